@@ -1,0 +1,102 @@
+"""Every exception that `remat` raises for something its user gave or asked for.
+
+    RematError
+    ├── StaticArgumentError (ValueError)      static_argnums / static_argnames that do not fit the call
+    │   └── StaticArgumentTypeError (TypeError)
+    ├── PreventCseError (TypeError)           prevent_cse that is no bool and no prefix of the arguments
+    ├── PolicyError (ValueError)              a policy that cannot mean what it says
+    │   ├── UnknownNameError                  ... it selects a name that the region does not have
+    │   └── MemoryKindError                   ... it offloads to a memory that the backend does not have
+    ├── EffectError (NotImplementedError)     an effect that cannot be recomputed
+    ├── GradientMismatchError (AssertionError)   remat.testing: two functions that differ
+    ├── PeakMemoryError (AssertionError)      remat.testing: a step that needs more than its limit
+    ├── UnitsError (ValueError)               a text that is no number of bytes, FLOPs or seconds
+    ├── ScheduleError (ValueError)            a checkpointing schedule that cannot exist
+    ├── GraphError (ValueError)               a graph that is damaged or is no DAG
+    ├── PlanError (ValueError)                a plan or cache file that is damaged, stale or does not fit
+    └── BudgetError (ValueError)              a budget that no plan reaches
+
+Each message says what happened, with the numbers, and the next step. The second base class is the
+built-in exception that code written for `jax.checkpoint` expects in the same place.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RematError(Exception):
+    """Base of all errors that `remat` raises on purpose."""
+
+
+class StaticArgumentError(RematError, ValueError):
+    """`static_argnums` or `static_argnames` that do not fit the function or the call."""
+
+
+class StaticArgumentTypeError(StaticArgumentError, TypeError):
+    """`static_argnums` or `static_argnames` of a wrong type."""
+
+
+class PreventCseError(RematError, TypeError):
+    """`prevent_cse` that is neither a bool nor a pytree prefix of the arguments with bool leaves."""
+
+
+class PolicyError(RematError, ValueError):
+    """A policy that is malformed or cannot be applied where it was given."""
+
+
+class UnknownNameError(PolicyError):
+    """A policy selects a checkpoint name or a path that no value of the region has."""
+
+
+class MemoryKindError(PolicyError):
+    """A policy offloads to a memory kind that the backend does not have."""
+
+
+class EffectError(RematError, NotImplementedError):
+    """The region has an effect that cannot be repeated, so it cannot be recomputed."""
+
+
+class GradientMismatchError(RematError, AssertionError):
+    """Two functions that should agree differ in values or gradients."""
+
+
+class PeakMemoryError(RematError, AssertionError):
+    """A step needs more memory than the test allows."""
+
+
+class UnitsError(RematError, ValueError):
+    """A text is no number of bytes, FLOPs or seconds."""
+
+
+class ScheduleError(RematError, ValueError):
+    """A checkpointing schedule that was asked for cannot exist."""
+
+
+class GraphError(RematError, ValueError):
+    """A graph is damaged, inconsistent or not acyclic."""
+
+
+class PlanError(RematError, ValueError):
+    """A plan or cache file is damaged, stale, or does not belong to the program at hand."""
+
+
+class BudgetError(RematError, ValueError):
+    """No plan that was found fits the memory budget."""
+
+
+def closest(unknown: str, known: Iterable[str]) -> str:
+    """The part of an error message that offers the known names, the closest first.
+
+    >>> closest("atn", ["attn", "mlp"])
+    "did you mean 'attn'? Known: 'attn', 'mlp'."
+    >>> closest("attn", [])
+    'There are none.'
+    """
+    names = sorted(set(known))
+    if not names:
+        return "There are none."
+    listing = "Known: " + ", ".join(repr(name) for name in names) + "."
+    near = difflib.get_close_matches(unknown, names, n=1)
+    return f"did you mean {near[0]!r}? {listing}" if near else listing

@@ -1,0 +1,1 @@
+"""Loops whose reverse-mode memory is chosen by the user."""

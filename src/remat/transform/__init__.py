@@ -1,0 +1,1 @@
+"""The transform: `checkpoint`, the primitive it binds, what keeps XLA from undoing it, policies."""
