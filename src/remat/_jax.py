@@ -157,6 +157,14 @@ def debug_info(
     )
 
 
+def argument_names(fun: Callable, args: Sequence, kwargs: dict, n_leaves: int) -> tuple[str, ...]:
+    """What the leaves of a call's arguments are called, `params['w']` say."""
+    names = debug_info(fun, args, kwargs, (), ()).arg_names
+    if names is None or len(names) != n_leaves:
+        return tuple(f"at flattened index {i}" for i in range(n_leaves))
+    return tuple(name or f"at flattened index {i}" for i, name in enumerate(names))
+
+
 def abstractify(x: Any) -> Any:
     return _core.shaped_abstractify(x)
 
@@ -833,6 +841,11 @@ def _only_picked(value: Any) -> bool:
 def memory_kinds() -> tuple[str, ...]:
     """The kinds of memory that the default backend's devices reach."""
     return tuple(sorted(memory.kind for memory in jax.devices()[0].addressable_memories()))
+
+
+def is_on_host(aval: Any) -> bool:
+    """Whether a value's type says that it lives in host memory."""
+    return getattr(aval, "memory_space", None) is _core.MemorySpace.Host
 
 
 def itemsize_bytes(aval: Any) -> int:
