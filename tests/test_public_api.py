@@ -34,8 +34,10 @@ def test_checkpoint_name_is_that_of_jax():
 
 
 def test_every_policy_of_jax_is_there():
-    for name in vars(jax.checkpoint_policies):
-        assert hasattr(remat.policies, name), name
+    # From 0.11 on it is a module, with classes that are no policies among its names.
+    for name, policy in vars(jax.checkpoint_policies).items():
+        if callable(policy) and not isinstance(policy, type) and name.islower():
+            assert hasattr(remat.policies, name), name
 
 
 def test_parameters_of_checkpoint():
