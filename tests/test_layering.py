@@ -20,7 +20,8 @@ LAYERS = [
     ("_jax",),
     ("transform.barrier", "transform.marks"),
     ("transform.cut", "transform.policies"),
-    ("transform.primitive", "transform.residuals"),
+    ("transform.residuals",),
+    ("transform.primitive",),
     ("transform.checkpoint",),
     ("testing",),
 ]

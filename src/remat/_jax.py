@@ -49,6 +49,7 @@ from jax._src.lib.mlir import ir as _ir
 from jax._src.lib.mlir.dialects import hlo as _hlo
 from jax._src.state import discharge as _discharge
 from jax._src.state.types import AbstractRef as AbstractRef
+from jax.experimental.key_reuse import _core as _key_reuse
 
 try:
     from jax._src.flattree import treedef_args_to_ft as _flat_tree
@@ -736,6 +737,17 @@ def register_checkify(primitive: Primitive, bind: Callable) -> None:
         return jax.tree.unflatten(out_tree, bind((*consts, *args), body, added, params))
 
     _checkify.error_checks[primitive] = rule
+
+
+def register_key_reuse(primitive: Primitive) -> None:
+    """Let the key-reuse checker know: what a recomputation does with keys, the forward pass did."""
+
+    def signature(eqn: JaxprEqn) -> Any:
+        if eqn.params["differentiated"]:
+            return _key_reuse.KeyReuseSignature()
+        return _key_reuse.jaxpr_type_signature(eqn.params["jaxpr"])
+
+    _key_reuse.key_reuse_signatures[primitive] = _key_reuse.dynamic_key_reuse_signature(signature)
 
 
 def register_hijax(primitive: Primitive, bind: Callable) -> None:

@@ -196,7 +196,7 @@ def test_foreign_policies_mean_what_they_mean_to_jax(remade, policy):
 @pytest.mark.parametrize("make", [policies.save, policies.recompute, policies.save_only_these_names,
                                   policies.save_anything_except_these_names])  # fmt: skip
 def test_a_name_that_matches_nothing_is_an_error_with_the_names_there_are(make):
-    with pytest.raises(remat.UnknownNameError, match="did you mean 'product'.*'inner'.*'wave'"):
+    with pytest.raises(remat.UnknownNameError, match=r"did you mean 'product'.*'inner'.*'wave'"):
         remat.checkpoint(f, policy=make("prodct"))(X, X)
     remat.checkpoint(f, policy=make("prodct", strict=False))(X, X)
 
@@ -256,7 +256,7 @@ def test_a_named_input_is_offloaded_in_its_place():
     ids=repr,
 )  # fmt: skip
 def test_a_memory_that_the_backend_does_not_have_is_an_error_with_those_it_has(policy):
-    with pytest.raises(remat.MemoryKindError, match="'device'.*'pinned_host'"):
+    with pytest.raises(remat.MemoryKindError, match=r"'device'.*'pinned_host'"):
         remat.checkpoint(f, policy=policy)
 
 
