@@ -18,7 +18,7 @@ LAYERS = [
     ("errors",),
     ("units",),
     ("_jax",),
-    ("transform.barrier", "transform.marks"),
+    ("transform.barrier", "transform.marks", "transform.statics"),
     ("transform.cut", "transform.policies"),
     ("transform.residuals",),
     ("transform.primitive",),
