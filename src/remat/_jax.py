@@ -217,13 +217,26 @@ def open_jaxpr(jaxpr: Any) -> Jaxpr:
 
 
 def jaxprs_of(eqn: JaxprEqn) -> Iterator[Any]:
-    """The jaxprs in an equation's parameters (bodies of loops, branches, called functions)."""
+    """The jaxprs in an equation's parameters, whatever they are for."""
     for value in eqn.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(item, _core.Jaxpr) or (
                 hasattr(item, "jaxpr") and hasattr(item, "consts")
             ):
                 yield item
+
+
+def has_body(eqn: JaxprEqn) -> bool:
+    """Whether the equation runs jaxprs of its own (a loop, branches, a call) that are cut with it.
+
+    The update function of a scatter, say, belongs to its primitive.
+    """
+    return eqn.primitive in _pe.partial_eval_jaxpr_custom_rules and any(jaxprs_of(eqn))
+
+
+def bodies_of(eqn: JaxprEqn) -> Iterator[Any]:
+    """The jaxprs that an equation runs."""
+    return jaxprs_of(eqn) if has_body(eqn) else iter(())
 
 
 def new_eqn(
@@ -252,7 +265,7 @@ def replace_body(eqn: JaxprEqn, old: Any, new_equations: Jaxpr) -> JaxprEqn:
     def swap(value: Any) -> Any:
         if value is old:
             return replacement
-        if isinstance(value, (tuple, list)):
+        if type(value) in (tuple, list):
             return type(value)(swap(item) for item in value)
         return value
 
@@ -727,11 +740,17 @@ def register_discharge(primitive: Primitive, bind: Callable) -> None:
 def register_checkify(primitive: Primitive, bind: Callable) -> None:
     """Thread checkify's errors through an equation; `bind(args, new_jaxpr, n_added, params)`."""
 
-    def rule(error: Any, enabled: Any, *values: Any, jaxpr: Jaxpr, **params: Any) -> Any:
+    # 0.12 passes a context in front; delete the other half with 0.11.
+    n_contexts = 1 if hasattr(_checkify, "CheckifyContext") else 0
+
+    def rule(*inputs: Any, jaxpr: Jaxpr, **params: Any) -> Any:
+        context, (error, enabled, *values) = inputs[:n_contexts], inputs[n_contexts:]
         leaves, tree = jax.tree.flatten(error)
         args = (*leaves, *values)
         avals = tuple(typeof(x) for x in args)
-        closed, out_tree, _ = _checkify.jaxpr_to_checkify_jaxpr(close(jaxpr), enabled, tree, *avals)
+        closed, out_tree, _ = _checkify.jaxpr_to_checkify_jaxpr(
+            *context, close(jaxpr), enabled, tree, *avals
+        )
         body, consts = detach_consts(closed)
         added = len(consts) + len(leaves)
         return jax.tree.unflatten(out_tree, bind((*consts, *args), body, added, params))

@@ -57,15 +57,17 @@ def assert_same_gradients(
     """
     if order not in (1, 2):
         raise ValueError(f"order is 1 or 2, not {order!r}.")
-    values = [_values_and_gradients(fun, args, order, seed) for fun in (f, g)]
-    structures = [jax.tree.structure(v) for v in values]
-    if structures[0] != structures[1]:
-        raise GradientMismatchError(
-            f"the two functions' results differ in structure: {structures[0]} and {structures[1]}."
-        )
-    paths = jax.tree_util.tree_flatten_with_path(values[0])[0]
-    for (path, a), b in zip(paths, jax.tree.leaves(values[1])):
-        _compare(jax.tree_util.keystr(path), a, b, rtol, atol)
+    first, second = (_values_and_gradients(fun, args, order, seed) for fun in (f, g))
+    for what in first:
+        structures = [jax.tree.structure(results[what]) for results in (first, second)]
+        if structures[0] != structures[1]:
+            raise GradientMismatchError(
+                f"the two functions' {what}s differ in structure: "
+                f"{structures[0]} and {structures[1]}."
+            )
+        paths = jax.tree_util.tree_flatten_with_path(first[what])[0]
+        for (path, a), b in zip(paths, jax.tree.leaves(second[what])):
+            _compare(f"{what}{jax.tree_util.keystr(path)}", a, b, rtol, atol)
 
 
 def _values_and_gradients(fun: Callable, args: tuple, order: int, seed: int) -> dict[str, Any]:
@@ -76,7 +78,7 @@ def _values_and_gradients(fun: Callable, args: tuple, order: int, seed: int) -> 
         full = list(leaves)
         for i, x in zip(chosen, xs):
             full[i] = x
-        return fun(*jax.tree.unflatten(tree, full))
+        return jax.tree.map(jnp.asarray, fun(*jax.tree.unflatten(tree, full)))
 
     def gradients(xs: list[Any]) -> tuple[Any, Any]:
         out, vjp = jax.vjp(of_chosen, xs)

@@ -90,7 +90,7 @@ def rewrite(jaxpr: _jax.Jaxpr, path: str, decide: Decide) -> _jax.Jaxpr:
             if any(a is not b for a, b in zip(invars, eqn.invars)):
                 new = eqn.replace(invars=invars)
         here = join(path, _jax.name_stack_of(eqn))
-        for body in _jax.jaxprs_of(eqn):
+        for body in _jax.bodies_of(eqn):
             opened = _jax.open_jaxpr(body)
             rewritten = rewrite(opened, here, decide)
             if rewritten is not opened:
@@ -113,7 +113,7 @@ def rewrite(jaxpr: _jax.Jaxpr, path: str, decide: Decide) -> _jax.Jaxpr:
 
 def has_marks(jaxpr: _jax.Jaxpr) -> bool:
     return any(
-        eqn.primitive is mark_p or any(has_marks(_jax.open_jaxpr(b)) for b in _jax.jaxprs_of(eqn))
+        eqn.primitive is mark_p or any(has_marks(_jax.open_jaxpr(b)) for b in _jax.bodies_of(eqn))
         for eqn in jaxpr.eqns
     )
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -74,7 +75,7 @@ def _flops(eqn: _jax.JaxprEqn) -> int:
         kernel = eqn.invars[1].aval
         out_features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
         return 2 * outs * kernel.size // max(out_features, 1)
-    if any(True for _ in _jax.jaxprs_of(eqn)):
+    if _jax.has_body(eqn):
         return 0
     return max(outs, *(getattr(v.aval, "size", 0) for v in eqn.invars), 0)
 
@@ -112,25 +113,25 @@ class Policy:
         return _jax.Recompute if (case := self.opinion(value)) is None else case
 
     def __or__(self, other: Any) -> Policy:
-        return _Either(self, as_policy(other))
+        return _Either.of(self, as_policy(other))
 
     def __ror__(self, other: Any) -> Policy:
-        return _Either(as_policy(other), self)
+        return _Either.of(as_policy(other), self)
 
     def __and__(self, other: Any) -> Policy:
-        return _Both(self, as_policy(other))
+        return _Both.of(self, as_policy(other))
 
     def __rand__(self, other: Any) -> Policy:
-        return _Both(as_policy(other), self)
+        return _Both.of(as_policy(other), self)
 
     def __invert__(self) -> Policy:
         return _Not(self)
 
     def __rshift__(self, other: Any) -> Policy:
-        return _First(self, as_policy(other))
+        return _First.of(self, as_policy(other))
 
     def __rrshift__(self, other: Any) -> Policy:
-        return _First(as_policy(other), self)
+        return _First.of(as_policy(other), self)
 
 
 @functools.lru_cache(maxsize=256)
@@ -225,37 +226,53 @@ class _Select(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Either(Policy):
-    first: Policy
-    second: Policy
+class _Combined(Policy):
+    """Several policies in one; `a | (b | c)` holds the same three as `(a | b) | c`."""
 
-    def opinion(self, value: Value) -> Any:
-        return _strongest(self.first.opinion(value), self.second.opinion(value), _keeps_most)
+    policies: tuple[Policy, ...]
+    operator = ""
 
-    def parts(self) -> Iterator[Policy]:
-        return _parts(self, self.first, self.second)
+    @classmethod
+    def of(cls, *policies: Policy) -> Policy:
+        inner = (p.policies if isinstance(p, cls) else (p,) for p in policies)
+        return cls(tuple(itertools.chain.from_iterable(inner)))
 
-    def __repr__(self) -> str:
-        return f"({self.first!r} | {self.second!r})"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Both(Policy):
-    first: Policy
-    second: Policy
-
-    def opinion(self, value: Value) -> Any:
-        opinions = self.first.opinion(value), self.second.opinion(value)
-        if None in opinions:
-            # One that does not speak of a value does not save it, so both do not.
-            return None if opinions == (None, None) else _jax.Recompute
-        return _strongest(*opinions, lambda case: -_keeps_most(case))
+    def opinions(self, value: Value) -> Iterator[Any]:
+        return (p.opinion(value) for p in self.policies)
 
     def parts(self) -> Iterator[Policy]:
-        return _parts(self, self.first, self.second)
+        yield self
+        for policy in self.policies:
+            yield from policy.parts()
 
     def __repr__(self) -> str:
-        return f"({self.first!r} & {self.second!r})"
+        return "(" + f" {self.operator} ".join(map(repr, self.policies)) + ")"
+
+
+class _Either(_Combined):
+    operator = "|"
+
+    def opinion(self, value: Value) -> Any:
+        given = [case for case in self.opinions(value) if case is not None]
+        return max(given, key=_keeps_most) if given else None
+
+
+class _Both(_Combined):
+    operator = "&"
+
+    def opinion(self, value: Value) -> Any:
+        given = list(self.opinions(value))
+        if None in given:
+            # One that does not speak of a value does not save it, so not all do.
+            return None if not any(case is not None for case in given) else _jax.Recompute
+        return min(given, key=_keeps_most)
+
+
+class _First(_Combined):
+    operator = ">>"
+
+    def opinion(self, value: Value) -> Any:
+        return next((case for case in self.opinions(value) if case is not None), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,26 +285,11 @@ class _Not(Policy):
         return _jax.Recompute if _keeps_most(self.inner.opinion(value)) else _jax.Saveable
 
     def parts(self) -> Iterator[Policy]:
-        return _parts(self, self.inner)
+        yield self
+        yield from self.inner.parts()
 
     def __repr__(self) -> str:
         return f"~{self.inner!r}"
-
-
-@dataclasses.dataclass(frozen=True)
-class _First(Policy):
-    first: Policy
-    second: Policy
-
-    def opinion(self, value: Value) -> Any:
-        case = self.first.opinion(value)
-        return self.second.opinion(value) if case is None else case
-
-    def parts(self) -> Iterator[Policy]:
-        return _parts(self, self.first, self.second)
-
-    def __repr__(self) -> str:
-        return f"({self.first!r} >> {self.second!r})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -352,23 +354,11 @@ class _Nothing(Policy):
         return "nothing_saveable"
 
 
-def _parts(whole: Policy, *inner: Policy) -> Iterator[Policy]:
-    yield whole
-    for part in inner:
-        yield from part.parts()
-
-
 def _keeps_most(case: Any) -> int:
     """How much a decision keeps: 2 on the device, 1 in another memory, 0 nothing."""
     if isinstance(case, _jax.Offloadable):
         return 1
     return 2 if isinstance(case, _jax.SaveableType) else 0
-
-
-def _strongest(first: Any, second: Any, strength: Callable[[Any], int]) -> Any:
-    if first is None or second is None:
-        return second if first is None else first
-    return first if strength(first) >= strength(second) else second
 
 
 def _name_matches(pattern: str, names: Iterable[str]) -> bool:
@@ -716,7 +706,7 @@ def values_of(
     if name is not None and eqn.invars[0] in named:
         return
     own = frozenset() if name is None else frozenset({name})
-    has_body = any(True for _ in _jax.jaxprs_of(eqn))
+    has_body = _jax.has_body(eqn)
     for var in eqn.outvars:
         if type(var).__name__ == "DropVar" or not hasattr(var.aval, "dtype"):
             continue
