@@ -69,6 +69,8 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("f", PROGRAMS)
 def test_either_branch_is_differentiated(f, name, x):
+    if f is referenced and name in ("second order", "hessian"):
+        pytest.skip("JAX 0.10 does not differentiate refs twice, with or without remat")
     if f is newton:
         x = abs(x)
     transform = TRANSFORMS[name]
