@@ -90,7 +90,7 @@ def test_closed_over_tracers_have_values(w):
 @pytest.mark.parametrize(
     "convert",
     [
-        bool, int, float, complex, round, np.asarray, np.sin, "{:.2f}".format,
+        bool, int, float, complex, np.asarray, np.sin, "{:.2f}".format,
         lambda x: jnp.asarray(x).item(), lambda x: jnp.asarray(x).tolist(),
     ],
     ids=lambda f: getattr(f, "__qualname__", str(f)),
