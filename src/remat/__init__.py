@@ -32,5 +32,12 @@ from remat.errors import (
 )
 from remat.transform import policies as policies
 from remat.transform.checkpoint import checkpoint as checkpoint
+from remat.transform.residuals import (
+    Residual as Residual,
+    Residuals as Residuals,
+    print_saved_residuals as print_saved_residuals,
+    residuals as residuals,
+    saved_residuals as saved_residuals,
+)
 
 remat = checkpoint

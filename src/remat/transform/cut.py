@@ -93,9 +93,7 @@ def cut(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Callable[..., 
     if _jax.checks_enabled():
         _jax.check_jaxpr(forward)
         _jax.check_jaxpr(backward)
-    return Cut(
-        forward, forward_inputs, backward, used[len(kept) :], parts.outs_unknown, len(kept)
-    )
+    return Cut(forward, forward_inputs, backward, used[len(kept) :], parts.outs_unknown, len(kept))
 
 
 def _drop_derivable(
@@ -122,7 +120,7 @@ def _drop_derivable(
         # An input that the backward part does not use otherwise is only worth keeping alive if it
         # is no larger than what it replaces.
         free = source in saved or source in used_later
-        if free or source in available and _n_bytes(source.aval) <= _n_bytes(v.aval):
+        if free or (source in available and _n_bytes(source.aval) <= _n_bytes(v.aval)):
             del saved[v]
             needed.update((id(eqn), eqn) for eqn in chain)
     return list(saved), [eqn for eqn in forward.eqns if id(eqn) in needed]

@@ -15,7 +15,7 @@ The machinery then needs one fixed policy: do what the marks say, recompute ever
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from remat import _jax
 
@@ -48,26 +48,30 @@ def decide_by_marks(primitive: _jax.Primitive, *_: Any, **params: Any) -> Any:
 
 def without_marks(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     """The jaxpr without the marks that an earlier policy left in it."""
-    return rewrite(jaxpr, "", lambda eqn, path: None, ())
+    return rewrite(jaxpr, "", lambda _: lambda eqn, path: {})
 
 
-Decide = Callable[[_jax.JaxprEqn, str], Any]
+class Mark(NamedTuple):
+    """What a mark says of a value, and the equation that says where in the source it is."""
+
+    case: Any  # Saveable or an Offloadable
+    names: tuple[str, ...]
+    like: _jax.JaxprEqn
 
 
-def rewrite(
-    jaxpr: _jax.Jaxpr, path: str, decide: Callable[..., Any], context: tuple[Any, ...]
-) -> _jax.Jaxpr:
+Decide = Callable[[_jax.Jaxpr], Callable[[_jax.JaxprEqn, str], dict[_jax.Var, Mark]]]
+
+
+def rewrite(jaxpr: _jax.Jaxpr, path: str, decide: Decide) -> _jax.Jaxpr:
     """Replace all marks in a jaxpr, at every depth.
 
     Args:
       jaxpr: what to rewrite. It is returned as it is if nothing changes.
       path: the name stack that its equations' own stacks continue.
-      decide: `decide(eqn, path, *context)` is the case (`Saveable` or an `Offloadable`) for the
-        results of an equation, a dict from result to case, or None.
-      context: passed on, after `context = decide.enter(jaxpr, *context)` where `decide` has that.
+      decide: `decide(jaxpr)` is a function of an equation and its path, which gives the marks for
+        its results.
     """
-    enter = getattr(decide, "enter", None)
-    inner = enter(jaxpr, *context) if enter is not None else context
+    marks_of = decide(jaxpr)
     eqns: list[_jax.JaxprEqn] = []
     same: dict[_jax.Var, Any] = {}  # results of dropped marks
     changed = False
@@ -88,20 +92,20 @@ def rewrite(
         here = join(path, _jax.name_stack_of(eqn))
         for body in _jax.jaxprs_of(eqn):
             opened = _jax.open_jaxpr(body)
-            rewritten = rewrite(opened, here, decide, inner)
+            rewritten = rewrite(opened, here, decide)
             if rewritten is not opened:
                 new = _jax.replace_body(new, body, rewritten)
-        cases = decide(eqn, here, *inner)
-        if cases:
-            fresh = [_jax.new_var(v.aval) if v in cases else v for v in eqn.outvars]
+        marked = marks_of(eqn, here)
+        if marked:
+            fresh = [_jax.new_var(v.aval) if v in marked else v for v in eqn.outvars]
             eqns.append(new.replace(outvars=fresh))
             for v, unmarked in zip(eqn.outvars, fresh):
-                if v in cases:
-                    params = {"case": cases[v], "origin": eqn.primitive.name}
-                    eqns.append(_jax.new_eqn([unmarked], [v], mark_p, params, eqn))
+                if v in marked:
+                    params = {"case": marked[v].case, "names": marked[v].names}
+                    eqns.append(_jax.new_eqn([unmarked], [v], mark_p, params, marked[v].like))
         else:
             eqns.append(new)
-        changed = changed or new is not eqn or bool(cases)
+        changed = changed or new is not eqn or bool(marked)
     if not changed:
         return jaxpr
     return _jax.rebuild(jaxpr, outvars=[look(v) for v in jaxpr.outvars], eqns=eqns)

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -304,6 +305,11 @@ class _Dots(Policy):
             return self.case if self.batched or eqn.invars[0].aval.shape[0] == 1 else None
         return None
 
+    def __repr__(self) -> str:
+        if isinstance(self.case, _jax.Offloadable):
+            return f"offload_dot_with_no_batch_dims({self.case.src!r}, {self.case.dst!r})"
+        return "dots_saveable" if self.batched else "dots_with_no_batch_dims_saveable"
+
 
 @dataclasses.dataclass(frozen=True)
 class _Everything(Policy):
@@ -414,7 +420,15 @@ def save(
       PolicyError: for a selector of a wrong type.
     """
     return _select(
-        _jax.Saveable, names, primitive, dtype, path, min_bytes, max_bytes, min_flops_per_byte, strict
+        _jax.Saveable,
+        names,
+        primitive,
+        dtype,
+        path,
+        min_bytes,
+        max_bytes,
+        min_flops_per_byte,
+        strict,
     )
 
 
@@ -434,7 +448,7 @@ def recompute(
 
     >>> import remat
     >>> remat.policies.recompute(min_bytes="64MiB") >> remat.policies.dots_saveable
-    (recompute(min_bytes=67108864) >> _Dots(batched=True, case=Saveable))
+    (recompute(min_bytes=67108864) >> dots_saveable)
     """
     return _select(
         _jax.Recompute,
@@ -626,57 +640,65 @@ def _unmarked(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
 @_jax.weakref_lru_cache
 def _marked(jaxpr: _jax.Jaxpr, policy: Policy) -> _jax.Jaxpr:
     # `rewrite` may return the jaxpr itself; a cached value must not keep its own key alive.
-    marked = marks.rewrite(jaxpr, "", _Decide(policy), ({},))
+    marked = marks.rewrite(jaxpr, "", functools.partial(_decide, policy))
     return _jax.rebuild(jaxpr) if marked is jaxpr else marked
 
 
-class _Decide:
-    """Asks a policy about the results of an equation."""
+def _decide(policy: Policy, jaxpr: _jax.Jaxpr) -> Callable[..., dict[_jax.Var, marks.Mark]]:
+    """Asks a policy about the results of the equations of one jaxpr."""
+    named = names_of_values(jaxpr)
 
-    def __init__(self, policy: Policy):
-        self.policy = policy
-
-    def enter(self, jaxpr: _jax.Jaxpr, _: dict) -> tuple[dict]:
-        return (names_of_values(jaxpr),)
-
-    def __call__(self, eqn: _jax.JaxprEqn, path: str, names: dict) -> dict[Any, Any]:
-        cases = {}
-        for value, var in values_of(eqn, path, names):
-            case = self.policy.opinion(value)
+    def marks_of(eqn: _jax.JaxprEqn, path: str) -> dict[_jax.Var, marks.Mark]:
+        found = {}
+        for value, var in values_of(eqn, path, named):
+            case = policy.opinion(value)
             if _keeps_most(case):
-                cases[var] = case
-        return cases
+                like = named[var].eqn if var in named else eqn
+                found[var] = marks.Mark(case, tuple(sorted(value.names)), like)
+        return found
+
+    return marks_of
 
 
-def names_of_values(jaxpr: _jax.Jaxpr) -> dict[_jax.Var, frozenset[str]]:
-    """For each value that `checkpoint_name` was given directly, all the names it was given."""
-    names: dict[_jax.Var, frozenset[str]] = {}
+class Named(NamedTuple):
+    """The names that a value was given, and the first equation that gave one."""
+
+    names: frozenset[str]
+    eqn: _jax.JaxprEqn
+
+
+def names_of_values(jaxpr: _jax.Jaxpr) -> dict[_jax.Var, Named]:
+    """For each value that `checkpoint_name` was given, all its names, also those of its copies."""
+    named: dict[_jax.Var, Named] = {}
     for eqn in reversed(jaxpr.eqns):
         name = _jax.checkpoint_name_of(eqn)
         if name is not None and not isinstance(eqn.invars[0], _jax.Literal):
             inner, outer = eqn.invars[0], eqn.outvars[0]
-            names[inner] = names.get(inner, frozenset()) | names.get(outer, frozenset()) | {name}
+            names = frozenset({name})
+            for v in (inner, outer):
+                names |= named[v].names if v in named else frozenset()
+            named[inner] = Named(names, eqn)
     # Naming an input: the input is available anyway, so the name belongs to the named copy, which
     # an offloading policy puts in the input's place.
     for v in jaxpr.invars:
-        names.pop(v, None)
-    return names
+        named.pop(v, None)
+    return named
 
 
 def values_of(
-    eqn: _jax.JaxprEqn, path: str, names: dict[_jax.Var, frozenset[str]]
+    eqn: _jax.JaxprEqn, path: str, named: dict[_jax.Var, Named]
 ) -> Iterator[tuple[Value, _jax.Var]]:
     """The values that an equation makes. A name makes none, except on an input of the jaxpr."""
     name = _jax.checkpoint_name_of(eqn)
-    if name is not None and eqn.invars[0] in names:
+    if name is not None and eqn.invars[0] in named:
         return
     own = frozenset() if name is None else frozenset({name})
     has_body = any(True for _ in _jax.jaxprs_of(eqn))
     for var in eqn.outvars:
         if type(var).__name__ == "DropVar" or not hasattr(var.aval, "dtype"):
             continue
-        all_names = names.get(var, frozenset()) | own
-        yield Value(all_names, eqn.primitive.name, path, var.aval, eqn, has_body), var
+        names = named[var].names | own if var in named else own
+        yield Value(names, eqn.primitive.name, path, var.aval, eqn, has_body), var
 
 
 # --------------------------------------------------------------------------------------------------
@@ -716,36 +738,39 @@ def _offloads(policy: Any) -> Iterator[Any]:
             yield case
 
 
-def check_names(policy: Any, jaxpr: _jax.Jaxpr) -> None:
+def check_names(policy: Any, jaxpr: _jax.Jaxpr) -> bool:
     """Refuse a policy that selects names or a path that no value of the region has.
 
-    Where a custom derivative may still bring in names, nothing is said yet; the check is made again
-    when the region has been differentiated.
+    Returns:
+      Whether something was not found that a derivative rule of the user's, which the jaxpr does not
+      show, may still bring in. The check is to be made again when the region is differentiated.
 
     Raises:
       UnknownNameError: with the names or paths that there are.
     """
     if not isinstance(policy, Policy):
-        return
+        return False
     wanted = [p for p in policy.parts() if isinstance(p, _Select) and p.strict]
-    wanted = [p for p in wanted if p.names or p.path is not None]
-    if not wanted:
-        return
+    if not any(p.names or p.path is not None for p in wanted):
+        return False
     names, paths, hidden = _names_and_paths(jaxpr)
-    if hidden:
-        return
     for part in wanted:
         for pattern in part.names:
             if not _name_matches(pattern, names):
+                if hidden:
+                    return True
                 raise UnknownNameError(
                     f"{part!r}: no value in the checkpointed function is named {pattern!r} by "
                     f"checkpoint_name; {closest(pattern, names)} Pass strict=False if it may be absent."
                 )
         if part.path is not None and not any(path_matches(part.path, path) for path in paths):
+            if hidden:
+                return True
             raise UnknownNameError(
                 f"{part!r}: nothing in the checkpointed function is at {part.path!r}; "
                 f"{closest(part.path, paths)} Pass strict=False if it may be absent."
             )
+    return False
 
 
 @_jax.weakref_lru_cache
