@@ -69,12 +69,16 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("f", PROGRAMS)
 def test_either_branch_is_differentiated(f, name, x):
-    if f is referenced and name in ("second order", "hessian"):
-        pytest.skip("JAX 0.10 does not differentiate refs twice, with or without remat")
     if f is newton:
         x = abs(x)
     transform = TRANSFORMS[name]
-    assert_same(transform(concretely(f))(x), transform(f)(x))
+    try:
+        expected = transform(f)(x)
+    except Exception as e:
+        if f is not referenced:
+            raise
+        pytest.skip(f"plain JAX of this version fails as well: {type(e).__name__}")
+    assert_same(transform(concretely(f))(x), expected)
 
 
 @pytest.mark.parametrize("w", [1.0, -1.0])
@@ -105,7 +109,10 @@ def test_python_can_have_the_value_as(convert, x):
         return jnp.sin(x)
 
     np.testing.assert_allclose(jax.grad(f)(x), np.cos(1.5), rtol=1e-6)
-    assert str(seen[0]) == str(convert(x))
+    if convert is np.sin:  # of a value with the traced type, float32
+        assert str(seen[0]) == str(np.sin(np.float32(1.5)))
+    else:
+        assert str(seen[0]) == str(convert(x))
 
 
 @pytest.mark.parametrize("n", [0, 1, 3])
