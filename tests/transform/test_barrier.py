@@ -315,19 +315,3 @@ def test_empty_and_scalar_residuals_are_no_obstacle(shape):
     x = jnp.ones(shape)
     g = jax.jit(jax.grad(lambda x: jnp.sum(f(x))))
     np.testing.assert_allclose(g(x), np.cos(np.sin(x)) * np.cos(x), rtol=1e-6)
-
-
-def test_operations_are_written_once_for_equal_blocks():
-    """The lowered text grows with the number of distinct blocks, not of calls, beyond the calls."""
-    x, ws = arguments(64)
-    f = remat.checkpoint(block)
-
-    def loss(n, x):
-        for _ in range(n):
-            x = f(x, ws[0])
-        return jnp.sum(x)
-
-    def count(n):
-        return jax.jit(jax.grad(lambda x: loss(n, x))).lower(x).as_text().count("stablehlo.tanh")
-
-    assert count(8) == count(4)
