@@ -1,0 +1,46 @@
+"""What several tests of the transform share."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+
+def assert_same(actual, expected, *, rtol=2e-5, atol=2e-6):
+    """The same tree, types and (up to rounding) values."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        a, e = _comparable(a), _comparable(e)
+        assert a.shape == e.shape
+        assert a.dtype == e.dtype
+        if a.dtype == jax.dtypes.float0:
+            continue
+        if a.dtype.kind in "biu":
+            np.testing.assert_array_equal(a, e)
+        else:
+            wide = np.complex128 if a.dtype.kind == "c" else np.float64
+            loose = 2e-2 if a.dtype.itemsize == 2 else 0
+            np.testing.assert_allclose(
+                a.astype(wide), e.astype(wide), rtol=rtol + loose, atol=atol + loose
+            )
+
+
+def _comparable(x):
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.asarray(x)
+
+
+def equations(jaxpr):
+    """Every equation of a jaxpr, bodies included."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(item, "jaxpr", item)
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner)
+
+
+def count(jaxpr, *primitives):
+    return sum(eqn.primitive.name in primitives for eqn in equations(jaxpr.jaxpr))

@@ -1,0 +1,211 @@
+"""Effects in regions: prints, callbacks, refs, errors; and what they refuse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import checkify, io_callback
+from support import assert_same
+
+import remat
+
+
+def ordered_print(x):
+    jax.debug.print("x={}", x, ordered=True)
+    return jnp.sin(jnp.sin(x))
+
+
+def test_ordered_prints_are_in_order_without_differentiation(capfd):
+    f = remat.checkpoint(ordered_print)
+    jax.block_until_ready(jax.jit(lambda x: f(f(x)))(0.0))
+    jax.block_until_ready(f(1.0))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.split() == ["x=0.0", "x=0.0", "x=1.0"]
+
+
+def ordered_callback(x):
+    io_callback(lambda x: None, None, lax.stop_gradient(x), ordered=True)
+    return jnp.sin(jnp.sin(x))
+
+
+@pytest.mark.parametrize("transform", [jax.grad, jax.hessian, lambda f: lambda x: jax.vjp(f, x)])
+def test_an_ordered_callback_is_refused_by_name_when_differentiated(transform):
+    with pytest.raises(remat.EffectError, match=r"Effects not supported.*OrderedIO"):
+        transform(remat.checkpoint(ordered_callback))(1.0)
+
+
+def test_the_refusal_is_the_error_that_jax_raises():
+    assert issubclass(remat.EffectError, NotImplementedError)
+    with pytest.raises(NotImplementedError, match="Effects not supported"):
+        jax.grad(jax.checkpoint(ordered_callback))(1.0)
+
+
+def test_io_callback_is_refused_when_differentiated():
+    seen = []
+
+    def f(x):
+        io_callback(lambda x: seen.append(float(x)), None, lax.stop_gradient(x))
+        return jnp.sin(jnp.sin(x))
+
+    jax.block_until_ready(remat.checkpoint(f)(1.0))
+    jax.effects_barrier()
+    assert seen == [1.0]
+    with pytest.raises(NotImplementedError) as ours:
+        jax.grad(remat.checkpoint(f))(1.0)
+    with pytest.raises(NotImplementedError):
+        jax.grad(jax.checkpoint(f))(1.0)
+    assert isinstance(ours.value, remat.EffectError)
+
+
+def test_a_callback_can_raise():
+    def f(x):
+        def host(x):
+            raise ValueError("from the host")
+
+        return jax.pure_callback(host, jax.ShapeDtypeStruct((), jnp.float32), x)
+
+    with pytest.raises(Exception, match="from the host"):
+        jax.block_until_ready(jax.jit(remat.checkpoint(f))(jnp.float32(1.0)))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.grad, lambda f: jax.jit(jax.grad(f))])
+def test_checkify_sees_what_happens_inside(wrap):
+    def f(x):
+        checkify.check(x > 0, "x is {}", x)
+        return jnp.sin(jnp.log(x))
+
+    checked = checkify.checkify(wrap(remat.checkpoint(f)), checkify.user_checks)
+    error, _ = checked(1.0)
+    assert error.get() is None
+    error, _ = checked(-1.0)
+    assert "x is -1.0" in error.get()
+
+
+@pytest.mark.parametrize("errors", [checkify.nan_checks, checkify.float_checks])
+def test_checkify_finds_nans_inside(errors):
+    checked = checkify.checkify(jax.grad(remat.checkpoint(lambda x: jnp.sqrt(jnp.log(x)))), errors)
+    assert checked(2.0)[0].get() is None
+    assert "nan" in checked(0.5)[0].get()
+
+
+def test_checkify_of_index_errors_inside_a_loop_inside():
+    @remat.checkpoint
+    def f(x):
+        step = lambda c, i: (jnp.sin(c) * x.at[i].get(mode="fill"), None)  # noqa: E731
+        return lax.scan(step, 1.0, jnp.arange(5))[0]
+
+    error, _ = checkify.checkify(f, checkify.index_checks)(jnp.ones(3))
+    assert "out-of-bounds" in error.get()
+
+
+def test_debug_nans_names_the_operation():
+    f = remat.checkpoint(lambda x: jnp.log(jnp.sin(x) - 2.0))
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+        jax.grad(f)(1.0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Refs
+
+
+def test_a_ref_inside_is_differentiated():
+    def f(x):
+        ref = jax.new_ref(x)
+        ref[...] += jnp.sin(ref[...])
+        return ref[...] * x
+
+    assert_same(jax.grad(remat.checkpoint(f))(1.0), jax.grad(f)(1.0))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_ref_argument_is_written(wrap):
+    def f(ref, x):
+        ref[...] += jnp.sin(x)
+        return ref[...] * 2
+
+    ref = jax.new_ref(jnp.float32(1.0))
+    out = wrap(remat.checkpoint(f))(ref, jnp.float32(2.0))
+    np.testing.assert_allclose(ref[...], 1 + np.sin(2.0), rtol=1e-6)
+    np.testing.assert_allclose(out, 2 + 2 * np.sin(2.0), rtol=1e-6)
+
+
+def test_a_ref_in_the_closure_is_written():
+    ref = jax.new_ref(jnp.zeros(2))
+
+    @jax.jit
+    @remat.checkpoint
+    def f(x):
+        ref[0] = jnp.sin(x)
+        return ref[...] + x
+
+    f(jnp.float32(1.0))
+    np.testing.assert_allclose(ref[...], [np.sin(1.0), 0.0], rtol=1e-6)
+
+
+def test_refs_in_a_loop_of_regions():
+    def run(wrap, xs):
+        ref = jax.new_ref(jnp.zeros(()))
+
+        def step(i, _):
+            ref[...] += wrap(lambda x: jnp.sin(x) * x)(xs[i])
+            return None
+
+        lax.fori_loop(0, 3, step, None)
+        return ref[...]
+
+    xs = jnp.arange(3.0)
+    assert_same(run(remat.checkpoint, xs), run(lambda f: f, xs))
+    assert_same(jax.jit(lambda xs: run(remat.checkpoint, xs))(xs), run(lambda f: f, xs))
+
+
+def _outcome(f):
+    try:
+        return jax.device_get(f())
+    except Exception as e:
+        return type(e)
+
+
+@pytest.mark.parametrize("wrap", [jax.grad, jax.vmap, jax.jit, jax.hessian])
+def test_differentiating_what_writes_a_ref_does_as_jax_does(wrap):
+    """Where JAX's own checkpoint refuses, so may ours; where it works, ours gives the same."""
+
+    def run(ck):
+        ref = jax.new_ref(jnp.zeros(()))
+
+        def f(x):
+            ref[...] = lax.stop_gradient(jnp.sum(x))
+            return jnp.sin(jnp.sin(x))
+
+        x = jnp.ones(2) if wrap is jax.vmap else 1.0
+        return wrap(ck(f))(x), ref[...]
+
+    ours, theirs = _outcome(lambda: run(remat.checkpoint)), _outcome(lambda: run(jax.checkpoint))
+    if isinstance(theirs, type):
+        assert isinstance(ours, type)
+        return
+    assert_same(ours, theirs)
+
+
+def _accumulate(ref, ct):
+    ref.addupdate(ct)
+    return None, ct
+
+
+def test_a_gradient_accumulates_into_a_ref():
+    @jax.custom_vjp
+    def stash(ref, x):
+        return x
+
+    stash.defvjp(lambda ref, x: (x, ref), _accumulate)
+
+    def run(ck):
+        ref = jax.new_ref(jnp.zeros(()))
+        g = jax.grad(lambda x: ck(lambda ref, x: jnp.sin(stash(ref, jnp.sin(x))))(ref, x))(1.0)
+        return g, ref[...]
+
+    ours, plain = _outcome(lambda: run(remat.checkpoint)), _outcome(lambda: run(lambda f: f))
+    if isinstance(plain, type):
+        assert isinstance(ours, type)
+        return
+    assert_same(ours, plain)
