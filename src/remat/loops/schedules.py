@@ -146,13 +146,13 @@ def picture(actions: Iterable[Action], n: int, *, width: int = 72, rows: int = 4
     o>>o><  2 slots
     o..o<   2 slots
     o..<    2 slots
-    o><     1 slot
-    o<      1 slot
+    oo<     2 slots
+    o<      2 slots
     <       1 slot
     """
     per_column = -(-n // width) if n else 1
     columns = -(-n // per_column)
-    lines = []
+    lines: list[str] = []
     slots: dict[int, int] = {}
     filled: set[int] = set()
     run: set[int] = set()
@@ -369,7 +369,7 @@ class TwoTier:
     >>> schedule.forward_steps == Binomial(100, 5).forward_steps
     True
     >>> schedule.host_writes, schedule.host_reads
-    (8, 11)
+    (5, 14)
 
     Attributes:
       n: steps of the loop.
@@ -479,8 +479,8 @@ def slot_traffic(n: int, slots: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 # Online
 
 
-# The online choice looks at no more repetitions than this. A compiled loop makes the choice at every
-# step, so it has to be short; with 3 slots 64 are enough for 50,000 steps, with 4 for 800,000.
+# The online choice looks at no more repetitions than this. A compiled loop makes the choice at
+# every step, so it has to be short; with 3 slots it is enough for 45,000 steps, with 4 for 700,000.
 ONLINE_COLUMNS = 64
 
 
@@ -535,7 +535,7 @@ class Online:
     >>> Online(n=10, slots=3).forward_steps, Binomial(n=10, slots=3).forward_steps
     (25, 25)
     >>> Online(n=56, slots=3).forward_steps, Binomial(n=56, slots=3).forward_steps
-    (266, 266)
+    (267, 266)
 
     Attributes:
       n: steps that the loop turns out to have.
