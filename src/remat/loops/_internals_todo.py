@@ -52,7 +52,7 @@ def dependents(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
 
 def has_tangent(aval: Any) -> bool:
     """Whether values of this type can have a derivative: real and complex numbers."""
-    return jax.dtypes.issubdtype(aval.dtype, jax.numpy.inexact)
+    return jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact)
 
 
 # Registering a primitive's rules

@@ -48,6 +48,7 @@ from remat.loops.loop import (
     split_inputs,
     sweep,
 )
+from remat.loops.tracing import as_arrays
 
 Arrays = list[Any]
 
@@ -69,6 +70,7 @@ def _function(loop: Loop) -> Any:
 
     def rule(primals: tuple, tangents: tuple) -> tuple[Arrays, Arrays]:
         (flat,), (flat_tangents,) = primals, tangents
+        flat = as_arrays(flat)
         results, held = _sweeping(loop)(flat)
         return results, _tangents(loop, flat, results, held, flat_tangents)
 
@@ -86,6 +88,7 @@ def _sweeping(loop: Loop) -> Any:
 
     def rule(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
         (flat,), (flat_tangents,) = primals, tangents
+        flat = as_arrays(flat)
         results, held = function(flat)
         no_tangents = jax.tree.map(_zero_tangent, held)
         return (results, held), (
@@ -199,9 +202,7 @@ def _hessian_map(loop: Loop, moved: Mask, mask: Mask, like: Arrays) -> LinearMap
 # The differentiated loop
 
 
-def _augmented(
-    loop: Loop, mask: Mask, flat: Arrays, v: Arrays
-) -> tuple[Loop, Inputs]:
+def _augmented(loop: Loop, mask: Mask, flat: Arrays, v: Arrays) -> tuple[Loop, Inputs]:
     """The loop L₁ over values and tangents, and its inputs."""
     inputs = split_inputs(loop, flat)
     consts_mask, carry_in_mask, xs_mask, _ = map(tuple, split_inputs(loop, mask))
@@ -212,8 +213,9 @@ def _augmented(
         for x, d in zip(select(inputs.carry, carry_mask), select(tangents.carry, carry_mask))
     ]
 
-    def body(consts: Arrays, d_consts: Arrays, carry: Arrays, d_carry: Arrays, x: Arrays,
-             d_x: Arrays) -> Arrays:
+    def body(
+        consts: Arrays, d_consts: Arrays, carry: Arrays, d_carry: Arrays, x: Arrays, d_x: Arrays
+    ) -> Arrays:
         def step(c: Arrays, k: Arrays, x_: Arrays) -> tuple[Arrays, Arrays]:
             return loop.call(
                 merge(consts, consts_mask, c), merge(carry, carry_mask, k), merge(x, xs_mask, x_)
@@ -243,7 +245,7 @@ def _augmented(
         [*constants, *inputs.consts, *d_consts],
         [*inputs.carry, *d_carry],
         [*inputs.xs, *d_xs],
-        inputs.count,
+        inputs.steps,
     )
 
 
@@ -291,9 +293,7 @@ def _jvp(fun: Any, primals: Sequence[Arrays], tangents: Sequence[Arrays]) -> Arr
     """`jax.jvp` of a function of lists, with tangents None where zero."""
     flat, tree = jax.tree.flatten(tuple(primals))
     flat_tangents = [t for part in tangents for t in part]
-    mask = [
-        t is not None and _jax.has_tangent(x) for x, t in zip(flat, flat_tangents, strict=True)
-    ]
+    mask = [t is not None and _jax.has_tangent(x) for x, t in zip(flat, flat_tangents, strict=True)]
 
     def of_marked(marked: Arrays) -> Arrays:
         return fun(*jax.tree.unflatten(tree, merge(flat, mask, marked)))

@@ -92,9 +92,7 @@ def _jvp(
     sizes = {"n_consts": n_consts, "n_residuals": n_residuals}
     out = linear_p.bind(*primals, linear_map=linear_map, **sizes, **params)
     residuals, operands = _split(primals, **sizes)
-    d_residuals, d_operands = _split(
-        [None if _jax.is_zero(t) else t for t in tangents], **sizes
-    )
+    d_residuals, d_operands = _split([None if _jax.is_zero(t) else t for t in tangents], **sizes)
     return out, linear_map.jvp(residuals, operands, d_residuals, d_operands)
 
 
@@ -150,8 +148,15 @@ def _batch(
     def mapped_jvp(fun: Callable) -> Callable:
         # A tangent is batched as its value is; None, for zero, has no leaves to batch.
         return lambda residuals, linear, d_residuals, d_linear: jax.vmap(
-            fun, (residual_dims, 0, [None if d is None else dim for d, dim in
-                                     zip(d_residuals, residual_dims)], 0), 0, **names
+            fun,
+            (
+                residual_dims,
+                0,
+                [None if d is None else dim for d, dim in zip(d_residuals, residual_dims)],
+                0,
+            ),
+            0,
+            **names,
         )(residuals, linear, d_residuals, d_linear)
 
     batched = LinearMap(

@@ -43,13 +43,13 @@ Mask = tuple[bool, ...]
 class Inputs(NamedTuple):
     """What goes into a loop: values used by every step, the initial carry, the scanned values.
 
-    `count` is the number of steps where that is known only at run time: an empty list or [int32].
+    `steps` is their number where that is known only at run time: an empty list or [int32].
     """
 
     consts: Arrays
     carry: Arrays
     xs: Arrays
-    count: Arrays
+    steps: Arrays
 
 
 class Results(NamedTuple):
@@ -57,7 +57,7 @@ class Results(NamedTuple):
 
     carry: Arrays
     ys: Arrays
-    count: Arrays
+    steps: Arrays
 
 
 class Checkpoints(NamedTuple):
@@ -161,7 +161,7 @@ def split_inputs(loop: Loop, flat: Sequence[Any]) -> Inputs:
 
 def plain(loop: Loop, inputs: Inputs) -> Results:
     """Run the loop and keep nothing."""
-    consts, carry, xs, count = inputs
+    consts, carry, xs, steps = inputs
     if loop.length is not None:
         carry, ys = lax.scan(
             lambda carry, x: loop.call(consts, carry, x),
@@ -173,7 +173,7 @@ def plain(loop: Loop, inputs: Inputs) -> Results:
         )
         return Results(carry, ys, [])
     if loop.test is None:
-        return Results(_advance(loop, inputs, jnp.int32(0), count[0], carry), [], [])
+        return Results(_advance(loop, inputs, jnp.int32(0), steps[0], carry), [], [])
 
     def run(state: tuple) -> tuple:
         step, carry = state
@@ -307,7 +307,9 @@ def backward(
 
         def active(c: Arrays, k: Arrays, x_: Arrays) -> tuple[Arrays, Arrays]:
             carry_out, y = loop.call(
-                merge(consts, marked.consts, c), merge(carry, carry_mask, k), merge(x, marked.xs, x_)
+                merge(consts, marked.consts, c),
+                merge(carry, carry_mask, k),
+                merge(x, marked.xs, x_),
             )
             return select(carry_out, carry_mask), select(y, y_mask)
 
@@ -371,7 +373,7 @@ def backward(
         merge(nothing(consts), marked.consts, ct_consts),
         [ct if mark else None for ct, mark in zip(ct_all_carry, marked.carry)],
         merge(nothing(xs), marked.xs, ct_xs),
-        nothing(inputs.count),
+        nothing(inputs.steps),
     )
 
 
@@ -390,7 +392,7 @@ def merge(values: Sequence[Any], mask: Sequence[bool], marked: Sequence[Any]) ->
 
 
 def _steps(loop: Loop, inputs: Inputs) -> Any:
-    return inputs.count[0] if loop.length is None else jnp.int32(loop.length)
+    return inputs.steps[0] if loop.length is None else jnp.int32(loop.length)
 
 
 def _advance(loop: Loop, inputs: Inputs, start: Any, stop: Any, carry: Arrays) -> Arrays:
@@ -408,7 +410,11 @@ def _advance_with_ys(
         step, carry, ys = state
         carry, y = loop.call(inputs.consts, carry, loop.x_at(inputs, step))
         at = loop.index(step)
-        return step + 1, carry, [lax.dynamic_update_index_in_dim(a, b, at, 0) for a, b in zip(ys, y)]
+        return (
+            step + 1,
+            carry,
+            [lax.dynamic_update_index_in_dim(a, b, at, 0) for a, b in zip(ys, y)],
+        )
 
     return lax.while_loop(lambda state: state[0] < stop, run, (start, carry, ys))[1:]
 

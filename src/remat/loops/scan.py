@@ -29,6 +29,14 @@ from remat.loops import _internals_todo as _jax
 from remat.loops.derivative import run
 from remat.loops.loop import Inputs, Loop
 from remat.loops.schedules import Binomial, Multilevel
+from remat.loops.tracing import (
+    Traced,
+    as_arrays,
+    checkpointed,
+    n_bytes,
+    residual_bytes,
+    trace_body,
+)
 from remat.units import format_bytes, parse_bytes
 
 # API
@@ -48,10 +56,11 @@ def scan(
 ) -> tuple[Any, Any]:
     """Like `jax.lax.scan`, with the reverse-mode memory that you choose.
 
-    >>> import jax, jax.numpy as jnp, remat
+    >>> import jax, jax.numpy as jnp
+    >>> from remat.loops.scan import scan
     >>> def loss(x):
     ...     step = lambda x, _: (jnp.sin(x), None)
-    ...     return remat.loops.scan.scan(step, x, length=1000, checkpoints=10)[0].sum()
+    ...     return scan(step, x, length=1000, checkpoints=10)[0].sum()
     >>> jax.grad(loss)(jnp.ones(3)).shape
     (3,)
 
@@ -80,23 +89,24 @@ def scan(
 
     Reference: Griewank & Walther, Algorithm 799: revolve, ACM TOMS 26 (2000).
     """
-    traced = _trace(f, init, xs, length, policy, reverse, unroll)
-    choice = _choose(traced, checkpoints, budget)
+    scanned = _trace(f, init, xs, length, policy, reverse, unroll)
+    choice = choose(scanned, checkpoints, budget)
+    traced, leaves, n = scanned.traced, scanned.xs, scanned.length
     if isinstance(choice.schedule, Binomial):
         loop = Loop(
             traced.body,
             len(traced.consts),
             len(traced.carry),
             choice.schedule.slots,
-            traced.length,
+            n,
             reverse=reverse,
             unroll=unroll,
         )
-        carry, ys, _ = run(loop, Inputs(traced.consts, traced.carry, traced.xs, []))
+        carry, ys, _ = run(loop, Inputs(traced.consts, traced.carry, leaves, []))
     else:
-        lengths = (traced.length,) if choice.schedule is None else choice.schedule.lengths
+        lengths = (n,) if choice.schedule is None else choice.schedule.lengths
         recomputed = choice.schedule is not None and choice.schedule.step_recomputed
-        carry, ys = _nested(traced, traced.carry, traced.xs, traced.length, lengths, recomputed)
+        carry, ys = _nested(scanned, traced.carry, leaves, n, lengths, recomputed)
     return jax.tree.unflatten(traced.carry_tree, carry), jax.tree.unflatten(traced.y_tree, ys)
 
 
@@ -119,7 +129,7 @@ def explain(
     kept for the backward pass: 96 B = 6 states of 16 B
     why: the fewest steps for checkpoints=5
     """
-    return _choose(_trace(f, init, xs, length, policy, reverse, unroll), checkpoints, budget)
+    return choose(_trace(f, init, xs, length, policy, reverse, unroll), checkpoints, budget)
 
 
 scan.explain = explain  # type: ignore[attr-defined]
@@ -174,16 +184,12 @@ class Choice:
 # Tracing
 
 
-class Traced(NamedTuple):
-    """The body as a jaxpr (see `Loop.body`), and what the loop is run on."""
+class Scanned(NamedTuple):
+    """A traced scan: its body, what it runs over, and how."""
 
-    body: Any
-    consts: list[Any]
-    carry: list[Any]
+    traced: Traced
     xs: list[Any]
     length: int
-    carry_tree: Any
-    y_tree: Any
     reverse: bool
     unroll: int | bool
 
@@ -196,55 +202,34 @@ def _trace(
     policy: Callable | None,
     reverse: bool,
     unroll: int | bool,
-) -> Traced:
-    xs_leaves, xs_tree = jax.tree.flatten(xs)
-    xs_leaves = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in xs_leaves]
-    lengths = {x.shape[0] if x.ndim else None for x in xs_leaves}
+) -> Scanned:
+    leaves, xs_tree = jax.tree.flatten(xs)
+    leaves = as_arrays(leaves)
+    lengths = {x.shape[0] if x.ndim else -1 for x in leaves}
     lengths |= set() if length is None else {int(length)}
-    if len(lengths) != 1 or None in lengths or min(lengths) < 0:
+    traced = None
+    if len(lengths) == 1 and min(lengths) >= 0:
+        slices = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaves]
+        traced = trace_body(f, init, jax.tree.unflatten(xs_tree, slices), policy)
+    if traced is None:
+        # The same call is refused by JAX, in the words that its users know.
         lax.scan(f, init, xs, length, reverse=reverse, unroll=unroll)
-        raise AssertionError("jax.lax.scan accepts lengths that differ")
-    (n,) = lengths
-    body = f if policy is None else _checkpointed(f, policy)
-    slices = jax.tree.unflatten(
-        xs_tree, [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in xs_leaves]
-    )
-    carry, carry_tree = jax.tree.flatten(init)
-    carry = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in carry]
-    for _ in range(3):
-        jaxpr, consts, out = _jax.trace(body, jax.tree.unflatten(carry_tree, carry), slices)
-        if not isinstance(out, tuple) or len(out) != 2 or jax.tree.structure(out[0]) != carry_tree:
-            break
-        types = jax.tree.leaves(out[0])
-        if all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in zip(carry, types)):
-            y_tree = jax.tree.structure(out[1])
-            return Traced(
-                jaxpr, consts, carry, xs_leaves, n, carry_tree, y_tree, reverse, unroll
-            )
-        # A carry that starts as a Python number takes the type of what follows it.
-        carry = [
-            x.astype(t.dtype) if jax.typeof(x).weak_type and x.shape == t.shape else x
-            for x, t in zip(carry, types)
-        ]
-    lax.scan(f, init, xs, length, reverse=reverse, unroll=unroll)
-    raise AssertionError("jax.lax.scan accepts a carry that changes its type")
-
-
-def _checkpointed(f: Callable, policy: Callable | None) -> Callable:
-    return jax.checkpoint(f, policy=policy, prevent_cse=False)
+        raise AssertionError("jax.lax.scan accepts what remat.scan does not")
+    return Scanned(traced, leaves, lengths.pop(), reverse, unroll)
 
 
 # Choosing
 
 
-def _choose(traced: Traced, checkpoints: int | None, budget: str | int | None) -> Choice:
+def choose(scanned: Scanned, checkpoints: int | None, budget: str | int | None) -> Choice:
+    """Which way of reversing a scan costs least and keeps what it may."""
     if checkpoints is not None and budget is not None:
         raise ScheduleError(
             f"checkpoints={checkpoints} and budget={budget!r} both say what to keep. Give one."
         )
-    n = traced.length
-    state = sum(_bytes(x) for x in traced.carry)
-    residual = _residual_bytes(traced)
+    n = scanned.length
+    state = sum(n_bytes(x) for x in scanned.traced.carry)
+    residual = residual_bytes(scanned.traced)
 
     def choice(kind: Any, schedule: Any, kept_bytes: int, why: str) -> Choice:
         return Choice(kind, schedule, n, state, residual, kept_bytes, why)
@@ -291,65 +276,38 @@ def _choose(traced: Traced, checkpoints: int | None, budget: str | int | None) -
     )
 
 
-def _residual_bytes(traced: Traced) -> int:
-    """Of what differentiating one step keeps, without the consts and the slice of the xs."""
-    types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in _jax.in_avals(traced.body)]
-    inexact = [_jax.has_tangent(t) for t in types]
-
-    def residuals(*values: Any) -> Any:
-        def step(*marked: Any) -> list[Any]:
-            replacement = iter(marked)
-            out = _jax.eval_jaxpr(
-                traced.body, [next(replacement) if m else v for v, m in zip(values, inexact)]
-            )
-            return [y for y in out if _jax.has_tangent(y)]
-
-        _, pull = jax.vjp(step, *(v for v, m in zip(values, inexact) if m))
-        return jax.tree.leaves(pull)
-
-    jaxpr, consts, _ = _jax.trace(residuals, *types)
-    n_fixed, n_carry = len(traced.consts), len(traced.carry)
-    inputs = jaxpr.invars[len(consts) :]
-    fixed = {*jaxpr.invars[: len(consts)], *inputs[:n_fixed], *inputs[n_fixed + n_carry :]}
-    return sum(_bytes(v.aval) for v in {*filter(_jax.is_var, jaxpr.outvars)} - fixed)
-
-
-def _bytes(x: Any) -> int:
-    return int(x.size) * x.dtype.itemsize
-
-
 # Nesting
 
 
 def _nested(
-    traced: Traced, carry: Any, xs: Any, n: int, lengths: tuple[int, ...], recomputed: bool
+    scanned: Scanned, carry: Any, xs: Any, n: int, lengths: tuple[int, ...], recomputed: bool
 ) -> tuple[Any, Any]:
     """Scan the blocks that `Multilevel` describes; blocks are recomputed as a whole."""
-    options = {"reverse": traced.reverse}
+    options = {"reverse": scanned.reverse}
 
     def step(carry: Any, x: Any) -> tuple[Any, Any]:
-        out = _jax.eval_jaxpr(traced.body, [*traced.consts, *carry, *x])
+        out = _jax.eval_jaxpr(scanned.traced.body, [*scanned.traced.consts, *carry, *x])
         return out[: len(carry)], out[len(carry) :]
 
     if len(lengths) == 1 or n == 0:
-        body = _checkpointed(step, None) if recomputed else step
-        return lax.scan(body, carry, xs, n, unroll=traced.unroll, **options)
+        body = checkpointed(step, None) if recomputed else step
+        return lax.scan(body, carry, xs, n, unroll=scanned.unroll, **options)
     block = 1
     for length in lengths[1:]:
         block *= length
     blocks, rest = divmod(n, block)
 
     def inner(carry: Any, xs: Any, n: int) -> tuple[Any, Any]:
-        return _nested(traced, carry, xs, n, lengths[1:], recomputed)
+        return _nested(scanned, carry, xs, n, lengths[1:], recomputed)
 
     # The blocks come first in the order of execution, the rest last.
     main, last = slice(0, blocks * block), slice(blocks * block, n)
-    if traced.reverse:
+    if scanned.reverse:
         main, last = slice(rest, n), slice(0, rest)
     parts = []
     if blocks:
         cut = [x[main].reshape(blocks, block, *x.shape[1:]) for x in xs]
-        body = _checkpointed(lambda carry, xs: inner(carry, xs, block), None)
+        body = checkpointed(lambda carry, xs: inner(carry, xs, block), None)
         carry, ys = lax.scan(body, carry, cut, blocks, **options)
         parts.append([y.reshape(blocks * block, *y.shape[2:]) for y in ys])
     if rest:
@@ -357,5 +315,5 @@ def _nested(
         parts.append(ys)
     if len(parts) == 1:
         return carry, parts[0]
-    first, second = reversed(parts) if traced.reverse else parts
+    first, second = reversed(parts) if scanned.reverse else parts
     return carry, [jnp.concatenate(pair) for pair in zip(first, second)]
