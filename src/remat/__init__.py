@@ -1,0 +1,43 @@
+"""`remat`: rematerialization (gradient checkpointing) for JAX.
+
+In the order in which data flows:
+
+    transform.checkpoint    a function becomes a region: one equation of our own primitive
+    transform.primitive     what differentiation, batching and compilation do with a region
+    transform.cut           where a differentiated region is cut: what is saved, what is recomputed
+    transform.policies      how a user chooses the cut
+    transform.barrier       what keeps XLA from undoing it
+    transform.residuals     what is saved, as data and as text
+    testing                 asserting on gradients and on the compiler's memory figures
+"""
+
+from jax.ad_checkpoint import checkpoint_name as checkpoint_name
+
+from remat.errors import (
+    BudgetError as BudgetError,
+    EffectError as EffectError,
+    GradientMismatchError as GradientMismatchError,
+    GraphError as GraphError,
+    MemoryKindError as MemoryKindError,
+    PeakMemoryError as PeakMemoryError,
+    PlanError as PlanError,
+    PolicyError as PolicyError,
+    PreventCseError as PreventCseError,
+    RematError as RematError,
+    ScheduleError as ScheduleError,
+    StaticArgumentError as StaticArgumentError,
+    StaticArgumentTypeError as StaticArgumentTypeError,
+    UnitsError as UnitsError,
+    UnknownNameError as UnknownNameError,
+)
+from remat.transform import policies as policies
+from remat.transform.checkpoint import checkpoint as checkpoint
+from remat.transform.residuals import (
+    Residual as Residual,
+    Residuals as Residuals,
+    print_saved_residuals as print_saved_residuals,
+    residuals as residuals,
+    saved_residuals as saved_residuals,
+)
+
+remat = checkpoint

@@ -1,0 +1,858 @@
+"""The only file that touches JAX's internals: what `remat` needs of them, under stable names.
+
+Everything else in the package imports from here, so that a change in JAX is met in one place. Where
+JAX 0.10 and 0.12 differ there is one short function, and it says from which version on the older
+half can be deleted. Two differences recur:
+
+* From 0.12 on a `Jaxpr` carries its constants (`ClosedJaxpr` is the same class); before, a
+  `ClosedJaxpr` wraps an open `Jaxpr`. Everywhere in `remat` a region is a jaxpr *without* constants:
+  `detach_consts` turns them into leading inputs.
+* From 0.12 on rules for dead-code elimination, state discharge and transposition take or return one
+  thing more; the `register_*` functions adapt one rule to both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jaxlib
+from jax._src import (
+    ad_checkpoint as _ad_checkpoint,
+    ad_util as _ad_util,
+    api_util as _api_util,
+    checkify as _checkify,
+    config as _config,
+    core as _core,
+    dtypes as _dtypes,
+    effects as _effects,
+    source_info_util as _source_info,
+    traceback_util as _traceback_util,
+    tree_util as _tree_util,
+    util as _util,
+)
+from jax._src.interpreters import (
+    ad as _ad,
+    batching as _batching,
+    mlir as _mlir,
+    partial_eval as _pe,
+)
+from jax._src.lax import convolution as _convolution, lax as _lax
+from jax._src.lib.mlir import ir as _ir
+from jax._src.lib.mlir.dialects import hlo as _hlo
+from jax._src.state import discharge as _discharge
+from jax._src.state.types import AbstractRef as AbstractRef
+
+try:
+    from jax._src.flattree import treedef_args_to_ft as _flat_tree
+except ImportError:  # delete with JAX 0.10, where FlatTree is in tree_util
+
+    def _flat_tree(in_tree: Any, avals: Sequence[Any]) -> Any:
+        return _tree_util.FlatTree(tuple(avals), in_tree, False)
+
+
+def version_tuple(version: str) -> tuple[int, ...]:
+    """The leading integers of a version.
+
+    >>> version_tuple("0.12.0.1"), version_tuple("0.11.1.dev2026")
+    ((0, 12, 0, 1), (0, 11, 1))
+    """
+    numbers = []
+    for part in version.split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+JAX_VERSION = version_tuple(jax.__version__)
+JAXLIB_VERSION = version_tuple(jaxlib.__version__)
+# Delete what depends on this when JAX < 0.12 is no longer supported.
+_JAXPRS_CARRY_CONSTS = not hasattr(_core, "ClosedJaxpr") or _core.ClosedJaxpr is _core.Jaxpr
+
+# --------------------------------------------------------------------------------------------------
+# Names that are the same in every supported version
+
+Jaxpr: TypeAlias = _core.Jaxpr
+JaxprEqn: TypeAlias = _core.JaxprEqn
+Var: TypeAlias = _core.Var
+Literal: TypeAlias = _core.Literal
+Primitive: TypeAlias = _core.Primitive
+ShapedArray: TypeAlias = _core.ShapedArray
+Tracer: TypeAlias = _core.Tracer
+Zero: TypeAlias = _ad_util.Zero
+Offloadable: TypeAlias = _pe.Offloadable
+Saveable = _pe.Saveable
+Recompute = _pe.Recompute
+RecomputeType: TypeAlias = _pe.RecomputeType
+SaveableType: TypeAlias = _pe.SaveableType
+ConcretizationTypeError: TypeAlias = _core.ConcretizationTypeError
+as_case = _pe.ensure_enum
+
+typeof = _core.typeof
+eval_jaxpr = _core.eval_jaxpr
+check_jaxpr = _core.check_jaxpr
+positional_effects = _core.positional_effects
+weakref_lru_cache = _util.weakref_lru_cache
+partition_list = _util.partition_list
+merge_lists = _util.merge_lists
+split_list = _util.split_list
+wraps = _util.wraps
+api_boundary = _traceback_util.api_boundary
+broadcast_prefix = _tree_util.broadcast_prefix
+extend_name_stack = _source_info.extend_name_stack
+unflatten = jax.tree.unflatten
+
+name_p = _ad_checkpoint.name_p
+dot_general_p = _lax.dot_general_p
+conv_general_dilated_p = _convolution.conv_general_dilated_p
+reduce_precision_p = _lax.reduce_precision_p
+
+# How JAX of this version words its refusal; code that matches on the text keeps working.
+EFFECTS_NOT_SUPPORTED = (
+    "Effects not supported in AD of `checkpoint`/`remat`"
+    if JAX_VERSION >= (0, 11)
+    else "Effects not supported in partial-eval of `checkpoint`/`remat`"
+)
+
+
+def exclude_from_tracebacks(filename: str) -> None:
+    """Keep a file of ours out of user tracebacks and out of the source lines of equations."""
+    _source_info.register_exclusion(filename)
+    _traceback_util.register_exclusion(filename)
+
+
+def checks_enabled() -> bool:
+    return bool(_config.enable_checks.value)
+
+
+def logs_residuals() -> bool:
+    """Whether the user asked JAX to log what checkpointed functions save."""
+    return bool(_config.log_checkpoint_residuals.value)
+
+
+# --------------------------------------------------------------------------------------------------
+# Tracing
+
+
+def flatten_arguments(tree: Any) -> tuple[list[Any], Any]:
+    """Flatten a call's `(args, kwargs)` as JAX's own transformations do."""
+    return _tree_util.tracing_registry.flatten(tree)
+
+
+def debug_info(
+    fun: Callable, args: Sequence, kwargs: dict, argnums: Sequence[int], argnames: Sequence[str]
+) -> Any:
+    """Where a function comes from and how its arguments are called, for error messages."""
+    return _api_util.debug_info(
+        "checkpoint / remat",
+        fun,
+        args,
+        kwargs,
+        static_argnums=tuple(argnums),
+        static_argnames=tuple(argnames),
+    )
+
+
+def argument_names(fun: Callable, args: Sequence, kwargs: dict, n_leaves: int) -> tuple[str, ...]:
+    """What the leaves of a call's arguments are called, `params['w']` say."""
+    names = debug_info(fun, args, kwargs, (), ()).arg_names
+    if names is None or len(names) != n_leaves:
+        return tuple(f"at flattened index {i}" for i in range(n_leaves))
+    return tuple(name or f"at flattened index {i}" for i, name in enumerate(names))
+
+
+def abstractify(x: Any) -> Any:
+    return _core.shaped_abstractify(x)
+
+
+def check_ref_arguments(debug: Any, avals: Sequence[Any], leaves: Sequence[Any]) -> None:
+    """Refuse refs that are passed twice or belong to a transformation under way."""
+    _api_util.check_no_transformed_refs_args(lambda: debug, leaves)
+    # 0.11: only then can a jaxpr check it; delete the condition with 0.10.
+    if JAX_VERSION >= (0, 11) and _config.mutable_array_checks.value:
+        _api_util.check_no_aliased_ref_args(lambda: debug, avals, leaves)
+
+
+def check_captured_refs(debug: Any, consts: Sequence[Any], leaves: Sequence[Any]) -> None:
+    """Refuse a ref that is both an argument and closed over."""
+    if JAX_VERSION >= (0, 11) and _config.mutable_array_checks.value:
+        _api_util._check_no_aliased_closed_over_refs(debug, consts, leaves)
+
+
+def trace(
+    fun: Callable, in_tree: Any, avals: Sequence[Any], debug: Any
+) -> tuple[Jaxpr, tuple[Any, ...], Any]:
+    """Trace `fun` to a jaxpr whose closed-over values are its leading inputs.
+
+    Returns the jaxpr, the closed-over values, and the tree of the result.
+    """
+    closed, out = _pe.trace_to_jaxpr(fun, _flat_tree(in_tree, list(avals)), debug)
+    jaxpr, consts = detach_consts(closed)
+    return jaxpr, consts, out.tree
+
+
+def detach_consts(closed: Any) -> tuple[Jaxpr, tuple[Any, ...]]:
+    """A jaxpr with its constants as leading inputs, and the constants."""
+    inner = closed if _JAXPRS_CARRY_CONSTS else closed.jaxpr
+    return _pe.convert_constvars_jaxpr(inner), tuple(closed.consts)
+
+
+def close(jaxpr: Jaxpr) -> Any:
+    """The same jaxpr as one that is closed over nothing."""
+    return _pe.close_jaxpr(jaxpr)
+
+
+def open_jaxpr(jaxpr: Any) -> Jaxpr:
+    """The equations of a jaxpr that may be closed."""
+    return jaxpr if isinstance(jaxpr, _core.Jaxpr) else jaxpr.jaxpr
+
+
+def jaxprs_of(eqn: JaxprEqn) -> Iterator[Any]:
+    """The jaxprs in an equation's parameters (bodies of loops, branches, called functions)."""
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, _core.Jaxpr) or hasattr(item, "jaxpr") and hasattr(item, "consts"):
+                yield item
+
+
+def new_eqn(
+    invars: Sequence[Any],
+    outvars: Sequence[Var],
+    primitive: Primitive,
+    params: dict,
+    like: JaxprEqn,
+) -> JaxprEqn:
+    """An effect-free equation that takes source and context from another."""
+    return _core.new_jaxpr_eqn(
+        list(invars), list(outvars), primitive, params, set(), like.source_info, like.ctx
+    )
+
+
+def new_var(aval: Any) -> Var:
+    return _core.Var(aval)
+
+
+def replace_body(eqn: JaxprEqn, old: Any, new_equations: Jaxpr) -> JaxprEqn:
+    """The equation with one of its jaxprs replaced by another of the same type."""
+    replacement = new_equations if isinstance(old, _core.Jaxpr) else old.replace(jaxpr=new_equations)
+
+    def swap(value: Any) -> Any:
+        if value is old:
+            return replacement
+        if isinstance(value, (tuple, list)):
+            return type(value)(swap(item) for item in value)
+        return value
+
+    return eqn.replace(params={name: swap(value) for name, value in eqn.params.items()})
+
+
+def checkpoint_name_of(eqn: JaxprEqn) -> str | None:
+    """The name that `checkpoint_name` gave to an equation's result, if that is what it is."""
+    if eqn.primitive is name_p:
+        return eqn.params["name"]
+    # Under `jax_remat3` a name is an object, not an equation parameter.
+    inner = eqn.params.get("_prim")
+    if inner is not None and type(inner).__name__ in ("CheckpointName", "CheckpointNameFwd"):
+        return inner.name
+    return None
+
+
+def name_stack_of(eqn: JaxprEqn) -> str:
+    """The names of the scopes and modules an equation stands in, without JAX's transformations.
+
+    `jvp(encoder)/layer_0` is `encoder/layer_0`: who differentiates does not change where a value is.
+    """
+    names = [
+        entry.name
+        for entry in eqn.source_info.name_stack.stack
+        if type(entry).__name__ == "Scope" and entry.name
+    ]
+    return "/".join(names)
+
+
+def source_line_of(eqn: JaxprEqn) -> str:
+    """`file:line:column (function)` of the user's code that made an equation."""
+    return _source_info.summarize(eqn.source_info)
+
+
+def has_hidden_rules(eqn: JaxprEqn) -> bool:
+    """Whether differentiating the equation runs user code that its jaxpr does not show."""
+    return eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+
+
+# --------------------------------------------------------------------------------------------------
+# Tracing with values at hand
+
+
+def concrete_value(x: Any) -> Any:
+    """The value behind an argument, through differentiation, or None where there is none yet."""
+    return _core.to_concrete_value(x)
+
+
+class _ConcreteTracer(_pe.DynamicJaxprTracer):
+    """A tracer that Python may ask for its value (`if x > 0`, `int(n)`, `np.asarray(x)`)."""
+
+    __slots__ = ()
+
+    def to_concrete_value(self) -> Any:
+        return self._trace.value_of(self)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        value = self.to_concrete_value()
+        return super().__array__(*args, **kwargs) if value is None else value.__array__(*args, **kwargs)
+
+    def item(self, *args: Any) -> Any:
+        value = self.to_concrete_value()
+        return self.aval._item(self) if value is None else value.item(*args)
+
+    def tolist(self) -> Any:
+        value = self.to_concrete_value()
+        return self.aval.tolist(self) if value is None else value.tolist()
+
+
+_core.pytype_aval_mappings[_ConcreteTracer] = lambda tracer: tracer.aval
+
+
+class _Unavailable(Exception):
+    """A value depends on an argument that has no value yet."""
+
+
+class _ConcreteTrace(_pe.DynamicJaxprTrace):
+    """Stages a function out to a jaxpr, and evaluates those of its values that Python asks for.
+
+    A tracer knows the equation that makes it, so its value is found by evaluating that equation's
+    ancestors; each is evaluated at most once, and none that no decision depends on.
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, debug: Any, parent_trace: Any):
+        super().__init__(debug, parent_trace=parent_trace)
+        self._values: dict[Var, Any] = {}
+
+    def var_to_tracer(self, var: Any, source_info: Any, parent: Any = None) -> Any:
+        plain = super().var_to_tracer(var, source_info, parent)
+        return self._concrete(plain)
+
+    def new_arg(self, aval: Any, source_info: Any) -> Any:
+        return self._concrete(super().new_arg(aval, source_info))
+
+    def _concrete(self, plain: Any) -> Any:
+        if getattr(plain, "mutable_qdd", None) is not None:
+            return plain
+        return _ConcreteTracer(self, plain.aval, plain.val, plain._line_info, plain.parent)
+
+    def set_argument(self, tracer: Any, value: Any) -> None:
+        self._values[tracer.val] = value
+
+    def value_of(self, tracer: Any) -> Any:
+        try:
+            with _core.eval_context():
+                return self._evaluate(tracer)
+        except _Unavailable:
+            return None
+
+    def _evaluate(self, tracer: Any) -> Any:
+        # An explicit stack: a chain of equations may be longer than Python's recursion limit.
+        todo = [tracer]
+        while todo:
+            t = todo[-1]
+            if self._known(t) is not None:
+                todo.pop()
+                continue
+            eqn = t.parent
+            if eqn is None or eqn.effects:
+                raise _Unavailable
+            missing = [u for u in eqn.in_tracers if self._known(u) is None]
+            if missing:
+                todo.extend(missing)
+                continue
+            params = eqn.primitive.get_bind_params(eqn.params)
+            with eqn.ctx.manager:
+                out = eqn.primitive.bind(*map(self._known, eqn.in_tracers), **params)
+            outs = out if eqn.primitive.multiple_results else [out]
+            self._values.update(zip(eqn.outvars, outs))
+        return self._known(tracer)
+
+    def _known(self, tracer: Any) -> Any:
+        atom = tracer.val
+        if isinstance(atom, Literal):
+            return atom.val
+        if atom in self._values:
+            return self._values[atom]
+        const = self.frame.constvar_to_val.get(atom)
+        return None if const is None else concrete_value(const)
+
+
+def trace_concretely(
+    fun: Callable, in_tree: Any, avals: Sequence[Any], values: Sequence[Any], debug: Any
+) -> tuple[Jaxpr, tuple[Any, ...], Any]:
+    """Like `trace`, with the values of the arguments (None: not known) open to Python control flow.
+
+    The jaxpr holds the branch that these values take.
+    """
+    parent = _core.trace_ctx.trace
+    trace_ = _ConcreteTrace(debug, parent)
+    with _core.ensure_no_leaks(trace_), _source_info.reset_name_stack():
+        source = _source_info.current()
+        tracers = [trace_.new_arg(aval, source) for aval in avals]
+        for tracer, value in zip(tracers, values):
+            if value is not None:
+                trace_.set_argument(tracer, value)
+        with _core.set_current_trace(trace_):
+            args, kwargs = jax.tree.unflatten(in_tree, tracers)
+            answer = fun(*args, **kwargs)
+            debug = debug.set_result_paths(answer)
+            leaves, out_tree = flatten_arguments(answer)
+            del answer, args, kwargs
+        _pe._check_returned_jaxtypes(debug, leaves)
+        leaves = [_dtypes.canonicalize_value(leaf) for leaf in leaves]
+        outs = [trace_.to_jaxpr_tracer(leaf, source) for leaf in leaves]
+        _pe._check_no_returned_refs(debug, outs)
+        opened, consts = trace_.frame.to_jaxpr(trace_, outs, debug, source)
+        trace_._values.clear()
+        trace_.invalidate()
+        del trace_, tracers, outs, leaves
+    return _pe.convert_constvars_jaxpr(opened), tuple(consts), out_tree
+
+
+# --------------------------------------------------------------------------------------------------
+# Differentiation
+
+
+def jvp_of_jaxpr(
+    jaxpr: Jaxpr, nonzeros: Sequence[bool]
+) -> tuple[Jaxpr, tuple[Any, ...], Sequence[bool]]:
+    """The jaxpr of the derivative: primals and nonzero tangents in, primals and tangents out."""
+    closed, out_nonzeros = _ad.jvp_jaxpr(close(jaxpr), list(nonzeros), False)
+    return (*detach_consts(closed), out_nonzeros)
+
+
+def zero_tangent(primal: Any) -> Zero:
+    return _ad_util.p2tz(primal)
+
+
+class PartialEval(NamedTuple):
+    """A jaxpr cut in two. `known` returns its results and the residuals that `staged` takes."""
+
+    known: Jaxpr
+    staged: Jaxpr
+    outs_unknown: list[bool]
+    outs_staged: list[bool]
+    n_residuals: int
+
+
+def partial_eval(jaxpr: Jaxpr, ins_unknown: Sequence[bool], policy: Callable) -> PartialEval:
+    """Cut a jaxpr by what is unknown; every input is available on the far side of the cut."""
+    return PartialEval(
+        *_pe.partial_eval_jaxpr_custom(
+            jaxpr, list(ins_unknown), [True] * len(ins_unknown), False, False, policy
+        )
+    )
+
+
+def dce(jaxpr: Jaxpr, used: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
+    """Drop what the used results do not need. Returns also which inputs remain."""
+    return _pe.dce_jaxpr(jaxpr, list(used))
+
+
+def rebuild(
+    jaxpr: Jaxpr,
+    *,
+    invars: Sequence[Var] | None = None,
+    outvars: Sequence[Any] | None = None,
+    eqns: Sequence[JaxprEqn] | None = None,
+) -> Jaxpr:
+    """The jaxpr with some of its parts replaced; argument and result names are dropped if those are."""
+    parts: dict[str, Any] = {}
+    if invars is not None or outvars is not None:
+        parts["debug_info"] = jaxpr.debug_info.with_unknown_names()
+    if invars is not None:
+        parts["invars"] = list(invars)
+    if outvars is not None:
+        parts["outvars"] = list(outvars)
+    if eqns is not None:
+        parts["eqns"] = list(eqns)
+    return jaxpr.replace(**parts)
+
+
+class _Transposed(NamedTuple):
+    jaxpr: Jaxpr
+    consts: tuple[Any, ...]
+    ins_zero: list[bool]
+    out_tree: Any
+
+
+@weakref_lru_cache
+def transpose(jaxpr: Jaxpr, linear: tuple[bool, ...], outs_zero: tuple[bool, ...]) -> _Transposed:
+    """The jaxpr from nonlinear inputs and nonzero cotangents to the linear inputs' cotangents.
+
+    The nonlinear part is evaluated first: this is where recomputation is written down.
+    """
+    closed = close(jaxpr)
+    nonlinear_avals = [v.aval for v, lin in zip(jaxpr.invars, linear) if not lin]
+    ct_avals = [v.aval.to_ct_aval() for v, zero in zip(jaxpr.outvars, outs_zero) if not zero]
+    seen: dict[str, Any] = {}
+
+    def transposed(*args: Any) -> Any:
+        nonlinear, cts_given = split_list(args, [len(nonlinear_avals)])
+        with _mutable_array_checks_off():
+            known, lin, _, _, forwarded = _pe.partial_eval_jaxpr_nounits_fwd(
+                closed, list(linear), False
+            )
+        with extend_name_stack("rematted_computation"):
+            fresh = _core.jaxpr_as_fun(known)(*nonlinear)
+        residuals = _util.subs_list(forwarded, nonlinear, fresh)
+        given = iter(cts_given)
+        cts = [
+            Zero(v.aval.to_ct_aval()) if zero else next(given)
+            for v, zero in zip(jaxpr.outvars, outs_zero)
+        ]
+        linear_avals = lin.in_avals[len(residuals) :]
+        targets = [_ad.UndefinedPrimal(aval.to_ct_aval()) for aval in linear_avals]
+        in_cts, logs = _backward(lin, [*residuals, *targets], cts)
+        in_cts = in_cts[len(residuals) :]
+        seen["ins_zero"] = [type(ct) is Zero for ct in in_cts]
+        leaves, seen["out_tree"] = jax.tree.flatten(
+            ([ct for ct in in_cts if type(ct) is not Zero], logs)
+        )
+        return leaves
+
+    debug = jaxpr.debug_info.with_unknown_names()
+    args = (*nonlinear_avals, *ct_avals)
+    result, consts, _ = trace(transposed, jax.tree.structure((args, {})), args, debug)
+    return _Transposed(result, consts, seen["ins_zero"], seen["out_tree"])
+
+
+def _mutable_array_checks_off() -> Any:
+    # 0.11 no longer refuses refs here; delete with 0.10.
+    return contextlib.nullcontext() if JAX_VERSION >= (0, 11) else _config.mutable_array_checks(False)
+
+
+def _backward(lin: Any, args: Sequence[Any], cts: Sequence[Any]) -> tuple[list[Any], dict]:
+    # 0.11 added logs of the backward pass; delete the second half with 0.10.
+    if JAX_VERSION >= (0, 11):
+        return _ad.backward_pass(lin, False, lin.consts, args, cts, return_logs=True)
+    return _ad.backward_pass(lin.jaxpr, False, lin.consts, args, cts), {}
+
+
+def is_linear_input(x: Any) -> bool:
+    return isinstance(x, _ad.GradAccum)
+
+
+# --------------------------------------------------------------------------------------------------
+# Registering a primitive's rules
+
+
+def register_jvp(primitive: Primitive, rule: Callable) -> None:
+    _ad.primitive_jvps[primitive] = rule
+
+
+def register_transpose(primitive: Primitive, rule: Callable) -> None:
+    """`rule(cotangents, *args, **params)`: linear arguments are accumulators."""
+    _ad.fancy_transposes[primitive] = rule
+
+
+def register_linear_transpose(primitive: Primitive, rule: Callable) -> None:
+    _ad.deflinear2(primitive, rule)
+
+
+def register_batching(primitive: Primitive, rule: Callable) -> None:
+    """`rule(axis_data, args, dims, **params) -> results, result dims`."""
+    _batching.fancy_primitive_batchers[primitive] = rule
+
+
+def batch_jaxpr(
+    jaxpr: Jaxpr, axis_data: Any, dims: Sequence[Any]
+) -> tuple[Jaxpr, tuple[Any, ...], list[int | None]]:
+    """The jaxpr over one more axis, in front of every result that has it."""
+    closed, batched = _batching.batch_jaxpr_axes(
+        close(jaxpr), axis_data, dims, [_batching.zero_if_mapped] * len(jaxpr.outvars)
+    )
+    return (*detach_consts(closed), [0 if b else None for b in batched])
+
+
+def register_partial_eval(primitive: Primitive, rule: Callable) -> None:
+    """`rule(trace, *tracers, **params)`, when a function is linearized."""
+    _pe.custom_partial_eval_rules[primitive] = rule
+
+
+def register_nested_partial_eval(primitive: Primitive, update_params: Callable) -> None:
+    """What becomes of the equation when the jaxpr it stands in is cut by somebody's policy.
+
+    `update_params(ins_unknown, ins_staged, params_known, params_staged)`.
+    """
+
+    def updater(unknown: Any, staged: Any, *args: Any) -> tuple[dict, dict]:
+        *_, params_known, params_staged = args
+        return update_params(unknown, staged, params_known, params_staged)
+
+    def rule(saveable: Any, unknown: Any, staged: Any, eqn: JaxprEqn) -> Any:
+        return _pe.call_partial_eval_custom_rule("jaxpr", updater, saveable, unknown, staged, eqn)
+
+    _pe.partial_eval_jaxpr_custom_rules[primitive] = rule
+
+
+def known_tracers(tracers: Sequence[Any]) -> list[bool]:
+    return [t.is_known() for t in tracers]
+
+
+def known_values(tracers: Sequence[Any]) -> list[Any]:
+    return [t.pval.get_known() for t in tracers if t.is_known()]
+
+
+def stage_eqn(
+    trace_: Any,
+    primitive: Primitive,
+    residuals: Sequence[Any],
+    tracers: Sequence[Any],
+    jaxpr: Jaxpr,
+    params: dict,
+) -> list[Any]:
+    """Put one equation on residuals and tracers into the linear program that is being built."""
+    ins = [trace_.new_instantiated_const(r) for r in residuals]
+    ins += [trace_.instantiate_const(t) for t in tracers]
+    outs = [_pe.JaxprTracer(trace_, _pe.PartialVal.unknown(v.aval), None) for v in jaxpr.outvars]
+    recipe = _pe.new_eqn_recipe(
+        trace_, ins, outs, primitive, params, positional_effects(jaxpr), _source_info.current()
+    )
+    for out in outs:
+        out.recipe = recipe
+    return outs
+
+
+def disallowed_effects(jaxpr: Jaxpr) -> set[Any]:
+    """The effects that must not happen twice."""
+    return set(_effects.remat_allowed_effects.filter_not_in(jaxpr.effects))
+
+
+def register_dce(primitive: Primitive, shrink: Callable[[JaxprEqn, list[bool], Jaxpr], dict]) -> None:
+    """Dead-code elimination for an equation whose parameter `jaxpr` is its body.
+
+    `shrink(eqn, used_inputs, new_jaxpr)` gives the parameters of what remains.
+    """
+
+    def rule(used_outs: list[bool], *args: Any) -> tuple[list[bool], JaxprEqn | None]:
+        *live_ins, eqn = args  # 0.11 added live_ins
+        if not any(used_outs) and not _pe.has_effects(eqn, *live_ins):
+            return [False] * len(eqn.invars), None
+        keywords = {"live_inputs": live_ins[0]} if live_ins else {}
+        body, used_ins = _pe.dce_jaxpr(eqn.params["jaxpr"], used_outs, **keywords)
+        if not any(used_ins) and not any(used_outs) and not _lasting_effects(body):
+            return used_ins, None
+        invars = [v for v, used in zip(eqn.invars, used_ins) if used]
+        outvars = [v for v, used in zip(eqn.outvars, used_outs) if used]
+        new = _pe.new_jaxpr_eqn(
+            invars,
+            outvars,
+            primitive,
+            shrink(eqn, used_ins, body),
+            _core.eqn_effects(body, invars),
+            eqn.source_info,
+            eqn.ctx,
+        )
+        return used_ins, new
+
+    _pe.dce_rules[primitive] = rule
+
+
+def _lasting_effects(jaxpr: Jaxpr) -> bool:
+    passing = (_core.NamedAxisEffect, _core.InternalMutableArrayEffect)
+    return any(not isinstance(effect, passing) for effect in jaxpr.effects)
+
+
+def register_discharge(primitive: Primitive, bind: Callable) -> None:
+    """Turn refs among an equation's arguments into values; `bind(args, new_jaxpr, params)` rebinds."""
+
+    def rule(*args: Any, jaxpr: Jaxpr, **params: Any) -> tuple[list[Any], list[Any]]:
+        # 0.11 passes a context in place of the two tuples of avals; delete the latter with 0.10.
+        if hasattr(args[0], "in_avals"):
+            context, *values = args
+            in_avals = context.in_avals
+            discharged = _discharge.discharge_state(
+                jaxpr, strip_memory_space=context.strip_memory_space
+            )
+        else:
+            in_avals, _, *values = args
+            discharged = _discharge.discharge_state(close(jaxpr))
+        body, consts = detach_consts(discharged)
+        results = bind((*consts, *values), body, len(consts), params)
+        outs, refs = split_list(results, [len(jaxpr.outvars)])
+        written = iter(refs)
+        new_values = [next(written) if isinstance(a, AbstractRef) else None for a in in_avals]
+        assert next(written, None) is None
+        return new_values, outs
+
+    _discharge.register_discharge_rule(primitive)(rule)
+
+
+def register_checkify(primitive: Primitive, bind: Callable) -> None:
+    """Thread checkify's errors through an equation; `bind(args, new_jaxpr, n_added, params)`."""
+
+    def rule(error: Any, enabled: Any, *values: Any, jaxpr: Jaxpr, **params: Any) -> Any:
+        leaves, tree = jax.tree.flatten(error)
+        args = (*leaves, *values)
+        avals = tuple(typeof(x) for x in args)
+        closed, out_tree, _ = _checkify.jaxpr_to_checkify_jaxpr(close(jaxpr), enabled, tree, *avals)
+        body, consts = detach_consts(closed)
+        added = len(consts) + len(leaves)
+        return jax.tree.unflatten(out_tree, bind((*consts, *args), body, added, params))
+
+    _checkify.error_checks[primitive] = rule
+
+
+def register_hijax(primitive: Primitive, bind: Callable) -> None:
+    """Lower an equation on types that stand for several arrays to one on those arrays."""
+
+    def is_high(*_: Any, jaxpr: Jaxpr, **__: Any) -> bool:
+        return jaxpr.is_high
+
+    def to_lojax(*args: Any, jaxpr: Jaxpr, **params: Any) -> Any:
+        body, consts = detach_consts(_pe.lower_jaxpr2(close(jaxpr)))
+        # 0.11 did away with mutable high types; delete the first half with 0.10.
+        if JAX_VERSION >= (0, 11):
+            flat = [lo for aval, x in zip(jaxpr.in_avals, args) for lo in aval.lower_val(x)]
+        else:
+            flat = [
+                lo
+                for aval, x in zip(jaxpr.in_aval_qdds, args)
+                for lo in (aval.read_loval(x) if aval.has_qdd else aval.lower_val(x))
+            ]
+        return bind((*consts, *flat), body, None, params)
+
+    primitive.is_high = is_high  # type: ignore[method-assign]
+    primitive.to_lojax = to_lojax  # type: ignore[method-assign]
+
+
+# --------------------------------------------------------------------------------------------------
+# Lowering
+
+
+LoweringContext: TypeAlias = _mlir.LoweringRuleContext
+
+
+def register_lowering(primitive: Primitive, rule: Callable, platform: str | None = None) -> None:
+    # A rule that looks at what surrounds an equation must see each of its occurrences.
+    _mlir.register_lowering(primitive, rule, platform=platform, cacheable=False)
+
+
+def lower_inline(ctx: LoweringContext, jaxpr: Jaxpr, args: Sequence[Any]) -> Sequence[Any]:
+    """Write a jaxpr's operations here, under the name scope `checkpoint`."""
+    outs, tokens = _mlir.jaxpr_subcomp(
+        ctx.module_context,
+        jaxpr,
+        ctx.name_stack.extend("checkpoint"),
+        ctx.tokens_in,
+        (),
+        *args,
+        dim_var_values=ctx.dim_var_values,
+        const_lowering=ctx.const_lowering,
+        outer_traceback=ctx.traceback,
+    )
+    ctx.set_tokens_out(tokens)
+    return outs
+
+
+def lower_call(
+    ctx: LoweringContext, jaxpr: Jaxpr, args: Sequence[Any], attributes: dict[str, str]
+) -> Sequence[Any]:
+    """Write a jaxpr as a function of its own and call it; the call carries frontend attributes."""
+    effects = list(_effects.ordered_effects.filter_in(jaxpr.effects))
+    outs, tokens = _mlir.call_lowering(
+        "checkpoint",
+        close(jaxpr),
+        None,
+        ctx.module_context,
+        ctx.avals_in,
+        ctx.avals_out,
+        ctx.tokens_in.subset(effects),
+        *args,
+        dim_var_values=ctx.dim_var_values,
+        const_lowering=ctx.const_lowering,
+        attributes={key: _ir.StringAttr.get(value) for key, value in attributes.items()},
+    )
+    ctx.set_tokens_out(ctx.tokens_in.update_tokens(tokens))
+    return outs
+
+
+def lower_barrier(ctx: LoweringContext, avals: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """An optimization barrier over values: none of the results exists before all of the inputs."""
+    flat, _ = _mlir.ir_tree_registry.flatten(list(args))
+    if not flat:
+        return list(args)
+    barrier = _hlo.OptimizationBarrierOp(flat)
+    types = [_mlir._aval_to_ir_types(ctx.module_context, aval) for aval in avals]
+    _, tree = _mlir.ir_tree_registry.flatten(types)
+    flat_avals = [aval for aval, ir in zip(avals, types) for _ in _mlir.ir_tree_registry.flatten(ir)[0]]
+    results = [
+        _mlir.lower_with_sharding_in_types(ctx, result, aval)
+        for result, aval in zip(barrier.results, flat_avals)
+    ]
+    return tree.unflatten(results)
+
+
+def alone_in_loop_body(ctx: LoweringContext, args: Sequence[Any]) -> bool:
+    """Whether what is being written stands in a loop's body, on values of the loop's state that
+    nothing before it in that body has computed with.
+
+    Then the body does not hold the forward operations that a recomputation from these values
+    repeats (they are in another loop's body), and there is nothing to merge it with.
+    """
+    block = _ir.InsertionPoint.current.block
+    if block.owner.name != "stablehlo.while":
+        return False
+    flat, _ = _mlir.ir_tree_registry.flatten(list(args))
+    roots = [_picked_from(value, block) for value in flat]
+    return all(root is not None and _only_picked(root) for root in roots)
+
+
+# Operations that choose or re-arrange elements without computing with them.
+_PICKS = frozenset(
+    f"stablehlo.{name}"
+    for name in ("dynamic_slice", "slice", "reshape", "transpose", "convert", "optimization_barrier")
+)
+
+
+def _picked_from(value: Any, block: Any) -> Any:
+    """The value of the loop's state that this one was picked out of, if it was."""
+    while not isinstance(value.owner, _ir.Block):
+        if value.owner.name not in _PICKS:
+            return None
+        value = value.owner.operands[0]
+    return value if value.owner == block else None
+
+
+def _only_picked(value: Any) -> bool:
+    uses = (use.owner for use in value.uses)
+    return all(
+        owner.name in _PICKS and all(_only_picked(result) for result in owner.results)
+        for owner in uses
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Facts about devices and dtypes
+
+
+def memory_kinds() -> tuple[str, ...]:
+    """The kinds of memory that the default backend's devices reach."""
+    return tuple(sorted(memory.kind for memory in jax.devices()[0].addressable_memories()))
+
+
+def is_on_host(aval: Any) -> bool:
+    """Whether a value's type says that it lives in host memory."""
+    return getattr(aval, "memory_space", None) is _core.MemorySpace.Host
+
+
+def itemsize_bytes(aval: Any) -> int:
+    """Bytes of one element, for PRNG keys and 4-bit types too (rounded up)."""
+    dtype = aval.dtype
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return 4 * math.prod(dtype._impl.key_shape)
+    if dtype == jax.dtypes.float0:
+        return 0
+    return int(getattr(dtype, "itemsize", 1))

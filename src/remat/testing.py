@@ -1,0 +1,248 @@
+"""Assertions on gradients and on memory, for the tests of programs that use rematerialization.
+
+Memory is what the compiler says (`Compiled.memory_analysis()`): that is exact, repeatable and needs
+no run. On CPU the process's real peak can be measured as well (`real=True`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from remat import units
+from remat.errors import GradientMismatchError, PeakMemoryError, RematError
+
+# --------------------------------------------------------------------------------------------------
+# Gradients
+
+
+def assert_same_gradients(
+    f: Callable[..., Any],
+    g: Callable[..., Any],
+    *args: Any,
+    order: int = 1,
+    rtol: float | None = None,
+    atol: float = 0.0,
+    seed: int = 0,
+) -> None:
+    """Assert that two functions have the same values and derivatives at some arguments.
+
+    The derivatives are taken in reverse, with respect to every array of a floating or complex type
+    in `args`, along random cotangents; of second order, of the first ones along random directions.
+
+    >>> import jax.numpy as jnp, remat
+    >>> def f(x):
+    ...     return jnp.sin(jnp.sin(x))
+    >>> remat.testing.assert_same_gradients(f, remat.checkpoint(f), jnp.arange(3.0), order=2)
+
+    Args:
+      f, g: functions of the same arguments with results of the same structure.
+      *args: pytrees of arrays.
+      order: 1 or 2.
+      rtol: largest difference allowed, relative to the largest magnitude in the array; the default
+        is 100 times the precision of its dtype.
+      atol: largest absolute difference allowed on top of that.
+      seed: of the random cotangents.
+
+    Raises:
+      GradientMismatchError: naming the first array that differs, with the largest difference.
+      ValueError: for another order.
+    """
+    if order not in (1, 2):
+        raise ValueError(f"order is 1 or 2, not {order!r}.")
+    values = [_values_and_gradients(fun, args, order, seed) for fun in (f, g)]
+    structures = [jax.tree.structure(v) for v in values]
+    if structures[0] != structures[1]:
+        raise GradientMismatchError(
+            f"the two functions' results differ in structure: {structures[0]} and {structures[1]}."
+        )
+    paths = jax.tree_util.tree_flatten_with_path(values[0])[0]
+    for (path, a), b in zip(paths, jax.tree.leaves(values[1])):
+        _compare(jax.tree_util.keystr(path), a, b, rtol, atol)
+
+
+def _values_and_gradients(fun: Callable, args: tuple, order: int, seed: int) -> dict[str, Any]:
+    leaves, tree = jax.tree.flatten(args)
+    chosen = [i for i, x in enumerate(leaves) if _is_inexact(x)]
+
+    def of_chosen(xs: list[Any]) -> Any:
+        full = list(leaves)
+        for i, x in zip(chosen, xs):
+            full[i] = x
+        return fun(*jax.tree.unflatten(tree, full))
+
+    def gradients(xs: list[Any]) -> tuple[Any, Any]:
+        out, vjp = jax.vjp(of_chosen, xs)
+        return out, vjp(_random_like(out, seed, cotangent=True))[0]
+
+    start = [leaves[i] for i in chosen]
+    out, first = gradients(start)
+    result = {"value": out, "gradient": first}
+    if order == 2:
+
+        def directional(xs: list[Any]) -> Any:
+            grads = gradients(xs)[1]
+            weights = _random_like(grads, seed + 1)
+            return sum(
+                jnp.sum(jnp.real(a * b)) for a, b in zip(grads, weights) if _is_inexact(a)
+            ) + jnp.zeros(())
+
+        result["second derivative"] = jax.grad(directional)(start)
+    return result
+
+
+def _is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(getattr(x, "dtype", jnp.result_type(x)), jnp.inexact)
+
+
+def _random_like(tree: Any, seed: int, cotangent: bool = False) -> Any:
+    rng = np.random.default_rng(seed)
+
+    def leaf(x: Any) -> Any:
+        if not _is_inexact(x):
+            return np.zeros(np.shape(x), jax.dtypes.float0) if cotangent else x
+        values = rng.uniform(0.5, 1.5, np.shape(x))
+        return jnp.asarray(values).astype(jnp.result_type(x))
+
+    return jax.tree.map(leaf, tree)
+
+
+def _compare(path: str, a: Any, b: Any, rtol: float | None, atol: float) -> None:
+    if np.shape(a) != np.shape(b) or jnp.result_type(a) != jnp.result_type(b):
+        raise GradientMismatchError(
+            f"{path}: {jnp.result_type(a)}{list(np.shape(a))} from the first function and "
+            f"{jnp.result_type(b)}{list(np.shape(b))} from the second."
+        )
+    if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
+        a, b = jax.random.key_data(a), jax.random.key_data(b)
+    if a.dtype == jax.dtypes.float0 or a.size == 0:
+        return
+    if not _is_inexact(a):
+        if not np.array_equal(a, b):
+            raise GradientMismatchError(f"{path}: {np.sum(np.not_equal(a, b))} entries differ.")
+        return
+    relative = 100 * float(jnp.finfo(a.dtype).eps) if rtol is None else rtol
+    wide = np.complex128 if jnp.issubdtype(a.dtype, jnp.complexfloating) else np.float64
+    x, y = np.asarray(a).astype(wide), np.asarray(b).astype(wide)
+    same_nans = np.array_equal(np.isnan(x), np.isnan(y))
+    finite = ~(np.isnan(x) | (x == y))
+    largest = float(np.max(np.abs(x - y), where=finite, initial=0.0))
+    scale = float(np.max(np.abs(x), where=np.isfinite(x), initial=0.0))
+    if not same_nans or not largest <= atol + relative * scale:
+        raise GradientMismatchError(
+            f"{path} differs by {largest:.3g} at most, where {atol + relative * scale:.3g} is allowed "
+            f"({relative:.3g} of the largest magnitude, {scale:.3g})."
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# Memory
+
+
+def peak_bytes(step: Callable[..., Any], *args: Any, real: bool = False) -> int:
+    """The memory that a step needs at its peak on one device: arguments, results and temporaries.
+
+    >>> import jax, jax.numpy as jnp, remat
+    >>> step = jax.jit(lambda x: jnp.sin(x) * 2)
+    >>> remat.testing.peak_bytes(step, jax.ShapeDtypeStruct((1000,), jnp.float32))
+    8000
+
+    Args:
+      step: a function, jitted or not, or the result of `jitted.lower(...).compile()`.
+      *args: its arguments; `jax.ShapeDtypeStruct`s will do unless `real`.
+      real: run the step and measure by how much the process's resident memory grows at most, in
+        place of the compiler's figure for temporaries and results. On Linux, for steps on CPU. It
+        contains the allocator's overhead, some 20 to 40 MiB.
+
+    Returns:
+      Bytes. The compiler's figure is `peak_memory_in_bytes` on TPU; elsewhere it is arguments +
+      temporaries + results - aliased.
+
+    Raises:
+      RematError: where the compiler gives no analysis, or the process's peak cannot be measured.
+    """
+    compiled = step if hasattr(step, "memory_analysis") else _jitted(step).lower(*args).compile()
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        raise RematError(f"the backend {jax.default_backend()!r} has no memory analysis.")
+    if real:
+        return analysis.argument_size_in_bytes + _growth_bytes(lambda: compiled(*args))
+    if _platform(compiled) == "tpu":
+        return analysis.peak_memory_in_bytes
+    return (
+        analysis.argument_size_in_bytes
+        + analysis.temp_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+    )
+
+
+def assert_peak_below(
+    step: Callable[..., Any], *args: Any, limit: str | int, real: bool = False
+) -> None:
+    """Assert that a step needs no more memory than a limit (see `peak_bytes`).
+
+    >>> import jax.numpy as jnp, remat
+    >>> remat.testing.assert_peak_below(jnp.sin, jnp.ones(1000), limit="8KiB")
+
+    Args:
+      step, *args, real: as for `peak_bytes`.
+      limit: bytes, or a text such as `"2GiB"`.
+
+    Raises:
+      PeakMemoryError: with the peak and the limit.
+    """
+    allowed = units.parse_bytes(limit)
+    peak = peak_bytes(step, *args, real=real)
+    if peak > allowed:
+        raise PeakMemoryError(
+            f"the step's peak is {units.format_bytes(peak)} ({peak} bytes), "
+            f"{units.format_bytes(peak - allowed)} above the limit of {units.format_bytes(allowed)}. "
+            "remat.print_saved_residuals shows what is kept for the backward pass."
+        )
+
+
+def _jitted(step: Callable[..., Any]) -> Any:
+    return step if hasattr(step, "lower") else jax.jit(step)
+
+
+def _platform(compiled: Any) -> str:
+    try:
+        return next(iter(compiled.runtime_executable().local_devices())).platform
+    except Exception:  # compiled ahead of time for devices that are not here
+        return getattr(jax.local_devices()[0], "platform", "cpu")
+
+
+_STATUS = pathlib.Path("/proc/self/status")
+_CLEAR_REFS = pathlib.Path("/proc/self/clear_refs")
+
+
+def _growth_bytes(run: Callable[[], Any]) -> int:
+    """By how much the resident memory grows at most while `run` runs."""
+    jax.block_until_ready(run())  # what only the first run needs
+    try:
+        # Give back what the allocator keeps of earlier work, or it would be used again unseen.
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        _CLEAR_REFS.write_text("5")  # reset the high-water mark
+        before = _status_bytes("VmRSS")
+        result = jax.block_until_ready(run())
+        peak = _status_bytes("VmHWM")
+    except (OSError, AttributeError, StopIteration) as e:
+        raise RematError(
+            f"the process's peak memory cannot be measured here ({e}): it takes Linux's /proc. "
+            "Leave out real=True."
+        ) from e
+    del result
+    return max(peak - before, 0)
+
+
+def _status_bytes(field: str) -> int:
+    lines = _STATUS.read_text().splitlines()
+    line = next(line for line in lines if line.startswith(field + ":"))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,179 @@
+"""Cutting a differentiated region: what is computed in the forward pass, what is kept, what is redone.
+
+After differentiation a region is a known part K (primal values and the coefficients of the linear
+part) and a linear part on tangents that needs some values of K. Saving is choosing a cut of K: the
+values on the cut are the residuals; what the linear part needs beyond them is recomputed from them
+and from the region's inputs, which are always available. A policy is one way to choose the cut.
+
+Three things make a cut smaller than what a policy alone would choose:
+
+* a value that the linear part does not need is not saved;
+* a value that follows from a saved one, or from an input, by rearranging or casting it
+  (`convert_element_type`, `reshape`, `broadcast_in_dim`, `transpose`, ...) is not saved again;
+* the forward part keeps nothing but what its own results and the residuals need.
+
+Residuals of an inexact type that the forward part uses as well pass through `reduce_precision`:
+compilers may carry intermediate results in more precision than their type has, and the backward
+pass must see the numbers that the forward pass saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from remat import _jax
+
+# Primitives whose result is their first operand, rearranged or cast, and nothing else.
+_REARRANGE = frozenset(
+    {
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "expand_dims",
+        "name",
+        "reduce_precision",
+        "remat_mark",
+        "reshape",
+        "rev",
+        "squeeze",
+        "transpose",
+    }
+)
+
+
+class Cut(NamedTuple):
+    """A region's jaxpr in two parts. Both are on subsets of the region's inputs.
+
+    `forward` returns the region's known results, then the residuals. `backward` takes the residuals,
+    then inputs, and returns the region's unknown results; its equations on known values are the
+    recomputation.
+    """
+
+    forward: _jax.Jaxpr
+    forward_inputs: list[bool]
+    backward: _jax.Jaxpr
+    backward_inputs: list[bool]
+    outs_unknown: list[bool]
+    n_residuals: int
+
+
+@_jax.weakref_lru_cache
+def cut(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Callable[..., Any]) -> Cut:
+    """Cut a region where `policy(primitive, *avals, **params)` says.
+
+    Args:
+      jaxpr: the region after differentiation.
+      ins_unknown: which inputs are not known in the forward pass. They are all available later.
+      policy: says of a known value whether it is saved, offloaded, or recomputed if needed.
+    """
+    parts = _jax.partial_eval(jaxpr, ins_unknown, policy)
+    wanted = [u for u, staged in zip(parts.outs_unknown, parts.outs_staged) if staged]
+    backward, used = _jax.dce(parts.staged, wanted)
+    used_residuals = used[: parts.n_residuals]
+    forward = parts.known
+    n_known_outs = len(forward.outvars) - parts.n_residuals
+    residuals = [v for v, u in zip(forward.outvars[n_known_outs:], used_residuals) if u]
+
+    inputs = [v for v, unknown in zip(jaxpr.invars, ins_unknown) if not unknown]
+    kept, derivations = _drop_derivable(forward, residuals, inputs, set(backward.invars))
+    staged_inputs = parts.staged.invars[parts.n_residuals :]
+    backward = _jax.rebuild(
+        backward, invars=[*kept, *staged_inputs], eqns=[*derivations, *backward.eqns]
+    )
+    backward, used = _jax.dce(backward, [True] * len(backward.outvars))
+    assert all(used[: len(kept)]), "a residual that nothing needs"
+
+    forward = _jax.rebuild(forward, outvars=[*forward.outvars[:n_known_outs], *kept])
+    forward, forward_inputs = _jax.dce(forward, [True] * len(forward.outvars))
+    forward = _round_residuals(forward, len(kept))
+    if _jax.checks_enabled():
+        _jax.check_jaxpr(forward)
+        _jax.check_jaxpr(backward)
+    return Cut(
+        forward, forward_inputs, backward, used[len(kept) :], parts.outs_unknown, len(kept)
+    )
+
+
+def _drop_derivable(
+    forward: _jax.Jaxpr,
+    residuals: Sequence[_jax.Var],
+    inputs: Sequence[_jax.Var],
+    used_later: set[_jax.Var],
+) -> tuple[list[_jax.Var], list[_jax.JaxprEqn]]:
+    """The residuals that must be saved, and the equations that make the others from them."""
+    producer = {v: eqn for eqn in forward.eqns for v in eqn.outvars}
+    saved = dict.fromkeys(residuals)
+    available = set(inputs)
+    needed: dict[int, _jax.JaxprEqn] = {}
+    for v in residuals:
+        chain: list[_jax.JaxprEqn] = []
+        source = v
+        while (eqn := producer.get(source)) is not None and _rearranges(eqn):
+            chain.append(eqn)
+            source = eqn.invars[0]
+            if source in saved or source in available:
+                break
+        if not chain or source is v:
+            continue
+        # An input that the backward part does not use otherwise is only worth keeping alive if it
+        # is no larger than what it replaces.
+        free = source in saved or source in used_later
+        if free or source in available and _n_bytes(source.aval) <= _n_bytes(v.aval):
+            del saved[v]
+            needed.update((id(eqn), eqn) for eqn in chain)
+    return list(saved), [eqn for eqn in forward.eqns if id(eqn) in needed]
+
+
+def _rearranges(eqn: _jax.JaxprEqn) -> bool:
+    return (
+        eqn.primitive.name in _REARRANGE
+        and not eqn.effects
+        and len(eqn.invars) == len(eqn.outvars) == 1
+        and not isinstance(eqn.invars[0], _jax.Literal)
+    )
+
+
+def _n_bytes(aval: Any) -> int:
+    return aval.size * _jax.itemsize_bytes(aval)
+
+
+def _round_residuals(forward: _jax.Jaxpr, n_residuals: int) -> _jax.Jaxpr:
+    """Let everything see a residual as its type rounds it."""
+    used = {v for eqn in forward.eqns for v in eqn.invars if not isinstance(v, _jax.Literal)}
+    n_known = len(forward.outvars) - n_residuals
+    exact: dict[_jax.Var, _jax.Var] = {}
+    for v in forward.outvars[n_known:]:
+        if v in used and _is_rounded_type(v.aval):
+            exact.setdefault(v, _jax.new_var(v.aval))
+    if not exact:
+        return forward
+    # A residual keeps its variable, which now holds the rounded value; its producer gets a new one.
+    invars = [exact.get(v, v) for v in forward.invars]
+    eqns = [_round(forward.eqns[0], exact[v], v) for v in forward.invars if v in exact]
+    for eqn in forward.eqns:
+        rounded = [v for v in eqn.outvars if v in exact]
+        if rounded and eqn.primitive is not _jax.reduce_precision_p:
+            eqns.append(eqn.replace(outvars=[exact.get(v, v) for v in eqn.outvars]))
+            eqns.extend(_round(eqn, exact[v], v) for v in rounded)
+        else:
+            eqns.append(eqn)
+    return _jax.rebuild(forward, invars=invars, eqns=eqns)
+
+
+def _is_rounded_type(aval: Any) -> bool:
+    return isinstance(aval, _jax.ShapedArray) and jnp.issubdtype(aval.dtype, jnp.floating)
+
+
+def _round(like: _jax.JaxprEqn, exact: _jax.Var, rounded: _jax.Var) -> _jax.JaxprEqn:
+    info = jnp.finfo(rounded.aval.dtype)
+    params = {"exponent_bits": info.nexp, "mantissa_bits": info.nmant}
+    return _jax.new_eqn([exact], [rounded], _jax.reduce_precision_p, params, like)
+
+
+def residual_bytes(c: Cut) -> int:
+    """Bytes of what the cut saves, without the region's inputs."""
+    return sum(_n_bytes(v.aval) for v in c.backward.invars[: c.n_residuals])

@@ -1,0 +1,781 @@
+"""Policies: which values of a region are saved, recomputed or offloaded.
+
+A policy is a frozen value: two that say the same are equal, so nothing is traced again. The blocks
+are `save`, `recompute` and `offload`, each with selectors (a value is selected if all given ones
+hold), and they combine:
+
+    a | b      saved if either saves it
+    a & b      saved if both do
+    ~a         saved if `a` does not, and recomputed if it does
+    a >> b     what `a` says of the values it speaks of, and what `b` says of the others
+
+What no part of a policy speaks of is recomputed. All that `jax.checkpoint` takes as a policy is
+taken here and combines with these, and what is made here can be given to `jax.checkpoint`, unless it
+selects by `path`, which only `remat.checkpoint` knows.
+
+A policy speaks of *values*. A value has the names that `checkpoint_name` gave it, all of them, and
+the primitive that made it: `recompute("scores") >> everything_saveable` recomputes the value named
+`scores`, although an unnamed `dot_general` made it.
+
+Below the blocks stands every name of `jax.checkpoint_policies`, with that meaning, except where JAX's
+own does not do what its name says (`save_anything_except_these_names` saves everything there,
+`save_from_both_policies` refuses offloading ones). Names that no value of the region has are an
+error here; `strict=False` allows them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from remat import _jax, units
+from remat.errors import MemoryKindError, PolicyError, UnknownNameError, closest
+from remat.transform import marks
+
+_jax.exclude_from_tracebacks(__file__)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a policy decides on
+
+
+class Value(NamedTuple):
+    """One value of a region, as a policy sees it."""
+
+    names: frozenset[str]  # given by checkpoint_name
+    primitive: str
+    path: str  # the name stack: "encoder/layer_0/attention"
+    aval: Any
+    eqn: Any  # the equation that makes it
+    is_result_of_body: bool  # made by a loop, branch or called function, whose body has it too
+
+    @property
+    def n_bytes(self) -> int:
+        return self.aval.size * _jax.itemsize_bytes(self.aval)
+
+    @property
+    def flops(self) -> int:
+        return _flops(self.eqn)
+
+
+def _flops(eqn: _jax.JaxprEqn) -> int:
+    """Floating-point operations of one equation; of a loop or a call: none of its own."""
+    outs = sum(getattr(v.aval, "size", 0) for v in eqn.outvars)
+    if eqn.primitive is _jax.dot_general_p:
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        return 2 * outs * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
+    if eqn.primitive is _jax.conv_general_dilated_p:
+        kernel = eqn.invars[1].aval
+        out_features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+        return 2 * outs * kernel.size // max(out_features, 1)
+    if any(True for _ in _jax.jaxprs_of(eqn)):
+        return 0
+    return max(outs, *(getattr(v.aval, "size", 0) for v in eqn.invars), 0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Policies
+
+
+class Policy:
+    """Base of all policies made here: something that has an opinion on some values.
+
+    A policy is also a callable `(primitive, *avals, **params)` as `jax.checkpoint` takes one. Called
+    so it sees one equation alone: a name only where it is given, and no path.
+    """
+
+    def opinion(self, value: Value) -> Any:
+        """`Saveable`, `Recompute`, an `Offloadable`, or None: it does not speak of this value."""
+        raise NotImplementedError
+
+    def parts(self) -> Iterator[Policy]:
+        """The policies that this one is made of, itself first."""
+        yield self
+
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+        eqn = _OneEquation(primitive, avals, params)
+        for part in self.parts():
+            if isinstance(part, _Select) and part.path is not None:
+                raise PolicyError(
+                    f"{part} selects by path, which jax.checkpoint does not tell a policy. "
+                    "Use remat.checkpoint."
+                )
+        name = params.get("name") if primitive is _jax.name_p else None
+        names = frozenset() if name is None else frozenset({name})
+        value = Value(names, primitive.name, "", avals[0] if avals else None, eqn, False)
+        return _jax.Recompute if (case := self.opinion(value)) is None else case
+
+    def __or__(self, other: Any) -> Policy:
+        return _Either(self, as_policy(other))
+
+    def __ror__(self, other: Any) -> Policy:
+        return _Either(as_policy(other), self)
+
+    def __and__(self, other: Any) -> Policy:
+        return _Both(self, as_policy(other))
+
+    def __rand__(self, other: Any) -> Policy:
+        return _Both(as_policy(other), self)
+
+    def __invert__(self) -> Policy:
+        return _Not(self)
+
+    def __rshift__(self, other: Any) -> Policy:
+        return _First(self, as_policy(other))
+
+    def __rrshift__(self, other: Any) -> Policy:
+        return _First(as_policy(other), self)
+
+
+class _OneEquation(NamedTuple):
+    """What a policy of JAX's kind is told, in the shape of an equation."""
+
+    primitive: Any
+    avals: tuple[Any, ...]
+    params: dict[str, Any]
+
+    @property
+    def invars(self) -> list[_Typed]:
+        return [_Typed(aval) for aval in self.avals]
+
+    @property
+    def outvars(self) -> list[_Typed]:
+        # The result's type is not told; for what is counted here the largest operand stands for it.
+        return [_Typed(max(self.avals, key=lambda a: getattr(a, "size", 0)))] if self.avals else []
+
+
+class _Typed(NamedTuple):
+    aval: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Select(Policy):
+    """One decision for all values that every given selector selects."""
+
+    case: Any
+    names: tuple[str, ...] = ()
+    primitive: tuple[str, ...] = ()
+    dtype: tuple[str, ...] = ()
+    path: str | None = None
+    min_bytes: int | None = None
+    max_bytes: int | None = None
+    min_flops_per_byte: float | None = None
+    strict: bool = True
+
+    def opinion(self, value: Value) -> Any:
+        return self.case if self.selects(value) else None
+
+    def selects(self, value: Value) -> bool:
+        # The results of loops and calls are selected by what is only theirs: the same values are
+        # met again, with their own properties, inside the body.
+        if value.is_result_of_body and not self.names and value.primitive not in self.primitive:
+            return False
+        return (
+            (not self.names or any(_name_matches(p, value.names) for p in self.names))
+            and (not self.primitive or value.primitive in self.primitive)
+            and (not self.dtype or str(getattr(value.aval, "dtype", None)) in self.dtype)
+            and (self.path is None or path_matches(self.path, value.path))
+            and (self.min_bytes is None or value.n_bytes >= self.min_bytes)
+            and (self.max_bytes is None or value.n_bytes <= self.max_bytes)
+            and (
+                self.min_flops_per_byte is None
+                or value.flops >= self.min_flops_per_byte * max(value.n_bytes, 1)
+            )
+        )
+
+    def __repr__(self) -> str:
+        verb = {_jax.SaveableType: "save", _jax.RecomputeType: "recompute"}
+        arguments = [repr(name) for name in self.names]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("case", "names") and value != field.default:
+                arguments.append(f"{field.name}={value!r}")
+        if isinstance(self.case, _jax.Offloadable):
+            arguments += [f"src={self.case.src!r}", f"dst={self.case.dst!r}"]
+        return f"{verb.get(type(self.case), 'offload')}({', '.join(arguments)})"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Either(Policy):
+    first: Policy
+    second: Policy
+
+    def opinion(self, value: Value) -> Any:
+        return _strongest(self.first.opinion(value), self.second.opinion(value), _keeps_most)
+
+    def parts(self) -> Iterator[Policy]:
+        return _parts(self, self.first, self.second)
+
+    def __repr__(self) -> str:
+        return f"({self.first!r} | {self.second!r})"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Both(Policy):
+    first: Policy
+    second: Policy
+
+    def opinion(self, value: Value) -> Any:
+        opinions = self.first.opinion(value), self.second.opinion(value)
+        if None in opinions:
+            # One that does not speak of a value does not save it, so both do not.
+            return None if opinions == (None, None) else _jax.Recompute
+        return _strongest(*opinions, lambda case: -_keeps_most(case))
+
+    def parts(self) -> Iterator[Policy]:
+        return _parts(self, self.first, self.second)
+
+    def __repr__(self) -> str:
+        return f"({self.first!r} & {self.second!r})"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Not(Policy):
+    inner: Policy
+
+    def opinion(self, value: Value) -> Any:
+        if value.is_result_of_body and not value.names:
+            return None
+        return _jax.Recompute if _keeps_most(self.inner.opinion(value)) else _jax.Saveable
+
+    def parts(self) -> Iterator[Policy]:
+        return _parts(self, self.inner)
+
+    def __repr__(self) -> str:
+        return f"~{self.inner!r}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _First(Policy):
+    first: Policy
+    second: Policy
+
+    def opinion(self, value: Value) -> Any:
+        case = self.first.opinion(value)
+        return self.second.opinion(value) if case is None else case
+
+    def parts(self) -> Iterator[Policy]:
+        return _parts(self, self.first, self.second)
+
+    def __repr__(self) -> str:
+        return f"({self.first!r} >> {self.second!r})"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Foreign(Policy):
+    """A callable of JAX's kind. It speaks of what it saves or offloads."""
+
+    function: Callable[..., Any]
+
+    def opinion(self, value: Value) -> Any:
+        primitive, params = value.eqn.primitive, value.eqn.params
+        avals = [v.aval for v in value.eqn.invars]
+        case = _jax.as_case(self.function(primitive, *avals, **params))
+        for name in sorted(value.names):
+            if _keeps_most(case):
+                break
+            case = _jax.as_case(self.function(_jax.name_p, value.aval, name=name))
+        return case if _keeps_most(case) else None
+
+    def __repr__(self) -> str:
+        return getattr(self.function, "__name__", repr(self.function))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dots(Policy):
+    """Matrix products and convolutions, which are dear to recompute."""
+
+    batched: bool  # those with batch dimensions as well
+    case: Any
+
+    def opinion(self, value: Value) -> Any:
+        eqn = value.eqn
+        if value.primitive == "dot_general":
+            _, (batch, _) = eqn.params["dimension_numbers"]
+            return self.case if self.batched or not batch else None
+        if value.primitive == "conv_general_dilated":
+            return self.case if self.batched else None
+        if value.primitive == "scaled_matmul_wrapper":  # cuDNN's, with a leading batch dimension
+            return self.case if self.batched or eqn.invars[0].aval.shape[0] == 1 else None
+        return None
+
+    def __repr__(self) -> str:
+        if isinstance(self.case, _jax.Offloadable):
+            return f"offload_dot_with_no_batch_dims({self.case.src!r}, {self.case.dst!r})"
+        return "dots_saveable" if self.batched else "dots_with_no_batch_dims_saveable"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Everything(Policy):
+    def opinion(self, value: Value) -> Any:
+        return None if value.is_result_of_body else _jax.Saveable
+
+    def __repr__(self) -> str:
+        return "everything_saveable"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Nothing(Policy):
+    def opinion(self, value: Value) -> Any:
+        return None
+
+    def __repr__(self) -> str:
+        return "nothing_saveable"
+
+
+def _parts(whole: Policy, *inner: Policy) -> Iterator[Policy]:
+    yield whole
+    for part in inner:
+        yield from part.parts()
+
+
+def _keeps_most(case: Any) -> int:
+    """How much a decision keeps: 2 on the device, 1 in another memory, 0 nothing."""
+    if isinstance(case, _jax.Offloadable):
+        return 1
+    return 2 if isinstance(case, _jax.SaveableType) else 0
+
+
+def _strongest(first: Any, second: Any, strength: Callable[[Any], int]) -> Any:
+    if first is None or second is None:
+        return second if first is None else first
+    return first if strength(first) >= strength(second) else second
+
+
+def _name_matches(pattern: str, names: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
+
+
+def path_matches(pattern: str, path: str) -> bool:
+    """Whether a value's name stack is at or below what a pattern describes.
+
+    `*` and `?` stand for part of one name, `**` for any number of names. A pattern may begin
+    anywhere in the stack, unless it starts with `/`.
+
+    >>> path_matches("encoder/*/attention", "model/encoder/layer_3/attention/softmax")
+    True
+    >>> path_matches("/encoder", "model/encoder"), path_matches("enc", "encoder")
+    (False, False)
+    """
+    wanted = [part for part in pattern.split("/") if part]
+    if not pattern.startswith("/"):
+        wanted = ["**", *wanted]
+    return _match_parts(tuple(wanted), tuple(part for part in path.split("/") if part))
+
+
+def _match_parts(wanted: tuple[str, ...], names: tuple[str, ...]) -> bool:
+    # Row by row: after each pattern part, the set of positions in the path that it may end at.
+    ends = {0}
+    for part in wanted:
+        if part == "**":
+            ends = set(range(min(ends), len(names) + 1)) if ends else ends
+        else:
+            ends = {i + 1 for i in ends if i < len(names) and fnmatch.fnmatchcase(names[i], part)}
+    return bool(ends)
+
+
+# --------------------------------------------------------------------------------------------------
+# Making policies
+
+
+def save(
+    *names: str,
+    primitive: str | Iterable[str] = (),
+    dtype: Any = (),
+    path: str | None = None,
+    min_bytes: int | str | None = None,
+    max_bytes: int | str | None = None,
+    min_flops_per_byte: float | None = None,
+    strict: bool = True,
+) -> Policy:
+    """Save the values that all given selectors select; without selectors, every value.
+
+    >>> import jax, jax.numpy as jnp, remat
+    >>> @remat.checkpoint(policy=remat.policies.save("hidden*"))
+    ... def f(x):
+    ...     return jnp.sin(remat.checkpoint_name(jnp.sin(x), "hidden_1"))
+    >>> remat.print_saved_residuals(f, 1.0)  # doctest: +ELLIPSIS
+    f32[] named 'hidden_1' from ...
+    f32[] from the argument x
+
+    Args:
+      *names: names given by `checkpoint_name`; `*`, `?` and `[...]` as in file names.
+      primitive: names of JAX primitives, such as `"dot_general"`.
+      dtype: dtypes of the value.
+      path: where in the model it is computed, `"encoder/*/attention"`: see `path_matches`.
+      min_bytes, max_bytes: bounds on its size, such as `"1MiB"`.
+      min_flops_per_byte: a bound on the operations that made it, per byte of it.
+      strict: whether it is an error that names or a path match nothing in the region.
+
+    Returns:
+      A frozen policy, which combines with others by `|`, `&`, `~` and `>>`.
+
+    Raises:
+      PolicyError: for a selector of a wrong type.
+    """
+    return _select(
+        _jax.Saveable, names, primitive, dtype, path, min_bytes, max_bytes, min_flops_per_byte, strict
+    )
+
+
+def recompute(
+    *names: str,
+    primitive: str | Iterable[str] = (),
+    dtype: Any = (),
+    path: str | None = None,
+    min_bytes: int | str | None = None,
+    max_bytes: int | str | None = None,
+    min_flops_per_byte: float | None = None,
+    strict: bool = True,
+) -> Policy:
+    """Recompute the values that all given selectors select (`save` explains them).
+
+    Alone it says nothing that is not so anyway; it is the first part of a chain:
+
+    >>> import remat
+    >>> remat.policies.recompute(min_bytes="64MiB") >> remat.policies.dots_saveable
+    (recompute(min_bytes=67108864) >> dots_saveable)
+    """
+    return _select(
+        _jax.Recompute,
+        names,
+        primitive,
+        dtype,
+        path,
+        min_bytes,
+        max_bytes,
+        min_flops_per_byte,
+        strict,
+    )
+
+
+def offload(
+    *names: str,
+    primitive: str | Iterable[str] = (),
+    dtype: Any = (),
+    path: str | None = None,
+    min_bytes: int | str | None = None,
+    max_bytes: int | str | None = None,
+    min_flops_per_byte: float | None = None,
+    strict: bool = True,
+    src: str = "device",
+    dst: str = "pinned_host",
+) -> Policy:
+    """Keep the selected values in another memory until the backward pass (`save` has the selectors).
+
+    Args:
+      src, dst: the kinds of memory that a value is taken from and kept in.
+
+    Raises:
+      MemoryKindError: when a function with this policy is traced and the backend has no such memory.
+    """
+    return _select(
+        _jax.Offloadable(src, dst),
+        names,
+        primitive,
+        dtype,
+        path,
+        min_bytes,
+        max_bytes,
+        min_flops_per_byte,
+        strict,
+    )
+
+
+def _select(
+    case: Any,
+    names: tuple[str, ...],
+    primitive: str | Iterable[str],
+    dtype: Any,
+    path: str | None,
+    min_bytes: int | str | None,
+    max_bytes: int | str | None,
+    min_flops_per_byte: float | None,
+    strict: bool,
+) -> Policy:
+    _check_strings(names, "checkpoint names")
+    primitives = (primitive,) if isinstance(primitive, str) else tuple(primitive)
+    _check_strings(primitives, "names of primitives")
+    if path is not None:
+        _check_strings((path,), "paths")
+    dtypes = dtype if isinstance(dtype, (tuple, list, set, frozenset)) else (dtype,)
+    return _Select(
+        case,
+        names,
+        primitives,
+        tuple(str(jnp.dtype(d)) for d in dtypes),
+        path,
+        None if min_bytes is None else units.parse_bytes(min_bytes),
+        None if max_bytes is None else units.parse_bytes(max_bytes),
+        min_flops_per_byte,
+        strict,
+    )
+
+
+def _check_strings(given: Iterable[Any], what: str) -> None:
+    for item in given:
+        if not isinstance(item, str) or not item:
+            raise PolicyError(f"{what} in a policy are non-empty strings, not {item!r}.")
+
+
+def as_policy(policy: Any) -> Policy:
+    """Anything that `jax.checkpoint` takes as a policy, as one that combines with others."""
+    if isinstance(policy, Policy):
+        return policy
+    if policy is None:
+        return nothing_saveable
+    if not callable(policy):
+        raise PolicyError(f"a policy is one of remat.policies or a callable, not {policy!r}.")
+    return _Foreign(policy)
+
+
+# --------------------------------------------------------------------------------------------------
+# The names of jax.checkpoint_policies
+
+everything_saveable: Policy = _Everything()
+nothing_saveable: Policy = _Nothing()
+dots_saveable: Policy = _Dots(batched=True, case=_jax.Saveable)
+checkpoint_dots = dots_saveable
+dots_with_no_batch_dims_saveable: Policy = _Dots(batched=False, case=_jax.Saveable)
+checkpoint_dots_with_no_batch_dims = dots_with_no_batch_dims_saveable
+
+
+def offload_dot_with_no_batch_dims(offload_src: str, offload_dst: str) -> Policy:
+    """Offload what `dots_with_no_batch_dims_saveable` saves of matrix products."""
+    return _Dots(batched=False, case=_jax.Offloadable(offload_src, offload_dst))
+
+
+def save_anything_except_these_names(*names_not_to_save: str, strict: bool = True) -> Policy:
+    """Save every value, named or not, other than those with one of these names."""
+    if not names_not_to_save:
+        return everything_saveable
+    return recompute(*names_not_to_save, strict=strict) >> everything_saveable
+
+
+def save_any_names_but_these(*names_not_to_save: str, strict: bool = True) -> Policy:
+    """Save the values that have a name, other than those with one of these names."""
+    if not names_not_to_save:
+        return save("*", strict=False)
+    return recompute(*names_not_to_save, strict=strict) >> save("*", strict=False)
+
+
+def save_only_these_names(*names_which_can_be_saved: str, strict: bool = True) -> Policy:
+    """Save the values with one of these names."""
+    if not names_which_can_be_saved:
+        return nothing_saveable
+    return save(*names_which_can_be_saved, strict=strict)
+
+
+def save_from_both_policies(policy_1: Any, policy_2: Any) -> Policy:
+    """Save what either policy saves; offload what one offloads and the other does not save."""
+    return as_policy(policy_1) | as_policy(policy_2)
+
+
+def save_and_offload_only_these_names(
+    *,
+    names_which_can_be_saved: Iterable[str],
+    names_which_can_be_offloaded: Iterable[str],
+    offload_src: str,
+    offload_dst: str,
+    strict: bool = True,
+) -> Policy:
+    """Save the values with some names, offload those with others.
+
+    Raises:
+      PolicyError: if a name is in both.
+    """
+    saved, offloaded = tuple(names_which_can_be_saved), tuple(names_which_can_be_offloaded)
+    both = sorted(set(saved) & set(offloaded))
+    if both:
+        raise PolicyError(
+            "The names should be exclusive and should not intersect in `names_which_can_be_saved` "
+            f"and `names_which_can_be_offloaded`. Got {saved} and {offloaded}, "
+            f"whose intersection is {both}. Leave each name in one of them."
+        )
+    policy = save_only_these_names(*saved, strict=strict)
+    if offloaded:
+        policy = policy | offload(*offloaded, strict=strict, src=offload_src, dst=offload_dst)
+    return policy
+
+
+# --------------------------------------------------------------------------------------------------
+# Applying a policy to a region
+
+
+def resolve(policy: Any, jaxpr: _jax.Jaxpr) -> tuple[_jax.Jaxpr, Callable[..., Any]]:
+    """A region and a policy of any kind, as a jaxpr and a callable of JAX's kind.
+
+    A policy made here becomes marks in the jaxpr, at every depth; a foreign one stays what it is.
+    """
+    if isinstance(policy, Policy):
+        return _marked(jaxpr, policy), marks.decide_by_marks
+    if marks.has_marks(jaxpr):
+        jaxpr = _unmarked(jaxpr)
+    return jaxpr, _recompute_all if policy is None else policy
+
+
+def _recompute_all(*_: Any, **__: Any) -> bool:
+    return False
+
+
+@_jax.weakref_lru_cache
+def _unmarked(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+    return marks.without_marks(jaxpr)
+
+
+@_jax.weakref_lru_cache
+def _marked(jaxpr: _jax.Jaxpr, policy: Policy) -> _jax.Jaxpr:
+    # `rewrite` may return the jaxpr itself; a cached value must not keep its own key alive.
+    marked = marks.rewrite(jaxpr, "", functools.partial(_decide, policy))
+    return _jax.rebuild(jaxpr) if marked is jaxpr else marked
+
+
+def _decide(policy: Policy, jaxpr: _jax.Jaxpr) -> Callable[..., dict[_jax.Var, marks.Mark]]:
+    """Asks a policy about the results of the equations of one jaxpr."""
+    named = names_of_values(jaxpr)
+
+    def marks_of(eqn: _jax.JaxprEqn, path: str) -> dict[_jax.Var, marks.Mark]:
+        found = {}
+        for value, var in values_of(eqn, path, named):
+            case = policy.opinion(value)
+            if _keeps_most(case):
+                like = named[var].eqn if var in named else eqn
+                found[var] = marks.Mark(case, tuple(sorted(value.names)), like)
+        return found
+
+    return marks_of
+
+
+class Named(NamedTuple):
+    """The names that a value was given, and the first equation that gave one."""
+
+    names: frozenset[str]
+    eqn: _jax.JaxprEqn
+
+
+def names_of_values(jaxpr: _jax.Jaxpr) -> dict[_jax.Var, Named]:
+    """For each value that `checkpoint_name` was given, all its names, also those of its copies."""
+    named: dict[_jax.Var, Named] = {}
+    for eqn in reversed(jaxpr.eqns):
+        name = _jax.checkpoint_name_of(eqn)
+        if name is not None and not isinstance(eqn.invars[0], _jax.Literal):
+            inner, outer = eqn.invars[0], eqn.outvars[0]
+            names = frozenset({name})
+            for v in (inner, outer):
+                names |= named[v].names if v in named else frozenset()
+            named[inner] = Named(names, eqn)
+    # Naming an input: the input is available anyway, so the name belongs to the named copy, which
+    # an offloading policy puts in the input's place.
+    for v in jaxpr.invars:
+        named.pop(v, None)
+    return named
+
+
+def values_of(
+    eqn: _jax.JaxprEqn, path: str, named: dict[_jax.Var, Named]
+) -> Iterator[tuple[Value, _jax.Var]]:
+    """The values that an equation makes. A name makes none, except on an input of the jaxpr."""
+    name = _jax.checkpoint_name_of(eqn)
+    if name is not None and eqn.invars[0] in named:
+        return
+    own = frozenset() if name is None else frozenset({name})
+    has_body = any(True for _ in _jax.jaxprs_of(eqn))
+    for var in eqn.outvars:
+        if type(var).__name__ == "DropVar" or not hasattr(var.aval, "dtype"):
+            continue
+        names = named[var].names | own if var in named else own
+        yield Value(names, eqn.primitive.name, path, var.aval, eqn, has_body), var
+
+
+# --------------------------------------------------------------------------------------------------
+# Checking a policy against a region
+
+
+def check_policy(policy: Any) -> None:
+    """Refuse what is no policy, before anything is traced.
+
+    Raises:
+      PolicyError: if it is not callable or not hashable.
+      MemoryKindError: if it offloads from or to a memory that the default backend does not have.
+    """
+    as_policy(policy)
+    try:
+        hash(policy)
+    except TypeError as e:
+        raise PolicyError(
+            f"the policy {policy!r} is not hashable, so nothing traced with it could be found again. "
+            "Give its class a __hash__ or combine remat.policies."
+        ) from e
+    kinds = [k for case in _offloads(policy) for k in (case.src, case.dst)]
+    if kinds:
+        available = _jax.memory_kinds()
+        for kind in kinds:
+            if kind not in available:
+                raise MemoryKindError(
+                    f"{policy!r} offloads between memories of which the backend does not have "
+                    f"{kind!r}: {closest(str(kind), available)}"
+                )
+
+
+def _offloads(policy: Any) -> Iterator[Any]:
+    for part in policy.parts() if isinstance(policy, Policy) else ():
+        case = getattr(part, "case", None)
+        if isinstance(case, _jax.Offloadable):
+            yield case
+
+
+def check_names(policy: Any, jaxpr: _jax.Jaxpr) -> None:
+    """Refuse a policy that selects names or a path that no value of the region has.
+
+    Where a custom derivative may still bring in names, nothing is said yet; the check is made again
+    when the region has been differentiated.
+
+    Raises:
+      UnknownNameError: with the names or paths that there are.
+    """
+    if not isinstance(policy, Policy):
+        return
+    wanted = [p for p in policy.parts() if isinstance(p, _Select) and p.strict]
+    wanted = [p for p in wanted if p.names or p.path is not None]
+    if not wanted:
+        return
+    names, paths, hidden = _names_and_paths(jaxpr)
+    if hidden:
+        return
+    for part in wanted:
+        for pattern in part.names:
+            if not _name_matches(pattern, names):
+                raise UnknownNameError(
+                    f"{part!r}: no value in the checkpointed function is named {pattern!r} by "
+                    f"checkpoint_name; {closest(pattern, names)} Pass strict=False if it may be absent."
+                )
+        if part.path is not None and not any(path_matches(part.path, path) for path in paths):
+            raise UnknownNameError(
+                f"{part!r}: nothing in the checkpointed function is at {part.path!r}; "
+                f"{closest(part.path, paths)} Pass strict=False if it may be absent."
+            )
+
+
+@_jax.weakref_lru_cache
+def _names_and_paths(jaxpr: _jax.Jaxpr) -> tuple[frozenset[str], frozenset[str], bool]:
+    names: set[str] = set()
+    paths: set[str] = set()
+    hidden = False
+    todo = [(jaxpr, "")]
+    while todo:
+        current, path = todo.pop()
+        for eqn in current.eqns:
+            here = marks.join(path, _jax.name_stack_of(eqn))
+            paths.add(here)
+            name = _jax.checkpoint_name_of(eqn)
+            if name is not None:
+                names.add(name)
+            hidden = hidden or _jax.has_hidden_rules(eqn)
+            todo.extend((_jax.open_jaxpr(body), here) for body in _jax.jaxprs_of(eqn))
+    return frozenset(names), frozenset(paths - {""}), hidden

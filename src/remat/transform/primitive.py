@@ -1,0 +1,316 @@
+"""The primitive behind `remat.checkpoint`, with all its rules.
+
+# The idea
+
+A *region* is one equation that holds the jaxpr of a function:
+
+    outs = remat[jaxpr, policy, prevent_cse, differentiated] args
+
+Until somebody differentiates, the equation is a plain call. Differentiation takes three steps, and
+the equation is there in each of them:
+
+1. *JVP*: the body becomes its own derivative, (primals, tangents) -> (primals, tangents).
+2. *Partial evaluation*, primals known and tangents not: the body is cut in two (see `cut.py`). The
+   forward part is written out in place, so the forward pass is no region any more; it returns the
+   residuals that the policy saves. What the tangents need beyond them stays inside a new equation
+   on residuals, inputs and tangents, which is linear in the tangents: `differentiated=True`.
+3. *Transposition*: the new equation's body becomes: recompute the known values from residuals and
+   inputs, then run the linear part backwards on the cotangents. It is one equation again, on
+   residuals, inputs and cotangents.
+
+So recomputation and the use that it serves stand in one equation until lowering, which is where
+`barrier.py` keeps them from being merged with the forward pass. Higher derivatives need nothing
+more: each rule's result is made of the primitive again.
+
+`prevent_cse` is a bool, or one bool for each of the equation's inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from remat import _jax
+from remat.errors import EffectError
+from remat.transform import barrier, policies
+from remat.transform.cut import Cut, cut
+
+_jax.exclude_from_tracebacks(__file__)
+_logger = logging.getLogger(__name__)
+
+PreventCse = bool | tuple[bool, ...]
+
+remat_p = _jax.Primitive("remat")
+remat_p.multiple_results = True
+
+
+def bind(
+    args: Sequence[Any],
+    jaxpr: _jax.Jaxpr,
+    *,
+    policy: Any,
+    prevent_cse: PreventCse,
+    differentiated: bool,
+) -> list[Any]:
+    """Apply a region's jaxpr to its arguments, as one equation."""
+    assert isinstance(prevent_cse, bool) or len(prevent_cse) == len(args)
+    return remat_p.bind(
+        *args,
+        jaxpr=jaxpr,
+        policy=policy,
+        prevent_cse=prevent_cse,
+        differentiated=differentiated,
+    )
+
+
+def _rebind(args: Sequence[Any], jaxpr: _jax.Jaxpr, added: int | None, params: dict) -> list[Any]:
+    """Bind again after a transformation put `added` inputs in front (None: changed them all)."""
+    prevent_cse = params["prevent_cse"]
+    if isinstance(prevent_cse, tuple):
+        if added is None:
+            prevent_cse = any(prevent_cse)
+        else:
+            prevent_cse = (False,) * added + prevent_cse
+    return bind(args, jaxpr, **dict(params, prevent_cse=prevent_cse))
+
+
+def _select(prevent_cse: PreventCse, chosen: Sequence[bool]) -> PreventCse:
+    if isinstance(prevent_cse, bool):
+        return prevent_cse
+    return tuple(p for p, c in zip(prevent_cse, chosen) if c)
+
+
+def _append(prevent_cse: PreventCse, n: int) -> PreventCse:
+    return prevent_cse if isinstance(prevent_cse, bool) else prevent_cse + (True,) * n
+
+
+# --------------------------------------------------------------------------------------------------
+# Evaluation and types
+
+
+@remat_p.def_impl
+def _impl(*args: Any, jaxpr: _jax.Jaxpr, **_: Any) -> list[Any]:
+    return _jax.eval_jaxpr(jaxpr, (), *args)
+
+
+@remat_p.def_effectful_abstract_eval
+def _abstract_eval(*_: Any, jaxpr: _jax.Jaxpr, **__: Any) -> tuple[list[Any], Any]:
+    return [v.aval for v in jaxpr.outvars], _jax.positional_effects(jaxpr)
+
+
+# --------------------------------------------------------------------------------------------------
+# Step 1: the derivative
+
+
+def _jvp(
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    jaxpr: _jax.Jaxpr,
+    prevent_cse: PreventCse,
+    policy: Any,
+    differentiated: bool,
+) -> tuple[list[Any], list[Any]]:
+    nonzero = [type(t) is not _jax.Zero for t in tangents]
+    body, consts, outs_nonzero = _jax.jvp_of_jaxpr(jaxpr, nonzero)
+    if not differentiated:
+        policies.check_names(policy, body)
+    given = [t for t in tangents if type(t) is not _jax.Zero]
+    if isinstance(prevent_cse, tuple):
+        prevent_cse = (False,) * len(consts) + prevent_cse + (True,) * len(given)
+    outs = bind(
+        (*consts, *primals, *given),
+        body,
+        policy=policy,
+        prevent_cse=prevent_cse,
+        differentiated=differentiated,
+    )
+    out_primals, nonzero_outs = _jax.split_list(outs, [len(jaxpr.outvars)])
+    remaining = iter(nonzero_outs)
+    out_tangents = [
+        next(remaining) if nz else _jax.zero_tangent(p) for p, nz in zip(out_primals, outs_nonzero)
+    ]
+    return out_primals, out_tangents
+
+
+_jax.register_jvp(remat_p, _jvp)
+
+
+# --------------------------------------------------------------------------------------------------
+# Step 2: partial evaluation
+
+
+def _partial_eval(
+    trace: Any,
+    *tracers: Any,
+    jaxpr: _jax.Jaxpr,
+    policy: Any,
+    prevent_cse: PreventCse,
+    differentiated: bool,
+) -> list[Any]:
+    del differentiated  # from here on it is
+    _check_effects(jaxpr)
+    known = _jax.known_tracers(tracers)
+    c = cut_region(jaxpr, tuple(not k for k in known), policy)
+    inputs = [v for v, used in zip(_jax.known_values(tracers), c.forward_inputs) if used]
+    outs = _jax.eval_jaxpr(c.forward, (), *inputs)
+    known_outs, residuals = _jax.split_list(outs, [len(outs) - c.n_residuals])
+    _log_residuals(c, known)
+
+    later = [t for t, used in zip(tracers, c.backward_inputs) if used]
+    kept = _select(prevent_cse, c.backward_inputs)
+    if isinstance(kept, tuple):
+        kept = (True,) * c.n_residuals + kept
+    params = {
+        "jaxpr": c.backward,
+        "policy": policy,
+        "prevent_cse": kept,
+        "differentiated": True,
+    }
+    unknown_outs = _jax.stage_eqn(trace, remat_p, residuals, later, c.backward, params)
+    return _jax.merge_lists(c.outs_unknown, known_outs, unknown_outs)
+
+
+_jax.register_partial_eval(remat_p, _partial_eval)
+
+
+def cut_region(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Any) -> Cut:
+    """Cut a region's jaxpr where its policy (None: nothing is saved) says."""
+    marked, decide = policies.resolve(policy, jaxpr)
+    return cut(marked, ins_unknown, decide)
+
+
+def _check_effects(jaxpr: _jax.Jaxpr) -> None:
+    refused = _jax.disallowed_effects(jaxpr)
+    if refused:
+        names = ", ".join(sorted(str(effect) for effect in refused))
+        raise EffectError(
+            f"{_jax.EFFECTS_NOT_SUPPORTED}: {names}. A recomputation would repeat the effect. Move "
+            "what causes it out of the checkpointed function, or use a variant without it "
+            "(for callbacks: jax.pure_callback, or ordered=False)."
+        )
+
+
+def _log_residuals(c: Cut, known: Sequence[bool]) -> None:
+    level = logging.WARNING if _jax.logs_residuals() else logging.DEBUG
+    if not _logger.isEnabledFor(level):
+        return
+    inputs = c.backward.invars[c.n_residuals :]
+    flags = [k for k, used in zip(known, c.backward_inputs) if used]
+    shapes = [v.aval.str_short() for v, k in zip(inputs, flags) if k]
+    saved = [v.aval.str_short() for v in c.backward.invars[: c.n_residuals]]
+    _logger.log(
+        level,
+        "remat-decorated function saving inputs with shapes:\n  %s\nand these intermediates:\n  %s",
+        "\n  ".join(shapes) or "none",
+        "\n  ".join(saved) or "none",
+    )
+
+
+def _nested_partial_eval(
+    unknown: Sequence[bool], staged: Sequence[bool], params_known: dict, params_staged: dict
+) -> tuple[dict, dict]:
+    """A region inside one that is cut: the outer policy cuts both; each half stays a region."""
+    prevent_cse = params_known["prevent_cse"]
+    known_flags = _select(prevent_cse, [not u for u in unknown])
+    staged_flags = _select(prevent_cse, staged)
+    if isinstance(staged_flags, tuple):
+        added = len(params_staged["jaxpr"].invars) - len(staged_flags)
+        staged_flags = (True,) * added + staged_flags
+    return (
+        dict(params_known, prevent_cse=known_flags),
+        dict(params_staged, prevent_cse=staged_flags, differentiated=True),
+    )
+
+
+_jax.register_nested_partial_eval(remat_p, _nested_partial_eval)
+
+
+# --------------------------------------------------------------------------------------------------
+# Step 3: transposition
+
+
+def _transpose(
+    cts: Sequence[Any],
+    *args: Any,
+    jaxpr: _jax.Jaxpr,
+    prevent_cse: PreventCse,
+    **params: Any,
+) -> Any:
+    linear = tuple(_jax.is_linear_input(x) for x in args)
+    outs_zero = tuple(type(ct) is _jax.Zero for ct in cts)
+    body, consts, ins_zero, out_tree = _jax.transpose(jaxpr, linear, outs_zero)
+    values = [x for x, lin in zip(args, linear) if not lin]
+    given = [ct for ct in cts if type(ct) is not _jax.Zero]
+    flags = _append(_select(prevent_cse, [not lin for lin in linear]), len(given))
+    if isinstance(flags, tuple):
+        flags = (False,) * len(consts) + flags
+    leaves = bind((*consts, *values, *given), body, prevent_cse=flags, **params)
+    nonzero_cts, logs = _jax.unflatten(out_tree, leaves)
+    targets = [x for x, lin in zip(args, linear) if lin]
+    remaining = iter(nonzero_cts)
+    for target, zero in zip(targets, ins_zero):
+        if not zero:
+            target.accum(next(remaining))
+    return logs or None
+
+
+_jax.register_transpose(remat_p, _transpose)
+
+
+# --------------------------------------------------------------------------------------------------
+# Batching
+
+
+def _batch(
+    axis_data: Any, args: Sequence[Any], dims: Sequence[Any], *, jaxpr: _jax.Jaxpr, **params: Any
+) -> tuple[list[Any], list[int | None]]:
+    body, consts, out_dims = _jax.batch_jaxpr(jaxpr, axis_data, dims)
+    return _rebind((*consts, *args), body, len(consts), params), out_dims
+
+
+_jax.register_batching(remat_p, _batch)
+
+
+# --------------------------------------------------------------------------------------------------
+# Dead code, refs, errors, high-level types
+
+
+def _shrink(eqn: _jax.JaxprEqn, used_inputs: list[bool], jaxpr: _jax.Jaxpr) -> dict:
+    prevent_cse = _select(eqn.params["prevent_cse"], used_inputs)
+    return dict(eqn.params, jaxpr=jaxpr, prevent_cse=prevent_cse)
+
+
+_jax.register_dce(remat_p, _shrink)
+_jax.register_discharge(remat_p, _rebind)
+_jax.register_checkify(remat_p, _rebind)
+_jax.register_hijax(remat_p, _rebind)
+
+
+# --------------------------------------------------------------------------------------------------
+# Lowering
+
+
+def _lower(
+    how: barrier.Protection,
+    ctx: _jax.LoweringContext,
+    *args: Any,
+    jaxpr: _jax.Jaxpr,
+    prevent_cse: PreventCse,
+    differentiated: bool,
+    policy: Any,
+) -> Sequence[Any]:
+    del policy
+    if not differentiated:
+        return _jax.lower_inline(ctx, jaxpr, args)
+    fenced = [prevent_cse] * len(args) if isinstance(prevent_cse, bool) else list(prevent_cse)
+    return barrier.lower_protected(ctx, jaxpr, args, fenced, how)
+
+
+_default = barrier.Protection.BARRIER
+_jax.register_lowering(remat_p, functools.partial(_lower, _default))
+_on_cpu = barrier.protection("cpu", _jax.JAXLIB_VERSION)
+if _on_cpu is not _default:
+    _jax.register_lowering(remat_p, functools.partial(_lower, _on_cpu), platform="cpu")
