@@ -66,7 +66,7 @@ def _function(loop: Loop) -> Any:
 
     @jax.custom_jvp
     def function(flat: Arrays) -> Arrays:
-        return _flat(plain(loop, split_inputs(loop, flat)))
+        return _flat(plain(loop, split_inputs(loop, as_arrays(flat))))
 
     def rule(primals: tuple, tangents: tuple) -> tuple[Arrays, Arrays]:
         (flat,), (flat_tangents,) = primals, tangents
@@ -83,7 +83,7 @@ def _sweeping(loop: Loop) -> Any:
 
     @jax.custom_jvp
     def function(flat: Arrays) -> tuple[Arrays, Checkpoints]:
-        results, held = sweep(loop, split_inputs(loop, flat))
+        results, held = sweep(loop, split_inputs(loop, as_arrays(flat)))
         return _flat(results), held
 
     def rule(primals: tuple, tangents: tuple) -> tuple[Any, Any]:

@@ -263,12 +263,12 @@ def _online_update(loop: Loop, step: Any, top: Any, order: Any, starts: Any) -> 
     parts = jnp.diff(starts)
     kept = cost(parts[:-1], slots, 2)
     last = step + 1 - starts[slots - 1]
-    keep_all = jnp.sum(kept) + cost(last[None], 1, 1)[0] - (last - 1)
+    keep_all = jnp.sum(kept, dtype=jnp.int32) + cost(last[None], 1, 1)[0] - (last - 1)
     # Dropping entry k = 1..slots-1 joins parts k-1 and k; the parts behind gain a slot each.
     joined = cost(parts[:-1] + parts[1:], slots, 2)
     shifted = cost(parts[2:], slots - 1, 2)
-    before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(kept)[:-1].astype(jnp.int32)])
-    behind = jnp.cumsum(shifted[::-1])[::-1].astype(jnp.int32)
+    before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(kept, dtype=jnp.int32)[:-1]])
+    behind = jnp.cumsum(shifted[::-1], dtype=jnp.int32)[::-1]
     behind = jnp.concatenate([behind, jnp.zeros(1, jnp.int32)])
     choice = jnp.argmin(jnp.append(before + joined + behind, keep_all)).astype(jnp.int32) + 1
     # Entry `choice` moves to the end, where the state at hand will overwrite it; choice = slots

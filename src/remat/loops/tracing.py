@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from remat.loops import _internals_todo as _jax
+from remat.transform.checkpoint import checkpoint
 
 
 class Traced(NamedTuple):
@@ -49,12 +50,19 @@ def trace_body(
 
 def checkpointed(f: Callable, policy: Callable | None) -> Callable:
     """`f` recomputed when it is reversed; in the body of a loop nothing can undo that."""
-    return jax.checkpoint(f, policy=policy, prevent_cse=False)
+    return checkpoint(f, policy=policy, prevent_cse=False)
 
 
 def as_arrays(leaves: list[Any]) -> list[Any]:
-    """Python numbers and NumPy arrays as arrays of JAX; weak types stay."""
-    return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves]
+    """Numbers and NumPy arrays as arrays of JAX; weak types stay.
+
+    Rules of JAX hand out numbers, too, as subclasses of Python's that have a dtype.
+    """
+    numbers = (int, float, complex)
+    return [
+        x if isinstance(x, jax.Array) and not isinstance(x, numbers) else jnp.asarray(x)
+        for x in leaves
+    ]
 
 
 def residual_bytes(traced: Traced) -> int:
