@@ -244,33 +244,27 @@ def _online_sweep(loop: Loop, inputs: Inputs) -> tuple[Results, Checkpoints]:
 
 
 def _online_update(loop: Loop, step: Any, top: Any, order: Any, starts: Any) -> tuple:
-    """`schedules.online_update` on the stack, and room for one more entry on top."""
+    """`schedules.online_update` on the stack, and room for one more entry on top.
+
+    This runs at every step, so it is written as few operations on short vectors.
+    """
     slots = loop.slots
     if slots == 1:
         return order, starts, jnp.minimum(top + 1, 1)
-    table = np.array(schedules.online_rows(slots), np.int64)
-    # Row c holds what r repetitions save with c slots: the cost is the maximum of r·length - it.
-    savings = np.concatenate([np.zeros((slots + 1, 1), np.int64), table[1:, :-1]], 1)
-    savings = np.minimum(savings, schedules.INT32_MAX)[: slots + 1].astype(np.int32)
-    repetitions = np.arange(table.shape[1], dtype=np.int32)
-
-    def cost(lengths: Any, first: int, last: int) -> Any:
-        """Of reversing parts with `first`, first - 1, ..., `last` slots."""
-        rows = savings[np.arange(first, last - 1, -1)]
-        return jnp.max(lengths[:, None] * repetitions[None, :] - rows, axis=1)
-
-    # The parts between states 0..slots-1, the newcomer (entry `slots`), and the end after `step`.
+    savings, slopes = _online_tables(slots)
+    # The parts between states 0..slots-1 and the newcomer, which is entry `slots`, and three lists
+    # of parts to reverse: if nothing is dropped, those joined if entry k = 1..slots-1 is dropped,
+    # and those behind it, which then gain a slot each. The loop would end after `step`.
     parts = jnp.diff(starts)
-    kept = cost(parts[:-1], slots, 2)
-    last = step + 1 - starts[slots - 1]
-    keep_all = jnp.sum(kept, dtype=jnp.int32) + cost(last[None], 1, 1)[0] - (last - 1)
-    # Dropping entry k = 1..slots-1 joins parts k-1 and k; the parts behind gain a slot each.
-    joined = cost(parts[:-1] + parts[1:], slots, 2)
-    shifted = cost(parts[2:], slots - 1, 2)
-    before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(kept, dtype=jnp.int32)[:-1]])
-    behind = jnp.cumsum(shifted[::-1], dtype=jnp.int32)[::-1]
-    behind = jnp.concatenate([behind, jnp.zeros(1, jnp.int32)])
-    choice = jnp.argmin(jnp.append(before + joined + behind, keep_all)).astype(jnp.int32) + 1
+    last = step + 1 - starts[slots - 1 : slots]
+    lengths = jnp.concatenate([last, parts[:-1], parts[:-1] + parts[1:], parts[2:]])
+    costs = jnp.max(lengths[:, None] * slopes - savings, axis=1)
+    kept, joined, shifted = costs[:slots], costs[slots : 2 * slots - 1], costs[2 * slots - 1 :]
+    before = _sums_before(kept[1:])
+    shifted = jnp.concatenate([shifted, jnp.zeros(1, jnp.int32)])
+    behind = shifted + _sums_before(shifted[::-1])[::-1]
+    keep_all = jnp.sum(kept, dtype=jnp.int32, keepdims=True)
+    choice = jnp.argmin(jnp.concatenate([before + joined + behind, keep_all])).astype(jnp.int32) + 1
     # Entry `choice` moves to the end, where the state at hand will overwrite it; choice = slots
     # is the newcomer itself. While there is room, nothing moves.
     choice = jnp.where(top == slots, choice, slots)
@@ -278,6 +272,36 @@ def _online_update(loop: Loop, step: Any, top: Any, order: Any, starts: Any) -> 
     source = jnp.where(entries < choice, entries, jnp.minimum(entries + 1, slots))
     source = jnp.where(entries == slots, choice, source)
     return order[source], starts[source], jnp.minimum(top + 1, slots)
+
+
+def _online_tables(slots: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each part that `_online_update` weighs: its cost is max over r of slope·length - saving.
+
+    With c slots the slope is r and the saving β(c+1, r-1); see `schedules.binomial_advances`. The
+    last part has been run once already, up to state n-1, which takes length - 1 off.
+    """
+    beta = np.array(schedules.online_rows(slots), np.int64)
+    of_slots = np.concatenate([np.zeros((slots + 1, 1), np.int64), beta[1:, :-1]], axis=1)
+    down = [np.arange(slots, 1, -1), np.arange(slots, 1, -1), np.arange(slots - 1, 1, -1)]
+    savings = of_slots[np.concatenate([[1], *down])]
+    slopes = np.broadcast_to(np.arange(beta.shape[1]), savings.shape).copy()
+    slopes[0] -= 1
+    savings[0] -= 1
+    return savings.astype(np.int32), slopes.astype(np.int32)
+
+
+def _sums_before(values: Any) -> Any:
+    """The sum of the values before each, in order."""
+    n = values.shape[0]
+    if n <= 64:
+        # One fused operation, where a scan would be several.
+        earlier = np.arange(n)[None, :] < np.arange(n)[:, None]
+        return jnp.sum(
+            jnp.where(earlier, values[None, :], jnp.zeros_like(values[None])),
+            axis=1,
+            dtype=jnp.int32,
+        )
+    return jnp.cumsum(values, dtype=jnp.int32) - values
 
 
 # Backward

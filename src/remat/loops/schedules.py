@@ -486,8 +486,11 @@ ONLINE_COLUMNS = 64
 
 @lru_cache(maxsize=256)
 def online_rows(slots: int) -> tuple[tuple[int, ...], ...]:
-    """The rows of `binomial_rows` by which an online loop of any length weighs its choices."""
-    return tuple(row[:ONLINE_COLUMNS] for row in binomial_rows(slots, INT32_MAX))
+    """The rows of `binomial_rows` by which an online loop weighs its choices.
+
+    They are exact for 16 million steps; a longer loop is reversed as correctly, less optimally.
+    """
+    return tuple(row[:ONLINE_COLUMNS] for row in binomial_rows(slots, 2**24))
 
 
 def online_cost(length: int, slots: int, rows: tuple[tuple[int, ...], ...]) -> int:
