@@ -215,7 +215,7 @@ def jaxprs_of(eqn: JaxprEqn) -> Iterator[Any]:
     """The jaxprs in an equation's parameters (bodies of loops, branches, called functions)."""
     for value in eqn.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, _core.Jaxpr) or hasattr(item, "jaxpr") and hasattr(item, "consts"):
+            if isinstance(item, _core.Jaxpr) or (hasattr(item, "jaxpr") and hasattr(item, "consts")):
                 yield item
 
 

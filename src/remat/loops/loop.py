@@ -35,6 +35,7 @@ import numpy as np
 from jax import lax
 
 from remat.loops import _internals_todo as _jax, schedules
+from remat.loops.store import DEVICE, Store
 
 Arrays = list[Any]
 Mask = tuple[bool, ...]
@@ -64,14 +65,14 @@ class Checkpoints(NamedTuple):
     """The states held when the forward pass ends.
 
     Attributes:
-      rows: for each leaf of the carry, its value in slots + 1 states.
+      rows: slots + 1 states, in the form of the loop's store; None where it keeps none.
       order: (slots + 1,) int32, the row of each entry of the stack.
       starts: (slots + 1,) int32, the step of each entry of the stack; they rise.
       top: int32, the last entry in use, which is state n-1; -1 if no step was run.
       count: int32, the number of steps n.
     """
 
-    rows: Arrays
+    rows: Any
     order: Any
     starts: Any
     top: Any
@@ -94,6 +95,7 @@ class Loop:
       max_steps: the most steps that a loop with a test runs, or None.
       reverse: whether the scanned values are read and written from their end.
       unroll: see `jax.lax.scan`.
+      store: where the states are kept.
     """
 
     body: Any
@@ -106,6 +108,7 @@ class Loop:
     max_steps: int | None = None
     reverse: bool = False
     unroll: int | bool = 1
+    store: Store = DEVICE
 
     def call(self, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
         """Run one step."""
@@ -187,18 +190,31 @@ def plain(loop: Loop, inputs: Inputs) -> Results:
 
 def sweep(loop: Loop, inputs: Inputs) -> tuple[Results, Checkpoints]:
     """Run the loop and keep the states from which it can be reversed."""
-    return _online_sweep(loop, inputs) if loop.test is not None else _offline_sweep(loop, inputs)
+    if loop.store.one_pass:
+        return plain(loop, inputs), Checkpoints(None, None, None, None, None)
+    return _sweep(loop, inputs, [], with_ys=True)
 
 
-def _offline_sweep(loop: Loop, inputs: Inputs) -> tuple[Results, Checkpoints]:
+def _sweep(
+    loop: Loop, inputs: Inputs, witnesses: Arrays, *, with_ys: bool
+) -> tuple[Results, Checkpoints]:
+    rows = loop.store.create(loop.slots + 1, inputs.carry, witnesses)
+    if loop.test is not None:
+        return _online_sweep(loop, inputs, rows)
+    return _offline_sweep(loop, inputs, rows, with_ys)
+
+
+def _offline_sweep(
+    loop: Loop, inputs: Inputs, rows: Any, with_ys: bool
+) -> tuple[Results, Checkpoints]:
     count = _steps(loop, inputs)
-    ys = [_zeros((loop.length, *y.shape), y.dtype) for y in loop.y_avals]
+    ys = [_zeros((loop.length, *y.shape), y.dtype) for y in loop.y_avals if with_ys]
 
     def segment(state: tuple) -> tuple:
         """Keep the state at hand and run to the next that is kept, or from n-1 to the end."""
         top, start, starts, rows, carry, ys = state
         top = top + 1
-        rows = _write(rows, top, carry)
+        rows = loop.store.write(rows, top, carry)
         starts = starts.at[top].set(start)
         split = _split(loop, count - start, loop.slots - top)
         stop = jnp.where(start == count - 1, count, start + split)
@@ -208,13 +224,13 @@ def _offline_sweep(loop: Loop, inputs: Inputs) -> tuple[Results, Checkpoints]:
     top, _, starts, rows, carry, ys = lax.while_loop(
         lambda state: state[1] < count,
         segment,
-        (jnp.int32(-1), jnp.int32(0), _no_starts(loop), _rows(loop, inputs), inputs.carry, ys),
+        (jnp.int32(-1), jnp.int32(0), _no_starts(loop), rows, inputs.carry, ys),
     )
     order = jnp.arange(loop.slots + 1, dtype=jnp.int32)
     return Results(carry, ys, []), Checkpoints(rows, order, starts, top, count)
 
 
-def _online_sweep(loop: Loop, inputs: Inputs) -> tuple[Results, Checkpoints]:
+def _online_sweep(loop: Loop, inputs: Inputs, rows: Any) -> tuple[Results, Checkpoints]:
     """Run while the test holds. Entry `top` of the stack is always the state of the last step."""
 
     def run(state: tuple) -> tuple:
@@ -222,7 +238,7 @@ def _online_sweep(loop: Loop, inputs: Inputs) -> tuple[Results, Checkpoints]:
         # The test holds, so `top`, the state before the one at hand, can become a held state:
         # one more step follows it, and that one will be the entry to begin reversing from.
         order, starts, top = _online_update(loop, step, top, order, starts)
-        rows = _write(rows, order[top], carry)
+        rows = loop.store.write(rows, order[top], carry)
         starts = starts.at[top].set(step)
         carry, _ = loop.call(inputs.consts, carry, [])
         return step + 1, top, order, starts, rows, carry
@@ -236,7 +252,7 @@ def _online_sweep(loop: Loop, inputs: Inputs) -> tuple[Results, Checkpoints]:
             jnp.int32(-1),
             order,
             _no_starts(loop),
-            _rows(loop, inputs),
+            rows,
             inputs.carry,
         ),
     )
@@ -324,6 +340,9 @@ def backward(
       marked: which inputs are differentiated, as lists of bools.
     """
     consts, xs = inputs.consts, inputs.xs
+    if loop.store.one_pass:
+        witnesses = [x for x in [*_leaves(inputs), *_leaves(cotangents)] if x is not None]
+        held = _sweep(loop, inputs, witnesses, with_ys=False)[1]
     carry_mask, y_mask = loop.spread(*map(tuple, marked[:3]))
 
     def reverse_step(step: Any, carry: Arrays, ct_carry: Arrays) -> tuple[Arrays, Arrays, Arrays]:
@@ -351,7 +370,7 @@ def backward(
     def reverse(state: tuple) -> tuple:
         step, top, starts, rows, ct_consts, ct_carry, ct_xs = state
         top_start = starts[top]
-        carry = [lax.dynamic_index_in_dim(row, held.order[top], 0, False) for row in rows]
+        rows, carry = loop.store.read(rows, held.order[top], inputs.carry)
 
         def descend(state: tuple) -> tuple:
             start, top, starts, rows, carry = state
@@ -359,7 +378,7 @@ def backward(
             carry = _advance(loop, inputs, start, start + split, carry)
             start = start + split
             # The state of `step` itself is written, too, above the stack, where nothing is.
-            rows = _write(rows, held.order[top + 1], carry)
+            rows = loop.store.write(rows, held.order[top + 1], carry)
             starts = starts.at[top + 1].set(start)
             return start, top + (start < step).astype(jnp.int32), starts, rows, carry
 
@@ -378,7 +397,7 @@ def backward(
         _zeros(x.shape, x.dtype) if ct is None else ct
         for x, ct in zip(select(inputs.carry, carry_mask), select(cotangents.carry, carry_mask))
     ]
-    *_, ct_consts, ct_carry, ct_xs = lax.while_loop(
+    *_, rows, ct_consts, ct_carry, ct_xs = lax.while_loop(
         lambda state: state[0] >= 0,
         reverse,
         (
@@ -391,6 +410,7 @@ def backward(
             [_zeros(x.shape, x.dtype) for x in select(xs, marked.xs)],
         ),
     )
+    loop.store.close(rows)
     nothing: Callable = lambda values: [None] * len(values)  # noqa: E731
     ct_all_carry = merge(nothing(inputs.carry), carry_mask, ct_carry)
     return Inputs(
@@ -413,6 +433,10 @@ def merge(values: Sequence[Any], mask: Sequence[bool], marked: Sequence[Any]) ->
     """`values` with those that are marked taken from `marked`, in order."""
     replacements = iter(marked)
     return [next(replacements) if mark else value for value, mark in zip(values, mask, strict=True)]
+
+
+def _leaves(parts: Inputs | Results) -> Arrays:
+    return [value for part in parts for value in part]
 
 
 def _steps(loop: Loop, inputs: Inputs) -> Any:
@@ -456,14 +480,6 @@ def _split(loop: Loop, length: Any, free: Any) -> Any:
     below = jnp.maximum(r - 1, 0)
     split = jnp.minimum(table[free, below], length - table[free - 1, below])
     return jnp.where(free == 1, length - 1, jnp.clip(split, 1, jnp.maximum(length - 1, 1)))
-
-
-def _rows(loop: Loop, inputs: Inputs) -> Arrays:
-    return [jnp.broadcast_to(x[None], (loop.slots + 1, *x.shape)) for x in inputs.carry]
-
-
-def _write(rows: Arrays, row: Any, carry: Arrays) -> Arrays:
-    return [lax.dynamic_update_index_in_dim(a, x, row, 0) for a, x in zip(rows, carry)]
 
 
 def _no_starts(loop: Loop) -> Any:

@@ -16,6 +16,7 @@ ways work on the jaxpr.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -29,6 +30,7 @@ from remat.loops import _internals_todo as _jax
 from remat.loops.derivative import run
 from remat.loops.loop import Inputs, Loop
 from remat.loops.schedules import Binomial, Multilevel
+from remat.loops.store import make_store
 from remat.loops.tracing import (
     Traced,
     as_arrays,
@@ -53,6 +55,8 @@ def scan(
     policy: Callable | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
+    store: Literal["device", "host", "disk"] = "device",
+    directory: str | os.PathLike | None = None,
 ) -> tuple[Any, Any]:
     """Like `jax.lax.scan`, with the reverse-mode memory that you choose.
 
@@ -77,30 +81,40 @@ def scan(
       policy: what is saved inside a step while it is reversed, as for `remat.checkpoint`.
       reverse: run from the last x to the first.
       unroll: as for `jax.lax.scan`; the binomial backward pass does not unroll.
+      store: where the carries are kept: in the device's memory, in the host's, or in a file. The
+        last two need `checkpoints`. A file costs one more forward sweep, and has no name, so that
+        nothing stays in the directory.
+      directory: of the file, with store="disk".
 
     Returns:
       The final carry and the stacked ys.
 
     Raises:
-      ScheduleError: `checkpoints` below 1, or together with `budget`.
+      ScheduleError: `checkpoints` below 1, or together with `budget`; `store` without it.
+      StoreError: a directory that cannot be written to, or has too little space.
       BudgetError: `budget` is below the smallest memory that any way needs.
       UnitsError: a `budget` that is no number of bytes.
       TypeError, ValueError: what `jax.lax.scan` raises for the same call.
 
     Reference: Griewank & Walther, Algorithm 799: revolve, ACM TOMS 26 (2000).
     """
+    where = make_store(store, directory)
+    if store != "device" and checkpoints is None:
+        raise ScheduleError(f"store={store!r} keeps single carries: say how many, checkpoints=.")
     scanned = _trace(f, init, xs, length, policy, reverse, unroll)
     choice = choose(scanned, checkpoints, budget)
     traced, leaves, n = scanned.traced, scanned.xs, scanned.length
-    if isinstance(choice.schedule, Binomial):
+    if isinstance(choice.schedule, Binomial) or store != "device":
         loop = Loop(
             traced.body,
             len(traced.consts),
             len(traced.carry),
-            choice.schedule.slots,
+            # A loop that is shorter than this has no use for more.
+            max(1, min(choice.schedule.peak_slots, n)) if choice.schedule else 1,
             n,
             reverse=reverse,
             unroll=unroll,
+            store=where,
         )
         carry, ys, _ = run(loop, Inputs(traced.consts, traced.carry, leaves, []))
     else:

@@ -8,6 +8,7 @@ end, and the schedule is `schedules.Online`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from remat.loops.derivative import run
 from remat.loops.loop import Inputs, Loop
 from remat.loops.scan import scan
 from remat.loops.schedules import beta
+from remat.loops.store import make_store
 from remat.loops.tracing import Traced, n_bytes, residual_bytes, trace_body
 from remat.units import format_bytes, parse_bytes
 
@@ -42,6 +44,8 @@ def fori_loop(
     budget: str | int | None = None,
     policy: Callable | None = None,
     unroll: int | bool = 1,
+    store: Literal["device", "host", "disk"] = "device",
+    directory: str | os.PathLike | None = None,
 ) -> Any:
     """Like `jax.lax.fori_loop`, reversible for traced bounds too, with the memory that you choose.
 
@@ -62,6 +66,7 @@ def fori_loop(
       budget: the bytes that may be kept for the backward pass instead, such as "2GiB".
       policy: what is saved inside a step while it is reversed, as for `remat.checkpoint`.
       unroll: as for `jax.lax.fori_loop` with concrete bounds.
+      store, directory: where the values are kept, as for `remat.scan`.
 
     Returns:
       The final value.
@@ -82,14 +87,21 @@ def fori_loop(
     start = (first, init)
     if not isinstance(first, jax.core.Tracer) and not isinstance(last, jax.core.Tracer):
         n = max(int(last) - int(first), 0)
-        options = {"checkpoints": checkpoints, "budget": budget, "policy": policy}
-        return scan(step, start, length=n, unroll=unroll, **options)[0][1]  # type: ignore[arg-type]
+        options: dict[str, Any] = {"checkpoints": checkpoints, "budget": budget, "policy": policy}
+        options |= {"store": store, "directory": directory}
+        return scan(step, start, length=n, unroll=unroll, **options)[0][1]
     traced = trace_body(step, start, None, policy)
     if traced is None:
         lax.fori_loop(lower, upper, body, init)
         raise AssertionError("jax.lax.fori_loop accepts what remat.fori_loop does not")
     slots = _slots(traced, checkpoints, budget, DEFAULT_CHECKPOINTS)
-    loop = Loop(traced.body, len(traced.consts), len(traced.carry), slots)
+    loop = Loop(
+        traced.body,
+        len(traced.consts),
+        len(traced.carry),
+        slots,
+        store=make_store(store, directory),
+    )
     count = jnp.maximum(last - first, jnp.zeros_like(first)).astype(jnp.int32)
     carry, _, _ = run(loop, Inputs(traced.consts, traced.carry, [], [count]))
     return jax.tree.unflatten(traced.carry_tree, carry)[1]
@@ -105,6 +117,8 @@ def while_loop(
     checkpoints: int | None = None,
     budget: str | int | None = None,
     policy: Callable | None = None,
+    store: Literal["device", "host", "disk"] = "device",
+    directory: str | os.PathLike | None = None,
 ) -> Any:
     """Like `jax.lax.while_loop`, and reversible.
 
@@ -131,6 +145,7 @@ def while_loop(
         is run more than twice again, about √(2·max_steps); without, 64.
       budget: the bytes that may be kept for the backward pass instead, such as "2GiB".
       policy: what is saved inside a step while it is reversed, as for `remat.checkpoint`.
+      store, directory: where the values are kept, as for `remat.scan`.
 
     Returns:
       The final value.
@@ -175,6 +190,7 @@ def while_loop(
         test=test,
         test_reads=(0, n_test, n_carry),
         max_steps=max_steps,
+        store=make_store(store, directory),
     )
     carry, _, (count,) = run(loop, Inputs(consts, traced.carry, [], []))
     if max_steps is not None and on_max_steps != "truncate":

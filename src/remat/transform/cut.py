@@ -122,7 +122,7 @@ def _drop_derivable(
         # An input that the backward part does not use otherwise is only worth keeping alive if it
         # is no larger than what it replaces.
         free = source in saved or source in used_later
-        if free or source in available and _n_bytes(source.aval) <= _n_bytes(v.aval):
+        if free or (source in available and _n_bytes(source.aval) <= _n_bytes(v.aval)):
             del saved[v]
             needed.update((id(eqn), eqn) for eqn in chain)
     return list(saved), [eqn for eqn in forward.eqns if id(eqn) in needed]
