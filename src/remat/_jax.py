@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import jaxlib
+import numpy as np
 from jax._src import (
     ad_checkpoint as _ad_checkpoint,
     ad_util as _ad_util,
@@ -215,7 +217,9 @@ def jaxprs_of(eqn: JaxprEqn) -> Iterator[Any]:
     """The jaxprs in an equation's parameters (bodies of loops, branches, called functions)."""
     for value in eqn.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, _core.Jaxpr) or (hasattr(item, "jaxpr") and hasattr(item, "consts")):
+            if isinstance(item, _core.Jaxpr) or (
+                hasattr(item, "jaxpr") and hasattr(item, "consts")
+            ):
                 yield item
 
 
@@ -238,7 +242,9 @@ def new_var(aval: Any) -> Var:
 
 def replace_body(eqn: JaxprEqn, old: Any, new_equations: Jaxpr) -> JaxprEqn:
     """The equation with one of its jaxprs replaced by another of the same type."""
-    replacement = new_equations if isinstance(old, _core.Jaxpr) else old.replace(jaxpr=new_equations)
+    replacement = (
+        new_equations if isinstance(old, _core.Jaxpr) else old.replace(jaxpr=new_equations)
+    )
 
     def swap(value: Any) -> Any:
         if value is old:
@@ -301,17 +307,38 @@ class _ConcreteTracer(_pe.DynamicJaxprTracer):
     def to_concrete_value(self) -> Any:
         return self._trace.value_of(self)
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+    def _number(self) -> Any:
+        """The value as a NumPy array of the traced type, or None."""
         value = self.to_concrete_value()
-        return super().__array__(*args, **kwargs) if value is None else value.__array__(*args, **kwargs)
+        if value is None or jnp.issubdtype(self.aval.dtype, jax.dtypes.extended):
+            return None
+        return np.asarray(value, dtype=self.aval.dtype)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        number = self._number()
+        if number is None:
+            return super().__array__(*args, **kwargs)
+        return number.__array__(*args, **kwargs)
+
+    def __float__(self) -> float:
+        number = self._number()
+        return super().__float__() if number is None else float(number)
+
+    def __complex__(self) -> complex:
+        number = self._number()
+        return super().__complex__() if number is None else complex(number)
+
+    def __format__(self, spec: str) -> str:
+        number = self._number() if spec and self.aval.shape == () else None
+        return super().__format__(spec) if number is None else format(number[()], spec)
 
     def item(self, *args: Any) -> Any:
-        value = self.to_concrete_value()
-        return self.aval._item(self) if value is None else value.item(*args)
+        number = self._number()
+        return self.aval._item(self) if number is None else number.item(*args)
 
     def tolist(self) -> Any:
-        value = self.to_concrete_value()
-        return self.aval.tolist(self) if value is None else value.tolist()
+        number = self._number()
+        return self.aval.tolist(self) if number is None else number.tolist()
 
 
 _core.pytype_aval_mappings[_ConcreteTracer] = lambda tracer: tracer.aval
@@ -346,8 +373,11 @@ class _ConcreteTrace(_pe.DynamicJaxprTrace):
             return plain
         return _ConcreteTracer(self, plain.aval, plain.val, plain._line_info, plain.parent)
 
-    def set_argument(self, tracer: Any, value: Any) -> None:
-        self._values[tracer.val] = value
+    def argument(self, aval: Any, value: Any, source_info: Any) -> Any:
+        tracer = self.new_arg(aval, source_info)
+        if value is not None:
+            self._values[tracer.val] = value
+        return tracer
 
     def value_of(self, tracer: Any) -> Any:
         try:
@@ -380,7 +410,7 @@ class _ConcreteTrace(_pe.DynamicJaxprTrace):
 
     def _known(self, tracer: Any) -> Any:
         atom = tracer.val
-        if isinstance(atom, Literal):
+        if isinstance(atom, _core.Literal):
             return atom.val
         if atom in self._values:
             return self._values[atom]
@@ -399,10 +429,7 @@ def trace_concretely(
     trace_ = _ConcreteTrace(debug, parent)
     with _core.ensure_no_leaks(trace_), _source_info.reset_name_stack():
         source = _source_info.current()
-        tracers = [trace_.new_arg(aval, source) for aval in avals]
-        for tracer, value in zip(tracers, values):
-            if value is not None:
-                trace_.set_argument(tracer, value)
+        tracers = [trace_.argument(aval, value, source) for aval, value in zip(avals, values)]
         with _core.set_current_trace(trace_):
             args, kwargs = jax.tree.unflatten(in_tree, tracers)
             answer = fun(*args, **kwargs)
@@ -530,7 +557,9 @@ def transpose(jaxpr: Jaxpr, linear: tuple[bool, ...], outs_zero: tuple[bool, ...
 
 def _mutable_array_checks_off() -> Any:
     # 0.11 no longer refuses refs here; delete with 0.10.
-    return contextlib.nullcontext() if JAX_VERSION >= (0, 11) else _config.mutable_array_checks(False)
+    return (
+        contextlib.nullcontext() if JAX_VERSION >= (0, 11) else _config.mutable_array_checks(False)
+    )
 
 
 def _backward(lin: Any, args: Sequence[Any], cts: Sequence[Any]) -> tuple[list[Any], dict]:
@@ -630,7 +659,9 @@ def disallowed_effects(jaxpr: Jaxpr) -> set[Any]:
     return set(_effects.remat_allowed_effects.filter_not_in(jaxpr.effects))
 
 
-def register_dce(primitive: Primitive, shrink: Callable[[JaxprEqn, list[bool], Jaxpr], dict]) -> None:
+def register_dce(
+    primitive: Primitive, shrink: Callable[[JaxprEqn, list[bool], Jaxpr], dict]
+) -> None:
     """Dead-code elimination for an equation whose parameter `jaxpr` is its body.
 
     `shrink(eqn, used_inputs, new_jaxpr)` gives the parameters of what remains.
@@ -724,8 +755,8 @@ def register_hijax(primitive: Primitive, bind: Callable) -> None:
             ]
         return bind((*consts, *flat), body, None, params)
 
-    primitive.is_high = is_high  # type: ignore[method-assign]
-    primitive.to_lojax = to_lojax  # type: ignore[method-assign]
+    primitive.is_high = is_high
+    primitive.to_lojax = to_lojax
 
 
 # --------------------------------------------------------------------------------------------------
@@ -735,13 +766,68 @@ def register_hijax(primitive: Primitive, bind: Callable) -> None:
 LoweringContext: TypeAlias = _mlir.LoweringRuleContext
 
 
-def register_lowering(primitive: Primitive, rule: Callable, platform: str | None = None) -> None:
+def register_lowering(primitive: Primitive, rule: Callable, **by_platform: Callable) -> None:
+    """`rule(ctx, *args, **params)`, and others for some platforms."""
+
+    def choose(ctx: LoweringContext, *args: Any, **params: Any) -> Any:
+        if not by_platform:
+            return rule(ctx, *args, **params)
+        # JAX 0.10 fails to put per-platform rules of a primitive that is not cacheable into a module
+        # for several platforms, over a tuple; so they are chosen between here.
+        listed = ctx.replace(avals_out=list(ctx.avals_out))
+        body = params["jaxpr"]
+        outs = _mlir.lower_per_platform(
+            listed, primitive.name, by_platform, rule, body.effects, *args, **params
+        )
+        if body.effects and listed.tokens_out is not None:
+            ctx.set_tokens_out(listed.tokens_out)
+        return outs
+
     # A rule that looks at what surrounds an equation must see each of its occurrences.
-    _mlir.register_lowering(primitive, rule, platform=platform, cacheable=False)
+    _mlir.register_lowering(primitive, choose, cacheable=False)
 
 
 def lower_inline(ctx: LoweringContext, jaxpr: Jaxpr, args: Sequence[Any]) -> Sequence[Any]:
-    """Write a jaxpr's operations here, under the name scope `checkpoint`."""
+    """Write a jaxpr's operations here, under the name scope `checkpoint`.
+
+    They are written once for each jaxpr and then copied: JAX caches how it lowers an equation.
+    """
+    outs, tokens = _mlir.jaxpr_subcomp(
+        ctx.module_context,
+        _as_equation(jaxpr),
+        ctx.name_stack,
+        ctx.tokens_in,
+        (),
+        *args,
+        dim_var_values=ctx.dim_var_values,
+        const_lowering=ctx.const_lowering,
+        outer_traceback=ctx.traceback,
+    )
+    ctx.set_tokens_out(tokens)
+    return list(outs)
+
+
+_body_p = _core.Primitive("remat_body")
+_body_p.multiple_results = True
+
+
+@weakref_lru_cache
+def _as_equation(jaxpr: Jaxpr) -> Jaxpr:
+    invars = [_core.Var(v.aval) for v in jaxpr.invars]
+    outvars = [_core.Var(v.aval) for v in jaxpr.outvars]
+    body = jaxpr.replace()  # a cached value must not keep its own key alive
+    effects = _core.eqn_effects(body, invars)
+    eqn = _core.new_jaxpr_eqn(invars, outvars, _body_p, {"jaxpr": body}, effects)
+    return jaxpr.replace(
+        invars=invars,
+        outvars=outvars,
+        eqns=[eqn],
+        effects=effects,
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+
+
+def _lower_body(ctx: LoweringContext, *args: Any, jaxpr: Jaxpr) -> Sequence[Any]:
     outs, tokens = _mlir.jaxpr_subcomp(
         ctx.module_context,
         jaxpr,
@@ -754,7 +840,10 @@ def lower_inline(ctx: LoweringContext, jaxpr: Jaxpr, args: Sequence[Any]) -> Seq
         outer_traceback=ctx.traceback,
     )
     ctx.set_tokens_out(tokens)
-    return outs
+    return list(outs)
+
+
+_mlir.register_lowering(_body_p, _lower_body)
 
 
 def lower_call(
@@ -776,7 +865,7 @@ def lower_call(
         attributes={key: _ir.StringAttr.get(value) for key, value in attributes.items()},
     )
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(tokens))
-    return outs
+    return list(outs)
 
 
 def lower_barrier(ctx: LoweringContext, avals: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -787,7 +876,9 @@ def lower_barrier(ctx: LoweringContext, avals: Sequence[Any], args: Sequence[Any
     barrier = _hlo.OptimizationBarrierOp(flat)
     types = [_mlir._aval_to_ir_types(ctx.module_context, aval) for aval in avals]
     _, tree = _mlir.ir_tree_registry.flatten(types)
-    flat_avals = [aval for aval, ir in zip(avals, types) for _ in _mlir.ir_tree_registry.flatten(ir)[0]]
+    flat_avals = [
+        aval for aval, ir in zip(avals, types) for _ in _mlir.ir_tree_registry.flatten(ir)[0]
+    ]
     results = [
         _mlir.lower_with_sharding_in_types(ctx, result, aval)
         for result, aval in zip(barrier.results, flat_avals)
@@ -813,7 +904,14 @@ def alone_in_loop_body(ctx: LoweringContext, args: Sequence[Any]) -> bool:
 # Operations that choose or re-arrange elements without computing with them.
 _PICKS = frozenset(
     f"stablehlo.{name}"
-    for name in ("dynamic_slice", "slice", "reshape", "transpose", "convert", "optimization_barrier")
+    for name in (
+        "dynamic_slice",
+        "slice",
+        "reshape",
+        "transpose",
+        "convert",
+        "optimization_barrier",
+    )
 )
 
 
@@ -851,7 +949,7 @@ def is_on_host(aval: Any) -> bool:
 def itemsize_bytes(aval: Any) -> int:
     """Bytes of one element, for PRNG keys and 4-bit types too (rounded up)."""
     dtype = aval.dtype
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return 4 * math.prod(dtype._impl.key_shape)
     if dtype == jax.dtypes.float0:
         return 0

@@ -93,9 +93,7 @@ def cut(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Callable[..., 
     if _jax.checks_enabled():
         _jax.check_jaxpr(forward)
         _jax.check_jaxpr(backward)
-    return Cut(
-        forward, forward_inputs, backward, used[len(kept) :], parts.outs_unknown, len(kept)
-    )
+    return Cut(forward, forward_inputs, backward, used[len(kept) :], parts.outs_unknown, len(kept))
 
 
 def _drop_derivable(
