@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import pathlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -119,7 +120,7 @@ def _compare(path: str, a: Any, b: Any, rtol: float | None, atol: float) -> None
             f"{path}: {jnp.result_type(a)}{list(np.shape(a))} from the first function and "
             f"{jnp.result_type(b)}{list(np.shape(b))} from the second."
         )
-    if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
         a, b = jax.random.key_data(a), jax.random.key_data(b)
     if a.dtype == jax.dtypes.float0 or a.size == 0:
         return
@@ -227,10 +228,8 @@ def _growth_bytes(run: Callable[[], Any]) -> int:
     """By how much the resident memory grows at most while `run` runs."""
     jax.block_until_ready(run())  # what only the first run needs
     try:
-        # Give back what the allocator keeps of earlier work, or it would be used again unseen.
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        before = _settled_bytes()
         _CLEAR_REFS.write_text("5")  # reset the high-water mark
-        before = _status_bytes("VmRSS")
         result = jax.block_until_ready(run())
         peak = _status_bytes("VmHWM")
     except (OSError, AttributeError, StopIteration) as e:
@@ -240,6 +239,24 @@ def _growth_bytes(run: Callable[[], Any]) -> int:
         ) from e
     del result
     return max(peak - before, 0)
+
+
+def _settled_bytes() -> int:
+    """The resident memory once what earlier work left behind has been given back.
+
+    The runtime frees a finished program's memory from a thread of its own, and the allocator keeps
+    pages that it would use again unseen.
+    """
+    trim = ctypes.CDLL("libc.so.6").malloc_trim
+    smallest = _status_bytes("VmRSS")
+    waits_without_change = 0
+    while waits_without_change < 5:
+        time.sleep(0.02)
+        trim(0)
+        now = _status_bytes("VmRSS")
+        waits_without_change = waits_without_change + 1 if now > 0.99 * smallest else 0
+        smallest = min(smallest, now)
+    return smallest
 
 
 def _status_bytes(field: str) -> int:

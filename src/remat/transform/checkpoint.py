@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -151,16 +152,12 @@ def checkpoint(
         _jax.check_ref_arguments(debug, avals, leaves)
         jaxpr, consts, out_tree = _trace(traced, in_tree, avals, leaves, debug, concrete)
         _jax.check_captured_refs(debug, consts, leaves)
-        if not isinstance(policy, policies.Policy):
-            pass
-        else:
-            policies.check_names(policy, jaxpr)
         outs = primitive.bind(
             (*consts, *leaves),
             jaxpr,
             policy=policy,
             prevent_cse=_flat_prevent_cse(cse, args, kwargs, len(consts)),
-            differentiated=False,
+            names_pending=policies.check_names(policy, jaxpr),
         )
         return jax.tree.unflatten(out_tree, outs)
 
@@ -339,8 +336,9 @@ def _without_statics(
 
 
 # Functions with static arguments filled in. Each is found again by its function, held weakly, and
-# by the static values, so that it is traced once; it must not keep its function alive either, so it
-# has a weak reference too, which the call in progress keeps valid.
+# by the static values, so that it is traced once. It must not keep its function alive either, nor
+# objects that are equal to nothing but themselves, so it has weak references to them; the call in
+# progress keeps them valid.
 _specializations: weakref.WeakKeyDictionary[Callable, dict[Any, Callable]] = (
     weakref.WeakKeyDictionary()
 )
@@ -348,30 +346,68 @@ _MAX_SPECIALIZATIONS = 256
 
 
 def _specialized(fun: Callable, static: tuple[tuple[Any, Any], ...], n_args: int) -> Callable:
+    values = {where: _hold(value) for where, value in static}
     try:
-        # 1, 1.0 and True are equal but not the same static value.
-        key = (n_args, tuple((where, type(value), value) for where, value in static))
+        key = (n_args, tuple((where, _key(held)) for where, held in values.items()))
         hash(key)
-        reference = weakref.ref(fun)
         known = _specializations.setdefault(fun, {})
+        fun_held: Any = weakref.ref(fun)
     except TypeError:
         known = None
     if known is None or any(isinstance(value, _jax.Tracer) for _, value in static):
-        return _fill_in(lambda: fun, dict(static), n_args)
+        return _fill_in(lambda: fun, {where: _Strong(value) for where, value in static}, n_args)
     found = known.get(key)
     if found is None:
+        for dead in [k for k in known if any(_is_dead(part) for _, part in k[1])]:
+            del known[dead]
         if len(known) >= _MAX_SPECIALIZATIONS:
             del known[next(iter(known))]
-        found = known[key] = _fill_in(reference, dict(static), n_args)
+        found = known[key] = _fill_in(fun_held, values, n_args)
     return found
 
 
-def _fill_in(get_fun: Callable[[], Any], static: dict[Any, Any], n_args: int) -> Callable:
-    by_name = {where: value for where, value in static.items() if isinstance(where, str)}
+class _Strong:
+    """A value in the place of a weak reference to it."""
 
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __call__(self) -> Any:
+        return self.value
+
+
+def _hold(value: Any) -> Any:
+    """A reference to a static value: weak if only the value itself is equal to it."""
+    if type(value).__eq__ is object.__eq__ and not isinstance(value, type):
+        try:
+            return weakref.ref(value)
+        except TypeError:
+            pass
+    return _Strong(value)
+
+
+def _key(held: Any) -> Any:
+    return _typed(held.value) if isinstance(held, _Strong) else held
+
+
+def _typed(value: Any) -> Any:
+    """A key that tells apart what is equal and not the same: 1, 1.0 and True, 0.0 and -0.0."""
+    if isinstance(value, float):
+        return (type(value), value, math.copysign(1.0, value))
+    if isinstance(value, (tuple, frozenset)):
+        return (type(value), type(value) is tuple and tuple(_typed(v) for v in value), value)
+    return (type(value), value)
+
+
+def _is_dead(part: Any) -> bool:
+    return isinstance(part, weakref.ref) and part() is None
+
+
+def _fill_in(get_fun: Callable[[], Any], static: dict[Any, Any], n_args: int) -> Callable:
     def filled(*dynamic: Any, **kwargs: Any) -> Any:
         rest = iter(dynamic)
-        args = [static[n] if n in static else next(rest) for n in range(n_args)]
+        args = [static[n]() if n in static else next(rest) for n in range(n_args)]
+        by_name = {where: held() for where, held in static.items() if isinstance(where, str)}
         return get_fun()(*args, **kwargs, **by_name)
 
     return filled

@@ -420,7 +420,15 @@ def save(
       PolicyError: for a selector of a wrong type.
     """
     return _select(
-        _jax.Saveable, names, primitive, dtype, path, min_bytes, max_bytes, min_flops_per_byte, strict
+        _jax.Saveable,
+        names,
+        primitive,
+        dtype,
+        path,
+        min_bytes,
+        max_bytes,
+        min_flops_per_byte,
+        strict,
     )
 
 
@@ -730,36 +738,39 @@ def _offloads(policy: Any) -> Iterator[Any]:
             yield case
 
 
-def check_names(policy: Any, jaxpr: _jax.Jaxpr) -> None:
+def check_names(policy: Any, jaxpr: _jax.Jaxpr) -> bool:
     """Refuse a policy that selects names or a path that no value of the region has.
 
-    Where a custom derivative may still bring in names, nothing is said yet; the check is made again
-    when the region has been differentiated.
+    Returns:
+      Whether something was not found that a derivative rule of the user's, which the jaxpr does not
+      show, may still bring in. The check is to be made again when the region is differentiated.
 
     Raises:
       UnknownNameError: with the names or paths that there are.
     """
     if not isinstance(policy, Policy):
-        return
+        return False
     wanted = [p for p in policy.parts() if isinstance(p, _Select) and p.strict]
-    wanted = [p for p in wanted if p.names or p.path is not None]
-    if not wanted:
-        return
+    if not any(p.names or p.path is not None for p in wanted):
+        return False
     names, paths, hidden = _names_and_paths(jaxpr)
-    if hidden:
-        return
     for part in wanted:
         for pattern in part.names:
             if not _name_matches(pattern, names):
+                if hidden:
+                    return True
                 raise UnknownNameError(
                     f"{part!r}: no value in the checkpointed function is named {pattern!r} by "
                     f"checkpoint_name; {closest(pattern, names)} Pass strict=False if it may be absent."
                 )
         if part.path is not None and not any(path_matches(part.path, path) for path in paths):
+            if hidden:
+                return True
             raise UnknownNameError(
                 f"{part!r}: nothing in the checkpointed function is at {part.path!r}; "
                 f"{closest(part.path, paths)} Pass strict=False if it may be absent."
             )
+    return False
 
 
 @_jax.weakref_lru_cache

@@ -22,7 +22,9 @@ So recomputation and the use that it serves stand in one equation until lowering
 `barrier.py` keeps them from being merged with the forward pass. Higher derivatives need nothing
 more: each rule's result is made of the primitive again.
 
-`prevent_cse` is a bool, or one bool for each of the equation's inputs.
+`prevent_cse` is a bool, or one bool for each of the equation's inputs. `names_pending` says that the
+policy selects names that were not found yet, because derivative rules of the user's, which run in
+step 1, may bring them in.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ def bind(
     *,
     policy: Any,
     prevent_cse: PreventCse,
-    differentiated: bool,
+    differentiated: bool = False,
+    names_pending: bool = False,
 ) -> list[Any]:
     """Apply a region's jaxpr to its arguments, as one equation."""
     assert isinstance(prevent_cse, bool) or len(prevent_cse) == len(args)
@@ -62,6 +65,7 @@ def bind(
         policy=policy,
         prevent_cse=prevent_cse,
         differentiated=differentiated,
+        names_pending=names_pending,
     )
 
 
@@ -112,11 +116,12 @@ def _jvp(
     prevent_cse: PreventCse,
     policy: Any,
     differentiated: bool,
+    names_pending: bool,
 ) -> tuple[list[Any], list[Any]]:
     nonzero = [type(t) is not _jax.Zero for t in tangents]
     body, consts, outs_nonzero = _jax.jvp_of_jaxpr(jaxpr, nonzero)
-    if not differentiated:
-        policies.check_names(policy, body)
+    if names_pending:
+        names_pending = policies.check_names(policy, body)
     given = [t for t in tangents if type(t) is not _jax.Zero]
     if isinstance(prevent_cse, tuple):
         prevent_cse = (False,) * len(consts) + prevent_cse + (True,) * len(given)
@@ -126,6 +131,7 @@ def _jvp(
         policy=policy,
         prevent_cse=prevent_cse,
         differentiated=differentiated,
+        names_pending=names_pending,
     )
     out_primals, nonzero_outs = _jax.split_list(outs, [len(jaxpr.outvars)])
     remaining = iter(nonzero_outs)
@@ -148,9 +154,8 @@ def _partial_eval(
     jaxpr: _jax.Jaxpr,
     policy: Any,
     prevent_cse: PreventCse,
-    differentiated: bool,
+    **_: Any,
 ) -> list[Any]:
-    del differentiated  # from here on it is
     _check_effects(jaxpr)
     known = _jax.known_tracers(tracers)
     c = cut_region(jaxpr, tuple(not k for k in known), policy)
@@ -168,6 +173,7 @@ def _partial_eval(
         "policy": policy,
         "prevent_cse": kept,
         "differentiated": True,
+        "names_pending": False,
     }
     unknown_outs = _jax.stage_eqn(trace, remat_p, residuals, later, c.backward, params)
     return _jax.merge_lists(c.outs_unknown, known_outs, unknown_outs)
@@ -220,8 +226,8 @@ def _nested_partial_eval(
         added = len(params_staged["jaxpr"].invars) - len(staged_flags)
         staged_flags = (True,) * added + staged_flags
     return (
-        dict(params_known, prevent_cse=known_flags),
-        dict(params_staged, prevent_cse=staged_flags, differentiated=True),
+        dict(params_known, prevent_cse=known_flags, names_pending=False),
+        dict(params_staged, prevent_cse=staged_flags, differentiated=True, names_pending=False),
     )
 
 
@@ -280,7 +286,7 @@ _jax.register_batching(remat_p, _batch)
 
 def _shrink(eqn: _jax.JaxprEqn, used_inputs: list[bool], jaxpr: _jax.Jaxpr) -> dict:
     prevent_cse = _select(eqn.params["prevent_cse"], used_inputs)
-    return dict(eqn.params, jaxpr=jaxpr, prevent_cse=prevent_cse)
+    return dict(eqn.params, jaxpr=jaxpr, prevent_cse=prevent_cse, names_pending=False)
 
 
 _jax.register_dce(remat_p, _shrink)
@@ -300,9 +306,8 @@ def _lower(
     jaxpr: _jax.Jaxpr,
     prevent_cse: PreventCse,
     differentiated: bool,
-    policy: Any,
+    **_: Any,
 ) -> Sequence[Any]:
-    del policy
     if not differentiated:
         return _jax.lower_inline(ctx, jaxpr, args)
     fenced = [prevent_cse] * len(args) if isinstance(prevent_cse, bool) else list(prevent_cse)
@@ -310,7 +315,6 @@ def _lower(
 
 
 _default = barrier.Protection.BARRIER
-_jax.register_lowering(remat_p, functools.partial(_lower, _default))
 _on_cpu = barrier.protection("cpu", _jax.JAXLIB_VERSION)
-if _on_cpu is not _default:
-    _jax.register_lowering(remat_p, functools.partial(_lower, _on_cpu), platform="cpu")
+_special = {} if _on_cpu is _default else {"cpu": functools.partial(_lower, _on_cpu)}
+_jax.register_lowering(remat_p, functools.partial(_lower, _default), **_special)

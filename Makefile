@@ -1,0 +1,64 @@
+# Everything sets itself up from a bare python3 (>= 3.11): .venv is made on first use.
+PYTHON ?= python3
+VENV := .venv
+NEWEST := .venv-newest
+BIN := $(VENV)/bin
+# A Python >= 3.12, for the newest JAX: the first of these that there is.
+NEWEST_PYTHON := $(shell for v in 3.13 3.12; do \
+	for p in "$$(pyenv root 2>/dev/null)"/versions/$$v*/bin/python python$$v; do \
+	if "$$p" -c '' 2>/dev/null; then echo "$$p"; exit; fi; done; done)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: help demo test test-all test-newest bench check format newest-python clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+demo: $(VENV)/.base  ## train a small transformer on this CPU three ways and compare
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.dev  ## the test suite
+	$(BIN)/python -m pytest -n 2
+
+test-all: $(VENV)/.dev  ## with the slow sweeps
+	$(BIN)/python -m pytest -n 2 -m "slow or not slow"
+
+test-newest: $(NEWEST)/.dev  ## the test suite on the newest JAX (needs a Python >= 3.12)
+	$(NEWEST)/bin/python -m pytest -n 2 -p no:cacheprovider
+
+bench: $(VENV)/.dev  ## speed and memory, as ratios against the alternatives in the same run
+	$(BIN)/python -m benchmarks
+
+check: $(VENV)/.dev  ## linter, formatter, type checker
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev  ## apply the formatter
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+newest-python:  ## print the Python that test-newest would use
+	@echo $(NEWEST_PYTHON)
+
+clean:  ## remove what the targets made
+	rm -rf $(VENV) $(NEWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis build
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.base: $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -m pip install -q -e ".[report]"
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(BIN)/python -m pip install -q -e ".[dev]"
+	touch $@
+
+$(NEWEST)/.dev: pyproject.toml
+	@test -n "$(NEWEST_PYTHON)" || { echo "No Python >= 3.12 found: set NEWEST_PYTHON."; exit 1; }
+	$(NEWEST_PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install -q -e ".[dev]"
+	touch $@

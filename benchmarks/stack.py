@@ -1,0 +1,105 @@
+"""Gradient of 24 unrolled blocks: temporaries, the process's real peak, and step time.
+
+The stack of FACTS.md: three matmuls, tanh, gelu, sin·cos and a residual connection a block, D=512.
+Memory at B=4096 from the compiler and, in a process of its own for each way, from the resident set;
+time at B=1024, the ways taking turns in one process so that the machine's load meets all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+import remat
+
+BLOCKS, D, B_MEMORY, B_TIME, ROUNDS = 24, 512, 4096, 1024, 7
+MIB = 2**20
+
+
+def block(weights, x):
+    a, b, c = weights
+    h = jnp.tanh(x @ a)
+    h = jax.nn.gelu(h @ b)
+    return x + (jnp.sin(h) * jnp.cos(h)) @ c
+
+
+WAYS: dict[str, Callable] = {
+    "without": block,
+    "jax.checkpoint": jax.checkpoint(block),
+    "remat.checkpoint": remat.checkpoint(block),
+    "remat.checkpoint, dots saved": remat.checkpoint(block, policy=remat.policies.dots_saveable),
+}
+
+
+def gradient(way: str) -> Callable:
+    layer = WAYS[way]
+
+    def loss(stack, x):
+        for weights in stack:
+            x = layer(weights, x)
+        return jnp.mean(x * x)
+
+    return jax.grad(loss)
+
+
+def arguments(batch: int):
+    keys = jax.random.split(jax.random.key(0), BLOCKS)
+    stack = [tuple(jax.random.normal(k, (3, D, D)) * D**-0.5) for k in keys]
+    return stack, jnp.ones((batch, D))
+
+
+def memory(way: str) -> dict[str, float]:
+    step = jax.jit(gradient(way))
+    args = arguments(B_MEMORY)
+    compiled = step.lower(*args).compile()
+    analysis = compiled.memory_analysis()
+    real = remat.testing.peak_bytes(compiled, *args, real=True) - analysis.argument_size_in_bytes
+    return {
+        "temporaries_mib": analysis.temp_size_in_bytes / MIB,
+        "real_growth_mib": real / MIB,
+        "output_mib": analysis.output_size_in_bytes / MIB,
+    }
+
+
+def step_times() -> dict[str, float]:
+    args = arguments(B_TIME)
+    steps = {way: jax.jit(gradient(way)).lower(*args).compile() for way in WAYS}
+    for step in steps.values():
+        jax.block_until_ready(step(*args))
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(ROUNDS):
+        for way, step in steps.items():
+            start = time.perf_counter()
+            jax.block_until_ready(step(*args))
+            seconds[way].append(time.perf_counter() - start)
+    return {way: statistics.median(s) for way, s in seconds.items()}
+
+
+def main() -> dict:
+    rows = {}
+    for way in WAYS:
+        command = [sys.executable, "-m", "benchmarks.stack", way]
+        rows[way] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    for way, seconds in step_times().items():
+        rows[way]["step_s"] = seconds
+    base = rows["without"]
+    print(f"{'':30}{'temporaries':>18}{'process growth':>18}{'step':>10}")
+    for way, row in rows.items():
+        for key in ("temporaries_mib", "step_s"):
+            row[key.split("_")[0] + "_ratio"] = row[key] / base[key]
+        print(
+            f"{way:30}{row['temporaries_mib']:>10.0f} MiB{row['temporaries_ratio']:>4.2f}"
+            f"{row['real_growth_mib']:>14.0f} MiB{row['step_ratio']:>9.2f}x"
+        )
+    return {"blocks": BLOCKS, "ways": rows}
+
+
+if __name__ == "__main__":
+    print(json.dumps(memory(sys.argv[1])))
