@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import checkify
 
 from remat.errors import BudgetError, ScheduleError, StepLimitError
+from remat.loops import _internals_todo as internals, loop
 from remat.loops.schedules import Binomial, Online
 from remat.loops.while_loop import fori_loop, while_loop
 
@@ -59,6 +60,23 @@ def test_an_unknown_number_of_steps_is_reversed_by_the_online_schedule(slots: in
         if n <= (slots + 1) * (slots + 2) // 2:
             assert len(ran) == Binomial(n, slots).grad_forward_steps, n
     assert len(traced) == 1
+
+
+@pytest.mark.parametrize("slots", [2, 7, 70])
+def test_the_compiled_online_choice_is_that_of_the_schedule(
+    slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Half of the steps look the choice up, half weigh it.
+    monkeypatch.setattr(loop, "ONLINE_STEPS_KNOWN", 40)
+    state = jnp.float32(1.0)
+    test, _, _ = internals.trace(lambda c: c[0] < 1.0, [state])
+    body, _, _ = internals.trace(lambda c: [c[0] * 0.99], [state])
+    for n in (39, 80):
+        spec = loop.Loop(body, 0, 1, slots, test=test, test_reads=(0, 0, 1), max_steps=n)
+        held = jax.jit(lambda x, s=spec: loop.sweep(s, loop.Inputs([], [x], [], []))[1])(0.5)
+        found = tuple(int(start) for start in held.starts[: int(held.top)])
+        assert found == Online(n, slots).positions, n
+        assert int(held.starts[int(held.top)]) == n - 1
 
 
 def test_gradients_of_a_while_loop_agree_with_finite_differences() -> None:

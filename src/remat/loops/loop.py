@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -260,36 +260,74 @@ def _online_sweep(loop: Loop, inputs: Inputs, rows: Any) -> tuple[Results, Check
 
 
 def _online_update(loop: Loop, step: Any, top: Any, order: Any, starts: Any) -> tuple:
-    """`schedules.online_update` on the stack, and room for one more entry on top.
-
-    This runs at every step, so it is written as few operations on short vectors.
-    """
+    """`schedules.online_update` on the stack, and room for one more entry on top."""
     slots = loop.slots
     if slots == 1:
         return order, starts, jnp.minimum(top + 1, 1)
+    # The choice depends on the step alone. It is looked up for the first steps, since weighing it
+    # takes longer than a small body does, and weighed for those behind.
+    known = np.array(_online_choices(slots, ONLINE_STEPS_KNOWN), np.int32)
+    choice = lax.cond(
+        step < len(known),
+        lambda starts: jnp.asarray(known)[jnp.minimum(step, len(known) - 1)],
+        lambda starts: _online_choice(jnp, starts, step, slots),
+        starts,
+    )
+    # While there is room, nothing moves.
+    choice = jnp.where(top == slots, choice, slots)
+    source = _without(jnp, slots, choice)
+    return order[source], starts[source], jnp.minimum(top + 1, slots)
+
+
+# How many choices are computed when a loop is traced: some ten milliseconds of NumPy.
+ONLINE_STEPS_KNOWN = 1024
+
+
+@lru_cache(maxsize=64)
+def _online_choices(slots: int, steps: int) -> tuple[int, ...]:
+    """`_online_choice` at the steps 0, 1, ..., and `slots` where there is room."""
+    starts = np.zeros(slots + 1, np.int32)
+    choices = []
+    for step in range(steps):
+        choice = slots
+        if step > slots:
+            choice = int(_online_choice(np, starts, np.int32(step), slots))
+            starts = starts[_without(np, slots, np.int32(choice))]
+        starts[min(step, slots)] = step
+        choices.append(choice)
+    return tuple(choices)
+
+
+def _without(np_: Any, slots: int, choice: Any) -> Any:
+    """The entries with entry `choice` moved to the end, where the state at hand overwrites it."""
+    entries = np.arange(slots + 1, dtype=np.int32)
+    source = np_.where(entries < choice, entries, np.minimum(entries + 1, slots))
+    return np_.where(entries == slots, choice, source)
+
+
+def _online_choice(np_: Any, starts: Any, step: Any, slots: int) -> Any:
+    """Which entry, 1..slots, to drop from a full stack, so that reversal is cheapest.
+
+    Entry `slots` is the newcomer. `np_` is `numpy` or `jax.numpy`; in a compiled loop this runs at
+    every step, so it is written as few operations on short vectors.
+    """
     savings, slopes = _online_tables(slots)
     # The parts between states 0..slots-1 and the newcomer, which is entry `slots`, and three lists
     # of parts to reverse: if nothing is dropped, those joined if entry k = 1..slots-1 is dropped,
     # and those behind it, which then gain a slot each. The loop would end after `step`.
-    parts = jnp.diff(starts)
+    parts = np_.diff(starts)
     last = step + 1 - starts[slots - 1 : slots]
-    lengths = jnp.concatenate([last, parts[:-1], parts[:-1] + parts[1:], parts[2:]])
-    costs = jnp.max(lengths[:, None] * slopes - savings, axis=1)
+    lengths = np_.concatenate([last, parts[:-1], parts[:-1] + parts[1:], parts[2:]])
+    costs = np_.max(lengths[:, None] * slopes - savings, axis=1)
     kept, joined, shifted = costs[:slots], costs[slots : 2 * slots - 1], costs[2 * slots - 1 :]
-    before = _sums_before(kept[1:])
-    shifted = jnp.concatenate([shifted, jnp.zeros(1, jnp.int32)])
-    behind = shifted + _sums_before(shifted[::-1])[::-1]
-    keep_all = jnp.sum(kept, dtype=jnp.int32, keepdims=True)
-    choice = jnp.argmin(jnp.concatenate([before + joined + behind, keep_all])).astype(jnp.int32) + 1
-    # Entry `choice` moves to the end, where the state at hand will overwrite it; choice = slots
-    # is the newcomer itself. While there is room, nothing moves.
-    choice = jnp.where(top == slots, choice, slots)
-    entries = np.arange(slots + 1, dtype=np.int32)
-    source = jnp.where(entries < choice, entries, jnp.minimum(entries + 1, slots))
-    source = jnp.where(entries == slots, choice, source)
-    return order[source], starts[source], jnp.minimum(top + 1, slots)
+    before = _sums_before(np_, kept[1:])
+    shifted = np_.concatenate([shifted, np_.zeros(1, np.int32)])
+    behind = shifted + _sums_before(np_, shifted[::-1])[::-1]
+    keep_all = np_.sum(kept, dtype=np.int32, keepdims=True)
+    return np_.argmin(np_.concatenate([before + joined + behind, keep_all])).astype(np.int32) + 1
 
 
+@lru_cache(maxsize=64)
 def _online_tables(slots: int) -> tuple[np.ndarray, np.ndarray]:
     """For each part that `_online_update` weighs: its cost is max over r of slope·length - saving.
 
@@ -306,18 +344,14 @@ def _online_tables(slots: int) -> tuple[np.ndarray, np.ndarray]:
     return savings.astype(np.int32), slopes.astype(np.int32)
 
 
-def _sums_before(values: Any) -> Any:
+def _sums_before(np_: Any, values: Any) -> Any:
     """The sum of the values before each, in order."""
     n = values.shape[0]
     if n <= 64:
         # One fused operation, where a scan would be several.
-        earlier = np.arange(n)[None, :] < np.arange(n)[:, None]
-        return jnp.sum(
-            jnp.where(earlier, values[None, :], jnp.zeros_like(values[None])),
-            axis=1,
-            dtype=jnp.int32,
-        )
-    return jnp.cumsum(values, dtype=jnp.int32) - values
+        earlier = (np.arange(n)[None, :] < np.arange(n)[:, None]).astype(np.int32)
+        return np_.sum(earlier * values[None, :], axis=1, dtype=np.int32)
+    return np_.cumsum(values, dtype=np.int32) - values
 
 
 # Backward
