@@ -347,3 +347,22 @@ def test_effects_of_the_body_happen_again_when_it_is_recomputed() -> None:
     jax.effects_barrier()
     assert len(seen) == Binomial(3, 1).grad_forward_steps
     assert set(seen) == {1.0, 2.0, 4.0}
+
+
+@pytest.mark.parametrize("way", [{"checkpoints": 2}, {}], ids=str)
+def test_loops_run_inside_shard_map(way: dict[str, Any]) -> None:
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+
+    def gradient(scan: Callable, **way: Any) -> Callable:
+        def local(w: Any, x: Any, ks: Any) -> Any:
+            # The matrix is the same on all devices, the carry is not.
+            step = lambda c, k: (jnp.sin(w @ c) * k, c.sum())  # noqa: E731
+            c, ys = scan(step, x, ks, **way)
+            return lax.psum(c.sum() + ys.sum(), "d")
+
+        specs = (spec(), spec("d"), spec())
+        return jax.grad(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=spec()), (0, 1))
+
+    args = jnp.eye(2) * 0.9, jnp.array([0.3, 0.4]), jnp.linspace(0.5, 1.5, 9)
+    assert_close(jax.jit(gradient(scan, **way))(*args), jax.jit(gradient(lax.scan))(*args))

@@ -21,7 +21,7 @@ _JAXPRS_CARRY_CONSTS = not hasattr(_core, "ClosedJaxpr") or _core.ClosedJaxpr is
 def trace(fun: Callable, *args: Any) -> tuple[Any, list[Any], Any]:
     """`fun` as a jaxpr whose closed-over values are its leading inputs, those, and its result.
 
-    `args` are pytrees of arrays or `ShapeDtypeStruct`s; the result is a tree of the latter.
+    `args` are pytrees of arrays or of their types; the result is a tree of types.
     """
     # A new function object each time, so that no cache hands out values closed over earlier.
     closed, out = jax.make_jaxpr(lambda *a: fun(*a), return_shape=True)(*args)
@@ -39,6 +39,23 @@ def in_avals(jaxpr: Any) -> list[Any]:
 
 def out_avals(jaxpr: Any) -> list[Any]:
     return [v.aval for v in jaxpr.outvars]
+
+
+def slice_types(xs: Sequence[Any]) -> list[Any]:
+    """The types of what a step reads of these arrays, with their sharding and varying axes."""
+    if any(x.shape[0] == 0 for x in xs):
+        return [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in xs]
+    jaxpr, _, _ = trace(
+        lambda xs: [jax.lax.dynamic_index_in_dim(x, 0, 0, False) for x in xs], list(xs)
+    )
+    return out_avals(jaxpr)
+
+
+def zeros(aval: Any, leading: Sequence[int | None] = ()) -> Any:
+    """Zeros of a type, with more leading axes; varying over the same axes of a `shard_map`."""
+    made = jax.numpy.zeros((*leading, *aval.shape), aval.dtype)
+    varying: frozenset = getattr(getattr(aval, "mat", None), "varying", frozenset())
+    return jax.lax.pcast(made, tuple(varying), to="varying") if varying else made
 
 
 def dependents(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:

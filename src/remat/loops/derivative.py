@@ -229,9 +229,9 @@ def _augmented(loop: Loop, mask: Mask, flat: Arrays, v: Arrays) -> tuple[Loop, I
         return [*carry_out, *select(d_carry_out, carry_mask), *y, *select(d_y, y_mask)]
 
     d_consts, d_xs = select(tangents.consts, consts_mask), select(tangents.xs, xs_mask)
-    slices = [[_like(x, x.shape[1:]) for x in xs] for xs in (inputs.xs, d_xs)]
+    slices = [_jax.slice_types(xs) for xs in (inputs.xs, d_xs)]
     parts = [inputs.consts, d_consts, inputs.carry, d_carry]
-    types = [[_like(x, x.shape) for x in part] for part in parts]
+    types = [[jax.typeof(x) for x in part] for part in parts]
     jaxpr, constants, _ = _jax.trace(body, *types, *slices)
     first, last, n_carry = loop.test_reads
     augmented = dataclasses.replace(
@@ -308,7 +308,3 @@ def _zero_tangent(x: Any) -> Any:
     if _jax.has_tangent(x):
         return jnp.zeros_like(x)
     return np.zeros(x.shape, jax.dtypes.float0)
-
-
-def _like(x: Any, shape: Sequence[int]) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, x.dtype)

@@ -106,7 +106,7 @@ def _transpose(
 ) -> Arrays:
     residuals, operands = _split(args, n_consts, n_residuals)
     cotangents = [
-        jnp.zeros(aval.shape, aval.dtype) if _jax.is_zero(ct) else ct
+        _jax.zeros(aval) if _jax.is_zero(ct) else ct
         for ct, aval in zip(cotangents, _jax.out_avals(jaxpr), strict=True)
     ]
     results = linear_call(linear_map.T, residuals, cotangents)

@@ -208,7 +208,7 @@ def _offline_sweep(
     loop: Loop, inputs: Inputs, rows: Any, with_ys: bool
 ) -> tuple[Results, Checkpoints]:
     count = _steps(loop, inputs)
-    ys = [_zeros((loop.length, *y.shape), y.dtype) for y in loop.y_avals if with_ys]
+    ys = [_jax.zeros(y, (loop.length,)) for y in loop.y_avals if with_ys]
 
     def segment(state: tuple) -> tuple:
         """Keep the state at hand and run to the next that is kept, or from n-1 to the end."""
@@ -394,7 +394,7 @@ def backward(
             active, select(consts, marked.consts), select(carry, carry_mask), select(x, marked.xs)
         )
         ct_y = [
-            _zeros(y.shape, y.dtype)
+            _jax.zeros(y)
             if ct is None
             else lax.dynamic_index_in_dim(ct, loop.index(step), 0, False)
             for ct, y in zip(select(cotangents.ys, y_mask), select(loop.y_avals, y_mask))
@@ -428,7 +428,7 @@ def backward(
         return step - 1, top, starts, rows, ct_consts, ct_carry, ct_xs
 
     ct_carry = [
-        _zeros(x.shape, x.dtype) if ct is None else ct
+        jnp.zeros_like(x) if ct is None else ct
         for x, ct in zip(select(inputs.carry, carry_mask), select(cotangents.carry, carry_mask))
     ]
     *_, rows, ct_consts, ct_carry, ct_xs = lax.while_loop(
@@ -439,9 +439,9 @@ def backward(
             held.top,
             held.starts,
             held.rows,
-            [_zeros(c.shape, c.dtype) for c in select(consts, marked.consts)],
+            [jnp.zeros_like(c) for c in select(consts, marked.consts)],
             ct_carry,
-            [_zeros(x.shape, x.dtype) for x in select(xs, marked.xs)],
+            [jnp.zeros_like(x) for x in select(xs, marked.xs)],
         ),
     )
     loop.store.close(rows)
@@ -518,7 +518,3 @@ def _split(loop: Loop, length: Any, free: Any) -> Any:
 
 def _no_starts(loop: Loop) -> Any:
     return jnp.zeros(loop.slots + 1, jnp.int32)
-
-
-def _zeros(shape: Sequence[int | None], dtype: Any) -> Any:
-    return jnp.zeros(shape, dtype)

@@ -223,7 +223,7 @@ def _trace(
     lengths |= set() if length is None else {int(length)}
     traced = None
     if len(lengths) == 1 and min(lengths) >= 0:
-        slices = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaves]
+        slices = _jax.slice_types(leaves)
         traced = trace_body(f, init, jax.tree.unflatten(xs_tree, slices), policy)
     if traced is None:
         # The same call is refused by JAX, in the words that its users know.

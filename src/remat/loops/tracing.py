@@ -27,7 +27,7 @@ def trace_body(
 ) -> Traced | None:
     """Trace `f(carry, x) -> (carry, y)`; None if the carry changes its structure or type.
 
-    `x` is a pytree of `ShapeDtypeStruct`s. With a policy, what a step keeps while it is reversed
+    `x` is a pytree of types. With a policy, what a step keeps while it is reversed
     is what the policy saves.
     """
     body = f if policy is None else checkpointed(f, policy)
@@ -67,7 +67,7 @@ def as_arrays(leaves: list[Any]) -> list[Any]:
 
 def residual_bytes(traced: Traced) -> int:
     """Of what one step keeps to be reversed, without the consts and its slice of the xs."""
-    types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in _jax.in_avals(traced.body)]
+    types = _jax.in_avals(traced.body)
     inexact = [_jax.has_tangent(t) for t in types]
 
     def residuals(*values: Any) -> Any:

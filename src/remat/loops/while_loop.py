@@ -252,8 +252,7 @@ def _slots(traced: Traced, checkpoints: int | None, budget: str | int | None, de
 
 def _after_unused(traced: Traced, unused: list[Any]) -> Any:
     """The body with leading inputs that it does not read."""
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in unused]
-    inner = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in _jax.in_avals(traced.body)]
+    types, inner = [jax.typeof(x) for x in unused], _jax.in_avals(traced.body)
     jaxpr, _, _ = _jax.trace(lambda _, values: _jax.eval_jaxpr(traced.body, values), types, inner)
     return jaxpr
 
