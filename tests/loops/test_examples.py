@@ -12,6 +12,11 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.fixture(autouse=True)
+def strict_types() -> None:
+    """The examples are written as their readers would, with JAX's usual conversions."""
+
+
 def example(name: str) -> Callable:
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -366,3 +368,29 @@ def test_loops_run_inside_shard_map(way: dict[str, Any]) -> None:
 
     args = jnp.eye(2) * 0.9, jnp.array([0.3, 0.4]), jnp.linspace(0.5, 1.5, 9)
     assert_close(jax.jit(gradient(scan, **way))(*args), jax.jit(gradient(lax.scan))(*args))
+
+
+REAL_PEAK = """
+import resource, sys
+import jax, jax.numpy as jnp
+from remat.loops.scan import scan
+n, x = int(sys.argv[1]), jnp.ones(200_000)
+step = lambda c, _: (c * 0.999, None)
+loss = lambda x: scan(step, x, None, n, checkpoints=20)[0].sum()
+program = jax.jit(jax.grad(loss)).lower(x).compile()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+jax.block_until_ready(program(x))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.slow
+def test_the_real_peak_of_the_process_does_not_depend_on_length() -> None:
+    def growth_kib(n: int) -> int:
+        command = [sys.executable, "-c", REAL_PEAK, str(n)]
+        return int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+
+    growths = [growth_kib(n) for n in (1_000, 10_000, 100_000)]
+    assert max(growths) <= 1.1 * min(growths)
+    # 20 states and some copies, where jax.lax.scan would keep 1,000 to 100,000 of them.
+    assert max(growths) <= 40 * 4 * 200_000 / 1024

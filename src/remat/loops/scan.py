@@ -139,7 +139,7 @@ def explain(
     """What `remat.scan` with the same arguments keeps and recomputes, and why.
 
     >>> print(explain(lambda x, _: (x * x, x), jnp.ones(4), length=100, checkpoints=5))
-    binomial: 100 steps, 5 slots: 416 forward steps (4.16 per step), repeated at most 5 times
+    binomial: 100 steps, 5 slots: 416 forward steps (4.16 per step), repeated at most 4 times
     kept for the backward pass: 96 B = 6 states of 16 B
     why: the fewest steps for checkpoints=5
     """
