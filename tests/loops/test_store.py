@@ -51,6 +51,7 @@ def test_gradients_do_not_depend_on_the_store(store: str, tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_every_lane_of_a_batch_has_its_own_file(tmp_path: Path) -> None:
     ours = jax.grad(loss(scan, checkpoints=3, store="disk", directory=tmp_path), (0, 2))
     theirs = jax.grad(loss(lax.scan), (0, 2))
