@@ -13,6 +13,7 @@ In the order in which data flows:
 
 from jax.ad_checkpoint import checkpoint_name as checkpoint_name
 
+from remat import testing as testing
 from remat.errors import (
     BudgetError as BudgetError,
     EffectError as EffectError,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -43,10 +44,12 @@ from jax._src.interpreters import (
     partial_eval as _pe,
 )
 from jax._src.lax import convolution as _convolution, lax as _lax
+from jax._src.lax.control_flow import loops as _loops
 from jax._src.lib.mlir import ir as _ir
 from jax._src.lib.mlir.dialects import hlo as _hlo
 from jax._src.state import discharge as _discharge
 from jax._src.state.types import AbstractRef as AbstractRef
+from jax.experimental.key_reuse import _core as _key_reuse
 
 try:
     from jax._src.flattree import treedef_args_to_ft as _flat_tree
@@ -736,6 +739,17 @@ def register_checkify(primitive: Primitive, bind: Callable) -> None:
     _checkify.error_checks[primitive] = rule
 
 
+def register_key_reuse(primitive: Primitive) -> None:
+    """Let the key-reuse checker know: what a recomputation does with keys, the forward pass did."""
+
+    def signature(eqn: JaxprEqn) -> Any:
+        if eqn.params["differentiated"]:
+            return _key_reuse.KeyReuseSignature()
+        return _key_reuse.jaxpr_type_signature(eqn.params["jaxpr"])
+
+    _key_reuse.key_reuse_signatures[primitive] = _key_reuse.dynamic_key_reuse_signature(signature)
+
+
 def register_hijax(primitive: Primitive, bind: Callable) -> None:
     """Lower an equation on types that stand for several arrays to one on those arrays."""
 
@@ -887,18 +901,44 @@ def lower_barrier(ctx: LoweringContext, avals: Sequence[Any], args: Sequence[Any
 
 
 def alone_in_loop_body(ctx: LoweringContext, args: Sequence[Any]) -> bool:
-    """Whether what is being written stands in a loop's body, on values of the loop's state that
-    nothing before it in that body has computed with.
+    """Whether what is being written stands in a loop's body, on arguments of the body that nothing
+    before it there has computed with.
 
     Then the body does not hold the forward operations that a recomputation from these values
     repeats (they are in another loop's body), and there is nothing to merge it with.
     """
     block = _ir.InsertionPoint.current.block
-    if block.owner.name != "stablehlo.while":
+    if not _is_loop_body(block.owner) or not _lowers_a_loop():
         return False
     flat, _ = _mlir.ir_tree_registry.flatten(list(args))
     roots = [_picked_from(value, block) for value in flat]
     return all(root is not None and _only_picked(root) for root in roots)
+
+
+def _is_loop_body(owner: Any) -> bool:
+    if owner.operation.name == "stablehlo.while":
+        return True
+    # The body of a scan is written as a function of its own, which the loop calls: `closed_call` in
+    # JAX 0.10, `eval_jaxpr` later.
+    name = owner.attributes["sym_name"].value if "sym_name" in owner.attributes else ""
+    return name.startswith(("closed_call", "eval_jaxpr"))
+
+
+def _lowers_a_loop() -> bool:
+    """Whether JAX is lowering a while loop right now. A scan that is unrolled fully has none.
+
+    A function's operations are written before its caller's, so nothing but the Python stack tells
+    who will call it.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _LOWERS_WHILE:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_LOWERS_WHILE = getattr(getattr(_loops, "_while_lowering", None), "__code__", None)
 
 
 # Operations that choose or re-arrange elements without computing with them.

@@ -11,7 +11,7 @@ hold), and they combine:
 
 What no part of a policy speaks of is recomputed. All that `jax.checkpoint` takes as a policy is
 taken here and combines with these, and what is made here can be given to `jax.checkpoint`, unless it
-selects by `path`, which only `remat.checkpoint` knows.
+speaks of more than one equation shows (paths; names together with other properties): it says so.
 
 A policy speaks of *values*. A value has the names that `checkpoint_name` gave it, all of them, and
 the primitive that made it: `recompute("scores") >> everything_saveable` recomputes the value named
@@ -87,7 +87,7 @@ class Policy:
     """Base of all policies made here: something that has an opinion on some values.
 
     A policy is also a callable `(primitive, *avals, **params)` as `jax.checkpoint` takes one. Called
-    so it sees one equation alone: a name only where it is given, and no path.
+    so it sees one equation alone, and refuses if what it says is not about one equation.
     """
 
     def opinion(self, value: Value) -> Any:
@@ -100,12 +100,12 @@ class Policy:
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
         eqn = _OneEquation(primitive, avals, params)
-        for part in self.parts():
-            if isinstance(part, _Select) and part.path is not None:
-                raise PolicyError(
-                    f"{part} selects by path, which jax.checkpoint does not tell a policy. "
-                    "Use remat.checkpoint."
-                )
+        problem = _needs_more_than_one_equation(self)
+        if problem is not None:
+            raise PolicyError(
+                f"{self!r} {problem}, which jax.checkpoint does not tell a policy. "
+                "Use remat.checkpoint."
+            )
         name = params.get("name") if primitive is _jax.name_p else None
         names = frozenset() if name is None else frozenset({name})
         value = Value(names, primitive.name, "", avals[0] if avals else None, eqn, False)
@@ -131,6 +131,29 @@ class Policy:
 
     def __rrshift__(self, other: Any) -> Policy:
         return _First(as_policy(other), self)
+
+
+@functools.lru_cache(maxsize=256)
+def _needs_more_than_one_equation(policy: Policy) -> str | None:
+    """Why a policy cannot be asked about equations one by one, if it cannot.
+
+    A name is an equation of its own behind the one that makes the value, so the two meet in one
+    decision only where all of a value is seen.
+    """
+    leaves = [p for p in policy.parts() if not isinstance(p, (_Either, _Both, _Not, _First))]
+    if any(isinstance(p, _Select) and p.path is not None for p in leaves):
+        return "selects by path"
+    if any(isinstance(p, _Select) and p.names and p.primitive for p in leaves):
+        return "selects by name and primitive at once"
+    by_name = [isinstance(p, _Select) and bool(p.names) for p in leaves]
+    together = any(isinstance(p, (_Both, _Not, _First)) for p in policy.parts())
+    if together and any(by_name) and (not all(by_name) or _negates(policy)):
+        return "combines names with other properties of a value"
+    return None
+
+
+def _negates(policy: Policy) -> bool:
+    return any(isinstance(p, _Not) for p in policy.parts())
 
 
 class _OneEquation(NamedTuple):
@@ -401,8 +424,8 @@ def save(
     ... def f(x):
     ...     return jnp.sin(remat.checkpoint_name(jnp.sin(x), "hidden_1"))
     >>> remat.print_saved_residuals(f, 1.0)  # doctest: +ELLIPSIS
-    f32[] named 'hidden_1' from ...
     f32[] from the argument x
+    f32[] named 'hidden_1' from ...
 
     Args:
       *names: names given by `checkpoint_name`; `*`, `?` and `[...]` as in file names.

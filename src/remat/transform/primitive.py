@@ -36,11 +36,13 @@ from typing import Any
 
 from remat import _jax
 from remat.errors import EffectError
-from remat.transform import barrier, policies
+from remat.transform import barrier, policies, residuals
 from remat.transform.cut import Cut, cut
 
 _jax.exclude_from_tracebacks(__file__)
-_logger = logging.getLogger(__name__)
+# What is saved is logged when JAX's option `jax_log_checkpoint_residuals` asks for it, so it goes
+# where JAX's own messages of that option go, and what a user set up for those holds.
+_logger = logging.getLogger("jax._src.ad_checkpoint")
 
 PreventCse = bool | tuple[bool, ...]
 
@@ -161,7 +163,7 @@ def _partial_eval(
     c = cut_region(jaxpr, tuple(not k for k in known), policy)
     inputs = [v for v, used in zip(_jax.known_values(tracers), c.forward_inputs) if used]
     outs = _jax.eval_jaxpr(c.forward, (), *inputs)
-    known_outs, residuals = _jax.split_list(outs, [len(outs) - c.n_residuals])
+    known_outs, saved = _jax.split_list(outs, [len(outs) - c.n_residuals])
     _log_residuals(c, known)
 
     later = [t for t, used in zip(tracers, c.backward_inputs) if used]
@@ -175,7 +177,7 @@ def _partial_eval(
         "differentiated": True,
         "names_pending": False,
     }
-    unknown_outs = _jax.stage_eqn(trace, remat_p, residuals, later, c.backward, params)
+    unknown_outs = _jax.stage_eqn(trace, remat_p, saved, later, c.backward, params)
     return _jax.merge_lists(c.outs_unknown, known_outs, unknown_outs)
 
 
@@ -203,16 +205,18 @@ def _log_residuals(c: Cut, known: Sequence[bool]) -> None:
     level = logging.WARNING if _jax.logs_residuals() else logging.DEBUG
     if not _logger.isEnabledFor(level):
         return
-    inputs = c.backward.invars[c.n_residuals :]
     flags = [k for k, used in zip(known, c.backward_inputs) if used]
-    shapes = [v.aval.str_short() for v, k in zip(inputs, flags) if k]
-    saved = [v.aval.str_short() for v in c.backward.invars[: c.n_residuals]]
-    _logger.log(
-        level,
-        "remat-decorated function saving inputs with shapes:\n  %s\nand these intermediates:\n  %s",
-        "\n  ".join(shapes) or "none",
-        "\n  ".join(saved) or "none",
-    )
+    inputs = [v for v, k in zip(c.backward.invars[c.n_residuals :], flags) if k]
+    unnamed = [""] * len(c.forward.invars)
+    computed = list(residuals.describe(c.forward, c.n_residuals, unnamed))
+    lines = []
+    if inputs:
+        lines += ["saving inputs with shapes:", *(f"  {v.aval.str_short()}" for v in inputs)]
+    if computed:
+        conjunction = "and " if inputs else ""
+        lines.append(f"{conjunction}saving these intermediates:")
+        lines += [f"  {r.aval.str_short()} from {r.origin}" for r in computed]
+    _logger.log(level, "remat-decorated function %s", "\n".join(lines) or "saving nothing")
 
 
 def _nested_partial_eval(
@@ -292,6 +296,7 @@ def _shrink(eqn: _jax.JaxprEqn, used_inputs: list[bool], jaxpr: _jax.Jaxpr) -> d
 _jax.register_dce(remat_p, _shrink)
 _jax.register_discharge(remat_p, _rebind)
 _jax.register_checkify(remat_p, _rebind)
+_jax.register_key_reuse(remat_p)
 _jax.register_hijax(remat_p, _rebind)
 
 

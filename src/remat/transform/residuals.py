@@ -8,7 +8,7 @@ the shape and the wording of JAX's functions of that name; `residuals` is the sa
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -131,7 +131,7 @@ def residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Residuals:
     jaxpr = _jax.open_jaxpr(closed)
     n_kept = len(jax.tree.leaves(kept))
     names = _jax.argument_names(f, args, kwargs, len(leaves))
-    return Residuals(tuple(_describe(jaxpr, jaxpr.outvars[len(jaxpr.outvars) - n_kept :], names)))
+    return Residuals(tuple(describe(jaxpr, n_kept, names)))
 
 
 def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[Any, str]]:
@@ -163,12 +163,13 @@ def print_saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> N
 _LOOK_THROUGH = ("reduce_precision", "remat_mark", "device_put")
 
 
-def _describe(
-    jaxpr: _jax.Jaxpr, outvars: list[Any], argument_names: tuple[str, ...]
+def describe(
+    jaxpr: _jax.Jaxpr, n_residuals: int, argument_names: Sequence[str]
 ) -> Iterator[Residual]:
+    """The residuals that a forward pass's jaxpr returns last."""
     made = _Made(jaxpr)
     kept: dict[Any, Any] = {}  # the value behind each residual -> the residual itself
-    for v in outvars:
+    for v in jaxpr.outvars[len(jaxpr.outvars) - n_residuals :]:
         if isinstance(v, _jax.Literal):
             yield _residual(v.aval, "literal", "from a literal")
         else:

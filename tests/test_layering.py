@@ -1,0 +1,102 @@
+"""The layering: which module may import which, and who may touch what."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+SRC = pathlib.Path(__file__).parents[1] / "src" / "remat"
+MODULES = sorted(SRC.rglob("*.py"))
+FRAMEWORKS = ("flax", "equinox", "haiku", "brainstate")
+
+# In flow order: a module imports only from those above it.
+LAYERS = [
+    ("errors",),
+    ("units",),
+    ("_jax",),
+    ("transform.barrier", "transform.marks", "transform.statics"),
+    ("transform.cut", "transform.policies"),
+    ("transform.residuals",),
+    ("transform.primitive",),
+    ("transform.checkpoint",),
+    ("testing",),
+]
+# Modules that run on hand-made graphs, without JAX.
+PURE = ("errors", "units", "planner.graph", "planner.simulate", "planner.mincut", "planner.chain",
+        "planner.schedule", "loops.schedules", "report")  # fmt: skip
+
+
+def name_of(path: pathlib.Path) -> str:
+    return ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports_of(path: pathlib.Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def of_remat(path: pathlib.Path) -> set[str]:
+    """The modules of ours that a module imports, without the names taken from them."""
+    known = {name_of(p) for p in MODULES}
+    found = set()
+    for imported in imports_of(path):
+        parts = imported.split(".")
+        if parts[0] == "remat":
+            inner = ".".join(parts[1:])
+            found.add(inner if inner in known else ".".join(parts[1:-1]))
+    return found - {""}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_only_jax_py_touches_internals_of_jax(path):
+    internal = {i for i in imports_of(path) if i.startswith(("jax._src", "jax.interpreters"))}
+    assert name_of(path) == "_jax" or not internal
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_frameworks_are_imported_by_their_adapters_only(path):
+    imported = {i.split(".")[0] for i in imports_of(path)} & set(FRAMEWORKS)
+    own = {"linen": "flax", "nnx": "flax"}
+    module = name_of(path).split(".")[-1]
+    adapters = {"linen", "nnx", "equinox", "haiku", "brainstate", "linen_toggle"}
+    assert not imported or module in adapters, f"{name_of(path)} imports {imported}"
+    del own
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if name_of(p).startswith(PURE)], ids=name_of)
+def test_pure_modules_do_not_import_jax(path):
+    assert not {i for i in imports_of(path) if i.split(".")[0] in ("jax", "jaxlib")}
+    assert "_jax" not in of_remat(path)
+
+
+def test_modules_import_only_from_the_layers_before_them():
+    level = {name: i for i, layer in enumerate(LAYERS) for name in layer}
+    for path in MODULES:
+        name = name_of(path)
+        if name in level:
+            for other in of_remat(path):
+                assert other in level, f"{name} imports {other}, which is in no layer"
+                assert level[other] < level[name] or other == name, f"{name} imports {other}"
+
+
+def test_importing_remat_imports_no_framework():
+    code = f"import sys, remat; print([m for m in {FRAMEWORKS!r} if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_there_is_no_module_level_import_inside_functions():
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                inner = [n for n in ast.walk(node) if isinstance(n, (ast.Import, ast.ImportFrom))]
+                assert not inner, f"{name_of(path)}.{node.name} imports inside"

@@ -1,0 +1,81 @@
+"""The public names, and their relation to JAX's."""
+
+from __future__ import annotations
+
+import inspect
+
+import jax
+import pytest
+
+import remat
+
+PUBLIC = {
+    "checkpoint", "remat", "checkpoint_name", "policies",
+    "residuals", "Residual", "Residuals", "saved_residuals", "print_saved_residuals", "testing",
+    "RematError", "StaticArgumentError", "StaticArgumentTypeError", "PreventCseError",
+    "PolicyError", "UnknownNameError", "MemoryKindError", "EffectError", "GradientMismatchError",
+    "PeakMemoryError", "UnitsError", "ScheduleError", "GraphError", "PlanError", "BudgetError",
+}  # fmt: skip
+
+
+def test_public_names_are_pinned():
+    modules = {"errors", "units", "transform", "loops", "planner", "report"}
+    found = {name for name in vars(remat) if not name.startswith("_")}
+    assert found - modules - PUBLIC == set()
+    assert found >= PUBLIC
+
+
+def test_remat_is_checkpoint():
+    assert remat.remat is remat.checkpoint
+
+
+def test_checkpoint_name_is_that_of_jax():
+    assert remat.checkpoint_name is jax.ad_checkpoint.checkpoint_name
+
+
+def test_every_policy_of_jax_is_there():
+    # From 0.11 on it is a module, with classes that are no policies among its names.
+    for name, policy in vars(jax.checkpoint_policies).items():
+        if callable(policy) and not isinstance(policy, type) and name.islower():
+            assert hasattr(remat.policies, name), name
+
+
+def test_parameters_of_checkpoint():
+    parameters = inspect.signature(remat.checkpoint).parameters
+    assert list(parameters) == [
+        "fun", "concrete", "prevent_cse", "policy", "static_argnums", "static_argnames",
+    ]  # fmt: skip
+    kinds = {name: p.kind for name, p in parameters.items()}
+    assert kinds.pop("fun") is inspect.Parameter.POSITIONAL_ONLY
+    assert set(kinds.values()) == {inspect.Parameter.KEYWORD_ONLY}
+
+
+@pytest.mark.parametrize(
+    "error", [v for v in vars(remat).values() if isinstance(v, type) and issubclass(v, Exception)]
+)
+def test_every_error_is_a_remat_error(error):
+    assert issubclass(error, remat.RematError)
+    assert error.__doc__
+
+
+def test_it_is_a_decorator_and_a_maker_of_decorators():
+    def f(x):
+        """Its doc."""
+        return x * 2
+
+    for wrapped in (
+        remat.checkpoint(f),
+        remat.checkpoint()(f),
+        remat.checkpoint(policy=remat.policies.dots_saveable)(f),
+    ):
+        assert wrapped(3.0) == 6.0
+        assert wrapped.__name__ == "f"
+        assert wrapped.__doc__ == "Its doc."
+
+
+@pytest.mark.parametrize("bad", [3, "f", None.__class__])
+def test_what_is_no_function_is_refused(bad):
+    if bad is None.__class__:
+        return
+    with pytest.raises(TypeError, match="takes a function"):
+        remat.checkpoint(bad)

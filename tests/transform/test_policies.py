@@ -1,0 +1,307 @@
+"""What policies select, how they combine, and what is refused."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import remat
+from remat import policies
+from remat.transform.policies import path_matches
+
+X = jnp.ones((4, 4))
+
+
+def f(w, x):
+    """Values: dot (named 'product'), sin, cos (named 'wave'), in a scope, a jit, a scan."""
+    h = remat.checkpoint_name(x @ w, "product")
+    with jax.named_scope("encoder"), jax.named_scope("layer_0"):
+        h = jnp.sin(h)
+        with jax.named_scope("attention"):
+            h = remat.checkpoint_name(jnp.cos(h), "wave")
+
+    @jax.jit
+    def inner(h):
+        return jnp.tanh(remat.checkpoint_name(jnp.exp(-h), "inner"))
+
+    def body(h, _):
+        return jnp.sin(remat.checkpoint_name(h @ w, "step")), None
+
+    h, _ = jax.lax.scan(body, inner(h), None, length=3)
+    return jnp.sum(h**2)
+
+
+def saved(policy, fun=f):
+    """(primitive, names) of what is computed and saved."""
+    found = remat.residuals(remat.checkpoint(fun, policy=policy), X, X)
+    return sorted((r.primitive, r.names) for r in found if r.kind == "computed")
+
+
+PRODUCT = ("dot_general", ("product",))
+WAVE = ("cos", ("wave",))
+INNER = ("exp", ("inner",))
+STEP = ("dot_general", ("step",))
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (None, []),
+        (policies.nothing_saveable, []),
+        (policies.save("product"), [PRODUCT]),
+        (policies.save("product", "step"), [PRODUCT, STEP]),
+        (policies.save("[pw]*"), [WAVE, PRODUCT]),
+        (policies.save("inner"), [INNER]),
+        (policies.save(primitive="dot_general"), [PRODUCT, STEP]),
+        (policies.save(primitive=("cos",), path="encoder/*/attention"), [WAVE]),
+        (policies.save(path="encoder/layer_0/attention", primitive="cos"), [WAVE]),
+        (policies.save("product", dtype="bfloat16"), []),
+        (policies.save("product", dtype=jnp.float32), [PRODUCT]),
+        (policies.save("*", max_bytes=63), []),
+        (policies.save("product", min_bytes="64B"), [PRODUCT]),
+        (policies.save(min_flops_per_byte=1.0), [PRODUCT, STEP]),
+        (policies.save_only_these_names("wave"), [WAVE]),
+        (policies.save_any_names_but_these("wave", "inner"), [PRODUCT, STEP]),
+        (policies.dots_saveable, [PRODUCT, STEP]),
+        (policies.checkpoint_dots_with_no_batch_dims, [PRODUCT, STEP]),
+        (policies.save("wave") | policies.save("product"), [WAVE, PRODUCT]),
+        (policies.dots_saveable & policies.save("product"), [PRODUCT]),
+        (policies.recompute("product") >> policies.dots_saveable, [STEP]),
+        (policies.save_from_both_policies(policies.save("wave"), policies.save("step")), [WAVE, STEP]),
+        # exp's derivative is its value, so with it saved nobody needs its operand.
+        (policies.save("wave") | policies.save("inner"), [INNER]),
+        (jax.checkpoint_policies.dots_saveable | policies.save("wave"), [WAVE, PRODUCT, STEP]),
+        (policies.save("wave") | jax.checkpoint_policies.dots_saveable, [WAVE, PRODUCT, STEP]),
+        (policies.recompute("step") >> jax.checkpoint_policies.dots_saveable, [PRODUCT]),
+        (jax.checkpoint_policies.save_only_these_names("product") & policies.dots_saveable, [PRODUCT]),
+        (policies.save("absent", strict=False), []),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_policies_save_what_they_say(policy, expected):
+    assert saved(policy) == sorted(expected)
+    remat.testing.assert_same_gradients(f, remat.checkpoint(f, policy=policy), X, X)
+
+
+def test_save_anything_except_these_names_does_not_save_these_names():
+    everything = saved(policies.everything_saveable)
+    without = saved(policies.save_anything_except_these_names("inner", "step"))
+    assert INNER in everything and INNER not in without
+    assert len(without) > 3
+    # The negation of a policy by name says the same.
+    assert saved(~policies.save("inner", "step")) == without
+
+
+def test_double_negation_saves_the_same():
+    assert saved(~~policies.save("product")) == saved(policies.save("product"))
+
+
+def test_names_speak_of_values_however_many_they_have():
+    def g(w, x):
+        h = remat.checkpoint_name(remat.checkpoint_name(jnp.sin(x @ w), "a"), "b")
+        return jnp.sum(jnp.cos(h))
+
+    assert saved(policies.save("a"), g) == saved(policies.save("b"), g) == [("sin", ("a", "b"))]
+    assert ("sin", ("a", "b")) not in saved(
+        policies.recompute("b") >> policies.everything_saveable, g
+    )
+
+
+@pytest.mark.parametrize(
+    "policy", [policies.everything_saveable, jax.checkpoint_policies.everything_saveable]
+)
+def test_rearranged_and_cast_copies_are_not_saved_again(policy):
+    def g(w, x):
+        h = jnp.sin(x @ w)
+        wide = jnp.broadcast_to(h[None], (5, 4, 4)).reshape(20, 4).T
+        return (
+            jnp.sum(jnp.cos(wide) * wide * h[0, 0] ** 2)
+            + jnp.sum(h * jnp.cos(h))
+            + jnp.sum(jnp.cos(h.astype(jnp.float16)).astype(jnp.float32))
+        )
+
+    kept = [p for p, _ in saved(policy, g)]
+    assert not {"reshape", "transpose", "broadcast_in_dim", "convert_element_type"} & set(kept)
+    remat.testing.assert_same_gradients(g, remat.checkpoint(g, policy=policy), X, X, rtol=1e-3)
+
+
+def test_policies_are_equal_by_value_and_hashable():
+    a = policies.save("x") | policies.recompute(min_bytes="1KiB") >> ~policies.dots_saveable
+    b = policies.save("x") | policies.recompute(min_bytes=1024) >> ~policies.dots_saveable
+    assert a == b and hash(a) == hash(b) and a is not b
+    assert a != policies.save("y") | policies.recompute(min_bytes=1024) >> ~policies.dots_saveable
+
+
+def test_equal_policies_do_not_trace_again():
+    traces = []
+
+    def g(x):
+        traces.append(1)
+        return jnp.sin(remat.checkpoint_name(x * 2, "x"))
+
+    for _ in range(3):
+        jax.grad(remat.checkpoint(g, policy=policies.save("x")))(1.0)
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        (policies.save("product"), {"product"}),
+        (policies.save("product") | policies.save("step"), {"product", "step"}),
+        (policies.save_any_names_but_these("step", "inner"), {"product", "wave"}),
+        (policies.dots_saveable, {"product", "step"}),
+        (policies.everything_saveable, {"product", "step"}),
+        (policies.recompute(max_bytes=0) >> policies.dots_saveable, {"product", "step"}),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_jax_checkpoint_takes_our_policies(policy, kept):
+    g = jax.checkpoint(f, policy=policy)
+    remat.testing.assert_same_gradients(f, g, X, X)
+    computed = [r for r in remat.residuals(g, X, X) if r.kind == "computed"]
+    assert computed
+    assert {name for r in computed for name in r.names} <= kept | {"wave", "inner"}
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [policies.save(path="encoder"), policies.dots_saveable & policies.save("product"),
+     policies.recompute("step") >> policies.dots_saveable, ~policies.save("product"),
+     policies.save("product", primitive="dot_general"),
+     policies.save_anything_except_these_names("product")],
+    ids=repr,
+)  # fmt: skip
+def test_what_jax_checkpoint_cannot_tell_a_policy_is_an_error_there(policy):
+    with pytest.raises(remat.PolicyError, match=r"Use remat\.checkpoint"):
+        jax.grad(jax.checkpoint(f, policy=policy))(X, X)
+
+
+@pytest.mark.parametrize("remade", [remat.checkpoint, jax.checkpoint])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        lambda prim, *_, **__: prim.name in ("dot_general", "sin"),
+        jax.checkpoint_policies.dots_saveable,
+        jax.checkpoint_policies.save_only_these_names("product", "step"),
+        jax.checkpoint_policies.everything_saveable,
+    ],
+)
+def test_foreign_policies_mean_what_they_mean_to_jax(remade, policy):
+    theirs = remat.saved_residuals(jax.checkpoint(f, policy=policy), X, X)
+    assert remat.saved_residuals(remade(f, policy=policy), X, X) == theirs
+
+
+@pytest.mark.parametrize("make", [policies.save, policies.recompute, policies.save_only_these_names,
+                                  policies.save_anything_except_these_names])  # fmt: skip
+def test_a_name_that_matches_nothing_is_an_error_with_the_names_there_are(make):
+    with pytest.raises(remat.UnknownNameError, match=r"did you mean 'product'.*'inner'.*'wave'"):
+        remat.checkpoint(f, policy=make("prodct"))(X, X)
+    remat.checkpoint(f, policy=make("prodct", strict=False))(X, X)
+
+
+def test_a_path_that_matches_nothing_is_an_error_with_the_paths_there_are():
+    with pytest.raises(remat.UnknownNameError, match="encoder/layer_0/attention"):
+        remat.checkpoint(f, policy=policies.save(path="decoder"))(X, X)
+
+
+def test_names_in_derivative_rules_are_found_when_they_run():
+    @jax.custom_vjp
+    def g(x):
+        return jnp.sin(x)
+
+    def forward(x):
+        return jnp.sin(x), remat.checkpoint_name(jnp.cos(x), "slope")
+
+    g.defvjp(forward, lambda slope, ct: (slope * ct,))
+
+    def h(w, x):
+        return jnp.sum(g(x @ w))
+
+    assert saved(policies.save("slope"), h) == [("cos", ("slope",))]
+    checkpointed = remat.checkpoint(h, policy=policies.save("slop"))
+    checkpointed(X, X)  # not known yet
+    with pytest.raises(remat.UnknownNameError, match="'slope'"):
+        jax.grad(checkpointed)(X, X)
+
+
+def test_offloaded_values_wait_in_host_memory():
+    policy = policies.offload("product") | policies.save("step")
+    found = {r.names: r for r in remat.residuals(remat.checkpoint(f, policy=policy), X, X)}
+    assert found["product",].offloaded and not found["step",].offloaded
+    whole = remat.residuals(remat.checkpoint(f, policy=policy), X, X)
+    assert (whole.offloaded_bytes, whole.saved_bytes) == (64, 192)
+    remat.testing.assert_same_gradients(f, remat.checkpoint(f, policy=policy), X, X)
+    jax.jit(jax.grad(remat.checkpoint(f, policy=policy)))(X, X)
+
+
+def test_a_named_input_is_offloaded_in_its_place():
+    def g(w, x):
+        x = remat.checkpoint_name(x, "input")
+        return jnp.sum(jnp.sin(jnp.sin(x @ w)))
+
+    def two(w, x):
+        return remat.checkpoint(g, policy=policies.offload("input"))(w, jnp.cos(x))
+
+    computed = [r for r in remat.residuals(two, X, X) if r.kind == "computed" and r.names]
+    assert [(r.names, r.offloaded) for r in computed] == [(("input",), True)]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [policies.offload("x", dst="pined_host"), policies.offload("x", src="hbm"),
+     policies.save("a") | policies.offload("x", dst="nowhere"),
+     policies.offload_dot_with_no_batch_dims("device", "nowhere")],
+    ids=repr,
+)  # fmt: skip
+def test_a_memory_that_the_backend_does_not_have_is_an_error_with_those_it_has(policy):
+    with pytest.raises(remat.MemoryKindError, match=r"'device'.*'pinned_host'"):
+        remat.checkpoint(f, policy=policy)
+
+
+def test_saving_and_offloading_one_name_is_refused():
+    with pytest.raises(remat.PolicyError, match=r"intersection is \['b'\]"):
+        policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=["a", "b"], names_which_can_be_offloaded=["b"],
+            offload_src="device", offload_dst="pinned_host",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", [1, "dots", object()])
+def test_what_is_no_policy_is_refused(bad):
+    with pytest.raises(remat.PolicyError, match="callable"):
+        remat.checkpoint(f, policy=bad)
+    with pytest.raises(remat.PolicyError):
+        _ = policies.save("a") | bad
+
+
+def test_a_policy_that_is_not_hashable_is_refused():
+    class Unhashable:
+        __hash__ = None
+
+        def __call__(self, *_, **__):
+            return True
+
+    with pytest.raises(remat.PolicyError, match="hashable"):
+        remat.checkpoint(f, policy=Unhashable())
+
+
+@pytest.mark.parametrize("bad", [3, "", None, b"x"])
+def test_names_in_policies_are_strings(bad):
+    with pytest.raises(remat.PolicyError, match="non-empty strings"):
+        policies.save(bad)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "matches"),
+    [
+        ("a", "a", True), ("a", "b/a/c", True), ("a/b", "a/b/c", True), ("a/b", "a/c/b", False),
+        ("a/*/b", "x/a/c/b", True), ("a/*/b", "a/b", False), ("a/**/b", "a/b", True),
+        ("a/**/b", "a/c/d/b/e", True), ("/a", "b/a", False), ("/b/a", "b/a", True),
+        ("layer_?", "encoder/layer_3/x", True), ("layer_?", "encoder/layer_31", False),
+        ("a", "", False), ("**", "", True),
+    ],
+)  # fmt: skip
+def test_paths_match_by_component(pattern, path, matches):
+    assert path_matches(pattern, path) is matches
