@@ -12,6 +12,8 @@
     ├── PeakMemoryError (AssertionError)      remat.testing: a step that needs more than its limit
     ├── UnitsError (ValueError)               a text that is no number of bytes, FLOPs or seconds
     ├── ScheduleError (ValueError)            a checkpointing schedule that cannot exist
+    ├── StoreError (OSError)                  a directory for checkpoints that cannot hold them
+    ├── StepLimitError (RuntimeError)         a loop that did not end within its max_steps
     ├── GraphError (ValueError)               a graph that is damaged or is no DAG
     ├── PlanError (ValueError)                a plan or cache file that is damaged, stale or does not fit
     └── BudgetError (ValueError)              a budget that no plan reaches
@@ -72,6 +74,14 @@ class UnitsError(RematError, ValueError):
 
 class ScheduleError(RematError, ValueError):
     """A checkpointing schedule that was asked for cannot exist."""
+
+
+class StoreError(RematError, OSError):
+    """A directory for checkpoints is missing, cannot be written to, or has too little space."""
+
+
+class StepLimitError(RematError, RuntimeError):
+    """A loop's condition still holds after the most steps that it was given."""
 
 
 class GraphError(RematError, ValueError):

@@ -1,0 +1,160 @@
+"""Checkpointed loops: remat against Equinox and jax.lax.scan, memory and time in one run.
+
+Gradients of n steps of bodies from one that does nearly nothing to matrix products. The ways take
+turns, so that the machine's load meets all of them; times are ratios to Equinox's internal
+checkpointed while loop with as many checkpoints. Steps are counted by a callback in the body, in
+programs of their own. Without Equinox installed, the ratios are to `jax.lax.scan` with
+`jax.checkpoint` on each step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from remat.loops.scan import scan
+from remat.loops.schedules import Binomial, Online
+from remat.loops.while_loop import while_loop
+
+try:
+    import equinox.internal as eqxi
+except ImportError:
+    eqxi = None
+
+ROUNDS = 5
+MIB = 2**20
+SIZES = ((100, 10), (1000, 10), (1000, 45))
+COUNTED = ((10, 3), (100, 5), (100, 10), (1000, 10))
+
+_matrix = jax.random.normal(jax.random.key(0), (256, 256)) / 16
+BODIES: dict[str, tuple[Callable, Any]] = {
+    "8 numbers, sin·cos": (lambda x: jnp.sin(x) * jnp.cos(x), jnp.ones(8)),
+    "10,000 numbers, sin·cos": (lambda x: jnp.sin(x) * jnp.cos(x), jnp.ones(10_000)),
+    "256×256 times 256×64, tanh": (lambda x: jnp.tanh(_matrix @ x), jnp.ones((256, 64))),
+}
+
+# Each: (body, x, n, checkpoints) -> the final x
+
+
+def by_remat_scan(body: Callable, x: Any, n: int, s: int) -> Any:
+    return scan(lambda c, _: (body(c), None), x, None, n, checkpoints=s)[0]
+
+
+def by_remat_while(body: Callable, x: Any, n: int, s: int) -> Any:
+    step = lambda c: (c[0] + 1, body(c[1]))  # noqa: E731
+    return while_loop(lambda c: c[0] < n, step, (jnp.int32(0), x), checkpoints=s)[1]
+
+
+def by_remat_nesting(body: Callable, x: Any, n: int, s: int) -> Any:
+    return scan(lambda c, _: (body(c), None), x, None, n)[0]
+
+
+def by_equinox(body: Callable, x: Any, n: int, s: int) -> Any:
+    step = lambda c: (c[0] + 1, body(c[1]))  # noqa: E731
+    options = {"max_steps": n, "kind": "checkpointed", "checkpoints": s}
+    return eqxi.while_loop(lambda c: c[0] < n, step, (0, x), **options)[1]
+
+
+def by_lax(body: Callable, x: Any, n: int, s: int) -> Any:
+    return jax.lax.scan(lambda c, _: (body(c), None), x, None, n)[0]
+
+
+def by_lax_each_step(body: Callable, x: Any, n: int, s: int) -> Any:
+    step = jax.checkpoint(lambda c, _: (body(c), None), prevent_cse=False)
+    return jax.lax.scan(step, x, None, n)[0]
+
+
+def by_lax_nested(body: Callable, x: Any, n: int, s: int) -> Any:
+    inner = max(k for k in range(1, int(n**0.5) + 1) if n % k == 0)
+
+    def block(c: Any, _: None) -> tuple[Any, None]:
+        return jax.lax.scan(lambda c, _: (body(c), None), c, None, inner)[0], None
+
+    block = jax.checkpoint(block, prevent_cse=False)
+    return jax.lax.scan(block, x, None, n // inner)[0]
+
+
+WAYS: dict[str, Callable] = {
+    "remat.scan, checkpoints": by_remat_scan,
+    "remat.while_loop, checkpoints": by_remat_while,
+    "remat.scan, default": by_remat_nesting,
+    "equinox, checkpoints": by_equinox,
+    "lax.scan": by_lax,
+    "lax.scan, each step": by_lax_each_step,
+    "lax.scan, nested": by_lax_nested,
+}
+if eqxi is None:
+    del WAYS["equinox, checkpoints"]
+REFERENCE = "equinox, checkpoints" if eqxi else "lax.scan, each step"
+
+
+def compile_gradient(way: str, body: Callable, x: Any, n: int, s: int) -> Any:
+    return jax.jit(jax.grad(lambda x: jnp.sum(WAYS[way](body, x, n, s)))).lower(x).compile()
+
+
+def measure(body: Callable, x: Any, n: int, s: int) -> dict[str, dict[str, float]]:
+    programs = {way: compile_gradient(way, body, x, n, s) for way in WAYS}
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    for program in programs.values():
+        jax.block_until_ready(program(x))
+    for _ in range(ROUNDS):
+        for way, program in programs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(program(x))
+            seconds[way].append(time.perf_counter() - start)
+    reference = seconds[REFERENCE]
+    return {
+        way: {
+            "temporaries_mib": round(program.memory_analysis().temp_size_in_bytes / MIB, 3),
+            "seconds": round(min(seconds[way]), 6),
+            # Ratios of neighbours in time, so that a busy moment does not decide.
+            "time_ratio": round(
+                statistics.median(a / b for a, b in zip(seconds[way], reference)), 3
+            ),
+        }
+        for way, program in programs.items()
+    }
+
+
+def count_steps(way: str, n: int, s: int) -> int:
+    """Evaluations of the body in one gradient."""
+    ran = []
+
+    def body(x: Any) -> Any:
+        jax.debug.callback(lambda _: ran.append(1), x)
+        return jnp.sin(x)
+
+    x = jnp.float32(1.0)
+    jax.block_until_ready(compile_gradient(way, body, x, n, s)(x))
+    jax.effects_barrier()
+    return len(ran)
+
+
+def main() -> dict[str, Any]:
+    counts: dict[str, Any] = {}
+    for n, s in COUNTED:
+        found = {way: count_steps(way, n, s) for way in WAYS}
+        optimum = Binomial(n, s).grad_forward_steps
+        counts[f"n={n}, checkpoints={s}"] = {"optimum under grad": optimum, **found}
+        assert found["remat.scan, checkpoints"] == optimum
+        assert found["remat.while_loop, checkpoints"] == Online(n, s).grad_forward_steps
+        listing = ", ".join(f"{way} {steps}" for way, steps in found.items())
+        print(f"n={n}, {s} checkpoints: optimum {optimum} steps; {listing}", flush=True)
+    times: dict[str, Any] = {}
+    for name, (body, x) in BODIES.items():
+        for n, s in SIZES:
+            key = f"{name}; n={n}, checkpoints={s}"
+            times[key] = measure(body, x, n, s)
+            print(key, flush=True)
+            for way, row in times[key].items():
+                print(
+                    f"  {way:32} {row['temporaries_mib']:9.2f} MiB {row['seconds']:9.5f} s "
+                    f"{row['time_ratio']:6.2f}",
+                    flush=True,
+                )
+    return {"steps": counts, "reference": REFERENCE, "gradients": times}

@@ -1,0 +1,310 @@
+"""Derivatives of a loop, of any order and in any mode, from three ways of running it.
+
+Let L be the loop as a function of its inputs x. `differentiable(loop)` is L with these rules, each
+of which again calls only L of some loop, so that they close under differentiation:
+
+    J(x)·v      = the tangent half of L₁(x, v), where L₁ is the loop whose body is the derivative
+                  of the body, on the carry (c, ċ). This is forward mode.
+    J(x)ᵀ·w     = the backward loop, from the checkpoints that L's sweep kept. It is the transpose
+                  that the linear map J(x) carries with it (`linear.py`). This is reverse mode.
+    d/dx of J(x)·v    is the derivative of L₁.
+    d/dx of J(x)ᵀ·w   in direction v is the gradient with respect to x of ⟨w, J(x)·v⟩, which is
+                  reverse mode of L₁. It is linear in v, and its transpose is the same expression
+                  with the roles of v and of the gradient swapped (second derivatives commute).
+
+The last rule is what makes reverse-over-reverse work although the backward loop itself, with its
+data-dependent trip counts, cannot be differentiated in reverse. All loops use the same number of
+slots, so second derivatives are checkpointed like first ones.
+
+Checkpoints are values of the program as well, functions of x. Nothing but the backward loop reads
+them, and its rule differentiates through x; so their own derivative is declared zero.
+
+Forward mode alone pays for this generality: it runs the primal loop twice, once by itself and once
+along with the tangents.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from remat.loops import _internals_todo as _jax
+from remat.loops.linear import LinearMap, linear_call
+from remat.loops.loop import (
+    Checkpoints,
+    Inputs,
+    Loop,
+    Mask,
+    Results,
+    backward,
+    merge,
+    plain,
+    select,
+    split_inputs,
+    sweep,
+)
+from remat.loops.tracing import as_arrays
+
+Arrays = list[Any]
+
+
+def run(loop: Loop, inputs: Inputs) -> Results:
+    """The results of a loop, differentiable in every mode."""
+    return _split_results(loop, _function(loop)(_flat(inputs)))
+
+
+# The function and its rule
+
+
+def _function(loop: Loop) -> Any:
+    """L on flat lists, as a function of JAX."""
+
+    @jax.custom_jvp
+    def function(flat: Arrays) -> Arrays:
+        return _flat(plain(loop, split_inputs(loop, as_arrays(flat))))
+
+    def rule(primals: tuple, tangents: tuple) -> tuple[Arrays, Arrays]:
+        (flat,), (flat_tangents,) = primals, tangents
+        flat = as_arrays(flat)
+        results, held = _sweeping(loop)(flat)
+        return results, _tangents(loop, flat, results, held, flat_tangents)
+
+    function.defjvp(rule, symbolic_zeros=True)
+    return function
+
+
+def _sweeping(loop: Loop) -> Any:
+    """L that also returns its checkpoints, whose derivative is zero: nothing may depend on it."""
+
+    @jax.custom_jvp
+    def function(flat: Arrays) -> tuple[Arrays, Checkpoints]:
+        results, held = sweep(loop, split_inputs(loop, as_arrays(flat)))
+        return _flat(results), held
+
+    def rule(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+        (flat,), (flat_tangents,) = primals, tangents
+        flat = as_arrays(flat)
+        results, held = function(flat)
+        no_tangents = jax.tree.map(_zero_tangent, held)
+        return (results, held), (
+            _tangents(loop, flat, results, held, flat_tangents),
+            no_tangents,
+        )
+
+    function.defjvp(rule, symbolic_zeros=True)
+    return function
+
+
+def _tangents(
+    loop: Loop, flat: Arrays, results: Arrays, held: Checkpoints, tangents: Arrays
+) -> Arrays:
+    """J(x)·v as the linear map that knows its transpose."""
+    mask = tuple(
+        not isinstance(t, jax.custom_derivatives.SymbolicZero) and _jax.has_tangent(x)
+        for x, t in zip(flat, tangents, strict=True)
+    )
+    out_mask = _out_mask(loop, mask)
+    linear_map = _derivative_map(loop, mask, jax.tree.structure(held))
+    residuals = [*flat, *jax.tree.leaves(held)]
+    found = linear_call(linear_map, residuals, select(tangents, mask)) if any(out_mask) else []
+    return merge([_zero_tangent(r) for r in results], out_mask, found)
+
+
+# The linear maps
+
+
+def _derivative_map(loop: Loop, mask: Mask, held_tree: Any) -> LinearMap:
+    """v ↦ J(x)·v for the inputs in `mask`; residuals: x and the checkpoints."""
+    n_inputs = len(mask)
+    out_mask = _out_mask(loop, mask)
+
+    def apply(residuals: Arrays, v: Arrays) -> Arrays:
+        augmented, inputs = _augmented(loop, mask, residuals[:n_inputs], v)
+        return _tangent_half(loop, mask, _flat(plain(augmented, inputs)))
+
+    def transposed(residuals: Arrays, w: Arrays) -> Arrays:
+        inputs = split_inputs(loop, residuals[:n_inputs])
+        held = jax.tree.unflatten(held_tree, residuals[n_inputs:])
+        cotangents = merge([None] * len(out_mask), out_mask, w)
+        found = backward(
+            loop,
+            inputs,
+            held,
+            _split_results(loop, cotangents),
+            split_inputs(loop, mask),
+        )
+        return select(_flat(found), mask)
+
+    def jvp(residuals: Arrays, v: Arrays, d_residuals: Arrays, d_v: Arrays) -> Arrays:
+        return _jvp(
+            lambda x, v: _pushed(loop, mask, x, v),
+            (residuals[:n_inputs], v),
+            (d_residuals[:n_inputs], d_v),
+        )
+
+    def transposed_jvp(residuals: Arrays, w: Arrays, d_residuals: Arrays, d_w: Arrays) -> Arrays:
+        x, d_x = residuals[:n_inputs], d_residuals[:n_inputs]
+        total: Arrays = [jnp.zeros_like(x) for x in select(x, mask)]
+        if any(d is not None for d in d_w):
+            d_w = [jnp.zeros_like(a) if d is None else d for a, d in zip(w, d_w)]
+            total = linear_call(linear_map.T, residuals, d_w)
+        moved = tuple(d is not None and _jax.has_tangent(a) for a, d in zip(x, d_x))
+        if any(moved):
+            cotangents = merge([None] * len(out_mask), out_mask, w)
+            found = linear_call(
+                _hessian_map(loop, moved, mask, cotangents), [*x, *w], select(d_x, moved)
+            )
+            total = [a + b for a, b in zip(total, found)]
+        return total
+
+    linear_map = LinearMap(apply, transposed, jvp, transposed_jvp)
+    return linear_map
+
+
+def _hessian_map(loop: Loop, moved: Mask, mask: Mask, like: Arrays) -> LinearMap:
+    """v ↦ the gradient of ⟨w, J(x)·v⟩ with respect to the inputs in `mask`.
+
+    v lies in the inputs `moved`. Residuals: x and those w that are not None in `like`.
+    """
+    n_inputs = len(mask)
+    present = tuple(ct is not None for ct in like)
+
+    def gradient(v_mask: Mask, x_mask: Mask, residuals: Arrays, v: Arrays) -> Arrays:
+        x = residuals[:n_inputs]
+        w = merge(like, present, residuals[n_inputs:])
+        w = [ct for ct, reached in zip(w, _out_mask(loop, v_mask)) if reached]
+
+        def pairing(values: Arrays) -> Arrays:
+            return _pushed(loop, v_mask, merge(x, x_mask, values), v)
+
+        out, pull = jax.vjp(pairing, select(x, x_mask))
+        return pull([jnp.zeros_like(o) if ct is None else ct for o, ct in zip(out, w)])[0]
+
+    def forth(residuals: Arrays, v: Arrays) -> Arrays:
+        return gradient(moved, mask, residuals, v)
+
+    def back(residuals: Arrays, v: Arrays) -> Arrays:
+        return gradient(mask, moved, residuals, v)
+
+    return LinearMap(
+        forth,
+        back,
+        lambda *values: _jvp(forth, values[:2], values[2:]),
+        lambda *values: _jvp(back, values[:2], values[2:]),
+    )
+
+
+# The differentiated loop
+
+
+def _augmented(loop: Loop, mask: Mask, flat: Arrays, v: Arrays) -> tuple[Loop, Inputs]:
+    """The loop L₁ over values and tangents, and its inputs."""
+    inputs = split_inputs(loop, flat)
+    consts_mask, carry_in_mask, xs_mask, _ = map(tuple, split_inputs(loop, mask))
+    carry_mask, y_mask = loop.spread(consts_mask, carry_in_mask, xs_mask)
+    tangents = split_inputs(loop, merge([None] * len(mask), mask, v))
+    d_carry = [
+        jnp.zeros_like(x) if d is None else d
+        for x, d in zip(select(inputs.carry, carry_mask), select(tangents.carry, carry_mask))
+    ]
+
+    def body(
+        consts: Arrays, d_consts: Arrays, carry: Arrays, d_carry: Arrays, x: Arrays, d_x: Arrays
+    ) -> Arrays:
+        def step(c: Arrays, k: Arrays, x_: Arrays) -> tuple[Arrays, Arrays]:
+            return loop.call(
+                merge(consts, consts_mask, c), merge(carry, carry_mask, k), merge(x, xs_mask, x_)
+            )
+
+        (carry_out, y), (d_carry_out, d_y) = jax.jvp(
+            step,
+            (select(consts, consts_mask), select(carry, carry_mask), select(x, xs_mask)),
+            (d_consts, d_carry, d_x),
+        )
+        return [*carry_out, *select(d_carry_out, carry_mask), *y, *select(d_y, y_mask)]
+
+    d_consts, d_xs = select(tangents.consts, consts_mask), select(tangents.xs, xs_mask)
+    slices = [_jax.slice_types(xs) for xs in (inputs.xs, d_xs)]
+    parts = [inputs.consts, d_consts, inputs.carry, d_carry]
+    types = [[jax.typeof(x) for x in part] for part in parts]
+    jaxpr, constants, _ = _jax.trace(body, *types, *slices)
+    first, last, n_carry = loop.test_reads
+    augmented = dataclasses.replace(
+        loop,
+        body=jaxpr,
+        n_consts=len(constants) + len(inputs.consts) + len(d_consts),
+        n_carry=loop.n_carry + len(d_carry),
+        test_reads=(first + len(constants), last + len(constants), n_carry),
+    )
+    return augmented, Inputs(
+        [*constants, *inputs.consts, *d_consts],
+        [*inputs.carry, *d_carry],
+        [*inputs.xs, *d_xs],
+        inputs.steps,
+    )
+
+
+def _pushed(loop: Loop, mask: Mask, flat: Arrays, v: Arrays) -> Arrays:
+    """J(x)·v as a function that JAX can differentiate again."""
+    augmented, inputs = _augmented(loop, mask, flat, v)
+    return _tangent_half(loop, mask, _flat(run(augmented, inputs)))
+
+
+def _tangent_half(loop: Loop, mask: Mask, flat_results: Arrays) -> Arrays:
+    """The tangents among the results of L₁, which follow the values in the carry and in the ys."""
+    out_mask = _out_mask(loop, mask)
+    n_ys = len(loop.y_avals)
+    in_carry = sum(out_mask[: loop.n_carry])
+    carry = flat_results[loop.n_carry : loop.n_carry + in_carry]
+    ys = flat_results[loop.n_carry + in_carry + n_ys :]
+    return [*carry, *ys[: sum(out_mask) - in_carry]]
+
+
+# Helpers
+
+
+def _flat(parts: Inputs | Results) -> Arrays:
+    return [value for part in parts for value in part]
+
+
+def _split_results(loop: Loop, flat: Sequence[Any]) -> Results:
+    n_ys = len(loop.y_avals)
+    flat = list(flat)
+    end = loop.n_carry + n_ys
+    return Results(flat[: loop.n_carry], flat[loop.n_carry : end], flat[end:])
+
+
+def _out_mask(loop: Loop, mask: Mask) -> Mask:
+    """The results that depend on the inputs in `mask`; the number of steps never does."""
+    consts, carry, xs, _ = map(tuple, split_inputs(loop, mask))
+    return (*(m for part in loop.spread(consts, carry, xs) for m in part), *_no_count(loop))
+
+
+def _no_count(loop: Loop) -> Mask:
+    return () if loop.test is None else (False,)
+
+
+def _jvp(fun: Any, primals: Sequence[Arrays], tangents: Sequence[Arrays]) -> Arrays:
+    """`jax.jvp` of a function of lists, with tangents None where zero."""
+    flat, tree = jax.tree.flatten(tuple(primals))
+    flat_tangents = [t for part in tangents for t in part]
+    mask = [t is not None and _jax.has_tangent(x) for x, t in zip(flat, flat_tangents, strict=True)]
+
+    def of_marked(marked: Arrays) -> Arrays:
+        return fun(*jax.tree.unflatten(tree, merge(flat, mask, marked)))
+
+    if not any(mask):
+        return [jnp.zeros_like(x) for x in of_marked([])]
+    return jax.jvp(of_marked, (select(flat, mask),), (select(flat_tangents, mask),))[1]
+
+
+def _zero_tangent(x: Any) -> Any:
+    """A zero written out, as the rules of `jax.custom_jvp` return it."""
+    if _jax.has_tangent(x):
+        return jnp.zeros_like(x)
+    return np.zeros(x.shape, jax.dtypes.float0)

@@ -1,0 +1,174 @@
+"""A linear map that brings its own transpose and its own derivative.
+
+The derivative of a loop is a linear map of the tangents: run the differentiated loop forward. Its
+transpose must not be found by transposing that program, which would keep what every step needs,
+but be the checkpointed backward loop. `jax.custom_vjp` can say this but forbids forward mode;
+`jax.custom_derivatives.linear_call` allows both but cannot be differentiated with respect to its
+residuals or be batched, so second derivatives and `vmap` end there. Hence this primitive: it is
+`linear_call` with those two rules.
+
+A map reads *residuals*, on which it may depend in any way, and *operands*, in which it is linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from remat.loops import _internals_todo as _jax
+
+Arrays = list[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class LinearMap:
+    """Four functions on lists of arrays.
+
+    Attributes:
+      apply: (residuals, operands) -> results.
+      transposed: (residuals, cotangents of the results) -> cotangents of the operands.
+      jvp: (residuals, operands, their tangents, their tangents) -> tangents of the results; a
+        tangent is None where it is zero.
+      transposed_jvp: the same for `transposed`.
+    """
+
+    apply: Callable[[Arrays, Arrays], Arrays]
+    transposed: Callable[[Arrays, Arrays], Arrays]
+    jvp: Callable[[Arrays, Arrays, Arrays, Arrays], Arrays]
+    transposed_jvp: Callable[[Arrays, Arrays, Arrays, Arrays], Arrays]
+
+    @property
+    def T(self) -> LinearMap:
+        """The transpose, whose transpose is this map."""
+        return LinearMap(self.transposed, self.apply, self.transposed_jvp, self.jvp)
+
+
+def linear_call(linear_map: LinearMap, residuals: Sequence[Any], operands: Sequence[Any]) -> Arrays:
+    """Apply a linear map so that JAX transposes and differentiates it as the map says."""
+    jaxpr, consts, _ = _jax.trace(linear_map.apply, list(residuals), list(operands))
+    return linear_p.bind(
+        *consts,
+        *residuals,
+        *operands,
+        jaxpr=jaxpr,
+        linear_map=linear_map,
+        n_consts=len(consts),
+        n_residuals=len(residuals),
+    )
+
+
+# Rules
+
+linear_p = _jax.Primitive("remat_linear")
+
+
+def _split(args: Sequence[Any], n_consts: int, n_residuals: int) -> tuple[Arrays, Arrays]:
+    args = args[n_consts:]
+    return list(args[:n_residuals]), list(args[n_residuals:])
+
+
+def _evaluate(*args: Any, jaxpr: Any, **_: Any) -> Arrays:
+    return _jax.eval_jaxpr(jaxpr, args)
+
+
+def _abstract(*_: Any, jaxpr: Any, **__: Any) -> tuple[Arrays, Any]:
+    return _jax.out_avals(jaxpr), jaxpr.effects
+
+
+def _jvp(
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    linear_map: LinearMap,
+    n_consts: int,
+    n_residuals: int,
+    **params: Any,
+) -> tuple[Arrays, Arrays]:
+    # The constants are what tracing turned up (index tables), not values of the program.
+    sizes = {"n_consts": n_consts, "n_residuals": n_residuals}
+    out = linear_p.bind(*primals, linear_map=linear_map, **sizes, **params)
+    residuals, operands = _split(primals, **sizes)
+    d_residuals, d_operands = _split([None if _jax.is_zero(t) else t for t in tangents], **sizes)
+    return out, linear_map.jvp(residuals, operands, d_residuals, d_operands)
+
+
+def _transpose(
+    cotangents: Sequence[Any],
+    *args: Any,
+    jaxpr: Any,
+    linear_map: LinearMap,
+    n_consts: int,
+    n_residuals: int,
+) -> Arrays:
+    residuals, operands = _split(args, n_consts, n_residuals)
+    cotangents = [
+        _jax.zeros(aval) if _jax.is_zero(ct) else ct
+        for ct, aval in zip(cotangents, _jax.out_avals(jaxpr), strict=True)
+    ]
+    results = linear_call(linear_map.T, residuals, cotangents)
+    # An operand that is known here is a zero that was written out: nothing flows back to it.
+    return [None] * (n_consts + n_residuals) + [
+        ct if _jax.is_linear_input(operand) else None
+        for ct, operand in zip(results, operands, strict=True)
+    ]
+
+
+def _batch(
+    axis: Any,
+    args: Sequence[Any],
+    dims: Sequence[Any],
+    *,
+    linear_map: LinearMap,
+    n_consts: int,
+    n_residuals: int,
+    **params: Any,
+) -> tuple[Arrays, Sequence[int | None]]:
+    if all(dim is None for dim in dims):
+        sizes = {"n_consts": n_consts, "n_residuals": n_residuals}
+        results = linear_p.bind(*args, linear_map=linear_map, **sizes, **params)
+        return results, [None] * len(results)
+    residuals, operands = _split(args, n_consts, n_residuals)
+    residual_dims, operand_dims = _split(dims, n_consts, n_residuals)
+    # All operands and results are batched, so that the transpose has the same form.
+    operands = [
+        jnp.broadcast_to(x, (axis.size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+        for x, dim in zip(operands, operand_dims)
+    ]
+    names = {"axis_size": axis.size, "axis_name": axis.name, "spmd_axis_name": axis.spmd_name}
+
+    def mapped(fun: Callable) -> Callable:
+        return lambda residuals, linear: jax.vmap(fun, (residual_dims, 0), 0, **names)(
+            residuals, linear
+        )
+
+    def mapped_jvp(fun: Callable) -> Callable:
+        # A tangent is batched as its value is; None, for zero, has no leaves to batch.
+        return lambda residuals, linear, d_residuals, d_linear: jax.vmap(
+            fun,
+            (
+                residual_dims,
+                0,
+                [None if d is None else dim for d, dim in zip(d_residuals, residual_dims)],
+                0,
+            ),
+            0,
+            **names,
+        )(residuals, linear, d_residuals, d_linear)
+
+    batched = LinearMap(
+        mapped(linear_map.apply),
+        mapped(linear_map.transposed),
+        mapped_jvp(linear_map.jvp),
+        mapped_jvp(linear_map.transposed_jvp),
+    )
+    results = linear_call(batched, residuals, operands)
+    return results, [0] * len(results)
+
+
+_jax.register(
+    linear_p, evaluate=_evaluate, abstract=_abstract, jvp=_jvp, transpose=_transpose, batch=_batch
+)

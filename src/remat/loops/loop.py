@@ -1,0 +1,520 @@
+"""A loop with room for a fixed number of states: running it forward, and reversing it.
+
+    plain:     inputs -> results                       nothing kept
+    sweep:     inputs -> results, Checkpoints          `slots` states and state n-1 kept
+    backward:  inputs, Checkpoints, cotangents of the results -> cotangents of the inputs
+
+The schedule is interpreted while the program runs, so the body appears once in `sweep` and twice
+in `backward` (run forward, and reversed) whatever the number of steps and slots:
+
+    for step in n-1 .. 0:
+        take the newest state that is held
+        while it is not state `step`: advance by the schedule's split; keep where that ends
+        reverse `step`
+
+The nested `while` loops (instead of one loop with a `cond` for each kind of action) matter: XLA
+updates a buffer in place that a `while` passes through, but may copy it around a `cond`. All states
+lie in one buffer of slots + 1 rows for each leaf of the carry. The additional row holds state n-1,
+from which reversing begins, and later takes the writes of states that need not be kept, so that
+every write is unconditional.
+
+Rows are reached through `order`: entry k of the stack of held states lies in row order[k]. The
+online sweep, which drops states from the middle of the stack, permutes the order and moves no data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from remat.loops import _internals_todo as _jax, schedules
+from remat.loops.store import DEVICE, Store
+
+Arrays = list[Any]
+Mask = tuple[bool, ...]
+
+
+class Inputs(NamedTuple):
+    """What goes into a loop: values used by every step, the initial carry, the scanned values.
+
+    `steps` is their number where that is known only at run time: an empty list or [int32].
+    """
+
+    consts: Arrays
+    carry: Arrays
+    xs: Arrays
+    steps: Arrays
+
+
+class Results(NamedTuple):
+    """What comes out: the final carry, the stacked results, and [steps run] if a test decides."""
+
+    carry: Arrays
+    ys: Arrays
+    steps: Arrays
+
+
+class Checkpoints(NamedTuple):
+    """The states held when the forward pass ends.
+
+    Attributes:
+      rows: slots + 1 states, in the form of the loop's store; None where it keeps none.
+      order: (slots + 1,) int32, the row of each entry of the stack.
+      starts: (slots + 1,) int32, the step of each entry of the stack; they rise.
+      top: int32, the last entry in use, which is state n-1; -1 if no step was run.
+      count: int32, the number of steps n.
+    """
+
+    rows: Any
+    order: Any
+    starts: Any
+    top: Any
+    count: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A loop whose body is a jaxpr, and how much may be kept to reverse it.
+
+    Attributes:
+      body: a jaxpr without constants: (*consts, *carry, *x) -> (*carry, *y).
+      n_consts: how many inputs of the body are the same in every step.
+      n_carry: how many inputs of the body are its carry.
+      slots: the states to keep, state 0 included.
+      length: the number of steps, or None where it is known only at run time.
+      test: a jaxpr without constants, (*consts, *carry) -> bool, for a loop that runs while it
+        holds.
+      test_reads: the consts (first, past the last) and how many of the carry `test` reads.
+      max_steps: the most steps that a loop with a test runs, or None.
+      reverse: whether the scanned values are read and written from their end.
+      unroll: see `jax.lax.scan`.
+      store: where the states are kept.
+    """
+
+    body: Any
+    n_consts: int
+    n_carry: int
+    slots: int
+    length: int | None = None
+    test: Any = None
+    test_reads: tuple[int, int, int] = (0, 0, 0)
+    max_steps: int | None = None
+    reverse: bool = False
+    unroll: int | bool = 1
+    store: Store = DEVICE
+
+    def call(self, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
+        """Run one step."""
+        out = _jax.eval_jaxpr(self.body, [*consts, *carry, *x])
+        return out[: self.n_carry], out[self.n_carry :]
+
+    def goes_on(self, consts: Arrays, carry: Arrays, step: Any) -> Any:
+        """Whether a loop with a test runs `step`."""
+        first, last, n_carry = self.test_reads
+        (verdict,) = _jax.eval_jaxpr(self.test, [*consts[first:last], *carry[:n_carry]])
+        return verdict if self.max_steps is None else verdict & (step < self.max_steps)
+
+    def index(self, step: Any) -> Any:
+        """Where in the scanned values a step reads and writes."""
+        return self.length - 1 - step if self.reverse and self.length is not None else step
+
+    def x_at(self, inputs: Inputs, step: Any) -> Arrays:
+        """The slice of the scanned values that a step reads."""
+        return [lax.dynamic_index_in_dim(x, self.index(step), 0, False) for x in inputs.xs]
+
+    @cached_property
+    def y_avals(self) -> Arrays:
+        """The types of one step's stacked results."""
+        return _jax.out_avals(self.body)[self.n_carry :]
+
+    @cached_property
+    def rows_of_splits(self) -> np.ndarray:
+        """β(c, r), by which splits are found at run time; see `schedules.binomial_rows`."""
+        longest = self.length if self.length is not None else self.max_steps
+        longest = schedules.INT32_MAX if longest is None else longest
+        return np.array(schedules.binomial_rows(self.slots, max(longest, 2)), np.int32)
+
+    def spread(self, consts: Mask, carry: Mask, xs: Mask) -> tuple[Mask, Mask]:
+        """Which of the carry and of the stacked results depend on the marked inputs."""
+        while True:
+            out = _jax.dependents(self.body, [*consts, *carry, *xs])
+            reached = tuple(a or b for a, b in zip(carry, out))
+            if reached == carry:
+                return carry, tuple(out[self.n_carry :])
+            carry = reached
+
+
+def split_inputs(loop: Loop, flat: Sequence[Any]) -> Inputs:
+    """The inputs of a loop from their concatenation."""
+    flat = list(flat)
+    first, second = loop.n_consts, loop.n_consts + loop.n_carry
+    third = len(flat) if loop.length is not None or loop.test is not None else len(flat) - 1
+    return Inputs(flat[:first], flat[first:second], flat[second:third], flat[third:])
+
+
+# Forward
+
+
+def plain(loop: Loop, inputs: Inputs) -> Results:
+    """Run the loop and keep nothing."""
+    consts, carry, xs, steps = inputs
+    if loop.length is not None:
+        carry, ys = lax.scan(
+            lambda carry, x: loop.call(consts, carry, x),
+            carry,
+            xs,
+            loop.length,
+            reverse=loop.reverse,
+            unroll=loop.unroll,
+        )
+        return Results(carry, ys, [])
+    if loop.test is None:
+        return Results(_advance(loop, inputs, jnp.int32(0), steps[0], carry), [], [])
+
+    def run(state: tuple) -> tuple:
+        step, carry = state
+        return step + 1, loop.call(consts, carry, [])[0]
+
+    step, carry = lax.while_loop(
+        lambda state: loop.goes_on(consts, state[1], state[0]), run, (jnp.int32(0), carry)
+    )
+    return Results(carry, [], [step])
+
+
+def sweep(loop: Loop, inputs: Inputs) -> tuple[Results, Checkpoints]:
+    """Run the loop and keep the states from which it can be reversed."""
+    if loop.store.one_pass:
+        return plain(loop, inputs), Checkpoints(None, None, None, None, None)
+    return _sweep(loop, inputs, [], with_ys=True)
+
+
+def _sweep(
+    loop: Loop, inputs: Inputs, witnesses: Arrays, *, with_ys: bool
+) -> tuple[Results, Checkpoints]:
+    rows = loop.store.create(loop.slots + 1, inputs.carry, witnesses)
+    if loop.test is not None:
+        return _online_sweep(loop, inputs, rows)
+    return _offline_sweep(loop, inputs, rows, with_ys)
+
+
+def _offline_sweep(
+    loop: Loop, inputs: Inputs, rows: Any, with_ys: bool
+) -> tuple[Results, Checkpoints]:
+    count = _steps(loop, inputs)
+    ys = [_jax.zeros(y, (loop.length,)) for y in loop.y_avals if with_ys]
+
+    def segment(state: tuple) -> tuple:
+        """Keep the state at hand and run to the next that is kept, or from n-1 to the end."""
+        top, start, starts, rows, carry, ys = state
+        top = top + 1
+        rows = loop.store.write(rows, top, carry)
+        starts = starts.at[top].set(start)
+        split = _split(loop, count - start, loop.slots - top)
+        stop = jnp.where(start == count - 1, count, start + split)
+        carry, ys = _advance_with_ys(loop, inputs, start, stop, carry, ys)
+        return top, stop, starts, rows, carry, ys
+
+    top, _, starts, rows, carry, ys = lax.while_loop(
+        lambda state: state[1] < count,
+        segment,
+        (jnp.int32(-1), jnp.int32(0), _no_starts(loop), rows, inputs.carry, ys),
+    )
+    order = jnp.arange(loop.slots + 1, dtype=jnp.int32)
+    return Results(carry, ys, []), Checkpoints(rows, order, starts, top, count)
+
+
+def _online_sweep(loop: Loop, inputs: Inputs, rows: Any) -> tuple[Results, Checkpoints]:
+    """Run while the test holds. Entry `top` of the stack is always the state of the last step."""
+
+    def run(state: tuple) -> tuple:
+        step, top, order, starts, rows, carry = state
+        # The test holds, so `top`, the state before the one at hand, can become a held state:
+        # one more step follows it, and that one will be the entry to begin reversing from.
+        order, starts, top = _online_update(loop, step, top, order, starts)
+        rows = loop.store.write(rows, order[top], carry)
+        starts = starts.at[top].set(step)
+        carry, _ = loop.call(inputs.consts, carry, [])
+        return step + 1, top, order, starts, rows, carry
+
+    order = jnp.arange(loop.slots + 1, dtype=jnp.int32)
+    step, top, order, starts, rows, carry = lax.while_loop(
+        lambda state: loop.goes_on(inputs.consts, state[-1], state[0]),
+        run,
+        (
+            jnp.int32(0),
+            jnp.int32(-1),
+            order,
+            _no_starts(loop),
+            rows,
+            inputs.carry,
+        ),
+    )
+    return Results(carry, [], [step]), Checkpoints(rows, order, starts, top, step)
+
+
+def _online_update(loop: Loop, step: Any, top: Any, order: Any, starts: Any) -> tuple:
+    """`schedules.online_update` on the stack, and room for one more entry on top."""
+    slots = loop.slots
+    if slots == 1:
+        return order, starts, jnp.minimum(top + 1, 1)
+    # The choice depends on the step alone. It is looked up for the first steps, since weighing it
+    # takes longer than a small body does, and weighed for those behind.
+    known = np.array(_online_choices(slots, ONLINE_STEPS_KNOWN), np.int32)
+    choice = lax.cond(
+        step < len(known),
+        lambda starts: jnp.asarray(known)[jnp.minimum(step, len(known) - 1)],
+        lambda starts: _online_choice(jnp, starts, step, slots),
+        starts,
+    )
+    # While there is room, nothing moves.
+    choice = jnp.where(top == slots, choice, slots)
+    source = _without(jnp, slots, choice)
+    return order[source], starts[source], jnp.minimum(top + 1, slots)
+
+
+# How many choices are computed when a loop is traced: some ten milliseconds of NumPy.
+ONLINE_STEPS_KNOWN = 1024
+
+
+@lru_cache(maxsize=64)
+def _online_choices(slots: int, steps: int) -> tuple[int, ...]:
+    """`_online_choice` at the steps 0, 1, ..., and `slots` where there is room."""
+    starts = np.zeros(slots + 1, np.int32)
+    choices = []
+    for step in range(steps):
+        choice = slots
+        if step > slots:
+            choice = int(_online_choice(np, starts, np.int32(step), slots))
+            starts = starts[_without(np, slots, np.int32(choice))]
+        starts[min(step, slots)] = step
+        choices.append(choice)
+    return tuple(choices)
+
+
+def _without(np_: Any, slots: int, choice: Any) -> Any:
+    """The entries with entry `choice` moved to the end, where the state at hand overwrites it."""
+    entries = np.arange(slots + 1, dtype=np.int32)
+    source = np_.where(entries < choice, entries, np.minimum(entries + 1, slots))
+    return np_.where(entries == slots, choice, source)
+
+
+def _online_choice(np_: Any, starts: Any, step: Any, slots: int) -> Any:
+    """Which entry, 1..slots, to drop from a full stack, so that reversal is cheapest.
+
+    Entry `slots` is the newcomer. `np_` is `numpy` or `jax.numpy`; in a compiled loop this runs at
+    every step, so it is written as few operations on short vectors.
+    """
+    savings, slopes = _online_tables(slots)
+    # The parts between states 0..slots-1 and the newcomer, which is entry `slots`, and three lists
+    # of parts to reverse: if nothing is dropped, those joined if entry k = 1..slots-1 is dropped,
+    # and those behind it, which then gain a slot each. The loop would end after `step`.
+    parts = np_.diff(starts)
+    last = step + 1 - starts[slots - 1 : slots]
+    lengths = np_.concatenate([last, parts[:-1], parts[:-1] + parts[1:], parts[2:]])
+    costs = np_.max(lengths[:, None] * slopes - savings, axis=1)
+    kept, joined, shifted = costs[:slots], costs[slots : 2 * slots - 1], costs[2 * slots - 1 :]
+    before = _sums_before(np_, kept[1:])
+    shifted = np_.concatenate([shifted, np_.zeros(1, np.int32)])
+    behind = shifted + _sums_before(np_, shifted[::-1])[::-1]
+    keep_all = np_.sum(kept, dtype=np.int32, keepdims=True)
+    return np_.argmin(np_.concatenate([before + joined + behind, keep_all])).astype(np.int32) + 1
+
+
+@lru_cache(maxsize=64)
+def _online_tables(slots: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each part that `_online_update` weighs: its cost is max over r of slope·length - saving.
+
+    With c slots the slope is r and the saving β(c+1, r-1); see `schedules.binomial_advances`. The
+    last part has been run once already, up to state n-1, which takes length - 1 off.
+    """
+    beta = np.array(schedules.online_rows(slots), np.int64)
+    of_slots = np.concatenate([np.zeros((slots + 1, 1), np.int64), beta[1:, :-1]], axis=1)
+    down = [np.arange(slots, 1, -1), np.arange(slots, 1, -1), np.arange(slots - 1, 1, -1)]
+    savings = of_slots[np.concatenate([[1], *down])]
+    slopes = np.broadcast_to(np.arange(beta.shape[1]), savings.shape).copy()
+    slopes[0] -= 1
+    savings[0] -= 1
+    return savings.astype(np.int32), slopes.astype(np.int32)
+
+
+def _sums_before(np_: Any, values: Any) -> Any:
+    """The sum of the values before each, in order."""
+    n = values.shape[0]
+    if n <= 64:
+        # One fused operation, where a scan would be several.
+        earlier = (np.arange(n)[None, :] < np.arange(n)[:, None]).astype(np.int32)
+        return np_.sum(earlier * values[None, :], axis=1, dtype=np.int32)
+    return np_.cumsum(values, dtype=np.int32) - values
+
+
+# Backward
+
+
+def backward(
+    loop: Loop,
+    inputs: Inputs,
+    held: Checkpoints,
+    cotangents: Results,
+    marked: Inputs,
+) -> Inputs:
+    """The cotangents of the inputs that are marked; None elsewhere.
+
+    Args:
+      loop: the loop.
+      inputs: its inputs.
+      held: the states that `sweep` kept.
+      cotangents: of the results; None where zero.
+      marked: which inputs are differentiated, as lists of bools.
+    """
+    consts, xs = inputs.consts, inputs.xs
+    if loop.store.one_pass:
+        witnesses = [x for x in [*_leaves(inputs), *_leaves(cotangents)] if x is not None]
+        held = _sweep(loop, inputs, witnesses, with_ys=False)[1]
+    carry_mask, y_mask = loop.spread(*map(tuple, marked[:3]))
+
+    def reverse_step(step: Any, carry: Arrays, ct_carry: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+        x = loop.x_at(inputs, step)
+
+        def active(c: Arrays, k: Arrays, x_: Arrays) -> tuple[Arrays, Arrays]:
+            carry_out, y = loop.call(
+                merge(consts, marked.consts, c),
+                merge(carry, carry_mask, k),
+                merge(x, marked.xs, x_),
+            )
+            return select(carry_out, carry_mask), select(y, y_mask)
+
+        _, pull = jax.vjp(
+            active, select(consts, marked.consts), select(carry, carry_mask), select(x, marked.xs)
+        )
+        ct_y = [
+            _jax.zeros(y)
+            if ct is None
+            else lax.dynamic_index_in_dim(ct, loop.index(step), 0, False)
+            for ct, y in zip(select(cotangents.ys, y_mask), select(loop.y_avals, y_mask))
+        ]
+        return pull((ct_carry, ct_y))
+
+    def reverse(state: tuple) -> tuple:
+        step, top, starts, rows, ct_consts, ct_carry, ct_xs = state
+        top_start = starts[top]
+        rows, carry = loop.store.read(rows, held.order[top], inputs.carry)
+
+        def descend(state: tuple) -> tuple:
+            start, top, starts, rows, carry = state
+            split = _split(loop, step + 1 - start, loop.slots - top)
+            carry = _advance(loop, inputs, start, start + split, carry)
+            start = start + split
+            # The state of `step` itself is written, too, above the stack, where nothing is.
+            rows = loop.store.write(rows, held.order[top + 1], carry)
+            starts = starts.at[top + 1].set(start)
+            return start, top + (start < step).astype(jnp.int32), starts, rows, carry
+
+        _, top, starts, rows, carry = lax.while_loop(
+            lambda state: state[0] < step, descend, (top_start, top, starts, rows, carry)
+        )
+        d_consts, ct_carry, d_x = reverse_step(step, carry, ct_carry)
+        ct_consts = [a + b for a, b in zip(ct_consts, d_consts)]
+        ct_xs = [
+            lax.dynamic_update_index_in_dim(ct, d, loop.index(step), 0) for ct, d in zip(ct_xs, d_x)
+        ]
+        top = top - (starts[top] == step).astype(jnp.int32)
+        return step - 1, top, starts, rows, ct_consts, ct_carry, ct_xs
+
+    ct_carry = [
+        jnp.zeros_like(x) if ct is None else ct
+        for x, ct in zip(select(inputs.carry, carry_mask), select(cotangents.carry, carry_mask))
+    ]
+    *_, rows, ct_consts, ct_carry, ct_xs = lax.while_loop(
+        lambda state: state[0] >= 0,
+        reverse,
+        (
+            held.count - 1,
+            held.top,
+            held.starts,
+            held.rows,
+            [jnp.zeros_like(c) for c in select(consts, marked.consts)],
+            ct_carry,
+            [jnp.zeros_like(x) for x in select(xs, marked.xs)],
+        ),
+    )
+    loop.store.close(rows)
+    nothing: Callable = lambda values: [None] * len(values)  # noqa: E731
+    ct_all_carry = merge(nothing(inputs.carry), carry_mask, ct_carry)
+    return Inputs(
+        merge(nothing(consts), marked.consts, ct_consts),
+        [ct if mark else None for ct, mark in zip(ct_all_carry, marked.carry)],
+        merge(nothing(xs), marked.xs, ct_xs),
+        nothing(inputs.steps),
+    )
+
+
+# Helpers
+
+
+def select(values: Sequence[Any], mask: Sequence[bool]) -> Arrays:
+    """The values that are marked."""
+    return [value for value, mark in zip(values, mask, strict=True) if mark]
+
+
+def merge(values: Sequence[Any], mask: Sequence[bool], marked: Sequence[Any]) -> Arrays:
+    """`values` with those that are marked taken from `marked`, in order."""
+    replacements = iter(marked)
+    return [next(replacements) if mark else value for value, mark in zip(values, mask, strict=True)]
+
+
+def _leaves(parts: Inputs | Results) -> Arrays:
+    return [value for part in parts for value in part]
+
+
+def _steps(loop: Loop, inputs: Inputs) -> Any:
+    return inputs.steps[0] if loop.length is None else jnp.int32(loop.length)
+
+
+def _advance(loop: Loop, inputs: Inputs, start: Any, stop: Any, carry: Arrays) -> Arrays:
+    def run(state: tuple) -> tuple:
+        step, carry = state
+        return step + 1, loop.call(inputs.consts, carry, loop.x_at(inputs, step))[0]
+
+    return lax.while_loop(lambda state: state[0] < stop, run, (start, carry))[1]
+
+
+def _advance_with_ys(
+    loop: Loop, inputs: Inputs, start: Any, stop: Any, carry: Arrays, ys: Arrays
+) -> tuple[Arrays, Arrays]:
+    def run(state: tuple) -> tuple:
+        step, carry, ys = state
+        carry, y = loop.call(inputs.consts, carry, loop.x_at(inputs, step))
+        at = loop.index(step)
+        return (
+            step + 1,
+            carry,
+            [lax.dynamic_update_index_in_dim(a, b, at, 0) for a, b in zip(ys, y)],
+        )
+
+    return lax.while_loop(lambda state: state[0] < stop, run, (start, carry, ys))[1:]
+
+
+def _split(loop: Loop, length: Any, free: Any) -> Any:
+    """`schedules.binomial_split` at run time: `length` ≥ 2 steps from a state with `free` slots.
+
+    Outside that domain, and where the table is too narrow, the answer only has to be a step
+    count that makes progress.
+    """
+    if loop.slots == 1:
+        return jnp.maximum(length - 1, 1)
+    table = jnp.asarray(loop.rows_of_splits)
+    r = jnp.sum(table[free] < length, dtype=jnp.int32)
+    below = jnp.maximum(r - 1, 0)
+    split = jnp.minimum(table[free, below], length - table[free - 1, below])
+    return jnp.where(free == 1, length - 1, jnp.clip(split, 1, jnp.maximum(length - 1, 1)))
+
+
+def _no_starts(loop: Loop) -> Any:
+    return jnp.zeros(loop.slots + 1, jnp.int32)

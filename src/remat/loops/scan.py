@@ -1,0 +1,333 @@
+"""`remat.scan`: `jax.lax.scan` whose reverse-mode memory the user chooses.
+
+Two ways of spending memory, and a choice between them (`Choice`, printed by `remat.scan.explain`):
+
+- *nested*: scans in scans, with the blocks between them recomputed. With two levels and the
+  residuals of one block kept it costs one more forward sweep and about √n in memory. It is made of
+  `lax.scan` and `remat.checkpoint` alone. This is the default.
+- *binomial*: a fixed number of states and the fewest recomputed steps possible for it
+  (`schedules.Binomial`), interpreted at run time (`loop.py`). This is what `checkpoints=` means.
+
+With `budget=`, the cheapest of the two that fits is taken.
+
+The body is traced to a jaxpr once, twice or three times where the carry starts weakly typed; both
+ways work on the jaxpr.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from remat.errors import BudgetError, ScheduleError
+from remat.loops import _internals_todo as _jax
+from remat.loops.derivative import run
+from remat.loops.loop import Inputs, Loop
+from remat.loops.schedules import Binomial, Multilevel
+from remat.loops.store import make_store
+from remat.loops.tracing import (
+    Traced,
+    as_arrays,
+    checkpointed,
+    n_bytes,
+    residual_bytes,
+    trace_body,
+)
+from remat.units import format_bytes, parse_bytes
+
+# API
+
+
+def scan(
+    f: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    *,
+    checkpoints: int | None = None,
+    budget: str | int | None = None,
+    policy: Callable | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    store: Literal["device", "host", "disk"] = "device",
+    directory: str | os.PathLike | None = None,
+) -> tuple[Any, Any]:
+    """Like `jax.lax.scan`, with the reverse-mode memory that you choose.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from remat.loops.scan import scan
+    >>> def loss(x):
+    ...     step = lambda x, _: (jnp.sin(x), None)
+    ...     return scan(step, x, length=1000, checkpoints=10)[0].sum()
+    >>> jax.grad(loss)(jnp.ones(3)).shape
+    (3,)
+
+    Args:
+      f: the body, (carry, x) -> (carry, y), as for `jax.lax.scan`.
+      init: the initial carry, a pytree of arrays of any type.
+      xs: a pytree of arrays with the same leading axis, of `length`; or None.
+      length: the number of steps, needed where `xs` has no leaves.
+      checkpoints: how many carries are kept for the backward pass, the initial one included; one
+        more is at hand when it begins. The fewest steps possible for that number are recomputed.
+      budget: the bytes that may be kept for the backward pass, as a number or as "2GiB"; the
+        cheapest way that fits is chosen. Where neither this nor `checkpoints` is given, the
+        choice is the one of least memory that costs at most one more forward sweep.
+      policy: what is saved inside a step while it is reversed, as for `remat.checkpoint`.
+      reverse: run from the last x to the first.
+      unroll: as for `jax.lax.scan`; the binomial backward pass does not unroll.
+      store: where the carries are kept: in the device's memory, in the host's, or in a file. The
+        last two need `checkpoints`. A file costs one more forward sweep, and has no name, so that
+        nothing stays in the directory.
+      directory: of the file, with store="disk".
+
+    Returns:
+      The final carry and the stacked ys.
+
+    Raises:
+      ScheduleError: `checkpoints` below 1, or together with `budget`; `store` without it.
+      StoreError: a directory that cannot be written to, or has too little space.
+      BudgetError: `budget` is below the smallest memory that any way needs.
+      UnitsError: a `budget` that is no number of bytes.
+      TypeError, ValueError: what `jax.lax.scan` raises for the same call.
+
+    Reference: Griewank & Walther, Algorithm 799: revolve, ACM TOMS 26 (2000).
+    """
+    where = make_store(store, directory)
+    if store != "device" and checkpoints is None:
+        raise ScheduleError(f"store={store!r} keeps single carries: say how many, checkpoints=.")
+    scanned = _trace(f, init, xs, length, policy, reverse, unroll)
+    choice = choose(scanned, checkpoints, budget)
+    traced, leaves, n = scanned.traced, scanned.xs, scanned.length
+    if isinstance(choice.schedule, Binomial) or store != "device":
+        loop = Loop(
+            traced.body,
+            len(traced.consts),
+            len(traced.carry),
+            # A loop that is shorter than this has no use for more.
+            max(1, min(choice.schedule.peak_slots, n)) if choice.schedule else 1,
+            n,
+            reverse=reverse,
+            unroll=unroll,
+            store=where,
+        )
+        carry, ys, _ = run(loop, Inputs(traced.consts, traced.carry, leaves, []))
+    else:
+        lengths = (n,) if choice.schedule is None else choice.schedule.lengths
+        recomputed = choice.schedule is not None and choice.schedule.step_recomputed
+        carry, ys = _nested(scanned, traced.carry, leaves, n, lengths, recomputed)
+    return jax.tree.unflatten(traced.carry_tree, carry), jax.tree.unflatten(traced.y_tree, ys)
+
+
+def explain(
+    f: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    *,
+    checkpoints: int | None = None,
+    budget: str | int | None = None,
+    policy: Callable | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+) -> Choice:
+    """What `remat.scan` with the same arguments keeps and recomputes, and why.
+
+    >>> print(explain(lambda x, _: (x * x, x), jnp.ones(4), length=100, checkpoints=5))
+    binomial: 100 steps, 5 slots: 416 forward steps (4.16 per step), repeated at most 4 times
+    kept for the backward pass: 96 B = 6 states of 16 B
+    why: the fewest steps for checkpoints=5
+    """
+    return choose(_trace(f, init, xs, length, policy, reverse, unroll), checkpoints, budget)
+
+
+scan.explain = explain  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a scan will be reversed.
+
+    Attributes:
+      kind: "plain" keeps the residuals of all steps; "nested" and "binomial" see the module.
+      schedule: with the exact costs; None for "plain".
+      n: steps.
+      state_bytes: of one carry.
+      residual_bytes: of what one step keeps to be reversed, inputs of the scan excluded.
+      kept_bytes: of all that is kept at the worst moment of the backward pass.
+      why: the reason, in words.
+    """
+
+    kind: Literal["plain", "nested", "binomial"]
+    schedule: Multilevel | Binomial | None
+    n: int
+    state_bytes: int
+    residual_bytes: int
+    kept_bytes: int
+    why: str
+
+    @property
+    def forward_steps(self) -> int:
+        """Evaluations of the body for a gradient, with one inside each reversed step."""
+        return self.n if self.schedule is None else self.schedule.grad_forward_steps
+
+    def __str__(self) -> str:
+        head = f"plain: {self.n} steps, nothing recomputed"
+        kept = f"{self.n} steps' residuals of {format_bytes(self.residual_bytes)}"
+        if isinstance(self.schedule, Multilevel):
+            head = str(self.schedule)
+            kept = (
+                f"{self.schedule.peak_slots} states of {format_bytes(self.state_bytes)}, "
+                f"{self.schedule.peak_residuals} steps' residuals of "
+                f"{format_bytes(self.residual_bytes)}"
+            )
+        elif isinstance(self.schedule, Binomial):
+            head = str(self.schedule)
+            kept = f"{self.schedule.slots + 1} states of {format_bytes(self.state_bytes)}"
+        return (
+            f"{head}\nkept for the backward pass: {format_bytes(self.kept_bytes)} = {kept}\n"
+            f"why: {self.why}"
+        )
+
+
+# Tracing
+
+
+class Scanned(NamedTuple):
+    """A traced scan: its body, what it runs over, and how."""
+
+    traced: Traced
+    xs: list[Any]
+    length: int
+    reverse: bool
+    unroll: int | bool
+
+
+def _trace(
+    f: Callable,
+    init: Any,
+    xs: Any,
+    length: int | None,
+    policy: Callable | None,
+    reverse: bool,
+    unroll: int | bool,
+) -> Scanned:
+    leaves, xs_tree = jax.tree.flatten(xs)
+    leaves = as_arrays(leaves)
+    lengths = {x.shape[0] if x.ndim else -1 for x in leaves}
+    lengths |= set() if length is None else {int(length)}
+    traced = None
+    if len(lengths) == 1 and min(lengths) >= 0:
+        slices = _jax.slice_types(leaves)
+        traced = trace_body(f, init, jax.tree.unflatten(xs_tree, slices), policy)
+    if traced is None:
+        # The same call is refused by JAX, in the words that its users know.
+        lax.scan(f, init, xs, length, reverse=reverse, unroll=unroll)
+        raise AssertionError("jax.lax.scan accepts what remat.scan does not")
+    return Scanned(traced, leaves, lengths.pop(), reverse, unroll)
+
+
+# Choosing
+
+
+def choose(scanned: Scanned, checkpoints: int | None, budget: str | int | None) -> Choice:
+    """Which way of reversing a scan costs least and keeps what it may."""
+    if checkpoints is not None and budget is not None:
+        raise ScheduleError(
+            f"checkpoints={checkpoints} and budget={budget!r} both say what to keep. Give one."
+        )
+    n = scanned.length
+    state = sum(n_bytes(x) for x in scanned.traced.carry)
+    residual = residual_bytes(scanned.traced)
+
+    def choice(kind: Any, schedule: Any, kept_bytes: int, why: str) -> Choice:
+        return Choice(kind, schedule, n, state, residual, kept_bytes, why)
+
+    plain = choice("plain", None, n * residual, "the loop is too short to save anything")
+    if checkpoints is not None:
+        schedule = Binomial(n, checkpoints)
+        if checkpoints < n:
+            return choice(
+                "binomial",
+                schedule,
+                (checkpoints + 1) * state,
+                f"the fewest steps for checkpoints={checkpoints}",
+            )
+        every = Multilevel(n, (max(n, 1),))
+        why = f"checkpoints={checkpoints} hold the states of all {n} steps"
+        return choice("nested", every, n * state + residual, why)
+    two_levels = Multilevel.balanced(
+        n, 2, step_recomputed=False, state_bytes=state, residual_bytes=residual
+    )
+    nested_bytes = two_levels.peak_slots * state + two_levels.peak_residuals * residual
+    nested = choice("nested", two_levels, nested_bytes, "the least memory for one more sweep")
+    if budget is None:
+        return nested if nested_bytes < plain.kept_bytes else plain
+    limit = parse_bytes(budget)
+    if plain.kept_bytes <= limit:
+        return choice("plain", None, plain.kept_bytes, f"all fits the {format_bytes(limit)}")
+    if nested_bytes <= limit:
+        # The largest blocks that fit do not matter for the number of sweeps: it is one.
+        return choice("nested", two_levels, nested_bytes, f"fits the {format_bytes(limit)}")
+    slots = min((limit - residual) // max(state, 1) - 1, n)
+    if slots < 1:
+        least = 2 * state + residual
+        raise BudgetError(
+            f"no schedule of {n} steps fits {format_bytes(limit)}; the smallest keeps "
+            f"{format_bytes(least)}: two states of {format_bytes(state)} and one step's residuals "
+            f"of {format_bytes(residual)}. Raise budget=, or save less in a step with policy=."
+        )
+    return choice(
+        "binomial",
+        Binomial(n, slots),
+        (slots + 1) * state + residual,
+        f"the fewest steps for the {slots + 1} states that fit {format_bytes(limit)}",
+    )
+
+
+# Nesting
+
+
+def _nested(
+    scanned: Scanned, carry: Any, xs: Any, n: int, lengths: tuple[int, ...], recomputed: bool
+) -> tuple[Any, Any]:
+    """Scan the blocks that `Multilevel` describes; blocks are recomputed as a whole."""
+    options = {"reverse": scanned.reverse}
+
+    def step(carry: Any, x: Any) -> tuple[Any, Any]:
+        out = _jax.eval_jaxpr(scanned.traced.body, [*scanned.traced.consts, *carry, *x])
+        return out[: len(carry)], out[len(carry) :]
+
+    if len(lengths) == 1 or n == 0:
+        body = checkpointed(step, None) if recomputed else step
+        return lax.scan(body, carry, xs, n, unroll=scanned.unroll, **options)
+    block = 1
+    for length in lengths[1:]:
+        block *= length
+    blocks, rest = divmod(n, block)
+
+    def inner(carry: Any, xs: Any, n: int) -> tuple[Any, Any]:
+        return _nested(scanned, carry, xs, n, lengths[1:], recomputed)
+
+    # The blocks come first in the order of execution, the rest last.
+    main, last = slice(0, blocks * block), slice(blocks * block, n)
+    if scanned.reverse:
+        main, last = slice(rest, n), slice(0, rest)
+    parts = []
+    if blocks:
+        cut = [x[main].reshape(blocks, block, *x.shape[1:]) for x in xs]
+        body = checkpointed(lambda carry, xs: inner(carry, xs, block), None)
+        carry, ys = lax.scan(body, carry, cut, blocks, **options)
+        parts.append([y.reshape(blocks * block, *y.shape[2:]) for y in ys])
+    if rest:
+        carry, ys = inner(carry, [x[last] for x in xs], rest)
+        parts.append(ys)
+    if len(parts) == 1:
+        return carry, parts[0]
+    first, second = reversed(parts) if scanned.reverse else parts
+    return carry, [jnp.concatenate(pair) for pair in zip(first, second)]

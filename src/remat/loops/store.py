@@ -1,0 +1,182 @@
+"""Where the states of a checkpointed loop are kept: device memory, host memory, or disk.
+
+A store holds rows; a row is one state, a list of arrays. What a program carries from one operation
+to the next are the store's `rows`: arrays for memory, a ticket for a file.
+
+The disk store works through callbacks to the host. Each takes the ticket and returns a new one, so
+that they happen in the order of the program. Its file lives as long as one backward pass, which
+fills it, reads it and closes it, because nothing tells a program when a file that a forward pass
+left behind is no longer wanted. That costs one more forward sweep. The file has no name from the
+moment it is opened, so nothing is left in the directory however the program ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import io_callback
+
+from remat.errors import ScheduleError, StoreError
+from remat.units import format_bytes
+
+Arrays = list[Any]
+
+
+class Store(Protocol):
+    """Rows of states, as operations of a program."""
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether the rows must be filled and read in one pass, and closed after it."""
+
+    def create(self, n_rows: int, carry: Arrays, witnesses: Arrays) -> Any:
+        """Rows for states like `carry`; a new store for each value of the witnesses."""
+
+    def write(self, rows: Any, row: Any, carry: Arrays) -> Any:
+        """The rows with one of them replaced."""
+
+    def read(self, rows: Any, row: Any, like: Arrays) -> tuple[Any, Arrays]:
+        """The rows, and the state in one of them, of the same types as `like`."""
+
+    def close(self, rows: Any) -> None:
+        """Give back what the rows occupy."""
+
+
+@dataclass(frozen=True)
+class DeviceStore:
+    """One array for each leaf of the carry, in the device's memory."""
+
+    one_pass: bool = False
+
+    def create(self, n_rows: int, carry: Arrays, witnesses: Arrays) -> Arrays:
+        return [jnp.broadcast_to(x[None], (n_rows, *x.shape)) for x in carry]
+
+    def write(self, rows: Arrays, row: Any, carry: Arrays) -> Arrays:
+        return [lax.dynamic_update_index_in_dim(a, x, row, 0) for a, x in zip(rows, carry)]
+
+    def read(self, rows: Arrays, row: Any, like: Arrays) -> tuple[Arrays, Arrays]:
+        return rows, [lax.dynamic_index_in_dim(a, row, 0, False) for a in rows]
+
+    def close(self, rows: Arrays) -> None:
+        pass
+
+
+DEVICE = DeviceStore()
+
+
+@dataclass(frozen=True)
+class HostStore(DeviceStore):
+    """The same in the host's memory, pinned; on CPU that is the device's memory again."""
+
+    def create(self, n_rows: int, carry: Arrays, witnesses: Arrays) -> Arrays:
+        return jax.device_put(super().create(n_rows, carry, witnesses), jax.memory.Space.Host)
+
+    def write(self, rows: Arrays, row: Any, carry: Arrays) -> Arrays:
+        return super().write(rows, row, jax.device_put(carry, jax.memory.Space.Host))
+
+    def read(self, rows: Arrays, row: Any, like: Arrays) -> tuple[Arrays, Arrays]:
+        rows, carry = super().read(rows, row, like)
+        return rows, jax.device_put(carry, jax.memory.Space.Device)
+
+
+@dataclass(frozen=True, eq=False)
+class DiskStore:
+    """A memory-mapped file without a name in `directory`."""
+
+    directory: str
+    one_pass: bool = True
+    _files: dict[int, list[np.ndarray]] = field(default_factory=dict)
+    _tickets: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def create(self, n_rows: int, carry: Arrays, witnesses: Arrays) -> Any:
+        types = [(x.shape, np.dtype(x.dtype)) for x in map(_as_data, carry)]
+        # The values are not looked at. Under vmap they make the call one for each lane of the
+        # batch, so that each gets a file; and no loop can hoist it.
+        seen = [_as_data(x).ravel()[:1] for x in witnesses]
+        return io_callback(
+            lambda *_: self._open(n_rows, types), jax.ShapeDtypeStruct((), jnp.int32), *seen
+        )
+
+    def write(self, rows: Any, row: Any, carry: Arrays) -> Any:
+        return io_callback(self._write, rows, rows, row, *map(_as_data, carry))
+
+    def read(self, rows: Any, row: Any, like: Arrays) -> tuple[Any, Arrays]:
+        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(_as_data, like)]
+        rows, *data = io_callback(self._read, [rows, *types], rows, row)
+        return rows, [_from_data(d, x) for d, x in zip(data, like)]
+
+    def close(self, rows: Any) -> None:
+        io_callback(lambda ticket: self._files.pop(int(ticket)) and None, None, rows)
+
+    def _open(self, n_rows: int, types: list[tuple[tuple[int, ...], np.dtype]]) -> Any:
+        sizes = [n_rows * int(np.prod(shape)) * dtype.itemsize for shape, dtype in types]
+        # Maps begin at multiples of this.
+        offsets = [0, *itertools.accumulate(-(-size // 4096) * 4096 for size in sizes)]
+        with tempfile.TemporaryFile(dir=self.directory, prefix="remat-") as file:
+            try:
+                # Without reserving the space, a full disk would kill the process later.
+                os.posix_fallocate(file.fileno(), 0, max(offsets[-1], 1))
+            except OSError as error:
+                free = shutil.disk_usage(self.directory).free
+                raise StoreError(
+                    f"{n_rows} states need {format_bytes(offsets[-1])} in {self.directory!r}, "
+                    f"where {format_bytes(free)} are free. Give fewer checkpoints= or another "
+                    f"directory=."
+                ) from error
+            ticket = next(self._tickets)
+            self._files[ticket] = [
+                np.memmap(file, dtype, "r+", offset, (n_rows, *shape))
+                if size
+                else np.empty((n_rows, *shape), dtype)
+                for (shape, dtype), size, offset in zip(types, sizes, offsets)
+            ]
+        return np.int32(ticket)
+
+    def _write(self, ticket: Any, row: Any, *data: Any) -> Any:
+        for rows, x in zip(self._files[int(ticket)], data):
+            rows[int(row)] = x
+        return np.int32(ticket)
+
+    def _read(self, ticket: Any, row: Any) -> Arrays:
+        return [np.int32(ticket), *(np.array(a[int(row)]) for a in self._files[int(ticket)])]
+
+
+def make_store(store: str, directory: str | os.PathLike | None) -> Store:
+    """The store that a user named.
+
+    Raises:
+      ScheduleError: a name that is none of the three, or a directory without use or missing.
+      StoreError: a directory that does not exist or cannot be written to.
+    """
+    if store not in ("device", "host", "disk"):
+        raise ScheduleError(f"store is 'device', 'host' or 'disk', not {store!r}.")
+    if store != "disk":
+        if directory is not None:
+            raise ScheduleError(f"directory={str(directory)!r} has no use with store={store!r}.")
+        return DEVICE if store == "device" else HostStore()
+    if directory is None:
+        raise ScheduleError("store='disk' needs a directory= to keep its file in.")
+    if not os.path.isdir(directory) or not os.access(directory, os.W_OK):
+        raise StoreError(f"{str(directory)!r} is no directory that can be written to.")
+    return DiskStore(os.fspath(directory))
+
+
+def _as_data(x: Any) -> Any:
+    """A random key as the numbers in it; anything else as it is."""
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def _from_data(data: Any, like: Any) -> Any:
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
+    return data

@@ -1,0 +1,277 @@
+"""`remat.fori_loop` and `remat.while_loop`: loops that JAX runs but does not reverse.
+
+JAX reverses a `fori_loop` only with concrete bounds, keeping every step, and a `while_loop` not at
+all. Here both are reversed from a fixed number of states. With traced bounds the number of steps
+is known when the loop starts, and the schedule is binomial; a `while_loop` learns it only at its
+end, and the schedule is `schedules.Online`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import checkify
+
+from remat.errors import BudgetError, ScheduleError, StepLimitError
+from remat.loops import _internals_todo as _jax
+from remat.loops.derivative import run
+from remat.loops.loop import Inputs, Loop
+from remat.loops.scan import scan
+from remat.loops.schedules import beta
+from remat.loops.store import make_store
+from remat.loops.tracing import Traced, n_bytes, residual_bytes, trace_body
+from remat.units import format_bytes, parse_bytes
+
+# Where neither the number of steps nor of states is known: up to 45,760 steps are then run at most
+# three times more each, 4 million at most five times.
+DEFAULT_CHECKPOINTS = 64
+
+# API
+
+
+def fori_loop(
+    lower: Any,
+    upper: Any,
+    body: Callable[[Any, Any], Any],
+    init: Any,
+    *,
+    checkpoints: int | None = None,
+    budget: str | int | None = None,
+    policy: Callable | None = None,
+    unroll: int | bool = 1,
+    store: Literal["device", "host", "disk"] = "device",
+    directory: str | os.PathLike | None = None,
+) -> Any:
+    """Like `jax.lax.fori_loop`, reversible for traced bounds too, with the memory that you choose.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from remat.loops.while_loop import fori_loop
+    >>> def power(x, n):
+    ...     return fori_loop(0, n, lambda i, y: y * x, jnp.ones_like(x), checkpoints=4)
+    >>> float(jax.jit(jax.grad(power))(2.0, 10))
+    5120.0
+
+    Args:
+      lower: the first index, an integer or an integer array without axes.
+      upper: one past the last index; fewer than `lower` means no step.
+      body: (index, value) -> value.
+      init: the initial value, a pytree of arrays of any type.
+      checkpoints: how many values are kept for the backward pass. Default: with concrete bounds
+        that of `remat.scan`, with traced bounds 64.
+      budget: the bytes that may be kept for the backward pass instead, such as "2GiB".
+      policy: what is saved inside a step while it is reversed, as for `remat.checkpoint`.
+      unroll: as for `jax.lax.fori_loop` with concrete bounds.
+      store, directory: where the values are kept, as for `remat.scan`.
+
+    Returns:
+      The final value.
+
+    Raises:
+      ScheduleError: `checkpoints` below 1, or together with `budget`.
+      BudgetError: `budget` is below the smallest memory that any way needs.
+      TypeError, ValueError: what `jax.lax.fori_loop` raises for the same call.
+    """
+    first, last = jnp.asarray(lower), jnp.asarray(upper)
+    if first.dtype != last.dtype or first.shape or last.shape or not _is_integer(first):
+        first, last = _index_type(lower, upper, body, init)
+
+    def step(state: tuple, _: None) -> tuple[tuple, None]:
+        index, value = state
+        return (index + jnp.ones_like(index), body(index, value)), None
+
+    start = (first, init)
+    if not isinstance(first, jax.core.Tracer) and not isinstance(last, jax.core.Tracer):
+        n = max(int(last) - int(first), 0)
+        options: dict[str, Any] = {"checkpoints": checkpoints, "budget": budget, "policy": policy}
+        options |= {"store": store, "directory": directory}
+        return scan(step, start, length=n, unroll=unroll, **options)[0][1]
+    traced = trace_body(step, start, None, policy)
+    if traced is None:
+        lax.fori_loop(lower, upper, body, init)
+        raise AssertionError("jax.lax.fori_loop accepts what remat.fori_loop does not")
+    slots = _slots(traced, checkpoints, budget, DEFAULT_CHECKPOINTS)
+    loop = Loop(
+        traced.body,
+        len(traced.consts),
+        len(traced.carry),
+        slots,
+        store=make_store(store, directory),
+    )
+    count = jnp.maximum(last - first, jnp.zeros_like(first)).astype(jnp.int32)
+    carry, _, _ = run(loop, Inputs(traced.consts, traced.carry, [], [count]))
+    return jax.tree.unflatten(traced.carry_tree, carry)[1]
+
+
+def while_loop(
+    cond: Callable[[Any], Any],
+    body: Callable[[Any], Any],
+    init: Any,
+    *,
+    max_steps: int | None = None,
+    on_max_steps: Literal["error", "checkify", "truncate"] = "error",
+    checkpoints: int | None = None,
+    budget: str | int | None = None,
+    policy: Callable | None = None,
+    store: Literal["device", "host", "disk"] = "device",
+    directory: str | os.PathLike | None = None,
+) -> Any:
+    """Like `jax.lax.while_loop`, and reversible.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from remat.loops.while_loop import while_loop
+    >>> def root(a):  # Newton's iteration for the square root
+    ...     unfinished = lambda x: jnp.abs(x * x - a) > 1e-5 * a
+    ...     return while_loop(unfinished, lambda x: (x + a / x) / 2, a, max_steps=50)
+    >>> print(f"{jax.grad(root)(9.0):.5f}")
+    0.16667
+
+    Args:
+      cond: value -> bool, whether to do another step. Nothing is differentiated through it.
+      body: value -> value.
+      init: the initial value, a pytree of arrays of any type.
+      max_steps: the most steps that may be done, or None for no limit.
+      on_max_steps: what happens when `cond` still holds after `max_steps` steps. "error" raises:
+        `StepLimitError` at once where the loop runs outside of `jax.jit`, and inside it the
+        runtime's error with the same text, raised by a host callback when the program runs.
+        "checkify" is a `checkify.check`, which the caller must functionalize with
+        `jax.experimental.checkify.checkify`. "truncate" returns the value after `max_steps` steps.
+      checkpoints: how many values are kept for the backward pass, the first included; one more is
+        at hand when it begins. Default: with `max_steps`, as many as are needed so that no step
+        is run more than twice again, about √(2·max_steps); without, 64.
+      budget: the bytes that may be kept for the backward pass instead, such as "2GiB".
+      policy: what is saved inside a step while it is reversed, as for `remat.checkpoint`.
+      store, directory: where the values are kept, as for `remat.scan`.
+
+    Returns:
+      The final value.
+
+    Raises:
+      StepLimitError: see `on_max_steps`.
+      ScheduleError: `checkpoints` below 1 or together with `budget`, a negative `max_steps`, or
+        an `on_max_steps` that is none of the three.
+      BudgetError: `budget` is below the smallest memory that any way needs.
+      TypeError, ValueError: what `jax.lax.while_loop` raises for the same call.
+
+    Reference: Stumm & Walther, New algorithms for optimal online checkpointing, SIAM J. Sci.
+    Comput. 32 (2010).
+    """
+    if on_max_steps not in ("error", "checkify", "truncate"):
+        raise ScheduleError(
+            f"on_max_steps is 'error', 'checkify' or 'truncate', not {on_max_steps!r}."
+        )
+    if max_steps is not None and (isinstance(max_steps, bool) or max_steps < 0):
+        raise ScheduleError(f"max_steps is a number of steps or None, not {max_steps!r}.")
+    traced = trace_body(lambda value, _: (body(value), None), init, None, policy)
+    if traced is None:
+        lax.while_loop(cond, body, init)
+        raise AssertionError("jax.lax.while_loop accepts what remat.while_loop does not")
+    value = jax.tree.unflatten(traced.carry_tree, traced.carry)
+    test, test_consts, verdict = _jax.trace(cond, value)
+    if not _is_scalar_bool(verdict):
+        lax.while_loop(cond, body, init)
+        raise AssertionError("jax.lax.while_loop accepts a cond that returns no bool")
+    default = DEFAULT_CHECKPOINTS
+    if max_steps is not None:
+        default = 1
+        while beta(default, 2) < max_steps:
+            default += 1
+    consts = [*test_consts, *traced.consts]
+    n_test, n_carry = len(test_consts), len(traced.carry)
+    loop = Loop(
+        _after_unused(traced, test_consts),
+        len(consts),
+        n_carry,
+        _slots(traced, checkpoints, budget, default),
+        test=test,
+        test_reads=(0, n_test, n_carry),
+        max_steps=max_steps,
+        store=make_store(store, directory),
+    )
+    carry, _, (count,) = run(loop, Inputs(consts, traced.carry, [], []))
+    if max_steps is not None and on_max_steps != "truncate":
+        (unfinished,) = _jax.eval_jaxpr(test, [*test_consts, *map(lax.stop_gradient, carry)])
+        _refuse((count >= max_steps) & unfinished, max_steps, on_max_steps)
+    return jax.tree.unflatten(traced.carry_tree, carry)
+
+
+# Step limit
+
+
+def _refuse(exceeded: Any, max_steps: int, how: str) -> None:
+    message = (
+        f"remat.while_loop: the condition still holds after max_steps={max_steps} steps. "
+        f"Raise max_steps=, or accept the value reached with on_max_steps='truncate'."
+    )
+    if how == "checkify":
+        checkify.check(~exceeded, message)
+        return
+    if not isinstance(exceeded, jax.core.Tracer):
+        if exceeded:
+            raise StepLimitError(message)
+        return
+
+    def fail(exceeded: Any) -> None:
+        # Asked again: under vmap both branches of a cond are run.
+        if exceeded:
+            raise StepLimitError(message)
+
+    lax.cond(exceeded, lambda e: jax.debug.callback(fail, e), lambda e: None, exceeded)
+
+
+# Helpers
+
+
+def _slots(traced: Traced, checkpoints: int | None, budget: str | int | None, default: int) -> int:
+    if checkpoints is not None and budget is not None:
+        raise ScheduleError(
+            f"checkpoints={checkpoints} and budget={budget!r} both say what to keep. Give one."
+        )
+    if budget is not None:
+        state, residual = sum(map(n_bytes, traced.carry)), residual_bytes(traced)
+        limit = parse_bytes(budget)
+        slots = (limit - residual) // max(state, 1) - 1
+        if slots < 1:
+            raise BudgetError(
+                f"no schedule fits {format_bytes(limit)}; the smallest keeps "
+                f"{format_bytes(2 * state + residual)}: two states of {format_bytes(state)} and "
+                f"one step's residuals of {format_bytes(residual)}. Raise budget=, or save less "
+                f"in a step with policy=."
+            )
+        # More than this would never be used by a loop that ends.
+        return min(slots, 100_000)
+    slots = default if checkpoints is None else checkpoints
+    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
+        raise ScheduleError(f"checkpoints is a number of states, at least 1, not {slots!r}.")
+    return slots
+
+
+def _after_unused(traced: Traced, unused: list[Any]) -> Any:
+    """The body with leading inputs that it does not read."""
+    types, inner = [jax.typeof(x) for x in unused], _jax.in_avals(traced.body)
+    jaxpr, _, _ = _jax.trace(lambda _, values: _jax.eval_jaxpr(traced.body, values), types, inner)
+    return jaxpr
+
+
+def _index_type(lower: Any, upper: Any, body: Callable, init: Any) -> tuple[Any, Any]:
+    """Bounds of different types, converted as `jax.lax.fori_loop` does or refused as it does."""
+    seen = []
+
+    def look(index: Any, value: Any) -> Any:
+        seen.append(index.dtype)
+        return body(index, value)
+
+    jax.eval_shape(lambda: lax.fori_loop(lower, upper, look, init))
+    return jnp.asarray(lower, seen[0]), jnp.asarray(upper, seen[0])
+
+
+def _is_integer(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.integer)
+
+
+def _is_scalar_bool(x: Any) -> bool:
+    return getattr(x, "shape", None) == () and x.dtype == bool

@@ -1,0 +1,227 @@
+"""`remat.fori_loop` and `remat.while_loop`: gradients, counts, memory and limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental import checkify
+
+from remat.errors import BudgetError, ScheduleError, StepLimitError
+from remat.loops import _internals_todo as internals, loop
+from remat.loops.schedules import Binomial, Online
+from remat.loops.while_loop import fori_loop, while_loop
+
+X = jnp.array([0.4, 1.1])
+
+
+def steps_of_sin(x: Any, n: Any, **options: Any) -> Any:
+    """`n` steps of x ← sin(x), the number found out by a condition."""
+    unfinished = lambda state: state[0] < n  # noqa: E731
+    step = lambda state: (state[0] + 1, jnp.sin(state[1]))  # noqa: E731
+    return while_loop(unfinished, step, (jnp.int32(0), x), **options)[1].sum()
+
+
+def sin_by_scan(x: Any, n: int) -> Any:
+    return lax.scan(lambda c, _: (jnp.sin(c), None), x, None, n)[0].sum()
+
+
+def assert_close(a: Any, b: Any, rtol: float = 1e-4) -> None:
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        assert jnp.allclose(x, y, rtol=rtol, atol=1e-5), (x, y)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5])
+def test_an_unknown_number_of_steps_is_reversed_by_the_online_schedule(slots: int) -> None:
+    ran: list[int] = []
+    traced: list[int] = []
+
+    def loss(x: Any, n: Any) -> Any:
+        def step(state: Any) -> Any:
+            traced.append(1)
+            jax.debug.callback(lambda _: ran.append(1), state[0])
+            return state[0] + 1, jnp.sin(state[1])
+
+        first = (jnp.int32(0), x)
+        return while_loop(lambda state: state[0] < n, step, first, checkpoints=slots)[1].sum()
+
+    gradient = jax.jit(jax.grad(loss))
+    for n in (0, 1, 2, 3, 4, 6, 7, 10, 11, 21, 22, 40, 57):
+        ran.clear()
+        found = gradient(X, jnp.int32(n)).block_until_ready()
+        jax.effects_barrier()
+        assert_close(found, jax.grad(sin_by_scan)(X, n))
+        assert len(ran) == Online(n, slots).grad_forward_steps, n
+        if n <= (slots + 1) * (slots + 2) // 2:
+            assert len(ran) == Binomial(n, slots).grad_forward_steps, n
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize("slots", [2, 7, 70])
+def test_the_compiled_online_choice_is_that_of_the_schedule(
+    slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Half of the steps look the choice up, half weigh it.
+    monkeypatch.setattr(loop, "ONLINE_STEPS_KNOWN", 40)
+    state = jnp.float32(1.0)
+    test, _, _ = internals.trace(lambda c: c[0] < 1.0, [state])
+    body, _, _ = internals.trace(lambda c: [c[0] * 0.99], [state])
+    for n in (39, 80):
+        spec = loop.Loop(body, 0, 1, slots, test=test, test_reads=(0, 0, 1), max_steps=n)
+        held = jax.jit(lambda x, s=spec: loop.sweep(s, loop.Inputs([], [x], [], []))[1])(0.5)
+        found = tuple(int(start) for start in held.starts[: int(held.top)])
+        assert found == Online(n, slots).positions, n
+        assert int(held.starts[int(held.top)]) == n - 1
+
+
+def test_gradients_of_a_while_loop_agree_with_finite_differences() -> None:
+    def loss(a: Any, b: Any) -> Any:
+        # How often the body runs depends on the values; the matrix is closed over.
+        matrix = jnp.array([[0.8, 0.3], [-0.2, 0.9]]) * b
+        run = lambda v: jnp.tanh(matrix @ v) * 0.95  # noqa: E731
+        out = while_loop(lambda v: jnp.sum(v**2) > 0.05, run, a, max_steps=200, checkpoints=4)
+        return jnp.sum(out * jnp.array([1.0, -2.0]))
+
+    with jax.enable_x64(True):
+        a, b = jnp.array([1.3, -0.7]), jnp.float64(0.98)
+        found = jax.jit(jax.grad(loss, (0, 1)))(a, b)
+        eps = 1e-6
+        for k in range(2):
+            d = jnp.zeros(2).at[k].set(eps)
+            assert_close(found[0][k], (loss(a + d, b) - loss(a - d, b)) / (2 * eps), 1e-6)
+        assert_close(found[1], (loss(a, b + eps) - loss(a, b - eps)) / (2 * eps), 1e-6)
+
+
+TRANSFORMS: dict[str, Callable] = {
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (jnp.cos(x),)),
+    "hessian": lambda f: jax.hessian(f),
+    "reverse over reverse": lambda f: jax.jacrev(jax.jacrev(f)),
+    "vmap of grad": lambda f: lambda x: jax.vmap(jax.grad(f))(jnp.stack([x, 2 * x])),
+    "grad of vmap": lambda f: jax.grad(lambda x: jax.vmap(f)(jnp.stack([x, 2 * x])).sum()),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_every_transform_agrees_with_a_scan(name: str) -> None:
+    transform = TRANSFORMS[name]
+    ours = jax.jit(transform(lambda x: steps_of_sin(x, 11, checkpoints=3)))
+    assert_close(ours(X), transform(lambda x: sin_by_scan(x, 11))(X))
+
+
+def test_each_lane_of_a_batch_stops_by_itself() -> None:
+    ns = jnp.array([0, 3, 12], jnp.int32)
+    lanes = jax.jit(jax.vmap(jax.grad(lambda x, n: steps_of_sin(x, n, checkpoints=2)), (None, 0)))
+    assert_close(lanes(X, ns), jnp.stack([jax.grad(sin_by_scan)(X, int(n)) for n in ns]))
+
+
+@pytest.mark.parametrize("way", [{"checkpoints": 3}, {"budget": "1KiB"}, {}], ids=str)
+def test_fori_loops_have_gradients_with_concrete_and_with_traced_bounds(way: dict) -> None:
+    def loss(fori: Callable, **way: Any) -> Callable:
+        def run(x: Any, first: Any, last: Any) -> Any:
+            body = lambda i, c: jnp.sin(c) * (1 + 0.1 * jnp.asarray(i, c.dtype))  # noqa: E731
+            return fori(first, last, body, x, **way).sum()
+
+        return run
+
+    ours, theirs = jax.grad(loss(fori_loop, **way)), jax.grad(loss(lax.fori_loop))
+    compiled = jax.jit(ours)
+    for first, last in ((0, 0), (2, 1), (0, 9), (-3, 20)):
+        assert_close(ours(X, first, last), theirs(X, first, last))
+        assert_close(compiled(X, first, last), theirs(X, first, last))
+
+
+def test_a_fori_loop_with_traced_bounds_runs_the_optimal_number_of_steps() -> None:
+    ran: list[int] = []
+
+    def loss(x: Any, n: Any) -> Any:
+        def body(i: Any, c: Any) -> Any:
+            jax.debug.callback(lambda _: ran.append(1), i)
+            return jnp.sin(c)
+
+        return fori_loop(0, n, body, x, checkpoints=5)
+
+    gradient = jax.jit(jax.grad(loss))
+    for n in (1, 10, 100, 300):
+        ran.clear()
+        gradient(0.5, n).block_until_ready()
+        jax.effects_barrier()
+        assert len(ran) == Binomial(n, 5).grad_forward_steps
+
+
+def test_peak_memory_of_a_while_loop_depends_on_checkpoints_only() -> None:
+    x = jnp.ones(50_000)
+
+    def temp_bytes(slots: int) -> int:
+        f = jax.jit(jax.grad(lambda x, n: steps_of_sin(x, n, checkpoints=slots)))
+        return f.lower(x, 10**6).compile().memory_analysis().temp_size_in_bytes
+
+    few, many = temp_bytes(10), temp_bytes(50)
+    assert few <= (10 + 4) * 4 * x.size
+    assert 39 * 4 * x.size <= many - few <= 41 * 4 * x.size
+
+
+def test_exceeding_max_steps_is_an_error_outside_and_inside_of_jit() -> None:
+    limit = {"max_steps": 5, "checkpoints": 2}
+    with pytest.raises(StepLimitError, match=r"max_steps=5 steps\. Raise max_steps="):
+        steps_of_sin(X, 6, **limit)
+    with pytest.raises(StepLimitError):
+        jax.grad(lambda x: steps_of_sin(x, 6, **limit))(X)
+    for f in (steps_of_sin, jax.grad(steps_of_sin)):
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match=r"max_steps=5 steps\. Raise max_steps="
+        ):
+            jax.block_until_ready(jax.jit(lambda x, n, f=f: f(x, n, **limit))(X, 6))
+            jax.effects_barrier()
+    # Exactly the limit is no error.
+    assert_close(jax.jit(lambda x, n: steps_of_sin(x, n, **limit))(X, 5), sin_by_scan(X, 5))
+
+
+def test_exceeding_max_steps_can_be_checked_by_checkify() -> None:
+    f = jax.grad(lambda x, n: steps_of_sin(x, n, max_steps=5, on_max_steps="checkify"))
+    checked = checkify.checkify(jax.jit(f))
+    assert checked(X, 5)[0].get() is None
+    assert "max_steps=5" in str(checked(X, 6)[0].get())
+
+
+def test_truncation_is_what_the_user_asked_for() -> None:
+    f = lambda x: steps_of_sin(x, 9, max_steps=5, on_max_steps="truncate")  # noqa: E731
+    assert_close(jax.value_and_grad(f)(X), jax.value_and_grad(lambda x: sin_by_scan(x, 5))(X))
+
+
+def test_misuse_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="'error', 'checkify' or 'truncate'"):
+        steps_of_sin(X, 3, on_max_steps="ignore")
+    with pytest.raises(ScheduleError, match="max_steps"):
+        steps_of_sin(X, 3, max_steps=-1)
+    with pytest.raises(ScheduleError, match="at least 1, not 0"):
+        steps_of_sin(X, 3, checkpoints=0)
+    with pytest.raises(ScheduleError, match="Give one"):
+        steps_of_sin(X, 3, checkpoints=2, budget="1MiB")
+    with pytest.raises(BudgetError, match="smallest keeps"):
+        steps_of_sin(X, 3, budget=10)
+
+
+@pytest.mark.parametrize(
+    "cond, body",
+    [
+        (lambda c: c, lambda c: c),
+        (lambda c: c < 3, lambda c: (c, c)),
+        (lambda c: c < 3, lambda c: c.astype(jnp.float32)),
+    ],
+)
+def test_ill_typed_loops_raise_what_lax_raises(cond: Callable, body: Callable) -> None:
+    with pytest.raises(TypeError) as theirs:
+        lax.while_loop(cond, body, jnp.int32(0))
+    with pytest.raises(TypeError) as ours:
+        while_loop(cond, body, jnp.int32(0))
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_integers_alone_can_be_looped_over() -> None:
+    assert int(while_loop(lambda k: k < 7, lambda k: k + 2, 0)) == 8
+    assert int(fori_loop(0, 4, lambda i, k: k + i, 0)) == 6
