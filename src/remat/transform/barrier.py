@@ -58,6 +58,7 @@ def lower_protected(
     jaxpr: _jax.Jaxpr,
     args: Sequence[Any],
     fenced: Sequence[bool],
+    cotangents: Sequence[bool],
     how: Protection,
 ) -> Sequence[Any]:
     """Write the operations of a recomputation, kept apart from what stands before it.
@@ -68,10 +69,12 @@ def lower_protected(
       args: the values of its inputs.
       fenced: for each input whether it may take part in the barrier. `prevent_cse=False` and the
         False leaves of a `prevent_cse` prefix leave inputs out.
+      cotangents: for each input whether it is a cotangent, on which the recomputation does not depend.
       how: the platform's protection.
     """
     inside = [arg for arg, fence in zip(args, fenced) if fence]
-    if not inside or how is Protection.NONE or _jax.alone_in_loop_body(ctx, inside):
+    repeated = [arg for arg, fence, late in zip(args, fenced, cotangents) if fence and not late]
+    if not inside or how is Protection.NONE or _jax.alone_in_loop_body(ctx, repeated):
         return _jax.lower_inline(ctx, jaxpr, args)
     avals = [aval for aval, fence in zip(ctx.avals_in, fenced) if fence]
     outside = [arg for arg, fence in zip(args, fenced) if not fence]

@@ -24,7 +24,8 @@ more: each rule's result is made of the primitive again.
 
 `prevent_cse` is a bool, or one bool for each of the equation's inputs. `names_pending` says that the
 policy selects names that were not found yet, because derivative rules of the user's, which run in
-step 1, may bring them in.
+step 1, may bring them in. `cotangents` says which inputs are cotangents (or is empty where no longer
+known): a recomputation depends on the others alone.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def bind(
     prevent_cse: PreventCse,
     differentiated: bool = False,
     names_pending: bool = False,
+    cotangents: tuple[bool, ...] = (),
 ) -> list[Any]:
     """Apply a region's jaxpr to its arguments, as one equation."""
     assert isinstance(prevent_cse, bool) or len(prevent_cse) == len(args)
@@ -68,6 +70,7 @@ def bind(
         prevent_cse=prevent_cse,
         differentiated=differentiated,
         names_pending=names_pending,
+        cotangents=cotangents,
     )
 
 
@@ -79,7 +82,10 @@ def _rebind(args: Sequence[Any], jaxpr: _jax.Jaxpr, added: int | None, params: d
             prevent_cse = any(prevent_cse)
         else:
             prevent_cse = (False,) * added + prevent_cse
-    return bind(args, jaxpr, **dict(params, prevent_cse=prevent_cse))
+    cotangents = params["cotangents"]
+    if cotangents:
+        cotangents = () if added is None else (False,) * added + cotangents
+    return bind(args, jaxpr, **dict(params, prevent_cse=prevent_cse, cotangents=cotangents))
 
 
 def _select(prevent_cse: PreventCse, chosen: Sequence[bool]) -> PreventCse:
@@ -119,7 +125,9 @@ def _jvp(
     policy: Any,
     differentiated: bool,
     names_pending: bool,
+    cotangents: tuple[bool, ...],
 ) -> tuple[list[Any], list[Any]]:
+    del cotangents  # the derivative's inputs are others
     nonzero = [type(t) is not _jax.Zero for t in tangents]
     body, consts, outs_nonzero = _jax.jvp_of_jaxpr(jaxpr, nonzero)
     if names_pending:
@@ -176,6 +184,7 @@ def _partial_eval(
         "prevent_cse": kept,
         "differentiated": True,
         "names_pending": False,
+        "cotangents": (),
     }
     unknown_outs = _jax.stage_eqn(trace, remat_p, saved, later, c.backward, params)
     return _jax.merge_lists(c.outs_unknown, known_outs, unknown_outs)
@@ -229,9 +238,10 @@ def _nested_partial_eval(
     if isinstance(staged_flags, tuple):
         added = len(params_staged["jaxpr"].invars) - len(staged_flags)
         staged_flags = (True,) * added + staged_flags
+    forgotten = {"names_pending": False, "cotangents": ()}
     return (
-        dict(params_known, prevent_cse=known_flags, names_pending=False),
-        dict(params_staged, prevent_cse=staged_flags, differentiated=True, names_pending=False),
+        dict(params_known, prevent_cse=known_flags, **forgotten),
+        dict(params_staged, prevent_cse=staged_flags, differentiated=True, **forgotten),
     )
 
 
@@ -257,6 +267,7 @@ def _transpose(
     flags = _append(_select(prevent_cse, [not lin for lin in linear]), len(given))
     if isinstance(flags, tuple):
         flags = (False,) * len(consts) + flags
+    params["cotangents"] = (False,) * (len(consts) + len(values)) + (True,) * len(given)
     leaves = bind((*consts, *values, *given), body, prevent_cse=flags, **params)
     nonzero_cts, logs = _jax.unflatten(out_tree, leaves)
     targets = [x for x, lin in zip(args, linear) if lin]
@@ -290,7 +301,9 @@ _jax.register_batching(remat_p, _batch)
 
 def _shrink(eqn: _jax.JaxprEqn, used_inputs: list[bool], jaxpr: _jax.Jaxpr) -> dict:
     prevent_cse = _select(eqn.params["prevent_cse"], used_inputs)
-    return dict(eqn.params, jaxpr=jaxpr, prevent_cse=prevent_cse, names_pending=False)
+    cotangents = tuple(c for c, used in zip(eqn.params["cotangents"], used_inputs) if used)
+    changed = {"jaxpr": jaxpr, "prevent_cse": prevent_cse, "names_pending": False}
+    return dict(eqn.params, **changed, cotangents=cotangents)
 
 
 _jax.register_dce(remat_p, _shrink)
@@ -311,12 +324,14 @@ def _lower(
     jaxpr: _jax.Jaxpr,
     prevent_cse: PreventCse,
     differentiated: bool,
+    cotangents: tuple[bool, ...],
     **_: Any,
 ) -> Sequence[Any]:
     if not differentiated:
         return _jax.lower_inline(ctx, jaxpr, args)
     fenced = [prevent_cse] * len(args) if isinstance(prevent_cse, bool) else list(prevent_cse)
-    return barrier.lower_protected(ctx, jaxpr, args, fenced, how)
+    late = cotangents or [False] * len(args)
+    return barrier.lower_protected(ctx, jaxpr, args, fenced, late, how)
 
 
 _default = barrier.Protection.BARRIER
