@@ -23,6 +23,11 @@ LAYERS = [
     ("transform.residuals",),
     ("transform.primitive",),
     ("transform.checkpoint",),
+    ("loops.schedules", "loops.store", "loops.tracing", "loops.linear"),
+    ("loops.loop",),
+    ("loops.derivative",),
+    ("loops.scan",),
+    ("loops.while_loop",),
     ("testing",),
 ]
 # Modules that run on hand-made graphs, without JAX.

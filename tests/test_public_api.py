@@ -12,6 +12,7 @@ import remat
 PUBLIC = {
     "checkpoint", "remat", "checkpoint_name", "policies",
     "residuals", "Residual", "Residuals", "saved_residuals", "print_saved_residuals", "testing",
+    "scan", "fori_loop", "while_loop", "StepLimitError", "StoreError",
     "RematError", "StaticArgumentError", "StaticArgumentTypeError", "PreventCseError",
     "PolicyError", "UnknownNameError", "MemoryKindError", "EffectError", "GradientMismatchError",
     "PeakMemoryError", "UnitsError", "ScheduleError", "GraphError", "PlanError", "BudgetError",

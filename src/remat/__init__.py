@@ -8,6 +8,9 @@ In the order in which data flows:
     transform.policies      how a user chooses the cut
     transform.barrier       what keeps XLA from undoing it
     transform.residuals     what is saved, as data and as text
+    loops.schedules         when a loop's states are stored and steps repeated, with exact costs
+    loops.loop, .derivative running such a schedule in a compiled program, and its derivatives
+    loops.scan, .while_loop loops whose reverse-mode memory the user chooses
     testing                 asserting on gradients and on the compiler's memory figures
 """
 
@@ -28,9 +31,13 @@ from remat.errors import (
     ScheduleError as ScheduleError,
     StaticArgumentError as StaticArgumentError,
     StaticArgumentTypeError as StaticArgumentTypeError,
+    StepLimitError as StepLimitError,
+    StoreError as StoreError,
     UnitsError as UnitsError,
     UnknownNameError as UnknownNameError,
 )
+from remat.loops.scan import scan as scan
+from remat.loops.while_loop import fori_loop as fori_loop, while_loop as while_loop
 from remat.transform import policies as policies
 from remat.transform.checkpoint import checkpoint as checkpoint
 from remat.transform.residuals import (

@@ -793,6 +793,97 @@ def register_hijax(primitive: Primitive, bind: Callable) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
+# For loops: jaxprs of bodies, and primitives that are linear in some operands
+
+
+def trace_call(fun: Callable, *args: Any) -> tuple[Jaxpr, list[Any], Any]:
+    """`fun` as a jaxpr whose closed-over values are its leading inputs, those, and its result.
+
+    `args` are pytrees of arrays or of their types; the result is a tree of types.
+    """
+    # A new function object each time, so that no cache hands out values closed over earlier.
+    closed, out = jax.make_jaxpr(lambda *a: fun(*a), return_shape=True)(*args)
+    jaxpr, consts = detach_consts(closed)
+    return jaxpr, list(consts), out
+
+
+def call_jaxpr(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
+    return eval_jaxpr(jaxpr, (), *args)
+
+
+def in_avals(jaxpr: Jaxpr) -> list[Any]:
+    return [v.aval for v in jaxpr.invars]
+
+
+def out_avals(jaxpr: Jaxpr) -> list[Any]:
+    return [v.aval for v in jaxpr.outvars]
+
+
+def slice_types(xs: Sequence[Any]) -> list[Any]:
+    """The types of what a step reads of these arrays, with their sharding and varying axes."""
+    if any(x.shape[0] == 0 for x in xs):
+        return [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in xs]
+    jaxpr, _, _ = trace_call(
+        lambda xs: [jax.lax.dynamic_index_in_dim(x, 0, 0, False) for x in xs], list(xs)
+    )
+    return out_avals(jaxpr)
+
+
+def zeros(aval: Any, leading: Sequence[int | None] = ()) -> Any:
+    """Zeros of a type, with more leading axes; varying over the same axes of a `shard_map`."""
+    made = jnp.zeros((*leading, *aval.shape), aval.dtype)
+    varying: frozenset = getattr(getattr(aval, "mat", None), "varying", frozenset())
+    return jax.lax.pcast(made, tuple(varying), to="varying") if varying else made
+
+
+def dependents(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
+    """Which results of a jaxpr can have a derivative with respect to these inputs."""
+    reached = {v for v, active in zip(jaxpr.invars, inputs) if active}
+    for eqn in jaxpr.eqns:
+        if any(is_var(v) and v in reached for v in eqn.invars):
+            reached.update(v for v in eqn.outvars if has_tangent(v.aval))
+    return [is_var(v) and v in reached for v in jaxpr.outvars]
+
+
+def has_tangent(aval: Any) -> bool:
+    """Whether values of this type can have a derivative: real and complex numbers."""
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def is_var(v: Any) -> bool:
+    """Whether an operand or a result of a jaxpr is a variable and no literal."""
+    return not isinstance(v, _core.Literal)
+
+
+def is_zero(tangent: Any) -> bool:
+    return type(tangent) is Zero
+
+
+def is_undefined(x: Any) -> bool:
+    """Whether an operand of an equation under transposition is one that it is linear in."""
+    return _ad.is_undefined_primal(x)
+
+
+def register(
+    primitive: Primitive,
+    *,
+    evaluate: Callable,
+    abstract: Callable,
+    jvp: Callable,
+    transpose: Callable,
+    batch: Callable,
+) -> None:
+    """All rules of a primitive with several results, `batch(axis_data, args, dims, **params)`."""
+    primitive.multiple_results = True
+    primitive.def_impl(evaluate)
+    primitive.def_effectful_abstract_eval(abstract)
+    register_jvp(primitive, jvp)
+    _ad.primitive_transposes[primitive] = transpose
+    register_batching(primitive, batch)
+    _mlir.register_lowering(primitive, _mlir.lower_fun(evaluate, multiple_results=True))
+
+
+# --------------------------------------------------------------------------------------------------
 # Lowering
 
 

@@ -11,8 +11,9 @@ import pytest
 from jax import lax
 from jax.experimental import checkify
 
+from remat import _jax as internals
 from remat.errors import BudgetError, ScheduleError, StepLimitError
-from remat.loops import _internals_todo as internals, loop
+from remat.loops import loop
 from remat.loops.schedules import Binomial, Online
 from remat.loops.while_loop import fori_loop, while_loop
 
@@ -69,8 +70,8 @@ def test_the_compiled_online_choice_is_that_of_the_schedule(
     # Half of the steps look the choice up, half weigh it.
     monkeypatch.setattr(loop, "ONLINE_STEPS_KNOWN", 40)
     state = jnp.float32(1.0)
-    test, _, _ = internals.trace(lambda c: c[0] < 1.0, [state])
-    body, _, _ = internals.trace(lambda c: [c[0] * 0.99], [state])
+    test, _, _ = internals.trace_call(lambda c: c[0] < 1.0, [state])
+    body, _, _ = internals.trace_call(lambda c: [c[0] * 0.99], [state])
     for n in (39, 80):
         spec = loop.Loop(body, 0, 1, slots, test=test, test_reads=(0, 0, 1), max_steps=n)
         held = jax.jit(lambda x, s=spec: loop.sweep(s, loop.Inputs([], [x], [], []))[1])(0.5)

@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from remat.loops import _internals_todo as _jax
+from remat import _jax
 from remat.loops.linear import LinearMap, linear_call
 from remat.loops.loop import (
     Checkpoints,
@@ -232,7 +232,7 @@ def _augmented(loop: Loop, mask: Mask, flat: Arrays, v: Arrays) -> tuple[Loop, I
     slices = [_jax.slice_types(xs) for xs in (inputs.xs, d_xs)]
     parts = [inputs.consts, d_consts, inputs.carry, d_carry]
     types = [[jax.typeof(x) for x in part] for part in parts]
-    jaxpr, constants, _ = _jax.trace(body, *types, *slices)
+    jaxpr, constants, _ = _jax.trace_call(body, *types, *slices)
     first, last, n_carry = loop.test_reads
     augmented = dataclasses.replace(
         loop,

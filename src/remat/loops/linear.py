@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from remat.loops import _internals_todo as _jax
+from remat import _jax
 
 Arrays = list[Any]
 
@@ -49,7 +49,7 @@ class LinearMap:
 
 def linear_call(linear_map: LinearMap, residuals: Sequence[Any], operands: Sequence[Any]) -> Arrays:
     """Apply a linear map so that JAX transposes and differentiates it as the map says."""
-    jaxpr, consts, _ = _jax.trace(linear_map.apply, list(residuals), list(operands))
+    jaxpr, consts, _ = _jax.trace_call(linear_map.apply, list(residuals), list(operands))
     return linear_p.bind(
         *consts,
         *residuals,
@@ -72,7 +72,7 @@ def _split(args: Sequence[Any], n_consts: int, n_residuals: int) -> tuple[Arrays
 
 
 def _evaluate(*args: Any, jaxpr: Any, **_: Any) -> Arrays:
-    return _jax.eval_jaxpr(jaxpr, args)
+    return _jax.call_jaxpr(jaxpr, args)
 
 
 def _abstract(*_: Any, jaxpr: Any, **__: Any) -> tuple[Arrays, Any]:
@@ -112,7 +112,7 @@ def _transpose(
     results = linear_call(linear_map.T, residuals, cotangents)
     # An operand that is known here is a zero that was written out: nothing flows back to it.
     return [None] * (n_consts + n_residuals) + [
-        ct if _jax.is_linear_input(operand) else None
+        ct if _jax.is_undefined(operand) else None
         for ct, operand in zip(results, operands, strict=True)
     ]
 

@@ -34,7 +34,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from remat.loops import _internals_todo as _jax, schedules
+from remat import _jax
+from remat.loops import schedules
 from remat.loops.store import DEVICE, Store
 
 Arrays = list[Any]
@@ -112,13 +113,13 @@ class Loop:
 
     def call(self, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
         """Run one step."""
-        out = _jax.eval_jaxpr(self.body, [*consts, *carry, *x])
+        out = _jax.call_jaxpr(self.body, [*consts, *carry, *x])
         return out[: self.n_carry], out[self.n_carry :]
 
     def goes_on(self, consts: Arrays, carry: Arrays, step: Any) -> Any:
         """Whether a loop with a test runs `step`."""
         first, last, n_carry = self.test_reads
-        (verdict,) = _jax.eval_jaxpr(self.test, [*consts[first:last], *carry[:n_carry]])
+        (verdict,) = _jax.call_jaxpr(self.test, [*consts[first:last], *carry[:n_carry]])
         return verdict if self.max_steps is None else verdict & (step < self.max_steps)
 
     def index(self, step: Any) -> Any:

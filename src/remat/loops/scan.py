@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from remat import _jax
 from remat.errors import BudgetError, ScheduleError
-from remat.loops import _internals_todo as _jax
 from remat.loops.derivative import run
 from remat.loops.loop import Inputs, Loop
 from remat.loops.schedules import Binomial, Multilevel
@@ -300,7 +300,7 @@ def _nested(
     options = {"reverse": scanned.reverse}
 
     def step(carry: Any, x: Any) -> tuple[Any, Any]:
-        out = _jax.eval_jaxpr(scanned.traced.body, [*scanned.traced.consts, *carry, *x])
+        out = _jax.call_jaxpr(scanned.traced.body, [*scanned.traced.consts, *carry, *x])
         return out[: len(carry)], out[len(carry) :]
 
     if len(lengths) == 1 or n == 0:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from remat.loops import _internals_todo as _jax
+from remat import _jax
 from remat.transform.checkpoint import checkpoint
 
 
@@ -35,7 +35,7 @@ def trace_body(
     carry = as_arrays(carry)
     # A carry that starts as a Python number takes the type of what follows it: trace again.
     for _ in range(3):
-        jaxpr, consts, out = _jax.trace(body, jax.tree.unflatten(carry_tree, carry), x)
+        jaxpr, consts, out = _jax.trace_call(body, jax.tree.unflatten(carry_tree, carry), x)
         if not isinstance(out, tuple) or len(out) != 2 or jax.tree.structure(out[0]) != carry_tree:
             return None
         types = jax.tree.leaves(out[0])
@@ -73,7 +73,7 @@ def residual_bytes(traced: Traced) -> int:
     def residuals(*values: Any) -> Any:
         def step(*marked: Any) -> list[Any]:
             replacement = iter(marked)
-            out = _jax.eval_jaxpr(
+            out = _jax.call_jaxpr(
                 traced.body, [next(replacement) if m else v for v, m in zip(values, inexact)]
             )
             return [y for y in out if _jax.has_tangent(y)]
@@ -81,7 +81,7 @@ def residual_bytes(traced: Traced) -> int:
         _, pull = jax.vjp(step, *(v for v, m in zip(values, inexact) if m))
         return jax.tree.leaves(pull)
 
-    jaxpr, consts, _ = _jax.trace(residuals, *types)
+    jaxpr, consts, _ = _jax.trace_call(residuals, *types)
     n_fixed, n_carry = len(traced.consts), len(traced.carry)
     inputs = jaxpr.invars[len(consts) :]
     fixed = {*jaxpr.invars[: len(consts)], *inputs[:n_fixed], *inputs[n_fixed + n_carry :]}

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import checkify
 
+from remat import _jax
 from remat.errors import BudgetError, ScheduleError, StepLimitError
-from remat.loops import _internals_todo as _jax
 from remat.loops.derivative import run
 from remat.loops.loop import Inputs, Loop
 from remat.loops.scan import scan
@@ -171,7 +171,7 @@ def while_loop(
         lax.while_loop(cond, body, init)
         raise AssertionError("jax.lax.while_loop accepts what remat.while_loop does not")
     value = jax.tree.unflatten(traced.carry_tree, traced.carry)
-    test, test_consts, verdict = _jax.trace(cond, value)
+    test, test_consts, verdict = _jax.trace_call(cond, value)
     if not _is_scalar_bool(verdict):
         lax.while_loop(cond, body, init)
         raise AssertionError("jax.lax.while_loop accepts a cond that returns no bool")
@@ -194,7 +194,7 @@ def while_loop(
     )
     carry, _, (count,) = run(loop, Inputs(consts, traced.carry, [], []))
     if max_steps is not None and on_max_steps != "truncate":
-        (unfinished,) = _jax.eval_jaxpr(test, [*test_consts, *map(lax.stop_gradient, carry)])
+        (unfinished,) = _jax.call_jaxpr(test, [*test_consts, *map(lax.stop_gradient, carry)])
         _refuse((count >= max_steps) & unfinished, max_steps, on_max_steps)
     return jax.tree.unflatten(traced.carry_tree, carry)
 
@@ -253,7 +253,9 @@ def _slots(traced: Traced, checkpoints: int | None, budget: str | int | None, de
 def _after_unused(traced: Traced, unused: list[Any]) -> Any:
     """The body with leading inputs that it does not read."""
     types, inner = [jax.typeof(x) for x in unused], _jax.in_avals(traced.body)
-    jaxpr, _, _ = _jax.trace(lambda _, values: _jax.eval_jaxpr(traced.body, values), types, inner)
+    jaxpr, _, _ = _jax.trace_call(
+        lambda _, values: _jax.call_jaxpr(traced.body, values), types, inner
+    )
     return jaxpr
 
 
