@@ -1,0 +1,162 @@
+"""`remat.equinox.filter_checkpoint`: the signature of `equinox.filter_checkpoint`.
+
+Equinox calls functions on pytrees of anything, and *filters*: arrays are traced, all else is fixed.
+So the function, itself a pytree if it is a module or a bound method of one, and its arguments are
+taken apart (`remat.static`); their arrays become the inputs of a region, and what is left is the key
+under which the region is found again. Equinox's own makes a new function in each call, which is
+traced anew each time; here five calls trace once, and so do the 24 equal layers of a model.
+
+The key refers weakly to what is compared by identity (functions, above all), so neither a closure
+nor the arrays it holds live longer than without it. Two calls with the same function are expected to
+do the same, as under `jax.jit`: what Python state a function reads is read when it is traced.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from remat import static
+from remat.transform.checkpoint import checkpoint
+
+
+def filter_checkpoint(
+    fun: Callable | None = None, *, prevent_cse: bool = True, policy: Any = None
+) -> Callable:
+    """Make a function on pytrees recompute its linearization points when it is differentiated.
+
+    >>> import equinox as eqx, jax, jax.numpy as jnp
+    >>> from remat.equinox import filter_checkpoint
+    >>> mlp = eqx.nn.MLP(2, 1, 8, depth=3, key=jax.random.key(0))
+    >>> @eqx.filter_grad
+    ... def gradient(mlp, x):
+    ...     return filter_checkpoint(mlp)(x).sum()
+    >>> gradient(mlp, jnp.ones(2)).layers[0].weight.shape
+    (8, 2)
+
+    Without `fun` it is a decorator, also of methods.
+
+    Args:
+      fun: a function, module, or method of a module. Arrays in it and in its arguments are traced;
+        everything else is fixed, and may be unhashable (it is then traced anew in each call).
+      prevent_cse: whether to keep the compiler from merging recomputation with the forward pass.
+      policy: what may be saved, as in `remat.checkpoint`.
+
+    Returns:
+      A module that calls `fun`; its arrays are `fun`'s.
+
+    Raises:
+      PolicyError, EffectError: as `remat.checkpoint` does.
+    """
+    if fun is None:
+        return functools.partial(filter_checkpoint, prevent_cse=prevent_cse, policy=policy)
+    if not callable(fun):
+        raise TypeError(f"filter_checkpoint takes a function or a callable module, not {fun!r}.")
+    return eqx.module_update_wrapper(_Checkpointed(fun, prevent_cse, policy))
+
+
+class _Checkpointed(eqx.Module):
+    _fun: Callable
+    _prevent_cse: bool = eqx.field(static=True)
+    _policy: Any = eqx.field(static=True)
+
+    @property
+    def __wrapped__(self) -> Callable:
+        return self._fun
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = (_as_pytree(self._fun), args, kwargs)
+        arrays, parts = static.split(call, eqx.is_array)
+        region = _region(self._fun, parts, self._prevent_cse, self._policy)
+        arrays_out, rest = region(arrays)
+        return rest.value.join(arrays_out)
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return self if instance is None else eqx.Partial(self, instance)
+
+
+def _as_pytree(fun: Any) -> Any:
+    """A Python method of a module (`linear.__call__` is one), with the module's arrays in sight."""
+    if isinstance(fun, types.MethodType) and isinstance(fun.__self__, eqx.Module):
+        return eqx.Partial(fun.__func__, fun.__self__)
+    return fun
+
+
+# --------------------------------------------------------------------------------------------------
+# Regions, found again
+
+_regions: dict[Any, Callable] = {}
+_MAX_REGIONS = 1024
+
+
+def _region(fun: Any, parts: static.Parts, prevent_cse: bool, policy: Any) -> Callable:
+    """The region for everything about a call that is not an array."""
+
+    def forget(_: Any) -> None:
+        _regions.pop(key, None)
+
+    references = tuple(_reference(leaf, forget) for leaf in parts.untraced)
+    key = (parts.tree, parts.is_traced, references, prevent_cse, policy)
+    try:
+        known = _regions.get(key)
+    except TypeError:  # something unhashable is fixed
+        return _make_region(fun, lambda: parts, prevent_cse, policy)
+    if known is not None:
+        return known
+    if len(_regions) >= _MAX_REGIONS:
+        del _regions[next(iter(_regions))]
+
+    def get_parts() -> static.Parts:
+        # Called while tracing, when the caller still holds what `references` refer to.
+        untraced = tuple(refer() for refer in references)
+        return static.Parts(parts_tree, is_traced, untraced)
+
+    parts_tree, is_traced = parts.tree, parts.is_traced
+    region = _regions[key] = _make_region(fun, get_parts, prevent_cse, policy)
+    return region
+
+
+def _make_region(
+    fun: Any, get_parts: Callable[[], static.Parts], prevent_cse: bool, policy: Any
+) -> Callable:
+    def region(arrays: list[Any]) -> Any:
+        inner, args, kwargs = get_parts().join(arrays)
+        arrays_out, rest = static.split(inner(*args, **kwargs), eqx.is_array)
+        return arrays_out, static.Constant(rest)
+
+    region.__name__ = getattr(fun, "__name__", type(fun).__name__)
+    return checkpoint(region, prevent_cse=prevent_cse, policy=policy)
+
+
+class _Same:
+    """Refers to a leaf that is compared by value. 1, 1.0 and True are equal but not the same."""
+
+    def __init__(self, leaf: Any):
+        self.key = (type(leaf), leaf)
+
+    def __call__(self) -> Any:
+        return self.key[1]
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _Same) and self.key == other.key
+
+
+def _reference(leaf: Any, forget: Callable[[Any], None]) -> Callable[[], Any]:
+    """Something to call for the leaf, that compares as the leaf does."""
+    try:
+        if isinstance(leaf, types.MethodType):
+            return weakref.WeakMethod(leaf, forget)
+        if type(leaf).__hash__ is object.__hash__:
+            return weakref.ref(leaf, forget)
+    except TypeError:  # no weak references to such a thing
+        pass
+    return _Same(leaf)
