@@ -1,8 +1,8 @@
 """`remat.brainstate.remat` and `checkpoint`: the signature of those in `brainstate.transform`.
 
-brainstate's `StatefulFunction` traces a function, notes which States it reads and writes, and offers
-it as a function from State values and arguments to State values and results. That pure function is
-the region; around it the values are read from the States and written back, once.
+brainstate's `StatefulFunction` traces a function, notes which States it reads and writes, and
+offers it as a function from State values and arguments to State values and results. That pure
+function is the region; around it the values are read from the States and written back, once.
 
 Known limits: negative `static_argnums` are refused, as in `brainstate.transform`.
 """

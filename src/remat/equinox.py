@@ -2,27 +2,30 @@
 
 Equinox calls functions on pytrees of anything, and *filters*: arrays are traced, all else is fixed.
 So the function, itself a pytree if it is a module or a bound method of one, and its arguments are
-taken apart (`remat.static`); their arrays become the inputs of a region, and what is left is the key
-under which the region is found again. Equinox's own makes a new function in each call, which is
+taken apart (`remat.static`); their arrays become the inputs of a region, and what is left is the
+key under which the region is found again. Equinox's own makes a new function in each call, which is
 traced anew each time; here five calls trace once, and so do the 24 equal layers of a model.
 
 The key refers weakly to what is compared by identity (functions, above all), so neither a closure
-nor the arrays it holds live longer than without it. Two calls with the same function are expected to
-do the same, as under `jax.jit`: what Python state a function reads is read when it is traced.
+nor the arrays it holds live longer than without it. Two calls with the same function are expected
+to do the same, as under `jax.jit`: what Python state a function reads is read when it is traced.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import equinox as eqx
 import jax
 
 from remat import static
+from remat.errors import TargetError
+from remat.globs import PathGlobs
 from remat.transform.checkpoint import checkpoint
 
 
@@ -160,3 +163,145 @@ def _reference(leaf: Any, forget: Callable[[Any], None]) -> Callable[[], Any]:
     except TypeError:  # no weak references to such a thing
         pass
     return _Same(leaf)
+
+
+# --------------------------------------------------------------------------------------------------
+# By path
+
+
+def with_remat(
+    path_globs: str | Iterable[str],
+    model: Any,
+    *,
+    policy: Any = None,
+    prevent_cse: bool = True,
+    methods: Iterable[str] = ("__call__",),
+    strict: bool = True,
+) -> Any:
+    """A copy of a model with the modules at some paths rematerialized.
+
+    The modules become instances of a subclass of their class, with that class's name and fields. So
+    the leaves of the model and their paths stay the same, and `without_remat` undoes it, also on a
+    model that was trained in between.
+
+    >>> import equinox as eqx, jax
+    >>> import remat.equinox
+    >>> mlp = eqx.nn.MLP(2, 1, 8, depth=3, key=jax.random.key(0))
+    >>> rematted = remat.equinox.with_remat("layers/*", mlp)
+    >>> rematted.layers[0].weight is mlp.layers[0].weight
+    True
+    >>> type(remat.equinox.without_remat(rematted).layers[0]) is eqx.nn.Linear
+    True
+
+    Args:
+      path_globs: a pattern or several, as in `remat.rematted`. A path is made of field names and
+        positions in containers, `layers/0`.
+      model: an Equinox module, or a pytree with modules in it.
+      policy, prevent_cse: as in `filter_checkpoint`.
+      methods: the methods to rematerialize, those of them that a module has.
+      strict: whether it is an error that a pattern matches nothing.
+
+    Raises:
+      UnknownNameError: if a pattern matches no module, with the paths that there are.
+      TargetError: for a module without such a method.
+    """
+    globs, names = PathGlobs.of(path_globs), tuple(methods)
+    paths: set[str] = set()
+
+    def change(path: str, module: Any) -> Any:
+        paths.add(path)
+        if not globs.matches(path):
+            return module
+        return _as_instance_of(_rematted_class(_plain(module), names, policy, prevent_cse), module)
+
+    changed = _map_modules(change, model, "")
+    if strict:
+        globs.check(paths)
+    return changed
+
+
+def without_remat(model: Any) -> Any:
+    """The model with each module that `with_remat` or `rematted` changed in its old class."""
+    return _map_modules(lambda _, module: _as_instance_of(_plain(module), module), model, "")
+
+
+@contextlib.contextmanager
+def rematted(
+    path_globs: str | Iterable[str],
+    model: Any,
+    *,
+    policy: Any = None,
+    prevent_cse: bool = True,
+    methods: Iterable[str] = ("__call__",),
+    strict: bool = True,
+) -> Iterator[Any]:
+    """`with_remat` as a context, as `remat.rematted` has it: the context returns the changed copy.
+
+    A module does not change, so there is nothing to undo in the end; `without_remat` gives back the
+    plain form of the copy or of what was trained from it.
+    """
+    yield with_remat(
+        path_globs, model, policy=policy, prevent_cse=prevent_cse, methods=methods, strict=strict
+    )
+
+
+def _map_modules(change: Callable[[str, Any], Any], tree: Any, path: str) -> Any:
+    """Replace each module below the root, the innermost first, by `change(path, module)`."""
+
+    def is_inner(x: Any) -> bool:
+        return x is not tree and isinstance(x, eqx.Module)
+
+    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_inner)
+    leaves = []
+    for keys, leaf in found:
+        if is_inner(leaf):
+            name = jax.tree_util.keystr(keys, simple=True, separator="/")
+            here = f"{path}/{name}" if path else name
+            leaf = change(here, _map_modules(change, leaf, here))
+        leaves.append(leaf)
+    return jax.tree.unflatten(structure, leaves)
+
+
+class _Rematted:
+    """Marks the subclasses made here; `_plain_class` is what they are made of."""
+
+    _plain_class: type
+
+
+def _plain(module: Any) -> type:
+    cls = type(module)
+    return cls._plain_class if issubclass(cls, _Rematted) else cls
+
+
+def _as_instance_of(cls: type, module: Any) -> Any:
+    """A module with the same fields of a class with the same fields."""
+    if type(module) is cls:
+        return module
+    copy: Any = object.__new__(cls)
+    vars(copy).update(vars(module))
+    return copy
+
+
+@functools.lru_cache(maxsize=1024)
+def _rematted_class(cls: type, methods: tuple[str, ...], policy: Any, prevent_cse: bool) -> type:
+    """A subclass whose methods are regions; equal arguments give the same class."""
+    lift = functools.partial(filter_checkpoint, policy=policy, prevent_cse=prevent_cse)
+    namespace: dict[str, Any] = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
+    wanted = {name: _rematted_method(cls, name, lift) for name in methods if hasattr(cls, name)}
+    if not wanted:
+        raise TargetError(f"rematted: {cls.__name__} has none of the methods {methods}.")
+    made = type(cls)(cls.__name__, (cls, _Rematted), namespace | wanted)
+    made._plain_class = cls  # type: ignore[attr-defined]
+    return made
+
+
+def _rematted_method(cls: type, name: str, lift: Callable) -> Any:
+    @functools.wraps(getattr(cls, name))
+    def rematted_method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return lift(getattr(_as_instance_of(cls, self), name))(*args, **kwargs)
+
+    return rematted_method

@@ -7,10 +7,10 @@ back to the caller's objects once. So a region here is a function of pytrees, an
 which reads the same inputs, repeats no update and draws the same random numbers.
 
 Flax has three modes, chosen by `graph` and `graph_updates`: graphs whose structure may change (the
-default), graphs of fixed structure, and trees without shared Variables. The first is written here on
-Flax's `to_tree` and `from_tree`, because its own composition refuses keyword arguments and traces
-defaults, so that `train: bool = True` could not be left out. The others are Flax's own function
-between the two conversions.
+default), graphs of fixed structure, and trees without shared Variables. The first is written here
+on Flax's `to_tree` and `from_tree`, because its own composition refuses keyword arguments and
+traces defaults, so that `train: bool = True` could not be left out. The others are Flax's own
+function between the two conversions.
 
 Known limits: a Variable that is closed over instead of being an argument cannot be changed inside,
 as in every transformation of Flax.
@@ -18,9 +18,10 @@ as in every transformation of Flax.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from flax import nnx
@@ -28,7 +29,9 @@ from flax.nnx import extract, graphlib
 from flax.nnx.transforms.autodiff import SimpleRematFn
 from flax.typing import MISSING, Missing
 
+from remat import static
 from remat.errors import TargetError
+from remat.globs import PathGlobs
 from remat.transform.checkpoint import checkpoint
 
 _TAG = "remat"
@@ -170,3 +173,72 @@ def _check_target(f: Any) -> None:
         )
     if not callable(f):
         raise TargetError(f"remat.nnx.remat takes a function, not {f!r}.")
+
+
+# --------------------------------------------------------------------------------------------------
+# By path
+
+
+@contextlib.contextmanager
+def rematted(
+    path_globs: str | Iterable[str],
+    model: Any,
+    *,
+    policy: Any = None,
+    prevent_cse: bool = True,
+    methods: Iterable[str] = ("__call__",),
+    strict: bool = True,
+) -> Iterator[Any]:
+    """Rematerialize the NNX modules at some paths of a model while the context lasts.
+
+    See `remat.rematted`. A path is made of attribute names and positions in lists, `layers/0`; a
+    module that is at several paths is known by the first. While the context lasts the modules are
+    of a subclass of their class, with that class's name. So a model that is split in the context is
+    rematerialized after `nnx.merge`, wherever that happens, and one that was split before is not.
+    """
+    globs = PathGlobs.of(path_globs)
+    modules = {"/".join(map(str, path)): m for path, m in nnx.iter_modules(model) if path}
+    if strict:
+        globs.check(modules)
+    chosen = [(module, type(module)) for path, module in modules.items() if globs.matches(path)]
+    names = tuple(methods)
+    try:
+        for module, cls in chosen:
+            _set_class(module, _rematted_class(cls, names, policy, prevent_cse))
+        yield model
+    finally:
+        for module, cls in chosen:
+            _set_class(module, cls)
+
+
+def _set_class(module: Any, cls: Any) -> None:
+    object.__setattr__(module, "__class__", cls)
+
+
+@functools.lru_cache(maxsize=1024)
+def _rematted_class(cls: Any, methods: tuple[str, ...], policy: Any, prevent_cse: bool) -> type:
+    """A subclass with the same name whose methods are regions; equal arguments, the same class."""
+    lift = functools.partial(remat, policy=policy, prevent_cse=prevent_cse)
+    namespace: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    for name in methods:
+        if hasattr(cls, name):
+            namespace[name] = _rematted_method(getattr(cls, name), lift)
+    if len(namespace) == 2:
+        raise TargetError(f"rematted: {cls.__name__} has none of the methods {methods}.")
+    return type(cls)(cls.__name__, (cls,), namespace, pytree=cls._pytree__is_pytree)
+
+
+def _rematted_method(method: Any, lift: Callable) -> Any:
+    @functools.wraps(method)
+    def rematted_method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return static.call(lift, method, self, args, kwargs, _is_traced, _is_graph)
+
+    return rematted_method
+
+
+def _is_graph(x: Any) -> bool:
+    return isinstance(x, nnx.Variable) or graphlib.is_graph_node(x)
+
+
+def _is_traced(leaf: Any) -> bool:
+    return _is_graph(leaf) or static.is_array(leaf)

@@ -66,3 +66,30 @@ def split(
     traced = [leaf for leaf, flag in zip(leaves, flags) if flag]
     untraced = tuple(leaf for leaf, flag in zip(leaves, flags) if not flag)
     return traced, Parts(structure, flags, untraced)
+
+
+def call(
+    lift: Callable[[Callable], Callable],
+    method: Callable,
+    module: Any,
+    args: tuple,
+    kwargs: dict[str, Any],
+    is_traced: Callable[[Any], bool] = is_array,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Any:
+    """Call `method(module, *args, **kwargs)` lifted, with what is no array passing untraced.
+
+    Args:
+      lift: a transformation of functions of a module and arrays.
+      is_traced, is_leaf: as in `split`, for arguments and results.
+    """
+    traced, parts = split((args, kwargs), is_traced, is_leaf)
+
+    def on_arrays(module: Any, *traced: Any) -> Any:
+        args, kwargs = parts.join(traced)
+        traced_out, rest = split(method(module, *args, **kwargs), is_traced, is_leaf)
+        return traced_out, Constant(rest)
+
+    on_arrays.__name__ = getattr(method, "__name__", type(module).__name__)
+    traced_out, rest = lift(on_arrays)(module, *traced)
+    return rest.value.join(traced_out)
