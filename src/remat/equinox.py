@@ -100,14 +100,9 @@ _MAX_REGIONS = 1024
 
 def _region(fun: Any, parts: static.Parts, prevent_cse: bool, policy: Any) -> Callable:
     """The region for everything about a call that is not an array."""
-
-    def forget(_: Any) -> None:
-        _regions.pop(key, None)
-
-    references = tuple(_reference(leaf, forget) for leaf in parts.untraced)
-    key = (parts.tree, parts.is_traced, references, prevent_cse, policy)
+    options = (parts.tree, parts.is_traced, prevent_cse, policy)
     try:
-        known = _regions.get(key)
+        known = _regions.get((options, _references(parts, None)))
     except TypeError:  # something unhashable is fixed
         return _make_region(fun, lambda: parts, prevent_cse, policy)
     if known is not None:
@@ -115,12 +110,16 @@ def _region(fun: Any, parts: static.Parts, prevent_cse: bool, policy: Any) -> Ca
     if len(_regions) >= _MAX_REGIONS:
         del _regions[next(iter(_regions))]
 
-    def get_parts() -> static.Parts:
-        # Called while tracing, when the caller still holds what `references` refer to.
-        untraced = tuple(refer() for refer in references)
-        return static.Parts(parts_tree, is_traced, untraced)
+    def forget(_: Any) -> None:
+        _regions.pop(key, None)
 
-    parts_tree, is_traced = parts.tree, parts.is_traced
+    def get_parts() -> static.Parts:
+        # Called while tracing, when the caller still holds what is referred to.
+        tree, is_traced, *_ = options
+        return static.Parts(tree, is_traced, tuple(refer() for refer in references))
+
+    references = _references(parts, forget)
+    key = (options, references)
     region = _regions[key] = _make_region(fun, get_parts, prevent_cse, policy)
     return region
 
@@ -153,7 +152,11 @@ class _Same:
         return isinstance(other, _Same) and self.key == other.key
 
 
-def _reference(leaf: Any, forget: Callable[[Any], None]) -> Callable[[], Any]:
+def _references(parts: static.Parts, forget: Callable[[Any], None] | None) -> tuple:
+    return tuple(_reference(leaf, forget) for leaf in parts.untraced)
+
+
+def _reference(leaf: Any, forget: Callable[[Any], None] | None) -> Callable[[], Any]:
     """Something to call for the leaf, that compares as the leaf does."""
     try:
         if isinstance(leaf, types.MethodType):
