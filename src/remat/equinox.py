@@ -27,6 +27,7 @@ from remat import static
 from remat.errors import TargetError
 from remat.globs import PathGlobs
 from remat.transform.checkpoint import checkpoint
+from remat.transform.policies import check_policy
 
 
 def filter_checkpoint(
@@ -120,6 +121,7 @@ def _region(fun: Any, parts: static.Parts, prevent_cse: bool, policy: Any) -> Ca
 
     references = _references(parts, forget)
     key = (options, references)
+    hash(key)  # now, while all live: a reference keeps its hash when what it refers to is gone
     region = _regions[key] = _make_region(fun, get_parts, prevent_cse, policy)
     return region
 
@@ -208,6 +210,7 @@ def with_remat(
       UnknownNameError: if a pattern matches no module, with the paths that there are.
       TargetError: for a module without such a method.
     """
+    check_policy(policy)
     globs, names = PathGlobs.of(path_globs), tuple(methods)
     paths: set[str] = set()
 

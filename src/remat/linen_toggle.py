@@ -28,6 +28,7 @@ from flax.linen.module import (
 
 from remat import linen, static
 from remat.globs import PathGlobs
+from remat.transform.policies import check_policy
 
 _active = jax.make_user_context(())
 
@@ -47,6 +48,7 @@ def rematted(
     See `remat.rematted`. The patterns are checked when the context ends; a context in which no
     module ran, because all that ran was compiled before in an equal context, has nothing to check.
     """
+    check_policy(policy)
     globs, names = PathGlobs.of(path_globs), tuple(methods)
     lift = functools.partial(linen.remat, policy=policy, prevent_cse=prevent_cse)
     seen: set[str] = set()

@@ -33,6 +33,7 @@ from remat import static
 from remat.errors import TargetError
 from remat.globs import PathGlobs
 from remat.transform.checkpoint import checkpoint
+from remat.transform.policies import check_policy
 
 _TAG = "remat"
 
@@ -196,11 +197,14 @@ def rematted(
     of a subclass of their class, with that class's name. So a model that is split in the context is
     rematerialized after `nnx.merge`, wherever that happens, and one that was split before is not.
     """
+    check_policy(policy)
     globs = PathGlobs.of(path_globs)
     modules = {"/".join(map(str, path)): m for path, m in nnx.iter_modules(model) if path}
     if strict:
         globs.check(modules)
-    chosen = [(module, type(module)) for path, module in modules.items() if globs.matches(path)]
+    chosen: list[tuple[Any, Any]] = [
+        (module, type(module)) for path, module in modules.items() if globs.matches(path)
+    ]
     names = tuple(methods)
     try:
         for module, cls in chosen:

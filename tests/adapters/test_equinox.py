@@ -237,11 +237,11 @@ def test_closures_are_not_kept_alive():
     held = eqx.nn.Linear(6, 6, key=KEY)
     seen = weakref.ref(held.weight)
 
-    def f(x):
-        return held(x)
+    def around(held):
+        return lambda x: held(x)
 
-    OURS(f)(X)
-    del held, f
+    OURS(around(held))(X)
+    del held
     gc.collect()
     assert seen() is None
 

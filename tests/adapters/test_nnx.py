@@ -85,7 +85,7 @@ def train(cls, lift, mode, jit, order=1):
     if order == 2:
         first = nnx.grad(loss, **options)
 
-        def loss(model, x):  # noqa: F811
+        def loss(model, x):
             return sum((g**2).sum() for g in jax.tree.leaves(first(model, x)))
 
     step = nnx.value_and_grad(loss, **options)
