@@ -103,7 +103,7 @@ def linen():
 def run_linen(model, context):
     rngs = {"params": KEY, "dropout": jax.random.key(2)}
     with context:
-        variables = model.init(rngs, X)
+        variables = jax.jit(model.init)(rngs, X)
 
         def loss(params):
             y, updated = model.apply(
