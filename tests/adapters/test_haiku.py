@@ -70,7 +70,7 @@ def train(model, lift, jit):
     return params, state, jax.value_and_grad(loss, has_aux=True)(params, state)
 
 
-# Operation by operation the large models take long to compile, and say nothing that the others do not.
+# Operation by operation the large models take long to compile and say nothing new.
 @pytest.mark.parametrize(
     ("model", "jit"), [*((m, True) for m in MODELS), (shared, False), (counting, False)]
 )
