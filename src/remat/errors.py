@@ -7,6 +7,7 @@
     ├── PolicyError (ValueError)              a policy that cannot mean what it says
     │   ├── UnknownNameError                  ... it selects a name that the region does not have
     │   └── MemoryKindError                   ... it offloads to a memory that the backend does not have
+    ├── TargetError (ValueError)              what is to be wrapped cannot be wrapped
     ├── EffectError (NotImplementedError)     an effect that cannot be recomputed
     ├── GradientMismatchError (AssertionError)   remat.testing: two functions that differ
     ├── PeakMemoryError (AssertionError)      remat.testing: a step that needs more than its limit
@@ -54,6 +55,10 @@ class UnknownNameError(PolicyError):
 
 class MemoryKindError(PolicyError):
     """A policy offloads to a memory kind that the backend does not have."""
+
+
+class TargetError(RematError, ValueError):
+    """What an adapter is asked to wrap (a method, class or module) cannot be wrapped."""
 
 
 class EffectError(RematError, NotImplementedError):

@@ -1,0 +1,313 @@
+"""`remat.equinox.filter_checkpoint`: the signature of `equinox.filter_checkpoint`.
+
+Equinox calls functions on pytrees of anything, and *filters*: arrays are traced, all else is fixed.
+So the function, itself a pytree if it is a module or a bound method of one, and its arguments are
+taken apart (`remat.static`); their arrays become the inputs of a region, and what is left is the
+key under which the region is found again. Equinox's own makes a new function in each call, which is
+traced anew each time; here five calls trace once, and so do the 24 equal layers of a model.
+
+The key refers weakly to what is compared by identity (functions, above all), so neither a closure
+nor the arrays it holds live longer than without it. Two calls with the same function are expected
+to do the same, as under `jax.jit`: what Python state a function reads is read when it is traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from remat import static
+from remat.errors import TargetError
+from remat.globs import PathGlobs
+from remat.transform.checkpoint import checkpoint
+from remat.transform.policies import check_policy
+
+
+def filter_checkpoint(
+    fun: Callable | None = None, *, prevent_cse: bool = True, policy: Any = None
+) -> Callable:
+    """Make a function on pytrees recompute its linearization points when it is differentiated.
+
+    >>> import equinox as eqx, jax, jax.numpy as jnp
+    >>> from remat.equinox import filter_checkpoint
+    >>> mlp = eqx.nn.MLP(2, 1, 8, depth=3, key=jax.random.key(0))
+    >>> @eqx.filter_grad
+    ... def gradient(mlp, x):
+    ...     return filter_checkpoint(mlp)(x).sum()
+    >>> gradient(mlp, jnp.ones(2)).layers[0].weight.shape
+    (8, 2)
+
+    Without `fun` it is a decorator, also of methods.
+
+    Args:
+      fun: a function, module, or method of a module. Arrays in it and in its arguments are traced;
+        everything else is fixed, and may be unhashable (it is then traced anew in each call).
+      prevent_cse: whether to keep the compiler from merging recomputation with the forward pass.
+      policy: what may be saved, as in `remat.checkpoint`.
+
+    Returns:
+      A module that calls `fun`; its arrays are `fun`'s.
+
+    Raises:
+      PolicyError, EffectError: as `remat.checkpoint` does.
+    """
+    if fun is None:
+        return functools.partial(filter_checkpoint, prevent_cse=prevent_cse, policy=policy)
+    if not callable(fun):
+        raise TypeError(f"filter_checkpoint takes a function or a callable module, not {fun!r}.")
+    return eqx.module_update_wrapper(_Checkpointed(fun, prevent_cse, policy))
+
+
+class _Checkpointed(eqx.Module):
+    _fun: Callable
+    _prevent_cse: bool = eqx.field(static=True)
+    _policy: Any = eqx.field(static=True)
+
+    @property
+    def __wrapped__(self) -> Callable:
+        return self._fun
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = (_as_pytree(self._fun), args, kwargs)
+        arrays, parts = static.split(call, eqx.is_array)
+        region = _region(self._fun, parts, self._prevent_cse, self._policy)
+        arrays_out, rest = region(arrays)
+        return rest.value.join(arrays_out)
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return self if instance is None else eqx.Partial(self, instance)
+
+
+def _as_pytree(fun: Any) -> Any:
+    """A Python method of a module (`linear.__call__` is one), with the module's arrays in sight."""
+    if isinstance(fun, types.MethodType) and isinstance(fun.__self__, eqx.Module):
+        return eqx.Partial(fun.__func__, fun.__self__)
+    return fun
+
+
+# --------------------------------------------------------------------------------------------------
+# Regions, found again
+
+_regions: dict[Any, Callable] = {}
+_MAX_REGIONS = 1024
+
+
+def _region(fun: Any, parts: static.Parts, prevent_cse: bool, policy: Any) -> Callable:
+    """The region for everything about a call that is not an array."""
+    options = (parts.tree, parts.is_traced, prevent_cse, policy)
+    try:
+        known = _regions.get((options, _references(parts, None)))
+    except TypeError:  # something unhashable is fixed
+        return _make_region(fun, lambda: parts, prevent_cse, policy)
+    if known is not None:
+        return known
+    if len(_regions) >= _MAX_REGIONS:
+        del _regions[next(iter(_regions))]
+
+    def forget(_: Any) -> None:
+        _regions.pop(key, None)
+
+    def get_parts() -> static.Parts:
+        # Called while tracing, when the caller still holds what is referred to.
+        tree, is_traced, *_ = options
+        return static.Parts(tree, is_traced, tuple(refer() for refer in references))
+
+    references = _references(parts, forget)
+    key = (options, references)
+    hash(key)  # now, while all live: a reference keeps its hash when what it refers to is gone
+    region = _regions[key] = _make_region(fun, get_parts, prevent_cse, policy)
+    return region
+
+
+def _make_region(
+    fun: Any, get_parts: Callable[[], static.Parts], prevent_cse: bool, policy: Any
+) -> Callable:
+    def region(arrays: list[Any]) -> Any:
+        inner, args, kwargs = get_parts().join(arrays)
+        arrays_out, rest = static.split(inner(*args, **kwargs), eqx.is_array)
+        return arrays_out, static.Constant(rest)
+
+    region.__name__ = getattr(fun, "__name__", type(fun).__name__)
+    return checkpoint(region, prevent_cse=prevent_cse, policy=policy)
+
+
+class _Same:
+    """Refers to a leaf that is compared by value. 1, 1.0 and True are equal but not the same."""
+
+    def __init__(self, leaf: Any):
+        self.key = (type(leaf), leaf)
+
+    def __call__(self) -> Any:
+        return self.key[1]
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _Same) and self.key == other.key
+
+
+def _references(parts: static.Parts, forget: Callable[[Any], None] | None) -> tuple:
+    return tuple(_reference(leaf, forget) for leaf in parts.untraced)
+
+
+def _reference(leaf: Any, forget: Callable[[Any], None] | None) -> Callable[[], Any]:
+    """Something to call for the leaf, that compares as the leaf does."""
+    try:
+        if isinstance(leaf, types.MethodType):
+            return weakref.WeakMethod(leaf, forget)
+        if type(leaf).__hash__ is object.__hash__:
+            return weakref.ref(leaf, forget)
+    except TypeError:  # no weak references to such a thing
+        pass
+    return _Same(leaf)
+
+
+# --------------------------------------------------------------------------------------------------
+# By path
+
+
+def with_remat(
+    path_globs: str | Iterable[str],
+    model: Any,
+    *,
+    policy: Any = None,
+    prevent_cse: bool = True,
+    methods: Iterable[str] = ("__call__",),
+    strict: bool = True,
+) -> Any:
+    """A copy of a model with the modules at some paths rematerialized.
+
+    The modules become instances of a subclass of their class, with that class's name and fields. So
+    the leaves of the model and their paths stay the same, and `without_remat` undoes it, also on a
+    model that was trained in between.
+
+    >>> import equinox as eqx, jax
+    >>> import remat.equinox
+    >>> mlp = eqx.nn.MLP(2, 1, 8, depth=3, key=jax.random.key(0))
+    >>> rematted = remat.equinox.with_remat("layers/*", mlp)
+    >>> rematted.layers[0].weight is mlp.layers[0].weight
+    True
+    >>> type(remat.equinox.without_remat(rematted).layers[0]) is eqx.nn.Linear
+    True
+
+    Args:
+      path_globs: a pattern or several, as in `remat.rematted`. A path is made of field names and
+        positions in containers, `layers/0`.
+      model: an Equinox module, or a pytree with modules in it.
+      policy, prevent_cse: as in `filter_checkpoint`.
+      methods: the methods to rematerialize, those of them that a module has.
+      strict: whether it is an error that a pattern matches nothing.
+
+    Raises:
+      UnknownNameError: if a pattern matches no module, with the paths that there are.
+      TargetError: for a module without such a method.
+    """
+    check_policy(policy)
+    globs, names = PathGlobs.of(path_globs), tuple(methods)
+    paths: set[str] = set()
+
+    def change(path: str, module: Any) -> Any:
+        paths.add(path)
+        if not globs.matches(path):
+            return module
+        return _as_instance_of(_rematted_class(_plain(module), names, policy, prevent_cse), module)
+
+    changed = _map_modules(change, model, "")
+    if strict:
+        globs.check(paths)
+    return changed
+
+
+def without_remat(model: Any) -> Any:
+    """The model with each module that `with_remat` or `rematted` changed in its old class."""
+    return _map_modules(lambda _, module: _as_instance_of(_plain(module), module), model, "")
+
+
+@contextlib.contextmanager
+def rematted(
+    path_globs: str | Iterable[str],
+    model: Any,
+    *,
+    policy: Any = None,
+    prevent_cse: bool = True,
+    methods: Iterable[str] = ("__call__",),
+    strict: bool = True,
+) -> Iterator[Any]:
+    """`with_remat` as a context, as `remat.rematted` has it: the context returns the changed copy.
+
+    A module does not change, so there is nothing to undo in the end; `without_remat` gives back the
+    plain form of the copy or of what was trained from it.
+    """
+    yield with_remat(
+        path_globs, model, policy=policy, prevent_cse=prevent_cse, methods=methods, strict=strict
+    )
+
+
+def _map_modules(change: Callable[[str, Any], Any], tree: Any, path: str) -> Any:
+    """Replace each module below the root, the innermost first, by `change(path, module)`."""
+
+    def is_inner(x: Any) -> bool:
+        return x is not tree and isinstance(x, eqx.Module)
+
+    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_inner)
+    leaves = []
+    for keys, leaf in found:
+        if is_inner(leaf):
+            name = jax.tree_util.keystr(keys, simple=True, separator="/")
+            here = f"{path}/{name}" if path else name
+            leaf = change(here, _map_modules(change, leaf, here))
+        leaves.append(leaf)
+    return jax.tree.unflatten(structure, leaves)
+
+
+class _Rematted:
+    """Marks the subclasses made here; `_plain_class` is what they are made of."""
+
+    _plain_class: type
+
+
+def _plain(module: Any) -> type:
+    cls = type(module)
+    return cls._plain_class if issubclass(cls, _Rematted) else cls
+
+
+def _as_instance_of(cls: type, module: Any) -> Any:
+    """A module with the same fields of a class with the same fields."""
+    if type(module) is cls:
+        return module
+    copy: Any = object.__new__(cls)
+    vars(copy).update(vars(module))
+    return copy
+
+
+@functools.lru_cache(maxsize=1024)
+def _rematted_class(cls: type, methods: tuple[str, ...], policy: Any, prevent_cse: bool) -> type:
+    """A subclass whose methods are regions; equal arguments give the same class."""
+    lift = functools.partial(filter_checkpoint, policy=policy, prevent_cse=prevent_cse)
+    namespace: dict[str, Any] = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
+    wanted = {name: _rematted_method(cls, name, lift) for name in methods if hasattr(cls, name)}
+    if not wanted:
+        raise TargetError(f"rematted: {cls.__name__} has none of the methods {methods}.")
+    made = type(cls)(cls.__name__, (cls, _Rematted), namespace | wanted)
+    made._plain_class = cls  # type: ignore[attr-defined]
+    return made
+
+
+def _rematted_method(cls: type, name: str, lift: Callable) -> Any:
+    @functools.wraps(getattr(cls, name))
+    def rematted_method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return lift(getattr(_as_instance_of(cls, self), name))(*args, **kwargs)
+
+    return rematted_method

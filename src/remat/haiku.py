@@ -1,0 +1,81 @@
+"""`remat.haiku.remat`: the signature of `haiku.remat`.
+
+Inside `hk.transform` a function has hidden inputs and outputs: parameters, state and the stream of
+random keys. Haiku's own wrapper for JAX transformations hands them to the transformed function as
+one more argument and writes back what changed; it is used here with `remat.checkpoint`.
+
+A function is traced in each call, as with Haiku's own, for it may create modules, whose names and
+parameters Haiku notes while it runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from haiku._src.stateful import thread_hk_state_in_kwargs
+
+from remat.transform.checkpoint import checkpoint
+
+
+def _checkpoint_untraced(fun: Callable, **options: Any) -> Callable:
+    """`checkpoint`, but of a function that no earlier trace is found for."""
+
+    @functools.wraps(fun)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(fun)
+        def fresh(*args: Any, **kwargs: Any) -> Any:
+            return fun(*args, **kwargs)
+
+        return checkpoint(fresh, **options)(*args, **kwargs)
+
+    return checkpointed
+
+
+# Haiku's error message names the wrapped function.
+_checkpoint_untraced.__name__ = "remat"
+_with_haiku_state = thread_hk_state_in_kwargs(_checkpoint_untraced)
+
+
+def remat(
+    fun: Callable,
+    *,
+    concrete: bool = False,
+    prevent_cse: bool = True,
+    policy: Any = None,
+    static_argnums: int | tuple[int, ...] = (),
+    static_argnames: str | tuple[str, ...] = (),
+) -> Callable:
+    """Make a function or module recompute its linearization points, inside `hk.transform`.
+
+    >>> import haiku as hk, jax, jax.numpy as jnp
+    >>> import remat.haiku
+    >>> @hk.transform
+    ... def f(x):
+    ...     return remat.haiku.remat(hk.nets.MLP([8, 1]))(x).sum()
+    >>> x = jnp.ones((4, 2))
+    >>> params = f.init(jax.random.key(0), x)
+    >>> jax.grad(f.apply)(params, None, x)["mlp/~/linear_0"]["w"].shape
+    (2, 8)
+
+    Args:
+      fun: a function or a module. What it reads and changes of Haiku's parameters, state and random
+        keys is threaded through.
+      concrete, prevent_cse, policy, static_argnums, static_argnames: as in `remat.checkpoint`.
+
+    Returns:
+      A function with the arguments, results and updates of `fun`.
+
+    Raises:
+      ValueError: outside `hk.transform`.
+      StaticArgumentError, PolicyError, EffectError: as `remat.checkpoint` does.
+    """
+    return _with_haiku_state(
+        fun,
+        concrete=concrete,
+        prevent_cse=prevent_cse,
+        policy=policy,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+    )

@@ -1,0 +1,95 @@
+"""What a region traces, and what it takes as it is.
+
+A call of a module mixes arrays with other things: flags, strings, activation functions, None. Only
+the former are inputs and outputs of a region. `split` takes a pytree apart, `Parts.join` puts it
+together again around new traced leaves, and `Constant` carries through a region what is not traced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Constant:
+    """Anything that is not traced, as a pytree without leaves."""
+
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Parts:
+    """A pytree without its traced leaves."""
+
+    tree: Any
+    is_traced: tuple[bool, ...]
+    untraced: tuple[Any, ...]  # the other leaves, in order
+
+    def join(self, traced: Sequence[Any]) -> Any:
+        """The pytree with these traced leaves."""
+        ours, theirs = iter(traced), iter(self.untraced)
+        leaves = [next(ours) if flag else next(theirs) for flag in self.is_traced]
+        return jax.tree.unflatten(self.tree, leaves)
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array of JAX or NumPy, or a tracer."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and not _is_text(leaf)
+
+
+def _is_text(leaf: Any) -> bool:
+    return isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "OSUV"
+
+
+def split(
+    tree: Any,
+    is_traced: Callable[[Any], bool] = is_array,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> tuple[list[Any], Parts]:
+    """Take the traced leaves out of a pytree.
+
+    >>> import jax.numpy as jnp
+    >>> traced, parts = split((jnp.ones(2), "same", None))
+    >>> len(traced), parts.untraced
+    (1, ('same',))
+    >>> parts.join(["here"])
+    ('here', 'same', None)
+    """
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
+    flags = tuple(is_traced(leaf) for leaf in leaves)
+    traced = [leaf for leaf, flag in zip(leaves, flags) if flag]
+    untraced = tuple(leaf for leaf, flag in zip(leaves, flags) if not flag)
+    return traced, Parts(structure, flags, untraced)
+
+
+def call(
+    lift: Callable[[Callable], Callable],
+    method: Callable,
+    module: Any,
+    args: tuple,
+    kwargs: dict[str, Any],
+    is_traced: Callable[[Any], bool] = is_array,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Any:
+    """Call `method(module, *args, **kwargs)` lifted, with what is no array passing untraced.
+
+    Args:
+      lift: a transformation of functions of a module and arrays.
+      is_traced, is_leaf: as in `split`, for arguments and results.
+    """
+    traced, parts = split((args, kwargs), is_traced, is_leaf)
+
+    def on_arrays(module: Any, *traced: Any) -> Any:
+        args, kwargs = parts.join(traced)
+        traced_out, rest = split(method(module, *args, **kwargs), is_traced, is_leaf)
+        return traced_out, Constant(rest)
+
+    on_arrays.__name__ = getattr(method, "__name__", type(module).__name__)
+    traced_out, rest = lift(on_arrays)(module, *traced)
+    return rest.value.join(traced_out)

@@ -1,0 +1,89 @@
+"""`remat.rematted`: rematerialization for submodules of a model that is not edited.
+
+Each framework has its own way to reach a submodule by its path, in a function `rematted` of its
+adapter. Here is only the choice of the adapter, by the class of the model, so that no framework is
+imported before it is needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from remat.errors import TargetError
+
+# The package that a framework's `Module` is defined in, and the module of ours with its `rematted`.
+ADAPTERS = {
+    "flax.linen": "remat.linen_toggle",
+    "flax.nnx": "remat.nnx",
+    "equinox": "remat.equinox",
+}
+
+
+def rematted(
+    path_globs: str | Iterable[str],
+    model: Any = None,
+    *,
+    policy: Any = None,
+    prevent_cse: bool = True,
+    methods: Iterable[str] = ("__call__",),
+    strict: bool = True,
+) -> AbstractContextManager[Any]:
+    """Rematerialize the submodules at some paths, without an edit to the model.
+
+    Names of parameters, their initial values and the random numbers that are drawn stay the same.
+
+    In Flax Linen the context acts on every model that is initialized or applied in it:
+
+    >>> import flax.linen as nn, jax, jax.numpy as jnp, remat
+    >>> model = nn.Sequential([nn.Dense(4), jnp.sin, nn.Dense(1)])
+    >>> x = jnp.ones((2, 3))
+    >>> params = model.init(jax.random.key(0), x)
+    >>> with remat.rematted("layers_*", policy=remat.policies.dots_saveable):
+    ...     grads = jax.grad(lambda params: model.apply(params, x).sum())(params)
+
+    In Flax NNX and Equinox the model is given, and the context returns it. An NNX model is changed
+    in place until the context ends; of an Equinox model it is a changed copy.
+
+    >>> from flax import nnx
+    >>> rngs = nnx.Rngs(0)
+    >>> model = nnx.Sequential(nnx.Linear(3, 4, rngs=rngs), nnx.Linear(4, 1, rngs=rngs))
+    >>> with remat.rematted("layers/*", model) as model:
+    ...     grads = nnx.grad(lambda model: model(x).sum())(model)
+
+    Args:
+      path_globs: a pattern or several. A pattern describes the whole path from the root of the
+        model to a module, `"encoder/layers_*"`; `*` and `?` stand for part of one name, `**` for
+        any number of names.
+      model: an NNX or Equinox model; for Linen it may be left out.
+      policy, prevent_cse: as in `remat.checkpoint`.
+      methods: the methods to rematerialize, those of them that a module has.
+      strict: whether it is an error that a pattern matches nothing.
+
+    Returns:
+      A context manager, which returns the model.
+
+    Raises:
+      UnknownNameError: if a pattern matches no module, with the paths that there are; for Linen at
+        the end of the context, as only then the modules are known.
+      TargetError: for a model of no framework known here, or a module without such a method.
+    """
+    adapter = importlib.import_module(_adapter_of(model))
+    return adapter.rematted(
+        path_globs, model, policy=policy, prevent_cse=prevent_cse, methods=methods, strict=strict
+    )
+
+
+def _adapter_of(model: Any) -> str:
+    if model is None:
+        return ADAPTERS["flax.linen"]
+    for cls in type(model).__mro__:
+        for package, adapter in ADAPTERS.items():
+            if cls.__name__ == "Module" and f"{cls.__module__}.".startswith(f"{package}."):
+                return adapter
+    raise TargetError(
+        f"remat.rematted takes a module of {', '.join(sorted(ADAPTERS))}, not a "
+        f"{type(model).__module__}.{type(model).__qualname__}."
+    )

@@ -1,0 +1,208 @@
+"""remat.brainstate.remat against brainstate.transform.remat."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+brainstate = pytest.importorskip("brainstate")
+
+from agreement import assert_same, regions  # noqa: E402
+
+import remat  # noqa: E402
+from remat.brainstate import checkpoint as OURS, remat as alias  # noqa: E402
+
+THEIRS = brainstate.transform.checkpoint
+both = pytest.mark.parametrize("lift", [THEIRS, OURS], ids=["brainstate", "ours"])
+X = jax.random.normal(jax.random.key(9), (4, 6))
+
+
+def none(fun, **_):
+    return fun
+
+
+class Spiking(brainstate.nn.Module):
+    """A leaky integrate-and-fire cell with a surrogate gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = brainstate.ParamState(jax.random.normal(jax.random.key(0), (6, 5)))
+        self.voltage = brainstate.HiddenState(jnp.zeros(5))
+        self.spikes = brainstate.State(jnp.zeros(()))
+
+    def __call__(self, x):
+        v = 0.9 * self.voltage.value + x @ self.weight.value
+        hard = (v > 1.0).astype(v.dtype)
+        soft = jax.nn.sigmoid(4.0 * (v - 1.0))
+        spike = soft + jax.lax.stop_gradient(hard - soft)
+        self.voltage.value = v * (1.0 - spike)
+        self.spikes.value = self.spikes.value + spike.sum()
+        return spike
+
+
+def train_cell(lift, jit, order=1):
+    cell = Spiking()
+    step = lift(cell)
+
+    def loss():
+        cell.voltage.value, cell.spikes.value = jnp.zeros(5), jnp.zeros(())
+        return (brainstate.transform.for_loop(step, X) ** 2).mean() + cell.voltage.value.sum()
+
+    weights = {"w": cell.weight}
+    f = brainstate.transform.grad(loss, weights, return_value=True)
+    if order == 2:
+        first = brainstate.transform.grad(loss, weights)
+        f = brainstate.transform.grad(lambda: (first()["w"] ** 2).sum(), weights, return_value=True)
+    if jit:
+        f = brainstate.transform.jit(f)
+    return f(), cell.voltage.value, cell.spikes.value
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_spiking_cell_under_for_loop(jit, order):
+    ours = train_cell(OURS, jit, order)
+    assert_same(ours, train_cell(THEIRS, jit, order))
+    assert_same(ours, train_cell(none, jit, order))
+
+
+def mlp():
+    return brainstate.nn.Sequential(
+        brainstate.nn.Linear(6, 8), brainstate.nn.Tanh(), brainstate.nn.Linear(8, 6)
+    )
+
+
+def batch_norm():
+    class Block(brainstate.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = brainstate.nn.BatchNorm0d((6,))
+
+        def __call__(self, x):
+            return x + jnp.tanh(self.norm(x))
+
+    return Block()
+
+
+def dropout():
+    return brainstate.nn.Sequential(brainstate.nn.Linear(6, 6), brainstate.nn.Dropout(0.5))
+
+
+@pytest.mark.parametrize("make", [mlp, batch_norm, dropout], ids=lambda make: make.__name__)
+def test_modules_agree_with_brainstates(make):
+    def train(lift):
+        brainstate.random.seed(0)
+        model = make()
+        call = lift(model)
+        params = model.states(brainstate.ParamState)
+        with brainstate.environ.context(fit=True):
+            value = brainstate.transform.grad(
+                lambda x: (call(call(x)) ** 2).mean(), params, return_value=True
+            )(X)
+        return value, [s.value for s in model.states().values()], brainstate.random.rand(2)
+
+    ours = train(OURS)
+    assert_same(ours, train(THEIRS))
+    assert_same(ours, train(none))
+
+
+def test_remat_is_checkpoint():
+    assert alias is OURS and remat.brainstate.remat is OURS
+
+
+@both
+def test_a_module_keeps_its_shape(lift):
+    assert lift(brainstate.nn.Linear(2, 3))(jnp.ones((1, 2))).shape == (1, 3)
+
+
+@both
+def test_inside_scan(lift):
+    linear = brainstate.nn.Linear(3, 3)
+
+    @lift
+    def step(x, _):
+        return linear(x), None
+
+    y, _ = brainstate.transform.scan(step, jnp.ones((10, 3)), None, length=10)
+    assert y.shape == (10, 3)
+
+
+@both
+def test_left_out_the_function_makes_a_decorator(lift):
+    @lift(prevent_cse=False, policy=jax.checkpoint_policies.everything_saveable)
+    def f(x):
+        return jnp.sin(x)
+
+    assert_same(jax.value_and_grad(f)(2.0), jax.value_and_grad(jnp.sin)(2.0))
+    assert f.__name__ == "f"
+
+
+@both
+def test_positional_and_keyword_arguments(lift):
+    f = lift(lambda x, y=2.0, *, z: {"out": x * y + z["a"]})
+    assert_same(f(X, z={"a": 1.0}), {"out": X * 2.0 + 1.0})
+    assert_same(f(x=X, y=X, z={"a": X}), {"out": X * X + X})
+
+
+@both
+def test_the_first_documented_example(lift):
+    @lift(static_argnums=(1,))
+    def foo(x, is_training):
+        if is_training:
+            return jnp.sin(x)
+        return x
+
+    assert_same(jax.grad(foo)(1.0, True), jnp.cos(1.0))
+    assert_same(jax.jit(foo, static_argnums=1)(1.0, False), jnp.float32(1.0))
+
+
+@both
+def test_the_second_documented_example(lift):
+    @lift(static_argnums=(1,))
+    def foo_with_eval(x, y):
+        with jax.ensure_compile_time_eval():
+            y_pos = y > 0
+        if y_pos:
+            return jnp.sin(x)
+        return x * y
+
+    assert_same(jax.jit(jax.grad(lambda x: foo_with_eval(x, 3)))(1.0), jnp.cos(1.0))
+    assert_same(jax.grad(foo_with_eval)(1.0, -2), jnp.float32(-2.0))
+
+
+@both
+def test_states_change_once_a_call(lift):
+    count = brainstate.State(jnp.zeros(()))
+
+    @lift
+    def f(x):
+        count.value = count.value + 1.0
+        return jnp.sin(x) * count.value
+
+    for n in range(1, 4):
+        assert_same(f(1.0), jnp.sin(1.0) * n)
+    brainstate.transform.grad(f)(1.0)
+    assert count.value == 4.0
+
+
+@both
+def test_a_state_that_changes_its_shape_is_traced_again(lift):
+    state = brainstate.State(jnp.ones(2))
+    f = lift(lambda x: (x * state.value).sum())
+    assert f(2.0) == 4.0
+    state.value = jnp.ones(3)
+    assert f(2.0) == 6.0
+
+
+def test_negative_static_argnums_are_refused():
+    for lift, error in ((THEIRS, ValueError), (OURS, remat.StaticArgumentError)):
+        with pytest.raises(error, match="negative"):
+            lift(lambda x, n: x * n, static_argnums=(1, -1))
+    with pytest.raises(remat.errors.StaticArgumentTypeError, match="'a'"):
+        OURS(jnp.sin, static_argnums="a")
+
+
+def test_a_policy_and_the_region_are_in_the_jaxpr():
+    linear = brainstate.nn.Linear(6, 6)
+    f = OURS(linear, policy=remat.policies.dots_saveable)
+    assert regions(f, X) == 1
+    assert "_Dots" in str(jax.make_jaxpr(f)(X))

@@ -1,0 +1,290 @@
+"""remat.nnx.remat against flax.nnx.remat, and what only ours does."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+nnx = pytest.importorskip("flax.nnx")
+
+from agreement import assert_same, temporaries  # noqa: E402
+
+import remat  # noqa: E402
+import remat.nnx  # noqa: E402
+
+FLAX, OURS = nnx.remat, remat.nnx.remat
+both = pytest.mark.parametrize("lift", [FLAX, OURS], ids=["flax", "ours"])
+MODES = {"updates": (True, True), "graph": (True, False), "tree": (False, False)}
+X = jax.random.normal(jax.random.key(9), (4, 6))
+
+
+class MLP(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(6, 8, rngs=rngs), nnx.Linear(8, 6, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.up(x)))
+
+
+class ResNetBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.conv = nnx.Conv(1, 1, (3,), rngs=rngs)
+        self.norm = nnx.BatchNorm(1, rngs=rngs)
+
+    def __call__(self, x):
+        h = self.norm(self.conv(x[..., None]))
+        return x + jax.nn.relu(h)[..., 0]
+
+
+class TransformerBlock(nnx.Module):
+    def __init__(self, rngs, dropout=0.5):
+        self.attention = nnx.MultiHeadAttention(2, 6, decode=False, rngs=rngs)
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+        self.mlp = MLP(rngs)
+
+    def __call__(self, x):
+        x = x[None]
+        x = x + self.dropout(self.attention(x))
+        return (x + self.mlp(x))[0]
+
+
+class Shared(nnx.Module):
+    """Two layers with one kernel: the gradient is the sum."""
+
+    def __init__(self, rngs):
+        self.first, self.second = nnx.Linear(6, 6, rngs=rngs), nnx.Linear(6, 6, rngs=rngs)
+        self.second.kernel = self.first.kernel
+
+    def __call__(self, x):
+        return self.second(jnp.sin(self.first(x)))
+
+
+class Counting(nnx.Module):
+    def __init__(self, rngs):
+        self.linear, self.calls = nnx.Linear(6, 6, rngs=rngs), nnx.BatchStat(jnp.array(0.0))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return jnp.sin(self.linear(x))
+
+
+MODELS = [MLP, ResNetBlock, TransformerBlock, Shared, Counting]
+
+
+def train(cls, lift, mode, jit, order=1):
+    """Value, gradients and all state after two calls."""
+    graph, updates = MODES[mode]
+    options = {"graph": graph, "graph_updates": updates}
+    model = cls(nnx.Rngs(0))
+    call = lift(cls.__call__, **options) if lift else cls.__call__
+
+    def loss(model, x):
+        return (call(model, call(model, x)) ** 2).mean()
+
+    if order == 2:
+        first = nnx.grad(loss, **options)
+
+        def loss(model, x):
+            return sum((g**2).sum() for g in jax.tree.leaves(first(model, x)))
+
+    step = nnx.value_and_grad(loss, **options)
+    if jit:
+        step = nnx.jit(step, **options)
+    value, grads = step(model, X)
+    return value, jax.tree.leaves(grads), jax.tree.leaves(nnx.state(model))
+
+
+@pytest.mark.parametrize(
+    ("cls", "jit"),
+    [*((cls, True) for cls in MODELS), (MLP, False), (Shared, False), (Counting, False)],
+)
+def test_values_gradients_and_state_are_flaxs(cls, jit):
+    ours = train(cls, OURS, "updates", jit)
+    assert_same(ours, train(cls, None, "updates", jit))
+    if not jit:
+        assert_same(ours, train(cls, FLAX, "updates", jit))
+
+
+@pytest.mark.parametrize("cls", [MLP, Shared], ids=lambda cls: cls.__name__)
+def test_second_derivatives_are_those_without_remat(cls):
+    ours, without = (train(cls, lift, "updates", True, order=2) for lift in (OURS, None))
+    assert_same(ours, without, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["graph", "tree"])
+@pytest.mark.parametrize("cls", [MLP, Counting], ids=lambda cls: cls.__name__)
+def test_modes_without_structure_updates_agree_with_flax(cls, mode):
+    assert_same(train(cls, OURS, mode, False), train(cls, FLAX, mode, False))
+
+
+@both
+def test_shared_variables_are_refused_in_tree_mode(lift):
+    f = lift(lambda a, b, x: x * a * b, graph=False, graph_updates=False)
+    w = nnx.Param(jnp.ones(()))
+    with pytest.raises(ValueError, match="Duplicate"):
+        f(w, w, 1.0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_mode_defaults_to_flaxs_settings(mode):
+    graph, updates = MODES[mode]
+    with nnx.set_graph_mode(graph), nnx.set_graph_updates(updates):
+        f = OURS(lambda model, x: model(x))
+    model = Counting(nnx.Rngs(0))
+    f(model, X)
+    assert model.calls[...] == 1
+
+
+def test_random_streams_advance_once_and_masks_agree():
+    model = TransformerBlock(nnx.Rngs(0))
+    before = int(model.dropout.rngs.count[...])
+    loss = lambda call, m: (call(m, X) ** 2).sum()  # noqa: E731
+    step = nnx.jit(nnx.grad(functools.partial(loss, OURS(TransformerBlock.__call__))))
+    grads = step(model)
+    assert int(model.dropout.rngs.count[...]) == before + 1
+    without = nnx.jit(nnx.grad(functools.partial(loss, TransformerBlock.__call__)))
+    assert_same(jax.tree.leaves(grads), jax.tree.leaves(without(TransformerBlock(nnx.Rngs(0)))))
+
+
+def test_a_decode_cache_is_filled_once_a_call():
+    def run(lift):
+        attention = nnx.MultiHeadAttention(2, 6, decode=True, rngs=nnx.Rngs(0))
+        attention.init_cache((1, 3, 6))
+        call = lift(lambda m, x: m(x)) if lift else (lambda m, x: m(x))
+        outs = [call(attention, X[None, n : n + 1]) for n in range(3)]
+        assert int(attention.cache_index[...]) == 3
+        return outs, jax.tree.leaves(nnx.state(attention))
+
+    assert_same(run(OURS), run(None))
+
+
+@both
+def test_attributes_made_inside_come_out(lift):
+    class Sowing(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(6, 6, rngs=rngs)
+
+        def __call__(self, x):
+            x = self.linear(x)
+            self.seen = nnx.Intermediate(x)
+            return x
+
+    model = Sowing(nnx.Rngs(0))
+    y = lift(Sowing.__call__)(model, X)
+    assert_same(nnx.pop(model, nnx.Intermediate)["seen"].get_value(), y)
+
+
+@both
+def test_an_lstm_cell_under_scan(lift):
+    cell = nnx.LSTMCell(6, 5, rngs=nnx.Rngs(0))
+    carry = cell.initialize_carry((2, 6), nnx.Rngs(1))
+
+    def loss(cell, xs):
+        @nnx.scan(in_axes=(None, nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+        @lift
+        def step(cell, carry, x):
+            return cell(carry, x)
+
+        return (step(cell, carry, xs)[1] ** 2).sum()
+
+    def unrolled(cell, xs):
+        c, total = carry, 0.0
+        for x in xs:
+            c, y = cell(c, x)
+            total += (y**2).sum()
+        return total
+
+    xs = jax.random.normal(jax.random.key(1), (3, 2, 6))
+    assert_same(
+        jax.tree.leaves(nnx.grad(loss)(cell, xs)), jax.tree.leaves(nnx.grad(unrolled)(cell, xs))
+    )
+
+
+def test_a_decorator_on_methods_takes_keywords_and_defaults():
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(6, 6, rngs=rngs)
+
+        @functools.partial(OURS, static_argnums=(2, 3))
+        def __call__(self, x, train: bool = True, name="a"):
+            assert train is True and isinstance(name, str)
+            return self.linear(x)
+
+    block = Block(nnx.Rngs(0))
+    expected = block.linear(X)
+    assert_same(
+        [block(X), block(x=X), block(X, True, name="b"), block(X, train=True)], [expected] * 4
+    )
+
+
+@both
+def test_a_second_call_applies_the_updates_again(lift):
+    model = Counting(nnx.Rngs(0))
+    f = lift(Counting.__call__)
+    for _ in range(3):
+        f(model, X)
+    assert model.calls[...] == 3
+
+
+def test_a_module_instance_stands_for_its_call_and_may_change():
+    model = Counting(nnx.Rngs(0))
+    rematted = OURS(model)
+    assert_same(rematted(X), Counting(nnx.Rngs(0))(X))
+    assert model.calls[...] == 1
+
+
+@pytest.mark.parametrize("target", ["method", "partial", "class", "nothing"])
+def test_what_cannot_be_wrapped_is_refused_with_the_way_out(target):
+    model = MLP(nnx.Rngs(0))
+    targets = {
+        "method": (model.up.__call__, "bound methods.*Linear.__call__"),
+        "partial": (functools.partial(model.up.__call__, X), "bound methods"),
+        "class": (MLP, r"class MLP.*MLP.__call__"),
+        "nothing": (3, "takes a function, not 3"),
+    }
+    f, message = targets[target]
+    with pytest.raises(remat.errors.TargetError, match=message):
+        OURS(f)
+    assert issubclass(remat.errors.TargetError, (ValueError, remat.RematError))
+
+
+def test_a_policy_saves_what_it_names():
+    def block(m, x):
+        return jnp.sin(remat.checkpoint_name(m(x), "hidden"))
+
+    model = MLP(nnx.Rngs(0))
+    graph, state = nnx.split(model)
+
+    def recomputed_dots(policy):
+        f = OURS(block, policy=policy)
+        text = str(
+            jax.make_jaxpr(jax.grad(lambda s: f(nnx.merge(graph, s, copy=True), X).sum()))(state)
+        )
+        return text.count("dot_general[")
+
+    assert recomputed_dots(remat.policies.save_only_these_names("hidden")) < recomputed_dots(None)
+
+
+def test_temporaries_of_unrolled_layers_shrink():
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.down = nnx.Linear(16, 64, rngs=rngs), nnx.Linear(64, 16, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.down(jnp.sin(jnp.tanh(self.up(x))))
+
+    layers = nnx.List([Layer(nnx.Rngs(n)) for n in range(24)])
+    graph, state = nnx.split(layers)
+    x = jnp.ones((256, 16))
+
+    def loss(lift, state):
+        y = x
+        for layer in nnx.merge(graph, state, copy=True):
+            y = lift(Layer.__call__)(layer, y)
+        return y.sum()
+
+    ours, without = (
+        temporaries(jax.grad(functools.partial(loss, lift)), state) for lift in (OURS, lambda f: f)
+    )
+    assert ours <= 0.35 * without
