@@ -15,17 +15,31 @@ The names of `flax` that are no documented API are all imported at the top of th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import jax
+import jax.numpy as jnp
 from flax import linen as nn
-from flax.core import lift
+from flax.core import FrozenDict, axes_scan, lift, meta
 from flax.ids import uuid as new_module_id
 from flax.linen.transforms import lift_transform
 
-from remat.errors import PreventCseError, RematError, StaticArgumentError, closest
+from remat.errors import (
+    PreventCseError,
+    RematError,
+    ScheduleError,
+    StaticArgumentError,
+    closest,
+)
+from remat.loops.nesting import Nest
+from remat.loops.remat_scan import Division, nested_scan, one_layer
+from remat.transform import policies
 from remat.transform.checkpoint import _as_argnames, _Statics, checkpoint as _checkpoint
 
 Target = TypeVar("Target")
@@ -254,6 +268,383 @@ def _core_checkpoint(
 
 # Flax names a lifted class after the transform, and its submodules after the class.
 _core_checkpoint.__name__ = "checkpoint"
+
+
+# --------------------------------------------------------------------------------------------------
+# remat_scan
+
+
+def remat_scan(
+    target: Target,
+    lengths: Sequence[int] | str | None = (),
+    policy: Any = None,
+    variable_broadcast: Any = False,
+    variable_carry: Any = False,
+    variable_axes: Mapping[Any, Any] = FrozenDict({True: 0}),
+    split_rngs: Mapping[Any, bool] = FrozenDict({True: True}),
+    *,
+    length: int | None = None,
+    levels: int | None = None,
+    budget: int | str | None = None,
+    in_axes: Any = None,
+    out_axes: Any = None,
+    params_layout: str | None = None,
+    metadata_params: Mapping[Any, Any] = FrozenDict(),
+) -> Target:
+    """Repeat a module in nested, rematerialized loops: one compiled layer, and little memory.
+
+    >>> import jax, jax.numpy as jnp, flax.linen as nn
+    >>> import remat.linen
+    >>> class BigModel(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         DenseStack = remat.linen.remat_scan(nn.Dense, lengths=(10, 10))
+    ...         # 100 dense layers; 10 carries and the residuals of 10 layers are stored.
+    ...         return DenseStack(8, name="dense_stack")(x)
+    >>> variables = BigModel().init(jax.random.key(0), jnp.ones((1, 8)))
+    >>> variables["params"]["dense_stack"]["kernel"].shape
+    (10, 10, 8, 8)
+
+    Any number of layers, divided so that least is stored, parameters stacked as `nn.scan` does:
+
+    >>> class Deep(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         DenseStack = remat.linen.remat_scan(nn.Dense, "auto", length=97)
+    ...         return DenseStack(8, name="stack")(x)
+    >>> variables = Deep().init(jax.random.key(0), jnp.ones((1, 8)))
+    >>> variables["params"]["stack"]["kernel"].shape
+    (97, 8, 8)
+
+    Args:
+      target: a module class, a module, a method (as a decorator), or a function that takes a module
+        first, with one further argument, which it returns changed: the carry.
+      lengths: the lengths of the nested loops, the outermost first, or `"auto"`; see
+        `remat.remat_scan`.
+      policy: what may be saved besides; see `remat.checkpoint`.
+      variable_broadcast: the collections that all layers share.
+      variable_carry: the collections that one layer hands to the next.
+      variable_axes: the collections of which each layer has its own, and at which axis they are
+        stacked: an int, `nn.In(axis)` or `nn.Out(axis)`.
+      split_rngs: the sequences of random keys that are lifted, and whether each layer has its own.
+      length: with `"auto"`, the number of layers.
+      levels: with `"auto"`, the number of nested loops.
+      budget: with `"auto"`, the bytes that the loops may hold.
+      in_axes: for inputs beside the carry, a prefix of the tuple of them: the axis at which the
+        layers' inputs are stacked, or `nn.broadcast` for what all layers get. With `in_axes` or
+        `out_axes` the target is that of `nn.scan`: `(module, carry, *inputs) -> (carry, output)`.
+      out_axes: the axis at which outputs are stacked (0 if None), or `nn.broadcast`.
+      params_layout: `"nested"` gives variables one axis for each loop, as Flax does; `"flat"` gives
+        one axis of length n, which is the layout of `nn.scan` and has its initial values, whatever
+        the loops. None is `"nested"` for given lengths and `"flat"` for `"auto"`.
+      metadata_params: what `nn.Partitioned` and other metadata are told about the axes, as in
+        `nn.scan`: `{nn.PARTITION_NAME: "layers"}`.
+
+    Returns:
+      What `target` is, lifted.
+
+    Raises:
+      TargetError: for a target of another kind.
+      ScheduleError: for lengths that cannot be, or that do not fit the variables or inputs.
+      BudgetError: for a budget that no division reaches, with the smallest one.
+      PolicyError: as in `remat.checkpoint`.
+
+    Reference: `flax.linen.remat_scan`, which has no `"auto"`, no further inputs and no flat layout.
+    """
+    policies.check_policy(policy)
+    division = Division.of(
+        () if lengths is None else lengths, length=length, levels=levels, budget=budget
+    )
+    options: dict[str, Any] = {
+        "division": division,
+        "nested_layout": _is_nested_layout(params_layout, division),
+        "policy": policy,
+        "variable_broadcast": variable_broadcast,
+        "variable_carry": variable_carry,
+        "variable_axes": variable_axes,
+        "split_rngs": split_rngs,
+        "with_inputs": in_axes is not None or out_axes is not None,
+        "in_axes": 0 if in_axes is None else in_axes,
+        "out_axes": 0 if out_axes is None else out_axes,
+        "metadata_params": metadata_params,
+    }
+
+    def lifted(target: Any) -> Any:
+        return lift_transform(_core_remat_scan, target, **options)
+
+    if isinstance(target, nn.Module):
+        return _lift_instance(target, lifted)
+    if _is_bound_method(target):
+        module = target.__self__  # type: ignore[attr-defined]
+        return functools.partial(lifted(target.__func__), module)  # type: ignore
+    if _is_module_class(target) or callable(target):
+        return lifted(target)
+    raise TargetError(
+        "remat.linen.remat_scan takes a Module class, a Module, a method, or a function that takes "
+        f"a Module first, not {target!r}."
+    )
+
+
+def _is_nested_layout(params_layout: str | None, division: Division) -> bool:
+    if params_layout not in (None, "nested", "flat"):
+        raise ScheduleError(f'params_layout is "nested" or "flat", not {params_layout!r}.')
+    if params_layout == "nested" and division.lengths is None:
+        raise ScheduleError(
+            'params_layout="nested" needs the lengths of the loops, and lengths="auto" may leave a '
+            'rest. Use params_layout="flat" or give lengths.'
+        )
+    return division.lengths is not None and params_layout != "flat"
+
+
+def _core_remat_scan(
+    fn: Callable[..., Any],
+    *,
+    division: Division,
+    nested_layout: bool,
+    policy: Any,
+    variable_broadcast: Any,
+    variable_carry: Any,
+    variable_axes: Mapping[Any, Any],
+    split_rngs: Mapping[Any, bool],
+    with_inputs: bool,
+    in_axes: Any,
+    out_axes: Any,
+    metadata_params: Mapping[Any, Any],
+) -> Callable[..., Any]:
+    """Repeat a function of scopes in nested loops."""
+    read = {k: _axis_of(a) for k, a in variable_axes.items() if not isinstance(a, lift.Out)}
+    written = {k: _axis_of(a) for k, a in variable_axes.items() if not isinstance(a, lift.In)}
+    # The axes that variables and keys have for the layers: one each loop, or one for all.
+    given = division.lengths if nested_layout else None
+
+    def inner(
+        scope_fn: Any, repack_fn: Any, groups: Any, rngs: Any, carry: Any, *inputs: Any
+    ) -> Any:
+        shared, carried, *stacked = groups
+        stacked = [
+            _unstack(group, axis, given, metadata_params)
+            for group, axis in zip(stacked, read.values())
+        ]
+        moving = _map_axes(lambda axis, x: jnp.moveaxis(x, axis, 0), in_axes, inputs)
+        n_layers = division.total(jax.tree.leaves((stacked, moving)))
+        shape = given or (n_layers,)
+        splits = tuple(split_rngs.values())
+        keys = [
+            jax.tree.map(lambda key: _split(key, shape), group) if split else ()
+            for group, split in zip(rngs, splits)
+        ]
+        counters = _Counters(n_traces=2 ** len(shape))
+
+        def layer(shared: Any, state: Any, x: Any) -> Any:
+            carried, carry = state
+            variables, keys, moving = x
+            own = tuple(k if split else r for k, r, split in zip(keys, rngs, splits))
+            scopes = scope_fn((shared, carried, *variables), own)
+            with counters.of(scopes):
+                if with_inputs:
+                    carry, y = fn(scopes, carry, *_choose(in_axes, inputs, moving))
+                else:
+                    carry, y = fn(scopes, carry), ()
+            shared_out, carried, *variables = repack_fn(scopes)
+            # Collections that are not mutable are not handed out, but the layers need them.
+            for group, group_out in zip(shared, shared_out):
+                group_out.update({k: v for k, v in group.items() if k not in group_out})
+            return shared_out, (carried, carry), (y, variables)
+
+        state, xs = (carried, carry), (stacked, keys, moving)
+
+        def learn() -> Any:
+            def fresh(*args: Any) -> Any:  # not found in JAX's cache of traces
+                return layer(*args)
+
+            with counters.learning():
+                return jax.eval_shape(fresh, shared, state, one_layer(xs))[2][1]
+
+        made = learn()
+        shared, constants = _hoist(layer, shared, state, xs, out_axes, variable_broadcast)
+        learn()
+
+        def body(state: Any, x: Any) -> Any:
+            _, state, (y, variables) = layer(shared, state, x)
+            return state, (_map_axes(lambda _, leaf: leaf, out_axes, y), variables)
+
+        # Where variables are made there is nothing to differentiate yet, or to divide by.
+        is_init = jax.tree.leaves(made) and not jax.tree.leaves((stacked, shared, carried))
+        with counters.looping():
+            nest = Nest((n_layers,)) if is_init else division.nest(n_layers, body, state, xs)
+            (carried, carry), (ys, made) = nested_scan(body, nest, state, xs, policy=policy)
+        out = (
+            shared,
+            carried,
+            *(
+                _stack(group, axis, given, metadata_params)
+                for group, axis in zip(made, written.values())
+            ),
+        )
+        if not with_inputs:
+            return carry, out
+        ys = _map_axes(lambda axis, y: jnp.moveaxis(y, 0, axis), out_axes, ys)
+        return (carry, _choose(out_axes, constants, ys)), out
+
+    return lift.pack(
+        inner,
+        (variable_broadcast, variable_carry, *read),
+        (variable_broadcast, variable_carry, *written),
+        tuple(split_rngs),
+        name="remat_scan",
+    )
+
+
+_core_remat_scan.__name__ = "remat_scan"
+
+
+def _hoist(
+    layer: Any, shared: Any, state: Any, xs: Any, out_axes: Any, variable_broadcast: Any
+) -> tuple[Any, Any]:
+    """The shared variables, made here if they are new, and the outputs that do not vary.
+
+    Flax finds what is the same in every iteration by tracing; it is asked to, for no iterations.
+    """
+    varies = [axis is not nn.broadcast for axis in jax.tree.leaves(out_axes)]
+    if variable_broadcast is False and all(varies):
+        return shared, jax.tree.map(lambda _: (), out_axes)
+    loop = axes_scan.scan(layer, in_axes=(0,), out_axes=(out_axes, 0), length=0)
+    nothing = jax.tree.map(lambda x: x[:0], xs)
+    shared, _, (constants, _) = loop(shared, state, nothing)
+    return shared, constants
+
+
+class _Counters:
+    """The counters of random keys, as Flax's nested scans would leave them.
+
+    A scope counts the keys that it has handed out while its body is traced, and a key depends on
+    the count. Flax traces the body of a scan twice, once to find what does not vary, so within d
+    scans 2^d times, and the last trace is the one that runs. Here the body is traced as often as it
+    takes, and each time the counters are set to what they would be there: with δ₁ keys in the first
+    trace and δ in the others, the last of t starts at δ₁ + (t - 2)·δ.
+    """
+
+    def __init__(self, n_traces: int):
+        self.n_traces = n_traces
+        self.n_earlier = 0  # traces before the one that is going on, in Flax's count
+        self.is_learning = False
+        self.at_start: list[Counter[Any]] | None = None
+        self.drawn: list[list[Counter[Any]]] = []
+
+    @contextlib.contextmanager
+    def learning(self) -> Iterator[None]:
+        """The trace inside tells how many keys one takes: wanted for the first and the second."""
+        self.n_earlier, self.is_learning = len(self.drawn), True
+        yield
+        self.n_earlier, self.is_learning = 0, False
+
+    @contextlib.contextmanager
+    def looping(self) -> Iterator[None]:
+        """Any trace inside is the last."""
+        self.n_earlier = self.n_traces - 1
+        yield
+
+    @contextlib.contextmanager
+    def of(self, scopes: Any) -> Iterator[None]:
+        """The body is traced inside, with these scopes."""
+        dicts = [scope.rng_counters for scope in jax.tree.leaves(scopes)]
+        if self.at_start is None:
+            self.at_start = [_counts_in(counters) for counters in dicts]
+        start = [Counter(at_start) for at_start in self.at_start]
+        for k in range(self.n_earlier):
+            for counts, drawn in zip(start, self.drawn[min(k, 1)]):
+                counts.update(drawn)
+        for counters, counts in zip(dicts, start):
+            _set_counts(counters, counts)
+        yield
+        if self.is_learning:
+            self.drawn.append([_counts_in(c) - counts for c, counts in zip(dicts, start)])
+
+
+def _counts_in(counters: Mapping[Any, Any], path: tuple[Any, ...] = ()) -> Counter[Any]:
+    """A scope's counters, and those of the scopes below it, by path."""
+    counts: Counter[Any] = Counter()
+    for name, value in counters.items():
+        if isinstance(value, dict):
+            counts.update(_counts_in(value, (*path, name)))
+        else:
+            counts[(*path, name)] = value
+    return counts
+
+
+def _set_counts(counters: dict[Any, Any], counts: Counter[Any], path: tuple[Any, ...] = ()) -> None:
+    for name, value in counters.items():
+        if isinstance(value, dict):
+            _set_counts(value, counts, (*path, name))
+        else:
+            counters[name] = counts[(*path, name)]
+
+
+def _split(key: Any, shape: tuple[int, ...]) -> Any:
+    """One key for each layer, split off loop by loop as nested scans do, on one axis."""
+    keys = jax.random.split(jax.random.clone(key), shape[0])
+    for n in shape[1:]:
+        # Not `vmap`, under which some generators split differently.
+        split = jax.lax.map(lambda k, n=n: jax.random.split(k, n), keys)
+        keys = split.reshape(-1, *keys.shape[1:])
+    return keys
+
+
+def _axis_of(axis: Any) -> int:
+    return axis.axis if isinstance(axis, (lift.In, lift.Out)) else axis
+
+
+def _map_axes(f: Callable[[int, Any], Any], axes: Any, tree: Any) -> Any:
+    """`f(axis, array)` for the arrays that have an axis; `()` stands for what is broadcast."""
+
+    def one(axis: Any, part: Any) -> Any:
+        return () if axis is nn.broadcast else jax.tree.map(lambda x: f(axis, x), part)
+
+    return jax.tree.map(one, axes, tree)
+
+
+def _choose(axes: Any, fixed: Any, moving: Any) -> Any:
+    return jax.tree.map(
+        lambda axis, if_fixed, if_moving: if_fixed if axis is nn.broadcast else if_moving,
+        axes,
+        fixed,
+        moving,
+    )
+
+
+def _unstack(group: Any, axis: int, given: Any, metadata_params: Any) -> Any:
+    """Variables with their axes for the layers made one, in front."""
+    n_axes = len(given) if given else 1
+
+    def one(x: Any) -> Any:
+        for level in range(n_axes):
+            x = jnp.moveaxis(x, level + axis if axis >= 0 else axis, level)
+        if given and x.shape[:n_axes] != given:
+            raise ScheduleError(
+                f"lengths={given} need variables with axes of these lengths at axis {axis}, but "
+                f"one has {x.shape[:n_axes]} there."
+            )
+        return x.reshape(math.prod(x.shape[:n_axes]), *x.shape[n_axes:])
+
+    for _ in range(n_axes):
+        group = meta.remove_axis(group, axis, dict(metadata_params))
+    return jax.tree.map(one, group)
+
+
+def _stack(group: Any, axis: int, given: Any, metadata_params: Any) -> Any:
+    """The inverse of `_unstack`."""
+    n_axes = len(given) if given else 1
+
+    def one(x: Any) -> Any:
+        x = x.reshape(*given, *x.shape[1:]) if given else x
+        for level in reversed(range(n_axes)):
+            x = jnp.moveaxis(x, level, level + axis if axis >= 0 else axis)
+        return x
+
+    group = jax.tree.map(one, group)
+    for _ in range(n_axes):
+        group = meta.add_axis(group, axis, dict(metadata_params))
+    return group
 
 
 # --------------------------------------------------------------------------------------------------
