@@ -3,7 +3,8 @@
 A `lax.scan` over the layers of a model compiles one layer, however deep the model is, and stores
 every layer's residuals. Nested loops whose groups are regions store the carries at the groups'
 starts instead, and memory grows as n^{1/d} with d loops (`nesting.py` has the arithmetic, for
-totals that are no products, too). Parameters stay one array that all loops read in place (`stacked.py`).
+totals that are no products, too). Parameters stay one array that all loops read in place
+(`stacked.py`).
 
 Reference: Chen, Xu, Zhang & Guestrin, Training Deep Nets with Sublinear Memory Cost, 2016;
 `flax.linen.remat_scan`, whose schedule this is: the layers of the innermost loop store their

@@ -150,9 +150,11 @@ _jax.register_jvp(put_p, _put_jvp)
 
 def _batch_in_front(primitive: _jax.Primitive) -> Callable[..., Any]:
     def rule(axis_data: Any, args: Sequence[Any], dims: Sequence[Any], *, axis: int) -> Any:
-        # The index counts loops, so it is never batched.
+        if all(dim is None for dim in dims):
+            outs = primitive.bind(*args, axis=axis)
+            return outs, [None] * len(outs)
         *arrays, index = args
-        assert dims[-1] is None
+        assert dims[-1] is None  # it counts the loops' iterations
         in_front = [
             jnp.broadcast_to(x, (axis_data.size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
             for x, d in zip(arrays, dims)
