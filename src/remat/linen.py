@@ -197,7 +197,24 @@ def _share_out_argnames(cls: Any, by_method: dict[str, dict[str, Any]]) -> None:
 
 
 def _lift_function(target: Any, options: dict[str, Any]) -> Any:
-    return lift_transform(_core_checkpoint, target, **_transform_options(target, options))
+    transform_options = _transform_options(target, options)
+    lifted = lift_transform(_core_checkpoint, target, **transform_options)
+    if hasattr(target, "compact"):
+        return lifted
+
+    @functools.wraps(lifted)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        # `nn.compact` over `remat` marks this function, but Flax looks at the one inside.
+        if hasattr(method, "compact"):
+            return lift_transform(_core_checkpoint, compact, **transform_options)(*args, **kwargs)
+        return lifted(*args, **kwargs)
+
+    @nn.compact
+    @functools.wraps(target)
+    def compact(*args: Any, **kwargs: Any) -> Any:
+        return target(*args, **kwargs)
+
+    return method
 
 
 def _lift_instance(module: Any, lift_class: Callable[[Any], Any]) -> Any:
