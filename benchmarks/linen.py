@@ -2,7 +2,8 @@
 
     python benchmarks/linen.py
 
-Bytes are the compiler's `temp_size_in_bytes` of a jitted gradient, seconds those of its compilation.
+Bytes are the compiler's `temp_size_in_bytes` of a jitted gradient, seconds the processor time that
+tracing and compiling it takes.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ def compiled(model: nn.Module, x: Any) -> tuple[int, float]:
     """Temporaries in bytes, and the time to trace and compile in seconds."""
     variables = jax.eval_shape(model.init, KEY, x)
     step = jax.jit(jax.grad(lambda v, x: model.apply(v, x).sum()))
-    start = time.perf_counter()
+    start = time.process_time()
     executable = step.lower(variables, x).compile()
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     return executable.memory_analysis().temp_size_in_bytes, seconds
 
 
@@ -92,8 +93,8 @@ def scanned() -> None:
                 continue
             sizes, times = [], []
             for depth in DEPTHS:
-                # The best of three: compile times vary more than they grow.
-                runs = [compiled(Deep(remat_scan, by_depth[depth]), x) for _ in range(3)]
+                # The best of five: compile times vary more than they grow.
+                runs = [compiled(Deep(remat_scan, by_depth[depth]), x) for _ in range(5)]
                 sizes.append(runs[0][0])
                 times.append(min(seconds for _, seconds in runs))
             fit = exponent(DEPTHS, sizes)
@@ -102,7 +103,8 @@ def scanned() -> None:
                 + ", ".join(
                     f"n={n} {format_bytes(s)} {t:.2f} s" for n, s, t in zip(DEPTHS, sizes, times)
                 )
-                + f"; temporaries ~ n^{fit:.2f}; compile time spread {max(times) / min(times) - 1:.0%}"
+                + f"; temporaries ~ n^{fit:.2f}; "
+                + f"compile time within {max(times) / min(times) - 1:.0%}"
             )
 
 
