@@ -155,7 +155,7 @@ def test_models_equal_flax_at_first_and_second_order(make):
     assert_trees_equal(second, second_, atol=1e-4 * max(scale, 1))
 
 
-@pytest.mark.parametrize("make", [mlp, resnet])
+@pytest.mark.parametrize("make", [mlp, pytest.param(resnet, marks=pytest.mark.slow)])
 def test_models_equal_flax_in_eager(make):
     def results(remat_fn):
         model, args, options = trained(make, remat_fn)

@@ -13,6 +13,7 @@ import pytest
 import remat.linen
 from remat.errors import BudgetError, ScheduleError
 
+slow = pytest.mark.slow
 KEY = jax.random.key(0)
 X = jnp.linspace(-1.0, 1.0, 15).reshape(5, 3)
 
@@ -80,7 +81,7 @@ def test_documented_example_equals_flax():
     assert_trees_equal(grad(ours), grad(theirs), atol=1e-6)
 
 
-@pytest.mark.parametrize("lengths", [(4,), (2, 3), (2, 1, 3)])
+@pytest.mark.parametrize("lengths", [(4,), (2, 3), pytest.param((2, 1, 3), marks=slow)])
 @pytest.mark.parametrize("target", [Block, DrawsKeys, nn.Dense])
 def test_initial_values_equal_flax(target, lengths):
     target = functools.partial(target, 3) if target is nn.Dense else target
@@ -91,7 +92,13 @@ def test_initial_values_equal_flax(target, lengths):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "jit"), [((4,), True), ((2, 3), False), ((2, 3), True), ((2, 1, 2), True)]
+    ("lengths", "jit"),
+    [
+        pytest.param((4,), True, marks=slow),
+        pytest.param((2, 3), False, marks=slow),
+        ((2, 3), True),
+        pytest.param((2, 1, 2), True, marks=slow),
+    ],
 )
 def test_training_step_equals_flax(lengths, jit):
     theirs = stack(nn.remat_scan, lengths=lengths)
@@ -137,9 +144,10 @@ def test_second_order_gradients_equal_flax():
     def params_loss(model, params):
         return (model.apply({**variables, "params": params}, X) ** 2).sum()
 
-    for order in (jax.hessian, lambda f: jax.jacrev(jax.jacrev(f))):
-        hessians = [order(functools.partial(loss, model))(X[:1]) for model in (ours, theirs)]
-        assert_trees_equal(*hessians, atol=1e-5)
+    def hessian(model):
+        return jax.jit(jax.hessian(functools.partial(loss, model)))(X[:1])
+
+    assert_trees_equal(hessian(ours), hessian(theirs), atol=1e-5)
 
     def of_grad(model):
         def norm(params):
@@ -166,7 +174,8 @@ def test_jvp_and_vmap_equal_flax():
             jax.vmap(lambda x: model.apply(variables, x))(jnp.stack([X, -X])),
         )
 
-    assert_trees_equal(results(ours), results(theirs), atol=1e-4)
+    jitted = jax.jit(results, static_argnums=0)
+    assert_trees_equal(jitted(ours), jitted(theirs), atol=1e-4)
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
@@ -294,10 +303,10 @@ class ScanBlock(Block):
     ("lengths", "options"),
     [
         ((2, 3), {"params_layout": "flat"}),
-        ((6, 1), {"params_layout": "flat"}),
-        ("auto", {"length": 6}),
-        ("auto", {"length": 6, "levels": 2}),
-        ("auto", {"length": 7}),
+        pytest.param((6, 1), {"params_layout": "flat"}, marks=slow),
+        pytest.param("auto", {"length": 6}, marks=slow),
+        pytest.param("auto", {"length": 6, "levels": 2}, marks=slow),
+        pytest.param("auto", {"length": 7}, marks=slow),
         ("auto", {"length": 11, "levels": 3}),
     ],
 )

@@ -67,7 +67,7 @@ def test_ragged_nests_agree_with_a_scan():
     )
 
 
-@pytest.mark.parametrize("lengths", [(4,), (2, 2), (2, 2, 1)])
+@pytest.mark.parametrize("lengths", [(2, 2), pytest.param((4,), marks=pytest.mark.slow)])
 def test_higher_derivatives_are_those_of_a_scan(lengths):
     params, x = make_params(4, 2), jnp.ones((1, 2))
     f = remat_scan(layer, lengths)
@@ -103,7 +103,8 @@ def test_transformations_compose():
             jax.linearize(lambda p: loss(X, p), params)[1](params),
         )
 
-    assert_close(results(remat_scan(layer, (2, 2))), results(reference), atol=1e-4)
+    jitted = jax.jit(results, static_argnums=0)
+    assert_close(jitted(remat_scan(layer, (2, 2))), jitted(reference), atol=1e-4)
 
 
 def test_outputs_integers_and_keys_are_stacked_layers_too():
@@ -321,14 +322,14 @@ def test_temporaries_grow_as_the_root_of_the_depth(levels, sizes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("batch", "width"), [(512, 8), (32, 32), (8, 64)])
-@pytest.mark.parametrize("n", [48, 64, 97, 101])
+@pytest.mark.parametrize("n", [36, 64, 97, 101])
 def test_auto_is_within_five_percent_of_the_best_factorization(n, batch, width):
     auto = temporaries(n, "auto", batch, width)
-    best = min(temporaries(n, lengths, batch, width) for lengths in factorizations(n, 5))
+    best = min(temporaries(n, lengths, batch, width) for lengths in factorizations(n, 4))
     assert auto <= 1.05 * best
 
 
-@pytest.mark.parametrize("n", [97, 101])
+@pytest.mark.parametrize("n", [97, pytest.param(101, marks=pytest.mark.slow)])
 def test_auto_divides_primes(n):
     best = min(temporaries(n, lengths) for lengths in ((n,), (n, 1), (1, n)))
     assert temporaries(n, "auto") < 0.5 * best
