@@ -1,0 +1,343 @@
+"""`remat.remat_scan`: n equal layers in nested, rematerialized loops.
+
+A `lax.scan` over the layers of a model compiles one layer, however deep the model is, and stores
+every layer's residuals. Nested loops whose groups are regions store the carries at the groups'
+starts instead, and memory grows as n^{1/d} with d loops (`nesting.py` has the arithmetic, for
+totals that are no products, too). Parameters stay one array that all loops read in place
+(`stacked.py`).
+
+Reference: Chen, Xu, Zhang & Guestrin, Training Deep Nets with Sublinear Memory Cost, 2016;
+`flax.linen.remat_scan`, whose schedule this is: the layers of the innermost loop store their
+residuals, every loop around it is rematerialized.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from remat import _jax, units
+from remat.errors import ScheduleError
+from remat.loops.nesting import LayerBytes, Nest, best_nest
+from remat.loops.stacked import adopt
+from remat.transform import policies
+from remat.transform.checkpoint import checkpoint
+from remat.transform.residuals import residuals
+
+_jax.exclude_from_tracebacks(__file__)
+
+Body = Callable[[Any, Any], Any]
+
+
+def remat_scan(
+    body: Body,
+    lengths: Sequence[int] | str = (),
+    *,
+    length: int | None = None,
+    levels: int | None = None,
+    budget: int | str | None = None,
+    policy: Any = None,
+) -> Callable[[Any, Any], Any]:
+    """Apply one function n times with parameters of its own each time, storing little.
+
+    A hundred dense layers, in ten groups of ten. Ten carries and one group's residuals are stored:
+
+    >>> import jax, jax.numpy as jnp, remat
+    >>> from remat.loops.remat_scan import remat_scan
+    >>> def layer(x, params):
+    ...     return jnp.tanh(x @ params["w"] + params["b"])
+    >>> params = {"w": jnp.ones((100, 8, 8)) / 8, "b": jnp.zeros((100, 8))}
+    >>> x = jnp.ones((256, 8))
+    >>> def temporaries(lengths):
+    ...     loss = lambda params: remat_scan(layer, lengths)(x, params).sum()
+    ...     step = jax.jit(jax.grad(loss)).lower(params).compile()
+    ...     return step.memory_analysis().temp_size_in_bytes
+    >>> temporaries((10, 10)) < 0.3 * temporaries((100,))
+    True
+
+    Any number of layers, divided so that least is stored:
+
+    >>> remat_scan(layer, "auto")(x, jax.tree.map(lambda p: p[:97], params)).shape
+    (256, 8)
+
+    Args:
+      body: `body(carry, params) -> carry` or, as in `lax.scan`, `-> (carry, y)`. Its parameters are
+        one layer's. Shapes and dtypes of the carry stay the same.
+      lengths: the lengths of the loops, the outermost first; their product is the number of layers.
+        The layers of the innermost loop store their residuals, so `(n,)` is a plain scan and
+        `(n, 1)` recomputes every layer by itself. `"auto"` measures the bytes of the carry and of
+        one layer's residuals and takes what stores least, for any number of layers.
+      length: with `"auto"`, the number of layers. It can be left out if there are parameters.
+      levels: with `"auto"`, the number of nested loops. Each but one costs a further forward pass.
+        Left open, as many are used as save memory.
+      budget: with `"auto"`, the bytes that the loops may hold, a number or a text such as "8MiB".
+        Of the divisions within it, the one that recomputes least is taken.
+      policy: what may be saved besides, see `remat.checkpoint`.
+
+    Returns:
+      `scanned(carry, stacked_params)` with the carry after all layers, or `(carry, ys)` if `body`
+      returns a pair. The arrays of `stacked_params` have the layers in front: one axis of length n,
+      or as many as `lengths` has. So have those of `ys`.
+
+    Raises:
+      ScheduleError: for lengths that cannot be, or that do not fit the parameters.
+      BudgetError: for a budget that no division reaches, with the smallest one.
+      PolicyError: for a policy that cannot mean what it says.
+    """
+    if not callable(body):
+        raise TypeError(f"remat.remat_scan takes a function, not {body!r}.")
+    policies.check_policy(policy)
+    division = Division.of(lengths, length=length, levels=levels, budget=budget)
+
+    # Jitted, so that what was traced and compiled is found again.
+    @jax.jit
+    def scanned(carry: Any, stacked_params: Any = None) -> Any:
+        params, nested = _with_one_axis(stacked_params, division)
+        n_layers = division.total(jax.tree.leaves(params))
+        with_ys, pair = _as_pair(body, carry, params)
+        nest = division.nest(n_layers, pair, carry, params)
+        carry, ys = nested_scan(pair, nest, carry, params, policy=policy)
+        if not with_ys:
+            return carry
+        return carry, _with_axes(ys, (n_layers,), nest.lengths) if nested else ys
+
+    return _jax.wraps(body)(scanned)
+
+
+def nested_scan(
+    body: Body, nest: Nest, carry: Any, xs: Any, *, policy: Any = None
+) -> tuple[Any, Any]:
+    """`lax.scan(body, carry, xs)`, in the loops of a nest; arrays of `xs` are `[n, ...]`."""
+    stacks, tree = jax.tree.flatten(xs)
+    differentiable = [jnp.issubdtype(stack.dtype, jnp.inexact) for stack in stacks]
+
+    def layer(carry: Any, handles: Any, index: Any, slices: Any) -> tuple[Any, Any]:
+        remaining = iter(handles)
+        adopted, x = [], []
+        for a_slice, has_handle in zip(slices, differentiable):
+            if has_handle:
+                handle, a_slice = adopt(a_slice, next(remaining), index)
+                adopted.append(handle)
+            x.append(a_slice)
+        carry, y = body(carry, jax.tree.unflatten(tree, x))
+        return (carry, adopted), y
+
+    def run(lengths: tuple[int, ...], state: Any, start: Any) -> tuple[Any, Any]:
+        if not lengths:
+            slices = [lax.dynamic_index_in_dim(s, start, 0, keepdims=False) for s in stacks]
+            carry, handles = state
+            return layer(carry, handles, start, slices)
+        n, inner = lengths[0], lengths[1:]
+        if inner == () and n > 1:
+            return innermost(n, state, start)
+
+        def group(state: Any, start: Any) -> tuple[Any, Any]:
+            return run(inner, state, start)
+
+        if inner:
+            group = checkpoint(group, policy=policy)
+        if n == 1:
+            state, ys = group(state, start)
+            return state, _add_axis(ys)
+        starts = start + math.prod(inner) * jnp.arange(n, dtype=jnp.int32)
+        return lax.scan(group, state, starts)
+
+    def innermost(n: int, state: Any, start: Any) -> tuple[Any, Any]:
+        # Handed over by `scan` itself, slices are not stored again as residuals of each step.
+        whole = isinstance(start, int)
+        slices = [
+            s[start : start + n] if whole else lax.dynamic_slice_in_dim(s, start, n) for s in stacks
+        ]
+        indices = start + jnp.arange(n, dtype=jnp.int32)
+
+        def step(state: Any, at: Any) -> tuple[Any, Any]:
+            (carry, handles), (index, slices) = state, at
+            return layer(carry, handles, index, slices)
+
+        return lax.scan(step, state, (indices, slices))
+
+    state: Any = (carry, [s for s, has_handle in zip(stacks, differentiable) if has_handle])
+    parts: list[Any] = []
+    part, start = nest, 0
+    while True:
+        state, ys = run(part.lengths, state, start)
+        parts.append(_with_axes(ys, part.lengths, (math.prod(part.lengths),)))
+        start += math.prod(part.lengths)
+        if part.rest is None:
+            break
+        part = part.rest
+    ys = parts[0] if len(parts) == 1 else jax.tree.map(lambda *y: jnp.concatenate(y), *parts)
+    return state[0], ys
+
+
+# --------------------------------------------------------------------------------------------------
+# The division of n layers
+
+
+class Division:
+    """How the user wants a total divided: lengths, or what to choose them by."""
+
+    def __init__(
+        self,
+        lengths: tuple[int, ...] | None,
+        length: int | None,
+        levels: int | None,
+        budget_bytes: int | None,
+    ):
+        self.lengths = lengths
+        self.length = length
+        self.levels = levels
+        self.budget_bytes = budget_bytes
+
+    @staticmethod
+    def of(lengths: Any, *, length: Any, levels: Any, budget: Any) -> Division:
+        if length is not None and _integer(length, "length") < 1:
+            raise ScheduleError(f"length must be at least 1, not {length}.")
+        if isinstance(lengths, str):
+            if lengths != "auto":
+                raise ScheduleError(f'lengths is a sequence of ints or "auto", not {lengths!r}.')
+            if levels is not None and _integer(levels, "levels") < 1:
+                raise ScheduleError(f"levels must be at least 1, not {levels}.")
+            budget_bytes = None if budget is None else units.parse_bytes(budget)
+            return Division(None, length, levels, budget_bytes)
+        for name, option in (("levels", levels), ("budget", budget)):
+            if option is not None:
+                raise ScheduleError(
+                    f"{name}={option!r} chooses lengths, but lengths={lengths!r} are given. Pass "
+                    'lengths="auto".'
+                )
+        try:
+            given = tuple(_integer(n, "a length") for n in lengths)
+        except TypeError as e:
+            raise ScheduleError(f'lengths is a sequence of ints or "auto", not {lengths!r}.') from e
+        if not given:
+            raise ScheduleError(
+                "lengths is empty. Pass the lengths of the nested loops, such as (10, 10) for 100 "
+                'layers, or lengths="auto".'
+            )
+        if min(given) < 1:
+            raise ScheduleError(f"lengths={given}: every length must be at least 1.")
+        if length is not None and math.prod(given) != length:
+            raise ScheduleError(
+                f"lengths={given} make {math.prod(given)} layers, but length={length}. Pass "
+                'lengths="auto" for a total that is no product.'
+            )
+        return Division(given, math.prod(given), None, None)
+
+    def total(self, stacks: Sequence[Any]) -> int:
+        """The number of layers, which all stacks must have in front."""
+        n_layers = self.length
+        for stack in stacks:
+            here = jnp.shape(stack)[:1]
+            n_layers = n_layers if n_layers is not None or not here else here[0]
+            if here != (n_layers,):
+                raise ScheduleError(
+                    f"{n_layers} layers need arrays with as many layers in front, but one has "
+                    f"shape {jnp.shape(stack)}."
+                )
+        if n_layers is None:
+            raise ScheduleError(
+                "there are no parameters to tell the number of layers; pass length=."
+            )
+        if n_layers < 1:
+            raise ScheduleError("the parameters have 0 layers; there must be at least 1.")
+        return n_layers
+
+    def nest(self, n_layers: int, body: Body, carry: Any, xs: Any) -> Nest:
+        if self.lengths is not None:
+            return Nest(self.lengths)
+        layer = measure_layer(body, carry, one_layer(xs))
+        return best_nest(n_layers, layer, levels=self.levels, budget_bytes=self.budget_bytes)
+
+
+def measure_layer(body: Body, carry: Any, x: Any) -> LayerBytes:
+    """What one layer costs, from its shapes and its linearization; nothing is computed.
+
+    Args:
+      body: `body(carry, x) -> (carry, y)`.
+      carry, x: arrays or `jax.ShapeDtypeStruct`s.
+    """
+
+    def layer(carry: Any, x: Any) -> Any:
+        return body(carry, x)
+
+    carry, x = jax.tree.map(_struct, (carry, x))
+    kept = residuals(layer, carry, x)
+    # Parameters that are residuals are there anyway, as the arrays that the loops read.
+    carries = [r for r in kept if r.kind == "argument" and str(r.argument).startswith("carry")]
+    params = [leaf for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return LayerBytes(
+        carry_bytes=sum(_n_bytes(leaf) for leaf in jax.tree.leaves(carry)),
+        residual_bytes=kept.saved_bytes + sum(r.n_bytes for r in carries),
+        params_bytes=sum(_n_bytes(leaf) for leaf in params),
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Shapes
+
+
+def one_layer(xs: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), xs)
+
+
+def _struct(leaf: Any) -> Any:
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype)
+
+
+def _n_bytes(leaf: Any) -> int:
+    return math.prod(jnp.shape(leaf)) * _jax.itemsize_bytes(leaf)
+
+
+def _as_pair(body: Body, carry: Any, params: Any) -> tuple[bool, Body]:
+    """Whether `body` returns a pair `(carry, y)`, and a function that does."""
+    out = jax.tree.structure(jax.eval_shape(body, carry, one_layer(params)))
+    expected = jax.tree.structure(carry)
+    if out == expected:
+        return False, lambda carry, x: (body(carry, x), None)
+    children = out.children()
+    if len(children) == 2 and children[0] == expected:
+        return True, body
+    raise ScheduleError(
+        f"body must return a carry like the one it gets, {expected}, or a pair of that and an "
+        f"output; it returns {out}."
+    )
+
+
+def _with_one_axis(params: Any, division: Division) -> tuple[Any, bool]:
+    """The parameters with one axis for all layers, and whether they had one for each loop."""
+    params = jax.tree.map(jnp.asarray, params)
+    lengths = division.lengths
+    leaves = jax.tree.leaves(params)
+    if lengths is None or len(lengths) == 1 or not leaves:
+        return params, False
+    if all(leaf.shape[:1] == (division.length,) for leaf in leaves):
+        return params, False
+    for leaf in leaves:
+        if leaf.shape[: len(lengths)] != lengths:
+            raise ScheduleError(
+                f"lengths={lengths} need arrays with {division.length} layers in front, or with "
+                f"the axes {lengths}, but one has shape {leaf.shape}."
+            )
+    return _with_axes(params, lengths, (math.prod(lengths),)), True
+
+
+def _with_axes(xs: Any, axes: tuple[int, ...], new_axes: tuple[int, ...]) -> Any:
+    return jax.tree.map(lambda x: x.reshape(*new_axes, *x.shape[len(axes) :]), xs)
+
+
+def _add_axis(xs: Any) -> Any:
+    return jax.tree.map(lambda x: x[None], xs)
+
+
+def _integer(n: Any, what: str) -> int:
+    try:
+        return operator.index(n)
+    except TypeError as e:
+        raise ScheduleError(f"{what} must be an int, not {n!r}.") from e

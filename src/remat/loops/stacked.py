@@ -1,0 +1,169 @@
+"""One layer of stacked parameters, read in nested loops without copying the others.
+
+# The idea
+
+`lax.scan` over stacked parameters `[n, ...]` hands each step its slice and stacks the steps'
+gradients. In nested loops, where a group of m layers is recomputed together, the outer loop hands
+the group a copy of its m slices and the group returns a stack of m gradients. Both are temporaries
+that grow with m: nesting moves memory from activations to parameters.
+
+So here every level of the loops sees the whole array and reads at an index, which copies one layer.
+The gradient of such a read is nonzero in one layer only, but JAX would add it up as arrays of full
+size. It is summed in place instead, by giving the derivative a way of its own through the program:
+next to the carry goes a *handle* on the stack, whose value nobody reads and whose tangent is the
+stack's tangent.
+
+    adopt:  layer, handle, i  ->  handle, layer     the layer, whose tangent is handle's at i
+    take:   dhandle, i        ->  dhandle, dlayer   linear; its transpose is put
+    put:    ct, ct_layer, i   ->  ct                adds ct_layer to ct in place, at i
+
+In reverse, the handle's cotangent is one buffer of the size of the parameters, carried through all
+loops: the gradient itself. `adopt`'s derivative ignores the tangent of `layer`, which is the same
+one on the other way; its primal result is `layer`, so higher derivatives are those of a plain read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from remat import _jax
+
+_jax.exclude_from_tracebacks(__file__)
+
+
+def adopt(layer: Any, handle: Any, index: Any) -> tuple[Any, Any]:
+    """`handle` and `layer`, the latter with the derivative of `handle[index]`."""
+    handle, layer = adopt_p.bind(layer, handle, index, axis=0)
+    return handle, layer
+
+
+# --------------------------------------------------------------------------------------------------
+# Evaluation
+
+
+def _adopt(layer: Any, handle: Any, index: Any, *, axis: int) -> list[Any]:
+    del index, axis
+    return [handle, layer]
+
+
+def _take(stack: Any, index: Any, *, axis: int) -> list[Any]:
+    return [stack, lax.dynamic_index_in_dim(stack, index, axis, keepdims=False)]
+
+
+def _put(stack: Any, layer: Any, index: Any, *, axis: int) -> list[Any]:
+    there = lax.dynamic_index_in_dim(stack, index, axis, keepdims=False)
+    return [lax.dynamic_update_index_in_dim(stack, there + layer, index, axis)]
+
+
+def _primitive(name: str, evaluate: Callable[..., list[Any]]) -> _jax.Primitive:
+    primitive = _jax.Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(evaluate)
+
+    def jaxpr_of(avals: Sequence[Any], axis: int) -> _jax.Jaxpr:
+        return _jax.open_jaxpr(jax.make_jaxpr(lambda *args: evaluate(*args, axis=axis))(*avals))
+
+    @primitive.def_abstract_eval
+    def _(*avals: Any, axis: int) -> list[Any]:
+        return [v.aval for v in jaxpr_of(avals, axis).outvars]
+
+    def lower(ctx: _jax.LoweringContext, *args: Any, axis: int) -> Sequence[Any]:
+        return _jax.lower_inline(ctx, jaxpr_of(ctx.avals_in, axis), args)
+
+    _jax.register_lowering(primitive, lower)
+    return primitive
+
+
+adopt_p = _primitive("remat_adopt", _adopt)
+take_p = _primitive("remat_take", _take)
+put_p = _primitive("remat_put", _put)
+
+
+# --------------------------------------------------------------------------------------------------
+# Derivatives
+
+
+def _is_zero(x: Any) -> bool:
+    return type(x) is _jax.Zero
+
+
+def _array(x: Any) -> Any:
+    return jnp.zeros(x.aval.shape, x.aval.dtype) if _is_zero(x) else x
+
+
+def _zeros(outs: Sequence[Any]) -> list[Any]:
+    return [_jax.zero_tangent(out) for out in outs]
+
+
+def _adopt_jvp(primals: Any, tangents: Any, *, axis: int) -> Any:
+    layer, handle, index = primals
+    outs = [handle, layer]
+    if _is_zero(tangents[1]):
+        return outs, _zeros(outs)
+    return outs, take_p.bind(tangents[1], index, axis=axis)
+
+
+def _take_jvp(primals: Any, tangents: Any, *, axis: int) -> Any:
+    outs = take_p.bind(*primals, axis=axis)
+    if _is_zero(tangents[0]):
+        return outs, _zeros(outs)
+    return outs, take_p.bind(tangents[0], primals[1], axis=axis)
+
+
+def _put_jvp(primals: Any, tangents: Any, *, axis: int) -> Any:
+    outs = put_p.bind(*primals, axis=axis)
+    stack, layer, _ = tangents
+    if _is_zero(stack) and _is_zero(layer):
+        return outs, _zeros(outs)
+    return outs, put_p.bind(_array(stack), _array(layer), primals[2], axis=axis)
+
+
+def _take_transpose(cts: Any, stack: Any, index: Any, *, axis: int) -> list[Any]:
+    ct_stack, ct_layer = cts
+    if _is_zero(ct_layer):
+        return [ct_stack, None]
+    return [*put_p.bind(_array(ct_stack), ct_layer, index, axis=axis), None]
+
+
+def _put_transpose(cts: Any, stack: Any, layer: Any, index: Any, *, axis: int) -> list[Any]:
+    (ct,) = cts
+    if _is_zero(ct):
+        return [None, None, None]
+    return [*take_p.bind(ct, index, axis=axis), None]
+
+
+_jax.register_linear_transpose(take_p, _take_transpose)
+_jax.register_linear_transpose(put_p, _put_transpose)
+_jax.register_jvp(adopt_p, _adopt_jvp)
+_jax.register_jvp(take_p, _take_jvp)
+_jax.register_jvp(put_p, _put_jvp)
+
+
+# --------------------------------------------------------------------------------------------------
+# Batching: all arrays get the batch in front, and the stack's axis moves back by one
+
+
+def _batch_in_front(primitive: _jax.Primitive) -> Callable[..., Any]:
+    def rule(axis_data: Any, args: Sequence[Any], dims: Sequence[Any], *, axis: int) -> Any:
+        if all(dim is None for dim in dims):
+            outs = primitive.bind(*args, axis=axis)
+            return outs, [None] * len(outs)
+        *arrays, index = args
+        assert dims[-1] is None  # it counts the loops' iterations
+        in_front = [
+            jnp.broadcast_to(x, (axis_data.size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+            for x, d in zip(arrays, dims)
+        ]
+        outs = primitive.bind(*in_front, index, axis=axis + 1)
+        return outs, [0] * len(outs)
+
+    return rule
+
+
+for _p in (adopt_p, take_p, put_p):
+    _jax.register_batching(_p, _batch_in_front(_p))
