@@ -9,8 +9,11 @@ In the order in which data flows:
     transform.barrier       what keeps XLA from undoing it
     transform.residuals     what is saved, as data and as text
     loops.schedules         when a loop's states are stored and steps repeated, with exact costs
-    loops.loop, .derivative running such a schedule in a compiled program, and its derivatives
+    loops.loop, loops.derivative   running a schedule in a compiled program, and its derivatives
     loops.scan, .while_loop loops whose reverse-mode memory the user chooses
+    loops.remat_scan        a deep stack of equal layers as nested, rematerialized loops
+    linen, nnx, equinox, haiku, brainstate   the same for the module systems, with their signatures
+    toggle                  rematerialization of submodules by path, without editing the model
     testing                 asserting on gradients and on the compiler's memory figures
 """
 
@@ -23,6 +26,7 @@ from remat.errors import (
     GradientMismatchError as GradientMismatchError,
     GraphError as GraphError,
     MemoryKindError as MemoryKindError,
+    MethodError as MethodError,
     PeakMemoryError as PeakMemoryError,
     PlanError as PlanError,
     PolicyError as PolicyError,
@@ -33,11 +37,14 @@ from remat.errors import (
     StaticArgumentTypeError as StaticArgumentTypeError,
     StepLimitError as StepLimitError,
     StoreError as StoreError,
+    TargetError as TargetError,
     UnitsError as UnitsError,
     UnknownNameError as UnknownNameError,
 )
+from remat.loops.remat_scan import remat_scan as remat_scan
 from remat.loops.scan import scan as scan
 from remat.loops.while_loop import fori_loop as fori_loop, while_loop as while_loop
+from remat.toggle import rematted as rematted
 from remat.transform import policies as policies
 from remat.transform.checkpoint import checkpoint as checkpoint
 from remat.transform.residuals import (

@@ -23,7 +23,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from remat import static
+from remat import partition
 from remat.errors import TargetError
 from remat.globs import PathGlobs
 from remat.transform.checkpoint import checkpoint
@@ -76,7 +76,7 @@ class _Checkpointed(eqx.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = (_as_pytree(self._fun), args, kwargs)
-        arrays, parts = static.split(call, eqx.is_array)
+        arrays, parts = partition.split(call, eqx.is_array)
         region = _region(self._fun, parts, self._prevent_cse, self._policy)
         arrays_out, rest = region(arrays)
         return rest.value.join(arrays_out)
@@ -99,7 +99,7 @@ _regions: dict[Any, Callable] = {}
 _MAX_REGIONS = 1024
 
 
-def _region(fun: Any, parts: static.Parts, prevent_cse: bool, policy: Any) -> Callable:
+def _region(fun: Any, parts: partition.Parts, prevent_cse: bool, policy: Any) -> Callable:
     """The region for everything about a call that is not an array."""
     options = (parts.tree, parts.is_traced, prevent_cse, policy)
     try:
@@ -114,10 +114,10 @@ def _region(fun: Any, parts: static.Parts, prevent_cse: bool, policy: Any) -> Ca
     def forget(_: Any) -> None:
         _regions.pop(key, None)
 
-    def get_parts() -> static.Parts:
+    def get_parts() -> partition.Parts:
         # Called while tracing, when the caller still holds what is referred to.
         tree, is_traced, *_ = options
-        return static.Parts(tree, is_traced, tuple(refer() for refer in references))
+        return partition.Parts(tree, is_traced, tuple(refer() for refer in references))
 
     references = _references(parts, forget)
     key = (options, references)
@@ -127,12 +127,12 @@ def _region(fun: Any, parts: static.Parts, prevent_cse: bool, policy: Any) -> Ca
 
 
 def _make_region(
-    fun: Any, get_parts: Callable[[], static.Parts], prevent_cse: bool, policy: Any
+    fun: Any, get_parts: Callable[[], partition.Parts], prevent_cse: bool, policy: Any
 ) -> Callable:
     def region(arrays: list[Any]) -> Any:
         inner, args, kwargs = get_parts().join(arrays)
-        arrays_out, rest = static.split(inner(*args, **kwargs), eqx.is_array)
-        return arrays_out, static.Constant(rest)
+        arrays_out, rest = partition.split(inner(*args, **kwargs), eqx.is_array)
+        return arrays_out, partition.Constant(rest)
 
     region.__name__ = getattr(fun, "__name__", type(fun).__name__)
     return checkpoint(region, prevent_cse=prevent_cse, policy=policy)
@@ -154,7 +154,7 @@ class _Same:
         return isinstance(other, _Same) and self.key == other.key
 
 
-def _references(parts: static.Parts, forget: Callable[[Any], None] | None) -> tuple:
+def _references(parts: partition.Parts, forget: Callable[[Any], None] | None) -> tuple:
     return tuple(_reference(leaf, forget) for leaf in parts.untraced)
 
 

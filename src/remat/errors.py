@@ -7,7 +7,8 @@
     ├── PolicyError (ValueError)              a policy that cannot mean what it says
     │   ├── UnknownNameError                  ... it selects a name that the region does not have
     │   └── MemoryKindError                   ... it offloads to a memory that the backend does not have
-    ├── TargetError (ValueError)              what is to be wrapped cannot be wrapped
+    ├── TargetError (TypeError, ValueError)   what is to be wrapped is no module or function that can be
+    ├── MethodError (AttributeError)          a method is to be wrapped that the class does not have
     ├── EffectError (NotImplementedError)     an effect that cannot be recomputed
     ├── GradientMismatchError (AssertionError)   remat.testing: two functions that differ
     ├── PeakMemoryError (AssertionError)      remat.testing: a step that needs more than its limit
@@ -57,8 +58,12 @@ class MemoryKindError(PolicyError):
     """A policy offloads to a memory kind that the backend does not have."""
 
 
-class TargetError(RematError, ValueError):
+class TargetError(RematError, TypeError, ValueError):
     """What an adapter is asked to wrap (a method, class or module) cannot be wrapped."""
+
+
+class MethodError(RematError, AttributeError):
+    """A method was to be wrapped that the module class does not have."""
 
 
 class EffectError(RematError, NotImplementedError):

@@ -31,16 +31,18 @@ from flax.ids import uuid as new_module_id
 from flax.linen.transforms import lift_transform
 
 from remat.errors import (
+    MethodError,
     PreventCseError,
-    RematError,
     ScheduleError,
     StaticArgumentError,
+    TargetError,
     closest,
 )
 from remat.loops.nesting import Nest
 from remat.loops.remat_scan import Division, nested_scan, one_layer
 from remat.transform import policies
-from remat.transform.checkpoint import _as_argnames, _Statics, checkpoint as _checkpoint
+from remat.transform.checkpoint import checkpoint as _checkpoint
+from remat.transform.statics import Statics, as_argnames
 
 Target = TypeVar("Target")
 
@@ -53,14 +55,6 @@ _METHOD_OPTIONS = (
     "static_argnames",
     "policy",
 )
-
-
-class TargetError(RematError, TypeError):
-    """Something was to be lifted that is no module class, module, or function of a module."""
-
-
-class MethodError(RematError, AttributeError):
-    """A method was to be lifted that the module class does not have."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -186,7 +180,7 @@ def _share_out_argnames(cls: Any, by_method: dict[str, dict[str, Any]]) -> None:
     known = {name: _names_of_arguments(_method_of(cls, name)) for name in by_method}
     everywhere = frozenset().union(*(names or () for names in known.values()))
     for method, own in by_method.items():
-        names, has = _as_argnames(own["static_argnames"]), known[method]
+        names, has = as_argnames(own["static_argnames"]), known[method]
         for name in names:
             if name not in everywhere and None not in known.values():
                 raise StaticArgumentError(
@@ -233,8 +227,8 @@ def _transform_options(fun: Any, options: dict[str, Any]) -> dict[str, Any]:
     """The options of `_core_checkpoint` for one method or function."""
     options = dict(options)
     argnums, argnames = options.pop("static_argnums"), options.pop("static_argnames")
-    statics = _Statics.of(fun, argnums, argnames)
-    if 0 in statics.argnums or -len(statics._positional()) in statics.argnums:
+    statics = Statics.of(fun, argnums, argnames)
+    if 0 in statics.argnums or -len(statics.positional()) in statics.argnums:
         raise StaticArgumentError(
             f"static_argnums={argnums!r} of {getattr(fun, '__qualname__', fun)}: 0 is the module "
             "itself, which is never traced. The first argument after it is 1."
@@ -255,7 +249,7 @@ def _core_checkpoint(
     concrete: bool,
     prevent_cse: bool,
     policy: Any,
-    statics: _Statics,
+    statics: Statics,
 ) -> Callable[..., Any]:
     """Checkpoint a function of scopes: what `flax.core.lift.checkpoint` is to `flax.linen`."""
 

@@ -26,7 +26,7 @@ from flax.linen.module import (
     _global_interceptor_stack,
 )
 
-from remat import linen, static
+from remat import linen, partition
 from remat.globs import PathGlobs
 from remat.transform.policies import check_policy
 
@@ -62,7 +62,7 @@ def rematted(
         if not globs.matches(path):
             return next_fun(*args, **kwargs)
         method = _on_another_instance(intercept, context)
-        return static.call(lambda f: lift(_as_wrapped(f)), method, module, args, kwargs)
+        return partition.call(lambda f: lift(_as_wrapped(f)), method, module, args, kwargs)
 
     setting = (globs, policy, prevent_cse, names)
     with _active((*_active.value, setting)), nn.intercept_methods(intercept):

@@ -29,7 +29,7 @@ from flax.nnx import extract, graphlib
 from flax.nnx.transforms.autodiff import SimpleRematFn
 from flax.typing import MISSING, Missing
 
-from remat import static
+from remat import partition
 from remat.errors import TargetError
 from remat.globs import PathGlobs
 from remat.transform.checkpoint import checkpoint
@@ -235,7 +235,7 @@ def _rematted_class(cls: Any, methods: tuple[str, ...], policy: Any, prevent_cse
 def _rematted_method(method: Any, lift: Callable) -> Any:
     @functools.wraps(method)
     def rematted_method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return static.call(lift, method, self, args, kwargs, _is_traced, _is_graph)
+        return partition.call(lift, method, self, args, kwargs, _is_traced, _is_graph)
 
     return rematted_method
 
@@ -245,4 +245,4 @@ def _is_graph(x: Any) -> bool:
 
 
 def _is_traced(leaf: Any) -> bool:
-    return _is_graph(leaf) or static.is_array(leaf)
+    return _is_graph(leaf) or partition.is_array(leaf)
