@@ -39,6 +39,7 @@ choosing few boundaries, which weakens the bound but never makes it wrong.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -103,6 +104,8 @@ def frontier(
     budget: int,
     boundaries: Sequence[int],
     moments: Sequence[tuple[int, int]] = (),
+    *,
+    at_most: float = math.inf,
 ) -> Frontier:
     """Write the program down; the last boundary is always the last node.
 
@@ -111,6 +114,7 @@ def frontier(
       budget: bytes.
       boundaries: places of the nodes that end a stage, increasing.
       moments: (stage, place) of recomputations whose own memory is bounded as well.
+      at_most: extra time of a known schedule: nothing above it is looked for.
     """
     builder = _Rows()
     n_bytes = arrays.bytes / max(budget, 1)
@@ -162,10 +166,13 @@ def frontier(
             )
         n_kept += n_old
     cost = np.zeros(n_columns + n_kept)
-    share = arrays.time / max(float(arrays.time.sum()), 1e-300)
+    total_time = max(float(arrays.time.sum()), 1e-300)
+    share = arrays.time / total_time
     for k, before in enumerate(begins):
         n_old = before + 1
         cost[first[k] + n_old : first[k] + 2 * n_old] = share[:n_old]
+    if math.isfinite(at_most):
+        builder.add_one(np.flatnonzero(cost), cost[cost > 0], at_most / total_time + _MARGIN)
     rows, upper = builder.finish(n_columns + n_kept)
     return Frontier(arrays, budget, tuple(boundaries), cost, rows, upper, tuple(first))
 

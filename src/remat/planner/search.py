@@ -20,6 +20,7 @@ al., "Dynamic tensor rematerialization" (ICLR 2021).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -28,15 +29,26 @@ from numpy.typing import NDArray
 from remat.planner.mincut import CutProblem, at_budget
 from remat.planner.simulate import Arrays, Ints, Liveness, liveness
 
+ROOM_SHARES = (1.0, 0.9, 0.75, 0.5)  # the tastes that every search begins with
+_PATIENCE = 30  # cuts in a row that do not lower the peak any further
+_LONG = 4000  # steps from which `trim` makes only the drops that a quick look can judge
 
-def tidy(arrays: Arrays, order: Sequence[int] | Ints) -> Liveness:
+
+def tidy(arrays: Arrays, order: Sequence[int] | Ints, effort: Effort) -> Liveness:
     """The order without repeated computations that nothing uses."""
-    measured = liveness(arrays, order)
+    measured = effort.measure(arrays, order)
+    return _tidy_labelled(arrays, measured, measured.order, effort)[0]
+
+
+def _tidy_labelled(
+    arrays: Arrays, measured: Liveness, label: Ints, effort: Effort
+) -> tuple[Liveness, Ints]:
     while True:
         keep = measured.used | is_first(measured.order)
         if keep.all():
-            return measured
-        measured = liveness(arrays, measured.order[keep])
+            return measured, label
+        label = label[keep]
+        measured = effort.measure(arrays, measured.order[keep])
 
 
 def is_first(order: Ints) -> NDArray[np.bool_]:
@@ -47,7 +59,7 @@ def is_first(order: Ints) -> NDArray[np.bool_]:
 
 
 def replay(
-    operands: Sequence[Sequence[int]], steps: Iterable[int], missing: set[int], out: list[int]
+    operands: Sequence[tuple[int, ...]], steps: Iterable[int], missing: set[int], out: list[int]
 ) -> None:
     """Append `steps` to `out`, computing each value of `missing` again before its first use.
 
@@ -62,7 +74,7 @@ def replay(
 
 
 def _compute(
-    operands: Sequence[Sequence[int]], value: int, missing: set[int], out: list[int]
+    operands: Sequence[tuple[int, ...]], value: int, missing: set[int], out: list[int]
 ) -> None:
     """Append `value` after those of its operands that are missing (depth first, no recursion)."""
     stack = [(value, iter(operands[value]))]
@@ -76,6 +88,28 @@ def _compute(
             if current in missing:
                 missing.remove(current)
                 out.append(current)
+
+
+class Effort:
+    """An allowance of work, the same on every machine, that searches share.
+
+    A unit is one step of an order measured once, about a quarter of a microsecond.
+    """
+
+    def __init__(self, units: int) -> None:
+        self.units = units
+
+    @property
+    def is_spent(self) -> bool:
+        return self.units <= 0
+
+    def measure(self, arrays: Arrays, order: Sequence[int] | Ints) -> Liveness:
+        self.units -= len(order) + 100
+        return liveness(arrays, order)
+
+    def cut(self, n_values: int) -> None:
+        # Some eight maximum flows.
+        self.units -= 100 * n_values + 4000
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,34 +128,73 @@ class Taste:
 
 def refine(
     arrays: Arrays,
-    operands: Sequence[Sequence[int]],
+    operands: Sequence[tuple[int, ...]],
     order: Sequence[int] | Ints,
     budget: int,
     taste: Taste,
-    *,
-    max_rounds: int,
+    effort: Effort,
 ) -> Liveness:
     """Cut the order at its peak until it fits or no cut helps; the order of lowest peak seen."""
-    measured = best = tidy(arrays, order)
+    measured = best = tidy(arrays, order, effort)
     stale = 0
     longest = 20 * len(arrays) + 1000
-    for _ in range(max_rounds):
-        if measured.peak_bytes <= budget or stale > 30 or len(measured.order) > longest:
+    while not effort.is_spent:
+        if measured.peak_bytes <= budget or stale > _PATIENCE or len(measured.order) > longest:
             break
+        effort.cut(len(arrays))
         moment = int(np.argmax(measured.live_bytes))
         after = _cut_at(arrays, operands, measured, moment, budget, taste)
         if after is None:
             break
-        measured = tidy(arrays, after)
+        effort.units -= 4 * len(after)
+        measured = tidy(arrays, after, effort)
         stale += 1
         if measured.peak_bytes < best.peak_bytes:
             best, stale = measured, 0
     return best
 
 
+def descend(
+    arrays: Arrays,
+    operands: Sequence[tuple[int, ...]],
+    order: Sequence[int] | Ints,
+    budget: int,
+    effort: Effort,
+) -> Liveness:
+    """Approach a budget that `refine` may miss in one go; the order of lowest peak seen.
+
+    Targets fall towards the budget, each by half of the way (in ratio) from the lowest peak to
+    the highest target that was missed, and each is tried from the start and from the best order.
+    """
+    best = tidy(arrays, order, effort)
+    missed, target = 0, budget
+    for _ in range(24):
+        share_of_effort = effort.units // 12
+        for share in ROOM_SHARES:
+            for begin in (np.asarray(order, np.int64), best.order):
+                taste = Taste(arrays.time, share)
+                attempt = Effort(share_of_effort // (2 * len(ROOM_SHARES)))
+                found = refine(arrays, operands, begin, target, taste, attempt)
+                effort.units -= share_of_effort // (2 * len(ROOM_SHARES)) - attempt.units
+                if found.peak_bytes < best.peak_bytes:
+                    best = found
+                if best.peak_bytes <= target:
+                    break
+            if best.peak_bytes <= target:
+                break
+        if best.peak_bytes <= budget or effort.is_spent:
+            break
+        if best.peak_bytes > target:
+            missed = target
+        if best.peak_bytes - missed <= best.peak_bytes // 500:
+            break
+        target = max(budget, round(math.sqrt(max(missed, budget, 1)) * math.sqrt(best.peak_bytes)))
+    return best
+
+
 def _cut_at(
     arrays: Arrays,
-    operands: Sequence[Sequence[int]],
+    operands: Sequence[tuple[int, ...]],
     measured: Liveness,
     moment: int,
     budget: int,
@@ -167,13 +240,10 @@ def _cut_at(
     return out
 
 
-def trim(arrays: Arrays, measured: Liveness, budget: int, *, max_steps: int) -> Liveness:
-    """Drop recomputations, the dearest first, as long as the order stays within the budget.
-
-    `max_steps` bounds the work: the sum of the lengths of the orders that are measured.
-    """
-    work = 0
-    dropped_any = True
+def trim(arrays: Arrays, measured: Liveness, budget: int, effort: Effort) -> Liveness:
+    """Drop recomputations, the dearest first, as long as the order stays within the budget."""
+    measured = _trim_at_a_glance(arrays, measured, budget, effort)
+    dropped_any = len(measured.order) <= _LONG
     while dropped_any:
         dropped_any = False
         repeated = np.flatnonzero(~is_first(measured.order))
@@ -184,38 +254,50 @@ def trim(arrays: Arrays, measured: Liveness, budget: int, *, max_steps: int) -> 
             at = int(np.searchsorted(label, wanted))
             if at == len(label) or label[at] != wanted:
                 continue
-            is_sure = _fits_without(arrays, measured, at, budget)
-            if not is_sure and work > max_steps:
-                continue
-            work += len(label)
-            without, label_without = _without(arrays, measured, label, at)
-            if is_sure or without.peak_bytes <= budget:
+            if effort.is_spent:
+                return measured
+            without, label_without = _tidy_labelled(
+                arrays,
+                effort.measure(arrays, np.delete(measured.order, at)),
+                np.delete(label, at),
+                effort,
+            )
+            if without.peak_bytes <= budget:
                 measured, label, dropped_any = without, label_without, True
     return measured
 
 
-def _fits_without(arrays: Arrays, measured: Liveness, at: int, budget: int) -> bool:
-    """Whether keeping the value from its last use before, instead, fits for sure.
+def _trim_at_a_glance(arrays: Arrays, measured: Liveness, budget: int, effort: Effort) -> Liveness:
+    """Drop what can be kept instead for sure.
 
-    What its operands no longer occupy is not counted, so that the answer is fast and may be
-    a needless no.
+    Keeping a value from its last use before adds its bytes to the idle time in between. What its
+    operands no longer occupy after the drop is not counted until the end, so that each look is
+    short.
     """
-    value = measured.order[at]
-    earlier = int(np.flatnonzero(measured.order[:at] == value)[-1])
-    idle = measured.live_bytes[int(measured.last_use[earlier]) + 1 : at]
-    return int(idle.max(initial=0)) + int(arrays.bytes[value]) <= budget
-
-
-def _without(arrays: Arrays, measured: Liveness, label: Ints, at: int) -> tuple[Liveness, Ints]:
-    """The order without one computation, tidied, and the labels of what remains."""
-    label = np.delete(label, at)
-    measured = liveness(arrays, np.delete(measured.order, at))
-    while True:
-        keep = measured.used | is_first(measured.order)
-        if keep.all():
-            return measured, label
-        label = label[keep]
-        measured = liveness(arrays, measured.order[keep])
+    order = measured.order
+    live_bytes, last_use = measured.live_bytes.copy(), measured.last_use.copy()
+    repeated = np.flatnonzero(~is_first(order))
+    by_value = np.lexsort((np.arange(len(order)), order))
+    earlier = np.full(len(order), -1, np.int64)
+    later = np.full(len(order), -1, np.int64)
+    same = order[by_value[1:]] == order[by_value[:-1]]
+    earlier[by_value[1:][same]] = by_value[:-1][same]
+    later[by_value[:-1][same]] = by_value[1:][same]
+    kept = np.ones(len(order), np.bool_)
+    for at in repeated[np.argsort(-arrays.time[order[repeated]], kind="stable")].tolist():
+        before, after = int(earlier[at]), int(later[at])
+        idle = slice(int(last_use[before]) + 1, at)
+        size = int(arrays.bytes[order[at]])
+        if int(live_bytes[idle].max(initial=0)) + size > budget:
+            continue
+        live_bytes[idle] += size
+        last_use[before] = last_use[at]
+        kept[at] = False
+        later[before] = after
+        if after >= 0:
+            earlier[after] = before
+    effort.units -= 40 * len(repeated)
+    return measured if kept.all() else tidy(arrays, order[kept], effort)
 
 
 # Searching on from a found order
@@ -228,39 +310,38 @@ def extra_time(arrays: Arrays, measured: Liveness) -> float:
 
 def improve(
     arrays: Arrays,
-    operands: Sequence[Sequence[int]],
+    operands: Sequence[tuple[int, ...]],
     found: Liveness,
     budget: int,
     *,
     good_enough: float,
-    n_rounds: int,
-    max_steps: int,
+    max_rounds: int,
+    effort: Effort,
 ) -> Liveness:
     """Large-neighbourhood search: forget some recomputations, cut again with another taste.
 
-    It ends when the extra time is `good_enough` (a proven bound) or after `n_rounds`.
+    It ends when the extra time is `good_enough` (a proven bound), after `max_rounds` in a row that
+    found nothing better, or when the effort is spent.
     """
     random = np.random.default_rng(0)
     best = found
     best_time = extra_time(arrays, best)
-    for _ in range(n_rounds):
-        if best_time <= good_enough:
-            break
+    idle_rounds = 0
+    while best_time > good_enough and idle_rounds < max_rounds and not effort.is_spent:
+        idle_rounds += 1
         repeated = np.flatnonzero(~is_first(best.order))
-        if not len(repeated):
-            break
-        forget = _some(random, repeated)
         taste = Taste(
             arrays.time * np.exp(random.normal(0.0, random.choice([0.05, 0.2, 0.5]), len(arrays))),
             float(random.choice([1.0, 0.95, 0.85, 0.7])),
         )
-        again = refine(
-            arrays, operands, np.delete(best.order, forget), budget, taste, max_rounds=60
-        )
+        remaining = np.delete(best.order, _some(random, repeated))
+        again = refine(arrays, operands, remaining, budget, taste, effort)
         if again.peak_bytes > budget:
             continue
-        again = trim(arrays, again, budget, max_steps=max_steps)
+        again = trim(arrays, again, budget, effort)
         time = extra_time(arrays, again)
+        if time < best_time:
+            idle_rounds = 0
         if time <= best_time:
             best, best_time = again, time
     return best
@@ -268,8 +349,8 @@ def improve(
 
 def _some(random: np.random.Generator, repeated: Ints) -> Ints:
     """Some of the recomputations: scattered, or neighbours in time."""
-    size = int(random.integers(1, max(2, len(repeated) // 2 + 1) + 1))
-    size = min(size, len(repeated))
+    most = max(2, len(repeated) // 2 + 1)
+    size = min(int(most ** random.random() + random.random()), len(repeated))
     if random.random() < 0.5:
         begin = int(random.integers(0, len(repeated) - size + 1))
         return repeated[begin : begin + size]
