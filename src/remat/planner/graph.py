@@ -155,6 +155,74 @@ class Graph:
             raise GraphError(f"{path}: cannot be written ({error.strerror or error}).") from error
 
 
+# Chains of stages
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageOption:
+    """One way to run a stage so that its backward can follow: what it saves and what that costs.
+
+    Args:
+      saved_bytes: all that is kept from this forward to the backward, the stage's output included.
+      forward_time: of the forward that saves it.
+      backward_time: of the backward that uses it, recomputation inside the stage included.
+      forward_temporary_bytes: occupied during that forward beside what it saves.
+      backward_temporary_bytes: occupied during the backward beside its operands and its result.
+    """
+
+    saved_bytes: int
+    forward_time: float
+    backward_time: float
+    forward_temporary_bytes: int = 0
+    backward_temporary_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage of a chain: its input, its forward that saves nothing, and its options otherwise."""
+
+    input_bytes: int
+    forward_time: float
+    options: tuple[StageOption, ...]
+    forward_temporary_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """Stages one after the other; the gradient of a stage's input is as large as the input.
+
+    The gradient of the last output counts from the start: let the last stage hold the loss.
+    """
+
+    stages: tuple[Stage, ...]
+    output_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stages", tuple(self.stages))
+        for k, stage in enumerate(self.stages):
+            if not stage.options:
+                raise GraphError(f"stage {k} of the chain has no option; give it at least one.")
+            for option in stage.options:
+                least = self.boundary_bytes(k + 1)
+                if option.saved_bytes < least:
+                    raise GraphError(
+                        f"an option of stage {k} saves {option.saved_bytes} bytes, less than the "
+                        f"stage's output of {least}; what is saved includes the output."
+                    )
+            numbers = [stage.input_bytes, stage.forward_time, stage.forward_temporary_bytes]
+            for option in stage.options:
+                numbers += dataclasses.astuple(option)
+            if not all(_is_finite(number) and number >= 0 for number in numbers):
+                raise GraphError(f"stage {k} of the chain has a negative or infinite number.")
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def boundary_bytes(self, k: int) -> int:
+        """The bytes of the input of stage k; of the last output for k = len(chain)."""
+        return self.stages[k].input_bytes if k < len(self.stages) else self.output_bytes
+
+
 # What makes a node wrong, whether it came from a file or from a program
 
 

@@ -52,6 +52,7 @@ from remat.units import format_bytes, parse_bytes
 _EXACT_VARIABLES = 16_000  # up to here (some 125 nodes) the 0-1 program is solved
 _LINEAR_VARIABLES = 60_000  # and up to here its relaxation, with as many boundaries as fit
 _MOST_BOUNDARIES = 160
+_CLOSE = 1e-5  # share of the graph's time by which it is not worth to search on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,17 +107,17 @@ def schedule(
     bound = _linear_bound(problem, proof_time_limit_s / 2)
     if bound.is_infeasible:
         _refuse(budget, smallest_peak(graph).peak_bytes, budget + 1)
-    best = _search(problem, bound.extra_lower_bound)
     proven = problem.rounded_up(bound.extra_lower_bound)
-    if best is None or search.extra_time(problem.arrays, best) > proven:
-        best, exact_bound = _exact(problem, best, proof_time_limit_s)
-        proven = max(proven, exact_bound)
+    best = _first(problem)
+    if problem.is_small:
+        best = _improved(problem, best, proven, max_rounds=60, seed=0)
+        best, proven = _exact(problem, best, proven, proof_time_limit_s)
+    best = _improved(problem, best, proven, max_rounds=300, seed=1)
     if best is None:
         smallest = smallest_peak(graph)
         if smallest.peak_bytes > budget:
             _refuse(budget, smallest.peak_bytes, floor)
-        steps = smallest.steps
-        return dataclasses.replace(smallest, steps=steps, lower_bound=graph.time + proven)
+        return dataclasses.replace(smallest, lower_bound=graph.time + proven)
     return _checked(graph, best.order.tolist(), budget, graph.time + proven)
 
 
@@ -149,6 +150,7 @@ class _Problem:
         self.arrays = Arrays.of(graph)
         self.operands = graph.operands()
         self.once = liveness(self.arrays, np.arange(len(graph)))
+        self.is_small = frontier.n_variables(range(len(graph))) <= _EXACT_VARIABLES
         whole = [node.time for node in graph.nodes if isinstance(node.time, int)]
         #: What all times are whole multiples of; 0 if some are not whole.
         self.unit = math.gcd(*whole) if len(whole) == len(graph) else 0
@@ -165,37 +167,39 @@ def _effort_units(n_nodes: int) -> int:
     return min(40_000_000, 4_000_000 + 400_000 * n_nodes)
 
 
-def _search(problem: _Problem, good_enough: float) -> Liveness | None:
-    """The best order that cutting and large-neighbourhood search find, if any fits."""
+def _first(problem: _Problem) -> Liveness | None:
+    """The best order that cutting finds, if any fits."""
     arrays, operands, budget = problem.arrays, problem.operands, problem.budget
+    once = problem.once.order
     units = _effort_units(len(arrays))
-    best: Liveness | None = None
-    best_time = math.inf
-    for share in search.ROOM_SHARES:
+    orders = []
+    for taste in search.plain_tastes(arrays):
         effort = search.Effort(units // 8)
-        taste = search.Taste(arrays.time, share)
-        found = search.refine(arrays, operands, problem.once.order, budget, taste, effort)
-        if found.peak_bytes > budget:
-            continue
-        found = search.trim(arrays, found, budget, effort)
-        time = search.extra_time(arrays, found)
-        if time < best_time:
-            best, best_time = found, time
+        found = search.refine(arrays, operands, once, budget, taste, effort)
+        if found.peak_bytes <= budget:
+            orders.append(search.trim(arrays, found, budget, effort))
+    if not orders:
+        found = search.descend(arrays, operands, once, budget, search.Effort(units))
+        if found.peak_bytes <= budget:
+            orders.append(search.trim(arrays, found, budget, search.Effort(units // 8)))
+    return min(orders, key=lambda found: search.extra_time(arrays, found), default=None)
+
+
+def _improved(
+    problem: _Problem, best: Liveness | None, proven: int | float, *, max_rounds: int, seed: int
+) -> Liveness | None:
+    """What large-neighbourhood search makes of an order, until that is proven optimal."""
     if best is None:
-        found = search.descend(
-            arrays, operands, problem.once.order, budget, search.Effort(units // 2)
-        )
-        if found.peak_bytes > budget:
-            return None
-        best = search.trim(arrays, found, budget, search.Effort(units // 4))
+        return None
     return search.improve(
-        arrays,
-        operands,
+        problem.arrays,
+        problem.operands,
         best,
-        budget,
-        good_enough=float(problem.rounded_up(good_enough)),
-        max_rounds=300,
-        effort=search.Effort(units),
+        problem.budget,
+        good_enough=float(proven) + _CLOSE * float(problem.graph.time),
+        max_rounds=max_rounds,
+        effort=search.Effort(_effort_units(len(problem.arrays))),
+        seed=seed,
     )
 
 
@@ -205,9 +209,8 @@ def _boundaries(problem: _Problem, most_variables: int) -> tuple[int, ...]:
     Only a boundary at which the order without recomputation is over the budget can bind.
     """
     n = len(problem.arrays)
-    everywhere = tuple(range(n))
-    if frontier.n_variables(everywhere) <= most_variables:
-        return everywhere
+    if frontier.n_variables(range(n)) <= most_variables:
+        return tuple(range(n))
     over = np.flatnonzero(problem.once.live_bytes > problem.budget)
     n_chosen = max(1, min(_MOST_BOUNDARIES, most_variables // (2 * n)))
     spread = over[np.linspace(0, len(over) - 1, n_chosen + 2).astype(np.int64)[1:-1]]
@@ -222,19 +225,19 @@ def _linear_bound(problem: _Problem, time_limit_s: float) -> frontier.FrontierAn
 
 
 def _exact(
-    problem: _Problem, best: Liveness | None, time_limit_s: float
+    problem: _Problem, best: Liveness | None, proven: int | float, time_limit_s: float
 ) -> tuple[Liveness | None, int | float]:
-    """Solve the 0-1 program where it is small; the better order, and a bound on extra time.
+    """Solve the 0-1 program; the better order, and the better bound on extra time.
 
     Its solution may break the budget inside a stage; then those moments join the program.
     """
     arrays, budget = problem.arrays, problem.budget
     boundaries = tuple(range(len(arrays)))
-    proven: int | float = 0
-    if frontier.n_variables(boundaries) > _EXACT_VARIABLES:
-        return best, proven
+    close = _CLOSE * float(problem.graph.time)
     moments: set[tuple[int, int]] = set()
     for _ in range(4):
+        if best is not None and search.extra_time(arrays, best) <= proven + close:
+            break
         at_most = math.inf if best is None else search.extra_time(arrays, best)
         program = frontier.frontier(arrays, budget, boundaries, sorted(moments), at_most=at_most)
         answer = frontier.solve(program, max_nodes=5000, time_limit_s=time_limit_s)
@@ -259,7 +262,7 @@ def _exact(
             found = search.trim(arrays, found, budget, effort)
             if best is None or search.extra_time(arrays, found) < search.extra_time(arrays, best):
                 best = found
-        if not new or (best is not None and search.extra_time(arrays, best) <= proven):
+        if not new:
             break
         moments |= new
     return best, proven

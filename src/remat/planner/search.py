@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 from remat.planner.mincut import CutProblem, at_budget
 from remat.planner.simulate import Arrays, Ints, Liveness, liveness
 
-ROOM_SHARES = (1.0, 0.9, 0.75, 0.5)  # the tastes that every search begins with
 _PATIENCE = 30  # cuts in a row that do not lower the peak any further
 _LONG = 4000  # steps from which `trim` makes only the drops that a quick look can judge
 
@@ -118,12 +117,22 @@ class Taste:
 
     Args:
       time: the time of recomputing each value, as the cuts see it.
-      room: the share of the free bytes at the peak that a cut may fill; less leaves room for what
-        is computed again later.
+      room: the share of the free bytes at the moment of a cut that it may fill; less leaves room
+        for what is computed again later.
+      height: the moment of a cut is the first that is this share of the way from the budget to
+        the peak; 1 is the peak itself, less goes through the order more in its own direction.
     """
 
     time: NDArray[np.float64]
     room: float = 1.0
+    height: float = 1.0
+
+
+def plain_tastes(arrays: Arrays) -> tuple[Taste, ...]:
+    """The tastes that every search begins with."""
+    return tuple(
+        Taste(arrays.time, room, height) for room in (1.0, 0.9, 0.75, 0.5) for height in (1.0, 0.5)
+    )
 
 
 def refine(
@@ -142,7 +151,8 @@ def refine(
         if measured.peak_bytes <= budget or stale > _PATIENCE or len(measured.order) > longest:
             break
         effort.cut(len(arrays))
-        moment = int(np.argmax(measured.live_bytes))
+        high = budget + taste.height * (measured.peak_bytes - budget)
+        moment = int(np.argmax(measured.live_bytes >= high))
         after = _cut_at(arrays, operands, measured, moment, budget, taste)
         if after is None:
             break
@@ -168,20 +178,18 @@ def descend(
     """
     best = tidy(arrays, order, effort)
     missed, target = 0, budget
+    tastes = plain_tastes(arrays)
     for _ in range(24):
-        share_of_effort = effort.units // 12
-        for share in ROOM_SHARES:
+        allowance = effort.units // (12 * len(tastes))
+        for taste in tastes:
             for begin in (np.asarray(order, np.int64), best.order):
-                taste = Taste(arrays.time, share)
-                attempt = Effort(share_of_effort // (2 * len(ROOM_SHARES)))
-                found = refine(arrays, operands, begin, target, taste, attempt)
-                effort.units -= share_of_effort // (2 * len(ROOM_SHARES)) - attempt.units
-                if found.peak_bytes < best.peak_bytes:
-                    best = found
                 if best.peak_bytes <= target:
                     break
-            if best.peak_bytes <= target:
-                break
+                attempt = Effort(allowance)
+                found = refine(arrays, operands, begin, target, taste, attempt)
+                effort.units -= allowance - attempt.units
+                if found.peak_bytes < best.peak_bytes:
+                    best = found
         if best.peak_bytes <= budget or effort.is_spent:
             break
         if best.peak_bytes > target:
@@ -317,13 +325,14 @@ def improve(
     good_enough: float,
     max_rounds: int,
     effort: Effort,
+    seed: int,
 ) -> Liveness:
     """Large-neighbourhood search: forget some recomputations, cut again with another taste.
 
     It ends when the extra time is `good_enough` (a proven bound), after `max_rounds` in a row that
     found nothing better, or when the effort is spent.
     """
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     best = found
     best_time = extra_time(arrays, best)
     idle_rounds = 0
@@ -333,6 +342,7 @@ def improve(
         taste = Taste(
             arrays.time * np.exp(random.normal(0.0, random.choice([0.05, 0.2, 0.5]), len(arrays))),
             float(random.choice([1.0, 0.95, 0.85, 0.7])),
+            float(random.choice([1.0, 1.0, 0.9, 0.5])),
         )
         remaining = np.delete(best.order, _some(random, repeated))
         again = refine(arrays, operands, remaining, budget, taste, effort)

@@ -26,8 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remat.errors import ScheduleError
-from remat.planner.graph import Graph
-from remat.units import format_bytes
+from remat.planner.graph import Chain, Graph, StageOption
 
 Step = tuple[Literal["compute", "free"], int]
 Ints = NDArray[np.int64]
@@ -150,13 +149,66 @@ def floor_bytes(graph: Graph) -> int:
     )
 
 
-def describe_peak(usage: Usage) -> str:
-    """The peak as an error message names it, exact and readable.
+# Chains of stages
 
-    >>> describe_peak(Usage(peak_bytes=1536, peak_step=3, time=1))
-    '1536 bytes (1.5 KiB)'
+ChainStep = tuple[Literal["forward", "free", "save", "backward"], int, int]
+
+
+def simulate_chain(chain: Chain, steps: Iterable[ChainStep]) -> Usage:
+    """Execute the steps of a chain and measure them.
+
+    ("forward", k, 0) computes the input of stage k + 1 and nothing else; ("free", k, 0) frees the
+    input of stage k; ("save", k, o) runs stage k's forward as option o and keeps what that saves,
+    the input of stage k + 1 among it; ("backward", k, 0) turns the gradient of stage k's output
+    into that of its input, and what the stage had saved is freed.
+
+    Raises:
+      ScheduleError: a step lacks what it needs, repeats what is live, or backwards are missing.
     """
-    return f"{usage.peak_bytes} bytes ({format_bytes(usage.peak_bytes)})"
+    n = len(chain)
+    inputs = {0}
+    saved: dict[int, StageOption] = {}
+    gradient = n
+    peak_bytes = peak_step = 0
+    time: int | float = 0
+    for number, (kind, k, o) in enumerate(steps):
+        where = f"step {number} of the chain, {kind} of stage {k}"
+        held = sum(chain.boundary_bytes(j) for j in inputs) + chain.boundary_bytes(gradient)
+        held += sum(option.saved_bytes for option in saved.values())
+        if kind == "free":
+            if k not in inputs:
+                raise ScheduleError(f"{where}: its input is not live.")
+            inputs.remove(k)
+            continue
+        if not 0 <= k < n:
+            raise ScheduleError(f"{where}: the chain has {n} stages.")
+        if k not in inputs and k - 1 not in saved:
+            raise ScheduleError(f"{where}: its input is not live.")
+        stage = chain.stages[k]
+        if kind == "forward":
+            if k + 1 in inputs:
+                raise ScheduleError(f"{where}: its output is still live.")
+            inputs.add(k + 1)
+            held += chain.boundary_bytes(k + 1) + stage.forward_temporary_bytes
+            time += stage.forward_time
+        elif kind == "save":
+            if k in saved:
+                raise ScheduleError(f"{where}: what it saves is still live.")
+            saved[k] = stage.options[o]
+            held += saved[k].saved_bytes + saved[k].forward_temporary_bytes
+            time += saved[k].forward_time
+        else:
+            if gradient != k + 1 or k not in saved:
+                raise ScheduleError(f"{where}: it lacks its gradient or what it saved.")
+            option = saved.pop(k)
+            gradient = k
+            held += stage.input_bytes + option.backward_temporary_bytes
+            time += option.backward_time
+        if held > peak_bytes:
+            peak_bytes, peak_step = held, number
+    if gradient:
+        raise ScheduleError(f"the steps end before the backward of stage {gradient - 1}.")
+    return Usage(peak_bytes, peak_step, time)
 
 
 # Measuring an order of computation in numpy
