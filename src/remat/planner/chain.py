@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from remat.errors import BudgetError
 from remat.planner.graph import Chain
-from remat.planner.simulate import ChainStep, Usage, simulate_chain
+from remat.planner.simulate import ChainStep, simulate_chain
 from remat.units import format_bytes
 
 
@@ -64,45 +64,34 @@ def plan_chain(chain: Chain, budget: int, *, n_slots: int = 500) -> ChainPlan:
     Raises:
       BudgetError: no plan fits.
     """
+    if n_slots < 1:
+        raise BudgetError(f"a budget is divided into at least one slot, not {n_slots}.")
     table = _Table(chain, budget, n_slots)
-    if not np.isfinite(table.time[0, len(chain), table.n_slots] if len(chain) else 0.0):
-        smallest = _smallest_budget(chain, n_slots)
+    plan = table.plan() if table.is_feasible else _smallest(chain, n_slots)
+    if plan.peak_bytes > budget:
+        smallest = plan.peak_bytes
         raise BudgetError(
             f"no plan of the {len(chain)} stages fits in {budget} bytes ({format_bytes(budget)}); "
             f"the smallest peak that was found is {smallest} bytes ({format_bytes(smallest)}). "
             "Raise the budget to that, or give the stages options that save less."
         )
-    steps = table.steps()
-    usage = _checked(chain, steps, budget)
-    return ChainPlan(steps, usage.peak_bytes, float(usage.time))
+    return plan
 
 
-def _checked(chain: Chain, steps: tuple[ChainStep, ...], budget: int) -> Usage:
-    usage = simulate_chain(chain, steps)
-    assert usage.peak_bytes <= max(budget, 0), (usage, budget)
-    return usage
-
-
-def _smallest_budget(chain: Chain, n_slots: int) -> int:
-    """The peak of the plan that the smallest feasible budget allows, by bisection."""
-    largest = sum(
-        2 * stage.input_bytes
-        + max(
-            option.saved_bytes + option.forward_temporary_bytes + option.backward_temporary_bytes
-            for option in stage.options
-        )
-        for stage in chain.stages
-    )
-    largest += 2 * chain.output_bytes + max(s.forward_temporary_bytes for s in chain.stages)
-    low, high = 0, 2 * largest + 2 * n_slots
+def _smallest(chain: Chain, n_slots: int) -> ChainPlan:
+    """The plan of the smallest feasible budget, by bisection."""
+    # So many slots that rounding alone never makes a large budget infeasible.
+    n_slots = max(n_slots, 500, 8 * (len(chain) + 2))
+    low, high = 0, n_slots
+    while not _Table(chain, high, n_slots).is_feasible:
+        low, high = high, 2 * high
     while high - low > max(1, high // n_slots):
         middle = (low + high) // 2
-        table = _Table(chain, middle, n_slots)
-        if np.isfinite(table.time[0, len(chain), table.n_slots]):
+        if _Table(chain, middle, n_slots).is_feasible:
             high = middle
         else:
             low = middle
-    return _checked(chain, _Table(chain, high, n_slots).steps(), high).peak_bytes
+    return _Table(chain, high, n_slots).plan()
 
 
 class _Table:
@@ -118,15 +107,21 @@ class _Table:
         self.slot_bytes = max(1, -(-max(budget, 0) // max(n_slots, 1)))
         # The input of stage 0 is live throughout and not the program's to spend.
         room = budget - (chain.boundary_bytes(0) if n else 0)
-        self.n_slots = max(room, -1) // self.slot_bytes if room >= 0 else -1
-        width = self.n_slots + 1
-        if width <= 0:
-            self.n_slots, width = 0, 1
-        self.is_hopeless = room < 0
-        self.time: NDArray[np.float64] = np.full((n + 1, n + 1, width), np.inf)
-        self.choice: NDArray[np.int32] = np.zeros((n + 1, n + 1, width), np.int32)
-        if not self.is_hopeless:
+        self.n_slots = max(room, 0) // self.slot_bytes
+        shape = (n + 1, n + 1, self.n_slots + 1)
+        self.time: NDArray[np.float64] = np.full(shape, np.inf)
+        self.choice: NDArray[np.int32] = np.zeros(shape, np.int32)
+        if room >= 0:
             self.fill()
+
+    @property
+    def is_feasible(self) -> bool:
+        return len(self.chain) == 0 or bool(np.isfinite(self.time[0, len(self.chain), -1]))
+
+    def plan(self) -> ChainPlan:
+        steps = self.steps()
+        usage = simulate_chain(self.chain, steps)
+        return ChainPlan(steps, usage.peak_bytes, float(usage.time))
 
     def slots(self, n_bytes: int) -> int:
         return -(-n_bytes // self.slot_bytes)

@@ -384,6 +384,8 @@ class _Reader:
         except json.JSONDecodeError as error:
             self.at = error.pos
             self.fail(f"not JSON: {error.msg}.")
+        except GraphError:  # from the two hooks below
+            raise
         except RecursionError:
             self.fail("nested too deeply to be a graph.")
         except ValueError as error:  # a number with too many digits
@@ -391,6 +393,7 @@ class _Reader:
         return value
 
     def constant(self, text: str) -> NoReturn:
+        self.at = max(self.at, self.text.find(text, self.at))
         self.fail(f"{text} is no number that a graph can hold.")
 
     def pairs_without_repeats(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
