@@ -16,12 +16,15 @@ _ALLOWED = {
     "mincut": {"remat.errors"},
     "chain": {"remat.errors", "remat.units", "remat.planner.graph", "remat.planner.simulate"},
     "frontier": {"remat.planner.simulate"},
-    "search": {"remat.planner.mincut", "remat.planner.simulate"},
+    "search": {"remat.errors", "remat.planner.mincut", "remat.planner.simulate"},
+    "evict": {"remat.planner.simulate"},
     "schedule": {
         "remat.errors",
         "remat.units",
         "remat.planner",
+        "remat.planner.evict",
         "remat.planner.graph",
+        "remat.planner.mincut",
         "remat.planner.simulate",
     },
 }

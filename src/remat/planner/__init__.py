@@ -8,6 +8,7 @@ The modules in the order in which data flows; none of these imports JAX:
     chain      which stages of a chain to recompute: the rotor dynamic program
     frontier   which values cross every moment: a 0-1 program, for bounds and small graphs
     search     orders of computation found by repeated cuts, on graphs of any size
+    evict      one in a single pass: give up under pressure, compute again on demand
     schedule   all of it for a plain graph: schedule(graph, budget)
 """
 

@@ -5,9 +5,9 @@ and bytes, any of them computed as often as it takes, the peak of live bytes wit
 
 How it is found, and what is proven:
 
-1. `search` cuts the order at its peak until it fits, from a few tastes, and improves the best of
-   them by large-neighbourhood search. This alone finds the optimum, or nearly, on all published
-   graphs, in seconds, and on 10,000 nodes in half a minute.
+1. `search` cuts the order at its peak until it fits, from a few tastes; `evict` makes one pass
+   that gives up values under pressure; large-neighbourhood search improves the best. On the
+   published graphs this alone finds the optimum, or nearly, in seconds.
 2. `frontier` bounds the time of *any* schedule from below by a linear program over which values
    cross which moments. On small graphs the 0-1 program closes the gap, and its own solution is
    taken if it is better and survives the accounting of every moment.
@@ -29,13 +29,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from remat.errors import BudgetError
 from remat.planner import frontier, search
+from remat.planner.evict import evict
 from remat.planner.graph import Graph
+from remat.planner.mincut import CutProblem, at_budget
 from remat.planner.simulate import (
     Arrays,
     Ints,
@@ -52,6 +55,8 @@ from remat.units import format_bytes, parse_bytes
 _EXACT_VARIABLES = 16_000  # up to here (some 125 nodes) the 0-1 program is solved
 _LINEAR_VARIABLES = 60_000  # and up to here its relaxation, with as many boundaries as fit
 _MOST_BOUNDARIES = 160
+_DISTANCE_POWERS = (1.0, 0.5)  # tastes of eviction
+_MOST_REPEATS = 6  # computations per node after which a pass of eviction gives up
 _CLOSE = 1e-5  # share of the graph's time by which it is not worth to search on
 
 
@@ -126,14 +131,20 @@ def smallest_peak(graph: Graph) -> Schedule:
 
     Its lower bound is the trivial one: computing every node once.
     """
-    arrays = Arrays.of(graph)
+    arrays, operands, floor = Arrays.of(graph), graph.operands(), floor_bytes(graph)
     best = search.descend(
-        arrays,
-        graph.operands(),
-        np.arange(len(graph)),
-        floor_bytes(graph),
-        search.Effort(_effort_units(len(graph))),
+        arrays, operands, np.arange(len(graph)), floor, search.Effort(_effort_units(len(graph)))
     )
+    missed = floor
+    for _ in range(6):
+        if best.peak_bytes <= missed:
+            break
+        target = (missed + best.peak_bytes) // 2
+        evicted = _evicted(arrays, operands, target, _DISTANCE_POWERS[-1])
+        if evicted is not None and evicted.peak_bytes < best.peak_bytes:
+            best = evicted
+        if best.peak_bytes > target:
+            missed = target + 1
     best = search.trim(arrays, best, best.peak_bytes, search.Effort(_effort_units(len(graph)) // 8))
     return _checked(graph, best.order.tolist(), best.peak_bytes, graph.time)
 
@@ -164,7 +175,7 @@ class _Problem:
 
 def _effort_units(n_nodes: int) -> int:
     """Work for one search: up to some ten seconds on a present-day core."""
-    return min(40_000_000, 4_000_000 + 400_000 * n_nodes)
+    return min(25_000_000, 4_000_000 + 400_000 * n_nodes)
 
 
 def _first(problem: _Problem) -> Liveness | None:
@@ -178,11 +189,24 @@ def _first(problem: _Problem) -> Liveness | None:
         found = search.refine(arrays, operands, once, budget, taste, effort)
         if found.peak_bytes <= budget:
             orders.append(search.trim(arrays, found, budget, effort))
+    for power in _DISTANCE_POWERS:
+        evicted = _evicted(arrays, operands, budget, power)
+        if evicted is not None and evicted.peak_bytes <= budget:
+            orders.append(search.trim(arrays, evicted, budget, search.Effort(units // 8)))
     if not orders:
         found = search.descend(arrays, operands, once, budget, search.Effort(units))
         if found.peak_bytes <= budget:
             orders.append(search.trim(arrays, found, budget, search.Effort(units // 8)))
     return min(orders, key=lambda found: search.extra_time(arrays, found), default=None)
+
+
+def _evicted(
+    arrays: Arrays, operands: tuple[tuple[int, ...], ...], budget: int, power: float
+) -> Liveness | None:
+    order = evict(
+        arrays, operands, budget, distance_power=power, max_steps=_MOST_REPEATS * len(arrays)
+    )
+    return None if order is None else search.tidy(arrays, order, search.Effort(0))
 
 
 def _improved(
@@ -219,9 +243,33 @@ def _boundaries(problem: _Problem, most_variables: int) -> tuple[int, ...]:
 
 
 def _linear_bound(problem: _Problem, time_limit_s: float) -> frontier.FrontierAnswer:
+    """The better of two bounds: the relaxed frontier program's, and minimum cuts at the peak.
+
+    A cut bounds one moment alone, but is fast at any size.
+    """
     boundaries = _boundaries(problem, _LINEAR_VARIABLES)
     program = frontier.frontier(problem.arrays, problem.budget, boundaries)
-    return frontier.relax(program, time_limit_s=time_limit_s)
+    answer = frontier.relax(program, time_limit_s=time_limit_s)
+    if answer.extra_lower_bound or answer.is_infeasible:
+        return answer
+    peak = int(np.argmax(problem.once.live_bytes))
+    return frontier.FrontierAnswer(max(0.0, _cut_bound(problem, peak)))
+
+
+def _cut_bound(problem: _Problem, moment: int) -> float:
+    """A bound on extra time from what can cross the first computation of one node."""
+    held = {moment, *problem.operands[moment]}
+    room = problem.budget - sum(problem.graph.nodes[v].bytes for v in held)
+    needed = {
+        u for us in problem.operands[moment + 1 :] for u in us if u < moment and u not in held
+    }
+    cut_problem = CutProblem(
+        tuple(0 if v in held else problem.graph.nodes[v].bytes for v in range(moment)),
+        tuple(float(problem.graph.nodes[v].time) for v in range(moment)),
+        problem.operands[:moment],
+        tuple(sorted(needed)),
+    )
+    return at_budget(cut_problem, room)[1]
 
 
 def _exact(
@@ -235,12 +283,14 @@ def _exact(
     boundaries = tuple(range(len(arrays)))
     close = _CLOSE * float(problem.graph.time)
     moments: set[tuple[int, int]] = set()
+    deadline = time.monotonic() + time_limit_s
     for _ in range(4):
         if best is not None and search.extra_time(arrays, best) <= proven + close:
             break
         at_most = math.inf if best is None else search.extra_time(arrays, best)
         program = frontier.frontier(arrays, budget, boundaries, sorted(moments), at_most=at_most)
-        answer = frontier.solve(program, max_nodes=5000, time_limit_s=time_limit_s)
+        rest_s = max(0.0, deadline - time.monotonic())
+        answer = frontier.solve(program, max_nodes=5000, time_limit_s=rest_s)
         if answer.is_infeasible:
             # Nothing is as good as the best found (or anything at all, had none been found).
             return best, problem.rounded_up(min(at_most, float(arrays.time.sum())))

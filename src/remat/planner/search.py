@@ -26,9 +26,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from remat.errors import BudgetError
 from remat.planner.mincut import CutProblem, at_budget
 from remat.planner.simulate import Arrays, Ints, Liveness, liveness
 
+_REACH = 300  # ancestors that a cut considers beside three times as many as it needs
 _PATIENCE = 30  # cuts in a row that do not lower the peak any further
 _LONG = 4000  # steps from which `trim` makes only the drops that a quick look can judge
 
@@ -150,10 +152,9 @@ def refine(
     while not effort.is_spent:
         if measured.peak_bytes <= budget or stale > _PATIENCE or len(measured.order) > longest:
             break
-        effort.cut(len(arrays))
         high = budget + taste.height * (measured.peak_bytes - budget)
         moment = int(np.argmax(measured.live_bytes >= high))
-        after = _cut_at(arrays, operands, measured, moment, budget, taste)
+        after = _cut_at(arrays, operands, measured, moment, budget, taste, effort)
         if after is None:
             break
         effort.units -= 4 * len(after)
@@ -207,45 +208,83 @@ def _cut_at(
     moment: int,
     budget: int,
     taste: Taste,
+    effort: Effort,
 ) -> list[int] | None:
     """The order after a minimum cut at one of its steps, or None where even that is too much."""
     order, live_bytes = measured.order, measured.live_bytes
+    step = int(order[moment])
+    held = list(operands[step])
+    room = budget - int(arrays.bytes[step]) - int(arrays.bytes[held].sum())
+    if room < 0:
+        return None
     before = order[:moment]
     n_values = int(before.max(initial=-1)) + 1
-    step = int(order[moment])
     # The latest computation of each value so far, and how long it lives.
     latest = np.full(n_values, -1, np.int64)
     latest[before] = np.arange(moment)
     lives_until = measured.last_use[latest]
-    needed = lives_until > moment
-    if step < n_values:
-        needed[step] = False
-    is_live = lives_until >= moment
-    held = list(operands[step])
-    room = budget - int(arrays.bytes[step]) - int(arrays.bytes[held].sum())
+    is_needed = lives_until > moment
     # A dead value may be kept alive up to here where memory allows that on the whole way.
     peak_since = np.maximum.accumulate(live_bytes[:moment][::-1])[::-1]
     peak_since = np.append(peak_since, 0)
     fits = peak_since[np.minimum(lives_until + 1, moment)] + arrays.bytes[:n_values] <= budget
     n_bytes = arrays.bytes[:n_values].copy()
-    n_bytes[~(is_live | fits)] = 4 * budget + 4
+    n_bytes[~(fits | (lives_until >= moment))] = 4 * budget + 4
     n_bytes[held] = 0
     if step < n_values:
+        is_needed[step] = False
         n_bytes[step] = 0
-    problem = CutProblem(
-        tuple(n_bytes.tolist()),
-        tuple(taste.time[:n_values].tolist()),
-        tuple(operands[:n_values]),
-        tuple(np.flatnonzero(needed).tolist()),
-    )
-    if room < 0:
-        return None
-    cut, _ = at_budget(problem, int(room * taste.room))
+    needed = np.flatnonzero(is_needed).tolist()
+    reach = 3 * len(needed) + _REACH
+    while True:
+        near = _ancestors(operands, needed, reach)
+        effort.cut(len(near))
+        try:
+            cut, _ = at_budget(
+                _part(operands, near, n_bytes, taste.time, needed), int(room * taste.room)
+            )
+            break
+        except BudgetError:
+            if len(near) < reach:
+                return None
+            reach *= 8
     if not cut.recomputed:
         return None
     out = order[: moment + 1].tolist()
-    replay(operands, order[moment + 1 :].tolist(), set(cut.recomputed), out)
+    replay(operands, order[moment + 1 :].tolist(), {near[v] for v in cut.recomputed}, out)
     return out
+
+
+def _ancestors(
+    operands: Sequence[tuple[int, ...]], values: Sequence[int], at_most: int
+) -> list[int]:
+    """The values and what they were computed from, the nearest first found, in order."""
+    found = set(values)
+    queue = list(values)
+    for value in queue:
+        for operand in operands[value]:
+            if operand not in found and len(found) < at_most:
+                found.add(operand)
+                queue.append(operand)
+    return sorted(found)
+
+
+def _part(
+    operands: Sequence[tuple[int, ...]],
+    near: Sequence[int],
+    n_bytes: Ints,
+    time: NDArray[np.float64],
+    needed: Sequence[int],
+) -> CutProblem:
+    """The cut problem of some values; one with an operand beyond them cannot be recomputed."""
+    index = {value: v for v, value in enumerate(near)}
+    is_whole = [all(u in index for u in operands[value]) for value in near]
+    return CutProblem(
+        tuple(n_bytes[near].tolist()),
+        tuple(float(time[value]) if whole else math.inf for value, whole in zip(near, is_whole)),
+        tuple(tuple(index[u] for u in operands[value] if u in index) for value in near),
+        tuple(index[value] for value in needed),
+    )
 
 
 def trim(arrays: Arrays, measured: Liveness, budget: int, effort: Effort) -> Liveness:
