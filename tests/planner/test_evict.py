@@ -46,3 +46,10 @@ def test_a_hopeless_pass_gives_up() -> None:
     graph = training_graph(40, skips=0.3)
     order = evict(Arrays.of(graph), graph.operands(), 1, distance_power=1.0, max_steps=200)
     assert order is None
+
+
+def test_estimates_stay_finite_however_often_values_come_back() -> None:
+    graph = training_graph(300, skips=0.5)
+    budget = int(0.1 * no_remat(graph).peak_bytes)
+    with np.errstate(all="raise"):
+        evict(Arrays.of(graph), graph.operands(), budget, distance_power=1.0, max_steps=12_000)

@@ -96,6 +96,7 @@ class _Memory:
         self.locks = np.zeros(n, np.int64)
         self.back_time: NDArray[np.float64] = arrays.time.copy()
         self.lost_time = np.zeros(n)
+        self.total_time = float(arrays.time.sum())
         self.live_bytes = 0
         self.target = 0
         self.order: list[int] = []
@@ -124,7 +125,8 @@ class _Memory:
         value = int(candidates[np.argmax(score)])
         self.is_live[value] = False
         self.live_bytes -= int(self.arrays.bytes[value])
-        self.lost_time[value] = self.back_time[value]
+        # The estimate counts shared operands once for each user and would grow without bound.
+        self.lost_time[value] = min(self.back_time[value], self.total_time)
         self.back_time[self.users[value]] += self.lost_time[value]
         return True
 
