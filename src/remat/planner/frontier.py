@@ -1,0 +1,283 @@
+"""The 0-1 program of which values cross which moment: bounds for every schedule, and a first one.
+
+The first computations, in the graph's order, divide a schedule into stages. A *boundary* is the
+first computation of some chosen nodes; stage k runs up to and includes boundary node b_k. For each
+stage k and each value i that is older than the stage::
+
+    S[k, i]   i is live when the stage begins (right after the computation of b_{k-1})
+    R[k, i]   i is computed (again) during the stage
+
+    minimise   sum of time_i R[k, i]
+    R[k, v] <= R[k, u] + S[k, u]       for each operand u of v: it was kept, or computed again
+    1       <= R[k, u] + S[k, u]       ... v is first computed in stage k
+    S[k+1, i] <= S[k, i] + R[k, i]     only what exists survives (1 for what is new in stage k)
+    bytes of b_k, of its operands and of every other i with S[k+1, i] <= budget
+
+The last line holds because b_k's computation *ends* the stage: what survives the stage is live at
+that moment together with b_k and its operands. Every schedule that computes the nodes in the
+graph's order, however often and in whatever order it recomputes between boundaries, gives a
+feasible point; so each bound of this program is proven for all of them. With every node a boundary
+this is the frontier-advancing form of Checkmate (Jain et al., MLSys 2020) without its accounting
+of the moments *inside* a stage, which cost most of its variables and rarely bind; `moments` adds a
+(weaker, still valid) row for each recomputation at which a first answer was found to break the
+budget::
+
+    bytes of v and of its operands, times R[k, v],
+        plus the bytes of every other i with K[k, i]  <= budget,
+    K[k, i] >= S[k+1, i] - R[k, i]     i survives the stage and is not computed in it,
+                                       so it is live throughout
+
+Bounds. The linear relaxation's is recomputed from its dual variables, where weak duality holds
+for *any* multipliers of the right sign (Neumaier & Shcherbina, "Safe bounds in linear and
+mixed-integer linear programming", 2004): the solver's tolerances cannot make it wrong. The bound
+of the 0-1 program is HiGHS's own, minus a margin for its tolerances.
+
+Known limits: 2 variables for each (stage, older value); the caller keeps that number small by
+choosing few boundaries, which weakens the bound but never makes it wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.sparse import csr_array
+
+from remat.planner.simulate import Arrays
+
+Floats = NDArray[np.float64]
+
+# HiGHS accepts rows that are broken by 1e-6 of their scale (rows here are of scale 1) and
+# reports its dual bound as computed; this share of the total time is given away for both.
+_MARGIN = 1e-6
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Frontier:
+    """The program of one graph, one budget and chosen boundaries.
+
+    `extra` is measured in shares of the graph's time, so that all of its numbers are near 1.
+    """
+
+    arrays: Arrays
+    budget: int
+    boundaries: tuple[int, ...]
+    cost: Floats
+    rows: csr_array
+    upper: Floats
+    #: Where the variables of each stage begin: S[k, i] at first[k] + i, then R[k, i].
+    first: tuple[int, ...]
+
+    @property
+    def total_time(self) -> float:
+        return float(self.arrays.time.sum())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FrontierAnswer:
+    """What a solver made of the program.
+
+    Args:
+      extra_lower_bound: proven bound on the time that any schedule spends on recomputation.
+      recomputed: for each stage the places computed again, or None if none was found.
+      is_infeasible: whether it was proven that no schedule fits.
+      is_proven: whether `recomputed` is optimal for this program.
+    """
+
+    extra_lower_bound: float
+    recomputed: tuple[tuple[int, ...], ...] | None = None
+    is_infeasible: bool = False
+    is_proven: bool = False
+
+
+def n_variables(boundaries: Sequence[int]) -> int:
+    """The number of variables that these boundaries take."""
+    return 2 * sum(b + 1 for b in boundaries[:-1])
+
+
+def frontier(
+    arrays: Arrays,
+    budget: int,
+    boundaries: Sequence[int],
+    moments: Sequence[tuple[int, int]] = (),
+    *,
+    at_most: float = math.inf,
+) -> Frontier:
+    """Write the program down; the last boundary is always the last node.
+
+    Args:
+      arrays: the graph.
+      budget: bytes.
+      boundaries: places of the nodes that end a stage, increasing.
+      moments: (stage, place) of recomputations whose own memory is bounded as well.
+      at_most: extra time of a known schedule: nothing above it is looked for.
+    """
+    builder = _Rows()
+    n_bytes = arrays.bytes / max(budget, 1)
+    first: list[int] = []
+    n_columns = 0
+    begins = [-1, *boundaries[:-1]]
+    for before in begins:
+        first.append(n_columns)
+        n_columns += 2 * (before + 1)
+    first.append(n_columns)
+    for k, (before, end) in enumerate(zip(begins, boundaries)):
+        n_old = before + 1
+        s, r = first[k], first[k] + n_old
+        # Operands, older than the stage, of v: kept or computed again.
+        old_edges = slice(0, int(arrays.start[n_old]))
+        user = np.repeat(np.arange(n_old), np.diff(arrays.start[: n_old + 1]))
+        operand = arrays.dep[old_edges]
+        builder.add([(r + user, 1.0), (r + operand, -1.0), (s + operand, -1.0)], 0.0)
+        new = arrays.dep[int(arrays.start[n_old]) : int(arrays.start[end + 1])]
+        required = np.unique(new[new < n_old])
+        builder.add([(r + required, -1.0), (s + required, -1.0)], -1.0)
+        if k + 1 == len(boundaries):
+            continue
+        later = first[k + 1]
+        old = np.arange(n_old)
+        builder.add([(later + old, 1.0), (s + old, -1.0), (r + old, -1.0)], 0.0)
+        needed = arrays.dep[arrays.start[end] : arrays.start[end + 1]]
+        held = float(n_bytes[end] + n_bytes[needed].sum())
+        other = np.setdiff1d(np.arange(end), needed)
+        builder.add_one(later + other, n_bytes[other], 1.0 - held)
+    n_kept = 0
+    for k in sorted({k for k, _ in moments}):
+        n_old, end = begins[k] + 1, boundaries[k]
+        s, r, kept = first[k], first[k] + n_old, n_columns + n_kept
+        old = np.arange(n_old)
+        if k + 1 < len(boundaries):
+            builder.add([(first[k + 1] + old, 1.0), (r + old, -1.0), (kept + old, -1.0)], 0.0)
+        # Old operands of the boundary itself are live from the start to the end as well.
+        needed = arrays.dep[arrays.start[end] : arrays.start[end + 1]]
+        needed = needed[needed < n_old]
+        builder.add([(r + needed, -1.0), (kept + needed, -1.0)], -1.0)
+        for v in sorted({v for stage, v in moments if stage == k}):
+            own = arrays.dep[arrays.start[v] : arrays.start[v + 1]]
+            other = np.setdiff1d(old, np.append(own, v))
+            builder.add_one(
+                np.append(kept + other, r + v),
+                np.append(n_bytes[other], n_bytes[v] + n_bytes[own].sum()),
+                1.0,
+            )
+        n_kept += n_old
+    cost = np.zeros(n_columns + n_kept)
+    total_time = max(float(arrays.time.sum()), 1e-300)
+    share = arrays.time / total_time
+    for k, before in enumerate(begins):
+        n_old = before + 1
+        cost[first[k] + n_old : first[k] + 2 * n_old] = share[:n_old]
+    if math.isfinite(at_most):
+        builder.add_one(np.flatnonzero(cost), cost[cost > 0], at_most / total_time + _MARGIN)
+    rows, upper = builder.finish(n_columns + n_kept)
+    return Frontier(arrays, budget, tuple(boundaries), cost, rows, upper, tuple(first))
+
+
+class _Rows:
+    """Collects sparse rows `a·x <= b`, many of one shape at a time."""
+
+    def __init__(self) -> None:
+        self.rows: list[NDArray[np.int64]] = []
+        self.columns: list[NDArray[np.int64]] = []
+        self.entries: list[Floats] = []
+        self.upper: list[Floats] = []
+        self.n_rows = 0
+
+    def add(self, terms: Sequence[tuple[NDArray[np.int64], float]], upper: float) -> None:
+        """One row per element of the terms' columns, which all have one length."""
+        n_new = len(terms[0][0])
+        for columns, entry in terms:
+            self.rows.append(self.n_rows + np.arange(n_new))
+            self.columns.append(columns)
+            self.entries.append(np.full(n_new, entry))
+        self.upper.append(np.full(n_new, upper))
+        self.n_rows += n_new
+
+    def add_one(self, columns: NDArray[np.int64], entries: Floats, upper: float) -> None:
+        self.rows.append(np.full(len(columns), self.n_rows))
+        self.columns.append(columns)
+        self.entries.append(entries)
+        self.upper.append(np.array([upper]))
+        self.n_rows += 1
+
+    def finish(self, n_columns: int) -> tuple[csr_array, Floats]:
+        if not self.rows:
+            return csr_array((0, n_columns)), np.zeros(0)
+        matrix = csr_array(
+            (
+                np.concatenate(self.entries),
+                (np.concatenate(self.rows), np.concatenate(self.columns)),
+            ),
+            shape=(self.n_rows, n_columns),
+        )
+        return matrix, np.concatenate(self.upper)
+
+
+def relax(program: Frontier, *, time_limit_s: float | None = None) -> FrontierAnswer:
+    """Bound the program by its linear relaxation.
+
+    With a time limit that is hit, the answer is a weaker bound (possibly 0), never a wrong one.
+    """
+    if not program.cost.size:
+        return FrontierAnswer(0.0, is_infeasible=bool((program.upper < 0).any()))
+    options = {} if time_limit_s is None else {"time_limit": time_limit_s}
+    result = linprog(
+        program.cost,
+        A_ub=program.rows,
+        b_ub=program.upper,
+        bounds=(0.0, 1.0),
+        method="highs",
+        options=options,
+    )
+    if result.status == 2:
+        return FrontierAnswer(0.0, is_infeasible=True)
+    if result.status != 0:
+        return FrontierAnswer(0.0)
+    return FrontierAnswer(_safe_bound(program, -result.ineqlin.marginals) * program.total_time)
+
+
+def _safe_bound(program: Frontier, multipliers: Floats) -> float:
+    """min over 0 <= x <= 1 of c·x + y·(Ax - b): below the optimum for any y >= 0."""
+    y = np.maximum(multipliers, 0.0)
+    reduced = program.cost + program.rows.T @ y
+    bound = float(np.minimum(reduced, 0.0).sum() - y @ program.upper)
+    # What double precision can have lost in these sums.
+    return max(0.0, bound - 1e-12 * (1.0 + float(np.abs(y * program.upper).sum())))
+
+
+def solve(program: Frontier, *, max_nodes: int, time_limit_s: float) -> FrontierAnswer:
+    """Solve the 0-1 program by HiGHS's branch and bound.
+
+    Within `max_nodes` the answer is a function of the program. When `time_limit_s` ends the
+    search first, it depends on the machine, and remains valid.
+    """
+    if not program.cost.size:
+        is_infeasible = bool((program.upper < 0).any())
+        n_stages = len(program.boundaries)
+        return FrontierAnswer(
+            0.0, None if is_infeasible else ((),) * n_stages, is_infeasible, is_proven=True
+        )
+    result = milp(
+        program.cost,
+        constraints=LinearConstraint(program.rows, -np.inf, program.upper),
+        bounds=Bounds(0.0, 1.0),
+        integrality=np.ones(len(program.cost)),
+        options={"node_limit": max_nodes, "time_limit": time_limit_s, "mip_rel_gap": 1e-4},
+    )
+    if result.status == 2:
+        return FrontierAnswer(0.0, is_infeasible=True)
+    bound = 0.0
+    if result.mip_dual_bound is not None and np.isfinite(result.mip_dual_bound):
+        bound = max(0.0, float(result.mip_dual_bound) - _MARGIN) * program.total_time
+    if result.x is None:
+        return FrontierAnswer(bound)
+    chosen = result.x > 0.5
+    recomputed = tuple(
+        tuple(int(i) for i in np.flatnonzero(chosen[(begin + end) // 2 : end]))
+        for begin, end in zip(program.first, program.first[1:])
+    )
+    return FrontierAnswer(bound, recomputed, is_proven=result.status == 0)

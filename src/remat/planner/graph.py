@@ -1,0 +1,422 @@
+"""The graph that solvers plan on: values in a fixed order, each with bytes, a time and operands.
+
+A `Graph` is one training step (or any other computation) as the literature on rematerialization
+draws it: node after node in a fixed order, each computed from earlier ones. It holds no JAX
+object, so that solvers run on hand-made graphs in milliseconds and their answers can be checked
+by anyone with the file.
+
+The JSON format is the one in which Checkmate's graphs circulate::
+
+    {"name": "unet",
+     "nodes": [{"id": 0, "name": "conv1", "time": 305, "bytes": 2071986176, "deps": [],
+                "backward": false}, ...]}
+
+The order of the list is the order of computation. `id` is any unique whole number, `deps` lists the
+ids of the operands, `name` and `backward` may be missing, and other keys are ignored: the
+header's `peak_bytes_no_remat` and `time_no_remat` are a reader's convenience that `simulate`
+computes anew.
+
+A file is data from outside: every way in which it can be wrong is a `GraphError` that names the
+line. Known limit: the whole file is read into memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from remat.errors import GraphError
+
+# Sums of bytes are also taken in 64-bit integers and in doubles (by the solvers), both of which
+# are exact up to here: 8 PiB.
+_MOST_BYTES = 2**53
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Node:
+    """One value: what it takes to compute and to keep.
+
+    Args:
+      id: a whole number, unique in its graph.
+      time: what one computation costs, in any unit (seconds, FLOPs), the same for all nodes.
+      bytes: what the value occupies from its computation until it is freed.
+      deps: ids of its operands, all of them earlier in the graph's order.
+      name: for people.
+      backward: whether it belongs to the backward pass; for people too, no solver reads it.
+    """
+
+    id: int
+    time: int | float
+    bytes: int
+    deps: tuple[int, ...] = ()
+    name: str = ""
+    backward: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """Nodes in the order in which they are first computed.
+
+    >>> graph = Graph((Node(0, time=2, bytes=10), Node(1, time=3, bytes=5, deps=(0,))))
+    >>> graph.time, graph.sinks
+    (5, (1,))
+
+    Raises:
+      GraphError: for ids that repeat, an operand that is unknown or not earlier, and numbers that
+        are negative, not finite or of a wrong type.
+    """
+
+    nodes: tuple[Node, ...]
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nodes", tuple(self.nodes))
+        known: set[int] = set()
+        for place, node in enumerate(self.nodes):
+            problem = _what_is_wrong(node, known)
+            if problem is not None:
+                raise GraphError(f"graph {self.name!r}, node number {place}: {problem[1]}")
+            known.add(node.id)
+        problem_of_sums = _what_is_wrong_with_sums(self.nodes)
+        if problem_of_sums is not None:
+            raise GraphError(f"graph {self.name!r}: {problem_of_sums}")
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def time(self) -> int | float:
+        """The time of computing every node once: no schedule takes less."""
+        return sum(node.time for node in self.nodes)
+
+    @property
+    def sinks(self) -> tuple[int, ...]:
+        """Ids of the nodes that no other node uses: the results."""
+        used = {dep for node in self.nodes for dep in node.deps}
+        return tuple(node.id for node in self.nodes if node.id not in used)
+
+    def positions(self) -> dict[int, int]:
+        """Each id's place in the order."""
+        return {node.id: place for place, node in enumerate(self.nodes)}
+
+    def operands(self) -> tuple[tuple[int, ...], ...]:
+        """For each node, in order, the places of its operands: sorted, each once."""
+        place_of = self.positions()
+        return tuple(tuple(sorted({place_of[dep] for dep in node.deps})) for node in self.nodes)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Graph:
+        """Read a graph from its JSON file.
+
+        Raises:
+          GraphError: the file cannot be read or is damaged; the message names the line and why.
+        """
+        path = Path(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            line = error.object[: error.start].count(b"\n") + 1
+            raise GraphError(f"{path}, line {line}: not UTF-8 text ({error.reason}).") from error
+        except OSError as error:
+            raise GraphError(f"{path}: cannot be read ({error.strerror or error}).") from error
+        return _Reader(str(path), text).graph()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON file that `load` reads: one node a line, so that files can be compared."""
+        lines = ",\n".join(
+            "  "
+            + json.dumps(
+                {
+                    "id": node.id,
+                    "name": node.name,
+                    "time": node.time,
+                    "bytes": node.bytes,
+                    "deps": list(node.deps),
+                    "backward": node.backward,
+                }
+            )
+            for node in self.nodes
+        )
+        text = f'{{"name": {json.dumps(self.name)},\n "nodes": [\n{lines}\n ]}}\n'
+        path = Path(path)
+        # A reader never sees half a file: the new one takes the old one's place in one step.
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise GraphError(f"{path}: cannot be written ({error.strerror or error}).") from error
+
+
+# Chains of stages
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageOption:
+    """One way to run a stage so that its backward can follow: what it saves and what that costs.
+
+    Args:
+      saved_bytes: all that is kept from this forward to the backward, the stage's output included.
+      forward_time: of the forward that saves it.
+      backward_time: of the backward that uses it, recomputation inside the stage included.
+      forward_temporary_bytes: occupied during that forward beside what it saves.
+      backward_temporary_bytes: occupied during the backward beside its operands and its result.
+    """
+
+    saved_bytes: int
+    forward_time: float
+    backward_time: float
+    forward_temporary_bytes: int = 0
+    backward_temporary_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage of a chain: its input, its forward that saves nothing, and its options otherwise."""
+
+    input_bytes: int
+    forward_time: float
+    options: tuple[StageOption, ...]
+    forward_temporary_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """Stages one after the other; the gradient of a stage's input is as large as the input.
+
+    The gradient of the last output counts from the start: let the last stage hold the loss.
+    """
+
+    stages: tuple[Stage, ...]
+    output_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stages", tuple(self.stages))
+        for k, stage in enumerate(self.stages):
+            if not stage.options:
+                raise GraphError(f"stage {k} of the chain has no option; give it at least one.")
+            for option in stage.options:
+                least = self.boundary_bytes(k + 1)
+                if option.saved_bytes < least:
+                    raise GraphError(
+                        f"an option of stage {k} saves {option.saved_bytes} bytes, less than the "
+                        f"stage's output of {least}; what is saved includes the output."
+                    )
+            numbers = [stage.input_bytes, stage.forward_time, stage.forward_temporary_bytes]
+            for option in stage.options:
+                numbers += dataclasses.astuple(option)
+            if not all(_is_finite(number) and number >= 0 for number in numbers):
+                raise GraphError(f"stage {k} of the chain has a negative or infinite number.")
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def boundary_bytes(self, k: int) -> int:
+        """The bytes of the input of stage k; of the last output for k = len(chain)."""
+        return self.stages[k].input_bytes if k < len(self.stages) else self.output_bytes
+
+
+# What makes a node wrong, whether it came from a file or from a program
+
+
+def _what_is_wrong(node: Node, known: set[int]) -> tuple[str, str] | None:
+    """The field at fault and why, or None; `known` holds the ids of all earlier nodes."""
+    if type(node.id) is not int:
+        return "id", f"id must be a whole number, not {_shown(node.id)}."
+    if node.id in known:
+        return "id", f"id {node.id} is taken by an earlier node; give each node its own."
+    if type(node.time) not in (int, float) or not _is_finite(node.time) or node.time < 0:
+        return "time", f"time must be a finite number of at least 0, not {_shown(node.time)}."
+    if type(node.bytes) is not int or not 0 <= node.bytes <= _MOST_BYTES:
+        return "bytes", (
+            f"bytes must be a whole number between 0 and {_MOST_BYTES}, not {_shown(node.bytes)}."
+        )
+    if type(node.name) is not str:
+        return "name", f"name must be a text, not {_shown(node.name)}."
+    if type(node.backward) is not bool:
+        return "backward", f"backward must be true or false, not {_shown(node.backward)}."
+    if type(node.deps) is not tuple:
+        return "deps", f"deps must be a sequence of ids, not {_shown(node.deps)}."
+    for dep in node.deps:
+        if type(dep) is not int or dep not in known:
+            return "deps", (
+                f"operand {_shown(dep)} of node {node.id} is no earlier node; a graph has no "
+                "cycles, and its nodes stand in the order of computation."
+            )
+    return None
+
+
+def _what_is_wrong_with_sums(nodes: tuple[Node, ...]) -> str | None:
+    n_bytes = sum(node.bytes for node in nodes)
+    if n_bytes > _MOST_BYTES:
+        return f"the values take {n_bytes} bytes together; at most {_MOST_BYTES} can be planned."
+    if not _is_finite(sum(node.time for node in nodes)):
+        return "the times add up to no finite number; choose a larger unit."
+    return None
+
+
+def _is_finite(number: int | float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # a whole number beyond the doubles
+        return False
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number with more digits than Python prints
+        return "a very large number"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# Reading
+
+
+class _Reader:
+    """Reads the file's outer object itself, so that each node's line is known.
+
+    `json` parses the values; it reports lines for broken syntax only, and a file that is damaged
+    by hand is more often well-formed and wrong.
+    """
+
+    def __init__(self, path: str, text: str) -> None:
+        self.path = path
+        self.text = text
+        self.at = 0
+        self.decoder = json.JSONDecoder(
+            parse_constant=self.constant, object_pairs_hook=self.pairs_without_repeats
+        )
+
+    def graph(self) -> Graph:
+        header: dict[str, Any] = {}
+        nodes: list[Node] | None = None
+        self.expect("{", "the file must hold one JSON object")
+        for key in self.members("}"):
+            if key == "nodes":
+                if nodes is not None:
+                    self.fail("the key 'nodes' stands here for the second time.")
+                nodes = self.nodes()
+            else:
+                header[key] = self.value()
+        self.skip_space()
+        if self.at < len(self.text):
+            self.fail("there is more text after the end of the graph.")
+        if nodes is None:
+            self.fail("the key 'nodes' is missing.")
+        name = header.get("name", "")
+        if type(name) is not str:
+            self.at = 0
+            self.fail(f"name must be a text, not {_shown(name)}.")
+        problem = _what_is_wrong_with_sums(tuple(nodes))
+        if problem is not None:
+            self.fail(problem)
+        return Graph(tuple(nodes), name)
+
+    def nodes(self) -> list[Node]:
+        self.expect("[", "'nodes' must be a list")
+        nodes: list[Node] = []
+        known: set[int] = set()
+        for _ in self.members("]"):
+            start = self.at
+            node = self.node(start)
+            problem = _what_is_wrong(node, known)
+            if problem is not None:
+                self.fail_in_node(start, *problem)
+            nodes.append(node)
+            known.add(node.id)
+        return nodes
+
+    def node(self, start: int) -> Node:
+        fields = self.value()
+        if type(fields) is not dict:
+            self.at = start
+            self.fail(f"a node must be an object with id, time, bytes and deps: {_shown(fields)}.")
+        for key in ("id", "time", "bytes", "deps"):
+            if key not in fields:
+                self.at = start
+                self.fail(f"the node has no {key!r}.")
+        deps = fields["deps"]
+        return Node(
+            fields["id"],
+            fields["time"],
+            fields["bytes"],
+            tuple(deps) if type(deps) is list else deps,
+            fields.get("name", ""),
+            fields.get("backward", False),
+        )
+
+    def members(self, end: str) -> Iterator[str]:
+        """Stand in turn at each value of the object or list that ends in `end`; yield its key."""
+        self.skip_space()
+        if self.text[self.at : self.at + 1] == end:
+            self.at += 1
+            return
+        while True:
+            key = ""
+            if end == "}":
+                self.skip_space()
+                if self.text[self.at : self.at + 1] != '"':
+                    self.fail("a key in double quotes was expected here.")
+                key = self.value()
+                self.expect(":", "a key is followed by ':'")
+            self.skip_space()
+            yield key
+            self.skip_space()
+            mark = self.text[self.at : self.at + 1]
+            if mark not in (",", end) or not mark:
+                self.fail(f"',' or '{end}' was expected here.")
+            self.at += 1
+            if mark == end:
+                return
+
+    def value(self) -> Any:
+        self.skip_space()
+        try:
+            value, self.at = self.decoder.raw_decode(self.text, self.at)
+        except json.JSONDecodeError as error:
+            self.at = error.pos
+            self.fail(f"not JSON: {error.msg}.")
+        except GraphError:  # from the two hooks below
+            raise
+        except RecursionError:
+            self.fail("nested too deeply to be a graph.")
+        except ValueError as error:  # a number with too many digits
+            self.fail(f"{error}.")
+        return value
+
+    def constant(self, text: str) -> NoReturn:
+        self.at = max(self.at, self.text.find(text, self.at))
+        self.fail(f"{text} is no number that a graph can hold.")
+
+    def pairs_without_repeats(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            self.fail("an object holds the same key twice.")
+        return fields
+
+    def expect(self, mark: str, rule: str) -> None:
+        self.skip_space()
+        if self.text[self.at : self.at + 1] != mark:
+            self.fail(f"{rule}: '{mark}' was expected here.")
+        self.at += 1
+
+    def skip_space(self) -> None:
+        while self.at < len(self.text) and self.text[self.at] in " \t\r\n":
+            self.at += 1
+
+    def fail_in_node(self, start: int, field: str, why: str) -> NoReturn:
+        key = re.compile(rf'"{field}"\s*:').search(self.text, start, self.at)
+        self.at = key.start() if key else start
+        self.fail(why)
+
+    def fail(self, why: str) -> NoReturn:
+        line = self.text.count("\n", 0, self.at) + 1
+        raise GraphError(f"{self.path}, line {line}: {why}") from None

@@ -1,0 +1,348 @@
+"""Which values to keep across one cut of time, and which to recompute: a minimum cut.
+
+At one moment some values exist and some of them are *needed* later. Each needed value is either
+*saved* (its bytes stay occupied) or *recomputed* later (its time is paid, and its operands must in
+turn be saved or recomputed). This is the choice inside a segment (residuals between forward and
+backward), and at any single moment of a longer schedule.
+
+With a price λ on saved bytes it is a minimum cut, exactly: nodes v_in → v_out with capacity
+λ·bytes(v); source → v_in with capacity time(v); u_out → v_in infinite for each operand u; v_out of
+a needed value tied to the sink. A value whose v_out lies on the sink's side is available later; if
+its v_in does too, it is recomputed, otherwise saved.
+
+Sweeping λ yields the vertices of the lower convex hull of (bytes, time); the problem with a budget
+b on saved bytes has no solution below max over λ of (minimum cut at λ) − λ·b, which is that
+hull at b (the Lagrangian dual). Between vertices the exact 0-1 program closes the gap on small
+graphs; it is the oracle of the tests.
+
+References: Picard, "Maximal closure of a graph" (1976); Eisner & Severance, "Mathematical
+techniques for efficient record segmentation" (1976), for the sweep; Chen et al., "Training deep
+nets with sublinear memory cost" (2016), for the problem. Capacities are whole numbers in
+`scipy.sparse.csgraph.maximum_flow`, so costs are rounded *down* to 2⁻³⁰ of the largest cut: bounds
+stay valid, and a cut is optimal up to that rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from remat.errors import BudgetError
+
+_RESOLUTION = 2**30  # capacities and flows of `maximum_flow` are 32-bit
+
+
+@dataclasses.dataclass(frozen=True)
+class CutProblem:
+    """Values in order of computation, with what they cost and which of them are needed.
+
+    Args:
+      bytes: what saving each value occupies; 0 for what is there anyway (inputs, parameters).
+      time: what recomputing each value takes; `math.inf` where that is impossible.
+      deps: for each value the places of its operands, all of them smaller than its own.
+      needed: the places of the values that are needed later.
+    """
+
+    bytes: tuple[int, ...]
+    time: tuple[float, ...]
+    deps: tuple[tuple[int, ...], ...]
+    needed: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A solution: places saved and recomputed (in order), and what both come to."""
+
+    saved: tuple[int, ...]
+    recomputed: tuple[int, ...]
+    bytes: int
+    time: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Hull:
+    """Vertices of the lower convex hull of (bytes, time), from the fewest bytes to the most.
+
+    `slack` is what rounding may have hidden: it is subtracted from every bound. No choice saves
+    less than `floor_bytes`, which is the first vertex's bytes up to rounding.
+    """
+
+    cuts: tuple[Cut, ...]
+    slack: float = 0.0
+    floor_bytes: int = 0
+
+    def lower_bound(self, budget: int) -> float:
+        """A time that no choice of saved values within `budget` bytes goes below.
+
+        It is infinite where no choice exists.
+        """
+        if budget < self.floor_bytes:
+            return math.inf
+        if budget < self.cuts[0].bytes:
+            return max(0.0, self.cuts[0].time - self.slack)
+        for few, many in zip(self.cuts, self.cuts[1:]):
+            if few.bytes <= budget < many.bytes:
+                share = (budget - few.bytes) / (many.bytes - few.bytes)
+                return max(0.0, few.time + share * (many.time - few.time) - self.slack)
+        return max(0.0, self.cuts[-1].time - self.slack)
+
+    def within(self, budget: int) -> Cut:
+        """The vertex of least time whose saved values fit in `budget` bytes.
+
+        Raises:
+          BudgetError: even the fewest bytes are too many.
+        """
+        fitting = [cut for cut in self.cuts if cut.bytes <= budget]
+        if not fitting:
+            _refuse(budget, self.cuts[0].bytes)
+        return fitting[-1]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Network:
+    """The flow network of a `CutProblem`, built once and priced many times.
+
+    Node 2v is v_in, 2v + 1 is v_out, then the source and the sink.
+    """
+
+    problem: CutProblem
+    graph: csr_array
+    cost_time: NDArray[np.float64]
+    cost_bytes: NDArray[np.float64]
+    dearest: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, problem: CutProblem) -> Network:
+        n = len(problem)
+        source, sink = 2 * n, 2 * n + 1
+        values = np.arange(n)
+        deps = [(u, v) for v, us in enumerate(problem.deps) for u in sorted(set(us))]
+        users = np.array([v for _, v in deps], np.int64)
+        operands = np.array([u for u, _ in deps], np.int64)
+        needed = np.array(sorted(set(problem.needed)), np.int64)
+        tails = np.concatenate([np.full(n, source), 2 * values, 2 * operands + 1, 2 * needed + 1])
+        heads = np.concatenate([2 * values, 2 * values + 1, 2 * users, np.full(len(needed), sink)])
+        bound = len(users) + len(needed)
+        time = np.concatenate([np.array(problem.time, np.float64), np.zeros(n), np.zeros(bound)])
+        n_bytes = np.concatenate(
+            [np.zeros(n), np.array(problem.bytes, np.float64), np.zeros(bound)]
+        )
+        time[2 * n :] = math.inf
+        # Sorting by (tail, head) is the layout of a csr matrix; edges never repeat.
+        by_place = np.lexsort((heads, tails))
+        graph = csr_array(
+            (np.ones(len(tails), np.int32), (tails, heads)), shape=(2 * n + 2, 2 * n + 2)
+        )
+        graph.sort_indices()
+        dearest = np.array([problem.bytes[v] for v in needed], np.float64)
+        return cls(problem, graph, time[by_place], n_bytes[by_place], dearest)
+
+    def cheapest(self, price: float) -> tuple[Cut, float]:
+        """The cheapest cut at a price per saved byte, and a bound on that cost from below."""
+        time_all = float(np.sum(self.problem.time))
+        upper = min(time_all, price * float(self.dearest.sum()))
+        scale = _RESOLUTION / upper if upper > 0 else 1.0
+        cost = self.cost_time + price * self.cost_bytes
+        # No cheapest cut contains an edge that alone costs more than the whole.
+        beyond = _RESOLUTION + 1 if upper > 0 else 1
+        capacity = np.minimum(np.floor(np.minimum(cost * scale, beyond)), beyond).astype(np.int32)
+        network = csr_array(
+            (capacity, self.graph.indices, self.graph.indptr), shape=self.graph.shape
+        )
+        n = len(self.problem)
+        flow = maximum_flow(network, 2 * n, 2 * n + 1)
+        residual = (network - flow.flow).tocsr()
+        residual.data = (residual.data > 0).astype(np.int8)
+        residual.eliminate_zeros()
+        on_source_side = np.zeros(2 * n + 2, np.bool_)
+        on_source_side[
+            breadth_first_order(residual, 2 * n, directed=True, return_predecessors=False)
+        ] = True
+        available = ~on_source_side[1 : 2 * n : 2]
+        recomputed = available & ~on_source_side[0 : 2 * n : 2]
+        return _cut(self.problem, available, recomputed), flow.flow_value / scale
+
+
+def _cut(problem: CutProblem, available: NDArray[np.bool_], recomputed: NDArray[np.bool_]) -> Cut:
+    """The cut without what ties of the cheapest cut left in it needlessly."""
+    wanted = np.zeros(len(problem), np.bool_)
+    wanted[list(problem.needed)] = True
+    saved: list[int] = []
+    again: list[int] = []
+    for v in range(len(problem) - 1, -1, -1):
+        if not wanted[v]:
+            continue
+        if recomputed[v]:
+            again.append(v)
+            wanted[list(problem.deps[v])] = True
+        else:
+            saved.append(v)
+    return Cut(
+        tuple(reversed(saved)),
+        tuple(reversed(again)),
+        sum(problem.bytes[v] for v in saved),
+        float(sum(problem.time[v] for v in reversed(again))),
+    )
+
+
+def min_cut(problem: CutProblem, price: float) -> Cut:
+    """The cheapest choice when each saved byte costs `price`.
+
+    >>> chain = CutProblem(bytes=(8, 8), time=(3.0, 1.0), deps=((), (0,)), needed=(1,))
+    >>> min_cut(chain, price=1.0).recomputed, min_cut(chain, price=0.25).saved
+    ((0, 1), (1,))
+    """
+    return Network.of(problem).cheapest(price)[0]
+
+
+def hull(problem: CutProblem, *, max_cuts: int = 10_000) -> Hull:
+    """The lower convex hull of (bytes, time) over all choices.
+
+    Two maximum flows for each vertex; after `max_cuts` flows the remaining vertices are left out,
+    and `slack` grows so that the bounds hold nevertheless.
+
+    >>> chain = CutProblem(bytes=(8, 8), time=(3.0, 1.0), deps=((), (0,)), needed=(1,))
+    >>> [(cut.bytes, cut.time) for cut in hull(chain).cuts]
+    [(0, 4.0), (8, 0.0)]
+    """
+    network = Network.of(problem)
+    low, high, floor_bytes = _ends(network)
+    cuts = {low.bytes: low, high.bytes: high}
+    slack = 0.0
+    open_intervals = [(low, high)] if low.bytes < high.bytes else []
+    n_flows = 0
+    while open_intervals:
+        low, high = open_intervals.pop()
+        cut, missed = _between(network, low, high)
+        n_flows += 1
+        if cut is None or n_flows >= max_cuts:
+            slack = max(slack, missed)
+            continue
+        cuts[cut.bytes] = cut
+        if cut.bytes > low.bytes:
+            open_intervals.append((low, cut))
+        open_intervals.append((cut, high))
+    vertices: list[Cut] = []
+    for n_bytes in sorted(cuts):
+        if not vertices or cuts[n_bytes].time < vertices[-1].time:
+            vertices.append(cuts[n_bytes])
+    return Hull(tuple(vertices), slack, floor_bytes)
+
+
+def at_budget(problem: CutProblem, budget: int, *, max_flows: int = 60) -> tuple[Cut, float]:
+    """The hull at one budget, in a few flows: the vertex that fits, and a bound on any choice.
+
+    Raises:
+      BudgetError: even the fewest bytes are too many.
+    """
+    network = Network.of(problem)
+    low, high, _ = _ends(network)
+    if high.bytes <= budget:
+        return high, 0.0
+    if low.bytes > budget:
+        _refuse(budget, low.bytes)
+    bound = 0.0
+    for _ in range(max_flows):
+        price = (low.time - high.time) / (high.bytes - low.bytes)
+        cut, missed = _between(network, low, high)
+        # The dual at this price is a bound whether or not the sweep ends here.
+        bound = max(bound, low.time - price * (budget - low.bytes) - missed)
+        if cut is None:
+            break
+        if cut.bytes <= budget:
+            low = cut
+        else:
+            high = cut
+    return low, bound
+
+
+def _between(network: Network, low: Cut, high: Cut) -> tuple[Cut | None, float]:
+    """The cut farthest below the line through two others, and how far below any cut can be.
+
+    The price at which both cost the same makes the line a contour of the Lagrangian.
+    """
+    price = (low.time - high.time) / (high.bytes - low.bytes)
+    line = low.time + price * low.bytes
+    cut, bound = network.cheapest(price)
+    is_below = cut.time + price * cut.bytes < line * (1 - 1e-12)
+    # Besides a vertex in between, only one that saves as little as `low` in less time is new.
+    is_new = is_below and low.bytes <= cut.bytes < high.bytes
+    return (cut if is_new else None), max(0.0, line - bound)
+
+
+def _ends(network: Network) -> tuple[Cut, Cut, int]:
+    """A cut of the fewest bytes, the cut of no time, and a proven floor on the bytes."""
+    problem = network.problem
+    n = len(problem)
+    saving_all = _cut(problem, np.ones(n, np.bool_), np.zeros(n, np.bool_))
+    only_bytes = dataclasses.replace(
+        problem, time=tuple(0.0 if math.isfinite(t) else math.inf for t in problem.time)
+    )
+    fewest, floor = Network.of(only_bytes).cheapest(1.0)
+    fewest = dataclasses.replace(
+        fewest, time=float(sum(problem.time[v] for v in fewest.recomputed))
+    )
+    return fewest, saving_all, math.floor(floor)
+
+
+def _refuse(budget: int, fewest: int) -> NoReturn:
+    raise BudgetError(
+        f"no choice of saved values fits in {budget} bytes; the fewest found are {fewest}. "
+        "Raise the budget to that."
+    )
+
+
+def exact(problem: CutProblem, budget: int) -> Cut:
+    """The least time within `budget` saved bytes, by a 0-1 program (HiGHS): for small graphs.
+
+    Raises:
+      BudgetError: no choice fits.
+    """
+    n = len(problem)
+    # Variables: saved (0..n-1), recomputed (n..2n-1).
+    possible = np.array([math.isfinite(t) for t in problem.time])
+    time = np.array([t if math.isfinite(t) else 0.0 for t in problem.time])
+    cost = np.concatenate([np.zeros(n), time])
+    rows: list[int] = []
+    columns: list[int] = []
+    entries: list[float] = []
+    lower: list[float] = []
+    for v in problem.needed:
+        rows += [len(lower)] * 2
+        columns += [v, n + v]
+        entries += [1.0, 1.0]
+        lower.append(1.0)
+    for v, us in enumerate(problem.deps):
+        for u in us:
+            rows += [len(lower)] * 3
+            columns += [u, n + u, n + v]
+            entries += [1.0, 1.0, -1.0]
+            lower.append(0.0)
+    unit = float(max(max(problem.bytes, default=0), 1))
+    rows += [len(lower)] * n
+    columns += range(n)
+    entries += [-size / unit for size in problem.bytes]
+    lower.append(-budget / unit)
+    result = milp(
+        cost / max(float(time.max(initial=0.0)), 1e-300),
+        constraints=LinearConstraint(
+            csr_array((entries, (rows, columns)), shape=(len(lower), 2 * n)), np.array(lower)
+        ),
+        bounds=Bounds(np.zeros(2 * n), np.concatenate([np.ones(n), possible.astype(float)])),
+        integrality=np.ones(2 * n),
+        options={"mip_rel_gap": 0.0},
+    )
+    if result.x is None:
+        _refuse(budget, _ends(Network.of(problem))[0].bytes)
+    recomputed = result.x[n:] > 0.5
+    return _cut(problem, np.ones(n, np.bool_), recomputed)

@@ -1,0 +1,81 @@
+"""Graphs for the planner's tests, and the slow truths that its answers are compared with."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from pathlib import Path
+
+from hypothesis import strategies as st
+
+from remat.planner import Graph, Node
+
+GRAPHS = Path(__file__).parent / "graphs"
+
+
+@st.composite
+def graphs(draw: st.DrawFn, max_nodes: int = 8) -> Graph:
+    """Random DAGs: any operands, or a chain forward and back as training has it."""
+    n = draw(st.integers(1, max_nodes))
+    is_training = draw(st.booleans())
+    nodes = []
+    for v in range(n):
+        if is_training:
+            deps = {v - 1} if v else set()
+            if v >= n // 2 and 0 <= n - 1 - v < n // 2:
+                deps.add(n - 1 - v)
+        else:
+            deps = set(draw(st.lists(st.integers(0, v - 1), max_size=3))) if v else set()
+        time = draw(st.sampled_from((0, 1, 1, 2, 3, 10)))
+        n_bytes = draw(st.sampled_from((0, 1, 1, 2, 3, 8)))
+        nodes.append(Node(v, time, n_bytes, tuple(sorted(deps))))
+    return Graph(tuple(nodes))
+
+
+def training_graph(n_layers: int, seed: int = 0, skips: float = 0.0) -> Graph:
+    """Layers, a loss, and the layers back, each using its own input, output and gradient."""
+    draw = random.Random(seed)
+    sizes = [draw.choice((1, 2, 4, 8)) * 2**20 for _ in range(n_layers)]
+    times = [draw.randint(50, 500) for _ in range(n_layers)]
+    operands = [{i - 1} if i else set() for i in range(n_layers)]
+    users: list[list[int]] = [[] for _ in range(n_layers)]
+    for i in range(6, n_layers):
+        if draw.random() < skips:
+            j = draw.randint(max(0, i - 40), i - 2)
+            operands[i].add(j)
+            users[j].append(i)
+    nodes = [Node(i, times[i], sizes[i], tuple(sorted(operands[i]))) for i in range(n_layers)]
+    nodes.append(Node(n_layers, 300, 1024, (n_layers - 1,)))
+    for i in reversed(range(n_layers)):
+        place = len(nodes)
+        deps = {place - 1, i} | operands[i] | {2 * n_layers - user for user in users[i]}
+        nodes.append(Node(place, int(1.2 * times[i]), sizes[i], tuple(sorted(deps)), backward=True))
+    return Graph(tuple(nodes))
+
+
+def least_time(graph: Graph, budget: int) -> int | float | None:
+    """The least time of any schedule within the budget, by Dijkstra over all states of memory."""
+    n = len(graph)
+    operands = [sum(1 << u for u in us) for us in graph.operands()]
+
+    def size(live: int) -> int:
+        return sum(node.bytes for i, node in enumerate(graph.nodes) if live >> i & 1)
+
+    best = {(0, 0): 0}
+    queue = [(0, 0, 0)]
+    while queue:
+        time, live, n_first = heapq.heappop(queue)
+        if best[live, n_first] < time:
+            continue
+        if n_first == n:
+            return time
+        following = [(time, live & ~(1 << i), n_first) for i in range(n) if live >> i & 1]
+        for i in range(n_first + 1):
+            more = live | 1 << i
+            if more != live and not operands[i] & ~live and size(more) <= budget:
+                following.append((time + graph.nodes[i].time, more, max(n_first, i + 1)))
+        for state in following:
+            if state[0] < best.get(state[1:], float("inf")):
+                best[state[1:]] = state[0]
+                heapq.heappush(queue, state)
+    return None

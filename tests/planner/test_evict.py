@@ -1,0 +1,55 @@
+"""One pass of eviction: legal orders, within the budget it was given unless operands fill it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from planner_cases import graphs, training_graph
+
+from remat.planner import Graph, simulate
+from remat.planner.evict import evict
+from remat.planner.search import is_first
+from remat.planner.simulate import Arrays, no_remat, steps_of
+
+
+@settings(deadline=None)
+@given(graphs(), st.integers(0, 40), st.sampled_from((0.0, 0.5, 1.0)))
+def test_an_evicted_order_is_a_schedule(graph: Graph, budget: int, power: float) -> None:
+    order = evict(
+        Arrays.of(graph), graph.operands(), budget, distance_power=power, max_steps=10_000
+    )
+    if order is not None:
+        simulate(graph, steps_of(graph, order))
+        assert is_first(np.array(order, np.int64)).sum() == len(graph)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.5, 0.3])
+def test_eviction_keeps_to_a_budget_with_room_for_operands(share: float) -> None:
+    graph = training_graph(60, skips=0.1)
+    budget = int(share * no_remat(graph).peak_bytes)
+    order = evict(Arrays.of(graph), graph.operands(), budget, distance_power=0.5, max_steps=2_000)
+    assert order is not None
+    usage = simulate(graph, steps_of(graph, order))
+    assert usage.peak_bytes <= budget
+    assert usage.time > graph.time
+
+
+def test_nothing_is_evicted_when_all_fits() -> None:
+    graph = training_graph(10)
+    peak = no_remat(graph).peak_bytes
+    order = evict(Arrays.of(graph), graph.operands(), peak, distance_power=1.0, max_steps=100)
+    assert order == list(range(len(graph)))
+
+
+def test_a_hopeless_pass_gives_up() -> None:
+    graph = training_graph(40, skips=0.3)
+    order = evict(Arrays.of(graph), graph.operands(), 1, distance_power=1.0, max_steps=200)
+    assert order is None
+
+
+def test_estimates_stay_finite_however_often_values_come_back() -> None:
+    graph = training_graph(300, skips=0.5)
+    budget = int(0.1 * no_remat(graph).peak_bytes)
+    with np.errstate(all="raise"):
+        evict(Arrays.of(graph), graph.operands(), budget, distance_power=1.0, max_steps=12_000)

@@ -1,0 +1,62 @@
+"""The frontier program never cuts off a schedule: its bounds against the least time there is."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from planner_cases import GRAPHS, graphs, least_time
+
+from remat.planner import Graph
+from remat.planner.frontier import frontier, relax, solve
+from remat.planner.simulate import Arrays, no_remat
+
+
+@settings(deadline=None, max_examples=120)
+@given(graphs(7), st.data())
+def test_bounds_are_below_the_least_time(graph: Graph, data: st.DataObject) -> None:
+    n = len(graph)
+    budget = data.draw(st.integers(0, no_remat(graph).peak_bytes))
+    chosen = data.draw(st.sets(st.integers(0, n - 1)))
+    boundaries = sorted({*chosen, n - 1})
+    starts = [-1, *boundaries[:-1]]
+    # Any recomputations at all may be singled out: their rows hold for all schedules.
+    possible = [(k, v) for k, start in enumerate(starts) for v in range(start + 1)]
+    moments = data.draw(st.lists(st.sampled_from(possible), max_size=6)) if possible else []
+    program = frontier(Arrays.of(graph), budget, boundaries, moments)
+    least = least_time(graph, budget)
+    linear, whole = relax(program), solve(program, max_nodes=1000, time_limit_s=60.0)
+    if least is None:
+        return
+    extra = least - graph.time
+    assert not linear.is_infeasible
+    assert not whole.is_infeasible
+    assert linear.extra_lower_bound <= extra + 1e-9
+    assert linear.extra_lower_bound - 1e-4 <= whole.extra_lower_bound + 1e-3 * graph.time
+    assert whole.extra_lower_bound <= extra + 1e-9
+
+
+@settings(deadline=None, max_examples=60)
+@given(graphs(7), st.data())
+def test_a_known_schedule_does_not_cut_off_itself(graph: Graph, data: st.DataObject) -> None:
+    budget = data.draw(st.integers(0, no_remat(graph).peak_bytes))
+    least = least_time(graph, budget)
+    if least is None:
+        return
+    extra = float(least - graph.time)
+    program = frontier(Arrays.of(graph), budget, range(len(graph)), at_most=extra)
+    answer = solve(program, max_nodes=1000, time_limit_s=60.0)
+    assert not answer.is_infeasible
+    assert answer.extra_lower_bound <= extra + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "percent"),
+    [("unet", 0.9, 1.13), ("unet", 0.8, 1.98), ("fcn8", 0.8, 0.14), ("vgg16", 0.9, 1.97)],
+)
+def test_the_program_alone_proves_published_optima(name: str, share: float, percent: float) -> None:
+    graph = Graph.load(GRAPHS / f"{name}.json")
+    budget = int(share * no_remat(graph).peak_bytes)
+    program = frontier(Arrays.of(graph), budget, range(len(graph)))
+    answer = solve(program, max_nodes=1000, time_limit_s=600.0)
+    assert 100 * answer.extra_lower_bound / graph.time == pytest.approx(percent, abs=0.006)
+    assert relax(program).extra_lower_bound <= answer.extra_lower_bound

@@ -1,0 +1,120 @@
+"""Minimum cuts against all choices there are."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from remat.errors import BudgetError
+from remat.planner.mincut import CutProblem, at_budget, exact, hull, min_cut
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> CutProblem:
+    n = draw(st.integers(1, 7))
+    deps = [
+        tuple(sorted(draw(st.sets(st.integers(0, v - 1), max_size=3)))) if v else ()
+        for v in range(n)
+    ]
+    return CutProblem(
+        tuple(draw(st.lists(st.sampled_from((0, 1, 2, 5, 9)), min_size=n, max_size=n))),
+        tuple(
+            draw(st.lists(st.sampled_from((0.0, 1.0, 2.0, 7.0, math.inf)), min_size=n, max_size=n))
+        ),
+        tuple(deps),
+        tuple(sorted(draw(st.sets(st.integers(0, n - 1), min_size=1)))),
+    )
+
+
+def _all_choices(problem: CutProblem) -> list[tuple[int, float]]:
+    """(bytes, time) of every choice of saved values."""
+    n = len(problem)
+    choices = set()
+    for saved in range(1 << n):
+        wanted = set(problem.needed)
+        n_bytes, time = 0, 0.0
+        for v in reversed(range(n)):
+            if v in wanted and saved >> v & 1:
+                n_bytes += problem.bytes[v]
+            elif v in wanted:
+                time += problem.time[v]
+                wanted |= set(problem.deps[v])
+        if math.isfinite(time):
+            choices.add((n_bytes, time))
+    return sorted(choices)
+
+
+@given(problems(), st.sampled_from((0.05, 0.3, 1.0, 2.5, 20.0)))
+def test_a_minimum_cut_is_the_cheapest_choice(problem: CutProblem, price: float) -> None:
+    cut = min_cut(problem, price)
+    least = min(time + price * n_bytes for n_bytes, time in _all_choices(problem))
+    assert cut.time + price * cut.bytes == pytest.approx(least, abs=1e-6)
+    assert cut.bytes == sum(problem.bytes[v] for v in cut.saved)
+    assert cut.time == sum(problem.time[v] for v in cut.recomputed)
+    for v in cut.recomputed:
+        assert set(problem.deps[v]) <= {*cut.saved, *cut.recomputed}
+
+
+@given(problems(), st.sampled_from((0.05, 0.3, 1.0, 2.5, 20.0)))
+def test_the_hull_holds_the_best_choice_for_every_price(problem: CutProblem, price: float) -> None:
+    cuts = hull(problem).cuts
+    least = min(time + price * n_bytes for n_bytes, time in _all_choices(problem))
+    assert min(cut.time + price * cut.bytes for cut in cuts) == pytest.approx(least, abs=1e-6)
+    assert [cut.bytes for cut in cuts] == sorted({cut.bytes for cut in cuts})
+    assert [cut.time for cut in cuts] == sorted({cut.time for cut in cuts}, reverse=True)
+
+
+@settings(deadline=None, max_examples=60)
+@given(problems(), st.integers(0, 40))
+def test_bounds_hold_and_the_exact_choice_is_optimal(problem: CutProblem, budget: int) -> None:
+    fitting = [time for n_bytes, time in _all_choices(problem) if n_bytes <= budget]
+    all_cuts = hull(problem)
+    if not fitting:
+        assert all_cuts.lower_bound(budget) == math.inf
+        for refuses in (exact, at_budget, lambda p, b: all_cuts.within(b)):
+            with pytest.raises(BudgetError, match="fewest"):
+                refuses(problem, budget)
+        return
+    least = min(fitting)
+    best = exact(problem, budget)
+    near, bound = at_budget(problem, budget)
+    assert best.time == pytest.approx(least)
+    assert max(best.bytes, near.bytes, all_cuts.within(budget).bytes) <= budget
+    assert near.time == pytest.approx(all_cuts.within(budget).time)
+    assert bound == pytest.approx(all_cuts.lower_bound(budget), abs=1e-5)
+    assert all_cuts.lower_bound(budget) <= least + 1e-9
+    assert bound <= least + 1e-9
+
+
+def test_a_hull_that_is_cut_short_still_bounds() -> None:
+    draw = random.Random(0)
+    n = 120
+    problem = CutProblem(
+        tuple(draw.randint(1, 10**6) for _ in range(n)),
+        tuple(draw.random() for _ in range(n)),
+        tuple((v - 1,) if v else () for v in range(n)),
+        tuple(range(n)),
+    )
+    whole, short = hull(problem), hull(problem, max_cuts=5)
+    assert len(short.cuts) < len(whole.cuts)
+    for tenth in range(11):
+        budget = sum(problem.bytes) * tenth // 10
+        assert short.lower_bound(budget) <= whole.lower_bound(budget) + 1e-6
+        assert whole.lower_bound(budget) <= whole.within(budget).time + 1e-6
+
+
+def test_a_value_that_cannot_be_recomputed_is_saved() -> None:
+    problem = CutProblem((8, 8), (math.inf, 1.0), ((), (0,)), (0, 1))
+    assert [(cut.saved, cut.recomputed) for cut in hull(problem).cuts] == [
+        ((0,), (1,)),
+        ((0, 1), ()),
+    ]
+
+
+def test_what_is_there_anyway_is_saved_for_nothing() -> None:
+    problem = CutProblem((0, 8), (5.0, 1.0), ((), (0,)), (1,))
+    assert hull(problem).cuts[0].saved == (0,)
+    assert hull(problem).cuts[0].time == 1.0

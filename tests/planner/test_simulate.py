@@ -1,0 +1,130 @@
+"""The accountant against an interpreter written independently of it, and its refusals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+from planner_cases import graphs
+
+from remat.errors import ScheduleError
+from remat.planner import Graph, Node, simulate
+from remat.planner.simulate import Arrays, floor_bytes, liveness, no_remat, steps_of
+
+
+def _interpret(graph: Graph, steps: list[tuple[str, int]]) -> tuple[int, int | float] | None:
+    """(peak bytes, time), or None where a rule is broken; from the rules' text, one by one."""
+    nodes = {node.id: node for node in graph.nodes}
+    order = [node.id for node in graph.nodes]
+    computed: list[int] = []
+    held: dict[int, int] = {}
+    sums = [0]
+    time: int | float = 0
+    for kind, key in steps:
+        if kind == "free":
+            if key not in held:
+                return None
+            del held[key]
+            continue
+        if key in held or any(dep not in held for dep in nodes[key].deps):
+            return None
+        if key not in computed:
+            computed.append(key)
+        held[key] = nodes[key].bytes
+        sums.append(sum(held.values()))
+        time = time + nodes[key].time
+    used = {dep for node in graph.nodes for dep in node.deps}
+    if computed != order[: len(computed)] or any(k not in computed for k in order if k not in used):
+        return None
+    return max(sums), time
+
+
+@given(graphs(5), st.data())
+def test_simulation_agrees_with_a_plain_interpreter(graph: Graph, data: st.DataObject) -> None:
+    # Steps that are mostly legal, so that both outcomes are common.
+    steps: list[tuple[str, int]] = []
+    live: set[int] = set()
+    for _ in range(data.draw(st.integers(0, 14))):
+        ready = [n.id for n in graph.nodes if n.id not in live and set(n.deps) <= live]
+        legal = [("compute", key) for key in ready] + [("free", key) for key in sorted(live)]
+        wild = st.tuples(st.sampled_from(("compute", "free")), st.integers(0, len(graph) - 1))
+        choice = st.sampled_from(legal) if data.draw(st.integers(0, 30)) else wild
+        step = data.draw(choice)
+        steps.append(step)
+        (live.add if step[0] == "compute" else live.discard)(step[1])
+    expected = _interpret(graph, steps)
+    try:
+        usage = simulate(graph, steps)  # type: ignore[arg-type]
+    except ScheduleError:
+        assert expected is None
+    else:
+        assert (usage.peak_bytes, usage.time) == expected
+
+
+@st.composite
+def orders(draw: st.DrawFn, graph: Graph) -> list[int]:
+    """First computations in order, any repeats in between."""
+    order: list[int] = []
+    for v in range(len(graph)):
+        order += [*draw(st.lists(st.integers(0, v - 1), max_size=2) if v else st.just([])), v]
+    return order
+
+
+@given(graphs(), st.data())
+def test_fast_liveness_equals_simulated_steps(graph: Graph, data: st.DataObject) -> None:
+    order = data.draw(orders(graph))
+    # A repeat of a value that is still live would be no step; liveness ends it before.
+    measured = liveness(Arrays.of(graph), order)
+    usage = simulate(graph, steps_of(graph, order))
+    assert measured.peak_bytes == usage.peak_bytes
+    assert usage.time == sum(graph.nodes[v].time for v in order)
+    # Nothing stays live at the end, and every value that is computed is freed once.
+    kinds = [kind for kind, _ in steps_of(graph, order)]
+    assert kinds.count("free") == kinds.count("compute") == len(order)
+
+
+@given(graphs(), st.data())
+def test_liveness_counts_each_moment(graph: Graph, data: st.DataObject) -> None:
+    order = data.draw(orders(graph))
+    live: dict[int, int] = {}
+    sums = []
+    for kind, key in steps_of(graph, order):
+        if kind == "compute":
+            live[key] = graph.nodes[key].bytes
+            sums.append(sum(live.values()))
+        else:
+            del live[key]
+    np.testing.assert_array_equal(liveness(Arrays.of(graph), order).live_bytes, sums)
+
+
+@given(graphs())
+def test_no_schedule_is_below_the_floor(graph: Graph) -> None:
+    assert floor_bytes(graph) <= no_remat(graph).peak_bytes
+
+
+_PAIR = Graph((Node(4, 1, 8), Node(2, 1, 8, (4,))))
+
+
+@pytest.mark.parametrize(
+    ("steps", "why"),
+    [
+        ([("compute", 2)], "operand 4 is not live"),
+        ([("compute", 4), ("compute", 4)], "still live"),
+        ([("free", 4)], "while it is not live"),
+        ([("compute", 4)], "ends before node 2"),
+        ([("compute", 3)], "no node 3"),
+        ([("keep", 4)], "no action"),
+        ([4], "no pair"),
+        ([("compute", 4, 0)], "no pair"),
+        ([("compute", [])], "no pair"),
+    ],
+)
+def test_a_broken_rule_is_named(steps: list[tuple[str, int]], why: str) -> None:
+    with pytest.raises(ScheduleError, match=why):
+        simulate(_PAIR, steps)  # type: ignore[arg-type]
+
+
+def test_first_computations_follow_the_graphs_order() -> None:
+    graph = Graph((Node(0, 1, 8), Node(1, 1, 8)))
+    with pytest.raises(ScheduleError, match="before node 0"):
+        simulate(graph, [("compute", 1), ("compute", 0)])
