@@ -64,7 +64,7 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: ",".join(way) or "default")
 @pytest.mark.parametrize("n", [0, 13])
 def test_values_and_gradients_are_those_of_lax_scan(way: dict[str, Any], n: int) -> None:
     reverse = {"reverse": True} if "reverse" in way else {}
