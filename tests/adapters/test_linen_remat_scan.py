@@ -159,6 +159,7 @@ def test_second_order_gradients_equal_flax():
     assert_trees_equal(of_grad(ours), of_grad(theirs), atol=1e-3)
 
 
+@slow
 def test_jvp_and_vmap_equal_flax():
     theirs, ours = (stack(f, lengths=(2, 2)) for f in (nn.remat_scan, remat.linen.remat_scan))
     variables = theirs.init(KEY, X)
@@ -178,7 +179,7 @@ def test_jvp_and_vmap_equal_flax():
     assert_trees_equal(jitted(ours), jitted(theirs), atol=1e-4)
 
 
-@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("axis", [pytest.param(0, marks=slow), 1, -1])
 def test_variable_axes_equal_flax(axis):
     options = {"variable_axes": {"params": axis}, "split_rngs": {"params": True}}
     target = functools.partial(nn.Dense, 3, use_bias=True)
@@ -218,7 +219,7 @@ class Shares(nn.Module):
         return x * shared.value + own * count.value
 
 
-@pytest.mark.parametrize("lengths", [(4,), (2, 2), (2, 2, 2)])
+@pytest.mark.parametrize("lengths", [(4,), (2, 2), pytest.param((2, 2, 2), marks=slow)])
 def test_broadcast_carry_and_own_variables_equal_flax(lengths):
     options = {
         "variable_broadcast": "shared",
@@ -341,7 +342,7 @@ class TakesInputs(nn.Module):
 
 
 @pytest.mark.parametrize("layout", ["nested", "flat"])
-@pytest.mark.parametrize("lengths", [(6,), (2, 3), "auto"])
+@pytest.mark.parametrize("lengths", [pytest.param((6,), marks=slow), (2, 3), "auto"])
 def test_inputs_and_outputs_are_scanned_or_broadcast_as_in_scan(lengths, layout):
     if lengths == "auto" and layout == "nested":
         pytest.skip("auto lengths have no nested layout")
