@@ -22,7 +22,7 @@ test: $(VENV)/.dev  ## the test suite
 	$(BIN)/python -m pytest -n 2
 
 test-all: $(VENV)/.dev  ## with the slow sweeps
-	$(BIN)/python -m pytest -n 2 -m "slow or not slow"
+	$(BIN)/python -m pytest -n 2 -m "slow or not slow" --hypothesis-profile=random
 
 test-newest: $(NEWEST)/.dev  ## the test suite on the newest JAX (needs a Python >= 3.12)
 	$(NEWEST)/bin/python -m pytest -n 2 -p no:cacheprovider

@@ -37,7 +37,7 @@ LAYERS = [
 ]
 # Modules that run on hand-made graphs, without JAX.
 PURE = ("errors", "units", "planner.graph", "planner.simulate", "planner.mincut", "planner.chain",
-        "planner.schedule", "loops.schedules", "report")  # fmt: skip
+        "planner", "loops.schedules", "loops.nesting", "globs", "report")  # fmt: skip
 
 
 def name_of(path: pathlib.Path) -> str:

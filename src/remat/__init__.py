@@ -11,7 +11,9 @@ In the order in which data flows:
     loops.schedules         when a loop's states are stored and steps repeated, with exact costs
     loops.loop, loops.derivative   running a schedule in a compiled program, and its derivatives
     loops.scan, .while_loop loops whose reverse-mode memory the user chooses
+    loops.nesting, loops.stacked   dividing a stack of layers over loops; its parameters, in place
     loops.remat_scan        a deep stack of equal layers as nested, rematerialized loops
+    planner                 a memory budget on a graph: what to compute again (import remat.planner)
     linen, nnx, equinox, haiku, brainstate   the same for the module systems, with their signatures
     toggle                  rematerialization of submodules by path, without editing the model
     testing                 asserting on gradients and on the compiler's memory figures

@@ -162,4 +162,4 @@ def test_static_names_and_policies_reach_the_transform():
     params = f.init(KEY, X)
     assert regions(lambda p: f.apply(p, None, X), params) == 2
     text = str(jax.make_jaxpr(lambda p: f.apply(p, None, X))(params))
-    assert "policy=_Dots" in text and "policy=None" in text
+    assert "policy=dots_saveable" in text and "policy=None" in text

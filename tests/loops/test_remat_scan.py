@@ -25,7 +25,8 @@ def make_params(n, width=3):
 
 
 def layer(x, params):
-    return x + jnp.tanh(jnp.sin(x @ params["w"]) + params["b"])
+    b = jnp.broadcast_to(params["b"], x.shape)
+    return x + jnp.tanh(jnp.sin(x @ params["w"]) + b)
 
 
 def reference(x, params):
@@ -114,7 +115,7 @@ def test_outputs_integers_and_keys_are_stacked_layers_too():
     def body(carry, x):
         params, index, key = x
         x, count = carry
-        x = layer(x, params) + jax.random.normal(key, x.shape) * index
+        x = layer(x, params) + jax.random.normal(key, x.shape) * index.astype(x.dtype)
         return (x, count + index), (x.sum(), index)
 
     def results(scan):

@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from remat.errors import BudgetError
 from remat.planner.mincut import CutProblem, at_budget, exact, hull, min_cut
@@ -48,6 +48,7 @@ def _all_choices(problem: CutProblem) -> list[tuple[int, float]]:
 
 
 @given(problems(), st.sampled_from((0.05, 0.3, 1.0, 2.5, 20.0)))
+@example(CutProblem((0, 1, 0), (0.0, 1.0, 0.0), ((), (), (0, 1)), (2,)), 0.05)
 def test_a_minimum_cut_is_the_cheapest_choice(problem: CutProblem, price: float) -> None:
     cut = min_cut(problem, price)
     least = min(time + price * n_bytes for n_bytes, time in _all_choices(problem))
@@ -69,6 +70,7 @@ def test_the_hull_holds_the_best_choice_for_every_price(problem: CutProblem, pri
 
 @settings(deadline=None, max_examples=60)
 @given(problems(), st.integers(0, 40))
+@example(CutProblem((5, 1), (math.inf, 0.0), ((), ()), (0, 1)), 4)
 def test_bounds_hold_and_the_exact_choice_is_optimal(problem: CutProblem, budget: int) -> None:
     fitting = [time for n_bytes, time in _all_choices(problem) if n_bytes <= budget]
     all_cuts = hull(problem)

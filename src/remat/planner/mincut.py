@@ -153,9 +153,11 @@ class Network:
         upper = min(time_all, price * float(self.dearest.sum()))
         scale = _RESOLUTION / upper if upper > 0 else 1.0
         cost = self.cost_time + price * self.cost_bytes
-        # No cheapest cut contains an edge that alone costs more than the whole.
+        # No cheapest cut contains an edge that alone costs more than the whole. Where the whole
+        # costs nothing, none contains an edge that costs anything.
         beyond = _RESOLUTION + 1 if upper > 0 else 1
-        capacity = np.minimum(np.floor(np.minimum(cost * scale, beyond)), beyond).astype(np.int32)
+        whole = np.floor(np.minimum(cost * scale, beyond)) if upper > 0 else np.sign(cost)
+        capacity = np.minimum(whole, beyond).astype(np.int32)
         network = csr_array(
             (capacity, self.graph.indices, self.graph.indptr), shape=self.graph.shape
         )
@@ -292,7 +294,8 @@ def _ends(network: Network) -> tuple[Cut, Cut, int]:
     fewest = dataclasses.replace(
         fewest, time=float(sum(problem.time[v] for v in fewest.recomputed))
     )
-    return fewest, saving_all, math.floor(floor)
+    # Rounding only lowers the bound, and bytes are whole.
+    return fewest, saving_all, math.ceil(floor * (1 - 1e-12))
 
 
 def _refuse(budget: int, fewest: int) -> NoReturn:
