@@ -100,7 +100,7 @@ WITH_WEIGHTS = {
     "matmul": lambda a, w: a @ w,
     "matmul_sin": lambda a, w: jnp.sin(w) @ a,
     "layer": lambda a, w: jnp.tanh(a @ w + jnp.sum(w)),
-    "batched": lambda a, w: jnp.einsum("ij,ij->i", w * a, jnp.cos(w)),
+    "batched": lambda a, w: jnp.einsum("ij,ij->i", w * a[None], jnp.cos(w)),
     "scaled": scaled,
 }
 
