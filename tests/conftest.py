@@ -1,8 +1,15 @@
-"""Settings for all tests."""
+"""Settings for all tests. Nothing here may import JAX before the flag is set."""
 
 from __future__ import annotations
 
+import os
+
 from hypothesis import settings
+
+# Eight host devices, for what is sharded.
+_FLAG = "--xla_force_host_platform_device_count=8"
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}".strip()
 
 # The same examples in every run, so that a change is judged by itself and not by luck. New ones:
 # `pytest --hypothesis-profile=random`.

@@ -1,13 +1,7 @@
-"""Eight host devices for sharding, and strict promotion: both must be set before JAX starts."""
+"""Strict promotion: no silent conversions between types or ranks, in the library either."""
 
-import os
-
-_FLAG = "--xla_force_host_platform_device_count=8"
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}".strip()
-
-import jax  # noqa: E402
-import pytest  # noqa: E402
+import jax
+import pytest
 
 
 @pytest.fixture(autouse=True)
