@@ -916,10 +916,16 @@ def lower_inline(ctx: LoweringContext, jaxpr: Jaxpr, args: Sequence[Any]) -> Seq
 
     They are written once for each jaxpr and then copied: JAX caches how it lowers an equation.
     """
+    return _write(ctx, _as_equation(jaxpr), args, ctx.name_stack)
+
+
+def _write(
+    ctx: LoweringContext, jaxpr: Jaxpr, args: Sequence[Any], name_stack: Any
+) -> Sequence[Any]:
     outs, tokens = _mlir.jaxpr_subcomp(
         ctx.module_context,
-        _as_equation(jaxpr),
-        ctx.name_stack,
+        jaxpr,
+        name_stack,
         ctx.tokens_in,
         (),
         *args,
@@ -952,19 +958,7 @@ def _as_equation(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _lower_body(ctx: LoweringContext, *args: Any, jaxpr: Jaxpr) -> Sequence[Any]:
-    outs, tokens = _mlir.jaxpr_subcomp(
-        ctx.module_context,
-        jaxpr,
-        ctx.name_stack.extend("checkpoint"),
-        ctx.tokens_in,
-        (),
-        *args,
-        dim_var_values=ctx.dim_var_values,
-        const_lowering=ctx.const_lowering,
-        outer_traceback=ctx.traceback,
-    )
-    ctx.set_tokens_out(tokens)
-    return list(outs)
+    return _write(ctx, jaxpr, args, ctx.name_stack.extend("checkpoint"))
 
 
 _mlir.register_lowering(_body_p, _lower_body)
