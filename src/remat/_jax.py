@@ -102,7 +102,6 @@ eval_jaxpr = _core.eval_jaxpr
 check_jaxpr = _core.check_jaxpr
 positional_effects = _core.positional_effects
 weakref_lru_cache = _util.weakref_lru_cache
-partition_list = _util.partition_list
 merge_lists = _util.merge_lists
 split_list = _util.split_list
 wraps = _util.wraps

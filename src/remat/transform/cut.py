@@ -150,8 +150,8 @@ def _round_residuals(forward: _jax.Jaxpr, n_residuals: int) -> _jax.Jaxpr:
     if not exact:
         return forward
     # A residual keeps its variable, which now holds the rounded value; its producer gets a new one.
-    invars = [exact.get(v, v) for v in forward.invars]
-    eqns = [_round(forward.eqns[0], exact[v], v) for v in forward.invars if v in exact]
+    # Every residual has a producer: inputs are available without being saved.
+    eqns: list[_jax.JaxprEqn] = []
     for eqn in forward.eqns:
         rounded = [v for v in eqn.outvars if v in exact]
         if rounded and eqn.primitive is not _jax.reduce_precision_p:
@@ -159,7 +159,7 @@ def _round_residuals(forward: _jax.Jaxpr, n_residuals: int) -> _jax.Jaxpr:
             eqns.extend(_round(eqn, exact[v], v) for v in rounded)
         else:
             eqns.append(eqn)
-    return _jax.rebuild(forward, invars=invars, eqns=eqns)
+    return _jax.rebuild(forward, eqns=eqns)
 
 
 def _is_rounded_type(aval: Any) -> bool:
@@ -170,8 +170,3 @@ def _round(like: _jax.JaxprEqn, exact: _jax.Var, rounded: _jax.Var) -> _jax.Jaxp
     info = jnp.finfo(rounded.aval.dtype)
     params = {"exponent_bits": info.nexp, "mantissa_bits": info.nmant}
     return _jax.new_eqn([exact], [rounded], _jax.reduce_precision_p, params, like)
-
-
-def residual_bytes(c: Cut) -> int:
-    """Bytes of what the cut saves, without the region's inputs."""
-    return sum(_n_bytes(v.aval) for v in c.backward.invars[: c.n_residuals])
