@@ -32,6 +32,7 @@ from jax._src import (
     core as _core,
     dtypes as _dtypes,
     effects as _effects,
+    pjit as _pjit,
     source_info_util as _source_info,
     traceback_util as _traceback_util,
     tree_util as _tree_util,
@@ -47,6 +48,7 @@ from jax._src.lax import convolution as _convolution, lax as _lax
 from jax._src.lax.control_flow import loops as _loops
 from jax._src.lib.mlir import ir as _ir
 from jax._src.lib.mlir.dialects import hlo as _hlo
+from jax._src.sharding_impls import UNSPECIFIED as _unspecified
 from jax._src.state import discharge as _discharge
 from jax._src.state.types import AbstractRef as AbstractRef
 from jax.experimental.key_reuse import _core as _key_reuse
@@ -219,10 +221,13 @@ def jaxprs_of(eqn: JaxprEqn) -> Iterator[Any]:
     """The jaxprs in an equation's parameters, whatever they are for."""
     for value in eqn.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, _core.Jaxpr) or (
-                hasattr(item, "jaxpr") and hasattr(item, "consts")
-            ):
+            if is_jaxpr(item):
                 yield item
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether a parameter is a jaxpr, closed or not."""
+    return isinstance(value, _core.Jaxpr) or (hasattr(value, "jaxpr") and hasattr(value, "consts"))
 
 
 def has_body(eqn: JaxprEqn) -> bool:
@@ -249,6 +254,19 @@ def new_eqn(
     return _core.new_jaxpr_eqn(
         list(invars), list(outvars), primitive, params, set(), like.source_info, like.ctx
     )
+
+
+def new_call(
+    invars: Sequence[Any],
+    outvars: Sequence[Var],
+    primitive: Primitive,
+    params: dict,
+    like: JaxprEqn | None,
+) -> JaxprEqn:
+    """An equation with the effects of its parameter `jaxpr`; source and context are another's."""
+    effects = _core.eqn_effects(params["jaxpr"], list(invars))
+    context = () if like is None else (like.source_info, like.ctx)
+    return _pe.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, effects, *context)
 
 
 def new_var(aval: Any) -> Var:
@@ -303,6 +321,75 @@ def source_line_of(eqn: JaxprEqn) -> str:
 def has_hidden_rules(eqn: JaxprEqn) -> bool:
     """Whether differentiating the equation runs user code that its jaxpr does not show."""
     return eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+
+
+def inline_calls(jaxpr: Jaxpr, is_call: Callable[[JaxprEqn], Any]) -> Jaxpr:
+    """Write calls out, at the top level and inside each other.
+
+    `is_call(eqn)` is the jaxpr to write in place of an equation, or None. Operations keep the names
+    of the scopes that their calls stand in.
+    """
+    eqns: list[JaxprEqn] = []
+    env: dict[Var, Any] = {}
+
+    def write(body: Jaxpr, names: dict[Var, Any], stack: Any) -> None:
+        def look(v: Any) -> Any:
+            return names.get(v, v) if is_var(v) else v
+
+        for eqn in body.eqns:
+            invars = [look(v) for v in eqn.invars]
+            inner = is_call(eqn)
+            if inner is not None:
+                inner_names = dict(zip(inner.invars, invars))
+                write(inner, inner_names, _joined(stack, eqn))
+                for outer, v in zip(eqn.outvars, inner.outvars):
+                    names[outer] = inner_names.get(v, v) if is_var(v) else v
+                continue
+            outvars = eqn.outvars
+            if body is not jaxpr:  # a body may be written more than once
+                outvars = [v if is_dropped(v) else new_var(v.aval) for v in outvars]
+                names.update(zip(eqn.outvars, outvars))
+            new = eqn.replace(invars=invars, outvars=outvars)
+            if stack is not None:
+                info = eqn.source_info.replace(name_stack=_joined(stack, eqn))
+                new = new.replace(source_info=info)
+            eqns.append(new)
+
+    write(jaxpr, env, None)
+    outvars = [env.get(v, v) if is_var(v) else v for v in jaxpr.outvars]
+    return jaxpr_of(jaxpr.invars, outvars, eqns, jaxpr)
+
+
+def _joined(stack: Any, eqn: JaxprEqn) -> Any:
+    own = eqn.source_info.name_stack
+    return own if stack is None else stack + own
+
+
+def is_dropped(v: Any) -> bool:
+    """Whether a result of an equation is thrown away."""
+    return isinstance(v, _core.DropVar)
+
+
+def is_plain_jit(eqn: JaxprEqn) -> bool:
+    """Whether the equation is a call of a jitted function that asks for nothing of its own."""
+    if eqn.primitive is not _pjit.jit_p:
+        return False
+    params = eqn.params
+    unspecified = all(
+        s is _unspecified for s in (*params["in_shardings"], *params["out_shardings"])
+    )
+    layouts = all(
+        x is None for x in (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
+    )
+    return unspecified and layouts and not any(params.get("donated_invars", ()))
+
+
+def scan_body(eqn: JaxprEqn) -> Jaxpr | None:
+    """The body of a `scan` equation that closes over nothing."""
+    if eqn.primitive.name != "scan":
+        return None
+    body = eqn.params["jaxpr"]
+    return None if getattr(body, "consts", None) else open_jaxpr(body)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -522,6 +609,20 @@ def rebuild(
     return jaxpr.replace(**parts)
 
 
+def jaxpr_of(
+    invars: Sequence[Var], outvars: Sequence[Any], eqns: Sequence[JaxprEqn], like: Jaxpr
+) -> Jaxpr:
+    """A jaxpr of these equations; what it is called in messages is taken from another."""
+    effects = _pe.make_jaxpr_effects((), invars, outvars, eqns)
+    return like.replace(
+        invars=list(invars),
+        outvars=list(outvars),
+        eqns=list(eqns),
+        effects=effects,
+        debug_info=like.debug_info.with_unknown_names(),
+    )
+
+
 class _Transposed(NamedTuple):
     jaxpr: Jaxpr
     consts: tuple[Any, ...]
@@ -625,10 +726,13 @@ def register_partial_eval(primitive: Primitive, rule: Callable) -> None:
     _pe.custom_partial_eval_rules[primitive] = rule
 
 
-def register_nested_partial_eval(primitive: Primitive, update_params: Callable) -> None:
+def register_nested_partial_eval(
+    primitive: Primitive, update_params: Callable, halves: Callable[[JaxprEqn, Sequence[bool]], Any]
+) -> None:
     """What becomes of the equation when the jaxpr it stands in is cut by somebody's policy.
 
-    `update_params(ins_unknown, ins_staged, params_known, params_staged)`.
+    `update_params(ins_unknown, ins_staged, params_known, params_staged)`, unless `halves(eqn,
+    ins_unknown)` gives a cut of its own, with the parameters of the equations of its two halves.
     """
 
     def updater(unknown: Any, staged: Any, *args: Any) -> tuple[dict, dict]:
@@ -636,9 +740,39 @@ def register_nested_partial_eval(primitive: Primitive, update_params: Callable) 
         return update_params(unknown, staged, params_known, params_staged)
 
     def rule(saveable: Any, unknown: Any, staged: Any, eqn: JaxprEqn) -> Any:
-        return _pe.call_partial_eval_custom_rule("jaxpr", updater, saveable, unknown, staged, eqn)
+        own = halves(eqn, unknown)
+        if own is None:
+            return _pe.call_partial_eval_custom_rule(
+                "jaxpr", updater, saveable, unknown, staged, eqn
+            )
+        return _equations_of_halves(primitive, unknown, staged, eqn, *own)
 
     _pe.partial_eval_jaxpr_custom_rules[primitive] = rule
+
+
+def _equations_of_halves(
+    primitive: Primitive,
+    unknown: Sequence[bool],
+    staged: Sequence[bool],
+    eqn: JaxprEqn,
+    cut: Any,
+    params_known: dict,
+    params_staged: dict,
+) -> Any:
+    residuals = [new_var(v.aval) for v in cut.backward.invars[: cut.n_residuals]]
+    known = [v for v, u in zip(eqn.invars, unknown) if not u]
+    known = [v for v, used in zip(known, cut.forward_inputs) if used]
+    results = [v for v, u in zip(eqn.outvars, cut.outs_unknown) if not u]
+    later = [v for v, used in zip(eqn.invars, cut.backward_inputs) if used]
+    unknown_results = [v for v, u in zip(eqn.outvars, cut.outs_unknown) if u]
+
+    forward = new_call(known, [*results, *residuals], primitive, params_known, eqn)
+    backward = new_call([*residuals, *later], unknown_results, primitive, params_staged, eqn)
+    # Inputs that the backward half takes must be kept by whoever holds the jaxpr.
+    kept = [v for v, s, used in zip(eqn.invars, staged, cut.backward_inputs) if used and not s]
+    kept = [v for v in kept if is_var(v)]
+    unknown_outs = list(cut.outs_unknown)
+    return forward, backward, unknown_outs, unknown_outs, [*kept, *residuals]
 
 
 def known_tracers(tracers: Sequence[Any]) -> list[bool]:

@@ -89,7 +89,7 @@ def cut(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Callable[..., 
 
     forward = _jax.rebuild(forward, outvars=[*forward.outvars[:n_known_outs], *kept])
     forward, forward_inputs = _jax.dce(forward, [True] * len(forward.outvars))
-    forward = _round_residuals(forward, len(kept))
+    forward = round_residuals(forward, len(kept))
     if _jax.checks_enabled():
         _jax.check_jaxpr(forward)
         _jax.check_jaxpr(backward)
@@ -139,7 +139,7 @@ def _n_bytes(aval: Any) -> int:
     return aval.size * _jax.itemsize_bytes(aval)
 
 
-def _round_residuals(forward: _jax.Jaxpr, n_residuals: int) -> _jax.Jaxpr:
+def round_residuals(forward: _jax.Jaxpr, n_residuals: int) -> _jax.Jaxpr:
     """Let everything see a residual as its type rounds it."""
     used = {v for eqn in forward.eqns for v in eqn.invars if not isinstance(v, _jax.Literal)}
     n_known = len(forward.outvars) - n_residuals

@@ -37,7 +37,7 @@ from typing import Any
 
 from remat import _jax
 from remat.errors import EffectError
-from remat.transform import barrier, policies, residuals
+from remat.transform import barrier, planned, policies, residuals
 from remat.transform.cut import Cut, cut
 
 _jax.exclude_from_tracebacks(__file__)
@@ -72,6 +72,21 @@ def bind(
         names_pending=names_pending,
         cotangents=cotangents,
     )
+
+
+def equation_around(jaxpr: _jax.Jaxpr, policy: Any) -> _jax.Jaxpr:
+    """A jaxpr whose one equation is a region with this jaxpr as its body."""
+    params = {
+        "jaxpr": jaxpr,
+        "policy": policy,
+        "prevent_cse": False,
+        "differentiated": False,
+        "names_pending": False,
+        "cotangents": (),
+    }
+    outvars = [_jax.new_var(v.aval) for v in jaxpr.outvars]
+    region = _jax.new_call(jaxpr.invars, outvars, remat_p, params, None)
+    return _jax.jaxpr_of(jaxpr.invars, outvars, [region], jaxpr)
 
 
 def _rebind(args: Sequence[Any], jaxpr: _jax.Jaxpr, added: int | None, params: dict) -> list[Any]:
@@ -130,6 +145,7 @@ def _jvp(
     del cotangents  # the derivative's inputs are others
     nonzero = [type(t) is not _jax.Zero for t in tangents]
     body, consts, outs_nonzero = _jax.jvp_of_jaxpr(jaxpr, nonzero)
+    policy = planned.after_change(policy)
     if names_pending:
         names_pending = policies.check_names(policy, body)
     given = [t for t in tangents if type(t) is not _jax.Zero]
@@ -168,9 +184,12 @@ def _partial_eval(
 ) -> list[Any]:
     _check_effects(jaxpr)
     known = _jax.known_tracers(tracers)
-    c = cut_region(jaxpr, tuple(not k for k in known), policy)
+    c, of_forward, of_backward = _halves(jaxpr, tuple(not k for k in known), policy)
     inputs = [v for v, used in zip(_jax.known_values(tracers), c.forward_inputs) if used]
-    outs = _jax.eval_jaxpr(c.forward, (), *inputs)
+    if of_forward is None:
+        outs = _jax.eval_jaxpr(c.forward, (), *inputs)
+    else:
+        outs = bind(inputs, c.forward, policy=of_forward, prevent_cse=False)
     known_outs, saved = _jax.split_list(outs, [len(outs) - c.n_residuals])
     _log_residuals(c, known)
 
@@ -180,7 +199,7 @@ def _partial_eval(
         kept = (True,) * c.n_residuals + kept
     params = {
         "jaxpr": c.backward,
-        "policy": policy,
+        "policy": of_backward,
         "prevent_cse": kept,
         "differentiated": True,
         "names_pending": False,
@@ -191,6 +210,32 @@ def _partial_eval(
 
 
 _jax.register_partial_eval(remat_p, _partial_eval)
+
+
+def _halves(
+    jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Any
+) -> tuple[Cut, Any, Any]:
+    """The cut of a region, and what goes in place of a policy on the equations of its halves."""
+    if isinstance(policy, planned.Decisions):
+        c, of_backward, of_forward = policy.cut(jaxpr, ins_unknown)
+        return c, of_forward, of_backward
+    if isinstance(policy, planned.Backward):
+        # What is known here are values that it was given to recompute from: none is worth saving.
+        c, unchanged = _uncut(jaxpr, ins_unknown)
+        return c, None, policy if unchanged else None
+    if planned.is_call(policy):
+        return cut_region(jaxpr, ins_unknown, planned.save_all), None, planned.save_all
+    return cut_region(jaxpr, ins_unknown, policy), None, policy
+
+
+def _uncut(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...]) -> tuple[Cut, bool]:
+    """A backward half that is cut again, which leaves it whole if all its results are unknown."""
+    depends = _jax.dependents(jaxpr, ins_unknown)
+    if not all(depends):
+        return cut_region(jaxpr, ins_unknown, None), False
+    nothing = _jax.rebuild(jaxpr, invars=(), outvars=(), eqns=())
+    used = [True] * len(jaxpr.invars)
+    return Cut(nothing, [False] * ins_unknown.count(False), jaxpr, used, depends, 0), True
 
 
 def cut_region(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Any) -> Cut:
@@ -238,14 +283,29 @@ def _nested_partial_eval(
     if isinstance(staged_flags, tuple):
         added = len(params_staged["jaxpr"].invars) - len(staged_flags)
         staged_flags = (True,) * added + staged_flags
-    forgotten = {"names_pending": False, "cotangents": ()}
+    policy = planned.after_change(params_known["policy"])
+    forgotten = {"names_pending": False, "cotangents": (), "policy": policy}
     return (
         dict(params_known, prevent_cse=known_flags, **forgotten),
         dict(params_staged, prevent_cse=staged_flags, differentiated=True, **forgotten),
     )
 
 
-_jax.register_nested_partial_eval(remat_p, _nested_partial_eval)
+def _nested_halves(eqn: _jax.JaxprEqn, unknown: Sequence[bool]) -> Any:
+    """The same for a planned region: who planned it decides, not the policy around it."""
+    params = eqn.params
+    if not isinstance(params["policy"], planned.Decisions):
+        return None
+    _check_effects(params["jaxpr"])
+    c, of_forward, of_backward = _halves(params["jaxpr"], tuple(unknown), params["policy"])
+    common = {"prevent_cse": params["prevent_cse"], "names_pending": False, "cotangents": ()}
+    forward_policy = planned.save_all if of_forward is None else of_forward
+    known = dict(common, jaxpr=c.forward, policy=forward_policy, differentiated=False)
+    staged = dict(common, jaxpr=c.backward, policy=of_backward, differentiated=True)
+    return c, known, staged
+
+
+_jax.register_nested_partial_eval(remat_p, _nested_partial_eval, _nested_halves)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -257,10 +317,17 @@ def _transpose(
     *args: Any,
     jaxpr: _jax.Jaxpr,
     prevent_cse: PreventCse,
+    policy: Any,
     **params: Any,
 ) -> Any:
+    params["policy"] = policy
     linear = tuple(_jax.is_linear_input(x) for x in args)
     outs_zero = tuple(type(ct) is _jax.Zero for ct in cts)
+    if isinstance(params["policy"], planned.Backward):
+        params["policy"] = None
+        whole = _transpose_planned(cts, args, jaxpr, linear, outs_zero, policy)
+        if whole is not None:
+            return whole
     body, consts, ins_zero, out_tree = _jax.transpose(jaxpr, linear, outs_zero)
     values = [x for x, lin in zip(args, linear) if not lin]
     given = [ct for ct in cts if type(ct) is not _jax.Zero]
@@ -270,11 +337,54 @@ def _transpose(
     params["cotangents"] = (False,) * (len(consts) + len(values)) + (True,) * len(given)
     leaves = bind((*consts, *values, *given), body, prevent_cse=flags, **params)
     nonzero_cts, logs = _jax.unflatten(out_tree, leaves)
-    targets = [x for x, lin in zip(args, linear) if lin]
+    _accumulate([x for x, lin in zip(args, linear) if lin], ins_zero, nonzero_cts)
+    return logs or None
+
+
+def _accumulate(targets: Sequence[Any], zeros: Sequence[bool], nonzero_cts: Sequence[Any]) -> None:
     remaining = iter(nonzero_cts)
-    for target, zero in zip(targets, ins_zero):
+    for target, zero in zip(targets, zeros):
         if not zero:
             target.accum(next(remaining))
+
+
+def _transpose_planned(
+    cts: Sequence[Any],
+    args: Sequence[Any],
+    jaxpr: _jax.Jaxpr,
+    linear: tuple[bool, ...],
+    outs_zero: tuple[bool, ...],
+    policy: planned.Backward,
+) -> Any:
+    """Transpose the linear part alone and let the planner say how recomputation goes with it.
+
+    None if the body is no longer what the planner made of it; it is transposed as any other then.
+    """
+    last = jaxpr.eqns[-1] if jaxpr.eqns else None
+    if last is None or last.params.get("policy") is not planned.LINEAR:
+        return None
+    if list(jaxpr.outvars) != list(last.outvars):
+        return None
+    of_input = {v: lin for v, lin in zip(jaxpr.invars, linear)}
+    flags = tuple(_jax.is_var(v) and of_input.get(v, False) for v in last.invars)
+    body, consts, ins_zero, out_tree = _jax.transpose(last.params["jaxpr"], flags, outs_zero)
+    if consts:
+        return None
+    nonlinear = [v for v, lin in zip(last.invars, flags) if not lin]
+    known = [v for v, lin in zip(jaxpr.invars, linear) if not lin]
+    composed, role = policy.compose(known, body, nonlinear)
+    if composed is None:
+        return None
+    values = [x for x, lin in zip(args, linear) if not lin]
+    given = [ct for ct in cts if type(ct) is not _jax.Zero]
+    if role is None:
+        leaves = _jax.eval_jaxpr(composed, (), *values, *given)
+    else:
+        leaves = bind((*values, *given), composed, policy=role, prevent_cse=False)
+    nonzero_cts, logs = _jax.unflatten(out_tree, leaves)
+    place = {v: i for i, v in enumerate(v for v, lin in zip(last.invars, flags) if lin)}
+    accumulators = {v: x for v, x, lin in zip(jaxpr.invars, args, linear) if lin}
+    _accumulate([accumulators[v] for v in place], ins_zero, nonzero_cts)
     return logs or None
 
 
@@ -324,10 +434,11 @@ def _lower(
     jaxpr: _jax.Jaxpr,
     prevent_cse: PreventCse,
     differentiated: bool,
+    policy: Any,
     cotangents: tuple[bool, ...],
     **_: Any,
 ) -> Sequence[Any]:
-    if not differentiated:
+    if not differentiated or planned.is_call(policy):
         return _jax.lower_inline(ctx, jaxpr, args)
     fenced = [prevent_cse] * len(args) if isinstance(prevent_cse, bool) else list(prevent_cse)
     late = cotangents or [False] * len(args)

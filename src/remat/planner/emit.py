@@ -1,0 +1,359 @@
+"""Writing a decision back into the program: what the forward pass saves, what each segment recomputes.
+
+A region's *forward program* K computes its results and every value that the backward pass could use;
+the *backward program* T takes those values and cotangents. Both are jaxprs, and their values are
+numbered in the order in which they are computed (`Numbering`). A decision (`RegionDecision`) says
+
+* which values of K are saved, and
+* where T is cut into segments, and which values of K each of them recomputes. A value that a segment
+  computes stays available for later segments until one of them computes it again.
+
+From that both halves follow. A segment that recomputes something becomes one equation of the
+primitive (on saved values, values of earlier segments, and cotangents), whose body is the
+recomputation and its piece of T; the pieces between are written out as they are. Values that nobody
+listed are computed where they are needed from what is available there: cheap ones are always left
+to this, since compilers compute them inside the kernel that uses them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from remat import _jax
+from remat.planner.identity import fingerprint
+from remat.transform import planned
+from remat.transform.cut import Cut, round_residuals
+from remat.transform.primitive import remat_p
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """A piece of the backward program, from its operation `start` on to the next segment's."""
+
+    start: int
+    recomputed: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RegionDecision:
+    """What is decided about one region: numbers of saved values, and segments in order."""
+
+    saved: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    backward: str  # the fingerprint of the backward program that the segments divide
+
+
+class Numbering:
+    """The values of a jaxpr, numbered in the order in which its equations compute them."""
+
+    def __init__(self, jaxpr: _jax.Jaxpr) -> None:
+        self.vars: list[_jax.Var] = [v for eqn in jaxpr.eqns for v in eqn.outvars]
+        self.number = {v: i for i, v in enumerate(self.vars)}
+        self.equation = [eqn for eqn in jaxpr.eqns for _ in eqn.outvars]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Linearized:
+    """A region after differentiation: known program, linear part, and what the second needs.
+
+    Args:
+      forward: inputs to known results and then `residuals`.
+      linear: residuals and all inputs to the unknown results.
+      residuals: the values of `forward` that `linear` takes.
+      ins_unknown, outs_unknown: which inputs and results of the region are on the linear side.
+      fingerprint: of all that.
+    """
+
+    forward: _jax.Jaxpr
+    linear: _jax.Jaxpr
+    residuals: tuple[_jax.Var, ...]
+    ins_unknown: tuple[bool, ...]
+    outs_unknown: tuple[bool, ...]
+    fingerprint: str
+
+    @functools.cached_property
+    def numbering(self) -> Numbering:
+        return Numbering(self.forward)
+
+
+def inlined(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+    """A region's program with calls written out; who plans it decides about checkpoints in it too."""
+    return _jax.inline_calls(jaxpr, _body_of_call)
+
+
+_CALLS = frozenset({"closed_call", "core_call", "core_closed_call"})
+_REGIONS = frozenset({"checkpoint", "remat", "remat2"})
+
+
+def _body_of_call(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
+    name = eqn.primitive.name
+    if _jax.is_plain_jit(eqn):
+        body = eqn.params["jaxpr"]
+    elif name in _CALLS:
+        body = eqn.params["call_jaxpr"]
+    elif name in _REGIONS and not eqn.params["differentiated"]:
+        body = eqn.params["jaxpr"]
+    else:
+        return None
+    return None if getattr(body, "consts", None) else _jax.open_jaxpr(body)
+
+
+@_jax.weakref_lru_cache
+def linearized(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...]) -> Linearized:
+    """Separate a differentiated region without deciding anything: everything is a residual."""
+    jaxpr = inlined(jaxpr)
+    parts = _jax.partial_eval(jaxpr, ins_unknown, planned.save_all)
+    wanted = [u for u, staged in zip(parts.outs_unknown, parts.outs_staged) if staged]
+    linear, used = _jax.dce(parts.staged, wanted)
+    n_known = len(parts.known.outvars) - parts.n_residuals
+    residuals = [
+        v for v, u in zip(parts.known.outvars[n_known:], used[: parts.n_residuals]) if u
+    ]
+    residuals = list(dict.fromkeys(residuals))
+    linear = _jax.rebuild(
+        linear, invars=[*residuals, *parts.staged.invars[parts.n_residuals :]]
+    )
+    forward = _jax.rebuild(
+        parts.known, outvars=[*parts.known.outvars[:n_known], *residuals]
+    )
+    known_inputs = forward.invars
+    forward, _ = _jax.dce(forward, [True] * len(forward.outvars))
+    forward = _jax.rebuild(forward, invars=known_inputs)
+    return Linearized(
+        forward,
+        linear,
+        tuple(residuals),
+        tuple(ins_unknown),
+        tuple(parts.outs_unknown),
+        fingerprint(forward, ins_unknown, fingerprint(linear)),
+    )
+
+
+def halves(region: Linearized, saved: Iterable[_jax.Var], *, round_saved: bool = True) -> Cut:
+    """The two halves of a region that saves these values; fewer, if the backward half needs fewer."""
+    wanted = dict.fromkeys(saved)
+    inputs = region.linear.invars[len(region.residuals) :]
+    available = {*wanted, *inputs}
+    eqns = closure(region.numbering, region.residuals, available)
+    like = region.linear.eqns[0] if region.linear.eqns else region.forward.eqns[0]
+    last = planned.linear_equation(region.linear, remat_p, like)
+    backward = _jax.jaxpr_of([*wanted, *inputs], last.outvars, [*eqns, last], region.linear)
+    backward, used = _jax.dce(backward, [True] * len(backward.outvars))
+    kept = [v for v, u in zip(wanted, used) if u]
+    n_known = len(region.forward.outvars) - len(region.residuals)
+    forward = _jax.rebuild(region.forward, outvars=[*region.forward.outvars[:n_known], *kept])
+    forward, forward_inputs = _jax.dce(forward, [True] * len(forward.outvars))
+    if round_saved:
+        forward = round_residuals(forward, len(kept))
+    return Cut(
+        forward,
+        forward_inputs,
+        backward,
+        used[len(wanted) :],
+        list(region.outs_unknown),
+        len(kept),
+    )
+
+
+def closure(
+    numbering: Numbering,
+    needed: Iterable[Any],
+    available: set[_jax.Var],
+    visit: Callable[[_jax.Var], None] = lambda _: None,
+) -> list[_jax.JaxprEqn]:
+    """The equations that compute these values from what is available, in the program's order.
+
+    `visit` sees every available value that they, or the needed values themselves, come down to.
+    """
+    found: dict[int, _jax.JaxprEqn] = {}
+    stack = [v for v in needed if _jax.is_var(v)]
+    seen: set[_jax.Var] = set()
+    while stack:
+        v = stack.pop()
+        if v in seen:
+            continue
+        seen.add(v)
+        number = numbering.number.get(v)
+        if v in available or number is None:
+            visit(v)
+            continue
+        eqn = numbering.equation[number]
+        first = numbering.number[eqn.outvars[0]]
+        if first not in found:
+            found[first] = eqn
+            stack.extend(u for u in eqn.invars if _jax.is_var(u))
+    return [found[i] for i in sorted(found)]
+
+
+# The backward program
+
+
+def backward_program(
+    numbering: Numbering,
+    known: Sequence[_jax.Var],
+    transposed: _jax.Jaxpr,
+    nonlinear: Sequence[Any],
+    segments: Sequence[Segment],
+) -> _jax.Jaxpr:
+    """The backward pass: saved values, inputs and cotangents to the linear inputs' cotangents.
+
+    Args:
+      numbering: of the region's forward program.
+      known: the saved values and inputs that the backward pass is given.
+      transposed: the linear part, transposed: (nonlinear operands, cotangents) -> cotangents.
+      nonlinear: which values those operands are.
+      segments: where it is cut.
+    """
+    program = _Program(numbering, transposed, nonlinear)
+    starts = [0, *(s.start for s in segments), len(transposed.eqns)]
+    pieces = [_Piece(program.eqns[: starts[1]], set(), 0)]
+    for segment, end in zip(segments, starts[2:]):
+        again = {numbering.vars[n] for n in segment.recomputed}
+        pieces.append(_Piece(program.eqns[segment.start : end], again, segment.start))
+    pieces = [p for p in pieces if p.eqns]
+    _resolve(pieces, numbering, set(known), program)
+    eqns = _write(pieces, program)
+    ins = [*known, *program.cotangents]
+    return _jax.jaxpr_of(ins, program.outvars, eqns, transposed)
+
+
+class _Program:
+    """The transposed linear part, on the forward program's own variables."""
+
+    def __init__(
+        self, numbering: Numbering, transposed: _jax.Jaxpr, nonlinear: Sequence[Any]
+    ) -> None:
+        self.numbering = numbering
+        self.like = transposed
+        replaced = dict(zip(transposed.invars, nonlinear))
+        self.cotangents = transposed.invars[len(nonlinear) :]
+
+        def look(v: Any) -> Any:
+            return replaced.get(v, v) if _jax.is_var(v) else v
+
+        self.eqns = [
+            eqn.replace(invars=[look(v) for v in eqn.invars])
+            if any(_jax.is_var(v) and v in replaced for v in eqn.invars)
+            else eqn
+            for eqn in transposed.eqns
+        ]
+        self.outvars = [look(v) for v in transposed.outvars]
+        self.is_late = set(self.cotangents) | {v for eqn in self.eqns for v in eqn.outvars}
+
+
+@dataclasses.dataclass(eq=False)
+class _Piece:
+    """A piece of the backward program with what it recomputes, and where values come from.
+
+    `given` maps values of the forward program that it takes to the piece that computed them (None:
+    they are saved or inputs).
+    """
+
+    eqns: list[_jax.JaxprEqn]
+    again: set[_jax.Var]
+    start: int
+    recomputed: list[_jax.JaxprEqn] = dataclasses.field(default_factory=list)
+    given: dict[_jax.Var, _Piece | None] = dataclasses.field(default_factory=dict)
+    wanted: dict[_jax.Var, None] = dataclasses.field(default_factory=dict)  # by later pieces
+
+
+def _resolve(
+    pieces: Sequence[_Piece], numbering: Numbering, saved: set[_jax.Var], program: _Program
+) -> None:
+    """Find out what every piece computes and what it takes from whom.
+
+    From the back: what later pieces want of an earlier one is then known when it is looked at.
+    """
+    holder: list[dict[_jax.Var, _Piece | None]] = []
+    latest: dict[_jax.Var, _Piece | None] = dict.fromkeys(saved)
+    for piece in pieces:
+        holder.append(dict(latest))
+        latest.update((v, piece) for v in piece.again)
+    for piece, before in zip(reversed(pieces), reversed(holder)):
+        needed = [
+            v
+            for eqn in piece.eqns
+            for v in eqn.invars
+            if _jax.is_var(v) and v not in program.is_late
+        ]
+        available = {v for v in before if v not in piece.again}
+        piece.recomputed = closure(
+            numbering,
+            [*needed, *piece.wanted],
+            available,
+            functools.partial(_take, piece, before),
+        )
+        for v, source in piece.given.items():
+            if source is not None:
+                source.wanted.setdefault(v)
+
+
+def _take(
+    piece: _Piece, before: dict[_jax.Var, _Piece | None], v: _jax.Var
+) -> None:
+    piece.given.setdefault(v, before.get(v))
+
+
+def _write(pieces: Sequence[_Piece], program: _Program) -> list[_jax.JaxprEqn]:
+    used_after: list[set[_jax.Var]] = []
+    later = {v for v in program.outvars if _jax.is_var(v)}
+    for piece in reversed(pieces):
+        used_after.append(set(later))
+        later.update(v for eqn in piece.eqns for v in eqn.invars if _jax.is_var(v))
+    used_after.reverse()
+
+    eqns: list[_jax.JaxprEqn] = []
+    names: dict[tuple[int, _jax.Var], _jax.Var] = {}  # of values handed from piece to piece
+    for piece, used in zip(pieces, used_after):
+        outside = {
+            v: v if source is None else names[id(source), v] for v, source in piece.given.items()
+        }
+        if not piece.recomputed and not piece.wanted:
+            eqns += [
+                eqn.replace(invars=[outside.get(v, v) if _jax.is_var(v) else v for v in eqn.invars])
+                for eqn in piece.eqns
+            ]
+            continue
+        eqns.append(_segment(piece, used, outside, names, program))
+    return eqns
+
+
+def _segment(
+    piece: _Piece,
+    used_later: set[_jax.Var],
+    outside: dict[_jax.Var, _jax.Var],
+    names: dict[tuple[int, _jax.Var], _jax.Var],
+    program: _Program,
+) -> _jax.JaxprEqn:
+    """One equation of the primitive for a piece that recomputes something."""
+    made = {v for eqn in piece.eqns for v in eqn.outvars}
+    taken = dict.fromkeys(
+        v
+        for eqn in piece.eqns
+        for v in eqn.invars
+        if _jax.is_var(v) and v in program.is_late and v not in made
+    )
+    results = [v for eqn in piece.eqns for v in eqn.outvars if v in used_later]
+    handed = list(piece.wanted)
+    for v in handed:
+        names[id(piece), v] = _jax.new_var(v.aval)
+    like = piece.eqns[0]
+    body = _jax.jaxpr_of([*piece.given, *taken], [*results, *handed], piece.recomputed + piece.eqns, program.like)
+    params = {
+        "jaxpr": body,
+        "policy": None,
+        "prevent_cse": True,
+        "differentiated": True,
+        "names_pending": False,
+        "cotangents": (False,) * len(piece.given) + (True,) * len(taken),
+    }
+    return _jax.new_call(
+        [*(outside[v] for v in piece.given), *taken],
+        [*results, *(names[id(piece), v] for v in handed)],
+        remat_p,
+        params,
+        like,
+    )

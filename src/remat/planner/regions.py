@@ -1,0 +1,272 @@
+"""`remat.auto`: marking a region, and what becomes of it while somebody plans or applies a plan.
+
+Outside of a *session* a marked function is called as it is. A session is either a `Recording`, which
+saves everything and takes down what each region is made of, or an `Application`, which does what a
+plan says. JAX's caches know in which session a function was traced (`jax.make_user_context`), so that
+a program traced in one is never taken for a program of another.
+
+A region is called by its name and a fingerprint of its program, so that the same function called in
+two places of a step is one region if it is the same program there. The body of each `scan` in a
+region is a region of its own, whose values exist once for each step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar, overload
+
+import jax
+
+from remat import _jax, partition
+from remat.errors import PlanError
+from remat.planner.emit import (
+    Linearized,
+    RegionDecision,
+    backward_program,
+    halves,
+    inlined,
+    linearized,
+)
+from remat.planner.identity import fingerprint
+from remat.transform import planned, primitive
+from remat.transform.cut import Cut
+
+_jax.exclude_from_tracebacks(__file__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+session_context = jax.make_user_context(None)
+
+
+# --------------------------------------------------------------------------------------------------
+# The mark
+
+
+@overload
+def auto(fun: Callable[P, R], /, *, name: str | None = ...) -> Callable[P, R]: ...
+
+
+@overload
+def auto(
+    fun: None = None, /, *, name: str | None = ...
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
+def auto(fun: Callable | None = None, /, *, name: str | None = None) -> Callable:
+    """Mark a function as a region that the planner may rematerialize.
+
+    By itself it changes nothing. `remat.fit` and `remat.plan` choose what is saved and what is
+    recomputed inside, however the region is differentiated, vectorized or looped over around it.
+    Mark the whole loss; there is no need to mark layers, and checkpoints inside a region are left to
+    the planner too.
+
+    >>> import jax, jax.numpy as jnp, remat
+    >>> @remat.auto
+    ... def loss(w, x):
+    ...     for _ in range(8):
+    ...         x = jnp.tanh(x @ w)
+    ...     return x.sum()
+    >>> w, x = jnp.eye(64), jnp.ones((1000, 64))
+    >>> step = remat.fit(jax.value_and_grad(loss), budget="60%")
+    >>> value, gradient = step(w, x)
+    >>> step.plan(w, x).peak_bytes <= 0.6 * step.plan(w, x).peak_bytes_without_remat
+    True
+
+    Args:
+      fun: the function. Array arguments may be in any pytree; what is no array is taken as it is.
+      name: what the region is called in plans and reports; the function's name by default.
+    """
+    if fun is None:
+        return lambda f: auto(f, name=name)
+    if not callable(fun):
+        raise TypeError(f"remat.auto takes a function, not {fun!r}.")
+    called = name or getattr(fun, "__qualname__", type(fun).__qualname__)
+
+    @_jax.wraps(fun)
+    def region(*args: Any, **kwargs: Any) -> Any:
+        session = session_context.value
+        return fun(*args, **kwargs) if session is None else _call(fun, called, session, args, kwargs)
+
+    return region
+
+
+def _call(fun: Callable, name: str, session: Session, args: tuple, kwargs: dict) -> Any:
+    arrays, parts = partition.split((args, kwargs))
+    result: list[partition.Parts] = []
+
+    def of_arrays(arrays: Sequence[Any]) -> list[Any]:
+        args, kwargs = parts.join(arrays)
+        outs, shape = partition.split(fun(*args, **kwargs))
+        result.append(shape)
+        return outs
+
+    jaxpr, consts, _ = _jax.trace_call(of_arrays, arrays)
+    jaxpr = inlined(jaxpr)
+    key = f"{name}#{fingerprint(jaxpr)[:8]}"
+    outs = primitive.bind(
+        (*consts, *arrays),
+        _with_loops(jaxpr, session, key),
+        policy=_Region(session, key),
+        prevent_cse=True,
+    )
+    return result[-1].join(outs)
+
+
+def _with_loops(jaxpr: _jax.Jaxpr, session: Session, key: str) -> _jax.Jaxpr:
+    """The region's program with the body of each `scan` marked as a region of its own."""
+    eqns: list[_jax.JaxprEqn] = []
+    for i, eqn in enumerate(jaxpr.eqns):
+        body = _jax.scan_body(eqn)
+        if body is None or not eqn.params["length"]:
+            eqns.append(eqn)
+            continue
+        inner = f"{key}/scan{i}"
+        region = _with_loops(inlined(body), session, inner)
+        wrapped = primitive.equation_around(region, _Region(session, inner))
+        eqns += session.loop(inner, eqn, wrapped)
+    return _jax.rebuild(jaxpr, eqns=eqns)
+
+
+# --------------------------------------------------------------------------------------------------
+# Sessions
+
+
+class Session:
+    """What is to be done with the regions that a program comes upon while it is traced."""
+
+    def decision(self, key: str, region: Linearized) -> RegionDecision | None:
+        """What is decided about a region; None: everything is saved."""
+        raise NotImplementedError
+
+    def transposed(self, key: str, region: Linearized, backward: _jax.Jaxpr, mark: str) -> None:
+        """Told of a region's backward program."""
+
+    def loop(self, key: str, eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> list[_jax.JaxprEqn]:
+        """The equations in place of a `scan` whose body is a region."""
+        return [_jax.replace_body(eqn, eqn.params["jaxpr"], body)]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Record:
+    """A region as it was found in a step.
+
+    Args:
+      key: what it is called.
+      region: its forward program and its linear part.
+      backward: the backward program, on the forward program's variables.
+      mark: the fingerprint of that.
+    """
+
+    key: str
+    region: Linearized
+    backward: _jax.Jaxpr
+    mark: str
+
+
+Decided = Mapping[str, Mapping[str, RegionDecision]]  # by key, then by fingerprint
+
+
+class Recording(Session):
+    """Takes down what the regions are made of. What is not decided yet saves everything.
+
+    A region's program contains its loops as they are after *their* cuts, so loops are decided first,
+    innermost first, and the program is recorded again with what was decided.
+    """
+
+    def __init__(self, decided: Decided | None = None) -> None:
+        self.decided: Decided = decided or {}
+        self.records: dict[tuple[str, str], Record] = {}
+        self.scans: dict[str, _jax.JaxprEqn] = {}
+
+    def decision(self, key: str, region: Linearized) -> RegionDecision | None:
+        return self.decided.get(key, {}).get(region.fingerprint)
+
+    def transposed(self, key: str, region: Linearized, backward: _jax.Jaxpr, mark: str) -> None:
+        at = key, region.fingerprint
+        self.records.setdefault(at, Record(key, region, backward, mark))
+
+    def loop(self, key: str, eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> list[_jax.JaxprEqn]:
+        self.scans[key] = eqn
+        return super().loop(key, eqn, body)
+
+
+class Application(Session):
+    """Does what a plan's decisions say."""
+
+    def __init__(self, decisions: Decided) -> None:
+        self.decisions = decisions
+        self.applied: set[str] = set()
+
+    def decision(self, key: str, region: Linearized) -> RegionDecision | None:
+        of_key = self.decisions.get(key)
+        if of_key is None:
+            known = ", ".join(sorted(self.decisions)) or "none"
+            raise PlanError(
+                f"the plan has no region {key!r}; it has: {known}. The program changed since it was "
+                "planned: plan again."
+            )
+        self.applied.add(key)
+        found = of_key.get(region.fingerprint)
+        if found is None and len(of_key) == 1 and "/scan" in key:
+            return None  # a body on the way to the loop's fixpoint
+        if found is None:
+            raise PlanError(
+                f"region {key!r} is differentiated in a way that the plan does not know "
+                f"({region.fingerprint}; it knows {', '.join(sorted(of_key))}): plan again."
+            )
+        return found
+
+
+# --------------------------------------------------------------------------------------------------
+# What the primitive asks
+
+
+@dataclasses.dataclass(frozen=True)
+class _Region(planned.Decisions):
+    session: Session
+    key: str
+
+    def cut(
+        self, jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...]
+    ) -> tuple[Cut, planned.Backward, Any]:
+        region = linearized(jaxpr, ins_unknown)
+        decision = self.session.decision(self.key, region)
+        if decision is None:
+            role = planned.Role((self.key, region.fingerprint), False)
+            c = halves(region, region.residuals, round_saved=False)
+            return c, _Backward(self.session, self.key, region, None), role
+        of = region.numbering.vars
+        beyond = [n for n in decision.saved if not 0 <= n < len(of)]
+        if beyond:
+            raise PlanError(
+                f"region {self.key!r} has values 0 to {len(of) - 1}; the plan saves {beyond[0]}."
+            )
+        c = halves(region, [of[n] for n in decision.saved])
+        return c, _Backward(self.session, self.key, region, decision), None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Backward(planned.Backward):
+    session: Session
+    key: str
+    region: Linearized
+    decision: RegionDecision | None
+
+    def compose(
+        self, known: Sequence[_jax.Var], transposed: _jax.Jaxpr, nonlinear: Sequence[Any]
+    ) -> tuple[_jax.Jaxpr | None, Any]:
+        transposed = inlined(transposed)
+        numbering, given = self.region.numbering, set(known)
+        ours = all(v in numbering.number or v in given for v in nonlinear if _jax.is_var(v))
+        if not ours or not given <= {*numbering.number, *self.region.linear.invars}:
+            return None, None
+        segments = () if self.decision is None else self.decision.segments
+        if self.decision is not None and fingerprint(transposed) != self.decision.backward:
+            segments = ()
+        program = backward_program(numbering, known, transposed, nonlinear, segments)
+        if self.decision is not None:
+            return program, None
+        self.session.transposed(self.key, self.region, program, fingerprint(transposed))
+        return program, planned.Role((self.key, self.region.fingerprint), True)

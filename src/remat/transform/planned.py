@@ -1,0 +1,110 @@
+"""Regions that somebody else decides about: what the primitive asks a planner, and nothing more.
+
+A policy looks at one equation at a time. A planner looks at the whole region, and decides two things
+when it is differentiated:
+
+* in the forward pass, which known values are saved (a `Cut`, as for a policy);
+* in the backward pass, in which *segments* the transposed program runs, and what each of them
+  recomputes. This cannot be said before the region is transposed, because the operations that the
+  segments are made of do not exist before.
+
+So a planned region carries `Decisions` in place of a policy. Cutting it leaves one equation for the
+backward pass whose body is: recompute everything that the linear part needs, then one equation with
+the policy `LINEAR`. Whoever transposes it finds the linear part untouched in there, transposes it
+alone, and asks for the backward program that interleaves the two.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from remat import _jax
+from remat.transform.cut import Cut
+
+
+class Decisions(abc.ABC):
+    """In place of a policy: decides about one region. Hashable; equal if it decides the same."""
+
+    @abc.abstractmethod
+    def cut(self, jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...]) -> tuple[Cut, Backward, Any]:
+        """The two halves, and what goes in place of a policy on the equation of each.
+
+        For the forward half that is a `Role`, or None where it needs no equation of its own. The
+        last equation of the backward half applies the linear part and has the policy `LINEAR`.
+        """
+
+
+class Backward(abc.ABC):
+    """In place of a policy, on the equation of a planned region's backward half."""
+
+    @abc.abstractmethod
+    def compose(
+        self, known: Sequence[_jax.Var], transposed: _jax.Jaxpr, nonlinear: Sequence[Any]
+    ) -> tuple[_jax.Jaxpr | None, Any]:
+        """The backward pass, and the `Role` of the equation that it becomes, or None.
+
+        Args:
+          known: the backward half's variables for residuals and inputs.
+          transposed: the linear part, transposed: (nonlinear operands, cotangents) -> cotangents.
+          nonlinear: which of the region's values those operands are.
+
+        Returns:
+          A jaxpr from `known` and the cotangents to `transposed`'s results, or None if these are not
+          this planner's variables any more.
+        """
+
+
+class _Linear:
+    def __repr__(self) -> str:
+        return "LINEAR"
+
+
+#: In place of a policy, on the equation of a linear part inside a backward half.
+LINEAR = _Linear()
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """In place of a policy, on an equation that is a plain call: what it is part of, for readers."""
+
+    key: Any
+    is_backward: bool
+
+
+def is_call(policy: Any) -> bool:
+    """Whether an equation with this in place of a policy is a plain call."""
+    return policy is LINEAR or isinstance(policy, Role)
+
+
+def after_change(policy: Any) -> Any:
+    """What is left of a policy when the equation's body became another program.
+
+    A backward half recomputes everything it needs; calls save everything if they are cut.
+    """
+    if isinstance(policy, Backward):
+        return None
+    return save_all if is_call(policy) else policy
+
+
+def save_all(*_: Any, **__: Any) -> bool:
+    """The policy that saves everything."""
+    return True
+
+
+def linear_equation(
+    linear: _jax.Jaxpr, primitive: _jax.Primitive, like: _jax.JaxprEqn
+) -> _jax.JaxprEqn:
+    """The linear part as one equation on its own inputs."""
+    outvars = [_jax.new_var(v.aval) for v in linear.outvars]
+    params = {
+        "jaxpr": linear,
+        "policy": LINEAR,
+        "prevent_cse": False,
+        "differentiated": False,
+        "names_pending": False,
+        "cotangents": (),
+    }
+    return _jax.new_eqn(list(linear.invars), outvars, primitive, params, like)
