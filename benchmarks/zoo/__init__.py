@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.zoo import decoder, gpt, llama, lstm, unet
+from benchmarks.zoo import decoder, dit, gpt, llama, lstm, moe, pde, resnet, spiking, unet, vit
 from benchmarks.zoo.model import Model
 
 ZOO: dict[str, Callable[[str], Model]] = {
     "decoder": decoder.model,
     "gpt": gpt.model,
     "llama": llama.model,
-    "lstm": lstm.model,
+    "vit": vit.model,
+    "resnet": resnet.model,
     "unet": unet.model,
+    "moe": moe.model,
+    "lstm": lstm.model,
+    "dit": dit.model,
+    "spiking": spiking.model,
+    "pde": pde.model,
 }
