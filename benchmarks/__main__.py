@@ -1,9 +1,14 @@
-"""Run all benchmarks, or those named: `python -m benchmarks [NAME ...]`."""
+"""Run all benchmarks, or those named: `python -m benchmarks [NAME ...]`.
+
+Options behind one name are that benchmark's own: `python -m benchmarks planner --quick`. Such a run
+is for looking and leaves the stored results as they are.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import os
 import pathlib
@@ -47,19 +52,28 @@ def main() -> None:
     }
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(available))
-    names = parser.parse_args().names or list(available)
+    given = sys.argv[1:]
+    n_names = next((i for i, text in enumerate(given) if text.startswith("-")), len(given))
+    asked, options = (given[:n_names], given[n_names:]) if n_names else (given, [])
+    names = parser.parse_args(asked).names or list(available)
     unknown = [name for name in names if name not in available]
     if unknown:
         parser.error(f"no benchmark {unknown[0]!r}; there are {', '.join(available)}")
+    if options and len(names) > 1:
+        parser.error("options belong to one benchmark: name only that")
     for name in names:
-        module = importlib.import_module(f"benchmarks.{name}")
-        if not hasattr(module, "main"):
-            continue
-        print(f"\n== {name}: {(module.__doc__ or '').splitlines()[0]}", flush=True)
         try:
-            measured = module.main()
+            module = importlib.import_module(f"benchmarks.{name}")
+            if not hasattr(module, "main"):
+                continue
+            if options and not inspect.signature(module.main).parameters:
+                parser.error(f"{name} takes no options")
+            print(f"\n== {name}: {(module.__doc__ or '').splitlines()[0]}", flush=True)
+            measured = module.main(options) if options else module.main()
         except ImportError as e:
-            print(f"skipped: {e}")
+            print(f"{name} skipped: {e}")
+            continue
+        if options:
             continue
         print(f"   -> {write(name, measured).relative_to(pathlib.Path.cwd())}")
 

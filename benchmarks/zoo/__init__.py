@@ -1,0 +1,22 @@
+"""Ten models, and the decoder of FACTS.md, each in one file with `model(size) -> Model`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from benchmarks.zoo import decoder, dit, gpt, llama, lstm, moe, pde, resnet, spiking, unet, vit
+from benchmarks.zoo.model import Model
+
+ZOO: dict[str, Callable[[str], Model]] = {
+    "decoder": decoder.model,
+    "gpt": gpt.model,
+    "llama": llama.model,
+    "vit": vit.model,
+    "resnet": resnet.model,
+    "unet": unet.model,
+    "moe": moe.model,
+    "lstm": lstm.model,
+    "dit": dit.model,
+    "spiking": spiking.model,
+    "pde": pde.model,
+}

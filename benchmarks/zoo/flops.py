@@ -1,0 +1,149 @@
+"""FLOPs of a function, counted on its jaxpr.
+
+The compiler's own count (`cost_analysis`) takes the body of a loop once, however often it runs, and
+is missing on some backends. Here a body counts as often as it runs, and what is in the jaxpr of a
+rematerialized region counts where the region stands, so the difference to the count without
+rematerialization is what is computed again. Dead code is removed first, as the compiler would.
+
+Matrix products and convolutions are counted apart, at two operations per multiply-add; what moves
+data costs nothing, reductions one operation per element read, all else one per element written.
+
+Limits: a while loop counts `n` times only where it counts up to a constant `n`; others count once,
+and `n_unknown_loops` says how many there are. Of the branches of a `cond` the dearest counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from remat import _jax
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Operations: of matrix products and convolutions, and of everything."""
+
+    matmul: int = 0
+    total: int = 0
+    n_unknown_loops: int = 0
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(
+            self.matmul + other.matmul,
+            self.total + other.total,
+            self.n_unknown_loops + other.n_unknown_loops,
+        )
+
+    def times(self, n: int) -> Flops:
+        return Flops(self.matmul * n, self.total * n, self.n_unknown_loops)
+
+
+def count(fun: Callable, *args: Any) -> Flops:
+    """FLOPs of one call; the arguments may be `jax.ShapeDtypeStruct`s.
+
+    >>> a = jax.ShapeDtypeStruct((8, 4), "float32")
+    >>> count(lambda a: jax.numpy.tanh(a @ a.T), a)
+    Flops(matmul=512, total=576, n_unknown_loops=0)
+    """
+    jaxpr = _jax.open_jaxpr(jax.make_jaxpr(fun)(*args))
+    alive, _ = _jax.dce(jaxpr, [True] * len(jaxpr.outvars))
+    return of_jaxpr(alive)
+
+
+def of_jaxpr(jaxpr: Any) -> Flops:
+    """FLOPs of a jaxpr as it stands, its dead code included."""
+    return sum((_of_equation(eqn) for eqn in _jax.open_jaxpr(jaxpr).eqns), Flops())
+
+
+# The primitives whose jaxpr combines two scalars and is not run as it stands.
+_COMBINERS = ("scatter", "reduce", "sort", "select_and_scatter")
+_MOVING_DATA = """
+bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy copy_p
+dynamic_slice dynamic_update_slice expand_dims gather iota name optimization_barrier pad pvary
+random_unwrap random_wrap real reduce_precision reshape rev scatter sharding_constraint slice split
+squeeze stop_gradient transpose
+"""
+_FREE = frozenset(_MOVING_DATA.split())
+
+
+def _of_equation(eqn: Any) -> Flops:
+    name = eqn.primitive.name
+    if name == "dot_general":
+        return _of_dot(eqn)
+    if name == "conv_general_dilated":
+        return _of_convolution(eqn)
+    if name == "scan":
+        return of_jaxpr(eqn.params["jaxpr"]).times(eqn.params["length"])
+    if name == "while":
+        return _of_while(eqn)
+    if name == "cond":
+        branches = [of_jaxpr(branch) for branch in eqn.params["branches"]]
+        return max(branches, key=lambda flops: flops.total)
+    if not name.startswith(_COMBINERS) and any(_jax.jaxprs_of(eqn)):
+        return sum((of_jaxpr(body) for body in _jax.jaxprs_of(eqn)), Flops())
+    if name in _FREE:
+        return Flops()
+    if name.startswith(("reduce", "arg", "cum")):
+        return Flops(0, eqn.invars[0].aval.size)
+    if name.startswith("scatter"):
+        return Flops(0, eqn.invars[2].aval.size)  # operand, indices, updates
+    return Flops(0, max(v.aval.size for v in eqn.outvars))
+
+
+def _of_dot(eqn: Any) -> Flops:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    shape = eqn.invars[0].aval.shape
+    flops = 2 * eqn.outvars[0].aval.size * math.prod(shape[d] for d in contracted)
+    return Flops(flops, flops)
+
+
+def _of_convolution(eqn: Any) -> Flops:
+    """Every output element reads one kernel; zeros that dilate the input are not multiplied.
+
+    What the padding adds is counted, so a small image is slightly overestimated.
+    """
+    kernel, out = eqn.invars[1].aval, eqn.outvars[0].aval
+    out_features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+    flops = 2 * out.size * (kernel.size // out_features)
+    flops //= math.prod(eqn.params["lhs_dilation"]) if eqn.params["lhs_dilation"] else 1
+    return Flops(flops, flops)
+
+
+def _of_while(eqn: Any) -> Flops:
+    trips = _trips(eqn)
+    body = of_jaxpr(eqn.params["body_jaxpr"]) + of_jaxpr(eqn.params["cond_jaxpr"])
+    return body + Flops(n_unknown_loops=1) if trips is None else body.times(trips)
+
+
+def _trips(eqn: Any) -> int | None:
+    """How often a loop runs that counts one of its carried values up by one to a constant."""
+    cond = _jax.open_jaxpr(eqn.params["cond_jaxpr"])
+    body = _jax.open_jaxpr(eqn.params["body_jaxpr"])
+    if len(cond.eqns) != 1 or cond.eqns[0].primitive.name != "lt":
+        return None
+    n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    given = dict(zip(cond.invars, [*eqn.invars[:n_cond], *eqn.invars[n_cond + n_body :]]))
+    counter, limit = cond.eqns[0].invars
+    start, end = given.get(counter), limit if _is_literal(limit) else given.get(limit)
+    if not (_is_literal(start) and _is_literal(end)):
+        return None
+    index = cond.invars.index(counter) - n_cond
+    if index < 0:
+        return None
+    before, after = body.invars[n_body + index], body.outvars[index]
+    adds = [e for e in body.eqns if e.outvars[0] is after and e.primitive.name == "add"]
+    if not adds or not any(v is before for v in adds[0].invars):
+        return None
+    step = [v for v in adds[0].invars if v is not before]
+    if len(step) != 1 or not _is_literal(step[0]) or int(step[0].val) != 1:
+        return None
+    return max(int(end.val) - int(start.val), 0)
+
+
+def _is_literal(v: Any) -> bool:
+    return isinstance(v, _jax.Literal)

@@ -1,0 +1,78 @@
+"""The layers that several models share, as functions of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+
+def normal(key: jax.Array, *shape: int, fan_in: int | None = None) -> jax.Array:
+    """Float32 weights with variance 1 / fan-in, by default of the last dimension but one."""
+    return jax.random.normal(key, shape, jnp.float32) * (fan_in or shape[-2]) ** -0.5
+
+
+def dense(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """A product with weights cast to the activations' type."""
+    return x @ weights.astype(x.dtype)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    h = x.astype(jnp.float32)
+    h = h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6)
+    return (h * scale).astype(x.dtype)
+
+
+def standardize(x: jax.Array, axes: int | Sequence[int] = -1) -> jax.Array:
+    """Mean 0 and variance 1 along axes, in float32."""
+    h = x.astype(jnp.float32)
+    mean, variance = jnp.mean(h, axes, keepdims=True), jnp.var(h, axes, keepdims=True)
+    return (h - mean) * jax.lax.rsqrt(variance + 1e-6)
+
+
+def layer_norm(x: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
+    return (standardize(x) * scale + shift).astype(x.dtype)
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
+    """Explicit softmax attention of (batch, length, heads, features), scores in float32.
+
+    `k` and `v` may have fewer heads than `q`: each serves a group of its heads.
+    """
+    batch, length, heads, features = q.shape
+    grouped = q.reshape(batch, length, k.shape[2], heads // k.shape[2], features)
+    scores = jnp.einsum("bqhgf,bkhf->bhgqk", grouped, k, preferred_element_type=jnp.float32)
+    scores = scores * features**-0.5
+    if causal:
+        scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e30)
+    weights = jax.nn.softmax(scores).astype(v.dtype)
+    return jnp.einsum("bhgqk,bkhf->bqhgf", weights, v).reshape(batch, length, heads * features)
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Mean over all positions of the negative log-likelihood."""
+    scores = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return -jnp.mean(jnp.take_along_axis(scores, labels[..., None], -1))
+
+
+def convolution(x: jax.Array, kernel: jax.Array, *, stride: int = 1) -> jax.Array:
+    """A two-dimensional convolution of images (batch, height, width, channels), padded to SAME."""
+    return jax.lax.conv_general_dilated(
+        x,
+        kernel.astype(x.dtype),
+        (stride, stride),
+        "SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+
+
+def group_norm(x: jax.Array, scale: jax.Array, shift: jax.Array, groups: int) -> jax.Array:
+    """Normalize each group of channels of an image."""
+    batch, height, width, channels = x.shape
+    h = standardize(x.reshape(batch, height, width, groups, channels // groups), (1, 2, 4))
+    return (h.reshape(x.shape) * scale + shift).astype(x.dtype)
+
+
+def tokens(key: jax.Array, shape: Sequence[int], vocabulary: int) -> jax.Array:
+    return jax.random.randint(key, shape, 0, vocabulary)
