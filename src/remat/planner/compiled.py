@@ -1,0 +1,191 @@
+"""What the compiler says of a program's memory: the figures that a plan is verified against.
+
+Which figure is the peak differs between platforms (measured, see FACTS in the docs):
+
+* CPU and GPU: arguments + temporaries + results - aliased. On CPU the reported
+  `peak_memory_in_bytes` leaves the temporaries out.
+* TPU: `peak_memory_in_bytes`, which counts arguments and results; `temp_size_in_bytes` counts more
+  than is ever alive at once.
+
+A verification shall credit nothing to us that the compiler did by itself, so XLA's own
+rematerialization pass is off: on GPU it took a program of 72 GiB to 56 GiB under the limit of an
+H100. It is turned off by a *compiler option* of the one compilation. JAX's configuration flag
+`jax_compiler_enable_remat_pass` writes the same option, but it is not part of the key under which
+JAX remembers compilations: a program that was compiled before would come back as it was.
+
+On TPU the level O0 compiles 6 to 14 times faster and keeps the peak within a few percent. A program
+that does not fit is an error there, whose text has the bytes that it needs: that is a result too,
+`OutOfMemory`. The check comes early, so it costs less than a compilation. Compilers for GPU and CPU
+have no such limit: compare the peak with `target.device.memory_bytes`.
+
+Known limit: the text of that error gives two decimals of a GiB.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from remat import units
+from remat.errors import PlanError
+from remat.planner.targets import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What a compiled program needs on one device, in bytes.
+
+    Args:
+      peak_bytes: the most at any time: what a budget is about.
+      argument_bytes, output_bytes, temp_bytes: of the arguments, the results, and all between.
+      alias_bytes: of results that are written over donated arguments.
+      host_bytes: in the host's memory (arguments + temporaries + results - aliased).
+    """
+
+    peak_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    temp_bytes: int
+    alias_bytes: int
+    host_bytes: int
+
+    fits = True
+
+
+@dataclasses.dataclass(frozen=True)
+class OutOfMemory:
+    """The compiler refused a program: it does not fit the device.
+
+    Args:
+      needed_bytes: what the compiler says it needs, arguments included; a lower bound.
+      limit_bytes: what the device has.
+    """
+
+    needed_bytes: int
+    limit_bytes: int
+
+    fits = False
+
+    @property
+    def peak_bytes(self) -> int:
+        """`needed_bytes`: the compiler's figure for the peak, as far as it got."""
+        return self.needed_bytes
+
+
+def memory_of(compiled: Any, target: Target) -> Memory:
+    """The memory analysis of a compiled program, on one of the target's devices.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from remat.planner.targets import target
+    >>> compiled = jax.jit(jnp.sin).lower(jnp.ones(1000)).compile()
+    >>> memory_of(compiled, target("cpu")).peak_bytes
+    8000
+
+    Raises:
+      PlanError: the platform's compiler gives no analysis.
+    """
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        raise PlanError(
+            f"the compiler for {target.platform!r} gives no memory analysis, so nothing can be "
+            "verified there. Plan for another target, or take the plan unverified."
+        )
+    host = (
+        analysis.host_argument_size_in_bytes
+        + analysis.host_temp_size_in_bytes
+        + analysis.host_output_size_in_bytes
+        - analysis.host_alias_size_in_bytes
+    )
+    total = (
+        analysis.argument_size_in_bytes
+        + analysis.temp_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+    )
+    return Memory(
+        peak_bytes=analysis.peak_memory_in_bytes if target.platform == "tpu" else total,
+        argument_bytes=analysis.argument_size_in_bytes,
+        output_bytes=analysis.output_size_in_bytes,
+        temp_bytes=analysis.temp_size_in_bytes,
+        alias_bytes=analysis.alias_size_in_bytes,
+        host_bytes=host,
+    )
+
+
+# O0 of XLA's effort levels. JAX 0.12 takes its name too, 0.10 only the number.
+_OPTIMIZATION_LEVEL_O0 = 9
+
+
+def compile_for_analysis(
+    lowered: Any,
+    target: Target,
+    *,
+    default_level: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> Memory | OutOfMemory:
+    """Compile a lowered program for its memory analysis, XLA's own rematerialization off.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from remat.planner.targets import target
+    >>> lowered = jax.jit(jnp.sin).lower(jnp.ones(1000))
+    >>> compile_for_analysis(lowered, target("cpu")).peak_bytes
+    8000
+
+    Args:
+      lowered: the result of `jax.jit(f).lower(...)`, with arguments that `place` put on the target.
+      target: whose rule of the peak is applied.
+      default_level: on TPU, compile as JAX would for running, not at level O0. Slower.
+      compiler_options: as `jax.jit` takes them. `xla_disable_hlo_passes` is added to; it replaces
+        what a `jax.jit` that has the same option says.
+
+    Returns:
+      `Memory`, or `OutOfMemory` where the compiler refuses the program; both have `peak_bytes` and
+      `fits`.
+
+    Raises:
+      PlanError: the platform's compiler gives no analysis.
+    """
+    options = dict(compiler_options or {})
+    disabled = options.get("xla_disable_hlo_passes", "")
+    options["xla_disable_hlo_passes"] = ",".join(filter(None, (disabled, "rematerialization")))
+    if target.platform == "tpu" and not default_level:
+        options.setdefault("optimization_level", _OPTIMIZATION_LEVEL_O0)
+    try:
+        compiled = lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        refused = parse_out_of_memory(str(error))
+        if refused is None:
+            raise
+        return refused
+    return memory_of(compiled, target)
+
+
+# The two ways in which TPU compilers word it: before scheduling, and after.
+_SIZE = r"([0-9]+(?:\.[0-9]+)?)\s?([KMGT]?)i?B?"
+_OUT_OF_MEMORY = (
+    re.compile(rf"required for HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)"),
+    re.compile(rf"Used {_SIZE} of {_SIZE} hbm"),
+)
+
+
+def parse_out_of_memory(text: str) -> OutOfMemory | None:
+    """Read the compiler's refusal; None if the text is of another error (a kernel's VMEM, say).
+
+    >>> parse_out_of_memory("RESOURCE_EXHAUSTED: Used 20.00G of 15.75G hbm. Exceeded by 4.25G.")
+    OutOfMemory(needed_bytes=21474836480, limit_bytes=16911433728)
+    """
+    if "RESOURCE_EXHAUSTED" not in text:
+        return None
+    for pattern in _OUT_OF_MEMORY:
+        match = pattern.search(text)
+        if match:
+            needed, limit = (
+                units.parse_bytes(f"{match[i]}{match[i + 1]}{'iB' if match[i + 1] else 'B'}")
+                for i in (1, 3)
+            )
+            return OutOfMemory(needed, limit)
+    return None

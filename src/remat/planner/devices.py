@@ -1,0 +1,200 @@
+"""Figures of devices: how fast they compute and move bytes, and how much they hold.
+
+`DEVICES` has one line per device; a new one is one line more (and, for a GPU, the file
+`targets_<name>.textproto` beside this one if programs shall be compiled for it ahead of time).
+`device` finds one by its name or by the `device_kind` that JAX reports.
+
+* FLOP/s are those of a matrix product whose operands have the dtype, dense, at JAX's default
+  precision: TPUs multiply float32 in one pass of bfloat16, GPUs of NVIDIA in TF32. Elementwise work
+  is bound by memory on all of these devices, so its own rate is not kept.
+* `memory_bytes` is what a program may use. For TPUs the compiler's own limit, as it names it when a
+  program does not fit; for GPUs the memory of the device, of which JAX takes 75 % in advance unless
+  told otherwise; for CPUs nothing is known and it is 0. On a CPU the host's memory is the device's,
+  so nothing is gained by offloading.
+* Vendors' peaks are not reached. A cost model that divides by them is right about ratios, which is
+  what a choice between recomputing and keeping needs.
+
+Known limit: host links are the links' nominal rates in one direction, and several devices of a host
+may share one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from remat.errors import PlanError, closest
+
+_A100 = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-nvidia-us-2188504-web.pdf"
+_H100 = "https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet"
+_H200 = "https://www.nvidia.com/en-us/data-center/h200/"
+_TPU = "https://cloud.google.com/tpu/docs/{} and https://jax-ml.github.io/scaling-book/tpus/"
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What the planner knows of one kind of device.
+
+    Args:
+      name: short, as in a target: `"h100"`, `"v5e"`.
+      kinds: regular expressions, one of which matches all of JAX's `device_kind` (in any case).
+      platform: `"cpu"`, `"gpu"` or `"tpu"`.
+      flops: FLOP/s of a matrix product by the dtype of its operands.
+      bandwidth_bytes_per_s: of the device's memory.
+      host_link_bytes_per_s: between the device's and the host's memory, in one direction.
+      memory_bytes: what a program may use; 0 where that is not known.
+      has_host_memory: whether values can be offloaded to the host's memory.
+      launch_s: what an operation costs however small it is.
+      source: where the figures are from.
+      topology_options: further arguments for describing its topology ahead of time.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    platform: str
+    flops: Mapping[str, float] = dataclasses.field(hash=False)
+    bandwidth_bytes_per_s: float
+    host_link_bytes_per_s: float
+    memory_bytes: int
+    has_host_memory: bool
+    launch_s: float
+    source: str
+    topology_options: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "flops", MappingProxyType(dict(self.flops)))
+
+    def flops_per_s(self, dtype: str) -> float:
+        """The rate of a matrix product of a dtype; one that is not listed runs as a listed one of its
+        width, or as float32.
+
+        >>> device("h100").flops_per_s("bfloat16") / 1e12
+        989.4
+        """
+        alias = _RUNS_AS.get(dtype, "float32")
+        return self.flops.get(dtype, self.flops.get(alias, self.flops["float32"]))
+
+
+_RUNS_AS = {
+    "float16": "bfloat16",
+    "int8": "bfloat16",
+    "uint8": "int8",
+    "int4": "int8",
+    "uint4": "int8",
+    "float8_e4m3fn": "int8",
+    "float8_e5m2": "int8",
+    "complex128": "float64",
+    "int64": "float64",
+    "uint64": "float64",
+}
+
+
+def _rates(**tera: float) -> dict[str, float]:
+    return {dtype: value * 1e12 for dtype, value in tera.items()}
+
+
+def _tpu(
+    name: str,
+    kinds: tuple[str, ...],
+    tera_flops: tuple[float, float],
+    tera_bytes_per_s: float,
+    link_giga_bytes_per_s: float,
+    memory_gib: float,
+    **more: tuple[tuple[str, str], ...],
+) -> Device:
+    bfloat16, int8 = tera_flops
+    return Device(
+        name,
+        kinds,
+        "tpu",
+        _rates(bfloat16=bfloat16, float32=bfloat16, int8=int8),
+        tera_bytes_per_s * 1e12,
+        link_giga_bytes_per_s * 1e9,
+        int(memory_gib * 2**30),
+        has_host_memory=True,
+        launch_s=1e-6,
+        source=_TPU.format(name),
+        **more,
+    )
+
+
+def _gpu(
+    name: str,
+    tera_flops: dict[str, float],
+    tera_bytes_per_s: float,
+    link_giga_bytes_per_s: float,
+    memory_bytes: int,
+    source: str,
+) -> Device:
+    return Device(
+        name,
+        (f"NVIDIA {name}.*",),
+        "gpu",
+        tera_flops,
+        tera_bytes_per_s * 1e12,
+        link_giga_bytes_per_s * 1e9,
+        memory_bytes,
+        has_host_memory=True,
+        launch_s=3e-6,
+        source=source,
+    )
+
+
+_HOPPER = _rates(bfloat16=989.4, float32=494.7, float64=66.9, int8=1978.9)
+_AMPERE = _rates(bfloat16=312, float32=156, float64=19.5, int8=624)
+_MEASURED = _rates(float32=0.175, bfloat16=0.386, float16=0.195, float64=0.092)
+_HERE = "measured on 2 cores of an AMD EPYC (AVX-512, bf16) with jaxlib 0.12.0.1: benchmarks/device_cpu.py"
+
+# A chip of v4 is one device, as JAX runs it; described otherwise, it is two.
+_MEGACORE = (("chip_config_name", "megacore"),)
+
+# fmt: off
+DEVICES: Mapping[str, Device] = MappingProxyType({d.name: d for d in (
+    Device("cpu", ("cpu",), "cpu", _MEASURED, 38e9, 38e9, 0, False, 5e-6, _HERE),
+    _gpu("a100", _AMPERE, 2.039, 32, 85100068864, _A100),
+    _gpu("h100", _HOPPER, 3.35, 64, 84929347584, _H100),
+    _gpu("h200", _HOPPER, 4.8, 64, 151397597184, _H200),
+    _tpu("v4", ("TPU v4",), (275, 275), 1.228, 16, 30.75, topology_options=_MEGACORE),
+    _tpu("v5e", ("TPU v5 ?lite", "TPU v5e"), (197, 394), 0.819, 16, 15.75),
+    _tpu("v5p", ("TPU v5", "TPU v5p"), (459, 918), 2.765, 32, 95.73),
+    _tpu("v6e", ("TPU v6 ?lite", "TPU v6e"), (918, 1836), 1.64, 32, 31.24),
+)})
+# fmt: on
+# What stands in for a kind that is not listed: the smallest of its platform, so that neither its
+# memory nor its speed is overrated.
+_DEFAULTS = {"cpu": "cpu", "gpu": "a100", "tpu": "v5e"}
+
+
+def device(name_or_kind: str, platform: str | None = None) -> Device:
+    """The figures of a device, by name or by the `device_kind` that JAX reports.
+
+    >>> device("TPU v5 lite").name, device("NVIDIA H100 80GB HBM3").name
+    ('v5e', 'h100')
+    >>> device("NVIDIA L4", platform="gpu").name
+    'a100'
+
+    Args:
+      name_or_kind: such as `"v5e"` or `"TPU v5 lite"`.
+      platform: if given, a kind that is not known gets this platform's default: the figures of an
+        A100 on `"gpu"`, of a v5e on `"tpu"`, of the machine that measured them on `"cpu"`.
+
+    Raises:
+      PlanError: neither the kind nor the platform is known; names the closest that is.
+    """
+    if name_or_kind in DEVICES:
+        return DEVICES[name_or_kind]
+    for known in DEVICES.values():
+        if any(re.fullmatch(kind, name_or_kind, re.IGNORECASE) for kind in known.kinds):
+            return known
+    if platform is None:
+        raise PlanError(
+            f"there are no figures of a device {name_or_kind!r}; {closest(name_or_kind, DEVICES)} "
+            "Give the platform as well to take its default."
+        )
+    if platform not in _DEFAULTS:
+        raise PlanError(
+            f"there are no figures of a platform {platform!r}; {closest(platform, _DEFAULTS)}"
+        )
+    return DEVICES[_DEFAULTS[platform]]
