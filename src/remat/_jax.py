@@ -809,11 +809,14 @@ def disallowed_effects(jaxpr: Jaxpr) -> set[Any]:
 
 
 def register_dce(
-    primitive: Primitive, shrink: Callable[[JaxprEqn, list[bool], Jaxpr], dict]
+    primitive: Primitive,
+    shrink: Callable[[JaxprEqn, list[bool], Jaxpr], dict],
+    keeps_inputs: Callable[[JaxprEqn], bool],
 ) -> None:
     """Dead-code elimination for an equation whose parameter `jaxpr` is its body.
 
-    `shrink(eqn, used_inputs, new_jaxpr)` gives the parameters of what remains.
+    `shrink(eqn, used_inputs, new_jaxpr)` gives the parameters of what remains; `keeps_inputs(eqn)`
+    says that inputs stay, used or not.
     """
 
     def rule(used_outs: list[bool], *args: Any) -> tuple[list[bool], JaxprEqn | None]:
@@ -821,6 +824,7 @@ def register_dce(
         if not any(used_outs) and not _pe.has_effects(eqn, *live_ins):
             return [False] * len(eqn.invars), None
         keywords = {"live_inputs": live_ins[0]} if live_ins else {}
+        keywords["instantiate"] = keeps_inputs(eqn)
         body, used_ins = _pe.dce_jaxpr(eqn.params["jaxpr"], used_outs, **keywords)
         if not any(used_ins) and not any(used_outs) and not _lasting_effects(body):
             return used_ins, None

@@ -132,8 +132,17 @@ def linearized(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...]) -> Linearized:
     )
 
 
-def halves(region: Linearized, saved: Iterable[_jax.Var], *, round_saved: bool = True) -> Cut:
-    """The two halves of a region that saves these values; fewer, if the backward half needs fewer."""
+def halves(
+    region: Linearized,
+    saved: Iterable[_jax.Var],
+    again: Iterable[_jax.Var] = (),
+    *,
+    round_saved: bool = True,
+) -> Cut:
+    """The two halves of a region that saves these values; fewer, if the backward half needs fewer.
+
+    `again` are values that segments compute, some of them perhaps also saved for earlier segments.
+    """
     wanted = dict.fromkeys(saved)
     inputs = region.linear.invars[len(region.residuals) :]
     available = {*wanted, *inputs}
@@ -141,7 +150,13 @@ def halves(region: Linearized, saved: Iterable[_jax.Var], *, round_saved: bool =
     like = region.linear.eqns[0] if region.linear.eqns else region.forward.eqns[0]
     last = planned.linear_equation(region.linear, remat_p, like)
     backward = _jax.jaxpr_of([*wanted, *inputs], last.outvars, [*eqns, last], region.linear)
-    backward, used = _jax.dce(backward, [True] * len(backward.outvars))
+    needed: set[_jax.Var] = set()
+    again = set(again)
+    closure(region.numbering, again, available - again, needed.add)
+    shrunk, used = _jax.dce(backward, [True] * len(backward.outvars))
+    used = [u or v in needed for v, u in zip(backward.invars, used)]
+    invars = [v for v, u in zip(backward.invars, used) if u]
+    backward = _jax.jaxpr_of(invars, shrunk.outvars, shrunk.eqns, region.linear)
     kept = [v for v, u in zip(wanted, used) if u]
     n_known = len(region.forward.outvars) - len(region.residuals)
     forward = _jax.rebuild(region.forward, outvars=[*region.forward.outvars[:n_known], *kept])

@@ -13,6 +13,7 @@ region is a region of its own, whose values exist once for each step.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -164,6 +165,15 @@ class Record:
     backward: _jax.Jaxpr
     mark: str
 
+    @property
+    def region_id(self) -> tuple[str, str]:
+        return self.key, self.region.fingerprint
+
+    @functools.cached_property
+    def backward_numbers(self) -> dict[_jax.Var, int]:
+        """Which operation of the backward program computes a value."""
+        return {v: i for i, eqn in enumerate(self.backward.eqns) for v in eqn.outvars}
+
 
 Decided = Mapping[str, Mapping[str, RegionDecision]]  # by key, then by fingerprint
 
@@ -243,7 +253,8 @@ class _Region(planned.Decisions):
             raise PlanError(
                 f"region {self.key!r} has values 0 to {len(of) - 1}; the plan saves {beyond[0]}."
             )
-        c = halves(region, [of[n] for n in decision.saved])
+        again = [of[n] for segment in decision.segments for n in segment.recomputed]
+        c = halves(region, [of[n] for n in decision.saved], again)
         return c, _Backward(self.session, self.key, region, decision), None
 
 

@@ -325,9 +325,9 @@ def _transpose(
     outs_zero = tuple(type(ct) is _jax.Zero for ct in cts)
     if isinstance(params["policy"], planned.Backward):
         params["policy"] = None
-        whole = _transpose_planned(cts, args, jaxpr, linear, outs_zero, policy)
-        if whole is not None:
-            return whole
+        done, logs = _transpose_planned(cts, args, jaxpr, linear, outs_zero, policy)
+        if done:
+            return logs
     body, consts, ins_zero, out_tree = _jax.transpose(jaxpr, linear, outs_zero)
     values = [x for x, lin in zip(args, linear) if not lin]
     given = [ct for ct in cts if type(ct) is not _jax.Zero]
@@ -355,26 +355,27 @@ def _transpose_planned(
     linear: tuple[bool, ...],
     outs_zero: tuple[bool, ...],
     policy: planned.Backward,
-) -> Any:
+) -> tuple[bool, Any]:
     """Transpose the linear part alone and let the planner say how recomputation goes with it.
 
-    None if the body is no longer what the planner made of it; it is transposed as any other then.
+    Says whether it was done: not if the body is no longer what the planner made of it, which is
+    transposed as any other then.
     """
     last = jaxpr.eqns[-1] if jaxpr.eqns else None
     if last is None or last.params.get("policy") is not planned.LINEAR:
-        return None
+        return False, None
     if list(jaxpr.outvars) != list(last.outvars):
-        return None
+        return False, None
     of_input = {v: lin for v, lin in zip(jaxpr.invars, linear)}
     flags = tuple(_jax.is_var(v) and of_input.get(v, False) for v in last.invars)
     body, consts, ins_zero, out_tree = _jax.transpose(last.params["jaxpr"], flags, outs_zero)
     if consts:
-        return None
+        return False, None
     nonlinear = [v for v, lin in zip(last.invars, flags) if not lin]
     known = [v for v, lin in zip(jaxpr.invars, linear) if not lin]
     composed, role = policy.compose(known, body, nonlinear)
     if composed is None:
-        return None
+        return False, None
     values = [x for x, lin in zip(args, linear) if not lin]
     given = [ct for ct in cts if type(ct) is not _jax.Zero]
     if role is None:
@@ -385,7 +386,7 @@ def _transpose_planned(
     place = {v: i for i, v in enumerate(v for v, lin in zip(last.invars, flags) if lin)}
     accumulators = {v: x for v, x, lin in zip(jaxpr.invars, args, linear) if lin}
     _accumulate([accumulators[v] for v in place], ins_zero, nonzero_cts)
-    return logs or None
+    return True, logs or None
 
 
 _jax.register_transpose(remat_p, _transpose)
@@ -416,7 +417,12 @@ def _shrink(eqn: _jax.JaxprEqn, used_inputs: list[bool], jaxpr: _jax.Jaxpr) -> d
     return dict(eqn.params, **changed, cotangents=cotangents)
 
 
-_jax.register_dce(remat_p, _shrink)
+def _keeps_inputs(eqn: _jax.JaxprEqn) -> bool:
+    # A planner takes what its segments recompute from, which does not show in the body.
+    return isinstance(eqn.params["policy"], planned.Backward)
+
+
+_jax.register_dce(remat_p, _shrink, _keeps_inputs)
 _jax.register_discharge(remat_p, _rebind)
 _jax.register_checkify(remat_p, _rebind)
 _jax.register_key_reuse(remat_p)

@@ -1,0 +1,154 @@
+"""From a program and a budget to decisions about its regions.
+
+The program is fused to a graph, a schedule is found for it (`schedule`), and the schedule is read as
+decisions: what is live of a region's forward program when its backward pass begins and is used from
+there is saved; each burst of recomputation begins a segment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from remat.planner.fusion import Fused, Price, fuse
+from remat.planner.program import Op, Program
+from remat.planner.schedule import Schedule, schedule
+from remat.planner.simulate import Step, no_remat
+
+RegionId = tuple[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decided:
+    """What is decided about one region.
+
+    Args:
+      saved: numbers of values of the forward program.
+      segments: for each segment the operation of the backward program at which it starts, and the
+        numbers of the values that it recomputes.
+    """
+
+    saved: tuple[int, ...]
+    segments: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """Decisions for all regions of a program, and what they are predicted to take.
+
+    Args:
+      regions: the decisions.
+      peak_bytes: of live values, arguments and results left out.
+      extra_seconds, extra_flops: of recomputation.
+      lower_bound_seconds: no schedule within the budget recomputes less (in this model).
+    """
+
+    regions: dict[RegionId, Decided]
+    peak_bytes: int
+    extra_seconds: float
+    extra_flops: float
+    lower_bound_seconds: float
+
+
+class Problem:
+    """A program's graph, to be scheduled within several budgets."""
+
+    def __init__(self, program: Program, price: Price, regions: Iterable[RegionId]) -> None:
+        self.program = program
+        self.regions = tuple(regions)
+        self.fused: Fused = fuse(program, price, self._may_repeat)
+        unconstrained = no_remat(self.fused.graph)
+        self.peak_bytes = unconstrained.peak_bytes
+
+    def _may_repeat(self, op: Op) -> bool:
+        place = op.place
+        return place is not None and not place.is_backward and place.region in self.regions
+
+    def solve(self, budget: int) -> Answer:
+        """Decisions whose graph's peak is within the budget.
+
+        Raises:
+          BudgetError: the schedules that were found need more.
+        """
+        return self.read(schedule(self.fused.graph, budget, proof_time_limit_s=2.0))
+
+    def read(self, found: Schedule) -> Answer:
+        """What a schedule says about each region."""
+        base = self.fused.graph.time
+        extra = [i for i, again in _computed(found.steps) if again]
+        return Answer(
+            regions={region: self._decided(region, found.steps) for region in self.regions},
+            peak_bytes=found.peak_bytes,
+            extra_seconds=float(found.time - base),
+            extra_flops=sum(self._flops(i) for i in extra),
+            lower_bound_seconds=float(found.lower_bound - base),
+        )
+
+    def _flops(self, node: int) -> float:
+        return sum(self.program.ops[x].flops for x in self.fused.ops.get(node, ()))
+
+    def _decided(self, region: RegionId, steps: Iterable[Step]) -> Decided:
+        ops = self.program.ops
+        deps = {node.id: node.deps for node in self.fused.graph.nodes}
+        saved: dict[int, None] = {}
+        segments: list[tuple[int, tuple[int, ...]]] = []
+        redone: set[int] = set()  # nodes whose latest value is not of the forward pass
+        burst: list[int] = []
+        next_start = 0
+        began = False
+        for node, again in _computed(steps):
+            if node >= len(ops):
+                continue
+            place = ops[node].place
+            ours = place is not None and place.region == region
+            forward = ours and place is not None and not place.is_backward
+            if again and forward:
+                if began:
+                    burst.append(node)
+                continue
+            if not ours or place is None:
+                continue
+            if not place.is_backward:
+                continue
+            began = True
+            if burst:
+                again_set = set(burst)
+                for x in burst:
+                    self._save(deps[x], again_set, redone, region, saved)
+                numbers = [n for x in burst for n in self._numbers(x)]
+                segments.append((next_start, tuple(sorted(numbers))))
+                redone |= again_set
+                burst = []
+            self._save(deps[node], set(), redone, region, saved)
+            next_start = place.number + 1
+        return Decided(tuple(sorted(saved)), tuple(segments))
+
+    def _save(
+        self,
+        deps: Iterable[int],
+        here: set[int],
+        redone: set[int],
+        region: RegionId,
+        saved: dict[int, None],
+    ) -> None:
+        for d in deps:
+            if d >= len(self.program.ops) or d in here or d in redone:
+                continue
+            place = self.program.ops[d].place
+            if place is not None and not place.is_backward and place.region == region:
+                saved.update(dict.fromkeys(self._numbers(d)))
+
+    def _numbers(self, node: int) -> list[int]:
+        """The numbers, in its region, of the values that a node writes."""
+        op = self.program.ops[node]
+        assert op.place is not None
+        return [op.place.number + k for k in range(len(op.results))]
+
+
+def _computed(steps: Iterable[Step]) -> Iterable[tuple[int, bool]]:
+    """Each computation in turn, and whether it repeats one."""
+    seen: set[int] = set()
+    for kind, node in steps:
+        if kind == "compute":
+            yield node, node in seen
+            seen.add(node)

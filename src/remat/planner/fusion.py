@@ -1,0 +1,277 @@
+"""What compilers fuse: from operations to the values that are really written to memory.
+
+Chains of elementwise operations become one kernel, and what is only passed along inside a kernel
+occupies no memory and no bandwidth. The model, with the rules of XLA's fusion passes in mind:
+
+* An `OPAQUE` operation (a matmul, convolution, sort, loop) reads its operands from memory and writes
+  its results; a `REDUCE` operation computes its operands on the way and writes its result.
+* A `VIEW` is its operand.
+* An elementwise result is written if an opaque operation reads it, if it is an output of the
+  program, if it is `COSTLY` and several kernels need it, or if several kernels need it and would
+  have to read more bytes to compute it than it has itself. Otherwise every kernel that needs it
+  computes it from what *is* written.
+* A kernel may write its result where an operand was that nobody needs any more. So a value that only
+  one elementwise kernel reads (and reductions that this kernel reads, as in softmax) makes one node
+  with it.
+
+The result is a `Graph` whose nodes are written values, which is what is planned on.
+
+Known limits: the sizes of kernels are not limited, layouts are not modelled, and a node of several
+results (a loop) is freed as a whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from remat.planner.graph import Graph, Node
+from remat.planner.program import Kind, Op, Program
+
+#: An operation that must not be repeated takes this many times the whole program.
+_NEVER = 100.0
+
+#: `seconds(flops, bytes moved, dtype)` of one kernel.
+Price = Callable[[float, int, str], float]
+
+_FUSIBLE = (Kind.CHEAP, Kind.COSTLY, Kind.VIEW)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused:
+    """A program's graph, and what its nodes are.
+
+    Args:
+      graph: nodes are numbered by the operation that writes them.
+      ops: for each node its operations, in order; those it shares with others (cheap ones) too.
+      seconds: for each node the time of one computation, also where the graph says never.
+      holds: for each written value the node that holds it.
+    """
+
+    graph: Graph
+    ops: dict[int, tuple[int, ...]]
+    seconds: dict[int, float]
+    holds: dict[int, int]
+
+
+def fuse(program: Program, price: Price, may_repeat: Callable[[Op], bool]) -> Fused:
+    """The graph of written values of a program.
+
+    Args:
+      program: without dead operations.
+      price: the time of a kernel.
+      may_repeat: which operations a plan may compute again.
+    """
+    return _Fusion(program, price, may_repeat).result()
+
+
+class _Fusion:
+    def __init__(self, program: Program, price: Price, may_repeat: Callable[[Op], bool]) -> None:
+        self.program = program
+        self.price = price
+        self.may_repeat = may_repeat
+        ops = program.ops
+        self.producer = {v: i for i, op in enumerate(ops) for v in op.results}
+        self.readers: list[list[int]] = [[] for _ in ops]
+        for i, op in enumerate(ops):
+            for v in dict.fromkeys(op.operands):
+                if v in self.producer:
+                    self.readers[self.producer[v]].append(i)
+        self.outputs = {self.producer[v] for v in program.outputs if v in self.producer}
+        self.size = [sum(program.bytes[v] for v in op.results) for op in ops]
+        self.is_output = self._outputs_through_views()
+        self.written = self._written()
+        self.reads = self._reads()
+
+    def _outputs_through_views(self) -> list[bool]:
+        found = [i in self.outputs for i in range(len(self.program.ops))]
+        for i in reversed(range(len(self.program.ops))):
+            if found[i] and self.program.ops[i].kind is Kind.VIEW:
+                for v in self.program.ops[i].operands:
+                    if v in self.producer:
+                        found[self.producer[v]] = True
+        return found
+
+    def _users(self, i: int) -> list[int]:
+        """The operations that use a result, seen through views."""
+        found: dict[int, None] = {}
+        stack = list(self.readers[i])
+        while stack:
+            user = stack.pop()
+            if self.program.ops[user].kind is Kind.VIEW:
+                stack += self.readers[user]
+            else:
+                found[user] = None
+        return list(found)
+
+    def _written(self) -> list[bool]:
+        ops = self.program.ops
+        written = [False] * len(ops)
+        users = [self._users(i) for i in range(len(ops))]
+        for i, op in enumerate(ops):
+            if op.kind in (Kind.OPAQUE, Kind.REDUCE):
+                written[i] = True
+            elif op.kind is not Kind.VIEW:
+                opaque = any(ops[u].kind is Kind.OPAQUE for u in users[i])
+                costly = op.kind is Kind.COSTLY and len(users[i]) > 1
+                written[i] = self.is_output[i] or opaque or costly
+        # Several kernels would have to read more than one operand of this size each.
+        sources: list[frozenset[int]] = []
+        for i, op in enumerate(ops):
+            found: set[int] = set()
+            for v in op.operands:
+                if v in self.producer:
+                    found |= sources[self.producer[v]]
+                else:
+                    found.add(-1 - v)
+            if not written[i] and op.kind is Kind.CHEAP and len(users[i]) > 1 and self.size[i]:
+                large = [s for s in found if 2 * self._source_size(s) >= self.size[i]]
+                written[i] = len(large) > 1
+            if len(found) > 64:  # no kernel reads so many
+                written[i] = written[i] or op.kind is not Kind.VIEW
+            sources.append(frozenset((i,)) if written[i] else frozenset(found))
+        return written
+
+    def _source_size(self, source: int) -> int:
+        return self.size[source] if source >= 0 else 0  # inputs are there anyway
+
+    def _reads(self) -> dict[int, tuple[list[int], list[int]]]:
+        """For each written operation: the written ones it reads, and what it computes on the way."""
+        through: list[tuple[frozenset[int], frozenset[int]]] = []
+        reads = {}
+        for i, op in enumerate(self.program.ops):
+            roots: set[int] = set()
+            inside: set[int] = {i}
+            for v in op.operands:
+                j = self.producer.get(v)
+                if j is None:
+                    continue
+                if self.written[j]:
+                    roots.add(j)
+                else:
+                    roots |= through[j][0]
+                    inside |= through[j][1]
+            if self.written[i]:
+                reads[i] = (sorted(roots), sorted(inside))
+                through.append((frozenset(), frozenset()))
+            else:
+                through.append((frozenset(roots), frozenset(inside)))
+        return reads
+
+    def result(self) -> Fused:
+        ops = self.program.ops
+        nodes = {i: _Group([i], set(deps)) for i, (deps, _) in self.reads.items()}
+        into = _merge(self, nodes)
+        seconds: dict[int, float] = {}
+        members: dict[int, tuple[int, ...]] = {}
+        graph_nodes: list[Node] = []
+        never = _NEVER * max(sum(map(self._seconds, self.reads)), 1e-9)
+        for i in sorted(nodes):
+            group = nodes[i]
+            seconds[i] = sum(self._seconds(member) for member in group.members)
+            members[i] = tuple(
+                dict.fromkeys(x for member in group.members for x in self.reads[member][1])
+            )
+            may = all(
+                ops[x].repeatable and self.may_repeat(ops[x])
+                for member in group.members
+                for x in (member,)
+            )
+            n_bytes = 0 if self.is_output[i] else self._held_bytes(i)
+            name = ops[i].label or ops[i].path or ops[i].name
+            place = ops[i].place
+            graph_nodes.append(
+                Node(
+                    i,
+                    time=seconds[i] if may else never + seconds[i],
+                    bytes=n_bytes,
+                    deps=tuple(sorted(group.deps)),
+                    name=name,
+                    backward=place is not None and place.is_backward,
+                )
+            )
+            workspace = max(ops[member].workspace_bytes for member in group.members)
+            if workspace:
+                # What an operation needs while it runs is a value that only it reads.
+                work = Node(len(ops) + 1 + i, 0.0, workspace, (), f"workspace of {name}")
+                last = graph_nodes.pop()
+                graph_nodes += [work, dataclasses.replace(last, deps=(*last.deps, work.id))]
+        ends = tuple(i for i in sorted(nodes) if self.is_output[i])
+        graph_nodes.append(Node(len(ops), 0.0, 0, ends, "results"))
+        holds = {v: into.get(i, i) for i in self.reads for v in ops[i].results}
+        return Fused(Graph(tuple(graph_nodes)), members, seconds, holds)
+
+    def _held_bytes(self, i: int) -> int:
+        return self.size[i]
+
+    def _seconds(self, i: int) -> float:
+        """One kernel: what it reads and writes, and the operations inside it."""
+        ops, sizes = self.program.ops, self.program.bytes
+        roots, inside = self.reads[i]
+        moved = self.size[i] + sum(self.size[j] for j in roots) + ops[i].extra_bytes
+        for x in inside:
+            moved += sum(sizes[v] for v in ops[x].operands if v in self.program.inputs)
+        flops = sum(ops[x].flops for x in inside)
+        return self.price(flops, moved, ops[i].dtype)
+
+
+@dataclasses.dataclass
+class _Group:
+    members: list[int]
+    deps: set[int]
+
+
+def _merge(fusion: _Fusion, nodes: dict[int, _Group]) -> dict[int, int]:
+    """Merge values into the one kernel that reads them and may write in their place."""
+    ops = fusion.program.ops
+    users: dict[int, set[int]] = {i: set() for i in nodes}
+    for i, group in nodes.items():
+        for d in group.deps:
+            users[d].add(i)
+    into: dict[int, int] = {}
+    for end in sorted(nodes):
+        if ops[end].kind not in _FUSIBLE or end not in nodes:
+            continue
+        changed = True
+        while changed:
+            changed = False
+            for d in sorted(nodes[end].deps, reverse=True):
+                inner = users[d] - {end}
+                if (
+                    end in users[d]
+                    and all(users[c] == {end} for c in inner)
+                    and all(_goes_with(fusion, c, end) for c in (d, *inner))
+                    and all(ops[c].kind is Kind.REDUCE for c in inner)
+                    and 2 * fusion.size[d] > fusion.size[end]
+                    and (fusion.size[d] <= 2 * fusion.size[end])
+                ):
+                    for c in (*sorted(inner), d):
+                        _absorb(nodes, users, end, c)
+                        into[c] = end
+                    changed = True
+                    break
+    for i in into:
+        while into[i] in into:
+            into[i] = into[into[i]]
+    return into
+
+
+def _goes_with(fusion: _Fusion, i: int, end: int) -> bool:
+    """Whether two operations are of the same side of the same region, and the first stays inside."""
+    ops = fusion.program.ops
+    a, b = ops[i].place, ops[end].place
+    same = (a is None) == (b is None) and (
+        a is None or b is None or (a.region, a.is_backward) == (b.region, b.is_backward)
+    )
+    return same and not fusion.is_output[i]
+
+
+def _absorb(nodes: dict[int, _Group], users: dict[int, set[int]], end: int, c: int) -> None:
+    group = nodes.pop(c)
+    for d in group.deps:
+        users[d].discard(c)
+        users[d].add(end)
+    nodes[end].deps |= group.deps
+    nodes[end].deps.discard(c)
+    nodes[end].members = sorted({*nodes[end].members, *group.members})
+    users.pop(c)

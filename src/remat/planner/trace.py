@@ -1,0 +1,272 @@
+"""From a traced step to the `Program` that is planned on: the only module that reads jaxprs for that.
+
+A step is traced while a `Recording` is under way, so that its jaxpr holds each region's forward and
+backward program as one marked equation. Calls, regions and the bodies of `shard_map` are written
+out; loops and branches stay operations of their own, with the memory that their bodies need as
+workspace.
+
+Bytes are of one device: inside `shard_map` types are local already, elsewhere `Shards` divides by
+what the value's sharding says, which is propagated from the arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from remat import _jax
+from remat.flops import flops_of
+from remat.planner.fusion import fuse
+from remat.planner.program import Kind, Op, Place, Program, without_dead
+from remat.planner.regions import Record
+from remat.planner.simulate import no_remat
+from remat.transform import planned
+
+_VIEWS = frozenset(
+    {"reshape", "squeeze", "expand_dims", "copy", "copy_p", "name", "stop_gradient", "remat_mark",
+     "optimization_barrier", "pvary", "pcast", "sharding_constraint", "bitcast_convert_type",
+     "mesh_cast", "reshard", "symbolic_zeros"}
+)  # fmt: skip
+_COSTLY = frozenset(
+    {"exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "erfc", "erf_inv", "sin",
+     "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh", "pow",
+     "sqrt", "rsqrt", "cbrt", "lgamma", "digamma", "div", "rem", "igamma", "igammac"}
+)  # fmt: skip
+_CHEAP = frozenset(
+    {"add", "sub", "mul", "neg", "max", "min", "select_n", "convert_element_type", "abs", "sign",
+     "broadcast_in_dim", "iota", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not",
+     "transpose", "integer_pow", "square", "reduce_precision", "add_any", "slice", "pad", "rev",
+     "is_finite", "clamp", "floor", "ceil", "round", "real", "imag", "complex", "conj", "nextafter",
+     "shift_left", "shift_right_logical", "shift_right_arithmetic", "population_count", "clz",
+     "eq_to", "lt_to", "le_to", "full", "concatenate", "dynamic_slice", "split",
+     "random_wrap", "random_unwrap", "empty2"}
+)  # fmt: skip
+_COLLECTIVES = frozenset(
+    {"psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "pbroadcast", "all_to_all",
+     "all_gather", "all_gather_invariant", "all_gather_reduced", "reduce_scatter",
+     "psum_scatter", "unreduced_psum", "ragged_all_to_all"}
+)  # fmt: skip
+
+
+def kind_of(eqn: _jax.JaxprEqn) -> Kind:
+    """What an equation means to a compiler that fuses loops."""
+    name = eqn.primitive.name
+    if name in _VIEWS:
+        return Kind.VIEW
+    if name in _CHEAP:
+        return Kind.CHEAP
+    if name in _COSTLY:
+        return Kind.COSTLY
+    if name.startswith(("reduce_", "argm")) and name != "reduce_scatter":
+        return Kind.REDUCE
+    return Kind.OPAQUE
+
+
+def program_of_step(
+    jaxpr: _jax.Jaxpr, records: Mapping[tuple[str, str], Record], shards: Sequence[int]
+) -> Program:
+    """A whole step, with the regions' programs written out in it.
+
+    Args:
+      jaxpr: of the step, traced under a `Recording`.
+      records: what that took down.
+      shards: for each argument over how many devices it is divided.
+    """
+    builder = _Builder(records)
+    builder.enter(jaxpr.invars, shards)
+    builder.enter(jaxpr.constvars, [1] * len(jaxpr.constvars))
+    builder.write(jaxpr, None, "")
+    return builder.program(jaxpr.outvars)
+
+
+def program_of_record(record: Record) -> Program:
+    """One region by itself: its forward program, then its backward program.
+
+    Inputs of the region count as there anyway.
+    """
+    builder = _Builder({record.region_id: record})
+    forward, backward = record.region.forward, record.backward
+    builder.enter(forward.invars, [1] * len(forward.invars))
+    builder.enter(record.region.linear.invars, [1] * len(record.region.linear.invars))
+    builder.write(forward, (record, False), "")
+    residuals = set(record.region.residuals)
+    builder.enter([v for v in backward.invars if v not in residuals], None)
+    builder.write(backward, (record, True), "")
+    n_known = len(forward.outvars) - len(record.region.residuals)
+    return builder.program([*forward.outvars[:n_known], *backward.outvars])
+
+
+class _Builder:
+    def __init__(self, records: Mapping[tuple[str, str], Record]) -> None:
+        self.records = records
+        self.ops: list[Op] = []
+        self.bytes: list[int] = []
+        self.types: list[str] = []
+        self.shards: list[int] = []
+        self.inputs: set[int] = set()
+        self.ids: dict[_jax.Var, int] = {}
+
+    def enter(self, variables: Sequence[_jax.Var], shards: Sequence[int] | None) -> None:
+        for v, n in zip(variables, shards or [1] * len(variables)):
+            if v not in self.ids:
+                self.inputs.add(self._new(v, n))
+
+    def program(self, outvars: Sequence[Any]) -> Program:
+        outs = tuple(self.ids[v] for v in outvars if _jax.is_var(v))
+        inputs = frozenset(self.inputs)
+        return Program(tuple(self.ops), tuple(self.bytes), tuple(self.types), inputs, outs)
+
+    def _new(self, v: _jax.Var, shards: int) -> int:
+        number = len(self.bytes)
+        self.ids[v] = number
+        self.bytes.append(-(-n_bytes(v.aval) // shards))
+        self.types.append(type_text(v.aval))
+        self.shards.append(shards)
+        return number
+
+    def write(self, jaxpr: _jax.Jaxpr, side: tuple[Record, bool] | None, path: str) -> None:
+        for index, eqn in enumerate(jaxpr.eqns):
+            here = _joined(path, _jax.name_stack_of(eqn))
+            policy = eqn.params.get("policy")
+            if isinstance(policy, planned.Role) and policy.key in self.records:
+                record = self.records[policy.key]
+                self._call(eqn, eqn.params["jaxpr"], (record, policy.is_backward), here)
+                continue
+            body = _inline_body(eqn)
+            if body is not None:
+                inner = side if side is not None and eqn.primitive.name == "remat" else None
+                self._call(eqn, body, inner, here)
+                continue
+            self._op(eqn, side, index, here)
+
+    def _call(
+        self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr, side: tuple[Record, bool] | None, path: str
+    ) -> None:
+        saved = {v: self.ids.get(v) for v in body.invars}
+        operands = [self.ids.get(v) if _jax.is_var(v) else None for v in eqn.invars]
+        scale = eqn.primitive.name == "shard_map"
+        for v, operand in zip(body.invars, operands):
+            if operand is None:
+                self.inputs.add(self._new(v, 1))
+            elif scale and self.bytes[operand] != n_bytes(v.aval):
+                # Types in a shard_map are local.
+                self.ids[v] = operand
+                self.bytes[operand] = min(self.bytes[operand], n_bytes(v.aval))
+            else:
+                self.ids[v] = operand
+        for v in body.constvars:
+            self.inputs.add(self._new(v, 1))
+        self.write(body, side, path)
+        for outer, v in zip(eqn.outvars, body.outvars):
+            if _jax.is_var(v):
+                self.ids[outer] = self.ids[v]
+            else:
+                self.inputs.add(self._new(outer, 1))
+        for v, number in saved.items():
+            if number is not None:
+                self.ids[v] = number
+
+    def _op(
+        self, eqn: _jax.JaxprEqn, side: tuple[Record, bool] | None, index: int, path: str
+    ) -> None:
+        operands = tuple(self.ids[v] for v in eqn.invars if _jax.is_var(v))
+        shards = max((self.shards[v] for v in operands if self.bytes[v]), default=1)
+        results = tuple(self._new(v, self._result_shards(v, shards)) for v in eqn.outvars)
+        kind = kind_of(eqn)
+        place = _place(side, eqn, index)
+        collective = eqn.primitive.name in _COLLECTIVES
+        self.ops.append(
+            Op(
+                name=eqn.primitive.name,
+                kind=kind,
+                operands=operands,
+                results=results,
+                flops=flops_of(eqn) / shards,
+                dtype=_dtype(eqn),
+                extra_bytes=_extra_bytes(eqn),
+                workspace_bytes=workspace_bytes(eqn) // shards,
+                place=place,
+                source=_jax.source_line_of(eqn),
+                path=path,
+                label=_jax.checkpoint_name_of(eqn) or "",
+                repeatable=not eqn.effects and not collective,
+            )
+        )
+
+    def _result_shards(self, v: _jax.Var, shards: int) -> int:
+        return shards if n_bytes(v.aval) >= shards else 1
+
+
+def _place(side: tuple[Record, bool] | None, eqn: _jax.JaxprEqn, index: int) -> Place | None:
+    if side is None:
+        return None
+    record, is_backward = side
+    if is_backward:
+        number = record.backward_numbers.get(eqn.outvars[0]) if eqn.outvars else None
+    else:
+        number = next(
+            (n for v in eqn.outvars if (n := record.region.numbering.number.get(v)) is not None),
+            None,
+        )
+    return None if number is None else Place(record.region_id, is_backward, number)
+
+
+def _inline_body(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
+    """The body of an equation that is a call: its operations stand in the program around it."""
+    name = eqn.primitive.name
+    if name in ("jit", "pjit", "closed_call", "core_call", "shard_map", "custom_jvp_call",
+                "custom_vjp_call", "custom_vjp_call_jaxpr"):  # fmt: skip
+        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+            if _jax.is_jaxpr(eqn.params.get(key)):
+                return _jax.open_jaxpr(eqn.params[key])
+    if name in ("remat", "checkpoint", "remat2"):
+        return _jax.open_jaxpr(eqn.params["jaxpr"])
+    return None
+
+
+def workspace_bytes(eqn: _jax.JaxprEqn) -> int:
+    """What the bodies of a loop or of branches occupy while they run."""
+    if not _jax.has_body(eqn):
+        return 0
+    return max((_body_peak(_jax.open_jaxpr(b)) for b in _jax.bodies_of(eqn)), default=0)
+
+
+@_jax.weakref_lru_cache
+def _body_peak(jaxpr: _jax.Jaxpr) -> int:
+    builder = _Builder({})
+    builder.enter((*jaxpr.invars, *jaxpr.constvars), None)
+    builder.write(jaxpr, None, "")
+    program = without_dead(builder.program(jaxpr.outvars))
+    return no_remat(fuse(program, lambda *_: 0.0, lambda _: False).graph).peak_bytes
+
+
+def _dtype(eqn: _jax.JaxprEqn) -> str:
+    for v in (*eqn.invars, *eqn.outvars):
+        dtype = getattr(v.aval, "dtype", None)
+        if dtype is not None and str(dtype).startswith(("float", "bfloat", "complex")):
+            return str(dtype)
+    return "float32"
+
+
+def _extra_bytes(eqn: _jax.JaxprEqn) -> int:
+    """What a loop moves besides its operands and results: its carry, at every step."""
+    if eqn.primitive.name != "scan":
+        return 0
+    carry = eqn.outvars[: eqn.params["num_carry"]]
+    return 2 * eqn.params["length"] * sum(n_bytes(v.aval) for v in carry)
+
+
+def n_bytes(aval: Any) -> int:
+    size = getattr(aval, "size", None)
+    if size is None or _jax.is_on_host(aval):
+        return 0
+    return int(size) * _jax.itemsize_bytes(aval)
+
+
+def type_text(aval: Any) -> str:
+    """`f32[8,1024]`."""
+    return aval.str_short(short_dtypes=True)
+
+
+def _joined(path: str, more: str) -> str:
+    return f"{path}/{more}" if path and more else path or more
