@@ -150,7 +150,7 @@ _HAMMER = """
 import sys, json
 from remat.planner.cache import Cache
 cache, name = Cache(sys.argv[1]), sys.argv[2]
-for i in range(60):
+for i in range(25):
     cache.update("times", "shared", lambda old: {**(old or {}), f"{name} {i}": i})
     cache.put("times", "contested", {"name": name, "filler": name * 1000})
     seen = cache.get("times", "contested")
@@ -164,7 +164,7 @@ def test_no_update_of_four_processes_is_lost(cache):
     processes = [subprocess.Popen([*command, name]) for name in names]
     assert [process.wait() for process in processes] == [0] * 4
     found = cache.get("times", "shared")
-    assert found == {f"{name} {i}": i for name in names for i in range(60)}
+    assert found == {f"{name} {i}": i for name in names for i in range(25)}
     assert not damaged(cache) and not list(cache.folder.glob("*.partial"))
 
 
