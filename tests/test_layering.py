@@ -18,6 +18,7 @@ LAYERS = [
     ("errors",),
     ("units",),
     ("_jax",),
+    ("flops",),
     ("transform.barrier", "transform.marks", "transform.statics"),
     ("transform.cut", "transform.policies"),
     ("transform.residuals",),
@@ -34,7 +35,8 @@ LAYERS = [
     ("linen_toggle",),
     ("toggle",),
     ("testing",),
-    ("planner.devices",),
+    ("planner.devices", "planner.cache"),
+    ("planner.costs",),
     ("planner.targets",),
     ("planner.compiled",),
 ]

@@ -22,7 +22,7 @@ PUBLIC = {
 
 def test_public_names_are_pinned():
     modules = {
-        "errors", "units", "transform", "loops", "planner", "report", "toggle", "globs", "partition",
+        "errors", "flops", "units", "transform", "loops", "planner", "report", "toggle", "globs", "partition",
         "linen", "linen_toggle", "nnx", "equinox", "haiku", "brainstate",
     }  # fmt: skip
     found = {name for name in vars(remat) if not name.startswith("_")}

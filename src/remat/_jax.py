@@ -269,6 +269,14 @@ def new_call(
     return _pe.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, effects, *context)
 
 
+def jaxpr_of_equation(eqn: JaxprEqn) -> Jaxpr:
+    """A jaxpr of one equation alone, which takes the equation's operands."""
+    invars = list(dict.fromkeys(v for v in eqn.invars if is_var(v)))
+    outvars = [v for v in eqn.outvars if type(v).__name__ != "DropVar"]
+    debug = _api_util.debug_info("equation", lambda: None, (), {})
+    return _core.Jaxpr([], invars, outvars, [eqn], eqn.effects, debug.with_unknown_names())
+
+
 def new_var(aval: Any) -> Var:
     return _core.Var(aval)
 
@@ -1225,6 +1233,13 @@ def memory_kinds() -> tuple[str, ...]:
 def is_on_host(aval: Any) -> bool:
     """Whether a value's type says that it lives in host memory."""
     return getattr(aval, "memory_space", None) is _core.MemorySpace.Host
+
+
+def zero_keys(aval: Any) -> Any:
+    """Random keys of a type, whatever their implementation, made of zeros."""
+    impl = aval.dtype._impl
+    words = jnp.zeros((*aval.shape, *impl.key_shape), jnp.uint32)
+    return jax.random.wrap_key_data(words, impl=impl)
 
 
 def itemsize_bytes(aval: Any) -> int:

@@ -26,7 +26,7 @@ def test_a_device_kind_of_jax_finds_its_device(kind, name):
     assert device(kind) is device(name) is DEVICES[name]
 
 
-@pytest.mark.parametrize("known", DEVICES.values(), ids=str)
+@pytest.mark.parametrize("known", DEVICES.values(), ids=DEVICES)
 def test_figures_are_complete_and_of_the_right_magnitude(known):
     assert known.name == known.name.lower() and known.source
     assert {"float32", "bfloat16"} <= set(known.flops)
@@ -35,7 +35,7 @@ def test_figures_are_complete_and_of_the_right_magnitude(known):
     assert known.memory_bytes == 0 or 2**33 < known.memory_bytes < 2**38
     assert 0 < known.launch_s < 1e-4
     # What the balance between computing and moving rests on: FLOPs per byte of bfloat16.
-    assert 20 < known.flops["bfloat16"] / known.bandwidth_bytes_per_s < 1000
+    assert 5 < known.flops["bfloat16"] / known.bandwidth_bytes_per_s < 1000
 
 
 def test_an_unknown_name_gets_the_closest_one():

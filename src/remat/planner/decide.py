@@ -10,10 +10,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+import numpy as np
+
+from remat.planner.graph import Graph
 from remat.planner.fusion import Fused, Price, fuse
 from remat.planner.program import Op, Program
 from remat.planner.schedule import Schedule, schedule
-from remat.planner.simulate import Step, no_remat
+from remat.planner.simulate import Arrays, Step, liveness, no_remat
 
 RegionId = tuple[str, str]
 
@@ -56,9 +59,13 @@ class Problem:
     def __init__(self, program: Program, price: Price, regions: Iterable[RegionId]) -> None:
         self.program = program
         self.regions = tuple(regions)
-        self.fused: Fused = fuse(program, price, self._may_repeat)
-        unconstrained = no_remat(self.fused.graph)
-        self.peak_bytes = unconstrained.peak_bytes
+        fused = fuse(program, price, self._may_repeat)
+        sizes = _sizes_at_peak(fused)
+        # An output's memory is of use to values that fit into it, and fill it at least half.
+        self.fused: Fused = fuse(
+            program, price, self._may_repeat, lambda n: any(n <= 2 * s <= 2 * n for s in sizes)
+        )
+        self.peak_bytes = no_remat(self.fused.graph).peak_bytes - self.fused.lent_bytes
 
     def _may_repeat(self, op: Op) -> bool:
         place = op.place
@@ -70,6 +77,7 @@ class Problem:
         Raises:
           BudgetError: the schedules that were found need more.
         """
+        budget += self.fused.lent_bytes
         return self.read(schedule(self.fused.graph, budget, proof_time_limit_s=2.0))
 
     def read(self, found: Schedule) -> Answer:
@@ -78,7 +86,7 @@ class Problem:
         extra = [i for i, again in _computed(found.steps) if again]
         return Answer(
             regions={region: self._decided(region, found.steps) for region in self.regions},
-            peak_bytes=found.peak_bytes,
+            peak_bytes=found.peak_bytes - self.fused.lent_bytes,
             extra_seconds=float(found.time - base),
             extra_flops=sum(self._flops(i) for i in extra),
             lower_bound_seconds=float(found.lower_bound - base),
@@ -143,6 +151,27 @@ class Problem:
         op = self.program.ops[node]
         assert op.place is not None
         return [op.place.number + k for k in range(len(op.results))]
+
+
+def _sizes_at_peak(fused: Fused) -> set[int]:
+    """The sizes of the values that are live when a program without recomputation needs most."""
+    graph = fused.graph
+    usage = no_remat(graph)
+    last = {d: i for i, node in enumerate(graph.nodes) for d in node.deps}
+    at = next(
+        i for i, live in enumerate(_live(graph)) if live == usage.peak_bytes
+    )
+    return {
+        node.bytes
+        for i, node in enumerate(graph.nodes)
+        if i <= at <= last.get(node.id, i) and node.bytes
+    }
+
+
+def _live(graph: Graph) -> Iterable[int]:
+    """Live bytes at each node, computed in order."""
+    arrays = Arrays.of(graph)
+    return liveness(arrays, np.arange(len(graph))).live_bytes.tolist()
 
 
 def _computed(steps: Iterable[Step]) -> Iterable[tuple[int, bool]]:

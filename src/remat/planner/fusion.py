@@ -46,23 +46,33 @@ class Fused:
       ops: for each node its operations, in order; those it shares with others (cheap ones) too.
       seconds: for each node the time of one computation, also where the graph says never.
       holds: for each written value the node that holds it.
+      lent_bytes: of outputs whose memory other values use first. The graph's peak includes them.
     """
 
     graph: Graph
     ops: dict[int, tuple[int, ...]]
     seconds: dict[int, float]
     holds: dict[int, int]
+    lent_bytes: int
 
 
-def fuse(program: Program, price: Price, may_repeat: Callable[[Op], bool]) -> Fused:
+def fuse(
+    program: Program,
+    price: Price,
+    may_repeat: Callable[[Op], bool],
+    lends: Callable[[int], bool] = lambda _: False,
+) -> Fused:
     """The graph of written values of a program.
 
     Args:
       program: without dead operations.
       price: the time of a kernel.
       may_repeat: which operations a plan may compute again.
+      lends: for an output of so many bytes, whether it counts from when it is computed. Memory for
+        outputs is there from the start, and compilers put other values there until then. Outputs
+        that do not lend their memory count nothing at all.
     """
-    return _Fusion(program, price, may_repeat).result()
+    return _Fusion(program, price, may_repeat).result(lends)
 
 
 class _Fusion:
@@ -158,13 +168,14 @@ class _Fusion:
                 through.append((frozenset(roots), frozenset(inside)))
         return reads
 
-    def result(self) -> Fused:
+    def result(self, lends: Callable[[int], bool]) -> Fused:
         ops = self.program.ops
         nodes = {i: _Group([i], set(deps)) for i, (deps, _) in self.reads.items()}
         into = _merge(self, nodes)
         seconds: dict[int, float] = {}
         members: dict[int, tuple[int, ...]] = {}
         graph_nodes: list[Node] = []
+        lent = 0
         never = _NEVER * max(sum(map(self._seconds, self.reads)), 1e-9)
         for i in sorted(nodes):
             group = nodes[i]
@@ -177,7 +188,10 @@ class _Fusion:
                 for member in group.members
                 for x in (member,)
             )
-            n_bytes = 0 if self.is_output[i] else self._held_bytes(i)
+            n_bytes = self.size[i]
+            if self.is_output[i]:
+                n_bytes = n_bytes if lends(n_bytes) else 0
+                lent += n_bytes
             name = ops[i].label or ops[i].path or ops[i].name
             place = ops[i].place
             graph_nodes.append(
@@ -199,10 +213,7 @@ class _Fusion:
         ends = tuple(i for i in sorted(nodes) if self.is_output[i])
         graph_nodes.append(Node(len(ops), 0.0, 0, ends, "results"))
         holds = {v: into.get(i, i) for i in self.reads for v in ops[i].results}
-        return Fused(Graph(tuple(graph_nodes)), members, seconds, holds)
-
-    def _held_bytes(self, i: int) -> int:
-        return self.size[i]
+        return Fused(Graph(tuple(graph_nodes)), members, seconds, holds, lent)
 
     def _seconds(self, i: int) -> float:
         """One kernel: what it reads and writes, and the operations inside it."""

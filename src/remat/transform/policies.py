@@ -29,13 +29,12 @@ import dataclasses
 import fnmatch
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from remat import _jax, units
+from remat import _jax, flops, units
 from remat.errors import MemoryKindError, PolicyError, UnknownNameError, closest
 from remat.transform import marks
 
@@ -62,22 +61,8 @@ class Value(NamedTuple):
 
     @property
     def flops(self) -> int:
-        return _flops(self.eqn)
-
-
-def _flops(eqn: _jax.JaxprEqn) -> int:
-    """Floating-point operations of one equation; of a loop or a call: none of its own."""
-    outs = sum(getattr(v.aval, "size", 0) for v in eqn.outvars)
-    if eqn.primitive is _jax.dot_general_p:
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        return 2 * outs * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
-    if eqn.primitive is _jax.conv_general_dilated_p:
-        kernel = eqn.invars[1].aval
-        out_features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-        return 2 * outs * kernel.size // max(out_features, 1)
-    if _jax.has_body(eqn):
-        return 0
-    return max(outs, *(getattr(v.aval, "size", 0) for v in eqn.invars), 0)
+        # Of a loop or a call none of its own: the same work is met again inside.
+        return 0 if self.is_result_of_body else flops.flops_of(self.eqn, transcendental=1)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,0 +1,263 @@
+"""Seconds per equation: from a device's figures (`Roofline`), or measured on it (`Measured`).
+
+The roofline (Williams, Waterman & Patterson, CACM 52(4), 2009): an operation takes as long as the
+slower of its arithmetic and its memory traffic, here plus a small cost of starting it,
+`Device.launch_s`. What the compiler fuses shares its traffic, which only the caller knows: it gives
+`seconds` the operations and bytes of a whole fusion. What an equation counts is in `remat.flops`.
+
+A measurement compiles each distinct equation (primitive, parameters, types) alone, runs it a few
+times and keeps the median, less what an empty program costs, in the cache. Loops and calls are not
+run: what they do inside is, and added up. An equation alone is not fused: elementwise chains are
+overrated, and the planner should price them by the roofline.
+
+Equations that cannot be run alone are priced by the roofline: those with effects, collectives,
+callbacks, what is too large for the device, and whatever fails.
+
+Known limits: arrays are filled with ones and zeros, and times that depend on the values are those
+of that data; nothing is measured for a device that is not here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+from rich.console import Console
+from rich.progress import track
+
+from remat import _jax
+from remat.flops import bytes_moved, flops_of, through_bodies
+from remat.planner.cache import Cache
+from remat.planner.devices import Device, device
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """Seconds from a device's figures.
+
+    >>> from remat.planner.devices import device
+    >>> roofline = Roofline(device("h100"))
+    >>> f"{roofline.seconds(flops=2 * 4096**3, bytes_moved=3 * 4096**2 * 2, dtype='bfloat16'):.2e}"
+    '1.42e-04'
+    """
+
+    device: Device
+
+    def seconds(self, flops: float, bytes_moved: float, dtype: str = "float32") -> float:
+        """The time of one operation, fused or not.
+
+        Args:
+          flops: its operations.
+          bytes_moved: what it reads and writes of the device's memory.
+          dtype: of the operands of its matrix products.
+
+        Returns:
+          Seconds; 0 for what does nothing and moves nothing.
+        """
+        if not flops and not bytes_moved:
+            return 0.0
+        arithmetic_s = flops / self.device.flops_per_s(dtype)
+        traffic_s = bytes_moved / self.device.bandwidth_bytes_per_s
+        return max(arithmetic_s, traffic_s) + self.device.launch_s
+
+    def transfer_seconds(self, n_bytes: float) -> float:
+        """The time of a copy between the device's memory and the host's, in one direction."""
+        return (
+            n_bytes / self.device.host_link_bytes_per_s + self.device.launch_s if n_bytes else 0.0
+        )
+
+    def seconds_of(self, eqn: _jax.JaxprEqn) -> float:
+        """The time of one equation with all that it runs inside, nothing fused."""
+        return float(through_bodies(eqn, self._of_one))
+
+    def _of_one(self, eqn: _jax.JaxprEqn) -> float:
+        return self.seconds(flops_of(eqn), bytes_moved(eqn), dtype_of(eqn))
+
+
+def dtype_of(eqn: _jax.JaxprEqn) -> str:
+    """The dtype whose rate an equation is computed at: that of its first operand."""
+    avals = [v.aval for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "dtype")]
+    return str(avals[0].dtype) if avals else "float32"
+
+
+# Measuring
+
+_REPEATS = 7
+# Nothing is run whose operands and results take a larger part of the device's memory.
+_MOST_OF_MEMORY = 0.25
+_MOST_BYTES_OF_UNKNOWN_MEMORY = 2**30
+_ALONE_MEANS_NOTHING = frozenset(
+    (
+        *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "pbroadcast", "pgather"),
+        *("all_gather", "all_gather_invariant", "all_to_all", "ragged_all_to_all"),
+        *("reduce_scatter", "psum_scatter", "axis_index", "custom_partitioning"),
+        *("pure_callback", "io_callback", "debug_callback", "device_put"),
+    )
+)
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+class Measured:
+    """Seconds as measured on a device at hand, remembered in a cache.
+
+    >>> import jax, jax.numpy as jnp
+    >>> eqn = jax.make_jaxpr(lambda x: x @ x)(jnp.ones((64, 64))).eqns[0]
+    >>> Measured(cache=Cache(None)).seconds_of(eqn) > 0
+    True
+
+    Args:
+      at_hand: a JAX device; the default one if None.
+      cache: where measurements are kept; the user's cache directory if None, `Cache(None)` for none.
+      progress: whether to show a bar while measuring, if stderr is a terminal.
+    """
+
+    def __init__(
+        self,
+        at_hand: jax.Device | None = None,
+        cache: Cache | None = None,
+        *,
+        progress: bool = True,
+    ) -> None:
+        self.at_hand = jax.devices()[0] if at_hand is None else at_hand
+        self.device = device(self.at_hand.device_kind, platform=self.at_hand.platform)
+        self.roofline = Roofline(self.device)
+        self.cache = Cache.default() if cache is None else cache
+        self.progress = progress
+        self._place = (
+            f"{self.at_hand.platform}, {self.at_hand.device_kind}, {_processor()}, "
+            f"jax {jax.__version__}, jaxlib {jaxlib.__version__}"
+        )
+        kept = self.cache.get("times", self._place) or {}
+        self._seconds = {
+            key: float(time_s)
+            for key, time_s in kept.items()
+            if isinstance(time_s, (int, float)) and 0 <= time_s < 1e6
+        }
+        self._empty_s: float | None = None
+
+    def seconds(self, flops: float, bytes_moved: float, dtype: str = "float32") -> float:
+        """The roofline's time: of a fusion, which cannot be measured equation by equation."""
+        return self.roofline.seconds(flops, bytes_moved, dtype)
+
+    def seconds_of(self, eqn: _jax.JaxprEqn) -> float:
+        """The time of one equation with all that it runs inside, measured where it can be."""
+        self.measure([eqn])
+        return float(through_bodies(eqn, self._of_one))
+
+    def measure(self, eqns: Iterable[_jax.JaxprEqn]) -> None:
+        """Measure all equations that are new, with those inside them, and keep them at once."""
+        new: dict[str, _jax.JaxprEqn] = {}
+
+        def note(eqn: _jax.JaxprEqn) -> int:
+            key = _key(eqn)
+            if key is not None and key not in self._seconds:
+                new.setdefault(key, eqn)
+            return 0
+
+        for eqn in eqns:
+            through_bodies(eqn, note)
+        if not new:
+            return
+        measured = {}
+        for key in self._shown(list(new)):
+            time_s = self._measure(new[key])
+            self._seconds[key] = self._roofline_s(new[key]) if time_s is None else time_s
+            if time_s is not None:
+                measured[key] = time_s
+        if measured:
+            self.cache.update("times", self._place, lambda old: {**(old or {}), **measured})
+
+    def _of_one(self, eqn: _jax.JaxprEqn) -> float:
+        key = _key(eqn)
+        return self._roofline_s(eqn) if key is None else self._seconds[key]
+
+    def _roofline_s(self, eqn: _jax.JaxprEqn) -> float:
+        return self.roofline.seconds_of(eqn)
+
+    def _shown(self, keys: list[str]) -> Iterable[str]:
+        if not self.progress or not sys.stderr.isatty():
+            return keys
+        console = Console(stderr=True)
+        return track(keys, "remat: measuring equations", console=console, transient=True)
+
+    def _measure(self, eqn: _jax.JaxprEqn) -> float | None:
+        allowed = self.device.memory_bytes * _MOST_OF_MEMORY or _MOST_BYTES_OF_UNKNOWN_MEMORY
+        if bytes_moved(eqn) > allowed:
+            return None
+        try:
+            # Planning may happen while a function is traced; measuring is no part of it.
+            with jax.ensure_compile_time_eval(), jax.default_device(self.at_hand):
+                program, args = _alone(eqn)
+                time_s = _median_s(program, args)
+                if self._empty_s is None:
+                    self._empty_s = _median_s(*_empty())
+        except Exception as error:  # whatever a compiler or a runtime has against it
+            _log.debug("%s is not measured: %s", eqn.primitive.name, error)
+            return None
+        return max(time_s - self._empty_s, self.device.launch_s)
+
+
+def _processor() -> str:
+    """What tells the CPU of one machine from another's that shares the cache directory."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            text = file.read()
+    except OSError:
+        return ""
+    lines = [x for x in text.splitlines() if x.startswith(("model name", "flags", "Features"))]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _key(eqn: _jax.JaxprEqn) -> str | None:
+    """Equal for equations that do the same work; None if the equation cannot be measured alone."""
+    name = eqn.primitive.name
+    if eqn.effects or name in _ALONE_MEANS_NOTHING:
+        return None
+    params = sorted((key, str(value)) for key, value in eqn.params.items())
+    operands = [str(v if not _jax.is_var(v) else v.aval) for v in eqn.invars]
+    text = repr((name, params, operands, [str(v.aval) for v in eqn.outvars]))
+    if _ADDRESS.search(text):  # a function among the parameters: another process could not tell it
+        return None
+    return f"{name} {hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+
+def _alone(eqn: _jax.JaxprEqn) -> tuple[Callable[..., Any], list[Any]]:
+    jaxpr = _jax.jaxpr_of_equation(eqn)
+    args = [_filled(v.aval) for v in jaxpr.invars]
+    compiled = jax.jit(lambda *xs: _jax.call_jaxpr(jaxpr, xs)).lower(*args).compile()
+    return compiled, args
+
+
+def _empty() -> tuple[Callable[..., Any], list[Any]]:
+    args = [jnp.zeros((), jnp.float32)]
+    return jax.jit(lambda x: x + 1).lower(*args).compile(), args
+
+
+def _filled(aval: Any) -> Any:
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return _jax.zero_keys(aval)
+    # Zeros are valid indices.
+    fill = 1 if jnp.issubdtype(aval.dtype, jnp.inexact) else 0
+    return jnp.full(aval.shape, fill, aval.dtype)
+
+
+def _median_s(program: Callable[..., Any], args: list[Any]) -> float:
+    jax.block_until_ready(program(*args))
+    times = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        jax.block_until_ready(program(*args))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
