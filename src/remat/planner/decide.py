@@ -63,7 +63,7 @@ class Problem:
         sizes = _sizes_at_peak(fused)
         # An output's memory is of use to values that fit into it, and fill it at least half.
         self.fused: Fused = fuse(
-            program, price, self._may_repeat, lambda n: any(n <= 2 * s <= 2 * n for s in sizes)
+            program, price, self._may_repeat, lambda n: False
         )
         self.peak_bytes = no_remat(self.fused.graph).peak_bytes - self.fused.lent_bytes
 

@@ -41,6 +41,16 @@ _CHEAP = frozenset(
      "eq_to", "lt_to", "le_to", "full", "concatenate", "dynamic_slice", "split",
      "random_wrap", "random_unwrap", "empty2"}
 )  # fmt: skip
+# Of the shape of their operands, but kernels of their own.
+_OPAQUE = frozenset(
+    {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "fft", "cholesky", "lu", "qr",
+     "triangular_solve", "eigh", "eig", "svd", "schur", "hessenberg", "random_bits", "threefry2x32",
+     "random_gamma", "rng_bit_generator", "rng_uniform", "pallas_call", "custom_lin", "device_put",
+     "ffi_call", "pure_callback", "io_callback", "debug_callback", "custom_partitioning",
+     "tridiagonal_solve", "approx_top_k", "dynamic_update_slice", "scatter", "scatter-add",
+     "scatter_add", "scatter_mul", "scatter-update", "conv_general_dilated", "dot_general",
+     "linear_solve", "custom_root", "symmetric_product"}
+)  # fmt: skip
 _COLLECTIVES = frozenset(
     {"psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "pbroadcast", "all_to_all",
      "all_gather", "all_gather_invariant", "all_gather_reduced", "reduce_scatter",
@@ -59,7 +69,12 @@ def kind_of(eqn: _jax.JaxprEqn) -> Kind:
         return Kind.COSTLY
     if name.startswith(("reduce_", "argm")) and name != "reduce_scatter":
         return Kind.REDUCE
-    return Kind.OPAQUE
+    if name in _OPAQUE | _COLLECTIVES or _jax.has_body(eqn) or eqn.effects or len(eqn.outvars) != 1:
+        return Kind.OPAQUE
+    # What is not known and looks elementwise is: new JAX versions bring new ones.
+    shape = getattr(eqn.outvars[0].aval, "shape", None)
+    alike = all(getattr(v.aval, "shape", None) in (shape, ()) for v in eqn.invars)
+    return Kind.CHEAP if alike and eqn.invars else Kind.OPAQUE
 
 
 def program_of_step(
