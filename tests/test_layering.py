@@ -34,6 +34,14 @@ LAYERS = [
     ("linen_toggle",),
     ("toggle",),
     ("testing",),
+    ("report.model", "report.files"),
+    ("report.codec", "report.timeline", "report.groups"),
+    ("report.document",),
+    ("report.outline", "report.payload", "report.perfetto"),
+    ("report.text", "report.markdown", "report.fragment"),
+    ("report.html", "report.plot", "report.difference"),
+    ("report.explanation",),
+    ("report",),
 ]
 # Modules that run on hand-made graphs, without JAX.
 PURE = ("errors", "units", "planner.graph", "planner.simulate", "planner.mincut", "planner.chain",
