@@ -82,7 +82,10 @@ def page(chromium, files):
         )
         features = [
             {"name": "prefers-color-scheme", "value": scheme},
-            {"name": "prefers-reduced-motion", "value": "reduce"},  # a click does not wait for scrolling
+            {
+                "name": "prefers-reduced-motion",
+                "value": "reduce",
+            },  # a click does not wait for scrolling
         ]
         chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
         explanation, url = files(name)
@@ -113,6 +116,24 @@ def numbers_of_step(p) -> int:
     return int(p.one("#chart").get_attribute("aria-valuenow")) - 1
 
 
+STYLE = "return getComputedStyle(document.documentElement).getPropertyValue(arguments[0]).trim()"
+
+
+def colours(p) -> set[str]:
+    """Of the chart's pixels."""
+    return set(
+        p.run(
+            "const c = document.querySelector('#chart canvas'); const seen = new Set();"
+            "const copy = new OffscreenCanvas(c.width, c.height);"
+            "const context = copy.getContext('2d', { willReadFrequently: true });"
+            "context.drawImage(c, 0, 0);"
+            "const d = context.getImageData(0, 0, c.width, c.height).data;"
+            "for (let i = 0; i < d.length; i += 4) seen.add(d[i] * 65536 + d[i + 1] * 256 + d[i + 2]);"
+            "const hex = (n) => '#' + n.toString(16).padStart(6, '0'); return [...seen].map(hex)"
+        )
+    )
+
+
 def keys(p, *pressed):
     ActionChains(p.driver).send_keys(*pressed).perform()
 
@@ -124,17 +145,9 @@ def test_everything_is_drawn_and_fits_the_width(page, size, scheme):
     assert p.run("return document.documentElement.scrollWidth <= innerWidth")
     assert len(p.texts(".tile")) == 5 and len(p.texts(".findings li")) == 3
     assert len(p.texts(".pareto .point")) == 8 and len(p.texts("tr.group")) == 48
-    colours = p.run(
-        "const c = document.querySelector('#chart canvas'); const seen = new Set();"
-        "const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
-        "for (let i = 0; i < d.length; i += 4) seen.add(d[i] * 65536 + d[i + 1] * 256 + d[i + 2]);"
-        "const hex = (n) => '#' + n.toString(16).padStart(6, '0'); return [...seen].map(hex)"
-    )
-    style = (
-        "return getComputedStyle(document.documentElement).getPropertyValue(arguments[0]).trim()"
-    )
+    drawn = colours(p)
     for kind in ("argument", "saved", "recomputed", "gradient"):
-        assert p.run(style, f"--{kind}") in colours, kind
+        assert p.run(STYLE, f"--{kind}") in drawn, kind
     backgrounds = {"light": "rgba(255, 255, 255, 1)", "dark": "rgba(14, 17, 22, 1)"}
     assert p.one("body").value_of_css_property("background-color") == backgrounds[scheme]
 
@@ -142,12 +155,9 @@ def test_everything_is_drawn_and_fits_the_width(page, size, scheme):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_texts_stand_out_from_their_background(page, scheme):
     p = page("small", DESKTOP, scheme)
-    style = (
-        "return getComputedStyle(document.documentElement).getPropertyValue(arguments[0]).trim()"
-    )
 
     def luminance(name):
-        colour = p.run(style, f"--{name}")
+        colour = p.run(STYLE, f"--{name}")
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -174,7 +184,7 @@ def test_hovering_shows_the_step_and_its_largest_values(page):
     assert step != p.explanation.timeline().peak_step
     assert p.one("#panel .op").text == p.explanation.steps[step].label
     largest = p.texts("#panel li")
-    assert len(largest) == 6
+    assert len(largest) == 5
     assert any(value.source in largest[0] for value in live)
     assert all(" · steps " in text for text in largest)
     ActionChains(p.driver).move_to_element(p.one("h1")).perform()
@@ -230,6 +240,35 @@ def test_zooming_by_keys_and_by_dragging(page):
     assert whole.is_enabled()
     p.one("#by-step").click()
     assert not whole.is_enabled() and p.one("#by-step").get_attribute("aria-pressed") == "true"
+
+
+def test_arguments_can_be_left_out_of_the_chart(page):
+    p = page()
+    argument = p.run(STYLE, "--argument")
+    assert argument in colours(p)
+    p.one("#arguments").click()
+    assert argument not in colours(p) and p.run(STYLE, "--saved") in colours(p)
+    assert "the peak" in p.one("#panel .live").text  # whose sums stay those of everything
+    p.one("#arguments").click()
+    assert argument in colours(p)
+
+
+def test_a_finger_moves_the_line(page):
+    p = page("small", PHONE)
+    p.run("document.getElementById('chart').scrollIntoView()")
+    box = p.run("return document.querySelector('.u-over').getBoundingClientRect().toJSON()")
+    y = box["y"] + box["height"] / 2
+
+    def touch(kind, *x):
+        points = [{"x": box["x"] + part * box["width"], "y": y} for part in x]
+        p.driver.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    touch("touchStart", 0.2)
+    for part in (0.25, 0.3, 0.35):
+        touch("touchMove", part)
+    touch("touchEnd")
+    at_s = p.explanation.timeline().start_s
+    assert at_s[numbers_of_step(p)] == pytest.approx(0.35 * at_s[-1], rel=0.05)
 
 
 def test_segments_are_drawn_over_the_program(page):
@@ -293,12 +332,12 @@ def test_groups_open_by_keys_and_keep_the_focus(page):
 def test_tab_reaches_every_control_with_a_visible_focus(page):
     p = page()
     seen = []
-    for _ in range(22):
+    for _ in range(24):
         keys(p, Keys.TAB)
         focused = p.driver.switch_to.active_element
         seen.append(focused.get_attribute("id") or focused.get_attribute("class") or focused.text)
         assert focused.value_of_css_property("outline-style") == "solid", seen[-1]
-    order = ["skip", "to-peak", "by-time", "by-step", "chart", "filter"]
+    order = ["skip", "arguments", "to-peak", "by-time", "by-step", "chart", "filter"]
     assert [name for name in seen if name in order] == order
     assert "Value" in seen and "expand" in seen
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 import samples
-from hypothesis import given
+from hypothesis import given, settings
 from strategies import explanations
 
 from remat.errors import ReportError
@@ -46,6 +46,7 @@ def test_json_gives_back_the_same_explanation(explanation):
 
 
 @given(explanations(), explanations())
+@settings(max_examples=25)
 def test_json_gives_back_the_same_difference(a, b):
     assert Difference.from_json(a.diff(b).to_json()) == a.diff(b)
 

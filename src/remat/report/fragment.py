@@ -40,12 +40,12 @@ _WIDTH, _HEIGHT, _POINTS = 720, 150, 360
 _STYLE = """<style>
 .remat{font:14px/1.45 system-ui,sans-serif;max-width:72em}
 .remat h1{font-size:1.3em;margin:.2em 0}.remat h2{font-size:1.05em;margin:1em 0 .3em}
-.remat table{border-collapse:collapse;font-variant-numeric:tabular-nums;margin:.4em 0}
+.remat table{font:inherit;border-collapse:collapse;font-variant-numeric:tabular-nums;margin:.4em 0}
 .remat th,.remat td{padding:.15em .8em .15em 0;text-align:left;vertical-align:top}
 .remat th,.remat td{border-bottom:1px solid #8884}
 .remat td.n,.remat th.n{text-align:right;white-space:nowrap}
 .remat p{margin:.3em 0}.remat .note{border-left:3px solid;padding-left:.7em;margin:.5em 0}
-.remat .scroll{overflow-x:auto}.remat bdi{overflow-wrap:anywhere}
+.remat .scroll{overflow-x:auto}.remat bdi{overflow-wrap:break-word}
 .remat i.c{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.35em}
 </style>"""
 

@@ -6,12 +6,22 @@
 function makeChart(root, onShow, onScale) {
   const at = data.chart.at;
   const shown = kinds.map((_, k) => k).filter((k) => data.chart.live[k].some((n) => n > 0));
-  const sums = [];
-  shown.forEach((k, i) => {
-    sums.push(data.chart.live[k].map((n, p) => n + (i ? sums[i - 1][p] : 0)));
-  });
-  const top = sums[sums.length - 1] || at.map(() => 0);
-  const highest = Math.max(data.compiledPeak || 0, ...[0], data.peakBytes);
+  let withArguments = true;
+  let sums = [];
+  let top = [];
+  let highest = 0;
+
+  function stack() {
+    const left = shown.map((k) => withArguments || kinds[k] !== "argument");
+    sums = [];
+    shown.forEach((k, i) => {
+      sums.push(data.chart.live[k].map((n, p) => (left[i] ? n : 0) + (i ? sums[i - 1][p] : 0)));
+    });
+    top = sums[sums.length - 1] || at.map(() => 0);
+    highest = top.reduce((a, b) => Math.max(a, b), (withArguments && data.compiledPeak) || 0);
+  }
+  stack();
+  const totals = at.map((_, p) => kinds.reduce((sum, _, k) => sum + data.chart.live[k][p], 0));
   let byTime = timed;
   let selected = data.peak; // what the panel shows when nothing is pointed at
   let hovered = null;
@@ -94,7 +104,7 @@ function makeChart(root, onShow, onScale) {
     ctx.textBaseline = "alphabetic";
     ctx.lineWidth = ratio;
     // What the compiler counts, as a line.
-    if (data.compiledPeak) {
+    if (data.compiledPeak && withArguments) {
       const y = Math.round(u.valToPos(data.compiledPeak, "y", true)) + 0.5;
       ctx.strokeStyle = color("muted");
       ctx.setLineDash([6 * ratio, 4 * ratio]);
@@ -142,7 +152,7 @@ function makeChart(root, onShow, onScale) {
     root.setAttribute("aria-valuenow", now + 1);
     root.setAttribute("aria-valuetext",
       `step ${now + 1} of ${nSteps}, ${strings[data.steps.label[now]]}, ` +
-      `${phases[data.steps.phase[now]]}: ${formatBytes(top[p])} live`);
+      `${phases[data.steps.phase[now]]}: ${formatBytes(totals[p])} live`);
   }
 
   function select(next) {
@@ -171,6 +181,13 @@ function makeChart(root, onShow, onScale) {
     chart.setScale("x", { min: edge(0), max: edge(nSteps) });
   }
 
+  function setArguments(yes) {
+    withArguments = yes;
+    stack();
+    chart.setData(columns(), false);
+    chart.setScale("x", { min: chart.scales.x.min, max: chart.scales.x.max });
+  }
+
   function setByTime(yes) {
     byTime = yes;
     chart.setData(columns());
@@ -197,5 +214,6 @@ function makeChart(root, onShow, onScale) {
   });
   root.setAttribute("aria-valuemin", 1);
   root.setAttribute("aria-valuemax", nSteps);
-  return { select, whole, setByTime, step, bounds: () => bounds(chart), redraw: () => chart.redraw(false, true), resize: () => chart.setSize({ width: root.clientWidth, height: root.clientHeight }) };
+  const resize = () => chart.setSize({ width: root.clientWidth, height: root.clientHeight });
+  return { select, whole, setByTime, setArguments, step, redraw: () => chart.redraw(false, true), resize };
 }

@@ -26,6 +26,13 @@ if (nSteps > 0) {
   byId("by-step").addEventListener("click", () => byTime(false));
   if (!timed) { byTime(false); byId("by-time").disabled = true; }
   byId("chart").addEventListener("keydown", (event) => { if (event.key === "Enter") listLive(); });
+  const withArguments = byId("arguments");
+  withArguments.hidden = !groups.kind.includes(kinds.indexOf("argument"));
+  withArguments.addEventListener("click", () => {
+    const yes = withArguments.getAttribute("aria-pressed") !== "true";
+    withArguments.setAttribute("aria-pressed", String(yes));
+    chart.setArguments(yes);
+  });
   new ResizeObserver(() => chart.resize()).observe(byId("chart"));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", chart.redraw);
 } else {

@@ -1,7 +1,7 @@
 // Beside the chart: the step that is pointed at, its bytes by kind and its largest values.
 
 function makePanel(root, onList) {
-  const LARGEST = 6;
+  const LARGEST = 5;
   const present = kinds.map((_, k) => k).filter((k) => data.chart.live[k].some((n) => n > 0));
   const cells = new Map();
   const list = el("dl", {}, ...present.map((k) => {
@@ -11,7 +11,6 @@ function makePanel(root, onList) {
     return row;
   }));
   const number = el("span");
-  const when = el("span");
   const badge = el("span");
   const op = el("div", { class: "op" });
   const where = el("div", { class: "where" });
@@ -39,7 +38,6 @@ function makePanel(root, onList) {
 
   function show(step) {
     number.textContent = `Step ${(step + 1).toLocaleString("en")} of ${nSteps.toLocaleString("en")}`;
-    when.textContent = timed ? `at ${formatSeconds(starts[step])}` : "";
     const phase = phases[data.steps.phase[step]];
     badge.className = `badge p-${phase}`;
     badge.textContent = phase;
@@ -56,7 +54,7 @@ function makePanel(root, onList) {
       const what = n > 1 ? groups.pattern[g] : values.what[value];
       const source = groups.source[g];
       return el("li", { class: `k-${kinds[groups.kind[g]]}` },
-        el("div", { class: "first" }, el("b", {}, formatBytes(total)), n > 1 ? `${n} ×` : undefined, user(what)),
+        el("div", { class: "first" }, el("b", {}, formatBytes(total)), n > 1 ? el("span", {}, `${n.toLocaleString("en")} ×`) : undefined, user(what)),
         el("div", { class: "second" }, user(source), strings[source] ? " · " : "", `steps ${born + 1}–${dies + 1} · `, user(groups.aval[g])));
     }));
   }
