@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 import samples
 from hypothesis import given, settings
@@ -22,8 +23,14 @@ VALUE = Value(0, "saved", "f32[2]", 8, ((0, 1),))
     [
         ({"values": (VALUE, VALUE)}, "value 0 is there twice"),
         ({"values": (dataclasses.replace(VALUE, kind="save"),)}, "did you mean 'saved'"),
-        ({"values": (dataclasses.replace(VALUE, n_bytes=-1),)}, "n_bytes must be finite"),
-        ({"values": (dataclasses.replace(VALUE, flops=float("nan")),)}, "flops must be finite"),
+        ({"values": (dataclasses.replace(VALUE, n_bytes=-1),)}, "n_bytes must be an int"),
+        ({"values": (dataclasses.replace(VALUE, n_bytes=np.int64(8)),)}, "n_bytes must be an int"),
+        ({"values": (dataclasses.replace(VALUE, source=None),)}, "source must be a str, not None"),
+        ({"steps": (*STEPS, Step("c", "update", np.float32(1)))}, "time_s must be an int or float"),
+        (
+            {"values": (dataclasses.replace(VALUE, flops=float("nan")),)},
+            "flops must be an int or float, finite",
+        ),
         ({"values": (dataclasses.replace(VALUE, lifetimes=((0, 2),)),)}, "within the 2 steps"),
         ({"values": (dataclasses.replace(VALUE, lifetimes=((1, 0),)),)}, "within the 2 steps"),
         ({"values": (dataclasses.replace(VALUE, lifetimes=((0, 1), (1, 1))),)}, "without overlap"),
@@ -78,7 +85,7 @@ def damaged(change) -> str:
         (damaged(lambda c: c.update(valuse=[])), "unknown field 'valuse'; did you mean 'values'"),
         (damaged(lambda c: c["values"][3].update(kind=[])), r"values\[3\].kind: one of argument"),
         (damaged(lambda c: c["values"][3].update(n_bytes=1.5)), r"values\[3\].n_bytes: a whole"),
-        (damaged(lambda c: c["values"][3].update(n_bytes=-5)), "n_bytes must be finite"),
+        (damaged(lambda c: c["values"][3].update(n_bytes=-5)), "n_bytes must be an int"),
         (damaged(lambda c: c["values"][0].update(lifetimes=[[1]])), "a list of 2 expected"),
         (damaged(lambda c: c["steps"][0].update(time_s=float("nan"))), "NaN is no JSON number"),
         (damaged(lambda c: c["steps"][0].update(time_s=True)), r"steps\[0\].time_s: a finite"),

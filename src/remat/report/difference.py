@@ -8,7 +8,7 @@ the program decides.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from remat.report import codec
 from remat.report.document import Block, Heading, Paragraph, Table
@@ -106,7 +106,9 @@ def _key(value: Value) -> tuple[str, ...]:
     return (value.path, value.name, value.primitive, value.aval)
 
 
-def _matched(before, after, key):  # type: ignore[no-untyped-def]
+def _matched(
+    before: list[Value], after: list[Value], key: Callable[[Value], tuple[str, ...]]
+) -> tuple[list[tuple[Value, Value]], list[Value], list[Value]]:
     """Pairs of equal key in order, and what is left of either side."""
     waiting: dict[tuple[str, ...], list[Value]] = {}
     for value in reversed(after):

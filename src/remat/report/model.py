@@ -17,8 +17,9 @@ are reserved from the start, as on CPU and GPU.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from remat.errors import ReportError, closest
 
@@ -215,6 +216,8 @@ class ExplanationData:
     def __post_init__(self) -> None:
         for field in ("versions", "values", "steps", "segments", "findings", "pareto"):
             object.__setattr__(self, field, tuple(getattr(self, field)))
+        for part in (self, *self.values, *self.steps, *self.segments, *self.findings, *self.pareto):
+            _check_texts(part)
         _check_values(self.values, len(self.steps))
         _check_segments(self.segments, self.steps)
         for i, step in enumerate(self.steps):
@@ -224,9 +227,10 @@ class ExplanationData:
             _check_word(finding.severity, SEVERITIES, f"finding {finding.code!r}", "severity")
         _check_totals(self.totals)
         for point in self.pareto:
-            for number in ("peak_bytes", "extra_flops_share", "extra_time_s"):
-                where = f"Pareto point {point.label!r}"
-                _check_number(getattr(point, number), where, number)
+            where = f"Pareto point {point.label!r}"
+            _check_whole(point.peak_bytes, where, "peak_bytes")
+            _check_number(point.extra_flops_share, where, "extra_flops_share")
+            _check_number(point.extra_time_s, where, "extra_time_s")
 
 
 # What contradicts itself
@@ -240,11 +244,13 @@ def _check_values(values: tuple[Value, ...], n_steps: int) -> None:
             raise ReportError(f"{where} is there twice; give each value an id of its own.")
         seen.add(value.id)
         _check_word(value.kind, KINDS, where, "kind")
-        _check_number(value.n_bytes, where, "n_bytes")
+        _check_whole(value.n_bytes, where, "n_bytes")
         _check_number(value.flops, where, "flops")
         _check_number(value.time_s, where, "time_s")
         earliest = 0
         for born, dies in value.lifetimes:
+            _check_whole(born, where, "birth")
+            _check_whole(dies, where, "death")
             if not earliest <= born <= dies < n_steps:
                 raise ReportError(
                     f"{where} is said to live during steps {born} to {dies}; lifetimes stand in "
@@ -265,8 +271,9 @@ def _check_segments(segments: tuple[Segment, ...], steps: tuple[Step, ...]) -> N
                 f"{where} is said to span steps {segment.first} to {segment.last}; the timeline "
                 f"has {len(steps)} steps."
             )
-        for number in ("saved_bytes", "recompute_flops", "level"):
-            _check_number(getattr(segment, number), where, number)
+        _check_whole(segment.saved_bytes, where, "saved_bytes")
+        _check_whole(segment.level, where, "level")
+        _check_number(segment.recompute_flops, where, "recompute_flops")
     for i, step in enumerate(steps):
         if step.segment != -1 and step.segment not in known:
             raise ReportError(
@@ -283,12 +290,35 @@ def _check_totals(totals: Totals) -> None:
     for which, memory in (("predicted", totals.predicted), ("compiled", totals.compiled)):
         if memory is not None:
             for field in dataclasses.fields(memory):
-                _check_number(getattr(memory, field.name), f"the {which} memory", field.name)
+                _check_whole(getattr(memory, field.name), f"the {which} memory", field.name)
 
 
 def _check_number(number: float, where: str, field: str) -> None:
-    if not (number >= 0 and (type(number) is int or math.isfinite(number))):
-        raise ReportError(f"{where}: {field} must be finite and at least 0, not {number!r}.")
+    # A numpy integer is neither, and JSON cannot hold it.
+    real = isinstance(number, (int, float))
+    if not (real and number >= 0 and (isinstance(number, int) or math.isfinite(number))):
+        raise ReportError(
+            f"{where}: {field} must be an int or float, finite and at least 0, not {number!r}."
+        )
+
+
+def _check_whole(number: int, where: str, field: str) -> None:
+    if type(number) is not int or number < 0:
+        raise ReportError(f"{where}: {field} must be an int of at least 0, not {number!r}.")
+
+
+@functools.cache
+def _names_of_texts(cls: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(cls) if field.type == "str")
+
+
+def _check_texts(part: Any) -> None:
+    cls: Any = type(part)
+    for name in _names_of_texts(cls):
+        if not isinstance(getattr(part, name), str):
+            raise ReportError(
+                f"{name} must be a str, not {getattr(part, name)!r}, in {part!r:.200}."
+            )
 
 
 def _check_word(word: str, known: tuple[str, ...], where: str, field: str) -> None:

@@ -42,6 +42,11 @@ function makeChart(root, onShow, onScale) {
   }
   const pointOf = (step) => Math.max(0, at.findIndex((s, i) => s <= step && (i + 1 === at.length || at[i + 1] > step)));
 
+  // Ticks lie at quarters of a unit too: 1.25 GiB.
+  const axisBytes = (n) => {
+    const [left, unit] = scaled(n, byteUnits, 1024);
+    return `${Number(left.toFixed(2))} ${unit}`;
+  };
   const powers = Array.from({ length: 50 }, (_, i) => 2 ** i);
   const axis = (extra) => ({
     stroke: () => color("muted"),
@@ -61,7 +66,7 @@ function makeChart(root, onShow, onScale) {
     },
     axes: [
       axis({ size: 30, space: 90, values: (u, splits) => splits.map((x) => (byTime ? formatSeconds(x) : String(x))) }),
-      axis({ size: 68, incrs: powers, values: (u, splits) => splits.map(formatBytes) }),
+      axis({ size: 68, incrs: powers, values: (u, splits) => splits.map(axisBytes) }),
     ],
     series: [{}, ...[...shown].reverse().map((k) => ({
       stroke: () => color(kinds[k]),

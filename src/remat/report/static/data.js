@@ -44,8 +44,10 @@ function scaled(number, units, base) {
   return [number < 0 ? -left : left, units[unit], unit];
 }
 
+const byteUnits = ["B", "KiB", "MiB", "GiB", "TiB"];
+
 function formatBytes(n) {
-  const [left, unit, level] = scaled(n, ["B", "KiB", "MiB", "GiB", "TiB"], 1024);
+  const [left, unit, level] = scaled(n, byteUnits, 1024);
   return `${left.toFixed(level ? 1 : 0)} ${unit}`;
 }
 
