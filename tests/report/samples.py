@@ -280,3 +280,13 @@ def hostile() -> Explanation:
             ParetoPoint(2**20 * i, i / 10, i * 0.1, text) for i, text in enumerate(HOSTILE)
         ),
     )
+
+
+def untimed(explanation: Explanation) -> Explanation:
+    """The same without predicted times, as for a device that is not known."""
+    return dataclasses.replace(
+        explanation,
+        values=tuple(dataclasses.replace(value, time_s=0.0) for value in explanation.values),
+        steps=tuple(dataclasses.replace(step, time_s=0.0) for step in explanation.steps),
+        totals=dataclasses.replace(explanation.totals, time_s=0.0, recompute_time_s=0.0),
+    )

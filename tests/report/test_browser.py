@@ -14,6 +14,7 @@ import pytest
 import samples
 from strategies import HOSTILE
 
+from remat.report import Explanation
 from remat.report.document import printable
 
 selenium = pytest.importorskip("selenium", reason="needs selenium: pip install -e '.[dev]'")
@@ -38,6 +39,8 @@ MADE = {
     "hostile": samples.hostile,
     "large": lambda: samples.of_size(5_000),
     "huge": lambda: samples.of_size(100_000),
+    "untimed": lambda: samples.untimed(samples.transformer(2)),
+    "bare": lambda: Explanation("nothing known"),
 }
 
 
@@ -378,3 +381,16 @@ def test_large_programs_stay_usable(page, name):
     p.run("document.querySelector('#table .expand').click()")
     assert len(p.texts("tr.child")) == 41  # 40 and the button for more
     assert p.run("return document.querySelectorAll('*').length") < 5000
+
+
+def test_without_predicted_times_the_axis_counts_steps(page):
+    p = page("untimed")
+    assert not p.one("#by-time").is_enabled()
+    ActionChains(p.driver).move_to_element(p.one("#chart .u-over")).perform()
+    assert numbers_of_step(p) == pytest.approx(len(p.explanation.steps) / 2, abs=2)
+
+
+def test_without_a_timeline_the_rest_is_there(page):
+    p = page("bare")
+    assert not p.one("#memory").is_displayed()
+    assert p.one("#count").text == "0 values in 0 groups, 0 B together"
