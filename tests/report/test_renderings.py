@@ -19,6 +19,7 @@ import remat.report
 from remat.errors import MissingExtraError, ReportError
 from remat.report import Explanation
 from remat.report.document import Paragraph, printable
+from remat.report.markdown import to_markdown
 from remat.report.text import to_text
 
 EXPLANATION = samples.transformer(4)
@@ -212,6 +213,17 @@ def test_markdown_tables_have_as_many_cells_in_every_row():
         assert len(tables) >= 4
         for table in tables:
             assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("- no list", r"\- no list"), ("12. no list", r"12\. no list"), ("# no heading", r"\# no heading"),
+        ("3.5 GiB of snake_case", "3.5 GiB of snake_case"), ("_x_ <b> a|b", r"\_x\_ \<b\> a\|b"),
+    ],
+)  # fmt: skip
+def test_markdown_escapes_what_would_be_markup_and_nothing_else(text, said):
+    assert to_markdown([Paragraph(text)]) == said + "\n"
 
 
 def test_the_trace_has_steps_counters_and_lifetimes():

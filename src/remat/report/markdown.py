@@ -16,8 +16,10 @@ from remat.report.document import (
     printable,
 )
 
-_SPECIAL = re.compile(r"([\\`*_\[\]<>|~&$])")
-_AT_START = re.compile(r"^(\s*[0-9]*)([-+#=.)])")  # of a list, a heading or a rule
+# An underscore inside a word is none of Markdown's.
+_SPECIAL = re.compile(r"([\\`*\[\]<>|~&$]|(?<!\w)_|_(?!\w))")
+# What begins a list, a heading or a rule, at the start of a paragraph.
+_AT_START = re.compile(r"^(\s*)([-+#=]|[0-9]+[.)](?=\s|$))")
 _EIGHTHS = "▁▂▃▄▅▆▇█"
 _SIGNS = {"error": "❌", "warning": "⚠️", "info": "ℹ️"}
 
@@ -26,7 +28,7 @@ def to_markdown(document: Document) -> str:
     """The document as Markdown.
 
     >>> print(to_markdown([Heading("loss_fn"), Table(("kind", "bytes"), (("saved", "1 KiB"),), (1,))]))
-    ## loss\\_fn
+    ## loss_fn
     <BLANKLINE>
     | kind | bytes |
     | --- | ---: |
@@ -42,7 +44,11 @@ def escaped(text: str) -> str:
     >>> print(escaped("a*b | <c> train.py:12 (loss)"))
     a\*b \| \<c\> train.py:12 (loss)
     """
-    return _AT_START.sub(r"\1\\\2", _SPECIAL.sub(r"\\\1", printable(text)))
+    return _SPECIAL.sub(r"\\\1", printable(text))
+
+
+def _with_backslash(start: re.Match[str]) -> str:
+    return f"{start[1]}{start[2][:-1]}\\{start[2][-1]}"
 
 
 def _drawn(block: Block) -> str:
@@ -50,7 +56,7 @@ def _drawn(block: Block) -> str:
         case Heading(text, level):
             return f"{'#' * level} {escaped(text)}"
         case Paragraph(text):
-            return escaped(text)
+            return _AT_START.sub(_with_backslash, escaped(text))
         case Note(severity, code, text, next_step):
             said = f"- {_SIGNS[severity]} **{severity}** {escaped(code)}: {escaped(text)}"
             return said + (f"<br>→ {escaped(next_step)}" if next_step else "")
