@@ -17,6 +17,7 @@ PUBLIC = {
     "RematError", "StaticArgumentError", "StaticArgumentTypeError", "PreventCseError",
     "PolicyError", "UnknownNameError", "MemoryKindError", "EffectError", "GradientMismatchError",
     "PeakMemoryError", "UnitsError", "ScheduleError", "GraphError", "PlanError", "BudgetError",
+    "ReportError", "MissingExtraError",
 }  # fmt: skip
 
 

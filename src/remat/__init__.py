@@ -16,6 +16,7 @@ In the order in which data flows:
     planner                 a memory budget on a graph: what to compute again (import remat.planner)
     linen, nnx, equinox, haiku, brainstate   the same for the module systems, with their signatures
     toggle                  rematerialization of submodules by path, without editing the model
+    report                  explanations as data, and their renderings (import remat.report)
     testing                 asserting on gradients and on the compiler's memory figures
 """
 
@@ -29,11 +30,13 @@ from remat.errors import (
     GraphError as GraphError,
     MemoryKindError as MemoryKindError,
     MethodError as MethodError,
+    MissingExtraError as MissingExtraError,
     PeakMemoryError as PeakMemoryError,
     PlanError as PlanError,
     PolicyError as PolicyError,
     PreventCseError as PreventCseError,
     RematError as RematError,
+    ReportError as ReportError,
     ScheduleError as ScheduleError,
     StaticArgumentError as StaticArgumentError,
     StaticArgumentTypeError as StaticArgumentTypeError,

@@ -18,6 +18,8 @@
     ├── StepLimitError (RuntimeError)         a loop that did not end within its max_steps
     ├── GraphError (ValueError)               a graph that is damaged or is no DAG
     ├── PlanError (ValueError)                a plan or cache file that is damaged, stale or does not fit
+    ├── ReportError (ValueError)              an explanation that is damaged or contradicts itself
+    ├── MissingExtraError (ImportError)       a package of an extra of ours is not installed
     └── BudgetError (ValueError)              a budget that no plan reaches
 
 Each message says what happened, with the numbers, and the next step. The second base class is the
@@ -100,6 +102,14 @@ class GraphError(RematError, ValueError):
 
 class PlanError(RematError, ValueError):
     """A plan or cache file is damaged, stale, or does not belong to the program at hand."""
+
+
+class ReportError(RematError, ValueError):
+    """An explanation or its file is damaged, contradicts itself, or cannot be written."""
+
+
+class MissingExtraError(RematError, ImportError):
+    """A function needs a package that one of our extras installs."""
 
 
 class BudgetError(RematError, ValueError):

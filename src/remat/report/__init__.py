@@ -1,1 +1,39 @@
-"""Explanations as data, and their renderings."""
+"""Explanations as data, and their renderings. Nothing here knows JAX.
+
+In the order in which data flows:
+
+    model        what an explanation says: values, steps, segments, findings, totals
+    codec        the same as JSON and back, every type checked
+    timeline     live bytes at each step, the peak
+    groups       values that differ only in the numbers of their paths
+    document     a report as headings, paragraphs, tables and a chart
+    outline      an explanation as a document
+    text, markdown, fragment     a document for the terminal, for Markdown, as HTML without scripts
+    html         an explanation as one self-contained, interactive page
+    perfetto     its timeline as a trace for https://ui.perfetto.dev
+    plot         its timeline as a matplotlib figure (`remat[report]`)
+    difference   what changed between two explanations
+    explanation  the data with all of this as methods
+"""
+
+from remat.report.difference import Difference as Difference, difference as difference
+from remat.report.explanation import Explanation as Explanation
+from remat.report.groups import Group as Group, groups as groups
+from remat.report.model import (
+    KINDS as KINDS,
+    PHASES as PHASES,
+    ExplanationData as ExplanationData,
+    Finding as Finding,
+    Memory as Memory,
+    ParetoPoint as ParetoPoint,
+    Segment as Segment,
+    Step as Step,
+    Totals as Totals,
+    Value as Value,
+)
+from remat.report.timeline import (
+    Timeline as Timeline,
+    live_at as live_at,
+    predicted_memory as predicted_memory,
+    timeline as timeline,
+)

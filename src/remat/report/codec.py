@@ -1,0 +1,217 @@
+"""Explanations and differences as JSON: written from the dataclasses, every type checked on reading.
+
+The file is one object with `format`, `version` and the fields of the dataclass; each value and
+each step stands on a line of its own, so that files can be compared line by line. A reader meets
+damaged files, files of other programs and files of a later `remat`: each is a `ReportError` that
+names the place (`values[3].kind`) and what was expected there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+from remat.errors import ReportError, closest
+
+VERSION = 1
+
+T = TypeVar("T")
+
+
+def dumps(data: Any, format: str) -> str:
+    """A dataclass of the model as JSON text.
+
+    >>> from remat.report.model import Memory
+    >>> print(dumps(Memory(peak_bytes=8), "memory").splitlines()[1])
+     "peak_bytes": 8,
+    """
+    lines = []
+    for field in dataclasses.fields(data):
+        content = getattr(data, field.name)
+        if field.name == "versions":
+            written = json.dumps(dict(content))
+        elif isinstance(content, tuple):
+            items = ",\n  ".join(json.dumps(_plain(item), allow_nan=False) for item in content)
+            written = f"[\n  {items}\n ]" if items else "[]"
+        else:
+            written = json.dumps(_plain(content), allow_nan=False)
+        lines.append(f" {json.dumps(field.name)}: {written}")
+    head = f'{{"format": {json.dumps(format)}, "version": {VERSION},\n'
+    return head + ",\n".join(lines) + "\n}\n"
+
+
+def loads(text: str, cls: type[T], format: str) -> T:
+    """Read what `dumps` wrote, as a `cls`.
+
+    Raises:
+      ReportError: it is no JSON, another format, a later version, or a field is missing, unknown
+        or of a wrong type.
+    """
+    try:
+        content = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_constant)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ReportError(f"this is not JSON, so no {format} ({error}).") from error
+    except _DamagedError as error:
+        raise ReportError(f"this is no {format}: {error.problem}.") from error
+    if not isinstance(content, dict) or content.pop("format", None) != format:
+        raise ReportError(
+            f"this JSON is no {format}, which has that format; write one with to_json()."
+        )
+    version = content.pop("version", None)
+    if version != VERSION or type(version) is not int:
+        raise ReportError(
+            f"a {format} of version {version!r}; this remat reads version {VERSION}. "
+            "Read it with the remat that wrote it, or make it anew."
+        )
+    versions = content.get("versions")
+    if isinstance(versions, dict):
+        content["versions"] = [list(item) for item in versions.items()]
+    try:
+        return typing.cast(T, _reader_of(typing.cast(Any, cls))(content))
+    except _DamagedError as error:
+        raise ReportError(f"a damaged {format}: {error}.") from error
+
+
+def _plain(item: Any) -> Any:
+    """A dataclass as a dict, whose dataclasses json can write in turn."""
+    if dataclasses.is_dataclass(item):
+        return {f.name: _plain(getattr(item, f.name)) for f in dataclasses.fields(item)}
+    return item
+
+
+# Reading, one function for each type
+
+
+class _DamagedError(Exception):
+    """What is wrong and, added on the way out, where."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.place = ""
+
+    def __str__(self) -> str:
+        return f"{self.place.lstrip('.')}: {self.problem}" if self.place else self.problem
+
+
+def _damaged(expected: str, found: Any) -> NoReturn:
+    text = json.dumps(found)
+    raise _DamagedError(
+        f"{expected} expected, not {text if len(text) <= 60 else text[:57] + '...'}"
+    )
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _DamagedError(f"key {next(k for k in keys if keys.count(k) > 1)!r} is there twice")
+    return content
+
+
+def _constant(text: str) -> NoReturn:
+    raise _DamagedError(f"{text} is no JSON number")
+
+
+Reader = Callable[[Any], Any]
+
+
+@functools.cache
+def _reader_of(kind: Any) -> Reader:
+    """The function that checks and converts JSON for a type of the model's annotations."""
+    if dataclasses.is_dataclass(kind):
+        return _reader_of_dataclass(typing.cast(type, kind))
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return functools.partial(_word, parts)
+    if origin is types.UnionType:  # X | None is the only one
+        return functools.partial(_optional, _reader_of(parts[0]))
+    if origin is tuple and parts[-1] is ...:
+        return functools.partial(_sequence, _reader_of(parts[0]))
+    if origin is tuple:
+        return functools.partial(_fixed, tuple(_reader_of(part) for part in parts))
+    return {int: _whole, float: _number, str: _text, bool: _flag}[kind]
+
+
+def _reader_of_dataclass(kind: type) -> Reader:
+    hints = typing.get_type_hints(kind)
+    fields = dataclasses.fields(kind)
+    readers = [(field.name, _reader_of(hints[field.name])) for field in fields]
+    names = {field.name for field in fields}
+
+    def read(content: Any) -> Any:
+        if type(content) is not dict:
+            _damaged("an object", content)
+        if content.keys() != names:
+            for key in content.keys() - names:
+                raise _DamagedError(f"unknown field {key!r}; {closest(key, names)}")
+            raise _DamagedError(f"fields are missing: {sorted(names - content.keys())}")
+        arguments = {}
+        for name, reader in readers:
+            try:
+                arguments[name] = reader(content[name])
+            except _DamagedError as error:
+                error.place = f".{name}{error.place}"
+                raise
+        return kind(**arguments)
+
+    return read
+
+
+def _sequence(reader: Reader, content: Any) -> tuple[Any, ...]:
+    if type(content) is not list:
+        _damaged("a list", content)
+    items = []
+    for i, item in enumerate(content):
+        try:
+            items.append(reader(item))
+        except _DamagedError as error:
+            error.place = f"[{i}]{error.place}"
+            raise
+    return tuple(items)
+
+
+def _fixed(readers: tuple[Reader, ...], content: Any) -> tuple[Any, ...]:
+    if type(content) is not list or len(content) != len(readers):
+        _damaged(f"a list of {len(readers)}", content)
+    return tuple(reader(item) for reader, item in zip(readers, content))
+
+
+def _optional(reader: Reader, content: Any) -> Any:
+    return None if content is None else reader(content)
+
+
+def _word(words: tuple[str, ...], content: Any) -> str:
+    if type(content) is not str or content not in words:
+        _damaged("one of " + ", ".join(words), content)
+    return content
+
+
+def _whole(content: Any) -> int:
+    if type(content) is not int:
+        _damaged("a whole number", content)
+    return content
+
+
+def _number(content: Any) -> float:
+    if type(content) not in (int, float) or not (type(content) is int or math.isfinite(content)):
+        _damaged("a finite number", content)
+    return typing.cast(float, content)
+
+
+def _text(content: Any) -> str:
+    if type(content) is not str:
+        _damaged("a text", content)
+    return content
+
+
+def _flag(content: Any) -> bool:
+    if type(content) is not bool:
+        _damaged("true or false", content)
+    return content

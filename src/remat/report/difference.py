@@ -1,0 +1,179 @@
+"""What changed between two explanations: values that came, went, or have another fate.
+
+Ids and line numbers change whenever a program is edited, so values are matched by path, name,
+primitive and dtype and shape; among equals the one of the same kind is preferred, then the order of
+the program decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+from remat.report import codec
+from remat.report.document import Block, Heading, Paragraph, Table
+from remat.report.fragment import to_fragment, to_page
+from remat.report.groups import groups
+from remat.report.markdown import to_markdown
+from remat.report.model import ExplanationData, Totals, Value
+from remat.report.outline import memory_rows, percent, signed_bytes, values_table
+from remat.report.text import renderable, to_text
+from remat.units import format_bytes, format_flops, format_seconds
+
+FORMAT = "remat.difference"
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """From one explanation to another; `changed` pairs a value before and after."""
+
+    before: str  # titles
+    after: str
+    appeared: tuple[Value, ...]
+    vanished: tuple[Value, ...]
+    changed: tuple[tuple[Value, Value], ...]
+    totals_before: Totals
+    totals_after: Totals
+
+    @property
+    def saved_bytes(self) -> int:
+        """How much more is saved on the device than before."""
+        after = [*self.appeared, *(new for _, new in self.changed)]
+        before = [*self.vanished, *(old for old, _ in self.changed)]
+        return _saved_bytes(after) - _saved_bytes(before)
+
+    def __bool__(self) -> bool:
+        """Whether anything differs."""
+        values = self.appeared or self.vanished or self.changed
+        return bool(values) or self.totals_before != self.totals_after
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def __rich__(self) -> object:
+        return renderable(_blocks(self, 20))
+
+    def to_text(self, *, width: int = 110, color: bool = False, most: int = 20) -> str:
+        """For the terminal."""
+        return to_text(_blocks(self, most), width=width, color=color)
+
+    def to_markdown(self, *, most: int = 20) -> str:
+        """For a pull request."""
+        return to_markdown(_blocks(self, most))
+
+    def to_html(self, *, most: int = 200) -> str:
+        """A page without scripts."""
+        return to_page(_blocks(self, most), title=f"{self.before} → {self.after}")
+
+    def _repr_html_(self) -> str:
+        return to_fragment(_blocks(self, 20))
+
+    def to_json(self) -> str:
+        """All of it, as `from_json` reads it."""
+        return codec.dumps(self, FORMAT)
+
+    @classmethod
+    def from_json(cls, text: str) -> Difference:
+        """Read what `to_json` wrote; a `ReportError` says what is wrong with other texts."""
+        return codec.loads(text, cls, FORMAT)
+
+
+def difference(before: ExplanationData, after: ExplanationData) -> Difference:
+    """Compare two explanations.
+
+    >>> a = ExplanationData("a", values=(Value(0, "saved", "f32[8]", 32, path="mlp"),))
+    >>> b = ExplanationData("b", values=(Value(7, "recomputed", "f32[8]", 32, path="mlp"),))
+    >>> [(old.kind, new.kind) for old, new in difference(a, b).changed]
+    [('saved', 'recomputed')]
+    >>> difference(a, b).saved_bytes
+    -32
+    """
+    left_before, left_after = list(before.values), list(after.values)
+    _, left_before, left_after = _matched(left_before, left_after, lambda v: (*_key(v), v.kind))
+    changed, left_before, left_after = _matched(left_before, left_after, _key)
+    return Difference(
+        before=before.title,
+        after=after.title,
+        appeared=tuple(left_after),
+        vanished=tuple(left_before),
+        changed=tuple(changed),
+        totals_before=before.totals,
+        totals_after=after.totals,
+    )
+
+
+def _key(value: Value) -> tuple[str, ...]:
+    return (value.path, value.name, value.primitive, value.aval)
+
+
+def _matched(
+    before: list[Value], after: list[Value], key: Callable[[Value], tuple[str, ...]]
+) -> tuple[list[tuple[Value, Value]], list[Value], list[Value]]:
+    """Pairs of equal key in order, and what is left of either side."""
+    waiting: dict[tuple[str, ...], list[Value]] = {}
+    for value in reversed(after):
+        waiting.setdefault(key(value), []).append(value)
+    pairs, left = [], []
+    for value in before:
+        others = waiting.get(key(value))
+        if others:
+            pairs.append((value, others.pop()))
+        else:
+            left.append(value)
+    rest = {id(value) for values in waiting.values() for value in values}
+    return pairs, left, [value for value in after if id(value) in rest]
+
+
+def _saved_bytes(values: Iterable[Value]) -> int:
+    return sum(value.n_bytes for value in values if value.kind == "saved")
+
+
+def _blocks(d: Difference, most: int) -> list[Block]:
+    blocks: list[Block] = [Heading(f"{d.before} → {d.after}", 1)]
+    if not d:
+        return [*blocks, Paragraph("Nothing differs.")]
+    n_values = len(d.appeared) + len(d.vanished) + len(d.changed)
+    said = f"{n_values} values differ; saved: {signed_bytes(d.saved_bytes)}."
+    blocks += [Paragraph(said), _totals_table(d.totals_before, d.totals_after)]
+    if d.changed:
+        blocks += [
+            Heading(f"Of another kind than before: {len(d.changed)}"),
+            _changed_table(d, most),
+        ]
+    for title, values in (("New", d.appeared), ("Gone", d.vanished)):
+        if values:
+            blocks += [Heading(f"{title}: {len(values)}"), values_table(values, most)]
+    return blocks
+
+
+def _totals_table(before: Totals, after: Totals) -> Table:
+    rows: list[tuple[str, ...]] = []
+    for which in ("predicted", "compiled"):
+        old, new = getattr(before, which), getattr(after, which)
+        if old is not None and new is not None:
+            for (name, n), (_, m) in zip(memory_rows(old), memory_rows(new)):
+                if n == m and name != "peak":
+                    continue
+                rows.append(
+                    (f"{name}, {which}", format_bytes(n), format_bytes(m), signed_bytes(m - n))
+                )
+    for field in ("flops", "recompute_flops", "time_s", "recompute_time_s"):
+        old, new = getattr(before, field), getattr(after, field)
+        show = format_flops if field.endswith("flops") else format_seconds
+        change = ("+" if new > old else "") + percent(new / old - 1) if old else ""
+        rows.append((field.replace("_", " ").removesuffix(" s"), show(old), show(new), change))
+    return Table(("total", "before", "after", "change"), tuple(rows), (1, 2, 3))
+
+
+def _changed_table(d: Difference, most: int) -> Table:
+    by_kinds: dict[tuple[str, str], list[Value]] = {}
+    for old, new in d.changed:
+        by_kinds.setdefault((old.kind, new.kind), []).append(new)
+    rows = [
+        (f"{old} → {new}", format_bytes(group.n_bytes), group.what, group.aval, group.source)
+        for (old, new), values in by_kinds.items()
+        for group in groups(values)
+    ]
+    if len(rows) > most:
+        rows = [*rows[:most], ("…", "", f"{len(rows) - most} more groups", "", "")]
+    return Table(("change", "bytes", "value", "type", "source"), tuple(rows), (1,))

@@ -1,0 +1,91 @@
+"""A report as a sequence of blocks, between what is said and how it looks.
+
+`outline` turns an explanation into blocks, `difference` does the same for a comparison, and each of
+`text`, `markdown` and `fragment` draws the blocks its way: what is said is decided once.
+
+Texts in blocks may come from user code and hold anything. `printable` makes them harmless to look
+at; escaping what is special to a format is each renderer's own duty.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+from remat.report.model import Severity, Step
+from remat.report.timeline import Timeline
+
+
+@dataclasses.dataclass(frozen=True)
+class Heading:
+    """A title of the document (level 1) or of a part of it (level 2)."""
+
+    text: str
+    level: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Paragraph:
+    """A few sentences."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """A finding: how bad, its code, what was found, and what to do."""
+
+    severity: Severity
+    code: str
+    text: str
+    next_step: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows of texts; `numbers` are the columns that are set to the right."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numbers: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Chart:
+    """The bytes that are live over the steps."""
+
+    timeline: Timeline
+    steps: tuple[Step, ...]
+
+
+Block = Heading | Paragraph | Note | Table | Chart
+Document = Sequence[Block]
+
+# What moves the cursor, changes colours, reorders or is no character: controls, line separators,
+# directional overrides and isolates, lone surrogates.
+_UNPRINTABLE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
+)
+
+
+def printable(text: str) -> str:
+    r"""The text with all that would disturb a terminal or a page written as an escape.
+
+    >>> print(printable("two\nlines, \x1b[31mred"))
+    two\nlines, \x1b[31mred
+    """
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def columns_of_chart(chart: Chart, n_columns: int) -> list[tuple[int, Step]]:
+    """The chart at a coarse resolution: for each column the most that is live, and where."""
+    total_bytes = chart.timeline.total_bytes
+    n_steps = len(chart.steps)
+    columns = []
+    for i in range(min(n_columns, n_steps)):
+        first = i * n_steps // min(n_columns, n_steps)
+        after = (i + 1) * n_steps // min(n_columns, n_steps)
+        at = first + int(total_bytes[first:after].argmax())
+        columns.append((int(total_bytes[at]), chart.steps[at]))
+    return columns

@@ -1,0 +1,139 @@
+"""Blocks as a piece of HTML without scripts, for notebooks and for comparisons.
+
+Notebook viewers strip scripts and have themes of their own, so colours are inherited where they can
+be and the chart is a drawing. The interactive page is `html`.
+"""
+
+from __future__ import annotations
+
+from html import escape
+
+import numpy as np
+
+from remat.report.document import (
+    Block,
+    Chart,
+    Document,
+    Heading,
+    Note,
+    Paragraph,
+    Table,
+    printable,
+)
+from remat.report.model import KINDS, Kind
+from remat.report.timeline import thinned
+from remat.units import format_bytes
+
+# The colours of Okabe and Ito, which people who confuse red and green tell apart.
+COLORS: dict[Kind, str] = {
+    "argument": "#9aa3ad",
+    "saved": "#0072b2",
+    "offloaded": "#56b4e9",
+    "recomputed": "#e69f00",
+    "gradient": "#cc79a7",
+    "output": "#009e73",
+    "temporary": "#d55e00",
+}
+_SEVERITY_COLORS = {"error": "#d1242f", "warning": "#bf8700", "info": "#0969da"}
+_WIDTH, _HEIGHT, _POINTS = 720, 150, 360
+
+_STYLE = """<style>
+.remat{font:14px/1.45 system-ui,sans-serif;max-width:72em}
+.remat h1{font-size:1.3em;margin:.2em 0}.remat h2{font-size:1.05em;margin:1em 0 .3em}
+.remat table{font:inherit;border-collapse:collapse;font-variant-numeric:tabular-nums;margin:.4em 0}
+.remat th,.remat td{padding:.15em .8em .15em 0;text-align:left;vertical-align:top}
+.remat th,.remat td{border-bottom:1px solid #8884}
+.remat td.n,.remat th.n{text-align:right;white-space:nowrap}
+.remat p{margin:.3em 0}.remat .note{border-left:3px solid;padding-left:.7em;margin:.5em 0}
+.remat .scroll{overflow-x:auto}.remat bdi{overflow-wrap:break-word}
+.remat i.c{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.35em}
+</style>"""
+
+
+def to_fragment(document: Document) -> str:
+    """The document as one HTML element.
+
+    >>> to_fragment([Paragraph("a < b")]).endswith("<p><bdi>a &lt; b</bdi></p>\\n</div>")
+    True
+    """
+    drawn = "\n".join(_drawn(block) for block in document)
+    return f'<div class="remat">{_STYLE}\n{drawn}\n</div>'
+
+
+def to_page(document: Document, *, title: str) -> str:
+    """The same as a page of its own, for a browser."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
+        "style-src 'unsafe-inline'\">"
+        f"<title>{escape(printable(title))}</title>"
+        "<style>:root{color-scheme:light dark}body{margin:1rem auto;padding:0 1rem;max-width:72em}</style>"
+        f"</head><body>\n{to_fragment(document)}\n</body></html>\n"
+    )
+
+
+def user_text(text: str) -> str:
+    """A text of unknown content: harmless, escaped, and kept from reordering its surroundings.
+
+    >>> user_text("<b>")
+    '<bdi>&lt;b&gt;</bdi>'
+    """
+    return f"<bdi>{escape(printable(text))}</bdi>"
+
+
+def _drawn(block: Block) -> str:
+    match block:
+        case Heading(text, level):
+            return f"<h{level}>{user_text(text)}</h{level}>"
+        case Paragraph(text):
+            return f"<p>{user_text(text)}</p>"
+        case Note(severity, code, text, next_step):
+            said = (
+                f"<b>{severity}</b> {user_text(text)} <small><code>{user_text(code)}</code></small>"
+            )
+            said += f"<br>→ {user_text(next_step)}" if next_step else ""
+            return (
+                f'<div class="note" style="border-color:{_SEVERITY_COLORS[severity]}">{said}</div>'
+            )
+        case Table(columns, rows, numbers):
+            head = _cells("th", columns, numbers)
+            body = "\n".join(f"<tr>{_cells('td', row, numbers)}</tr>" for row in rows)
+            return (
+                f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n'
+                f"<tbody>{body}</tbody></table></div>"
+            )
+        case Chart():
+            return _chart(block)
+
+
+def _cells(tag: str, texts: tuple[str, ...], numbers: tuple[int, ...]) -> str:
+    right = [' class="n"' if i in numbers else "" for i in range(len(texts))]
+    return "".join(f"<{tag}{c}>{user_text(text)}</{tag}>" for c, text in zip(right, texts))
+
+
+def _chart(chart: Chart) -> str:
+    """The stacked areas as paths, drawn from the highest sum down so that each covers the rest."""
+    line = chart.timeline
+    at = thinned(line.total_bytes, _POINTS)
+    sums = np.cumsum(line.live_bytes[:, at], axis=0)
+    top = max(line.peak_bytes, 1)
+    x = np.append(at, len(chart.steps)) / len(chart.steps) * _WIDTH
+    paths: list[str] = []
+    legend: list[str] = []
+    for kind, heights, own in reversed(list(zip(KINDS, sums, line.live_bytes))):
+        if own.any():
+            y = _HEIGHT * (1 - heights / top)
+            corners = "".join(
+                f"V{y[i]:.1f}H{x[i + 1]:.1f}" if i == 0 or y[i] != y[i - 1] else f"H{x[i + 1]:.1f}"
+                for i in range(len(at))
+            )
+            paths.append(f'<path fill="{COLORS[kind]}" d="M0 {_HEIGHT}{corners}V{_HEIGHT}Z"/>')
+            swatch = f'<i class="c" style="background:{COLORS[kind]}"></i>'
+            legend.insert(0, f"<span>{swatch}{kind} {format_bytes(int(own.max()))}</span>")
+    said = f"live bytes over {len(chart.steps)} steps, at most {format_bytes(line.peak_bytes)}"
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" style="width:100%;max-width:{_WIDTH}px" '
+        f'preserveAspectRatio="none" role="img" aria-label="{said}">{"".join(paths)}</svg>'
+        f"<div>{' &nbsp; '.join(legend)} (most of each)</div>"
+    )

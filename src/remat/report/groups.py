@@ -1,0 +1,96 @@
+"""Values of the same kind, told apart only by the numbers in their paths, as one line.
+
+A stack of 48 equal layers saves 48 equal values; a reader wants
+``48 × encoder/*/mlp/gelu  bf16[8,1024,4096]  3.0 GiB``. Values are grouped when kind, dtype and
+shape, source line and path agree once the numbers in the path are replaced by ``*``. A number in
+which all values of a group agree is shown as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Sequence
+
+from remat import units
+from remat.report.model import Kind, Value
+
+# A number that ends a word: that of block_3, layers[3] and Dense_0, not that of conv2d.
+_NUMBER = re.compile(r"[0-9]+(?![0-9A-Za-z])")
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Values that differ only in the numbers of their paths, in program order."""
+
+    kind: Kind
+    aval: str
+    source: str
+    pattern: str  # the path, with * for the numbers in which the values differ
+    primitive: str  # "" if the values differ in it
+    values: tuple[Value, ...]
+
+    @functools.cached_property
+    def n_bytes(self) -> int:
+        """Bytes of all its values."""
+        return sum(value.n_bytes for value in self.values)
+
+    @functools.cached_property
+    def flops(self) -> float:
+        """FLOPs of computing each of its values once more."""
+        return sum(value.flops for value in self.values)
+
+    @functools.cached_property
+    def time_s(self) -> float:
+        """The same in predicted seconds."""
+        return sum(value.time_s for value in self.values)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The checkpoint names of its values, each once."""
+        return tuple(dict.fromkeys(value.name for value in self.values if value.name))
+
+    @property
+    def what(self) -> str:
+        """Path or else name or primitive, with the number of values in front if there are several."""
+        what = self.pattern or "/".join(self.names) or self.primitive or "value"
+        return f"{len(self.values)} × {what}" if len(self.values) > 1 else what
+
+    def __str__(self) -> str:
+        return f"{self.what}  {self.aval}  {units.format_bytes(self.n_bytes)}"
+
+
+def groups(values: Sequence[Value]) -> tuple[Group, ...]:
+    """Group the values, the groups of most bytes first.
+
+    >>> values = [Value(i, "saved", "f32[256]", 1024, path=f"net/block_{i}/Dense_0") for i in range(3)]
+    >>> print(groups(values)[0])
+    3 × net/block_*/Dense_0  f32[256]  3.0 KiB
+    """
+    found: dict[tuple[str, ...], list[Value]] = {}
+    for value in values:
+        key = (value.kind, value.aval, value.source, _NUMBER.sub("*", value.path))
+        found.setdefault(key, []).append(value)
+    made = [
+        Group(
+            kind=members[0].kind,
+            aval=members[0].aval,
+            source=members[0].source,
+            pattern=_pattern([value.path for value in members]),
+            primitive=_if_all_equal([value.primitive for value in members]),
+            values=tuple(members),
+        )
+        for members in found.values()
+    ]
+    return tuple(sorted(made, key=lambda group: -group.n_bytes))  # equals stay in program order
+
+
+def _pattern(paths: list[str]) -> str:
+    numbers = [_NUMBER.findall(path) for path in paths]
+    shown = iter([column[0] if len(set(column)) == 1 else "*" for column in zip(*numbers)])
+    return _NUMBER.sub(lambda match: next(shown), paths[0])
+
+
+def _if_all_equal(texts: list[str]) -> str:
+    return texts[0] if len(set(texts)) == 1 else ""

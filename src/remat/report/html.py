@@ -1,0 +1,241 @@
+"""An explanation as one self-contained, interactive HTML page.
+
+Everything is in the file: styles, scripts, uPlot (which draws the chart) and the data; its content
+security policy forbids whatever would come from elsewhere. The headline, the findings, the
+comparison with the compiler and the plans to choose from are written here and need no scripts; the
+timeline and the table are drawn by the scripts in `static/`, whose README lists them.
+
+Texts that come from user code reach the page in two ways: escaped in HTML (`user_text`), or inside
+JSON whose ``<``, ``>`` and ``&`` are escaped, from where the scripts make text nodes of them. No text
+is ever part of markup, of a script or of a style.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from html import escape
+from importlib import resources
+
+from remat.report.document import printable
+from remat.report.fragment import user_text
+from remat.report.model import SEVERITIES, ExplanationData, ParetoPoint
+from remat.report.outline import memory_rows, percent, setting, signed_bytes
+from remat.report.payload import MOST_VALUES, payload
+from remat.report.timeline import timeline
+from remat.units import format_bytes, format_flops, format_seconds
+
+_SCRIPTS = ("data.js", "chart.js", "strip.js", "panel.js", "table.js", "main.js")
+_SLOT = re.compile(r"<!--slot:([a-z]+)-->")
+
+
+def to_page(explanation: ExplanationData) -> str:
+    """The page.
+
+    >>> to_page(ExplanationData("step")).startswith("<!doctype html>")
+    True
+    """
+    title = printable(explanation.title)
+    scripts = "\n".join(_static(name) for name in _SCRIPTS)
+    slots = {
+        "title": escape(f"{title} · remat"),
+        "css": _static("uPlot.min.css") + "\n" + _static("page.css"),
+        "heading": user_text(title),
+        "setting": user_text(setting(explanation)),
+        "tiles": _tiles(explanation),
+        "findings": _findings(explanation),
+        "compiled": _compiled(explanation),
+        "pareto": _pareto(explanation),
+        "footer": _footer(explanation),
+        "data": _embedded(payload(explanation)),
+        "uplot": f"/*! {_static('uPlot.LICENSE.txt')}\n*/\n{_static('uPlot.iife.min.js')}",
+        "js": f'(() => {{\n"use strict";\n{scripts}\n}})();',
+    }
+    # One pass over the template, so that nothing inside a slot is taken for a slot.
+    return _SLOT.sub(lambda match: slots[match[1]], _static("page.html"))
+
+
+def _static(name: str) -> str:
+    return (resources.files("remat.report") / "static" / name).read_text(encoding="utf-8").strip()
+
+
+def _embedded(content: object) -> str:
+    """JSON that cannot end the script element that it stands in."""
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _tiles(explanation: ExplanationData) -> str:
+    totals = explanation.totals
+    saved = _bytes_of(explanation, "saved")
+    offloaded = _bytes_of(explanation, "offloaded")
+    compiled = "not compiled"
+    if totals.compiled is not None:
+        compiled = f"compiled {format_bytes(totals.compiled.peak_bytes)}"
+        if totals.predicted.peak_bytes:
+            share = totals.compiled.peak_bytes / totals.predicted.peak_bytes - 1
+            compiled += f" ({share * 100:+.1f} %)"
+    line = timeline(explanation.values, explanation.steps)
+    where = ""
+    if line.peak_step is not None:
+        step = explanation.steps[line.peak_step]
+        where = f"{step.phase}, step {line.peak_step + 1:,} of {len(explanation.steps):,}"
+    tiles = [
+        ("Peak, predicted", format_bytes(totals.predicted.peak_bytes), compiled),
+        ("Where the peak is", format_seconds(float(line.start_s[line.peak_step or 0])), where),
+        (
+            "Saved for the backward pass",
+            format_bytes(saved),
+            f"offloaded {format_bytes(offloaded)}",
+        ),
+        (
+            "Recomputation",
+            f"+{percent(totals.extra_time_share)}",
+            f"{format_flops(totals.recompute_flops)}, {format_seconds(totals.recompute_time_s)}",
+        ),
+        ("Step, predicted", format_seconds(totals.time_s), format_flops(totals.flops)),
+    ]
+    return "".join(
+        f'<div class="tile"><div class="label">{escape(label)}</div>'
+        f'<div class="figure">{escape(figure)}</div><div class="more">{escape(more)}</div></div>'
+        for label, figure, more in tiles
+    )
+
+
+def _bytes_of(explanation: ExplanationData, kind: str) -> int:
+    return sum(value.n_bytes for value in explanation.values if value.kind == kind)
+
+
+def _findings(explanation: ExplanationData) -> str:
+    if not explanation.findings:
+        return ""
+    items = []
+    for finding in sorted(explanation.findings, key=lambda f: SEVERITIES.index(f.severity)):
+        then = f'<p class="next">{user_text(finding.next_step)}</p>' if finding.next_step else ""
+        items.append(
+            f'<li class="{finding.severity}"><span class="severity">{finding.severity}</span>'
+            f"<div>{user_text(finding.message)} <code>{user_text(finding.code)}</code>{then}</div></li>"
+        )
+    return (
+        '<section aria-labelledby="findings-h"><h2 id="findings-h">Findings</h2>'
+        f'<ul class="findings">{"".join(items)}</ul></section>'
+    )
+
+
+def _compiled(explanation: ExplanationData) -> str:
+    totals = explanation.totals
+    predicted = memory_rows(totals.predicted)
+    compiled = memory_rows(totals.compiled) if totals.compiled is not None else None
+    most = max(1, *(n for _, n in predicted), *(n for _, n in compiled or predicted))
+    rows = []
+    for i, (name, n) in enumerate(predicted):
+        bars = _bar("bar", n / most)
+        figures, change = format_bytes(n), ""
+        if compiled is not None:
+            m = compiled[i][1]
+            bars += _bar("bar compiled", m / most)
+            figures += f"<br>{format_bytes(m)}"
+            change = signed_bytes(m - n)
+        rows.append(
+            f'<div>{name}</div><div class="track">{bars}</div>'
+            f'<div class="figures">{figures}</div><div class="change">{change}</div>'
+        )
+    legend = '<span><i class="swatch predicted"></i>predicted</span>' + (
+        '<span><i class="swatch compiled"></i>compiled</span>' if compiled is not None else ""
+    )
+    reason = f'<p class="reason">{user_text(totals.difference)}</p>' if totals.difference else ""
+    title = "Predicted against compiled" if compiled is not None else "Memory, predicted"
+    return (
+        f'<section aria-labelledby="compiled-h"><div class="title"><h2 id="compiled-h">{title}</h2></div>'
+        f'<div class="legend">{legend}</div><div class="bars">{"".join(rows)}</div>{reason}</section>'
+    )
+
+
+def _bar(classes: str, share: float) -> str:
+    return (
+        f'<div class="{classes}{"" if share else " none"}" style="width:{100 * share:.2f}%"></div>'
+    )
+
+
+# Plans to choose from: points placed in per cent, so that they need no scripts and fit any width.
+
+
+def _pareto(explanation: ExplanationData) -> str:
+    points = sorted(explanation.pareto, key=lambda p: (-p.peak_bytes, p.extra_time_s))
+    if not points:
+        return ""
+    x_ticks = _ticks([p.peak_bytes for p in points], 1024)
+    y_ticks = _ticks([p.extra_time_s for p in points], 1000)
+    drawn = [
+        f'<span class="tick x" style="left:{_place(x, x_ticks):.2f}%">{format_bytes(x)}</span>'
+        for x in x_ticks
+    ]
+    drawn += [
+        f'<span class="tick y" style="bottom:{_place(y, y_ticks):.2f}%">{format_seconds(y)}</span>'
+        for y in y_ticks
+    ]
+    places = [(_place(p.peak_bytes, x_ticks), _place(p.extra_time_s, y_ticks)) for p in points]
+    outline = " ".join(f"{x:.2f},{100 - y:.2f}" for x, y in places)
+    drawn.append(
+        '<svg viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true">'
+        f'<polyline points="{outline}"/></svg>'
+    )
+    rows = []
+    for number, (point, (x, y)) in enumerate(zip(points, places), 1):
+        drawn.append(
+            f'<span class="point{_classes(point)}" style="left:{x:.2f}%;top:{100 - y:.2f}%" '
+            f'title="{escape(printable(point.label))}">{number}</span>'
+        )
+        verified = "compiled" if point.verified else "predicted"
+        chosen = ' class="chosen"' if point.chosen else ""
+        rows.append(
+            f'<tr{chosen}><td class="n">{number}</td><th scope="row">{user_text(point.label)}</th>'
+            f'<td class="n">{format_bytes(point.peak_bytes)}</td>'
+            f'<td class="n">+{format_seconds(point.extra_time_s)}</td>'
+            f'<td class="n">+{percent(point.extra_flops_share)}</td><td>{verified}</td></tr>'
+        )
+    return (
+        '<section aria-labelledby="pareto-h"><div class="title"><h2 id="pareto-h">Plans to choose from'
+        '</h2></div><div class="pareto" aria-hidden="true">'
+        f'{"".join(drawn)}<span class="axis x">peak</span><span class="axis y">extra time</span></div>'
+        '<p class="hint plans">Filled: the peak is the compiler\'s own. Hollow: it is predicted.</p>'
+        '<div class="scroll"><table class="plain"><thead><tr><th class="n"></th><th scope="col">Plan</th>'
+        '<th scope="col" class="n">Peak</th><th scope="col" class="n">Time</th>'
+        '<th scope="col" class="n">FLOPs</th><th scope="col">Peak is</th></tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div></section>"
+    )
+
+
+def _classes(point: ParetoPoint) -> str:
+    return (" verified" if point.verified else "") + (" chosen" if point.chosen else "")
+
+
+def _ticks(numbers: list[int] | list[float], base: int) -> list[float]:
+    """Round numbers from 0 to beyond the largest, about five, in units of a power of `base`."""
+    most = max(numbers)
+    if most <= 0:
+        return [0, 1]
+    unit = float(base) ** -6
+    while unit * base <= most:
+        unit *= base
+    steps = (0.1, 0.2, 0.25, 0.5, 1, 2, 2.5, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1000)
+    step = next(unit * s for s in steps if unit * s * 5 >= most)
+    n_steps = int(-(-most // step))
+    return [i * step for i in range(n_steps + 1)]
+
+
+def _place(number: float, ticks: list[float]) -> float:
+    return 100 * number / ticks[-1]
+
+
+def _footer(explanation: ExplanationData) -> str:
+    said = "Bytes are those of one device. Times are predicted. "
+    if len(explanation.values) > MOST_VALUES:
+        said += (
+            f"The table lists the {MOST_VALUES:,} largest of {len(explanation.values):,} values. "
+        )
+    return (
+        f"<p>{said}A value that is computed again has a lifetime for each time. Made by remat; "
+        "the chart is drawn by uPlot (MIT licence, in this file's source). This file loads nothing "
+        "from the network.</p>"
+    )

@@ -1,0 +1,77 @@
+"""Blocks as GitHub-flavoured Markdown."""
+
+from __future__ import annotations
+
+import re
+
+from remat.report.document import (
+    Block,
+    Chart,
+    Document,
+    Heading,
+    Note,
+    Paragraph,
+    Table,
+    columns_of_chart,
+    printable,
+)
+
+# An underscore inside a word is none of Markdown's.
+_SPECIAL = re.compile(r"([\\`*\[\]<>|~&$]|(?<!\w)_|_(?!\w))")
+# What begins a list, a heading or a rule, at the start of a paragraph.
+_AT_START = re.compile(r"^(\s*)([-+#=]|[0-9]+[.)](?=\s|$))")
+_EIGHTHS = "▁▂▃▄▅▆▇█"
+_SIGNS = {"error": "❌", "warning": "⚠️", "info": "ℹ️"}
+
+
+def to_markdown(document: Document) -> str:
+    """The document as Markdown.
+
+    >>> print(to_markdown([Heading("loss_fn"), Table(("kind", "bytes"), (("saved", "1 KiB"),), (1,))]))
+    ## loss_fn
+    <BLANKLINE>
+    | kind | bytes |
+    | --- | ---: |
+    | saved | 1 KiB |
+    <BLANKLINE>
+    """
+    return "\n\n".join(_drawn(block) for block in document) + "\n"
+
+
+def escaped(text: str) -> str:
+    r"""The text so that Markdown shows it as it is.
+
+    >>> print(escaped("a*b | <c> train.py:12 (loss)"))
+    a\*b \| \<c\> train.py:12 (loss)
+    """
+    return _SPECIAL.sub(r"\\\1", printable(text))
+
+
+def _with_backslash(start: re.Match[str]) -> str:
+    return f"{start[1]}{start[2][:-1]}\\{start[2][-1]}"
+
+
+def _drawn(block: Block) -> str:
+    match block:
+        case Heading(text, level):
+            return f"{'#' * level} {escaped(text)}"
+        case Paragraph(text):
+            return _AT_START.sub(_with_backslash, escaped(text))
+        case Note(severity, code, text, next_step):
+            said = f"- {_SIGNS[severity]} **{severity}** {escaped(code)}: {escaped(text)}"
+            return said + (f"<br>→ {escaped(next_step)}" if next_step else "")
+        case Table(columns, rows, numbers):
+            rule = ["---:" if i in numbers else "---" for i in range(len(columns))]
+            lines = [[escaped(c) for c in columns], rule, *([escaped(c) for c in r] for r in rows)]
+            return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        case Chart():
+            return _chart(block)
+
+
+def _chart(chart: Chart) -> str:
+    columns = columns_of_chart(chart, 64)
+    top = max([n_bytes for n_bytes, _ in columns], default=0) or 1
+    marks = "".join(_EIGHTHS[min(7, n_bytes * 8 // top)] for n_bytes, _ in columns)
+    phases = "".join(step.phase[0] for _, step in columns)
+    legend = ", ".join(f"{p[0]} {p}" for p in dict.fromkeys(step.phase for step in chart.steps))
+    return f"```text\n{marks}\n{phases}\n{legend}\n```"

@@ -1,0 +1,326 @@
+"""What an explanation says, as data: values, the steps of the timeline, segments, findings, totals.
+
+Whoever traces a step fills these classes; everything else in `remat.report` reads them. Nothing
+here knows JAX, so a report can be made, saved, compared and drawn from a file alone.
+
+A *step* of the timeline is one operation of the program in the order in which it runs: forward,
+backward, recomputed or part of the update. A `Value` is held in memory during the steps of its
+`lifetimes`, the step that makes it and its last one included; a recomputed value has one for each
+time it is made. Bytes are per device. For an offloaded value the lifetimes are those on the device.
+
+Memory is divided as the compilers' analyses divide it: arguments, outputs, temporaries (all else),
+and alias bytes, those of outputs that take over an argument's memory. Their peak is at most
+``argument_bytes + output_bytes + temp_bytes - alias_bytes``, and exactly that where all outputs
+are reserved from the start, as on CPU and GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, Literal, get_args
+
+from remat.errors import ReportError, closest
+
+Kind = Literal[
+    "argument", "saved", "offloaded", "recomputed", "gradient", "output", "temporary"
+]  # in the order in which they are stacked, from below
+Phase = Literal["forward", "backward", "recompute", "update"]
+Severity = Literal["error", "warning", "info"]
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+PHASES: tuple[Phase, ...] = get_args(Phase)
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Value:
+    """One array of the program.
+
+    Args:
+      id: a whole number, unique in its explanation.
+      kind: what becomes of it.
+      aval: dtype and shape on one device, "bf16[8,1024,4096]".
+      n_bytes: on one device.
+      lifetimes: pairs (born, dies) of step numbers, both included, in order and without overlap.
+      primitive: what computes it.
+      source: "model.py:12 (attention)".
+      name: given by `checkpoint_name`.
+      path: of the module or name stack, "encoder/block_3/mlp".
+      consumer: what needs it, in words.
+      flops: of computing it once more.
+      time_s: the same in predicted seconds.
+    """
+
+    id: int
+    kind: Kind
+    aval: str
+    n_bytes: int
+    lifetimes: tuple[tuple[int, int], ...] = ()
+    primitive: str = ""
+    source: str = ""
+    name: str = ""
+    path: str = ""
+    consumer: str = ""
+    flops: float = 0.0
+    time_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One operation of the timeline; `segment` is the number of its segment, -1 for none."""
+
+    label: str
+    phase: Phase
+    time_s: float = 0.0
+    source: str = ""
+    segment: int = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Segment:
+    """A consecutive part of the forward pass that is recomputed as one.
+
+    Args:
+      number: unique in its explanation; steps refer to it.
+      label: for people.
+      first, last: its first and last step of the forward pass.
+      saved_bytes: what it keeps from forward to backward.
+      recompute_flops: of recomputing the rest.
+      level: 0, or how deeply it is nested in other segments.
+    """
+
+    number: int
+    label: str
+    first: int
+    last: int
+    saved_bytes: int = 0
+    recompute_flops: float = 0.0
+    level: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that the reader should know, with the next step to take.
+
+    `code` is for programs, lower case with underscores: "policy_matched_nothing".
+    """
+
+    code: str
+    severity: Severity
+    message: str
+    next_step: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on one device, divided as the compilers' memory analyses divide them."""
+
+    peak_bytes: int = 0
+    argument_bytes: int = 0
+    output_bytes: int = 0
+    temp_bytes: int = 0
+    alias_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Totals:
+    """The step in a few numbers.
+
+    Args:
+      predicted: memory from the lifetimes of the values (`timeline.predicted_memory`).
+      compiled: memory from the compiler's own analysis, where the step was compiled.
+      difference: why the two differ, in words.
+      flops: of the whole step, recomputation included.
+      recompute_flops: of recomputation alone.
+      time_s: predicted seconds of the whole step, recomputation included.
+      recompute_time_s: of recomputation alone.
+    """
+
+    predicted: Memory = Memory()
+    compiled: Memory | None = None
+    difference: str = ""
+    flops: float = 0.0
+    recompute_flops: float = 0.0
+    time_s: float = 0.0
+    recompute_time_s: float = 0.0
+
+    @property
+    def difference_bytes(self) -> int | None:
+        """What the compiler needs beyond the predicted peak; None if it was not compiled."""
+        if self.compiled is None:
+            return None
+        return self.compiled.peak_bytes - self.predicted.peak_bytes
+
+    @property
+    def extra_flops_share(self) -> float:
+        """Recomputation as a share of the step without it.
+
+        >>> Totals(flops=122.0, recompute_flops=22.0).extra_flops_share
+        0.22
+        """
+        return _extra(self.recompute_flops, self.flops)
+
+    @property
+    def extra_time_share(self) -> float:
+        """The same in predicted seconds."""
+        return _extra(self.recompute_time_s, self.time_s)
+
+
+def _extra(extra: float, whole: float) -> float:
+    return extra / (whole - extra) if whole > extra else 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParetoPoint:
+    """One plan among those to choose from.
+
+    Args:
+      peak_bytes: of the whole step, on one device.
+      extra_flops_share: recomputation as a share of the step without it.
+      extra_time_s: predicted seconds that recomputation adds.
+      label: of the plan.
+      verified: whether the peak is the compiler's own.
+      chosen: whether it is the plan that this explanation is about.
+    """
+
+    peak_bytes: int
+    extra_flops_share: float
+    extra_time_s: float
+    label: str = ""
+    verified: bool = False
+    chosen: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplanationData:
+    """All that an explanation holds; `remat.report.Explanation` adds the renderings.
+
+    Raises:
+      ReportError: what it says contradicts itself: a lifetime outside of the timeline, two values
+        of one id, a step of an unknown segment, a kind that does not exist, a negative number.
+    """
+
+    title: str
+    platform: str = ""
+    target: str = ""
+    versions: tuple[tuple[str, str], ...] = ()
+    values: tuple[Value, ...] = ()
+    steps: tuple[Step, ...] = ()
+    segments: tuple[Segment, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    totals: Totals = Totals()
+    pareto: tuple[ParetoPoint, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in ("versions", "values", "steps", "segments", "findings", "pareto"):
+            object.__setattr__(self, field, tuple(getattr(self, field)))
+        for part in (self, *self.values, *self.steps, *self.segments, *self.findings, *self.pareto):
+            _check_texts(part)
+        _check_values(self.values, len(self.steps))
+        _check_segments(self.segments, self.steps)
+        for i, step in enumerate(self.steps):
+            _check_number(step.time_s, f"step {i} ({step.label!r})", "time_s")
+            _check_word(step.phase, PHASES, f"step {i} ({step.label!r})", "phase")
+        for finding in self.findings:
+            _check_word(finding.severity, SEVERITIES, f"finding {finding.code!r}", "severity")
+        _check_totals(self.totals)
+        for point in self.pareto:
+            where = f"Pareto point {point.label!r}"
+            _check_whole(point.peak_bytes, where, "peak_bytes")
+            _check_number(point.extra_flops_share, where, "extra_flops_share")
+            _check_number(point.extra_time_s, where, "extra_time_s")
+
+
+# What contradicts itself
+
+
+def _check_values(values: tuple[Value, ...], n_steps: int) -> None:
+    seen: set[int] = set()
+    for value in values:
+        where = f"value {value.id}"
+        if value.id in seen:
+            raise ReportError(f"{where} is there twice; give each value an id of its own.")
+        seen.add(value.id)
+        _check_word(value.kind, KINDS, where, "kind")
+        _check_whole(value.n_bytes, where, "n_bytes")
+        _check_number(value.flops, where, "flops")
+        _check_number(value.time_s, where, "time_s")
+        earliest = 0
+        for born, dies in value.lifetimes:
+            _check_whole(born, where, "birth")
+            _check_whole(dies, where, "death")
+            if not earliest <= born <= dies < n_steps:
+                raise ReportError(
+                    f"{where} is said to live during steps {born} to {dies}; lifetimes stand in "
+                    f"order, without overlap, within the {n_steps} steps of the timeline."
+                )
+            earliest = dies + 1
+
+
+def _check_segments(segments: tuple[Segment, ...], steps: tuple[Step, ...]) -> None:
+    known: set[int] = set()
+    for segment in segments:
+        where = f"segment {segment.number}"
+        if segment.number < 0 or segment.number in known:
+            raise ReportError(f"{where}: give each segment a number of its own, 0 or more.")
+        known.add(segment.number)
+        if not 0 <= segment.first <= segment.last < len(steps):
+            raise ReportError(
+                f"{where} is said to span steps {segment.first} to {segment.last}; the timeline "
+                f"has {len(steps)} steps."
+            )
+        _check_whole(segment.saved_bytes, where, "saved_bytes")
+        _check_whole(segment.level, where, "level")
+        _check_number(segment.recompute_flops, where, "recompute_flops")
+    for i, step in enumerate(steps):
+        if step.segment != -1 and step.segment not in known:
+            raise ReportError(
+                f"step {i} ({step.label!r}) is of segment {step.segment}, which is not listed."
+            )
+
+
+def _check_totals(totals: Totals) -> None:
+    for number in ("flops", "recompute_flops", "time_s", "recompute_time_s"):
+        _check_number(getattr(totals, number), "the totals", number)
+    for part, whole in (("recompute_flops", "flops"), ("recompute_time_s", "time_s")):
+        if getattr(totals, part) > getattr(totals, whole):
+            raise ReportError(f"the totals' {part} exceeds {whole}, of which it is a part.")
+    for which, memory in (("predicted", totals.predicted), ("compiled", totals.compiled)):
+        if memory is not None:
+            for field in dataclasses.fields(memory):
+                _check_whole(getattr(memory, field.name), f"the {which} memory", field.name)
+
+
+def _check_number(number: float, where: str, field: str) -> None:
+    # A numpy integer is neither, and JSON cannot hold it.
+    real = isinstance(number, (int, float))
+    if not (real and number >= 0 and (isinstance(number, int) or math.isfinite(number))):
+        raise ReportError(
+            f"{where}: {field} must be an int or float, finite and at least 0, not {number!r}."
+        )
+
+
+def _check_whole(number: int, where: str, field: str) -> None:
+    if type(number) is not int or number < 0:
+        raise ReportError(f"{where}: {field} must be an int of at least 0, not {number!r}.")
+
+
+@functools.cache
+def _names_of_texts(cls: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(cls) if field.type == "str")
+
+
+def _check_texts(part: Any) -> None:
+    cls: Any = type(part)
+    for name in _names_of_texts(cls):
+        if not isinstance(getattr(part, name), str):
+            raise ReportError(
+                f"{name} must be a str, not {getattr(part, name)!r}, in {part!r:.200}."
+            )
+
+
+def _check_word(word: str, known: tuple[str, ...], where: str, field: str) -> None:
+    if word not in known:
+        raise ReportError(f"{where}: there is no {field} {word!r}; {closest(word, known)}")

@@ -1,0 +1,169 @@
+"""What an explanation says in words and tables, the most important first."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from remat.report.document import Block, Chart, Heading, Note, Paragraph, Table
+from remat.report.groups import groups
+from remat.report.model import SEVERITIES, ExplanationData, Memory, Totals, Value
+from remat.report.timeline import Timeline, live_at, timeline
+from remat.units import format_bytes, format_flops, format_seconds
+
+
+def outline(explanation: ExplanationData, *, most: int = 20) -> list[Block]:
+    """The explanation as blocks; `most` is the number of lines of its longest tables."""
+    line = timeline(explanation.values, explanation.steps)
+    blocks: list[Block] = [Heading(explanation.title, 1)]
+    blocks += [Paragraph(setting(explanation))] if setting(explanation) else []
+    blocks += [Paragraph(headline(explanation.totals)), memory_table(explanation.totals)]
+    blocks += [Paragraph(explanation.totals.difference)] if explanation.totals.difference else []
+    if explanation.findings:
+        blocks.append(Heading("Findings"))
+        blocks += [
+            Note(f.severity, f.code, f.message, f.next_step)
+            for f in sorted(explanation.findings, key=lambda f: SEVERITIES.index(f.severity))
+        ]
+    if line.peak_step is not None:
+        live = live_at(explanation.values, line.peak_step)
+        blocks += [
+            Heading("Memory over the step"),
+            Chart(line, explanation.steps),
+            Paragraph(peak_in_words(explanation, line)),
+            values_table(live, min(most, 8)),
+        ]
+    if explanation.values:
+        blocks += [Heading("Values"), values_table(explanation.values, most)]
+    if explanation.segments:
+        blocks += [Heading("Segments"), _segments_table(explanation, most)]
+    if explanation.pareto:
+        blocks += [Heading("Plans to choose from"), _pareto_table(explanation)]
+    return blocks
+
+
+def setting(explanation: ExplanationData) -> str:
+    """Where the figures are from: platform, target, versions."""
+    versions = ", ".join(f"{name} {version}" for name, version in explanation.versions)
+    return " · ".join(text for text in (explanation.platform, explanation.target, versions) if text)
+
+
+def headline(totals: Totals) -> str:
+    """The step in one sentence or two."""
+    said = f"Peak {format_bytes(totals.predicted.peak_bytes)} predicted"
+    if totals.compiled is not None:
+        said += f", {format_bytes(totals.compiled.peak_bytes)} compiled"
+    said += f". Step {format_seconds(totals.time_s)}, {format_flops(totals.flops)}"
+    if totals.recompute_flops or totals.recompute_time_s:
+        said += (
+            f"; recomputation adds {percent(totals.extra_flops_share)} FLOPs "
+            f"and {percent(totals.extra_time_share)} time"
+        )
+    return said + "."
+
+
+def percent(share: float) -> str:
+    """A share for people.
+
+    >>> percent(0.128), percent(0.0004)
+    ('12.8 %', '0.04 %')
+    """
+    return f"{share * 100:.1f} %" if share == 0 or abs(share) >= 0.001 else f"{share * 100:.2g} %"
+
+
+def signed_bytes(n_bytes: int) -> str:
+    """A difference in bytes, with its sign.
+
+    >>> signed_bytes(1024), signed_bytes(-2048), signed_bytes(0)
+    ('+1.0 KiB', '-2.0 KiB', '0 B')
+    """
+    return ("+" if n_bytes > 0 else "") + format_bytes(n_bytes)
+
+
+def memory_rows(memory: Memory) -> tuple[tuple[str, int], ...]:
+    """The parts of memory by name, the peak first."""
+    return tuple(
+        (field.name.removesuffix("_bytes"), getattr(memory, field.name))
+        for field in dataclasses.fields(memory)
+    )
+
+
+def memory_table(totals: Totals) -> Table:
+    """Predicted against compiled memory."""
+    predicted = memory_rows(totals.predicted)
+    if totals.compiled is None:
+        rows = tuple((name, format_bytes(n), "not compiled", "") for name, n in predicted)
+    else:
+        rows = tuple(
+            (name, format_bytes(n), format_bytes(m), signed_bytes(m - n))
+            for (name, n), (_, m) in zip(predicted, memory_rows(totals.compiled))
+        )
+    return Table(("bytes per device", "predicted", "compiled", "difference"), rows, (1, 2, 3))
+
+
+def peak_in_words(explanation: ExplanationData, line: Timeline) -> str:
+    """Where in the step the peak is."""
+    if line.peak_step is None:
+        return "There is no timeline."
+    step = explanation.steps[line.peak_step]
+    place = f" at {step.source}" if step.source else ""
+    return (
+        f"The peak of {format_bytes(line.peak_bytes)} is at step {line.peak_step + 1} of "
+        f"{len(explanation.steps)}, {step.label!r} ({step.phase}){place}, "
+        f"{format_seconds(float(line.start_s[line.peak_step]))} into the step. Live there:"
+    )
+
+
+def values_table(values: tuple[Value, ...], most: int) -> Table:
+    """Values by group, the largest first; what exceeds `most` lines is summed up in the last."""
+    found = groups(values)
+    rows: list[tuple[str, ...]] = [
+        (
+            group.kind,
+            format_bytes(group.n_bytes),
+            group.what,
+            group.aval,
+            group.source,
+            format_seconds(group.time_s) if group.time_s else "",
+        )
+        for group in found[:most]
+    ]
+    if len(found) > most:
+        rest = found[most:]
+        n_bytes = sum(group.n_bytes for group in rest)
+        n_values = sum(len(group.values) for group in rest)
+        said = f"{n_values} more values in {len(rest)} groups"
+        rows.append(("…", format_bytes(n_bytes), said, "", "", ""))
+    columns = ("kind", "bytes", "value", "type", "source", "again")
+    return Table(columns, tuple(rows), (1, 5))
+
+
+def _segments_table(explanation: ExplanationData, most: int) -> Table:
+    rows = [
+        (
+            f"{'  ' * segment.level}{segment.label}",
+            f"{segment.first + 1}–{segment.last + 1}",
+            format_bytes(segment.saved_bytes),
+            format_flops(segment.recompute_flops),
+        )
+        for segment in explanation.segments[:most]
+    ]
+    if len(explanation.segments) > most:
+        rest = explanation.segments[most:]
+        saved = format_bytes(sum(segment.saved_bytes for segment in rest))
+        flops = format_flops(sum(segment.recompute_flops for segment in rest))
+        rows.append((f"{len(rest)} more", "", saved, flops))
+    return Table(("segment", "forward steps", "saved", "recomputed"), tuple(rows), (1, 2, 3))
+
+
+def _pareto_table(explanation: ExplanationData) -> Table:
+    rows = tuple(
+        (
+            point.label + (" (this one)" if point.chosen else ""),
+            format_bytes(point.peak_bytes),
+            percent(point.extra_flops_share),
+            format_seconds(point.extra_time_s),
+            "compiled" if point.verified else "predicted",
+        )
+        for point in sorted(explanation.pareto, key=lambda p: -p.peak_bytes)
+    )
+    return Table(("plan", "peak", "extra FLOPs", "extra time", "peak is"), rows, (1, 2, 3))

@@ -1,0 +1,138 @@
+"""The data inside the HTML page: columns of numbers and one list of distinct texts.
+
+A program of equal layers repeats its texts thousands of times; written as columns of places in one
+list, with repetitions counted, 5,000 values take a few hundred kilobytes. The chart has at most
+`MOST_POINTS` points and always the peak. The page lists the `MOST_VALUES` largest values; sums are
+over all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from remat.report.document import printable
+from remat.report.groups import groups
+from remat.report.model import KINDS, PHASES, ExplanationData
+from remat.report.timeline import thinned, timeline
+
+MOST_POINTS = 2400
+MOST_VALUES = 100_000
+
+
+class _Texts:
+    """Distinct texts in order of appearance, and their places."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, int] = {}
+
+    def __call__(self, text: str) -> int:
+        return self.places.setdefault(printable(text), len(self.places))
+
+
+def payload(explanation: ExplanationData) -> dict[str, Any]:
+    """What the page's scripts read.
+
+    >>> payload(ExplanationData("step"))["chart"]["at"]
+    []
+    """
+    line = timeline(explanation.values, explanation.steps)
+    at = thinned(line.total_bytes, MOST_POINTS)
+    texts = _Texts()
+    compiled = explanation.totals.compiled
+    content = {
+        "kinds": KINDS,
+        "phases": PHASES,
+        "peak": line.peak_step,
+        "peakBytes": line.peak_bytes,
+        "compiledPeak": compiled.peak_bytes if compiled is not None else None,
+        "steps": _steps(explanation, texts),
+        "chart": {"at": at.tolist(), "live": line.live_bytes[:, at].tolist()},
+        "segments": [
+            {
+                "number": segment.number,
+                "label": texts(segment.label),
+                "first": segment.first,
+                "last": segment.last,
+                "saved": segment.saved_bytes,
+                "flops": _rounded(segment.recompute_flops),
+                "level": segment.level,
+            }
+            for segment in explanation.segments
+        ],
+        **_values(explanation, texts),
+    }
+    return {**content, "strings": list(texts.places)}
+
+
+def _steps(explanation: ExplanationData, texts: _Texts) -> dict[str, Any]:
+    steps = explanation.steps
+    columns: dict[str, list[Any]] = {
+        "label": [texts(step.label) for step in steps],
+        "phase": [PHASES.index(step.phase) for step in steps],
+        "source": [texts(step.source) for step in steps],
+        "time": [_rounded(step.time_s) for step in steps],
+        "segment": [step.segment for step in steps],
+    }
+    return _packed(columns)
+
+
+def _values(explanation: ExplanationData, texts: _Texts) -> dict[str, Any]:
+    """Groups, the values in their order, and the lifetimes in the order of the values."""
+    largest = sorted(explanation.values, key=lambda v: -v.n_bytes)[:MOST_VALUES]
+    listed = {value.id for value in largest}
+    groups_ = _columns("kind aval pattern source primitive count shown bytes flops time")
+    values = _columns("group what name consumer bytes flops time")
+    lives = _columns("value born dies")
+    for number, group in enumerate(groups(explanation.values)):
+        shown = [value for value in group.values if value.id in listed]
+        _append(
+            groups_,
+            kind=KINDS.index(group.kind),
+            aval=texts(group.aval),
+            pattern=texts(group.pattern or "/".join(group.names) or group.primitive or "unnamed"),
+            source=texts(group.source),
+            primitive=texts(group.primitive),
+            count=len(group.values),
+            shown=len(shown),
+            bytes=group.n_bytes,
+            flops=_rounded(group.flops),
+            time=_rounded(group.time_s),
+        )
+        for value in shown:
+            for born, dies in value.lifetimes:
+                _append(lives, value=len(values["group"]), born=born, dies=dies)
+            _append(
+                values,
+                group=number,
+                what=texts(value.path or value.name or value.primitive or "unnamed"),
+                name=texts(value.name),
+                consumer=texts(value.consumer),
+                bytes=value.n_bytes,
+                flops=_rounded(value.flops),
+                time=_rounded(value.time_s),
+            )
+    return {"groups": _packed(groups_), "values": _packed(values), "lives": _packed(lives)}
+
+
+def _columns(names: str) -> dict[str, list[Any]]:
+    return {name: [] for name in names.split()}
+
+
+def _append(columns: dict[str, list[Any]], **row: Any) -> None:
+    for key, content in row.items():
+        columns[key].append(content)
+
+
+def _packed(columns: dict[str, list[Any]]) -> dict[str, Any]:
+    """Columns that repeat themselves as contents with how often each stands in a row."""
+    packed: dict[str, Any] = {}
+    for key, column in columns.items():
+        runs = [part for x, run in itertools.groupby(column) for part in (x, len(list(run)))]
+        packed[key] = {"runs": runs} if len(runs) < len(column) else column
+    return packed
+
+
+def _rounded(number: float) -> float | int:
+    """To four digits, which is more than a prediction has."""
+    return 0 if number == 0 else float(f"{number:.4g}")

@@ -1,0 +1,101 @@
+// The data of the page, and small helpers: numbers for people, elements whose texts are never markup.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+
+// A column that repeats itself comes as [content, times, content, times, ...].
+function unpack(columns) {
+  for (const [name, column] of Object.entries(columns)) {
+    if (Array.isArray(column)) continue;
+    const all = [];
+    for (let i = 0; i < column.runs.length; i += 2) {
+      for (let n = column.runs[i + 1]; n > 0; n--) all.push(column.runs[i]);
+    }
+    columns[name] = all;
+  }
+}
+[data.steps, data.groups, data.values, data.lives].forEach(unpack);
+
+const { kinds, phases, strings, segments, groups, values } = data;
+const nSteps = data.steps.label.length;
+const lives = {
+  value: Uint32Array.from(data.lives.value),
+  born: Uint32Array.from(data.lives.born),
+  dies: Uint32Array.from(data.lives.dies),
+};
+
+// When each step starts, and the end; by number where no times are predicted.
+const starts = new Float64Array(nSteps + 1);
+data.steps.time.forEach((time, i) => { starts[i + 1] = starts[i] + time; });
+const timed = nSteps > 0 && starts[nSteps] > 0;
+
+// Where the lifetimes of each value begin in `lives`, which is in the order of the values.
+const livesFrom = new Uint32Array(values.group.length + 1);
+lives.value.forEach((value) => { livesFrom[value + 1] += 1; });
+for (let i = 0; i < values.group.length; i++) livesFrom[i + 1] += livesFrom[i];
+
+// Where the values of each group begin; the values stand in the order of their groups.
+const groupFrom = new Uint32Array(groups.count.length + 1);
+groups.shown.forEach((n, i) => { groupFrom[i + 1] = groupFrom[i] + n; });
+
+function scaled(number, units, base) {
+  let unit = 0;
+  let left = Math.abs(number);
+  while (left >= base && unit < units.length - 1) { left /= base; unit += 1; }
+  return [number < 0 ? -left : left, units[unit], unit];
+}
+
+const byteUnits = ["B", "KiB", "MiB", "GiB", "TiB"];
+
+function formatBytes(n) {
+  const [left, unit, level] = scaled(n, byteUnits, 1024);
+  return `${left.toFixed(level ? 1 : 0)} ${unit}`;
+}
+
+function formatFlops(n) {
+  const [left, unit, level] = scaled(n, ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"], 1000);
+  return `${left.toFixed(level ? 1 : 0)} ${unit}`;
+}
+
+function formatSeconds(s) {
+  if (s === 0) return "0 s";
+  for (const [unit, factor] of [["s", 1], ["ms", 1e3], ["µs", 1e6]]) {
+    if (Math.abs(s) * factor >= 1) return `${(s * factor).toFixed(1)} ${unit}`;
+  }
+  return `${(s * 1e9).toFixed(1)} ns`;
+}
+
+// An element; a text child is a text node whatever it holds, and `undefined` is left out.
+function el(tag, attributes = {}, ...children) {
+  const made = tag.startsWith("svg:")
+    ? document.createElementNS("http://www.w3.org/2000/svg", tag.slice(4))
+    : document.createElement(tag);
+  for (const [name, content] of Object.entries(attributes)) {
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), content);
+    else if (name === "style") Object.assign(made.style, content);
+    else if (content !== undefined && content !== false) made.setAttribute(name, content === true ? "" : content);
+  }
+  made.append(...children.filter((child) => child !== undefined && child !== ""));
+  return made;
+}
+
+// A text from user code, kept from reordering what stands around it.
+function user(index) {
+  return el("bdi", { title: strings[index] }, strings[index]);
+}
+
+function color(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+}
+
+function groupTitle(g) {
+  return strings[groups.pattern[g]];
+}
+
+// For each value whether it is live at a step: 1 or 0.
+function liveAt(step) {
+  const live = new Uint8Array(values.group.length);
+  for (let i = 0; i < lives.value.length; i++) {
+    if (lives.born[i] <= step && step <= lives.dies[i]) live[lives.value[i]] = 1;
+  }
+  return live;
+}

@@ -1,0 +1,70 @@
+// Beside the chart: the step that is pointed at, its bytes by kind and its largest values.
+
+function makePanel(root, onList) {
+  const LARGEST = 5;
+  const present = kinds.map((_, k) => k).filter((k) => data.chart.live[k].some((n) => n > 0));
+  const cells = new Map();
+  const list = el("dl", {}, ...present.map((k) => {
+    const cell = el("dd");
+    const row = el("div", { class: `k-${kinds[k]}` }, el("dt", {}, el("i", { class: "swatch" }), kinds[k]), cell);
+    cells.set(k, [row, cell]);
+    return row;
+  }));
+  const number = el("span");
+  const badge = el("span");
+  const op = el("div", { class: "op" });
+  const where = el("div", { class: "where" });
+  const live = el("p", { class: "live" });
+  const largest = el("ol");
+  const button = el("button", { type: "button", onclick: () => onList() }, "List what is live here");
+  root.append(el("div", { class: "when" }, number, badge), op, where, live, list, el("h3", {}, "Largest here"), largest, button);
+
+  // The groups with most live bytes: [group, live values, bytes, earliest birth, latest death].
+  function largestAt(step) {
+    const found = new Map();
+    for (let i = 0; i < lives.value.length; i++) {
+      if (lives.born[i] > step || step > lives.dies[i]) continue;
+      const value = lives.value[i];
+      const g = values.group[value];
+      let entry = found.get(g);
+      if (!entry) found.set(g, entry = [g, 0, 0, Infinity, 0, value]);
+      entry[1] += 1;
+      entry[2] += values.bytes[value];
+      entry[3] = Math.min(entry[3], lives.born[i]);
+      entry[4] = Math.max(entry[4], lives.dies[i]);
+    }
+    return [...found.values()].sort((a, b) => b[2] - a[2]).slice(0, LARGEST);
+  }
+
+  function show(step) {
+    number.textContent = `Step ${(step + 1).toLocaleString("en")} of ${nSteps.toLocaleString("en")}`;
+    const phase = phases[data.steps.phase[step]];
+    badge.className = `badge p-${phase}`;
+    badge.textContent = phase;
+    op.replaceChildren(user(data.steps.label[step]));
+    where.replaceChildren(user(data.steps.source[step]));
+    const bytes = liveByKind(step);
+    live.replaceChildren(formatBytes(bytes.reduce((a, b) => a + b, 0)), " ",
+      el("small", {}, `live${timed ? ` at ${formatSeconds(starts[step])}` : ""}${step === data.peak ? ", the peak" : ""}`));
+    for (const [k, [row, cell]] of cells) {
+      cell.textContent = formatBytes(bytes[k]);
+      row.classList.toggle("none", bytes[k] === 0);
+    }
+    largest.replaceChildren(...largestAt(step).map(([g, n, total, born, dies, value]) => {
+      const what = n > 1 ? groups.pattern[g] : values.what[value];
+      const source = groups.source[g];
+      return el("li", { class: `k-${kinds[groups.kind[g]]}` },
+        el("div", { class: "first" }, el("b", {}, formatBytes(total)), n > 1 ? el("span", {}, `${n.toLocaleString("en")} ×`) : undefined, user(what)),
+        el("div", { class: "second" }, user(source), strings[source] ? " · " : "", `steps ${born + 1}–${dies + 1} · `, user(groups.aval[g])));
+    }));
+  }
+
+  // From the chart's points, whose sums are over all values, also those that the page leaves out.
+  function liveByKind(step) {
+    let point = data.chart.at.findIndex((s) => s > step) - 1;
+    if (point < 0) point = data.chart.at.length - 1;
+    return kinds.map((_, k) => data.chart.live[k][point]);
+  }
+
+  return { show };
+}

@@ -1,0 +1,335 @@
+"""Text, Markdown, HTML, traces and figures: what they say, and that no text can break them."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import json
+import pathlib
+import re
+import sys
+
+import pytest
+import rich.console
+import samples
+from hypothesis import given, settings
+from strategies import HOSTILE, explanations
+
+import remat.report
+from remat.errors import MissingExtraError, ReportError
+from remat.report import Explanation
+from remat.report.document import Paragraph, printable
+from remat.report.markdown import to_markdown
+from remat.report.text import to_text
+
+EXPLANATION = samples.transformer(4)
+VOID = {"meta", "link", "br", "input", "img"}
+
+
+class Page(html.parser.HTMLParser):
+    """Elements, attributes and texts of a page, and whether each element that opens is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.setdefault(self.open[-1] if self.open else "", []).append(data)
+
+
+def visible(page: Page) -> str:
+    return " ".join(
+        t for tag, parts in page.texts.items() if tag not in ("script", "style") for t in parts
+    )
+
+
+def shape(page: Page) -> list[str]:
+    return [tag for tag, _ in page.elements]
+
+
+def harmless(explanation: Explanation) -> Explanation:
+    """The same with every text replaced by one of letters."""
+
+    def clean(item):
+        if isinstance(item, str):
+            return "x" if item else item
+        if isinstance(item, tuple):
+            return tuple(clean(part) for part in item)
+        if dataclasses.is_dataclass(item):
+            words = {"kind", "phase", "severity"}
+            changes = {
+                f.name: clean(getattr(item, f.name))
+                for f in dataclasses.fields(item)
+                if f.name not in words
+            }
+            return dataclasses.replace(item, **changes)
+        return item
+
+    return clean(explanation)
+
+
+@given(explanations())
+@settings(max_examples=40)
+def test_no_text_becomes_markup_in_the_page(explanation):
+    page = Page(explanation.to_html())
+    assert shape(page) == shape(Page(harmless(explanation).to_html()))
+    data = json.loads(page.texts["script"][0])
+    texts = set(data["strings"])
+    for value in explanation.values:
+        assert printable(value.source) in texts
+        assert printable(value.aval) in texts
+    for finding in explanation.findings:
+        assert printable(finding.message) in visible(page) or not finding.message
+
+
+@given(explanations())
+@settings(max_examples=40)
+def test_no_text_becomes_markup_in_a_notebook(explanation):
+    fragment = explanation._repr_html_()
+    page = Page(fragment)
+    assert "script" not in shape(page)
+    assert {tag for tag, _ in page.elements} <= {
+        "div", "style", "h1", "h2", "p", "bdi", "b", "br", "small", "code", "table", "thead", "tbody",
+        "tr", "th", "td", "svg", "path", "span", "i",
+    }  # fmt: skip
+    assert not [
+        name for _, attributes in page.elements for name in attributes if name.startswith("on")
+    ]
+
+
+@given(explanations(), explanations())
+@settings(max_examples=25)
+def test_no_text_becomes_markup_in_a_difference(a, b):
+    page = Page(a.diff(b).to_html())
+    assert "script" not in shape(page)
+    a.diff(b).to_markdown()
+    str(a.diff(b))
+
+
+@given(explanations())
+@settings(max_examples=40)
+def test_texts_hold_no_control_characters_and_can_be_written(explanation):
+    for text in (
+        str(explanation),
+        explanation.to_markdown(),
+        explanation.to_html(),
+        explanation.to_trace(),
+    ):
+        text.encode("utf-8")
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_terminal_markup_is_shown_as_it_is(text):
+    said = to_text([Paragraph(text)], width=1000)
+    assert said.strip() == printable(text).strip()
+
+
+def test_the_page_refers_to_nothing_outside():
+    page = Page(EXPLANATION.to_html())
+    for tag, attributes in page.elements:
+        assert attributes.get("src") is None
+        if "href" in attributes:
+            assert attributes["href"].startswith(("#", "data:")), (tag, attributes)
+    assert "url(" not in "".join(page.texts["style"])
+    policy = [
+        a["content"] for t, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"
+    ]
+    assert policy and policy[0].startswith("default-src 'none'")
+
+
+def test_the_page_of_5000_values_stays_below_2_mib():
+    explanation = samples.of_size(5000)
+    assert len(explanation.values) >= 5000
+    assert len(explanation.to_html().encode()) < 2 * 2**20
+
+
+def test_the_page_keeps_the_peak_of_a_thinned_chart():
+    explanation = samples.of_size(20_000)
+    data = json.loads(Page(explanation.to_html()).texts["script"][0])
+    assert len(data["chart"]["at"]) < len(explanation.steps)
+    assert data["peak"] in data["chart"]["at"]
+    sums = [sum(column) for column in zip(*data["chart"]["live"])]
+    assert max(sums) == explanation.totals.predicted.peak_bytes
+
+
+def test_the_table_counts_what_the_page_leaves_out(monkeypatch):
+    monkeypatch.setattr("remat.report.payload.MOST_VALUES", 10)
+    monkeypatch.setattr("remat.report.html.MOST_VALUES", 10)
+    page = Page(EXPLANATION.to_html())
+    data = json.loads(page.texts["script"][0])
+    assert unpacked(data["groups"]["count"], sum) == len(EXPLANATION.values)
+    assert unpacked(data["groups"]["shown"], sum) == 10
+    assert "lists the 10 largest" in visible(page)
+
+
+def unpacked(column, then):
+    if isinstance(column, dict):
+        runs = column["runs"]
+        column = [x for x, n in zip(runs[::2], runs[1::2]) for _ in range(n)]
+    return then(column)
+
+
+def test_text_says_the_headline_findings_peak_and_groups():
+    said = str(EXPLANATION)
+    for part in (
+        "Peak ", " predicted, ", " compiled", "policy_matched_nothing", "→ Write 'attn_out'",
+        "4 × decoder/block_*/mlp/gelu", "The peak of ", "block_3", "this plan (this one)",
+    ):  # fmt: skip
+        assert part in said, part
+
+
+def test_rich_prints_it_with_colours_at_the_terminals_width():
+    console = rich.console.Console(
+        width=70, force_terminal=True, color_system="standard", _environ={}
+    )
+    with console.capture() as captured:
+        console.print(EXPLANATION)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", captured.get())
+    assert "\x1b[" in captured.get()
+    assert max(map(len, plain.splitlines())) <= 70
+
+
+def test_markdown_tables_have_as_many_cells_in_every_row():
+    for explanation in (EXPLANATION, samples.hostile()):
+        blocks = explanation.to_markdown().split("\n\n")
+        tables = [block.strip().splitlines() for block in blocks if block.startswith("| ")]
+        assert len(tables) >= 4
+        for table in tables:
+            assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("- no list", r"\- no list"), ("12. no list", r"12\. no list"), ("# no heading", r"\# no heading"),
+        ("3.5 GiB of snake_case", "3.5 GiB of snake_case"), ("_x_ <b> a|b", r"\_x\_ \<b\> a\|b"),
+    ],
+)  # fmt: skip
+def test_markdown_escapes_what_would_be_markup_and_nothing_else(text, said):
+    assert to_markdown([Paragraph(text)]) == said + "\n"
+
+
+def test_the_trace_has_steps_counters_and_lifetimes():
+    events = json.loads(EXPLANATION.to_trace())["traceEvents"]
+    by_phase = {ph: [e for e in events if e["ph"] == ph] for ph in "MXCbe"}
+    assert len(by_phase["X"]) == len(EXPLANATION.steps)
+    assert len(by_phase["b"]) == len(by_phase["e"]) > 200
+    peak = max(sum(event["args"].values()) for event in by_phase["C"])
+    assert peak == EXPLANATION.totals.predicted.peak_bytes
+    assert by_phase["X"][0]["ts"] == 0
+    for event, after in zip(by_phase["X"], by_phase["X"][1:]):
+        assert after["ts"] == pytest.approx(event["ts"] + event["dur"], abs=0.01)
+
+
+def test_difference_names_what_has_another_fate():
+    after = samples.transformer(4, save_attention=False)
+    change = EXPLANATION.diff(after)
+    assert {(old.kind, new.kind) for old, new in change.changed} == {("saved", "recomputed")}
+    assert len(change.changed) == 4 and not change.appeared and not change.vanished
+    assert change.saved_bytes == -4 * 8 * 1024 * 1024 * 2
+    assert "saved → recomputed" in str(change) and "attn/out" in change.to_markdown()
+    assert not EXPLANATION.diff(EXPLANATION)
+    assert "Nothing differs." in str(EXPLANATION.diff(EXPLANATION))
+
+
+def test_difference_pairs_every_value_once():
+    a, b = samples.transformer(3), samples.transformer(5, save_attention=False)
+    change = a.diff(b)
+    assert len(a.values) - len(change.vanished) == len(b.values) - len(change.appeared)
+    assert len(b.diff(a).appeared) == len(change.vanished)
+    assert b.diff(a).saved_bytes == -change.saved_bytes
+
+
+def test_an_explanation_without_timeline_has_every_rendering():
+    bare = Explanation("bare", values=EXPLANATION.values[:0])
+    for text in (
+        str(bare),
+        bare.to_markdown(),
+        bare.to_html(),
+        bare.to_trace(),
+        bare._repr_html_(),
+    ):
+        assert "bare" in text
+
+
+def test_plot_is_a_figure_with_every_kind():
+    pytest.importorskip("matplotlib")
+    for explanation in (EXPLANATION, samples.hostile(), Explanation("bare")):
+        figure = explanation.plot()
+        figure.canvas.draw()
+    labels = [text.get_text() for text in EXPLANATION.plot().legends[0].get_texts()]
+    assert {"argument", "saved", "recomputed", "gradient"} <= set(labels)
+
+
+def test_plot_without_matplotlib_names_the_extra(monkeypatch):
+    monkeypatch.delitem(sys.modules, "remat.report.plot", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'remat\[report\]'"):
+        EXPLANATION.plot()
+
+
+@pytest.mark.parametrize(
+    "name, start",
+    [
+        ("a.html", "<!doctype html>"), ("a.json", '{"format": "remat.explanation"'), ("a.md", "# train"),
+        ("a.txt", "train_step"), ("a.trace.json", '{"traceEvents"'), ("A.HTML", "<!doctype html>"),
+    ],
+)  # fmt: skip
+def test_save_chooses_by_the_name(tmp_path, name, start):
+    path = tmp_path / name
+    path.write_text("old")
+    assert EXPLANATION.save(path) == path
+    assert path.read_text(encoding="utf-8").startswith(start)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_load_reads_what_save_wrote(tmp_path):
+    explanation = samples.hostile()
+    assert Explanation.load(explanation.save(tmp_path / "a.json")) == explanation
+    for name, content in (("b.json", b"\xff"), ("c.json", b"{}")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ReportError, match=name):
+            Explanation.load(tmp_path / name)
+    with pytest.raises(ReportError, match="cannot be read"):
+        Explanation.load(tmp_path / "missing.json")
+
+
+def test_save_refuses_other_names_and_leaves_an_old_file_alone(tmp_path, monkeypatch):
+    with pytest.raises(ReportError, match=r"\*\.trace\.json"):
+        EXPLANATION.save(tmp_path / "a.pdf")
+    with pytest.raises(ReportError, match="cannot be written"):
+        EXPLANATION.save(tmp_path / "missing" / "a.md")
+    old = tmp_path / "a.md"
+    old.write_text("old")
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(ReportError, match="No space left"):
+        EXPLANATION.save(old)
+    assert old.read_text() == "old" and list(tmp_path.iterdir()) == [old]
+
+
+def test_the_page_names_the_version_of_what_is_not_ours():
+    static = pathlib.Path(remat.report.__file__).parent / "static"
+    version = re.search(r"uPlot \(v([0-9.]+)\)", (static / "uPlot.iife.min.js").read_text())[1]
+    assert f"uPlot {version}, MIT" in (static / "README.md").read_text()
+    assert "Permission is hereby granted" in EXPLANATION.to_html()
