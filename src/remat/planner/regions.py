@@ -88,7 +88,9 @@ def auto(fun: Callable | None = None, /, *, name: str | None = None) -> Callable
     @_jax.wraps(fun)
     def region(*args: Any, **kwargs: Any) -> Any:
         session = session_context.value
-        return fun(*args, **kwargs) if session is None else _call(fun, called, session, args, kwargs)
+        if session is None or not session.recomputes:
+            return fun(*args, **kwargs)
+        return _call(fun, called, session, args, kwargs)
 
     return region
 
@@ -191,10 +193,12 @@ def _grouped(loop: _jax.JaxprEqn, group: int, region: _Region) -> list[_jax.Jaxp
 class Session:
     """What is to be done with the regions that a program comes upon while it is traced.
 
-    `groups` says of loops by key in how many steps at a time they are to run.
+    `groups` says of loops by key in how many steps at a time they are to run. Where nothing is
+    recomputed (`recomputes`), regions are called as they are.
     """
 
     groups: Mapping[str, int] = {}  # noqa: RUF012
+    recomputes = True
 
     def decision(self, key: str, region: Linearized) -> RegionDecision | None:
         """What is decided about a region; None: everything is saved."""
@@ -271,9 +275,16 @@ _NOTHING = RegionDecision((), (), "")
 class Application(Session):
     """Does what a plan's decisions say."""
 
-    def __init__(self, decisions: Decided, groups: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        decisions: Decided,
+        groups: Mapping[str, int] | None = None,
+        *,
+        recomputes: bool = True,
+    ) -> None:
         self.decisions = decisions
         self.groups = groups or {}
+        self.recomputes = recomputes
         self.applied: set[str] = set()
 
     def decision(self, key: str, region: Linearized) -> RegionDecision | None:
