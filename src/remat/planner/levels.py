@@ -38,6 +38,7 @@ class Choice:
       model_bytes: of temporaries.
       extra_seconds: of recomputation.
       lower_bound_seconds: no decisions within the same model budget recompute less, loops as here.
+      records: what the decisions are about.
     """
 
     decisions: Decisions
@@ -45,6 +46,7 @@ class Choice:
     model_bytes: int
     extra_seconds: float
     lower_bound_seconds: float
+    records: Mapping[tuple[str, str], Record] = dataclasses.field(default_factory=dict)
 
 
 class Level:
@@ -54,15 +56,17 @@ class Level:
         self,
         traced: Traced,
         recording: Recording,
-        loops: Mapping[tuple[str, str], LoopOption],
+        loops: Mapping[tuple[str, str], tuple[Record, LoopOption]],
         groups: Mapping[str, int],
         price: Price,
     ) -> None:
         self.traced = traced
         self.recording = recording
+        self.records = {region: record for region, (record, _) in loops.items()}
+        self.records.update(recording.records)
         self.groups = dict(groups)
         self.decided: Decisions = {k: dict(v) for k, v in recording.decided.items()}
-        self.loop_seconds = sum(option.seconds for option in loops.values())
+        self.loop_seconds = sum(option.seconds for _, option in loops.values())
         self._price = price
         self.program = without_dead(
             program_of_step(traced.jaxpr, recording.records, traced.shards())
@@ -113,6 +117,7 @@ class Level:
             peak,
             self.loop_seconds + sum(a.extra_seconds for a in answers),
             self.loop_seconds + sum(a.lower_bound_seconds for a in answers),
+            self.records,
         )
 
 
@@ -169,7 +174,7 @@ class Levels:
             return Level(self.traced_plainly, self.recording, {}, {}, self._price)
         decided: Decisions = {}
         groups: dict[str, int] = {}
-        chosen: dict[tuple[str, str], LoopOption] = {}
+        chosen: dict[tuple[str, str], tuple[Record, LoopOption]] = {}
         recording, traced = self.recording, self.traced_plainly
         depths = sorted({key.count("/scan") for key, _ in recording.records}, reverse=True)
         for depth in depths:
@@ -180,7 +185,7 @@ class Levels:
                     continue
                 self.recording.scans.update(recording.scans)
                 option = at_price(self._options_of(record), price)
-                chosen[record.region_id] = option
+                chosen[record.region_id] = record, option
                 decided.setdefault(record.key, {})[record.region.fingerprint] = RegionDecision(
                     option.saved, (), record.mark
                 )

@@ -39,7 +39,7 @@ from remat.planner.plan_file import (
     RegionPlan,
     SavedValue,
 )
-from remat.planner.regions import Application, Recording
+from remat.planner.regions import Application
 from remat.planner.step import Step, Traced, check_step
 from remat.planner.targets import Target, target as find_target
 from remat.planner.trace import n_bytes, type_text
@@ -342,11 +342,8 @@ class _Search:
         return self._made(best.choice, best.predicted_bytes, peak, best.extra_flops)
 
     def _made(self, choice: Choice, predicted: int, peak: int, extra_flops: float) -> Plan:
-        recording = Recording(choice.decisions, choice.groups)
-        if choice.decisions:
-            self.step.trace(recording)
         regions = []
-        for (key, mark), record in sorted(recording.records.items()):
+        for (key, mark), record in sorted(choice.records.items()):
             decision = choice.decisions.get(key, {}).get(mark)
             if decision is None:
                 continue
