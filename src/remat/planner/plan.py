@@ -385,9 +385,9 @@ class _Search:
             peak_bytes_without_remat=self.base.peak_bytes,
             flops=self.plain_flops,
             extra_flops=max(0.0, extra_flops),
-            extra_seconds=choice.extra_seconds,
-            seconds=seconds,
-            lower_bound_seconds=choice.lower_bound_seconds,
+            extra_seconds=max(0.0, float(choice.extra_seconds)),
+            seconds=float(seconds),
+            lower_bound_seconds=max(0.0, float(choice.lower_bound_seconds)),
             regions=tuple(regions),
             loops=tuple(LoopPlan(key, group) for key, group in sorted(choice.groups.items())),
             attempts=tuple(
@@ -395,7 +395,7 @@ class _Search:
                     p.predicted_bytes,
                     p.memory.peak_bytes,
                     max(0.0, p.extra_flops),
-                    p.choice.extra_seconds,
+                    max(0.0, float(p.choice.extra_seconds)),
                 )
                 for p in self.points
             ),
