@@ -368,7 +368,7 @@ def _segment(
     body = _jax.jaxpr_of([*piece.given, *taken], [*results, *handed], piece.recomputed + piece.eqns, program.like)
     params = {
         "jaxpr": body,
-        "policy": None,
+        "policy": planned.FENCED,
         "prevent_cse": True,
         "differentiated": True,
         "names_pending": False,
