@@ -248,12 +248,11 @@ def new_eqn(
     outvars: Sequence[Var],
     primitive: Primitive,
     params: dict,
-    like: JaxprEqn,
+    like: JaxprEqn | None,
 ) -> JaxprEqn:
-    """An effect-free equation that takes source and context from another."""
-    return _core.new_jaxpr_eqn(
-        list(invars), list(outvars), primitive, params, set(), like.source_info, like.ctx
-    )
+    """An effect-free equation that takes source and context from another, if there is one."""
+    context = () if like is None else (like.source_info, like.ctx)
+    return _pe.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, set(), *context)
 
 
 def new_call(

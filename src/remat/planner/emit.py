@@ -48,6 +48,12 @@ class RegionDecision:
     backward: str  # the fingerprint of the backward program that the segments divide
 
 
+def save_everything(region: Linearized) -> RegionDecision:
+    """The decision of who leaves a region as JAX would have it."""
+    number = region.numbering.number
+    return RegionDecision(tuple(sorted(number[v] for v in region.residuals if v in number)), (), "")
+
+
 class Numbering:
     """The values of a jaxpr, numbered in the order in which its equations compute them."""
 
@@ -149,7 +155,7 @@ def halves(
     inputs = region.linear.invars[len(region.residuals) :]
     available = {*wanted, *inputs}
     eqns = closure(region.numbering, region.residuals, available)
-    like = region.linear.eqns[0] if region.linear.eqns else region.forward.eqns[0]
+    like = next(iter((*region.linear.eqns, *region.forward.eqns)), None)
     last = planned.linear_equation(region.linear, remat_p, like)
     backward = _jax.jaxpr_of([*wanted, *inputs], last.outvars, [*eqns, last], region.linear)
     needed: set[_jax.Var] = set()

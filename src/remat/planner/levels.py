@@ -16,10 +16,10 @@ from remat import _jax
 from remat.errors import BudgetError
 from remat.planner.bodies import Body, LoopOption, at_price, loop_options, prices
 from remat.planner.decide import Answer, Problem
-from remat.planner.emit import RegionDecision, Segment
+from remat.planner.emit import RegionDecision, Segment, save_everything
 from remat.planner.fusion import Price
 from remat.planner.program import without_dead
-from remat.planner.regions import Record, Recording
+from remat.planner.regions import Record, Recording, loop_depth
 from remat.planner.step import Step, Traced
 from remat.planner.trace import program_of_record, program_of_step
 
@@ -66,6 +66,9 @@ class Level:
         self.records.update(recording.records)
         self.groups = dict(groups)
         self.decided: Decisions = {k: dict(v) for k, v in recording.decided.items()}
+        for (key, mark), record in recording.not_transposed.items():
+            self.records[key, mark] = record
+            self.decided.setdefault(key, {})[mark] = save_everything(record.region)
         self.loop_seconds = sum(option.seconds for _, option in loops.values())
         self._price = price
         self.program = without_dead(
@@ -176,12 +179,12 @@ class Levels:
         groups: dict[str, int] = {}
         chosen: dict[tuple[str, str], tuple[Record, LoopOption]] = {}
         recording, traced = self.recording, self.traced_plainly
-        depths = sorted({key.count("/scan") for key, _ in recording.records}, reverse=True)
+        depths = sorted({loop_depth(key) for key, _ in recording.records}, reverse=True)
         for depth in depths:
             if depth == 0:
                 continue
             for record in recording.records.values():
-                if record.key.count("/scan") != depth or not _is_loop(record.key):
+                if loop_depth(record.key) != depth:
                     continue
                 self.recording.scans.update(recording.scans)
                 option = at_price(self._options_of(record), price)
@@ -197,7 +200,7 @@ class Levels:
 
 
 def _is_loop(key: str) -> bool:
-    return "/scan" in key
+    return loop_depth(key) > 0
 
 
 def _carry(record: Record, eqn: Any) -> tuple[int, ...]:
