@@ -16,12 +16,12 @@ from remat import _jax
 from remat.errors import BudgetError
 from remat.planner.bodies import Body, LoopOption, at_price, loop_options, prices
 from remat.planner.decide import Answer, Problem
-from remat.planner.emit import RegionDecision, Segment
+from remat.planner.emit import RegionDecision, Segment, save_everything
 from remat.planner.fusion import Price
 from remat.planner.program import without_dead
-from remat.planner.regions import LoopForm, Record, Recording
+from remat.planner.regions import LoopForm, Record, Recording, loop_depth
 from remat.planner.step import Step, Traced
-from remat.planner.trace import program_of_record, program_of_step
+from remat.planner.trace import program_of_record, program_of_step, shards_in_bodies
 
 _MOST_LEVELS = 10
 
@@ -65,14 +65,17 @@ class Level:
         self.records = {**body_records, **recording.records}
         self.loops = dict(recording.loops)
         self.decided: Decisions = {k: dict(v) for k, v in recording.decided.items()}
+        for (key, mark), record in recording.not_transposed.items():
+            self.records[key, mark] = record
+            self.decided.setdefault(key, {})[mark] = save_everything(record.region)
         self.loop_seconds = loop_seconds
         self._price = price
         self.program = without_dead(
             program_of_step(traced.jaxpr, recording.records, traced.shards())
         )
         places = {op.place.region for op in self.program.ops if op.place is not None}
-        self.regions = [r for r in recording.records if r in places and not _is_loop(r[0])]
-        self.loose = [r for r in recording.records if r not in places and not _is_loop(r[0])]
+        self.regions = [r for r in recording.records if r in places and not loop_depth(r[0])]
+        self.loose = [r for r in recording.records if r not in places and not loop_depth(r[0])]
 
     @functools.lru_cache(maxsize=4)  # noqa: B019
     def problem(self, lending: bool) -> Problem:
@@ -137,6 +140,7 @@ class Levels:
         self._price = price
         self._options: dict[tuple[str, str], list[LoopOption]] = {}
         self._made: dict[int, Level] = {}
+        self._body_shards: Mapping[Any, int] | None = None
         self.recording = Recording()
         self.traced_plainly = step.trace(self.recording)
         self._rungs = self._all_rungs()
@@ -159,7 +163,7 @@ class Levels:
         found: set[float] = {0.0}
         divisible = False
         for record in self.recording.records.values():
-            if _is_loop(record.key):
+            if loop_depth(record.key):
                 found.update(prices(self._options_of(record)))
                 divisible |= _steps_at_once(self._length(record.key)) > 1
         ordered = sorted(found)
@@ -182,19 +186,27 @@ class Levels:
 
     def _body(self, record: Record) -> Body:
         eqn = self.recording.scans[record.key]
-        program = without_dead(program_of_record(record))
+        program = without_dead(program_of_record(record, self._shards_in_bodies()))
         return Body(program, record.region_id, eqn.params["length"], _carry(record, eqn))
 
+    def _shards_in_bodies(self) -> Mapping[Any, int]:
+        """How values of loops' bodies are divided over devices, as far as the step around them says."""
+        if self._body_shards is None:
+            self._body_shards = shards_in_bodies(
+                self.traced_plainly.jaxpr, self.recording.records, self.traced_plainly.shards()
+            )
+        return self._body_shards
+
     def _make(self, rung: _Rung) -> Level:
-        bodies = {r: record for r, record in self.recording.records.items() if _is_loop(record.key)}
+        bodies = {r: record for r, record in self.recording.records.items() if loop_depth(record.key)}
         if not bodies or (rung.price == 0.0 and not rung.share):
             return Level(self.traced_plainly, self.recording, {}, 0.0, self._price)
         making = _Making({}, {}, {}, 0.0)
         recording, traced = self.recording, self.traced_plainly
-        for depth in sorted({key.count("/scan") for key, _ in bodies}, reverse=True):
+        for depth in sorted({loop_depth(key) for key, _ in bodies}, reverse=True):
             for record in list(recording.records.values()):
                 # A step of several is decided with its loop.
-                if record.key.count("/scan") == depth and record.key in self.recording.scans:
+                if loop_depth(record.key) == depth and record.key in self.recording.scans:
                     self._decide(record, rung, making)
             recording = Recording(making.decided, making.forms)
             traced = self.step.trace(recording)
@@ -247,10 +259,6 @@ class _Making:
 def _steps_at_once(length: int) -> int:
     """How many steps an iteration can have if the loop is to mix options."""
     return next((n for n in (4, 3, 2) if length % n == 0 and length > n), 1)
-
-
-def _is_loop(key: str) -> bool:
-    return "/scan" in key
 
 
 def _carry(record: Record, eqn: Any) -> tuple[int, ...]:

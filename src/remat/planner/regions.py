@@ -107,6 +107,8 @@ def _call(fun: Callable, name: str, session: Session, args: tuple, kwargs: dict)
 
     jaxpr, consts, _ = _jax.trace_call(of_arrays, arrays)
     jaxpr = inlined(jaxpr)
+    if _has_references(jaxpr):
+        return fun(*args, **kwargs)
     key = f"{name}#{fingerprint(jaxpr)[:8]}"
     outs = primitive.bind(
         (*consts, *arrays),
@@ -122,7 +124,7 @@ def _with_loops(jaxpr: _jax.Jaxpr, session: Session, key: str) -> _jax.Jaxpr:
     eqns: list[_jax.JaxprEqn] = []
     for i, eqn in enumerate(jaxpr.eqns):
         body = _jax.scan_body(eqn)
-        if body is None or not eqn.params["length"]:
+        if body is None or not eqn.params["length"] or _has_references(body):
             eqns.append(eqn)
             continue
         inner = f"{key}{_LOOP}{i}"
@@ -234,6 +236,17 @@ def _grouped(loop: _jax.JaxprEqn, group: int, region: _Region) -> list[_jax.Jaxp
     return _jax.written_out(jaxpr, loop.invars, loop.outvars)
 
 
+def loop_depth(key: str) -> int:
+    """In how many loops of its region a body stands; 0 for the region itself."""
+    return key.rpartition("#")[2].count("/scan")
+
+
+def _has_references(jaxpr: _jax.Jaxpr) -> bool:
+    # What is written to cannot be kept, and a program that writes cannot be run in parts.
+    values = [*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
+    return any(isinstance(v.aval, _jax.AbstractRef) for v in values)
+
+
 # --------------------------------------------------------------------------------------------------
 # Sessions
 
@@ -301,12 +314,23 @@ class Recording(Session):
         self.decided: Decided = decided or {}
         self.loops = loops or {}
         self.records: dict[tuple[str, str], Record] = {}
+        self._cut: dict[tuple[str, str], Linearized] = {}
         self.scans: dict[str, _jax.JaxprEqn] = {}
 
     def decision(self, key: str, region: Linearized) -> RegionDecision | None:
         if key.endswith(_GROUP):
             return _NOTHING
+        self._cut.setdefault((key, region.fingerprint), region)
         return self.decided.get(key, {}).get(region.fingerprint)
+
+    @property
+    def not_transposed(self) -> dict[tuple[str, str], Record]:
+        """Regions that were differentiated, but not backwards (`jax.linearize`), as records."""
+        return {
+            (key, mark): Record(key, region, _jax.jaxpr_of((), (), (), region.forward), "")
+            for (key, mark), region in self._cut.items()
+            if (key, mark) not in self.records and not loop_depth(key)
+        }
 
     def transposed(self, key: str, region: Linearized, backward: _jax.Jaxpr, mark: str) -> None:
         at = key, region.fingerprint
@@ -338,8 +362,8 @@ class Application(Session):
         if key.endswith(_GROUP):
             return _NOTHING
         of_key = self.decisions.get(key)
-        if of_key is None and _LOOP in key and self._knows_around(key):
-            return None  # a loop that saves everything
+        if of_key is None and loop_depth(key):
+            return None  # a loop that is not differentiated backwards
         if of_key is None:
             known = ", ".join(sorted(self.decisions)) or "none"
             raise PlanError(
@@ -347,7 +371,7 @@ class Application(Session):
                 "planned: plan again."
             )
         found = of_key.get(region.fingerprint)
-        if found is None and _LOOP in key:
+        if found is None and loop_depth(key):
             return None  # a body on the way to the loop's fixpoint
         if found is None:
             raise PlanError(
@@ -355,9 +379,6 @@ class Application(Session):
                 f"({region.fingerprint}; it knows {', '.join(sorted(of_key))}): plan again."
             )
         return found
-
-    def _knows_around(self, key: str) -> bool:
-        return key.split(_LOOP)[0] in self.decisions
 
 
 # --------------------------------------------------------------------------------------------------
@@ -397,17 +418,24 @@ class _Backward(planned.Backward):
     decision: RegionDecision | None
 
     def compose(
-        self, known: Sequence[_jax.Var], transposed: _jax.Jaxpr, nonlinear: Sequence[Any]
+        self,
+        known: Sequence[_jax.Var],
+        consts: Sequence[_jax.Var],
+        transposed: _jax.Jaxpr,
+        nonlinear: Sequence[Any],
     ) -> tuple[_jax.Jaxpr | None, Any]:
         transposed = inlined(transposed)
         numbering, given = self.region.numbering, set(known)
-        ours = all(v in numbering.number or v in given for v in nonlinear if _jax.is_var(v))
+        there = {*numbering.number, *given, *consts}
+        ours = all(v in there for v in nonlinear if _jax.is_var(v))
         if not ours or not given <= {*numbering.number, *self.region.linear.invars}:
             return None, None
         segments = () if self.decision is None else self.decision.segments
         if self.decision is not None and fingerprint(transposed) != self.decision.backward:
             segments = ()
-        program = backward_program(numbering, known, transposed, nonlinear, segments)
+        program = backward_program(
+            numbering, [*known, *consts], transposed, nonlinear, segments
+        )
         if self.decision is not None:
             return program, None
         self.session.transposed(self.key, self.region, program, fingerprint(transposed))

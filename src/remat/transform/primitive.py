@@ -370,14 +370,13 @@ def _transpose_planned(
     of_input = {v: lin for v, lin in zip(jaxpr.invars, linear)}
     flags = tuple(_jax.is_var(v) and of_input.get(v, False) for v in last.invars)
     body, consts, ins_zero, out_tree = _jax.transpose(last.params["jaxpr"], flags, outs_zero)
-    if consts:
-        return False, None
-    nonlinear = [v for v, lin in zip(last.invars, flags) if not lin]
+    constants = [_jax.new_var(_jax.typeof(c)) for c in consts]
+    nonlinear = [*constants, *(v for v, lin in zip(last.invars, flags) if not lin)]
     known = [v for v, lin in zip(jaxpr.invars, linear) if not lin]
-    composed, role = policy.compose(known, body, nonlinear)
+    composed, role = policy.compose(known, constants, body, nonlinear)
     if composed is None:
         return False, None
-    values = [x for x, lin in zip(args, linear) if not lin]
+    values = [*(x for x, lin in zip(args, linear) if not lin), *consts]
     given = [ct for ct in cts if type(ct) is not _jax.Zero]
     if role is None:
         leaves = _jax.eval_jaxpr(composed, (), *values, *given)
