@@ -249,7 +249,7 @@ class _Builder:
                 known[v] = most if n_bytes(v.aval) >= most else 1
             policy = eqn.params.get("policy")
             inner = _jax.scan_body(eqn)
-            if isinstance(policy, planned.Role) and not policy.is_backward:
+            if isinstance(policy, planned.Role):
                 self.body_shards.update(zip(eqn.params["jaxpr"].invars, operands))
                 self._note_shards(eqn.params["jaxpr"], operands)
             elif inner is not None:
