@@ -16,6 +16,7 @@ In the order in which data flows:
     planner                 a memory budget on a graph: what to compute again (import remat.planner)
     linen, nnx, equinox, haiku, brainstate   the same for the module systems, with their signatures
     toggle                  rematerialization of submodules by path, without editing the model
+    explaining, explain     what a step saves, recomputes and holds, and why
     report                  explanations as data, and their renderings (import remat.report)
     testing                 asserting on gradients and on the compiler's memory figures
 """
@@ -46,6 +47,7 @@ from remat.errors import (
     UnitsError as UnitsError,
     UnknownNameError as UnknownNameError,
 )
+from remat.explain import explain as explain
 from remat.loops.remat_scan import remat_scan as remat_scan
 from remat.loops.scan import scan as scan
 from remat.loops.while_loop import fori_loop as fori_loop, while_loop as while_loop
