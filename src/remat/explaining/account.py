@@ -15,6 +15,7 @@ from the start. What becomes of a value is read off who writes it and who reads 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 
 from remat import _jax
@@ -65,6 +66,11 @@ def account_of(
 def temporaries_bytes(program: Program) -> int:
     """The most that is live at once of what is neither argument nor result."""
     return no_remat(fuse(program, lambda *_: 0.0, lambda _: True).graph).peak_bytes
+
+
+def source_of(op: Op) -> str:
+    """An operation's source line; of files below the current directory the name from there."""
+    return op.source.removeprefix(os.path.join(os.getcwd(), ""))
 
 
 def path_of(op: Op) -> str:
@@ -174,7 +180,7 @@ class _Accounting:
                 label(ops[kernel]),
                 self.sides.phases[kernel],
                 self.fused.seconds[kernel],
-                ops[kernel].source,
+                source_of(ops[kernel]),
                 numbers.get(kernel, -1),
             )
             for kernel in self.kernels
@@ -277,7 +283,7 @@ class _Accounting:
                 at = self.step_of[kernel]
                 found.append(Value(
                     0, "temporary", "workspace", op.workspace_bytes, ((at, at),), op.name,
-                    op.source, op.label, path_of(op), f"the body of {op.name}",
+                    source_of(op), op.label, path_of(op), f"the body of {op.name}",
                 ))  # fmt: skip
         return found
 
@@ -295,7 +301,7 @@ class _Accounting:
         return Value(
             *common,
             primitive=op.name,
-            source=op.source,
+            source=source_of(op),
             name=op.label or self._names.get(v, ""),
             path=path or path_of(op),
             consumer=consumer,
@@ -499,4 +505,4 @@ def region_label(path: str, number: int) -> str:
 def _consumer(op: Op | None) -> str:
     if op is None:
         return ""
-    return f"{label(op)} ({op.source})" if op.source else label(op)
+    return f"{label(op)} ({source_of(op)})" if op.source else label(op)
