@@ -39,7 +39,8 @@ LAYERS = [
     ("planner.costs",),
     ("planner.targets",),
     ("planner.compiled",),
-    ("planner.graph", "planner.program"),
+    ("planner.json_lines",),
+    ("planner.graph", "planner.program", "planner.plan_file"),
     ("planner.simulate",),
     ("planner.mincut",),
     ("planner.search",),
@@ -65,6 +66,7 @@ LAYERS = [
 PURE = ("errors", "units", "planner.graph", "planner.simulate", "planner.mincut", "planner.chain",
         "planner.frontier", "planner.search", "planner.evict", "planner.schedule",
         "planner.devices", "planner.cache", "planner.program", "planner.fusion", "planner.decide",
+        "planner.json_lines", "planner.plan_file",
         "loops.schedules", "loops.nesting", "globs", "report")  # fmt: skip
 
 

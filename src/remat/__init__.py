@@ -13,7 +13,14 @@ In the order in which data flows:
     loops.scan, .while_loop loops whose reverse-mode memory the user chooses
     loops.nesting, loops.stacked   dividing a stack of layers over loops; its parameters, in place
     loops.remat_scan        a deep stack of equal layers as nested, rematerialized loops
-    planner                 a memory budget on a graph: what to compute again (import remat.planner)
+    planner.regions         remat.auto: a region for the planner, found again when a step is traced
+    planner.trace, .program, .fusion   a traced step as plain data: operations, and what is really written
+    planner.costs, .devices seconds of an operation on a device
+    planner.bodies, .levels, .decide   what loops save, by price; what is recomputed around them, by budget
+    planner.schedule        the solver under it, on plain graphs (import remat.planner)
+    planner.emit            decisions written back: what is saved, and the segments of the backward pass
+    planner.compiled, .targets   the compiler's word on memory, for devices that are here or not
+    planner.plan, .plan_file, .fit   remat.plan, remat.Plan, remat.fit: propose, compile, correct
     linen, nnx, equinox, haiku, brainstate   the same for the module systems, with their signatures
     toggle                  rematerialization of submodules by path, without editing the model
     explaining, explain     what a step saves, recomputes and holds, and why
@@ -51,6 +58,10 @@ from remat.explain import explain as explain
 from remat.loops.remat_scan import remat_scan as remat_scan
 from remat.loops.scan import scan as scan
 from remat.loops.while_loop import fori_loop as fori_loop, while_loop as while_loop
+from remat.planner.fit import Fitted as Fitted, fit as fit
+from remat.planner.plan import plan as plan
+from remat.planner.plan_file import Plan as Plan
+from remat.planner.regions import auto as auto
 from remat.toggle import rematted as rematted
 from remat.transform import policies as policies
 from remat.transform.checkpoint import checkpoint as checkpoint

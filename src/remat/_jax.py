@@ -384,6 +384,32 @@ def inline_calls(jaxpr: Jaxpr, is_call: Callable[[JaxprEqn], Any]) -> Jaxpr:
     return jaxpr_of(jaxpr.invars, outvars, eqns, jaxpr)
 
 
+def scan_arity(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many constants and how many carries a `scan` equation has."""
+    if "ft_in" in eqn.params:  # 0.12; delete the other half with 0.11
+        n_consts, n_carry, _ = (len(part) for part in eqn.params["ft_in"].unpack())
+        return n_consts, n_carry
+    return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
+def written_out(
+    jaxpr: Jaxpr, invars: Sequence[Any], outvars: Sequence[Var]
+) -> list[JaxprEqn]:
+    """The equations of a jaxpr on other operands, with results under other names."""
+    names: dict[Var, Any] = dict(zip(jaxpr.invars, invars))
+    made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
+    taken: set[Var] = set()
+    for inner, outer in zip(jaxpr.outvars, outvars):
+        assert is_var(inner) and inner in made and inner not in taken, "a result passed through"
+        taken.add(inner)
+        names[inner] = outer
+    eqns = []
+    for eqn in jaxpr.eqns:
+        ins = [names.get(v, v) if is_var(v) else v for v in eqn.invars]
+        eqns.append(eqn.replace(invars=ins, outvars=[names.get(v, v) for v in eqn.outvars]))
+    return eqns
+
+
 def _joined(stack: Any, eqn: JaxprEqn) -> Any:
     own = eqn.source_info.name_stack
     return own if stack is None else stack + own

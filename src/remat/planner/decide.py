@@ -54,17 +54,24 @@ class Answer:
 
 
 class Problem:
-    """A program's graph, to be scheduled within several budgets."""
+    """A program's graph, to be scheduled within several budgets.
 
-    def __init__(self, program: Program, price: Price, regions: Iterable[RegionId]) -> None:
+    With `lending`, the memory of outputs holds other values until they are computed. How far a
+    compiler manages that cannot be foreseen, so both ways are worth a try.
+    """
+
+    def __init__(
+        self, program: Program, price: Price, regions: Iterable[RegionId], *, lending: bool = False
+    ) -> None:
         self.program = program
         self.regions = tuple(regions)
-        fused = fuse(program, price, self._may_repeat)
-        sizes = _sizes_at_peak(fused)
-        # An output's memory is of use to values that fit into it, and fill it at least half.
-        self.fused: Fused = fuse(
-            program, price, self._may_repeat, lambda n: False
-        )
+        self.fused: Fused = fuse(program, price, self._may_repeat)
+        if lending:
+            # An output's memory is of use to values that fit into it, and fill it at least half.
+            sizes = _sizes_at_peak(self.fused)
+            self.fused = fuse(
+                program, price, self._may_repeat, lambda n: any(n <= 2 * s <= 2 * n for s in sizes)
+            )
         self.peak_bytes = no_remat(self.fused.graph).peak_bytes - self.fused.lent_bytes
 
     def _may_repeat(self, op: Op) -> bool:

@@ -11,8 +11,8 @@ occupies no memory and no bandwidth. The model, with the rules of XLA's fusion p
   have to read more bytes to compute it than it has itself. Otherwise every kernel that needs it
   computes it from what *is* written.
 * A kernel may write its result where an operand was that nobody needs any more. So a value that only
-  one elementwise kernel reads (and reductions that this kernel reads, as in softmax) makes one node
-  with it.
+  the next kernel reads (and reductions between that this kernel reads, as in softmax) makes one node
+  with it, if that is elementwise.
 
 The result is a `Graph` whose nodes are written values, which is what is planned on.
 
@@ -250,6 +250,7 @@ def _merge(fusion: _Fusion, nodes: dict[int, _Group]) -> dict[int, int]:
                 inner = users[d] - {end}
                 if (
                     end in users[d]
+                    and _adjacent(nodes, d, end, inner)
                     and all(users[c] == {end} for c in inner)
                     and all(_goes_with(fusion, c, end) for c in (d, *inner))
                     and all(ops[c].kind is Kind.REDUCE for c in inner)
@@ -265,6 +266,11 @@ def _merge(fusion: _Fusion, nodes: dict[int, _Group]) -> dict[int, int]:
         while into[i] in into:
             into[i] = into[into[i]]
     return into
+
+
+def _adjacent(nodes: dict[int, _Group], d: int, end: int, inner: set[int]) -> bool:
+    """Whether nothing else is computed between: operands would be kept for longer otherwise."""
+    return all(i not in nodes or i in inner for i in range(d + 1, end))
 
 
 def _goes_with(fusion: _Fusion, i: int, end: int) -> bool:

@@ -27,11 +27,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from remat.errors import GraphError
+from remat.planner.json_lines import Reader, read_text, shown, write_text
 
 # Sums of bytes are also taken in 64-bit integers and in doubles (by the solvers), both of which
 # are exact up to here: 8 PiB.
@@ -117,15 +116,8 @@ class Graph:
         Raises:
           GraphError: the file cannot be read or is damaged; the message names the line and why.
         """
-        path = Path(path)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            line = error.object[: error.start].count(b"\n") + 1
-            raise GraphError(f"{path}, line {line}: not UTF-8 text ({error.reason}).") from error
-        except OSError as error:
-            raise GraphError(f"{path}: cannot be read ({error.strerror or error}).") from error
-        return _Reader(str(path), text).graph()
+        text = read_text(path, GraphError)
+        return _Reader(os.fspath(path), text, GraphError).graph()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON file that `load` reads: one node a line, so that files can be compared."""
@@ -144,15 +136,7 @@ class Graph:
             for node in self.nodes
         )
         text = f'{{"name": {json.dumps(self.name)},\n "nodes": [\n{lines}\n ]}}\n'
-        path = Path(path)
-        # A reader never sees half a file: the new one takes the old one's place in one step.
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        try:
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(path)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise GraphError(f"{path}: cannot be written ({error.strerror or error}).") from error
+        write_text(path, text, GraphError)
 
 
 # Chains of stages
@@ -229,25 +213,25 @@ class Chain:
 def _what_is_wrong(node: Node, known: set[int]) -> tuple[str, str] | None:
     """The field at fault and why, or None; `known` holds the ids of all earlier nodes."""
     if type(node.id) is not int:
-        return "id", f"id must be a whole number, not {_shown(node.id)}."
+        return "id", f"id must be a whole number, not {shown(node.id)}."
     if node.id in known:
         return "id", f"id {node.id} is taken by an earlier node; give each node its own."
     if type(node.time) not in (int, float) or not _is_finite(node.time) or node.time < 0:
-        return "time", f"time must be a finite number of at least 0, not {_shown(node.time)}."
+        return "time", f"time must be a finite number of at least 0, not {shown(node.time)}."
     if type(node.bytes) is not int or not 0 <= node.bytes <= _MOST_BYTES:
         return "bytes", (
-            f"bytes must be a whole number between 0 and {_MOST_BYTES}, not {_shown(node.bytes)}."
+            f"bytes must be a whole number between 0 and {_MOST_BYTES}, not {shown(node.bytes)}."
         )
     if type(node.name) is not str:
-        return "name", f"name must be a text, not {_shown(node.name)}."
+        return "name", f"name must be a text, not {shown(node.name)}."
     if type(node.backward) is not bool:
-        return "backward", f"backward must be true or false, not {_shown(node.backward)}."
+        return "backward", f"backward must be true or false, not {shown(node.backward)}."
     if type(node.deps) is not tuple:
-        return "deps", f"deps must be a sequence of ids, not {_shown(node.deps)}."
+        return "deps", f"deps must be a sequence of ids, not {shown(node.deps)}."
     for dep in node.deps:
         if type(dep) is not int or dep not in known:
             return "deps", (
-                f"operand {_shown(dep)} of node {node.id} is no earlier node; a graph has no "
+                f"operand {shown(dep)} of node {node.id} is no earlier node; a graph has no "
                 "cycles, and its nodes stand in the order of computation."
             )
     return None
@@ -269,67 +253,44 @@ def _is_finite(number: int | float) -> bool:
         return False
 
 
-def _shown(value: object) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # a whole number with more digits than Python prints
-        return "a very large number"
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 # Reading
 
 
-class _Reader:
-    """Reads the file's outer object itself, so that each node's line is known.
-
-    `json` parses the values; it reports lines for broken syntax only, and a file that is damaged
-    by hand is more often well-formed and wrong.
-    """
-
-    def __init__(self, path: str, text: str) -> None:
-        self.path = path
-        self.text = text
-        self.at = 0
-        self.decoder = json.JSONDecoder(
-            parse_constant=self.constant, object_pairs_hook=self.pairs_without_repeats
-        )
+class _Reader(Reader):
+    """Reads a graph's file."""
 
     def graph(self) -> Graph:
         header: dict[str, Any] = {}
         nodes: list[Node] | None = None
-        self.expect("{", "the file must hold one JSON object")
-        for key in self.members("}"):
+        for key in self.members("the file must hold one JSON object"):
             if key == "nodes":
                 if nodes is not None:
                     self.fail("the key 'nodes' stands here for the second time.")
                 nodes = self.nodes()
             else:
                 header[key] = self.value()
-        self.skip_space()
-        if self.at < len(self.text):
-            self.fail("there is more text after the end of the graph.")
+        self.end("graph")
         if nodes is None:
             self.fail("the key 'nodes' is missing.")
         name = header.get("name", "")
         if type(name) is not str:
-            self.at = 0
-            self.fail(f"name must be a text, not {_shown(name)}.")
+            self.fail(f"name must be a text, not {shown(name)}.", 0)
         problem = _what_is_wrong_with_sums(tuple(nodes))
         if problem is not None:
             self.fail(problem)
         return Graph(tuple(nodes), name)
 
     def nodes(self) -> list[Node]:
-        self.expect("[", "'nodes' must be a list")
         nodes: list[Node] = []
         known: set[int] = set()
-        for _ in self.members("]"):
+        for _ in self.items("'nodes' must be a list"):
             start = self.at
             node = self.node(start)
             problem = _what_is_wrong(node, known)
             if problem is not None:
-                self.fail_in_node(start, *problem)
+                field, why = problem
+                key = re.compile(rf'"{field}"\s*:').search(self.text, start, self.at)
+                self.fail(why, key.start() if key else start)
             nodes.append(node)
             known.add(node.id)
         return nodes
@@ -337,12 +298,11 @@ class _Reader:
     def node(self, start: int) -> Node:
         fields = self.value()
         if type(fields) is not dict:
-            self.at = start
-            self.fail(f"a node must be an object with id, time, bytes and deps: {_shown(fields)}.")
+            why = "a node must be an object with id, time, bytes and deps"
+            self.fail(f"{why}: {shown(fields)}.", start)
         for key in ("id", "time", "bytes", "deps"):
             if key not in fields:
-                self.at = start
-                self.fail(f"the node has no {key!r}.")
+                self.fail(f"the node has no {key!r}.", start)
         deps = fields["deps"]
         return Node(
             fields["id"],
@@ -352,71 +312,3 @@ class _Reader:
             fields.get("name", ""),
             fields.get("backward", False),
         )
-
-    def members(self, end: str) -> Iterator[str]:
-        """Stand in turn at each value of the object or list that ends in `end`; yield its key."""
-        self.skip_space()
-        if self.text[self.at : self.at + 1] == end:
-            self.at += 1
-            return
-        while True:
-            key = ""
-            if end == "}":
-                self.skip_space()
-                if self.text[self.at : self.at + 1] != '"':
-                    self.fail("a key in double quotes was expected here.")
-                key = self.value()
-                self.expect(":", "a key is followed by ':'")
-            self.skip_space()
-            yield key
-            self.skip_space()
-            mark = self.text[self.at : self.at + 1]
-            if mark not in (",", end) or not mark:
-                self.fail(f"',' or '{end}' was expected here.")
-            self.at += 1
-            if mark == end:
-                return
-
-    def value(self) -> Any:
-        self.skip_space()
-        try:
-            value, self.at = self.decoder.raw_decode(self.text, self.at)
-        except json.JSONDecodeError as error:
-            self.at = error.pos
-            self.fail(f"not JSON: {error.msg}.")
-        except GraphError:  # from the two hooks below
-            raise
-        except RecursionError:
-            self.fail("nested too deeply to be a graph.")
-        except ValueError as error:  # a number with too many digits
-            self.fail(f"{error}.")
-        return value
-
-    def constant(self, text: str) -> NoReturn:
-        self.at = max(self.at, self.text.find(text, self.at))
-        self.fail(f"{text} is no number that a graph can hold.")
-
-    def pairs_without_repeats(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        fields = dict(pairs)
-        if len(fields) < len(pairs):
-            self.fail("an object holds the same key twice.")
-        return fields
-
-    def expect(self, mark: str, rule: str) -> None:
-        self.skip_space()
-        if self.text[self.at : self.at + 1] != mark:
-            self.fail(f"{rule}: '{mark}' was expected here.")
-        self.at += 1
-
-    def skip_space(self) -> None:
-        while self.at < len(self.text) and self.text[self.at] in " \t\r\n":
-            self.at += 1
-
-    def fail_in_node(self, start: int, field: str, why: str) -> NoReturn:
-        key = re.compile(rf'"{field}"\s*:').search(self.text, start, self.at)
-        self.at = key.start() if key else start
-        self.fail(why)
-
-    def fail(self, why: str) -> NoReturn:
-        line = self.text.count("\n", 0, self.at) + 1
-        raise GraphError(f"{self.path}, line {line}: {why}") from None

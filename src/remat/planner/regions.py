@@ -88,7 +88,9 @@ def auto(fun: Callable | None = None, /, *, name: str | None = None) -> Callable
     @_jax.wraps(fun)
     def region(*args: Any, **kwargs: Any) -> Any:
         session = session_context.value
-        return fun(*args, **kwargs) if session is None else _call(fun, called, session, args, kwargs)
+        if session is None or not session.recomputes:
+            return fun(*args, **kwargs)
+        return _call(fun, called, session, args, kwargs)
 
     return region
 
@@ -126,8 +128,62 @@ def _with_loops(jaxpr: _jax.Jaxpr, session: Session, key: str) -> _jax.Jaxpr:
         inner = f"{key}/scan{i}"
         region = _with_loops(inlined(body), session, inner)
         wrapped = primitive.equation_around(region, _Region(session, inner))
-        eqns += session.loop(inner, eqn, wrapped)
+        session.found_loop(inner, eqn)
+        loop = _jax.replace_body(eqn, eqn.params["jaxpr"], wrapped)
+        group = session.groups.get(inner, 1)
+        if 1 < group < eqn.params["length"]:
+            eqns += _grouped(loop, group, _Region(session, inner + _GROUP))
+        else:
+            eqns.append(loop)
     return _jax.rebuild(jaxpr, eqns=eqns)
+
+
+# Ends the key of the region around a group of steps.
+_GROUP = "/group"
+
+
+def _grouped(loop: _jax.JaxprEqn, group: int, region: _Region) -> list[_jax.JaxprEqn]:
+    """A loop in groups of so many steps, each of which is recomputed from its start; then the rest."""
+    params = loop.params
+    (n_consts, n_carry), length = _jax.scan_arity(loop), params["length"]
+    n_groups, rest = divmod(length, group)
+
+    def run(args: Sequence[Any]) -> list[Any]:
+        consts, carry, xs = _jax.split_list(list(args), [n_consts, n_carry])
+
+        def some(carry: Sequence[Any], xs: Sequence[Any], n: int) -> tuple[list[Any], list[Any]]:
+            outs = loop.primitive.bind(*consts, *carry, *xs, **{**params, "length": n})
+            new, ys = _jax.split_list(outs, [n_carry])
+            return new, ys
+
+        def of_group(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            types = [*map(_jax.typeof, consts), *map(_jax.typeof, carry), *map(_jax.typeof, xs)]
+            inner, more, _ = _jax.trace_call(
+                lambda args: loop.primitive.bind(*args, **{**params, "length": group}), types
+            )
+            outs = primitive.bind(
+                (*more, *consts, *carry, *xs), inner, policy=region, prevent_cse=False
+            )
+            new, ys = _jax.split_list(outs, [n_carry])
+            return new, ys
+
+        reverse = params["reverse"]
+        split = rest if reverse else n_groups * group
+        first = [x[split:] if reverse else x[:split] for x in xs] if rest else xs
+        last = [x[:split] if reverse else x[split:] for x in xs]
+        folded = [x.reshape(n_groups, group, *x.shape[1:]) for x in first]
+        carry, ys = jax.lax.scan(of_group, carry, folded, n_groups, reverse=reverse)
+        ys = [y.reshape(n_groups * group, *y.shape[2:]) for y in ys]
+        if rest:
+            carry, more = some(carry, last, rest)
+            pairs = zip(more, ys) if reverse else zip(ys, more)
+            ys = [jax.numpy.concatenate(pair) for pair in pairs]
+        return [*carry, *ys]
+
+    types = [v.aval for v in loop.invars]
+    jaxpr, consts, _ = _jax.trace_call(run, types)
+    assert not consts, consts
+    return _jax.written_out(jaxpr, loop.invars, loop.outvars)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -135,7 +191,14 @@ def _with_loops(jaxpr: _jax.Jaxpr, session: Session, key: str) -> _jax.Jaxpr:
 
 
 class Session:
-    """What is to be done with the regions that a program comes upon while it is traced."""
+    """What is to be done with the regions that a program comes upon while it is traced.
+
+    `groups` says of loops by key in how many steps at a time they are to run. Where nothing is
+    recomputed (`recomputes`), regions are called as they are.
+    """
+
+    groups: Mapping[str, int] = {}  # noqa: RUF012
+    recomputes = True
 
     def decision(self, key: str, region: Linearized) -> RegionDecision | None:
         """What is decided about a region; None: everything is saved."""
@@ -144,9 +207,8 @@ class Session:
     def transposed(self, key: str, region: Linearized, backward: _jax.Jaxpr, mark: str) -> None:
         """Told of a region's backward program."""
 
-    def loop(self, key: str, eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> list[_jax.JaxprEqn]:
-        """The equations in place of a `scan` whose body is a region."""
-        return [_jax.replace_body(eqn, eqn.params["jaxpr"], body)]
+    def found_loop(self, key: str, eqn: _jax.JaxprEqn) -> None:
+        """Told of a loop in a region."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -185,31 +247,49 @@ class Recording(Session):
     innermost first, and the program is recorded again with what was decided.
     """
 
-    def __init__(self, decided: Decided | None = None) -> None:
+    def __init__(
+        self, decided: Decided | None = None, groups: Mapping[str, int] | None = None
+    ) -> None:
         self.decided: Decided = decided or {}
+        self.groups = groups or {}
         self.records: dict[tuple[str, str], Record] = {}
         self.scans: dict[str, _jax.JaxprEqn] = {}
 
     def decision(self, key: str, region: Linearized) -> RegionDecision | None:
+        if key.endswith(_GROUP):
+            return _NOTHING
         return self.decided.get(key, {}).get(region.fingerprint)
 
     def transposed(self, key: str, region: Linearized, backward: _jax.Jaxpr, mark: str) -> None:
         at = key, region.fingerprint
         self.records.setdefault(at, Record(key, region, backward, mark))
 
-    def loop(self, key: str, eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> list[_jax.JaxprEqn]:
+    def found_loop(self, key: str, eqn: _jax.JaxprEqn) -> None:
         self.scans[key] = eqn
-        return super().loop(key, eqn, body)
+
+
+#: A group of steps saves nothing; each is recomputed from its start.
+_NOTHING = RegionDecision((), (), "")
 
 
 class Application(Session):
     """Does what a plan's decisions say."""
 
-    def __init__(self, decisions: Decided) -> None:
+    def __init__(
+        self,
+        decisions: Decided,
+        groups: Mapping[str, int] | None = None,
+        *,
+        recomputes: bool = True,
+    ) -> None:
         self.decisions = decisions
+        self.groups = groups or {}
+        self.recomputes = recomputes
         self.applied: set[str] = set()
 
     def decision(self, key: str, region: Linearized) -> RegionDecision | None:
+        if key.endswith(_GROUP):
+            return _NOTHING
         of_key = self.decisions.get(key)
         if of_key is None:
             known = ", ".join(sorted(self.decisions)) or "none"

@@ -269,7 +269,7 @@ def _extra_bytes(eqn: _jax.JaxprEqn) -> int:
     """What a loop moves besides its operands and results: its carry, at every step."""
     if eqn.primitive.name != "scan":
         return 0
-    carry = eqn.outvars[: eqn.params["num_carry"]]
+    carry = eqn.outvars[: _jax.scan_arity(eqn)[1]]
     return 2 * eqn.params["length"] * sum(n_bytes(v.aval) for v in carry)
 
 

@@ -1,0 +1,225 @@
+"""`remat.fit`: `jax.jit` with a memory budget.
+
+A fitted step is one `jax.jit` of a function that plans when it is traced. So everything `jax.jit` does
+stays as it is: what it traces for, donation, static arguments, shardings, its cache and its speed once
+compiled. The first call for a signature plans; a further signature plans again and says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from remat import _jax, units
+from remat.errors import PlanError
+from remat.planner.cache import Cache
+from remat.planner.emit import RegionDecision, Segment
+from remat.planner.plan import plan as make_plan, receive_plan
+from remat.planner.plan_file import Plan
+from remat.planner.regions import Application, session_context
+from remat.planner.step import check_step
+from remat.planner.targets import Target
+
+_log = logging.getLogger("remat")
+_jax.exclude_from_tracebacks(__file__)
+
+
+def fit(
+    step: Callable,
+    /,
+    *,
+    budget: int | float | str | None = None,
+    plan: Plan | None = None,
+    target: str | Target | None = None,
+    cache: Cache | bool = True,
+    progress: bool = True,
+    **jit_options: Any,
+) -> Fitted:
+    """Compile a training step so that it fits a memory budget. Otherwise like `jax.jit`.
+
+    What may be recomputed is marked in the step with `remat.auto`. The first call plans (`remat.plan`),
+    compiles and runs; later ones run. Gradients are those of the step without a plan.
+
+    >>> import jax, jax.numpy as jnp, remat
+    >>> @remat.auto
+    ... def loss(w, x):
+    ...     for _ in range(8):
+    ...         x = jnp.tanh(x @ w)
+    ...     return x.sum()
+    >>> step = remat.fit(jax.value_and_grad(loss), budget="60%")
+    >>> value, gradient = step(jnp.eye(64), jnp.ones((1000, 64)))
+    >>> gradient.shape
+    (64, 64)
+
+    Args:
+      step: the training step.
+      budget: the peak on one device that the compiler may report, see `remat.plan`.
+      plan: a plan to follow instead (from `remat.plan` or `Plan.load`). It must be of this program.
+      target: what to plan for, see `remat.plan`; by default the device at hand, where it will run.
+      cache: whether plans are kept in the user's cache directory, or in which cache.
+      progress: whether to show on a terminal what is going on while it plans.
+      jit_options: as `jax.jit` takes them.
+
+    Returns:
+      A callable with `lower`, `trace` and the other methods of a jitted function, and `plan(*args)`.
+
+    Raises:
+      PlanError: at a call: the plan is of another program.
+      BudgetError: at a call: no plan fits.
+    """
+    check_step(step)
+    if plan is not None and not isinstance(plan, Plan):
+        raise PlanError(
+            f"plan= is a remat.Plan, not {type(plan).__name__}; read one from a file with "
+            "remat.Plan.load(path)."
+        )
+    if plan is not None and budget is not None:
+        raise PlanError("give budget= or plan=, not both: a plan has its own budget.")
+    options = {"target": target, "cache": cache, "progress": progress}
+    return Fitted(step, budget, plan, options, jit_options)
+
+
+class Fitted:
+    """A step under a plan. Made by `remat.fit`."""
+
+    def __init__(
+        self,
+        step: Callable,
+        budget: int | float | str | None,
+        plan: Plan | None,
+        options: Mapping[str, Any],
+        jit_options: Mapping[str, Any],
+    ) -> None:
+        self._step = step
+        self._budget = budget
+        self._given = plan
+        self._options = dict(options)
+        self._jit_options = dict(jit_options)
+        self._call = threading.local()
+        self._plans: list[Plan] = []
+        functools.update_wrapper(self, step, updated=())
+
+        @_jax.wraps(step)
+        def planned(*args: Any, **kwargs: Any) -> Any:
+            found = self._plan_for(args, kwargs)
+            with session_context(application(found)):
+                return step(*args, **kwargs)
+
+        self._jitted = jax.jit(planned, **jit_options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._calling(args, kwargs):
+            return self._jitted(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Lower for these arguments, as `jax.jit`'s method of this name."""
+        with self._calling(args, kwargs):
+            return self._jitted.lower(*args, **kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """Trace for these arguments, as `jax.jit`'s method of this name."""
+        with self._calling(args, kwargs):
+            return self._jitted.trace(*args, **kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Types of the results, as `jax.jit`'s method of this name. It does not plan."""
+        return jax.eval_shape(self._step, *args, **kwargs)
+
+    def clear_cache(self) -> None:
+        """Forget what was compiled, as `jax.jit`'s method of this name."""
+        self._jitted.clear_cache()
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for these arguments, made now if need be. Nothing is run."""
+        if self._given is not None:
+            return self._given
+        return make_plan(
+            self._step,
+            *args,
+            kwargs=kwargs,
+            budget=self._budget,
+            **self._options,
+            **self._jit_options,
+        )
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans made so far, one for each signature, in order."""
+        return tuple(self._plans)
+
+    def __repr__(self) -> str:
+        name = getattr(self._step, "__qualname__", repr(self._step))
+        return f"<remat.fit of {name}>"
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    # What happens when JAX traces
+
+    def _calling(self, args: tuple, kwargs: Mapping[str, Any]) -> _Calling:
+        return _Calling(self._call, (args, dict(kwargs)))
+
+    def _plan_for(self, args: tuple, kwargs: Mapping[str, Any]) -> Plan:
+        """Called while the step is traced: for a signature that has no plan yet."""
+        if self._given is not None:
+            return self._given
+        # The arguments as they were given, which know their shardings; under another
+        # transformation they are tracers, and their types have to do.
+        given = getattr(self._call, "given", None)
+        args, kwargs = jax.tree.map(_as_type, (args, dict(kwargs)) if given is None else given)
+        if self._plans:
+            _log.warning(
+                "remat.fit: %r is called with a new signature and planned again (plan %d)",
+                self,
+                len(self._plans) + 1,
+            )
+        made = receive_plan(lambda: self.plan(*args, **kwargs))
+        peak = units.format_bytes(made.peak_bytes or 0)
+        _log.info("remat.fit: %r planned, peak %s: %s", self, peak, made)
+        self._plans.append(made)
+        return made
+
+
+class _Calling:
+    """Remembers a call's arguments while it is under way, also where calls are nested."""
+
+    def __init__(self, here: threading.local, given: tuple[tuple, dict]) -> None:
+        self._here = here
+        self._given = given
+
+    def __enter__(self) -> None:
+        self._before = getattr(self._here, "given", None)
+        self._here.given = self._given
+
+    def __exit__(self, *_: object) -> None:
+        self._here.given = self._before
+
+
+def _as_type(leaf: Any) -> Any:
+    """A tracer's type; anything else as it is."""
+    if not isinstance(leaf, jax.core.Tracer):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.aval.weak_type)
+
+
+@functools.lru_cache(maxsize=64)
+def application(plan: Plan) -> Application:
+    """What a plan decides, as the session in which its step is traced.
+
+    One object for each plan, so that JAX finds what it traced under the same plan before.
+    """
+    decisions: dict[str, dict[str, RegionDecision]] = {}
+    for region in plan.regions:
+        segments = tuple(Segment(s.start, s.recomputed) for s in region.segments)
+        saved = tuple(value.number for value in region.saved)
+        decisions.setdefault(region.key, {})[region.fingerprint] = RegionDecision(
+            saved, segments, region.backward
+        )
+    return Application(
+        decisions, {loop.key: loop.group for loop in plan.loops}, recomputes=bool(plan.regions)
+    )

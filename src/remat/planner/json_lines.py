@@ -1,0 +1,211 @@
+"""JSON files that people edit: read with the line of every mistake, written all or nothing.
+
+`json` reports lines for broken syntax only, and a file that is damaged by hand is more often
+well-formed and wrong. A `Reader` therefore walks the outer objects and lists itself, so that whoever
+reads a format knows where each value stands; `json` still parses the values.
+
+A file is data from outside: whatever is wrong with it is the error that the reader was given, which
+names the file and the line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from remat.errors import RematError
+
+_DEEPEST = 100
+_SPACE = re.compile(r"[ \t\r\n]*")
+_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+
+
+def read_text(
+    path: str | os.PathLike[str], error: type[RematError], most_bytes: int | None = None
+) -> str:
+    """The text of a file in UTF-8; the error names the path, and the line of what is no UTF-8.
+
+    Args:
+      most_bytes: a file that is longer is refused, and not read any further.
+    """
+    try:
+        with open(path, "rb") as file:
+            content = file.read(-1 if most_bytes is None else most_bytes + 1)
+    except (OSError, ValueError) as problem:  # a ValueError for a name that no file can have
+        raise error(f"{path}: cannot be read ({_reason(problem)}); check the path.") from problem
+    if most_bytes is not None and len(content) > most_bytes:
+        raise error(f"{path}: longer than {most_bytes} bytes, as no such file is; check the path.")
+    try:
+        return content.decode("utf-8-sig")  # some editors begin a file with a mark
+    except UnicodeDecodeError as problem:
+        line = problem.object[: problem.start].count(b"\n") + 1
+        why = f"{path}, line {line}: not UTF-8 text ({problem.reason}); save it in that encoding."
+        raise error(why) from problem
+
+
+def write_text(path: str | os.PathLike[str], text: str, error: type[RematError]) -> None:
+    """Write a file in UTF-8; a reader sees the old file or the new one, never a half."""
+    path = Path(path)
+    partial = None
+    try:
+        partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
+        with open(partial, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # or a crash could leave the new name with no content
+        os.replace(partial, path)
+    except (OSError, ValueError) as problem:
+        why = f"{path}: cannot be written ({_reason(problem)}); choose another path."
+        raise error(why) from problem
+    finally:
+        if partial is not None:
+            with contextlib.suppress(OSError, ValueError):  # it is there if something went wrong
+                partial.unlink()
+
+
+def _reason(problem: OSError | ValueError) -> str:
+    return str(getattr(problem, "strerror", None) or problem)
+
+
+def shown(value: object) -> str:
+    """A value for an error's message: its beginning, if it is long.
+
+    >>> shown([1, "two"]), shown("x" * 100)
+    ("[1, 'two']", "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...")
+    """
+    try:
+        text = ascii(value)
+    except ValueError:  # a whole number with more digits than Python prints
+        return "a very large number"
+    except RecursionError:
+        return "something deeply nested"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+class Reader:
+    """Stands at a place in a JSON text, and reads from there.
+
+    >>> reader = Reader("sizes.json", '{"a": [1, 2],\\n "b": 3}', RematError)
+    >>> for key in reader.members():
+    ...     print(key, reader.value())
+    a [1, 2]
+    b 3
+
+    Args:
+      origin: the file's name, for errors.
+      text: what is in it.
+      error: what to raise.
+      advice: what to do about an error, added to each.
+    """
+
+    def __init__(self, origin: str, text: str, error: type[RematError], advice: str = "") -> None:
+        self.origin = origin
+        self.text = text
+        self.error = error
+        self.advice = advice
+        self.at = 0
+        self._strict = json.JSONDecoder(
+            parse_constant=self._constant, object_pairs_hook=self._pairs_without_repeats
+        )
+        # What is skipped is read again, and judged then.
+        self._lenient = json.JSONDecoder(parse_int=len, parse_float=len, parse_constant=len)
+
+    def members(self, rule: str = "an object is needed here") -> Iterator[str]:
+        """Stand in turn at each value of an object, and yield its key."""
+        self.expect("{", rule)
+        return self._each("}")
+
+    def items(self, rule: str = "a list is needed here") -> Iterator[str]:
+        """Stand in turn at each item of a list."""
+        self.expect("[", rule)
+        return self._each("]")
+
+    def value(self) -> Any:
+        """Read what stands here."""
+        return self._decode(self._strict)
+
+    def skip(self) -> None:
+        """Pass what stands here; only its syntax is judged."""
+        self._decode(self._lenient)
+
+    def end(self, of: str) -> None:
+        """Insist that the text ends here."""
+        self.skip_space()
+        if self.at < len(self.text):
+            self.fail(f"there is more text after the end of the {of}.")
+
+    def expect(self, mark: str, rule: str) -> None:
+        self.skip_space()
+        if self.text[self.at : self.at + 1] != mark:
+            self.fail(f"{rule}: '{mark}' was expected here.")
+        self.at += 1
+
+    def skip_space(self) -> None:
+        found = _SPACE.match(self.text, self.at)
+        assert found is not None
+        self.at = found.end()
+
+    def fail(self, why: str, at: int | None = None) -> NoReturn:
+        line = self.text.count("\n", 0, self.at if at is None else at) + 1
+        advice = f" {self.advice}" if self.advice else ""
+        raise self.error(f"{self.origin}, line {line}: {why}{advice}") from None
+
+    def _each(self, end: str) -> Iterator[str]:
+        self.skip_space()
+        if self.text[self.at : self.at + 1] == end:
+            self.at += 1
+            return
+        while True:
+            key = ""
+            if end == "}":
+                self.skip_space()
+                if self.text[self.at : self.at + 1] != '"':
+                    self.fail("a key in double quotes was expected here.")
+                key = self.value()
+                self.expect(":", "a key is followed by ':'")
+            self.skip_space()
+            yield key
+            self.skip_space()
+            mark = self.text[self.at : self.at + 1]
+            if mark not in (",", end) or not mark:
+                self.fail(f"',' or '{end}' was expected here.")
+            self.at += 1
+            if mark == end:
+                return
+
+    def _decode(self, decoder: json.JSONDecoder) -> Any:
+        self.skip_space()
+        try:
+            value, self.at = decoder.raw_decode(self.text, self.at)
+        except json.JSONDecodeError as error:
+            self.fail(f"not JSON: {error.msg}.", error.pos)
+        except self.error:  # from the two hooks below
+            raise
+        except RecursionError:
+            self.fail("nested too deeply.", self._deep_place())
+        except ValueError as error:  # a number with too many digits
+            self.fail(f"{error}.")
+        return value
+
+    def _deep_place(self) -> int:
+        depth = 0
+        for found in _STRING_OR_BRACKET.finditer(self.text, self.at):
+            depth += (found[0] in "[{") - (found[0] in "]}")
+            if depth > _DEEPEST:
+                return found.start()
+        return self.at
+
+    def _constant(self, text: str) -> NoReturn:
+        self.fail(f"{text} is no JSON number.", max(self.at, self.text.find(text, self.at)))
+
+    def _pairs_without_repeats(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            self.fail("an object holds the same key twice.")
+        return fields

@@ -1,0 +1,527 @@
+"""`remat.plan`: from a step and a budget to a plan that the compiler has confirmed.
+
+The loop that DESIGN.md draws: a model of the step's memory proposes decisions, the compiler says what
+they really need, the model is corrected by the ratio of the two, and again, a handful of times. Of all
+that fit the budget the one with the fewest recomputed operations is the plan. Nothing that the
+compiler did not confirm is returned.
+
+Two models propose: one in which the memory of results lies idle until they are computed, and one in
+which other values use it. XLA does something between. Both are corrected separately; the ratios that
+a target showed last are remembered for it, and the first proposal starts from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jaxlib
+import numpy as np
+from jax.experimental import multihost_utils
+from rich.console import Console
+
+from remat import _jax, units
+from remat.errors import BudgetError, PlanError, UnitsError
+from remat.planner.cache import Cache
+from remat.planner.compiled import Memory, OutOfMemory
+from remat.planner.costs import Roofline
+from remat.planner.identity import fingerprint
+from remat.planner.levels import Choice, Levels
+from remat.planner.plan_file import (
+    Attempt,
+    LoopPlan,
+    Plan,
+    PlanSegment,
+    RegionPlan,
+    SavedValue,
+)
+from remat.planner.regions import Application
+from remat.planner.step import Step, Traced, check_step
+from remat.planner.targets import Target, target as find_target
+from remat.planner.trace import n_bytes, type_text
+
+_log = logging.getLogger("remat")
+
+_MOST_COMPILES = 8
+# A plan whose peak is this close below the budget is not worth another compilation.
+_CLOSE = 0.98
+# Nor is one that recomputes less than this share of the step's operations.
+_NOTHING_LEFT = 0.001
+
+
+def plan(
+    step: Callable,
+    /,
+    *args: Any,
+    budget: int | float | str | None = None,
+    target: str | Target | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    cache: Cache | bool = True,
+    progress: bool = True,
+    **jit_options: Any,
+) -> Plan:
+    """Choose what a step saves and recomputes so that the compiler's peak is within a budget.
+
+    Nothing is run: arguments may be arrays or `jax.ShapeDtypeStruct`s (with shardings, where the step
+    runs on several devices).
+
+    >>> import jax, jax.numpy as jnp, remat
+    >>> @remat.auto
+    ... def loss(w, x):
+    ...     for _ in range(8):
+    ...         x = jnp.tanh(x @ w)
+    ...     return x.sum()
+    >>> w, x = jnp.eye(64), jnp.ones((1000, 64))
+    >>> plan = remat.plan(jax.value_and_grad(loss), w, x, budget="60%")
+    >>> plan.is_verified, plan.peak_bytes <= 0.6 * plan.peak_bytes_without_remat
+    (True, True)
+
+    Args:
+      step: the training step. What it may recompute is marked in it with `remat.auto`.
+      args, kwargs: what it is called with.
+      budget: the peak on one device that the compiler may report (arguments + temporaries + results
+        - aliased): bytes, a text such as "8GiB", a share of the peak without rematerialization such
+        as "60%", or None for all the memory that the device has.
+      target: None for the device at hand; "tpu:v5e:16x16", "gpu:h100" and the like plan for a device
+        that is not here (see `remat.planner.targets`).
+      cache: whether plans are looked up and kept in the user's cache directory, or in which cache.
+      progress: whether to show on a terminal what is going on.
+      jit_options: as `jax.jit` takes them: donation, static arguments, shardings.
+
+    Returns:
+      The plan, verified.
+
+    Raises:
+      BudgetError: no plan fits; the message has the smallest peak that was reached and what
+        dominates it.
+      PlanError: the step has no region, or it cannot be analysed on the target.
+      UnitsError: the budget is no number of bytes.
+    """
+    check_step(step)
+    at = find_target(target)
+    planned = Step(step, args, kwargs or {}, at, jit_options)
+    store = Cache.default() if cache is True else cache if isinstance(cache, Cache) else Cache(None)
+    with _Progress(progress) as show:
+        return _Search(planned, budget, store, show).run()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Point:
+    """Decisions that were compiled."""
+
+    choice: Choice
+    predicted_bytes: int
+    memory: Memory | OutOfMemory
+    extra_flops: float
+
+
+class _Search:
+    def __init__(
+        self, step: Step, budget: int | float | str | None, cache: Cache, show: Callable
+    ) -> None:
+        self.step = step
+        self.cache = cache
+        self.show = show
+        show("tracing")
+        self.price = Roofline(step.target.device).seconds
+        self.levels = Levels(step, self.price)
+        if not self.levels.has_regions:
+            raise PlanError(
+                "the step differentiates no region, so there is nothing to plan. Mark the loss with "
+                "remat.auto before it is differentiated: jax.value_and_grad(remat.auto(loss))."
+            )
+        self.plain: Traced = self.levels.traced_plainly
+        self.program = fingerprint(
+            self.plain.jaxpr, self.plain.shards(), step.target.name, step.target.n_devices
+        )
+        show("compiling without rematerialization")
+        self.base = self._base()
+        self.budget = self._budget_bytes(budget)
+        self.fixed_bytes = self._fixed_bytes()
+        self.points: list[_Point] = []
+        self.ratios: dict[bool, float] = {}
+
+    # What is known before
+
+    def _base(self) -> Memory | OutOfMemory:
+        known = self.cache.get("base", self._key())
+        if known is not None and set(known) == {f.name for f in dataclasses.fields(Memory)}:
+            return Memory(**known)
+        base = self.plain.memory()
+        if isinstance(base, Memory):
+            self.cache.put("base", self._key(), dataclasses.asdict(base))
+        return base
+
+    def _key(self) -> str:
+        versions = "|".join(f"{name} {version}" for name, version in _versions())
+        return f"{self.program}|{self.step.target.name}|{versions}"
+
+    def _budget_bytes(self, budget: int | float | str | None) -> int:
+        if budget is None:
+            limit = self.step.target.device.memory_bytes
+            if limit is None:
+                raise PlanError(
+                    f"how much memory {self.step.target.name} has is not known: give budget=."
+                )
+            return limit
+        if isinstance(budget, str) and budget.strip().endswith("%"):
+            share = _percent(budget)
+            return int(self.base.peak_bytes * share)
+        return units.parse_bytes(budget)
+
+    def _fixed_bytes(self) -> int:
+        """Arguments and results, less what is aliased: there whatever the plan."""
+        if isinstance(self.base, Memory):
+            return self.base.argument_bytes + self.base.output_bytes - self.base.alias_bytes
+        shards = self.plain.shards()
+        jaxpr = self.plain.jaxpr
+        return sum(n_bytes(v.aval) // n for v, n in zip(jaxpr.invars, shards))
+
+    # The search
+
+    def run(self) -> Plan:
+        if self.base.peak_bytes <= self.budget and isinstance(self.base, Memory):
+            return self._without_recomputation()
+        known = self._known()
+        if known is not None:
+            return known
+        room = self._effective_budget() - self.fixed_bytes
+        best = self._search(room) if room > 0 else None
+        if best is None:
+            best = self._squeeze(room)
+        if best is None:
+            self._refuse()
+        made = self._plan(best)
+        self._remember(made)
+        return made
+
+    def _search(self, room: int) -> _Point | None:
+        """Propose, compile, correct. Each model that missed the budget aims a little lower."""
+        best: _Point | None = None
+        ratios = self._remembered_ratios()
+        misses = {False: 0, True: 0}
+        tried: set[tuple[bool, int]] = set()
+        for turn in range(_MOST_COMPILES // 2):
+            for lending in (False, True):
+                ratio = self.ratios.get(lending, ratios[lending])
+                margin = 0.99 - 0.02 * misses[lending] if turn else 1.0
+                point = self._attempt(lending, int(room / ratio * margin), ratio, tried)
+                if point is None:
+                    continue
+                if not self._fits(point, room):
+                    misses[lending] += 1
+                elif best is None or _better(point, best):
+                    best = point
+            if best is None or not turn:
+                continue
+            close = best.memory.peak_bytes >= _CLOSE * self.budget
+            if close or best.extra_flops <= _NOTHING_LEFT * self.plain_flops:
+                break
+        return best
+
+    def _squeeze(self, room: int) -> _Point | None:
+        """Go below the budget until something fits, or nothing smaller is found."""
+        aim = room
+        for _ in range(5):
+            aim = int(aim * 0.8)
+            if aim <= 0:
+                return None
+            for lending in (False, True):
+                point = self._attempt(lending, aim, self.ratios.get(lending, 1.0), set())
+                if point is not None and self._fits(point, room):
+                    return point
+        return None
+
+    def _fits(self, point: _Point, room: int) -> bool:
+        return point.memory.fits and point.memory.peak_bytes <= room + self.fixed_bytes
+
+    def _attempt(
+        self, lending: bool, aim: int, ratio: float, tried: set[tuple[bool, int]]
+    ) -> _Point | None:
+        self.show(f"planning for {units.format_bytes(self.fixed_bytes + aim)}")
+        try:
+            choice = self._solve(lending, aim)
+        except BudgetError:
+            return None
+        at = (lending, choice.model_bytes)
+        if at in tried:
+            return None
+        tried.add(at)
+        point = self._compile(choice, self.fixed_bytes + int(choice.model_bytes * ratio))
+        if isinstance(point.memory, Memory):
+            temporaries = point.memory.peak_bytes - self.fixed_bytes
+            self.ratios[lending] = max(0.05, temporaries / max(1, choice.model_bytes))
+        else:
+            self.ratios[lending] = self.ratios.get(lending, ratio) * 1.3
+        return point
+
+    def _solve(self, lending: bool, aim: int) -> Choice:
+        """The least recomputation within a model budget: the first level that fits, or one before.
+
+        Levels are ordered by price, so a search by halves finds the first whose loops leave enough.
+        """
+        low, high = 0, len(self.levels) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if self.levels.level(middle).peak_bytes(lending) <= aim:
+                high = middle
+            else:
+                low = middle + 1
+        found: list[Choice] = []
+        problem: BudgetError | None = None
+        for i in sorted({low, max(0, low - 1)}, reverse=True):
+            try:
+                found.append(self.levels.level(i).solve(lending, aim))
+            except BudgetError as error:
+                problem = error
+        if not found:
+            assert problem is not None
+            raise problem
+        return min(found, key=lambda choice: choice.extra_seconds)
+
+    def _compile(self, choice: Choice, predicted_bytes: int) -> _Point:
+        traced = self.step.trace(Application(choice.decisions, choice.groups))
+        self.show(f"compiling a plan predicted to need {units.format_bytes(predicted_bytes)}")
+        memory = traced.memory()
+        if self.points == [] and isinstance(self.base, OutOfMemory) and isinstance(memory, Memory):
+            self.fixed_bytes = memory.argument_bytes + memory.output_bytes - memory.alias_bytes
+        point = _Point(choice, predicted_bytes, memory, traced.flops() - self.plain_flops)
+        self.points.append(point)
+        _log.debug(
+            "remat: predicted %d bytes, compiled %d, %.3g FLOPs recomputed",
+            predicted_bytes,
+            memory.peak_bytes,
+            point.extra_flops,
+        )
+        return point
+
+    @property
+    def plain_flops(self) -> float:
+        if not hasattr(self, "_plain_flops"):
+            self._plain_flops = self.plain.flops()
+        return self._plain_flops
+
+    def _refuse(self) -> None:
+        smallest = min((p.memory.peak_bytes for p in self.points), default=self.base.peak_bytes)
+        shown = units.format_bytes
+        what = (
+            f"arguments and results alone take {shown(self.fixed_bytes)}"
+            if self.fixed_bytes >= self.budget
+            else f"{shown(self.fixed_bytes)} of that are arguments and results, the largest "
+            f"temporaries {self._largest()}"
+        )
+        raise BudgetError(
+            f"no plan fits {shown(self.budget)} ({self.budget} bytes); the smallest peak that was "
+            f"reached is {shown(smallest)} ({smallest} bytes), {shown(self.base.peak_bytes)} without "
+            f"rematerialization; {what}. Raise budget= to at least the former, donate arguments "
+            "(donate_argnums=), or divide the step (a smaller batch, more devices)."
+        )
+
+    def _largest(self) -> str:
+        program = self.levels.level(len(self.levels) - 1).program
+        sizes: dict[str, int] = {}
+        for op in program.ops:
+            for v in op.results:
+                sizes[program.types[v]] = max(sizes.get(program.types[v], 0), program.bytes[v])
+        top = sorted(sizes.items(), key=lambda item: -item[1])[:3]
+        return ", ".join(f"{name} ({units.format_bytes(size)})" for name, size in top)
+
+    # Plans
+
+    def _without_recomputation(self) -> Plan:
+        assert isinstance(self.base, Memory)
+        peak = self.base.peak_bytes
+        return self._made(Choice({}, {}, 0, 0.0, 0.0), peak, peak, 0.0)
+
+    def _plan(self, best: _Point) -> Plan:
+        peak = best.memory.peak_bytes
+        return self._made(best.choice, best.predicted_bytes, peak, best.extra_flops)
+
+    def _made(self, choice: Choice, predicted: int, peak: int, extra_flops: float) -> Plan:
+        regions = []
+        for (key, mark), record in sorted(choice.records.items()):
+            decision = choice.decisions.get(key, {}).get(mark)
+            if decision is None:
+                continue
+            numbering = record.region.numbering
+            saved = []
+            for number in decision.saved:
+                v, eqn = numbering.vars[number], numbering.equation[number]
+                saved.append(
+                    SavedValue(
+                        number,
+                        type_text(v.aval),
+                        n_bytes(v.aval),
+                        _jax.source_line_of(eqn),
+                        _jax.name_stack_of(eqn),
+                        _jax.checkpoint_name_of(eqn) or "",
+                    )
+                )
+            segments = tuple(PlanSegment(s.start, s.recomputed) for s in decision.segments)
+            n_operations = len(record.backward.eqns)
+            regions.append(
+                RegionPlan(
+                    key,
+                    mark,
+                    decision.backward,
+                    len(numbering.vars),
+                    n_operations,
+                    tuple(saved),
+                    segments,
+                )
+            )
+        seconds = sum(self.levels.level(0).problem(False).fused.seconds.values())
+        return Plan(
+            program=self.program,
+            target=self.step.target.name,
+            versions=_versions(),
+            budget_bytes=self.budget,
+            peak_bytes=peak,
+            predicted_bytes=predicted,
+            peak_bytes_without_remat=self.base.peak_bytes,
+            flops=self.plain_flops,
+            extra_flops=max(0.0, extra_flops),
+            extra_seconds=max(0.0, float(choice.extra_seconds)),
+            seconds=float(seconds),
+            lower_bound_seconds=max(0.0, float(choice.lower_bound_seconds)),
+            regions=tuple(regions),
+            loops=tuple(LoopPlan(key, group) for key, group in sorted(choice.groups.items())),
+            attempts=tuple(
+                Attempt(
+                    p.predicted_bytes,
+                    p.memory.peak_bytes,
+                    max(0.0, p.extra_flops),
+                    max(0.0, float(p.choice.extra_seconds)),
+                )
+                for p in self.points
+            ),
+            is_verified=True,
+        )
+
+    # What is remembered
+
+    def _known(self) -> Plan | None:
+        data = self.cache.get("plan", f"{self._key()}|{self.budget}")
+        if data is None:
+            return None
+        try:
+            found = Plan.from_json(data["plan"], origin="a cached plan")
+        except (PlanError, KeyError, TypeError) as error:
+            _log.warning("remat: a cached plan is not usable and is made anew: %s", error)
+            return None
+        return found if found.is_verified else None
+
+    def _effective_budget(self) -> int:
+        """No more than plans for larger budgets needed: a smaller budget never gets a larger peak."""
+        issued = self.cache.get("issued", self._key()) or {}
+        peaks = [int(peak) for budget, peak in issued.items() if int(budget) >= self.budget]
+        return min([self.budget, *peaks])
+
+    def _remember(self, made: Plan) -> None:
+        self.cache.put("plan", f"{self._key()}|{self.budget}", {"plan": made.to_json()})
+        self.cache.update(
+            "issued", self._key(), lambda old: {**(old or {}), str(self.budget): made.peak_bytes}
+        )
+        self.cache.update("ratios", self._ratio_key(), self._merged_ratios)
+
+    def _ratio_key(self) -> str:
+        return f"{self.step.target.name}|{jaxlib.__version__}|{self.step.target.n_devices > 1}"
+
+    def _merged_ratios(self, old: Mapping[str, Any] | None) -> dict[str, Any]:
+        merged = dict(old or {})
+        for lending, ratio in self.ratios.items():
+            before = merged.get(str(lending), ratio)
+            merged[str(lending)] = 0.7 * float(before) + 0.3 * ratio
+        return merged
+
+    def _remembered_ratios(self) -> dict[bool, float]:
+        known = self.cache.get("ratios", self._ratio_key()) or {}
+        start = {False: 0.9, True: 1.2}
+        if isinstance(self.base, Memory) and self.step.target.n_devices > 1:
+            # Where shardings decide, the step without recomputation says how far they divide.
+            temporaries = self.base.peak_bytes - self.fixed_bytes
+            for lending in start:
+                model = self.levels.level(0).peak_bytes(lending)
+                start[lending] = max(0.05, temporaries / max(1, model))
+            return start
+        for lending in start:
+            value = known.get(str(lending))
+            if isinstance(value, float) and 0.05 <= value <= 20:
+                start[lending] = value
+        return start
+
+
+def _better(a: _Point, b: _Point) -> bool:
+    return (a.extra_flops, a.memory.peak_bytes) < (b.extra_flops, b.memory.peak_bytes)
+
+
+def _percent(text: str) -> float:
+    try:
+        share = float(text.strip()[:-1]) / 100
+    except ValueError:
+        share = -1.0
+    if not 0 < share <= 10:
+        raise UnitsError(
+            f"{text!r} is no share of the peak without rematerialization; '60%', say, is."
+        )
+    return share
+
+
+def _versions() -> tuple[tuple[str, str], ...]:
+    return (
+        ("remat", importlib.metadata.version("remat")),
+        ("jax", jax.__version__),
+        ("jaxlib", jaxlib.__version__),
+    )
+
+
+class _Progress:
+    """A line on a terminal that says what is going on."""
+
+    def __init__(self, wanted: bool) -> None:
+        console = Console(stderr=True)
+        self._status = console.status("remat") if wanted and console.is_terminal else None
+
+    def __enter__(self) -> Callable[[str], None]:
+        if self._status is not None:
+            self._status.start()
+        return self._show
+
+    def _show(self, what: str) -> None:
+        if self._status is not None:
+            self._status.update(f"remat: {what}")
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+
+
+def receive_plan(make: Callable[[], Plan]) -> Plan:
+    """The plan that all processes of a run follow: process 0 makes it, the others receive it.
+
+    Compilers may differ from host to host, and programs that differ do not meet in collectives.
+    """
+    if jax.process_count() == 1:
+        return make()
+    problem: Exception | None = None
+    text = b""
+    if jax.process_index() == 0:
+        try:
+            text = make().to_json().encode()
+        except Exception as error:  # noqa: BLE001 - the others wait: they must hear of it
+            problem = error
+    size = int(_from_first(np.array(len(text), np.int64)))
+    if size == 0:
+        raise problem or PlanError("process 0 could not make a plan; its own error says why.")
+    sent = np.zeros(size, np.uint8)
+    sent[: len(text)] = np.frombuffer(text, np.uint8)
+    return Plan.from_json(bytes(_from_first(sent)).decode(), origin="the plan of process 0")
+
+
+def _from_first(value: np.ndarray) -> np.ndarray:
+    return np.asarray(multihost_utils.broadcast_one_to_all(value))

@@ -1,0 +1,594 @@
+"""Plans as data, and their file: what is saved and recomputed in each region, and what that costs.
+
+A plan's file is readable JSON, one saved value and one segment a line, so that people can compare two
+plans and edit one: move a number from `saved` to a segment's `recomputed`, change a loop's `group`.
+
+`verified` in the file is a checksum of everything that was known when the compiler confirmed the peak.
+A plan whose file was edited since loads as what it is, a plan that nobody compiled: `is_verified` is
+False and `peak_bytes` is None. (The checksum guards against forgetting, not against malice.)
+
+A file is data from outside: loading runs no code, and whatever is wrong is a `PlanError` that names
+the file, the line, the reason and the next step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from remat.errors import PlanError, closest
+from remat.planner.json_lines import Reader, read_text, shown, write_text
+from remat.units import format_bytes, format_flops, format_seconds
+
+_FORMAT = "remat plan"
+_VERSION = 1
+_MOST_FILE_BYTES = 64 * 2**20
+# Whole numbers are exact in doubles, which other tools read JSON with, up to here: 8 PiB.
+_MOST = 2**53
+# Far beyond any program, and far enough from the largest double that sums and products stay finite.
+_MOST_FLOAT = 1e30
+_ADVICE = "Correct it there, or plan again."
+
+# --------------------------------------------------------------------------------------------------
+# The data
+
+
+class _FieldError(PlanError):
+    """A field does not fit; the reader of a file says where that is."""
+
+    def __init__(self, why: str, field: str = "", item: int | None = None) -> None:
+        super().__init__(why)
+        self.field = field
+        self.item = item
+
+
+class _Checked:
+    """A dataclass whose fields are what their annotations say, however it was made."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        cls: Any = type(self)
+        for name, hint in _hints(cls).items():
+            object.__setattr__(self, name, _fitting(hint, getattr(self, name), name))
+        self._check()
+
+    def _check(self) -> None:
+        """Raise `_FieldError` where fields contradict each other."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SavedValue(_Checked):
+    """A value of a region's forward program that is kept for its backward program.
+
+    Args:
+      number: of the value in the forward program.
+      type: its dtype and shape, as in `float32[8,16]`.
+      bytes: what it occupies on one device, over all steps of the loops that the region is in.
+      source: the line that computes it.
+      path: the name stack there.
+      name: its checkpoint name.
+      offloaded: whether it is kept in the host's memory.
+    """
+
+    number: int
+    type: str
+    bytes: int
+    source: str = ""
+    path: str = ""
+    name: str = ""
+    offloaded: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanSegment(_Checked):
+    """A piece of the backward program, from its operation `start` on, and what it recomputes first."""
+
+    start: int
+    recomputed: tuple[int, ...]
+
+    def _check(self) -> None:
+        _once(self.recomputed, "recomputed", lambda n: f"value {n} is recomputed twice")
+
+
+@dataclasses.dataclass(frozen=True)
+class RegionPlan(_Checked):
+    """What is decided about one region.
+
+    Args:
+      key: what the region is called.
+      fingerprint: of its forward program and linear part.
+      backward: the fingerprint of its backward program.
+      n_values: how many values the forward program has; they are numbered from 0.
+      n_operations: how many operations the backward program has.
+      saved: what is kept.
+      segments: in order.
+    """
+
+    key: str
+    fingerprint: str
+    backward: str
+    n_values: int
+    n_operations: int
+    saved: tuple[SavedValue, ...]
+    segments: tuple[PlanSegment, ...]
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(value.bytes for value in self.saved)
+
+    @property
+    def n_recomputed(self) -> int:
+        return sum(len(segment.recomputed) for segment in self.segments)
+
+    def _check(self) -> None:
+        numbers = [value.number for value in self.saved]
+        _once(numbers, "saved", lambda n: f"value {n} is saved twice")
+        for i, number in enumerate(numbers):
+            self._check_number(number, "saved", i)
+        last = 0
+        for i, segment in enumerate(self.segments):
+            if not last <= segment.start <= self.n_operations:
+                raise _FieldError(
+                    f"the segment starts at operation {segment.start}; segments stand in order, and "
+                    f"here a start is between {last} and {self.n_operations}.",
+                    "segments",
+                    i,
+                )
+            last = segment.start
+            for number in segment.recomputed:
+                self._check_number(number, "segments", i)
+
+    def _check_number(self, number: int, field: str, item: int) -> None:
+        if number >= self.n_values:
+            why = f"there is no value {number}: n_values of the region is {self.n_values}"
+            raise _FieldError(f"{why}, and numbers count from 0.", field, item)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoopPlan(_Checked):
+    """A `scan` that runs in groups of `group` steps, each recomputed from its start."""
+
+    key: str
+    group: int
+
+    def _check(self) -> None:
+        if self.group < 1:
+            raise _FieldError("group must be at least 1 step.", "group")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Attempt(_Checked):
+    """Decisions that were compiled while planning: the peak that was predicted, and the compiler's."""
+
+    predicted_bytes: int
+    compiled_bytes: int
+    extra_flops: float
+    extra_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(_Checked):
+    """What a training step saves and recomputes to fit its budget.
+
+    >>> saved = SavedValue(3, "float32[8,16]", 512, path="mlp")
+    >>> region = RegionPlan("loss#1a2b", "f0", "b0", 9, 20, (saved,), (PlanSegment(4, (5, 6)),))
+    >>> plan = Plan(
+    ...     program="p0", target="cpu", versions=(("jax", "0.10.2"),), budget_bytes=4096,
+    ...     peak_bytes=4000, predicted_bytes=3900, peak_bytes_without_remat=8000, flops=1e6,
+    ...     extra_flops=2e4, extra_seconds=1e-6, seconds=1e-4, lower_bound_seconds=1e-6,
+    ...     regions=(region,), loops=(), attempts=(Attempt(3900, 4000, 2e4, 1e-6),),
+    ...     is_verified=True)
+    >>> print(plan)
+    Plan(cpu: peak 3.9 KiB of 4.0 KiB, 7.8 KiB without remat, 2.0 % more FLOPs, 1 saved, 2 recomputed)
+    >>> Plan.from_json(plan.to_json()) == plan
+    True
+
+    An edited plan is not verified any more:
+
+    >>> Plan.from_json(plan.to_json().replace("[5, 6]", "[5]")).is_verified
+    False
+
+    Args:
+      program: the fingerprint of the step.
+      target: the device that the step was compiled for.
+      versions: of the libraries that took part, by name.
+      budget_bytes: what the peak had to stay within.
+      peak_bytes: the compiler's peak of the step on one device; None if nobody compiled it.
+      predicted_bytes: the peak according to the planner's model.
+      peak_bytes_without_remat: the compiler's peak of the step that saves everything.
+      flops, seconds: of the step without recomputation.
+      extra_flops, extra_seconds: of recomputation.
+      lower_bound_seconds: no plan within the budget takes less `extra_seconds` (in the model).
+      regions, loops: the decisions.
+      attempts: what was compiled on the way, in order.
+      is_verified: whether the compiler confirmed `peak_bytes`.
+
+    Raises:
+      PlanError: a field has a wrong type or a number out of range, or fields contradict each other.
+    """
+
+    program: str
+    target: str
+    versions: tuple[tuple[str, str], ...]
+    budget_bytes: int
+    peak_bytes: int | None
+    predicted_bytes: int
+    peak_bytes_without_remat: int
+    flops: float
+    extra_flops: float
+    extra_seconds: float
+    seconds: float
+    lower_bound_seconds: float
+    regions: tuple[RegionPlan, ...]
+    loops: tuple[LoopPlan, ...]
+    attempts: tuple[Attempt, ...]
+    is_verified: bool
+
+    def _check(self) -> None:
+        names = [name for name, _ in self.versions]
+        _once(names, "versions", lambda name: f"the version of {name!r} is given twice")
+        ids = [(region.key, region.fingerprint) for region in self.regions]
+        _once(ids, "regions", lambda id: f"region {id[0]!r} ({id[1]}) is decided about twice")
+        keys = [loop.key for loop in self.loops]
+        _once(keys, "loops", lambda key: f"loop {key!r} is decided about twice")
+        if self.is_verified != (self.peak_bytes is not None):
+            raise _FieldError(
+                "peak_bytes is the compiler's for a plan that is verified, and otherwise None.",
+                "peak_bytes",
+            )
+
+    @property
+    def extra_flops_share(self) -> float:
+        """Recomputed FLOPs, as a share of the step's without recomputation."""
+        return self.extra_flops / self.flops if self.flops else 0.0
+
+    @property
+    def saved_bytes(self) -> int:
+        """Of all saved values, offloaded ones included."""
+        return sum(region.saved_bytes for region in self.regions)
+
+    @property
+    def n_recomputed(self) -> int:
+        """How many values segments recompute; a value counts each time."""
+        return sum(region.n_recomputed for region in self.regions)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file that `load` reads; a reader sees the old file or the new, never a half.
+
+        Raises:
+          PlanError: the file cannot be written; an old one is left as it was.
+        """
+        write_text(path, self.to_json(), PlanError)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan from its file.
+
+        Raises:
+          PlanError: the file cannot be read, is damaged, or is of a later version; the message names
+            the line and why.
+        """
+        text = read_text(path, PlanError, _MOST_FILE_BYTES)
+        return cls.from_json(text, os.fspath(path))
+
+    def to_json(self) -> str:
+        """The text of the plan's file."""
+        return _written(self)
+
+    @classmethod
+    def from_json(cls, text: str, origin: str = "the plan") -> Plan:
+        """Read what `to_json` wrote.
+
+        Args:
+          text: the file's text.
+          origin: where it comes from, for errors.
+
+        Raises:
+          PlanError: as for `load`.
+        """
+        return _PlanReader(origin, text, PlanError, _ADVICE).plan()
+
+    def explain(self) -> str:
+        """What the plan does and what it costs, for people."""
+        return "\n".join(_explained(self))
+
+    def __str__(self) -> str:
+        if self.peak_bytes is None:
+            peak = f"predicted peak {format_bytes(self.predicted_bytes)}, not verified,"
+        else:
+            peak = f"peak {format_bytes(self.peak_bytes)}"
+        n_saved = sum(len(region.saved) for region in self.regions)
+        return (
+            f"Plan({_printable(self.target)}: {peak} of {format_bytes(self.budget_bytes)}, "
+            f"{format_bytes(self.peak_bytes_without_remat)} without remat, "
+            f"{_percent(self.extra_flops_share)} more FLOPs, {n_saved} saved, "
+            f"{self.n_recomputed} recomputed)"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# What a field may hold
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _fitting(hint: Any, value: Any, field: str, item: int | None = None) -> Any:
+    """The value as its annotation says: lists become tuples, and numbers floats."""
+    parts = typing.get_args(hint)
+    if isinstance(hint, types.UnionType):  # X | None is the only one
+        return None if value is None else _fitting(parts[0], value, field)
+    if typing.get_origin(hint) is tuple and parts[-1] is ...:
+        if type(value) in (tuple, list):
+            return tuple(_fitting(parts[0], part, field, i) for i, part in enumerate(value))
+        needed = "a list"
+    elif typing.get_origin(hint) is tuple:
+        if type(value) in (tuple, list) and len(value) == len(parts):
+            return tuple(_fitting(kind, part, field, item) for kind, part in zip(parts, value))
+        needed = f"a list of {len(parts)}"
+    elif hint is int:
+        if type(value) is int and 0 <= value <= _MOST:
+            return value
+        needed = f"a whole number between 0 and {_MOST}"
+    elif hint is float:
+        is_number = isinstance(value, int | float) and type(value) is not bool
+        if is_number and 0 <= value <= _MOST_FLOAT:
+            return float(value) + 0.0  # no -0.0
+        needed = f"a number between 0 and {_MOST_FLOAT:.0e}"
+    else:
+        if type(value) is hint:
+            return value
+        needed = {str: "a text", bool: "true or false"}.get(hint) or f"a {hint.__name__}"
+    place = field if item is None else f"what is in {field}"
+    raise _FieldError(f"{place} must be {needed}, not {shown(value)}.", field, item)
+
+
+def _once(items: Iterable[Any], field: str, problem: Callable[[Any], str]) -> None:
+    known = set()
+    for i, item in enumerate(items):
+        if item in known:
+            raise _FieldError(f"{problem(item)}; leave one of the two.", field, i)
+        known.add(item)
+
+
+# --------------------------------------------------------------------------------------------------
+# Writing
+
+
+def _written(plan: Plan) -> str:
+    fields = _plain(plan)
+    verified = _checksum(fields) if fields.pop("is_verified") else None
+    head = {"format": _FORMAT, "version": _VERSION, "verified": verified}
+    lists = {
+        "regions": [_region_text(region) for region in fields.pop("regions")],
+        "loops": [_text(loop) for loop in fields.pop("loops")],
+        "attempts": [_text(attempt) for attempt in fields.pop("attempts")],
+    }
+    lines = [f" {_text(key)}: {_text(value)}" for key, value in (head | fields).items()]
+    lines += [f" {_text(key)}: {_list_text(items, ' ')}" for key, items in lists.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _region_text(region: dict[str, Any]) -> str:
+    lists = {key: [_text(item) for item in region.pop(key)] for key in ("saved", "segments")}
+    head = _text(region).removesuffix("}")
+    lines = [f"   {_text(key)}: {_list_text(items, '   ')}" for key, items in lists.items()]
+    return ",\n".join([head, *lines]) + "}"
+
+
+def _list_text(items: Sequence[str], indent: str) -> str:
+    """One item a line."""
+    between = f",\n{indent} "
+    return f"[\n{indent} {between.join(items)}\n{indent}]" if items else "[]"
+
+
+def _text(content: Any) -> str:
+    return json.dumps(content, allow_nan=False)
+
+
+def _plain(data: Any) -> Any:
+    if dataclasses.is_dataclass(data):
+        fields = {f.name: _plain(getattr(data, f.name)) for f in dataclasses.fields(data)}
+        return fields | {"versions": dict(fields["versions"])} if "versions" in fields else fields
+    return [_plain(item) for item in data] if isinstance(data, tuple) else data
+
+
+def _checksum(fields: dict[str, Any]) -> str:
+    """Of everything but whether it is verified."""
+    known = {key: value for key, value in fields.items() if key != "is_verified"}
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading
+
+
+class _PlanReader(Reader):
+    """Reads the dataclasses by their annotations; where each field stands is known."""
+
+    def plan(self) -> Plan:
+        start, places = self.places("the file must hold one JSON object")
+        self.end("plan")
+        if "format" not in places:
+            self.fail(f"this is no plan: it has no 'format': {_FORMAT!r}.", start)
+        if (found := self.value_at(places["format"])) != _FORMAT:
+            why = f"this is no plan: format is {shown(found)}, not {_FORMAT!r}."
+            self.fail(why, places["format"])
+        version = self.value_at(places["version"]) if "version" in places else None
+        if type(version) is not int or version != _VERSION:
+            self.fail(
+                f"this is a plan of version {shown(version)}, and this remat reads version "
+                f"{_VERSION}. Load it with the remat that wrote it.",
+                places.get("version", start),
+            )
+        added = {"format", "version", "verified"}
+        names = [f.name for f in dataclasses.fields(Plan) if f.name != "is_verified"]
+        self.judge_keys(places, {*names, *added}, {*names, *added}, start)
+        verified = self.value_at(places["verified"])
+        if verified is not None and type(verified) is not str:
+            self.fail(
+                f"verified must be a text or null, not {shown(verified)}.", places["verified"]
+            )
+        plan = self.made(Plan, {name: places[name] for name in names}, start)
+        is_verified = plan.is_verified and verified == _checksum(_plain(plan))
+        return (
+            plan if is_verified else dataclasses.replace(plan, peak_bytes=None, is_verified=False)
+        )
+
+    def made(self, cls: type, places: dict[str, int], start: int) -> Any:
+        """The dataclass whose fields stand at these places."""
+        found: dict[str, Any] = {}
+        items: dict[str, list[int]] = {}
+        for name, place in places.items():
+            self.at = place
+            found[name], items[name] = self.field(_hints(cls)[name], name)
+        if cls is Plan:
+            found["is_verified"] = found["peak_bytes"] is not None
+        try:
+            return cls(**found)
+        except _FieldError as error:
+            at = places.get(error.field, start)
+            if error.item is not None:
+                at = items[error.field][error.item]
+            why = str(error)
+        self.fail(why, at)
+
+    def field(self, hint: Any, name: str) -> tuple[Any, list[int]]:
+        """What stands here, and where its items do, if it is a list."""
+        if name == "versions":
+            return self.versions()
+        if typing.get_origin(hint) is not tuple:
+            return self.value(), []
+        kind = typing.get_args(hint)[0]
+        found, places = [], []
+        for _ in self.items(f"{name} must be a list"):
+            places.append(self.at)
+            found.append(self.item(kind, name) if dataclasses.is_dataclass(kind) else self.value())
+        return tuple(found), places
+
+    def item(self, kind: Any, name: str) -> Any:
+        start, places = self.places(f"each item of {name} must be an object")
+        after = self.at
+        fields = dataclasses.fields(kind)
+        needed = {f.name for f in fields if f.default is dataclasses.MISSING}
+        self.judge_keys(places, {f.name for f in fields}, needed, start)
+        made = self.made(kind, places, start)
+        self.at = after
+        return made
+
+    def versions(self) -> tuple[tuple[tuple[str, Any], ...], list[int]]:
+        found, places = [], []
+        for key in self.members("versions must be an object"):
+            places.append(self.at)
+            found.append((key, self.value()))
+        return tuple(found), places
+
+    def places(self, rule: str) -> tuple[int, dict[str, int]]:
+        """Where the object that stands here begins, and where the value of each of its keys does."""
+        self.skip_space()
+        start = self.at
+        places: dict[str, int] = {}
+        for key in self.members(rule):
+            if key in places:
+                self.fail(f"the key {shown(key)} stands here for the second time.")
+            places[key] = self.at
+            self.skip()
+        return start, places
+
+    def judge_keys(
+        self, places: dict[str, int], known: set[str], needed: set[str], start: int
+    ) -> None:
+        for key, place in places.items():
+            if key not in known:
+                missing = known - places.keys()
+                self.fail(f"unknown key {shown(key)}: {closest(key, missing or known)}", place)
+        for key in sorted(needed - places.keys()):
+            self.fail(f"the key {key!r} is missing.", start)
+
+    def value_at(self, place: int) -> Any:
+        self.at = place
+        return self.value()
+
+
+# --------------------------------------------------------------------------------------------------
+# For people
+
+_MOST_GROUPS = 8
+_MOST_SEGMENTS = 8
+
+
+def _explained(plan: Plan) -> Iterable[str]:
+    yield f"Plan for {_printable(plan.target)}, budget {format_bytes(plan.budget_bytes)}"
+    if plan.peak_bytes is None:
+        yield "  peak         not verified: edited, or never compiled; plan again to have it compiled"
+    else:
+        beyond = ", more than the budget" if plan.peak_bytes > plan.budget_bytes else ""
+        yield f"  peak         {format_bytes(plan.peak_bytes)}, confirmed by the compiler{beyond}"
+    yield f"  predicted    {format_bytes(plan.predicted_bytes)}"
+    yield f"  no remat     {format_bytes(plan.peak_bytes_without_remat)}"
+    yield (
+        f"  extra FLOPs  {format_flops(plan.extra_flops)}, {_percent(plan.extra_flops_share)} of "
+        f"{format_flops(plan.flops)}"
+    )
+    yield (
+        f"  extra time   {format_seconds(plan.extra_seconds)} of {format_seconds(plan.seconds)}; "
+        f"any plan within the budget: at least {format_seconds(plan.lower_bound_seconds)}"
+    )
+    for number, attempt in enumerate(plan.attempts, 1):
+        yield (
+            f"  compiled {number}   predicted {format_bytes(attempt.predicted_bytes)}, "
+            f"compiler {format_bytes(attempt.compiled_bytes)}, "
+            f"extra {format_flops(attempt.extra_flops)}"
+        )
+    for region in plan.regions:
+        yield ""
+        yield from _explained_region(region)
+    if plan.loops:
+        yield ""
+    for loop in plan.loops:
+        yield f"Loop {_printable(loop.key)}: in groups of {loop.group} steps, each recomputed from its start"
+
+
+def _explained_region(region: RegionPlan) -> Iterable[str]:
+    yield (
+        f"Region {_printable(region.key)} saves {len(region.saved)} of {region.n_values} values "
+        f"({format_bytes(region.saved_bytes)}); {len(region.segments)} segments recompute "
+        f"{region.n_recomputed}"
+    )
+    groups: dict[tuple[str, str, bool], list[SavedValue]] = {}
+    for value in region.saved:
+        # Layers of one kind differ by a number in their paths.
+        path = re.sub(r"\d+", "*", value.name or value.path or value.source)
+        groups.setdefault((value.type, path, value.offloaded), []).append(value)
+    ordered = sorted(groups.items(), key=lambda item: -sum(v.bytes for v in item[1]))
+    for (type, path, offloaded), values in ordered[:_MOST_GROUPS]:
+        n_bytes = format_bytes(sum(value.bytes for value in values))
+        host = " (host)" if offloaded else ""
+        yield f"  {len(values):>4} x {_printable(type)}  {n_bytes}{host}  {_printable(path)}".rstrip()
+    rest = [value for _, values in ordered[_MOST_GROUPS:] for value in values]
+    if rest:
+        yield f"  {len(rest):>4} others  {format_bytes(sum(value.bytes for value in rest))}"
+    for segment in region.segments[:_MOST_SEGMENTS]:
+        yield f"  from operation {segment.start}: recomputes {len(segment.recomputed)}"
+    if len(region.segments) > _MOST_SEGMENTS:
+        yield f"  and {len(region.segments) - _MOST_SEGMENTS} more segments"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _printable(text: str) -> str:
+    """Text from a file on somebody's terminal: control characters are spelled out."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
