@@ -127,9 +127,8 @@ def test_arguments_and_results_are_those_of_the_compiler():
 
 
 def test_whole_training_steps_with_donation_are_explained_as_they_are():
-    model = ZOO["gpt"]("tiny")
-    params, batch = model.arguments()
-    step = jax.jit(train_step(model.blocks(remat.checkpoint)), donate_argnums=(0, 1))
+    params, batch = DEEP_ARGS
+    step = jax.jit(train_step(deep(remat.checkpoint, 2)), donate_argnums=(0, 1))
     explanation = remat.explain(step, params, (params, params), struct(dtype=jnp.int32), batch)
     assert {s.phase for s in explanation.steps} == {"forward", "recompute", "backward", "update"}
     predicted, compiled = explanation.totals.predicted, explanation.totals.compiled
@@ -167,6 +166,15 @@ def test_static_arguments_and_keywords_are_taken_as_jit_takes_them():
     step = jax.jit(grad, static_argnums=1, static_argnames="scale")
     explanation = remat.explain(step, struct(100), 3, scale=2.0)
     assert len([v for v in explanation.values if v.kind == "argument"]) == 1
+
+
+def test_fitted_steps_are_explained_as_they_run():
+    loss = remat.auto(deep(lambda f: f, 3))
+    fitted = remat.fit(jax.value_and_grad(loss), budget="60%", cache=False, progress=False)
+    explanation = remat.explain(fitted, *DEEP_ARGS)
+    assert explanation.totals.recompute_flops > 0
+    assert explanation.totals.compiled.peak_bytes == fitted.plan(*DEEP_ARGS).peak_bytes
+    assert "no_regions" not in codes(explanation)
 
 
 # What becomes of values
@@ -322,7 +330,7 @@ def test_names_in_policies_of_ours_that_match_nothing_are_named():
 
 
 def test_domination_by_arguments_is_named():
-    args = (struct(8, 512, 512), struct(16, 512))
+    args = ([struct(512, 512)] * 8, struct(16, 512))
     explanation = remat.explain(deep(remat.checkpoint), *args, compile=False)
     found = finding(explanation, "arguments_dominate")
     assert found.severity == "warning"

@@ -320,7 +320,7 @@ class _Accounting:
                     v = op.operands[0] if op.operands else -1
                     while (i := self.producer.get(v)) is not None:
                         found.setdefault(v, op.label)
-                        if not is_view(self.program.ops[i]):
+                        if not _passes_on(self.program.ops[i]):
                             break
                         v = self.program.ops[i].operands[0]
             self.__dict__["_named"] = found
@@ -406,7 +406,7 @@ class _Accounting:
     def _behind(self, v: int) -> int:
         while (i := self.producer.get(v)) is not None:
             op = self.program.ops[i]
-            if not (is_view(op) or op.name == "reduce_precision"):
+            if not _passes_on(op):
                 break
             v = op.operands[0]
         return v
@@ -488,6 +488,11 @@ def _recomputed_in_region(eqn: _jax.JaxprEqn) -> int:
         else:
             total += flops_of(inner)
     return total
+
+
+def _passes_on(op: Op) -> bool:
+    """Whether a result is the operand, or that rounded as it is anyway."""
+    return is_view(op) or op.name == "reduce_precision"
 
 
 def label(op: Op) -> str:

@@ -176,7 +176,7 @@ def _at_once(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
         for eqn in again:
             if eqn.primitive.name != "scan" or eqn.params["length"] < 2:
                 continue
-            stacked = eqn.outvars[eqn.params["num_carry"] :]
+            stacked = eqn.outvars[_jax.scan_arity(eqn)[1] :]
             size = sum(v.aval.size * _jax.itemsize_bytes(v.aval) for v in stacked if v in read)
             if size >= 0.1 * predicted and size:
                 by_loops = True

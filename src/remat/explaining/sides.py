@@ -5,7 +5,8 @@ The rule, for each operation:
 * Inside a region's backward half (an equation that rematerialization left, with `differentiated`
   set): what depends on the cotangents is *backward*; what does not is *recomputed*.
 * Outside: what JAX made by transposition is *backward* (it says so in the name stack). What depends
-  on backward operations otherwise came after the gradient: *update*. All else is *forward*.
+  on backward operations otherwise came after the gradient: *update*; so did what stands behind the
+  first of them and serves none of them. All else is *forward*.
 
 A recomputed operation is the same as one of the forward pass if it is the same primitive, at the same
 source line, on the same operands (saved values and their rounded copies count as what they are copies
@@ -103,7 +104,7 @@ def sides_of_step(jaxpr: _jax.Jaxpr, shards: Sequence[int]) -> Sides:
     notes = [reader.notes[op.results] for op in program.ops]
     return Sides(
         program,
-        tuple(note.phase for note in notes),
+        _phases(program, notes),
         tuple(note.region for note in notes),
         tuple(note.eqn for note in notes),
         tuple(reader.regions),
@@ -197,6 +198,21 @@ class _Reader(Builder):
         if derived or phase == "backward":
             self._derived.update(op.results)
         self.notes[op.results] = _Note(phase, where.region, eqn)
+
+
+def _phases(program: Program, notes: Sequence[_Note]) -> tuple[Phase, ...]:
+    """The parts, with what only the update needs told from the forward pass."""
+    phases: list[Phase] = [note.phase for note in notes]
+    serves: set[int] = set()  # values that the gradient needs
+    for i in reversed(range(len(phases))):
+        op = program.ops[i]
+        if phases[i] in ("backward", "recompute") or any(v in serves for v in op.results):
+            serves.update(op.operands)
+    began = next((i for i, p in enumerate(phases) if p in ("backward", "recompute")), len(phases))
+    for i in range(began, len(phases)):
+        if phases[i] == "forward" and not any(v in serves for v in program.ops[i].results):
+            phases[i] = "update"
+    return tuple(phases)
 
 
 def is_region(eqn: _jax.JaxprEqn) -> bool:
