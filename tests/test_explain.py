@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
 import pytest
+from benchmarks.zoo import ZOO
+from benchmarks.zoo.model import train_step
 from jax._src.ad_checkpoint import saved_residuals
 
 import remat
-from benchmarks.zoo import ZOO
-from benchmarks.zoo.model import train_step
 from remat.explaining import hlo
 from remat.report import Explanation
 
@@ -170,7 +171,7 @@ def test_static_arguments_and_keywords_are_taken_as_jit_takes_them():
 
 def test_fitted_steps_are_explained_as_they_run():
     loss = remat.auto(deep(lambda f: f, 3))
-    fitted = remat.fit(jax.value_and_grad(loss), budget="60%", cache=False, progress=False)
+    fitted = remat.fit(jax.value_and_grad(loss), budget="85%", cache=False, progress=False)
     explanation = remat.explain(fitted, *DEEP_ARGS)
     assert explanation.totals.recompute_flops > 0
     assert explanation.totals.compiled.peak_bytes == fitted.plan(*DEEP_ARGS).peak_bytes
@@ -189,9 +190,7 @@ def test_saved_recomputed_and_offloaded_values_are_told_apart():
 
     plain = remat.explain(f, w, x, compile=False)
     assert total(plain, "recomputed") == 0
-    saved = remat.explain(
-        remat.checkpoint(f, policy=remat.policies.save("h")), w, x, compile=False
-    )
+    saved = remat.explain(remat.checkpoint(f, policy=remat.policies.save("h")), w, x, compile=False)
     assert [v.name for v in saved.values if v.kind == "saved"] == ["h"]
     assert total(saved, "recomputed") > 0
     offload = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -219,7 +218,7 @@ def test_segments_are_the_regions_in_the_forward_pass():
     explanation = remat.explain(deep(remat.checkpoint, 4), *DEEP_ARGS, compile=False)
     assert len(explanation.segments) == 4
     spans = sorted((s.first, s.last) for s in explanation.segments)
-    assert all(a[1] < b[0] for a, b in zip(spans, spans[1:]))
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(spans))
     # Two of three products are computed again.
     assert all(s.recompute_flops >= 2 * 2 * 2048 * 64 * 64 for s in explanation.segments)
 

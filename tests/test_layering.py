@@ -53,6 +53,10 @@ LAYERS = [
     ("planner.emit",),
     ("planner.regions",),
     ("planner.trace",),
+    ("planner.bodies", "planner.step"),
+    ("planner.levels",),
+    ("planner.plan",),
+    ("planner.fit",),
     ("report.model", "report.files"),
     ("report.codec", "report.timeline", "report.groups"),
     ("report.document",),
@@ -68,7 +72,6 @@ LAYERS = [
     ("explain",),
     ("cli",),
     ("__main__",),
-    ("pytest_plugin",),
 ]
 # Modules that run on hand-made graphs, without JAX.
 PURE = ("errors", "units", "planner.graph", "planner.simulate", "planner.mincut", "planner.chain",

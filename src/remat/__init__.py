@@ -25,6 +25,7 @@ In the order in which data flows:
     toggle                  rematerialization of submodules by path, without editing the model
     explaining, explain     what a step saves, recomputes and holds, and why
     report                  explanations as data, and their renderings (import remat.report)
+    cli                     the command `remat`
     testing                 asserting on gradients and on the compiler's memory figures
 """
 
@@ -45,6 +46,7 @@ from remat.errors import (
     PreventCseError as PreventCseError,
     RematError as RematError,
     ReportError as ReportError,
+    SavedValuesError as SavedValuesError,
     ScheduleError as ScheduleError,
     StaticArgumentError as StaticArgumentError,
     StaticArgumentTypeError as StaticArgumentTypeError,

@@ -91,9 +91,7 @@ def explain(
     memory = None
     if program is not None and refused is None:
         memory = _memory(compiling.memory_of(program, on))
-    facts = Facts(
-        step, sides, account, predicted, memory, lambda: _inlined_temp_bytes(step, on)
-    )
+    facts = Facts(step, sides, account, predicted, memory, lambda: _inlined_temp_bytes(step, on))
     findings = findings_of(facts)
     if refused is not None:
         findings = (_does_not_fit(refused), *findings)
@@ -163,9 +161,7 @@ def _does_not_fit(refused: compiling.OutOfMemory) -> Finding:
 _MOST_LISTED = 4
 
 
-def _difference(
-    account: Account, predicted: Memory, compiled: Memory | None, program: Any
-) -> str:
+def _difference(account: Account, predicted: Memory, compiled: Memory | None, program: Any) -> str:
     if compiled is None:
         return ""
     by = compiled.peak_bytes - predicted.peak_bytes

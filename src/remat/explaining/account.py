@@ -236,7 +236,7 @@ class _Accounting:
             if v in outputs or v in moved.values():
                 continue
             kind = self.kind(v)
-            lives = ((use.born, use.dies),)
+            lives: tuple[tuple[int, int], ...] = ((use.born, use.dies),)
             if kind == "offloaded":
                 lives = ()
             elif v in moved:
@@ -370,7 +370,7 @@ class _Accounting:
 
     def _loops(self, number: int) -> list[Segment]:
         """Loops whose backward half recomputes in its body: each is a segment of one step."""
-        made = []
+        made: list[Segment] = []
         for kernel in self.kernels:
             op, eqn = self.program.ops[kernel], self.sides.eqns[kernel]
             again = recomputed_inside(eqn) if self.sides.phases[kernel] == "backward" else 0

@@ -191,14 +191,14 @@ def _at_once(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
                     "remat.scan with checkpoints=.",
                 )
     before = facts.account.undone_bytes
-    again_flops = facts.account.recompute_flops
-    if before and not by_loops and again_flops and predicted >= 0.9 * before:
+    share = facts.account.recompute_flops / max(facts.account.flops, 1.0)
+    if before and not by_loops and share and predicted >= 0.9 * before:
         yield Finding(
             "region_recomputed_at_once",
             "warning",
             f"What is recomputed is live all at once: {format_bytes(predicted)} of temporaries, and "
-            f"{format_bytes(before)} without rematerialization, for {100 * again_flops / facts.account.flops:.0f} % "
-            "of the step's FLOPs.",
+            f"{format_bytes(before)} without rematerialization, for {100 * share:.0f} % of the step's "
+            "FLOPs.",
             "Checkpoint smaller parts, each layer by itself, or mark the loss with remat.auto, which "
             "recomputes it piece by piece.",
         )

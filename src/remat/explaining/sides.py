@@ -185,6 +185,10 @@ class _Reader(Builder):
     def _op(self, eqn: _jax.JaxprEqn, side: Any, index: int, path: str) -> None:
         super()._op(eqn, side, index, path)
         where, op = self._at(eqn), self.ops[-1]
+        names = op.path.split("/")
+        if where.region != -1 and names[: len(names) // 2] == names[len(names) // 2 :]:
+            # A planned region's operations bring the scopes along that the region stands in.
+            op = self.ops[-1] = dataclasses.replace(op, path="/".join(names[len(names) // 2 :]))
         derived = any(v in self._derived for v in op.operands)
         known = self.regions[where.region].eqn.params if where.region != -1 else {}
         phase: Phase
@@ -220,9 +224,7 @@ def is_region(eqn: _jax.JaxprEqn) -> bool:
     return eqn.primitive.name in _REGIONS and bool(eqn.params.get("differentiated"))
 
 
-def _same(
-    program: Program, notes: Sequence[_Note], literals_of: dict[int, str]
-) -> dict[int, int]:
+def _same(program: Program, notes: Sequence[_Note], literals_of: dict[int, str]) -> dict[int, int]:
     copy_of: dict[int, int] = {}
     first: dict[Any, Op] = {}
     same: dict[int, int] = {}

@@ -60,15 +60,26 @@ def traced_step(f: Callable, args: tuple, kwargs: dict[str, Any], target: Target
     if _has_gradient(jaxpr) or not args or not _differentiable(args[0]):
         return _made(title, f, plain, jaxpr, consts, args, kwargs, None, None)
 
+    traced = jax.jit(value_and_gradient(f)).trace(*args, **kwargs)
+    of_step, consts = _jax.detach_consts(traced.jaxpr)
+    kept = residuals(f, *args, **kwargs)
+    return _made(title, f, traced, of_step, consts, args, kwargs, jaxpr, kept)
+
+
+def has_gradient(f: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a function holds a gradient of its own."""
+    return _has_gradient(_jax.open_jaxpr(_jitted(f).trace(*args, **kwargs).jaxpr))
+
+
+def value_and_gradient(f: Callable) -> Callable:
+    """A function's result, and its gradient with respect to the first argument."""
+
     # By the same name in the compiled program and in its analysis.
     @_jax.wraps(f)
     def step(*args: Any, **kwargs: Any) -> Any:
         return _value_and_gradient(f, args, kwargs)
 
-    traced = jax.jit(step).trace(*args, **kwargs)
-    of_step, consts = _jax.detach_consts(traced.jaxpr)
-    kept = residuals(f, *args, **kwargs)
-    return _made(title, f, traced, of_step, consts, args, kwargs, jaxpr, kept)
+    return step
 
 
 def _jitted(f: Callable) -> Any:
@@ -104,7 +115,9 @@ def _made(
         ("closed-over constant",) * n_consts + names,
         (1,) * n_consts + (tuple(map(_divided, leaves)) if known else (1,) * n_inputs),
         (False,) * n_consts
-        + (tuple(info.donated for info in infos) if len(infos) == n_inputs else (False,) * n_inputs),
+        + (
+            tuple(info.donated for info in infos) if len(infos) == n_inputs else (False,) * n_inputs
+        ),
         kept,
         (*consts, *(leaves if known else map(_struct, jaxpr.invars[n_consts:]))),
         traced.lower,
@@ -166,4 +179,3 @@ def _ones(x: Any) -> Any:
     if _is_inexact(x):
         return jnp.ones_like(x)
     return np.zeros(jnp.shape(x), jax.dtypes.float0)
-
