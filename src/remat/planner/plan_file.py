@@ -155,14 +155,25 @@ class RegionPlan(_Checked):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoopPlan(_Checked):
-    """A `scan` that runs in groups of `group` steps, each recomputed from its start."""
+    """A `scan` that runs in another way.
+
+    Args:
+      key: which loop.
+      group: steps that are recomputed together, from the start of their group; 1: none are.
+      steps: steps that one iteration consists of, each a region of its own, `key.0` and so on.
+    """
 
     key: str
     group: int
+    steps: int = 1
 
     def _check(self) -> None:
         if self.group < 1:
             raise _FieldError("group must be at least 1 step.", "group")
+        if self.steps < 1:
+            raise _FieldError("steps must be at least 1.", "steps")
+        if self.group > 1 and self.steps > 1:
+            raise _FieldError("a loop runs in groups or in several steps at once, not both.", "steps")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

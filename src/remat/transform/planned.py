@@ -42,17 +42,22 @@ class Backward(abc.ABC):
 
     @abc.abstractmethod
     def compose(
-        self, known: Sequence[_jax.Var], transposed: _jax.Jaxpr, nonlinear: Sequence[Any]
+        self,
+        known: Sequence[_jax.Var],
+        consts: Sequence[_jax.Var],
+        transposed: _jax.Jaxpr,
+        nonlinear: Sequence[Any],
     ) -> tuple[_jax.Jaxpr | None, Any]:
         """The backward pass, and the `Role` of the equation that it becomes, or None.
 
         Args:
           known: the backward half's variables for residuals and inputs.
+          consts: new variables for arrays that transposition brought in.
           transposed: the linear part, transposed: (nonlinear operands, cotangents) -> cotangents.
-          nonlinear: which of the region's values those operands are.
+          nonlinear: which of these, or of the region's values, those operands are.
 
         Returns:
-          A jaxpr from `known` and the cotangents to `transposed`'s results, or None if these are not
+          A jaxpr from `known`, `consts` and the cotangents to `transposed`'s results, or None if these are not
           this planner's variables any more.
         """
 
@@ -64,6 +69,17 @@ class _Linear:
 
 #: In place of a policy, on the equation of a linear part inside a backward half.
 LINEAR = _Linear()
+
+
+class _Fenced:
+    def __repr__(self) -> str:
+        return "FENCED"
+
+
+#: In place of a policy, on a segment of a backward pass: it saves nothing, and its recomputation does
+#: not start before its cotangents are there, also where nothing else would tell it from the rest of
+#: a loop's body.
+FENCED = _Fenced()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +100,7 @@ def after_change(policy: Any) -> Any:
 
     A backward half recomputes everything it needs; calls save everything if they are cut.
     """
-    if isinstance(policy, Backward):
+    if isinstance(policy, Backward) or policy is FENCED:
         return None
     return save_all if is_call(policy) else policy
 
@@ -95,7 +111,7 @@ def save_all(*_: Any, **__: Any) -> bool:
 
 
 def linear_equation(
-    linear: _jax.Jaxpr, primitive: _jax.Primitive, like: _jax.JaxprEqn
+    linear: _jax.Jaxpr, primitive: _jax.Primitive, like: _jax.JaxprEqn | None
 ) -> _jax.JaxprEqn:
     """The linear part as one equation on its own inputs."""
     outvars = [_jax.new_var(v.aval) for v in linear.outvars]

@@ -223,8 +223,9 @@ def _halves(
         # What is known here are values that it was given to recompute from: none is worth saving.
         c, unchanged = _uncut(jaxpr, ins_unknown)
         return c, None, policy if unchanged else None
-    if planned.is_call(policy):
-        return cut_region(jaxpr, ins_unknown, planned.save_all), None, planned.save_all
+    if planned.is_call(policy) or policy is planned.FENCED:
+        left = planned.after_change(policy)
+        return cut_region(jaxpr, ins_unknown, left), None, left
     return cut_region(jaxpr, ins_unknown, policy), None, policy
 
 
@@ -369,14 +370,13 @@ def _transpose_planned(
     of_input = {v: lin for v, lin in zip(jaxpr.invars, linear)}
     flags = tuple(_jax.is_var(v) and of_input.get(v, False) for v in last.invars)
     body, consts, ins_zero, out_tree = _jax.transpose(last.params["jaxpr"], flags, outs_zero)
-    if consts:
-        return False, None
-    nonlinear = [v for v, lin in zip(last.invars, flags) if not lin]
+    constants = [_jax.new_var(_jax.typeof(c)) for c in consts]
+    nonlinear = [*constants, *(v for v, lin in zip(last.invars, flags) if not lin)]
     known = [v for v, lin in zip(jaxpr.invars, linear) if not lin]
-    composed, role = policy.compose(known, body, nonlinear)
+    composed, role = policy.compose(known, constants, body, nonlinear)
     if composed is None:
         return False, None
-    values = [x for x, lin in zip(args, linear) if not lin]
+    values = [*(x for x, lin in zip(args, linear) if not lin), *consts]
     given = [ct for ct in cts if type(ct) is not _jax.Zero]
     if role is None:
         leaves = _jax.eval_jaxpr(composed, (), *values, *given)
@@ -448,7 +448,8 @@ def _lower(
         return _jax.lower_inline(ctx, jaxpr, args)
     fenced = [prevent_cse] * len(args) if isinstance(prevent_cse, bool) else list(prevent_cse)
     late = cotangents or [False] * len(args)
-    return barrier.lower_protected(ctx, jaxpr, args, fenced, late, how)
+    always = policy is planned.FENCED
+    return barrier.lower_protected(ctx, jaxpr, args, fenced, late, how, always=always)
 
 
 _default = barrier.Protection.BARRIER
