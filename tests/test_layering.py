@@ -53,6 +53,10 @@ LAYERS = [
     ("planner.emit",),
     ("planner.regions",),
     ("planner.trace",),
+    ("planner.bodies", "planner.step"),
+    ("planner.levels",),
+    ("planner.plan",),
+    ("planner.fit",),
     ("report.model", "report.files"),
     ("report.codec", "report.timeline", "report.groups"),
     ("report.document",),
@@ -61,13 +65,20 @@ LAYERS = [
     ("report.html", "report.plot", "report.difference"),
     ("report.explanation",),
     ("report",),
+    ("explaining.step", "explaining.sides", "explaining.hlo"),
+    ("explaining.account", "explaining.regions"),
+    ("explaining.findings",),
+    ("explaining",),
+    ("explain",),
+    ("cli",),
+    ("__main__",),
 ]
 # Modules that run on hand-made graphs, without JAX.
 PURE = ("errors", "units", "planner.graph", "planner.simulate", "planner.mincut", "planner.chain",
         "planner.frontier", "planner.search", "planner.evict", "planner.schedule",
         "planner.devices", "planner.cache", "planner.program", "planner.fusion", "planner.decide",
         "planner.json_lines", "planner.plan_file",
-        "loops.schedules", "loops.nesting", "globs", "report")  # fmt: skip
+        "loops.schedules", "loops.nesting", "globs", "report", "explaining.hlo")  # fmt: skip
 
 
 def name_of(path: pathlib.Path) -> str:
