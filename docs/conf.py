@@ -5,6 +5,7 @@ Everything that a page needs is in `site/`: nothing is loaded from the network.
 
 from __future__ import annotations
 
+import fnmatch
 import importlib.metadata
 import re
 
@@ -20,9 +21,7 @@ extensions = [
     "sphinx_copybutton",
 ]
 exclude_patterns = ["README.md"]
-nitpicky = False
-# A page that another change brings (docs/cli.md, say) finds its place in the navigation by itself.
-suppress_warnings = ["toc.empty_glob"]
+smartquotes = False  # "8GiB" is code
 
 # Pages
 
@@ -38,7 +37,6 @@ napoleon_custom_sections = ["Reference", "References"]
 autodoc_typehints = "none"  # in the signature they hide it; the docstrings name what matters
 autodoc_member_order = "bysource"
 autodoc_default_options = {"show-inheritance": False}
-add_module_names = False
 toc_object_entries_show_parents = "hide"
 python_maximum_signature_line_length = 88
 
@@ -107,5 +105,19 @@ def as_restructured_text(app, what, name, obj, options, lines: list[str]) -> Non
     lines[:] = written
 
 
+def prepared_page(app, docname: str, source: list[str]) -> None:
+    """Leave out the blank line that ends an example, and in the navigation patterns (`cli*`) that no
+    page matches yet."""
+    source[0] = source[0].replace("\n\n```\n", "\n```\n")
+    if docname == "index":
+        pages = app.env.found_docs
+        source[0] = "\n".join(
+            line
+            for line in source[0].split("\n")
+            if not re.fullmatch(r"[\w/-]+\*", line) or fnmatch.filter(pages, line)
+        )
+
+
 def setup(app) -> None:
+    app.connect("source-read", prepared_page)
     app.connect("autodoc-process-docstring", as_restructured_text, priority=100)
