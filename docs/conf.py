@@ -21,7 +21,7 @@ extensions = [
     "sphinx_copybutton",
 ]
 exclude_patterns = ["README.md"]
-smartquotes = False  # "8GiB" is code
+smartquotes_action = "D"  # dashes only: "8GiB" is code
 
 # Pages
 
@@ -36,7 +36,6 @@ napoleon_numpy_docstring = False
 napoleon_custom_sections = ["Reference", "References"]
 autodoc_typehints = "none"  # in the signature they hide it; the docstrings name what matters
 autodoc_member_order = "bysource"
-autodoc_default_options = {"show-inheritance": False}
 toc_object_entries_show_parents = "hide"
 python_maximum_signature_line_length = 88
 
@@ -66,6 +65,8 @@ def _text(paragraph: str) -> str:
     for span in _SPAN.finditer(paragraph):
         parts.append(paragraph[end : span.start()].replace("*", r"\*"))
         code = re.sub(r"\s*\n\s*", " ", span[1])
+        if not re.fullmatch(r"`{1,2}[A-Za-z_][\w.]*`{1,2}", code):
+            code = f"``{code.strip('`')}``"  # no name to link
         parts.append(code + (r"\ " + span[2] if span[2] else ""))
         end = span.end()
     parts.append(paragraph[end:].replace("*", r"\*"))
@@ -73,7 +74,10 @@ def _text(paragraph: str) -> str:
 
 
 def as_restructured_text(app, what, name, obj, options, lines: list[str]) -> None:
-    """Rewrite a docstring's paragraphs; leave examples, literal blocks and lists of `*` alone."""
+    """Rewrite a docstring's paragraphs; leave examples, literal blocks and lists of `*` alone.
+
+    What is indented in a module's docstring is a drawing or a grammar, to be shown as it is.
+    """
     written: list[str] = []
     paragraph: list[str] = []
     literal: int | None = None
@@ -82,6 +86,9 @@ def as_restructured_text(app, what, name, obj, options, lines: list[str]) -> Non
         if paragraph:
             example = paragraph[0].lstrip().startswith(">>>")
             bullets = any(line.lstrip().startswith("* ") for line in paragraph)
+            if what == "module" and paragraph[0].startswith("    "):
+                written.extend(["::", ""])
+                example = True
             own = example or bullets or paragraph[0].lstrip().startswith((".. ", ":", "**"))
             text = "\n".join(paragraph)
             written.extend((text if own else _text(text)).split("\n"))
