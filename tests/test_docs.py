@@ -49,6 +49,20 @@ def test_documentation_examples(page):
     assert not failed
 
 
+@pytest.mark.slow
+def test_ahead_of_time_example(tmp_path, monkeypatch):
+    pytest.importorskip("libtpu")
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs/distributed.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n((?!>>>).*?)```", page, re.S)
+    names: dict = {}
+    for block in re.findall(r">>> (@remat.auto\n(?:\.\.\. .*\n)*)", page):
+        exec("import jax, jax.numpy as jnp, remat\n" + block.replace("\n... ", "\n"), names)
+    exec(example.replace("target=at,", "target=at, cache=False,"), names)
+    assert names["plan"].is_verified
+    assert (tmp_path / "v5e-2x2.json").exists()
+
+
 REFERENCE = "\n".join(
     p.read_text(encoding="utf-8") for p in (ROOT / "docs/reference").glob("*.rst")
 )
