@@ -100,7 +100,7 @@ def budgets(percent_step: int) -> dict[str, Figure]:
                 break
         shares = [plan.peak_bytes / plain.peak_bytes for plan in found]
         axes.step(
-            shares, [p.time / plain.time - 1 for p in found], where="post", color=color, label=name
+            shares, [p.time / plain.time - 1 for p in found], where="pre", color=color, label=name
         )
         bound = [max(0.0, p.lower_bound / plain.time - 1) for p in found]
         axes.plot(shares, bound, ".", color=color, label=f"{name}: proven bound")
