@@ -20,6 +20,10 @@ from remat.planner.simulate import Arrays, Step, liveness, no_remat
 
 RegionId = tuple[str, str]
 
+# A plan asks for several schedules, and is to be made in seconds: the bound on each is what a solver
+# finds in this time, and small problems are not solved to the end.
+_PROOF_TIME_LIMIT_S = 0.2
+
 
 @dataclasses.dataclass(frozen=True)
 class Decided:
@@ -85,7 +89,7 @@ class Problem:
           BudgetError: the schedules that were found need more.
         """
         budget += self.fused.lent_bytes
-        return self.read(schedule(self.fused.graph, budget, proof_time_limit_s=2.0))
+        return self.read(schedule(self.fused.graph, budget, proof_time_limit_s=_PROOF_TIME_LIMIT_S))
 
     def read(self, found: Schedule) -> Answer:
         """What a schedule says about each region."""
