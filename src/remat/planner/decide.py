@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from remat.errors import BudgetError
 from remat.planner.graph import Graph
 from remat.planner.fusion import Fused, Price, fuse
 from remat.planner.program import Op, Program
@@ -76,6 +77,7 @@ class Problem:
             self.fused = fuse(
                 program, price, self._may_repeat, lambda n: any(n <= 2 * s <= 2 * n for s in sizes)
             )
+        self._refused: tuple[int, BudgetError] | None = None
         self.peak_bytes = no_remat(self.fused.graph).peak_bytes - self.fused.lent_bytes
 
     def _may_repeat(self, op: Op) -> bool:
@@ -89,7 +91,15 @@ class Problem:
           BudgetError: the schedules that were found need more.
         """
         budget += self.fused.lent_bytes
-        return self.read(schedule(self.fused.graph, budget, proof_time_limit_s=_PROOF_TIME_LIMIT_S))
+        if self._refused is not None and budget <= self._refused[0]:
+            raise self._refused[1]
+        try:
+            found = schedule(self.fused.graph, budget, proof_time_limit_s=_PROOF_TIME_LIMIT_S)
+        except BudgetError as error:
+            # That nothing was found takes the longest, and holds for every smaller budget.
+            self._refused = budget, error
+            raise
+        return self.read(found)
 
     def read(self, found: Schedule) -> Answer:
         """What a schedule says about each region."""
