@@ -337,33 +337,41 @@ def inline_calls(jaxpr: Jaxpr, is_call: Callable[[JaxprEqn], Any]) -> Jaxpr:
     of the scopes that their calls stand in.
     """
     eqns: list[JaxprEqn] = []
-    env: dict[Var, Any] = {}
 
-    def write(body: Jaxpr, names: dict[Var, Any], stack: Any) -> None:
+    def write(body: Jaxpr, names: dict[Var, Any], wanted: dict[Var, Var], stack: Any) -> None:
         def look(v: Any) -> Any:
             return names.get(v, v) if is_var(v) else v
 
+        def result(v: Var) -> Var:
+            if v in wanted or body is jaxpr or is_dropped(v):
+                return wanted.get(v, v)
+            return new_var(v.aval)  # a body may be written more than once
+
         for eqn in body.eqns:
             invars = [look(v) for v in eqn.invars]
+            outvars = [result(v) for v in eqn.outvars]
             inner = is_call(eqn)
-            if inner is not None:
-                inner_names = dict(zip(inner.invars, invars))
-                write(inner, inner_names, _joined(stack, eqn))
-                for outer, v in zip(eqn.outvars, inner.outvars):
-                    names[outer] = inner_names.get(v, v) if is_var(v) else v
-                continue
-            outvars = eqn.outvars
-            if body is not jaxpr:  # a body may be written more than once
-                outvars = [v if is_dropped(v) else new_var(v.aval) for v in outvars]
+            if inner is None:
                 names.update(zip(eqn.outvars, outvars))
-            new = eqn.replace(invars=invars, outvars=outvars)
-            if stack is not None:
-                info = eqn.source_info.replace(name_stack=_joined(stack, eqn))
-                new = new.replace(source_info=info)
-            eqns.append(new)
+                new = eqn.replace(invars=invars, outvars=outvars)
+                if stack is not None:
+                    info = eqn.source_info.replace(name_stack=_joined(stack, eqn))
+                    new = new.replace(source_info=info)
+                eqns.append(new)
+                continue
+            inner_names = dict(zip(inner.invars, invars))
+            made = {v for e in inner.eqns for v in e.outvars}
+            inner_wanted: dict[Var, Var] = {}
+            for v, final in zip(inner.outvars, outvars):
+                if is_var(v) and v in made and not is_dropped(final):
+                    inner_wanted.setdefault(v, final)
+            write(inner, inner_names, inner_wanted, _joined(stack, eqn))
+            for outer, v in zip(eqn.outvars, inner.outvars):
+                names[outer] = inner_names.get(v, v) if is_var(v) else v
 
-    write(jaxpr, env, None)
-    outvars = [env.get(v, v) if is_var(v) else v for v in jaxpr.outvars]
+    names: dict[Var, Any] = {}
+    write(jaxpr, names, {}, None)
+    outvars = [names.get(v, v) if is_var(v) else v for v in jaxpr.outvars]
     return jaxpr_of(jaxpr.invars, outvars, eqns, jaxpr)
 
 

@@ -2,6 +2,7 @@
 
 The modules in the order in which data flows; none of these imports JAX:
 
+    json_lines files that people edit: every mistake with its line, written all or nothing
     graph      what is planned on: values with bytes, times and operands; chains of stages
     simulate   the only memory accountant: executes steps, measures peak and time
     mincut     which values to keep across one moment: minimum cuts, their hull, their bounds
@@ -10,6 +11,7 @@ The modules in the order in which data flows; none of these imports JAX:
     search     orders of computation found by repeated cuts, on graphs of any size
     evict      one in a single pass: give up under pressure, compute again on demand
     schedule   all of it for a plain graph: schedule(graph, budget)
+    plan_file  a plan as data, and its file
 """
 
 from remat.planner.chain import ChainPlan as ChainPlan, plan_chain as plan_chain

@@ -20,6 +20,10 @@ from remat.planner.mincut import CutProblem, hull
 from remat.planner.program import Kind, Program
 
 
+# Options are as good as the same within this share of the most bytes and of the most time.
+_SAME = 0.03
+
+
 @dataclasses.dataclass(frozen=True)
 class Body:
     """A loop's body as a program: forward, then backward.
@@ -69,7 +73,19 @@ def loop_options(body: Body, price: Price) -> list[LoopOption]:
             n_bytes = -(-body.length // group) * carry + group * cut.bytes
             seconds = body.length * (forward_s + cut.time)
             options.append(LoopOption(saved, group, n_bytes, seconds))
-    return _lower_hull(options)
+    return _thinned(_lower_hull(options))
+
+
+def _thinned(options: Sequence[LoopOption]) -> list[LoopOption]:
+    """The options without those that differ little from one that is kept."""
+    most_bytes, most_seconds = options[-1].bytes, max(options[0].seconds, 1e-30)
+    kept = [options[0]]
+    for option in options[1:-1]:
+        more = (option.bytes - kept[-1].bytes) / max(most_bytes, 1)
+        less = (kept[-1].seconds - option.seconds) / most_seconds
+        if more > _SAME or less > _SAME:
+            kept.append(option)
+    return [*kept, *options[len(options) - 1 : len(options) if len(options) > 1 else 0]]
 
 
 def at_price(options: Sequence[LoopOption], price: float) -> LoopOption:

@@ -92,7 +92,7 @@ def inlined(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     return _jax.inline_calls(jaxpr, _body_of_call)
 
 
-_CALLS = frozenset({"closed_call", "core_call", "core_closed_call"})
+_CALLS = frozenset({"closed_call", "core_call", "core_closed_call", "eval_jaxpr"})
 _REGIONS = frozenset({"checkpoint", "remat", "remat2"})
 
 
@@ -114,6 +114,10 @@ def linearized(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...]) -> Linearized:
     """Separate a differentiated region without deciding anything: everything is a residual."""
     jaxpr = inlined(jaxpr)
     parts = _jax.partial_eval(jaxpr, ins_unknown, planned.save_all)
+    # JAX puts what it moved out of loops into calls.
+    known = inlined(parts.known)
+    if all(a is b for a, b in zip(known.outvars, parts.known.outvars)):
+        parts = parts._replace(known=known)
     wanted = [u for u, staged in zip(parts.outs_unknown, parts.outs_staged) if staged]
     linear, used = _jax.dce(parts.staged, wanted)
     n_known = len(parts.known.outvars) - parts.n_residuals
@@ -374,7 +378,7 @@ def _segment(
     body = _jax.jaxpr_of([*piece.given, *taken], [*results, *handed], piece.recomputed + piece.eqns, program.like)
     params = {
         "jaxpr": body,
-        "policy": None,
+        "policy": planned.FENCED,
         "prevent_cse": True,
         "differentiated": True,
         "names_pending": False,

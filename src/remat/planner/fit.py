@@ -21,7 +21,7 @@ from remat.planner.cache import Cache
 from remat.planner.emit import RegionDecision, Segment
 from remat.planner.plan import plan as make_plan, receive_plan
 from remat.planner.plan_file import Plan
-from remat.planner.regions import Application, session_context
+from remat.planner.regions import Application, LoopForm, session_context
 from remat.planner.step import check_step
 from remat.planner.targets import Target
 
@@ -220,6 +220,5 @@ def application(plan: Plan) -> Application:
         decisions.setdefault(region.key, {})[region.fingerprint] = RegionDecision(
             saved, segments, region.backward
         )
-    return Application(
-        decisions, {loop.key: loop.group for loop in plan.loops}, recomputes=bool(plan.regions)
-    )
+    loops = {loop.key: LoopForm(loop.group, loop.steps) for loop in plan.loops}
+    return Application(decisions, loops, recomputes=bool(plan.regions))

@@ -22,44 +22,55 @@ from typing import Any, NoReturn
 from remat.errors import RematError
 
 _DEEPEST = 100
+_SPACE = re.compile(r"[ \t\r\n]*")
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 
 
 def read_text(
     path: str | os.PathLike[str], error: type[RematError], most_bytes: int | None = None
 ) -> str:
-    """The text of a file in UTF-8; the error names the path, and the line of what is no UTF-8."""
+    """The text of a file in UTF-8; the error names the path, and the line of what is no UTF-8.
+
+    Args:
+      most_bytes: a file that is longer is refused, and not read any further.
+    """
     try:
         with open(path, "rb") as file:
             content = file.read(-1 if most_bytes is None else most_bytes + 1)
-        if most_bytes is not None and len(content) > most_bytes:
-            raise error(f"{os.fspath(path)}: larger than {most_bytes} bytes.")
-        return content.decode("utf-8")
+    except (OSError, ValueError) as problem:  # a ValueError for a name that no file can have
+        raise error(f"{path}: cannot be read ({_reason(problem)}); check the path.") from problem
+    if most_bytes is not None and len(content) > most_bytes:
+        raise error(f"{path}: longer than {most_bytes} bytes, as no such file is; check the path.")
+    try:
+        return content.decode("utf-8-sig")  # some editors begin a file with a mark
     except UnicodeDecodeError as problem:
         line = problem.object[: problem.start].count(b"\n") + 1
-        why = f"{os.fspath(path)}, line {line}: not UTF-8 text ({problem.reason})."
-        raise error(why) from problem
-    except OSError as problem:
-        why = f"{os.fspath(path)}: cannot be read ({problem.strerror or problem})."
+        why = f"{path}, line {line}: not UTF-8 text ({problem.reason}); save it in that encoding."
         raise error(why) from problem
 
 
 def write_text(path: str | os.PathLike[str], text: str, error: type[RematError]) -> None:
     """Write a file in UTF-8; a reader sees the old file or the new one, never a half."""
     path = Path(path)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
+    partial = None
     try:
+        partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
         with open(partial, "w", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # or a crash could leave the new name with no content
         os.replace(partial, path)
-    except OSError as problem:
-        why = f"{path}: cannot be written ({problem.strerror or problem})."
+    except (OSError, ValueError) as problem:
+        why = f"{path}: cannot be written ({_reason(problem)}); choose another path."
         raise error(why) from problem
     finally:
-        with contextlib.suppress(OSError):  # there is none, unless something went wrong
-            partial.unlink()
+        if partial is not None:
+            with contextlib.suppress(OSError, ValueError):  # it is there if something went wrong
+                partial.unlink()
+
+
+def _reason(problem: OSError | ValueError) -> str:
+    return str(getattr(problem, "strerror", None) or problem)
 
 
 def shown(value: object) -> str:
@@ -136,8 +147,9 @@ class Reader:
         self.at += 1
 
     def skip_space(self) -> None:
-        while self.at < len(self.text) and self.text[self.at] in " \t\r\n":
-            self.at += 1
+        found = _SPACE.match(self.text, self.at)
+        assert found is not None
+        self.at = found.end()
 
     def fail(self, why: str, at: int | None = None) -> NoReturn:
         line = self.text.count("\n", 0, self.at if at is None else at) + 1

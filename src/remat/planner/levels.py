@@ -19,11 +19,11 @@ from remat.planner.decide import Answer, Problem
 from remat.planner.emit import RegionDecision, Segment, save_everything
 from remat.planner.fusion import Price
 from remat.planner.program import without_dead
-from remat.planner.regions import Record, Recording, loop_depth
+from remat.planner.regions import LoopForm, Record, Recording, loop_depth
 from remat.planner.step import Step, Traced
-from remat.planner.trace import program_of_record, program_of_step
+from remat.planner.trace import program_of_record, program_of_step, shards_in_bodies
 
-_MOST_LEVELS = 12
+_MOST_LEVELS = 10
 
 Decisions = dict[str, dict[str, RegionDecision]]
 
@@ -34,7 +34,7 @@ class Choice:
 
     Args:
       decisions: by region and fingerprint.
-      groups: loops that run in groups of steps.
+      loops: those that run in another way than they are written.
       model_bytes: of temporaries.
       extra_seconds: of recomputation.
       lower_bound_seconds: no decisions within the same model budget recompute less, loops as here.
@@ -42,7 +42,7 @@ class Choice:
     """
 
     decisions: Decisions
-    groups: dict[str, int]
+    loops: dict[str, LoopForm]
     model_bytes: int
     extra_seconds: float
     lower_bound_seconds: float
@@ -56,27 +56,26 @@ class Level:
         self,
         traced: Traced,
         recording: Recording,
-        loops: Mapping[tuple[str, str], tuple[Record, LoopOption]],
-        groups: Mapping[str, int],
+        body_records: Mapping[tuple[str, str], Record],
+        loop_seconds: float,
         price: Price,
     ) -> None:
         self.traced = traced
         self.recording = recording
-        self.records = {region: record for region, (record, _) in loops.items()}
-        self.records.update(recording.records)
-        self.groups = dict(groups)
+        self.records = {**body_records, **recording.records}
+        self.loops = dict(recording.loops)
         self.decided: Decisions = {k: dict(v) for k, v in recording.decided.items()}
         for (key, mark), record in recording.not_transposed.items():
             self.records[key, mark] = record
             self.decided.setdefault(key, {})[mark] = save_everything(record.region)
-        self.loop_seconds = sum(option.seconds for _, option in loops.values())
+        self.loop_seconds = loop_seconds
         self._price = price
         self.program = without_dead(
             program_of_step(traced.jaxpr, recording.records, traced.shards())
         )
         places = {op.place.region for op in self.program.ops if op.place is not None}
-        self.regions = [r for r in recording.records if r in places and not _is_loop(r[0])]
-        self.loose = [r for r in recording.records if r not in places and not _is_loop(r[0])]
+        self.regions = [r for r in recording.records if r in places and not loop_depth(r[0])]
+        self.loose = [r for r in recording.records if r not in places and not loop_depth(r[0])]
 
     @functools.lru_cache(maxsize=4)  # noqa: B019
     def problem(self, lending: bool) -> Problem:
@@ -116,12 +115,21 @@ class Level:
             raise BudgetError(f"the loops alone need {peak} bytes.")
         return Choice(
             decisions,
-            self.groups,
+            self.loops,
             peak,
             self.loop_seconds + sum(a.extra_seconds for a in answers),
             self.loop_seconds + sum(a.lower_bound_seconds for a in answers),
             self.records,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rung:
+    """A level's place: steps of loops do what is best at `price`, a share of them at `next_price`."""
+
+    price: float
+    next_price: float
+    share: float
 
 
 class Levels:
@@ -131,36 +139,45 @@ class Levels:
         self.step = step
         self._price = price
         self._options: dict[tuple[str, str], list[LoopOption]] = {}
-        first = Recording()
-        self.traced_plainly = step.trace(first)
-        self.recording = first
-        self.prices = self._prices()
         self._made: dict[int, Level] = {}
+        self._body_shards: Mapping[Any, int] | None = None
+        self.recording = Recording()
+        self.traced_plainly = step.trace(self.recording)
+        self._rungs = self._all_rungs()
 
     @property
     def has_regions(self) -> bool:
         return bool(self.recording.records)
 
     def __len__(self) -> int:
-        return len(self.prices)
+        return len(self._rungs)
 
     def level(self, i: int) -> Level:
+        """The level at a rung: the further up, the less loops save, and the more they recompute."""
         if i not in self._made:
-            self._made[i] = self._make(self.prices[i])
+            self._made[i] = self._make(self._rungs[i])
         return self._made[i]
 
-    def _prices(self) -> list[float]:
-        """Prices at which some loop changes what it does, ascending, thinned out evenly."""
+    def _all_rungs(self) -> list[_Rung]:
+        """Prices at which loops change what they do, thinned out evenly, and mixtures between."""
         found: set[float] = {0.0}
+        divisible = False
         for record in self.recording.records.values():
-            if _is_loop(record.key):
+            if loop_depth(record.key):
                 found.update(prices(self._options_of(record)))
+                divisible |= _steps_at_once(self._length(record.key)) > 1
         ordered = sorted(found)
-        if len(ordered) <= _MOST_LEVELS:
-            return ordered
-        last = len(ordered) - 1
-        places = {round(k * last / (_MOST_LEVELS - 1)) for k in range(_MOST_LEVELS)}
-        return [ordered[k] for k in sorted(places)]
+        if len(ordered) > _MOST_LEVELS:
+            last = len(ordered) - 1
+            places = {round(k * last / (_MOST_LEVELS - 1)) for k in range(_MOST_LEVELS)}
+            ordered = [ordered[k] for k in sorted(places)]
+        rungs = []
+        for low, high in zip(ordered, ordered[1:]):
+            rungs += [_Rung(low, high, s) for s in ((0.0, 0.25, 0.5, 0.75) if divisible else (0.0,))]
+        return [*rungs, _Rung(ordered[-1], ordered[-1], 0.0)]
+
+    def _length(self, key: str) -> int:
+        return int(self.recording.scans[key].params["length"])
 
     def _options_of(self, record: Record) -> list[LoopOption]:
         if record.region_id not in self._options:
@@ -169,38 +186,79 @@ class Levels:
 
     def _body(self, record: Record) -> Body:
         eqn = self.recording.scans[record.key]
-        program = without_dead(program_of_record(record))
+        program = without_dead(program_of_record(record, self._shards_in_bodies()))
         return Body(program, record.region_id, eqn.params["length"], _carry(record, eqn))
 
-    def _make(self, price: float) -> Level:
-        if price == 0.0 or not any(_is_loop(key) for key, _ in self.recording.records):
-            return Level(self.traced_plainly, self.recording, {}, {}, self._price)
-        decided: Decisions = {}
-        groups: dict[str, int] = {}
-        chosen: dict[tuple[str, str], tuple[Record, LoopOption]] = {}
+    def _shards_in_bodies(self) -> Mapping[Any, int]:
+        """How values of loops' bodies are divided over devices, as far as the step around them says."""
+        if self._body_shards is None:
+            self._body_shards = shards_in_bodies(
+                self.traced_plainly.jaxpr, self.recording.records, self.traced_plainly.shards()
+            )
+        return self._body_shards
+
+    def _make(self, rung: _Rung) -> Level:
+        bodies = {r: record for r, record in self.recording.records.items() if loop_depth(record.key)}
+        if not bodies or (rung.price == 0.0 and not rung.share):
+            return Level(self.traced_plainly, self.recording, {}, 0.0, self._price)
+        making = _Making({}, {}, {}, 0.0)
         recording, traced = self.recording, self.traced_plainly
-        depths = sorted({loop_depth(key) for key, _ in recording.records}, reverse=True)
-        for depth in depths:
-            if depth == 0:
-                continue
-            for record in recording.records.values():
-                if loop_depth(record.key) != depth:
-                    continue
-                self.recording.scans.update(recording.scans)
-                option = at_price(self._options_of(record), price)
-                chosen[record.region_id] = record, option
-                decided.setdefault(record.key, {})[record.region.fingerprint] = RegionDecision(
-                    option.saved, (), record.mark
-                )
-                if option.group > 1:
-                    groups[record.key] = option.group
-            recording = Recording(decided, groups)
+        for depth in sorted({loop_depth(key) for key, _ in bodies}, reverse=True):
+            for record in list(recording.records.values()):
+                # A step of several is decided with its loop.
+                if loop_depth(record.key) == depth and record.key in self.recording.scans:
+                    self._decide(record, rung, making)
+            recording = Recording(making.decided, making.forms)
             traced = self.step.trace(recording)
-        return Level(traced, recording, chosen, groups, self._price)
+        return Level(traced, recording, making.records, making.seconds, self._price)
+
+    def _decide(self, record: Record, rung: _Rung, making: _Making) -> None:
+        """What one loop does."""
+        options = self._options_of(record)
+        a, b = at_price(options, rung.price), at_price(options, rung.next_price)
+        steps = _steps_at_once(self._length(record.key))
+        n_b = round(rung.share * steps)
+        if a == b or a.group > 1 or b.group > 1 or steps == 1 or n_b in (0, steps):
+            chosen = b if 2 * rung.share >= 1 else a
+            making.add(record.key, record, chosen)
+            making.seconds += chosen.seconds
+            if chosen.group > 1:
+                making.forms[record.key] = LoopForm(group=chosen.group)
+            return
+        making.forms[record.key] = LoopForm(steps=steps)
+        for j in range(steps):
+            making.add(f"{record.key}.{j}", record, b if j < n_b else a, _ONE_SEGMENT)
+        making.seconds += (a.seconds * (steps - n_b) + b.seconds * n_b) / steps
 
 
-def _is_loop(key: str) -> bool:
-    return loop_depth(key) > 0
+# Steps of one iteration must not all recompute at once.
+_ONE_SEGMENT = (Segment(0, ()),)
+
+
+@dataclasses.dataclass
+class _Making:
+    """Decisions about loops, while they are made."""
+
+    decided: Decisions
+    forms: dict[str, LoopForm]
+    records: dict[tuple[str, str], Record]
+    seconds: float
+
+    def add(
+        self,
+        key: str,
+        record: Record,
+        option: LoopOption,
+        segments: tuple[Segment, ...] = (),
+    ) -> None:
+        decision = RegionDecision(option.saved, segments, record.mark)
+        self.decided.setdefault(key, {})[record.region.fingerprint] = decision
+        self.records[key, record.region.fingerprint] = record
+
+
+def _steps_at_once(length: int) -> int:
+    """How many steps an iteration can have if the loop is to mix options."""
+    return next((n for n in (4, 3, 2) if length % n == 0 and length > n), 1)
 
 
 def _carry(record: Record, eqn: Any) -> tuple[int, ...]:

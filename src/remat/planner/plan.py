@@ -284,7 +284,7 @@ class _Search:
         return min(found, key=lambda choice: choice.extra_seconds)
 
     def _compile(self, choice: Choice, predicted_bytes: int) -> _Point:
-        traced = self.step.trace(Application(choice.decisions, choice.groups))
+        traced = self.step.trace(Application(choice.decisions, choice.loops))
         self.show(f"compiling a plan predicted to need {units.format_bytes(predicted_bytes)}")
         memory = traced.memory()
         if self.points == [] and isinstance(self.base, OutOfMemory) and isinstance(memory, Memory):
@@ -385,17 +385,17 @@ class _Search:
             peak_bytes_without_remat=self.base.peak_bytes,
             flops=self.plain_flops,
             extra_flops=max(0.0, extra_flops),
-            extra_seconds=choice.extra_seconds,
-            seconds=seconds,
-            lower_bound_seconds=choice.lower_bound_seconds,
+            extra_seconds=max(0.0, float(choice.extra_seconds)),
+            seconds=float(seconds),
+            lower_bound_seconds=max(0.0, float(choice.lower_bound_seconds)),
             regions=tuple(regions),
-            loops=tuple(LoopPlan(key, group) for key, group in sorted(choice.groups.items())),
+            loops=tuple(LoopPlan(key, f.group, f.steps) for key, f in sorted(choice.loops.items())),
             attempts=tuple(
                 Attempt(
                     p.predicted_bytes,
                     p.memory.peak_bytes,
                     max(0.0, p.extra_flops),
-                    p.choice.extra_seconds,
+                    max(0.0, float(p.choice.extra_seconds)),
                 )
                 for p in self.points
             ),

@@ -53,6 +53,8 @@ class _FieldError(PlanError):
 class _Checked:
     """A dataclass whose fields are what their annotations say, however it was made."""
 
+    __slots__ = ()
+
     def __post_init__(self) -> None:
         cls: Any = type(self)
         for name, hint in _hints(cls).items():
@@ -153,14 +155,25 @@ class RegionPlan(_Checked):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoopPlan(_Checked):
-    """A `scan` that runs in groups of `group` steps, each recomputed from its start."""
+    """A `scan` that runs in another way.
+
+    Args:
+      key: which loop.
+      group: steps that are recomputed together, from the start of their group; 1: none are.
+      steps: steps that one iteration consists of, each a region of its own, `key.0` and so on.
+    """
 
     key: str
     group: int
+    steps: int = 1
 
     def _check(self) -> None:
         if self.group < 1:
             raise _FieldError("group must be at least 1 step.", "group")
+        if self.steps < 1:
+            raise _FieldError("steps must be at least 1.", "steps")
+        if self.group > 1 and self.steps > 1:
+            raise _FieldError("a loop runs in groups or in several steps at once, not both.", "steps")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -527,21 +540,21 @@ _MOST_SEGMENTS = 8
 
 
 def _explained(plan: Plan) -> Iterable[str]:
-    of = format_bytes(plan.peak_bytes_without_remat)
     yield f"Plan for {_printable(plan.target)}, budget {format_bytes(plan.budget_bytes)}"
     if plan.peak_bytes is None:
-        yield "  peak         not verified: edited or never compiled; the figures below are predictions"
+        yield "  peak         not verified: edited, or never compiled; plan again to have it compiled"
     else:
-        yield f"  peak         {format_bytes(plan.peak_bytes)}, confirmed by the compiler"
+        beyond = ", more than the budget" if plan.peak_bytes > plan.budget_bytes else ""
+        yield f"  peak         {format_bytes(plan.peak_bytes)}, confirmed by the compiler{beyond}"
     yield f"  predicted    {format_bytes(plan.predicted_bytes)}"
-    yield f"  without      {of}"
+    yield f"  no remat     {format_bytes(plan.peak_bytes_without_remat)}"
     yield (
         f"  extra FLOPs  {format_flops(plan.extra_flops)}, {_percent(plan.extra_flops_share)} of "
         f"{format_flops(plan.flops)}"
     )
     yield (
         f"  extra time   {format_seconds(plan.extra_seconds)} of {format_seconds(plan.seconds)}; "
-        f"no plan within the budget takes less than {format_seconds(plan.lower_bound_seconds)}"
+        f"any plan within the budget: at least {format_seconds(plan.lower_bound_seconds)}"
     )
     for number, attempt in enumerate(plan.attempts, 1):
         yield (
@@ -555,7 +568,7 @@ def _explained(plan: Plan) -> Iterable[str]:
     if plan.loops:
         yield ""
     for loop in plan.loops:
-        yield f"Loop {_printable(loop.key)}: in groups of {loop.group}, each recomputed from its start"
+        yield f"Loop {_printable(loop.key)}: in groups of {loop.group} steps, each recomputed from its start"
 
 
 def _explained_region(region: RegionPlan) -> Iterable[str]:

@@ -127,19 +127,67 @@ def _with_loops(jaxpr: _jax.Jaxpr, session: Session, key: str) -> _jax.Jaxpr:
         if body is None or not eqn.params["length"] or _has_references(body):
             eqns.append(eqn)
             continue
-        inner = f"{key}/scan{i}"
+        inner = f"{key}{_LOOP}{i}"
         region = _with_loops(inlined(body), session, inner)
         wrapped = primitive.equation_around(region, _Region(session, inner))
         session.found_loop(inner, eqn)
+        form = session.loops.get(inner, _AS_IT_IS)
+        if 1 < form.steps < eqn.params["length"] and not eqn.params["length"] % form.steps:
+            regions = [_Region(session, f"{inner}.{j}") for j in range(form.steps)]
+            eqns += _several_at_once(eqn, region, regions)
+            continue
         loop = _jax.replace_body(eqn, eqn.params["jaxpr"], wrapped)
-        group = session.groups.get(inner, 1)
-        if 1 < group < eqn.params["length"]:
-            eqns += _grouped(loop, group, _Region(session, inner + _GROUP))
+        if 1 < form.group < eqn.params["length"]:
+            eqns += _grouped(loop, form.group, _Region(session, inner + _GROUP))
         else:
             eqns.append(loop)
     return _jax.rebuild(jaxpr, eqns=eqns)
 
 
+@dataclasses.dataclass(frozen=True)
+class LoopForm:
+    """How a loop runs: in groups of steps that are recomputed together, or several steps at once.
+
+    Of several steps in one iteration each is a region of its own, so that they can save different
+    values: that is how a loop does something between two options.
+    """
+
+    group: int = 1
+    steps: int = 1
+
+
+_AS_IT_IS = LoopForm()
+
+
+def _several_at_once(
+    eqn: _jax.JaxprEqn, body: _jax.Jaxpr, regions: Sequence[_Region]
+) -> list[_jax.JaxprEqn]:
+    """A loop each iteration of which does as many steps as there are regions."""
+    (n_consts, n_carry), steps = _jax.scan_arity(eqn), len(regions)
+    length, reverse = eqn.params["length"], eqn.params["reverse"]
+
+    def run(args: Sequence[Any]) -> list[Any]:
+        consts, carry, xs = _jax.split_list(list(args), [n_consts, n_carry])
+
+        def iteration(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            made: list[list[Any]] = [[] for _ in range(steps)]
+            for j in reversed(range(steps)) if reverse else range(steps):
+                given = (*consts, *carry, *(x[j] for x in xs))
+                outs = primitive.bind(given, body, policy=regions[j], prevent_cse=False)
+                carry, made[j] = _jax.split_list(outs, [n_carry])
+            return carry, [jax.numpy.stack(ys) for ys in zip(*made)]
+
+        folded = [x.reshape(length // steps, steps, *x.shape[1:]) for x in xs]
+        carry, ys = jax.lax.scan(iteration, carry, folded, length // steps, reverse=reverse)
+        return [*carry, *(y.reshape(length, *y.shape[2:]) for y in ys)]
+
+    jaxpr, made, _ = _jax.trace_call(run, [v.aval for v in eqn.invars])
+    assert not made, made
+    return _jax.written_out(jaxpr, eqn.invars, eqn.outvars)
+
+
+# Comes before a loop's number in its key.
+_LOOP = "/scan"
 # Ends the key of the region around a group of steps.
 _GROUP = "/group"
 
@@ -206,11 +254,11 @@ def _has_references(jaxpr: _jax.Jaxpr) -> bool:
 class Session:
     """What is to be done with the regions that a program comes upon while it is traced.
 
-    `groups` says of loops by key in how many steps at a time they are to run. Where nothing is
-    recomputed (`recomputes`), regions are called as they are.
+    `loops` says of loops by key how they are to run. Where nothing is recomputed (`recomputes`),
+    regions are called as they are.
     """
 
-    groups: Mapping[str, int] = {}  # noqa: RUF012
+    loops: Mapping[str, LoopForm] = {}  # noqa: RUF012
     recomputes = True
 
     def decision(self, key: str, region: Linearized) -> RegionDecision | None:
@@ -261,10 +309,10 @@ class Recording(Session):
     """
 
     def __init__(
-        self, decided: Decided | None = None, groups: Mapping[str, int] | None = None
+        self, decided: Decided | None = None, loops: Mapping[str, LoopForm] | None = None
     ) -> None:
         self.decided: Decided = decided or {}
-        self.groups = groups or {}
+        self.loops = loops or {}
         self.records: dict[tuple[str, str], Record] = {}
         self._cut: dict[tuple[str, str], Linearized] = {}
         self.scans: dict[str, _jax.JaxprEqn] = {}
@@ -302,14 +350,13 @@ class Application(Session):
     def __init__(
         self,
         decisions: Decided,
-        groups: Mapping[str, int] | None = None,
+        loops: Mapping[str, LoopForm] | None = None,
         *,
         recomputes: bool = True,
     ) -> None:
         self.decisions = decisions
-        self.groups = groups or {}
+        self.loops = loops or {}
         self.recomputes = recomputes
-        self.applied: set[str] = set()
 
     def decision(self, key: str, region: Linearized) -> RegionDecision | None:
         if key.endswith(_GROUP):
@@ -323,7 +370,6 @@ class Application(Session):
                 f"the plan has no region {key!r}; it has: {known}. The program changed since it was "
                 "planned: plan again."
             )
-        self.applied.add(key)
         found = of_key.get(region.fingerprint)
         if found is None and loop_depth(key):
             return None  # a body on the way to the loop's fixpoint

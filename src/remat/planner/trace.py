@@ -94,18 +94,34 @@ def program_of_step(
     return builder.program(jaxpr.outvars)
 
 
-def program_of_record(record: Record) -> Program:
+def shards_in_bodies(
+    jaxpr: _jax.Jaxpr, records: Mapping[tuple[str, str], Record], shards: Sequence[int]
+) -> dict[_jax.Var, int]:
+    """For inputs of regions in loops over how many devices they are divided; arguments as above."""
+    builder = _Builder(records)
+    builder.enter(jaxpr.invars, shards)
+    builder.enter(jaxpr.constvars, [1] * len(jaxpr.constvars))
+    builder.write(jaxpr, None, "")
+    return builder.body_shards
+
+
+def program_of_record(record: Record, shards: Mapping[_jax.Var, int] | None = None) -> Program:
     """One region by itself: its forward program, then its backward program.
 
-    Inputs of the region count as there anyway.
+    Inputs of the region count as there anyway. `shards` says how they are divided.
     """
+    shards = shards or {}
     builder = _Builder({record.region_id: record})
     forward, backward = record.region.forward, record.backward
-    builder.enter(forward.invars, [1] * len(forward.invars))
-    builder.enter(record.region.linear.invars, [1] * len(record.region.linear.invars))
+    builder.enter(forward.invars, [shards.get(v, 1) for v in forward.invars])
+    linear = record.region.linear
+    builder.enter(linear.invars, [shards.get(v, 1) for v in linear.invars])
     builder.write(forward, (record, False), "")
     residuals = set(record.region.residuals)
-    builder.enter([v for v in backward.invars if v not in residuals], None)
+    # Cotangents are divided as the largest of the values are.
+    most = max(shards.values(), default=1)
+    late = [v for v in backward.invars if v not in residuals]
+    builder.enter(late, [most if n_bytes(v.aval) >= most else 1 for v in late])
     builder.write(backward, (record, True), "")
     n_known = len(forward.outvars) - len(record.region.residuals)
     return builder.program([*forward.outvars[:n_known], *backward.outvars])
@@ -120,8 +136,11 @@ class _Builder:
         self.shards: list[int] = []
         self.inputs: set[int] = set()
         self.ids: dict[_jax.Var, int] = {}
+        self.body_shards: dict[_jax.Var, int] = {}
+        self.most_shards = 1
 
     def enter(self, variables: Sequence[_jax.Var], shards: Sequence[int] | None) -> None:
+        self.most_shards = max([self.most_shards, *(shards or ())])
         for v, n in zip(variables, shards or [1] * len(variables)):
             if v not in self.ids:
                 self.inputs.add(self._new(v, n))
@@ -159,19 +178,24 @@ class _Builder:
     ) -> None:
         saved = {v: self.ids.get(v) for v in body.invars}
         operands = [self.ids.get(v) if _jax.is_var(v) else None for v in eqn.invars]
-        scale = eqn.primitive.name == "shard_map"
+        is_local = eqn.primitive.name == "shard_map"
+        around = self.most_shards
+        if is_local:
+            self.most_shards = 1
         for v, operand in zip(body.invars, operands):
             if operand is None:
                 self.inputs.add(self._new(v, 1))
-            elif scale and self.bytes[operand] != n_bytes(v.aval):
-                # Types in a shard_map are local.
+            elif is_local:
+                # Types in a shard_map are of one device.
                 self.ids[v] = operand
-                self.bytes[operand] = min(self.bytes[operand], n_bytes(v.aval))
+                self.bytes[operand] = n_bytes(v.aval)
+                self.shards[operand] = 1
             else:
                 self.ids[v] = operand
         for v in body.constvars:
             self.inputs.add(self._new(v, 1))
         self.write(body, side, path)
+        self.most_shards = around
         for outer, v in zip(eqn.outvars, body.outvars):
             if _jax.is_var(v):
                 self.ids[outer] = self.ids[v]
@@ -185,8 +209,12 @@ class _Builder:
         self, eqn: _jax.JaxprEqn, side: tuple[Record, bool] | None, index: int, path: str
     ) -> None:
         operands = tuple(self.ids[v] for v in eqn.invars if _jax.is_var(v))
-        shards = max((self.shards[v] for v in operands if self.bytes[v]), default=1)
+        # What is made from nothing (zeros, say) is divided as other values are.
+        shards = max((self.shards[v] for v in operands if self.bytes[v]), default=self.most_shards)
         results = tuple(self._new(v, self._result_shards(v, shards)) for v in eqn.outvars)
+        body = _jax.scan_body(eqn)
+        if body is not None:
+            self._note_shards(body, [self._shards_of(v) for v in eqn.invars])
         kind = kind_of(eqn)
         place = _place(side, eqn, index)
         collective = eqn.primitive.name in _COLLECTIVES
@@ -207,6 +235,25 @@ class _Builder:
                 repeatable=not eqn.effects and not collective,
             )
         )
+
+    def _shards_of(self, v: Any) -> int:
+        return self.shards[self.ids[v]] if _jax.is_var(v) else 1
+
+    def _note_shards(self, body: _jax.Jaxpr, shards: Sequence[int]) -> None:
+        """Follow the division of a loop's operands to the regions in its body."""
+        known = dict(zip(body.invars, shards))
+        for eqn in body.eqns:
+            operands = [known.get(v, 1) if _jax.is_var(v) else 1 for v in eqn.invars]
+            for v in eqn.outvars:
+                most = max(operands, default=1)
+                known[v] = most if n_bytes(v.aval) >= most else 1
+            policy = eqn.params.get("policy")
+            inner = _jax.scan_body(eqn)
+            if isinstance(policy, planned.Role) and not policy.is_backward:
+                self.body_shards.update(zip(eqn.params["jaxpr"].invars, operands))
+                self._note_shards(eqn.params["jaxpr"], operands)
+            elif inner is not None:
+                self._note_shards(inner, operands)
 
     def _result_shards(self, v: _jax.Var, shards: int) -> int:
         return shards if n_bytes(v.aval) >= shards else 1
@@ -229,7 +276,7 @@ def _place(side: tuple[Record, bool] | None, eqn: _jax.JaxprEqn, index: int) -> 
 def _inline_body(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
     """The body of an equation that is a call: its operations stand in the program around it."""
     name = eqn.primitive.name
-    if name in ("jit", "pjit", "closed_call", "core_call", "shard_map", "custom_jvp_call",
+    if name in ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "shard_map", "custom_jvp_call",
                 "custom_vjp_call", "custom_vjp_call_jaxpr"):  # fmt: skip
         for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
             if _jax.is_jaxpr(eqn.params.get(key)):

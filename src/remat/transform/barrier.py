@@ -60,6 +60,8 @@ def lower_protected(
     fenced: Sequence[bool],
     cotangents: Sequence[bool],
     how: Protection,
+    *,
+    always: bool = False,
 ) -> Sequence[Any]:
     """Write the operations of a recomputation, kept apart from what stands before it.
 
@@ -71,10 +73,14 @@ def lower_protected(
         False leaves of a `prevent_cse` prefix leave inputs out.
       cotangents: for each input whether it is a cotangent, on which the recomputation does not depend.
       how: the platform's protection.
+      always: whether to protect it in the body of a loop too, where nothing could be merged with it,
+        but it could start too early.
     """
     inside = [arg for arg, fence in zip(args, fenced) if fence]
     repeated = [arg for arg, fence, late in zip(args, fenced, cotangents) if fence and not late]
-    if not inside or how is Protection.NONE or _jax.alone_in_loop_body(ctx, repeated):
+    if not inside or how is Protection.NONE:
+        return _jax.lower_inline(ctx, jaxpr, args)
+    if not always and _jax.alone_in_loop_body(ctx, repeated):
         return _jax.lower_inline(ctx, jaxpr, args)
     avals = [aval for aval, fence in zip(ctx.avals_in, fenced) if fence]
     outside = [arg for arg, fence in zip(args, fenced) if not fence]

@@ -71,6 +71,17 @@ class _Linear:
 LINEAR = _Linear()
 
 
+class _Fenced:
+    def __repr__(self) -> str:
+        return "FENCED"
+
+
+#: In place of a policy, on a segment of a backward pass: it saves nothing, and its recomputation does
+#: not start before its cotangents are there, also where nothing else would tell it from the rest of
+#: a loop's body.
+FENCED = _Fenced()
+
+
 @dataclasses.dataclass(frozen=True)
 class Role:
     """In place of a policy, on an equation that is a plain call: what it is part of, for readers."""
@@ -89,7 +100,7 @@ def after_change(policy: Any) -> Any:
 
     A backward half recomputes everything it needs; calls save everything if they are cut.
     """
-    if isinstance(policy, Backward):
+    if isinstance(policy, Backward) or policy is FENCED:
         return None
     return save_all if is_call(policy) else policy
 

@@ -223,8 +223,9 @@ def _halves(
         # What is known here are values that it was given to recompute from: none is worth saving.
         c, unchanged = _uncut(jaxpr, ins_unknown)
         return c, None, policy if unchanged else None
-    if planned.is_call(policy):
-        return cut_region(jaxpr, ins_unknown, planned.save_all), None, planned.save_all
+    if planned.is_call(policy) or policy is planned.FENCED:
+        left = planned.after_change(policy)
+        return cut_region(jaxpr, ins_unknown, left), None, left
     return cut_region(jaxpr, ins_unknown, policy), None, policy
 
 
@@ -447,7 +448,8 @@ def _lower(
         return _jax.lower_inline(ctx, jaxpr, args)
     fenced = [prevent_cse] * len(args) if isinstance(prevent_cse, bool) else list(prevent_cse)
     late = cotangents or [False] * len(args)
-    return barrier.lower_protected(ctx, jaxpr, args, fenced, late, how)
+    always = policy is planned.FENCED
+    return barrier.lower_protected(ctx, jaxpr, args, fenced, late, how, always=always)
 
 
 _default = barrier.Protection.BARRIER

@@ -1,0 +1,105 @@
+"""Planning a Llama-style model of 8 B parameters for 256 TPUs on a machine that has none.
+
+    python -m benchmarks llama_tpu          # needs libtpu: pip install 'remat[tpu]'
+
+Training step with Adam, sequences of 4096, one per device, fully sharded (FSDP) over `tpu:v5e:16x16`.
+The peak is what the TPU compiler says of one device. FLOPs are of all devices, on the jaxpr. The
+opponents are jax.checkpoint around the body of the scan over layers, with JAX's policies.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import remat
+from benchmarks.zoo import flops
+from benchmarks.zoo.llama import model
+from benchmarks.zoo.model import train_step
+from remat.planner.compiled import compile_for_analysis
+from remat.planner.targets import Target, target as find_target
+
+TARGET, BATCH = "tpu:v5e:16x16", 256
+BUDGETS: tuple[str | None, ...] = (None, "12GiB", "8GiB")
+POLICIES = {
+    "full per-layer remat": jax.checkpoint_policies.nothing_saveable,
+    "dots with no batch dims": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+def sharded(tree: Any, target: Target) -> Any:
+    """Every array divided over all devices along its first axis that they divide."""
+    mesh = target.mesh((target.n_devices,), ("data",))
+
+    def of(leaf: Any) -> jax.ShapeDtypeStruct:
+        axes = [i for i, n in enumerate(leaf.shape) if n % target.n_devices == 0]
+        spec: list[str | None] = [None] * len(leaf.shape)
+        if axes:
+            spec[axes[0]] = "data"
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(of, tree)
+
+
+def arguments(target: Target) -> tuple[Any, ...]:
+    """Parameters, the two moments, the step's number and the batch, as types on the target."""
+    params, batch = model("real").arguments()
+    batch = jax.ShapeDtypeStruct((BATCH, *batch.shape[1:]), batch.dtype)
+    state = jax.eval_shape(train_step_state, params)
+    return tuple(sharded(x, target) for x in (*state, batch))
+
+
+def train_step_state(params: Any) -> tuple[Any, ...]:
+    zeros = jax.tree.map(jax.numpy.zeros_like, params)
+    return params, (zeros, zeros), jax.numpy.zeros((), "int32")
+
+
+def main() -> list[dict[str, Any]]:
+    target = find_target(TARGET)
+    args = arguments(target)
+    rows: list[dict[str, Any]] = []
+
+    def report(name: str, step: Callable, peak: int, fits: bool, seconds: float) -> None:
+        counted = flops.count(step, *args).total
+        base = rows[0]["flops"] if rows else counted
+        row = {
+            "name": name,
+            "peak_bytes": peak,
+            "fits": fits,
+            "flops": counted,
+            "extra": counted / base - 1,
+            "seconds": seconds,
+        }
+        rows.append(row)
+        mark = "" if fits else " (does not fit)"
+        print(f"{name:36} {peak / 2**30:8.2f} GiB{mark}  {row['extra']:7.2%}  {seconds:6.1f} s")
+
+    loss = model("real")
+    plain = train_step(loss.loss(lambda f: f))
+    for name, step in {
+        "no rematerialization": plain,
+        **{
+            name: train_step(loss.blocks(lambda f, p=policy: jax.checkpoint(f, policy=p)))
+            for name, policy in POLICIES.items()
+        },
+    }.items():
+        begin = time.perf_counter()
+        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*args)
+        memory = compile_for_analysis(lowered, target)
+        report(name, step, memory.peak_bytes, memory.fits, time.perf_counter() - begin)
+
+    step = train_step(loss.loss(remat.auto))
+    for budget in BUDGETS:
+        begin = time.perf_counter()
+        plan = remat.plan(step, *args, budget=budget, target=target, donate_argnums=(0, 1))
+        seconds = time.perf_counter() - begin
+        assert plan.peak_bytes is not None
+        fitted = remat.fit(step, plan=plan, donate_argnums=(0, 1))
+        name = f"remat.plan, {budget or 'all of its 15.75 GiB'}"
+        report(name, fitted, plan.peak_bytes, True, seconds)
+    return rows
