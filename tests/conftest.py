@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 
 from hypothesis import settings
 
@@ -10,6 +13,11 @@ from hypothesis import settings
 _FLAG = "--xla_force_host_platform_device_count=8"
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}".strip()
+
+# The user's own cache of plans is neither read nor written.
+_CACHE = tempfile.mkdtemp(prefix="remat-tests-")
+atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
+os.environ["XDG_CACHE_HOME"] = _CACHE
 
 # The same examples in every run, so that a change is judged by itself and not by luck. New ones:
 # `pytest --hypothesis-profile=random`.

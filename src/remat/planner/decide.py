@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from remat.errors import BudgetError
 from remat.planner.graph import Graph
 from remat.planner.fusion import Fused, Price, fuse
 from remat.planner.program import Op, Program
@@ -19,6 +20,10 @@ from remat.planner.schedule import Schedule, schedule
 from remat.planner.simulate import Arrays, Step, liveness, no_remat
 
 RegionId = tuple[str, str]
+
+# A plan asks for several schedules, and is to be made in seconds: the bound on each is what a solver
+# finds in this time, and small problems are not solved to the end.
+_PROOF_TIME_LIMIT_S = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +77,7 @@ class Problem:
             self.fused = fuse(
                 program, price, self._may_repeat, lambda n: any(n <= 2 * s <= 2 * n for s in sizes)
             )
+        self._refused: tuple[int, BudgetError] | None = None
         self.peak_bytes = no_remat(self.fused.graph).peak_bytes - self.fused.lent_bytes
 
     def _may_repeat(self, op: Op) -> bool:
@@ -85,7 +91,15 @@ class Problem:
           BudgetError: the schedules that were found need more.
         """
         budget += self.fused.lent_bytes
-        return self.read(schedule(self.fused.graph, budget, proof_time_limit_s=2.0))
+        if self._refused is not None and budget <= self._refused[0]:
+            raise self._refused[1]
+        try:
+            found = schedule(self.fused.graph, budget, proof_time_limit_s=_PROOF_TIME_LIMIT_S)
+        except BudgetError as error:
+            # That nothing was found takes the longest, and holds for every smaller budget.
+            self._refused = budget, error
+            raise
+        return self.read(found)
 
     def read(self, found: Schedule) -> Answer:
         """What a schedule says about each region."""

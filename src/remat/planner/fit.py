@@ -128,7 +128,7 @@ class Fitted:
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Types of the results, as `jax.jit`'s method of this name. It does not plan."""
-        return jax.eval_shape(self._step, *args, **kwargs)
+        return jax.jit(self._step, **self._jit_options).eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
         """Forget what was compiled, as `jax.jit`'s method of this name."""

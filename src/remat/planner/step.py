@@ -30,7 +30,9 @@ class Traced:
 
     def shards(self) -> list[int]:
         """For each input of the jaxpr over how many devices it is divided."""
-        leaves = [x for x in jax.tree.leaves(self._given) if hasattr(x, "shape")]
+        leaves = jax.tree.leaves(self._given)
+        if len(leaves) + len(self.consts) != len(self.jaxpr.invars):
+            leaves = [x for x in leaves if hasattr(x, "shape")]
         if len(leaves) + len(self.consts) != len(self.jaxpr.invars):
             return [1] * len(self.jaxpr.invars)  # static arguments among them
         return [1] * len(self.consts) + [_divided(leaf) for leaf in leaves]

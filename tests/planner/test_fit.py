@@ -1,0 +1,354 @@
+"""`remat.fit` is `jax.jit` with a budget, and `remat.plan` what it plans with."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from planner.region_cases import assert_same, normal
+
+import remat
+from remat.planner import compiled as compiler, plan as planning
+from remat.planner.cache import Cache
+
+W, X = normal(32, 32), normal(256, 32)
+
+
+@remat.auto
+def loss(w, x):
+    for _ in range(6):
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x**2)
+
+
+@remat.auto
+def scanned_loss(w, x):
+    def body(h, _):
+        return jnp.tanh(jnp.sin(h @ w)), None
+
+    return jnp.sum(jax.lax.scan(body, x, length=8)[0] ** 2)
+
+
+step = jax.value_and_grad(loss)
+plan = functools.partial(remat.plan, cache=False, progress=False)
+fit = functools.partial(remat.fit, cache=False, progress=False)
+
+
+@functools.cache
+def plan_at(budget):
+    return plan(step, W, X, budget=budget)
+
+
+def peak_of(compiled):
+    return compiler.memory_of(compiled, remat.planner.targets.target(None)).peak_bytes
+
+
+# Plans
+
+
+def test_plan_is_verified_and_within_its_budget():
+    made = plan_at("60%")
+    assert made.is_verified
+    assert made.peak_bytes <= made.budget_bytes == int(0.6 * made.peak_bytes_without_remat)
+    assert made.extra_flops > 0
+    assert made.lower_bound_seconds <= made.extra_seconds
+
+
+def test_plans_are_deterministic():
+    again = plan(step, W, X, budget="60%")
+    assert again == plan_at("60%")
+    assert again.to_json() == plan_at("60%").to_json()
+
+
+@pytest.mark.parametrize("f", [loss, scanned_loss], ids=["unrolled", "scanned"])
+def test_compiled_peak_never_rises_as_the_budget_falls(f, tmp_path):
+    g, cache = jax.value_and_grad(f), Cache(tmp_path)
+    expected = jax.jit(g)(W, X)
+    peaks = []
+    for budget in ("100%", "80%", "60%", "45%"):
+        fitted = remat.fit(g, budget=budget, cache=cache, progress=False)
+        try:
+            compiled = fitted.lower(W, X).compile()
+        except remat.BudgetError:
+            break
+        assert_same(compiled(W, X), expected, within=1e-5)
+        peaks.append(peak_of(compiled))
+        (made,) = fitted.plans
+        assert peaks[-1] == made.peak_bytes <= made.budget_bytes
+    assert len(peaks) > 2
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_budgets_are_bytes_texts_shares_or_the_device():
+    base = plan_at("60%").peak_bytes_without_remat
+    assert plan_at("1MiB").budget_bytes == 2**20
+    assert plan_at("1MiB").regions == ()
+    assert plan_at(int(0.6 * base)).regions == plan_at("60%").regions
+    with pytest.raises(remat.PlanError, match="is not known: give budget="):
+        plan(step, W, X)
+    for bad in ("lots", "-5%", "0%"):
+        with pytest.raises(remat.UnitsError):
+            plan(step, W, X, budget=bad)
+
+
+def test_impossible_budget_says_what_was_reached_and_what_is_in_the_way():
+    made = plan_at("60%")
+    with pytest.raises(remat.BudgetError) as caught:
+        plan(step, W, X, budget=1000)
+    text = str(caught.value)
+    fixed = 2 * W.nbytes + X.nbytes + 4
+    assert "no plan fits 1000 B (1000 bytes)" in text or "(1000 bytes)" in text
+    assert f"{made.peak_bytes_without_remat} bytes" in text
+    assert f"arguments and results alone take {remat.units.format_bytes(fixed)}" in text
+    with pytest.raises(remat.BudgetError, match="the largest temporaries f32"):
+        plan(step, W, X, budget=fixed + 1000)
+
+
+def test_second_plan_comes_from_the_cache_without_a_compilation(tmp_path, monkeypatch):
+    cache = Cache(tmp_path)
+    first = remat.plan(step, W, X, budget="60%", cache=cache, progress=False)
+
+    def refuse(*_, **__):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(planning.Traced, "memory", refuse)
+    assert remat.plan(step, W, X, budget="60%", cache=cache, progress=False) == first
+    with pytest.raises(AssertionError, match="compiled again"):
+        remat.plan(step, W, X[:128], budget="60%", cache=cache, progress=False)
+
+
+def test_arguments_may_be_types():
+    types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (W, X)]
+    assert plan(step, *types, budget="60%") == plan_at("60%")
+
+
+def test_step_that_differentiates_nothing_is_refused():
+    for nothing in (loss, jax.value_and_grad(lambda w, x: jnp.sum(x @ w))):
+        with pytest.raises(remat.PlanError, match="differentiates no region"):
+            plan(nothing, W, X, budget="60%")
+    for call in (remat.plan, remat.fit):
+        with pytest.raises(remat.PlanError, match="a function, not 3"):
+            call(3, budget="60%")
+
+
+def test_region_that_is_only_linearized_saves_everything():
+    def both(w, x):
+        _, linear = jax.linearize(lambda w: loss(jnp.sin(w), x), w)
+        return step(w, x), linear(w)
+
+    made = plan(both, W, X, budget="75%")
+    assert_same(fit(both, plan=made)(W, X), jax.jit(both)(W, X), within=1e-5)
+
+
+# As jax.jit
+
+
+def test_fitted_step_returns_what_the_step_returns():
+    fitted = fit(step, budget="60%")
+    assert_same(fitted(W, X), jax.jit(step)(W, X), within=1e-5)
+    assert fitted.plans == (plan_at("60%"),)
+    assert fitted.plan(W, X) == plan_at("60%")
+    assert fitted.__name__ == step.__name__
+    assert repr(fitted).startswith("<remat.fit of ")
+
+
+def test_one_plan_and_one_trace_for_each_signature(caplog):
+    traced = []
+
+    def counted(w, x):
+        traced.append(x.shape)
+        return step(w, x)
+
+    fitted = fit(counted, budget="60%")
+    with caplog.at_level(logging.INFO, "remat"):
+        fitted(W, X)
+        n = len(traced)
+        fitted(W + 1, X)
+        assert len(traced) == n
+        assert len(fitted.plans) == 1
+        assert "planned, peak" in caplog.text
+        assert "new signature" not in caplog.text
+        fitted(W, X[:128])
+        assert len(fitted.plans) == 2
+        assert "is called with a new signature and planned again (plan 2)" in caplog.text
+        n = len(traced)
+        fitted(W, X)
+        fitted(W, X[:128])
+    assert len(traced) == n
+
+
+def test_given_plan_is_followed_without_planning():
+    traced = []
+
+    def counted(w, x):
+        traced.append(1)
+        return step(w, x)
+
+    fitted = fit(counted, plan=plan_at("60%"))
+    assert_same(fitted(W, X), jax.jit(step)(W, X), within=1e-5)
+    fitted(W, X)
+    assert len(traced) == 1
+    assert fitted.plan(W, X) is plan_at("60%")
+    assert peak_of(fitted.lower(W, X).compile()) == plan_at("60%").peak_bytes
+
+
+def test_donation():
+    def update(w, x):
+        value, g = step(w, x)
+        return w - 0.01 * g, value
+
+    fitted = fit(update, budget="60%", donate_argnums=0)
+    w = W + 0
+    new, _ = fitted(w, X)
+    assert w.is_deleted()
+    assert_same(new, jax.jit(update)(W, X)[0], within=1e-5)
+    fitted(new, X)
+    assert len(fitted.plans) == 1
+    analysis = fitted.lower(W, X).compile().memory_analysis()
+    assert analysis.alias_size_in_bytes == W.nbytes
+
+
+def test_static_arguments_and_keywords():
+    @remat.auto
+    def deep(w, x, n, *, act):
+        for _ in range(n):
+            x = getattr(jnp, act)(x @ w)
+        return jnp.sum(x**2)
+
+    def of(w, n, x, *, act="tanh", scale=1.0):
+        return jax.value_and_grad(deep)(w, x * scale, n, act=act)
+
+    options = {"static_argnums": 1, "static_argnames": "act"}
+    plain = jax.jit(of, **options)
+    fitted = fit(of, budget="70%", **options)
+    assert_same(fitted(W, 5, X), plain(W, 5, X), within=1e-5)
+    assert_same(fitted(W, 5, X), plain(W, 5, X), within=1e-5)
+    assert len(fitted.plans) == 1
+    assert_same(fitted(W, 5, x=X, act="sin", scale=0.5), plain(W, 5, X, act="sin", scale=0.5))
+    assert len(fitted.plans) == 2
+    assert fitted.eval_shape(W, 5, X, act="sin")[1].shape == W.shape
+    assert len(fitted.plans) == 2
+
+
+def test_trace_lower_and_compile():
+    fitted = fit(step, plan=plan_at("60%"))
+    assert fitted.trace(W, X).jaxpr.out_avals[1].shape == W.shape
+    lowered = fitted.lower(W, X)
+    assert "stablehlo" in lowered.as_text()
+    assert_same(lowered.compile()(W, X), jax.jit(step)(W, X), within=1e-5)
+    fitted.clear_cache()
+    fitted(W, X)
+
+
+def test_shardings_are_those_of_jit():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    fitted = fit(
+        step, budget="75%", in_shardings=(whole, rows), out_shardings=(whole, whole)
+    )
+    value, g = fitted(np.asarray(W), np.asarray(X))
+    assert g.sharding == whole
+    assert_same((value, g), jax.jit(step)(W, X), within=1e-5)
+    assert peak_of(fitted.lower(W, X).compile()) <= fitted.plans[0].budget_bytes
+
+
+def test_methods():
+    class Model:
+        scale = 2.0
+
+        @functools.partial(remat.fit, budget="70%", progress=False, static_argnums=0)
+        def step(self, w, x):
+            return jax.value_and_grad(loss)(w * self.scale, x)
+
+    model = Model()
+    expected = jax.jit(step)(2.0 * W, X)
+    assert_same(model.step(W, X), expected, within=1e-5)
+
+
+def test_under_other_transformations():
+    fitted = fit(step, plan=plan_at("60%"))
+    assert_same(jax.jit(lambda w, x: fitted(w, x))(W, X), jax.jit(step)(W, X), within=1e-5)
+    with jax.checking_leaks():
+        jax.jit(lambda w, x: fit(step, plan=plan_at("60%"))(w, x)).lower(W, X)
+    inner = fit(step, budget="60%")
+    total, _ = jax.lax.scan(lambda t, x: (t + inner(W, x)[0], None), 0.0, X[None])
+    assert_same(total, jax.jit(step)(W, X)[0], within=1e-5)
+
+
+# Plans that do not fit the program
+
+
+def test_plan_of_another_program_is_refused():
+    made = plan_at("60%")
+
+    @remat.auto
+    def other(w, x):
+        return jnp.sum(jnp.tanh(jnp.sin(x @ w)) ** 2)
+
+    with pytest.raises(remat.PlanError, match="has no region .*other#.* it has: loss#"):
+        fit(jax.value_and_grad(other), plan=made)(W, X)
+    with pytest.raises(remat.PlanError, match="plan again"):
+        fit(step, plan=made)(W, X[:128])
+    with pytest.raises(remat.PlanError, match="differentiated in a way"):
+        fit(jax.value_and_grad(loss, (0, 1)), plan=made)(W, X)
+    with pytest.raises(remat.PlanError, match="loss#"):
+        fit(jax.value_and_grad(lambda w, x: jnp.sum(x @ w)), plan=made)(W, X)
+
+
+def test_budget_and_plan_exclude_each_other():
+    with pytest.raises(remat.PlanError, match="not both"):
+        fit(step, plan=plan_at("60%"), budget="60%")
+    with pytest.raises(remat.PlanError, match=r"a remat.Plan, not str; .* remat.Plan.load"):
+        fit(step, plan="plan.json")
+
+
+# Edited plans
+
+
+def edited(made, **changes):
+    (region,) = made.regions
+    new = dataclasses.replace(region, **changes)
+    return dataclasses.replace(made, regions=(new,), is_verified=False, peak_bytes=None)
+
+
+@pytest.mark.parametrize("what", ["saves less", "saves more", "one segment", "no segments"])
+def test_edited_plan_is_applied_and_not_verified(what, tmp_path):
+    made = plan_at("60%")
+    (region,) = made.regions
+    saved, segments = region.saved, region.segments
+    first = dataclasses.replace(segments[0], start=0, recomputed=tuple(range(region.n_values)))
+    changed = {
+        "saves less": {"saved": saved[1:]},
+        "saves more": {"saved": _all_saved(region)},
+        "one segment": {"segments": (first,)},
+        "no segments": {"saved": (), "segments": ()},
+    }[what]
+    path = tmp_path / "plan.json"
+    edited(made, **changed).save(path)
+    loaded = remat.Plan.load(path)
+    assert not loaded.is_verified
+    assert "not verified" in str(loaded)
+    fitted = fit(step, plan=loaded)
+    assert_same(fitted(W, X), jax.jit(step)(W, X), within=1e-5)
+    if what == "saves more":
+        flops = fitted.lower(W, X).compile().cost_analysis()["flops"]
+        assert flops <= 1.01 * jax.jit(step).lower(W, X).compile().cost_analysis()["flops"]
+
+
+def _all_saved(region):
+    like = region.saved[0]
+    return tuple(dataclasses.replace(like, number=n) for n in range(region.n_values))
+
+
+def test_plan_file_round_trip_follows_the_same_decisions(tmp_path):
+    made = plan_at("60%")
+    made.save(tmp_path / "plan.json")
+    loaded = remat.Plan.load(tmp_path / "plan.json")
+    assert loaded == made
+    assert peak_of(fit(step, plan=loaded).lower(W, X).compile()) == made.peak_bytes

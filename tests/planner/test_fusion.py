@@ -1,0 +1,169 @@
+"""What compilers will make of hand-made programs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from remat.planner.fusion import fuse
+from remat.planner.program import Kind, Op, Place, Program, without_dead
+from remat.planner.simulate import no_remat
+
+MB = 1_000_000
+REGION = ("loss#1", "f0")
+
+
+def op(kind, operands, *results, backward=False, number=None, **more):
+    place = None if number is None else Place(REGION, backward, number)
+    return Op(kind.value, kind, tuple(operands), tuple(results), place=place, **more)
+
+
+def program(ops, outputs, sizes=None, inputs=(0,)):
+    n = 1 + max(v for o in ops for v in (*o.operands, *o.results))
+    of = [MB] * n
+    for v, size in (sizes or {}).items():
+        of[v] = size
+    return Program(tuple(ops), tuple(of), ("f32[]",) * n, frozenset(inputs), tuple(outputs))
+
+
+def fused(p, lends=lambda _: False, repeat=lambda _: True):
+    return fuse(p, lambda flops, moved, dtype: flops + moved, repeat, lends)
+
+
+def nodes(f, p):
+    """The values that are written, by number."""
+    return sorted(f.holds)
+
+
+def test_elementwise_chain_between_matmuls_is_one_written_value():
+    p = program(
+        [
+            op(Kind.OPAQUE, [0], 1),
+            op(Kind.CHEAP, [1], 2),
+            op(Kind.COSTLY, [2], 3),
+            op(Kind.CHEAP, [3], 4),
+            op(Kind.OPAQUE, [4], 5),
+        ],
+        [5],
+    )
+    f = fused(p)
+    assert nodes(f, p) == [1, 4, 5]
+    # The chain may be written where the matmul's result was.
+    assert [node.id for node in f.graph.nodes if node.bytes] == [3]
+    assert f.holds[1] == 3
+    assert f.ops[3] == (0, 1, 2, 3)
+
+
+def test_views_are_their_operands():
+    p = program([op(Kind.OPAQUE, [0], 1), op(Kind.VIEW, [1], 2), op(Kind.OPAQUE, [2], 3)], [3])
+    f = fused(p)
+    assert nodes(f, p) == [1, 3]
+    assert f.graph.nodes[1].deps == (0,)
+
+
+def test_view_of_a_value_that_is_returned_is_an_output():
+    p = program([op(Kind.OPAQUE, [0], 1), op(Kind.VIEW, [1], 2)], [2])
+    assert no_remat(fused(p).graph).peak_bytes == 0
+    assert fused(p, lends=lambda _: True).lent_bytes == MB
+
+
+def test_costly_value_that_two_kernels_use_is_written():
+    for kind, expected in ((Kind.COSTLY, [2, 3, 4]), (Kind.CHEAP, [3, 4])):
+        p = program(
+            [op(kind, [0], 2), op(Kind.REDUCE, [2], 3), op(Kind.REDUCE, [2], 4)], [3, 4], {3: 8, 4: 8}
+        )
+        assert nodes(fused(p), p) == expected
+
+
+def test_residual_stream_is_written_where_reading_its_terms_costs_more():
+    # x + f(x) is used by two kernels: each would have to read both terms.
+    p = program(
+        [
+            op(Kind.OPAQUE, [0], 1),
+            op(Kind.OPAQUE, [1], 2),
+            op(Kind.CHEAP, [1, 2], 3),
+            op(Kind.REDUCE, [3], 4),
+            op(Kind.REDUCE, [3], 5),
+        ],
+        [4, 5],
+        {4: 8, 5: 8},
+    )
+    assert 3 in fused(p).holds
+    # With one large term only, each kernel computes it from there.
+    p = dataclasses.replace(p, bytes=(MB, MB, 8, MB, 8, 8))
+    assert 3 not in fused(p).holds
+
+
+def test_softmax_is_one_kernel():
+    # max, exp(x - max), sum, division: the matmul's result is overwritten.
+    p = program(
+        [
+            op(Kind.OPAQUE, [0], 1),
+            op(Kind.REDUCE, [1], 2),
+            op(Kind.CHEAP, [1, 2], 3),
+            op(Kind.COSTLY, [3], 4),
+            op(Kind.REDUCE, [4], 5),
+            op(Kind.COSTLY, [4, 5], 6),
+            op(Kind.OPAQUE, [6], 7),
+        ],
+        [7],
+        {2: 1000, 5: 1000},
+    )
+    f = fused(p)
+    large = [node for node in f.graph.nodes if node.bytes >= MB]
+    assert len(large) == 1
+    assert no_remat(f.graph).peak_bytes == MB
+
+
+def test_values_of_different_sides_stay_apart():
+    p = program(
+        [op(Kind.OPAQUE, [0], 1, number=0), op(Kind.CHEAP, [1], 2, backward=True, number=0),
+         op(Kind.OPAQUE, [2], 3, backward=True, number=1)],
+        [3],
+    )  # fmt: skip
+    assert sorted(set(fused(p).holds.values())) == [0, 1, 2]
+
+
+def test_outputs_count_when_they_lend_their_memory():
+    p = program([op(Kind.OPAQUE, [0], 1), op(Kind.OPAQUE, [1], 2), op(Kind.OPAQUE, [2], 3)], [2, 3])
+    alone, lending = fused(p), fused(p, lends=lambda n: n >= MB)
+    assert alone.lent_bytes == 0
+    assert no_remat(alone.graph).peak_bytes == MB
+    assert lending.lent_bytes == 2 * MB
+    assert no_remat(lending.graph).peak_bytes - lending.lent_bytes == 0
+    assert fused(p, lends=lambda n: n > MB).lent_bytes == 0
+
+
+def test_workspace_lives_as_long_as_its_operation():
+    p = program(
+        [op(Kind.OPAQUE, [0], 1), op(Kind.OPAQUE, [1], 2, workspace_bytes=5 * MB),
+         op(Kind.OPAQUE, [2], 3)],
+        [3],
+    )  # fmt: skip
+    f = fused(p)
+    assert no_remat(f.graph).peak_bytes == 7 * MB
+    work = [node for node in f.graph.nodes if node.name.startswith("workspace")]
+    assert [node.bytes for node in work] == [5 * MB]
+
+
+def test_what_must_not_be_repeated_costs_more_than_the_program():
+    p = program(
+        [op(Kind.OPAQUE, [0], 1), op(Kind.OPAQUE, [1], 2, repeatable=False),
+         op(Kind.OPAQUE, [2], 3)],
+        [3],
+    )  # fmt: skip
+    f = fused(p)
+    total = sum(f.seconds.values())
+    assert [node.time > 50 * total for node in f.graph.nodes[:3]] == [False, True, False]
+    none = fused(p, repeat=lambda _: False)
+    assert all(node.time > total for node in none.graph.nodes[:3])
+
+
+def test_kernel_reads_what_is_written_and_inputs():
+    p = program([op(Kind.OPAQUE, [0], 1), op(Kind.CHEAP, [1, 0], 2), op(Kind.OPAQUE, [2, 0], 3)], [3])
+    f = fused(p)
+    assert f.seconds[2] == 3 * MB  # reads 2 and the input, writes 3
+
+
+def test_dead_operations_are_left_out():
+    p = program([op(Kind.OPAQUE, [0], 1), op(Kind.OPAQUE, [0], 2), op(Kind.CHEAP, [2], 3)], [1])
+    assert [o.results for o in without_dead(p).ops] == [(1,)]
