@@ -111,8 +111,8 @@ def _region(fun: Any, parts: partition.Parts, prevent_cse: bool, policy: Any) ->
     if len(_regions) >= _MAX_REGIONS:
         del _regions[next(iter(_regions))]
 
-    def forget(_: Any) -> None:
-        _regions.pop(key, None)
+    def forget(_: Any, regions: dict = _regions) -> None:
+        regions.pop(key, None)  # bound, because at exit the module is emptied first
 
     def get_parts() -> partition.Parts:
         # Called while tracing, when the caller still holds what is referred to.

@@ -16,7 +16,7 @@ from remat.errors import BudgetError
 from remat.planner.graph import Graph
 from remat.planner.fusion import Fused, Price, fuse
 from remat.planner.program import Op, Program
-from remat.planner.schedule import Schedule, schedule
+from remat.planner.schedule import Schedule, schedule, smallest_peak
 from remat.planner.simulate import Arrays, Step, liveness, no_remat
 
 RegionId = tuple[str, str]
@@ -100,6 +100,10 @@ class Problem:
             self._refused = budget, error
             raise
         return self.read(found)
+
+    def smallest_bytes(self) -> int:
+        """The smallest peak for which a schedule is found."""
+        return smallest_peak(self.fused.graph).peak_bytes - self.fused.lent_bytes
 
     def read(self, found: Schedule) -> Answer:
         """What a schedule says about each region."""

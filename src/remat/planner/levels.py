@@ -23,7 +23,7 @@ from remat.planner.regions import LoopForm, Record, Recording, loop_depth
 from remat.planner.step import Step, Traced
 from remat.planner.trace import program_of_record, program_of_step, shards_in_bodies
 
-_MOST_LEVELS = 10
+_MOST_LEVELS = 32
 
 Decisions = dict[str, dict[str, RegionDecision]]
 
@@ -121,6 +121,15 @@ class Level:
             self.loop_seconds + sum(a.lower_bound_seconds for a in answers),
             self.records,
         )
+
+    def smallest(self) -> Choice:
+        """The decisions of the smallest peak that is found, whatever they recompute.
+
+        Raises:
+          BudgetError: none is smaller than without recomputation.
+        """
+        needed = self.problem(False).smallest_bytes()
+        return self.solve(False, needed)
 
 
 @dataclasses.dataclass(frozen=True)

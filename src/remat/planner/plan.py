@@ -12,6 +12,7 @@ a target showed last are remembered for it, and the first proposal starts from t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import logging
@@ -200,21 +201,71 @@ class _Search:
         return made
 
     def _search(self, room: int) -> _Point | None:
+        if len(self.levels) > 1:
+            return self._search_levels(room)
+        return self._search_models(room)
+
+    def _search_levels(self, room: int) -> _Point | None:
+        """Where loops decide: by halves for the first level that fits, by the compiler's word.
+
+        Further up loops save less and recompute more; what is around them is decided at each level.
+        """
+        best: _Point | None = None
+        low, high = 0, len(self.levels)
+        ratio = self._remembered_ratios()[False]
+        while low < high:
+            middle = (low + high) // 2
+            point = self._attempt_level(middle, room, self.ratios.get(False, ratio))
+            if point is not None and self._fits(point, room):
+                high = middle
+                if best is None or _better(point, best):
+                    best = point
+            else:
+                low = middle + 1
+        # The next levels leave the rest of the program more room: it may recompute less in all.
+        for i in range(high + 1, min(high + 3, len(self.levels))):
+            point = self._attempt_level(i, room, self.ratios.get(False, ratio))
+            if point is not None and self._fits(point, room) and (not best or _better(point, best)):
+                best = point
+        return best
+
+    def _attempt_level(self, i: int, room: int, ratio: float) -> _Point | None:
+        level = self.levels.level(i)
+        aim = int(room / ratio)
+        for lending in (False, True):
+            try:
+                choice = level.solve(lending, aim)
+            except BudgetError:
+                continue
+            return self._compiled(choice, lending, ratio)
+        if level.peak_bytes(False) > 2 * aim:
+            return None  # far from what could fit
+        try:
+            choice = level.solve(False, level.peak_bytes(False))
+        except BudgetError:
+            return None
+        return self._compiled(choice, False, ratio)
+
+    def _search_models(self, room: int) -> _Point | None:
         """Propose, compile, correct. Each model that missed the budget aims a little lower."""
         best: _Point | None = None
         ratios = self._remembered_ratios()
         misses = {False: 0, True: 0}
-        tried: set[tuple[bool, int]] = set()
-        for turn in range(_MOST_COMPILES // 2):
+        for turn in range(_MOST_COMPILES):
             for lending in (False, True):
+                if len(self.points) >= _MOST_COMPILES:
+                    break
                 ratio = self.ratios.get(lending, ratios[lending])
                 margin = 0.99 - 0.02 * misses[lending] if turn else 1.0
-                point = self._attempt(lending, int(room / ratio * margin), ratio, tried)
+                n_compiled = len(self.points)
+                point = self._attempt(lending, int(room / ratio * margin), ratio)
                 if point is None:
                     continue
                 if not self._fits(point, room):
                     misses[lending] += 1
-                elif best is None or _better(point, best):
+                elif len(self.points) == n_compiled:
+                    misses[lending] -= 1  # the same again, and it fits: aim higher
+                if self._fits(point, room) and (best is None or _better(point, best)):
                     best = point
             if best is None or not turn:
                 continue
@@ -225,33 +276,38 @@ class _Search:
 
     def _squeeze(self, room: int) -> _Point | None:
         """Go below the budget until something fits, or nothing smaller is found."""
-        aim = room
+        aim = max(room, 1)
         for _ in range(5):
             aim = int(aim * 0.8)
-            if aim <= 0:
-                return None
             for lending in (False, True):
-                point = self._attempt(lending, aim, self.ratios.get(lending, 1.0), set())
+                point = self._attempt(lending, aim, self.ratios.get(lending, 1.0))
                 if point is not None and self._fits(point, room):
+                    return point
+        if not self.points:
+            # For the message: what the last level needs at least.
+            last = self.levels.level(len(self.levels) - 1)
+            with contextlib.suppress(BudgetError):
+                point = self._compiled(last.smallest(), False, 1.0)
+                if self._fits(point, room):
                     return point
         return None
 
     def _fits(self, point: _Point, room: int) -> bool:
         return point.memory.fits and point.memory.peak_bytes <= room + self.fixed_bytes
 
-    def _attempt(
-        self, lending: bool, aim: int, ratio: float, tried: set[tuple[bool, int]]
-    ) -> _Point | None:
+    def _attempt(self, lending: bool, aim: int, ratio: float) -> _Point | None:
         self.show(f"planning for {units.format_bytes(self.fixed_bytes + aim)}")
         try:
             choice = self._solve(lending, aim)
         except BudgetError:
             return None
-        at = (lending, choice.model_bytes)
-        if at in tried:
-            return None
-        tried.add(at)
-        point = self._compile(choice, self.fixed_bytes + int(choice.model_bytes * ratio))
+        return self._compiled(choice, lending, ratio)
+
+    def _compiled(self, choice: Choice, lending: bool, ratio: float) -> _Point:
+        """What the compiler says of a choice; nothing is compiled twice."""
+        same = [p for p in self.points if _same(p.choice, choice)]
+        predicted = self.fixed_bytes + int(choice.model_bytes * ratio)
+        point = same[0] if same else self._compile(choice, predicted)
         if isinstance(point.memory, Memory):
             temporaries = point.memory.peak_bytes - self.fixed_bytes
             self.ratios[lending] = max(0.05, temporaries / max(1, choice.model_bytes))
@@ -453,6 +509,10 @@ class _Search:
             if isinstance(value, float) and 0.05 <= value <= 20:
                 start[lending] = value
         return start
+
+
+def _same(a: Choice, b: Choice) -> bool:
+    return a.decisions == b.decisions and a.loops == b.loops
 
 
 def _better(a: _Point, b: _Point) -> bool:
