@@ -83,7 +83,7 @@ def auto(fun: Callable | None = None, /, *, name: str | None = None) -> Callable
         return lambda f: auto(f, name=name)
     if not callable(fun):
         raise TypeError(f"remat.auto takes a function, not {fun!r}.")
-    called: str = name or getattr(fun, "__qualname__", type(fun).__qualname__)
+    called = name or str(getattr(fun, "__qualname__", type(fun).__qualname__))
 
     @_jax.wraps(fun)
     def region(*args: Any, **kwargs: Any) -> Any:
