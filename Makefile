@@ -10,7 +10,7 @@ NEWEST_PYTHON := $(shell for v in 3.13 3.12; do \
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: help demo test test-all test-newest bench check format newest-python clean
+.PHONY: help demo test test-all test-newest bench check docs pictures format newest-python clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -35,6 +35,14 @@ check: $(VENV)/.dev  ## linter, formatter, type checker
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.dev  ## the documentation site, into site/
+	rm -rf site
+	$(BIN)/python -m sphinx -q -W --keep-going -j auto -b html -d build/doctrees docs site
+	@echo "site/index.html"
+
+pictures: $(VENV)/.dev  ## draw the documentation's pictures anew
+	$(BIN)/python docs/make_pictures.py
+
 format: $(VENV)/.dev  ## apply the formatter
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -43,7 +51,7 @@ newest-python:  ## print the Python that test-newest would use
 	@echo $(NEWEST_PYTHON)
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(NEWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis build
+	rm -rf $(VENV) $(NEWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis build site
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:

@@ -1,12 +1,22 @@
-"""Every example in docstrings and in the documentation runs and prints what it says."""
+"""Every example in docstrings and in the documentation runs and prints what it says.
+
+Whether the site builds is `make docs`; here is what can be said without its generator.
+"""
 
 from __future__ import annotations
 
 import doctest
 import importlib
+import importlib.util
+import inspect
 import pathlib
+import re
 
 import pytest
+
+import remat
+import remat.report
+from remat import planner
 
 ROOT = pathlib.Path(__file__).parents[1]
 SRC = ROOT / "src"
@@ -37,3 +47,70 @@ def test_documentation_examples(page):
     except ModuleNotFoundError as e:
         pytest.skip(f"needs {e.name}")
     assert not failed
+
+
+@pytest.mark.slow
+def test_ahead_of_time_example(tmp_path, monkeypatch):
+    pytest.importorskip("libtpu")
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs/distributed.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n((?!>>>).*?)```", page, re.S)
+    names: dict = {}
+    for block in re.findall(r">>> (@remat.auto\n(?:\.\.\. .*\n)*)", page):
+        exec("import jax, jax.numpy as jnp, remat\n" + block.replace("\n... ", "\n"), names)
+    exec(example.replace("target=at,", "target=at, cache=False,"), names)
+    assert names["plan"].is_verified
+    assert (tmp_path / "v5e-2x2.json").exists()
+
+
+REFERENCE = "\n".join(
+    p.read_text(encoding="utf-8") for p in (ROOT / "docs/reference").glob("*.rst")
+)
+DESCRIBED = set(
+    re.findall(r"^\.\. (?:auto)?(?:function|class|data)\w*:: ([\w.]+)", REFERENCE, re.M)
+)
+
+
+@pytest.mark.parametrize("module", [remat, planner, remat.report], ids=lambda m: m.__name__)
+def test_reference_has_every_public_name(module):
+    names = {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and not inspect.ismodule(value)
+        and not (inspect.isclass(value) and issubclass(value, Exception))  # all of remat.errors
+    }
+    assert {name for name in names if f"{module.__name__}.{name}" not in DESCRIBED} == set()
+
+
+def test_reference_has_every_policy():
+    chosen = {
+        name for name, p in vars(remat.policies).items() if isinstance(p, remat.policies.Policy)
+    }
+    aliases = {"checkpoint_dots", "checkpoint_dots_with_no_batch_dims"}
+    assert all(name in REFERENCE for name in aliases)
+    assert {n for n in chosen - aliases if f"remat.policies.{n}" not in DESCRIBED} == set()
+
+
+def test_every_page_is_in_the_navigation():
+    index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    entries = [
+        line
+        for block in re.findall(r"```{toctree}\n(.*?)```", index, re.S)
+        for line in block.split()
+    ]
+    pages = {p.stem for p in (ROOT / "docs").glob("*.md")} - {"index"}
+    assert {p for p in pages if not any(pathlib.PurePath(p).match(e) for e in entries)} == set()
+
+
+def test_pictures_are_still_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = ROOT / "docs/make_pictures.py"
+    spec = importlib.util.spec_from_file_location("make_pictures", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    drawn = {p.name for p in module.draw(tmp_path, percent_step=25)}
+    assert drawn == {p.name for p in (ROOT / "docs/pictures").glob("*.svg")}
+    used = (ROOT / "docs/how-it-works.md").read_text(encoding="utf-8")
+    assert all(f"pictures/{name}" in used for name in drawn)

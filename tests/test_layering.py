@@ -64,6 +64,13 @@ LAYERS = [
     ("report.html", "report.plot", "report.difference"),
     ("report.explanation",),
     ("report",),
+    ("explaining.step", "explaining.sides", "explaining.hlo"),
+    ("explaining.account", "explaining.regions"),
+    ("explaining.findings",),
+    ("explaining",),
+    ("explain",),
+    ("cli",),
+    ("__main__",),
 ]
 # Modules that run on hand-made graphs, without JAX.
 PURE = ("errors", "units", "planner.graph", "planner.simulate", "planner.mincut", "planner.chain",
@@ -71,7 +78,7 @@ PURE = ("errors", "units", "planner.graph", "planner.simulate", "planner.mincut"
         "planner.devices", "planner.cache", "planner.program", "planner.fusion", "planner.decide",
         "planner.bodies",
         "planner.json_lines", "planner.plan_file",
-        "loops.schedules", "loops.nesting", "globs", "report")  # fmt: skip
+        "loops.schedules", "loops.nesting", "globs", "report", "explaining.hlo")  # fmt: skip
 
 
 def name_of(path: pathlib.Path) -> str:

@@ -17,13 +17,15 @@ PUBLIC = {
     "RematError", "StaticArgumentError", "StaticArgumentTypeError", "PreventCseError",
     "PolicyError", "UnknownNameError", "MemoryKindError", "EffectError", "GradientMismatchError",
     "PeakMemoryError", "UnitsError", "ScheduleError", "GraphError", "PlanError", "BudgetError",
-    "ReportError", "MissingExtraError",
+    "ReportError", "MissingExtraError", "SavedValuesError",
+    "explain", "auto", "plan", "fit", "Plan", "Fitted",
 }  # fmt: skip
 
 
 def test_public_names_are_pinned():
     modules = {
         "errors", "flops", "units", "transform", "loops", "planner", "report", "toggle", "globs", "partition",
+        "explaining", "cli",
         "linen", "linen_toggle", "nnx", "equinox", "haiku", "brainstate",
     }  # fmt: skip
     found = {name for name in vars(remat) if not name.startswith("_")}

@@ -23,7 +23,9 @@ In the order in which data flows:
     planner.plan, .plan_file, .fit   remat.plan, remat.Plan, remat.fit: propose, compile, correct
     linen, nnx, equinox, haiku, brainstate   the same for the module systems, with their signatures
     toggle                  rematerialization of submodules by path, without editing the model
+    explaining, explain     what a step saves, recomputes and holds, and why
     report                  explanations as data, and their renderings (import remat.report)
+    cli                     the command `remat`
     testing                 asserting on gradients and on the compiler's memory figures
 """
 
@@ -44,6 +46,7 @@ from remat.errors import (
     PreventCseError as PreventCseError,
     RematError as RematError,
     ReportError as ReportError,
+    SavedValuesError as SavedValuesError,
     ScheduleError as ScheduleError,
     StaticArgumentError as StaticArgumentError,
     StaticArgumentTypeError as StaticArgumentTypeError,
@@ -53,6 +56,7 @@ from remat.errors import (
     UnitsError as UnitsError,
     UnknownNameError as UnknownNameError,
 )
+from remat.explain import explain as explain
 from remat.loops.remat_scan import remat_scan as remat_scan
 from remat.loops.scan import scan as scan
 from remat.loops.while_loop import fori_loop as fori_loop, while_loop as while_loop

@@ -320,6 +320,22 @@ def name_stack_of(eqn: JaxprEqn) -> str:
     return "/".join(names)
 
 
+def is_transposed(eqn: JaxprEqn) -> bool:
+    """Whether JAX made the equation by transposing a linear one: it computes with cotangents."""
+    return any(
+        type(entry).__name__ == "Transform" and entry.name == "transpose"
+        for entry in eqn.source_info.name_stack.stack
+    )
+
+
+def is_recomputation(eqn: JaxprEqn) -> bool:
+    """Whether JAX's partial evaluation put the equation into a region to compute it once more."""
+    return any(
+        type(entry).__name__ == "Scope" and entry.name == "rematted_computation"
+        for entry in eqn.source_info.name_stack.stack
+    )
+
+
 def source_line_of(eqn: JaxprEqn) -> str:
     """`file:line:column (function)` of the user's code that made an equation."""
     return _source_info.summarize(eqn.source_info)

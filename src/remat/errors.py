@@ -12,6 +12,7 @@
     ├── EffectError (NotImplementedError)     an effect that cannot be recomputed
     ├── GradientMismatchError (AssertionError)   remat.testing: two functions that differ
     ├── PeakMemoryError (AssertionError)      remat.testing: a step that needs more than its limit
+    ├── SavedValuesError (AssertionError)     remat.testing: a function that saves more than it should
     ├── UnitsError (ValueError)               a text that is no number of bytes, FLOPs or seconds
     ├── ScheduleError (ValueError)            a checkpointing schedule that cannot exist
     ├── StoreError (OSError)                  a directory for checkpoints that cannot hold them
@@ -78,6 +79,10 @@ class GradientMismatchError(RematError, AssertionError):
 
 class PeakMemoryError(RematError, AssertionError):
     """A step needs more memory than the test allows."""
+
+
+class SavedValuesError(RematError, AssertionError):
+    """A function keeps more for its backward pass than the test allows."""
 
 
 class UnitsError(RematError, ValueError):

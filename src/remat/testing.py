@@ -7,9 +7,10 @@ no run. On CPU the process's real peak can be measured as well (`real=True`).
 from __future__ import annotations
 
 import ctypes
+import fnmatch
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -17,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from remat import units
-from remat.errors import GradientMismatchError, PeakMemoryError, RematError
+from remat.errors import GradientMismatchError, PeakMemoryError, RematError, SavedValuesError
+from remat.transform.residuals import residuals
 
 # --------------------------------------------------------------------------------------------------
 # Gradients
@@ -208,6 +210,52 @@ def assert_peak_below(
             f"the step's peak is {units.format_bytes(peak)} ({peak} bytes), "
             f"{units.format_bytes(peak - allowed)} above the limit of {units.format_bytes(allowed)}. "
             "remat.print_saved_residuals shows what is kept for the backward pass."
+        )
+
+
+def assert_saves_only(
+    f: Callable[..., Any],
+    *args: Any,
+    names: Iterable[str] = (),
+    limit: str | int = 0,
+    **kwargs: Any,
+) -> None:
+    """Assert that a function keeps nothing for its backward pass but what has certain names.
+
+    >>> import jax.numpy as jnp, remat
+    >>> def f(x):
+    ...     return jnp.sin(remat.checkpoint_name(jnp.sin(x), "inner")).sum()
+    >>> policy = remat.policies.save("inner")
+    >>> g = remat.checkpoint(f, policy=policy)
+    >>> remat.testing.assert_saves_only(g, jnp.ones(1000), names=["inner"])
+    >>> remat.testing.assert_saves_only(f, jnp.ones(1000), limit="8KiB")
+
+    Args:
+      f: a function (not a step that holds its gradient).
+      *args, **kwargs: its arguments, or `jax.ShapeDtypeStruct`s in their place.
+      names: given by `checkpoint_name`; `*` and `?` stand for parts of one.
+      limit: bytes that may be saved besides, such as "1MiB". Arguments do not count.
+
+    Raises:
+      SavedValuesError: listing what is saved besides, the largest first.
+    """
+    allowed, patterns = units.parse_bytes(limit), tuple(names)
+    others = [
+        r
+        for r in residuals(f, *args, **kwargs)
+        if r.kind == "computed"
+        and not any(fnmatch.fnmatchcase(name, p) for p in patterns for name in r.names)
+    ]
+    total = sum(r.n_bytes for r in others)
+    if total > allowed:
+        others.sort(key=lambda r: -r.n_bytes)
+        listing = "\n".join(f"{units.format_bytes(r.n_bytes):>12}  {r}" for r in others[:10])
+        more = f"\n{len(others) - 10:>12} more" if len(others) > 10 else ""
+        besides = f" besides {', '.join(map(repr, patterns))}" if patterns else ""
+        raise SavedValuesError(
+            f"{units.format_bytes(total)} are saved for the backward pass{besides}, where "
+            f"{units.format_bytes(allowed)} are allowed:\n{listing}{more}\nCheckpoint what computes "
+            "them, or give them names that the policy saves."
         )
 
 

@@ -149,19 +149,32 @@ def compile_for_analysis(
     Raises:
       PlanError: the platform's compiler gives no analysis.
     """
+    compiled = compile_plainly(
+        lowered, target, default_level=default_level, compiler_options=compiler_options
+    )
+    return compiled if isinstance(compiled, OutOfMemory) else memory_of(compiled, target)
+
+
+def compile_plainly(
+    lowered: Any,
+    target: Target,
+    *,
+    default_level: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> Any:
+    """The same compilation, as the compiled program or `OutOfMemory`."""
     options = dict(compiler_options or {})
     disabled = options.get("xla_disable_hlo_passes", "")
     options["xla_disable_hlo_passes"] = ",".join(filter(None, (disabled, "rematerialization")))
     if target.platform == "tpu" and not default_level:
         options.setdefault("optimization_level", _OPTIMIZATION_LEVEL_O0)
     try:
-        compiled = lowered.compile(compiler_options=options)
+        return lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         refused = parse_out_of_memory(str(error))
         if refused is None:
             raise
         return refused
-    return memory_of(compiled, target)
 
 
 # The two ways in which TPU compilers word it: before scheduling, and after.

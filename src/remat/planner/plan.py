@@ -164,7 +164,7 @@ class _Search:
     def _budget_bytes(self, budget: int | float | str | None) -> int:
         if budget is None:
             limit = self.step.target.device.memory_bytes
-            if limit is None:
+            if not limit:
                 raise PlanError(
                     f"how much memory {self.step.target.name} has is not known: give budget=."
                 )

@@ -87,7 +87,7 @@ def program_of_step(
       records: what that took down.
       shards: for each argument over how many devices it is divided.
     """
-    builder = _Builder(records)
+    builder = Builder(records)
     builder.enter(jaxpr.invars, shards)
     builder.enter(jaxpr.constvars, [1] * len(jaxpr.constvars))
     builder.write(jaxpr, None, "")
@@ -98,7 +98,7 @@ def shards_in_bodies(
     jaxpr: _jax.Jaxpr, records: Mapping[tuple[str, str], Record], shards: Sequence[int]
 ) -> dict[_jax.Var, int]:
     """For inputs of regions in loops over how many devices they are divided; arguments as above."""
-    builder = _Builder(records)
+    builder = Builder(records)
     builder.enter(jaxpr.invars, shards)
     builder.enter(jaxpr.constvars, [1] * len(jaxpr.constvars))
     builder.write(jaxpr, None, "")
@@ -111,7 +111,7 @@ def program_of_record(record: Record, shards: Mapping[_jax.Var, int] | None = No
     Inputs of the region count as there anyway. `shards` says how they are divided.
     """
     shards = shards or {}
-    builder = _Builder({record.region_id: record})
+    builder = Builder({record.region_id: record})
     forward, backward = record.region.forward, record.backward
     builder.enter(forward.invars, [shards.get(v, 1) for v in forward.invars])
     linear = record.region.linear
@@ -127,7 +127,9 @@ def program_of_record(record: Record, shards: Mapping[_jax.Var, int] | None = No
     return builder.program([*forward.outvars[:n_known], *backward.outvars])
 
 
-class _Builder:
+class Builder:
+    """Writes jaxprs out as operations on numbered values."""
+
     def __init__(self, records: Mapping[tuple[str, str], Record]) -> None:
         self.records = records
         self.ops: list[Op] = []
@@ -166,7 +168,7 @@ class _Builder:
                 record = self.records[policy.key]
                 self._call(eqn, eqn.params["jaxpr"], (record, policy.is_backward), here)
                 continue
-            body = _inline_body(eqn)
+            body = inline_body(eqn)
             if body is not None:
                 inner = side if side is not None and eqn.primitive.name == "remat" else None
                 self._call(eqn, body, inner, here)
@@ -249,7 +251,7 @@ class _Builder:
                 known[v] = most if n_bytes(v.aval) >= most else 1
             policy = eqn.params.get("policy")
             inner = _jax.scan_body(eqn)
-            if isinstance(policy, planned.Role) and not policy.is_backward:
+            if isinstance(policy, planned.Role):
                 self.body_shards.update(zip(eqn.params["jaxpr"].invars, operands))
                 self._note_shards(eqn.params["jaxpr"], operands)
             elif inner is not None:
@@ -273,7 +275,7 @@ def _place(side: tuple[Record, bool] | None, eqn: _jax.JaxprEqn, index: int) -> 
     return None if number is None else Place(record.region_id, is_backward, number)
 
 
-def _inline_body(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
+def inline_body(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
     """The body of an equation that is a call: its operations stand in the program around it."""
     name = eqn.primitive.name
     if name in ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "shard_map", "custom_jvp_call",
@@ -295,7 +297,7 @@ def workspace_bytes(eqn: _jax.JaxprEqn) -> int:
 
 @_jax.weakref_lru_cache
 def _body_peak(jaxpr: _jax.Jaxpr) -> int:
-    builder = _Builder({})
+    builder = Builder({})
     builder.enter((*jaxpr.invars, *jaxpr.constvars), None)
     builder.write(jaxpr, None, "")
     program = without_dead(builder.program(jaxpr.outvars))

@@ -82,6 +82,8 @@ def _plain(item: Any) -> Any:
     """A dataclass as a dict, whose dataclasses json can write in turn."""
     if dataclasses.is_dataclass(item):
         return {f.name: _plain(getattr(item, f.name)) for f in dataclasses.fields(item)}
+    if isinstance(item, tuple):
+        return [_plain(part) for part in item]
     return item
 
 

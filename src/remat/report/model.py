@@ -136,6 +136,9 @@ class Totals:
       recompute_flops: of recomputation alone.
       time_s: predicted seconds of the whole step, recomputation included.
       recompute_time_s: of recomputation alone.
+      residual_bytes: what the backward pass reads of what the forward pass computed, on the device
+        and before anything is fused (`remat.residuals`).
+      residual_argument_bytes: what it reads of the arguments.
     """
 
     predicted: Memory = Memory()
@@ -145,6 +148,8 @@ class Totals:
     recompute_flops: float = 0.0
     time_s: float = 0.0
     recompute_time_s: float = 0.0
+    residual_bytes: int = 0
+    residual_argument_bytes: int = 0
 
     @property
     def difference_bytes(self) -> int | None:
@@ -287,6 +292,8 @@ def _check_totals(totals: Totals) -> None:
     for part, whole in (("recompute_flops", "flops"), ("recompute_time_s", "time_s")):
         if getattr(totals, part) > getattr(totals, whole):
             raise ReportError(f"the totals' {part} exceeds {whole}, of which it is a part.")
+    _check_whole(totals.residual_bytes, "the totals", "residual_bytes")
+    _check_whole(totals.residual_argument_bytes, "the totals", "residual_argument_bytes")
     for which, memory in (("predicted", totals.predicted), ("compiled", totals.compiled)):
         if memory is not None:
             for field in dataclasses.fields(memory):

@@ -58,7 +58,13 @@ def headline(totals: Totals) -> str:
             f"; recomputation adds {percent(totals.extra_flops_share)} FLOPs "
             f"and {percent(totals.extra_time_share)} time"
         )
-    return said + "."
+    said += "."
+    if totals.residual_bytes or totals.residual_argument_bytes:
+        said += (
+            f" Before fusion the backward pass reads {format_bytes(totals.residual_bytes)} that the "
+            f"forward pass computes, and {format_bytes(totals.residual_argument_bytes)} of arguments."
+        )
+    return said
 
 
 def percent(share: float) -> str:

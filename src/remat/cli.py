@@ -1,0 +1,596 @@
+"""The command `remat`: explain, plan, report, compare, demo, devices.
+
+What is looked at is named MODULE:FUNCTION or FILE.py:FUNCTION: a function without required arguments
+that returns ``(step, args)`` or ``(step, args, kwargs)``, where `step` is a loss (its first argument is
+differentiated) or a whole training step, and the arguments are arrays or `jax.ShapeDtypeStruct`s.
+Nothing is run but that function.
+
+Exit codes: 0 done, 1 the budget is not met or there is another error of the step or the library,
+2 the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from remat.errors import PolicyError, RematError, closest
+from remat.explain import explain as make_explanation
+from remat.explaining.step import has_gradient, value_and_gradient
+from remat.planner.devices import DEVICES
+from remat.planner.fit import fit
+from remat.planner.plan import plan as make_plan
+from remat.planner.plan_file import Plan
+from remat.planner.regions import auto
+from remat.report.explanation import Explanation
+from remat.report.files import write
+from remat.report.model import ParetoPoint
+from remat.transform import policies
+from remat.transform.checkpoint import checkpoint
+from remat.units import format_bytes
+
+_ERROR = 1
+
+
+# --------------------------------------------------------------------------------------------------
+# Errors in one line
+
+
+class _OneLine(click.ClickException):
+    exit_code = _ERROR
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"remat: {' '.join(self.message.split())}", file=file, err=file is None)
+
+
+class _Commands(click.Group):
+    """A group whose commands' errors are one line, unless --debug asks for the traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            if ctx.meta.get("remat.debug"):
+                raise
+            what = str(error) or type(error).__name__
+            known = isinstance(error, RematError)
+            raise _OneLine(what if known else f"{type(error).__name__}: {what}") from error
+
+
+def _debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    ctx.meta["remat.debug"] = value or ctx.meta.get("remat.debug", False)
+
+
+_debugging = click.option(
+    "--debug",
+    is_flag=True,
+    expose_value=False,
+    callback=_debug,
+    help="Show the traceback of an error.",
+)
+
+
+# --------------------------------------------------------------------------------------------------
+# What is looked at
+
+
+@dataclasses.dataclass(frozen=True)
+class _Subject:
+    """A loss or training step and what it is called with."""
+
+    name: str
+    step: Callable
+    args: tuple
+    kwargs: dict[str, Any]
+
+    @functools.cached_property
+    def is_step(self) -> bool:
+        """Whether it holds its gradient already."""
+        return has_gradient(self.step, self.args, self.kwargs)
+
+    def planned(self) -> Callable:
+        """The step to plan: of a loss, one whose loss is one region."""
+        return self.step if self.is_step else value_and_gradient(auto(self.step))
+
+    def under(self, policy: policies.Policy | None) -> Callable:
+        """The loss in one region under a policy; with None as it is."""
+        if policy is None:
+            return self.step
+        if self.is_step:
+            raise click.UsageError(
+                f"--policy needs the loss, and {self.name} returns a step that holds its gradient."
+            )
+        return checkpoint(self.step, policy=policy)
+
+
+def _subject(spec: str) -> _Subject:
+    module, colon, name = spec.rpartition(":")
+    if not colon or not module or not name:
+        raise click.UsageError(
+            f"{spec!r} is no MODULE:FUNCTION or FILE.py:FUNCTION, such as train:step."
+        )
+    function = _found(_loaded(module), name, spec)
+    _check_callable_bare(function, spec)
+    made = function()
+    if not isinstance(made, (tuple, list)) or len(made) not in (2, 3) or not callable(made[0]):
+        raise click.UsageError(
+            f"{spec} must return (step, args) or (step, args, kwargs) with a function as its step, "
+            f"not {_shortly(made)}."
+        )
+    step, args, kwargs = (*made, {})[:3]
+    if not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
+        raise click.UsageError(
+            f"{spec} must return a tuple of arguments after the step, and then a dict if any, "
+            f"not {_shortly(args)}."
+        )
+    return _Subject(spec, step, tuple(args), kwargs)
+
+
+def _loaded(module: str) -> Any:
+    # The current directory is where the user's code is, as for `python -m`.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    if module.endswith(".py"):
+        path = Path(module)
+        if not path.is_file():
+            raise click.UsageError(f"there is no file {module!r}.")
+        sys.path.insert(0, str(path.parent.resolve()))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        loaded = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = loaded
+        spec.loader.exec_module(loaded)
+        return loaded
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and (module == error.name or module.startswith(f"{error.name}.")):
+            raise click.UsageError(
+                f"there is no module {module!r} here ({os.getcwd()}) or installed."
+            ) from error
+        raise
+
+
+def _found(module: Any, name: str, spec: str) -> Callable:
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            known = [n for n, v in vars(found).items() if callable(v) and not n.startswith("_")]
+            raise click.UsageError(f"{spec}: there is no function {part!r}; {closest(part, known)}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise click.UsageError(f"{spec} is no function but {_shortly(found)}.")
+    checked: Callable = found
+    return checked
+
+
+def _check_callable_bare(function: Callable, spec: str) -> None:
+    empty = inspect.Parameter.empty
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [
+        p.name
+        for p in inspect.signature(function).parameters.values()
+        if p.default is empty and p.kind not in variadic
+    ]
+    if needed:
+        raise click.UsageError(
+            f"{spec} needs arguments ({', '.join(needed)}): name a function without, which returns "
+            "(step, args)."
+        )
+
+
+def _shortly(value: Any) -> str:
+    text = f"{type(value).__name__} {value!r}"
+    return text if len(text) < 80 else text[:77] + "..."
+
+
+# Policies by name
+
+
+_POLICIES = {
+    "everything_saveable": policies.everything_saveable,
+    "nothing_saveable": policies.nothing_saveable,
+    "dots_saveable": policies.dots_saveable,
+    "dots_with_no_batch_dims_saveable": policies.dots_with_no_batch_dims_saveable,
+}
+
+
+class _PolicyName(click.ParamType):
+    name = "policy"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> policies.Policy:
+        if isinstance(value, policies.Policy):
+            return value
+        if value in _POLICIES:
+            return _POLICIES[value]
+        if value.startswith("names:"):
+            try:
+                return policies.save_only_these_names(*value[6:].split(","))
+            except PolicyError as error:
+                self.fail(str(error), param, ctx)
+        self.fail(f"there is no policy {value!r}; {closest(value, [*_POLICIES, 'names:A,B'])}")
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[click.shell_completion.CompletionItem]:
+        return [
+            click.shell_completion.CompletionItem(name)
+            for name in _POLICIES
+            if name.startswith(incomplete)
+        ]
+
+
+def _targets(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[click.shell_completion.CompletionItem]:
+    names = ["cpu", *(f"{d.platform}:{d.name}" for d in DEVICES.values() if d.platform != "cpu")]
+    return [click.shell_completion.CompletionItem(n) for n in names if n.startswith(incomplete)]
+
+
+# Options that several commands have
+
+
+_spec = click.argument("spec", metavar="MODULE:FUNCTION")
+_target = click.option(
+    "--target",
+    metavar="TARGET",
+    shell_complete=_targets,
+    help="The device: at hand, or ahead of time such as gpu:h100 or tpu:v5e:2x2.",
+)
+_policy = click.option(
+    "--policy",
+    type=_PolicyName(),
+    metavar="POLICY",
+    help="Put the loss into one region under this policy: nothing_saveable, dots_saveable, "
+    "dots_with_no_batch_dims_saveable, everything_saveable, or names:A,B.",
+)
+_budget = click.option(
+    "--budget", metavar="BYTES", help="Plan for this peak first, such as 8GiB or 60%."
+)
+_plan = click.option(
+    "--plan", "plan_file", type=click.Path(dir_okay=False), help="Apply this plan first."
+)
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_html = click.option(
+    "--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write one HTML page."
+)
+_no_compile = click.option(
+    "--no-compile", is_flag=True, help="Do not ask the compiler for its figures."
+)
+
+
+@contextlib.contextmanager
+def _working(on: str) -> Iterator[None]:
+    """Say what takes time, on a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(on):
+        yield
+
+
+def _say(text: str) -> None:
+    click.echo(text.rstrip("\n"))
+
+
+def _width() -> int:
+    return max(60, shutil.get_terminal_size((110, 40)).columns)
+
+
+def _color() -> bool:
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+
+# --------------------------------------------------------------------------------------------------
+# Commands
+
+
+@click.group("remat", cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(importlib.metadata.version("remat"), prog_name="remat")
+@_debugging
+def main() -> None:
+    """Rematerialization for JAX: see what a training step keeps in memory, and plan it.
+
+    MODULE:FUNCTION (or FILE.py:FUNCTION) names a function without required arguments that returns
+    (step, args): a loss or a whole training step, and arguments to call it with. Shapes will do:
+
+    \b
+        # train.py
+        def problem():
+            params = jax.eval_shape(init, key)
+            return loss, (params, jax.ShapeDtypeStruct((8, 128), jnp.int32))
+
+    Examples:
+
+    \b
+        remat demo
+        remat explain train:problem
+        remat explain train:problem --policy dots_saveable --html step.html
+        remat plan train:problem --budget 8GiB -o plan.json
+        remat plan train:problem --budget 12GiB --target tpu:v5e:2x2
+        remat report train:problem -o report.html
+        remat compare before.json after.json
+
+    Exit codes: 0 done; 1 the budget is not met, or another error; 2 wrong command line.
+
+    Completion: eval "$(_REMAT_COMPLETE=bash_source remat)"  (or zsh_source, fish_source)
+    """
+
+
+@main.command()
+@_spec
+@_budget
+@_plan
+@_policy
+@_target
+@_no_compile
+@_json
+@_html
+@_debugging
+def explain(
+    spec: str,
+    budget: str | None,
+    plan_file: str | None,
+    policy: policies.Policy | None,
+    target: str | None,
+    no_compile: bool,
+    as_json: bool,
+    html: str | None,
+) -> None:
+    """Say what a step saves, recomputes and holds, and why remat has no effect, if it hasn't.
+
+    \b
+        remat explain train:problem
+        remat explain train:problem --budget 60%
+        remat explain train:problem --json > step.json
+    """
+    subject = _subject(spec)
+    made = _explained(subject, budget, plan_file, policy, target, not no_compile)
+    if html is not None:
+        write(html, made.to_html())
+        click.echo(f"wrote {html}", err=True)
+    if as_json:
+        _say(made.to_json())
+    elif html is None:
+        _say(made.to_text(width=_width(), color=_color()))
+
+
+@main.command()
+@_spec
+@click.option("--budget", metavar="BYTES", help="The peak on one device, such as 8GiB or 60%.")
+@_target
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Write the plan here."
+)
+@click.option("--html", type=click.Path(dir_okay=False), metavar="FILE",
+              help="Write a page on the step under the plan.")  # fmt: skip
+@_json
+@_debugging
+def plan(
+    spec: str,
+    budget: str | None,
+    target: str | None,
+    output: str | None,
+    html: str | None,
+    as_json: bool,
+) -> None:
+    """Choose what to save and recompute so that the compiler's peak is within a budget.
+
+    A loss is planned as one region; a whole training step marks its own with remat.auto. Without
+    --budget the device's memory is the budget.
+
+    \b
+        remat plan train:problem --budget 8GiB -o plan.json
+        remat plan train:problem --budget 60% --target gpu:h100
+    """
+    subject = _subject(spec)
+    step = subject.planned()
+    made = make_plan(
+        step, *subject.args, kwargs=subject.kwargs, budget=budget, target=target, cache=False
+    )
+    if output is not None:
+        made.save(output)
+        click.echo(f"wrote {output}", err=True)
+    if html is not None:
+        fitted = fit(step, plan=made, target=target)
+        page = make_explanation(fitted, *subject.args, target=target, **subject.kwargs)
+        write(html, page.to_html())
+        click.echo(f"wrote {html}", err=True)
+    _say(made.to_json() if as_json else made.explain())
+
+
+@main.command()
+@_spec
+@_budget
+@_target
+@click.option(
+    "-o", "--html", "html", type=click.Path(dir_okay=False), default="report.html",
+    show_default=True, metavar="FILE", help="The page.",
+)  # fmt: skip
+@_debugging
+def report(spec: str, budget: str | None, target: str | None, html: str) -> None:
+    """Write a page on a step, with the standard policies (and a plan) to choose from.
+
+    \b
+        remat report train:problem
+        remat report train:problem --budget 8GiB -o step.html
+    """
+    subject = _subject(spec)
+    made = _explained(subject, budget, None, None, target, True)
+    label = "as it is" if budget is None else f"plan for {budget}"
+    points = [_point(made, label, chosen=True)]
+    if not subject.is_step:
+        wanted: dict[str, policies.Policy | None] = {"nothing rematerialized": None, **_POLICIES}
+        wanted.pop("everything_saveable")
+        for name, policy in wanted.items():
+            if policy is None and budget is None:
+                continue
+            with _working(f"compiling with {name}"):
+                other = make_explanation(
+                    subject.under(policy), *subject.args, target=target, **subject.kwargs
+                )
+            points.append(_point(other, f"whole loss {name}" if policy is not None else name))
+    write(html, dataclasses.replace(made, pareto=tuple(points)).to_html())
+    _say(f"wrote {html}")
+
+
+@main.command()
+@click.argument("before")
+@click.argument("after")
+@_target
+@_no_compile
+@_json
+@_html
+@_debugging
+def compare(
+    before: str, after: str, target: str | None, no_compile: bool, as_json: bool, html: str | None
+) -> None:
+    """Say what changes from one step to another.
+
+    BEFORE and AFTER are MODULE:FUNCTION, or files that `remat explain --json` wrote.
+
+    \b
+        remat compare train:before train:after
+        remat compare before.json train:problem
+    """
+    first, second = (
+        Explanation.load(what)
+        if what.endswith(".json")
+        else _explained(_subject(what), None, None, None, target, not no_compile)
+        for what in (before, after)
+    )
+    found = first.diff(second)
+    if html is not None:
+        write(html, found.to_html())
+        click.echo(f"wrote {html}", err=True)
+    if as_json:
+        _say(found.to_json())
+    elif html is None:
+        _say(found.to_text(width=_width(), color=_color()))
+
+
+@main.command()
+@click.option("--budget", metavar="BYTES", default="50%", show_default=True,
+              help="What the plan may take.")  # fmt: skip
+@_target
+@_debugging
+def demo(budget: str, target: str | None) -> None:
+    """Plan a small network that is built in, and show the step before and after.
+
+    \b
+        remat demo
+        remat demo --budget 30% --target tpu:v5e
+    """
+    subject = _Subject("demo", _demo_loss, _demo_arguments(), {})
+    before = _explained(subject, None, None, None, target, True)
+    after = _explained(subject, budget, None, None, target, True)
+    _say(before.to_text(width=_width(), color=_color(), most=4))
+    _say("")
+    _say(before.diff(after).to_text(width=_width(), color=_color(), most=4))
+
+
+@main.command()
+@_json
+@_debugging
+def devices(as_json: bool) -> None:
+    """List the devices whose figures are known, and those at hand.
+
+    \b
+        remat devices
+    """
+    here = [str(d.device_kind) for d in jax.devices()]
+    known = list(DEVICES.values())
+    if as_json:
+        rows = [
+            {
+                "target": d.name if d.platform == "cpu" else f"{d.platform}:{d.name}",
+                "memory_bytes": d.memory_bytes,
+                "bandwidth_bytes_per_s": d.bandwidth_bytes_per_s,
+                "flops_per_s": dict(d.flops),
+            }
+            for d in known
+        ]
+        _say(json.dumps({"at_hand": here, "known": rows}, indent=1))
+        return
+    table = Table(title=f"at hand: {', '.join(sorted(set(here)))} × {len(here)}", box=None)
+    for column in ("target", "memory", "bandwidth", "bfloat16", "float32"):
+        table.add_column(column, justify="left" if column == "target" else "right")
+    for d in known:
+        table.add_row(
+            d.name if d.platform == "cpu" else f"{d.platform}:{d.name}",
+            format_bytes(d.memory_bytes) if d.memory_bytes else "the host's",
+            f"{d.bandwidth_bytes_per_s / 1e9:.0f} GB/s",
+            f"{d.flops_per_s('bfloat16') / 1e12:.1f} TFLOP/s",
+            f"{d.flops_per_s('float32') / 1e12:.1f} TFLOP/s",
+        )
+    Console(width=_width(), file=sys.stdout).print(table)
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def _explained(
+    subject: _Subject,
+    budget: str | None,
+    plan_file: str | None,
+    policy: policies.Policy | None,
+    target: str | None,
+    compile: bool,
+) -> Explanation:
+    if (budget is not None) + (plan_file is not None) + (policy is not None) > 1:
+        raise click.UsageError("give one of --budget, --plan and --policy.")
+    step = subject.under(policy)
+    if budget is not None or plan_file is not None:
+        given = None if plan_file is None else Plan.load(plan_file)
+        step = fit(subject.planned(), budget=budget, plan=given, target=target, cache=False)
+    with _working(f"explaining {subject.name}"):
+        made = make_explanation(
+            step, *subject.args, target=target, compile=compile, **subject.kwargs
+        )
+    return dataclasses.replace(made, title=subject.name)
+
+
+def _point(explanation: Explanation, label: str, *, chosen: bool = False) -> ParetoPoint:
+    totals = explanation.totals
+    memory = totals.compiled or totals.predicted
+    return ParetoPoint(
+        memory.peak_bytes,
+        totals.extra_flops_share,
+        totals.recompute_time_s,
+        label,
+        verified=totals.compiled is not None,
+        chosen=chosen,
+    )
+
+
+def _demo_loss(weights: Any, x: Any) -> Any:
+    for w in weights:
+        with jax.named_scope("layer"):
+            x = x + jnp.tanh(jnp.tanh(x @ w) @ w)
+    return jnp.mean(x * x)
+
+
+def _demo_arguments() -> tuple:
+    weights = [jax.ShapeDtypeStruct((128, 128), jnp.float32)] * 12
+    return weights, jax.ShapeDtypeStruct((4096, 128), jnp.float32)

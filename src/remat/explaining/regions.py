@@ -1,0 +1,166 @@
+"""What policies and regions did, as facts about jaxprs.
+
+After differentiation a region is its backward half: what it recomputes, and the part that depends on
+the cotangents. What its policy saved is not in there any more. So whether a policy matched anything is
+looked up where the forward pass stands, and whether an inner policy was overridden shows in what the
+outer region's backward half computes once more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from remat import _jax
+from remat.explaining.sides import is_region
+from remat.planner.trace import inline_body
+from remat.transform import planned, policies
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Found:
+    """A region's backward half, wherever it is.
+
+    Args:
+      eqn: the equation.
+      times: how often the step runs it.
+      outer: the region's backward half that it is in, if it is in one.
+    """
+
+    eqn: _jax.JaxprEqn
+    times: int
+    outer: Found | None
+
+    @property
+    def policy(self) -> Any:
+        return self.eqn.params.get("policy")
+
+
+def all_regions(jaxpr: _jax.Jaxpr, times: int = 1, outer: Found | None = None) -> Iterator[Found]:
+    """The backward halves of regions at any depth, outer ones first."""
+    for eqn in jaxpr.eqns:
+        inner = outer
+        if is_region(eqn):
+            inner = Found(eqn, times, outer)
+            yield inner
+        more = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+        for body in _jax.jaxprs_of(eqn):
+            yield from all_regions(_jax.open_jaxpr(body), more, inner)
+
+
+def chooses(policy: Any) -> bool:
+    """Whether a policy is one of the user's that means to save something."""
+    if policy is None or policy is planned.save_all or policy is policies.nothing_saveable:
+        return False
+    if isinstance(policy, (planned.Decisions, planned.Backward)) or planned.is_call(policy):
+        return False
+    return getattr(policy, "__name__", "") != "nothing_saveable" and callable(policy)
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """A value that a policy saves: its bytes in all, its type and the line that makes it."""
+
+    n_bytes: int
+    type: str
+    source: str
+
+
+def matches(policy: Any, jaxpr: _jax.Jaxpr, *, times: int = 1) -> Iterator[Match]:
+    """What a policy saves of what a jaxpr computes, at any depth, backward halves left out."""
+    opinion = policies.as_policy(policy).opinion
+    named = policies.names_of_values(jaxpr)
+    for eqn in jaxpr.eqns:
+        if is_region(eqn):
+            continue
+        for value, _ in policies.values_of(eqn, _jax.name_stack_of(eqn), named):
+            case = opinion(value)
+            if case is not None and case is not _jax.Recompute:
+                yield Match(
+                    times * value.n_bytes,
+                    value.aval.str_short(short_dtypes=True),
+                    _jax.source_line_of(eqn),
+                )
+        more = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+        for body in _jax.bodies_of(eqn):
+            yield from matches(policy, _jax.open_jaxpr(body), times=more)
+
+
+def regions_with(policy: Any, jaxpr: _jax.Jaxpr) -> Iterator[_jax.JaxprEqn]:
+    """The regions of a function that was not differentiated that have this policy."""
+    for eqn in jaxpr.eqns:
+        if "prevent_cse" in eqn.params and eqn.params.get("policy") is policy:
+            yield eqn
+        for body in _jax.jaxprs_of(eqn):
+            yield from regions_with(policy, _jax.open_jaxpr(body))
+
+
+def live_body(eqn: _jax.JaxprEqn) -> _jax.Jaxpr:
+    """A region's body without what its results do not need."""
+    body = _jax.open_jaxpr(eqn.params["jaxpr"])
+    return _jax.dce(body, [True] * len(body.outvars))[0]
+
+
+def names_in(jaxpr: _jax.Jaxpr) -> dict[str, str]:
+    """The checkpoint names at any depth, and the line that first gives each."""
+    found: dict[str, str] = {}
+    for eqn in jaxpr.eqns:
+        name = _jax.checkpoint_name_of(eqn)
+        if name is not None:
+            found.setdefault(name, _jax.source_line_of(eqn))
+        for body in _jax.jaxprs_of(eqn):
+            for inner, line in names_in(_jax.open_jaxpr(body)).items():
+                found.setdefault(inner, line)
+    return found
+
+
+def names_wanted(policy: Any) -> tuple[str, ...]:
+    """The names that a policy is to save, as far as it shows them."""
+    if isinstance(policy, policies.Policy):
+        parts = [getattr(part, "names", ()) for part in policy.parts()]
+        return tuple(dict.fromkeys(name for names in parts for name in names))
+    found: dict[str, None] = {}
+    # Functions of JAX hold them in their closure, its newer policies as attributes.
+    held = [cell.cell_contents for cell in getattr(policy, "__closure__", None) or ()]
+    held += list(vars(policy).values()) if hasattr(policy, "__dict__") else []
+    for item in held:
+        if isinstance(item, str):
+            found[item] = None
+        elif isinstance(item, (set, frozenset, tuple, list)):
+            found.update(dict.fromkeys(sorted(x for x in item if isinstance(x, str))))
+        elif callable(item) and item is not policy:
+            found.update(dict.fromkeys(names_wanted(item)))
+    return tuple(found)
+
+
+def split(eqn: _jax.JaxprEqn) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
+    """A backward half's equations: those that recompute, and those on cotangents; calls written out."""
+    flags = eqn.params.get("cotangents")
+    body = _jax.inline_calls(_jax.open_jaxpr(eqn.params["jaxpr"]), _call)
+    derived = {v for v, flag in zip(body.invars, flags or ()) if flag}
+    again: list[_jax.JaxprEqn] = []
+    later: list[_jax.JaxprEqn] = []
+    for inner in body.eqns:
+        if flags:
+            depends = any(_jax.is_var(v) and v in derived for v in inner.invars)
+        else:
+            depends = not _jax.is_recomputation(inner)
+        if depends:
+            derived.update(inner.outvars)
+        (later if depends else again).append(inner)
+    return again, later
+
+
+def _call(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
+    return None if is_region(eqn) else inline_body(eqn)
+
+
+def inlined(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+    """A step whose regions are plain operations, which a compiler may merge with the forward pass."""
+
+    def region(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
+        is_one = eqn.primitive.name in ("remat", "remat2", "checkpoint")
+        return _jax.open_jaxpr(eqn.params["jaxpr"]) if is_one else None
+
+    return _jax.inline_calls(jaxpr, region)

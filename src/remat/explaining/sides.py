@@ -1,0 +1,254 @@
+"""A step's program with its parts told apart: forward, recomputed, backward, update.
+
+The rule, for each operation:
+
+* Inside a region's backward half (an equation that rematerialization left, with `differentiated`
+  set): what depends on the cotangents is *backward*; what does not is *recomputed*.
+* Outside: what JAX made by transposition is *backward* (it says so in the name stack). What depends
+  on backward operations otherwise came after the gradient: *update*; so did what stands behind the
+  first of them and serves none of them. All else is *forward*.
+
+A recomputed operation is the same as one of the forward pass if it is the same primitive, at the same
+source line, on the same operands (saved values and their rounded copies count as what they are copies
+of). `Sides.same` says so value by value: it is how a recomputed value finds its first life, and how
+the program is found that a compiler is left with when it undoes rematerialization.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from remat import _jax
+from remat.planner.program import Kind, Op, Program, without_dead
+from remat.planner.trace import Builder
+from remat.report.model import Phase
+
+_REGIONS = ("remat", "remat2", "checkpoint", "remat_linear")
+# Copies of a value that are the value.
+_COPIES = frozenset(
+    ("reduce_precision", "name", "remat_mark", "optimization_barrier", "copy", "copy_p", "pvary")
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Region:
+    """A region's backward half, outside of all loops and other regions.
+
+    Args:
+      eqn: the equation that holds it.
+      path: where it is.
+      operands: what it reads: residuals, inputs and cotangents.
+    """
+
+    eqn: _jax.JaxprEqn
+    path: str
+    operands: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sides:
+    """A program, and which part of the step each of its operations is.
+
+    Args:
+      program: without what is not needed.
+      phases, regions, eqns: for each operation its part, the number of its region (-1: none), and
+        what it was.
+      all_regions: the regions, in the order in which their backward halves run.
+      same: of a recomputed value, the value of the forward pass that it is again.
+      inputs: the program's numbers of the jaxpr's inputs.
+      host_bytes: of values that are in the host's memory.
+    """
+
+    program: Program
+    phases: tuple[Phase, ...]
+    regions: tuple[int, ...]
+    eqns: tuple[_jax.JaxprEqn, ...]
+    all_regions: tuple[Region, ...]
+    same: dict[int, int]
+    inputs: tuple[int, ...]
+    host_bytes: dict[int, int]
+
+    def undone(self) -> Program:
+        """The program that is left if all recomputation is merged with the forward pass."""
+        copies = self.same
+
+        def first(v: int) -> int:
+            while v in copies:
+                v = copies[v]
+            return v
+
+        ops = [
+            dataclasses.replace(op, operands=tuple(map(first, op.operands)))
+            for op in self.program.ops
+            if not op.results or not all(v in copies for v in op.results)
+        ]
+        outputs = tuple(map(first, self.program.outputs))
+        return without_dead(dataclasses.replace(self.program, ops=tuple(ops), outputs=outputs))
+
+
+def sides_of_step(jaxpr: _jax.Jaxpr, shards: Sequence[int]) -> Sides:
+    """The program of a step and its parts."""
+    # All effects stay, and so do all inputs.
+    live, used = _jax.dce(jaxpr, [True] * len(jaxpr.outvars))
+    reader = _Reader()
+    reader.enter(jaxpr.invars, shards)
+    reader.enter(live.constvars, [1] * len(live.constvars))
+    inputs = tuple(reader.ids[v] for v in jaxpr.invars)
+    kept = [v for v, u in zip(jaxpr.invars, used) if u]
+    for v, outer in zip(live.invars, kept):
+        reader.ids[v] = reader.ids[outer]
+    reader.write(live, None, "")
+    program = without_dead(reader.program(live.outvars))
+    notes = [reader.notes[op.results] for op in program.ops]
+    return Sides(
+        program,
+        _phases(program, notes),
+        tuple(note.region for note in notes),
+        tuple(note.eqn for note in notes),
+        tuple(reader.regions),
+        _same(program, notes, reader.literals),
+        inputs,
+        reader.host_bytes,
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Note:
+    phase: Phase
+    region: int
+    eqn: _jax.JaxprEqn
+
+
+@dataclasses.dataclass(frozen=True)
+class _Where:
+    region: int = -1
+    transposed: bool = False
+    again: bool = False  # in the part of a region that is computed once more
+
+
+class _Reader(Builder):
+    """Writes a step out, and takes down where each operation stands."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.notes: dict[tuple[int, ...], _Note] = {}
+        self.regions: list[Region] = []
+        self.host_bytes: dict[int, int] = {}
+        self._where = _Where()
+        self._derived: set[int] = set()  # values that depend on cotangents
+        self.literals: dict[int, str] = {}  # inputs of calls that are literals
+        self._literal_of: dict[_jax.Var, str] = {}
+        self._cotangents: tuple[_jax.Jaxpr, tuple[bool, ...]] | None = None
+
+    def _new(self, v: _jax.Var, shards: int) -> int:
+        number = super()._new(v, shards)
+        if v in self._literal_of:
+            self.literals[number] = self._literal_of[v]
+        if _jax.is_on_host(v.aval):
+            size = v.aval.size * _jax.itemsize_bytes(v.aval)
+            self.host_bytes[number] = -(-int(size) // shards)
+        return number
+
+    def write(self, jaxpr: _jax.Jaxpr, side: Any, path: str) -> None:
+        if self._cotangents is not None and self._cotangents[0] is jaxpr:
+            flags = self._cotangents[1]
+            self._derived.update(self.ids[v] for v, flag in zip(jaxpr.invars, flags) if flag)
+            self._cotangents = None
+        super().write(jaxpr, side, path)
+
+    def _call(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr, side: Any, path: str) -> None:
+        outer = self._where
+        self._where = self._at(eqn)
+        if is_region(eqn) and outer.region == -1:
+            operands = tuple(self.ids[v] for v in eqn.invars if _jax.is_var(v))
+            self.regions.append(Region(eqn, path, operands))
+            self._where = _Where(region=len(self.regions) - 1, transposed=True)
+            if eqn.params.get("cotangents"):
+                self._cotangents = (body, eqn.params["cotangents"])
+        given = {v: str(x) for v, x in zip(body.invars, eqn.invars) if not _jax.is_var(x)}
+        self._literal_of.update(given)
+        super()._call(eqn, body, side, path)
+        for v in given:
+            self._literal_of.pop(v, None)
+        self._where = outer
+
+    def _at(self, eqn: _jax.JaxprEqn) -> _Where:
+        where = self._where
+        return dataclasses.replace(
+            where,
+            transposed=where.transposed or _jax.is_transposed(eqn),
+            again=where.again or (where.region != -1 and _jax.is_recomputation(eqn)),
+        )
+
+    def _op(self, eqn: _jax.JaxprEqn, side: Any, index: int, path: str) -> None:
+        super()._op(eqn, side, index, path)
+        where, op = self._at(eqn), self.ops[-1]
+        names = op.path.split("/")
+        if where.region != -1 and names[: len(names) // 2] == names[len(names) // 2 :]:
+            # A planned region's operations bring the scopes along that the region stands in.
+            op = self.ops[-1] = dataclasses.replace(op, path="/".join(names[len(names) // 2 :]))
+        derived = any(v in self._derived for v in op.operands)
+        known = self.regions[where.region].eqn.params if where.region != -1 else {}
+        phase: Phase
+        if where.region != -1:
+            again = not derived if known.get("cotangents") else where.again
+            phase = "recompute" if again else "backward"
+        elif where.transposed:
+            phase = "backward"
+        else:
+            phase = "update" if derived else "forward"
+        if derived or phase == "backward":
+            self._derived.update(op.results)
+        self.notes[op.results] = _Note(phase, where.region, eqn)
+
+
+def _phases(program: Program, notes: Sequence[_Note]) -> tuple[Phase, ...]:
+    """The parts, with what only the update needs told from the forward pass."""
+    phases: list[Phase] = [note.phase for note in notes]
+    serves: set[int] = set()  # values that the gradient needs
+    for i in reversed(range(len(phases))):
+        op = program.ops[i]
+        if phases[i] in ("backward", "recompute") or any(v in serves for v in op.results):
+            serves.update(op.operands)
+    began = next((i for i, p in enumerate(phases) if p in ("backward", "recompute")), len(phases))
+    for i in range(began, len(phases)):
+        if phases[i] == "forward" and not any(v in serves for v in program.ops[i].results):
+            phases[i] = "update"
+    return tuple(phases)
+
+
+def is_region(eqn: _jax.JaxprEqn) -> bool:
+    """Whether an equation is the backward half of a rematerialized region."""
+    return eqn.primitive.name in _REGIONS and bool(eqn.params.get("differentiated"))
+
+
+def _same(program: Program, notes: Sequence[_Note], literals_of: dict[int, str]) -> dict[int, int]:
+    copy_of: dict[int, int] = {}
+    first: dict[Any, Op] = {}
+    same: dict[int, int] = {}
+    for op, note in zip(program.ops, notes):
+        operands = tuple(copy_of.get(v, v) for v in op.operands)
+        alike = tuple(literals_of.get(v, v) for v in operands)
+        if op.name in _COPIES and len(operands) == len(op.results):
+            copy_of.update(zip(op.results, operands))
+            if note.phase == "recompute":
+                same.update((r, v) for r, v in zip(op.results, operands))
+            continue
+        written = tuple(str(v) for v in note.eqn.invars if not _jax.is_var(v))
+        types = tuple(program.types[v] for v in op.results)
+        key = (op.name, op.source, alike, written, types)
+        if note.phase == "forward":
+            # What the forward pass computes twice itself (a mask in each layer) is one value too.
+            copy_of.update(zip(op.results, first.setdefault(key, op).results))
+        elif note.phase == "recompute" and key in first:
+            again = first[key].results
+            same.update(zip(op.results, again))
+            copy_of.update(zip(op.results, again))
+    return same
+
+
+def is_view(op: Op) -> bool:
+    """Whether an operation's result is its operand, seen otherwise."""
+    return op.kind is Kind.VIEW and len(op.operands) == 1

@@ -1,0 +1,181 @@
+"""A function or training step, traced as `jax.jit` would trace it for a target.
+
+A function that holds no gradient of its own is explained with one: it is run forward, and backward
+from a cotangent of ones to its first argument. That is `jax.value_and_grad` where the result is one
+number, and it is defined for any other result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from remat import _jax
+from remat.planner.targets import Target, place
+from remat.transform.residuals import Residuals, residuals
+
+_jax.exclude_from_tracebacks(__file__)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedStep:
+    """A step as JAX compiles it.
+
+    Args:
+      title: the function's name.
+      jaxpr: of the whole step; closed-over values are its leading inputs.
+      undifferentiated: of the function that was given, where the gradient was added to it.
+      names: what the inputs are called.
+      shards: for each input over how many devices it is divided.
+      donated: for each input whether its memory is given away.
+      residuals: of the function that was given, where the gradient was added to it.
+      inputs: for each input an array, or its shape, type and sharding.
+      lower: gives what compiles.
+    """
+
+    title: str
+    jaxpr: _jax.Jaxpr
+    undifferentiated: _jax.Jaxpr | None
+    names: tuple[str, ...]
+    shards: tuple[int, ...]
+    donated: tuple[bool, ...]
+    residuals: Residuals | None
+    inputs: tuple[Any, ...]
+    lower: Callable[[], Any]
+
+
+def traced_step(f: Callable, args: tuple, kwargs: dict[str, Any], target: Target) -> TracedStep:
+    """Trace a function or step with arguments of it, on a target."""
+    if not callable(f):
+        raise TypeError(f"remat.explain takes a function or a training step, not {f!r}.")
+    args, kwargs = place((args, kwargs), target)
+    title = getattr(f, "__name__", type(f).__name__)
+    plain = _jitted(f).trace(*args, **kwargs)
+    jaxpr, consts = _jax.detach_consts(plain.jaxpr)
+    if _has_gradient(jaxpr) or not args or not _differentiable(args[0]):
+        return _made(title, f, plain, jaxpr, consts, args, kwargs, None, None)
+
+    traced = jax.jit(value_and_gradient(f)).trace(*args, **kwargs)
+    of_step, consts = _jax.detach_consts(traced.jaxpr)
+    kept = residuals(f, *args, **kwargs)
+    return _made(title, f, traced, of_step, consts, args, kwargs, jaxpr, kept)
+
+
+def has_gradient(f: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a function holds a gradient of its own."""
+    return _has_gradient(_jax.open_jaxpr(_jitted(f).trace(*args, **kwargs).jaxpr))
+
+
+def value_and_gradient(f: Callable) -> Callable:
+    """A function's result, and its gradient with respect to the first argument."""
+
+    # By the same name in the compiled program and in its analysis.
+    @_jax.wraps(f)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return _value_and_gradient(f, args, kwargs)
+
+    return step
+
+
+def _jitted(f: Callable) -> Any:
+    return f if hasattr(f, "trace") else jax.jit(f)
+
+
+def _made(
+    title: str,
+    f: Callable,
+    traced: Any,
+    jaxpr: _jax.Jaxpr,
+    consts: Sequence[Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+    undifferentiated: _jax.Jaxpr | None,
+    kept: Residuals | None,
+) -> TracedStep:
+    n_consts = len(consts)
+    n_inputs = len(jaxpr.invars) - n_consts
+    leaves = [x for x in jax.tree.leaves((args, kwargs)) if hasattr(x, "shape")]
+    infos = jax.tree.leaves(traced.args_info, is_leaf=lambda x: hasattr(x, "donated"))
+    # Static arguments are among the arguments but not among the inputs.
+    known = len(leaves) == n_inputs == len(infos)
+    names = (
+        _jax.argument_names(f, args, kwargs, len(jax.tree.leaves((args, kwargs))))
+        if len(jax.tree.leaves((args, kwargs))) == n_inputs
+        else tuple(f"argument {i}" for i in range(n_inputs))
+    )
+    return TracedStep(
+        title,
+        jaxpr,
+        undifferentiated,
+        ("closed-over constant",) * n_consts + names,
+        (1,) * n_consts + (tuple(map(_divided, leaves)) if known else (1,) * n_inputs),
+        (False,) * n_consts
+        + (
+            tuple(info.donated for info in infos) if len(infos) == n_inputs else (False,) * n_inputs
+        ),
+        kept,
+        (*consts, *(leaves if known else map(_struct, jaxpr.invars[n_consts:]))),
+        traced.lower,
+    )
+
+
+def _struct(v: _jax.Var) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
+
+
+def _divided(leaf: Any) -> int:
+    sharding, shape = getattr(leaf, "sharding", None), tuple(leaf.shape)
+    if sharding is None or not all(shape):
+        return 1
+    ratio = 1
+    for whole, part in zip(shape, sharding.shard_shape(shape)):
+        ratio *= -(-whole // max(part, 1))
+    return ratio
+
+
+def _has_gradient(jaxpr: _jax.Jaxpr) -> bool:
+    """Whether something in a jaxpr was transposed or cut for it."""
+    for eqn in jaxpr.eqns:
+        if _jax.is_transposed(eqn) or eqn.params.get("differentiated"):
+            return True
+        if any(_has_gradient(_jax.open_jaxpr(body)) for body in _jax.jaxprs_of(eqn)):
+            return True
+    return False
+
+
+def _differentiable(tree: Any) -> bool:
+    return any(map(_is_inexact, jax.tree.leaves(tree)))
+
+
+def _is_inexact(x: Any) -> bool:
+    dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x) if _is_number(x) else None
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (bool, int, float, complex))
+
+
+def _value_and_gradient(f: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    leaves, tree = jax.tree.flatten(args[0])
+    chosen = [i for i, leaf in enumerate(leaves) if _is_inexact(leaf)]
+
+    def of_chosen(xs: list[Any]) -> Any:
+        full = list(leaves)
+        for i, x in zip(chosen, xs):
+            full[i] = x
+        return f(jax.tree.unflatten(tree, full), *args[1:], **kwargs)
+
+    out, backward = jax.vjp(of_chosen, [leaves[i] for i in chosen])
+    return out, backward(jax.tree.map(_ones, out))[0]
+
+
+def _ones(x: Any) -> Any:
+    if _is_inexact(x):
+        return jnp.ones_like(x)
+    return np.zeros(jnp.shape(x), jax.dtypes.float0)

@@ -1,0 +1,94 @@
+"""The pytest plugin, in test runs of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+MODEL = """
+    import jax, jax.numpy as jnp, remat
+
+    x = jax.ShapeDtypeStruct((256, 64), jnp.float32)
+    w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
+    def loss(w, x):
+        h = remat.checkpoint_name(jnp.tanh(x @ w), "hidden")
+        return jnp.sum(jnp.sin(h @ w))
+
+    saving = remat.checkpoint(loss, policy=remat.policies.save("hidden"))
+"""
+
+
+@pytest.fixture
+def run(pytester):
+    def with_test(body, *options):
+        pytester.makepyfile(test_memory=textwrap.dedent(MODEL) + body)
+        return pytester.runpytest_inprocess(
+            "-p", "remat_pytest", "-p", "no:cacheprovider", *options
+        )
+
+    return with_test
+
+
+def test_assertions_are_fixtures(run):
+    result = run(
+        "def test_peak(assert_peak_below):\n"
+        "    assert_peak_below(loss, w, x, limit='4MiB')\n"
+        "def test_names(assert_saves_only):\n"
+        "    assert_saves_only(saving, w, x, names=['hid*'])\n"
+        "def test_limit(assert_saves_only):\n"
+        "    assert_saves_only(saving, w, x, limit='64KiB')\n"
+    )
+    result.assert_outcomes(passed=3)
+
+
+def test_saving_more_than_the_names_fails_with_what_is_saved(run):
+    result = run(
+        "def test_names(assert_saves_only):\n    assert_saves_only(loss, w, x, names=['hidden'])\n"
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*SavedValuesError: * are saved for the backward pass besides*"])
+    result.stdout.fnmatch_lines(["*64.0 KiB  f32[[]256,64[]] output of *"])
+
+
+def test_a_snapshot_fails_with_a_diff_when_more_is_saved(run, pytester):
+    test = "def test_it(remat_snapshot):\n    remat_snapshot({}, w, x)\n"
+    result = run(test.format("saving"))
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["*there is no snapshot *test_it.txt; write it with --remat-update."]
+    )
+    run(test.format("saving"), "--remat-update").assert_outcomes(passed=1)
+    kept = (pytester.path / "__snapshots__" / "test_memory" / "test_it.txt").read_text()
+    assert kept.startswith("saved in all: 65536 bytes\n")
+    assert "hidden" in kept
+    run(test.format("saving")).assert_outcomes(passed=1)
+    result = run(test.format("loss"))
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["this saves 65536 bytes more for the backward pass *"])
+    result.stdout.fnmatch_lines(["+saved*f32[[]256,64[]]*"])
+
+
+def test_several_snapshots_of_one_test_and_parameters_have_files_of_their_own(run, pytester):
+    test = (
+        "import pytest\n"
+        "@pytest.mark.parametrize('f', [loss, saving], ids=['a/b', 'c'])\n"
+        "def test_it(f, remat_snapshot):\n"
+        "    remat_snapshot(f, w, x)\n"
+        "    remat_snapshot(remat.explain(loss, w, x, compile=False))\n"
+    )
+    run(test, "--remat-update").assert_outcomes(passed=2)
+    files = sorted(p.name for p in (pytester.path / "__snapshots__" / "test_memory").iterdir())
+    assert files == ["test_it_a_b-2.txt", "test_it_a_b.txt", "test_it_c-2.txt", "test_it_c.txt"]
+    run(test).assert_outcomes(passed=2)
+
+
+def test_importing_the_plugin_imports_no_jax():
+    code = "import sys, remat_pytest; print('jax' in sys.modules, 'remat' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert out.stdout.split() == ["False", "False"]
