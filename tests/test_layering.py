@@ -48,12 +48,11 @@ LAYERS = [
     ("planner.schedule",),
     ("planner",),
     ("planner.fusion",),
-    ("planner.decide",),
+    ("planner.decide", "planner.bodies"),
     ("planner.identity",),
     ("planner.emit",),
     ("planner.regions",),
-    ("planner.trace",),
-    ("planner.bodies", "planner.step"),
+    ("planner.trace", "planner.step"),
     ("planner.levels",),
     ("planner.plan",),
     ("planner.fit",),
@@ -77,6 +76,7 @@ LAYERS = [
 PURE = ("errors", "units", "planner.graph", "planner.simulate", "planner.mincut", "planner.chain",
         "planner.frontier", "planner.search", "planner.evict", "planner.schedule",
         "planner.devices", "planner.cache", "planner.program", "planner.fusion", "planner.decide",
+        "planner.bodies",
         "planner.json_lines", "planner.plan_file",
         "loops.schedules", "loops.nesting", "globs", "report", "explaining.hlo")  # fmt: skip
 

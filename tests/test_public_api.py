@@ -10,7 +10,7 @@ import pytest
 import remat
 
 PUBLIC = {
-    "checkpoint", "remat", "checkpoint_name", "policies",
+    "checkpoint", "remat", "checkpoint_name", "policies", "auto", "plan", "fit", "Fitted", "Plan",
     "residuals", "Residual", "Residuals", "saved_residuals", "print_saved_residuals", "testing",
     "remat_scan", "rematted", "TargetError", "MethodError",
     "scan", "fori_loop", "while_loop", "StepLimitError", "StoreError",

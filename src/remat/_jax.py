@@ -399,9 +399,7 @@ def scan_arity(eqn: JaxprEqn) -> tuple[int, int]:
     return eqn.params["num_consts"], eqn.params["num_carry"]
 
 
-def written_out(
-    jaxpr: Jaxpr, invars: Sequence[Any], outvars: Sequence[Var]
-) -> list[JaxprEqn]:
+def written_out(jaxpr: Jaxpr, invars: Sequence[Any], outvars: Sequence[Var]) -> list[JaxprEqn]:
     """The equations of a jaxpr on other operands, with results under other names."""
     names: dict[Var, Any] = dict(zip(jaxpr.invars, invars))
     made = {v for eqn in jaxpr.eqns for v in eqn.outvars}

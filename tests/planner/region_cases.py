@@ -14,7 +14,14 @@ from jax.sharding import PartitionSpec as P
 
 import remat
 from remat.planner.emit import RegionDecision, Segment, save_everything
-from remat.planner.regions import Application, Record, Recording, loop_depth, session_context
+from remat.planner.regions import (
+    Application,
+    LoopForm,
+    Record,
+    Recording,
+    loop_depth,
+    session_context,
+)
 
 CASES: dict[str, Callable[[], tuple[Callable, tuple]]] = {}
 
@@ -49,7 +56,7 @@ def random_application(
     """Decisions about every region of a step. Loops first, then what is around them as it is then."""
     draw = random.Random(seed)
     decided: dict[str, dict[str, RegionDecision]] = {}
-    chosen: dict[str, int] = {}
+    chosen: dict[str, LoopForm] = {}
     recording = Recording()
     traced_in(recording, step, args, **jit_options)
     deepest = max((loop_depth(key) for key, _ in recording.records), default=0)
@@ -61,7 +68,7 @@ def random_application(
             decided.setdefault(record.key, {})[record.region.fingerprint] = decision
             if depth and groups:
                 length = recording.scans[record.key].params["length"]
-                chosen[record.key] = draw.choice((1, 2, 3, max(1, length - 1)))
+                chosen[record.key] = LoopForm(draw.choice((1, 2, 3, max(1, length - 1))))
         if not depth:
             for record in recording.not_transposed.values():
                 everything = save_everything(record.region)
@@ -866,7 +873,9 @@ def loops_of_ours():
 def matmul_with_preferred_types():
     @remat.auto
     def loss(w, x):
-        y = jnp.dot(x.astype(jnp.float16), w.astype(jnp.float16), preferred_element_type=jnp.float32)
+        y = jnp.dot(
+            x.astype(jnp.float16), w.astype(jnp.float16), preferred_element_type=jnp.float32
+        )
         return jnp.sum(jnp.tanh(y).astype(jnp.float16).astype(jnp.float32) ** 2)
 
     return jax.value_and_grad(loss, (0, 1)), (normal(*W), normal(*X))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -39,9 +40,7 @@ def test_options_are_the_hull_from_the_fewest_bytes_to_the_most():
     assert len(options) > 2
     assert [o.bytes for o in options] == sorted({o.bytes for o in options})
     assert [o.seconds for o in options] == sorted({o.seconds for o in options}, reverse=True)
-    slopes = [
-        (a.seconds - b.seconds) / (b.bytes - a.bytes) for a, b in zip(options, options[1:])
-    ]
+    slopes = [(a.seconds - b.seconds) / (b.bytes - a.bytes) for a, b in itertools.pairwise(options)]
     assert slopes == sorted(slopes, reverse=True)
 
 
@@ -56,7 +55,9 @@ def test_values_that_must_not_be_repeated_are_saved_at_any_price():
     b = body()
     ops = list(b.program.ops)
     ops[1] = Op("psum", Kind.OPAQUE, (1,), (2,), place=Place(REGION, False, 1), repeatable=False)
-    program = Program(tuple(ops), *(getattr(b.program, k) for k in ("bytes", "types", "inputs", "outputs")))
+    program = Program(
+        tuple(ops), *(getattr(b.program, k) for k in ("bytes", "types", "inputs", "outputs"))
+    )
     for option in loop_options(Body(program, REGION, 2, (0,)), price):
         assert 1 in option.saved
 

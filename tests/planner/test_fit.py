@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from planner.region_cases import assert_same, normal
 
 import remat
+from planner.region_cases import assert_same, normal
 from remat.planner import compiled as compiler, plan as planning
 from remat.planner.cache import Cache
 
@@ -21,7 +21,7 @@ W, X = normal(32, 32), normal(256, 32)
 
 @remat.auto
 def loss(w, x):
-    for _ in range(6):
+    for _ in range(12):
         x = jnp.tanh(x @ w)
     return jnp.sum(x**2)
 
@@ -31,7 +31,7 @@ def scanned_loss(w, x):
     def body(h, _):
         return jnp.tanh(jnp.sin(h @ w)), None
 
-    return jnp.sum(jax.lax.scan(body, x, length=8)[0] ** 2)
+    return jnp.sum(jax.lax.scan(body, x, length=16)[0] ** 2)
 
 
 step = jax.value_and_grad(loss)
@@ -70,7 +70,7 @@ def test_compiled_peak_never_rises_as_the_budget_falls(f, tmp_path):
     g, cache = jax.value_and_grad(f), Cache(tmp_path)
     expected = jax.jit(g)(W, X)
     peaks = []
-    for budget in ("100%", "80%", "60%", "45%"):
+    for budget in ("100%", "80%", "60%", "55%"):
         fitted = remat.fit(g, budget=budget, cache=cache, progress=False)
         try:
             compiled = fitted.lower(W, X).compile()
@@ -226,12 +226,12 @@ def test_static_arguments_and_keywords():
     options = {"static_argnums": 1, "static_argnames": "act"}
     plain = jax.jit(of, **options)
     fitted = fit(of, budget="70%", **options)
-    assert_same(fitted(W, 5, X), plain(W, 5, X), within=1e-5)
-    assert_same(fitted(W, 5, X), plain(W, 5, X), within=1e-5)
+    assert_same(fitted(W, 9, X), plain(W, 9, X), within=1e-5)
+    assert_same(fitted(W, 9, X), plain(W, 9, X), within=1e-5)
     assert len(fitted.plans) == 1
-    assert_same(fitted(W, 5, x=X, act="sin", scale=0.5), plain(W, 5, X, act="sin", scale=0.5))
+    assert_same(fitted(W, 9, x=X, act="sin", scale=0.5), plain(W, 9, X, act="sin", scale=0.5))
     assert len(fitted.plans) == 2
-    assert fitted.eval_shape(W, 5, X, act="sin")[1].shape == W.shape
+    assert fitted.eval_shape(W, 9, X, act="sin")[1].shape == W.shape
     assert len(fitted.plans) == 2
 
 
@@ -249,9 +249,7 @@ def test_shardings_are_those_of_jit():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    fitted = fit(
-        step, budget="75%", in_shardings=(whole, rows), out_shardings=(whole, whole)
-    )
+    fitted = fit(step, budget="75%", in_shardings=(whole, rows), out_shardings=(whole, whole))
     value, g = fitted(np.asarray(W), np.asarray(X))
     assert g.sharding == whole
     assert_same((value, g), jax.jit(step)(W, X), within=1e-5)
@@ -291,7 +289,7 @@ def test_plan_of_another_program_is_refused():
     def other(w, x):
         return jnp.sum(jnp.tanh(jnp.sin(x @ w)) ** 2)
 
-    with pytest.raises(remat.PlanError, match="has no region .*other#.* it has: loss#"):
+    with pytest.raises(remat.PlanError, match=r"has no region .*other#.* it has: loss#"):
         fit(jax.value_and_grad(other), plan=made)(W, X)
     with pytest.raises(remat.PlanError, match="plan again"):
         fit(step, plan=made)(W, X[:128])

@@ -69,7 +69,9 @@ def test_view_of_a_value_that_is_returned_is_an_output():
 def test_costly_value_that_two_kernels_use_is_written():
     for kind, expected in ((Kind.COSTLY, [2, 3, 4]), (Kind.CHEAP, [3, 4])):
         p = program(
-            [op(kind, [0], 2), op(Kind.REDUCE, [2], 3), op(Kind.REDUCE, [2], 4)], [3, 4], {3: 8, 4: 8}
+            [op(kind, [0], 2), op(Kind.REDUCE, [2], 3), op(Kind.REDUCE, [2], 4)],
+            [3, 4],
+            {3: 8, 4: 8},
         )
         assert nodes(fused(p), p) == expected
 
@@ -159,7 +161,9 @@ def test_what_must_not_be_repeated_costs_more_than_the_program():
 
 
 def test_kernel_reads_what_is_written_and_inputs():
-    p = program([op(Kind.OPAQUE, [0], 1), op(Kind.CHEAP, [1, 0], 2), op(Kind.OPAQUE, [2, 0], 3)], [3])
+    p = program(
+        [op(Kind.OPAQUE, [0], 1), op(Kind.CHEAP, [1, 0], 2), op(Kind.OPAQUE, [2, 0], 3)], [3]
+    )
     f = fused(p)
     assert f.seconds[2] == 3 * MB  # reads 2 and the input, writes 3
 

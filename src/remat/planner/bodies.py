@@ -12,13 +12,13 @@ Of all options a price on bytes picks one: the one that is least in time + price
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
 from remat.planner.fusion import Price
 from remat.planner.mincut import CutProblem, hull
 from remat.planner.program import Kind, Program
-
 
 # Options are as good as the same within this share of the most bytes and of the most time.
 _SAME = 0.03
@@ -97,10 +97,10 @@ def prices(options: Sequence[LoopOption]) -> list[float]:
     """Prices between which the choice changes, one for each option, ascending."""
     slopes = [
         (few.seconds - many.seconds) / max(1, many.bytes - few.bytes)
-        for few, many in zip(options, options[1:])
+        for few, many in itertools.pairwise(options)
     ]
     ascending = sorted(slopes)
-    between = [math.sqrt(a * b) if a > 0 else b / 2 for a, b in zip(ascending, ascending[1:])]
+    between = [math.sqrt(a * b) if a > 0 else b / 2 for a, b in itertools.pairwise(ascending)]
     if not ascending:
         return [0.0]
     return [0.0, *between, 2 * ascending[-1] + 1e-30]

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from remat.errors import BudgetError
-from remat.planner.graph import Graph
 from remat.planner.fusion import Fused, Price, fuse
+from remat.planner.graph import Graph
 from remat.planner.program import Op, Program
 from remat.planner.schedule import Schedule, schedule, smallest_peak
 from remat.planner.simulate import Arrays, Step, liveness, no_remat
@@ -183,9 +183,7 @@ def _sizes_at_peak(fused: Fused) -> set[int]:
     graph = fused.graph
     usage = no_remat(graph)
     last = {d: i for i, node in enumerate(graph.nodes) for d in node.deps}
-    at = next(
-        i for i, live in enumerate(_live(graph)) if live == usage.peak_bytes
-    )
+    at = next(i for i, live in enumerate(_live(graph)) if live == usage.peak_bytes)
     return {
         node.bytes
         for i, node in enumerate(graph.nodes)

@@ -121,16 +121,10 @@ def linearized(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...]) -> Linearized:
     wanted = [u for u, staged in zip(parts.outs_unknown, parts.outs_staged) if staged]
     linear, used = _jax.dce(parts.staged, wanted)
     n_known = len(parts.known.outvars) - parts.n_residuals
-    residuals = [
-        v for v, u in zip(parts.known.outvars[n_known:], used[: parts.n_residuals]) if u
-    ]
+    residuals = [v for v, u in zip(parts.known.outvars[n_known:], used[: parts.n_residuals]) if u]
     residuals = list(dict.fromkeys(residuals))
-    linear = _jax.rebuild(
-        linear, invars=[*residuals, *parts.staged.invars[parts.n_residuals :]]
-    )
-    forward = _jax.rebuild(
-        parts.known, outvars=[*parts.known.outvars[:n_known], *residuals]
-    )
+    linear = _jax.rebuild(linear, invars=[*residuals, *parts.staged.invars[parts.n_residuals :]])
+    forward = _jax.rebuild(parts.known, outvars=[*parts.known.outvars[:n_known], *residuals])
     known_inputs = forward.invars
     forward, _ = _jax.dce(forward, [True] * len(forward.outvars))
     forward = _jax.rebuild(forward, invars=known_inputs)
@@ -325,9 +319,7 @@ def _resolve(
                 source.wanted.setdefault(v)
 
 
-def _take(
-    piece: _Piece, before: dict[_jax.Var, _Piece | None], v: _jax.Var
-) -> None:
+def _take(piece: _Piece, before: dict[_jax.Var, _Piece | None], v: _jax.Var) -> None:
     piece.given.setdefault(v, before.get(v))
 
 
@@ -375,7 +367,9 @@ def _segment(
     for v in handed:
         names[id(piece), v] = _jax.new_var(v.aval)
     like = piece.eqns[0]
-    body = _jax.jaxpr_of([*piece.given, *taken], [*results, *handed], piece.recomputed + piece.eqns, program.like)
+    body = _jax.jaxpr_of(
+        [*piece.given, *taken], [*results, *handed], piece.recomputed + piece.eqns, program.like
+    )
     params = {
         "jaxpr": body,
         "policy": planned.FENCED,

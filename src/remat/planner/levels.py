@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -181,8 +182,10 @@ class Levels:
             places = {round(k * last / (_MOST_LEVELS - 1)) for k in range(_MOST_LEVELS)}
             ordered = [ordered[k] for k in sorted(places)]
         rungs = []
-        for low, high in zip(ordered, ordered[1:]):
-            rungs += [_Rung(low, high, s) for s in ((0.0, 0.25, 0.5, 0.75) if divisible else (0.0,))]
+        for low, high in itertools.pairwise(ordered):
+            rungs += [
+                _Rung(low, high, s) for s in ((0.0, 0.25, 0.5, 0.75) if divisible else (0.0,))
+            ]
         return [*rungs, _Rung(ordered[-1], ordered[-1], 0.0)]
 
     def _length(self, key: str) -> int:
@@ -207,7 +210,9 @@ class Levels:
         return self._body_shards
 
     def _make(self, rung: _Rung) -> Level:
-        bodies = {r: record for r, record in self.recording.records.items() if loop_depth(record.key)}
+        bodies = {
+            r: record for r, record in self.recording.records.items() if loop_depth(record.key)
+        }
         if not bodies or (rung.price == 0.0 and not rung.share):
             return Level(self.traced_plainly, self.recording, {}, 0.0, self._price)
         making = _Making({}, {}, {}, 0.0)

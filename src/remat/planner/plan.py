@@ -12,12 +12,13 @@ a target showed last are remembered for it, and the first proposal starts from t
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import importlib.metadata
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jaxlib
@@ -361,7 +362,7 @@ class _Search:
             self._plain_flops = self.plain.flops()
         return self._plain_flops
 
-    def _refuse(self) -> None:
+    def _refuse(self) -> NoReturn:
         smallest = min((p.memory.peak_bytes for p in self.points), default=self.base.peak_bytes)
         shown = units.format_bytes
         what = (
@@ -560,7 +561,6 @@ class _Progress:
             self._status.stop()
 
 
-
 def receive_plan(make: Callable[[], Plan]) -> Plan:
     """The plan that all processes of a run follow: process 0 makes it, the others receive it.
 
@@ -573,7 +573,7 @@ def receive_plan(make: Callable[[], Plan]) -> Plan:
     if jax.process_index() == 0:
         try:
             text = make().to_json().encode()
-        except Exception as error:  # noqa: BLE001 - the others wait: they must hear of it
+        except Exception as error:
             problem = error
     size = int(_from_first(np.array(len(text), np.int64)))
     if size == 0:
@@ -584,4 +584,7 @@ def receive_plan(make: Callable[[], Plan]) -> Plan:
 
 
 def _from_first(value: np.ndarray) -> np.ndarray:
-    return np.asarray(multihost_utils.broadcast_one_to_all(value))
+    # In a thread of its own: this thread traces, and a collective has to run now.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        sent = thread.submit(multihost_utils.broadcast_one_to_all, value)
+        return np.asarray(sent.result())

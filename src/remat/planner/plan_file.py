@@ -173,7 +173,9 @@ class LoopPlan(_Checked):
         if self.steps < 1:
             raise _FieldError("steps must be at least 1.", "steps")
         if self.group > 1 and self.steps > 1:
-            raise _FieldError("a loop runs in groups or in several steps at once, not both.", "steps")
+            raise _FieldError(
+                "a loop runs in groups or in several steps at once, not both.", "steps"
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

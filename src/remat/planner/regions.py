@@ -83,7 +83,7 @@ def auto(fun: Callable | None = None, /, *, name: str | None = None) -> Callable
         return lambda f: auto(f, name=name)
     if not callable(fun):
         raise TypeError(f"remat.auto takes a function, not {fun!r}.")
-    called = name or getattr(fun, "__qualname__", type(fun).__qualname__)
+    called = name or str(getattr(fun, "__qualname__", type(fun).__qualname__))
 
     @_jax.wraps(fun)
     def region(*args: Any, **kwargs: Any) -> Any:
@@ -175,7 +175,7 @@ def _several_at_once(
                 given = (*consts, *carry, *(x[j] for x in xs))
                 outs = primitive.bind(given, body, policy=regions[j], prevent_cse=False)
                 carry, made[j] = _jax.split_list(outs, [n_carry])
-            return carry, [jax.numpy.stack(ys) for ys in zip(*made)]
+            return list(carry), [jax.numpy.stack(ys) for ys in zip(*made)]
 
         folded = [x.reshape(length // steps, steps, *x.shape[1:]) for x in xs]
         carry, ys = jax.lax.scan(iteration, carry, folded, length // steps, reverse=reverse)
@@ -258,7 +258,7 @@ class Session:
     regions are called as they are.
     """
 
-    loops: Mapping[str, LoopForm] = {}  # noqa: RUF012
+    loops: Mapping[str, LoopForm] = {}
     recomputes = True
 
     def decision(self, key: str, region: Linearized) -> RegionDecision | None:
@@ -433,9 +433,7 @@ class _Backward(planned.Backward):
         segments = () if self.decision is None else self.decision.segments
         if self.decision is not None and fingerprint(transposed) != self.decision.backward:
             segments = ()
-        program = backward_program(
-            numbering, [*known, *consts], transposed, nonlinear, segments
-        )
+        program = backward_program(numbering, [*known, *consts], transposed, nonlinear, segments)
         if self.decision is not None:
             return program, None
         self.session.transposed(self.key, self.region, program, fingerprint(transposed))

@@ -109,8 +109,8 @@ class Effort:
         return liveness(arrays, order)
 
     def cut(self, n_values: int) -> None:
-        # Some eight maximum flows.
-        self.units -= 100 * n_values + 4000
+        # Some eight maximum flows; on a few values five milliseconds, most of it scipy's overhead.
+        self.units -= 100 * n_values + 20_000
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

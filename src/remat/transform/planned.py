@@ -57,8 +57,8 @@ class Backward(abc.ABC):
           nonlinear: which of these, or of the region's values, those operands are.
 
         Returns:
-          A jaxpr from `known`, `consts` and the cotangents to `transposed`'s results, or None if these are not
-          this planner's variables any more.
+          A jaxpr from `known`, `consts` and the cotangents to `transposed`'s results, or None if
+          these are not this planner's variables any more.
         """
 
 

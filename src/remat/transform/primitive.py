@@ -212,9 +212,7 @@ def _partial_eval(
 _jax.register_partial_eval(remat_p, _partial_eval)
 
 
-def _halves(
-    jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Any
-) -> tuple[Cut, Any, Any]:
+def _halves(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Any) -> tuple[Cut, Any, Any]:
     """The cut of a region, and what goes in place of a policy on the equations of its halves."""
     if isinstance(policy, planned.Decisions):
         c, of_backward, of_forward = policy.cut(jaxpr, ins_unknown)
@@ -367,7 +365,7 @@ def _transpose_planned(
         return False, None
     if list(jaxpr.outvars) != list(last.outvars):
         return False, None
-    of_input = {v: lin for v, lin in zip(jaxpr.invars, linear)}
+    of_input = dict(zip(jaxpr.invars, linear))
     flags = tuple(_jax.is_var(v) and of_input.get(v, False) for v in last.invars)
     body, consts, ins_zero, out_tree = _jax.transpose(last.params["jaxpr"], flags, outs_zero)
     constants = [_jax.new_var(_jax.typeof(c)) for c in consts]

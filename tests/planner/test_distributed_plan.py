@@ -1,0 +1,149 @@
+"""Plans for several devices: bytes are of one device, and all processes follow one plan."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import remat
+from planner.region_cases import assert_same, normal
+from remat.planner import compiled as compiler
+from remat.planner.regions import Recording
+from remat.planner.step import Step
+from remat.planner.targets import target
+from remat.planner.trace import program_of_step
+
+N = 8
+
+
+@functools.cache
+def mesh():
+    return Mesh(np.array(jax.devices()[:N]), ("data",))
+
+
+@remat.auto
+def loss(params, x):
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x**2)
+
+
+def sharded(how):
+    """Parameters and a batch: data-parallel, or the parameters divided too (FSDP)."""
+    params = [normal(32, 32, seed=i) for i in range(12)]
+    x = normal(N * 64, 32)
+    of_params = P() if how == "data" else P("data")
+    put = jax.device_put
+    rows = NamedSharding(mesh(), P("data"))
+    return [put(w, NamedSharding(mesh(), of_params)) for w in params], put(x, rows)
+
+
+@pytest.mark.parametrize("how", ["data", "fsdp"])
+def test_shardings_are_planned_for_by_device(how):
+    params, x = sharded(how)
+    step = jax.value_and_grad(loss)
+    fitted = remat.fit(step, budget="75%", cache=False, progress=False)
+    assert_same(fitted(params, x), jax.jit(step)(params, x), within=1e-5)
+    (made,) = fitted.plans
+    compiled = fitted.lower(params, x).compile()
+    peak = compiler.memory_of(compiled, target(None)).peak_bytes
+    assert peak == made.peak_bytes <= made.budget_bytes
+    # All activations of one device, and less than those of all devices.
+    assert made.peak_bytes_without_remat < 2**17 * 6
+    assert made.regions
+
+
+def test_model_counts_the_bytes_of_one_device():
+    params, x = sharded("data")
+    step = Step(jax.value_and_grad(loss), (params, x), {}, target(None), {})
+    recording = Recording()
+    traced = step.trace(recording)
+    assert traced.shards() == [1] * len(params) + [N]
+    program = program_of_step(traced.jaxpr, recording.records, traced.shards())
+    largest = max(program.bytes[v] for op in program.ops for v in op.results)
+    assert largest == x.size * 4 // N
+
+
+def test_python_numbers_among_the_arguments_leave_the_shardings():
+    params, x = sharded("fsdp")
+    step = Step(lambda p, x, lr: jax.grad(loss)(p, x * lr), (params, x, 0.1), {}, target(None), {})
+    assert step.trace(Recording()).shards() == [N] * (len(params) + 1) + [1]
+
+
+def test_shard_map_is_planned_for_by_device():
+    params = [normal(32, 32, seed=i) for i in range(12)]
+    x = normal(N * 64, 32)
+
+    def local(params, x):
+        return jax.lax.psum(jax.value_and_grad(loss)(params, x), "data")
+
+    step = jax.shard_map(
+        local, mesh=mesh(), in_specs=(P(), P("data")), out_specs=P(), check_vma=False
+    )
+    fitted = remat.fit(step, budget="80%", cache=False, progress=False)
+    assert_same(fitted(params, x), jax.jit(step)(params, x), within=1e-5)
+    (made,) = fitted.plans
+    assert made.peak_bytes <= made.budget_bytes < 2**17 * 6
+
+
+WORKER = """
+import sys
+import jax, numpy as np, jax.numpy as jnp
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import remat
+
+@remat.auto
+def loss(w, x):
+    for _ in range(12):
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x**2)
+
+mesh = Mesh(np.array(jax.devices()), ("data",))
+rows = NamedSharding(mesh, P("data"))
+x = jax.make_array_from_process_local_data(rows, np.ones((256, 32), np.float32) / 7)
+w = jax.device_put(np.eye(32, dtype=np.float32), NamedSharding(mesh, P()))
+step = jax.value_and_grad(loss)
+fitted = remat.fit(step, budget="75%", cache=False, progress=False)
+value, g = fitted(w, x)
+(made,) = fitted.plans
+plain, expected = jax.jit(step)(w, x)
+np.testing.assert_allclose(g.addressable_data(0), expected.addressable_data(0), rtol=1e-4)
+import hashlib
+print("PLAN", hashlib.sha256(made.to_json().encode()).hexdigest(), made.peak_bytes, len(made.regions))
+"""
+
+
+def test_two_processes_follow_the_same_plan(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, address, str(i)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    try:
+        results = [worker.communicate(timeout=120) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    for worker, (_, errors) in zip(workers, results):
+        assert worker.returncode == 0, errors[-3000:]
+    first, second = (
+        next(line for line in out.splitlines() if line.startswith("PLAN")) for out, _ in results
+    )
+    assert first == second
