@@ -137,6 +137,8 @@ class _Search:
                 "remat.auto before it is differentiated: jax.value_and_grad(remat.auto(loss))."
             )
         self.plain: Traced = self.levels.traced_plainly
+        # As it is without us, where JAX differentiates regions as any other function.
+        self.unplanned: Traced = step.trace(Application({}, recomputes=False))
         self.program = fingerprint(
             self.plain.jaxpr, self.plain.shards(), step.target.name, step.target.n_devices
         )
@@ -153,7 +155,7 @@ class _Search:
         known = self.cache.get("base", self._key())
         if known is not None and set(known) == {f.name for f in dataclasses.fields(Memory)}:
             return Memory(**known)
-        base = self.plain.memory()
+        base = self.unplanned.memory()
         if isinstance(base, Memory):
             self.cache.put("base", self._key(), dataclasses.asdict(base))
         return base
@@ -359,7 +361,7 @@ class _Search:
     @property
     def plain_flops(self) -> float:
         if not hasattr(self, "_plain_flops"):
-            self._plain_flops = self.plain.flops()
+            self._plain_flops = self.unplanned.flops()
         return self._plain_flops
 
     def _refuse(self) -> NoReturn:

@@ -58,6 +58,9 @@ _COLLECTIVES = frozenset(
 )  # fmt: skip
 
 
+_MOST_BYTES_OF_A_NUMBER = 16
+
+
 def kind_of(eqn: _jax.JaxprEqn) -> Kind:
     """What an equation means to a compiler that fuses loops."""
     name = eqn.primitive.name
@@ -211,8 +214,9 @@ class Builder:
         self, eqn: _jax.JaxprEqn, side: tuple[Record, bool] | None, index: int, path: str
     ) -> None:
         operands = tuple(self.ids[v] for v in eqn.invars if _jax.is_var(v))
-        # What is made from nothing (zeros, say) is divided as other values are.
-        shards = max((self.shards[v] for v in operands if self.bytes[v]), default=self.most_shards)
+        # What is made from nothing or from a number is divided as other values are.
+        arrays = [v for v in operands if self.bytes[v] > _MOST_BYTES_OF_A_NUMBER]
+        shards = max((self.shards[v] for v in arrays), default=self.most_shards)
         results = tuple(self._new(v, self._result_shards(v, shards)) for v in eqn.outvars)
         body = _jax.scan_body(eqn)
         if body is not None:
