@@ -152,7 +152,8 @@ class _Search:
         known = self.cache.get("base", self._key())
         if known is not None and set(known) == {f.name for f in dataclasses.fields(Memory)}:
             return Memory(**known)
-        base = self.plain.memory()
+        # As JAX differentiates it: of loops a recording keeps more than that.
+        base = self.step.trace(Application({}, recomputes=False)).memory()
         if isinstance(base, Memory):
             self.cache.put("base", self._key(), dataclasses.asdict(base))
         return base
