@@ -18,7 +18,7 @@ PUBLIC = {
     "PolicyError", "UnknownNameError", "MemoryKindError", "EffectError", "GradientMismatchError",
     "PeakMemoryError", "UnitsError", "ScheduleError", "GraphError", "PlanError", "BudgetError",
     "ReportError", "MissingExtraError", "SavedValuesError",
-    "explain", "auto", "plan", "fit", "Plan", "Fitted",
+    "explain",
 }  # fmt: skip
 
 
