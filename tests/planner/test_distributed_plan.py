@@ -69,7 +69,8 @@ def test_model_counts_the_bytes_of_one_device():
     traced = step.trace(recording)
     assert traced.shards() == [1] * len(params) + [N]
     program = program_of_step(traced.jaxpr, recording.records, traced.shards())
-    largest = max(program.bytes[v] for op in program.ops for v in op.results)
+    dots = [op for op in program.ops if op.name == "dot_general" and op.place is not None]
+    largest = max(program.bytes[v] for op in dots for v in op.results)
     assert largest == x.size * 4 // N
 
 
@@ -79,6 +80,7 @@ def test_python_numbers_among_the_arguments_leave_the_shardings():
     assert step.trace(Recording()).shards() == [N] * (len(params) + 1) + [1]
 
 
+@pytest.mark.slow
 def test_shard_map_is_planned_for_by_device():
     params = [normal(32, 32, seed=i) for i in range(12)]
     x = normal(N * 64, 32)
@@ -89,7 +91,7 @@ def test_shard_map_is_planned_for_by_device():
     step = jax.shard_map(
         local, mesh=mesh(), in_specs=(P(), P("data")), out_specs=P(), check_vma=False
     )
-    fitted = remat.fit(step, budget="80%", cache=False, progress=False)
+    fitted = remat.fit(step, budget="90%", cache=False, progress=False)
     assert_same(fitted(params, x), jax.jit(step)(params, x), within=1e-5)
     (made,) = fitted.plans
     assert made.peak_bytes <= made.budget_bytes < 2**17 * 6

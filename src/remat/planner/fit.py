@@ -107,8 +107,12 @@ class Fitted:
         @_jax.wraps(step)
         def planned(*args: Any, **kwargs: Any) -> Any:
             found = self._plan_for(args, kwargs)
-            with session_context(application(found)):
-                return step(*args, **kwargs)
+            session = application(found)
+            with session_context(session):
+                outs = step(*args, **kwargs)
+            if self._given is not None:
+                session.check_all_asked()
+            return outs
 
         self._jitted = jax.jit(planned, **jit_options)
 

@@ -357,10 +357,12 @@ class Application(Session):
         self.decisions = decisions
         self.loops = loops or {}
         self.recomputes = recomputes
+        self.asked: set[str] = set()
 
     def decision(self, key: str, region: Linearized) -> RegionDecision | None:
         if key.endswith(_GROUP):
             return _NOTHING
+        self.asked.add(key)
         of_key = self.decisions.get(key)
         if of_key is None and loop_depth(key):
             return None  # a loop that is not differentiated backwards
@@ -379,6 +381,15 @@ class Application(Session):
                 f"({region.fingerprint}; it knows {', '.join(sorted(of_key))}): plan again."
             )
         return found
+
+    def check_all_asked(self) -> None:
+        """Refuse a plan that decides about regions which a traced program does not have."""
+        missing = [key for key in self.decisions if not loop_depth(key) and key not in self.asked]
+        if missing:
+            raise PlanError(
+                f"the plan decides about {', '.join(sorted(missing))}, which the program does not "
+                "differentiate. The program changed since it was planned: plan again."
+            )
 
 
 # --------------------------------------------------------------------------------------------------
