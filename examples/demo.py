@@ -3,7 +3,8 @@
 The model is a decoder-only transformer of 12 unrolled layers on bytes; the text is the source code of
 Python's own standard library. It is trained without rematerialization, with `jax.checkpoint` on each
 layer and with `remat.checkpoint` on each layer, each in a process of its own, so that the process's
-peak memory is that of one way. The one line that differs is in `loss_fn`.
+peak memory is that of one way. The one line that differs is in `loss_fn`. Then `remat.fit` trains it
+within budgets: shares of the compiler's peak without rematerialization.
 
     python examples/demo.py                the comparison
     python examples/demo.py --steps 100    a longer one
@@ -23,6 +24,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 WAYS = ("without", "jax.checkpoint", "remat.checkpoint")
+BUDGETS = ("100%", "75%", "50%", "35%")
+BUDGET_STEPS = 8
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH = 12, 192, 4, 192, 6
 LEARNING_RATE = 1e-3
 MIB = 2**20
@@ -90,7 +93,7 @@ def loss_fn(way: str) -> Callable[..., Any]:
         "without": block,
         "jax.checkpoint": jax.checkpoint(block),
         "remat.checkpoint": remat.checkpoint(block),
-    }[way]
+    }.get(way, block)
 
     def loss(params: dict[str, Any], text: Any) -> Any:
         inputs, targets = text[:, :-1].astype(jnp.int32), text[:, 1:].astype(jnp.int32)
@@ -101,7 +104,7 @@ def loss_fn(way: str) -> Callable[..., Any]:
         picked = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
 
-    return loss
+    return remat.auto(loss) if way in BUDGETS else loss
 
 
 def train_step(way: str) -> Callable[..., Any]:
@@ -146,11 +149,19 @@ def work(way: str, steps: int) -> None:
     import jax
     import jax.numpy as jnp
 
+    import remat
+
     params = init_params(jax.random.key(0))
     moments = tuple(jax.tree.map(jnp.zeros_like, params) for _ in range(2))
     state = (params, moments, jnp.zeros((), jnp.int32))
-    step = jax.jit(train_step(way), donate_argnums=(0, 1, 2))
-    compiled = step.lower(*state, next(batches(1))).compile()
+    plan = None
+    if way in BUDGETS:
+        step = remat.fit(train_step(way), budget=way, cache=False, donate_argnums=(0, 1, 2))
+        compiled = step.lower(*state, next(batches(1))).compile()
+        (plan,) = step.plans
+    else:
+        step = jax.jit(train_step(way), donate_argnums=(0, 1, 2))
+        compiled = step.lower(*state, next(batches(1))).compile()
     analysis = compiled.memory_analysis()
     times, losses = [], []
     for text in batches(steps):
@@ -165,6 +176,9 @@ def work(way: str, steps: int) -> None:
         "step_s": sorted(times)[len(times) // 2],
         "losses": losses,
     }
+    if plan is not None:
+        report["budget"], report["compiled_peak"] = plan.budget_bytes, plan.peak_bytes
+        report["extra_flops"] = plan.extra_flops_share
     print(json.dumps(report), flush=True)
 
 
@@ -183,14 +197,21 @@ def compare(steps: int) -> None:
         f"A transformer of {LAYERS} unrolled layers, {params / 1e6:.1f} million parameters, on "
         f"{BATCH} x {CONTEXT} bytes of the standard library's source; {steps} steps each way."
     )
-    reports = {}
+    reports, planned = {}, {}
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn()) as progress:
         for way in WAYS:
             task = progress.add_task(f"{way:>16}", total=steps)
             reports[way] = run_worker(
                 way, steps, lambda done, task=task: progress.update(task, completed=done)
             )
-    print_table(reports)
+        for budget in BUDGETS:
+            task = progress.add_task(f"{'budget ' + budget:>16}", total=BUDGET_STEPS)
+            planned[budget] = run_worker(
+                budget, BUDGET_STEPS, lambda done, task=task: progress.update(task, completed=done)
+            )
+    agree = print_table(reports)
+    if not (print_budgets(planned, reports["without"]) and agree):
+        sys.exit(1)
 
 
 def run_worker(way: str, steps: int, on_progress: Callable[[int], Any]) -> dict[str, Any]:
@@ -206,7 +227,33 @@ def run_worker(way: str, steps: int, on_progress: Callable[[int], Any]) -> dict[
     return message
 
 
-def print_table(reports: dict[str, dict[str, Any]]) -> None:
+def print_budgets(planned: dict[str, dict[str, Any]], base: dict[str, Any]) -> bool:
+    """One line for each budget; whether all hold and the losses agree."""
+    print(
+        f"\n{'remat.fit':>18}{'budget':>14}{'compiled peak':>15}{'real peak':>14}{'step time':>12}"
+        f"{'extra FLOPs':>13}"
+    )
+    good = True
+    for budget, report in planned.items():
+        print(
+            f"{budget:>18}"
+            f"{report['budget'] / MIB:>10.0f} MiB"
+            f"{report['compiled_peak'] / MIB:>11.0f} MiB"
+            f"{report['real_peak'] / MIB:>10.0f} MiB"
+            f"{report['step_s'] / base['step_s']:>10.2f} x"
+            f"{report['extra_flops']:>12.1%}"
+        )
+        apart = max(abs(a - b) for a, b in zip(report["losses"], base["losses"]))
+        good &= apart < 1e-3 * base["losses"][0] and report["compiled_peak"] <= report["budget"]
+    print(
+        "\nThe peak is what the compiler says the step needs at most, arguments and results included.\n"
+        + ("Every plan is within its budget, and the losses agree." if good else "A PLAN IS WRONG.")
+    )
+    return good
+
+
+def print_table(reports: dict[str, dict[str, Any]]) -> bool:
+    """One line for each way to train; whether the losses agree."""
     base = reports["without"]
     print(f"\n{'':>18}{'temporaries':>14}{'real peak':>14}{'step time':>12}{'final loss':>13}")
     for way, report in reports.items():
@@ -225,14 +272,13 @@ def print_table(reports: dict[str, dict[str, Any]]) -> None:
         f"training without rematerialization ({base['step_s']:.2f} s).\n"
         f"The losses {agree}: over all steps they differ by {apart:.1e} at most."
     )
-    if agree != "agree":
-        sys.exit(1)
+    return agree == "agree"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--worker", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=WAYS + BUDGETS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         work(options.worker, options.steps)

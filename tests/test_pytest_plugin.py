@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from importlib.metadata import entry_points
 
 import pytest
 
@@ -24,13 +25,16 @@ MODEL = """
 """
 
 
+# An installed plugin is loaded by its entry point, one of a bare checkout is not.
+INSTALLED = any(e.value == "remat_pytest" for e in entry_points(group="pytest11"))
+LOADED = () if INSTALLED else ("-p", "remat_pytest")
+
+
 @pytest.fixture
 def run(pytester):
     def with_test(body, *options):
         pytester.makepyfile(test_memory=textwrap.dedent(MODEL) + body)
-        return pytester.runpytest_inprocess(
-            "-p", "remat_pytest", "-p", "no:cacheprovider", *options
-        )
+        return pytester.runpytest_inprocess(*LOADED, "-p", "no:cacheprovider", *options)
 
     return with_test
 

@@ -47,7 +47,7 @@ def sharded(how):
     return [put(w, NamedSharding(mesh(), of_params)) for w in params], put(x, rows)
 
 
-@pytest.mark.parametrize("how", ["data", "fsdp"])
+@pytest.mark.parametrize("how", [pytest.param("data", marks=pytest.mark.slow), "fsdp"])
 def test_shardings_are_planned_for_by_device(how):
     params, x = sharded(how)
     step = jax.value_and_grad(loss)
