@@ -376,8 +376,9 @@ class _Search:
         raise BudgetError(
             f"no plan fits {shown(self.budget)} ({self.budget} bytes); the smallest peak that was "
             f"reached is {shown(smallest)} ({smallest} bytes), {shown(self.base.peak_bytes)} "
-            f"({self.base.peak_bytes} bytes) without rematerialization; {what}. Raise budget= to at least the former, donate arguments "
-            "(donate_argnums=), or divide the step (a smaller batch, more devices)."
+            f"({self.base.peak_bytes} bytes) without rematerialization; {what}. Raise budget= to at "
+            "least the former, donate arguments (donate_argnums=), or divide the step (a smaller "
+            "batch, more devices)."
         )
 
     def _largest(self) -> str:
