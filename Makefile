@@ -24,8 +24,11 @@ test: $(VENV)/.dev  ## the test suite
 test-all: $(VENV)/.dev  ## with the slow sweeps
 	$(BIN)/python -m pytest -n 2 -m "slow or not slow" --hypothesis-profile=random
 
-# What depends on JAX's version; pages, pictures and command line are tested once.
-NOT_CORE = tests/report tests/benchmarks tests/test_cli.py tests/test_docs.py tests/test_pytest_plugin.py
+# Pages, pictures, the command line and what does not import JAX are tested once.
+PURE_PLANNER = bodies cache chain devices evict frontier fusion graph mincut plan_file schedule search \
+	simulate
+NOT_CORE = tests/report tests/benchmarks tests/test_cli.py tests/test_docs.py \
+	tests/test_pytest_plugin.py $(PURE_PLANNER:%=tests/planner/test_%.py)
 
 test-newest: $(NEWEST)/.dev  ## the core tests on the newest JAX (needs a Python >= 3.12)
 	$(NEWEST)/bin/python -m pytest -n 2 -p no:cacheprovider $(NOT_CORE:%=--ignore=%)
