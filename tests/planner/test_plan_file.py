@@ -261,8 +261,8 @@ _DAMAGED: dict[str, tuple[str, str, str, str]] = {
         "decided about twice",
     ),
     "loop twice": (
-        '"group": 4}',
-        '"group": 4},\n  {"key": "loss#1a2b/scan0", "group": 5}',
+        '"group": 4, "steps": 1}',
+        '"group": 4, "steps": 1},\n  {"key": "loss#1a2b/scan0", "group": 5}',
         '"group": 5',
         "decided about twice",
     ),
