@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from remat.errors import BudgetError
-from remat.planner.mincut import CutProblem, at_budget, exact, hull, min_cut
+from remat.planner.mincut import CutProblem, at_budget, between, exact, hull, min_cut
 
 
 @st.composite
@@ -120,3 +121,19 @@ def test_what_is_there_anyway_is_saved_for_nothing() -> None:
     problem = CutProblem((0, 8), (5.0, 1.0), ((), (0,)), (1,))
     assert hull(problem).cuts[0].saved == (0,)
     assert hull(problem).cuts[0].time == 1.0
+
+
+@given(problems(), st.integers(1, 4))
+def test_cuts_between_vertices_are_choices_between_them(problem, places):
+    found = hull(problem)
+    for few, many in itertools.pairwise(found.cuts):
+        for cut in between(problem, few, many, places=places):
+            assert few.bytes < cut.bytes < many.bytes
+            assert cut.time < few.time
+            assert cut.bytes == sum(problem.bytes[v] for v in cut.saved)
+            assert cut.time == pytest.approx(sum(problem.time[v] for v in cut.recomputed))
+            have = {*cut.saved, *cut.recomputed}
+            assert set(problem.needed) <= have
+            assert all(u in have for v in cut.recomputed for u in problem.deps[v])
+            # The hull's line is a bound on it.
+            assert cut.time >= found.lower_bound(cut.bytes) - 1e-9

@@ -14,14 +14,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from remat.planner.fusion import Price
-from remat.planner.mincut import CutProblem, hull
+from remat.planner.mincut import CutProblem, between, hull
 from remat.planner.program import Kind, Program
 
-# Options are as good as the same within this share of the most bytes and of the most time.
-_SAME = 0.03
+# An option is worth having that saves this share of bytes against the next.
+_LESS = 0.97
+# Where neighbours on the hull differ by more than this share, options between them are looked for.
+_FAR = 0.9
+# Recomputation is not looked at more closely than this share of a step's forward pass.
+_NOTHING = 0.002
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +65,20 @@ class LoopOption:
 
 
 def loop_options(body: Body, price: Price) -> list[LoopOption]:
-    """The options on the lower convex hull of (bytes, time), from the fewest bytes to the most."""
+    """Options from the fewest bytes to the most, none of which is better in both than another.
+
+    These are the vertices of the hull of (bytes, time), and options between vertices that lie far
+    from each other.
+    """
     problem, numbers, forward_s = _cut_problem(body, price)
     carry = sum(body.program.bytes[v] for v in body.carry)
+    vertices = hull(problem).cuts
+    cuts = list(vertices)
+    for few, many in itertools.pairwise(vertices):
+        if few.bytes < _FAR * many.bytes and few.time - many.time > _NOTHING * forward_s:
+            cuts += between(problem, few, many)
     options = []
-    for cut in hull(problem).cuts:
+    for cut in cuts:
         saved = tuple(sorted(n for place in cut.saved for n in numbers[place]))
         per_step = max(cut.bytes, 1)
         options.append(LoopOption(saved, 1, body.length * cut.bytes, body.length * cut.time))
@@ -73,19 +86,24 @@ def loop_options(body: Body, price: Price) -> list[LoopOption]:
             n_bytes = -(-body.length // group) * carry + group * cut.bytes
             seconds = body.length * (forward_s + cut.time)
             options.append(LoopOption(saved, group, n_bytes, seconds))
-    return _thinned(_lower_hull(options))
+    return _thinned(_undominated(options))
+
+
+def _undominated(options: Iterable[LoopOption]) -> list[LoopOption]:
+    kept: list[LoopOption] = []
+    for option in sorted(options, key=lambda o: (o.bytes, o.seconds)):
+        if not kept or option.seconds < kept[-1].seconds:
+            kept.append(option)
+    return kept
 
 
 def _thinned(options: Sequence[LoopOption]) -> list[LoopOption]:
-    """The options without those that differ little from one that is kept."""
-    most_bytes, most_seconds = options[-1].bytes, max(options[0].seconds, 1e-30)
-    kept = [options[0]]
-    for option in options[1:-1]:
-        more = (option.bytes - kept[-1].bytes) / max(most_bytes, 1)
-        less = (kept[-1].seconds - option.seconds) / most_seconds
-        if more > _SAME or less > _SAME:
+    """The options without those that hardly save anything against the next; the ends stay."""
+    kept = [options[-1]]
+    for option in reversed(options[1:-1]):
+        if option.bytes < _LESS * kept[-1].bytes:
             kept.append(option)
-    return [*kept, *options[len(options) - 1 : len(options) if len(options) > 1 else 0]]
+    return [*options[:1], *reversed(kept)] if len(options) > 1 else kept
 
 
 def at_price(options: Sequence[LoopOption], price: float) -> LoopOption:
@@ -94,10 +112,10 @@ def at_price(options: Sequence[LoopOption], price: float) -> LoopOption:
 
 
 def prices(options: Sequence[LoopOption]) -> list[float]:
-    """Prices between which the choice changes, one for each option, ascending."""
+    """Prices between which the choice changes, one for each vertex of the hull, ascending."""
     slopes = [
         (few.seconds - many.seconds) / max(1, many.bytes - few.bytes)
-        for few, many in itertools.pairwise(options)
+        for few, many in itertools.pairwise(_lower_hull(options))
     ]
     ascending = sorted(slopes)
     between = [math.sqrt(a * b) if a > 0 else b / 2 for a, b in itertools.pairwise(ascending)]

@@ -22,10 +22,9 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from remat import _jax
 from remat.planner.identity import fingerprint
+from remat.planner.kinds import is_elementwise
 from remat.transform import planned
 from remat.transform.cut import Cut, round_residuals
 from remat.transform.primitive import remat_p
@@ -167,8 +166,10 @@ def halves(
     n_known = len(region.forward.outvars) - len(region.residuals)
     forward = _jax.rebuild(region.forward, outvars=[*region.forward.outvars[:n_known], *kept])
     forward, forward_inputs = _jax.dce(forward, [True] * len(forward.outvars))
-    if round_saved and any(_may_be_carried_wider(v) for v in kept):
-        forward = round_residuals(forward, len(kept))
+    if round_saved:
+        # Compilers keep intermediate results of 16 bits and less in 32. Rounding 32-bit residuals
+        # would change nothing, and keeps XLA from reusing memory (12 of 140 MiB) and from fusing.
+        forward = round_residuals(forward, len(kept), most_bytes=2)
     return Cut(
         forward,
         forward_inputs,
@@ -177,13 +178,6 @@ def halves(
         list(region.outs_unknown),
         len(kept),
     )
-
-
-def _may_be_carried_wider(v: _jax.Var) -> bool:
-    # Compilers keep intermediate results of 16 bits and less in 32. Rounding 32-bit residuals would
-    # change nothing, and the operation itself keeps XLA from reusing memory (12 of 140 MiB).
-    dtype = getattr(v.aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
 
 
 def closure(
@@ -333,14 +327,19 @@ def _write(pieces: Sequence[_Piece], program: _Program) -> list[_jax.JaxprEqn]:
 
     eqns: list[_jax.JaxprEqn] = []
     names: dict[tuple[int, _jax.Var], _jax.Var] = {}  # of values handed from piece to piece
+    inline: set[_jax.Var] = set()  # computed in no segment
     for piece, used in zip(pieces, used_after):
         outside = {
             v: v if source is None else names[id(source), v] for v, source in piece.given.items()
         }
-        if not piece.recomputed and not piece.wanted:
+        if not piece.again and not piece.wanted and all(map(is_elementwise, piece.recomputed)):
+            # Nothing was decided here, so it stays as JAX has it: what compilers compute inside the
+            # kernels that use it needs no protection, and a fence would keep them from doing it.
+            written = [eqn for eqn in piece.recomputed if eqn.outvars[0] not in inline]
+            inline.update(v for eqn in written for v in eqn.outvars)
             eqns += [
                 eqn.replace(invars=[outside.get(v, v) if _jax.is_var(v) else v for v in eqn.invars])
-                for eqn in piece.eqns
+                for eqn in (*written, *piece.eqns)
             ]
             continue
         eqns.append(_segment(piece, used, outside, names, program))

@@ -25,6 +25,9 @@ from remat.planner.step import Step, Traced
 from remat.planner.trace import program_of_record, program_of_step, shards_in_bodies
 
 _MOST_LEVELS = 32
+_MOST_BETWEEN = 12
+# Steps of a loop mix two options where one keeps less than this share of what the other does.
+_FAR = 0.75
 
 Decisions = dict[str, dict[str, RegionDecision]]
 
@@ -40,6 +43,7 @@ class Choice:
       extra_seconds: of recomputation.
       lower_bound_seconds: no decisions within the same model budget recompute less, loops as here.
       records: what the decisions are about.
+      recomputes_around_loops: whether anything is recomputed besides steps of loops.
     """
 
     decisions: Decisions
@@ -48,6 +52,7 @@ class Choice:
     extra_seconds: float
     lower_bound_seconds: float
     records: Mapping[tuple[str, str], Record] = dataclasses.field(default_factory=dict)
+    recomputes_around_loops: bool = False
 
 
 class Level:
@@ -121,6 +126,7 @@ class Level:
             self.loop_seconds + sum(a.extra_seconds for a in answers),
             self.loop_seconds + sum(a.lower_bound_seconds for a in answers),
             self.records,
+            any(a.extra_seconds > 0 for a in answers),
         )
 
     def smallest(self) -> Choice:
@@ -135,11 +141,14 @@ class Level:
 
 @dataclasses.dataclass(frozen=True)
 class _Rung:
-    """A level's place: steps of loops do what is best at `price`, a share of them at `next_price`."""
+    """A level's place: loops went from what is best at `price` so many moves to that at `next_price`.
+
+    They move one after the other, so that a budget can be met between loops that are alike.
+    """
 
     price: float
     next_price: float
-    share: float
+    moves: int
 
 
 class Levels:
@@ -148,11 +157,13 @@ class Levels:
     def __init__(self, step: Step, price: Price) -> None:
         self.step = step
         self._price = price
+        self._bodies: dict[tuple[str, str], Body] = {}
         self._options: dict[tuple[str, str], list[LoopOption]] = {}
         self._made: dict[int, Level] = {}
         self._body_shards: Mapping[Any, int] | None = None
         self.recording = Recording()
         self.traced_plainly = step.trace(self.recording)
+        self._loops = [r for r in self.recording.records.values() if loop_depth(r.key)]
         self._rungs = self._all_rungs()
 
     @property
@@ -169,13 +180,10 @@ class Levels:
         return self._made[i]
 
     def _all_rungs(self) -> list[_Rung]:
-        """Prices at which loops change what they do, thinned out evenly, and mixtures between."""
+        """Prices at which loops change what they do, thinned out evenly, and what lies between."""
         found: set[float] = {0.0}
-        divisible = False
-        for record in self.recording.records.values():
-            if loop_depth(record.key):
-                found.update(prices(self._options_of(record)))
-                divisible |= _steps_at_once(self._length(record.key)) > 1
+        for record in self._loops:
+            found.update(prices(self._options_of(record)))
         ordered = sorted(found)
         if len(ordered) > _MOST_LEVELS:
             last = len(ordered) - 1
@@ -183,23 +191,62 @@ class Levels:
             ordered = [ordered[k] for k in sorted(places)]
         rungs = []
         for low, high in itertools.pairwise(ordered):
-            rungs += [
-                _Rung(low, high, s) for s in ((0.0, 0.25, 0.5, 0.75) if divisible else (0.0,))
-            ]
-        return [*rungs, _Rung(ordered[-1], ordered[-1], 0.0)]
+            n = sum(len(self._path(record, low, high)) - 1 for record in self._loops)
+            stride = max(1, -(-n // _MOST_BETWEEN))
+            rungs += [_Rung(low, high, k) for k in range(0, max(n, 1), stride)]
+        return [*rungs, _Rung(ordered[-1], ordered[-1], 0)]
+
+    def _moves_before(self, key: str, rung: _Rung) -> int:
+        """How many moves the loops before this one can make."""
+        n = 0
+        for record in self._loops:
+            if record.key == key:
+                break
+            n += len(self._path(record, rung.price, rung.next_price)) - 1
+        return n
 
     def _length(self, key: str) -> int:
         return int(self.recording.scans[key].params["length"])
 
     def _options_of(self, record: Record) -> list[LoopOption]:
         if record.region_id not in self._options:
-            self._options[record.region_id] = loop_options(self._body(record), self._price)
+            self._options[record.region_id] = loop_options(self._body_of(record), self._price)
         return self._options[record.region_id]
 
-    def _body(self, record: Record) -> Body:
+    def _body_of(self, record: Record) -> Body:
+        if record.region_id not in self._bodies:
+            eqn = self.recording.scans[record.key]
+            program = without_dead(program_of_record(record, self._shards_in_bodies()))
+            self._bodies[record.region_id] = Body(
+                program, record.region_id, eqn.params["length"], _carry(record, eqn)
+            )
+        return self._bodies[record.region_id]
+
+    def _path(self, record: Record, price: float, next_price: float) -> list[_Form]:
+        """The ways from what is best at one price to what is best at the next, in small steps.
+
+        Where two options are far apart, steps of the loop mix them. An iteration then holds inputs
+        and gradients of several steps, so it is not done for less.
+        """
+        options = self._options_of(record)
+        steps = _steps_at_once(self._length(record.key))
+        first = options.index(at_price(options, price))
+        last = options.index(at_price(options, next_price))
+        path = [_Form(options[first], options[first])]
+        for a, b in itertools.pairwise(options[first : last - 1 if last else None : -1]):
+            needed = 2 * steps * self._input_bytes(record)
+            is_far = b.bytes < _FAR * a.bytes and (a.bytes - b.bytes) / steps > needed
+            if is_far and a.group == b.group == 1:
+                path += [_Form(a, b, n) for n in range(1, steps)]
+            path.append(_Form(b, b))
+        return path
+
+    def _input_bytes(self, record: Record) -> int:
+        """Of what one step of a loop is given besides its carry."""
         eqn = self.recording.scans[record.key]
-        program = without_dead(program_of_record(record, self._shards_in_bodies()))
-        return Body(program, record.region_id, eqn.params["length"], _carry(record, eqn))
+        n_inputs = len(record.region.forward.invars)
+        first = n_inputs - len(eqn.invars) + sum(_jax.scan_arity(eqn))
+        return sum(self._body_of(record).program.bytes[first:n_inputs])
 
     def _shards_in_bodies(self) -> Mapping[Any, int]:
         """How values of loops' bodies are divided over devices, as far as the step around them says."""
@@ -213,7 +260,7 @@ class Levels:
         bodies = {
             r: record for r, record in self.recording.records.items() if loop_depth(record.key)
         }
-        if not bodies or (rung.price == 0.0 and not rung.share):
+        if not bodies or (rung.price == 0.0 and not rung.moves):
             return Level(self.traced_plainly, self.recording, {}, 0.0, self._price)
         making = _Making({}, {}, {}, 0.0)
         recording, traced = self.recording, self.traced_plainly
@@ -228,21 +275,33 @@ class Levels:
 
     def _decide(self, record: Record, rung: _Rung, making: _Making) -> None:
         """What one loop does."""
-        options = self._options_of(record)
-        a, b = at_price(options, rung.price), at_price(options, rung.next_price)
         steps = _steps_at_once(self._length(record.key))
-        n_b = round(rung.share * steps)
-        if a == b or a.group > 1 or b.group > 1 or steps == 1 or n_b in (0, steps):
-            chosen = b if 2 * rung.share >= 1 else a
-            making.add(record.key, record, chosen)
-            making.seconds += chosen.seconds
-            if chosen.group > 1:
-                making.forms[record.key] = LoopForm(group=chosen.group)
+        path = self._path(record, rung.price, rung.next_price)
+        form = path[min(max(0, rung.moves - self._moves_before(record.key, rung)), len(path) - 1)]
+        making.seconds += form.seconds(steps)
+        if not form.n_second:
+            making.add(record.key, record, form.first)
+            if form.first.group > 1:
+                making.forms[record.key] = LoopForm(group=form.first.group)
             return
         making.forms[record.key] = LoopForm(steps=steps)
         for j in range(steps):
-            making.add(f"{record.key}.{j}", record, b if j < n_b else a, _ONE_SEGMENT)
-        making.seconds += (a.seconds * (steps - n_b) + b.seconds * n_b) / steps
+            option = form.second if j < form.n_second else form.first
+            making.add(f"{record.key}.{j}", record, option, _ONE_SEGMENT)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """How a loop runs: by one option, or of several steps in an iteration `n_second` by another."""
+
+    first: LoopOption
+    second: LoopOption
+    n_second: int = 0
+
+    def seconds(self, steps: int) -> float:
+        """Of recomputation, over all steps of the loop."""
+        share = self.n_second / steps
+        return (1 - share) * self.first.seconds + share * self.second.seconds
 
 
 # Steps of one iteration must not all recompute at once.

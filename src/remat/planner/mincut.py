@@ -119,6 +119,7 @@ class Network:
     graph: csr_array
     cost_time: NDArray[np.float64]
     cost_bytes: NDArray[np.float64]
+    value_of_edge: NDArray[np.int64]
     dearest: NDArray[np.float64]
 
     @classmethod
@@ -144,15 +145,24 @@ class Network:
             (np.ones(len(tails), np.int32), (tails, heads)), shape=(2 * n + 2, 2 * n + 2)
         )
         graph.sort_indices()
-        dearest = np.array([problem.bytes[v] for v in needed], np.float64)
-        return cls(problem, graph, time[by_place], n_bytes[by_place], dearest)
+        dearest = np.array([problem.bytes[v] for v in problem.needed], np.float64)
+        # Where it does not come from a value the edge costs no bytes.
+        value = np.minimum(tails[by_place] // 2, n - 1)
+        return cls(problem, graph, time[by_place], n_bytes[by_place], value, dearest)
 
     def cheapest(self, price: float) -> tuple[Cut, float]:
         """The cheapest cut at a price per saved byte, and a bound on that cost from below."""
-        time_all = float(np.sum(self.problem.time))
-        upper = min(time_all, price * float(self.dearest.sum()))
+        upper = price * float(self.dearest.sum())
+        return self._least(self.cost_time + price * self.cost_bytes, upper)
+
+    def cheapest_of(self, price: NDArray[np.float64]) -> Cut:
+        """The cheapest cut where a byte of each value has a price of its own."""
+        upper = float(price[list(self.problem.needed)] @ self.dearest)
+        return self._least(self.cost_time + price[self.value_of_edge] * self.cost_bytes, upper)[0]
+
+    def _least(self, cost: NDArray[np.float64], upper: float) -> tuple[Cut, float]:
+        upper = min(float(np.sum(self.problem.time)), upper)
         scale = _RESOLUTION / upper if upper > 0 else 1.0
-        cost = self.cost_time + price * self.cost_bytes
         # No cheapest cut contains an edge that alone costs more than the whole. Where the whole
         # costs nothing, none contains an edge that costs anything.
         beyond = _RESOLUTION + 1 if upper > 0 else 1
@@ -239,6 +249,38 @@ def hull(problem: CutProblem, *, max_cuts: int = 10_000) -> Hull:
         if not vertices or cuts[n_bytes].time < vertices[-1].time:
             vertices.append(cuts[n_bytes])
     return Hull(tuple(vertices), slack, floor_bytes)
+
+
+def between(problem: CutProblem, few: Cut, many: Cut, *, places: int = 6) -> list[Cut]:
+    """Cuts between two neighbouring vertices of the hull, which no single price finds.
+
+    Bytes are cheap for the values before a place and dear for those after it, or the other way
+    round: the cut is like `many` on one side and like `few` on the other, and cheapest as such. From
+    place to place it goes from one vertex to the other.
+
+    Args:
+      few, many: the vertices, of fewer and of more bytes.
+      places: at how many places to try.
+
+    Returns:
+      Those that lie strictly between the two in bytes, in no order; none if nothing does.
+    """
+    differ = sorted(set(few.saved) ^ set(many.saved))
+    if len(differ) < 2 or many.bytes <= few.bytes:
+        return []
+    network = Network.of(problem)
+    slope = (few.time - many.time) / (many.bytes - few.bytes)
+    chosen = {differ[-(-k * (len(differ) - 1) // (places + 1))] for k in range(1, places + 1)}
+    found: dict[tuple[int, ...], Cut] = {}
+    for place in sorted(chosen | {differ[-1]}):
+        for factor in (1.05, 3.0):
+            price = np.full(len(problem), slope * factor)
+            price[:place] = slope / factor
+            for prices in (price, slope**2 / price if slope else price):
+                cut = network.cheapest_of(prices)
+                if few.bytes < cut.bytes < many.bytes and cut.time < few.time:
+                    found[cut.saved] = cut
+    return list(found.values())
 
 
 def at_budget(problem: CutProblem, budget: int, *, max_flows: int = 60) -> tuple[Cut, float]:

@@ -148,6 +148,7 @@ class _Search:
         self.fixed_bytes = self._fixed_bytes()
         self.points: list[_Point] = []
         self.ratios: dict[bool, float] = {}
+        self.level_ratios: dict[int, float] = {}
 
     # What is known before
 
@@ -209,45 +210,76 @@ class _Search:
         return self._search_models(room)
 
     def _search_levels(self, room: int) -> _Point | None:
-        """Where loops decide: by halves for the first level that fits, by the compiler's word.
+        """Where loops decide: the first level that fits, by the compiler's word.
 
         Further up loops save less and recompute more; what is around them is decided at each level.
+        The model says where to look: its levels' peaks, corrected by what the compiler said of the
+        nearest level.
         """
         best: _Point | None = None
-        low, high = 0, len(self.levels)
-        ratio = self._remembered_ratios()[False]
-        while low < high:
-            middle = (low + high) // 2
-            point = self._attempt_level(middle, room, self.ratios.get(False, ratio))
+        too_large, fitting = -1, len(self.levels)
+        while fitting - too_large > 1 and len(self.points) < _MOST_COMPILES:
+            i = self._first_level(too_large, fitting, room)
+            predicted = self.levels.level(i).peak_bytes(False) * self._ratio_at(i)
+            if best is not None and predicted > 1.1 * room:
+                break
+            point = self._attempt_level(i, room)
             if point is not None and self._fits(point, room):
-                high = middle
-                if best is None or _better(point, best):
-                    best = point
+                fitting = i
+                best = point if best is None or _better(point, best) else best
             else:
-                low = middle + 1
+                too_large = i
+        if best is None or not best.choice.recomputes_around_loops:
+            return best
         # The next levels leave the rest of the program more room: it may recompute less in all.
-        for i in range(high + 1, min(high + 3, len(self.levels))):
-            point = self._attempt_level(i, room, self.ratios.get(False, ratio))
-            if point is not None and self._fits(point, room) and (not best or _better(point, best)):
+        for i in (fitting, fitting + 1, fitting + 2):
+            if i >= len(self.levels) or len(self.points) >= _MOST_COMPILES + 2:
+                break
+            point = self._attempt_level(i, room)
+            if point is not None and self._fits(point, room) and _better(point, best):
                 best = point
         return best
 
-    def _attempt_level(self, i: int, room: int, ratio: float) -> _Point | None:
+    def _first_level(self, too_large: int, fitting: int, room: int) -> int:
+        """The first level between two others that is predicted to fit; the last if none is."""
+        low, high = too_large + 1, fitting - 1
+        while low < high:
+            middle = (low + high) // 2
+            if self.levels.level(middle).peak_bytes(False) * self._ratio_at(middle) <= room:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _ratio_at(self, i: int) -> float:
+        """What the compiler needs of a level for each byte of the model."""
+        if not self.level_ratios:
+            return self._remembered_ratios()[False]
+        nearest = min(self.level_ratios, key=lambda known: (abs(known - i), known))
+        return self.level_ratios[nearest]
+
+    def _attempt_level(self, i: int, room: int) -> _Point | None:
         level = self.levels.level(i)
+        ratio = self._ratio_at(i)
         aim = int(room / ratio)
         for lending in (False, True):
             try:
                 choice = level.solve(lending, aim)
             except BudgetError:
                 continue
-            return self._compiled(choice, lending, ratio)
+            return self._compiled_level(i, choice, lending, ratio)
         if level.peak_bytes(False) > 2 * aim:
             return None  # far from what could fit
         try:
             choice = level.solve(False, level.peak_bytes(False))
         except BudgetError:
             return None
-        return self._compiled(choice, False, ratio)
+        return self._compiled_level(i, choice, False, ratio)
+
+    def _compiled_level(self, i: int, choice: Choice, lending: bool, ratio: float) -> _Point:
+        point = self._compiled(choice, lending, ratio)
+        self.level_ratios[i] = self.ratios[lending]
+        return point
 
     def _search_models(self, room: int) -> _Point | None:
         """Propose, compile, correct. Each model that missed the budget aims a little lower."""

@@ -11,73 +11,20 @@ what the value's sharding says, which is propagated from the arguments.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from remat import _jax
 from remat.flops import flops_of
 from remat.planner.fusion import fuse
-from remat.planner.program import Kind, Op, Place, Program, without_dead
+from remat.planner.kinds import COLLECTIVES, kind_of
+from remat.planner.program import Op, Place, Program, without_dead
 from remat.planner.regions import Record
 from remat.planner.simulate import no_remat
 from remat.transform import planned
 
-_VIEWS = frozenset(
-    {"reshape", "squeeze", "expand_dims", "copy", "copy_p", "name", "stop_gradient", "remat_mark",
-     "optimization_barrier", "pvary", "pcast", "sharding_constraint", "bitcast_convert_type",
-     "mesh_cast", "reshard", "symbolic_zeros"}
-)  # fmt: skip
-_COSTLY = frozenset(
-    {"exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "erfc", "erf_inv", "sin",
-     "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh", "pow",
-     "sqrt", "rsqrt", "cbrt", "lgamma", "digamma", "div", "rem", "igamma", "igammac"}
-)  # fmt: skip
-_CHEAP = frozenset(
-    {"add", "sub", "mul", "neg", "max", "min", "select_n", "convert_element_type", "abs", "sign",
-     "broadcast_in_dim", "iota", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not",
-     "transpose", "integer_pow", "square", "reduce_precision", "add_any", "slice", "pad", "rev",
-     "is_finite", "clamp", "floor", "ceil", "round", "real", "imag", "complex", "conj", "nextafter",
-     "shift_left", "shift_right_logical", "shift_right_arithmetic", "population_count", "clz",
-     "eq_to", "lt_to", "le_to", "full", "concatenate", "dynamic_slice", "split",
-     "random_wrap", "random_unwrap", "empty2"}
-)  # fmt: skip
-# Of the shape of their operands, but kernels of their own.
-_OPAQUE = frozenset(
-    {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "fft", "cholesky", "lu", "qr",
-     "triangular_solve", "eigh", "eig", "svd", "schur", "hessenberg", "random_bits", "threefry2x32",
-     "random_gamma", "rng_bit_generator", "rng_uniform", "pallas_call", "custom_lin", "device_put",
-     "ffi_call", "pure_callback", "io_callback", "debug_callback", "custom_partitioning",
-     "tridiagonal_solve", "approx_top_k", "dynamic_update_slice", "scatter", "scatter-add",
-     "scatter_add", "scatter_mul", "scatter-update", "conv_general_dilated", "dot_general",
-     "linear_solve", "custom_root", "symmetric_product"}
-)  # fmt: skip
-_COLLECTIVES = frozenset(
-    {"psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "pbroadcast", "all_to_all",
-     "all_gather", "all_gather_invariant", "all_gather_reduced", "reduce_scatter",
-     "psum_scatter", "unreduced_psum", "ragged_all_to_all"}
-)  # fmt: skip
-
-
 _MOST_BYTES_OF_A_NUMBER = 16
-
-
-def kind_of(eqn: _jax.JaxprEqn) -> Kind:
-    """What an equation means to a compiler that fuses loops."""
-    name = eqn.primitive.name
-    if name in _VIEWS:
-        return Kind.VIEW
-    if name in _CHEAP:
-        return Kind.CHEAP
-    if name in _COSTLY:
-        return Kind.COSTLY
-    if name.startswith(("reduce_", "argm")) and name != "reduce_scatter":
-        return Kind.REDUCE
-    if name in _OPAQUE | _COLLECTIVES or _jax.has_body(eqn) or eqn.effects or len(eqn.outvars) != 1:
-        return Kind.OPAQUE
-    # What is not known and looks elementwise is: new JAX versions bring new ones.
-    shape = getattr(eqn.outvars[0].aval, "shape", None)
-    alike = all(getattr(v.aval, "shape", None) in (shape, ()) for v in eqn.invars)
-    return Kind.CHEAP if alike and eqn.invars else Kind.OPAQUE
 
 
 def program_of_step(
@@ -99,8 +46,11 @@ def program_of_step(
 
 def shards_in_bodies(
     jaxpr: _jax.Jaxpr, records: Mapping[tuple[str, str], Record], shards: Sequence[int]
-) -> dict[_jax.Var, int]:
-    """For inputs of regions in loops over how many devices they are divided; arguments as above."""
+) -> dict[_jax.Var | str, int]:
+    """For inputs of regions in loops over how many devices they are divided; arguments as above.
+
+    A loop's forward body is not always the region's program itself; there values are known by type.
+    """
     builder = Builder(records)
     builder.enter(jaxpr.invars, shards)
     builder.enter(jaxpr.constvars, [1] * len(jaxpr.constvars))
@@ -108,17 +58,23 @@ def shards_in_bodies(
     return builder.body_shards
 
 
-def program_of_record(record: Record, shards: Mapping[_jax.Var, int] | None = None) -> Program:
+def program_of_record(
+    record: Record, shards: Mapping[_jax.Var | str, int] | None = None
+) -> Program:
     """One region by itself: its forward program, then its backward program.
 
     Inputs of the region count as there anyway. `shards` says how they are divided.
     """
     shards = shards or {}
+
+    def divided(v: _jax.Var) -> int:
+        return shards.get(v) or shards.get(type_text(v.aval), 1)
+
     builder = Builder({record.region_id: record})
     forward, backward = record.region.forward, record.backward
-    builder.enter(forward.invars, [shards.get(v, 1) for v in forward.invars])
+    builder.enter(forward.invars, [divided(v) for v in forward.invars])
     linear = record.region.linear
-    builder.enter(linear.invars, [shards.get(v, 1) for v in linear.invars])
+    builder.enter(linear.invars, [divided(v) for v in linear.invars])
     builder.write(forward, (record, False), "")
     residuals = set(record.region.residuals)
     # Cotangents are divided as the largest of the values are.
@@ -141,7 +97,7 @@ class Builder:
         self.shards: list[int] = []
         self.inputs: set[int] = set()
         self.ids: dict[_jax.Var, int] = {}
-        self.body_shards: dict[_jax.Var, int] = {}
+        self.body_shards: dict[_jax.Var | str, int] = {}
         self.most_shards = 1
 
     def enter(self, variables: Sequence[_jax.Var], shards: Sequence[int] | None) -> None:
@@ -217,13 +173,14 @@ class Builder:
         # What is made from nothing or from a number is divided as other values are.
         arrays = [v for v in operands if self.bytes[v] > _MOST_BYTES_OF_A_NUMBER]
         shards = max((self.shards[v] for v in arrays), default=self.most_shards)
+        shards = _shards_said(eqn) or shards
         results = tuple(self._new(v, self._result_shards(v, shards)) for v in eqn.outvars)
         body = _jax.scan_body(eqn)
         if body is not None:
             self._note_shards(body, [self._shards_of(v) for v in eqn.invars])
         kind = kind_of(eqn)
         place = _place(side, eqn, index)
-        collective = eqn.primitive.name in _COLLECTIVES
+        collective = eqn.primitive.name in COLLECTIVES
         self.ops.append(
             Op(
                 name=eqn.primitive.name,
@@ -248,6 +205,9 @@ class Builder:
     def _note_shards(self, body: _jax.Jaxpr, shards: Sequence[int]) -> None:
         """Follow the division of a loop's operands to the regions in its body."""
         known = dict(zip(body.invars, shards))
+        for v, n in known.items():
+            text = type_text(v.aval)
+            self.body_shards[text] = max(n, self.body_shards.get(text, 1))
         for eqn in body.eqns:
             operands = [known.get(v, 1) if _jax.is_var(v) else 1 for v in eqn.invars]
             for v in eqn.outvars:
@@ -263,6 +223,19 @@ class Builder:
 
     def _result_shards(self, v: _jax.Var, shards: int) -> int:
         return shards if n_bytes(v.aval) >= shards else 1
+
+
+def _shards_said(eqn: _jax.JaxprEqn) -> int:
+    """Over how many devices the program itself says that a value is divided; 0 if it does not."""
+    sharding = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else None
+    if sharding is None:
+        return 0
+    shape = tuple(eqn.outvars[0].aval.shape)
+    try:
+        part = sharding.shard_shape(shape)
+    except ValueError:  # dimensions that the mesh does not divide, or a mesh of other axes
+        return 0
+    return max(1, math.prod(shape) // max(1, math.prod(part)))
 
 
 def _place(side: tuple[Record, bool] | None, eqn: _jax.JaxprEqn, index: int) -> Place | None:

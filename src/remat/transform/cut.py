@@ -139,13 +139,15 @@ def _n_bytes(aval: Any) -> int:
     return aval.size * _jax.itemsize_bytes(aval)
 
 
-def round_residuals(forward: _jax.Jaxpr, n_residuals: int) -> _jax.Jaxpr:
-    """Let everything see a residual as its type rounds it."""
+def round_residuals(
+    forward: _jax.Jaxpr, n_residuals: int, *, most_bytes: int | None = None
+) -> _jax.Jaxpr:
+    """Let everything see a residual as its type rounds it; only types of at most so many bytes."""
     used = {v for eqn in forward.eqns for v in eqn.invars if not isinstance(v, _jax.Literal)}
     n_known = len(forward.outvars) - n_residuals
     exact: dict[_jax.Var, _jax.Var] = {}
     for v in forward.outvars[n_known:]:
-        if v in used and _is_rounded_type(v.aval):
+        if v in used and _is_rounded_type(v.aval, most_bytes):
             exact.setdefault(v, _jax.new_var(v.aval))
     if not exact:
         return forward
@@ -162,8 +164,10 @@ def round_residuals(forward: _jax.Jaxpr, n_residuals: int) -> _jax.Jaxpr:
     return _jax.rebuild(forward, eqns=eqns)
 
 
-def _is_rounded_type(aval: Any) -> bool:
-    return isinstance(aval, _jax.ShapedArray) and jnp.issubdtype(aval.dtype, jnp.floating)
+def _is_rounded_type(aval: Any, most_bytes: int | None) -> bool:
+    if not isinstance(aval, _jax.ShapedArray) or not jnp.issubdtype(aval.dtype, jnp.floating):
+        return False
+    return most_bytes is None or aval.dtype.itemsize <= most_bytes
 
 
 def _round(like: _jax.JaxprEqn, exact: _jax.Var, rounded: _jax.Var) -> _jax.JaxprEqn:

@@ -102,12 +102,26 @@ def after_change(policy: Any) -> Any:
     """
     if isinstance(policy, Backward) or policy is FENCED:
         return None
+    if isinstance(policy, Role) and not policy.is_backward:
+        return save_compact
     return save_all if is_call(policy) else policy
 
 
 def save_all(*_: Any, **__: Any) -> bool:
     """The policy that saves everything."""
     return True
+
+
+_EXPANDING = frozenset({"broadcast_in_dim", "iota", "full"})
+
+
+def save_compact(prim: _jax.Primitive, *_: Any, **__: Any) -> bool:
+    """Saves what takes operations to compute, and nothing that is made large from little.
+
+    JAX moves what does not change from step to step out of a loop, and cuts the body's forward half
+    for that. Masks and constants of the size of activations would be there for the whole loop.
+    """
+    return prim.name not in _EXPANDING
 
 
 def linear_equation(

@@ -298,7 +298,7 @@ def _nested_halves(eqn: _jax.JaxprEqn, unknown: Sequence[bool]) -> Any:
     _check_effects(params["jaxpr"])
     c, of_forward, of_backward = _halves(params["jaxpr"], tuple(unknown), params["policy"])
     common = {"prevent_cse": params["prevent_cse"], "names_pending": False, "cotangents": ()}
-    forward_policy = planned.save_all if of_forward is None else of_forward
+    forward_policy = planned.save_compact if of_forward is None else of_forward
     known = dict(common, jaxpr=c.forward, policy=forward_policy, differentiated=False)
     staged = dict(common, jaxpr=c.backward, policy=of_backward, differentiated=True)
     return c, known, staged
