@@ -49,7 +49,7 @@ LAYERS = [
     ("planner",),
     ("planner.fusion",),
     ("planner.decide", "planner.bodies"),
-    ("planner.identity",),
+    ("planner.identity", "planner.kinds"),
     ("planner.emit",),
     ("planner.regions",),
     ("planner.trace", "planner.step"),
