@@ -38,6 +38,10 @@ from jax._src import (
     tree_util as _tree_util,
     util as _util,
 )
+from jax._src.dispatch import (
+    ArrayCopySemantics as _ArrayCopySemantics,
+    device_put_p as _device_put_p,
+)
 from jax._src.interpreters import (
     ad as _ad,
     batching as _batching,
@@ -278,6 +282,35 @@ def jaxpr_of_equation(eqn: JaxprEqn) -> Jaxpr:
 
 def new_var(aval: Any) -> Var:
     return _core.Var(aval)
+
+
+class HostCopy(NamedTuple):
+    """A value's copy in the host's memory, and the equations that make it and bring it back."""
+
+    var: Var
+    store: JaxprEqn
+    fetch: JaxprEqn
+
+
+def host_copy(v: Var, like: JaxprEqn | None) -> HostCopy:
+    """A copy of an array in the host's pinned memory; source and context of `like` if given."""
+    space = _core.MemorySpace
+    copy = new_var(v.aval.update(memory_space=space.Host))
+    store = new_eqn([v], [copy], _device_put_p, _copy_params(space.Host), like)
+    fetch = new_eqn([copy], [v], _device_put_p, _copy_params(space.Device), like)
+    return HostCopy(copy, store, fetch)
+
+
+def _copy_params(space: Any) -> dict[str, Any]:
+    semantics = (_ArrayCopySemantics.ALWAYS_COPY,)
+    return {"devices": (space,), "srcs": (None,), "copy_semantics": semantics}
+
+
+def can_be_on_host(aval: Any) -> bool:
+    """Whether values of this type can be copied to the host's memory and back: arrays on a device."""
+    if getattr(aval, "memory_space", None) is not _core.MemorySpace.Device:
+        return False
+    return not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
 def replace_body(eqn: JaxprEqn, old: Any, new_equations: Jaxpr) -> JaxprEqn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import remat
+from remat._jax import can_be_on_host
 from remat.planner.emit import RegionDecision, Segment, save_everything
 from remat.planner.regions import (
     Application,
@@ -51,9 +53,18 @@ def traced_in(session: Any, step: Callable, args: tuple, **jit_options: Any) -> 
 
 
 def random_application(
-    step: Callable, args: tuple, seed: int, *, groups: bool = True, **jit_options: Any
+    step: Callable,
+    args: tuple,
+    seed: int,
+    *,
+    groups: bool = True,
+    offload: bool = False,
+    **jit_options: Any,
 ) -> Application:
-    """Decisions about every region of a step. Loops first, then what is around them as it is then."""
+    """Decisions about every region of a step. Loops first, then what is around them as it is then.
+
+    With `offload` half of what is saved, and half of the inputs, are kept in the host's memory.
+    """
     draw = random.Random(seed)
     decided: dict[str, dict[str, RegionDecision]] = {}
     chosen: dict[str, LoopForm] = {}
@@ -65,6 +76,8 @@ def random_application(
             if loop_depth(record.key) != depth:
                 continue
             decision = random_decision(record, draw)
+            if offload:
+                decision = half_offloaded(record, decision, draw)
             decided.setdefault(record.key, {})[record.region.fingerprint] = decision
             if depth and groups:
                 length = recording.scans[record.key].params["length"]
@@ -89,6 +102,19 @@ def random_decision(record: Record, draw: random.Random) -> RegionDecision:
         for start in starts
     )
     return RegionDecision(saved, segments, record.mark)
+
+
+def half_offloaded(record: Record, decision: RegionDecision, draw: random.Random) -> RegionDecision:
+    values, inputs = record.region.numbering.vars, record.region.forward.invars
+    return dataclasses.replace(
+        decision,
+        offloaded=tuple(
+            n for n in decision.saved if can_be_on_host(values[n].aval) and draw.random() < 0.5
+        ),
+        offloaded_inputs=tuple(
+            i for i, v in enumerate(inputs) if can_be_on_host(v.aval) and draw.random() < 0.5
+        ),
+    )
 
 
 # Running. Compilers may round as they like, so what is compared is computed with little optimization.

@@ -33,6 +33,17 @@ def test_random_decisions_change_no_value(name, seed):
     )
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_random_decisions_that_offload_change_no_value(name):
+    step, args = CASES[name]()
+    expected = run_in(None, step, args)
+    assert_same(
+        run_in(random_application(step, args, 2, offload=True), step, args),
+        expected,
+        within=ROUNDING.get(name, 2e-6),
+    )
+
+
 @pytest.mark.parametrize("name", ["dense_chain", "nested_scans", "microbatches", "two_regions"])
 def test_no_tracer_leaks(name):
     step, args = CASES[name]()

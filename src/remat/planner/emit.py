@@ -13,13 +13,21 @@ primitive (on saved values, values of earlier segments, and cotangents), whose b
 recomputation and its piece of T; the pieces between are written out as they are. Values that nobody
 listed are computed where they are needed from what is available there: cheap ones are always left
 to this, since compilers compute them inside the kernel that uses them.
+
+A value that is saved can be *offloaded*: the forward pass copies it to the host's memory, and for the
+backward pass it is a value that is recomputed, by one operation, the copy back. So segments fetch what
+they need, when their cotangents are there, and the device holds it no longer than that. An input of the
+region can be offloaded too (the carry of a loop's body, say): then the backward pass does not take it
+from whoever holds the inputs.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from remat import _jax
@@ -40,11 +48,21 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class RegionDecision:
-    """What is decided about one region: numbers of saved values, and segments in order."""
+    """What is decided about one region.
+
+    Args:
+      saved: numbers of the values that are kept.
+      segments: of the backward program, in order.
+      backward: the fingerprint of the backward program that the segments divide.
+      offloaded: which of the saved values are kept in the host's memory.
+      offloaded_inputs: places of the forward program's inputs that are kept there as well.
+    """
 
     saved: tuple[int, ...]
     segments: tuple[Segment, ...]
-    backward: str  # the fingerprint of the backward program that the segments divide
+    backward: str
+    offloaded: tuple[int, ...] = ()
+    offloaded_inputs: tuple[int, ...] = ()
 
 
 def save_everything(region: Linearized) -> RegionDecision:
@@ -60,6 +78,33 @@ class Numbering:
         self.vars: list[_jax.Var] = [v for eqn in jaxpr.eqns for v in eqn.outvars]
         self.number = {v: i for i, v in enumerate(self.vars)}
         self.equation = [eqn for eqn in jaxpr.eqns for _ in eqn.outvars]
+        self._fetched: dict[_jax.Var, tuple[tuple[int, int], _jax.JaxprEqn]] = {}
+
+    def source(self, v: _jax.Var) -> tuple[tuple[int, int], _jax.JaxprEqn] | None:
+        """The equation that computes a value and its place in their order; None for an input."""
+        if v in self._fetched:
+            return self._fetched[v]
+        number = self.number.get(v)
+        if number is None:
+            return None
+        eqn = self.equation[number]
+        first = self.number[eqn.outvars[0]]
+        if any(u in self._fetched for u in eqn.outvars):
+            # Of several results one is fetched, and the others computed under other names.
+            eqn = eqn.replace(
+                outvars=[_jax.new_var(u.aval) if u in self._fetched else u for u in eqn.outvars]
+            )
+        return (first, 1), eqn
+
+    def fetching(self, host: Mapping[_jax.Var, _jax.HostCopy]) -> Numbering:
+        """The same numbers, where these values are not computed but fetched from the host."""
+        new = copy.copy(self)
+        new._fetched = {
+            # Inputs come before everything, in any order.
+            v: ((self.number.get(v, -1 - i), 0), c.fetch)
+            for i, (v, c) in enumerate(host.items())
+        }
+        return new
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -137,47 +182,93 @@ def linearized(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...]) -> Linearized:
     )
 
 
+def host_copies(region: Linearized, decision: RegionDecision) -> dict[_jax.Var, _jax.HostCopy]:
+    """A copy in the host's memory for each value and input that is offloaded."""
+    of = region.numbering
+    like = next(iter((*region.linear.eqns, *region.forward.eqns)), None)
+    copies = {
+        v: _jax.host_copy(v, like)
+        for v in (region.forward.invars[i] for i in decision.offloaded_inputs)
+    }
+    for n in decision.offloaded:
+        copies[of.vars[n]] = _jax.host_copy(of.vars[n], of.equation[n])
+    return copies
+
+
 def halves(
     region: Linearized,
     saved: Iterable[_jax.Var],
     again: Iterable[_jax.Var] = (),
     *,
+    host: Mapping[_jax.Var, _jax.HostCopy] = MappingProxyType({}),
     round_saved: bool = True,
 ) -> Cut:
     """The two halves of a region that saves these values; fewer, if the backward half needs fewer.
 
     `again` are values that segments compute, some of them perhaps also saved for earlier segments.
+    `host` has the copies of saved values and of inputs that are offloaded.
     """
-    wanted = dict.fromkeys(saved)
-    inputs = region.linear.invars[len(region.residuals) :]
+    numbering = region.numbering.fetching(host)
+    value_of = {c.var: v for v, c in host.items()}
+    wanted = dict.fromkeys([*(host[v].var if v in host else v for v in saved), *value_of])
+    all_inputs = region.linear.invars[len(region.residuals) :]
+    inputs = [v for v in all_inputs if v not in host]
     available = {*wanted, *inputs}
-    eqns = closure(region.numbering, region.residuals, available)
+    linear_needs = [*region.residuals, *(v for v in all_inputs if v in host)]
+    eqns = closure(numbering, linear_needs, available)
     like = next(iter((*region.linear.eqns, *region.forward.eqns)), None)
     last = planned.linear_equation(region.linear, remat_p, like)
     backward = _jax.jaxpr_of([*wanted, *inputs], last.outvars, [*eqns, last], region.linear)
     needed: set[_jax.Var] = set()
     again = set(again)
-    closure(region.numbering, again, available - again, needed.add)
+    closure(numbering, again, available - again, needed.add)
     shrunk, used = _jax.dce(backward, [True] * len(backward.outvars))
     used = [u or v in needed for v, u in zip(backward.invars, used)]
     invars = [v for v, u in zip(backward.invars, used) if u]
     backward = _jax.jaxpr_of(invars, shrunk.outvars, shrunk.eqns, region.linear)
     kept = [v for v, u in zip(wanted, used) if u]
-    n_known = len(region.forward.outvars) - len(region.residuals)
-    forward = _jax.rebuild(region.forward, outvars=[*region.forward.outvars[:n_known], *kept])
-    forward, forward_inputs = _jax.dce(forward, [True] * len(forward.outvars))
-    if round_saved:
-        # Compilers keep intermediate results of 16 bits and less in 32. Rounding 32-bit residuals
-        # would change nothing, and keeps XLA from reusing memory (12 of 140 MiB) and from fusing.
-        forward = round_residuals(forward, len(kept), most_bytes=2)
+    used_input = dict(zip(inputs, used[len(wanted) :]))
+    forward, forward_inputs = _forward_half(region, kept, value_of, host, round_saved=round_saved)
     return Cut(
         forward,
         forward_inputs,
         backward,
-        used[len(wanted) :],
+        [used_input.get(v, False) for v in all_inputs],
         list(region.outs_unknown),
         len(kept),
     )
+
+
+def _forward_half(
+    region: Linearized,
+    kept: Sequence[_jax.Var],
+    value_of: Mapping[_jax.Var, _jax.Var],
+    host: Mapping[_jax.Var, _jax.HostCopy],
+    *,
+    round_saved: bool,
+) -> tuple[_jax.Jaxpr, list[bool]]:
+    """Known results, then what is kept, some of it as copies in the host's memory."""
+    known = region.forward.outvars[: len(region.forward.outvars) - len(region.residuals)]
+    values = [value_of.get(v, v) for v in kept]
+    is_input = set(region.forward.invars)
+    copied = [host[v] for v in values if v in host]
+    of_inputs = [c.store for c in copied if c.store.invars[0] in is_input]
+    # Inputs are copied first and computed values last, so that these are rounded before.
+    computed = [k if v in is_input else v for k, v in zip(kept, values)]
+    forward = _jax.rebuild(
+        region.forward, outvars=[*known, *computed], eqns=[*of_inputs, *region.forward.eqns]
+    )
+    forward, used = _jax.dce(forward, [True] * len(forward.outvars))
+    if round_saved:
+        # Compilers keep intermediate results of 16 bits and less in 32. Rounding 32-bit residuals
+        # would change nothing, and keeps XLA from reusing memory (12 of 140 MiB) and from fusing.
+        forward = round_residuals(forward, len(computed), most_bytes=2)
+    stores = [c.store for c in copied if c.store.invars[0] not in is_input]
+    if stores:
+        forward = _jax.rebuild(
+            forward, outvars=[*forward.outvars[: len(known)], *kept], eqns=[*forward.eqns, *stores]
+        )
+    return forward, used
 
 
 def closure(
@@ -190,7 +281,7 @@ def closure(
 
     `visit` sees every available value that they, or the needed values themselves, come down to.
     """
-    found: dict[int, _jax.JaxprEqn] = {}
+    found: dict[tuple[int, int], _jax.JaxprEqn] = {}
     stack = [v for v in needed if _jax.is_var(v)]
     seen: set[_jax.Var] = set()
     while stack:
@@ -198,16 +289,15 @@ def closure(
         if v in seen:
             continue
         seen.add(v)
-        number = numbering.number.get(v)
-        if v in available or number is None:
+        source = None if v in available else numbering.source(v)
+        if source is None:
             visit(v)
             continue
-        eqn = numbering.equation[number]
-        first = numbering.number[eqn.outvars[0]]
-        if first not in found:
-            found[first] = eqn
+        place, eqn = source
+        if place not in found:
+            found[place] = eqn
             stack.extend(u for u in eqn.invars if _jax.is_var(u))
-    return [found[i] for i in sorted(found)]
+    return [found[place] for place in sorted(found)]
 
 
 # The backward program

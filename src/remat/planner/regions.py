@@ -26,6 +26,7 @@ from remat.planner.emit import (
     RegionDecision,
     backward_program,
     halves,
+    host_copies,
     inlined,
     linearized,
 )
@@ -410,15 +411,36 @@ class _Region(planned.Decisions):
             role = planned.Role((self.key, region.fingerprint), False)
             c = halves(region, region.residuals, round_saved=False)
             return c, _Backward(self.session, self.key, region, None), role
+        self._check_numbers(region, decision)
         of = region.numbering.vars
-        beyond = [n for n in decision.saved if not 0 <= n < len(of)]
+        again = [of[n] for segment in decision.segments for n in segment.recomputed]
+        host = host_copies(region, decision)
+        c = halves(region, [of[n] for n in decision.saved], again, host=host)
+        return c, _Backward(self.session, self.key, region, decision, host), None
+
+    def _check_numbers(self, region: Linearized, decision: RegionDecision) -> None:
+        of, inputs = region.numbering.vars, region.forward.invars
+        again = [n for segment in decision.segments for n in segment.recomputed]
+        beyond = [n for n in (*decision.saved, *again) if not 0 <= n < len(of)]
         if beyond:
             raise PlanError(
                 f"region {self.key!r} has values 0 to {len(of) - 1}; the plan saves {beyond[0]}."
             )
-        again = [of[n] for segment in decision.segments for n in segment.recomputed]
-        c = halves(region, [of[n] for n in decision.saved], again)
-        return c, _Backward(self.session, self.key, region, decision), None
+        if any(not 0 <= i < len(inputs) for i in decision.offloaded_inputs):
+            raise PlanError(
+                f"region {self.key!r} has {len(inputs)} inputs; the plan offloads input "
+                f"{max(decision.offloaded_inputs)}, and they count from 0."
+            )
+        moved = [
+            *(of[n] for n in decision.offloaded),
+            *(inputs[i] for i in decision.offloaded_inputs),
+        ]
+        for v in moved:
+            if not _jax.can_be_on_host(v.aval):
+                raise PlanError(
+                    f"region {self.key!r}: a value of type {v.aval.str_short()} cannot be kept in the "
+                    'host\'s memory. Make it "offloaded": false.'
+                )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -427,6 +449,7 @@ class _Backward(planned.Backward):
     key: str
     region: Linearized
     decision: RegionDecision | None
+    host: Mapping[_jax.Var, _jax.HostCopy] = dataclasses.field(default_factory=dict)
 
     def compose(
         self,
@@ -436,10 +459,11 @@ class _Backward(planned.Backward):
         nonlinear: Sequence[Any],
     ) -> tuple[_jax.Jaxpr | None, Any]:
         transposed = inlined(transposed)
-        numbering, given = self.region.numbering, set(known)
-        there = {*numbering.number, *given, *consts}
+        numbering, given = self.region.numbering.fetching(self.host), set(known)
+        there = {*numbering.number, *self.host, *given, *consts}
         ours = all(v in there for v in nonlinear if _jax.is_var(v))
-        if not ours or not given <= {*numbering.number, *self.region.linear.invars}:
+        copies = {c.var for c in self.host.values()}
+        if not ours or not given <= {*numbering.number, *copies, *self.region.linear.invars}:
             return None, None
         segments = () if self.decision is None else self.decision.segments
         if self.decision is not None and fingerprint(transposed) != self.decision.backward:
