@@ -17,7 +17,7 @@ def price(flops, moved, dtype):
     return flops
 
 
-def body(length=16, carry=(0,), n_values=3, size=KB):
+def body(length=16, carry=(0,), n_values=3, size=KB, movable=()):
     """h -> f1 -> f2 ... -> fn; each backward operation needs one of them."""
     ops = [
         Op("dot", Kind.OPAQUE, (i,), (i + 1,), flops=10.0 + i, place=Place(REGION, False, i))
@@ -31,7 +31,7 @@ def body(length=16, carry=(0,), n_values=3, size=KB):
     program = Program(
         tuple(ops), (size,) * (last + 1), ("f32[]",) * (last + 1), frozenset({0}), (last,)
     )
-    return Body(program, REGION, length, carry)
+    return Body(program, REGION, length, carry, movable=frozenset(movable))
 
 
 def test_options_go_from_the_fewest_bytes_to_the_most_and_none_is_worse_in_both():
@@ -103,3 +103,69 @@ def test_one_option_has_one_price():
     b = body(n_values=1, length=2)
     (option,) = loop_options(b, price)[-1:]
     assert prices([option]) == [0.0]
+
+
+# Offloading
+
+MB = 10**6
+
+
+def traffic_price(flops, moved, dtype):
+    """Seconds of a device of 1 FLOP/s and 1 TB/s."""
+    return flops + moved / 1e12
+
+
+def link(bytes_per_s):
+    return lambda n_bytes: n_bytes / bytes_per_s
+
+
+def cheapest_within(options, n_bytes):
+    return min((o for o in options if o.bytes <= n_bytes), key=lambda o: o.seconds)
+
+
+def large_body(**more):
+    return body(size=MB, movable=range(4), **more)
+
+
+def test_loops_offload_over_a_fast_link_and_recompute_over_a_slow_one():
+    fast = loop_options(large_body(), traffic_price, link(1e12))
+    slow = loop_options(large_body(), traffic_price, link(1.0))
+    room = 16 * 2 * MB  # three values of a step are needed, and two fit
+    chosen = cheapest_within(fast, room)
+    assert chosen.offloaded and chosen.seconds < 16 * 10  # no operation is repeated
+    assert set(chosen.offloaded) <= set(chosen.saved)
+    chosen = cheapest_within(slow, room)
+    assert not chosen.offloaded and not chosen.host_bytes
+    assert (
+        chosen.seconds == cheapest_within(loop_options(large_body(), traffic_price), room).seconds
+    )
+
+
+def test_offloading_reaches_below_what_recomputing_needs_and_says_what_the_host_holds():
+    b = body(size=MB, movable={0})
+    alone = loop_options(b, traffic_price)
+    more = loop_options(b, traffic_price, link(MB / 100))
+    assert more[0].bytes == 0 < alone[0].bytes
+    # The carry comes back, and the rest is recomputed from it.
+    assert (more[0].offloaded_carry, more[0].saved) == ((0,), ())
+    assert more[0].host_bytes == 16 * MB
+    assert 0 < more[0].transfer_seconds < more[0].seconds
+
+
+def test_only_what_a_step_does_not_hide_takes_the_time_of_the_link():
+    # Each value takes 4 s in each direction. A step computes 33 s forward and 60 s backward, and half
+    # of that hides copies: four values are hidden one way and seven the other.
+    options = loop_options(large_body(), traffic_price, link(MB / 4))
+    hidden = [o for o in options if o.host_bytes == 16 * 3 * MB]
+    assert hidden and all(o.transfer_seconds < 1e-3 * 16 for o in hidden)
+    # Three values of 10 s each are not hidden: 30 s of 16.5 one way, and none of 30 the other.
+    slower = loop_options(large_body(), traffic_price, link(MB / 10))
+    shown = [o for o in slower if o.host_bytes == 16 * 3 * MB]
+    assert [o.transfer_seconds for o in shown] == [pytest.approx(16 * 13.5, rel=1e-3)]
+
+
+@pytest.mark.parametrize("b", [body(movable=range(4)), body(size=MB)], ids=["small", "not movable"])
+def test_small_values_and_those_that_cannot_move_stay_on_the_device(b):
+    options = loop_options(b, traffic_price, link(1e12))
+    assert options == loop_options(b, traffic_price)
+    assert not any(o.host_bytes for o in options)

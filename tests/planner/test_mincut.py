@@ -27,20 +27,27 @@ def problems(draw: st.DrawFn) -> CutProblem:
         ),
         tuple(deps),
         tuple(sorted(draw(st.sets(st.integers(0, n - 1), min_size=1)))),
+        tuple(draw(st.lists(st.sampled_from((0.5, 2.0, math.inf)), min_size=n, max_size=n)))
+        if draw(st.booleans())
+        else (),
     )
 
 
 def _all_choices(problem: CutProblem) -> list[tuple[int, float]]:
-    """(bytes, time) of every choice of saved values."""
+    """(bytes, time) of every choice of saved and offloaded values."""
     n = len(problem)
     choices = set()
-    for saved in range(1 << n):
+    for chosen in itertools.product(range(3 if problem.transfer else 2), repeat=n):
         wanted = set(problem.needed)
         n_bytes, time = 0, 0.0
         for v in reversed(range(n)):
-            if v in wanted and saved >> v & 1:
+            if v not in wanted:
+                continue
+            if chosen[v] == 1:
                 n_bytes += problem.bytes[v]
-            elif v in wanted:
+            elif chosen[v] == 2:
+                time += problem.transfer[v]
+            else:
                 time += problem.time[v]
                 wanted |= set(problem.deps[v])
         if math.isfinite(time):
@@ -55,9 +62,10 @@ def test_a_minimum_cut_is_the_cheapest_choice(problem: CutProblem, price: float)
     least = min(time + price * n_bytes for n_bytes, time in _all_choices(problem))
     assert cut.time + price * cut.bytes == pytest.approx(least, abs=1e-6)
     assert cut.bytes == sum(problem.bytes[v] for v in cut.saved)
-    assert cut.time == sum(problem.time[v] for v in cut.recomputed)
+    transfers = [problem.transfer[v] for v in cut.offloaded]
+    assert cut.time == sum([*(problem.time[v] for v in cut.recomputed), *transfers])
     for v in cut.recomputed:
-        assert set(problem.deps[v]) <= {*cut.saved, *cut.recomputed}
+        assert set(problem.deps[v]) <= {*cut.saved, *cut.recomputed, *cut.offloaded}
 
 
 @given(problems(), st.sampled_from((0.05, 0.3, 1.0, 2.5, 20.0)))
@@ -131,9 +139,20 @@ def test_cuts_between_vertices_are_choices_between_them(problem, places):
             assert few.bytes < cut.bytes < many.bytes
             assert cut.time < few.time
             assert cut.bytes == sum(problem.bytes[v] for v in cut.saved)
-            assert cut.time == pytest.approx(sum(problem.time[v] for v in cut.recomputed))
-            have = {*cut.saved, *cut.recomputed}
+            transfers = [problem.transfer[v] for v in cut.offloaded]
+            times = [problem.time[v] for v in cut.recomputed]
+            assert cut.time == pytest.approx(sum([*times, *transfers]))
+            have = {*cut.saved, *cut.recomputed, *cut.offloaded}
             assert set(problem.needed) <= have
             assert all(u in have for v in cut.recomputed for u in problem.deps[v])
             # The hull's line is a bound on it.
             assert cut.time >= found.lower_bound(cut.bytes) - 1e-9
+
+
+def test_a_value_that_cannot_be_recomputed_is_offloaded_where_that_is_possible() -> None:
+    problem = CutProblem((8, 8), (math.inf, 1.0), ((), (0,)), (0, 1), (0.5, math.inf))
+    assert [(cut.saved, cut.recomputed, cut.offloaded) for cut in hull(problem).cuts] == [
+        ((), (1,), (0,)),
+        ((1,), (), (0,)),
+        ((0, 1), (), ()),
+    ]

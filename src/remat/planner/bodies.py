@@ -6,7 +6,24 @@ often, and what it computes in the backward pass only once at a time. What to sa
 recomputed from its start: then the carry is kept at the start of each group only, and what the steps
 save exists for one group at a time.
 
+Where the device has a host with memory, a step can also keep values there, the carry too (which the
+loop itself would keep otherwise). That takes
+
+* 2 x bytes of the device's own memory traffic, and
+* what of each direction's transfer is not hidden: compilers copy while they compute. Up to half of
+  the time that the forward half of a step computes counts as hiding its copies to the host, and half
+  of the backward half's time hides the copies back. Beyond that the link's time counts in full.
+
+So the first values that are offloaded cost little, and further ones much. To find out which are worth
+it, cuts are made at several prices of the link's time, and each is then charged what it really takes,
+as it is and with no more offloaded than is hidden. (At one price of the link, all values cost the same
+per byte. Where the device's bytes are dearer than that, the cut offloads instead of saving, so a few
+prices of bytes beyond it are enough.) Small values are left alone: many small copies take longer than
+their bytes say.
+
 Of all options a price on bytes picks one: the one that is least in time + price x bytes.
+
+Known limit: how much of a transfer is hidden is an assumption, not a measurement.
 """
 
 from __future__ import annotations
@@ -14,11 +31,23 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from remat.planner.fusion import Price
-from remat.planner.mincut import CutProblem, between, hull
-from remat.planner.program import Kind, Program
+from remat.planner.mincut import Cut, CutProblem, Network, between, hull
+from remat.planner.program import Kind, Op, Program
+
+#: `seconds(bytes)` of a copy between the device's memory and the host's, in one direction.
+Transfer = Callable[[float], float]
+
+# The share of a step's computation that copies hide behind.
+_HIDING = 0.5
+# Values of fewer bytes at each step stay on the device: copying these takes tens of microseconds.
+_LEAST_BYTES = 2**18
+# The shares of the link's time at which cuts are made.
+_SHARES = (0.0, *(2.0**-k for k in range(8, -1, -1)))
+# And at how many times that price the device's bytes are.
+_DEARER = (1.01, 10.0, 1000.0)
 
 # An option is worth having that saves this share of bytes against the next.
 _LESS = 0.97
@@ -38,6 +67,7 @@ class Body:
       length: steps.
       carry: values of the program that one step hands to the next. They are saved if needed.
       times: how often the whole loop runs.
+      movable: values that could be kept in the host's memory.
     """
 
     program: Program
@@ -45,6 +75,7 @@ class Body:
     length: int
     carry: tuple[int, ...]
     times: int = 1
+    movable: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,23 +85,31 @@ class LoopOption:
     Args:
       saved: numbers of the values of the forward program that each step saves.
       group: steps that are recomputed together; 1: none are.
-      bytes: that it keeps at most, over all its steps.
-      seconds: of recomputation, over all its steps.
+      bytes: that it keeps at most on the device, over all its steps.
+      seconds: of recomputation and of transfers, over all its steps.
+      offloaded: which of the saved values are kept in the host's memory.
+      offloaded_carry: which values of the carry, by number in the program, are kept there too.
+      host_bytes: of all that, over all its steps.
+      transfer_seconds: the part of `seconds` that transfers take.
     """
 
     saved: tuple[int, ...]
     group: int
     bytes: int
     seconds: float
+    offloaded: tuple[int, ...] = ()
+    offloaded_carry: tuple[int, ...] = ()
+    host_bytes: int = 0
+    transfer_seconds: float = 0.0
 
 
-def loop_options(body: Body, price: Price) -> list[LoopOption]:
+def loop_options(body: Body, price: Price, transfer: Transfer | None = None) -> list[LoopOption]:
     """Options from the fewest bytes to the most, none of which is better in both than another.
 
     These are the vertices of the hull of (bytes, time), and options between vertices that lie far
-    from each other.
+    from each other. With `transfer`, the price of a copy to the host or back, values may be offloaded.
     """
-    problem, numbers, forward_s = _cut_problem(body, price)
+    problem, numbers, forward_s, backward_s = _cut_problem(body, price)
     carry = sum(body.program.bytes[v] for v in body.carry)
     vertices = hull(problem).cuts
     cuts = list(vertices)
@@ -86,6 +125,10 @@ def loop_options(body: Body, price: Price) -> list[LoopOption]:
             n_bytes = -(-body.length // group) * carry + group * cut.bytes
             seconds = body.length * (forward_s + cut.time)
             options.append(LoopOption(saved, group, n_bytes, seconds))
+    if transfer is not None:
+        options += _Offloading(
+            body, price, transfer, problem, numbers, (forward_s, backward_s)
+        ).options()
     return _thinned(_undominated(options))
 
 
@@ -95,6 +138,99 @@ def _undominated(options: Iterable[LoopOption]) -> list[LoopOption]:
         if not kept or option.seconds < kept[-1].seconds:
             kept.append(option)
     return kept
+
+
+class _Offloading:
+    """The options of a loop that keep something in the host's memory."""
+
+    def __init__(
+        self,
+        body: Body,
+        price: Price,
+        transfer: Transfer,
+        problem: CutProblem,
+        numbers: Sequence[Sequence[int]],
+        halves_s: tuple[float, float],
+    ) -> None:
+        self.body = body
+        self.price = price
+        self.transfer = transfer
+        self.problem = problem
+        self.numbers = numbers
+        self.halves_s = halves_s
+        self.movable = self._movable()
+
+    def _movable(self) -> list[bool]:
+        """Which places of the problem can be offloaded: those of one large value."""
+        body = self.body
+        of_ops = (
+            op.results
+            for op in body.program.ops
+            if op.place is not None and not op.place.is_backward
+        )
+        values = [*((v,) for v in body.carry), *of_ops]
+        return [
+            len(results) == 1 and results[0] in body.movable and n_bytes >= _LEAST_BYTES
+            for results, n_bytes in zip(values, self.problem.bytes)
+        ]
+
+    def options(self) -> list[LoopOption]:
+        found: dict[tuple[tuple[int, ...], ...], LoopOption] = {}
+        for share in _SHARES if any(self.movable) else ():
+            prices = tuple(
+                self._traffic_s(n) + share * 2 * self.transfer(n) if movable else math.inf
+                for n, movable in zip(self.problem.bytes, self.movable)
+            )
+            network = Network.of(dataclasses.replace(self.problem, transfer=prices))
+            per_byte = max(p / n for p, n, m in zip(prices, self.problem.bytes, self.movable) if m)
+            for factor in _DEARER:
+                cut, _ = network.cheapest(factor * per_byte)
+                for one in (cut, self._hidden(cut)):
+                    at = one.saved, one.offloaded
+                    if one.offloaded and at not in found:
+                        found[at] = self._option(one)
+        return list(found.values())
+
+    def _traffic_s(self, n_bytes: int) -> float:
+        return self.price(0, 2 * n_bytes, "float32")
+
+    def _exposed_s(self, sizes: Sequence[int]) -> float:
+        """What of the transfers is not hidden behind a step's computation."""
+        copies_s = sum(self.transfer(n) for n in sizes)
+        return sum(max(0.0, copies_s - _HIDING * half_s) for half_s in self.halves_s)
+
+    def _hidden(self, cut: Cut) -> Cut:
+        """The cut with only as much offloaded as is hidden, the largest first; the rest is saved."""
+        sizes = self.problem.bytes
+        kept: list[int] = []
+        for v in sorted(cut.offloaded, key=lambda v: (-sizes[v], v)):
+            if not self._exposed_s([sizes[x] for x in (*kept, v)]):
+                kept.append(v)
+        back = [v for v in cut.offloaded if v not in kept]
+        return dataclasses.replace(
+            cut,
+            saved=tuple(sorted((*cut.saved, *back))),
+            offloaded=tuple(sorted(kept)),
+            bytes=cut.bytes + sum(sizes[v] for v in back),
+        )
+
+    def _option(self, cut: Cut) -> LoopOption:
+        length, sizes = self.body.length, [self.problem.bytes[v] for v in cut.offloaded]
+        again_s = sum(self.problem.time[v] for v in cut.recomputed)
+        transfer_s = sum(self._traffic_s(n) for n in sizes) + self._exposed_s(sizes)
+        n_carry = len(self.body.carry)
+        offloaded = tuple(sorted(n for v in cut.offloaded for n in self.numbers[v]))
+        saved = tuple(n for v in cut.saved for n in self.numbers[v])
+        return LoopOption(
+            saved=tuple(sorted((*saved, *offloaded))),
+            group=1,
+            bytes=length * cut.bytes,
+            seconds=length * (again_s + transfer_s),
+            offloaded=offloaded,
+            offloaded_carry=tuple(self.body.carry[v] for v in cut.offloaded if v < n_carry),
+            host_bytes=length * sum(sizes),
+            transfer_seconds=length * transfer_s,
+        )
 
 
 def _thinned(options: Sequence[LoopOption]) -> list[LoopOption]:
@@ -155,8 +291,11 @@ def _is_above(a: LoopOption, b: LoopOption, c: LoopOption) -> bool:
     )
 
 
-def _cut_problem(body: Body, price: Price) -> tuple[CutProblem, list[list[int]], float]:
-    """The values of the forward program that may be saved, and which the backward program needs."""
+def _cut_problem(body: Body, price: Price) -> tuple[CutProblem, list[list[int]], float, float]:
+    """The values of the forward program that may be saved, and which the backward program needs.
+
+    Also the seconds that one step takes forward, and backward without recomputation.
+    """
     program = body.program
     place: dict[int, int] = {}
     n_bytes: list[int] = []
@@ -170,20 +309,15 @@ def _cut_problem(body: Body, price: Price) -> tuple[CutProblem, list[list[int]],
         deps.append(())
         numbers.append([])  # a carry is kept by the loop itself
     needed: set[int] = set()
+    backward_s = 0.0
     for op in program.ops:
+        seconds = _seconds(program, op, price)
         if op.place is None or op.place.is_backward:
             needed.update(place[v] for v in op.operands if v in place)
+            backward_s += seconds
             continue
         here = len(n_bytes)
         size = sum(program.bytes[v] for v in op.results)
-        moved = op.extra_bytes + size
-        if op.kind in (Kind.OPAQUE, Kind.REDUCE):
-            moved += sum(program.bytes[v] for v in op.operands)
-        # Inside a kernel a cheap operation costs next to nothing, but not nothing: of two ways to
-        # have a value the shorter one wins.
-        seconds = price(op.flops, moved, op.dtype)
-        if op.kind in (Kind.CHEAP, Kind.VIEW):
-            seconds *= 0.05
         n_bytes.append(size)
         times.append(seconds if op.repeatable else math.inf)
         deps.append(tuple(sorted({place[v] for v in op.operands if v in place})))
@@ -192,4 +326,14 @@ def _cut_problem(body: Body, price: Price) -> tuple[CutProblem, list[list[int]],
             place[v] = here
     forward_s = sum(t for t in times if t < math.inf)
     problem = CutProblem(tuple(n_bytes), tuple(times), tuple(deps), tuple(sorted(needed)))
-    return problem, numbers, forward_s
+    return problem, numbers, forward_s, backward_s
+
+
+def _seconds(program: Program, op: Op, price: Price) -> float:
+    moved = op.extra_bytes + sum(program.bytes[v] for v in op.results)
+    if op.kind in (Kind.OPAQUE, Kind.REDUCE):
+        moved += sum(program.bytes[v] for v in op.operands)
+    # Inside a kernel a cheap operation costs next to nothing, but not nothing: of two ways to
+    # have a value the shorter one wins.
+    share = 0.05 if op.kind in (Kind.CHEAP, Kind.VIEW) else 1.0
+    return share * price(op.flops, moved, op.dtype)

@@ -8,7 +8,9 @@ backward), and at any single moment of a longer schedule.
 With a price λ on saved bytes it is a minimum cut, exactly: nodes v_in → v_out with capacity
 λ·bytes(v); source → v_in with capacity time(v); u_out → v_in infinite for each operand u; v_out of
 a needed value tied to the sink. A value whose v_out lies on the sink's side is available later; if
-its v_in does too, it is recomputed, otherwise saved.
+its v_in does too, it is recomputed, otherwise saved. A third choice needs no further edge: a value
+that can also be kept elsewhere (in the host's memory) for a time h(v) is kept where that is cheaper,
+so v_in → v_out has capacity min(λ·bytes(v), h(v)).
 
 Sweeping λ yields the vertices of the lower convex hull of (bytes, time); the problem with a budget
 b on saved bytes has no solution below max over λ of (minimum cut at λ) − λ·b, which is that
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -48,12 +51,19 @@ class CutProblem:
       time: what recomputing each value takes; `math.inf` where that is impossible.
       deps: for each value the places of its operands, all of them smaller than its own.
       needed: the places of the values that are needed later.
+      transfer: what it takes to keep each value in the host's memory instead, where it occupies
+        nothing; `math.inf` where that is impossible. Empty: it is for all of them.
     """
 
     bytes: tuple[int, ...]
     time: tuple[float, ...]
     deps: tuple[tuple[int, ...], ...]
     needed: tuple[int, ...]
+    transfer: tuple[float, ...] = ()
+
+    def transfers(self) -> NDArray[np.float64]:
+        """`transfer`, one for each value."""
+        return np.array(self.transfer or (math.inf,) * len(self), np.float64)
 
     def __len__(self) -> int:
         return len(self.bytes)
@@ -61,12 +71,13 @@ class CutProblem:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A solution: places saved and recomputed (in order), and what both come to."""
+    """A solution: places saved, recomputed and offloaded (in order), and what they come to."""
 
     saved: tuple[int, ...]
     recomputed: tuple[int, ...]
     bytes: int
     time: float
+    offloaded: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +130,10 @@ class Network:
     graph: csr_array
     cost_time: NDArray[np.float64]
     cost_bytes: NDArray[np.float64]
+    most_for_bytes: NDArray[np.float64]
+    transfers: NDArray[np.float64]
     value_of_edge: NDArray[np.int64]
-    dearest: NDArray[np.float64]
+    needed: NDArray[np.int64]
 
     @classmethod
     def of(cls, problem: CutProblem) -> Network:
@@ -139,30 +152,35 @@ class Network:
             [np.zeros(n), np.array(problem.bytes, np.float64), np.zeros(bound)]
         )
         time[2 * n :] = math.inf
+        transfers = problem.transfers()
+        most = np.full(len(tails), math.inf)
+        most[n : 2 * n] = transfers
         # Sorting by (tail, head) is the layout of a csr matrix; edges never repeat.
         by_place = np.lexsort((heads, tails))
         graph = csr_array(
             (np.ones(len(tails), np.int32), (tails, heads)), shape=(2 * n + 2, 2 * n + 2)
         )
         graph.sort_indices()
-        dearest = np.array([problem.bytes[v] for v in problem.needed], np.float64)
         # Where it does not come from a value the edge costs no bytes.
         value = np.minimum(tails[by_place] // 2, n - 1)
-        return cls(problem, graph, time[by_place], n_bytes[by_place], value, dearest)
+        times = time[by_place], n_bytes[by_place], most[by_place]
+        return cls(problem, graph, *times, transfers, value, needed)
 
     def cheapest(self, price: float) -> tuple[Cut, float]:
         """The cheapest cut at a price per saved byte, and a bound on that cost from below."""
-        upper = price * float(self.dearest.sum())
-        return self._least(self.cost_time + price * self.cost_bytes, upper)
+        return self._least(np.full(len(self.problem), price))
 
     def cheapest_of(self, price: NDArray[np.float64]) -> Cut:
         """The cheapest cut where a byte of each value has a price of its own."""
-        upper = float(price[list(self.problem.needed)] @ self.dearest)
-        return self._least(self.cost_time + price[self.value_of_edge] * self.cost_bytes, upper)[0]
+        return self._least(price)[0]
 
-    def _least(self, cost: NDArray[np.float64], upper: float) -> tuple[Cut, float]:
-        upper = min(float(np.sum(self.problem.time)), upper)
+    def _least(self, price: NDArray[np.float64]) -> tuple[Cut, float]:
+        to_save = price * np.array(self.problem.bytes, np.float64)
+        to_keep = np.minimum(to_save, self.transfers)
+        upper = min(float(np.sum(self.problem.time)), float(to_keep[self.needed].sum()))
         scale = _RESOLUTION / upper if upper > 0 else 1.0
+        to_save_edge = price[self.value_of_edge] * self.cost_bytes
+        cost = self.cost_time + np.minimum(to_save_edge, self.most_for_bytes)
         # No cheapest cut contains an edge that alone costs more than the whole. Where the whole
         # costs nothing, none contains an edge that costs anything.
         beyond = _RESOLUTION + 1 if upper > 0 else 1
@@ -182,29 +200,42 @@ class Network:
         ] = True
         available = ~on_source_side[1 : 2 * n : 2]
         recomputed = available & ~on_source_side[0 : 2 * n : 2]
-        return _cut(self.problem, available, recomputed), flow.flow_value / scale
+        cut = _cut(self.problem, recomputed, self.transfers < to_save)
+        return cut, flow.flow_value / scale
 
 
-def _cut(problem: CutProblem, available: NDArray[np.bool_], recomputed: NDArray[np.bool_]) -> Cut:
-    """The cut without what ties of the cheapest cut left in it needlessly."""
+def _cut(problem: CutProblem, recomputed: NDArray[np.bool_], offloaded: NDArray[np.bool_]) -> Cut:
+    """The cut without what ties of the cheapest cut left in it needlessly.
+
+    What is not recomputed is saved, on the host if `offloaded` says so.
+    """
     wanted = np.zeros(len(problem), np.bool_)
     wanted[list(problem.needed)] = True
     saved: list[int] = []
     again: list[int] = []
+    elsewhere: list[int] = []
     for v in range(len(problem) - 1, -1, -1):
         if not wanted[v]:
             continue
         if recomputed[v]:
             again.append(v)
             wanted[list(problem.deps[v])] = True
+        elif offloaded[v]:
+            elsewhere.append(v)
         else:
             saved.append(v)
     return Cut(
         tuple(reversed(saved)),
         tuple(reversed(again)),
         sum(problem.bytes[v] for v in saved),
-        float(sum(problem.time[v] for v in reversed(again))),
+        _time(problem, again, elsewhere),
+        tuple(reversed(elsewhere)),
     )
+
+
+def _time(problem: CutProblem, recomputed: Sequence[int], offloaded: Sequence[int]) -> float:
+    again = sum(problem.time[v] for v in sorted(recomputed))
+    return float(again + sum(problem.transfer[v] for v in sorted(offloaded)))
 
 
 def min_cut(problem: CutProblem, price: float) -> Cut:
@@ -328,14 +359,17 @@ def _ends(network: Network) -> tuple[Cut, Cut, int]:
     """A cut of the fewest bytes, the cut of no time, and a proven floor on the bytes."""
     problem = network.problem
     n = len(problem)
-    saving_all = _cut(problem, np.ones(n, np.bool_), np.zeros(n, np.bool_))
+    nowhere = np.zeros(n, np.bool_)
+    saving_all = _cut(problem, nowhere, nowhere)
+
+    def free(times: Sequence[float]) -> tuple[float, ...]:
+        return tuple(0.0 if math.isfinite(t) else math.inf for t in times)
+
     only_bytes = dataclasses.replace(
-        problem, time=tuple(0.0 if math.isfinite(t) else math.inf for t in problem.time)
+        problem, time=free(problem.time), transfer=free(problem.transfer)
     )
     fewest, floor = Network.of(only_bytes).cheapest(1.0)
-    fewest = dataclasses.replace(
-        fewest, time=float(sum(problem.time[v] for v in fewest.recomputed))
-    )
+    fewest = dataclasses.replace(fewest, time=_time(problem, fewest.recomputed, fewest.offloaded))
     # Rounding only lowers the bound, and bytes are whole.
     return fewest, saving_all, math.ceil(floor * (1 - 1e-12))
 
@@ -354,24 +388,25 @@ def exact(problem: CutProblem, budget: int) -> Cut:
       BudgetError: no choice fits.
     """
     n = len(problem)
-    # Variables: saved (0..n-1), recomputed (n..2n-1).
-    possible = np.array([math.isfinite(t) for t in problem.time])
-    time = np.array([t if math.isfinite(t) else 0.0 for t in problem.time])
+    # Variables: saved (0..n-1), recomputed (n..2n-1), offloaded (2n..3n-1).
+    times = np.concatenate([np.array(problem.time, np.float64), problem.transfers()])
+    possible = np.isfinite(times)
+    time = np.where(possible, times, 0.0)
     cost = np.concatenate([np.zeros(n), time])
     rows: list[int] = []
     columns: list[int] = []
     entries: list[float] = []
     lower: list[float] = []
     for v in problem.needed:
-        rows += [len(lower)] * 2
-        columns += [v, n + v]
-        entries += [1.0, 1.0]
+        rows += [len(lower)] * 3
+        columns += [v, n + v, 2 * n + v]
+        entries += [1.0, 1.0, 1.0]
         lower.append(1.0)
     for v, us in enumerate(problem.deps):
         for u in us:
-            rows += [len(lower)] * 3
-            columns += [u, n + u, n + v]
-            entries += [1.0, 1.0, -1.0]
+            rows += [len(lower)] * 4
+            columns += [u, n + u, 2 * n + u, n + v]
+            entries += [1.0, 1.0, 1.0, -1.0]
             lower.append(0.0)
     unit = float(max(max(problem.bytes, default=0), 1))
     rows += [len(lower)] * n
@@ -381,13 +416,14 @@ def exact(problem: CutProblem, budget: int) -> Cut:
     result = milp(
         cost / max(float(time.max(initial=0.0)), 1e-300),
         constraints=LinearConstraint(
-            csr_array((entries, (rows, columns)), shape=(len(lower), 2 * n)), np.array(lower)
+            csr_array((entries, (rows, columns)), shape=(len(lower), 3 * n)), np.array(lower)
         ),
-        bounds=Bounds(np.zeros(2 * n), np.concatenate([np.ones(n), possible.astype(float)])),
-        integrality=np.ones(2 * n),
+        bounds=Bounds(np.zeros(3 * n), np.concatenate([np.ones(n), possible.astype(float)])),
+        integrality=np.ones(3 * n),
         options={"mip_rel_gap": 0.0},
     )
     if result.x is None:
         _refuse(budget, _ends(Network.of(problem))[0].bytes)
-    recomputed = result.x[n:] > 0.5
-    return _cut(problem, np.ones(n, np.bool_), recomputed)
+    chosen = result.x > 0.5
+    # Of a value that is both, the bytes are paid for.
+    return _cut(problem, chosen[n : 2 * n], chosen[2 * n :] & ~chosen[:n])
