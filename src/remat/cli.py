@@ -385,6 +385,8 @@ def explain(
 )
 @click.option("--html", type=click.Path(dir_okay=False), metavar="FILE",
               help="Write a page on the step under the plan.")  # fmt: skip
+@click.option("--offload/--no-offload", default=True, show_default=True,
+              help="Let loops keep values in the host's memory, if the target has one.")  # fmt: skip
 @_json
 @_debugging
 def plan(
@@ -393,6 +395,7 @@ def plan(
     target: str | None,
     output: str | None,
     html: str | None,
+    offload: bool,
     as_json: bool,
 ) -> None:
     """Choose what to save and recompute so that the compiler's peak is within a budget.
@@ -407,7 +410,13 @@ def plan(
     subject = _subject(spec)
     step = subject.planned()
     made = make_plan(
-        step, *subject.args, kwargs=subject.kwargs, budget=budget, target=target, cache=False
+        step,
+        *subject.args,
+        kwargs=subject.kwargs,
+        budget=budget,
+        target=target,
+        offload=offload,
+        cache=False,
     )
     if output is not None:
         made.save(output)

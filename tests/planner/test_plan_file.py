@@ -24,7 +24,16 @@ from remat.planner.plan_file import (
 )
 
 MOST = 2**53
-_BODY = RegionPlan("loss#1a2b/scan0", "f1", "b1", 3, 4, (SavedValue(0, "bf16[4]", 8),), ())
+_BODY = RegionPlan(
+    "loss#1a2b/scan0",
+    "f1",
+    "b1",
+    3,
+    4,
+    (SavedValue(0, "bf16[4]", 8),),
+    (),
+    (SavedValue(2, "bf16[64]", 128, offloaded=True),),
+)
 _LOSS = RegionPlan(
     "loss#1a2b",
     "f0",
@@ -54,8 +63,11 @@ PLAN = Plan(
     loops=(LoopPlan("loss#1a2b/scan0", 4),),
     attempts=(Attempt(3800, 4200, 1e4, 0.5e-6), Attempt(3900, 4000, 2e4, 1e-6)),
     is_verified=True,
+    host_bytes=144,
+    transfer_seconds=2.5e-7,
 )
 TEXT = PLAN.to_json()
+_ON_HOST = 'attn", "name": "", "offloaded": true'  # once in the file
 
 
 def line_of(part: str, text: str = TEXT) -> int:
@@ -88,6 +100,11 @@ regions = st.builds(
     st.integers(30, 40),
     st.lists(saved_values, max_size=4, unique_by=lambda v: v.number).map(tuple),
     st.lists(segments, max_size=4).map(lambda s: tuple(sorted(s, key=lambda x: x.start))),
+    st.lists(
+        st.builds(SavedValue, whole, text, whole, offloaded=st.just(True)),
+        max_size=2,
+        unique_by=lambda v: v.number,
+    ).map(tuple),
 )
 
 
@@ -112,6 +129,8 @@ def plans(draw: st.DrawFn) -> Plan:
         tuple(draw(st.lists(loops, max_size=3, unique_by=lambda loop: loop.key))),
         tuple(draw(st.lists(st.builds(Attempt, whole, whole, number, number), max_size=3))),
         is_verified,
+        draw(whole),
+        draw(number),
     )
 
 
@@ -136,7 +155,7 @@ def test_what_is_shown_of_any_plan_can_be_printed(plan: Plan) -> None:
 def test_the_file_holds_one_saved_value_and_one_segment_a_line() -> None:
     lines = [line.strip().rstrip(",") for line in TEXT.splitlines()]
     for region in PLAN.regions:
-        for value in region.saved:
+        for value in (*region.saved, *region.offloaded_inputs):
             assert json.dumps(dataclasses.asdict(value)) in lines
         for segment in region.segments:
             assert f'{{"start": {segment.start}, "recomputed": {[*segment.recomputed]}}}' in lines
@@ -162,6 +181,18 @@ def test_the_format_of_version_1_stays_readable() -> None:
     assert Plan.from_json(shuffled) == plan
 
 
+def test_what_is_offloaded_is_said_and_counted() -> None:
+    text = PLAN.explain()
+    assert "host memory  144 B; of the extra time 250.0 ns for copies there and back" in text
+    assert "saves 1 of 3 values (136 B, 128 B of them in the host's memory)" in text
+    assert "1 x bf16[64]  128 B (host)" in text
+    assert [region.offloaded_bytes for region in PLAN.regions] == [128, 16]
+    assert (
+        "host"
+        not in dataclasses.replace(PLAN, regions=(), host_bytes=0, transfer_seconds=0).explain()
+    )
+
+
 def test_reformatting_the_file_keeps_it_verified() -> None:
     content = json.loads(TEXT)
     for other in (json.dumps(content), json.dumps(content, indent=3, sort_keys=True)):
@@ -184,7 +215,8 @@ _EDITS = {
     "start": ('{"start": 0,', '{"start": 1,'),
     "group": ('"group": 4', '"group": 2'),
     "fingerprint": ('"fingerprint": "f0"', '"fingerprint": "f9"'),
-    "offloaded": ('"offloaded": true', '"offloaded": false'),
+    "offloaded": (_ON_HOST, _ON_HOST.replace("true", "false")),
+    "host": ('"host_bytes": 144', '"host_bytes": 0'),
     "peak": ('"peak_bytes": 4000', '"peak_bytes": 3000'),
     "no peak": ('"peak_bytes": 4000', '"peak_bytes": null'),
     "budget": ('"budget_bytes": 4096', '"budget_bytes": 2048'),
@@ -285,7 +317,13 @@ _DAMAGED: dict[str, tuple[str, str, str, str]] = {
     "true": ('"group": 4', '"group": true', '"group": true', "group must be a whole number"),
     "true as time": ('"seconds": 0.0001', '"seconds": true', " true", "seconds must be a number"),
     "part": ('"group": 4', '"group": 4.0', '"group": 4.0', "group must be a whole number"),
-    "1 as true": ('"offloaded": true', '"offloaded": 1', '"offloaded": 1', "true or false"),
+    "1 as true": (_ON_HOST, _ON_HOST.replace("true", "1"), '"offloaded": 1', "true or false"),
+    "an input on the device": (
+        '"bytes": 128, "source": "", "path": "", "name": "", "offloaded": true',
+        '"bytes": 128',
+        '"number": 2',
+        "an input that is not offloaded is not listed",
+    ),
     "null": ('"group": 4', '"group": null', '"group": null', "group must be"),
     "no text": ('"type": "bfloat16[8]"', '"type": 8', '"type": 8', "type must be a text"),
     "peak no number": ('"peak_bytes": 4000', '"peak_bytes": "4KB"', "4KB", "peak_bytes must be"),
@@ -518,7 +556,7 @@ def test_lists_and_whole_numbers_become_what_the_annotations_say() -> None:
 
 
 def test_totals() -> None:
-    assert PLAN.saved_bytes == 8 + 512 + 16
+    assert PLAN.saved_bytes == 8 + 128 + 512 + 16
     assert PLAN.n_recomputed == 4
     assert PLAN.extra_flops_share == pytest.approx(0.02)
     assert dataclasses.replace(PLAN, flops=0.0).extra_flops_share == 0

@@ -36,6 +36,7 @@ def fit(
     budget: int | float | str | None = None,
     plan: Plan | None = None,
     target: str | Target | None = None,
+    offload: bool = True,
     cache: Cache | bool = True,
     progress: bool = True,
     **jit_options: Any,
@@ -61,6 +62,8 @@ def fit(
       budget: the peak on one device that the compiler may report, see `remat.plan`.
       plan: a plan to follow instead (from `remat.plan` or `Plan.load`). It must be of this program.
       target: what to plan for, see `remat.plan`; by default the device at hand, where it will run.
+      offload: whether loops may keep values in the host's memory, see `remat.plan`. A given plan says
+        that itself.
       cache: whether plans are kept in the user's cache directory, or in which cache.
       progress: whether to show on a terminal what is going on while it plans.
       jit_options: as `jax.jit` takes them.
@@ -80,7 +83,7 @@ def fit(
         )
     if plan is not None and budget is not None:
         raise PlanError("give budget= or plan=, not both: a plan has its own budget.")
-    options = {"target": target, "cache": cache, "progress": progress}
+    options = {"target": target, "offload": offload, "cache": cache, "progress": progress}
     return Fitted(step, budget, plan, options, jit_options)
 
 
@@ -222,7 +225,11 @@ def application(plan: Plan) -> Application:
         segments = tuple(Segment(s.start, s.recomputed) for s in region.segments)
         saved = tuple(value.number for value in region.saved)
         decisions.setdefault(region.key, {})[region.fingerprint] = RegionDecision(
-            saved, segments, region.backward
+            saved,
+            segments,
+            region.backward,
+            offloaded=tuple(value.number for value in region.saved if value.offloaded),
+            offloaded_inputs=tuple(value.number for value in region.offloaded_inputs),
         )
     loops = {loop.key: LoopForm(loop.group, loop.steps) for loop in plan.loops}
     return Application(decisions, loops, recomputes=bool(plan.regions))

@@ -10,16 +10,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from remat import _jax
 from remat.errors import BudgetError
-from remat.planner.bodies import Body, LoopOption, at_price, loop_options, prices
+from remat.planner.bodies import Body, LoopOption, Transfer, at_price, loop_options, prices
 from remat.planner.decide import Answer, Problem
 from remat.planner.emit import RegionDecision, Segment, save_everything
 from remat.planner.fusion import Price
-from remat.planner.program import without_dead
+from remat.planner.program import Program, without_dead
 from remat.planner.regions import LoopForm, Record, Recording, loop_depth
 from remat.planner.step import Step, Traced
 from remat.planner.trace import program_of_record, program_of_step, shards_in_bodies
@@ -44,6 +44,8 @@ class Choice:
       lower_bound_seconds: no decisions within the same model budget recompute less, loops as here.
       records: what the decisions are about.
       recomputes_around_loops: whether anything is recomputed besides steps of loops.
+      transfer_seconds: the part of `extra_seconds` that transfers to the host and back take.
+      host_bytes: what loops keep in the host's memory, according to the model.
     """
 
     decisions: Decisions
@@ -53,6 +55,8 @@ class Choice:
     lower_bound_seconds: float
     records: Mapping[tuple[str, str], Record] = dataclasses.field(default_factory=dict)
     recomputes_around_loops: bool = False
+    transfer_seconds: float = 0.0
+    host_bytes: int = 0
 
 
 class Level:
@@ -62,19 +66,18 @@ class Level:
         self,
         traced: Traced,
         recording: Recording,
-        body_records: Mapping[tuple[str, str], Record],
-        loop_seconds: float,
+        making: _Making,
         price: Price,
     ) -> None:
         self.traced = traced
         self.recording = recording
-        self.records = {**body_records, **recording.records}
+        self.making = making
+        self.records = {**making.records, **recording.records}
         self.loops = dict(recording.loops)
         self.decided: Decisions = {k: dict(v) for k, v in recording.decided.items()}
         for (key, mark), record in recording.not_transposed.items():
             self.records[key, mark] = record
             self.decided.setdefault(key, {})[mark] = save_everything(record.region)
-        self.loop_seconds = loop_seconds
         self._price = price
         self.program = without_dead(
             program_of_step(traced.jaxpr, recording.records, traced.shards())
@@ -123,10 +126,12 @@ class Level:
             decisions,
             self.loops,
             peak,
-            self.loop_seconds + sum(a.extra_seconds for a in answers),
-            self.loop_seconds + sum(a.lower_bound_seconds for a in answers),
+            self.making.seconds + sum(a.extra_seconds for a in answers),
+            self.making.seconds + sum(a.lower_bound_seconds for a in answers),
             self.records,
             any(a.extra_seconds > 0 for a in answers),
+            self.making.transfer_seconds,
+            self.making.host_bytes,
         )
 
     def smallest(self) -> Choice:
@@ -152,12 +157,16 @@ class _Rung:
 
 
 class Levels:
-    """All levels of a step, made when they are asked for."""
+    """All levels of a step, made when they are asked for.
 
-    def __init__(self, step: Step, price: Price) -> None:
+    With `transfer`, the price of a copy to the host or back, loops may keep values there.
+    """
+
+    def __init__(self, step: Step, price: Price, transfer: Transfer | None = None) -> None:
         self.step = step
         self._price = price
         self._bodies: dict[tuple[str, str], Body] = {}
+        self._transfer = transfer
         self._options: dict[tuple[str, str], list[LoopOption]] = {}
         self._made: dict[int, Level] = {}
         self._body_shards: Mapping[Any, int] | None = None
@@ -210,15 +219,22 @@ class Levels:
 
     def _options_of(self, record: Record) -> list[LoopOption]:
         if record.region_id not in self._options:
-            self._options[record.region_id] = loop_options(self._body_of(record), self._price)
+            self._options[record.region_id] = loop_options(
+                self._body_of(record), self._price, self._transfer
+            )
         return self._options[record.region_id]
 
     def _body_of(self, record: Record) -> Body:
         if record.region_id not in self._bodies:
             eqn = self.recording.scans[record.key]
             program = without_dead(program_of_record(record, self._shards_in_bodies()))
+            carry = _carry(record, eqn)
             self._bodies[record.region_id] = Body(
-                program, record.region_id, eqn.params["length"], _carry(record, eqn)
+                program,
+                record.region_id,
+                eqn.params["length"],
+                carry,
+                movable=_movable(record, program, carry),
             )
         return self._bodies[record.region_id]
 
@@ -261,8 +277,8 @@ class Levels:
             r: record for r, record in self.recording.records.items() if loop_depth(record.key)
         }
         if not bodies or (rung.price == 0.0 and not rung.moves):
-            return Level(self.traced_plainly, self.recording, {}, 0.0, self._price)
-        making = _Making({}, {}, {}, 0.0)
+            return Level(self.traced_plainly, self.recording, _Making(), self._price)
+        making = _Making()
         recording, traced = self.recording, self.traced_plainly
         for depth in sorted({loop_depth(key) for key, _ in bodies}, reverse=True):
             for record in list(recording.records.values()):
@@ -271,14 +287,16 @@ class Levels:
                     self._decide(record, rung, making)
             recording = Recording(making.decided, making.forms)
             traced = self.step.trace(recording)
-        return Level(traced, recording, making.records, making.seconds, self._price)
+        return Level(traced, recording, making, self._price)
 
     def _decide(self, record: Record, rung: _Rung, making: _Making) -> None:
         """What one loop does."""
         steps = _steps_at_once(self._length(record.key))
         path = self._path(record, rung.price, rung.next_price)
         form = path[min(max(0, rung.moves - self._moves_before(record.key, rung)), len(path) - 1)]
-        making.seconds += form.seconds(steps)
+        share = form.n_second / steps
+        making.count(form.first, 1 - share)
+        making.count(form.second, share)
         if not form.n_second:
             making.add(record.key, record, form.first)
             if form.first.group > 1:
@@ -298,11 +316,6 @@ class _Form:
     second: LoopOption
     n_second: int = 0
 
-    def seconds(self, steps: int) -> float:
-        """Of recomputation, over all steps of the loop."""
-        share = self.n_second / steps
-        return (1 - share) * self.first.seconds + share * self.second.seconds
-
 
 # Steps of one iteration must not all recompute at once.
 _ONE_SEGMENT = (Segment(0, ()),)
@@ -312,10 +325,12 @@ _ONE_SEGMENT = (Segment(0, ()),)
 class _Making:
     """Decisions about loops, while they are made."""
 
-    decided: Decisions
-    forms: dict[str, LoopForm]
-    records: dict[tuple[str, str], Record]
-    seconds: float
+    decided: Decisions = dataclasses.field(default_factory=dict)
+    forms: dict[str, LoopForm] = dataclasses.field(default_factory=dict)
+    records: dict[tuple[str, str], Record] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
+    transfer_seconds: float = 0.0
+    host_bytes: int = 0
 
     def add(
         self,
@@ -324,14 +339,35 @@ class _Making:
         option: LoopOption,
         segments: tuple[Segment, ...] = (),
     ) -> None:
-        decision = RegionDecision(option.saved, segments, record.mark)
+        decision = RegionDecision(
+            option.saved, segments, record.mark, option.offloaded, option.offloaded_carry
+        )
         self.decided.setdefault(key, {})[record.region.fingerprint] = decision
         self.records[key, record.region.fingerprint] = record
+
+    def count(self, option: LoopOption, share: float) -> None:
+        """Add what a share of a loop's steps takes."""
+        self.seconds += share * option.seconds
+        self.transfer_seconds += share * option.transfer_seconds
+        self.host_bytes += round(share * option.host_bytes)
 
 
 def _steps_at_once(length: int) -> int:
     """How many steps an iteration can have if the loop is to mix options."""
     return next((n for n in (4, 3, 2) if length % n == 0 and length > n), 1)
+
+
+def _movable(record: Record, program: Program, carry: Sequence[int]) -> frozenset[int]:
+    """The values of a body's program that the host's memory could hold."""
+    values, inputs = record.region.numbering.vars, record.region.forward.invars
+    found = {v for v in carry if _jax.can_be_on_host(inputs[v].aval)}
+    for op in program.ops:
+        if op.place is None or op.place.is_backward:
+            continue
+        for k, v in enumerate(op.results):
+            if _jax.can_be_on_host(values[op.place.number + k].aval):
+                found.add(v)
+    return frozenset(found)
 
 
 def _carry(record: Record, eqn: Any) -> tuple[int, ...]:

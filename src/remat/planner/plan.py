@@ -15,6 +15,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import logging
 from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ from remat.errors import BudgetError, PlanError, UnitsError
 from remat.planner.cache import Cache
 from remat.planner.compiled import Memory, OutOfMemory
 from remat.planner.costs import Roofline
+from remat.planner.emit import RegionDecision
 from remat.planner.identity import fingerprint
 from remat.planner.levels import Choice, Levels
 from remat.planner.plan_file import (
@@ -41,7 +43,7 @@ from remat.planner.plan_file import (
     RegionPlan,
     SavedValue,
 )
-from remat.planner.regions import Application
+from remat.planner.regions import Application, Record
 from remat.planner.step import Step, Traced, check_step
 from remat.planner.targets import Target, target as find_target
 from remat.planner.trace import n_bytes, type_text
@@ -61,6 +63,7 @@ def plan(
     *args: Any,
     budget: int | float | str | None = None,
     target: str | Target | None = None,
+    offload: bool = True,
     kwargs: Mapping[str, Any] | None = None,
     cache: Cache | bool = True,
     progress: bool = True,
@@ -90,6 +93,9 @@ def plan(
         as "60%", or None for all the memory that the device has.
       target: None for the device at hand; "tpu:v5e:16x16", "gpu:h100" and the like plan for a device
         that is not here (see `remat.planner.targets`).
+      offload: whether loops may keep values in the host's memory, where the target has one: they do
+        where that takes less time than recomputing, or where nothing else fits. On a CPU the host's
+        memory is the device's, and nothing is offloaded.
       cache: whether plans are looked up and kept in the user's cache directory, or in which cache.
       progress: whether to show on a terminal what is going on.
       jit_options: as `jax.jit` takes them: donation, static arguments, shardings.
@@ -108,7 +114,7 @@ def plan(
     planned = Step(step, args, kwargs or {}, at, jit_options)
     store = Cache.default() if cache is True else cache if isinstance(cache, Cache) else Cache(None)
     with _Progress(progress) as show:
-        return _Search(planned, budget, store, show).run()
+        return _Search(planned, budget, store, show, offload=offload).run()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,14 +129,22 @@ class _Point:
 
 class _Search:
     def __init__(
-        self, step: Step, budget: int | float | str | None, cache: Cache, show: Callable
+        self,
+        step: Step,
+        budget: int | float | str | None,
+        cache: Cache,
+        show: Callable,
+        *,
+        offload: bool,
     ) -> None:
         self.step = step
+        self.offload = bool(offload) and step.target.device.has_host_memory
         self.cache = cache
         self.show = show
         show("tracing")
-        self.price = Roofline(step.target.device).seconds
-        self.levels = Levels(step, self.price)
+        roofline = Roofline(step.target.device)
+        transfer = roofline.transfer_seconds if self.offload else None
+        self.levels = Levels(step, roofline.seconds, transfer)
         if not self.levels.has_regions:
             raise PlanError(
                 "the step differentiates no region, so there is nothing to plan. Mark the loss with "
@@ -164,6 +178,9 @@ class _Search:
     def _key(self) -> str:
         versions = "|".join(f"{name} {version}" for name, version in _versions())
         return f"{self.program}|{self.step.target.name}|{versions}"
+
+    def _plan_key(self) -> str:
+        return f"{self._key()}|offload={self.offload}"
 
     def _budget_bytes(self, budget: int | float | str | None) -> int:
         if budget is None:
@@ -226,7 +243,7 @@ class _Search:
             point = self._attempt_level(i, room)
             if point is not None and self._fits(point, room):
                 fitting = i
-                best = point if best is None or _better(point, best) else best
+                best = point if best is None or self._is_better(point, best) else best
             else:
                 too_large = i
         if best is None or not best.choice.recomputes_around_loops:
@@ -236,7 +253,7 @@ class _Search:
             if i >= len(self.levels) or len(self.points) >= _MOST_COMPILES + 2:
                 break
             point = self._attempt_level(i, room)
-            if point is not None and self._fits(point, room) and _better(point, best):
+            if point is not None and self._fits(point, room) and self._is_better(point, best):
                 best = point
         return best
 
@@ -300,7 +317,7 @@ class _Search:
                     misses[lending] += 1
                 elif len(self.points) == n_compiled:
                     misses[lending] -= 1  # the same again, and it fits: aim higher
-                if self._fits(point, room) and (best is None or _better(point, best)):
+                if self._fits(point, room) and (best is None or self._is_better(point, best)):
                     best = point
             if best is None or not turn:
                 continue
@@ -326,6 +343,19 @@ class _Search:
                 if self._fits(point, room):
                     return point
         return None
+
+    def _is_better(self, a: _Point, b: _Point) -> bool:
+        return (self._cost_s(a), a.memory.peak_bytes) < (self._cost_s(b), b.memory.peak_bytes)
+
+    def _cost_s(self, point: _Point) -> float:
+        """Recomputation at the rate of the step's other operations, and transfers."""
+        rate = self.plain_flops / max(self.step_seconds, 1e-30)
+        return point.extra_flops / max(rate, 1e-30) + point.choice.transfer_seconds
+
+    @functools.cached_property
+    def step_seconds(self) -> float:
+        """What the step takes without recomputation, by the model."""
+        return float(sum(self.levels.level(0).problem(False).fused.seconds.values()))
 
     def _fits(self, point: _Point, room: int) -> bool:
         return point.memory.fits and point.memory.peak_bytes <= room + self.fixed_bytes
@@ -409,9 +439,13 @@ class _Search:
             f"no plan fits {shown(self.budget)} ({self.budget} bytes); the smallest peak that was "
             f"reached is {shown(smallest)} ({smallest} bytes), {shown(self.base.peak_bytes)} "
             f"({self.base.peak_bytes} bytes) without rematerialization; {what}. Raise budget= to at "
-            "least the former, donate arguments (donate_argnums=), or divide the step (a smaller "
-            "batch, more devices)."
+            f"least the former, {self._offload_advice()}donate arguments (donate_argnums=), or divide "
+            "the step (a smaller batch, more devices)."
         )
+
+    def _offload_advice(self) -> str:
+        is_possible = self.step.target.device.has_host_memory and not self.offload
+        return "allow offload=True, " if is_possible else ""
 
     def _largest(self) -> str:
         program = self.levels.level(len(self.levels) - 1).program
@@ -427,32 +461,24 @@ class _Search:
     def _without_recomputation(self) -> Plan:
         assert isinstance(self.base, Memory)
         peak = self.base.peak_bytes
-        return self._made(Choice({}, {}, 0, 0.0, 0.0), peak, peak, 0.0)
+        return self._made(Choice({}, {}, 0, 0.0, 0.0), peak, peak, 0.0, self.base.host_bytes)
 
     def _plan(self, best: _Point) -> Plan:
-        peak = best.memory.peak_bytes
-        return self._made(best.choice, best.predicted_bytes, peak, best.extra_flops)
+        assert isinstance(best.memory, Memory)
+        peak, on_host = best.memory.peak_bytes, best.memory.host_bytes
+        return self._made(best.choice, best.predicted_bytes, peak, best.extra_flops, on_host)
 
-    def _made(self, choice: Choice, predicted: int, peak: int, extra_flops: float) -> Plan:
+    def _made(
+        self, choice: Choice, predicted: int, peak: int, extra_flops: float, host_bytes: int
+    ) -> Plan:
         regions = []
         for (key, mark), record in sorted(choice.records.items()):
             decision = choice.decisions.get(key, {}).get(mark)
             if decision is None:
                 continue
             numbering = record.region.numbering
-            saved = []
-            for number in decision.saved:
-                v, eqn = numbering.vars[number], numbering.equation[number]
-                saved.append(
-                    SavedValue(
-                        number,
-                        type_text(v.aval),
-                        n_bytes(v.aval),
-                        _jax.source_line_of(eqn),
-                        _jax.name_stack_of(eqn),
-                        _jax.checkpoint_name_of(eqn) or "",
-                    )
-                )
+            saved = tuple(_saved_value(record, n, decision) for n in decision.saved)
+            carried = tuple(_input_value(record, i) for i in decision.offloaded_inputs)
             segments = tuple(PlanSegment(s.start, s.recomputed) for s in decision.segments)
             n_operations = len(record.backward.eqns)
             regions.append(
@@ -462,11 +488,11 @@ class _Search:
                     decision.backward,
                     len(numbering.vars),
                     n_operations,
-                    tuple(saved),
+                    saved,
                     segments,
+                    carried,
                 )
             )
-        seconds = sum(self.levels.level(0).problem(False).fused.seconds.values())
         return Plan(
             program=self.program,
             target=self.step.target.name,
@@ -478,7 +504,7 @@ class _Search:
             flops=self.plain_flops,
             extra_flops=max(0.0, extra_flops),
             extra_seconds=max(0.0, float(choice.extra_seconds)),
-            seconds=float(seconds),
+            seconds=self.step_seconds,
             lower_bound_seconds=max(0.0, float(choice.lower_bound_seconds)),
             regions=tuple(regions),
             loops=tuple(LoopPlan(key, f.group, f.steps) for key, f in sorted(choice.loops.items())),
@@ -492,12 +518,14 @@ class _Search:
                 for p in self.points
             ),
             is_verified=True,
+            host_bytes=max(0, host_bytes),
+            transfer_seconds=max(0.0, float(choice.transfer_seconds)),
         )
 
     # What is remembered
 
     def _known(self) -> Plan | None:
-        data = self.cache.get("plan", f"{self._key()}|{self.budget}")
+        data = self.cache.get("plan", f"{self._plan_key()}|{self.budget}")
         if data is None:
             return None
         try:
@@ -509,14 +537,16 @@ class _Search:
 
     def _effective_budget(self) -> int:
         """No more than plans for larger budgets needed: a smaller budget never gets a larger peak."""
-        issued = self.cache.get("issued", self._key()) or {}
+        issued = self.cache.get("issued", self._plan_key()) or {}
         peaks = [int(peak) for budget, peak in issued.items() if int(budget) >= self.budget]
         return min([self.budget, *peaks])
 
     def _remember(self, made: Plan) -> None:
-        self.cache.put("plan", f"{self._key()}|{self.budget}", {"plan": made.to_json()})
+        self.cache.put("plan", f"{self._plan_key()}|{self.budget}", {"plan": made.to_json()})
         self.cache.update(
-            "issued", self._key(), lambda old: {**(old or {}), str(self.budget): made.peak_bytes}
+            "issued",
+            self._plan_key(),
+            lambda old: {**(old or {}), str(self.budget): made.peak_bytes},
         )
         self.cache.update("ratios", self._ratio_key(), self._merged_ratios)
 
@@ -547,12 +577,27 @@ class _Search:
         return start
 
 
+def _saved_value(record: Record, number: int, decision: RegionDecision) -> SavedValue:
+    numbering = record.region.numbering
+    v, eqn = numbering.vars[number], numbering.equation[number]
+    return SavedValue(
+        number,
+        type_text(v.aval),
+        n_bytes(v.aval),
+        _jax.source_line_of(eqn),
+        _jax.name_stack_of(eqn),
+        _jax.checkpoint_name_of(eqn) or "",
+        number in decision.offloaded,
+    )
+
+
+def _input_value(record: Record, place: int) -> SavedValue:
+    v = record.region.forward.invars[place]
+    return SavedValue(place, type_text(v.aval), n_bytes(v.aval), offloaded=True)
+
+
 def _same(a: Choice, b: Choice) -> bool:
     return a.decisions == b.decisions and a.loops == b.loops
-
-
-def _better(a: _Point, b: _Point) -> bool:
-    return (a.extra_flops, a.memory.peak_bytes) < (b.extra_flops, b.memory.peak_bytes)
 
 
 def _percent(text: str) -> float:

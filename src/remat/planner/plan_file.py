@@ -111,6 +111,8 @@ class RegionPlan(_Checked):
       n_operations: how many operations the backward program has.
       saved: what is kept.
       segments: in order.
+      offloaded_inputs: inputs of the forward program that are kept in the host's memory too (a loop's
+        carry, which the loop would keep otherwise); `number` is an input's place.
     """
 
     key: str
@@ -120,10 +122,18 @@ class RegionPlan(_Checked):
     n_operations: int
     saved: tuple[SavedValue, ...]
     segments: tuple[PlanSegment, ...]
+    offloaded_inputs: tuple[SavedValue, ...] = ()
 
     @property
     def saved_bytes(self) -> int:
-        return sum(value.bytes for value in self.saved)
+        """Of what is kept, wherever."""
+        return sum(value.bytes for value in (*self.saved, *self.offloaded_inputs))
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Of what is kept in the host's memory."""
+        kept = (*self.saved, *self.offloaded_inputs)
+        return sum(value.bytes for value in kept if value.offloaded)
 
     @property
     def n_recomputed(self) -> int:
@@ -134,6 +144,12 @@ class RegionPlan(_Checked):
         _once(numbers, "saved", lambda n: f"value {n} is saved twice")
         for i, number in enumerate(numbers):
             self._check_number(number, "saved", i)
+        places = [value.number for value in self.offloaded_inputs]
+        _once(places, "offloaded_inputs", lambda n: f"input {n} is offloaded twice")
+        for i, value in enumerate(self.offloaded_inputs):
+            if not value.offloaded:
+                why = "an input that is not offloaded is not listed; remove the line"
+                raise _FieldError(f"{why} of input {value.number}.", "offloaded_inputs", i)
         last = 0
         for i, segment in enumerate(self.segments):
             if not last <= segment.start <= self.n_operations:
@@ -224,6 +240,8 @@ class Plan(_Checked):
       regions, loops: the decisions.
       attempts: what was compiled on the way, in order.
       is_verified: whether the compiler confirmed `peak_bytes`.
+      host_bytes: what the compiler puts in the host's memory for one device.
+      transfer_seconds: the part of `extra_seconds` that copies to the host and back take.
 
     Raises:
       PlanError: a field has a wrong type or a number out of range, or fields contradict each other.
@@ -245,6 +263,8 @@ class Plan(_Checked):
     loops: tuple[LoopPlan, ...]
     attempts: tuple[Attempt, ...]
     is_verified: bool
+    host_bytes: int = 0
+    transfer_seconds: float = 0.0
 
     def _check(self) -> None:
         names = [name for name, _ in self.versions]
@@ -394,7 +414,10 @@ def _written(plan: Plan) -> str:
 
 
 def _region_text(region: dict[str, Any]) -> str:
-    lists = {key: [_text(item) for item in region.pop(key)] for key in ("saved", "segments")}
+    keys = ["saved", "segments", "offloaded_inputs"]
+    if not region["offloaded_inputs"]:
+        del region[keys.pop()]
+    lists = {key: [_text(item) for item in region.pop(key)] for key in keys}
     head = _text(region).removesuffix("}")
     lines = [f"   {_text(key)}: {_list_text(items, '   ')}" for key, items in lists.items()]
     return ",\n".join([head, *lines]) + "}"
@@ -446,14 +469,16 @@ class _PlanReader(Reader):
                 places.get("version", start),
             )
         added = {"format", "version", "verified"}
-        names = [f.name for f in dataclasses.fields(Plan) if f.name != "is_verified"]
-        self.judge_keys(places, {*names, *added}, {*names, *added}, start)
+        fields = [f for f in dataclasses.fields(Plan) if f.name != "is_verified"]
+        names = [f.name for f in fields]
+        needed = {f.name for f in fields if f.default is dataclasses.MISSING}
+        self.judge_keys(places, {*names, *added}, {*needed, *added}, start)
         verified = self.value_at(places["verified"])
         if verified is not None and type(verified) is not str:
             self.fail(
                 f"verified must be a text or null, not {shown(verified)}.", places["verified"]
             )
-        plan = self.made(Plan, {name: places[name] for name in names}, start)
+        plan = self.made(Plan, {name: places[name] for name in names if name in places}, start)
         is_verified = plan.is_verified and verified == _checksum(_plain(plan))
         return (
             plan if is_verified else dataclasses.replace(plan, peak_bytes=None, is_verified=False)
@@ -558,6 +583,11 @@ def _explained(plan: Plan) -> Iterable[str]:
         f"  extra time   {format_seconds(plan.extra_seconds)} of {format_seconds(plan.seconds)}; "
         f"any plan within the budget: at least {format_seconds(plan.lower_bound_seconds)}"
     )
+    if plan.host_bytes or plan.transfer_seconds:
+        yield (
+            f"  host memory  {format_bytes(plan.host_bytes)}; of the extra time "
+            f"{format_seconds(plan.transfer_seconds)} for copies there and back"
+        )
     for number, attempt in enumerate(plan.attempts, 1):
         yield (
             f"  compiled {number}   predicted {format_bytes(attempt.predicted_bytes)}, "
@@ -570,17 +600,23 @@ def _explained(plan: Plan) -> Iterable[str]:
     if plan.loops:
         yield ""
     for loop in plan.loops:
-        yield f"Loop {_printable(loop.key)}: in groups of {loop.group} steps, each recomputed from its start"
+        yield f"Loop {_printable(loop.key)}: {_form_text(loop)}"
+
+
+def _form_text(loop: LoopPlan) -> str:
+    if loop.steps > 1:
+        return f"{loop.steps} steps in each iteration, each with decisions of its own"
+    return f"in groups of {loop.group} steps, each recomputed from its start"
 
 
 def _explained_region(region: RegionPlan) -> Iterable[str]:
     yield (
         f"Region {_printable(region.key)} saves {len(region.saved)} of {region.n_values} values "
-        f"({format_bytes(region.saved_bytes)}); {len(region.segments)} segments recompute "
-        f"{region.n_recomputed}"
+        f"({format_bytes(region.saved_bytes)}{_host_part(region)}); {len(region.segments)} segments "
+        f"recompute {region.n_recomputed}"
     )
     groups: dict[tuple[str, str, bool], list[SavedValue]] = {}
-    for value in region.saved:
+    for value in (*region.saved, *region.offloaded_inputs):
         # Layers of one kind differ by a number in their paths.
         path = re.sub(r"\d+", "*", value.name or value.path or value.source)
         groups.setdefault((value.type, path, value.offloaded), []).append(value)
@@ -596,6 +632,11 @@ def _explained_region(region: RegionPlan) -> Iterable[str]:
         yield f"  from operation {segment.start}: recomputes {len(segment.recomputed)}"
     if len(region.segments) > _MOST_SEGMENTS:
         yield f"  and {len(region.segments) - _MOST_SEGMENTS} more segments"
+
+
+def _host_part(region: RegionPlan) -> str:
+    n_bytes = region.offloaded_bytes
+    return f", {format_bytes(n_bytes)} of them in the host's memory" if n_bytes else ""
 
 
 def _percent(share: float) -> str:
