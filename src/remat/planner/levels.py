@@ -22,7 +22,12 @@ from remat.planner.fusion import Price
 from remat.planner.program import without_dead
 from remat.planner.regions import LoopForm, Record, Recording, loop_depth
 from remat.planner.step import Step, Traced
-from remat.planner.trace import program_of_record, program_of_step, shards_in_bodies
+from remat.planner.trace import (
+    n_bytes,
+    program_of_record,
+    program_of_step,
+    shards_in_bodies,
+)
 
 _MOST_LEVELS = 32
 _MOST_BETWEEN = 12
@@ -242,11 +247,11 @@ class Levels:
         return path
 
     def _input_bytes(self, record: Record) -> int:
-        """Of what one step of a loop is given besides its carry."""
+        """Of what one step of a loop is given besides its carry; compilers gather what is divided."""
         eqn = self.recording.scans[record.key]
-        n_inputs = len(record.region.forward.invars)
-        first = n_inputs - len(eqn.invars) + sum(_jax.scan_arity(eqn))
-        return sum(self._body_of(record).program.bytes[first:n_inputs])
+        variables = record.region.forward.invars
+        first = len(variables) - len(eqn.invars) + sum(_jax.scan_arity(eqn))
+        return sum(n_bytes(v.aval) for v in variables[first:])
 
     def _shards_in_bodies(self) -> Mapping[Any, int]:
         """How values of loops' bodies are divided over devices, as far as the step around them says."""

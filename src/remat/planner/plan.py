@@ -347,7 +347,9 @@ class _Search:
             temporaries = point.memory.peak_bytes - self.fixed_bytes
             self.ratios[lending] = max(0.05, temporaries / max(1, choice.model_bytes))
         else:
-            self.ratios[lending] = self.ratios.get(lending, ratio) * 1.3
+            # What the compiler says it needs is more than the peak would be; that is over the limit.
+            least = (point.memory.limit_bytes - self.fixed_bytes) / max(1, choice.model_bytes)
+            self.ratios[lending] = 1.05 * max(self.ratios.get(lending, ratio), least)
         return point
 
     def _solve(self, lending: bool, aim: int) -> Choice:
