@@ -88,6 +88,7 @@ regions = st.builds(
     st.integers(30, 40),
     st.lists(saved_values, max_size=4, unique_by=lambda v: v.number).map(tuple),
     st.lists(segments, max_size=4).map(lambda s: tuple(sorted(s, key=lambda x: x.start))),
+    st.sampled_from([(), ((0, 0), (3, 2), (5, 16))]),
 )
 
 
@@ -502,6 +503,9 @@ def test_plans_made_by_hand_are_checked_too() -> None:
         (_LOSS, {"n_values": 8}),
         (_LOSS, {"n_operations": 6}),
         (_LOSS, {"segments": _LOSS.segments[::-1]}),
+        (_LOSS, {"loop_results": ((0, 10),)}),
+        (_LOSS, {"loop_results": ((3, 2), (4, 1))}),
+        (_LOSS, {"loop_results": ((3,),)}),
         (_LOSS.saved[0], {"number": -1}),
         (PLAN.loops[0], {"group": 0}),
     ]
@@ -550,5 +554,7 @@ def test_an_explanation_says_what_was_asked_and_reached() -> None:
         "Loop loss#1a2b/scan0: in groups of 4 steps",
     ):
         assert part in explanation
+    several = dataclasses.replace(PLAN, loops=(LoopPlan("loss#1a2b/scan0", 1, 2),))
+    assert "2 steps in each iteration" in several.explain()
     beyond = dataclasses.replace(PLAN, budget_bytes=3999)
     assert "more than the budget" in beyond.explain()

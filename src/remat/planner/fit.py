@@ -20,7 +20,7 @@ from remat.errors import PlanError
 from remat.planner.cache import Cache
 from remat.planner.emit import RegionDecision, Segment
 from remat.planner.plan import plan as make_plan, receive_plan
-from remat.planner.plan_file import Plan
+from remat.planner.plan_file import Plan, RegionPlan
 from remat.planner.regions import Application, LoopForm, session_context
 from remat.planner.step import check_step
 from remat.planner.targets import Target
@@ -225,4 +225,8 @@ def application(plan: Plan) -> Application:
             saved, segments, region.backward
         )
     loops = {loop.key: LoopForm(loop.group, loop.steps) for loop in plan.loops}
-    return Application(decisions, loops, recomputes=bool(plan.regions))
+    edited: dict[str, list[RegionPlan]] = {}
+    if not plan.is_verified:
+        for region in plan.regions:
+            edited.setdefault(region.key, []).append(region)
+    return Application(decisions, loops, recomputes=bool(plan.regions), edited=edited)

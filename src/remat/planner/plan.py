@@ -31,6 +31,7 @@ from remat.errors import BudgetError, PlanError, UnitsError
 from remat.planner.cache import Cache
 from remat.planner.compiled import Memory, OutOfMemory
 from remat.planner.costs import Roofline
+from remat.planner.edits import loop_results
 from remat.planner.identity import fingerprint
 from remat.planner.levels import Choice, Levels
 from remat.planner.plan_file import (
@@ -464,6 +465,7 @@ class _Search:
                     n_operations,
                     tuple(saved),
                     segments,
+                    loop_results(numbering),
                 )
             )
         seconds = sum(self.levels.level(0).problem(False).fused.seconds.values())

@@ -111,6 +111,8 @@ class RegionPlan(_Checked):
       n_operations: how many operations the backward program has.
       saved: what is kept.
       segments: in order.
+      loop_results: of each loop in the forward program the number of its first result, and how many
+        it has. An edit of a loop changes how many; this tells where the other values are then.
     """
 
     key: str
@@ -120,6 +122,7 @@ class RegionPlan(_Checked):
     n_operations: int
     saved: tuple[SavedValue, ...]
     segments: tuple[PlanSegment, ...]
+    loop_results: tuple[tuple[int, int], ...] = ()
 
     @property
     def saved_bytes(self) -> int:
@@ -146,6 +149,16 @@ class RegionPlan(_Checked):
             last = segment.start
             for number in segment.recomputed:
                 self._check_number(number, "segments", i)
+        end = 0
+        for i, (first, count) in enumerate(self.loop_results):
+            if first < end or first + count > self.n_values:
+                raise _FieldError(
+                    f"the loop's results {first} to {first + count - 1} overlap those before or are "
+                    f"more than n_values of the region, {self.n_values}.",
+                    "loop_results",
+                    i,
+                )
+            end = first + count
 
     def _check_number(self, number: int, field: str, item: int) -> None:
         if number >= self.n_values:
@@ -570,7 +583,12 @@ def _explained(plan: Plan) -> Iterable[str]:
     if plan.loops:
         yield ""
     for loop in plan.loops:
-        yield f"Loop {_printable(loop.key)}: in groups of {loop.group} steps, each recomputed from its start"
+        how = (
+            f"{loop.steps} steps in each iteration, which save different values"
+            if loop.steps > 1
+            else f"in groups of {loop.group} steps, each recomputed from its start"
+        )
+        yield f"Loop {_printable(loop.key)}: {how}"
 
 
 def _explained_region(region: RegionPlan) -> Iterable[str]:
