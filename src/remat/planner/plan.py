@@ -141,7 +141,11 @@ class _Search:
         # As it is without us, where JAX differentiates regions as any other function.
         self.unplanned: Traced = step.trace(Application({}, recomputes=False))
         self.program = fingerprint(
-            self.plain.jaxpr, self.plain.shards(), step.target.name, step.target.n_devices
+            self.plain.jaxpr,
+            self.plain.shards(),
+            step.target.name,
+            step.target.n_devices,
+            step.jit_options,  # donation and the results' shardings change the peak
         )
         show("compiling without rematerialization")
         self.base = self._base()
@@ -163,8 +167,8 @@ class _Search:
         return base
 
     def _key(self) -> str:
-        versions = "|".join(f"{name} {version}" for name, version in _versions())
-        return f"{self.program}|{self.step.target.name}|{versions}"
+        made_with = "|".join(f"{name} {version}" for name, version in versions())
+        return f"{self.program}|{self.step.target.name}|{made_with}"
 
     def _budget_bytes(self, budget: int | float | str | None) -> int:
         if budget is None:
@@ -470,9 +474,9 @@ class _Search:
             )
         seconds = sum(self.levels.level(0).problem(False).fused.seconds.values())
         return Plan(
-            program=self.program,
+            program=self.plain.program,
             target=self.step.target.name,
-            versions=_versions(),
+            versions=versions(),
             budget_bytes=self.budget,
             peak_bytes=peak,
             predicted_bytes=predicted,
@@ -569,7 +573,8 @@ def _percent(text: str) -> float:
     return share
 
 
-def _versions() -> tuple[tuple[str, str], ...]:
+def versions() -> tuple[tuple[str, str], ...]:
+    """The libraries that decide what a program is and what it needs."""
     return (
         ("remat", importlib.metadata.version("remat")),
         ("jax", jax.__version__),

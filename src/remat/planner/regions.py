@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
@@ -340,6 +340,11 @@ class Recording(Session):
             if (key, mark) not in self.records and not loop_depth(key)
         }
 
+    def check_has(self, keys: Iterable[str]) -> None:
+        """Refuse regions of a plan that were not met."""
+        met = {key for key, _ in self._cut}
+        _refuse_missing({key for key in keys if not loop_depth(key)} - met)
+
     def transposed(self, key: str, region: Linearized, backward: _jax.Jaxpr, mark: str) -> None:
         at = key, region.fingerprint
         self.records.setdefault(at, Record(key, region, backward, mark))
@@ -375,14 +380,12 @@ class Application(Session):
         self.loops = loops or {}
         self.recomputes = recomputes
         self.edited = edited or {}
-        self.asked: set[str] = set()
         self._loops_found: set[str] = set()
         self._adapted: dict[tuple[str, str], RegionDecision | None] = {}
 
     def decision(self, key: str, region: Linearized) -> RegionDecision | None:
         if key.endswith(_GROUP):
             return _NOTHING
-        self.asked.add(key)
         of_key = self.decisions.get(key) or self._of_other_step(key)
         if of_key is None and loop_depth(key):
             return None  # a loop that is not differentiated backwards
@@ -448,16 +451,18 @@ class Application(Session):
                 f"That must divide {length} and be less: correct it, or plan again."
             )
 
-    def check_all_asked(self) -> None:
-        """Refuse a plan that decides about regions which a traced program does not have."""
-        missing = {key for key in self.decisions if not loop_depth(key) and key not in self.asked}
+    def check_loops(self) -> None:
+        """Refuse a plan that decides about loops which a traced program does not have."""
         bodies = {_STEP.sub("", key) for key in self.decisions if loop_depth(key)}
-        missing |= {key for key in {*bodies, *self.loops} if key not in self._loops_found}
-        if missing:
-            raise PlanError(
-                f"the plan decides about {', '.join(sorted(missing))}, which the program does not "
-                "differentiate. The program changed since it was planned: plan again."
-            )
+        _refuse_missing({*bodies, *self.loops} - self._loops_found)
+
+
+def _refuse_missing(keys: Iterable[str]) -> None:
+    if keys := sorted(keys):
+        raise PlanError(
+            f"the plan decides about {', '.join(keys)}, which the program does not differentiate. The "
+            "program changed since it was planned: plan again."
+        )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ This is the one place where a plan meets JAX's staging: everything that is trace
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +17,8 @@ from remat import _jax
 from remat.errors import PlanError
 from remat.flops import flops_of
 from remat.planner.compiled import Memory, OutOfMemory, compile_for_analysis
+from remat.planner.emit import inlined
+from remat.planner.identity import fingerprint
 from remat.planner.regions import Session, session_context
 from remat.planner.targets import Target, place
 
@@ -36,6 +40,15 @@ class Traced:
         if len(leaves) + len(self.consts) != len(self.jaxpr.invars):
             return [1] * len(self.jaxpr.invars)  # static arguments among them
         return [1] * len(self.consts) + [_divided(leaf) for leaf in leaves]
+
+    @functools.cached_property
+    def program(self) -> str:
+        """What a plan is of: the program, and after a dash how its arguments are divided.
+
+        Numbers that are written in the program, such as a learning rate, make no difference.
+        """
+        divided = hashlib.sha256(repr(self.shards()).encode()).hexdigest()[:8]
+        return f"{fingerprint(inlined(self.jaxpr), literals=False)}-{divided}"
 
     def memory(self) -> Memory | OutOfMemory:
         """What the compiler says that it needs."""
