@@ -18,6 +18,7 @@ import jax
 from remat import _jax, units
 from remat.errors import PlanError
 from remat.planner.cache import Cache
+from remat.planner.costs import Costs, check_costs
 from remat.planner.emit import RegionDecision, Segment
 from remat.planner.plan import plan as make_plan, receive_plan, versions
 from remat.planner.plan_file import Plan, RegionPlan
@@ -37,6 +38,7 @@ def fit(
     plan: Plan | None = None,
     target: str | Target | None = None,
     cache: Cache | bool = True,
+    costs: str | Costs = "roofline",
     progress: bool = True,
     **jit_options: Any,
 ) -> Fitted:
@@ -62,6 +64,7 @@ def fit(
       plan: a plan to follow instead (from `remat.plan` or `Plan.load`). It must be of this program.
       target: what to plan for, see `remat.plan`; by default the device at hand, where it will run.
       cache: whether plans are kept in the user's cache directory, or in which cache.
+      costs: what recomputing takes, see `remat.plan`.
       progress: whether to show on a terminal what is going on while it plans.
       jit_options: as `jax.jit` takes them.
 
@@ -80,7 +83,8 @@ def fit(
         )
     if plan is not None and budget is not None:
         raise PlanError("give budget= or plan=, not both: a plan has its own budget.")
-    options = {"target": target, "cache": cache, "progress": progress}
+    check_costs(costs)
+    options = {"target": target, "cache": cache, "costs": costs, "progress": progress}
     return Fitted(step, budget, plan, options, jit_options)
 
 

@@ -237,6 +237,7 @@ class Plan(_Checked):
       regions, loops: the decisions.
       attempts: what was compiled on the way, in order.
       is_verified: whether the compiler confirmed `peak_bytes`.
+      costs: what seconds are by: "roofline", "measured", or what the costs are called.
 
     Raises:
       PlanError: a field has a wrong type or a number out of range, or fields contradict each other.
@@ -258,6 +259,7 @@ class Plan(_Checked):
     loops: tuple[LoopPlan, ...]
     attempts: tuple[Attempt, ...]
     is_verified: bool
+    costs: str = "roofline"
 
     def _check(self) -> None:
         names = [name for name, _ in self.versions]
@@ -459,8 +461,10 @@ class _PlanReader(Reader):
                 places.get("version", start),
             )
         added = {"format", "version", "verified"}
-        names = [f.name for f in dataclasses.fields(Plan) if f.name != "is_verified"]
-        self.judge_keys(places, {*names, *added}, {*names, *added}, start)
+        fields = [f for f in dataclasses.fields(Plan) if f.name != "is_verified"]
+        names = [f.name for f in fields if f.name in places]
+        needed = {f.name for f in fields if f.default is dataclasses.MISSING}
+        self.judge_keys(places, {*(f.name for f in fields), *added}, needed | added, start)
         verified = self.value_at(places["verified"])
         if verified is not None and type(verified) is not str:
             self.fail(
@@ -568,7 +572,8 @@ def _explained(plan: Plan) -> Iterable[str]:
         f"{format_flops(plan.flops)}"
     )
     yield (
-        f"  extra time   {format_seconds(plan.extra_seconds)} of {format_seconds(plan.seconds)}; "
+        f"  extra time   {format_seconds(plan.extra_seconds)} of {format_seconds(plan.seconds)} "
+        f"({_printable(plan.costs)}); "
         f"any plan within the budget: at least {format_seconds(plan.lower_bound_seconds)}"
     )
     for number, attempt in enumerate(plan.attempts, 1):
