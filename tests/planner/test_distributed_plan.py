@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import remat
 from planner.region_cases import assert_same, normal
@@ -78,6 +78,58 @@ def test_python_numbers_among_the_arguments_leave_the_shardings():
     params, x = sharded("fsdp")
     step = Step(lambda p, x, lr: jax.grad(loss)(p, x * lr), (params, x, 0.1), {}, target(None), {})
     assert step.trace(Recording()).shards() == [N] * (len(params) + 1) + [1]
+
+
+def shards_of(fun, *args, **options):
+    return Step(fun, args, {}, target(None), options).trace(Recording()).shards()
+
+
+def test_shardings_that_jit_is_told_count_for_arrays_of_the_host():
+    rows, columns, whole = (NamedSharding(mesh(), p) for p in (P("data"), P(None, "data"), P()))
+    given = [np.ones((32, 32), np.float32)] * 2, np.ones((64, 32), np.float32)
+
+    def step(params, x):
+        return jax.value_and_grad(loss)(params, x)
+
+    for x in (given[1], jnp.asarray(given[1]), jax.ShapeDtypeStruct((64, 32), jnp.float32)):
+        args = given[0], x
+        assert shards_of(step, *args) == [1, 1, 1]
+        assert shards_of(step, *args, in_shardings=(whole, rows)) == [1, 1, N]
+        assert shards_of(step, *args, in_shardings=([columns, rows], None)) == [N, N, 1]
+        assert shards_of(step, *args, in_shardings=rows) == [N, N, N]
+    # An array that has a sharding keeps it where jit is told none.
+    args = given[0], jax.device_put(given[1], rows)
+    assert shards_of(step, *args, in_shardings=([whole, rows], None)) == [1, N, N]
+
+
+def test_static_arguments_and_explicit_meshes_leave_the_shardings():
+    params, x = sharded("fsdp")
+
+    def step(n, params, *, x, how):
+        return jax.grad(loss)(params[:n], x)
+
+    options = {"static_argnums": 0, "static_argnames": "how"}
+    of = Step(step, (2, params), {"x": x, "how": "s"}, target(None), options)
+    assert of.trace(Recording()).shards() == [N] * (len(params) + 1)
+    explicit = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(explicit):
+        x = jax.device_put(normal(64, 32), P("data"))
+        assert shards_of(lambda w, x: (x @ w).sum(), normal(32, 32), x) == [1, N]
+
+
+def test_plan_under_in_shardings_is_that_of_arrays_that_have_them():
+    rows, whole = NamedSharding(mesh(), P("data")), NamedSharding(mesh(), P())
+    step = jax.value_and_grad(loss)
+    params, x = [np.ones((32, 32), np.float32) / 32] * 4, np.ones((N * 64, 32), np.float32)
+    plan = functools.partial(remat.plan, budget="100%", cache=False, progress=False)
+    told = plan(step, params, x, in_shardings=(whole, rows))
+    placed = plan(step, jax.device_put(params, whole), jax.device_put(x, rows))
+    assert told.program.partition("-")[2] == placed.program.partition("-")[2]
+    assert told.peak_bytes == placed.peak_bytes
+    fitted = remat.fit(step, plan=told, in_shardings=(whole, rows))
+    assert_same(fitted(params, x), jax.jit(step)(params, x), within=1e-5)
+    with pytest.raises(remat.PlanError, match="divided over devices in another way"):
+        remat.fit(step, plan=told)(params, x)
 
 
 @pytest.mark.slow
