@@ -16,7 +16,10 @@ import remat
 from planner.region_cases import assert_same, normal
 from remat import _jax
 from remat.planner.edits import loop_results
+from remat.planner.emit import RegionDecision
 from remat.planner.fit import application
+from remat.planner.plan_file import LoopPlan, RegionPlan, SavedValue
+from remat.planner.regions import LoopForm, Recording, loop_depth
 from remat.planner.step import Step
 from remat.planner.targets import target
 
@@ -55,8 +58,43 @@ def nested(w, x):
 
 
 @functools.cache
-def planned(f, budget):
-    return remat.plan(jax.value_and_grad(f), W, X, budget=budget, cache=False, progress=False)
+def planned(f, group=1):
+    """A plan by which bodies of loops save nothing, and sines and results of loops are saved."""
+    step, forms = Step(jax.value_and_grad(f), (W, X), {}, target(None), {}), {}
+    recording, decided, regions = Recording(), {}, []
+    program = step.trace(recording).program
+    for depth in reversed(range(1 + max(loop_depth(key) for key, _ in recording.records))):
+        for (key, mark), record in list(recording.records.items()):
+            if loop_depth(key) != depth or key in decided:
+                continue
+            numbering = record.region.numbering
+            saved = () if depth else [n for n, e in enumerate(numbering.equation) if kept(e)]
+            decided[key] = {mark: RegionDecision(tuple(saved), (), record.mark)}
+            if depth and group > 1:
+                forms[key] = LoopForm(group)
+            regions.append(
+                RegionPlan(
+                    key, mark, record.mark, len(numbering.vars), len(record.backward.eqns),
+                    tuple(described(numbering, n) for n in saved), (), loop_results(numbering),
+                )
+            )  # fmt: skip
+        recording = Recording(decided, forms)
+        step.trace(recording)
+    loops = tuple(LoopPlan(key, form.group) for key, form in forms.items())
+    return remat.Plan(
+        program, "cpu", (), 1, 1, 1, 1, 1.0, 0.0, 0.0, 1.0, 0.0, tuple(regions), loops, (), True
+    )
+
+
+def kept(eqn):
+    return eqn.primitive.name in ("sin", "scan")
+
+
+def described(numbering, n):
+    v, eqn = numbering.vars[n], numbering.equation[n]
+    size = v.aval.size * v.aval.dtype.itemsize
+    source = _jax.source_line_of(eqn)
+    return SavedValue(n, v.aval.str_short(short_dtypes=True), size, source, _jax.name_stack_of(eqn))
 
 
 def edited(made, change):
@@ -73,16 +111,10 @@ def bodies(regions):
     return [key for key in regions if "/scan" in key]
 
 
-def saves_nothing(regions, loops):
-    for key in bodies(regions):
-        regions[key]["saved"] = []
-
-
 def saves_all(regions, loops):
     for key in bodies(regions):
-        like = regions[key]["saved"] or [{"type": "f32[]", "bytes": 4}]
         numbers = range(regions[key]["n_values"])
-        regions[key]["saved"] = [{**like[0], "number": n} for n in numbers]
+        regions[key]["saved"] = [{"number": n, "type": "f32[]", "bytes": 4} for n in numbers]
 
 
 def whole(regions, loops):
@@ -100,7 +132,6 @@ def in_form(**form):
 
 
 EDITS = {
-    "saves nothing": saves_nothing,
     "saves all": saves_all,
     "whole": whole,
     "groups": in_form(group=2),
@@ -122,20 +153,20 @@ def traced(f, plan):
 
 
 @pytest.mark.parametrize(
-    ("f", "edit"),
+    ("f", "group", "edit"),
     [
-        (loss, "saves all"),
-        (loss, "groups with a rest"),
-        (loss, "steps"),
-        (two_stacks, "groups with a rest"),
-        (two_stacks, "whole"),
-        (nested, "saves nothing"),
-        pytest.param(nested, "saves all", marks=pytest.mark.slow),
-        pytest.param(two_stacks, "steps", marks=pytest.mark.slow),
+        (loss, 1, "saves all"),
+        (loss, 1, "groups with a rest"),
+        (loss, 1, "steps"),
+        (two_stacks, 2, "groups with a rest"),
+        (two_stacks, 2, "whole"),
+        (nested, 1, "saves all"),
+        pytest.param(loss, 3, "groups", marks=pytest.mark.slow),
+        pytest.param(two_stacks, 1, "steps", marks=pytest.mark.slow),
     ],
 )
-def test_gradients_of_an_edited_plan_are_those_of_the_step(f, edit):
-    plan = edited(planned(f, "60%"), EDITS[edit])
+def test_gradients_of_an_edited_plan_are_those_of_the_step(f, group, edit):
+    plan = edited(planned(f, group), EDITS[edit])
     assert not plan.is_verified
     fitted = remat.fit(jax.value_and_grad(f), plan=plan, cache=False)
     assert_same(fitted(W, X), jax.jit(jax.value_and_grad(f))(W, X), within=1e-5)
@@ -149,7 +180,7 @@ def test_what_a_body_saves_is_what_the_loop_hands_on():
         )
         return [v.aval.str_short(short_dtypes=True) for v in region.outvars]
 
-    made = planned(loss, "60%")
+    made = planned(loss)
     assert handed_on(made) == ["f32[64,16]", "f32[8,64,16]"]  # the carries alone
     assert handed_on(edited(made, saves_all)).count("f32[8,64,16]") > 1
     assert handed_on(edited(made, in_form(group=2))).count("f32[4,64,16]") == 1
@@ -157,11 +188,11 @@ def test_what_a_body_saves_is_what_the_loop_hands_on():
 
 @pytest.mark.parametrize("edit", ["saves all", "groups", "steps"])
 def test_values_around_an_edited_loop_are_found_again(edit, caplog):
-    made = planned(loss, "60%")
+    made = planned(loss)
     (region,) = (r for r in made.regions if "/scan" not in r.key)
     ((first, count),) = region.loop_results
     outside = [v for v in region.saved if not first <= v.number < first + count]
-    assert len(outside) == 3
+    assert len(outside) == 6
     with caplog.at_level(logging.WARNING, "remat"):
         _, met = traced(loss, edited(made, EDITS[edit]))
     assert "in 2 of the 2 parts between loops the plan is followed, in 0 everything" in caplog.text
@@ -171,7 +202,7 @@ def test_values_around_an_edited_loop_are_found_again(edit, caplog):
         now.numbering.equation[n] for n in decision.saved if not first <= n < first + count
     ]
     assert [_jax.source_line_of(eqn) for eqn in equations] == [v.source for v in outside]
-    assert [eqn.primitive.name for eqn in equations] == ["sin", "sin", "sin"]
+    assert [eqn.primitive.name for eqn in equations] == ["sin"] * 6
     assert set(range(first, first + count)) <= set(decision.saved)
 
 
@@ -181,7 +212,7 @@ def test_where_values_are_not_found_again_all_that_are_needed_are_saved(caplog):
         for region in regions.values():
             region["loop_results"] = []
 
-    plan = edited(planned(loss, "60%"), change)
+    plan = edited(planned(loss), change)
     with caplog.at_level(logging.WARNING, "remat"):
         _, met = traced(loss, plan)
     assert caplog.text.count("in 0 of the 2 parts") == 1
@@ -191,7 +222,7 @@ def test_where_values_are_not_found_again_all_that_are_needed_are_saved(caplog):
 
 
 def test_steps_of_one_iteration_do_what_the_loop_or_the_first_step_did():
-    made = planned(loss, "60%")
+    made = planned(loss)
     plan = edited(made, saves_all)
     (body,) = bodies({r.key: r for r in made.regions})
     _, met = traced(loss, edited(plan, in_form(steps=2)))
@@ -219,8 +250,8 @@ def line_of(text, part):
 
 
 def test_a_body_that_saves_what_there_is_not_is_refused_with_the_line():
-    made = planned(nested, "60%")
-    text = made.to_json().replace('{"number": 4', '{"number": 99', 1)
+    made = planned(nested)
+    text = edited(made, saves_all).to_json().replace('{"number": 4', '{"number": 99', 1)
     line = line_of(text, '{"number": 99')
     with pytest.raises(remat.PlanError, match=f"line {line}: there is no value 99: n_values"):
         remat.Plan.from_json(text)
@@ -228,7 +259,7 @@ def test_a_body_that_saves_what_there_is_not_is_refused_with_the_line():
     def change(regions, loops):
         region = regions[bodies(regions)[-1]]
         region["n_values"] = 100
-        region["saved"][0]["number"] = 99
+        region["saved"] = [{"number": 99, "type": "f32[]", "bytes": 4}]
 
     with pytest.raises(remat.PlanError, match="has values 0 to 5; the plan saves or recomputes 99"):
         traced(nested, edited(made, change))
@@ -243,7 +274,7 @@ def test_a_body_that_saves_what_there_is_not_is_refused_with_the_line():
     ],
 )
 def test_a_loop_that_cannot_run_so_is_refused(form, message):
-    plan = edited(planned(loss, "60%"), in_form(**form))
+    plan = edited(planned(loss), in_form(**form))
     with pytest.raises(remat.PlanError, match=message):
         remat.fit(jax.value_and_grad(loss), plan=plan).lower(W, X)
 
@@ -256,13 +287,13 @@ def test_a_loop_or_region_that_the_program_does_not_have_is_refused():
         regions["x"] = {**next(iter(regions.values())), "key": "lost#00000000"}
 
     for change, name in ((loop, "loss#00000000/scan7"), (region, "lost#00000000")):
-        plan = edited(planned(loss, "60%"), change)
+        plan = edited(planned(loss), change)
         with pytest.raises(remat.PlanError, match=f"the plan decides about {name}, which the"):
             remat.fit(jax.value_and_grad(loss), plan=plan).lower(W, X)
 
 
 def test_a_verified_plan_that_does_not_fit_is_never_adapted():
-    made = planned(two_stacks, "60%")
+    made = planned(two_stacks, 2)
     loop_forms = dataclasses.replace(made, loops=())
     assert made.loops and loop_forms.is_verified
     with pytest.raises(
