@@ -168,7 +168,19 @@ rows = NamedSharding(mesh, P("data"))
 x = jax.make_array_from_process_local_data(rows, np.ones((256, 32), np.float32) / 7)
 w = jax.device_put(np.eye(32, dtype=np.float32), NamedSharding(mesh, P()))
 step = jax.value_and_grad(loss)
-fitted = remat.fit(step, budget="75%", cache=False, progress=False)
+from remat.planner.cache import Cache
+
+class OfFirst(Cache):
+    def get(self, kind, key):
+        assert jax.process_index() == 0, "only process 0 looks for plans in its cache"
+        return super().get(kind, key)
+
+cache = OfFirst(sys.argv[3])
+try:
+    remat.fit(lambda w: (w * w).sum(), budget="50%", cache=cache, progress=False)(w)
+except remat.PlanError as error:
+    print("REFUSED", error)
+fitted = remat.fit(step, budget="75%", cache=cache, progress=False)
 value, g = fitted(w, x)
 (made,) = fitted.plans
 plain, expected = jax.jit(step)(w, x)
@@ -185,7 +197,7 @@ def test_two_processes_follow_the_same_plan(tmp_path):
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
     workers = [
         subprocess.Popen(
-            [sys.executable, "-c", WORKER, address, str(i)],
+            [sys.executable, "-c", WORKER, address, str(i), str(tmp_path / f"cache{i}")],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
         )
         for i in range(2)
@@ -201,3 +213,7 @@ def test_two_processes_follow_the_same_plan(tmp_path):
         next(line for line in out.splitlines() if line.startswith("PLAN")) for out, _ in results
     )
     assert first == second
+    assert not (tmp_path / "cache1").exists()
+    refused = [[x for x in out.splitlines() if x.startswith("REFUSED")] for out, _ in results]
+    assert "differentiates no region" in refused[0][0]
+    assert "process 0 could not make a plan" in refused[1][0]

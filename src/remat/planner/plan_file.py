@@ -233,7 +233,9 @@ class Plan(_Checked):
       peak_bytes_without_remat: the compiler's peak of the step that saves everything.
       flops, seconds: of the step without recomputation.
       extra_flops, extra_seconds: of recomputation.
-      lower_bound_seconds: no plan within the budget takes less `extra_seconds` (in the model).
+      lower_bound_seconds: no plan whose loops do the same, and whose temporaries stay within what the
+        model was given, takes less `extra_seconds`, by the same costs. What loops recompute here is
+        in it; that other decisions about loops would take longer is not proven.
       regions, loops: the decisions.
       attempts: what was compiled on the way, in order.
       is_verified: whether the compiler confirmed `peak_bytes`.
@@ -574,7 +576,7 @@ def _explained(plan: Plan) -> Iterable[str]:
     yield (
         f"  extra time   {format_seconds(plan.extra_seconds)} of {format_seconds(plan.seconds)} "
         f"({_printable(plan.costs)}); "
-        f"any plan within the budget: at least {format_seconds(plan.lower_bound_seconds)}"
+        f"any plan whose loops do the same: at least {format_seconds(plan.lower_bound_seconds)}"
     )
     for number, attempt in enumerate(plan.attempts, 1):
         yield (
