@@ -112,6 +112,15 @@ def test_plan_meets_the_budget_and_is_written(run, name):
     assert Explanation.from_json(applied.stdout).totals.compiled.peak_bytes == made.peak_bytes
 
 
+def test_costs_are_those_that_were_asked_for(run):
+    for asked in ("roofline", "measured"):
+        result = run("plan", "training:problem", "--budget", "100%", "--costs", asked)
+        assert result.exit_code == 0, result.output
+        assert f"({asked}); any plan" in result.stdout
+    assert run("plan", "training:problem", "--costs", "mesured").exit_code == 2
+    assert "--costs" in run("report", "--help").stdout
+
+
 def test_a_budget_that_cannot_be_met_is_1_and_one_line(run):
     result = run("plan", "training:problem", "--budget", "1KiB")
     assert result.exit_code == 1

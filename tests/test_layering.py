@@ -51,6 +51,7 @@ LAYERS = [
     ("planner.decide", "planner.bodies"),
     ("planner.identity", "planner.kinds"),
     ("planner.emit",),
+    ("planner.edits",),
     ("planner.regions",),
     ("planner.trace", "planner.step"),
     ("planner.levels",),

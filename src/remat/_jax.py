@@ -1003,6 +1003,17 @@ def call_jaxpr(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
     return eval_jaxpr(jaxpr, (), *args)
 
 
+def argument_shardings(traced: Any) -> list[Any]:
+    """How each argument of a traced step (`jax.jit(f).trace(...)`) is divided; None if nobody said.
+
+    What `in_shardings` says comes before what the argument itself has. Static arguments are not
+    among them.
+    """
+    asked = traced._params["in_shardings"]
+    own = (m.aval.sharding if m.sharding is None else m.sharding for m in traced._meta_tys_flat)
+    return [b if a is _unspecified else a for a, b in zip(asked, own, strict=True)]
+
+
 def in_avals(jaxpr: Jaxpr) -> list[Any]:
     return [v.aval for v in jaxpr.invars]
 

@@ -264,6 +264,13 @@ _policy = click.option(
     help="Put the loss into one region under this policy: nothing_saveable, dots_saveable, "
     "dots_with_no_batch_dims_saveable, everything_saveable, or names:A,B.",
 )
+_costs = click.option(
+    "--costs",
+    type=click.Choice(["roofline", "measured"]),
+    default="roofline",
+    show_default=True,
+    help="What recomputing takes: by the device's figures, or timed on the device at hand.",
+)
 _budget = click.option(
     "--budget", metavar="BYTES", help="Plan for this peak first, such as 8GiB or 60%."
 )
@@ -380,6 +387,7 @@ def explain(
 @_spec
 @click.option("--budget", metavar="BYTES", help="The peak on one device, such as 8GiB or 60%.")
 @_target
+@_costs
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Write the plan here."
 )
@@ -391,6 +399,7 @@ def plan(
     spec: str,
     budget: str | None,
     target: str | None,
+    costs: str,
     output: str | None,
     html: str | None,
     as_json: bool,
@@ -407,7 +416,13 @@ def plan(
     subject = _subject(spec)
     step = subject.planned()
     made = make_plan(
-        step, *subject.args, kwargs=subject.kwargs, budget=budget, target=target, cache=False
+        step,
+        *subject.args,
+        kwargs=subject.kwargs,
+        budget=budget,
+        target=target,
+        costs=costs,
+        cache=False,
     )
     if output is not None:
         made.save(output)
@@ -424,12 +439,13 @@ def plan(
 @_spec
 @_budget
 @_target
+@_costs
 @click.option(
     "-o", "--html", "html", type=click.Path(dir_okay=False), default="report.html",
     show_default=True, metavar="FILE", help="The page.",
 )  # fmt: skip
 @_debugging
-def report(spec: str, budget: str | None, target: str | None, html: str) -> None:
+def report(spec: str, budget: str | None, target: str | None, costs: str, html: str) -> None:
     """Write a page on a step, with the standard policies (and a plan) to choose from.
 
     \b
@@ -437,7 +453,7 @@ def report(spec: str, budget: str | None, target: str | None, html: str) -> None
         remat report train:problem --budget 8GiB -o step.html
     """
     subject = _subject(spec)
-    made = _explained(subject, budget, None, None, target, True)
+    made = _explained(subject, budget, None, None, target, True, costs)
     label = "as it is" if budget is None else f"plan for {budget}"
     points = [_point(made, label, chosen=True)]
     if not subject.is_step:
@@ -557,13 +573,16 @@ def _explained(
     policy: policies.Policy | None,
     target: str | None,
     compile: bool,
+    costs: str = "roofline",
 ) -> Explanation:
     if (budget is not None) + (plan_file is not None) + (policy is not None) > 1:
         raise click.UsageError("give one of --budget, --plan and --policy.")
     step = subject.under(policy)
     if budget is not None or plan_file is not None:
         given = None if plan_file is None else Plan.load(plan_file)
-        step = fit(subject.planned(), budget=budget, plan=given, target=target, cache=False)
+        step = fit(
+            subject.planned(), budget=budget, plan=given, target=target, costs=costs, cache=False
+        )
     with _working(f"explaining {subject.name}"):
         made = make_explanation(
             step, *subject.args, target=target, compile=compile, **subject.kwargs

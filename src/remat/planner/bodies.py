@@ -181,7 +181,7 @@ def _cut_problem(body: Body, price: Price) -> tuple[CutProblem, list[list[int]],
             moved += sum(program.bytes[v] for v in op.operands)
         # Inside a kernel a cheap operation costs next to nothing, but not nothing: of two ways to
         # have a value the shorter one wins.
-        seconds = price(op.flops, moved, op.dtype)
+        seconds = price(op.flops, moved, op.dtype) * op.slowdown
         if op.kind in (Kind.CHEAP, Kind.VIEW):
             seconds *= 0.05
         n_bytes.append(size)

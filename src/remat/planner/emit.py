@@ -40,11 +40,31 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class RegionDecision:
-    """What is decided about one region: numbers of saved values, and segments in order."""
+    """What is decided about one region.
+
+    Args:
+      saved: numbers of saved values.
+      segments: in order.
+      backward: the fingerprint of the backward program that the segments divide. Another one is not
+        divided, unless
+      n_operations: the segments divide a program of so many operations, and any other in proportion.
+    """
 
     saved: tuple[int, ...]
     segments: tuple[Segment, ...]
-    backward: str  # the fingerprint of the backward program that the segments divide
+    backward: str
+    n_operations: int = 0
+
+    def segments_of(self, transposed: _jax.Jaxpr) -> tuple[Segment, ...]:
+        """The segments of a backward program."""
+        if fingerprint(transposed) == self.backward:
+            return self.segments
+        if not self.n_operations:
+            return ()
+        n = len(transposed.eqns)
+        return tuple(
+            Segment(min(n, s.start * n // self.n_operations), s.recomputed) for s in self.segments
+        )
 
 
 def save_everything(region: Linearized) -> RegionDecision:

@@ -223,7 +223,7 @@ class _Fusion:
         for x in inside:
             moved += sum(sizes[v] for v in ops[x].operands if v in self.program.inputs)
         flops = sum(ops[x].flops for x in inside)
-        return self.price(flops, moved, ops[i].dtype)
+        return self.price(flops, moved, ops[i].dtype) * ops[i].slowdown
 
 
 @dataclasses.dataclass

@@ -16,9 +16,9 @@ from typing import Any
 from remat import _jax
 from remat.errors import BudgetError
 from remat.planner.bodies import Body, LoopOption, at_price, loop_options, prices
+from remat.planner.costs import Costs
 from remat.planner.decide import Answer, Problem
 from remat.planner.emit import RegionDecision, Segment, save_everything
-from remat.planner.fusion import Price
 from remat.planner.program import without_dead
 from remat.planner.regions import LoopForm, Record, Recording, loop_depth
 from remat.planner.step import Step, Traced
@@ -27,6 +27,7 @@ from remat.planner.trace import (
     program_of_record,
     program_of_step,
     shards_in_bodies,
+    slowdowns,
 )
 
 _MOST_LEVELS = 32
@@ -69,7 +70,7 @@ class Level:
         recording: Recording,
         body_records: Mapping[tuple[str, str], Record],
         loop_seconds: float,
-        price: Price,
+        costs: Costs,
     ) -> None:
         self.traced = traced
         self.recording = recording
@@ -80,9 +81,10 @@ class Level:
             self.records[key, mark] = record
             self.decided.setdefault(key, {})[mark] = save_everything(record.region)
         self.loop_seconds = loop_seconds
-        self._price = price
+        self._costs = costs
+        self._price = costs.seconds
         self.program = without_dead(
-            program_of_step(traced.jaxpr, recording.records, traced.shards())
+            program_of_step(traced.jaxpr, recording.records, traced.shards(), slowdowns(costs))
         )
         places = {op.place.region for op in self.program.ops if op.place is not None}
         self.regions = [r for r in recording.records if r in places and not loop_depth(r[0])]
@@ -94,7 +96,8 @@ class Level:
 
     @functools.lru_cache(maxsize=8)  # noqa: B019
     def loose_problem(self, region: tuple[str, str], lending: bool) -> Problem:
-        program = without_dead(program_of_record(self.recording.records[region]))
+        record = self.recording.records[region]
+        program = without_dead(program_of_record(record, None, slowdowns(self._costs)))
         return Problem(program, self._price, [region], lending=lending)
 
     def peak_bytes(self, lending: bool) -> int:
@@ -159,9 +162,9 @@ class _Rung:
 class Levels:
     """All levels of a step, made when they are asked for."""
 
-    def __init__(self, step: Step, price: Price) -> None:
+    def __init__(self, step: Step, costs: Costs) -> None:
         self.step = step
-        self._price = price
+        self._costs = costs
         self._bodies: dict[tuple[str, str], Body] = {}
         self._options: dict[tuple[str, str], list[LoopOption]] = {}
         self._made: dict[int, Level] = {}
@@ -215,13 +218,16 @@ class Levels:
 
     def _options_of(self, record: Record) -> list[LoopOption]:
         if record.region_id not in self._options:
-            self._options[record.region_id] = loop_options(self._body_of(record), self._price)
+            self._options[record.region_id] = loop_options(
+                self._body_of(record), self._costs.seconds
+            )
         return self._options[record.region_id]
 
     def _body_of(self, record: Record) -> Body:
         if record.region_id not in self._bodies:
             eqn = self.recording.scans[record.key]
-            program = without_dead(program_of_record(record, self._shards_in_bodies()))
+            shards = self._shards_in_bodies()
+            program = without_dead(program_of_record(record, shards, slowdowns(self._costs)))
             self._bodies[record.region_id] = Body(
                 program, record.region_id, eqn.params["length"], _carry(record, eqn)
             )
@@ -266,7 +272,7 @@ class Levels:
             r: record for r, record in self.recording.records.items() if loop_depth(record.key)
         }
         if not bodies or (rung.price == 0.0 and not rung.moves):
-            return Level(self.traced_plainly, self.recording, {}, 0.0, self._price)
+            return Level(self.traced_plainly, self.recording, {}, 0.0, self._costs)
         making = _Making({}, {}, {}, 0.0)
         recording, traced = self.recording, self.traced_plainly
         for depth in sorted({loop_depth(key) for key, _ in bodies}, reverse=True):
@@ -276,7 +282,7 @@ class Levels:
                     self._decide(record, rung, making)
             recording = Recording(making.decided, making.forms)
             traced = self.step.trace(recording)
-        return Level(traced, recording, making.records, making.seconds, self._price)
+        return Level(traced, recording, making.records, making.seconds, self._costs)
 
     def _decide(self, record: Record, rung: _Rung, making: _Making) -> None:
         """What one loop does."""

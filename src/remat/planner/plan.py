@@ -30,7 +30,8 @@ from remat import _jax, units
 from remat.errors import BudgetError, PlanError, UnitsError
 from remat.planner.cache import Cache
 from remat.planner.compiled import Memory, OutOfMemory
-from remat.planner.costs import Roofline
+from remat.planner.costs import Costs, find_costs
+from remat.planner.edits import loop_results
 from remat.planner.identity import fingerprint
 from remat.planner.levels import Choice, Levels
 from remat.planner.plan_file import (
@@ -63,6 +64,7 @@ def plan(
     target: str | Target | None = None,
     kwargs: Mapping[str, Any] | None = None,
     cache: Cache | bool = True,
+    costs: str | Costs = "roofline",
     progress: bool = True,
     **jit_options: Any,
 ) -> Plan:
@@ -91,6 +93,8 @@ def plan(
       target: None for the device at hand; "tpu:v5e:16x16", "gpu:h100" and the like plan for a device
         that is not here (see `remat.planner.targets`).
       cache: whether plans are looked up and kept in the user's cache directory, or in which cache.
+      costs: what recomputing takes: "roofline", by the device's figures; "measured", by timing the
+        equations on the device at hand; or a `remat.planner.costs.Costs`.
       progress: whether to show on a terminal what is going on.
       jit_options: as `jax.jit` takes them: donation, static arguments, shardings.
 
@@ -100,15 +104,18 @@ def plan(
     Raises:
       BudgetError: no plan fits; the message has the smallest peak that was reached and what
         dominates it.
-      PlanError: the step has no region, or it cannot be analysed on the target.
+      PlanError: the step has no region, it cannot be analysed on the target, or `costs` is none of
+        the above, or "measured" for a device that is not here.
       UnitsError: the budget is no number of bytes.
     """
     check_step(step)
     at = find_target(target)
     planned = Step(step, args, kwargs or {}, at, jit_options)
     store = Cache.default() if cache is True else cache if isinstance(cache, Cache) else Cache(None)
+    here = None if at.ahead_of_time else at.devices[0]
+    priced = find_costs(costs, at.device, here, store)
     with _Progress(progress) as show:
-        return _Search(planned, budget, store, show).run()
+        return _Search(planned, budget, store, show, priced).run()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,14 +130,19 @@ class _Point:
 
 class _Search:
     def __init__(
-        self, step: Step, budget: int | float | str | None, cache: Cache, show: Callable
+        self,
+        step: Step,
+        budget: int | float | str | None,
+        cache: Cache,
+        show: Callable,
+        costs: Costs,
     ) -> None:
         self.step = step
         self.cache = cache
         self.show = show
         show("tracing")
-        self.price = Roofline(step.target.device).seconds
-        self.levels = Levels(step, self.price)
+        self.costs = costs
+        self.levels = Levels(step, costs)
         if not self.levels.has_regions:
             raise PlanError(
                 "the step differentiates no region, so there is nothing to plan. Mark the loss with "
@@ -140,7 +152,11 @@ class _Search:
         # As it is without us, where JAX differentiates regions as any other function.
         self.unplanned: Traced = step.trace(Application({}, recomputes=False))
         self.program = fingerprint(
-            self.plain.jaxpr, self.plain.shards(), step.target.name, step.target.n_devices
+            self.plain.jaxpr,
+            self.plain.shards(),
+            step.target.name,
+            step.target.n_devices,
+            step.jit_options,  # donation and the results' shardings change the peak
         )
         show("compiling without rematerialization")
         self.base = self._base()
@@ -162,8 +178,8 @@ class _Search:
         return base
 
     def _key(self) -> str:
-        versions = "|".join(f"{name} {version}" for name, version in _versions())
-        return f"{self.program}|{self.step.target.name}|{versions}"
+        made_with = "|".join(f"{name} {version}" for name, version in versions())
+        return f"{self.program}|{self.step.target.name}|{made_with}"
 
     def _budget_bytes(self, budget: int | float | str | None) -> int:
         if budget is None:
@@ -466,13 +482,14 @@ class _Search:
                     n_operations,
                     tuple(saved),
                     segments,
+                    loop_results(numbering),
                 )
             )
         seconds = sum(self.levels.level(0).problem(False).fused.seconds.values())
         return Plan(
-            program=self.program,
+            program=self.plain.program,
             target=self.step.target.name,
-            versions=_versions(),
+            versions=versions(),
             budget_bytes=self.budget,
             peak_bytes=peak,
             predicted_bytes=predicted,
@@ -494,12 +511,13 @@ class _Search:
                 for p in self.points
             ),
             is_verified=True,
+            costs=self.costs.name,
         )
 
     # What is remembered
 
     def _known(self) -> Plan | None:
-        data = self.cache.get("plan", f"{self._key()}|{self.budget}")
+        data = self.cache.get("plan", self._plan_key())
         if data is None:
             return None
         try:
@@ -509,6 +527,9 @@ class _Search:
             return None
         return found if found.is_verified else None
 
+    def _plan_key(self) -> str:
+        return f"{self._key()}|{self.costs.key}|{self.budget}"
+
     def _effective_budget(self) -> int:
         """No more than plans for larger budgets needed: a smaller budget never gets a larger peak."""
         issued = self.cache.get("issued", self._key()) or {}
@@ -516,7 +537,7 @@ class _Search:
         return min([self.budget, *peaks])
 
     def _remember(self, made: Plan) -> None:
-        self.cache.put("plan", f"{self._key()}|{self.budget}", {"plan": made.to_json()})
+        self.cache.put("plan", self._plan_key(), {"plan": made.to_json()})
         self.cache.update(
             "issued", self._key(), lambda old: {**(old or {}), str(self.budget): made.peak_bytes}
         )
@@ -569,7 +590,8 @@ def _percent(text: str) -> float:
     return share
 
 
-def _versions() -> tuple[tuple[str, str], ...]:
+def versions() -> tuple[tuple[str, str], ...]:
+    """The libraries that decide what a program is and what it needs."""
     return (
         ("remat", importlib.metadata.version("remat")),
         ("jax", jax.__version__),

@@ -14,25 +14,31 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 
 from remat import _jax, partition
 from remat.errors import PlanError
+from remat.planner.edits import adapted
 from remat.planner.emit import (
     Linearized,
     RegionDecision,
+    Segment,
     backward_program,
     halves,
     inlined,
     linearized,
 )
 from remat.planner.identity import fingerprint
+from remat.planner.plan_file import RegionPlan
 from remat.transform import planned, primitive
 from remat.transform.cut import Cut
 
+_log = logging.getLogger("remat")
 _jax.exclude_from_tracebacks(__file__)
 
 P = ParamSpec("P")
@@ -190,6 +196,8 @@ def _several_at_once(
 _LOOP = "/scan"
 # Ends the key of the region around a group of steps.
 _GROUP = "/group"
+# Ends the key of one of the steps that an iteration does at once.
+_STEP = re.compile(r"(?<=\d)\.\d+$")
 
 
 def _grouped(loop: _jax.JaxprEqn, group: int, region: _Region) -> list[_jax.JaxprEqn]:
@@ -332,6 +340,11 @@ class Recording(Session):
             if (key, mark) not in self.records and not loop_depth(key)
         }
 
+    def check_has(self, keys: Iterable[str]) -> None:
+        """Refuse regions of a plan that were not met."""
+        met = {key for key, _ in self._cut}
+        _refuse_missing({key for key in keys if not loop_depth(key)} - met)
+
     def transposed(self, key: str, region: Linearized, backward: _jax.Jaxpr, mark: str) -> None:
         at = key, region.fingerprint
         self.records.setdefault(at, Record(key, region, backward, mark))
@@ -345,7 +358,15 @@ _NOTHING = RegionDecision((), (), "")
 
 
 class Application(Session):
-    """Does what a plan's decisions say."""
+    """Does what a plan's decisions say.
+
+    Args:
+      decisions: of the plan.
+      loops: how loops run.
+      recomputes: whether regions are looked at at all.
+      edited: the plan's regions by key, if somebody edited it. Then a region that is another program
+        because of its loops is decided about as far as the plan tells.
+    """
 
     def __init__(
         self,
@@ -353,17 +374,19 @@ class Application(Session):
         loops: Mapping[str, LoopForm] | None = None,
         *,
         recomputes: bool = True,
+        edited: Mapping[str, Sequence[RegionPlan]] | None = None,
     ) -> None:
         self.decisions = decisions
         self.loops = loops or {}
         self.recomputes = recomputes
-        self.asked: set[str] = set()
+        self.edited = edited or {}
+        self._loops_found: set[str] = set()
+        self._adapted: dict[tuple[str, str], RegionDecision | None] = {}
 
     def decision(self, key: str, region: Linearized) -> RegionDecision | None:
         if key.endswith(_GROUP):
             return _NOTHING
-        self.asked.add(key)
-        of_key = self.decisions.get(key)
+        of_key = self.decisions.get(key) or self._of_other_step(key)
         if of_key is None and loop_depth(key):
             return None  # a loop that is not differentiated backwards
         if of_key is None:
@@ -372,7 +395,7 @@ class Application(Session):
                 f"the plan has no region {key!r}; it has: {known}. The program changed since it was "
                 "planned: plan again."
             )
-        found = of_key.get(region.fingerprint)
+        found = of_key.get(region.fingerprint) or self._after_edit(key, region)
         if found is None and loop_depth(key):
             return None  # a body on the way to the loop's fixpoint
         if found is None:
@@ -382,14 +405,64 @@ class Application(Session):
             )
         return found
 
-    def check_all_asked(self) -> None:
-        """Refuse a plan that decides about regions which a traced program does not have."""
-        missing = [key for key in self.decisions if not loop_depth(key) and key not in self.asked]
-        if missing:
+    def _of_other_step(self, key: str) -> Mapping[str, RegionDecision] | None:
+        """For a step of a loop that does several at once since an edit, or does not any more."""
+        if not self.edited or not loop_depth(key):
+            return None
+        base = _STEP.sub("", key)
+        of_key = self.decisions.get(base) or self.decisions.get(f"{base}.0")
+        if of_key is None or key == base:
+            return of_key
+        # Steps of one iteration must not all recompute at once.
+        return {
+            mark: dataclasses.replace(d, segments=d.segments or (Segment(0, ()),))
+            for mark, d in of_key.items()
+        }
+
+    def _after_edit(self, key: str, region: Linearized) -> RegionDecision | None:
+        at = key, region.fingerprint
+        if at not in self._adapted:
+            plans = self.edited.get(key) or self.edited.get(_STEP.sub("", key), ())
+            found = adapted(plans, region)
+            self._adapted[at] = None if found is None else found.decision
+            if found is not None and not loop_depth(key):
+                _log.warning(
+                    "remat: the plan was edited, and around its loops region %r is another program "
+                    "now: in %d of the %d parts between loops the plan is followed, in %d everything "
+                    "is saved. Nobody compiled that: compare the peak, or plan again.",
+                    key,
+                    found.n_stretches - found.n_lost,
+                    found.n_stretches,
+                    found.n_lost,
+                )
+        return self._adapted[at]
+
+    def found_loop(self, key: str, eqn: _jax.JaxprEqn) -> None:
+        self._loops_found.add(key)
+        form, length = self.loops.get(key, _AS_IT_IS), eqn.params["length"]
+        if form.group > 1 and form.group >= length:
             raise PlanError(
-                f"the plan decides about {', '.join(sorted(missing))}, which the program does not "
-                "differentiate. The program changed since it was planned: plan again."
+                f"loop {key!r} has {length} steps; the plan runs it in groups of {form.group}. A "
+                f"group has fewer steps than the loop: correct it, or plan again."
             )
+        if form.steps > 1 and (form.steps >= length or length % form.steps):
+            raise PlanError(
+                f"loop {key!r} has {length} steps; the plan does {form.steps} in each iteration. "
+                f"That must divide {length} and be less: correct it, or plan again."
+            )
+
+    def check_loops(self) -> None:
+        """Refuse a plan that decides about loops which a traced program does not have."""
+        bodies = {_STEP.sub("", key) for key in self.decisions if loop_depth(key)}
+        _refuse_missing({*bodies, *self.loops} - self._loops_found)
+
+
+def _refuse_missing(keys: Iterable[str]) -> None:
+    if keys := sorted(keys):
+        raise PlanError(
+            f"the plan decides about {', '.join(keys)}, which the program does not differentiate. The "
+            "program changed since it was planned: plan again."
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -411,12 +484,14 @@ class _Region(planned.Decisions):
             c = halves(region, region.residuals, round_saved=False)
             return c, _Backward(self.session, self.key, region, None), role
         of = region.numbering.vars
-        beyond = [n for n in decision.saved if not 0 <= n < len(of)]
+        numbers = [n for segment in decision.segments for n in segment.recomputed]
+        beyond = [n for n in (*decision.saved, *numbers) if not 0 <= n < len(of)]
         if beyond:
             raise PlanError(
-                f"region {self.key!r} has values 0 to {len(of) - 1}; the plan saves {beyond[0]}."
+                f"region {self.key!r} has values 0 to {len(of) - 1}; the plan saves or recomputes "
+                f"{beyond[0]}: correct it, or plan again."
             )
-        again = [of[n] for segment in decision.segments for n in segment.recomputed]
+        again = [of[n] for n in numbers]
         c = halves(region, [of[n] for n in decision.saved], again)
         return c, _Backward(self.session, self.key, region, decision), None
 
@@ -441,9 +516,7 @@ class _Backward(planned.Backward):
         ours = all(v in there for v in nonlinear if _jax.is_var(v))
         if not ours or not given <= {*numbering.number, *self.region.linear.invars}:
             return None, None
-        segments = () if self.decision is None else self.decision.segments
-        if self.decision is not None and fingerprint(transposed) != self.decision.backward:
-            segments = ()
+        segments = () if self.decision is None else self.decision.segments_of(transposed)
         program = backward_program(numbering, [*known, *consts], transposed, nonlinear, segments)
         if self.decision is not None:
             return program, None
