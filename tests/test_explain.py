@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 
 import jax
@@ -20,6 +21,8 @@ from remat.report import Explanation
 
 f32 = jnp.float32
 BARRIER_HOLDS = tuple(int(x) for x in jaxlib.__version__.split(".")[:3]) >= (0, 11, 1)
+
+needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="no libtpu")
 
 
 def struct(*shape, dtype=f32):
@@ -169,6 +172,38 @@ def test_static_arguments_and_keywords_are_taken_as_jit_takes_them():
     assert len([v for v in explanation.values if v.kind == "argument"]) == 1
 
 
+def test_static_arguments_of_a_jitted_loss_are_no_inputs():
+    @functools.partial(jax.jit, static_argnums=1, static_argnames="scale")
+    def loss(w, n, x, *, scale):
+        return deep(remat.checkpoint, n)(w, x) * scale
+
+    explanation = remat.explain(loss, DEEP_ARGS[0], 3, DEEP_ARGS[1], scale=2, compile=False)
+    assert [v.path for v in explanation.values if v.kind == "argument"] == ["w", "x"]
+    plain = remat.explain(deep(remat.checkpoint, 3), *DEEP_ARGS, compile=False)
+    assert explanation.totals.residual_bytes == plain.totals.residual_bytes > 0
+
+
+def test_compiled_programs_are_refused_with_what_to_give():
+    lowered = jax.jit(deep(lambda f: f, 1)).lower(*DEEP_ARGS)
+    for program in (lowered, lowered.compile()):
+        with pytest.raises(TypeError, match="takes the function itself"):
+            remat.explain(program, *DEEP_ARGS)
+
+
+def test_what_is_written_twice_is_one_value():
+    def loss(w, x):
+        return jnp.sum(jnp.sin(x @ w) @ jnp.cos(x @ w))
+
+    explanation = remat.explain(loss, struct(64, 64), struct(64, 64), compile=False)
+    assert [s.label for s in explanation.steps if s.phase == "forward"].count("dot_general") == 2
+
+
+def test_closed_over_constants_explain_the_compilers_arguments():
+    x = np.ones((2048, 64), np.float32)
+    explanation = remat.explain(lambda w: jnp.tanh(x @ w).sum(), struct(64, 64))
+    assert "512.0 KiB are closed over" in explanation.totals.difference
+
+
 def test_fitted_steps_are_explained_as_they_run():
     loss = remat.auto(deep(lambda f: f, 3))
     fitted = remat.fit(jax.value_and_grad(loss), budget="85%", cache=False, progress=False)
@@ -267,6 +302,51 @@ def test_what_is_no_function_is_refused():
 # Why rematerialization had no effect
 
 
+@needs_libtpu
+def test_a_step_that_does_not_fit_says_what_it_needs_and_what_there_is():
+    x = struct(2**26, 512)
+    explanation = remat.explain(deep(lambda f: f, 2), struct(8, 512, 512), x, target="tpu:v5e:1x1")
+    found = explanation.findings[0]
+    assert (found.code, found.severity) == ("does_not_fit", "error")
+    assert "the device has 15.8 GiB" in found.message
+    assert "remat.fit" in found.next_step
+    assert explanation.totals.compiled is None
+    assert "not compiled" in explanation.to_text()
+    assert "does_not_fit" in explanation.to_html()
+
+
+@needs_libtpu
+def test_steps_are_explained_ahead_of_time_for_a_tpu():
+    bf16 = functools.partial(struct, dtype=jnp.bfloat16)
+    explanation = remat.explain(
+        deep(remat.checkpoint, 4), bf16(8, 128, 128), bf16(4096, 128), target="tpu:v5e:1x1"
+    )
+    totals = explanation.totals
+    assert explanation.platform == "v5e, ahead of time"
+    assert totals.compiled.peak_bytes > totals.compiled.argument_bytes > 0
+    assert abs(totals.difference_bytes) < 0.25 * totals.compiled.peak_bytes
+    assert totals.difference
+
+
+def test_checkpointed_loops_are_named_as_what_they_are():
+    def loss(w, x):
+        return remat.scan(lambda c, v: (layer(v, c), None), x, w, checkpoints=3)[0].sum()
+
+    explanation = remat.explain(loss, *DEEP_ARGS, compile=False)
+    found = finding(explanation, "checkpointed_loop")
+    assert "test_explain.py" in found.message
+    assert "no_regions" not in codes(explanation)
+    assert not any("remat/loops/" in step.source for step in explanation.steps)
+
+
+def test_a_policy_that_saves_as_much_as_it_spares_is_named():
+    for wrap in (jax.checkpoint, remat.checkpoint):
+        dots = functools.partial(wrap, policy=jax.checkpoint_policies.dots_saveable)
+        explanation = remat.explain(deep(dots), *DEEP_ARGS, compile=False)
+        assert "Save less" in finding(explanation, "saves_as_much").next_step
+        assert "region_recomputed_at_once" not in codes(explanation)
+
+
 def test_no_gradient_and_no_regions_are_said():
     assert codes(remat.explain(lambda n: n + 1, struct(dtype=jnp.int32))) == {"no_gradient"}
     explanation = remat.explain(deep(lambda f: f), *DEEP_ARGS, compile=False)
@@ -284,6 +364,14 @@ def test_what_the_compiler_undoes_is_named():
     assert found.severity == "error"
     assert step in found.next_step
     assert "undone_by_compiler" not in codes(remat.explain(deep(remat.checkpoint), *DEEP_ARGS))
+
+    def in_part(w, x):
+        half = x * deep(wrap, 4)(w, x)
+        return deep(remat.checkpoint, 4)(w, half)
+
+    found = finding(remat.explain(in_part, *DEEP_ARGS), "undone_by_compiler")
+    assert "4 of its 8 regions written out" in found.message
+    assert step in found.next_step
 
 
 @pytest.mark.parametrize("wrap", [jax.checkpoint, remat.checkpoint])
@@ -303,6 +391,55 @@ def test_a_policy_that_matches_nothing_is_named(wrap, whole_step):
     assert "'hiden'" in found.message
     assert "did you mean 'hidden'" in found.next_step
     assert "policy_matched_nothing" not in codes(explained("hidden"))
+
+
+@pytest.mark.parametrize("wrap", [jax.checkpoint, remat.checkpoint])
+@pytest.mark.parametrize("whole_step", [False, True])
+def test_names_in_the_rules_of_custom_derivatives_are_found(wrap, whole_step):
+    @jax.custom_vjp
+    def f(w, x):
+        return jnp.sum(jnp.tanh(x @ w))
+
+    def forward(w, x):
+        h = remat.checkpoint_name(x @ w, "inner")
+        return jnp.sum(jnp.tanh(h)), (w, x, h)
+
+    def backward(kept, g):
+        w, x, h = kept
+        d = g * (1 - jnp.tanh(h) ** 2)
+        return x.T @ d, d @ w.T
+
+    f.defvjp(forward, backward)
+
+    def found(name):
+        policy = jax.checkpoint_policies.save_only_these_names(name)
+        loss = wrap(f, policy=policy)
+        step = jax.value_and_grad(loss) if whole_step else loss
+        explanation = remat.explain(step, struct(64, 64), struct(512, 64), compile=False)
+        return {f.code: f for f in explanation.findings}
+
+    assert "policy_matched_nothing" not in found("inner")
+    assert "did you mean 'inner'" in found("iner")["policy_matched_nothing"].next_step
+
+
+def test_one_name_of_several_that_nothing_has_is_named():
+    policy = jax.checkpoint_policies.save_only_these_names("hidden", "hiden")
+
+    def named(w, x):
+        return jnp.tanh(remat.checkpoint_name(jnp.sin(x @ w), "hidden") @ w)
+
+    loss = deep(lambda _: jax.checkpoint(named, policy=policy), 2)
+    found = finding(remat.explain(loss, *DEEP_ARGS, compile=False), "policy_name_unknown")
+    assert found.severity == "info"
+    assert "speaks of 'hiden'," in found.message
+    assert "did you mean 'hidden'" in found.next_step
+
+
+def test_a_policy_where_nothing_is_named_says_how_to_name():
+    policy = jax.checkpoint_policies.save_only_these_names("h")
+    loss = deep(functools.partial(jax.checkpoint, policy=policy), 2)
+    found = finding(remat.explain(loss, *DEEP_ARGS, compile=False), "policy_matched_nothing")
+    assert "x = remat.checkpoint_name(x, 'h')" in found.next_step
 
 
 def test_a_discarded_name_is_named():
@@ -334,6 +471,7 @@ def test_domination_by_arguments_is_named():
     found = finding(explanation, "arguments_dominate")
     assert found.severity == "warning"
     assert "donate_argnums" in found.next_step
+    assert "argument 8 × w[*]  f32[512,512]  8.0 MiB" in found.message
     few = remat.explain(deep(lambda f: f), *DEEP_ARGS, compile=False)
     assert "arguments_dominate" not in codes(few)
 
@@ -368,5 +506,9 @@ def test_an_inner_policy_that_is_overridden_is_named(wrap):
     kept = remat.explain(deep(inner), *DEEP_ARGS, compile=False)
     assert "inner_policy_overridden" not in codes(kept)
     outer = functools.partial(wrap, policy=jax.checkpoint_policies.dots_saveable)
+    scanned = wrap(lambda w, x: jax.lax.scan(lambda c, v: (inner(layer)(v, c), None), x, w)[0])
+    found = finding(remat.explain(scanned, *DEEP_ARGS, compile=False), "inner_policy_overridden")
+    assert "_jax.py" not in found.message
+    assert "()" not in found.message
     same = remat.explain(outer(deep(inner)), *DEEP_ARGS, compile=False)
     assert "inner_policy_overridden" not in codes(same)

@@ -90,7 +90,7 @@ def _values(explanation: ExplanationData, texts: _Texts) -> dict[str, Any]:
             groups_,
             kind=KINDS.index(group.kind),
             aval=texts(group.aval),
-            pattern=texts(group.pattern or "/".join(group.names) or group.primitive or "unnamed"),
+            pattern=texts(group.called),
             source=texts(group.source),
             primitive=texts(group.primitive),
             count=len(group.values),
