@@ -294,6 +294,27 @@ def test_sharded_arguments_count_by_device():
     assert explanation.totals.compiled.argument_bytes == 8 * 64 * 64 * 4 + 2048 * 64 * 4 // 4
 
 
+def test_residuals_of_sharded_steps_are_those_of_one_device():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+    rows, all_of_it = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+    whole = deep(remat.checkpoint)
+    each = jax.shard_map(
+        lambda w, x: jax.lax.psum(whole(w, x), "data"),
+        mesh=mesh,
+        in_specs=(all_of_it, rows),
+        out_specs=all_of_it,
+    )
+    one = remat.explain(whole, *DEEP_ARGS, compile=False).totals.residual_bytes
+    layers = 7 * 2048 * 64 * 4
+    slices = one - layers  # of the weights: they are on each device
+    x = jax.ShapeDtypeStruct((2048, 64), f32, sharding=jax.sharding.NamedSharding(mesh, rows))
+    for explanation in (
+        remat.explain(whole, DEEP_ARGS[0], x, compile=False),
+        remat.explain(each, *DEEP_ARGS, compile=False),
+    ):
+        assert explanation.totals.residual_bytes == layers // 4 + slices
+
+
 def test_what_is_no_function_is_refused():
     with pytest.raises(TypeError, match=r"remat\.explain takes a function"):
         remat.explain(3)

@@ -23,7 +23,7 @@ from remat import _jax
 from remat.explaining import hlo
 from remat.explaining.account import Account, account_of
 from remat.explaining.findings import Facts, findings_of
-from remat.explaining.regions import inlined
+from remat.explaining.regions import inlined, runs
 from remat.explaining.sides import sides_of_step
 from remat.explaining.step import CLOSED_OVER, TracedStep, traced_step
 from remat.planner import compiled as compiling, targets
@@ -98,7 +98,9 @@ def explain(
     findings = findings_of(facts)
     if refused is not None:
         findings = (_does_not_fit(refused), *findings)
-    kept = step.residuals
+    # What JAX says is of all devices together.
+    divided = any(n > 1 for n in step.shards) or runs(step.jaxpr, "shard_map")
+    kept = None if divided else step.residuals
     return Explanation(
         title=step.title,
         platform=f"{on.device.name}{', ahead of time' if on.ahead_of_time else ''}",
@@ -197,6 +199,8 @@ def _why(part: str, by: int, account: Account, on: targets.Target) -> str:
     constants = sum(v.n_bytes for v in account.values if v.path == CLOSED_OVER)
     if part == "argument" and by < 0 and constants:
         return f": {format_bytes(constants)} are closed over, and a part of the program itself"
+    if part == "output" and on.n_devices > 1:
+        return ": how they are divided over devices is its choice"
     if by > 0 and on.platform == "tpu":
         return ": its layouts pad arrays to whole tiles"
     return ""

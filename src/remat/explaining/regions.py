@@ -129,6 +129,15 @@ def names_in(jaxpr: _jax.Jaxpr) -> dict[str, str]:
     return found
 
 
+def runs(jaxpr: _jax.Jaxpr, primitive: str) -> bool:
+    """Whether a primitive is in a jaxpr at any depth."""
+    return any(
+        eqn.primitive.name == primitive
+        or any(runs(_jax.open_jaxpr(body), primitive) for body in _jax.jaxprs_of(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
 def hides_names(jaxpr: _jax.Jaxpr) -> bool:
     """Whether something in a jaxpr has a derivative of its own, whose values are not in the jaxpr."""
     return any(

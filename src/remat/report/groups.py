@@ -53,9 +53,10 @@ class Group:
 
     @property
     def called(self) -> str:
-        """Path, or else names or primitives."""
+        """Path and name or primitive, as far as they are known."""
         primitives = dict.fromkeys(value.primitive for value in self.values if value.primitive)
-        return self.pattern or "/".join(self.names) or ", ".join([*primitives][:3]) or "unnamed"
+        made = "/".join(self.names) or ", ".join([*primitives][:3])
+        return ": ".join(filter(None, (self.pattern, made))) or "unnamed"
 
     @property
     def what(self) -> str:
