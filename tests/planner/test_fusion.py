@@ -76,6 +76,19 @@ def test_costly_value_that_two_kernels_use_is_written():
         assert nodes(fused(p), p) == expected
 
 
+def test_cheap_value_that_two_kernels_use_is_written_where_they_do_not_duplicate():
+    ops = [op(Kind.CHEAP, [0], 2), op(Kind.REDUCE, [2], 3), op(Kind.REDUCE, [2], 4)]
+
+    def written(p):
+        price = lambda flops, moved, dtype: flops + moved  # noqa: E731
+        return nodes(fuse(p, price, lambda _: True, duplicates=False), p)
+
+    assert written(program(ops, [3, 4], {3: 8, 4: 8})) == [2, 3, 4]
+    # One kernel computes it on the way, and so does each what is made from something small.
+    assert written(program(ops[:2], [3], {3: 8})) == [3]
+    assert written(program(ops, [3, 4], {0: 8, 3: 8, 4: 8})) == [3, 4]
+
+
 def test_residual_stream_is_written_where_reading_its_terms_costs_more():
     # x + f(x) is used by two kernels: each would have to read both terms.
     p = program(
