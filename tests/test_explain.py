@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -17,6 +18,7 @@ from jax._src.ad_checkpoint import saved_residuals
 
 import remat
 from remat.explaining import hlo
+from remat.explaining.sides import sides_of_step
 from remat.report import Explanation
 
 f32 = jnp.float32
@@ -181,6 +183,48 @@ def test_static_arguments_of_a_jitted_loss_are_no_inputs():
     assert [v.path for v in explanation.values if v.kind == "argument"] == ["w", "x"]
     plain = remat.explain(deep(remat.checkpoint, 3), *DEEP_ARGS, compile=False)
     assert explanation.totals.residual_bytes == plain.totals.residual_bytes > 0
+
+
+def test_models_whose_leaves_are_no_arrays_are_explained():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Model:
+        w: object
+        activation: object
+
+    model = Model(struct(64, 64), jnp.tanh)
+
+    def loss(model, x):
+        return jnp.sum(model.activation(x @ model.w) @ model.w)
+
+    explanation = remat.explain(loss, model, struct(512, 64), compile=False)
+    names = [v.path for v in explanation.values if v.kind == "argument"]
+    assert names == ["model.w", "x"]
+    assert total(explanation, "saved") == 512 * 64 * 4
+
+
+def test_what_a_wrapped_jit_does_not_show_is_traced_anew():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    step = nnx.jit(lambda m, x: nnx.value_and_grad(lambda m: jnp.sum(jnp.tanh(m(x))))(m))
+    explanation = remat.explain(step, model, jnp.ones((512, 64)), compile=False)
+    assert "backward" in {s.phase for s in explanation.steps}
+
+
+def test_a_power_and_its_derivative_are_not_the_same_value():
+    def loss(w, x):
+        return jnp.sum(jnp.tanh((x @ w) ** 3) @ w)
+
+    step = jax.make_jaxpr(jax.value_and_grad(remat.checkpoint(loss)))(*[struct(64, 64)] * 2)
+    sides = sides_of_step(step.jaxpr, [1, 1])
+    exponents = {
+        v: eqn.params["y"]
+        for op, eqn in zip(sides.program.ops, sides.eqns)
+        for v in op.results
+        if op.name == "integer_pow"
+    }
+    assert set(exponents.values()) == {2, 3}
+    assert all(exponents[v] == exponents[sides.same[v]] for v in exponents if v in sides.same)
 
 
 def test_compiled_programs_are_refused_with_what_to_give():
@@ -393,6 +437,12 @@ def test_what_the_compiler_undoes_is_named():
     found = finding(remat.explain(in_part, *DEEP_ARGS), "undone_by_compiler")
     assert "4 of its 8 regions written out" in found.message
     assert step in found.next_step
+
+    def mlp(w, x):
+        return x + jax.nn.gelu(x @ w) @ w.T
+
+    several = deep(lambda _: wrap(mlp), 4)
+    assert "undone_by_compiler" in codes(remat.explain(several, *DEEP_ARGS))
 
 
 @pytest.mark.parametrize("wrap", [jax.checkpoint, remat.checkpoint])

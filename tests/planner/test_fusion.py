@@ -25,8 +25,8 @@ def program(ops, outputs, sizes=None, inputs=(0,)):
     return Program(tuple(ops), tuple(of), ("f32[]",) * n, frozenset(inputs), tuple(outputs))
 
 
-def fused(p, lends=lambda _: False, repeat=lambda _: True):
-    return fuse(p, lambda flops, moved, dtype: flops + moved, repeat, lends)
+def fused(p, lends=lambda _: False, repeat=lambda _: True, **options):
+    return fuse(p, lambda flops, moved, dtype: flops + moved, repeat, lends, **options)
 
 
 def nodes(f, p):
@@ -80,8 +80,7 @@ def test_cheap_value_that_two_kernels_use_is_written_where_they_do_not_duplicate
     ops = [op(Kind.CHEAP, [0], 2), op(Kind.REDUCE, [2], 3), op(Kind.REDUCE, [2], 4)]
 
     def written(p):
-        price = lambda flops, moved, dtype: flops + moved  # noqa: E731
-        return nodes(fuse(p, price, lambda _: True, duplicates=False), p)
+        return nodes(fused(p, duplicates=False), p)
 
     assert written(program(ops, [3, 4], {3: 8, 4: 8})) == [2, 3, 4]
     # One kernel computes it on the way, and so does each what is made from something small.

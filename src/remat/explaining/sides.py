@@ -268,7 +268,9 @@ def _same(program: Program, notes: Sequence[_Note], literals_of: dict[int, str])
             continue
         written = tuple(str(v) for v in note.eqn.invars if not _jax.is_var(v))
         types = tuple(program.types[v] for v in op.results)
-        key = (op.name, op.source, alike, written, types)
+        # What an operation does beside its name; calls and bodies are told apart by their lines.
+        params = "" if any(_jax.jaxprs_of(note.eqn)) else str(sorted(note.eqn.params.items()))
+        key = (op.name, op.source, alike, written, types, params)
         if note.phase == "forward":
             # What the forward pass computes twice itself (a mask in each layer) is one value too.
             copy_of.update(zip(op.results, first.setdefault(key, op).results))

@@ -63,7 +63,8 @@ def traced_step(f: Callable, args: tuple, kwargs: dict[str, Any], target: Target
         raise TypeError(f"remat.explain takes a function or a training step, not {f!r}.")
     args, kwargs = place((args, kwargs), target)
     title = getattr(f, "__name__", type(f).__name__)
-    plain = _jitted(f).trace(*args, **kwargs)
+    f, args, kwargs = _of_arrays(f, args, kwargs)
+    plain = _trace(f, args, kwargs)
     jaxpr, consts = _jax.detach_consts(plain.jaxpr)
     known = _Arguments(f, args, kwargs)
     if _has_gradient(jaxpr) or not args or not _differentiable(args[0]):
@@ -117,7 +118,8 @@ class _Arguments:
 
 def has_gradient(f: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a function holds a gradient of its own."""
-    return _has_gradient(_jax.open_jaxpr(_jitted(f).trace(*args, **kwargs).jaxpr))
+    f, args, kwargs = _of_arrays(f, args, kwargs)
+    return _has_gradient(_jax.open_jaxpr(_trace(f, args, kwargs).jaxpr))
 
 
 def value_and_gradient(f: Callable) -> Callable:
@@ -131,8 +133,30 @@ def value_and_gradient(f: Callable) -> Callable:
     return step
 
 
-def _jitted(f: Callable) -> Any:
-    return f if hasattr(f, "trace") else jax.jit(f)
+def _trace(f: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    if hasattr(f, "trace"):
+        traced = f.trace(*args, **kwargs)
+        if hasattr(traced, "jaxpr"):  # `nnx.jit` keeps it to itself
+            return traced
+    return jax.jit(f).trace(*args, **kwargs)
+
+
+def _of_arrays(
+    f: Callable, args: tuple, kwargs: dict[str, Any]
+) -> tuple[Callable, tuple, dict[str, Any]]:
+    """The function of the arrays alone, where its arguments hold other leaves, as Equinox's do."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    others = {i: x for i, x in enumerate(leaves) if not hasattr(x, "dtype") and not _is_number(x)}
+    if not others or hasattr(f, "trace"):  # a jitted function says itself which it takes
+        return f, args, kwargs
+
+    @_jax.wraps(f)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        given = tree.flatten_up_to((args, kwargs))
+        args, kwargs = tree.unflatten([others.get(i, x) for i, x in enumerate(given)])
+        return f(*args, **kwargs)
+
+    return function, *tree.unflatten([None if i in others else x for i, x in enumerate(leaves)])
 
 
 def _made(
