@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -49,6 +50,13 @@ def wrong():
 def broken():
     raise ValueError("no data\\nat all")
 
+def noisy():
+    print("loading the data")
+    return jax.jit(lambda w, x: (print("tracing"), loss(w, x))[1]), (w, x)
+
+def leaves():
+    raise SystemExit("usage: train.py")
+
 number = 3
 """
 
@@ -81,6 +89,14 @@ def test_steps_files_and_keyword_arguments_are_taken(run, name):
     result = run("explain", name, "--no-compile", "--json")
     assert result.exit_code == 0, result.output
     assert "backward" in {s.phase for s in Explanation.from_json(result.stdout).steps}
+
+
+def test_what_the_users_code_prints_is_not_in_the_output(run):
+    result = run("explain", "training:noisy", "--no-compile", "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["title"] == "training:noisy"
+    assert "loading the data" in result.stderr
+    assert "tracing" in result.stderr
 
 
 def test_policies_are_applied_by_name(run):
@@ -135,6 +151,21 @@ def test_report_draws_the_choice_between_policies(run):
     assert "dots_with_no_batch_dims_saveable" in pathlib.Path("page.html").read_text()
 
 
+def test_report_draws_the_curve_of_what_was_compiled(run):
+    result = run(
+        "report", "training:marked", "--budget", "70%", "--budgets", "85%, 1%", "-o", "page.html"
+    )
+    assert result.exit_code == 0, result.output
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("remat: no plan for 1%: no plan fits")
+    page = pathlib.Path("page.html").read_text()
+    rows = re.findall(r'<tr( class="chosen")?>.*?<th scope="row"><bdi>(.*?)</bdi>', page)
+    labels = [label for _, label in rows]
+    assert {"nothing rematerialized", "plan for 70%", "plan for 85%"} <= set(labels)
+    assert [label for chosen, label in rows if chosen] == ["plan for 70%"]
+    assert "whole loss" not in page
+
+
 def test_compare_takes_steps_and_files(run):
     before = run("explain", "training:problem", "--no-compile", "--json").stdout
     pathlib.Path("before.json").write_text(before)
@@ -166,18 +197,24 @@ def test_devices_lists_figures(run):
         (["explain", "training:problem", "--budget", "50%", "--plan", "x"], "give one of"),
         (["explain"], "Missing argument"),
         (["explan"], "No such command"),
+        (["--nothing"], "No such option"),
+        (["plan", "training:problem", "-o", "absent/plan.json"], "there is no folder 'absent'"),
     ],
 )
 def test_a_wrong_command_line_is_2(run, arguments, said):
     result = run(*arguments)
     assert result.exit_code == 2
-    assert said in " ".join(result.stderr.split())
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("remat: ")
+    assert line.endswith("--help.")
+    assert said in line
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["explain", "training:broken"], "ValueError: no data at all"),
+        (["explain", "training:leaves"], "called sys.exit('usage: train.py')"),
         (["explain", "training:problem", "--target", "gpu:h1000"], "there is no GPU 'h1000'"),
         (["compare", "absent.json", "training:problem"], "absent.json: cannot be read"),
         (["plan", "training:problem", "--budget", "many"], "no number of bytes"),

@@ -131,6 +131,9 @@ def exclude_from_tracebacks(filename: str) -> None:
     _traceback_util.register_exclusion(filename)
 
 
+exclude_from_tracebacks(__file__)
+
+
 def checks_enabled() -> bool:
     return bool(_config.enable_checks.value)
 
@@ -163,12 +166,27 @@ def debug_info(
     )
 
 
-def argument_names(fun: Callable, args: Sequence, kwargs: dict, n_leaves: int) -> tuple[str, ...]:
-    """What the leaves of a call's arguments are called, `params['w']` say."""
-    names = debug_info(fun, args, kwargs, (), ()).arg_names
+def argument_names(
+    fun: Callable,
+    args: Sequence,
+    kwargs: dict,
+    n_leaves: int,
+    argnums: Sequence[int] = (),
+    argnames: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """What the leaves of a call's arguments are called, `params['w']` say; static ones left out."""
+    names = debug_info(fun, args, kwargs, argnums, argnames).arg_names
     if names is None or len(names) != n_leaves:
         return tuple(f"at flattened index {i}" for i in range(n_leaves))
     return tuple(name or f"at flattened index {i}" for i, name in enumerate(names))
+
+
+def static_arguments(fun: Callable) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Numbers and names of the arguments that a jitted function takes as static."""
+    info = getattr(fun, "_jit_info", None)
+    return (
+        (tuple(info.static_argnums), tuple(info.static_argnames)) if info is not None else ((), ())
+    )
 
 
 def abstractify(x: Any) -> Any:

@@ -61,6 +61,8 @@ def fuse(
     price: Price,
     may_repeat: Callable[[Op], bool],
     lends: Callable[[int], bool] = lambda _: False,
+    *,
+    duplicates: bool = True,
 ) -> Fused:
     """The graph of written values of a program.
 
@@ -71,12 +73,16 @@ def fuse(
       lends: for an output of so many bytes, whether it counts from when it is computed. Memory for
         outputs is there from the start, and compilers put other values there until then. Outputs
         that do not lend their memory count nothing at all.
+      duplicates: whether each of several kernels computes a cheap value on the way for itself. On CPU
+        such values are written.
     """
-    return _Fusion(program, price, may_repeat).result(lends)
+    return _Fusion(program, price, may_repeat, duplicates).result(lends)
 
 
 class _Fusion:
-    def __init__(self, program: Program, price: Price, may_repeat: Callable[[Op], bool]) -> None:
+    def __init__(
+        self, program: Program, price: Price, may_repeat: Callable[[Op], bool], duplicates: bool
+    ) -> None:
         self.program = program
         self.price = price
         self.may_repeat = may_repeat
@@ -91,6 +97,8 @@ class _Fusion:
         self.size = [sum(program.bytes[v] for v in op.results) for op in ops]
         self.is_output = self._outputs_through_views()
         self.written = self._written()
+        if not duplicates:
+            self._write_shared()
         self.reads = self._reads()
 
     def _outputs_through_views(self) -> list[bool]:
@@ -141,6 +149,22 @@ class _Fusion:
                 written[i] = written[i] or op.kind is not Kind.VIEW
             sources.append(frozenset((i,)) if written[i] else frozenset(found))
         return written
+
+    def _write_shared(self) -> None:
+        """Write the cheap values, too, that are made from large ones and that several kernels need."""
+        ops, sizes = self.program.ops, self.program.bytes
+        kernels: list[set[int]] = [set() for _ in ops]  # that compute a value or read it
+        for i in reversed(range(len(ops))):
+            if ops[i].kind is Kind.VIEW:
+                continue
+            users = self._users(i)
+            for u in users:
+                kernels[i] |= {u} if self.written[u] else kernels[u]
+            if not self.written[i] and ops[i].kind is Kind.CHEAP and self.size[i]:
+                large = any(2 * sizes[v] >= self.size[i] for v in ops[i].operands)
+                self.written[i] = large and len(users) > 1 and len(kernels[i]) > 1
+            if self.written[i]:
+                kernels[i] = set()
 
     def _source_size(self, source: int) -> int:
         return self.size[source] if source >= 0 else 0  # inputs are there anyway
