@@ -442,10 +442,11 @@ class _Backward(planned.Backward):
         if not ours or not given <= {*numbering.number, *self.region.linear.invars}:
             return None, None
         segments = () if self.decision is None else self.decision.segments
-        if self.decision is not None and fingerprint(transposed) != self.decision.backward:
+        mark = fingerprint(transposed)
+        if self.decision is not None and mark != self.decision.backward:
             segments = ()
         program = backward_program(numbering, [*known, *consts], transposed, nonlinear, segments)
         if self.decision is not None:
             return program, None
-        self.session.transposed(self.key, self.region, program, fingerprint(transposed))
+        self.session.transposed(self.key, self.region, program, mark)
         return program, planned.Role((self.key, self.region.fingerprint), True)

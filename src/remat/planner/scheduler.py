@@ -18,7 +18,7 @@ on small graphs the relaxed frontier program improves it, for the report only.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -28,7 +28,15 @@ from remat.planner.graph import Graph
 from remat.planner.schedule import Schedule, by_eviction, checked, cut_bound, refuse
 from remat.planner.simulate import Arrays, Liveness, floor_bytes, liveness
 
-_DISTANCE_POWERS = (1.0, 0.5, 0.25)  # tastes of eviction
+# Tastes of cuts: the room that they fill, and how high the moment is at which they are made. Low ones
+# make nested recomputation, high ones few cuts; the first serve where an order is taken further.
+_CUTS = ((1.0, 0.0), (1.0, 1.0), (1.0, 0.5), (1.0, 0.1), (0.8, 0.0), (0.8, 1.0), (0.8, 0.5), (0.6, 0.0),
+         (0.6, 1.0))  # fmt: skip
+_FIRST_CUTS = 2
+_DISTANCE_POWERS = (0.5, 0.1)  # tastes of eviction
+_STEP = 0.5  # each budget on the way down, of the one before
+_NEAR = 0.1  # share of a budget within which another one is close by
+_STARTS = 3  # orders that nearly fit, from which a search starts
 _KEPT = 3  # orders that are trimmed to the end
 _CLOSE = 1e-4  # share of the graph's time by which it is not worth to search on
 _SMALL_VARIABLES = 4_000  # up to here the relaxed frontier program bounds as well
@@ -37,7 +45,7 @@ _BOUND_TIME_LIMIT_S = 0.05
 
 def _units(n_nodes: int) -> int:
     """The allowance of one search: some tenths of a second for a thousand nodes."""
-    return 200_000 + 500 * n_nodes
+    return 300_000 + 600 * n_nodes
 
 
 class Scheduler:
@@ -61,10 +69,12 @@ class Scheduler:
         self.floor_bytes = floor_bytes(graph, once)
         self._arrays = Arrays.of(graph, once)
         self._operands = graph.operands()
+        self._tastes = tuple(search.Taste(self._arrays.time, *cut) for cut in _CUTS)
         self._plain = liveness(self._arrays, np.arange(len(graph)))
         self._found: list[tuple[float, Liveness]] = [(0.0, self._plain)]
         self._bounds: dict[int, float] = {}  # by budget, of extra time
         self._searched: set[int] = set()
+        self._steps: set[int] = set()
         self._missed = -1  # the largest budget for which nothing was found
         self._descended = False
 
@@ -77,7 +87,7 @@ class Scheduler:
         best = self._best(budget)
         if best is not self._plain and budget > max(self._missed, self.floor_bytes - 1):
             if budget not in self._searched and not self._is_close(best, budget):
-                self._search(budget, best)
+                self._search(budget)
                 best = self._best(budget)
             self._searched.add(budget)
         if best is None:
@@ -144,47 +154,75 @@ class Scheduler:
 
     # The search
 
-    def _search(self, budget: int, best: Liveness | None) -> None:
-        arrays, operands, plain = self._arrays, self._operands, self._plain
-        units = _units(len(arrays))
-        tastes = search.plain_tastes(arrays)
-        orders: list[Liveness] = [] if best is None else [best]
-        # What nearly fits is a start as well.
-        above = [found for _, found in self._found if found.peak_bytes > budget]
-        near = min(above, key=lambda found: found.peak_bytes)
-        starts = [(plain, taste) for taste in tastes]
-        if near is not plain:
-            starts += [(near, taste) for taste in tastes[:2]]
-        for start, taste in starts:
-            attempt = search.Effort(units // 2)
-            found = search.refine(arrays, operands, start.order, budget, taste, attempt)
-            if found.peak_bytes <= budget:
-                orders.append(found)
-        for power in _DISTANCE_POWERS:
-            evicted = by_eviction(arrays, operands, budget, power)
-            if evicted is not None and evicted.peak_bytes <= budget:
-                orders.append(evicted)
-        if not orders:
-            return
+    def _search(self, budget: int) -> None:
+        """Try all that may give an order within the budget, and improve on the best."""
+        # Where a budget close by was searched, what was found then is most of the answer.
+        is_known = any(abs(other - budget) <= _NEAR * budget for other in self._searched)
+        units = _units(len(self._arrays)) // (3 if is_known else 1)
+        if is_known:
+            orders = self._tried(budget, self._tastes[:_FIRST_CUTS], ())
+        else:
+            self._step_down_to(budget)
+            orders = self._tried(budget, self._tastes, _DISTANCE_POWERS)
+        best = self._best(budget)
+        orders += [] if best is None else [best]
         effort = search.Effort(units)
+        arrays = self._arrays
         glanced = [search.trim(arrays, o, budget, effort, at_a_glance=True) for o in orders]
         by_time = {self._extra(found): found for found in reversed(glanced)}
         for time in sorted(by_time)[:_KEPT]:
             self._keep(search.trim(arrays, by_time[time], budget, search.Effort(units // 2)))
-        start = self._best(budget)
-        assert start is not None
-        self._keep(
-            search.improve(
-                arrays,
-                operands,
-                start,
-                budget,
-                good_enough=self._bound(budget) + _CLOSE * float(self.graph.time),
-                max_rounds=100,
-                effort=search.Effort(units),
-                seed=0,
+        best = self._best(budget)
+        if best is not None:
+            good_enough = self._bound(budget) + _CLOSE * float(self.graph.time)
+            allowance = {"good_enough": good_enough, "max_rounds": 100}
+            effort = search.Effort(units)
+            self._keep(
+                search.improve(
+                    arrays, self._operands, best, budget, **allowance, effort=effort, seed=0
+                )
             )
-        )
+
+    def _step_down_to(self, budget: int) -> None:
+        """Orders for larger budgets, in steps: where recomputation nests, one starts from another."""
+        step = int(_STEP * self._plain.peak_bytes)
+        while step > budget and step > self.floor_bytes:
+            if step not in self._steps:
+                self._steps.add(step)
+                tastes = self._tastes[:_FIRST_CUTS]
+                for found in self._tried(step, tastes, ()):
+                    effort = search.Effort(_units(len(self._arrays)))
+                    self._keep(search.trim(self._arrays, found, step, effort, at_a_glance=True))
+            step = int(_STEP * step)
+
+    def _tried(
+        self, budget: int, tastes: Sequence[search.Taste], powers: Sequence[float]
+    ) -> list[Liveness]:
+        """Orders within the budget, by cuts of the plain order and of what nearly fits, and evicted."""
+        arrays, operands, orders = self._arrays, self._operands, []
+        above = [found for _, found in self._found if found.peak_bytes > budget]
+        above.sort(key=lambda found: found.peak_bytes)
+        near = [found for found in above[:_STARTS] if found is not self._plain]
+        starts = [(self._plain, taste) for taste in tastes[:_FIRST_CUTS]]
+        starts += [(found, taste) for found in near for taste in tastes[:_FIRST_CUTS]]
+        starts += [(self._plain, taste) for taste in tastes[_FIRST_CUTS:]]
+        # Where the plain order is hard to cut one taste may need most of it.
+        units = _units(len(arrays))
+        pool = 4 * units
+        for start, taste in starts:
+            allowance = min(pool, 2 * units if taste is tastes[0] else units // 3)
+            effort = search.Effort(allowance)
+            found = search.refine(arrays, operands, start.order, budget, taste, effort)
+            pool -= allowance - effort.units
+            if found.peak_bytes <= budget:
+                orders.append(found)
+            if pool <= 0:
+                break
+        for power in powers:
+            evicted = by_eviction(arrays, operands, budget, power)
+            if evicted is not None and evicted.peak_bytes <= budget:
+                orders.append(evicted)
+        return orders
 
     def _smallest(self) -> Liveness:
         """The order of the smallest peak, for which budgets fall until nothing is found."""
@@ -203,7 +241,7 @@ class Scheduler:
                 if peak <= missed + 1:
                     break
                 target = (missed + peak) // 2
-                evicted = by_eviction(arrays, operands, target, _DISTANCE_POWERS[1])
+                evicted = by_eviction(arrays, operands, target, _DISTANCE_POWERS[0])
                 if evicted is not None:
                     self._keep(evicted)
                 if self._found_lowest().peak_bytes > target:
