@@ -76,8 +76,8 @@ LAYERS = [
 # Modules that run on hand-made graphs, without JAX.
 PURE = ("errors", "units", "planner.graph", "planner.simulate", "planner.mincut", "planner.chain",
         "planner.frontier", "planner.search", "planner.evict", "planner.schedule",
-        "planner.scheduler", "planner.devices", "planner.cache", "planner.program", "planner.fusion", "planner.decide",
-        "planner.bodies",
+        "planner.scheduler", "planner.devices", "planner.cache", "planner.program", "planner.fusion",
+        "planner.decide", "planner.bodies",
         "planner.json_lines", "planner.plan_file",
         "loops.schedules", "loops.nesting", "globs", "report", "explaining.hlo")  # fmt: skip
 

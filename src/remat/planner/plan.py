@@ -335,7 +335,13 @@ class _Search:
         try:
             choice = self._solve(lending, aim)
         except BudgetError:
-            return None
+            if lending in self.ratios:
+                return None
+            # The model may be wrong by more than it refuses: the compiler says by how much.
+            try:
+                choice = self.levels.level(len(self.levels) - 1).smallest(lending)
+            except BudgetError:
+                return None
         return self._compiled(choice, lending, ratio)
 
     def _compiled(self, choice: Choice, lending: bool, ratio: float) -> _Point:
