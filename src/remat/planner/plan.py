@@ -149,6 +149,8 @@ class _Search:
         self.points: list[_Point] = []
         self.ratios: dict[bool, float] = {}
         self.level_ratios: dict[int, float] = {}
+        #: Models whose smallest schedule was compiled.
+        self.bottomed: set[bool] = set()
 
     # What is known before
 
@@ -335,8 +337,9 @@ class _Search:
         try:
             choice = self._solve(lending, aim)
         except BudgetError:
-            if lending in self.ratios:
+            if lending in self.bottomed:
                 return None
+            self.bottomed.add(lending)
             # The model may be wrong by more than it refuses: the compiler says by how much.
             try:
                 choice = self.levels.level(len(self.levels) - 1).smallest(lending)

@@ -174,14 +174,17 @@ class Scheduler:
             self._keep(search.trim(arrays, by_time[time], budget, search.Effort(units // 2)))
         best = self._best(budget)
         if best is not None:
-            good_enough = self._bound(budget) + _CLOSE * float(self.graph.time)
-            allowance = {"good_enough": good_enough, "max_rounds": 100}
-            effort = search.Effort(units)
-            self._keep(
-                search.improve(
-                    arrays, self._operands, best, budget, **allowance, effort=effort, seed=0
-                )
+            improved = search.improve(
+                arrays,
+                self._operands,
+                best,
+                budget,
+                good_enough=self._bound(budget) + _CLOSE * float(self.graph.time),
+                max_rounds=100,
+                effort=search.Effort(units),
+                seed=0,
             )
+            self._keep(improved)
 
     def _step_down_to(self, budget: int) -> None:
         """Orders for larger budgets, in steps: where recomputation nests, one starts from another."""
