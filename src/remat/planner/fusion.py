@@ -28,9 +28,6 @@ from collections.abc import Callable
 from remat.planner.graph import Graph, Node
 from remat.planner.program import Kind, Op, Program
 
-#: An operation that must not be repeated takes this many times the whole program.
-_NEVER = 100.0
-
 #: `seconds(flops, bytes moved, dtype)` of one kernel.
 Price = Callable[[float, int, str], float]
 
@@ -44,13 +41,15 @@ class Fused:
     Args:
       graph: nodes are numbered by the operation that writes them.
       ops: for each node its operations, in order; those it shares with others (cheap ones) too.
-      seconds: for each node the time of one computation, also where the graph says never.
+      once: nodes that must not be computed again.
+      seconds: for each node the time of one computation.
       holds: for each written value the node that holds it.
       lent_bytes: of outputs whose memory other values use first. The graph's peak includes them.
     """
 
     graph: Graph
     ops: dict[int, tuple[int, ...]]
+    once: frozenset[int]
     seconds: dict[int, float]
     holds: dict[int, int]
     lent_bytes: int
@@ -199,19 +198,16 @@ class _Fusion:
         seconds: dict[int, float] = {}
         members: dict[int, tuple[int, ...]] = {}
         graph_nodes: list[Node] = []
+        once: set[int] = set()
         lent = 0
-        never = _NEVER * max(sum(map(self._seconds, self.reads)), 1e-9)
         for i in sorted(nodes):
             group = nodes[i]
             seconds[i] = sum(self._seconds(member) for member in group.members)
             members[i] = tuple(
                 dict.fromkeys(x for member in group.members for x in self.reads[member][1])
             )
-            may = all(
-                ops[x].repeatable and self.may_repeat(ops[x])
-                for member in group.members
-                for x in (member,)
-            )
+            if not all(ops[x].repeatable and self.may_repeat(ops[x]) for x in group.members):
+                once.add(i)
             n_bytes = self.size[i]
             if self.is_output[i]:
                 n_bytes = n_bytes if lends(n_bytes) else 0
@@ -221,7 +217,7 @@ class _Fusion:
             graph_nodes.append(
                 Node(
                     i,
-                    time=seconds[i] if may else never + seconds[i],
+                    time=seconds[i],
                     bytes=n_bytes,
                     deps=tuple(sorted(group.deps)),
                     name=name,
@@ -236,8 +232,10 @@ class _Fusion:
                 graph_nodes += [work, dataclasses.replace(last, deps=(*last.deps, work.id))]
         ends = tuple(i for i in sorted(nodes) if self.is_output[i])
         graph_nodes.append(Node(len(ops), 0.0, 0, ends, "results"))
+        once.add(len(ops))
         holds = {v: into.get(i, i) for i in self.reads for v in ops[i].results}
-        return Fused(Graph(tuple(graph_nodes)), members, seconds, holds, lent)
+        graph = Graph(tuple(graph_nodes))
+        return Fused(graph, members, frozenset(once), seconds, holds, lent)
 
     def _seconds(self, i: int) -> float:
         """One kernel: what it reads and writes, and the operations inside it."""

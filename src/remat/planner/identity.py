@@ -43,17 +43,23 @@ def fingerprint(jaxpr: _jax.Jaxpr, *more: Any, literals: bool = True) -> str:
 
 def _add_jaxpr(digest: Any, jaxpr: _jax.Jaxpr, literals: bool) -> None:
     number: dict[_jax.Var, int] = {}
+    types: dict[Any, str] = {}
 
     def name(v: Any) -> str:
         if not _jax.is_var(v):
             return f"={v.val!r}" if literals else f"={_type_of(v)}"
         return str(number.setdefault(v, len(number)))
 
+    def type_of(v: Any) -> str:
+        if v.aval not in types:
+            types[v.aval] = _type_of(v)
+        return types[v.aval]
+
     for v in (*jaxpr.constvars, *jaxpr.invars):
-        digest.update(f"{name(v)}:{_type_of(v)};".encode())
+        digest.update(f"{name(v)}:{type_of(v)};".encode())
     for eqn in jaxpr.eqns:
         ins = ",".join(map(name, eqn.invars))
-        outs = ",".join(f"{name(v)}:{_type_of(v)}" for v in eqn.outvars)
+        outs = ",".join(f"{name(v)}:{type_of(v)}" for v in eqn.outvars)
         digest.update(f"|{eqn.primitive.name}({ins})->{outs}".encode())
         ignored = _OF_NO_EFFECT.get(eqn.primitive.name, ())
         for key in sorted(eqn.params):

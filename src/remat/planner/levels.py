@@ -137,14 +137,13 @@ class Level:
             any(a.extra_seconds > 0 for a in answers),
         )
 
-    def smallest(self) -> Choice:
+    def smallest(self, lending: bool = False) -> Choice:
         """The decisions of the smallest peak that is found, whatever they recompute.
 
         Raises:
           BudgetError: none is smaller than without recomputation.
         """
-        needed = self.problem(False).smallest_bytes()
-        return self.solve(False, needed)
+        return self.solve(lending, self.problem(lending).smallest_bytes())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -116,7 +116,10 @@ class Network:
     """
 
     problem: CutProblem
+    #: Every edge and its reverse, so that flows have the same layout.
     graph: csr_array
+    #: The entries of the graph that are edges; the costs are theirs.
+    edges: NDArray[np.int64]
     cost_time: NDArray[np.float64]
     cost_bytes: NDArray[np.float64]
     value_of_edge: NDArray[np.int64]
@@ -127,28 +130,30 @@ class Network:
         n = len(problem)
         source, sink = 2 * n, 2 * n + 1
         values = np.arange(n)
-        deps = [(u, v) for v, us in enumerate(problem.deps) for u in sorted(set(us))]
-        users = np.array([v for _, v in deps], np.int64)
-        operands = np.array([u for u, _ in deps], np.int64)
+        operand_sets = [sorted(set(us)) for us in problem.deps]
+        users = np.repeat(values, [len(us) for us in operand_sets])
+        operands = np.array([u for us in operand_sets for u in us], np.int64)
         needed = np.array(sorted(set(problem.needed)), np.int64)
         tails = np.concatenate([np.full(n, source), 2 * values, 2 * operands + 1, 2 * needed + 1])
         heads = np.concatenate([2 * values, 2 * values + 1, 2 * users, np.full(len(needed), sink)])
         bound = len(users) + len(needed)
-        time = np.concatenate([np.array(problem.time, np.float64), np.zeros(n), np.zeros(bound)])
-        n_bytes = np.concatenate(
-            [np.zeros(n), np.array(problem.bytes, np.float64), np.zeros(bound)]
-        )
+        time = np.concatenate([np.array(problem.time, np.float64), np.zeros(n + bound)])
+        n_bytes = np.zeros(2 * n + bound)
+        n_bytes[n : 2 * n] = problem.bytes
         time[2 * n :] = math.inf
-        # Sorting by (tail, head) is the layout of a csr matrix; edges never repeat.
-        by_place = np.lexsort((heads, tails))
-        graph = csr_array(
-            (np.ones(len(tails), np.int32), (tails, heads)), shape=(2 * n + 2, 2 * n + 2)
-        )
-        graph.sort_indices()
+        # The layout of a csr matrix: sorted by (tail, head). No edge repeats or is another's reverse.
+        size, n_edges = 2 * n + 2, len(tails)
+        by_place = np.argsort(np.concatenate([tails * size + heads, heads * size + tails]))
+        indptr = np.zeros(size + 1, np.int32)
+        np.cumsum(np.bincount(np.concatenate([tails, heads]), minlength=size), out=indptr[1:])
+        indices = np.concatenate([heads, tails])[by_place].astype(np.int32)
+        graph = csr_array((np.zeros(2 * n_edges, np.int32), indices, indptr), shape=(size, size))
+        place = np.empty(2 * n_edges, np.int64)
+        place[by_place] = np.arange(2 * n_edges)
         dearest = np.array([problem.bytes[v] for v in problem.needed], np.float64)
         # Where it does not come from a value the edge costs no bytes.
-        value = np.minimum(tails[by_place] // 2, n - 1)
-        return cls(problem, graph, time[by_place], n_bytes[by_place], value, dearest)
+        value = np.minimum(tails // 2, n - 1)
+        return cls(problem, graph, place[:n_edges], time, n_bytes, value, dearest)
 
     def cheapest(self, price: float) -> tuple[Cut, float]:
         """The cheapest cut at a price per saved byte, and a bound on that cost from below."""
@@ -167,36 +172,41 @@ class Network:
         # costs nothing, none contains an edge that costs anything.
         beyond = _RESOLUTION + 1 if upper > 0 else 1
         whole = np.floor(np.minimum(cost * scale, beyond)) if upper > 0 else np.sign(cost)
-        capacity = np.minimum(whole, beyond).astype(np.int32)
-        network = csr_array(
-            (capacity, self.graph.indices, self.graph.indptr), shape=self.graph.shape
-        )
+        network = self.graph
+        network.data[:] = 0
+        network.data[self.edges] = np.minimum(whole, beyond)
         n = len(self.problem)
         flow = maximum_flow(network, 2 * n, 2 * n + 1)
-        residual = (network - flow.flow).tocsr()
-        residual.data = (residual.data > 0).astype(np.int8)
-        residual.eliminate_zeros()
+        is_open = network.data > flow.flow.data
+        n_open = np.concatenate([[0], np.cumsum(is_open, dtype=np.int32)])
+        residual = csr_array(
+            (is_open[is_open].astype(np.int8), network.indices[is_open], n_open[network.indptr]),
+            shape=network.shape,
+        )
         on_source_side = np.zeros(2 * n + 2, np.bool_)
         on_source_side[
             breadth_first_order(residual, 2 * n, directed=True, return_predecessors=False)
         ] = True
         available = ~on_source_side[1 : 2 * n : 2]
         recomputed = available & ~on_source_side[0 : 2 * n : 2]
-        return _cut(self.problem, available, recomputed), flow.flow_value / scale
+        return _cut(self.problem, recomputed), flow.flow_value / scale
 
 
-def _cut(problem: CutProblem, available: NDArray[np.bool_], recomputed: NDArray[np.bool_]) -> Cut:
+def _cut(problem: CutProblem, recomputed: NDArray[np.bool_]) -> Cut:
     """The cut without what ties of the cheapest cut left in it needlessly."""
-    wanted = np.zeros(len(problem), np.bool_)
-    wanted[list(problem.needed)] = True
+    wanted = [False] * len(problem)
+    for v in problem.needed:
+        wanted[v] = True
+    is_again = recomputed.tolist()
     saved: list[int] = []
     again: list[int] = []
     for v in range(len(problem) - 1, -1, -1):
         if not wanted[v]:
             continue
-        if recomputed[v]:
+        if is_again[v]:
             again.append(v)
-            wanted[list(problem.deps[v])] = True
+            for u in problem.deps[v]:
+                wanted[u] = True
         else:
             saved.append(v)
     return Cut(
@@ -289,24 +299,31 @@ def at_budget(problem: CutProblem, budget: int, *, max_flows: int = 60) -> tuple
     Raises:
       BudgetError: even the fewest bytes are too many.
     """
-    network = Network.of(problem)
-    low, high, _ = _ends(network)
+    high = _cut(problem, np.zeros(len(problem), np.bool_))
     if high.bytes <= budget:
         return high, 0.0
+    network = Network.of(problem)
+    # Mostly it is enough to recompute all that can be; no flow is needed to know that.
+    low = _cut(problem, np.isfinite(problem.time))
+    if low.bytes > budget:
+        low, high, _ = _ends(network)
     if low.bytes > budget:
         _refuse(budget, low.bytes)
     bound = 0.0
     for _ in range(max_flows):
         price = (low.time - high.time) / (high.bytes - low.bytes)
-        cut, missed = _between(network, low, high)
+        line = low.time + price * low.bytes
+        cut, cost = network.cheapest(price)
         # The dual at this price is a bound whether or not the sweep ends here.
-        bound = max(bound, low.time - price * (budget - low.bytes) - missed)
-        if cut is None:
+        bound = max(bound, min(cost, line) - price * budget)
+        if cut.time + price * cut.bytes >= line * (1 - 1e-12):
             break
         if cut.bytes <= budget:
             low = cut
-        else:
+        elif cut.bytes < high.bytes:
             high = cut
+        else:
+            break
     return low, bound
 
 
@@ -328,7 +345,7 @@ def _ends(network: Network) -> tuple[Cut, Cut, int]:
     """A cut of the fewest bytes, the cut of no time, and a proven floor on the bytes."""
     problem = network.problem
     n = len(problem)
-    saving_all = _cut(problem, np.ones(n, np.bool_), np.zeros(n, np.bool_))
+    saving_all = _cut(problem, np.zeros(n, np.bool_))
     only_bytes = dataclasses.replace(
         problem, time=tuple(0.0 if math.isfinite(t) else math.inf for t in problem.time)
     )
@@ -390,4 +407,4 @@ def exact(problem: CutProblem, budget: int) -> Cut:
     if result.x is None:
         _refuse(budget, _ends(Network.of(problem))[0].bytes)
     recomputed = result.x[n:] > 0.5
-    return _cut(problem, np.ones(n, np.bool_), recomputed)
+    return _cut(problem, recomputed)

@@ -165,6 +165,8 @@ class _Search:
         self.points: list[_Point] = []
         self.ratios: dict[bool, float] = {}
         self.level_ratios: dict[int, float] = {}
+        #: Models whose smallest schedule was compiled.
+        self.bottomed: set[bool] = set()
 
     # What is known before
 
@@ -351,7 +353,14 @@ class _Search:
         try:
             choice = self._solve(lending, aim)
         except BudgetError:
-            return None
+            if lending in self.bottomed:
+                return None
+            self.bottomed.add(lending)
+            # The model may be wrong by more than it refuses: the compiler says by how much.
+            try:
+                choice = self.levels.level(len(self.levels) - 1).smallest(lending)
+            except BudgetError:
+                return None
         return self._compiled(choice, lending, ratio)
 
     def _compiled(self, choice: Choice, lending: bool, ratio: float) -> _Point:

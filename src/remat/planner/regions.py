@@ -12,12 +12,13 @@ region is a region of its own, whose values exist once for each step.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 
@@ -103,6 +104,40 @@ def auto(fun: Callable | None = None, /, *, name: str | None = None) -> Callable
 
 def _call(fun: Callable, name: str, session: Session, args: tuple, kwargs: dict) -> Any:
     arrays, parts = partition.split((args, kwargs))
+    types = tuple(map(_jax.typeof, arrays))
+    given = parts.tree, parts.is_traced, parts.untraced, tuple(map(type, parts.untraced)), types
+    known = session.known(fun, (session.n_regions, *given))
+    traced = known.get("traced")
+    if traced is None:
+        n_before = session.n_regions
+        traced = _traced(fun, parts, arrays)
+        if not traced.consts and session.n_regions == n_before:
+            known["traced"] = traced
+    session.n_regions += 1
+    if _has_references(traced.jaxpr):
+        return fun(*args, **kwargs)
+    key = f"{name}#{traced.fingerprint[:8]}"
+    jaxpr = _with_loops(traced.jaxpr, session, key)
+    is_shared = jaxpr is traced.jaxpr and known.get("traced") is traced
+    outs = primitive.bind(
+        (*traced.consts, *arrays),
+        jaxpr,
+        policy=_Region(session, key, is_shared),
+        prevent_cse=True,
+    )
+    return traced.result.join(outs)
+
+
+class _Traced(NamedTuple):
+    """A region's function as a program; `consts` are what it closes over."""
+
+    jaxpr: _jax.Jaxpr
+    consts: list[Any]
+    result: partition.Parts
+    fingerprint: str
+
+
+def _traced(fun: Callable, parts: partition.Parts, arrays: Sequence[Any]) -> _Traced:
     result: list[partition.Parts] = []
 
     def of_arrays(arrays: Sequence[Any]) -> list[Any]:
@@ -113,16 +148,7 @@ def _call(fun: Callable, name: str, session: Session, args: tuple, kwargs: dict)
 
     jaxpr, consts, _ = _jax.trace_call(of_arrays, arrays)
     jaxpr = inlined(jaxpr)
-    if _has_references(jaxpr):
-        return fun(*args, **kwargs)
-    key = f"{name}#{fingerprint(jaxpr)[:8]}"
-    outs = primitive.bind(
-        (*consts, *arrays),
-        _with_loops(jaxpr, session, key),
-        policy=_Region(session, key),
-        prevent_cse=True,
-    )
-    return result[-1].join(outs)
+    return _Traced(jaxpr, consts, result[-1], fingerprint(jaxpr))
 
 
 def _with_loops(jaxpr: _jax.Jaxpr, session: Session, key: str) -> _jax.Jaxpr:
@@ -147,7 +173,8 @@ def _with_loops(jaxpr: _jax.Jaxpr, session: Session, key: str) -> _jax.Jaxpr:
             eqns += _grouped(loop, form.group, _Region(session, inner + _GROUP))
         else:
             eqns.append(loop)
-    return _jax.rebuild(jaxpr, eqns=eqns)
+    unchanged = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns))
+    return jaxpr if unchanged else _jax.rebuild(jaxpr, eqns=eqns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,6 +295,20 @@ class Session:
 
     loops: Mapping[str, LoopForm] = {}
     recomputes = True
+    #: Regions that were come upon so far.
+    n_regions = 0
+    #: What sessions of one step share about a function and its arguments, or None.
+    shared: Callable[[Callable, Any], dict[str, Any]] | None = None
+
+    def known(self, fun: Callable, arguments: Any) -> dict[str, Any]:
+        """What other sessions know of a call, to be added to: its program is the same in all."""
+        if self.shared is None:
+            return {}
+        try:
+            with session_context(None):
+                return self.shared(fun, arguments)
+        except TypeError:  # not hashable, or nothing that a weak reference can point to
+            return {}
 
     def decision(self, key: str, region: Linearized) -> RegionDecision | None:
         """What is decided about a region; None: everything is saved."""
@@ -473,16 +514,21 @@ def _refuse_missing(keys: Iterable[str]) -> None:
 class _Region(planned.Decisions):
     session: Session
     key: str
+    is_shared: bool = False
+
+    def alike(self) -> contextlib.AbstractContextManager:
+        return session_context(None) if self.is_shared else contextlib.nullcontext()
 
     def cut(
         self, jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...]
     ) -> tuple[Cut, planned.Backward, Any]:
-        region = linearized(jaxpr, ins_unknown)
+        with self.alike():
+            region = linearized(jaxpr, ins_unknown)
         decision = self.session.decision(self.key, region)
         if decision is None:
             role = planned.Role((self.key, region.fingerprint), False)
             c = halves(region, region.residuals, round_saved=False)
-            return c, _Backward(self.session, self.key, region, None), role
+            return c, _Backward(self.session, self.key, region, None, self.is_shared), role
         of = region.numbering.vars
         numbers = [n for segment in decision.segments for n in segment.recomputed]
         beyond = [n for n in (*decision.saved, *numbers) if not 0 <= n < len(of)]
@@ -493,7 +539,7 @@ class _Region(planned.Decisions):
             )
         again = [of[n] for n in numbers]
         c = halves(region, [of[n] for n in decision.saved], again)
-        return c, _Backward(self.session, self.key, region, decision), None
+        return c, _Backward(self.session, self.key, region, decision, self.is_shared), None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -502,6 +548,10 @@ class _Backward(planned.Backward):
     key: str
     region: Linearized
     decision: RegionDecision | None
+    is_shared: bool
+
+    def alike(self) -> contextlib.AbstractContextManager:
+        return session_context(None) if self.is_shared else contextlib.nullcontext()
 
     def compose(
         self,

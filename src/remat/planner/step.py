@@ -82,6 +82,12 @@ class Step:
         self.jit_options = dict(jit_options)
         self.args, self.kwargs = place((args, dict(kwargs)), target)
 
+        # A new one for each step, so that nothing outlives it. The key has the context of the trace.
+        def nothing_yet(fun: Callable, arguments: Any) -> dict[str, Any]:
+            return {}
+
+        self._shared = _jax.weakref_lru_cache(nothing_yet)
+
     def trace(self, session: Session) -> Traced:
         """The step as it is in a session."""
 
@@ -90,6 +96,7 @@ class Step:
         def step(*args: Any, **kwargs: Any) -> Any:
             return self.fun(*args, **kwargs)
 
+        session.shared = self._shared
         with session_context(session):
             traced = jax.jit(step, **self.jit_options).trace(*self.args, **self.kwargs)
         return Traced(traced, self.target)
