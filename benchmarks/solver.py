@@ -1,7 +1,7 @@
 """The general solver on the published graphs and on large ones: extra time, bound, seconds.
 
-    python benchmarks/solver.py              # the published graphs and 10,000 nodes
-    python benchmarks/solver.py --sizes 100 1000 10000
+    python -m benchmarks solver              # the published graphs and 10,000 nodes
+    python -m benchmarks solver --sizes 100 1000 10000
 
 Extra time is relative to computing every node once. `optimum` is the proven one of FACTS.md.
 Set OMP_NUM_THREADS=1 for figures of one core; seconds are those of the machine at hand.
@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from remat.errors import BudgetError
 from remat.planner import Graph, Node, no_remat, schedule
@@ -51,39 +53,50 @@ def layered(n_nodes: int, *, skips: float, seed: int = 0) -> Graph:
     return Graph(tuple(nodes), f"layers-{len(nodes)}{'-skips' if skips else ''}")
 
 
-def row(graph: Graph, share: float, optimum: float | None) -> str:
+def measure(graph: Graph, share: float, optimum: float | None) -> dict[str, Any]:
     """One line of the table."""
     budget = int(share * no_remat(graph).peak_bytes)
+    found: dict[str, Any] = {"graph": graph.name, "share": share, "optimum_percent": optimum}
     begin = time.perf_counter()
     try:
-        found = schedule(graph, budget)
+        made = schedule(graph, budget)
     except BudgetError as error:
-        seconds = time.perf_counter() - begin
-        return f"{graph.name:22} {share:6.2f} {'refused in':>27} {seconds:8.1f} s   {error}"
-    seconds = time.perf_counter() - begin
-    extra, bound = (100 * (t / graph.time - 1) for t in (found.time, found.lower_bound))
-    shown = "" if optimum is None else f"{optimum:.2f}"
+        return {**found, "seconds": time.perf_counter() - begin, "refused": str(error)}
+    found["seconds"] = time.perf_counter() - begin
+    found["extra_percent"] = 100 * (made.time / graph.time - 1)
+    found["bound_percent"] = 100 * (made.lower_bound / graph.time - 1)
+    found["peak_of_budget"] = made.peak_bytes / budget
+    return found
+
+
+def text(row: dict[str, Any]) -> str:
+    head = f"{row['graph']:22} {row['share']:6.2f}"
+    if "refused" in row:
+        return f"{head} {'refused in':>27} {row['seconds']:8.1f} s   {row['refused']}"
+    optimum = "" if row["optimum_percent"] is None else f"{row['optimum_percent']:.2f}"
     return (
-        f"{graph.name:22} {share:6.2f} {extra:9.3f} {bound:9.3f} {shown:>7} {seconds:8.1f} s"
-        f"   {found.peak_bytes / budget:.4f}"
+        f"{head} {row['extra_percent']:9.3f} {row['bound_percent']:9.3f} {optimum:>7}"
+        f" {row['seconds']:8.1f} s   {row['peak_of_budget']:.4f}"
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(options: Sequence[str] = ()) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(prog="solver", description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="*", default=[10_001])
-    arguments = parser.parse_args()
+    sizes = parser.parse_args(list(options)).sizes
     print(
         f"{'graph':22} {'budget':>6} {'extra %':>9} {'bound %':>9} {'optimum':>7} {'time':>10}"
         "   peak / budget"
     )
-    for name, share, optimum in PUBLISHED:
-        print(row(Graph.load(GRAPHS / f"{name}.json"), share, optimum), flush=True)
-    for size in arguments.sizes:
+    cases = [
+        (Graph.load(GRAPHS / f"{name}.json"), share, optimum) for name, share, optimum in PUBLISHED
+    ]
+    for size in sizes:
         for skips in (0.0, 0.2):
-            for share in (0.8, 0.5, 0.25, 0.1):
-                print(row(layered(size, skips=skips, seed=1), share, None), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+            graph = layered(size, skips=skips, seed=1)
+            cases += [(graph, share, None) for share in (0.8, 0.5, 0.25, 0.1)]
+    rows = []
+    for case in cases:
+        rows.append(measure(*case))
+        print(text(rows[-1]), flush=True)
+    return {"rows": rows}

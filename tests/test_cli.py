@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -49,6 +50,13 @@ def wrong():
 def broken():
     raise ValueError("no data\\nat all")
 
+def noisy():
+    print("loading the data")
+    return jax.jit(lambda w, x: (print("tracing"), loss(w, x))[1]), (w, x)
+
+def leaves():
+    raise SystemExit("usage: train.py")
+
 number = 3
 """
 
@@ -83,6 +91,14 @@ def test_steps_files_and_keyword_arguments_are_taken(run, name):
     assert "backward" in {s.phase for s in Explanation.from_json(result.stdout).steps}
 
 
+def test_what_the_users_code_prints_is_not_in_the_output(run):
+    result = run("explain", "training:noisy", "--no-compile", "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["title"] == "training:noisy"
+    assert "loading the data" in result.stderr
+    assert "tracing" in result.stderr
+
+
 def test_policies_are_applied_by_name(run):
     explained = {
         policy: Explanation.from_json(
@@ -112,6 +128,15 @@ def test_plan_meets_the_budget_and_is_written(run, name):
     assert Explanation.from_json(applied.stdout).totals.compiled.peak_bytes == made.peak_bytes
 
 
+def test_costs_are_those_that_were_asked_for(run):
+    for asked in ("roofline", "measured"):
+        result = run("plan", "training:problem", "--budget", "100%", "--costs", asked)
+        assert result.exit_code == 0, result.output
+        assert f"({asked}); any plan" in result.stdout
+    assert run("plan", "training:problem", "--costs", "mesured").exit_code == 2
+    assert "--costs" in run("report", "--help").stdout
+
+
 def test_a_budget_that_cannot_be_met_is_1_and_one_line(run):
     result = run("plan", "training:problem", "--budget", "1KiB")
     assert result.exit_code == 1
@@ -124,6 +149,21 @@ def test_report_draws_the_choice_between_policies(run):
     result = run("report", "training:problem", "-o", "page.html")
     assert result.exit_code == 0, result.output
     assert "dots_with_no_batch_dims_saveable" in pathlib.Path("page.html").read_text()
+
+
+def test_report_draws_the_curve_of_what_was_compiled(run):
+    result = run(
+        "report", "training:marked", "--budget", "70%", "--budgets", "85%, 1%", "-o", "page.html"
+    )
+    assert result.exit_code == 0, result.output
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("remat: no plan for 1%: no plan fits")
+    page = pathlib.Path("page.html").read_text()
+    rows = re.findall(r'<tr( class="chosen")?>.*?<th scope="row"><bdi>(.*?)</bdi>', page)
+    labels = [label for _, label in rows]
+    assert {"nothing rematerialized", "plan for 70%", "plan for 85%"} <= set(labels)
+    assert [label for chosen, label in rows if chosen] == ["plan for 70%"]
+    assert "whole loss" not in page
 
 
 def test_compare_takes_steps_and_files(run):
@@ -157,18 +197,24 @@ def test_devices_lists_figures(run):
         (["explain", "training:problem", "--budget", "50%", "--plan", "x"], "give one of"),
         (["explain"], "Missing argument"),
         (["explan"], "No such command"),
+        (["--nothing"], "No such option"),
+        (["plan", "training:problem", "-o", "absent/plan.json"], "there is no folder 'absent'"),
     ],
 )
 def test_a_wrong_command_line_is_2(run, arguments, said):
     result = run(*arguments)
     assert result.exit_code == 2
-    assert said in " ".join(result.stderr.split())
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("remat: ")
+    assert line.endswith("--help.")
+    assert said in line
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["explain", "training:broken"], "ValueError: no data at all"),
+        (["explain", "training:leaves"], "called sys.exit('usage: train.py')"),
         (["explain", "training:problem", "--target", "gpu:h1000"], "there is no GPU 'h1000'"),
         (["compare", "absent.json", "training:problem"], "absent.json: cannot be read"),
         (["plan", "training:problem", "--budget", "many"], "no number of bytes"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import importlib.util
 import itertools
 
 import jax
@@ -16,10 +18,13 @@ from jax._src.ad_checkpoint import saved_residuals
 
 import remat
 from remat.explaining import hlo
+from remat.explaining.sides import sides_of_step
 from remat.report import Explanation
 
 f32 = jnp.float32
 BARRIER_HOLDS = tuple(int(x) for x in jaxlib.__version__.split(".")[:3]) >= (0, 11, 1)
+
+needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="no libtpu")
 
 
 def struct(*shape, dtype=f32):
@@ -169,6 +174,80 @@ def test_static_arguments_and_keywords_are_taken_as_jit_takes_them():
     assert len([v for v in explanation.values if v.kind == "argument"]) == 1
 
 
+def test_static_arguments_of_a_jitted_loss_are_no_inputs():
+    @functools.partial(jax.jit, static_argnums=1, static_argnames="scale")
+    def loss(w, n, x, *, scale):
+        return deep(remat.checkpoint, n)(w, x) * scale
+
+    explanation = remat.explain(loss, DEEP_ARGS[0], 3, DEEP_ARGS[1], scale=2, compile=False)
+    assert [v.path for v in explanation.values if v.kind == "argument"] == ["w", "x"]
+    plain = remat.explain(deep(remat.checkpoint, 3), *DEEP_ARGS, compile=False)
+    assert explanation.totals.residual_bytes == plain.totals.residual_bytes > 0
+
+
+def test_models_whose_leaves_are_no_arrays_are_explained():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Model:
+        w: object
+        activation: object
+
+    model = Model(struct(64, 64), jnp.tanh)
+
+    def loss(model, x):
+        return jnp.sum(model.activation(x @ model.w) @ model.w)
+
+    explanation = remat.explain(loss, model, struct(512, 64), compile=False)
+    names = [v.path for v in explanation.values if v.kind == "argument"]
+    assert names == ["model.w", "x"]
+    assert total(explanation, "saved") == 512 * 64 * 4
+
+
+def test_what_a_wrapped_jit_does_not_show_is_traced_anew():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    step = nnx.jit(lambda m, x: nnx.value_and_grad(lambda m: jnp.sum(jnp.tanh(m(x))))(m))
+    explanation = remat.explain(step, model, jnp.ones((512, 64)), compile=False)
+    assert "backward" in {s.phase for s in explanation.steps}
+
+
+def test_a_power_and_its_derivative_are_not_the_same_value():
+    def loss(w, x):
+        return jnp.sum(jnp.tanh((x @ w) ** 3) @ w)
+
+    step = jax.make_jaxpr(jax.value_and_grad(remat.checkpoint(loss)))(*[struct(64, 64)] * 2)
+    sides = sides_of_step(step.jaxpr, [1, 1])
+    exponents = {
+        v: eqn.params["y"]
+        for op, eqn in zip(sides.program.ops, sides.eqns)
+        for v in op.results
+        if op.name == "integer_pow"
+    }
+    assert set(exponents.values()) == {2, 3}
+    assert all(exponents[v] == exponents[sides.same[v]] for v in exponents if v in sides.same)
+
+
+def test_compiled_programs_are_refused_with_what_to_give():
+    lowered = jax.jit(deep(lambda f: f, 1)).lower(*DEEP_ARGS)
+    for program in (lowered, lowered.compile()):
+        with pytest.raises(TypeError, match="takes the function itself"):
+            remat.explain(program, *DEEP_ARGS)
+
+
+def test_what_is_written_twice_is_one_value():
+    def loss(w, x):
+        return jnp.sum(jnp.sin(x @ w) @ jnp.cos(x @ w))
+
+    explanation = remat.explain(loss, struct(64, 64), struct(64, 64), compile=False)
+    assert [s.label for s in explanation.steps if s.phase == "forward"].count("dot_general") == 2
+
+
+def test_closed_over_constants_explain_the_compilers_arguments():
+    x = np.ones((2048, 64), np.float32)
+    explanation = remat.explain(lambda w: jnp.tanh(x @ w).sum(), struct(64, 64))
+    assert "512.0 KiB are closed over" in explanation.totals.difference
+
+
 def test_fitted_steps_are_explained_as_they_run():
     loss = remat.auto(deep(lambda f: f, 3))
     fitted = remat.fit(jax.value_and_grad(loss), budget="85%", cache=False, progress=False)
@@ -259,12 +338,78 @@ def test_sharded_arguments_count_by_device():
     assert explanation.totals.compiled.argument_bytes == 8 * 64 * 64 * 4 + 2048 * 64 * 4 // 4
 
 
+def test_residuals_of_sharded_steps_are_those_of_one_device():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+    rows, all_of_it = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+    whole = deep(remat.checkpoint)
+    each = jax.shard_map(
+        lambda w, x: jax.lax.psum(whole(w, x), "data"),
+        mesh=mesh,
+        in_specs=(all_of_it, rows),
+        out_specs=all_of_it,
+    )
+    one = remat.explain(whole, *DEEP_ARGS, compile=False).totals.residual_bytes
+    layers = 7 * 2048 * 64 * 4
+    slices = one - layers  # of the weights: they are on each device
+    x = jax.ShapeDtypeStruct((2048, 64), f32, sharding=jax.sharding.NamedSharding(mesh, rows))
+    for explanation in (
+        remat.explain(whole, DEEP_ARGS[0], x, compile=False),
+        remat.explain(each, *DEEP_ARGS, compile=False),
+    ):
+        assert abs(explanation.totals.residual_bytes - layers // 4 - slices) <= 4  # a number
+
+
 def test_what_is_no_function_is_refused():
     with pytest.raises(TypeError, match=r"remat\.explain takes a function"):
         remat.explain(3)
 
 
 # Why rematerialization had no effect
+
+
+@needs_libtpu
+def test_a_step_that_does_not_fit_says_what_it_needs_and_what_there_is():
+    x = struct(2**26, 512)
+    explanation = remat.explain(deep(lambda f: f, 2), struct(8, 512, 512), x, target="tpu:v5e:1x1")
+    found = explanation.findings[0]
+    assert (found.code, found.severity) == ("does_not_fit", "error")
+    assert "the device has 15.8 GiB" in found.message
+    assert "remat.fit" in found.next_step
+    assert explanation.totals.compiled is None
+    assert "not compiled" in explanation.to_text()
+    assert "does_not_fit" in explanation.to_html()
+
+
+@needs_libtpu
+def test_steps_are_explained_ahead_of_time_for_a_tpu():
+    bf16 = functools.partial(struct, dtype=jnp.bfloat16)
+    explanation = remat.explain(
+        deep(remat.checkpoint, 4), bf16(8, 128, 128), bf16(4096, 128), target="tpu:v5e:1x1"
+    )
+    totals = explanation.totals
+    assert explanation.platform == "v5e, ahead of time"
+    assert totals.compiled.peak_bytes > totals.compiled.argument_bytes > 0
+    assert abs(totals.difference_bytes) < 0.25 * totals.compiled.peak_bytes
+    assert totals.difference
+
+
+def test_checkpointed_loops_are_named_as_what_they_are():
+    def loss(w, x):
+        return remat.scan(lambda c, v: (layer(v, c), None), x, w, checkpoints=3)[0].sum()
+
+    explanation = remat.explain(loss, *DEEP_ARGS, compile=False)
+    found = finding(explanation, "checkpointed_loop")
+    assert "test_explain.py" in found.message
+    assert "no_regions" not in codes(explanation)
+    assert not any("remat/loops/" in step.source for step in explanation.steps)
+
+
+def test_a_policy_that_saves_as_much_as_it_spares_is_named():
+    for wrap in (jax.checkpoint, remat.checkpoint):
+        dots = functools.partial(wrap, policy=jax.checkpoint_policies.dots_saveable)
+        explanation = remat.explain(deep(dots), *DEEP_ARGS, compile=False)
+        assert "Save less" in finding(explanation, "saves_as_much").next_step
+        assert "region_recomputed_at_once" not in codes(explanation)
 
 
 def test_no_gradient_and_no_regions_are_said():
@@ -285,6 +430,20 @@ def test_what_the_compiler_undoes_is_named():
     assert step in found.next_step
     assert "undone_by_compiler" not in codes(remat.explain(deep(remat.checkpoint), *DEEP_ARGS))
 
+    def in_part(w, x):
+        half = x * deep(wrap, 4)(w, x)
+        return deep(remat.checkpoint, 4)(w, half)
+
+    found = finding(remat.explain(in_part, *DEEP_ARGS), "undone_by_compiler")
+    assert "4 of its 8 regions written out" in found.message
+    assert step in found.next_step
+
+    def mlp(w, x):
+        return x + jax.nn.gelu(x @ w) @ w.T
+
+    several = deep(lambda _: wrap(mlp), 4)
+    assert "undone_by_compiler" in codes(remat.explain(several, *DEEP_ARGS))
+
 
 @pytest.mark.parametrize("wrap", [jax.checkpoint, remat.checkpoint])
 @pytest.mark.parametrize("whole_step", [False, True])
@@ -303,6 +462,55 @@ def test_a_policy_that_matches_nothing_is_named(wrap, whole_step):
     assert "'hiden'" in found.message
     assert "did you mean 'hidden'" in found.next_step
     assert "policy_matched_nothing" not in codes(explained("hidden"))
+
+
+@pytest.mark.parametrize("wrap", [jax.checkpoint, remat.checkpoint])
+@pytest.mark.parametrize("whole_step", [False, True])
+def test_names_in_the_rules_of_custom_derivatives_are_found(wrap, whole_step):
+    @jax.custom_vjp
+    def f(w, x):
+        return jnp.sum(jnp.tanh(x @ w))
+
+    def forward(w, x):
+        h = remat.checkpoint_name(x @ w, "inner")
+        return jnp.sum(jnp.tanh(h)), (w, x, h)
+
+    def backward(kept, g):
+        w, x, h = kept
+        d = g * (1 - jnp.tanh(h) ** 2)
+        return x.T @ d, d @ w.T
+
+    f.defvjp(forward, backward)
+
+    def found(name):
+        policy = jax.checkpoint_policies.save_only_these_names(name)
+        loss = wrap(f, policy=policy)
+        step = jax.value_and_grad(loss) if whole_step else loss
+        explanation = remat.explain(step, struct(64, 64), struct(512, 64), compile=False)
+        return {f.code: f for f in explanation.findings}
+
+    assert "policy_matched_nothing" not in found("inner")
+    assert "did you mean 'inner'" in found("iner")["policy_matched_nothing"].next_step
+
+
+def test_one_name_of_several_that_nothing_has_is_named():
+    policy = jax.checkpoint_policies.save_only_these_names("hidden", "hiden")
+
+    def named(w, x):
+        return jnp.tanh(remat.checkpoint_name(jnp.sin(x @ w), "hidden") @ w)
+
+    loss = deep(lambda _: jax.checkpoint(named, policy=policy), 2)
+    found = finding(remat.explain(loss, *DEEP_ARGS, compile=False), "policy_name_unknown")
+    assert found.severity == "info"
+    assert "speaks of 'hiden'," in found.message
+    assert "did you mean 'hidden'" in found.next_step
+
+
+def test_a_policy_where_nothing_is_named_says_how_to_name():
+    policy = jax.checkpoint_policies.save_only_these_names("h")
+    loss = deep(functools.partial(jax.checkpoint, policy=policy), 2)
+    found = finding(remat.explain(loss, *DEEP_ARGS, compile=False), "policy_matched_nothing")
+    assert "x = remat.checkpoint_name(x, 'h')" in found.next_step
 
 
 def test_a_discarded_name_is_named():
@@ -334,6 +542,7 @@ def test_domination_by_arguments_is_named():
     found = finding(explanation, "arguments_dominate")
     assert found.severity == "warning"
     assert "donate_argnums" in found.next_step
+    assert "argument 8 × w[*]  f32[512,512]  8.0 MiB" in found.message
     few = remat.explain(deep(lambda f: f), *DEEP_ARGS, compile=False)
     assert "arguments_dominate" not in codes(few)
 
@@ -368,5 +577,9 @@ def test_an_inner_policy_that_is_overridden_is_named(wrap):
     kept = remat.explain(deep(inner), *DEEP_ARGS, compile=False)
     assert "inner_policy_overridden" not in codes(kept)
     outer = functools.partial(wrap, policy=jax.checkpoint_policies.dots_saveable)
+    scanned = wrap(lambda w, x: jax.lax.scan(lambda c, v: (inner(layer)(v, c), None), x, w)[0])
+    found = finding(remat.explain(scanned, *DEEP_ARGS, compile=False), "inner_policy_overridden")
+    assert "_jax.py" not in found.message
+    assert "()" not in found.message
     same = remat.explain(outer(deep(inner)), *DEEP_ARGS, compile=False)
     assert "inner_policy_overridden" not in codes(same)

@@ -46,11 +46,13 @@ LAYERS = [
     ("planner.search",),
     ("planner.chain", "planner.evict", "planner.frontier"),
     ("planner.schedule",),
+    ("planner.scheduler",),
     ("planner",),
     ("planner.fusion",),
     ("planner.decide", "planner.bodies"),
     ("planner.identity", "planner.kinds"),
     ("planner.emit",),
+    ("planner.edits",),
     ("planner.regions",),
     ("planner.trace", "planner.step"),
     ("planner.levels",),
@@ -75,8 +77,8 @@ LAYERS = [
 # Modules that run on hand-made graphs, without JAX.
 PURE = ("errors", "units", "planner.graph", "planner.simulate", "planner.mincut", "planner.chain",
         "planner.frontier", "planner.search", "planner.evict", "planner.schedule",
-        "planner.devices", "planner.cache", "planner.program", "planner.fusion", "planner.decide",
-        "planner.bodies",
+        "planner.scheduler", "planner.devices", "planner.cache", "planner.program", "planner.fusion",
+        "planner.decide", "planner.bodies",
         "planner.json_lines", "planner.plan_file",
         "loops.schedules", "loops.nesting", "globs", "report", "explaining.hlo")  # fmt: skip
 

@@ -19,6 +19,7 @@ In the order in which data flows:
     planner.bodies, .levels, .decide   what loops save, by price; what is recomputed around them, by budget
     planner.schedule        the solver under it, on plain graphs (import remat.planner)
     planner.emit            decisions written back: what is saved, and the segments of the backward pass
+    planner.edits           the same for plans whose loops somebody edited by hand
     planner.compiled, .targets   the compiler's word on memory, for devices that are here or not
     planner.plan, .plan_file, .fit   remat.plan, remat.Plan, remat.fit: propose, compile, correct
     linen, nnx, equinox, haiku, brainstate   the same for the module systems, with their signatures

@@ -135,6 +135,9 @@ def exclude_from_tracebacks(filename: str) -> None:
     _traceback_util.register_exclusion(filename)
 
 
+exclude_from_tracebacks(__file__)
+
+
 def checks_enabled() -> bool:
     return bool(_config.enable_checks.value)
 
@@ -167,12 +170,27 @@ def debug_info(
     )
 
 
-def argument_names(fun: Callable, args: Sequence, kwargs: dict, n_leaves: int) -> tuple[str, ...]:
-    """What the leaves of a call's arguments are called, `params['w']` say."""
-    names = debug_info(fun, args, kwargs, (), ()).arg_names
+def argument_names(
+    fun: Callable,
+    args: Sequence,
+    kwargs: dict,
+    n_leaves: int,
+    argnums: Sequence[int] = (),
+    argnames: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """What the leaves of a call's arguments are called, `params['w']` say; static ones left out."""
+    names = debug_info(fun, args, kwargs, argnums, argnames).arg_names
     if names is None or len(names) != n_leaves:
         return tuple(f"at flattened index {i}" for i in range(n_leaves))
     return tuple(name or f"at flattened index {i}" for i, name in enumerate(names))
+
+
+def static_arguments(fun: Callable) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Numbers and names of the arguments that a jitted function takes as static."""
+    info = getattr(fun, "_jit_info", None)
+    return (
+        (tuple(info.static_argnums), tuple(info.static_argnames)) if info is not None else ((), ())
+    )
 
 
 def abstractify(x: Any) -> Any:
@@ -1034,6 +1052,17 @@ def trace_call(fun: Callable, *args: Any) -> tuple[Jaxpr, list[Any], Any]:
 
 def call_jaxpr(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
     return eval_jaxpr(jaxpr, (), *args)
+
+
+def argument_shardings(traced: Any) -> list[Any]:
+    """How each argument of a traced step (`jax.jit(f).trace(...)`) is divided; None if nobody said.
+
+    What `in_shardings` says comes before what the argument itself has. Static arguments are not
+    among them.
+    """
+    asked = traced._params["in_shardings"]
+    own = (m.aval.sharding if m.sharding is None else m.sharding for m in traced._meta_tys_flat)
+    return [b if a is _unspecified else a for a, b in zip(asked, own, strict=True)]
 
 
 def in_avals(jaxpr: Jaxpr) -> list[Any]:

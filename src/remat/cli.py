@@ -5,8 +5,8 @@ that returns ``(step, args)`` or ``(step, args, kwargs)``, where `step` is a los
 differentiated) or a whole training step, and the arguments are arrays or `jax.ShapeDtypeStruct`s.
 Nothing is run but that function.
 
-Exit codes: 0 done, 1 the budget is not met or there is another error of the step or the library,
-2 the command line is wrong.
+Exit codes: 0 done, 1 the budget is not met, there is another error of the step or the library, or it
+was interrupted, 2 the command line is wrong.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from remat.errors import PolicyError, RematError, closest
+from remat.errors import BudgetError, PolicyError, RematError, closest
 from remat.explain import explain as make_explanation
 from remat.explaining.step import has_gradient, value_and_gradient
 from remat.planner.devices import DEVICES
@@ -61,12 +61,35 @@ class _OneLine(click.ClickException):
         click.echo(f"remat: {' '.join(self.message.split())}", file=file, err=file is None)
 
 
+class _OneLineUsage(_OneLine):
+    """A wrong command line, with where to read about it."""
+
+    exit_code = 2
+
+    def __init__(self, error: click.UsageError) -> None:
+        command = error.ctx.command_path if error.ctx is not None else "remat"
+        super().__init__(f"{error.format_message().rstrip('.')}. See {command} --help.")
+
+
+def _in_one_line(error: click.UsageError) -> click.ClickException:
+    # Without any arguments the message is the help.
+    return error if isinstance(error, click.exceptions.NoArgsIsHelpError) else _OneLineUsage(error)
+
+
 class _Commands(click.Group):
     """A group whose commands' errors are one line, unless --debug asks for the traceback."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except click.UsageError as error:
+            raise _in_one_line(error) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.UsageError as error:
+            raise _in_one_line(error) from None
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
@@ -94,6 +117,16 @@ _debugging = click.option(
 # What is looked at
 
 
+@contextlib.contextmanager
+def _user_code() -> Iterator[None]:
+    """What the user's code prints is not our output, and that it wants to exit is an error."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except SystemExit as error:
+        raise _OneLine(f"the module or function called sys.exit({error.code!r}).") from error
+
+
 @dataclasses.dataclass(frozen=True)
 class _Subject:
     """A loss or training step and what it is called with."""
@@ -106,7 +139,8 @@ class _Subject:
     @functools.cached_property
     def is_step(self) -> bool:
         """Whether it holds its gradient already."""
-        return has_gradient(self.step, self.args, self.kwargs)
+        with _user_code():
+            return has_gradient(self.step, self.args, self.kwargs)
 
     def planned(self) -> Callable:
         """The step to plan: of a loss, one whose loss is one region."""
@@ -129,9 +163,10 @@ def _subject(spec: str) -> _Subject:
         raise click.UsageError(
             f"{spec!r} is no MODULE:FUNCTION or FILE.py:FUNCTION, such as train:step."
         )
-    function = _found(_loaded(module), name, spec)
-    _check_callable_bare(function, spec)
-    made = function()
+    with _user_code():
+        function = _found(_loaded(module), name, spec)
+        _check_callable_bare(function, spec)
+        made = function()
     if not isinstance(made, (tuple, list)) or len(made) not in (2, 3) or not callable(made[0]):
         raise click.UsageError(
             f"{spec} must return (step, args) or (step, args, kwargs) with a function as its step, "
@@ -215,6 +250,19 @@ _POLICIES = {
 }
 
 
+class _OutputFile(click.Path):
+    """A file to write: that its folder is not there is said before the work is done."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        folder = Path(value).parent
+        if not folder.is_dir():
+            self.fail(f"there is no folder {str(folder)!r} to write {value!r} in.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 class _PolicyName(click.ParamType):
     name = "policy"
 
@@ -264,6 +312,13 @@ _policy = click.option(
     help="Put the loss into one region under this policy: nothing_saveable, dots_saveable, "
     "dots_with_no_batch_dims_saveable, everything_saveable, or names:A,B.",
 )
+_costs = click.option(
+    "--costs",
+    type=click.Choice(["roofline", "measured"]),
+    default="roofline",
+    show_default=True,
+    help="What recomputing takes: by the device's figures, or timed on the device at hand.",
+)
 _budget = click.option(
     "--budget", metavar="BYTES", help="Plan for this peak first, such as 8GiB or 60%."
 )
@@ -271,9 +326,7 @@ _plan = click.option(
     "--plan", "plan_file", type=click.Path(dir_okay=False), help="Apply this plan first."
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-_html = click.option(
-    "--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write one HTML page."
-)
+_html = click.option("--html", type=_OutputFile(), metavar="FILE", help="Write one HTML page.")
 _no_compile = click.option(
     "--no-compile", is_flag=True, help="Do not ask the compiler for its figures."
 )
@@ -332,7 +385,7 @@ def main() -> None:
         remat report train:problem -o report.html
         remat compare before.json after.json
 
-    Exit codes: 0 done; 1 the budget is not met, or another error; 2 wrong command line.
+    Exit codes: 0 done; 1 the budget is not met, another error, or interrupted; 2 wrong command line.
 
     Completion: eval "$(_REMAT_COMPLETE=bash_source remat)"  (or zsh_source, fish_source)
     """
@@ -365,8 +418,13 @@ def explain(
         remat explain train:problem --budget 60%
         remat explain train:problem --json > step.json
     """
+    if (budget is not None) + (plan_file is not None) + (policy is not None) > 1:
+        raise click.UsageError("give one of --budget, --plan and --policy.")
     subject = _subject(spec)
-    made = _explained(subject, budget, plan_file, policy, target, not no_compile)
+    given = Plan.load(plan_file) if plan_file is not None else None
+    if budget is not None:
+        given = _planned(subject, budget, target)
+    made = _explained(subject, given, policy, target, not no_compile)
     if html is not None:
         write(html, made.to_html())
         click.echo(f"wrote {html}", err=True)
@@ -380,10 +438,9 @@ def explain(
 @_spec
 @click.option("--budget", metavar="BYTES", help="The peak on one device, such as 8GiB or 60%.")
 @_target
-@click.option(
-    "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Write the plan here."
-)
-@click.option("--html", type=click.Path(dir_okay=False), metavar="FILE",
+@_costs
+@click.option("-o", "--output", type=_OutputFile(), metavar="FILE", help="Write the plan here.")
+@click.option("--html", type=_OutputFile(), metavar="FILE",
               help="Write a page on the step under the plan.")  # fmt: skip
 @click.option("--offload/--no-offload", default=True, show_default=True,
               help="Let loops keep values in the host's memory, if the target has one.")  # fmt: skip
@@ -393,6 +450,7 @@ def plan(
     spec: str,
     budget: str | None,
     target: str | None,
+    costs: str,
     output: str | None,
     html: str | None,
     offload: bool,
@@ -408,23 +466,13 @@ def plan(
         remat plan train:problem --budget 60% --target gpu:h100
     """
     subject = _subject(spec)
-    step = subject.planned()
-    made = make_plan(
-        step,
-        *subject.args,
-        kwargs=subject.kwargs,
-        budget=budget,
-        target=target,
-        offload=offload,
-        cache=False,
-    )
+    made = _planned(subject, budget, target, costs, offload=offload)
     if output is not None:
         made.save(output)
         click.echo(f"wrote {output}", err=True)
     if html is not None:
-        fitted = fit(step, plan=made, target=target)
-        page = make_explanation(fitted, *subject.args, target=target, **subject.kwargs)
-        write(html, page.to_html())
+        page = _explained(subject, made, None, target, True)
+        write(html, dataclasses.replace(page, pareto=_points_of(made, "the plan")).to_html())
         click.echo(f"wrote {html}", err=True)
     _say(made.to_json() if as_json else made.explain())
 
@@ -432,34 +480,52 @@ def plan(
 @main.command()
 @_spec
 @_budget
-@_target
 @click.option(
-    "-o", "--html", "html", type=click.Path(dir_okay=False), default="report.html",
+    "--budgets", multiple=True, metavar="LIST",
+    help="Plan for these as well, for the curve of peak against time: 75%,50%,35%.",
+)  # fmt: skip
+@_target
+@_costs
+@click.option(
+    "-o", "--html", "html", type=_OutputFile(), default="report.html",
     show_default=True, metavar="FILE", help="The page.",
 )  # fmt: skip
 @_debugging
-def report(spec: str, budget: str | None, target: str | None, html: str) -> None:
-    """Write a page on a step, with the standard policies (and a plan) to choose from.
+def report(
+    spec: str,
+    budget: str | None,
+    budgets: tuple[str, ...],
+    target: str | None,
+    costs: str,
+    html: str,
+) -> None:
+    """Write a page on a step, with the plans and standard policies to choose from.
+
+    With --budget the page is on the step under that plan, and shows all that was compiled for it.
 
     \b
         remat report train:problem
         remat report train:problem --budget 8GiB -o step.html
+        remat report train:problem --budget 50% --budgets 75%,35%,25%
     """
     subject = _subject(spec)
-    made = _explained(subject, budget, None, None, target, True)
-    label = "as it is" if budget is None else f"plan for {budget}"
-    points = [_point(made, label, chosen=True)]
+    given = None if budget is None else _planned(subject, budget, target, costs)
+    made = _explained(subject, given, None, target, True)
+    points = [_point(made, "as it is", chosen=True)]
+    if given is not None:
+        points = [*_points_of(given, f"plan for {budget}")]
+    others = dict.fromkeys(name.strip() for text in budgets for name in text.split(","))
+    for other in [name for name in others if name and name != budget]:
+        try:
+            found = _points_of(_planned(subject, other, target, costs), f"plan for {other}")[-1]
+            points.append(dataclasses.replace(found, chosen=False))
+        except BudgetError as error:
+            click.echo(f"remat: no plan for {other}: {' '.join(str(error).split())}", err=True)
     if not subject.is_step:
-        wanted: dict[str, policies.Policy | None] = {"nothing rematerialized": None, **_POLICIES}
-        wanted.pop("everything_saveable")
-        for name, policy in wanted.items():
-            if policy is None and budget is None:
-                continue
-            with _working(f"compiling with {name}"):
-                other = make_explanation(
-                    subject.under(policy), *subject.args, target=target, **subject.kwargs
-                )
-            points.append(_point(other, f"whole loss {name}" if policy is not None else name))
+        for name, policy in _POLICIES.items():
+            if name != "everything_saveable":
+                under = _explained(subject, None, policy, target, True, f"compiling with {name}")
+                points.append(_point(under, f"whole loss {name}"))
     write(html, dataclasses.replace(made, pareto=tuple(points)).to_html())
     _say(f"wrote {html}")
 
@@ -486,7 +552,7 @@ def compare(
     first, second = (
         Explanation.load(what)
         if what.endswith(".json")
-        else _explained(_subject(what), None, None, None, target, not no_compile)
+        else _explained(_subject(what), None, None, target, not no_compile)
         for what in (before, after)
     )
     found = first.diff(second)
@@ -512,8 +578,8 @@ def demo(budget: str, target: str | None) -> None:
         remat demo --budget 30% --target tpu:v5e
     """
     subject = _Subject("demo", _demo_loss, _demo_arguments(), {})
-    before = _explained(subject, None, None, None, target, True)
-    after = _explained(subject, budget, None, None, target, True)
+    before = _explained(subject, None, None, target, True)
+    after = _explained(subject, _planned(subject, budget, target), None, target, True)
     _say(before.to_text(width=_width(), color=_color(), most=4))
     _say("")
     _say(before.diff(after).to_text(width=_width(), color=_color(), most=4))
@@ -559,25 +625,67 @@ def devices(as_json: bool) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def _explained(
+def _planned(
     subject: _Subject,
     budget: str | None,
-    plan_file: str | None,
+    target: str | None,
+    costs: str = "roofline",
+    *,
+    offload: bool = True,
+) -> Plan:
+    """A plan for a budget, which says on a terminal what goes on."""
+    step = subject.planned()
+    with _user_code():
+        return make_plan(
+            step,
+            *subject.args,
+            kwargs=subject.kwargs,
+            budget=budget,
+            target=target,
+            offload=offload,
+            costs=costs,
+            cache=False,
+        )
+
+
+def _explained(
+    subject: _Subject,
+    given: Plan | None,
     policy: policies.Policy | None,
     target: str | None,
     compile: bool,
+    working: str = "",
 ) -> Explanation:
-    if (budget is not None) + (plan_file is not None) + (policy is not None) > 1:
-        raise click.UsageError("give one of --budget, --plan and --policy.")
+    """The step as it is, under a plan or under a policy."""
     step = subject.under(policy)
-    if budget is not None or plan_file is not None:
-        given = None if plan_file is None else Plan.load(plan_file)
-        step = fit(subject.planned(), budget=budget, plan=given, target=target, cache=False)
-    with _working(f"explaining {subject.name}"):
+    if given is not None:
+        step = fit(subject.planned(), plan=given, target=target)
+    with _user_code(), _working(working or f"explaining {subject.name}"):
         made = make_explanation(
             step, *subject.args, target=target, compile=compile, **subject.kwargs
         )
     return dataclasses.replace(made, title=subject.name)
+
+
+def _points_of(given: Plan, label: str) -> tuple[ParetoPoint, ...]:
+    """What a plan's search compiled: without rematerialization, its attempts, and last itself."""
+
+    def point(peak_bytes: int, flops: float, seconds: float, what: str) -> ParetoPoint:
+        share = flops / given.flops if given.flops else 0.0
+        return ParetoPoint(peak_bytes, share, seconds, what, verified=True)
+
+    peak_bytes = given.predicted_bytes if given.peak_bytes is None else given.peak_bytes
+    final = dataclasses.replace(
+        point(peak_bytes, given.extra_flops, given.extra_seconds, label),
+        verified=given.is_verified,
+        chosen=True,
+    )
+    attempts = [
+        point(a.compiled_bytes, a.extra_flops, a.extra_seconds, f"attempt {number}")
+        for number, a in enumerate(given.attempts, 1)
+    ]
+    points = [point(given.peak_bytes_without_remat, 0.0, 0.0, "nothing rematerialized"), *attempts]
+    return (*(p for p in points if p.peak_bytes != peak_bytes), final)
 
 
 def _point(explanation: Explanation, label: str, *, chosen: bool = False) -> ParetoPoint:

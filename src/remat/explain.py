@@ -23,9 +23,9 @@ from remat import _jax
 from remat.explaining import hlo
 from remat.explaining.account import Account, account_of
 from remat.explaining.findings import Facts, findings_of
-from remat.explaining.regions import inlined
+from remat.explaining.regions import inlined, runs
 from remat.explaining.sides import sides_of_step
-from remat.explaining.step import TracedStep, traced_step
+from remat.explaining.step import CLOSED_OVER, TracedStep, traced_step
 from remat.planner import compiled as compiling, targets
 from remat.planner.costs import Roofline
 from remat.report.explanation import Explanation
@@ -84,6 +84,7 @@ def explain(
         step.donated,
         Roofline(on.device).seconds,
         results_from_start=on.platform != "tpu",
+        duplicates=on.platform != "cpu",
     )
     predicted = predicted_memory(account.values, account.steps, alias_bytes=account.alias_bytes)
     program = compiling.compile_plainly(step.lower(), on) if compile else None
@@ -91,11 +92,15 @@ def explain(
     memory = None
     if program is not None and refused is None:
         memory = _memory(compiling.memory_of(program, on))
-    facts = Facts(step, sides, account, predicted, memory, lambda: _inlined_temp_bytes(step, on))
+    facts = Facts(
+        step, sides, account, predicted, memory, lambda chosen: _inlined(step, on, chosen)
+    )
     findings = findings_of(facts)
     if refused is not None:
         findings = (_does_not_fit(refused), *findings)
-    kept = step.residuals
+    # What JAX says is of all devices together.
+    divided = any(n > 1 for n in step.shards) or runs(step.jaxpr, "shard_map")
+    kept = None if divided else step.residuals
     return Explanation(
         title=step.title,
         platform=f"{on.device.name}{', ahead of time' if on.ahead_of_time else ''}",
@@ -108,7 +113,7 @@ def explain(
         totals=Totals(
             predicted=predicted,
             compiled=memory,
-            difference=_difference(account, predicted, memory, program),
+            difference=_difference(account, predicted, memory, program, on),
             residual_bytes=account.saved_bytes if kept is None else kept.saved_bytes,
             residual_argument_bytes=(
                 account.saved_argument_bytes if kept is None else kept.argument_bytes
@@ -139,8 +144,11 @@ def _memory(memory: compiling.Memory) -> Memory:
     )
 
 
-def _inlined_temp_bytes(step: TracedStep, on: targets.Target) -> int | None:
-    plain = inlined(step.jaxpr)
+def _inlined(
+    step: TracedStep, on: targets.Target, chosen: Callable[[_jax.JaxprEqn], bool]
+) -> int | None:
+    """The compiler's temporaries with some regions written out; None if it refuses that."""
+    plain = inlined(step.jaxpr, chosen)
     lowered = jax.jit(lambda *xs: _jax.call_jaxpr(plain, xs)).lower(*step.inputs)
     memory = compiling.compile_for_analysis(lowered, on)
     return None if isinstance(memory, compiling.OutOfMemory) else memory.temp_bytes
@@ -161,7 +169,9 @@ def _does_not_fit(refused: compiling.OutOfMemory) -> Finding:
 _MOST_LISTED = 4
 
 
-def _difference(account: Account, predicted: Memory, compiled: Memory | None, program: Any) -> str:
+def _difference(
+    account: Account, predicted: Memory, compiled: Memory | None, program: Any, on: targets.Target
+) -> str:
     if compiled is None:
         return ""
     by = compiled.peak_bytes - predicted.peak_bytes
@@ -175,11 +185,25 @@ def _difference(account: Account, predicted: Memory, compiled: Memory | None, pr
     for part in ("argument", "output", "alias"):
         d = getattr(compiled, f"{part}_bytes") - getattr(predicted, f"{part}_bytes")
         if abs(d) >= 0.01 * compiled.peak_bytes:
-            said.append(f"Its {part}s are {format_bytes(abs(d))} {'more' if d > 0 else 'less'}.")
+            said.append(
+                f"Its {part}s are {format_bytes(abs(d))} {'more' if d > 0 else 'less'}"
+                f"{_why(part, d, account, on)}."
+            )
     peak = hlo.peak_of(program.as_text() or "")
     if peak is not None:
         said += _held(account, compiled, peak)
     return " ".join(said)
+
+
+def _why(part: str, by: int, account: Account, on: targets.Target) -> str:
+    constants = sum(v.n_bytes for v in account.values if v.path == CLOSED_OVER)
+    if part == "argument" and by < 0 and constants:
+        return f": {format_bytes(constants)} are closed over, and a part of the program itself"
+    if part == "output" and on.n_devices > 1:
+        return ": how they are divided over devices is its choice"
+    if by > 0 and on.platform == "tpu":
+        return ": its layouts pad arrays to whole tiles"
+    return ""
 
 
 def _held(account: Account, compiled: Memory, peak: hlo.Peak) -> Iterable[str]:

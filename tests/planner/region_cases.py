@@ -80,8 +80,8 @@ def random_application(
                 decision = half_offloaded(record, decision, draw)
             decided.setdefault(record.key, {})[record.region.fingerprint] = decision
             if depth and groups:
-                length = recording.scans[record.key].params["length"]
-                chosen[record.key] = LoopForm(draw.choice((1, 2, 3, max(1, length - 1))))
+                largest = max(1, recording.scans[record.key].params["length"] - 1)
+                chosen[record.key] = LoopForm(min(largest, draw.choice((1, 2, 3, largest))))
         if not depth:
             for record in recording.not_transposed.values():
                 everything = save_everything(record.region)

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
-from remat.planner import costs
+import remat
+from remat import _jax
+from remat.flops import bytes_moved, flops_of
+from remat.planner import costs, plan as planning
 from remat.planner.cache import Cache
-from remat.planner.costs import Measured, Roofline, dtype_of
+from remat.planner.costs import Measured, Roofline, dtype_of, find_costs
 from remat.planner.devices import device
+from remat.planner.levels import Levels
+from remat.planner.regions import Application
+from remat.planner.step import Step
+from remat.planner.targets import target
+from remat.planner.trace import program_of_step, slowdowns
 
 X = jnp.ones((16, 16))
 
@@ -161,3 +172,160 @@ def test_a_terminal_gets_a_progress_bar_that_goes_away(tmp_path, monkeypatch, ca
     monkeypatch.setenv("TERM", "xterm")
     Measured(cache=Cache(tmp_path), progress=True).measure(eqns_of(jnp.cos, X))
     assert "measuring equations" in capsys.readouterr().err
+
+
+# What a planner is told
+
+
+@dataclasses.dataclass(frozen=True)
+class OneIsDear:
+    """Costs by which one primitive takes a hundred times its time."""
+
+    primitive: str
+    name = "one is dear"
+
+    @property
+    def key(self):
+        return f"{self.primitive} is dear"
+
+    def seconds(self, flops, bytes_moved, dtype="float32"):
+        return Roofline(device("cpu")).seconds(flops, bytes_moved, dtype)
+
+    def slowdown(self, eqn):
+        return 100.0 if eqn.primitive.name == self.primitive else 1.0
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Fake times by primitive, in seconds; any other program takes 1 ms. Counts what is timed."""
+    times, timed = {}, []
+
+    def median_s(program, args):
+        timed.append(program)
+        return times.get(program, 1e-3)
+
+    monkeypatch.setattr(costs, "_alone", lambda eqn: (eqn.primitive.name, ()))
+    monkeypatch.setattr(costs, "_empty", lambda: ("empty", ()))
+    monkeypatch.setattr(costs, "_median_s", median_s)
+    times["empty"] = 0.0
+    return times, timed
+
+
+def test_a_kernel_takes_as_long_as_it_was_measured(measured, clock):
+    times, _ = clock
+    times["dot_general"] = 0.5
+    product, total = eqns_of(lambda x: (x @ x).sum(), X)
+    for eqn, time_s in ((product, 0.5), (total, 1e-3)):
+        expected = measured.seconds(flops_of(eqn), bytes_moved(eqn), dtype_of(eqn))
+        assert measured.slowdown(eqn) * expected == pytest.approx(time_s)
+    assert Roofline(device("cpu")).slowdown(product) == 1
+
+
+def test_fusions_are_priced_by_rates_that_were_measured(measured, clock):
+    times, timed = clock
+    times["jit"] = 0.25  # of each of the two programs that find the rates
+    rates = measured.of_fusions.device
+    assert rates.flops_per_s("float32") == costs._CHAIN_FLOPS / 0.25
+    assert rates.flops_per_s("float64") == costs._CHAIN_FLOPS / 0.5
+    assert rates.bandwidth_bytes_per_s == costs._SUMS_BYTES / 0.25
+    assert rates.launch_s == measured.device.launch_s
+    n = len(timed)
+    again = Measured(cache=measured.cache, progress=False)
+    assert again.of_fusions == measured.of_fusions and len(timed) == n
+    (chain,) = eqns_of(jax.jit(costs._chain), jax.ShapeDtypeStruct((8,), jnp.float32))
+    assert flops_of(chain) * costs._ELEMENTS == 8 * costs._CHAIN_FLOPS
+
+
+def test_where_nothing_can_be_run_the_device_has_its_figures(measured, monkeypatch):
+    monkeypatch.setattr(costs, "_MOST_BYTES_OF_UNKNOWN_MEMORY", 0)
+    assert measured.of_fusions == measured.roofline
+    (eqn,) = eqns_of(lambda x: x @ x, X)
+    assert measured.slowdown(eqn) == pytest.approx(1)
+
+
+def test_operations_and_loops_know_how_slow_they_are():
+    def f(x):
+        x = jnp.tanh(jnp.sort(x) @ x)
+        return jax.lax.scan(lambda c, _: (jnp.sin(c @ c), None), x, None, length=9)[0]
+
+    jaxpr = jax.make_jaxpr(f)(X)
+    inner, _ = _jax.detach_consts(jaxpr)
+    program = program_of_step(inner, {}, [1], slowdowns(OneIsDear("dot_general")))
+    slow = {op.name: op.slowdown for op in program.ops}
+    assert slow["dot_general"] == 100 and slow["sort"] == slow["tanh"] == 1
+    assert 10 < slow["scan"] < 100  # its product, and the sine of it as before
+    as_it_is = program_of_step(inner, {}, [1], slowdowns(Roofline(device("cpu"))))
+    assert {op.slowdown for op in as_it_is.ops} == {1.0}
+
+
+W2, X2 = jnp.eye(16), jnp.ones((128, 16))
+
+
+@remat.auto
+def loss(w, x):
+    for _ in range(3):
+        x = jnp.sin(jnp.cumsum(jnp.sin(x @ w), axis=1))
+    return jnp.sum(x**2)
+
+
+def every(jaxpr):
+    for eqn in _jax.open_jaxpr(jaxpr).eqns:
+        yield eqn.primitive.name
+        for inner in _jax.jaxprs_of(eqn):
+            yield from every(inner)
+
+
+def recomputed_by(costs):
+    """How often primitives are recomputed, at 60 % of what the step's temporaries need."""
+    step = Step(jax.value_and_grad(loss), (W2, X2), {}, target(None), {})
+    levels = Levels(step, costs)
+    level = levels.level(0)
+    choice = level.solve(False, int(0.6 * level.peak_bytes(False)))
+    under = collections.Counter(every(step.trace(Application(choice.decisions)).jaxpr))
+    under.subtract(every(levels.traced_plainly.jaxpr))
+    return under
+
+
+def test_what_takes_long_is_not_recomputed(clock):
+    times, _ = clock
+    for dear, cheap in (("dot_general", "cumsum"), ("cumsum", "dot_general")):
+        by_hand = recomputed_by(OneIsDear(dear))
+        assert by_hand[dear] < by_hand[cheap]
+        times.update({dear: 0.1, cheap: 1e-5})
+        by_clock = recomputed_by(Measured(cache=Cache(None), progress=False))
+        assert by_clock[dear] < by_clock[cheap]
+
+
+def test_plans_by_other_costs_are_other_cache_entries(tmp_path, monkeypatch):
+    monkeypatch.setattr(planning, "_MOST_COMPILES", 1)
+    cache = Cache(tmp_path)
+    for _ in range(2):
+        for given, name in (("roofline", "roofline"), (OneIsDear("cumsum"), "one is dear")):
+            made = remat.plan(
+                jax.value_and_grad(loss),
+                W2, X2, budget="95%", costs=given, cache=cache, progress=False,
+            )  # fmt: skip
+            assert made.costs == name
+            assert f"({name}); any plan" in made.explain()
+            assert remat.Plan.from_json(made.to_json()) == made
+
+
+def test_a_plan_by_measured_costs_says_so(clock):
+    step = jax.value_and_grad(loss)
+    made = remat.plan(step, W2, X2, budget="100%", costs="measured", cache=False, progress=False)
+    assert made.costs == "measured"
+
+
+def test_costs_that_there_are_not_are_refused():
+    step = jax.value_and_grad(loss)
+    with pytest.raises(remat.PlanError, match="no costs 'mesured'; did you mean 'measured'"):
+        remat.plan(step, W2, X2, budget="90%", costs="mesured")
+    with pytest.raises(remat.PlanError, match="no costs 'x'"):
+        remat.fit(step, costs="x")
+    with pytest.raises(
+        remat.PlanError, match=r"costs= is .* not int, which has no name and no key"
+    ):
+        remat.plan(step, W2, X2, budget="90%", costs=3)
+    with pytest.raises(remat.PlanError, match="h100 is not here; take costs='roofline'"):
+        find_costs("measured", device("h100"), None, None)
+    assert find_costs("roofline", device("h100"), None, None) == Roofline(device("h100"))

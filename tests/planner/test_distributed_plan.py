@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import remat
 from planner.region_cases import assert_same, normal
@@ -80,6 +80,58 @@ def test_python_numbers_among_the_arguments_leave_the_shardings():
     assert step.trace(Recording()).shards() == [N] * (len(params) + 1) + [1]
 
 
+def shards_of(fun, *args, **options):
+    return Step(fun, args, {}, target(None), options).trace(Recording()).shards()
+
+
+def test_shardings_that_jit_is_told_count_for_arrays_of_the_host():
+    rows, columns, whole = (NamedSharding(mesh(), p) for p in (P("data"), P(None, "data"), P()))
+    given = [np.ones((32, 32), np.float32)] * 2, np.ones((64, 32), np.float32)
+
+    def step(params, x):
+        return jax.value_and_grad(loss)(params, x)
+
+    for x in (given[1], jnp.asarray(given[1]), jax.ShapeDtypeStruct((64, 32), jnp.float32)):
+        args = given[0], x
+        assert shards_of(step, *args) == [1, 1, 1]
+        assert shards_of(step, *args, in_shardings=(whole, rows)) == [1, 1, N]
+        assert shards_of(step, *args, in_shardings=([columns, rows], None)) == [N, N, 1]
+        assert shards_of(step, *args, in_shardings=rows) == [N, N, N]
+    # An array that has a sharding keeps it where jit is told none.
+    args = given[0], jax.device_put(given[1], rows)
+    assert shards_of(step, *args, in_shardings=([whole, rows], None)) == [1, N, N]
+
+
+def test_static_arguments_and_explicit_meshes_leave_the_shardings():
+    params, x = sharded("fsdp")
+
+    def step(n, params, *, x, how):
+        return jax.grad(loss)(params[:n], x)
+
+    options = {"static_argnums": 0, "static_argnames": "how"}
+    of = Step(step, (2, params), {"x": x, "how": "s"}, target(None), options)
+    assert of.trace(Recording()).shards() == [N] * (len(params) + 1)
+    explicit = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(explicit):
+        x = jax.device_put(normal(64, 32), P("data"))
+        assert shards_of(lambda w, x: (x @ w).sum(), normal(32, 32), x) == [1, N]
+
+
+def test_plan_under_in_shardings_is_that_of_arrays_that_have_them():
+    rows, whole = NamedSharding(mesh(), P("data")), NamedSharding(mesh(), P())
+    step = jax.value_and_grad(loss)
+    params, x = [np.ones((32, 32), np.float32) / 32] * 4, np.ones((N * 64, 32), np.float32)
+    plan = functools.partial(remat.plan, budget="100%", cache=False, progress=False)
+    told = plan(step, params, x, in_shardings=(whole, rows))
+    placed = plan(step, jax.device_put(params, whole), jax.device_put(x, rows))
+    assert told.program.partition("-")[2] == placed.program.partition("-")[2]
+    assert told.peak_bytes == placed.peak_bytes
+    fitted = remat.fit(step, plan=told, in_shardings=(whole, rows))
+    assert_same(fitted(params, x), jax.jit(step)(params, x), within=1e-5)
+    with pytest.raises(remat.PlanError, match="divided over devices in another way"):
+        remat.fit(step, plan=told)(params, x)
+
+
 @pytest.mark.slow
 def test_shard_map_is_planned_for_by_device():
     params = [normal(32, 32, seed=i) for i in range(12)]
@@ -116,7 +168,19 @@ rows = NamedSharding(mesh, P("data"))
 x = jax.make_array_from_process_local_data(rows, np.ones((256, 32), np.float32) / 7)
 w = jax.device_put(np.eye(32, dtype=np.float32), NamedSharding(mesh, P()))
 step = jax.value_and_grad(loss)
-fitted = remat.fit(step, budget="75%", cache=False, progress=False)
+from remat.planner.cache import Cache
+
+class OfFirst(Cache):
+    def get(self, kind, key):
+        assert jax.process_index() == 0, "only process 0 looks for plans in its cache"
+        return super().get(kind, key)
+
+cache = OfFirst(sys.argv[3])
+try:
+    remat.fit(lambda w: (w * w).sum(), budget="50%", cache=cache, progress=False)(w)
+except remat.PlanError as error:
+    print("REFUSED", error)
+fitted = remat.fit(step, budget="75%", cache=cache, progress=False)
 value, g = fitted(w, x)
 (made,) = fitted.plans
 plain, expected = jax.jit(step)(w, x)
@@ -133,7 +197,7 @@ def test_two_processes_follow_the_same_plan(tmp_path):
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
     workers = [
         subprocess.Popen(
-            [sys.executable, "-c", WORKER, address, str(i)],
+            [sys.executable, "-c", WORKER, address, str(i), str(tmp_path / f"cache{i}")],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
         )
         for i in range(2)
@@ -149,3 +213,7 @@ def test_two_processes_follow_the_same_plan(tmp_path):
         next(line for line in out.splitlines() if line.startswith("PLAN")) for out, _ in results
     )
     assert first == second
+    assert not (tmp_path / "cache1").exists()
+    refused = [[x for x in out.splitlines() if x.startswith("REFUSED")] for out, _ in results]
+    assert "differentiates no region" in refused[0][0]
+    assert "process 0 could not make a plan" in refused[1][0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import logging
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 
 import remat
 from planner.region_cases import assert_same, normal
-from remat.planner import compiled as compiler, fit as fitting, plan as planning
+from remat.planner import compiled as compiler, plan as planning
 from remat.planner.cache import Cache
 
 W, X = normal(32, 32), normal(256, 32)
@@ -192,7 +193,7 @@ def test_given_plan_is_followed_without_planning():
     fitted = fit(counted, plan=plan_at("60%"))
     assert_same(fitted(W, X), jax.jit(step)(W, X), within=1e-5)
     fitted(W, X)
-    assert len(traced) == 1
+    assert len(traced) == 2  # once to follow the plan, once to see that it is of this program
     assert fitted.plan(W, X) is plan_at("60%")
     assert peak_of(fitted.lower(W, X).compile()) == plan_at("60%").peak_bytes
 
@@ -295,9 +296,88 @@ def test_plan_of_another_program_is_refused():
         fit(step, plan=made)(W, X[:128])
     with pytest.raises(remat.PlanError, match="differentiated in a way"):
         fit(jax.value_and_grad(loss, (0, 1)), plan=made)(W, X)
-    fitting.application.cache_clear()  # which remembers that another test met the region
-    with pytest.raises(remat.PlanError, match="loss#"):
-        fit(jax.value_and_grad(lambda w, x: jnp.sum(x @ w)), plan=made)(W, X)
+
+
+def test_a_step_without_the_plans_region_is_refused_whatever_jax_remembers():
+    made = plan_at("60%")
+    inner = jax.jit(step)
+    # The plan's session has met the region, and JAX remembers the inner function in it.
+    for _ in range(2):
+        fit(lambda w, x: inner(w, x), plan=made).lower(W, X)
+    unmarked = jax.value_and_grad(inspect.unwrap(loss))
+    for other in (unmarked, lambda w, x: (loss(w, x), w)):
+        with pytest.raises(remat.PlanError, match=r"decides about loss#.* does not differentiate"):
+            fit(other, plan=made).lower(W, X)
+
+
+def update(w, x, *, rate=0.1, momentum=False):
+    value, g = step(w, x)
+    return w - rate * g - (w if momentum else 0), value
+
+
+@pytest.mark.parametrize("budget", ["60%", "100%"])
+def test_plan_of_a_step_that_differs_outside_of_its_regions_is_refused(budget):
+    made = plan(update, W, X, budget=budget)
+    assert bool(made.regions) == (budget == "60%")
+    assert_same(fit(update, plan=made)(W, X), jax.jit(update)(W, X), within=1e-5)
+    fit(update, plan=made, donate_argnums=0).lower(W, X)
+    fit(functools.partial(update, rate=0.2), plan=made).lower(W, X)  # a number is no other program
+    for other in (functools.partial(update, momentum=True), step):
+        with pytest.raises(remat.PlanError, match=r"of another program .* plan again"):
+            fit(other, plan=made).lower(W, X)
+    with pytest.raises(remat.PlanError, match="plan again"):
+        fit(update, plan=made).lower(W, X[:128])
+    old = dataclasses.replace(made, program="0-0", versions=(("jax", "0.1"), ("jaxlib", "0.1")))
+    with pytest.raises(
+        remat.PlanError, match=r"was planned with jax 0\.1, here .*; jaxlib 0\.1, here"
+    ):
+        fit(update, plan=old).lower(W, X)
+
+
+def test_plan_with_static_arguments_is_of_those():
+    def of(w, n, x, *, act="tanh"):
+        @remat.auto
+        def deep(w, x):
+            for _ in range(n):
+                x = getattr(jnp, act)(x @ w)
+            return jnp.sum(x**2)
+
+        return jax.value_and_grad(deep)(w, x)
+
+    options = {"static_argnums": 1, "static_argnames": "act"}
+    made = plan(of, W, 3, X, kwargs={"act": "sin"}, budget="100%", **options)
+    assert made.regions == ()
+    fitted = fit(of, plan=made, **options)
+    assert_same(fitted(W, 3, x=X, act="sin"), jax.jit(of, **options)(W, 3, X, act="sin"))
+    for n, act in ((4, "sin"), (3, "cos")):
+        with pytest.raises(remat.PlanError, match="of another program"):
+            fitted(W, n, X, act=act)
+
+
+def test_plan_of_a_sharded_step_is_of_its_shardings():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    w, x = jax.device_put(W, whole), jax.device_put(X, rows)
+    made = plan(step, jax.ShapeDtypeStruct(W.shape, W.dtype), x, budget="100%")
+    fitted = fit(step, plan=made)
+    assert_same(fitted(w, x), jax.jit(step)(W, X), within=1e-5)
+    jax.jit(lambda w, x: fitted(w, x)).lower(w, x)  # where nobody knows the shardings
+    columns = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
+    for other in ((w, jax.device_put(X, whole)), (jax.device_put(W, columns), x)):
+        with pytest.raises(remat.PlanError, match="divided over devices in another way"):
+            fit(step, plan=made)(*other)
+    with pytest.raises(remat.PlanError, match="plan again"):
+        fit(step, plan=made)(W, X)
+
+
+def test_donation_and_results_shardings_are_no_others_cache_entry(tmp_path):
+    cache = Cache(tmp_path)
+    peaks = [
+        remat.plan(update, W, X, budget="100%", cache=cache, progress=False, **options).peak_bytes
+        for options in ({}, {"donate_argnums": 0}, {})
+    ]
+    assert peaks[0] - peaks[1] == W.nbytes and peaks[2] == peaks[0]
 
 
 def test_budget_and_plan_exclude_each_other():

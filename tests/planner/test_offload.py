@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import pytest
 
 import remat
-from planner.region_cases import assert_same, normal, traced_in
+from planner.region_cases import assert_same, normal
 from remat.errors import BudgetError, PlanError
 from remat.planner.cache import Cache
+from remat.planner.edits import loop_results
 from remat.planner.emit import RegionDecision, save_everything
 from remat.planner.plan_file import RegionPlan, SavedValue
 from remat.planner.regions import Application, Recording, loop_depth
@@ -41,7 +42,7 @@ def saving_everything():
 
 def plan_of(step, args):
     recording = Recording()
-    traced_in(recording, step, args)
+    program = Step(step, args, {}, target(None), {}).trace(recording).program
     regions = []
     for record in recording.records.values():
         values = record.region.numbering.vars
@@ -50,9 +51,10 @@ def plan_of(step, args):
             for n in save_everything(record.region).saved
         )
         counts = len(values), len(record.backward.eqns)
-        regions.append(RegionPlan(*record.region_id, record.mark, *counts, saved, ()))
+        results = loop_results(record.region.numbering)
+        regions.append(RegionPlan(*record.region_id, record.mark, *counts, saved, (), results))
     figures = 0, None, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0
-    return remat.Plan("by hand", "cpu", (), *figures, tuple(regions), (), (), False)
+    return remat.Plan(program, "cpu", (), *figures, tuple(regions), (), (), False)
 
 
 def edited(plan, change):

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from remat.errors import PlanError
+from remat.planner import plan_file
 from remat.planner.plan_file import (
     Attempt,
     LoopPlan,
@@ -32,7 +33,7 @@ _BODY = RegionPlan(
     4,
     (SavedValue(0, "bf16[4]", 8),),
     (),
-    (SavedValue(2, "bf16[64]", 128, offloaded=True),),
+    offloaded_inputs=(SavedValue(2, "bf16[64]", 128, offloaded=True),),
 )
 _LOSS = RegionPlan(
     "loss#1a2b",
@@ -100,6 +101,7 @@ regions = st.builds(
     st.integers(30, 40),
     st.lists(saved_values, max_size=4, unique_by=lambda v: v.number).map(tuple),
     st.lists(segments, max_size=4).map(lambda s: tuple(sorted(s, key=lambda x: x.start))),
+    st.sampled_from([(), ((0, 0), (3, 2), (5, 16))]),
     st.lists(
         st.builds(SavedValue, whole, text, whole, offloaded=st.just(True)),
         max_size=2,
@@ -129,6 +131,7 @@ def plans(draw: st.DrawFn) -> Plan:
         tuple(draw(st.lists(loops, max_size=3, unique_by=lambda loop: loop.key))),
         tuple(draw(st.lists(st.builds(Attempt, whole, whole, number, number), max_size=3))),
         is_verified,
+        draw(text),
         draw(whole),
         draw(number),
     )
@@ -301,7 +304,7 @@ _DAMAGED: dict[str, tuple[str, str, str, str]] = {
     "number too large": ('"number": 3', '"number": 9', '"number": 9', "no value 9"),
     "recomputed too large": ("[5, 6]", "[5, 9]", "[5, 9]", "no value 9"),
     "fewer values": ('"n_values": 9', '"n_values": 4', '"number": 4', "no value 4"),
-    "start too large": ('7, "recomputed": []', '21, "recomputed": []', "21", "between 0 and 20"),
+    "start too large": ('7, "recomputed": []', '21, "recomputed": []', '"start": 21', "between 0 and 20"),
     "start too small": ('7, "recomputed": [5, 8]', '6, "recomputed": [5, 8]', "[5, 8]", "between 7"),
     "group 0": ('"group": 4', '"group": 0', '"group": 0', "at least 1"),
     "negative": ('"number": 3', '"number": -1', '"number": -1', "number must be"),
@@ -465,11 +468,13 @@ def test_an_error_shows_no_control_characters_and_not_the_whole_file() -> None:
         assert str(refused.value).isprintable()
 
 
-def test_a_file_without_end_is_refused() -> None:
-    if not os.path.exists("/dev/zero"):
-        pytest.skip("needs /dev/zero")
-    with pytest.raises(PlanError, match="longer than"):
-        Plan.load("/dev/zero")
+def test_a_file_longer_than_any_plan_is_not_read_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    monkeypatch.setattr(plan_file, "_MOST_FILE_BYTES", 100)
+    with pytest.raises(PlanError, match="longer than 100 bytes"):
+        Plan.load(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize("path", ["none.json", ".", "none/plan.json", "nul\0.json", "x" * 5000])
@@ -540,6 +545,9 @@ def test_plans_made_by_hand_are_checked_too() -> None:
         (_LOSS, {"n_values": 8}),
         (_LOSS, {"n_operations": 6}),
         (_LOSS, {"segments": _LOSS.segments[::-1]}),
+        (_LOSS, {"loop_results": ((0, 10),)}),
+        (_LOSS, {"loop_results": ((3, 2), (4, 1))}),
+        (_LOSS, {"loop_results": ((3,),)}),
         (_LOSS.saved[0], {"number": -1}),
         (PLAN.loops[0], {"group": 0}),
     ]
@@ -588,5 +596,25 @@ def test_an_explanation_says_what_was_asked_and_reached() -> None:
         "Loop loss#1a2b/scan0: in groups of 4 steps",
     ):
         assert part in explanation
+    several = dataclasses.replace(PLAN, loops=(LoopPlan("loss#1a2b/scan0", 1, 2),))
+    assert "2 steps in each iteration" in several.explain()
     beyond = dataclasses.replace(PLAN, budget_bytes=3999)
     assert "more than the budget" in beyond.explain()
+
+
+def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path / "link", tmp_path, Path("/dev/null")):
+        with pytest.raises(PlanError, match="not a regular file"):
+            Plan.load(path)
+
+
+def test_saving_writes_through_no_link_that_somebody_left(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("precious")
+    path = tmp_path / "plan.json"
+    path.symlink_to(other)
+    PLAN.save(path)
+    assert other.read_text() == "precious"
+    assert Plan.load(path) == PLAN and not path.is_symlink()

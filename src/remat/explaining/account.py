@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from remat import _jax
-from remat.explaining.sides import Sides, is_region, is_view
+from remat.explaining.sides import Sides, is_region, is_view, merged
 from remat.flops import flops_of
 from remat.planner.fusion import Fused, Price, fuse
 from remat.planner.program import Op, Program
@@ -58,14 +58,21 @@ def account_of(
     price: Price,
     *,
     results_from_start: bool,
+    duplicates: bool,
 ) -> Account:
-    """Account for a step's memory and time."""
-    return _Accounting(sides, price).account(names, donated, results_from_start)
+    """Account for a step's memory and time.
+
+    Args:
+      results_from_start: whether the memory of results is there from the start.
+      duplicates: whether kernels compute cheap values for themselves, as in `fusion.fuse`.
+    """
+    return _Accounting(sides, price, duplicates).account(names, donated, results_from_start)
 
 
-def temporaries_bytes(program: Program) -> int:
+def temporaries_bytes(program: Program, *, duplicates: bool) -> int:
     """The most that is live at once of what is neither argument nor result."""
-    return no_remat(fuse(program, lambda *_: 0.0, lambda _: True).graph).peak_bytes
+    fused = fuse(program, lambda *_: 0.0, lambda _: True, duplicates=duplicates)
+    return no_remat(fused.graph).peak_bytes
 
 
 def source_of(op: Op) -> str:
@@ -89,10 +96,12 @@ class _Use:
 
 
 class _Accounting:
-    def __init__(self, sides: Sides, price: Price) -> None:
-        self.sides = sides
+    def __init__(self, sides: Sides, price: Price, duplicates: bool) -> None:
+        self.before = sides  # as it was written, with what it computes twice
+        self.sides = sides = merged(sides)
         self.program = sides.program
-        self.fused: Fused = fuse(self.program, price, lambda _: True)
+        self.duplicates = duplicates
+        self.fused: Fused = fuse(self.program, price, lambda _: True, duplicates=duplicates)
         ops = self.program.ops
         self.producer = {v: i for i, op in enumerate(ops) for v in op.results}
         self.kernels = [node.id for node in self.fused.graph.nodes if node.id < len(ops)]
@@ -161,14 +170,19 @@ class _Accounting:
             steps=tuple(steps),
             segments=tuple(self._segments()),
             alias_bytes=alias_bytes,
-            flops=self.program.flops,
+            flops=self.before.program.flops,
             recompute_flops=self._recompute_flops(),
             time_s=sum(step.time_s for step in steps),
             recompute_time_s=again_s,
             saved_bytes=saved,
             saved_argument_bytes=of_arguments,
-            undone_bytes=temporaries_bytes(self.sides.undone()) if self.sides.same else 0,
+            undone_bytes=self._undone_bytes(),
         )
+
+    def _undone_bytes(self) -> int:
+        if not self.sides.same:
+            return 0
+        return temporaries_bytes(self.sides.undone(), duplicates=self.duplicates)
 
     # The timeline
 
@@ -396,20 +410,12 @@ class _Accounting:
     def saved_by(self, number: int) -> int:
         """Bytes that the forward pass computes and one region reads in its backward half."""
         operands = dict.fromkeys(self.sides.all_regions[number].operands)
-        roots = {self._behind(v) for v in operands}
+        roots = {_behind(v, self.program, self.producer) for v in operands}
         return sum(
             self.program.bytes[v]
             for v in roots
             if v in self.producer and self.sides.phases[self.producer[v]] == "forward"
         )
-
-    def _behind(self, v: int) -> int:
-        while (i := self.producer.get(v)) is not None:
-            op = self.program.ops[i]
-            if not _passes_on(op):
-                break
-            v = op.operands[0]
-        return v
 
     def again_by(self, number: int) -> float:
         return float(
@@ -425,7 +431,7 @@ class _Accounting:
     # Sums
 
     def _recompute_flops(self) -> float:
-        ops, sides = self.program.ops, self.sides
+        sides, ops = self.before, self.before.program.ops
         outside = sum(op.flops for op, p in zip(ops, sides.phases) if p == "recompute")
         inside = sum(
             recomputed_inside(eqn) * (op.flops / max(flops_of(eqn), 1))
@@ -446,17 +452,16 @@ class _Accounting:
 
     def _residual_bytes(self) -> tuple[int, int]:
         """What crosses from the forward pass to the backward pass, before fusion."""
-        phases, ops = self.sides.phases, self.program.ops
+        program, phases = self.before.program, self.before.phases
+        producer = {v: i for i, op in enumerate(program.ops) for v in op.results}
         later: tuple[Phase, ...] = ("backward", "recompute")
-        read = {v for op, phase in zip(ops, phases) if phase in later for v in op.operands}
-        roots = {self._behind(v) for v in read}
+        read = {v for op, phase in zip(program.ops, phases) if phase in later for v in op.operands}
+        roots = {_behind(v, program, producer) for v in read}
         saved = sum(
-            self.program.bytes[v]
-            for v in roots
-            if v in self.producer and phases[self.producer[v]] == "forward"
+            program.bytes[v] for v in roots if v in producer and phases[producer[v]] == "forward"
         )
-        inputs = set(self.sides.inputs)
-        return saved, sum(self.program.bytes[v] for v in roots if v in inputs)
+        inputs = set(self.before.inputs)
+        return saved, sum(program.bytes[v] for v in roots if v in inputs)
 
 
 def recomputed_inside(eqn: _jax.JaxprEqn) -> int:
@@ -488,6 +493,13 @@ def _recomputed_in_region(eqn: _jax.JaxprEqn) -> int:
         else:
             total += flops_of(inner)
     return total
+
+
+def _behind(v: int, program: Program, producer: Mapping[int, int]) -> int:
+    """The value that another is a view or a copy of."""
+    while (i := producer.get(v)) is not None and _passes_on(program.ops[i]):
+        v = program.ops[i].operands[0]
+    return v
 
 
 def _passes_on(op: Op) -> bool:

@@ -5,11 +5,14 @@ step does, not from how it is written:
 
     no_gradient                  nothing is differentiated
     no_regions                   nothing is rematerialized
+    checkpointed_loop            a loop is rematerialized, so often as only running it says
     undone_by_compiler           compiled, the step needs what it needs with its regions written out
     policy_matched_nothing       no value is what a policy wants to save
+    policy_name_unknown          some of a policy's names are given to nothing, others are
     arguments_dominate           most of the peak are arguments and results
     scan_recomputed_at_once      a region recomputes all steps of a loop before it uses the first
     region_recomputed_at_once    a region recomputes so much at once that the peak stays
+    saves_as_much                what regions save is as much as what they recompute
     inner_policy_overridden      an outer region computes again what an inner policy saves
 """
 
@@ -24,7 +27,10 @@ from remat.explaining import regions
 from remat.explaining.account import Account
 from remat.explaining.sides import Sides
 from remat.explaining.step import TracedStep
+from remat.report.groups import groups
 from remat.report.model import Finding, Memory
+from remat.report.timeline import live_at, timeline
+from remat.transform import policies
 from remat.units import format_bytes
 
 
@@ -34,7 +40,7 @@ class Facts:
 
     Args:
       compiled: the compiler's figures, if it was asked.
-      compiled_inlined: asks it for the temporaries of the step with its regions written out.
+      compiled_inlined: asks it for the temporaries of the step with some of its regions written out.
     """
 
     step: TracedStep
@@ -42,7 +48,7 @@ class Facts:
     account: Account
     predicted: Memory
     compiled: Memory | None
-    compiled_inlined: Callable[[], int | None]
+    compiled_inlined: Callable[[Callable[[_jax.JaxprEqn], bool]], int | None]
 
 
 def findings_of(facts: Facts) -> tuple[Finding, ...]:
@@ -58,7 +64,9 @@ def findings_of(facts: Facts) -> tuple[Finding, ...]:
             ),
         )
     found = list(regions.all_regions(facts.step.jaxpr))
-    made = [*_no_regions(facts, found), *_undone(facts, found), *_matched_nothing(facts, found)]
+    loops = list(regions.checkpointed_loops(facts.step.jaxpr))
+    made = [*_checkpointed_loops(loops)] if loops else [*_no_regions(facts, found)]
+    made += [*_undone(facts, found), *_matched_nothing(facts, found)]
     made += [*_at_once(facts, found), *_overridden(found), *_arguments(facts, found)]
     return tuple(dict.fromkeys(made))
 
@@ -76,36 +84,61 @@ def _no_regions(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
         )
 
 
+def _checkpointed_loops(loops: list[_jax.JaxprEqn]) -> Iterator[Finding]:
+    for eqn in loops:
+        yield Finding(
+            "checkpointed_loop",
+            "info",
+            f"A loop{_at(eqn)} keeps some of its states and runs the steps between once more in the "
+            "backward pass. How often is not in its type: FLOPs and seconds here count the body once.",
+            "Set checkpoints= of the loop: more of them take more memory and repeat fewer steps.",
+        )
+
+
+def _at(eqn: _jax.JaxprEqn) -> str:
+    line = _jax.source_line_of(eqn)
+    return f" ({line})" if line else ""
+
+
 def _undone(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
     compiled, before = facts.compiled, facts.account.undone_bytes
     predicted = facts.predicted.temp_bytes
     if compiled is None or before <= 1.05 * predicted:
         return
-    if 2 * compiled.temp_bytes < predicted + before:
+    if compiled.temp_bytes < 1.15 * predicted:
         return
-    # The prediction is not exact enough to say so; the compiler is.
-    inlined = facts.compiled_inlined()
-    if inlined is None or compiled.temp_bytes < 0.97 * inlined:
+    # The prediction is not exact enough to say so; the compiler is. Those regions are tried that may
+    # be undone, so that others beside them do not hide it.
+    outside = [f.eqn for f in found if not f.in_loop]
+    exposed = [eqn for eqn in outside if _is_exposed(eqn)]
+    inlined = facts.compiled_inlined(_is_exposed if exposed else lambda _: True)
+    # Compilers order what is written out a little differently; of ours none should be undone at all.
+    if inlined is None or compiled.temp_bytes < (0.9 if exposed else 0.97) * inlined:
         return
-    theirs = [f for f in found if f.eqn.primitive.name != "remat"]
-    free = [f for f in found if not _prevents(f.eqn)]
-    if free:
+    if any(not _prevents(eqn) for eqn in outside):
         step = "Leave out prevent_cse=False: it is for regions in the body of a loop."
-    elif theirs:
+    elif exposed:
         step = (
             "Use remat.checkpoint in place of jax.checkpoint, or jaxlib 0.11.1 or later: CPU "
             "compilers before it merge what jax.checkpoint recomputes with the forward pass."
         )
     else:
         step = "Report it with the versions above, please: remat.checkpoint should survive here."
+    some = f"{len(exposed)} of its {len(outside)} regions" if exposed else "its regions"
+    which = "its regions" if len(exposed) == len(outside) else some
     yield Finding(
         "undone_by_compiler",
         "error",
         f"The compiler undoes rematerialization: the step needs {format_bytes(compiled.temp_bytes)} of "
-        f"temporaries, and {format_bytes(inlined)} with its regions written out; about "
+        f"temporaries, and {format_bytes(inlined)} with {which} written out; about "
         f"{format_bytes(predicted)} were expected.",
         step,
     )
+
+
+def _is_exposed(eqn: _jax.JaxprEqn) -> bool:
+    """Whether a region is one that a compiler may merge with the forward pass."""
+    return eqn.primitive.name != "remat" or not _prevents(eqn)
 
 
 def _prevents(eqn: _jax.JaxprEqn) -> bool:
@@ -130,15 +163,43 @@ def _matched_nothing(facts: Facts, found: list[regions.Found]) -> Iterator[Findi
             ]
         else:
             looked_at = [facts.step.jaxpr]
+        if any(map(regions.hides_names, looked_at)):
+            # The forward rule of a custom derivative shows once it is differentiated.
+            looked_at.append(facts.step.jaxpr)
         if any(True for body in looked_at for _ in regions.matches(policy, body)):
+            yield from _names_unknown(facts, policy)
             continue
-        yield _nothing_like(policy, given if given is not None else facts.step.jaxpr, theirs)
+        known = regions.names_in(facts.step.jaxpr)
+        known.update(regions.names_in(given) if given is not None else {})
+        yield _nothing_like(policy, known, theirs)
 
 
-def _nothing_like(policy: object, jaxpr: _jax.Jaxpr, theirs: bool) -> Finding:
+def _names_unknown(facts: Facts, policy: object) -> Iterator[Finding]:
+    """Of a policy of JAX that saves something; ours refuse such names, unless they are told not to."""
+    if isinstance(policy, policies.Policy):
+        return
+    known = regions.names_in(facts.step.jaxpr)
+    if facts.step.undifferentiated is not None:
+        known.update(regions.names_in(facts.step.undifferentiated))
+    wanted = regions.names_wanted(policy)
+    absent = [name for name in wanted if name not in known]
+    if known and absent and len(absent) < len(wanted):
+        yield Finding(
+            "policy_name_unknown",
+            "info",
+            f"The policy {_called(policy)} speaks of {', '.join(map(repr, absent))}, which nothing in "
+            "the step is named.",
+            f"If it is a slip, {closest(absent[0], known)}",
+        )
+
+
+def _called(policy: object) -> str:
     called = getattr(policy, "__qualname__", "") or repr(policy)
-    called = called.split(".<locals>")[0]
-    wanted, known = regions.names_wanted(policy), regions.names_in(jaxpr)
+    return called.split(".<locals>")[0]
+
+
+def _nothing_like(policy: object, known: dict[str, str], theirs: bool) -> Finding:
+    called, wanted = _called(policy), regions.names_wanted(policy)
     discarded = [name for name in wanted if name in known]
     if not wanted:
         return Finding(
@@ -163,7 +224,9 @@ def _nothing_like(policy: object, jaxpr: _jax.Jaxpr, theirs: bool) -> Finding:
         "policy_matched_nothing",
         "error",
         f"The policy {called} saves {names}, which no value of the region has: nothing is saved by it.",
-        f"Write a name that checkpoint_name gives: {closest(wanted[0], known)}",
+        f"Write a name that checkpoint_name gives: {closest(wanted[0], known)}"
+        if known
+        else f"Name what is to be saved: x = remat.checkpoint_name(x, {wanted[0]!r}).",
     )
 
 
@@ -184,7 +247,7 @@ def _at_once(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
                 yield Finding(
                     "scan_recomputed_at_once",
                     "warning",
-                    f"The checkpoint is around a whole scan of {n} steps ({_jax.source_line_of(eqn)}): "
+                    f"The checkpoint is around a whole scan of {n} steps{_at(eqn)}: "
                     f"its backward pass recomputes all of them at once and holds {format_bytes(size)}, "
                     "as much as was not saved before.",
                     "Checkpoint the body of the scan in its place (remat.checkpoint(body)), or use "
@@ -193,15 +256,38 @@ def _at_once(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
     before = facts.account.undone_bytes
     share = facts.account.recompute_flops / max(facts.account.flops, 1.0)
     if before and not by_loops and share and predicted >= 0.9 * before:
-        yield Finding(
+        yield _no_gain(facts, found, 100 * share)
+
+
+def _no_gain(facts: Facts, found: list[regions.Found], percent: float) -> Finding:
+    """Why the peak stays although something is recomputed: by what is live there."""
+    at = timeline(facts.account.values, facts.account.steps).peak_step or 0
+    live = live_at(facts.account.values, at)
+    saved, again = (sum(v.n_bytes for v in live if v.kind == k) for k in ("saved", "recomputed"))
+    costs = (
+        f"{format_bytes(facts.predicted.temp_bytes)} of temporaries, and "
+        f"{format_bytes(facts.account.undone_bytes)} without rematerialization, for {percent:.2g} % of "
+        "the step's FLOPs."
+    )
+    if again >= saved:
+        return Finding(
             "region_recomputed_at_once",
             "warning",
-            f"What is recomputed is live all at once: {format_bytes(predicted)} of temporaries, and "
-            f"{format_bytes(before)} without rematerialization, for {100 * share:.0f} % of the step's "
-            "FLOPs.",
+            f"What is recomputed is live all at once: {costs}",
             "Checkpoint smaller parts, each layer by itself, or mark the loss with remat.auto, which "
             "recomputes it piece by piece.",
         )
+    if any(regions.chooses(one.policy) for one in found):
+        step = "Save less: choose a policy that saves fewer values, or none; or mark the loss with "
+    else:
+        step = "Put more into each region, whose inputs are saved; or mark the loss with "
+    return Finding(
+        "saves_as_much",
+        "warning",
+        f"What the regions save, {format_bytes(saved)} at the peak, is as much as what they recompute: "
+        f"{costs}",
+        f"{step}remat.auto, which chooses what to save.",
+    )
 
 
 def _overridden(found: list[regions.Found]) -> Iterator[Finding]:
@@ -214,11 +300,11 @@ def _overridden(found: list[regions.Found]) -> Iterator[Finding]:
         again, _ = regions.split(outer.eqn)
         dropped = list(regions.matches(policy, _equations(again, outer.eqn), times=outer.times))
         if dropped:
-            size, line = sum(m.n_bytes for m in dropped), _jax.source_line_of(outer.eqn)
+            size = sum(m.n_bytes for m in dropped)
             yield Finding(
                 "inner_policy_overridden",
                 "warning",
-                f"An outer checkpoint ({line}) recomputes what the policy of a checkpoint inside it "
+                f"An outer checkpoint{_at(outer.eqn)} recomputes what the policy of a checkpoint inside it "
                 f"saves: {format_bytes(size)}, {dropped[0].type} from {dropped[0].source} among it.",
                 "Give the outer checkpoint that policy (remat.checkpoint passes it on to loops and "
                 "calls inside), or remove one of the two.",
@@ -236,13 +322,16 @@ def _arguments(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
     if 2 * fixed < memory.peak_bytes or not memory.peak_bytes:
         return
     effect = max(0, facts.account.undone_bytes - memory.temp_bytes)
+    values = [v for v in facts.account.values if v.kind in ("argument", "output")]
+    most = sorted(groups(values), key=lambda group: -group.n_bytes)[:2]
     unimpressive = bool(found) and effect < 0.1 * memory.peak_bytes
     yield Finding(
         "arguments_dominate",
         "warning" if unimpressive else "info",
         f"Arguments and results are {format_bytes(fixed)} of the peak of "
         f"{format_bytes(memory.peak_bytes)} ({100 * fixed / memory.peak_bytes:.0f} %), which "
-        f"rematerialization cannot make smaller; temporaries are {format_bytes(memory.temp_bytes)}.",
-        "Donate what the step replaces (donate_argnums), shard parameters and optimizer state over "
-        "devices, or keep them in a smaller dtype.",
+        f"rematerialization cannot make smaller; temporaries are {format_bytes(memory.temp_bytes)}. "
+        f"The largest: {'; '.join(f'{group.kind} {group}' for group in most)}.",
+        "Donate what the step replaces (donate_argnums), shard parameters, optimizer state or the "
+        "batch over devices, or keep them in a smaller dtype.",
     )

@@ -119,7 +119,7 @@ class _Counting:
                         last[b] = at
             if mine is None:
                 mine = []
-                op_name = _between(one.rest, 'op_name="', '"')
+                op_name = _between(one.rest, 'op_name="', '"').replace("\\'", "'")
                 for type_, n_bytes in _arrays(one.type):
                     b = len(made)
                     made[b] = Held(n_bytes, type_, op_name or one.opcode)

@@ -9,7 +9,7 @@ outer region's backward half computes once more.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from remat import _jax
@@ -26,27 +26,41 @@ class Found:
       eqn: the equation.
       times: how often the step runs it.
       outer: the region's backward half that it is in, if it is in one.
+      in_loop: whether it is in the body of a loop, where a compiler does not merge its two halves.
     """
 
     eqn: _jax.JaxprEqn
     times: int
     outer: Found | None
+    in_loop: bool
 
     @property
     def policy(self) -> Any:
         return self.eqn.params.get("policy")
 
 
-def all_regions(jaxpr: _jax.Jaxpr, times: int = 1, outer: Found | None = None) -> Iterator[Found]:
+def all_regions(
+    jaxpr: _jax.Jaxpr, times: int = 1, outer: Found | None = None, *, in_loop: bool = False
+) -> Iterator[Found]:
     """The backward halves of regions at any depth, outer ones first."""
     for eqn in jaxpr.eqns:
         inner = outer
         if is_region(eqn):
-            inner = Found(eqn, times, outer)
+            inner = Found(eqn, times, outer, in_loop)
             yield inner
+        loops = in_loop or eqn.primitive.name in ("scan", "while")
         more = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
         for body in _jax.jaxprs_of(eqn):
-            yield from all_regions(_jax.open_jaxpr(body), more, inner)
+            yield from all_regions(_jax.open_jaxpr(body), more, inner, in_loop=loops)
+
+
+def checkpointed_loops(jaxpr: _jax.Jaxpr) -> Iterator[_jax.JaxprEqn]:
+    """The backward halves of loops that keep some states and run the steps between once more."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "remat_linear" and _jax.is_transposed(eqn):
+            yield eqn
+        for body in _jax.jaxprs_of(eqn):
+            yield from checkpointed_loops(_jax.open_jaxpr(body))
 
 
 def chooses(policy: Any) -> bool:
@@ -115,6 +129,24 @@ def names_in(jaxpr: _jax.Jaxpr) -> dict[str, str]:
     return found
 
 
+def runs(jaxpr: _jax.Jaxpr, primitive: str) -> bool:
+    """Whether a primitive is in a jaxpr at any depth."""
+    return any(
+        eqn.primitive.name == primitive
+        or any(runs(_jax.open_jaxpr(body), primitive) for body in _jax.jaxprs_of(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
+def hides_names(jaxpr: _jax.Jaxpr) -> bool:
+    """Whether something in a jaxpr has a derivative of its own, whose values are not in the jaxpr."""
+    return any(
+        _jax.has_hidden_rules(eqn)
+        or any(hides_names(_jax.open_jaxpr(b)) for b in _jax.jaxprs_of(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
 def names_wanted(policy: Any) -> tuple[str, ...]:
     """The names that a policy is to save, as far as it shows them."""
     if isinstance(policy, policies.Policy):
@@ -156,11 +188,11 @@ def _call(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
     return None if is_region(eqn) else inline_body(eqn)
 
 
-def inlined(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """A step whose regions are plain operations, which a compiler may merge with the forward pass."""
+def inlined(jaxpr: _jax.Jaxpr, chosen: Callable[[_jax.JaxprEqn], bool]) -> _jax.Jaxpr:
+    """A step with some of its regions written out, which a compiler merges with the forward pass."""
 
     def region(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
-        is_one = eqn.primitive.name in ("remat", "remat2", "checkpoint")
+        is_one = eqn.primitive.name in ("remat", "remat2", "checkpoint") and chosen(eqn)
         return _jax.open_jaxpr(eqn.params["jaxpr"]) if is_one else None
 
     return _jax.inline_calls(jaxpr, region)

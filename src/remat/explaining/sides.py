@@ -88,6 +88,36 @@ class Sides:
         return without_dead(dataclasses.replace(self.program, ops=tuple(ops), outputs=outputs))
 
 
+def merged(sides: Sides) -> Sides:
+    """The same with what is computed twice outside of regions computed once, as compilers do."""
+    program = sides.program
+    first: dict[Any, tuple[int, ...]] = {}
+    of: dict[int, int] = {}
+    kept: list[int] = []
+    ops: list[Op] = []
+    for i, (op, eqn) in enumerate(zip(program.ops, sides.eqns)):
+        op = dataclasses.replace(op, operands=tuple(of.get(v, v) for v in op.operands))
+        if sides.regions[i] == -1 and not eqn.effects and not any(_jax.jaxprs_of(eqn)):
+            literals = tuple(str(v) for v in eqn.invars if not _jax.is_var(v))
+            types = tuple(program.types[v] for v in op.results)
+            params = str(sorted(eqn.params.items()))
+            again = first.setdefault((op.name, op.operands, literals, params, types), op.results)
+            if again is not op.results:
+                of.update(zip(op.results, again))
+                continue
+        kept.append(i)
+        ops.append(op)
+    outputs = tuple(of.get(v, v) for v in program.outputs)
+    return dataclasses.replace(
+        sides,
+        program=dataclasses.replace(program, ops=tuple(ops), outputs=outputs),
+        phases=tuple(sides.phases[i] for i in kept),
+        regions=tuple(sides.regions[i] for i in kept),
+        eqns=tuple(sides.eqns[i] for i in kept),
+        same={v: of.get(w, w) for v, w in sides.same.items() if v not in of},
+    )
+
+
 def sides_of_step(jaxpr: _jax.Jaxpr, shards: Sequence[int]) -> Sides:
     """The program of a step and its parts."""
     # All effects stay, and so do all inputs.
@@ -238,7 +268,9 @@ def _same(program: Program, notes: Sequence[_Note], literals_of: dict[int, str])
             continue
         written = tuple(str(v) for v in note.eqn.invars if not _jax.is_var(v))
         types = tuple(program.types[v] for v in op.results)
-        key = (op.name, op.source, alike, written, types)
+        # What an operation does beside its name; calls and bodies are told apart by their lines.
+        params = "" if any(_jax.jaxprs_of(note.eqn)) else str(sorted(note.eqn.params.items()))
+        key = (op.name, op.source, alike, written, types, params)
         if note.phase == "forward":
             # What the forward pass computes twice itself (a mask in each layer) is one value too.
             copy_of.update(zip(op.results, first.setdefault(key, op).results))

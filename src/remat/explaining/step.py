@@ -21,6 +21,9 @@ from remat.transform.residuals import Residuals, residuals
 
 _jax.exclude_from_tracebacks(__file__)
 
+#: What inputs are called that the function closes over.
+CLOSED_OVER = "closed-over constant"
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedStep:
@@ -51,24 +54,72 @@ class TracedStep:
 
 def traced_step(f: Callable, args: tuple, kwargs: dict[str, Any], target: Target) -> TracedStep:
     """Trace a function or step with arguments of it, on a target."""
+    if isinstance(f, (jax.stages.Lowered, jax.stages.Compiled)):
+        raise TypeError(
+            "remat.explain takes the function itself, jitted or not: a program that is lowered or "
+            "compiled does not show what was differentiated. The same program is compiled for it."
+        )
     if not callable(f):
         raise TypeError(f"remat.explain takes a function or a training step, not {f!r}.")
     args, kwargs = place((args, kwargs), target)
     title = getattr(f, "__name__", type(f).__name__)
-    plain = _jitted(f).trace(*args, **kwargs)
+    f, args, kwargs = _of_arrays(f, args, kwargs)
+    plain = _trace(f, args, kwargs)
     jaxpr, consts = _jax.detach_consts(plain.jaxpr)
+    known = _Arguments(f, args, kwargs)
     if _has_gradient(jaxpr) or not args or not _differentiable(args[0]):
-        return _made(title, f, plain, jaxpr, consts, args, kwargs, None, None)
+        return _made(title, known, plain, jaxpr, consts, None, None)
 
-    traced = jax.jit(value_and_gradient(f)).trace(*args, **kwargs)
+    args, kwargs = known.dynamic
+    traced = jax.jit(value_and_gradient(known.of_dynamic)).trace(*args, **kwargs)
     of_step, consts = _jax.detach_consts(traced.jaxpr)
-    kept = residuals(f, *args, **kwargs)
-    return _made(title, f, traced, of_step, consts, args, kwargs, jaxpr, kept)
+    kept = residuals(known.of_dynamic, *args, **kwargs)
+    return _made(title, known, traced, of_step, consts, jaxpr, kept)
+
+
+class _Arguments:
+    """A function's arguments, with those apart that its `jax.jit` takes as static."""
+
+    def __init__(self, f: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+        numbers, names = _jax.static_arguments(f)
+        self.f, self.args, self.kwargs = f, args, kwargs
+        self._fixed = {n % len(args) for n in numbers if -len(args) <= n < len(args)}
+        self._fixed_names = set(names) & set(kwargs)
+        self._passed = [i for i in range(len(args)) if i not in self._fixed]
+
+    @property
+    def dynamic(self) -> tuple[tuple, dict[str, Any]]:
+        """The arguments that are inputs of the program."""
+        named = {k: v for k, v in self.kwargs.items() if k not in self._fixed_names}
+        return tuple(self.args[i] for i in self._passed), named
+
+    @property
+    def of_dynamic(self) -> Callable:
+        """The function of them alone."""
+        if not self._fixed and not self._fixed_names:
+            return self.f
+
+        @_jax.wraps(self.f)
+        def function(*dynamic: Any, **named: Any) -> Any:
+            args = list(self.args)
+            for i, x in zip(self._passed, dynamic):
+                args[i] = x
+            return self.f(*args, **{**self.kwargs, **named})
+
+        return function
+
+    def names(self, n_inputs: int) -> tuple[str, ...]:
+        """What the inputs are called."""
+        args, kwargs = self.args, self.kwargs
+        return _jax.argument_names(
+            self.f, args, kwargs, n_inputs, tuple(self._fixed), tuple(self._fixed_names)
+        )
 
 
 def has_gradient(f: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a function holds a gradient of its own."""
-    return _has_gradient(_jax.open_jaxpr(_jitted(f).trace(*args, **kwargs).jaxpr))
+    f, args, kwargs = _of_arrays(f, args, kwargs)
+    return _has_gradient(_jax.open_jaxpr(_trace(f, args, kwargs).jaxpr))
 
 
 def value_and_gradient(f: Callable) -> Callable:
@@ -82,37 +133,59 @@ def value_and_gradient(f: Callable) -> Callable:
     return step
 
 
-def _jitted(f: Callable) -> Any:
-    return f if hasattr(f, "trace") else jax.jit(f)
+def _trace(f: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    if hasattr(f, "trace"):
+        traced = f.trace(*args, **kwargs)
+        if hasattr(traced, "jaxpr"):  # `nnx.jit` keeps it to itself
+            return traced
+    return jax.jit(f).trace(*args, **kwargs)
+
+
+def _of_arrays(
+    f: Callable, args: tuple, kwargs: dict[str, Any]
+) -> tuple[Callable, tuple, dict[str, Any]]:
+    """The function of the arrays alone, where its arguments hold other leaves, as Equinox's do."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    others = {i: x for i, x in enumerate(leaves) if not hasattr(x, "dtype") and not _is_number(x)}
+    if not others or hasattr(f, "trace"):  # a jitted function says itself which it takes
+        return f, args, kwargs
+
+    @_jax.wraps(f)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        given = tree.flatten_up_to((args, kwargs))
+        args, kwargs = tree.unflatten([others.get(i, x) for i, x in enumerate(given)])
+        return f(*args, **kwargs)
+
+    return function, *tree.unflatten([None if i in others else x for i, x in enumerate(leaves)])
 
 
 def _made(
     title: str,
-    f: Callable,
+    arguments: _Arguments,
     traced: Any,
     jaxpr: _jax.Jaxpr,
     consts: Sequence[Any],
-    args: tuple,
-    kwargs: dict[str, Any],
     undifferentiated: _jax.Jaxpr | None,
     kept: Residuals | None,
 ) -> TracedStep:
     n_consts = len(consts)
     n_inputs = len(jaxpr.invars) - n_consts
-    leaves = [x for x in jax.tree.leaves((args, kwargs)) if hasattr(x, "shape")]
+    leaves = jax.tree.leaves(arguments.dynamic)
     infos = jax.tree.leaves(traced.args_info, is_leaf=lambda x: hasattr(x, "donated"))
-    # Static arguments are among the arguments but not among the inputs.
+    # What `remat.fit` takes as static is among the arguments but not among the inputs.
+    if len(leaves) != n_inputs:
+        leaves = [x for x in leaves if hasattr(x, "shape")]
     known = len(leaves) == n_inputs == len(infos)
     names = (
-        _jax.argument_names(f, args, kwargs, len(jax.tree.leaves((args, kwargs))))
-        if len(jax.tree.leaves((args, kwargs))) == n_inputs
+        arguments.names(n_inputs)
+        if len(jax.tree.leaves(arguments.dynamic)) == n_inputs
         else tuple(f"argument {i}" for i in range(n_inputs))
     )
     return TracedStep(
         title,
         jaxpr,
         undifferentiated,
-        ("closed-over constant",) * n_consts + names,
+        (CLOSED_OVER,) * n_consts + names,
         (1,) * n_consts + (tuple(map(_divided, leaves)) if known else (1,) * n_inputs),
         (False,) * n_consts
         + (
@@ -129,7 +202,7 @@ def _struct(v: _jax.Var) -> jax.ShapeDtypeStruct:
 
 
 def _divided(leaf: Any) -> int:
-    sharding, shape = getattr(leaf, "sharding", None), tuple(leaf.shape)
+    sharding, shape = getattr(leaf, "sharding", None), tuple(np.shape(leaf))
     if sharding is None or not all(shape):
         return 1
     ratio = 1

@@ -11,6 +11,7 @@ The modules in the order in which data flows; none of these imports JAX:
     search     orders of computation found by repeated cuts, on graphs of any size
     evict      one in a single pass: give up under pressure, compute again on demand
     schedule   all of it for a plain graph: schedule(graph, budget)
+    scheduler  schedules of one graph within several budgets, in a moment each
     plan_file  a plan as data, and its file
 """
 

@@ -336,4 +336,4 @@ def _seconds(program: Program, op: Op, price: Price) -> float:
     # Inside a kernel a cheap operation costs next to nothing, but not nothing: of two ways to
     # have a value the shorter one wins.
     share = 0.05 if op.kind in (Kind.CHEAP, Kind.VIEW) else 1.0
-    return share * price(op.flops, moved, op.dtype)
+    return price(op.flops, moved, op.dtype) * op.slowdown * share

@@ -1,5 +1,8 @@
 """Seconds per equation: from a device's figures (`Roofline`), or measured on it (`Measured`).
 
+A planner prices kernels (`Costs.seconds`), and what is no fusion of elementwise operations is a kernel
+of its own, whose price is corrected by what it really takes (`Costs.slowdown`).
+
 The roofline (Williams, Waterman & Patterson, CACM 52(4), 2009): an operation takes as long as the
 slower of its arithmetic and its memory traffic, here plus a small cost of starting it,
 `Device.launch_s`. What the compiler fuses shares its traffic, which only the caller knows: it gives
@@ -7,8 +10,9 @@ slower of its arithmetic and its memory traffic, here plus a small cost of start
 
 A measurement compiles each distinct equation (primitive, parameters, types) alone, runs it a few
 times and keeps the median, less what an empty program costs, in the cache. Loops and calls are not
-run: what they do inside is, and added up. An equation alone is not fused: elementwise chains are
-overrated, and the planner should price them by the roofline.
+run: what they do inside is, and added up. An equation alone is not fused, so elementwise chains would
+be overrated: a kernel of theirs is priced by a roofline whose rates are measured too, those of a long
+chain of `tanh` and of a sum of two arrays that no cache holds.
 
 Equations that cannot be run alone are priced by the roofline: those with effects, collectives,
 callbacks, what is too large for the device, and whatever fails.
@@ -20,6 +24,7 @@ of that data; nothing is measured for a device that is not here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import logging
 import re
@@ -27,7 +32,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -36,11 +41,30 @@ from rich.console import Console
 from rich.progress import track
 
 from remat import _jax
-from remat.flops import bytes_moved, flops_of, through_bodies
+from remat.errors import PlanError, closest
+from remat.flops import TRANSCENDENTAL, bytes_moved, flops_of, through_bodies
 from remat.planner.cache import Cache
 from remat.planner.devices import Device, device
 
 _log = logging.getLogger(__name__)
+
+
+class Costs(Protocol):
+    """What a planner wants to know of time. Plans are remembered under `key`."""
+
+    @property
+    def name(self) -> str:
+        """What plans call it: "roofline", "measured"."""
+
+    @property
+    def key(self) -> str:
+        """Equal for costs that price everything the same."""
+
+    def seconds(self, flops: float, bytes_moved: float, dtype: str = "float32") -> float:
+        """The time of one kernel."""
+
+    def slowdown(self, eqn: _jax.JaxprEqn) -> float:
+        """How many times longer than that an equation takes which is no part of a fusion."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +78,17 @@ class Roofline:
     """
 
     device: Device
+
+    name = "roofline"
+
+    @property
+    def key(self) -> str:
+        figures = dataclasses.replace(self.device, source="")
+        return f"roofline {hashlib.sha256(repr(figures).encode()).hexdigest()[:16]}"
+
+    def slowdown(self, eqn: _jax.JaxprEqn) -> float:
+        """1: whatever an equation is, the device's figures hold."""
+        return 1.0
 
     def seconds(self, flops: float, bytes_moved: float, dtype: str = "float32") -> float:
         """The time of one operation, fused or not.
@@ -147,9 +182,44 @@ class Measured:
         }
         self._empty_s: float | None = None
 
+    name = "measured"
+
+    @property
+    def key(self) -> str:
+        return f"measured {self._place}"
+
     def seconds(self, flops: float, bytes_moved: float, dtype: str = "float32") -> float:
-        """The roofline's time: of a fusion, which cannot be measured equation by equation."""
-        return self.roofline.seconds(flops, bytes_moved, dtype)
+        """The time of a fusion of elementwise operations, at the rates that were measured for such."""
+        return self.of_fusions.seconds(flops, bytes_moved, dtype)
+
+    def slowdown(self, eqn: _jax.JaxprEqn) -> float:
+        """What an equation takes, measured, against what a fusion of as much work would."""
+        expected_s = self.seconds(flops_of(eqn), bytes_moved(eqn), dtype_of(eqn))
+        return self.seconds_of(eqn) / expected_s if expected_s else 1.0
+
+    @functools.cached_property
+    def of_fusions(self) -> Roofline:
+        """A roofline whose rates are those of elementwise kernels on this device."""
+        rate = self._rate("a chain of tanh", _chain, _CHAIN_FLOPS, 1)
+        bandwidth = self._rate("sums in place", _sums, _SUMS_BYTES, 2)
+        if rate is None or bandwidth is None:
+            return self.roofline
+        flops = {dtype: rate / (2 if "64" in dtype else 1) for dtype in self.device.flops}
+        measured = dataclasses.replace(
+            self.device, flops=flops, bandwidth_bytes_per_s=bandwidth, source="measured"
+        )
+        return Roofline(measured)
+
+    def _rate(self, what: str, fun: Callable, amount: float, n_args: int) -> float | None:
+        """How much of something a program does in a second; None if it cannot be run."""
+        if what not in self._seconds:
+            args = [jax.ShapeDtypeStruct((_ELEMENTS,), jnp.float32)] * n_args
+            eqn = _jax.open_jaxpr(jax.make_jaxpr(jax.jit(fun))(*args)).eqns[0]
+            time_s = self._measure(eqn)
+            if time_s is None:
+                return None
+            self._keep({what: time_s})
+        return amount / max(self._seconds[what], 1e-9)
 
     def seconds_of(self, eqn: _jax.JaxprEqn) -> float:
         """The time of one equation with all that it runs inside, measured where it can be."""
@@ -176,6 +246,10 @@ class Measured:
             self._seconds[key] = self._roofline_s(new[key]) if time_s is None else time_s
             if time_s is not None:
                 measured[key] = time_s
+        self._keep(measured)
+
+    def _keep(self, measured: dict[str, float]) -> None:
+        self._seconds.update(measured)
         if measured:
             self.cache.update("times", self._place, lambda old: {**(old or {}), **measured})
 
@@ -207,6 +281,24 @@ class Measured:
             _log.debug("%s is not measured: %s", eqn.primitive.name, error)
             return None
         return max(time_s - self._empty_s, self.device.launch_s)
+
+
+# What fusions can do: one that computes, and one that moves bytes, larger than caches. In place, as
+# within a program: fresh pages from a system cost several times more.
+_ELEMENTS = 2**23
+_DEPTH = 8
+_CHAIN_FLOPS = _DEPTH * _ELEMENTS * TRANSCENDENTAL
+_SUMS_BYTES = _DEPTH * 3 * 4 * _ELEMENTS
+
+
+def _chain(x: jax.Array) -> jax.Array:
+    for _ in range(_DEPTH):
+        x = jnp.tanh(x)
+    return x
+
+
+def _sums(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jax.lax.fori_loop(0, _DEPTH, lambda _, x: x + y, x)
 
 
 def _processor() -> str:
@@ -261,3 +353,56 @@ def _median_s(program: Callable[..., Any], args: list[Any]) -> float:
         jax.block_until_ready(program(*args))
         times.append(time.perf_counter() - start)
     return statistics.median(times)
+
+
+# By name
+
+_NAMES = ("roofline", "measured")
+
+
+def check_costs(costs: Any) -> None:
+    """Refuse what are no costs.
+
+    Raises:
+      PlanError: with what there is.
+    """
+    if isinstance(costs, str):
+        if costs not in _NAMES:
+            raise PlanError(f"there are no costs {costs!r}; {closest(costs, _NAMES)}")
+        return
+    missing = [name for name in ("name", "key", "seconds", "slowdown") if not hasattr(costs, name)]
+    if missing:
+        raise PlanError(
+            f"costs= is 'roofline', 'measured' or a remat.planner.costs.Costs, not "
+            f"{type(costs).__name__}, which has no {' and no '.join(missing)}."
+        )
+
+
+def find_costs(
+    costs: str | Costs, of: Device, at_hand: jax.Device | None, cache: Cache | None
+) -> Costs:
+    """Costs by name, for a device.
+
+    >>> find_costs("roofline", device("h100"), None, None).device.name
+    'h100'
+
+    Args:
+      costs: "roofline", "measured", or costs as they are.
+      of: the device's figures.
+      at_hand: the device itself, if it is here.
+      cache: where measurements are kept.
+
+    Raises:
+      PlanError: there are no such costs, or the device to be measured is not here.
+    """
+    check_costs(costs)
+    if not isinstance(costs, str):
+        return costs
+    if costs == "roofline":
+        return Roofline(of)
+    if at_hand is None:
+        raise PlanError(
+            f"costs='measured' times equations on the device, and {of.name} is not here; take "
+            "costs='roofline', or plan where it is."
+        )
+    return Measured(at_hand, cache, progress=False)

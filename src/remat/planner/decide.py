@@ -12,18 +12,14 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from remat.errors import BudgetError
 from remat.planner.fusion import Fused, Price, fuse
 from remat.planner.graph import Graph
 from remat.planner.program import Op, Program
-from remat.planner.schedule import Schedule, schedule, smallest_peak
+from remat.planner.schedule import Schedule
+from remat.planner.scheduler import Scheduler
 from remat.planner.simulate import Arrays, Step, liveness, no_remat
 
 RegionId = tuple[str, str]
-
-# A plan asks for several schedules, and is to be made in seconds: the bound on each is what a solver
-# finds in this time, and small problems are not solved to the end.
-_PROOF_TIME_LIMIT_S = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +73,7 @@ class Problem:
             self.fused = fuse(
                 program, price, self._may_repeat, lambda n: any(n <= 2 * s <= 2 * n for s in sizes)
             )
-        self._refused: tuple[int, BudgetError] | None = None
+        self._scheduler = Scheduler(self.fused.graph, self.fused.once)
         self.peak_bytes = no_remat(self.fused.graph).peak_bytes - self.fused.lent_bytes
 
     def _may_repeat(self, op: Op) -> bool:
@@ -90,20 +86,11 @@ class Problem:
         Raises:
           BudgetError: the schedules that were found need more.
         """
-        budget += self.fused.lent_bytes
-        if self._refused is not None and budget <= self._refused[0]:
-            raise self._refused[1]
-        try:
-            found = schedule(self.fused.graph, budget, proof_time_limit_s=_PROOF_TIME_LIMIT_S)
-        except BudgetError as error:
-            # That nothing was found takes the longest, and holds for every smaller budget.
-            self._refused = budget, error
-            raise
-        return self.read(found)
+        return self.read(self._scheduler.within(budget + self.fused.lent_bytes))
 
     def smallest_bytes(self) -> int:
         """The smallest peak for which a schedule is found."""
-        return smallest_peak(self.fused.graph).peak_bytes - self.fused.lent_bytes
+        return self._scheduler.smallest().peak_bytes - self.fused.lent_bytes
 
     def read(self, found: Schedule) -> Answer:
         """What a schedule says about each region."""

@@ -51,9 +51,11 @@ class RegionDecision:
     """What is decided about one region.
 
     Args:
-      saved: numbers of the values that are kept.
-      segments: of the backward program, in order.
-      backward: the fingerprint of the backward program that the segments divide.
+      saved: numbers of saved values.
+      segments: in order.
+      backward: the fingerprint of the backward program that the segments divide. Another one is not
+        divided, unless
+      n_operations: the segments divide a program of so many operations, and any other in proportion.
       offloaded: which of the saved values are kept in the host's memory.
       offloaded_inputs: places of the forward program's inputs that are kept there as well.
     """
@@ -61,8 +63,20 @@ class RegionDecision:
     saved: tuple[int, ...]
     segments: tuple[Segment, ...]
     backward: str
+    n_operations: int = 0
     offloaded: tuple[int, ...] = ()
     offloaded_inputs: tuple[int, ...] = ()
+
+    def segments_of(self, transposed: _jax.Jaxpr) -> tuple[Segment, ...]:
+        """The segments of a backward program."""
+        if fingerprint(transposed) == self.backward:
+            return self.segments
+        if not self.n_operations:
+            return ()
+        n = len(transposed.eqns)
+        return tuple(
+            Segment(min(n, s.start * n // self.n_operations), s.recomputed) for s in self.segments
+        )
 
 
 def save_everything(region: Linearized) -> RegionDecision:

@@ -113,12 +113,15 @@ class _Memory:
             self.lost_time[value] = 0.0
 
     def give_up_one(self) -> bool:
-        candidates = np.flatnonzero(self.is_live & (self.locks == 0) & (self.arrays.bytes > 0))
+        # What has no use left costs nothing to give up.
+        may_go = ~self.arrays.once | (self.next_use >= 4 * len(self.arrays))
+        candidates = np.flatnonzero(
+            self.is_live & (self.locks == 0) & (self.arrays.bytes > 0) & may_go
+        )
         if not len(candidates):
             return False
         distance = self.next_use[candidates] - self.target + 1.0
         time = np.maximum(self.back_time[candidates], 1e-9 * self.arrays.time.max() + 1e-300)
-        # What has no use left costs nothing to give up.
         is_over = self.next_use[candidates] >= 4 * len(self.arrays)
         score = self.arrays.bytes[candidates] * distance**self.distance_power / time
         score[is_over] = np.inf

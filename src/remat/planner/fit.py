@@ -18,12 +18,13 @@ import jax
 from remat import _jax, units
 from remat.errors import PlanError
 from remat.planner.cache import Cache
+from remat.planner.costs import Costs, check_costs
 from remat.planner.emit import RegionDecision, Segment
-from remat.planner.plan import plan as make_plan, receive_plan
-from remat.planner.plan_file import Plan
-from remat.planner.regions import Application, LoopForm, session_context
-from remat.planner.step import check_step
-from remat.planner.targets import Target
+from remat.planner.plan import plan as make_plan, receive_plan, versions
+from remat.planner.plan_file import Plan, RegionPlan
+from remat.planner.regions import Application, LoopForm, Recording, session_context
+from remat.planner.step import Step, check_step
+from remat.planner.targets import Target, target as find_target
 
 _log = logging.getLogger("remat")
 _jax.exclude_from_tracebacks(__file__)
@@ -38,6 +39,7 @@ def fit(
     target: str | Target | None = None,
     offload: bool = True,
     cache: Cache | bool = True,
+    costs: str | Costs = "roofline",
     progress: bool = True,
     **jit_options: Any,
 ) -> Fitted:
@@ -65,6 +67,7 @@ def fit(
       offload: whether loops may keep values in the host's memory, see `remat.plan`. A given plan says
         that itself.
       cache: whether plans are kept in the user's cache directory, or in which cache.
+      costs: what recomputing takes, see `remat.plan`.
       progress: whether to show on a terminal what is going on while it plans.
       jit_options: as `jax.jit` takes them.
 
@@ -83,7 +86,14 @@ def fit(
         )
     if plan is not None and budget is not None:
         raise PlanError("give budget= or plan=, not both: a plan has its own budget.")
-    options = {"target": target, "offload": offload, "cache": cache, "progress": progress}
+    check_costs(costs)
+    options = {
+        "target": target,
+        "offload": offload,
+        "cache": cache,
+        "costs": costs,
+        "progress": progress,
+    }
     return Fitted(step, budget, plan, options, jit_options)
 
 
@@ -114,7 +124,8 @@ class Fitted:
             with session_context(session):
                 outs = step(*args, **kwargs)
             if self._given is not None:
-                session.check_all_asked()
+                session.check_loops()
+                self._check_program(self._given, args, kwargs)
             return outs
 
         self._jitted = jax.jit(planned, **jit_options)
@@ -175,10 +186,8 @@ class Fitted:
         """Called while the step is traced: for a signature that has no plan yet."""
         if self._given is not None:
             return self._given
-        # The arguments as they were given, which know their shardings; under another
-        # transformation they are tracers, and their types have to do.
-        given = getattr(self._call, "given", None)
-        args, kwargs = jax.tree.map(_as_type, (args, dict(kwargs)) if given is None else given)
+        # Under another transformation they are tracers, and their types have to do.
+        args, kwargs = jax.tree.map(_as_type, self._as_given(args, kwargs))
         if self._plans:
             _log.warning(
                 "remat.fit: %r is called with a new signature and planned again (plan %d)",
@@ -190,6 +199,39 @@ class Fitted:
         _log.info("remat.fit: %r planned, peak %s: %s", self, peak, made)
         self._plans.append(made)
         return made
+
+    def _as_given(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict]:
+        """The arguments as they were given, which know their shardings; perhaps tracers."""
+        return getattr(self._call, "given", None) or (args, dict(kwargs))
+
+    def _check_program(self, plan: Plan, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        """Refuse a plan that was made for another program than the one that is traced.
+
+        The program is traced once more for that, as it is while one plans: in a session of its own,
+        so that nothing that JAX remembers of the plan's session counts.
+        """
+        given = self._as_given(args, kwargs)
+        is_known = not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given))
+        args, kwargs = jax.tree.map(
+            lambda x: x.aval if isinstance(x, jax.core.Tracer) else x, given
+        )
+        at = find_target(self._options["target"])
+        recording = Recording()
+        traced = Step(self._step, args, kwargs, at, self._jit_options).trace(recording)
+        recording.check_has(region.key for region in plan.regions)
+        here, planned_for = traced.program.partition("-"), plan.program.partition("-")
+        if here[0] != planned_for[0]:
+            raise PlanError(
+                f"the plan is of another program ({planned_for[0]}; this one is {here[0]})"
+                f"{_other_versions(plan)}. What is outside of its regions, a shape or a sharding "
+                "changed since it was planned: plan again."
+            )
+        if is_known and here != planned_for:
+            raise PlanError(
+                "the plan is of this program, but for arguments that are divided over devices in "
+                "another way, so its peak is not the one here: plan again, with arguments or shapes "
+                "that have the shardings of this call."
+            )
 
 
 class _Calling:
@@ -205,6 +247,13 @@ class _Calling:
 
     def __exit__(self, *_: object) -> None:
         self._here.given = self._before
+
+
+def _other_versions(plan: Plan) -> str:
+    """For an error: which libraries are not those that the plan was made with."""
+    now = dict(versions())
+    other = [f"{k} {v}, here {now[k]}" for k, v in plan.versions if now.get(k, v) != v]
+    return f", and was planned with {'; '.join(other)}" if other else ""
 
 
 def _as_type(leaf: Any) -> Any:
@@ -232,4 +281,8 @@ def application(plan: Plan) -> Application:
             offloaded_inputs=tuple(value.number for value in region.offloaded_inputs),
         )
     loops = {loop.key: LoopForm(loop.group, loop.steps) for loop in plan.loops}
-    return Application(decisions, loops, recomputes=bool(plan.regions))
+    edited: dict[str, list[RegionPlan]] = {}
+    if not plan.is_verified:
+        for region in plan.regions:
+            edited.setdefault(region.key, []).append(region)
+    return Application(decisions, loops, recomputes=bool(plan.regions), edited=edited)

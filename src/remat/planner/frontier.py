@@ -71,6 +71,8 @@ class Frontier:
     upper: Floats
     #: Where the variables of each stage begin: S[k, i] at first[k] + i, then R[k, i].
     first: tuple[int, ...]
+    #: The variables' upper bounds: 0 for computing again what is computed once.
+    most: Floats
 
     @property
     def total_time(self) -> float:
@@ -168,13 +170,15 @@ def frontier(
     cost = np.zeros(n_columns + n_kept)
     total_time = max(float(arrays.time.sum()), 1e-300)
     share = arrays.time / total_time
+    most = np.ones(n_columns + n_kept)
     for k, before in enumerate(begins):
         n_old = before + 1
+        most[first[k] + n_old : first[k] + 2 * n_old][arrays.once[:n_old]] = 0.0
         cost[first[k] + n_old : first[k] + 2 * n_old] = share[:n_old]
     if math.isfinite(at_most):
         builder.add_one(np.flatnonzero(cost), cost[cost > 0], at_most / total_time + _MARGIN)
     rows, upper = builder.finish(n_columns + n_kept)
-    return Frontier(arrays, budget, tuple(boundaries), cost, rows, upper, tuple(first))
+    return Frontier(arrays, budget, tuple(boundaries), cost, rows, upper, tuple(first), most)
 
 
 class _Rows:
@@ -229,7 +233,7 @@ def relax(program: Frontier, *, time_limit_s: float | None = None) -> FrontierAn
         program.cost,
         A_ub=program.rows,
         b_ub=program.upper,
-        bounds=(0.0, 1.0),
+        bounds=np.column_stack([np.zeros(len(program.most)), program.most]),
         method="highs",
         options=options,
     )
@@ -241,10 +245,10 @@ def relax(program: Frontier, *, time_limit_s: float | None = None) -> FrontierAn
 
 
 def _safe_bound(program: Frontier, multipliers: Floats) -> float:
-    """min over 0 <= x <= 1 of c·x + y·(Ax - b): below the optimum for any y >= 0."""
+    """min over 0 <= x <= most of c·x + y·(Ax - b): below the optimum for any y >= 0."""
     y = np.maximum(multipliers, 0.0)
     reduced = program.cost + program.rows.T @ y
-    bound = float(np.minimum(reduced, 0.0).sum() - y @ program.upper)
+    bound = float((np.minimum(reduced, 0.0) * program.most).sum() - y @ program.upper)
     # What double precision can have lost in these sums.
     return max(0.0, bound - 1e-12 * (1.0 + float(np.abs(y * program.upper).sum())))
 
@@ -264,7 +268,7 @@ def solve(program: Frontier, *, max_nodes: int, time_limit_s: float) -> Frontier
     result = milp(
         program.cost,
         constraints=LinearConstraint(program.rows, -np.inf, program.upper),
-        bounds=Bounds(0.0, 1.0),
+        bounds=Bounds(0.0, program.most),
         integrality=np.ones(len(program.cost)),
         options={"node_limit": max_nodes, "time_limit": time_limit_s, "mip_rel_gap": 1e-4},
     )

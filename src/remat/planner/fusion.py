@@ -28,9 +28,6 @@ from collections.abc import Callable
 from remat.planner.graph import Graph, Node
 from remat.planner.program import Kind, Op, Program
 
-#: An operation that must not be repeated takes this many times the whole program.
-_NEVER = 100.0
-
 #: `seconds(flops, bytes moved, dtype)` of one kernel.
 Price = Callable[[float, int, str], float]
 
@@ -44,13 +41,15 @@ class Fused:
     Args:
       graph: nodes are numbered by the operation that writes them.
       ops: for each node its operations, in order; those it shares with others (cheap ones) too.
-      seconds: for each node the time of one computation, also where the graph says never.
+      once: nodes that must not be computed again.
+      seconds: for each node the time of one computation.
       holds: for each written value the node that holds it.
       lent_bytes: of outputs whose memory other values use first. The graph's peak includes them.
     """
 
     graph: Graph
     ops: dict[int, tuple[int, ...]]
+    once: frozenset[int]
     seconds: dict[int, float]
     holds: dict[int, int]
     lent_bytes: int
@@ -61,6 +60,8 @@ def fuse(
     price: Price,
     may_repeat: Callable[[Op], bool],
     lends: Callable[[int], bool] = lambda _: False,
+    *,
+    duplicates: bool = True,
 ) -> Fused:
     """The graph of written values of a program.
 
@@ -71,12 +72,16 @@ def fuse(
       lends: for an output of so many bytes, whether it counts from when it is computed. Memory for
         outputs is there from the start, and compilers put other values there until then. Outputs
         that do not lend their memory count nothing at all.
+      duplicates: whether each of several kernels computes a cheap value on the way for itself. On CPU
+        such values are written.
     """
-    return _Fusion(program, price, may_repeat).result(lends)
+    return _Fusion(program, price, may_repeat, duplicates).result(lends)
 
 
 class _Fusion:
-    def __init__(self, program: Program, price: Price, may_repeat: Callable[[Op], bool]) -> None:
+    def __init__(
+        self, program: Program, price: Price, may_repeat: Callable[[Op], bool], duplicates: bool
+    ) -> None:
         self.program = program
         self.price = price
         self.may_repeat = may_repeat
@@ -91,6 +96,8 @@ class _Fusion:
         self.size = [sum(program.bytes[v] for v in op.results) for op in ops]
         self.is_output = self._outputs_through_views()
         self.written = self._written()
+        if not duplicates:
+            self._write_shared()
         self.reads = self._reads()
 
     def _outputs_through_views(self) -> list[bool]:
@@ -142,6 +149,22 @@ class _Fusion:
             sources.append(frozenset((i,)) if written[i] else frozenset(found))
         return written
 
+    def _write_shared(self) -> None:
+        """Write the cheap values, too, that are made from large ones and that several kernels need."""
+        ops, sizes = self.program.ops, self.program.bytes
+        kernels: list[set[int]] = [set() for _ in ops]  # that compute a value or read it
+        for i in reversed(range(len(ops))):
+            if ops[i].kind is Kind.VIEW:
+                continue
+            users = self._users(i)
+            for u in users:
+                kernels[i] |= {u} if self.written[u] else kernels[u]
+            if not self.written[i] and ops[i].kind is Kind.CHEAP and self.size[i]:
+                large = any(2 * sizes[v] >= self.size[i] for v in ops[i].operands)
+                self.written[i] = large and len(users) > 1 and len(kernels[i]) > 1
+            if self.written[i]:
+                kernels[i] = set()
+
     def _source_size(self, source: int) -> int:
         return self.size[source] if source >= 0 else 0  # inputs are there anyway
 
@@ -175,19 +198,16 @@ class _Fusion:
         seconds: dict[int, float] = {}
         members: dict[int, tuple[int, ...]] = {}
         graph_nodes: list[Node] = []
+        once: set[int] = set()
         lent = 0
-        never = _NEVER * max(sum(map(self._seconds, self.reads)), 1e-9)
         for i in sorted(nodes):
             group = nodes[i]
             seconds[i] = sum(self._seconds(member) for member in group.members)
             members[i] = tuple(
                 dict.fromkeys(x for member in group.members for x in self.reads[member][1])
             )
-            may = all(
-                ops[x].repeatable and self.may_repeat(ops[x])
-                for member in group.members
-                for x in (member,)
-            )
+            if not all(ops[x].repeatable and self.may_repeat(ops[x]) for x in group.members):
+                once.add(i)
             n_bytes = self.size[i]
             if self.is_output[i]:
                 n_bytes = n_bytes if lends(n_bytes) else 0
@@ -197,7 +217,7 @@ class _Fusion:
             graph_nodes.append(
                 Node(
                     i,
-                    time=seconds[i] if may else never + seconds[i],
+                    time=seconds[i],
                     bytes=n_bytes,
                     deps=tuple(sorted(group.deps)),
                     name=name,
@@ -212,8 +232,10 @@ class _Fusion:
                 graph_nodes += [work, dataclasses.replace(last, deps=(*last.deps, work.id))]
         ends = tuple(i for i in sorted(nodes) if self.is_output[i])
         graph_nodes.append(Node(len(ops), 0.0, 0, ends, "results"))
+        once.add(len(ops))
         holds = {v: into.get(i, i) for i in self.reads for v in ops[i].results}
-        return Fused(Graph(tuple(graph_nodes)), members, seconds, holds, lent)
+        graph = Graph(tuple(graph_nodes))
+        return Fused(graph, members, frozenset(once), seconds, holds, lent)
 
     def _seconds(self, i: int) -> float:
         """One kernel: what it reads and writes, and the operations inside it."""
@@ -223,7 +245,7 @@ class _Fusion:
         for x in inside:
             moved += sum(sizes[v] for v in ops[x].operands if v in self.program.inputs)
         flops = sum(ops[x].flops for x in inside)
-        return self.price(flops, moved, ops[i].dtype)
+        return self.price(flops, moved, ops[i].dtype) * ops[i].slowdown
 
 
 @dataclasses.dataclass

@@ -14,7 +14,8 @@ import contextlib
 import json
 import os
 import re
-import threading
+import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,6 +36,9 @@ def read_text(
       most_bytes: a file that is longer is refused, and not read any further.
     """
     try:
+        if most_bytes is not None and not stat.S_ISREG(os.stat(path).st_mode):
+            # A pipe would have us wait for its other end.
+            raise ValueError("not a regular file")
         with open(path, "rb") as file:
             content = file.read(-1 if most_bytes is None else most_bytes + 1)
     except (OSError, ValueError) as problem:  # a ValueError for a name that no file can have
@@ -54,8 +58,9 @@ def write_text(path: str | os.PathLike[str], text: str, error: type[RematError])
     path = Path(path)
     partial = None
     try:
-        partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
-        with open(partial, "w", encoding="utf-8", newline="\n") as file:
+        # A name that nobody can have put a link at, and no file that is there is written to.
+        partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
+        with open(partial, "x", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())  # or a crash could leave the new name with no content

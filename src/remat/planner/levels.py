@@ -16,13 +16,19 @@ from typing import Any
 from remat import _jax
 from remat.errors import BudgetError
 from remat.planner.bodies import Body, LoopOption, Transfer, at_price, loop_options, prices
+from remat.planner.costs import Costs
 from remat.planner.decide import Answer, Problem
 from remat.planner.emit import RegionDecision, Segment, save_everything
-from remat.planner.fusion import Price
 from remat.planner.program import Program, without_dead
 from remat.planner.regions import LoopForm, Record, Recording, loop_depth
 from remat.planner.step import Step, Traced
-from remat.planner.trace import program_of_record, program_of_step, shards_in_bodies
+from remat.planner.trace import (
+    n_bytes,
+    program_of_record,
+    program_of_step,
+    shards_in_bodies,
+    slowdowns,
+)
 
 _MOST_LEVELS = 32
 _MOST_BETWEEN = 12
@@ -67,7 +73,7 @@ class Level:
         traced: Traced,
         recording: Recording,
         making: _Making,
-        price: Price,
+        costs: Costs,
     ) -> None:
         self.traced = traced
         self.recording = recording
@@ -78,9 +84,10 @@ class Level:
         for (key, mark), record in recording.not_transposed.items():
             self.records[key, mark] = record
             self.decided.setdefault(key, {})[mark] = save_everything(record.region)
-        self._price = price
+        self._costs = costs
+        self._price = costs.seconds
         self.program = without_dead(
-            program_of_step(traced.jaxpr, recording.records, traced.shards())
+            program_of_step(traced.jaxpr, recording.records, traced.shards(), slowdowns(costs))
         )
         places = {op.place.region for op in self.program.ops if op.place is not None}
         self.regions = [r for r in recording.records if r in places and not loop_depth(r[0])]
@@ -92,7 +99,8 @@ class Level:
 
     @functools.lru_cache(maxsize=8)  # noqa: B019
     def loose_problem(self, region: tuple[str, str], lending: bool) -> Problem:
-        program = without_dead(program_of_record(self.recording.records[region]))
+        record = self.recording.records[region]
+        program = without_dead(program_of_record(record, None, slowdowns(self._costs)))
         return Problem(program, self._price, [region], lending=lending)
 
     def peak_bytes(self, lending: bool) -> int:
@@ -134,14 +142,13 @@ class Level:
             self.making.host_bytes,
         )
 
-    def smallest(self) -> Choice:
+    def smallest(self, lending: bool = False) -> Choice:
         """The decisions of the smallest peak that is found, whatever they recompute.
 
         Raises:
           BudgetError: none is smaller than without recomputation.
         """
-        needed = self.problem(False).smallest_bytes()
-        return self.solve(False, needed)
+        return self.solve(lending, self.problem(lending).smallest_bytes())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,9 +169,9 @@ class Levels:
     With `transfer`, the price of a copy to the host or back, loops may keep values there.
     """
 
-    def __init__(self, step: Step, price: Price, transfer: Transfer | None = None) -> None:
+    def __init__(self, step: Step, costs: Costs, transfer: Transfer | None = None) -> None:
         self.step = step
-        self._price = price
+        self._costs = costs
         self._bodies: dict[tuple[str, str], Body] = {}
         self._transfer = transfer
         self._options: dict[tuple[str, str], list[LoopOption]] = {}
@@ -220,14 +227,15 @@ class Levels:
     def _options_of(self, record: Record) -> list[LoopOption]:
         if record.region_id not in self._options:
             self._options[record.region_id] = loop_options(
-                self._body_of(record), self._price, self._transfer
+                self._body_of(record), self._costs.seconds, self._transfer
             )
         return self._options[record.region_id]
 
     def _body_of(self, record: Record) -> Body:
         if record.region_id not in self._bodies:
             eqn = self.recording.scans[record.key]
-            program = without_dead(program_of_record(record, self._shards_in_bodies()))
+            shards = self._shards_in_bodies()
+            program = without_dead(program_of_record(record, shards, slowdowns(self._costs)))
             carry = _carry(record, eqn)
             self._bodies[record.region_id] = Body(
                 program,
@@ -258,11 +266,11 @@ class Levels:
         return path
 
     def _input_bytes(self, record: Record) -> int:
-        """Of what one step of a loop is given besides its carry."""
+        """Of what one step of a loop is given besides its carry; compilers gather what is divided."""
         eqn = self.recording.scans[record.key]
-        n_inputs = len(record.region.forward.invars)
-        first = n_inputs - len(eqn.invars) + sum(_jax.scan_arity(eqn))
-        return sum(self._body_of(record).program.bytes[first:n_inputs])
+        variables = record.region.forward.invars
+        first = len(variables) - len(eqn.invars) + sum(_jax.scan_arity(eqn))
+        return sum(n_bytes(v.aval) for v in variables[first:])
 
     def _shards_in_bodies(self) -> Mapping[Any, int]:
         """How values of loops' bodies are divided over devices, as far as the step around them says."""
@@ -277,7 +285,7 @@ class Levels:
             r: record for r, record in self.recording.records.items() if loop_depth(record.key)
         }
         if not bodies or (rung.price == 0.0 and not rung.moves):
-            return Level(self.traced_plainly, self.recording, _Making(), self._price)
+            return Level(self.traced_plainly, self.recording, _Making(), self._costs)
         making = _Making()
         recording, traced = self.recording, self.traced_plainly
         for depth in sorted({loop_depth(key) for key, _ in bodies}, reverse=True):
@@ -287,7 +295,7 @@ class Levels:
                     self._decide(record, rung, making)
             recording = Recording(making.decided, making.forms)
             traced = self.step.trace(recording)
-        return Level(traced, recording, making, self._price)
+        return Level(traced, recording, making, self._costs)
 
     def _decide(self, record: Record, rung: _Rung, making: _Making) -> None:
         """What one loop does."""
@@ -340,7 +348,11 @@ class _Making:
         segments: tuple[Segment, ...] = (),
     ) -> None:
         decision = RegionDecision(
-            option.saved, segments, record.mark, option.offloaded, option.offloaded_carry
+            option.saved,
+            segments,
+            record.mark,
+            offloaded=option.offloaded,
+            offloaded_inputs=option.offloaded_carry,
         )
         self.decided.setdefault(key, {})[record.region.fingerprint] = decision
         self.records[key, record.region.fingerprint] = record

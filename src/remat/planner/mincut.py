@@ -127,57 +127,68 @@ class Network:
     """
 
     problem: CutProblem
+    #: Every edge and its reverse, so that flows have the same layout.
     graph: csr_array
+    #: The entries of the graph that are edges; the costs are theirs.
+    edges: NDArray[np.int64]
     cost_time: NDArray[np.float64]
     cost_bytes: NDArray[np.float64]
+    #: What an edge costs at most, however dear bytes are: then the value is offloaded.
     most_for_bytes: NDArray[np.float64]
     transfers: NDArray[np.float64]
     value_of_edge: NDArray[np.int64]
-    needed: NDArray[np.int64]
+    dearest: NDArray[np.float64]
 
     @classmethod
     def of(cls, problem: CutProblem) -> Network:
         n = len(problem)
         source, sink = 2 * n, 2 * n + 1
         values = np.arange(n)
-        deps = [(u, v) for v, us in enumerate(problem.deps) for u in sorted(set(us))]
-        users = np.array([v for _, v in deps], np.int64)
-        operands = np.array([u for u, _ in deps], np.int64)
+        operand_sets = [sorted(set(us)) for us in problem.deps]
+        users = np.repeat(values, [len(us) for us in operand_sets])
+        operands = np.array([u for us in operand_sets for u in us], np.int64)
         needed = np.array(sorted(set(problem.needed)), np.int64)
         tails = np.concatenate([np.full(n, source), 2 * values, 2 * operands + 1, 2 * needed + 1])
         heads = np.concatenate([2 * values, 2 * values + 1, 2 * users, np.full(len(needed), sink)])
         bound = len(users) + len(needed)
-        time = np.concatenate([np.array(problem.time, np.float64), np.zeros(n), np.zeros(bound)])
-        n_bytes = np.concatenate(
-            [np.zeros(n), np.array(problem.bytes, np.float64), np.zeros(bound)]
-        )
+        time = np.concatenate([np.array(problem.time, np.float64), np.zeros(n + bound)])
+        n_bytes = np.zeros(2 * n + bound)
+        n_bytes[n : 2 * n] = problem.bytes
         time[2 * n :] = math.inf
         transfers = problem.transfers()
-        most = np.full(len(tails), math.inf)
-        most[n : 2 * n] = transfers
-        # Sorting by (tail, head) is the layout of a csr matrix; edges never repeat.
-        by_place = np.lexsort((heads, tails))
-        graph = csr_array(
-            (np.ones(len(tails), np.int32), (tails, heads)), shape=(2 * n + 2, 2 * n + 2)
-        )
-        graph.sort_indices()
+        most_for_bytes = np.full(2 * n + bound, math.inf)
+        most_for_bytes[n : 2 * n] = transfers
+        # The layout of a csr matrix: sorted by (tail, head). No edge repeats or is another's reverse.
+        size, n_edges = 2 * n + 2, len(tails)
+        by_place = np.argsort(np.concatenate([tails * size + heads, heads * size + tails]))
+        indptr = np.zeros(size + 1, np.int32)
+        np.cumsum(np.bincount(np.concatenate([tails, heads]), minlength=size), out=indptr[1:])
+        indices = np.concatenate([heads, tails])[by_place].astype(np.int32)
+        graph = csr_array((np.zeros(2 * n_edges, np.int32), indices, indptr), shape=(size, size))
+        place = np.empty(2 * n_edges, np.int64)
+        place[by_place] = np.arange(2 * n_edges)
+        dearest = np.array([problem.bytes[v] for v in problem.needed], np.float64)
         # Where it does not come from a value the edge costs no bytes.
-        value = np.minimum(tails[by_place] // 2, n - 1)
-        times = time[by_place], n_bytes[by_place], most[by_place]
-        return cls(problem, graph, *times, transfers, value, needed)
+        value = np.minimum(tails // 2, n - 1)
+        costs = time, n_bytes, most_for_bytes
+        return cls(problem, graph, place[:n_edges], *costs, transfers, value, dearest)
 
     def cheapest(self, price: float) -> tuple[Cut, float]:
         """The cheapest cut at a price per saved byte, and a bound on that cost from below."""
-        return self._least(np.full(len(self.problem), price))
+        upper = price * float(self.dearest.sum())
+        return self._least(np.full(len(self.problem), price), upper)
 
     def cheapest_of(self, price: NDArray[np.float64]) -> Cut:
         """The cheapest cut where a byte of each value has a price of its own."""
-        return self._least(price)[0]
+        upper = float(price[list(self.problem.needed)] @ self.dearest)
+        return self._least(price, upper)[0]
 
-    def _least(self, price: NDArray[np.float64]) -> tuple[Cut, float]:
+    def _least(self, price: NDArray[np.float64], upper: float) -> tuple[Cut, float]:
         to_save = price * np.array(self.problem.bytes, np.float64)
-        to_keep = np.minimum(to_save, self.transfers)
-        upper = min(float(np.sum(self.problem.time)), float(to_keep[self.needed].sum()))
+        if self.problem.transfer:
+            to_keep = np.minimum(to_save, self.transfers)
+            upper = min(upper, float(to_keep[list(self.problem.needed)].sum()))
+        upper = min(float(np.sum(self.problem.time)), upper)
         scale = _RESOLUTION / upper if upper > 0 else 1.0
         to_save_edge = price[self.value_of_edge] * self.cost_bytes
         cost = self.cost_time + np.minimum(to_save_edge, self.most_for_bytes)
@@ -185,15 +196,17 @@ class Network:
         # costs nothing, none contains an edge that costs anything.
         beyond = _RESOLUTION + 1 if upper > 0 else 1
         whole = np.floor(np.minimum(cost * scale, beyond)) if upper > 0 else np.sign(cost)
-        capacity = np.minimum(whole, beyond).astype(np.int32)
-        network = csr_array(
-            (capacity, self.graph.indices, self.graph.indptr), shape=self.graph.shape
-        )
+        network = self.graph
+        network.data[:] = 0
+        network.data[self.edges] = np.minimum(whole, beyond)
         n = len(self.problem)
         flow = maximum_flow(network, 2 * n, 2 * n + 1)
-        residual = (network - flow.flow).tocsr()
-        residual.data = (residual.data > 0).astype(np.int8)
-        residual.eliminate_zeros()
+        is_open = network.data > flow.flow.data
+        n_open = np.concatenate([[0], np.cumsum(is_open, dtype=np.int32)])
+        residual = csr_array(
+            (is_open[is_open].astype(np.int8), network.indices[is_open], n_open[network.indptr]),
+            shape=network.shape,
+        )
         on_source_side = np.zeros(2 * n + 2, np.bool_)
         on_source_side[
             breadth_first_order(residual, 2 * n, directed=True, return_predecessors=False)
@@ -204,23 +217,31 @@ class Network:
         return cut, flow.flow_value / scale
 
 
-def _cut(problem: CutProblem, recomputed: NDArray[np.bool_], offloaded: NDArray[np.bool_]) -> Cut:
+def _cut(
+    problem: CutProblem,
+    recomputed: NDArray[np.bool_],
+    offloaded: NDArray[np.bool_] | None = None,
+) -> Cut:
     """The cut without what ties of the cheapest cut left in it needlessly.
 
     What is not recomputed is saved, on the host if `offloaded` says so.
     """
-    wanted = np.zeros(len(problem), np.bool_)
-    wanted[list(problem.needed)] = True
+    wanted = [False] * len(problem)
+    for v in problem.needed:
+        wanted[v] = True
+    is_again = recomputed.tolist()
+    is_elsewhere = [False] * len(problem) if offloaded is None else offloaded.tolist()
     saved: list[int] = []
     again: list[int] = []
     elsewhere: list[int] = []
     for v in range(len(problem) - 1, -1, -1):
         if not wanted[v]:
             continue
-        if recomputed[v]:
+        if is_again[v]:
             again.append(v)
-            wanted[list(problem.deps[v])] = True
-        elif offloaded[v]:
+            for u in problem.deps[v]:
+                wanted[u] = True
+        elif is_elsewhere[v]:
             elsewhere.append(v)
         else:
             saved.append(v)
@@ -302,7 +323,7 @@ def between(problem: CutProblem, few: Cut, many: Cut, *, places: int = 6) -> lis
     network = Network.of(problem)
     slope = (few.time - many.time) / (many.bytes - few.bytes)
     chosen = {differ[-(-k * (len(differ) - 1) // (places + 1))] for k in range(1, places + 1)}
-    found: dict[tuple[int, ...], Cut] = {}
+    found: dict[tuple[tuple[int, ...], ...], Cut] = {}
     for place in sorted(chosen | {differ[-1]}):
         for factor in (1.05, 3.0):
             price = np.full(len(problem), slope * factor)
@@ -310,7 +331,7 @@ def between(problem: CutProblem, few: Cut, many: Cut, *, places: int = 6) -> lis
             for prices in (price, slope**2 / price if slope else price):
                 cut = network.cheapest_of(prices)
                 if few.bytes < cut.bytes < many.bytes and cut.time < few.time:
-                    found[cut.saved] = cut
+                    found[cut.saved, cut.offloaded] = cut
     return list(found.values())
 
 
@@ -320,24 +341,31 @@ def at_budget(problem: CutProblem, budget: int, *, max_flows: int = 60) -> tuple
     Raises:
       BudgetError: even the fewest bytes are too many.
     """
-    network = Network.of(problem)
-    low, high, _ = _ends(network)
+    high = _cut(problem, np.zeros(len(problem), np.bool_))
     if high.bytes <= budget:
         return high, 0.0
+    network = Network.of(problem)
+    # Mostly it is enough to recompute all that can be; no flow is needed to know that.
+    low = _cut(problem, np.isfinite(problem.time))
+    if low.bytes > budget:
+        low, high, _ = _ends(network)
     if low.bytes > budget:
         _refuse(budget, low.bytes)
     bound = 0.0
     for _ in range(max_flows):
         price = (low.time - high.time) / (high.bytes - low.bytes)
-        cut, missed = _between(network, low, high)
+        line = low.time + price * low.bytes
+        cut, cost = network.cheapest(price)
         # The dual at this price is a bound whether or not the sweep ends here.
-        bound = max(bound, low.time - price * (budget - low.bytes) - missed)
-        if cut is None:
+        bound = max(bound, min(cost, line) - price * budget)
+        if cut.time + price * cut.bytes >= line * (1 - 1e-12):
             break
         if cut.bytes <= budget:
             low = cut
-        else:
+        elif cut.bytes < high.bytes:
             high = cut
+        else:
+            break
     return low, bound
 
 
@@ -359,8 +387,7 @@ def _ends(network: Network) -> tuple[Cut, Cut, int]:
     """A cut of the fewest bytes, the cut of no time, and a proven floor on the bytes."""
     problem = network.problem
     n = len(problem)
-    nowhere = np.zeros(n, np.bool_)
-    saving_all = _cut(problem, nowhere, nowhere)
+    saving_all = _cut(problem, np.zeros(n, np.bool_))
 
     def free(times: Sequence[float]) -> tuple[float, ...]:
         return tuple(0.0 if math.isfinite(t) else math.inf for t in times)

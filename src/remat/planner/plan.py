@@ -31,7 +31,8 @@ from remat import _jax, units
 from remat.errors import BudgetError, PlanError, UnitsError
 from remat.planner.cache import Cache
 from remat.planner.compiled import Memory, OutOfMemory
-from remat.planner.costs import Roofline
+from remat.planner.costs import Costs, Roofline, find_costs
+from remat.planner.edits import loop_results
 from remat.planner.emit import RegionDecision
 from remat.planner.identity import fingerprint
 from remat.planner.levels import Choice, Levels
@@ -66,6 +67,7 @@ def plan(
     offload: bool = True,
     kwargs: Mapping[str, Any] | None = None,
     cache: Cache | bool = True,
+    costs: str | Costs = "roofline",
     progress: bool = True,
     **jit_options: Any,
 ) -> Plan:
@@ -97,6 +99,8 @@ def plan(
         where that takes less time than recomputing, or where nothing else fits. On a CPU the host's
         memory is the device's, and nothing is offloaded.
       cache: whether plans are looked up and kept in the user's cache directory, or in which cache.
+      costs: what recomputing takes: "roofline", by the device's figures; "measured", by timing the
+        equations on the device at hand; or a `remat.planner.costs.Costs`.
       progress: whether to show on a terminal what is going on.
       jit_options: as `jax.jit` takes them: donation, static arguments, shardings.
 
@@ -106,15 +110,18 @@ def plan(
     Raises:
       BudgetError: no plan fits; the message has the smallest peak that was reached and what
         dominates it.
-      PlanError: the step has no region, or it cannot be analysed on the target.
+      PlanError: the step has no region, it cannot be analysed on the target, or `costs` is none of
+        the above, or "measured" for a device that is not here.
       UnitsError: the budget is no number of bytes.
     """
     check_step(step)
     at = find_target(target)
     planned = Step(step, args, kwargs or {}, at, jit_options)
     store = Cache.default() if cache is True else cache if isinstance(cache, Cache) else Cache(None)
+    here = None if at.ahead_of_time else at.devices[0]
+    priced = find_costs(costs, at.device, here, store)
     with _Progress(progress) as show:
-        return _Search(planned, budget, store, show, offload=offload).run()
+        return _Search(planned, budget, store, show, priced, offload=offload).run()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +141,7 @@ class _Search:
         budget: int | float | str | None,
         cache: Cache,
         show: Callable,
+        costs: Costs,
         *,
         offload: bool,
     ) -> None:
@@ -142,9 +150,10 @@ class _Search:
         self.cache = cache
         self.show = show
         show("tracing")
-        roofline = Roofline(step.target.device)
-        transfer = roofline.transfer_seconds if self.offload else None
-        self.levels = Levels(step, roofline.seconds, transfer)
+        self.costs = costs
+        # Of the link there are no costs but the device's figures.
+        transfer = Roofline(step.target.device).transfer_seconds if self.offload else None
+        self.levels = Levels(step, costs, transfer)
         if not self.levels.has_regions:
             raise PlanError(
                 "the step differentiates no region, so there is nothing to plan. Mark the loss with "
@@ -154,7 +163,11 @@ class _Search:
         # As it is without us, where JAX differentiates regions as any other function.
         self.unplanned: Traced = step.trace(Application({}, recomputes=False))
         self.program = fingerprint(
-            self.plain.jaxpr, self.plain.shards(), step.target.name, step.target.n_devices
+            self.plain.jaxpr,
+            self.plain.shards(),
+            step.target.name,
+            step.target.n_devices,
+            step.jit_options,  # donation and the results' shardings change the peak
         )
         show("compiling without rematerialization")
         self.base = self._base()
@@ -163,6 +176,8 @@ class _Search:
         self.points: list[_Point] = []
         self.ratios: dict[bool, float] = {}
         self.level_ratios: dict[int, float] = {}
+        #: Models whose smallest schedule was compiled.
+        self.bottomed: set[bool] = set()
 
     # What is known before
 
@@ -176,11 +191,8 @@ class _Search:
         return base
 
     def _key(self) -> str:
-        versions = "|".join(f"{name} {version}" for name, version in _versions())
-        return f"{self.program}|{self.step.target.name}|{versions}"
-
-    def _plan_key(self) -> str:
-        return f"{self._key()}|offload={self.offload}"
+        made_with = "|".join(f"{name} {version}" for name, version in versions())
+        return f"{self.program}|{self.step.target.name}|{made_with}"
 
     def _budget_bytes(self, budget: int | float | str | None) -> int:
         if budget is None:
@@ -345,7 +357,9 @@ class _Search:
         return None
 
     def _is_better(self, a: _Point, b: _Point) -> bool:
-        return (self._cost_s(a), a.memory.peak_bytes) < (self._cost_s(b), b.memory.peak_bytes)
+        if a.choice.transfer_seconds or b.choice.transfer_seconds:
+            return (self._cost_s(a), a.memory.peak_bytes) < (self._cost_s(b), b.memory.peak_bytes)
+        return (a.extra_flops, a.memory.peak_bytes) < (b.extra_flops, b.memory.peak_bytes)
 
     def _cost_s(self, point: _Point) -> float:
         """Recomputation at the rate of the step's other operations, and transfers."""
@@ -365,7 +379,14 @@ class _Search:
         try:
             choice = self._solve(lending, aim)
         except BudgetError:
-            return None
+            if lending in self.bottomed:
+                return None
+            self.bottomed.add(lending)
+            # The model may be wrong by more than it refuses: the compiler says by how much.
+            try:
+                choice = self.levels.level(len(self.levels) - 1).smallest(lending)
+            except BudgetError:
+                return None
         return self._compiled(choice, lending, ratio)
 
     def _compiled(self, choice: Choice, lending: bool, ratio: float) -> _Point:
@@ -377,7 +398,9 @@ class _Search:
             temporaries = point.memory.peak_bytes - self.fixed_bytes
             self.ratios[lending] = max(0.05, temporaries / max(1, choice.model_bytes))
         else:
-            self.ratios[lending] = self.ratios.get(lending, ratio) * 1.3
+            # What the compiler says it needs is more than the peak would be; that is over the limit.
+            least = (point.memory.limit_bytes - self.fixed_bytes) / max(1, choice.model_bytes)
+            self.ratios[lending] = 1.05 * max(self.ratios.get(lending, ratio), least)
         return point
 
     def _solve(self, lending: bool, aim: int) -> Choice:
@@ -490,13 +513,14 @@ class _Search:
                     n_operations,
                     saved,
                     segments,
+                    loop_results(numbering),
                     carried,
                 )
             )
         return Plan(
-            program=self.program,
+            program=self.plain.program,
             target=self.step.target.name,
-            versions=_versions(),
+            versions=versions(),
             budget_bytes=self.budget,
             peak_bytes=peak,
             predicted_bytes=predicted,
@@ -518,6 +542,7 @@ class _Search:
                 for p in self.points
             ),
             is_verified=True,
+            costs=self.costs.name,
             host_bytes=max(0, host_bytes),
             transfer_seconds=max(0.0, float(choice.transfer_seconds)),
         )
@@ -525,7 +550,7 @@ class _Search:
     # What is remembered
 
     def _known(self) -> Plan | None:
-        data = self.cache.get("plan", f"{self._plan_key()}|{self.budget}")
+        data = self.cache.get("plan", self._plan_key())
         if data is None:
             return None
         try:
@@ -535,17 +560,23 @@ class _Search:
             return None
         return found if found.is_verified else None
 
+    def _plan_key(self) -> str:
+        return f"{self._issued_key()}|{self.costs.key}|{self.budget}"
+
+    def _issued_key(self) -> str:
+        return f"{self._key()}|offload={self.offload}"
+
     def _effective_budget(self) -> int:
         """No more than plans for larger budgets needed: a smaller budget never gets a larger peak."""
-        issued = self.cache.get("issued", self._plan_key()) or {}
+        issued = self.cache.get("issued", self._issued_key()) or {}
         peaks = [int(peak) for budget, peak in issued.items() if int(budget) >= self.budget]
         return min([self.budget, *peaks])
 
     def _remember(self, made: Plan) -> None:
-        self.cache.put("plan", f"{self._plan_key()}|{self.budget}", {"plan": made.to_json()})
+        self.cache.put("plan", self._plan_key(), {"plan": made.to_json()})
         self.cache.update(
             "issued",
-            self._plan_key(),
+            self._issued_key(),
             lambda old: {**(old or {}), str(self.budget): made.peak_bytes},
         )
         self.cache.update("ratios", self._ratio_key(), self._merged_ratios)
@@ -612,7 +643,8 @@ def _percent(text: str) -> float:
     return share
 
 
-def _versions() -> tuple[tuple[str, str], ...]:
+def versions() -> tuple[tuple[str, str], ...]:
+    """The libraries that decide what a program is and what it needs."""
     return (
         ("remat", importlib.metadata.version("remat")),
         ("jax", jax.__version__),

@@ -111,6 +111,8 @@ class RegionPlan(_Checked):
       n_operations: how many operations the backward program has.
       saved: what is kept.
       segments: in order.
+      loop_results: of each loop in the forward program the number of its first result, and how many
+        it has. An edit of a loop changes how many; this tells where the other values are then.
       offloaded_inputs: inputs of the forward program that are kept in the host's memory too (a loop's
         carry, which the loop would keep otherwise); `number` is an input's place.
     """
@@ -122,6 +124,7 @@ class RegionPlan(_Checked):
     n_operations: int
     saved: tuple[SavedValue, ...]
     segments: tuple[PlanSegment, ...]
+    loop_results: tuple[tuple[int, int], ...] = ()
     offloaded_inputs: tuple[SavedValue, ...] = ()
 
     @property
@@ -162,6 +165,16 @@ class RegionPlan(_Checked):
             last = segment.start
             for number in segment.recomputed:
                 self._check_number(number, "segments", i)
+        end = 0
+        for i, (first, count) in enumerate(self.loop_results):
+            if first < end or first + count > self.n_values:
+                raise _FieldError(
+                    f"the loop's results {first} to {first + count - 1} overlap those before or are "
+                    f"more than n_values of the region, {self.n_values}.",
+                    "loop_results",
+                    i,
+                )
+            end = first + count
 
     def _check_number(self, number: int, field: str, item: int) -> None:
         if number >= self.n_values:
@@ -236,10 +249,13 @@ class Plan(_Checked):
       peak_bytes_without_remat: the compiler's peak of the step that saves everything.
       flops, seconds: of the step without recomputation.
       extra_flops, extra_seconds: of recomputation.
-      lower_bound_seconds: no plan within the budget takes less `extra_seconds` (in the model).
+      lower_bound_seconds: no plan whose loops do the same, and whose temporaries stay within what the
+        model was given, takes less `extra_seconds`, by the same costs. What loops recompute here is
+        in it; that other decisions about loops would take longer is not proven.
       regions, loops: the decisions.
       attempts: what was compiled on the way, in order.
       is_verified: whether the compiler confirmed `peak_bytes`.
+      costs: what seconds are by: "roofline", "measured", or what the costs are called.
       host_bytes: what the compiler puts in the host's memory for one device.
       transfer_seconds: the part of `extra_seconds` that copies to the host and back take.
 
@@ -263,6 +279,7 @@ class Plan(_Checked):
     loops: tuple[LoopPlan, ...]
     attempts: tuple[Attempt, ...]
     is_verified: bool
+    costs: str = "roofline"
     host_bytes: int = 0
     transfer_seconds: float = 0.0
 
@@ -470,9 +487,9 @@ class _PlanReader(Reader):
             )
         added = {"format", "version", "verified"}
         fields = [f for f in dataclasses.fields(Plan) if f.name != "is_verified"]
-        names = [f.name for f in fields]
+        names = [f.name for f in fields if f.name in places]
         needed = {f.name for f in fields if f.default is dataclasses.MISSING}
-        self.judge_keys(places, {*names, *added}, {*needed, *added}, start)
+        self.judge_keys(places, {*(f.name for f in fields), *added}, needed | added, start)
         verified = self.value_at(places["verified"])
         if verified is not None and type(verified) is not str:
             self.fail(
@@ -580,8 +597,9 @@ def _explained(plan: Plan) -> Iterable[str]:
         f"{format_flops(plan.flops)}"
     )
     yield (
-        f"  extra time   {format_seconds(plan.extra_seconds)} of {format_seconds(plan.seconds)}; "
-        f"any plan within the budget: at least {format_seconds(plan.lower_bound_seconds)}"
+        f"  extra time   {format_seconds(plan.extra_seconds)} of {format_seconds(plan.seconds)} "
+        f"({_printable(plan.costs)}); "
+        f"any plan whose loops do the same: at least {format_seconds(plan.lower_bound_seconds)}"
     )
     if plan.host_bytes or plan.transfer_seconds:
         yield (
@@ -600,13 +618,12 @@ def _explained(plan: Plan) -> Iterable[str]:
     if plan.loops:
         yield ""
     for loop in plan.loops:
-        yield f"Loop {_printable(loop.key)}: {_form_text(loop)}"
-
-
-def _form_text(loop: LoopPlan) -> str:
-    if loop.steps > 1:
-        return f"{loop.steps} steps in each iteration, each with decisions of its own"
-    return f"in groups of {loop.group} steps, each recomputed from its start"
+        how = (
+            f"{loop.steps} steps in each iteration, which save different values"
+            if loop.steps > 1
+            else f"in groups of {loop.group} steps, each recomputed from its start"
+        )
+        yield f"Loop {_printable(loop.key)}: {how}"
 
 
 def _explained_region(region: RegionPlan) -> Iterable[str]:

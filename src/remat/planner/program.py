@@ -50,6 +50,8 @@ class Op:
       place: where in a region it is; None outside of all.
       source, path, label: source line, name stack, checkpoint name.
       repeatable: whether computing it again gives the same and costs what it says.
+      slowdown: how many times longer it takes than by the price of its operations and bytes, where
+        that was measured.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Op:
     path: str = ""
     label: str = ""
     repeatable: bool = True
+    slowdown: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,18 +12,23 @@ region is a region of its own, whose values exist once for each step.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar, overload
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 
 from remat import _jax, partition
 from remat.errors import PlanError
+from remat.planner.edits import adapted
 from remat.planner.emit import (
     Linearized,
     RegionDecision,
+    Segment,
     backward_program,
     halves,
     host_copies,
@@ -31,9 +36,11 @@ from remat.planner.emit import (
     linearized,
 )
 from remat.planner.identity import fingerprint
+from remat.planner.plan_file import RegionPlan
 from remat.transform import planned, primitive
 from remat.transform.cut import Cut
 
+_log = logging.getLogger("remat")
 _jax.exclude_from_tracebacks(__file__)
 
 P = ParamSpec("P")
@@ -98,6 +105,40 @@ def auto(fun: Callable | None = None, /, *, name: str | None = None) -> Callable
 
 def _call(fun: Callable, name: str, session: Session, args: tuple, kwargs: dict) -> Any:
     arrays, parts = partition.split((args, kwargs))
+    types = tuple(map(_jax.typeof, arrays))
+    given = parts.tree, parts.is_traced, parts.untraced, tuple(map(type, parts.untraced)), types
+    known = session.known(fun, (session.n_regions, *given))
+    traced = known.get("traced")
+    if traced is None:
+        n_before = session.n_regions
+        traced = _traced(fun, parts, arrays)
+        if not traced.consts and session.n_regions == n_before:
+            known["traced"] = traced
+    session.n_regions += 1
+    if _has_references(traced.jaxpr):
+        return fun(*args, **kwargs)
+    key = f"{name}#{traced.fingerprint[:8]}"
+    jaxpr = _with_loops(traced.jaxpr, session, key)
+    is_shared = jaxpr is traced.jaxpr and known.get("traced") is traced
+    outs = primitive.bind(
+        (*traced.consts, *arrays),
+        jaxpr,
+        policy=_Region(session, key, is_shared),
+        prevent_cse=True,
+    )
+    return traced.result.join(outs)
+
+
+class _Traced(NamedTuple):
+    """A region's function as a program; `consts` are what it closes over."""
+
+    jaxpr: _jax.Jaxpr
+    consts: list[Any]
+    result: partition.Parts
+    fingerprint: str
+
+
+def _traced(fun: Callable, parts: partition.Parts, arrays: Sequence[Any]) -> _Traced:
     result: list[partition.Parts] = []
 
     def of_arrays(arrays: Sequence[Any]) -> list[Any]:
@@ -108,16 +149,7 @@ def _call(fun: Callable, name: str, session: Session, args: tuple, kwargs: dict)
 
     jaxpr, consts, _ = _jax.trace_call(of_arrays, arrays)
     jaxpr = inlined(jaxpr)
-    if _has_references(jaxpr):
-        return fun(*args, **kwargs)
-    key = f"{name}#{fingerprint(jaxpr)[:8]}"
-    outs = primitive.bind(
-        (*consts, *arrays),
-        _with_loops(jaxpr, session, key),
-        policy=_Region(session, key),
-        prevent_cse=True,
-    )
-    return result[-1].join(outs)
+    return _Traced(jaxpr, consts, result[-1], fingerprint(jaxpr))
 
 
 def _with_loops(jaxpr: _jax.Jaxpr, session: Session, key: str) -> _jax.Jaxpr:
@@ -142,7 +174,8 @@ def _with_loops(jaxpr: _jax.Jaxpr, session: Session, key: str) -> _jax.Jaxpr:
             eqns += _grouped(loop, form.group, _Region(session, inner + _GROUP))
         else:
             eqns.append(loop)
-    return _jax.rebuild(jaxpr, eqns=eqns)
+    unchanged = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns))
+    return jaxpr if unchanged else _jax.rebuild(jaxpr, eqns=eqns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +224,8 @@ def _several_at_once(
 _LOOP = "/scan"
 # Ends the key of the region around a group of steps.
 _GROUP = "/group"
+# Ends the key of one of the steps that an iteration does at once.
+_STEP = re.compile(r"(?<=\d)\.\d+$")
 
 
 def _grouped(loop: _jax.JaxprEqn, group: int, region: _Region) -> list[_jax.JaxprEqn]:
@@ -261,6 +296,20 @@ class Session:
 
     loops: Mapping[str, LoopForm] = {}
     recomputes = True
+    #: Regions that were come upon so far.
+    n_regions = 0
+    #: What sessions of one step share about a function and its arguments, or None.
+    shared: Callable[[Callable, Any], dict[str, Any]] | None = None
+
+    def known(self, fun: Callable, arguments: Any) -> dict[str, Any]:
+        """What other sessions know of a call, to be added to: its program is the same in all."""
+        if self.shared is None:
+            return {}
+        try:
+            with session_context(None):
+                return self.shared(fun, arguments)
+        except TypeError:  # not hashable, or nothing that a weak reference can point to
+            return {}
 
     def decision(self, key: str, region: Linearized) -> RegionDecision | None:
         """What is decided about a region; None: everything is saved."""
@@ -333,6 +382,11 @@ class Recording(Session):
             if (key, mark) not in self.records and not loop_depth(key)
         }
 
+    def check_has(self, keys: Iterable[str]) -> None:
+        """Refuse regions of a plan that were not met."""
+        met = {key for key, _ in self._cut}
+        _refuse_missing({key for key in keys if not loop_depth(key)} - met)
+
     def transposed(self, key: str, region: Linearized, backward: _jax.Jaxpr, mark: str) -> None:
         at = key, region.fingerprint
         self.records.setdefault(at, Record(key, region, backward, mark))
@@ -346,7 +400,15 @@ _NOTHING = RegionDecision((), (), "")
 
 
 class Application(Session):
-    """Does what a plan's decisions say."""
+    """Does what a plan's decisions say.
+
+    Args:
+      decisions: of the plan.
+      loops: how loops run.
+      recomputes: whether regions are looked at at all.
+      edited: the plan's regions by key, if somebody edited it. Then a region that is another program
+        because of its loops is decided about as far as the plan tells.
+    """
 
     def __init__(
         self,
@@ -354,17 +416,19 @@ class Application(Session):
         loops: Mapping[str, LoopForm] | None = None,
         *,
         recomputes: bool = True,
+        edited: Mapping[str, Sequence[RegionPlan]] | None = None,
     ) -> None:
         self.decisions = decisions
         self.loops = loops or {}
         self.recomputes = recomputes
-        self.asked: set[str] = set()
+        self.edited = edited or {}
+        self._loops_found: set[str] = set()
+        self._adapted: dict[tuple[str, str], RegionDecision | None] = {}
 
     def decision(self, key: str, region: Linearized) -> RegionDecision | None:
         if key.endswith(_GROUP):
             return _NOTHING
-        self.asked.add(key)
-        of_key = self.decisions.get(key)
+        of_key = self.decisions.get(key) or self._of_other_step(key)
         if of_key is None and loop_depth(key):
             return None  # a loop that is not differentiated backwards
         if of_key is None:
@@ -373,7 +437,7 @@ class Application(Session):
                 f"the plan has no region {key!r}; it has: {known}. The program changed since it was "
                 "planned: plan again."
             )
-        found = of_key.get(region.fingerprint)
+        found = of_key.get(region.fingerprint) or self._after_edit(key, region)
         if found is None and loop_depth(key):
             return None  # a body on the way to the loop's fixpoint
         if found is None:
@@ -383,14 +447,74 @@ class Application(Session):
             )
         return found
 
-    def check_all_asked(self) -> None:
-        """Refuse a plan that decides about regions which a traced program does not have."""
-        missing = [key for key in self.decisions if not loop_depth(key) and key not in self.asked]
-        if missing:
+    def _of_other_step(self, key: str) -> Mapping[str, RegionDecision] | None:
+        """For a step of a loop that does several at once since an edit, or does not any more."""
+        if not self.edited or not loop_depth(key):
+            return None
+        base = _STEP.sub("", key)
+        of_key = self.decisions.get(base) or self.decisions.get(f"{base}.0")
+        if of_key is None or key == base:
+            return of_key
+        # Steps of one iteration must not all recompute at once.
+        return {
+            mark: dataclasses.replace(d, segments=d.segments or (Segment(0, ()),))
+            for mark, d in of_key.items()
+        }
+
+    def _after_edit(self, key: str, region: Linearized) -> RegionDecision | None:
+        at = key, region.fingerprint
+        if at not in self._adapted:
+            plans = self.edited.get(key) or self.edited.get(_STEP.sub("", key), ())
+            found = adapted(plans, region)
+            self._adapted[at] = None if found is None else found.decision
+            if found is not None and not loop_depth(key):
+                _log.warning(
+                    "remat: the plan was edited, and around its loops region %r is another program "
+                    "now: in %d of the %d parts between loops the plan is followed, in %d everything "
+                    "is saved. %sNobody compiled that: compare the peak, or plan again.",
+                    key,
+                    found.n_stretches - found.n_lost,
+                    found.n_stretches,
+                    found.n_lost,
+                    _left_on_device(found.n_not_offloaded),
+                )
+        return self._adapted[at]
+
+    def found_loop(self, key: str, eqn: _jax.JaxprEqn) -> None:
+        self._loops_found.add(key)
+        form, length = self.loops.get(key, _AS_IT_IS), eqn.params["length"]
+        if form.group > 1 and form.group >= length:
             raise PlanError(
-                f"the plan decides about {', '.join(sorted(missing))}, which the program does not "
-                "differentiate. The program changed since it was planned: plan again."
+                f"loop {key!r} has {length} steps; the plan runs it in groups of {form.group}. A "
+                f"group has fewer steps than the loop: correct it, or plan again."
             )
+        if form.steps > 1 and (form.steps >= length or length % form.steps):
+            raise PlanError(
+                f"loop {key!r} has {length} steps; the plan does {form.steps} in each iteration. "
+                f"That must divide {length} and be less: correct it, or plan again."
+            )
+
+    def check_loops(self) -> None:
+        """Refuse a plan that decides about loops which a traced program does not have."""
+        bodies = {_STEP.sub("", key) for key in self.decisions if loop_depth(key)}
+        _refuse_missing({*bodies, *self.loops} - self._loops_found)
+
+
+def _left_on_device(n_values: int) -> str:
+    return (
+        f"{n_values} values that it keeps in the host's memory are not found again, and not copied "
+        "there. "
+        if n_values
+        else ""
+    )
+
+
+def _refuse_missing(keys: Iterable[str]) -> None:
+    if keys := sorted(keys):
+        raise PlanError(
+            f"the plan decides about {', '.join(keys)}, which the program does not differentiate. The "
+            "program changed since it was planned: plan again."
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -401,30 +525,37 @@ class Application(Session):
 class _Region(planned.Decisions):
     session: Session
     key: str
+    is_shared: bool = False
+
+    def alike(self) -> contextlib.AbstractContextManager:
+        return session_context(None) if self.is_shared else contextlib.nullcontext()
 
     def cut(
         self, jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...]
     ) -> tuple[Cut, planned.Backward, Any]:
-        region = linearized(jaxpr, ins_unknown)
+        with self.alike():
+            region = linearized(jaxpr, ins_unknown)
         decision = self.session.decision(self.key, region)
         if decision is None:
             role = planned.Role((self.key, region.fingerprint), False)
             c = halves(region, region.residuals, round_saved=False)
-            return c, _Backward(self.session, self.key, region, None), role
+            return c, _Backward(self.session, self.key, region, None, self.is_shared), role
         self._check_numbers(region, decision)
         of = region.numbering.vars
         again = [of[n] for segment in decision.segments for n in segment.recomputed]
         host = host_copies(region, decision)
         c = halves(region, [of[n] for n in decision.saved], again, host=host)
-        return c, _Backward(self.session, self.key, region, decision, host), None
+        backward = _Backward(self.session, self.key, region, decision, self.is_shared, host)
+        return c, backward, None
 
     def _check_numbers(self, region: Linearized, decision: RegionDecision) -> None:
         of, inputs = region.numbering.vars, region.forward.invars
-        again = [n for segment in decision.segments for n in segment.recomputed]
-        beyond = [n for n in (*decision.saved, *again) if not 0 <= n < len(of)]
+        numbers = [n for segment in decision.segments for n in segment.recomputed]
+        beyond = [n for n in (*decision.saved, *numbers) if not 0 <= n < len(of)]
         if beyond:
             raise PlanError(
-                f"region {self.key!r} has values 0 to {len(of) - 1}; the plan saves {beyond[0]}."
+                f"region {self.key!r} has values 0 to {len(of) - 1}; the plan saves or recomputes "
+                f"{beyond[0]}: correct it, or plan again."
             )
         if any(not 0 <= i < len(inputs) for i in decision.offloaded_inputs):
             raise PlanError(
@@ -449,7 +580,11 @@ class _Backward(planned.Backward):
     key: str
     region: Linearized
     decision: RegionDecision | None
+    is_shared: bool
     host: Mapping[_jax.Var, _jax.HostCopy] = dataclasses.field(default_factory=dict)
+
+    def alike(self) -> contextlib.AbstractContextManager:
+        return session_context(None) if self.is_shared else contextlib.nullcontext()
 
     def compose(
         self,
@@ -465,9 +600,7 @@ class _Backward(planned.Backward):
         copies = {c.var for c in self.host.values()}
         if not ours or not given <= {*numbering.number, *copies, *self.region.linear.invars}:
             return None, None
-        segments = () if self.decision is None else self.decision.segments
-        if self.decision is not None and fingerprint(transposed) != self.decision.backward:
-            segments = ()
+        segments = () if self.decision is None else self.decision.segments_of(transposed)
         program = backward_program(numbering, [*known, *consts], transposed, nonlinear, segments)
         if self.decision is not None:
             return program, None

@@ -30,7 +30,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -83,7 +83,11 @@ class Schedule:
 
 
 def schedule(
-    graph: Graph, budget: int | float | str, *, proof_time_limit_s: float = 20.0
+    graph: Graph,
+    budget: int | float | str,
+    *,
+    once: Collection[int] = (),
+    proof_time_limit_s: float = 20.0,
 ) -> Schedule:
     """Find steps of (nearly) least time whose peak is within the budget.
 
@@ -94,6 +98,7 @@ def schedule(
     Args:
       graph: the nodes, in the order of their first computation.
       budget: bytes, or a text such as "8GiB".
+      once: ids of nodes that are not computed again.
       proof_time_limit_s: when to stop solving the bounding programs, in seconds.
 
     Raises:
@@ -104,14 +109,14 @@ def schedule(
     budget = parse_bytes(budget)
     unconstrained = no_remat(graph)
     if unconstrained.peak_bytes <= budget:
-        return _checked(graph, range(len(graph)), budget, graph.time)
-    floor = floor_bytes(graph)
+        return checked(graph, range(len(graph)), budget, graph.time)
+    floor = floor_bytes(graph, once)
     if budget < floor:
-        _refuse(budget, smallest_peak(graph).peak_bytes, floor)
-    problem = _Problem(graph, budget)
+        refuse(budget, smallest_peak(graph, once).peak_bytes, floor)
+    problem = _Problem(graph, budget, once)
     bound = _linear_bound(problem, proof_time_limit_s / 2)
     if bound.is_infeasible:
-        _refuse(budget, smallest_peak(graph).peak_bytes, budget + 1)
+        refuse(budget, smallest_peak(graph, once).peak_bytes, budget + 1)
     proven = problem.rounded_up(bound.extra_lower_bound)
     best = _first(problem)
     if problem.is_small:
@@ -119,19 +124,19 @@ def schedule(
         best, proven = _exact(problem, best, proven, proof_time_limit_s)
     best = _improved(problem, best, proven, max_rounds=300, seed=1)
     if best is None:
-        smallest = smallest_peak(graph)
+        smallest = smallest_peak(graph, once)
         if smallest.peak_bytes > budget:
-            _refuse(budget, smallest.peak_bytes, floor)
+            refuse(budget, smallest.peak_bytes, floor)
         return dataclasses.replace(smallest, lower_bound=graph.time + proven)
-    return _checked(graph, best.order.tolist(), budget, graph.time + proven)
+    return checked(graph, best.order.tolist(), budget, graph.time + proven)
 
 
-def smallest_peak(graph: Graph) -> Schedule:
+def smallest_peak(graph: Graph, once: Collection[int] = ()) -> Schedule:
     """The schedule of the smallest peak that the search finds, whatever its time.
 
     Its lower bound is the trivial one: computing every node once.
     """
-    arrays, operands, floor = Arrays.of(graph), graph.operands(), floor_bytes(graph)
+    arrays, operands, floor = Arrays.of(graph, once), graph.operands(), floor_bytes(graph, once)
     best = search.descend(
         arrays, operands, np.arange(len(graph)), floor, search.Effort(_effort_units(len(graph)))
     )
@@ -140,13 +145,13 @@ def smallest_peak(graph: Graph) -> Schedule:
         if best.peak_bytes <= missed:
             break
         target = (missed + best.peak_bytes) // 2
-        evicted = _evicted(arrays, operands, target, _DISTANCE_POWERS[-1])
+        evicted = by_eviction(arrays, operands, target, _DISTANCE_POWERS[-1])
         if evicted is not None and evicted.peak_bytes < best.peak_bytes:
             best = evicted
         if best.peak_bytes > target:
             missed = target + 1
     best = search.trim(arrays, best, best.peak_bytes, search.Effort(_effort_units(len(graph)) // 8))
-    return _checked(graph, best.order.tolist(), best.peak_bytes, graph.time)
+    return checked(graph, best.order.tolist(), best.peak_bytes, graph.time)
 
 
 # The problem, and what its parts have found
@@ -155,10 +160,10 @@ def smallest_peak(graph: Graph) -> Schedule:
 class _Problem:
     """A graph and a budget, with what all parts look up."""
 
-    def __init__(self, graph: Graph, budget: int) -> None:
+    def __init__(self, graph: Graph, budget: int, once: Collection[int]) -> None:
         self.graph = graph
         self.budget = budget
-        self.arrays = Arrays.of(graph)
+        self.arrays = Arrays.of(graph, once)
         self.operands = graph.operands()
         self.once = liveness(self.arrays, np.arange(len(graph)))
         self.is_small = frontier.n_variables(range(len(graph))) <= _EXACT_VARIABLES
@@ -190,7 +195,7 @@ def _first(problem: _Problem) -> Liveness | None:
         if found.peak_bytes <= budget:
             orders.append(search.trim(arrays, found, budget, effort))
     for power in _DISTANCE_POWERS:
-        evicted = _evicted(arrays, operands, budget, power)
+        evicted = by_eviction(arrays, operands, budget, power)
         if evicted is not None and evicted.peak_bytes <= budget:
             orders.append(search.trim(arrays, evicted, budget, search.Effort(units // 8)))
     if not orders:
@@ -200,7 +205,7 @@ def _first(problem: _Problem) -> Liveness | None:
     return min(orders, key=lambda found: search.extra_time(arrays, found), default=None)
 
 
-def _evicted(
+def by_eviction(
     arrays: Arrays, operands: tuple[tuple[int, ...], ...], budget: int, power: float
 ) -> Liveness | None:
     order = evict(
@@ -253,23 +258,36 @@ def _linear_bound(problem: _Problem, time_limit_s: float) -> frontier.FrontierAn
     if answer.extra_lower_bound or answer.is_infeasible:
         return answer
     peak = int(np.argmax(problem.once.live_bytes))
-    return frontier.FrontierAnswer(max(0.0, _cut_bound(problem, peak)))
+    try:
+        bound = cut_bound(problem.arrays, problem.operands, peak, problem.budget)
+    except BudgetError:
+        return frontier.FrontierAnswer(0.0)  # up to rounding, which is no proof
+    return frontier.FrontierAnswer(max(0.0, bound))
 
 
-def _cut_bound(problem: _Problem, moment: int) -> float:
-    """A bound on extra time from what can cross the first computation of one node."""
-    held = {moment, *problem.operands[moment]}
-    room = problem.budget - sum(problem.graph.nodes[v].bytes for v in held)
-    needed = {
-        u for us in problem.operands[moment + 1 :] for u in us if u < moment and u not in held
-    }
+def cut_bound(
+    arrays: Arrays, operands: Sequence[tuple[int, ...]], moment: int, budget: int
+) -> float:
+    """A bound on extra time from what can cross the first computation of one node.
+
+    Raises:
+      BudgetError: nothing within the budget can.
+    """
+    held = [moment, *operands[moment]]
+    n_bytes = arrays.bytes[:moment].copy()
+    n_bytes[held[1:]] = 0
+    needed = np.zeros(moment, np.bool_)
+    later = arrays.dep[arrays.start[moment + 1] :]
+    needed[later[later < moment]] = True
+    needed[held[1:]] = False
+    once = arrays.once[:moment]
     cut_problem = CutProblem(
-        tuple(0 if v in held else problem.graph.nodes[v].bytes for v in range(moment)),
-        tuple(float(problem.graph.nodes[v].time) for v in range(moment)),
-        problem.operands[:moment],
-        tuple(sorted(needed)),
+        tuple(n_bytes.tolist()),
+        tuple(np.where(once, math.inf, arrays.time[:moment]).tolist()),
+        tuple(() if fixed else us for fixed, us in zip(once.tolist(), operands)),
+        tuple(np.flatnonzero(needed).tolist()),
     )
-    return at_budget(cut_problem, room)[1]
+    return at_budget(cut_problem, budget - int(arrays.bytes[held].sum()))[1]
 
 
 def _exact(
@@ -329,7 +347,7 @@ def _moments_over(measured: Liveness, budget: int) -> set[tuple[int, int]]:
 # Answers
 
 
-def _checked(graph: Graph, order: Sequence[int], budget: int, lower_bound: int | float) -> Schedule:
+def checked(graph: Graph, order: Sequence[int], budget: int, lower_bound: int | float) -> Schedule:
     """The schedule of an order, after the simulator has executed it."""
     steps = steps_of(graph, order)
     usage = simulate(graph, steps)
@@ -337,7 +355,7 @@ def _checked(graph: Graph, order: Sequence[int], budget: int, lower_bound: int |
     return Schedule(steps, usage.peak_bytes, usage.time, min(lower_bound, usage.time))
 
 
-def _refuse(budget: int, smallest: int, floor: int) -> None:
+def refuse(budget: int, smallest: int, floor: int) -> None:
     def shown(n_bytes: int) -> str:
         return f"{n_bytes} bytes ({format_bytes(n_bytes)})"
 

@@ -109,8 +109,8 @@ class Effort:
         return liveness(arrays, order)
 
     def cut(self, n_values: int) -> None:
-        # Some eight maximum flows; on a few values five milliseconds, most of it scipy's overhead.
-        self.units -= 100 * n_values + 20_000
+        # Some four maximum flows; on a few values two milliseconds, most of it scipy's overhead.
+        self.units -= 60 * n_values + 8_000
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -237,12 +237,11 @@ def _cut_at(
     needed = np.flatnonzero(is_needed).tolist()
     reach = 3 * len(needed) + _REACH
     while True:
-        near = _ancestors(operands, needed, reach)
+        near = _ancestors(operands, needed, reach, arrays.once)
         effort.cut(len(near))
         try:
-            cut, _ = at_budget(
-                _part(operands, near, n_bytes, taste.time, needed), int(room * taste.room)
-            )
+            part = _part(operands, near, n_bytes, taste.time, needed, arrays.once)
+            cut, _ = at_budget(part, int(room * taste.room))
             break
         except BudgetError:
             if len(near) < reach:
@@ -256,16 +255,20 @@ def _cut_at(
 
 
 def _ancestors(
-    operands: Sequence[tuple[int, ...]], values: Sequence[int], at_most: int
+    operands: Sequence[tuple[int, ...]],
+    values: Sequence[int],
+    at_most: int,
+    once: NDArray[np.bool_],
 ) -> list[int]:
-    """The values and what they were computed from, the nearest first found, in order."""
+    """The values and what they can be computed from, the nearest first found, in order."""
     found = set(values)
-    queue = list(values)
+    queue = [value for value in values if not once[value]]
     for value in queue:
         for operand in operands[value]:
             if operand not in found and len(found) < at_most:
                 found.add(operand)
-                queue.append(operand)
+                if not once[operand]:
+                    queue.append(operand)
     return sorted(found)
 
 
@@ -275,22 +278,27 @@ def _part(
     n_bytes: Ints,
     time: NDArray[np.float64],
     needed: Sequence[int],
+    once: NDArray[np.bool_],
 ) -> CutProblem:
     """The cut problem of some values; one with an operand beyond them cannot be recomputed."""
     index = {value: v for v, value in enumerate(near)}
-    is_whole = [all(u in index for u in operands[value]) for value in near]
+    deps = [() if once[value] else operands[value] for value in near]
+    is_whole = [not once[v] and all(u in index for u in us) for v, us in zip(near, deps)]
+    times = time[near].tolist()
     return CutProblem(
         tuple(n_bytes[near].tolist()),
-        tuple(float(time[value]) if whole else math.inf for value, whole in zip(near, is_whole)),
-        tuple(tuple(index[u] for u in operands[value] if u in index) for value in near),
+        tuple(t if whole else math.inf for t, whole in zip(times, is_whole)),
+        tuple(tuple(index[u] for u in us if u in index) for us in deps),
         tuple(index[value] for value in needed),
     )
 
 
-def trim(arrays: Arrays, measured: Liveness, budget: int, effort: Effort) -> Liveness:
+def trim(
+    arrays: Arrays, measured: Liveness, budget: int, effort: Effort, *, at_a_glance: bool = False
+) -> Liveness:
     """Drop recomputations, the dearest first, as long as the order stays within the budget."""
     measured = _trim_at_a_glance(arrays, measured, budget, effort)
-    dropped_any = len(measured.order) <= _LONG
+    dropped_any = len(measured.order) <= _LONG and not at_a_glance
     while dropped_any:
         dropped_any = False
         repeated = np.flatnonzero(~is_first(measured.order))

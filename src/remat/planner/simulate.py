@@ -19,7 +19,7 @@ by some twenty times than executing it, and the tests hold it equal to `simulate
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -140,13 +140,29 @@ def no_remat(graph: Graph) -> Usage:
     return simulate(graph, steps_of(graph, range(len(graph))))
 
 
-def floor_bytes(graph: Graph) -> int:
-    """What some node and its operands occupy together: no schedule has a lower peak."""
-    n_bytes = [node.bytes for node in graph.nodes]
-    return max(
-        (n_bytes[v] + sum(n_bytes[u] for u in us) for v, us in enumerate(graph.operands())),
-        default=0,
-    )
+def floor_bytes(graph: Graph, once: Collection[int] = ()) -> int:
+    """What is live while some node is computed, in any schedule: none has a lower peak.
+
+    That is the node, its operands, and what must be kept because it is computed only `once`.
+
+    >>> from remat.planner.graph import Graph, Node
+    >>> nodes = Node(0, 1, 8), Node(1, 1, 8), Node(2, 1, 8, (1,)), Node(3, 1, 8, (0, 2))
+    >>> floor_bytes(Graph(nodes[:3])), floor_bytes(Graph(nodes), once={0, 1})
+    (16, 24)
+    """
+    arrays = Arrays.of(graph, once)
+    n = len(arrays)
+    user = np.repeat(np.arange(n), np.diff(arrays.start))
+    last_use = np.arange(n)
+    np.maximum.at(last_use, arrays.dep, user)
+    kept_bytes = np.where(arrays.once, arrays.bytes, 0)
+    change = np.zeros(n + 1, np.int64)
+    change[:-1] = kept_bytes
+    np.subtract.at(change, last_use + 1, kept_bytes)
+    other_bytes = arrays.bytes - kept_bytes
+    live_bytes = np.cumsum(change[:-1]) + other_bytes
+    np.add.at(live_bytes, user, other_bytes[arrays.dep])
+    return int(live_bytes.max(initial=0))
 
 
 # Chains of stages
@@ -216,15 +232,19 @@ def simulate_chain(chain: Chain, steps: Iterable[ChainStep]) -> Usage:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arrays:
-    """A graph as arrays: `dep[start[v]:start[v + 1]]` are the places of v's operands."""
+    """A graph as arrays: `dep[start[v]:start[v + 1]]` are the places of v's operands.
+
+    `once` says what must not be computed again.
+    """
 
     bytes: Ints
     time: NDArray[np.float64]
     start: Ints
     dep: Ints
+    once: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, graph: Graph) -> Arrays:
+    def of(cls, graph: Graph, once: Collection[int] = ()) -> Arrays:
         operands = graph.operands()
         sizes = np.fromiter((len(us) for us in operands), np.int64, len(operands))
         start = np.zeros(len(operands) + 1, np.int64)
@@ -234,6 +254,7 @@ class Arrays:
             time=np.array([float(node.time) for node in graph.nodes], np.float64),
             start=start,
             dep=np.fromiter((u for us in operands for u in us), np.int64, int(start[-1])),
+            once=np.fromiter((node.id in once for node in graph.nodes), np.bool_, len(graph)),
         )
 
     def __len__(self) -> int:

@@ -6,6 +6,9 @@ This is the one place where a plan meets JAX's staging: everything that is trace
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +18,8 @@ from remat import _jax
 from remat.errors import PlanError
 from remat.flops import flops_of
 from remat.planner.compiled import Memory, OutOfMemory, compile_for_analysis
+from remat.planner.emit import inlined
+from remat.planner.identity import fingerprint
 from remat.planner.regions import Session, session_context
 from remat.planner.targets import Target, place
 
@@ -22,20 +27,26 @@ from remat.planner.targets import Target, place
 class Traced:
     """A step traced in one session."""
 
-    def __init__(self, traced: Any, target: Target, given: Any) -> None:
+    def __init__(self, traced: Any, target: Target) -> None:
         self._traced = traced
-        self._given = given
         self._target = target
         self.jaxpr, self.consts = _jax.detach_consts(traced.jaxpr)
 
     def shards(self) -> list[int]:
         """For each input of the jaxpr over how many devices it is divided."""
-        leaves = jax.tree.leaves(self._given)
-        if len(leaves) + len(self.consts) != len(self.jaxpr.invars):
-            leaves = [x for x in leaves if hasattr(x, "shape")]
-        if len(leaves) + len(self.consts) != len(self.jaxpr.invars):
-            return [1] * len(self.jaxpr.invars)  # static arguments among them
-        return [1] * len(self.consts) + [_divided(leaf) for leaf in leaves]
+        of_consts, of_arguments = _jax.split_list(self.jaxpr.invars, [len(self.consts)])
+        shardings = _jax.argument_shardings(self._traced)
+        divided = [_divided(v.aval, s) for v, s in zip(of_arguments, shardings, strict=True)]
+        return [1] * len(of_consts) + divided
+
+    @functools.cached_property
+    def program(self) -> str:
+        """What a plan is of: the program, and after a dash how its arguments are divided.
+
+        Numbers that are written in the program, such as a learning rate, make no difference.
+        """
+        divided = hashlib.sha256(repr(self.shards()).encode()).hexdigest()[:8]
+        return f"{fingerprint(inlined(self.jaxpr), literals=False)}-{divided}"
 
     def memory(self) -> Memory | OutOfMemory:
         """What the compiler says that it needs."""
@@ -47,14 +58,11 @@ class Traced:
         return float(sum(flops_of(eqn) for eqn in live.eqns))
 
 
-def _divided(leaf: Any) -> int:
-    sharding = getattr(leaf, "sharding", None)
-    shape = getattr(leaf, "shape", None)
-    if sharding is None or shape is None or not shape:
+def _divided(aval: Any, sharding: Any) -> int:
+    shape = tuple(getattr(aval, "shape", ()))
+    if not hasattr(sharding, "shard_shape"):
         return 1
-    whole = part = 1
-    for a, b in zip(shape, sharding.shard_shape(tuple(shape))):
-        whole, part = whole * a, part * b
+    whole, part = math.prod(shape), math.prod(sharding.shard_shape(shape))
     return max(1, whole // max(part, 1))
 
 
@@ -74,6 +82,12 @@ class Step:
         self.jit_options = dict(jit_options)
         self.args, self.kwargs = place((args, dict(kwargs)), target)
 
+        # A new one for each step, so that nothing outlives it. The key has the context of the trace.
+        def nothing_yet(fun: Callable, arguments: Any) -> dict[str, Any]:
+            return {}
+
+        self._shared = _jax.weakref_lru_cache(nothing_yet)
+
     def trace(self, session: Session) -> Traced:
         """The step as it is in a session."""
 
@@ -82,9 +96,10 @@ class Step:
         def step(*args: Any, **kwargs: Any) -> Any:
             return self.fun(*args, **kwargs)
 
+        session.shared = self._shared
         with session_context(session):
             traced = jax.jit(step, **self.jit_options).trace(*self.args, **self.kwargs)
-        return Traced(traced, self.target, (self.args, self.kwargs))
+        return Traced(traced, self.target)
 
 
 def check_step(fun: Any) -> None:

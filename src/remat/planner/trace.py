@@ -12,23 +12,53 @@ what the value's sharding says, which is propagated from the arguments.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from remat import _jax
-from remat.flops import flops_of
+from remat.flops import bytes_moved, flops_of, through_bodies
+from remat.planner.costs import Costs, Roofline, dtype_of
 from remat.planner.fusion import fuse
 from remat.planner.kinds import COLLECTIVES, kind_of
-from remat.planner.program import Op, Place, Program, without_dead
+from remat.planner.program import Kind, Op, Place, Program, without_dead
 from remat.planner.regions import Record
 from remat.planner.simulate import no_remat
 from remat.transform import planned
 
 _MOST_BYTES_OF_A_NUMBER = 16
 
+#: How many times longer an equation takes than by the price of its operations and bytes.
+Slowdown = Callable[[_jax.JaxprEqn], float]
+
+
+def _none(_: _jax.JaxprEqn) -> float:
+    return 1.0
+
+
+def slowdowns(costs: Costs) -> Slowdown:
+    """Of equations that are kernels of their own, and of loops of such."""
+    if isinstance(costs, Roofline):
+        return _none
+
+    def expected_s(eqn: _jax.JaxprEqn) -> float:
+        return costs.seconds(flops_of(eqn), bytes_moved(eqn), dtype_of(eqn))
+
+    def taken_s(eqn: _jax.JaxprEqn) -> float:
+        is_kernel = kind_of(eqn) in (Kind.OPAQUE, Kind.REDUCE)
+        return expected_s(eqn) * (costs.slowdown(eqn) if is_kernel else 1.0)
+
+    def of(eqn: _jax.JaxprEqn) -> float:
+        expected = through_bodies(eqn, expected_s)
+        return float(through_bodies(eqn, taken_s) / expected) if expected else 1.0
+
+    return of
+
 
 def program_of_step(
-    jaxpr: _jax.Jaxpr, records: Mapping[tuple[str, str], Record], shards: Sequence[int]
+    jaxpr: _jax.Jaxpr,
+    records: Mapping[tuple[str, str], Record],
+    shards: Sequence[int],
+    slowdown: Slowdown = _none,
 ) -> Program:
     """A whole step, with the regions' programs written out in it.
 
@@ -36,8 +66,9 @@ def program_of_step(
       jaxpr: of the step, traced under a `Recording`.
       records: what that took down.
       shards: for each argument over how many devices it is divided.
+      slowdown: of equations that are kernels of their own; what is fused has none.
     """
-    builder = Builder(records)
+    builder = Builder(records, slowdown)
     builder.enter(jaxpr.invars, shards)
     builder.enter(jaxpr.constvars, [1] * len(jaxpr.constvars))
     builder.write(jaxpr, None, "")
@@ -59,7 +90,9 @@ def shards_in_bodies(
 
 
 def program_of_record(
-    record: Record, shards: Mapping[_jax.Var | str, int] | None = None
+    record: Record,
+    shards: Mapping[_jax.Var | str, int] | None = None,
+    slowdown: Slowdown = _none,
 ) -> Program:
     """One region by itself: its forward program, then its backward program.
 
@@ -70,7 +103,7 @@ def program_of_record(
     def divided(v: _jax.Var) -> int:
         return shards.get(v) or shards.get(type_text(v.aval), 1)
 
-    builder = Builder({record.region_id: record})
+    builder = Builder({record.region_id: record}, slowdown)
     forward, backward = record.region.forward, record.backward
     builder.enter(forward.invars, [divided(v) for v in forward.invars])
     linear = record.region.linear
@@ -89,8 +122,11 @@ def program_of_record(
 class Builder:
     """Writes jaxprs out as operations on numbered values."""
 
-    def __init__(self, records: Mapping[tuple[str, str], Record]) -> None:
+    def __init__(
+        self, records: Mapping[tuple[str, str], Record], slowdown: Slowdown = _none
+    ) -> None:
         self.records = records
+        self.slowdown = slowdown
         self.ops: list[Op] = []
         self.bytes: list[int] = []
         self.types: list[str] = []
@@ -196,6 +232,7 @@ class Builder:
                 path=path,
                 label=_jax.checkpoint_name_of(eqn) or "",
                 repeatable=not eqn.effects and not collective,
+                slowdown=self.slowdown(eqn) if kind in (Kind.OPAQUE, Kind.REDUCE) else 1.0,
             )
         )
 

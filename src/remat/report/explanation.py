@@ -37,7 +37,7 @@ class Explanation(ExplanationData):
     >>> cos = Value(0, "saved", "f32[1024]", 4096, ((0, 1),), primitive="cos", path="net")
     >>> explanation = Explanation("sin", values=(cos,), steps=steps)
     >>> print(explanation.groups()[0])
-    net  f32[1024]  4.0 KiB
+    net: cos  f32[1024]  4.0 KiB
     >>> Explanation.from_json(explanation.to_json()) == explanation
     True
     """

@@ -52,10 +52,16 @@ class Group:
         return tuple(dict.fromkeys(value.name for value in self.values if value.name))
 
     @property
+    def called(self) -> str:
+        """Path and name or primitive, as far as they are known."""
+        primitives = dict.fromkeys(value.primitive for value in self.values if value.primitive)
+        made = "/".join(self.names) or ", ".join([*primitives][:3])
+        return ": ".join(filter(None, (self.pattern, made))) or "unnamed"
+
+    @property
     def what(self) -> str:
-        """Path or else name or primitive, with the number of values in front if there are several."""
-        what = self.pattern or "/".join(self.names) or self.primitive or "value"
-        return f"{len(self.values)} × {what}" if len(self.values) > 1 else what
+        """What they are called, with the number of values in front if there are several."""
+        return f"{len(self.values)} × {self.called}" if len(self.values) > 1 else self.called
 
     def __str__(self) -> str:
         return f"{self.what}  {self.aval}  {units.format_bytes(self.n_bytes)}"

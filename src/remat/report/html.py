@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
@@ -175,7 +176,8 @@ def _pareto(explanation: ExplanationData) -> str:
         for y in y_ticks
     ]
     places = [(_place(p.peak_bytes, x_ticks), _place(p.extra_time_s, y_ticks)) for p in points]
-    outline = " ".join(f"{x:.2f},{100 - y:.2f}" for x, y in places)
+    best = _frontier(points)
+    outline = " ".join(f"{x:.2f},{100 - y:.2f}" for p, (x, y) in zip(points, places) if p in best)
     drawn.append(
         '<svg viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true">'
         f'<polyline points="{outline}"/></svg>'
@@ -198,12 +200,22 @@ def _pareto(explanation: ExplanationData) -> str:
         '<section aria-labelledby="pareto-h"><div class="title"><h2 id="pareto-h">Plans to choose from'
         '</h2></div><div class="pareto" aria-hidden="true">'
         f'{"".join(drawn)}<span class="axis x">peak</span><span class="axis y">extra time</span></div>'
-        '<p class="hint plans">Filled: the peak is the compiler\'s own. Hollow: it is predicted.</p>'
+        '<p class="hint plans">Filled: the peak is the compiler\'s own. Hollow: it is predicted. The '
+        "line joins those that no other beats in both.</p>"
         '<div class="scroll"><table class="plain"><thead><tr><th class="n"></th><th scope="col">Plan</th>'
         '<th scope="col" class="n">Peak</th><th scope="col" class="n">Time</th>'
         '<th scope="col" class="n">FLOPs</th><th scope="col">Peak is</th></tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div></section>"
     )
+
+
+def _frontier(points: Sequence[ParetoPoint]) -> list[ParetoPoint]:
+    """The points for which no other has both a lower peak and less extra time."""
+    found: list[ParetoPoint] = []
+    for point in sorted(points, key=lambda p: (p.peak_bytes, p.extra_time_s)):
+        if not found or point.extra_time_s < found[-1].extra_time_s:
+            found.append(point)
+    return found
 
 
 def _classes(point: ParetoPoint) -> str:

@@ -76,6 +76,15 @@ def percent(share: float) -> str:
     return f"{share * 100:.1f} %" if share == 0 or abs(share) >= 0.001 else f"{share * 100:.2g} %"
 
 
+def counted(n: int, what: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "group"), counted(2, "group")
+    ('1 group', '2 groups')
+    """
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
 def signed_bytes(n_bytes: int) -> str:
     """A difference in bytes, with its sign.
 
@@ -137,7 +146,7 @@ def values_table(values: tuple[Value, ...], most: int) -> Table:
         rest = found[most:]
         n_bytes = sum(group.n_bytes for group in rest)
         n_values = sum(len(group.values) for group in rest)
-        said = f"{n_values} more values in {len(rest)} groups"
+        said = f"{counted(n_values, 'more value')} in {counted(len(rest), 'group')}"
         rows.append(("…", format_bytes(n_bytes), said, "", "", ""))
     columns = ("kind", "bytes", "value", "type", "source", "again")
     return Table(columns, tuple(rows), (1, 5))

@@ -13,7 +13,7 @@ from typing import Any
 
 from remat.report.document import printable
 from remat.report.groups import groups
-from remat.report.model import KINDS, PHASES, ExplanationData
+from remat.report.model import KINDS, PHASES, ExplanationData, Value
 from remat.report.timeline import thinned, timeline
 
 MOST_POINTS = 2400
@@ -90,7 +90,7 @@ def _values(explanation: ExplanationData, texts: _Texts) -> dict[str, Any]:
             groups_,
             kind=KINDS.index(group.kind),
             aval=texts(group.aval),
-            pattern=texts(group.pattern or "/".join(group.names) or group.primitive or "unnamed"),
+            pattern=texts(group.called),
             source=texts(group.source),
             primitive=texts(group.primitive),
             count=len(group.values),
@@ -105,7 +105,7 @@ def _values(explanation: ExplanationData, texts: _Texts) -> dict[str, Any]:
             _append(
                 values,
                 group=number,
-                what=texts(value.path or value.name or value.primitive or "unnamed"),
+                what=texts(_called(value)),
                 name=texts(value.name),
                 consumer=texts(value.consumer),
                 bytes=value.n_bytes,
@@ -113,6 +113,11 @@ def _values(explanation: ExplanationData, texts: _Texts) -> dict[str, Any]:
                 time=_rounded(value.time_s),
             )
     return {"groups": _packed(groups_), "values": _packed(values), "lives": _packed(lives)}
+
+
+def _called(value: Value) -> str:
+    made = value.name or value.primitive
+    return ": ".join(filter(None, (value.path, made))) or "unnamed"
 
 
 def _columns(names: str) -> dict[str, list[Any]]:

@@ -17,6 +17,7 @@ alone, and asks for the backward program that interleaves the two.
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +26,13 @@ from remat import _jax
 from remat.transform.cut import Cut
 
 
-class Decisions(abc.ABC):
+class _Planned(abc.ABC):  # noqa: B024
+    def alike(self) -> contextlib.AbstractContextManager:
+        """A context to derive in what is the same whatever is decided, for JAX's caches to know it."""
+        return contextlib.nullcontext()
+
+
+class Decisions(_Planned):
     """In place of a policy: decides about one region. Hashable; equal if it decides the same."""
 
     @abc.abstractmethod
@@ -37,7 +44,7 @@ class Decisions(abc.ABC):
         """
 
 
-class Backward(abc.ABC):
+class Backward(_Planned):
     """In place of a policy, on the equation of a planned region's backward half."""
 
     @abc.abstractmethod
@@ -80,6 +87,11 @@ class _Fenced:
 #: not start before its cotangents are there, also where nothing else would tell it from the rest of
 #: a loop's body.
 FENCED = _Fenced()
+
+
+def alike(policy: Any) -> contextlib.AbstractContextManager:
+    """The context of a planner's object; any other policy needs none."""
+    return policy.alike() if isinstance(policy, _Planned) else contextlib.nullcontext()
 
 
 @dataclasses.dataclass(frozen=True)

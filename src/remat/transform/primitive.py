@@ -144,7 +144,8 @@ def _jvp(
 ) -> tuple[list[Any], list[Any]]:
     del cotangents  # the derivative's inputs are others
     nonzero = [type(t) is not _jax.Zero for t in tangents]
-    body, consts, outs_nonzero = _jax.jvp_of_jaxpr(jaxpr, nonzero)
+    with planned.alike(policy):
+        body, consts, outs_nonzero = _jax.jvp_of_jaxpr(jaxpr, nonzero)
     policy = planned.after_change(policy)
     if names_pending:
         names_pending = policies.check_names(policy, body)
@@ -367,7 +368,8 @@ def _transpose_planned(
         return False, None
     of_input = dict(zip(jaxpr.invars, linear))
     flags = tuple(_jax.is_var(v) and of_input.get(v, False) for v in last.invars)
-    body, consts, ins_zero, out_tree = _jax.transpose(last.params["jaxpr"], flags, outs_zero)
+    with planned.alike(policy):
+        body, consts, ins_zero, out_tree = _jax.transpose(last.params["jaxpr"], flags, outs_zero)
     constants = [_jax.new_var(_jax.typeof(c)) for c in consts]
     nonlinear = [*constants, *(v for v, lin in zip(last.invars, flags) if not lin)]
     known = [v for v, lin in zip(jaxpr.invars, linear) if not lin]

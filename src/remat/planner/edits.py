@@ -1,0 +1,187 @@
+"""Decisions about a region whose loops were edited by hand, read for the program that it is now.
+
+A plan speaks of values by number. What a loop's body saves are results of the loop in the program
+around it, and a loop in groups stands there between reshapes: so whoever edits a loop shifts the
+numbers of the values around it, and makes the region another program in the eyes of a fingerprint.
+
+A forward program is a row of stretches with a loop between each two. An edit of a loop changes how
+many results it has, and perhaps the ends of the stretches beside it. So the values of a stretch are
+found again by their place, counted from its start or from its end, if what the plan saves there has
+the same types and names at those places. Where that does not say which values are meant, everything
+of the stretch that the backward pass needs is saved. The results of loops are saved, unless the plan
+recomputes them. What the plan keeps in the host's memory stays there where it is found again: a loop's
+result at its place among the loop's results, an input at its place among the inputs.
+
+Whatever comes out is a decision like any other: gradients do not depend on it, only memory and time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+
+from remat import _jax
+from remat.planner.emit import Linearized, Numbering, RegionDecision, Segment
+from remat.planner.plan_file import RegionPlan, SavedValue
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A decision about a region that an edit made another program.
+
+    Args:
+      decision: what to do.
+      n_stretches: the stretches of the program between its loops.
+      n_lost: in how many of them everything is saved, for want of knowing which values are meant.
+      n_not_offloaded: values that the plan keeps in the host's memory, and that are not found again.
+    """
+
+    decision: RegionDecision
+    n_stretches: int
+    n_lost: int
+    n_not_offloaded: int
+
+
+def loop_results(numbering: Numbering) -> tuple[tuple[int, int], ...]:
+    """Of each loop in a program the number of its first result, and how many it has."""
+    found = []
+    for v, number in numbering.number.items():
+        eqn = numbering.equation[number]
+        if v is eqn.outvars[0] and _jax.scan_body(eqn) is not None:
+            found.append((number, len(eqn.outvars)))
+    return tuple(found)
+
+
+def adapted(plans: Sequence[RegionPlan], region: Linearized) -> Adapted | None:
+    """What plans for other forms of a region say about this one; None if it has no loops.
+
+    Of several plans the one counts whose values are found best.
+    """
+    loops = loop_results(region.numbering)
+    if not loops or not plans:
+        return None
+    return min((_adapted(plan, region, loops) for plan in plans), key=lambda a: a.n_lost)
+
+
+def _adapted(plan: RegionPlan, region: Linearized, loops: tuple[tuple[int, int], ...]) -> Adapted:
+    numbering = region.numbering
+    residuals = {n for v in region.residuals if (n := numbering.number.get(v)) is not None}
+    old, new = _stretches(plan.loop_results, plan.n_values), _stretches(loops, len(numbering.vars))
+    again = {n for segment in plan.segments for n in segment.recomputed}
+    place: dict[int, tuple[int, ...]] = {}  # where the values that the plan names are now
+    alone: dict[int, int] = {}  # the same, but a loop's result is one of them
+    saved: set[int] = set()
+
+    counterpart = _counterparts(len(old), len(new))
+    n_lost = 0
+    for j, stretch in enumerate(new):
+        i = counterpart.get(j)
+        shift = None if i is None else _shift(plan, numbering, (i, old), (j, new))
+        if i is None or shift is None:
+            n_lost += 1
+            saved.update(residuals & set(stretch))
+            continue
+        for n in old[i]:
+            if n + shift in stretch:
+                place[n] = (n + shift,)
+                alone[n] = n + shift
+
+    for j, (first, count) in enumerate(loops):
+        now = range(first, first + count)
+        before = range(*_span(plan.loop_results[j])) if len(loops) == len(plan.loop_results) else ()
+        if again.isdisjoint(before):
+            saved.update(now)  # what nobody needs of it is left out later
+        else:
+            place |= dict.fromkeys(before, tuple(now))
+        alone |= dict(zip(before, now))
+
+    saved.update(x for value in plan.saved for x in place.get(value.number, ()))
+    segments = tuple(
+        Segment(s.start, tuple(sorted({x for n in s.recomputed for x in place.get(n, ())})))
+        for s in plan.segments
+    )
+    to_host = [value for value in plan.saved if value.offloaded]
+    offloaded = {
+        x
+        for value in to_host
+        if (x := alone.get(value.number)) is not None and _is_at(value, numbering, x)
+    }
+    inputs = region.forward.invars
+    offloaded_inputs = tuple(
+        value.number
+        for value in plan.offloaded_inputs
+        if value.number < len(inputs) and _type_of(inputs[value.number]) == value.type
+    )
+    decision = RegionDecision(
+        tuple(sorted(saved)),
+        segments,
+        plan.backward,
+        plan.n_operations,
+        tuple(sorted(offloaded)),
+        offloaded_inputs,
+    )
+    n_found = len(offloaded) + len(offloaded_inputs)
+    n_not_offloaded = len(to_host) + len(plan.offloaded_inputs) - n_found
+    return Adapted(decision, len(new), n_lost, n_not_offloaded)
+
+
+def _type_of(v: _jax.Var) -> str:
+    text: str = v.aval.str_short(short_dtypes=True)
+    return text
+
+
+def _span(loop: tuple[int, int]) -> tuple[int, int]:
+    return loop[0], loop[0] + loop[1]
+
+
+def _stretches(loops: Iterable[tuple[int, int]], n_values: int) -> list[range]:
+    """The numbers of what is before, between and after loops."""
+    ends = [0, *itertools.chain.from_iterable(map(_span, loops)), n_values]
+    return [range(a, b) for a, b in zip(ends[::2], ends[1::2])]
+
+
+def _counterparts(n_old: int, n_new: int) -> dict[int, int]:
+    """Which stretch each one was; a loop in groups may be two, and then only the outer ones are known."""
+    if n_old == n_new:
+        return {j: j for j in range(n_new)}
+    return {0: 0, n_new - 1: n_old - 1}
+
+
+def _shift(
+    plan: RegionPlan,
+    numbering: Numbering,
+    old: tuple[int, Sequence[range]],
+    new: tuple[int, Sequence[range]],
+) -> int | None:
+    """By how much the numbers of a stretch have moved; None if that cannot be said."""
+    (i, before), (j, now) = old, new
+    from_start = now[j].start - before[i].start
+    from_end = now[j].stop - before[i].stop
+    # The first stretch begins where it did, and the last one ends where it did.
+    shifts = [from_start] if j == 0 else [from_end] if j == len(now) - 1 else [from_start, from_end]
+    saved = [value for value in plan.saved if value.number in before[i]]
+    agreeing = [
+        s
+        for s in dict.fromkeys(shifts)
+        if all(v.number + s in now[j] and _is_at(v, numbering, v.number + s) for v in saved)
+    ]
+    if len(agreeing) > 1:
+        sources = [s for s in agreeing if all(_is_from(v, numbering, v.number + s) for v in saved)]
+        agreeing = sources if saved and sources else agreeing
+    named = saved or any(n in before[i] for s in plan.segments for n in s.recomputed)
+    return agreeing[0] if len(agreeing) == 1 or (agreeing and not named) else None
+
+
+def _is_at(value: SavedValue, numbering: Numbering, number: int) -> bool:
+    v, eqn = numbering.vars[number], numbering.equation[number]
+    found = (
+        _type_of(v),
+        _jax.name_stack_of(eqn),
+        _jax.checkpoint_name_of(eqn) or "",
+    )
+    return found == (value.type, value.path, value.name)
+
+
+def _is_from(value: SavedValue, numbering: Numbering, number: int) -> bool:
+    return _jax.source_line_of(numbering.equation[number]) == value.source
