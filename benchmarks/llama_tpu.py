@@ -9,6 +9,7 @@ opponents are jax.checkpoint around the body of the scan over layers, with JAX's
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,7 @@ from remat.planner.targets import Target, target as find_target
 
 TARGET, BATCH = "tpu:v5e:16x16", 256
 BUDGETS: tuple[str | None, ...] = (None, "12GiB", "8GiB")
+OFFLOAD = (True, False)
 POLICIES = {
     "full per-layer remat": jax.checkpoint_policies.nothing_saveable,
     "dots with no batch dims": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -78,7 +80,9 @@ def main() -> dict[str, Any]:
     args = arguments(target)
     rows: list[dict[str, Any]] = []
 
-    def report(name: str, step: Callable, peak: int, fits: bool, seconds: float) -> None:
+    def report(
+        name: str, step: Callable, peak: int, fits: bool, seconds: float, host_bytes: int = 0
+    ) -> None:
         counted = flops.count(step, *args).total
         base = rows[0]["flops"] if rows else counted
         row = {
@@ -87,11 +91,14 @@ def main() -> dict[str, Any]:
             "fits": fits,
             "flops": counted,
             "extra": counted / base - 1,
+            "host_bytes": host_bytes,
             "seconds": seconds,
         }
         rows.append(row)
         mark = "" if fits else " (does not fit)"
-        print(f"{name:36} {peak / 2**30:8.2f} GiB{mark}  {row['extra']:7.2%}  {seconds:6.1f} s")
+        host = f"{host_bytes / 2**30:6.2f} GiB on the host"
+        numbers = f"{peak / 2**30:8.2f} GiB  {row['extra']:7.2%}  {host}  {seconds:6.1f} s"
+        print(f"{name:48} {numbers}{mark}", flush=True)
 
     loss, divided = model("real"), by_batch(args[-1].sharding.mesh)
     opponents: dict[str, Callable] = {"no rematerialization": divided}
@@ -105,12 +112,15 @@ def main() -> dict[str, Any]:
         report(name, step, memory.peak_bytes, memory.fits, time.perf_counter() - begin)
 
     step = train_step(remat.auto(loss.blocks(divided)))
-    for budget in BUDGETS:
+    for offload, budget in itertools.product(OFFLOAD, BUDGETS):
         begin = time.perf_counter()
-        plan = remat.plan(step, *args, budget=budget, target=target, donate_argnums=(0, 1))
+        plan = remat.plan(
+            step, *args, budget=budget, target=target, offload=offload, donate_argnums=(0, 1)
+        )
         seconds = time.perf_counter() - begin
         assert plan.peak_bytes is not None
         fitted = remat.fit(step, plan=plan, donate_argnums=(0, 1))
         name = f"remat.plan, {budget or 'all of its 15.75 GiB'}"
-        report(name, fitted, plan.peak_bytes, True, seconds)
+        name += "" if offload else ", without offload"
+        report(name, fitted, plan.peak_bytes, True, seconds, plan.host_bytes)
     return {"rows": rows}

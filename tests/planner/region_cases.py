@@ -81,7 +81,9 @@ def random_application(
             decided.setdefault(record.key, {})[record.region.fingerprint] = decision
             if depth and groups:
                 largest = max(1, recording.scans[record.key].params["length"] - 1)
-                chosen[record.key] = LoopForm(min(largest, draw.choice((1, 2, 3, largest))))
+                group = min(largest, draw.choice((1, 2, 3, largest)))
+                few = draw.choice((0, 1)) if group > 1 else 0
+                chosen[record.key] = LoopForm(group, groups=few)
         if not depth:
             for record in recording.not_transposed.values():
                 everything = save_everything(record.region)

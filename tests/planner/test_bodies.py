@@ -169,3 +169,12 @@ def test_small_values_and_those_that_cannot_move_stay_on_the_device(b):
     options = loop_options(b, traffic_price, link(1e12))
     assert options == loop_options(b, traffic_price)
     assert not any(o.host_bytes for o in options)
+
+
+def test_groups_may_be_only_the_first_part_of_a_loop():
+    some = [o for o in loop_options(body(64), price) if o.groups]
+    assert some
+    assert all(0 < o.groups * o.group < 64 for o in some)
+    # What the rest saves is there at once, and is not recomputed.
+    of_one_kind = [o for o in some if (o.group, o.saved) == (some[0].group, some[0].saved)]
+    assert [o.groups for o in of_one_kind] == sorted((o.groups for o in of_one_kind), reverse=True)

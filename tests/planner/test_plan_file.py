@@ -296,8 +296,8 @@ _DAMAGED: dict[str, tuple[str, str, str, str]] = {
         "decided about twice",
     ),
     "loop twice": (
-        '"group": 4, "steps": 1}',
-        '"group": 4, "steps": 1},\n  {"key": "loss#1a2b/scan0", "group": 5}',
+        '"group": 4, "steps": 1, "groups": 0}',
+        '"group": 4, "steps": 1, "groups": 0},\n  {"key": "loss#1a2b/scan0", "group": 5}',
         '"group": 5',
         "decided about twice",
     ),
@@ -598,6 +598,9 @@ def test_an_explanation_says_what_was_asked_and_reached() -> None:
         assert part in explanation
     several = dataclasses.replace(PLAN, loops=(LoopPlan("loss#1a2b/scan0", 1, 2),))
     assert "2 steps in each iteration" in several.explain()
+    first = dataclasses.replace(PLAN, loops=(LoopPlan("loss#1a2b/scan0", 4, groups=2),))
+    assert "2 groups of 4 steps" in first.explain()
+    assert Plan.from_json(first.to_json()) == first
     beyond = dataclasses.replace(PLAN, budget_bytes=3999)
     assert "more than the budget" in beyond.explain()
 

@@ -53,6 +53,8 @@ _DEARER = (1.01, 10.0, 1000.0)
 _LESS = 0.97
 # Where neighbours on the hull differ by more than this share, options between them are looked for.
 _FAR = 0.9
+# In so many parts of a loop at most groups of steps may be recomputed or not.
+_PARTS = 6
 # Recomputation is not looked at more closely than this share of a step's forward pass.
 _NOTHING = 0.002
 
@@ -85,6 +87,7 @@ class LoopOption:
     Args:
       saved: numbers of the values of the forward program that each step saves.
       group: steps that are recomputed together; 1: none are.
+      groups: how many groups there are, before steps that are in none; 0: as many as fit.
       bytes: that it keeps at most on the device, over all its steps.
       seconds: of recomputation and of transfers, over all its steps.
       offloaded: which of the saved values are kept in the host's memory.
@@ -101,6 +104,7 @@ class LoopOption:
     offloaded_carry: tuple[int, ...] = ()
     host_bytes: int = 0
     transfer_seconds: float = 0.0
+    groups: int = 0
 
 
 def loop_options(body: Body, price: Price, transfer: Transfer | None = None) -> list[LoopOption]:
@@ -125,11 +129,21 @@ def loop_options(body: Body, price: Price, transfer: Transfer | None = None) -> 
             n_bytes = -(-body.length // group) * carry + group * cut.bytes
             seconds = body.length * (forward_s + cut.time)
             options.append(LoopOption(saved, group, n_bytes, seconds))
+            for groups in _fewer(body.length // group):
+                rest = body.length - groups * group
+                n_bytes = groups * carry + max(rest, group) * cut.bytes
+                seconds = groups * group * forward_s + body.length * cut.time
+                options.append(LoopOption(saved, group, n_bytes, seconds, groups=groups))
     if transfer is not None:
         options += _Offloading(
             body, price, transfer, problem, numbers, (forward_s, backward_s)
         ).options()
     return _thinned(_undominated(options))
+
+
+def _fewer(groups: int) -> list[int]:
+    """Numbers of groups, less than all, that are worth a try."""
+    return sorted({round(groups * k / _PARTS) for k in range(1, _PARTS)} - {0, groups})
 
 
 def _undominated(options: Iterable[LoopOption]) -> list[LoopOption]:

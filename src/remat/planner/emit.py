@@ -229,11 +229,13 @@ def halves(
     inputs = [v for v in all_inputs if v not in host]
     available = {*wanted, *inputs}
     linear_needs = [*region.residuals, *(v for v in all_inputs if v in host)]
-    eqns = closure(numbering, linear_needs, available)
+    # What operations take as a whole: segments run them so, also where parts of a loop's inputs
+    # turn out to be of no use.
+    needed: set[_jax.Var] = set()
+    eqns = closure(numbering, linear_needs, available, needed.add)
     like = next(iter((*region.linear.eqns, *region.forward.eqns)), None)
     last = planned.linear_equation(region.linear, remat_p, like)
     backward = _jax.jaxpr_of([*wanted, *inputs], last.outvars, [*eqns, last], region.linear)
-    needed: set[_jax.Var] = set()
     again = set(again)
     closure(numbering, again, available - again, needed.add)
     shrunk, used = _jax.dce(backward, [True] * len(backward.outvars))

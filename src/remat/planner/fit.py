@@ -280,7 +280,7 @@ def application(plan: Plan) -> Application:
             offloaded=tuple(value.number for value in region.saved if value.offloaded),
             offloaded_inputs=tuple(value.number for value in region.offloaded_inputs),
         )
-    loops = {loop.key: LoopForm(loop.group, loop.steps) for loop in plan.loops}
+    loops = {loop.key: LoopForm(loop.group, loop.steps, loop.groups) for loop in plan.loops}
     edited: dict[str, list[RegionPlan]] = {}
     if not plan.is_verified:
         for region in plan.regions:

@@ -308,7 +308,7 @@ class Levels:
         if not form.n_second:
             making.add(record.key, record, form.first)
             if form.first.group > 1:
-                making.forms[record.key] = LoopForm(group=form.first.group)
+                making.forms[record.key] = LoopForm(form.first.group, groups=form.first.groups)
             return
         making.forms[record.key] = LoopForm(steps=steps)
         for j in range(steps):

@@ -531,7 +531,9 @@ class _Search:
             seconds=self.step_seconds,
             lower_bound_seconds=max(0.0, float(choice.lower_bound_seconds)),
             regions=tuple(regions),
-            loops=tuple(LoopPlan(key, f.group, f.steps) for key, f in sorted(choice.loops.items())),
+            loops=tuple(
+                LoopPlan(key, f.group, f.steps, f.groups) for key, f in sorted(choice.loops.items())
+            ),
             attempts=tuple(
                 Attempt(
                     p.predicted_bytes,

@@ -190,17 +190,21 @@ class LoopPlan(_Checked):
       key: which loop.
       group: steps that are recomputed together, from the start of their group; 1: none are.
       steps: steps that one iteration consists of, each a region of its own, `key.0` and so on.
+      groups: how many groups there are; the steps after them are not recomputed. 0: as many as fit.
     """
 
     key: str
     group: int
     steps: int = 1
+    groups: int = 0
 
     def _check(self) -> None:
         if self.group < 1:
             raise _FieldError("group must be at least 1 step.", "group")
         if self.steps < 1:
             raise _FieldError("steps must be at least 1.", "steps")
+        if self.groups and self.group == 1:
+            raise _FieldError("there are groups where group is more than 1 step.", "groups")
         if self.group > 1 and self.steps > 1:
             raise _FieldError(
                 "a loop runs in groups or in several steps at once, not both.", "steps"
@@ -618,11 +622,12 @@ def _explained(plan: Plan) -> Iterable[str]:
     if plan.loops:
         yield ""
     for loop in plan.loops:
-        how = (
-            f"{loop.steps} steps in each iteration, which save different values"
-            if loop.steps > 1
-            else f"in groups of {loop.group} steps, each recomputed from its start"
-        )
+        how = f"in groups of {loop.group} steps, each recomputed from its start"
+        if loop.steps > 1:
+            how = f"{loop.steps} steps in each iteration, which save different values"
+        elif loop.groups:
+            how = f"{loop.groups} groups of {loop.group} steps, each recomputed from its start"
+            how += ", and the other steps are not"
         yield f"Loop {_printable(loop.key)}: {how}"
 
 

@@ -171,7 +171,7 @@ def _with_loops(jaxpr: _jax.Jaxpr, session: Session, key: str) -> _jax.Jaxpr:
             continue
         loop = _jax.replace_body(eqn, eqn.params["jaxpr"], wrapped)
         if 1 < form.group < eqn.params["length"]:
-            eqns += _grouped(loop, form.group, _Region(session, inner + _GROUP))
+            eqns += _grouped(loop, form, _Region(session, inner + _GROUP))
         else:
             eqns.append(loop)
     unchanged = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns))
@@ -182,12 +182,14 @@ def _with_loops(jaxpr: _jax.Jaxpr, session: Session, key: str) -> _jax.Jaxpr:
 class LoopForm:
     """How a loop runs: in groups of steps that are recomputed together, or several steps at once.
 
-    Of several steps in one iteration each is a region of its own, so that they can save different
-    values: that is how a loop does something between two options.
+    Only the first `groups` groups are recomputed, and the steps after them are not (0: there are as
+    many groups as fit). Of several steps in one iteration each is a region of its own, so that they
+    can save different values. Either way a loop does something between two options.
     """
 
     group: int = 1
     steps: int = 1
+    groups: int = 0
 
 
 _AS_IT_IS = LoopForm()
@@ -228,11 +230,12 @@ _GROUP = "/group"
 _STEP = re.compile(r"(?<=\d)\.\d+$")
 
 
-def _grouped(loop: _jax.JaxprEqn, group: int, region: _Region) -> list[_jax.JaxprEqn]:
+def _grouped(loop: _jax.JaxprEqn, form: LoopForm, region: _Region) -> list[_jax.JaxprEqn]:
     """A loop in groups of so many steps, each of which is recomputed from its start; then the rest."""
-    params = loop.params
+    params, group = loop.params, form.group
     (n_consts, n_carry), length = _jax.scan_arity(loop), params["length"]
-    n_groups, rest = divmod(length, group)
+    n_groups = min(form.groups or length, length // group)
+    rest = length - n_groups * group
 
     def run(args: Sequence[Any]) -> list[Any]:
         consts, carry, xs = _jax.split_list(list(args), [n_consts, n_carry])
@@ -487,6 +490,11 @@ class Application(Session):
             raise PlanError(
                 f"loop {key!r} has {length} steps; the plan runs it in groups of {form.group}. A "
                 f"group has fewer steps than the loop: correct it, or plan again."
+            )
+        if form.groups * form.group > length:
+            raise PlanError(
+                f"loop {key!r} has {length} steps; the plan has {form.groups} groups of "
+                f"{form.group}: correct it, or plan again."
             )
         if form.steps > 1 and (form.steps >= length or length % form.steps):
             raise PlanError(
