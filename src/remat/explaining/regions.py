@@ -14,7 +14,7 @@ from typing import Any
 
 from remat import _jax
 from remat.explaining.sides import is_region
-from remat.planner.trace import inline_body
+from remat.planner.kinds import inline_body
 from remat.transform import planned, policies
 
 

@@ -44,9 +44,25 @@ COLLECTIVES = frozenset(
 )  # fmt: skip
 
 
+def inline_body(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
+    """The body of an equation that is a call: its operations stand in the program around it."""
+    name = eqn.primitive.name
+    if name in ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "shard_map", "custom_jvp_call",
+                "custom_vjp_call", "custom_vjp_call_jaxpr"):  # fmt: skip
+        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+            if _jax.is_jaxpr(eqn.params.get(key)):
+                return _jax.open_jaxpr(eqn.params[key])
+    if name in ("remat", "checkpoint", "remat2"):
+        return _jax.open_jaxpr(eqn.params["jaxpr"])
+    return None
+
+
 def kind_of(eqn: _jax.JaxprEqn) -> Kind:
     """What an equation means to a compiler that fuses loops."""
     name = eqn.primitive.name
+    body = inline_body(eqn)
+    if body is not None:
+        return _kind_of_call(body) if len(eqn.outvars) == 1 else Kind.OPAQUE
     if name in _VIEWS:
         return Kind.VIEW
     if name in _CHEAP:
@@ -61,6 +77,14 @@ def kind_of(eqn: _jax.JaxprEqn) -> Kind:
     shape = getattr(eqn.outvars[0].aval, "shape", None)
     alike = all(getattr(v.aval, "shape", None) in (shape, ()) for v in eqn.invars)
     return Kind.CHEAP if alike and eqn.invars else Kind.OPAQUE
+
+
+def _kind_of_call(body: _jax.Jaxpr) -> Kind:
+    kinds = {kind_of(eqn) for eqn in body.eqns}
+    for kind in (Kind.COSTLY, Kind.CHEAP):
+        if kind in kinds and kinds <= {Kind.VIEW, Kind.CHEAP, Kind.COSTLY}:
+            return kind
+    return Kind.VIEW if kinds <= {Kind.VIEW} else Kind.OPAQUE
 
 
 def is_elementwise(eqn: _jax.JaxprEqn) -> bool:

@@ -19,7 +19,7 @@ from remat import _jax
 from remat.flops import bytes_moved, flops_of, through_bodies
 from remat.planner.costs import Costs, Roofline, dtype_of
 from remat.planner.fusion import fuse
-from remat.planner.kinds import COLLECTIVES, kind_of
+from remat.planner.kinds import COLLECTIVES, inline_body, is_elementwise, kind_of
 from remat.planner.program import Kind, Op, Place, Program, without_dead
 from remat.planner.regions import Record
 from remat.planner.simulate import no_remat
@@ -164,9 +164,10 @@ class Builder:
                 self._call(eqn, eqn.params["jaxpr"], (record, policy.is_backward), here)
                 continue
             body = inline_body(eqn)
-            if body is not None:
-                inner = side if side is not None and eqn.primitive.name == "remat" else None
-                self._call(eqn, body, inner, here)
+            # What a region saves and recomputes are values of its own program: a call in it is one
+            # operation.
+            if body is not None and (side is None or eqn.primitive.name == "remat"):
+                self._call(eqn, body, side, here)
                 continue
             self._op(eqn, side, index, here)
 
@@ -289,21 +290,11 @@ def _place(side: tuple[Record, bool] | None, eqn: _jax.JaxprEqn, index: int) -> 
     return None if number is None else Place(record.region_id, is_backward, number)
 
 
-def inline_body(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
-    """The body of an equation that is a call: its operations stand in the program around it."""
-    name = eqn.primitive.name
-    if name in ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "shard_map", "custom_jvp_call",
-                "custom_vjp_call", "custom_vjp_call_jaxpr"):  # fmt: skip
-        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-            if _jax.is_jaxpr(eqn.params.get(key)):
-                return _jax.open_jaxpr(eqn.params[key])
-    if name in ("remat", "checkpoint", "remat2"):
-        return _jax.open_jaxpr(eqn.params["jaxpr"])
-    return None
-
-
 def workspace_bytes(eqn: _jax.JaxprEqn) -> int:
     """What the bodies of a loop or of branches occupy while they run."""
+    body = inline_body(eqn)
+    if body is not None:
+        return 0 if is_elementwise(eqn) else _body_peak(body)
     if not _jax.has_body(eqn):
         return 0
     return max((_body_peak(_jax.open_jaxpr(b)) for b in _jax.bodies_of(eqn)), default=0)
