@@ -311,6 +311,7 @@ def test_a_body_that_saves_what_there_is_not_is_refused_with_the_line():
     ("form", "message"),
     [
         ({"group": 8}, "has 8 steps; the plan runs it in groups of 8. A group has fewer"),
+        ({"group": 3, "groups": 3}, "has 8 steps; the plan has 3 groups of 3"),
         ({"steps": 3}, "has 8 steps; the plan does 3 in each iteration. That must divide 8"),
         ({"steps": 8}, "has 8 steps; the plan does 8 in each iteration. That must divide 8"),
     ],
