@@ -54,6 +54,10 @@ _log = logging.getLogger("remat")
 _MOST_COMPILES = 8
 # A plan whose peak is this close below the budget is not worth another compilation.
 _CLOSE = 0.98
+# Where nothing fits, each proposal is for so much of the smallest one before.
+_SQUEEZED = 0.85
+# What a byte more in the model may mean for the compiler, where that is taken from two points.
+_LEAST_SLOPE, _MOST_SLOPE = 0.3, 4.0
 # Nor is one that recomputes less than this share of the step's operations.
 _NOTHING_LEFT = 0.001
 
@@ -176,6 +180,7 @@ class _Search:
         self.points: list[_Point] = []
         self.ratios: dict[bool, float] = {}
         self.level_ratios: dict[int, float] = {}
+        self.samples: dict[bool, set[tuple[int, int]]] = {False: set(), True: set()}
         #: Models whose smallest schedule was compiled.
         self.bottomed: set[bool] = set()
 
@@ -320,9 +325,9 @@ class _Search:
                 if len(self.points) >= _MOST_COMPILES:
                     break
                 ratio = self.ratios.get(lending, ratios[lending])
-                margin = 0.99 - 0.02 * misses[lending] if turn else 1.0
+                margin = 0.995 - 0.01 * misses[lending] if turn else 1.0
                 n_compiled = len(self.points)
-                point = self._attempt(lending, int(room / ratio * margin), ratio)
+                point = self._attempt(lending, self._aim(lending, int(room * margin), ratio), ratio)
                 if point is None:
                     continue
                 if not self._fits(point, room):
@@ -338,13 +343,41 @@ class _Search:
                 break
         return best
 
+    def _line(self, lending: bool, near: float, axis: int) -> tuple[float, float, float] | None:
+        """Through the two compiled points nearest to a place: bytes of the model, compiled, slope.
+
+        Compilers need memory of their own, whatever is saved, so a ratio alone leads there slowly.
+        """
+        samples = sorted(self.samples[lending], key=lambda at: (abs(at[axis] - near), at))
+        for other in samples[1:]:
+            (m0, t0), (m1, t1) = samples[0], other
+            slope = (t1 - t0) / (m1 - m0) if m1 != m0 else 0.0
+            if _LEAST_SLOPE <= slope <= _MOST_SLOPE:
+                return m0, t0, slope
+        return None
+
+    def _aim(self, lending: bool, room: int, ratio: float) -> int:
+        """The bytes of the model for which the compiler is expected to need so many."""
+        line = self._line(lending, room, 1)
+        if line is None:
+            return int(room / ratio)
+        return max(1, int(line[0] + (room - line[1]) / line[2]))
+
+    def _expected(self, lending: bool, model_bytes: int, ratio: float) -> int:
+        """The bytes that the compiler is expected to need for so many of the model."""
+        line = self._line(lending, model_bytes, 0)
+        if line is None:
+            return int(model_bytes * ratio)
+        return max(0, int(line[1] + (model_bytes - line[0]) * line[2]))
+
     def _squeeze(self, room: int) -> _Point | None:
         """Go below the budget until something fits, or nothing smaller is found."""
-        aim = max(room, 1)
+        aims = dict.fromkeys((False, True), max(room, 1))
         for _ in range(5):
-            aim = int(aim * 0.8)
             for lending in (False, True):
-                point = self._attempt(lending, aim, self.ratios.get(lending, 1.0))
+                tried = [model_bytes for model_bytes, _ in self.samples[lending]]
+                aims[lending] = int(_SQUEEZED * min([aims[lending], *tried]))
+                point = self._attempt(lending, aims[lending], self.ratios.get(lending, 1.0))
                 if point is not None and self._fits(point, room):
                     return point
         if not self.points:
@@ -392,10 +425,13 @@ class _Search:
     def _compiled(self, choice: Choice, lending: bool, ratio: float) -> _Point:
         """What the compiler says of a choice; nothing is compiled twice."""
         same = [p for p in self.points if _same(p.choice, choice)]
-        predicted = self.fixed_bytes + int(choice.model_bytes * ratio)
+        by_line = len(self.levels) == 1
+        expected = self._expected(lending, choice.model_bytes, ratio) if by_line else 0
+        predicted = self.fixed_bytes + (expected or int(choice.model_bytes * ratio))
         point = same[0] if same else self._compile(choice, predicted)
         if isinstance(point.memory, Memory):
             temporaries = point.memory.peak_bytes - self.fixed_bytes
+            self.samples[lending].add((choice.model_bytes, temporaries))
             self.ratios[lending] = max(0.05, temporaries / max(1, choice.model_bytes))
         else:
             # What the compiler says it needs is more than the peak would be; that is over the limit.
