@@ -16,6 +16,8 @@ from planner.region_cases import (
     run_in,
     traced_in,
 )
+from remat import _jax
+from remat.planner.emit import without_copies
 
 #: Where 16 bits round, how far results may be apart, as a share of the largest.
 ROUNDING = {"bfloat16": 2e-2, "matmul_with_preferred_types": 2e-3}
@@ -97,3 +99,24 @@ def test_random_decisions_about_random_programs_change_no_value(program, seed):
     args = normal(3, 3), normal(3, 3, seed=1)
     expected = run_in(None, step, args)
     assert_same(run_in(random_application(step, args, seed), step, args), expected)
+
+
+def test_what_loops_hand_through_is_taken_from_where_they_have_it():
+    def f(start, xs):
+        def body(carry, x):
+            kept, total = carry
+            return (kept, total + x), (x, 2 * x)
+
+        return jax.lax.scan(body, (start, start), xs)
+
+    closed = jax.make_jaxpr(f)(jnp.ones(3), jnp.ones((4, 3)))
+    jaxpr = closed.jaxpr
+    changed = without_copies(jaxpr)
+    assert (changed.outvars[0], changed.outvars[2]) == tuple(jaxpr.invars)
+    (loop,) = changed.eqns
+    assert len(loop.outvars) == 2
+    start, xs = jnp.arange(3.0), jnp.arange(12.0).reshape(4, 3)
+    expected = jax.tree.leaves(f(start, xs))
+    for a, b in zip(_jax.eval_jaxpr(changed, (), start, xs), expected):
+        assert (a == b).all()
+    assert without_copies(changed) is changed

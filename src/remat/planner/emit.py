@@ -150,6 +150,44 @@ def inlined(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     return _jax.inline_calls(jaxpr, _body_of_call)
 
 
+def without_copies(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+    """A program in which what loops hand through unchanged is taken from where they have it.
+
+    JAX's transposition of a loop may bring one that only copies its inputs, at each step, to results
+    of the same size.
+    """
+    instead: dict[_jax.Var, Any] = {}
+
+    def look(v: Any) -> Any:
+        return instead.get(v, v) if _jax.is_var(v) else v
+
+    eqns = []
+    for eqn in jaxpr.eqns:
+        if any(_jax.is_var(v) and v in instead for v in eqn.invars):
+            eqn = eqn.replace(invars=[look(v) for v in eqn.invars])
+        eqns.append(eqn)
+        body = _jax.scan_body(eqn)
+        if body is not None and eqn.params["length"]:
+            instead.update(_handed_through(eqn, body))
+    if not instead:
+        return jaxpr
+    changed = _jax.rebuild(jaxpr, eqns=eqns, outvars=[look(v) for v in jaxpr.outvars])
+    live, _ = _jax.dce(changed, [True] * len(changed.outvars))
+    return _jax.rebuild(live, invars=jaxpr.invars)
+
+
+def _handed_through(eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> Iterable[tuple[_jax.Var, Any]]:
+    """Results of a `scan` that are its operands."""
+    n_consts, n_carry = _jax.scan_arity(eqn)
+    operands, inner = eqn.invars[n_consts:], body.invars[n_consts:]
+    of_step = dict(zip(inner[n_carry:], operands[n_carry:]))
+    for k, (result, out) in enumerate(zip(eqn.outvars, body.outvars)):
+        if k < n_carry and out is inner[k]:
+            yield result, operands[k]
+        elif k >= n_carry and _jax.is_var(out) and out in of_step:
+            yield result, of_step[out]
+
+
 _CALLS = frozenset({"closed_call", "core_call", "core_closed_call", "eval_jaxpr"})
 _REGIONS = frozenset({"checkpoint", "remat", "remat2"})
 

@@ -34,6 +34,7 @@ from remat.planner.emit import (
     host_copies,
     inlined,
     linearized,
+    without_copies,
 )
 from remat.planner.identity import fingerprint
 from remat.planner.plan_file import RegionPlan
@@ -601,7 +602,7 @@ class _Backward(planned.Backward):
         transposed: _jax.Jaxpr,
         nonlinear: Sequence[Any],
     ) -> tuple[_jax.Jaxpr | None, Any]:
-        transposed = inlined(transposed)
+        transposed = without_copies(inlined(transposed))
         numbering, given = self.region.numbering.fetching(self.host), set(known)
         there = {*numbering.number, *self.host, *given, *consts}
         ours = all(v in there for v in nonlinear if _jax.is_var(v))
