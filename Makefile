@@ -24,14 +24,17 @@ test: $(VENV)/.dev  ## the test suite
 test-all: $(VENV)/.dev  ## with the slow sweeps
 	$(BIN)/python -m pytest -n 2 -m "slow or not slow" --hypothesis-profile=random
 
-# Pages, pictures, the command line and what does not import JAX are tested once.
-PURE_PLANNER = bodies cache chain devices evict frontier fusion graph mincut plan_file schedule search \
-	simulate
+# Pages, pictures, the command line, what does not import JAX and the longest sweeps are tested once.
+PURE_PLANNER = bodies cache chain devices evict frontier fusion graph mincut plan_file schedule scheduler \
+	search simulate
 NOT_CORE = tests/report tests/benchmarks tests/test_cli.py tests/test_docs.py \
-	tests/test_pytest_plugin.py $(PURE_PLANNER:%=tests/planner/test_%.py)
+	tests/test_pytest_plugin.py tests/adapters/test_linen_remat_scan.py tests/adapters/test_rematted.py \
+	$(PURE_PLANNER:%=tests/planner/test_%.py)
+SWEEPS = $(foreach n,2 3 4,tests/transform/test_properties.py::test_random_programs_are_unchanged[$n])
 
 test-newest: $(NEWEST)/.dev  ## the core tests on the newest JAX (needs a Python >= 3.12)
-	$(NEWEST)/bin/python -m pytest -n 2 -p no:cacheprovider $(NOT_CORE:%=--ignore=%)
+	$(NEWEST)/bin/python -m pytest -n 2 -p no:cacheprovider $(NOT_CORE:%=--ignore=%) \
+		$(SWEEPS:%=--deselect='%')
 
 bench: $(VENV)/.dev  ## speed and memory, as ratios against the alternatives in the same run
 	$(BIN)/python -m benchmarks

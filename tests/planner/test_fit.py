@@ -139,10 +139,10 @@ def test_step_that_differentiates_nothing_is_refused():
 
 def test_region_that_is_only_linearized_saves_everything():
     def both(w, x):
-        _, linear = jax.linearize(lambda w: loss(jnp.sin(w), x), w)
+        _, linear = jax.linearize(lambda w: loss(jnp.sin(w), x[:32]), w)
         return step(w, x), linear(w)
 
-    made = plan(both, W, X, budget="95%")
+    made = plan(both, W, X, budget="90%")
     assert_same(fit(both, plan=made)(W, X), jax.jit(both)(W, X), within=1e-5)
 
 

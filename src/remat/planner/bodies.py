@@ -53,6 +53,8 @@ _DEARER = (1.01, 10.0, 1000.0)
 _LESS = 0.97
 # Where neighbours on the hull differ by more than this share, options between them are looked for.
 _FAR = 0.9
+# A loop that runs in two parts copies what it is given and what it makes: not worth it in short ones.
+_LONG = 16
 # In so many parts of a loop at most groups of steps may be recomputed or not.
 _PARTS = 6
 # Recomputation is not looked at more closely than this share of a step's forward pass.
@@ -129,7 +131,7 @@ def loop_options(body: Body, price: Price, transfer: Transfer | None = None) -> 
             n_bytes = -(-body.length // group) * carry + group * cut.bytes
             seconds = body.length * (forward_s + cut.time)
             options.append(LoopOption(saved, group, n_bytes, seconds))
-            for groups in _fewer(body.length // group):
+            for groups in _fewer(body.length // group) if body.length >= _LONG else ():
                 rest = body.length - groups * group
                 n_bytes = groups * carry + max(rest, group) * cut.bytes
                 seconds = groups * group * forward_s + body.length * cut.time

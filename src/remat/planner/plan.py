@@ -54,6 +54,8 @@ _log = logging.getLogger("remat")
 _MOST_COMPILES = 8
 # A plan whose peak is this close below the budget is not worth another compilation.
 _CLOSE = 0.98
+# So many levels are tried that the search by the model passed over, if it found none that fits.
+_MOST_OTHERS = 4
 # Where nothing fits, each proposal is for so much of the smallest one before.
 _SQUEEZED = 0.85
 # What a byte more in the model may mean for the compiler, where that is taken from two points.
@@ -263,7 +265,9 @@ class _Search:
                 best = point if best is None or self._is_better(point, best) else best
             else:
                 too_large = i
-        if best is None or not best.choice.recomputes_around_loops:
+        if best is None:
+            return self._any_level(room)
+        if not best.choice.recomputes_around_loops:
             return best
         # The next levels leave the rest of the program more room: it may recompute less in all.
         for i in (fitting, fitting + 1, fitting + 2):
@@ -273,6 +277,15 @@ class _Search:
             if point is not None and self._fits(point, room) and self._is_better(point, best):
                 best = point
         return best
+
+    def _any_level(self, room: int) -> _Point | None:
+        """Where the levels' order is not the compiler's: those that were passed over, in turn."""
+        tried = set(self.level_ratios)
+        for i in sorted(set(range(len(self.levels))) - tried, reverse=True)[:_MOST_OTHERS]:
+            point = self._attempt_level(i, room)
+            if point is not None and self._fits(point, room):
+                return point
+        return None
 
     def _first_level(self, too_large: int, fitting: int, room: int) -> int:
         """The first level between two others that is predicted to fit; the last if none is."""
