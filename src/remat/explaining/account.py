@@ -19,7 +19,7 @@ import os
 from collections.abc import Callable, Mapping
 
 from remat import _jax
-from remat.explaining.sides import Sides, is_region, is_view, merged
+from remat.explaining.sides import Sides, is_region, is_view, merged, parts
 from remat.flops import flops_of
 from remat.planner.fusion import Fused, Price, fuse
 from remat.planner.program import Op, Program
@@ -478,21 +478,8 @@ def recomputed_inside(eqn: _jax.JaxprEqn) -> int:
 
 
 def _recomputed_in_region(eqn: _jax.JaxprEqn) -> int:
-    body = _jax.open_jaxpr(eqn.params["jaxpr"])
-    flags = eqn.params.get("cotangents")
-    derived = {v for v, flag in zip(body.invars, flags or ()) if flag}
-    total = 0
-    for inner in body.eqns:
-        if flags:
-            depends = any(_jax.is_var(v) and v in derived for v in inner.invars)
-        else:
-            depends = not _jax.is_recomputation(inner)
-        if depends:
-            derived.update(inner.outvars)
-            total += recomputed_inside(inner)
-        else:
-            total += flops_of(inner)
-    return total
+    again, later = parts(eqn, _jax.open_jaxpr(eqn.params["jaxpr"]))
+    return sum(map(flops_of, again)) + sum(map(recomputed_inside, later))
 
 
 def _behind(v: int, program: Program, producer: Mapping[int, int]) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from remat import _jax
-from remat.explaining.sides import is_region
+from remat.explaining.sides import is_region, parts
 from remat.planner.kinds import inline_body
 from remat.transform import planned, policies
 
@@ -168,20 +168,7 @@ def names_wanted(policy: Any) -> tuple[str, ...]:
 
 def split(eqn: _jax.JaxprEqn) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
     """A backward half's equations: those that recompute, and those on cotangents; calls written out."""
-    flags = eqn.params.get("cotangents")
-    body = _jax.inline_calls(_jax.open_jaxpr(eqn.params["jaxpr"]), _call)
-    derived = {v for v, flag in zip(body.invars, flags or ()) if flag}
-    again: list[_jax.JaxprEqn] = []
-    later: list[_jax.JaxprEqn] = []
-    for inner in body.eqns:
-        if flags:
-            depends = any(_jax.is_var(v) and v in derived for v in inner.invars)
-        else:
-            depends = not _jax.is_recomputation(inner)
-        if depends:
-            derived.update(inner.outvars)
-        (later if depends else again).append(inner)
-    return again, later
+    return parts(eqn, _jax.inline_calls(_jax.open_jaxpr(eqn.params["jaxpr"]), _call))
 
 
 def _call(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:

@@ -254,6 +254,23 @@ def is_region(eqn: _jax.JaxprEqn) -> bool:
     return eqn.primitive.name in _REGIONS and bool(eqn.params.get("differentiated"))
 
 
+def parts(eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
+    """The equations of a region's body: those that recompute, and those on cotangents."""
+    flags = eqn.params.get("cotangents")
+    derived = {v for v, flag in zip(body.invars, flags or ()) if flag}
+    again: list[_jax.JaxprEqn] = []
+    later: list[_jax.JaxprEqn] = []
+    for inner in body.eqns:
+        if flags:
+            depends = any(_jax.is_var(v) and v in derived for v in inner.invars)
+        else:
+            depends = not _jax.is_recomputation(inner)
+        if depends:
+            derived.update(inner.outvars)
+        (later if depends else again).append(inner)
+    return again, later
+
+
 def _same(program: Program, notes: Sequence[_Note], literals_of: dict[int, str]) -> dict[int, int]:
     copy_of: dict[int, int] = {}
     first: dict[Any, Op] = {}

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from remat import _jax
-from remat.planner.targets import Target, place
+from remat.planner.targets import Target, n_shards, place
 from remat.transform.residuals import Residuals, residuals
 
 _jax.exclude_from_tracebacks(__file__)
@@ -205,10 +205,7 @@ def _divided(leaf: Any) -> int:
     sharding, shape = getattr(leaf, "sharding", None), tuple(np.shape(leaf))
     if sharding is None or not all(shape):
         return 1
-    ratio = 1
-    for whole, part in zip(shape, sharding.shard_shape(shape)):
-        ratio *= -(-whole // max(part, 1))
-    return ratio
+    return n_shards(shape, sharding)
 
 
 def _has_gradient(jaxpr: _jax.Jaxpr) -> bool:

@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from remat.planner.fusion import Price
 from remat.planner.mincut import Cut, CutProblem, Network, between, hull
-from remat.planner.program import Kind, Op, Program
+from remat.planner.program import FUSIBLE, Kind, Op, Program
 
 #: `seconds(bytes)` of a copy between the device's memory and the host's, in one direction.
 Transfer = Callable[[float], float]
@@ -352,7 +352,7 @@ def _seconds(program: Program, op: Op, price: Price) -> float:
     seconds = price(op.flops, moved, op.dtype)
     # Inside a kernel an operation starts nothing of its own, and a cheap one costs next to nothing,
     # but not nothing: of two ways to have a value the shorter one wins.
-    if op.kind in (Kind.CHEAP, Kind.VIEW, Kind.COSTLY):
+    if op.kind in FUSIBLE:
         seconds -= min(price(0.0, 1, op.dtype), 0.95 * seconds)
     share = 0.05 if op.kind in (Kind.CHEAP, Kind.VIEW) else 1.0
     return seconds * op.slowdown * share

@@ -144,6 +144,11 @@ class Linearized:
     def numbering(self) -> Numbering:
         return Numbering(self.forward)
 
+    @property
+    def like(self) -> _jax.JaxprEqn | None:
+        """An equation whose source and context new ones take, if there is one."""
+        return next(iter((*self.linear.eqns, *self.forward.eqns)), None)
+
 
 def inlined(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     """A region's program with calls written out; who plans it decides about checkpoints in it too."""
@@ -237,9 +242,8 @@ def linearized(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...]) -> Linearized:
 def host_copies(region: Linearized, decision: RegionDecision) -> dict[_jax.Var, _jax.HostCopy]:
     """A copy in the host's memory for each value and input that is offloaded."""
     of = region.numbering
-    like = next(iter((*region.linear.eqns, *region.forward.eqns)), None)
     copies = {
-        v: _jax.host_copy(v, like)
+        v: _jax.host_copy(v, region.like)
         for v in (region.forward.invars[i] for i in decision.offloaded_inputs)
     }
     for n in decision.offloaded:
@@ -271,8 +275,7 @@ def halves(
     # turn out to be of no use.
     needed: set[_jax.Var] = set()
     eqns = closure(numbering, linear_needs, available, needed.add)
-    like = next(iter((*region.linear.eqns, *region.forward.eqns)), None)
-    last = planned.linear_equation(region.linear, remat_p, like)
+    last = planned.linear_equation(region.linear, remat_p, region.like)
     backward = _jax.jaxpr_of([*wanted, *inputs], last.outvars, [*eqns, last], region.linear)
     again = set(again)
     closure(numbering, again, available - again, needed.add)

@@ -26,12 +26,10 @@ import dataclasses
 from collections.abc import Callable
 
 from remat.planner.graph import Graph, Node
-from remat.planner.program import Kind, Op, Program
+from remat.planner.program import FUSIBLE, Kind, Op, Program
 
 #: `seconds(flops, bytes moved, dtype)` of one kernel.
 Price = Callable[[float, int, str], float]
-
-_FUSIBLE = (Kind.CHEAP, Kind.COSTLY, Kind.VIEW)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,7 +261,7 @@ def _merge(fusion: _Fusion, nodes: dict[int, _Group]) -> dict[int, int]:
             users[d].add(i)
     into: dict[int, int] = {}
     for end in sorted(nodes):
-        if ops[end].kind not in _FUSIBLE or end not in nodes:
+        if ops[end].kind not in FUSIBLE or end not in nodes:
             continue
         changed = True
         while changed:

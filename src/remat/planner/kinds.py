@@ -6,7 +6,7 @@ The names are those of JAX's primitives. One that is not listed and looks elemen
 from __future__ import annotations
 
 from remat import _jax
-from remat.planner.program import Kind
+from remat.planner.program import FUSIBLE, Kind
 
 _VIEWS = frozenset(
     {"reshape", "squeeze", "expand_dims", "copy", "copy_p", "name", "stop_gradient", "remat_mark",
@@ -80,13 +80,13 @@ def kind_of(eqn: _jax.JaxprEqn) -> Kind:
 
 
 def _kind_of_call(body: _jax.Jaxpr) -> Kind:
+    """The dearest of what it does, if compilers fuse all of it."""
     kinds = {kind_of(eqn) for eqn in body.eqns}
-    for kind in (Kind.COSTLY, Kind.CHEAP):
-        if kind in kinds and kinds <= {Kind.VIEW, Kind.CHEAP, Kind.COSTLY}:
-            return kind
-    return Kind.VIEW if kinds <= {Kind.VIEW} else Kind.OPAQUE
+    if not kinds <= FUSIBLE:
+        return Kind.OPAQUE
+    return next((kind for kind in (Kind.COSTLY, Kind.CHEAP) if kind in kinds), Kind.VIEW)
 
 
 def is_elementwise(eqn: _jax.JaxprEqn) -> bool:
     """Whether compilers compute it inside the kernel that uses it."""
-    return kind_of(eqn) in (Kind.VIEW, Kind.CHEAP, Kind.COSTLY)
+    return kind_of(eqn) in FUSIBLE

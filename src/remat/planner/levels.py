@@ -241,7 +241,7 @@ class Levels:
                 program,
                 record.region_id,
                 eqn.params["length"],
-                carry,
+                tuple(carry),
                 movable=_movable(record, program, carry),
             )
         return self._bodies[record.region_id]
@@ -257,8 +257,8 @@ class Levels:
         first = options.index(at_price(options, price))
         last = options.index(at_price(options, next_price))
         path = [_Form(options[first], options[first])]
+        needed = 2 * steps * self._input_bytes(record)
         for a, b in itertools.pairwise(options[first : last - 1 if last else None : -1]):
-            needed = 2 * steps * self._input_bytes(record)
             is_far = b.bytes < _FAR * a.bytes and (a.bytes - b.bytes) / steps > needed
             if is_far and a.group == b.group == 1:
                 path += [_Form(a, b, n) for n in range(1, steps)]
@@ -267,10 +267,8 @@ class Levels:
 
     def _input_bytes(self, record: Record) -> int:
         """Of what one step of a loop is given besides its carry; compilers gather what is divided."""
-        eqn = self.recording.scans[record.key]
-        variables = record.region.forward.invars
-        first = len(variables) - len(eqn.invars) + sum(_jax.scan_arity(eqn))
-        return sum(n_bytes(v.aval) for v in variables[first:])
+        carry = _carry(record, self.recording.scans[record.key])
+        return sum(n_bytes(v.aval) for v in record.region.forward.invars[carry.stop :])
 
     def _shards_in_bodies(self) -> Mapping[Any, int]:
         """How values of loops' bodies are divided over devices, as far as the step around them says."""
@@ -281,14 +279,11 @@ class Levels:
         return self._body_shards
 
     def _make(self, rung: _Rung) -> Level:
-        bodies = {
-            r: record for r, record in self.recording.records.items() if loop_depth(record.key)
-        }
-        if not bodies or (rung.price == 0.0 and not rung.moves):
+        if not self._loops or (rung.price == 0.0 and not rung.moves):
             return Level(self.traced_plainly, self.recording, _Making(), self._costs)
         making = _Making()
         recording, traced = self.recording, self.traced_plainly
-        for depth in sorted({loop_depth(key) for key, _ in bodies}, reverse=True):
+        for depth in sorted({loop_depth(record.key) for record in self._loops}, reverse=True):
             for record in list(recording.records.values()):
                 # A step of several is decided with its loop.
                 if loop_depth(record.key) == depth and record.key in self.recording.scans:
@@ -382,13 +377,13 @@ def _movable(record: Record, program: Program, carry: Sequence[int]) -> frozense
     return frozenset(found)
 
 
-def _carry(record: Record, eqn: Any) -> tuple[int, ...]:
+def _carry(record: Record, eqn: Any) -> range:
     """The values of a body's program that are its carry, which it has from the step before.
 
     The program's first values are the body's inputs: what its derivative closes over, then the
-    inputs of the loop's own body.
+    inputs of the loop's own body, the carry among them before what differs from step to step.
     """
     n_inputs = len(record.region.forward.invars)
     n_consts, n_carry = _jax.scan_arity(eqn)
     first = n_inputs - len(eqn.invars) + n_consts
-    return tuple(range(first, first + n_carry))
+    return range(first, first + n_carry)

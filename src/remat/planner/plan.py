@@ -262,9 +262,9 @@ class _Search:
             point = self._attempt_level(i, room)
             if point is not None and self._fits(point, room):
                 fitting = i
-                best = point if best is None or self._is_better(point, best) else best
             else:
                 too_large = i
+            best = self._better(point, best, room)
         if best is None:
             return self._any_level(room)
         if not best.choice.recomputes_around_loops:
@@ -273,18 +273,16 @@ class _Search:
         for i in (fitting, fitting + 1, fitting + 2):
             if i >= len(self.levels) or len(self.points) >= _MOST_COMPILES + 2:
                 break
-            point = self._attempt_level(i, room)
-            if point is not None and self._fits(point, room) and self._is_better(point, best):
-                best = point
+            best = self._better(self._attempt_level(i, room), best, room)
         return best
 
     def _any_level(self, room: int) -> _Point | None:
         """Where the levels' order is not the compiler's: those that were passed over, in turn."""
         tried = set(self.level_ratios)
         for i in sorted(set(range(len(self.levels))) - tried, reverse=True)[:_MOST_OTHERS]:
-            point = self._attempt_level(i, room)
-            if point is not None and self._fits(point, room):
-                return point
+            best = self._better(self._attempt_level(i, room), None, room)
+            if best is not None:
+                return best
         return None
 
     def _first_level(self, too_large: int, fitting: int, room: int) -> int:
@@ -347,8 +345,7 @@ class _Search:
                     misses[lending] += 1
                 elif len(self.points) == n_compiled:
                     misses[lending] -= 1  # the same again, and it fits: aim higher
-                if self._fits(point, room) and (best is None or self._is_better(point, best)):
-                    best = point
+                best = self._better(point, best, room)
             if best is None or not turn:
                 continue
             close = best.memory.peak_bytes >= _CLOSE * self.budget
@@ -378,10 +375,10 @@ class _Search:
 
     def _expected(self, lending: bool, model_bytes: int, ratio: float) -> int:
         """The bytes that the compiler is expected to need for so many of the model."""
-        line = self._line(lending, model_bytes, 0)
-        if line is None:
-            return int(model_bytes * ratio)
-        return max(0, int(line[1] + (model_bytes - line[0]) * line[2]))
+        # Levels are different programs: no line goes through two of them.
+        line = self._line(lending, model_bytes, 0) if len(self.levels) == 1 else None
+        expected = int(line[1] + (model_bytes - line[0]) * line[2]) if line else 0
+        return expected if expected > 0 else int(model_bytes * ratio)
 
     def _squeeze(self, room: int) -> _Point | None:
         """Go below the budget until something fits, or nothing smaller is found."""
@@ -401,6 +398,12 @@ class _Search:
                 if self._fits(point, room):
                     return point
         return None
+
+    def _better(self, point: _Point | None, best: _Point | None, room: int) -> _Point | None:
+        """The point if it fits and nothing better is known."""
+        if point is None or not self._fits(point, room):
+            return best
+        return point if best is None or self._is_better(point, best) else best
 
     def _is_better(self, a: _Point, b: _Point) -> bool:
         if a.choice.transfer_seconds or b.choice.transfer_seconds:
@@ -438,9 +441,7 @@ class _Search:
     def _compiled(self, choice: Choice, lending: bool, ratio: float) -> _Point:
         """What the compiler says of a choice; nothing is compiled twice."""
         same = [p for p in self.points if _same(p.choice, choice)]
-        by_line = len(self.levels) == 1
-        expected = self._expected(lending, choice.model_bytes, ratio) if by_line else 0
-        predicted = self.fixed_bytes + (expected or int(choice.model_bytes * ratio))
+        predicted = self.fixed_bytes + self._expected(lending, choice.model_bytes, ratio)
         point = same[0] if same else self._compile(choice, predicted)
         if isinstance(point.memory, Memory):
             temporaries = point.memory.peak_bytes - self.fixed_bytes
@@ -492,11 +493,9 @@ class _Search:
         )
         return point
 
-    @property
+    @functools.cached_property
     def plain_flops(self) -> float:
-        if not hasattr(self, "_plain_flops"):
-            self._plain_flops = self.unplanned.flops()
-        return self._plain_flops
+        return self.unplanned.flops()
 
     def _refuse(self) -> NoReturn:
         smallest = min((p.memory.peak_bytes for p in self.points), default=self.base.peak_bytes)

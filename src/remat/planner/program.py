@@ -20,6 +20,10 @@ class Kind(enum.Enum):
     OPAQUE = "opaque"  # a kernel of its own: reads its operands, writes its results
 
 
+#: What compilers compute inside the kernel that uses it.
+FUSIBLE = frozenset({Kind.VIEW, Kind.CHEAP, Kind.COSTLY})
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Which operation of which region's program an operation is.

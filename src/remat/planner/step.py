@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,7 +20,7 @@ from remat.planner.compiled import Memory, OutOfMemory, compile_for_analysis
 from remat.planner.emit import inlined
 from remat.planner.identity import fingerprint
 from remat.planner.regions import Session, session_context
-from remat.planner.targets import Target, place
+from remat.planner.targets import Target, n_shards, place
 
 
 class Traced:
@@ -36,7 +35,10 @@ class Traced:
         """For each input of the jaxpr over how many devices it is divided."""
         of_consts, of_arguments = _jax.split_list(self.jaxpr.invars, [len(self.consts)])
         shardings = _jax.argument_shardings(self._traced)
-        divided = [_divided(v.aval, s) for v, s in zip(of_arguments, shardings, strict=True)]
+        divided = [
+            n_shards(getattr(v.aval, "shape", ()), s) if hasattr(s, "shard_shape") else 1
+            for v, s in zip(of_arguments, shardings, strict=True)
+        ]
         return [1] * len(of_consts) + divided
 
     @functools.cached_property
@@ -56,14 +58,6 @@ class Traced:
         """Of one execution on one device, dead code left out, recomputation included."""
         live, _ = _jax.dce(self.jaxpr, [True] * len(self.jaxpr.outvars))
         return float(sum(flops_of(eqn) for eqn in live.eqns))
-
-
-def _divided(aval: Any, sharding: Any) -> int:
-    shape = tuple(getattr(aval, "shape", ()))
-    if not hasattr(sharding, "shard_shape"):
-        return 1
-    whole, part = math.prod(shape), math.prod(sharding.shard_shape(shape))
-    return max(1, whole // max(part, 1))
 
 
 class Step:

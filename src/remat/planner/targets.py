@@ -350,3 +350,13 @@ def _fitting_size(shape: tuple[int, ...], target: Target) -> int:
             f"{target.n_devices}. Name a larger target or make the mesh smaller."
         )
     return size
+
+
+def n_shards(shape: Sequence[int], sharding: Any) -> int:
+    """Over how many devices an array of this shape is divided, and not copied.
+
+    Raises:
+      ValueError: the sharding is of no such array.
+    """
+    whole, part = math.prod(shape), math.prod(sharding.shard_shape(tuple(shape)))
+    return max(1, whole // max(part, 1))

@@ -11,7 +11,6 @@ what the value's sharding says, which is propagated from the arguments.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from remat.planner.kinds import COLLECTIVES, inline_body, is_elementwise, kind_o
 from remat.planner.program import Kind, Op, Place, Program, without_dead
 from remat.planner.regions import Record
 from remat.planner.simulate import no_remat
+from remat.planner.targets import n_shards
 from remat.transform import planned
 
 _MOST_BYTES_OF_A_NUMBER = 16
@@ -268,12 +268,10 @@ def _shards_said(eqn: _jax.JaxprEqn) -> int:
     sharding = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else None
     if sharding is None:
         return 0
-    shape = tuple(eqn.outvars[0].aval.shape)
     try:
-        part = sharding.shard_shape(shape)
+        return n_shards(eqn.outvars[0].aval.shape, sharding)
     except ValueError:  # dimensions that the mesh does not divide, or a mesh of other axes
         return 0
-    return max(1, math.prod(shape) // max(1, math.prod(part)))
 
 
 def _place(side: tuple[Record, bool] | None, eqn: _jax.JaxprEqn, index: int) -> Place | None:
