@@ -25,7 +25,7 @@ test-all: $(VENV)/.dev  ## with the slow sweeps
 	$(BIN)/python -m pytest -n 2 -m "slow or not slow" --hypothesis-profile=random
 
 # Pages, pictures, the command line, what does not import JAX and the longest sweeps are tested once.
-PURE_PLANNER = bodies cache chain devices evict frontier fusion graph mincut plan_file schedule scheduler \
+PURE_PLANNER = bodies cache chain evict frontier graph mincut plan_file schedule scheduler \
 	search simulate
 NOT_CORE = tests/report tests/benchmarks tests/test_cli.py tests/test_docs.py \
 	tests/test_pytest_plugin.py tests/adapters/test_linen_remat_scan.py tests/adapters/test_rematted.py \

@@ -21,8 +21,8 @@ import remat
 from benchmarks.zoo import flops
 from benchmarks.zoo.llama import model
 from benchmarks.zoo.model import train_step
-from remat.planner.compiled import compile_for_analysis
-from remat.planner.targets import Target, target as find_target
+from remat.program.compiled import compile_for_analysis
+from remat.program.targets import Target, target as find_target
 
 TARGET, BATCH = "tpu:v5e:16x16", 256
 BUDGETS: tuple[str | None, ...] = (None, "12GiB", "8GiB")

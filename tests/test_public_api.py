@@ -24,7 +24,7 @@ PUBLIC = {
 
 def test_public_names_are_pinned():
     modules = {
-        "errors", "flops", "units", "transform", "loops", "planner", "report", "toggle", "globs", "partition",
+        "errors", "ir", "program", "units", "transform", "loops", "planner", "report", "toggle", "globs", "partition",
         "explaining", "cli",
         "linen", "linen_toggle", "nnx", "equinox", "haiku", "brainstate",
     }  # fmt: skip

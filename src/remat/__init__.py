@@ -13,14 +13,14 @@ In the order in which data flows:
     loops.scan, .while_loop loops whose reverse-mode memory the user chooses
     loops.nesting, loops.stacked   dividing a stack of layers over loops; its parameters, in place
     loops.remat_scan        a deep stack of equal layers as nested, rematerialized loops
+    ir                      jaxprs as data; one table of what each primitive computes and moves
+    program                 from a step to a priced graph: operations, fusion, costs, devices, targets
     planner.regions         remat.auto: a region for the planner, found again when a step is traced
-    planner.trace, .program, .fusion   a traced step as plain data: operations, and what is really written
-    planner.costs, .devices seconds of an operation on a device
-    planner.bodies, .levels, .decide   what loops save, by price; what is recomputed around them, by budget
+    planner.trace           a traced step as plain data
+    planner.bodies, .levels, .decide   what loops save, by price; what is recomputed around them
     planner.schedule        the solver under it, on plain graphs (import remat.planner)
-    planner.emit            decisions written back: what is saved, and the segments of the backward pass
+    planner.emit            decisions written back: what is saved, and the backward pass's segments
     planner.edits           the same for plans whose loops somebody edited by hand
-    planner.compiled, .targets   the compiler's word on memory, for devices that are here or not
     planner.plan, .plan_file, .fit   remat.plan, remat.Plan, remat.fit: propose, compile, correct
     linen, nnx, equinox, haiku, brainstate   the same for the module systems, with their signatures
     toggle                  rematerialization of submodules by path, without editing the model

@@ -35,11 +35,11 @@ from rich.table import Table
 from remat.errors import BudgetError, PolicyError, RematError, closest
 from remat.explain import explain as make_explanation
 from remat.explaining.step import has_gradient, value_and_gradient
-from remat.planner.devices import DEVICES
 from remat.planner.fit import fit
 from remat.planner.plan import plan as make_plan
 from remat.planner.plan_file import Plan
 from remat.planner.regions import auto
+from remat.program.devices import DEVICES
 from remat.report.explanation import Explanation
 from remat.report.files import write
 from remat.report.model import ParetoPoint

@@ -26,8 +26,8 @@ from remat.explaining.findings import Facts, findings_of
 from remat.explaining.regions import inlined, runs
 from remat.explaining.sides import sides_of_step
 from remat.explaining.step import CLOSED_OVER, TracedStep, traced_step
-from remat.planner import compiled as compiling, targets
-from remat.planner.costs import Roofline
+from remat.program import compiled as compiling, targets
+from remat.program.costs import Roofline
 from remat.report.explanation import Explanation
 from remat.report.model import Finding, Memory, Totals, Value
 from remat.report.timeline import live_at, predicted_memory, timeline

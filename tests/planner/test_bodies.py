@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
+from remat.ir.operations import Fusion
 from remat.planner.bodies import Body, at_price, loop_options, prices
-from remat.planner.program import Kind, Op, Place, Program
+from remat.program.program import Op, Place, Program
 
 REGION = ("loss#1/scan0", "f0")
 KB = 1000
@@ -20,13 +21,13 @@ def price(flops, moved, dtype):
 def body(length=16, carry=(0,), n_values=3, size=KB, movable=()):
     """h -> f1 -> f2 ... -> fn; each backward operation needs one of them."""
     ops = [
-        Op("dot", Kind.OPAQUE, (i,), (i + 1,), flops=10.0 + i, place=Place(REGION, False, i))
+        Op("dot", Fusion.KERNEL, (i,), (i + 1,), flops=10.0 + i, place=Place(REGION, False, i))
         for i in range(n_values)
     ]
     last = n_values
     for i in reversed(range(n_values)):
         place = Place(REGION, True, n_values - 1 - i)
-        ops.append(Op("dot", Kind.OPAQUE, (i + 1, last), (last + 1,), flops=20.0, place=place))
+        ops.append(Op("dot", Fusion.KERNEL, (i + 1, last), (last + 1,), flops=20.0, place=place))
         last += 1
     program = Program(
         tuple(ops), (size,) * (last + 1), ("f32[]",) * (last + 1), frozenset({0}), (last,)
@@ -61,7 +62,7 @@ def test_last_option_saves_what_is_needed_and_recomputes_nothing():
 def test_values_that_must_not_be_repeated_are_saved_at_any_price():
     b = body()
     ops = list(b.program.ops)
-    ops[1] = Op("psum", Kind.OPAQUE, (1,), (2,), place=Place(REGION, False, 1), repeatable=False)
+    ops[1] = Op("psum", Fusion.KERNEL, (1,), (2,), place=Place(REGION, False, 1), repeatable=False)
     program = Program(
         tuple(ops), *(getattr(b.program, k) for k in ("bytes", "types", "inputs", "outputs"))
     )

@@ -16,11 +16,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import remat
 from planner.region_cases import assert_same, normal
-from remat.planner import compiled as compiler
 from remat.planner.regions import Recording
 from remat.planner.step import Step
-from remat.planner.targets import target
 from remat.planner.trace import program_of_step
+from remat.program import compiled as compiler
+from remat.program.targets import target
 
 N = 8
 

@@ -21,7 +21,7 @@ from remat.planner.fit import application
 from remat.planner.plan_file import LoopPlan, RegionPlan, SavedValue
 from remat.planner.regions import LoopForm, Recording, loop_depth
 from remat.planner.step import Step
-from remat.planner.targets import target
+from remat.program.targets import target
 
 W, X = normal(8, 16, 16), normal(64, 16)
 

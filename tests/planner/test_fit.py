@@ -14,8 +14,9 @@ import pytest
 
 import remat
 from planner.region_cases import assert_same, normal
-from remat.planner import compiled as compiler, plan as planning
+from remat.planner import plan as planning
 from remat.planner.cache import Cache
+from remat.program import compiled as compiler
 
 W, X = normal(32, 32), normal(256, 32)
 
@@ -46,7 +47,7 @@ def plan_at(budget):
 
 
 def peak_of(compiled):
-    return compiler.memory_of(compiled, remat.planner.targets.target(None)).peak_bytes
+    return compiler.memory_of(compiled, remat.program.targets.target(None)).peak_bytes
 
 
 # Plans

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import pytest
 
 import remat
-from remat.planner.costs import Roofline
 from remat.planner.levels import Levels
 from remat.planner.regions import Application
 from remat.planner.step import Step
-from remat.planner.targets import target
+from remat.program.costs import Roofline
+from remat.program.targets import target
 
 
 def step_of(loss, *args):

@@ -19,8 +19,8 @@ from remat.planner.emit import RegionDecision, save_everything
 from remat.planner.plan_file import RegionPlan, SavedValue
 from remat.planner.regions import Application, Recording, loop_depth
 from remat.planner.step import Step
-from remat.planner.targets import target
 from remat.planner.trace import n_bytes, type_text
+from remat.program.targets import target
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="no libtpu")
 ALONE = {"cache": False, "progress": False}

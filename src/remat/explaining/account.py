@@ -20,10 +20,10 @@ from collections.abc import Callable, Mapping
 
 from remat import _jax
 from remat.explaining.sides import Sides, is_region, is_view, merged, parts
-from remat.flops import flops_of
-from remat.planner.fusion import Fused, Price, fuse
-from remat.planner.program import Op, Program
+from remat.ir.flops import flops_of
 from remat.planner.simulate import no_remat
+from remat.program.fusion import Fused, Price, fuse
+from remat.program.program import Op, Program
 from remat.report.model import Kind, Phase, Segment, Step, Value
 
 

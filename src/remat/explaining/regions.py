@@ -14,7 +14,7 @@ from typing import Any
 
 from remat import _jax
 from remat.explaining.sides import is_region, parts
-from remat.planner.kinds import inline_body
+from remat.ir.equations import inline_body
 from remat.transform import planned, policies
 
 

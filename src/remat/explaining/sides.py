@@ -21,15 +21,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from remat import _jax
-from remat.planner.program import Kind, Op, Program, without_dead
+from remat.ir.operations import Fusion, names_where
 from remat.planner.trace import Builder
+from remat.program.program import Op, Program, without_dead
 from remat.report.model import Phase
 
 _REGIONS = ("remat", "remat2", "checkpoint", "remat_linear")
 # Copies of a value that are the value.
-_COPIES = frozenset(
-    ("reduce_precision", "name", "remat_mark", "optimization_barrier", "copy", "copy_p", "pvary")
-)
+_COPIES = names_where("is_copy")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -300,4 +299,4 @@ def _same(program: Program, notes: Sequence[_Note], literals_of: dict[int, str])
 
 def is_view(op: Op) -> bool:
     """Whether an operation's result is its operand, seen otherwise."""
-    return op.kind is Kind.VIEW and len(op.operands) == 1
+    return op.fusion is Fusion.VIEW and len(op.operands) == 1

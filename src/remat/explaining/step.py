@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from remat import _jax
-from remat.planner.targets import Target, n_shards, place
+from remat.program.targets import Target, n_shards, place
 from remat.transform.residuals import Residuals, residuals
 
 _jax.exclude_from_tracebacks(__file__)

@@ -33,9 +33,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from remat.planner.fusion import Price
+from remat.ir.operations import FUSIBLE, Fusion
 from remat.planner.mincut import Cut, CutProblem, Network, between, hull
-from remat.planner.program import FUSIBLE, Kind, Op, Program
+from remat.program.fusion import Price
+from remat.program.program import Op, Program
 
 #: `seconds(bytes)` of a copy between the device's memory and the host's, in one direction.
 Transfer = Callable[[float], float]
@@ -347,12 +348,12 @@ def _cut_problem(body: Body, price: Price) -> tuple[CutProblem, list[list[int]],
 
 def _seconds(program: Program, op: Op, price: Price) -> float:
     moved = op.extra_bytes + sum(program.bytes[v] for v in op.results)
-    if op.kind in (Kind.OPAQUE, Kind.REDUCE):
+    if op.fusion in (Fusion.KERNEL, Fusion.REDUCE):
         moved += sum(program.bytes[v] for v in op.operands)
     seconds = price(op.flops, moved, op.dtype)
     # Inside a kernel an operation starts nothing of its own, and a cheap one costs next to nothing,
     # but not nothing: of two ways to have a value the shorter one wins.
-    if op.kind in FUSIBLE:
+    if op.fusion in FUSIBLE:
         seconds -= min(price(0.0, 1, op.dtype), 0.95 * seconds)
-    share = 0.05 if op.kind in (Kind.CHEAP, Kind.VIEW) else 1.0
+    share = 0.05 if op.fusion in (Fusion.CHEAP, Fusion.VIEW) else 1.0
     return seconds * op.slowdown * share

@@ -12,12 +12,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from remat.planner.fusion import Fused, Price, fuse
 from remat.planner.graph import Graph
-from remat.planner.program import Op, Program
 from remat.planner.schedule import Schedule
 from remat.planner.scheduler import Scheduler
 from remat.planner.simulate import Arrays, Step, liveness, no_remat
+from remat.program.fusion import Fused, Price, fuse
+from remat.program.program import Op, Program
 
 RegionId = tuple[str, str]
 

@@ -31,8 +31,8 @@ from types import MappingProxyType
 from typing import Any
 
 from remat import _jax
-from remat.planner.identity import fingerprint
-from remat.planner.kinds import is_elementwise
+from remat.ir.equations import is_fusible
+from remat.ir.fingerprint import fingerprint
 from remat.transform import planned
 from remat.transform.cut import Cut, round_residuals
 from remat.transform.primitive import remat_p
@@ -479,7 +479,7 @@ def _write(pieces: Sequence[_Piece], program: _Program) -> list[_jax.JaxprEqn]:
         outside = {
             v: v if source is None else names[id(source), v] for v, source in piece.given.items()
         }
-        if not piece.again and not piece.wanted and all(map(is_elementwise, piece.recomputed)):
+        if not piece.again and not piece.wanted and all(map(is_fusible, piece.recomputed)):
             # Nothing was decided here, so it stays as JAX has it: what compilers compute inside the
             # kernels that use it needs no protection, and a fence would keep them from doing it.
             written = [eqn for eqn in piece.recomputed if eqn.outvars[0] not in inline]

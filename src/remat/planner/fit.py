@@ -18,13 +18,13 @@ import jax
 from remat import _jax, units
 from remat.errors import PlanError
 from remat.planner.cache import Cache
-from remat.planner.costs import Costs, check_costs
 from remat.planner.emit import RegionDecision, Segment
 from remat.planner.plan import plan as make_plan, receive_plan, versions
 from remat.planner.plan_file import Plan, RegionPlan
 from remat.planner.regions import Application, LoopForm, Recording, session_context
 from remat.planner.step import Step, check_step
-from remat.planner.targets import Target, target as find_target
+from remat.program.costs import Costs, check_costs
+from remat.program.targets import Target, target as find_target
 
 _log = logging.getLogger("remat")
 _jax.exclude_from_tracebacks(__file__)

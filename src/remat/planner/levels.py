@@ -16,10 +16,8 @@ from typing import Any
 from remat import _jax
 from remat.errors import BudgetError
 from remat.planner.bodies import Body, LoopOption, Transfer, at_price, loop_options, prices
-from remat.planner.costs import Costs
 from remat.planner.decide import Answer, Problem
 from remat.planner.emit import RegionDecision, Segment, save_everything
-from remat.planner.program import Program, without_dead
 from remat.planner.regions import LoopForm, Record, Recording, loop_depth
 from remat.planner.step import Step, Traced
 from remat.planner.trace import (
@@ -29,6 +27,8 @@ from remat.planner.trace import (
     shards_in_bodies,
     slowdowns,
 )
+from remat.program.costs import Costs
+from remat.program.program import Program, without_dead
 
 _MOST_LEVELS = 32
 _MOST_BETWEEN = 12

@@ -29,12 +29,10 @@ from rich.console import Console
 
 from remat import _jax, units
 from remat.errors import BudgetError, PlanError, UnitsError
+from remat.ir.fingerprint import fingerprint
 from remat.planner.cache import Cache
-from remat.planner.compiled import Memory, OutOfMemory
-from remat.planner.costs import Costs, Roofline, find_costs
 from remat.planner.edits import loop_results
 from remat.planner.emit import RegionDecision
-from remat.planner.identity import fingerprint
 from remat.planner.levels import Choice, Levels
 from remat.planner.plan_file import (
     Attempt,
@@ -46,8 +44,10 @@ from remat.planner.plan_file import (
 )
 from remat.planner.regions import Application, Record
 from remat.planner.step import Step, Traced, check_step
-from remat.planner.targets import Target, target as find_target
 from remat.planner.trace import n_bytes, type_text
+from remat.program.compiled import Memory, OutOfMemory
+from remat.program.costs import Costs, Roofline, find_costs
+from remat.program.targets import Target, target as find_target
 
 _log = logging.getLogger("remat")
 
@@ -100,13 +100,13 @@ def plan(
         - aliased): bytes, a text such as "8GiB", a share of the peak without rematerialization such
         as "60%", or None for all the memory that the device has.
       target: None for the device at hand; "tpu:v5e:16x16", "gpu:h100" and the like plan for a device
-        that is not here (see `remat.planner.targets`).
+        that is not here (see `remat.program.targets`).
       offload: whether loops may keep values in the host's memory, where the target has one: they do
         where that takes less time than recomputing, or where nothing else fits. On a CPU the host's
         memory is the device's, and nothing is offloaded.
       cache: whether plans are looked up and kept in the user's cache directory, or in which cache.
       costs: what recomputing takes: "roofline", by the device's figures; "measured", by timing the
-        equations on the device at hand; or a `remat.planner.costs.Costs`.
+        equations on the device at hand; or a `remat.program.costs.Costs`.
       progress: whether to show on a terminal what is going on.
       jit_options: as `jax.jit` takes them: donation, static arguments, shardings.
 

@@ -24,6 +24,7 @@ import jax
 
 from remat import _jax, partition
 from remat.errors import PlanError
+from remat.ir.fingerprint import fingerprint
 from remat.planner.edits import adapted
 from remat.planner.emit import (
     Linearized,
@@ -36,7 +37,6 @@ from remat.planner.emit import (
     linearized,
     without_copies,
 )
-from remat.planner.identity import fingerprint
 from remat.planner.plan_file import RegionPlan
 from remat.transform import planned, primitive
 from remat.transform.cut import Cut

@@ -15,12 +15,12 @@ import jax
 
 from remat import _jax
 from remat.errors import PlanError
-from remat.flops import flops_of
-from remat.planner.compiled import Memory, OutOfMemory, compile_for_analysis
+from remat.ir.fingerprint import fingerprint
+from remat.ir.flops import flops_of
 from remat.planner.emit import inlined
-from remat.planner.identity import fingerprint
 from remat.planner.regions import Session, session_context
-from remat.planner.targets import Target, n_shards, place
+from remat.program.compiled import Memory, OutOfMemory, compile_for_analysis
+from remat.program.targets import Target, n_shards, place
 
 
 class Traced:

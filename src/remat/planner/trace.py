@@ -15,14 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from remat import _jax
-from remat.flops import bytes_moved, flops_of, through_bodies
-from remat.planner.costs import Costs, Roofline, dtype_of
-from remat.planner.fusion import fuse
-from remat.planner.kinds import COLLECTIVES, inline_body, is_elementwise, kind_of
-from remat.planner.program import Kind, Op, Place, Program, without_dead
+from remat.ir.equations import fusion_of, inline_body, is_collective, is_fusible, is_repeatable
+from remat.ir.flops import bytes_moved, flops_of, through_bodies
+from remat.ir.operations import Fusion
 from remat.planner.regions import Record
 from remat.planner.simulate import no_remat
-from remat.planner.targets import n_shards
+from remat.program.costs import Costs, Roofline, dtype_of
+from remat.program.fusion import fuse
+from remat.program.program import Op, Place, Program, without_dead
+from remat.program.targets import n_shards
 from remat.transform import planned
 
 _MOST_BYTES_OF_A_NUMBER = 16
@@ -44,7 +45,7 @@ def slowdowns(costs: Costs) -> Slowdown:
         return costs.seconds(flops_of(eqn), bytes_moved(eqn), dtype_of(eqn))
 
     def taken_s(eqn: _jax.JaxprEqn) -> float:
-        is_kernel = kind_of(eqn) in (Kind.OPAQUE, Kind.REDUCE)
+        is_kernel = fusion_of(eqn) in (Fusion.KERNEL, Fusion.REDUCE)
         return expected_s(eqn) * (costs.slowdown(eqn) if is_kernel else 1.0)
 
     def of(eqn: _jax.JaxprEqn) -> float:
@@ -215,13 +216,12 @@ class Builder:
         body = _jax.scan_body(eqn)
         if body is not None:
             self._note_shards(body, [self._shards_of(v) for v in eqn.invars])
-        kind = kind_of(eqn)
+        fusion = fusion_of(eqn)
         place = _place(side, eqn, index)
-        collective = eqn.primitive.name in COLLECTIVES
         self.ops.append(
             Op(
                 name=eqn.primitive.name,
-                kind=kind,
+                fusion=fusion,
                 operands=operands,
                 results=results,
                 flops=flops_of(eqn) / shards,
@@ -232,8 +232,8 @@ class Builder:
                 source=_jax.source_line_of(eqn),
                 path=path,
                 label=_jax.checkpoint_name_of(eqn) or "",
-                repeatable=not eqn.effects and not collective,
-                slowdown=self.slowdown(eqn) if kind in (Kind.OPAQUE, Kind.REDUCE) else 1.0,
+                repeatable=is_repeatable(eqn) and not is_collective(eqn),
+                slowdown=self.slowdown(eqn) if fusion in (Fusion.KERNEL, Fusion.REDUCE) else 1.0,
             )
         )
 
@@ -292,7 +292,7 @@ def workspace_bytes(eqn: _jax.JaxprEqn) -> int:
     """What the bodies of a loop or of branches occupy while they run."""
     body = inline_body(eqn)
     if body is not None:
-        return 0 if is_elementwise(eqn) else _body_peak(body)
+        return 0 if is_fusible(eqn) else _body_peak(body)
     if not _jax.has_body(eqn):
         return 0
     return max((_body_peak(_jax.open_jaxpr(b)) for b in _jax.bodies_of(eqn)), default=0)

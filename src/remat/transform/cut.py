@@ -25,24 +25,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from remat import _jax
+from remat.ir.operations import names_where
 
-# Primitives whose result is their first operand, rearranged or cast, and nothing else.
-_REARRANGE = frozenset(
-    {
-        "broadcast_in_dim",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "expand_dims",
-        "name",
-        "reduce_precision",
-        "remat_mark",
-        "reshape",
-        "rev",
-        "squeeze",
-        "transpose",
-    }
-)
+_REARRANGEMENTS = names_where("is_rearrangement")
 
 
 class Cut(NamedTuple):
@@ -128,7 +113,7 @@ def _drop_derivable(
 
 def _rearranges(eqn: _jax.JaxprEqn) -> bool:
     return (
-        eqn.primitive.name in _REARRANGE
+        eqn.primitive.name in _REARRANGEMENTS
         and not eqn.effects
         and len(eqn.invars) == len(eqn.outvars) == 1
         and not isinstance(eqn.invars[0], _jax.Literal)

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from remat import _jax
+from remat.ir.operations import names_where
 from remat.transform.cut import Cut
 
 
@@ -124,7 +125,7 @@ def save_all(*_: Any, **__: Any) -> bool:
     return True
 
 
-_EXPANDING = frozenset({"broadcast_in_dim", "iota", "full"})
+_EXPANDING = names_where("is_expansion")
 
 
 def save_compact(prim: _jax.Primitive, *_: Any, **__: Any) -> bool:

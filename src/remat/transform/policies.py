@@ -34,8 +34,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from remat import _jax, flops, units
+from remat import _jax, units
 from remat.errors import MemoryKindError, PolicyError, UnknownNameError, closest
+from remat.ir import flops
 from remat.transform import marks
 
 _jax.exclude_from_tracebacks(__file__)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from remat import _jax
-from remat.planner.identity import fingerprint
+from remat.ir.fingerprint import fingerprint
 
 X = jnp.ones((8, 8))
 
@@ -19,7 +19,7 @@ PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from remat import _jax
-from remat.planner.identity import fingerprint
+from remat.ir.fingerprint import fingerprint
 mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("data", "model", "pipe"))
 def f(x):
     local = lambda x: jax.lax.psum(jnp.sin(x), ("model", "data"))

@@ -13,16 +13,17 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import remat
 from remat import _jax
-from remat.flops import bytes_moved, flops_of
-from remat.planner import costs, plan as planning
+from remat.ir.flops import bytes_moved, flops_of
+from remat.planner import plan as planning
 from remat.planner.cache import Cache
-from remat.planner.costs import Measured, Roofline, dtype_of, find_costs
-from remat.planner.devices import device
 from remat.planner.levels import Levels
 from remat.planner.regions import Application
 from remat.planner.step import Step
-from remat.planner.targets import target
 from remat.planner.trace import program_of_step, slowdowns
+from remat.program import costs
+from remat.program.costs import Measured, Roofline, dtype_of, find_costs
+from remat.program.devices import device
+from remat.program.targets import target
 
 X = jnp.ones((16, 16))
 

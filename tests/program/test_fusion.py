@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from remat.planner.fusion import fuse
-from remat.planner.program import Kind, Op, Place, Program, without_dead
+from remat.ir.operations import Fusion
 from remat.planner.simulate import no_remat
+from remat.program.fusion import fuse
+from remat.program.program import Op, Place, Program, without_dead
 
 MB = 1_000_000
 REGION = ("loss#1", "f0")
@@ -37,11 +38,11 @@ def nodes(f, p):
 def test_elementwise_chain_between_matmuls_is_one_written_value():
     p = program(
         [
-            op(Kind.OPAQUE, [0], 1),
-            op(Kind.CHEAP, [1], 2),
-            op(Kind.COSTLY, [2], 3),
-            op(Kind.CHEAP, [3], 4),
-            op(Kind.OPAQUE, [4], 5),
+            op(Fusion.KERNEL, [0], 1),
+            op(Fusion.CHEAP, [1], 2),
+            op(Fusion.COSTLY, [2], 3),
+            op(Fusion.CHEAP, [3], 4),
+            op(Fusion.KERNEL, [4], 5),
         ],
         [5],
     )
@@ -54,22 +55,24 @@ def test_elementwise_chain_between_matmuls_is_one_written_value():
 
 
 def test_views_are_their_operands():
-    p = program([op(Kind.OPAQUE, [0], 1), op(Kind.VIEW, [1], 2), op(Kind.OPAQUE, [2], 3)], [3])
+    p = program(
+        [op(Fusion.KERNEL, [0], 1), op(Fusion.VIEW, [1], 2), op(Fusion.KERNEL, [2], 3)], [3]
+    )
     f = fused(p)
     assert nodes(f, p) == [1, 3]
     assert f.graph.nodes[1].deps == (0,)
 
 
 def test_view_of_a_value_that_is_returned_is_an_output():
-    p = program([op(Kind.OPAQUE, [0], 1), op(Kind.VIEW, [1], 2)], [2])
+    p = program([op(Fusion.KERNEL, [0], 1), op(Fusion.VIEW, [1], 2)], [2])
     assert no_remat(fused(p).graph).peak_bytes == 0
     assert fused(p, lends=lambda _: True).lent_bytes == MB
 
 
 def test_costly_value_that_two_kernels_use_is_written():
-    for kind, expected in ((Kind.COSTLY, [2, 3, 4]), (Kind.CHEAP, [3, 4])):
+    for kind, expected in ((Fusion.COSTLY, [2, 3, 4]), (Fusion.CHEAP, [3, 4])):
         p = program(
-            [op(kind, [0], 2), op(Kind.REDUCE, [2], 3), op(Kind.REDUCE, [2], 4)],
+            [op(kind, [0], 2), op(Fusion.REDUCE, [2], 3), op(Fusion.REDUCE, [2], 4)],
             [3, 4],
             {3: 8, 4: 8},
         )
@@ -77,7 +80,7 @@ def test_costly_value_that_two_kernels_use_is_written():
 
 
 def test_cheap_value_that_two_kernels_use_is_written_where_they_do_not_duplicate():
-    ops = [op(Kind.CHEAP, [0], 2), op(Kind.REDUCE, [2], 3), op(Kind.REDUCE, [2], 4)]
+    ops = [op(Fusion.CHEAP, [0], 2), op(Fusion.REDUCE, [2], 3), op(Fusion.REDUCE, [2], 4)]
 
     def written(p):
         return nodes(fused(p, duplicates=False), p)
@@ -92,11 +95,11 @@ def test_residual_stream_is_written_where_reading_its_terms_costs_more():
     # x + f(x) is used by two kernels: each would have to read both terms.
     p = program(
         [
-            op(Kind.OPAQUE, [0], 1),
-            op(Kind.OPAQUE, [1], 2),
-            op(Kind.CHEAP, [1, 2], 3),
-            op(Kind.REDUCE, [3], 4),
-            op(Kind.REDUCE, [3], 5),
+            op(Fusion.KERNEL, [0], 1),
+            op(Fusion.KERNEL, [1], 2),
+            op(Fusion.CHEAP, [1, 2], 3),
+            op(Fusion.REDUCE, [3], 4),
+            op(Fusion.REDUCE, [3], 5),
         ],
         [4, 5],
         {4: 8, 5: 8},
@@ -111,13 +114,13 @@ def test_softmax_is_one_kernel():
     # max, exp(x - max), sum, division: the matmul's result is overwritten.
     p = program(
         [
-            op(Kind.OPAQUE, [0], 1),
-            op(Kind.REDUCE, [1], 2),
-            op(Kind.CHEAP, [1, 2], 3),
-            op(Kind.COSTLY, [3], 4),
-            op(Kind.REDUCE, [4], 5),
-            op(Kind.COSTLY, [4, 5], 6),
-            op(Kind.OPAQUE, [6], 7),
+            op(Fusion.KERNEL, [0], 1),
+            op(Fusion.REDUCE, [1], 2),
+            op(Fusion.CHEAP, [1, 2], 3),
+            op(Fusion.COSTLY, [3], 4),
+            op(Fusion.REDUCE, [4], 5),
+            op(Fusion.COSTLY, [4, 5], 6),
+            op(Fusion.KERNEL, [6], 7),
         ],
         [7],
         {2: 1000, 5: 1000},
@@ -130,15 +133,17 @@ def test_softmax_is_one_kernel():
 
 def test_values_of_different_sides_stay_apart():
     p = program(
-        [op(Kind.OPAQUE, [0], 1, number=0), op(Kind.CHEAP, [1], 2, backward=True, number=0),
-         op(Kind.OPAQUE, [2], 3, backward=True, number=1)],
+        [op(Fusion.KERNEL, [0], 1, number=0), op(Fusion.CHEAP, [1], 2, backward=True, number=0),
+         op(Fusion.KERNEL, [2], 3, backward=True, number=1)],
         [3],
     )  # fmt: skip
     assert sorted(set(fused(p).holds.values())) == [0, 1, 2]
 
 
 def test_outputs_count_when_they_lend_their_memory():
-    p = program([op(Kind.OPAQUE, [0], 1), op(Kind.OPAQUE, [1], 2), op(Kind.OPAQUE, [2], 3)], [2, 3])
+    p = program(
+        [op(Fusion.KERNEL, [0], 1), op(Fusion.KERNEL, [1], 2), op(Fusion.KERNEL, [2], 3)], [2, 3]
+    )
     alone, lending = fused(p), fused(p, lends=lambda n: n >= MB)
     assert alone.lent_bytes == 0
     assert no_remat(alone.graph).peak_bytes == MB
@@ -149,8 +154,8 @@ def test_outputs_count_when_they_lend_their_memory():
 
 def test_workspace_lives_as_long_as_its_operation():
     p = program(
-        [op(Kind.OPAQUE, [0], 1), op(Kind.OPAQUE, [1], 2, workspace_bytes=5 * MB),
-         op(Kind.OPAQUE, [2], 3)],
+        [op(Fusion.KERNEL, [0], 1), op(Fusion.KERNEL, [1], 2, workspace_bytes=5 * MB),
+         op(Fusion.KERNEL, [2], 3)],
         [3],
     )  # fmt: skip
     f = fused(p)
@@ -161,8 +166,8 @@ def test_workspace_lives_as_long_as_its_operation():
 
 def test_what_must_not_be_repeated_is_known_with_the_results():
     p = program(
-        [op(Kind.OPAQUE, [0], 1), op(Kind.OPAQUE, [1], 2, repeatable=False),
-         op(Kind.OPAQUE, [2], 3)],
+        [op(Fusion.KERNEL, [0], 1), op(Fusion.KERNEL, [1], 2, repeatable=False),
+         op(Fusion.KERNEL, [2], 3)],
         [3],
     )  # fmt: skip
     f = fused(p)
@@ -173,12 +178,14 @@ def test_what_must_not_be_repeated_is_known_with_the_results():
 
 def test_kernel_reads_what_is_written_and_inputs():
     p = program(
-        [op(Kind.OPAQUE, [0], 1), op(Kind.CHEAP, [1, 0], 2), op(Kind.OPAQUE, [2, 0], 3)], [3]
+        [op(Fusion.KERNEL, [0], 1), op(Fusion.CHEAP, [1, 0], 2), op(Fusion.KERNEL, [2, 0], 3)], [3]
     )
     f = fused(p)
     assert f.seconds[2] == 3 * MB  # reads 2 and the input, writes 3
 
 
 def test_dead_operations_are_left_out():
-    p = program([op(Kind.OPAQUE, [0], 1), op(Kind.OPAQUE, [0], 2), op(Kind.CHEAP, [2], 3)], [1])
+    p = program(
+        [op(Fusion.KERNEL, [0], 1), op(Fusion.KERNEL, [0], 2), op(Fusion.CHEAP, [2], 3)], [1]
+    )
     assert [o.results for o in without_dead(p).ops] == [(1,)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from remat.errors import PlanError
-from remat.planner.devices import DEVICES, device
+from remat.program.devices import DEVICES, device
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from remat.ir.operations import FUSIBLE, Fusion
 from remat.planner.graph import Graph, Node
-from remat.planner.program import FUSIBLE, Kind, Op, Program
+from remat.program.program import Op, Program
 
 #: `seconds(flops, bytes moved, dtype)` of one kernel.
 Price = Callable[[float, int, str], float]
@@ -101,7 +102,7 @@ class _Fusion:
     def _outputs_through_views(self) -> list[bool]:
         found = [i in self.outputs for i in range(len(self.program.ops))]
         for i in reversed(range(len(self.program.ops))):
-            if found[i] and self.program.ops[i].kind is Kind.VIEW:
+            if found[i] and self.program.ops[i].fusion is Fusion.VIEW:
                 for v in self.program.ops[i].operands:
                     if v in self.producer:
                         found[self.producer[v]] = True
@@ -113,7 +114,7 @@ class _Fusion:
         stack = list(self.readers[i])
         while stack:
             user = stack.pop()
-            if self.program.ops[user].kind is Kind.VIEW:
+            if self.program.ops[user].fusion is Fusion.VIEW:
                 stack += self.readers[user]
             else:
                 found[user] = None
@@ -124,11 +125,11 @@ class _Fusion:
         written = [False] * len(ops)
         users = [self._users(i) for i in range(len(ops))]
         for i, op in enumerate(ops):
-            if op.kind in (Kind.OPAQUE, Kind.REDUCE):
+            if op.fusion in (Fusion.KERNEL, Fusion.REDUCE):
                 written[i] = True
-            elif op.kind is not Kind.VIEW:
-                opaque = any(ops[u].kind is Kind.OPAQUE for u in users[i])
-                costly = op.kind is Kind.COSTLY and len(users[i]) > 1
+            elif op.fusion is not Fusion.VIEW:
+                opaque = any(ops[u].fusion is Fusion.KERNEL for u in users[i])
+                costly = op.fusion is Fusion.COSTLY and len(users[i]) > 1
                 written[i] = self.is_output[i] or opaque or costly
         # Several kernels would have to read more than one operand of this size each.
         sources: list[frozenset[int]] = []
@@ -139,11 +140,11 @@ class _Fusion:
                     found |= sources[self.producer[v]]
                 else:
                     found.add(-1 - v)
-            if not written[i] and op.kind is Kind.CHEAP and len(users[i]) > 1 and self.size[i]:
+            if not written[i] and op.fusion is Fusion.CHEAP and len(users[i]) > 1 and self.size[i]:
                 large = [s for s in found if 2 * self._source_size(s) >= self.size[i]]
                 written[i] = len(large) > 1
             if len(found) > 64:  # no kernel reads so many
-                written[i] = written[i] or op.kind is not Kind.VIEW
+                written[i] = written[i] or op.fusion is not Fusion.VIEW
             sources.append(frozenset((i,)) if written[i] else frozenset(found))
         return written
 
@@ -152,12 +153,12 @@ class _Fusion:
         ops, sizes = self.program.ops, self.program.bytes
         kernels: list[set[int]] = [set() for _ in ops]  # that compute a value or read it
         for i in reversed(range(len(ops))):
-            if ops[i].kind is Kind.VIEW:
+            if ops[i].fusion is Fusion.VIEW:
                 continue
             users = self._users(i)
             for u in users:
                 kernels[i] |= {u} if self.written[u] else kernels[u]
-            if not self.written[i] and ops[i].kind is Kind.CHEAP and self.size[i]:
+            if not self.written[i] and ops[i].fusion is Fusion.CHEAP and self.size[i]:
                 large = any(2 * sizes[v] >= self.size[i] for v in ops[i].operands)
                 self.written[i] = large and len(users) > 1 and len(kernels[i]) > 1
             if self.written[i]:
@@ -261,7 +262,7 @@ def _merge(fusion: _Fusion, nodes: dict[int, _Group]) -> dict[int, int]:
             users[d].add(i)
     into: dict[int, int] = {}
     for end in sorted(nodes):
-        if ops[end].kind not in FUSIBLE or end not in nodes:
+        if ops[end].fusion not in FUSIBLE or end not in nodes:
             continue
         changed = True
         while changed:
@@ -273,7 +274,7 @@ def _merge(fusion: _Fusion, nodes: dict[int, _Group]) -> dict[int, int]:
                     and _adjacent(nodes, d, end, inner)
                     and all(users[c] == {end} for c in inner)
                     and all(_goes_with(fusion, c, end) for c in (d, *inner))
-                    and all(ops[c].kind is Kind.REDUCE for c in inner)
+                    and all(ops[c].fusion is Fusion.REDUCE for c in inner)
                     and 2 * fusion.size[d] > fusion.size[end]
                     and (fusion.size[d] <= 2 * fusion.size[end])
                 ):

@@ -45,7 +45,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from remat import _jax
 from remat.errors import PlanError, closest
-from remat.planner.devices import DEVICES, Device, device
+from remat.program.devices import DEVICES, Device, device
 
 _GRAMMAR = (
     "A target is None (the devices at hand), 'cpu', 'gpu', 'tpu', 'tpu:VERSION:AxB[xC]' such as "
@@ -230,7 +230,7 @@ def _tpu_problem(name: str, text: str) -> str:
 
 def _gpu_devices(name: str, figures: Device, sizes: list[int]) -> tuple[jax.Device, ...]:
     sizes = [1] * (3 - len(sizes)) + sizes
-    config = resources.files("remat.planner") / f"targets_{figures.name}.textproto"
+    config = resources.files("remat.program") / f"targets_{figures.name}.textproto"
     with _environment(_QUIET_CUDA):
         try:
             description = topologies.get_topology_desc(

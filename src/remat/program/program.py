@@ -7,21 +7,8 @@ what compilers do). Nothing in here is a JAX object.
 from __future__ import annotations
 
 import dataclasses
-import enum
 
-
-class Kind(enum.Enum):
-    """What an operation means to a compiler that fuses loops."""
-
-    VIEW = "view"  # the same bytes, seen otherwise
-    CHEAP = "cheap"  # elementwise, computed again in every kernel that uses it
-    COSTLY = "costly"  # elementwise, but not computed twice: exp, tanh
-    REDUCE = "reduce"  # its operands are computed on the way, its result is written
-    OPAQUE = "opaque"  # a kernel of its own: reads its operands, writes its results
-
-
-#: What compilers compute inside the kernel that uses it.
-FUSIBLE = frozenset({Kind.VIEW, Kind.CHEAP, Kind.COSTLY})
+from remat.ir.operations import Fusion
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +32,7 @@ class Op:
 
     Args:
       name: the primitive's.
-      kind: what it means to a compiler.
+      fusion: what it means to a compiler that fuses loops.
       operands, results: numbers of values.
       flops: floating-point operations of one execution.
       dtype: in which most of them are done.
@@ -59,7 +46,7 @@ class Op:
     """
 
     name: str
-    kind: Kind
+    fusion: Fusion
     operands: tuple[int, ...]
     results: tuple[int, ...]
     flops: float = 0.0

@@ -6,7 +6,7 @@ of its own, whose price is corrected by what it really takes (`Costs.slowdown`).
 The roofline (Williams, Waterman & Patterson, CACM 52(4), 2009): an operation takes as long as the
 slower of its arithmetic and its memory traffic, here plus a small cost of starting it,
 `Device.launch_s`. What the compiler fuses shares its traffic, which only the caller knows: it gives
-`seconds` the operations and bytes of a whole fusion. What an equation counts is in `remat.flops`.
+`seconds` the operations and bytes of a whole fusion. What an equation counts is in `remat.ir.flops`.
 
 A measurement compiles each distinct equation (primitive, parameters, types) alone, runs it a few
 times and keeps the median, less what an empty program costs, in the cache. Loops and calls are not
@@ -42,9 +42,10 @@ from rich.progress import track
 
 from remat import _jax
 from remat.errors import PlanError, closest
-from remat.flops import TRANSCENDENTAL, bytes_moved, flops_of, through_bodies
+from remat.ir.flops import TRANSCENDENTAL, bytes_moved, flops_of, through_bodies
+from remat.ir.operations import operation
 from remat.planner.cache import Cache
-from remat.planner.devices import Device, device
+from remat.program.devices import Device, device
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class Costs(Protocol):
 class Roofline:
     """Seconds from a device's figures.
 
-    >>> from remat.planner.devices import device
+    >>> from remat.program.devices import device
     >>> roofline = Roofline(device("h100"))
     >>> f"{roofline.seconds(flops=2 * 4096**3, bytes_moved=3 * 4096**2 * 2, dtype='bfloat16'):.2e}"
     '1.42e-04'
@@ -133,14 +134,6 @@ _REPEATS = 7
 # Nothing is run whose operands and results take a larger part of the device's memory.
 _MOST_OF_MEMORY = 0.25
 _MOST_BYTES_OF_UNKNOWN_MEMORY = 2**30
-_ALONE_MEANS_NOTHING = frozenset(
-    (
-        *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "pbroadcast", "pgather"),
-        *("all_gather", "all_gather_invariant", "all_to_all", "ragged_all_to_all"),
-        *("reduce_scatter", "psum_scatter", "axis_index", "custom_partitioning"),
-        *("pure_callback", "io_callback", "debug_callback", "device_put"),
-    )
-)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -315,7 +308,8 @@ def _processor() -> str:
 def _key(eqn: _jax.JaxprEqn) -> str | None:
     """Equal for equations that do the same work; None if the equation cannot be measured alone."""
     name = eqn.primitive.name
-    if eqn.effects or name in _ALONE_MEANS_NOTHING:
+    row = operation(name)
+    if eqn.effects or (row is not None and not row.runs_alone):
         return None
     params = sorted((key, str(value)) for key, value in eqn.params.items())
     operands = [str(v if not _jax.is_var(v) else v.aval) for v in eqn.invars]
@@ -373,7 +367,7 @@ def check_costs(costs: Any) -> None:
     missing = [name for name in ("name", "key", "seconds", "slowdown") if not hasattr(costs, name)]
     if missing:
         raise PlanError(
-            f"costs= is 'roofline', 'measured' or a remat.planner.costs.Costs, not "
+            f"costs= is 'roofline', 'measured' or a remat.program.costs.Costs, not "
             f"{type(costs).__name__}, which has no {' and no '.join(missing)}."
         )
 

@@ -15,9 +15,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from remat.errors import PlanError
-from remat.planner import targets
-from remat.planner.devices import DEVICES
-from remat.planner.targets import place, target
+from remat.program import targets
+from remat.program.devices import DEVICES
+from remat.program.targets import place, target
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="no libtpu")
 needs_cuda_plugin = pytest.mark.skipif(
@@ -213,8 +213,8 @@ def test_two_meshes_of_different_devices_are_refused():
 
 _TWO_AT_ONCE = """
 import subprocess, sys, jax, jax.numpy as jnp
-from remat.planner.targets import place, target
-from remat.planner.compiled import compile_for_analysis
+from remat.program.targets import place, target
+from remat.program.compiled import compile_for_analysis
 there = target("tpu:v5e:2x2")
 lowered = jax.jit(jnp.sin).lower(place(jnp.ones(1024), there))
 print(compile_for_analysis(lowered, there).argument_bytes, flush=True)
@@ -243,7 +243,7 @@ def test_two_processes_compile_at_once_and_write_nothing_to_stderr(tmp_path):
 
 @pytest.mark.parametrize("name", [d.name for d in DEVICES.values() if d.platform == "gpu"])
 def test_every_gpu_has_a_description_with_the_figures_of_the_registry(name):
-    text = (targets.resources.files("remat.planner") / f"targets_{name}.textproto").read_text()
+    text = (targets.resources.files("remat.program") / f"targets_{name}.textproto").read_text()
     assert f"device_memory_size: {DEVICES[name].memory_bytes}\n" in text
     described = float(text.split("memory_bandwidth: ")[1].split()[0])
     assert described == pytest.approx(DEVICES[name].bandwidth_bytes_per_s, rel=0.01)

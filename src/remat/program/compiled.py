@@ -32,7 +32,7 @@ import jax
 
 from remat import units
 from remat.errors import PlanError
-from remat.planner.targets import Target
+from remat.program.targets import Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ def memory_of(compiled: Any, target: Target) -> Memory:
     """The memory analysis of a compiled program, on one of the target's devices.
 
     >>> import jax, jax.numpy as jnp
-    >>> from remat.planner.targets import target
+    >>> from remat.program.targets import target
     >>> compiled = jax.jit(jnp.sin).lower(jnp.ones(1000)).compile()
     >>> memory_of(compiled, target("cpu")).peak_bytes
     8000
@@ -130,7 +130,7 @@ def compile_for_analysis(
     """Compile a lowered program for its memory analysis, XLA's own rematerialization off.
 
     >>> import jax, jax.numpy as jnp
-    >>> from remat.planner.targets import target
+    >>> from remat.program.targets import target
     >>> lowered = jax.jit(jnp.sin).lower(jnp.ones(1000))
     >>> compile_for_analysis(lowered, target("cpu")).peak_bytes
     8000

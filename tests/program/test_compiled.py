@@ -11,14 +11,14 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from remat import _jax
-from remat.planner.compiled import (
+from remat.program.compiled import (
     Memory,
     OutOfMemory,
     compile_for_analysis,
     memory_of,
     parse_out_of_memory,
 )
-from remat.planner.targets import place, target
+from remat.program.targets import place, target
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="no libtpu")
 needs_cuda_plugin = pytest.mark.skipif(

@@ -1,0 +1,137 @@
+"""How much work an equation is: FLOPs and bytes, counted from its types alone.
+
+The one counter of the library: policies select by it, the planner prices by it. Counts are per device
+under `shard_map`, where the types inside are those of one device. The conventions, whose numbers for
+each primitive stand in `ir.operations`:
+
+* a multiplication and an addition are 2; elementwise primitives are 1 per element of the result, the
+  transcendental ones `TRANSCENDENTAL`; a copy or another view of data is 0;
+* a scan is its length times its body, a conditional its costliest branch; a while loop's trip count
+  is not in its type, so it is counted as `WHILE_TRIPS` trips;
+* a Pallas kernel is what its `cost_estimate` says, else its body times its grid;
+* what JAX cannot see into (custom calls, callbacks) is 1 per element of its largest operand.
+
+Bytes are those of operands read and results written, each once: what the equation moves if nothing is
+fused with it. Looking into an array, or updating it in place, moves only the part that is touched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from remat import _jax
+from remat.ir.formulas import TRANSCENDENTAL as TRANSCENDENTAL, size
+from remat.ir.operations import Traffic, operation
+
+WHILE_TRIPS = 1  # trips that a while loop is counted as
+
+# Their parameters hold jaxprs that are not programs of equations on arrays.
+_ONE_KERNEL = frozenset(
+    ("pallas_call", "reduce", "reduce_window", "scatter", "scatter-add", "scatter_add")
+)
+
+
+def flops_of(eqn: _jax.JaxprEqn, *, transcendental: int = TRANSCENDENTAL) -> int:
+    """Return the FLOPs of one equation, with all that it runs inside.
+
+    >>> import jax, jax.numpy as jnp
+    >>> x = jnp.ones((4, 8))
+    >>> [flops_of(eqn) for eqn in jax.make_jaxpr(lambda x: jnp.exp(x @ x.T))(x).eqns]
+    [0, 256, 160]
+
+    Args:
+      eqn: an equation of a jaxpr.
+      transcendental: FLOPs per element of an exponential, logarithm, sine, ...
+    """
+
+    def own(eqn: _jax.JaxprEqn) -> int:
+        if eqn.primitive.name == "pallas_call":
+            return _of_pallas_call(eqn)
+        row = operation(eqn.primitive.name)
+        per_element = 1 if row is None else row.flops
+        if not isinstance(per_element, int):
+            return per_element(eqn)
+        if per_element == TRANSCENDENTAL:
+            per_element = transcendental
+        return per_element * max((size(v.aval) for v in (*eqn.outvars, *eqn.invars)), default=0)
+
+    return through_bodies(eqn, own)
+
+
+def bytes_moved(eqn: _jax.JaxprEqn) -> int:
+    """Return the bytes that one equation reads and writes, with all that it runs, nothing fused.
+
+    >>> import jax, jax.numpy as jnp
+    >>> [bytes_moved(eqn) for eqn in jax.make_jaxpr(lambda x: x + 1)(jnp.ones(8)).eqns]
+    [64]
+    """
+    return through_bodies(eqn, _bytes_of_one)
+
+
+def through_bodies(eqn: _jax.JaxprEqn, own: Callable[[_jax.JaxprEqn], Any]) -> Any:
+    """Return a cost summed over all equations that one equation runs, as often as it runs them.
+
+    Args:
+      eqn: an equation of a jaxpr.
+      own: the cost of an equation that runs no others.
+    """
+
+    def of_jaxpr(jaxpr: Any) -> Any:
+        return sum(through_bodies(inner, own) for inner in _jax.open_jaxpr(jaxpr).eqns)
+
+    name, params = eqn.primitive.name, eqn.params
+    if name in _ONE_KERNEL:
+        return own(eqn)
+    if name == "scan":
+        return params["length"] * of_jaxpr(params["jaxpr"])
+    if name == "while":
+        return WHILE_TRIPS * (of_jaxpr(params["cond_jaxpr"]) + of_jaxpr(params["body_jaxpr"]))
+    if name == "cond":
+        return max(of_jaxpr(branch) for branch in params["branches"])
+    if name == "custom_linear_solve":
+        return of_jaxpr(params["jaxprs"].solve)
+    # A call runs its function, not the rules of its custom derivative.
+    call = params.get("call_jaxpr")
+    if call is not None:
+        return of_jaxpr(call)
+    if _jax.has_body(eqn):
+        return sum(of_jaxpr(body) for body in _jax.jaxprs_of(eqn))
+    return own(eqn)
+
+
+def _of_pallas_call(eqn: _jax.JaxprEqn) -> int:
+    estimate = eqn.params.get("cost_estimate")
+    if estimate is not None:
+        return int(estimate.flops + TRANSCENDENTAL * estimate.transcendentals)
+    body = sum(flops_of(inner) for inner in _jax.open_jaxpr(eqn.params["jaxpr"]).eqns)
+    grid = [n for n in eqn.params["grid_mapping"].grid if isinstance(n, int)]
+    return math.prod(grid) * body
+
+
+def _n_bytes(aval: Any) -> int:
+    return size(aval) * _jax.itemsize_bytes(aval) if hasattr(aval, "dtype") else 0
+
+
+def _bytes_of_one(eqn: _jax.JaxprEqn) -> int:
+    if eqn.primitive.name == "pallas_call" and eqn.params.get("cost_estimate") is not None:
+        return int(eqn.params["cost_estimate"].bytes_accessed)
+    row = operation(eqn.primitive.name)
+    traffic = Traffic.ALL if row is None else row.traffic
+    of_operand = [_n_bytes(v.aval) for v in eqn.invars]
+    written = sum(_n_bytes(v.aval) for v in eqn.outvars)
+    if traffic is Traffic.NONE:
+        return 0
+    if traffic is Traffic.PART:
+        # The part is read and written; the indices are read.
+        return 2 * written + sum(of_operand[1:])
+    if traffic is Traffic.REPLACE_1:
+        return 2 * of_operand[1]
+    if traffic is Traffic.REPLACE_2:
+        return 2 * of_operand[2] + of_operand[1]
+    if traffic is Traffic.COMBINE_2:
+        # The update is read, and what it is combined with is read and written.
+        return 3 * of_operand[2] + of_operand[1]
+    read = {id(v): _n_bytes(v.aval) for v in eqn.invars if _jax.is_var(v)}
+    return written + sum(read.values())
