@@ -579,7 +579,7 @@ def test_an_inner_policy_that_is_overridden_is_named(wrap):
     outer = functools.partial(wrap, policy=jax.checkpoint_policies.dots_saveable)
     scanned = wrap(lambda w, x: jax.lax.scan(lambda c, v: (inner(layer)(v, c), None), x, w)[0])
     found = finding(remat.explain(scanned, *DEEP_ARGS, compile=False), "inner_policy_overridden")
-    assert "_jax.py" not in found.message
+    assert "_jax" not in found.message
     assert "()" not in found.message
     same = remat.explain(outer(deep(inner)), *DEEP_ARGS, compile=False)
     assert "inner_policy_overridden" not in codes(same)

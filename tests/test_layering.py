@@ -19,6 +19,9 @@ LAYERS = [
     ("units",),
     ("ir.formulas",),
     ("ir.operations",),
+    ("_jax.compat",),
+    ("_jax.tracing",),
+    ("_jax.autodiff", "_jax.concrete", "_jax.lowering"),
     ("_jax",),
     ("ir", "ir.equations", "ir.flops", "ir.fingerprint"),
     ("transform.barrier", "transform.marks", "transform.statics"),
@@ -114,9 +117,9 @@ def of_remat(path: pathlib.Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_only_jax_py_touches_internals_of_jax(path):
+def test_only_our_package_jax_touches_internals_of_jax(path):
     internal = {i for i in imports_of(path) if i.startswith(("jax._src", "jax.interpreters"))}
-    assert name_of(path) == "_jax" or not internal
+    assert name_of(path).split(".")[0] == "_jax" or not internal
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

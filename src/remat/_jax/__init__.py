@@ -1,0 +1,145 @@
+"""The only package that touches JAX's internals: what `remat` needs of them, under stable names.
+
+Everything else in the library imports from here, so that a change in JAX is met in one place. Where
+JAX 0.10 and 0.12 differ there is one short function, and it says from which version on the older
+half can be deleted.
+
+* `compat`: versions, names that every supported version has, facts about values.
+* `tracing`: from functions to jaxprs, and the parts of jaxprs.
+* `concrete`: tracing with values at hand.
+* `autodiff`: differentiation, transposition, batching, and a primitive's rules.
+* `lowering`: how equations become operations of a module.
+"""
+
+import os
+
+from remat._jax.autodiff import (
+    batch_jaxpr as batch_jaxpr,
+    dce as dce,
+    disallowed_effects as disallowed_effects,
+    is_linear_input as is_linear_input,
+    is_undefined as is_undefined,
+    is_zero as is_zero,
+    jvp_of_jaxpr as jvp_of_jaxpr,
+    known_tracers as known_tracers,
+    known_values as known_values,
+    partial_eval as partial_eval,
+    register as register,
+    register_batching as register_batching,
+    register_checkify as register_checkify,
+    register_dce as register_dce,
+    register_discharge as register_discharge,
+    register_hijax as register_hijax,
+    register_jvp as register_jvp,
+    register_key_reuse as register_key_reuse,
+    register_linear_transpose as register_linear_transpose,
+    register_nested_partial_eval as register_nested_partial_eval,
+    register_partial_eval as register_partial_eval,
+    register_transpose as register_transpose,
+    stage_eqn as stage_eqn,
+    transpose as transpose,
+    zero_tangent as zero_tangent,
+)
+from remat._jax.compat import (
+    EFFECTS_NOT_SUPPORTED as EFFECTS_NOT_SUPPORTED,
+    JAX_VERSION as JAX_VERSION,
+    JAXLIB_VERSION as JAXLIB_VERSION,
+    AbstractRef as AbstractRef,
+    ConcretizationTypeError as ConcretizationTypeError,
+    Jaxpr as Jaxpr,
+    JaxprEqn as JaxprEqn,
+    Literal as Literal,
+    Offloadable as Offloadable,
+    Primitive as Primitive,
+    Recompute as Recompute,
+    RecomputeType as RecomputeType,
+    Saveable as Saveable,
+    SaveableType as SaveableType,
+    ShapedArray as ShapedArray,
+    Tracer as Tracer,
+    Var as Var,
+    Zero as Zero,
+    api_boundary as api_boundary,
+    as_case as as_case,
+    broadcast_prefix as broadcast_prefix,
+    can_be_on_host as can_be_on_host,
+    check_jaxpr as check_jaxpr,
+    checks_enabled as checks_enabled,
+    detach_consts as detach_consts,
+    eval_jaxpr as eval_jaxpr,
+    exclude_from_tracebacks as exclude_from_tracebacks,
+    has_tangent as has_tangent,
+    is_on_host as is_on_host,
+    is_var as is_var,
+    itemsize_bytes as itemsize_bytes,
+    logs_residuals as logs_residuals,
+    memory_kinds as memory_kinds,
+    merge_lists as merge_lists,
+    name_p as name_p,
+    open_jaxpr as open_jaxpr,
+    positional_effects as positional_effects,
+    reduce_precision_p as reduce_precision_p,
+    split_list as split_list,
+    typeof as typeof,
+    unflatten as unflatten,
+    weakref_lru_cache as weakref_lru_cache,
+    wraps as wraps,
+    zero_keys as zero_keys,
+)
+from remat._jax.concrete import (
+    concrete_value as concrete_value,
+    trace_concretely as trace_concretely,
+)
+from remat._jax.lowering import (
+    LoweringContext as LoweringContext,
+    alone_in_loop_body as alone_in_loop_body,
+    lower_barrier as lower_barrier,
+    lower_call as lower_call,
+    lower_inline as lower_inline,
+    register_lowering as register_lowering,
+)
+from remat._jax.tracing import (
+    HostCopy as HostCopy,
+    abstractify as abstractify,
+    argument_names as argument_names,
+    argument_shardings as argument_shardings,
+    bodies_of as bodies_of,
+    call_jaxpr as call_jaxpr,
+    check_captured_refs as check_captured_refs,
+    check_ref_arguments as check_ref_arguments,
+    checkpoint_name_of as checkpoint_name_of,
+    debug_info as debug_info,
+    dependents as dependents,
+    flatten_arguments as flatten_arguments,
+    has_body as has_body,
+    has_hidden_rules as has_hidden_rules,
+    host_copy as host_copy,
+    in_avals as in_avals,
+    inline_calls as inline_calls,
+    is_jaxpr as is_jaxpr,
+    is_plain_jit as is_plain_jit,
+    is_recomputation as is_recomputation,
+    is_transposed as is_transposed,
+    jaxpr_of as jaxpr_of,
+    jaxpr_of_equation as jaxpr_of_equation,
+    jaxprs_of as jaxprs_of,
+    name_stack_of as name_stack_of,
+    new_call as new_call,
+    new_eqn as new_eqn,
+    new_var as new_var,
+    out_avals as out_avals,
+    rebuild as rebuild,
+    replace_body as replace_body,
+    scan_arity as scan_arity,
+    scan_body as scan_body,
+    slice_types as slice_types,
+    source_line_of as source_line_of,
+    static_arguments as static_arguments,
+    trace as trace,
+    trace_call as trace_call,
+    written_out as written_out,
+    zeros as zeros,
+)
+
+# Of the whole folder: the source lines of operations and the frames of tracebacks are the user's.
+exclude_from_tracebacks(os.path.dirname(__file__))

@@ -1,0 +1,418 @@
+"""Differentiation, transposition and batching of jaxprs, and the registers of a primitive's rules.
+
+From 0.12 on rules for dead-code elimination, state discharge and transposition take or return one
+thing more; the `register_*` functions adapt one rule to both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax._src import (
+    ad_util as _ad_util,
+    checkify as _checkify,
+    config as _config,
+    core as _core,
+    effects as _effects,
+    source_info_util as _source_info,
+    util as _util,
+)
+from jax._src.interpreters import (
+    ad as _ad,
+    batching as _batching,
+    mlir as _mlir,
+    partial_eval as _pe,
+)
+from jax._src.state import discharge as _discharge
+from jax.experimental.key_reuse import _core as _key_reuse
+
+from remat._jax.compat import (
+    JAX_VERSION,
+    AbstractRef,
+    Jaxpr,
+    JaxprEqn,
+    Primitive,
+    Zero,
+    close,
+    detach_consts,
+    extend_name_stack,
+    is_var,
+    positional_effects,
+    split_list,
+    typeof,
+    weakref_lru_cache,
+)
+from remat._jax.tracing import new_call, new_var, trace
+
+
+def is_zero(tangent: Any) -> bool:
+    return type(tangent) is Zero
+
+
+def zero_tangent(primal: Any) -> Zero:
+    return _ad_util.p2tz(primal)
+
+
+def is_undefined(x: Any) -> bool:
+    """Whether an operand of an equation under transposition is one that it is linear in."""
+    return _ad.is_undefined_primal(x)
+
+
+def is_linear_input(x: Any) -> bool:
+    return isinstance(x, _ad.GradAccum)
+
+
+def disallowed_effects(jaxpr: Jaxpr) -> set[Any]:
+    """The effects that must not happen twice."""
+    return set(_effects.remat_allowed_effects.filter_not_in(jaxpr.effects))
+
+
+def jvp_of_jaxpr(
+    jaxpr: Jaxpr, nonzeros: Sequence[bool]
+) -> tuple[Jaxpr, tuple[Any, ...], Sequence[bool]]:
+    """The jaxpr of the derivative: primals and nonzero tangents in, primals and tangents out."""
+    closed, out_nonzeros = _ad.jvp_jaxpr(close(jaxpr), list(nonzeros), False)
+    return (*detach_consts(closed), out_nonzeros)
+
+
+class PartialEval(NamedTuple):
+    """A jaxpr cut in two. `known` returns its results and the residuals that `staged` takes."""
+
+    known: Jaxpr
+    staged: Jaxpr
+    outs_unknown: list[bool]
+    outs_staged: list[bool]
+    n_residuals: int
+
+
+def partial_eval(jaxpr: Jaxpr, ins_unknown: Sequence[bool], policy: Callable) -> PartialEval:
+    """Cut a jaxpr by what is unknown; every input is available on the far side of the cut."""
+    return PartialEval(
+        *_pe.partial_eval_jaxpr_custom(
+            jaxpr, list(ins_unknown), [True] * len(ins_unknown), False, False, policy
+        )
+    )
+
+
+def dce(jaxpr: Jaxpr, used: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
+    """Drop what the used results do not need. Returns also which inputs remain."""
+    return _pe.dce_jaxpr(jaxpr, list(used))
+
+
+class _Transposed(NamedTuple):
+    jaxpr: Jaxpr
+    consts: tuple[Any, ...]
+    ins_zero: list[bool]
+    out_tree: Any
+
+
+@weakref_lru_cache
+def transpose(jaxpr: Jaxpr, linear: tuple[bool, ...], outs_zero: tuple[bool, ...]) -> _Transposed:
+    """The jaxpr from nonlinear inputs and nonzero cotangents to the linear inputs' cotangents.
+
+    The nonlinear part is evaluated first: this is where recomputation is written down.
+    """
+    closed = close(jaxpr)
+    nonlinear_avals = [v.aval for v, lin in zip(jaxpr.invars, linear) if not lin]
+    ct_avals = [v.aval.to_ct_aval() for v, zero in zip(jaxpr.outvars, outs_zero) if not zero]
+    seen: dict[str, Any] = {}
+
+    def transposed(*args: Any) -> Any:
+        nonlinear, cts_given = split_list(args, [len(nonlinear_avals)])
+        with _mutable_array_checks_off():
+            known, lin, _, _, forwarded = _pe.partial_eval_jaxpr_nounits_fwd(
+                closed, list(linear), False
+            )
+        with extend_name_stack("rematted_computation"):
+            fresh = _core.jaxpr_as_fun(known)(*nonlinear)
+        residuals = _util.subs_list(forwarded, nonlinear, fresh)
+        given = iter(cts_given)
+        cts = [
+            Zero(v.aval.to_ct_aval()) if zero else next(given)
+            for v, zero in zip(jaxpr.outvars, outs_zero)
+        ]
+        linear_avals = lin.in_avals[len(residuals) :]
+        targets = [_ad.UndefinedPrimal(aval.to_ct_aval()) for aval in linear_avals]
+        in_cts, logs = _backward(lin, [*residuals, *targets], cts)
+        in_cts = in_cts[len(residuals) :]
+        seen["ins_zero"] = [type(ct) is Zero for ct in in_cts]
+        leaves, seen["out_tree"] = jax.tree.flatten(
+            ([ct for ct in in_cts if type(ct) is not Zero], logs)
+        )
+        return leaves
+
+    debug = jaxpr.debug_info.with_unknown_names()
+    args = (*nonlinear_avals, *ct_avals)
+    result, consts, _ = trace(transposed, jax.tree.structure((args, {})), args, debug)
+    return _Transposed(result, consts, seen["ins_zero"], seen["out_tree"])
+
+
+def _mutable_array_checks_off() -> Any:
+    # 0.11 no longer refuses refs here; delete with 0.10.
+    return (
+        contextlib.nullcontext() if JAX_VERSION >= (0, 11) else _config.mutable_array_checks(False)
+    )
+
+
+def _backward(lin: Any, args: Sequence[Any], cts: Sequence[Any]) -> tuple[list[Any], dict]:
+    # 0.11 added logs of the backward pass; delete the second half with 0.10.
+    if JAX_VERSION >= (0, 11):
+        return _ad.backward_pass(lin, False, lin.consts, args, cts, return_logs=True)
+    return _ad.backward_pass(lin.jaxpr, False, lin.consts, args, cts), {}
+
+
+def batch_jaxpr(
+    jaxpr: Jaxpr, axis_data: Any, dims: Sequence[Any]
+) -> tuple[Jaxpr, tuple[Any, ...], list[int | None]]:
+    """The jaxpr over one more axis, in front of every result that has it."""
+    closed, batched = _batching.batch_jaxpr_axes(
+        close(jaxpr), axis_data, dims, [_batching.zero_if_mapped] * len(jaxpr.outvars)
+    )
+    return (*detach_consts(closed), [0 if b else None for b in batched])
+
+
+def known_tracers(tracers: Sequence[Any]) -> list[bool]:
+    return [t.is_known() for t in tracers]
+
+
+def known_values(tracers: Sequence[Any]) -> list[Any]:
+    return [t.pval.get_known() for t in tracers if t.is_known()]
+
+
+def stage_eqn(
+    trace_: Any,
+    primitive: Primitive,
+    residuals: Sequence[Any],
+    tracers: Sequence[Any],
+    jaxpr: Jaxpr,
+    params: dict,
+) -> list[Any]:
+    """Put one equation on residuals and tracers into the linear program that is being built."""
+    ins = [trace_.new_instantiated_const(r) for r in residuals]
+    ins += [trace_.instantiate_const(t) for t in tracers]
+    outs = [_pe.JaxprTracer(trace_, _pe.PartialVal.unknown(v.aval), None) for v in jaxpr.outvars]
+    recipe = _pe.new_eqn_recipe(
+        trace_, ins, outs, primitive, params, positional_effects(jaxpr), _source_info.current()
+    )
+    for out in outs:
+        out.recipe = recipe
+    return outs
+
+
+# --------------------------------------------------------------------------------------------------
+# Registering a primitive's rules
+
+
+def register(
+    primitive: Primitive,
+    *,
+    evaluate: Callable,
+    abstract: Callable,
+    jvp: Callable,
+    transpose: Callable,
+    batch: Callable,
+) -> None:
+    """All rules of a primitive with several results, `batch(axis_data, args, dims, **params)`."""
+    primitive.multiple_results = True
+    primitive.def_impl(evaluate)
+    primitive.def_effectful_abstract_eval(abstract)
+    register_jvp(primitive, jvp)
+    _ad.primitive_transposes[primitive] = transpose
+    register_batching(primitive, batch)
+    _mlir.register_lowering(primitive, _mlir.lower_fun(evaluate, multiple_results=True))
+
+
+def register_jvp(primitive: Primitive, rule: Callable) -> None:
+    _ad.primitive_jvps[primitive] = rule
+
+
+def register_transpose(primitive: Primitive, rule: Callable) -> None:
+    """`rule(cotangents, *args, **params)`: linear arguments are accumulators."""
+    _ad.fancy_transposes[primitive] = rule
+
+
+def register_linear_transpose(primitive: Primitive, rule: Callable) -> None:
+    _ad.deflinear2(primitive, rule)
+
+
+def register_batching(primitive: Primitive, rule: Callable) -> None:
+    """`rule(axis_data, args, dims, **params) -> results, result dims`."""
+    _batching.fancy_primitive_batchers[primitive] = rule
+
+
+def register_partial_eval(primitive: Primitive, rule: Callable) -> None:
+    """`rule(trace, *tracers, **params)`, when a function is linearized."""
+    _pe.custom_partial_eval_rules[primitive] = rule
+
+
+def register_nested_partial_eval(
+    primitive: Primitive, update_params: Callable, halves: Callable[[JaxprEqn, Sequence[bool]], Any]
+) -> None:
+    """What becomes of the equation when the jaxpr it stands in is cut by somebody's policy.
+
+    `update_params(ins_unknown, ins_staged, params_known, params_staged)`, unless `halves(eqn,
+    ins_unknown)` gives a cut of its own, with the parameters of the equations of its two halves.
+    """
+
+    def updater(unknown: Any, staged: Any, *args: Any) -> tuple[dict, dict]:
+        *_, params_known, params_staged = args
+        return update_params(unknown, staged, params_known, params_staged)
+
+    def rule(saveable: Any, unknown: Any, staged: Any, eqn: JaxprEqn) -> Any:
+        own = halves(eqn, unknown)
+        if own is None:
+            return _pe.call_partial_eval_custom_rule(
+                "jaxpr", updater, saveable, unknown, staged, eqn
+            )
+        return _equations_of_halves(primitive, unknown, staged, eqn, *own)
+
+    _pe.partial_eval_jaxpr_custom_rules[primitive] = rule
+
+
+def _equations_of_halves(
+    primitive: Primitive,
+    unknown: Sequence[bool],
+    staged: Sequence[bool],
+    eqn: JaxprEqn,
+    cut: Any,
+    params_known: dict,
+    params_staged: dict,
+) -> Any:
+    residuals = [new_var(v.aval) for v in cut.backward.invars[: cut.n_residuals]]
+    known = [v for v, u in zip(eqn.invars, unknown) if not u]
+    known = [v for v, used in zip(known, cut.forward_inputs) if used]
+    results = [v for v, u in zip(eqn.outvars, cut.outs_unknown) if not u]
+    later = [v for v, used in zip(eqn.invars, cut.backward_inputs) if used]
+    unknown_results = [v for v, u in zip(eqn.outvars, cut.outs_unknown) if u]
+
+    forward = new_call(known, [*results, *residuals], primitive, params_known, eqn)
+    backward = new_call([*residuals, *later], unknown_results, primitive, params_staged, eqn)
+    # Inputs that the backward half takes must be kept by whoever holds the jaxpr.
+    kept = [v for v, s, used in zip(eqn.invars, staged, cut.backward_inputs) if used and not s]
+    kept = [v for v in kept if is_var(v)]
+    unknown_outs = list(cut.outs_unknown)
+    return forward, backward, unknown_outs, unknown_outs, [*kept, *residuals]
+
+
+def register_dce(
+    primitive: Primitive,
+    shrink: Callable[[JaxprEqn, list[bool], Jaxpr], dict],
+    keeps_inputs: Callable[[JaxprEqn], bool],
+) -> None:
+    """Dead-code elimination for an equation whose parameter `jaxpr` is its body.
+
+    `shrink(eqn, used_inputs, new_jaxpr)` gives the parameters of what remains; `keeps_inputs(eqn)`
+    says that inputs stay, used or not.
+    """
+
+    def rule(used_outs: list[bool], *args: Any) -> tuple[list[bool], JaxprEqn | None]:
+        *live_ins, eqn = args  # 0.11 added live_ins
+        if not any(used_outs) and not _pe.has_effects(eqn, *live_ins):
+            return [False] * len(eqn.invars), None
+        keywords = {"live_inputs": live_ins[0]} if live_ins else {}
+        keywords["instantiate"] = keeps_inputs(eqn)
+        body, used_ins = _pe.dce_jaxpr(eqn.params["jaxpr"], used_outs, **keywords)
+        if not any(used_ins) and not any(used_outs) and not _lasting_effects(body):
+            return used_ins, None
+        invars = [v for v, used in zip(eqn.invars, used_ins) if used]
+        outvars = [v for v, used in zip(eqn.outvars, used_outs) if used]
+        new = _pe.new_jaxpr_eqn(
+            invars,
+            outvars,
+            primitive,
+            shrink(eqn, used_ins, body),
+            _core.eqn_effects(body, invars),
+            eqn.source_info,
+            eqn.ctx,
+        )
+        return used_ins, new
+
+    _pe.dce_rules[primitive] = rule
+
+
+def _lasting_effects(jaxpr: Jaxpr) -> bool:
+    passing = (_core.NamedAxisEffect, _core.InternalMutableArrayEffect)
+    return any(not isinstance(effect, passing) for effect in jaxpr.effects)
+
+
+def register_discharge(primitive: Primitive, bind: Callable) -> None:
+    """Turn refs among an equation's arguments into values; `bind(args, new_jaxpr, params)` rebinds."""
+
+    def rule(*args: Any, jaxpr: Jaxpr, **params: Any) -> tuple[list[Any], list[Any]]:
+        # 0.11 passes a context in place of the two tuples of avals; delete the latter with 0.10.
+        if hasattr(args[0], "in_avals"):
+            context, *values = args
+            in_avals = context.in_avals
+            discharged = _discharge.discharge_state(
+                jaxpr, strip_memory_space=context.strip_memory_space
+            )
+        else:
+            in_avals, _, *values = args
+            discharged = _discharge.discharge_state(close(jaxpr))
+        body, consts = detach_consts(discharged)
+        results = bind((*consts, *values), body, len(consts), params)
+        outs, refs = split_list(results, [len(jaxpr.outvars)])
+        written = iter(refs)
+        new_values = [next(written) if isinstance(a, AbstractRef) else None for a in in_avals]
+        assert next(written, None) is None
+        return new_values, outs
+
+    _discharge.register_discharge_rule(primitive)(rule)
+
+
+def register_checkify(primitive: Primitive, bind: Callable) -> None:
+    """Thread checkify's errors through an equation; `bind(args, new_jaxpr, n_added, params)`."""
+
+    # 0.12 passes a context in front; delete the other half with 0.11.
+    n_contexts = 1 if hasattr(_checkify, "CheckifyContext") else 0
+
+    def rule(*inputs: Any, jaxpr: Jaxpr, **params: Any) -> Any:
+        context, (error, enabled, *values) = inputs[:n_contexts], inputs[n_contexts:]
+        leaves, tree = jax.tree.flatten(error)
+        args = (*leaves, *values)
+        avals = tuple(typeof(x) for x in args)
+        closed, out_tree, _ = _checkify.jaxpr_to_checkify_jaxpr(
+            *context, close(jaxpr), enabled, tree, *avals
+        )
+        body, consts = detach_consts(closed)
+        added = len(consts) + len(leaves)
+        return jax.tree.unflatten(out_tree, bind((*consts, *args), body, added, params))
+
+    _checkify.error_checks[primitive] = rule
+
+
+def register_key_reuse(primitive: Primitive) -> None:
+    """Let the key-reuse checker know: what a recomputation does with keys, the forward pass did."""
+
+    def signature(eqn: JaxprEqn) -> Any:
+        if eqn.params["differentiated"]:
+            return _key_reuse.KeyReuseSignature()
+        return _key_reuse.jaxpr_type_signature(eqn.params["jaxpr"])
+
+    _key_reuse.key_reuse_signatures[primitive] = _key_reuse.dynamic_key_reuse_signature(signature)
+
+
+def register_hijax(primitive: Primitive, bind: Callable) -> None:
+    """Lower an equation on types that stand for several arrays to one on those arrays."""
+
+    def is_high(*_: Any, jaxpr: Jaxpr, **__: Any) -> bool:
+        return jaxpr.is_high
+
+    def to_lojax(*args: Any, jaxpr: Jaxpr, **params: Any) -> Any:
+        body, consts = detach_consts(_pe.lower_jaxpr2(close(jaxpr)))
+        # 0.11 did away with mutable high types; delete the first half with 0.10.
+        if JAX_VERSION >= (0, 11):
+            flat = [lo for aval, x in zip(jaxpr.in_avals, args) for lo in aval.lower_val(x)]
+        else:
+            flat = [
+                lo
+                for aval, x in zip(jaxpr.in_aval_qdds, args)
+                for lo in (aval.read_loval(x) if aval.has_qdd else aval.lower_val(x))
+            ]
+        return bind((*consts, *flat), body, None, params)
+
+    primitive.is_high = is_high
+    primitive.to_lojax = to_lojax

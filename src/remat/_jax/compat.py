@@ -1,0 +1,180 @@
+"""Versions of JAX, its names that every supported version has, and facts about values.
+
+From 0.12 on a `Jaxpr` carries its constants (`ClosedJaxpr` is the same class); before, a `ClosedJaxpr`
+wraps an open `Jaxpr`. Everywhere in `remat` a region is a jaxpr *without* constants: `detach_consts`
+turns them into leading inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+from jax._src import (
+    ad_checkpoint as _ad_checkpoint,
+    ad_util as _ad_util,
+    config as _config,
+    core as _core,
+    source_info_util as _source_info,
+    traceback_util as _traceback_util,
+    tree_util as _tree_util,
+    util as _util,
+)
+from jax._src.interpreters import partial_eval as _pe
+from jax._src.lax import convolution as _convolution, lax as _lax
+from jax._src.state.types import AbstractRef as AbstractRef
+
+
+def version_tuple(version: str) -> tuple[int, ...]:
+    """The leading integers of a version.
+
+    >>> version_tuple("0.12.0.1"), version_tuple("0.11.1.dev2026")
+    ((0, 12, 0, 1), (0, 11, 1))
+    """
+    numbers = []
+    for part in version.split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+JAX_VERSION = version_tuple(jax.__version__)
+JAXLIB_VERSION = version_tuple(jaxlib.__version__)
+# Delete what depends on this when JAX < 0.12 is no longer supported.
+_JAXPRS_CARRY_CONSTS = not hasattr(_core, "ClosedJaxpr") or _core.ClosedJaxpr is _core.Jaxpr
+
+# --------------------------------------------------------------------------------------------------
+# Names that are the same in every supported version
+
+Jaxpr: TypeAlias = _core.Jaxpr
+JaxprEqn: TypeAlias = _core.JaxprEqn
+Var: TypeAlias = _core.Var
+Literal: TypeAlias = _core.Literal
+Primitive: TypeAlias = _core.Primitive
+ShapedArray: TypeAlias = _core.ShapedArray
+Tracer: TypeAlias = _core.Tracer
+Zero: TypeAlias = _ad_util.Zero
+Offloadable: TypeAlias = _pe.Offloadable
+Saveable = _pe.Saveable
+Recompute = _pe.Recompute
+RecomputeType: TypeAlias = _pe.RecomputeType
+SaveableType: TypeAlias = _pe.SaveableType
+ConcretizationTypeError: TypeAlias = _core.ConcretizationTypeError
+as_case = _pe.ensure_enum
+
+typeof = _core.typeof
+eval_jaxpr = _core.eval_jaxpr
+check_jaxpr = _core.check_jaxpr
+positional_effects = _core.positional_effects
+weakref_lru_cache = _util.weakref_lru_cache
+merge_lists = _util.merge_lists
+split_list = _util.split_list
+wraps = _util.wraps
+api_boundary = _traceback_util.api_boundary
+broadcast_prefix = _tree_util.broadcast_prefix
+extend_name_stack = _source_info.extend_name_stack
+unflatten = jax.tree.unflatten
+
+name_p = _ad_checkpoint.name_p
+dot_general_p = _lax.dot_general_p
+conv_general_dilated_p = _convolution.conv_general_dilated_p
+reduce_precision_p = _lax.reduce_precision_p
+
+# How JAX of this version words its refusal; code that matches on the text keeps working.
+EFFECTS_NOT_SUPPORTED = (
+    "Effects not supported in AD of `checkpoint`/`remat`"
+    if JAX_VERSION >= (0, 11)
+    else "Effects not supported in partial-eval of `checkpoint`/`remat`"
+)
+
+
+def exclude_from_tracebacks(filename: str) -> None:
+    """Keep a file of ours out of user tracebacks and out of the source lines of equations."""
+    _source_info.register_exclusion(filename)
+    _traceback_util.register_exclusion(filename)
+
+
+def checks_enabled() -> bool:
+    return bool(_config.enable_checks.value)
+
+
+def logs_residuals() -> bool:
+    """Whether the user asked JAX to log what checkpointed functions save."""
+    return bool(_config.log_checkpoint_residuals.value)
+
+
+# --------------------------------------------------------------------------------------------------
+# Jaxprs with and without constants
+
+
+def detach_consts(closed: Any) -> tuple[Jaxpr, tuple[Any, ...]]:
+    """A jaxpr with its constants as leading inputs, and the constants."""
+    inner = closed if _JAXPRS_CARRY_CONSTS else closed.jaxpr
+    return _pe.convert_constvars_jaxpr(inner), tuple(closed.consts)
+
+
+def close(jaxpr: Jaxpr) -> Any:
+    """The same jaxpr as one that is closed over nothing."""
+    return _pe.close_jaxpr(jaxpr)
+
+
+def open_jaxpr(jaxpr: Any) -> Jaxpr:
+    """The equations of a jaxpr that may be closed."""
+    return jaxpr if isinstance(jaxpr, _core.Jaxpr) else jaxpr.jaxpr
+
+
+# --------------------------------------------------------------------------------------------------
+# Facts about devices, dtypes and types
+
+
+def memory_kinds() -> tuple[str, ...]:
+    """The kinds of memory that the default backend's devices reach."""
+    return tuple(sorted(memory.kind for memory in jax.devices()[0].addressable_memories()))
+
+
+def is_on_host(aval: Any) -> bool:
+    """Whether a value's type says that it lives in host memory."""
+    return getattr(aval, "memory_space", None) is _core.MemorySpace.Host
+
+
+def can_be_on_host(aval: Any) -> bool:
+    """Whether values of this type can be copied to the host's memory and back: arrays on a device."""
+    if getattr(aval, "memory_space", None) is not _core.MemorySpace.Device:
+        return False
+    return not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+
+
+def zero_keys(aval: Any) -> Any:
+    """Random keys of a type, whatever their implementation, made of zeros."""
+    impl = aval.dtype._impl
+    words = jnp.zeros((*aval.shape, *impl.key_shape), jnp.uint32)
+    return jax.random.wrap_key_data(words, impl=impl)
+
+
+def itemsize_bytes(aval: Any) -> int:
+    """Bytes of one element, for PRNG keys and 4-bit types too (rounded up)."""
+    dtype = aval.dtype
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return 4 * math.prod(dtype._impl.key_shape)
+    if dtype == jax.dtypes.float0:
+        return 0
+    return int(getattr(dtype, "itemsize", 1))
+
+
+def has_tangent(aval: Any) -> bool:
+    """Whether values of this type can have a derivative: real and complex numbers."""
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def is_var(v: Any) -> bool:
+    """Whether an operand or a result of a jaxpr is a variable and no literal."""
+    return not isinstance(v, _core.Literal)
+
+
+def is_dropped(v: Any) -> bool:
+    """Whether a result of an equation is thrown away."""
+    return isinstance(v, _core.DropVar)

@@ -1,0 +1,168 @@
+"""Tracing with values at hand: Python may branch on them while a jaxpr is staged out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import core as _core, dtypes as _dtypes, source_info_util as _source_info
+from jax._src.interpreters import partial_eval as _pe
+
+from remat._jax.compat import Jaxpr, Var
+from remat._jax.tracing import flatten_arguments
+
+
+def concrete_value(x: Any) -> Any:
+    """The value behind an argument, through differentiation, or None where there is none yet."""
+    return _core.to_concrete_value(x)
+
+
+class _ConcreteTracer(_pe.DynamicJaxprTracer):
+    """A tracer that Python may ask for its value (`if x > 0`, `int(n)`, `np.asarray(x)`)."""
+
+    __slots__ = ()
+
+    def to_concrete_value(self) -> Any:
+        return self._trace.value_of(self)
+
+    def _number(self) -> Any:
+        """The value as a NumPy array of the traced type, or None."""
+        value = self.to_concrete_value()
+        if value is None or jnp.issubdtype(self.aval.dtype, jax.dtypes.extended):
+            return None
+        return np.asarray(value, dtype=self.aval.dtype)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        number = self._number()
+        if number is None:
+            return super().__array__(*args, **kwargs)
+        return number.__array__(*args, **kwargs)
+
+    def __float__(self) -> float:
+        number = self._number()
+        return super().__float__() if number is None else float(number)
+
+    def __complex__(self) -> complex:
+        number = self._number()
+        return super().__complex__() if number is None else complex(number)
+
+    def __format__(self, spec: str) -> str:
+        number = self._number() if spec and self.aval.shape == () else None
+        return super().__format__(spec) if number is None else format(number[()], spec)
+
+    def item(self, *args: Any) -> Any:
+        number = self._number()
+        return self.aval._item(self) if number is None else number.item(*args)
+
+    def tolist(self) -> Any:
+        number = self._number()
+        return self.aval.tolist(self) if number is None else number.tolist()
+
+
+_core.pytype_aval_mappings[_ConcreteTracer] = lambda tracer: tracer.aval
+
+
+class _Unavailable(Exception):
+    """A value depends on an argument that has no value yet."""
+
+
+class _ConcreteTrace(_pe.DynamicJaxprTrace):
+    """Stages a function out to a jaxpr, and evaluates those of its values that Python asks for.
+
+    A tracer knows the equation that makes it, so its value is found by evaluating that equation's
+    ancestors; each is evaluated at most once, and none that no decision depends on.
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, debug: Any, parent_trace: Any):
+        super().__init__(debug, parent_trace=parent_trace)
+        self._values: dict[Var, Any] = {}
+
+    def var_to_tracer(self, var: Any, source_info: Any, parent: Any = None) -> Any:
+        plain = super().var_to_tracer(var, source_info, parent)
+        return self._concrete(plain)
+
+    def new_arg(self, aval: Any, source_info: Any) -> Any:
+        return self._concrete(super().new_arg(aval, source_info))
+
+    def _concrete(self, plain: Any) -> Any:
+        if getattr(plain, "mutable_qdd", None) is not None:
+            return plain
+        return _ConcreteTracer(self, plain.aval, plain.val, plain._line_info, plain.parent)
+
+    def argument(self, aval: Any, value: Any, source_info: Any) -> Any:
+        tracer = self.new_arg(aval, source_info)
+        if value is not None:
+            self._values[tracer.val] = value
+        return tracer
+
+    def value_of(self, tracer: Any) -> Any:
+        try:
+            with _core.eval_context():
+                return self._evaluate(tracer)
+        except _Unavailable:
+            return None
+
+    def _evaluate(self, tracer: Any) -> Any:
+        # An explicit stack: a chain of equations may be longer than Python's recursion limit.
+        todo = [tracer]
+        while todo:
+            t = todo[-1]
+            if self._known(t) is not None:
+                todo.pop()
+                continue
+            eqn = t.parent
+            if eqn is None or eqn.effects:
+                raise _Unavailable
+            missing = [u for u in eqn.in_tracers if self._known(u) is None]
+            if missing:
+                todo.extend(missing)
+                continue
+            params = eqn.primitive.get_bind_params(eqn.params)
+            with eqn.ctx.manager:
+                out = eqn.primitive.bind(*map(self._known, eqn.in_tracers), **params)
+            outs = out if eqn.primitive.multiple_results else [out]
+            self._values.update(zip(eqn.outvars, outs))
+        return self._known(tracer)
+
+    def _known(self, tracer: Any) -> Any:
+        atom = tracer.val
+        if isinstance(atom, _core.Literal):
+            return atom.val
+        if atom in self._values:
+            return self._values[atom]
+        const = self.frame.constvar_to_val.get(atom)
+        return None if const is None else concrete_value(const)
+
+
+def trace_concretely(
+    fun: Callable, in_tree: Any, avals: Sequence[Any], values: Sequence[Any], debug: Any
+) -> tuple[Jaxpr, tuple[Any, ...], Any]:
+    """Like `trace`, with the values of the arguments (None: not known) open to Python control flow.
+
+    The jaxpr holds the branch that these values take.
+    """
+    parent = _core.trace_ctx.trace
+    trace_ = _ConcreteTrace(debug, parent)
+    with _core.ensure_no_leaks(trace_), _source_info.reset_name_stack():
+        source = _source_info.current()
+        tracers = [trace_.argument(aval, value, source) for aval, value in zip(avals, values)]
+        with _core.set_current_trace(trace_):
+            args, kwargs = jax.tree.unflatten(in_tree, tracers)
+            answer = fun(*args, **kwargs)
+            debug = debug.set_result_paths(answer)
+            leaves, out_tree = flatten_arguments(answer)
+            del answer, args, kwargs
+        _pe._check_returned_jaxtypes(debug, leaves)
+        leaves = [_dtypes.canonicalize_value(leaf) for leaf in leaves]
+        outs = [trace_.to_jaxpr_tracer(leaf, source) for leaf in leaves]
+        _pe._check_no_returned_refs(debug, outs)
+        opened, consts = trace_.frame.to_jaxpr(trace_, outs, debug, source)
+        trace_._values.clear()
+        trace_.invalidate()
+        del trace_, tracers, outs, leaves
+    return _pe.convert_constvars_jaxpr(opened), tuple(consts), out_tree

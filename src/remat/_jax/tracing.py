@@ -1,0 +1,470 @@
+"""From functions to jaxprs, and the parts of jaxprs: their equations and the programs inside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax._src import (
+    api_util as _api_util,
+    config as _config,
+    core as _core,
+    pjit as _pjit,
+    source_info_util as _source_info,
+    tree_util as _tree_util,
+)
+from jax._src.dispatch import (
+    ArrayCopySemantics as _ArrayCopySemantics,
+    device_put_p as _device_put_p,
+)
+from jax._src.interpreters import partial_eval as _pe
+from jax._src.sharding_impls import UNSPECIFIED as _unspecified
+
+from remat._jax.compat import (
+    JAX_VERSION,
+    Jaxpr,
+    JaxprEqn,
+    Primitive,
+    Var,
+    detach_consts,
+    eval_jaxpr,
+    has_tangent,
+    is_dropped,
+    is_var,
+    name_p,
+    open_jaxpr,
+)
+
+try:
+    from jax._src.flattree import treedef_args_to_ft as _flat_tree
+except ImportError:  # delete with JAX 0.10, where FlatTree is in tree_util
+
+    def _flat_tree(in_tree: Any, avals: Sequence[Any]) -> Any:
+        return _tree_util.FlatTree(tuple(avals), in_tree, False)
+
+
+def flatten_arguments(tree: Any) -> tuple[list[Any], Any]:
+    """Flatten a call's `(args, kwargs)` as JAX's own transformations do."""
+    return _tree_util.tracing_registry.flatten(tree)
+
+
+def debug_info(
+    fun: Callable, args: Sequence, kwargs: dict, argnums: Sequence[int], argnames: Sequence[str]
+) -> Any:
+    """Where a function comes from and how its arguments are called, for error messages."""
+    return _api_util.debug_info(
+        "checkpoint / remat",
+        fun,
+        args,
+        kwargs,
+        static_argnums=tuple(argnums),
+        static_argnames=tuple(argnames),
+    )
+
+
+def argument_names(
+    fun: Callable,
+    args: Sequence,
+    kwargs: dict,
+    n_leaves: int,
+    argnums: Sequence[int] = (),
+    argnames: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """What the leaves of a call's arguments are called, `params['w']` say; static ones left out."""
+    names = debug_info(fun, args, kwargs, argnums, argnames).arg_names
+    if names is None or len(names) != n_leaves:
+        return tuple(f"at flattened index {i}" for i in range(n_leaves))
+    return tuple(name or f"at flattened index {i}" for i, name in enumerate(names))
+
+
+def static_arguments(fun: Callable) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Numbers and names of the arguments that a jitted function takes as static."""
+    info = getattr(fun, "_jit_info", None)
+    return (
+        (tuple(info.static_argnums), tuple(info.static_argnames)) if info is not None else ((), ())
+    )
+
+
+def abstractify(x: Any) -> Any:
+    return _core.shaped_abstractify(x)
+
+
+def check_ref_arguments(debug: Any, avals: Sequence[Any], leaves: Sequence[Any]) -> None:
+    """Refuse refs that are passed twice or belong to a transformation under way."""
+    _api_util.check_no_transformed_refs_args(lambda: debug, leaves)
+    # 0.11: only then can a jaxpr check it; delete the condition with 0.10.
+    if JAX_VERSION >= (0, 11) and _config.mutable_array_checks.value:
+        _api_util.check_no_aliased_ref_args(lambda: debug, avals, leaves)
+
+
+def check_captured_refs(debug: Any, consts: Sequence[Any], leaves: Sequence[Any]) -> None:
+    """Refuse a ref that is both an argument and closed over."""
+    if JAX_VERSION >= (0, 11) and _config.mutable_array_checks.value:
+        _api_util._check_no_aliased_closed_over_refs(debug, consts, leaves)
+
+
+def trace(
+    fun: Callable, in_tree: Any, avals: Sequence[Any], debug: Any
+) -> tuple[Jaxpr, tuple[Any, ...], Any]:
+    """Trace `fun` to a jaxpr whose closed-over values are its leading inputs.
+
+    Returns the jaxpr, the closed-over values, and the tree of the result.
+    """
+    closed, out = _pe.trace_to_jaxpr(fun, _flat_tree(in_tree, list(avals)), debug)
+    jaxpr, consts = detach_consts(closed)
+    return jaxpr, consts, out.tree
+
+
+def trace_call(fun: Callable, *args: Any) -> tuple[Jaxpr, list[Any], Any]:
+    """`fun` as a jaxpr whose closed-over values are its leading inputs, those, and its result.
+
+    `args` are pytrees of arrays or of their types; the result is a tree of types.
+    """
+    # A new function object each time, so that no cache hands out values closed over earlier.
+    closed, out = jax.make_jaxpr(lambda *a: fun(*a), return_shape=True)(*args)
+    jaxpr, consts = detach_consts(closed)
+    return jaxpr, list(consts), out
+
+
+def call_jaxpr(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
+    return eval_jaxpr(jaxpr, (), *args)
+
+
+def argument_shardings(traced: Any) -> list[Any]:
+    """How each argument of a traced step (`jax.jit(f).trace(...)`) is divided; None if nobody said.
+
+    What `in_shardings` says comes before what the argument itself has. Static arguments are not
+    among them.
+    """
+    asked = traced._params["in_shardings"]
+    own = (m.aval.sharding if m.sharding is None else m.sharding for m in traced._meta_tys_flat)
+    return [b if a is _unspecified else a for a, b in zip(asked, own, strict=True)]
+
+
+def in_avals(jaxpr: Jaxpr) -> list[Any]:
+    return [v.aval for v in jaxpr.invars]
+
+
+def out_avals(jaxpr: Jaxpr) -> list[Any]:
+    return [v.aval for v in jaxpr.outvars]
+
+
+def slice_types(xs: Sequence[Any]) -> list[Any]:
+    """The types of what a step reads of these arrays, with their sharding and varying axes."""
+    if any(x.shape[0] == 0 for x in xs):
+        return [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in xs]
+    jaxpr, _, _ = trace_call(
+        lambda xs: [jax.lax.dynamic_index_in_dim(x, 0, 0, False) for x in xs], list(xs)
+    )
+    return out_avals(jaxpr)
+
+
+def zeros(aval: Any, leading: Sequence[int | None] = ()) -> Any:
+    """Zeros of a type, with more leading axes; varying over the same axes of a `shard_map`."""
+    made = jnp.zeros((*leading, *aval.shape), aval.dtype)
+    varying: frozenset = getattr(getattr(aval, "mat", None), "varying", frozenset())
+    return jax.lax.pcast(made, tuple(varying), to="varying") if varying else made
+
+
+# --------------------------------------------------------------------------------------------------
+# Making equations and jaxprs
+
+
+def new_var(aval: Any) -> Var:
+    return _core.Var(aval)
+
+
+def new_eqn(
+    invars: Sequence[Any],
+    outvars: Sequence[Var],
+    primitive: Primitive,
+    params: dict,
+    like: JaxprEqn | None,
+) -> JaxprEqn:
+    """An effect-free equation that takes source and context from another, if there is one."""
+    context = () if like is None else (like.source_info, like.ctx)
+    return _pe.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, set(), *context)
+
+
+def new_call(
+    invars: Sequence[Any],
+    outvars: Sequence[Var],
+    primitive: Primitive,
+    params: dict,
+    like: JaxprEqn | None,
+) -> JaxprEqn:
+    """An equation with the effects of its parameter `jaxpr`; source and context are another's."""
+    effects = _core.eqn_effects(params["jaxpr"], list(invars))
+    context = () if like is None else (like.source_info, like.ctx)
+    return _pe.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, effects, *context)
+
+
+def jaxpr_of_equation(eqn: JaxprEqn) -> Jaxpr:
+    """A jaxpr of one equation alone, which takes the equation's operands."""
+    invars = list(dict.fromkeys(v for v in eqn.invars if is_var(v)))
+    outvars = [v for v in eqn.outvars if type(v).__name__ != "DropVar"]
+    debug = _api_util.debug_info("equation", lambda: None, (), {})
+    return _core.Jaxpr([], invars, outvars, [eqn], eqn.effects, debug.with_unknown_names())
+
+
+def rebuild(
+    jaxpr: Jaxpr,
+    *,
+    invars: Sequence[Var] | None = None,
+    outvars: Sequence[Any] | None = None,
+    eqns: Sequence[JaxprEqn] | None = None,
+) -> Jaxpr:
+    """The jaxpr with some of its parts replaced; argument and result names are dropped if those are."""
+    parts: dict[str, Any] = {}
+    if invars is not None or outvars is not None:
+        parts["debug_info"] = jaxpr.debug_info.with_unknown_names()
+    if invars is not None:
+        parts["invars"] = list(invars)
+    if outvars is not None:
+        parts["outvars"] = list(outvars)
+    if eqns is not None:
+        parts["eqns"] = list(eqns)
+    return jaxpr.replace(**parts)
+
+
+def jaxpr_of(
+    invars: Sequence[Var], outvars: Sequence[Any], eqns: Sequence[JaxprEqn], like: Jaxpr
+) -> Jaxpr:
+    """A jaxpr of these equations; what it is called in messages is taken from another."""
+    effects = _pe.make_jaxpr_effects((), invars, outvars, eqns)
+    return like.replace(
+        invars=list(invars),
+        outvars=list(outvars),
+        eqns=list(eqns),
+        effects=effects,
+        debug_info=like.debug_info.with_unknown_names(),
+    )
+
+
+class HostCopy(NamedTuple):
+    """A value's copy in the host's memory, and the equations that make it and bring it back."""
+
+    var: Var
+    store: JaxprEqn
+    fetch: JaxprEqn
+
+
+def host_copy(v: Var, like: JaxprEqn | None) -> HostCopy:
+    """A copy of an array in the host's pinned memory; source and context of `like` if given."""
+    space = _core.MemorySpace
+    copy = new_var(v.aval.update(memory_space=space.Host))
+    store = new_eqn([v], [copy], _device_put_p, _copy_params(space.Host), like)
+    fetch = new_eqn([copy], [v], _device_put_p, _copy_params(space.Device), like)
+    return HostCopy(copy, store, fetch)
+
+
+def _copy_params(space: Any) -> dict[str, Any]:
+    semantics = (_ArrayCopySemantics.ALWAYS_COPY,)
+    return {"devices": (space,), "srcs": (None,), "copy_semantics": semantics}
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading equations
+
+
+def checkpoint_name_of(eqn: JaxprEqn) -> str | None:
+    """The name that `checkpoint_name` gave to an equation's result, if that is what it is."""
+    if eqn.primitive is name_p:
+        return eqn.params["name"]
+    # Under `jax_remat3` a name is an object, not an equation parameter.
+    inner = eqn.params.get("_prim")
+    if inner is not None and type(inner).__name__ in ("CheckpointName", "CheckpointNameFwd"):
+        return inner.name
+    return None
+
+
+def name_stack_of(eqn: JaxprEqn) -> str:
+    """The names of the scopes and modules an equation stands in, without JAX's transformations.
+
+    `jvp(encoder)/layer_0` is `encoder/layer_0`: who differentiates does not change where a value is.
+    """
+    names = [
+        entry.name
+        for entry in eqn.source_info.name_stack.stack
+        if type(entry).__name__ == "Scope" and entry.name
+    ]
+    return "/".join(names)
+
+
+def is_transposed(eqn: JaxprEqn) -> bool:
+    """Whether JAX made the equation by transposing a linear one: it computes with cotangents."""
+    return any(
+        type(entry).__name__ == "Transform" and entry.name == "transpose"
+        for entry in eqn.source_info.name_stack.stack
+    )
+
+
+def is_recomputation(eqn: JaxprEqn) -> bool:
+    """Whether JAX's partial evaluation put the equation into a region to compute it once more."""
+    return any(
+        type(entry).__name__ == "Scope" and entry.name == "rematted_computation"
+        for entry in eqn.source_info.name_stack.stack
+    )
+
+
+def source_line_of(eqn: JaxprEqn) -> str:
+    """`file:line:column (function)` of the user's code that made an equation."""
+    return _source_info.summarize(eqn.source_info)
+
+
+def has_hidden_rules(eqn: JaxprEqn) -> bool:
+    """Whether differentiating the equation runs user code that its jaxpr does not show."""
+    return eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+
+
+def scan_arity(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many constants and how many carries a `scan` equation has."""
+    if "ft_in" in eqn.params:  # 0.12; delete the other half with 0.11
+        n_consts, n_carry, _ = (len(part) for part in eqn.params["ft_in"].unpack())
+        return n_consts, n_carry
+    return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
+def scan_body(eqn: JaxprEqn) -> Jaxpr | None:
+    """The body of a `scan` equation that closes over nothing."""
+    if eqn.primitive.name != "scan":
+        return None
+    body = eqn.params["jaxpr"]
+    return None if getattr(body, "consts", None) else open_jaxpr(body)
+
+
+def is_plain_jit(eqn: JaxprEqn) -> bool:
+    """Whether the equation is a call of a jitted function that asks for nothing of its own."""
+    if eqn.primitive is not _pjit.jit_p:
+        return False
+    params = eqn.params
+    unspecified = all(
+        s is _unspecified for s in (*params["in_shardings"], *params["out_shardings"])
+    )
+    layouts = all(
+        x is None for x in (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
+    )
+    return unspecified and layouts and not any(params.get("donated_invars", ()))
+
+
+# --------------------------------------------------------------------------------------------------
+# Programs inside programs
+
+
+def jaxprs_of(eqn: JaxprEqn) -> Iterator[Any]:
+    """The jaxprs in an equation's parameters, whatever they are for."""
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if is_jaxpr(item):
+                yield item
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether a parameter is a jaxpr, closed or not."""
+    return isinstance(value, _core.Jaxpr) or (hasattr(value, "jaxpr") and hasattr(value, "consts"))
+
+
+def has_body(eqn: JaxprEqn) -> bool:
+    """Whether the equation runs jaxprs of its own (a loop, branches, a call) that are cut with it.
+
+    The update function of a scatter, say, belongs to its primitive.
+    """
+    return eqn.primitive in _pe.partial_eval_jaxpr_custom_rules and any(jaxprs_of(eqn))
+
+
+def bodies_of(eqn: JaxprEqn) -> Iterator[Any]:
+    """The jaxprs that an equation runs."""
+    return jaxprs_of(eqn) if has_body(eqn) else iter(())
+
+
+def replace_body(eqn: JaxprEqn, old: Any, new_equations: Jaxpr) -> JaxprEqn:
+    """The equation with one of its jaxprs replaced by another of the same type."""
+    replacement = (
+        new_equations if isinstance(old, _core.Jaxpr) else old.replace(jaxpr=new_equations)
+    )
+
+    def swap(value: Any) -> Any:
+        if value is old:
+            return replacement
+        if type(value) in (tuple, list):
+            return type(value)(swap(item) for item in value)
+        return value
+
+    return eqn.replace(params={name: swap(value) for name, value in eqn.params.items()})
+
+
+def inline_calls(jaxpr: Jaxpr, is_call: Callable[[JaxprEqn], Any]) -> Jaxpr:
+    """Write calls out, at the top level and inside each other.
+
+    `is_call(eqn)` is the jaxpr to write in place of an equation, or None. Operations keep the names
+    of the scopes that their calls stand in.
+    """
+    eqns: list[JaxprEqn] = []
+
+    def write(body: Jaxpr, names: dict[Var, Any], wanted: dict[Var, Var], stack: Any) -> None:
+        def look(v: Any) -> Any:
+            return names.get(v, v) if is_var(v) else v
+
+        def result(v: Var) -> Var:
+            if v in wanted or body is jaxpr or is_dropped(v):
+                return wanted.get(v, v)
+            return new_var(v.aval)  # a body may be written more than once
+
+        for eqn in body.eqns:
+            invars = [look(v) for v in eqn.invars]
+            outvars = [result(v) for v in eqn.outvars]
+            inner = is_call(eqn)
+            if inner is None:
+                names.update(zip(eqn.outvars, outvars))
+                new = eqn.replace(invars=invars, outvars=outvars)
+                if stack is not None:
+                    info = eqn.source_info.replace(name_stack=_joined(stack, eqn))
+                    new = new.replace(source_info=info)
+                eqns.append(new)
+                continue
+            inner_names = dict(zip(inner.invars, invars))
+            made = {v for e in inner.eqns for v in e.outvars}
+            inner_wanted: dict[Var, Var] = {}
+            for v, final in zip(inner.outvars, outvars):
+                if is_var(v) and v in made and not is_dropped(final):
+                    inner_wanted.setdefault(v, final)
+            write(inner, inner_names, inner_wanted, _joined(stack, eqn))
+            for outer, v in zip(eqn.outvars, inner.outvars):
+                names[outer] = inner_names.get(v, v) if is_var(v) else v
+
+    names: dict[Var, Any] = {}
+    write(jaxpr, names, {}, None)
+    outvars = [names.get(v, v) if is_var(v) else v for v in jaxpr.outvars]
+    return jaxpr_of(jaxpr.invars, outvars, eqns, jaxpr)
+
+
+def written_out(jaxpr: Jaxpr, invars: Sequence[Any], outvars: Sequence[Var]) -> list[JaxprEqn]:
+    """The equations of a jaxpr on other operands, with results under other names."""
+    names: dict[Var, Any] = dict(zip(jaxpr.invars, invars))
+    made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
+    taken: set[Var] = set()
+    for inner, outer in zip(jaxpr.outvars, outvars):
+        assert is_var(inner) and inner in made and inner not in taken, "a result passed through"
+        taken.add(inner)
+        names[inner] = outer
+    eqns = []
+    for eqn in jaxpr.eqns:
+        ins = [names.get(v, v) if is_var(v) else v for v in eqn.invars]
+        eqns.append(eqn.replace(invars=ins, outvars=[names.get(v, v) for v in eqn.outvars]))
+    return eqns
+
+
+def _joined(stack: Any, eqn: JaxprEqn) -> Any:
+    own = eqn.source_info.name_stack
+    return own if stack is None else stack + own
+
+
+def dependents(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
+    """Which results of a jaxpr can have a derivative with respect to these inputs."""
+    reached = {v for v, active in zip(jaxpr.invars, inputs) if active}
+    for eqn in jaxpr.eqns:
+        if any(is_var(v) and v in reached for v in eqn.invars):
+            reached.update(v for v in eqn.outvars if has_tangent(v.aval))
+    return [is_var(v) and v in reached for v in jaxpr.outvars]
