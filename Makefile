@@ -25,11 +25,11 @@ test-all: $(VENV)/.dev  ## with the slow sweeps
 	$(BIN)/python -m pytest -n 2 -m "slow or not slow" --hypothesis-profile=random
 
 # Pages, pictures, the command line, what does not import JAX and the longest sweeps are tested once.
-PURE_PLANNER = bodies cache chain evict frontier graph mincut plan_file schedule scheduler \
-	search simulate
-NOT_CORE = tests/report tests/benchmarks tests/test_cli.py tests/test_docs.py \
+PURE_PLANNER = bodies cache plan_file
+NOT_CORE = tests/report tests/solvers tests/benchmarks tests/test_cli.py tests/test_docs.py \
 	tests/test_pytest_plugin.py tests/adapters/test_linen_remat_scan.py tests/adapters/test_rematted.py \
-	$(PURE_PLANNER:%=tests/planner/test_%.py)
+	tests/program/test_devices.py \
+	tests/program/test_fusion.py $(PURE_PLANNER:%=tests/planner/test_%.py)
 SWEEPS = $(foreach n,2 3 4,tests/transform/test_properties.py::test_random_programs_are_unchanged[$n])
 
 test-newest: $(NEWEST)/.dev  ## the core tests on the newest JAX (needs a Python >= 3.12)

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from remat.errors import BudgetError
-from remat.planner import Graph, Node, no_remat, schedule
+from remat.solvers import Graph, Node, no_remat, schedule
 
-GRAPHS = Path(__file__).parent.parent / "tests" / "planner" / "graphs"
+GRAPHS = Path(__file__).parent.parent / "tests" / "solvers" / "graphs"
 PUBLISHED: tuple[tuple[str, float, float | None], ...] = (
     ("unet", 0.9, 1.13),
     ("unet", 0.8, 1.98),

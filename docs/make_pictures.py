@@ -18,15 +18,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from remat import planner
+from remat import solvers
 from remat.errors import BudgetError
 from remat.loops.schedules import Binomial
-from remat.planner import Graph, Node
-from remat.planner.simulate import steps_of
 from remat.report import Explanation, Step, Totals, Value, predicted_memory
+from remat.solvers import Graph, Node
+from remat.solvers.simulate import steps_of
 
 FOLDER = pathlib.Path(__file__).parent / "pictures"
-GRAPHS = pathlib.Path(__file__).parents[1] / "tests" / "planner" / "graphs"
+GRAPHS = pathlib.Path(__file__).parents[1] / "tests" / "solvers" / "graphs"
 MIB = 2**20
 BLUE, ORANGE, GREY = "#1f5fa8", "#d1662b", "#8a8a8a"
 
@@ -74,8 +74,8 @@ def explained(
 def timelines() -> dict[str, Figure]:
     layers = 16
     graph = chain(layers)
-    plain = planner.no_remat(graph)
-    less = planner.schedule(graph, plain.peak_bytes // 2)
+    plain = solvers.no_remat(graph)
+    less = solvers.schedule(graph, plain.peak_bytes // 2)
     more = 100 * (less.time / plain.time - 1)
     all_saved = steps_of(graph, range(len(graph.nodes)))
     without = explained(graph, all_saved, layers, "16 layers, everything saved")
@@ -91,11 +91,11 @@ def budgets(percent_step: int) -> dict[str, Figure]:
     drawn, axes = _axes("peak, share of the peak without rematerialization", "extra time")
     graphs = {"chain of 12 layers": chain(12), "fcn8": Graph.load(GRAPHS / "fcn8.json")}
     for (name, graph), color in zip(graphs.items(), (BLUE, ORANGE)):
-        plain = planner.no_remat(graph)
+        plain = solvers.no_remat(graph)
         found = []
         for percent in range(100, 34, -percent_step):
             try:
-                found.append(planner.schedule(graph, plain.peak_bytes * percent // 100))
+                found.append(solvers.schedule(graph, plain.peak_bytes * percent // 100))
             except BudgetError:
                 break
         shares = [plan.peak_bytes / plain.peak_bytes for plan in found]

@@ -16,7 +16,15 @@ FRAMEWORKS = ("flax", "equinox", "haiku", "brainstate")
 # In flow order: a module imports only from those above it.
 LAYERS = [
     ("errors",),
-    ("units",),
+    ("units", "json_lines"),
+    ("solvers.graph",),
+    ("solvers.simulate",),
+    ("solvers.mincut",),
+    ("solvers.order_search",),
+    ("solvers.chain", "solvers.evict", "solvers.frontier"),
+    ("solvers.schedule",),
+    ("solvers.scheduler",),
+    ("solvers",),
     ("ir.formulas",),
     ("ir.operations",),
     ("_jax.compat",),
@@ -41,21 +49,13 @@ LAYERS = [
     ("toggle",),
     ("testing",),
     ("planner.cache",),
-    ("program.devices",),
-    ("program.costs",),
+    ("program.devices", "program.program"),
+    ("program.costs", "program.fusion"),
     ("program.targets",),
     ("program.compiled",),
-    ("planner.json_lines",),
-    ("planner.graph", "program.program", "planner.plan_file"),
-    ("planner.simulate",),
-    ("planner.mincut",),
-    ("planner.search",),
-    ("planner.chain", "planner.evict", "planner.frontier"),
-    ("planner.schedule",),
-    ("planner.scheduler",),
-    ("planner",),
-    ("program.fusion",),
     ("program",),
+    ("planner.plan_file",),
+    ("planner",),
     ("planner.decide", "planner.bodies"),
     ("planner.emit",),
     ("planner.edits",),
@@ -81,13 +81,10 @@ LAYERS = [
     ("__main__",),
 ]
 # Modules that run on hand-made graphs, without JAX.
-PURE = ("errors", "units", "planner.graph", "planner.simulate", "planner.mincut", "planner.chain",
-        "planner.frontier", "planner.search", "planner.evict", "planner.schedule",
-        "planner.scheduler", "program.devices", "planner.cache", "program.program", "program.fusion",
-        "ir.formulas", "ir.operations",
-        "planner.decide", "planner.bodies",
-        "planner.json_lines", "planner.plan_file",
-        "loops.schedules", "loops.nesting", "globs", "report", "explaining.hlo")  # fmt: skip
+PURE = ("errors", "units", "json_lines", "solvers", "ir.formulas", "ir.operations", "program.devices",
+        "program.program", "program.fusion", "planner.cache", "planner.decide", "planner.bodies",
+        "planner.plan_file", "loops.schedules", "loops.nesting", "globs", "report", "explaining.hlo",
+)  # fmt: skip
 
 
 def name_of(path: pathlib.Path) -> str:

@@ -24,8 +24,8 @@ PUBLIC = {
 
 def test_public_names_are_pinned():
     modules = {
-        "errors", "ir", "program", "units", "transform", "loops", "planner", "report", "toggle", "globs", "partition",
-        "explaining", "cli",
+        "errors", "ir", "program", "units", "transform", "loops", "planner", "report", "toggle", "globs",
+        "explaining", "cli", "solvers", "json_lines", "partition",
         "linen", "linen_toggle", "nnx", "equinox", "haiku", "brainstate",
     }  # fmt: skip
     # pytest puts names with an @ into modules of distributions that have a plugin for it.

@@ -18,7 +18,7 @@ In the order in which data flows:
     planner.regions         remat.auto: a region for the planner, found again when a step is traced
     planner.trace           a traced step as plain data
     planner.bodies, .levels, .decide   what loops save, by price; what is recomputed around them
-    planner.schedule        the solver under it, on plain graphs (import remat.planner)
+    solvers.schedule        the solver under it, on plain graphs (import remat.solvers)
     planner.emit            decisions written back: what is saved, and the backward pass's segments
     planner.edits           the same for plans whose loops somebody edited by hand
     planner.plan, .plan_file, .fit   remat.plan, remat.Plan, remat.fit: propose, compile, correct

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from remat.ir.operations import Fusion
-from remat.planner.simulate import no_remat
 from remat.program.fusion import fuse
 from remat.program.program import Op, Place, Program, without_dead
+from remat.solvers.simulate import no_remat
 
 MB = 1_000_000
 REGION = ("loss#1", "f0")

@@ -21,10 +21,10 @@ from collections.abc import Callable, Mapping
 from remat import _jax
 from remat.explaining.sides import Sides, is_region, is_view, merged, parts
 from remat.ir.flops import flops_of
-from remat.planner.simulate import no_remat
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Op, Program
 from remat.report.model import Kind, Phase, Segment, Step, Value
+from remat.solvers.simulate import no_remat
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,9 +34,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from remat.ir.operations import FUSIBLE, Fusion
-from remat.planner.mincut import Cut, CutProblem, Network, between, hull
 from remat.program.fusion import Price
 from remat.program.program import Op, Program
+from remat.solvers.mincut import Cut, CutProblem, Network, between, hull
 
 #: `seconds(bytes)` of a copy between the device's memory and the host's, in one direction.
 Transfer = Callable[[float], float]

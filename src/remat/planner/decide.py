@@ -12,12 +12,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from remat.planner.graph import Graph
-from remat.planner.schedule import Schedule
-from remat.planner.scheduler import Scheduler
-from remat.planner.simulate import Arrays, Step, liveness, no_remat
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Op, Program
+from remat.solvers.graph import Graph
+from remat.solvers.schedule import Schedule
+from remat.solvers.scheduler import Scheduler
+from remat.solvers.simulate import Arrays, Step, liveness, no_remat
 
 RegionId = tuple[str, str]
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from remat.errors import PlanError, closest
-from remat.planner.json_lines import Reader, read_text, shown, write_text
+from remat.json_lines import Reader, read_text, shown, write_text
 from remat.units import format_bytes, format_flops, format_seconds
 
 _FORMAT = "remat plan"

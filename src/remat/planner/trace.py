@@ -19,11 +19,11 @@ from remat.ir.equations import fusion_of, inline_body, is_collective, is_fusible
 from remat.ir.flops import bytes_moved, flops_of, through_bodies
 from remat.ir.operations import Fusion
 from remat.planner.regions import Record
-from remat.planner.simulate import no_remat
 from remat.program.costs import Costs, Roofline, dtype_of
 from remat.program.fusion import fuse
 from remat.program.program import Op, Place, Program, without_dead
 from remat.program.targets import n_shards
+from remat.solvers.simulate import no_remat
 from remat.transform import planned
 
 _MOST_BYTES_OF_A_NUMBER = 16

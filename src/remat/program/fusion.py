@@ -26,8 +26,8 @@ import dataclasses
 from collections.abc import Callable
 
 from remat.ir.operations import FUSIBLE, Fusion
-from remat.planner.graph import Graph, Node
 from remat.program.program import Op, Program
+from remat.solvers.graph import Graph, Node
 
 #: `seconds(flops, bytes moved, dtype)` of one kernel.
 Price = Callable[[float, int, str], float]

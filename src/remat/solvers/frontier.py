@@ -43,11 +43,10 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
-from scipy.sparse import csr_array
 
-from remat.planner.simulate import Arrays
+from remat.solvers.simulate import Arrays
 
 Floats = NDArray[np.float64]
 
@@ -67,7 +66,7 @@ class Frontier:
     budget: int
     boundaries: tuple[int, ...]
     cost: Floats
-    rows: csr_array
+    rows: scipy.sparse.csr_array
     upper: Floats
     #: Where the variables of each stage begin: S[k, i] at first[k] + i, then R[k, i].
     first: tuple[int, ...]
@@ -208,10 +207,10 @@ class _Rows:
         self.upper.append(np.array([upper]))
         self.n_rows += 1
 
-    def finish(self, n_columns: int) -> tuple[csr_array, Floats]:
+    def finish(self, n_columns: int) -> tuple[scipy.sparse.csr_array, Floats]:
         if not self.rows:
-            return csr_array((0, n_columns)), np.zeros(0)
-        matrix = csr_array(
+            return scipy.sparse.csr_array((0, n_columns)), np.zeros(0)
+        matrix = scipy.sparse.csr_array(
             (
                 np.concatenate(self.entries),
                 (np.concatenate(self.rows), np.concatenate(self.columns)),
@@ -229,7 +228,7 @@ def relax(program: Frontier, *, time_limit_s: float | None = None) -> FrontierAn
     if not program.cost.size:
         return FrontierAnswer(0.0, is_infeasible=bool((program.upper < 0).any()))
     options = {} if time_limit_s is None else {"time_limit": time_limit_s}
-    result = linprog(
+    result = scipy.optimize.linprog(
         program.cost,
         A_ub=program.rows,
         b_ub=program.upper,
@@ -265,10 +264,10 @@ def solve(program: Frontier, *, max_nodes: int, time_limit_s: float) -> Frontier
         return FrontierAnswer(
             0.0, None if is_infeasible else ((),) * n_stages, is_infeasible, is_proven=True
         )
-    result = milp(
+    result = scipy.optimize.milp(
         program.cost,
-        constraints=LinearConstraint(program.rows, -np.inf, program.upper),
-        bounds=Bounds(0.0, program.most),
+        constraints=scipy.optimize.LinearConstraint(program.rows, -np.inf, program.upper),
+        bounds=scipy.optimize.Bounds(0.0, program.most),
         integrality=np.ones(len(program.cost)),
         options={"node_limit": max_nodes, "time_limit": time_limit_s, "mip_rel_gap": 1e-4},
     )

@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remat.errors import BudgetError
-from remat.planner.mincut import CutProblem, at_budget
-from remat.planner.simulate import Arrays, Ints, Liveness, liveness
+from remat.solvers.mincut import CutProblem, at_budget
+from remat.solvers.simulate import Arrays, Ints, Liveness, liveness
 
 _REACH = 300  # ancestors that a cut considers beside three times as many as it needs
 _PATIENCE = 30  # cuts in a row that do not lower the peak any further

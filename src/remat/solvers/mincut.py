@@ -32,10 +32,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from remat.errors import BudgetError
 
@@ -128,7 +126,7 @@ class Network:
 
     problem: CutProblem
     #: Every edge and its reverse, so that flows have the same layout.
-    graph: csr_array
+    graph: scipy.sparse.csr_array
     #: The entries of the graph that are edges; the costs are theirs.
     edges: NDArray[np.int64]
     cost_time: NDArray[np.float64]
@@ -164,7 +162,9 @@ class Network:
         indptr = np.zeros(size + 1, np.int32)
         np.cumsum(np.bincount(np.concatenate([tails, heads]), minlength=size), out=indptr[1:])
         indices = np.concatenate([heads, tails])[by_place].astype(np.int32)
-        graph = csr_array((np.zeros(2 * n_edges, np.int32), indices, indptr), shape=(size, size))
+        graph = scipy.sparse.csr_array(
+            (np.zeros(2 * n_edges, np.int32), indices, indptr), shape=(size, size)
+        )
         place = np.empty(2 * n_edges, np.int64)
         place[by_place] = np.arange(2 * n_edges)
         dearest = np.array([problem.bytes[v] for v in problem.needed], np.float64)
@@ -200,16 +200,18 @@ class Network:
         network.data[:] = 0
         network.data[self.edges] = np.minimum(whole, beyond)
         n = len(self.problem)
-        flow = maximum_flow(network, 2 * n, 2 * n + 1)
+        flow = scipy.sparse.csgraph.maximum_flow(network, 2 * n, 2 * n + 1)
         is_open = network.data > flow.flow.data
         n_open = np.concatenate([[0], np.cumsum(is_open, dtype=np.int32)])
-        residual = csr_array(
+        residual = scipy.sparse.csr_array(
             (is_open[is_open].astype(np.int8), network.indices[is_open], n_open[network.indptr]),
             shape=network.shape,
         )
         on_source_side = np.zeros(2 * n + 2, np.bool_)
         on_source_side[
-            breadth_first_order(residual, 2 * n, directed=True, return_predecessors=False)
+            scipy.sparse.csgraph.breadth_first_order(
+                residual, 2 * n, directed=True, return_predecessors=False
+            )
         ] = True
         available = ~on_source_side[1 : 2 * n : 2]
         recomputed = available & ~on_source_side[0 : 2 * n : 2]
@@ -440,12 +442,15 @@ def exact(problem: CutProblem, budget: int) -> Cut:
     columns += range(n)
     entries += [-size / unit for size in problem.bytes]
     lower.append(-budget / unit)
-    result = milp(
+    result = scipy.optimize.milp(
         cost / max(float(time.max(initial=0.0)), 1e-300),
-        constraints=LinearConstraint(
-            csr_array((entries, (rows, columns)), shape=(len(lower), 3 * n)), np.array(lower)
+        constraints=scipy.optimize.LinearConstraint(
+            scipy.sparse.csr_array((entries, (rows, columns)), shape=(len(lower), 3 * n)),
+            np.array(lower),
         ),
-        bounds=Bounds(np.zeros(3 * n), np.concatenate([np.ones(n), possible.astype(float)])),
+        bounds=scipy.optimize.Bounds(
+            np.zeros(3 * n), np.concatenate([np.ones(n), possible.astype(float)])
+        ),
         integrality=np.ones(3 * n),
         options={"mip_rel_gap": 0.0},
     )

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from remat.planner.simulate import Arrays, Ints
+from remat.solvers.simulate import Arrays, Ints
 
 
 def evict(

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remat.errors import ScheduleError
-from remat.planner.graph import Chain, Graph, StageOption
+from remat.solvers.graph import Chain, Graph, StageOption
 
 Step = tuple[Literal["compute", "free"], int]
 Ints = NDArray[np.int64]
@@ -44,7 +44,7 @@ class Usage:
 def simulate(graph: Graph, steps: Iterable[Step]) -> Usage:
     """Execute steps on a graph and measure them.
 
-    >>> from remat.planner.graph import Graph, Node
+    >>> from remat.solvers.graph import Graph, Node
     >>> graph = Graph((Node(0, time=2, bytes=10), Node(1, time=3, bytes=5, deps=(0,))))
     >>> simulate(graph, (("compute", 0), ("compute", 1), ("free", 0)))
     Usage(peak_bytes=15, peak_step=1, time=5)
@@ -107,7 +107,7 @@ def simulate(graph: Graph, steps: Iterable[Step]) -> Usage:
 def steps_of(graph: Graph, order: Sequence[int]) -> tuple[Step, ...]:
     """The steps that compute places of the graph in this order and free each value when it can be.
 
-    >>> from remat.planner.graph import Graph, Node
+    >>> from remat.solvers.graph import Graph, Node
     >>> graph = Graph((Node(0, time=2, bytes=10), Node(1, time=3, bytes=5, deps=(0,))))
     >>> steps_of(graph, [0, 1])
     (('compute', 0), ('compute', 1), ('free', 0), ('free', 1))
@@ -133,7 +133,7 @@ def steps_of(graph: Graph, order: Sequence[int]) -> tuple[Step, ...]:
 def no_remat(graph: Graph) -> Usage:
     """What the graph takes when nothing is computed twice: the peak that budgets are fractions of.
 
-    >>> from remat.planner.graph import Graph, Node
+    >>> from remat.solvers.graph import Graph, Node
     >>> no_remat(Graph((Node(0, time=2, bytes=10), Node(1, time=3, bytes=5, deps=(0,)))))
     Usage(peak_bytes=15, peak_step=1, time=5)
     """
@@ -145,7 +145,7 @@ def floor_bytes(graph: Graph, once: Collection[int] = ()) -> int:
 
     That is the node, its operands, and what must be kept because it is computed only `once`.
 
-    >>> from remat.planner.graph import Graph, Node
+    >>> from remat.solvers.graph import Graph, Node
     >>> nodes = Node(0, 1, 8), Node(1, 1, 8), Node(2, 1, 8, (1,)), Node(3, 1, 8, (0, 2))
     >>> floor_bytes(Graph(nodes[:3])), floor_bytes(Graph(nodes), once={0, 1})
     (16, 24)

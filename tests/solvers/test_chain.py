@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from remat.errors import BudgetError, GraphError, ScheduleError
-from remat.planner import Chain, Stage, StageOption, plan_chain
-from remat.planner.simulate import ChainStep, simulate_chain
+from remat.solvers import Chain, Stage, StageOption, plan_chain
+from remat.solvers.simulate import ChainStep, simulate_chain
 
 
 @st.composite

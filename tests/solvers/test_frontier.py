@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from planner_cases import GRAPHS, graphs, least_time
+from solver_cases import GRAPHS, graphs, least_time
 
-from remat.planner import Graph
-from remat.planner.frontier import frontier, relax, solve
-from remat.planner.simulate import Arrays, no_remat
+from remat.solvers import Graph
+from remat.solvers.frontier import frontier, relax, solve
+from remat.solvers.simulate import Arrays, no_remat
 
 
 @settings(deadline=None, max_examples=120)

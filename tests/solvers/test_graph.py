@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
-from planner_cases import GRAPHS, graphs
+from solver_cases import GRAPHS, graphs
 
 from remat.errors import GraphError
-from remat.planner import Graph, Node, no_remat
+from remat.solvers import Graph, Node, no_remat
 
 
 @pytest.mark.parametrize("name", ["unet", "fcn8", "vgg16"])

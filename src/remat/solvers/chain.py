@@ -32,8 +32,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remat.errors import BudgetError
-from remat.planner.graph import Chain
-from remat.planner.simulate import ChainStep, simulate_chain
+from remat.solvers.graph import Chain
+from remat.solvers.simulate import ChainStep, simulate_chain
 from remat.units import format_bytes
 
 
@@ -49,7 +49,7 @@ class ChainPlan:
 def plan_chain(chain: Chain, budget: int, *, n_slots: int = 500) -> ChainPlan:
     """The fastest plan of a chain within a budget.
 
-    >>> from remat.planner.graph import Chain, Stage, StageOption
+    >>> from remat.solvers.graph import Chain, Stage, StageOption
     >>> stage = Stage(8, forward_time=1.0, options=(StageOption(16, 1.0, 2.0),))
     >>> plan_chain(Chain((stage,) * 3, output_bytes=8), budget=100).time
     9.0

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from remat.errors import BudgetError
-from remat.planner.mincut import CutProblem, at_budget, between, exact, hull, min_cut
+from remat.solvers.mincut import CutProblem, at_budget, between, exact, hull, min_cut
 
 
 @st.composite

@@ -6,12 +6,12 @@ import time
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from planner_cases import GRAPHS, graphs, least_time, training_graph
+from solver_cases import GRAPHS, graphs, least_time, training_graph
 
 from remat.errors import BudgetError
-from remat.planner import Graph, Schedule, no_remat, simulate
-from remat.planner.scheduler import Scheduler
-from remat.planner.simulate import floor_bytes
+from remat.solvers import Graph, Schedule, no_remat, simulate
+from remat.solvers.scheduler import Scheduler
+from remat.solvers.simulate import floor_bytes
 
 
 def _check(graph: Graph, found: Schedule, budget: int) -> None:
@@ -80,7 +80,7 @@ def test_answers_do_not_depend_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> 
     now = iter(range(0, 10**9, 3600))
     for clock in ("monotonic", "perf_counter", "process_time", "time"):
         monkeypatch.setattr(time, clock, lambda: float(next(now)))
-    monkeypatch.setattr("remat.planner.scheduler._BOUND_TIME_LIMIT_S", 0.0)
+    monkeypatch.setattr("remat.solvers.scheduler._BOUND_TIME_LIMIT_S", 0.0)
     assert [found.steps for found in map(Scheduler(graph).within, budgets)] == steps
 
 

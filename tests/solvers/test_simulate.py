@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
-from planner_cases import graphs
+from solver_cases import graphs
 
 from remat.errors import ScheduleError
-from remat.planner import Graph, Node, simulate
-from remat.planner.simulate import Arrays, floor_bytes, liveness, no_remat, steps_of
+from remat.solvers import Graph, Node, simulate
+from remat.solvers.simulate import Arrays, floor_bytes, liveness, no_remat, steps_of
 
 
 def _interpret(graph: Graph, steps: list[tuple[str, int]]) -> tuple[int, int | float] | None:

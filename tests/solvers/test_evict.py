@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from planner_cases import graphs, training_graph
+from solver_cases import graphs, training_graph
 
-from remat.planner import Graph, simulate
-from remat.planner.evict import evict
-from remat.planner.search import is_first
-from remat.planner.simulate import Arrays, no_remat, steps_of
+from remat.solvers import Graph, simulate
+from remat.solvers.evict import evict
+from remat.solvers.order_search import is_first
+from remat.solvers.simulate import Arrays, no_remat, steps_of
 
 
 @settings(deadline=None)

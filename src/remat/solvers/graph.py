@@ -30,7 +30,7 @@ import re
 from typing import Any
 
 from remat.errors import GraphError
-from remat.planner.json_lines import Reader, read_text, shown, write_text
+from remat.json_lines import Reader, read_text, shown, write_text
 
 # Sums of bytes are also taken in 64-bit integers and in doubles (by the solvers), both of which
 # are exact up to here: 8 PiB.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 from hypothesis import given, settings, strategies as st
-from planner_cases import graphs, training_graph
+from solver_cases import graphs, training_graph
 
-from remat.planner import Graph, simulate
-from remat.planner.search import (
+from remat.solvers import Graph, simulate
+from remat.solvers.order_search import (
     Effort,
     Taste,
     descend,
@@ -20,7 +20,7 @@ from remat.planner.search import (
     tidy,
     trim,
 )
-from remat.planner.simulate import Arrays, floor_bytes, no_remat, steps_of
+from remat.solvers.simulate import Arrays, floor_bytes, no_remat, steps_of
 
 
 @settings(deadline=None)

@@ -16,7 +16,7 @@ How it is found, and what is proven:
 The first computations follow the graph's order, in the answer as in the bound: reordering the
 graph itself is another problem (the simulator checks this rule too).
 
->>> from remat.planner.graph import Graph, Node
+>>> from remat.solvers.graph import Graph, Node
 >>> chain = Graph((
 ...     Node(0, time=1, bytes=8), Node(1, time=1, bytes=8, deps=(0,)),
 ...     Node(2, time=1, bytes=8, deps=(1,)), Node(3, time=1, bytes=8, deps=(0, 2))))
@@ -35,11 +35,11 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from remat.errors import BudgetError
-from remat.planner import frontier, search
-from remat.planner.evict import evict
-from remat.planner.graph import Graph
-from remat.planner.mincut import CutProblem, at_budget
-from remat.planner.simulate import (
+from remat.solvers import frontier, order_search
+from remat.solvers.evict import evict
+from remat.solvers.graph import Graph
+from remat.solvers.mincut import CutProblem, at_budget
+from remat.solvers.simulate import (
     Arrays,
     Ints,
     Liveness,
@@ -137,8 +137,12 @@ def smallest_peak(graph: Graph, once: Collection[int] = ()) -> Schedule:
     Its lower bound is the trivial one: computing every node once.
     """
     arrays, operands, floor = Arrays.of(graph, once), graph.operands(), floor_bytes(graph, once)
-    best = search.descend(
-        arrays, operands, np.arange(len(graph)), floor, search.Effort(_effort_units(len(graph)))
+    best = order_search.descend(
+        arrays,
+        operands,
+        np.arange(len(graph)),
+        floor,
+        order_search.Effort(_effort_units(len(graph))),
     )
     missed = floor
     for _ in range(6):
@@ -150,7 +154,9 @@ def smallest_peak(graph: Graph, once: Collection[int] = ()) -> Schedule:
             best = evicted
         if best.peak_bytes > target:
             missed = target + 1
-    best = search.trim(arrays, best, best.peak_bytes, search.Effort(_effort_units(len(graph)) // 8))
+    best = order_search.trim(
+        arrays, best, best.peak_bytes, order_search.Effort(_effort_units(len(graph)) // 8)
+    )
     return checked(graph, best.order.tolist(), best.peak_bytes, graph.time)
 
 
@@ -189,20 +195,22 @@ def _first(problem: _Problem) -> Liveness | None:
     once = problem.once.order
     units = _effort_units(len(arrays))
     orders = []
-    for taste in search.plain_tastes(arrays):
-        effort = search.Effort(units // 8)
-        found = search.refine(arrays, operands, once, budget, taste, effort)
+    for taste in order_search.plain_tastes(arrays):
+        effort = order_search.Effort(units // 8)
+        found = order_search.refine(arrays, operands, once, budget, taste, effort)
         if found.peak_bytes <= budget:
-            orders.append(search.trim(arrays, found, budget, effort))
+            orders.append(order_search.trim(arrays, found, budget, effort))
     for power in _DISTANCE_POWERS:
         evicted = by_eviction(arrays, operands, budget, power)
         if evicted is not None and evicted.peak_bytes <= budget:
-            orders.append(search.trim(arrays, evicted, budget, search.Effort(units // 8)))
+            orders.append(
+                order_search.trim(arrays, evicted, budget, order_search.Effort(units // 8))
+            )
     if not orders:
-        found = search.descend(arrays, operands, once, budget, search.Effort(units))
+        found = order_search.descend(arrays, operands, once, budget, order_search.Effort(units))
         if found.peak_bytes <= budget:
-            orders.append(search.trim(arrays, found, budget, search.Effort(units // 8)))
-    return min(orders, key=lambda found: search.extra_time(arrays, found), default=None)
+            orders.append(order_search.trim(arrays, found, budget, order_search.Effort(units // 8)))
+    return min(orders, key=lambda found: order_search.extra_time(arrays, found), default=None)
 
 
 def by_eviction(
@@ -211,7 +219,7 @@ def by_eviction(
     order = evict(
         arrays, operands, budget, distance_power=power, max_steps=_MOST_REPEATS * len(arrays)
     )
-    return None if order is None else search.tidy(arrays, order, search.Effort(0))
+    return None if order is None else order_search.tidy(arrays, order, order_search.Effort(0))
 
 
 def _improved(
@@ -220,14 +228,14 @@ def _improved(
     """What large-neighbourhood search makes of an order, until that is proven optimal."""
     if best is None:
         return None
-    return search.improve(
+    return order_search.improve(
         problem.arrays,
         problem.operands,
         best,
         problem.budget,
         good_enough=float(proven) + _CLOSE * float(problem.graph.time),
         max_rounds=max_rounds,
-        effort=search.Effort(_effort_units(len(problem.arrays))),
+        effort=order_search.Effort(_effort_units(len(problem.arrays))),
         seed=seed,
     )
 
@@ -303,9 +311,9 @@ def _exact(
     moments: set[tuple[int, int]] = set()
     deadline = time.monotonic() + time_limit_s
     for _ in range(4):
-        if best is not None and search.extra_time(arrays, best) <= proven + close:
+        if best is not None and order_search.extra_time(arrays, best) <= proven + close:
             break
-        at_most = math.inf if best is None else search.extra_time(arrays, best)
+        at_most = math.inf if best is None else order_search.extra_time(arrays, best)
         program = frontier.frontier(arrays, budget, boundaries, sorted(moments), at_most=at_most)
         rest_s = max(0.0, deadline - time.monotonic())
         answer = frontier.solve(program, max_nodes=5000, time_limit_s=rest_s)
@@ -318,17 +326,21 @@ def _exact(
         order = [
             place for end, again in zip(boundaries, answer.recomputed) for place in (*again, end)
         ]
-        effort = search.Effort(_effort_units(len(arrays)) // 8)
-        found = search.tidy(arrays, order, effort)
+        effort = order_search.Effort(_effort_units(len(arrays)) // 8)
+        found = order_search.tidy(arrays, order, effort)
         if found.peak_bytes > budget:
             new = _moments_over(found, budget) - moments
-            taste = search.Taste(arrays.time)
-            found = search.refine(arrays, problem.operands, found.order, budget, taste, effort)
+            taste = order_search.Taste(arrays.time)
+            found = order_search.refine(
+                arrays, problem.operands, found.order, budget, taste, effort
+            )
         else:
             new = set()
         if found.peak_bytes <= budget:
-            found = search.trim(arrays, found, budget, effort)
-            if best is None or search.extra_time(arrays, found) < search.extra_time(arrays, best):
+            found = order_search.trim(arrays, found, budget, effort)
+            if best is None or order_search.extra_time(arrays, found) < order_search.extra_time(
+                arrays, best
+            ):
                 best = found
         if not new:
             break
@@ -338,7 +350,7 @@ def _exact(
 
 def _moments_over(measured: Liveness, budget: int) -> set[tuple[int, int]]:
     """(stage, place) of each recomputation at which the order is over the budget."""
-    first = search.is_first(measured.order)
+    first = order_search.is_first(measured.order)
     stage: Ints = np.cumsum(first) - first
     over = np.flatnonzero((measured.live_bytes > budget) & ~first)
     return {(int(stage[at]), int(measured.order[at])) for at in over}

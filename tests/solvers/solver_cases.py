@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from remat.planner import Graph, Node
+from remat.solvers import Graph, Node
 
 GRAPHS = Path(__file__).parent / "graphs"
 

@@ -23,10 +23,10 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from remat.errors import BudgetError
-from remat.planner import frontier, search
-from remat.planner.graph import Graph
-from remat.planner.schedule import Schedule, by_eviction, checked, cut_bound, refuse
-from remat.planner.simulate import Arrays, Liveness, floor_bytes, liveness
+from remat.solvers import frontier, order_search
+from remat.solvers.graph import Graph
+from remat.solvers.schedule import Schedule, by_eviction, checked, cut_bound, refuse
+from remat.solvers.simulate import Arrays, Liveness, floor_bytes, liveness
 
 # Tastes of cuts: the room that they fill, and how high the moment is at which they are made. Low ones
 # make nested recomputation, high ones few cuts; the first serve where an order is taken further.
@@ -51,7 +51,7 @@ def _units(n_nodes: int) -> int:
 class Scheduler:
     """A graph, and the schedules that were found for it.
 
-    >>> from remat.planner.graph import Graph, Node
+    >>> from remat.solvers.graph import Graph, Node
     >>> chain = Graph((
     ...     Node(0, time=1, bytes=8), Node(1, time=1, bytes=8, deps=(0,)),
     ...     Node(2, time=1, bytes=8, deps=(1,)), Node(3, time=1, bytes=8, deps=(0, 2))))
@@ -69,7 +69,7 @@ class Scheduler:
         self.floor_bytes = floor_bytes(graph, once)
         self._arrays = Arrays.of(graph, once)
         self._operands = graph.operands()
-        self._tastes = tuple(search.Taste(self._arrays.time, *cut) for cut in _CUTS)
+        self._tastes = tuple(order_search.Taste(self._arrays.time, *cut) for cut in _CUTS)
         self._plain = liveness(self._arrays, np.arange(len(graph)))
         self._found: list[tuple[float, Liveness]] = [(0.0, self._plain)]
         self._bounds: dict[int, float] = {}  # by budget, of extra time
@@ -116,7 +116,7 @@ class Scheduler:
     # What is known
 
     def _extra(self, found: Liveness) -> float:
-        return search.extra_time(self._arrays, found)
+        return order_search.extra_time(self._arrays, found)
 
     def _best(self, budget: int) -> Liveness | None:
         """Of the orders that were found, the one of least time within the budget."""
@@ -166,22 +166,24 @@ class Scheduler:
             orders = self._tried(budget, self._tastes, _DISTANCE_POWERS)
         best = self._best(budget)
         orders += [] if best is None else [best]
-        effort = search.Effort(units)
+        effort = order_search.Effort(units)
         arrays = self._arrays
-        glanced = [search.trim(arrays, o, budget, effort, at_a_glance=True) for o in orders]
+        glanced = [order_search.trim(arrays, o, budget, effort, at_a_glance=True) for o in orders]
         by_time = {self._extra(found): found for found in reversed(glanced)}
         for time in sorted(by_time)[:_KEPT]:
-            self._keep(search.trim(arrays, by_time[time], budget, search.Effort(units // 2)))
+            self._keep(
+                order_search.trim(arrays, by_time[time], budget, order_search.Effort(units // 2))
+            )
         best = self._best(budget)
         if best is not None:
-            improved = search.improve(
+            improved = order_search.improve(
                 arrays,
                 self._operands,
                 best,
                 budget,
                 good_enough=self._bound(budget) + _CLOSE * float(self.graph.time),
                 max_rounds=100,
-                effort=search.Effort(units),
+                effort=order_search.Effort(units),
                 seed=0,
             )
             self._keep(improved)
@@ -194,12 +196,14 @@ class Scheduler:
                 self._steps.add(step)
                 tastes = self._tastes[:_FIRST_CUTS]
                 for found in self._tried(step, tastes, ()):
-                    effort = search.Effort(_units(len(self._arrays)))
-                    self._keep(search.trim(self._arrays, found, step, effort, at_a_glance=True))
+                    effort = order_search.Effort(_units(len(self._arrays)))
+                    self._keep(
+                        order_search.trim(self._arrays, found, step, effort, at_a_glance=True)
+                    )
             step = int(_STEP * step)
 
     def _tried(
-        self, budget: int, tastes: Sequence[search.Taste], powers: Sequence[float]
+        self, budget: int, tastes: Sequence[order_search.Taste], powers: Sequence[float]
     ) -> list[Liveness]:
         """Orders within the budget, by cuts of the plain order and of what nearly fits, and evicted."""
         arrays, operands, orders = self._arrays, self._operands, []
@@ -214,8 +218,8 @@ class Scheduler:
         pool = 4 * units
         for start, taste in starts:
             allowance = min(pool, 2 * units if taste is tastes[0] else units // 3)
-            effort = search.Effort(allowance)
-            found = search.refine(arrays, operands, start.order, budget, taste, effort)
+            effort = order_search.Effort(allowance)
+            found = order_search.refine(arrays, operands, start.order, budget, taste, effort)
             pool -= allowance - effort.units
             if found.peak_bytes <= budget:
                 orders.append(found)
@@ -234,8 +238,8 @@ class Scheduler:
             arrays, operands, units = self._arrays, self._operands, _units(len(self._arrays))
             low = self._found_lowest()
             for start in (self._plain, low):
-                lowest = search.descend(
-                    arrays, operands, start.order, self.floor_bytes, search.Effort(units)
+                lowest = order_search.descend(
+                    arrays, operands, start.order, self.floor_bytes, order_search.Effort(units)
                 )
                 self._keep(lowest)
             missed = max(self._missed, self.floor_bytes - 1)
@@ -250,7 +254,7 @@ class Scheduler:
                 if self._found_lowest().peak_bytes > target:
                     missed = target
             low = self._found_lowest()
-            self._keep(search.trim(arrays, low, low.peak_bytes, search.Effort(units)))
+            self._keep(order_search.trim(arrays, low, low.peak_bytes, order_search.Effort(units)))
         return self._found_lowest()
 
     def _found_lowest(self) -> Liveness:

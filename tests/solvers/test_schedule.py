@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from planner_cases import GRAPHS, graphs, least_time, training_graph
+from solver_cases import GRAPHS, graphs, least_time, training_graph
 
-import remat.planner
+import remat.solvers
 from remat.errors import BudgetError, UnitsError
-from remat.planner import Graph, Node, no_remat, schedule, simulate, smallest_peak
-from remat.planner.simulate import floor_bytes
+from remat.solvers import Graph, Node, no_remat, schedule, simulate, smallest_peak
+from remat.solvers.simulate import floor_bytes
 
 
-def _check(graph: Graph, found: remat.planner.Schedule, budget: int) -> None:
+def _check(graph: Graph, found: remat.solvers.Schedule, budget: int) -> None:
     usage = simulate(graph, found.steps)
     assert (usage.peak_bytes, usage.time) == (found.peak_bytes, found.time)
     assert found.peak_bytes <= budget
