@@ -2,12 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
 from support import assert_same, count
 
 import remat
+from remat.transform import cut
 
 P = remat.policies
 POLICIES = [None, P.everything_saveable, P.save(dtype="float32"), P.save(min_bytes=8)]
@@ -39,6 +41,46 @@ def test_residuals_of_narrow_types_round_as_they_do_without(dtype, policy):
 
     x = jnp.linspace(0.1, 1.3, 7).astype(dtype)
     check(f, x, policy=policy)
+
+
+NARROW = ["float16", *(n for n in sorted(dir(ml_dtypes)) if n.startswith(("bfloat", "float")))]
+
+
+def finite_values(dtype):
+    """All finite values of a floating-point type of at most 16 bits, as float32."""
+    words = np.arange(1 << jnp.finfo(dtype).bits, dtype=f"uint{8 * dtype.itemsize}")
+    with np.errstate(invalid="ignore"):  # ml_dtypes warns when it converts NaN
+        values = words.view(dtype).astype(np.float32)
+    return values[np.isfinite(values)]
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_a_residual_keeps_every_finite_value_of_its_type(name):
+    dtype = np.dtype(name if name == "float16" else getattr(ml_dtypes, name))
+
+    def f(x):
+        y = remat.checkpoint_name(x.astype(dtype), "narrow").astype(jnp.float32)
+        return jnp.sum(y * y), y  # the forward pass uses the residual as well
+
+    remade = remat.checkpoint(f, policy=P.save("narrow"))
+    x = finite_values(dtype)
+    try:
+        plain = jax.jit(jax.value_and_grad(f, has_aux=True))(x)
+    except jax.errors.JaxRuntimeError as e:
+        pytest.skip(f"this backend has no {name}: {e!s:.60}")
+    ours = jax.jit(jax.value_and_grad(remade, has_aux=True))(x)
+    assert {r.dtype for r in remat.residuals(remade, x) if r.kind == "computed"} == {name}
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_residuals_are_rounded_only_where_rounding_changes_no_value():
+    assert set(NARROW) & cut.ROUNDED_TYPES == {"float8_e5m2", "float16", "bfloat16"}
+    for name in set(NARROW) & cut.ROUNDED_TYPES:
+        values = finite_values(jnp.dtype(name)).astype(name)
+        info = jnp.finfo(name)
+        rounded = lax.reduce_precision(jnp.asarray(values), info.nexp, info.nmant)
+        np.testing.assert_array_equal(np.asarray(rounded), values)
 
 
 @POLICY

@@ -12,9 +12,10 @@ Three things make a cut smaller than what a policy alone would choose:
   (`convert_element_type`, `reshape`, `broadcast_in_dim`, `transpose`, ...) is not saved again;
 * the forward part keeps nothing but what its own results and the residuals need.
 
-Residuals of an inexact type that the forward part uses as well pass through `reduce_precision`:
+Residuals of a floating-point type that the forward part uses as well pass through `reduce_precision`:
 compilers may carry intermediate results in more precision than their type has, and the backward
-pass must see the numbers that the forward pass saw.
+pass must see the numbers that the forward pass saw. Types on whose values `reduce_precision` is not
+the identity are left alone (see `ROUNDED_TYPES`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ from remat import _jax
 from remat.ir.operations import names_where
 
 _REARRANGEMENTS = names_where("is_rearrangement")
+
+# The types of which `reduce_precision` with their own numbers of bits returns every value unchanged.
+# It stands for an IEEE format, which has infinities, so it makes infinity or NaN of the largest
+# values of e4m3fn and the fnuz types; and it flushes the subnormal numbers of types whose arithmetic
+# the compiler does in one with more exponent bits, which loses those of e4m3 and e3m4.
+ROUNDED_TYPES = frozenset({"float8_e5m2", "float16", "bfloat16", "float32", "float64"})
 
 
 class Cut(NamedTuple):
@@ -150,7 +157,7 @@ def round_residuals(
 
 
 def _is_rounded_type(aval: Any, most_bytes: int | None) -> bool:
-    if not isinstance(aval, _jax.ShapedArray) or not jnp.issubdtype(aval.dtype, jnp.floating):
+    if not isinstance(aval, _jax.ShapedArray) or str(aval.dtype) not in ROUNDED_TYPES:
         return False
     return most_bytes is None or aval.dtype.itemsize <= most_bytes
 
