@@ -209,3 +209,48 @@ def test_a_gradient_accumulates_into_a_ref():
         assert isinstance(ours, type)
         return
     assert_same(ours, plain)
+
+
+def ref_inside(ck, x):
+    def f(x):
+        ref = jax.new_ref(jnp.sin(x))
+        ref[...] *= jnp.cos(ref[...])
+        return jnp.sum(jnp.sin(ref[...]) * x)
+
+    return ck(f)(x)
+
+
+def ref_passed_in(ck, x):
+    def f(ref, x):
+        x = _keep_cotangent(ref, jnp.sin(x))
+        return jnp.sum(jnp.sin(x) * x)
+
+    ref = jax.new_ref(jnp.zeros(2))
+    return jax.grad(lambda x: ck(f)(ref, x))(x)[0] + ref[0]
+
+
+@jax.custom_vjp
+def _keep_cotangent(ref, x):
+    return x
+
+
+_keep_cotangent.defvjp(lambda ref, x: (x, ref), _accumulate)
+
+
+@pytest.mark.parametrize("program", [ref_inside, ref_passed_in])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        remat.policies.everything_saveable,
+        ~remat.policies.save("absent", strict=False),
+        remat.policies.save(dtype="float32"),
+        remat.policies.save(max_bytes="1KiB"),
+        remat.policies.offload(),
+    ],
+    ids=repr,
+)
+def test_policies_do_not_speak_of_refs(policy, program):
+    x = jnp.array([0.3, 0.5])
+    wrap = jax.value_and_grad if program is ref_inside else lambda f: f
+    ours = wrap(lambda x: program(lambda f: remat.checkpoint(f, policy=policy), x))(x)
+    assert_same(ours, wrap(lambda x: program(lambda f: f, x))(x))

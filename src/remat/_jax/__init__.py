@@ -69,6 +69,8 @@ from remat._jax.compat import (
     eval_jaxpr as eval_jaxpr,
     exclude_from_tracebacks as exclude_from_tracebacks,
     has_tangent as has_tangent,
+    is_array as is_array,
+    is_dropped as is_dropped,
     is_on_host as is_on_host,
     is_var as is_var,
     itemsize_bytes as itemsize_bytes,

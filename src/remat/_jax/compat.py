@@ -141,6 +141,11 @@ def is_on_host(aval: Any) -> bool:
     return getattr(aval, "memory_space", None) is _core.MemorySpace.Host
 
 
+def is_array(aval: Any) -> bool:
+    """Whether values of this type are arrays, random keys included, and no refs or tokens."""
+    return isinstance(aval, _core.ShapedArray)
+
+
 def can_be_on_host(aval: Any) -> bool:
     """Whether values of this type can be copied to the host's memory and back: arrays on a device."""
     if getattr(aval, "memory_space", None) is not _core.MemorySpace.Device:

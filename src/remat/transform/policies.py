@@ -687,14 +687,17 @@ def names_of_values(jaxpr: _jax.Jaxpr) -> dict[_jax.Var, Named]:
 def values_of(
     eqn: _jax.JaxprEqn, path: str, named: dict[_jax.Var, Named]
 ) -> Iterator[tuple[Value, _jax.Var]]:
-    """The values that an equation makes. A name makes none, except on an input of the jaxpr."""
+    """The values that an equation makes. A name makes none, except on an input of the jaxpr.
+
+    Refs are no values: what they hold changes, so there is nothing to save.
+    """
     name = _jax.checkpoint_name_of(eqn)
     if name is not None and eqn.invars[0] in named:
         return
     own = frozenset() if name is None else frozenset({name})
     has_body = _jax.has_body(eqn)
     for var in eqn.outvars:
-        if type(var).__name__ == "DropVar" or not hasattr(var.aval, "dtype"):
+        if _jax.is_dropped(var) or not _jax.is_array(var.aval):
             continue
         names = named[var].names | own if var in named else own
         yield Value(names, eqn.primitive.name, path, var.aval, eqn, has_body), var
