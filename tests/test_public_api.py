@@ -25,7 +25,7 @@ PUBLIC = {
 def test_public_names_are_pinned():
     modules = {
         "errors", "ir", "program", "units", "transform", "loops", "planner", "report", "toggle", "globs",
-        "explaining", "cli", "solvers", "json_lines", "partition",
+        "explaining", "cli", "solvers", "json_lines", "cache", "partition",
         "linen", "linen_toggle", "nnx", "equinox", "haiku", "brainstate",
     }  # fmt: skip
     # pytest puts names with an @ into modules of distributions that have a plugin for it.

@@ -168,7 +168,7 @@ rows = NamedSharding(mesh, P("data"))
 x = jax.make_array_from_process_local_data(rows, np.ones((256, 32), np.float32) / 7)
 w = jax.device_put(np.eye(32, dtype=np.float32), NamedSharding(mesh, P()))
 step = jax.value_and_grad(loss)
-from remat.planner.cache import Cache
+from remat.cache import Cache
 
 class OfFirst(Cache):
     def get(self, kind, key):

@@ -14,8 +14,8 @@ import pytest
 
 import remat
 from planner.region_cases import assert_same, normal
+from remat.cache import Cache
 from remat.planner import plan as planning
-from remat.planner.cache import Cache
 from remat.program import compiled as compiler
 
 W, X = normal(32, 32), normal(256, 32)

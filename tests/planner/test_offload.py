@@ -12,14 +12,14 @@ import pytest
 
 import remat
 from planner.region_cases import assert_same, normal
+from remat.cache import Cache
 from remat.errors import BudgetError, PlanError
-from remat.planner.cache import Cache
 from remat.planner.edits import loop_results
 from remat.planner.emit import RegionDecision, save_everything
 from remat.planner.plan_file import RegionPlan, SavedValue
 from remat.planner.regions import Application, Recording, loop_depth
 from remat.planner.step import Step
-from remat.planner.trace import n_bytes, type_text
+from remat.program.from_jaxpr import n_bytes, type_text
 from remat.program.targets import target
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="no libtpu")

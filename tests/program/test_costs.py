@@ -13,16 +13,16 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import remat
 from remat import _jax
+from remat.cache import Cache
 from remat.ir.flops import bytes_moved, flops_of
 from remat.planner import plan as planning
-from remat.planner.cache import Cache
 from remat.planner.levels import Levels
 from remat.planner.regions import Application
 from remat.planner.step import Step
-from remat.planner.trace import program_of_step, slowdowns
 from remat.program import costs
 from remat.program.costs import Measured, Roofline, dtype_of, find_costs
 from remat.program.devices import device
+from remat.program.from_jaxpr import program_of_jaxpr
 from remat.program.targets import target
 
 X = jnp.ones((16, 16))
@@ -251,11 +251,11 @@ def test_operations_and_loops_know_how_slow_they_are():
 
     jaxpr = jax.make_jaxpr(f)(X)
     inner, _ = _jax.detach_consts(jaxpr)
-    program = program_of_step(inner, {}, [1], slowdowns(OneIsDear("dot_general")))
+    program = program_of_jaxpr(inner, [1], costs.slowdowns(OneIsDear("dot_general")))
     slow = {op.name: op.slowdown for op in program.ops}
     assert slow["dot_general"] == 100 and slow["sort"] == slow["tanh"] == 1
     assert 10 < slow["scan"] < 100  # its product, and the sine of it as before
-    as_it_is = program_of_step(inner, {}, [1], slowdowns(Roofline(device("cpu"))))
+    as_it_is = program_of_jaxpr(inner, [1], costs.slowdowns(Roofline(device("cpu"))))
     assert {op.slowdown for op in as_it_is.ops} == {1.0}
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from remat import _jax
 from remat.ir.operations import Fusion, names_where
-from remat.planner.trace import Builder
+from remat.program.from_jaxpr import ProgramWriter
 from remat.program.program import Op, Program, without_dead
 from remat.report.model import Phase
 
@@ -128,7 +128,7 @@ def sides_of_step(jaxpr: _jax.Jaxpr, shards: Sequence[int]) -> Sides:
     kept = [v for v, u in zip(jaxpr.invars, used) if u]
     for v, outer in zip(live.invars, kept):
         reader.ids[v] = reader.ids[outer]
-    reader.write(live, None, "")
+    reader.write(live, "")
     program = without_dead(reader.program(live.outvars))
     notes = [reader.notes[op.results] for op in program.ops]
     return Sides(
@@ -157,11 +157,11 @@ class _Where:
     again: bool = False  # in the part of a region that is computed once more
 
 
-class _Reader(Builder):
-    """Writes a step out, and takes down where each operation stands."""
+class _Reader(ProgramWriter):
+    """Writes a step as a program, and notes the phase and the region of each operation."""
 
     def __init__(self) -> None:
-        super().__init__({})
+        super().__init__()
         self.notes: dict[tuple[int, ...], _Note] = {}
         self.regions: list[Region] = []
         self.host_bytes: dict[int, int] = {}
@@ -171,8 +171,8 @@ class _Reader(Builder):
         self._literal_of: dict[_jax.Var, str] = {}
         self._cotangents: tuple[_jax.Jaxpr, tuple[bool, ...]] | None = None
 
-    def _new(self, v: _jax.Var, shards: int) -> int:
-        number = super()._new(v, shards)
+    def new_value(self, v: _jax.Var, shards: int) -> int:
+        number = super().new_value(v, shards)
         if v in self._literal_of:
             self.literals[number] = self._literal_of[v]
         if _jax.is_on_host(v.aval):
@@ -180,14 +180,14 @@ class _Reader(Builder):
             self.host_bytes[number] = -(-int(size) // shards)
         return number
 
-    def write(self, jaxpr: _jax.Jaxpr, side: Any, path: str) -> None:
+    def write(self, jaxpr: _jax.Jaxpr, path: str) -> None:
         if self._cotangents is not None and self._cotangents[0] is jaxpr:
             flags = self._cotangents[1]
             self._derived.update(self.ids[v] for v, flag in zip(jaxpr.invars, flags) if flag)
             self._cotangents = None
-        super().write(jaxpr, side, path)
+        super().write(jaxpr, path)
 
-    def _call(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr, side: Any, path: str) -> None:
+    def call(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr, path: str) -> None:
         outer = self._where
         self._where = self._at(eqn)
         if is_region(eqn) and outer.region == -1:
@@ -198,7 +198,7 @@ class _Reader(Builder):
                 self._cotangents = (body, eqn.params["cotangents"])
         given = {v: str(x) for v, x in zip(body.invars, eqn.invars) if not _jax.is_var(x)}
         self._literal_of.update(given)
-        super()._call(eqn, body, side, path)
+        super().call(eqn, body, path)
         for v in given:
             self._literal_of.pop(v, None)
         self._where = outer
@@ -211,8 +211,8 @@ class _Reader(Builder):
             again=where.again or (where.region != -1 and _jax.is_recomputation(eqn)),
         )
 
-    def _op(self, eqn: _jax.JaxprEqn, side: Any, index: int, path: str) -> None:
-        super()._op(eqn, side, index, path)
+    def operation(self, eqn: _jax.JaxprEqn, path: str) -> None:
+        super().operation(eqn, path)
         where, op = self._at(eqn), self.ops[-1]
         names = op.path.split("/")
         if where.region != -1 and names[: len(names) // 2] == names[len(names) // 2 :]:

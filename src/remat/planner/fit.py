@@ -16,8 +16,8 @@ from typing import Any
 import jax
 
 from remat import _jax, units
+from remat.cache import Cache
 from remat.errors import PlanError
-from remat.planner.cache import Cache
 from remat.planner.emit import RegionDecision, Segment
 from remat.planner.plan import plan as make_plan, receive_plan, versions
 from remat.planner.plan_file import Plan, RegionPlan

@@ -21,13 +21,12 @@ from remat.planner.emit import RegionDecision, Segment, save_everything
 from remat.planner.regions import LoopForm, Record, Recording, loop_depth
 from remat.planner.step import Step, Traced
 from remat.planner.trace import (
-    n_bytes,
     program_of_record,
     program_of_step,
     shards_in_bodies,
-    slowdowns,
 )
-from remat.program.costs import Costs
+from remat.program.costs import Costs, slowdowns
+from remat.program.from_jaxpr import n_bytes
 from remat.program.program import Program, without_dead
 
 _MOST_LEVELS = 32

@@ -28,9 +28,9 @@ from jax.experimental import multihost_utils
 from rich.console import Console
 
 from remat import _jax, units
+from remat.cache import Cache
 from remat.errors import BudgetError, PlanError, UnitsError
 from remat.ir.fingerprint import fingerprint
-from remat.planner.cache import Cache
 from remat.planner.edits import loop_results
 from remat.planner.emit import RegionDecision
 from remat.planner.levels import Choice, Levels
@@ -44,9 +44,9 @@ from remat.planner.plan_file import (
 )
 from remat.planner.regions import Application, Record
 from remat.planner.step import Step, Traced, check_step
-from remat.planner.trace import n_bytes, type_text
 from remat.program.compiled import Memory, OutOfMemory
 from remat.program.costs import Costs, Roofline, find_costs
+from remat.program.from_jaxpr import n_bytes, type_text
 from remat.program.targets import Target, target as find_target
 
 _log = logging.getLogger("remat")

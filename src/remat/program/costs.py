@@ -41,10 +41,11 @@ from rich.console import Console
 from rich.progress import track
 
 from remat import _jax
+from remat.cache import Cache
 from remat.errors import PlanError, closest
+from remat.ir.equations import fusion_of
 from remat.ir.flops import TRANSCENDENTAL, bytes_moved, flops_of, through_bodies
-from remat.ir.operations import operation
-from remat.planner.cache import Cache
+from remat.ir.operations import Fusion, operation
 from remat.program.devices import Device, device
 
 _log = logging.getLogger(__name__)
@@ -120,6 +121,28 @@ class Roofline:
 
     def _of_one(self, eqn: _jax.JaxprEqn) -> float:
         return self.seconds(flops_of(eqn), bytes_moved(eqn), dtype_of(eqn))
+
+
+def slowdowns(costs: Costs) -> Callable[[_jax.JaxprEqn], float]:
+    """Return the ratio of an equation's time to the price of its FLOPs and bytes, as a function.
+
+    It is 1 for what fuses, `Costs.slowdown` for kernels, and their average over a loop's body.
+    """
+    if isinstance(costs, Roofline):
+        return lambda eqn: 1.0
+
+    def priced_s(eqn: _jax.JaxprEqn) -> float:
+        return costs.seconds(flops_of(eqn), bytes_moved(eqn), dtype_of(eqn))
+
+    def taken_s(eqn: _jax.JaxprEqn) -> float:
+        is_kernel = fusion_of(eqn) in (Fusion.KERNEL, Fusion.REDUCE)
+        return priced_s(eqn) * (costs.slowdown(eqn) if is_kernel else 1.0)
+
+    def slowdown(eqn: _jax.JaxprEqn) -> float:
+        priced = through_bodies(eqn, priced_s)
+        return float(through_bodies(eqn, taken_s) / priced) if priced else 1.0
+
+    return slowdown
 
 
 def dtype_of(eqn: _jax.JaxprEqn) -> str:

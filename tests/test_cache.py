@@ -13,9 +13,9 @@ import warnings
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from remat import cache as cache_module
+from remat.cache import Cache, CacheWarning, default_folder
 from remat.errors import PlanError
-from remat.planner import cache as cache_module
-from remat.planner.cache import Cache, CacheWarning, default_folder
 
 DATA = {"bytes": [1, 2, 3], "time_s": 0.1, "name": "Größe\n", "nested": {"a": None, "b": True}}
 
@@ -148,7 +148,7 @@ def test_every_flipped_byte_and_every_truncation_is_detected(tmp_path_factory, d
 
 _HAMMER = """
 import sys, json
-from remat.planner.cache import Cache
+from remat.cache import Cache
 cache, name = Cache(sys.argv[1]), sys.argv[2]
 for i in range(25):
     cache.update("times", "shared", lambda old: {**(old or {}), f"{name} {i}": i})
@@ -170,7 +170,7 @@ def test_no_update_of_four_processes_is_lost(cache):
 
 _ENDLESS = """
 import sys
-from remat.planner.cache import Cache
+from remat.cache import Cache
 cache = Cache(sys.argv[1])
 print("started", flush=True)
 while True:

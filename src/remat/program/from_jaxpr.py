@@ -1,0 +1,242 @@
+"""From a jaxpr to a `Program`: the operations of a step, on numbered values, with their bytes.
+
+Calls and the bodies of `shard_map` are inlined. Loops and branches stay operations of their own, with
+the memory that their bodies need as workspace.
+
+Bytes are per device. Inside `shard_map` types are local already; elsewhere a value's bytes are
+divided by its shard count, which is propagated from the arguments: a result is sharded as the operand
+with the most shards is, unless a sharding constraint says otherwise.
+
+`ProgramWriter` is the one reader of jaxprs; who needs to know more of an operation than its `Op` holds
+(in which pass it stands, to which region it belongs) extends its methods.
+
+Known limits: sharding is followed by counts, not by axes; layouts and padding are not modelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from remat import _jax
+from remat.ir.equations import fusion_of, inline_body, is_collective, is_fusible, is_repeatable
+from remat.ir.flops import flops_of
+from remat.ir.operations import Fusion
+from remat.program.fusion import fuse
+from remat.program.program import Op, Program, without_dead
+from remat.program.targets import n_shards
+from remat.solvers.simulate import no_remat
+
+# Bytes up to which a value counts as a number rather than an array: numbers are not sharded, and what
+# is computed from numbers alone is sharded as the arrays around it are.
+_MOST_BYTES_OF_A_NUMBER = 16
+
+#: The ratio of an equation's time to the price of its FLOPs and bytes.
+Slowdown = Callable[[_jax.JaxprEqn], float]
+
+
+def no_slowdown(_: _jax.JaxprEqn) -> float:
+    """Return 1: an equation takes as long as its FLOPs and bytes are priced."""
+    return 1.0
+
+
+def program_of_jaxpr(
+    jaxpr: _jax.Jaxpr, shards: Sequence[int] | None = None, slowdown: Slowdown = no_slowdown
+) -> Program:
+    """Return a jaxpr as a program.
+
+    >>> import jax, jax.numpy as jnp
+    >>> jaxpr = jax.make_jaxpr(lambda x: jnp.sin(x) @ x)(jnp.ones((4, 4))).jaxpr
+    >>> [(op.name, op.operands, op.results) for op in program_of_jaxpr(jaxpr).ops]
+    [('sin', (0,), (1,)), ('dot_general', (1, 0), (2,))]
+
+    Args:
+      jaxpr: the step; its constants are inputs, like its arguments.
+      shards: the shard count of each argument; 1 if not given.
+      slowdown: for equations that are kernels of their own.
+    """
+    writer = ProgramWriter(slowdown)
+    writer.enter(jaxpr.invars, shards)
+    writer.enter(jaxpr.constvars, None)
+    writer.write(jaxpr, "")
+    return writer.program(jaxpr.outvars)
+
+
+class ProgramWriter:
+    """Writes jaxprs as operations on numbered values.
+
+    `enter` the inputs, `write` one jaxpr or several, then take the `program`. Subclasses extend
+    `new_value`, `body_of`, `call` and `operation`.
+    """
+
+    def __init__(self, slowdown: Slowdown = no_slowdown) -> None:
+        self.slowdown = slowdown
+        self.ops: list[Op] = []
+        self.bytes: list[int] = []
+        self.types: list[str] = []
+        self.shards: list[int] = []
+        self.inputs: set[int] = set()
+        self.ids: dict[_jax.Var, int] = {}
+        self.most_shards = 1
+
+    def enter(self, variables: Sequence[_jax.Var], shards: Sequence[int] | None) -> None:
+        """Make variables inputs of the program, with these shard counts."""
+        self.most_shards = max([self.most_shards, *(shards or ())])
+        for v, n in zip(variables, shards or [1] * len(variables)):
+            if v not in self.ids:
+                self.inputs.add(self.new_value(v, n))
+
+    def program(self, outvars: Sequence[Any]) -> Program:
+        """Return the program that computes these variables."""
+        outs = tuple(self.ids[v] for v in outvars if _jax.is_var(v))
+        inputs = frozenset(self.inputs)
+        return Program(tuple(self.ops), tuple(self.bytes), tuple(self.types), inputs, outs)
+
+    def new_value(self, v: _jax.Var, shards: int) -> int:
+        """Number a variable."""
+        number = len(self.bytes)
+        self.ids[v] = number
+        self.bytes.append(-(-n_bytes(v.aval) // shards))
+        self.types.append(type_text(v.aval))
+        self.shards.append(shards)
+        return number
+
+    def body_of(self, eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
+        """Return the jaxpr to write in place of an equation, or None if it is an operation."""
+        return inline_body(eqn)
+
+    def write(self, jaxpr: _jax.Jaxpr, path: str) -> None:
+        """Write the equations of a jaxpr, which stands in the name scope `path`."""
+        for eqn in jaxpr.eqns:
+            here = joined(path, _jax.name_stack_of(eqn))
+            body = self.body_of(eqn)
+            if body is None:
+                self.operation(eqn, here)
+            else:
+                self.call(eqn, body, here)
+
+    def call(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr, path: str) -> None:
+        """Write an equation's body in its place."""
+        # A body can be written several times (JAX shares jaxprs between calls), so what its variables
+        # stood for before is restored.
+        before = {v: self.ids.get(v) for v in body.invars}
+        operands = [self.ids.get(v) if _jax.is_var(v) else None for v in eqn.invars]
+        is_local = eqn.primitive.name == "shard_map"
+        around = self.most_shards
+        if is_local:
+            self.most_shards = 1
+        for v, operand in zip(body.invars, operands):
+            if operand is None:
+                self.inputs.add(self.new_value(v, 1))
+            elif is_local:
+                # Types in a shard_map are those of one device.
+                self.ids[v] = operand
+                self.bytes[operand] = n_bytes(v.aval)
+                self.shards[operand] = 1
+            else:
+                self.ids[v] = operand
+        for v in body.constvars:
+            self.inputs.add(self.new_value(v, 1))
+        self.write(body, path)
+        self.most_shards = around
+        for outer, v in zip(eqn.outvars, body.outvars):
+            if _jax.is_var(v):
+                self.ids[outer] = self.ids[v]
+            else:
+                self.inputs.add(self.new_value(outer, 1))
+        for v, number in before.items():
+            if number is not None:
+                self.ids[v] = number
+
+    def operation(self, eqn: _jax.JaxprEqn, path: str) -> None:
+        """Write an equation as one operation."""
+        operands = tuple(self.ids[v] for v in eqn.invars if _jax.is_var(v))
+        arrays = [v for v in operands if self.bytes[v] > _MOST_BYTES_OF_A_NUMBER]
+        shards = max((self.shards[v] for v in arrays), default=self.most_shards)
+        shards = _constrained_shards(eqn) or shards
+        results = tuple(self.new_value(v, result_shards(v, shards)) for v in eqn.outvars)
+        fusion = fusion_of(eqn)
+        is_kernel = fusion in (Fusion.KERNEL, Fusion.REDUCE)
+        self.ops.append(
+            Op(
+                name=eqn.primitive.name,
+                fusion=fusion,
+                operands=operands,
+                results=results,
+                flops=flops_of(eqn) / shards,
+                dtype=_dtype(eqn),
+                extra_bytes=_extra_bytes(eqn),
+                workspace_bytes=workspace_bytes(eqn) // shards,
+                source=_jax.source_line_of(eqn),
+                path=path,
+                label=_jax.checkpoint_name_of(eqn) or "",
+                repeatable=is_repeatable(eqn) and not is_collective(eqn),
+                slowdown=self.slowdown(eqn) if is_kernel else 1.0,
+            )
+        )
+
+
+def result_shards(v: _jax.Var, shards: int) -> int:
+    """Return the shard count of a result; values of fewer bytes than shards are replicated."""
+    return shards if n_bytes(v.aval) >= shards else 1
+
+
+def _constrained_shards(eqn: _jax.JaxprEqn) -> int:
+    """Return the shard count that a sharding constraint asks for; 0 for other equations."""
+    sharding = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else None
+    if sharding is None:
+        return 0
+    try:
+        return n_shards(eqn.outvars[0].aval.shape, sharding)
+    except ValueError:  # dimensions that the mesh does not divide, or a mesh of other axes
+        return 0
+
+
+def workspace_bytes(eqn: _jax.JaxprEqn) -> int:
+    """Return the bytes that the bodies of a loop or of branches occupy while they run."""
+    body = inline_body(eqn)
+    if body is not None:
+        return 0 if is_fusible(eqn) else _body_peak(body)
+    if not _jax.has_body(eqn):
+        return 0
+    return max((_body_peak(_jax.open_jaxpr(b)) for b in _jax.bodies_of(eqn)), default=0)
+
+
+@_jax.weakref_lru_cache
+def _body_peak(jaxpr: _jax.Jaxpr) -> int:
+    program = without_dead(program_of_jaxpr(jaxpr))
+    return no_remat(fuse(program, lambda *_: 0.0, lambda _: False).graph).peak_bytes
+
+
+def _dtype(eqn: _jax.JaxprEqn) -> str:
+    for v in (*eqn.invars, *eqn.outvars):
+        dtype = getattr(v.aval, "dtype", None)
+        if dtype is not None and str(dtype).startswith(("float", "bfloat", "complex")):
+            return str(dtype)
+    return "float32"
+
+
+def _extra_bytes(eqn: _jax.JaxprEqn) -> int:
+    """Return what a loop moves besides its operands and results: its carry, at every step."""
+    if eqn.primitive.name != "scan":
+        return 0
+    carry = eqn.outvars[: _jax.scan_arity(eqn)[1]]
+    return 2 * eqn.params["length"] * sum(n_bytes(v.aval) for v in carry)
+
+
+def n_bytes(aval: Any) -> int:
+    """Return the bytes of a type in device memory; 0 for what lives on the host or is no array."""
+    size = getattr(aval, "size", None)
+    if size is None or _jax.is_on_host(aval):
+        return 0
+    return int(size) * _jax.itemsize_bytes(aval)
+
+
+def type_text(aval: Any) -> str:
+    """Return a type as text, such as `f32[8,1024]`."""
+    return aval.str_short(short_dtypes=True)
+
+
+def joined(path: str, more: str) -> str:
+    """Return two name scopes as one path."""
+    return f"{path}/{more}" if path and more else path or more
