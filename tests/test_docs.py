@@ -73,9 +73,10 @@ DESCRIBED = set(
 
 @pytest.mark.parametrize("module", [remat, solvers, remat.report], ids=lambda m: m.__name__)
 def test_reference_has_every_public_name(module):
+    public = {name: getattr(module, name) for name in getattr(module, "__all__", vars(module))}
     names = {
         name
-        for name, value in vars(module).items()
+        for name, value in public.items()
         if not name.startswith("_")
         and not inspect.ismodule(value)
         and not (inspect.isclass(value) and issubclass(value, Exception))  # all of remat.errors

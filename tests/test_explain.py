@@ -17,8 +17,8 @@ from benchmarks.zoo.model import train_step
 from jax._src.ad_checkpoint import saved_residuals
 
 import remat
-from remat.explaining import hlo
-from remat.explaining.sides import sides_of_step
+from remat.explain import hlo
+from remat.explain.phases import phased_program
 from remat.report import Explanation
 
 f32 = jnp.float32
@@ -216,7 +216,7 @@ def test_a_power_and_its_derivative_are_not_the_same_value():
         return jnp.sum(jnp.tanh((x @ w) ** 3) @ w)
 
     step = jax.make_jaxpr(jax.value_and_grad(remat.checkpoint(loss)))(*[struct(64, 64)] * 2)
-    sides = sides_of_step(step.jaxpr, [1, 1])
+    sides = phased_program(step.jaxpr, [1, 1])
     exponents = {
         v: eqn.params["y"]
         for op, eqn in zip(sides.program.ops, sides.eqns)

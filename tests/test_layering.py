@@ -71,10 +71,10 @@ LAYERS = [
     ("report.html", "report.plot", "report.difference"),
     ("report.explanation",),
     ("report",),
-    ("explaining.step", "explaining.sides", "explaining.hlo"),
-    ("explaining.account", "explaining.regions"),
-    ("explaining.findings",),
-    ("explaining",),
+    ("explain.step", "explain.phases", "explain.hlo"),
+    ("explain.account", "explain.regions"),
+    ("explain.difference", "explain.findings"),
+    ("explain.stages",),
     ("explain",),
     ("cli",),
     ("__main__",),
@@ -82,7 +82,7 @@ LAYERS = [
 # Modules that run on hand-made graphs, without JAX.
 PURE = ("errors", "units", "json_lines", "solvers", "ir.formulas", "ir.operations", "program.devices",
         "program.program", "program.fusion", "cache", "planner.decide", "planner.bodies",
-        "planner.plan_file", "loops.schedules", "loops.nesting", "globs", "report", "explaining.hlo",
+        "planner.plan_file", "loops.schedules", "loops.nesting", "globs", "report", "explain.hlo",
 )  # fmt: skip
 
 

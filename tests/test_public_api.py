@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import pathlib
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -18,20 +22,43 @@ PUBLIC = {
     "PolicyError", "UnknownNameError", "MemoryKindError", "EffectError", "GradientMismatchError",
     "PeakMemoryError", "UnitsError", "ScheduleError", "GraphError", "PlanError", "BudgetError",
     "ReportError", "MissingExtraError", "SavedValuesError",
-    "explain",
+    "explain", "report",
 }  # fmt: skip
 
 
 def test_public_names_are_pinned():
-    modules = {
-        "errors", "ir", "program", "units", "transform", "loops", "planner", "report", "toggle", "globs",
-        "explaining", "cli", "solvers", "json_lines", "cache", "partition",
-        "linen", "linen_toggle", "nnx", "equinox", "haiku", "brainstate",
-    }  # fmt: skip
-    # pytest puts names with an @ into modules of distributions that have a plugin for it.
-    found = {name for name in vars(remat) if not name.startswith(("_", "@"))}
-    assert found - modules - PUBLIC == set()
-    assert found >= PUBLIC
+    assert set(remat.__all__) == PUBLIC
+    assert set(dir(remat)) == PUBLIC
+    for name in remat.__all__:
+        assert getattr(remat, name) is getattr(remat, name)
+
+
+def test_names_that_are_loaded_late_are_the_ones_that_type_checkers_see():
+    tree = ast.parse(pathlib.Path(remat.__file__).read_text())
+    block = next(n for n in tree.body if isinstance(n, ast.If))
+    seen = {alias.asname for node in block.body for alias in node.names}
+    assert seen == {*remat._LAZY, *remat._LAZY_MODULES}
+    for node in block.body:
+        for alias in node.names:
+            if node.module != "remat":
+                assert remat._LAZY[alias.asname] == node.module
+
+
+def test_a_misspelt_name_is_answered_with_the_closest():
+    with pytest.raises(AttributeError, match="did you mean 'checkpoint'"):
+        _ = remat.chekpoint
+
+
+def test_importing_remat_loads_neither_scipy_nor_rich():
+    code = "import sys, remat; print([m for m in ('scipy', 'rich', 'click') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_the_function_explain_stays_the_attribute_when_its_package_is_loaded():
+    code = "import remat, remat.explain.findings; print(callable(remat.explain))"
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert out.stdout.strip() == "True"
 
 
 def test_remat_is_checkpoint():

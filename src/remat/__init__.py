@@ -24,15 +24,17 @@ In the order in which data flows:
     planner.plan, .plan_file, .fit   remat.plan, remat.Plan, remat.fit: propose, compile, correct
     linen, nnx, equinox, haiku, brainstate   the same for the module systems, with their signatures
     toggle                  rematerialization of submodules by path, without editing the model
-    explaining, explain     what a step saves, recomputes and holds, and why
+    explain                 what a step saves, recomputes and holds, and why
     report                  explanations as data, and their renderings (import remat.report)
     cli                     the command `remat`
     testing                 asserting on gradients and on the compiler's memory figures
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from jax.ad_checkpoint import checkpoint_name as checkpoint_name
 
-from remat import testing as testing
 from remat.errors import (
     BudgetError as BudgetError,
     EffectError as EffectError,
@@ -56,16 +58,9 @@ from remat.errors import (
     TargetError as TargetError,
     UnitsError as UnitsError,
     UnknownNameError as UnknownNameError,
+    closest,
 )
 from remat.explain import explain as explain
-from remat.loops.remat_scan import remat_scan as remat_scan
-from remat.loops.scan import scan as scan
-from remat.loops.while_loop import fori_loop as fori_loop, while_loop as while_loop
-from remat.planner.fit import Fitted as Fitted, fit as fit
-from remat.planner.plan import plan as plan
-from remat.planner.plan_file import Plan as Plan
-from remat.planner.regions import auto as auto
-from remat.toggle import rematted as rematted
 from remat.transform import policies as policies
 from remat.transform.checkpoint import checkpoint as checkpoint
 from remat.transform.residuals import (
@@ -76,4 +71,92 @@ from remat.transform.residuals import (
     saved_residuals as saved_residuals,
 )
 
+if TYPE_CHECKING:
+    from remat import report as report, testing as testing
+    from remat.loops.remat_scan import remat_scan as remat_scan
+    from remat.loops.scan import scan as scan
+    from remat.loops.while_loop import fori_loop as fori_loop, while_loop as while_loop
+    from remat.planner.fit import Fitted as Fitted, fit as fit
+    from remat.planner.plan import plan as plan
+    from remat.planner.plan_file import Plan as Plan
+    from remat.planner.regions import auto as auto
+    from remat.toggle import rematted as rematted
+
 remat = checkpoint
+
+# Loaded when first asked for, so that a program pays at its start for what it uses only: planning needs
+# SciPy, and most programs do not plan.
+_LAZY = {
+    "Fitted": "remat.planner.fit",
+    "Plan": "remat.planner.plan_file",
+    "auto": "remat.planner.regions",
+    "fit": "remat.planner.fit",
+    "fori_loop": "remat.loops.while_loop",
+    "plan": "remat.planner.plan",
+    "remat_scan": "remat.loops.remat_scan",
+    "rematted": "remat.toggle",
+    "scan": "remat.loops.scan",
+    "while_loop": "remat.loops.while_loop",
+}
+_LAZY_MODULES = ("report", "testing")
+
+__all__ = [
+    "BudgetError",
+    "EffectError",
+    "Fitted",
+    "GradientMismatchError",
+    "GraphError",
+    "MemoryKindError",
+    "MethodError",
+    "MissingExtraError",
+    "PeakMemoryError",
+    "Plan",
+    "PlanError",
+    "PolicyError",
+    "PreventCseError",
+    "RematError",
+    "ReportError",
+    "Residual",
+    "Residuals",
+    "SavedValuesError",
+    "ScheduleError",
+    "StaticArgumentError",
+    "StaticArgumentTypeError",
+    "StepLimitError",
+    "StoreError",
+    "TargetError",
+    "UnitsError",
+    "UnknownNameError",
+    "auto",
+    "checkpoint",
+    "checkpoint_name",
+    "explain",
+    "fit",
+    "fori_loop",
+    "plan",
+    "policies",
+    "print_saved_residuals",
+    "remat",
+    "remat_scan",
+    "rematted",
+    "report",
+    "residuals",
+    "saved_residuals",
+    "scan",
+    "testing",
+    "while_loop",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY_MODULES:
+        return importlib.import_module(f"remat.{name}")
+    if name not in _LAZY:
+        raise AttributeError(f"module 'remat' has no attribute {name!r}: {closest(name, __all__)}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -34,7 +34,7 @@ from rich.table import Table
 
 from remat.errors import BudgetError, PolicyError, RematError, closest
 from remat.explain import explain as make_explanation
-from remat.explaining.step import has_gradient, value_and_gradient
+from remat.explain.step import has_gradient, value_and_gradient
 from remat.planner.fit import fit
 from remat.planner.plan import plan as make_plan
 from remat.planner.plan_file import Plan

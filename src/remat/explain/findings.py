@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterator
 
 from remat import _jax
 from remat.errors import closest
-from remat.explaining import regions
-from remat.explaining.account import Account
-from remat.explaining.sides import Sides
-from remat.explaining.step import TracedStep
+from remat.explain import regions
+from remat.explain.account import Account
+from remat.explain.phases import PhasedProgram
+from remat.explain.step import TracedStep
 from remat.report.groups import groups
 from remat.report.model import Finding, Memory
 from remat.report.timeline import live_at, timeline
@@ -44,7 +44,7 @@ class Facts:
     """
 
     step: TracedStep
-    sides: Sides
+    sides: PhasedProgram
     account: Account
     predicted: Memory
     compiled: Memory | None

@@ -10,7 +10,7 @@ The rule, for each operation:
 
 A recomputed operation is the same as one of the forward pass if it is the same primitive, at the same
 source line, on the same operands (saved values and their rounded copies count as what they are copies
-of). `Sides.same` says so value by value: it is how a recomputed value finds its first life, and how
+of). `PhasedProgram.same` says so value by value: it is how a recomputed value finds its first life, and how
 the program is found that a compiler is left with when it undoes rematerialization.
 """
 
@@ -47,7 +47,7 @@ class Region:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Sides:
+class PhasedProgram:
     """A program, and which part of the step each of its operations is.
 
     Args:
@@ -87,7 +87,7 @@ class Sides:
         return without_dead(dataclasses.replace(self.program, ops=tuple(ops), outputs=outputs))
 
 
-def merged(sides: Sides) -> Sides:
+def merged(sides: PhasedProgram) -> PhasedProgram:
     """The same with what is computed twice outside of regions computed once, as compilers do."""
     program = sides.program
     first: dict[Any, tuple[int, ...]] = {}
@@ -117,7 +117,7 @@ def merged(sides: Sides) -> Sides:
     )
 
 
-def sides_of_step(jaxpr: _jax.Jaxpr, shards: Sequence[int]) -> Sides:
+def phased_program(jaxpr: _jax.Jaxpr, shards: Sequence[int]) -> PhasedProgram:
     """The program of a step and its parts."""
     # All effects stay, and so do all inputs.
     live, used = _jax.dce(jaxpr, [True] * len(jaxpr.outvars))
@@ -131,7 +131,7 @@ def sides_of_step(jaxpr: _jax.Jaxpr, shards: Sequence[int]) -> Sides:
     reader.write(live, "")
     program = without_dead(reader.program(live.outvars))
     notes = [reader.notes[op.results] for op in program.ops]
-    return Sides(
+    return PhasedProgram(
         program,
         _phases(program, notes),
         tuple(note.region for note in notes),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from remat import _jax
-from remat.explaining.sides import is_region, parts
+from remat.explain.phases import is_region, parts
 from remat.ir.equations import inline_body
 from remat.transform import planned, policies
 

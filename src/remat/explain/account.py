@@ -19,7 +19,7 @@ import os
 from collections.abc import Callable, Mapping
 
 from remat import _jax
-from remat.explaining.sides import Sides, is_region, is_view, merged, parts
+from remat.explain.phases import PhasedProgram, is_region, is_view, merged, parts
 from remat.ir.flops import flops_of
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Op, Program
@@ -52,7 +52,7 @@ class Account:
 
 
 def account_of(
-    sides: Sides,
+    sides: PhasedProgram,
     names: tuple[str, ...],
     donated: tuple[bool, ...],
     price: Price,
@@ -96,7 +96,7 @@ class _Use:
 
 
 class _Accounting:
-    def __init__(self, sides: Sides, price: Price, duplicates: bool) -> None:
+    def __init__(self, sides: PhasedProgram, price: Price, duplicates: bool) -> None:
         self.before = sides  # as it was written, with what it computes twice
         self.sides = sides = merged(sides)
         self.program = sides.program

@@ -1,0 +1,74 @@
+"""`remat.explain`: what a step saves, recomputes and holds, and why.
+
+In the order in which data flows:
+
+    step        a function as a traced training step on a target
+    phases      its program, with the forward, recomputed, backward and update phases told apart
+    account     the values that are written, their lifetimes and kinds, the timeline
+    hlo         what the compiled program holds at its peak
+    difference  why the prediction and the compiler differ
+    regions     what policies and regions did, as facts
+    findings    what the reader should know, with the next step to take
+    stages      all of these in order
+
+What it says is `remat.report`'s part. The stages are loaded at the first call, so that `import remat`
+stays cheap.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from remat import _jax
+
+if TYPE_CHECKING:
+    from remat.program.targets import Target
+    from remat.report.explanation import Explanation
+
+_jax.exclude_from_tracebacks(__file__)
+
+
+def explain(
+    f: Callable[..., Any],
+    *args: Any,
+    target: str | Target | None = None,
+    compile: bool = True,
+    **kwargs: Any,
+) -> Explanation:
+    """Explain what a function or training step saves, recomputes and holds, when, and why.
+
+    >>> import jax, jax.numpy as jnp, remat
+    >>> def loss(w, x):
+    ...     for _ in range(4):
+    ...         x = jnp.tanh(x @ w)
+    ...     return x.sum()
+    >>> w, x = jnp.eye(64), jnp.ones((1000, 64))
+    >>> explanation = remat.explain(loss, w, x)
+    >>> [str(group) for group in explanation.groups() if group.kind == "saved"]
+    ['4 × tanh  f32[1000,64]  1000.0 KiB']
+    >>> explanation.findings[0].code
+    'no_regions'
+    >>> less = remat.explain(remat.checkpoint(loss), w, x)
+    >>> less.totals.residual_bytes, explanation.totals.residual_bytes > 0
+    (0, True)
+
+    Args:
+      f: a training step, or a function to be differentiated with respect to its first argument: it is
+        explained as `jax.value_and_grad(f)` is run (with a cotangent of ones, if its result is not
+        one number). Jitted or not; also what `remat.fit` returns.
+      *args, **kwargs: its arguments, or `jax.ShapeDtypeStruct`s in their place.
+      target: the device to explain it for, at hand or ahead of time: `"gpu:h100"`, `"tpu:v5e:2x2"`.
+      compile: also ask the compiler for its figures.
+
+    Returns:
+      An explanation: print it, or `.to_html()`, `.to_json()`, `.save(path)`, `.diff(other)`.
+
+    Raises:
+      PlanError: the target is not known.
+      TypeError: as JAX does, for arguments that do not fit.
+    """
+    stages = importlib.import_module("remat.explain.stages")
+    explained: Explanation = stages.explanation_of(f, args, kwargs, target, compile)
+    return explained

@@ -1,0 +1,132 @@
+"""The stages of `remat.explain`, in order: trace, tell phases apart, account, compile, find.
+
+The step is traced as `jax.jit` would trace it; nothing is run. Its phases are told apart (forward,
+recomputed, backward, update; the rule is in `explain.phases`), fusion is modelled, and what is left
+are values with lifetimes. The compiler is asked for its own figures, and where they differ from the
+prediction, the text of the compiled program says which arrays it holds (`explain.difference`).
+
+Known limits: sharding is known of arguments that carry it, and is propagated from operands to results;
+loops are one step of the timeline, with what their bodies need as workspace.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jaxlib
+
+from remat import _jax
+from remat.explain.account import account_of
+from remat.explain.difference import difference
+from remat.explain.findings import Facts, findings_of
+from remat.explain.phases import phased_program
+from remat.explain.regions import inlined, runs
+from remat.explain.step import TracedStep, traced_step
+from remat.program import compiled as compiling, targets
+from remat.program.costs import Roofline
+from remat.report.explanation import Explanation
+from remat.report.model import Finding, Memory, Totals
+from remat.report.timeline import predicted_memory
+from remat.units import format_bytes
+
+_jax.exclude_from_tracebacks(__file__)
+
+
+def explanation_of(
+    f: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    target: str | targets.Target | None,
+    compile: bool,
+) -> Explanation:
+    """Return the explanation of a step; the arguments are those of `remat.explain`."""
+    on = targets.target(target)
+    step = traced_step(f, tuple(args), dict(kwargs), on)
+    sides = phased_program(step.jaxpr, step.shards)
+    account = account_of(
+        sides,
+        step.names,
+        step.donated,
+        Roofline(on.device).seconds,
+        results_from_start=on.platform != "tpu",
+        duplicates=on.platform != "cpu",
+    )
+    predicted = predicted_memory(account.values, account.steps, alias_bytes=account.alias_bytes)
+    program = compiling.compile_plainly(step.lower(), on) if compile else None
+    refused = program if isinstance(program, compiling.OutOfMemory) else None
+    memory = None
+    if program is not None and refused is None:
+        memory = _memory(compiling.memory_of(program, on))
+    facts = Facts(
+        step, sides, account, predicted, memory, lambda chosen: _inlined(step, on, chosen)
+    )
+    findings = findings_of(facts)
+    if refused is not None:
+        findings = (_does_not_fit(refused), *findings)
+    # JAX reports the bytes of all devices together.
+    is_sharded = any(n > 1 for n in step.shards) or runs(step.jaxpr, "shard_map")
+    kept = None if is_sharded else step.residuals
+    return Explanation(
+        title=step.title,
+        platform=f"{on.device.name}{', ahead of time' if on.ahead_of_time else ''}",
+        target=f"{on.name}, bytes per device" if on.n_devices > 1 else on.name,
+        versions=_versions(),
+        values=account.values,
+        steps=account.steps,
+        segments=account.segments,
+        findings=findings,
+        totals=Totals(
+            predicted=predicted,
+            compiled=memory,
+            difference=difference(account, predicted, memory, program, on),
+            residual_bytes=account.saved_bytes if kept is None else kept.saved_bytes,
+            residual_argument_bytes=(
+                account.saved_argument_bytes if kept is None else kept.argument_bytes
+            ),
+            flops=account.flops,
+            recompute_flops=min(account.recompute_flops, account.flops),
+            time_s=account.time_s,
+            recompute_time_s=min(account.recompute_time_s, account.time_s),
+        ),
+    )
+
+
+def _versions() -> tuple[tuple[str, str], ...]:
+    return (
+        ("jax", jax.__version__),
+        ("jaxlib", jaxlib.__version__),
+        ("remat", importlib.metadata.version("remat")),
+    )
+
+
+def _memory(memory: compiling.Memory) -> Memory:
+    return Memory(
+        memory.peak_bytes,
+        memory.argument_bytes,
+        memory.output_bytes,
+        memory.temp_bytes,
+        memory.alias_bytes,
+    )
+
+
+def _inlined(
+    step: TracedStep, on: targets.Target, chosen: Callable[[_jax.JaxprEqn], bool]
+) -> int | None:
+    """Return the compiled temporary bytes with some regions inlined; None if that does not compile."""
+    plain = inlined(step.jaxpr, chosen)
+    lowered = jax.jit(lambda *xs: _jax.call_jaxpr(plain, xs)).lower(*step.inputs)
+    memory = compiling.compile_for_analysis(lowered, on)
+    return None if isinstance(memory, compiling.OutOfMemory) else memory.temp_bytes
+
+
+def _does_not_fit(refused: compiling.OutOfMemory) -> Finding:
+    return Finding(
+        "does_not_fit",
+        "error",
+        f"The compiler refuses the step: it needs {format_bytes(refused.needed_bytes)} at least, and "
+        f"the device has {format_bytes(refused.limit_bytes)}.",
+        'Plan it with remat.fit(step, budget="...") on regions marked with remat.auto.',
+    )
