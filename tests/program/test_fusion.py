@@ -26,8 +26,8 @@ def program(ops, outputs, sizes=None, inputs=(0,)):
     return Program(tuple(ops), tuple(of), ("f32[]",) * n, frozenset(inputs), tuple(outputs))
 
 
-def fused(p, lends=lambda _: False, repeat=lambda _: True, **options):
-    return fuse(p, lambda flops, moved, dtype: flops + moved, repeat, lends, **options)
+def fused(p, reuses=lambda _: False, repeat=lambda _: True, **options):
+    return fuse(p, lambda flops, moved, dtype: flops + moved, repeat, reuses, **options)
 
 
 def nodes(f, p):
@@ -66,7 +66,7 @@ def test_views_are_their_operands():
 def test_view_of_a_value_that_is_returned_is_an_output():
     p = program([op(Fusion.KERNEL, [0], 1), op(Fusion.VIEW, [1], 2)], [2])
     assert no_remat(fused(p).graph).peak_bytes == 0
-    assert fused(p, lends=lambda _: True).lent_bytes == MB
+    assert fused(p, reuses=lambda _: True).reused_bytes == MB
 
 
 def test_costly_value_that_two_kernels_use_is_written():
@@ -144,12 +144,12 @@ def test_outputs_count_when_they_lend_their_memory():
     p = program(
         [op(Fusion.KERNEL, [0], 1), op(Fusion.KERNEL, [1], 2), op(Fusion.KERNEL, [2], 3)], [2, 3]
     )
-    alone, lending = fused(p), fused(p, lends=lambda n: n >= MB)
-    assert alone.lent_bytes == 0
+    alone, lending = fused(p), fused(p, reuses=lambda n: n >= MB)
+    assert alone.reused_bytes == 0
     assert no_remat(alone.graph).peak_bytes == MB
-    assert lending.lent_bytes == 2 * MB
-    assert no_remat(lending.graph).peak_bytes - lending.lent_bytes == 0
-    assert fused(p, lends=lambda n: n > MB).lent_bytes == 0
+    assert lending.reused_bytes == 2 * MB
+    assert no_remat(lending.graph).peak_bytes - lending.reused_bytes == 0
+    assert fused(p, reuses=lambda n: n > MB).reused_bytes == 0
 
 
 def test_workspace_lives_as_long_as_its_operation():

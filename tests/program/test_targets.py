@@ -60,21 +60,21 @@ def test_a_mesh_of_the_devices_at_hand():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("tpu:v5:2x2", "there is no TPU 'v5'; did you mean 'v5"),
-        ("gpu:h10", "there is no GPU 'h10'; did you mean 'h100'"),
+        ("tpu:v5:2x2", "unknown TPU 'v5'; did you mean 'v5"),
+        ("gpu:h10", "unknown GPU 'h10'; did you mean 'h100'"),
         ("v5e:2x2", "did you mean 'tpu:v5e:2x2'"),
         ("h100", "did you mean 'gpu:h100'"),
-        ("tup:v5e:2x2", "there is no platform 'tup'"),
+        ("tup:v5e:2x2", "unknown platform 'tup'"),
         ("cpu:2", "too many parts"),
         ("tpu:v5e:2x2:4", "too many parts"),
-        ("tpu:v5e:2", "'2' is no shape of a TPU"),
-        ("tpu:v5e:0x2", "'0x2' is no shape"),
-        ("tpu:v5e:", "'' is no shape"),
-        ("tpu:v5e:-1x2", "'-1x2' is no shape"),
+        ("tpu:v5e:2", "'2' is not a shape of a TPU"),
+        ("tpu:v5e:0x2", "'0x2' is not a shape"),
+        ("tpu:v5e:", "'' is not a shape"),
+        ("tpu:v5e:-1x2", "'-1x2' is not a shape"),
         ("tpu:v5e:99999x99999", "more than 65536"),
-        ("gpu:h100:2x2", "'2x2' is no shape of a GPU"),
-        ("tpu:../../etc/passwd", "there is no TPU"),
-        (7, "7 is no target"),
+        ("gpu:h100:2x2", "'2x2' is not a shape of a GPU"),
+        ("tpu:../../etc/passwd", "unknown TPU"),
+        (7, "7 is not a target"),
     ],
 )
 def test_a_malformed_target_is_refused_with_the_grammar_or_the_closest_name(name, message):
@@ -84,7 +84,7 @@ def test_a_malformed_target_is_refused_with_the_grammar_or_the_closest_name(name
 
 
 def test_a_platform_that_is_not_at_hand_is_refused():
-    with pytest.raises(PlanError, match=r"there is no (TPU|GPU) at hand"):
+    with pytest.raises(PlanError, match=r"this process has no (TPU|GPU)"):
         target("tpu" if jax.default_backend() != "tpu" else "gpu")
 
 

@@ -74,7 +74,7 @@ class Problem:
                 program, price, self._may_repeat, lambda n: any(n <= 2 * s <= 2 * n for s in sizes)
             )
         self._scheduler = Scheduler(self.fused.graph, self.fused.once)
-        self.peak_bytes = no_remat(self.fused.graph).peak_bytes - self.fused.lent_bytes
+        self.peak_bytes = no_remat(self.fused.graph).peak_bytes - self.fused.reused_bytes
 
     def _may_repeat(self, op: Op) -> bool:
         place = op.place
@@ -86,11 +86,11 @@ class Problem:
         Raises:
           BudgetError: the schedules that were found need more.
         """
-        return self.read(self._scheduler.within(budget + self.fused.lent_bytes))
+        return self.read(self._scheduler.within(budget + self.fused.reused_bytes))
 
     def smallest_bytes(self) -> int:
         """The smallest peak for which a schedule is found."""
-        return self._scheduler.smallest().peak_bytes - self.fused.lent_bytes
+        return self._scheduler.smallest().peak_bytes - self.fused.reused_bytes
 
     def read(self, found: Schedule) -> Answer:
         """What a schedule says about each region."""
@@ -98,7 +98,7 @@ class Problem:
         extra = [i for i, again in _computed(found.steps) if again]
         return Answer(
             regions={region: self._decided(region, found.steps) for region in self.regions},
-            peak_bytes=found.peak_bytes - self.fused.lent_bytes,
+            peak_bytes=found.peak_bytes - self.fused.reused_bytes,
             extra_seconds=float(found.time - base),
             extra_flops=sum(self._flops(i) for i in extra),
             lower_bound_seconds=float(found.lower_bound - base),

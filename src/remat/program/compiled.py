@@ -1,4 +1,4 @@
-"""What the compiler says of a program's memory: the figures that a plan is verified against.
+"""The compiler's memory analysis of a program: the figures that a plan is verified against.
 
 Which figure is the peak differs between platforms (measured, see FACTS in the docs):
 
@@ -7,14 +7,14 @@ Which figure is the peak differs between platforms (measured, see FACTS in the d
 * TPU: `peak_memory_in_bytes`, which counts arguments and results; `temp_size_in_bytes` counts more
   than is ever alive at once.
 
-A verification shall credit nothing to us that the compiler did by itself, so XLA's own
-rematerialization pass is off: on GPU it took a program of 72 GiB to 56 GiB under the limit of an
-H100. It is turned off by a *compiler option* of the one compilation. JAX's configuration flag
-`jax_compiler_enable_remat_pass` writes the same option, but it is not part of the key under which
-JAX remembers compilations: a program that was compiled before would come back as it was.
+XLA's own rematerialization pass is off, so that a verified peak is due to the plan alone: on GPU
+that pass reduced a program of 72 GiB to 56 GiB under the limit of an H100. A *compiler option* of the
+one compilation turns it off. JAX's configuration flag `jax_compiler_enable_remat_pass` sets the same
+option, but is not part of the key under which JAX caches compilations: a program that was compiled
+before would be returned from that cache.
 
-On TPU the level O0 compiles 6 to 14 times faster and keeps the peak within a few percent. A program
-that does not fit is an error there, whose text has the bytes that it needs: that is a result too,
+On TPU the level O0 compiles 6 to 14 times faster and keeps the peak within a few percent. There the
+compiler refuses a program that does not fit, and names the bytes that it needs: that is a result too,
 `OutOfMemory`. The check comes early, so it costs less than a compilation. Compilers for GPU and CPU
 have no such limit: compare the peak with `target.device.memory_bytes`.
 
@@ -37,12 +37,12 @@ from remat.program.targets import Target
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What a compiled program needs on one device, in bytes.
+    """The memory of a compiled program, in bytes per device.
 
     Args:
-      peak_bytes: the most at any time: what a budget is about.
-      argument_bytes, output_bytes, temp_bytes: of the arguments, the results, and all between.
-      alias_bytes: of results that are written over donated arguments.
+      peak_bytes: the largest number of bytes allocated at any time; a budget limits it.
+      argument_bytes, output_bytes, temp_bytes: of the arguments, the results, and all other values.
+      alias_bytes: of results that are written into donated arguments.
       host_bytes: in the host's memory (arguments + temporaries + results - aliased).
     """
 
@@ -58,11 +58,11 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class OutOfMemory:
-    """The compiler refused a program: it does not fit the device.
+    """The compiler's refusal of a program that does not fit the device.
 
     Args:
       needed_bytes: what the compiler says it needs, arguments included; a lower bound.
-      limit_bytes: what the device has.
+      limit_bytes: the memory of the device.
     """
 
     needed_bytes: int
@@ -77,7 +77,7 @@ class OutOfMemory:
 
 
 def memory_of(compiled: Any, target: Target) -> Memory:
-    """The memory analysis of a compiled program, on one of the target's devices.
+    """Return the memory analysis of a compiled program, per device of the target.
 
     >>> import jax, jax.numpy as jnp
     >>> from remat.program.targets import target
@@ -91,8 +91,8 @@ def memory_of(compiled: Any, target: Target) -> Memory:
     analysis = compiled.memory_analysis()
     if analysis is None:
         raise PlanError(
-            f"the compiler for {target.platform!r} gives no memory analysis, so nothing can be "
-            "verified there. Plan for another target, or take the plan unverified."
+            f"the compiler for {target.platform!r} gives no memory analysis, so peaks cannot be "
+            "verified there. Plan for another target."
         )
     host = (
         analysis.host_argument_size_in_bytes
@@ -127,7 +127,7 @@ def compile_for_analysis(
     default_level: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Memory | OutOfMemory:
-    """Compile a lowered program for its memory analysis, XLA's own rematerialization off.
+    """Compile a lowered program for its memory analysis, without XLA's own rematerialization.
 
     >>> import jax, jax.numpy as jnp
     >>> from remat.program.targets import target
@@ -137,7 +137,7 @@ def compile_for_analysis(
 
     Args:
       lowered: the result of `jax.jit(f).lower(...)`, with arguments that `place` put on the target.
-      target: whose rule of the peak is applied.
+      target: decides which figure is the peak.
       default_level: on TPU, compile as JAX would for running, not at level O0. Slower.
       compiler_options: as `jax.jit` takes them. `xla_disable_hlo_passes` is added to; it replaces
         what a `jax.jit` that has the same option says.
@@ -162,7 +162,7 @@ def compile_plainly(
     default_level: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The same compilation, as the compiled program or `OutOfMemory`."""
+    """Return the compiled program of the same compilation, or `OutOfMemory`."""
     options = dict(compiler_options or {})
     disabled = options.get("xla_disable_hlo_passes", "")
     options["xla_disable_hlo_passes"] = ",".join(filter(None, (disabled, "rematerialization")))
@@ -177,7 +177,7 @@ def compile_plainly(
         return refused
 
 
-# The two ways in which TPU compilers word it: before scheduling, and after.
+# The messages of TPU compilers: before scheduling, and after.
 _SIZE = r"([0-9]+(?:\.[0-9]+)?)\s?([KMGT]?)i?B?"
 _OUT_OF_MEMORY = (
     re.compile(rf"required for HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)"),
@@ -186,7 +186,7 @@ _OUT_OF_MEMORY = (
 
 
 def parse_out_of_memory(text: str) -> OutOfMemory | None:
-    """Read the compiler's refusal; None if the text is of another error (a kernel's VMEM, say).
+    """Parse the compiler's refusal; return None for other errors, such as a kernel's VMEM.
 
     >>> parse_out_of_memory("RESOURCE_EXHAUSTED: Used 20.00G of 15.75G hbm. Exceeded by 4.25G.")
     OutOfMemory(needed_bytes=21474836480, limit_bytes=16911433728)

@@ -1,24 +1,24 @@
 """Seconds per equation: from a device's figures (`Roofline`), or measured on it (`Measured`).
 
-A planner prices kernels (`Costs.seconds`), and what is no fusion of elementwise operations is a kernel
-of its own, whose price is corrected by what it really takes (`Costs.slowdown`).
+The planner prices kernels (`Costs.seconds`). An operation that is not part of an elementwise fusion is
+a kernel of its own, whose price is multiplied by the measured `Costs.slowdown`.
 
 The roofline (Williams, Waterman & Patterson, CACM 52(4), 2009): an operation takes as long as the
-slower of its arithmetic and its memory traffic, here plus a small cost of starting it,
-`Device.launch_s`. What the compiler fuses shares its traffic, which only the caller knows: it gives
-`seconds` the operations and bytes of a whole fusion. What an equation counts is in `remat.ir.flops`.
+slower of its arithmetic and its memory traffic, plus the time to launch it,
+`Device.launch_s`. Fused operations share their traffic, which only the caller knows: it passes the
+FLOPs and bytes of a whole fusion to `seconds`. `remat.ir.flops` counts those of an equation.
 
 A measurement compiles each distinct equation (primitive, parameters, types) alone, runs it a few
-times and keeps the median, less what an empty program costs, in the cache. Loops and calls are not
-run: what they do inside is, and added up. An equation alone is not fused, so elementwise chains would
-be overrated: a kernel of theirs is priced by a roofline whose rates are measured too, those of a long
-chain of `tanh` and of a sum of two arrays that no cache holds.
+times and caches the median, less the time of an empty program. Loops and calls are not run: the
+equations inside them are, and their times are added up. A single equation is not fused, which would
+overprice elementwise chains: these are priced by a roofline whose rates are measured too, on a long
+chain of `tanh` and on a sum of two arrays larger than any cache.
 
 Equations that cannot be run alone are priced by the roofline: those with effects, collectives,
-callbacks, what is too large for the device, and whatever fails.
+callbacks, equations too large for the device, and those that fail.
 
-Known limits: arrays are filled with ones and zeros, and times that depend on the values are those
-of that data; nothing is measured for a device that is not here.
+Known limits: arrays are filled with ones and zeros, so times that depend on values are those of that
+data; devices described ahead of time are not measured.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ _log = logging.getLogger(__name__)
 
 
 class Costs(Protocol):
-    """What a planner wants to know of time. Plans are remembered under `key`."""
+    """Prices kernels in seconds. Equal `key`s mean equal prices; plans are cached under it."""
 
     @property
     def name(self) -> str:
-        """What plans call it: "roofline", "measured"."""
+        """The name in plans: "roofline", "measured"."""
 
     @property
     def key(self) -> str:
-        """Equal for costs that price everything the same."""
+        """A text that is equal for costs that price everything the same."""
 
     def seconds(self, flops: float, bytes_moved: float, dtype: str = "float32") -> float:
-        """The time of one kernel."""
+        """Return the time of one kernel."""
 
     def slowdown(self, eqn: _jax.JaxprEqn) -> float:
-        """How many times longer than that an equation takes which is no part of a fusion."""
+        """Return the ratio of an unfused equation's time to that price."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,19 +89,19 @@ class Roofline:
         return f"roofline {hashlib.sha256(repr(figures).encode()).hexdigest()[:16]}"
 
     def slowdown(self, eqn: _jax.JaxprEqn) -> float:
-        """1: whatever an equation is, the device's figures hold."""
+        """Return 1: the device's figures hold for every equation."""
         return 1.0
 
     def seconds(self, flops: float, bytes_moved: float, dtype: str = "float32") -> float:
-        """The time of one operation, fused or not.
+        """Return the time of one kernel.
 
         Args:
-          flops: its operations.
-          bytes_moved: what it reads and writes of the device's memory.
+          flops: its FLOPs.
+          bytes_moved: the bytes of device memory that it reads and writes.
           dtype: of the operands of its matrix products.
 
         Returns:
-          Seconds; 0 for what does nothing and moves nothing.
+          Seconds; 0 if there are no FLOPs and no bytes.
         """
         if not flops and not bytes_moved:
             return 0.0
@@ -110,13 +110,13 @@ class Roofline:
         return max(arithmetic_s, traffic_s) + self.device.launch_s
 
     def transfer_seconds(self, n_bytes: float) -> float:
-        """The time of a copy between the device's memory and the host's, in one direction."""
+        """Return the time of a copy between the device's memory and the host's, in one direction."""
         return (
             n_bytes / self.device.host_link_bytes_per_s + self.device.launch_s if n_bytes else 0.0
         )
 
     def seconds_of(self, eqn: _jax.JaxprEqn) -> float:
-        """The time of one equation with all that it runs inside, nothing fused."""
+        """Return the time of one equation with all that it runs inside, nothing fused."""
         return float(through_bodies(eqn, self._of_one))
 
     def _of_one(self, eqn: _jax.JaxprEqn) -> float:
@@ -146,22 +146,21 @@ def slowdowns(costs: Costs) -> Callable[[_jax.JaxprEqn], float]:
 
 
 def dtype_of(eqn: _jax.JaxprEqn) -> str:
-    """The dtype whose rate an equation is computed at: that of its first operand."""
+    """Return the dtype whose rate an equation runs at: that of its first operand."""
     avals = [v.aval for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "dtype")]
     return str(avals[0].dtype) if avals else "float32"
 
 
 # Measuring
 
-_REPEATS = 7
-# Nothing is run whose operands and results take a larger part of the device's memory.
-_MOST_OF_MEMORY = 0.25
-_MOST_BYTES_OF_UNKNOWN_MEMORY = 2**30
+_REPEATS = 7  # runs per measurement; more give a steadier median
+_MOST_OF_MEMORY = 0.25  # share of the device's memory; equations that move more are not measured
+_MOST_BYTES_OF_UNKNOWN_MEMORY = 2**30  # bytes; the same limit where the memory is unknown
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class Measured:
-    """Seconds as measured on a device at hand, remembered in a cache.
+    """Seconds as measured on a present device, kept in a cache.
 
     >>> import jax, jax.numpy as jnp
     >>> eqn = jax.make_jaxpr(lambda x: x @ x)(jnp.ones((64, 64))).eqns[0]
@@ -172,6 +171,7 @@ class Measured:
       at_hand: a JAX device; the default one if None.
       cache: where measurements are kept; the user's cache directory if None, `Cache(None)` for none.
       progress: whether to show a bar while measuring, if stderr is a terminal.
+      time_alone: runs one equation (an empty program for None) and returns its seconds.
     """
 
     def __init__(
@@ -180,18 +180,20 @@ class Measured:
         cache: Cache | None = None,
         *,
         progress: bool = True,
+        time_alone: Callable[[_jax.JaxprEqn | None], float] | None = None,
     ) -> None:
         self.at_hand = jax.devices()[0] if at_hand is None else at_hand
         self.device = device(self.at_hand.device_kind, platform=self.at_hand.platform)
         self.roofline = Roofline(self.device)
         self.cache = Cache.default() if cache is None else cache
         self.progress = progress
-        self._place = (
+        self.time_alone = time_alone_s if time_alone is None else time_alone
+        self.machine = (
             f"{self.at_hand.platform}, {self.at_hand.device_kind}, {_processor()}, "
             f"jax {jax.__version__}, jaxlib {jaxlib.__version__}"
         )
-        kept = self.cache.get("times", self._place) or {}
-        self._seconds = {
+        kept = self.cache.get("times", self.machine) or {}
+        self.times_s = {
             key: float(time_s)
             for key, time_s in kept.items()
             if isinstance(time_s, (int, float)) and 0 <= time_s < 1e6
@@ -202,22 +204,22 @@ class Measured:
 
     @property
     def key(self) -> str:
-        return f"measured {self._place}"
+        return f"measured {self.machine}"
 
     def seconds(self, flops: float, bytes_moved: float, dtype: str = "float32") -> float:
-        """The time of a fusion of elementwise operations, at the rates that were measured for such."""
+        """Return the time of a fusion of elementwise operations, at measured rates."""
         return self.of_fusions.seconds(flops, bytes_moved, dtype)
 
     def slowdown(self, eqn: _jax.JaxprEqn) -> float:
-        """What an equation takes, measured, against what a fusion of as much work would."""
+        """Return the ratio of an equation's measured time to that of a fusion of as much work."""
         expected_s = self.seconds(flops_of(eqn), bytes_moved(eqn), dtype_of(eqn))
         return self.seconds_of(eqn) / expected_s if expected_s else 1.0
 
     @functools.cached_property
     def of_fusions(self) -> Roofline:
-        """A roofline whose rates are those of elementwise kernels on this device."""
-        rate = self._rate("a chain of tanh", _chain, _CHAIN_FLOPS, 1)
-        bandwidth = self._rate("sums in place", _sums, _SUMS_BYTES, 2)
+        """Return a roofline with the measured rates of elementwise kernels on this device."""
+        rate = self._rate("a chain of tanh", chain_of_tanh, CHAIN_FLOPS, 1)
+        bandwidth = self._rate("sums in place", _sums, SUMS_BYTES, 2)
         if rate is None or bandwidth is None:
             return self.roofline
         flops = {dtype: rate / (2 if "64" in dtype else 1) for dtype in self.device.flops}
@@ -227,28 +229,28 @@ class Measured:
         return Roofline(measured)
 
     def _rate(self, what: str, fun: Callable, amount: float, n_args: int) -> float | None:
-        """How much of something a program does in a second; None if it cannot be run."""
-        if what not in self._seconds:
-            args = [jax.ShapeDtypeStruct((_ELEMENTS,), jnp.float32)] * n_args
+        """Return how much of `amount` a program does per second; None if it cannot be run."""
+        if what not in self.times_s:
+            args = [jax.ShapeDtypeStruct((ELEMENTS,), jnp.float32)] * n_args
             eqn = _jax.open_jaxpr(jax.make_jaxpr(jax.jit(fun))(*args)).eqns[0]
             time_s = self._measure(eqn)
             if time_s is None:
                 return None
             self._keep({what: time_s})
-        return amount / max(self._seconds[what], 1e-9)
+        return amount / max(self.times_s[what], 1e-9)
 
     def seconds_of(self, eqn: _jax.JaxprEqn) -> float:
-        """The time of one equation with all that it runs inside, measured where it can be."""
+        """Return the time of one equation with all that it runs, measured where possible."""
         self.measure([eqn])
         return float(through_bodies(eqn, self._of_one))
 
     def measure(self, eqns: Iterable[_jax.JaxprEqn]) -> None:
-        """Measure all equations that are new, with those inside them, and keep them at once."""
+        """Measure all new equations and those inside them, and cache the times."""
         new: dict[str, _jax.JaxprEqn] = {}
 
         def note(eqn: _jax.JaxprEqn) -> int:
             key = _key(eqn)
-            if key is not None and key not in self._seconds:
+            if key is not None and key not in self.times_s:
                 new.setdefault(key, eqn)
             return 0
 
@@ -259,19 +261,19 @@ class Measured:
         measured = {}
         for key in self._shown(list(new)):
             time_s = self._measure(new[key])
-            self._seconds[key] = self._roofline_s(new[key]) if time_s is None else time_s
+            self.times_s[key] = self._roofline_s(new[key]) if time_s is None else time_s
             if time_s is not None:
                 measured[key] = time_s
         self._keep(measured)
 
     def _keep(self, measured: dict[str, float]) -> None:
-        self._seconds.update(measured)
+        self.times_s.update(measured)
         if measured:
-            self.cache.update("times", self._place, lambda old: {**(old or {}), **measured})
+            self.cache.update("times", self.machine, lambda old: {**(old or {}), **measured})
 
     def _of_one(self, eqn: _jax.JaxprEqn) -> float:
         key = _key(eqn)
-        return self._roofline_s(eqn) if key is None else self._seconds[key]
+        return self._roofline_s(eqn) if key is None else self.times_s[key]
 
     def _roofline_s(self, eqn: _jax.JaxprEqn) -> float:
         return self.roofline.seconds_of(eqn)
@@ -287,27 +289,26 @@ class Measured:
         if bytes_moved(eqn) > allowed:
             return None
         try:
-            # Planning may happen while a function is traced; measuring is no part of it.
+            # Planning may happen while a function is traced; the measurement must not be.
             with jax.ensure_compile_time_eval(), jax.default_device(self.at_hand):
-                program, args = _alone(eqn)
-                time_s = _median_s(program, args)
+                time_s = self.time_alone(eqn)
                 if self._empty_s is None:
-                    self._empty_s = _median_s(*_empty())
-        except Exception as error:  # whatever a compiler or a runtime has against it
+                    self._empty_s = self.time_alone(None)
+        except Exception as error:  # compilers and runtimes raise anything
             _log.debug("%s is not measured: %s", eqn.primitive.name, error)
             return None
         return max(time_s - self._empty_s, self.device.launch_s)
 
 
-# What fusions can do: one that computes, and one that moves bytes, larger than caches. In place, as
-# within a program: fresh pages from a system cost several times more.
-_ELEMENTS = 2**23
+# Two fusions that measure the device's rates: one computes, one moves more bytes than caches hold. They
+# run in place, as within a program: fresh pages from the system cost several times more.
+ELEMENTS = 2**23
 _DEPTH = 8
-_CHAIN_FLOPS = _DEPTH * _ELEMENTS * TRANSCENDENTAL
-_SUMS_BYTES = _DEPTH * 3 * 4 * _ELEMENTS
+CHAIN_FLOPS = _DEPTH * ELEMENTS * TRANSCENDENTAL
+SUMS_BYTES = _DEPTH * 3 * 4 * ELEMENTS
 
 
-def _chain(x: jax.Array) -> jax.Array:
+def chain_of_tanh(x: jax.Array) -> jax.Array:
     for _ in range(_DEPTH):
         x = jnp.tanh(x)
     return x
@@ -318,7 +319,7 @@ def _sums(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _processor() -> str:
-    """What tells the CPU of one machine from another's that shares the cache directory."""
+    """Return a text that differs between CPUs, for machines that share a cache directory."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             text = file.read()
@@ -329,7 +330,7 @@ def _processor() -> str:
 
 
 def _key(eqn: _jax.JaxprEqn) -> str | None:
-    """Equal for equations that do the same work; None if the equation cannot be measured alone."""
+    """Return a text equal for equal work; None if the equation cannot be measured alone."""
     name = eqn.primitive.name
     row = operation(name)
     if eqn.effects or (row is not None and not row.runs_alone):
@@ -342,16 +343,14 @@ def _key(eqn: _jax.JaxprEqn) -> str | None:
     return f"{name} {hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
-def _alone(eqn: _jax.JaxprEqn) -> tuple[Callable[..., Any], list[Any]]:
+def time_alone_s(eqn: _jax.JaxprEqn | None) -> float:
+    """Return the median seconds of one equation, compiled and run alone; of nothing for None."""
+    if eqn is None:
+        args = [jnp.zeros((), jnp.float32)]
+        return _median_s(jax.jit(lambda x: x + 1).lower(*args).compile(), args)
     jaxpr = _jax.jaxpr_of_equation(eqn)
     args = [_filled(v.aval) for v in jaxpr.invars]
-    compiled = jax.jit(lambda *xs: _jax.call_jaxpr(jaxpr, xs)).lower(*args).compile()
-    return compiled, args
-
-
-def _empty() -> tuple[Callable[..., Any], list[Any]]:
-    args = [jnp.zeros((), jnp.float32)]
-    return jax.jit(lambda x: x + 1).lower(*args).compile(), args
+    return _median_s(jax.jit(lambda *xs: _jax.call_jaxpr(jaxpr, xs)).lower(*args).compile(), args)
 
 
 def _filled(aval: Any) -> Any:
@@ -378,14 +377,14 @@ _NAMES = ("roofline", "measured")
 
 
 def check_costs(costs: Any) -> None:
-    """Refuse what are no costs.
+    """Refuse a value that does not price kernels.
 
     Raises:
-      PlanError: with what there is.
+      PlanError: with what is possible.
     """
     if isinstance(costs, str):
         if costs not in _NAMES:
-            raise PlanError(f"there are no costs {costs!r}; {closest(costs, _NAMES)}")
+            raise PlanError(f"unknown costs {costs!r}; {closest(costs, _NAMES)}")
         return
     missing = [name for name in ("name", "key", "seconds", "slowdown") if not hasattr(costs, name)]
     if missing:
@@ -398,7 +397,7 @@ def check_costs(costs: Any) -> None:
 def find_costs(
     costs: str | Costs, of: Device, at_hand: jax.Device | None, cache: Cache | None
 ) -> Costs:
-    """Costs by name, for a device.
+    """Return the costs of a name, for a device.
 
     >>> find_costs("roofline", device("h100"), None, None).device.name
     'h100'
@@ -410,7 +409,7 @@ def find_costs(
       cache: where measurements are kept.
 
     Raises:
-      PlanError: there are no such costs, or the device to be measured is not here.
+      PlanError: the name is unknown, or the device to be measured is not present.
     """
     check_costs(costs)
     if not isinstance(costs, str):

@@ -1,18 +1,18 @@
-"""Figures of devices: how fast they compute and move bytes, and how much they hold.
+"""Figures of devices: FLOP/s, bandwidths and memory.
 
-`DEVICES` has one line per device; a new one is one line more (and, for a GPU, the file
-`targets_<name>.textproto` beside this one if programs shall be compiled for it ahead of time).
-`device` finds one by its name or by the `device_kind` that JAX reports.
+To add a device, write one entry into `DEVICES` (and, for a GPU that programs are compiled for ahead of
+time, the file `targets_<name>.textproto` beside this one).
+`device` looks one up by its name or by the `device_kind` that JAX reports.
 
 * FLOP/s are those of a matrix product whose operands have the dtype, dense, at JAX's default
   precision: TPUs multiply float32 in one pass of bfloat16, GPUs of NVIDIA in TF32. Elementwise work
   is bound by memory on all of these devices, so its own rate is not kept.
 * `memory_bytes` is what a program may use. For TPUs the compiler's own limit, as it names it when a
   program does not fit; for GPUs the memory of the device, of which JAX takes 75 % in advance unless
-  told otherwise; for CPUs nothing is known and it is 0. On a CPU the host's memory is the device's,
-  so nothing is gained by offloading.
-* Vendors' peaks are not reached. A cost model that divides by them is right about ratios, which is
-  what a choice between recomputing and keeping needs.
+  told otherwise; for CPUs it is unknown, written as 0. On a CPU the host's memory is the device's,
+  so offloading saves nothing.
+* Programs do not reach the vendors' peaks. Dividing by them gives right ratios, which is what a choice
+  between saving and recomputing needs.
 
 Known limit: host links are the links' nominal rates in one direction, and several devices of a host
 may share one.
@@ -35,18 +35,18 @@ _TPU = "https://cloud.google.com/tpu/docs/{} and https://jax-ml.github.io/scalin
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What the planner knows of one kind of device.
+    """The figures of one kind of device.
 
     Args:
       name: short, as in a target: `"h100"`, `"v5e"`.
-      kinds: regular expressions, one of which matches all of JAX's `device_kind` (in any case).
+      kinds: regular expressions, one of which matches the whole of JAX's `device_kind` (case-insensitive).
       platform: `"cpu"`, `"gpu"` or `"tpu"`.
       flops: FLOP/s of a matrix product by the dtype of its operands.
       bandwidth_bytes_per_s: of the device's memory.
       host_link_bytes_per_s: between the device's and the host's memory, in one direction.
-      memory_bytes: what a program may use; 0 where that is not known.
+      memory_bytes: what a program may use; 0 if unknown.
       has_host_memory: whether values can be offloaded to the host's memory.
-      launch_s: what an operation costs however small it is.
+      launch_s: time to start a kernel, however small; a larger value favours fewer kernels.
       source: where the figures are from.
       topology_options: further arguments for describing its topology ahead of time.
     """
@@ -67,8 +67,9 @@ class Device:
         object.__setattr__(self, "flops", MappingProxyType(dict(self.flops)))
 
     def flops_per_s(self, dtype: str) -> float:
-        """The rate of a matrix product of a dtype; one that is not listed runs as a listed one of its
-        width, or as float32.
+        """Return the FLOP/s of a matrix product of a dtype.
+
+        A dtype that is not listed runs as a listed one of its width, or as float32.
 
         >>> device("h100").flops_per_s("bfloat16") / 1e12
         989.4

@@ -1,20 +1,20 @@
-"""What compilers fuse: from operations to the values that are really written to memory.
+"""A model of fusion: from operations to the values that kernels write to memory.
 
-Chains of elementwise operations become one kernel, and what is only passed along inside a kernel
-occupies no memory and no bandwidth. The model, with the rules of XLA's fusion passes in mind:
+Chains of elementwise operations become one kernel, and what stays inside a kernel occupies no memory
+and no bandwidth. The model follows XLA's fusion passes:
 
-* An `OPAQUE` operation (a matmul, convolution, sort, loop) reads its operands from memory and writes
-  its results; a `REDUCE` operation computes its operands on the way and writes its result.
+* A `KERNEL` (a matmul, convolution, sort, loop) reads its operands from memory and writes
+  its results; a `REDUCE` operation fuses with the producers of its operands and writes its result.
 * A `VIEW` is its operand.
-* An elementwise result is written if an opaque operation reads it, if it is an output of the
-  program, if it is `COSTLY` and several kernels need it, or if several kernels need it and would
-  have to read more bytes to compute it than it has itself. Otherwise every kernel that needs it
-  computes it from what *is* written.
-* A kernel may write its result where an operand was that nobody needs any more. So a value that only
-  the next kernel reads (and reductions between that this kernel reads, as in softmax) makes one node
-  with it, if that is elementwise.
+* An elementwise result is written if a `KERNEL` reads it, if it is an output of the program, if it is
+  `COSTLY` and several kernels need it, or if several kernels need it and would read more bytes to
+  compute it than it has itself. Otherwise every kernel that needs it computes it from what *is*
+  written.
+* Output-buffer reuse: a kernel may write its result into the buffer of an operand that is not needed
+  any more. So a value that only the next, elementwise kernel reads makes one node with it, and so do
+  the reductions in between that only this kernel reads, as in softmax.
 
-The result is a `Graph` whose nodes are written values, which is what is planned on.
+The result is a `Graph` whose nodes are the written values; solvers schedule it.
 
 Known limits: the sizes of kernels are not limited, layouts are not modelled, and a node of several
 results (a loop) is freed as a whole.
@@ -35,15 +35,15 @@ Price = Callable[[float, int, str], float]
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """A program's graph, and what its nodes are.
+    """A program's graph of written values, and what its nodes are made of.
 
     Args:
       graph: nodes are numbered by the operation that writes them.
-      ops: for each node its operations, in order; those it shares with others (cheap ones) too.
-      once: nodes that must not be computed again.
+      ops: for each node its operations, in order; cheap ones that several nodes share are in each.
+      once: nodes that must not be recomputed.
       seconds: for each node the time of one computation.
       holds: for each written value the node that holds it.
-      lent_bytes: of outputs whose memory other values use first. The graph's peak includes them.
+      reused_bytes: bytes of outputs whose buffers hold other values first; part of the graph's peak.
     """
 
     graph: Graph
@@ -51,30 +51,30 @@ class Fused:
     once: frozenset[int]
     seconds: dict[int, float]
     holds: dict[int, int]
-    lent_bytes: int
+    reused_bytes: int
 
 
 def fuse(
     program: Program,
     price: Price,
     may_repeat: Callable[[Op], bool],
-    lends: Callable[[int], bool] = lambda _: False,
+    reuses: Callable[[int], bool] = lambda _: False,
     *,
     duplicates: bool = True,
 ) -> Fused:
-    """The graph of written values of a program.
+    """Return the graph of the values that a program's kernels write.
 
     Args:
       program: without dead operations.
       price: the time of a kernel.
-      may_repeat: which operations a plan may compute again.
-      lends: for an output of so many bytes, whether it counts from when it is computed. Memory for
-        outputs is there from the start, and compilers put other values there until then. Outputs
-        that do not lend their memory count nothing at all.
-      duplicates: whether each of several kernels computes a cheap value on the way for itself. On CPU
+      may_repeat: which operations a plan may recompute.
+      reuses: for an output of so many bytes, whether its buffer holds other values until it is
+        computed. Output buffers are allocated from the start. An output whose buffer is reused counts
+        from its computation on; one whose buffer is not counts nothing here.
+      duplicates: whether each of several kernels computes a shared cheap value for itself. On CPU
         such values are written.
     """
-    return _Fusion(program, price, may_repeat, duplicates).result(lends)
+    return _Fusion(program, price, may_repeat, duplicates).result(reuses)
 
 
 class _Fusion:
@@ -190,7 +190,7 @@ class _Fusion:
                 through.append((frozenset(roots), frozenset(inside)))
         return reads
 
-    def result(self, lends: Callable[[int], bool]) -> Fused:
+    def result(self, reuses: Callable[[int], bool]) -> Fused:
         ops = self.program.ops
         nodes = {i: _Group([i], set(deps)) for i, (deps, _) in self.reads.items()}
         into = _merge(self, nodes)
@@ -198,7 +198,7 @@ class _Fusion:
         members: dict[int, tuple[int, ...]] = {}
         graph_nodes: list[Node] = []
         once: set[int] = set()
-        lent = 0
+        reused = 0
         for i in sorted(nodes):
             group = nodes[i]
             seconds[i] = sum(self._seconds(member) for member in group.members)
@@ -209,8 +209,8 @@ class _Fusion:
                 once.add(i)
             n_bytes = self.size[i]
             if self.is_output[i]:
-                n_bytes = n_bytes if lends(n_bytes) else 0
-                lent += n_bytes
+                n_bytes = n_bytes if reuses(n_bytes) else 0
+                reused += n_bytes
             name = ops[i].label or ops[i].path or ops[i].name
             place = ops[i].place
             graph_nodes.append(
@@ -234,7 +234,7 @@ class _Fusion:
         once.add(len(ops))
         holds = {v: into.get(i, i) for i in self.reads for v in ops[i].results}
         graph = Graph(tuple(graph_nodes))
-        return Fused(graph, members, frozenset(once), seconds, holds, lent)
+        return Fused(graph, members, frozenset(once), seconds, holds, reused)
 
     def _seconds(self, i: int) -> float:
         """One kernel: what it reads and writes, and the operations inside it."""

@@ -1,27 +1,27 @@
-"""Where a program shall run: the devices at hand, or ones described ahead of time.
+"""Targets: the devices a program is planned for, present or described ahead of time.
 
 A `Target` is a name, figures (`devices.Device`) and JAX devices to lower for. Ahead of time those
-devices come from `jax.experimental.topologies`: the compiler of the platform is needed (libtpu, or
-the CUDA plugin), an accelerator is not::
+devices come from `jax.experimental.topologies`, which needs the platform's compiler (libtpu, or the
+CUDA plugin) but no accelerator::
 
     target       = "" | platform | "tpu:" version [":" shape] | "gpu:" model [":" shape]
-    platform     = "cpu" | "gpu" | "tpu"                      (the devices at hand)
+    platform     = "cpu" | "gpu" | "tpu"                      (the devices of this process)
     version      = "v4" | "v5e" | "v5p" | "v6e"
     model        = "a100" | "h100" | "h200"
     shape of TPU = AxB or AxBxC, chips: "16x16"               (default: one chip)
     shape of GPU = AxBxC, partitions x hosts x GPUs each: "1x1x4", or a number of GPUs of one host
 
-What the compilers of JAX 0.10.2 and 0.12 need, as it was found by trying:
+What the compilers of JAX 0.10.2 and 0.12 need (measured):
 
 * libtpu reads its environment when it is loaded. Off a TPU machine it would ask a metadata server
   and write to stderr and `/tmp`; the variables below stop that. A second process that loads it
   aborts over a lock file unless `ALLOW_MULTIPLE_LIBTPU_LOAD` is set; the lock protects a TPU, and
-  describing a topology opens none. All of them are set only if unset, and only around the call.
+  describing a topology opens none. Each variable is set only if unset, and only around the call.
 * A host of v5e has 2x2 chips; a smaller topology needs `chips_per_host_bounds`.
 * v4 shows two devices a chip unless it is described as "megacore", which is how JAX runs it.
 * The CUDA plugin refuses to load without NVIDIA's libraries unless `JAX_PLATFORMS` leaves out CUDA
-  or `JAX_SKIP_CUDA_CONSTRAINTS_CHECK` is set. It is tried once in a process: when JAX has looked for
-  devices before, it is too late.
+  or `JAX_SKIP_CUDA_CONSTRAINTS_CHECK` is set. JAX tries to load it once per process,
+  when it first looks for devices.
 
 Known limits: slices of several pods, and more than one kind of device in a target.
 """
@@ -48,7 +48,7 @@ from remat.errors import PlanError, closest
 from remat.program.devices import DEVICES, Device, device
 
 _GRAMMAR = (
-    "A target is None (the devices at hand), 'cpu', 'gpu', 'tpu', 'tpu:VERSION:AxB[xC]' such as "
+    "A target is None (the devices of this process), 'cpu', 'gpu', 'tpu', 'tpu:VERSION:AxB[xC]' such as "
     "'tpu:v5e:16x16', or 'gpu:MODEL[:1x1xN]' such as 'gpu:h100:1x1x4'."
 )
 _PLATFORMS = ("cpu", "gpu", "tpu")
@@ -56,13 +56,13 @@ _PLATFORMS = ("cpu", "gpu", "tpu")
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Where a program shall run.
+    """The devices that a program is planned and compiled for.
 
     Args:
-      name: as it was asked for: `"tpu:v5e:16x16"`; of the devices at hand their platform.
+      name: as given, such as `"tpu:v5e:16x16"`; the platform for the devices of this process.
       device: figures of one device.
-      devices: JAX's devices, of a topology if they are not here; in JAX's order.
-      ahead_of_time: whether they are not here: programs can be compiled, not run.
+      devices: JAX's devices, in JAX's order; those of a topology if described ahead of time.
+      ahead_of_time: whether the devices are only described: programs can be compiled, not run.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Target:
         return len(self.devices)
 
     def mesh(self, shape: Sequence[int], axis_names: Sequence[str]) -> Mesh:
-        """A mesh of the target's devices, to make shardings with.
+        """Return a mesh of the target's devices, to make shardings with.
 
         >>> dict(target("cpu").mesh((1, 1), ("data", "model")).shape)
         {'data': 1, 'model': 1}
@@ -103,33 +103,33 @@ class Target:
         return Mesh(np.array(self.devices[:size], dtype=object).reshape(shape), names)
 
     def __repr__(self) -> str:
-        where = "ahead of time" if self.ahead_of_time else "at hand"
+        where = "ahead of time" if self.ahead_of_time else "present"
         return f"Target({self.name!r}, {self.n_devices} x {self.device.name}, {where})"
 
 
 def target(name: str | Target | None = None) -> Target:
-    """The target of a name; the module's docstring has the grammar.
+    """Return the target of a name; the module's docstring has the grammar.
 
     >>> target("cpu").platform
     'cpu'
 
     Raises:
-      PlanError: the name is malformed or names no known device; what is needed to compile for it is
-        not installed; or the compiler does not know the shape.
+      PlanError: the name is malformed or its device unknown; the compiler for it is not installed; or
+        the compiler does not know the shape.
     """
     if isinstance(name, Target):
         return name
     if name is None or name == "":
         return _at_hand(None)
     if not isinstance(name, str):
-        raise PlanError(f"{name!r} is no target. {_GRAMMAR}")
+        raise PlanError(f"{name!r} is not a target. {_GRAMMAR}")
     platform, *rest = name.split(":")
     if platform not in _PLATFORMS:
         # A name that is only a model, "v5e:2x2", gets its platform.
         known = [f"{d.platform}:{d.name}" for d in DEVICES.values() if d.platform != "cpu"]
         near = next((k for k in known if k.split(":")[1] == platform), None)
         hint = f"did you mean {':'.join([near, *rest])!r}?" if near else closest(platform, known)
-        raise PlanError(f"target {name!r}: there is no platform {platform!r}; {hint} {_GRAMMAR}")
+        raise PlanError(f"target {name!r}: unknown platform {platform!r}; {hint} {_GRAMMAR}")
     if not rest:
         return _at_hand(platform)
     models = [d.name for d in DEVICES.values() if d.platform == platform]
@@ -137,7 +137,7 @@ def target(name: str | Target | None = None) -> Target:
         raise PlanError(f"target {name!r} has too many parts. {_GRAMMAR}")
     if rest[0] not in models:
         raise PlanError(
-            f"target {name!r}: there is no {platform.upper()} {rest[0]!r}; "
+            f"target {name!r}: unknown {platform.upper()} {rest[0]!r}; "
             f"{closest(rest[0], models)} {_GRAMMAR}"
         )
     return _described(name, platform, rest[0], rest[1] if len(rest) == 2 else None)
@@ -148,7 +148,7 @@ def _at_hand(platform: str | None) -> Target:
         devices = tuple(jax.devices(platform))
     except RuntimeError as error:
         raise PlanError(
-            f"there is no {str(platform).upper()} at hand (JAX: {str(error).splitlines()[0]}). "
+            f"this process has no {str(platform).upper()} (JAX: {str(error).splitlines()[0]}). "
             "Name a model to compile ahead of time: " + _GRAMMAR
         ) from error
     first = devices[0]
@@ -160,7 +160,7 @@ def _at_hand(platform: str | None) -> Target:
 
 
 def _limit_bytes(at_hand: jax.Device) -> int | None:
-    """What the allocator of a device at hand may use, where it says so."""
+    """Return the bytes that a present device's allocator may use, if it reports them."""
     stats = at_hand.memory_stats() if at_hand.platform != "cpu" else None
     return int(stats["bytes_limit"]) if stats and stats.get("bytes_limit") else None
 
@@ -178,18 +178,17 @@ _QUIET_LIBTPU = {
 _QUIET_CUDA = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 _N_CHIPS = re.compile(r"[1-9][0-9]{0,4}(x[1-9][0-9]{0,4}){1,2}")
 _N_GPUS = re.compile(r"[1-9][0-9]{0,4}(x[1-9][0-9]{0,4}x[1-9][0-9]{0,4})?")
-# What JAX and libtpu describe at most.
-_MOST_DEVICES = 65536
+_MOST_DEVICES = 65536  # devices that JAX and libtpu can describe
 
 
 @functools.lru_cache(maxsize=64)
 def _described(name: str, platform: str, model: str, shape: str | None) -> Target:
-    # Remembered, so that two targets of one name have the same devices and equal shardings.
+    # Cached, so that two targets of one name have the same devices and equal shardings.
     figures = DEVICES[model]
     pattern = _N_CHIPS if platform == "tpu" else _N_GPUS
     if shape is not None and not pattern.fullmatch(shape):
         raise PlanError(
-            f"target {name!r}: {shape!r} is no shape of a {platform.upper()}. {_GRAMMAR}"
+            f"target {name!r}: {shape!r} is not a shape of a {platform.upper()}. {_GRAMMAR}"
         )
     sizes = [int(size) for size in shape.split("x")] if shape else [1, 1]
     if math.prod(sizes) > _MOST_DEVICES:
@@ -212,7 +211,7 @@ def _tpu_devices(name: str, figures: Device, sizes: list[int]) -> tuple[jax.Devi
             raise PlanError(_tpu_problem(name, str(error))) from error
         except RuntimeError as error:  # no libtpu
             raise PlanError(
-                f"target {name!r} is compiled for by libtpu, which is not installed. "
+                f"target {name!r} needs libtpu to compile, which is not installed. "
                 f'pip install "jax[tpu]=={jax.__version__}" (no TPU is needed).'
             ) from error
     return tuple(description.devices)
@@ -241,11 +240,11 @@ def _gpu_devices(name: str, figures: Device, sizes: list[int]) -> tuple[jax.Devi
             )
         except NotImplementedError as error:
             raise PlanError(
-                f"target {name!r} is compiled for by JAX's CUDA plugin, which was not found. "
+                f"target {name!r} needs JAX's CUDA plugin to compile, which was not found. "
                 f"pip install --no-deps jax-cuda12-plugin=={jax.__version__} "
                 f"jax-cuda12-pjrt=={jax.__version__} (no GPU or driver is needed). If they are "
-                "installed, JAX looked for devices before this call and gave the plugin up: set "
-                "JAX_PLATFORMS=cpu."
+                "installed, JAX looked for devices before this call and discarded the plugin: "
+                "set JAX_PLATFORMS=cpu."
             ) from error
         except jax.errors.JaxRuntimeError as error:
             problem = str(error).splitlines()[0]
@@ -255,7 +254,7 @@ def _gpu_devices(name: str, figures: Device, sizes: list[int]) -> tuple[jax.Devi
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables that are not set, for as long as the context lasts."""
+    """Set environment variables that are unset, until the context ends."""
     ours = {key: value for key, value in variables.items() if key not in os.environ}
     os.environ.update(ours)
     try:
@@ -269,16 +268,16 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 def place(args: Any, target: Target) -> Any:
-    """Arguments to lower for a target with: arrays and structs as structs on the target's devices.
+    """Return the arguments to lower with: arrays as structs on the target's devices.
 
-    At hand, the arguments are returned as they are. Ahead of time, what each leaf has decides:
+    For present devices the arguments are returned as they are. Ahead of time, for each leaf:
 
-    * a `NamedSharding` on a mesh of the target's devices stays as it is;
+    * a `NamedSharding` on a mesh of the target's devices is kept;
     * a `NamedSharding` on other devices, or on an abstract mesh, moves to a mesh of the same shape
       and axis names of the target's devices;
-    * any other leaf is replicated over the mesh of the former, or stands on the target's first
-      device if there is none;
-    * what is no array (a Python number, a string) is left alone: it may be a static argument.
+    * any other array is replicated over that mesh, or placed on the target's first device if no leaf
+      has one;
+    * what is not an array (a Python number, a string) is left alone: it may be a static argument.
 
     >>> import jax.numpy as jnp
     >>> place({"x": jnp.ones(3), "n": 2}, target("cpu"))
@@ -330,7 +329,7 @@ def _unsharded(leaf: Any, meshes: Sequence[Mesh], target: Target) -> Any:
 
 
 def _memory_kind(sharding: Any) -> str | None:
-    """The host's pinned memory is a choice; any other kind is where the value was by default."""
+    """Return `pinned_host` if the sharding asks for it; other kinds are a device's default."""
     kind = getattr(sharding, "memory_kind", None)
     return kind if kind == "pinned_host" else None
 
@@ -353,10 +352,10 @@ def _fitting_size(shape: tuple[int, ...], target: Target) -> int:
 
 
 def n_shards(shape: Sequence[int], sharding: Any) -> int:
-    """Over how many devices an array of this shape is divided, and not copied.
+    """Return the shard count of an array; replicas do not count.
 
     Raises:
-      ValueError: the sharding is of no such array.
+      ValueError: the sharding does not fit the shape.
     """
     whole, part = math.prod(shape), math.prod(sharding.shard_shape(tuple(shape)))
     return max(1, whole // max(part, 1))
