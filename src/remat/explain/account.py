@@ -1,4 +1,4 @@
-"""What a step writes to memory, when it is live and what it is for.
+"""The values that a step writes to memory, when each is live, and what it is for.
 
 The values are those that fusion leaves: what is computed on the way inside a kernel occupies nothing.
 A step of the timeline is one kernel. A value lives from the kernel that writes it to the last that
@@ -29,7 +29,7 @@ from remat.solvers.simulate import no_remat
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """Values, steps and segments of a step, and what they add up to.
+    """The values, timeline and segments of a step, and their sums.
 
     Args:
       alias_bytes: of results that take over a donated argument's memory.
@@ -60,7 +60,7 @@ def account_of(
     results_from_start: bool,
     duplicates: bool,
 ) -> Account:
-    """Account for a step's memory and time.
+    """Return a step's values, timeline and sums.
 
     Args:
       results_from_start: whether the memory of results is there from the start.
@@ -70,25 +70,25 @@ def account_of(
 
 
 def temporaries_bytes(program: Program, *, duplicates: bool) -> int:
-    """The most that is live at once of what is neither argument nor result."""
+    """Return the largest number of live bytes, arguments and results left out."""
     fused = fuse(program, lambda *_: 0.0, lambda _: True, duplicates=duplicates)
     return no_remat(fused.graph).peak_bytes
 
 
 def source_of(op: Op) -> str:
-    """An operation's source line; of files below the current directory the name from there."""
+    """Return an operation's source line, relative to the current directory where it is below it."""
     return op.source.removeprefix(os.path.join(os.getcwd(), ""))
 
 
 def path_of(op: Op) -> str:
-    """Where an operation is, without JAX's own scopes."""
+    """Return an operation's name scope, without JAX's own scopes."""
     names = op.path.split("/")
     return "/".join(n for n in names if n not in ("rematted_computation", "checkpoint"))
 
 
 @dataclasses.dataclass
 class _Use:
-    """A written value: where it is made and used."""
+    """A written value: where it is computed and used."""
 
     born: int
     dies: int
@@ -110,7 +110,7 @@ class _Accounting:
         self.uses = self._uses()
 
     def _roots(self) -> list[int | None]:
-        """For each output of the program the value that is written for it, None if it is an input."""
+        """Return the value written for each output of the program; None for an input."""
         found: list[int | None] = []
         for v in self.program.outputs:
             while (i := self.producer.get(v)) is not None and is_view(self.program.ops[i]):
@@ -132,7 +132,7 @@ class _Accounting:
                         uses[v].readers.append(kernel)
         return uses
 
-    # What becomes of values
+    # Kinds and lifetimes of values
 
     def kind(self, v: int) -> Kind:
         phases = self.sides.phases
@@ -238,7 +238,7 @@ class _Accounting:
         return found, alias_bytes
 
     def uses_of(self, v: int) -> int:
-        """The step at which a written value is made."""
+        """Return the timeline's step at which a value is written."""
         return self.uses[v].born if v in self.uses else 0
 
     def _written(self) -> list[Value]:
@@ -275,7 +275,7 @@ class _Accounting:
         return found
 
     def _moved(self) -> dict[int, int]:
-        """Values that are copied to the host and back: the one here -> the one that came back."""
+        """Return the values that are offloaded: from the value to the fetched copy of it."""
         ops, host = self.program.ops, self.sides.host_bytes
         sent = {
             op.results[0]: op.operands[0]
@@ -289,7 +289,7 @@ class _Accounting:
         return found
 
     def _workspaces(self) -> list[Value]:
-        """What loops and branches need while they run."""
+        """Yield the workspace of loops and branches."""
         found = []
         for kernel in self.kernels:
             op = self.program.ops[kernel]
@@ -325,7 +325,7 @@ class _Accounting:
 
     @property
     def _names(self) -> dict[int, str]:
-        """The checkpoint names of values: those of the copies that `checkpoint_name` returned."""
+        """Return the checkpoint names of values, which belong to the copies `checkpoint_name` made."""
         found = self.__dict__.get("_named")
         if found is None:
             found = {}
@@ -343,7 +343,7 @@ class _Accounting:
     # Segments
 
     def _segment_of(self) -> dict[int, int]:
-        """The region that a kernel belongs to, forward or backward."""
+        """Return the region that a kernel belongs to."""
         sides = self.sides
         found = {k: sides.regions[k] for k in self.kernels if sides.regions[k] != -1}
         for i, op in enumerate(self.program.ops):
@@ -383,7 +383,7 @@ class _Accounting:
         return made + self._loops(len(sides.all_regions))
 
     def _loops(self, number: int) -> list[Segment]:
-        """Loops whose backward half recomputes in its body: each is a segment of one step."""
+        """Yield loops whose backward body recomputes: each is a segment of one step."""
         made: list[Segment] = []
         for kernel in self.kernels:
             op, eqn = self.program.ops[kernel], self.sides.eqns[kernel]
@@ -408,7 +408,7 @@ class _Accounting:
         )
 
     def saved_by(self, number: int) -> int:
-        """Bytes that the forward pass computes and one region reads in its backward half."""
+        """Return the bytes of the forward pass that a region's backward half reads."""
         operands = dict.fromkeys(self.sides.all_regions[number].operands)
         roots = {_behind(v, self.program, self.producer) for v in operands}
         return sum(
@@ -451,7 +451,7 @@ class _Accounting:
         return share
 
     def _residual_bytes(self) -> tuple[int, int]:
-        """What crosses from the forward pass to the backward pass, before fusion."""
+        """Return the residuals: values of the forward pass that the backward pass reads, unfused."""
         program, phases = self.before.program, self.before.phases
         producer = {v: i for i, op in enumerate(program.ops) for v in op.results}
         later: tuple[Phase, ...] = ("backward", "recompute")
@@ -465,7 +465,7 @@ class _Accounting:
 
 
 def recomputed_inside(eqn: _jax.JaxprEqn) -> int:
-    """FLOPs that are recomputed inside of one equation, as often as it runs them."""
+    """Return the FLOPs that one equation recomputes, times its trip counts."""
     if is_region(eqn):
         return _recomputed_in_region(eqn)
     if not _jax.has_body(eqn):
@@ -483,19 +483,19 @@ def _recomputed_in_region(eqn: _jax.JaxprEqn) -> int:
 
 
 def _behind(v: int, program: Program, producer: Mapping[int, int]) -> int:
-    """The value that another is a view or a copy of."""
+    """Return the value that another is a view or a copy of."""
     while (i := producer.get(v)) is not None and _passes_on(program.ops[i]):
         v = program.ops[i].operands[0]
     return v
 
 
 def _passes_on(op: Op) -> bool:
-    """Whether a result is the operand, or that rounded as it is anyway."""
+    """Return whether an operation is a view, or rounds to the type its operand has."""
     return is_view(op) or op.name == "reduce_precision"
 
 
 def label(op: Op) -> str:
-    """What an operation is called on the timeline."""
+    """Return an operation's name on the timeline."""
     path = path_of(op)
     what = op.label or op.name
     return f"{path}: {what}" if path else what

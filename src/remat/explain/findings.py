@@ -1,4 +1,4 @@
-"""What the reader of an explanation should know, each with the next step to take.
+"""Findings: what the reader of an explanation should know, each with the next step to take.
 
 Most are reasons why rematerialization had less effect than was hoped for. Each is found from what the
 step does, not from how it is written:
@@ -36,7 +36,7 @@ from remat.units import format_bytes
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Facts:
-    """What findings are made from.
+    """The facts that findings are derived from.
 
     Args:
       compiled: the compiler's figures, if it was asked.
@@ -52,7 +52,7 @@ class Facts:
 
 
 def findings_of(facts: Facts) -> tuple[Finding, ...]:
-    """All findings about a step, of each kind at most one for each policy or loop."""
+    """Return all findings about a step: of each kind at most one per policy or loop."""
     if "backward" not in facts.sides.phases:
         return (
             Finding(
@@ -107,12 +107,12 @@ def _undone(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
         return
     if compiled.temp_bytes < 1.15 * predicted:
         return
-    # The prediction is not exact enough to say so; the compiler is. Those regions are tried that may
-    # be undone, so that others beside them do not hide it.
+    # The prediction is not exact enough to tell, so the step is compiled with those regions inlined that
+    # the compiler may merge; other regions stay, so that they do not hide the difference.
     outside = [f.eqn for f in found if not f.in_loop]
     exposed = [eqn for eqn in outside if _is_exposed(eqn)]
     inlined = facts.compiled_inlined(_is_exposed if exposed else lambda _: True)
-    # Compilers order what is written out a little differently; of ours none should be undone at all.
+    # Compilers schedule inlined code slightly differently, so a small difference proves nothing.
     if inlined is None or compiled.temp_bytes < (0.9 if exposed else 0.97) * inlined:
         return
     if any(not _prevents(eqn) for eqn in outside):
@@ -137,7 +137,7 @@ def _undone(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
 
 
 def _is_exposed(eqn: _jax.JaxprEqn) -> bool:
-    """Whether a region is one that a compiler may merge with the forward pass."""
+    """Return whether a compiler may merge a region with the forward pass."""
     return eqn.primitive.name != "remat" or not _prevents(eqn)
 
 
@@ -164,7 +164,7 @@ def _matched_nothing(facts: Facts, found: list[regions.Found]) -> Iterator[Findi
         else:
             looked_at = [facts.step.jaxpr]
         if any(map(regions.hides_names, looked_at)):
-            # The forward rule of a custom derivative shows once it is differentiated.
+            # The forward rule of a custom derivative is traced only when it is differentiated.
             looked_at.append(facts.step.jaxpr)
         if any(True for body in looked_at for _ in regions.matches(policy, body)):
             yield from _names_unknown(facts, policy)
@@ -175,7 +175,10 @@ def _matched_nothing(facts: Facts, found: list[regions.Found]) -> Iterator[Findi
 
 
 def _names_unknown(facts: Facts, policy: object) -> Iterator[Finding]:
-    """Of a policy of JAX that saves something; ours refuse such names, unless they are told not to."""
+    """Return the finding on names that a JAX policy saves and the step does not have.
+
+    Our own policies refuse unknown names unless `strict=False`.
+    """
     if isinstance(policy, policies.Policy):
         return
     known = regions.names_in(facts.step.jaxpr)
@@ -260,7 +263,7 @@ def _at_once(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
 
 
 def _no_gain(facts: Facts, found: list[regions.Found], percent: float) -> Finding:
-    """Why the peak stays although something is recomputed: by what is live there."""
+    """Return why the peak is no lower although values are recomputed, from what is live there."""
     at = timeline(facts.account.values, facts.account.steps).peak_step or 0
     live = live_at(facts.account.values, at)
     saved, again = (sum(v.n_bytes for v in live if v.kind == k) for k in ("saved", "recomputed"))

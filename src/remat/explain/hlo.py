@@ -1,4 +1,4 @@
-"""What a compiled program holds when most is live, read from the compiler's own text.
+"""The arrays that are live at a compiled program's peak, parsed from the compiler's text.
 
 The text of a compiled program (`compiled.as_text()`) lists its instructions in the order in which they
 run, so the live arrays can be counted there: a buffer lives from the instruction that writes it to the
@@ -33,7 +33,7 @@ _NO_MEMORY = frozenset(("constant", "partition-id", "replica-id", "after-all", "
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """One array that is live at the peak: its size, type, what made it, and whether in a loop's body."""
+    """An array that is live at the peak: its size, type, origin, and whether a loop holds it."""
 
     n_bytes: int
     type: str
@@ -43,7 +43,7 @@ class Held:
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """The fullest moment of a compiled program, arguments and results left out."""
+    """The peak of a compiled program, arguments and results left out."""
 
     n_bytes: int
     held: tuple[Held, ...]
@@ -60,7 +60,7 @@ class _Instruction:
 
 
 def peak_of(text: str) -> Peak | None:
-    """The peak of a compiled program's entry computation; None if the text is not understood.
+    """Return the peak of a compiled program's entry computation; None if the text cannot be parsed.
 
     >>> peak_of("nothing that a compiler wrote") is None
     True
@@ -178,7 +178,7 @@ class _Counting:
     def _buffers(
         self, one: _Instruction, buffers: dict[str, list[list[int]]]
     ) -> list[list[int]] | None:
-        """The buffers that an instruction passes on; None if it writes new ones."""
+        """Return the operands whose buffers an instruction returns; None if it writes new ones."""
         if one.opcode in _NO_MEMORY or one.opcode == "parameter":
             return []
         if one.opcode == "tuple":

@@ -1,4 +1,4 @@
-"""A step's program with its parts told apart: forward, recomputed, backward, update.
+"""The phase of each operation of a step: forward, recomputed, backward or update.
 
 The rule, for each operation:
 
@@ -27,7 +27,7 @@ from remat.program.program import Op, Program, without_dead
 from remat.report.model import Phase
 
 _REGIONS = ("remat", "remat2", "checkpoint", "remat_linear")
-# Copies of a value that are the value.
+# Primitives whose result has the value of their operand.
 _COPIES = names_where("is_copy")
 
 
@@ -48,7 +48,7 @@ class Region:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PhasedProgram:
-    """A program, and which part of the step each of its operations is.
+    """A program, and the phase of each of its operations.
 
     Args:
       program: without what is not needed.
@@ -70,7 +70,7 @@ class PhasedProgram:
     host_bytes: dict[int, int]
 
     def undone(self) -> Program:
-        """The program that is left if all recomputation is merged with the forward pass."""
+        """Return the program that is left if all recomputation is merged with the forward pass."""
         copies = self.same
 
         def first(v: int) -> int:
@@ -88,7 +88,7 @@ class PhasedProgram:
 
 
 def merged(sides: PhasedProgram) -> PhasedProgram:
-    """The same with what is computed twice outside of regions computed once, as compilers do."""
+    """Merge repeated operations outside of regions, as compilers do."""
     program = sides.program
     first: dict[Any, tuple[int, ...]] = {}
     of: dict[int, int] = {}
@@ -118,8 +118,8 @@ def merged(sides: PhasedProgram) -> PhasedProgram:
 
 
 def phased_program(jaxpr: _jax.Jaxpr, shards: Sequence[int]) -> PhasedProgram:
-    """The program of a step and its parts."""
-    # All effects stay, and so do all inputs.
+    """Return the program of a step and the phases of its operations."""
+    # Dead code goes; effects and inputs stay.
     live, used = _jax.dce(jaxpr, [True] * len(jaxpr.outvars))
     reader = _Reader()
     reader.enter(jaxpr.invars, shards)
@@ -216,7 +216,7 @@ class _Reader(ProgramWriter):
         where, op = self._at(eqn), self.ops[-1]
         names = op.path.split("/")
         if where.region != -1 and names[: len(names) // 2] == names[len(names) // 2 :]:
-            # A planned region's operations bring the scopes along that the region stands in.
+            # The name stacks of a planned region's operations repeat the scopes around the region.
             op = self.ops[-1] = dataclasses.replace(op, path="/".join(names[len(names) // 2 :]))
         derived = any(v in self._derived for v in op.operands)
         known = self.regions[where.region].eqn.params if where.region != -1 else {}
@@ -234,7 +234,7 @@ class _Reader(ProgramWriter):
 
 
 def _phases(program: Program, notes: Sequence[_Note]) -> tuple[Phase, ...]:
-    """The parts, with what only the update needs told from the forward pass."""
+    """Return the phases, with operations that only the update needs taken from the forward pass."""
     phases: list[Phase] = [note.phase for note in notes]
     serves: set[int] = set()  # values that the gradient needs
     for i in reversed(range(len(phases))):
@@ -249,12 +249,12 @@ def _phases(program: Program, notes: Sequence[_Note]) -> tuple[Phase, ...]:
 
 
 def is_region(eqn: _jax.JaxprEqn) -> bool:
-    """Whether an equation is the backward half of a rematerialized region."""
+    """Return whether an equation is the backward half of a rematerialized region."""
     return eqn.primitive.name in _REGIONS and bool(eqn.params.get("differentiated"))
 
 
 def parts(eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
-    """The equations of a region's body: those that recompute, and those on cotangents."""
+    """Return the equations of a region's body: those that recompute, and those on cotangents."""
     flags = eqn.params.get("cotangents")
     derived = {v for v, flag in zip(body.invars, flags or ()) if flag}
     again: list[_jax.JaxprEqn] = []
@@ -284,11 +284,11 @@ def _same(program: Program, notes: Sequence[_Note], literals_of: dict[int, str])
             continue
         written = tuple(str(v) for v in note.eqn.invars if not _jax.is_var(v))
         types = tuple(program.types[v] for v in op.results)
-        # What an operation does beside its name; calls and bodies are told apart by their lines.
+        # Parameters distinguish operations of one name; calls and loops are distinguished by source line.
         params = "" if any(_jax.jaxprs_of(note.eqn)) else str(sorted(note.eqn.params.items()))
         key = (op.name, op.source, alike, written, types, params)
         if note.phase == "forward":
-            # What the forward pass computes twice itself (a mask in each layer) is one value too.
+            # A value that the forward pass computes twice (a mask in each layer) is one value too.
             copy_of.update(zip(op.results, first.setdefault(key, op).results))
         elif note.phase == "recompute" and key in first:
             again = first[key].results
@@ -298,5 +298,5 @@ def _same(program: Program, notes: Sequence[_Note], literals_of: dict[int, str])
 
 
 def is_view(op: Op) -> bool:
-    """Whether an operation's result is its operand, seen otherwise."""
+    """Return whether an operation's result is a view of its operand."""
     return op.fusion is Fusion.VIEW and len(op.operands) == 1

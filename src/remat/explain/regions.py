@@ -1,4 +1,4 @@
-"""What policies and regions did, as facts about jaxprs.
+"""Facts about policies and regions, read from jaxprs.
 
 After differentiation a region is its backward half: what it recomputes, and the part that depends on
 the cotangents. What its policy saved is not in there any more. So whether a policy matched anything is
@@ -20,7 +20,7 @@ from remat.transform import planned, policies
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Found:
-    """A region's backward half, wherever it is.
+    """A region's backward half, at any depth.
 
     Args:
       eqn: the equation.
@@ -42,7 +42,7 @@ class Found:
 def all_regions(
     jaxpr: _jax.Jaxpr, times: int = 1, outer: Found | None = None, *, in_loop: bool = False
 ) -> Iterator[Found]:
-    """The backward halves of regions at any depth, outer ones first."""
+    """Yield the backward halves of regions at any depth, outer ones first."""
     for eqn in jaxpr.eqns:
         inner = outer
         if is_region(eqn):
@@ -55,7 +55,7 @@ def all_regions(
 
 
 def checkpointed_loops(jaxpr: _jax.Jaxpr) -> Iterator[_jax.JaxprEqn]:
-    """The backward halves of loops that keep some states and run the steps between once more."""
+    """Yield the backward halves of loops that keep some states and recompute the steps between."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "remat_linear" and _jax.is_transposed(eqn):
             yield eqn
@@ -64,7 +64,7 @@ def checkpointed_loops(jaxpr: _jax.Jaxpr) -> Iterator[_jax.JaxprEqn]:
 
 
 def chooses(policy: Any) -> bool:
-    """Whether a policy is one of the user's that means to save something."""
+    """Return whether a policy is the user's own and meant to save something."""
     if policy is None or policy is planned.save_all or policy is policies.nothing_saveable:
         return False
     if isinstance(policy, (planned.Decisions, planned.Backward)) or planned.is_call(policy):
@@ -74,7 +74,7 @@ def chooses(policy: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """A value that a policy saves: its bytes in all, its type and the line that makes it."""
+    """A value that a policy saves: total bytes, type and source line."""
 
     n_bytes: int
     type: str
@@ -82,7 +82,7 @@ class Match:
 
 
 def matches(policy: Any, jaxpr: _jax.Jaxpr, *, times: int = 1) -> Iterator[Match]:
-    """What a policy saves of what a jaxpr computes, at any depth, backward halves left out."""
+    """Return the values of a jaxpr that a policy saves, at any depth, backward halves left out."""
     opinion = policies.as_policy(policy).opinion
     named = policies.names_of_values(jaxpr)
     for eqn in jaxpr.eqns:
@@ -102,7 +102,7 @@ def matches(policy: Any, jaxpr: _jax.Jaxpr, *, times: int = 1) -> Iterator[Match
 
 
 def regions_with(policy: Any, jaxpr: _jax.Jaxpr) -> Iterator[_jax.JaxprEqn]:
-    """The regions of a function that was not differentiated that have this policy."""
+    """Return the regions with this policy of a function that was not differentiated."""
     for eqn in jaxpr.eqns:
         if "prevent_cse" in eqn.params and eqn.params.get("policy") is policy:
             yield eqn
@@ -111,13 +111,13 @@ def regions_with(policy: Any, jaxpr: _jax.Jaxpr) -> Iterator[_jax.JaxprEqn]:
 
 
 def live_body(eqn: _jax.JaxprEqn) -> _jax.Jaxpr:
-    """A region's body without what its results do not need."""
+    """Return a region's body without dead code."""
     body = _jax.open_jaxpr(eqn.params["jaxpr"])
     return _jax.dce(body, [True] * len(body.outvars))[0]
 
 
 def names_in(jaxpr: _jax.Jaxpr) -> dict[str, str]:
-    """The checkpoint names at any depth, and the line that first gives each."""
+    """Return the checkpoint names at any depth, with the source line that first gives each."""
     found: dict[str, str] = {}
     for eqn in jaxpr.eqns:
         name = _jax.checkpoint_name_of(eqn)
@@ -130,7 +130,7 @@ def names_in(jaxpr: _jax.Jaxpr) -> dict[str, str]:
 
 
 def runs(jaxpr: _jax.Jaxpr, primitive: str) -> bool:
-    """Whether a primitive is in a jaxpr at any depth."""
+    """Return whether a jaxpr applies a primitive, at any depth."""
     return any(
         eqn.primitive.name == primitive
         or any(runs(_jax.open_jaxpr(body), primitive) for body in _jax.jaxprs_of(eqn))
@@ -139,7 +139,7 @@ def runs(jaxpr: _jax.Jaxpr, primitive: str) -> bool:
 
 
 def hides_names(jaxpr: _jax.Jaxpr) -> bool:
-    """Whether something in a jaxpr has a derivative of its own, whose values are not in the jaxpr."""
+    """Return whether a jaxpr calls a custom derivative, whose values the jaxpr does not show."""
     return any(
         _jax.has_hidden_rules(eqn)
         or any(hides_names(_jax.open_jaxpr(b)) for b in _jax.jaxprs_of(eqn))
@@ -148,12 +148,12 @@ def hides_names(jaxpr: _jax.Jaxpr) -> bool:
 
 
 def names_wanted(policy: Any) -> tuple[str, ...]:
-    """The names that a policy is to save, as far as it shows them."""
+    """Return the names that a policy saves, where it exposes them."""
     if isinstance(policy, policies.Policy):
         parts = [getattr(part, "names", ()) for part in policy.parts()]
         return tuple(dict.fromkeys(name for names in parts for name in names))
     found: dict[str, None] = {}
-    # Functions of JAX hold them in their closure, its newer policies as attributes.
+    # JAX's policy functions hold them in their closure, its newer policies as attributes.
     held = [cell.cell_contents for cell in getattr(policy, "__closure__", None) or ()]
     held += list(vars(policy).values()) if hasattr(policy, "__dict__") else []
     for item in held:
@@ -167,7 +167,7 @@ def names_wanted(policy: Any) -> tuple[str, ...]:
 
 
 def split(eqn: _jax.JaxprEqn) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
-    """A backward half's equations: those that recompute, and those on cotangents; calls written out."""
+    """Return a backward half's inlined equations: those that recompute, and those on cotangents."""
     return parts(eqn, _jax.inline_calls(_jax.open_jaxpr(eqn.params["jaxpr"]), _call))
 
 
@@ -176,7 +176,7 @@ def _call(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
 
 
 def inlined(jaxpr: _jax.Jaxpr, chosen: Callable[[_jax.JaxprEqn], bool]) -> _jax.Jaxpr:
-    """A step with some of its regions written out, which a compiler merges with the forward pass."""
+    """Return a step with some of its regions inlined, so that compilers can merge them."""
 
     def region(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
         is_one = eqn.primitive.name in ("remat", "remat2", "checkpoint") and chosen(eqn)

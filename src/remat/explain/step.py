@@ -1,4 +1,4 @@
-"""A function or training step, traced as `jax.jit` would trace it for a target.
+"""Trace a function or training step as `jax.jit` would trace it for a target.
 
 A function that holds no gradient of its own is explained with one: it is run forward, and backward
 from a cotangent of ones to its first argument. That is `jax.value_and_grad` where the result is one
@@ -21,13 +21,13 @@ from remat.transform.residuals import Residuals, residuals
 
 _jax.exclude_from_tracebacks(__file__)
 
-#: What inputs are called that the function closes over.
+#: The name of inputs that the function closes over.
 CLOSED_OVER = "closed-over constant"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedStep:
-    """A step as JAX compiles it.
+    """A step as JAX compiles it, with the names and shard counts of its inputs.
 
     Args:
       title: the function's name.
@@ -53,7 +53,7 @@ class TracedStep:
 
 
 def traced_step(f: Callable, args: tuple, kwargs: dict[str, Any], target: Target) -> TracedStep:
-    """Trace a function or step with arguments of it, on a target."""
+    """Return a function or step, traced with its arguments for a target."""
     if isinstance(f, (jax.stages.Lowered, jax.stages.Compiled)):
         raise TypeError(
             "remat.explain takes the function itself, jitted or not: a program that is lowered or "
@@ -78,7 +78,7 @@ def traced_step(f: Callable, args: tuple, kwargs: dict[str, Any], target: Target
 
 
 class _Arguments:
-    """A function's arguments, with those apart that its `jax.jit` takes as static."""
+    """A function's arguments, separated into static ones and inputs of the program."""
 
     def __init__(self, f: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         numbers, names = _jax.static_arguments(f)
@@ -89,13 +89,13 @@ class _Arguments:
 
     @property
     def dynamic(self) -> tuple[tuple, dict[str, Any]]:
-        """The arguments that are inputs of the program."""
+        """Return the arguments that are inputs of the program."""
         named = {k: v for k, v in self.kwargs.items() if k not in self._fixed_names}
         return tuple(self.args[i] for i in self._passed), named
 
     @property
     def of_dynamic(self) -> Callable:
-        """The function of them alone."""
+        """Return the function of the inputs alone."""
         if not self._fixed and not self._fixed_names:
             return self.f
 
@@ -109,7 +109,7 @@ class _Arguments:
         return function
 
     def names(self, n_inputs: int) -> tuple[str, ...]:
-        """What the inputs are called."""
+        """Return the names of the inputs."""
         args, kwargs = self.args, self.kwargs
         return _jax.argument_names(
             self.f, args, kwargs, n_inputs, tuple(self._fixed), tuple(self._fixed_names)
@@ -117,15 +117,15 @@ class _Arguments:
 
 
 def has_gradient(f: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a function holds a gradient of its own."""
+    """Return whether a function computes a gradient itself."""
     f, args, kwargs = _of_arrays(f, args, kwargs)
     return _has_gradient(_jax.open_jaxpr(_trace(f, args, kwargs).jaxpr))
 
 
 def value_and_gradient(f: Callable) -> Callable:
-    """A function's result, and its gradient with respect to the first argument."""
+    """Return a function's result and its gradient with respect to the first argument."""
 
-    # By the same name in the compiled program and in its analysis.
+    # The name is the same in the compiled program and in its analysis.
     @_jax.wraps(f)
     def step(*args: Any, **kwargs: Any) -> Any:
         return _value_and_gradient(f, args, kwargs)
@@ -144,7 +144,7 @@ def _trace(f: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _of_arrays(
     f: Callable, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[Callable, tuple, dict[str, Any]]:
-    """The function of the arrays alone, where its arguments hold other leaves, as Equinox's do."""
+    """Return a function of the arrays alone; arguments may hold other leaves, as Equinox's do."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     others = {i: x for i, x in enumerate(leaves) if not hasattr(x, "dtype") and not _is_number(x)}
     if not others or hasattr(f, "trace"):  # a jitted function says itself which it takes
@@ -172,7 +172,7 @@ def _made(
     n_inputs = len(jaxpr.invars) - n_consts
     leaves = jax.tree.leaves(arguments.dynamic)
     infos = jax.tree.leaves(traced.args_info, is_leaf=lambda x: hasattr(x, "donated"))
-    # What `remat.fit` takes as static is among the arguments but not among the inputs.
+    # Static arguments of `remat.fit` are among the arguments but not among the inputs.
     if len(leaves) != n_inputs:
         leaves = [x for x in leaves if hasattr(x, "shape")]
     known = len(leaves) == n_inputs == len(infos)
@@ -209,7 +209,7 @@ def _divided(leaf: Any) -> int:
 
 
 def _has_gradient(jaxpr: _jax.Jaxpr) -> bool:
-    """Whether something in a jaxpr was transposed or cut for it."""
+    """Return whether a jaxpr holds a derivative: a transposed equation, or half of a cut region."""
     for eqn in jaxpr.eqns:
         if _jax.is_transposed(eqn) or eqn.params.get("differentiated"):
             return True
