@@ -16,7 +16,8 @@ FRAMEWORKS = ("flax", "equinox", "haiku", "brainstate")
 # In flow order: a module imports only from those above it.
 LAYERS = [
     ("errors",),
-    ("units", "json_lines", "cache"),
+    ("units", "files"),
+    ("json_lines", "cache"),
     ("solvers.graph",),
     ("solvers.simulate",),
     ("solvers.mincut",),
@@ -63,7 +64,7 @@ LAYERS = [
     ("planner.levels",),
     ("planner.plan",),
     ("planner.fit",),
-    ("report.model", "report.files"),
+    ("report.model",),
     ("report.codec", "report.timeline", "report.groups"),
     ("report.document",),
     ("report.outline", "report.payload", "report.perfetto"),
@@ -80,7 +81,8 @@ LAYERS = [
     ("__main__",),
 ]
 # Modules that run on hand-made graphs, without JAX.
-PURE = ("errors", "units", "json_lines", "solvers", "ir.formulas", "ir.operations", "program.devices",
+PURE = ("errors", "files", "units", "json_lines",
+        "solvers", "ir.formulas", "ir.operations", "program.devices",
         "program.program", "program.fusion", "cache", "planner.decide", "planner.bodies",
         "planner.plan_file", "loops.schedules", "loops.nesting", "globs", "report", "explain.hlo",
 )  # fmt: skip

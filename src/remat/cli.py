@@ -32,16 +32,16 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from remat.errors import BudgetError, PolicyError, RematError, closest
+from remat.errors import BudgetError, PolicyError, RematError, ReportError, closest
 from remat.explain import explain as make_explanation
 from remat.explain.step import has_gradient, value_and_gradient
+from remat.files import write_text
 from remat.planner.fit import fit
 from remat.planner.plan import plan as make_plan
 from remat.planner.plan_file import Plan
 from remat.planner.regions import auto
 from remat.program.devices import DEVICES
 from remat.report.explanation import Explanation
-from remat.report.files import write
 from remat.report.model import ParetoPoint
 from remat.transform import policies
 from remat.transform.checkpoint import checkpoint
@@ -426,7 +426,7 @@ def explain(
         given = _planned(subject, budget, target)
     made = _explained(subject, given, policy, target, not no_compile)
     if html is not None:
-        write(html, made.to_html())
+        write_text(html, made.to_html(), ReportError)
         click.echo(f"wrote {html}", err=True)
     if as_json:
         _say(made.to_json())
@@ -472,7 +472,8 @@ def plan(
         click.echo(f"wrote {output}", err=True)
     if html is not None:
         page = _explained(subject, made, None, target, True)
-        write(html, dataclasses.replace(page, pareto=_points_of(made, "the plan")).to_html())
+        page = dataclasses.replace(page, pareto=_points_of(made, "the plan"))
+        write_text(html, page.to_html(), ReportError)
         click.echo(f"wrote {html}", err=True)
     _say(made.to_json() if as_json else made.explain())
 
@@ -526,7 +527,7 @@ def report(
             if name != "everything_saveable":
                 under = _explained(subject, None, policy, target, True, f"compiling with {name}")
                 points.append(_point(under, f"whole loss {name}"))
-    write(html, dataclasses.replace(made, pareto=tuple(points)).to_html())
+    write_text(html, dataclasses.replace(made, pareto=tuple(points)).to_html(), ReportError)
     _say(f"wrote {html}")
 
 
@@ -557,7 +558,7 @@ def compare(
     )
     found = first.diff(second)
     if html is not None:
-        write(html, found.to_html())
+        write_text(html, found.to_html(), ReportError)
         click.echo(f"wrote {html}", err=True)
     if as_json:
         _say(found.to_json())

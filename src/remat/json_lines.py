@@ -1,4 +1,4 @@
-"""JSON files that people edit: read with the line of every mistake, written all or nothing.
+"""JSON files that people edit: read with the line of every mistake.
 
 `json` reports lines for broken syntax only, and a file that is damaged by hand is more often
 well-formed and wrong. A `Reader` therefore walks the outer objects and lists itself, so that whoever
@@ -10,14 +10,9 @@ names the file and the line.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import secrets
-import stat
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
 from remat.errors import RematError
@@ -25,57 +20,6 @@ from remat.errors import RematError
 _DEEPEST = 100
 _SPACE = re.compile(r"[ \t\r\n]*")
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
-
-
-def read_text(
-    path: str | os.PathLike[str], error: type[RematError], most_bytes: int | None = None
-) -> str:
-    """The text of a file in UTF-8; the error names the path, and the line of what is no UTF-8.
-
-    Args:
-      most_bytes: a file that is longer is refused, and not read any further.
-    """
-    try:
-        if most_bytes is not None and not stat.S_ISREG(os.stat(path).st_mode):
-            # A pipe would have us wait for its other end.
-            raise ValueError("not a regular file")
-        with open(path, "rb") as file:
-            content = file.read(-1 if most_bytes is None else most_bytes + 1)
-    except (OSError, ValueError) as problem:  # a ValueError for a name that no file can have
-        raise error(f"{path}: cannot be read ({_reason(problem)}); check the path.") from problem
-    if most_bytes is not None and len(content) > most_bytes:
-        raise error(f"{path}: longer than {most_bytes} bytes, as no such file is; check the path.")
-    try:
-        return content.decode("utf-8-sig")  # some editors begin a file with a mark
-    except UnicodeDecodeError as problem:
-        line = problem.object[: problem.start].count(b"\n") + 1
-        why = f"{path}, line {line}: not UTF-8 text ({problem.reason}); save it in that encoding."
-        raise error(why) from problem
-
-
-def write_text(path: str | os.PathLike[str], text: str, error: type[RematError]) -> None:
-    """Write a file in UTF-8; a reader sees the old file or the new one, never a half."""
-    path = Path(path)
-    partial = None
-    try:
-        # A name that nobody can have put a link at, and no file that is there is written to.
-        partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
-        with open(partial, "x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())  # or a crash could leave the new name with no content
-        os.replace(partial, path)
-    except (OSError, ValueError) as problem:
-        why = f"{path}: cannot be written ({_reason(problem)}); choose another path."
-        raise error(why) from problem
-    finally:
-        if partial is not None:
-            with contextlib.suppress(OSError, ValueError):  # it is there if something went wrong
-                partial.unlink()
-
-
-def _reason(problem: OSError | ValueError) -> str:
-    return str(getattr(problem, "strerror", None) or problem)
 
 
 def shown(value: object) -> str:

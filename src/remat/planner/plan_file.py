@@ -25,7 +25,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from remat.errors import PlanError, closest
-from remat.json_lines import Reader, read_text, shown, write_text
+from remat.files import read_text, write_text
+from remat.json_lines import Reader, shown
 from remat.units import format_bytes, format_flops, format_seconds
 
 _FORMAT = "remat plan"
@@ -332,7 +333,7 @@ class Plan(_Checked):
             the line and why.
         """
         text = read_text(path, PlanError, _MOST_FILE_BYTES)
-        return cls.from_json(text, os.fspath(path))
+        return cls.from_json(text, os.fsdecode(path))
 
     def to_json(self) -> str:
         """The text of the plan's file."""

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from remat.errors import MissingExtraError, ReportError
+from remat.files import read_text, write_text
 from remat.report import codec
 from remat.report.difference import Difference, difference
-from remat.report.files import write
 from remat.report.fragment import to_fragment
 from remat.report.groups import Group, groups
 from remat.report.html import to_page
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMAT = "remat.explanation"
+_MOST_FILE_BYTES = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,15 +116,15 @@ class Explanation(ExplanationData):
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write a file in the format of its name: .html, .json, .md, .txt or .trace.json.
 
-        An existing file of that name is replaced, in one step.
+        An existing file of that name is replaced, in one step; it keeps its mode.
 
         Raises:
           ReportError: the name ends in none of these, or the file cannot be written.
         """
-        name = os.fspath(path)
+        name = os.fsdecode(path)
         for suffix, render in _RENDERINGS.items():
             if name.lower().endswith(suffix):
-                return write(path, render(self))
+                return write_text(path, render(self), ReportError)
         raise ReportError(f"{name!r}: name the file {', '.join('*' + s for s in _RENDERINGS)}.")
 
     @classmethod
@@ -133,10 +134,7 @@ class Explanation(ExplanationData):
         Raises:
           ReportError: it cannot be read or is no explanation.
         """
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ReportError(f"{path}: cannot be read ({error}).") from error
+        text = read_text(path, ReportError, _MOST_FILE_BYTES)
         try:
             return cls.from_json(text)
         except ReportError as error:

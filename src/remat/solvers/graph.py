@@ -30,7 +30,8 @@ import re
 from typing import Any
 
 from remat.errors import GraphError
-from remat.json_lines import Reader, read_text, shown, write_text
+from remat.files import read_text, write_text
+from remat.json_lines import Reader, shown
 
 # Sums of bytes are also taken in 64-bit integers and in doubles (by the solvers), both of which
 # are exact up to here: 8 PiB.
@@ -117,7 +118,7 @@ class Graph:
           GraphError: the file cannot be read or is damaged; the message names the line and why.
         """
         text = read_text(path, GraphError)
-        return _Reader(os.fspath(path), text, GraphError).graph()
+        return _Reader(os.fsdecode(path), text, GraphError).graph()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON file that `load` reads: one node a line, so that files can be compared."""

@@ -1,0 +1,206 @@
+"""Whole files, read and written; every failure is one typed error that names the path.
+
+Writing is all or nothing: the text goes to a temporary file in the same folder, which then takes the
+old one's place, so that a reader sees the old text or the new one. The temporary file's name cannot
+be predicted. This process creates it or fails (``O_EXCL``, which follows no link), and removes it
+whatever goes wrong; only a process that is killed leaves it behind.
+
+Only a regular file is replaced, and its mode is kept. A symbolic link stays, and the file that it
+leads to is replaced, unless another user left the link in a folder such as /tmp. Anything else, such
+as a pipe or a device, is written to, as a shell's ``>`` does.
+
+Known limits: a file that is replaced loses its other hard links and its access control list, and its
+owner unless the process may set it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from remat.errors import RematError
+
+# To open a pipe must not wait for its other end, and a terminal must not become the process's own.
+# Windows has none of these, and needs O_BINARY.
+_OPEN = sum(getattr(os, name, 0) for name in ("O_BINARY", "O_CLOEXEC", "O_NOCTTY", "O_NONBLOCK"))
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | _OPEN
+
+#: What `os` raises for a path: a `ValueError` for a name that no file can have, with a NUL for one.
+_PROBLEMS = (OSError, ValueError, TypeError)
+
+
+def read_text(
+    path: str | os.PathLike[str], error: type[RematError], most_bytes: int | None = None
+) -> str:
+    """Return the text of a regular file in UTF-8.
+
+    Args:
+      path: the file.
+      error: raised where it cannot be read; its message names the line that is not UTF-8.
+      most_bytes: a longer file is refused, and not read to its end.
+    """
+    try:
+        with open_regular(path) as file:
+            content = file.read(-1 if most_bytes is None else most_bytes + 1)
+    except _PROBLEMS as problem:
+        why = f"{_called(path)}: cannot be read ({_reason(problem)}); check the path."
+        raise error(why) from problem
+    if most_bytes is not None and len(content) > most_bytes:
+        raise error(f"{path}: longer than {most_bytes} bytes, as no such file is; check the path.")
+    try:
+        return content.decode("utf-8-sig")  # some editors begin a file with a mark
+    except UnicodeDecodeError as problem:
+        line = problem.object[: problem.start].count(b"\n") + 1
+        why = f"{path}, line {line}: not UTF-8 text ({problem.reason}); save it in that encoding."
+        raise error(why) from problem
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file for reading; anything else is an `OSError`, also a pipe, at once."""
+    handle = os.open(_text(path), os.O_RDONLY | _OPEN)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError("not a regular file")
+    return open(handle, "rb")
+
+
+def write_text(path: str | os.PathLike[str], text: str, error: type[RematError]) -> Path:
+    """Write a text in UTF-8, all or nothing, and return the path.
+
+    Args:
+      path: the file, see the module's docstring.
+      text: what to write.
+      error: raised where it cannot be written; a file that was there is left as it was.
+    """
+    try:
+        why = refusal(path)
+        if why is None:
+            _write(_text(path), text.encode("utf-8"))
+    except _PROBLEMS as problem:
+        failed = f"{_called(path)}: cannot be written ({_reason(problem)}); choose another path."
+        raise error(failed) from problem
+    if why is not None:
+        raise error(f"{_called(path)}: cannot be written ({why}); choose another path.")
+    return Path(path)
+
+
+def refusal(path: str | os.PathLike[str]) -> str | None:
+    """Return why a path cannot be written to, or None. Nothing is opened or changed.
+
+    >>> refusal("")
+    'the path is empty'
+    """
+    try:
+        name = _text(path)
+        try:
+            mode = os.stat(name).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            if os.path.islink(name):
+                return f"it is a link to {os.readlink(name)!r}, which is not there"
+            return _folder_refusal(os.path.dirname(name) or ".")
+        if stat.S_ISDIR(mode):
+            return "it is a folder"
+        if _is_planted(name):
+            return "it is a link that another user left in a folder that all may write to"
+        if not os.access(name, os.W_OK):
+            return os.strerror(errno.EACCES)
+        if stat.S_ISREG(mode):
+            return _folder_refusal(os.path.dirname(os.path.realpath(name)))
+    except _PROBLEMS as problem:
+        return _reason(problem)
+    return None
+
+
+def replace(
+    path: Path, content: bytes, *, mode: int = 0o666, like: os.stat_result | None = None
+) -> None:
+    """Put a new file in the place of whatever has this name, all or nothing.
+
+    Args:
+      path: its name; a link of that name is replaced as well.
+      content: what it holds.
+      mode: of the new file, less the process's umask.
+      like: of a file whose mode and owner it shall have instead.
+    """
+    partial = path.parent / f".remat-{secrets.token_hex(8)}.partial"
+    try:
+        handle = os.open(partial, _CREATE, mode if like is None else 0o600)
+        with open(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            if like is not None and hasattr(os, "fchmod"):
+                _make_like(handle, like)
+            os.fsync(handle)  # or a crash could leave the new name with no content
+        os.replace(partial, path)
+    finally:
+        with contextlib.suppress(OSError):  # it is there if something went wrong
+            partial.unlink()
+
+
+def _make_like(handle: int, other: os.stat_result) -> None:
+    """Give an open file the owner of another as far as the process may, and its mode."""
+    for owner in ((-1, other.st_gid), (other.st_uid, -1)):
+        with contextlib.suppress(OSError):
+            os.fchown(handle, *owner)
+    os.fchmod(handle, stat.S_IMODE(other.st_mode) & 0o777)
+
+
+def _write(name: str, content: bytes) -> None:
+    try:
+        handle = os.open(name, os.O_WRONLY | _OPEN)  # nothing is created or truncated
+    except FileNotFoundError:
+        replace(Path(name), content)
+        return
+    status = os.fstat(handle)
+    if stat.S_ISREG(status.st_mode):
+        os.close(handle)
+        target = os.path.realpath(name)
+        os.stat(target)  # a link in /proc/self/fd may lead to a file that has no name any more
+        replace(Path(target), content, like=status)
+        return
+    with open(handle, "wb") as file:
+        if hasattr(os, "O_NONBLOCK"):
+            os.set_blocking(handle, True)
+        file.write(content)
+
+
+def _is_planted(name: str) -> bool:
+    """Return whether a name is a link of the kind that Linux's fs.protected_symlinks refuses."""
+    status = os.lstat(name)
+    if not stat.S_ISLNK(status.st_mode) or not hasattr(os, "geteuid"):
+        return False
+    folder = os.stat(os.path.dirname(name) or ".")
+    is_shared = bool(folder.st_mode & stat.S_IWOTH)
+    return is_shared and status.st_uid not in (os.geteuid(), folder.st_uid)
+
+
+def _folder_refusal(folder: str) -> str | None:
+    if not os.path.isdir(folder):
+        return f"there is no folder {folder!r}"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"no file can be made in the folder {folder!r}"
+    return None
+
+
+def _text(path: str | os.PathLike[str]) -> str:
+    name = os.fsdecode(path)
+    if not name:
+        raise ValueError("the path is empty")
+    return name
+
+
+def _called(path: object) -> str:
+    """A path in an error: as it is, or in quotes where it would not be seen."""
+    text = str(path)
+    return text if text.strip() and text.isprintable() else repr(path)
+
+
+def _reason(problem: Exception) -> str:
+    if isinstance(problem, OSError) and problem.errno == errno.ENXIO:
+        return "no process reads from it"
+    return str(getattr(problem, "strerror", None) or problem)
