@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from remat.errors import PlanError
+from remat.printing import printable
 
 if sys.platform == "win32":
     import msvcrt
@@ -250,7 +251,7 @@ def _try_lock(handle: int) -> bool:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, CacheWarning, stacklevel=4)
+    warnings.warn(printable(message), CacheWarning, stacklevel=4)
 
 
 def _hash(text: bytes) -> str:

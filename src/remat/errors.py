@@ -32,9 +32,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from remat.printing import printable
+
 
 class RematError(Exception):
-    """Base of all errors that `remat` raises on purpose."""
+    """Base of all errors that `remat` raises on purpose.
+
+    Messages quote names, paths and other errors; `str(error)` is safe to print whatever these hold.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), keep="\n")
 
 
 class StaticArgumentError(RematError, ValueError):

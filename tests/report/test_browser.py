@@ -14,8 +14,8 @@ import pytest
 import samples
 from strategies import HOSTILE
 
+from remat.printing import printable
 from remat.report import Explanation
-from remat.report.document import printable
 
 selenium = pytest.importorskip("selenium", reason="needs selenium: pip install -e '.[dev]'")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

@@ -17,8 +17,9 @@ from strategies import HOSTILE, explanations
 
 import remat.report
 from remat.errors import MissingExtraError, ReportError
+from remat.printing import printable
 from remat.report import Explanation
-from remat.report.document import Paragraph, printable
+from remat.report.document import Paragraph
 from remat.report.markdown import to_markdown
 from remat.report.text import to_text
 

@@ -23,6 +23,7 @@ from remat.planner.plan import plan as make_plan, receive_plan, versions
 from remat.planner.plan_file import Plan, RegionPlan
 from remat.planner.regions import Application, LoopForm, Recording, session_context
 from remat.planner.step import Step, check_step
+from remat.printing import printable
 from remat.program.costs import Costs, check_costs
 from remat.program.targets import Target, target as find_target
 
@@ -172,7 +173,7 @@ class Fitted:
 
     def __repr__(self) -> str:
         name = getattr(self._step, "__qualname__", repr(self._step))
-        return f"<remat.fit of {name}>"
+        return printable(f"<remat.fit of {name}>")
 
     def __get__(self, instance: Any, owner: Any) -> Any:
         return self if instance is None else functools.partial(self, instance)

@@ -27,6 +27,7 @@ from typing import Any
 from remat.errors import PlanError, closest
 from remat.files import read_text, write_text
 from remat.json_lines import Reader, shown
+from remat.printing import printable
 from remat.units import format_bytes, format_flops, format_seconds
 
 _FORMAT = "remat plan"
@@ -363,7 +364,7 @@ class Plan(_Checked):
             peak = f"peak {format_bytes(self.peak_bytes)}"
         n_saved = sum(len(region.saved) for region in self.regions)
         return (
-            f"Plan({_printable(self.target)}: {peak} of {format_bytes(self.budget_bytes)}, "
+            f"Plan({printable(self.target)}: {peak} of {format_bytes(self.budget_bytes)}, "
             f"{format_bytes(self.peak_bytes_without_remat)} without remat, "
             f"{_percent(self.extra_flops_share)} more FLOPs, {n_saved} saved, "
             f"{self.n_recomputed} recomputed)"
@@ -589,7 +590,7 @@ _MOST_SEGMENTS = 8
 
 
 def _explained(plan: Plan) -> Iterable[str]:
-    yield f"Plan for {_printable(plan.target)}, budget {format_bytes(plan.budget_bytes)}"
+    yield f"Plan for {printable(plan.target)}, budget {format_bytes(plan.budget_bytes)}"
     if plan.peak_bytes is None:
         yield "  peak         not verified: edited, or never compiled; plan again to have it compiled"
     else:
@@ -603,7 +604,7 @@ def _explained(plan: Plan) -> Iterable[str]:
     )
     yield (
         f"  extra time   {format_seconds(plan.extra_seconds)} of {format_seconds(plan.seconds)} "
-        f"({_printable(plan.costs)}); "
+        f"({printable(plan.costs)}); "
         f"any plan whose loops do the same: at least {format_seconds(plan.lower_bound_seconds)}"
     )
     if plan.host_bytes or plan.transfer_seconds:
@@ -629,12 +630,12 @@ def _explained(plan: Plan) -> Iterable[str]:
         elif loop.groups:
             how = f"{loop.groups} groups of {loop.group} steps, each recomputed from its start"
             how += ", and the other steps are not"
-        yield f"Loop {_printable(loop.key)}: {how}"
+        yield f"Loop {printable(loop.key)}: {how}"
 
 
 def _explained_region(region: RegionPlan) -> Iterable[str]:
     yield (
-        f"Region {_printable(region.key)} saves {len(region.saved)} of {region.n_values} values "
+        f"Region {printable(region.key)} saves {len(region.saved)} of {region.n_values} values "
         f"({format_bytes(region.saved_bytes)}{_host_part(region)}); {len(region.segments)} segments "
         f"recompute {region.n_recomputed}"
     )
@@ -647,7 +648,7 @@ def _explained_region(region: RegionPlan) -> Iterable[str]:
     for (type, path, offloaded), values in ordered[:_MOST_GROUPS]:
         n_bytes = format_bytes(sum(value.bytes for value in values))
         host = " (host)" if offloaded else ""
-        yield f"  {len(values):>4} x {_printable(type)}  {n_bytes}{host}  {_printable(path)}".rstrip()
+        yield f"  {len(values):>4} x {printable(type)}  {n_bytes}{host}  {printable(path)}".rstrip()
     rest = [value for _, values in ordered[_MOST_GROUPS:] for value in values]
     if rest:
         yield f"  {len(rest):>4} others  {format_bytes(sum(value.bytes for value in rest))}"
@@ -664,8 +665,3 @@ def _host_part(region: RegionPlan) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
-
-
-def _printable(text: str) -> str:
-    """Text from a file on somebody's terminal: control characters are spelled out."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

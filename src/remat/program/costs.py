@@ -46,6 +46,7 @@ from remat.errors import PlanError, closest
 from remat.ir.equations import fusion_of
 from remat.ir.flops import TRANSCENDENTAL, bytes_moved, flops_of, through_bodies
 from remat.ir.operations import Fusion, operation
+from remat.printing import printable
 from remat.program.devices import Device, device
 
 _log = logging.getLogger(__name__)
@@ -295,7 +296,8 @@ class Measured:
                 if self._empty_s is None:
                     self._empty_s = self.time_alone(None)
         except Exception as error:  # compilers and runtimes raise anything
-            _log.debug("%s is not measured: %s", eqn.primitive.name, error)
+            name = printable(eqn.primitive.name)
+            _log.debug("%s is not measured: %s", name, printable(str(error), keep="\n"))
             return None
         return max(time_s - self._empty_s, self.device.launch_s)
 

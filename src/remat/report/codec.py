@@ -55,10 +55,10 @@ def loads(text: str, cls: type[T], format: str) -> T:
     """
     try:
         content = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_constant)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ReportError(f"this is not JSON, so no {format} ({error}).") from error
     except _DamagedError as error:
         raise ReportError(f"this is no {format}: {error.problem}.") from error
+    except (ValueError, RecursionError) as error:  # a ValueError for a number of too many digits
+        raise ReportError(f"this is not JSON, so no {format} ({error}).") from error
     if not isinstance(content, dict) or content.pop("format", None) != format:
         raise ReportError(
             f"this JSON is no {format}, which has that format; write one with to_json()."

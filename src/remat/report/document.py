@@ -3,14 +3,13 @@
 `outline` turns an explanation into blocks, `difference` does the same for a comparison, and each of
 `text`, `markdown` and `fragment` draws the blocks its way: what is said is decided once.
 
-Texts in blocks may come from user code and hold anything. `printable` makes them harmless to look
-at; escaping what is special to a format is each renderer's own duty.
+Texts in blocks may come from user code and hold anything. Each renderer passes them through
+`remat.printing.printable` and escapes what is special to its format.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 
 from remat.report.model import Severity, Step
@@ -61,21 +60,6 @@ class Chart:
 
 Block = Heading | Paragraph | Note | Table | Chart
 Document = Sequence[Block]
-
-# What moves the cursor, changes colours, reorders or is no character: controls, line separators,
-# directional overrides and isolates, lone surrogates.
-_UNPRINTABLE = re.compile(
-    "[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
-)
-
-
-def printable(text: str) -> str:
-    r"""The text with all that would disturb a terminal or a page written as an escape.
-
-    >>> print(printable("two\nlines, \x1b[31mred"))
-    two\nlines, \x1b[31mred
-    """
-    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def columns_of_chart(chart: Chart, n_columns: int) -> list[tuple[int, Step]]:

@@ -10,6 +10,7 @@ from html import escape
 
 import numpy as np
 
+from remat.printing import printable
 from remat.report.document import (
     Block,
     Chart,
@@ -18,7 +19,6 @@ from remat.report.document import (
     Note,
     Paragraph,
     Table,
-    printable,
 )
 from remat.report.model import KINDS, Kind
 from remat.report.timeline import thinned

@@ -14,6 +14,7 @@ import re
 from collections.abc import Sequence
 
 from remat import units
+from remat.printing import printable
 from remat.report.model import Kind, Value
 
 # A number that ends a word: that of block_3, layers[3] and Dense_0, not that of conv2d.
@@ -64,7 +65,7 @@ class Group:
         return f"{len(self.values)} × {self.called}" if len(self.values) > 1 else self.called
 
     def __str__(self) -> str:
-        return f"{self.what}  {self.aval}  {units.format_bytes(self.n_bytes)}"
+        return printable(f"{self.what}  {self.aval}  {units.format_bytes(self.n_bytes)}")
 
 
 def groups(values: Sequence[Value]) -> tuple[Group, ...]:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
-from remat.report.document import printable
+from remat.printing import printable
 from remat.report.fragment import user_text
 from remat.report.model import SEVERITIES, ExplanationData, ParetoPoint
 from remat.report.outline import memory_rows, percent, setting, signed_bytes

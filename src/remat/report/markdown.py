@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from remat.printing import printable
 from remat.report.document import (
     Block,
     Chart,
@@ -13,7 +14,6 @@ from remat.report.document import (
     Paragraph,
     Table,
     columns_of_chart,
-    printable,
 )
 
 # An underscore inside a word is none of Markdown's.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from remat.report.document import printable
+from remat.printing import printable
 from remat.report.groups import groups
 from remat.report.model import KINDS, PHASES, ExplanationData, Value
 from remat.report.timeline import thinned, timeline

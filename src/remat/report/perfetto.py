@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from remat.report.document import printable
+from remat.printing import printable
 from remat.report.model import KINDS, PHASES, ExplanationData, Value
 from remat.report.timeline import timeline
 

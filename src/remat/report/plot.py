@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from remat.report.document import printable
+from remat.printing import printable
 from remat.report.fragment import COLORS
 from remat.report.model import KINDS, ExplanationData
 from remat.report.timeline import thinned, timeline

@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from remat.printing import printable
 from remat.report.document import (
     Block,
     Chart,
@@ -19,7 +20,6 @@ from remat.report.document import (
     Paragraph,
     Table,
     columns_of_chart,
-    printable,
 )
 from remat.units import format_bytes
 

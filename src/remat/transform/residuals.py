@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from remat import _jax, units
+from remat.printing import printable
 from remat.transform import marks, policies
 
 _jax.exclude_from_tracebacks(__file__)
@@ -41,7 +42,7 @@ class Residual:
     aval: Any = dataclasses.field(repr=False)
 
     def __str__(self) -> str:
-        return f"{self.aval.str_short(short_dtypes=True)} {self.origin}"
+        return printable(f"{self.aval.str_short(short_dtypes=True)} {self.origin}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,44 @@
+"""Text of unknown origin, made safe to print.
+
+Region keys, names, paths, files and the messages of exceptions hold whatever their author, or an
+attacker, put into them. On a terminal an escape sequence moves the cursor or sets the title, a
+bidirectional control reorders the line, and an invisible character makes two different names look the
+same. `printable` writes every such character as its Python escape.
+"""
+
+from __future__ import annotations
+
+# Python calls these printable, and most fonts draw nothing: the code points that Unicode lists as
+# Default_Ignorable (fillers and variation selectors; the others are controls), and the empty Braille cell.
+_INVISIBLE = frozenset(
+    map(
+        chr,
+        [
+            *(0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0),
+            *range(0x180B, 0x1810),
+            *range(0xFE00, 0xFE10),
+            *range(0xE0100, 0xE01F0),
+        ],
+    )
+)
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    r"""Return the text with every control, invisible or reordering character as an escape.
+
+    >>> print(printable("two\nlines, \x1b[31mred, \u202eback"))
+    two\nlines, \x1b[31mred, \u202eback
+
+    Args:
+      text: the text.
+      keep: characters that stay as they are, such as "\n".
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        c if c in keep or (c.isprintable() and c not in _INVISIBLE) else _escape(c) for c in text
+    )
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
