@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
@@ -23,6 +27,84 @@ def test_bytes_are_read(text, n_bytes):
 def test_what_is_no_number_of_bytes_is_refused(bad):
     with pytest.raises(UnitsError):
         units.parse_bytes(bad)
+
+
+@pytest.mark.parametrize(
+    ("value", "n_bytes"),
+    [(np.int64(5), 5), (np.uint8(5), 5), (np.float64(5.9), 5), (np.float32(2**20), 2**20),
+     (np.array(5), 5), (jnp.int32(5), 5), (Fraction(11, 2), 5), ("0.5KiB", 512),
+     ("9007199254740993", 2**53 + 1), (2**63 - 1, 2**63 - 1), ("1e-999999", 0)],
+)  # fmt: skip
+def test_numbers_of_numpy_and_long_texts_are_exact(value, n_bytes):
+    assert units.parse_bytes(value) == n_bytes
+
+
+# What no size can be, as text and as a number.
+NO_SIZES = ["1e400", "1e999999", "9" * 5000, "1__0", "1_0", "_1", "1_0KiB", "+5", "\u0661", "\u0661KiB",
+            "8\u212aiB", "8GG", "8\xa0GiB", "1e", "1e1e1", "nan", "inf", "\x1b[2J8", 10**30, 10**400,
+            -(10**400), np.float64("nan"), np.float32("inf"), np.bool_(True), np.array(True),
+            np.array([5, 6]), 1 + 0j, object()]  # fmt: skip
+
+
+@pytest.mark.parametrize("parse", [units.parse_bytes, units.parse_budget])
+@pytest.mark.parametrize(
+    "bad", [*NO_SIZES, "", True, None, float("nan"), -1], ids=lambda bad: ascii(bad)[:20]
+)
+def test_what_is_no_size_is_one_short_typed_error_that_names_the_option(parse, bad):
+    with pytest.raises(UnitsError) as refused:
+        parse(bad, "--budget ")
+    assert str(refused.value).startswith("--budget ")
+    assert len(str(refused.value)) < 300 and str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("budget", "n_bytes"),
+    [("60%", 600), (" 60 % ", 600), ("0.1%", 1), ("1e1%", 100), ("1000%", 10000), ("8KiB", 8192),
+     ("0.5KiB", 512), (1, 1), ("1", 1), (np.int64(7), 7), (np.float64(7.9), 7), (2**53, 2**53)],
+)  # fmt: skip
+def test_a_budget_is_bytes_or_a_share(budget, n_bytes):
+    assert units.parse_budget(budget).bytes_of(1000) == n_bytes
+
+
+def test_a_share_is_exact_however_large_the_peak():
+    assert units.parse_budget("70%").bytes_of(10**18 + 10) == 7 * 10**17 + 7
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [("1_0%", "not a share"), ("nan%", "not a share"), ("-5%", "not a share"), ("+5%", "not a share"),
+     ("\u0665%", "not a share"), ("%", "not a share"), ("0%", "above 0%"), ("1001%", "at most 1000%"),
+     (0, "at least 1 byte"), ("0", "at least 1 byte"), ("0GiB", "at least 1 byte"),
+     ("0.0001KiB", "at least 1 byte"), (2**53 + 1, "8 PiB"), ("9000TiB", "8 PiB"), (-1, "negative")],
+)  # fmt: skip
+def test_what_is_no_budget_is_refused(bad, said):
+    with pytest.raises(UnitsError, match=said):
+        units.parse_budget(bad)
+
+
+@pytest.mark.parametrize(
+    ("budget", "meant"),
+    [(0.5, "50%"), ("0.5", "50%"), (np.float32(0.25), "25%"), (1.0, "100%"), ("1.0", "100%"),
+     ("1e-5", "0.001%")],
+)  # fmt: skip
+def test_a_budget_that_looks_like_a_share_is_asked_about(budget, meant):
+    with pytest.raises(UnitsError, match=f"did you mean '{meant}'"):
+        units.parse_budget(budget)
+
+
+def test_a_share_is_no_number_of_bytes():
+    with pytest.raises(UnitsError, match="limit='50%' is a share; a number of bytes is needed"):
+        units.parse_bytes("50%", "limit=")
+
+
+@given(st.text(max_size=12) | st.floats() | st.integers())
+def test_any_value_is_a_size_or_a_typed_error(value):
+    for parse in (units.parse_bytes, units.parse_budget):
+        try:
+            parsed = parse(value)
+        except UnitsError:
+            continue
+        assert parsed if parse is units.parse_budget else parsed >= 0
 
 
 @given(st.integers(0, 2**60))

@@ -13,7 +13,7 @@
     ├── GradientMismatchError (AssertionError)   remat.testing: two functions that differ
     ├── PeakMemoryError (AssertionError)      remat.testing: a step that needs more than its limit
     ├── SavedValuesError (AssertionError)     remat.testing: a function that saves more than it should
-    ├── UnitsError (ValueError)               a text that is no number of bytes, FLOPs or seconds
+    ├── UnitsError (ValueError)               what is not a number of bytes or a share
     ├── ScheduleError (ValueError)            a checkpointing schedule that cannot exist
     ├── StoreError (OSError)                  a directory for checkpoints that cannot hold them
     ├── StepLimitError (RuntimeError)         a loop that did not end within its max_steps
@@ -94,7 +94,7 @@ class SavedValuesError(RematError, AssertionError):
 
 
 class UnitsError(RematError, ValueError):
-    """A text is no number of bytes, FLOPs or seconds."""
+    """A size or budget is not a number of bytes, or not in the range that is possible."""
 
 
 class ScheduleError(RematError, ValueError):
@@ -114,7 +114,13 @@ class GraphError(RematError, ValueError):
 
 
 class PlanError(RematError, ValueError):
-    """A plan or cache file is damaged, stale, or does not belong to the program at hand."""
+    """A plan or cache file is damaged, stale, or does not belong to the program at hand.
+
+    Where a field of a plan is wrong, `field` is its name, and `item` the place in it if it is a list.
+    """
+
+    field: str = ""
+    item: int | None = None
 
 
 class ReportError(RematError, ValueError):

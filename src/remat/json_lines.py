@@ -22,21 +22,6 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 
 
-def shown(value: object) -> str:
-    """A value for an error's message: its beginning, if it is long.
-
-    >>> shown([1, "two"]), shown("x" * 100)
-    ("[1, 'two']", "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...")
-    """
-    try:
-        text = ascii(value)
-    except ValueError:  # a whole number with more digits than Python prints
-        return "a very large number"
-    except RecursionError:
-        return "something deeply nested"
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 class Reader:
     """Stands at a place in a JSON text, and reads from there.
 

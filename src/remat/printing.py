@@ -40,5 +40,21 @@ def printable(text: str, *, keep: str = "") -> str:
     )
 
 
+def shown(value: object) -> str:
+    """Return a value as an error message quotes it: its repr, cut after 60 characters.
+
+    >>> shown([1, "two"]), shown("x" * 100)
+    ("[1, 'two']", "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...")
+    """
+    try:
+        text = repr(value)
+    except RecursionError:
+        return "something deeply nested"
+    except Exception:  # a repr is anybody's code; an int's refuses more than 4,300 digits
+        return "a very large number" if type(value) is int else f"a {type(value).__name__}"
+    text = printable(text if len(text) <= 1000 else text[:1000])
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")

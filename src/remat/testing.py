@@ -203,7 +203,7 @@ def assert_peak_below(
     Raises:
       PeakMemoryError: with the peak and the limit.
     """
-    allowed = units.parse_bytes(limit)
+    allowed = units.parse_bytes(limit, "limit=")
     peak = peak_bytes(step, *args, real=real)
     if peak > allowed:
         raise PeakMemoryError(
@@ -239,7 +239,7 @@ def assert_saves_only(
     Raises:
       SavedValuesError: listing what is saved besides, the largest first.
     """
-    allowed, patterns = units.parse_bytes(limit), tuple(names)
+    allowed, patterns = units.parse_bytes(limit, "limit="), tuple(names)
     others = [
         r
         for r in residuals(f, *args, **kwargs)

@@ -1,45 +1,154 @@
 """Bytes, FLOPs and seconds: reading them from text and printing them for people.
 
 Memory is counted in binary units (KiB, MiB, GiB: powers of 1024), as the compilers' memory
-analyses do; ``"8GB"`` (powers of 1000) is understood and means what it says.
+analyses do; ``"8GB"`` (powers of 1000) is understood and means what it says. Underscores may stand
+between groups of three digits, as in ``"1_000KiB"``.
 """
 
 from __future__ import annotations
 
-import math
+import dataclasses
+import decimal
+import numbers
+import operator
 import re
+from fractions import Fraction
+from typing import SupportsIndex
 
 from remat.errors import UnitsError
+from remat.printing import shown
+
+#: What is taken as a size; NumPy's numbers are among the protocols'.
+Number = str | int | float | SupportsIndex
 
 _BINARY = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _DECIMAL = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS = _BINARY | _DECIMAL
 _NUMBER = re.compile(
-    r"\s*([0-9][0-9_]*(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE
+    r"\s*((?:[0-9]+|[0-9]{1,3}(?:_[0-9]{3})+)(?:\.[0-9]*)?(?:e[+-]?[0-9]{1,6})?)\s*([a-z]*|%)\s*",
+    re.IGNORECASE | re.ASCII,
 )
+_UNITS_IN_WORDS = "B, KiB, MiB, GiB, TiB, KB, MB, GB or TB"
+_MOST_BYTES = 2**63 - 1  # of an array, for NumPy and XLA
+_MOST_BUDGET_BYTES = 2**53  # whole numbers up to here are exact in every reader of a plan's JSON
+_MOST_SHARE = 10  # of the peak without rematerialization; a larger one is a typing error
 
 
-def parse_bytes(text: str | int | float) -> int:
-    """Read a number of bytes, rounded down to a whole byte.
+def parse_bytes(value: Number, option: str = "") -> int:
+    """Return a number of bytes, rounded down to a whole byte.
 
     >>> parse_bytes("8GiB"), parse_bytes("1.5 MB"), parse_bytes(4096)
     (8589934592, 1500000, 4096)
 
+    Args:
+      value: a number, or a text of a number and a unit.
+      option: what stands before the value in an error, such as "limit=".
+
     Raises:
-      UnitsError: for anything that is not a non-negative, finite number of bytes.
+      UnitsError: for anything that is not a finite number of bytes, at least 0 and less than 8 EiB.
     """
-    if isinstance(text, bool) or not isinstance(text, (str, int, float)):
-        raise UnitsError(f"a number of bytes is an int or a text such as '8GiB', not {text!r}.")
-    if isinstance(text, (int, float)):
-        if not math.isfinite(text) or text < 0:
-            raise UnitsError(f"{text!r} is no number of bytes: it must be finite and at least 0.")
-        return int(text)
-    match = _NUMBER.fullmatch(text)
-    factor = _UNITS.get(match[2].lower()) if match else None
-    if match is None or factor is None:
-        units = ", ".join(("B", "KiB", "MiB", "GiB", "TiB", "KB", "MB", "GB", "TB"))
-        raise UnitsError(f"{text!r} is no number of bytes. Write a number and one of {units}.")
-    return int(float(match[1].replace("_", "")) * factor)
+    advice = f"Write a number and a unit: {_UNITS_IN_WORDS}."
+    number, unit = _read(value, option, advice)
+    if unit == "%":
+        raise UnitsError(
+            f"{option}{shown(value)} is a share; a number of bytes is needed here. {advice}"
+        )
+    return _within(number * _UNITS[unit], _MOST_BYTES, value, option)
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """A limit on a peak: a number of bytes, or a share of a peak that is not known yet."""
+
+    amount: Fraction
+    is_share: bool = False
+
+    def bytes_of(self, peak_bytes: int) -> int:
+        """Return the limit in bytes, where a share is one of this peak.
+
+        >>> parse_budget("60%").bytes_of(1000), parse_budget("1KiB").bytes_of(1000)
+        (600, 1024)
+        """
+        return int(self.amount * peak_bytes if self.is_share else self.amount)
+
+
+def parse_budget(value: Number, option: str = "budget=") -> Budget:
+    """Return a budget: bytes as for `parse_bytes`, or a share such as "60%".
+
+    >>> parse_budget("8GiB").bytes_of(0)
+    8589934592
+
+    Args:
+      value: the budget.
+      option: what stands before the value in an error, such as "--budget ".
+
+    Raises:
+      UnitsError: it is neither, or is below 1 byte, above 8 PiB or above 1000%.
+    """
+    advice = f"Write a number and a unit ({_UNITS_IN_WORDS}), or a share such as '60%'."
+    number, unit = _read(value, option, advice)
+    if unit == "%":
+        if not 0 < number <= 100 * _MOST_SHARE:
+            raise UnitsError(
+                f"{option}{shown(value)} is not a share of the peak without rematerialization: it "
+                f"must be above 0% and at most {100 * _MOST_SHARE}%."
+            )
+        return Budget(number / 100, is_share=True)
+    if not unit and (0 < number < 1 or (number == 1 and "." in str(value))):
+        raise UnitsError(
+            f"{option}{shown(value)} is not a budget: a number without % is bytes, and a budget is at "
+            f"least 1 byte; did you mean '{float(100 * number):g}%'?"
+        )
+    n_bytes = _within(number * _UNITS[unit], _MOST_BUDGET_BYTES, value, option)
+    if n_bytes < 1:
+        raise UnitsError(f"{option}{shown(value)} is not a budget: it must be at least 1 byte.")
+    return Budget(Fraction(n_bytes))
+
+
+def _read(value: object, option: str, advice: str) -> tuple[Fraction, str]:
+    """Return a number, and its unit in lower case: "" for a number without."""
+    number, unit, what = None, "", "number of bytes"
+    if isinstance(value, str):
+        what = "share" if value.strip().endswith("%") else what
+        match = _NUMBER.fullmatch(value)
+        if match is not None and (match[2] == "%" or match[2].lower() in _UNITS):
+            number, unit = _exact(match[1].replace("_", "")), match[2].lower()
+    elif not isinstance(value, bool):
+        number = _of_number(value)
+    if number is None:
+        raise UnitsError(f"{option}{shown(value)} is not a {what}. {advice}")
+    return number, unit
+
+
+def _exact(text: str) -> Fraction:
+    """Return a number that is written in decimal digits, however many there are."""
+    number = decimal.Decimal(text)
+    if number.adjusted() > 30:
+        return Fraction(10) ** 30  # beyond every limit; 10**999999 would take long
+    return Fraction(number) if number.adjusted() > -30 else Fraction(0)
+
+
+def _of_number(value: object) -> Fraction | None:
+    """Return a finite number of Python or NumPy; None for anything else."""
+    try:
+        if isinstance(value, numbers.Rational):
+            return Fraction(int(value.numerator), int(value.denominator))
+        if isinstance(value, numbers.Real):
+            return Fraction(float(value))
+        return Fraction(operator.index(value))  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _within(n_bytes: Fraction, most: int, value: object, option: str) -> int:
+    if n_bytes < 0:
+        raise UnitsError(f"{option}{shown(value)} is negative; a number of bytes is at least 0.")
+    if n_bytes > most:
+        raise UnitsError(
+            f"{option}{shown(value)} is more than {most} bytes ({most / 2**50:.0f} PiB), the most that "
+            "is possible here."
+        )
+    return int(n_bytes)
 
 
 def format_bytes(n_bytes: int | float) -> str:

@@ -93,9 +93,18 @@ def test_budgets_are_bytes_texts_shares_or_the_device():
     assert plan_at(int(0.6 * base)).regions == plan_at("60%").regions
     with pytest.raises(remat.PlanError, match="is not known: give budget="):
         plan(step, W, X)
-    for bad in ("lots", "-5%", "0%"):
-        with pytest.raises(remat.UnitsError):
-            plan(step, W, X, budget=bad)
+    assert plan_at(np.int64(0.6 * base)).regions == plan_at("60%").regions
+
+
+@pytest.mark.parametrize("bad", ["lots", "-5%", "0%", "1e400", "1_0%", 10**30, 0, 0.5, True])
+def test_a_wrong_budget_is_refused_before_anything_is_traced(bad):
+    def never(w, x):
+        raise AssertionError("traced")
+
+    with pytest.raises(remat.UnitsError, match="budget="):
+        plan(never, W, X, budget=bad)
+    with pytest.raises(remat.UnitsError, match="budget="):
+        fit(never, budget=bad)
 
 
 def test_impossible_budget_says_what_was_reached_and_what_is_in_the_way():

@@ -613,11 +613,8 @@ def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> N
             Plan.load(path)
 
 
-def test_saving_writes_through_no_link_that_somebody_left(tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.write_text("precious")
-    path = tmp_path / "plan.json"
-    path.symlink_to(other)
-    PLAN.save(path)
-    assert other.read_text() == "precious"
-    assert Plan.load(path) == PLAN and not path.is_symlink()
+def test_the_error_of_a_wrong_field_is_public_and_names_it() -> None:
+    with pytest.raises(PlanError) as refused:
+        dataclasses.replace(PLAN, budget_bytes=10**30)
+    assert type(refused.value) is PlanError
+    assert (refused.value.field, refused.value.item) == ("budget_bytes", None)

@@ -204,7 +204,7 @@ class Division:
                 raise ScheduleError(f'lengths is a sequence of ints or "auto", not {lengths!r}.')
             if levels is not None and _integer(levels, "levels") < 1:
                 raise ScheduleError(f"levels must be at least 1, not {levels}.")
-            budget_bytes = None if budget is None else units.parse_bytes(budget)
+            budget_bytes = None if budget is None else units.parse_bytes(budget, "budget=")
             return Division(None, length, levels, budget_bytes)
         for name, option in (("levels", levels), ("budget", budget)):
             if option is not None:

@@ -268,7 +268,7 @@ def choose(scanned: Scanned, checkpoints: int | None, budget: str | int | None) 
     nested = choice("nested", two_levels, nested_bytes, "the least memory for one more sweep")
     if budget is None:
         return nested if nested_bytes < plain.kept_bytes else plain
-    limit = parse_bytes(budget)
+    limit = parse_bytes(budget, "budget=")
     if plain.kept_bytes <= limit:
         return choice("plain", None, plain.kept_bytes, f"all fits the {format_bytes(limit)}")
     if nested_bytes <= limit:

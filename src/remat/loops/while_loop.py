@@ -233,7 +233,7 @@ def _slots(traced: Traced, checkpoints: int | None, budget: str | int | None, de
         )
     if budget is not None:
         state, residual = sum(map(n_bytes, traced.carry)), residual_bytes(traced)
-        limit = parse_bytes(budget)
+        limit = parse_bytes(budget, "budget=")
         slots = (limit - residual) // max(state, 1) - 1
         if slots < 1:
             raise BudgetError(

@@ -35,7 +35,7 @@ def fit(
     step: Callable,
     /,
     *,
-    budget: int | float | str | None = None,
+    budget: units.Number | None = None,
     plan: Plan | None = None,
     target: str | Target | None = None,
     offload: bool = True,
@@ -76,6 +76,7 @@ def fit(
       A callable with `lower`, `trace` and the other methods of a jitted function, and `plan(*args)`.
 
     Raises:
+      UnitsError: the budget is neither a number of bytes nor a share.
       PlanError: at a call: the plan is of another program.
       BudgetError: at a call: no plan fits.
     """
@@ -87,6 +88,8 @@ def fit(
         )
     if plan is not None and budget is not None:
         raise PlanError("give budget= or plan=, not both: a plan has its own budget.")
+    if budget is not None:
+        units.parse_budget(budget)
     check_costs(costs)
     options = {
         "target": target,
@@ -104,7 +107,7 @@ class Fitted:
     def __init__(
         self,
         step: Callable,
-        budget: int | float | str | None,
+        budget: units.Number | None,
         plan: Plan | None,
         options: Mapping[str, Any],
         jit_options: Mapping[str, Any],

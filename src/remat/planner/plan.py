@@ -29,7 +29,7 @@ from rich.console import Console
 
 from remat import _jax, units
 from remat.cache import Cache
-from remat.errors import BudgetError, PlanError, UnitsError
+from remat.errors import BudgetError, PlanError
 from remat.ir.fingerprint import fingerprint
 from remat.planner.edits import loop_results
 from remat.planner.emit import RegionDecision
@@ -68,7 +68,7 @@ def plan(
     step: Callable,
     /,
     *args: Any,
-    budget: int | float | str | None = None,
+    budget: units.Number | None = None,
     target: str | Target | None = None,
     offload: bool = True,
     kwargs: Mapping[str, Any] | None = None,
@@ -118,16 +118,26 @@ def plan(
         dominates it.
       PlanError: the step has no region, it cannot be analysed on the target, or `costs` is none of
         the above, or "measured" for a device that is not here.
-      UnitsError: the budget is no number of bytes.
+      UnitsError: the budget is neither a number of bytes nor a share.
     """
     check_step(step)
+    limit = None if budget is None else units.parse_budget(budget)
     at = find_target(target)
+    if limit is None:
+        limit = _all_memory(at)
     planned = Step(step, args, kwargs or {}, at, jit_options)
     store = Cache.default() if cache is True else cache if isinstance(cache, Cache) else Cache(None)
     here = None if at.ahead_of_time else at.devices[0]
     priced = find_costs(costs, at.device, here, store)
     with _Progress(progress) as show:
-        return _Search(planned, budget, store, show, priced, offload=offload).run()
+        return _Search(planned, limit, store, show, priced, offload=offload).run()
+
+
+def _all_memory(target: Target) -> units.Budget:
+    n_bytes = target.device.memory_bytes
+    if not n_bytes:
+        raise PlanError(f"how much memory {target.name} has is not known: give budget=.")
+    return units.parse_budget(n_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +154,7 @@ class _Search:
     def __init__(
         self,
         step: Step,
-        budget: int | float | str | None,
+        budget: units.Budget,
         cache: Cache,
         show: Callable,
         costs: Costs,
@@ -177,7 +187,7 @@ class _Search:
         )
         show("compiling without rematerialization")
         self.base = self._base()
-        self.budget = self._budget_bytes(budget)
+        self.budget = budget.bytes_of(self.base.peak_bytes)
         self.fixed_bytes = self._fixed_bytes()
         self.points: list[_Point] = []
         self.ratios: dict[bool, float] = {}
@@ -200,19 +210,6 @@ class _Search:
     def _key(self) -> str:
         made_with = "|".join(f"{name} {version}" for name, version in versions())
         return f"{self.program}|{self.step.target.name}|{made_with}"
-
-    def _budget_bytes(self, budget: int | float | str | None) -> int:
-        if budget is None:
-            limit = self.step.target.device.memory_bytes
-            if not limit:
-                raise PlanError(
-                    f"how much memory {self.step.target.name} has is not known: give budget=."
-                )
-            return limit
-        if isinstance(budget, str) and budget.strip().endswith("%"):
-            share = _percent(budget)
-            return int(self.base.peak_bytes * share)
-        return units.parse_bytes(budget)
 
     def _fixed_bytes(self) -> int:
         """Arguments and results, less what is aliased: there whatever the plan."""
@@ -679,18 +676,6 @@ def _input_value(record: Record, place: int) -> SavedValue:
 
 def _same(a: Choice, b: Choice) -> bool:
     return a.decisions == b.decisions and a.loops == b.loops
-
-
-def _percent(text: str) -> float:
-    try:
-        share = float(text.strip()[:-1]) / 100
-    except ValueError:
-        share = -1.0
-    if not 0 < share <= 10:
-        raise UnitsError(
-            f"{text!r} is no share of the peak without rematerialization; '60%', say, is."
-        )
-    return share
 
 
 def versions() -> tuple[tuple[str, str], ...]:

@@ -26,8 +26,8 @@ from typing import Any
 
 from remat.errors import PlanError, closest
 from remat.files import read_text, write_text
-from remat.json_lines import Reader, shown
-from remat.printing import printable
+from remat.json_lines import Reader
+from remat.printing import printable, shown
 from remat.units import format_bytes, format_flops, format_seconds
 
 _FORMAT = "remat plan"
@@ -43,13 +43,11 @@ _ADVICE = "Correct it there, or plan again."
 # The data
 
 
-class _FieldError(PlanError):
-    """A field does not fit; the reader of a file says where that is."""
-
-    def __init__(self, why: str, field: str = "", item: int | None = None) -> None:
-        super().__init__(why)
-        self.field = field
-        self.item = item
+def _field_error(why: str, field: str = "", item: int | None = None) -> PlanError:
+    """Return the error of a field that does not fit; the reader of a file adds where it stands."""
+    error = PlanError(why)
+    error.field, error.item = field, item
+    return error
 
 
 class _Checked:
@@ -64,7 +62,7 @@ class _Checked:
         self._check()
 
     def _check(self) -> None:
-        """Raise `_FieldError` where fields contradict each other."""
+        """Raise `_field_error` where fields contradict each other."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,11 +152,11 @@ class RegionPlan(_Checked):
         for i, value in enumerate(self.offloaded_inputs):
             if not value.offloaded:
                 why = "an input that is not offloaded is not listed; remove the line"
-                raise _FieldError(f"{why} of input {value.number}.", "offloaded_inputs", i)
+                raise _field_error(f"{why} of input {value.number}.", "offloaded_inputs", i)
         last = 0
         for i, segment in enumerate(self.segments):
             if not last <= segment.start <= self.n_operations:
-                raise _FieldError(
+                raise _field_error(
                     f"the segment starts at operation {segment.start}; segments stand in order, and "
                     f"here a start is between {last} and {self.n_operations}.",
                     "segments",
@@ -170,7 +168,7 @@ class RegionPlan(_Checked):
         end = 0
         for i, (first, count) in enumerate(self.loop_results):
             if first < end or first + count > self.n_values:
-                raise _FieldError(
+                raise _field_error(
                     f"the loop's results {first} to {first + count - 1} overlap those before or are "
                     f"more than n_values of the region, {self.n_values}.",
                     "loop_results",
@@ -181,7 +179,7 @@ class RegionPlan(_Checked):
     def _check_number(self, number: int, field: str, item: int) -> None:
         if number >= self.n_values:
             why = f"there is no value {number}: n_values of the region is {self.n_values}"
-            raise _FieldError(f"{why}, and numbers count from 0.", field, item)
+            raise _field_error(f"{why}, and numbers count from 0.", field, item)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -202,13 +200,13 @@ class LoopPlan(_Checked):
 
     def _check(self) -> None:
         if self.group < 1:
-            raise _FieldError("group must be at least 1 step.", "group")
+            raise _field_error("group must be at least 1 step.", "group")
         if self.steps < 1:
-            raise _FieldError("steps must be at least 1.", "steps")
+            raise _field_error("steps must be at least 1.", "steps")
         if self.groups and self.group == 1:
-            raise _FieldError("there are groups where group is more than 1 step.", "groups")
+            raise _field_error("there are groups where group is more than 1 step.", "groups")
         if self.group > 1 and self.steps > 1:
-            raise _FieldError(
+            raise _field_error(
                 "a loop runs in groups or in several steps at once, not both.", "steps"
             )
 
@@ -297,7 +295,7 @@ class Plan(_Checked):
         keys = [loop.key for loop in self.loops]
         _once(keys, "loops", lambda key: f"loop {key!r} is decided about twice")
         if self.is_verified != (self.peak_bytes is not None):
-            raise _FieldError(
+            raise _field_error(
                 "peak_bytes is the compiler's for a plan that is verified, and otherwise None.",
                 "peak_bytes",
             )
@@ -407,14 +405,14 @@ def _fitting(hint: Any, value: Any, field: str, item: int | None = None) -> Any:
             return value
         needed = {str: "a text", bool: "true or false"}.get(hint) or f"a {hint.__name__}"
     place = field if item is None else f"what is in {field}"
-    raise _FieldError(f"{place} must be {needed}, not {shown(value)}.", field, item)
+    raise _field_error(f"{place} must be {needed}, not {shown(value)}.", field, item)
 
 
 def _once(items: Iterable[Any], field: str, problem: Callable[[Any], str]) -> None:
     known = set()
     for i, item in enumerate(items):
         if item in known:
-            raise _FieldError(f"{problem(item)}; leave one of the two.", field, i)
+            raise _field_error(f"{problem(item)}; leave one of the two.", field, i)
         known.add(item)
 
 
@@ -518,7 +516,7 @@ class _PlanReader(Reader):
             found["is_verified"] = found["peak_bytes"] is not None
         try:
             return cls(**found)
-        except _FieldError as error:
+        except PlanError as error:
             at = places.get(error.field, start)
             if error.item is not None:
                 at = items[error.field][error.item]

@@ -31,7 +31,8 @@ from typing import Any
 
 from remat.errors import GraphError
 from remat.files import read_text, write_text
-from remat.json_lines import Reader, shown
+from remat.json_lines import Reader
+from remat.printing import shown
 
 # Sums of bytes are also taken in 64-bit integers and in doubles (by the solvers), both of which
 # are exact up to here: 8 PiB.

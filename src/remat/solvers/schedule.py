@@ -106,7 +106,7 @@ def schedule(
         that was, and whether the budget is proven to be impossible.
       UnitsError: the budget is no number of bytes.
     """
-    budget = parse_bytes(budget)
+    budget = parse_bytes(budget, "budget=")
     unconstrained = no_remat(graph)
     if unconstrained.peak_bytes <= budget:
         return checked(graph, range(len(graph)), budget, graph.time)

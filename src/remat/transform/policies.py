@@ -518,8 +518,8 @@ def _select(
         primitives,
         tuple(str(jnp.dtype(d)) for d in dtypes),
         path,
-        None if min_bytes is None else units.parse_bytes(min_bytes),
-        None if max_bytes is None else units.parse_bytes(max_bytes),
+        None if min_bytes is None else units.parse_bytes(min_bytes, "min_bytes="),
+        None if max_bytes is None else units.parse_bytes(max_bytes, "max_bytes="),
         min_flops_per_byte,
         strict,
     )
