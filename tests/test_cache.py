@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from remat import cache as cache_module
-from remat.cache import Cache, CacheWarning, default_folder
+from remat.cache import Cache, CacheWarning, default_folder, find_cache
 from remat.errors import PlanError
+from remat.planner import cache as cache_module
 
 DATA = {"bytes": [1, 2, 3], "time_s": 0.1, "name": "Größe\n", "nested": {"a": None, "b": True}}
 
@@ -245,26 +246,95 @@ def test_a_lock_that_is_never_released_costs_one_warning(cache, monkeypatch):
     assert "held the lock" in message
 
 
-def test_no_home_costs_one_warning(monkeypatch):
-    for name in ("HOME", "XDG_CACHE_HOME", "LOCALAPPDATA"):
+@pytest.fixture
+def no_home(monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME", "LOCALAPPDATA", "USERPROFILE"):
         monkeypatch.delenv(name, raising=False)
+
+    def nobody(uid):
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+
+
+def test_no_home_costs_one_warning_and_makes_no_folder(no_home, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     with pytest.warns(CacheWarning, match="no home directory"):
         without = Cache.default()
     assert works_without_a_cache(without) == []
+    assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other folders")
 @pytest.mark.parametrize(
-    ("environment", "platform", "folder"),
+    ("environment", "folder"),
     [
-        ({"HOME": "/h"}, "linux", "/h/.cache/remat"),
-        ({"HOME": "/h", "XDG_CACHE_HOME": "/x"}, "linux", "/x/remat"),
-        ({"HOME": "/h", "XDG_CACHE_HOME": "x"}, "linux", "/h/.cache/remat"),
-        ({"HOME": "/h"}, "darwin", "/h/Library/Caches/remat"),
-        ({"LOCALAPPDATA": "/l"}, "win32", "/l/remat/Cache"),
+        ({"HOME": "/h"}, "/h/.cache/remat"),
+        ({"HOME": "/h", "XDG_CACHE_HOME": "/x"}, "/x/remat"),
+        ({"HOME": "/h", "XDG_CACHE_HOME": ""}, "/h/.cache/remat"),
     ],
 )
-def test_the_default_folder_is_where_the_system_wants_caches(environment, platform, folder):
-    assert default_folder(environment, platform).as_posix() == folder
+def test_the_default_folder_is_where_the_system_wants_caches(monkeypatch, environment, folder):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert default_folder().as_posix() == folder
+
+
+def test_a_relative_folder_in_the_environment_is_never_made(no_home, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    assert default_folder() is None
+
+
+@pytest.mark.parametrize("folder", ["", "a\0b", "\ud800", 3, b""])
+def test_what_is_no_folder_is_refused(folder):
+    with pytest.raises(PlanError, match="not a folder for a cache"):
+        Cache(folder)
+
+
+def test_the_option_cache_is_a_flag_a_cache_or_a_folder(cache, tmp_path):
+    assert find_cache(cache) is cache
+    assert find_cache(str(tmp_path)).folder == find_cache(tmp_path).folder == tmp_path
+    assert find_cache(False).folder is None
+    assert find_cache(True).folder == default_folder()
+    for wrong in (None, 1, "a\0b", b"cache"):
+        with pytest.raises(PlanError):
+            find_cache(wrong)
+
+
+@pytest.mark.parametrize("kind", ["folder", "link to nothing", "link to a file", "pipe"])
+def test_a_hostile_lock_file_costs_at_most_one_warning_and_changes_nothing_else(
+    cache, tmp_path, kind
+):
+    cache.folder.mkdir()
+    lock, other = cache.folder / "lock", tmp_path / "other"
+    other.write_text("precious")
+    if kind == "folder":
+        lock.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(lock)
+    else:
+        lock.symlink_to(other if kind == "link to a file" else tmp_path / "absent")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cache.put("plan", "a", DATA)
+        cache.put("plan", "b", DATA)
+    assert len(caught) <= 1
+    assert other.read_text() == "precious"
+    assert sorted(os.listdir(tmp_path)) == ["cache", "other"]
+
+
+def test_an_entry_is_written_for_its_owner_alone_and_through_no_link(cache, tmp_path):
+    cache.put("plan", "a", DATA)
+    path, other = entry(cache), tmp_path / "other"
+    other.write_text("precious")
+    path.unlink()
+    path.symlink_to(other)
+    cache.put("plan", "a", DATA)
+    assert not path.is_symlink() and other.read_text() == "precious"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert cache.folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_an_entry_is_one_header_and_readable_json(cache):

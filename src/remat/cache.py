@@ -7,10 +7,10 @@ format's version and a SHA-256 of the rest, and then JSON::
     remat-cache 1 2f7a...
     {"data": {...}, "key": "...", "kind": "plan"}
 
-* Writing: to a temporary file in the same folder, `fsync`, then `os.replace`. A reader sees the old
-  entry or the new one, and a writer that is killed leaves a file that the next writer removes.
-* `update` reads, merges and writes under a lock on a file, which the system releases when a process
-  ends, however it ends.
+* Writing: all or nothing (`remat.files.replace`). What a writer that is killed leaves behind, the next
+  writer removes.
+* `update` reads, merges and writes under a lock on a file (`filelock`), which the system releases when
+  a process ends, however it ends.
 * Reading: whatever is not exactly an entry (damaged, truncated, of another version, larger than
   64 MiB, nested beyond reason, with NaN or doubled keys) is renamed to `*.damaged`, with a warning,
   and is as if it had never been there. Nothing is deleted, and loading runs no code.
@@ -28,22 +28,18 @@ import hashlib
 import json
 import os
 import re
-import stat
-import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from remat.errors import PlanError
-from remat.printing import printable
+import filelock
+import platformdirs
 
-if sys.platform == "win32":
-    import msvcrt
-else:
-    import fcntl
+from remat import files
+from remat.errors import PlanError
+from remat.printing import printable, shown
 
 _VERSION = 1
 _HEADER = re.compile(rb"remat-cache ([0-9]{1,9}) ([0-9a-f]{64})\n")
@@ -67,13 +63,16 @@ class Cache:
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None) -> None:
-        self.folder = None if folder is None else Path(folder)
+        try:
+            self.folder = None if folder is None else Path(files.checked(folder))
+        except files.PROBLEMS as error:
+            raise PlanError(f"{shown(folder)} is not a folder for a cache: {error}.") from error
         self._gave_up = folder is None
 
     @classmethod
     def default(cls) -> Cache:
         """The cache in the user's cache directory (see `default_folder`)."""
-        folder = default_folder(os.environ, sys.platform)
+        folder = default_folder()
         if folder is None:
             _warn("there is no home directory, so plans and measurements are not kept.")
         return cls(folder)
@@ -165,89 +164,71 @@ class Cache:
         return None
 
     def _write(self, path: Path, text: bytes) -> None:
-        partial = None
         try:
-            # Under the lock nobody else is writing this entry: these are of writers that were killed.
-            for left in path.parent.glob(f"{path.name}.*.partial"):
+            # Under the lock nobody else writes in this folder: these are of writers that were killed.
+            for left in path.parent.glob("*.partial"):
                 left.unlink(missing_ok=True)
-            handle, partial = tempfile.mkstemp(".partial", f"{path.name}.", path.parent)
-            with open(handle, "wb") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
+            files.replace(path, text, mode=0o600)
         except OSError as error:
-            if partial is not None:
-                with contextlib.suppress(OSError):
-                    os.unlink(partial)
             self._give_up(error)
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[bool]:
         """Hold the folder's lock; False where it cannot be had."""
-        handle = self._locked_handle()
-        try:
-            yield handle is not None
-        finally:
-            if handle is not None:
-                os.close(handle)  # which releases the lock
-
-    def _locked_handle(self) -> int | None:
         assert self.folder is not None
-        handle = None
+        lock = filelock.FileLock(self.folder / "lock", _LOCK_S, mode=0o600)
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            handle = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-            deadline = time.monotonic() + _LOCK_S
-            while not _try_lock(handle):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"another process has held the lock for {_LOCK_S:.0f} s")
-                time.sleep(0.005)
-            return handle
-        except OSError as error:
-            if handle is not None:
-                os.close(handle)
+            lock.acquire(poll_interval=0.005)
+        except filelock.Timeout:
+            self._give_up(TimeoutError(f"another process has held the lock for {_LOCK_S:.0f} s"))
+        except (OSError, NotImplementedError) as error:  # the latter where files cannot be locked
             self._give_up(error)
-            return None
+        try:
+            yield lock.is_locked
+        finally:
+            with contextlib.suppress(OSError):
+                lock.release()
 
-    def _give_up(self, error: OSError) -> None:
+    def _give_up(self, error: Exception) -> None:
         if not self._gave_up:
             self._gave_up = True
             _warn(
-                f"the cache in {self.folder} cannot be used ({error.strerror or error}), so plans and "
+                f"the cache in {self.folder} cannot be used ({files.reason(error)}), so plans and "
                 "measurements are not kept. Pass a cache in a folder that can be written to."
             )
 
 
-def default_folder(environment: Mapping[str, str], platform: str) -> Path | None:
-    """Where the operating system wants a user's caches; None if the user has no home.
+def find_cache(cache: Cache | bool | str | os.PathLike[str]) -> Cache:
+    """Return the cache that an option `cache=` means.
 
-    >>> default_folder({"HOME": "/home/ada"}, "linux").as_posix()
-    '/home/ada/.cache/remat'
-    >>> default_folder({"HOME": "/home/ada", "XDG_CACHE_HOME": "/fast"}, "linux").as_posix()
-    '/fast/remat'
+    Args:
+      cache: whether to use the one in the user's cache directory; a cache, or its folder.
+
+    Raises:
+      PlanError: it is none of these.
     """
-    xdg = environment.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(xdg):  # the specification says to ignore a relative one
-        return Path(xdg) / "remat"
-    if platform == "win32":
-        local = environment.get("LOCALAPPDATA") or ""
-        return Path(local) / "remat" / "Cache" if local else None
-    home = environment.get("HOME") or ""
-    if not home:
-        return None
-    return Path(home) / ("Library/Caches" if platform == "darwin" else ".cache") / "remat"
+    if isinstance(cache, Cache):
+        return cache
+    if isinstance(cache, bool):
+        return Cache.default() if cache else Cache(None)
+    if isinstance(cache, str | os.PathLike):
+        return Cache(cache)
+    raise PlanError(
+        f"cache={shown(cache)} is not a cache: it is True or False, a folder, or a "
+        "remat.planner.cache.Cache."
+    )
 
 
-def _try_lock(handle: int) -> bool:
+def default_folder() -> Path | None:
+    """Return the folder in which the system wants this user's cache; None if the user has no home."""
     try:
-        if sys.platform == "win32":
-            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
-        else:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    return True
+        folder = platformdirs.user_cache_path("remat", appauthor=False)
+    except RuntimeError:
+        return None
+    return (
+        folder if folder.is_absolute() else None
+    )  # older platformdirs leave a "~" that leads nowhere
 
 
 def _warn(message: str) -> None:
@@ -279,20 +260,15 @@ def _text(kind: str, key: str, data: Mapping[str, Any]) -> bytes:
 
 def _read(path: Path, kind: str, key: str) -> dict[str, Any] | None:
     try:
-        # Not to wait for the other end if someone put a pipe here.
-        handle = os.open(
-            path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-        )
+        with files.open_regular(path) as file:
+            n_bytes = os.fstat(file.fileno()).st_size
+            if n_bytes > _MOST_BYTES:
+                raise _Damaged(f"{n_bytes} bytes, more than {_MOST_BYTES}")
+            text = file.read(_MOST_BYTES + 1)
     except FileNotFoundError:
         return None
-    status = os.fstat(handle)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(handle)
-        raise _Damaged("not a regular file")
-    with open(handle, "rb") as file:
-        if status.st_size > _MOST_BYTES:
-            raise _Damaged(f"{status.st_size} bytes, more than {_MOST_BYTES}")
-        text = file.read(_MOST_BYTES + 1)
+    except files.NotRegularError as error:
+        raise _Damaged(str(error)) from error
     header = _HEADER.match(text)
     if header is None:
         raise _Damaged("line 1: no header")

@@ -31,7 +31,11 @@ _OPEN = sum(getattr(os, name, 0) for name in ("O_BINARY", "O_CLOEXEC", "O_NOCTTY
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | _OPEN
 
 #: What `os` raises for a path: a `ValueError` for a name that no file can have, with a NUL for one.
-_PROBLEMS = (OSError, ValueError, TypeError)
+PROBLEMS = (OSError, ValueError, TypeError)
+
+
+class NotRegularError(OSError):
+    """A pipe, device or folder is there in place of a regular file."""
 
 
 def read_text(
@@ -47,8 +51,8 @@ def read_text(
     try:
         with open_regular(path) as file:
             content = file.read(-1 if most_bytes is None else most_bytes + 1)
-    except _PROBLEMS as problem:
-        why = f"{_called(path)}: cannot be read ({_reason(problem)}); check the path."
+    except PROBLEMS as problem:
+        why = f"{_called(path)}: cannot be read ({reason(problem)}); check the path."
         raise error(why) from problem
     if most_bytes is not None and len(content) > most_bytes:
         raise error(f"{path}: longer than {most_bytes} bytes, as no such file is; check the path.")
@@ -62,10 +66,10 @@ def read_text(
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a regular file for reading; anything else is an `OSError`, also a pipe, at once."""
-    handle = os.open(_text(path), os.O_RDONLY | _OPEN)
+    handle = os.open(checked(path), os.O_RDONLY | _OPEN)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError("not a regular file")
+        raise NotRegularError("not a regular file")
     return open(handle, "rb")
 
 
@@ -80,9 +84,9 @@ def write_text(path: str | os.PathLike[str], text: str, error: type[RematError])
     try:
         why = refusal(path)
         if why is None:
-            _write(_text(path), text.encode("utf-8"))
-    except _PROBLEMS as problem:
-        failed = f"{_called(path)}: cannot be written ({_reason(problem)}); choose another path."
+            _write(checked(path), text.encode("utf-8"))
+    except PROBLEMS as problem:
+        failed = f"{_called(path)}: cannot be written ({reason(problem)}); choose another path."
         raise error(failed) from problem
     if why is not None:
         raise error(f"{_called(path)}: cannot be written ({why}); choose another path.")
@@ -96,7 +100,7 @@ def refusal(path: str | os.PathLike[str]) -> str | None:
     'the path is empty'
     """
     try:
-        name = _text(path)
+        name = checked(path)
         try:
             mode = os.stat(name).st_mode
         except (FileNotFoundError, NotADirectoryError):
@@ -111,8 +115,8 @@ def refusal(path: str | os.PathLike[str]) -> str | None:
             return os.strerror(errno.EACCES)
         if stat.S_ISREG(mode):
             return _folder_refusal(os.path.dirname(os.path.realpath(name)))
-    except _PROBLEMS as problem:
-        return _reason(problem)
+    except PROBLEMS as problem:
+        return reason(problem)
     return None
 
 
@@ -187,10 +191,17 @@ def _folder_refusal(folder: str) -> str | None:
     return None
 
 
-def _text(path: str | os.PathLike[str]) -> str:
+def checked(path: str | os.PathLike[str]) -> str:
+    """Return a path as a text, once it is known that a file could have it.
+
+    Raises:
+      ValueError, TypeError: it is empty, holds a NUL or cannot be encoded; it is not a path.
+    """
     name = os.fsdecode(path)
     if not name:
         raise ValueError("the path is empty")
+    if "\0" in os.fsencode(name).decode("latin-1"):
+        raise ValueError("the path holds a NUL character")
     return name
 
 
@@ -200,7 +211,8 @@ def _called(path: object) -> str:
     return text if text.strip() and text.isprintable() else repr(path)
 
 
-def _reason(problem: Exception) -> str:
+def reason(problem: Exception) -> str:
+    """Return what the system says of an error, without its number and path."""
     if isinstance(problem, OSError) and problem.errno == errno.ENXIO:
         return "no process reads from it"
     return str(getattr(problem, "strerror", None) or problem)

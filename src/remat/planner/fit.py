@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import jax
 
 from remat import _jax, units
-from remat.cache import Cache
+from remat.cache import Cache, find_cache
 from remat.errors import PlanError
 from remat.planner.emit import RegionDecision, Segment
 from remat.planner.plan import plan as make_plan, receive_plan, versions
@@ -39,7 +40,7 @@ def fit(
     plan: Plan | None = None,
     target: str | Target | None = None,
     offload: bool = True,
-    cache: Cache | bool = True,
+    cache: Cache | bool | str | os.PathLike[str] = True,
     costs: str | Costs = "roofline",
     progress: bool = True,
     **jit_options: Any,
@@ -67,7 +68,7 @@ def fit(
       target: what to plan for, see `remat.plan`; by default the device at hand, where it will run.
       offload: whether loops may keep values in the host's memory, see `remat.plan`. A given plan says
         that itself.
-      cache: whether plans are kept in the user's cache directory, or in which cache.
+      cache: whether plans are kept in the user's cache directory, or in which cache or folder.
       costs: what recomputing takes, see `remat.plan`.
       progress: whether to show on a terminal what is going on while it plans.
       jit_options: as `jax.jit` takes them.
@@ -91,6 +92,8 @@ def fit(
     if budget is not None:
         units.parse_budget(budget)
     check_costs(costs)
+    if not isinstance(cache, bool):
+        cache = find_cache(cache)
     options = {
         "target": target,
         "offload": offload,

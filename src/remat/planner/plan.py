@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import logging
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -28,7 +29,7 @@ from jax.experimental import multihost_utils
 from rich.console import Console
 
 from remat import _jax, units
-from remat.cache import Cache
+from remat.cache import Cache, find_cache
 from remat.errors import BudgetError, PlanError
 from remat.ir.fingerprint import fingerprint
 from remat.planner.edits import loop_results
@@ -72,7 +73,7 @@ def plan(
     target: str | Target | None = None,
     offload: bool = True,
     kwargs: Mapping[str, Any] | None = None,
-    cache: Cache | bool = True,
+    cache: Cache | bool | str | os.PathLike[str] = True,
     costs: str | Costs = "roofline",
     progress: bool = True,
     **jit_options: Any,
@@ -104,7 +105,8 @@ def plan(
       offload: whether loops may keep values in the host's memory, where the target has one: they do
         where that takes less time than recomputing, or where nothing else fits. On a CPU the host's
         memory is the device's, and nothing is offloaded.
-      cache: whether plans are looked up and kept in the user's cache directory, or in which cache.
+      cache: whether plans are looked up and kept in the user's cache directory, or in which cache or
+        folder.
       costs: what recomputing takes: "roofline", by the device's figures; "measured", by timing the
         equations on the device at hand; or a `remat.program.costs.Costs`.
       progress: whether to show on a terminal what is going on.
@@ -126,7 +128,7 @@ def plan(
     if limit is None:
         limit = _all_memory(at)
     planned = Step(step, args, kwargs or {}, at, jit_options)
-    store = Cache.default() if cache is True else cache if isinstance(cache, Cache) else Cache(None)
+    store = find_cache(cache)
     here = None if at.ahead_of_time else at.devices[0]
     priced = find_costs(costs, at.device, here, store)
     with _Progress(progress) as show:
