@@ -16,7 +16,6 @@ from hypothesis import given, settings, strategies as st
 from remat import cache as cache_module
 from remat.cache import Cache, CacheWarning, default_folder, find_cache
 from remat.errors import PlanError
-from remat.planner import cache as cache_module
 
 DATA = {"bytes": [1, 2, 3], "time_s": 0.1, "name": "Größe\n", "nested": {"a": None, "b": True}}
 

@@ -18,11 +18,16 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import io
 import json
+import operator
 import os
+import pkgutil
+import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +36,32 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from remat.errors import BudgetError, PolicyError, RematError, ReportError, closest
+from remat import files, units
+from remat.errors import (
+    BudgetError,
+    PlanError,
+    PolicyError,
+    RematError,
+    ReportError,
+    UnitsError,
+    UnknownNameError,
+    closest,
+)
 from remat.explain import explain as make_explanation
 from remat.explain.step import has_gradient, value_and_gradient
-from remat.files import write_text
 from remat.planner.fit import fit
 from remat.planner.plan import plan as make_plan
 from remat.planner.plan_file import Plan
 from remat.planner.regions import auto
+from remat.printing import printable, shown
 from remat.program.devices import DEVICES
+from remat.program.targets import check_name, target as find_target
 from remat.report.explanation import Explanation
 from remat.report.model import ParetoPoint
 from remat.transform import policies
 from remat.transform.checkpoint import checkpoint
-from remat.units import format_bytes
 
 _ERROR = 1
 
@@ -58,7 +74,11 @@ class _OneLine(click.ClickException):
     exit_code = _ERROR
 
     def show(self, file: Any = None) -> None:
-        click.echo(f"remat: {' '.join(self.message.split())}", file=file, err=file is None)
+        click.echo(_line(self.message), file=file, err=file is None)
+
+
+def _line(message: str) -> str:
+    return printable(f"remat: {' '.join(message.split())}")
 
 
 class _OneLineUsage(_OneLine):
@@ -68,7 +88,8 @@ class _OneLineUsage(_OneLine):
 
     def __init__(self, error: click.UsageError) -> None:
         command = error.ctx.command_path if error.ctx is not None else "remat"
-        super().__init__(f"{error.format_message().rstrip('.')}. See {command} --help.")
+        message = error.format_message().rstrip(".")
+        super().__init__(f"{message}{'' if message.endswith('?') else '.'} See {command} --help.")
 
 
 def _in_one_line(error: click.UsageError) -> click.ClickException:
@@ -92,12 +113,43 @@ class _Commands(click.Group):
             raise _in_one_line(error) from None
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
+        except BrokenPipeError:  # nobody reads on, as with `| head`: click ends quietly
+            raise
         except Exception as error:
             if ctx.meta.get("remat.debug"):
-                raise
-            what = str(error) or type(error).__name__
-            known = isinstance(error, RematError)
-            raise _OneLine(what if known else f"{type(error).__name__}: {what}") from error
+                text = "".join(traceback.format_exception(error))
+                click.echo(printable(text, keep="\n"), err=True, nl=False)
+                raise click.exceptions.Exit(_ERROR) from error
+            raise _OneLine(_said(error)) from error
+
+
+# What the library's errors say of Python's options, and what the command line says.
+_IN_OPTIONS = (
+    (r"\b(budget|target|costs|policy|plan)=(?!\w|['\"])", r"--\1"),
+    (r"\b(budget|target|costs)=", r"--\1 "),
+    (r"\ballow offload=True\b", "leave out --no-offload"),
+    (r"A target is None \(the devices at hand\)", "A target is left out (the devices at hand)"),
+    (r" Pass strict=False if it may be absent\.", ""),
+)
+
+
+def _in_options(error: RematError) -> str:
+    """Return what an error says, in the words of the command line."""
+    text = str(error)
+    for python, option in _IN_OPTIONS:
+        text = re.sub(python, option, text)
+    return text
+
+
+def _said(error: BaseException) -> str:
+    """Return what any error says, also a user's that fails to say it."""
+    if isinstance(error, RematError):
+        return _in_options(error)
+    try:
+        text = str(error)
+    except Exception:
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
@@ -124,7 +176,11 @@ def _user_code() -> Iterator[None]:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     except SystemExit as error:
-        raise _OneLine(f"the module or function called sys.exit({error.code!r}).") from error
+        raise _OneLine(f"the module or function called sys.exit({shown(error.code)}).") from error
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # such as pytest's Skipped
+        raise _OneLine(_said(error)) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,10 +217,10 @@ def _subject(spec: str) -> _Subject:
     module, colon, name = spec.rpartition(":")
     if not colon or not module or not name:
         raise click.UsageError(
-            f"{spec!r} is no MODULE:FUNCTION or FILE.py:FUNCTION, such as train:step."
+            f"{spec!r} is not MODULE:FUNCTION or FILE.py:FUNCTION, such as train:step."
         )
     with _user_code():
-        function = _found(_loaded(module), name, spec)
+        function = _found(_loaded(module, spec), name, spec)
         _check_callable_bare(function, spec)
         made = function()
     if not isinstance(made, (tuple, list)) or len(made) not in (2, 3) or not callable(made[0]):
@@ -181,23 +237,16 @@ def _subject(spec: str) -> _Subject:
     return _Subject(spec, step, tuple(args), kwargs)
 
 
-def _loaded(module: str) -> Any:
+def _loaded(module: str, spec: str) -> Any:
     # The current directory is where the user's code is, as for `python -m`.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     if module.endswith(".py"):
-        path = Path(module)
-        if not path.is_file():
-            raise click.UsageError(f"there is no file {module!r}.")
-        sys.path.insert(0, str(path.parent.resolve()))
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None
-        loaded = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = loaded
-        spec.loader.exec_module(loaded)
-        return loaded
+        return _loaded_file(module)
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise click.UsageError(f"{spec!r}: {module!r} cannot be a module; write FILE.py:FUNCTION.")
     try:
-        return importlib.import_module(module)
+        return pkgutil.resolve_name(f"{module}:")
     except ModuleNotFoundError as error:
         if error.name and (module == error.name or module.startswith(f"{error.name}.")):
             raise click.UsageError(
@@ -206,15 +255,31 @@ def _loaded(module: str) -> Any:
         raise
 
 
+def _loaded_file(name: str) -> Any:
+    path = Path(name)
+    if not path.is_file():
+        raise click.UsageError(f"there is no file {name!r}.")
+    sys.path.insert(0, str(path.parent.resolve()))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = loaded
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
 def _found(module: Any, name: str, spec: str) -> Callable:
-    found: Any = module
-    for part in name.split("."):
-        if not hasattr(found, part):
-            known = [n for n, v in vars(found).items() if callable(v) and not n.startswith("_")]
-            raise click.UsageError(f"{spec}: there is no function {part!r}; {closest(part, known)}")
-        found = getattr(found, part)
+    try:
+        found = operator.attrgetter(name)(module)
+    except AttributeError as error:
+        owner = vars(error.obj) if hasattr(error.obj, "__dict__") else {}
+        known = [n for n, v in owner.items() if callable(v) and not n.startswith("_")]
+        missing = str(error.name)
+        raise click.UsageError(
+            f"{spec}: there is no function {missing!r}; {closest(missing, known)}"
+        ) from error
     if not callable(found):
-        raise click.UsageError(f"{spec} is no function but {_shortly(found)}.")
+        raise click.UsageError(f"{spec} is not a function but {_shortly(found)}.")
     checked: Callable = found
     return checked
 
@@ -235,8 +300,7 @@ def _check_callable_bare(function: Callable, spec: str) -> None:
 
 
 def _shortly(value: Any) -> str:
-    text = f"{type(value).__name__} {value!r}"
-    return text if len(text) < 80 else text[:77] + "..."
+    return f"{type(value).__name__} {shown(value)}"
 
 
 # Policies by name
@@ -250,17 +314,85 @@ _POLICIES = {
 }
 
 
-class _OutputFile(click.Path):
-    """A file to write: that its folder is not there is said before the work is done."""
+class _OutputFile(click.ParamType):
+    """A file to write: that it cannot be written is said before the work is done."""
 
-    def __init__(self) -> None:
-        super().__init__(dir_okay=False)
+    name = "file"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        folder = Path(value).parent
-        if not folder.is_dir():
-            self.fail(f"there is no folder {str(folder)!r} to write {value!r} in.", param, ctx)
-        return super().convert(value, param, ctx)
+        why = files.refusal(value)
+        if why is not None:
+            self.fail(f"{value!r} cannot be written: {why}.", param, ctx)
+        return value
+
+
+class _InputFile(click.ParamType):
+    """A file to read."""
+
+    name = "file"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        try:
+            files.open_regular(value).close()
+        except files.PROBLEMS as error:
+            self.fail(f"{value!r} cannot be read: {files.reason(error)}.", param, ctx)
+        return value
+
+
+class _Explained(_InputFile):
+    """An explanation's file, or MODULE:FUNCTION."""
+
+    name = "explained"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        return super().convert(value, param, ctx) if value.endswith(".json") else value
+
+
+class _BudgetText(click.ParamType):
+    """A budget, which stays as it was written."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        try:
+            units.parse_budget(value, "")
+        except UnitsError as error:
+            self.fail(_in_options(error), param, ctx)
+        return value
+
+
+class _BudgetList(_BudgetText):
+    """Budgets with commas between them."""
+
+    name = "list"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        names = value if isinstance(value, tuple) else value.split(",")
+        given = [name for n in names if (name := n.strip())]
+        return tuple(super(_BudgetList, self).convert(name, param, ctx) for name in given)
+
+
+class _TargetName(click.ParamType):
+    """A target's name; whether it can be compiled for is seen once the user's module is loaded."""
+
+    name = "target"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if value:
+            try:
+                check_name(value)
+            except PlanError as error:
+                self.fail(_in_options(error), param, ctx)
+        return value
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[click.shell_completion.CompletionItem]:
+        names = [
+            "cpu",
+            *(f"{d.platform}:{d.name}" for d in DEVICES.values() if d.platform != "cpu"),
+        ]
+        return _completed(names, incomplete)
 
 
 class _PolicyName(click.ParamType):
@@ -275,23 +407,19 @@ class _PolicyName(click.ParamType):
             try:
                 return policies.save_only_these_names(*value[6:].split(","))
             except PolicyError as error:
-                self.fail(str(error), param, ctx)
-        self.fail(f"there is no policy {value!r}; {closest(value, [*_POLICIES, 'names:A,B'])}")
+                self.fail(_in_options(error), param, ctx)
+        known = closest(value, [*_POLICIES, "names:A,B"])
+        self.fail(f"there is no policy {value!r}; {known}", param, ctx)
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[click.shell_completion.CompletionItem]:
-        return [
-            click.shell_completion.CompletionItem(name)
-            for name in _POLICIES
-            if name.startswith(incomplete)
-        ]
+        return _completed(_POLICIES, incomplete)
 
 
-def _targets(
-    ctx: click.Context, param: click.Parameter, incomplete: str
+def _completed(
+    names: Iterable[str], incomplete: str
 ) -> list[click.shell_completion.CompletionItem]:
-    names = ["cpu", *(f"{d.platform}:{d.name}" for d in DEVICES.values() if d.platform != "cpu")]
     return [click.shell_completion.CompletionItem(n) for n in names if n.startswith(incomplete)]
 
 
@@ -301,8 +429,8 @@ def _targets(
 _spec = click.argument("spec", metavar="MODULE:FUNCTION")
 _target = click.option(
     "--target",
+    type=_TargetName(),
     metavar="TARGET",
-    shell_complete=_targets,
     help="The device: at hand, or ahead of time such as gpu:h100 or tpu:v5e:2x2.",
 )
 _policy = click.option(
@@ -320,10 +448,13 @@ _costs = click.option(
     help="What recomputing takes: by the device's figures, or timed on the device at hand.",
 )
 _budget = click.option(
-    "--budget", metavar="BYTES", help="Plan for this peak first, such as 8GiB or 60%."
+    "--budget",
+    type=_BudgetText(),
+    metavar="BYTES",
+    help="Plan for this peak first, such as 8GiB or 60%.",
 )
 _plan = click.option(
-    "--plan", "plan_file", type=click.Path(dir_okay=False), help="Apply this plan first."
+    "--plan", "plan_file", type=_InputFile(), metavar="FILE", help="Apply this plan first."
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _html = click.option("--html", type=_OutputFile(), metavar="FILE", help="Write one HTML page.")
@@ -339,12 +470,23 @@ def _working(on: str) -> Iterator[None]:
     if not console.is_terminal:
         yield
         return
-    with console.status(on):
+    with console.status(Text(printable(on))):
         yield
 
 
 def _say(text: str) -> None:
-    click.echo(text.rstrip("\n"))
+    """Print to standard output, with "?" for what its encoding does not have."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    click.echo(text.rstrip("\n").encode(encoding, "replace").decode(encoding))
+
+
+def _write_page(path: str, page: str) -> None:
+    files.write_text(path, page, ReportError)
+    _say_written(path)
+
+
+def _say_written(path: str) -> None:
+    click.echo(printable(f"wrote {path}"), err=True)
 
 
 def _width() -> int:
@@ -426,8 +568,7 @@ def explain(
         given = _planned(subject, budget, target)
     made = _explained(subject, given, policy, target, not no_compile)
     if html is not None:
-        write_text(html, made.to_html(), ReportError)
-        click.echo(f"wrote {html}", err=True)
+        _write_page(html, made.to_html())
     if as_json:
         _say(made.to_json())
     elif html is None:
@@ -436,7 +577,8 @@ def explain(
 
 @main.command()
 @_spec
-@click.option("--budget", metavar="BYTES", help="The peak on one device, such as 8GiB or 60%.")
+@click.option("--budget", type=_BudgetText(), metavar="BYTES",
+              help="The peak on one device, such as 8GiB or 60%.")  # fmt: skip
 @_target
 @_costs
 @click.option("-o", "--output", type=_OutputFile(), metavar="FILE", help="Write the plan here.")
@@ -469,12 +611,11 @@ def plan(
     made = _planned(subject, budget, target, costs, offload=offload)
     if output is not None:
         made.save(output)
-        click.echo(f"wrote {output}", err=True)
+        _say_written(output)
     if html is not None:
         page = _explained(subject, made, None, target, True)
         page = dataclasses.replace(page, pareto=_points_of(made, "the plan"))
-        write_text(html, page.to_html(), ReportError)
-        click.echo(f"wrote {html}", err=True)
+        _write_page(html, page.to_html())
     _say(made.to_json() if as_json else made.explain())
 
 
@@ -482,7 +623,7 @@ def plan(
 @_spec
 @_budget
 @click.option(
-    "--budgets", multiple=True, metavar="LIST",
+    "--budgets", type=_BudgetList(), default=(), metavar="LIST", multiple=True,
     help="Plan for these as well, for the curve of peak against time: 75%,50%,35%.",
 )  # fmt: skip
 @_target
@@ -495,7 +636,7 @@ def plan(
 def report(
     spec: str,
     budget: str | None,
-    budgets: tuple[str, ...],
+    budgets: tuple[tuple[str, ...], ...],
     target: str | None,
     costs: str,
     html: str,
@@ -515,25 +656,25 @@ def report(
     points = [_point(made, "as it is", chosen=True)]
     if given is not None:
         points = [*_points_of(given, f"plan for {budget}")]
-    others = dict.fromkeys(name.strip() for text in budgets for name in text.split(","))
-    for other in [name for name in others if name and name != budget]:
+    others = dict.fromkeys(name for names in budgets for name in names)
+    for other in [name for name in others if name != budget]:
         try:
             found = _points_of(_planned(subject, other, target, costs), f"plan for {other}")[-1]
             points.append(dataclasses.replace(found, chosen=False))
         except BudgetError as error:
-            click.echo(f"remat: no plan for {other}: {' '.join(str(error).split())}", err=True)
+            click.echo(_line(f"no plan for {other}: {_said(error)}"), err=True)
     if not subject.is_step:
         for name, policy in _POLICIES.items():
             if name != "everything_saveable":
                 under = _explained(subject, None, policy, target, True, f"compiling with {name}")
                 points.append(_point(under, f"whole loss {name}"))
-    write_text(html, dataclasses.replace(made, pareto=tuple(points)).to_html(), ReportError)
-    _say(f"wrote {html}")
+    files.write_text(html, dataclasses.replace(made, pareto=tuple(points)).to_html(), ReportError)
+    _say(printable(f"wrote {html}"))
 
 
 @main.command()
-@click.argument("before")
-@click.argument("after")
+@click.argument("before", type=_Explained())
+@click.argument("after", type=_Explained())
 @_target
 @_no_compile
 @_json
@@ -558,8 +699,7 @@ def compare(
     )
     found = first.diff(second)
     if html is not None:
-        write_text(html, found.to_html(), ReportError)
-        click.echo(f"wrote {html}", err=True)
+        _write_page(html, found.to_html())
     if as_json:
         _say(found.to_json())
     elif html is None:
@@ -567,7 +707,7 @@ def compare(
 
 
 @main.command()
-@click.option("--budget", metavar="BYTES", default="50%", show_default=True,
+@click.option("--budget", type=_BudgetText(), metavar="BYTES", default="50%", show_default=True,
               help="What the plan may take.")  # fmt: skip
 @_target
 @_debugging
@@ -609,18 +749,22 @@ def devices(as_json: bool) -> None:
         ]
         _say(json.dumps({"at_hand": here, "known": rows}, indent=1))
         return
-    table = Table(title=f"at hand: {', '.join(sorted(set(here)))} × {len(here)}", box=None)
+    at_hand = printable(f"at hand: {', '.join(sorted(set(here)))} × {len(here)}")
+    table = Table(title=Text(at_hand), box=None)
     for column in ("target", "memory", "bandwidth", "bfloat16", "float32"):
         table.add_column(column, justify="left" if column == "target" else "right")
     for d in known:
         table.add_row(
             d.name if d.platform == "cpu" else f"{d.platform}:{d.name}",
-            format_bytes(d.memory_bytes) if d.memory_bytes else "the host's",
+            units.format_bytes(d.memory_bytes) if d.memory_bytes else "the host's",
             f"{d.bandwidth_bytes_per_s / 1e9:.0f} GB/s",
             f"{d.flops_per_s('bfloat16') / 1e12:.1f} TFLOP/s",
             f"{d.flops_per_s('float32') / 1e12:.1f} TFLOP/s",
         )
-    Console(width=_width(), file=sys.stdout).print(table)
+    console = Console(width=_width(), file=io.StringIO(), force_terminal=_color())
+    with console.capture() as captured:
+        console.print(table)
+    _say(captured.get())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -635,6 +779,15 @@ def _planned(
     offload: bool = True,
 ) -> Plan:
     """A plan for a budget, which says on a terminal what goes on."""
+    at = find_target(target)
+    if budget is None and not at.device.memory_bytes:
+        raise click.UsageError(
+            f"--budget is needed: how much memory {at.name} has is not known to remat."
+        )
+    if costs == "measured" and at.ahead_of_time:
+        raise click.UsageError(
+            f"--costs measured times equations on the device, and {at.name} is not at hand."
+        )
     step = subject.planned()
     with _user_code():
         return make_plan(
@@ -642,7 +795,7 @@ def _planned(
             *subject.args,
             kwargs=subject.kwargs,
             budget=budget,
-            target=target,
+            target=at,
             offload=offload,
             costs=costs,
             cache=False,
@@ -662,9 +815,14 @@ def _explained(
     if given is not None:
         step = fit(subject.planned(), plan=given, target=target)
     with _user_code(), _working(working or f"explaining {subject.name}"):
-        made = make_explanation(
-            step, *subject.args, target=target, compile=compile, **subject.kwargs
-        )
+        try:
+            made = make_explanation(
+                step, *subject.args, target=target, compile=compile, **subject.kwargs
+            )
+        except UnknownNameError as error:
+            if policy is None:
+                raise
+            raise click.UsageError(f"--policy {_in_options(error)}") from error
     return dataclasses.replace(made, title=subject.name)
 
 

@@ -51,7 +51,7 @@ def shown(value: object) -> str:
     except RecursionError:
         return "something deeply nested"
     except Exception:  # a repr is anybody's code; an int's refuses more than 4,300 digits
-        return "a very large number" if type(value) is int else f"a {type(value).__name__}"
+        return "a very large number" if type(value) is int else f"<{type(value).__name__}>"
     text = printable(text if len(text) <= 1000 else text[:1000])
     return text if len(text) <= 60 else text[:57] + "..."
 

@@ -121,6 +121,19 @@ def target(name: str | Target | None = None) -> Target:
         return name
     if name is None or name == "":
         return _at_hand(None)
+    check_name(name)
+    platform, *rest = name.split(":")
+    if not rest:
+        return _at_hand(platform)
+    return _described(name, platform, rest[0], rest[1] if len(rest) == 2 else None)
+
+
+def check_name(name: str) -> None:
+    """Refuse a target's name that is malformed or names no known device; JAX is not asked.
+
+    Raises:
+      PlanError: with what is wrong and what a target is.
+    """
     if not isinstance(name, str):
         raise PlanError(f"{name!r} is not a target. {_GRAMMAR}")
     platform, *rest = name.split(":")
@@ -131,7 +144,7 @@ def target(name: str | Target | None = None) -> Target:
         hint = f"did you mean {':'.join([near, *rest])!r}?" if near else closest(platform, known)
         raise PlanError(f"target {name!r}: unknown platform {platform!r}; {hint} {_GRAMMAR}")
     if not rest:
-        return _at_hand(platform)
+        return
     models = [d.name for d in DEVICES.values() if d.platform == platform]
     if platform == "cpu" or len(rest) > 2:
         raise PlanError(f"target {name!r} has too many parts. {_GRAMMAR}")
@@ -140,7 +153,7 @@ def target(name: str | Target | None = None) -> Target:
             f"target {name!r}: unknown {platform.upper()} {rest[0]!r}; "
             f"{closest(rest[0], models)} {_GRAMMAR}"
         )
-    return _described(name, platform, rest[0], rest[1] if len(rest) == 2 else None)
+    _sizes(name, platform, rest[1] if len(rest) == 2 else None)
 
 
 def _at_hand(platform: str | None) -> Target:
@@ -185,6 +198,12 @@ _MOST_DEVICES = 65536  # devices that JAX and libtpu can describe
 def _described(name: str, platform: str, model: str, shape: str | None) -> Target:
     # Cached, so that two targets of one name have the same devices and equal shardings.
     figures = DEVICES[model]
+    describe = _tpu_devices if platform == "tpu" else _gpu_devices
+    devices = describe(name, figures, _sizes(name, platform, shape))
+    return Target(name, figures, devices, ahead_of_time=True)
+
+
+def _sizes(name: str, platform: str, shape: str | None) -> list[int]:
     pattern = _N_CHIPS if platform == "tpu" else _N_GPUS
     if shape is not None and not pattern.fullmatch(shape):
         raise PlanError(
@@ -195,8 +214,7 @@ def _described(name: str, platform: str, model: str, shape: str | None) -> Targe
         raise PlanError(
             f"target {name!r} has {math.prod(sizes)} devices, more than {_MOST_DEVICES}."
         )
-    describe = _tpu_devices if platform == "tpu" else _gpu_devices
-    return Target(name, figures, describe(name, figures, sizes), ahead_of_time=True)
+    return sizes
 
 
 def _tpu_devices(name: str, figures: Device, sizes: list[int]) -> tuple[jax.Device, ...]:
