@@ -109,7 +109,8 @@ def snapshot_text(explanation: Any) -> str:
         if group.kind in ("saved", "offloaded", "recomputed")
     ]
     lines += [f"{kind:<10}  {text}" for kind, _, text in sorted(described)]
-    return "\n".join(lines).rstrip() + "\n"
+    printable: Callable[[str], str] = importlib.import_module("remat.printing").printable
+    return "\n".join(map(printable, lines)).rstrip() + "\n"
 
 
 def _sum(explanation: Any, kind: str) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
 import logging
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -288,6 +290,106 @@ def test_under_other_transformations():
     inner = fit(step, budget="60%")
     total, _ = jax.lax.scan(lambda t, x: (t + inner(W, x)[0], None), 0.0, X[None])
     assert_same(total, jax.jit(step)(W, X)[0], within=1e-5)
+
+
+# Copies, other contexts
+
+
+def test_cache_size_is_that_of_jit():
+    fitted = fit(step, budget="100%")
+    assert fitted._cache_size() == 0
+    fitted(W, X)
+    fitted(W + 1, X)
+    assert fitted._cache_size() == 1
+    fitted.clear_cache()
+    assert fitted._cache_size() == 0
+
+
+class Scaled:
+    """A step with a state."""
+
+    def __init__(self):
+        self.scale = [2.0]
+
+    def __call__(self, w, x):
+        return step(w * self.scale[0], x)
+
+
+def test_a_copy_is_a_fitted_step_of_its_own():
+    scaled = Scaled()
+    fitted = fit(scaled, budget="100%", donate_argnums=())
+    fitted(W, X)
+    shallow, deep = copy.copy(fitted), copy.deepcopy(fitted)
+    scaled.scale[0] = 1.0
+    expected = jax.jit(step)(W, X), jax.jit(step)(2.0 * W, X)
+    assert_same(shallow(W, X), expected[0], within=1e-5)
+    assert_same(deep(W, X), expected[1], within=1e-5)
+    assert [len(f.plans) for f in (fitted, shallow, deep)] == [1, 1, 1]
+    assert copy.deepcopy(fit(step, plan=plan_at("60%"))).plan(W, X) is plan_at("60%")
+
+
+def test_a_copy_of_a_step_that_was_fitted_for_a_target_has_it(tmp_path):
+    at = remat.planner.targets.target("cpu")
+    fitted = remat.fit(scaled_step, budget="100%", target=at, cache=tmp_path, progress=False)
+    for other in (copy.deepcopy(fitted), pickle.loads(pickle.dumps(fitted))):
+        assert_same(other(W, X), jax.jit(scaled_step)(W, X), within=1e-5)
+        assert other.plans[0].target == at.name
+
+
+def scaled_step(w, x):
+    return step(2.0 * w, x)
+
+
+@functools.partial(remat.fit, budget="100%", cache=False, progress=False)
+def decorated(w, x):
+    return step(w, x)
+
+
+def test_pickle_is_by_name_for_a_decorated_function_and_by_value_for_others():
+    assert pickle.loads(pickle.dumps(decorated)) is decorated
+    other = pickle.loads(pickle.dumps(fit(scaled_step, budget="100%", donate_argnums=0)))
+    w = W + 0
+    assert_same(other(w, X), jax.jit(scaled_step)(W, X), within=1e-5)
+    assert w.is_deleted()
+    with pytest.raises((pickle.PicklingError, AttributeError), match=r"<lambda>|local object"):
+        pickle.dumps(fit(lambda w, x: step(w, x), budget="100%"))
+
+
+def test_without_jit_the_step_runs_as_it_is_and_nothing_is_planned():
+    scanned = jax.value_and_grad(scanned_loss)
+    made = plan(scanned, W, X, budget="60%")
+    expected = jax.jit(scanned)(W, X)
+    seen = []
+
+    def noted(w, x):
+        seen.append(isinstance(x, jax.core.Tracer))
+        return scanned(w, x)
+
+    with jax.disable_jit():
+        for fitted in (fit(noted, plan=made), fit(noted, budget="60%")):
+            assert_same(fitted(W, X), expected, within=1e-5)
+            assert fitted.plans == ()
+        assert seen == [False, False]
+        # What is lowered or planned is a compiled program, here too.
+        lowered = fit(scanned, plan=made).lower(W, X)
+        assert plan(scanned, W, X, budget="100%").program == made.program
+    assert_same(lowered.compile()(W, X), expected, within=1e-5)
+
+
+def test_a_fitted_step_inside_another_is_planned_with_it():
+    made = plan_at("60%")
+    expected = jax.jit(step)(W, X)
+    for inner in (fit(step, budget="100%"), fit(step, plan=made)):
+
+        def outer(w, x, inner=inner):
+            return inner(w, x)
+
+        fitted = fit(outer, plan=made)
+        assert_same(fitted(W, X), expected, within=1e-5)
+        assert peak_of(fitted.lower(W, X).compile()) == made.peak_bytes
+        assert inner.plans == ()
+        assert_same(inner(W, X), expected, within=1e-5)
+    assert plan(outer, W, X, budget="60%").regions == made.regions
 
 
 # Plans that do not fit the program

@@ -3,13 +3,21 @@
 A fitted step is one `jax.jit` of a function that plans when it is traced. So everything `jax.jit` does
 stays as it is: what it traces for, donation, static arguments, shardings, its cache and its speed once
 compiled. The first call for a signature plans; a further signature plans again and says so.
+
+Two contexts take precedence. Under `jax.disable_jit` nothing is compiled, so a call runs the step as it
+is, without a plan. Inside a step that is itself planned or fitted, a fitted step is part of the outer
+one, as a jitted function is, and the outer plan decides about all of it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import logging
+import operator
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -136,28 +144,60 @@ class Fitted:
             return outs
 
         self._jitted = jax.jit(planned, **jit_options)
+        self._without_plan = jax.jit(step, **jit_options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if jax.config.jax_disable_jit:
+            return self._step(*args, **kwargs)
+        if session_context.value is not None:
+            _log.info("remat.fit: %r is part of another step, whose plan decides about it", self)
+            return self._without_plan(*args, **kwargs)
         with self._calling(args, kwargs):
             return self._jitted(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lower for these arguments, as `jax.jit`'s method of this name."""
-        with self._calling(args, kwargs):
+        with self._calling(args, kwargs), jax.disable_jit(False):
             return self._jitted.lower(*args, **kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Trace for these arguments, as `jax.jit`'s method of this name."""
-        with self._calling(args, kwargs):
+        with self._calling(args, kwargs), jax.disable_jit(False):
             return self._jitted.trace(*args, **kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Types of the results, as `jax.jit`'s method of this name. It does not plan."""
-        return jax.jit(self._step, **self._jit_options).eval_shape(*args, **kwargs)
+        return self._without_plan.eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
         """Forget what was compiled, as `jax.jit`'s method of this name."""
         self._jitted.clear_cache()
+
+    def _cache_size(self) -> int:
+        """Return for how many signatures there is a program, as `jax.jit`'s method of this name."""
+        size: int = self._jitted._cache_size()
+        return size
+
+    def __copy__(self) -> Fitted:
+        return Fitted(self._step, self._budget, self._given, self._options, self._jit_options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fitted:
+        # The rest is not changed by anybody, and a target's devices cannot be copied.
+        step = copy.deepcopy(self._step, memo)
+        return Fitted(step, self._budget, self._given, self._options, self._jit_options)
+
+    def __reduce__(self) -> Any:
+        """Pickle the step and the options; by name where the fitted step is what a module calls so.
+
+        What is compiled is not pickled, and a plan that was made is found in the cache.
+        """
+        name = getattr(self, "__qualname__", "")
+        with contextlib.suppress(AttributeError, KeyError):
+            if operator.attrgetter(name)(sys.modules[self.__module__]) is self:
+                return name
+        target = self._options["target"]
+        options = self._options | {"target": target.name if isinstance(target, Target) else target}
+        return Fitted, (self._step, self._budget, self._given, options, self._jit_options)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments, made now if need be. Nothing is run."""

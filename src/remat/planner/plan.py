@@ -131,7 +131,8 @@ def plan(
     store = find_cache(cache)
     here = None if at.ahead_of_time else at.devices[0]
     priced = find_costs(costs, at.device, here, store)
-    with _Progress(progress) as show:
+    # A program is planned as it is compiled: under jax.disable_jit its loops would be written out.
+    with _Progress(progress) as show, jax.disable_jit(False):
         return _Search(planned, limit, store, show, priced, offload=offload).run()
 
 
