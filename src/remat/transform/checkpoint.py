@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from remat import _jax
 from remat.errors import PreventCseError
@@ -151,9 +153,18 @@ def checkpoint(
             prevent_cse=_flat_prevent_cse(cse, args, kwargs, len(consts)),
             names_pending=policies.check_names(policy, jaxpr),
         )
-        return jax.tree.unflatten(out_tree, outs)
+        return jax.tree.unflatten(out_tree, map(_as_array, outs))
 
     return checkpointed
+
+
+def _as_array(x: Any) -> Any:
+    """Return a result as an array; evaluated eagerly, a constant result is a literal of its jaxpr."""
+    if isinstance(x, (bool, int, float, complex)) or (
+        isinstance(x, np.ndarray) and x.dtype != jax.dtypes.float0
+    ):
+        return jnp.asarray(x)
+    return x
 
 
 # --------------------------------------------------------------------------------------------------
