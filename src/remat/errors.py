@@ -8,6 +8,7 @@
     │   ├── UnknownNameError                  ... it selects a name that the region does not have
     │   └── MemoryKindError                   ... it offloads to a memory that the backend does not have
     ├── TargetError (TypeError, ValueError)   what is to be wrapped is no module or function that can be
+    ├── OptionError (TypeError, ValueError)   an option of an adapter that it does not take
     ├── MethodError (AttributeError)          a method is to be wrapped that the class does not have
     ├── EffectError (NotImplementedError)     an effect that cannot be recomputed
     ├── GradientMismatchError (AssertionError)   remat.testing: two functions that differ
@@ -71,6 +72,10 @@ class MemoryKindError(PolicyError):
 
 class TargetError(RematError, TypeError, ValueError):
     """What an adapter is asked to wrap (a method, class or module) cannot be wrapped."""
+
+
+class OptionError(RematError, TypeError, ValueError):
+    """An option of an adapter has a type or value that it does not take."""
 
 
 class MethodError(RematError, AttributeError):

@@ -1,41 +1,44 @@
 """`remat.nnx.remat`: the signature of `flax.nnx.remat`.
 
-An NNX module is a graph of Python objects with Variables in them. Around a region Flax turns the
-graphs among the arguments into pytrees, and inside into graphs again; what the function changes
-(Variables, counters of random streams, new attributes) comes out as a second result and is written
-back to the caller's objects once. So a region here is a function of pytrees, and the recomputation,
-which reads the same inputs, repeats no update and draws the same random numbers.
+An NNX module is a graph of Python objects with Variables in them. Around a region the graphs among
+the arguments become pytrees, and inside graphs again; what the function changes (Variables, counters
+of random streams, new attributes) comes out as a further result and is written back to the caller's
+objects once. So a region here is a function of pytrees, and the recomputation, which reads the same
+inputs, repeats no update and draws the same random numbers.
 
 Flax has three modes, chosen by `graph` and `graph_updates`: graphs whose structure may change (the
 default), graphs of fixed structure, and trees without shared Variables. The first is written here
-on Flax's `to_tree` and `from_tree`, because its own composition refuses keyword arguments and
-traces defaults, so that `train: bool = True` could not be left out. The others are Flax's own
-function between the two conversions.
+on Flax's `flatten` and `unflatten`, because Flax's own composition refuses keyword arguments, traces
+defaults, so that `train: bool = True` could not be left out, and rebuilds every object of the caller,
+changed or not. The others are Flax's own function between two conversions.
 
-Known limits: a Variable that is closed over instead of being an argument cannot be changed inside,
-as in every transformation of Flax.
+Known limits: a Variable that belongs to another trace level (one that a function under `jax.jit`
+closes over) cannot be changed, as in every transformation of Flax. It can be read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from flax import nnx
+import jax
+from flax import nnx, traceback_util
 from flax.nnx import extract, graphlib
 from flax.nnx.transforms.autodiff import SimpleRematFn
 from flax.typing import MISSING, Missing
 
 from remat import partition
-from remat.errors import TargetError
+from remat.errors import OptionError, StaticArgumentError, TargetError
 from remat.globs import PathGlobs
 from remat.transform.checkpoint import checkpoint
 from remat.transform.policies import check_policy
+from remat.transform.statics import Statics
 
-_TAG = "remat"
+traceback_util.register_exclusion(__file__)
 
 
 def remat(
@@ -83,6 +86,9 @@ def remat(
       TargetError: for a bound method or a class.
       StaticArgumentError, PolicyError, EffectError: as `remat.checkpoint` does.
     """
+    for name, value in (("graph", graph), ("graph_updates", graph_updates)):
+        if not isinstance(value, (bool, type(None))):
+            raise OptionError(f"{name} is a bool or None, not {value!r}.")
     if graph is None:
         graph = bool(graphlib.set_graph_mode.current_value())
     if graph_updates is None:
@@ -100,40 +106,190 @@ def remat(
 
 def _with_updates(f: Callable, options: dict[str, Any]) -> Callable:
     @functools.wraps(f)
-    def inner(*trees: Any, **named_trees: Any) -> Any:
-        args, kwargs = extract.from_tree((trees, named_trees), ctxtag=_TAG, is_inner=True)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        copies = graphlib.IndexMap()
+        args, kwargs = _as_objects((args, kwargs), copies)
+        objects = [copies[index] for index in range(len(copies))]
+        before = [_contents(x) for x in objects]
         out = f(*args, **kwargs)
-        changed = extract.clear_non_graph_nodes((args, kwargs))
-        return extract.to_tree((changed, out), ctxtag=_TAG)
+        is_kept = [_is_same(old, _contents(x)) for old, x in zip(before, objects)]
+        return _changes(objects, is_kept, out)
 
     region = checkpoint(inner, **options)
+    statics = Statics.of(f, options["static_argnums"], ())
 
-    @nnx.update_context(_TAG)
     @functools.wraps(f)
     def rematted(*args: Any, **kwargs: Any) -> Any:
-        trees, named_trees = extract.to_tree((args, kwargs), ctxtag=_TAG)
-        results = region(*trees, **named_trees)
-        _, out = extract.from_tree(results, ctxtag=_TAG, is_inner=False)
-        return out
+        _check_statics(f, statics, args, kwargs)
+        index_of = graphlib.RefMap()
+        arguments, named = _as_graphs((args, kwargs), index_of)
+        results = region(*arguments, **named)
+        return _write_back({index: x for x, index in index_of.items()}, *results)
 
     return rematted
 
 
 def _without_updates(f: Callable, graph: bool, options: dict[str, Any]) -> Callable:
     region = checkpoint(SimpleRematFn(f, graph=graph), **options)
+    statics = Statics.of(f, options["static_argnums"], ())
 
     @functools.wraps(f)
     def rematted(*args: Any, **kwargs: Any) -> Any:
+        _check_statics(f, statics, args, kwargs)
         if graph:
             args, kwargs = extract.to_tree2((args, kwargs))
-        variables = extract.check_no_aliases(_TAG, args=args, kwargs=kwargs)
+        variables = extract.check_no_aliases("remat", args=args, kwargs=kwargs)
         out, updates = region(*args, **kwargs)
         if graph:
             out = extract.from_tree2(out)
+        for path in (path for part in updates for path, _ in part):
+            _check_may_change(variables[path])
         extract.apply_updates(variables, updates)
         return out
 
     return rematted
+
+
+# --------------------------------------------------------------------------------------------------
+# What a region changes
+#
+# Modules and Variables are numbered in the order in which they are first reached from the arguments.
+# The region rebuilds them from arrays and compares each, after the function ran, with what it was.
+# Only what changed is handed out and written back. So a call that changes nothing works on objects
+# that may not be changed here, such as a model that a function under `jax.jit` closes over; and all
+# objects that are to change are checked before the first does, so that an error changes none.
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["graphdef"]
+)
+@dataclasses.dataclass(frozen=True)
+class _Graph:
+    """A graph as a pytree: its structure, and its Variables and arrays in order."""
+
+    graphdef: graphlib.GraphDef
+    leaves: list[Any]
+
+
+def _as_graphs(tree: Any, index_of: Any, outer_index_of: Any = None) -> Any:
+    """Replace the graphs in a pytree; objects that `index_of` knows become references to them.
+
+    Args:
+      index_of: the numbers of objects, to which new objects are added.
+      outer_index_of: the numbers that copies have outside.
+    """
+
+    def one(x: Any) -> Any:
+        if not _is_graph(x):
+            return x
+        graphdef, state = graphlib.flatten(
+            x, ref_index=index_of, ref_outer_index=outer_index_of, graph=True
+        )
+        return _Graph(graphdef, list(state.leaves))
+
+    return jax.tree.map(one, tree, is_leaf=_is_graph)
+
+
+def _as_objects(tree: Any, known: Any, outer: Any = None) -> Any:
+    """The inverse of `_as_graphs`.
+
+    Args:
+      known: the objects by number, to which new ones are added.
+      outer: the objects by outer number that are changed in place.
+    """
+
+    def one(x: Any) -> Any:
+        if not isinstance(x, _Graph):
+            return x
+        return graphlib.unflatten(
+            x.graphdef, x.leaves, index_ref=known, outer_index_outer_ref=outer
+        )
+
+    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, _Graph))
+
+
+def _contents(x: Any) -> tuple[list[Any], Any]:
+    """What an object is made of: the parts that are compared by identity, and by equality."""
+    if isinstance(x, nnx.Variable):
+        return jax.tree.flatten(x)
+    node = graphlib.get_node_impl(x)
+    if node is None:  # a Ref, which the region itself writes to
+        return [], None
+    attributes, metadata = node.flatten(x)
+    parts: list[Any] = []
+    structure = []
+    for name, value in attributes:
+        if isinstance(value, graphlib.StaticElem):
+            leaves, kind = [value.value], "static"
+        else:
+            data = value.value if isinstance(value, graphlib.DataElem) else value
+            leaves, kind = jax.tree.flatten(data, is_leaf=_is_graph)
+        parts += leaves
+        structure.append((name, type(value), kind))
+    return parts, (structure, metadata)
+
+
+def _is_same(before: tuple[list[Any], Any], after: tuple[list[Any], Any]) -> bool:
+    (old, old_structure), (new, new_structure) = before, after
+    return (
+        len(old) == len(new)
+        and all(a is b for a, b in zip(old, new))
+        and bool(old_structure == new_structure)
+    )
+
+
+def _changes(objects: list[Any], is_kept: list[bool], out: Any) -> Any:
+    """The numbers of the objects that stayed the same, those that changed, and the result."""
+    kept = [n for n, same in enumerate(is_kept) if same]
+    index_of, outer_index_of = graphlib.RefMap(), graphlib.RefMap()
+    for index, n in enumerate(kept):
+        index_of[objects[n]] = index
+    for n, x in enumerate(objects):
+        outer_index_of[x] = n
+    changed = [x for x, same in zip(objects, is_kept) if not same]
+    return partition.Constant(kept), *_as_graphs((changed, out), index_of, outer_index_of)
+
+
+def _write_back(objects: dict[int, Any], kept: Any, changed: list[_Graph], out: Any) -> Any:
+    for graph in changed:
+        for node in graph.graphdef.nodes:
+            if getattr(node, "outer_index", None) is not None:
+                _check_may_change(objects[node.outer_index], node.type)
+    known, outer = graphlib.IndexMap(), graphlib.IndexMap(objects)
+    for index, n in enumerate(kept.value):
+        known[index] = objects[n]
+    _, out = _as_objects((changed, out), known, outer)
+    return out
+
+
+def _check_may_change(x: Any, cls: Any = None) -> None:
+    """Refuse what Flax would refuse in the middle of a change, or without `remat`."""
+    if isinstance(x, nnx.Variable):
+        x._check_can_update()
+        return
+    if isinstance(x, nnx.Pytree):
+        x._check_valid_context(
+            lambda: f"Cannot mutate '{type(x).__name__}' from different trace level"
+        )
+    if cls is not None and type(x) is not cls:
+        raise TargetError(
+            f"remat.nnx.remat: a {type(x).__name__} became a {cls.__name__} inside. Give the module "
+            "its class before the call."
+        )
+
+
+def _check_statics(f: Any, statics: Statics, args: tuple, kwargs: dict[str, Any]) -> None:
+    argnums, argnames = statics.in_call(args, kwargs)
+    given = {**{str(n): args[n] for n in argnums}, **{repr(n): kwargs[n] for n in argnames}}
+    for where, value in given.items():
+        found = [x for x in jax.tree.leaves(value, is_leaf=_is_graph) if _is_graph(x)]
+        if found:
+            raise StaticArgumentError(
+                f"static_argnums={statics.argnums} of {getattr(f, '__qualname__', f)}: argument "
+                f"{where} holds a {type(found[0]).__name__}, whose values would be fixed in the "
+                "compiled region. Modules and Variables are always traced; in a method `self` is 0 "
+                "and the first argument after it 1."
+            )
 
 
 # --------------------------------------------------------------------------------------------------

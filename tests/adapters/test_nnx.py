@@ -8,6 +8,7 @@ import pytest
 
 nnx = pytest.importorskip("flax.nnx")
 
+import flax  # noqa: E402
 from agreement import assert_same, temporaries  # noqa: E402
 
 import remat  # noqa: E402
@@ -247,6 +248,178 @@ def test_what_cannot_be_wrapped_is_refused_with_the_way_out(target):
     with pytest.raises(remat.errors.TargetError, match=message):
         OURS(f)
     assert issubclass(remat.errors.TargetError, (ValueError, remat.RematError))
+
+
+# --------------------------------------------------------------------------------------------------
+# Models that are closed over, and errors
+
+
+TRANSFORMS = {
+    "jit": lambda f: jax.jit(f)(X),
+    "grad": lambda f: jax.grad(lambda x: f(x).sum())(X),
+    "vmap": lambda f: jax.vmap(f)(X[None]),
+    "scan": lambda f: jax.lax.scan(lambda x, _: (f(x), None), X, None, length=2)[0],
+    "nnx.jit": lambda f: nnx.jit(f)(X),
+    "nnx.vmap": lambda f: nnx.vmap(f)(X[None]),
+}
+
+
+class Renaming(MLP):
+    mode = "train"
+
+    def __call__(self, x):
+        self.mode = "eval"
+        return super().__call__(x)
+
+
+class Labelling(MLP):
+    def __call__(self, x):
+        self.up.kernel.set_metadata("label", "seen")
+        return super().__call__(x)
+
+
+def everything_in(model):
+    """The objects of a model, its attributes and Variables, to be compared by identity."""
+    return [
+        (path, x, list(vars(x).items()) if isinstance(x, nnx.Module) else None)
+        for path, x in nnx.iter_graph(model)
+    ], jax.tree.flatten(nnx.state(model))
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_model_that_is_closed_over_works_where_nothing_changes(transform):
+    model, f = Shared(nnx.Rngs(0)), OURS(Shared.__call__)
+    before = everything_in(model)
+    assert_same(
+        TRANSFORMS[transform](lambda x: f(model, x)), TRANSFORMS[transform](lambda x: model(x))
+    )
+    assert everything_in(model)[0] == before[0]
+    assert_same(f(model, X), model(X))  # the trace that was made inside serves outside, too
+
+
+@pytest.mark.parametrize("cls", [Counting, TransformerBlock, ResNetBlock, Renaming, Labelling])
+def test_a_change_of_a_closed_over_model_is_refused_as_without_remat_and_made_nowhere(cls):
+    model = cls(nnx.Rngs(0))
+    structure, (leaves, tree) = everything_in(model)
+    for call in (cls.__call__, OURS(cls.__call__)):
+        with pytest.raises(flax.errors.TraceContextError, match="Cannot mutate"):
+            jax.jit(lambda x, call=call: call(model, x))(X)
+    after, (leaves_after, tree_after) = everything_in(model)
+    assert after == structure and tree_after == tree
+    assert all(a is b for a, b in zip(leaves, leaves_after, strict=True))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_of_several_changes_none_is_made_if_one_is_refused(mode):
+    graph, updates = MODES[mode]
+    outside = nnx.Param(jnp.ones(()))
+    seen = []
+
+    def double(first, second, x):
+        first[...], second[...] = first[...] * 2, second[...] * 2
+        return x
+
+    def f(x):
+        inside = nnx.Param(x)
+        with pytest.raises(flax.errors.TraceContextError):
+            OURS(double, graph=graph, graph_updates=updates)(inside, outside, x)
+        seen.append(inside[...] is x)
+        return x
+
+    jax.jit(f)(1.0)
+    assert seen == [True] and outside[...] == 1.0
+
+
+def test_what_is_made_inside_may_change_beside_what_is_closed_over():
+    model = MLP(nnx.Rngs(0))
+
+    def f(x):
+        local = Counting(nnx.Rngs(1))
+
+        def both(model, local, x):
+            local.seen = nnx.Intermediate(x)
+            return local(model(x))
+
+        y = OURS(both)(model, local, x)
+        return y + local.calls[...] + local.seen[...]
+
+    expected = Counting(nnx.Rngs(1))(model(X)) + 1.0 + X
+    assert_same(jax.jit(f)(X), expected)
+
+
+def test_changes_of_structure_come_out():
+    class Pair(nnx.Module):
+        def __init__(self):
+            self.a, self.b = MLP(nnx.Rngs(0)), MLP(nnx.Rngs(1))
+            self.layers = nnx.List([MLP(nnx.Rngs(2))])
+            self.dict = nnx.data({"a": MLP(nnx.Rngs(3))})
+
+    def f(pair, x):
+        pair.a, pair.b = pair.b, pair.a
+        pair.a.parent = pair
+        pair.layers.append(pair.a)
+        pair.dict["b"] = MLP(nnx.Rngs(4))
+        del pair.a.up
+        pair.b.down.bias.set_metadata("label", "seen")
+        return x, pair, pair.layers[0], pair.b.up.kernel
+
+    pair = Pair()
+    a, b, first, in_dict = pair.a, pair.b, pair.layers[0], pair.dict["a"]
+    _, *results = OURS(f)(pair, X)
+    expected = [pair, first, a.up.kernel]
+    assert all(x is y for x, y in zip(results, expected, strict=True))
+    assert pair.a is b and pair.b is a and b.parent is pair and pair.layers[1] is b
+    assert pair.dict["a"] is in_dict and pair.dict["b"].up.kernel.shape == (6, 8)
+    assert not hasattr(b, "up") and a.down.bias.label == "seen"
+
+
+def test_a_constant_in_a_variable_comes_out_as_an_array():
+    def reset(calls, x):
+        calls[...] = jnp.zeros(())
+        return x
+
+    calls = nnx.BatchStat(jnp.ones(()))
+    OURS(reset)(calls, X)
+    assert isinstance(calls.get_raw_value(), jax.Array)
+
+
+def test_variables_that_hold_refs_are_written_once_a_call():
+    class Cell(nnx.Module):
+        def __init__(self):
+            self.calls = nnx.BatchStat(jnp.zeros(()), ref=True)
+
+        def __call__(self, x):
+            self.calls[...] += 1
+            return jnp.sin(x)
+
+    cell, f = Cell(), OURS(Cell.__call__)
+    f(cell, X), nnx.jit(f)(cell, X), jax.jit(lambda x: f(cell, x))(X)
+    assert cell.calls[...] == 3.0
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("target", ["method", "variable", "instance"])
+def test_modules_and_variables_are_never_static(mode, target):
+    graph, updates = MODES[mode]
+    options = {"graph": graph, "graph_updates": updates}
+    model = MLP(nnx.Rngs(0))
+    calls = {
+        "method": lambda: OURS(MLP.__call__, static_argnums=0, **options)(model, X),
+        "variable": lambda: OURS(lambda x, w: x, static_argnums=1, **options)(X, w=model.up.bias),
+        "instance": lambda: OURS(model, static_argnums=-2, **options)(X),
+    }
+    with pytest.raises(remat.StaticArgumentError, match="Modules and Variables are always traced"):
+        calls[target]()
+
+
+@pytest.mark.parametrize("option", ["graph", "graph_updates"])
+def test_modes_are_bools(option):
+    for f in (MLP.__call__, MLP(nnx.Rngs(0))):
+        with pytest.raises(remat.errors.OptionError, match=f"{option} is a bool or None, not 3"):
+            OURS(f, **{option: 3})
+
+
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_policy_saves_what_it_names():

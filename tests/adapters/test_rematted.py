@@ -255,6 +255,16 @@ def test_nnx_regions_are_at_the_paths_while_the_context_lasts():
     assert count() == 0 and classes == [type(m) for _, m in nnx.iter_modules(model)]
 
 
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap], ids=lambda f: f.__name__)
+def test_nnx_a_model_that_is_closed_over_works(transform):
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Sequential(nnx.Linear(6, 6, rngs=nnx.Rngs(0)), nnx.Linear(6, 6, rngs=nnx.Rngs(1)))
+    expected = model(X)
+    with rematted("layers/*", model):
+        assert_same(transform(lambda x: model(x))(X), expected)
+    assert_same(model(X), expected)
+
+
 def test_nnx_the_context_ends_after_an_error_too():
     _, model = nnx_model()
     cls = type(model.head)
