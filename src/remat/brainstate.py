@@ -17,8 +17,11 @@ from typing import Any
 from brainstate.transform import StatefulFunction
 from brainstate.typing import Missing
 
+from remat import _jax
 from remat.errors import StaticArgumentError, StaticArgumentTypeError
 from remat.transform.checkpoint import checkpoint as _checkpoint
+
+_jax.exclude_from_tracebacks(__file__)
 
 
 def checkpoint(
@@ -69,6 +72,7 @@ def checkpoint(
         static_argnums=tuple(n + 1 for n in argnums),
     )
 
+    @_jax.api_boundary
     @functools.wraps(fun)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         states = pure.get_state_trace(*args, **kwargs, compile_if_miss=True)

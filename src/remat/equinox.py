@@ -23,11 +23,13 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from remat import partition
+from remat import _jax, partition
 from remat.errors import TargetError
 from remat.globs import PathGlobs
 from remat.transform.checkpoint import checkpoint
 from remat.transform.policies import check_policy
+
+_jax.exclude_from_tracebacks(__file__)
 
 
 def filter_checkpoint(
@@ -74,6 +76,7 @@ class _Checkpointed(eqx.Module):
     def __wrapped__(self) -> Callable:
         return self._fun
 
+    @_jax.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = (_as_pytree(self._fun), args, kwargs)
         arrays, parts = partition.split(call, eqx.is_array)
@@ -306,6 +309,7 @@ def _rematted_class(cls: type, methods: tuple[str, ...], policy: Any, prevent_cs
 
 
 def _rematted_method(cls: type, name: str, lift: Callable) -> Any:
+    @_jax.api_boundary
     @functools.wraps(getattr(cls, name))
     def rematted_method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return lift(getattr(_as_instance_of(cls, self), name))(*args, **kwargs)

@@ -16,12 +16,16 @@ from typing import Any
 
 from haiku._src.stateful import thread_hk_state_in_kwargs
 
+from remat import _jax
 from remat.transform.checkpoint import checkpoint
+
+_jax.exclude_from_tracebacks(__file__)
 
 
 def _checkpoint_untraced(fun: Callable, **options: Any) -> Callable:
     """`checkpoint`, but of a function that no earlier trace is found for."""
 
+    @_jax.api_boundary
     @functools.wraps(fun)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         @functools.wraps(fun)

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
+from flax import linen as nn, traceback_util
 from flax.core import FrozenDict, axes_scan, lift, meta
 from flax.ids import uuid as new_module_id
 from flax.linen.transforms import lift_transform
@@ -43,6 +43,8 @@ from remat.loops.remat_scan import Division, nested_scan, one_layer
 from remat.transform import policies
 from remat.transform.checkpoint import checkpoint as _checkpoint
 from remat.transform.statics import Statics, as_argnames
+
+traceback_util.register_exclusion(__file__)
 
 Target = TypeVar("Target")
 

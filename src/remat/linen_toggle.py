@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
-from flax import linen as nn
+from flax import linen as nn, traceback_util
 from flax.linen.module import (
     InterceptorContext,
     _context as _linen_context,
@@ -29,6 +29,8 @@ from flax.linen.module import (
 from remat import linen, partition
 from remat.globs import PathGlobs
 from remat.transform.policies import check_policy
+
+traceback_util.register_exclusion(__file__)
 
 _active = jax.make_user_context(())
 

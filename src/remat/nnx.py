@@ -31,7 +31,7 @@ from flax.nnx import extract, graphlib
 from flax.nnx.transforms.autodiff import SimpleRematFn
 from flax.typing import MISSING, Missing
 
-from remat import partition
+from remat import _jax, partition
 from remat.errors import OptionError, StaticArgumentError, TargetError
 from remat.globs import PathGlobs
 from remat.transform.checkpoint import checkpoint
@@ -118,6 +118,7 @@ def _with_updates(f: Callable, options: dict[str, Any]) -> Callable:
     region = checkpoint(inner, **options)
     statics = Statics.of(f, options["static_argnums"], ())
 
+    @_jax.api_boundary
     @functools.wraps(f)
     def rematted(*args: Any, **kwargs: Any) -> Any:
         _check_statics(f, statics, args, kwargs)
@@ -133,6 +134,7 @@ def _without_updates(f: Callable, graph: bool, options: dict[str, Any]) -> Calla
     region = checkpoint(SimpleRematFn(f, graph=graph), **options)
     statics = Statics.of(f, options["static_argnums"], ())
 
+    @_jax.api_boundary
     @functools.wraps(f)
     def rematted(*args: Any, **kwargs: Any) -> Any:
         _check_statics(f, statics, args, kwargs)
@@ -389,6 +391,7 @@ def _rematted_class(cls: Any, methods: tuple[str, ...], policy: Any, prevent_cse
 
 
 def _rematted_method(method: Any, lift: Callable) -> Any:
+    @_jax.api_boundary
     @functools.wraps(method)
     def rematted_method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return partition.call(lift, method, self, args, kwargs, _is_traced, _is_graph)

@@ -14,6 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from remat import _jax
+
+_jax.exclude_from_tracebacks(__file__)
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
