@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import ad
 
 import remat
 from remat import policies
@@ -191,6 +193,46 @@ def test_what_jax_checkpoint_cannot_tell_a_policy_is_an_error_there(policy):
 def test_foreign_policies_mean_what_they_mean_to_jax(remade, policy):
     theirs = remat.saved_residuals(jax.checkpoint(f, policy=policy), X, X)
     assert remat.saved_residuals(remade(f, policy=policy), X, X) == theirs
+
+
+def scaled_sin():
+    """A primitive whose parameters are called as those of policies are."""
+    primitive = Primitive("scaled_sin")
+    primitive.def_impl(lambda x, /, **_: jnp.sin(x))
+    primitive.def_abstract_eval(lambda x, /, **_: x)
+    ad.primitive_jvps[primitive] = lambda primals, tangents, **params: (
+        primitive.bind(*primals, **params),
+        tangents[0] * jnp.cos(primals[0]),
+    )
+    names = ("prim", "eqn", "case", "name", "names", "function", "policy", "policy_1", "value")
+    return lambda x: primitive.bind(x, **dict.fromkeys((*names, "args", "avals", "params", "p"), 1))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *(getattr(p, name)
+          for p in (policies, jax.checkpoint_policies)
+          for name in ("everything_saveable", "nothing_saveable", "dots_saveable",
+                       "dots_with_no_batch_dims_saveable")),
+        jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+        jax.checkpoint_policies.save_only_these_names("named"),
+        jax.checkpoint_policies.save_from_both_policies(
+            jax.checkpoint_policies.dots_saveable, lambda prim, *_, **__: prim.name == "scaled_sin"
+        ),
+        jax.checkpoint_policies.dots_saveable | policies.save("named"),
+        policies.save(primitive="scaled_sin"),
+        lambda p, *avals, **params: p.name == "scaled_sin" and params["prim"] == 1,
+        lambda prim, *args, case=None, **params: case == 1,
+    ],
+)  # fmt: skip
+def test_a_primitive_may_call_its_parameters_as_a_policy_does(policy):
+    sin = scaled_sin()
+
+    def g(w, x):
+        return jnp.sum(remat.checkpoint_name(sin(x @ w), "named") * (sin(sin(w)) @ x))
+
+    assert jnp.allclose(jax.grad(remat.checkpoint(g, policy=policy))(X, X), jax.grad(g)(X, X))
 
 
 @pytest.mark.parametrize("make", [policies.save, policies.recompute, policies.save_only_these_names,

@@ -41,7 +41,7 @@ _jax.register_linear_transpose(mark_p, lambda ct, _, **__: [ct])
 _jax.register_lowering(mark_p, lambda _, x, **__: [x])
 
 
-def decide_by_marks(primitive: _jax.Primitive, *_: Any, **params: Any) -> Any:
+def decide_by_marks(primitive: _jax.Primitive, /, *_: Any, **params: Any) -> Any:
     """The policy that does what the marks say and recomputes everything else."""
     return params["case"] if primitive is mark_p else _jax.Recompute
 

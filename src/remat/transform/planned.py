@@ -128,7 +128,7 @@ def save_all(*_: Any, **__: Any) -> bool:
 _EXPANDING = names_where("is_expansion")
 
 
-def save_compact(prim: _jax.Primitive, *_: Any, **__: Any) -> bool:
+def save_compact(prim: _jax.Primitive, /, *_: Any, **__: Any) -> bool:
     """Saves what takes operations to compute, and nothing that is made large from little.
 
     JAX moves what does not change from step to step out of a loop, and cuts the body's forward half

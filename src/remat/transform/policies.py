@@ -28,6 +28,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -85,7 +86,7 @@ class Policy:
         """The policies that this one is made of, itself first."""
         yield self
 
-    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+    def __call__(self, primitive: Any, /, *avals: Any, **params: Any) -> Any:
         eqn = _OneEquation(primitive, avals, params)
         problem = _needs_more_than_one_equation(self)
         if problem is not None:
@@ -284,14 +285,53 @@ class _Foreign(Policy):
 
     function: Callable[..., Any]
 
+    @functools.cached_property
+    def _own_names(self) -> tuple[str, ...]:
+        """The parameters of the function that its positional arguments are bound to, in order."""
+        try:
+            parameters = inspect.signature(self.function).parameters.values()
+        except (ValueError, TypeError):
+            return ()
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        return tuple(p.name for p in parameters if p.kind in kinds)
+
+    def __call__(self, primitive: Any, /, *avals: Any, **params: Any) -> Any:
+        """What the function says of one equation.
+
+        It is not shown those of the equation's parameters that are called like its own first
+        parameters (`prim`, say): no function that is called so could be given both.
+        """
+        for name in self._own_names[: 1 + len(avals)]:
+            params.pop(name, None)
+        try:
+            case = self.function(primitive, *avals, **params)
+        except TypeError as e:
+            self._check_signature(e, primitive, avals, params)
+            raise
+        return case
+
+    def _check_signature(
+        self, error: TypeError, primitive: Any, avals: tuple[Any, ...], params: dict[str, Any]
+    ) -> None:
+        try:
+            inspect.signature(self.function).bind(primitive, *avals, **params)
+        except ValueError:
+            return
+        except TypeError:
+            raise PolicyError(
+                f"{self!r} cannot be asked about an equation as policy(primitive, *avals, **params): "
+                f"{error}. If it is a function that makes a policy, call it and pass its result; if "
+                "it is a policy, let it take **params."
+            ) from error
+
     def opinion(self, value: Value) -> Any:
         primitive, params = value.eqn.primitive, value.eqn.params
         avals = [v.aval for v in value.eqn.invars]
-        case = _jax.as_case(self.function(primitive, *avals, **params))
+        case = _jax.as_case(self(primitive, *avals, **params))
         for name in sorted(value.names):
             if _keeps_most(case):
                 break
-            case = _jax.as_case(self.function(_jax.name_p, value.aval, name=name))
+            case = _jax.as_case(self(_jax.name_p, value.aval, name=name))
         return case if _keeps_most(case) else None
 
     def __repr__(self) -> str:
@@ -624,7 +664,7 @@ def resolve(policy: Any, jaxpr: _jax.Jaxpr) -> tuple[_jax.Jaxpr, Callable[..., A
         return _marked(jaxpr, policy), marks.decide_by_marks
     if marks.has_marks(jaxpr):
         jaxpr = _unmarked(jaxpr)
-    return jaxpr, _recompute_all if policy is None else policy
+    return jaxpr, _recompute_all if policy is None else _Foreign(policy)
 
 
 def _recompute_all(*_: Any, **__: Any) -> bool:
