@@ -9,7 +9,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 import remat
-from remat import policies
+from remat import _jax, policies
 from remat.transform.policies import path_matches
 
 X = jnp.ones((4, 4))
@@ -300,6 +300,63 @@ def test_a_named_input_is_offloaded_in_its_place():
 def test_a_memory_that_the_backend_does_not_have_is_an_error_with_those_it_has(policy):
     with pytest.raises(remat.MemoryKindError, match=r"'device'.*'pinned_host'"):
         remat.checkpoint(f, policy=policy)
+
+
+def twice_sin(x):
+    return jnp.sum(jnp.sin(remat.checkpoint_name(jnp.sin(x), "inner")) * x)
+
+
+def looped(x):
+    step = lambda c, y: (jnp.sin(c * y), remat.checkpoint_name(jnp.cos(c), "inner"))  # noqa: E731
+    c, ys = jax.lax.scan(step, x[0], jnp.sin(x))
+    return c * jnp.sum(jnp.sin(ys))
+
+
+def offload_all_results(prim, *_, **__):
+    return _jax.Offloadable("device", "pinned_host") if prim.name != "name" else False
+
+
+OFFLOADING = [
+    policies.offload(),
+    offload_all_results,
+    jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["inner"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+]
+
+
+@pytest.mark.parametrize("fun", [twice_sin, looped])
+@pytest.mark.parametrize("policy", OFFLOADING, ids=["ours", "callable", "jax"])
+def test_offloaded_values_are_differentiated_twice_in_reverse(policy, fun):
+    x = jnp.array([0.3, 0.5])
+    ours = jax.jit(jax.jacrev(jax.grad(remat.checkpoint(fun, policy=policy))))(x)
+    assert jnp.allclose(ours, jax.hessian(fun)(x), rtol=1e-4)
+
+
+@pytest.mark.parametrize("policy", OFFLOADING, ids=["ours", "callable", "jax"])
+def test_copies_that_a_policy_made_are_not_offloaded_again(policy):
+    third = lambda f: jax.grad(jax.grad(jax.grad(f)))  # noqa: E731
+    assert jnp.allclose(
+        third(remat.checkpoint(twice_sin, policy=policy))(0.3), third(twice_sin)(0.3)
+    )
+
+
+def test_results_of_one_equation_are_offloaded_together_and_differentiated_twice():
+    def f(x):
+        a, b = jnp.split(jnp.sin(x), 2)
+        return jnp.sum(jnp.sin(a) * jnp.sin(b) * a * b)
+
+    def policy(prim, *_, **__):
+        return prim.name == "split" and _jax.Offloadable("device", "pinned_host")
+
+    x = jnp.arange(4.0)
+    found = remat.residuals(remat.checkpoint(f, policy=policy), x)
+    assert sum(r.offloaded for r in found) == 2
+    ours = jax.jit(jax.jacrev(jax.grad(remat.checkpoint(f, policy=policy))))(x)
+    assert jnp.allclose(ours, jax.jit(jax.hessian(f))(x), rtol=1e-4)
 
 
 def test_saving_and_offloading_one_name_is_refused():

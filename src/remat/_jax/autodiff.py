@@ -45,7 +45,7 @@ from remat._jax.compat import (
     typeof,
     weakref_lru_cache,
 )
-from remat._jax.tracing import new_call, new_var, trace
+from remat._jax.tracing import new_call, new_var, trace, with_copy_sources
 
 
 def is_zero(tangent: Any) -> bool:
@@ -90,11 +90,10 @@ class PartialEval(NamedTuple):
 
 def partial_eval(jaxpr: Jaxpr, ins_unknown: Sequence[bool], policy: Callable) -> PartialEval:
     """Cut a jaxpr by what is unknown; every input is available on the far side of the cut."""
-    return PartialEval(
-        *_pe.partial_eval_jaxpr_custom(
-            jaxpr, list(ins_unknown), [True] * len(ins_unknown), False, False, policy
-        )
+    known, staged, *others = _pe.partial_eval_jaxpr_custom(
+        jaxpr, list(ins_unknown), [True] * len(ins_unknown), False, False, policy
     )
+    return PartialEval(with_copy_sources(known), with_copy_sources(staged), *others)
 
 
 def dce(jaxpr: Jaxpr, used: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:

@@ -8,6 +8,7 @@ turns them into leading inputs.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -23,6 +24,7 @@ from jax._src import (
     tree_util as _tree_util,
     util as _util,
 )
+from jax._src.dispatch import device_put_p as _device_put_p
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import convolution as _convolution, lax as _lax
 from jax._src.state.types import AbstractRef as AbstractRef
@@ -144,6 +146,18 @@ def is_on_host(aval: Any) -> bool:
 def is_array(aval: Any) -> bool:
     """Whether values of this type are arrays, random keys included, and no refs or tokens."""
     return isinstance(aval, _core.ShapedArray)
+
+
+def is_in_memory(aval: Any, kind: str) -> bool:
+    """Whether values of this type are in a kind of memory, as far as their type says."""
+    return getattr(aval, "memory_space", None) is _core.mem_kind_to_space(kind)
+
+
+def stays_in_memory(primitive: Primitive, operands: Sequence[Any], kind: str) -> bool:
+    """Whether an equation on operands of these types computes in a kind of memory."""
+    return primitive is not _device_put_p and all(
+        is_in_memory(aval, kind) for aval in operands if is_array(aval)
+    )
 
 
 def can_be_on_host(aval: Any) -> bool:

@@ -261,8 +261,12 @@ def host_copy(v: Var, like: JaxprEqn | None) -> HostCopy:
 
 
 def _copy_params(space: Any) -> dict[str, Any]:
+    # `srcs` is where the transposition takes the cotangent.
+    source = _core.MemorySpace.Host
+    if space is source:
+        source = _core.MemorySpace.Device
     semantics = (_ArrayCopySemantics.ALWAYS_COPY,)
-    return {"devices": (space,), "srcs": (None,), "copy_semantics": semantics}
+    return {"devices": (space,), "srcs": (source,), "copy_semantics": semantics}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -393,6 +397,34 @@ def replace_body(eqn: JaxprEqn, old: Any, new_equations: Jaxpr) -> JaxprEqn:
         return value
 
     return eqn.replace(params={name: swap(value) for name, value in eqn.params.items()})
+
+
+def with_copy_sources(jaxpr: Jaxpr) -> Jaxpr:
+    """Say of each copy to another memory where it comes from, at every depth.
+
+    Without that the transposition of a copy to the host leaves the cotangent on the host. JAX does
+    not say it of the copies that it adds for an offloading policy, of which there is one for all
+    results of an equation.
+    """
+    eqns = []
+    for eqn in jaxpr.eqns:
+        new = eqn
+        if eqn.primitive is _device_put_p and _copies_between_memories(eqn):
+            sources = tuple(v.aval.memory_space for v in eqn.invars)
+            semantics = eqn.params["copy_semantics"][:1] * len(sources)
+            new = eqn.replace(params=dict(eqn.params, srcs=sources, copy_semantics=semantics))
+        for body in bodies_of(eqn):
+            opened = open_jaxpr(body)
+            if (changed := with_copy_sources(opened)) is not opened:
+                new = replace_body(new, body, changed)
+        eqns.append(new)
+    unchanged = all(a is b for a, b in zip(eqns, jaxpr.eqns))
+    return jaxpr if unchanged else rebuild(jaxpr, eqns=eqns)
+
+
+def _copies_between_memories(eqn: JaxprEqn) -> bool:
+    spaces = all(isinstance(d, _core.MemorySpace) for d in eqn.params["devices"])
+    return spaces and all(source is None for source in eqn.params["srcs"])
 
 
 def inline_calls(jaxpr: Jaxpr, is_call: Callable[[JaxprEqn], Any]) -> Jaxpr:

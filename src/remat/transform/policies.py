@@ -308,6 +308,10 @@ class _Foreign(Policy):
         except TypeError as e:
             self._check_signature(e, primitive, avals, params)
             raise
+        if isinstance(case, _jax.Offloadable) and not _jax.stays_in_memory(
+            primitive, avals, case.src
+        ):
+            return _jax.Recompute  # a copy in another memory, made anew from what it is a copy of
         return case
 
     def _check_signature(
@@ -691,6 +695,8 @@ def _decide(policy: Policy, jaxpr: _jax.Jaxpr) -> Callable[..., dict[_jax.Var, m
         found = {}
         for value, var in values_of(eqn, path, named):
             case = policy.opinion(value)
+            if isinstance(case, _jax.Offloadable) and not _jax.is_in_memory(value.aval, case.src):
+                continue  # a copy in another memory, made anew from the value that it is a copy of
             if _keeps_most(case):
                 like = named[var].eqn if var in named else eqn
                 found[var] = marks.Mark(case, tuple(sorted(value.names)), like)

@@ -229,7 +229,7 @@ class _Made:
     def source(self, v: Any) -> Any:
         """The value that `v` is a rounded, marked or moved copy of."""
         while (eqn := self.producer.get(v)) is not None and eqn.primitive.name in _LOOK_THROUGH:
-            inner = eqn.invars[0]
+            inner = eqn.invars[eqn.outvars.index(v)]
             if isinstance(inner, _jax.Literal):
                 break
             if eqn.primitive is marks.mark_p:
