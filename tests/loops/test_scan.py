@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax import lax
@@ -308,12 +309,24 @@ def test_impossible_requests_are_refused_with_the_numbers() -> None:
     x = jnp.ones(1000)
     with pytest.raises(BudgetError, match=r"smallest keeps 11\.7 KiB"):
         scan(step, x, None, 100, budget="8KiB")
-    with pytest.raises(ScheduleError, match="at least 1 slots, not 0"):
+    with pytest.raises(ScheduleError, match="checkpoints must be at least 1, not 0"):
         scan(step, x, None, 100, checkpoints=0)
     with pytest.raises(ScheduleError, match="Give one"):
         scan(step, x, None, 100, checkpoints=3, budget="1GiB")
     with pytest.raises(UnitsError):
         scan(step, x, None, 100, budget="lots")
+    for name, bad in (("length", 2.5), ("length", -1), ("unroll", 0), ("unroll", 1.5)):
+        with pytest.raises(ScheduleError, match=f"{name} must be"):
+            scan(step, x, None, **{"length": 3, "checkpoints": 2, name: bad})
+    with pytest.raises(ScheduleError, match="too many to be counted in 32 bits"):
+        scan(step, x, None, 2**32, checkpoints=2)
+
+
+def test_counts_may_be_integers_of_numpy_or_of_jax() -> None:
+    step = lambda c, _: (jnp.sin(c), None)  # noqa: E731
+    for three in (np.int64(3), jnp.int32(3)):
+        found = scan(step, jnp.float32(0.4), None, three, checkpoints=three, unroll=three)[0]
+        assert_close(found, lax.scan(step, jnp.float32(0.4), None, 3)[0])
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import checkify
@@ -14,6 +16,7 @@ from jax.experimental import checkify
 from remat import _jax as internals
 from remat.errors import BudgetError, ScheduleError, StepLimitError
 from remat.loops import loop
+from remat.loops.derivative import run
 from remat.loops.schedules import Binomial, Online
 from remat.loops.while_loop import fori_loop, while_loop
 
@@ -136,6 +139,98 @@ def test_fori_loops_have_gradients_with_concrete_and_with_traced_bounds(way: dic
         assert_close(compiled(X, first, last), theirs(X, first, last))
 
 
+SMALL = ["int4", "uint4", "int8", "uint8", "int16", "uint16"]
+WIDE = ["int32", "uint32", "int64", "uint64"]
+
+
+def counted(fori: Callable) -> Callable:
+    """The number of steps and the last index, and what the body was told of the index's type."""
+
+    def run(first: Any, last: Any) -> Any:
+        types: list[Any] = []
+
+        def body(i: Any, state: Any) -> Any:
+            types.append((i.dtype, i.weak_type))
+            return state[0] + 1, lax.convert_element_type(i, jnp.int32)
+
+        return fori(first, last, body, (jnp.int32(0), jnp.int32(-1))), types[-1:]
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", SMALL + WIDE)
+def test_fori_loops_run_the_steps_of_lax_for_every_integer_type(dtype: str) -> None:
+    least, most = (int(b) for b in (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max))
+    spans = [(5, 3), (3, 5), (most, least), (most - 3, most), (least, least + 3)]
+    spans += [(least, most), (least + 1, most)] if dtype in SMALL else []
+    with jax.enable_x64(dtype.endswith("64")):
+        for fori in (fori_loop, lax.fori_loop):
+            # Compiled once, for all spans.
+            found: Any = jax.jit(lambda a, b, f=fori: counted(f)(a, b)[0])
+            counts = [found(jnp.asarray(a, dtype), jnp.asarray(b, dtype)) for a, b in spans]
+            if fori is fori_loop:
+                ours = counts
+        assert [tuple(map(int, c)) for c in ours] == [tuple(map(int, c)) for c in counts]
+
+
+@pytest.mark.parametrize("traced", [True, False])
+@pytest.mark.parametrize("bounds", ["int8", "uint8", "int32", "uint32", "int", "mixed"])
+def test_the_index_of_a_fori_loop_has_the_type_that_lax_gives_it(bounds: str, traced: bool) -> None:
+    first, last = (1, jnp.int8(4)) if bounds == "mixed" else (1, 4)
+    if bounds not in ("mixed", "int"):
+        first, last = jnp.asarray(first, bounds), jnp.asarray(last, bounds)
+    types = []
+    for fori in (fori_loop, lax.fori_loop):
+        if traced:
+            found: list[Any] = []
+            run = lambda a, b, f=fori, found=found: found.extend(counted(f)(a, b)[1])  # noqa: E731
+            jax.eval_shape(run, first, last)
+        else:
+            found = counted(fori)(first, last)[1]
+        types.append(found)
+    assert types[0] == types[1]
+
+
+def test_gradients_are_right_where_the_span_exceeds_the_type_of_the_index() -> None:
+    gradient = jax.jit(jax.grad(lambda x, a, b: fori_loop(a, b, lambda _, c: jnp.sin(c), x)))
+    for dtype, first, last, n in (("int8", -100, 100, 200), ("uint8", 5, 3, 0)):
+        found = gradient(0.7, jnp.asarray(first, dtype), jnp.asarray(last, dtype))
+        assert_close(found, jax.grad(lambda x, n=n: sin_by_scan(x, n))(0.7))
+
+
+def test_a_span_of_all_integers_is_counted_without_overflow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts = []
+    module = sys.modules[fori_loop.__module__]
+
+    def note(spec: Any, inputs: Any) -> Any:
+        jax.debug.callback(lambda n: counts.append(int(n)), inputs.steps[0])
+        return loop.Results(inputs.carry, [], [])
+
+    monkeypatch.setattr(module, "run", note)
+    for dtype in ("int32", "uint32", "int64", "uint64"):
+        with jax.enable_x64(dtype.endswith("64")):
+            info = jnp.iinfo(dtype)
+            first, last = jnp.asarray(info.min, dtype), jnp.asarray(info.max, dtype)
+            jax.jit(lambda a, b: fori_loop(a, b, lambda _, c: c, 0.5))(first, last)
+            jax.effects_barrier()
+        assert counts.pop() == int(info.max) - int(info.min)
+
+
+def test_the_gradient_of_more_steps_than_can_be_counted_is_not_a_number() -> None:
+    state = [jnp.int32(0), jnp.float32(1.0)]
+    body, _, _ = internals.trace_call(lambda c: [c[0] + 1, c[1] * 1.0001], state)
+    for n in (65534, 66000):
+        test, _, _ = internals.trace_call(lambda c, n=n: c[0] < n, state)
+        reads = {"test": test, "test_reads": (0, 0, 2), "counter": jnp.uint16}
+        spec = loop.Loop(body, 0, 2, 20, **reads)
+        f = lambda x, s=spec: run(s, loop.Inputs([], [state[0], x], [], [])).carry[1]  # noqa: E731
+        value, found = jax.jit(jax.value_and_grad(f))(1.0)
+        assert value > 700
+        assert jnp.isnan(found) if n > 65534 else jnp.allclose(found, value)
+
+
 def test_a_fori_loop_with_traced_bounds_runs_the_optimal_number_of_steps() -> None:
     ran: list[int] = []
 
@@ -197,9 +292,10 @@ def test_truncation_is_what_the_user_asked_for() -> None:
 def test_misuse_is_refused() -> None:
     with pytest.raises(ScheduleError, match="'error', 'checkify' or 'truncate'"):
         steps_of_sin(X, 3, on_max_steps="ignore")
-    with pytest.raises(ScheduleError, match="max_steps"):
-        steps_of_sin(X, 3, max_steps=-1)
-    with pytest.raises(ScheduleError, match="at least 1, not 0"):
+    for limit in (-1, 2.5, "3", True, 2**32):
+        with pytest.raises(ScheduleError, match="max_steps"):
+            steps_of_sin(X, 3, max_steps=limit)
+    with pytest.raises(ScheduleError, match="checkpoints must be at least 1, not 0"):
         steps_of_sin(X, 3, checkpoints=0)
     with pytest.raises(ScheduleError, match="Give one"):
         steps_of_sin(X, 3, checkpoints=2, budget="1MiB")
@@ -221,6 +317,38 @@ def test_ill_typed_loops_raise_what_lax_raises(cond: Callable, body: Callable) -
     with pytest.raises(TypeError) as ours:
         while_loop(cond, body, jnp.int32(0))
     assert str(ours.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize("three", [np.int64(3), np.int8(3), jnp.int32(3)], ids=repr)
+def test_integers_of_every_library_are_accepted(three: Any) -> None:
+    assert_close(steps_of_sin(X, 3, max_steps=three, checkpoints=three), sin_by_scan(X, 3))
+    body = lambda _, c: jnp.sin(c)  # noqa: E731
+    found = fori_loop(three - three, three, body, X, checkpoints=three, unroll=three)
+    assert_close(found.sum(), sin_by_scan(X, 3))
+
+
+@pytest.mark.parametrize("bound", [2.5, "3", None, jnp.float32(3), jnp.array([3]), np.True_])
+def test_bounds_that_are_not_integers_are_refused(bound: Any) -> None:
+    body = lambda _, c: c  # noqa: E731
+    with pytest.raises(ScheduleError, match="upper must be an integer without axes, not"):
+        fori_loop(0, bound, body, X)
+    with pytest.raises(ScheduleError, match="lower must be an integer without axes, not"):
+        fori_loop(bound, 3, body, X)
+    if isinstance(bound, jax.Array):
+        with pytest.raises(ScheduleError, match="upper must be an integer without axes, not"):
+            jax.jit(lambda n: fori_loop(0, n, body, X))(bound)
+
+
+def test_only_a_known_number_of_steps_is_unrolled() -> None:
+    body = lambda _, c: jnp.sin(c)  # noqa: E731
+    for unroll in (None, False, True, 1):
+        n = jax.jit(lambda n, u=unroll: fori_loop(0, n, body, X, unroll=u).sum())(3)
+        assert_close(n, sin_by_scan(X, 3))
+    with pytest.raises(ScheduleError, match="unroll=2 needs bounds"):
+        jax.jit(lambda n: fori_loop(0, n, body, X, unroll=2))(3)
+    for unroll in (0, 1.5, "2"):
+        with pytest.raises(ScheduleError, match="unroll must be"):
+            fori_loop(0, 3, body, X, unroll=unroll)  # type: ignore[arg-type]
 
 
 def test_integers_alone_can_be_looped_over() -> None:

@@ -45,7 +45,7 @@ Mask = tuple[bool, ...]
 class Inputs(NamedTuple):
     """What goes into a loop: values used by every step, the initial carry, the scanned values.
 
-    `steps` is their number where that is known only at run time: an empty list or [int32].
+    `steps` is their number where that is known only at run time: an empty list or one counter.
     """
 
     consts: Arrays
@@ -68,9 +68,9 @@ class Checkpoints(NamedTuple):
     Attributes:
       rows: slots + 1 states, in the form of the loop's store; None where it keeps none.
       order: (slots + 1,) int32, the row of each entry of the stack.
-      starts: (slots + 1,) int32, the step of each entry of the stack; they rise.
+      starts: (slots + 1,) counters, the step of each entry of the stack; they rise.
       top: int32, the last entry in use, which is state n-1; -1 if no step was run.
-      count: int32, the number of steps n.
+      count: a counter, the number of steps n.
     """
 
     rows: Any
@@ -97,6 +97,8 @@ class Loop:
       reverse: whether the scanned values are read and written from their end.
       unroll: see `jax.lax.scan`.
       store: where the states are kept.
+      counter: the type that steps are counted in. It is unsigned: the number of steps between two
+        integers fits the unsigned type of their width, not always the signed one.
     """
 
     body: Any
@@ -110,6 +112,7 @@ class Loop:
     reverse: bool = False
     unroll: int | bool = 1
     store: Store = DEVICE
+    counter: Any = np.uint32
 
     def call(self, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
         """Run one step."""
@@ -120,7 +123,7 @@ class Loop:
         """Whether a loop with a test runs `step`."""
         first, last, n_carry = self.test_reads
         (verdict,) = _jax.call_jaxpr(self.test, [*consts[first:last], *carry[:n_carry]])
-        return verdict if self.max_steps is None else verdict & (step < self.max_steps)
+        return verdict if self.max_steps is None else verdict & (step < self.count(self.max_steps))
 
     def index(self, step: Any) -> Any:
         """Where in the scanned values a step reads and writes."""
@@ -140,7 +143,22 @@ class Loop:
         """β(c, r), by which splits are found at run time; see `schedules.binomial_rows`."""
         longest = self.length if self.length is not None else self.max_steps
         longest = schedules.INT32_MAX if longest is None else longest
-        return np.array(schedules.binomial_rows(self.slots, max(longest, 2)), np.int32)
+        rows = np.array(schedules.binomial_rows(self.slots, max(longest, 2)), np.int64)
+        most = min(int(self.most_steps), schedules.INT32_MAX)
+        return np.minimum(rows, most).astype(self.counter)
+
+    @property
+    def most_steps(self) -> np.ndarray:
+        """The largest number of steps that the counter holds."""
+        return np.array(np.iinfo(self.counter).max, self.counter)
+
+    def count(self, steps: int) -> Any:
+        """Return a number of steps in the type that this loop counts in."""
+        return jnp.asarray(steps, self.counter)
+
+    def after(self, step: Any) -> Any:
+        """Return the number of steps after one more, which stays at the largest that there is."""
+        return step + (step < self.most_steps).astype(self.counter)
 
     def spread(self, consts: Mask, carry: Mask, xs: Mask) -> tuple[Mask, Mask]:
         """Which of the carry and of the stacked results depend on the marked inputs."""
@@ -177,14 +195,14 @@ def plain(loop: Loop, inputs: Inputs) -> Results:
         )
         return Results(carry, ys, [])
     if loop.test is None:
-        return Results(_advance(loop, inputs, jnp.int32(0), steps[0], carry), [], [])
+        return Results(_advance(loop, inputs, loop.count(0), steps[0], carry), [], [])
 
     def run(state: tuple) -> tuple:
         step, carry = state
-        return step + 1, loop.call(consts, carry, [])[0]
+        return loop.after(step), loop.call(consts, carry, [])[0]
 
     step, carry = lax.while_loop(
-        lambda state: loop.goes_on(consts, state[1], state[0]), run, (jnp.int32(0), carry)
+        lambda state: loop.goes_on(consts, state[1], state[0]), run, (loop.count(0), carry)
     )
     return Results(carry, [], [step])
 
@@ -225,7 +243,7 @@ def _offline_sweep(
     top, _, starts, rows, carry, ys = lax.while_loop(
         lambda state: state[1] < count,
         segment,
-        (jnp.int32(-1), jnp.int32(0), _no_starts(loop), rows, inputs.carry, ys),
+        (jnp.int32(-1), loop.count(0), _no_starts(loop), rows, inputs.carry, ys),
     )
     order = jnp.arange(loop.slots + 1, dtype=jnp.int32)
     return Results(carry, ys, []), Checkpoints(rows, order, starts, top, count)
@@ -242,14 +260,14 @@ def _online_sweep(loop: Loop, inputs: Inputs, rows: Any) -> tuple[Results, Check
         rows = loop.store.write(rows, order[top], carry)
         starts = starts.at[top].set(step)
         carry, _ = loop.call(inputs.consts, carry, [])
-        return step + 1, top, order, starts, rows, carry
+        return loop.after(step), top, order, starts, rows, carry
 
     order = jnp.arange(loop.slots + 1, dtype=jnp.int32)
     step, top, order, starts, rows, carry = lax.while_loop(
         lambda state: loop.goes_on(inputs.consts, state[-1], state[0]),
         run,
         (
-            jnp.int32(0),
+            loop.count(0),
             jnp.int32(-1),
             order,
             _no_starts(loop),
@@ -271,7 +289,7 @@ def _online_update(loop: Loop, step: Any, top: Any, order: Any, starts: Any) -> 
     choice = lax.cond(
         step < len(known),
         lambda starts: jnp.asarray(known)[jnp.minimum(step, len(known) - 1)],
-        lambda starts: _online_choice(jnp, starts, step, slots),
+        lambda starts: _online_choice(jnp, starts.astype(jnp.int32), step.astype(jnp.int32), slots),
         starts,
     )
     # While there is room, nothing moves.
@@ -403,7 +421,8 @@ def backward(
         return pull((ct_carry, ct_y))
 
     def reverse(state: tuple) -> tuple:
-        step, top, starts, rows, ct_consts, ct_carry, ct_xs = state
+        left, top, starts, rows, ct_consts, ct_carry, ct_xs = state
+        step = left - 1
         top_start = starts[top]
         rows, carry = loop.store.read(rows, held.order[top], inputs.carry)
 
@@ -426,17 +445,21 @@ def backward(
             lax.dynamic_update_index_in_dim(ct, d, loop.index(step), 0) for ct, d in zip(ct_xs, d_x)
         ]
         top = top - (starts[top] == step).astype(jnp.int32)
-        return step - 1, top, starts, rows, ct_consts, ct_carry, ct_xs
+        return step, top, starts, rows, ct_consts, ct_carry, ct_xs
 
     ct_carry = [
         jnp.zeros_like(x) if ct is None else ct
         for x, ct in zip(select(inputs.carry, carry_mask), select(cotangents.carry, carry_mask))
     ]
+    if loop.test is not None:
+        # A loop that ran for more steps than its counter holds cannot be reversed.
+        uncounted = held.count == loop.most_steps
+        ct_carry = [jnp.where(uncounted, jnp.full_like(ct, jnp.nan), ct) for ct in ct_carry]
     *_, rows, ct_consts, ct_carry, ct_xs = lax.while_loop(
-        lambda state: state[0] >= 0,
+        lambda state: state[0] > 0,
         reverse,
         (
-            held.count - 1,
+            held.count,
             held.top,
             held.starts,
             held.rows,
@@ -475,7 +498,7 @@ def _leaves(parts: Inputs | Results) -> Arrays:
 
 
 def _steps(loop: Loop, inputs: Inputs) -> Any:
-    return inputs.steps[0] if loop.length is None else jnp.int32(loop.length)
+    return inputs.steps[0] if loop.length is None else loop.count(loop.length)
 
 
 def _advance(loop: Loop, inputs: Inputs, start: Any, stop: Any, carry: Arrays) -> Arrays:
@@ -518,4 +541,4 @@ def _split(loop: Loop, length: Any, free: Any) -> Any:
 
 
 def _no_starts(loop: Loop) -> Any:
-    return jnp.zeros(loop.slots + 1, jnp.int32)
+    return jnp.zeros(loop.slots + 1, loop.counter)

@@ -14,7 +14,6 @@ residuals, every loop around it is rematerialized.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from jax import lax
 
 from remat import _jax, units
 from remat.errors import ScheduleError
+from remat.loops.arguments import whole_number
 from remat.loops.nesting import LayerBytes, Nest, best_nest
 from remat.loops.stacked import adopt
 from remat.transform import policies
@@ -197,13 +197,13 @@ class Division:
 
     @staticmethod
     def of(lengths: Any, *, length: Any, levels: Any, budget: Any) -> Division:
-        if length is not None and _integer(length, "length") < 1:
-            raise ScheduleError(f"length must be at least 1, not {length}.")
+        if length is not None:
+            length = whole_number(length, "length", 1)
         if isinstance(lengths, str):
             if lengths != "auto":
                 raise ScheduleError(f'lengths is a sequence of ints or "auto", not {lengths!r}.')
-            if levels is not None and _integer(levels, "levels") < 1:
-                raise ScheduleError(f"levels must be at least 1, not {levels}.")
+            if levels is not None:
+                levels = whole_number(levels, "levels", 1)
             budget_bytes = None if budget is None else units.parse_bytes(budget, "budget=")
             return Division(None, length, levels, budget_bytes)
         for name, option in (("levels", levels), ("budget", budget)):
@@ -213,16 +213,15 @@ class Division:
                     'lengths="auto".'
                 )
         try:
-            given = tuple(_integer(n, "a length") for n in lengths)
+            lengths = tuple(lengths)
         except TypeError as e:
             raise ScheduleError(f'lengths is a sequence of ints or "auto", not {lengths!r}.') from e
+        given = tuple(whole_number(n, f"each of lengths={lengths}", 1) for n in lengths)
         if not given:
             raise ScheduleError(
                 "lengths is empty. Pass the lengths of the nested loops, such as (10, 10) for 100 "
                 'layers, or lengths="auto".'
             )
-        if min(given) < 1:
-            raise ScheduleError(f"lengths={given}: every length must be at least 1.")
         if length is not None and math.prod(given) != length:
             raise ScheduleError(
                 f"lengths={given} make {math.prod(given)} layers, but length={length}. Pass "
@@ -334,10 +333,3 @@ def _with_axes(xs: Any, axes: tuple[int, ...], new_axes: tuple[int, ...]) -> Any
 
 def _add_axis(xs: Any) -> Any:
     return jax.tree.map(lambda x: x[None], xs)
-
-
-def _integer(n: Any, what: str) -> int:
-    try:
-        return operator.index(n)
-    except TypeError as e:
-        raise ScheduleError(f"{what} must be an int, not {n!r}.") from e

@@ -23,10 +23,12 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from remat import _jax
 from remat.errors import BudgetError, ScheduleError
+from remat.loops.arguments import unroll_factor, whole_number
 from remat.loops.derivative import run
 from remat.loops.loop import Inputs, Loop
 from remat.loops.schedules import Binomial, Multilevel
@@ -90,7 +92,8 @@ def scan(
       The final carry and the stacked ys.
 
     Raises:
-      ScheduleError: `checkpoints` below 1, or together with `budget`; `store` without it.
+      ScheduleError: `checkpoints`, `length` or `unroll` that is not an integer or is too small;
+        `checkpoints` together with `budget`; `store` without it.
       StoreError: a directory that cannot be written to, or has too little space.
       BudgetError: `budget` is below the smallest memory that any way needs.
       UnitsError: a `budget` that is no number of bytes.
@@ -105,6 +108,10 @@ def scan(
     choice = choose(scanned, checkpoints, budget)
     traced, leaves, n = scanned.traced, scanned.xs, scanned.length
     if isinstance(choice.schedule, Binomial) or store != "device":
+        if n >= 2**32 and not jax.config.jax_enable_x64:
+            raise ScheduleError(
+                f"{n} steps are too many to be counted in 32 bits. Set jax_enable_x64."
+            )
         loop = Loop(
             traced.body,
             len(traced.consts),
@@ -113,8 +120,9 @@ def scan(
             max(1, min(choice.schedule.peak_slots, n)) if choice.schedule else 1,
             n,
             reverse=reverse,
-            unroll=unroll,
+            unroll=scanned.unroll,
             store=where,
+            counter=np.uint32 if n < 2**32 else np.uint64,
         )
         carry, ys, _ = run(loop, Inputs(traced.consts, traced.carry, leaves, []))
     else:
@@ -220,7 +228,7 @@ def _trace(
     leaves, xs_tree = jax.tree.flatten(xs)
     leaves = as_arrays(leaves)
     lengths = {x.shape[0] if x.ndim else -1 for x in leaves}
-    lengths |= set() if length is None else {int(length)}
+    lengths |= set() if length is None else {whole_number(length, "length", 0)}
     traced = None
     if len(lengths) == 1 and min(lengths) >= 0:
         slices = _jax.slice_types(leaves)
@@ -229,7 +237,7 @@ def _trace(
         # The same call is refused by JAX, in the words that its users know.
         lax.scan(f, init, xs, length, reverse=reverse, unroll=unroll)
         raise AssertionError("jax.lax.scan accepts what remat.scan does not")
-    return Scanned(traced, leaves, lengths.pop(), reverse, unroll)
+    return Scanned(traced, leaves, lengths.pop(), reverse, unroll_factor(unroll))
 
 
 # Choosing
@@ -250,6 +258,7 @@ def choose(scanned: Scanned, checkpoints: int | None, budget: str | int | None) 
 
     plain = choice("plain", None, n * residual, "the loop is too short to save anything")
     if checkpoints is not None:
+        checkpoints = whole_number(checkpoints, "checkpoints", 1)
         schedule = Binomial(n, checkpoints)
         if checkpoints < n:
             return choice(

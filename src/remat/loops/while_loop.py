@@ -8,17 +8,21 @@ end, and the schedule is `schedules.Online`.
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import os
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import checkify
 
 from remat import _jax
 from remat.errors import BudgetError, ScheduleError, StepLimitError
+from remat.loops.arguments import unroll_factor, whole_number
 from remat.loops.derivative import run
 from remat.loops.loop import Inputs, Loop
 from remat.loops.scan import scan
@@ -43,7 +47,7 @@ def fori_loop(
     checkpoints: int | None = None,
     budget: str | int | None = None,
     policy: Callable | None = None,
-    unroll: int | bool = 1,
+    unroll: int | bool | None = None,
     store: Literal["device", "host", "disk"] = "device",
     directory: str | os.PathLike | None = None,
 ) -> Any:
@@ -65,32 +69,44 @@ def fori_loop(
         that of `remat.scan`, with traced bounds 64.
       budget: the bytes that may be kept for the backward pass instead, such as "2GiB".
       policy: what is saved inside a step while it is reversed, as for `remat.checkpoint`.
-      unroll: as for `jax.lax.fori_loop` with concrete bounds.
+      unroll: as for `jax.lax.fori_loop`: only for concrete bounds.
       store, directory: where the values are kept, as for `remat.scan`.
 
     Returns:
       The final value.
 
     Raises:
-      ScheduleError: `checkpoints` below 1, or together with `budget`.
+      ScheduleError: a bound or `checkpoints` that is not an integer, `checkpoints` below 1 or
+        together with `budget`, or `unroll` with bounds known only at run time.
       BudgetError: `budget` is below the smallest memory that any way needs.
       TypeError, ValueError: what `jax.lax.fori_loop` raises for the same call.
     """
-    first, last = jnp.asarray(lower), jnp.asarray(upper)
-    if first.dtype != last.dtype or first.shape or last.shape or not _is_integer(first):
-        first, last = _index_type(lower, upper, body, init)
+    first, last = _bound(lower, "lower"), _bound(upper, "upper")
+    if getattr(lower, "dtype", None) != getattr(upper, "dtype", None):
+        _index_type(lower, upper)
+    unroll = unroll_factor(False if unroll is None else unroll)
 
     def step(state: tuple, _: None) -> tuple[tuple, None]:
         index, value = state
         return (index + jnp.ones_like(index), body(index, value)), None
 
-    start = (first, init)
-    if not isinstance(first, jax.core.Tracer) and not isinstance(last, jax.core.Tracer):
-        n = max(int(last) - int(first), 0)
+    if first is not None and last is not None:
+        # As in JAX, the index has no type of its own, if the default type can hold it.
+        limits = jnp.iinfo(jnp.asarray(0).dtype)
+        start = first if limits.min <= first and last <= limits.max else jnp.asarray(lower)
         options: dict[str, Any] = {"checkpoints": checkpoints, "budget": budget, "policy": policy}
-        options |= {"store": store, "directory": directory}
-        return scan(step, start, length=n, unroll=unroll, **options)[0][1]
-    traced = trace_body(step, start, None, policy)
+        options |= {"store": store, "directory": directory, "unroll": unroll}
+        return scan(step, (start, init), length=max(last - first, 0), **options)[0][1]
+    if unroll > 1:
+        raise ScheduleError(
+            f"unroll={unroll} needs bounds that are known when the loop is traced; here one is "
+            "known only at run time. Leave unroll= out."
+        )
+    index, end = jnp.asarray(lower), jnp.asarray(upper)
+    if index.dtype != end.dtype:
+        dtype = _index_type(lower, upper)
+        index, end = (x if x.dtype == dtype else x.astype(dtype) for x in (index, end))
+    traced = trace_body(step, (index, init), None, policy)
     if traced is None:
         lax.fori_loop(lower, upper, body, init)
         raise AssertionError("jax.lax.fori_loop accepts what remat.fori_loop does not")
@@ -101,8 +117,11 @@ def fori_loop(
         len(traced.carry),
         slots,
         store=make_store(store, directory),
+        counter=np.uint64 if jnp.iinfo(index.dtype).bits > 32 else np.uint32,
     )
-    count = jnp.maximum(last - first, jnp.zeros_like(first)).astype(jnp.int32)
+    # Unsigned subtraction wraps around, so it is right for negative bounds, too.
+    steps = end.astype(loop.counter) - index.astype(loop.counter)
+    count = jnp.where(index < end, steps, jnp.zeros_like(steps))
     carry, _, _ = run(loop, Inputs(traced.consts, traced.carry, [], [count]))
     return jax.tree.unflatten(traced.carry_tree, carry)[1]
 
@@ -148,12 +167,13 @@ def while_loop(
       store, directory: where the values are kept, as for `remat.scan`.
 
     Returns:
-      The final value.
+      The final value. The gradient of a loop that runs for 2³² - 1 steps or more is NaN unless
+      `jax_enable_x64` is set, since so many steps are not counted.
 
     Raises:
       StepLimitError: see `on_max_steps`.
-      ScheduleError: `checkpoints` below 1 or together with `budget`, a negative `max_steps`, or
-        an `on_max_steps` that is none of the three.
+      ScheduleError: `checkpoints` or `max_steps` that is not an integer or is too small,
+        `checkpoints` together with `budget`, or an `on_max_steps` that is none of the three.
       BudgetError: `budget` is below the smallest memory that any way needs.
       TypeError, ValueError: what `jax.lax.while_loop` raises for the same call.
 
@@ -164,8 +184,14 @@ def while_loop(
         raise ScheduleError(
             f"on_max_steps is 'error', 'checkify' or 'truncate', not {on_max_steps!r}."
         )
-    if max_steps is not None and (isinstance(max_steps, bool) or max_steps < 0):
-        raise ScheduleError(f"max_steps is a number of steps or None, not {max_steps!r}.")
+    counter = np.uint64 if jax.config.jax_enable_x64 else np.uint32
+    if max_steps is not None:
+        max_steps = whole_number(max_steps, "max_steps", 0)
+        if max_steps >= np.iinfo(counter).max:
+            raise ScheduleError(
+                f"max_steps={max_steps} is above {np.iinfo(counter).max - 1}, the most steps that can be "
+                "counted here. Lower max_steps=, or set jax_enable_x64."
+            )
     traced = trace_body(lambda value, _: (body(value), None), init, None, policy)
     if traced is None:
         lax.while_loop(cond, body, init)
@@ -191,11 +217,12 @@ def while_loop(
         test_reads=(0, n_test, n_carry),
         max_steps=max_steps,
         store=make_store(store, directory),
+        counter=counter,
     )
     carry, _, (count,) = run(loop, Inputs(consts, traced.carry, [], []))
     if max_steps is not None and on_max_steps != "truncate":
         (unfinished,) = _jax.call_jaxpr(test, [*test_consts, *map(lax.stop_gradient, carry)])
-        _refuse((count >= max_steps) & unfinished, max_steps, on_max_steps)
+        _refuse((count >= loop.count(max_steps)) & unfinished, max_steps, on_max_steps)
     return jax.tree.unflatten(traced.carry_tree, carry)
 
 
@@ -244,10 +271,7 @@ def _slots(traced: Traced, checkpoints: int | None, budget: str | int | None, de
             )
         # More than this would never be used by a loop that ends.
         return min(slots, 100_000)
-    slots = default if checkpoints is None else checkpoints
-    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
-        raise ScheduleError(f"checkpoints is a number of states, at least 1, not {slots!r}.")
-    return slots
+    return default if checkpoints is None else whole_number(checkpoints, "checkpoints", 1)
 
 
 def _after_unused(traced: Traced, unused: list[Any]) -> Any:
@@ -259,20 +283,26 @@ def _after_unused(traced: Traced, unused: list[Any]) -> Any:
     return jaxpr
 
 
-def _index_type(lower: Any, upper: Any, body: Callable, init: Any) -> tuple[Any, Any]:
-    """Bounds of different types, converted as `jax.lax.fori_loop` does or refused as it does."""
-    seen = []
+def _bound(value: Any, name: str) -> int | None:
+    """Return a bound as a Python int, or None where its value is known only at run time."""
+    with contextlib.suppress(TypeError):
+        return operator.index(value)
+    with contextlib.suppress(TypeError, ValueError):
+        array = jnp.asarray(value)
+        if array.shape == () and jnp.issubdtype(array.dtype, jnp.integer):
+            # 4-bit integers have no `__index__`.
+            return None if isinstance(array, jax.core.Tracer) else int(array)
+    raise ScheduleError(f"{name} must be an integer without axes, not {value!r}.")
 
-    def look(index: Any, value: Any) -> Any:
-        seen.append(index.dtype)
-        return body(index, value)
 
-    jax.eval_shape(lambda: lax.fori_loop(lower, upper, look, init))
-    return jnp.asarray(lower, seen[0]), jnp.asarray(upper, seen[0])
+def _index_type(lower: Any, upper: Any) -> Any:
+    """Return the type of the index of `jax.lax.fori_loop`.
 
-
-def _is_integer(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.integer)
+    Types that do not go together are refused by JAX, in the words that its users know.
+    """
+    seen: list[Any] = []
+    jax.eval_shape(lambda: lax.fori_loop(lower, upper, lambda i, _: seen.append(i.dtype), None))
+    return seen[0]
 
 
 def _is_scalar_bool(x: Any) -> bool:
