@@ -34,7 +34,7 @@ LAYERS = [
     ("_jax.autodiff", "_jax.concrete", "_jax.lowering"),
     ("_jax",),
     ("ir", "ir.equations", "ir.flops", "ir.fingerprint"),
-    ("transform.barrier", "transform.marks", "transform.statics"),
+    ("transform.barrier", "transform.hidden", "transform.marks", "transform.statics"),
     ("transform.cut", "transform.policies"),
     ("transform.planned", "transform.residuals"),
     ("transform.primitive",),

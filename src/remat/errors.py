@@ -63,7 +63,7 @@ class PolicyError(RematError, ValueError):
 
 
 class UnknownNameError(PolicyError):
-    """A policy selects a checkpoint name or a path that no value of the region has."""
+    """A policy selects a name or path that no value of the region has, or an unknown primitive."""
 
 
 class MemoryKindError(PolicyError):

@@ -248,24 +248,130 @@ def test_a_path_that_matches_nothing_is_an_error_with_the_paths_there_are():
         remat.checkpoint(f, policy=policies.save(path="decoder"))(X, X)
 
 
-def test_names_in_derivative_rules_are_found_when_they_run():
-    @jax.custom_vjp
-    def g(x):
+@jax.custom_jvp
+def jvp_rule(x):
+    return jnp.sin(x)
+
+
+@jvp_rule.defjvp
+def _(primals, tangents):
+    (x,), (t,) = primals, tangents
+    return jvp_rule(x), t * remat.checkpoint_name(jnp.cos(x), "slope")
+
+
+@jax.custom_vjp
+def vjp_rules(x):
+    return jnp.sin(x)
+
+
+vjp_rules.defvjp(
+    lambda x: (jnp.sin(x), remat.checkpoint_name(jnp.cos(x), "slope")),
+    lambda slope, ct: (ct * remat.checkpoint_name(jvp_rule(slope), "backward"),),
+)
+
+
+@jax.custom_batching.custom_vmap
+def vmap_rule(x, y):
+    return jnp.sin(x) * y
+
+
+@vmap_rule.def_vmap
+def _(axis_size, in_batched, x, y):
+    name = "both" if all(in_batched) else "first" if in_batched[0] else "second"
+    x, y = (a if batched else jnp.stack([a] * axis_size) for a, batched in zip((x, y), in_batched))
+    return remat.checkpoint_name(jnp.sin(x), name) * y, True
+
+
+def transpose_rule(x):
+    scale = lambda slope, x: slope * x  # noqa: E731
+    back = lambda slope, ct: remat.checkpoint_name(slope * ct, "slope")  # noqa: E731
+    return jax.custom_derivatives.linear_call(scale, back, jnp.float32(2.0), x)
+
+
+def sharded(x):
+    mesh = jax.make_mesh((1,), ("i",))
+    spec = jax.sharding.PartitionSpec()
+    return jax.shard_map(jvp_rule, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+
+RULES = [
+    pytest.param(jvp_rule, "slope", id="custom_jvp"),
+    pytest.param(vjp_rules, "slope", id="custom_vjp, forward"),
+    pytest.param(vjp_rules, "backward", id="custom_vjp, backward"),
+    pytest.param(vjp_rules, "slope", id="rule in a rule"),
+    pytest.param(lambda x: vmap_rule(x, x + 1), "both", id="custom_vmap"),
+    pytest.param(lambda x: vmap_rule(x, x + 1), "second", id="custom_vmap, some operands"),
+    pytest.param(transpose_rule, "slope", id="linear_call"),
+    pytest.param(lambda x: jax.jit(jvp_rule)(x), "slope", id="jit"),
+    pytest.param(lambda x: jax.lax.map(jvp_rule, x[None])[0], "slope", id="scan"),
+    pytest.param(sharded, "slope", id="shard_map"),
+]
+
+
+@pytest.mark.parametrize(("fun", "name"), RULES)
+def test_names_in_rules_count_as_names_of_the_function(fun, name):
+    def f(x):
+        return jnp.sum(jnp.sin(fun(x)))
+
+    x = jnp.array([0.3, 0.5])
+    remat.checkpoint(f, policy=policies.save(name))(x)
+    with pytest.raises(remat.UnknownNameError, match=f"did you mean '{name}'"):
+        remat.checkpoint(f, policy=policies.save(name + "s"))(x)
+    if name == "slope":  # JAX differentiates custom_vmap in reverse only where it is batched
+        jax.grad(remat.checkpoint(f, policy=policies.save(name)))(x)
+
+
+def test_names_in_derivative_rules_are_saved():
+    def f(w, x):
+        return jnp.sum(vjp_rules(x @ w))
+
+    assert saved(policies.save("slope"), f) == [("cos", ("slope",))]
+
+
+def test_names_in_batching_rules_are_saved():
+    g = jax.vmap(remat.checkpoint(lambda x: vmap_rule(x, x + 1), policy=policies.save("both")))
+    found = remat.residuals(lambda x: jnp.sum(jnp.sin(g(x))), jnp.arange(3.0))
+    assert ("sin", ("both",)) in [(r.primitive, r.names) for r in found]
+
+
+def test_a_rule_that_cannot_be_traced_alone_is_awaited():
+    @jax.custom_batching.custom_vmap
+    def f(x):
         return jnp.sin(x)
 
-    def forward(x):
-        return jnp.sin(x), remat.checkpoint_name(jnp.cos(x), "slope")
+    @f.def_vmap
+    def rule(axis_size, in_batched, x):
+        if axis_size != 3:
+            raise NotImplementedError
+        return remat.checkpoint_name(jnp.sin(x), "three"), True
 
-    g.defvjp(forward, lambda slope, ct: (slope * ct,))
+    checkpointed = remat.checkpoint(lambda x: f(x) * 2, policy=policies.save("tree"))
+    checkpointed(1.0)  # not known yet
+    with pytest.raises(remat.UnknownNameError, match="did you mean 'three'"):
+        jax.vmap(checkpointed)(jnp.arange(3.0))
 
-    def h(w, x):
-        return jnp.sum(g(x @ w))
 
-    assert saved(policies.save("slope"), h) == [("cos", ("slope",))]
-    checkpointed = remat.checkpoint(h, policy=policies.save("slop"))
-    checkpointed(X, X)  # not known yet
-    with pytest.raises(remat.UnknownNameError, match="'slope'"):
-        jax.grad(checkpointed)(X, X)
+@pytest.mark.parametrize(
+    "activation", [jax.nn.relu, jax.nn.relu6, lambda x: jnp.logaddexp(x, 0 * x)]
+)
+def test_a_rule_that_calls_its_function_again_hides_no_misspelt_name(activation):
+    def f(x):
+        return remat.checkpoint_name(activation(jnp.sin(x)), "hidden")
+
+    with pytest.raises(remat.UnknownNameError, match="did you mean 'hidden'"):
+        jax.grad(remat.checkpoint(f, policy=policies.save("hiden")))(0.5)
+    with pytest.raises(remat.UnknownNameError, match=r"nothing .* is at 'attention'"):
+        jax.grad(remat.checkpoint(f, policy=policies.save(path="attention")))(0.5)
+
+
+def test_a_primitive_that_does_not_exist_is_an_error_with_the_closest_one():
+    for name in ("sinn", "pjit"):
+        with pytest.raises(
+            remat.UnknownNameError, match=r"did you mean 'sin|jit'\?.*'dot_general'"
+        ):
+            remat.checkpoint(f, policy=policies.save(primitive=(name, "cos")))(X, X)
+    remat.checkpoint(f, policy=policies.save(primitive="sinn", strict=False))(X, X)
+    remat.checkpoint(f, policy=policies.save(primitive="cholesky"))(X, X)  # exists, though not here
 
 
 def test_offloaded_values_wait_in_host_memory():

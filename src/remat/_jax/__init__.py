@@ -100,6 +100,7 @@ from remat._jax.lowering import (
     lower_barrier as lower_barrier,
     lower_call as lower_call,
     lower_inline as lower_inline,
+    primitive_names as primitive_names,
     register_lowering as register_lowering,
 )
 from remat._jax.tracing import (

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from jax._src import core as _core, effects as _effects
-from jax._src.interpreters import mlir as _mlir
+from jax._src.interpreters import ad as _ad, mlir as _mlir
 from jax._src.lax.control_flow import loops as _loops
 from jax._src.lib.mlir import ir as _ir
 from jax._src.lib.mlir.dialects import hlo as _hlo
@@ -203,3 +204,23 @@ def _only_picked(value: Any) -> bool:
         owner.name in _PICKS and all(_only_picked(result) for result in owner.results)
         for owner in uses
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# The primitives that there are
+
+
+def primitive_names() -> frozenset[str]:
+    """Return the names of all primitives that can be compiled or differentiated."""
+    return _primitive_names(sum(map(len, _rules_of_primitives())))
+
+
+@functools.lru_cache(maxsize=1)
+def _primitive_names(_: int) -> frozenset[str]:
+    # Anew whenever somebody registers a rule.
+    return frozenset(p.name for rules in _rules_of_primitives() for p in list(rules))
+
+
+def _rules_of_primitives() -> list[dict[Primitive, Any]]:
+    by_platform = list(_mlir._platform_specific_lowerings.values())
+    return [_mlir._lowerings, _ad.primitive_jvps, *by_platform]

@@ -20,12 +20,13 @@ the primitive that made it: `recompute("scores") >> everything_saveable` recompu
 Below the blocks stands every name of `jax.checkpoint_policies`, with that meaning, except where JAX's
 own does not do what its name says (`save_anything_except_these_names` saves everything there,
 `save_from_both_policies` refuses offloading ones). Names that no value of the region has are an
-error here; `strict=False` allows them.
+error here, also beside derivative and batching rules (see `hidden`); `strict=False` allows them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import fnmatch
 import functools
 import inspect
@@ -38,7 +39,7 @@ import jax.numpy as jnp
 from remat import _jax, units
 from remat.errors import MemoryKindError, PolicyError, UnknownNameError, closest
 from remat.ir import flops
-from remat.transform import marks
+from remat.transform import hidden, marks
 
 _jax.exclude_from_tracebacks(__file__)
 
@@ -85,6 +86,12 @@ class Policy:
     def parts(self) -> Iterator[Policy]:
         """The policies that this one is made of, itself first."""
         yield self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Copied and unpickled policies equal the original: JAX's decisions are objects without a value
+        # of their own, of which there must be no copies.
+        singletons = {_jax.SaveableType: _jax.Saveable, _jax.RecomputeType: _jax.Recompute}
+        self.__dict__.update({name: singletons.get(type(v), v) for name, v in state.items()})
 
     def __call__(self, primitive: Any, /, *avals: Any, **params: Any) -> Any:
         eqn = _OneEquation(primitive, avals, params)
@@ -454,7 +461,8 @@ def save(
       path: where in the model it is computed, `"encoder/*/attention"`: see `path_matches`.
       min_bytes, max_bytes: bounds on its size, such as `"1MiB"`.
       min_flops_per_byte: a bound on the operations that made it, per byte of it.
-      strict: whether it is an error that names or a path match nothing in the region.
+      strict: whether it is an error that names or a path match nothing in the region, or that JAX has
+        no primitive of a name.
 
     Returns:
       A frozen policy, which combines with others by `|`, `&`, `~` and `>>`.
@@ -786,46 +794,93 @@ def _offloads(policy: Any) -> Iterator[Any]:
             yield case
 
 
+class Contents(NamedTuple):
+    """What there is in a jaxpr, at any depth, for a policy to select."""
+
+    names: frozenset[str]  # given by checkpoint_name
+    paths: frozenset[str]
+    primitives: frozenset[str]
+
+    def __or__(self, other: Contents) -> Contents:
+        return Contents(*(mine | theirs for mine, theirs in zip(self, other)))
+
+
+class _Absent(NamedTuple):
+    """Something that a policy selects and a region does not have."""
+
+    part: _Select
+    what: str  # "name", "path" or "primitive"
+    wanted: str
+
+
 def check_names(policy: Any, jaxpr: _jax.Jaxpr) -> bool:
     """Refuse a policy that selects names or a path that no value of the region has.
 
+    Values that only derivative and batching rules of the user's bring in count as well: such rules are
+    traced if something is not found without them. Primitives need not be in the region, but must be
+    known to JAX.
+
     Returns:
-      Whether something was not found that a derivative rule of the user's, which the jaxpr does not
-      show, may still bring in. The check is to be made again when the region is differentiated.
+      Whether something was not found and there are rules that cannot be traced alone. Then the check is
+      to be made again when the region is differentiated or batched.
 
     Raises:
       UnknownNameError: with the names or paths that there are.
     """
     if not isinstance(policy, Policy):
         return False
-    wanted = [p for p in policy.parts() if isinstance(p, _Select) and p.strict]
-    if not any(p.names or p.path is not None for p in wanted):
+    strict = tuple(p for p in policy.parts() if isinstance(p, _Select) and p.strict)
+    if not any(p.names or p.path is not None or p.primitive for p in strict):
         return False
-    names, paths, hidden = _names_and_paths(jaxpr)
-    for part in wanted:
+    if _absent(strict, _contents(jaxpr)) is None:
+        return False
+    contents, untraced = _contents_with_rules(jaxpr, strict)
+    absent = _absent(strict, contents)
+    if absent is None or untraced:
+        return absent is not None
+    raise UnknownNameError(
+        f"{absent.part!r}: {_ABSENT[absent.what].format(absent.wanted)}; "
+        f"{_offer(absent, contents)} Pass strict=False if it may be absent."
+    )
+
+
+_ABSENT = {
+    "name": "no value in the checkpointed function is named {!r} by checkpoint_name",
+    "path": "nothing in the checkpointed function is at {!r}",
+    "primitive": "no primitive is called {!r}",
+}
+
+
+def _offer(absent: _Absent, contents: Contents) -> str:
+    if absent.what != "primitive":
+        return closest(absent.wanted, contents.names if absent.what == "name" else contents.paths)
+    known = (contents.primitives, _jax.primitive_names())
+    near = [n for names in known for n in difflib.get_close_matches(absent.wanted, sorted(names))]
+    suggestion = f"did you mean {near[0]!r}? " if near else ""
+    listing = ", ".join(repr(name) for name in sorted(contents.primitives))
+    return f"{suggestion}The function has: {listing}."
+
+
+def _absent(parts: Iterable[_Select], contents: Contents) -> _Absent | None:
+    """The first thing that the parts of a policy select and that is not there."""
+    for part in parts:
         for pattern in part.names:
-            if not _name_matches(pattern, names):
-                if hidden:
-                    return True
-                raise UnknownNameError(
-                    f"{part!r}: no value in the checkpointed function is named {pattern!r} by "
-                    f"checkpoint_name; {closest(pattern, names)} Pass strict=False if it may be absent."
-                )
-        if part.path is not None and not any(path_matches(part.path, path) for path in paths):
-            if hidden:
-                return True
-            raise UnknownNameError(
-                f"{part!r}: nothing in the checkpointed function is at {part.path!r}; "
-                f"{closest(part.path, paths)} Pass strict=False if it may be absent."
-            )
-    return False
+            if not _name_matches(pattern, contents.names):
+                return _Absent(part, "name", pattern)
+        path = part.path
+        if path is not None and not any(path_matches(path, there) for there in contents.paths):
+            return _Absent(part, "path", path)
+        for name in part.primitive:
+            if name not in contents.primitives and name not in _jax.primitive_names():
+                return _Absent(part, "primitive", name)
+    return None
 
 
 @_jax.weakref_lru_cache
-def _names_and_paths(jaxpr: _jax.Jaxpr) -> tuple[frozenset[str], frozenset[str], bool]:
+def _contents(jaxpr: _jax.Jaxpr) -> Contents:
     names: set[str] = set()
     paths: set[str] = set()
-    hidden = False
+    primitives: set[str] = set()
     todo = [(jaxpr, "")]
     while todo:
         current, path = todo.pop()
@@ -835,6 +890,24 @@ def _names_and_paths(jaxpr: _jax.Jaxpr) -> tuple[frozenset[str], frozenset[str],
             name = _jax.checkpoint_name_of(eqn)
             if name is not None:
                 names.add(name)
-            hidden = hidden or _jax.has_hidden_rules(eqn)
+            primitives.add(eqn.primitive.name)
             todo.extend((_jax.open_jaxpr(body), here) for body in _jax.jaxprs_of(eqn))
-    return frozenset(names), frozenset(paths - {""}), hidden
+    return Contents(frozenset(names), frozenset(paths - {""}), frozenset(primitives))
+
+
+@_jax.weakref_lru_cache
+def _contents_with_rules(jaxpr: _jax.Jaxpr, wanted: tuple[_Select, ...]) -> tuple[Contents, bool]:
+    """What there is once rules are traced, until all that is wanted is found.
+
+    Returns also whether a rule could not be traced.
+    """
+    contents = _contents(jaxpr)
+    untraced = False
+    for shown in hidden.revealed(jaxpr):
+        if shown is None:
+            untraced = True
+            continue
+        contents = contents | _contents(shown)
+        if _absent(wanted, contents) is None:
+            break
+    return contents, untraced

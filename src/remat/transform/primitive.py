@@ -23,9 +23,9 @@ So recomputation and the use that it serves stand in one equation until lowering
 more: each rule's result is made of the primitive again.
 
 `prevent_cse` is a bool, or one bool for each of the equation's inputs. `names_pending` says that the
-policy selects names that were not found yet, because derivative rules of the user's, which run in
-step 1, may bring them in. `cotangents` says which inputs are cotangents (or is empty where no longer
-known): a recomputation depends on the others alone.
+policy selects names that were not found yet and that rules of the user's, which run in step 1 or when
+the region is batched, may bring in. `cotangents` says which inputs are cotangents (or is empty where
+no longer known): a recomputation depends on the others alone.
 """
 
 from __future__ import annotations
@@ -400,6 +400,8 @@ def _batch(
     axis_data: Any, args: Sequence[Any], dims: Sequence[Any], *, jaxpr: _jax.Jaxpr, **params: Any
 ) -> tuple[list[Any], list[int | None]]:
     body, consts, out_dims = _jax.batch_jaxpr(jaxpr, axis_data, dims)
+    if params["names_pending"]:
+        params["names_pending"] = policies.check_names(params["policy"], body)
     return _rebind((*consts, *args), body, len(consts), params), out_dims
 
 
