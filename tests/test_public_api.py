@@ -7,6 +7,7 @@ import inspect
 import pathlib
 import subprocess
 import sys
+import traceback
 
 import jax
 import pytest
@@ -63,6 +64,26 @@ def test_the_function_explain_stays_the_attribute_when_its_package_is_loaded():
 
 def test_remat_is_checkpoint():
     assert remat.remat is remat.checkpoint
+
+
+def test_a_misspelt_name_is_an_error_with_the_closest_one():
+    with pytest.raises(AttributeError, match=r"'remat'.*did you mean 'checkpoint'\?"):
+        _ = remat.chekpoint
+    with pytest.raises(ImportError) as error:
+        exec("from remat import chekpoint")
+    if sys.version_info >= (3, 12):  # Python itself offers the closest name from then on
+        assert "'checkpoint'?" in "".join(traceback.format_exception(error.value))
+
+
+def test_a_module_that_is_not_loaded_is_an_error_that_says_so():
+    with pytest.raises(AttributeError, match=r"write `import remat\.linen`"):
+        remat.__getattr__("linen")  # what Python calls while remat.linen is not loaded
+
+
+def test_a_function_may_have_a_parameter_f():
+    found = remat.saved_residuals(lambda f: f * f * f, f=1.0)
+    assert [origin for _, origin in found if "argument" in origin]
+    assert remat.residuals(lambda f: f, f=1.0).total_bytes == 0
 
 
 def test_checkpoint_name_is_that_of_jax():

@@ -31,6 +31,7 @@ In the order in which data flows:
 """
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from jax.ad_checkpoint import checkpoint_name as checkpoint_name
@@ -152,6 +153,8 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY_MODULES:
         return importlib.import_module(f"remat.{name}")
     if name not in _LAZY:
+        if not name.startswith("_") and importlib.util.find_spec(f"remat.{name}") is not None:
+            raise AttributeError(f"remat.{name} is not loaded yet: write `import remat.{name}`.")
         raise AttributeError(f"module 'remat' has no attribute {name!r}: {closest(name, __all__)}")
     value = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import ad
@@ -473,12 +474,61 @@ def test_saving_and_offloading_one_name_is_refused():
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("bad", [1, "dots", object()])
+@pytest.mark.parametrize("bad", [1, True, ["dots_saveable"], object(), policies])
 def test_what_is_no_policy_is_refused(bad):
     with pytest.raises(remat.PolicyError, match="callable"):
         remat.checkpoint(f, policy=bad)
     with pytest.raises(remat.PolicyError):
         _ = policies.save("a") | bad
+
+
+def save_product(*names):
+    return jax.checkpoint_policies.save_only_these_names("product", *names)
+
+
+class Callable:
+    def __call__(self, *_, **__):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (policies.save, r"write remat\.policies\.save\(\.\.\.\)"),
+        (policies.save_only_these_names, r"remat\.policies\.save_only_these_names is a function"),
+        (jax.checkpoint_policies.save_only_these_names, r"jax\.checkpoint_policies\.save_only"),
+        (jax.checkpoint_policies.save_from_both_policies, r"jax\.checkpoint_policies\.save_from"),
+        (Callable, "an instance of a class, not the class Callable"),
+        ("dots_saveable", r"write remat\.policies\.dots_saveable\."),
+        ("save_only_these_names", r"write remat\.policies\.save_only_these_names\(\.\.\.\)"),
+        ("dots_savable", "did you mean 'dots_saveable'"),
+    ],
+)
+def test_what_almost_is_a_policy_is_refused_with_what_to_write(bad, message):
+    with pytest.raises(remat.PolicyError, match=message):
+        remat.checkpoint(f, policy=bad)
+    with pytest.raises(remat.PolicyError, match=message):
+        _ = policies.dots_saveable | bad
+
+
+@pytest.mark.parametrize("bad", [save_product, lambda prim, *_: prim.name == "sin"])
+def test_a_callable_that_cannot_be_asked_about_an_equation_is_refused(bad):
+    with pytest.raises(remat.PolicyError, match="call it and pass its result"):
+        jax.grad(remat.checkpoint(f, policy=bad))(X, X)
+
+
+def test_a_policy_may_raise_what_it_wants():
+    def policy(prim, *_, **__):
+        return prim.name + 1
+
+    with pytest.raises(TypeError, match="concatenate"):
+        jax.grad(remat.checkpoint(f, policy=policy))(X, X)
+
+
+def test_a_misspelt_policy_is_an_error_with_the_closest_one():
+    with pytest.raises(AttributeError, match=r"'remat\.policies'.*did you mean 'dots_saveable'"):
+        _ = policies.dots_savable
+    assert not hasattr(policies, "__wrapped__")
 
 
 def test_a_policy_that_is_not_hashable_is_refused():
@@ -492,10 +542,64 @@ def test_a_policy_that_is_not_hashable_is_refused():
         remat.checkpoint(f, policy=Unhashable())
 
 
-@pytest.mark.parametrize("bad", [3, "", None, b"x"])
+@pytest.mark.parametrize("bad", [3, "", None, b"x", ["a", "b"]])
 def test_names_in_policies_are_strings(bad):
     with pytest.raises(remat.PolicyError, match="non-empty strings"):
         policies.save(bad)
+
+
+@pytest.mark.parametrize(
+    "selectors",
+    [
+        *({"min_flops_per_byte": x} for x in ("x", True, -1, np.nan, np.inf, np.True_, 2j, [1.0])),
+        *({"min_bytes": x} for x in (True, -1, np.nan, np.inf, "x", [1])),
+        {"min_bytes": "1KiB", "max_bytes": 3},
+        *({"dtype": x} for x in ("flot32", str, object, 3, jnp.floating, [jnp.float32, "x"])),
+        *({"primitive": x} for x in (3, "", jax.lax.sin_p, ["sin", None])),
+        *({"path": x} for x in (3, "", ["a"])),
+        *({"strict": x} for x in (None, 1, "yes")),
+    ],
+    ids=repr,
+)
+def test_selectors_that_select_nothing_by_mistake_are_refused(selectors):
+    for make in (policies.save, policies.recompute, policies.offload):
+        with pytest.raises((remat.PolicyError, remat.UnitsError)):
+            make(**selectors)
+
+
+def test_memories_in_policies_are_different_kinds():
+    for kinds in ({"src": 3}, {"dst": None}, {"dst": ""}, {"dst": "device"}):
+        with pytest.raises(remat.PolicyError):
+            policies.offload("a", **kinds)
+    with pytest.raises(remat.PolicyError):
+        policies.offload_dot_with_no_batch_dims("device", None)
+
+
+def test_selectors_may_be_given_in_every_form():
+    assert policies.save(primitive=iter(["sin", "cos"])) == policies.save(primitive=("sin", "cos"))
+    assert policies.save(primitive={"sin", "cos"}) == policies.save(primitive={"cos", "sin"})
+    assert policies.save(primitive=None, dtype=None) == policies.save()
+    assert policies.save(dtype=float) == policies.save(dtype=jnp.float32)
+    assert policies.save(dtype=np.dtype("int8")) == policies.save(dtype=["int8"])
+    assert policies.save(min_flops_per_byte=np.int64(2)) == policies.save(min_flops_per_byte=2.0)
+
+
+def test_a_list_of_names_is_not_one_string():
+    with pytest.raises(remat.PolicyError, match=r"write \['ab'\]"):
+        policies.save_and_offload_only_these_names(
+            names_which_can_be_saved="ab", names_which_can_be_offloaded=[],
+            offload_src="device", offload_dst="pinned_host",
+        )  # fmt: skip
+
+
+def test_a_policy_selects_random_keys_by_their_type():
+    def g(x, key):
+        return jnp.sum(jnp.sin(x) * jax.random.normal(jax.random.split(key)[0], x.shape))
+
+    key = jax.random.key(0)
+    policy = policies.save(dtype=key.dtype)
+    found = remat.residuals(remat.checkpoint(g, policy=policy), jnp.ones(2), key)
+    assert {str(key.dtype)} == {r.dtype for r in found if r.kind == "computed"}
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,12 @@ import fnmatch
 import functools
 import inspect
 import itertools
+import math
+import numbers
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from remat import _jax, units
@@ -457,7 +460,7 @@ def save(
     Args:
       *names: names given by `checkpoint_name`; `*`, `?` and `[...]` as in file names.
       primitive: names of JAX primitives, such as `"dot_general"`.
-      dtype: dtypes of the value.
+      dtype: dtypes of the value; `float` and `int` as JAX understands them when the policy is made.
       path: where in the model it is computed, `"encoder/*/attention"`: see `path_matches`.
       min_bytes, max_bytes: bounds on its size, such as `"1MiB"`.
       min_flops_per_byte: a bound on the operations that made it, per byte of it.
@@ -468,7 +471,8 @@ def save(
       A frozen policy, which combines with others by `|`, `&`, `~` and `>>`.
 
     Raises:
-      PolicyError: for a selector of a wrong type.
+      PolicyError: for a selector of a wrong type, or bounds that no value can hold.
+      UnitsError: for a size that is no number of bytes.
     """
     return _select(
         _jax.Saveable,
@@ -532,8 +536,15 @@ def offload(
       src, dst: the kinds of memory that a value is taken from and kept in.
 
     Raises:
-      MemoryKindError: when a function with this policy is traced and the backend has no such memory.
+      PolicyError: for a selector of a wrong type, or if `src` and `dst` are the same.
+      MemoryKindError: when a function gets this policy and the backend has no such memory.
     """
+    _check_strings((src, dst), "kinds of memory")
+    if src == dst:
+        raise PolicyError(
+            f"src and dst are both {src!r}, so nothing would be offloaded. Give another dst, such as "
+            "'pinned_host'."
+        )
     return _select(
         _jax.Offloadable(src, dst),
         names,
@@ -559,28 +570,84 @@ def _select(
     strict: bool,
 ) -> Policy:
     _check_strings(names, "checkpoint names")
-    primitives = (primitive,) if isinstance(primitive, str) else tuple(primitive)
+    primitives = _as_items(primitive)
     _check_strings(primitives, "names of primitives")
     if path is not None:
         _check_strings((path,), "paths")
-    dtypes = dtype if isinstance(dtype, (tuple, list, set, frozenset)) else (dtype,)
+    fewest, most = (
+        None if n is None else units.parse_bytes(n, f"{name}=")
+        for name, n in (("min_bytes", min_bytes), ("max_bytes", max_bytes))
+    )
+    if fewest is not None and most is not None and fewest > most:
+        raise PolicyError(
+            f"min_bytes={min_bytes!r} is more than max_bytes={max_bytes!r}: no value has such a size. "
+            "Exchange them, or leave one out."
+        )
+    if not isinstance(strict, bool):
+        raise PolicyError(f"strict is a bool, not {strict!r}.")
     return _Select(
         case,
         names,
         primitives,
-        tuple(str(jnp.dtype(d)) for d in dtypes),
+        tuple(_dtype_name(d) for d in _as_items(dtype)),
         path,
-        None if min_bytes is None else units.parse_bytes(min_bytes, "min_bytes="),
-        None if max_bytes is None else units.parse_bytes(max_bytes, "max_bytes="),
-        min_flops_per_byte,
+        fewest,
+        most,
+        None if min_flops_per_byte is None else _as_ratio(min_flops_per_byte),
         strict,
     )
 
 
+def _as_items(given: Any) -> tuple[Any, ...]:
+    """One selected thing or several of them; None for no selection."""
+    if given is None:
+        return ()
+    if isinstance(given, (set, frozenset)):
+        return tuple(sorted(given, key=str))  # equal sets make equal policies
+    several = isinstance(given, Iterable) and not isinstance(given, str)
+    return tuple(given) if several else (given,)
+
+
 def _check_strings(given: Iterable[Any], what: str) -> None:
     for item in given:
-        if not isinstance(item, str) or not item:
-            raise PolicyError(f"{what} in a policy are non-empty strings, not {item!r}.")
+        if isinstance(item, str) and item:
+            continue
+        hint = ""
+        if isinstance(item, (list, tuple, set, frozenset)):
+            hint = " Give them one by one, as in save(*names)."
+        elif isinstance(item, _jax.Primitive):
+            hint = f" Write {item.name!r}."
+        raise PolicyError(f"{what} in a policy are non-empty strings, not {item!r}.{hint}")
+
+
+def _dtype_name(given: Any) -> str:
+    if given in (bool, int, float, complex):  # of the size that JAX gives such values now
+        return str(jax.dtypes.canonicalize_dtype(given))
+    try:
+        if not isinstance(given, str) and jnp.issubdtype(given, jax.dtypes.extended):
+            return str(given)
+        dtype = jnp.dtype(given)
+    except TypeError as e:
+        offer = f"; {closest(given, _dtypes_of_jax())}" if isinstance(given, str) else "."
+        raise PolicyError(f"dtype={given!r} in a policy is no dtype{offer}") from e
+    if str(dtype) not in _dtypes_of_jax():
+        raise PolicyError(f"dtype={given!r} in a policy: JAX has no arrays of type {dtype.name}.")
+    return str(dtype)
+
+
+def _dtypes_of_jax() -> list[str]:
+    scalars = (v for v in vars(jnp).values() if isinstance(v, type(jnp.float32)))
+    return sorted({str(jnp.dtype(scalar)) for scalar in scalars})
+
+
+def _as_ratio(given: Any) -> float:
+    number = isinstance(given, numbers.Real) and not isinstance(given, bool)
+    if not number or not math.isfinite(given) or given < 0:
+        raise PolicyError(
+            "min_flops_per_byte is a number of operations per byte, finite and at least 0, "
+            f"not {given!r}."
+        )
+    return float(given)
 
 
 def as_policy(policy: Any) -> Policy:
@@ -589,13 +656,45 @@ def as_policy(policy: Any) -> Policy:
         return policy
     if policy is None:
         return nothing_saveable
+    if isinstance(policy, str):
+        value = globals().get(policy)
+        if isinstance(value, Policy):
+            offer = f"write remat.policies.{policy}."
+        elif policy in _public_names():
+            offer = f"write remat.policies.{policy}(...)."
+        else:
+            offer = closest(policy, _public_names())
+        raise PolicyError(f"a policy is a value and not its name {policy!r}: {offer}")
+    if isinstance(policy, type):
+        raise PolicyError(f"a policy is an instance of a class, not the class {policy.__name__}.")
     if not callable(policy):
         raise PolicyError(f"a policy is one of remat.policies or a callable, not {policy!r}.")
+    if (maker := _name_of_maker(policy)) is not None:
+        raise PolicyError(f"{maker} is a function that makes a policy: write {maker}(...).")
     return _Foreign(policy)
+
+
+def _name_of_maker(function: Any) -> str | None:
+    """The name of a function of ours or JAX's that makes policies and is none itself."""
+    if getattr(function, "__module__", None) == __name__:
+        return f"remat.policies.{function.__name__}"
+    for name in _MAKERS_OF_JAX:
+        if function is getattr(jax.checkpoint_policies, name, None):
+            return f"jax.checkpoint_policies.{name}"
+    return None
 
 
 # --------------------------------------------------------------------------------------------------
 # The names of jax.checkpoint_policies
+
+_MAKERS_OF_JAX = (
+    "offload_dot_with_no_batch_dims",
+    "save_anything_except_these_names",
+    "save_any_names_but_these",
+    "save_only_these_names",
+    "save_from_both_policies",
+    "save_and_offload_only_these_names",
+)
 
 everything_saveable: Policy = _Everything()
 nothing_saveable: Policy = _Nothing()
@@ -607,6 +706,7 @@ checkpoint_dots_with_no_batch_dims = dots_with_no_batch_dims_saveable
 
 def offload_dot_with_no_batch_dims(offload_src: str, offload_dst: str) -> Policy:
     """Offload what `dots_with_no_batch_dims_saveable` saves of matrix products."""
+    _check_strings((offload_src, offload_dst), "kinds of memory")
     return _Dots(batched=False, case=_jax.Offloadable(offload_src, offload_dst))
 
 
@@ -649,6 +749,9 @@ def save_and_offload_only_these_names(
     Raises:
       PolicyError: if a name is in both.
     """
+    for names in (names_which_can_be_saved, names_which_can_be_offloaded):
+        if isinstance(names, str):
+            raise PolicyError(f"the names to be saved or offloaded are a list: write [{names!r}].")
     saved, offloaded = tuple(names_which_can_be_saved), tuple(names_which_can_be_offloaded)
     both = sorted(set(saved) & set(offloaded))
     if both:
@@ -661,6 +764,17 @@ def save_and_offload_only_these_names(
     if offloaded:
         policy = policy | offload(*offloaded, strict=strict, src=offload_src, dst=offload_dst)
     return policy
+
+
+def _public_names() -> list[str]:
+    policies = [name for name, value in globals().items() if isinstance(value, Policy)]
+    return [*policies, "save", "recompute", "offload", *_MAKERS_OF_JAX]
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(
+        f"module 'remat.policies' has no attribute {name!r}: {closest(name, _public_names())}"
+    )
 
 
 # --------------------------------------------------------------------------------------------------

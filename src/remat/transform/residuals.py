@@ -94,7 +94,7 @@ class Residuals:
         return "\n".join(lines)
 
 
-def residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Residuals:
+def residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Residuals:
     """What `f` keeps for its backward pass at these arguments, without running it.
 
     >>> import jax.numpy as jnp, remat
@@ -135,7 +135,7 @@ def residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Residuals:
     return Residuals(tuple(describe(jaxpr, n_kept, names)))
 
 
-def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[Any, str]]:
+def saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[tuple[Any, str]]:
     """The residuals of `f` as pairs of an abstract value and where it comes from.
 
     >>> import jax.numpy as jnp, remat
@@ -147,7 +147,7 @@ def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tu
     return [(r.aval, r.origin) for r in residuals(f, *args, **kwargs)]
 
 
-def print_saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def print_saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
     """Print the residuals of `f`, a line each.
 
     >>> import jax.numpy as jnp, remat
