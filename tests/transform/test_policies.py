@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -134,6 +137,49 @@ def test_policies_are_equal_by_value_and_hashable():
     b = policies.save("x") | policies.recompute(min_bytes=1024) >> ~policies.dots_saveable
     assert a == b and hash(a) == hash(b) and a is not b
     assert a != policies.save("y") | policies.recompute(min_bytes=1024) >> ~policies.dots_saveable
+
+
+EVERY_POLICY = [
+    *(p for p in vars(policies).values() if isinstance(p, policies.Policy)),
+    policies.save("a*", primitive="sin", dtype=float, path="b", min_bytes=1, min_flops_per_byte=2),
+    policies.recompute("a"),
+    policies.offload("a"),
+    policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    policies.save_anything_except_these_names("a"),
+    policies.save_any_names_but_these("a"),
+    policies.save_only_these_names("a"),
+    policies.save_from_both_policies(policies.save("a"), jax.checkpoint_policies.dots_saveable),
+    policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["a"], names_which_can_be_offloaded=["b"],
+        offload_src="device", offload_dst="pinned_host",
+    ),
+    (policies.save("a") | policies.offload("b")) & ~policies.recompute("c") >> policies.save("d"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", EVERY_POLICY, ids=repr)
+def test_a_copied_or_unpickled_policy_equals_the_original(policy):
+    pickled = [pickle.loads(pickle.dumps(policy, n)) for n in range(pickle.HIGHEST_PROTOCOL + 1)]
+    for again in (copy.copy(policy), copy.deepcopy(policy), *pickled):
+        assert again == policy and hash(again) == hash(policy) and repr(again) == repr(policy)
+    makers = remat.checkpoint(policy=policy)
+    for again in (copy.deepcopy(makers), pickle.loads(pickle.dumps(makers))):
+        assert again.keywords["policy"] == policy
+
+
+def test_a_copied_policy_saves_the_same_and_does_not_trace_again():
+    traces = []
+
+    def g(x):
+        traces.append(1)
+        return jnp.sin(remat.checkpoint_name(jnp.sin(x), "x"))
+
+    policy = policies.save("x")
+    for p in (policy, copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))):
+        jax.grad(copy.deepcopy(remat.checkpoint(g, policy=p)))(jnp.float32(1.0))
+        found = remat.residuals(remat.checkpoint(g, policy=p), jnp.float32(1.0))
+        assert ("x",) in [r.names for r in found]
+    assert len(traces) == 1
 
 
 def test_equal_policies_do_not_trace_again():
