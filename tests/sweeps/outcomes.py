@@ -1,0 +1,7 @@
+"""What the sweeps share."""
+
+
+def described(error: BaseException) -> str:
+    """Return an error's type and the beginning of its text."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:160]}"

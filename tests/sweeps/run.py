@@ -1,0 +1,100 @@
+"""The sweeps run to their ends: resumable, in one process, with results in a file, one JSON line a case.
+
+    PYTHONPATH=src:tests python -m sweeps.run harnesses OUT.jsonl [--again]
+
+`--again` repeats the cases that differed. A case that is in the file is not run again otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import gc
+import json
+import os
+import pathlib
+import resource
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+
+#: Seconds of CPU time between two clearings of JAX's caches, which keep every program otherwise.
+_CLEAR_EVERY_S = 30
+
+
+def sweep(
+    batches: Iterable[Sequence[int]],
+    check: Callable[[Sequence[int]], Sequence[Any]],
+    path: pathlib.Path,
+    *,
+    again: bool,
+) -> None:
+    """Check every number that has no line in the file yet, and append a line for each."""
+    known = rows(path) if path.exists() else {}
+    done = {n for n, row in known.items() if not (again and row["different"])}
+    started = cleared = time.process_time()
+    n_run = 0
+    with path.open("a") as file:
+        for batch in batches:
+            numbers = [n for n in batch if n not in done]
+            if not numbers:
+                continue
+            before = time.process_time()
+            outcomes = check(numbers)
+            now = time.process_time()
+            for number, outcome in zip(numbers, map(dataclasses.asdict, outcomes)):
+                row = {"number": number, **outcome, "seconds": (now - before) / len(numbers)}
+                print(json.dumps(row), file=file, flush=True)
+                if outcome["different"]:
+                    print(number, outcome["name"], outcome["different"], flush=True)
+            n_run += len(numbers)
+            if now - cleared > _CLEAR_EVERY_S:
+                cleared = now
+                jax.clear_caches()
+                gc.collect()
+                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+                print(f"{n_run} cases, {now - started:.0f} s of CPU, {peak} MiB", flush=True)
+
+
+def rows(path: pathlib.Path) -> dict[int, dict[str, Any]]:
+    """Return the last line of each case in a file of results."""
+    return {row["number"]: row for row in map(json.loads, path.read_text().splitlines())}
+
+
+def summary(path: pathlib.Path) -> str:
+    """Return the counts of a file of results, the last line of each case counting."""
+    counts: collections.Counter[str] = collections.Counter()
+    for row in rows(path).values():
+        counts["cases"] += 1
+        counts["seconds of CPU"] += row["seconds"]
+        for key in ("checked", "forms"):
+            for what in row.get(key, ()):
+                counts[f"{key}: {what}"] += 1
+        counts["nothing to check"] += not row.get("checked", True)
+        counts["plans that recompute"] += row.get("recomputed", False)
+        counts["explained"] += bool(row.get("explained"))
+        counts["different"] += bool(row["different"])
+    return "\n".join(f"{name}: {round(n)}" for name, n in counts.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("which", choices=["harnesses", "summary"])
+    parser.add_argument("path", type=pathlib.Path)
+    parser.add_argument("--again", action="store_true")
+    options = parser.parse_args()
+    if options.which == "harnesses":
+        from sweeps import harness_cases
+
+        sweep(harness_cases.batches(), harness_cases.check, options.path, again=options.again)
+    print(summary(options.path))
+
+
+if __name__ == "__main__":
+    main()
