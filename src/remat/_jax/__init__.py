@@ -8,6 +8,7 @@ half can be deleted.
 * `tracing`: from functions to jaxprs, and the parts of jaxprs.
 * `concrete`: tracing with values at hand.
 * `autodiff`: differentiation, transposition, batching, and a primitive's rules.
+* `refs`: jaxprs that read or write refs, as jaxprs on values.
 * `lowering`: how equations become operations of a module.
 """
 
@@ -102,6 +103,13 @@ from remat._jax.lowering import (
     lower_inline as lower_inline,
     primitive_names as primitive_names,
     register_lowering as register_lowering,
+)
+from remat._jax.refs import (
+    WithoutRefs as WithoutRefs,
+    has_ref_effects as has_ref_effects,
+    is_ref as is_ref,
+    uses_refs as uses_refs,
+    without_refs as without_refs,
 )
 from remat._jax.tracing import (
     HostCopy as HostCopy,

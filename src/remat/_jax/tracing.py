@@ -24,6 +24,7 @@ from jax._src.sharding_impls import UNSPECIFIED as _unspecified
 
 from remat._jax.compat import (
     JAX_VERSION,
+    AbstractRef,
     Jaxpr,
     JaxprEqn,
     Primitive,
@@ -498,5 +499,6 @@ def dependents(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
     reached = {v for v, active in zip(jaxpr.invars, inputs) if active}
     for eqn in jaxpr.eqns:
         if any(is_var(v) and v in reached for v in eqn.invars):
-            reached.update(v for v in eqn.outvars if has_tangent(v.aval))
+            refs = (v for v in eqn.invars if isinstance(v.aval, AbstractRef))
+            reached.update(v for v in (*refs, *eqn.outvars) if has_tangent(v.aval))
     return [is_var(v) and v in reached for v in jaxpr.outvars]

@@ -34,6 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from remat import _jax
+from remat.errors import EffectError
 from remat.loops.linear import LinearMap, linear_call
 from remat.loops.loop import (
     Checkpoints,
@@ -48,13 +49,15 @@ from remat.loops.loop import (
     split_inputs,
     sweep,
 )
-from remat.loops.tracing import as_arrays
+from remat.loops.tracing import REFS_NOT_SUPPORTED, as_arrays
 
 Arrays = list[Any]
 
 
 def run(loop: Loop, inputs: Inputs) -> Results:
     """The results of a loop, differentiable in every mode."""
+    if any(_jax.has_ref_effects(jaxpr) for jaxpr in (loop.body, loop.test) if jaxpr is not None):
+        raise EffectError(REFS_NOT_SUPPORTED)
     return _split_results(loop, _function(loop)(_flat(inputs)))
 
 

@@ -28,6 +28,7 @@ from remat.loops.nesting import LayerBytes, Nest, best_nest
 from remat.loops.stacked import adopt
 from remat.transform import policies
 from remat.transform.checkpoint import checkpoint
+from remat.transform.refs import with_values
 from remat.transform.residuals import residuals
 
 _jax.exclude_from_tracebacks(__file__)
@@ -114,6 +115,21 @@ def nested_scan(
     body: Body, nest: Nest, carry: Any, xs: Any, *, policy: Any = None
 ) -> tuple[Any, Any]:
     """`lax.scan(body, carry, xs)`, in the loops of a nest; arrays of `xs` are `[n, ...]`."""
+    # `lax.scan` itself does not differentiate refs that a body makes.
+    leaves, tree = jax.tree.flatten((carry, xs))
+
+    def loops(*leaves: Any) -> tuple[Any, Any]:
+        carry, xs = jax.tree.unflatten(tree, leaves)
+        return _nested_scan(body, nest, carry, xs, policy)
+
+    jaxpr, consts, out = _jax.trace_call(loops, *leaves)
+    outs = with_values(
+        jaxpr, [*consts, *leaves], lambda jaxpr, args, _: _jax.call_jaxpr(jaxpr, args)
+    )
+    return jax.tree.unflatten(jax.tree.structure(out), outs)
+
+
+def _nested_scan(body: Body, nest: Nest, carry: Any, xs: Any, policy: Any) -> tuple[Any, Any]:
     stacks, tree = jax.tree.flatten(xs)
     differentiable = [jnp.issubdtype(stack.dtype, jnp.inexact) for stack in stacks]
 

@@ -129,7 +129,7 @@ def scan(
         lengths = (n,) if choice.schedule is None else choice.schedule.lengths
         recomputed = choice.schedule is not None and choice.schedule.step_recomputed
         carry, ys = _nested(scanned, traced.carry, leaves, n, lengths, recomputed)
-    return jax.tree.unflatten(traced.carry_tree, carry), jax.tree.unflatten(traced.y_tree, ys)
+    return traced.finish(carry), jax.tree.unflatten(traced.y_tree, ys)
 
 
 def explain(

@@ -9,17 +9,35 @@ import jax
 import jax.numpy as jnp
 
 from remat import _jax
+from remat.errors import EffectError
 from remat.transform.checkpoint import checkpoint
+
+REFS_NOT_SUPPORTED = (
+    "a loop of remat cannot use a ref that a function with derivative rules of its own "
+    "(jax.custom_vjp, jax.custom_jvp) in its body takes or makes, or that is not in the default "
+    "memory. Carry the value of the ref through the loop instead."
+)
 
 
 class Traced(NamedTuple):
-    """A body as a jaxpr (see `Loop.body`), the values it is closed over, and its first carry."""
+    """A body as a jaxpr (see `Loop.body`), the values it is closed over, and its first carry.
+
+    The values of refs that the body writes are carried behind the user's carry.
+    """
 
     body: Any
     consts: list[Any]
     carry: list[Any]
     carry_tree: Any
     y_tree: Any
+    refs: list[Any]
+
+    def finish(self, carry: list[Any]) -> Any:
+        """Write the final values of the refs, and return the user's part of a final carry."""
+        n_carry = len(carry) - len(self.refs)
+        for ref, value in zip(self.refs, carry[n_carry:], strict=True):
+            ref[...] = value
+        return jax.tree.unflatten(self.carry_tree, carry[:n_carry])
 
 
 def trace_body(
@@ -40,12 +58,52 @@ def trace_body(
             return None
         types = jax.tree.leaves(out[0])
         if all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in zip(carry, types)):
-            return Traced(jaxpr, consts, carry, carry_tree, jax.tree.structure(out[1]))
+            traced = Traced(jaxpr, consts, carry, carry_tree, jax.tree.structure(out[1]), [])
+            return _with_values(traced)
         carry = [
             a.astype(t.dtype) if jax.typeof(a).weak_type and a.shape == t.shape else a
             for a, t in zip(carry, types)
         ]
     return None
+
+
+def _with_values(traced: Traced) -> Traced:
+    """Carry the values of refs that the body writes, and close it over those that it only reads."""
+    pure, consts = values_of_refs(traced.body, traced.consts)
+    if pure is None:
+        return traced
+    inputs, outs = list(pure.jaxpr.invars), list(pure.jaxpr.outvars)
+    n_added, n_carry = len(pure.constants), len(traced.carry)
+    n_consts = n_added + len(traced.consts)
+    written = [False] * n_added + list(pure.is_written[: len(traced.consts)])
+    moved = [v for v, w in zip(inputs, written) if w]
+    fixed = [v for v, w in zip(inputs, written) if not w]
+    invars = [*fixed, *inputs[n_consts : n_consts + n_carry], *moved, *inputs[n_consts + n_carry :]]
+    n_outs = len(outs) - len(moved)
+    outvars = [*outs[:n_carry], *outs[n_outs:], *outs[n_carry:n_outs]]
+    return traced._replace(
+        body=_jax.rebuild(pure.jaxpr, invars=invars, outvars=outvars),
+        consts=[c for c, w in zip(consts, written) if not w],
+        carry=[*traced.carry, *(c for c, w in zip(consts, written) if w)],
+        refs=[c for c, w in zip(traced.consts, written[n_added:]) if w],
+    )
+
+
+def values_of_refs(jaxpr: Any, consts: list[Any]) -> tuple[_jax.WithoutRefs | None, list[Any]]:
+    """Rewrite a jaxpr on the values of the refs among its consts, and return the new consts.
+
+    The rewritten jaxpr is None where there are no refs.
+
+    Raises:
+      EffectError: if it cannot be rewritten.
+    """
+    refs = [_jax.is_ref(c) for c in consts]
+    if not any(refs) and not _jax.uses_refs(jaxpr):
+        return None, consts
+    pure = _jax.without_refs(jaxpr)
+    if pure is None:
+        raise EffectError(REFS_NOT_SUPPORTED)
+    return pure, [*pure.constants, *(c[...] if ref else c for c, ref in zip(consts, refs))]
 
 
 def checkpointed(f: Callable, policy: Callable | None) -> Callable:
@@ -59,6 +117,11 @@ def as_arrays(leaves: list[Any]) -> list[Any]:
     Rules of JAX hand out numbers, too, as subclasses of Python's that have a dtype.
     """
     numbers = (int, float, complex)
+    if any(map(_jax.is_ref, leaves)):
+        raise EffectError(
+            "a ref cannot be carried or scanned over by a loop of remat. Let the body read and write "
+            "it from outside, or pass its value, ref[...]."
+        )
     return [
         x if isinstance(x, jax.Array) and not isinstance(x, numbers) else jnp.asarray(x)
         for x in leaves

@@ -21,14 +21,14 @@ from jax import lax
 from jax.experimental import checkify
 
 from remat import _jax
-from remat.errors import BudgetError, ScheduleError, StepLimitError
+from remat.errors import BudgetError, EffectError, ScheduleError, StepLimitError
 from remat.loops.arguments import unroll_factor, whole_number
 from remat.loops.derivative import run
-from remat.loops.loop import Inputs, Loop
+from remat.loops.loop import Inputs, Loop, select
 from remat.loops.scan import scan
 from remat.loops.schedules import beta
 from remat.loops.store import make_store
-from remat.loops.tracing import Traced, n_bytes, residual_bytes, trace_body
+from remat.loops.tracing import Traced, n_bytes, residual_bytes, trace_body, values_of_refs
 from remat.units import format_bytes, parse_bytes
 
 # Where neither the number of steps nor of states is known: up to 45,760 steps are then run at most
@@ -123,7 +123,7 @@ def fori_loop(
     steps = end.astype(loop.counter) - index.astype(loop.counter)
     count = jnp.where(index < end, steps, jnp.zeros_like(steps))
     carry, _, _ = run(loop, Inputs(traced.consts, traced.carry, [], [count]))
-    return jax.tree.unflatten(traced.carry_tree, carry)[1]
+    return traced.finish(carry)[1]
 
 
 def while_loop(
@@ -196,11 +196,13 @@ def while_loop(
     if traced is None:
         lax.while_loop(cond, body, init)
         raise AssertionError("jax.lax.while_loop accepts what remat.while_loop does not")
-    value = jax.tree.unflatten(traced.carry_tree, traced.carry)
+    n_user = len(traced.carry) - len(traced.refs)
+    value = jax.tree.unflatten(traced.carry_tree, traced.carry[:n_user])
     test, test_consts, verdict = _jax.trace_call(cond, value)
     if not _is_scalar_bool(verdict):
         lax.while_loop(cond, body, init)
         raise AssertionError("jax.lax.while_loop accepts a cond that returns no bool")
+    test, test_consts = _test_of_values(test, test_consts, traced)
     default = DEFAULT_CHECKPOINTS
     if max_steps is not None:
         default = 1
@@ -223,7 +225,7 @@ def while_loop(
     if max_steps is not None and on_max_steps != "truncate":
         (unfinished,) = _jax.call_jaxpr(test, [*test_consts, *map(lax.stop_gradient, carry)])
         _refuse((count >= loop.count(max_steps)) & unfinished, max_steps, on_max_steps)
-    return jax.tree.unflatten(traced.carry_tree, carry)
+    return traced.finish(carry)
 
 
 # Step limit
@@ -272,6 +274,25 @@ def _slots(traced: Traced, checkpoints: int | None, budget: str | int | None, de
         # More than this would never be used by a loop that ends.
         return min(slots, 100_000)
     return default if checkpoints is None else whole_number(checkpoints, "checkpoints", 1)
+
+
+def _test_of_values(test: Any, consts: list[Any], traced: Traced) -> tuple[Any, list[Any]]:
+    """Rewrite a test as one on the whole carry, in which the values of refs follow the user's."""
+    pure, values = values_of_refs(test, consts)
+    if pure is not None and any(pure.is_written):
+        raise EffectError(
+            "the cond of remat.while_loop writes a ref. Write it in the body, which runs as often."
+        )
+    jaxpr = test if pure is None else pure.jaxpr
+    inputs = list(jaxpr.invars)
+    n_added = len(values) - len(consts)
+    reads = {id(c): v for c, v in zip(consts, inputs[n_added:])}
+    new = [_jax.new_var(t) for t in _jax.in_avals(traced.body)[len(traced.consts) :]]
+    first = len(traced.carry) - len(traced.refs)
+    carried = [reads.get(id(ref), v) for ref, v in zip(traced.refs, new[first:])]
+    fixed = [v not in carried for v in inputs[: len(values)]]
+    invars = [*select(inputs[: len(values)], fixed), *inputs[len(values) :], *carried]
+    return _jax.rebuild(jaxpr, invars=invars), select(values, fixed)
 
 
 def _after_unused(traced: Traced, unused: list[Any]) -> Any:

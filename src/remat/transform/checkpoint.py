@@ -18,6 +18,7 @@ import numpy as np
 from remat import _jax
 from remat.errors import PreventCseError
 from remat.transform import policies, primitive
+from remat.transform.refs import with_values
 from remat.transform.statics import Statics, without_statics
 
 _jax.exclude_from_tracebacks(__file__)
@@ -146,12 +147,16 @@ def checkpoint(
         _jax.check_ref_arguments(debug, avals, leaves)
         jaxpr, consts, out_tree = _trace(traced, in_tree, avals, leaves, debug, concrete)
         _jax.check_captured_refs(debug, consts, leaves)
-        outs = primitive.bind(
-            (*consts, *leaves),
+        outs = with_values(
             jaxpr,
-            policy=policy,
-            prevent_cse=_flat_prevent_cse(cse, args, kwargs, len(consts)),
-            names_pending=policies.check_names(policy, jaxpr),
+            (*consts, *leaves),
+            lambda jaxpr, values, added: primitive.bind(
+                values,
+                jaxpr,
+                policy=policy,
+                prevent_cse=_flat_prevent_cse(cse, args, kwargs, added + len(consts)),
+                names_pending=policies.check_names(policy, jaxpr),
+            ),
         )
         return jax.tree.unflatten(out_tree, map(_as_array, outs))
 

@@ -39,6 +39,7 @@ from remat import _jax
 from remat.errors import EffectError
 from remat.transform import barrier, planned, policies, residuals
 from remat.transform.cut import Cut, cut
+from remat.transform.refs import with_values
 
 _jax.exclude_from_tracebacks(__file__)
 # What is saved is logged when JAX's option `jax_log_checkpoint_residuals` asks for it, so it goes
@@ -150,16 +151,22 @@ def _jvp(
     if names_pending:
         names_pending = policies.check_names(policy, body)
     given = [t for t in tangents if type(t) is not _jax.Zero]
-    if isinstance(prevent_cse, tuple):
-        prevent_cse = (False,) * len(consts) + prevent_cse + (True,) * len(given)
-    outs = bind(
-        (*consts, *primals, *given),
-        body,
-        policy=policy,
-        prevent_cse=prevent_cse,
-        differentiated=differentiated,
-        names_pending=names_pending,
-    )
+
+    def apply(body: _jax.Jaxpr, args: Sequence[Any], added: int) -> list[Any]:
+        flags = prevent_cse
+        if isinstance(flags, tuple):
+            flags = (False,) * (added + len(consts)) + flags + (True,) * len(given)
+        return bind(
+            args,
+            body,
+            policy=policy,
+            prevent_cse=flags,
+            differentiated=differentiated,
+            names_pending=names_pending,
+        )
+
+    # Derivative rules of the user's are written out by now, and may use refs.
+    outs = with_values(body, (*consts, *primals, *given), apply)
     out_primals, nonzero_outs = _jax.split_list(outs, [len(jaxpr.outvars)])
     remaining = iter(nonzero_outs)
     out_tangents = [
@@ -252,6 +259,13 @@ def _check_effects(jaxpr: _jax.Jaxpr) -> None:
             f"{_jax.EFFECTS_NOT_SUPPORTED}: {names}. A recomputation would repeat the effect. Move "
             "what causes it out of the checkpointed function, or use a variant without it "
             "(for callbacks: jax.pure_callback, or ordered=False)."
+        )
+    if _jax.uses_refs(jaxpr):
+        raise EffectError(
+            "a checkpointed function cannot be differentiated that reads or writes a ref if a "
+            "function with derivative rules of its own (jax.custom_vjp, jax.custom_jvp) in it takes "
+            "or makes a ref, or if a ref is not in the default memory. Read the ref before the "
+            "checkpointed function and write it after."
         )
 
 

@@ -1,0 +1,114 @@
+"""Refs: jaxprs that read or write them, as jaxprs on the values they hold."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from jax._src import core as _core
+from jax._src.state import discharge as _discharge
+from jax._src.state.types import (
+    AccumEffect as _AccumEffect,
+    RefEffect as _RefEffect,
+    WriteEffect as _WriteEffect,
+)
+
+from remat._jax.compat import (
+    AbstractRef,
+    Jaxpr,
+    JaxprEqn,
+    close,
+    detach_consts,
+    open_jaxpr,
+    weakref_lru_cache,
+)
+from remat._jax.tracing import has_hidden_rules, jaxprs_of, rebuild
+
+
+class WithoutRefs(NamedTuple):
+    """A jaxpr that takes the values of refs, and returns the new values of those that it writes.
+
+    Attributes:
+      jaxpr: takes the constants, then the inputs, with values in place of refs. Its results are
+        followed by the new values, in the order of the inputs.
+      constants: values that the rewriting introduced.
+      is_ref: which inputs were refs.
+      is_written: which inputs were refs that are written.
+    """
+
+    jaxpr: Jaxpr
+    constants: tuple[Any, ...]
+    is_ref: tuple[bool, ...]
+    is_written: tuple[bool, ...]
+
+
+@weakref_lru_cache
+def without_refs(jaxpr: Jaxpr) -> WithoutRefs | None:
+    """Rewrite a jaxpr that reads or writes refs as one on their values; None if it can't be done.
+
+    That is so for refs in other memories, and for refs that a function with rules of its own
+    (`jax.custom_vjp`) takes: JAX's rewriting drops those rules.
+    """
+    if not uses_refs(jaxpr):
+        return None
+    is_ref = [isinstance(v.aval, AbstractRef) for v in jaxpr.invars]
+    if not all(_is_plain_ref(v.aval) for v, r in zip(jaxpr.invars, is_ref) if r):
+        return None
+    # Refs that such a function makes for itself stay there, if nothing shows them to the rewriting.
+    eqns = [_without_own_refs(eqn) if _has_own_rules(eqn) else eqn for eqn in jaxpr.eqns]
+    if any(map(_passes_refs_to_own_rules, eqns)):
+        return None
+    try:
+        discharged = _discharge.discharge_state(close(rebuild(jaxpr, eqns=eqns)), lower=False)
+    except NotImplementedError:  # a primitive that has no rule for it
+        return None
+    body, constants = detach_consts(discharged)
+    n_outs = len(jaxpr.outvars)
+    changed = {e.input for e in jaxpr.effects if isinstance(e, (_WriteEffect, _AccumEffect))}
+    refs = (v for v, r in zip(jaxpr.invars, is_ref) if r)
+    new_values = [v for v, ref in zip(body.outvars[n_outs:], refs, strict=True) if ref in changed]
+    body = rebuild(body, outvars=[*body.outvars[:n_outs], *new_values])
+    is_written = tuple(v in changed for v in jaxpr.invars)
+    return WithoutRefs(body, constants, tuple(is_ref), is_written)
+
+
+@weakref_lru_cache
+def uses_refs(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr reads or writes refs, outside of functions with rules of their own."""
+    if not has_ref_effects(jaxpr):
+        return False
+    for eqn in jaxpr.eqns:
+        if not _has_own_rules(eqn) and has_ref_effects(eqn):
+            inner = [open_jaxpr(j) for j in jaxprs_of(eqn)]
+            if not inner or any(map(uses_refs, inner)):
+                return True
+    return False
+
+
+def has_ref_effects(x: Jaxpr | JaxprEqn) -> bool:
+    """Whether a jaxpr or an equation reads or writes refs, its own ones included."""
+    return any(isinstance(e, (_RefEffect, _core.InternalMutableArrayEffect)) for e in x.effects)
+
+
+def is_ref(x: Any) -> bool:
+    """Whether a value, traced or not, is a ref."""
+    return isinstance(getattr(x, "aval", None), AbstractRef)
+
+
+def _is_plain_ref(aval: AbstractRef) -> bool:
+    is_array = isinstance(aval.inner_aval, _core.ShapedArray)
+    return is_array and aval.memory_space is None and aval.kind is None
+
+
+def _has_own_rules(eqn: JaxprEqn) -> bool:
+    return has_hidden_rules(eqn) or eqn.primitive.name in ("custom_lin", "custom_vmap_call")
+
+
+def _without_own_refs(eqn: JaxprEqn) -> JaxprEqn:
+    return eqn.replace(effects=eqn.effects - {_core.internal_mutable_array_effect})
+
+
+def _passes_refs_to_own_rules(eqn: JaxprEqn) -> bool:
+    if _has_own_rules(eqn):
+        return has_ref_effects(eqn) or any(isinstance(v.aval, AbstractRef) for v in eqn.invars)
+    bodies = (open_jaxpr(j) for j in jaxprs_of(eqn))
+    return any(_passes_refs_to_own_rules(inner) for body in bodies for inner in body.eqns)
