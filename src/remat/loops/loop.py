@@ -97,8 +97,9 @@ class Loop:
       reverse: whether the scanned values are read and written from their end.
       unroll: see `jax.lax.scan`.
       store: where the states are kept.
-      counter: the type that steps are counted in. It is unsigned: the number of steps between two
-        integers fits the unsigned type of their width, not always the signed one.
+      counter: the type that steps are counted in. Where the bounds are integers known at run time it
+        is unsigned: the number of steps between two integers fits the unsigned type of their width,
+        not always the signed one.
     """
 
     body: Any
@@ -112,7 +113,7 @@ class Loop:
     reverse: bool = False
     unroll: int | bool = 1
     store: Store = DEVICE
-    counter: Any = np.uint32
+    counter: Any = np.int32
 
     def call(self, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
         """Run one step."""

@@ -108,7 +108,7 @@ def scan(
     choice = choose(scanned, checkpoints, budget)
     traced, leaves, n = scanned.traced, scanned.xs, scanned.length
     if isinstance(choice.schedule, Binomial) or store != "device":
-        if n >= 2**32 and not jax.config.jax_enable_x64:
+        if n >= 2**31 and not jax.config.jax_enable_x64:
             raise ScheduleError(
                 f"{n} steps are too many to be counted in 32 bits. Set jax_enable_x64."
             )
@@ -122,7 +122,9 @@ def scan(
             reverse=reverse,
             unroll=scanned.unroll,
             store=where,
-            counter=np.uint32 if n < 2**32 else np.uint64,
+            # Signed: XLA's CPU compiler before jaxlib 0.11.1 miscompiles slices of the scanned values
+            # at an unsigned index in the backward pass.
+            counter=np.int32 if n < 2**31 else np.int64,
         )
         carry, ys, _ = run(loop, Inputs(traced.consts, traced.carry, leaves, []))
     else:
