@@ -4,6 +4,10 @@ brainstate's `StatefulFunction` traces a function, notes which States it reads a
 offers it as a function from State values and arguments to State values and results. That pure
 function is the region; around it the values are read from the States and written back, once.
 
+A function is traced in each call. What it does may depend on more than its arguments: on the
+settings of `brainstate.environ` (`fit`, `precision`, `dt`, also with traced values), on attributes
+of modules, and on what it closes over.
+
 Known limits: negative `static_argnums` are refused, as in `brainstate.transform`.
 """
 
@@ -14,12 +18,14 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from brainstate import State
 from brainstate.transform import StatefulFunction
 from brainstate.typing import Missing
 
-from remat import _jax
-from remat.errors import StaticArgumentError, StaticArgumentTypeError
+from remat import _jax, partition
+from remat.errors import StaticArgumentError, StaticArgumentTypeError, TargetError
 from remat.transform.checkpoint import checkpoint as _checkpoint
+from remat.transform.statics import Statics, without_statics
 
 _jax.exclude_from_tracebacks(__file__)
 
@@ -46,38 +52,47 @@ def checkpoint(
     ((3,), 1)
 
     Args:
-      fun: a function or module. Left out, the result is a decorator.
+      fun: a function or module. Left out, the result is a decorator, also of methods.
       prevent_cse: whether to keep the compiler from merging recomputation with the forward pass.
       policy: what may be saved, as in `remat.checkpoint`.
-      static_argnums: positions of arguments that are not traced; not negative.
+      static_argnums: positions of arguments that are not traced; not negative. In a method, `self`
+        is 0. They hold for arguments given by keyword or left at their defaults, too. What is no
+        array or number (a module, a string) is never traced.
 
     Returns:
       A function with the arguments and results of `fun` that reads and writes the same States.
 
     Raises:
-      StaticArgumentError: for negative `static_argnums`.
+      TargetError: for what cannot be called.
+      StaticArgumentError: for static arguments that `fun` or a call does not have, or are negative.
       PolicyError, EffectError: as `remat.checkpoint` does.
     """
     if isinstance(fun, Missing):
         return functools.partial(
             checkpoint, prevent_cse=prevent_cse, policy=policy, static_argnums=static_argnums
         )
-    argnums = _as_argnums(static_argnums)
-    pure = StatefulFunction(fun, static_argnums=argnums, name="checkpoint")
-    region = _checkpoint(
-        pure.jaxpr_call,
-        prevent_cse=prevent_cse,
-        policy=policy,
-        # The State values come first.
-        static_argnums=tuple(n + 1 for n in argnums),
-    )
+    if not callable(fun):
+        raise TargetError(f"remat.brainstate.remat takes a function or a module, not {fun!r}.")
+    statics = Statics.of(fun, _as_argnums(static_argnums), ())
+    lift = functools.partial(_checkpoint, prevent_cse=prevent_cse, policy=policy)
+    lift(fun)  # refuses wrong options now
 
     @_jax.api_boundary
     @functools.wraps(fun)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        states = pure.get_state_trace(*args, **kwargs, compile_if_miss=True)
+        argnums, argnames = statics.in_call(args, kwargs)
+        called, args, kwargs = without_statics(fun, args, kwargs, argnums, argnames)
+        traced, parts = partition.split((args, kwargs), _is_traced, _is_state)
+
+        @functools.wraps(fun, updated=())
+        def on_arrays(*traced: Any) -> Any:
+            args, kwargs = parts.join(traced)
+            return called(*args, **kwargs)
+
+        pure = StatefulFunction(on_arrays, name="checkpoint")
+        states = pure.get_state_trace(*traced, compile_if_miss=True)
         before = states.get_read_state_values(True)
-        after, out = region(states.get_state_values(), *args, **kwargs)
+        after, out = lift(pure.jaxpr_call)(states.get_state_values(), *traced)
         states.assign_state_vals_v2(before, after)
         return out
 
@@ -85,6 +100,15 @@ def checkpoint(
 
 
 remat = checkpoint
+
+
+def _is_state(x: Any) -> bool:
+    return isinstance(x, State)
+
+
+def _is_traced(x: Any) -> bool:
+    """Whether an argument is traced: arrays, numbers, and States, which brainstate refuses."""
+    return partition.is_array(x) or isinstance(x, (bool, int, float, complex, State))
 
 
 def _as_argnums(given: Any) -> tuple[int, ...]:

@@ -193,6 +193,104 @@ def test_a_state_that_changes_its_shape_is_traced_again(lift):
     assert f(2.0) == 6.0
 
 
+# --------------------------------------------------------------------------------------------------
+# What a function reads besides its arguments
+
+
+def test_a_later_environment_decides_what_dropout_does():
+    call = OURS(brainstate.nn.Dropout(0.5))
+    brainstate.random.seed(0)
+    with brainstate.environ.context(fit=False):
+        assert_same(call(X), X)
+    with brainstate.environ.context(fit=True):
+        assert (call(X) == 0).any()
+    with brainstate.environ.context(fit=False):
+        assert_same(call(X), X)
+
+
+def test_a_later_precision_decides_the_dtype():
+    zero = OURS(lambda: jnp.zeros((), brainstate.environ.dftype()))
+    for precision, dtype in ((32, jnp.float32), (16, jnp.float16), (32, jnp.float32)):
+        with brainstate.environ.context(precision=precision):
+            assert zero().dtype == dtype
+
+
+def test_environments_may_hold_traced_values():
+    scaled = OURS(lambda x: x * brainstate.environ.get("dt"))
+
+    def step(dt):
+        with brainstate.environ.context(dt=dt):
+            return scaled(2.0)
+
+    for _ in range(2):
+        assert_same(brainstate.transform.for_loop(step, jnp.arange(3.0)), 2 * jnp.arange(3.0))
+
+
+def test_closures_and_attributes_are_read_in_each_call():
+    class Scaled(brainstate.nn.Module):
+        scale = 1.0
+
+        def __call__(self, x):
+            return self.scale * x * i
+
+    module = Scaled()
+    call, total = OURS(module), 0.0
+    for factor in (1, 2, 3):
+        i = factor
+        total += call(1.0)
+    module.scale = 10.0
+    assert total == 6.0 and call(1.0) == 30.0
+
+
+# --------------------------------------------------------------------------------------------------
+# Arguments and targets
+
+
+def test_static_arguments_may_come_by_keyword_or_default():
+    @OURS(static_argnums=(1, 2))
+    def f(x, flag=True, table=()):
+        return x * len(table) if flag else x
+
+    assert f(3.0) == 0.0 and f(3.0, flag=False) == 3.0 and f(x=3.0, table=[1, 2]) == 6.0
+    assert_same(jax.grad(lambda x: f(x, table=[1, 2]))(1.0), jnp.float32(2.0))
+
+
+def test_static_arguments_that_a_function_does_not_have_are_errors():
+    with pytest.raises(remat.StaticArgumentError, match="takes 1 positional"):
+        OURS(lambda x: x, static_argnums=1)
+
+
+def test_a_decorator_on_methods_takes_the_module_as_it_is():
+    class Cell(brainstate.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = brainstate.ParamState(jnp.ones(6))
+            self.calls = brainstate.State(jnp.zeros(()))
+
+        @OURS
+        def update(self, x, mode="sin"):
+            self.calls.value = self.calls.value + 1.0
+            return getattr(jnp, mode)(x * self.weight.value)
+
+        @OURS(static_argnums=(2,))
+        def doubled(self, x, train=True):
+            return x * 2 if train else x
+
+    cell, other = Cell(), Cell()
+    assert_same(cell.update(X, mode="cos"), jnp.cos(X))
+    gradient = brainstate.transform.grad(lambda: cell.update(X).sum(), cell.weight)()
+    assert_same(gradient, (X * jnp.cos(X)).sum(0))
+    assert cell.calls.value == 2.0 and other.calls.value == 0.0
+    assert_same((cell.doubled(X), cell.doubled(X, train=False)), (2 * X, X))
+    assert Cell.update.__name__ == "update"
+
+
+@pytest.mark.parametrize("target", [3, None, "sin"])
+def test_what_cannot_be_called_is_refused(target):
+    with pytest.raises(remat.errors.TargetError, match=f"not {target!r}"):
+        OURS(target)
+
+
 def test_negative_static_argnums_are_refused():
     for lift, error in ((THEIRS, ValueError), (OURS, remat.StaticArgumentError)):
         with pytest.raises(error, match="negative"):
