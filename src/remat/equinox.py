@@ -25,7 +25,7 @@ import jax
 
 from remat import _jax, partition
 from remat.errors import TargetError
-from remat.globs import PathGlobs
+from remat.globs import PathGlobs, as_methods, has_method
 from remat.transform.checkpoint import checkpoint
 from remat.transform.policies import check_policy
 
@@ -58,12 +58,13 @@ def filter_checkpoint(
       A module that calls `fun`; its arrays are `fun`'s.
 
     Raises:
+      TargetError: for what cannot be called.
       PolicyError, EffectError: as `remat.checkpoint` does.
     """
     if fun is None:
         return functools.partial(filter_checkpoint, prevent_cse=prevent_cse, policy=policy)
     if not callable(fun):
-        raise TypeError(f"filter_checkpoint takes a function or a callable module, not {fun!r}.")
+        raise TargetError(f"filter_checkpoint takes a function or a callable module, not {fun!r}.")
     return eqx.module_update_wrapper(_Checkpointed(fun, prevent_cse, policy))
 
 
@@ -183,7 +184,7 @@ def with_remat(
     *,
     policy: Any = None,
     prevent_cse: bool = True,
-    methods: Iterable[str] = ("__call__",),
+    methods: str | Iterable[str] = ("__call__",),
     strict: bool = True,
 ) -> Any:
     """A copy of a model with the modules at some paths rematerialized.
@@ -206,26 +207,28 @@ def with_remat(
         positions in containers, `layers/0`.
       model: an Equinox module, or a pytree with modules in it.
       policy, prevent_cse: as in `filter_checkpoint`.
-      methods: the methods to rematerialize, those of them that a module has.
+      methods: the methods to rematerialize, those of them that a module has; one name or several.
       strict: whether it is an error that a pattern matches nothing.
 
     Raises:
       UnknownNameError: if a pattern matches no module, with the paths that there are.
-      TargetError: for a module without such a method.
+      TargetError: for a pattern of which no module has such a method.
+      MethodError: for methods that are no names.
     """
     check_policy(policy)
-    globs, names = PathGlobs.of(path_globs), tuple(methods)
-    paths: set[str] = set()
+    globs, names = PathGlobs.of(path_globs), as_methods(methods)
+    classes: dict[str, type] = {}
 
     def change(path: str, module: Any) -> Any:
-        paths.add(path)
-        if not globs.matches(path):
+        classes[path] = cls = _plain(module)
+        if not globs.matches(path) or not any(has_method(cls, name) for name in names):
             return module
-        return _as_instance_of(_rematted_class(_plain(module), names, policy, prevent_cse), module)
+        return _as_instance_of(_rematted_class(cls, names, policy, prevent_cse), module)
 
     changed = _map_modules(change, model, "")
     if strict:
-        globs.check(paths)
+        globs.check(classes)
+    globs.check_methods(classes, names)
     return changed
 
 
@@ -241,7 +244,7 @@ def rematted(
     *,
     policy: Any = None,
     prevent_cse: bool = True,
-    methods: Iterable[str] = ("__call__",),
+    methods: str | Iterable[str] = ("__call__",),
     strict: bool = True,
 ) -> Iterator[Any]:
     """`with_remat` as a context, as `remat.rematted` has it: the context returns the changed copy.
@@ -300,9 +303,7 @@ def _rematted_class(cls: type, methods: tuple[str, ...], policy: Any, prevent_cs
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
     }
-    wanted = {name: _rematted_method(cls, name, lift) for name in methods if hasattr(cls, name)}
-    if not wanted:
-        raise TargetError(f"rematted: {cls.__name__} has none of the methods {methods}.")
+    wanted = {name: _rematted_method(cls, name, lift) for name in methods if has_method(cls, name)}
     made = type(cls)(cls.__name__, (cls, _Rematted), namespace | wanted)
     made._plain_class = cls  # type: ignore[attr-defined]
     return made

@@ -1,4 +1,4 @@
-"""Paths of modules and the patterns that select them, for `rematted`.
+"""Paths of modules, the patterns that select them, and names of methods, for `rematted`.
 
 A path is the names from the root of a model to a module, `encoder/layers_3`; numbers in containers
 are names too, `layers/3`. A pattern describes a whole path: `*`, `?` and `[...]` stand for part of
@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from remat.errors import PolicyError, UnknownNameError, closest
+from remat.errors import MethodError, PolicyError, TargetError, UnknownNameError, closest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +64,46 @@ class PathGlobs:
                     f"{closest(pattern, known)} A pattern describes the whole path; '**/' in front "
                     "stands for any beginning, and strict=False allows what may be absent."
                 )
+
+    def check_methods(self, classes: Mapping[str, type], methods: tuple[str, ...]) -> None:
+        """Refuse a pattern of which no module has one of the methods.
+
+        Args:
+          classes: the modules' classes by path.
+
+        Raises:
+          TargetError: with a class that the pattern selects and the methods that it has.
+        """
+        for pattern in self.patterns:
+            found = [cls for path, cls in classes.items() if path_matches(pattern, path)]
+            if found and not any(has_method(cls, name) for cls in found for name in methods):
+                cls = found[0]
+                public = [n for n in vars(cls) if not n.startswith("_") and has_method(cls, n)]
+                own = [name for name in ("__call__", *public) if has_method(cls, name)]
+                raise TargetError(
+                    f"rematted: {cls.__name__} has none of the methods {methods}, nor has any other "
+                    f"module at {pattern!r}; {closest(methods[0], own)}"
+                )
+
+
+def as_methods(given: str | Iterable[str]) -> tuple[str, ...]:
+    """The names of methods in a call: one, or several.
+
+    Raises:
+      MethodError: if there is none, or one is no string.
+    """
+    is_one = isinstance(given, str) or not isinstance(given, Iterable)
+    names: tuple[Any, ...] = (given,) if is_one else tuple(given)
+    if not all(isinstance(name, str) and name for name in names):
+        raise MethodError(f"methods has names of methods, such as '__call__', not {given!r}.")
+    if not names:
+        raise MethodError("methods is empty, so nothing would be rematerialized.")
+    return names
+
+
+def has_method(cls: type, name: str) -> bool:
+    """Whether a class, and not only its metaclass, has a method. (All classes can be called.)"""
+    return any(name in vars(base) for base in cls.__mro__) and callable(getattr(cls, name, None))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -5,6 +5,9 @@ of the module at hand and, where it is wanted, runs the same method of the same 
 by `remat.linen.remat` on a function of the module. The module keeps its scope, so that parameters
 and random keys are those of the model without it.
 
+Linen runs clones of a model, not the model that the user has. To be told from the clones of other
+models, the model is of a subclass of its class while the context lasts, and so are its clones.
+
 An interceptor is not part of the key under which `jax.jit` finds a compiled function again. A user
 context of JAX is, so one is set along with it: a function that was compiled outside is traced again
 inside, and the other way round.
@@ -15,7 +18,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -27,7 +31,7 @@ from flax.linen.module import (
 )
 
 from remat import linen, partition
-from remat.globs import PathGlobs
+from remat.globs import PathGlobs, as_methods
 from remat.transform.policies import check_policy
 
 traceback_util.register_exclusion(__file__)
@@ -42,35 +46,119 @@ def rematted(
     *,
     policy: Any = None,
     prevent_cse: bool = True,
-    methods: Iterable[str] = ("__call__",),
+    methods: str | Iterable[str] = ("__call__",),
     strict: bool = True,
 ) -> Iterator[Any]:
     """Rematerialize the Linen modules at some paths while the context lasts.
 
-    See `remat.rematted`. The patterns are checked when the context ends; a context in which no
-    module ran, because all that ran was compiled before in an equal context, has nothing to check.
+    See `remat.rematted`. With a model, paths start at it, also where it is a submodule of another.
+    The patterns are checked when the context ends; a context in which no module ran, because all
+    that ran was compiled before in an equal context, has nothing to check.
     """
     check_policy(policy)
-    globs, names = PathGlobs.of(path_globs), tuple(methods)
+    globs, names = PathGlobs.of(path_globs), as_methods(methods)
     lift = functools.partial(linen.remat, policy=policy, prevent_cse=prevent_cse)
-    seen: set[str] = set()
+    seen: dict[str, type] = {}
 
     def intercept(next_fun: Any, args: Any, kwargs: Any, context: InterceptorContext) -> Any:
         module = context.module
-        if context.method_name not in names or module.scope is None or not module.path:
+        if module.scope is None:
             return next_fun(*args, **kwargs)
-        path = "/".join(module.path)
-        seen.add(path)
-        if not globs.matches(path):
+        below = module.path if model is None else _path_below(is_of_model, module)
+        if not below:
+            return next_fun(*args, **kwargs)
+        path = "/".join(below)
+        seen[path] = type(module)
+        if context.method_name not in names or not globs.matches(path):
             return next_fun(*args, **kwargs)
         method = _on_another_instance(intercept, context)
         return partition.call(lambda f: lift(_as_wrapped(f)), method, module, args, kwargs)
 
-    setting = (globs, policy, prevent_cse, names)
-    with _active((*_active.value, setting)), nn.intercept_methods(intercept):
+    is_of_model: Callable[[Any], bool]
+    setting = (globs, policy, prevent_cse, names, None if model is None else _Only(model))
+    with contextlib.ExitStack() as stack:
+        if model is not None:
+            is_of_model = stack.enter_context(_told_apart(model))
+        stack.enter_context(_active((*_active.value, setting)))
+        stack.enter_context(nn.intercept_methods(intercept))
         yield model
     if strict and seen:
         globs.check(seen)
+    globs.check_methods(seen, names)
+
+
+# --------------------------------------------------------------------------------------------------
+# Which model
+
+
+class _Only:
+    """A model that is equal to nothing else, though modules with equal fields are equal."""
+
+    def __init__(self, model: Any):
+        self.model, self.id = weakref.ref(model), id(model)
+
+    def __hash__(self) -> int:
+        return self.id
+
+    def __eq__(self, other: Any) -> bool:
+        return self is other or (
+            isinstance(other, _Only) and self.model() is not None and self.model() is other.model()
+        )
+
+
+@contextlib.contextmanager
+def _told_apart(model: Any) -> Iterator[Callable[[Any], bool]]:
+    """Make the clones of a model known; gives a predicate of modules.
+
+    A lifted class (`nn.jit(Model)`) runs inside as the class that it was made of, as a new object
+    that nothing connects with the model, so there the class alone decides.
+    """
+    plain: Any = type(model)
+    inside = [base for base in plain.__mro__[1:] if _is_lifted_from(plain, base)]
+    members: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary({id(model): model})
+
+    def new(cls: Any, *_: Any, **__: Any) -> Any:
+        made = plain.__new__(cls)
+        members[id(made)] = made
+        return made
+
+    namespace = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
+    cls = type(plain)(plain.__name__, (plain,), {**namespace, "__new__": new})
+    object.__setattr__(model, "__class__", cls)
+    try:
+        yield lambda module: isinstance(module, cls) or type(module) in inside
+    finally:
+        for member in list(members.values()):
+            if type(member) is cls:
+                object.__setattr__(member, "__class__", plain)
+
+
+def _is_lifted_from(cls: type, base: type) -> bool:
+    """Whether a method of a class is a lifted transform of the one that it overrides."""
+    return any(
+        hasattr(fun, "__wrapped__") and fun.__wrapped__ is vars(base).get(name)
+        for lifted in cls.__mro__[: cls.__mro__.index(base)]
+        for name, fun in vars(lifted).items()
+    )
+
+
+def _path_below(is_model: Callable[[Any], bool], module: nn.Module) -> tuple[str, ...] | None:
+    """The path from a model to a module that is running in it; None if it runs in another.
+
+    The modules above are found as parents and, where a lifted transform has cut these off, among
+    the modules that are running. One with an empty path is the last above: what is found beyond it
+    is a model whose code applies another by itself.
+    """
+    running = (m for m in reversed(_linen_context.module_stack) if m is not None)
+    for start in itertools.chain([module], running):
+        above: Any = start
+        while isinstance(above, nn.Module) and above.scope is not None:
+            if is_model(above):
+                return module.path[len(above.path) :]
+            if not above.path:
+                return None
+            above = above.parent
+    return None
 
 
 def _on_another_instance(intercept: Any, context: InterceptorContext) -> Any:

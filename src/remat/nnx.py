@@ -33,7 +33,7 @@ from flax.typing import MISSING, Missing
 
 from remat import _jax, partition
 from remat.errors import OptionError, StaticArgumentError, TargetError
-from remat.globs import PathGlobs
+from remat.globs import PathGlobs, as_methods, has_method
 from remat.transform.checkpoint import checkpoint
 from remat.transform.policies import check_policy
 from remat.transform.statics import Statics
@@ -345,7 +345,7 @@ def rematted(
     *,
     policy: Any = None,
     prevent_cse: bool = True,
-    methods: Iterable[str] = ("__call__",),
+    methods: str | Iterable[str] = ("__call__",),
     strict: bool = True,
 ) -> Iterator[Any]:
     """Rematerialize the NNX modules at some paths of a model while the context lasts.
@@ -356,14 +356,16 @@ def rematted(
     rematerialized after `nnx.merge`, wherever that happens, and one that was split before is not.
     """
     check_policy(policy)
-    globs = PathGlobs.of(path_globs)
+    globs, names = PathGlobs.of(path_globs), as_methods(methods)
     modules = {"/".join(map(str, path)): m for path, m in nnx.iter_modules(model) if path}
     if strict:
         globs.check(modules)
+    globs.check_methods({path: type(module) for path, module in modules.items()}, names)
     chosen: list[tuple[Any, Any]] = [
-        (module, type(module)) for path, module in modules.items() if globs.matches(path)
+        (module, type(module))
+        for path, module in modules.items()
+        if globs.matches(path) and any(has_method(type(module), name) for name in names)
     ]
-    names = tuple(methods)
     try:
         for module, cls in chosen:
             _set_class(module, _rematted_class(cls, names, policy, prevent_cse))
@@ -383,10 +385,8 @@ def _rematted_class(cls: Any, methods: tuple[str, ...], policy: Any, prevent_cse
     lift = functools.partial(remat, policy=policy, prevent_cse=prevent_cse)
     namespace: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     for name in methods:
-        if hasattr(cls, name):
+        if has_method(cls, name):
             namespace[name] = _rematted_method(getattr(cls, name), lift)
-    if len(namespace) == 2:
-        raise TargetError(f"rematted: {cls.__name__} has none of the methods {methods}.")
     return type(cls)(cls.__name__, (cls,), namespace, pytree=cls._pytree__is_pytree)
 
 

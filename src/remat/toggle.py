@@ -28,20 +28,21 @@ def rematted(
     *,
     policy: Any = None,
     prevent_cse: bool = True,
-    methods: Iterable[str] = ("__call__",),
+    methods: str | Iterable[str] = ("__call__",),
     strict: bool = True,
 ) -> AbstractContextManager[Any]:
     """Rematerialize the submodules at some paths, without an edit to the model.
 
     Names of parameters, their initial values and the random numbers that are drawn stay the same.
 
-    In Flax Linen the context acts on every model that is initialized or applied in it:
+    In Flax Linen the context acts on the model's `init` and `apply`, or on those of every model if
+    none is given:
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp, remat
     >>> model = nn.Sequential([nn.Dense(4), jnp.sin, nn.Dense(1)])
     >>> x = jnp.ones((2, 3))
     >>> params = model.init(jax.random.key(0), x)
-    >>> with remat.rematted("layers_*", policy=remat.policies.dots_saveable):
+    >>> with remat.rematted("layers_*", model, policy=remat.policies.dots_saveable):
     ...     grads = jax.grad(lambda params: model.apply(params, x).sum())(params)
 
     In Flax NNX and Equinox the model is given, and the context returns it. An NNX model is changed
@@ -57,9 +58,9 @@ def rematted(
       path_globs: a pattern or several. A pattern describes the whole path from the root of the
         model to a module, `"encoder/layers_*"`; `*` and `?` stand for part of one name, `**` for
         any number of names.
-      model: an NNX or Equinox model; for Linen it may be left out.
+      model: the model. For Linen it may be left out; the context then acts on every model.
       policy, prevent_cse: as in `remat.checkpoint`.
-      methods: the methods to rematerialize, those of them that a module has.
+      methods: the methods to rematerialize, those of them that a module has; one name or several.
       strict: whether it is an error that a pattern matches nothing.
 
     Returns:
@@ -68,7 +69,9 @@ def rematted(
     Raises:
       UnknownNameError: if a pattern matches no module, with the paths that there are; for Linen at
         the end of the context, as only then the modules are known.
-      TargetError: for a model of no framework known here, or a module without such a method.
+      TargetError: for a model of no framework known here, or a pattern of which no module has such
+        a method (for Linen at the end of the context).
+      MethodError: for methods that are no names.
     """
     adapter = importlib.import_module(_adapter_of(model))
     return adapter.rematted(

@@ -191,6 +191,122 @@ def test_linen_a_pattern_without_a_match_is_an_error_at_the_end(linen):
         linen.apply(variables, X, train=False)
 
 
+def count_in(model, variables):
+    return regions(lambda v: model.apply(v, X, train=False), variables)
+
+
+def test_linen_the_context_acts_on_the_given_model_alone(linen):
+    import flax.linen as nn
+
+    class Outer(nn.Module):
+        first: nn.Module
+        second: nn.Module
+
+        def __call__(self, x, train=False):
+            return self.first(x, train) + self.second(x, train)
+
+    other = type(linen)()
+    assert other == linen
+    variables = linen.init({"params": KEY, "dropout": KEY}, X)
+    apply = jax.jit(lambda model, v: model.apply(v, X, train=False), static_argnums=0)
+    n_regions = lambda model: regions(lambda v: apply(model, v), variables)  # noqa: E731
+    for _ in range(2):
+        with rematted("encoder/layers_*", linen):
+            assert (n_regions(linen), n_regions(other)) == (6, 0)
+            bound = linen.bind(variables)
+        with rematted("Block_0", other):
+            assert (n_regions(linen), n_regions(other)) == (0, 1)
+    assert type(linen) is type(other) is type(bound) and n_regions(linen) == 0
+
+    outer = Outer(linen, other)
+    variables = outer.init({"params": KEY, "dropout": KEY}, X)
+    with rematted("encoder", linen):
+        assert count_in(outer, variables) == 2
+    with rematted("second/Block_0", outer), rematted("Block_0", linen):
+        assert count_in(outer, variables) == 2
+
+
+@pytest.mark.parametrize("lift", ["jit", "remat"])
+def test_linen_a_lifted_model_may_be_given(linen, lift):
+    import flax.linen as nn
+
+    class Small(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=False):
+            return nn.Dense(6, name="a")(x)
+
+    model, other = getattr(nn, lift)(Small)(), Small()
+    variables = model.init(KEY, X)
+    with rematted("a", model):
+        assert regions(lambda v: model.apply(v, X), variables) == 1
+        assert regions(lambda v: linen.init_with_output(KEY, X, train=False)[0], variables) == 0
+    with rematted("a", other):
+        assert regions(lambda v: model.apply(v, X), variables) == 0
+
+
+def test_linen_a_model_that_another_applies_by_itself_is_another(linen):
+    import flax.linen as nn
+
+    class Small(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(6, name="a")(x)
+
+    class Teaching(nn.Module):
+        @nn.compact
+        def __call__(self, x, variables):
+            return nn.Dense(6, name="a")(x) + Small().apply(variables, x)
+
+    model, variables = Teaching(), Small().init(KEY, X)
+    own = model.init(KEY, X, variables)
+    with rematted("a", model):
+        assert regions(lambda v: model.apply(v, X, variables), own) == 1
+
+
+@pytest.mark.parametrize("given", [None, "model"])
+def test_linen_methods_that_no_module_has_are_an_error_at_the_end(linen, given):
+    variables = linen.init({"params": KEY, "dropout": KEY}, X)
+    model = given and linen
+    with (
+        pytest.raises(remat.errors.TargetError, match=r"Block has none of .*'call'.*'__call__'"),
+        rematted("encoder/layers_*", model, methods=("call",)),
+    ):
+        linen.apply(variables, X, train=False)
+    with rematted("encoder/layers_*", model, methods="__call__"):
+        assert count_in(linen, variables) == 6
+
+
+@pytest.mark.parametrize("methods", [(), [3], 3, None, ("",)])
+@pytest.mark.parametrize("make", [lambda: None, lambda: nnx_model()[1], lambda: equinox_mlp()])
+def test_methods_that_are_no_names_are_refused(make, methods):
+    pytest.importorskip("flax")
+    with pytest.raises(remat.errors.MethodError, match="methods"):
+        rematted("**", make(), methods=methods).__enter__()
+
+
+@pytest.mark.parametrize("make", [lambda: nnx_model()[1], lambda: equinox_mlp()])
+def test_one_method_may_be_given_by_its_name(make):
+    with rematted("**", make(), methods="__call__"):
+        pass
+    with (
+        pytest.raises(remat.errors.TargetError, match=r"none of .*'decode'.*'__call__'"),
+        rematted("**", make(), methods="decode"),
+    ):
+        pass
+
+
+def test_modules_without_a_method_are_not_taken_for_callable():
+    nnx, model = nnx_model()
+    with (
+        pytest.raises(remat.errors.TargetError, match=r"List has none of .* at 'layers'"),
+        rematted("layers", model),
+    ):
+        pass
+    block = type(model.head)
+    with rematted("**", model):
+        assert type(model.layers) is nnx.List and type(model.head) is not block
+
+
 def test_linen_an_error_inside_is_not_replaced(linen):
     with pytest.raises(ZeroDivisionError), rematted("nothing"):
         linen.init({"params": KEY, "dropout": KEY}, X)
@@ -297,6 +413,10 @@ def test_nnx_wrong_paths_and_methods_are_errors():
 @pytest.fixture
 def eqx():
     return pytest.importorskip("equinox")
+
+
+def equinox_mlp():
+    return pytest.importorskip("equinox").nn.MLP(6, 6, 8, 2, key=KEY)
 
 
 def equinox_model(eqx):
