@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn, traceback_util
 from flax.core import FrozenDict, axes_scan, lift, meta
 from flax.ids import uuid as new_module_id
@@ -32,12 +33,14 @@ from flax.linen.transforms import lift_transform
 
 from remat.errors import (
     MethodError,
+    OptionError,
     PreventCseError,
     ScheduleError,
     StaticArgumentError,
     TargetError,
     closest,
 )
+from remat.globs import has_method
 from remat.loops.nesting import Nest
 from remat.loops.remat_scan import Division, nested_scan, one_layer
 from remat.transform import policies
@@ -359,12 +362,16 @@ def remat_scan(
     Raises:
       TargetError: for a target of another kind.
       ScheduleError: for lengths that cannot be, or that do not fit the variables or inputs.
+      OptionError: for axes, or arguments of a call, that do not fit.
       BudgetError: for a budget that no division reaches, with the smallest one.
       PolicyError: as in `remat.checkpoint`.
 
     Reference: `flax.linen.remat_scan`, which has no `"auto"`, no further inputs and no flat layout.
     """
     policies.check_policy(policy)
+    in_axes = _as_axes("in_axes", in_axes)
+    out_axes = _as_axes("out_axes", out_axes)
+    _check_mappings(variable_axes, split_rngs, metadata_params)
     division = Division.of(
         () if lengths is None else lengths, length=length, levels=levels, budget=budget
     )
@@ -431,15 +438,17 @@ def _core_remat_scan(
     given = division.lengths if nested_layout else None
 
     def inner(
-        scope_fn: Any, repack_fn: Any, groups: Any, rngs: Any, carry: Any, *inputs: Any
+        scope_fn: Any, repack_fn: Any, groups: Any, rngs: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
+        _check_call(args, kwargs, in_axes if with_inputs else None)
+        carry, inputs = args[0], args[1:]
         shared, carried, *stacked = groups
         stacked = [
             _unstack(group, axis, given, metadata_params)
             for group, axis in zip(stacked, read.values())
         ]
+        n_layers = _n_layers(division, stacked, in_axes, inputs)
         moving = _map_axes(lambda axis, x: jnp.moveaxis(x, axis, 0), in_axes, inputs)
-        n_layers = division.total(jax.tree.leaves((stacked, moving)))
         shape = given or (n_layers,)
         splits = tuple(split_rngs.values())
         keys = [
@@ -455,7 +464,8 @@ def _core_remat_scan(
             scopes = scope_fn((shared, carried, *variables), own)
             with counters.of(scopes):
                 if with_inputs:
-                    carry, y = fn(scopes, carry, *_choose(in_axes, inputs, moving))
+                    result = fn(scopes, carry, *_choose(in_axes, inputs, moving))
+                    carry, y = _as_pair(result, out_axes)
                 else:
                     carry, y = fn(scopes, carry), ()
             shared_out, carried, *variables = repack_fn(scopes)
@@ -505,6 +515,7 @@ def _core_remat_scan(
         (variable_broadcast, variable_carry, *written),
         tuple(split_rngs),
         name="remat_scan",
+        enable_kwargs=True,  # only to refuse them; Flax would drop them
     )
 
 
@@ -603,6 +614,154 @@ def _split(key: Any, shape: tuple[int, ...]) -> Any:
     return keys
 
 
+# --------------------------------------------------------------------------------------------------
+# Axes and arguments that do not fit
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def _is_axis(x: Any) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
+def _as_axes(name: str, axes: Any) -> Any:
+    """`in_axes` or `out_axes`, of which the outermost list is a tuple, as arguments are."""
+    if axes is None:
+        return None
+    for axis in jax.tree.leaves(axes, is_leaf=_is_none):
+        if axis is not nn.broadcast and not _is_axis(axis):
+            raise OptionError(
+                f"{name} has an axis or nn.broadcast for each array, or for a part of the arrays, "
+                f"but {axis!r} is in {axes!r}."
+            )
+    return tuple(axes) if isinstance(axes, list) else axes
+
+
+def _check_mappings(variable_axes: Any, split_rngs: Any, metadata_params: Any) -> None:
+    given = {
+        "variable_axes": variable_axes,
+        "split_rngs": split_rngs,
+        "metadata_params": metadata_params,
+    }
+    for name, mapping in given.items():
+        if not isinstance(mapping, Mapping):
+            raise OptionError(f"{name} is a mapping, not {mapping!r}.")
+    for collection, axis in variable_axes.items():
+        if not _is_axis(_axis_of(axis)):
+            raise OptionError(
+                f"variable_axes[{collection!r}] is an int, nn.In(axis) or nn.Out(axis), not {axis!r}."
+            )
+    for sequence, split in split_rngs.items():
+        if not isinstance(split, (bool, np.bool_)):
+            raise OptionError(f"split_rngs[{sequence!r}] is a bool, not {split!r}.")
+
+
+def _check_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], in_axes: Any) -> None:
+    """Refuse a call of repeated layers that does not say how its arguments reach the layers.
+
+    Args:
+      in_axes: None if the layers take only the carry.
+    """
+    help = (
+        "in_axes= says how further arguments enter: nn.broadcast for what all layers get, an axis "
+        "for what is stacked. The target then returns (carry, output)."
+    )
+    if kwargs:
+        names = ", ".join(map(repr, kwargs))
+        raise OptionError(
+            f"remat_scan takes arguments by position, but {names} came by keyword. {help}"
+        )
+    if not args:
+        raise OptionError("remat_scan: the first argument, the carry, is missing.")
+    inputs = args[1:]
+    if in_axes is None:
+        if inputs:
+            raise OptionError(
+                "remat_scan: without in_axes= the layers take one argument, the carry, but the "
+                f"call has {len(args)}. {help}"
+            )
+    elif isinstance(in_axes, tuple) and len(in_axes) != len(inputs):
+        raise OptionError(
+            f"in_axes={in_axes} has {len(in_axes)} entries, but the call has {len(inputs)} inputs "
+            "beside the carry."
+        )
+    elif not _is_prefix(in_axes, inputs):
+        raise OptionError(
+            f"in_axes={in_axes} is no prefix of the inputs beside the carry, which are "
+            f"{jax.tree.structure(inputs)}."
+        )
+
+
+def _n_layers(division: Division, stacked: Any, in_axes: Any, inputs: tuple[Any, ...]) -> int:
+    """The number of layers, which the variables and the inputs must have."""
+    sizes = {}
+    for axis, keys, x in _stacked(in_axes, inputs):
+        where, shape = f"inputs{keys}", jnp.shape(x)
+        if not -len(shape) <= axis < len(shape):
+            raise OptionError(
+                f"in_axes: {where} has no axis {axis} for the layers, its shape is {shape}. "
+                "nn.broadcast in its place gives all layers the same."
+            )
+        sizes[where] = axis, shape
+    known = jax.tree.leaves(stacked)
+    if not known and division.length is None:
+        known = [jax.ShapeDtypeStruct(shape[axis:][:1], bool) for axis, shape in sizes.values()][:1]
+    n_layers = division.total(known)
+    for where, (axis, shape) in sizes.items():
+        if shape[axis] != n_layers:
+            raise ScheduleError(
+                f"in_axes: {n_layers} layers need as many entries at axis {axis} of {where}, but "
+                f"its shape is {shape}. nn.broadcast in its place gives all layers the same."
+            )
+    return n_layers
+
+
+def _as_pair(result: Any, out_axes: Any) -> tuple[Any, Any]:
+    """What a layer with inputs or outputs returns."""
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        raise TargetError(
+            "with in_axes= or out_axes= the target of remat_scan returns (carry, output), but "
+            f"returned {jax.tree.structure(result)}. Where there is no output, return (carry, None)."
+        )
+    carry, output = result
+    if not _is_prefix(out_axes, output):
+        raise OptionError(
+            f"out_axes={out_axes} is no prefix of the output, which is "
+            f"{jax.tree.structure(output)}."
+        )
+    for axis, _, x in _stacked(out_axes, output):
+        _check_axis("out_axes", axis, jnp.shape(x))
+    return carry, output
+
+
+def _stacked(axes: Any, tree: Any) -> Iterator[tuple[int, str, Any]]:
+    """The arrays of a pytree that have an axis for the layers, with it and where they are."""
+    each = jax.tree.map(lambda axis, part: jax.tree.map(lambda _: axis, part), axes, tree)
+    for axis, (keys, x) in zip(jax.tree.leaves(each), jax.tree_util.tree_leaves_with_path(tree)):
+        if axis is not nn.broadcast:
+            yield axis, jax.tree_util.keystr(keys), x
+
+
+def _is_prefix(axes: Any, tree: Any) -> bool:
+    try:
+        jax.tree.map(lambda _, part: None, axes, tree)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_axis(option: str, axis: int, shape: tuple[int, ...]) -> None:
+    """Refuse an axis at which arrays of a shape, one of each layer, cannot be stacked."""
+    n = len(shape)
+    if not -n - 1 <= axis <= n:
+        raise OptionError(
+            f"{option}: arrays of shape {shape}, one of each layer, are stacked at an axis from "
+            f"{-n - 1} to {n}, not at {axis}."
+        )
+
+
 def _axis_of(axis: Any) -> int:
     return axis.axis if isinstance(axis, (lift.In, lift.Out)) else axis
 
@@ -630,6 +789,7 @@ def _unstack(group: Any, axis: int, given: Any, metadata_params: Any) -> Any:
     n_axes = len(given) if given else 1
 
     def one(x: Any) -> Any:
+        _check_axis("variable_axes", axis, jnp.shape(x)[n_axes:])
         for level in range(n_axes):
             x = jnp.moveaxis(x, level + axis if axis >= 0 else axis, level)
         if given and x.shape[:n_axes] != given:
@@ -649,6 +809,7 @@ def _stack(group: Any, axis: int, given: Any, metadata_params: Any) -> Any:
     n_axes = len(given) if given else 1
 
     def one(x: Any) -> Any:
+        _check_axis("variable_axes", axis, x.shape[1:])
         x = x.reshape(*given, *x.shape[1:]) if given else x
         for level in reversed(range(n_axes)):
             x = jnp.moveaxis(x, level, level + axis if axis >= 0 else axis)
@@ -691,6 +852,8 @@ def _named_after(original: Any, lifted: Any) -> Any:
 def _as_mapping(methods: Any) -> dict[str, Mapping[str, Any]]:
     if methods is None:
         return {"__call__": {}}
+    if isinstance(methods, (list, tuple, Mapping)) and not methods:
+        raise MethodError("methods is empty, so nothing would be rematerialized.")
     if isinstance(methods, Mapping):
         for name, different in methods.items():
             for option in different:
@@ -709,11 +872,14 @@ def _as_mapping(methods: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def _method_of(cls: Any, name: str) -> Any:
-    method = getattr(cls, name, None)
-    if not callable(method):
-        own = [n for n in dir(cls) if n not in dir(nn.Module) and callable(getattr(cls, n, None))]
+    def is_method(name: str) -> bool:
+        return has_method(cls, name) and name not in cls.__dataclass_fields__
+
+    if not is_method(name):
+        names = [n for n in dir(cls) if n not in dir(nn.Module) and not n.startswith("__")]
+        own = [n for n in ("__call__", *names) if is_method(n)]
         raise MethodError(f"{cls.__name__} has no method {name!r} to lift; {closest(name, own)}")
-    return method
+    return getattr(cls, name)
 
 
 def _names_of_arguments(fun: Any) -> frozenset[str] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -342,6 +343,30 @@ def test_unknown_methods_and_options_name_the_closest():
         remat.linen.remat(Coder, methods={"encode": {"polcy": None}})
     with pytest.raises(MethodError, match="list or tuple"):
         remat.linen.remat(Coder, methods="encode")
+
+
+class NoCall(nn.Module):
+    act: object = nn.relu
+
+    def encode(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("target", "methods", "says"),
+    [
+        (NoCall, None, "NoCall has no method '__call__' to lift; Known: 'encode'"),
+        (NoCall(), None, "NoCall has no method '__call__'"),
+        (functools.partial(NoCall, nn.tanh), None, "NoCall has no method '__call__'"),
+        (NoCall, ("encode", "act"), "NoCall has no method 'act'"),
+        (NoCall, ("mro",), "NoCall has no method 'mro'"),
+        (NoCall, (), "methods is empty"),
+        (NoCall, {}, "methods is empty"),
+    ],
+)
+def test_methods_that_a_class_does_not_have_are_errors(target, methods, says):
+    with pytest.raises(MethodError, match=re.escape(says)):
+        remat.linen.remat(target, methods=methods)
 
 
 def test_other_targets_are_refused():
