@@ -17,6 +17,7 @@ from typing import Any
 from haiku._src.stateful import thread_hk_state_in_kwargs
 
 from remat import _jax
+from remat.errors import TargetError
 from remat.transform.checkpoint import checkpoint
 
 _jax.exclude_from_tracebacks(__file__)
@@ -35,6 +36,19 @@ def _checkpoint_untraced(fun: Callable, **options: Any) -> Callable:
         return checkpoint(fresh, **options)(*args, **kwargs)
 
     return checkpointed
+
+
+def _named(fun: Callable) -> Callable:
+    """A function with a name of its own, which Haiku's wrapper takes over; a module has none."""
+    if hasattr(fun, "__name__"):
+        return fun
+
+    @functools.wraps(fun, updated=())
+    def named(*args: Any, **kwargs: Any) -> Any:
+        return fun(*args, **kwargs)
+
+    named.__name__ = named.__qualname__ = type(fun).__name__
+    return named
 
 
 # Haiku's error message names the wrapped function.
@@ -72,11 +86,14 @@ def remat(
       A function with the arguments, results and updates of `fun`.
 
     Raises:
+      TargetError: for what cannot be called.
       ValueError: outside `hk.transform`.
       StaticArgumentError, PolicyError, EffectError: as `remat.checkpoint` does.
     """
+    if not callable(fun):
+        raise TargetError(f"remat.haiku.remat takes a function or a module, not {fun!r}.")
     return _with_haiku_state(
-        fun,
+        _named(fun),
         concrete=concrete,
         prevent_cse=prevent_cse,
         policy=policy,

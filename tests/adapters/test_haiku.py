@@ -141,6 +141,21 @@ def test_outside_a_transform_it_is_refused():
         OURS(jnp.sin)(1.0)
 
 
+@pytest.mark.parametrize("make", [lambda: hk.Linear(2), lambda: hk.nets.MLP([2])])
+def test_static_arguments_that_do_not_fit_name_the_module(make):
+    f = hk.transform(lambda x: OURS(make(), static_argnums=5)(x))
+    with pytest.raises(remat.StaticArgumentError, match=r": (Linear|MLP) takes \d positional"):
+        f.init(KEY, X)
+
+
+@pytest.mark.parametrize("target", [3, None, "sin"])
+def test_what_cannot_be_called_is_refused(target):
+    with pytest.raises(remat.errors.TargetError, match=f"not {target!r}"):
+        OURS(target)
+    with pytest.raises(remat.errors.TargetError, match=f"not {target!r}"):
+        hk.transform(lambda x: OURS(target)(x)).init(KEY, X)
+
+
 @both
 def test_static_arguments(lift):
     @hk.transform
