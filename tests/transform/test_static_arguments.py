@@ -1,5 +1,8 @@
 """`static_argnums` and `static_argnames`."""
 
+import sys
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,3 +50,42 @@ def test_unhashable_values_are_closed_over():
     g = remat.checkpoint(lambda x, s: x * len(s), static_argnums=1)
     assert jax.grad(g)(1.0, [1, 2]) == 2.0
     assert jax.grad(g)(1.0, [1, 2, 3]) == 3.0
+
+
+def _in_threads(n, run):
+    """Run a function in several threads that take turns as often as possible; raise what it raises."""
+    errors = []
+
+    def guarded(k):
+        try:
+            run(k)
+        except BaseException as e:
+            errors.append(e)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=guarded, args=(k,)) for k in range(n)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    if errors:
+        raise errors[0]
+
+
+def test_several_threads_may_use_the_cache_of_static_arguments_at_once():
+    traces = []
+
+    def scaled(x, n):
+        traces.append(n)
+        return x
+
+    g = remat.checkpoint(scaled, static_argnums=1)
+    for n in range(200):
+        g(1.0, ("before", n))
+    traces.clear()
+    _in_threads(4, lambda k: [g(1.0, (i % 2 * k, i)) for i in range(50)])
+    assert len(traces) == len(set(traces)) == 25 + 4 * 25  # every value once

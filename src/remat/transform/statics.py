@@ -11,7 +11,7 @@ import math
 import operator
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from remat import _jax
 from remat.errors import StaticArgumentError, StaticArgumentTypeError, closest
@@ -148,11 +148,19 @@ def without_statics(
     return _specialized(fun, static, len(args)), dynamic_args, dynamic_kwargs
 
 
-# Functions with static arguments filled in. Each is found again by its function, held weakly, and
-# by the static values, so that it is traced once. It must not keep its function alive either, nor
-# objects that are equal to nothing but themselves, so it has weak references to them; the call in
-# progress keeps them valid.
-_specializations: weakref.WeakKeyDictionary[Callable, dict[Any, Callable]] = (
+class _Specialization(NamedTuple):
+    """A function with static arguments filled in."""
+
+    fun: Callable[[], Callable | None]  # a weak reference to the function
+    filled: Callable
+
+
+# Found again by the function, held weakly, and by the static values, so that each is traced once. A
+# specialization must not keep its function alive either, nor objects that are equal to nothing but
+# themselves, so it has weak references to them; the call in progress keeps them valid. Several threads
+# may use the cache at once: each step on a dictionary is one operation of it (list(d), unlike a loop
+# over d, lets no other thread or finalizer in), and two that add the same take what was added first.
+_specializations: weakref.WeakKeyDictionary[Callable, dict[Any, _Specialization]] = (
     weakref.WeakKeyDictionary()
 )
 _MAX_SPECIALIZATIONS = 256
@@ -161,7 +169,8 @@ _MAX_SPECIALIZATIONS = 256
 def _specialized(fun: Callable, static: tuple[tuple[Any, Any], ...], n_args: int) -> Callable:
     values = {where: _hold(value) for where, value in static}
     try:
-        key = (n_args, tuple((where, _key(held)) for where, held in values.items()))
+        # Equal functions (two bound methods) do not live equally long.
+        key = (id(fun), n_args, tuple((where, _key(held)) for where, held in values.items()))
         hash(key)
         known = _specializations.setdefault(fun, {})
         fun_held: Any = weakref.ref(fun)
@@ -170,13 +179,24 @@ def _specialized(fun: Callable, static: tuple[tuple[Any, Any], ...], n_args: int
     if known is None or any(isinstance(value, _jax.Tracer) for _, value in static):
         return _fill_in(lambda: fun, {where: _Strong(value) for where, value in static}, n_args)
     found = known.get(key)
-    if found is None:
-        for dead in [k for k in known if any(_is_dead(part) for _, part in k[1])]:
-            del known[dead]
-        if len(known) >= _MAX_SPECIALIZATIONS:
-            del known[next(iter(known))]
-        found = known[key] = _fill_in(fun_held, values, n_args)
-    return found
+    if found is None or found.fun() is not fun:
+        _make_room(known)
+        new = _Specialization(fun_held, _fill_in(fun_held, values, n_args))
+        found = known.setdefault(key, new)
+        if found.fun() is not fun:  # of a function that is gone, whose id this one has now
+            found = known[key] = new
+    return found.filled
+
+
+def _make_room(known: dict[Any, _Specialization]) -> None:
+    """Forget what is out of use, and the oldest if there are too many."""
+    keys = list(known)
+    for key in keys:
+        entry = known.get(key)
+        if entry is None or entry.fun() is None or any(_is_dead(part) for _, part in key[-1]):
+            known.pop(key, None)
+    for key in keys[: max(0, len(known) - _MAX_SPECIALIZATIONS + 1)]:
+        known.pop(key, None)
 
 
 class _Strong:
