@@ -8,6 +8,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import remat
+from benchmarks import loop_bodies
+from remat import _jax
+from remat.transform import barrier
 
 DEPTH, ROWS, WIDTH = 8, 1024, 64
 
@@ -265,8 +268,89 @@ LOOPS = [
 LOOP_IDS = ["scan", "closed-over weights", "outputs", "fori_loop", "reverse", "saved name"]
 
 
+# What compilers do with a recomputation in a loop that is run once, is unrolled, or computes the same
+# in every step.
+
+_KEEPS_BARRIERS = barrier.protection("cpu", _jax.JAXLIB_VERSION) is barrier.Protection.BARRIER
+
+
+@pytest.mark.parametrize("program", loop_bodies.PROGRAMS)
+def test_recomputation_in_loops_saves_memory(program):
+    x, ws = loop_bodies.stack(4, 512, 32)
+    used = {
+        way: loop_bodies.temporaries(program, way, x, ws)
+        for way in loop_bodies.WAYS
+        if way != "jax.checkpoint" or _KEEPS_BARRIERS
+    }
+    assert used["remat.checkpoint"] <= 0.8 * used["without"]
+    if _KEEPS_BARRIERS:
+        assert used["remat.checkpoint"] <= 1.01 * used["jax.checkpoint"]
+
+
+def _one_step(x, ws):
+    return lax.scan(lambda c, w: (remat.checkpoint(block)(c, w), None), x, ws[:1])[0]
+
+
+def _unrolled(x, ws):
+    step = lambda c, w: (remat.checkpoint(block)(c, w), None)  # noqa: E731
+    return lax.scan(step, x, ws, unroll=2)[0]
+
+
+def _on_a_constant(x, ws):
+    """The layer reads what the loop does not change, and so does an operation on what changes."""
+    step = lambda c, w: (c * remat.checkpoint(block)(x, ws[0]) * w[0, 0], None)  # noqa: E731
+    return lax.scan(step, x, ws)[0]
+
+
+def _on_a_constant_in_part(x, ws):
+    f = remat.checkpoint(lambda c, w: block(c, jnp.tanh(ws[0])) * w[0, 0])
+    return lax.scan(lambda c, w: (f(c, w), None), x, ws)[0]
+
+
+def _on_an_unchanged_carry(x, ws):
+    f = remat.checkpoint(lambda c, k, w: c * jnp.sin(k) * w[0, 0])
+    step = lambda c, w: ((f(*c, w), c[1]), None)  # noqa: E731
+    (x, _), _ = lax.scan(step, (x, x), ws)
+    return x
+
+
+def _twice_a_step(x, ws):
+    f = remat.checkpoint(block)
+    return lax.scan(lambda c, w: (f(f(c, w), w), None), x, ws)[0]
+
+
+def _beside_others(x, ws):
+    f = remat.checkpoint(block)
+    return lax.scan(lambda c, w: (jnp.sin(f(jnp.tanh(c), w)), None), x, ws)[0]
+
+
+def _with_a_loop_inside(x, ws):
+    inner = lambda c, w: lax.fori_loop(0, 3, lambda i, c: jnp.sin(c @ w), c)  # noqa: E731
+    return lax.scan(lambda c, w: (remat.checkpoint(inner)(c, w), None), x, ws)[0]
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [_one_step, _unrolled, _on_a_constant, _on_a_constant_in_part, _on_an_unchanged_carry,
+     _twice_a_step, _beside_others, _with_a_loop_inside],
+)  # fmt: skip
+def test_protection_stays_in_a_loop(loop):
+    x, ws = arguments(8)
+    assert barriers(jax.grad(lambda x, ws: jnp.sum(loop(x, ws)), (0, 1)), x, ws) >= 1
+
+
+def test_names_of_functions_do_not_matter():
+    def closed_call(x, ws):
+        return jax.grad(lambda x: jnp.sum(remat.checkpoint(block)(x, ws[0])))(x)
+
+    def eval_jaxpr(x, ws):
+        return lax.scan(lambda c, w: (jax.jit(closed_call)(c, ws), None), x, ws[:1])[0]
+
+    assert barriers(eval_jaxpr, *arguments(8)) == 1
+
+
 @pytest.mark.parametrize("loop", LOOPS, ids=LOOP_IDS)
-def test_in_loop_bodies_protection_costs_nothing(loop):
+def test_in_loop_bodies_protection_costs_no_memory(loop):
     policy = remat.policies.save("middle", strict=False)
 
     def gradient(prevent_cse):
@@ -274,13 +358,13 @@ def test_in_loop_bodies_protection_costs_nothing(loop):
         return jax.jit(jax.grad(loop(wrap), (0, 1)))
 
     args = arguments()
-    assert barriers(gradient(True), *args) == 0
-    assert "inlineable" not in gradient(True).lower(*args).as_text()
-    assert temporaries(gradient(True), *args) == temporaries(gradient(False), *args)
+    assert barriers(gradient(True), *args) >= 1
+    assert barriers(gradient(False), *args) == 0
+    assert temporaries(gradient(True), *args) <= 1.05 * temporaries(gradient(False), *args)
 
 
 @pytest.mark.parametrize("transform", [jax.vmap, jax.jit], ids=["vmap", "jit"])
-def test_in_loop_bodies_protection_costs_nothing_under(transform):
+def test_in_loop_bodies_protection_costs_no_memory_under(transform):
     args = arguments(128)
 
     def gradient(prevent_cse):
@@ -289,8 +373,8 @@ def test_in_loop_bodies_protection_costs_nothing_under(transform):
 
     if transform is jax.vmap:
         args = (jnp.stack([args[0]] * 2), args[1])
-    assert barriers(gradient(True), *args) == 0
-    assert temporaries(gradient(True), *args) == temporaries(gradient(False), *args)
+    assert barriers(gradient(True), *args) >= 1
+    assert temporaries(gradient(True), *args) <= 1.05 * temporaries(gradient(False), *args)
 
 
 def test_a_region_between_two_loops_is_protected():

@@ -97,12 +97,14 @@ from remat._jax.concrete import (
 )
 from remat._jax.lowering import (
     LoweringContext as LoweringContext,
-    alone_in_loop_body as alone_in_loop_body,
+    has_unreduced as has_unreduced,
+    is_partly_manual as is_partly_manual,
     lower_barrier as lower_barrier,
     lower_call as lower_call,
     lower_inline as lower_inline,
     primitive_names as primitive_names,
     register_lowering as register_lowering,
+    runs as runs,
 )
 from remat._jax.refs import (
     WithoutRefs as WithoutRefs,

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from jax._src import core as _core, effects as _effects
 from jax._src.interpreters import ad as _ad, mlir as _mlir
-from jax._src.lax.control_flow import loops as _loops
 from jax._src.lib.mlir import ir as _ir
 from jax._src.lib.mlir.dialects import hlo as _hlo
 
-from remat._jax.compat import Jaxpr, Primitive, close, weakref_lru_cache
+from remat._jax.compat import (
+    Jaxpr,
+    Primitive,
+    close,
+    open_jaxpr,
+    weakref_lru_cache,
+)
+from remat._jax.tracing import jaxprs_of
 
 LoweringContext: TypeAlias = _mlir.LoweringRuleContext
 
@@ -113,7 +118,60 @@ def lower_call(
         attributes={key: _ir.StringAttr.get(value) for key, value in attributes.items()},
     )
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(tokens))
+    results, _ = _mlir.ir_tree_registry.flatten(list(outs))
+    if results and has_unreduced(jaxpr):
+        callee = _ir.FlatSymbolRefAttr(results[0].owner.attributes["callee"]).value
+        _declare_shardings(ctx, ctx.module_context.symbol_table[callee])
     return list(outs)
+
+
+def has_unreduced(jaxpr: Jaxpr) -> bool:
+    """Whether an input or a result of a jaxpr is a sum that is still spread over devices."""
+    return any(_is_unreduced(v.aval) for v in (*jaxpr.invars, *jaxpr.outvars))
+
+
+def _is_unreduced(aval: Any) -> bool:
+    return isinstance(aval, _core.ShapedArray) and bool(aval.sharding.spec.unreduced)
+
+
+def _declare_shardings(ctx: LoweringContext, function: Any) -> None:
+    """Say in a function's signature which arguments and results are unreduced, and over what.
+
+    The partitioner takes an argument that says nothing for reduced: it would be summed before the
+    call, and once more by a caller who takes the result for unreduced.
+    """
+    sides = (
+        ("arg_attrs", function.type.inputs, ctx.avals_in),
+        ("res_attrs", function.type.results, ctx.avals_out),
+    )
+    for key, types, avals in sides:
+        attributes = [_ir.DictAttr.get({})] * len(types)
+        if key in function.attributes:
+            attributes = [_ir.DictAttr(a) for a in _ir.ArrayAttr(function.attributes[key])]
+        # Dimensions and tokens come first.
+        for i, aval in enumerate(avals, len(types) - len(avals)):
+            if _is_unreduced(aval):
+                sharding = aval.sharding._to_sdy_sharding(aval.ndim, modify_wrt_axis_types=True)
+                declared = _mlir.get_sharding_attr(ctx.module_context, sharding)
+                given = {a.name: a.attr for a in attributes[i]}
+                attributes[i] = _ir.DictAttr.get({**given, "sdy.sharding": declared})
+        function.attributes[key] = _ir.ArrayAttr.get(attributes)
+
+
+def is_partly_manual(ctx: LoweringContext) -> bool:
+    """Whether this is the program of a `shard_map` over some of the mesh's axes and not over others."""
+    axes = ctx.module_context.axis_context
+    manual: frozenset = getattr(axes, "manual_axes", frozenset())
+    return bool(manual) and len(manual) < len(axes.mesh.axis_names)
+
+
+def runs(jaxpr: Jaxpr, primitive: str) -> bool:
+    """Whether a jaxpr has an equation of a primitive, inside other equations too."""
+    return any(
+        eqn.primitive.name == primitive
+        or any(runs(open_jaxpr(body), primitive) for body in jaxprs_of(eqn))
+        for eqn in jaxpr.eqns
+    )
 
 
 def lower_barrier(ctx: LoweringContext, avals: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -132,78 +190,6 @@ def lower_barrier(ctx: LoweringContext, avals: Sequence[Any], args: Sequence[Any
         for result, aval in zip(barrier.results, flat_avals)
     ]
     return tree.unflatten(results)
-
-
-def alone_in_loop_body(ctx: LoweringContext, args: Sequence[Any]) -> bool:
-    """Whether what is being written stands in a loop's body, on arguments of the body that nothing
-    before it there has computed with.
-
-    Then the body does not hold the forward operations that a recomputation from these values
-    repeats (they are in another loop's body), and there is nothing to merge it with.
-    """
-    block = _ir.InsertionPoint.current.block
-    if not _is_loop_body(block.owner) or not _lowers_a_loop():
-        return False
-    flat, _ = _mlir.ir_tree_registry.flatten(list(args))
-    roots = [_picked_from(value, block) for value in flat]
-    return all(root is not None and _only_picked(root) for root in roots)
-
-
-def _is_loop_body(owner: Any) -> bool:
-    if owner.operation.name == "stablehlo.while":
-        return True
-    # The body of a scan is written as a function of its own, which the loop calls: `closed_call` in
-    # JAX 0.10, `eval_jaxpr` later.
-    name = owner.attributes["sym_name"].value if "sym_name" in owner.attributes else ""
-    return name.startswith(("closed_call", "eval_jaxpr"))
-
-
-def _lowers_a_loop() -> bool:
-    """Whether JAX is lowering a while loop right now. A scan that is unrolled fully has none.
-
-    A function's operations are written before its caller's, so nothing but the Python stack tells
-    who will call it.
-    """
-    frame: Any = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _LOWERS_WHILE:
-            return True
-        frame = frame.f_back
-    return False
-
-
-_LOWERS_WHILE = getattr(getattr(_loops, "_while_lowering", None), "__code__", None)
-
-
-# Operations that choose or re-arrange elements without computing with them.
-_PICKS = frozenset(
-    f"stablehlo.{name}"
-    for name in (
-        "dynamic_slice",
-        "slice",
-        "reshape",
-        "transpose",
-        "convert",
-        "optimization_barrier",
-    )
-)
-
-
-def _picked_from(value: Any, block: Any) -> Any:
-    """The value of the loop's state that this one was picked out of, if it was."""
-    while not isinstance(value.owner, _ir.Block):
-        if value.owner.name not in _PICKS:
-            return None
-        value = value.owner.operands[0]
-    return value if value.owner == block else None
-
-
-def _only_picked(value: Any) -> bool:
-    uses = (use.owner for use in value.uses)
-    return all(
-        owner.name in _PICKS and all(_only_picked(result) for result in owner.results)
-        for owner in uses
-    )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -17,8 +17,15 @@ have arrived, or their results live as long as the saved values would have.
     against 968 MiB (and 976 without rematerialization) at 1.17 times the step on FACTS.md's stack
     of 24 blocks. The barrier stays in place as well, so that the module means the same elsewhere.
 
-No protection is needed in the body of a loop where the forward pass is in another loop's body, as
-under `scan`: there is nothing to merge with. It is left out there (`alone_in_loop_body`).
+XLA's partitioner sees a call from outside: what is unreduced, or depends on the device's index in a
+`shard_map` over some of the mesh's axes, has to be declared in its signature or cannot be declared at
+all. Where it cannot, only the barrier is left (`_can_be_function`), and CPU compilers before 0.11.1
+undo the recomputation.
+
+In the body of a loop the forward pass is in another loop's body, as a rule, and there is nothing to
+merge with. The protection stays all the same: a loop of one step is inlined beside the forward pass,
+an unrolled one could start all recomputations of an iteration before the first cotangent, and what
+depends on nothing that changes is moved out of the loop. `prevent_cse=False` takes it away.
 """
 
 from __future__ import annotations
@@ -58,10 +65,7 @@ def lower_protected(
     jaxpr: _jax.Jaxpr,
     args: Sequence[Any],
     fenced: Sequence[bool],
-    cotangents: Sequence[bool],
     how: Protection,
-    *,
-    always: bool = False,
 ) -> Sequence[Any]:
     """Write the operations of a recomputation, kept apart from what stands before it.
 
@@ -71,20 +75,25 @@ def lower_protected(
       args: the values of its inputs.
       fenced: for each input whether it may take part in the barrier. `prevent_cse=False` and the
         False leaves of a `prevent_cse` prefix leave inputs out.
-      cotangents: for each input whether it is a cotangent, on which the recomputation does not depend.
       how: the platform's protection.
-      always: whether to protect it in the body of a loop too, where nothing could be merged with it,
-        but it could start too early.
     """
     inside = [arg for arg, fence in zip(args, fenced) if fence]
-    repeated = [arg for arg, fence, late in zip(args, fenced, cotangents) if fence and not late]
     if not inside or how is Protection.NONE:
-        return _jax.lower_inline(ctx, jaxpr, args)
-    if not always and _jax.alone_in_loop_body(ctx, repeated):
         return _jax.lower_inline(ctx, jaxpr, args)
     avals = [aval for aval, fence in zip(ctx.avals_in, fenced) if fence]
     outside = [arg for arg, fence in zip(args, fenced) if not fence]
     args = _jax.merge_lists(list(fenced), outside, _jax.lower_barrier(ctx, avals, inside))
-    if how is Protection.CALL:
+    if how is Protection.CALL and _can_be_function(ctx, jaxpr):
         return _jax.lower_call(ctx, jaxpr, args, _CALL_ATTRIBUTES)
     return _jax.lower_inline(ctx, jaxpr, args)
+
+
+def _can_be_function(ctx: _jax.LoweringContext, jaxpr: _jax.Jaxpr) -> bool:
+    """Return whether a jaxpr means the same to XLA's partitioner as a function of its own.
+
+    In a `shard_map` over some axes of a mesh it does not know in a function which axes are manual:
+    a function cannot say there what a device's index is, or over which devices a value is unreduced.
+    """
+    if not _jax.is_partly_manual(ctx):
+        return True
+    return not (_jax.runs(jaxpr, "axis_index") or _jax.has_unreduced(jaxpr))

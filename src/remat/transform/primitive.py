@@ -457,15 +457,12 @@ def _lower(
     prevent_cse: PreventCse,
     differentiated: bool,
     policy: Any,
-    cotangents: tuple[bool, ...],
     **_: Any,
 ) -> Sequence[Any]:
     if not differentiated or planned.is_call(policy):
         return _jax.lower_inline(ctx, jaxpr, args)
     fenced = [prevent_cse] * len(args) if isinstance(prevent_cse, bool) else list(prevent_cse)
-    late = cotangents or [False] * len(args)
-    always = policy is planned.FENCED
-    return barrier.lower_protected(ctx, jaxpr, args, fenced, late, how, always=always)
+    return barrier.lower_protected(ctx, jaxpr, args, fenced, how)
 
 
 _default = barrier.Protection.BARRIER
