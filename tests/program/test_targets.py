@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSh
 from remat.errors import PlanError
 from remat.program import targets
 from remat.program.devices import DEVICES
-from remat.program.targets import place, target
+from remat.program.targets import Target, place, target
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="no libtpu")
 needs_cuda_plugin = pytest.mark.skipif(
@@ -260,3 +260,9 @@ def test_gpus_are_described_without_one(name, n_devices):
     there = target(name)
     assert there.n_devices == n_devices
     assert targets.device(there.devices[0].device_kind) is there.device
+
+
+@pytest.mark.parametrize(("name", "expected"), [("h100", False), ("v5e", True), ("cpu", False)])
+def test_plans_offload_where_gradients_are_known_to_stay_right(name, expected):
+    figures = DEVICES[name]
+    assert Target("a target", figures, (), ahead_of_time=True).can_offload is expected

@@ -104,7 +104,8 @@ def plan(
         that is not here (see `remat.program.targets`).
       offload: whether loops may keep values in the host's memory, where the target has one: they do
         where that takes less time than recomputing, or where nothing else fits. On a CPU the host's
-        memory is the device's, and nothing is offloaded.
+        memory is the device's, and nothing is offloaded; nor on a GPU, where XLA has miscompiled
+        scans with offloaded residuals.
       cache: whether plans are looked up and kept in the user's cache directory, or in which cache or
         folder.
       costs: what recomputing takes: "roofline", by the device's figures; "measured", by timing the
@@ -165,7 +166,7 @@ class _Search:
         offload: bool,
     ) -> None:
         self.step = step
-        self.offload = bool(offload) and step.target.device.has_host_memory
+        self.offload = bool(offload) and step.target.can_offload
         self.cache = cache
         self.show = show
         show("tracing")
@@ -515,7 +516,7 @@ class _Search:
         )
 
     def _offload_advice(self) -> str:
-        is_possible = self.step.target.device.has_host_memory and not self.offload
+        is_possible = self.step.target.can_offload and not self.offload
         return "allow offload=True, " if is_possible else ""
 
     def _largest(self) -> str:

@@ -76,6 +76,15 @@ class Target:
         return self.device.platform
 
     @property
+    def can_offload(self) -> bool:
+        """Whether plans may keep values of loops in the host's memory.
+
+        Not on GPUs: XLA has compiled scans with offloaded residuals to silently wrong gradients there
+        (openxla/xla#46231), and no jaxlib of which this is known to be mended has been released.
+        """
+        return self.device.has_host_memory and self.platform != "gpu"
+
+    @property
     def n_devices(self) -> int:
         return len(self.devices)
 
