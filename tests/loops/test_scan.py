@@ -414,3 +414,13 @@ def test_the_real_peak_of_the_process_does_not_depend_on_length() -> None:
     assert max(growths) <= 1.1 * min(growths)
     # 20 states and some copies, where jax.lax.scan would keep 1,000 to 100,000 of them.
     assert max(growths) <= 40 * 4 * 200_000 / 1024
+
+
+def test_a_body_without_a_reverse_derivative_runs() -> None:
+    def body(carry: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        return lax.nextafter(carry, jnp.float32(2.0)), carry
+
+    ours = scan(body, jnp.float32(1.0), None, 6, checkpoints=2)
+    theirs = lax.scan(body, jnp.float32(1.0), None, 6)
+    np.testing.assert_array_equal(ours[1], theirs[1])
+    assert ours[0] == theirs[0]

@@ -129,7 +129,10 @@ def as_arrays(leaves: list[Any]) -> list[Any]:
 
 
 def residual_bytes(traced: Traced) -> int:
-    """Of what one step keeps to be reversed, without the consts and its slice of the xs."""
+    """Return the bytes that one step keeps to be reversed, without the consts and its slice of the xs.
+
+    0 for a body that cannot be differentiated in reverse: such a loop can be run, and nothing is kept.
+    """
     types = _jax.in_avals(traced.body)
     inexact = [_jax.has_tangent(t) for t in types]
 
@@ -144,7 +147,10 @@ def residual_bytes(traced: Traced) -> int:
         _, pull = jax.vjp(step, *(v for v, m in zip(values, inexact) if m))
         return jax.tree.leaves(pull)
 
-    jaxpr, consts, _ = _jax.trace_call(residuals, *types)
+    try:
+        jaxpr, consts, _ = _jax.trace_call(residuals, *types)
+    except Exception:  # rules of differentiation refuse with errors of any type
+        return 0
     n_fixed, n_carry = len(traced.consts), len(traced.carry)
     inputs = jaxpr.invars[len(consts) :]
     fixed = {*jaxpr.invars[: len(consts)], *inputs[:n_fixed], *inputs[n_fixed + n_carry :]}
