@@ -97,7 +97,10 @@ def simple_policies(draw):
         primitives = st.sampled_from(["sin", "cos", "mul", "tanh", "dot_general", "scan", "jit"])
         selectors["primitive"] = draw(st.lists(primitives, max_size=3, unique=True))
     bounds = st.sampled_from([None, 8, 8 * N, 8 * N * N])
-    selectors["min_bytes"], selectors["max_bytes"] = draw(bounds), draw(bounds)
+    fewest, most = draw(bounds), draw(bounds)
+    if fewest is not None and most is not None and fewest > most:
+        fewest, most = most, fewest
+    selectors["min_bytes"], selectors["max_bytes"] = fewest, most
     selectors["dtype"] = draw(st.sampled_from([(), "float64", ("float32", "int32")]))
     selectors["path"] = draw(st.sampled_from([None, None, "inner"]))
     selectors["min_flops_per_byte"] = draw(st.sampled_from([None, None, 0.1, 0.5]))
