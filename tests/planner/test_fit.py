@@ -19,6 +19,7 @@ from planner.region_cases import assert_same, normal
 from remat.cache import Cache
 from remat.planner import plan as planning
 from remat.program import compiled as compiler
+from remat.program.targets import target as find_target
 
 W, X = normal(32, 32), normal(256, 32)
 
@@ -329,7 +330,7 @@ def test_a_copy_is_a_fitted_step_of_its_own():
 
 
 def test_a_copy_of_a_step_that_was_fitted_for_a_target_has_it(tmp_path):
-    at = remat.planner.targets.target("cpu")
+    at = find_target("cpu")
     fitted = remat.fit(scaled_step, budget="100%", target=at, cache=tmp_path, progress=False)
     for other in (copy.deepcopy(fitted), pickle.loads(pickle.dumps(fitted))):
         assert_same(other(W, X), jax.jit(scaled_step)(W, X), within=1e-5)

@@ -67,7 +67,7 @@ def edited(plan, change):
 def copies(fitted, args):
     """How many values a step copies to the host, and back."""
     jaxpr = str(fitted.trace(*args).jaxpr)
-    return jaxpr.count("MemorySpace.Host,"), jaxpr.count("MemorySpace.Device,")
+    return jaxpr.count("devices=(MemorySpace.Host,"), jaxpr.count("devices=(MemorySpace.Device,")
 
 
 def test_values_marked_as_offloaded_by_hand_are_copied_to_the_host_and_back():
