@@ -84,6 +84,9 @@ def worse():
 def skipped():
     raise BaseException("not here")
 
+def pipe():
+    raise BrokenPipeError("of a data loader")
+
 def interrupted():
     raise KeyboardInterrupt
 
@@ -280,6 +283,7 @@ def test_a_wrong_command_line_is_2(run, arguments, said):
         (["explain", "training:hostile"], r"ValueError: \x1b]0;owned\x07 \x9b2J \u202e\u200b"),
         (["explain", "training:silent"], "Silent"),
         (["explain", "training:skipped"], "BaseException: not here"),
+        (["explain", "training:pipe"], "BrokenPipeError: of a data loader"),
         (["compare", "damaged.json", "training:problem"], "damaged.json: this is not JSON"),
         (["compare", "long.json", "training:problem"], "long.json: this is not JSON"),
         (["explain", "training:problem", "--plan", "damaged.json"], "damaged.json, line 1"),

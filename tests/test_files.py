@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import re
 import signal
 import stat
@@ -226,6 +227,12 @@ def test_the_temporary_file_is_private_new_and_not_guessable(here, monkeypatch):
         assert re.fullmatch(r"\.remat-[0-9a-f]{16}\.partial", name)
         assert flags & os.O_EXCL and flags & os.O_NOFOLLOW
         assert mode == 0o600  # the old file's mode only once it is complete
+
+
+@pytest.mark.parametrize("path", [b"bytes", pathlib.Path("path"), "text", "\udcff"], ids=ascii)
+def test_every_kind_of_path_is_taken(here, path):
+    assert os.fsencode(write(path)) == os.fsencode(path)
+    assert read(path) == "new"
 
 
 def test_a_name_as_long_as_the_system_allows_is_written(here):

@@ -177,9 +177,12 @@ def _user_code() -> Iterator[None]:
             yield
     except SystemExit as error:
         raise _OneLine(f"the module or function called sys.exit({shown(error.code)}).") from error
-    except (Exception, KeyboardInterrupt):
+    except KeyboardInterrupt:
         raise
-    except BaseException as error:  # such as pytest's Skipped
+    except BaseException as error:
+        # Not an Exception is pytest's Skipped, for one; a broken pipe of the user's is not our output's.
+        if isinstance(error, Exception) and not isinstance(error, BrokenPipeError):
+            raise
         raise _OneLine(_said(error)) from error
 
 
@@ -274,7 +277,7 @@ def _found(module: Any, name: str, spec: str) -> Callable:
     except AttributeError as error:
         owner = vars(error.obj) if hasattr(error.obj, "__dict__") else {}
         known = [n for n, v in owner.items() if callable(v) and not n.startswith("_")]
-        missing = str(error.name)
+        missing = error.name or name
         raise click.UsageError(
             f"{spec}: there is no function {missing!r}; {closest(missing, known)}"
         ) from error

@@ -90,7 +90,7 @@ def write_text(path: str | os.PathLike[str], text: str, error: type[RematError])
         raise error(failed) from problem
     if why is not None:
         raise error(f"{_called(path)}: cannot be written ({why}); choose another path.")
-    return Path(path)
+    return Path(os.fsdecode(path))
 
 
 def refusal(path: str | os.PathLike[str]) -> str | None:
@@ -200,7 +200,7 @@ def checked(path: str | os.PathLike[str]) -> str:
     name = os.fsdecode(path)
     if not name:
         raise ValueError("the path is empty")
-    if "\0" in os.fsencode(name).decode("latin-1"):
+    if b"\0" in os.fsencode(name):
         raise ValueError("the path holds a NUL character")
     return name
 
