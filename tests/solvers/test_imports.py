@@ -1,4 +1,4 @@
-"""The solvers stand on NumPy, SciPy and three small modules, and cost little to import."""
+"""The solvers stand on NumPy, SciPy and five small modules, and cost little to import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import remat.solvers
 
 _MODULES = sorted(Path(remat.solvers.__file__).parent.glob("*.py"))
-_BELOW = ("remat.errors", "remat.units", "remat.json_lines")
+_BELOW = ("remat.errors", "remat.units", "remat.files", "remat.printing", "remat.json_lines")
 
 
 @pytest.mark.parametrize("path", _MODULES, ids=lambda path: path.stem)
