@@ -399,3 +399,27 @@ def test_empty_and_scalar_residuals_are_no_obstacle(shape):
     x = jnp.ones(shape)
     g = jax.jit(jax.grad(lambda x: jnp.sum(f(x))))
     np.testing.assert_allclose(g(x), np.cos(np.sin(x)) * np.cos(x), rtol=1e-6)
+
+
+def _split(x):
+    a, b = jnp.split(jnp.sin(x), 2)
+    return jnp.sum(a * b) + jnp.sum(jnp.cos(x) * lax.stop_gradient(x))
+
+
+def _chosen(x):
+    a, b = jnp.split(jnp.sin(x), 2)
+    return jnp.sum(a * b) + jnp.sum(jnp.cos(jnp.cos(x)[np.array([0, 1, 0, 2])]))
+
+
+def _best(x):
+    a, b = jnp.split(jnp.sin(x), 2)
+    return jnp.sum(a * b * jnp.sin(lax.top_k(jnp.cos(x), 2)[0]))
+
+
+@pytest.mark.parametrize("program", [_split, _chosen, _best])
+@pytest.mark.parametrize("policy", ["save", "offload"])
+def test_saved_values_that_the_compiler_merges_are_not_overwritten(program, policy):
+    # sin(x) is saved twice: as a value of the program and as the derivative of cos.
+    f = remat.checkpoint(program, policy=getattr(remat.policies, policy)(primitive="sin"))
+    x = jnp.arange(1, 5.0) / 3
+    np.testing.assert_allclose(jax.jit(jax.grad(f))(x), jax.grad(program)(x), rtol=1e-5, atol=1e-6)

@@ -100,9 +100,19 @@ _mlir.register_lowering(_body_p, _lower_body)
 
 
 def lower_call(
-    ctx: LoweringContext, jaxpr: Jaxpr, args: Sequence[Any], attributes: dict[str, str]
+    ctx: LoweringContext,
+    jaxpr: Jaxpr,
+    args: Sequence[Any],
+    attributes: dict[str, str],
+    returned: tuple[int, ...] = (),
 ) -> Sequence[Any]:
-    """Write a jaxpr as a function of its own and call it; the call carries frontend attributes."""
+    """Write a jaxpr as a function of its own and call it; the call carries frontend attributes.
+
+    The function also returns the inputs at the positions `returned`, to nobody.
+    """
+    avals_out = [*ctx.avals_out, *(ctx.avals_in[i] for i in returned)]
+    if returned:
+        jaxpr = _returning_inputs(jaxpr, returned)
     effects = list(_effects.ordered_effects.filter_in(jaxpr.effects))
     outs, tokens = _mlir.call_lowering(
         "checkpoint",
@@ -110,7 +120,7 @@ def lower_call(
         None,
         ctx.module_context,
         ctx.avals_in,
-        ctx.avals_out,
+        avals_out,
         ctx.tokens_in.subset(effects),
         *args,
         dim_var_values=ctx.dim_var_values,
@@ -121,8 +131,16 @@ def lower_call(
     results, _ = _mlir.ir_tree_registry.flatten(list(outs))
     if results and has_unreduced(jaxpr):
         callee = _ir.FlatSymbolRefAttr(results[0].owner.attributes["callee"]).value
-        _declare_shardings(ctx, ctx.module_context.symbol_table[callee])
-    return list(outs)
+        _declare_shardings(ctx, ctx.module_context.symbol_table[callee], avals_out)
+    return list(outs)[: len(ctx.avals_out)]
+
+
+@weakref_lru_cache
+def _returning_inputs(jaxpr: Jaxpr, positions: tuple[int, ...]) -> Jaxpr:
+    return jaxpr.replace(
+        outvars=[*jaxpr.outvars, *(jaxpr.invars[i] for i in positions)],
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
 
 
 def has_unreduced(jaxpr: Jaxpr) -> bool:
@@ -134,7 +152,7 @@ def _is_unreduced(aval: Any) -> bool:
     return isinstance(aval, _core.ShapedArray) and bool(aval.sharding.spec.unreduced)
 
 
-def _declare_shardings(ctx: LoweringContext, function: Any) -> None:
+def _declare_shardings(ctx: LoweringContext, function: Any, avals_out: Sequence[Any]) -> None:
     """Say in a function's signature which arguments and results are unreduced, and over what.
 
     The partitioner takes an argument that says nothing for reduced: it would be summed before the
@@ -142,7 +160,7 @@ def _declare_shardings(ctx: LoweringContext, function: Any) -> None:
     """
     sides = (
         ("arg_attrs", function.type.inputs, ctx.avals_in),
-        ("res_attrs", function.type.results, ctx.avals_out),
+        ("res_attrs", function.type.results, avals_out),
     )
     for key, types, avals in sides:
         attributes = [_ir.DictAttr.get({})] * len(types)
