@@ -2,13 +2,10 @@
 
 Equinox calls functions on pytrees of anything, and *filters*: arrays are traced, all else is fixed.
 So the function, itself a pytree if it is a module or a bound method of one, and its arguments are
-taken apart (`remat.static`); their arrays become the inputs of a region, and what is left is the
-key under which the region is found again. Equinox's own makes a new function in each call, which is
-traced anew each time; here five calls trace once, and so do the 24 equal layers of a model.
+taken apart; their arrays become the inputs of a region, and what is left is put back inside.
 
-The key refers weakly to what is compared by identity (functions, above all), so neither a closure
-nor the arrays it holds live longer than without it. Two calls with the same function are expected
-to do the same, as under `jax.jit`: what Python state a function reads is read when it is traced.
+A function is traced in each call, as by Equinox's own: what it closes over, and what else it reads
+of Python's state, may have changed since the last.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -50,7 +46,7 @@ def filter_checkpoint(
 
     Args:
       fun: a function, module, or method of a module. Arrays in it and in its arguments are traced;
-        everything else is fixed, and may be unhashable (it is then traced anew in each call).
+        everything else is fixed, and may be unhashable.
       prevent_cse: whether to keep the compiler from merging recomputation with the forward pass.
       policy: what may be saved, as in `remat.checkpoint`.
 
@@ -81,8 +77,15 @@ class _Checkpointed(eqx.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = (_as_pytree(self._fun), args, kwargs)
         arrays, parts = partition.split(call, eqx.is_array)
-        region = _region(self._fun, parts, self._prevent_cse, self._policy)
-        arrays_out, rest = region(arrays)
+
+        def region(arrays: list[Any]) -> Any:
+            fun, args, kwargs = parts.join(arrays)
+            arrays_out, rest = partition.split(fun(*args, **kwargs), eqx.is_array)
+            return arrays_out, partition.Constant(rest)
+
+        region.__name__ = getattr(self._fun, "__name__", type(self._fun).__name__)
+        lifted = checkpoint(region, prevent_cse=self._prevent_cse, policy=self._policy)
+        arrays_out, rest = lifted(arrays)
         return rest.value.join(arrays_out)
 
     def __get__(self, instance: Any, owner: Any) -> Any:
@@ -94,84 +97,6 @@ def _as_pytree(fun: Any) -> Any:
     if isinstance(fun, types.MethodType) and isinstance(fun.__self__, eqx.Module):
         return eqx.Partial(fun.__func__, fun.__self__)
     return fun
-
-
-# --------------------------------------------------------------------------------------------------
-# Regions, found again
-
-_regions: dict[Any, Callable] = {}
-_MAX_REGIONS = 1024
-
-
-def _region(fun: Any, parts: partition.Parts, prevent_cse: bool, policy: Any) -> Callable:
-    """The region for everything about a call that is not an array."""
-    options = (parts.tree, parts.is_traced, prevent_cse, policy)
-    try:
-        known = _regions.get((options, _references(parts, None)))
-    except TypeError:  # something unhashable is fixed
-        return _make_region(fun, lambda: parts, prevent_cse, policy)
-    if known is not None:
-        return known
-    if len(_regions) >= _MAX_REGIONS:
-        del _regions[next(iter(_regions))]
-
-    def forget(_: Any, regions: dict = _regions) -> None:
-        regions.pop(key, None)  # bound, because at exit the module is emptied first
-
-    def get_parts() -> partition.Parts:
-        # Called while tracing, when the caller still holds what is referred to.
-        tree, is_traced, *_ = options
-        return partition.Parts(tree, is_traced, tuple(refer() for refer in references))
-
-    references = _references(parts, forget)
-    key = (options, references)
-    hash(key)  # now, while all live: a reference keeps its hash when what it refers to is gone
-    region = _regions[key] = _make_region(fun, get_parts, prevent_cse, policy)
-    return region
-
-
-def _make_region(
-    fun: Any, get_parts: Callable[[], partition.Parts], prevent_cse: bool, policy: Any
-) -> Callable:
-    def region(arrays: list[Any]) -> Any:
-        inner, args, kwargs = get_parts().join(arrays)
-        arrays_out, rest = partition.split(inner(*args, **kwargs), eqx.is_array)
-        return arrays_out, partition.Constant(rest)
-
-    region.__name__ = getattr(fun, "__name__", type(fun).__name__)
-    return checkpoint(region, prevent_cse=prevent_cse, policy=policy)
-
-
-class _Same:
-    """Refers to a leaf that is compared by value. 1, 1.0 and True are equal but not the same."""
-
-    def __init__(self, leaf: Any):
-        self.key = (type(leaf), leaf)
-
-    def __call__(self) -> Any:
-        return self.key[1]
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _Same) and self.key == other.key
-
-
-def _references(parts: partition.Parts, forget: Callable[[Any], None] | None) -> tuple:
-    return tuple(_reference(leaf, forget) for leaf in parts.untraced)
-
-
-def _reference(leaf: Any, forget: Callable[[Any], None] | None) -> Callable[[], Any]:
-    """Something to call for the leaf, that compares as the leaf does."""
-    try:
-        if isinstance(leaf, types.MethodType):
-            return weakref.WeakMethod(leaf, forget)
-        if type(leaf).__hash__ is object.__hash__:
-            return weakref.ref(leaf, forget)
-    except TypeError:  # no weak references to such a thing
-        pass
-    return _Same(leaf)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -167,70 +167,114 @@ def test_the_wrapper_is_a_module_with_the_arrays_of_what_it_wraps():
 
 
 # --------------------------------------------------------------------------------------------------
-# Traces
+# What a function reads besides its arguments: all of it in each call, as by Equinox's own
+
+SCALE = 1.0
 
 
-class Noting(eqx.Module):
-    linear: eqx.nn.Linear
-    traces: list = eqx.field(static=True)
-    act: object = jnp.tanh
+class Scaling:
+    """A callable that is no module."""
 
-    def __call__(self, x):
-        self.traces.append(None)
-        return self.act(self.linear(x))
+    factor = 1.0
 
-    def method(self, x):
-        return self(x)
+    def __call__(self, y):
+        return y * self.factor
 
-
-class Traces(list):
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
+    def method(self, y):
+        return self(y)
 
 
-TARGETS = {
-    "module": lambda m: m,
-    "bound method": lambda m: m.method,
-    "python method": lambda m: m.__call__,
-    "partial": lambda m: eqx.Partial(m.method),
-}
+class ReadsGlobal(eqx.Module):
+    config: Scaling = eqx.field(static=True)
+
+    def __call__(self, y):
+        return y * SCALE * self.config.factor
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_five_calls_trace_once(target):
-    model = Noting(eqx.nn.Linear(6, 6, key=KEY), Traces())
-    for n in range(5):
-        model = eqx.tree_at(lambda m: m.linear.bias, model, jnp.full(6, float(n)))
-        y = OURS(TARGETS[target](model))(X)
-        assert_same(y, jnp.tanh(model.linear(X)))
-    assert len(model.traces) == 1
+# Each gives a function of y that multiplies by what it reads, and a way to change that.
 
 
-def test_five_calls_of_a_function_trace_it_once_for_each_fixed_value():
-    traces = []
+def closure():
+    def change(new):
+        nonlocal i
+        i = new
 
-    @OURS
-    def f(linear, x, flag, scale):
-        traces.append((flag, scale))
-        return linear(x) * scale
-
-    linear = eqx.nn.Linear(6, 6, key=KEY)
-    for flag, scale in [(True, 2), (True, 2.0), (1, 2)] * 5:
-        f(linear, X, flag, scale)
-    assert [(type(a), type(b)) for a, b in traces] == [(bool, int), (bool, float), (int, int)]
+    i = 0.0
+    return (lambda y: y * i), change
 
 
-def test_equal_layers_are_traced_once_under_jit_and_grad():
-    traces = Traces()
-    layers = [Noting(eqx.nn.Linear(6, 6, key=k), traces) for k in jax.random.split(KEY, 6)]
+def nested_closure():
+    inner, change = closure()
+    return (lambda y: inner(y) * 1.0), change
 
-    def loss(layers, x):
-        for layer in layers:
-            x = OURS(layer)(x)
-        return x.sum()
 
-    eqx.filter_jit(eqx.filter_grad(loss))(layers, X)
-    assert len(traces) == 1
+def global_variable():
+    return (lambda y: y * SCALE), functools.partial(globals().__setitem__, "SCALE")
+
+
+def contents_of_a_list():
+    held = [0.0]
+    return (lambda y: y * held[0]), functools.partial(held.__setitem__, 0)
+
+
+def default():
+    def f(y, factor=0.0):
+        return y * factor
+
+    return f, lambda new: setattr(f, "__defaults__", (new,))
+
+
+def attribute():
+    scaling = Scaling()
+    return scaling, functools.partial(setattr, scaling, "factor")
+
+
+def bound_method():
+    scaling, change = attribute()
+    return scaling.method, change
+
+
+def static_field():
+    scaling, change = attribute()
+    return ReadsGlobal(scaling), change
+
+
+def partial():
+    inner, change = closure()
+    return functools.partial(lambda f, y: f(y), inner), change
+
+
+READS = [
+    closure,
+    nested_closure,
+    global_variable,
+    contents_of_a_list,
+    default,
+    attribute,
+    bound_method,
+    static_field,
+    partial,
+]
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("make", READS, ids=lambda make: make.__name__)
+@both
+def test_a_change_of_what_a_function_reads_is_seen_in_the_next_call(lift, make, transform):
+    @transform
+    def total(y):
+        """The sum of f(y) as what f reads becomes 1, 2 and 3."""
+        f, change = make()
+        lifted, values = lift(f), []
+        for i in (1.0, 2.0, 3.0):
+            change(i)
+            values.append(lifted(y))
+        return sum(values)
+
+    try:
+        assert_same(total(jnp.ones(())), jnp.float32(6.0))
+    finally:
+        globals()["SCALE"] = 1.0
 
 
 def test_closures_are_not_kept_alive():
@@ -257,7 +301,7 @@ def test_closures_over_tracers_do_not_leak():
     )
 
 
-def test_unhashable_fixed_values_are_traced_anew():
+def test_fixed_values_may_be_unhashable():
     def f(x, table):
         return x * len(table)
 
