@@ -72,7 +72,8 @@ def remat(
         module instance, which stands for its `__call__`. Left out, the result is a decorator.
       prevent_cse: whether to keep the compiler from merging recomputation with the forward pass.
       static_argnums: positions of arguments that are not traced; in a method, `self` is 0. They
-        hold for arguments given by keyword or left at their defaults, too.
+        hold for arguments given by keyword or left at their defaults, too. A module or Variable
+        among them is traced all the same.
       policy: what may be saved, as in `remat.checkpoint`.
       graph: whether modules are graphs, which may share Variables, or trees; None is Flax's
         setting `nnx.set_graph_mode`.
@@ -115,13 +116,12 @@ def _with_updates(f: Callable, options: dict[str, Any]) -> Callable:
         is_kept = [_is_same(old, _contents(x)) for old, x in zip(before, objects)]
         return _changes(objects, is_kept, out)
 
-    region = checkpoint(inner, **options)
-    statics = Statics.of(f, options["static_argnums"], ())
+    region_for = _regions(f, inner, options)
 
     @_jax.api_boundary
     @functools.wraps(f)
     def rematted(*args: Any, **kwargs: Any) -> Any:
-        _check_statics(f, statics, args, kwargs)
+        region = region_for(args, kwargs)
         index_of = graphlib.RefMap()
         arguments, named = _as_graphs((args, kwargs), index_of)
         results = region(*arguments, **named)
@@ -131,13 +131,12 @@ def _with_updates(f: Callable, options: dict[str, Any]) -> Callable:
 
 
 def _without_updates(f: Callable, graph: bool, options: dict[str, Any]) -> Callable:
-    region = checkpoint(SimpleRematFn(f, graph=graph), **options)
-    statics = Statics.of(f, options["static_argnums"], ())
+    region_for = _regions(f, SimpleRematFn(f, graph=graph), options)
 
     @_jax.api_boundary
     @functools.wraps(f)
     def rematted(*args: Any, **kwargs: Any) -> Any:
-        _check_statics(f, statics, args, kwargs)
+        region = region_for(args, kwargs)
         if graph:
             args, kwargs = extract.to_tree2((args, kwargs))
         variables = extract.check_no_aliases("remat", args=args, kwargs=kwargs)
@@ -280,18 +279,40 @@ def _check_may_change(x: Any, cls: Any = None) -> None:
         )
 
 
-def _check_statics(f: Any, statics: Statics, args: tuple, kwargs: dict[str, Any]) -> None:
-    argnums, argnames = statics.in_call(args, kwargs)
-    given = {**{str(n): args[n] for n in argnums}, **{repr(n): kwargs[n] for n in argnames}}
-    for where, value in given.items():
-        found = [x for x in jax.tree.leaves(value, is_leaf=_is_graph) if _is_graph(x)]
-        if found:
-            raise StaticArgumentError(
-                f"static_argnums={statics.argnums} of {getattr(f, '__qualname__', f)}: argument "
-                f"{where} holds a {type(found[0]).__name__}, whose values would be fixed in the "
-                "compiled region. Modules and Variables are always traced; in a method `self` is 0 "
-                "and the first argument after it 1."
-            )
+def _regions(f: Any, inner: Callable, options: dict[str, Any]) -> Callable[[tuple, dict], Callable]:
+    """Return what makes the region for a call's arguments: modules and Variables are never static.
+
+    A static module is therefore traced, as by `nnx.remat`: it can change, and be differentiated.
+    """
+    statics = Statics.of(f, options["static_argnums"], ())
+
+    @functools.cache
+    def region(argnums: tuple[int, ...], argnames: tuple[str, ...]) -> Callable:
+        return checkpoint(inner, **dict(options, static_argnums=argnums, static_argnames=argnames))
+
+    def region_for(args: tuple, kwargs: dict[str, Any]) -> Callable:
+        argnums, argnames = statics.in_call(args, kwargs)
+        is_static = functools.partial(_is_static, f, statics)
+        return region(
+            tuple(n for n in argnums if is_static(str(n), args[n])),
+            tuple(name for name in argnames if is_static(repr(name), kwargs[name])),
+        )
+
+    return region_for
+
+
+def _is_static(f: Any, statics: Statics, where: str, value: Any) -> bool:
+    if _is_graph(value):
+        return False
+    found = [x for x in jax.tree.leaves(value, is_leaf=_is_graph) if _is_graph(x)]
+    if found:
+        raise StaticArgumentError(
+            f"static_argnums={statics.argnums} of {getattr(f, '__qualname__', f)}: argument "
+            f"{where} is a {type(value).__name__} that holds a {type(found[0]).__name__}, whose "
+            "values would be fixed in the compiled region. Pass it as an argument of its own: "
+            "modules and Variables are always traced."
+        )
+    return True
 
 
 # --------------------------------------------------------------------------------------------------

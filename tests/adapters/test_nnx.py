@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 nnx = pytest.importorskip("flax.nnx")
@@ -398,18 +399,36 @@ def test_variables_that_hold_refs_are_written_once_a_call():
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("target", ["method", "variable", "instance"])
-def test_modules_and_variables_are_never_static(mode, target):
+@pytest.mark.parametrize("remat_of", [OURS, nnx.remat], ids=["ours", "flax"])
+def test_a_static_module_is_traced_and_differentiated(mode, remat_of):
     graph, updates = MODES[mode]
     options = {"graph": graph, "graph_updates": updates}
     model = MLP(nnx.Rngs(0))
-    calls = {
-        "method": lambda: OURS(MLP.__call__, static_argnums=0, **options)(model, X),
-        "variable": lambda: OURS(lambda x, w: x, static_argnums=1, **options)(X, w=model.up.bias),
-        "instance": lambda: OURS(model, static_argnums=-2, **options)(X),
-    }
-    with pytest.raises(remat.StaticArgumentError, match="Modules and Variables are always traced"):
-        calls[target]()
+
+    def loss(call):
+        return nnx.grad(lambda model: call(model).sum())(model)
+
+    rematted = remat_of(MLP.__call__, static_argnums=0, **options)
+    expected, got = loss(lambda model: model(X)), loss(lambda model: rematted(model, X))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), got, expected)
+    np.testing.assert_allclose(
+        remat_of(lambda x, w: x * w[0], static_argnums=1, **options)(X, model.up.bias),
+        X * model.up.bias[0],
+    )
+
+
+def test_a_variable_by_keyword_is_traced_though_static():
+    model = MLP(nnx.Rngs(0))
+    f = OURS(lambda x, w: x * w[0], static_argnums=1)
+    np.testing.assert_allclose(f(X, w=model.up.bias), X * model.up.bias[0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_static_container_holds_no_module(mode):
+    graph, updates = MODES[mode]
+    f = OURS(lambda x, ms: x, static_argnums=1, graph=graph, graph_updates=updates)
+    with pytest.raises(remat.StaticArgumentError, match="modules and Variables are always traced"):
+        f(X, (MLP(nnx.Rngs(0)), 3))
 
 
 @pytest.mark.parametrize("option", ["graph", "graph_updates"])
