@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import inspect
 import pickle
 
 import jax
@@ -15,6 +17,7 @@ from jax.interpreters import ad
 import remat
 from remat import _jax, policies
 from remat.transform.policies import path_matches
+from remat.transform.policies.selector import Selector
 
 X = jnp.ones((4, 4))
 
@@ -660,3 +663,19 @@ def test_a_policy_selects_random_keys_by_their_type():
 )  # fmt: skip
 def test_paths_match_by_component(pattern, path, matches):
     assert path_matches(pattern, path) is matches
+
+
+@pytest.mark.parametrize("make", [policies.save, policies.recompute, policies.offload])
+def test_help_shows_every_selector(make):
+    shown = inspect.signature(make).parameters
+    selectors = [field.name for field in dataclasses.fields(Selector)]
+    assert [name for name in shown if name in selectors] == selectors
+    assert set(shown) - set(selectors) == ({"src", "dst"} if make is policies.offload else set())
+    for name in selectors[1:]:
+        make(**{name: shown[name].default})
+
+
+@pytest.mark.parametrize("make", [policies.save, policies.recompute, policies.offload])
+def test_a_misspelt_selector_is_refused_with_the_closest(make):
+    with pytest.raises(TypeError, match="did you mean 'min_bytes'"):
+        make(min_byte=3)

@@ -1,0 +1,102 @@
+"""From a policy and a region to marks on the values that are saved or offloaded."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from remat import _jax
+from remat.transform import marks
+from remat.transform.policies.algebra import Foreign, Policy, keeps_most
+from remat.transform.policies.selector import Value
+
+
+def resolve(policy: Any, jaxpr: _jax.Jaxpr) -> tuple[_jax.Jaxpr, Callable[..., Any]]:
+    """A region and a policy of any kind, as a jaxpr and a callable of JAX's kind.
+
+    A policy made here becomes marks in the jaxpr, at every depth; a foreign one stays what it is.
+    """
+    if isinstance(policy, Policy):
+        return _marked(jaxpr, policy), marks.decide_by_marks
+    if marks.has_marks(jaxpr):
+        jaxpr = _unmarked(jaxpr)
+    return jaxpr, _recompute_all if policy is None else Foreign(policy)
+
+
+def _recompute_all(*_: Any, **__: Any) -> bool:
+    return False
+
+
+@_jax.weakref_lru_cache
+def _unmarked(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+    return marks.without_marks(jaxpr)
+
+
+@_jax.weakref_lru_cache
+def _marked(jaxpr: _jax.Jaxpr, policy: Policy) -> _jax.Jaxpr:
+    # `rewrite` may return the jaxpr itself; a cached value must not keep its own key alive.
+    marked = marks.rewrite(jaxpr, "", functools.partial(_decide, policy))
+    return _jax.rebuild(jaxpr) if marked is jaxpr else marked
+
+
+def _decide(policy: Policy, jaxpr: _jax.Jaxpr) -> Callable[..., dict[_jax.Var, marks.Mark]]:
+    """Asks a policy about the results of the equations of one jaxpr."""
+    named = names_of_values(jaxpr)
+
+    def marks_of(eqn: _jax.JaxprEqn, path: str) -> dict[_jax.Var, marks.Mark]:
+        found = {}
+        for value, var in values_of(eqn, path, named):
+            case = policy.opinion(value)
+            if isinstance(case, _jax.Offloadable) and not _jax.is_in_memory(value.aval, case.src):
+                continue  # a copy in another memory, made anew from the value that it is a copy of
+            if keeps_most(case):
+                like = named[var].eqn if var in named else eqn
+                found[var] = marks.Mark(case, tuple(sorted(value.names)), like)
+        return found
+
+    return marks_of
+
+
+class Named(NamedTuple):
+    """The names that a value was given, and the first equation that gave one."""
+
+    names: frozenset[str]
+    eqn: _jax.JaxprEqn
+
+
+def names_of_values(jaxpr: _jax.Jaxpr) -> dict[_jax.Var, Named]:
+    """For each value that `checkpoint_name` was given, all its names, also those of its copies."""
+    named: dict[_jax.Var, Named] = {}
+    for eqn in reversed(jaxpr.eqns):
+        name = _jax.checkpoint_name_of(eqn)
+        if name is not None and not isinstance(eqn.invars[0], _jax.Literal):
+            inner, outer = eqn.invars[0], eqn.outvars[0]
+            names = frozenset({name})
+            for v in (inner, outer):
+                names |= named[v].names if v in named else frozenset()
+            named[inner] = Named(names, eqn)
+    # Naming an input: the input is available anyway, so the name belongs to the named copy, which
+    # an offloading policy puts in the input's place.
+    for v in jaxpr.invars:
+        named.pop(v, None)
+    return named
+
+
+def values_of(
+    eqn: _jax.JaxprEqn, path: str, named: dict[_jax.Var, Named]
+) -> Iterator[tuple[Value, _jax.Var]]:
+    """The values that an equation makes. A name makes none, except on an input of the jaxpr.
+
+    Refs are no values: what they hold changes, so there is nothing to save.
+    """
+    name = _jax.checkpoint_name_of(eqn)
+    if name is not None and eqn.invars[0] in named:
+        return
+    own = frozenset() if name is None else frozenset({name})
+    has_body = _jax.has_body(eqn)
+    for var in eqn.outvars:
+        if _jax.is_dropped(var) or not _jax.is_array(var.aval):
+            continue
+        names = named[var].names | own if var in named else own
+        yield Value(names, eqn.primitive.name, path, var.aval, eqn, has_body), var

@@ -1,0 +1,254 @@
+"""Selectors: the values of a region that a part of a policy speaks of."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import functools
+import math
+import numbers
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypedDict
+
+import jax
+import jax.numpy as jnp
+
+from remat import _jax, units
+from remat.errors import PolicyError, closest
+from remat.ir import flops
+
+
+class Value(NamedTuple):
+    """One value of a region, as a policy sees it."""
+
+    names: frozenset[str]  # given by checkpoint_name
+    primitive: str
+    path: str  # the name stack: "encoder/layer_0/attention"
+    aval: Any
+    eqn: Any  # the equation that makes it
+    is_result_of_body: bool  # made by a loop, branch or called function, whose body has it too
+
+    @property
+    def n_bytes(self) -> int:
+        return self.aval.size * _jax.itemsize_bytes(self.aval)
+
+    @property
+    def flops(self) -> int:
+        # Of a loop or a call none of its own: the same work is met again inside.
+        return 0 if self.is_result_of_body else flops.flops_of(self.eqn, transcendental=1)
+
+
+class Selectors(TypedDict, total=False):
+    """The keywords by which `save`, `recompute` and `offload` select values."""
+
+    primitive: str | Iterable[str]
+    dtype: Any
+    path: str | None
+    min_bytes: int | str | None
+    max_bytes: int | str | None
+    min_flops_per_byte: float | None
+    strict: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Selector:
+    """Selects the values that meet every condition which is given.
+
+    One of several names, primitives or dtypes is enough. Sizes are in bytes. If `strict`, it is an error
+    that a name, a path or a primitive does not exist.
+    """
+
+    names: tuple[str, ...] = ()
+    primitive: tuple[str, ...] = ()
+    dtype: tuple[str, ...] = ()
+    path: str | None = None
+    min_bytes: int | None = None
+    max_bytes: int | None = None
+    min_flops_per_byte: float | None = None
+    strict: bool = True
+
+    @staticmethod
+    def of(names: tuple[str, ...], given: Selectors) -> Selector:
+        """Return the selector for the arguments of a call.
+
+        Raises:
+          TypeError: for a keyword that is no selector.
+          PolicyError: for a value of a wrong type, or bounds that no value can hold.
+          UnitsError: for a size that is no number of bytes.
+        """
+        known = [field.name for field in dataclasses.fields(Selector) if field.name != "names"]
+        for keyword in given:
+            if keyword not in known:
+                raise TypeError(
+                    f"{keyword!r} is no selector of a policy; {closest(keyword, known)}"
+                )
+        check_strings(names, "checkpoint names")
+        wanted = {name: _READ[name](value) for name, value in given.items()}
+        selector = Selector(names, **wanted)
+        fewest, most = selector.min_bytes, selector.max_bytes
+        if fewest is not None and most is not None and fewest > most:
+            raise PolicyError(
+                f"min_bytes={given['min_bytes']!r} is more than max_bytes={given['max_bytes']!r}: no "
+                "value has such a size. Exchange them, or leave one out."
+            )
+        return selector
+
+    def selects(self, value: Value) -> bool:
+        """Return whether a value is selected."""
+        # The results of loops and calls are selected by what is only theirs: the same values are
+        # met again, with their own properties, inside the body.
+        if value.is_result_of_body and not self.names and value.primitive not in self.primitive:
+            return False
+        return (
+            (not self.names or any(name_matches(p, value.names) for p in self.names))
+            and (not self.primitive or value.primitive in self.primitive)
+            and (not self.dtype or str(getattr(value.aval, "dtype", None)) in self.dtype)
+            and (self.path is None or path_matches(self.path, value.path))
+            and (self.min_bytes is None or value.n_bytes >= self.min_bytes)
+            and (self.max_bytes is None or value.n_bytes <= self.max_bytes)
+            and (
+                self.min_flops_per_byte is None
+                or value.flops >= self.min_flops_per_byte * max(value.n_bytes, 1)
+            )
+        )
+
+    def arguments(self) -> list[str]:
+        """Return the arguments of a call that makes this selector, as they are written."""
+        keywords = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name != "names" and getattr(self, field.name) != field.default
+        }
+        return [
+            *(repr(name) for name in self.names),
+            *(f"{name}={value!r}" for name, value in keywords.items()),
+        ]
+
+
+def name_matches(pattern: str, names: Iterable[str]) -> bool:
+    """Return whether a pattern, as for file names, matches one of some names."""
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
+
+
+def path_matches(pattern: str, path: str) -> bool:
+    """Whether a value's name stack is at or below what a pattern describes.
+
+    `*` and `?` stand for part of one name, `**` for any number of names. A pattern may begin
+    anywhere in the stack, unless it starts with `/`.
+
+    >>> path_matches("encoder/*/attention", "model/encoder/layer_3/attention/softmax")
+    True
+    >>> path_matches("/encoder", "model/encoder"), path_matches("enc", "encoder")
+    (False, False)
+    """
+    wanted = [part for part in pattern.split("/") if part]
+    if not pattern.startswith("/"):
+        wanted = ["**", *wanted]
+    return _match_parts(tuple(wanted), tuple(part for part in path.split("/") if part))
+
+
+def _match_parts(wanted: tuple[str, ...], names: tuple[str, ...]) -> bool:
+    # Row by row: after each pattern part, the set of positions in the path that it may end at.
+    ends = {0}
+    for part in wanted:
+        if part == "**":
+            ends = set(range(min(ends), len(names) + 1)) if ends else ends
+        else:
+            ends = {i + 1 for i in ends if i < len(names) and fnmatch.fnmatchcase(names[i], part)}
+    return bool(ends)
+
+
+# --------------------------------------------------------------------------------------------------
+# Arguments
+
+
+def check_strings(given: Iterable[Any], what: str) -> None:
+    """Refuse what is no non-empty string."""
+    for item in given:
+        if isinstance(item, str) and item:
+            continue
+        hint = ""
+        if isinstance(item, (list, tuple, set, frozenset)):
+            hint = " Give them one by one, as in save(*names)."
+        elif isinstance(item, _jax.Primitive):
+            hint = f" Write {item.name!r}."
+        raise PolicyError(f"{what} in a policy are non-empty strings, not {item!r}.{hint}")
+
+
+def _as_items(given: Any) -> tuple[Any, ...]:
+    """One selected thing or several of them; None for no selection."""
+    if given is None:
+        return ()
+    if isinstance(given, (set, frozenset)):
+        return tuple(sorted(given, key=str))  # equal sets make equal policies
+    several = isinstance(given, Iterable) and not isinstance(given, str)
+    return tuple(given) if several else (given,)
+
+
+def _primitives(given: Any) -> tuple[str, ...]:
+    primitives = _as_items(given)
+    check_strings(primitives, "names of primitives")
+    return primitives
+
+
+def _dtypes(given: Any) -> tuple[str, ...]:
+    return tuple(_dtype_name(d) for d in _as_items(given))
+
+
+def _dtype_name(given: Any) -> str:
+    if given in (bool, int, float, complex):  # of the size that JAX gives such values now
+        return str(jax.dtypes.canonicalize_dtype(given))
+    try:
+        if not isinstance(given, str) and jnp.issubdtype(given, jax.dtypes.extended):
+            return str(given)
+        dtype = jnp.dtype(given)
+    except TypeError as e:
+        offer = f"; {closest(given, _dtypes_of_jax())}" if isinstance(given, str) else "."
+        raise PolicyError(f"dtype={given!r} in a policy is no dtype{offer}") from e
+    if str(dtype) not in _dtypes_of_jax():
+        raise PolicyError(f"dtype={given!r} in a policy: JAX has no arrays of type {dtype.name}.")
+    return str(dtype)
+
+
+def _dtypes_of_jax() -> list[str]:
+    scalars = (v for v in vars(jnp).values() if isinstance(v, type(jnp.float32)))
+    return sorted({str(jnp.dtype(scalar)) for scalar in scalars})
+
+
+def _as_ratio(given: Any) -> float | None:
+    if given is None:
+        return None
+    number = isinstance(given, numbers.Real) and not isinstance(given, bool)
+    if not number or not math.isfinite(given) or given < 0:
+        raise PolicyError(
+            "min_flops_per_byte is a number of operations per byte, finite and at least 0, "
+            f"not {given!r}."
+        )
+    return float(given)
+
+
+def _path(given: Any) -> str | None:
+    if given is not None:
+        check_strings((given,), "paths")
+    return given
+
+
+def _as_bool(given: Any) -> bool:
+    if not isinstance(given, bool):
+        raise PolicyError(f"strict is a bool, not {given!r}.")
+    return given
+
+
+def _n_bytes(given: Any, keyword: str) -> int | None:
+    return None if given is None else units.parse_bytes(given, f"{keyword}=")
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "primitive": _primitives,
+    "dtype": _dtypes,
+    "path": _path,
+    "min_bytes": functools.partial(_n_bytes, keyword="min_bytes"),
+    "max_bytes": functools.partial(_n_bytes, keyword="max_bytes"),
+    "min_flops_per_byte": _as_ratio,
+    "strict": _as_bool,
+}
