@@ -198,6 +198,20 @@ def test_gradients_are_right_where_the_span_exceeds_the_type_of_the_index() -> N
         assert_close(found, jax.grad(lambda x, n=n: sin_by_scan(x, n))(0.7))
 
 
+@pytest.mark.parametrize("slots", [1, 3])
+def test_gradients_are_right_where_the_compiler_finds_the_number_of_steps(slots: int) -> None:
+    def loss(x: Any) -> Any:
+        body = lambda _, c: jnp.sin(c)  # noqa: E731
+        return fori_loop(0, x.shape[0], body, x[0], checkpoints=slots)
+
+    # The length is an input of the program until an exported function is called.
+    (n,) = jax.export.symbolic_shape("n")
+    exported = jax.export.export(jax.jit(jax.grad(loss)))(jax.ShapeDtypeStruct((n,), X.dtype))
+    for steps in (2, 3):
+        found = exported.call(jnp.full(steps, 0.7, X.dtype))[0]
+        assert_close(found, jax.grad(lambda x, n=steps: sin_by_scan(x, n))(jnp.asarray(0.7)))
+
+
 def test_a_span_of_all_integers_is_counted_without_overflow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -422,8 +422,8 @@ def backward(
         return pull((ct_carry, ct_y))
 
     def reverse(state: tuple) -> tuple:
-        left, top, starts, rows, ct_consts, ct_carry, ct_xs = state
-        step = left - 1
+        done, top, starts, rows, ct_consts, ct_carry, ct_xs = state
+        step = held.count - 1 - done
         top_start = starts[top]
         rows, carry = loop.store.read(rows, held.order[top], inputs.carry)
 
@@ -446,7 +446,7 @@ def backward(
             lax.dynamic_update_index_in_dim(ct, d, loop.index(step), 0) for ct, d in zip(ct_xs, d_x)
         ]
         top = top - (starts[top] == step).astype(jnp.int32)
-        return step, top, starts, rows, ct_consts, ct_carry, ct_xs
+        return done + 1, top, starts, rows, ct_consts, ct_carry, ct_xs
 
     ct_carry = [
         jnp.zeros_like(x) if ct is None else ct
@@ -456,11 +456,13 @@ def backward(
         # A loop that ran for more steps than its counter holds cannot be reversed.
         uncounted = held.count == loop.most_steps
         ct_carry = [jnp.where(uncounted, jnp.full_like(ct, jnp.nan), ct) for ct in ct_carry]
+    # It counts up: the CPU compiler of jaxlib 0.10 runs too few iterations, or aborts, where an
+    # unsigned counter counts down from a number that it knows.
     *_, rows, ct_consts, ct_carry, ct_xs = lax.while_loop(
-        lambda state: state[0] > 0,
+        lambda state: state[0] < held.count,
         reverse,
         (
-            held.count,
+            loop.count(0),
             held.top,
             held.starts,
             held.rows,
