@@ -13,7 +13,7 @@ import numbers
 import operator
 import re
 from fractions import Fraction
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 from remat.errors import UnitsError
 from remat.printing import shown
@@ -151,13 +151,17 @@ def _within(n_bytes: Fraction, most: int, value: object, option: str) -> int:
     return int(n_bytes)
 
 
-def format_bytes(n_bytes: int | float) -> str:
+def format_bytes(n_bytes: Any) -> str:
     """Print a number of bytes in the largest binary unit that leaves at least 1.
+
+    The bytes of an array with symbolic dimensions are printed as the expression that they are.
 
     >>> format_bytes(0), format_bytes(1536), format_bytes(-3 * 2**30)
     ('0 B', '1.5 KiB', '-3.0 GiB')
     """
-    sign, value = ("-", -n_bytes) if n_bytes < 0 else ("", n_bytes)
+    if not isinstance(n_bytes, numbers.Real):
+        return f"{n_bytes} B"
+    sign, value = ("-", -float(n_bytes)) if n_bytes < 0 else ("", float(n_bytes))
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
             return f"{sign}{value:.0f} {unit}" if unit == "B" else f"{sign}{value:.1f} {unit}"

@@ -9,6 +9,7 @@ half can be deleted.
 * `concrete`: tracing with values at hand.
 * `autodiff`: differentiation, transposition, batching, and a primitive's rules.
 * `refs`: jaxprs that read or write refs, as jaxprs on values.
+* `symbolic`: sizes with symbolic dimensions.
 * `lowering`: how equations become operations of a module.
 """
 
@@ -112,6 +113,13 @@ from remat._jax.refs import (
     is_ref as is_ref,
     uses_refs as uses_refs,
     without_refs as without_refs,
+)
+from remat._jax.symbolic import (
+    decided as decided,
+    is_symbolic as is_symbolic,
+    largest as largest,
+    typical as typical,
+    upper_bound as upper_bound,
 )
 from remat._jax.tracing import (
     HostCopy as HostCopy,

@@ -11,6 +11,8 @@ each primitive stand in `ir.operations`:
 * a Pallas kernel is what its `cost_estimate` says, else its body times its grid;
 * what JAX cannot see into (custom calls, callbacks) is 1 per element of its largest operand.
 
+Where dimensions are symbols, counts are expressions in them.
+
 Bytes are those of operands read and results written, each once: what the equation moves if nothing is
 fused with it. Looking into an array, or updating it in place, moves only the part that is touched.
 """
@@ -20,6 +22,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
+
+import jax
 
 from remat import _jax
 from remat.ir.formulas import TRANSCENDENTAL as TRANSCENDENTAL, size
@@ -52,10 +56,11 @@ def flops_of(eqn: _jax.JaxprEqn, *, transcendental: int = TRANSCENDENTAL) -> int
         row = operation(eqn.primitive.name)
         per_element = 1 if row is None else row.flops
         if not isinstance(per_element, int):
-            return per_element(eqn)
+            return _of_formula(per_element, eqn)
         if per_element == TRANSCENDENTAL:
             per_element = transcendental
-        return per_element * max((size(v.aval) for v in (*eqn.outvars, *eqn.invars)), default=0)
+        sizes = (size(v.aval) for v in (*eqn.outvars, *eqn.invars))
+        return per_element * _jax.largest(*sizes)
 
     return through_bodies(eqn, own)
 
@@ -89,7 +94,7 @@ def through_bodies(eqn: _jax.JaxprEqn, own: Callable[[_jax.JaxprEqn], Any]) -> A
     if name == "while":
         return WHILE_TRIPS * (of_jaxpr(params["cond_jaxpr"]) + of_jaxpr(params["body_jaxpr"]))
     if name == "cond":
-        return max(of_jaxpr(branch) for branch in params["branches"])
+        return _jax.largest(*(of_jaxpr(branch) for branch in params["branches"]))
     if name == "custom_linear_solve":
         return of_jaxpr(params["jaxprs"].solve)
     # A call runs its function, not the rules of its custom derivative.
@@ -99,6 +104,19 @@ def through_bodies(eqn: _jax.JaxprEqn, own: Callable[[_jax.JaxprEqn], Any]) -> A
     if _jax.has_body(eqn):
         return sum(of_jaxpr(body) for body in _jax.jaxprs_of(eqn))
     return own(eqn)
+
+
+def _of_formula(formula: Callable[[Any], Any], eqn: _jax.JaxprEqn) -> Any:
+    try:
+        return formula(eqn)
+    except (AttributeError, NotImplementedError) as error:
+        # What a formula does with sizes is not all defined for expressions.
+        shapes = [getattr(v.aval, "shape", ()) for v in eqn.invars]
+        if not any(_jax.is_symbolic(n) for shape in shapes for n in shape):
+            raise
+        raise jax.errors.InconclusiveDimensionOperation(
+            f"the FLOPs of {eqn.primitive.name} depend on symbolic dimensions"
+        ) from error
 
 
 def _of_pallas_call(eqn: _jax.JaxprEqn) -> int:

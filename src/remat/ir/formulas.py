@@ -10,6 +10,7 @@ This module imports no JAX: an equation is anything with `invars`, `outvars` and
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +23,13 @@ Formula = Callable[[Any], int]
 TRANSCENDENTAL = 10
 
 
-def size(aval: Any) -> int:
-    """Return the number of elements of a type; 0 for what is not an array."""
-    return int(getattr(aval, "size", 0) or 0)
+def size(aval: Any) -> Any:
+    """Return the number of elements of a type; 0 for what is not an array.
+
+    It is an expression where the type has symbolic dimensions.
+    """
+    n = getattr(aval, "size", None)
+    return 0 if n is None else int(n) if isinstance(n, numbers.Integral) else n
 
 
 def _operand(eqn: Any, i: int = 0) -> Any:

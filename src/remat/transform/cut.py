@@ -112,7 +112,7 @@ def _drop_derivable(
         # An input that the backward part does not use otherwise is only worth keeping alive if it
         # is no larger than what it replaces.
         free = source in saved or source in used_later
-        if free or (source in available and _n_bytes(source.aval) <= _n_bytes(v.aval)):
+        if free or (source in available and _is_no_larger(source.aval, v.aval)):
             del saved[v]
             needed.update((id(eqn), eqn) for eqn in chain)
     return list(saved), [eqn for eqn in forward.eqns if id(eqn) in needed]
@@ -127,7 +127,11 @@ def _rearranges(eqn: _jax.JaxprEqn) -> bool:
     )
 
 
-def _n_bytes(aval: Any) -> int:
+def _is_no_larger(a: Any, b: Any) -> bool:
+    return _jax.decided(lambda: _n_bytes(a) <= _n_bytes(b)) is True
+
+
+def _n_bytes(aval: Any) -> Any:
     return aval.size * _jax.itemsize_bytes(aval)
 
 

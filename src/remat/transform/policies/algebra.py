@@ -127,7 +127,10 @@ class Select(Policy):
     selector: Selector
 
     def opinion(self, value: Value) -> Any:
-        return self.case if self.selector.selects(value) else None
+        # What depends on symbolic dimensions and cannot be decided is recomputed, which never needs
+        # more memory than was asked for.
+        undecided = isinstance(self.case, _jax.RecomputeType)
+        return self.case if self.selector.selects(value, undecided) else None
 
     def __repr__(self) -> str:
         verb = {_jax.SaveableType: "save", _jax.RecomputeType: "recompute"}
@@ -399,6 +402,8 @@ def save(*names: str, **selectors: Unpack[Selectors]) -> Policy:
       path: where in the model it is computed, `"encoder/*/attention"`: see `path_matches`.
       min_bytes, max_bytes: bounds on its size, such as `"1MiB"`.
       min_flops_per_byte: a bound on the operations that made it, per byte of it.
+        A value for which symbolic dimensions (`jax.export`) leave a bound undecided is not saved;
+        constraints in `jax.export.symbolic_shape` decide more.
       strict: whether it is an error that names or a path match nothing in the region, or that JAX has
         no primitive of a name.
 

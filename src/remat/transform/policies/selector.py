@@ -29,11 +29,11 @@ class Value(NamedTuple):
     is_result_of_body: bool  # made by a loop, branch or called function, whose body has it too
 
     @property
-    def n_bytes(self) -> int:
+    def n_bytes(self) -> Any:
         return self.aval.size * _jax.itemsize_bytes(self.aval)
 
     @property
-    def flops(self) -> int:
+    def flops(self) -> Any:
         # Of a loop or a call none of its own: the same work is met again inside.
         return 0 if self.is_result_of_body else flops.flops_of(self.eqn, transcendental=1)
 
@@ -93,8 +93,8 @@ class Selector:
             )
         return selector
 
-    def selects(self, value: Value) -> bool:
-        """Return whether a value is selected."""
+    def selects(self, value: Value, undecided: bool = False) -> bool:
+        """Return whether a value is selected, or `undecided` where symbolic dimensions leave it open."""
         # The results of loops and calls are selected by what is only theirs: the same values are
         # met again, with their own properties, inside the body.
         if value.is_result_of_body and not self.names and value.primitive not in self.primitive:
@@ -104,13 +104,23 @@ class Selector:
             and (not self.primitive or value.primitive in self.primitive)
             and (not self.dtype or str(getattr(value.aval, "dtype", None)) in self.dtype)
             and (self.path is None or path_matches(self.path, value.path))
-            and (self.min_bytes is None or value.n_bytes >= self.min_bytes)
-            and (self.max_bytes is None or value.n_bytes <= self.max_bytes)
-            and (
-                self.min_flops_per_byte is None
-                or value.flops >= self.min_flops_per_byte * max(value.n_bytes, 1)
-            )
+            and self._is_within_bounds(value, undecided)
         )
+
+    def _is_within_bounds(self, value: Value, undecided: bool) -> bool:
+        def holds(compare: Callable[[], Any]) -> bool:
+            answer = _jax.decided(compare)
+            return undecided if answer is None else answer
+
+        least, most, ratio = self.min_bytes, self.max_bytes, self.min_flops_per_byte
+        if least is not None and not holds(lambda: value.n_bytes >= least):
+            return False
+        if most is not None and not holds(lambda: value.n_bytes <= most):
+            return False
+        if ratio is None:
+            return True
+        flops, n_bytes = ratio.as_integer_ratio()  # expressions in symbols have no fractions
+        return holds(lambda: value.flops * n_bytes >= flops * _jax.largest(value.n_bytes, 1))
 
     def arguments(self) -> list[str]:
         """Return the arguments of a call that makes this selector, as they are written."""

@@ -1,0 +1,64 @@
+"""Sizes of arrays whose dimensions are symbols, as functions for `jax.export` have them.
+
+A size is an int, or an expression such as `12*b + 4`. Python's comparisons of expressions raise where
+the answer is not the same for all values of the symbols; these functions answer instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax._src import core as _core
+
+# What a symbolic dimension is taken for where sizes only have to be weighed against each other.
+_TYPICAL_DIMENSION = 256
+_MOST_BYTES = 2**63  # more than any array has
+
+
+def is_symbolic(size: Any) -> bool:
+    """Return whether a size or dimension is an expression in symbols."""
+    return _core.is_symbolic_dim(size)
+
+
+def decided(compare: Callable[[], Any]) -> bool | None:
+    """Return whether a comparison of sizes holds, or None where that depends on the symbols."""
+    try:
+        return bool(compare())
+    except jax.errors.InconclusiveDimensionOperation:
+        return None
+
+
+def largest(*sizes: Any) -> Any:
+    """Return the largest of several sizes, which may be an expression itself."""
+    result, *others = sizes or (0,)
+    for size in others:
+        result = _core.max_dim(result, size)
+    return result
+
+
+def typical(size: Any) -> int:
+    """Return a size with a number of no significance in place of each symbol."""
+    if not is_symbolic(size):
+        return int(size)
+    return int(size._evaluate(dict.fromkeys(size._get_vars(), _TYPICAL_DIMENSION)))
+
+
+def upper_bound(size: Any) -> int | None:
+    """Return a number that a size is at most, whatever the symbols; None if it has no bound.
+
+    The constraints of `jax.export.symbolic_shape` are taken into account.
+    """
+    if not is_symbolic(size):
+        return int(size)
+    if not decided(lambda: size <= _MOST_BYTES):
+        return None
+    low, high = -1, _MOST_BYTES  # size <= high is proven, size <= low is not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if decided(lambda n=middle: size <= n):  # type: ignore[misc]
+            high = middle
+        else:
+            low = middle
+    return high
