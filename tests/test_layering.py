@@ -48,6 +48,7 @@ LAYERS = [
     ("transform.planned", "transform.residuals"),
     ("transform.primitive",),
     ("transform.checkpoint",),
+    ("loops.sizes",),
     ("loops.arguments", "loops.schedules", "loops.store", "loops.tracing", "loops.linear"),
     ("loops.loop",),
     ("loops.derivative",),

@@ -518,3 +518,14 @@ def test_budget_is_met_or_the_smallest_possible_is_named():
         assert least <= temporaries(budget=budget) <= budget
     with pytest.raises(BudgetError, match=r"1\.0 KiB.*the smallest"):
         temporaries(budget="1KiB")
+
+
+def test_a_nesting_is_chosen_for_a_symbolic_batch():
+    model = stack(remat.linen.remat_scan, Block, "auto", length=5)
+    variables = model.init(KEY, X)
+    gradient = jax.jit(jax.grad(lambda v, x: (model.apply(v, x) ** 2).sum()))
+    (b,) = jax.export.symbolic_shape("b")
+    types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), variables)
+    x = jax.ShapeDtypeStruct((b, *X.shape[1:]), X.dtype)
+    exported = jax.export.export(gradient)(types, x)
+    assert_trees_equal(exported.call(variables, X), gradient(variables, X), atol=2e-5)

@@ -89,7 +89,8 @@ class Loop:
       n_consts: how many inputs of the body are the same in every step.
       n_carry: how many inputs of the body are its carry.
       slots: the states to keep, state 0 included.
-      length: the number of steps, or None where it is known only at run time.
+      length: the number of steps, or None where it is known only at run time; an expression where
+        it is a symbolic dimension.
       test: a jaxpr without constants, (*consts, *carry) -> bool, for a loop that runs while it
         holds.
       test_reads: the consts (first, past the last) and how many of the carry `test` reads.
@@ -106,7 +107,7 @@ class Loop:
     n_consts: int
     n_carry: int
     slots: int
-    length: int | None = None
+    length: Any = None
     test: Any = None
     test_reads: tuple[int, int, int] = (0, 0, 0)
     max_steps: int | None = None
@@ -128,11 +129,18 @@ class Loop:
 
     def index(self, step: Any) -> Any:
         """Where in the scanned values a step reads and writes."""
-        return self.length - 1 - step if self.reverse and self.length is not None else step
+        if not self.reverse or self.length is None:
+            return step
+        return self.count(self.length) - 1 - step
 
     def x_at(self, inputs: Inputs, step: Any) -> Arrays:
         """The slice of the scanned values that a step reads."""
         return [lax.dynamic_index_in_dim(x, self.index(step), 0, False) for x in inputs.xs]
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether the number of steps is an expression in symbolic dimensions."""
+        return _jax.is_symbolic(self.length)
 
     @cached_property
     def y_avals(self) -> Arrays:
@@ -142,7 +150,7 @@ class Loop:
     @cached_property
     def rows_of_splits(self) -> np.ndarray:
         """β(c, r), by which splits are found at run time; see `schedules.binomial_rows`."""
-        longest = self.length if self.length is not None else self.max_steps
+        longest = self.max_steps if self.length is None or self.is_symbolic else self.length
         longest = schedules.INT32_MAX if longest is None else longest
         rows = np.array(schedules.binomial_rows(self.slots, max(longest, 2)), np.int64)
         most = min(int(self.most_steps), schedules.INT32_MAX)
@@ -186,11 +194,15 @@ def plain(loop: Loop, inputs: Inputs) -> Results:
     """Run the loop and keep nothing."""
     consts, carry, xs, steps = inputs
     if loop.length is not None:
+        length, scanned = loop.length, xs
+        if loop.is_symbolic:
+            # `lax.scan` takes a symbolic length from arrays only.
+            length, scanned = None, [*xs, jnp.zeros((loop.length, 0), bool)]
         carry, ys = lax.scan(
-            lambda carry, x: loop.call(consts, carry, x),
+            lambda carry, x: loop.call(consts, carry, x[: len(xs)]),
             carry,
-            xs,
-            loop.length,
+            scanned,
+            length,
             reverse=loop.reverse,
             unroll=loop.unroll,
         )

@@ -13,6 +13,7 @@ residuals, every loop around it is rematerialized.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from remat import _jax, units
 from remat.errors import ScheduleError
 from remat.loops.arguments import whole_number
 from remat.loops.nesting import LayerBytes, Nest, best_nest
+from remat.loops.sizes import worst_case
 from remat.loops.stacked import adopt
 from remat.transform import policies
 from remat.transform.checkpoint import checkpoint
@@ -247,7 +249,7 @@ class Division:
 
     def total(self, stacks: Sequence[Any]) -> int:
         """The number of layers, which all stacks must have in front."""
-        n_layers = self.length
+        n_layers: Any = self.length
         for stack in stacks:
             here = jnp.shape(stack)[:1]
             n_layers = n_layers if n_layers is not None or not here else here[0]
@@ -256,6 +258,11 @@ class Division:
                     f"{n_layers} layers need arrays with as many layers in front, but one has "
                     f"shape {jnp.shape(stack)}."
                 )
+        if _jax.is_symbolic(n_layers):
+            raise ScheduleError(
+                f"the number of layers, {n_layers}, is a symbolic dimension, but the nesting depends on "
+                "its value. Export with a number of layers, or scan over them with remat.scan."
+            )
         if n_layers is None:
             raise ScheduleError(
                 "there are no parameters to tell the number of layers; pass length=."
@@ -268,7 +275,23 @@ class Division:
         if self.lengths is not None:
             return Nest(self.lengths)
         layer = measure_layer(body, carry, one_layer(xs))
-        return best_nest(n_layers, layer, levels=self.levels, budget_bytes=self.budget_bytes)
+        return best_nest(
+            n_layers,
+            self._known_bytes(layer),
+            levels=self.levels,
+            budget_bytes=self.budget_bytes,
+        )
+
+    def _known_bytes(self, layer: LayerBytes) -> LayerBytes:
+        """Return the bytes of a layer as numbers where shapes are symbolic."""
+        found = dataclasses.asdict(layer)
+        if self.budget_bytes is None:
+            return LayerBytes(**{field: _jax.typical(size) for field, size in found.items()})
+        budget = units.format_bytes(self.budget_bytes)
+        for field, size in found.items():
+            what = f"a layer ({field.removesuffix('_bytes')})"
+            found[field] = worst_case(what, size, budget, "lengths=")
+        return LayerBytes(**found)
 
 
 def measure_layer(body: Body, carry: Any, x: Any) -> LayerBytes:

@@ -32,16 +32,20 @@ from remat.loops.arguments import unroll_factor, whole_number
 from remat.loops.derivative import run
 from remat.loops.loop import Inputs, Loop
 from remat.loops.schedules import Binomial, Multilevel
-from remat.loops.store import make_store
+from remat.loops.sizes import n_bytes, worst_case
+from remat.loops.store import Store, make_store
 from remat.loops.tracing import (
     Traced,
     as_arrays,
     checkpointed,
-    n_bytes,
     residual_bytes,
     trace_body,
 )
 from remat.units import format_bytes, parse_bytes
+
+# Where neither the number of steps nor of states is known: up to 45,760 steps are then run at most
+# three times more each, 4 million at most five times.
+DEFAULT_CHECKPOINTS = 64
 
 # API
 
@@ -79,7 +83,8 @@ def scan(
         more is at hand when it begins. The fewest steps possible for that number are recomputed.
       budget: the bytes that may be kept for the backward pass, as a number or as "2GiB"; the
         cheapest way that fits is chosen. Where neither this nor `checkpoints` is given, the
-        choice is the one of least memory that costs at most one more forward sweep.
+        choice is the one of least memory that costs at most one more forward sweep. Where the
+        length is a symbolic dimension (`jax.export`), it is `checkpoints=64`.
       policy: what is saved inside a step while it is reversed, as for `remat.checkpoint`.
       reverse: run from the last x to the first.
       unroll: as for `jax.lax.scan`; the binomial backward pass does not unroll.
@@ -105,32 +110,20 @@ def scan(
     if store != "device" and checkpoints is None:
         raise ScheduleError(f"store={store!r} keeps single carries: say how many, checkpoints=.")
     scanned = _trace(f, init, xs, length, policy, reverse, unroll)
-    choice = choose(scanned, checkpoints, budget)
-    traced, leaves, n = scanned.traced, scanned.xs, scanned.length
-    if isinstance(choice.schedule, Binomial) or store != "device":
-        if n >= 2**31 and not jax.config.jax_enable_x64:
-            raise ScheduleError(
-                f"{n} steps are too many to be counted in 32 bits. Set jax_enable_x64."
-            )
-        loop = Loop(
-            traced.body,
-            len(traced.consts),
-            len(traced.carry),
-            # A loop that is shorter than this has no use for more.
-            max(1, min(choice.schedule.peak_slots, n)) if choice.schedule else 1,
-            n,
-            reverse=reverse,
-            unroll=scanned.unroll,
-            store=where,
-            # Signed: XLA's CPU compiler before jaxlib 0.11.1 miscompiles slices of the scanned values
-            # at an unsigned index in the backward pass.
-            counter=np.int32 if n < 2**31 else np.int64,
-        )
-        carry, ys, _ = run(loop, Inputs(traced.consts, traced.carry, leaves, []))
+    traced, n = scanned.traced, scanned.length
+    if _jax.is_symbolic(n):
+        slots = slots_of_unknown_length(traced, checkpoints, budget, DEFAULT_CHECKPOINTS)
+        carry, ys = _binomial(scanned, slots, where)
     else:
-        lengths = (n,) if choice.schedule is None else choice.schedule.lengths
-        recomputed = choice.schedule is not None and choice.schedule.step_recomputed
-        carry, ys = _nested(scanned, traced.carry, leaves, n, lengths, recomputed)
+        choice = choose(scanned, checkpoints, budget)
+        if isinstance(choice.schedule, Binomial) or store != "device":
+            # A loop that is shorter than this has no use for more.
+            slots = max(1, min(choice.schedule.peak_slots, n)) if choice.schedule else 1
+            carry, ys = _binomial(scanned, slots, where)
+        else:
+            lengths = (n,) if choice.schedule is None else choice.schedule.lengths
+            recomputed = choice.schedule is not None and choice.schedule.step_recomputed
+            carry, ys = _nested(scanned, traced.carry, scanned.xs, n, lengths, recomputed)
     return traced.finish(carry), jax.tree.unflatten(traced.y_tree, ys)
 
 
@@ -167,7 +160,7 @@ class Choice:
       kind: "plain" keeps the residuals of all steps; "nested" and "binomial" see the module.
       schedule: with the exact costs; None for "plain".
       n: steps.
-      state_bytes: of one carry.
+      state_bytes: of one carry. This and the other bytes are expressions where shapes are symbolic.
       residual_bytes: of what one step keeps to be reversed, inputs of the scan excluded.
       kept_bytes: of all that is kept at the worst moment of the backward pass.
       why: the reason, in words.
@@ -176,9 +169,9 @@ class Choice:
     kind: Literal["plain", "nested", "binomial"]
     schedule: Multilevel | Binomial | None
     n: int
-    state_bytes: int
-    residual_bytes: int
-    kept_bytes: int
+    state_bytes: Any
+    residual_bytes: Any
+    kept_bytes: Any
     why: str
 
     @property
@@ -213,7 +206,7 @@ class Scanned(NamedTuple):
 
     traced: Traced
     xs: list[Any]
-    length: int
+    length: Any
     reverse: bool
     unroll: int | bool
 
@@ -230,7 +223,8 @@ def _trace(
     leaves, xs_tree = jax.tree.flatten(xs)
     leaves = as_arrays(leaves)
     lengths = {x.shape[0] if x.ndim else -1 for x in leaves}
-    lengths |= set() if length is None else {whole_number(length, "length", 0)}
+    if length is not None:
+        lengths |= {length if _jax.is_symbolic(length) else whole_number(length, "length", 0)}
     traced = None
     if len(lengths) == 1 and min(lengths) >= 0:
         slices = _jax.slice_types(leaves)
@@ -252,8 +246,12 @@ def choose(scanned: Scanned, checkpoints: int | None, budget: str | int | None) 
             f"checkpoints={checkpoints} and budget={budget!r} both say what to keep. Give one."
         )
     n = scanned.length
-    state = sum(n_bytes(x) for x in scanned.traced.carry)
-    residual = residual_bytes(scanned.traced)
+    if _jax.is_symbolic(n):
+        raise ScheduleError(
+            f"the number of steps, {n}, is a symbolic dimension, and the schedule depends on its value. "
+            "Ask with a length that is a number."
+        )
+    state, residual = _state_and_residual(scanned.traced, budget)
 
     def choice(kind: Any, schedule: Any, kept_bytes: int, why: str) -> Choice:
         return Choice(kind, schedule, n, state, residual, kept_bytes, why)
@@ -273,12 +271,17 @@ def choose(scanned: Scanned, checkpoints: int | None, budget: str | int | None) 
         why = f"checkpoints={checkpoints} hold the states of all {n} steps"
         return choice("nested", every, n * state + residual, why)
     two_levels = Multilevel.balanced(
-        n, 2, step_recomputed=False, state_bytes=state, residual_bytes=residual
+        n,
+        2,
+        step_recomputed=False,
+        state_bytes=_jax.typical(state),
+        residual_bytes=_jax.typical(residual),
     )
     nested_bytes = two_levels.peak_slots * state + two_levels.peak_residuals * residual
     nested = choice("nested", two_levels, nested_bytes, "the least memory for one more sweep")
     if budget is None:
-        return nested if nested_bytes < plain.kept_bytes else plain
+        saves = _jax.typical(nested_bytes) < _jax.typical(plain.kept_bytes)
+        return nested if saves else plain
     limit = parse_bytes(budget, "budget=")
     if plain.kept_bytes <= limit:
         return choice("plain", None, plain.kept_bytes, f"all fits the {format_bytes(limit)}")
@@ -299,6 +302,67 @@ def choose(scanned: Scanned, checkpoints: int | None, budget: str | int | None) 
         (slots + 1) * state + residual,
         f"the fewest steps for the {slots + 1} states that fit {format_bytes(limit)}",
     )
+
+
+def slots_of_unknown_length(
+    traced: Traced, checkpoints: int | None, budget: str | int | None, default: int
+) -> int:
+    """Return how many states a loop keeps whose number of steps is not known when it is traced."""
+    if checkpoints is not None and budget is not None:
+        raise ScheduleError(
+            f"checkpoints={checkpoints} and budget={budget!r} both say what to keep. Give one."
+        )
+    if budget is not None:
+        state, residual = _state_and_residual(traced, budget)
+        limit = parse_bytes(budget, "budget=")
+        slots = (limit - residual) // max(state, 1) - 1
+        if slots < 1:
+            raise BudgetError(
+                f"no schedule fits {format_bytes(limit)}; the smallest keeps "
+                f"{format_bytes(2 * state + residual)}: two states of {format_bytes(state)} and "
+                f"one step's residuals of {format_bytes(residual)}. Raise budget=, or save less "
+                f"in a step with policy=."
+            )
+        # More than this would never be used by a loop that ends.
+        return min(slots, 100_000)
+    return default if checkpoints is None else whole_number(checkpoints, "checkpoints", 1)
+
+
+def _state_and_residual(traced: Traced, budget: str | int | None) -> tuple[Any, Any]:
+    """Return the bytes of a state and of a step's residuals, at most where they meet a budget."""
+    state, residual = sum(map(n_bytes, traced.carry)), residual_bytes(traced)
+    if budget is None:
+        return state, residual
+    return (
+        worst_case("a state", state, budget, "checkpoints="),
+        worst_case("one step's residuals", residual, budget, "checkpoints="),
+    )
+
+
+# Binomial
+
+
+def _binomial(scanned: Scanned, slots: int, store: Store) -> tuple[Any, Any]:
+    """Scan so that the schedule is interpreted in the backward pass."""
+    traced, n = scanned.traced, scanned.length
+    is_long = jax.config.jax_enable_x64 if _jax.is_symbolic(n) else n >= 2**31
+    if is_long and not jax.config.jax_enable_x64:
+        raise ScheduleError(f"{n} steps are too many to be counted in 32 bits. Set jax_enable_x64.")
+    loop = Loop(
+        traced.body,
+        len(traced.consts),
+        len(traced.carry),
+        slots,
+        n,
+        reverse=scanned.reverse,
+        unroll=scanned.unroll,
+        store=store,
+        # Signed: XLA's CPU compiler before jaxlib 0.11.1 miscompiles slices of the scanned values
+        # at an unsigned index in the backward pass.
+        counter=np.int64 if is_long else np.int32,
+    )
+    carry, ys, _ = run(loop, Inputs(traced.consts, traced.carry, scanned.xs, []))
+    return carry, ys
 
 
 # Nesting

@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import io_callback
 
+from remat import _jax
 from remat.errors import ScheduleError, StoreError
 from remat.units import format_bytes
 
@@ -100,6 +101,12 @@ class DiskStore:
 
     def create(self, n_rows: int, carry: Arrays, witnesses: Arrays) -> Any:
         types = [(x.shape, np.dtype(x.dtype)) for x in map(_as_data, carry)]
+        for shape, _ in types:
+            if any(map(_jax.is_symbolic, shape)):
+                raise StoreError(
+                    f"store='disk' needs arrays of known shape, but one that the loop carries has shape "
+                    f"{shape}, with a symbolic dimension. Pass store='host' or export with numbers."
+                )
         # The values are not looked at. Under vmap they make the call one for each lane of the
         # batch, so that each gets a file; and no loop can hoist it.
         seen = [_as_data(x).ravel()[:1] for x in witnesses]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from remat import _jax
 from remat.errors import EffectError
+from remat.loops.sizes import n_bytes
 from remat.transform.checkpoint import checkpoint
 
 REFS_NOT_SUPPORTED = (
@@ -128,7 +129,7 @@ def as_arrays(leaves: list[Any]) -> list[Any]:
     ]
 
 
-def residual_bytes(traced: Traced) -> int:
+def residual_bytes(traced: Traced) -> Any:
     """Return the bytes that one step keeps to be reversed, without the consts and its slice of the xs.
 
     0 for a body that cannot be differentiated in reverse: such a loop can be run, and nothing is kept.
@@ -155,8 +156,3 @@ def residual_bytes(traced: Traced) -> int:
     inputs = jaxpr.invars[len(consts) :]
     fixed = {*jaxpr.invars[: len(consts)], *inputs[:n_fixed], *inputs[n_fixed + n_carry :]}
     return sum(n_bytes(v.aval) for v in {*filter(_jax.is_var, jaxpr.outvars)} - fixed)
-
-
-def n_bytes(x: Any) -> int:
-    """Of an array or of the type of one."""
-    return int(x.size) * x.dtype.itemsize

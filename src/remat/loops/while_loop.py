@@ -21,19 +21,14 @@ from jax import lax
 from jax.experimental import checkify
 
 from remat import _jax
-from remat.errors import BudgetError, EffectError, ScheduleError, StepLimitError
+from remat.errors import EffectError, ScheduleError, StepLimitError
 from remat.loops.arguments import unroll_factor, whole_number
 from remat.loops.derivative import run
 from remat.loops.loop import Inputs, Loop, select
-from remat.loops.scan import scan
+from remat.loops.scan import DEFAULT_CHECKPOINTS, scan, slots_of_unknown_length
 from remat.loops.schedules import beta
 from remat.loops.store import make_store
-from remat.loops.tracing import Traced, n_bytes, residual_bytes, trace_body, values_of_refs
-from remat.units import format_bytes, parse_bytes
-
-# Where neither the number of steps nor of states is known: up to 45,760 steps are then run at most
-# three times more each, 4 million at most five times.
-DEFAULT_CHECKPOINTS = 64
+from remat.loops.tracing import Traced, trace_body, values_of_refs
 
 # API
 
@@ -110,7 +105,7 @@ def fori_loop(
     if traced is None:
         lax.fori_loop(lower, upper, body, init)
         raise AssertionError("jax.lax.fori_loop accepts what remat.fori_loop does not")
-    slots = _slots(traced, checkpoints, budget, DEFAULT_CHECKPOINTS)
+    slots = slots_of_unknown_length(traced, checkpoints, budget, DEFAULT_CHECKPOINTS)
     loop = Loop(
         traced.body,
         len(traced.consts),
@@ -214,7 +209,7 @@ def while_loop(
         _after_unused(traced, test_consts),
         len(consts),
         n_carry,
-        _slots(traced, checkpoints, budget, default),
+        slots_of_unknown_length(traced, checkpoints, budget, default),
         test=test,
         test_reads=(0, n_test, n_carry),
         max_steps=max_steps,
@@ -253,27 +248,6 @@ def _refuse(exceeded: Any, max_steps: int, how: str) -> None:
 
 
 # Helpers
-
-
-def _slots(traced: Traced, checkpoints: int | None, budget: str | int | None, default: int) -> int:
-    if checkpoints is not None and budget is not None:
-        raise ScheduleError(
-            f"checkpoints={checkpoints} and budget={budget!r} both say what to keep. Give one."
-        )
-    if budget is not None:
-        state, residual = sum(map(n_bytes, traced.carry)), residual_bytes(traced)
-        limit = parse_bytes(budget, "budget=")
-        slots = (limit - residual) // max(state, 1) - 1
-        if slots < 1:
-            raise BudgetError(
-                f"no schedule fits {format_bytes(limit)}; the smallest keeps "
-                f"{format_bytes(2 * state + residual)}: two states of {format_bytes(state)} and "
-                f"one step's residuals of {format_bytes(residual)}. Raise budget=, or save less "
-                f"in a step with policy=."
-            )
-        # More than this would never be used by a loop that ends.
-        return min(slots, 100_000)
-    return default if checkpoints is None else whole_number(checkpoints, "checkpoints", 1)
 
 
 def _test_of_values(test: Any, consts: list[Any], traced: Traced) -> tuple[Any, list[Any]]:

@@ -1,0 +1,37 @@
+"""The bytes of what a loop keeps, and how they compare with a budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from remat import _jax
+from remat.errors import BudgetError
+from remat.units import format_bytes
+
+
+def n_bytes(x: Any) -> Any:
+    """Return the bytes of an array or of its type: an expression if it has symbolic dimensions."""
+    size = x.size if _jax.is_symbolic(x.size) else int(x.size)
+    return size * x.dtype.itemsize
+
+
+def worst_case(what: str, size: Any, budget: Any, instead: str) -> int:
+    """Return the most bytes that a size can be, for comparison with a budget.
+
+    Args:
+      what: what has the size, for the error.
+      size: bytes; with symbolic dimensions, their constraints bound it.
+      budget: what the user gave.
+      instead: an option that needs no sizes.
+
+    Raises:
+      BudgetError: if a symbolic size has no bound.
+    """
+    bound = _jax.upper_bound(size)
+    if bound is None:
+        raise BudgetError(
+            f"budget={budget!r} cannot be compared with {format_bytes(size)} of {what}, whose symbolic "
+            f"dimensions have no bound. Give one, as in jax.export.symbolic_shape('b', "
+            f"constraints=['b <= 64']), or pass {instead} instead."
+        )
+    return bound
