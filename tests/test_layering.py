@@ -50,6 +50,7 @@ LAYERS = [
     ("transform.checkpoint",),
     ("loops.sizes",),
     ("loops.arguments", "loops.schedules", "loops.store", "loops.tracing", "loops.linear"),
+    ("loops.forward",),
     ("loops.loop",),
     ("loops.derivative",),
     ("loops.scan",),

@@ -11,6 +11,7 @@
     ├── OptionError (TypeError, ValueError)   an option of an adapter that it does not take
     ├── MethodError (AttributeError)          a method is to be wrapped that the class does not have
     ├── EffectError (NotImplementedError)     an effect that cannot be recomputed
+    ├── ForwardModeError (TypeError)          a derivative that the rules in a loop's body do not define
     ├── GradientMismatchError (AssertionError)   remat.testing: two functions that differ
     ├── PeakMemoryError (AssertionError)      remat.testing: a step that needs more than its limit
     ├── SavedValuesError (AssertionError)     remat.testing: a function that saves more than it should
@@ -84,6 +85,10 @@ class MethodError(RematError, AttributeError):
 
 class EffectError(RematError, NotImplementedError):
     """The region has an effect that cannot be repeated, so it cannot be recomputed."""
+
+
+class ForwardModeError(RematError, TypeError):
+    """A derivative of a loop needs a direction for which a function in its body has no rule."""
 
 
 class GradientMismatchError(RematError, AssertionError):

@@ -17,8 +17,10 @@ import os
 
 from remat._jax.autodiff import (
     batch_jaxpr as batch_jaxpr,
+    batched_type as batched_type,
     dce as dce,
     disallowed_effects as disallowed_effects,
+    has_undefined_tangents as has_undefined_tangents,
     is_linear_input as is_linear_input,
     is_undefined as is_undefined,
     is_zero as is_zero,
@@ -40,6 +42,7 @@ from remat._jax.autodiff import (
     register_transpose as register_transpose,
     stage_eqn as stage_eqn,
     transpose as transpose,
+    uses_custom_vjp as uses_custom_vjp,
     zero_tangent as zero_tangent,
 )
 from remat._jax.compat import (

@@ -40,12 +40,13 @@ from remat._jax.compat import (
     detach_consts,
     extend_name_stack,
     is_var,
+    open_jaxpr,
     positional_effects,
     split_list,
     typeof,
     weakref_lru_cache,
 )
-from remat._jax.tracing import new_call, new_var, trace, with_copy_sources
+from remat._jax.tracing import jaxprs_of, new_call, new_var, trace, with_copy_sources
 
 
 def is_zero(tangent: Any) -> bool:
@@ -54,6 +55,35 @@ def is_zero(tangent: Any) -> bool:
 
 def zero_tangent(primal: Any) -> Zero:
     return _ad_util.p2tz(primal)
+
+
+def has_undefined_tangents(jaxpr: Jaxpr, *others: Primitive) -> bool:
+    """Whether a jaxpr cannot be run since a `jax.custom_vjp` in it was differentiated forward.
+
+    Args:
+      jaxpr: a derivative.
+      others: primitives besides JAX's that stand for tangents which are not defined.
+    """
+    refusing = (_ad.custom_lin_p, *others)
+    return any(
+        eqn.primitive in refusing
+        or any(has_undefined_tangents(open_jaxpr(body), *others) for body in jaxprs_of(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
+def uses_custom_vjp(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr calls a function with a `jax.custom_vjp`, however deep."""
+    return any(
+        eqn.primitive.name.startswith("custom_vjp_call")
+        or any(uses_custom_vjp(open_jaxpr(body)) for body in jaxprs_of(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
+def batched_type(aval: Any, axis_data: Any) -> Any:
+    """The type of an array with the axis of a `vmap` in front."""
+    return _core.unmapped_aval(axis_data.size, 0, aval, axis_data.explicit_mesh_axis)
 
 
 def is_undefined(x: Any) -> bool:

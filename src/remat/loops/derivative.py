@@ -11,6 +11,8 @@ of which again calls only L of some loop, so that they close under differentiati
     d/dx of J(x)ᵀ·w   in direction v is the gradient with respect to x of ⟨w, J(x)·v⟩, which is
                   reverse mode of L₁. It is linear in v, and its transpose is the same expression
                   with the roles of v and of the gradient swapped (second derivatives commute).
+                  The transpose is right whatever rules the body has; the map itself needs that
+                  they are derivatives.
 
 The last rule is what makes reverse-over-reverse work although the backward loop itself, with its
 data-dependent trip counts, cannot be differentiated in reverse. All loops use the same number of
@@ -19,6 +21,9 @@ slots, so second derivatives are checkpointed like first ones.
 Checkpoints are values of the program as well, functions of x. Nothing but the backward loop reads
 them, and its rule differentiates through x; so their own derivative is declared zero.
 
+Where the body calls a function with a `jax.custom_vjp`, forward mode is not defined; `forward.py`
+says what becomes of the rules.
+
 Forward mode alone pays for this generality: it runs the primal loop twice, once by itself and once
 along with the tangents.
 """
@@ -26,7 +31,7 @@ along with the tangents.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +40,7 @@ import numpy as np
 
 from remat import _jax
 from remat.errors import EffectError
+from remat.loops.forward import has_forward_mode, push, refused
 from remat.loops.linear import LinearMap, linear_call
 from remat.loops.loop import (
     Checkpoints,
@@ -94,10 +100,12 @@ def _sweeping(loop: Loop) -> Any:
         flat = as_arrays(flat)
         results, held = function(flat)
         no_tangents = jax.tree.map(_zero_tangent, held)
-        return (results, held), (
-            _tangents(loop, flat, results, held, flat_tangents),
-            no_tangents,
+        differentiated, constants = _with_forward_rules(loop)
+        added = [_no_tangent(c) for c in constants]
+        out_tangents = _tangents(
+            differentiated, [*constants, *flat], results, held, [*added, *flat_tangents]
         )
+        return (results, held), (out_tangents, no_tangents)
 
     function.defjvp(rule, symbolic_zeros=True)
     return function
@@ -118,6 +126,34 @@ def _tangents(
     return merge([_zero_tangent(r) for r in results], out_mask, found)
 
 
+def _with_forward_rules(loop: Loop) -> tuple[Loop, Arrays]:
+    """L as it runs while it is differentiated, and the constants that its inputs then begin with.
+
+    As in JAX, a function with a `jax.custom_vjp` is its forward rule there, and what differentiates
+    the derivative once more differentiates this rule.
+    """
+    if not _jax.uses_custom_vjp(loop.body):
+        return loop, []
+    types = _jax.in_avals(loop.body)
+    mask = tuple(_jax.has_tangent(t) for t in types)
+    out_mask = [_jax.has_tangent(t) for t in _jax.out_avals(loop.body)]
+
+    def body(*values: Any) -> Arrays:
+        def step(*marked: Any) -> tuple[Arrays, Arrays]:
+            results = _jax.call_jaxpr(loop.body, merge(values, mask, marked))
+            return select(results, out_mask), results
+
+        inexact, _, results = jax.vjp(step, *select(values, mask), has_aux=True)
+        return merge(results, out_mask, inexact)
+
+    jaxpr, constants, _ = _jax.trace_call(body, *types)
+    first, last, n_carry = loop.test_reads
+    n = len(constants)
+    reads = (first + n, last + n, n_carry)
+    opened = dataclasses.replace(loop, body=jaxpr, n_consts=n + loop.n_consts, test_reads=reads)
+    return opened, list(constants)
+
+
 # The linear maps
 
 
@@ -128,7 +164,14 @@ def _derivative_map(loop: Loop, mask: Mask, held_tree: Any) -> LinearMap:
 
     def apply(residuals: Arrays, v: Arrays) -> Arrays:
         augmented, inputs = _augmented(loop, mask, residuals[:n_inputs], v)
-        return _tangent_half(loop, mask, _flat(plain(augmented, inputs)))
+
+        def tangents(inputs: Inputs) -> Arrays:
+            return _tangent_half(loop, mask, _flat(plain(augmented, inputs)))
+
+        if has_forward_mode(augmented.body):
+            return tangents(inputs)
+        types = _jax.out_avals(_jax.trace_call(tangents, inputs)[0])
+        return refused([*residuals, *v], types)
 
     def transposed(residuals: Arrays, w: Arrays) -> Arrays:
         inputs = split_inputs(loop, residuals[:n_inputs])
@@ -144,6 +187,8 @@ def _derivative_map(loop: Loop, mask: Mask, held_tree: Any) -> LinearMap:
         return select(_flat(found), mask)
 
     def jvp(residuals: Arrays, v: Arrays, d_residuals: Arrays, d_v: Arrays) -> Arrays:
+        if not has_forward_mode(_augmented(loop, mask, residuals[:n_inputs], v)[0].body):
+            return apply(residuals, v)  # not defined either, and of the same types
         return _jvp(
             lambda x, v: _pushed(loop, mask, x, v),
             (residuals[:n_inputs], v),
@@ -189,23 +234,34 @@ def _hessian_map(loop: Loop, moved: Mask, mask: Mask, like: Arrays) -> LinearMap
         return pull([jnp.zeros_like(o) if ct is None else ct for o, ct in zip(out, w)])[0]
 
     def forth(residuals: Arrays, v: Arrays) -> Arrays:
+        if not commutes(residuals):
+            x = residuals[:n_inputs]
+            return refused([*residuals, *v], [jax.typeof(a) for a in select(x, mask)])
         return gradient(moved, mask, residuals, v)
+
+    def forth_jvp(residuals: Arrays, v: Arrays, d_residuals: Arrays, d_v: Arrays) -> Arrays:
+        if not commutes(residuals):
+            return forth(residuals, v)  # not defined either, and of the same types
+        return _jvp(forth, (residuals, v), (d_residuals, d_v))
+
+    def commutes(residuals: Arrays) -> bool:
+        """Whether second derivatives commute: the rules of a `jax.custom_vjp` need not be gradients."""
+        either = tuple(a or b for a, b in zip(moved, mask))
+        x = residuals[:n_inputs]
+        return has_forward_mode(_augmented(loop, either, x, select(x, either))[0].body)
 
     def back(residuals: Arrays, v: Arrays) -> Arrays:
         return gradient(mask, moved, residuals, v)
 
-    return LinearMap(
-        forth,
-        back,
-        lambda *values: _jvp(forth, values[:2], values[2:]),
-        lambda *values: _jvp(back, values[:2], values[2:]),
-    )
+    return LinearMap(forth, back, forth_jvp, lambda *values: _jvp(back, values[:2], values[2:]))
 
 
 # The differentiated loop
 
 
-def _augmented(loop: Loop, mask: Mask, flat: Arrays, v: Arrays) -> tuple[Loop, Inputs]:
+def _augmented(
+    loop: Loop, mask: Mask, flat: Arrays, v: Arrays, jvp: Callable = jax.jvp
+) -> tuple[Loop, Inputs]:
     """The loop L₁ over values and tangents, and its inputs."""
     inputs = split_inputs(loop, flat)
     consts_mask, carry_in_mask, xs_mask, _ = map(tuple, split_inputs(loop, mask))
@@ -224,7 +280,7 @@ def _augmented(loop: Loop, mask: Mask, flat: Arrays, v: Arrays) -> tuple[Loop, I
                 merge(consts, consts_mask, c), merge(carry, carry_mask, k), merge(x, xs_mask, x_)
             )
 
-        (carry_out, y), (d_carry_out, d_y) = jax.jvp(
+        (carry_out, y), (d_carry_out, d_y) = jvp(
             step,
             (select(consts, consts_mask), select(carry, carry_mask), select(x, xs_mask)),
             (d_consts, d_carry, d_x),
@@ -255,6 +311,8 @@ def _augmented(loop: Loop, mask: Mask, flat: Arrays, v: Arrays) -> tuple[Loop, I
 def _pushed(loop: Loop, mask: Mask, flat: Arrays, v: Arrays) -> Arrays:
     """J(x)·v as a function that JAX can differentiate again."""
     augmented, inputs = _augmented(loop, mask, flat, v)
+    if not has_forward_mode(augmented.body):
+        augmented, inputs = _augmented(loop, mask, flat, v, push)
     return _tangent_half(loop, mask, _flat(run(augmented, inputs)))
 
 
@@ -304,6 +362,10 @@ def _jvp(fun: Any, primals: Sequence[Arrays], tangents: Sequence[Arrays]) -> Arr
     if not any(mask):
         return [jnp.zeros_like(x) for x in of_marked([])]
     return jax.jvp(of_marked, (select(flat, mask),), (select(flat_tangents, mask),))[1]
+
+
+def _no_tangent(x: Any) -> Any:
+    return jax.custom_derivatives.SymbolicZero(jax.typeof(x).to_tangent_aval())
 
 
 def _zero_tangent(x: Any) -> Any:

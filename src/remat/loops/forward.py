@@ -1,0 +1,209 @@
+"""Derivatives of a loop's body in a direction, where a function in it has only a reverse rule.
+
+A function with a `jax.custom_vjp` has a rule for Jᵀ·w and none for J·v. A loop needs J·v in two places:
+
+- In forward mode, which JAX does not define either. `refused` stands for its result: it raises where
+  the value is asked for, which a derivative in reverse mode never does.
+- In the second derivatives of reverse mode, which the loop finds as the gradient of ⟨w, J·v⟩ (see
+  `derivative.py`). The rule for Jᵀ·w is linear in w, as a rule, so its transpose is J.
+
+A rule that is not linear in w (one that clips its cotangent, or adds to it) has no transpose. JAX
+transposes some of these silently, so `is_linear` looks at the equations first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from remat import _jax
+from remat.errors import ForwardModeError
+
+Arrays = list[Any]
+
+_NOT_DEFINED = (
+    "the body of a loop of remat calls a function with a jax.custom_vjp, and forward mode (jax.jvp, "
+    "jax.jacfwd, jax.hessian, what jax.linearize returns) is not defined for those. Use reverse mode, "
+    "as in jax.jacrev(jax.grad(f)), or give the function a jax.custom_jvp."
+)
+_NOT_LINEAR = (
+    "the body of a loop of remat calls a function with a jax.custom_vjp whose backward rule is not "
+    "linear in its cotangent ({reason}), and a second derivative in reverse mode needs its transpose. "
+    "Use jax.lax.scan, remat.scan without checkpoints=, or jax.custom_jvp."
+)
+
+
+def push(fun: Callable, primals: Sequence[Arrays], tangents: Sequence[Arrays]) -> Any:
+    """Return the results of `fun` and their tangents, as `jax.jvp`, from the rules of reverse mode.
+
+    Raises:
+      ForwardModeError: if these are not linear.
+    """
+    out, pull = jax.vjp(fun, *primals)
+    leaves, tree = jax.tree.flatten(out)
+
+    def flat(*cotangents: Any) -> Any:
+        return pull(jax.tree.unflatten(tree, cotangents))
+
+    jaxpr, consts, _ = _jax.trace_call(flat, *leaves)
+    _check_linear(jaxpr, len(consts))
+    transposed = jax.linear_transpose(lambda *cts: _jax.call_jaxpr(jaxpr, [*consts, *cts]), *leaves)
+    return out, jax.tree.unflatten(tree, transposed(jax.tree.leaves(tangents)))
+
+
+# --------------------------------------------------------------------------------------------------
+# What stands for a tangent that is not defined
+
+refused_p = _jax.Primitive("remat_no_forward_mode")
+
+
+def refused(operands: Arrays, types: Sequence[Any]) -> Arrays:
+    """Return values of these types that raise when they are computed."""
+    return refused_p.bind(*operands, types=tuple(types))
+
+
+def has_forward_mode(jaxpr: Any) -> bool:
+    """Return whether a jaxpr can be run: nothing in it stands for an undefined tangent."""
+    return not _jax.has_undefined_tangents(jaxpr, refused_p)
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise ForwardModeError(_NOT_DEFINED)
+
+
+def _batch(axis: Any, args: Any, dims: Any, *, types: tuple) -> tuple[Arrays, list[int]]:
+    batched = tuple(_jax.batched_type(t, axis) for t in types)
+    return refused_p.bind(*args, types=batched), [0] * len(types)
+
+
+_jax.register(
+    refused_p,
+    evaluate=_refuse,
+    abstract=lambda *_, types: (list(types), set()),
+    jvp=_refuse,
+    transpose=_refuse,
+    batch=_batch,
+)
+
+
+# --------------------------------------------------------------------------------------------------
+# Linearity
+
+# What a value is, as a function of the cotangents.
+_ZERO, _CONSTANT, _LINEAR = "zero", "constant", "linear"
+
+_TOGETHER = frozenset(
+    """
+    add add_any sub neg concatenate pad reshape broadcast_in_dim transpose rev squeeze expand_dims copy
+    copy_p convert_element_type reduce_sum cumsum reduce_window_sum real imag complex conj slice
+    reduce_precision optimization_barrier sharding_constraint device_put psum psum_invariant
+    all_gather reduce_scatter all_to_all ppermute pvary pcast reshard name
+    """.split()  # noqa: SIM905
+)
+# Primitives that are linear in some of their operands together, with the places of these; None: in
+# all. The others must not depend on the cotangents.
+_LINEAR_IN: dict[str, tuple[int, ...] | None] = {
+    **dict.fromkeys(_TOGETHER),
+    **dict.fromkeys(("div", "gather", "dynamic_slice"), (0,)),
+    "dynamic_update_slice": (0, 1),
+    "scatter-add": (0, 2),
+    "scatter_add": (0, 2),
+    "triangular_solve": (1,),
+}
+_BILINEAR = ("mul", "dot_general", "conv_general_dilated")
+_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat", "checkpoint")
+
+
+class _NotLinear(Exception):
+    pass
+
+
+def _check_linear(jaxpr: Any, n_consts: int) -> None:
+    kinds = [_CONSTANT] * n_consts + [_LINEAR] * (len(jaxpr.invars) - n_consts)
+    try:
+        if _CONSTANT in _kinds_of_results(jaxpr, kinds):
+            raise _NotLinear("it adds to it")
+    except _NotLinear as error:
+        raise ForwardModeError(_NOT_LINEAR.format(reason=error)) from None
+
+
+def _kinds_of_results(jaxpr: Any, kinds: Sequence[str]) -> list[str]:
+    """Return what the results of a jaxpr are, given what its inputs are."""
+    jaxpr = _jax.open_jaxpr(jaxpr)
+    kind = dict.fromkeys(jaxpr.constvars, _CONSTANT) | dict(zip(jaxpr.invars, kinds, strict=True))
+
+    def of(v: Any) -> str:
+        if _jax.is_var(v):
+            return kind[v]
+        return _ZERO if not np.any(v.val) else _CONSTANT
+
+    for eqn in jaxpr.eqns:
+        found = _kinds_of_equation(eqn, [of(v) for v in eqn.invars])
+        for v, k in zip(eqn.outvars, found, strict=True):
+            if k == _LINEAR and not _jax.has_tangent(v.aval):
+                raise _NotLinear(f"it computes {v.aval.dtype} numbers from it with {eqn.primitive}")
+            kind[v] = k
+    return [of(v) for v in jaxpr.outvars]
+
+
+def _kinds_of_equation(eqn: Any, kinds: list[str]) -> list[str]:
+    name, n_results = eqn.primitive.name, len(eqn.outvars)
+    bodies = list(_jax.jaxprs_of(eqn))
+    if name == "scan":
+        return _kinds_of_scan(eqn, kinds)
+    if name == "remat_linear":  # of a loop in the body
+        n_nonlinear = eqn.params["n_consts"] + eqn.params["n_residuals"]
+        if _LINEAR in kinds[:n_nonlinear]:
+            raise _NotLinear("it runs a loop on it")
+        return [_LINEAR if _LINEAR in kinds else _CONSTANT] * n_results
+    if name in _CALLS:
+        return _kinds_of_results(bodies[0], kinds)
+    if name == "cond" and kinds[0] != _LINEAR:
+        branches = [_kinds_of_results(body, kinds[1:]) for body in bodies]
+        return [_joined(each) for each in zip(*branches)]
+    if _LINEAR not in kinds:
+        return [_ZERO if _is_zero(name, kinds) else _CONSTANT] * n_results
+    if name in _BILINEAR:
+        if kinds.count(_LINEAR) > 1:
+            raise _NotLinear(f"it multiplies it with itself, {name}")
+        return [_ZERO if _ZERO in kinds else _LINEAR] * n_results
+    places = tuple(range(1, len(kinds))) if name == "select_n" else _LINEAR_IN.get(name, ())
+    together = range(len(kinds)) if places is None else places
+    if any((k == _CONSTANT) if i in together else (k == _LINEAR) for i, k in enumerate(kinds)):
+        mixed = name in _LINEAR_IN and _CONSTANT in kinds
+        raise _NotLinear(f"it adds to it with {name}" if mixed else f"it computes {name} of it")
+    return [_LINEAR] * n_results
+
+
+def _is_zero(name: str, kinds: list[str]) -> bool:
+    """Return whether an equation on values that do not depend on the cotangents gives zero."""
+    if name in _BILINEAR:
+        return _ZERO in kinds
+    if name == "select_n":
+        return set(kinds[1:]) == {_ZERO}
+    if name not in _LINEAR_IN or not kinds:
+        return False
+    places = _LINEAR_IN[name]
+    return all(kinds[i] == _ZERO for i in (range(len(kinds)) if places is None else places))
+
+
+def _kinds_of_scan(eqn: Any, kinds: list[str]) -> list[str]:
+    first, n_carry = _jax.scan_arity(eqn)
+    body = _jax.scan_body(eqn)
+    while True:
+        found = _kinds_of_results(body, kinds)
+        carry = [_joined(pair) for pair in zip(kinds[first : first + n_carry], found)]
+        if carry == kinds[first : first + n_carry]:
+            return found
+        kinds = [*kinds[:first], *carry, *kinds[first + n_carry :]]
+
+
+def _joined(kinds: Sequence[str]) -> str:
+    """Return what a value is that comes from one of several."""
+    different = set(kinds) - {_ZERO}
+    if len(different) > 1:
+        raise _NotLinear("it returns it in some cases only")
+    return different.pop() if different else _ZERO
