@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax import lax
 
+import remat
 from remat.errors import BudgetError, ScheduleError, UnitsError
 from remat.loops.scan import explain, scan
 from remat.loops.schedules import Binomial
@@ -424,3 +425,23 @@ def test_a_body_without_a_reverse_derivative_runs() -> None:
     theirs = lax.scan(body, jnp.float32(1.0), None, 6)
     np.testing.assert_array_equal(ours[1], theirs[1])
     assert ours[0] == theirs[0]
+
+
+@pytest.mark.parametrize("wrap", [remat.checkpoint, jax.checkpoint])
+def test_a_mapped_region_around_a_loop_differentiates(wrap: Callable) -> None:
+    def of(loop: Callable, **options: Any) -> Callable:
+        def f(x: Any, w: Any) -> Any:
+            def step(state: Any, _: None) -> Any:
+                h, key, v = state
+                return (jnp.sin(h * w), jax.random.split(key)[0], v * w), (h, v)
+
+            init = (x, jax.random.key(3), w)
+            (h, _, _), (ys, vs) = loop(step, init, None, length=3, **options)
+            return (h + ys.sum(0)).sum() * vs.sum()
+
+        total = lambda x, w: jax.vmap(wrap(f), (0, None))(x, w).sum()  # noqa: E731
+        return jax.jit(jax.grad(total, (0, 1)))
+
+    args = jnp.array([[0.3, 0.5], [0.2, 0.9]]), jnp.float32(1.1)
+    for found, expected in zip(of(scan, checkpoints=2)(*args), of(lax.scan)(*args)):
+        assert jnp.allclose(found, expected, rtol=1e-5)

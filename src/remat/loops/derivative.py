@@ -41,7 +41,7 @@ import numpy as np
 from remat import _jax
 from remat.errors import EffectError
 from remat.loops.forward import has_forward_mode, push, refused
-from remat.loops.linear import LinearMap, linear_call
+from remat.loops.linear import LinearMap, align, linear_call
 from remat.loops.loop import (
     Checkpoints,
     Inputs,
@@ -75,7 +75,7 @@ def _function(loop: Loop) -> Any:
 
     @jax.custom_jvp
     def function(flat: Arrays) -> Arrays:
-        return _flat(plain(loop, split_inputs(loop, as_arrays(flat))))
+        return align(_flat(plain(loop, split_inputs(loop, as_arrays(flat)))))
 
     def rule(primals: tuple, tangents: tuple) -> tuple[Arrays, Arrays]:
         (flat,), (flat_tangents,) = primals, tangents
@@ -93,7 +93,7 @@ def _sweeping(loop: Loop) -> Any:
     @jax.custom_jvp
     def function(flat: Arrays) -> tuple[Arrays, Checkpoints]:
         results, held = sweep(loop, split_inputs(loop, as_arrays(flat)))
-        return _flat(results), held
+        return align(_flat(results)), held
 
     def rule(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
         (flat,), (flat_tangents,) = primals, tangents

@@ -172,3 +172,41 @@ def _batch(
 _jax.register(
     linear_p, evaluate=_evaluate, abstract=_abstract, jvp=_jvp, transpose=_transpose, batch=_batch
 )
+
+
+# --------------------------------------------------------------------------------------------------
+# Batch axes
+#
+# JAX batches a `jax.custom_jvp` and its rule separately, and where both stand in a jaxpr it takes the
+# batch axes of one for those of the other. A loop and its rule run different programs, whose results
+# need not have the batch in the same place, or at all.
+
+align_p = _jax.Primitive("remat_align")
+
+
+def align(values: Sequence[Any]) -> Arrays:
+    """Return the values; under `vmap` with the batch in front, if one with a tangent has a batch."""
+    return align_p.bind(*values) if values else []
+
+
+def _align_batch(axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Arrays, Arrays]:
+    found: Arrays = []
+    for x, dim in zip(args, dims):
+        if dim is not None:
+            found.append((jnp.moveaxis(x, dim, 0), 0))
+        elif _jax.has_tangent(x) and any(d is not None for d in dims):
+            found.append((jnp.broadcast_to(x, (axis.size, *x.shape)), 0))
+        else:
+            found.append((x, None))
+    values, new_dims = zip(*found)
+    return align_p.bind(*values), list(new_dims)
+
+
+_jax.register(
+    align_p,
+    evaluate=lambda *args: list(args),
+    abstract=lambda *args: (list(args), set()),
+    jvp=lambda primals, tangents: (align_p.bind(*primals), list(tangents)),
+    transpose=lambda cotangents, *_: list(cotangents),
+    batch=_align_batch,
+)
