@@ -391,6 +391,24 @@ def test_loops_run_inside_shard_map(way: dict[str, Any]) -> None:
     assert_close(jax.jit(gradient(scan, **way))(*args), jax.jit(gradient(lax.scan))(*args))
 
 
+@pytest.mark.parametrize("transform", [jax.grad, lambda f: lambda x: jax.jvp(f, (x,), (x,))[1]])
+def test_integers_in_the_carry_may_vary_over_the_devices_of_shard_map(transform: Callable) -> None:
+    spec = jax.sharding.PartitionSpec("d")
+
+    def derivative(scan: Callable, **way: Any) -> Callable:
+        def local(x: Any) -> Any:
+            step = lambda c, _: ((jnp.sin(c[0]) * c[1].astype(F32), c[1] + 1), None)  # noqa: E731
+            (x, _), _ = scan(step, (x, x.sum().astype(jnp.int32)), None, 3, **way)
+            return x
+
+        mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
+        return jax.jit(transform(lambda x: mapped(x).sum()))
+
+    x = jnp.array([0.3, 1.4])
+    assert_close(derivative(scan, checkpoints=2)(x), derivative(lax.scan)(x))
+
+
 REAL_PEAK = """
 import resource, sys
 import jax, jax.numpy as jnp

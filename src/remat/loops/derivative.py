@@ -36,7 +36,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from remat import _jax
 from remat.errors import EffectError
@@ -372,4 +371,5 @@ def _zero_tangent(x: Any) -> Any:
     """A zero written out, as the rules of `jax.custom_jvp` return it."""
     if _jax.has_tangent(x):
         return jnp.zeros_like(x)
-    return np.zeros(x.shape, jax.dtypes.float0)
+    # Symbolic: an array of float0 has no type that varies over the axes of a mesh.
+    return jax.custom_derivatives.SymbolicZero(jax.typeof(x).to_tangent_aval())
