@@ -409,6 +409,23 @@ def test_integers_in_the_carry_may_vary_over_the_devices_of_shard_map(transform:
     assert_close(derivative(scan, checkpoints=2)(x), derivative(lax.scan)(x))
 
 
+def test_scans_of_length_0_keep_the_axes_that_their_rows_vary_over() -> None:
+    spec = jax.sharding.PartitionSpec("d")
+    step = lambda c, x: (0.5 * jnp.sin(c) + x, c)  # noqa: E731
+
+    def gradient(scan: Callable, **way: Any) -> Callable:
+        def local(x: Any) -> Any:
+            c, ys = scan(step, x, x[None][:0], **way)
+            return c * c + ys.sum(0)
+
+        mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
+        return jax.jit(jax.grad(lambda x: mapped(x).sum()))
+
+    x = jnp.array([0.3, 1.4])
+    assert_close(gradient(scan, checkpoints=2)(x), gradient(lax.scan)(x))
+
+
 REAL_PEAK = """
 import resource, sys
 import jax, jax.numpy as jnp
