@@ -26,7 +26,7 @@ test-all: $(VENV)/.dev  ## with the slow sweeps
 
 # Pages, pictures, the command line, what does not import JAX and the longest sweeps are tested once.
 PURE_PLANNER = bodies plan_file
-NOT_CORE = tests/report tests/solvers tests/benchmarks tests/test_cli.py tests/test_docs.py \
+NOT_CORE = tests/report tests/solvers tests/benchmarks tests/cli tests/test_docs.py \
 	tests/test_pytest_plugin.py tests/adapters/test_linen_remat_scan.py tests/adapters/test_rematted.py \
 	tests/test_cache.py tests/program/test_devices.py \
 	tests/program/test_fusion.py $(PURE_PLANNER:%=tests/planner/test_%.py)

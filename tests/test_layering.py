@@ -89,6 +89,10 @@ LAYERS = [
     ("explain.difference", "explain.findings"),
     ("explain.stages",),
     ("explain",),
+    ("cli.errors", "cli.rendering"),
+    ("cli.options", "cli.subject"),
+    ("cli.planning",),
+    ("cli.main",),
     ("cli",),
     ("__main__",),
 ]

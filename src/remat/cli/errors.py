@@ -1,0 +1,118 @@
+"""Errors of the command line: one line each, in the words of its options."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from typing import IO, Any
+
+import click
+
+from remat.errors import RematError
+from remat.printing import printable
+
+_ERROR = 1  # exit code of every error but a wrong command line, whose code is 2
+
+
+class OneLineError(click.ClickException):
+    """An error that is shown as one line and ends the command with exit code 1."""
+
+    exit_code = _ERROR
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(as_line(self.message), file=file, err=file is None)
+
+
+class _OneLineUsageError(OneLineError):
+    """A wrong command line, with the command that shows its help."""
+
+    exit_code = 2
+
+    def __init__(self, error: click.UsageError) -> None:
+        command = error.ctx.command_path if error.ctx is not None else "remat"
+        message = error.format_message().rstrip(".")
+        super().__init__(f"{message}{'' if message.endswith('?') else '.'} See {command} --help.")
+
+
+def as_line(message: str) -> str:
+    """Return a message as one printable line that starts with the command's name."""
+    return printable(f"remat: {' '.join(message.split())}")
+
+
+class Commands(click.Group):
+    """A group that shows its commands' errors as one line, or with --debug as a traceback."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except click.UsageError as error:
+            raise _in_one_line(error) from None
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as error:
+            raise _in_one_line(error) from None
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except (
+            BrokenPipeError
+        ):  # the reader of the output has ended, as `| head` does; click exits quietly
+            raise
+        except Exception as error:
+            if ctx.meta.get("remat.debug"):
+                text = "".join(traceback.format_exception(error))
+                click.echo(printable(text, keep="\n"), err=True, nl=False)
+                raise click.exceptions.Exit(_ERROR) from error
+            raise OneLineError(message_of(error)) from error
+
+
+def _in_one_line(error: click.UsageError) -> click.ClickException:
+    # A command without any arguments shows its help, which has many lines.
+    return (
+        error
+        if isinstance(error, click.exceptions.NoArgsIsHelpError)
+        else _OneLineUsageError(error)
+    )
+
+
+def _set_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    ctx.meta["remat.debug"] = value or ctx.meta.get("remat.debug", False)
+
+
+debug_option = click.option(
+    "--debug",
+    is_flag=True,
+    expose_value=False,
+    callback=_set_debug,
+    help="Show the traceback of an error.",
+)
+
+
+# How the library's errors name Python's options, and what the command line calls them.
+_OPTIONS_BY_PATTERN = (
+    (r"\b(budget|target|costs|policy|plan)=(?!\w|['\"])", r"--\1"),
+    (r"\b(budget|target|costs)=", r"--\1 "),
+    (r"\ballow offload=True\b", "leave out --no-offload"),
+    (r"A target is None \(the devices at hand\)", "A target is left out (the devices at hand)"),
+    (r" Pass strict=False if it may be absent\.", ""),
+)
+
+
+def in_options(error: RematError) -> str:
+    """Return the message of an error with Python's options replaced by those of the command line."""
+    text = str(error)
+    for python, option in _OPTIONS_BY_PATTERN:
+        text = re.sub(python, option, text)
+    return text
+
+
+def message_of(error: BaseException) -> str:
+    """Return the message of any error, including a user's whose `__str__` raises."""
+    if isinstance(error, RematError):
+        return in_options(error)
+    try:
+        text = str(error)
+    except Exception:
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,166 @@
+"""Writing to the terminal and to files."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from remat import files, units
+from remat.errors import ReportError
+from remat.planner.plan_file import Plan
+from remat.printing import printable
+from remat.program.devices import Device
+from remat.report.explanation import Explanation
+from remat.report.model import ParetoPoint
+
+
+class _Rendered(Protocol):
+    """An explanation, or the difference of two."""
+
+    def to_json(self) -> str: ...
+    def to_html(self) -> str: ...
+    def to_text(self, *, width: int, color: bool) -> str: ...
+
+
+def say(text: str) -> None:
+    """Print to standard output, with "?" for characters that its encoding lacks."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    click.echo(text.rstrip("\n").encode(encoding, "replace").decode(encoding))
+
+
+def say_written(path: str) -> None:
+    """Name a written file on standard error, so that standard output is the result alone."""
+    click.echo(printable(f"wrote {path}"), err=True)
+
+
+def write_page(path: str, page: str) -> None:
+    """Write an HTML page and name it on standard error."""
+    files.write_text(path, page, ReportError)
+    say_written(path)
+
+
+def show(found: _Rendered, *, as_json: bool, html: str | None) -> None:
+    """Show a result as the options of a command ask for: text, JSON, or only a page in a file."""
+    if html is not None:
+        write_page(html, found.to_html())
+    if as_json:
+        say(found.to_json())
+    elif html is None:
+        say(found.to_text(width=width(), color=color()))
+
+
+@contextlib.contextmanager
+def working(on: str) -> Iterator[None]:
+    """Show a status line while something slow runs, if standard error is a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(Text(printable(on))):
+        yield
+
+
+def width() -> int:
+    """Return the number of columns to write, at least 60."""
+    return max(60, shutil.get_terminal_size((110, 40)).columns)
+
+
+def color() -> bool:
+    """Return whether to write colors: on a terminal, unless NO_COLOR is set."""
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+
+# --------------------------------------------------------------------------------------------------
+# Points of peak against time
+
+
+def points_of_plan(plan: Plan, label: str) -> tuple[ParetoPoint, ...]:
+    """Return what a plan's search compiled: the step without remat, the attempts, the plan last."""
+
+    def point(peak_bytes: int, flops: float, seconds: float, what: str) -> ParetoPoint:
+        share = flops / plan.flops if plan.flops else 0.0
+        return ParetoPoint(peak_bytes, share, seconds, what, verified=True)
+
+    peak_bytes = plan.predicted_bytes if plan.peak_bytes is None else plan.peak_bytes
+    final = dataclasses.replace(
+        point(peak_bytes, plan.extra_flops, plan.extra_seconds, label),
+        verified=plan.is_verified,
+        chosen=True,
+    )
+    attempts = [
+        point(a.compiled_bytes, a.extra_flops, a.extra_seconds, f"attempt {number}")
+        for number, a in enumerate(plan.attempts, 1)
+    ]
+    points = [point(plan.peak_bytes_without_remat, 0.0, 0.0, "nothing rematerialized"), *attempts]
+    return (*(p for p in points if p.peak_bytes != peak_bytes), final)
+
+
+def point_of_explanation(
+    explanation: Explanation, label: str, *, chosen: bool = False
+) -> ParetoPoint:
+    """Return the compiled peak of a step, or the predicted one if it wasn't compiled."""
+    totals = explanation.totals
+    memory = totals.compiled or totals.predicted
+    return ParetoPoint(
+        memory.peak_bytes,
+        totals.extra_flops_share,
+        totals.recompute_time_s,
+        label,
+        verified=totals.compiled is not None,
+        chosen=chosen,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Devices
+
+
+def target_of(device: Device) -> str:
+    """Return the text that `--target` takes for a device."""
+    return device.name if device.platform == "cpu" else f"{device.platform}:{device.name}"
+
+
+def devices_as_json(known: Sequence[Device], here: Sequence[str]) -> str:
+    """Return the figures of devices, and the kinds of the devices at hand, as JSON."""
+    rows = [
+        {
+            "target": target_of(d),
+            "memory_bytes": d.memory_bytes,
+            "bandwidth_bytes_per_s": d.bandwidth_bytes_per_s,
+            "flops_per_s": dict(d.flops),
+        }
+        for d in known
+    ]
+    return json.dumps({"at_hand": list(here), "known": rows}, indent=1)
+
+
+def devices_as_text(known: Sequence[Device], here: Sequence[str]) -> str:
+    """Return the same as a table."""
+    at_hand = printable(f"at hand: {', '.join(sorted(set(here)))} × {len(here)}")
+    table = Table(title=Text(at_hand), box=None)
+    for column in ("target", "memory", "bandwidth", "bfloat16", "float32"):
+        table.add_column(column, justify="left" if column == "target" else "right")
+    for d in known:
+        table.add_row(
+            target_of(d),
+            units.format_bytes(d.memory_bytes) if d.memory_bytes else "the host's",
+            f"{d.bandwidth_bytes_per_s / 1e9:.0f} GB/s",
+            f"{d.flops_per_s('bfloat16') / 1e12:.1f} TFLOP/s",
+            f"{d.flops_per_s('float32') / 1e12:.1f} TFLOP/s",
+        )
+    console = Console(width=width(), file=io.StringIO(), force_terminal=color())
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get()

@@ -1,0 +1,62 @@
+"""Errors: their exit codes, and one line each."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import pytest
+
+
+def test_a_budget_that_cannot_be_met_is_1_and_one_line(run):
+    result = run("plan", "training:problem", "--budget", "1KiB")
+    assert result.exit_code == 1
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert result.stderr.startswith("remat: ")
+    assert "1.0 KiB" in result.stderr
+
+
+def test_a_budget_that_is_not_met_speaks_of_the_option(run):
+    said = run("plan", "training:problem", "--budget", "1KiB").stderr
+    assert "Raise --budget to" in said and "budget=" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["explain", "training:broken"], "ValueError: no data at all"),
+        (["explain", "training:leaves"], "called sys.exit('usage: train.py')"),
+        (["explain", "training:hostile"], r"ValueError: \x1b]0;owned\x07 \x9b2J \u202e\u200b"),
+        (["explain", "training:silent"], "Silent"),
+        (["explain", "training:skipped"], "BaseException: not here"),
+        (["explain", "training:pipe"], "BrokenPipeError: of a data loader"),
+        (["compare", "damaged.json", "training:problem"], "damaged.json: this is not JSON"),
+        (["compare", "long.json", "training:problem"], "long.json: this is not JSON"),
+        (["explain", "training:problem", "--plan", "damaged.json"], "damaged.json, line 1"),
+    ],
+    ids=ascii,
+)
+def test_other_errors_are_1_in_one_line(run, arguments, said):
+    pathlib.Path("damaged.json").write_text("{\x1b")
+    pathlib.Path("long.json").write_text('{"format": ' + "9" * 5000 + "}")
+    result = run(*arguments)
+    assert result.exit_code == 1
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("remat: ") and line.isprintable()
+    assert said in line
+
+
+@pytest.mark.parametrize("arguments", [["explain", "{}", "--debug"], ["--debug", "explain", "{}"]])
+def test_debug_shows_the_traceback_and_no_control_characters(run, arguments):
+    result = run(*[a.format("training:hostile") for a in arguments])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Traceback") and "in hostile" in result.stderr
+    assert all(line.isprintable() for line in result.stderr.splitlines())
+    assert not result.stderr.splitlines()[-1].startswith("remat: ")
+
+
+def test_an_interrupt_is_1_and_leaves_no_traceback_and_no_file(run):
+    result = run("explain", "training:interrupted", "--html", "page.html")
+    assert result.exit_code == 1
+    assert result.stderr.strip() == "Aborted!"
+    assert not {name for name in os.listdir() if "page" in name or "partial" in name}

@@ -1,0 +1,133 @@
+"""What each command prints and writes."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+
+import pytest
+
+from remat.cli import main
+from remat.planner.plan_file import Plan
+from remat.report import Explanation
+
+
+def test_explain_prints_what_is_saved(run):
+    result = run("explain", "training:problem")
+    assert result.exit_code == 0, result.output
+    assert "training:problem" in result.stdout
+    assert "saved" in result.stdout
+    assert "no_regions" in result.stdout
+    assert result.stderr == ""
+
+
+def test_policies_are_applied_by_name(run):
+    explained = {
+        policy: Explanation.from_json(
+            run("explain", "training:problem", "--no-compile", "--json", "--policy", policy).stdout
+        )
+        for policy in ("nothing_saveable", "dots_saveable", "names:hidden")
+    }
+    saved = {policy: e.totals.residual_bytes for policy, e in explained.items()}
+    assert saved["nothing_saveable"] == 0
+    assert saved["dots_saveable"] == saved["names:hidden"] == 4 * 2048 * 64 * 4
+
+
+def test_html_is_one_page(run):
+    result = run("explain", "training:checkpointed", "--no-compile", "--html", "step.html")
+    assert result.exit_code == 0
+    assert pathlib.Path("step.html").read_text().startswith("<!doctype html>")
+    assert "step.html" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["training:problem", "training:marked"])
+def test_plan_meets_the_budget_and_is_written(run, name):
+    result = run("plan", name, "--budget", "70%", "-o", "plan.json")
+    assert result.exit_code == 0, result.output
+    made = Plan.load("plan.json")
+    assert made.peak_bytes <= 0.7 * made.peak_bytes_without_remat
+    applied = run("explain", name, "--plan", "plan.json", "--json")
+    assert Explanation.from_json(applied.stdout).totals.compiled.peak_bytes == made.peak_bytes
+
+
+def test_costs_are_those_that_were_asked_for(run):
+    for asked in ("roofline", "measured"):
+        result = run("plan", "training:problem", "--budget", "100%", "--costs", asked)
+        assert result.exit_code == 0, result.output
+        assert f"({asked}); any plan" in result.stdout
+    assert run("plan", "training:problem", "--costs", "mesured").exit_code == 2
+    assert "--costs" in run("report", "--help").stdout
+
+
+def test_report_draws_the_choice_between_policies(run):
+    result = run("report", "training:problem", "-o", "page.html")
+    assert result.exit_code == 0, result.output
+    assert "dots_with_no_batch_dims_saveable" in pathlib.Path("page.html").read_text()
+
+
+def test_report_draws_the_curve_of_what_was_compiled(run):
+    result = run(
+        "report", "training:marked", "--budget", "70%", "--budgets", "85%, 1%", "-o", "page.html"
+    )
+    assert result.exit_code == 0, result.output
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("remat: no plan for 1%: no plan fits")
+    page = pathlib.Path("page.html").read_text()
+    rows = re.findall(r'<tr( class="chosen")?>.*?<th scope="row"><bdi>(.*?)</bdi>', page)
+    labels = [label for _, label in rows]
+    assert {"nothing rematerialized", "plan for 70%", "plan for 85%"} <= set(labels)
+    assert [label for chosen, label in rows if chosen] == ["plan for 70%"]
+    assert "whole loss" not in page
+
+
+def test_compare_takes_steps_and_files(run):
+    before = run("explain", "training:problem", "--no-compile", "--json").stdout
+    pathlib.Path("before.json").write_text(before)
+    result = run("compare", "before.json", "training:checkpointed", "--no-compile")
+    assert result.exit_code == 0, result.output
+    assert "saved" in result.stdout
+    data = run("compare", "before.json", "training:checkpointed", "--no-compile", "--json")
+    assert json.loads(data.stdout)["format"] == "remat.difference"
+
+
+def test_devices_lists_figures(run):
+    assert "tpu:v5e" in run("devices").stdout
+    known = json.loads(run("devices", "--json").stdout)["known"]
+    assert {"gpu:h100", "cpu"} <= {d["target"] for d in known}
+
+
+def test_demo_shows_a_plan(run):
+    result = run("demo", "--budget", "60%")
+    assert result.exit_code == 0, result.output
+    assert "recompute" in result.stdout
+
+
+def test_help_has_examples_and_exit_codes(run):
+    text = run("--help").stdout
+    assert "remat plan train:problem --budget 8GiB -o plan.json" in text
+    assert "Exit codes" in text
+    for command in main.commands:
+        assert command in text
+        assert f"remat {command}" in run(command, "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["explain", "training:step", "--policy", "dots_saveable"], "needs the loss"),
+        (
+            ["explain", "training:problem", "--budget", "50%", "--plan", "training.py"],
+            "give one of",
+        ),
+        (["explain"], "Missing argument"),
+        (["explan"], "No such command"),
+        (["--nothing"], "No such option"),
+        (["explain", "training:problem", "--policy", "names:hiden"], "did you mean 'hidden'"),
+        (["plan", "training:problem"], "--budget is needed"),
+        (["\x1b[2J"], "No such command"),
+    ],
+    ids=ascii,
+)
+def test_a_command_line_that_makes_no_sense_is_refused(refused, arguments, said):
+    assert said in refused(*arguments)
