@@ -27,7 +27,7 @@ test-all: $(VENV)/.dev  ## with the slow sweeps
 # Pages, pictures, the command line, what does not import JAX and the longest sweeps are tested once.
 PURE_PLANNER = bodies plan_file
 NOT_CORE = tests/report tests/solvers tests/benchmarks tests/cli tests/test_docs.py \
-	tests/test_pytest_plugin.py tests/adapters/test_linen_remat_scan.py tests/adapters/test_rematted.py \
+	tests/test_pytest_plugin.py tests/adapters/test_linen_scan.py tests/adapters/test_rematted.py \
 	tests/test_cache.py tests/program/test_devices.py \
 	tests/program/test_fusion.py $(PURE_PLANNER:%=tests/planner/test_%.py)
 SWEEPS = $(foreach n,2 3 4,tests/transform/test_properties.py::test_random_programs_are_unchanged[$n])

@@ -16,7 +16,7 @@ from remat.errors import TargetError
 
 # The package that a framework's `Module` is defined in, and the module of ours with its `rematted`.
 ADAPTERS = {
-    "flax.linen": "remat.linen_toggle",
+    "flax.linen": "remat.linen.by_path",
     "flax.nnx": "remat.nnx",
     "equinox": "remat.equinox",
 }

@@ -1,16 +1,16 @@
-"""`rematted` for Flax Linen: the context in which modules at some paths are rematerialized.
+"""`rematted` for Flax Linen: a context in which modules at some paths are rematerialized.
 
-Linen lets a context intercept every call of a module's method. The interceptor here knows the path
-of the module at hand and, where it is wanted, runs the same method of the same module as a region,
-by `remat.linen.remat` on a function of the module. The module keeps its scope, so that parameters
-and random keys are those of the model without it.
+Linen lets a context intercept every call of a module's method. The interceptor here computes the
+path of the module and, if a pattern selects it, runs the method as a region, by `remat.linen.remat`
+on a function of the module. The module keeps its scope, so parameters and random keys are those of
+the model without it.
 
-Linen runs clones of a model, not the model that the user has. To be told from the clones of other
-models, the model is of a subclass of its class while the context lasts, and so are its clones.
+Linen executes clones of a model, not the user's object. To tell them from the clones of other
+models, the context gives the model a subclass of its class, which its clones inherit.
 
-An interceptor is not part of the key under which `jax.jit` finds a compiled function again. A user
-context of JAX is, so one is set along with it: a function that was compiled outside is traced again
-inside, and the other way round.
+An interceptor is not part of the key under which `jax.jit` caches a compiled function. A user context
+of JAX is, so one is set along with it: a function that was compiled outside the context is traced
+again inside it, and the other way round.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
-from flax import linen as nn, traceback_util
+from flax import linen as nn
 from flax.linen.module import (
     InterceptorContext,
     _context as _linen_context,
     _global_interceptor_stack,
 )
 
-from remat import linen, partition
+from remat import partition
 from remat.globs import PathGlobs, as_methods
+from remat.linen.checkpoint import remat
 from remat.transform.policies import check_policy
-
-traceback_util.register_exclusion(__file__)
 
 _active = jax.make_user_context(())
 
@@ -57,7 +56,7 @@ def rematted(
     """
     check_policy(policy)
     globs, names = PathGlobs.of(path_globs), as_methods(methods)
-    lift = functools.partial(linen.remat, policy=policy, prevent_cse=prevent_cse)
+    lift = functools.partial(remat, policy=policy, prevent_cse=prevent_cse)
     seen: dict[str, type] = {}
 
     def intercept(next_fun: Any, args: Any, kwargs: Any, context: InterceptorContext) -> Any:
@@ -92,7 +91,7 @@ def rematted(
 
 
 class _Only:
-    """A model that is equal to nothing else, though modules with equal fields are equal."""
+    """A model compared by identity. Linen's own modules are equal if their fields are."""
 
     def __init__(self, model: Any):
         self.model, self.id = weakref.ref(model), id(model)
@@ -108,10 +107,10 @@ class _Only:
 
 @contextlib.contextmanager
 def _told_apart(model: Any) -> Iterator[Callable[[Any], bool]]:
-    """Make the clones of a model known; gives a predicate of modules.
+    """Make the clones of a model recognizable, and yield the predicate that recognizes them.
 
-    A lifted class (`nn.jit(Model)`) runs inside as the class that it was made of, as a new object
-    that nothing connects with the model, so there the class alone decides.
+    The module inside a lifted class (`nn.jit(Model)`) is a new object of the class that was lifted,
+    without a reference to the model, so it is recognized by its class alone.
     """
     plain: Any = type(model)
     inside = [base for base in plain.__mro__[1:] if _is_lifted_from(plain, base)]
@@ -134,7 +133,7 @@ def _told_apart(model: Any) -> Iterator[Callable[[Any], bool]]:
 
 
 def _is_lifted_from(cls: type, base: type) -> bool:
-    """Whether a method of a class is a lifted transform of the one that it overrides."""
+    """Return whether a method of a class is a lifted transform of the one that it overrides."""
     return any(
         hasattr(fun, "__wrapped__") and fun.__wrapped__ is vars(base).get(name)
         for lifted in cls.__mro__[: cls.__mro__.index(base)]
@@ -143,11 +142,11 @@ def _is_lifted_from(cls: type, base: type) -> bool:
 
 
 def _path_below(is_model: Callable[[Any], bool], module: nn.Module) -> tuple[str, ...] | None:
-    """The path from a model to a module that is running in it; None if it runs in another.
+    """Return the path from a model to a module that is called in it, or None in another model.
 
-    The modules above are found as parents and, where a lifted transform has cut these off, among
-    the modules that are running. One with an empty path is the last above: what is found beyond it
-    is a model whose code applies another by itself.
+    The enclosing modules are the parents and, where a lifted transform has removed those, the
+    modules whose methods are being called. The outermost has an empty path: any module beyond it
+    belongs to another model, whose code applies this one.
     """
     running = (m for m in reversed(_linen_context.module_stack) if m is not None)
     for start in itertools.chain([module], running):
@@ -162,10 +161,10 @@ def _path_below(is_model: Callable[[Any], bool], module: nn.Module) -> tuple[str
 
 
 def _on_another_instance(intercept: Any, context: InterceptorContext) -> Any:
-    """The intercepted method, and the interceptors that come after ours, for the lifted instance.
+    """Return the intercepted method, with the interceptors after ours, for the lifted instance.
 
-    Linen's wrapper around methods is not run a second time: it notes intermediate values and calls.
-    What it sets up besides, the module that new submodules belong to, is set up here.
+    Linen's wrapper around methods isn't called a second time, since it records intermediate values
+    and calls. What else it does, making the module the parent of new submodules, is done here.
     """
     method = context.orig_method.func
     later = list(itertools.takewhile(lambda i: i is not intercept, _global_interceptor_stack))
@@ -190,6 +189,6 @@ def _apply_interceptor(interceptor: Any, fun: Any, context: Any, *args: Any, **k
 
 
 def _as_wrapped(fun: Any) -> Any:
-    """Tell Linen that a function needs no wrapper of its own."""
+    """Mark a function so that Linen doesn't wrap it again, and return it."""
     fun.method_handler_wrapped = True
     return fun

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 import remat.linen
-from remat.errors import PreventCseError, StaticArgumentError
-from remat.linen import MethodError, TargetError
+from remat.errors import MethodError, PreventCseError, StaticArgumentError, TargetError
 
 slow = pytest.mark.slow
 KEY = jax.random.key(0)

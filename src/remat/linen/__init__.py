@@ -1,0 +1,29 @@
+"""Flax Linen: `remat`, `checkpoint` and `remat_scan` with the signatures of `flax.linen`.
+
+A Linen module is a function of its variables and random keys. Flax's core lifting
+(`flax.core.lift.pack`) makes it one explicitly: it passes a module's variables and keys as plain
+pytrees, and takes the changed variables back. `remat.checkpoint` is applied to that function:
+
+    scopes --pack--> (variables, rngs, args) --remat.checkpoint--> (result, variables) --> scopes
+
+So collections, `sow`, batch statistics and dropout need no rule here. What remains is what the
+signatures ask for:
+
+    checkpoint  which methods are lifted, which of their arguments are static, the class's name
+    scan        layers in nested loops; what varies by layer, and what all layers share
+    axes        where variables, inputs and outputs are stacked
+    rng         the random keys of repeated layers
+    targets     classes, modules, methods and functions as targets
+    by_path     `remat.rematted`: modules chosen by path
+
+Each module imports at its top the names of `flax` that are no documented API.
+"""
+
+import os
+
+from flax import traceback_util
+
+from remat.linen.checkpoint import checkpoint as checkpoint, remat as remat
+from remat.linen.scan import remat_scan as remat_scan
+
+traceback_util.register_exclusion(os.path.dirname(__file__))
