@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax._src import (
+    ad_util as _ad_util,
     api_util as _api_util,
     config as _config,
     core as _core,
@@ -162,11 +162,13 @@ def slice_types(xs: Sequence[Any]) -> list[Any]:
     return out_avals(jaxpr)
 
 
-def zeros(aval: Any, leading: Sequence[int | None] = ()) -> Any:
-    """Zeros of a type, with more leading axes; varying over the same axes of a `shard_map`."""
-    made = jnp.zeros((*leading, *aval.shape), aval.dtype)
-    varying: frozenset = getattr(getattr(aval, "mat", None), "varying", frozenset())
-    return jax.lax.pcast(made, tuple(varying), to="varying") if varying else made
+def zeros(aval: Any, leading: Sequence[Any] = ()) -> Any:
+    """Zeros of a type, with more leading axes, its sharding, and its varying axes of a `shard_map`."""
+    for size in reversed(leading):
+        aval = _core.unmapped_aval(size, 0, aval)
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
+        return jax.lax.full(aval.shape, 0, aval.dtype)
+    return _ad_util.zeros_like_aval(aval.update(weak_type=False))
 
 
 # --------------------------------------------------------------------------------------------------

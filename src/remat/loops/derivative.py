@@ -370,6 +370,9 @@ def _no_tangent(x: Any) -> Any:
 def _zero_tangent(x: Any) -> Any:
     """A zero written out, as the rules of `jax.custom_jvp` return it."""
     if _jax.has_tangent(x):
-        return jnp.zeros_like(x)
+        zeros = jnp.zeros_like(x)
+        # Where a value is in the host's memory, so is its tangent.
+        on_host = _jax.is_on_host(jax.typeof(x))
+        return jax.device_put(zeros, jax.memory.Space.Host) if on_host else zeros
     # Symbolic: an array of float0 has no type that varies over the axes of a mesh.
     return jax.custom_derivatives.SymbolicZero(jax.typeof(x).to_tangent_aval())

@@ -93,7 +93,7 @@ def _is_zero(x: Any) -> bool:
 
 
 def _array(x: Any) -> Any:
-    return jnp.zeros(x.aval.shape, x.aval.dtype) if _is_zero(x) else x
+    return _jax.zeros(x.aval) if _is_zero(x) else x
 
 
 def _zeros(outs: Sequence[Any]) -> list[Any]:

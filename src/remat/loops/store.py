@@ -109,7 +109,8 @@ class DiskStore:
                 )
         # The values are not looked at. Under vmap they make the call one for each lane of the
         # batch, so that each gets a file; and no loop can hoist it.
-        seen = [_as_data(x).ravel()[:1] for x in witnesses]
+        # Sums, since slices of an array that is sharded explicitly need not be possible.
+        seen = [jnp.sum(_as_data(x)) for x in witnesses]
         return io_callback(
             lambda *_: self._open(n_rows, types), jax.ShapeDtypeStruct((), jnp.int32), *seen
         )
@@ -184,6 +185,9 @@ def _as_data(x: Any) -> Any:
 
 
 def _from_data(data: Any, like: Any) -> Any:
+    sharding = jax.typeof(_as_data(like)).sharding
+    if any(axes is not None for axes in sharding.spec):  # explicitly; the host gave one array
+        data = jax.sharding.reshard(data, sharding)
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
     return data
