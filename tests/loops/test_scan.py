@@ -372,6 +372,28 @@ def test_effects_of_the_body_happen_again_when_it_is_recomputed() -> None:
     assert set(seen) == {1.0, 2.0, 4.0}
 
 
+@pytest.mark.parametrize("inside", [jax.checkpoint, jax.jit, lambda f: f], ids=str)
+def test_batched_loops_inside_of_another_loop_or_call_are_reversed(inside: Callable) -> None:
+    """JAX batches the loop there before it asks for its derivative."""
+
+    def gradient(scan: Callable, **way: Any) -> Callable:
+        def each(x: Any, w: Any) -> Any:
+            def step(carry: Any, _: None) -> Any:
+                h, g = carry  # g is the same in every lane
+                return (jnp.sin(h) * g, jnp.sin(g)), (h, g)
+
+            def inner(c: Any, _: None) -> Any:
+                (h, g), (hs, gs) = scan(step, (c, w), None, 4, **way)
+                return jnp.cumsum(g) * h + hs.sum(0) * gs.sum(0), None
+
+            return lax.scan(inside(inner), x, None, 2)[0]
+
+        return jax.grad(lambda x, w: jnp.sin(jax.vmap(each, (0, None))(x, w)).sum(), (0, 1))
+
+    args = jnp.linspace(0.2, 1.4, 9).reshape(3, 3), jnp.array([0.3, 0.4, 0.9])
+    assert_close(gradient(scan, checkpoints=2)(*args), gradient(lax.scan)(*args))
+
+
 @pytest.mark.parametrize("way", [{"checkpoints": 2}, {}], ids=str)
 def test_loops_run_inside_shard_map(way: dict[str, Any]) -> None:
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
