@@ -17,7 +17,7 @@ FRAMEWORKS = ("flax", "equinox", "haiku", "brainstate")
 LAYERS = [
     ("printing",),
     ("errors",),
-    ("units", "files"),
+    ("units", "files", "globs"),
     ("json_lines", "cache"),
     ("solvers.graph",),
     ("solvers.simulate",),
@@ -56,7 +56,7 @@ LAYERS = [
     ("loops.scan",),
     ("loops.while_loop", "loops.nesting", "loops.stacked"),
     ("loops.remat_scan",),
-    ("globs", "partition"),
+    ("selection", "partition"),
     ("linen.axes", "linen.rng", "linen.targets"),
     ("linen.checkpoint", "linen.scan"),
     ("linen.by_path",),
@@ -102,7 +102,8 @@ LAYERS = [
 PURE = ("errors", "files", "printing", "units", "json_lines",
         "solvers", "ir.formulas", "ir.operations", "program.devices",
         "program.program", "program.fusion", "cache", "planner.decide", "planner.bodies",
-        "planner.plan_file", "loops.schedules", "loops.nesting", "globs", "report", "explain.hlo",
+        "planner.plan_file", "loops.schedules", "loops.nesting", "globs",
+        "selection", "report", "explain.hlo",
 )  # fmt: skip
 
 

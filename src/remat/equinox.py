@@ -21,7 +21,7 @@ import jax
 
 from remat import _jax, partition
 from remat.errors import TargetError
-from remat.globs import PathGlobs, as_methods, has_method
+from remat.selection import PathGlobs, as_methods, has_method
 from remat.transform.checkpoint import checkpoint
 from remat.transform.policies import check_policy
 

@@ -33,7 +33,7 @@ from flax.typing import MISSING, Missing
 
 from remat import _jax, partition
 from remat.errors import OptionError, StaticArgumentError, TargetError
-from remat.globs import PathGlobs, as_methods, has_method
+from remat.selection import PathGlobs, as_methods, has_method
 from remat.transform.checkpoint import checkpoint
 from remat.transform.policies import check_policy
 from remat.transform.statics import Statics

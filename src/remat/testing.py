@@ -7,7 +7,6 @@ no run. On CPU the process's real peak can be measured as well (`real=True`).
 from __future__ import annotations
 
 import ctypes
-import fnmatch
 import pathlib
 import time
 from collections.abc import Callable, Iterable
@@ -19,6 +18,7 @@ import numpy as np
 
 from remat import units
 from remat.errors import GradientMismatchError, PeakMemoryError, RematError, SavedValuesError
+from remat.globs import any_name_matches
 from remat.transform.residuals import residuals
 
 # --------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def assert_saves_only(
     Args:
       f: a function (not a step that holds its gradient).
       *args, **kwargs: its arguments, or `jax.ShapeDtypeStruct`s in their place.
-      names: given by `checkpoint_name`; `*` and `?` stand for parts of one.
+      names: given by `checkpoint_name`, or patterns of them; see `remat.globs`.
       limit: bytes that may be saved besides, such as "1MiB". Arguments do not count.
 
     Raises:
@@ -243,8 +243,7 @@ def assert_saves_only(
     others = [
         r
         for r in residuals(f, *args, **kwargs)
-        if r.kind == "computed"
-        and not any(fnmatch.fnmatchcase(name, p) for p in patterns for name in r.names)
+        if r.kind == "computed" and not any(any_name_matches(p, r.names) for p in patterns)
     ]
     total = sum(r.n_bytes for r in others)
     if total > allowed:

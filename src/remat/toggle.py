@@ -55,9 +55,9 @@ def rematted(
     ...     grads = nnx.grad(lambda model: model(x).sum())(model)
 
     Args:
-      path_globs: a pattern or several. A pattern describes the whole path from the root of the
-        model to a module, `"encoder/layers_*"`; `*` and `?` stand for part of one name, `**` for
-        any number of names.
+      path_globs: a pattern or several. A pattern selects a module if it matches the end of its path,
+        `"encoder/layers_*"`, or with a leading `/` all of it; `*` and `?` stand for part of one name,
+        `**` for any number of names. See `remat.globs`.
       model: the model. For Linen it may be left out; the context then acts on every model.
       policy, prevent_cse: as in `remat.checkpoint`.
       methods: the methods to rematerialize, those of them that a module has; one name or several.

@@ -31,8 +31,8 @@ from flax.linen.module import (
 )
 
 from remat import partition
-from remat.globs import PathGlobs, as_methods
 from remat.linen.checkpoint import remat
+from remat.selection import PathGlobs, as_methods
 from remat.transform.policies import check_policy
 
 _active = jax.make_user_context(())

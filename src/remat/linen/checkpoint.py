@@ -18,8 +18,8 @@ from remat.errors import (
     TargetError,
     closest,
 )
-from remat.globs import has_method
 from remat.linen.targets import class_of, is_bound_method, is_module_class, lift_instance
+from remat.selection import has_method
 from remat.transform.checkpoint import checkpoint as _checkpoint
 from remat.transform.statics import Statics, as_argnames
 

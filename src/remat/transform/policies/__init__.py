@@ -28,6 +28,7 @@ from __future__ import annotations
 from typing import Any
 
 from remat.errors import closest
+from remat.globs import path_matches as path_matches
 from remat.transform.policies.algebra import (
     Policy as Policy,
     as_policy as as_policy,
@@ -56,7 +57,6 @@ from remat.transform.policies.resolve import (
     resolve as resolve,
     values_of as values_of,
 )
-from remat.transform.policies.selector import path_matches as path_matches
 
 
 def __getattr__(name: str) -> Any:

@@ -399,7 +399,7 @@ def save(*names: str, **selectors: Unpack[Selectors]) -> Policy:
       *names: names given by `checkpoint_name`; `*`, `?` and `[...]` as in file names.
       primitive: names of JAX primitives, such as `"dot_general"`.
       dtype: dtypes of the value; `float` and `int` as JAX understands them when the policy is made.
-      path: where in the model it is computed, `"encoder/*/attention"`: see `path_matches`.
+      path: where in the model it is computed, `"encoder/*/attention"`: see `remat.globs`.
       min_bytes, max_bytes: bounds on its size, such as `"1MiB"`.
       min_flops_per_byte: a bound on the operations that made it, per byte of it.
         A value for which symbolic dimensions (`jax.export`) leave a bound undecided is not saved;

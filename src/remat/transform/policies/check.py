@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from remat import _jax
 from remat.errors import MemoryKindError, PolicyError, UnknownNameError, closest
+from remat.globs import any_name_matches, path_matches
 from remat.transform import hidden, marks
 from remat.transform.policies.algebra import Policy, Select, as_policy
-from remat.transform.policies.selector import name_matches, path_matches
 
 _jax.exclude_from_tracebacks(__file__)
 
@@ -120,7 +120,7 @@ def _absent(parts: Iterable[Select], contents: Contents) -> _Absent | None:
     """The first thing that the parts of a policy select and that is not there."""
     for part in parts:
         for pattern in part.selector.names:
-            if not name_matches(pattern, contents.names):
+            if not any_name_matches(pattern, contents.names):
                 return _Absent(part, "name", pattern)
         path = part.selector.path
         if path is not None and not any(path_matches(path, there) for there in contents.paths):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import functools
 import math
 import numbers
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 
 from remat import _jax, units
 from remat.errors import PolicyError, closest
+from remat.globs import any_name_matches, path_matches
 from remat.ir import flops
 
 
@@ -100,7 +100,7 @@ class Selector:
         if value.is_result_of_body and not self.names and value.primitive not in self.primitive:
             return False
         return (
-            (not self.names or any(name_matches(p, value.names) for p in self.names))
+            (not self.names or any(any_name_matches(p, value.names) for p in self.names))
             and (not self.primitive or value.primitive in self.primitive)
             and (not self.dtype or str(getattr(value.aval, "dtype", None)) in self.dtype)
             and (self.path is None or path_matches(self.path, value.path))
@@ -133,39 +133,6 @@ class Selector:
             *(repr(name) for name in self.names),
             *(f"{name}={value!r}" for name, value in keywords.items()),
         ]
-
-
-def name_matches(pattern: str, names: Iterable[str]) -> bool:
-    """Return whether a pattern, as for file names, matches one of some names."""
-    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
-
-
-def path_matches(pattern: str, path: str) -> bool:
-    """Whether a value's name stack is at or below what a pattern describes.
-
-    `*` and `?` stand for part of one name, `**` for any number of names. A pattern may begin
-    anywhere in the stack, unless it starts with `/`.
-
-    >>> path_matches("encoder/*/attention", "model/encoder/layer_3/attention/softmax")
-    True
-    >>> path_matches("/encoder", "model/encoder"), path_matches("enc", "encoder")
-    (False, False)
-    """
-    wanted = [part for part in pattern.split("/") if part]
-    if not pattern.startswith("/"):
-        wanted = ["**", *wanted]
-    return _match_parts(tuple(wanted), tuple(part for part in path.split("/") if part))
-
-
-def _match_parts(wanted: tuple[str, ...], names: tuple[str, ...]) -> bool:
-    # Row by row: after each pattern part, the set of positions in the path that it may end at.
-    ends = {0}
-    for part in wanted:
-        if part == "**":
-            ends = set(range(min(ends), len(names) + 1)) if ends else ends
-        else:
-            ends = {i + 1 for i in ends if i < len(names) and fnmatch.fnmatchcase(names[i], part)}
-    return bool(ends)
 
 
 # --------------------------------------------------------------------------------------------------
