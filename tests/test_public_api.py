@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import pathlib
+import pydoc
 import subprocess
 import sys
 import traceback
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import remat
+from remat.loops.schedules import Binomial, Multilevel, Online, TwoTier
+from remat.program.targets import target
 
 PUBLIC = {
     "checkpoint", "remat", "checkpoint_name", "policies", "auto", "plan", "fit", "Fitted", "Plan",
@@ -36,13 +41,14 @@ def test_public_names_are_pinned():
 
 def test_names_that_are_loaded_late_are_the_ones_that_type_checkers_see():
     tree = ast.parse(pathlib.Path(remat.__file__).read_text())
-    block = next(n for n in tree.body if isinstance(n, ast.If))
-    seen = {alias.asname for node in block.body for alias in node.names}
-    assert seen == {*remat._LAZY, *remat._LAZY_MODULES}
-    for node in block.body:
+    at_once = [n for n in tree.body if isinstance(n, ast.ImportFrom)]
+    late = next(n for n in tree.body if isinstance(n, ast.If)).body
+    names = [alias.asname for node in (*at_once, *late) for alias in node.names]
+    assert {name for name in names if name} | {"remat"} == PUBLIC
+    for node in late:
         for alias in node.names:
-            if node.module != "remat":
-                assert remat._LAZY[alias.asname] == node.module
+            found = getattr(importlib.import_module(node.module), alias.name)
+            assert getattr(remat, alias.asname) is found
 
 
 def test_a_misspelt_name_is_answered_with_the_closest():
@@ -60,6 +66,74 @@ def test_the_function_explain_stays_the_attribute_when_its_package_is_loaded():
     code = "import remat, remat.explain.findings; print(callable(remat.explain))"
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert out.stdout.strip() == "True"
+
+
+FUNCTIONS = [
+    name
+    for name in sorted(PUBLIC - {"remat", "checkpoint_name"})  # another name, and JAX's own
+    if inspect.isfunction(getattr(remat, name))
+]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_help_shows_the_page_of_the_function_itself(name):
+    function = getattr(remat, name)
+    page = pydoc.plain(pydoc.render_doc(function))
+    assert page.startswith(f"Python Library Documentation: function {name} in module remat.")
+    assert f"\n{name}(" in page
+    assert function.__doc__.splitlines()[0] in page
+
+
+def scaled(w, x):
+    for _ in range(3):
+        x = jnp.tanh(x @ w)
+    return x.sum()
+
+
+PLAN = remat.Plan(
+    program="p", target="cpu", versions=(("jax", "0.10.2"),), budget_bytes=4096, peak_bytes=4000,
+    predicted_bytes=3900, peak_bytes_without_remat=8000, flops=1e6, extra_flops=2e4,
+    extra_seconds=1e-6, seconds=1e-4, lower_bound_seconds=1e-6, regions=(), loops=(), attempts=(),
+    is_verified=True,
+)  # fmt: skip
+W, X = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((1000, 8), jnp.float32)
+
+
+def explained():
+    return remat.explain(scaled, W, X, compile=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: remat.policies.dots_saveable, "dots_saveable"),
+        (
+            lambda: remat.policies.save("a", path="mlp") | ~remat.policies.dots_saveable,
+            "(save('a', path='mlp') | ~dots_saveable)",
+        ),
+        (
+            lambda: PLAN,
+            "Plan(cpu: peak 3.9 KiB of 4.0 KiB, 7.8 KiB without remat, 2.0 % more FLOPs, 0 saved, "
+            "0 recomputed)",
+        ),
+        (explained, "Explanation('scaled' on cpu"),
+        (lambda: explained().diff(explained()), "Difference('scaled' to 'scaled': 0 values appeared"),
+        (lambda: remat.residuals(scaled, W, X), "Residuals("),
+        (lambda: remat.residuals(scaled, W, X)[0], "Residual(f32[8,8] from the argument w)"),
+        (lambda: remat.fit(scaled, budget="50%"), "<remat.fit of scaled>"),
+        (lambda: remat.checkpoint(scaled), "<function scaled at "),
+        (lambda: target("cpu"), "Target('cpu', "),
+        (lambda: target("cpu").device, "Device('cpu', cpu)"),
+        (lambda: Binomial(10, 3), "Binomial(n=10, slots=3)"),
+        (lambda: TwoTier(10, 2, 3), "TwoTier(n=10, memory_slots=2, host_slots=3)"),
+        (lambda: Online(10, 3), "Online(n=10, slots=3)"),
+        (lambda: Multilevel(10, (2, 5)), "Multilevel(n=10, lengths=(2, 5), "),
+    ],
+)  # fmt: skip
+def test_a_repr_is_one_short_line_that_says_what_it_is(make, expected):
+    text = repr(make())
+    assert text.startswith(expected)
+    assert len(text) <= 120 and text.isprintable()
 
 
 def test_remat_is_checkpoint():

@@ -221,7 +221,7 @@ class Attempt(_Checked):
     extra_seconds: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan(_Checked):
     """What a training step saves and recomputes to fit its budget.
 
@@ -355,7 +355,7 @@ class Plan(_Checked):
         """What the plan does and what it costs, for people."""
         return "\n".join(_explained(self))
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         if self.peak_bytes is None:
             peak = f"predicted peak {format_bytes(self.predicted_bytes)}, not verified,"
         else:

@@ -33,7 +33,7 @@ _H200 = "https://www.nvidia.com/en-us/data-center/h200/"
 _TPU = "https://cloud.google.com/tpu/docs/{} and https://jax-ml.github.io/scaling-book/tpus/"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Device:
     """The figures of one kind of device.
 
@@ -62,6 +62,9 @@ class Device:
     launch_s: float
     source: str
     topology_options: tuple[tuple[str, str], ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Device({self.name!r}, {self.platform})"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "flops", MappingProxyType(dict(self.flops)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
+from remat.printing import printable
 from remat.report import codec
 from remat.report.document import Block, Heading, Paragraph, Table
 from remat.report.fragment import to_fragment, to_page
@@ -23,7 +24,7 @@ from remat.units import format_bytes, format_flops, format_seconds
 FORMAT = "remat.difference"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Difference:
     """From one explanation to another; `changed` pairs a value before and after."""
 
@@ -49,6 +50,12 @@ class Difference:
 
     def __str__(self) -> str:
         return self.to_text()
+
+    def __repr__(self) -> str:
+        return printable(
+            f"Difference({self.before!r} to {self.after!r}: {len(self.appeared)} values appeared, "
+            f"{len(self.vanished)} vanished, {len(self.changed)} changed)"
+        )
 
     def __rich__(self) -> object:
         return renderable(_blocks(self, 20))

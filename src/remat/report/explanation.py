@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from remat.errors import MissingExtraError, ReportError
 from remat.files import read_text, write_text
+from remat.printing import printable
 from remat.report import codec
 from remat.report.difference import Difference, difference
 from remat.report.fragment import to_fragment
@@ -21,6 +22,7 @@ from remat.report.outline import outline
 from remat.report.perfetto import to_trace
 from remat.report.text import renderable, to_text
 from remat.report.timeline import Timeline, live_at, timeline
+from remat.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,7 +31,7 @@ FORMAT = "remat.explanation"
 _MOST_FILE_BYTES = 2**30
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Explanation(ExplanationData):
     """What a step saves, recomputes and holds, and when; printed, drawn, saved and compared.
 
@@ -57,6 +59,13 @@ class Explanation(ExplanationData):
 
     def __str__(self) -> str:
         return self.to_text()
+
+    def __repr__(self) -> str:
+        return printable(
+            f"Explanation({self.title!r} on {self.target or self.platform or 'no device'}: "
+            f"{len(self.values)} values, {format_bytes(self.totals.residual_bytes)} of residuals, "
+            f"{len(self.steps)} steps, {len(self.findings)} findings)"
+        )
 
     def __rich__(self) -> object:
         return renderable(outline(self))

@@ -221,6 +221,7 @@ class ExplanationData:
     def __post_init__(self) -> None:
         for field in ("versions", "values", "steps", "segments", "findings", "pareto"):
             object.__setattr__(self, field, tuple(getattr(self, field)))
+        _check_totals(self.totals)  # first, since the messages below contain the totals
         for part in (self, *self.values, *self.steps, *self.segments, *self.findings, *self.pareto):
             _check_texts(part)
         _check_values(self.values, len(self.steps))
@@ -230,7 +231,6 @@ class ExplanationData:
             _check_word(step.phase, PHASES, f"step {i} ({step.label!r})", "phase")
         for finding in self.findings:
             _check_word(finding.severity, SEVERITIES, f"finding {finding.code!r}", "severity")
-        _check_totals(self.totals)
         for point in self.pareto:
             where = f"Pareto point {point.label!r}"
             _check_whole(point.peak_bytes, where, "peak_bytes")

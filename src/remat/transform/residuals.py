@@ -20,7 +20,7 @@ from remat.transform import marks, policies
 _jax.exclude_from_tracebacks(__file__)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Residual:
     """One value that is kept from the forward to the backward pass.
 
@@ -39,13 +39,16 @@ class Residual:
     name_stack: str
     offloaded: bool
     origin: str  # where it comes from, in JAX's words
-    aval: Any = dataclasses.field(repr=False)
+    aval: Any
+
+    def __repr__(self) -> str:
+        return f"Residual({self})"
 
     def __str__(self) -> str:
         return printable(f"{self.aval.str_short(short_dtypes=True)} {self.origin}")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Residuals:
     """All residuals of a function: literals, constants, arguments, then in program order."""
 
@@ -82,6 +85,13 @@ class Residuals:
 
     def _sum(self, chosen: Callable[[Residual], bool]) -> int:
         return sum(r.n_bytes for r in self.items if chosen(r))
+
+    def __repr__(self) -> str:
+        return (
+            f"Residuals({len(self)} values: {units.format_bytes(self.saved_bytes)} computed, "
+            f"{units.format_bytes(self.offloaded_bytes)} offloaded, "
+            f"{units.format_bytes(self.argument_bytes)} arguments)"
+        )
 
     def __str__(self) -> str:
         lines = [f"{units.format_bytes(r.n_bytes):>10}  {r}" for r in self.items]
