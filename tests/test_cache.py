@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -10,10 +11,10 @@ import sys
 import time
 import warnings
 
+import filelock
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from remat import cache as cache_module
 from remat.cache import Cache, CacheWarning, default_folder, find_cache
 from remat.errors import PlanError
 
@@ -35,7 +36,7 @@ def damaged(cache):
 
 
 def with_header(body):
-    return f"remat-cache 1 {cache_module._hash(body)}\n".encode() + body
+    return f"remat-cache 1 {hashlib.sha256(body).hexdigest()}\n".encode() + body
 
 
 def test_what_was_put_is_found_under_its_kind_and_key_only(cache):
@@ -238,10 +239,10 @@ def test_a_full_disk_costs_one_warning_and_leaves_nothing_half_written(cache, mo
     assert [p.name for p in cache.folder.iterdir()] == ["lock"]
 
 
-def test_a_lock_that_is_never_released_costs_one_warning(cache, monkeypatch):
-    monkeypatch.setattr(cache_module, "_LOCK_S", 0.02)
-    with cache._lock():
-        (message,) = works_without_a_cache(Cache(cache.folder))
+def test_a_lock_that_is_never_released_costs_one_warning(cache):
+    cache.put("plan", "a", DATA)
+    with filelock.FileLock(cache.folder / "lock"):
+        (message,) = works_without_a_cache(Cache(cache.folder, lock_timeout_s=0.02))
     assert "held the lock" in message
 
 

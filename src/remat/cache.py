@@ -44,7 +44,6 @@ from remat.printing import printable, shown
 _VERSION = 1
 _HEADER = re.compile(rb"remat-cache ([0-9]{1,9}) ([0-9a-f]{64})\n")
 _MOST_BYTES = 64 * 2**20
-_LOCK_S = 10.0
 
 
 class CacheWarning(UserWarning):
@@ -60,13 +59,23 @@ class Cache:
     >>> cache.get("times", "matmul of 8 x 8 on cpu")
     {'time_s': 1e-06}
     >>> cache.get("times", "matmul of 9 x 9 on cpu")
+
+    Args:
+      folder: created when first written to.
+      lock_timeout_s: how long to wait for another process that writes; then the cache is given up.
+
+    Raises:
+      PlanError: `folder` cannot be a path.
     """
 
-    def __init__(self, folder: str | os.PathLike[str] | None) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str] | None, *, lock_timeout_s: float = 10.0
+    ) -> None:
         try:
             self.folder = None if folder is None else Path(files.checked(folder))
         except files.PROBLEMS as error:
             raise PlanError(f"{shown(folder)} is not a folder for a cache: {error}.") from error
+        self.lock_timeout_s = lock_timeout_s
         self._gave_up = folder is None
 
     @classmethod
@@ -176,12 +185,14 @@ class Cache:
     def _lock(self) -> Iterator[bool]:
         """Hold the folder's lock; False where it cannot be had."""
         assert self.folder is not None
-        lock = filelock.FileLock(self.folder / "lock", _LOCK_S, mode=0o600)
+        lock = filelock.FileLock(self.folder / "lock", self.lock_timeout_s, mode=0o600)
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock.acquire(poll_interval=0.005)
         except filelock.Timeout:
-            self._give_up(TimeoutError(f"another process has held the lock for {_LOCK_S:.0f} s"))
+            self._give_up(
+                TimeoutError(f"another process has held the lock for {self.lock_timeout_s:.0f} s")
+            )
         except (OSError, NotImplementedError) as error:  # the latter where files cannot be locked
             self._give_up(error)
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import json
@@ -19,7 +18,7 @@ from remat.planner.edits import loop_results
 from remat.planner.emit import RegionDecision
 from remat.planner.fit import application
 from remat.planner.plan_file import LoopPlan, RegionPlan, SavedValue
-from remat.planner.regions import LoopForm, Recording, loop_depth
+from remat.planner.regions import Application, LoopForm, Recording, loop_depth
 from remat.planner.step import Step
 from remat.program.targets import target
 
@@ -142,12 +141,17 @@ EDITS = {
 
 def traced(f, plan):
     """A step under a plan: its program, and by key the last form of each region with its decision."""
-    session, met = copy.copy(application(plan)), {}
-    session._adapted, decide = {}, session.decision
-    session.decision = lambda key, region: (
-        met.update({key: (region, d := decide(key, region))}),
-        d,
-    )[1]
+    of_plan, met = application(plan), {}
+
+    class Recorded(Application):
+        def decision(self, key, region):
+            made = super().decision(key, region)
+            met[key] = region, made
+            return made
+
+    session = Recorded(
+        of_plan.decisions, of_plan.loops, recomputes=of_plan.recomputes, edited=of_plan.edited
+    )
     step = Step(jax.value_and_grad(f), (W, X), {}, target(None), {})
     return step.trace(session).jaxpr, met
 

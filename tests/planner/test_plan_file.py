@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, strategies as st
 
 from remat.errors import PlanError
-from remat.planner import plan_file
 from remat.planner.plan_file import (
     Attempt,
     LoopPlan,
@@ -468,12 +467,10 @@ def test_an_error_shows_no_control_characters_and_not_the_whole_file() -> None:
         assert str(refused.value).isprintable()
 
 
-def test_a_file_longer_than_any_plan_is_not_read_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_longer_than_any_plan_is_not_read_on(tmp_path: Path) -> None:
     PLAN.save(tmp_path / "plan.json")
-    monkeypatch.setattr(plan_file, "_MOST_FILE_BYTES", 100)
-    with pytest.raises(PlanError, match="longer than 100 bytes"):
+    os.truncate(tmp_path / "plan.json", 64 * 2**20 + 1)
+    with pytest.raises(PlanError, match="longer than 67108864 bytes"):
         Plan.load(tmp_path / "plan.json")
 
 

@@ -15,7 +15,6 @@ import remat
 from remat import _jax
 from remat.cache import Cache
 from remat.ir.flops import bytes_moved, flops_of
-from remat.planner import plan as planning
 from remat.planner.levels import Levels
 from remat.planner.regions import Application
 from remat.planner.step import Step
@@ -248,8 +247,8 @@ def test_fusions_are_priced_by_rates_that_were_measured(measured, clock):
     assert flops_of(chain) * costs.ELEMENTS == 8 * costs.CHAIN_FLOPS
 
 
-def test_where_nothing_can_be_run_the_device_has_its_figures(measured, monkeypatch):
-    monkeypatch.setattr(costs, "_MOST_BYTES_OF_UNKNOWN_MEMORY", 0)
+def test_where_nothing_can_be_run_the_device_has_its_figures(measured):
+    measured.device = dataclasses.replace(measured.device, memory_bytes=1)
     assert measured.of_fusions == measured.roofline
     (eqn,) = eqns_of(lambda x: x @ x, X)
     assert measured.slowdown(eqn) == pytest.approx(1)
@@ -310,14 +309,13 @@ def test_what_takes_long_is_not_recomputed(measured, clock):
         assert by_clock[dear] < by_clock[cheap]
 
 
-def test_plans_by_other_costs_are_other_cache_entries(tmp_path, monkeypatch):
-    monkeypatch.setattr(planning, "_MOST_COMPILES", 1)
+def test_plans_by_other_costs_are_other_cache_entries(tmp_path):
     cache = Cache(tmp_path)
     for _ in range(2):
         for given, name in (("roofline", "roofline"), (OneIsDear("cumsum"), "one is dear")):
             made = remat.plan(
                 jax.value_and_grad(loss),
-                W2, X2, budget="95%", costs=given, cache=cache, progress=False,
+                W2, X2, budget="100%", costs=given, cache=cache, progress=False,
             )  # fmt: skip
             assert made.costs == name
             assert f"({name}); any plan" in made.explain()

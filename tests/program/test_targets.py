@@ -88,30 +88,22 @@ def test_a_platform_that_is_not_at_hand_is_refused():
         target("tpu" if jax.default_backend() != "tpu" else "gpu")
 
 
-@pytest.fixture
-def nothing_remembered():
-    targets._described.cache_clear()
-    yield
-    targets._described.cache_clear()
-
-
+# Of shapes that no other test names, since targets are described once in a process.
 @pytest.mark.parametrize(
     ("name", "raised", "message"),
     [
-        ("tpu:v5e:2x2", RuntimeError("JAX TPU support not installed"), 'pip install "jax[tpu]=='),
-        ("gpu:h100", NotImplementedError("no cuda"), "pip install --no-deps jax-cuda12-plugin=="),
-        ("tpu:v5e:2x2", jax.errors.JaxRuntimeError("ABORTED: lockfile"), "another process"),
+        ("tpu:v5e:2x6", RuntimeError("JAX TPU support not installed"), 'pip install "jax[tpu]=='),
+        ("gpu:h100:3", NotImplementedError("no cuda"), "pip install --no-deps jax-cuda12-plugin=="),
+        ("tpu:v5e:2x6", jax.errors.JaxRuntimeError("ABORTED: lockfile"), "another process"),
         (
-            "tpu:v5e:2x2",
+            "tpu:v5e:2x6",
             jax.errors.JaxRuntimeError("INVALID: layout"),
             "does not know this topology",
         ),
-        ("gpu:h100", jax.errors.JaxRuntimeError("INTERNAL: bad proto"), "XLA refuses it"),
+        ("gpu:h100:3", jax.errors.JaxRuntimeError("INTERNAL: bad proto"), "XLA refuses it"),
     ],
 )
-def test_what_is_missing_is_named_with_the_next_step(
-    monkeypatch, nothing_remembered, name, raised, message
-):
+def test_what_is_missing_is_named_with_the_next_step(monkeypatch, name, raised, message):
     def describe(*args, **kwargs):
         raise raised
 
@@ -121,7 +113,7 @@ def test_what_is_missing_is_named_with_the_next_step(
     assert message in str(caught.value)
 
 
-def test_the_environment_is_changed_around_the_call_only(monkeypatch, nothing_remembered):
+def test_the_environment_is_changed_around_the_call_only(monkeypatch):
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "mine")
     monkeypatch.delenv("TPU_LOG_DIR", raising=False)
     seen = {}
@@ -132,7 +124,7 @@ def test_the_environment_is_changed_around_the_call_only(monkeypatch, nothing_re
 
     monkeypatch.setattr(topologies, "get_topology_desc", describe)
     with pytest.raises(PlanError):
-        target("tpu:v5e:2x2")
+        target("tpu:v5e:2x6")
     assert seen["TPU_ACCELERATOR_TYPE"] == "mine" and seen["TPU_LOG_DIR"] == "disabled"
     assert os.environ["TPU_ACCELERATOR_TYPE"] == "mine" and "TPU_LOG_DIR" not in os.environ
 
@@ -227,7 +219,7 @@ if len(sys.argv) == 1:
 def test_two_processes_compile_at_once_and_write_nothing_to_stderr(tmp_path):
     script = tmp_path / "compile.py"
     script.write_text(_TWO_AT_ONCE)
-    kept = {k: v for k, v in os.environ.items() if k not in targets._QUIET_LIBTPU}
+    kept = {k: v for k, v in os.environ.items() if k not in targets.QUIET_LIBTPU}
     environment = kept | {"JAX_PLATFORMS": "cpu"}
     out = subprocess.run(
         [sys.executable, str(script)], check=False, capture_output=True, text=True, env=environment

@@ -189,8 +189,9 @@ def _limit_bytes(at_hand: jax.Device) -> int | None:
 
 # Ahead of time
 
-# TPU_ACCELERATOR_TYPE says what machine libtpu is on, not what it compiles for.
-_QUIET_LIBTPU = {
+# The environment in which libtpu describes devices without looking for any. TPU_ACCELERATOR_TYPE says what
+# machine libtpu is on, not what it compiles for.
+QUIET_LIBTPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -231,7 +232,7 @@ def _tpu_devices(name: str, figures: Device, sizes: list[int]) -> tuple[jax.Devi
     if any(size % 2 for size in sizes[:2]):
         options["chips_per_host_bounds"] = (math.gcd(sizes[0], 2), math.gcd(sizes[1], 2), 1)
     topology = f"{figures.name}:{'x'.join(map(str, sizes))}"
-    with _environment(_QUIET_LIBTPU):
+    with _environment(QUIET_LIBTPU):
         try:
             description = topologies.get_topology_desc(topology, platform="tpu", **options)
         except jax.errors.JaxRuntimeError as error:
