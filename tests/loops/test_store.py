@@ -158,3 +158,44 @@ def test_impossible_stores_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
     )
     with pytest.raises(Exception, match="3 states need"):
         jax.block_until_ready(gradient(0.5))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.vmap])
+def test_a_directory_that_vanishes_is_a_store_error_of_eager_calls(
+    tmp_path: Path, wrap: Any
+) -> None:
+    directory = tmp_path / "states"
+    directory.mkdir()
+
+    def run(x: Any) -> Any:
+        options: Any = {"checkpoints": 2, "store": "disk", "directory": directory}
+        return scan(lambda c, _: (jnp.sin(c), None), x, length=4, **options)[0]
+
+    out, pull = jax.vjp(wrap(run), jnp.ones(3))
+    compiled = jax.jit(pull).lower(out).compile()
+    directory.rmdir()
+    with pytest.raises(StoreError, match=r"no file can be made in .*states.*directory="):
+        pull(out)
+    # A compiled program has no place to raise it from: JAX makes text of it.
+    with pytest.raises(jax.errors.JaxRuntimeError, match="StoreError: no file can be made"):
+        jax.block_until_ready(compiled(out))
+
+
+def test_a_failed_eager_backward_pass_closes_its_file(tmp_path: Path) -> None:
+    def refuse(x: Any) -> Any:
+        raise ValueError("a callback of the user")
+
+    @jax.custom_vjp
+    def f(x: Any) -> Any:
+        return jnp.sin(x)
+
+    f.defvjp(lambda x: (f(x), x), lambda x, ct: (jax.pure_callback(refuse, x, x),))
+    options: Any = {"checkpoints": 2, "store": "disk", "directory": tmp_path}
+    out, pull = jax.vjp(lambda x: scan(lambda c, _: (f(c), None), x, length=4, **options)[0], 0.5)
+    before = len(os.listdir("/proc/self/fd"))
+    maps = Path("/proc/self/maps")
+    for _ in range(2):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="a callback of the user"):
+            pull(out)
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert str(tmp_path) not in maps.read_text()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax._src import (
     ad_util as _ad_util,
     api_util as _api_util,
@@ -166,7 +167,7 @@ def zeros(aval: Any, leading: Sequence[Any] = ()) -> Any:
     """Zeros of a type, with more leading axes, its sharding, and its varying axes of a `shard_map`."""
     for size in reversed(leading):
         aval = _core.unmapped_aval(size, 0, aval)
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
+    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return jax.lax.full(aval.shape, 0, aval.dtype)
     return _ad_util.zeros_like_aval(aval.update(weak_type=False))
 

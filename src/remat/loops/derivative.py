@@ -209,7 +209,8 @@ def _derivative_map(loop: Loop, mask: Mask, held_tree: Any) -> LinearMap:
             total = [a + b for a, b in zip(total, found)]
         return total
 
-    linear_map = LinearMap(apply, transposed, jvp, transposed_jvp)
+    errors = loop.store.errors_of_callbacks if loop.store.one_pass else None
+    linear_map = LinearMap(apply, transposed, jvp, transposed_jvp, errors)
     return linear_map
 
 

@@ -12,6 +12,7 @@ A map reads *residuals*, on which it may depend in any way, and *operands*, in w
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,22 +35,41 @@ class LinearMap:
       jvp: (residuals, operands, their tangents, their tangents) -> tangents of the results; a
         tangent is None where it is zero.
       transposed_jvp: the same for `transposed`.
+      errors: a context in which the map is computed outside `jax.jit`, which raises errors of
+        callbacks as what they are; None if the map has none.
     """
 
     apply: Callable[[Arrays, Arrays], Arrays]
     transposed: Callable[[Arrays, Arrays], Arrays]
     jvp: Callable[[Arrays, Arrays, Arrays, Arrays], Arrays]
     transposed_jvp: Callable[[Arrays, Arrays, Arrays, Arrays], Arrays]
+    errors: Callable[[], contextlib.AbstractContextManager] | None = None
 
     @property
     def T(self) -> LinearMap:
         """The transpose, whose transpose is this map."""
-        return LinearMap(self.transposed, self.apply, self.transposed_jvp, self.jvp)
+        return LinearMap(self.transposed, self.apply, self.transposed_jvp, self.jvp, self.errors)
 
 
 def linear_call(linear_map: LinearMap, residuals: Sequence[Any], operands: Sequence[Any]) -> Arrays:
     """Apply a linear map so that JAX transposes and differentiates it as the map says."""
-    jaxpr, consts, _ = _jax.trace_call(linear_map.apply, list(residuals), list(operands))
+    with contextlib.nullcontext() if linear_map.errors is None else linear_map.errors():
+        jaxpr, consts, _ = _jax.trace_call(linear_map.apply, list(residuals), list(operands))
+        results = _bind(linear_map, jaxpr, consts, residuals, operands)
+        if linear_map.errors is not None and not any(
+            isinstance(x, jax.core.Tracer) for x in results
+        ):
+            jax.block_until_ready(results)
+    return results
+
+
+def _bind(
+    linear_map: LinearMap,
+    jaxpr: Any,
+    consts: Sequence[Any],
+    residuals: Sequence[Any],
+    operands: Sequence[Any],
+) -> Arrays:
     return linear_p.bind(
         *consts,
         *residuals,
@@ -164,6 +184,7 @@ def _batch(
         mapped(linear_map.transposed),
         mapped_jvp(linear_map.jvp),
         mapped_jvp(linear_map.transposed_jvp),
+        linear_map.errors,
     )
     results = linear_call(batched, residuals, operands)
     return results, [0] * len(results)

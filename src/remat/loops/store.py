@@ -12,10 +12,12 @@ moment it is opened, so nothing is left in the directory however the program end
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -40,6 +42,9 @@ class Store(Protocol):
     def one_pass(self) -> bool:
         """Whether the rows must be filled and read in one pass, and closed after it."""
 
+    def errors_of_callbacks(self) -> contextlib.AbstractContextManager:
+        """Raise the store's own errors while a program runs in this context."""
+
     def create(self, n_rows: int, carry: Arrays, witnesses: Arrays) -> Any:
         """Rows for states like `carry`; a new store for each value of the witnesses."""
 
@@ -58,6 +63,9 @@ class DeviceStore:
     """One array for each leaf of the carry, in the device's memory."""
 
     one_pass: bool = False
+
+    def errors_of_callbacks(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
 
     def create(self, n_rows: int, carry: Arrays, witnesses: Arrays) -> Arrays:
         return [jnp.broadcast_to(x[None], (n_rows, *x.shape)) for x in carry]
@@ -98,6 +106,8 @@ class DiskStore:
     one_pass: bool = True
     _files: dict[int, list[np.ndarray]] = field(default_factory=dict)
     _tickets: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _failures: list[StoreError] = field(default_factory=list)
+    _traced: threading.local = field(default_factory=threading.local)
 
     def create(self, n_rows: int, carry: Arrays, witnesses: Arrays) -> Any:
         types = [(x.shape, np.dtype(x.dtype)) for x in map(_as_data, carry)]
@@ -107,12 +117,13 @@ class DiskStore:
                     f"store='disk' needs arrays of known shape, but one that the loop carries has shape "
                     f"{shape}, with a symbolic dimension. Pass store='host' or export with numbers."
                 )
+        opened = getattr(self._traced, "opened", None)
         # The values are not looked at. Under vmap they make the call one for each lane of the
         # batch, so that each gets a file; and no loop can hoist it.
         # Sums, since slices of an array that is sharded explicitly need not be possible.
         seen = [jnp.sum(_as_data(x)) for x in witnesses]
         return io_callback(
-            lambda *_: self._open(n_rows, types), jax.ShapeDtypeStruct((), jnp.int32), *seen
+            lambda *_: self._open(n_rows, types, opened), jax.ShapeDtypeStruct((), jnp.int32), *seen
         )
 
     def write(self, rows: Any, row: Any, carry: Arrays) -> Any:
@@ -126,7 +137,51 @@ class DiskStore:
     def close(self, rows: Any) -> None:
         io_callback(lambda ticket: self._files.pop(int(ticket)) and None, None, rows)
 
-    def _open(self, n_rows: int, types: list[tuple[tuple[int, ...], np.dtype]]) -> Any:
+    def _open(
+        self,
+        n_rows: int,
+        types: list[tuple[tuple[int, ...], np.dtype]],
+        opened: set[int] | None,
+    ) -> Any:
+        try:
+            ticket = self._open_file(n_rows, types)
+        except StoreError as error:
+            self._failures.append(error)
+            raise
+        except OSError as error:
+            failure = StoreError(
+                f"no file can be made in {self.directory!r}: {error}. Give a directory= that can be "
+                f"written to while the program runs."
+            )
+            self._failures.append(failure)
+            raise failure from error
+        if opened is not None:
+            opened.intersection_update(self._files)
+            opened.add(int(ticket))
+        return ticket
+
+    @contextlib.contextmanager
+    def errors_of_callbacks(self) -> Iterator[None]:
+        """Raise what a callback of this store raised, which JAX makes a `JaxRuntimeError` of.
+
+        Files of a program that is traced and fails here are closed. One that is compiled and called
+        later has no such place: what it opened and did not close stays as long as it does.
+        """
+        opened: set[int] = set()
+        self._failures.clear()
+        self._traced.opened = opened
+        try:
+            yield
+        except Exception as error:
+            for ticket in opened:
+                self._files.pop(ticket, None)
+            if self._failures and isinstance(error, jax.errors.JaxRuntimeError):
+                raise self._failures.pop() from error
+            raise
+        finally:
+            self._traced.opened = None
+
+    def _open_file(self, n_rows: int, types: list[tuple[tuple[int, ...], np.dtype]]) -> Any:
         sizes = [n_rows * int(np.prod(shape)) * dtype.itemsize for shape, dtype in types]
         # Maps begin at multiples of this.
         offsets = [0, *itertools.accumulate(-(-size // 4096) * 4096 for size in sizes)]
