@@ -167,7 +167,7 @@ def zeros(aval: Any, leading: Sequence[Any] = ()) -> Any:
     """Zeros of a type, with more leading axes, its sharding, and its varying axes of a `shard_map`."""
     for size in reversed(leading):
         aval = _core.unmapped_aval(size, 0, aval)
-    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+    if jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended):
         return jax.lax.full(aval.shape, 0, aval.dtype)
     return _ad_util.zeros_like_aval(aval.update(weak_type=False))
 
