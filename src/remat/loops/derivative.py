@@ -196,13 +196,18 @@ def _derivative_map(loop: Loop, mask: Mask, held_tree: Any) -> LinearMap:
 
     def transposed_jvp(residuals: Arrays, w: Arrays, d_residuals: Arrays, d_w: Arrays) -> Arrays:
         x, d_x = residuals[:n_inputs], d_residuals[:n_inputs]
-        total: Arrays = [jnp.zeros_like(x) for x in select(x, mask)]
-        if any(d is not None for d in d_w):
-            d_w = [jnp.zeros_like(a) if d is None else d for a, d in zip(w, d_w)]
-            total = linear_call(linear_map.T, residuals, d_w)
         moved = tuple(d is not None and _jax.has_tangent(a) for a, d in zip(x, d_x))
+        w_moved = any(d is not None for d in d_w)
+        d_w = [jnp.zeros_like(a) if d is None else d for a, d in zip(w, d_w)]
+        cotangents = merge([None] * len(out_mask), out_mask, w)
+        either = tuple(a or b for a, b in zip(moved, mask))
+        if not has_forward_mode(_augmented(loop, either, x, select(x, either))[0].body):
+            moving = _moving_map(loop, moved, mask, out_mask)
+            return linear_call(moving, [*x, *w], [*select(d_x, moved), *d_w])
+        total: Arrays = [jnp.zeros_like(x) for x in select(x, mask)]
+        if w_moved:
+            total = linear_call(linear_map.T, residuals, d_w)
         if any(moved):
-            cotangents = merge([None] * len(out_mask), out_mask, w)
             found = linear_call(
                 _hessian_map(loop, moved, mask, cotangents), [*x, *w], select(d_x, moved)
             )
@@ -234,26 +239,120 @@ def _hessian_map(loop: Loop, moved: Mask, mask: Mask, like: Arrays) -> LinearMap
         return pull([jnp.zeros_like(o) if ct is None else ct for o, ct in zip(out, w)])[0]
 
     def forth(residuals: Arrays, v: Arrays) -> Arrays:
-        if not commutes(residuals):
-            x = residuals[:n_inputs]
-            return refused([*residuals, *v], [jax.typeof(a) for a in select(x, mask)])
         return gradient(moved, mask, residuals, v)
-
-    def forth_jvp(residuals: Arrays, v: Arrays, d_residuals: Arrays, d_v: Arrays) -> Arrays:
-        if not commutes(residuals):
-            return forth(residuals, v)  # not defined either, and of the same types
-        return _jvp(forth, (residuals, v), (d_residuals, d_v))
-
-    def commutes(residuals: Arrays) -> bool:
-        """Whether second derivatives commute: the rules of a `jax.custom_vjp` need not be gradients."""
-        either = tuple(a or b for a, b in zip(moved, mask))
-        x = residuals[:n_inputs]
-        return has_forward_mode(_augmented(loop, either, x, select(x, either))[0].body)
 
     def back(residuals: Arrays, v: Arrays) -> Arrays:
         return gradient(mask, moved, residuals, v)
 
-    return LinearMap(forth, back, forth_jvp, lambda *values: _jvp(back, values[:2], values[2:]))
+    return LinearMap(
+        forth,
+        back,
+        lambda *values: _jvp(forth, values[:2], values[2:]),
+        lambda *values: _jvp(back, values[:2], values[2:]),
+    )
+
+
+def _moving_map(loop: Loop, moved: Mask, mask: Mask, out_mask: Mask) -> LinearMap:
+    """(v, ẇ) ↦ the derivative of J(x)ᵀ·w in direction v of x and ẇ of w; residuals: x and w.
+
+    It is for bodies whose rules for Jᵀ need not be derivatives, nor linear in w. Then second
+    derivatives do not commute, and only those in reverse mode go on from here.
+    """
+    n_inputs, n_moved = len(mask), sum(moved)
+
+    def forth(residuals: Arrays, moves: Arrays) -> Arrays:
+        w = [
+            merge([None] * len(out_mask), out_mask, of)
+            for of in (residuals[n_inputs:], moves[n_moved:])
+        ]
+        return _moved_transpose(loop, moved, mask, residuals[:n_inputs], moves[:n_moved], *w)
+
+    def back(residuals: Arrays, u: Arrays) -> Arrays:
+        x = residuals[:n_inputs]
+        w = merge([None] * len(out_mask), out_mask, residuals[n_inputs:])
+        of_v: Arrays = []
+        if n_moved:
+            of_v = linear_call(_hessian_map(loop, moved, mask, w).T, residuals, u)
+        return [*of_v, *_pushed(loop, mask, x, u)]
+
+    def refuse(residuals: Arrays, moves: Arrays, *_: Arrays) -> Arrays:
+        return refused(
+            [*residuals, *moves], [jax.typeof(a) for a in select(residuals[:n_inputs], mask)]
+        )
+
+    return LinearMap(forth, back, refuse, lambda *values: _jvp(back, values[:2], values[2:]))
+
+
+def _moved_transpose(
+    loop: Loop, moved: Mask, mask: Mask, x: Arrays, v: Arrays, w: Arrays, d_w: Arrays
+) -> Arrays:
+    """The derivative of J(x)ᵀ·w in direction v of x and d_w of w, whatever rules for Jᵀ there are.
+
+    It is the backward loop of L₁ with the pullback of each step replaced: where the cotangents of
+    (c, ċ) are (λ̇, λ), the pullback of L's step at c takes λ to the next one, and its derivative in
+    direction (ċ, λ̇) gives the next λ̇.
+    """
+    either = tuple(a or b for a, b in zip(moved, mask))
+    given = merge([None] * len(x), moved, v)
+    directions = [jnp.zeros_like(a) if d is None else d for a, d in zip(x, given)]
+    opened, added = _with_forward_rules(loop)
+    marks = (*[False] * len(added), *either)
+    augmented, inputs = _augmented(opened, marks, [*added, *x], select(directions, either))
+    _, held = sweep(augmented, inputs)
+
+    consts, carry, xs, steps = split_inputs(opened, marks)
+    carry_mask, y_mask = opened.spread(tuple(consts), tuple(carry), tuple(xs))
+    first = augmented.n_consts - len(consts) - sum(consts)  # constants of the augmented body
+    marked = Inputs(
+        [*[False] * first, *consts, *[True] * sum(consts)],
+        [*carry, *[True] * sum(carry_mask)],
+        [*xs, *[True] * sum(xs)],
+        steps,
+    )
+    both_carry, both_y = augmented.spread(*map(tuple, marked[:3]))
+
+    def pullback(
+        consts_: Arrays, carry_: Arrays, x_: Arrays, ct_carry: Arrays, ct_y: Arrays
+    ) -> tuple[Arrays, Arrays, Arrays]:
+        values = (consts_[first : first + len(consts)], carry_[: len(carry)], x_[: len(xs)])
+        tangents = (consts_[first + len(consts) :], carry_[len(carry) :], x_[len(xs) :])
+        masks = (consts, carry_mask, xs)
+
+        def transposed(at: tuple[Arrays, ...], cts: tuple[Arrays, Arrays]) -> Any:
+            def step(*at: Arrays) -> tuple[Arrays, Arrays]:
+                c, k, x = map(merge, values, masks, at)
+                carry_out, y = loop.call(c[len(added) :], k, x)
+                return select(carry_out, carry_mask), select(y, y_mask)
+
+            return jax.vjp(step, *at)[1](cts)
+
+        at = tuple(map(select, values, masks))
+        cts, d_cts = zip(
+            _halves(ct_carry, both_carry, carry_mask, list(map(jax.typeof, at[1]))),
+            _halves(ct_y, both_y, y_mask, select(loop.y_avals, y_mask)),
+        )
+        found, d_found = jax.jvp(transposed, (at, cts), (tangents, d_cts))
+        ct_consts, ct_next, ct_x = ([*d, *ct] for d, ct in zip(d_found, found))
+        next_values = merge([None] * len(carry), carry_mask, d_found[1])
+        ct_next = select([*next_values, *found[1]], both_carry)
+        return ct_consts, ct_next, ct_x
+
+    of, of_moved = _split_results(loop, w), _split_results(loop, d_w)
+    cotangents = Results(
+        [*of_moved.carry, *select(of.carry, carry_mask)],
+        [*of_moved.ys, *select(of.ys, y_mask)],
+        [None] * len(_no_count(loop)),
+    )
+    found = backward(augmented, inputs, held, cotangents, marked, pullback)
+    of_x = [
+        *found.consts[first + len(added) : first + len(consts)],
+        *found.carry[: len(carry)],
+        *found.xs[: len(xs)],
+        *found.steps,
+    ]
+    return [
+        jnp.zeros_like(a) if d is None else d for a, d in zip(select(x, mask), select(of_x, mask))
+    ]
 
 
 # The differentiated loop
@@ -327,6 +426,18 @@ def _tangent_half(loop: Loop, mask: Mask, flat_results: Arrays) -> Arrays:
 
 
 # Helpers
+
+
+def _halves(
+    cotangents: Arrays, both: Mask, mask: Mask, types: Sequence[Any]
+) -> tuple[Arrays, Arrays]:
+    """The cotangents of the tangents among L₁'s values, and of the marked values; zeros written out."""
+    every = merge([None] * len(both), both, cotangents)
+
+    def written(cts: Arrays) -> Arrays:
+        return [_jax.zeros(t) if ct is None else ct for ct, t in zip(cts, types, strict=True)]
+
+    return written(every[len(mask) :]), written(select(every[: len(mask)], mask))
 
 
 def _flat(parts: Inputs | Results) -> Arrays:

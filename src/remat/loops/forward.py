@@ -26,8 +26,8 @@ Arrays = list[Any]
 
 _NOT_DEFINED = (
     "the body of a loop of remat calls a function with a jax.custom_vjp, and forward mode (jax.jvp, "
-    "jax.jacfwd, jax.hessian, what jax.linearize returns) is not defined for those. Use reverse mode, "
-    "as in jax.jacrev(jax.grad(f)), or give the function a jax.custom_jvp."
+    "jax.jacfwd, what jax.linearize returns) is not defined for those. Use reverse mode first, as "
+    "jax.grad and jax.hessian do, or give the function a jax.custom_jvp."
 )
 _NOT_LINEAR = (
     "the body of a loop of remat calls a function with a jax.custom_vjp whose backward rule is not "

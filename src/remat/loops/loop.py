@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -389,12 +389,20 @@ def _sums_before(np_: Any, values: Any) -> Any:
 # Backward
 
 
+# (consts, carry, x of one step, cotangents of the marked carry, of the marked ys)
+# -> cotangents of the marked consts, carry and x
+Pullback: TypeAlias = Callable[
+    [Arrays, Arrays, Arrays, Arrays, Arrays], tuple[Arrays, Arrays, Arrays]
+]
+
+
 def backward(
     loop: Loop,
     inputs: Inputs,
     held: Checkpoints,
     cotangents: Results,
     marked: Inputs,
+    pullback: Pullback | None = None,
 ) -> Inputs:
     """The cotangents of the inputs that are marked; None elsewhere.
 
@@ -404,6 +412,7 @@ def backward(
       held: the states that `sweep` kept.
       cotangents: of the results; None where zero.
       marked: which inputs are differentiated, as lists of bools.
+      pullback: what stands for the transposed derivative of a step, if anything.
     """
     consts, xs = inputs.consts, inputs.xs
     if loop.store.one_pass:
@@ -413,6 +422,14 @@ def backward(
 
     def reverse_step(step: Any, carry: Arrays, ct_carry: Arrays) -> tuple[Arrays, Arrays, Arrays]:
         x = loop.x_at(inputs, step)
+        ct_y = [
+            _jax.zeros(y)
+            if ct is None
+            else lax.dynamic_index_in_dim(ct, loop.index(step), 0, False)
+            for ct, y in zip(select(cotangents.ys, y_mask), select(loop.y_avals, y_mask))
+        ]
+        if pullback is not None:
+            return pullback(consts, carry, x, ct_carry, ct_y)
 
         def active(c: Arrays, k: Arrays, x_: Arrays) -> tuple[Arrays, Arrays]:
             carry_out, y = loop.call(
@@ -425,12 +442,6 @@ def backward(
         _, pull = jax.vjp(
             active, select(consts, marked.consts), select(carry, carry_mask), select(x, marked.xs)
         )
-        ct_y = [
-            _jax.zeros(y)
-            if ct is None
-            else lax.dynamic_index_in_dim(ct, loop.index(step), 0, False)
-            for ct, y in zip(select(cotangents.ys, y_mask), select(loop.y_avals, y_mask))
-        ]
         return pull((ct_carry, ct_y))
 
     def reverse(state: tuple) -> tuple:
