@@ -33,6 +33,7 @@ LAYERS = [
     ("_jax.tracing",),
     ("_jax.autodiff", "_jax.concrete", "_jax.lowering", "_jax.refs"),
     ("_jax",),
+    ("ir.jaxprs",),
     ("ir", "ir.equations", "ir.flops", "ir.fingerprint"),
     (
         "transform.barrier",

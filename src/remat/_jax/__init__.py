@@ -16,6 +16,7 @@ half can be deleted.
 import os
 
 from remat._jax.autodiff import (
+    PartialEval as PartialEval,
     batch_jaxpr as batch_jaxpr,
     batched_type as batched_type,
     dce as dce,
@@ -129,19 +130,16 @@ from remat._jax.tracing import (
     abstractify as abstractify,
     argument_names as argument_names,
     argument_shardings as argument_shardings,
-    bodies_of as bodies_of,
     call_jaxpr as call_jaxpr,
     check_captured_refs as check_captured_refs,
     check_ref_arguments as check_ref_arguments,
     checkpoint_name_of as checkpoint_name_of,
     debug_info as debug_info,
-    dependents as dependents,
     flatten_arguments as flatten_arguments,
-    has_body as has_body,
     has_hidden_rules as has_hidden_rules,
     host_copy as host_copy,
     in_avals as in_avals,
-    inline_calls as inline_calls,
+    is_call as is_call,
     is_jaxpr as is_jaxpr,
     is_plain_jit as is_plain_jit,
     is_recomputation as is_recomputation,
@@ -155,7 +153,6 @@ from remat._jax.tracing import (
     new_var as new_var,
     out_avals as out_avals,
     rebuild as rebuild,
-    replace_body as replace_body,
     scan_arity as scan_arity,
     scan_body as scan_body,
     slice_types as slice_types,
@@ -163,7 +160,7 @@ from remat._jax.tracing import (
     static_arguments as static_arguments,
     trace as trace,
     trace_call as trace_call,
-    written_out as written_out,
+    with_copy_source as with_copy_source,
     zeros as zeros,
 )
 

@@ -123,7 +123,7 @@ def partial_eval(jaxpr: Jaxpr, ins_unknown: Sequence[bool], policy: Callable) ->
     known, staged, *others = _pe.partial_eval_jaxpr_custom(
         jaxpr, list(ins_unknown), [True] * len(ins_unknown), False, False, policy
     )
-    return PartialEval(with_copy_sources(known), with_copy_sources(staged), *others)
+    return PartialEval(known, staged, *others)
 
 
 def dce(jaxpr: Jaxpr, used: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:

@@ -24,15 +24,12 @@ from jax._src.sharding_impls import UNSPECIFIED as _unspecified
 
 from remat._jax.compat import (
     JAX_VERSION,
-    AbstractRef,
     Jaxpr,
     JaxprEqn,
     Primitive,
     Var,
     detach_consts,
     eval_jaxpr,
-    has_tangent,
-    is_dropped,
     is_var,
     name_p,
     open_jaxpr,
@@ -373,134 +370,32 @@ def is_jaxpr(value: Any) -> bool:
     return isinstance(value, _core.Jaxpr) or (hasattr(value, "jaxpr") and hasattr(value, "consts"))
 
 
-def has_body(eqn: JaxprEqn) -> bool:
-    """Whether the equation runs jaxprs of its own (a loop, branches, a call) that are cut with it.
+def is_call(eqn: JaxprEqn) -> bool:
+    """Return whether the equation is a call of a primitive that somebody made as a kind of call.
 
-    The update function of a scatter, say, belongs to its primitive.
+    `jax.extend.core.create_call_primitive` makes them from 0.12 on.
     """
-    return eqn.primitive in _pe.partial_eval_jaxpr_custom_rules and any(jaxprs_of(eqn))
+    rules = _pe.dce_rules
+    return "call_jaxpr" in eqn.params and rules.get(eqn.primitive) is _CALL_DCE_RULE
 
 
-def bodies_of(eqn: JaxprEqn) -> Iterator[Any]:
-    """The jaxprs that an equation runs."""
-    return jaxprs_of(eqn) if has_body(eqn) else iter(())
+_CALL_DCE_RULE = _pe.dce_jaxpr_closed_call_rule
 
 
-def replace_body(eqn: JaxprEqn, old: Any, new_equations: Jaxpr) -> JaxprEqn:
-    """The equation with one of its jaxprs replaced by another of the same type."""
-    replacement = (
-        new_equations if isinstance(old, _core.Jaxpr) else old.replace(jaxpr=new_equations)
-    )
-
-    def swap(value: Any) -> Any:
-        if value is old:
-            return replacement
-        if type(value) in (tuple, list):
-            return type(value)(swap(item) for item in value)
-        return value
-
-    return eqn.replace(params={name: swap(value) for name, value in eqn.params.items()})
-
-
-def with_copy_sources(jaxpr: Jaxpr) -> Jaxpr:
-    """Say of each copy to another memory where it comes from, at every depth.
+def with_copy_source(eqn: JaxprEqn) -> JaxprEqn:
+    """Say of a copy to another memory where it comes from; any other equation is returned as it is.
 
     Without that the transposition of a copy to the host leaves the cotangent on the host. JAX does
     not say it of the copies that it adds for an offloading policy, of which there is one for all
     results of an equation.
     """
-    eqns = []
-    for eqn in jaxpr.eqns:
-        new = eqn
-        if eqn.primitive is _device_put_p and _copies_between_memories(eqn):
-            sources = tuple(v.aval.memory_space for v in eqn.invars)
-            semantics = eqn.params["copy_semantics"][:1] * len(sources)
-            new = eqn.replace(params=dict(eqn.params, srcs=sources, copy_semantics=semantics))
-        for body in bodies_of(eqn):
-            opened = open_jaxpr(body)
-            if (changed := with_copy_sources(opened)) is not opened:
-                new = replace_body(new, body, changed)
-        eqns.append(new)
-    unchanged = all(a is b for a, b in zip(eqns, jaxpr.eqns))
-    return jaxpr if unchanged else rebuild(jaxpr, eqns=eqns)
+    if eqn.primitive is not _device_put_p or not _copies_between_memories(eqn):
+        return eqn
+    sources = tuple(v.aval.memory_space for v in eqn.invars)
+    semantics = eqn.params["copy_semantics"][:1] * len(sources)
+    return eqn.replace(params=dict(eqn.params, srcs=sources, copy_semantics=semantics))
 
 
 def _copies_between_memories(eqn: JaxprEqn) -> bool:
     spaces = all(isinstance(d, _core.MemorySpace) for d in eqn.params["devices"])
     return spaces and all(source is None for source in eqn.params["srcs"])
-
-
-def inline_calls(jaxpr: Jaxpr, is_call: Callable[[JaxprEqn], Any]) -> Jaxpr:
-    """Write calls out, at the top level and inside each other.
-
-    `is_call(eqn)` is the jaxpr to write in place of an equation, or None. Operations keep the names
-    of the scopes that their calls stand in.
-    """
-    eqns: list[JaxprEqn] = []
-
-    def write(body: Jaxpr, names: dict[Var, Any], wanted: dict[Var, Var], stack: Any) -> None:
-        def look(v: Any) -> Any:
-            return names.get(v, v) if is_var(v) else v
-
-        def result(v: Var) -> Var:
-            if v in wanted or body is jaxpr or is_dropped(v):
-                return wanted.get(v, v)
-            return new_var(v.aval)  # a body may be written more than once
-
-        for eqn in body.eqns:
-            invars = [look(v) for v in eqn.invars]
-            outvars = [result(v) for v in eqn.outvars]
-            inner = is_call(eqn)
-            if inner is None:
-                names.update(zip(eqn.outvars, outvars))
-                new = eqn.replace(invars=invars, outvars=outvars)
-                if stack is not None:
-                    info = eqn.source_info.replace(name_stack=_joined(stack, eqn))
-                    new = new.replace(source_info=info)
-                eqns.append(new)
-                continue
-            inner_names = dict(zip(inner.invars, invars))
-            made = {v for e in inner.eqns for v in e.outvars}
-            inner_wanted: dict[Var, Var] = {}
-            for v, final in zip(inner.outvars, outvars):
-                if is_var(v) and v in made and not is_dropped(final):
-                    inner_wanted.setdefault(v, final)
-            write(inner, inner_names, inner_wanted, _joined(stack, eqn))
-            for outer, v in zip(eqn.outvars, inner.outvars):
-                names[outer] = inner_names.get(v, v) if is_var(v) else v
-
-    names: dict[Var, Any] = {}
-    write(jaxpr, names, {}, None)
-    outvars = [names.get(v, v) if is_var(v) else v for v in jaxpr.outvars]
-    return jaxpr_of(jaxpr.invars, outvars, eqns, jaxpr)
-
-
-def written_out(jaxpr: Jaxpr, invars: Sequence[Any], outvars: Sequence[Var]) -> list[JaxprEqn]:
-    """The equations of a jaxpr on other operands, with results under other names."""
-    names: dict[Var, Any] = dict(zip(jaxpr.invars, invars))
-    made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
-    taken: set[Var] = set()
-    for inner, outer in zip(jaxpr.outvars, outvars):
-        assert is_var(inner) and inner in made and inner not in taken, "a result passed through"
-        taken.add(inner)
-        names[inner] = outer
-    eqns = []
-    for eqn in jaxpr.eqns:
-        ins = [names.get(v, v) if is_var(v) else v for v in eqn.invars]
-        eqns.append(eqn.replace(invars=ins, outvars=[names.get(v, v) for v in eqn.outvars]))
-    return eqns
-
-
-def _joined(stack: Any, eqn: JaxprEqn) -> Any:
-    own = eqn.source_info.name_stack
-    return own if stack is None else stack + own
-
-
-def dependents(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
-    """Which results of a jaxpr can have a derivative with respect to these inputs."""
-    reached = {v for v, active in zip(jaxpr.invars, inputs) if active}
-    for eqn in jaxpr.eqns:
-        if any(is_var(v) and v in reached for v in eqn.invars):
-            refs = (v for v in eqn.invars if isinstance(v.aval, AbstractRef))
-            reached.update(v for v in (*refs, *eqn.outvars) if has_tangent(v.aval))
-    return [is_var(v) and v in reached for v in jaxpr.outvars]

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 
 from remat import _jax
 from remat.explain.phases import PhasedProgram, is_region, is_view, merged, parts
+from remat.ir import jaxprs
 from remat.ir.flops import flops_of
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Op, Program
@@ -436,7 +437,7 @@ class _Accounting:
         inside = sum(
             recomputed_inside(eqn) * (op.flops / max(flops_of(eqn), 1))
             for op, p, eqn in zip(ops, sides.phases, sides.eqns)
-            if p != "recompute" and _jax.has_body(eqn)
+            if p != "recompute" and jaxprs.has_body(eqn)
         )
         return float(outside + inside)
 
@@ -445,7 +446,7 @@ class _Accounting:
 
         def share(kernel: int) -> float:
             eqn = eqns[kernel]
-            whole = flops_of(eqn) if _jax.has_body(eqn) else 0
+            whole = flops_of(eqn) if jaxprs.has_body(eqn) else 0
             return min(1.0, recomputed_inside(eqn) / whole) if whole else 0.0
 
         return share
@@ -468,9 +469,9 @@ def recomputed_inside(eqn: _jax.JaxprEqn) -> int:
     """Return the FLOPs that one equation recomputes, times its trip counts."""
     if is_region(eqn):
         return _recomputed_in_region(eqn)
-    if not _jax.has_body(eqn):
+    if not jaxprs.has_body(eqn):
         return 0
-    bodies = [_jax.open_jaxpr(body) for body in _jax.bodies_of(eqn)]
+    bodies = [_jax.open_jaxpr(body) for body in jaxprs.bodies_of(eqn)]
     each = [sum(recomputed_inside(inner) for inner in body.eqns) for body in bodies]
     if eqn.primitive.name == "scan":
         return int(eqn.params["length"]) * sum(each)

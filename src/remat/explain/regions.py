@@ -14,6 +14,7 @@ from typing import Any
 
 from remat import _jax
 from remat.explain.phases import is_region, parts
+from remat.ir import jaxprs
 from remat.ir.equations import inline_body
 from remat.transform import planned, policies
 
@@ -97,7 +98,7 @@ def matches(policy: Any, jaxpr: _jax.Jaxpr, *, times: int = 1) -> Iterator[Match
                     _jax.source_line_of(eqn),
                 )
         more = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
-        for body in _jax.bodies_of(eqn):
+        for body in jaxprs.bodies_of(eqn):
             yield from matches(policy, _jax.open_jaxpr(body), times=more)
 
 
@@ -168,7 +169,7 @@ def names_wanted(policy: Any) -> tuple[str, ...]:
 
 def split(eqn: _jax.JaxprEqn) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
     """Return a backward half's inlined equations: those that recompute, and those on cotangents."""
-    return parts(eqn, _jax.inline_calls(_jax.open_jaxpr(eqn.params["jaxpr"]), _call))
+    return parts(eqn, jaxprs.inline_calls(_jax.open_jaxpr(eqn.params["jaxpr"]), _call))
 
 
 def _call(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
@@ -182,4 +183,4 @@ def inlined(jaxpr: _jax.Jaxpr, chosen: Callable[[_jax.JaxprEqn], bool]) -> _jax.
         is_one = eqn.primitive.name in ("remat", "remat2", "checkpoint") and chosen(eqn)
         return _jax.open_jaxpr(eqn.params["jaxpr"]) if is_one else None
 
-    return _jax.inline_calls(jaxpr, region)
+    return jaxprs.inline_calls(jaxpr, region)

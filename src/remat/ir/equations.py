@@ -8,6 +8,7 @@ of its own.
 from __future__ import annotations
 
 from remat import _jax
+from remat.ir import jaxprs
 from remat.ir.operations import FUSIBLE, Fusion, operation
 
 _CALLS = frozenset(
@@ -41,7 +42,7 @@ def fusion_of(eqn: _jax.JaxprEqn) -> Fusion:
     row = operation(eqn.primitive.name)
     if row is not None and row.fusion is not Fusion.CALL:
         return row.fusion
-    if row is not None or _jax.has_body(eqn) or eqn.effects or len(eqn.outvars) != 1:
+    if row is not None or jaxprs.has_body(eqn) or eqn.effects or len(eqn.outvars) != 1:
         return Fusion.KERNEL
     shape = getattr(eqn.outvars[0].aval, "shape", None)
     is_elementwise = all(getattr(v.aval, "shape", None) in (shape, ()) for v in eqn.invars)
@@ -75,5 +76,7 @@ def is_repeatable(eqn: _jax.JaxprEqn) -> bool:
     if eqn.effects or (row is not None and not row.is_repeatable):
         return False
     return all(
-        is_repeatable(inner) for body in _jax.bodies_of(eqn) for inner in _jax.open_jaxpr(body).eqns
+        is_repeatable(inner)
+        for body in jaxprs.bodies_of(eqn)
+        for inner in _jax.open_jaxpr(body).eqns
     )

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 
 from remat import _jax
+from remat.ir import jaxprs
 from remat.ir.formulas import TRANSCENDENTAL as TRANSCENDENTAL, size
 from remat.ir.operations import Traffic, operation
 
@@ -101,7 +102,7 @@ def through_bodies(eqn: _jax.JaxprEqn, own: Callable[[_jax.JaxprEqn], Any]) -> A
     call = params.get("call_jaxpr")
     if call is not None:
         return of_jaxpr(call)
-    if _jax.has_body(eqn):
+    if jaxprs.has_body(eqn):
         return sum(of_jaxpr(body) for body in _jax.jaxprs_of(eqn))
     return own(eqn)
 

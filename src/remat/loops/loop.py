@@ -35,6 +35,7 @@ import numpy as np
 from jax import lax
 
 from remat import _jax
+from remat.ir import jaxprs
 from remat.loops import schedules
 from remat.loops.store import DEVICE, Store
 
@@ -172,7 +173,7 @@ class Loop:
     def spread(self, consts: Mask, carry: Mask, xs: Mask) -> tuple[Mask, Mask]:
         """Which of the carry and of the stacked results depend on the marked inputs."""
         while True:
-            out = _jax.dependents(self.body, [*consts, *carry, *xs])
+            out = jaxprs.dependents(self.body, [*consts, *carry, *xs])
             reached = tuple(a or b for a, b in zip(carry, out))
             if reached == carry:
                 return carry, tuple(out[self.n_carry :])

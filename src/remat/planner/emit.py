@@ -31,6 +31,7 @@ from types import MappingProxyType
 from typing import Any
 
 from remat import _jax
+from remat.ir import jaxprs
 from remat.ir.equations import is_fusible
 from remat.ir.fingerprint import fingerprint
 from remat.transform import planned
@@ -152,7 +153,7 @@ class Linearized:
 
 def inlined(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     """A region's program with calls written out; who plans it decides about checkpoints in it too."""
-    return _jax.inline_calls(jaxpr, _body_of_call)
+    return jaxprs.inline_calls(jaxpr, _body_of_call)
 
 
 def without_copies(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
@@ -214,7 +215,7 @@ def _body_of_call(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
 def linearized(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...]) -> Linearized:
     """Separate a differentiated region without deciding anything: everything is a residual."""
     jaxpr = inlined(jaxpr)
-    parts = _jax.partial_eval(jaxpr, ins_unknown, planned.save_all)
+    parts = jaxprs.partial_eval(jaxpr, ins_unknown, planned.save_all)
     # JAX puts what it moved out of loops into calls.
     known = inlined(parts.known)
     if all(a is b for a, b in zip(known.outvars, parts.known.outvars)):

@@ -24,6 +24,7 @@ import jax
 
 from remat import _jax, partition
 from remat.errors import PlanError
+from remat.ir import jaxprs
 from remat.ir.fingerprint import fingerprint
 from remat.planner.edits import adapted
 from remat.planner.emit import (
@@ -170,7 +171,7 @@ def _with_loops(jaxpr: _jax.Jaxpr, session: Session, key: str) -> _jax.Jaxpr:
             regions = [_Region(session, f"{inner}.{j}") for j in range(form.steps)]
             eqns += _several_at_once(eqn, region, regions)
             continue
-        loop = _jax.replace_body(eqn, eqn.params["jaxpr"], wrapped)
+        loop = jaxprs.replace_body(eqn, eqn.params["jaxpr"], wrapped)
         if 1 < form.group < eqn.params["length"]:
             eqns += _grouped(loop, form, _Region(session, inner + _GROUP))
         else:
@@ -220,7 +221,7 @@ def _several_at_once(
 
     jaxpr, made, _ = _jax.trace_call(run, [v.aval for v in eqn.invars])
     assert not made, made
-    return _jax.written_out(jaxpr, eqn.invars, eqn.outvars)
+    return jaxprs.written_out(jaxpr, eqn.invars, eqn.outvars)
 
 
 # Comes before a loop's number in its key.
@@ -273,7 +274,7 @@ def _grouped(loop: _jax.JaxprEqn, form: LoopForm, region: _Region) -> list[_jax.
     types = [v.aval for v in loop.invars]
     jaxpr, consts, _ = _jax.trace_call(run, types)
     assert not consts, consts
-    return _jax.written_out(jaxpr, loop.invars, loop.outvars)
+    return jaxprs.written_out(jaxpr, loop.invars, loop.outvars)
 
 
 def loop_depth(key: str) -> int:

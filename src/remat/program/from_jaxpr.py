@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from remat import _jax
+from remat.ir import jaxprs
 from remat.ir.equations import fusion_of, inline_body, is_collective, is_fusible, is_repeatable
 from remat.ir.flops import flops_of
 from remat.ir.operations import Fusion
@@ -197,9 +198,9 @@ def workspace_bytes(eqn: _jax.JaxprEqn) -> int:
     body = inline_body(eqn)
     if body is not None:
         return 0 if is_fusible(eqn) else _body_peak(body)
-    if not _jax.has_body(eqn):
+    if not jaxprs.has_body(eqn):
         return 0
-    return max((_body_peak(_jax.open_jaxpr(b)) for b in _jax.bodies_of(eqn)), default=0)
+    return max((_body_peak(_jax.open_jaxpr(b)) for b in jaxprs.bodies_of(eqn)), default=0)
 
 
 @_jax.weakref_lru_cache

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from remat import _jax
+from remat.ir import jaxprs
 from remat.ir.operations import names_where
 
 _REARRANGEMENTS = names_where("is_rearrangement")
@@ -62,7 +63,7 @@ def cut(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Callable[..., 
       ins_unknown: which inputs are not known in the forward pass. They are all available later.
       policy: says of a known value whether it is saved, offloaded, or recomputed if needed.
     """
-    parts = _jax.partial_eval(jaxpr, ins_unknown, policy)
+    parts = jaxprs.partial_eval(jaxpr, ins_unknown, policy)
     wanted = [u for u, staged in zip(parts.outs_unknown, parts.outs_staged) if staged]
     backward, used = _jax.dce(parts.staged, wanted)
     used_residuals = used[: parts.n_residuals]

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from remat import _jax
+from remat.ir import jaxprs
 
 _jax.exclude_from_tracebacks(__file__)
 
@@ -90,11 +91,11 @@ def rewrite(jaxpr: _jax.Jaxpr, path: str, decide: Decide) -> _jax.Jaxpr:
             if any(a is not b for a, b in zip(invars, eqn.invars)):
                 new = eqn.replace(invars=invars)
         here = join(path, _jax.name_stack_of(eqn))
-        for body in _jax.bodies_of(eqn):
+        for body in jaxprs.bodies_of(eqn):
             opened = _jax.open_jaxpr(body)
             rewritten = rewrite(opened, here, decide)
             if rewritten is not opened:
-                new = _jax.replace_body(new, body, rewritten)
+                new = jaxprs.replace_body(new, body, rewritten)
         marked = marks_of(eqn, here)
         if marked:
             fresh = [_jax.new_var(v.aval) if v in marked else v for v in eqn.outvars]
@@ -113,7 +114,7 @@ def rewrite(jaxpr: _jax.Jaxpr, path: str, decide: Decide) -> _jax.Jaxpr:
 
 def has_marks(jaxpr: _jax.Jaxpr) -> bool:
     return any(
-        eqn.primitive is mark_p or any(has_marks(_jax.open_jaxpr(b)) for b in _jax.bodies_of(eqn))
+        eqn.primitive is mark_p or any(has_marks(_jax.open_jaxpr(b)) for b in jaxprs.bodies_of(eqn))
         for eqn in jaxpr.eqns
     )
 

@@ -37,6 +37,7 @@ from typing import Any
 
 from remat import _jax
 from remat.errors import EffectError
+from remat.ir import jaxprs
 from remat.transform import barrier, planned, policies, residuals
 from remat.transform.cut import Cut, cut
 from remat.transform.refs import with_values
@@ -237,7 +238,7 @@ def _halves(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Any) -> tu
 
 def _uncut(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...]) -> tuple[Cut, bool]:
     """A backward half that is cut again, which leaves it whole if all its results are unknown."""
-    depends = _jax.dependents(jaxpr, ins_unknown)
+    depends = jaxprs.dependents(jaxpr, ins_unknown)
     if not all(depends):
         return cut_region(jaxpr, ins_unknown, None), False
     nothing = _jax.rebuild(jaxpr, invars=(), outvars=(), eqns=())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from remat import _jax
+from remat.ir import jaxprs
 from remat.transform import marks
 from remat.transform.policies.algebra import Foreign, Policy, keeps_most
 from remat.transform.policies.selector import Value
@@ -94,7 +95,7 @@ def values_of(
     if name is not None and eqn.invars[0] in named:
         return
     own = frozenset() if name is None else frozenset({name})
-    has_body = _jax.has_body(eqn)
+    has_body = jaxprs.has_body(eqn)
     for var in eqn.outvars:
         if _jax.is_dropped(var) or not _jax.is_array(var.aval):
             continue

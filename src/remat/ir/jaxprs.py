@@ -1,0 +1,190 @@
+"""Programs inside programs: the bodies of equations, inlining, substitution and dependence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from remat import _jax
+
+_jax.exclude_from_tracebacks(__file__)
+
+
+# Where the equations that run programs of their own keep them. Other equations may have jaxprs, too,
+# but as a part of what their primitive is: the update function of a scatter, the kernel of a Pallas
+# call, the primal of a function with a derivative of its own.
+_BODIES = {
+    "call": ("call_jaxpr",),
+    "closed_call": ("call_jaxpr",),
+    "compute_on": ("jaxpr",),
+    "cond": ("branches",),
+    "eval_jaxpr": ("call_jaxpr",),
+    "jit": ("jaxpr",),
+    "program_order": ("call_jaxpr",),
+    "remat": ("jaxpr",),
+    "remat2": ("jaxpr",),  # jax.checkpoint
+    "scan": ("jaxpr",),
+    "shard_map": ("jaxpr",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+    "xla_metadata_call": ("jaxpr",),
+}
+
+
+def body_keys(eqn: _jax.JaxprEqn) -> tuple[str, ...]:
+    """Return the names of the parameters that hold what an equation runs."""
+    keys = _BODIES.get(eqn.primitive.name, ())
+    if not keys and _jax.is_call(eqn):
+        return ("call_jaxpr",)
+    # Somebody else's primitive may have one of the names.
+    return keys if all(key in eqn.params for key in keys) else ()
+
+
+def bodies_of(eqn: _jax.JaxprEqn) -> Iterator[Any]:
+    """Yield the jaxprs that an equation runs."""
+    for key in body_keys(eqn):
+        value = eqn.params[key]
+        yield from value if isinstance(value, (tuple, list)) else (value,)
+
+
+def has_body(eqn: _jax.JaxprEqn) -> bool:
+    """Return whether the equation runs jaxprs (a loop, branches, a call), which are cut with it."""
+    return bool(body_keys(eqn))
+
+
+def replace_body(eqn: _jax.JaxprEqn, old: Any, new_equations: _jax.Jaxpr) -> _jax.JaxprEqn:
+    """The equation with one of its jaxprs replaced by another of the same type."""
+    replacement = new_equations if isinstance(old, _jax.Jaxpr) else old.replace(jaxpr=new_equations)
+
+    def swap(value: Any) -> Any:
+        if value is old:
+            return replacement
+        if type(value) in (tuple, list):
+            return type(value)(swap(item) for item in value)
+        return value
+
+    return eqn.replace(params={name: swap(value) for name, value in eqn.params.items()})
+
+
+def inline_calls(jaxpr: _jax.Jaxpr, is_call: Callable[[_jax.JaxprEqn], Any]) -> _jax.Jaxpr:
+    """Write calls out, at the top level and inside each other.
+
+    `is_call(eqn)` is the jaxpr to write in place of an equation, or None. Operations keep the names
+    of the scopes that their calls stand in.
+    """
+    eqns: list[_jax.JaxprEqn] = []
+
+    def write(
+        body: _jax.Jaxpr, names: dict[_jax.Var, Any], wanted: dict[_jax.Var, _jax.Var], stack: Any
+    ) -> None:
+        for eqn in body.eqns:
+            outvars = [
+                wanted.get(v, v) if v in wanted or body is jaxpr else _fresh(v) for v in eqn.outvars
+            ]
+            inner = is_call(eqn)
+            if inner is None:
+                names.update(zip(eqn.outvars, outvars))
+                eqns.append(renamed(eqn, names, stack))
+                continue
+            inner_names = {v: look(names, x) for v, x in zip(inner.invars, eqn.invars)}
+            made = {v for e in inner.eqns for v in e.outvars}
+            inner_wanted: dict[_jax.Var, _jax.Var] = {}
+            for v, final in zip(inner.outvars, outvars):
+                if _jax.is_var(v) and v in made and not _jax.is_dropped(final):
+                    inner_wanted.setdefault(v, final)
+            write(inner, inner_names, inner_wanted, _joined(stack, eqn))
+            for outer, v in zip(eqn.outvars, inner.outvars):
+                names[outer] = look(inner_names, v)
+
+    names: dict[_jax.Var, Any] = {}
+    write(jaxpr, names, {}, None)
+    outvars = [look(names, v) for v in jaxpr.outvars]
+    return _jax.jaxpr_of(jaxpr.invars, outvars, eqns, jaxpr)
+
+
+def inlined(
+    jaxpr: _jax.Jaxpr, operands: Sequence[Any], call: _jax.JaxprEqn
+) -> tuple[list[_jax.JaxprEqn], list[Any]]:
+    """Return a jaxpr's equations on some operands, in place of a call, and their results.
+
+    Its values get new variables, because it may be inlined more than once.
+    """
+    names: dict[_jax.Var, Any] = dict(zip(jaxpr.invars, operands, strict=True))
+    stack, eqns = _joined(None, call), []
+    for eqn in jaxpr.eqns:
+        names.update((v, _fresh(v)) for v in eqn.outvars)
+        eqns.append(renamed(eqn, names, stack))
+    return eqns, [look(names, v) for v in jaxpr.outvars]
+
+
+def written_out(
+    jaxpr: _jax.Jaxpr, invars: Sequence[Any], outvars: Sequence[_jax.Var]
+) -> list[_jax.JaxprEqn]:
+    """The equations of a jaxpr on other operands, with results under other names."""
+    names: dict[_jax.Var, Any] = dict(zip(jaxpr.invars, invars))
+    made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
+    taken: set[_jax.Var] = set()
+    for inner, outer in zip(jaxpr.outvars, outvars):
+        assert _jax.is_var(inner) and inner in made and inner not in taken, (
+            "a result passed through"
+        )
+        taken.add(inner)
+        names[inner] = outer
+    return [renamed(eqn, names) for eqn in jaxpr.eqns]
+
+
+def look(names: Mapping[_jax.Var, Any], v: Any) -> Any:
+    """Return what an operand is called, if it has another name."""
+    return names.get(v, v) if _jax.is_var(v) else v
+
+
+def renamed(eqn: _jax.JaxprEqn, names: Mapping[_jax.Var, Any], stack: Any = None) -> _jax.JaxprEqn:
+    """Return an equation on other operands and results, in the scopes of a call (None: no call)."""
+    changed: dict[str, Any] = {
+        "invars": [look(names, v) for v in eqn.invars],
+        "outvars": [names.get(v, v) for v in eqn.outvars],
+    }
+    if stack is not None:
+        changed["source_info"] = eqn.source_info.replace(name_stack=_joined(stack, eqn))
+    return eqn.replace(**changed)
+
+
+def _fresh(v: _jax.Var) -> _jax.Var:
+    return v if _jax.is_dropped(v) else _jax.new_var(v.aval)
+
+
+def _joined(stack: Any, eqn: _jax.JaxprEqn) -> Any:
+    own = eqn.source_info.name_stack
+    return own if stack is None else stack + own
+
+
+def dependents(jaxpr: _jax.Jaxpr, inputs: Sequence[bool]) -> list[bool]:
+    """Which results of a jaxpr can have a derivative with respect to these inputs."""
+    reached = {v for v, active in zip(jaxpr.invars, inputs) if active}
+    for eqn in jaxpr.eqns:
+        if any(_jax.is_var(v) and v in reached for v in eqn.invars):
+            refs = (v for v in eqn.invars if isinstance(v.aval, _jax.AbstractRef))
+            reached.update(v for v in (*refs, *eqn.outvars) if _jax.has_tangent(v.aval))
+    return [_jax.is_var(v) and v in reached for v in jaxpr.outvars]
+
+
+def partial_eval(
+    jaxpr: _jax.Jaxpr, ins_unknown: Sequence[bool], policy: Callable
+) -> _jax.PartialEval:
+    """Cut a jaxpr by what is unknown; every input is available on the far side of the cut."""
+    parts = _jax.partial_eval(jaxpr, ins_unknown, policy)
+    known, staged = with_copy_sources(parts.known), with_copy_sources(parts.staged)
+    return parts._replace(known=known, staged=staged)
+
+
+def with_copy_sources(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+    """Say of each copy to another memory where it comes from, at every depth."""
+    eqns = []
+    for eqn in jaxpr.eqns:
+        new = _jax.with_copy_source(eqn)
+        for body in bodies_of(eqn):
+            opened = _jax.open_jaxpr(body)
+            if (changed := with_copy_sources(opened)) is not opened:
+                new = replace_body(new, body, changed)
+        eqns.append(new)
+    unchanged = all(a is b for a, b in zip(eqns, jaxpr.eqns))
+    return jaxpr if unchanged else _jax.rebuild(jaxpr, eqns=eqns)
