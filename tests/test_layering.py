@@ -34,6 +34,9 @@ LAYERS = [
     ("_jax.autodiff", "_jax.concrete", "_jax.lowering", "_jax.refs"),
     ("_jax",),
     ("ir.jaxprs",),
+    ("ir.split.halves",),
+    ("ir.split.branches", "ir.split.calls", "ir.split.loops", "ir.split.shards"),
+    ("ir.split",),
     ("ir", "ir.equations", "ir.flops", "ir.fingerprint"),
     (
         "transform.barrier",

@@ -12,6 +12,7 @@
     ├── MethodError (AttributeError)          a method is to be wrapped that the class does not have
     ├── EffectError (NotImplementedError)     an effect that cannot be recomputed
     ├── ForwardModeError (TypeError)          a derivative that the rules in a loop's body do not define
+    ├── LinearizationError (ValueError)       an operation whose values cannot be had without its tangents
     ├── GradientMismatchError (AssertionError)   remat.testing: two functions that differ
     ├── PeakMemoryError (AssertionError)      remat.testing: a step that needs more than its limit
     ├── SavedValuesError (AssertionError)     remat.testing: a function that saves more than it should
@@ -89,6 +90,10 @@ class EffectError(RematError, NotImplementedError):
 
 class ForwardModeError(RematError, TypeError):
     """A derivative of a loop needs a direction for which a function in its body has no rule."""
+
+
+class LinearizationError(RematError, ValueError):
+    """A checkpointed function has an operation that mixes values and tangents inseparably."""
 
 
 class GradientMismatchError(RematError, AssertionError):

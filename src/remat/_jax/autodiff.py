@@ -6,7 +6,6 @@ thing more; the `register_*` functions adapt one rule to both.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,11 +13,9 @@ import jax
 from jax._src import (
     ad_util as _ad_util,
     checkify as _checkify,
-    config as _config,
     core as _core,
     effects as _effects,
     source_info_util as _source_info,
-    util as _util,
 )
 from jax._src.interpreters import (
     ad as _ad,
@@ -38,15 +35,15 @@ from remat._jax.compat import (
     Zero,
     close,
     detach_consts,
+    eval_jaxpr,
     extend_name_stack,
     is_var,
     open_jaxpr,
     positional_effects,
     split_list,
     typeof,
-    weakref_lru_cache,
 )
-from remat._jax.tracing import jaxprs_of, new_call, new_var, trace, with_copy_sources
+from remat._jax.tracing import has_lasting_effects, jaxprs_of, trace
 
 
 def is_zero(tangent: Any) -> bool:
@@ -108,65 +105,61 @@ def jvp_of_jaxpr(
     return (*detach_consts(closed), out_nonzeros)
 
 
-class PartialEval(NamedTuple):
-    """A jaxpr cut in two. `known` returns its results and the residuals that `staged` takes."""
-
-    known: Jaxpr
-    staged: Jaxpr
-    outs_unknown: list[bool]
-    outs_staged: list[bool]
-    n_residuals: int
+def dce(
+    jaxpr: Jaxpr, used: Sequence[bool], *, keep: Sequence[bool] | None = None
+) -> tuple[Jaxpr, list[bool]]:
+    """Drop what the used results do not need. Returns also which inputs remain; those to keep do."""
+    return _pe.dce_jaxpr(jaxpr, list(used), False if keep is None else list(keep))
 
 
-def partial_eval(jaxpr: Jaxpr, ins_unknown: Sequence[bool], policy: Callable) -> PartialEval:
-    """Cut a jaxpr by what is unknown; every input is available on the far side of the cut."""
-    known, staged, *others = _pe.partial_eval_jaxpr_custom(
-        jaxpr, list(ins_unknown), [True] * len(ins_unknown), False, False, policy
-    )
-    return PartialEval(known, staged, *others)
+class Transposed(NamedTuple):
+    """A transposed jaxpr, its constants, and how its results are to be read."""
 
-
-def dce(jaxpr: Jaxpr, used: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
-    """Drop what the used results do not need. Returns also which inputs remain."""
-    return _pe.dce_jaxpr(jaxpr, list(used))
-
-
-class _Transposed(NamedTuple):
     jaxpr: Jaxpr
     consts: tuple[Any, ...]
     ins_zero: list[bool]
     out_tree: Any
 
 
-@weakref_lru_cache
-def transpose(jaxpr: Jaxpr, linear: tuple[bool, ...], outs_zero: tuple[bool, ...]) -> _Transposed:
-    """The jaxpr from nonlinear inputs and nonzero cotangents to the linear inputs' cotangents.
+def transpose(
+    jaxpr: Jaxpr,
+    known: Jaxpr,
+    staged: Jaxpr,
+    linear: Sequence[bool],
+    outs_zero: Sequence[bool],
+    outs_unknown: Sequence[bool],
+) -> Transposed:
+    """Transpose a jaxpr that was split by what is linear.
 
-    The nonlinear part is evaluated first: this is where recomputation is written down.
+    Args:
+      jaxpr: the program.
+      known: from its nonlinear inputs to residuals. It is evaluated first.
+      staged: from the residuals and all inputs to the results that depend on linear inputs.
+      linear: which inputs it is linear in.
+      outs_zero: which results' cotangents are zero; the other ones are inputs of what is returned.
+      outs_unknown: which results depend on linear inputs.
     """
-    closed = close(jaxpr)
     nonlinear_avals = [v.aval for v, lin in zip(jaxpr.invars, linear) if not lin]
     ct_avals = [v.aval.to_ct_aval() for v, zero in zip(jaxpr.outvars, outs_zero) if not zero]
     seen: dict[str, Any] = {}
 
     def transposed(*args: Any) -> Any:
         nonlinear, cts_given = split_list(args, [len(nonlinear_avals)])
-        with _mutable_array_checks_off():
-            known, lin, _, _, forwarded = _pe.partial_eval_jaxpr_nounits_fwd(
-                closed, list(linear), False
-            )
         with extend_name_stack("rematted_computation"):
-            fresh = _core.jaxpr_as_fun(known)(*nonlinear)
-        residuals = _util.subs_list(forwarded, nonlinear, fresh)
-        given = iter(cts_given)
+            residuals = eval_jaxpr(known, (), *nonlinear)
+        given, values = iter(cts_given), iter(nonlinear)
         cts = [
             Zero(v.aval.to_ct_aval()) if zero else next(given)
             for v, zero in zip(jaxpr.outvars, outs_zero)
         ]
-        linear_avals = lin.in_avals[len(residuals) :]
-        targets = [_ad.UndefinedPrimal(aval.to_ct_aval()) for aval in linear_avals]
-        in_cts, logs = _backward(lin, [*residuals, *targets], cts)
-        in_cts = in_cts[len(residuals) :]
+        operands = [
+            _ad.UndefinedPrimal(v.aval.to_ct_aval()) if lin else next(values)
+            for v, lin in zip(jaxpr.invars, linear)
+        ]
+        in_cts, logs = _backward(
+            staged, [*residuals, *operands], [ct for ct, u in zip(cts, outs_unknown) if u]
+        )
+        in_cts = [ct for ct, x in zip(in_cts[len(residuals) :], operands) if is_undefined(x)]
         seen["ins_zero"] = [type(ct) is Zero for ct in in_cts]
         leaves, seen["out_tree"] = jax.tree.flatten(
             ([ct for ct in in_cts if type(ct) is not Zero], logs)
@@ -176,21 +169,14 @@ def transpose(jaxpr: Jaxpr, linear: tuple[bool, ...], outs_zero: tuple[bool, ...
     debug = jaxpr.debug_info.with_unknown_names()
     args = (*nonlinear_avals, *ct_avals)
     result, consts, _ = trace(transposed, jax.tree.structure((args, {})), args, debug)
-    return _Transposed(result, consts, seen["ins_zero"], seen["out_tree"])
+    return Transposed(result, consts, seen["ins_zero"], seen["out_tree"])
 
 
-def _mutable_array_checks_off() -> Any:
-    # 0.11 no longer refuses refs here; delete with 0.10.
-    return (
-        contextlib.nullcontext() if JAX_VERSION >= (0, 11) else _config.mutable_array_checks(False)
-    )
-
-
-def _backward(lin: Any, args: Sequence[Any], cts: Sequence[Any]) -> tuple[list[Any], dict]:
+def _backward(jaxpr: Jaxpr, args: Sequence[Any], cts: Sequence[Any]) -> tuple[list[Any], dict]:
     # 0.11 added logs of the backward pass; delete the second half with 0.10.
     if JAX_VERSION >= (0, 11):
-        return _ad.backward_pass(lin, False, lin.consts, args, cts, return_logs=True)
-    return _ad.backward_pass(lin.jaxpr, False, lin.consts, args, cts), {}
+        return _ad.backward_pass(jaxpr, False, (), args, cts, return_logs=True)
+    return _ad.backward_pass(jaxpr, False, (), args, cts), {}
 
 
 def batch_jaxpr(
@@ -258,6 +244,33 @@ def register_jvp(primitive: Primitive, rule: Callable) -> None:
     _ad.primitive_jvps[primitive] = rule
 
 
+def register_linearization(primitive: Primitive, rule: Callable) -> None:
+    """`rule(nonzero, primals, **params)` runs the forward pass of an equation.
+
+    It is told which primals have tangents, and returns the results, which of them have tangents, the
+    residuals, and a function `apply(residuals, tangents)` for those tangents.
+    """
+
+    def linearization(_: Any, nonzero: Sequence[bool], *primals: Any, **params: Any) -> Any:
+        types = [typeof(x).to_tangent_aval() for x in primals]
+        nonzero = [
+            n and getattr(t, "dtype", None) != jax.dtypes.float0 for n, t in zip(nonzero, types)
+        ]
+        outs, outs_nonzero, residuals, apply = rule(nonzero, primals, **params)
+        zeros = [_ad_util.p2tz(out) for out in outs]
+
+        def linearized(residuals: Any, *tangents: Any) -> list[Any]:
+            tangents = tangents[-len(nonzero) :]
+            found = iter(apply(residuals, [t for t, n in zip(tangents, nonzero) if n]))
+            return [next(found) if n else zero for n, zero in zip(outs_nonzero, zeros)]
+
+        # Later versions let a rule return more residuals, with a structure; delete with 0.10.
+        more = (None,) if "structured_residuals" in _ad.LinearizeTrace.__annotations__ else ()
+        return outs, outs_nonzero, residuals, *more, linearized
+
+    _ad.primitive_linearizations[primitive] = linearization
+
+
 def register_transpose(primitive: Primitive, rule: Callable) -> None:
     """`rule(cotangents, *args, **params)`: linear arguments are accumulators."""
     _ad.fancy_transposes[primitive] = rule
@@ -273,57 +286,40 @@ def register_batching(primitive: Primitive, rule: Callable) -> None:
 
 
 def register_partial_eval(primitive: Primitive, rule: Callable) -> None:
-    """`rule(trace, *tracers, **params)`, when a function is linearized."""
-    _pe.custom_partial_eval_rules[primitive] = rule
+    """`rule(trace, *tracers, **params)`, when a program with a derivative in it is split by JAX."""
+    rules = getattr(_pe, "custom_partial_eval_rules", None)
+    if rules is not None:  # deleted along with the tracers that ask for it
+        rules[primitive] = rule
 
 
-def register_nested_partial_eval(
-    primitive: Primitive, update_params: Callable, halves: Callable[[JaxprEqn, Sequence[bool]], Any]
+def register_split(
+    primitive: Primitive, rule: Callable[[JaxprEqn, Sequence[bool], Callable], Any]
 ) -> None:
-    """What becomes of the equation when the jaxpr it stands in is cut by somebody's policy.
+    """Let JAX cut an equation that stands in a region of `jax.checkpoint`.
 
-    `update_params(ins_unknown, ins_staged, params_known, params_staged)`, unless `halves(eqn,
-    ins_unknown)` gives a cut of its own, with the parameters of the equations of its two halves.
+    `rule(eqn, ins_unknown, policy)` returns the equations of the known and of the staged half (one
+    or none each), and which results are unknown.
     """
+    rules = getattr(_pe, "partial_eval_jaxpr_custom_rules", None)
+    if rules is None:  # deleted along with the `jax.checkpoint` that asks for it
+        return
 
-    def updater(unknown: Any, staged: Any, *args: Any) -> tuple[dict, dict]:
-        *_, params_known, params_staged = args
-        return update_params(unknown, staged, params_known, params_staged)
+    def custom_rule(saveable: Callable, unknown: Any, staged: Any, eqn: JaxprEqn) -> Any:
+        known_eqns, staged_eqns, outs_unknown = rule(eqn, unknown, saveable)
+        repeated = {v for e in staged_eqns for v in e.outvars}
+        there = {v for v, s in zip(eqn.invars, staged) if s and is_var(v)}
+        residuals = dict.fromkeys(
+            v for e in staged_eqns for v in e.invars if is_var(v) and v not in there
+        )
+        return (
+            next(iter(known_eqns), None),
+            next(iter(staged_eqns), None),
+            list(outs_unknown),
+            [v in repeated for v in eqn.outvars],
+            list(residuals),
+        )
 
-    def rule(saveable: Any, unknown: Any, staged: Any, eqn: JaxprEqn) -> Any:
-        own = halves(eqn, unknown)
-        if own is None:
-            return _pe.call_partial_eval_custom_rule(
-                "jaxpr", updater, saveable, unknown, staged, eqn
-            )
-        return _equations_of_halves(primitive, unknown, staged, eqn, *own)
-
-    _pe.partial_eval_jaxpr_custom_rules[primitive] = rule
-
-
-def _equations_of_halves(
-    primitive: Primitive,
-    unknown: Sequence[bool],
-    staged: Sequence[bool],
-    eqn: JaxprEqn,
-    cut: Any,
-    params_known: dict,
-    params_staged: dict,
-) -> Any:
-    residuals = [new_var(v.aval) for v in cut.backward.invars[: cut.n_residuals]]
-    known = [v for v, u in zip(eqn.invars, unknown) if not u]
-    known = [v for v, used in zip(known, cut.forward_inputs) if used]
-    results = [v for v, u in zip(eqn.outvars, cut.outs_unknown) if not u]
-    later = [v for v, used in zip(eqn.invars, cut.backward_inputs) if used]
-    unknown_results = [v for v, u in zip(eqn.outvars, cut.outs_unknown) if u]
-
-    forward = new_call(known, [*results, *residuals], primitive, params_known, eqn)
-    backward = new_call([*residuals, *later], unknown_results, primitive, params_staged, eqn)
-    # Inputs that the backward half takes must be kept by whoever holds the jaxpr.
-    kept = [v for v, s, used in zip(eqn.invars, staged, cut.backward_inputs) if used and not s]
-    kept = [v for v in kept if is_var(v)]
-    unknown_outs = list(cut.outs_unknown)
-    return forward, backward, unknown_outs, unknown_outs, [*kept, *residuals]
+    rules[primitive] = custom_rule
 
 
 def register_dce(
@@ -344,7 +340,7 @@ def register_dce(
         keywords = {"live_inputs": live_ins[0]} if live_ins else {}
         keywords["instantiate"] = keeps_inputs(eqn)
         body, used_ins = _pe.dce_jaxpr(eqn.params["jaxpr"], used_outs, **keywords)
-        if not any(used_ins) and not any(used_outs) and not _lasting_effects(body):
+        if not any(used_ins) and not any(used_outs) and not has_lasting_effects(body.effects):
             return used_ins, None
         invars = [v for v, used in zip(eqn.invars, used_ins) if used]
         outvars = [v for v, used in zip(eqn.outvars, used_outs) if used]
@@ -360,11 +356,6 @@ def register_dce(
         return used_ins, new
 
     _pe.dce_rules[primitive] = rule
-
-
-def _lasting_effects(jaxpr: Jaxpr) -> bool:
-    passing = (_core.NamedAxisEffect, _core.InternalMutableArrayEffect)
-    return any(not isinstance(effect, passing) for effect in jaxpr.effects)
 
 
 def register_discharge(primitive: Primitive, bind: Callable) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from jax._src import (
     config as _config,
     core as _core,
     pjit as _pjit,
+    shard_map as _shard_map,
     source_info_util as _source_info,
     tree_util as _tree_util,
 )
@@ -20,12 +22,14 @@ from jax._src.dispatch import (
     device_put_p as _device_put_p,
 )
 from jax._src.interpreters import partial_eval as _pe
+from jax._src.mesh import use_abstract_mesh as _use_abstract_mesh
 from jax._src.sharding_impls import UNSPECIFIED as _unspecified
 
 from remat._jax.compat import (
     JAX_VERSION,
     Jaxpr,
     JaxprEqn,
+    Offloadable,
     Primitive,
     Var,
     detach_consts,
@@ -36,8 +40,10 @@ from remat._jax.compat import (
 )
 
 try:
+    from jax._src import flattree as _flattree
     from jax._src.flattree import treedef_args_to_ft as _flat_tree
 except ImportError:  # delete with JAX 0.10, where FlatTree is in tree_util
+    _flattree = None
 
     def _flat_tree(in_tree: Any, avals: Sequence[Any]) -> Any:
         return _tree_util.FlatTree(tuple(avals), in_tree, False)
@@ -201,6 +207,36 @@ def new_call(
     return _pe.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, effects, *context)
 
 
+def new_body_eqn(
+    like: JaxprEqn,
+    invars: Sequence[Any],
+    outvars: Sequence[Var],
+    params: dict,
+    runs: Sequence[tuple[Any, Sequence[Any]]],
+) -> JaxprEqn:
+    """An equation like another that runs other jaxprs, with the effects of those.
+
+    Args:
+      like: where primitive, source and context are from.
+      invars, outvars: operands and results.
+      params: its parameters.
+      runs: each jaxpr that it runs, with the operands that this one takes.
+    """
+    effects: set[Any] = set()
+    for body, operands in runs:
+        effects |= _core.eqn_effects(body, list(operands))
+    if "mesh" in params:  # a shard_map binds the names of its mesh
+        effects = _core.filter_named_axis_effects(effects, params["mesh"].axis_names)
+    return _pe.new_jaxpr_eqn(
+        list(invars), list(outvars), like.primitive, params, effects, like.source_info, like.ctx
+    )
+
+
+def with_equations(body: Any, opened: Jaxpr) -> Any:
+    """A jaxpr closed over the same constants as another (if that is closed), of other equations."""
+    return opened if isinstance(body, _core.Jaxpr) else body.replace(jaxpr=opened)
+
+
 def jaxpr_of_equation(eqn: JaxprEqn) -> Jaxpr:
     """A jaxpr of one equation alone, which takes the equation's operands."""
     invars = list(dict.fromkeys(v for v in eqn.invars if is_var(v)))
@@ -253,20 +289,28 @@ class HostCopy(NamedTuple):
 
 def host_copy(v: Var, like: JaxprEqn | None) -> HostCopy:
     """A copy of an array in the host's pinned memory; source and context of `like` if given."""
-    space = _core.MemorySpace
-    copy = new_var(v.aval.update(memory_space=space.Host))
-    store = new_eqn([v], [copy], _device_put_p, _copy_params(space.Host), like)
-    fetch = new_eqn([copy], [v], _device_put_p, _copy_params(space.Device), like)
+    return _copy_elsewhere(v, _core.MemorySpace.Host, _core.MemorySpace.Device, like)
+
+
+def offloaded_copy(v: Var, case: Offloadable, like: JaxprEqn) -> HostCopy | None:
+    """A copy in the memory that a policy says; None if the array isn't where it is to be taken from."""
+    source, target = (_core.mem_kind_to_space(kind) for kind in (case.src, case.dst))
+    if getattr(v.aval, "memory_space", None) is not source:
+        return None
+    return _copy_elsewhere(v, target, source, like)
+
+
+def _copy_elsewhere(v: Var, target: Any, source: Any, like: JaxprEqn | None) -> HostCopy:
+    copy = new_var(v.aval.update(memory_space=target))
+    store = new_eqn([v], [copy], _device_put_p, _copy_params(source, target), like)
+    fetch = new_eqn([copy], [v], _device_put_p, _copy_params(target, source), like)
     return HostCopy(copy, store, fetch)
 
 
-def _copy_params(space: Any) -> dict[str, Any]:
-    # `srcs` is where the transposition takes the cotangent.
-    source = _core.MemorySpace.Host
-    if space is source:
-        source = _core.MemorySpace.Device
+def _copy_params(source: Any, target: Any) -> dict[str, Any]:
+    # The transposition takes the cotangent to `srcs`.
     semantics = (_ArrayCopySemantics.ALWAYS_COPY,)
-    return {"devices": (space,), "srcs": (source,), "copy_semantics": semantics}
+    return {"devices": (target,), "srcs": (source,), "copy_semantics": semantics}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -339,6 +383,30 @@ def scan_body(eqn: JaxprEqn) -> Jaxpr | None:
     return None if getattr(body, "consts", None) else open_jaxpr(body)
 
 
+def with_scan_arity(params: dict, n_consts: int, n_carry: int) -> dict:
+    """The parameters of a `scan` equation with a new `jaxpr`, for so many constants and carries."""
+    if "ft_in" not in params:  # 0.10; delete with it
+        return dict(params, num_consts=n_consts, num_carry=n_carry)
+    body = params["jaxpr"]
+    n_xs, n_ys = len(body.invars) - n_consts - n_carry, len(body.outvars) - n_carry
+    nones = _flattree.nones
+    return dict(
+        params,
+        ft_in=_flattree.pack((nones(n_consts), nones(n_carry), nones(n_xs))),
+        ft_out=_flattree.pack((nones(n_carry), nones(n_ys))),
+    )
+
+
+def stacked(length: int, aval: Any) -> Any:
+    """The type of as many values of a type as a loop has steps, stacked."""
+    return _core.unmapped_leading_aval(length, aval)
+
+
+def empty(aval: Any) -> Any:
+    """An array of a type whose contents don't matter."""
+    return _ad_util.empty_like_aval(aval)
+
+
 def is_plain_jit(eqn: JaxprEqn) -> bool:
     """Whether the equation is a call of a jitted function that asks for nothing of its own."""
     if eqn.primitive is not _pjit.jit_p:
@@ -382,20 +450,54 @@ def is_call(eqn: JaxprEqn) -> bool:
 _CALL_DCE_RULE = _pe.dce_jaxpr_closed_call_rule
 
 
-def with_copy_source(eqn: JaxprEqn) -> JaxprEqn:
-    """Say of a copy to another memory where it comes from; any other equation is returned as it is.
+def has_lasting_effects(effects: Any) -> bool:
+    """Whether effects are left outside of the program that has them."""
+    passing = (_core.NamedAxisEffect, _core.InternalMutableArrayEffect)
+    return any(not isinstance(effect, passing) for effect in effects)
 
-    Without that the transposition of a copy to the host leaves the cotangent on the host. JAX does
-    not say it of the copies that it adds for an offloading policy, of which there is one for all
-    results of an equation.
+
+# What a call says of operands and results that are added to it.
+ADDED_OPERAND = {
+    "in_shardings": _unspecified,
+    "in_layouts": None,
+    "donated_invars": False,
+    "exclude_mask": False,
+    "prevent_cse": True,
+}
+ADDED_RESULT = {
+    "out_shardings": _unspecified,
+    "out_layouts": None,
+    "out_memory_spaces": _core.MemorySpace.Device,
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# The manual axes of a shard_map
+
+
+@contextlib.contextmanager
+def inside_shard_map(eqn: JaxprEqn) -> Iterator[None]:
+    """The context that the body of a `shard_map` is traced in."""
+    mesh, manual = eqn.params["mesh"], eqn.params["newly_manual_axes"]
+    with (
+        _shard_map._extend_axis_env(mesh, manual),
+        _use_abstract_mesh(_shard_map._as_manual_mesh(mesh, manual)),
+        _config._check_vma(eqn.params["check_vma"]),
+    ):
+        yield
+
+
+def shard_map_residual(eqn: JaxprEqn, aval: Any) -> tuple[Any, Any]:
+    """How a value of the body leaves a `shard_map`: its type outside, and its partition.
+
+    Each device's part is a part of the value outside, along the first axis.
     """
-    if eqn.primitive is not _device_put_p or not _copies_between_memories(eqn):
-        return eqn
-    sources = tuple(v.aval.memory_space for v in eqn.invars)
-    semantics = eqn.params["copy_semantics"][:1] * len(sources)
-    return eqn.replace(params=dict(eqn.params, srcs=sources, copy_semantics=semantics))
+    mesh, check_vma = eqn.params["mesh"], eqn.params["check_vma"]
+    names = _shard_map._all_newly_manual_mesh_names(mesh, eqn.params["newly_manual_axes"])
+    spec = aval.nospec(mesh, check_vma, names)
+    return _core.unshard_aval(mesh, check_vma, spec, aval), spec
 
 
-def _copies_between_memories(eqn: JaxprEqn) -> bool:
-    spaces = all(isinstance(d, _core.MemorySpace) for d in eqn.params["devices"])
-    return spaces and all(source is None for source in eqn.params["srcs"])
+def without_axis_effects(jaxpr: Jaxpr, eqn: JaxprEqn) -> Jaxpr:
+    """The body of a `shard_map` without the effects of its axes' names."""
+    return _core.remove_named_axis_effects(jaxpr, eqn.params["mesh"].axis_names)

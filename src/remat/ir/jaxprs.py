@@ -165,26 +165,3 @@ def dependents(jaxpr: _jax.Jaxpr, inputs: Sequence[bool]) -> list[bool]:
             refs = (v for v in eqn.invars if isinstance(v.aval, _jax.AbstractRef))
             reached.update(v for v in (*refs, *eqn.outvars) if _jax.has_tangent(v.aval))
     return [_jax.is_var(v) and v in reached for v in jaxpr.outvars]
-
-
-def partial_eval(
-    jaxpr: _jax.Jaxpr, ins_unknown: Sequence[bool], policy: Callable
-) -> _jax.PartialEval:
-    """Cut a jaxpr by what is unknown; every input is available on the far side of the cut."""
-    parts = _jax.partial_eval(jaxpr, ins_unknown, policy)
-    known, staged = with_copy_sources(parts.known), with_copy_sources(parts.staged)
-    return parts._replace(known=known, staged=staged)
-
-
-def with_copy_sources(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """Say of each copy to another memory where it comes from, at every depth."""
-    eqns = []
-    for eqn in jaxpr.eqns:
-        new = _jax.with_copy_source(eqn)
-        for body in bodies_of(eqn):
-            opened = _jax.open_jaxpr(body)
-            if (changed := with_copy_sources(opened)) is not opened:
-                new = replace_body(new, body, changed)
-        eqns.append(new)
-    unchanged = all(a is b for a, b in zip(eqns, jaxpr.eqns))
-    return jaxpr if unchanged else _jax.rebuild(jaxpr, eqns=eqns)

@@ -34,6 +34,7 @@ from remat import _jax
 from remat.ir import jaxprs
 from remat.ir.equations import is_fusible
 from remat.ir.fingerprint import fingerprint
+from remat.ir.split import results_and_residuals, split, without_unused
 from remat.transform import planned
 from remat.transform.cut import Cut, round_residuals
 from remat.transform.primitive import remat_p
@@ -215,27 +216,15 @@ def _body_of_call(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
 def linearized(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...]) -> Linearized:
     """Separate a differentiated region without deciding anything: everything is a residual."""
     jaxpr = inlined(jaxpr)
-    parts = jaxprs.partial_eval(jaxpr, ins_unknown, planned.save_all)
-    # JAX puts what it moved out of loops into calls.
-    known = inlined(parts.known)
-    if all(a is b for a, b in zip(known.outvars, parts.known.outvars)):
-        parts = parts._replace(known=known)
-    wanted = [u for u, staged in zip(parts.outs_unknown, parts.outs_staged) if staged]
-    linear, used = _jax.dce(parts.staged, wanted)
-    n_known = len(parts.known.outvars) - parts.n_residuals
-    residuals = [v for v, u in zip(parts.known.outvars[n_known:], used[: parts.n_residuals]) if u]
-    residuals = list(dict.fromkeys(residuals))
-    linear = _jax.rebuild(linear, invars=[*residuals, *parts.staged.invars[parts.n_residuals :]])
-    forward = _jax.rebuild(parts.known, outvars=[*parts.known.outvars[:n_known], *residuals])
-    known_inputs = forward.invars
-    forward, _ = _jax.dce(forward, [True] * len(forward.outvars))
-    forward = _jax.rebuild(forward, invars=known_inputs)
+    halves = without_unused(split(jaxpr, ins_unknown, planned.save_all))
+    _, residuals = results_and_residuals(halves)
+    forward, linear = halves.known, halves.staged
     return Linearized(
         forward,
         linear,
         tuple(residuals),
         tuple(ins_unknown),
-        tuple(parts.outs_unknown),
+        halves.outs_unknown,
         fingerprint(forward, ins_unknown, fingerprint(linear)),
     )
 

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from remat import _jax
-from remat.ir import jaxprs
 from remat.ir.operations import names_where
+from remat.ir.split import split
 
 _REARRANGEMENTS = names_where("is_rearrangement")
 
@@ -63,7 +63,7 @@ def cut(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Callable[..., 
       ins_unknown: which inputs are not known in the forward pass. They are all available later.
       policy: says of a known value whether it is saved, offloaded, or recomputed if needed.
     """
-    parts = jaxprs.partial_eval(jaxpr, ins_unknown, policy)
+    parts = split(jaxpr, ins_unknown, policy)
     wanted = [u for u, staged in zip(parts.outs_unknown, parts.outs_staged) if staged]
     backward, used = _jax.dce(parts.staged, wanted)
     used_residuals = used[: parts.n_residuals]
@@ -86,7 +86,9 @@ def cut(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Callable[..., 
     if _jax.checks_enabled():
         _jax.check_jaxpr(forward)
         _jax.check_jaxpr(backward)
-    return Cut(forward, forward_inputs, backward, used[len(kept) :], parts.outs_unknown, len(kept))
+    return Cut(
+        forward, forward_inputs, backward, used[len(kept) :], list(parts.outs_unknown), len(kept)
+    )
 
 
 def _drop_derivable(

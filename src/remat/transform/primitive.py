@@ -33,11 +33,12 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from remat import _jax
-from remat.errors import EffectError
-from remat.ir import jaxprs
+from remat.errors import EffectError, LinearizationError
+from remat.ir import jaxprs, split
+from remat.ir.split import SAVE, Mode, Operands, Parts, Policy, split_call
 from remat.transform import barrier, planned, policies, residuals
 from remat.transform.cut import Cut, cut
 from remat.transform.refs import with_values
@@ -65,29 +66,53 @@ def bind(
 ) -> list[Any]:
     """Apply a region's jaxpr to its arguments, as one equation."""
     assert isinstance(prevent_cse, bool) or len(prevent_cse) == len(args)
-    return remat_p.bind(
-        *args,
-        jaxpr=jaxpr,
-        policy=policy,
+    params = _params(
+        jaxpr,
+        policy,
         prevent_cse=prevent_cse,
         differentiated=differentiated,
         names_pending=names_pending,
         cotangents=cotangents,
     )
+    return remat_p.bind(*args, **params)
+
+
+def _params(
+    jaxpr: _jax.Jaxpr,
+    policy: Any,
+    *,
+    prevent_cse: PreventCse = False,
+    differentiated: bool = False,
+    names_pending: bool = False,
+    cotangents: tuple[bool, ...] = (),
+) -> dict[str, Any]:
+    """The parameters of a region's equation."""
+    return {
+        "jaxpr": jaxpr,
+        "policy": policy,
+        "prevent_cse": prevent_cse,
+        "differentiated": differentiated,
+        "names_pending": names_pending,
+        "cotangents": cotangents,
+    }
+
+
+def region_equation(
+    invars: Sequence[Any],
+    outvars: Sequence[_jax.Var],
+    jaxpr: _jax.Jaxpr,
+    policy: Any,
+    *,
+    like: _jax.JaxprEqn | None = None,
+) -> _jax.JaxprEqn:
+    """The equation of a region that was not differentiated; source and context of `like`."""
+    return _jax.new_call(invars, outvars, remat_p, _params(jaxpr, policy), like)
 
 
 def equation_around(jaxpr: _jax.Jaxpr, policy: Any) -> _jax.Jaxpr:
     """A jaxpr whose one equation is a region with this jaxpr as its body."""
-    params = {
-        "jaxpr": jaxpr,
-        "policy": policy,
-        "prevent_cse": False,
-        "differentiated": False,
-        "names_pending": False,
-        "cotangents": (),
-    }
     outvars = [_jax.new_var(v.aval) for v in jaxpr.outvars]
-    region = _jax.new_call(jaxpr.invars, outvars, remat_p, params, None)
+    region = region_equation(jaxpr.invars, outvars, jaxpr, policy)
     return _jax.jaxpr_of(jaxpr.invars, outvars, [region], jaxpr)
 
 
@@ -109,6 +134,10 @@ def _select(prevent_cse: PreventCse, chosen: Sequence[bool]) -> PreventCse:
     if isinstance(prevent_cse, bool):
         return prevent_cse
     return tuple(p for p, c in zip(prevent_cse, chosen) if c)
+
+
+def _prepend(n: int, prevent_cse: PreventCse) -> PreventCse:
+    return prevent_cse if isinstance(prevent_cse, bool) else (False,) * n + prevent_cse
 
 
 def _append(prevent_cse: PreventCse, n: int) -> PreventCse:
@@ -146,41 +175,159 @@ def _jvp(
 ) -> tuple[list[Any], list[Any]]:
     del cotangents  # the derivative's inputs are others
     nonzero = [type(t) is not _jax.Zero for t in tangents]
+    derived = _derive(jaxpr, nonzero, prevent_cse, policy, names_pending)
+    given = [t for t in tangents if type(t) is not _jax.Zero]
+
+    def apply(body: _jax.Jaxpr, args: Sequence[Any], added: int) -> list[Any]:
+        return bind(
+            args,
+            body,
+            policy=derived.policy,
+            prevent_cse=_prepend(added, derived.prevent_cse),
+            differentiated=differentiated,
+            names_pending=derived.names_pending,
+        )
+
+    # Derivative rules of the user's are written out by now, and may use refs.
+    outs = with_values(derived.jaxpr, (*derived.consts, *primals, *given), apply)
+    out_primals, nonzero_outs = _jax.split_list(outs, [len(jaxpr.outvars)])
+    remaining = iter(nonzero_outs)
+    out_tangents = [
+        next(remaining) if nz else _jax.zero_tangent(p)
+        for p, nz in zip(out_primals, derived.outs_nonzero)
+    ]
+    return out_primals, out_tangents
+
+
+class _Derived(NamedTuple):
+    """The derivative of a region: (constants, primals, nonzero tangents) -> (primals, tangents)."""
+
+    jaxpr: _jax.Jaxpr
+    consts: tuple[Any, ...]
+    outs_nonzero: Sequence[bool]
+    policy: Any
+    prevent_cse: PreventCse
+    names_pending: bool
+
+
+def _derive(
+    jaxpr: _jax.Jaxpr,
+    nonzero: Sequence[bool],
+    prevent_cse: PreventCse,
+    policy: Any,
+    names_pending: bool,
+) -> _Derived:
     with planned.alike(policy):
         body, consts, outs_nonzero = _jax.jvp_of_jaxpr(jaxpr, nonzero)
     policy = planned.after_change(policy)
     if names_pending:
         names_pending = policies.check_names(policy, body)
-    given = [t for t in tangents if type(t) is not _jax.Zero]
-
-    def apply(body: _jax.Jaxpr, args: Sequence[Any], added: int) -> list[Any]:
-        flags = prevent_cse
-        if isinstance(flags, tuple):
-            flags = (False,) * (added + len(consts)) + flags + (True,) * len(given)
-        return bind(
-            args,
-            body,
-            policy=policy,
-            prevent_cse=flags,
-            differentiated=differentiated,
-            names_pending=names_pending,
-        )
-
-    # Derivative rules of the user's are written out by now, and may use refs.
-    outs = with_values(body, (*consts, *primals, *given), apply)
-    out_primals, nonzero_outs = _jax.split_list(outs, [len(jaxpr.outvars)])
-    remaining = iter(nonzero_outs)
-    out_tangents = [
-        next(remaining) if nz else _jax.zero_tangent(p) for p, nz in zip(out_primals, outs_nonzero)
-    ]
-    return out_primals, out_tangents
+    prevent_cse = _append(_prepend(len(consts), prevent_cse), sum(nonzero))
+    return _Derived(body, consts, outs_nonzero, policy, prevent_cse, names_pending)
 
 
 _jax.register_jvp(remat_p, _jvp)
 
 
 # --------------------------------------------------------------------------------------------------
-# Step 2: partial evaluation
+# Step 2: the cut
+
+
+def _linearize(
+    nonzero: Sequence[bool],
+    primals: Sequence[Any],
+    *,
+    jaxpr: _jax.Jaxpr,
+    prevent_cse: PreventCse,
+    policy: Any,
+    names_pending: bool,
+    **_: Any,
+) -> tuple[list[Any], list[bool], list[Any], Any]:
+    """Steps 1 and 2 at once: the results, and the linear program on the tangents."""
+    derived = _derive(jaxpr, nonzero, prevent_cse, policy, names_pending)
+    values, n_tangents = [*derived.consts, *primals], sum(nonzero)
+    runs: list[tuple[_Forward, list[Any]]] = []
+
+    def run(body: _jax.Jaxpr, args: Sequence[Any], added: int) -> list[Any]:
+        known = args[: len(args) - n_tangents]
+        unknown = (False,) * len(known) + (True,) * n_tangents
+        flags = _prepend(added, derived.prevent_cse)
+        forward = _run_forward(body, unknown, known, derived.policy, flags)
+        if any(forward.cut.outs_unknown[: len(jaxpr.outvars)]):
+            raise LinearizationError(_why_unknown(body, unknown, len(jaxpr.outvars)))
+        if any(forward.cut.outs_unknown[len(derived.jaxpr.outvars) :]):
+            raise EffectError(
+                "a derivative rule in a checkpointed function writes a tangent to a ref. Let the "
+                "rule return it instead."
+            )
+        used = forward.cut.backward_inputs
+        runs.append((forward, [*forward.saved, *(v for v, u in zip(known, used) if u)]))
+        later = [None] * sum(forward.cut.outs_unknown)
+        return _jax.merge_lists(forward.cut.outs_unknown, forward.outs, later)
+
+    outs = with_values(derived.jaxpr, [*values, *(None,) * n_tangents], run)
+    ((forward, residuals),) = runs
+    used = forward.cut.backward_inputs[len(forward.cut.backward_inputs) - n_tangents :]
+    is_unknown = iter(forward.cut.outs_unknown[len(jaxpr.outvars) :])
+    outs_nonzero = [nz and next(is_unknown) for nz in derived.outs_nonzero]
+
+    def apply(residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        later = [t for t, u in zip(tangents, used) if u]
+        return remat_p.bind(*residuals, *later, **forward.backward)
+
+    return outs[: len(jaxpr.outvars)], outs_nonzero, residuals, apply
+
+
+def _why_unknown(jaxpr: _jax.Jaxpr, unknown: Sequence[bool], n_outs: int) -> str:
+    """Say which equation makes a result of a region depend on tangents."""
+    later = {v for v, u in zip(jaxpr.invars, unknown) if u}
+    by: dict[Any, str] = {}
+    for eqn in jaxpr.eqns:
+        if any(_jax.is_var(v) and v in later for v in eqn.invars):
+            later.update(eqn.outvars)
+            by.update((v, f"`{eqn.primitive}` at {_jax.source_line_of(eqn)}") for v in eqn.outvars)
+    makers = {by[v] for v in jaxpr.outvars[:n_outs] if _jax.is_var(v) and v in by}
+    return (
+        "a checkpointed function's results were to be computed from its tangents: "
+        f"{', '.join(sorted(makers))} mixes values and tangents, and nothing says how to take it "
+        "apart. Move it out of the checkpointed function, or give it a derivative of its own with "
+        "jax.custom_vjp."
+    )
+
+
+_jax.register_linearization(remat_p, _linearize)
+
+
+class _Forward(NamedTuple):
+    """What a region's forward pass leaves."""
+
+    cut: Cut
+    outs: list[Any]  # the known results
+    saved: list[Any]  # the residuals
+    backward: dict[str, Any]  # the parameters of the equation that is left
+
+
+def _run_forward(
+    jaxpr: _jax.Jaxpr,
+    unknown: tuple[bool, ...],
+    values: Sequence[Any],
+    policy: Any,
+    prevent_cse: PreventCse,
+) -> _Forward:
+    """Cut a region and run its forward half on the known inputs' values."""
+    _check_effects(jaxpr)
+    c, of_forward, of_backward = _halves(jaxpr, unknown, policy)
+    inputs = [v for v, used in zip(values, c.forward_inputs) if used]
+    if of_forward is None:
+        outs = _jax.eval_jaxpr(c.forward, (), *inputs)
+    else:
+        outs = bind(inputs, c.forward, policy=of_forward, prevent_cse=False)
+    known_outs, saved = _jax.split_list(outs, [len(outs) - c.n_residuals])
+    _log_residuals(c, [not u for u in unknown])
+    params = _params(
+        c.backward, of_backward, prevent_cse=_later_flags(prevent_cse, c), differentiated=True
+    )
+    return _Forward(c, known_outs, saved, params)
 
 
 def _partial_eval(
@@ -191,29 +338,11 @@ def _partial_eval(
     prevent_cse: PreventCse,
     **_: Any,
 ) -> list[Any]:
-    _check_effects(jaxpr)
-    known = _jax.known_tracers(tracers)
-    c, of_forward, of_backward = _halves(jaxpr, tuple(not k for k in known), policy)
-    inputs = [v for v, used in zip(_jax.known_values(tracers), c.forward_inputs) if used]
-    if of_forward is None:
-        outs = _jax.eval_jaxpr(c.forward, (), *inputs)
-    else:
-        outs = bind(inputs, c.forward, policy=of_forward, prevent_cse=False)
-    known_outs, saved = _jax.split_list(outs, [len(outs) - c.n_residuals])
-    _log_residuals(c, known)
-
+    """Step 2 alone, for what JAX differentiates by partial evaluation."""
+    unknown = tuple(not k for k in _jax.known_tracers(tracers))
+    values = _jax.known_values(tracers)
+    c, known_outs, saved, params = _run_forward(jaxpr, unknown, values, policy, prevent_cse)
     later = [t for t, used in zip(tracers, c.backward_inputs) if used]
-    kept = _select(prevent_cse, c.backward_inputs)
-    if isinstance(kept, tuple):
-        kept = (True,) * c.n_residuals + kept
-    params = {
-        "jaxpr": c.backward,
-        "policy": of_backward,
-        "prevent_cse": kept,
-        "differentiated": True,
-        "names_pending": False,
-        "cotangents": (),
-    }
     unknown_outs = _jax.stage_eqn(trace, remat_p, saved, later, c.backward, params)
     return _jax.merge_lists(c.outs_unknown, known_outs, unknown_outs)
 
@@ -252,6 +381,12 @@ def cut_region(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Any) ->
     return cut(marked, ins_unknown, decide)
 
 
+def _later_flags(prevent_cse: PreventCse, c: Cut) -> PreventCse:
+    """`prevent_cse` for the backward half of a cut."""
+    kept = _select(prevent_cse, c.backward_inputs)
+    return (True,) * c.n_residuals + kept if isinstance(kept, tuple) else kept
+
+
 def _check_effects(jaxpr: _jax.Jaxpr) -> None:
     refused = _jax.disallowed_effects(jaxpr)
     if refused:
@@ -288,39 +423,69 @@ def _log_residuals(c: Cut, known: Sequence[bool]) -> None:
     _logger.log(level, "remat-decorated function %s", "\n".join(lines) or "saving nothing")
 
 
-def _nested_partial_eval(
-    unknown: Sequence[bool], staged: Sequence[bool], params_known: dict, params_staged: dict
-) -> tuple[dict, dict]:
-    """A region inside one that is cut: the outer policy cuts both; each half stays a region."""
-    prevent_cse = params_known["prevent_cse"]
-    known_flags = _select(prevent_cse, [not u for u in unknown])
-    staged_flags = _select(prevent_cse, staged)
-    if isinstance(staged_flags, tuple):
-        added = len(params_staged["jaxpr"].invars) - len(staged_flags)
-        staged_flags = (True,) * added + staged_flags
-    policy = planned.after_change(params_known["policy"])
-    forgotten = {"names_pending": False, "cotangents": (), "policy": policy}
-    return (
-        dict(params_known, prevent_cse=known_flags, **forgotten),
-        dict(params_staged, prevent_cse=staged_flags, differentiated=True, **forgotten),
+def _split_region(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
+    """Split a region inside a program that is split: the policy around it decides.
+
+    Where none does, or the region is planned, its own policy decides. `jax.checkpoint`'s regions are
+    split in the same way.
+    """
+    own = eqn.params["policy"]
+    if isinstance(policy, Mode) or isinstance(own, planned.Decisions):
+        return _split_by_own_policy(eqn, operands.unknown)
+    parts = split_call(eqn, operands, policy)
+    changed: dict[str, Any] = {}
+    if eqn.primitive is remat_p:
+        changed = {"policy": planned.after_change(own), "names_pending": False, "cotangents": ()}
+    return parts._replace(
+        known=[_with_params(e, **changed) for e in parts.known],
+        staged=[_with_params(e, **changed, differentiated=True) for e in parts.staged],
     )
 
 
-def _nested_halves(eqn: _jax.JaxprEqn, unknown: Sequence[bool]) -> Any:
-    """The same for a planned region: who planned it decides, not the policy around it."""
+def _with_params(eqn: _jax.JaxprEqn, **changed: Any) -> _jax.JaxprEqn:
+    return eqn.replace(params={**eqn.params, **changed})
+
+
+def _split_by_own_policy(eqn: _jax.JaxprEqn, unknown: tuple[bool, ...]) -> Parts:
     params = eqn.params
-    if not isinstance(params["policy"], planned.Decisions):
-        return None
     _check_effects(params["jaxpr"])
-    c, of_forward, of_backward = _halves(params["jaxpr"], tuple(unknown), params["policy"])
-    common = {"prevent_cse": params["prevent_cse"], "names_pending": False, "cotangents": ()}
-    forward_policy = planned.save_compact if of_forward is None else of_forward
-    known = dict(common, jaxpr=c.forward, policy=forward_policy, differentiated=False)
-    staged = dict(common, jaxpr=c.backward, policy=of_backward, differentiated=True)
-    return c, known, staged
+    c, of_forward, of_backward = _halves(params["jaxpr"], unknown, params["policy"])
+    residuals = [_jax.new_var(v.aval) for v in c.backward.invars[: c.n_residuals]]
+    known = [v for v, u in zip(eqn.invars, unknown) if not u]
+    known = [v for v, used in zip(known, c.forward_inputs) if used]
+    results = [v for v, u in zip(eqn.outvars, c.outs_unknown) if not u]
+    forward = region_equation(
+        known,
+        [*results, *residuals],
+        c.forward,
+        planned.save_compact if of_forward is None else of_forward,
+        like=eqn,
+    )
+    later = [v for v, used in zip(eqn.invars, c.backward_inputs) if used]
+    unknown_results = [v for v, u in zip(eqn.outvars, c.outs_unknown) if u]
+    changed: dict[str, Any] = {"jaxpr": c.backward, "differentiated": True}
+    changed["prevent_cse"] = _later_flags(params["prevent_cse"], c)
+    if eqn.primitive is remat_p:
+        changed |= {"policy": of_backward, "names_pending": False, "cotangents": ()}
+    operands = [*residuals, *later]
+    backward = _jax.new_body_eqn(
+        eqn, operands, unknown_results, {**params, **changed}, [(c.backward, operands)]
+    )
+    return Parts([forward], [backward], c.outs_unknown)
 
 
-_jax.register_nested_partial_eval(remat_p, _nested_partial_eval, _nested_halves)
+def _split_in_jax_region(
+    eqn: _jax.JaxprEqn, unknown: Sequence[bool], policy: Policy
+) -> tuple[Any, Any, Sequence[bool]]:
+    """Split a region inside one of `jax.checkpoint`."""
+    none = (False,) * len(eqn.invars)
+    parts = _split_region(eqn, Operands(tuple(unknown), none), policy)
+    return parts.known, parts.staged, parts.unknown
+
+
+for _name in ("remat", "remat2"):
+    split.register(_name, _split_region)
+_jax.register_split(remat_p, _split_in_jax_region)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -343,7 +508,7 @@ def _transpose(
         done, logs = _transpose_planned(cts, args, jaxpr, linear, outs_zero, policy)
         if done:
             return logs
-    body, consts, ins_zero, out_tree = _jax.transpose(jaxpr, linear, outs_zero)
+    body, consts, ins_zero, out_tree = _transposed(jaxpr, linear, outs_zero)
     values = [x for x, lin in zip(args, linear) if not lin]
     given = [ct for ct in cts if type(ct) is not _jax.Zero]
     flags = _append(_select(prevent_cse, [not lin for lin in linear]), len(given))
@@ -354,6 +519,20 @@ def _transpose(
     nonzero_cts, logs = _jax.unflatten(out_tree, leaves)
     _accumulate([x for x, lin in zip(args, linear) if lin], ins_zero, nonzero_cts)
     return logs or None
+
+
+@_jax.weakref_lru_cache
+def _transposed(
+    jaxpr: _jax.Jaxpr, linear: tuple[bool, ...], outs_zero: tuple[bool, ...]
+) -> _jax.Transposed:
+    """The jaxpr from nonlinear inputs and nonzero cotangents to the linear inputs' cotangents.
+
+    The nonlinear part is evaluated first: this is where recomputation is written down.
+    """
+    halves = split.without_unused(split.split(jaxpr, linear, SAVE))
+    _, residuals = split.results_and_residuals(halves)
+    known = _jax.rebuild(halves.known, outvars=residuals)
+    return _jax.transpose(jaxpr, known, halves.staged, linear, outs_zero, halves.outs_unknown)
 
 
 def _accumulate(targets: Sequence[Any], zeros: Sequence[bool], nonzero_cts: Sequence[Any]) -> None:
@@ -384,7 +563,7 @@ def _transpose_planned(
     of_input = dict(zip(jaxpr.invars, linear))
     flags = tuple(_jax.is_var(v) and of_input.get(v, False) for v in last.invars)
     with planned.alike(policy):
-        body, consts, ins_zero, out_tree = _jax.transpose(last.params["jaxpr"], flags, outs_zero)
+        body, consts, ins_zero, out_tree = _transposed(last.params["jaxpr"], flags, outs_zero)
     constants = [_jax.new_var(_jax.typeof(c)) for c in consts]
     nonlinear = [*constants, *(v for v, lin in zip(last.invars, flags) if not lin)]
     known = [v for v, lin in zip(jaxpr.invars, linear) if not lin]

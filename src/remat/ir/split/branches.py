@@ -1,0 +1,141 @@
+"""Splitting branches: residuals of different branches share slots, as far as types agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from remat import _jax
+from remat.ir import jaxprs
+from remat.ir.split.halves import (
+    Flags,
+    Operands,
+    Parts,
+    Policy,
+    Split,
+    known_only,
+    only,
+    parts_of,
+    register,
+    results_and_residuals,
+    split,
+    staged_part,
+    without_unused,
+)
+
+
+def _cond(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
+    if operands.unknown[0]:
+        return staged_part(eqn)
+    index, *ins = eqn.invars
+    branches = [_jax.open_jaxpr(b) for b in eqn.params["branches"]]
+    halves = _split_branches(branches, operands, policy)
+    one = halves[0]
+    # Once residuals share slots, nobody can tell any more which branch needs which.
+    halves = [without_unused(half, repeated=True) for half in halves]
+    slots = _slots([results_and_residuals(half)[1] for half in halves])
+    outside = [_jax.new_var(aval) for aval in slots.avals]
+    knowns, stageds = [], []
+    for half, places, body in zip(halves, slots.places, eqn.params["branches"]):
+        known, staged = _with_slots(half, places, slots.avals, eqn)
+        knowns.append(_jax.with_equations(body, known))
+        stageds.append(_jax.with_equations(body, staged))
+    known_eqn = _branch_again(
+        eqn,
+        knowns,
+        [index, *known_only(ins, one.ins_unknown)],
+        [*known_only(eqn.outvars, one.outs_unknown), *outside],
+    )
+    staged_eqn = _branch_again(
+        eqn, stageds, [index, *outside, *ins], only(eqn.outvars, one.outs_staged)
+    )
+    return parts_of(one, [known_eqn], staged_eqn)
+
+
+def _split_branches(
+    branches: Sequence[_jax.Jaxpr], operands: Operands, policy: Policy
+) -> list[Split]:
+    """Split branches so that what is unknown, or repeated, in one of them is in all."""
+    outs_unknown: Flags = (False,) * len(branches[0].outvars)
+    outs_staged = outs_unknown
+    while True:
+        halves = [
+            split(
+                branch,
+                operands.unknown[1:],
+                policy,
+                outs_unknown=outs_unknown,
+                outs_staged=outs_staged,
+            )
+            for branch in branches
+        ]
+        before = outs_unknown, outs_staged
+        outs_unknown = _any(half.outs_unknown for half in halves)
+        outs_staged = _any(half.outs_staged for half in halves)
+        if before == (outs_unknown, outs_staged):
+            return halves
+
+
+def _any(flags: Iterable[Flags]) -> Flags:
+    return tuple(any(column) for column in zip(*flags))
+
+
+class _Slots(NamedTuple):
+    avals: list[Any]
+    places: list[list[int]]  # of each branch's residuals
+
+
+def _slots(residuals: Sequence[Sequence[_jax.Var]]) -> _Slots:
+    """As few slots as hold the residuals of any one branch, each of one type."""
+    slots: dict[tuple[Any, int], int] = {}
+    places = []
+    for branch in residuals:
+        seen: dict[Any, int] = {}
+        place = []
+        for v in branch:
+            count = seen[v.aval] = seen.get(v.aval, -1) + 1
+            place.append(slots.setdefault((v.aval, count), len(slots)))
+        places.append(place)
+    return _Slots([aval for aval, _ in slots], places)
+
+
+def _with_slots(
+    half: Split, places: Sequence[int], avals: Sequence[Any], eqn: _jax.JaxprEqn
+) -> tuple[_jax.Jaxpr, _jax.Jaxpr]:
+    """The halves of a branch, one with all slots as results, one with all as inputs."""
+    results, residuals = results_and_residuals(half)
+    own = dict(zip(places, residuals))
+    eqns, given, taken = list(half.known.eqns), [], []
+    for i, aval in enumerate(avals):
+        if i in own:
+            given.append(own[i])
+            taken.append(own[i])
+            continue
+        making, value = _empty(aval, eqn)
+        eqns.extend(making)
+        given.append(value)
+        taken.append(_jax.new_var(aval))
+    known = _jax.rebuild(half.known, outvars=[*results, *given], eqns=eqns)
+    inputs = half.staged.invars[half.n_residuals :]
+    return known, _jax.rebuild(half.staged, invars=[*taken, *inputs])
+
+
+def _empty(aval: Any, eqn: _jax.JaxprEqn) -> tuple[list[_jax.JaxprEqn], Any]:
+    """Equations for a value in a slot that its branch does not use, and the value."""
+    jaxpr, consts, _ = _jax.trace_call(lambda: _jax.empty(aval))
+    assert not consts
+    eqns, (value,) = jaxprs.inlined(jaxpr, [], eqn)
+    return eqns, value
+
+
+def _branch_again(
+    eqn: _jax.JaxprEqn,
+    branches: Sequence[Any],
+    invars: Sequence[Any],
+    outvars: Sequence[_jax.Var],
+) -> _jax.JaxprEqn:
+    params = dict(eqn.params, branches=tuple(branches))
+    return _jax.new_body_eqn(eqn, invars, outvars, params, [(b, invars[1:]) for b in branches])
+
+
+register("cond", _cond)

@@ -1,0 +1,94 @@
+"""Splitting calls and regions: equations that run one jaxpr, once and on their operands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from remat import _jax
+from remat.ir import jaxprs
+from remat.ir.split.halves import (
+    ANY_CALL,
+    Flags,
+    Operands,
+    Parts,
+    Policy,
+    known_only,
+    leave,
+    only,
+    parts_of,
+    register,
+    results_and_residuals,
+    split,
+)
+
+
+def split_call(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
+    """Split an equation that runs one jaxpr, once and on its operands, into two of its kind."""
+    (key,) = jaxprs.body_keys(eqn)
+    body = eqn.params[key]
+    halves = split(_jax.open_jaxpr(body), operands.unknown, policy)
+    results, residuals = results_and_residuals(halves)
+    leaving = leave(residuals, zip(results, known_only(eqn.outvars, halves.outs_unknown)))
+    added = tuple(v in leaving.added for v in residuals)
+    known = _call_again(
+        eqn,
+        key,
+        _half(body, _returning(halves.known, (True,) * len(results) + added)),
+        known_only(range(len(eqn.invars)), halves.ins_unknown),
+        known_only(range(len(eqn.outvars)), halves.outs_unknown),
+        added_outs=leaving.added_outside,
+    )
+    staged = _call_again(
+        eqn,
+        key,
+        _half(body, halves.staged),
+        range(len(eqn.invars)),
+        only(range(len(eqn.outvars)), halves.outs_staged),
+        added_ins=leaving.outside,
+    )
+    return parts_of(halves, [known], staged)
+
+
+def _call_again(
+    eqn: _jax.JaxprEqn,
+    key: str,
+    body: Any,
+    ins: Sequence[int],
+    outs: Sequence[int],
+    *,
+    added_ins: Sequence[_jax.Var] = (),
+    added_outs: Sequence[_jax.Var] = (),
+) -> _jax.JaxprEqn:
+    """The same call of another body, with some of its operands and results, and with further ones.
+
+    Further operands come first, further results last.
+    """
+    params = dict(eqn.params)
+    params[key] = body
+    for name, default in _jax.ADDED_OPERAND.items():
+        if isinstance(params.get(name), tuple):
+            params[name] = (default,) * len(added_ins) + tuple(params[name][i] for i in ins)
+    for name, default in _jax.ADDED_RESULT.items():
+        if isinstance(params.get(name), tuple):
+            params[name] = tuple(params[name][i] for i in outs) + (default,) * len(added_outs)
+    invars = [*added_ins, *(eqn.invars[i] for i in ins)]
+    outvars = [*(eqn.outvars[i] for i in outs), *added_outs]
+    return _jax.new_body_eqn(eqn, invars, outvars, params, [(body, invars)])
+
+
+# A body that is called more than once has halves that are called more than once: JAX lowers a
+# function once for each of its jaxprs, as objects.
+
+
+@_jax.weakref_lru_cache
+def _returning(jaxpr: _jax.Jaxpr, chosen: Flags) -> _jax.Jaxpr:
+    return jaxpr if all(chosen) else _jax.rebuild(jaxpr, outvars=only(jaxpr.outvars, chosen))
+
+
+@_jax.weakref_lru_cache
+def _half(body: Any, half: _jax.Jaxpr) -> Any:
+    return _jax.with_equations(body, half)
+
+
+register(ANY_CALL, split_call)
