@@ -15,16 +15,12 @@ from jax._src import (
     checkify as _checkify,
     core as _core,
     effects as _effects,
-    source_info_util as _source_info,
 )
-from jax._src.interpreters import (
-    ad as _ad,
-    batching as _batching,
-    mlir as _mlir,
-    partial_eval as _pe,
-)
+from jax._src.interpreters import ad as _ad_src, batching as _batching_src, partial_eval as _pe_src
 from jax._src.state import discharge as _discharge
 from jax.experimental.key_reuse import _core as _key_reuse
+from jax.extend import core as _excore, source_info_util as _source_info
+from jax.interpreters import ad as _ad, batching as _batching, mlir as _mlir, partial_eval as _pe
 
 from remat._jax.compat import (
     JAX_VERSION,
@@ -89,7 +85,7 @@ def is_undefined(x: Any) -> bool:
 
 
 def is_linear_input(x: Any) -> bool:
-    return isinstance(x, _ad.GradAccum)
+    return isinstance(x, _ad_src.GradAccum)
 
 
 def disallowed_effects(jaxpr: Jaxpr) -> set[Any]:
@@ -101,7 +97,7 @@ def jvp_of_jaxpr(
     jaxpr: Jaxpr, nonzeros: Sequence[bool]
 ) -> tuple[Jaxpr, tuple[Any, ...], Sequence[bool]]:
     """The jaxpr of the derivative: primals and nonzero tangents in, primals and tangents out."""
-    closed, out_nonzeros = _ad.jvp_jaxpr(close(jaxpr), list(nonzeros), False)
+    closed, out_nonzeros = _ad_src.jvp_jaxpr(close(jaxpr), list(nonzeros), False)
     return (*detach_consts(closed), out_nonzeros)
 
 
@@ -175,16 +171,16 @@ def transpose(
 def _backward(jaxpr: Jaxpr, args: Sequence[Any], cts: Sequence[Any]) -> tuple[list[Any], dict]:
     # 0.11 added logs of the backward pass; delete the second half with 0.10.
     if JAX_VERSION >= (0, 11):
-        return _ad.backward_pass(jaxpr, False, (), args, cts, return_logs=True)
-    return _ad.backward_pass(jaxpr, False, (), args, cts), {}
+        return _ad_src.backward_pass(jaxpr, False, (), args, cts, return_logs=True)
+    return _ad_src.backward_pass(jaxpr, False, (), args, cts), {}
 
 
 def batch_jaxpr(
     jaxpr: Jaxpr, axis_data: Any, dims: Sequence[Any]
 ) -> tuple[Jaxpr, tuple[Any, ...], list[int | None]]:
     """The jaxpr over one more axis, in front of every result that has it."""
-    closed, batched = _batching.batch_jaxpr_axes(
-        close(jaxpr), axis_data, dims, [_batching.zero_if_mapped] * len(jaxpr.outvars)
+    closed, batched = _batching_src.batch_jaxpr_axes(
+        close(jaxpr), axis_data, dims, [_batching_src.zero_if_mapped] * len(jaxpr.outvars)
     )
     return (*detach_consts(closed), [0 if b else None for b in batched])
 
@@ -209,7 +205,7 @@ def stage_eqn(
     ins = [trace_.new_instantiated_const(r) for r in residuals]
     ins += [trace_.instantiate_const(t) for t in tracers]
     outs = [_pe.JaxprTracer(trace_, _pe.PartialVal.unknown(v.aval), None) for v in jaxpr.outvars]
-    recipe = _pe.new_eqn_recipe(
+    recipe = _pe_src.new_eqn_recipe(
         trace_, ins, outs, primitive, params, positional_effects(jaxpr), _source_info.current()
     )
     for out in outs:
@@ -265,15 +261,15 @@ def register_linearization(primitive: Primitive, rule: Callable) -> None:
             return [next(found) if n else zero for n, zero in zip(outs_nonzero, zeros)]
 
         # Later versions let a rule return more residuals, with a structure; delete with 0.10.
-        more = (None,) if "structured_residuals" in _ad.LinearizeTrace.__annotations__ else ()
+        more = (None,) if "structured_residuals" in _ad_src.LinearizeTrace.__annotations__ else ()
         return outs, outs_nonzero, residuals, *more, linearized
 
-    _ad.primitive_linearizations[primitive] = linearization
+    _ad_src.primitive_linearizations[primitive] = linearization
 
 
 def register_transpose(primitive: Primitive, rule: Callable) -> None:
     """`rule(cotangents, *args, **params)`: linear arguments are accumulators."""
-    _ad.fancy_transposes[primitive] = rule
+    _ad_src.fancy_transposes[primitive] = rule
 
 
 def register_linear_transpose(primitive: Primitive, rule: Callable) -> None:
@@ -335,7 +331,7 @@ def register_dce(
 
     def rule(used_outs: list[bool], *args: Any) -> tuple[list[bool], JaxprEqn | None]:
         *live_ins, eqn = args  # 0.11 added live_ins
-        if not any(used_outs) and not _pe.has_effects(eqn, *live_ins):
+        if not any(used_outs) and not _pe_src.has_effects(eqn, *live_ins):
             return [False] * len(eqn.invars), None
         keywords = {"live_inputs": live_ins[0]} if live_ins else {}
         keywords["instantiate"] = keeps_inputs(eqn)
@@ -344,7 +340,7 @@ def register_dce(
             return used_ins, None
         invars = [v for v, used in zip(eqn.invars, used_ins) if used]
         outvars = [v for v, used in zip(eqn.outvars, used_outs) if used]
-        new = _pe.new_jaxpr_eqn(
+        new = _excore.new_jaxpr_eqn(
             invars,
             outvars,
             primitive,
@@ -422,7 +418,7 @@ def register_hijax(primitive: Primitive, bind: Callable) -> None:
         return jaxpr.is_high
 
     def to_lojax(*args: Any, jaxpr: Jaxpr, **params: Any) -> Any:
-        body, consts = detach_consts(_pe.lower_jaxpr2(close(jaxpr)))
+        body, consts = detach_consts(_pe_src.lower_jaxpr2(close(jaxpr)))
         # 0.11 did away with mutable high types; delete the first half with 0.10.
         if JAX_VERSION >= (0, 11):
             flat = [lo for aval, x in zip(jaxpr.in_avals, args) for lo in aval.lower_val(x)]

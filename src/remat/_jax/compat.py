@@ -14,20 +14,18 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import jaxlib
+from jax import ad_checkpoint as _ad_checkpoint
 from jax._src import (
-    ad_checkpoint as _ad_checkpoint,
-    ad_util as _ad_util,
-    config as _config,
     core as _core,
-    source_info_util as _source_info,
     traceback_util as _traceback_util,
     tree_util as _tree_util,
     util as _util,
 )
-from jax._src.dispatch import device_put_p as _device_put_p
-from jax._src.interpreters import partial_eval as _pe
-from jax._src.lax import convolution as _convolution, lax as _lax
+from jax._src.interpreters import partial_eval as _pe_src
 from jax._src.state.types import AbstractRef as AbstractRef
+from jax.extend import core as _excore, source_info_util as _source_info
+from jax.extend.core import primitives as _primitives
+from jax.interpreters import ad as _ad
 
 
 def version_tuple(version: str) -> tuple[int, ...]:
@@ -47,30 +45,30 @@ def version_tuple(version: str) -> tuple[int, ...]:
 JAX_VERSION = version_tuple(jax.__version__)
 JAXLIB_VERSION = version_tuple(jaxlib.__version__)
 # Delete what depends on this when JAX < 0.12 is no longer supported.
-_JAXPRS_CARRY_CONSTS = not hasattr(_core, "ClosedJaxpr") or _core.ClosedJaxpr is _core.Jaxpr
+_JAXPRS_CARRY_CONSTS = not hasattr(_core, "ClosedJaxpr") or _core.ClosedJaxpr is _excore.Jaxpr
 
 # --------------------------------------------------------------------------------------------------
 # Names that are the same in every supported version
 
-Jaxpr: TypeAlias = _core.Jaxpr
-JaxprEqn: TypeAlias = _core.JaxprEqn
-Var: TypeAlias = _core.Var
-Literal: TypeAlias = _core.Literal
-Primitive: TypeAlias = _core.Primitive
-ShapedArray: TypeAlias = _core.ShapedArray
-Tracer: TypeAlias = _core.Tracer
-Zero: TypeAlias = _ad_util.Zero
-Offloadable: TypeAlias = _pe.Offloadable
-Saveable = _pe.Saveable
-Recompute = _pe.Recompute
-RecomputeType: TypeAlias = _pe.RecomputeType
-SaveableType: TypeAlias = _pe.SaveableType
-ConcretizationTypeError: TypeAlias = _core.ConcretizationTypeError
-as_case = _pe.ensure_enum
+Jaxpr: TypeAlias = _excore.Jaxpr
+JaxprEqn: TypeAlias = _excore.JaxprEqn
+Var: TypeAlias = _excore.Var
+Literal: TypeAlias = _excore.Literal
+Primitive: TypeAlias = _excore.Primitive
+ShapedArray: TypeAlias = jax.core.ShapedArray
+Tracer: TypeAlias = jax.core.Tracer
+Zero: TypeAlias = _ad.Zero
+Offloadable: TypeAlias = _ad_checkpoint.Offloadable
+Saveable = _ad_checkpoint.Saveable
+Recompute = _ad_checkpoint.Recompute
+RecomputeType = type(_ad_checkpoint.Recompute)
+SaveableType = type(_ad_checkpoint.Saveable)
+ConcretizationTypeError: TypeAlias = jax.errors.ConcretizationTypeError
+as_case = _pe_src.ensure_enum
 
-typeof = _core.typeof
-eval_jaxpr = _core.eval_jaxpr
-check_jaxpr = _core.check_jaxpr
+typeof = jax.typeof
+eval_jaxpr = jax.core.eval_jaxpr
+check_jaxpr = _excore.check_jaxpr
 positional_effects = _core.positional_effects
 weakref_lru_cache = _util.weakref_lru_cache
 merge_lists = _util.merge_lists
@@ -81,10 +79,10 @@ broadcast_prefix = _tree_util.broadcast_prefix
 extend_name_stack = _source_info.extend_name_stack
 unflatten = jax.tree.unflatten
 
-name_p = _ad_checkpoint.name_p
-dot_general_p = _lax.dot_general_p
-conv_general_dilated_p = _convolution.conv_general_dilated_p
-reduce_precision_p = _lax.reduce_precision_p
+name_p = _primitives.name_p
+dot_general_p = _primitives.dot_general_p
+conv_general_dilated_p = _primitives.conv_general_dilated_p
+reduce_precision_p = _primitives.reduce_precision_p
 
 # How JAX of this version words its refusal; code that matches on the text keeps working.
 EFFECTS_NOT_SUPPORTED = (
@@ -101,12 +99,12 @@ def exclude_from_tracebacks(filename: str) -> None:
 
 
 def checks_enabled() -> bool:
-    return bool(_config.enable_checks.value)
+    return bool(jax.config.jax_enable_checks)
 
 
 def logs_residuals() -> bool:
     """Whether the user asked JAX to log what checkpointed functions save."""
-    return bool(_config.log_checkpoint_residuals.value)
+    return bool(jax.config.jax_log_checkpoint_residuals)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -116,17 +114,17 @@ def logs_residuals() -> bool:
 def detach_consts(closed: Any) -> tuple[Jaxpr, tuple[Any, ...]]:
     """A jaxpr with its constants as leading inputs, and the constants."""
     inner = closed if _JAXPRS_CARRY_CONSTS else closed.jaxpr
-    return _pe.convert_constvars_jaxpr(inner), tuple(closed.consts)
+    return _pe_src.convert_constvars_jaxpr(inner), tuple(closed.consts)
 
 
 def close(jaxpr: Jaxpr) -> Any:
     """The same jaxpr as one that is closed over nothing."""
-    return _pe.close_jaxpr(jaxpr)
+    return _pe_src.close_jaxpr(jaxpr)
 
 
 def open_jaxpr(jaxpr: Any) -> Jaxpr:
     """The equations of a jaxpr that may be closed."""
-    return jaxpr if isinstance(jaxpr, _core.Jaxpr) else jaxpr.jaxpr
+    return jaxpr if isinstance(jaxpr, _excore.Jaxpr) else jaxpr.jaxpr
 
 
 # --------------------------------------------------------------------------------------------------
@@ -140,12 +138,12 @@ def memory_kinds() -> tuple[str, ...]:
 
 def is_on_host(aval: Any) -> bool:
     """Whether a value's type says that it lives in host memory."""
-    return getattr(aval, "memory_space", None) is _core.MemorySpace.Host
+    return getattr(aval, "memory_space", None) is jax.memory.Space.Host
 
 
 def is_array(aval: Any) -> bool:
     """Whether values of this type are arrays, random keys included, and no refs or tokens."""
-    return isinstance(aval, _core.ShapedArray)
+    return isinstance(aval, jax.core.ShapedArray)
 
 
 def is_in_memory(aval: Any, kind: str) -> bool:
@@ -155,14 +153,14 @@ def is_in_memory(aval: Any, kind: str) -> bool:
 
 def stays_in_memory(primitive: Primitive, operands: Sequence[Any], kind: str) -> bool:
     """Whether an equation on operands of these types computes in a kind of memory."""
-    return primitive is not _device_put_p and all(
+    return primitive is not _primitives.device_put_p and all(
         is_in_memory(aval, kind) for aval in operands if is_array(aval)
     )
 
 
 def can_be_on_host(aval: Any) -> bool:
     """Whether values of this type can be copied to the host's memory and back: arrays on a device."""
-    if getattr(aval, "memory_space", None) is not _core.MemorySpace.Device:
+    if getattr(aval, "memory_space", None) is not jax.memory.Space.Device:
         return False
     return not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
@@ -191,9 +189,9 @@ def has_tangent(aval: Any) -> bool:
 
 def is_var(v: Any) -> bool:
     """Whether an operand or a result of a jaxpr is a variable and no literal."""
-    return not isinstance(v, _core.Literal)
+    return not isinstance(v, _excore.Literal)
 
 
 def is_dropped(v: Any) -> bool:
     """Whether a result of an equation is thrown away."""
-    return isinstance(v, _core.DropVar)
+    return isinstance(v, _excore.DropVar)

@@ -8,8 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import core as _core, dtypes as _dtypes, source_info_util as _source_info
-from jax._src.interpreters import partial_eval as _pe
+from jax._src import core as _core, dtypes as _dtypes
+from jax._src.interpreters import partial_eval as _pe_src
+from jax.extend import core as _excore, source_info_util as _source_info
+from jax.interpreters import partial_eval as _pe
 
 from remat._jax.compat import Jaxpr, Var
 from remat._jax.tracing import flatten_arguments
@@ -69,7 +71,7 @@ class _Unavailable(Exception):
     """A value depends on an argument that has no value yet."""
 
 
-class _ConcreteTrace(_pe.DynamicJaxprTrace):
+class _ConcreteTrace(_pe_src.DynamicJaxprTrace):
     """Stages a function out to a jaxpr, and evaluates those of its values that Python asks for.
 
     A tracer knows the equation that makes it, so its value is found by evaluating that equation's
@@ -102,7 +104,7 @@ class _ConcreteTrace(_pe.DynamicJaxprTrace):
 
     def value_of(self, tracer: Any) -> Any:
         try:
-            with _core.eval_context():
+            with jax.core.eval_context():
                 return self._evaluate(tracer)
         except _Unavailable:
             return None
@@ -131,7 +133,7 @@ class _ConcreteTrace(_pe.DynamicJaxprTrace):
 
     def _known(self, tracer: Any) -> Any:
         atom = tracer.val
-        if isinstance(atom, _core.Literal):
+        if isinstance(atom, _excore.Literal):
             return atom.val
         if atom in self._values:
             return self._values[atom]
@@ -151,18 +153,18 @@ def trace_concretely(
     with _core.ensure_no_leaks(trace_), _source_info.reset_name_stack():
         source = _source_info.current()
         tracers = [trace_.argument(aval, value, source) for aval, value in zip(avals, values)]
-        with _core.set_current_trace(trace_):
+        with _excore.set_current_trace(trace_):
             args, kwargs = jax.tree.unflatten(in_tree, tracers)
             answer = fun(*args, **kwargs)
             debug = debug.set_result_paths(answer)
             leaves, out_tree = flatten_arguments(answer)
             del answer, args, kwargs
-        _pe._check_returned_jaxtypes(debug, leaves)
+        _pe_src._check_returned_jaxtypes(debug, leaves)
         leaves = [_dtypes.canonicalize_value(leaf) for leaf in leaves]
         outs = [trace_.to_jaxpr_tracer(leaf, source) for leaf in leaves]
-        _pe._check_no_returned_refs(debug, outs)
+        _pe_src._check_no_returned_refs(debug, outs)
         opened, consts = trace_.frame.to_jaxpr(trace_, outs, debug, source)
         trace_._values.clear()
         trace_.invalidate()
         del trace_, tracers, outs, leaves
-    return _pe.convert_constvars_jaxpr(opened), tuple(consts), out_tree
+    return _pe_src.convert_constvars_jaxpr(opened), tuple(consts), out_tree

@@ -6,10 +6,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import jax
 from jax._src import core as _core, effects as _effects
-from jax._src.interpreters import ad as _ad, mlir as _mlir
+from jax._src.interpreters import mlir as _mlir_src
 from jax._src.lib.mlir import ir as _ir
 from jax._src.lib.mlir.dialects import hlo as _hlo
+from jax.extend import core as _excore
+from jax.interpreters import ad as _ad, mlir as _mlir
 
 from remat._jax.compat import (
     Jaxpr,
@@ -33,7 +36,7 @@ def register_lowering(primitive: Primitive, rule: Callable, **by_platform: Calla
         # for several platforms, over a tuple; so they are chosen between here.
         listed = ctx.replace(avals_out=list(ctx.avals_out))
         body = params["jaxpr"]
-        outs = _mlir.lower_per_platform(
+        outs = _mlir_src.lower_per_platform(
             listed, primitive.name, by_platform, rule, body.effects, *args, **params
         )
         if body.effects and listed.tokens_out is not None:
@@ -70,7 +73,7 @@ def _write(
     return list(outs)
 
 
-_body_p = _core.Primitive("remat_body")
+_body_p = _excore.Primitive("remat_body")
 
 
 _body_p.multiple_results = True
@@ -78,11 +81,11 @@ _body_p.multiple_results = True
 
 @weakref_lru_cache
 def _as_equation(jaxpr: Jaxpr) -> Jaxpr:
-    invars = [_core.Var(v.aval) for v in jaxpr.invars]
-    outvars = [_core.Var(v.aval) for v in jaxpr.outvars]
+    invars = [_excore.Var(v.aval) for v in jaxpr.invars]
+    outvars = [_excore.Var(v.aval) for v in jaxpr.outvars]
     body = jaxpr.replace()  # a cached value must not keep its own key alive
     effects = _core.eqn_effects(body, invars)
-    eqn = _core.new_jaxpr_eqn(invars, outvars, _body_p, {"jaxpr": body}, effects)
+    eqn = _excore.new_jaxpr_eqn(invars, outvars, _body_p, {"jaxpr": body}, effects)
     return jaxpr.replace(
         invars=invars,
         outvars=outvars,
@@ -114,7 +117,7 @@ def lower_call(
     if returned:
         jaxpr = _returning_inputs(jaxpr, returned)
     effects = list(_effects.ordered_effects.filter_in(jaxpr.effects))
-    outs, tokens = _mlir.call_lowering(
+    outs, tokens = _mlir_src.call_lowering(
         "checkpoint",
         close(jaxpr),
         None,
@@ -149,7 +152,7 @@ def has_unreduced(jaxpr: Jaxpr) -> bool:
 
 
 def _is_unreduced(aval: Any) -> bool:
-    return isinstance(aval, _core.ShapedArray) and bool(aval.sharding.spec.unreduced)
+    return isinstance(aval, jax.core.ShapedArray) and bool(aval.sharding.spec.unreduced)
 
 
 def _declare_shardings(ctx: LoweringContext, function: Any, avals_out: Sequence[Any]) -> None:
@@ -170,7 +173,7 @@ def _declare_shardings(ctx: LoweringContext, function: Any, avals_out: Sequence[
         for i, aval in enumerate(avals, len(types) - len(avals)):
             if _is_unreduced(aval):
                 sharding = aval.sharding._to_sdy_sharding(aval.ndim, modify_wrt_axis_types=True)
-                declared = _mlir.get_sharding_attr(ctx.module_context, sharding)
+                declared = _mlir_src.get_sharding_attr(ctx.module_context, sharding)
                 given = {a.name: a.attr for a in attributes[i]}
                 attributes[i] = _ir.DictAttr.get({**given, "sdy.sharding": declared})
         function.attributes[key] = _ir.ArrayAttr.get(attributes)
@@ -198,13 +201,13 @@ def lower_barrier(ctx: LoweringContext, avals: Sequence[Any], args: Sequence[Any
     if not flat:
         return list(args)
     barrier = _hlo.OptimizationBarrierOp(flat)
-    types = [_mlir._aval_to_ir_types(ctx.module_context, aval) for aval in avals]
+    types = [_mlir_src._aval_to_ir_types(ctx.module_context, aval) for aval in avals]
     _, tree = _mlir.ir_tree_registry.flatten(types)
     flat_avals = [
         aval for aval, ir in zip(avals, types) for _ in _mlir.ir_tree_registry.flatten(ir)[0]
     ]
     results = [
-        _mlir.lower_with_sharding_in_types(ctx, result, aval)
+        _mlir_src.lower_with_sharding_in_types(ctx, result, aval)
         for result, aval in zip(barrier.results, flat_avals)
     ]
     return tree.unflatten(results)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 from jax._src import core as _core
 from jax._src.state import discharge as _discharge
 from jax._src.state.types import (
@@ -95,7 +96,7 @@ def is_ref(x: Any) -> bool:
 
 
 def _is_plain_ref(aval: AbstractRef) -> bool:
-    is_array = isinstance(aval.inner_aval, _core.ShapedArray)
+    is_array = isinstance(aval.inner_aval, jax.core.ShapedArray)
     return is_array and aval.memory_space is None and aval.kind is None
 
 

@@ -7,23 +7,24 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.api_util
+import jax.numpy as jnp
 from jax._src import (
     ad_util as _ad_util,
     api_util as _api_util,
     config as _config,
     core as _core,
-    pjit as _pjit,
     shard_map as _shard_map,
-    source_info_util as _source_info,
     tree_util as _tree_util,
 )
 from jax._src.dispatch import (
     ArrayCopySemantics as _ArrayCopySemantics,
-    device_put_p as _device_put_p,
 )
-from jax._src.interpreters import partial_eval as _pe
-from jax._src.mesh import use_abstract_mesh as _use_abstract_mesh
+from jax._src.interpreters import partial_eval as _pe_src
 from jax._src.sharding_impls import UNSPECIFIED as _unspecified
+from jax.extend import core as _excore, source_info_util as _source_info
+from jax.extend.core import primitives as _primitives
+from jax.interpreters import partial_eval as _pe
 
 from remat._jax.compat import (
     JAX_VERSION,
@@ -58,7 +59,7 @@ def debug_info(
     fun: Callable, args: Sequence, kwargs: dict, argnums: Sequence[int], argnames: Sequence[str]
 ) -> Any:
     """Where a function comes from and how its arguments are called, for error messages."""
-    return _api_util.debug_info(
+    return jax.api_util.debug_info(
         "checkpoint / remat",
         fun,
         args,
@@ -92,7 +93,7 @@ def static_arguments(fun: Callable) -> tuple[tuple[int, ...], tuple[str, ...]]:
 
 
 def abstractify(x: Any) -> Any:
-    return _core.shaped_abstractify(x)
+    return jax.api_util.shaped_abstractify(x)
 
 
 def check_ref_arguments(debug: Any, avals: Sequence[Any], leaves: Sequence[Any]) -> None:
@@ -116,7 +117,7 @@ def trace(
 
     Returns the jaxpr, the closed-over values, and the tree of the result.
     """
-    closed, out = _pe.trace_to_jaxpr(fun, _flat_tree(in_tree, list(avals)), debug)
+    closed, out = _pe_src.trace_to_jaxpr(fun, _flat_tree(in_tree, list(avals)), debug)
     jaxpr, consts = detach_consts(closed)
     return jaxpr, consts, out.tree
 
@@ -179,7 +180,7 @@ def zeros(aval: Any, leading: Sequence[Any] = ()) -> Any:
 
 
 def new_var(aval: Any) -> Var:
-    return _core.Var(aval)
+    return _excore.Var(aval)
 
 
 def new_eqn(
@@ -191,7 +192,7 @@ def new_eqn(
 ) -> JaxprEqn:
     """An effect-free equation that takes source and context from another, if there is one."""
     context = () if like is None else (like.source_info, like.ctx)
-    return _pe.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, set(), *context)
+    return _excore.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, set(), *context)
 
 
 def new_call(
@@ -204,7 +205,7 @@ def new_call(
     """An equation with the effects of its parameter `jaxpr`; source and context are another's."""
     effects = _core.eqn_effects(params["jaxpr"], list(invars))
     context = () if like is None else (like.source_info, like.ctx)
-    return _pe.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, effects, *context)
+    return _excore.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, effects, *context)
 
 
 def new_body_eqn(
@@ -227,22 +228,22 @@ def new_body_eqn(
         effects |= _core.eqn_effects(body, list(operands))
     if "mesh" in params:  # a shard_map binds the names of its mesh
         effects = _core.filter_named_axis_effects(effects, params["mesh"].axis_names)
-    return _pe.new_jaxpr_eqn(
+    return _excore.new_jaxpr_eqn(
         list(invars), list(outvars), like.primitive, params, effects, like.source_info, like.ctx
     )
 
 
 def with_equations(body: Any, opened: Jaxpr) -> Any:
     """A jaxpr closed over the same constants as another (if that is closed), of other equations."""
-    return opened if isinstance(body, _core.Jaxpr) else body.replace(jaxpr=opened)
+    return opened if isinstance(body, _excore.Jaxpr) else body.replace(jaxpr=opened)
 
 
 def jaxpr_of_equation(eqn: JaxprEqn) -> Jaxpr:
     """A jaxpr of one equation alone, which takes the equation's operands."""
     invars = list(dict.fromkeys(v for v in eqn.invars if is_var(v)))
     outvars = [v for v in eqn.outvars if type(v).__name__ != "DropVar"]
-    debug = _api_util.debug_info("equation", lambda: None, (), {})
-    return _core.Jaxpr([], invars, outvars, [eqn], eqn.effects, debug.with_unknown_names())
+    debug = jax.api_util.debug_info("equation", lambda: None, (), {})
+    return _excore.Jaxpr([], invars, outvars, [eqn], eqn.effects, debug.with_unknown_names())
 
 
 def rebuild(
@@ -269,7 +270,7 @@ def jaxpr_of(
     invars: Sequence[Var], outvars: Sequence[Any], eqns: Sequence[JaxprEqn], like: Jaxpr
 ) -> Jaxpr:
     """A jaxpr of these equations; what it is called in messages is taken from another."""
-    effects = _pe.make_jaxpr_effects((), invars, outvars, eqns)
+    effects = _pe_src.make_jaxpr_effects((), invars, outvars, eqns)
     return like.replace(
         invars=list(invars),
         outvars=list(outvars),
@@ -289,7 +290,7 @@ class HostCopy(NamedTuple):
 
 def host_copy(v: Var, like: JaxprEqn | None) -> HostCopy:
     """A copy of an array in the host's pinned memory; source and context of `like` if given."""
-    return _copy_elsewhere(v, _core.MemorySpace.Host, _core.MemorySpace.Device, like)
+    return _copy_elsewhere(v, jax.memory.Space.Host, jax.memory.Space.Device, like)
 
 
 def offloaded_copy(v: Var, case: Offloadable, like: JaxprEqn) -> HostCopy | None:
@@ -302,8 +303,8 @@ def offloaded_copy(v: Var, case: Offloadable, like: JaxprEqn) -> HostCopy | None
 
 def _copy_elsewhere(v: Var, target: Any, source: Any, like: JaxprEqn | None) -> HostCopy:
     copy = new_var(v.aval.update(memory_space=target))
-    store = new_eqn([v], [copy], _device_put_p, _copy_params(source, target), like)
-    fetch = new_eqn([copy], [v], _device_put_p, _copy_params(target, source), like)
+    store = new_eqn([v], [copy], _primitives.device_put_p, _copy_params(source, target), like)
+    fetch = new_eqn([copy], [v], _primitives.device_put_p, _copy_params(target, source), like)
     return HostCopy(copy, store, fetch)
 
 
@@ -409,7 +410,7 @@ def empty(aval: Any) -> Any:
 
 def is_plain_jit(eqn: JaxprEqn) -> bool:
     """Whether the equation is a call of a jitted function that asks for nothing of its own."""
-    if eqn.primitive is not _pjit.jit_p:
+    if eqn.primitive is not _primitives.jit_p:
         return False
     params = eqn.params
     unspecified = all(
@@ -435,7 +436,9 @@ def jaxprs_of(eqn: JaxprEqn) -> Iterator[Any]:
 
 def is_jaxpr(value: Any) -> bool:
     """Whether a parameter is a jaxpr, closed or not."""
-    return isinstance(value, _core.Jaxpr) or (hasattr(value, "jaxpr") and hasattr(value, "consts"))
+    return isinstance(value, _excore.Jaxpr) or (
+        hasattr(value, "jaxpr") and hasattr(value, "consts")
+    )
 
 
 def is_call(eqn: JaxprEqn) -> bool:
@@ -467,7 +470,7 @@ ADDED_OPERAND = {
 ADDED_RESULT = {
     "out_shardings": _unspecified,
     "out_layouts": None,
-    "out_memory_spaces": _core.MemorySpace.Device,
+    "out_memory_spaces": jax.memory.Space.Device,
 }
 
 
@@ -481,7 +484,7 @@ def inside_shard_map(eqn: JaxprEqn) -> Iterator[None]:
     mesh, manual = eqn.params["mesh"], eqn.params["newly_manual_axes"]
     with (
         _shard_map._extend_axis_env(mesh, manual),
-        _use_abstract_mesh(_shard_map._as_manual_mesh(mesh, manual)),
+        jax.sharding.use_abstract_mesh(_shard_map._as_manual_mesh(mesh, manual)),
         _config._check_vma(eqn.params["check_vma"]),
     ):
         yield
