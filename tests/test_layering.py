@@ -29,7 +29,7 @@ LAYERS = [
     ("solvers",),
     ("ir.formulas",),
     ("ir.operations",),
-    ("_jax.compat", "_jax.symbolic"),
+    ("_jax.compat", "_jax.internals", "_jax.symbolic"),
     ("_jax.tracing",),
     ("_jax.autodiff", "_jax.concrete", "_jax.lowering", "_jax.refs"),
     ("_jax",),

@@ -11,6 +11,7 @@ half can be deleted.
 * `refs`: jaxprs that read or write refs, as jaxprs on values.
 * `symbolic`: sizes with symbolic dimensions.
 * `lowering`: how equations become operations of a module.
+* `internals`: a list of every internal name in use, and of what replaces it when it goes.
 """
 
 import os
