@@ -2,8 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+
 import jax
 import numpy as np
+from jax._src import config
+
+# Whether this version of JAX has, besides its own remat, the one that is to replace it.
+HAS_REMAT3 = hasattr(config, "remat3")
+
+
+def remat3(on):
+    """With or without JAX's coming remat, whatever `JAX_REMAT3` says."""
+    return config.remat3(on) if HAS_REMAT3 else contextlib.nullcontext()
+
+
+def former_jax_checkpoint(f, **options):
+    """`jax.checkpoint` as it is without JAX's coming remat."""
+    checkpointed = jax.checkpoint(f, **options)
+
+    @functools.wraps(f)
+    def call(*args, **kwargs):
+        with remat3(False):
+            return checkpointed(*args, **kwargs)
+
+    return call
 
 
 def assert_same(actual, expected, *, rtol=2e-5, atol=2e-6):
