@@ -241,7 +241,10 @@ def test_what_jax_checkpoint_cannot_tell_a_policy_is_an_error_there(policy):
 )
 def test_foreign_policies_mean_what_they_mean_to_jax(remade, policy):
     theirs = remat.saved_residuals(jax.checkpoint(f, policy=policy), X, X)
-    assert remat.saved_residuals(remade(f, policy=policy), X, X) == theirs
+    # JAX 0.10 puts a scan that it splits into a call, together with what it hoists out of the loop.
+    theirs = [(aval, origin.replace("closed_call", "scan")) for aval, origin in theirs]
+    ours = remat.saved_residuals(remade(f, policy=policy), X, X)
+    assert [(aval, origin.replace("closed_call", "scan")) for aval, origin in ours] == theirs
 
 
 def scaled_sin():

@@ -35,7 +35,6 @@ class Split(NamedTuple):
       ins_unknown: which inputs are unknown.
       outs_unknown: which results are unknown.
       outs_staged: which results `staged` returns: the unknown ones, and those that it repeats.
-      outs_saved: which of those it can return only because they are residuals.
       n_residuals: how many there are.
     """
 
@@ -44,7 +43,6 @@ class Split(NamedTuple):
     ins_unknown: Flags
     outs_unknown: Flags
     outs_staged: Flags
-    outs_saved: Flags
     n_residuals: int
 
 
@@ -191,7 +189,6 @@ class _Halves:
             tuple(v in self._unknown for v in jaxpr.invars),
             unknown,
             staged,
-            saved,
             len(residuals),
         )
 

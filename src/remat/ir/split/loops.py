@@ -59,16 +59,11 @@ def _scan(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
     constant = [v for v in residuals if v in loop.constant]
     order = _staged_operands(halves.ins_unknown, policy, n_consts, n_carry)
     step = _jax.open_jaxpr(body)
-    # A known carry goes round in the staged loop as well. Outside, what is saved is not taken from it.
-    outs = [
-        _jax.new_var(v.aval) if saved and not unknown else v
-        for v, saved, unknown in zip(eqn.outvars, halves.outs_saved, halves.outs_unknown)
-    ]
     staged = _scan_again(
         eqn,
         _jax.rebuild(halves.staged, invars=[*constant, *(step.invars[i] for i in order), *stacked]),
         [*(loop.constant[v] for v in constant), *(eqn.invars[i] for i in order), *leaving.outside],
-        only(outs, halves.outs_staged),
+        only(eqn.outvars, halves.outs_staged),
         len(constant) + n_consts,
         halves.outs_staged[:n_carry].count(True),
     )
