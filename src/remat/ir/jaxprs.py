@@ -102,16 +102,20 @@ def inline_calls(jaxpr: _jax.Jaxpr, is_call: Callable[[_jax.JaxprEqn], Any]) -> 
 
 
 def inlined(
-    jaxpr: _jax.Jaxpr, operands: Sequence[Any], call: _jax.JaxprEqn
+    jaxpr: _jax.Jaxpr,
+    operands: Sequence[Any],
+    call: _jax.JaxprEqn,
+    called: Mapping[_jax.Var, _jax.Var] | None = None,
 ) -> tuple[list[_jax.JaxprEqn], list[Any]]:
     """Return a jaxpr's equations on some operands, in place of a call, and their results.
 
-    Its values get new variables, because it may be inlined more than once.
+    Its values get new variables, because it may be inlined more than once; those in `called` get the
+    variables given there.
     """
     names: dict[_jax.Var, Any] = dict(zip(jaxpr.invars, operands, strict=True))
     stack, eqns = _joined(None, call), []
     for eqn in jaxpr.eqns:
-        names.update((v, _fresh(v)) for v in eqn.outvars)
+        names.update((v, (called or {}).get(v) or _fresh(v)) for v in eqn.outvars)
         eqns.append(renamed(eqn, names, stack))
     return eqns, [look(names, v) for v in jaxpr.outvars]
 
@@ -120,16 +124,16 @@ def written_out(
     jaxpr: _jax.Jaxpr, invars: Sequence[Any], outvars: Sequence[_jax.Var]
 ) -> list[_jax.JaxprEqn]:
     """The equations of a jaxpr on other operands, with results under other names."""
-    names: dict[_jax.Var, Any] = dict(zip(jaxpr.invars, invars))
-    made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
-    taken: set[_jax.Var] = set()
-    for inner, outer in zip(jaxpr.outvars, outvars):
-        assert _jax.is_var(inner) and inner in made and inner not in taken, (
-            "a result passed through"
-        )
-        taken.add(inner)
-        names[inner] = outer
+    assert makes_its_results(jaxpr), "a result passed through"
+    names = dict(zip((*jaxpr.invars, *jaxpr.outvars), (*invars, *outvars)))
     return [renamed(eqn, names) for eqn in jaxpr.eqns]
+
+
+def makes_its_results(jaxpr: _jax.Jaxpr) -> bool:
+    """Return whether each result of a jaxpr is the result of an equation, and of no other one."""
+    made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
+    results = [v for v in jaxpr.outvars if _jax.is_var(v) and v in made]
+    return len(set(results)) == len(jaxpr.outvars)
 
 
 def look(names: Mapping[_jax.Var, Any], v: Any) -> Any:

@@ -431,7 +431,7 @@ def _split_region(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Par
     """
     own = eqn.params["policy"]
     if isinstance(policy, Mode) or isinstance(own, planned.Decisions):
-        return _split_by_own_policy(eqn, operands.unknown)
+        return _split_by_own_policy(eqn, operands.unknown, inline=isinstance(policy, Mode))
     parts = split_call(eqn, operands, policy)
     changed: dict[str, Any] = {}
     if eqn.primitive is remat_p:
@@ -446,7 +446,7 @@ def _with_params(eqn: _jax.JaxprEqn, **changed: Any) -> _jax.JaxprEqn:
     return eqn.replace(params={**eqn.params, **changed})
 
 
-def _split_by_own_policy(eqn: _jax.JaxprEqn, unknown: tuple[bool, ...]) -> Parts:
+def _split_by_own_policy(eqn: _jax.JaxprEqn, unknown: tuple[bool, ...], inline: bool) -> Parts:
     params = eqn.params
     _check_effects(params["jaxpr"])
     c, of_forward, of_backward = _halves(params["jaxpr"], unknown, params["policy"])
@@ -454,13 +454,14 @@ def _split_by_own_policy(eqn: _jax.JaxprEqn, unknown: tuple[bool, ...]) -> Parts
     known = [v for v, u in zip(eqn.invars, unknown) if not u]
     known = [v for v, used in zip(known, c.forward_inputs) if used]
     results = [v for v, u in zip(eqn.outvars, c.outs_unknown) if not u]
-    forward = region_equation(
-        known,
-        [*results, *residuals],
-        c.forward,
-        planned.save_compact if of_forward is None else of_forward,
-        like=eqn,
-    )
+    made = [*results, *residuals]
+    if inline and of_forward is None and jaxprs.makes_its_results(c.forward):
+        # As where it is run at once: the forward pass is no region any more.
+        called = {v: r for v, r in zip(c.forward.outvars, made) if not _jax.is_dropped(r)}
+        forward, _ = jaxprs.inlined(c.forward, known, eqn, called)
+    else:
+        own = planned.save_compact if of_forward is None else of_forward
+        forward = [region_equation(known, made, c.forward, own, like=eqn)]
     later = [v for v, used in zip(eqn.invars, c.backward_inputs) if used]
     unknown_results = [v for v, u in zip(eqn.outvars, c.outs_unknown) if u]
     changed: dict[str, Any] = {"jaxpr": c.backward, "differentiated": True}
@@ -471,7 +472,7 @@ def _split_by_own_policy(eqn: _jax.JaxprEqn, unknown: tuple[bool, ...]) -> Parts
     backward = _jax.new_body_eqn(
         eqn, operands, unknown_results, {**params, **changed}, [(c.backward, operands)]
     )
-    return Parts([forward], [backward], c.outs_unknown)
+    return Parts(forward, [backward], c.outs_unknown)
 
 
 def _split_in_jax_region(
