@@ -14,7 +14,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import remat
-from remat._jax import can_be_on_host, open_jaxpr, runs
+from remat._jax import can_be_on_host, open_jaxpr
+from remat.ir.jaxprs import applies
 from remat.planner.emit import RegionDecision, Segment, save_everything
 from remat.planner.regions import (
     Application,
@@ -146,7 +147,7 @@ def assert_same(found: Any, expected: Any, *, within: float = 2e-6) -> None:
 
 def recomputes(traced: Any) -> bool:
     """Whether some equation of the backward pass is a segment."""
-    return runs(open_jaxpr(traced.jaxpr), "remat")
+    return applies(open_jaxpr(traced.jaxpr), "remat")
 
 
 # Programs

@@ -110,7 +110,6 @@ from remat._jax.lowering import (
     lower_inline as lower_inline,
     primitive_names as primitive_names,
     register_lowering as register_lowering,
-    runs as runs,
 )
 from remat._jax.refs import (
     WithoutRefs as WithoutRefs,

@@ -18,10 +18,8 @@ from remat._jax.compat import (
     Jaxpr,
     Primitive,
     close,
-    open_jaxpr,
     weakref_lru_cache,
 )
-from remat._jax.tracing import jaxprs_of
 
 LoweringContext: TypeAlias = _mlir.LoweringRuleContext
 
@@ -184,15 +182,6 @@ def is_partly_manual(ctx: LoweringContext) -> bool:
     axes = ctx.module_context.axis_context
     manual: frozenset = getattr(axes, "manual_axes", frozenset())
     return bool(manual) and len(manual) < len(axes.mesh.axis_names)
-
-
-def runs(jaxpr: Jaxpr, primitive: str) -> bool:
-    """Whether a jaxpr has an equation of a primitive, inside other equations too."""
-    return any(
-        eqn.primitive.name == primitive
-        or any(runs(open_jaxpr(body), primitive) for body in jaxprs_of(eqn))
-        for eqn in jaxpr.eqns
-    )
 
 
 def lower_barrier(ctx: LoweringContext, avals: Sequence[Any], args: Sequence[Any]) -> list[Any]:

@@ -57,11 +57,9 @@ def all_regions(
 
 def checkpointed_loops(jaxpr: _jax.Jaxpr) -> Iterator[_jax.JaxprEqn]:
     """Yield the backward halves of loops that keep some states and recompute the steps between."""
-    for eqn in jaxpr.eqns:
+    for eqn in jaxprs.equations(jaxpr):
         if eqn.primitive.name == "remat_linear" and _jax.is_transposed(eqn):
             yield eqn
-        for body in _jax.jaxprs_of(eqn):
-            yield from checkpointed_loops(_jax.open_jaxpr(body))
 
 
 def chooses(policy: Any) -> bool:
@@ -104,11 +102,9 @@ def matches(policy: Any, jaxpr: _jax.Jaxpr, *, times: int = 1) -> Iterator[Match
 
 def regions_with(policy: Any, jaxpr: _jax.Jaxpr) -> Iterator[_jax.JaxprEqn]:
     """Return the regions with this policy of a function that was not differentiated."""
-    for eqn in jaxpr.eqns:
+    for eqn in jaxprs.equations(jaxpr):
         if "prevent_cse" in eqn.params and eqn.params.get("policy") is policy:
             yield eqn
-        for body in _jax.jaxprs_of(eqn):
-            yield from regions_with(policy, _jax.open_jaxpr(body))
 
 
 def live_body(eqn: _jax.JaxprEqn) -> _jax.Jaxpr:
@@ -120,32 +116,16 @@ def live_body(eqn: _jax.JaxprEqn) -> _jax.Jaxpr:
 def names_in(jaxpr: _jax.Jaxpr) -> dict[str, str]:
     """Return the checkpoint names at any depth, with the source line that first gives each."""
     found: dict[str, str] = {}
-    for eqn in jaxpr.eqns:
+    for eqn in jaxprs.equations(jaxpr):
         name = _jax.checkpoint_name_of(eqn)
         if name is not None:
             found.setdefault(name, _jax.source_line_of(eqn))
-        for body in _jax.jaxprs_of(eqn):
-            for inner, line in names_in(_jax.open_jaxpr(body)).items():
-                found.setdefault(inner, line)
     return found
-
-
-def runs(jaxpr: _jax.Jaxpr, primitive: str) -> bool:
-    """Return whether a jaxpr applies a primitive, at any depth."""
-    return any(
-        eqn.primitive.name == primitive
-        or any(runs(_jax.open_jaxpr(body), primitive) for body in _jax.jaxprs_of(eqn))
-        for eqn in jaxpr.eqns
-    )
 
 
 def hides_names(jaxpr: _jax.Jaxpr) -> bool:
     """Return whether a jaxpr calls a custom derivative, whose values the jaxpr does not show."""
-    return any(
-        _jax.has_hidden_rules(eqn)
-        or any(hides_names(_jax.open_jaxpr(b)) for b in _jax.jaxprs_of(eqn))
-        for eqn in jaxpr.eqns
-    )
+    return any(map(_jax.has_hidden_rules, jaxprs.equations(jaxpr)))
 
 
 def names_wanted(policy: Any) -> tuple[str, ...]:

@@ -23,8 +23,9 @@ from remat.explain.account import account_of
 from remat.explain.difference import difference
 from remat.explain.findings import Facts, findings_of
 from remat.explain.phases import phased_program
-from remat.explain.regions import inlined, runs
+from remat.explain.regions import inlined
 from remat.explain.step import TracedStep, traced_step
+from remat.ir.jaxprs import applies
 from remat.program import compiled as compiling, targets
 from remat.program.costs import Roofline
 from remat.report.explanation import Explanation
@@ -67,7 +68,7 @@ def explanation_of(
     if refused is not None:
         findings = (_does_not_fit(refused), *findings)
     # JAX reports the bytes of all devices together.
-    is_sharded = any(n > 1 for n in step.shards) or runs(step.jaxpr, "shard_map")
+    is_sharded = any(n > 1 for n in step.shards) or applies(step.jaxpr, "shard_map")
     kept = None if is_sharded else step.residuals
     return Explanation(
         title=step.title,

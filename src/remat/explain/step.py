@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from remat import _jax
+from remat.ir import jaxprs
 from remat.program.targets import Target, n_shards, place
 from remat.transform.residuals import Residuals, residuals
 
@@ -210,12 +211,10 @@ def _divided(leaf: Any) -> int:
 
 def _has_gradient(jaxpr: _jax.Jaxpr) -> bool:
     """Return whether a jaxpr holds a derivative: a transposed equation, or half of a cut region."""
-    for eqn in jaxpr.eqns:
-        if _jax.is_transposed(eqn) or eqn.params.get("differentiated"):
-            return True
-        if any(_has_gradient(_jax.open_jaxpr(body)) for body in _jax.jaxprs_of(eqn)):
-            return True
-    return False
+    return any(
+        _jax.is_transposed(eqn) or eqn.params.get("differentiated")
+        for eqn in jaxprs.equations(jaxpr)
+    )
 
 
 def _differentiable(tree: Any) -> bool:

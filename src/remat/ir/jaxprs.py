@@ -51,6 +51,25 @@ def has_body(eqn: _jax.JaxprEqn) -> bool:
     return bool(body_keys(eqn))
 
 
+def equations(
+    jaxpr: _jax.Jaxpr, inside: Callable[[_jax.JaxprEqn], Iterator[Any]] = _jax.jaxprs_of
+) -> Iterator[_jax.JaxprEqn]:
+    """Yield the equations of a jaxpr at any depth, each before those inside it.
+
+    `inside(eqn)` gives the jaxprs of an equation that are looked into: by default all, those that are
+    not run included; `bodies_of` gives those that are run.
+    """
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inside(eqn):
+            yield from equations(_jax.open_jaxpr(inner), inside)
+
+
+def applies(jaxpr: _jax.Jaxpr, primitive: str) -> bool:
+    """Return whether a jaxpr applies a primitive, at any depth."""
+    return any(eqn.primitive.name == primitive for eqn in equations(jaxpr))
+
+
 def replace_body(eqn: _jax.JaxprEqn, old: Any, new_equations: _jax.Jaxpr) -> _jax.JaxprEqn:
     """The equation with one of its jaxprs replaced by another of the same type."""
     replacement = new_equations if isinstance(old, _jax.Jaxpr) else old.replace(jaxpr=new_equations)

@@ -39,6 +39,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from remat import _jax
+from remat.ir import jaxprs
 
 _CALL_ATTRIBUTES = {"inlineable": "false"}
 # The first jaxlib whose CPU compiler expands barriers after its last CSE pass.
@@ -101,7 +102,7 @@ def _can_be_function(ctx: _jax.LoweringContext, jaxpr: _jax.Jaxpr) -> bool:
     """
     if not _jax.is_partly_manual(ctx):
         return True
-    return not (_jax.runs(jaxpr, "axis_index") or _jax.has_unreduced(jaxpr))
+    return not (jaxprs.applies(jaxpr, "axis_index") or _jax.has_unreduced(jaxpr))
 
 
 def _maybe_one_buffer(avals: Sequence[Any]) -> tuple[int, ...]:

@@ -113,10 +113,7 @@ def rewrite(jaxpr: _jax.Jaxpr, path: str, decide: Decide) -> _jax.Jaxpr:
 
 
 def has_marks(jaxpr: _jax.Jaxpr) -> bool:
-    return any(
-        eqn.primitive is mark_p or any(has_marks(_jax.open_jaxpr(b)) for b in jaxprs.bodies_of(eqn))
-        for eqn in jaxpr.eqns
-    )
+    return any(eqn.primitive is mark_p for eqn in jaxprs.equations(jaxpr, jaxprs.bodies_of))
 
 
 def join(path: str, more: str) -> str:
