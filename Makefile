@@ -10,7 +10,7 @@ NEWEST_PYTHON := $(shell for v in 3.13 3.12; do \
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: help demo test test-all test-newest bench check docs pictures format newest-python clean
+.PHONY: help demo test test-all test-newest test-remat3 bench check docs pictures format newest-python clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -34,6 +34,10 @@ SWEEPS = $(foreach n,2 3 4,tests/transform/test_properties.py::test_random_progr
 
 test-newest: $(NEWEST)/.dev  ## the core tests on the newest JAX (needs a Python >= 3.12)
 	$(NEWEST)/bin/python -m pytest -n 2 -p no:cacheprovider $(NOT_CORE:%=--ignore=%) \
+		$(SWEEPS:%=--deselect='%')
+
+test-remat3: $(NEWEST)/.dev  ## the tests of regions and loops with JAX's coming remat switched on
+	JAX_REMAT3=1 $(NEWEST)/bin/python -m pytest -n 2 -p no:cacheprovider tests/transform tests/loops \
 		$(SWEEPS:%=--deselect='%')
 
 bench: $(VENV)/.dev  ## speed and memory, as ratios against the alternatives in the same run

@@ -10,7 +10,7 @@ Until somebody differentiates, the equation is a plain call. Differentiation tak
 the equation is there in each of them:
 
 1. *JVP*: the body becomes its own derivative, (primals, tangents) -> (primals, tangents).
-2. *Partial evaluation*, primals known and tangents not: the body is cut in two (see `cut.py`). The
+2. *The cut*, primals known and tangents not: the body is cut in two (see `cut.py`). The
    forward part is written out in place, so the forward pass is no region any more; it returns the
    residuals that the policy saves. What the tangents need beyond them stays inside a new equation
    on residuals, inputs and tangents, which is linear in the tangents: `differentiated=True`.
