@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import inspect
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import ad
+from support import former_jax_checkpoint
 
 import remat
 from remat import _jax, policies
@@ -229,7 +231,7 @@ def test_what_jax_checkpoint_cannot_tell_a_policy_is_an_error_there(policy):
         jax.grad(jax.checkpoint(f, policy=policy))(X, X)
 
 
-@pytest.mark.parametrize("remade", [remat.checkpoint, jax.checkpoint])
+@pytest.mark.parametrize("remade", [remat.checkpoint, former_jax_checkpoint])
 @pytest.mark.parametrize(
     "policy",
     [
@@ -240,11 +242,15 @@ def test_what_jax_checkpoint_cannot_tell_a_policy_is_an_error_there(policy):
     ],
 )
 def test_foreign_policies_mean_what_they_mean_to_jax(remade, policy):
-    theirs = remat.saved_residuals(jax.checkpoint(f, policy=policy), X, X)
-    # JAX 0.10 puts a scan that it splits into a call, together with what it hoists out of the loop.
-    theirs = [(aval, origin.replace("closed_call", "scan")) for aval, origin in theirs]
+    theirs = remat.saved_residuals(former_jax_checkpoint(f, policy=policy), X, X)
     ours = remat.saved_residuals(remade(f, policy=policy), X, X)
-    assert [(aval, origin.replace("closed_call", "scan")) for aval, origin in ours] == theirs
+    assert list(map(_of_scan, ours)) == list(map(_of_scan, theirs))
+
+
+def _of_scan(residual):
+    """The residual; JAX puts a scan that it splits into a call, with what it hoists out of the loop."""
+    aval, origin = residual
+    return aval, re.sub("closed_call|eval_jaxpr", "scan", origin)
 
 
 def scaled_sin():
@@ -369,7 +375,10 @@ def test_names_in_rules_count_as_names_of_the_function(fun, name):
     remat.checkpoint(f, policy=policies.save(name))(x)
     with pytest.raises(remat.UnknownNameError, match=f"did you mean '{name}'"):
         remat.checkpoint(f, policy=policies.save(name + "s"))(x)
-    if name == "slope":  # JAX differentiates custom_vmap in reverse only where it is batched
+    if fun is transpose_rule and getattr(jax.config, "jax_remat3", False):
+        with pytest.raises(NotImplementedError, match="linear_call"):
+            jax.grad(f)(x)  # names are high-level primitives there, which JAX's linear_call lacks
+    elif name == "slope":  # JAX differentiates custom_vmap in reverse only where it is batched
         jax.grad(remat.checkpoint(f, policy=policies.save(name)))(x)
 
 
