@@ -279,19 +279,26 @@ def _linearize(
 
 
 def _why_unknown(jaxpr: _jax.Jaxpr, unknown: Sequence[bool], n_outs: int) -> str:
-    """Say which equation makes a result of a region depend on tangents."""
+    """Return which equation makes a result of a region depend on tangents, as an error message."""
     later = {v for v, u in zip(jaxpr.invars, unknown) if u}
-    by: dict[Any, str] = {}
+    of_tangents: list[_jax.JaxprEqn] = []
     for eqn in jaxpr.eqns:
         if any(_jax.is_var(v) and v in later for v in eqn.invars):
             later.update(eqn.outvars)
-            by.update((v, f"`{eqn.primitive}` at {_jax.source_line_of(eqn)}") for v in eqn.outvars)
-    makers = {by[v] for v in jaxpr.outvars[:n_outs] if _jax.is_var(v) and v in by}
+            of_tangents.append(eqn)
+    wanted = {v for v in jaxpr.outvars[:n_outs] if _jax.is_var(v)}
+    on_the_way: list[_jax.JaxprEqn] = []
+    for eqn in reversed(of_tangents):
+        if any(v in wanted for v in eqn.outvars):
+            wanted.update(v for v in eqn.invars if _jax.is_var(v))
+            on_the_way.append(eqn)
+    # What mixes values and tangents returns both; an operation on tangents alone returns one value.
+    mixing = [eqn for eqn in on_the_way if len(eqn.outvars) > 1] or on_the_way
+    made_by = "".join(f": `{e.primitive}` at {_jax.source_line_of(e)}" for e in mixing[-1:])
     return (
-        "a checkpointed function's results were to be computed from its tangents: "
-        f"{', '.join(sorted(makers))} mixes values and tangents, and nothing says how to take it "
-        "apart. Move it out of the checkpointed function, or give it a derivative of its own with "
-        "jax.custom_vjp."
+        "a result of a checkpointed function is computed from tangents, so it is not known in the "
+        f"forward pass{made_by} mixes values and tangents. Move this operation out of the "
+        "checkpointed function, or give it a derivative of its own with jax.custom_vjp."
     )
 
 
