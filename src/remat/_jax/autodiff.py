@@ -57,7 +57,7 @@ def has_undefined_tangents(jaxpr: Jaxpr, *others: Primitive) -> bool:
       jaxpr: a derivative.
       others: primitives besides JAX's that stand for tangents which are not defined.
     """
-    refusing = (_ad.custom_lin_p, *others)
+    refusing = (_ad_src.custom_lin_p, *others)
     return any(
         eqn.primitive in refusing
         or any(has_undefined_tangents(open_jaxpr(body), *others) for body in jaxprs_of(eqn))

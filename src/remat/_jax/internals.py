@@ -102,9 +102,15 @@ INTERNALS = (
     ),
     Internal(
         "jax._src.core",
-        ("unmapped_leading_aval", "unshard_aval"),
-        "types of stacked and of sharded residuals",
-        "`jax.eval_shape` of a scan or a shard_map that returns one",
+        ("mapped_aval", "unmapped_aval", "unmapped_leading_aval", "unshard_aval"),
+        "types of slices, and of stacked, batched and sharded residuals",
+        "`jax.eval_shape` of a scan, a vmap or a shard_map",
+    ),
+    Internal(
+        "jax._src.core",
+        ("is_symbolic_dim", "max_dim"),
+        "sizes with symbolic dimensions",
+        "`jax.export.is_symbolic_dim`, and a comparison that may be inconclusive",
     ),
     Internal(
         "jax._src.core",
@@ -279,6 +285,12 @@ INTERNALS = (
         "`lin` and `linearized` of a high-level primitive (`jax_remat3` is one)",
     ),
     Internal(
+        "jax._src.interpreters.ad",
+        ("custom_lin_p",),
+        "derivatives of a `jax.custom_vjp` that cannot be run",
+        "the primitive's name",
+    ),
+    Internal(
         "jax.interpreters.ad",
         ("deflinear2", "primitive_jvps", "primitive_transposes"),
         "rules of our primitives",
@@ -437,6 +449,12 @@ INTERNALS = (
         ("_impl",),
         "the implementation of random keys",
         "`jax.random.key_impl` and `jax.random.key_data`",
+    ),
+    Internal(
+        "attribute",
+        ("_evaluate", "_get_vars"),
+        "a symbolic size with numbers in place of its symbols",
+        "a bound found by comparing, as `symbolic.upper_bound` does",
     ),
     Internal(
         "attribute",

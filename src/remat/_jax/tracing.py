@@ -159,7 +159,7 @@ def out_avals(jaxpr: Jaxpr) -> list[Any]:
 def slice_types(xs: Sequence[Any]) -> list[Any]:
     """The types of what a step reads of these arrays, with their sharding and varying axes."""
     if any(x.shape[0] == 0 for x in xs):
-        return [_core.mapped_aval(x.shape[0], 0, _core.typeof(x)) for x in xs]
+        return [_core.mapped_aval(x.shape[0], 0, jax.typeof(x)) for x in xs]
     jaxpr, _, _ = trace_call(
         lambda xs: [jax.lax.dynamic_index_in_dim(x, 0, 0, False) for x in xs], list(xs)
     )
