@@ -146,9 +146,9 @@ INTERNALS = (
     ),
     Internal(
         "jax._src.ad_util",
-        ("empty_like_aval", "p2tz"),
-        "values of branches' unused slots, and zero tangents of a value",
-        "`jax.lax.empty`, and `Zero(aval.to_tangent_aval())`",
+        ("empty_like_aval", "p2tz", "zeros_like_aval"),
+        "values of branches' unused slots, zero tangents of a value, zeros of a type",
+        "`jax.lax.empty`, `Zero(aval.to_tangent_aval())`, and `jax.lax.full` with a sharding",
     ),
     # Tracing
     Internal(
