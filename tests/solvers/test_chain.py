@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from chain_oracle import plan_chain, simulate_chain
 from hypothesis import given, settings, strategies as st
 
 from remat.errors import BudgetError, GraphError, ScheduleError
-from remat.solvers import Chain, Stage, StageOption, plan_chain
-from remat.solvers.simulate import ChainStep, simulate_chain
+from remat.solvers.chain import ChainStep
+from remat.solvers.graph import Chain, Stage, StageOption
 
 
 @st.composite

@@ -7,8 +7,9 @@ from hypothesis import given, settings, strategies as st
 from solver_cases import GRAPHS, graphs, least_time
 
 from remat.solvers import Graph
-from remat.solvers.frontier import frontier, relax, solve
-from remat.solvers.simulate import Arrays, no_remat
+from remat.solvers.frontier import frontier, solve
+from remat.solvers.liveness import Arrays
+from remat.solvers.simulate import no_remat
 
 
 @settings(deadline=None, max_examples=120)
@@ -24,14 +25,11 @@ def test_bounds_are_below_the_least_time(graph: Graph, data: st.DataObject) -> N
     moments = data.draw(st.lists(st.sampled_from(possible), max_size=6)) if possible else []
     program = frontier(Arrays.of(graph), budget, boundaries, moments)
     least = least_time(graph, budget)
-    linear, whole = relax(program), solve(program, max_nodes=1000, time_limit_s=60.0)
+    whole = solve(program, max_nodes=1000)
     if least is None:
         return
     extra = least - graph.time
-    assert not linear.is_infeasible
     assert not whole.is_infeasible
-    assert linear.extra_lower_bound <= extra + 1e-9
-    assert linear.extra_lower_bound - 1e-4 <= whole.extra_lower_bound + 1e-3 * graph.time
     assert whole.extra_lower_bound <= extra + 1e-9
 
 
@@ -44,7 +42,7 @@ def test_a_known_schedule_does_not_cut_off_itself(graph: Graph, data: st.DataObj
         return
     extra = float(least - graph.time)
     program = frontier(Arrays.of(graph), budget, range(len(graph)), at_most=extra)
-    answer = solve(program, max_nodes=1000, time_limit_s=60.0)
+    answer = solve(program, max_nodes=1000)
     assert not answer.is_infeasible
     assert answer.extra_lower_bound <= extra + 1e-9
 
@@ -57,6 +55,5 @@ def test_the_program_alone_proves_published_optima(name: str, share: float, perc
     graph = Graph.load(GRAPHS / f"{name}.json")
     budget = int(share * no_remat(graph).peak_bytes)
     program = frontier(Arrays.of(graph), budget, range(len(graph)))
-    answer = solve(program, max_nodes=1000, time_limit_s=600.0)
+    answer = solve(program, max_nodes=1000)
     assert 100 * answer.extra_lower_bound / graph.time == pytest.approx(percent, abs=0.006)
-    assert relax(program).extra_lower_bound <= answer.extra_lower_bound

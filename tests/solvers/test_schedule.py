@@ -60,12 +60,6 @@ def test_published_graphs_come_within_half_a_point(name: str, share: float, opti
     assert optimum - 0.01 <= extra <= optimum + 0.5
 
 
-def test_search_alone_comes_within_half_a_point_on_the_hardest_published_budget() -> None:
-    graph = Graph.load(GRAPHS / "unet.json")
-    found = schedule(graph, 0.5 * no_remat(graph).peak_bytes, proof_time_limit_s=0.0)
-    assert found.time / graph.time - 1 <= 0.0697 + 0.005
-
-
 def test_an_impossible_budget_names_the_smallest_peak_found() -> None:
     graph = Graph.load(GRAPHS / "vgg16.json")
     budget = int(0.8 * no_remat(graph).peak_bytes)
@@ -104,12 +98,6 @@ def test_ids_need_not_be_places() -> None:
     found = schedule(graph, 24)
     assert found.time == found.lower_bound == 4
     _check(graph, found, 24)
-
-
-def test_a_schedule_is_the_same_every_time() -> None:
-    graph = training_graph(15, skips=0.2)
-    budget = int(0.5 * no_remat(graph).peak_bytes)
-    assert schedule(graph, budget) == schedule(graph, budget)
 
 
 def test_times_may_be_fractions() -> None:

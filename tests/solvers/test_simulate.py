@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 from solver_cases import graphs
 
 from remat.errors import ScheduleError
 from remat.solvers import Graph, Node, simulate
-from remat.solvers.simulate import Arrays, floor_bytes, liveness, no_remat, steps_of
+from remat.solvers.simulate import floor_bytes, no_remat
 
 
 def _interpret(graph: Graph, steps: list[tuple[str, int]]) -> tuple[int, int | float] | None:
@@ -59,42 +58,6 @@ def test_simulation_agrees_with_a_plain_interpreter(graph: Graph, data: st.DataO
         assert expected is None
     else:
         assert (usage.peak_bytes, usage.time) == expected
-
-
-@st.composite
-def orders(draw: st.DrawFn, graph: Graph) -> list[int]:
-    """First computations in order, any repeats in between."""
-    order: list[int] = []
-    for v in range(len(graph)):
-        order += [*draw(st.lists(st.integers(0, v - 1), max_size=2) if v else st.just([])), v]
-    return order
-
-
-@given(graphs(), st.data())
-def test_fast_liveness_equals_simulated_steps(graph: Graph, data: st.DataObject) -> None:
-    order = data.draw(orders(graph))
-    # A repeat of a value that is still live would be no step; liveness ends it before.
-    measured = liveness(Arrays.of(graph), order)
-    usage = simulate(graph, steps_of(graph, order))
-    assert measured.peak_bytes == usage.peak_bytes
-    assert usage.time == sum(graph.nodes[v].time for v in order)
-    # Nothing stays live at the end, and every value that is computed is freed once.
-    kinds = [kind for kind, _ in steps_of(graph, order)]
-    assert kinds.count("free") == kinds.count("compute") == len(order)
-
-
-@given(graphs(), st.data())
-def test_liveness_counts_each_moment(graph: Graph, data: st.DataObject) -> None:
-    order = data.draw(orders(graph))
-    live: dict[int, int] = {}
-    sums = []
-    for kind, key in steps_of(graph, order):
-        if kind == "compute":
-            live[key] = graph.nodes[key].bytes
-            sums.append(sum(live.values()))
-        else:
-            del live[key]
-    np.testing.assert_array_equal(liveness(Arrays.of(graph), order).live_bytes, sums)
 
 
 @given(graphs())

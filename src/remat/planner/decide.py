@@ -15,9 +15,10 @@ import numpy as np
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Op, Program
 from remat.solvers.graph import Graph
-from remat.solvers.schedule import Schedule
-from remat.solvers.scheduler import Scheduler
-from remat.solvers.simulate import Arrays, Step, liveness, no_remat
+from remat.solvers.grid import GridSearch
+from remat.solvers.liveness import Arrays, liveness
+from remat.solvers.simulate import Step, no_remat
+from remat.solvers.solver import Schedule
 
 RegionId = tuple[str, str]
 
@@ -73,7 +74,7 @@ class Problem:
             self.fused = fuse(
                 program, price, self._may_repeat, lambda n: any(n <= 2 * s <= 2 * n for s in sizes)
             )
-        self._scheduler = Scheduler(self.fused.graph, self.fused.once)
+        self._schedules = GridSearch().answers(self.fused.graph, self.fused.once)
         self.peak_bytes = no_remat(self.fused.graph).peak_bytes - self.fused.reused_bytes
 
     def _may_repeat(self, op: Op) -> bool:
@@ -86,11 +87,11 @@ class Problem:
         Raises:
           BudgetError: the schedules that were found need more.
         """
-        return self.read(self._scheduler.within(budget + self.fused.reused_bytes))
+        return self.read(self._schedules.within(budget + self.fused.reused_bytes))
 
     def smallest_bytes(self) -> int:
         """The smallest peak for which a schedule is found."""
-        return self._scheduler.smallest().peak_bytes - self.fused.reused_bytes
+        return self._schedules.smallest().peak_bytes - self.fused.reused_bytes
 
     def read(self, found: Schedule) -> Answer:
         """What a schedule says about each region."""

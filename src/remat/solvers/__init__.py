@@ -1,47 +1,48 @@
-"""Schedules of computation within a budget of memory, on plain graphs: no module here imports JAX.
+"""Schedules of computation within a memory budget, on plain graphs: no module here imports JAX.
 
 In the order in which data flows:
 
-    graph         what is planned on: values with bytes, times and operands; chains of stages
+    graph         the input: values with bytes, times and operands; chains of stages
+    liveness      an order of computation, measured in NumPy
     simulate      the only memory accountant: executes steps, measures peak and time
+    effort        an allowance of work, counted in steps
+    solver        the interface of solvers: abstract types, schedules, refusals
     mincut        which values to keep across one moment: minimum cuts, their hull, their bounds
-    chain         which stages of a chain to recompute: the rotor dynamic program
-    frontier      which values cross every moment: a 0-1 program, for bounds and small graphs
-    order_search  orders of computation found by repeated cuts, on graphs of any size
-    evict         one in a single pass: evict under pressure, recompute on demand
-    schedule      all of it for a plain graph: schedule(graph, budget)
-    scheduler     schedules of one graph within several budgets, in a moment each
+    order_search  orders of computation found by repeated minimum cuts at the peak
+    relief        orders found by greedy insertion of recomputations, and improved
+    evict         an order in a single pass: evict under pressure, recompute on demand
+    chain         the dynamic program for chains of stages
+    segments      orders found by that program for the segments of a training step
+    frontier      the 0-1 program of which values cross which moments
+    bounds        proven lower bounds on the time of recomputation
+    grid          GridSearch(): monotone schedules within any budget
+    schedule      schedule(graph, budget): one budget, searched longer, with a proven lower bound
 
 SciPy's own submodules load on their first use (`scipy.optimize.milp`), so importing this package
 costs NumPy alone.
 """
 
-from remat.solvers.chain import ChainPlan as ChainPlan, plan_chain as plan_chain
 from remat.solvers.graph import (
-    Chain as Chain,
     Graph as Graph,
     Node as Node,
-    Stage as Stage,
-    StageOption as StageOption,
 )
+from remat.solvers.grid import GridSearch as GridSearch
 from remat.solvers.schedule import (
-    Schedule as Schedule,
     schedule as schedule,
     smallest_peak as smallest_peak,
 )
 from remat.solvers.simulate import Usage as Usage, no_remat as no_remat, simulate as simulate
+from remat.solvers.solver import Answers as Answers, Schedule as Schedule, Solver as Solver
 
 __all__ = [
-    "Chain",
-    "ChainPlan",
+    "Answers",
     "Graph",
+    "GridSearch",
     "Node",
     "Schedule",
-    "Stage",
-    "StageOption",
+    "Solver",
     "Usage",
     "no_remat",
-    "plan_chain",
     "schedule",
     "simulate",
     "smallest_peak",

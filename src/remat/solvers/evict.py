@@ -1,51 +1,43 @@
-"""A good order of computation in one pass: evict under pressure, recompute on demand.
+"""An order of computation found in one pass: evict under memory pressure, recompute on demand.
 
 The graph is computed in its order. When the next value does not fit beside what is live, the live
 value with the highest
 
-    bytes x (distance to its next use) / (time of getting it back)
+    bytes x (distance to its next use) / (time of recomputing it)
 
-is given up; when a value is needed that was given up, it is computed again, its own operands first.
-That is the rule of dynamic tensor rematerialization (Kirisame et al., ICLR 2021) with a look into
-the future, which an eager framework cannot have: the distance is to the *next* use rather than
-from the last (Belady's rule for caches).
+is evicted; when an evicted value is needed, it is computed again, its own operands first. That is
+the rule of dynamic tensor rematerialization (Kirisame et al., ICLR 2021) with a look into the
+future, which an eager framework cannot have: the distance is to the *next* use rather than from
+the last (Belady's rule for caches).
 
 One pass over the graph, so it is fast at any size and indifferent to where the peaks are: it
-serves where memory is short everywhere, while cuts (`search`) are better at few high peaks.
+serves where memory is short everywhere.
 
-Known limits: getting a value back counts the operands that were gone when it was last looked at,
-not what has become of theirs since; and a pass gives up (its order then exceeds the budget) where
-the operands it holds for unfinished recomputations fill the memory.
+Known limits: the time of recomputing a value counts the operands that were evicted when it was last
+looked at, not what has become of theirs since; and a pass exceeds the budget where the operands it
+holds for unfinished recomputations fill the memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-from numpy.typing import NDArray
 
-from remat.solvers.simulate import Arrays, Ints
+from remat.solvers.liveness import Arrays, Floats, Ints
 
 
 def evict(
-    arrays: Arrays,
-    operands: Sequence[tuple[int, ...]],
-    budget: int,
-    *,
-    distance_power: float,
-    max_steps: int,
+    arrays: Arrays, budget: int, *, distance_power: float, max_steps: int
 ) -> list[int] | None:
-    """An order of computation that keeps to the budget wherever the rule can.
+    """Return an order of computation that stays within the budget where the rule can.
 
     Args:
       arrays: the graph.
-      operands: the same, as tuples of places.
       budget: bytes.
-      distance_power: how much the distance to the next use counts: 0 not at all, 1 fully.
-      max_steps: give up (None) beyond that many computations.
+      distance_power: exponent of the distance to the next use; 0 ignores it.
+      max_steps: computations beyond which the pass ends without an order (None).
     """
-    state = _Memory(arrays, operands, budget, distance_power)
+    operands = arrays.operands
+    state = _Memory(arrays, budget, distance_power)
     for target in range(len(arrays)):
         state.target = target
         # (value, its operands still to look at): a recomputation may need others first.
@@ -71,22 +63,16 @@ def evict(
 
 
 class _Memory:
-    """What is live during the pass, and what each value would cost to get back."""
+    """The live values during the pass, and the time of recomputing each value."""
 
-    def __init__(
-        self,
-        arrays: Arrays,
-        operands: Sequence[tuple[int, ...]],
-        budget: int,
-        distance_power: float,
-    ) -> None:
+    def __init__(self, arrays: Arrays, budget: int, distance_power: float) -> None:
         n = len(arrays)
         self.arrays = arrays
-        self.operands = operands
+        self.operands = arrays.operands
         self.budget = budget
         self.distance_power = distance_power
         self.users: list[list[int]] = [[] for _ in range(n)]
-        for v, us in enumerate(operands):
+        for v, us in enumerate(self.operands):
             for u in us:
                 self.users[u].append(v)
         self.n_used = np.zeros(n, np.int64)
@@ -94,47 +80,47 @@ class _Memory:
         self.next_use: Ints = np.array([us[0] if us else 4 * n for us in self.users], np.int64)
         self.is_live = np.zeros(n, np.bool_)
         self.locks = np.zeros(n, np.int64)
-        self.back_time: NDArray[np.float64] = arrays.time.copy()
-        self.lost_time = np.zeros(n)
-        self.total_time = float(arrays.time.sum())
+        self.recompute_time: Floats = arrays.time.copy()
+        self.evicted_time = np.zeros(n)
+        self.total_time = arrays.total_time
         self.live_bytes = 0
         self.target = 0
         self.order: list[int] = []
 
     def compute(self, value: int) -> None:
         size = int(self.arrays.bytes[value])
-        while self.live_bytes + size > self.budget and self.give_up_one():
+        while self.live_bytes + size > self.budget and self.evict_one():
             pass
         self.is_live[value] = True
         self.live_bytes += size
         self.order.append(value)
-        if self.lost_time[value]:
-            self.back_time[self.users[value]] -= self.lost_time[value]
-            self.lost_time[value] = 0.0
+        if self.evicted_time[value]:
+            self.recompute_time[self.users[value]] -= self.evicted_time[value]
+            self.evicted_time[value] = 0.0
 
-    def give_up_one(self) -> bool:
-        # What has no use left costs nothing to give up.
-        may_go = ~self.arrays.once | (self.next_use >= 4 * len(self.arrays))
+    def evict_one(self) -> bool:
+        # Evicting what has no use left costs nothing.
+        is_over = self.next_use >= 4 * len(self.arrays)
+        may_go = ~self.arrays.once | is_over
         candidates = np.flatnonzero(
             self.is_live & (self.locks == 0) & (self.arrays.bytes > 0) & may_go
         )
         if not len(candidates):
             return False
         distance = self.next_use[candidates] - self.target + 1.0
-        time = np.maximum(self.back_time[candidates], 1e-9 * self.arrays.time.max() + 1e-300)
-        is_over = self.next_use[candidates] >= 4 * len(self.arrays)
+        time = np.maximum(self.recompute_time[candidates], 1e-9 * self.arrays.time.max() + 1e-300)
         score = self.arrays.bytes[candidates] * distance**self.distance_power / time
-        score[is_over] = np.inf
+        score[is_over[candidates]] = np.inf
         value = int(candidates[np.argmax(score)])
         self.is_live[value] = False
         self.live_bytes -= int(self.arrays.bytes[value])
         # The estimate counts shared operands once for each user and would grow without bound.
-        self.lost_time[value] = min(self.back_time[value], self.total_time)
-        self.back_time[self.users[value]] += self.lost_time[value]
+        self.evicted_time[value] = min(self.recompute_time[value], self.total_time)
+        self.recompute_time[self.users[value]] += self.evicted_time[value]
         return True
 
     def advance(self, target: int) -> None:
-        """The first computation of `target` is done: its operands' next use is a later one."""
+        """Advance the next use of the operands of `target`, which has been computed first."""
         for u in self.operands[target]:
             self.n_used[u] += 1
             users, n_used = self.users[u], int(self.n_used[u])

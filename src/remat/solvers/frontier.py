@@ -1,4 +1,4 @@
-"""The 0-1 program of which values cross which moment: bounds for every schedule, and a first one.
+"""The 0-1 program of which values cross which moment: lower bounds, and a schedule to start from.
 
 The first computations, in the graph's order, divide a schedule into stages. A *boundary* is the
 first computation of some chosen nodes; stage k runs up to and includes boundary node b_k. For each
@@ -27,10 +27,7 @@ budget::
     K[k, i] >= S[k+1, i] - R[k, i]     i survives the stage and is not computed in it,
                                        so it is live throughout
 
-Bounds. The linear relaxation's is recomputed from its dual variables, where weak duality holds
-for *any* multipliers of the right sign (Neumaier & Shcherbina, "Safe bounds in linear and
-mixed-integer linear programming", 2004): the solver's tolerances cannot make it wrong. The bound
-of the 0-1 program is HiGHS's own, minus a margin for its tolerances.
+The bound is HiGHS's own dual bound, minus a margin for its tolerances.
 
 Known limits: 2 variables for each (stage, older value); the caller keeps that number small by
 choosing few boundaries, which weakens the bound but never makes it wrong.
@@ -44,11 +41,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import scipy
-from numpy.typing import NDArray
 
-from remat.solvers.simulate import Arrays
-
-Floats = NDArray[np.float64]
+from remat.solvers.liveness import Arrays, Floats, Ints
 
 # HiGHS accepts rows that are broken by 1e-6 of their scale (rows here are of scale 1) and
 # reports its dual bound as computed; this share of the total time is given away for both.
@@ -70,7 +64,7 @@ class Frontier:
     upper: Floats
     #: Where the variables of each stage begin: S[k, i] at first[k] + i, then R[k, i].
     first: tuple[int, ...]
-    #: The variables' upper bounds: 0 for computing again what is computed once.
+    #: Upper bounds of the variables: 0 for recomputing what must be computed once.
     most: Floats
 
     @property
@@ -80,7 +74,7 @@ class Frontier:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FrontierAnswer:
-    """What a solver made of the program.
+    """The result of solving the program.
 
     Args:
       extra_lower_bound: proven bound on the time that any schedule spends on recomputation.
@@ -96,7 +90,7 @@ class FrontierAnswer:
 
 
 def n_variables(boundaries: Sequence[int]) -> int:
-    """The number of variables that these boundaries take."""
+    """Return the number of variables of the program with these boundaries."""
     return 2 * sum(b + 1 for b in boundaries[:-1])
 
 
@@ -108,14 +102,14 @@ def frontier(
     *,
     at_most: float = math.inf,
 ) -> Frontier:
-    """Write the program down; the last boundary is always the last node.
+    """Return the program of a graph and a budget; the last boundary is always the last node.
 
     Args:
       arrays: the graph.
       budget: bytes.
       boundaries: places of the nodes that end a stage, increasing.
-      moments: (stage, place) of recomputations whose own memory is bounded as well.
-      at_most: extra time of a known schedule: nothing above it is looked for.
+      moments: (stage, place) of recomputations whose live bytes are bounded as well.
+      at_most: extra time of a known schedule; slower ones are excluded.
     """
     builder = _Rows()
     n_bytes = arrays.bytes / max(budget, 1)
@@ -184,14 +178,14 @@ class _Rows:
     """Collects sparse rows `a·x <= b`, many of one shape at a time."""
 
     def __init__(self) -> None:
-        self.rows: list[NDArray[np.int64]] = []
-        self.columns: list[NDArray[np.int64]] = []
+        self.rows: list[Ints] = []
+        self.columns: list[Ints] = []
         self.entries: list[Floats] = []
         self.upper: list[Floats] = []
         self.n_rows = 0
 
-    def add(self, terms: Sequence[tuple[NDArray[np.int64], float]], upper: float) -> None:
-        """One row per element of the terms' columns, which all have one length."""
+    def add(self, terms: Sequence[tuple[Ints, float]], upper: float) -> None:
+        """Add one row per element of the terms' columns, which all have the same length."""
         n_new = len(terms[0][0])
         for columns, entry in terms:
             self.rows.append(self.n_rows + np.arange(n_new))
@@ -200,7 +194,7 @@ class _Rows:
         self.upper.append(np.full(n_new, upper))
         self.n_rows += n_new
 
-    def add_one(self, columns: NDArray[np.int64], entries: Floats, upper: float) -> None:
+    def add_one(self, columns: Ints, entries: Floats, upper: float) -> None:
         self.rows.append(np.full(len(columns), self.n_rows))
         self.columns.append(columns)
         self.entries.append(entries)
@@ -220,44 +214,8 @@ class _Rows:
         return matrix, np.concatenate(self.upper)
 
 
-def relax(program: Frontier, *, time_limit_s: float | None = None) -> FrontierAnswer:
-    """Bound the program by its linear relaxation.
-
-    With a time limit that is hit, the answer is a weaker bound (possibly 0), never a wrong one.
-    """
-    if not program.cost.size:
-        return FrontierAnswer(0.0, is_infeasible=bool((program.upper < 0).any()))
-    options = {} if time_limit_s is None else {"time_limit": time_limit_s}
-    result = scipy.optimize.linprog(
-        program.cost,
-        A_ub=program.rows,
-        b_ub=program.upper,
-        bounds=np.column_stack([np.zeros(len(program.most)), program.most]),
-        method="highs",
-        options=options,
-    )
-    if result.status == 2:
-        return FrontierAnswer(0.0, is_infeasible=True)
-    if result.status != 0:
-        return FrontierAnswer(0.0)
-    return FrontierAnswer(_safe_bound(program, -result.ineqlin.marginals) * program.total_time)
-
-
-def _safe_bound(program: Frontier, multipliers: Floats) -> float:
-    """min over 0 <= x <= most of c·x + y·(Ax - b): below the optimum for any y >= 0."""
-    y = np.maximum(multipliers, 0.0)
-    reduced = program.cost + program.rows.T @ y
-    bound = float((np.minimum(reduced, 0.0) * program.most).sum() - y @ program.upper)
-    # What double precision can have lost in these sums.
-    return max(0.0, bound - 1e-12 * (1.0 + float(np.abs(y * program.upper).sum())))
-
-
-def solve(program: Frontier, *, max_nodes: int, time_limit_s: float) -> FrontierAnswer:
-    """Solve the 0-1 program by HiGHS's branch and bound.
-
-    Within `max_nodes` the answer is a function of the program. When `time_limit_s` ends the
-    search first, it depends on the machine, and remains valid.
-    """
+def solve(program: Frontier, *, max_nodes: int) -> FrontierAnswer:
+    """Solve the 0-1 program by HiGHS's branch and bound, with at most `max_nodes` nodes."""
     if not program.cost.size:
         is_infeasible = bool((program.upper < 0).any())
         n_stages = len(program.boundaries)
@@ -269,7 +227,7 @@ def solve(program: Frontier, *, max_nodes: int, time_limit_s: float) -> Frontier
         constraints=scipy.optimize.LinearConstraint(program.rows, -np.inf, program.upper),
         bounds=scipy.optimize.Bounds(0.0, program.most),
         integrality=np.ones(len(program.cost)),
-        options={"node_limit": max_nodes, "time_limit": time_limit_s, "mip_rel_gap": 1e-4},
+        options={"node_limit": max_nodes, "mip_rel_gap": 1e-4},
     )
     if result.status == 2:
         return FrontierAnswer(0.0, is_infeasible=True)

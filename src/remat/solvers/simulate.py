@@ -1,4 +1,4 @@
-"""The only memory accountant: what a schedule's steps occupy and how long they take.
+"""The only memory accountant: the peak and the time of a schedule's steps.
 
 The rules of the problem (Jain et al., "Checkmate", MLSys 2020, in the form of FACTS.md):
 
@@ -12,8 +12,8 @@ The rules of the problem (Jain et al., "Checkmate", MLSys 2020, in the form of F
 Every solver's answer goes through `simulate`, which executes it step by step. Solvers search over
 *orders of computation* (a sequence of places in the graph, repeats allowed) and never place a free
 themselves: freeing each value right after its last use is optimal for a given order, because
-liveness only adds up. `steps_of` writes those frees; `Liveness` measures an order in numpy, faster
-by some twenty times than executing it, and the tests hold it equal to `simulate`.
+liveness only adds up. `steps_of` writes those frees; `liveness` measures an order in NumPy, some
+twenty times faster than executing it, and the tests hold it equal to `simulate`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from remat.errors import ScheduleError
-from remat.solvers.graph import Chain, Graph, StageOption
+from remat.solvers.graph import Graph
+from remat.solvers.liveness import Arrays
 
 Step = tuple[Literal["compute", "free"], int]
-Ints = NDArray[np.int64]
 
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """What executing steps takes: the peak in bytes, the step at which it is reached, the time."""
+    """The costs of executing steps: the peak in bytes, the step that reaches it, and the time."""
 
     peak_bytes: int
     peak_step: int
@@ -42,7 +41,7 @@ class Usage:
 
 
 def simulate(graph: Graph, steps: Iterable[Step]) -> Usage:
-    """Execute steps on a graph and measure them.
+    """Execute steps on a graph and return their peak and time.
 
     >>> from remat.solvers.graph import Graph, Node
     >>> graph = Graph((Node(0, time=2, bytes=10), Node(1, time=3, bytes=5, deps=(0,))))
@@ -105,7 +104,7 @@ def simulate(graph: Graph, steps: Iterable[Step]) -> Usage:
 
 
 def steps_of(graph: Graph, order: Sequence[int]) -> tuple[Step, ...]:
-    """The steps that compute places of the graph in this order and free each value when it can be.
+    """Return the steps that compute places of the graph in an order and free values after their last use.
 
     >>> from remat.solvers.graph import Graph, Node
     >>> graph = Graph((Node(0, time=2, bytes=10), Node(1, time=3, bytes=5, deps=(0,))))
@@ -131,7 +130,7 @@ def steps_of(graph: Graph, order: Sequence[int]) -> tuple[Step, ...]:
 
 
 def no_remat(graph: Graph) -> Usage:
-    """What the graph takes when nothing is computed twice: the peak that budgets are fractions of.
+    """Return the peak and time without recomputation: budgets are often given as shares of that peak.
 
     >>> from remat.solvers.graph import Graph, Node
     >>> no_remat(Graph((Node(0, time=2, bytes=10), Node(1, time=3, bytes=5, deps=(0,)))))
@@ -141,9 +140,9 @@ def no_remat(graph: Graph) -> Usage:
 
 
 def floor_bytes(graph: Graph, once: Collection[int] = ()) -> int:
-    """What is live while some node is computed, in any schedule: none has a lower peak.
+    """Return a lower bound on the peak of any schedule: what must be live while some node is computed.
 
-    That is the node, its operands, and what must be kept because it is computed only `once`.
+    That is the node, its operands, and the values that are kept because they are computed `once`.
 
     >>> from remat.solvers.graph import Graph, Node
     >>> nodes = Node(0, 1, 8), Node(1, 1, 8), Node(2, 1, 8, (1,)), Node(3, 1, 8, (0, 2))
@@ -163,148 +162,3 @@ def floor_bytes(graph: Graph, once: Collection[int] = ()) -> int:
     live_bytes = np.cumsum(change[:-1]) + other_bytes
     np.add.at(live_bytes, user, other_bytes[arrays.dep])
     return int(live_bytes.max(initial=0))
-
-
-# Chains of stages
-
-ChainStep = tuple[Literal["forward", "free", "save", "backward"], int, int]
-
-
-def simulate_chain(chain: Chain, steps: Iterable[ChainStep]) -> Usage:
-    """Execute the steps of a chain and measure them.
-
-    ("forward", k, 0) computes the input of stage k + 1 and nothing else; ("free", k, 0) frees the
-    input of stage k; ("save", k, o) runs stage k's forward as option o and keeps what that saves,
-    the input of stage k + 1 among it; ("backward", k, 0) turns the gradient of stage k's output
-    into that of its input, and what the stage had saved is freed.
-
-    Raises:
-      ScheduleError: a step lacks what it needs, repeats what is live, or backwards are missing.
-    """
-    n = len(chain)
-    inputs = {0}
-    saved: dict[int, StageOption] = {}
-    gradient = n
-    peak_bytes = peak_step = 0
-    time: int | float = 0
-    for number, (kind, k, o) in enumerate(steps):
-        where = f"step {number} of the chain, {kind} of stage {k}"
-        held = sum(chain.boundary_bytes(j) for j in inputs) + chain.boundary_bytes(gradient)
-        held += sum(option.saved_bytes for option in saved.values())
-        if kind == "free":
-            if k not in inputs:
-                raise ScheduleError(f"{where}: its input is not live.")
-            inputs.remove(k)
-            continue
-        if not 0 <= k < n:
-            raise ScheduleError(f"{where}: the chain has {n} stages.")
-        if k not in inputs and k - 1 not in saved:
-            raise ScheduleError(f"{where}: its input is not live.")
-        stage = chain.stages[k]
-        if kind == "forward":
-            if k + 1 in inputs:
-                raise ScheduleError(f"{where}: its output is still live.")
-            inputs.add(k + 1)
-            held += chain.boundary_bytes(k + 1) + stage.forward_temporary_bytes
-            time += stage.forward_time
-        elif kind == "save":
-            if k in saved:
-                raise ScheduleError(f"{where}: what it saves is still live.")
-            saved[k] = stage.options[o]
-            held += saved[k].saved_bytes + saved[k].forward_temporary_bytes
-            time += saved[k].forward_time
-        else:
-            if gradient != k + 1 or k not in saved:
-                raise ScheduleError(f"{where}: it lacks its gradient or what it saved.")
-            option = saved.pop(k)
-            gradient = k
-            held += stage.input_bytes + option.backward_temporary_bytes
-            time += option.backward_time
-        if held > peak_bytes:
-            peak_bytes, peak_step = held, number
-    if gradient:
-        raise ScheduleError(f"the steps end before the backward of stage {gradient - 1}.")
-    return Usage(peak_bytes, peak_step, time)
-
-
-# Measuring an order of computation in numpy
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Arrays:
-    """A graph as arrays: `dep[start[v]:start[v + 1]]` are the places of v's operands.
-
-    `once` says what must not be computed again.
-    """
-
-    bytes: Ints
-    time: NDArray[np.float64]
-    start: Ints
-    dep: Ints
-    once: NDArray[np.bool_]
-
-    @classmethod
-    def of(cls, graph: Graph, once: Collection[int] = ()) -> Arrays:
-        operands = graph.operands()
-        sizes = np.fromiter((len(us) for us in operands), np.int64, len(operands))
-        start = np.zeros(len(operands) + 1, np.int64)
-        np.cumsum(sizes, out=start[1:])
-        return cls(
-            bytes=np.array([node.bytes for node in graph.nodes], np.int64),
-            time=np.array([float(node.time) for node in graph.nodes], np.float64),
-            start=start,
-            dep=np.fromiter((u for us in operands for u in us), np.int64, int(start[-1])),
-            once=np.fromiter((node.id in once for node in graph.nodes), np.bool_, len(graph)),
-        )
-
-    def __len__(self) -> int:
-        return len(self.bytes)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Liveness:
-    """An order of computation, measured.
-
-    Args:
-      order: the places of the graph that are computed, in turn.
-      last_use: for each computation, where it is last used (itself, if never).
-      used: whether it is used at all.
-      live_bytes: the bytes that are live at each computation, the computed value included.
-    """
-
-    order: Ints
-    last_use: Ints
-    used: NDArray[np.bool_]
-    live_bytes: Ints
-
-    @property
-    def peak_bytes(self) -> int:
-        return int(self.live_bytes.max(initial=0))
-
-
-def liveness(arrays: Arrays, order: Sequence[int] | Ints) -> Liveness:
-    """Measure an order; the use of a value is served by its latest computation before."""
-    computed = np.asarray(order, np.int64)
-    n_steps = len(computed)
-    at = np.arange(n_steps, dtype=np.int64)
-    uses_per_step = arrays.start[computed + 1] - arrays.start[computed]
-    user = np.repeat(at, uses_per_step)
-    first_use = np.cumsum(uses_per_step) - uses_per_step
-    operand = arrays.dep[
-        arrays.start[computed[user]] + np.arange(len(user)) - np.repeat(first_use, uses_per_step)
-    ]
-    # (value, step) pairs in one sorted key: the latest computation of u before step p is the last
-    # key below (u, p).
-    key = computed * (n_steps + 1) + at
-    by_key = np.argsort(key, kind="stable")
-    served_by = by_key[np.searchsorted(key[by_key], operand * (n_steps + 1) + user) - 1]
-    last_use = at.copy()
-    np.maximum.at(last_use, served_by, user)
-    used = np.zeros(n_steps, np.bool_)
-    used[served_by] = True
-    # Bytes enter at the computation and leave after the last use.
-    n_bytes = arrays.bytes[computed]
-    change = np.zeros(n_steps + 1, np.int64)
-    change[:-1] = n_bytes
-    np.subtract.at(change, last_use + 1, n_bytes)
-    return Liveness(computed, last_use, used, np.cumsum(change[:-1]))

@@ -1,0 +1,190 @@
+"""Proven lower bounds on the time of recomputation within a budget, and orders found on the way.
+
+`cut_bound` asks what must cross one moment, by minimum cuts; it is fast at any size. `prove` solves
+the 0-1 program of `frontier`, which knows several moments, and chooses them as it goes: it begins
+with the step of the highest peak, builds the order of the program's solution, and adds the steps at
+which that order exceeds the budget. Few boundaries suffice, and with few the program is small and
+its linear relaxation tight: with many short stages a fraction of a value serves several fractions
+of a user, one in each stage. When the order fits, it is optimal.
+
+Work is counted in branch-and-bound nodes and variables, so that no answer depends on a clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from remat.errors import BudgetError
+from remat.solvers import frontier
+from remat.solvers.effort import Effort
+from remat.solvers.liveness import Arrays, Liveness, liveness
+from remat.solvers.mincut import CutProblem, at_budget
+from remat.solvers.order_search import replay
+from remat.solvers.relief import Relief, keep, relieve
+
+
+def cut_bound(arrays: Arrays, moment: int, budget: int) -> float:
+    """Return a bound on extra time from what can cross the first computation of one node.
+
+    Raises:
+      BudgetError: nothing within the budget can.
+    """
+    held = [moment, *arrays.operands[moment]]
+    n_bytes = arrays.bytes[:moment].copy()
+    n_bytes[held[1:]] = 0
+    needed = np.zeros(moment, np.bool_)
+    later = arrays.dep[arrays.start[moment + 1] :]
+    needed[later[later < moment]] = True
+    needed[held[1:]] = False
+    once = arrays.once[:moment]
+    cut_problem = CutProblem(
+        tuple(n_bytes.tolist()),
+        tuple(np.where(once, math.inf, arrays.time[:moment]).tolist()),
+        tuple(() if fixed else us for fixed, us in zip(once.tolist(), arrays.operands)),
+        tuple(np.flatnonzero(needed).tolist()),
+    )
+    return at_budget(cut_problem, budget - int(arrays.bytes[held].sum()))[1]
+
+
+def peak_bound(plain: Liveness, budget: int) -> float:
+    """Return the cut bound at the peak of the order without recomputation; 0 where there is none."""
+    if plain.peak_bytes <= budget:
+        return 0.0
+    try:
+        return max(0.0, cut_bound(plain.arrays, int(np.argmax(plain.live_bytes)), budget))
+    except BudgetError:
+        return 0.0  # up to rounding, which is no proof
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """The result of `prove`.
+
+    Args:
+      best: the best order within the budget, if any was found or given.
+      extra_lower_bound: no schedule within the budget recomputes for less time.
+      is_infeasible: whether it was proven that no schedule fits.
+    """
+
+    best: Liveness | None
+    extra_lower_bound: float
+    is_infeasible: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ProofEffort:
+    """The work that `prove` may spend.
+
+    Args:
+      max_variables: of a program; more boundaries than that are not added.
+      max_nodes: of branch and bound, for one program.
+      max_programs: how many programs are solved.
+    """
+
+    max_variables: int = 12_000
+    max_nodes: int = 2_000
+    max_programs: int = 30
+
+
+_SPREAD = 0.02  # of the nodes: violated moments that are closer wait for the next program
+_MOST_NEW = 4  # boundaries that one solution may add
+
+
+def prove(
+    plain: Liveness,
+    budget: int,
+    best: Liveness | None,
+    proven: float,
+    effort: ProofEffort,
+    search_effort: Effort,
+    *,
+    close: float,
+) -> Proof:
+    """Raise the lower bound on extra time and improve the best order until they meet; return both.
+
+    Args:
+      plain: the order without recomputation.
+      budget: bytes.
+      best: an order within the budget, if one is known.
+      proven: a known bound on the extra time.
+      effort: ends the proof.
+      search_effort: ends the repair of orders that exceed the budget.
+      close: difference between order and bound at which they count as equal.
+    """
+    arrays = plain.arrays
+    boundaries = {int(np.argmax(plain.live_bytes)), len(arrays) - 1}
+    moments: set[tuple[int, int]] = set()
+    for _ in range(effort.max_programs):
+        if best is not None and best.extra_time <= proven + close:
+            break
+        stages = sorted(boundaries)
+        if frontier.n_variables(stages) > effort.max_variables:
+            break
+        at_most = math.inf if best is None else best.extra_time
+        inner = sorted((stages.index(end), v) for end, v in moments)
+        program = frontier.frontier(arrays, budget, stages, inner, at_most=at_most)
+        answer = frontier.solve(program, max_nodes=effort.max_nodes)
+        if answer.is_infeasible:
+            # Nothing is as good as the best order (or anything at all, if none is known).
+            return Proof(best, at_most if best is not None else 0.0, best is None)
+        proven = max(proven, min(answer.extra_lower_bound, at_most))
+        if answer.recomputed is None:
+            break
+        meant = liveness(arrays, _order(arrays, stages, answer.recomputed)).tidy()
+        mended = relieve(meant, budget, Relief(), search_effort)
+        if mended.peak_bytes <= budget:
+            mended = keep(mended, budget, search_effort)
+            if best is None or mended.extra_time < best.extra_time:
+                best = mended
+        if not _add_violated(meant, budget, boundaries, moments):
+            break
+    return Proof(best, proven)
+
+
+def _order(arrays: Arrays, stages: Sequence[int], recomputed: Sequence[Sequence[int]]) -> list[int]:
+    """Return the order of a solution: each recomputation before its first use in its stage."""
+    order: list[int] = []
+    begin = 0
+    for end, again in zip(stages, recomputed):
+        missing = set(again)
+        replay(arrays.operands, range(begin, end), missing, order)
+        # The boundary's own operands, and what later stages use.
+        order += [*sorted(missing), end]
+        begin = end + 1
+    return order
+
+
+def _add_violated(
+    meant: Liveness, budget: int, boundaries: set[int], moments: set[tuple[int, int]]
+) -> bool:
+    """Add the steps at which an order exceeds the budget most; return whether there were any.
+
+    A first computation becomes a boundary. For a repeated one the nodes around it do, and if they
+    are boundaries, the moment joins the program by itself.
+    """
+    over = np.flatnonzero(meant.live_bytes > budget)
+    stage = np.cumsum(meant.is_first)  # the number of first computations so far
+    distance = max(1, int(_SPREAD * len(meant.arrays)))
+    added: list[int] = []
+    for step in over[np.argsort(-meant.live_bytes[over], kind="stable")].tolist():
+        place = int(stage[step]) - 1 if meant.is_first[step] else int(stage[step])
+        if any(abs(place - other) < distance for other in added):
+            continue
+        if meant.is_first[step]:
+            if place in boundaries:
+                continue
+            boundaries.add(place)
+        elif {place - 1, place} <= boundaries or place == 0:
+            if (place, int(meant.order[step])) in moments:
+                continue
+            moments.add((place, int(meant.order[step])))
+        else:
+            boundaries |= {place - 1, place}
+        added.append(place)
+        if len(added) == _MOST_NEW:
+            break
+    return bool(added)

@@ -1,0 +1,361 @@
+"""The solver that plans are made with: a search on a grid of budgets that the graph determines.
+
+A planner asks for schedules of one graph within many budgets and compares them. So the answers must
+not depend on which budgets were asked for before, and they must be monotone: as the budget falls,
+the time never falls and the peak never rises. A heuristic that searches within the budget at hand
+guarantees neither. `GridSearch` therefore searches only within budgets that are fixed by the graph:
+
+* A geometric grid runs from the peak without recomputation down to the floor. The search at each
+  grid budget starts from the order of the next larger one and from the graph's own order. The order
+  *of* a grid budget is the fastest that was found for it and for all smaller grid budgets. A smaller
+  budget is not searched once its proven lower bound exceeds the time of the order at hand.
+* Intervals of the grid are bisected down to a share of the peak, the `resolution`. The search at the middle
+  starts from the orders of both ends. Its order replaces that of the lower end only if its time and
+  peak lie between those of the two ends.
+
+The answer for a budget is the order of the largest of these budgets that does not exceed it. Each
+part is computed when it is first needed and depends on the graph alone. The work of each search is
+counted in steps, never in seconds.
+
+The searches: greedy insertion (`relief`), minimum cuts (`order_search`), eviction (`evict`), and,
+where these stay above the lower bound, segments of a chain (`segments`); the best order is improved
+by ruin and recreate until the lower bound or the allowance of work is reached.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Collection, Iterable, Iterator
+
+import numpy as np
+
+from remat.solvers import frontier
+from remat.solvers.bounds import ProofEffort, peak_bound, prove
+from remat.solvers.effort import Effort
+from remat.solvers.evict import evict
+from remat.solvers.graph import Graph
+from remat.solvers.liveness import Arrays, Liveness, liveness
+from remat.solvers.order_search import CutParameters, refine
+from remat.solvers.relief import Relief, improve, keep, relieve
+from remat.solvers.segments import Segments
+from remat.solvers.simulate import floor_bytes
+from remat.solvers.solver import Answers, Schedule, Solver, checked, refusal
+
+_RATIO = 0.7  # of neighbouring grid budgets; a larger one makes a finer grid and more searches
+_CLOSE = 1e-4  # share of the graph's time; a search ends when it is so close to the lower bound
+_CUTS = CutParameters(fill=1.0, height=1.0)
+_CUTS_WITH_ROOM = CutParameters(fill=0.9, height=1.0)
+_GAP = 0.03  # share of the lower bound; orders that are closer do without the costly searches
+_DISTANCE_POWER = 0.5  # of eviction; more prefers values whose next use is far away
+_MOST_REPEATS = 6  # computations per node after which a pass of eviction ends without an order
+_IDLE_ROUNDS = 60  # rounds of improvement without success after which a search ends
+_SMALL_VARIABLES = 2_000  # of the exact program (40 nodes); up to here each search solves it
+
+
+@dataclasses.dataclass(frozen=True)
+class GridSearch(Solver):
+    """Finds monotone schedules on a grid of budgets.
+
+    >>> from remat.solvers.graph import Graph, Node
+    >>> chain = Graph((
+    ...     Node(0, time=1, bytes=8), Node(1, time=1, bytes=8, deps=(0,)),
+    ...     Node(2, time=1, bytes=8, deps=(1,)), Node(3, time=1, bytes=8, deps=(0, 2))))
+    >>> found = GridSearch().answers(chain).within(24)
+    >>> found.time, found.peak_bytes
+    (4, 24)
+
+    Args:
+      effort: the work spent on each budget, as a multiple of the standard allowance, which is some
+        tenths of a second for a thousand nodes.
+      resolution: share of the peak; budgets that differ by less may have one answer.
+      proof: the work spent on lower bounds and, on graphs of some 40 nodes, on exact solutions; if
+        None, lower bounds are those of minimum cuts.
+    """
+
+    effort: float = 1.0
+    resolution: float = 1 / 512
+    proof: ProofEffort | None = None
+
+    def answers(self, graph: Graph, once: Collection[int] = ()) -> Answers:
+        return _GridAnswers(self, graph, once)
+
+
+class _GridAnswers(Answers):
+    """The parts of the search that were needed so far; each depends on the graph alone."""
+
+    def __init__(self, solver: GridSearch, graph: Graph, once: Collection[int]) -> None:
+        self.graph = graph
+        self.resolution = solver.resolution
+        self.proof = solver.proof
+        self.floor_bytes = floor_bytes(graph, once)
+        self._arrays = Arrays.of(graph, once)
+        self._effort = solver.effort
+        self._units = int(solver.effort * (200_000 + 100 * len(graph)))
+        self._plain = liveness(self._arrays, np.arange(len(graph)))
+        self._segments = Segments(self._plain)
+        self._is_small = frontier.n_variables(range(len(graph))) <= _SMALL_VARIABLES
+        self._close = _CLOSE * self._arrays.total_time
+        self._grid = self._grid_budgets()
+        self._searched: list[Liveness | None] = [self._plain]  # by index in the grid
+        self._bounds: dict[int, float] = {}  # on extra time, by budget
+        self._fastest: dict[int, Liveness | None] = {}  # by index in the grid
+        self._middles: dict[tuple[int, int], Liveness | None] = {}
+        whole = [node.time for node in graph.nodes if isinstance(node.time, int)]
+        #: All times are multiples of it; 0 if some are not whole numbers.
+        self._unit = math.gcd(*whole) if len(whole) == len(graph) else 0
+
+    def within(self, budget: int) -> Schedule:
+        found = self._order_within(budget)
+        if found is None:
+            smallest = self._smallest
+            if smallest.peak_bytes > budget:
+                raise refusal(budget, smallest.peak_bytes, self.floor_bytes)
+            found = smallest
+        return checked(self.graph, found.order.tolist(), budget, self._lower_bound(found, budget))
+
+    def smallest(self) -> Schedule:
+        found = self._smallest
+        return checked(self.graph, found.order.tolist(), found.peak_bytes, self.graph.time)
+
+    # Lower bounds
+
+    def _lower_bound(self, found: Liveness, budget: int) -> int | float:
+        """Return a lower bound on the time of any schedule within a budget."""
+        bound = self._bound(budget)
+        if self.proof is not None and bound < found.extra_time:
+            proof = prove(
+                self._plain,
+                budget,
+                found,
+                bound,
+                self.proof,
+                Effort(self._units),
+                close=0.1 * self._close,
+            )
+            bound = self._rounded_up(proof.extra_lower_bound)
+        return self.graph.time + bound
+
+    def _bound(self, budget: int) -> int | float:
+        if budget not in self._bounds:
+            self._bounds[budget] = self._rounded_up(peak_bound(self._plain, budget))
+        return self._bounds[budget]
+
+    def _rounded_up(self, extra: float) -> int | float:
+        """Return a bound on extra time in the graph's numbers: whole times have whole sums."""
+        # What double precision may have put on top of the bound.
+        extra = max(0.0, extra - 1e-9 * self._arrays.total_time)
+        return math.ceil(extra / self._unit) * self._unit if self._unit else extra
+
+    # The grid
+
+    def _grid_budgets(self) -> list[int]:
+        budgets = [self._plain.peak_bytes]
+        while budgets[-1] > self.floor_bytes:
+            budgets.append(max(self.floor_bytes, int(_RATIO * budgets[-1])))
+        return budgets
+
+    def _found_at(self, index: int) -> Liveness | None:
+        """Return what the search at a grid budget found; None from the first that found nothing."""
+        while len(self._searched) <= index:
+            above = self._searched[-1]
+            found = None if above is None else self._search(above, self._grid[len(self._searched)])
+            self._searched.append(found)
+        return self._searched[index]
+
+    def _order_at(self, index: int) -> Liveness | None:
+        """Return the fastest order that was found for a grid budget and all smaller ones."""
+        if index not in self._fastest:
+            self._fastest[index] = self._fastest_from(index)
+        return self._fastest[index]
+
+    def _fastest_from(self, index: int) -> Liveness | None:
+        best = self._found_at(index)
+        while best is not None and index + 1 < len(self._grid):
+            index += 1
+            if self._bound(self._grid[index]) >= best.extra_time:
+                break
+            smaller = self._found_at(index)
+            if smaller is None:
+                break
+            best = min(best, smaller, key=_time_and_peak)
+        return best
+
+    # Between two grid budgets
+
+    def _order_within(self, budget: int) -> Liveness | None:
+        """Return the order of the largest searched budget that does not exceed this one."""
+        if budget >= self._plain.peak_bytes:
+            return self._plain
+        index = 1
+        while index < len(self._grid) and self._grid[index] > budget:
+            index += 1
+        high_order = self._order_at(index - 1)
+        if high_order is None or high_order.peak_bytes <= budget:
+            return high_order
+        if index == len(self._grid):
+            return None
+        high, low = self._grid[index - 1], self._grid[index]
+        low_order = self._order_at(index)
+        while high - low > self._least_interval:
+            if low_order is not None and self._is_close(low_order, high_order):
+                break
+            middle = (low + high) // 2
+            order = self._order_between(low, high, low_order, high_order)
+            if budget >= middle:
+                low, low_order = middle, order
+            elif order is None:
+                return None
+            else:
+                high, high_order = middle, order
+            if high_order.peak_bytes <= budget:
+                return high_order
+        return low_order
+
+    @property
+    def _least_interval(self) -> int:
+        return max(1, int(self.resolution * self._plain.peak_bytes))
+
+    def _is_close(self, low_order: Liveness, high_order: Liveness) -> bool:
+        return low_order.extra_time - high_order.extra_time <= 0.1 * self._close
+
+    def _order_between(
+        self, low: int, high: int, low_order: Liveness | None, high_order: Liveness
+    ) -> Liveness | None:
+        """Return the order for the middle of an interval; `low_order` unless a better one counts."""
+        if (low, high) not in self._middles:
+            middle = (low + high) // 2
+            if high_order.peak_bytes <= middle:
+                found: Liveness | None = high_order
+            else:
+                found = self._search(high_order, middle, low_order)
+            if low_order is not None and not (
+                found is not None
+                and high_order.extra_time <= found.extra_time < low_order.extra_time
+                and low_order.peak_bytes < found.peak_bytes
+            ):
+                found = low_order
+            self._middles[low, high] = found
+        return self._middles[low, high]
+
+    @functools.cached_property
+    def _smallest(self) -> Liveness:
+        """Return the order of the smallest budget for which one is found."""
+        index = 0
+        while index + 1 < len(self._grid) and self._found_at(index + 1) is not None:
+            index += 1
+        order = self._order_at(index)
+        assert order is not None
+        if index + 1 == len(self._grid):
+            return order
+        low, high = self._grid[index + 1], self._grid[index]
+        while high - low > self._least_interval:
+            found = self._order_between(low, high, None, order)
+            middle = (low + high) // 2
+            if found is None:
+                low = middle
+            else:
+                high, order = middle, found
+        return order
+
+    # The search within one budget
+
+    def _search(
+        self, above: Liveness, budget: int, below: Liveness | None = None
+    ) -> Liveness | None:
+        """Return the fastest order within a budget that the searches find, if any does.
+
+        Args:
+          above: the order of a larger budget.
+          budget: bytes.
+          below: the order of a smaller budget, if one is known.
+        """
+        bound = float(self._bound(budget))
+        good_enough = bound + self._close
+        best: Liveness | None = None
+        for ways, gap in ((self._cheap, 0.0), (self._costly, _GAP * bound)):
+            if best is not None and best.extra_time <= good_enough + gap:
+                break
+            for found in ways(above, budget, below):
+                if found.peak_bytes > budget:
+                    continue
+                kept = keep(found, budget, Effort(self._units))
+                if best is None or _time_and_peak(kept) < _time_and_peak(best):
+                    best = kept
+                if best.extra_time <= good_enough:
+                    return best
+        if best is None:
+            best = next(
+                (
+                    keep(found, budget, Effort(self._units))
+                    for found in self._last_resorts(above, budget)
+                    if found.peak_bytes <= budget
+                ),
+                None,
+            )
+        if best is not None:
+            best = improve(
+                best,
+                budget,
+                Effort(self._units if below is None else self._units // 2),
+                good_enough=good_enough,
+                max_idle=int(self._effort * _IDLE_ROUNDS),
+                seed=0,
+            )
+        if self.proof is not None and self._is_small:
+            proof = prove(
+                self._plain,
+                budget,
+                best,
+                self._bound(budget),
+                self.proof,
+                Effort(self._units),
+                close=0.1 * self._close,
+            )
+            best = proof.best
+        return best
+
+    def _cheap(self, above: Liveness, budget: int, below: Liveness | None) -> Iterator[Liveness]:
+        """Yield orders that may fit a budget, those that take the least work first."""
+        if below is not None:
+            yield below
+        yield relieve(above, budget, Relief(), self._construction())
+        effort = self._construction() if below is None else Effort(self._units)
+        cut = refine(self._plain, budget, _CUTS, effort)
+        yield cut
+        if below is not None and cut.peak_bytes > budget:
+            yield refine(above, budget, _CUTS, effort)
+
+    def _costly(self, above: Liveness, budget: int, below: Liveness | None) -> Iterator[Liveness]:
+        """Yield further orders, for budgets at which recomputation nests."""
+        del above
+        yield refine(self._plain, budget, _CUTS_WITH_ROOM, self._construction())
+        if below is None:
+            yield from self._evicted(budget)
+        for found in self._segments.near(budget):
+            yield relieve(found, budget, Relief(), self._construction())
+
+    def _last_resorts(self, above: Liveness, budget: int) -> Iterator[Liveness]:
+        yield relieve(self._plain, budget, Relief(power=2.0), self._construction())
+        # On dense graphs cuts and insertions together reach lower peaks than either.
+        cut = refine(above, budget, _CUTS, self._construction())
+        yield cut
+        yield relieve(cut, budget, Relief(), self._construction())
+
+    def _evicted(self, budget: int) -> Iterable[Liveness]:
+        order = evict(
+            self._arrays,
+            budget,
+            distance_power=_DISTANCE_POWER,
+            max_steps=_MOST_REPEATS * len(self._arrays),
+        )
+        return [] if order is None else [liveness(self._arrays, order).tidy()]
+
+    def _construction(self) -> Effort:
+        """Return the allowance for one order: more than that of improving one."""
+        return Effort(5 * self._units)
+
+
+def _time_and_peak(found: Liveness) -> tuple[float, int]:
+    return found.extra_time, found.peak_bytes

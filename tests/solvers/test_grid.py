@@ -1,0 +1,77 @@
+"""The solver that plans are made with: close to the best, monotone, at every budget."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from chain_oracle import least_extra_forwards, uniform_chain
+from solver_cases import GRAPHS, random_layers, training_graph
+
+from remat.errors import BudgetError
+from remat.solvers import Graph, GridSearch, Schedule, no_remat
+from remat.solvers.solver import Answers
+
+
+@pytest.mark.parametrize(("n", "percents"), [(50, (50, 20, 12)), (100, (15, 10))])
+def test_deep_chains_come_close_to_the_dynamic_programs_optimum(
+    n: int, percents: tuple[int, ...]
+) -> None:
+    # At 10 % of its peak a chain of 100 stages nests recomputation several times.
+    graph = uniform_chain(n)
+    answers = GridSearch().answers(graph, once={0})
+    for percent in percents:
+        budget = percent * no_remat(graph).peak_bytes // 100
+        extra = answers.within(budget).time - graph.time
+        assert extra <= 1.03 * least_extra_forwards(n, budget)
+
+
+def test_recomputation_nests_on_a_chain_of_unequal_layers() -> None:
+    graph = training_graph(100)
+    found = GridSearch()(graph, no_remat(graph).peak_bytes * 15 // 100)
+    forward = sum(node.time for node in graph.nodes[:100])
+    assert found.time - graph.time <= 1.5 * forward
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "percent"),
+    [
+        ("unet", 0.9, 1.13),
+        ("unet", 0.8, 1.98),
+        ("unet", 0.5, 6.97),
+        ("fcn8", 0.8, 0.14),
+        ("vgg16", 0.9, 1.97),
+    ],
+)
+def test_published_graphs_come_close_to_the_optimum(
+    name: str, share: float, percent: float
+) -> None:
+    graph = Graph.load(GRAPHS / f"{name}.json")
+    found = GridSearch()(graph, int(share * no_remat(graph).peak_bytes))
+    assert 100 * (found.time / graph.time - 1) <= percent + 0.1
+
+
+def test_dense_random_layers_take_little_more_time() -> None:
+    graph = random_layers(250)
+    found = GridSearch()(graph, int(0.8 * no_remat(graph).peak_bytes))
+    assert found.time <= 1.055 * graph.time
+
+
+@pytest.mark.parametrize("graph", [training_graph(30, skips=0.2), random_layers(100)])
+def test_answers_are_monotone_at_every_percent(graph: Graph) -> None:
+    peak = no_remat(graph).peak_bytes
+    answers = GridSearch(effort=0.3).answers(graph)
+    found = [_within(answers, percent * peak // 100) for percent in range(100, 9, -1)]
+    schedules = [schedule for schedule in found if schedule is not None]
+    assert len(schedules) > 10
+    assert found == schedules + [None] * (len(found) - len(schedules))
+    for larger, smaller in itertools.pairwise(schedules):
+        assert larger.time <= smaller.time
+        assert larger.peak_bytes >= smaller.peak_bytes
+
+
+def _within(answers: Answers, budget: int) -> Schedule | None:
+    try:
+        return answers.within(budget)
+    except BudgetError:
+        return None
