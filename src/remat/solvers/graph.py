@@ -1,4 +1,4 @@
-"""The graph that solvers plan on: values in a fixed order, each with bytes, a time and operands.
+"""The graph that solvers schedule: values in a fixed order, each with bytes, a time and operands.
 
 A `Graph` is one training step (or any other computation) as the literature on rematerialization
 draws it: node after node in a fixed order, each computed from earlier ones. It holds no JAX
@@ -41,12 +41,12 @@ _MOST_BYTES = 2**53
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Node:
-    """One value: what it takes to compute and to keep.
+    """One value, with the costs of computing and keeping it.
 
     Args:
       id: a whole number, unique in its graph.
-      time: what one computation costs, in any unit (seconds, FLOPs), the same for all nodes.
-      bytes: what the value occupies from its computation until it is freed.
+      time: of one computation, in any unit (seconds, FLOPs) that is the same for all nodes.
+      bytes: that the value occupies from its computation until it is freed.
       deps: ids of its operands, all of them earlier in the graph's order.
       name: for people.
       backward: whether it belongs to the backward pass; for people too, no solver reads it.
@@ -93,21 +93,21 @@ class Graph:
 
     @property
     def time(self) -> int | float:
-        """The time of computing every node once: no schedule takes less."""
+        """Return the time of computing every node once: no schedule takes less."""
         return sum(node.time for node in self.nodes)
 
     @property
     def sinks(self) -> tuple[int, ...]:
-        """Ids of the nodes that no other node uses: the results."""
+        """Return the ids of the nodes that no other node uses: the results."""
         used = {dep for node in self.nodes for dep in node.deps}
         return tuple(node.id for node in self.nodes if node.id not in used)
 
     def positions(self) -> dict[int, int]:
-        """Each id's place in the order."""
+        """Return each id's place in the order."""
         return {node.id: place for place, node in enumerate(self.nodes)}
 
     def operands(self) -> tuple[tuple[int, ...], ...]:
-        """For each node, in order, the places of its operands: sorted, each once."""
+        """Return for each node, in order, the places of its operands: sorted, each once."""
         place_of = self.positions()
         return tuple(tuple(sorted({place_of[dep] for dep in node.deps})) for node in self.nodes)
 
@@ -146,10 +146,10 @@ class Graph:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageOption:
-    """One way to run a stage so that its backward can follow: what it saves and what that costs.
+    """One way to run a stage before its backward: the bytes it saves and its costs.
 
     Args:
-      saved_bytes: all that is kept from this forward to the backward, the stage's output included.
+      saved_bytes: kept from this forward to the backward, the stage's output included.
       forward_time: of the forward that saves it.
       backward_time: of the backward that uses it, recomputation inside the stage included.
       forward_temporary_bytes: occupied during that forward beside what it saves.
@@ -205,15 +205,15 @@ class Chain:
         return len(self.stages)
 
     def boundary_bytes(self, k: int) -> int:
-        """The bytes of the input of stage k; of the last output for k = len(chain)."""
+        """Return the bytes of the input of stage k; of the last output for k = len(chain)."""
         return self.stages[k].input_bytes if k < len(self.stages) else self.output_bytes
 
 
-# What makes a node wrong, whether it came from a file or from a program
+# Checks of nodes, whether they come from a file or from a program
 
 
 def _what_is_wrong(node: Node, known: set[int]) -> tuple[str, str] | None:
-    """The field at fault and why, or None; `known` holds the ids of all earlier nodes."""
+    """Return the invalid field and the reason, or None; `known` holds the ids of all earlier nodes."""
     if type(node.id) is not int:
         return "id", f"id must be a whole number, not {shown(node.id)}."
     if node.id in known:

@@ -14,8 +14,7 @@ so v_in → v_out has capacity min(λ·bytes(v), h(v)).
 
 Sweeping λ yields the vertices of the lower convex hull of (bytes, time); the problem with a budget
 b on saved bytes has no solution below max over λ of (minimum cut at λ) − λ·b, which is that
-hull at b (the Lagrangian dual). Between vertices the exact 0-1 program closes the gap on small
-graphs; it is the oracle of the tests.
+hull at b (the Lagrangian dual).
 
 References: Picard, "Maximal closure of a graph" (1976); Eisner & Severance, "Mathematical
 techniques for efficient record segmentation" (1976), for the sweep; Chen et al., "Training deep
@@ -42,15 +41,15 @@ _RESOLUTION = 2**30  # capacities and flows of `maximum_flow` are 32-bit
 
 @dataclasses.dataclass(frozen=True)
 class CutProblem:
-    """Values in order of computation, with what they cost and which of them are needed.
+    """Values in order of computation, with their costs and which of them are needed later.
 
     Args:
-      bytes: what saving each value occupies; 0 for what is there anyway (inputs, parameters).
-      time: what recomputing each value takes; `math.inf` where that is impossible.
+      bytes: that saving each value occupies; 0 for values that stay live anyway (inputs, parameters).
+      time: of recomputing each value; `math.inf` if it must not be recomputed.
       deps: for each value the places of its operands, all of them smaller than its own.
       needed: the places of the values that are needed later.
-      transfer: what it takes to keep each value in the host's memory instead, where it occupies
-        nothing; `math.inf` where that is impossible. Empty: it is for all of them.
+      transfer: time of offloading each value to the host's memory instead, where it occupies no
+        device memory; `math.inf` if it must not be offloaded. Empty means `math.inf` for all.
     """
 
     bytes: tuple[int, ...]
@@ -60,7 +59,7 @@ class CutProblem:
     transfer: tuple[float, ...] = ()
 
     def transfers(self) -> NDArray[np.float64]:
-        """`transfer`, one for each value."""
+        """Return `transfer` with one entry for each value."""
         return np.array(self.transfer or (math.inf,) * len(self), np.float64)
 
     def __len__(self) -> int:
@@ -69,7 +68,7 @@ class CutProblem:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A solution: places saved, recomputed and offloaded (in order), and what they come to."""
+    """A solution: the places saved, recomputed and offloaded, in order, its bytes and its time."""
 
     saved: tuple[int, ...]
     recomputed: tuple[int, ...]
@@ -91,7 +90,7 @@ class Hull:
     floor_bytes: int = 0
 
     def lower_bound(self, budget: int) -> float:
-        """A time that no choice of saved values within `budget` bytes goes below.
+        """Return a lower bound on the time of any choice that saves at most `budget` bytes.
 
         It is infinite where no choice exists.
         """
@@ -106,7 +105,7 @@ class Hull:
         return max(0.0, self.cuts[-1].time - self.slack)
 
     def within(self, budget: int) -> Cut:
-        """The vertex of least time whose saved values fit in `budget` bytes.
+        """Return the vertex of least time whose saved values fit in `budget` bytes.
 
         Raises:
           BudgetError: even the fewest bytes are too many.
@@ -119,7 +118,7 @@ class Hull:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Network:
-    """The flow network of a `CutProblem`, built once and priced many times.
+    """The flow network of a `CutProblem`, built once and solved for many Lagrange multipliers.
 
     Node 2v is v_in, 2v + 1 is v_out, then the source and the sink.
     """
@@ -131,7 +130,7 @@ class Network:
     edges: NDArray[np.int64]
     cost_time: NDArray[np.float64]
     cost_bytes: NDArray[np.float64]
-    #: What an edge costs at most, however dear bytes are: then the value is offloaded.
+    #: Upper bound on an edge's cost: from there on offloading the value is cheaper.
     most_for_bytes: NDArray[np.float64]
     transfers: NDArray[np.float64]
     value_of_edge: NDArray[np.int64]
@@ -174,12 +173,12 @@ class Network:
         return cls(problem, graph, place[:n_edges], *costs, transfers, value, dearest)
 
     def cheapest(self, price: float) -> tuple[Cut, float]:
-        """The cheapest cut at a price per saved byte, and a bound on that cost from below."""
+        """Return the cheapest cut at a price per saved byte, and a lower bound on its cost."""
         upper = price * float(self.dearest.sum())
         return self._least(np.full(len(self.problem), price), upper)
 
     def cheapest_of(self, price: NDArray[np.float64]) -> Cut:
-        """The cheapest cut where a byte of each value has a price of its own."""
+        """Return the cheapest cut when each value has its own price per byte."""
         upper = float(price[list(self.problem.needed)] @ self.dearest)
         return self._least(price, upper)[0]
 
@@ -224,9 +223,9 @@ def _cut(
     recomputed: NDArray[np.bool_],
     offloaded: NDArray[np.bool_] | None = None,
 ) -> Cut:
-    """The cut without what ties of the cheapest cut left in it needlessly.
+    """Return a cut without the values that ties of the minimum cut left in it needlessly.
 
-    What is not recomputed is saved, on the host if `offloaded` says so.
+    Values that are not recomputed are saved, on the host if `offloaded` says so.
     """
     wanted = [False] * len(problem)
     for v in problem.needed:
@@ -262,7 +261,7 @@ def _time(problem: CutProblem, recomputed: Sequence[int], offloaded: Sequence[in
 
 
 def min_cut(problem: CutProblem, price: float) -> Cut:
-    """The cheapest choice when each saved byte costs `price`.
+    """Return the cheapest choice when each saved byte costs `price`.
 
     >>> chain = CutProblem(bytes=(8, 8), time=(3.0, 1.0), deps=((), (0,)), needed=(1,))
     >>> min_cut(chain, price=1.0).recomputed, min_cut(chain, price=0.25).saved
@@ -272,7 +271,7 @@ def min_cut(problem: CutProblem, price: float) -> Cut:
 
 
 def hull(problem: CutProblem, *, max_cuts: int = 10_000) -> Hull:
-    """The lower convex hull of (bytes, time) over all choices.
+    """Return the lower convex hull of (bytes, time) over all choices.
 
     Two maximum flows for each vertex; after `max_cuts` flows the remaining vertices are left out,
     and `slack` grows so that the bounds hold nevertheless.
@@ -306,11 +305,11 @@ def hull(problem: CutProblem, *, max_cuts: int = 10_000) -> Hull:
 
 
 def between(problem: CutProblem, few: Cut, many: Cut, *, places: int = 6) -> list[Cut]:
-    """Cuts between two neighbouring vertices of the hull, which no single price finds.
+    """Return cuts between two neighbouring vertices of the hull, which no single price finds.
 
-    Bytes are cheap for the values before a place and dear for those after it, or the other way
-    round: the cut is like `many` on one side and like `few` on the other, and cheapest as such. From
-    place to place it goes from one vertex to the other.
+    The price per byte is low for the values before a place and high for those after it, or the
+    other way round: on one side the minimum cut resembles `many`, on the other `few`. As the place
+    moves, the cut goes from one vertex to the other.
 
     Args:
       few, many: the vertices, of fewer and of more bytes.
@@ -338,7 +337,9 @@ def between(problem: CutProblem, few: Cut, many: Cut, *, places: int = 6) -> lis
 
 
 def at_budget(problem: CutProblem, budget: int, *, max_flows: int = 60) -> tuple[Cut, float]:
-    """The hull at one budget, in a few flows: the vertex that fits, and a bound on any choice.
+    """Return the vertex of the hull that fits a budget, and a lower bound on the time of any choice.
+
+    It takes a few maximum flows.
 
     Raises:
       BudgetError: even the fewest bytes are too many.
@@ -372,7 +373,7 @@ def at_budget(problem: CutProblem, budget: int, *, max_flows: int = 60) -> tuple
 
 
 def _between(network: Network, low: Cut, high: Cut) -> tuple[Cut | None, float]:
-    """The cut farthest below the line through two others, and how far below any cut can be.
+    """Return the cut farthest below the line through two others, and how far below any cut can be.
 
     The price at which both cost the same makes the line a contour of the Lagrangian.
     """
@@ -386,7 +387,7 @@ def _between(network: Network, low: Cut, high: Cut) -> tuple[Cut | None, float]:
 
 
 def _ends(network: Network) -> tuple[Cut, Cut, int]:
-    """A cut of the fewest bytes, the cut of no time, and a proven floor on the bytes."""
+    """Return a cut of the fewest bytes, the cut of no time, and a proven lower bound on the bytes."""
     problem = network.problem
     n = len(problem)
     saving_all = _cut(problem, np.zeros(n, np.bool_))
@@ -408,54 +409,3 @@ def _refuse(budget: int, fewest: int) -> NoReturn:
         f"no choice of saved values fits in {budget} bytes; the fewest found are {fewest}. "
         "Raise the budget to that."
     )
-
-
-def exact(problem: CutProblem, budget: int) -> Cut:
-    """The least time within `budget` saved bytes, by a 0-1 program (HiGHS): for small graphs.
-
-    Raises:
-      BudgetError: no choice fits.
-    """
-    n = len(problem)
-    # Variables: saved (0..n-1), recomputed (n..2n-1), offloaded (2n..3n-1).
-    times = np.concatenate([np.array(problem.time, np.float64), problem.transfers()])
-    possible = np.isfinite(times)
-    time = np.where(possible, times, 0.0)
-    cost = np.concatenate([np.zeros(n), time])
-    rows: list[int] = []
-    columns: list[int] = []
-    entries: list[float] = []
-    lower: list[float] = []
-    for v in problem.needed:
-        rows += [len(lower)] * 3
-        columns += [v, n + v, 2 * n + v]
-        entries += [1.0, 1.0, 1.0]
-        lower.append(1.0)
-    for v, us in enumerate(problem.deps):
-        for u in us:
-            rows += [len(lower)] * 4
-            columns += [u, n + u, 2 * n + u, n + v]
-            entries += [1.0, 1.0, 1.0, -1.0]
-            lower.append(0.0)
-    unit = float(max(max(problem.bytes, default=0), 1))
-    rows += [len(lower)] * n
-    columns += range(n)
-    entries += [-size / unit for size in problem.bytes]
-    lower.append(-budget / unit)
-    result = scipy.optimize.milp(
-        cost / max(float(time.max(initial=0.0)), 1e-300),
-        constraints=scipy.optimize.LinearConstraint(
-            scipy.sparse.csr_array((entries, (rows, columns)), shape=(len(lower), 3 * n)),
-            np.array(lower),
-        ),
-        bounds=scipy.optimize.Bounds(
-            np.zeros(3 * n), np.concatenate([np.ones(n), possible.astype(float)])
-        ),
-        integrality=np.ones(3 * n),
-        options={"mip_rel_gap": 0.0},
-    )
-    if result.x is None:
-        _refuse(budget, _ends(Network.of(problem))[0].bytes)
-    chosen = result.x > 0.5
-    # Of a value that is both, the bytes are paid for.
-    return _cut(problem, chosen[n : 2 * n], chosen[2 * n :] & ~chosen[:n])
