@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.api_util
-import jax.numpy as jnp
 from jax._src import (
     ad_util as _ad_util,
     api_util as _api_util,
