@@ -1,8 +1,11 @@
 """The sweeps run to their ends: resumable, in one process, with results in a file, one JSON line a case.
 
     PYTHONPATH=src:tests python -m sweeps.run harnesses OUT.jsonl [--again]
+    PYTHONPATH=src:tests python -m sweeps.run fuzz OUT.jsonl --seeds 0:5000 [--again]
+    PYTHONPATH=src:tests python -m sweeps.run minimize SEED
 
 `--again` repeats the cases that differed. A case that is in the file is not run again otherwise.
+`minimize` prints the smallest program that differs as that of a seed does.
 """
 
 from __future__ import annotations
@@ -24,8 +27,10 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
 
-#: Seconds of CPU time between two clearings of JAX's caches, which keep every program otherwise.
+#: Seconds of CPU time between two clearings of JAX's caches, which keep every program otherwise; and
+#: the same for random programs, most of which share what they compile, single operations.
 _CLEAR_EVERY_S = 30
+_CLEAR_RANDOM_EVERY_S = 300
 
 
 def sweep(
@@ -34,6 +39,7 @@ def sweep(
     path: pathlib.Path,
     *,
     again: bool,
+    clear_every_s: float = _CLEAR_EVERY_S,
 ) -> None:
     """Check every number that has no line in the file yet, and append a line for each."""
     known = rows(path) if path.exists() else {}
@@ -54,7 +60,7 @@ def sweep(
                 if outcome["different"]:
                     print(number, outcome["name"], outcome["different"], flush=True)
             n_run += len(numbers)
-            if now - cleared > _CLEAR_EVERY_S:
+            if now - cleared > clear_every_s:
                 cleared = now
                 jax.clear_caches()
                 gc.collect()
@@ -76,8 +82,12 @@ def summary(path: pathlib.Path) -> str:
         for key in ("checked", "forms"):
             for what in row.get(key, ()):
                 counts[f"{key}: {what}"] += 1
+        for what in ("lacking", "refused"):
+            if isinstance(row.get(what), str):
+                counts[what] += bool(row[what])
         counts["nothing to check"] += not row.get("checked", True)
         counts["plans that recompute"] += row.get("recomputed", False)
+        counts["not telling"] += not row.get("is_telling", True)
         counts["explained"] += bool(row.get("explained"))
         counts["different"] += bool(row["different"])
     return "\n".join(f"{name}: {round(n)}" for name, n in counts.items())
@@ -85,15 +95,35 @@ def summary(path: pathlib.Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("which", choices=["harnesses", "summary"])
-    parser.add_argument("path", type=pathlib.Path)
+    parser.add_argument("which", choices=["harnesses", "fuzz", "minimize", "summary"])
+    parser.add_argument("path", metavar="FILE or SEED")
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--seeds", metavar="FIRST:END", default="0:5000")
     options = parser.parse_args()
+    path = pathlib.Path(options.path)
+    if options.which == "minimize":
+        from sweeps import random_programs
+
+        case = random_programs.draw_case(int(options.path))
+        print(random_programs.check(case))
+        case = random_programs.minimized_difference(case)
+        print(case, random_programs.check(case), sep="\n")
+        return
     if options.which == "harnesses":
         from sweeps import harness_cases
 
-        sweep(harness_cases.batches(), harness_cases.check, options.path, again=options.again)
-    print(summary(options.path))
+        sweep(harness_cases.batches(), harness_cases.check, path, again=options.again)
+    elif options.which == "fuzz":
+        from sweeps import random_programs
+
+        sweep(
+            ([seed] for seed in range(*map(int, options.seeds.split(":")))),
+            random_programs.check_seeds,
+            path,
+            again=options.again,
+            clear_every_s=_CLEAR_RANDOM_EVERY_S,
+        )
+    print(summary(path))
 
 
 if __name__ == "__main__":

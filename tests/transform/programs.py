@@ -1,4 +1,4 @@
-"""Operations, transformations and an evaluator for random programs on vectors."""
+"""Operations and transformations for random programs on vectors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
 
 import remat
 from remat import checkpoint_name, policies
@@ -126,85 +125,25 @@ def _scanned(f):
     return g
 
 
-AROUND = {
-    "nothing": lambda f: f,
-    "jit": jax.jit,
-    "vmap": lambda f: lambda x, w: jax.vmap(f, (0, None))(jnp.stack([x, jnp.sin(x)]), w),
-    "vmap over the weights": lambda f: (
-        lambda x, w: jax.vmap(f, (None, 2), 1)(x, jnp.stack([w, jnp.sin(w)], 2))
-    ),
-    "scan": _scanned,
-    "cond": lambda f: lambda x, w: lax.cond(x[0] > 0, f, lambda x, w: (jnp.sin(x), x), x, w),
-    "twice": lambda f: lambda x, w: f(f(x, w)[0], w),
-    "checkpoint": remat.checkpoint,
-    "checkpoint that saves names": lambda f: remat.checkpoint(
-        f, policy=policies.save("a", "c", strict=False)
-    ),
-    "jax.checkpoint": jax.checkpoint,
-    "scan of checkpoint": lambda f: _scanned(remat.checkpoint(f)),
-    "checkpoint of scan": lambda f: remat.checkpoint(_scanned(f), policy=policies.dots_saveable),
-}
-
-# --------------------------------------------------------------------------------------------------
-# Evaluation
+def around(checkpoint, of_jax=jax.checkpoint):
+    """Return transformations by name, with these in place of `remat.checkpoint` and JAX's."""
+    names, dots = policies.save("a", "c", strict=False), policies.dots_saveable
+    return {
+        "nothing": lambda f: f,
+        "jit": jax.jit,
+        "vmap": lambda f: lambda x, w: jax.vmap(f, (0, None))(jnp.stack([x, jnp.sin(x)]), w),
+        "vmap over the weights": lambda f: (
+            lambda x, w: jax.vmap(f, (None, 2), 1)(x, jnp.stack([w, jnp.sin(w)], 2))
+        ),
+        "scan": _scanned,
+        "cond": lambda f: lambda x, w: lax.cond(x[0] > 0, f, lambda x, w: (jnp.sin(x), x), x, w),
+        "twice": lambda f: lambda x, w: f(f(x, w)[0], w),
+        "checkpoint": checkpoint,
+        "checkpoint that saves names": lambda f: checkpoint(f, policy=names),
+        "jax.checkpoint": of_jax,
+        "scan of checkpoint": lambda f: _scanned(checkpoint(f)),
+        "checkpoint of scan": lambda f: checkpoint(_scanned(f), policy=dots),
+    }
 
 
-def evaluate(jaxpr, consts, args):
-    """Evaluate a jaxpr operation by operation, loops and branches included."""
-    env = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, args, strict=True))
-    read = lambda v: v.val if isinstance(v, Literal) else env[v]  # noqa: E731
-    for eqn in jaxpr.eqns:
-        outs = apply(eqn, [read(v) for v in eqn.invars])
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
-
-
-def apply(eqn, args):
-    params = eqn.params
-    body = params.get("jaxpr", params.get("call_jaxpr", params.get("fun_jaxpr")))
-    kind = eqn.primitive.name
-    if kind == "scan":
-        return _scan(eqn, body, args)
-    if kind == "while":
-        return _while(args, params)
-    if kind == "cond":
-        index, *args = args
-        return _call(params["branches"][int(index)], args)
-    if body is not None:
-        return _call(body, args)
-    out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
-    return out if eqn.primitive.multiple_results else [out]
-
-
-def _call(body, args):
-    inner = getattr(body, "jaxpr", body)
-    return evaluate(inner, getattr(body, "consts", ()), args)
-
-
-def _scan(eqn, body, args):
-    params = eqn.params
-    if "ft_in" in params:  # from JAX 0.11 on
-        n_consts, n_carry, _ = (len(part) for part in params["ft_in"].unpack())
-    else:
-        n_consts, n_carry = params["num_consts"], params["num_carry"]
-    consts, carry = args[:n_consts], args[n_consts : n_consts + n_carry]
-    xs = args[n_consts + n_carry :]
-    order = range(params["length"])
-    rows = {}
-    for i in reversed(order) if params["reverse"] else order:
-        outs = _call(
-            body, [*consts, *carry, *(lax.dynamic_index_in_dim(x, i, keepdims=False) for x in xs)]
-        )
-        carry, rows[i] = outs[:n_carry], outs[n_carry:]
-    if not rows:
-        return [*carry, *(jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars[n_carry:])]
-    return [*carry, *(jnp.stack(column) for column in zip(*(rows[i] for i in order)))]
-
-
-def _while(args, params):
-    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-    of_cond, of_body = args[:n_cond], args[n_cond : n_cond + n_body]
-    carry = args[n_cond + n_body :]
-    while _call(params["cond_jaxpr"], [*of_cond, *carry])[0]:
-        carry = _call(params["body_jaxpr"], [*of_body, *carry])
-    return carry
+AROUND = around(remat.checkpoint)

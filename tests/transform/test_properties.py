@@ -19,6 +19,7 @@ from jax import lax
 
 import remat
 from remat import checkpoint_name, policies
+from transform.evaluator import evaluate
 from transform.programs import (
     AROUND,
     BINARY,
@@ -29,7 +30,6 @@ from transform.programs import (
     W,
     X,
     chance,
-    evaluate,
 )
 
 NAMES = ("a", "b", "c")
