@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -121,6 +122,17 @@ def test_each_lane_of_a_batch_stops_by_itself() -> None:
     ns = jnp.array([0, 3, 12], jnp.int32)
     lanes = jax.jit(jax.vmap(jax.grad(lambda x, n: steps_of_sin(x, n, checkpoints=2)), (None, 0)))
     assert_close(lanes(X, ns), jnp.stack([jax.grad(sin_by_scan)(X, int(n)) for n in ns]))
+
+
+@pytest.mark.parametrize("checkpoints", [1, 2])
+def test_lanes_that_are_done_do_not_keep_the_backward_pass_from_ending(checkpoints: int) -> None:
+    def steps_of_sin(x: Any, n: Any) -> Any:
+        return fori_loop(0, n, lambda _, c: jnp.sin(c), x, checkpoints=checkpoints)
+
+    counts = np.array([2, 0, 3], np.int32)
+    found = jax.jit(jax.vmap(jax.grad(steps_of_sin), (None, 0)))(1.0, counts)
+    expected = [math.prod(math.cos(c) for c in (1.0, math.sin(1.0))), 1.0]
+    np.testing.assert_allclose(found[:2], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("way", [{"checkpoints": 3}, {"budget": "1KiB"}, {}], ids=str)

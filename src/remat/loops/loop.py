@@ -447,13 +447,15 @@ def backward(
 
     def reverse(state: tuple) -> tuple:
         done, top, starts, rows, ct_consts, ct_carry, ct_xs = state
-        step = held.count - 1 - done
+        # Under `vmap`, lanes without steps left are run along with the others. An unsigned counter must
+        # not wrap around there: the descent below would take billions of steps.
+        step = jnp.maximum(held.count - done, 1) - 1
         top_start = starts[top]
         rows, carry = loop.store.read(rows, held.order[top], inputs.carry)
 
         def descend(state: tuple) -> tuple:
             start, top, starts, rows, carry = state
-            split = _split(loop, step + 1 - start, loop.slots - top)
+            split = _split(loop, jnp.maximum(step, start) + 1 - start, loop.slots - top)
             carry = _advance(loop, inputs, start, start + split, carry)
             start = start + split
             # The state of `step` itself is written, too, above the stack, where nothing is.
@@ -556,10 +558,11 @@ def _split(loop: Loop, length: Any, free: Any) -> Any:
     """`schedules.binomial_split` at run time: `length` ≥ 2 steps from a state with `free` slots.
 
     Outside that domain, and where the table is too narrow, the answer only has to be a step
-    count that makes progress.
+    count that makes progress, and few: it is also asked for lanes of a `vmap` that are done.
     """
+    length = jnp.maximum(length, 2)
     if loop.slots == 1:
-        return jnp.maximum(length - 1, 1)
+        return length - 1
     table = jnp.asarray(loop.rows_of_splits)
     r = jnp.sum(table[free] < length, dtype=jnp.int32)
     below = jnp.maximum(r - 1, 0)
