@@ -15,7 +15,7 @@ FRAMEWORKS = ("flax", "equinox", "haiku", "brainstate")
 
 # In flow order: a module imports only from those above it.
 LAYERS = [
-    ("printing",),
+    ("aliases", "printing"),
     ("errors",),
     ("units", "files", "globs"),
     ("json_lines", "cache"),
@@ -105,7 +105,7 @@ LAYERS = [
     ("__main__",),
 ]
 # Modules that run on hand-made graphs, without JAX.
-PURE = ("errors", "files", "printing", "units", "json_lines",
+PURE = ("aliases", "errors", "files", "printing", "units", "json_lines",
         "solvers", "ir.formulas", "ir.operations", "program.devices",
         "program.program", "program.fusion", "cache", "planner.decide", "planner.bodies",
         "planner.plan_file", "loops.schedules", "loops.nesting", "globs",

@@ -23,6 +23,7 @@ from brainstate.transform import StatefulFunction
 from brainstate.typing import Missing
 
 from remat import _jax, partition
+from remat.aliases import Leaf, PolicyLike, PyTree
 from remat.errors import StaticArgumentError, StaticArgumentTypeError, TargetError
 from remat.transform.checkpoint import checkpoint as _checkpoint
 from remat.transform.statics import Statics, without_statics
@@ -34,7 +35,7 @@ def checkpoint(
     fun: Any = Missing(),  # noqa: B008  # brainstate's own mark of an argument left out
     *,
     prevent_cse: bool = True,
-    policy: Any = None,
+    policy: PolicyLike = None,
     static_argnums: int | tuple[int, ...] = (),
 ) -> Callable:
     """Make a function of States recompute its linearization points when it is differentiated.
@@ -79,13 +80,13 @@ def checkpoint(
 
     @_jax.api_boundary
     @functools.wraps(fun)
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+    def checkpointed(*args: PyTree, **kwargs: PyTree) -> PyTree:
         argnums, argnames = statics.in_call(args, kwargs)
         called, args, kwargs = without_statics(fun, args, kwargs, argnums, argnames)
         traced, parts = partition.split((args, kwargs), _is_traced, _is_state)
 
         @functools.wraps(fun, updated=())
-        def on_arrays(*traced: Any) -> Any:
+        def on_arrays(*traced: Leaf) -> PyTree:
             args, kwargs = parts.join(traced)
             return called(*args, **kwargs)
 
@@ -102,11 +103,11 @@ def checkpoint(
 remat = checkpoint
 
 
-def _is_state(x: Any) -> bool:
+def _is_state(x: Leaf) -> bool:
     return isinstance(x, State)
 
 
-def _is_traced(x: Any) -> bool:
+def _is_traced(x: Leaf) -> bool:
     """Whether an argument is traced: arrays, numbers, and States, which brainstate refuses."""
     return partition.is_array(x) or isinstance(x, (bool, int, float, complex, State))
 

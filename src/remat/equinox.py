@@ -20,6 +20,7 @@ import equinox as eqx
 import jax
 
 from remat import _jax, partition
+from remat.aliases import PolicyLike, PyTree
 from remat.errors import TargetError
 from remat.selection import PathGlobs, as_methods, has_method
 from remat.transform.checkpoint import checkpoint
@@ -29,7 +30,7 @@ _jax.exclude_from_tracebacks(__file__)
 
 
 def filter_checkpoint(
-    fun: Callable | None = None, *, prevent_cse: bool = True, policy: Any = None
+    fun: Callable | None = None, *, prevent_cse: bool = True, policy: PolicyLike = None
 ) -> Callable:
     """Make a function on pytrees recompute its linearization points when it is differentiated.
 
@@ -67,18 +68,18 @@ def filter_checkpoint(
 class _Checkpointed(eqx.Module):
     _fun: Callable
     _prevent_cse: bool = eqx.field(static=True)
-    _policy: Any = eqx.field(static=True)
+    _policy: PolicyLike = eqx.field(static=True)
 
     @property
     def __wrapped__(self) -> Callable:
         return self._fun
 
     @_jax.api_boundary
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         call = (_as_pytree(self._fun), args, kwargs)
         arrays, parts = partition.split(call, eqx.is_array)
 
-        def region(arrays: list[Any]) -> Any:
+        def region(arrays: list[jax.Array]) -> PyTree:
             fun, args, kwargs = parts.join(arrays)
             arrays_out, rest = partition.split(fun(*args, **kwargs), eqx.is_array)
             return arrays_out, partition.Constant(rest)
@@ -92,7 +93,7 @@ class _Checkpointed(eqx.Module):
         return self if instance is None else eqx.Partial(self, instance)
 
 
-def _as_pytree(fun: Any) -> Any:
+def _as_pytree(fun: Callable) -> PyTree:
     """A Python method of a module (`linear.__call__` is one), with the module's arrays in sight."""
     if isinstance(fun, types.MethodType) and isinstance(fun.__self__, eqx.Module):
         return eqx.Partial(fun.__func__, fun.__self__)
@@ -105,13 +106,13 @@ def _as_pytree(fun: Any) -> Any:
 
 def with_remat(
     path_globs: str | Iterable[str],
-    model: Any,
+    model: PyTree,
     *,
-    policy: Any = None,
+    policy: PolicyLike = None,
     prevent_cse: bool = True,
     methods: str | Iterable[str] = ("__call__",),
     strict: bool = True,
-) -> Any:
+) -> PyTree:
     """A copy of a model with the modules at some paths rematerialized.
 
     The modules become instances of a subclass of their class, with that class's name and fields. So
@@ -144,7 +145,7 @@ def with_remat(
     globs, names = PathGlobs.of(path_globs), as_methods(methods)
     classes: dict[str, type] = {}
 
-    def change(path: str, module: Any) -> Any:
+    def change(path: str, module: eqx.Module) -> eqx.Module:
         classes[path] = cls = _plain(module)
         if not globs.matches(path) or not any(has_method(cls, name) for name in names):
             return module
@@ -157,7 +158,7 @@ def with_remat(
     return changed
 
 
-def without_remat(model: Any) -> Any:
+def without_remat(model: PyTree) -> PyTree:
     """The model with each module that `with_remat` or `rematted` changed in its old class."""
     return _map_modules(lambda _, module: _as_instance_of(_plain(module), module), model, "")
 
@@ -165,13 +166,13 @@ def without_remat(model: Any) -> Any:
 @contextlib.contextmanager
 def rematted(
     path_globs: str | Iterable[str],
-    model: Any,
+    model: PyTree,
     *,
-    policy: Any = None,
+    policy: PolicyLike = None,
     prevent_cse: bool = True,
     methods: str | Iterable[str] = ("__call__",),
     strict: bool = True,
-) -> Iterator[Any]:
+) -> Iterator[PyTree]:
     """`with_remat` as a context, as `remat.rematted` has it: the context returns the changed copy.
 
     A module does not change, so there is nothing to undo in the end; `without_remat` gives back the
@@ -182,10 +183,12 @@ def rematted(
     )
 
 
-def _map_modules(change: Callable[[str, Any], Any], tree: Any, path: str) -> Any:
+def _map_modules(
+    change: Callable[[str, eqx.Module], eqx.Module], tree: PyTree, path: str
+) -> PyTree:
     """Replace each module below the root, the innermost first, by `change(path, module)`."""
 
-    def is_inner(x: Any) -> bool:
+    def is_inner(x: PyTree) -> bool:
         return x is not tree and isinstance(x, eqx.Module)
 
     found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_inner)
@@ -205,7 +208,7 @@ class _Rematted:
     _plain_class: type
 
 
-def _plain(module: Any) -> type:
+def _plain(module: eqx.Module) -> type:
     cls = type(module)
     return cls._plain_class if issubclass(cls, _Rematted) else cls
 
@@ -220,7 +223,9 @@ def _as_instance_of(cls: type, module: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _rematted_class(cls: type, methods: tuple[str, ...], policy: Any, prevent_cse: bool) -> type:
+def _rematted_class(
+    cls: type, methods: tuple[str, ...], policy: PolicyLike, prevent_cse: bool
+) -> type:
     """A subclass whose methods are regions; equal arguments give the same class."""
     lift = functools.partial(filter_checkpoint, policy=policy, prevent_cse=prevent_cse)
     namespace: dict[str, Any] = {
@@ -237,7 +242,7 @@ def _rematted_class(cls: type, methods: tuple[str, ...], policy: Any, prevent_cs
 def _rematted_method(cls: type, name: str, lift: Callable) -> Any:
     @_jax.api_boundary
     @functools.wraps(getattr(cls, name))
-    def rematted_method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def rematted_method(self: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return lift(getattr(_as_instance_of(cls, self), name))(*args, **kwargs)
 
     return rematted_method

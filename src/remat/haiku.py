@@ -17,6 +17,7 @@ from typing import Any
 from haiku._src.stateful import thread_hk_state_in_kwargs
 
 from remat import _jax
+from remat.aliases import PolicyLike, PyTree
 from remat.errors import TargetError
 from remat.transform.checkpoint import checkpoint
 
@@ -28,9 +29,9 @@ def _checkpoint_untraced(fun: Callable, **options: Any) -> Callable:
 
     @_jax.api_boundary
     @functools.wraps(fun)
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+    def checkpointed(*args: PyTree, **kwargs: PyTree) -> PyTree:
         @functools.wraps(fun)
-        def fresh(*args: Any, **kwargs: Any) -> Any:
+        def fresh(*args: PyTree, **kwargs: PyTree) -> PyTree:
             return fun(*args, **kwargs)
 
         return checkpoint(fresh, **options)(*args, **kwargs)
@@ -44,7 +45,7 @@ def _named(fun: Callable) -> Callable:
         return fun
 
     @functools.wraps(fun, updated=())
-    def named(*args: Any, **kwargs: Any) -> Any:
+    def named(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return fun(*args, **kwargs)
 
     named.__name__ = named.__qualname__ = type(fun).__name__
@@ -61,7 +62,7 @@ def remat(
     *,
     concrete: bool = False,
     prevent_cse: bool = True,
-    policy: Any = None,
+    policy: PolicyLike = None,
     static_argnums: int | tuple[int, ...] = (),
     static_argnames: str | tuple[str, ...] = (),
 ) -> Callable:

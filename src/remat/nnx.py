@@ -32,6 +32,7 @@ from flax.nnx.transforms.autodiff import SimpleRematFn
 from flax.typing import MISSING, Missing
 
 from remat import _jax, partition
+from remat.aliases import Leaf, PolicyLike, PyTree
 from remat.errors import OptionError, StaticArgumentError, TargetError
 from remat.selection import PathGlobs, as_methods, has_method
 from remat.transform.checkpoint import checkpoint
@@ -46,7 +47,7 @@ def remat(
     *,
     prevent_cse: bool = True,
     static_argnums: int | tuple[int, ...] = (),
-    policy: Any = None,
+    policy: PolicyLike = None,
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
@@ -94,7 +95,11 @@ def remat(
         graph = bool(graphlib.set_graph_mode.current_value())
     if graph_updates is None:
         graph_updates = bool(graphlib.set_graph_updates.current_value())
-    options = {"prevent_cse": prevent_cse, "static_argnums": static_argnums, "policy": policy}
+    options: dict[str, Any] = {
+        "prevent_cse": prevent_cse,
+        "static_argnums": static_argnums,
+        "policy": policy,
+    }
     if isinstance(f, Missing):
         return functools.partial(remat, graph=graph, graph_updates=graph_updates, **options)
     if isinstance(f, nnx.Module):
@@ -107,7 +112,7 @@ def remat(
 
 def _with_updates(f: Callable, options: dict[str, Any]) -> Callable:
     @functools.wraps(f)
-    def inner(*args: Any, **kwargs: Any) -> Any:
+    def inner(*args: PyTree, **kwargs: PyTree) -> PyTree:
         copies = graphlib.IndexMap()
         args, kwargs = _as_objects((args, kwargs), copies)
         objects = [copies[index] for index in range(len(copies))]
@@ -120,7 +125,7 @@ def _with_updates(f: Callable, options: dict[str, Any]) -> Callable:
 
     @_jax.api_boundary
     @functools.wraps(f)
-    def rematted(*args: Any, **kwargs: Any) -> Any:
+    def rematted(*args: PyTree, **kwargs: PyTree) -> PyTree:
         region = region_for(args, kwargs)
         index_of = graphlib.RefMap()
         arguments, named = _as_graphs((args, kwargs), index_of)
@@ -135,7 +140,7 @@ def _without_updates(f: Callable, graph: bool, options: dict[str, Any]) -> Calla
 
     @_jax.api_boundary
     @functools.wraps(f)
-    def rematted(*args: Any, **kwargs: Any) -> Any:
+    def rematted(*args: PyTree, **kwargs: PyTree) -> PyTree:
         region = region_for(args, kwargs)
         if graph:
             args, kwargs = extract.to_tree2((args, kwargs))
@@ -169,10 +174,10 @@ class _Graph:
     """A graph as a pytree: its structure, and its Variables and arrays in order."""
 
     graphdef: graphlib.GraphDef
-    leaves: list[Any]
+    leaves: list[Leaf]
 
 
-def _as_graphs(tree: Any, index_of: Any, outer_index_of: Any = None) -> Any:
+def _as_graphs(tree: PyTree, index_of: Any, outer_index_of: Any = None) -> PyTree:
     """Replace the graphs in a pytree; objects that `index_of` knows become references to them.
 
     Args:
@@ -180,7 +185,7 @@ def _as_graphs(tree: Any, index_of: Any, outer_index_of: Any = None) -> Any:
       outer_index_of: the numbers that copies have outside.
     """
 
-    def one(x: Any) -> Any:
+    def one(x: Leaf) -> Leaf:
         if not _is_graph(x):
             return x
         graphdef, state = graphlib.flatten(
@@ -191,7 +196,7 @@ def _as_graphs(tree: Any, index_of: Any, outer_index_of: Any = None) -> Any:
     return jax.tree.map(one, tree, is_leaf=_is_graph)
 
 
-def _as_objects(tree: Any, known: Any, outer: Any = None) -> Any:
+def _as_objects(tree: PyTree, known: Any, outer: Any = None) -> PyTree:
     """The inverse of `_as_graphs`.
 
     Args:
@@ -199,7 +204,7 @@ def _as_objects(tree: Any, known: Any, outer: Any = None) -> Any:
       outer: the objects by outer number that are changed in place.
     """
 
-    def one(x: Any) -> Any:
+    def one(x: Leaf) -> Leaf:
         if not isinstance(x, _Graph):
             return x
         return graphlib.unflatten(
@@ -239,7 +244,7 @@ def _is_same(before: tuple[list[Any], Any], after: tuple[list[Any], Any]) -> boo
     )
 
 
-def _changes(objects: list[Any], is_kept: list[bool], out: Any) -> Any:
+def _changes(objects: list[Any], is_kept: list[bool], out: PyTree) -> PyTree:
     """The numbers of the objects that stayed the same, those that changed, and the result."""
     kept = [n for n, same in enumerate(is_kept) if same]
     index_of, outer_index_of = graphlib.RefMap(), graphlib.RefMap()
@@ -251,7 +256,7 @@ def _changes(objects: list[Any], is_kept: list[bool], out: Any) -> Any:
     return partition.Constant(kept), *_as_graphs((changed, out), index_of, outer_index_of)
 
 
-def _write_back(objects: dict[int, Any], kept: Any, changed: list[_Graph], out: Any) -> Any:
+def _write_back(objects: dict[int, Any], kept: Any, changed: list[_Graph], out: PyTree) -> PyTree:
     for graph in changed:
         for node in graph.graphdef.nodes:
             if getattr(node, "outer_index", None) is not None:
@@ -328,7 +333,7 @@ def _of_instance(module: Any, options: dict[str, Any]) -> Callable:
     region = remat(method, **dict(options, static_argnums=shifted))
 
     @functools.wraps(method)
-    def rematted(*args: Any, **kwargs: Any) -> Any:
+    def rematted(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return region(module, *args, **kwargs)
 
     return rematted
@@ -362,13 +367,13 @@ def _check_target(f: Any) -> None:
 @contextlib.contextmanager
 def rematted(
     path_globs: str | Iterable[str],
-    model: Any,
+    model: PyTree,
     *,
-    policy: Any = None,
+    policy: PolicyLike = None,
     prevent_cse: bool = True,
     methods: str | Iterable[str] = ("__call__",),
     strict: bool = True,
-) -> Iterator[Any]:
+) -> Iterator[PyTree]:
     """Rematerialize the NNX modules at some paths of a model while the context lasts.
 
     See `remat.rematted`. A path is made of attribute names and positions in lists, `layers/0`; a
@@ -401,7 +406,9 @@ def _set_class(module: Any, cls: Any) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _rematted_class(cls: Any, methods: tuple[str, ...], policy: Any, prevent_cse: bool) -> type:
+def _rematted_class(
+    cls: Any, methods: tuple[str, ...], policy: PolicyLike, prevent_cse: bool
+) -> type:
     """A subclass with the same name whose methods are regions; equal arguments, the same class."""
     lift = functools.partial(remat, policy=policy, prevent_cse=prevent_cse)
     namespace: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
@@ -414,15 +421,15 @@ def _rematted_class(cls: Any, methods: tuple[str, ...], policy: Any, prevent_cse
 def _rematted_method(method: Any, lift: Callable) -> Any:
     @_jax.api_boundary
     @functools.wraps(method)
-    def rematted_method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def rematted_method(self: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return partition.call(lift, method, self, args, kwargs, _is_traced, _is_graph)
 
     return rematted_method
 
 
-def _is_graph(x: Any) -> bool:
+def _is_graph(x: Leaf) -> bool:
     return isinstance(x, nnx.Variable) or graphlib.is_graph_node(x)
 
 
-def _is_traced(leaf: Any) -> bool:
+def _is_traced(leaf: Leaf) -> bool:
     return _is_graph(leaf) or partition.is_array(leaf)

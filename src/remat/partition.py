@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from remat import _jax
+from remat.aliases import Leaf, PyTree
 
 _jax.exclude_from_tracebacks(__file__)
 
@@ -33,29 +34,29 @@ class Parts:
 
     tree: Any
     is_traced: tuple[bool, ...]
-    untraced: tuple[Any, ...]  # the other leaves, in order
+    untraced: tuple[Leaf, ...]  # the other leaves, in order
 
-    def join(self, traced: Sequence[Any]) -> Any:
+    def join(self, traced: Sequence[Leaf]) -> PyTree:
         """The pytree with these traced leaves."""
         ours, theirs = iter(traced), iter(self.untraced)
         leaves = [next(ours) if flag else next(theirs) for flag in self.is_traced]
         return jax.tree.unflatten(self.tree, leaves)
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: Leaf) -> bool:
     """Whether a leaf is an array of JAX or NumPy, or a tracer."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and not _is_text(leaf)
 
 
-def _is_text(leaf: Any) -> bool:
+def _is_text(leaf: Leaf) -> bool:
     return isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "OSUV"
 
 
 def split(
-    tree: Any,
-    is_traced: Callable[[Any], bool] = is_array,
-    is_leaf: Callable[[Any], bool] | None = None,
-) -> tuple[list[Any], Parts]:
+    tree: PyTree,
+    is_traced: Callable[[Leaf], bool] = is_array,
+    is_leaf: Callable[[Leaf], bool] | None = None,
+) -> tuple[list[Leaf], Parts]:
     """Take the traced leaves out of a pytree.
 
     >>> import jax.numpy as jnp
@@ -77,10 +78,10 @@ def call(
     method: Callable,
     module: Any,
     args: tuple,
-    kwargs: dict[str, Any],
-    is_traced: Callable[[Any], bool] = is_array,
-    is_leaf: Callable[[Any], bool] | None = None,
-) -> Any:
+    kwargs: dict[str, PyTree],
+    is_traced: Callable[[Leaf], bool] = is_array,
+    is_leaf: Callable[[Leaf], bool] | None = None,
+) -> PyTree:
     """Call `method(module, *args, **kwargs)` lifted, with what is no array passing untraced.
 
     Args:
@@ -89,7 +90,7 @@ def call(
     """
     traced, parts = split((args, kwargs), is_traced, is_leaf)
 
-    def on_arrays(module: Any, *traced: Any) -> Any:
+    def on_arrays(module: Any, *traced: Leaf) -> PyTree:
         args, kwargs = parts.join(traced)
         traced_out, rest = split(method(module, *args, **kwargs), is_traced, is_leaf)
         return traced_out, Constant(rest)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from remat import units
+from remat.aliases import Leaf, PyTree
 from remat.errors import GradientMismatchError, PeakMemoryError, RematError, SavedValuesError
 from remat.globs import any_name_matches
 from remat.transform.residuals import residuals
@@ -28,7 +29,7 @@ from remat.transform.residuals import residuals
 def assert_same_gradients(
     f: Callable[..., Any],
     g: Callable[..., Any],
-    *args: Any,
+    *args: PyTree,
     order: int = 1,
     rtol: float | None = None,
     atol: float = 0.0,
@@ -76,13 +77,13 @@ def _values_and_gradients(fun: Callable, args: tuple, order: int, seed: int) -> 
     leaves, tree = jax.tree.flatten(args)
     chosen = [i for i, x in enumerate(leaves) if _is_inexact(x)]
 
-    def of_chosen(xs: list[Any]) -> Any:
+    def of_chosen(xs: list[jax.Array]) -> PyTree:
         full = list(leaves)
         for i, x in zip(chosen, xs):
             full[i] = x
         return jax.tree.map(jnp.asarray, fun(*jax.tree.unflatten(tree, full)))
 
-    def gradients(xs: list[Any]) -> tuple[Any, Any]:
+    def gradients(xs: list[jax.Array]) -> tuple[PyTree, PyTree]:
         out, vjp = jax.vjp(of_chosen, xs)
         return out, vjp(_random_like(out, seed, cotangent=True))[0]
 
@@ -91,7 +92,7 @@ def _values_and_gradients(fun: Callable, args: tuple, order: int, seed: int) -> 
     result = {"value": out, "gradient": first}
     if order == 2:
 
-        def directional(xs: list[Any]) -> Any:
+        def directional(xs: list[jax.Array]) -> PyTree:
             grads = gradients(xs)[1]
             weights = _random_like(grads, seed + 1)
             return sum(
@@ -102,14 +103,14 @@ def _values_and_gradients(fun: Callable, args: tuple, order: int, seed: int) -> 
     return result
 
 
-def _is_inexact(x: Any) -> bool:
+def _is_inexact(x: Leaf) -> bool:
     return jnp.issubdtype(getattr(x, "dtype", jnp.result_type(x)), jnp.inexact)
 
 
-def _random_like(tree: Any, seed: int, cotangent: bool = False) -> Any:
+def _random_like(tree: PyTree, seed: int, cotangent: bool = False) -> PyTree:
     rng = np.random.default_rng(seed)
 
-    def leaf(x: Any) -> Any:
+    def leaf(x: Leaf) -> Leaf:
         if not _is_inexact(x):
             return np.zeros(np.shape(x), jax.dtypes.float0) if cotangent else x
         values = rng.uniform(0.5, 1.5, np.shape(x))
@@ -118,7 +119,7 @@ def _random_like(tree: Any, seed: int, cotangent: bool = False) -> Any:
     return jax.tree.map(leaf, tree)
 
 
-def _compare(path: str, a: Any, b: Any, rtol: float | None, atol: float) -> None:
+def _compare(path: str, a: Leaf, b: Leaf, rtol: float | None, atol: float) -> None:
     if np.shape(a) != np.shape(b) or jnp.result_type(a) != jnp.result_type(b):
         raise GradientMismatchError(
             f"{path}: {jnp.result_type(a)}{list(np.shape(a))} from the first function and "
@@ -150,7 +151,7 @@ def _compare(path: str, a: Any, b: Any, rtol: float | None, atol: float) -> None
 # Memory
 
 
-def peak_bytes(step: Callable[..., Any], *args: Any, real: bool = False) -> int:
+def peak_bytes(step: Callable[..., Any], *args: PyTree, real: bool = False) -> int:
     """The memory that a step needs at its peak on one device: arguments, results and temporaries.
 
     >>> import jax, jax.numpy as jnp, remat
@@ -189,7 +190,7 @@ def peak_bytes(step: Callable[..., Any], *args: Any, real: bool = False) -> int:
 
 
 def assert_peak_below(
-    step: Callable[..., Any], *args: Any, limit: str | int, real: bool = False
+    step: Callable[..., Any], *args: PyTree, limit: str | int, real: bool = False
 ) -> None:
     """Assert that a step needs no more memory than a limit (see `peak_bytes`).
 
@@ -215,10 +216,10 @@ def assert_peak_below(
 
 def assert_saves_only(
     f: Callable[..., Any],
-    *args: Any,
+    *args: PyTree,
     names: Iterable[str] = (),
     limit: str | int = 0,
-    **kwargs: Any,
+    **kwargs: PyTree,
 ) -> None:
     """Assert that a function keeps nothing for its backward pass but what has certain names.
 
@@ -262,7 +263,7 @@ def _jitted(step: Callable[..., Any]) -> Any:
     return step if hasattr(step, "lower") else jax.jit(step)
 
 
-def _platform(compiled: Any) -> str:
+def _platform(compiled: jax.stages.Compiled) -> str:
     try:
         return next(iter(compiled.runtime_executable().local_devices())).platform
     except Exception:  # compiled ahead of time for devices that are not here
@@ -273,7 +274,7 @@ _STATUS = pathlib.Path("/proc/self/status")
 _CLEAR_REFS = pathlib.Path("/proc/self/clear_refs")
 
 
-def _growth_bytes(run: Callable[[], Any]) -> int:
+def _growth_bytes(run: Callable[[], PyTree]) -> int:
     """By how much the resident memory grows at most while `run` runs."""
     jax.block_until_ready(run())  # what only the first run needs
     try:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import Any
 
+from remat.aliases import PolicyLike, PyTree
 from remat.errors import TargetError
 
 # The package that a framework's `Module` is defined in, and the module of ours with its `rematted`.
@@ -24,13 +24,13 @@ ADAPTERS = {
 
 def rematted(
     path_globs: str | Iterable[str],
-    model: Any = None,
+    model: PyTree = None,
     *,
-    policy: Any = None,
+    policy: PolicyLike = None,
     prevent_cse: bool = True,
     methods: str | Iterable[str] = ("__call__",),
     strict: bool = True,
-) -> AbstractContextManager[Any]:
+) -> AbstractContextManager[PyTree]:
     """Rematerialize the submodules at some paths, without an edit to the model.
 
     Names of parameters, their initial values and the random numbers that are drawn stay the same.
@@ -79,7 +79,7 @@ def rematted(
     )
 
 
-def _adapter_of(model: Any) -> str:
+def _adapter_of(model: PyTree) -> str:
     if model is None:
         return ADAPTERS["flax.linen"]
     for cls in type(model).__mro__:

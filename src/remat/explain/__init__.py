@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from remat import _jax
+from remat.aliases import PyTree
 
 if TYPE_CHECKING:
     from remat.program.targets import Target
@@ -32,10 +33,10 @@ _jax.exclude_from_tracebacks(__file__)
 
 def explain(
     f: Callable[..., Any],
-    *args: Any,
+    *args: PyTree,
     target: str | Target | None = None,
     compile: bool = True,
-    **kwargs: Any,
+    **kwargs: PyTree,
 ) -> Explanation:
     """Explain what a function or training step saves, recomputes and holds, when, and why.
 

@@ -19,6 +19,7 @@ import jax
 import jaxlib
 
 from remat import _jax
+from remat.aliases import PyTree
 from remat.explain.account import account_of
 from remat.explain.difference import difference
 from remat.explain.findings import Facts, findings_of
@@ -38,8 +39,8 @@ _jax.exclude_from_tracebacks(__file__)
 
 def explanation_of(
     f: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
     target: str | targets.Target | None,
     compile: bool,
 ) -> Explanation:

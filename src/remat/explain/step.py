@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from remat import _jax
+from remat.aliases import Leaf, PyTree
 from remat.ir import jaxprs
 from remat.program.targets import Target, n_shards, place
 from remat.transform.residuals import Residuals, residuals
@@ -49,11 +50,13 @@ class TracedStep:
     shards: tuple[int, ...]
     donated: tuple[bool, ...]
     residuals: Residuals | None
-    inputs: tuple[Any, ...]
-    lower: Callable[[], Any]
+    inputs: tuple[Leaf, ...]
+    lower: Callable[[], jax.stages.Lowered]
 
 
-def traced_step(f: Callable, args: tuple, kwargs: dict[str, Any], target: Target) -> TracedStep:
+def traced_step(
+    f: Callable, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], target: Target
+) -> TracedStep:
     """Return a function or step, traced with its arguments for a target."""
     if isinstance(f, (jax.stages.Lowered, jax.stages.Compiled)):
         raise TypeError(
@@ -81,7 +84,7 @@ def traced_step(f: Callable, args: tuple, kwargs: dict[str, Any], target: Target
 class _Arguments:
     """A function's arguments, separated into static ones and inputs of the program."""
 
-    def __init__(self, f: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+    def __init__(self, f: Callable, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
         numbers, names = _jax.static_arguments(f)
         self.f, self.args, self.kwargs = f, args, kwargs
         self._fixed = {n % len(args) for n in numbers if -len(args) <= n < len(args)}
@@ -89,7 +92,7 @@ class _Arguments:
         self._passed = [i for i in range(len(args)) if i not in self._fixed]
 
     @property
-    def dynamic(self) -> tuple[tuple, dict[str, Any]]:
+    def dynamic(self) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
         """Return the arguments that are inputs of the program."""
         named = {k: v for k, v in self.kwargs.items() if k not in self._fixed_names}
         return tuple(self.args[i] for i in self._passed), named
@@ -101,7 +104,7 @@ class _Arguments:
             return self.f
 
         @_jax.wraps(self.f)
-        def function(*dynamic: Any, **named: Any) -> Any:
+        def function(*dynamic: PyTree, **named: PyTree) -> PyTree:
             args = list(self.args)
             for i, x in zip(self._passed, dynamic):
                 args[i] = x
@@ -117,7 +120,7 @@ class _Arguments:
         )
 
 
-def has_gradient(f: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+def has_gradient(f: Callable, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> bool:
     """Return whether a function computes a gradient itself."""
     f, args, kwargs = _of_arrays(f, args, kwargs)
     return _has_gradient(_jax.open_jaxpr(_trace(f, args, kwargs).jaxpr))
@@ -128,13 +131,13 @@ def value_and_gradient(f: Callable) -> Callable:
 
     # The name is the same in the compiled program and in its analysis.
     @_jax.wraps(f)
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def step(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return _value_and_gradient(f, args, kwargs)
 
     return step
 
 
-def _trace(f: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _trace(f: Callable, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> jax.stages.Traced:
     if hasattr(f, "trace"):
         traced = f.trace(*args, **kwargs)
         if hasattr(traced, "jaxpr"):  # `nnx.jit` keeps it to itself
@@ -143,8 +146,8 @@ def _trace(f: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _of_arrays(
-    f: Callable, args: tuple, kwargs: dict[str, Any]
-) -> tuple[Callable, tuple, dict[str, Any]]:
+    f: Callable, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> tuple[Callable, tuple[PyTree, ...], dict[str, PyTree]]:
     """Return a function of the arrays alone; arguments may hold other leaves, as Equinox's do."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     others = {i: x for i, x in enumerate(leaves) if not hasattr(x, "dtype") and not _is_number(x)}
@@ -152,7 +155,7 @@ def _of_arrays(
         return f, args, kwargs
 
     @_jax.wraps(f)
-    def function(*args: Any, **kwargs: Any) -> Any:
+    def function(*args: PyTree, **kwargs: PyTree) -> PyTree:
         given = tree.flatten_up_to((args, kwargs))
         args, kwargs = tree.unflatten([others.get(i, x) for i, x in enumerate(given)])
         return f(*args, **kwargs)
@@ -165,7 +168,7 @@ def _made(
     arguments: _Arguments,
     traced: Any,
     jaxpr: _jax.Jaxpr,
-    consts: Sequence[Any],
+    consts: Sequence[jax.Array],
     undifferentiated: _jax.Jaxpr | None,
     kept: Residuals | None,
 ) -> TracedStep:
@@ -202,7 +205,7 @@ def _struct(v: _jax.Var) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
 
 
-def _divided(leaf: Any) -> int:
+def _divided(leaf: Leaf) -> int:
     sharding, shape = getattr(leaf, "sharding", None), tuple(np.shape(leaf))
     if sharding is None or not all(shape):
         return 1
@@ -217,24 +220,24 @@ def _has_gradient(jaxpr: _jax.Jaxpr) -> bool:
     )
 
 
-def _differentiable(tree: Any) -> bool:
+def _differentiable(tree: PyTree) -> bool:
     return any(map(_is_inexact, jax.tree.leaves(tree)))
 
 
-def _is_inexact(x: Any) -> bool:
+def _is_inexact(x: Leaf) -> bool:
     dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x) if _is_number(x) else None
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: Leaf) -> bool:
     return isinstance(x, (bool, int, float, complex))
 
 
-def _value_and_gradient(f: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _value_and_gradient(f: Callable, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
     leaves, tree = jax.tree.flatten(args[0])
     chosen = [i for i, leaf in enumerate(leaves) if _is_inexact(leaf)]
 
-    def of_chosen(xs: list[Any]) -> Any:
+    def of_chosen(xs: list[jax.Array]) -> PyTree:
         full = list(leaves)
         for i, x in zip(chosen, xs):
             full[i] = x
@@ -244,7 +247,7 @@ def _value_and_gradient(f: Callable, args: tuple, kwargs: dict[str, Any]) -> Any
     return out, backward(jax.tree.map(_ones, out))[0]
 
 
-def _ones(x: Any) -> Any:
+def _ones(x: Leaf) -> Leaf:
     if _is_inexact(x):
         return jnp.ones_like(x)
     return np.zeros(jnp.shape(x), jax.dtypes.float0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,18 @@ import numpy as np
 from flax import linen as nn
 from flax.core import lift, meta
 
+from remat.aliases import PyTree
 from remat.errors import OptionError, ScheduleError, TargetError
 from remat.loops.remat_scan import Division
+
+Axes: TypeAlias = Any  # a pytree of ints and `nn.broadcast`, a prefix of the arrays' pytree
+
 
 # --------------------------------------------------------------------------------------------------
 # Checks
 
 
-def as_axes(name: str, axes: Any) -> Any:
+def as_axes(name: str, axes: Axes) -> Axes:
     """Return `in_axes` or `out_axes` with a tuple in place of its outermost list.
 
     Inputs are a tuple too, and `jax.tree.map` takes a list and a tuple for different structures.
@@ -62,7 +66,7 @@ def check_mappings(variable_axes: Any, split_rngs: Any, metadata_params: Any) ->
             raise OptionError(f"split_rngs[{sequence!r}] is a bool, not {split!r}.")
 
 
-def check_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], in_axes: Any) -> None:
+def check_call(args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], in_axes: Axes) -> None:
     """Refuse a call of repeated layers that does not say how its arguments reach the layers.
 
     Args:
@@ -98,7 +102,7 @@ def check_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], in_axes: Any) -
         )
 
 
-def n_layers(division: Division, stacked: Any, in_axes: Any, inputs: tuple[Any, ...]) -> int:
+def n_layers(division: Division, stacked: PyTree, in_axes: Axes, inputs: tuple[PyTree, ...]) -> int:
     """Return the number of layers, and refuse variables and inputs of another number."""
     sizes = {}
     for axis, keys, x in _stacked(in_axes, inputs):
@@ -122,7 +126,7 @@ def n_layers(division: Division, stacked: Any, in_axes: Any, inputs: tuple[Any, 
     return n_layers
 
 
-def as_pair(result: Any, out_axes: Any) -> tuple[Any, Any]:
+def as_pair(result: PyTree, out_axes: Axes) -> tuple[PyTree, PyTree]:
     """Return the carry and the output of a layer, and refuse a result of another structure."""
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         raise TargetError(
@@ -158,7 +162,7 @@ def _is_none(x: Any) -> bool:
     return x is None
 
 
-def _is_prefix(axes: Any, tree: Any) -> bool:
+def _is_prefix(axes: Axes, tree: PyTree) -> bool:
     try:
         jax.tree.map(lambda _, part: None, axes, tree)
     except ValueError:
@@ -175,7 +179,7 @@ def axis_of(axis: Any) -> int:
     return axis.axis if isinstance(axis, (lift.In, lift.Out)) else axis
 
 
-def map_axes(f: Callable[[int, Any], Any], axes: Any, tree: Any) -> Any:
+def map_axes(f: Callable[[int, jax.Array], jax.Array], axes: Axes, tree: PyTree) -> PyTree:
     """Return the tree of `f(axis, array)`, with `()` in place of what is broadcast."""
 
     def one(axis: Any, part: Any) -> Any:
@@ -184,7 +188,7 @@ def map_axes(f: Callable[[int, Any], Any], axes: Any, tree: Any) -> Any:
     return jax.tree.map(one, axes, tree)
 
 
-def choose(axes: Any, fixed: Any, moving: Any) -> Any:
+def choose(axes: Axes, fixed: PyTree, moving: PyTree) -> PyTree:
     """Return `fixed` where it is broadcast and `moving` where there is an axis."""
     return jax.tree.map(
         lambda axis, if_fixed, if_moving: if_fixed if axis is nn.broadcast else if_moving,
@@ -194,7 +198,7 @@ def choose(axes: Any, fixed: Any, moving: Any) -> Any:
     )
 
 
-def _stacked(axes: Any, tree: Any) -> Iterator[tuple[int, str, Any]]:
+def _stacked(axes: Axes, tree: PyTree) -> Iterator[tuple[int, str, jax.Array]]:
     """Yield the layers' axis, the path and the array for each array that has such an axis."""
     each = jax.tree.map(lambda axis, part: jax.tree.map(lambda _: axis, part), axes, tree)
     for axis, (keys, x) in zip(jax.tree.leaves(each), jax.tree_util.tree_leaves_with_path(tree)):
@@ -206,11 +210,13 @@ def _stacked(axes: Any, tree: Any) -> Iterator[tuple[int, str, Any]]:
 # Variables
 
 
-def unstack(group: Any, axis: int, given: Any, metadata_params: Any) -> Any:
+def unstack(
+    group: PyTree, axis: int, given: tuple[int, ...] | None, metadata_params: Mapping[Any, Any]
+) -> PyTree:
     """Return variables with the layers' axes merged into one, the first."""
     n_axes = len(given) if given else 1
 
-    def one(x: Any) -> Any:
+    def one(x: jax.Array) -> jax.Array:
         _check_axis("variable_axes", axis, jnp.shape(x)[n_axes:])
         for level in range(n_axes):
             x = jnp.moveaxis(x, level + axis if axis >= 0 else axis, level)
@@ -226,11 +232,13 @@ def unstack(group: Any, axis: int, given: Any, metadata_params: Any) -> Any:
     return jax.tree.map(one, group)
 
 
-def stack(group: Any, axis: int, given: Any, metadata_params: Any) -> Any:
+def stack(
+    group: PyTree, axis: int, given: tuple[int, ...] | None, metadata_params: Mapping[Any, Any]
+) -> PyTree:
     """Return variables with the first axis divided into the layers' axes: undo `unstack`."""
     n_axes = len(given) if given else 1
 
-    def one(x: Any) -> Any:
+    def one(x: jax.Array) -> jax.Array:
         _check_axis("variable_axes", axis, x.shape[1:])
         x = x.reshape(*given, *x.shape[1:]) if given else x
         for level in reversed(range(n_axes)):

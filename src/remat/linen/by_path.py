@@ -31,6 +31,7 @@ from flax.linen.module import (
 )
 
 from remat import partition
+from remat.aliases import PolicyLike
 from remat.linen.checkpoint import remat
 from remat.selection import PathGlobs, as_methods
 from remat.transform.policies import check_policy
@@ -41,9 +42,9 @@ _active = jax.make_user_context(())
 @contextlib.contextmanager
 def rematted(
     path_globs: str | Iterable[str],
-    model: Any = None,
+    model: nn.Module | None = None,
     *,
-    policy: Any = None,
+    policy: PolicyLike = None,
     prevent_cse: bool = True,
     methods: str | Iterable[str] = ("__call__",),
     strict: bool = True,
@@ -93,7 +94,7 @@ def rematted(
 class _Only:
     """A model compared by identity. Linen's own modules are equal if their fields are."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: nn.Module):
         self.model, self.id = weakref.ref(model), id(model)
 
     def __hash__(self) -> int:
@@ -106,7 +107,7 @@ class _Only:
 
 
 @contextlib.contextmanager
-def _told_apart(model: Any) -> Iterator[Callable[[Any], bool]]:
+def _told_apart(model: nn.Module) -> Iterator[Callable[[Any], bool]]:
     """Make the clones of a model recognizable, and yield the predicate that recognizes them.
 
     The module inside a lifted class (`nn.jit(Model)`) is a new object of the class that was lifted,

@@ -11,6 +11,7 @@ from flax import linen as nn
 from flax.core import lift
 from flax.linen.transforms import lift_transform
 
+from remat.aliases import PolicyLike, PyTree
 from remat.errors import (
     MethodError,
     PreventCseError,
@@ -18,7 +19,7 @@ from remat.errors import (
     TargetError,
     closest,
 )
-from remat.linen.targets import class_of, is_bound_method, is_module_class, lift_instance
+from remat.linen.targets import Filter, class_of, is_bound_method, is_module_class, lift_instance
 from remat.selection import has_method
 from remat.transform.checkpoint import checkpoint as _checkpoint
 from remat.transform.statics import Statics, as_argnames
@@ -38,12 +39,12 @@ _METHOD_OPTIONS = (
 
 def checkpoint(
     target: Target,
-    variables: Any = True,
-    rngs: Any = True,
+    variables: Filter = True,
+    rngs: Filter = True,
     concrete: bool = False,
     prevent_cse: bool = True,
     static_argnums: int | Sequence[int] = (),
-    policy: Any = None,
+    policy: PolicyLike = None,
     methods: Sequence[str] | Mapping[str, Mapping[str, Any]] | None = None,
     *,
     static_argnames: str | Iterable[str] = (),
@@ -207,23 +208,28 @@ def _transform_options(fun: Any, options: dict[str, Any]) -> dict[str, Any]:
 def _core_checkpoint(
     fn: Callable[..., Any],
     *,
-    variables: Any,
-    rngs: Any,
+    variables: Filter,
+    rngs: Filter,
     concrete: bool,
     prevent_cse: bool,
-    policy: Any,
+    policy: PolicyLike,
     statics: Statics,
 ) -> Callable[..., Any]:
     """Checkpoint a function of scopes, as `flax.core.lift.checkpoint` does."""
 
     def inner(
-        scope_fn: Any, repack_fn: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+        scope_fn: Any,
+        repack_fn: Any,
+        variables: PyTree,
+        rngs: PyTree,
+        *args: PyTree,
+        **kwargs: PyTree,
+    ) -> PyTree:
         # The method's first argument is its module. `rematted` has two others in its place: the
         # variables and the keys.
         argnums, argnames = statics.in_call((None, *args), kwargs)
 
-        def rematted(variables: Any, rngs: Any, /, *args: Any, **kwargs: Any) -> Any:
+        def rematted(variables: PyTree, rngs: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
             scopes = scope_fn(variables, rngs)
             result = fn(scopes, *args, **kwargs)
             return result, repack_fn(scopes)

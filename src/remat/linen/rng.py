@@ -80,7 +80,7 @@ def _set_counts(counters: dict[Any, Any], counts: Counter[Any], path: tuple[Any,
             counters[name] = counts[(*path, name)]
 
 
-def split_keys(key: Any, shape: tuple[int, ...]) -> Any:
+def split_keys(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return one key a layer on one axis, split loop by loop as Flax's nested scans split it."""
     keys = jax.random.split(jax.random.clone(key), shape[0])
     for n in shape[1:]:

@@ -12,8 +12,10 @@ from flax import linen as nn
 from flax.core import FrozenDict, axes_scan, lift
 from flax.linen.transforms import lift_transform
 
+from remat.aliases import PolicyLike, PyTree
 from remat.errors import ScheduleError, TargetError
 from remat.linen.axes import (
+    Axes,
     as_axes,
     as_pair,
     axis_of,
@@ -26,7 +28,7 @@ from remat.linen.axes import (
     unstack,
 )
 from remat.linen.rng import Counters, split_keys
-from remat.linen.targets import is_bound_method, is_module_class, lift_instance
+from remat.linen.targets import Filter, is_bound_method, is_module_class, lift_instance
 from remat.loops.nesting import Nest
 from remat.loops.remat_scan import Division, nested_scan, one_layer
 from remat.transform import policies
@@ -37,17 +39,17 @@ Target = TypeVar("Target")
 def remat_scan(
     target: Target,
     lengths: Sequence[int] | str | None = (),
-    policy: Any = None,
-    variable_broadcast: Any = False,
-    variable_carry: Any = False,
+    policy: PolicyLike = None,
+    variable_broadcast: Filter = False,
+    variable_carry: Filter = False,
     variable_axes: Mapping[Any, Any] = FrozenDict({True: 0}),
     split_rngs: Mapping[Any, bool] = FrozenDict({True: True}),
     *,
     length: int | None = None,
     levels: int | None = None,
     budget: int | str | None = None,
-    in_axes: Any = None,
-    out_axes: Any = None,
+    in_axes: Axes = None,
+    out_axes: Axes = None,
     params_layout: str | None = None,
     metadata_params: Mapping[Any, Any] = FrozenDict(),
 ) -> Target:
@@ -165,14 +167,14 @@ def _core_remat_scan(
     *,
     division: Division,
     nested_layout: bool,
-    policy: Any,
-    variable_broadcast: Any,
-    variable_carry: Any,
+    policy: PolicyLike,
+    variable_broadcast: Filter,
+    variable_carry: Filter,
     variable_axes: Mapping[Any, Any],
     split_rngs: Mapping[Any, bool],
     with_inputs: bool,
-    in_axes: Any,
-    out_axes: Any,
+    in_axes: Axes,
+    out_axes: Axes,
     metadata_params: Mapping[Any, Any],
 ) -> Callable[..., Any]:
     """Repeat a function of scopes in nested loops, as `flax.core.lift.scan` does in one."""
@@ -182,8 +184,14 @@ def _core_remat_scan(
     given = division.lengths if nested_layout else None
 
     def inner(
-        scope_fn: Any, repack_fn: Any, groups: Any, rngs: Any, /, *args: Any, **kwargs: Any
-    ) -> Any:
+        scope_fn: Any,
+        repack_fn: Any,
+        groups: PyTree,
+        rngs: PyTree,
+        /,
+        *args: PyTree,
+        **kwargs: PyTree,
+    ) -> PyTree:
         check_call(args, kwargs, in_axes if with_inputs else None)
         carry, inputs = args[0], args[1:]
         shared, carried, *stacked = groups
@@ -201,7 +209,7 @@ def _core_remat_scan(
         ]
         counters = Counters(n_traces=2 ** len(shape))
 
-        def layer(shared: Any, state: Any, x: Any) -> Any:
+        def layer(shared: PyTree, state: PyTree, x: PyTree) -> PyTree:
             carried, carry = state
             variables, keys, moving = x
             own = tuple(k if split else r for k, r, split in zip(keys, rngs, splits))
@@ -220,8 +228,8 @@ def _core_remat_scan(
 
         state, xs = (carried, carry), (stacked, keys, moving)
 
-        def learn() -> Any:
-            def fresh(*args: Any) -> Any:  # a new function, so that JAX traces it again
+        def learn() -> PyTree:
+            def fresh(*args: PyTree) -> PyTree:  # a new function, so that JAX traces it again
                 return layer(*args)
 
             with counters.learning():
@@ -231,7 +239,7 @@ def _core_remat_scan(
         shared, constants = _hoist(layer, shared, state, xs, out_axes, variable_broadcast)
         learn()
 
-        def body(state: Any, x: Any) -> Any:
+        def body(state: PyTree, x: PyTree) -> PyTree:
             _, state, (y, variables) = layer(shared, state, x)
             return state, (map_axes(lambda _, leaf: leaf, out_axes, y), variables)
 
@@ -267,8 +275,13 @@ _core_remat_scan.__name__ = "remat_scan"  # Flax names a lifted class after the 
 
 
 def _hoist(
-    layer: Any, shared: Any, state: Any, xs: Any, out_axes: Any, variable_broadcast: Any
-) -> tuple[Any, Any]:
+    layer: Callable,
+    shared: PyTree,
+    state: PyTree,
+    xs: PyTree,
+    out_axes: Axes,
+    variable_broadcast: Filter,
+) -> tuple[PyTree, PyTree]:
     """Return the shared variables, created if they are new, and the outputs that don't vary.
 
     Flax finds by tracing what is the same in every iteration. A scan of length 0 makes it do that

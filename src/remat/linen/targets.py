@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from flax import linen as nn
 from flax.ids import uuid as new_module_id
+
+Filter: TypeAlias = Any  # which collections or sequences of keys: a bool, a name, names, a DenyList
 
 
 def is_module_class(target: Any) -> bool:

@@ -76,7 +76,7 @@ class OutOfMemory:
         return self.needed_bytes
 
 
-def memory_of(compiled: Any, target: Target) -> Memory:
+def memory_of(compiled: jax.stages.Compiled, target: Target) -> Memory:
     """Return the memory analysis of a compiled program, per device of the target.
 
     >>> import jax, jax.numpy as jnp
@@ -121,7 +121,7 @@ _OPTIMIZATION_LEVEL_O0 = 9
 
 
 def compile_for_analysis(
-    lowered: Any,
+    lowered: jax.stages.Lowered,
     target: Target,
     *,
     default_level: bool = False,
@@ -156,12 +156,12 @@ def compile_for_analysis(
 
 
 def compile_plainly(
-    lowered: Any,
+    lowered: jax.stages.Lowered,
     target: Target,
     *,
     default_level: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
-) -> Any:
+) -> jax.stages.Compiled:
     """Return the compiled program of the same compilation, or `OutOfMemory`."""
     options = dict(compiler_options or {})
     disabled = options.get("xla_disable_hlo_passes", "")

@@ -41,6 +41,7 @@ from rich.console import Console
 from rich.progress import track
 
 from remat import _jax
+from remat.aliases import Aval
 from remat.cache import Cache
 from remat.errors import PlanError, closest
 from remat.ir.equations import fusion_of
@@ -355,7 +356,7 @@ def time_alone_s(eqn: _jax.JaxprEqn | None) -> float:
     return _median_s(jax.jit(lambda *xs: _jax.call_jaxpr(jaxpr, xs)).lower(*args).compile(), args)
 
 
-def _filled(aval: Any) -> Any:
+def _filled(aval: Aval) -> jax.Array:
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return _jax.zero_keys(aval)
     # Zeros are valid indices.
@@ -363,7 +364,7 @@ def _filled(aval: Any) -> Any:
     return jnp.full(aval.shape, fill, aval.dtype)
 
 
-def _median_s(program: Callable[..., Any], args: list[Any]) -> float:
+def _median_s(program: Callable[..., Any], args: list[jax.Array]) -> float:
     jax.block_until_ready(program(*args))
     times = []
     for _ in range(_REPEATS):

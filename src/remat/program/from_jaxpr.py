@@ -16,9 +16,9 @@ Known limits: sharding is followed by counts, not by axes; layouts and padding a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from remat import _jax
+from remat.aliases import Aval
 from remat.ir import jaxprs
 from remat.ir.equations import fusion_of, inline_body, is_collective, is_fusible, is_repeatable
 from remat.ir.flops import flops_of
@@ -87,7 +87,7 @@ class ProgramWriter:
             if v not in self.ids:
                 self.inputs.add(self.new_value(v, n))
 
-    def program(self, outvars: Sequence[Any]) -> Program:
+    def program(self, outvars: Sequence[_jax.Var | _jax.Literal]) -> Program:
         """Return the program that computes these variables."""
         outs = tuple(self.ids[v] for v in outvars if _jax.is_var(v))
         inputs = frozenset(self.inputs)
@@ -225,7 +225,7 @@ def _extra_bytes(eqn: _jax.JaxprEqn) -> int:
     return 2 * eqn.params["length"] * sum(n_bytes(v.aval) for v in carry)
 
 
-def n_bytes(aval: Any) -> int:
+def n_bytes(aval: Aval) -> int:
     """Return the bytes of a type in device memory; 0 for what lives on the host or is no array."""
     size = getattr(aval, "size", None)
     if size is None or _jax.is_on_host(aval):
@@ -233,7 +233,7 @@ def n_bytes(aval: Any) -> int:
     return int(size) * _jax.itemsize_bytes(aval)
 
 
-def type_text(aval: Any) -> str:
+def type_text(aval: Aval) -> str:
     """Return a type as text, such as `f32[8,1024]`."""
     return aval.str_short(short_dtypes=True)
 

@@ -44,6 +44,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from remat import _jax
+from remat.aliases import Leaf, PyTree
 from remat.errors import PlanError, closest
 from remat.program.devices import DEVICES, Device, device
 
@@ -295,7 +296,7 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 # Arguments
 
 
-def place(args: Any, target: Target) -> Any:
+def place(args: PyTree, target: Target) -> PyTree:
     """Return the arguments to lower with: arrays as structs on the target's devices.
 
     For present devices the arguments are returned as they are. Ahead of time, for each leaf:
@@ -332,11 +333,11 @@ def place(args: Any, target: Target) -> Any:
     return jax.tree.unflatten(tree, placed)
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: Leaf) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def _on_target(sharding: Any, target: Target) -> NamedSharding | None:
+def _on_target(sharding: jax.sharding.Sharding | None, target: Target) -> NamedSharding | None:
     if not isinstance(sharding, NamedSharding):
         return None
     mesh = sharding.mesh
@@ -349,20 +350,20 @@ def _on_target(sharding: Any, target: Target) -> NamedSharding | None:
     return NamedSharding(ours, sharding.spec, memory_kind=_memory_kind(sharding))
 
 
-def _unsharded(leaf: Any, meshes: Sequence[Mesh], target: Target) -> Any:
+def _unsharded(leaf: Leaf, meshes: Sequence[Mesh], target: Target) -> PyTree:
     kind = _memory_kind(getattr(leaf, "sharding", None))
     if meshes:
         return NamedSharding(meshes[0], PartitionSpec(), memory_kind=kind)
     return SingleDeviceSharding(target.devices[0], memory_kind=kind)
 
 
-def _memory_kind(sharding: Any) -> str | None:
+def _memory_kind(sharding: jax.sharding.Sharding | None) -> str | None:
     """Return `pinned_host` if the sharding asks for it; other kinds are a device's default."""
     kind = getattr(sharding, "memory_kind", None)
     return kind if kind == "pinned_host" else None
 
 
-def _struct(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+def _struct(leaf: Leaf, sharding: jax.sharding.Sharding | None) -> jax.ShapeDtypeStruct:
     aval = _jax.abstractify(leaf)
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, sharding=sharding, weak_type=bool(getattr(aval, "weak_type", False))
@@ -379,7 +380,7 @@ def _fitting_size(shape: tuple[int, ...], target: Target) -> int:
     return size
 
 
-def n_shards(shape: Sequence[int], sharding: Any) -> int:
+def n_shards(shape: Sequence[int], sharding: jax.sharding.Sharding) -> int:
     """Return the shard count of an array; replicas do not count.
 
     Raises:
