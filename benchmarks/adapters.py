@@ -55,7 +55,7 @@ class NnxModel(nnx.Module):
 
 def nnx_temporaries(wrap: Callable, globs: str | None = None) -> int:
     model = NnxModel(nnx.Rngs(0))
-    context = remat.nnx.rematted(globs, model) if globs else contextlib.nullcontext()
+    context = remat.rematted(globs, model) if globs else contextlib.nullcontext()
     with context:
         graph, params, rest = nnx.split(model, nnx.Param, ...)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from benchmarks.zoo.layers import attention, normal, standardize
+from benchmarks.zoo.layers import attention, normals, standardize
 from benchmarks.zoo.model import Model
 
 
@@ -60,8 +60,7 @@ def model(size: str) -> Model:
     def init_layer(key):
         shapes = dict.fromkeys(("q", "k", "v", "out"), (width, width))
         shapes |= {"up": (width, 4 * width), "down": (4 * width, width)}
-        keys = jax.random.split(key, len(shapes))
-        return {name: normal(k, *shape) for k, (name, shape) in zip(keys, shapes.items())}
+        return normals(key, shapes)
 
     def init(key):
         return [init_layer(k) for k in jax.random.split(key, config.layers)]

@@ -13,6 +13,12 @@ def normal(key: jax.Array, *shape: int, fan_in: int | None = None) -> jax.Array:
     return jax.random.normal(key, shape, jnp.float32) * (fan_in or shape[-2]) ** -0.5
 
 
+def normals(key: jax.Array, shapes: dict[str, tuple[int, ...]]) -> dict[str, jax.Array]:
+    """Return such weights by name, each from a key of its own."""
+    keys = jax.random.split(key, len(shapes))
+    return {name: normal(k, *shape) for k, (name, shape) in zip(keys, shapes.items())}
+
+
 def dense(x: jax.Array, weights: jax.Array) -> jax.Array:
     """A product with weights cast to the activations' type."""
     return x @ weights.astype(x.dtype)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from benchmarks.zoo.layers import attention, cross_entropy, dense, normal, rms_norm, tokens
+from benchmarks.zoo.layers import attention, cross_entropy, dense, normal, normals, rms_norm, tokens
 from benchmarks.zoo.model import Model
 
 
@@ -83,9 +83,7 @@ def model(size: str) -> Model:
             "up": (width, config.hidden),
             "down": (config.hidden, width),
         }
-        keys = jax.random.split(key, len(shapes))
-        weights = {name: normal(k, *shape) for k, (name, shape) in zip(keys, shapes.items())}
-        return weights | {"scale_1": jnp.ones(width), "scale_2": jnp.ones(width)}
+        return normals(key, shapes) | {"scale_1": jnp.ones(width), "scale_2": jnp.ones(width)}
 
     def init(key):
         embedding, layers, logits = jax.random.split(key, 3)

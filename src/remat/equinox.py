@@ -22,7 +22,7 @@ import jax
 from remat import _jax, partition
 from remat.aliases import PolicyLike, PyTree
 from remat.errors import TargetError
-from remat.selection import PathGlobs, as_methods, has_method
+from remat.selection import Selection, has_method
 from remat.transform.checkpoint import checkpoint
 from remat.transform.policies import check_policy
 
@@ -142,19 +142,24 @@ def with_remat(
       MethodError: for methods that are no names.
     """
     check_policy(policy)
-    globs, names = PathGlobs.of(path_globs), as_methods(methods)
+    selection = Selection.of(path_globs, methods, strict=strict)
+    return _with_remat(selection, model, policy, prevent_cse)
+
+
+def _with_remat(
+    selection: Selection, model: PyTree, policy: PolicyLike, prevent_cse: bool
+) -> PyTree:
     classes: dict[str, type] = {}
 
     def change(path: str, module: eqx.Module) -> eqx.Module:
         classes[path] = cls = _plain(module)
-        if not globs.matches(path) or not any(has_method(cls, name) for name in names):
+        if not selection.selects(path, cls):
             return module
-        return _as_instance_of(_rematted_class(cls, names, policy, prevent_cse), module)
+        changed = _rematted_class(cls, selection.methods, policy, prevent_cse)
+        return _as_instance_of(changed, module)
 
     changed = _map_modules(change, model, "")
-    if strict:
-        globs.check(classes)
-    globs.check_methods(classes, names)
+    selection.check(classes)
     return changed
 
 
@@ -165,22 +170,18 @@ def without_remat(model: PyTree) -> PyTree:
 
 @contextlib.contextmanager
 def rematted(
-    path_globs: str | Iterable[str],
+    selection: Selection,
     model: PyTree,
     *,
-    policy: PolicyLike = None,
-    prevent_cse: bool = True,
-    methods: str | Iterable[str] = ("__call__",),
-    strict: bool = True,
+    policy: PolicyLike,
+    prevent_cse: bool,
 ) -> Iterator[PyTree]:
-    """`with_remat` as a context, as `remat.rematted` has it: the context returns the changed copy.
+    """Yield a changed copy of a model, for `remat.rematted`.
 
     A module does not change, so there is nothing to undo in the end; `without_remat` gives back the
     plain form of the copy or of what was trained from it.
     """
-    yield with_remat(
-        path_globs, model, policy=policy, prevent_cse=prevent_cse, methods=methods, strict=strict
-    )
+    yield _with_remat(selection, model, policy, prevent_cse)
 
 
 def _map_modules(

@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -34,9 +34,8 @@ from flax.typing import MISSING, Missing
 from remat import _jax, partition
 from remat.aliases import Leaf, PolicyLike, PyTree
 from remat.errors import OptionError, StaticArgumentError, TargetError
-from remat.selection import PathGlobs, as_methods, has_method
+from remat.selection import Selection, has_method
 from remat.transform.checkpoint import checkpoint
-from remat.transform.policies import check_policy
 from remat.transform.statics import Statics
 
 traceback_util.register_exclusion(__file__)
@@ -366,13 +365,11 @@ def _check_target(f: Any) -> None:
 
 @contextlib.contextmanager
 def rematted(
-    path_globs: str | Iterable[str],
+    selection: Selection,
     model: PyTree,
     *,
-    policy: PolicyLike = None,
-    prevent_cse: bool = True,
-    methods: str | Iterable[str] = ("__call__",),
-    strict: bool = True,
+    policy: PolicyLike,
+    prevent_cse: bool,
 ) -> Iterator[PyTree]:
     """Rematerialize the NNX modules at some paths of a model while the context lasts.
 
@@ -381,20 +378,16 @@ def rematted(
     of a subclass of their class, with that class's name. So a model that is split in the context is
     rematerialized after `nnx.merge`, wherever that happens, and one that was split before is not.
     """
-    check_policy(policy)
-    globs, names = PathGlobs.of(path_globs), as_methods(methods)
     modules = {"/".join(map(str, path)): m for path, m in nnx.iter_modules(model) if path}
-    if strict:
-        globs.check(modules)
-    globs.check_methods({path: type(module) for path, module in modules.items()}, names)
+    selection.check({path: type(module) for path, module in modules.items()})
     chosen: list[tuple[Any, Any]] = [
         (module, type(module))
         for path, module in modules.items()
-        if globs.matches(path) and any(has_method(type(module), name) for name in names)
+        if selection.selects(path, type(module))
     ]
     try:
         for module, cls in chosen:
-            _set_class(module, _rematted_class(cls, names, policy, prevent_cse))
+            _set_class(module, _rematted_class(cls, selection.methods, policy, prevent_cse))
         yield model
     finally:
         for module, cls in chosen:

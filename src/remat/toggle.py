@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager
 
 from remat.aliases import PolicyLike, PyTree
 from remat.errors import TargetError
+from remat.selection import Selection
+from remat.transform.policies import check_policy
 
 # The package that a framework's `Module` is defined in, and the module of ours with its `rematted`.
 ADAPTERS = {
@@ -74,9 +76,12 @@ def rematted(
       MethodError: for methods that are no names.
     """
     adapter = importlib.import_module(_adapter_of(model))
-    return adapter.rematted(
-        path_globs, model, policy=policy, prevent_cse=prevent_cse, methods=methods, strict=strict
+    check_policy(policy)
+    selection = Selection.of(path_globs, methods, strict=strict)
+    context: AbstractContextManager[PyTree] = adapter.rematted(
+        selection, model, policy=policy, prevent_cse=prevent_cse
     )
+    return context
 
 
 def _adapter_of(model: PyTree) -> str:

@@ -9,7 +9,7 @@ import pytest
 from agreement import assert_same, regions
 
 import remat
-from remat.selection import PathGlobs
+from remat.selection import Selection
 from remat.toggle import rematted
 
 KEY = jax.random.key(0)
@@ -23,7 +23,7 @@ X = jax.random.normal(jax.random.key(9), (4, 6))
 @pytest.mark.parametrize("given", ["", "/", (), 3 * ("",), (3,)])
 def test_patterns_that_are_none_are_refused(given):
     with pytest.raises(remat.PolicyError, match="path"):
-        PathGlobs.of(given)
+        Selection.of(given)
 
 
 def test_an_unknown_model_is_refused():
@@ -274,6 +274,27 @@ def test_one_method_may_be_given_by_its_name(make):
         pass
 
 
+@pytest.mark.parametrize(
+    ("make", "path", "cls"),
+    [(lambda: nnx_model()[1], "head", "Block"), (lambda: equinox_mlp(), "layers/*", "Linear")],
+    ids=["nnx", "equinox"],
+)
+def test_wrong_paths_methods_and_policies_are_errors(make, path, cls):
+    model = make()
+    with (
+        pytest.raises(remat.UnknownNameError, match=r"did you mean 'layers/[0-2]'"),
+        rematted("layer/*", model),
+    ):
+        pass
+    with (
+        pytest.raises(remat.errors.TargetError, match=rf"{cls} has none of .*'decode'"),
+        rematted(path, model, methods=["decode"]),
+    ):
+        pass
+    with pytest.raises(remat.PolicyError), rematted(path, model, policy=3):
+        pass
+
+
 def test_modules_without_a_method_are_not_taken_for_callable():
     nnx, model = nnx_model()
     with (
@@ -369,22 +390,6 @@ def test_nnx_the_context_ends_after_an_error_too():
     assert type(model.head) is cls
 
 
-def test_nnx_wrong_paths_and_methods_are_errors():
-    _, model = nnx_model()
-    with (
-        pytest.raises(remat.UnknownNameError, match=r"did you mean 'layers/[0-2]'.*'head/linear'"),
-        rematted("layer/*", model),
-    ):
-        pass
-    with (
-        pytest.raises(remat.errors.TargetError, match=r"Block has none of .*'decode'"),
-        rematted("head", model, methods=["decode"]),
-    ):
-        pass
-    with pytest.raises(remat.PolicyError), rematted("head", model, policy=3):
-        pass
-
-
 # --------------------------------------------------------------------------------------------------
 # Equinox
 
@@ -458,19 +463,3 @@ def test_equinox_equal_options_give_equal_structures(eqx):
         step(with_remat("layers/*", model, policy=policy))
         step(with_remat("layers/*", model, policy=policy))
     assert len(traces) == 2
-
-
-def test_equinox_wrong_paths_and_methods_are_errors(eqx):
-    model = eqx.nn.MLP(6, 6, 8, 2, key=KEY)
-    with (
-        pytest.raises(remat.UnknownNameError, match=r"did you mean 'layers/[0-2]'"),
-        rematted("layer/*", model),
-    ):
-        pass
-    with (
-        pytest.raises(remat.errors.TargetError, match=r"Linear has none of .*'decode'"),
-        rematted("layers/*", model, methods=["decode"]),
-    ):
-        pass
-    with pytest.raises(remat.PolicyError), rematted("layers/*", model, policy=3):
-        pass

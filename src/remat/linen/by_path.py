@@ -19,7 +19,7 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -33,21 +33,18 @@ from flax.linen.module import (
 from remat import partition
 from remat.aliases import PolicyLike
 from remat.linen.checkpoint import remat
-from remat.selection import PathGlobs, as_methods
-from remat.transform.policies import check_policy
+from remat.selection import Selection
 
 _active = jax.make_user_context(())
 
 
 @contextlib.contextmanager
 def rematted(
-    path_globs: str | Iterable[str],
-    model: nn.Module | None = None,
+    selection: Selection,
+    model: nn.Module | None,
     *,
-    policy: PolicyLike = None,
-    prevent_cse: bool = True,
-    methods: str | Iterable[str] = ("__call__",),
-    strict: bool = True,
+    policy: PolicyLike,
+    prevent_cse: bool,
 ) -> Iterator[Any]:
     """Rematerialize the Linen modules at some paths while the context lasts.
 
@@ -55,8 +52,6 @@ def rematted(
     The patterns are checked when the context ends; a context in which no module ran, because all
     that ran was compiled before in an equal context, has nothing to check.
     """
-    check_policy(policy)
-    globs, names = PathGlobs.of(path_globs), as_methods(methods)
     lift = functools.partial(remat, policy=policy, prevent_cse=prevent_cse)
     seen: dict[str, type] = {}
 
@@ -69,22 +64,21 @@ def rematted(
             return next_fun(*args, **kwargs)
         path = "/".join(below)
         seen[path] = type(module)
-        if context.method_name not in names or not globs.matches(path):
+        if context.method_name not in selection.methods or not selection.matches(path):
             return next_fun(*args, **kwargs)
         method = _on_another_instance(intercept, context)
         return partition.call(lambda f: lift(_as_wrapped(f)), method, module, args, kwargs)
 
     is_of_model: Callable[[Any], bool]
-    setting = (globs, policy, prevent_cse, names, None if model is None else _Only(model))
+    setting = (selection, policy, prevent_cse, None if model is None else _Only(model))
     with contextlib.ExitStack() as stack:
         if model is not None:
             is_of_model = stack.enter_context(_told_apart(model))
         stack.enter_context(_active((*_active.value, setting)))
         stack.enter_context(nn.intercept_methods(intercept))
         yield model
-    if strict and seen:
-        globs.check(seen)
-    globs.check_methods(seen, names)
+    if seen:
+        selection.check(seen)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -11,15 +11,8 @@ from html import escape
 import numpy as np
 
 from remat.printing import printable
-from remat.report.document import (
-    Block,
-    Chart,
-    Document,
-    Heading,
-    Note,
-    Paragraph,
-    Table,
-)
+from remat.report import document as doc
+from remat.report.document import Block, Chart, Document
 from remat.report.model import KINDS, Kind
 from remat.report.timeline import thinned
 from remat.units import format_bytes
@@ -53,7 +46,7 @@ _STYLE = """<style>
 def to_fragment(document: Document) -> str:
     """The document as one HTML element.
 
-    >>> to_fragment([Paragraph("a < b")]).endswith("<p><bdi>a &lt; b</bdi></p>\\n</div>")
+    >>> to_fragment([doc.Paragraph("a < b")]).endswith("<p><bdi>a &lt; b</bdi></p>\\n</div>")
     True
     """
     drawn = "\n".join(_drawn(block) for block in document)
@@ -84,11 +77,11 @@ def user_text(text: str) -> str:
 
 def _drawn(block: Block) -> str:
     match block:
-        case Heading(text, level):
+        case doc.Heading(text, level):
             return f"<h{level}>{user_text(text)}</h{level}>"
-        case Paragraph(text):
+        case doc.Paragraph(text):
             return f"<p>{user_text(text)}</p>"
-        case Note(severity, code, text, next_step):
+        case doc.Note(severity, code, text, next_step):
             said = (
                 f"<b>{severity}</b> {user_text(text)} <small><code>{user_text(code)}</code></small>"
             )
@@ -96,14 +89,14 @@ def _drawn(block: Block) -> str:
             return (
                 f'<div class="note" style="border-color:{_SEVERITY_COLORS[severity]}">{said}</div>'
             )
-        case Table(columns, rows, numbers):
+        case doc.Table(columns, rows, numbers):
             head = _cells("th", columns, numbers)
             body = "\n".join(f"<tr>{_cells('td', row, numbers)}</tr>" for row in rows)
             return (
                 f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n'
                 f"<tbody>{body}</tbody></table></div>"
             )
-        case Chart():
+        case doc.Chart():
             return _chart(block)
 
 

@@ -5,16 +5,8 @@ from __future__ import annotations
 import re
 
 from remat.printing import printable
-from remat.report.document import (
-    Block,
-    Chart,
-    Document,
-    Heading,
-    Note,
-    Paragraph,
-    Table,
-    columns_of_chart,
-)
+from remat.report import document as doc
+from remat.report.document import Block, Chart, Document, columns_of_chart
 
 # An underscore inside a word is none of Markdown's.
 _SPECIAL = re.compile(r"([\\`*\[\]<>|~&$]|(?<!\w)_|_(?!\w))")
@@ -27,7 +19,8 @@ _SIGNS = {"error": "❌", "warning": "⚠️", "info": "ℹ️"}
 def to_markdown(document: Document) -> str:
     """The document as Markdown.
 
-    >>> print(to_markdown([Heading("loss_fn"), Table(("kind", "bytes"), (("saved", "1 KiB"),), (1,))]))
+    >>> table = doc.Table(("kind", "bytes"), (("saved", "1 KiB"),), numbers=(1,))
+    >>> print(to_markdown([doc.Heading("loss_fn"), table]))
     ## loss_fn
     <BLANKLINE>
     | kind | bytes |
@@ -53,18 +46,18 @@ def _with_backslash(start: re.Match[str]) -> str:
 
 def _drawn(block: Block) -> str:
     match block:
-        case Heading(text, level):
+        case doc.Heading(text, level):
             return f"{'#' * level} {escaped(text)}"
-        case Paragraph(text):
+        case doc.Paragraph(text):
             return _AT_START.sub(_with_backslash, escaped(text))
-        case Note(severity, code, text, next_step):
+        case doc.Note(severity, code, text, next_step):
             said = f"- {_SIGNS[severity]} **{severity}** {escaped(code)}: {escaped(text)}"
             return said + (f"<br>→ {escaped(next_step)}" if next_step else "")
-        case Table(columns, rows, numbers):
+        case doc.Table(columns, rows, numbers):
             rule = ["---:" if i in numbers else "---" for i in range(len(columns))]
             lines = [[escaped(c) for c in columns], rule, *([escaped(c) for c in r] for r in rows)]
             return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        case Chart():
+        case doc.Chart():
             return _chart(block)
 
 

@@ -11,16 +11,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from remat.printing import printable
-from remat.report.document import (
-    Block,
-    Chart,
-    Document,
-    Heading,
-    Note,
-    Paragraph,
-    Table,
-    columns_of_chart,
-)
+from remat.report import document as doc
+from remat.report.document import Block, Chart, Document, columns_of_chart
 from remat.units import format_bytes
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
@@ -32,7 +24,7 @@ _PHASE_STYLES = {"forward": "blue", "backward": "magenta", "recompute": "yellow"
 def to_text(document: Document, *, width: int = 110, color: bool = False) -> str:
     """The document as plain text, or with terminal colours.
 
-    >>> print(to_text([Heading("A title"), Paragraph("A sentence.")]).strip())
+    >>> print(to_text([doc.Heading("A title"), doc.Paragraph("A sentence.")]).strip())
     A title
     A sentence.
     """
@@ -56,12 +48,12 @@ def renderable(document: Document) -> RenderableType:
 
 def _drawn(block: Block) -> RenderableType:
     match block:
-        case Heading(text, level):
+        case doc.Heading(text, level):
             style = "bold underline" if level == 1 else "bold"
             return Padding(Text(printable(text), style), (0 if level == 1 else 1, 0, 0, 0))
-        case Paragraph(text):
+        case doc.Paragraph(text):
             return Text(printable(text))
-        case Note(severity, code, text, next_step):
+        case doc.Note(severity, code, text, next_step):
             said = Text.assemble(
                 (severity, _STYLES[severity]),
                 "  ",
@@ -71,9 +63,9 @@ def _drawn(block: Block) -> RenderableType:
             if next_step:
                 said.append(f"\n→ {printable(next_step)}")
             return Padding(said, (0, 0, 0, 2))
-        case Table(columns, rows, numbers):
+        case doc.Table(columns, rows, numbers):
             return _table(columns, rows, numbers)
-        case Chart():
+        case doc.Chart():
             return _chart(block)
 
 
