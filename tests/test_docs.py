@@ -29,7 +29,7 @@ OPTIONS = doctest.NORMALIZE_WHITESPACE
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_docstring_examples(name):
+def test_docstring_examples_print_what_they_say(name):
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as e:
@@ -39,7 +39,7 @@ def test_docstring_examples(name):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_documentation_examples(page):
+def test_documentation_examples_print_what_they_say(page):
     try:
         failed, _ = doctest.testfile(
             str(page), module_relative=False, optionflags=OPTIONS, encoding="utf-8"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -157,6 +158,38 @@ def test_frameworks_are_imported_by_their_adapters_only(path):
 def test_pure_modules_do_not_import_jax(path):
     assert not {i for i in imports_of(path) if i.split(".")[0] in ("jax", "jaxlib")}
     assert "_jax" not in of_remat(path)
+
+
+def private_names_in(path: pathlib.Path) -> set[str]:
+    """Return the private names of modules and classes of ours that a test imports or reads."""
+    tree = ast.parse(path.read_text())
+    imports = [
+        alias
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "remat"
+        for alias in node.names
+    ]
+    ours = {alias.asname or alias.name for alias in imports} | {"remat"}
+    read = [
+        f"{node.value.id}.{node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if node.value.id in ours and node.value.id != "_jax"
+    ]
+    names = {*(alias.name for alias in imports), *read} - {"_jax", "remat._jax"}
+    return {name for name in names if re.fullmatch(r"(\w+\.)?_(?!_)\w+", name)}
+
+
+TESTS = pathlib.Path(__file__).parent
+
+
+@pytest.mark.parametrize(
+    "path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS))
+)
+def test_tests_use_public_names(path):
+    # One name of a primitive must not stand in two groups: only the module's own function says so.
+    allowed = {"operations._rows"} if path.name == "test_operations.py" else set()
+    assert private_names_in(path) <= allowed
 
 
 def test_modules_import_only_from_the_layers_before_them():

@@ -172,7 +172,7 @@ def test_every_policy_of_jax_is_there():
             assert hasattr(remat.policies, name), name
 
 
-def test_parameters_of_checkpoint():
+def test_checkpoint_has_the_parameters_of_jax_by_keyword():
     parameters = inspect.signature(remat.checkpoint).parameters
     assert list(parameters) == [
         "fun", "concrete", "prevent_cse", "policy", "static_argnums", "static_argnames",

@@ -115,7 +115,7 @@ def test_a_module_keeps_its_shape(lift):
 
 
 @both
-def test_inside_scan(lift):
+def test_it_works_inside_scan(lift):
     linear = brainstate.nn.Linear(3, 3)
 
     @lift

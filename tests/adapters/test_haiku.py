@@ -157,7 +157,7 @@ def test_what_cannot_be_called_is_refused(target):
 
 
 @both
-def test_static_arguments(lift):
+def test_static_arguments_are_not_traced(lift):
     @hk.transform
     def f(x):
         return lift(lambda x, flag: hk.Linear(2)(x) if flag else x, static_argnums=1)(x, True)

@@ -256,7 +256,7 @@ def test_decorator_over_and_under_compact(remat_fn, over):
 
 
 @both
-def test_function_target(remat_fn):
+def test_a_function_of_a_module_is_a_target(remat_fn):
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):

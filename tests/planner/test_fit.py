@@ -211,7 +211,7 @@ def test_given_plan_is_followed_without_planning():
     assert peak_of(fitted.lower(W, X).compile()) == plan_at("60%").peak_bytes
 
 
-def test_donation():
+def test_donated_arguments_are_deleted_and_the_budget_is_kept():
     def update(w, x):
         value, g = step(w, x)
         return w - 0.01 * g, value
@@ -270,7 +270,7 @@ def test_shardings_are_those_of_jit():
     assert peak_of(fitted.lower(W, X).compile()) <= fitted.plans[0].budget_bytes
 
 
-def test_methods():
+def test_fit_decorates_a_method():
     class Model:
         scale = 2.0
 
@@ -283,7 +283,7 @@ def test_methods():
     assert_same(model.step(W, X), expected, within=1e-5)
 
 
-def test_under_other_transformations():
+def test_a_fitted_step_runs_in_jit_and_scan():
     fitted = fit(step, plan=plan_at("60%"))
     assert_same(jax.jit(lambda w, x: fitted(w, x))(W, X), jax.jit(step)(W, X), within=1e-5)
     with jax.checking_leaks():

@@ -560,7 +560,7 @@ def test_lists_and_whole_numbers_become_what_the_annotations_say() -> None:
     assert hash(made) == hash(PLAN)
 
 
-def test_totals() -> None:
+def test_totals_count_what_is_saved_and_recomputed() -> None:
     assert PLAN.saved_bytes == 8 + 128 + 512 + 16
     assert PLAN.n_recomputed == 4
     assert PLAN.extra_flops_share == pytest.approx(0.02)
