@@ -108,7 +108,7 @@ def _is_state(x: Leaf) -> bool:
 
 
 def _is_traced(x: Leaf) -> bool:
-    """Whether an argument is traced: arrays, numbers, and States, which brainstate refuses."""
+    """Return whether an argument is traced: an array, a number, or a State, which is refused later."""
     return partition.is_array(x) or isinstance(x, (bool, int, float, complex, State))
 
 

@@ -80,7 +80,7 @@ class Cache:
 
     @classmethod
     def default(cls) -> Cache:
-        """The cache in the user's cache directory (see `default_folder`)."""
+        """Return the cache in the user's cache directory (see `default_folder`)."""
         folder = default_folder()
         if folder is None:
             _warn("there is no home directory, so plans and measurements are not kept.")
@@ -90,7 +90,7 @@ class Cache:
         return f"Cache({None if self.folder is None else str(self.folder)!r})"
 
     def get(self, kind: str, key: str) -> dict[str, Any] | None:
-        """The data of an entry; None if there is none, or none that can be trusted."""
+        """Return the data of an entry; None if there is none, or none that can be trusted."""
         path = self._path(kind, key)
         if path is None:
             return None
@@ -105,7 +105,7 @@ class Cache:
             return None
 
     def put(self, kind: str, key: str, data: Mapping[str, Any]) -> None:
-        """Keep the data of an entry, in place of what was there.
+        """Write the data of an entry, in place of what was there.
 
         Raises:
           PlanError: the data is no plain JSON (texts, finite numbers, lists, dicts with text keys).

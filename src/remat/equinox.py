@@ -94,7 +94,7 @@ class _Checkpointed(eqx.Module):
 
 
 def _as_pytree(fun: Callable) -> PyTree:
-    """A Python method of a module (`linear.__call__` is one), with the module's arrays in sight."""
+    """Return a bound method (`linear.__call__`) as a pytree with the arrays of its module."""
     if isinstance(fun, types.MethodType) and isinstance(fun.__self__, eqx.Module):
         return eqx.Partial(fun.__func__, fun.__self__)
     return fun
@@ -113,7 +113,7 @@ def with_remat(
     methods: str | Iterable[str] = ("__call__",),
     strict: bool = True,
 ) -> PyTree:
-    """A copy of a model with the modules at some paths rematerialized.
+    """Return a copy of a model with the modules at some paths rematerialized.
 
     The modules become instances of a subclass of their class, with that class's name and fields. So
     the leaves of the model and their paths stay the same, and `without_remat` undoes it, also on a
@@ -164,7 +164,7 @@ def _with_remat(
 
 
 def without_remat(model: PyTree) -> PyTree:
-    """The model with each module that `with_remat` or `rematted` changed in its old class."""
+    """Return a model with each module that `with_remat` or `rematted` changed in its old class."""
     return _map_modules(lambda _, module: _as_instance_of(_plain(module), module), model, "")
 
 
@@ -215,7 +215,7 @@ def _plain(module: eqx.Module) -> type:
 
 
 def _as_instance_of(cls: type, module: Any) -> Any:
-    """A module with the same fields of a class with the same fields."""
+    """Return a module with the same values of another class with the same fields."""
     if type(module) is cls:
         return module
     copy: Any = object.__new__(cls)
@@ -227,7 +227,7 @@ def _as_instance_of(cls: type, module: Any) -> Any:
 def _rematted_class(
     cls: type, methods: tuple[str, ...], policy: PolicyLike, prevent_cse: bool
 ) -> type:
-    """A subclass whose methods are regions; equal arguments give the same class."""
+    """Return a subclass whose methods are regions; one class for equal arguments."""
     lift = functools.partial(filter_checkpoint, policy=policy, prevent_cse=prevent_cse)
     namespace: dict[str, Any] = {
         "__module__": cls.__module__,

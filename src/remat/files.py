@@ -206,7 +206,7 @@ def checked(path: str | os.PathLike[str]) -> str:
 
 
 def _called(path: object) -> str:
-    """A path in an error: as it is, or in quotes where it would not be seen."""
+    """Return a path for an error message, in quotes if it is blank or not printable."""
     text = str(path)
     return text if text.strip() and text.isprintable() else repr(path)
 

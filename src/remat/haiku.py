@@ -25,7 +25,7 @@ _jax.exclude_from_tracebacks(__file__)
 
 
 def _checkpoint_untraced(fun: Callable, **options: Any) -> Callable:
-    """`checkpoint`, but of a function that no earlier trace is found for."""
+    """Return a checkpointed function that is traced in each call, never taken from an earlier trace."""
 
     @_jax.api_boundary
     @functools.wraps(fun)
@@ -40,7 +40,7 @@ def _checkpoint_untraced(fun: Callable, **options: Any) -> Callable:
 
 
 def _named(fun: Callable) -> Callable:
-    """A function with a name of its own, which Haiku's wrapper takes over; a module has none."""
+    """Return a function with a `__name__`, which Haiku's wrapper copies and a module lacks."""
     if hasattr(fun, "__name__"):
         return fun
 

@@ -196,7 +196,7 @@ def _as_graphs(tree: PyTree, index_of: Any, outer_index_of: Any = None) -> PyTre
 
 
 def _as_objects(tree: PyTree, known: Any, outer: Any = None) -> PyTree:
-    """The inverse of `_as_graphs`.
+    """Return a pytree with objects in place of graphs: undo `_as_graphs`.
 
     Args:
       known: the objects by number, to which new ones are added.
@@ -214,7 +214,7 @@ def _as_objects(tree: PyTree, known: Any, outer: Any = None) -> PyTree:
 
 
 def _contents(x: Any) -> tuple[list[Any], Any]:
-    """What an object is made of: the parts that are compared by identity, and by equality."""
+    """Return the parts of an object that are compared by identity, and those compared by equality."""
     if isinstance(x, nnx.Variable):
         return jax.tree.flatten(x)
     node = graphlib.get_node_impl(x)
@@ -244,7 +244,7 @@ def _is_same(before: tuple[list[Any], Any], after: tuple[list[Any], Any]) -> boo
 
 
 def _changes(objects: list[Any], is_kept: list[bool], out: PyTree) -> PyTree:
-    """The numbers of the objects that stayed the same, those that changed, and the result."""
+    """Return the numbers of the unchanged objects, the changed ones, and the result."""
     kept = [n for n, same in enumerate(is_kept) if same]
     index_of, outer_index_of = graphlib.RefMap(), graphlib.RefMap()
     for index, n in enumerate(kept):
@@ -324,7 +324,7 @@ def _is_static(f: Any, statics: Statics, where: str, value: Any) -> bool:
 
 
 def _of_instance(module: Any, options: dict[str, Any]) -> Callable:
-    """A module's `__call__`, with the module as an argument, so that it may change."""
+    """Return a module's `__call__` with the module as an argument, so that it may change."""
     method = type(module).__call__
     given = options["static_argnums"]
     numbers = (given,) if isinstance(given, int) else tuple(given)
@@ -402,7 +402,7 @@ def _set_class(module: Any, cls: Any) -> None:
 def _rematted_class(
     cls: Any, methods: tuple[str, ...], policy: PolicyLike, prevent_cse: bool
 ) -> type:
-    """A subclass with the same name whose methods are regions; equal arguments, the same class."""
+    """Return a subclass of the same name whose methods are regions; one class for equal arguments."""
     lift = functools.partial(remat, policy=policy, prevent_cse=prevent_cse)
     namespace: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     for name in methods:

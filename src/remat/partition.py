@@ -37,14 +37,14 @@ class Parts:
     untraced: tuple[Leaf, ...]  # the other leaves, in order
 
     def join(self, traced: Sequence[Leaf]) -> PyTree:
-        """The pytree with these traced leaves."""
+        """Return the pytree with these traced leaves."""
         ours, theirs = iter(traced), iter(self.untraced)
         leaves = [next(ours) if flag else next(theirs) for flag in self.is_traced]
         return jax.tree.unflatten(self.tree, leaves)
 
 
 def is_array(leaf: Leaf) -> bool:
-    """Whether a leaf is an array of JAX or NumPy, or a tracer."""
+    """Return whether a leaf is an array of JAX or NumPy, or a tracer."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and not _is_text(leaf)
 
 

@@ -152,7 +152,7 @@ def _compare(path: str, a: Leaf, b: Leaf, rtol: float | None, atol: float) -> No
 
 
 def peak_bytes(step: Callable[..., Any], *args: PyTree, real: bool = False) -> int:
-    """The memory that a step needs at its peak on one device: arguments, results and temporaries.
+    """Return the peak memory of a step on one device: arguments, results and temporaries.
 
     >>> import jax, jax.numpy as jnp, remat
     >>> step = jax.jit(lambda x: jnp.sin(x) * 2)
@@ -275,7 +275,7 @@ _CLEAR_REFS = pathlib.Path("/proc/self/clear_refs")
 
 
 def _growth_bytes(run: Callable[[], PyTree]) -> int:
-    """By how much the resident memory grows at most while `run` runs."""
+    """Return by how much the resident memory grows at most during a call."""
     jax.block_until_ready(run())  # what only the first run needs
     try:
         before = _settled_bytes()
@@ -292,7 +292,7 @@ def _growth_bytes(run: Callable[[], PyTree]) -> int:
 
 
 def _settled_bytes() -> int:
-    """The resident memory once what earlier work left behind has been given back.
+    """Return the resident memory once what earlier work left behind has been given back.
 
     The runtime frees a finished program's memory from a thread of its own, and the allocator keeps
     pages that it would use again unseen.

@@ -30,7 +30,7 @@ _UPDATE = "--remat-update"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option that writes snapshots."""
+    """Add the option that writes snapshots."""
     group = parser.getgroup("remat")
     group.addoption(
         _UPDATE, action="store_true", help="Write the snapshots of remat_snapshot anew."
@@ -39,14 +39,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def assert_peak_below() -> Callable[..., None]:
-    """`remat.testing.assert_peak_below(step, *args, limit="2GiB")`."""
+    """Return `remat.testing.assert_peak_below(step, *args, limit="2GiB")`."""
     asserting: Callable[..., None] = importlib.import_module("remat.testing").assert_peak_below
     return asserting
 
 
 @pytest.fixture(scope="session")
 def assert_saves_only() -> Callable[..., None]:
-    """`remat.testing.assert_saves_only(f, *args, names=["attn_*"], limit="1MiB")`."""
+    """Return `remat.testing.assert_saves_only(f, *args, names=["attn_*"], limit="1MiB")`."""
     asserting: Callable[..., None] = importlib.import_module("remat.testing").assert_saves_only
     return asserting
 
@@ -92,7 +92,7 @@ class Snapshot:
 
 
 def snapshot_text(explanation: Any) -> str:
-    """What is held: values that are saved, offloaded or recomputed, without lines of source."""
+    """Return the text of the values that are saved, offloaded or recomputed, without source lines."""
     lines = [
         f"saved in all: {_sum(explanation, 'saved')} bytes",
         f"offloaded in all: {_sum(explanation, 'offloaded')} bytes",

@@ -172,7 +172,7 @@ _DEFAULTS = {"cpu": "cpu", "gpu": "a100", "tpu": "v5e"}
 
 
 def device(name_or_kind: str, platform: str | None = None) -> Device:
-    """The figures of a device, by name or by the `device_kind` that JAX reports.
+    """Return the figures of a device, by name or by the `device_kind` that JAX reports.
 
     >>> device("TPU v5 lite").name, device("NVIDIA H100 80GB HBM3").name
     ('v5e', 'h100')

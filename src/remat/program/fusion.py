@@ -109,7 +109,7 @@ class _Fusion:
         return found
 
     def _users(self, i: int) -> list[int]:
-        """The operations that use a result, seen through views."""
+        """Return the operations that use a result, directly or through views."""
         found: dict[int, None] = {}
         stack = list(self.readers[i])
         while stack:
@@ -168,7 +168,7 @@ class _Fusion:
         return self.size[source] if source >= 0 else 0  # inputs are there anyway
 
     def _reads(self) -> dict[int, tuple[list[int], list[int]]]:
-        """For each written operation: the written ones it reads, and what it computes on the way."""
+        """Return for each kernel the kernels it reads from, and the operations fused into it."""
         through: list[tuple[frozenset[int], frozenset[int]]] = []
         reads = {}
         for i, op in enumerate(self.program.ops):
@@ -237,7 +237,7 @@ class _Fusion:
         return Fused(graph, members, frozenset(once), seconds, holds, reused)
 
     def _seconds(self, i: int) -> float:
-        """One kernel: what it reads and writes, and the operations inside it."""
+        """Return the seconds of one kernel from what it reads, computes and writes."""
         ops, sizes = self.program.ops, self.program.bytes
         roots, inside = self.reads[i]
         moved = self.size[i] + sum(self.size[j] for j in roots) + ops[i].extra_bytes
@@ -290,12 +290,12 @@ def _merge(fusion: _Fusion, nodes: dict[int, _Group]) -> dict[int, int]:
 
 
 def _adjacent(nodes: dict[int, _Group], d: int, end: int, inner: set[int]) -> bool:
-    """Whether nothing else is computed between: operands would be kept for longer otherwise."""
+    """Return whether nothing is computed between two operations, which would keep operands for longer."""
     return all(i not in nodes or i in inner for i in range(d + 1, end))
 
 
 def _goes_with(fusion: _Fusion, i: int, end: int) -> bool:
-    """Whether two operations are of the same side of the same region, and the first stays inside."""
+    """Return whether two operations are on one side of one region, which the first doesn't leave."""
     ops = fusion.program.ops
     a, b = ops[i].place, ops[end].place
     same = (a is None) == (b is None) and (

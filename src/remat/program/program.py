@@ -85,7 +85,7 @@ class Program:
 
 
 def without_dead(program: Program) -> Program:
-    """The program without what its outputs do not need."""
+    """Return a program without the operations that its outputs don't need."""
     live = set(program.outputs)
     kept = []
     for op in reversed(program.ops):

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def dumps(data: Any, format: str) -> str:
-    """A dataclass of the model as JSON text.
+    """Return a dataclass of the model as JSON text.
 
     >>> from remat.report.model import Memory
     >>> print(dumps(Memory(peak_bytes=8), "memory").splitlines()[1])
@@ -79,7 +79,7 @@ def loads(text: str, cls: type[T], format: str) -> T:
 
 
 def _plain(item: Any) -> Any:
-    """A dataclass as a dict, whose dataclasses json can write in turn."""
+    """Return a dataclass as a dict, for `json.dumps` to call again for the dataclasses inside."""
     if dataclasses.is_dataclass(item):
         return {f.name: _plain(getattr(item, f.name)) for f in dataclasses.fields(item)}
     if isinstance(item, tuple):
@@ -126,7 +126,7 @@ Reader = Callable[[Any], Any]
 
 @functools.cache
 def _reader_of(kind: Any) -> Reader:
-    """The function that checks and converts JSON for a type of the model's annotations."""
+    """Return the function that checks and converts JSON for a type of the model's annotations."""
     if dataclasses.is_dataclass(kind):
         return _reader_of_dataclass(typing.cast(type, kind))
     origin, parts = typing.get_origin(kind), typing.get_args(kind)

@@ -17,7 +17,7 @@ from remat.report.fragment import to_fragment, to_page
 from remat.report.groups import groups
 from remat.report.markdown import to_markdown
 from remat.report.model import ExplanationData, Totals, Value
-from remat.report.outline import memory_rows, percent, signed_bytes, values_table
+from remat.report.outline import counted, memory_rows, percent, signed_bytes, values_table
 from remat.report.text import renderable, to_text
 from remat.units import format_bytes, format_flops, format_seconds
 
@@ -44,7 +44,7 @@ class Difference:
         return _saved_bytes(after) - _saved_bytes(before)
 
     def __bool__(self) -> bool:
-        """Whether anything differs."""
+        """Return whether anything differs."""
         values = self.appeared or self.vanished or self.changed
         return bool(values) or self.totals_before != self.totals_after
 
@@ -53,7 +53,7 @@ class Difference:
 
     def __repr__(self) -> str:
         return printable(
-            f"Difference({self.before!r} to {self.after!r}: {len(self.appeared)} values appeared, "
+            f"Difference({self.before!r} to {self.after!r}: {counted(len(self.appeared), 'value')} appeared, "
             f"{len(self.vanished)} vanished, {len(self.changed)} changed)"
         )
 
@@ -61,22 +61,22 @@ class Difference:
         return renderable(_blocks(self, 20))
 
     def to_text(self, *, width: int = 110, color: bool = False, most: int = 20) -> str:
-        """For the terminal."""
+        """Return it as text for the terminal."""
         return to_text(_blocks(self, most), width=width, color=color)
 
     def to_markdown(self, *, most: int = 20) -> str:
-        """For a pull request."""
+        """Return it as Markdown, for a pull request."""
         return to_markdown(_blocks(self, most))
 
     def to_html(self, *, most: int = 200) -> str:
-        """A page without scripts."""
+        """Return it as an HTML page without scripts."""
         return to_page(_blocks(self, most), title=f"{self.before} → {self.after}")
 
     def _repr_html_(self) -> str:
         return to_fragment(_blocks(self, 20))
 
     def to_json(self) -> str:
-        """All of it, as `from_json` reads it."""
+        """Return all of it as the JSON that `from_json` reads."""
         return codec.dumps(self, FORMAT)
 
     @classmethod

@@ -63,7 +63,7 @@ Document = Sequence[Block]
 
 
 def columns_of_chart(chart: Chart, n_columns: int) -> list[tuple[int, Step]]:
-    """The chart at a coarse resolution: for each column the most that is live, and where."""
+    """Return a chart of few columns: for each the most live bytes, and the step that has them."""
     total_bytes = chart.timeline.total_bytes
     n_steps = len(chart.steps)
     columns = []

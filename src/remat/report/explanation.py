@@ -18,7 +18,7 @@ from remat.report.groups import Group, groups
 from remat.report.html import to_page
 from remat.report.markdown import to_markdown
 from remat.report.model import ExplanationData, Value
-from remat.report.outline import outline
+from remat.report.outline import counted, outline
 from remat.report.perfetto import to_trace
 from remat.report.text import renderable, to_text
 from remat.report.timeline import Timeline, live_at, timeline
@@ -46,15 +46,15 @@ class Explanation(ExplanationData):
     """
 
     def timeline(self) -> Timeline:
-        """Live bytes at every step, by kind."""
+        """Return the live bytes at every step, by kind."""
         return timeline(self.values, self.steps)
 
     def groups(self) -> tuple[Group, ...]:
-        """Values that differ only in the numbers of their paths, the largest groups first."""
+        """Return groups of values that differ only in the numbers of their paths, the largest first."""
         return groups(self.values)
 
     def live_at(self, step: int) -> tuple[Value, ...]:
-        """The values that are live at a step, the largest first."""
+        """Return the values that are live at a step, the largest first."""
         return live_at(self.values, step)
 
     def __str__(self) -> str:
@@ -63,34 +63,35 @@ class Explanation(ExplanationData):
     def __repr__(self) -> str:
         return printable(
             f"Explanation({self.title!r} on {self.target or self.platform or 'no device'}: "
-            f"{len(self.values)} values, {format_bytes(self.totals.residual_bytes)} of residuals, "
-            f"{len(self.steps)} steps, {len(self.findings)} findings)"
+            f"{counted(len(self.values), 'value')}, "
+            f"{format_bytes(self.totals.residual_bytes)} of residuals, "
+            f"{counted(len(self.steps), 'step')}, {counted(len(self.findings), 'finding')})"
         )
 
     def __rich__(self) -> object:
         return renderable(outline(self))
 
     def to_text(self, *, width: int = 110, color: bool = False, most: int = 20) -> str:
-        """For the terminal, with tables of at most `most` lines."""
+        """Return it as text for the terminal, with tables of at most `most` lines."""
         return to_text(outline(self, most=most), width=width, color=color)
 
     def to_markdown(self, *, most: int = 20) -> str:
-        """For a pull request or a page of documentation."""
+        """Return it as Markdown, for a pull request or a page of documentation."""
         return to_markdown(outline(self, most=most))
 
     def to_html(self) -> str:
-        """One self-contained, interactive page."""
+        """Return it as one self-contained, interactive HTML page."""
         return to_page(self)
 
     def _repr_html_(self) -> str:
         return to_fragment(outline(self))
 
     def to_trace(self) -> str:
-        """The timeline for https://ui.perfetto.dev, as Chrome's JSON."""
+        """Return the timeline as Chrome's trace JSON, for https://ui.perfetto.dev."""
         return to_trace(self)
 
     def to_json(self) -> str:
-        """All of it, as `from_json` reads it."""
+        """Return all of it as the JSON that `from_json` reads."""
         return codec.dumps(self, FORMAT)
 
     @classmethod
@@ -103,11 +104,11 @@ class Explanation(ExplanationData):
         return codec.loads(text, cls, FORMAT)
 
     def diff(self, other: ExplanationData) -> Difference:
-        """What changes from this one to the other."""
+        """Return what changes from this explanation to another."""
         return difference(self, other)
 
     def plot(self, *, width: float = 9.0, height: float = 4.0) -> Figure:
-        """The timeline as a matplotlib figure, of that size in inches.
+        """Return the timeline as a matplotlib figure, of that size in inches.
 
         Raises:
           MissingExtraError: matplotlib is not installed.

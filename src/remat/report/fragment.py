@@ -44,7 +44,7 @@ _STYLE = """<style>
 
 
 def to_fragment(document: Document) -> str:
-    """The document as one HTML element.
+    """Return a document as one HTML element.
 
     >>> to_fragment([doc.Paragraph("a < b")]).endswith("<p><bdi>a &lt; b</bdi></p>\\n</div>")
     True
@@ -54,7 +54,7 @@ def to_fragment(document: Document) -> str:
 
 
 def to_page(document: Document, *, title: str) -> str:
-    """The same as a page of its own, for a browser."""
+    """Return a document as an HTML page."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -67,7 +67,7 @@ def to_page(document: Document, *, title: str) -> str:
 
 
 def user_text(text: str) -> str:
-    """A text of unknown content: harmless, escaped, and kept from reordering its surroundings.
+    """Return any text escaped, printable, and isolated so that it can't reorder what is around it.
 
     >>> user_text("<b>")
     '<bdi>&lt;b&gt;</bdi>'
@@ -106,7 +106,7 @@ def _cells(tag: str, texts: tuple[str, ...], numbers: tuple[int, ...]) -> str:
 
 
 def _chart(chart: Chart) -> str:
-    """The stacked areas as paths, drawn from the highest sum down so that each covers the rest."""
+    """Draw the stacked areas as paths, the highest sum first, so that each covers the rest."""
     line = chart.timeline
     at = thinned(line.total_bytes, _POINTS)
     sums = np.cumsum(line.live_bytes[:, at], axis=0)

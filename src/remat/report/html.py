@@ -31,7 +31,7 @@ _SLOT = re.compile(r"<!--slot:([a-z]+)-->")
 
 
 def to_page(explanation: ExplanationData) -> str:
-    """The page.
+    """Return an explanation as an interactive HTML page.
 
     >>> to_page(ExplanationData("step")).startswith("<!doctype html>")
     True
@@ -210,7 +210,7 @@ def _pareto(explanation: ExplanationData) -> str:
 
 
 def _frontier(points: Sequence[ParetoPoint]) -> list[ParetoPoint]:
-    """The points for which no other has both a lower peak and less extra time."""
+    """Return the points that no other beats in both peak and extra time."""
     found: list[ParetoPoint] = []
     for point in sorted(points, key=lambda p: (p.peak_bytes, p.extra_time_s)):
         if not found or point.extra_time_s < found[-1].extra_time_s:

@@ -17,7 +17,7 @@ _SIGNS = {"error": "❌", "warning": "⚠️", "info": "ℹ️"}
 
 
 def to_markdown(document: Document) -> str:
-    """The document as Markdown.
+    """Return a document as Markdown.
 
     >>> table = doc.Table(("kind", "bytes"), (("saved", "1 KiB"),), numbers=(1,))
     >>> print(to_markdown([doc.Heading("loss_fn"), table]))
@@ -32,7 +32,7 @@ def to_markdown(document: Document) -> str:
 
 
 def escaped(text: str) -> str:
-    r"""The text so that Markdown shows it as it is.
+    r"""Return a text escaped so that Markdown shows it unchanged.
 
     >>> print(escaped("a*b | <c> train.py:12 (loss)"))
     a\*b \| \<c\> train.py:12 (loss)

@@ -12,7 +12,7 @@ from remat.units import format_bytes, format_flops, format_seconds
 
 
 def outline(explanation: ExplanationData, *, most: int = 20) -> list[Block]:
-    """The explanation as blocks; `most` is the number of lines of its longest tables."""
+    """Return an explanation as blocks whose tables have at most `most` lines."""
     line = timeline(explanation.values, explanation.steps)
     blocks: list[Block] = [Heading(explanation.title, 1)]
     blocks += [Paragraph(setting(explanation))] if setting(explanation) else []
@@ -48,7 +48,7 @@ def setting(explanation: ExplanationData) -> str:
 
 
 def headline(totals: Totals) -> str:
-    """The step in one sentence or two."""
+    """Return what a step saves and its peak, in one sentence or two."""
     said = f"Peak {format_bytes(totals.predicted.peak_bytes)} predicted"
     if totals.compiled is not None:
         said += f", {format_bytes(totals.compiled.peak_bytes)} compiled"
@@ -68,7 +68,7 @@ def headline(totals: Totals) -> str:
 
 
 def percent(share: float) -> str:
-    """A share for people.
+    """Return a share as a percentage.
 
     >>> percent(0.128), percent(0.0004)
     ('12.8 %', '0.04 %')
@@ -77,7 +77,7 @@ def percent(share: float) -> str:
 
 
 def counted(n: int, what: str) -> str:
-    """A number of things.
+    """Return a number with its noun, in the singular or plural.
 
     >>> counted(1, "group"), counted(2, "group")
     ('1 group', '2 groups')
@@ -86,7 +86,7 @@ def counted(n: int, what: str) -> str:
 
 
 def signed_bytes(n_bytes: int) -> str:
-    """A difference in bytes, with its sign.
+    """Return a difference in bytes as text, with its sign.
 
     >>> signed_bytes(1024), signed_bytes(-2048), signed_bytes(0)
     ('+1.0 KiB', '-2.0 KiB', '0 B')
@@ -95,7 +95,7 @@ def signed_bytes(n_bytes: int) -> str:
 
 
 def memory_rows(memory: Memory) -> tuple[tuple[str, int], ...]:
-    """The parts of memory by name, the peak first."""
+    """Return the parts of memory by name, the peak first."""
     return tuple(
         (field.name.removesuffix("_bytes"), getattr(memory, field.name))
         for field in dataclasses.fields(memory)
@@ -129,7 +129,7 @@ def peak_in_words(explanation: ExplanationData, line: Timeline) -> str:
 
 
 def values_table(values: tuple[Value, ...], most: int) -> Table:
-    """Values by group, the largest first; what exceeds `most` lines is summed up in the last."""
+    """Return a table of values by group, the largest first; its last line sums up those beyond `most`."""
     found = groups(values)
     rows: list[tuple[str, ...]] = [
         (

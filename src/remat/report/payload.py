@@ -31,7 +31,7 @@ class _Texts:
 
 
 def payload(explanation: ExplanationData) -> dict[str, Any]:
-    """What the page's scripts read.
+    """Return the data that the page's scripts read.
 
     >>> payload(ExplanationData("step"))["chart"]["at"]
     []

@@ -20,7 +20,7 @@ _LARGEST = 200
 
 
 def to_trace(explanation: ExplanationData, *, largest: int = _LARGEST) -> str:
-    """The trace as JSON text, with the lifetimes of that many values.
+    """Return the trace as JSON text, with the lifetimes of that many values.
 
     >>> events = json.loads(to_trace(ExplanationData("step")))["traceEvents"]
     >>> events[0]["args"]

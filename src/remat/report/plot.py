@@ -24,7 +24,7 @@ _PHASE_COLORS = {"forward": "0.85", "backward": "0.65", "recompute": "#f2c14e", 
 
 
 def figure(explanation: ExplanationData, *, width: float = 9.0, height: float = 4.0) -> Figure:
-    """Live bytes by kind over predicted time, with the phases below and the peak marked.
+    """Draw live bytes by kind over predicted time, with the phases below and the peak marked.
 
     >>> figure(ExplanationData("step")).axes[0].get_ylabel()
     'live bytes per device'

@@ -22,7 +22,7 @@ _PHASE_STYLES = {"forward": "blue", "backward": "magenta", "recompute": "yellow"
 
 
 def to_text(document: Document, *, width: int = 110, color: bool = False) -> str:
-    """The document as plain text, or with terminal colours.
+    """Return a document as plain text, or with terminal colours.
 
     >>> print(to_text([doc.Heading("A title"), doc.Paragraph("A sentence.")]).strip())
     A title
@@ -42,7 +42,7 @@ def to_text(document: Document, *, width: int = 110, color: bool = False) -> str
 
 
 def renderable(document: Document) -> RenderableType:
-    """The document for a rich console: what `rich.print(explanation)` shows."""
+    """Return a document for a rich console, as `rich.print(explanation)` shows it."""
     return Group(*(_drawn(block) for block in document))
 
 

@@ -72,7 +72,7 @@ def timeline(values: Sequence[Value], steps: Sequence[Step]) -> Timeline:
 
 
 def live_at(values: Sequence[Value], step: int) -> tuple[Value, ...]:
-    """The values that are live at a step, the largest first."""
+    """Return the values that are live at a step, the largest first."""
     live = [v for v in values if any(born <= step <= dies for born, dies in v.lifetimes)]
     return tuple(sorted(live, key=lambda v: (-v.n_bytes, v.id)))
 
@@ -80,7 +80,7 @@ def live_at(values: Sequence[Value], step: int) -> tuple[Value, ...]:
 def predicted_memory(
     values: Sequence[Value], steps: Sequence[Step], *, alias_bytes: int = 0
 ) -> Memory:
-    """The prediction in the compiler's terms; its peak is that of the timeline.
+    """Return the predicted memory in the compiler's terms, with the timeline's peak.
 
     The temporaries are the most that is live at once of what is neither argument nor output.
     `alias_bytes` are those of outputs that take over an argument's memory.

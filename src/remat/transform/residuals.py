@@ -87,8 +87,9 @@ class Residuals:
         return sum(r.n_bytes for r in self.items if chosen(r))
 
     def __repr__(self) -> str:
+        values = "value" if len(self) == 1 else "values"
         return (
-            f"Residuals({len(self)} values: {units.format_bytes(self.saved_bytes)} computed, "
+            f"Residuals({len(self)} {values}: {units.format_bytes(self.saved_bytes)} computed, "
             f"{units.format_bytes(self.offloaded_bytes)} offloaded, "
             f"{units.format_bytes(self.argument_bytes)} arguments)"
         )
