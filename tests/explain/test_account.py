@@ -1,0 +1,208 @@
+"""An explanation's figures against JAX's and the compiler's."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from benchmarks.zoo import ZOO
+from explain_cases import DEEP_ARGS, deep, f32, layer, struct, total
+from jax._src.ad_checkpoint import saved_residuals
+
+import remat
+from remat.explain.phases import phased_program
+from remat.report import Explanation
+
+POLICIES = {
+    "none": None,
+    "blocks": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+}
+
+
+def agrees_or_says_why(explanation):
+    totals = explanation.totals
+    line = explanation.timeline()
+    assert line.peak_bytes == totals.predicted.peak_bytes
+    error = abs(totals.difference_bytes) / totals.compiled.peak_bytes
+    if error > 0.05:
+        assert f"{100 * error:.0f} % of its peak" in totals.difference
+        # Which arrays: so many of this size, with their types.
+        assert "holds" in totals.difference
+        assert "iB" in totals.difference
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ZOO)
+def test_residual_totals_are_those_of_jax(name, policy):
+    model = ZOO[name]("tiny")
+    wrapped = functools.partial(jax.checkpoint, policy=POLICIES[policy])
+    loss = model.loss() if policy == "none" else model.blocks(wrapped)
+    args = model.arguments()
+    totals = remat.explain(loss, *args, compile=False).totals
+    theirs = {"argument": 0, "computed": 0}
+    for aval, origin in saved_residuals(loss, *args):
+        if not origin.startswith(("from a constant", "from a literal")):
+            kind = "argument" if origin.startswith("from the argument") else "computed"
+            theirs[kind] += aval.size * aval.dtype.itemsize
+    assert totals.residual_argument_bytes == theirs["argument"]
+    assert totals.residual_bytes == theirs["computed"]
+
+
+@pytest.mark.parametrize("name", ["spiking", "lstm"])
+def test_timeline_agrees_with_the_compiler_or_says_why(name):
+    model = ZOO[name]("cpu")
+    agrees_or_says_why(remat.explain(model.loss(), *model.arguments()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("name", ZOO)
+def test_timeline_of_every_model(name, blocks):
+    model = ZOO[name]("cpu")
+    loss = model.blocks(remat.checkpoint) if blocks else model.loss()
+    agrees_or_says_why(remat.explain(loss, *model.arguments()))
+
+
+def test_arguments_and_results_are_those_of_the_compiler():
+    explanation = remat.explain(deep(remat.checkpoint), *DEEP_ARGS)
+    predicted, compiled = explanation.totals.predicted, explanation.totals.compiled
+    assert predicted.argument_bytes == compiled.argument_bytes
+    assert predicted.output_bytes == pytest.approx(compiled.output_bytes, abs=256)
+    assert abs(predicted.peak_bytes - compiled.peak_bytes) < 0.05 * compiled.peak_bytes
+
+
+def test_a_power_and_its_derivative_are_not_the_same_value():
+    def loss(w, x):
+        return jnp.sum(jnp.tanh((x @ w) ** 3) @ w)
+
+    step = jax.make_jaxpr(jax.value_and_grad(remat.checkpoint(loss)))(*[struct(64, 64)] * 2)
+    sides = phased_program(step.jaxpr, [1, 1])
+    exponents = {
+        v: eqn.params["y"]
+        for op, eqn in zip(sides.program.ops, sides.eqns)
+        for v in op.results
+        if op.name == "integer_pow"
+    }
+    assert set(exponents.values()) == {2, 3}
+    assert all(exponents[v] == exponents[sides.same[v]] for v in exponents if v in sides.same)
+
+
+def test_what_is_written_twice_is_one_value():
+    def loss(w, x):
+        return jnp.sum(jnp.sin(x @ w) @ jnp.cos(x @ w))
+
+    explanation = remat.explain(loss, struct(64, 64), struct(64, 64), compile=False)
+    assert [s.label for s in explanation.steps if s.phase == "forward"].count("dot_general") == 2
+
+
+def test_closed_over_constants_explain_the_compilers_arguments():
+    x = np.ones((2048, 64), np.float32)
+    explanation = remat.explain(lambda w: jnp.tanh(x @ w).sum(), struct(64, 64))
+    assert "512.0 KiB are closed over" in explanation.totals.difference
+
+
+# What becomes of values
+
+
+def test_saved_recomputed_and_offloaded_values_are_told_apart():
+    x, w = struct(512, 64), struct(64, 64)
+
+    def f(w, x):
+        h = remat.checkpoint_name(x @ w, "h")
+        return jnp.sum(jnp.tanh(h) @ w)
+
+    plain = remat.explain(f, w, x, compile=False)
+    assert total(plain, "recomputed") == 0
+    saved = remat.explain(remat.checkpoint(f, policy=remat.policies.save("h")), w, x, compile=False)
+    assert [v.name for v in saved.values if v.kind == "saved"] == ["h"]
+    assert total(saved, "recomputed") > 0
+    offload = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["h"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    moved = remat.explain(jax.checkpoint(f, policy=offload), w, x, compile=False)
+    assert total(moved, "offloaded") == 512 * 64 * 4
+    assert total(moved, "saved") == 0
+
+
+def test_recomputed_values_have_a_life_in_each_pass():
+    explanation = remat.explain(deep(remat.checkpoint, 2), *DEEP_ARGS, compile=False)
+    lives = [len(v.lifetimes) for v in explanation.values if v.kind == "recomputed"]
+    assert max(lives) == 2
+    for value in explanation.values:
+        if len(value.lifetimes) == 2:
+            phases = [explanation.steps[born].phase for born, _ in value.lifetimes]
+            assert phases == ["forward", "recompute"]
+
+
+def test_segments_are_the_regions_in_the_forward_pass():
+    explanation = remat.explain(deep(remat.checkpoint, 4), *DEEP_ARGS, compile=False)
+    assert len(explanation.segments) == 4
+    spans = sorted((s.first, s.last) for s in explanation.segments)
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(spans))
+    # Two of three products are computed again.
+    assert all(s.recompute_flops >= 2 * 2 * 2048 * 64 * 64 for s in explanation.segments)
+
+
+def test_recomputation_in_loops_is_counted():
+    def loss(wrap):
+        body = wrap(lambda x, w: (layer(w, x), None))
+        return lambda w, x: jax.lax.scan(body, x, w)[0].sum()
+
+    plain = remat.explain(loss(lambda f: f), *DEEP_ARGS, compile=False).totals
+    again = remat.explain(loss(remat.checkpoint), *DEEP_ARGS, compile=False).totals
+    theirs = remat.explain(loss(jax.checkpoint), *DEEP_ARGS, compile=False).totals
+    assert plain.recompute_flops == 0
+    assert again.recompute_flops == pytest.approx(theirs.recompute_flops, rel=0.01)
+    assert again.recompute_flops == pytest.approx(again.flops - plain.flops, rel=0.05)
+
+
+def test_a_difference_says_what_is_saved_more():
+    before = remat.explain(deep(remat.checkpoint), *DEEP_ARGS, compile=False)
+    dots = functools.partial(remat.checkpoint, policy=remat.policies.dots_saveable)
+    after = remat.explain(deep(dots), *DEEP_ARGS, compile=False)
+    assert before.diff(after).saved_bytes > 0
+
+
+def test_it_survives_json():
+    explanation = remat.explain(deep(remat.checkpoint), *DEEP_ARGS, compile=False)
+    assert Explanation.from_json(explanation.to_json()) == explanation
+
+
+def test_sharded_arguments_count_by_device():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    w = jax.ShapeDtypeStruct((8, 64, 64), f32, sharding=everywhere)
+    x = jax.ShapeDtypeStruct((2048, 64), f32, sharding=rows)
+    explanation = remat.explain(deep(lambda f: f), w, x)
+    assert explanation.totals.predicted.argument_bytes == 8 * 64 * 64 * 4 + 2048 * 64 * 4 // 4
+    assert explanation.totals.compiled.argument_bytes == 8 * 64 * 64 * 4 + 2048 * 64 * 4 // 4
+
+
+def test_residuals_of_sharded_steps_are_those_of_one_device():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+    rows, all_of_it = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+    whole = deep(remat.checkpoint)
+    each = jax.shard_map(
+        lambda w, x: jax.lax.psum(whole(w, x), "data"),
+        mesh=mesh,
+        in_specs=(all_of_it, rows),
+        out_specs=all_of_it,
+    )
+    one = remat.explain(whole, *DEEP_ARGS, compile=False).totals.residual_bytes
+    layers = 7 * 2048 * 64 * 4
+    slices = one - layers  # of the weights: they are on each device
+    x = jax.ShapeDtypeStruct((2048, 64), f32, sharding=jax.sharding.NamedSharding(mesh, rows))
+    for explanation in (
+        remat.explain(whole, DEEP_ARGS[0], x, compile=False),
+        remat.explain(each, *DEEP_ARGS, compile=False),
+    ):
+        assert abs(explanation.totals.residual_bytes - layers // 4 - slices) <= 4  # a number

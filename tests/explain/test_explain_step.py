@@ -1,0 +1,143 @@
+"""What can be explained: losses, steps, wrapped and fitted functions, other targets."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+from benchmarks.zoo.model import train_step
+from explain_cases import DEEP_ARGS, codes, deep, layer, struct, total
+
+import remat
+
+needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="no libtpu")
+
+
+def test_whole_training_steps_with_donation_are_explained_as_they_are():
+    params, batch = DEEP_ARGS
+    step = jax.jit(train_step(deep(remat.checkpoint, 2)), donate_argnums=(0, 1))
+    explanation = remat.explain(step, params, (params, params), struct(dtype=jnp.int32), batch)
+    assert {s.phase for s in explanation.steps} == {"forward", "recompute", "backward", "update"}
+    predicted, compiled = explanation.totals.predicted, explanation.totals.compiled
+    assert predicted.alias_bytes == compiled.alias_bytes > 0
+    assert explanation.title == "update"
+    phases = [s.phase for s in explanation.steps]
+    assert phases.index("recompute") > phases.index("forward")
+    assert all(p != "forward" for p in phases[phases.index("recompute") :])
+
+
+def test_functions_are_explained_with_the_gradient_of_their_first_argument():
+    loss = deep(lambda f: f)
+    given = remat.explain(loss, *DEEP_ARGS, compile=False)
+    step = remat.explain(jax.jit(jax.value_and_grad(loss)), *DEEP_ARGS, compile=False)
+    assert given.totals.predicted == step.totals.predicted
+    assert given.totals.flops == step.totals.flops
+
+
+def test_functions_whose_result_is_no_number_are_explained():
+    explanation = remat.explain(layer, struct(64, 64), struct(256, 64), compile=False)
+    assert total(explanation, "saved") > 0
+    assert "backward" in {s.phase for s in explanation.steps}
+
+
+def test_static_arguments_and_keywords_are_taken_as_jit_takes_them():
+    @functools.partial(jax.jit, static_argnums=1, static_argnames="scale")
+    def f(x, n, *, scale):
+        for _ in range(n):
+            x = jnp.tanh(x)
+        return x.sum() * scale
+
+    def grad(x, n, *, scale):
+        return jax.grad(lambda y: f(y, n, scale=scale))(x)
+
+    step = jax.jit(grad, static_argnums=1, static_argnames="scale")
+    explanation = remat.explain(step, struct(100), 3, scale=2.0)
+    assert len([v for v in explanation.values if v.kind == "argument"]) == 1
+
+
+def test_static_arguments_of_a_jitted_loss_are_no_inputs():
+    @functools.partial(jax.jit, static_argnums=1, static_argnames="scale")
+    def loss(w, n, x, *, scale):
+        return deep(remat.checkpoint, n)(w, x) * scale
+
+    explanation = remat.explain(loss, DEEP_ARGS[0], 3, DEEP_ARGS[1], scale=2, compile=False)
+    assert [v.path for v in explanation.values if v.kind == "argument"] == ["w", "x"]
+    plain = remat.explain(deep(remat.checkpoint, 3), *DEEP_ARGS, compile=False)
+    assert explanation.totals.residual_bytes == plain.totals.residual_bytes > 0
+
+
+def test_models_whose_leaves_are_no_arrays_are_explained():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Model:
+        w: object
+        activation: object
+
+    model = Model(struct(64, 64), jnp.tanh)
+
+    def loss(model, x):
+        return jnp.sum(model.activation(x @ model.w) @ model.w)
+
+    explanation = remat.explain(loss, model, struct(512, 64), compile=False)
+    names = [v.path for v in explanation.values if v.kind == "argument"]
+    assert names == ["model.w", "x"]
+    assert total(explanation, "saved") == 512 * 64 * 4
+
+
+def test_what_a_wrapped_jit_does_not_show_is_traced_anew():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    step = nnx.jit(lambda m, x: nnx.value_and_grad(lambda m: jnp.sum(jnp.tanh(m(x))))(m))
+    explanation = remat.explain(step, model, jnp.ones((512, 64)), compile=False)
+    assert "backward" in {s.phase for s in explanation.steps}
+
+
+def test_compiled_programs_are_refused_with_what_to_give():
+    lowered = jax.jit(deep(lambda f: f, 1)).lower(*DEEP_ARGS)
+    for program in (lowered, lowered.compile()):
+        with pytest.raises(TypeError, match="takes the function itself"):
+            remat.explain(program, *DEEP_ARGS)
+
+
+def test_fitted_steps_are_explained_as_they_run():
+    loss = remat.auto(deep(lambda f: f, 3))
+    fitted = remat.fit(jax.value_and_grad(loss), budget="85%", cache=False, progress=False)
+    explanation = remat.explain(fitted, *DEEP_ARGS)
+    assert explanation.totals.recompute_flops > 0
+    assert explanation.totals.compiled.peak_bytes == fitted.plan(*DEEP_ARGS).peak_bytes
+    assert "no_regions" not in codes(explanation)
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(TypeError, match=r"remat\.explain takes a function"):
+        remat.explain(3)
+
+
+@needs_libtpu
+def test_a_step_that_does_not_fit_says_what_it_needs_and_what_there_is():
+    x = struct(2**26, 512)
+    explanation = remat.explain(deep(lambda f: f, 2), struct(8, 512, 512), x, target="tpu:v5e:1x1")
+    found = explanation.findings[0]
+    assert (found.code, found.severity) == ("does_not_fit", "error")
+    assert "the device has 15.8 GiB" in found.message
+    assert "remat.fit" in found.next_step
+    assert explanation.totals.compiled is None
+    assert "not compiled" in explanation.to_text()
+    assert "does_not_fit" in explanation.to_html()
+
+
+@needs_libtpu
+def test_steps_are_explained_ahead_of_time_for_a_tpu():
+    bf16 = functools.partial(struct, dtype=jnp.bfloat16)
+    explanation = remat.explain(
+        deep(remat.checkpoint, 4), bf16(8, 128, 128), bf16(4096, 128), target="tpu:v5e:1x1"
+    )
+    totals = explanation.totals
+    assert explanation.platform == "v5e, ahead of time"
+    assert totals.compiled.peak_bytes > totals.compiled.argument_bytes > 0
+    assert abs(totals.difference_bytes) < 0.25 * totals.compiled.peak_bytes
+    assert totals.difference

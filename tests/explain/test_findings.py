@@ -1,0 +1,207 @@
+"""Each finding for its cause."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import pytest
+from explain_cases import DEEP_ARGS, codes, deep, finding, layer, struct
+
+import remat
+
+BARRIER_HOLDS = tuple(int(x) for x in jaxlib.__version__.split(".")[:3]) >= (0, 11, 1)
+
+
+def test_checkpointed_loops_are_named_as_what_they_are():
+    def loss(w, x):
+        return remat.scan(lambda c, v: (layer(v, c), None), x, w, checkpoints=3)[0].sum()
+
+    explanation = remat.explain(loss, *DEEP_ARGS, compile=False)
+    found = finding(explanation, "checkpointed_loop")
+    assert "test_findings.py" in found.message
+    assert "no_regions" not in codes(explanation)
+    assert not any("remat/loops/" in step.source for step in explanation.steps)
+
+
+def test_a_policy_that_saves_as_much_as_it_spares_is_named():
+    for wrap in (jax.checkpoint, remat.checkpoint):
+        dots = functools.partial(wrap, policy=jax.checkpoint_policies.dots_saveable)
+        explanation = remat.explain(deep(dots), *DEEP_ARGS, compile=False)
+        assert "Save less" in finding(explanation, "saves_as_much").next_step
+        assert "region_recomputed_at_once" not in codes(explanation)
+
+
+def test_no_gradient_and_no_regions_are_said():
+    assert codes(remat.explain(lambda n: n + 1, struct(dtype=jnp.int32))) == {"no_gradient"}
+    explanation = remat.explain(deep(lambda f: f), *DEEP_ARGS, compile=False)
+    assert codes(explanation) == {"no_regions"}
+    assert "remat.auto" in finding(explanation, "no_regions").next_step
+
+
+def test_what_the_compiler_undoes_is_named():
+    if BARRIER_HOLDS:
+        wrap, step = functools.partial(jax.checkpoint, prevent_cse=False), "prevent_cse=False"
+    else:
+        wrap, step = jax.checkpoint, "remat.checkpoint"
+    explanation = remat.explain(deep(wrap), *DEEP_ARGS)
+    found = finding(explanation, "undone_by_compiler")
+    assert found.severity == "error"
+    assert step in found.next_step
+    assert "undone_by_compiler" not in codes(remat.explain(deep(remat.checkpoint), *DEEP_ARGS))
+
+    def in_part(w, x):
+        half = x * deep(wrap, 4)(w, x)
+        return deep(remat.checkpoint, 4)(w, half)
+
+    found = finding(remat.explain(in_part, *DEEP_ARGS), "undone_by_compiler")
+    assert "4 of its 8 regions written out" in found.message
+    assert step in found.next_step
+
+    def mlp(w, x):
+        return x + jax.nn.gelu(x @ w) @ w.T
+
+    several = deep(lambda _: wrap(mlp), 4)
+    assert "undone_by_compiler" in codes(remat.explain(several, *DEEP_ARGS))
+
+
+@pytest.mark.parametrize("wrap", [jax.checkpoint, remat.checkpoint])
+@pytest.mark.parametrize("whole_step", [False, True])
+def test_a_policy_that_matches_nothing_is_named(wrap, whole_step):
+    def f(w, x):
+        h = remat.checkpoint_name(x @ w, "hidden")
+        return jnp.sum(jnp.tanh(jnp.tanh(h) @ w))
+
+    def explained(name):
+        policy = jax.checkpoint_policies.save_only_these_names(name)
+        g = wrap(f, policy=policy)
+        step = jax.value_and_grad(g) if whole_step else g
+        return remat.explain(step, struct(64, 64), struct(512, 64), compile=False)
+
+    found = finding(explained("hiden"), "policy_matched_nothing")
+    assert "'hiden'" in found.message
+    assert "did you mean 'hidden'" in found.next_step
+    assert "policy_matched_nothing" not in codes(explained("hidden"))
+
+
+@pytest.mark.parametrize("wrap", [jax.checkpoint, remat.checkpoint])
+@pytest.mark.parametrize("whole_step", [False, True])
+def test_names_in_the_rules_of_custom_derivatives_are_found(wrap, whole_step):
+    @jax.custom_vjp
+    def f(w, x):
+        return jnp.sum(jnp.tanh(x @ w))
+
+    def forward(w, x):
+        h = remat.checkpoint_name(x @ w, "inner")
+        return jnp.sum(jnp.tanh(h)), (w, x, h)
+
+    def backward(kept, g):
+        w, x, h = kept
+        d = g * (1 - jnp.tanh(h) ** 2)
+        return x.T @ d, d @ w.T
+
+    f.defvjp(forward, backward)
+
+    def found(name):
+        policy = jax.checkpoint_policies.save_only_these_names(name)
+        loss = wrap(f, policy=policy)
+        step = jax.value_and_grad(loss) if whole_step else loss
+        explanation = remat.explain(step, struct(64, 64), struct(512, 64), compile=False)
+        return {f.code: f for f in explanation.findings}
+
+    assert "policy_matched_nothing" not in found("inner")
+    assert "did you mean 'inner'" in found("iner")["policy_matched_nothing"].next_step
+
+
+def test_one_name_of_several_that_nothing_has_is_named():
+    policy = jax.checkpoint_policies.save_only_these_names("hidden", "hiden")
+
+    def named(w, x):
+        return jnp.tanh(remat.checkpoint_name(jnp.sin(x @ w), "hidden") @ w)
+
+    loss = deep(lambda _: jax.checkpoint(named, policy=policy), 2)
+    found = finding(remat.explain(loss, *DEEP_ARGS, compile=False), "policy_name_unknown")
+    assert found.severity == "info"
+    assert "speaks of 'hiden'," in found.message
+    assert "did you mean 'hidden'" in found.next_step
+
+
+def test_a_policy_where_nothing_is_named_says_how_to_name():
+    policy = jax.checkpoint_policies.save_only_these_names("h")
+    loss = deep(functools.partial(jax.checkpoint, policy=policy), 2)
+    found = finding(remat.explain(loss, *DEEP_ARGS, compile=False), "policy_matched_nothing")
+    assert "x = remat.checkpoint_name(x, 'h')" in found.next_step
+
+
+def test_a_discarded_name_is_named():
+    def f(w, x):
+        h = x @ w
+        remat.checkpoint_name(h, "hidden")
+        return jnp.sum(jnp.tanh(jnp.tanh(h) @ w))
+
+    policy = jax.checkpoint_policies.save_only_these_names("hidden")
+    explanation = remat.explain(
+        jax.checkpoint(f, policy=policy), struct(64, 64), struct(512, 64), compile=False
+    )
+    found = finding(explanation, "policy_matched_nothing")
+    assert "is not used" in found.message
+    assert "test_findings.py" in found.message
+
+
+def test_names_in_policies_of_ours_that_match_nothing_are_named():
+    policy = remat.policies.save("absent", strict=False)
+    explanation = remat.explain(
+        deep(functools.partial(remat.checkpoint, policy=policy)), *DEEP_ARGS, compile=False
+    )
+    assert "'absent'" in finding(explanation, "policy_matched_nothing").message
+
+
+def test_domination_by_arguments_is_named():
+    args = ([struct(512, 512)] * 8, struct(16, 512))
+    explanation = remat.explain(deep(remat.checkpoint), *args, compile=False)
+    found = finding(explanation, "arguments_dominate")
+    assert found.severity == "warning"
+    assert "donate_argnums" in found.next_step
+    assert "argument 8 × w[*]  f32[512,512]  8.0 MiB" in found.message
+    few = remat.explain(deep(lambda f: f), *DEEP_ARGS, compile=False)
+    assert "arguments_dominate" not in codes(few)
+
+
+@pytest.mark.parametrize("wrap", [jax.checkpoint, remat.checkpoint])
+def test_a_checkpoint_around_a_whole_scan_is_named(wrap):
+    def loss(around, body):
+        step = body(lambda x, w: (layer(w, x), None))
+        return around(lambda w, x: jax.lax.scan(step, x, w)[0].sum())
+
+    whole = remat.explain(loss(wrap, lambda f: f), *DEEP_ARGS, compile=False)
+    found = finding(whole, "scan_recomputed_at_once")
+    assert "scan of 8 steps" in found.message
+    assert "body" in found.next_step
+    each = remat.explain(loss(lambda f: f, wrap), *DEEP_ARGS, compile=False)
+    assert codes(each) == set()
+
+
+def test_a_region_that_recomputes_everything_at_once_is_named():
+    explanation = remat.explain(remat.checkpoint(deep(lambda f: f)), *DEEP_ARGS, compile=False)
+    assert "region_recomputed_at_once" in codes(explanation)
+    layers = remat.explain(deep(remat.checkpoint), *DEEP_ARGS, compile=False)
+    assert codes(layers) == set()
+
+
+@pytest.mark.parametrize("wrap", [jax.checkpoint, remat.checkpoint])
+def test_an_inner_policy_that_is_overridden_is_named(wrap):
+    inner = functools.partial(wrap, policy=jax.checkpoint_policies.dots_saveable)
+    explanation = remat.explain(wrap(deep(inner)), *DEEP_ARGS, compile=False)
+    found = finding(explanation, "inner_policy_overridden")
+    assert "recomputes what the policy of a checkpoint inside it saves" in found.message
+    kept = remat.explain(deep(inner), *DEEP_ARGS, compile=False)
+    assert "inner_policy_overridden" not in codes(kept)
+    outer = functools.partial(wrap, policy=jax.checkpoint_policies.dots_saveable)
+    scanned = wrap(lambda w, x: jax.lax.scan(lambda c, v: (inner(layer)(v, c), None), x, w)[0])
+    found = finding(remat.explain(scanned, *DEEP_ARGS, compile=False), "inner_policy_overridden")
+    assert "_jax" not in found.message
+    assert "()" not in found.message
+    same = remat.explain(outer(deep(inner)), *DEEP_ARGS, compile=False)
+    assert "inner_policy_overridden" not in codes(same)
