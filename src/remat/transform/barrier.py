@@ -18,8 +18,8 @@ have arrived, or their results live as long as the saved values would have.
     of 24 blocks. The barrier stays in place as well, so that the module means the same elsewhere.
     Those compilers also write a result of a function over an input that dies there, without asking
     whether another input is the same buffer and still read (two saved values that CSE has merged,
-    a value and its reshape, a residual that is the cotangent). So the function returns all inputs
-    of one size but the last, which keeps them alive to its end (`_maybe_one_buffer`).
+    a value and its reshape, a residual that is the cotangent). So the function returns such inputs,
+    which keeps them alive to its end (`_overwritten`).
 
 XLA's partitioner sees a call from outside: what is unreduced, or depends on the device's index in a
 `shard_map` over some of the mesh's axes, has to be declared in its signature or cannot be declared at
@@ -40,6 +40,7 @@ from typing import Any
 
 from remat import _jax
 from remat.ir import jaxprs
+from remat.ir.operations import FUSIBLE, Fusion, operation
 
 _CALL_ATTRIBUTES = {"inlineable": "false"}
 # The first jaxlib whose CPU compiler expands barriers after its last CSE pass.
@@ -89,7 +90,7 @@ def lower_protected(
     outside = [arg for arg, fence in zip(args, fenced) if not fence]
     args = _jax.merge_lists(list(fenced), outside, _jax.lower_barrier(ctx, avals, inside))
     if how is Protection.CALL and _can_be_function(ctx, jaxpr):
-        returned = _maybe_one_buffer(ctx.avals_in)
+        returned = _overwritten(jaxpr)
         return _jax.lower_call(ctx, jaxpr, args, _CALL_ATTRIBUTES, returned)
     return _jax.lower_inline(ctx, jaxpr, args)
 
@@ -105,15 +106,41 @@ def _can_be_function(ctx: _jax.LoweringContext, jaxpr: _jax.Jaxpr) -> bool:
     return not (jaxprs.applies(jaxpr, "axis_index") or _jax.has_unreduced(jaxpr))
 
 
-def _maybe_one_buffer(avals: Sequence[Any]) -> tuple[int, ...]:
-    """Return all but the last of the positions of inputs that have the same size in bytes.
+def _overwritten(jaxpr: _jax.Jaxpr) -> tuple[int, ...]:
+    """Return the positions of inputs that a CPU compiler before 0.11.1 may write over while it reads them.
 
-    Only such inputs can be one buffer, and where the others of a group live to the end of a function,
-    the last one is not written over if it is the same buffer. The cotangents come last: they die
-    early, while a saved value is often read until the end anyway.
+    Only inputs of the same size in bytes can be one buffer. A fused kernel that reads an element of one
+    of them for each element that it writes is harmless, unless it reads another of them in another
+    order. Among those read so, the last of a group is free if all others live to the end: cotangents
+    come last, and die early.
     """
     groups: dict[int, list[int]] = {}
-    for i, aval in enumerate(avals):
-        if isinstance(aval, _jax.ShapedArray):
-            groups.setdefault(aval.size * aval.dtype.itemsize, []).append(i)
-    return tuple(sorted(i for group in groups.values() for i in group[:-1]))
+    for i, v in enumerate(jaxpr.invars):
+        if isinstance(v.aval, _jax.ShapedArray):
+            groups.setdefault(v.aval.size * v.aval.dtype.itemsize, []).append(i)
+    reordered = _read_in_another_order(jaxpr)
+    found: list[int] = []
+    for group in groups.values():
+        kept = [i for i in group if jaxpr.invars[i] in reordered]
+        found += kept[:-1] if kept == group else kept
+    return tuple(sorted(found))
+
+
+# Kernels that write no result over an operand, and loops, for whose values XLA inserts copies.
+_APART = frozenset({"dot_general", "conv_general_dilated", "scan", "while"})
+
+
+def _read_in_another_order(jaxpr: _jax.Jaxpr) -> set[_jax.Var]:
+    """Return the variables of which a fused kernel may read other elements than the one it writes."""
+    reordered: set[_jax.Var] = set()
+    for eqn in reversed(jaxpr.eqns):
+        name = eqn.primitive.name
+        row = operation(name)
+        # A view, or elementwise; what moves elements computes nothing.
+        in_order = (
+            row is not None and row.fusion in FUSIBLE and (row.fusion is Fusion.VIEW or row.flops)
+        )
+        if name in _APART or (in_order and reordered.isdisjoint(eqn.outvars)):
+            continue
+        reordered |= {v for v in eqn.invars if not isinstance(v, _jax.Literal)}
+    return reordered
