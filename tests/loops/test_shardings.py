@@ -50,3 +50,18 @@ def test_loops_keep_the_explicit_sharding_of_what_they_carry(
         plain = jax.jit(transform(scanning(lax.scan)))(*args)
         assert jax.typeof(ours) == jax.typeof(plain)
         np.testing.assert_allclose(jax.device_get(ours), jax.device_get(plain), rtol=1e-5)
+
+
+def test_stacked_results_keep_the_explicit_sharding_without_a_mesh_in_use() -> None:
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(XS[0], jax.NamedSharding(mesh, P("x")))
+
+    def total(scan: Callable, **options: Any) -> Callable:
+        def run(x: Any) -> Any:
+            carry, ys = scan(lambda c, _: (jnp.sin(c), c.sum()), x, None, length=3, **options)
+            return carry.sum() * ys.sum()
+
+        return jax.jit(jax.grad(run))
+
+    ours, plain = total(remat.scan, checkpoints=2)(x), total(lax.scan)(x)
+    np.testing.assert_allclose(jax.device_get(ours), jax.device_get(plain), rtol=1e-5)

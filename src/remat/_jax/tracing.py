@@ -171,7 +171,10 @@ def zeros(aval: Any, leading: Sequence[Any] = ()) -> Any:
         aval = _core.unmapped_aval(size, 0, aval)
     if jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended):
         return jax.lax.full(aval.shape, 0, aval.dtype)
-    return _ad_util.zeros_like_aval(aval.update(weak_type=False))
+    # JAX 0.12 drops a sharding whose mesh is not the one in use.
+    mesh = aval.sharding.mesh
+    with contextlib.nullcontext() if mesh.empty else jax.sharding.use_abstract_mesh(mesh):
+        return _ad_util.zeros_like_aval(aval.update(weak_type=False))
 
 
 # --------------------------------------------------------------------------------------------------
