@@ -26,7 +26,7 @@ PUBLIC = {
     "scan", "fori_loop", "while_loop", "StepLimitError", "StoreError",
     "RematError", "StaticArgumentError", "StaticArgumentTypeError", "PreventCseError",
     "PolicyError", "UnknownNameError", "MemoryKindError", "EffectError", "GradientMismatchError",
-    "LinearizationError",
+    "LinearizationError", "ForwardModeError",
     "PeakMemoryError", "UnitsError", "ScheduleError", "GraphError", "PlanError", "BudgetError",
     "ReportError", "MissingExtraError", "SavedValuesError",
     "explain", "report",

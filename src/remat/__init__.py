@@ -39,6 +39,7 @@ from jax.ad_checkpoint import checkpoint_name as checkpoint_name
 from remat.errors import (
     BudgetError as BudgetError,
     EffectError as EffectError,
+    ForwardModeError as ForwardModeError,
     GradientMismatchError as GradientMismatchError,
     GraphError as GraphError,
     LinearizationError as LinearizationError,
@@ -106,6 +107,7 @@ __all__ = [
     "BudgetError",
     "EffectError",
     "Fitted",
+    "ForwardModeError",
     "GradientMismatchError",
     "GraphError",
     "LinearizationError",
