@@ -230,3 +230,9 @@ def test_packages_do_not_know_those_that_are_built_on_them(package, never):
         if name_of(path).startswith(package):
             found = {other for other in of_remat(path) if other.split(".")[0].startswith(never)}
             assert not found, f"{name_of(path)} imports {found}"
+
+
+def test_files_of_tests_have_different_names():
+    """Pytest takes the second of two files of one name for the first."""
+    names = [path.name for path in pathlib.Path(__file__).parent.rglob("*.py")]
+    assert not {n for n in names if names.count(n) > 1} - {"conftest.py", "__init__.py"}

@@ -84,6 +84,15 @@ def test_reverse_over_reverse_follows_linear_rules() -> None:
     assert jnp.allclose(hessian(remat.scan, checkpoints=2), expected, rtol=1e-4)
 
 
+@pytest.mark.parametrize("steps", [0, 3])
+def test_reverse_over_reverse_of_while_loops_follows_linear_rules(steps: int) -> None:
+    def plain(x: Any) -> Any:
+        return lax.scan(lambda c, _: (linear(c) + c / 2, None), x, None, steps)[0].sum()
+
+    found = jax.jacrev(jax.grad(in_while(linear, steps, checkpoints=2)))(X)
+    np.testing.assert_allclose(found, jax.jacrev(jax.grad(plain))(X), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("f", "reason"), [(clipping, "computes max"), (adding, "adds"), (of_sign, "computes gt")]
 )

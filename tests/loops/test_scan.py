@@ -372,7 +372,9 @@ def test_effects_of_the_body_happen_again_when_it_is_recomputed() -> None:
     assert set(seen) == {1.0, 2.0, 4.0}
 
 
-@pytest.mark.parametrize("inside", [jax.checkpoint, jax.jit, lambda f: f], ids=str)
+@pytest.mark.parametrize(
+    "inside", [jax.checkpoint, jax.jit, lambda f: f], ids=["checkpoint", "jit", "plain"]
+)
 def test_batched_loops_inside_of_another_loop_or_call_are_reversed(inside: Callable) -> None:
     """JAX batches the loop there before it asks for its derivative."""
 

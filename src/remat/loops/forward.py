@@ -44,14 +44,19 @@ def push(fun: Callable, primals: Sequence[Arrays], tangents: Sequence[Arrays]) -
     """
     out, pull = jax.vjp(fun, *primals)
     leaves, tree = jax.tree.flatten(out)
+    # Integers have no tangents, which JAX writes as zeros of type float0.
+    mask = [_jax.has_tangent(x) for x in leaves]
+    none = [np.zeros(x.shape, jax.dtypes.float0) for x, m in zip(leaves, mask) if not m]
 
     def flat(*cotangents: Any) -> Any:
-        return pull(jax.tree.unflatten(tree, cotangents))
+        return pull(jax.tree.unflatten(tree, _jax.merge_lists(mask, none, list(cotangents))))
 
-    jaxpr, consts, _ = _jax.trace_call(flat, *leaves)
+    inexact = [x for x, m in zip(leaves, mask) if m]
+    jaxpr, consts, _ = _jax.trace_call(flat, *inexact)
     _check_linear(jaxpr, len(consts))
-    transposed = jax.linear_transpose(lambda *cts: _jax.call_jaxpr(jaxpr, [*consts, *cts]), *leaves)
-    return out, jax.tree.unflatten(tree, transposed(jax.tree.leaves(tangents)))
+    transpose = jax.linear_transpose(lambda *cts: _jax.call_jaxpr(jaxpr, [*consts, *cts]), *inexact)
+    moved = transpose(jax.tree.leaves(tangents))
+    return out, jax.tree.unflatten(tree, _jax.merge_lists(mask, none, list(moved)))
 
 
 # --------------------------------------------------------------------------------------------------
