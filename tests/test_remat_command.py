@@ -23,6 +23,7 @@ class Finder(importlib.abc.MetaPathFinder):
             time.sleep(60)
 
 sys.meta_path.insert(0, Finder())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 remat_command.main()
 """
 

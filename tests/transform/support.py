@@ -10,7 +10,8 @@ import numpy as np
 from jax._src import config
 
 # Whether this version of JAX has, besides its own remat, the one that is to replace it.
-HAS_REMAT3 = hasattr(config, "remat3")
+# JAX 0.10 has the option, too, and an early state of what it stands for.
+HAS_REMAT3 = hasattr(config, "remat3") and jax.__version_info__ >= (0, 12)
 
 
 def remat3(on):

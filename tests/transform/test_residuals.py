@@ -112,3 +112,20 @@ def test_totals_are_sums_of_their_parts():
     assert parts <= found.total_bytes
     assert found.offloaded_bytes == 60
     assert found[0] == next(iter(found))
+
+
+def test_what_is_repeated_anyway_and_derived_for_a_residual_is_written_once():
+    def f(x, w):
+        h = remat.checkpoint_name(jnp.sin(x), "a")
+        return jnp.einsum("ij,ij->i", w * h[None], jnp.cos(w)), jnp.exp(-h * h)
+
+    def second(f):
+        first = jax.grad(lambda x, w: sum(jnp.sum(y * (1 + y)) for y in f(x, w)), (0, 1))
+        return jax.grad(lambda x, w: sum(jnp.sum(jnp.sin(y)) for y in first(x, w)), (0, 1))
+
+    args = jnp.array([0.3, 0.5, 0.7]), jnp.arange(9.0).reshape(3, 3) / 9
+    policy = remat.policies.everything_saveable
+    found, expected = second(remat.checkpoint(f, policy=policy))(*args), second(f)(*args)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected
+    )

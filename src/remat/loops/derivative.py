@@ -74,7 +74,8 @@ def _function(loop: Loop) -> Any:
 
     @jax.custom_jvp
     def function(flat: Arrays) -> Arrays:
-        return align(_flat(plain(loop, split_inputs(loop, as_arrays(flat)))))
+        flat = as_arrays(flat)
+        return align(_flat(plain(loop, split_inputs(loop, flat))), flat)
 
     def rule(primals: tuple, tangents: tuple) -> tuple[Arrays, Arrays]:
         (flat,), (flat_tangents,) = primals, tangents
@@ -91,8 +92,9 @@ def _sweeping(loop: Loop) -> Any:
 
     @jax.custom_jvp
     def function(flat: Arrays) -> tuple[Arrays, Checkpoints]:
-        results, held = sweep(loop, split_inputs(loop, as_arrays(flat)))
-        return align(_flat(results)), held
+        flat = as_arrays(flat)
+        results, held = sweep(loop, split_inputs(loop, flat))
+        return align(_flat(results), flat), held
 
     def rule(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
         (flat,), (flat_tangents,) = primals, tangents

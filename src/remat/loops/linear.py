@@ -205,29 +205,38 @@ _jax.register(
 align_p = _jax.Primitive("remat_align")
 
 
-def align(values: Sequence[Any]) -> Arrays:
-    """Return the values; under `vmap` with the batch in front, if one with a tangent has a batch."""
-    return align_p.bind(*values) if values else []
+def align(results: Sequence[Any], arguments: Sequence[Any]) -> Arrays:
+    """Return the results; under `vmap` with the batch in front, if any of the arguments has one."""
+    return align_p.bind(*results, *arguments, n_results=len(results)) if results else []
 
 
-def _align_batch(axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Arrays, Arrays]:
+def _align_batch(
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, n_results: int
+) -> tuple[Arrays, Arrays]:
     found: Arrays = []
-    for x, dim in zip(args, dims):
+    for x, dim in zip(args[:n_results], dims):
         if dim is not None:
             found.append((jnp.moveaxis(x, dim, 0), 0))
         elif _jax.has_tangent(x) and any(d is not None for d in dims):
             found.append((jnp.broadcast_to(x, (axis.size, *x.shape)), 0))
         else:
             found.append((x, None))
-    values, new_dims = zip(*found)
-    return align_p.bind(*values), list(new_dims)
+    results, new_dims = zip(*found)
+    # An outer `vmap` has to see what the arguments depend on.
+    return align_p.bind(*results, *args[n_results:], n_results=n_results), list(new_dims)
+
+
+def _align_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, n_results: int
+) -> tuple[Arrays, Arrays]:
+    return align_p.bind(*primals, n_results=n_results), list(tangents[:n_results])
 
 
 _jax.register(
     align_p,
-    evaluate=lambda *args: list(args),
-    abstract=lambda *args: (list(args), set()),
-    jvp=lambda primals, tangents: (align_p.bind(*primals), list(tangents)),
-    transpose=lambda cotangents, *_: list(cotangents),
+    evaluate=lambda *args, n_results: list(args[:n_results]),
+    abstract=lambda *args, n_results: (list(args[:n_results]), set()),
+    jvp=_align_jvp,
+    transpose=lambda cts, *args, n_results: [*cts, *[None] * (len(args) - n_results)],
     batch=_align_batch,
 )

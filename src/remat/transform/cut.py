@@ -74,9 +74,10 @@ def cut(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Callable[..., 
     inputs = [v for v, unknown in zip(jaxpr.invars, ins_unknown) if not unknown]
     kept, derivations = _drop_derivable(forward, residuals, inputs, set(backward.invars))
     staged_inputs = parts.staged.invars[parts.n_residuals :]
-    backward = _jax.rebuild(
-        backward, invars=[*kept, *staged_inputs], eqns=[*derivations, *backward.eqns]
-    )
+    # What the backward part repeats anyway has the same variables there.
+    derived = {v for eqn in derivations for v in eqn.outvars}
+    others = [eqn for eqn in backward.eqns if derived.isdisjoint(eqn.outvars)]
+    backward = _jax.rebuild(backward, invars=[*kept, *staged_inputs], eqns=[*derivations, *others])
     backward, used = _jax.dce(backward, [True] * len(backward.outvars))
     assert all(used[: len(kept)]), "a residual that nothing needs"
 
