@@ -22,7 +22,6 @@ from remat._jax.autodiff import (
     batched_type as batched_type,
     dce as dce,
     disallowed_effects as disallowed_effects,
-    has_undefined_tangents as has_undefined_tangents,
     is_linear_input as is_linear_input,
     is_undefined as is_undefined,
     is_zero as is_zero,
@@ -44,7 +43,6 @@ from remat._jax.autodiff import (
     register_transpose as register_transpose,
     stage_eqn as stage_eqn,
     transpose as transpose,
-    uses_custom_vjp as uses_custom_vjp,
     zero_tangent as zero_tangent,
 )
 from remat._jax.compat import (

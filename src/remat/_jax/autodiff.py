@@ -34,12 +34,11 @@ from remat._jax.compat import (
     eval_jaxpr,
     extend_name_stack,
     is_var,
-    open_jaxpr,
     positional_effects,
     split_list,
     typeof,
 )
-from remat._jax.tracing import has_lasting_effects, jaxprs_of, trace
+from remat._jax.tracing import has_lasting_effects, trace
 
 
 def is_zero(tangent: Any) -> bool:
@@ -48,30 +47,6 @@ def is_zero(tangent: Any) -> bool:
 
 def zero_tangent(primal: Any) -> Zero:
     return _ad_util.p2tz(primal)
-
-
-def has_undefined_tangents(jaxpr: Jaxpr, *others: Primitive) -> bool:
-    """Whether a jaxpr cannot be run since a `jax.custom_vjp` in it was differentiated forward.
-
-    Args:
-      jaxpr: a derivative.
-      others: primitives besides JAX's that stand for tangents which are not defined.
-    """
-    refusing = (_ad_src.custom_lin_p, *others)
-    return any(
-        eqn.primitive in refusing
-        or any(has_undefined_tangents(open_jaxpr(body), *others) for body in jaxprs_of(eqn))
-        for eqn in jaxpr.eqns
-    )
-
-
-def uses_custom_vjp(jaxpr: Jaxpr) -> bool:
-    """Whether a jaxpr calls a function with a `jax.custom_vjp`, however deep."""
-    return any(
-        eqn.primitive.name.startswith("custom_vjp_call")
-        or any(uses_custom_vjp(open_jaxpr(body)) for body in jaxprs_of(eqn))
-        for eqn in jaxpr.eqns
-    )
 
 
 def batched_type(aval: Any, axis_data: Any) -> Any:

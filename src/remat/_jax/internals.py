@@ -285,12 +285,6 @@ INTERNALS = (
         "`lin` and `linearized` of a high-level primitive (`jax_remat3` is one)",
     ),
     Internal(
-        "jax._src.interpreters.ad",
-        ("custom_lin_p",),
-        "derivatives of a `jax.custom_vjp` that cannot be run",
-        "the primitive's name",
-    ),
-    Internal(
         "jax.interpreters.ad",
         ("deflinear2", "primitive_jvps", "primitive_transposes"),
         "rules of our primitives",

@@ -20,6 +20,7 @@ from remat._jax.compat import (
     close,
     weakref_lru_cache,
 )
+from remat._jax.tracing import rebuild
 
 LoweringContext: TypeAlias = _mlir.LoweringRuleContext
 
@@ -138,10 +139,7 @@ def lower_call(
 
 @weakref_lru_cache
 def _returning_inputs(jaxpr: Jaxpr, positions: tuple[int, ...]) -> Jaxpr:
-    return jaxpr.replace(
-        outvars=[*jaxpr.outvars, *(jaxpr.invars[i] for i in positions)],
-        debug_info=jaxpr.debug_info.with_unknown_names(),
-    )
+    return rebuild(jaxpr, outvars=[*jaxpr.outvars, *(jaxpr.invars[i] for i in positions)])
 
 
 def has_unreduced(jaxpr: Jaxpr) -> bool:

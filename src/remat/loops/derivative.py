@@ -39,7 +39,7 @@ import jax.numpy as jnp
 
 from remat import _jax
 from remat.errors import EffectError
-from remat.loops.forward import has_forward_mode, push, refused
+from remat.loops.forward import has_forward_mode, push, refused, uses_custom_vjp
 from remat.loops.linear import LinearMap, align, linear_call
 from remat.loops.loop import (
     Checkpoints,
@@ -133,7 +133,7 @@ def _with_forward_rules(loop: Loop) -> tuple[Loop, Arrays]:
     As in JAX, a function with a `jax.custom_vjp` is its forward rule there, and what differentiates
     the derivative once more differentiates this rule.
     """
-    if not _jax.uses_custom_vjp(loop.body):
+    if not uses_custom_vjp(loop.body):
         return loop, []
     types = _jax.in_avals(loop.body)
     mask = tuple(_jax.has_tangent(t) for t in types)
@@ -489,4 +489,4 @@ def _zero_tangent(x: Any) -> Any:
         on_host = _jax.is_on_host(jax.typeof(x))
         return jax.device_put(zeros, jax.memory.Space.Host) if on_host else zeros
     # Symbolic: an array of float0 has no type that varies over the axes of a mesh.
-    return jax.custom_derivatives.SymbolicZero(jax.typeof(x).to_tangent_aval())
+    return _no_tangent(x)

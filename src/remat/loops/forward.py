@@ -8,7 +8,7 @@ A function with a `jax.custom_vjp` has a rule for Jᵀ·w and none for J·v. A l
   `derivative.py`). The rule for Jᵀ·w is linear in w, as a rule, so its transpose is J.
 
 A rule that is not linear in w (one that clips its cotangent, or adds to it) has no transpose. JAX
-transposes some of these silently, so `is_linear` looks at the equations first.
+transposes some of these silently, so `push` looks at the equations first.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 
 from remat import _jax
 from remat.errors import ForwardModeError
+from remat.ir import jaxprs
 
 Arrays = list[Any]
 
@@ -71,8 +72,14 @@ def refused(operands: Arrays, types: Sequence[Any]) -> Arrays:
 
 
 def has_forward_mode(jaxpr: Any) -> bool:
-    """Return whether a jaxpr can be run: nothing in it stands for an undefined tangent."""
-    return not _jax.has_undefined_tangents(jaxpr, refused_p)
+    """Return whether a derivative can be run: nothing in it stands for an undefined tangent."""
+    # custom_lin: a custom_vjp that JAX differentiated forward.
+    return not any(jaxprs.applies(jaxpr, name) for name in ("custom_lin", refused_p.name))
+
+
+def uses_custom_vjp(jaxpr: Any) -> bool:
+    """Return whether a jaxpr calls a function with a `jax.custom_vjp`, however deep."""
+    return any(e.primitive.name.startswith("custom_vjp_call") for e in jaxprs.equations(jaxpr))
 
 
 def _refuse(*_: Any, **__: Any) -> Any:
