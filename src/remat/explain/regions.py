@@ -16,7 +16,8 @@ from remat import _jax
 from remat.explain.phases import is_region, parts
 from remat.ir import jaxprs
 from remat.ir.equations import inline_body
-from remat.transform import planned, policies
+from remat.transform import policies
+from remat.transform.cut import save_all, save_compact
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,9 +65,9 @@ def checkpointed_loops(jaxpr: _jax.Jaxpr) -> Iterator[_jax.JaxprEqn]:
 
 def chooses(policy: Any) -> bool:
     """Return whether a policy is the user's own and meant to save something."""
-    if policy is None or policy is planned.save_all or policy is policies.nothing_saveable:
-        return False
-    if isinstance(policy, (planned.Decisions, planned.Backward)) or planned.is_call(policy):
+    if policy is None or any(
+        policy is own for own in (save_all, save_compact, policies.nothing_saveable)
+    ):
         return False
     return getattr(policy, "__name__", "") != "nothing_saveable" and callable(policy)
 

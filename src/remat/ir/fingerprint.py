@@ -24,7 +24,7 @@ _SET = re.compile(r"\{([^{}]*)\}")
 _OF_NO_EFFECT = {
     name: frozenset(("name", "ctx_mesh", "inline", "keep_unused", "compiler_options_kvs"))
     for name in ("jit", "pjit")
-} | {"sharding_constraint": frozenset(("context_mesh",))}
+} | {"sharding_constraint": frozenset(("context_mesh",)), "remat": frozenset(("split",))}
 
 
 def fingerprint(jaxpr: _jax.Jaxpr, *more: Any, literals: bool = True) -> str:
@@ -64,7 +64,7 @@ def _add_jaxpr(digest: Any, jaxpr: _jax.Jaxpr, literals: bool) -> None:
         ignored = _OF_NO_EFFECT.get(eqn.primitive.name, ())
         for key in sorted(eqn.params):
             if key == "policy" or key in ignored:
-                continue  # what a policy decided shows in the program
+                continue  # what was decided shows in the program
             digest.update(f";{key}=".encode())
             _add_value(digest, eqn.params[key], literals)
     digest.update(("->" + ",".join(map(name, jaxpr.outvars))).encode())

@@ -35,9 +35,8 @@ from remat.ir import jaxprs
 from remat.ir.equations import is_fusible
 from remat.ir.fingerprint import fingerprint
 from remat.ir.split import results_and_residuals, split, without_unused
-from remat.transform import planned
-from remat.transform.cut import Cut, round_residuals
-from remat.transform.primitive import remat_p
+from remat.transform.cut import Cut, round_residuals, save_all
+from remat.transform.primitive import linear_equation, region_equation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +215,7 @@ def _body_of_call(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
 def linearized(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...]) -> Linearized:
     """Separate a differentiated region without deciding anything: everything is a residual."""
     jaxpr = inlined(jaxpr)
-    halves = without_unused(split(jaxpr, ins_unknown, planned.save_all))
+    halves = without_unused(split(jaxpr, ins_unknown, save_all))
     _, residuals = results_and_residuals(halves)
     forward, linear = halves.known, halves.staged
     return Linearized(
@@ -265,7 +264,7 @@ def halves(
     # turn out to be of no use.
     needed: set[_jax.Var] = set()
     eqns = closure(numbering, linear_needs, available, needed.add)
-    last = planned.linear_equation(region.linear, remat_p, region.like)
+    last = linear_equation(region.linear, region.like)
     backward = _jax.jaxpr_of([*wanted, *inputs], last.outvars, [*eqns, last], region.linear)
     again = set(again)
     closure(numbering, again, available - again, needed.add)
@@ -502,22 +501,15 @@ def _segment(
     handed = list(piece.wanted)
     for v in handed:
         names[id(piece), v] = _jax.new_var(v.aval)
-    like = piece.eqns[0]
     body = _jax.jaxpr_of(
         [*piece.given, *taken], [*results, *handed], piece.recomputed + piece.eqns, program.like
     )
-    params = {
-        "jaxpr": body,
-        "policy": planned.FENCED,
-        "prevent_cse": True,
-        "differentiated": True,
-        "names_pending": False,
-        "cotangents": (False,) * len(piece.given) + (True,) * len(taken),
-    }
-    return _jax.new_call(
+    return region_equation(
         [*(outside[v] for v in piece.given), *taken],
         [*results, *(names[id(piece), v] for v in handed)],
-        remat_p,
-        params,
-        like,
+        body,
+        prevent_cse=True,
+        differentiated=True,
+        cotangents=(False,) * len(piece.given) + (True,) * len(taken),
+        like=piece.eqns[0],
     )

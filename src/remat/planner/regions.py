@@ -39,8 +39,8 @@ from remat.planner.emit import (
     without_copies,
 )
 from remat.planner.plan_file import RegionPlan
-from remat.transform import planned, primitive
-from remat.transform.cut import Cut
+from remat.transform import primitive
+from remat.transform.splitter import Composed, Half, Halves, Splitter
 
 _log = logging.getLogger("remat")
 _jax.exclude_from_tracebacks(__file__)
@@ -125,7 +125,7 @@ def _call(fun: Callable, name: str, session: Session, args: tuple, kwargs: dict)
     outs = primitive.bind(
         (*traced.consts, *arrays),
         jaxpr,
-        policy=_Region(session, key, is_shared),
+        split=_Region(session, key, is_shared),
         prevent_cse=True,
     )
     return traced.result.join(outs)
@@ -164,7 +164,7 @@ def _with_loops(jaxpr: _jax.Jaxpr, session: Session, key: str) -> _jax.Jaxpr:
             continue
         inner = f"{key}{_LOOP}{i}"
         region = _with_loops(inlined(body), session, inner)
-        wrapped = primitive.equation_around(region, _Region(session, inner))
+        wrapped = primitive.jaxpr_around(region, split=_Region(session, inner))
         session.found_loop(inner, eqn)
         form = session.loops.get(inner, _AS_IT_IS)
         if 1 < form.steps < eqn.params["length"] and not eqn.params["length"] % form.steps:
@@ -211,7 +211,7 @@ def _several_at_once(
             made: list[list[Any]] = [[] for _ in range(steps)]
             for j in reversed(range(steps)) if reverse else range(steps):
                 given = (*consts, *carry, *(x[j] for x in xs))
-                outs = primitive.bind(given, body, policy=regions[j], prevent_cse=False)
+                outs = primitive.bind(given, body, split=regions[j])
                 carry, made[j] = _jax.split_list(outs, [n_carry])
             return list(carry), [jax.numpy.stack(ys) for ys in zip(*made)]
 
@@ -252,9 +252,7 @@ def _grouped(loop: _jax.JaxprEqn, form: LoopForm, region: _Region) -> list[_jax.
             inner, more, _ = _jax.trace_call(
                 lambda args: loop.primitive.bind(*args, **{**params, "length": group}), types
             )
-            outs = primitive.bind(
-                (*more, *consts, *carry, *xs), inner, policy=region, prevent_cse=False
-            )
+            outs = primitive.bind((*more, *consts, *carry, *xs), inner, split=region)
             new, ys = _jax.split_list(outs, [n_carry])
             return new, ys
 
@@ -532,31 +530,38 @@ def _refuse_missing(keys: Iterable[str]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Region(planned.Decisions):
+class RegionHalf(Half):
+    """Says of an equation that it is the forward or the backward program of a recorded region."""
+
+    key: tuple[str, str]  # of the region's record
+    is_backward: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Region(Splitter):
     session: Session
     key: str
     is_shared: bool = False
 
-    def alike(self) -> contextlib.AbstractContextManager:
+    def tracing_context(self) -> contextlib.AbstractContextManager:
         return session_context(None) if self.is_shared else contextlib.nullcontext()
 
-    def cut(
-        self, jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...]
-    ) -> tuple[Cut, planned.Backward, Any]:
-        with self.alike():
+    def cut(self, jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...]) -> Halves:
+        with self.tracing_context():
             region = linearized(jaxpr, ins_unknown)
         decision = self.session.decision(self.key, region)
         if decision is None:
-            role = planned.Role((self.key, region.fingerprint), False)
+            forward = RegionHalf((self.key, region.fingerprint), False)
             c = halves(region, region.residuals, round_saved=False)
-            return c, _Backward(self.session, self.key, region, None, self.is_shared), role
+            backward = _Backward(self.session, self.key, region, None, self.is_shared)
+            return Halves(c, backward, forward)
         self._check_numbers(region, decision)
         of = region.numbering.vars
         again = [of[n] for segment in decision.segments for n in segment.recomputed]
         host = host_copies(region, decision)
         c = halves(region, [of[n] for n in decision.saved], again, host=host)
         backward = _Backward(self.session, self.key, region, decision, self.is_shared, host)
-        return c, backward, None
+        return Halves(c, backward)
 
     def _check_numbers(self, region: Linearized, decision: RegionDecision) -> None:
         of, inputs = region.numbering.vars, region.forward.invars
@@ -585,7 +590,7 @@ class _Region(planned.Decisions):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Backward(planned.Backward):
+class _Backward(Half):
     session: Session
     key: str
     region: Linearized
@@ -593,7 +598,7 @@ class _Backward(planned.Backward):
     is_shared: bool
     host: Mapping[_jax.Var, _jax.HostCopy] = dataclasses.field(default_factory=dict)
 
-    def alike(self) -> contextlib.AbstractContextManager:
+    def tracing_context(self) -> contextlib.AbstractContextManager:
         return session_context(None) if self.is_shared else contextlib.nullcontext()
 
     def compose(
@@ -602,17 +607,17 @@ class _Backward(planned.Backward):
         consts: Sequence[_jax.Var],
         transposed: _jax.Jaxpr,
         nonlinear: Sequence[Any],
-    ) -> tuple[_jax.Jaxpr | None, Any]:
+    ) -> Composed | None:
         transposed = without_copies(inlined(transposed))
         numbering, given = self.region.numbering.fetching(self.host), set(known)
         there = {*numbering.number, *self.host, *given, *consts}
         ours = all(v in there for v in nonlinear if _jax.is_var(v))
         copies = {c.var for c in self.host.values()}
         if not ours or not given <= {*numbering.number, *copies, *self.region.linear.invars}:
-            return None, None
+            return None
         segments = () if self.decision is None else self.decision.segments_of(transposed)
         program = backward_program(numbering, [*known, *consts], transposed, nonlinear, segments)
         if self.decision is not None:
-            return program, None
+            return Composed(program)
         self.session.transposed(self.key, self.region, program, fingerprint(transposed))
-        return program, planned.Role((self.key, self.region.fingerprint), True)
+        return Composed(program, RegionHalf((self.key, self.region.fingerprint), True))

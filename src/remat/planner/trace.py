@@ -13,7 +13,7 @@ from typing import Any
 
 from remat import _jax
 from remat.ir.equations import inline_body
-from remat.planner.regions import Record
+from remat.planner.regions import Record, RegionHalf
 from remat.program.from_jaxpr import (
     ProgramWriter,
     Slowdown,
@@ -22,7 +22,6 @@ from remat.program.from_jaxpr import (
     type_text,
 )
 from remat.program.program import Place, Program
-from remat.transform import planned
 
 
 def program_of_step(
@@ -110,12 +109,12 @@ class _RegionWriter(ProgramWriter):
         self.write(jaxpr, path)
         self._side = before
 
-    def _role(self, eqn: _jax.JaxprEqn) -> planned.Role | None:
-        policy = eqn.params.get("policy")
-        return policy if isinstance(policy, planned.Role) and policy.key in self.records else None
+    def _half(self, eqn: _jax.JaxprEqn) -> RegionHalf | None:
+        half = eqn.params.get("split")
+        return half if isinstance(half, RegionHalf) and half.key in self.records else None
 
     def body_of(self, eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
-        if self._role(eqn) is not None:
+        if self._half(eqn) is not None:
             return eqn.params["jaxpr"]
         # What a region saves and recomputes are values of its own program: a call in it is one
         # operation.
@@ -124,9 +123,9 @@ class _RegionWriter(ProgramWriter):
         return inline_body(eqn)
 
     def call(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr, path: str) -> None:
-        before, role = self._side, self._role(eqn)
-        if role is not None:
-            self._side = (self.records[role.key], role.is_backward)
+        before, half = self._side, self._half(eqn)
+        if half is not None:
+            self._side = (self.records[half.key], half.is_backward)
         super().call(eqn, body, path)
         self._side = before
 
@@ -153,9 +152,8 @@ class _RegionWriter(ProgramWriter):
             for v in eqn.outvars:
                 most = max(operands, default=1)
                 known[v] = most if n_bytes(v.aval) >= most else 1
-            policy = eqn.params.get("policy")
             inner = _jax.scan_body(eqn)
-            if isinstance(policy, planned.Role):
+            if isinstance(eqn.params.get("split"), RegionHalf):
                 self.body_shards.update(zip(eqn.params["jaxpr"].invars, operands))
                 self._note_shards(eqn.params["jaxpr"], operands)
             elif inner is not None:

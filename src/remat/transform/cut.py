@@ -92,6 +92,30 @@ def cut(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Callable[..., 
     )
 
 
+# --------------------------------------------------------------------------------------------------
+# Policies of the primitive's own, where no user says what to save
+
+
+def save_all(*_: Any, **__: Any) -> bool:
+    """Return True for every operation: everything is saved, as plain JAX does."""
+    return True
+
+
+_EXPANDING = names_where("is_expansion")
+
+
+def save_compact(prim: _jax.Primitive, /, *_: Any, **__: Any) -> bool:
+    """Return False for operations that make a large value from a small one, and True for others.
+
+    JAX moves what is the same in every step out of a loop, and cuts the forward half of the body to do
+    so. Masks and constants as large as activations would then exist during the whole loop.
+    """
+    return prim.name not in _EXPANDING
+
+
+# --------------------------------------------------------------------------------------------------
+
+
 def _drop_derivable(
     forward: _jax.Jaxpr,
     residuals: Sequence[_jax.Var],

@@ -4,7 +4,7 @@
 
 A *region* is one equation that holds the jaxpr of a function:
 
-    outs = remat[jaxpr, policy, prevent_cse, differentiated] args
+    outs = remat[jaxpr, policy, split, prevent_cse, differentiated] args
 
 Until somebody differentiates, the equation is a plain call. Differentiation takes three steps, and
 the equation is there in each of them:
@@ -22,26 +22,39 @@ So recomputation and the use that it serves stand in one equation until lowering
 `barrier.py` keeps them from being merged with the forward pass. Higher derivatives need nothing
 more: each rule's result is made of the primitive again.
 
-`prevent_cse` is a bool, or one bool for each of the equation's inputs. `names_pending` says that the
-policy selects names that were not found yet and that rules of the user's, which run in step 1 or when
-the region is batched, may bring in. `cotangents` says which inputs are cotangents (or is empty where
-no longer known): a recomputation depends on the others alone.
+`policy` says what to save. `split`, if it is not None, cuts the region in its place, and composes the
+backward pass (see `splitter.py`). `prevent_cse` is a bool, or one bool for each of the equation's
+inputs. `names_pending` says that the policy selects names that were not found yet and that rules of
+the user's, which run in step 1 or when the region is batched, may bring in. `cotangents` says which
+inputs are cotangents (or is empty where no longer known): a recomputation depends on the others alone.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from remat import _jax
 from remat.errors import EffectError, LinearizationError
-from remat.ir import jaxprs, split
-from remat.ir.split import SAVE, Mode, Operands, Parts, Policy, split_call
-from remat.transform import barrier, planned, policies, residuals
-from remat.transform.cut import Cut, cut
+from remat.ir import jaxprs
+from remat.ir.split import (
+    SAVE,
+    Mode,
+    Operands,
+    Parts,
+    Policy,
+    register,
+    results_and_residuals,
+    split as split_program,
+    split_call,
+    without_unused,
+)
+from remat.transform import barrier, policies, residuals
+from remat.transform.cut import Cut, cut, save_all, save_compact
 from remat.transform.refs import with_values
+from remat.transform.splitter import Half, Splitter, tracing_context
 
 _jax.exclude_from_tracebacks(__file__)
 # What is saved is logged when JAX's option `jax_log_checkpoint_residuals` asks for it, so it goes
@@ -54,42 +67,21 @@ remat_p = _jax.Primitive("remat")
 remat_p.multiple_results = True
 
 
-def bind(
-    args: Sequence[Any],
+def parameters(
     jaxpr: _jax.Jaxpr,
     *,
-    policy: Any,
-    prevent_cse: PreventCse,
-    differentiated: bool = False,
-    names_pending: bool = False,
-    cotangents: tuple[bool, ...] = (),
-) -> list[Any]:
-    """Apply a region's jaxpr to its arguments, as one equation."""
-    assert isinstance(prevent_cse, bool) or len(prevent_cse) == len(args)
-    params = _params(
-        jaxpr,
-        policy,
-        prevent_cse=prevent_cse,
-        differentiated=differentiated,
-        names_pending=names_pending,
-        cotangents=cotangents,
-    )
-    return remat_p.bind(*args, **params)
-
-
-def _params(
-    jaxpr: _jax.Jaxpr,
-    policy: Any,
-    *,
+    policy: Any = None,
+    split: Splitter | Half | None = None,
     prevent_cse: PreventCse = False,
     differentiated: bool = False,
     names_pending: bool = False,
     cotangents: tuple[bool, ...] = (),
 ) -> dict[str, Any]:
-    """The parameters of a region's equation."""
+    """Return the parameters of a region's equation; the module's docstring says what they mean."""
     return {
         "jaxpr": jaxpr,
         "policy": policy,
+        "split": split,
         "prevent_cse": prevent_cse,
         "differentiated": differentiated,
         "names_pending": names_pending,
@@ -97,23 +89,51 @@ def _params(
     }
 
 
+def bind(args: Sequence[Any], jaxpr: _jax.Jaxpr, **options: Any) -> list[Any]:
+    """Apply a region's jaxpr to its arguments, as one equation with these `parameters`."""
+    params = parameters(jaxpr, **options)
+    prevent_cse = params["prevent_cse"]
+    assert isinstance(prevent_cse, bool) or len(prevent_cse) == len(args)
+    return remat_p.bind(*args, **params)
+
+
 def region_equation(
     invars: Sequence[Any],
     outvars: Sequence[_jax.Var],
     jaxpr: _jax.Jaxpr,
-    policy: Any,
     *,
     like: _jax.JaxprEqn | None = None,
+    **options: Any,
 ) -> _jax.JaxprEqn:
-    """The equation of a region that was not differentiated; source and context of `like`."""
-    return _jax.new_call(invars, outvars, remat_p, _params(jaxpr, policy), like)
+    """Return a region's equation with these `parameters`, and with source and context of `like`."""
+    return _jax.new_call(invars, outvars, remat_p, parameters(jaxpr, **options), like)
 
 
-def equation_around(jaxpr: _jax.Jaxpr, policy: Any) -> _jax.Jaxpr:
-    """A jaxpr whose one equation is a region with this jaxpr as its body."""
+def equation_of(
+    jaxpr: _jax.Jaxpr, *, like: _jax.JaxprEqn | None = None, **options: Any
+) -> _jax.JaxprEqn:
+    """Return an equation that applies a jaxpr, as a region, to the jaxpr's own inputs."""
     outvars = [_jax.new_var(v.aval) for v in jaxpr.outvars]
-    region = region_equation(jaxpr.invars, outvars, jaxpr, policy)
-    return _jax.jaxpr_of(jaxpr.invars, outvars, [region], jaxpr)
+    return region_equation(jaxpr.invars, outvars, jaxpr, like=like, **options)
+
+
+def jaxpr_around(jaxpr: _jax.Jaxpr, **options: Any) -> _jax.Jaxpr:
+    """Return a jaxpr whose one equation is a region with this jaxpr as its body."""
+    region = equation_of(jaxpr, **options)
+    return _jax.jaxpr_of(jaxpr.invars, region.outvars, [region], jaxpr)
+
+
+def linear_equation(linear: _jax.Jaxpr, like: _jax.JaxprEqn | None) -> _jax.JaxprEqn:
+    """Return the linear part as one equation, with which a `Splitter`'s backward half ends."""
+    return equation_of(linear, policy=save_all, like=like)
+
+
+def _linear_equation_of(backward: _jax.Jaxpr) -> _jax.JaxprEqn | None:
+    """Return a backward half's linear part, or None if a transformation merged it with the rest."""
+    last = backward.eqns[-1] if backward.eqns else None
+    if last is None or last.primitive is not remat_p or last.params["differentiated"]:
+        return None
+    return last if list(last.outvars) == list(backward.outvars) else None
 
 
 def _rebind(args: Sequence[Any], jaxpr: _jax.Jaxpr, added: int | None, params: dict) -> list[Any]:
@@ -163,30 +183,15 @@ def _abstract_eval(*_: Any, jaxpr: _jax.Jaxpr, **__: Any) -> tuple[list[Any], An
 
 
 def _jvp(
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
-    *,
-    jaxpr: _jax.Jaxpr,
-    prevent_cse: PreventCse,
-    policy: Any,
-    differentiated: bool,
-    names_pending: bool,
-    cotangents: tuple[bool, ...],
+    primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: _jax.Jaxpr, **params: Any
 ) -> tuple[list[Any], list[Any]]:
-    del cotangents  # the derivative's inputs are others
     nonzero = [type(t) is not _jax.Zero for t in tangents]
-    derived = _derive(jaxpr, nonzero, prevent_cse, policy, names_pending)
+    derived = _derive(jaxpr, nonzero, params)
     given = [t for t in tangents if type(t) is not _jax.Zero]
 
     def apply(body: _jax.Jaxpr, args: Sequence[Any], added: int) -> list[Any]:
-        return bind(
-            args,
-            body,
-            policy=derived.policy,
-            prevent_cse=_prepend(added, derived.prevent_cse),
-            differentiated=differentiated,
-            names_pending=derived.names_pending,
-        )
+        flags = _prepend(added, derived.params["prevent_cse"])
+        return bind(args, body, **{**derived.params, "prevent_cse": flags})
 
     # Derivative rules of the user's are written out by now, and may use refs.
     outs = with_values(derived.jaxpr, (*derived.consts, *primals, *given), apply)
@@ -205,25 +210,22 @@ class _Derived(NamedTuple):
     jaxpr: _jax.Jaxpr
     consts: tuple[Any, ...]
     outs_nonzero: Sequence[bool]
-    policy: Any
-    prevent_cse: PreventCse
-    names_pending: bool
+    params: dict[str, Any]  # of its equation, all but the jaxpr
 
 
-def _derive(
-    jaxpr: _jax.Jaxpr,
-    nonzero: Sequence[bool],
-    prevent_cse: PreventCse,
-    policy: Any,
-    names_pending: bool,
-) -> _Derived:
-    with planned.alike(policy):
+def _derive(jaxpr: _jax.Jaxpr, nonzero: Sequence[bool], params: Mapping[str, Any]) -> _Derived:
+    split, names_pending = params["split"], params["names_pending"]
+    with tracing_context(split):
         body, consts, outs_nonzero = _jax.jvp_of_jaxpr(jaxpr, nonzero)
-    policy = planned.after_change(policy)
     if names_pending:
-        names_pending = policies.check_names(policy, body)
-    prevent_cse = _append(_prepend(len(consts), prevent_cse), sum(nonzero))
-    return _Derived(body, consts, outs_nonzero, policy, prevent_cse, names_pending)
+        names_pending = policies.check_names(params["policy"], body)
+    changed = {
+        "split": split if isinstance(split, Splitter) else None,
+        "prevent_cse": _append(_prepend(len(consts), params["prevent_cse"]), sum(nonzero)),
+        "names_pending": names_pending,
+        "cotangents": (),  # the derivative has other inputs
+    }
+    return _Derived(body, consts, outs_nonzero, {**params, **changed})
 
 
 _jax.register_jvp(remat_p, _jvp)
@@ -238,21 +240,18 @@ def _linearize(
     primals: Sequence[Any],
     *,
     jaxpr: _jax.Jaxpr,
-    prevent_cse: PreventCse,
-    policy: Any,
-    names_pending: bool,
-    **_: Any,
+    **params: Any,
 ) -> tuple[list[Any], list[bool], list[Any], Any]:
     """Steps 1 and 2 at once: the results, and the linear program on the tangents."""
-    derived = _derive(jaxpr, nonzero, prevent_cse, policy, names_pending)
+    derived = _derive(jaxpr, nonzero, params)
     values, n_tangents = [*derived.consts, *primals], sum(nonzero)
     runs: list[tuple[_Forward, list[Any]]] = []
 
     def run(body: _jax.Jaxpr, args: Sequence[Any], added: int) -> list[Any]:
         known = args[: len(args) - n_tangents]
         unknown = (False,) * len(known) + (True,) * n_tangents
-        flags = _prepend(added, derived.prevent_cse)
-        forward = _run_forward(body, unknown, known, derived.policy, flags)
+        flags = _prepend(added, derived.params["prevent_cse"])
+        forward = _run_forward(body, unknown, known, {**derived.params, "prevent_cse": flags})
         if any(forward.cut.outs_unknown[: len(jaxpr.outvars)]):
             raise LinearizationError(_why_unknown(body, unknown, len(jaxpr.outvars)))
         if any(forward.cut.outs_unknown[len(derived.jaxpr.outvars) :]):
@@ -318,37 +317,35 @@ def _run_forward(
     jaxpr: _jax.Jaxpr,
     unknown: tuple[bool, ...],
     values: Sequence[Any],
-    policy: Any,
-    prevent_cse: PreventCse,
+    params: Mapping[str, Any],
 ) -> _Forward:
     """Cut a region and run its forward half on the known inputs' values."""
     _check_effects(jaxpr)
-    c, of_forward, of_backward = _halves(jaxpr, unknown, policy)
+    halves = _halves(jaxpr, unknown, params)
+    c = halves.cut
     inputs = [v for v, used in zip(values, c.forward_inputs) if used]
-    if of_forward is None:
+    if halves.forward is None:
         outs = _jax.eval_jaxpr(c.forward, (), *inputs)
     else:
-        outs = bind(inputs, c.forward, policy=of_forward, prevent_cse=False)
+        outs = bind(inputs, c.forward, policy=save_compact, split=halves.forward)
     known_outs, saved = _jax.split_list(outs, [len(outs) - c.n_residuals])
     _log_residuals(c, [not u for u in unknown])
-    params = _params(
-        c.backward, of_backward, prevent_cse=_later_flags(prevent_cse, c), differentiated=True
+    flags = _later_flags(params["prevent_cse"], c)
+    backward = parameters(
+        c.backward,
+        policy=halves.policy,
+        split=halves.backward,
+        prevent_cse=flags,
+        differentiated=True,
     )
-    return _Forward(c, known_outs, saved, params)
+    return _Forward(c, known_outs, saved, backward)
 
 
-def _partial_eval(
-    trace: Any,
-    *tracers: Any,
-    jaxpr: _jax.Jaxpr,
-    policy: Any,
-    prevent_cse: PreventCse,
-    **_: Any,
-) -> list[Any]:
+def _partial_eval(trace: Any, *tracers: Any, jaxpr: _jax.Jaxpr, **params: Any) -> list[Any]:
     """Step 2 alone, for what JAX differentiates by partial evaluation."""
     unknown = tuple(not k for k in _jax.known_tracers(tracers))
     values = _jax.known_values(tracers)
-    c, known_outs, saved, params = _run_forward(jaxpr, unknown, values, policy, prevent_cse)
+    c, known_outs, saved, params = _run_forward(jaxpr, unknown, values, params)
     later = [t for t, used in zip(tracers, c.backward_inputs) if used]
     unknown_outs = _jax.stage_eqn(trace, remat_p, saved, later, c.backward, params)
     return _jax.merge_lists(c.outs_unknown, known_outs, unknown_outs)
@@ -357,29 +354,36 @@ def _partial_eval(
 _jax.register_partial_eval(remat_p, _partial_eval)
 
 
-def _halves(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Any) -> tuple[Cut, Any, Any]:
-    """The cut of a region, and what goes in place of a policy on the equations of its halves."""
-    if isinstance(policy, planned.Decisions):
-        c, of_backward, of_forward = policy.cut(jaxpr, ins_unknown)
-        return c, of_forward, of_backward
-    if isinstance(policy, planned.Backward):
+class _Halves(NamedTuple):
+    """The cut of a region, and the parameters of its halves' equations."""
+
+    cut: Cut
+    policy: Any  # of the backward half
+    backward: Half | None = None  # `split` of the backward half
+    forward: Half | None = None  # `split` of the forward half; None: it needs no equation
+
+
+def _halves(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], params: Mapping[str, Any]) -> _Halves:
+    policy, split = params["policy"], params.get("split")  # regions of jax.checkpoint have none
+    if isinstance(split, Splitter):
+        c, backward, forward = split.cut(jaxpr, ins_unknown)
+        return _Halves(c, None, backward, forward)
+    if split is not None and params["differentiated"]:
         # What is known here are values that it was given to recompute from: none is worth saving.
-        c, unchanged = _uncut(jaxpr, ins_unknown)
-        return c, None, policy if unchanged else None
-    if planned.is_call(policy) or policy is planned.FENCED:
-        left = planned.after_change(policy)
-        return cut_region(jaxpr, ins_unknown, left), None, left
-    return cut_region(jaxpr, ins_unknown, policy), None, policy
+        whole = _uncut(jaxpr, ins_unknown)
+        if whole is not None:
+            return _Halves(whole, policy, split)
+    return _Halves(cut_region(jaxpr, ins_unknown, policy), policy)
 
 
-def _uncut(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...]) -> tuple[Cut, bool]:
-    """A backward half that is cut again, which leaves it whole if all its results are unknown."""
+def _uncut(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...]) -> Cut | None:
+    """Return the cut that leaves a backward half whole, or None if some of its results are known."""
     depends = jaxprs.dependents(jaxpr, ins_unknown)
     if not all(depends):
-        return cut_region(jaxpr, ins_unknown, None), False
+        return None
     nothing = _jax.rebuild(jaxpr, invars=(), outvars=(), eqns=())
     used = [True] * len(jaxpr.invars)
-    return Cut(nothing, [False] * ins_unknown.count(False), jaxpr, used, depends, 0), True
+    return Cut(nothing, [False] * ins_unknown.count(False), jaxpr, used, depends, 0)
 
 
 def cut_region(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Any) -> Cut:
@@ -433,16 +437,15 @@ def _log_residuals(c: Cut, known: Sequence[bool]) -> None:
 def _split_region(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
     """Split a region inside a program that is split: the policy around it decides.
 
-    Where none does, or the region is planned, its own policy decides. `jax.checkpoint`'s regions are
-    split in the same way.
+    Where none does, the region's own policy decides; a region with a `Splitter` is always its to cut.
+    `jax.checkpoint`'s regions are split in the same way.
     """
-    own = eqn.params["policy"]
-    if isinstance(policy, Mode) or isinstance(own, planned.Decisions):
+    if isinstance(policy, Mode) or isinstance(eqn.params.get("split"), Splitter):
         return _split_by_own_policy(eqn, operands.unknown, inline=isinstance(policy, Mode))
     parts = split_call(eqn, operands, policy)
     changed: dict[str, Any] = {}
     if eqn.primitive is remat_p:
-        changed = {"policy": planned.after_change(own), "names_pending": False, "cotangents": ()}
+        changed = {"split": None, "names_pending": False, "cotangents": ()}
     return parts._replace(
         known=[_with_params(e, **changed) for e in parts.known],
         staged=[_with_params(e, **changed, differentiated=True) for e in parts.staged],
@@ -456,25 +459,27 @@ def _with_params(eqn: _jax.JaxprEqn, **changed: Any) -> _jax.JaxprEqn:
 def _split_by_own_policy(eqn: _jax.JaxprEqn, unknown: tuple[bool, ...], inline: bool) -> Parts:
     params = eqn.params
     _check_effects(params["jaxpr"])
-    c, of_forward, of_backward = _halves(params["jaxpr"], unknown, params["policy"])
+    halves = _halves(params["jaxpr"], unknown, params)
+    c = halves.cut
     residuals = [_jax.new_var(v.aval) for v in c.backward.invars[: c.n_residuals]]
     known = [v for v, u in zip(eqn.invars, unknown) if not u]
     known = [v for v, used in zip(known, c.forward_inputs) if used]
     results = [v for v, u in zip(eqn.outvars, c.outs_unknown) if not u]
     made = [*results, *residuals]
-    if inline and of_forward is None and jaxprs.makes_its_results(c.forward):
+    if inline and halves.forward is None and jaxprs.makes_its_results(c.forward):
         # As where it is run at once: the forward pass is no region any more.
         called = {v: r for v, r in zip(c.forward.outvars, made) if not _jax.is_dropped(r)}
         forward, _ = jaxprs.inlined(c.forward, known, eqn, called)
     else:
-        own = planned.save_compact if of_forward is None else of_forward
-        forward = [region_equation(known, made, c.forward, own, like=eqn)]
+        options = {"policy": save_compact, "split": halves.forward}
+        forward = [region_equation(known, made, c.forward, like=eqn, **options)]
     later = [v for v, used in zip(eqn.invars, c.backward_inputs) if used]
     unknown_results = [v for v, u in zip(eqn.outvars, c.outs_unknown) if u]
     changed: dict[str, Any] = {"jaxpr": c.backward, "differentiated": True}
     changed["prevent_cse"] = _later_flags(params["prevent_cse"], c)
     if eqn.primitive is remat_p:
-        changed |= {"policy": of_backward, "names_pending": False, "cotangents": ()}
+        changed |= {"policy": halves.policy, "split": halves.backward}
+        changed |= {"names_pending": False, "cotangents": ()}
     operands = [*residuals, *later]
     backward = _jax.new_body_eqn(
         eqn, operands, unknown_results, {**params, **changed}, [(c.backward, operands)]
@@ -492,7 +497,7 @@ def _split_in_jax_region(
 
 
 for _name in ("remat", "remat2"):
-    split.register(_name, _split_region)
+    register(_name, _split_region)
 _jax.register_split(remat_p, _split_in_jax_region)
 
 
@@ -505,17 +510,16 @@ def _transpose(
     *args: Any,
     jaxpr: _jax.Jaxpr,
     prevent_cse: PreventCse,
-    policy: Any,
+    split: Splitter | Half | None,
     **params: Any,
 ) -> Any:
-    params["policy"] = policy
     linear = tuple(_jax.is_linear_input(x) for x in args)
     outs_zero = tuple(type(ct) is _jax.Zero for ct in cts)
-    if isinstance(params["policy"], planned.Backward):
-        params["policy"] = None
-        done, logs = _transpose_planned(cts, args, jaxpr, linear, outs_zero, policy)
+    if isinstance(split, Half) and params["differentiated"]:
+        done, logs = _transpose_half(cts, args, jaxpr, linear, outs_zero, split)
         if done:
             return logs
+        split = None
     body, consts, ins_zero, out_tree = _transposed(jaxpr, linear, outs_zero)
     values = [x for x, lin in zip(args, linear) if not lin]
     given = [ct for ct in cts if type(ct) is not _jax.Zero]
@@ -523,7 +527,7 @@ def _transpose(
     if isinstance(flags, tuple):
         flags = (False,) * len(consts) + flags
     params["cotangents"] = (False,) * (len(consts) + len(values)) + (True,) * len(given)
-    leaves = bind((*consts, *values, *given), body, prevent_cse=flags, **params)
+    leaves = bind((*consts, *values, *given), body, split=split, prevent_cse=flags, **params)
     nonzero_cts, logs = _jax.unflatten(out_tree, leaves)
     _accumulate([x for x, lin in zip(args, linear) if lin], ins_zero, nonzero_cts)
     return logs or None
@@ -537,8 +541,8 @@ def _transposed(
 
     The nonlinear part is evaluated first: this is where recomputation is written down.
     """
-    halves = split.without_unused(split.split(jaxpr, linear, SAVE))
-    _, residuals = split.results_and_residuals(halves)
+    halves = without_unused(split_program(jaxpr, linear, SAVE))
+    _, residuals = results_and_residuals(halves)
     known = _jax.rebuild(halves.known, outvars=residuals)
     return _jax.transpose(jaxpr, known, halves.staged, linear, outs_zero, halves.outs_unknown)
 
@@ -550,40 +554,38 @@ def _accumulate(targets: Sequence[Any], zeros: Sequence[bool], nonzero_cts: Sequ
             target.accum(next(remaining))
 
 
-def _transpose_planned(
+def _transpose_half(
     cts: Sequence[Any],
     args: Sequence[Any],
     jaxpr: _jax.Jaxpr,
     linear: tuple[bool, ...],
     outs_zero: tuple[bool, ...],
-    policy: planned.Backward,
+    half: Half,
 ) -> tuple[bool, Any]:
-    """Transpose the linear part alone and let the planner say how recomputation goes with it.
+    """Transpose the linear part alone and let `half` compose the backward pass from it.
 
-    Says whether it was done: not if the body is no longer what the planner made of it, which is
-    transposed as any other then.
+    Returns whether it was done, and what `_transpose` returns. It is not done if a transformation
+    changed the body since `Splitter.cut` wrote it, which is transposed as any other then.
     """
-    last = jaxpr.eqns[-1] if jaxpr.eqns else None
-    if last is None or last.params.get("policy") is not planned.LINEAR:
-        return False, None
-    if list(jaxpr.outvars) != list(last.outvars):
+    last = _linear_equation_of(jaxpr)
+    if last is None:
         return False, None
     of_input = dict(zip(jaxpr.invars, linear))
     flags = tuple(_jax.is_var(v) and of_input.get(v, False) for v in last.invars)
-    with planned.alike(policy):
+    with tracing_context(half):
         body, consts, ins_zero, out_tree = _transposed(last.params["jaxpr"], flags, outs_zero)
     constants = [_jax.new_var(_jax.typeof(c)) for c in consts]
     nonlinear = [*constants, *(v for v, lin in zip(last.invars, flags) if not lin)]
     known = [v for v, lin in zip(jaxpr.invars, linear) if not lin]
-    composed, role = policy.compose(known, constants, body, nonlinear)
+    composed = half.compose(known, constants, body, nonlinear)
     if composed is None:
         return False, None
     values = [*(x for x, lin in zip(args, linear) if not lin), *consts]
     given = [ct for ct in cts if type(ct) is not _jax.Zero]
-    if role is None:
-        leaves = _jax.eval_jaxpr(composed, (), *values, *given)
+    if composed.half is None:
+        leaves = _jax.eval_jaxpr(composed.jaxpr, (), *values, *given)
     else:
-        leaves = bind((*values, *given), composed, policy=role, prevent_cse=False)
+        leaves = bind((*values, *given), composed.jaxpr, policy=save_all, split=composed.half)
     nonzero_cts, logs = _jax.unflatten(out_tree, leaves)
     place = {v: i for i, v in enumerate(v for v, lin in zip(last.invars, flags) if lin)}
     accumulators = {v: x for v, x, lin in zip(jaxpr.invars, args, linear) if lin}
@@ -622,8 +624,8 @@ def _shrink(eqn: _jax.JaxprEqn, used_inputs: list[bool], jaxpr: _jax.Jaxpr) -> d
 
 
 def _keeps_inputs(eqn: _jax.JaxprEqn) -> bool:
-    # A planner takes what its segments recompute from, which does not show in the body.
-    return isinstance(eqn.params["policy"], planned.Backward)
+    # The backward pass may be composed from inputs that the body does not use.
+    return isinstance(eqn.params["split"], Half) and eqn.params["differentiated"]
 
 
 _jax.register_dce(remat_p, _shrink, _keeps_inputs)
@@ -644,10 +646,9 @@ def _lower(
     jaxpr: _jax.Jaxpr,
     prevent_cse: PreventCse,
     differentiated: bool,
-    policy: Any,
     **_: Any,
 ) -> Sequence[Any]:
-    if not differentiated or planned.is_call(policy):
+    if not differentiated:
         return _jax.lower_inline(ctx, jaxpr, args)
     fenced = [prevent_cse] * len(args) if isinstance(prevent_cse, bool) else list(prevent_cse)
     return barrier.lower_protected(ctx, jaxpr, args, fenced, how)
