@@ -1,0 +1,62 @@
+"""Checkpointing schedules for loops: which states to keep, which steps to run again.
+
+A loop of `n` steps is reversed from its last step to its first, and reversing step `i` needs state
+`i`, the value of the loop's carry before that step. `slots` states can be kept at a time; all
+others are recomputed from the nearest kept state before them. A schedule says what is kept when.
+It is a frozen value that knows its exact cost, lists its actions and prints itself as a picture.
+
+Four of them, from the literature:
+
+- `Binomial`: the fewest steps possible for a known `n` (Griewank & Walther, "Algorithm 799:
+  revolve", ACM TOMS 26, 2000).
+- `Online`: `n` is known only when the loop ends. As good as `Binomial` up to
+  n = (s+1)(s+2)/2, and within a few percent beyond (the problem of Stumm & Walther, "New
+  algorithms for optimal online checkpointing", SIAM J. Sci. Comput. 32, 2010).
+- `TwoTier`: `Binomial` with its least-used states in a slower memory (Stumm & Walther, "Multistage
+  approaches for optimal offline checkpointing", SIAM J. Sci. Comput. 31, 2009).
+- `Multilevel`: nested loops; more steps than `Binomial` at equal slots, but made of plain scans.
+
+Counting. `forward_steps` counts every evaluation of the loop's body, the one inside each reversed
+step included: the convention of revolve's authors plus one evaluation for each reversed step.
+There the first sweep ends at state n-1, which is all that reversing needs. Under `jax.grad` the
+loop's result is needed too, and that is one step more: `grad_forward_steps`. `recomputed_steps`
+is what exceeds one evaluation of each step. The state at hand (the one being advanced) is in no
+slot; state 0 is in one.
+
+These files are pure Python: the compiled loops read them only through `binomial_rows` and through
+tests that hold them to the schedules, action by action. Each schedule has a file; `actions` says what
+schedules do.
+"""
+
+from __future__ import annotations
+
+from remat.loops.schedules.actions import (
+    Action as Action,
+    Kind as Kind,
+    Replay as Replay,
+    Tier as Tier,
+    picture as picture,
+    replay as replay,
+)
+from remat.loops.schedules.binomial import (
+    INT32_MAX as INT32_MAX,
+    Binomial as Binomial,
+    beta as beta,
+    binomial_advances as binomial_advances,
+    binomial_rows as binomial_rows,
+    binomial_split as binomial_split,
+    repetitions as repetitions,
+    reverse_actions as reverse_actions,
+)
+from remat.loops.schedules.multilevel import Multilevel as Multilevel
+from remat.loops.schedules.online import (
+    ONLINE_COLUMNS as ONLINE_COLUMNS,
+    Online as Online,
+    online_cost as online_cost,
+    online_rows as online_rows,
+    online_update as online_update,
+)
+from remat.loops.schedules.two_tier import (
+    TwoTier as TwoTier,
+    slot_traffic as slot_traffic,
+)

@@ -1,0 +1,155 @@
+"""Actions: what a schedule does, one after the other, with their count and their picture.
+
+`replay` carries actions out on step numbers instead of states. It is how the tests hold every schedule
+to the cost that it states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from remat.errors import ScheduleError
+from remat.loops.schedules.shared import slots_text
+
+Kind = Literal["store", "free", "restore", "advance", "reverse"]
+Tier = Literal["memory", "host"]
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing that a schedule does.
+
+    Attributes:
+      kind: `store` and `restore` copy the state between hand and slot, `free` empties a slot,
+        `advance` runs the steps `start..stop-1`, `reverse` reverses the step `start`.
+      start: the step whose state is meant, or the first step to run.
+      stop: one past the last step to run; `start` where no step is run.
+      slot: the slot, counted from 0; -1 where none is meant.
+      tier: the memory that the slot lies in.
+    """
+
+    kind: Kind
+    start: int
+    stop: int
+    slot: int = -1
+    tier: Tier = "memory"
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a list of actions costs, found by carrying it out.
+
+    Attributes:
+      forward_steps: evaluations of the body, the one inside each reversed step included.
+      peak_slots: the most slots that were filled at once.
+      writes: how often each slot was stored to.
+      reads: how often each slot was restored from.
+    """
+
+    forward_steps: int
+    peak_slots: int
+    writes: tuple[int, ...]
+    reads: tuple[int, ...]
+
+
+def replay(actions: Iterable[Action], n: int) -> Replay:
+    """Carry out the actions on step numbers instead of states, and count.
+
+    >>> from remat.loops.schedules import Binomial
+    >>> replay(Binomial(10, 3).actions(), 10).forward_steps
+    25
+
+    Raises:
+      ScheduleError: an action that needs a state that is not there, or a loop that is not
+        reversed step by step from its last step to its first.
+    """
+    slots: dict[int, int] = {}
+    hand: int | None = 0
+    pending = n
+    forward_steps = peak_slots = 0
+    writes: dict[int, int] = {}
+    reads: dict[int, int] = {}
+    for action in actions:
+        fits = True
+        if action.kind == "advance":
+            fits = hand == action.start < action.stop < pending
+            hand = action.stop
+            forward_steps += action.stop - action.start
+        elif action.kind == "store":
+            fits = hand == action.start
+            slots[action.slot] = action.start
+            writes[action.slot] = writes.get(action.slot, 0) + 1
+            peak_slots = max(peak_slots, len(slots))
+        elif action.kind == "restore":
+            fits = slots.get(action.slot) == action.start
+            hand = action.start
+            reads[action.slot] = reads.get(action.slot, 0) + 1
+        elif action.kind == "free":
+            fits = slots.pop(action.slot, None) == action.start
+        else:
+            fits = hand == action.start == pending - 1
+            pending, hand = action.start, None
+            forward_steps += 1
+        if not fits:
+            raise ScheduleError(
+                f"{action} cannot be done: {hand=}, slots {slots}, steps left to reverse {pending}."
+            )
+    if pending:
+        raise ScheduleError(f"the actions end with {pending} of {n} steps not reversed.")
+    count = max((*writes, *reads, -1)) + 1
+    return Replay(
+        forward_steps=forward_steps,
+        peak_slots=peak_slots,
+        writes=tuple(writes.get(slot, 0) for slot in range(count)),
+        reads=tuple(reads.get(slot, 0) for slot in range(count)),
+    )
+
+
+def picture(actions: Iterable[Action], n: int, *, width: int = 72, rows: int = 40) -> str:
+    """Draw time (downwards) against steps (to the right).
+
+    Each line is one sweep and ends with one reversed step: `o` a state in a slot when the sweep
+    begins or stored during it, `>` a step run forward, `<` the reversed step, `.` a step still to
+    reverse. A long loop is drawn with several steps in each column and with its first `rows`
+    sweeps.
+
+    >>> from remat.loops.schedules import Binomial
+    >>> print(picture(Binomial(6, 2).actions(), 6))
+    o>>o><  2 slots
+    o..o<   2 slots
+    o..<    2 slots
+    oo<     2 slots
+    o<      2 slots
+    <       1 slot
+    """
+    per_column = -(-n // width) if n else 1
+    columns = -(-n // per_column)
+    lines: list[str] = []
+    slots: dict[int, int] = {}
+    filled: set[int] = set()
+    run: set[int] = set()
+    pending = n
+    for action in actions:
+        if action.kind == "store":
+            slots[action.slot] = action.start
+        elif action.kind == "free":
+            del slots[action.slot]
+            continue
+        elif action.kind == "advance":
+            run.update(range(action.start, action.stop))
+        filled.update(slots.values())
+        if action.kind != "reverse":
+            continue
+        if len(lines) == rows:
+            lines.append(f"… {pending} more sweeps")
+            break
+        line = ["."] * (-(-pending // per_column))
+        for symbol, steps in ((">", run), ("o", filled), ("<", {action.start})):
+            for step in steps:
+                line[step // per_column] = symbol
+        lines.append(f"{''.join(line):{columns}}  {slots_text(len(slots))}")
+        pending = action.start
+        filled, run = set(), set()
+    return "\n".join(lines)
