@@ -6,6 +6,7 @@ In the order in which data flows:
     transform.primitive     what differentiation, batching and compilation do with a region
     transform.cut           where a differentiated region is cut: what is saved, what is recomputed
     transform.policies      how a user chooses the cut
+    transform.splitter      how a planner chooses it, and composes the backward pass
     transform.barrier       what keeps XLA from undoing it
     transform.residuals     what is saved, as data and as text
     loops.schedules         when a loop's states are stored and steps repeated, with exact costs
