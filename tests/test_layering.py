@@ -82,6 +82,7 @@ LAYERS = [
     ("program",),
     ("planner.plan_file",),
     ("planner",),
+    ("planner.decisions",),
     ("planner.decide", "planner.bodies"),
     ("planner.emit",),
     ("planner.edits",),
@@ -114,7 +115,7 @@ LAYERS = [
 PURE = ("aliases", "errors", "files", "printing", "units", "json_lines",
         "solvers", "ir.formulas", "ir.operations", "program.devices",
         "program.program", "program.fusion", "cache", "planner.decide", "planner.bodies",
-        "planner.plan_file", "loops.schedules", "loops.nesting", "globs",
+        "planner.decisions", "planner.plan_file", "loops.schedules", "loops.nesting", "globs",
         "selection", "report", "explain.hlo",
 )  # fmt: skip
 

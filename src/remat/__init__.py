@@ -20,6 +20,7 @@ In the order in which data flows:
     planner.trace           a traced step as plain data
     planner.bodies, .levels, .decide   what loops save, by price; what is recomputed around them
     solvers.schedule        the solver under it, on plain graphs (import remat.solvers)
+    planner.decisions       what is decided about a region: what is saved, what segments recompute
     planner.emit            decisions written back: what is saved, and the backward pass's segments
     planner.edits           the same for plans whose loops somebody edited by hand
     planner.plan, .plan_file, .fit   remat.plan, remat.Plan, remat.fit: propose, compile, correct

@@ -16,7 +16,9 @@ from jax.sharding import PartitionSpec as P
 import remat
 from remat._jax import can_be_on_host, open_jaxpr
 from remat.ir.jaxprs import applies
-from remat.planner.emit import RegionDecision, Segment, save_everything
+from remat.planner.decisions import RegionDecision
+from remat.planner.emit import save_everything
+from remat.planner.plan_file import PlanSegment
 from remat.planner.regions import (
     Application,
     LoopForm,
@@ -101,7 +103,9 @@ def random_decision(record: Record, draw: random.Random) -> RegionDecision:
     saved = tuple(n for n in range(n_values) if draw.random() < share)
     starts = sorted(draw.choices(range(n_operations + 1), k=draw.randint(0, 4)))
     segments = tuple(
-        Segment(start, tuple(n for n in range(n_values) if draw.random() < draw.choice((0.1, 0.6))))
+        PlanSegment(
+            start, tuple(n for n in range(n_values) if draw.random() < draw.choice((0.1, 0.6)))
+        )
         for start in starts
     )
     return RegionDecision(saved, segments, record.mark)

@@ -14,8 +14,8 @@ import pytest
 import remat
 from planner.region_cases import assert_same, normal
 from remat import _jax
+from remat.planner.decisions import RegionDecision
 from remat.planner.edits import loop_results
-from remat.planner.emit import RegionDecision
 from remat.planner.fit import application
 from remat.planner.plan_file import LoopPlan, RegionPlan, SavedValue
 from remat.planner.regions import Application, LoopForm, Recording, loop_depth

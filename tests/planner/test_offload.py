@@ -14,8 +14,9 @@ import remat
 from planner.region_cases import assert_same, normal
 from remat.cache import Cache
 from remat.errors import BudgetError, PlanError
+from remat.planner.decisions import RegionDecision
 from remat.planner.edits import loop_results
-from remat.planner.emit import RegionDecision, save_everything
+from remat.planner.emit import save_everything
 from remat.planner.plan_file import RegionPlan, SavedValue
 from remat.planner.regions import Application, Recording, loop_depth
 from remat.planner.step import Step

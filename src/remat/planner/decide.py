@@ -12,6 +12,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from remat.planner.decisions import RegionDecision
+from remat.planner.plan_file import PlanSegment
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Op, Program
 from remat.solvers.graph import Graph
@@ -24,31 +26,17 @@ RegionId = tuple[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
-class Decided:
-    """What is decided about one region.
-
-    Args:
-      saved: numbers of values of the forward program.
-      segments: for each segment the operation of the backward program at which it starts, and the
-        numbers of the values that it recomputes.
-    """
-
-    saved: tuple[int, ...]
-    segments: tuple[tuple[int, tuple[int, ...]], ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class Answer:
     """Decisions for all regions of a program, and what they are predicted to take.
 
     Args:
-      regions: the decisions.
+      regions: the decisions; the fingerprints of backward programs are not known here.
       peak_bytes: of live values, arguments and results left out.
       extra_seconds, extra_flops: of recomputation.
       lower_bound_seconds: no schedule within the budget recomputes less (in this model).
     """
 
-    regions: dict[RegionId, Decided]
+    regions: dict[RegionId, RegionDecision]
     peak_bytes: int
     extra_seconds: float
     extra_flops: float
@@ -108,11 +96,11 @@ class Problem:
     def _flops(self, node: int) -> float:
         return sum(self.program.ops[x].flops for x in self.fused.ops.get(node, ()))
 
-    def _decided(self, region: RegionId, steps: Iterable[Step]) -> Decided:
+    def _decided(self, region: RegionId, steps: Iterable[Step]) -> RegionDecision:
         ops = self.program.ops
         deps = {node.id: node.deps for node in self.fused.graph.nodes}
         saved: dict[int, None] = {}
-        segments: list[tuple[int, tuple[int, ...]]] = []
+        segments: list[PlanSegment] = []
         redone: set[int] = set()  # nodes whose latest value is not of the forward pass
         burst: list[int] = []
         next_start = 0
@@ -136,13 +124,13 @@ class Problem:
                 again_set = set(burst)
                 for x in burst:
                     self._save(deps[x], again_set, redone, region, saved)
-                numbers = [n for x in burst for n in self._numbers(x)]
-                segments.append((next_start, tuple(sorted(numbers))))
+                numbers = {n for x in burst for n in self._numbers(x)}
+                segments.append(PlanSegment(next_start, tuple(sorted(numbers))))
                 redone |= again_set
                 burst = []
             self._save(deps[node], set(), redone, region, saved)
             next_start = place.number + 1
-        return Decided(tuple(sorted(saved)), tuple(segments))
+        return RegionDecision(tuple(sorted(saved)), tuple(segments), "")
 
     def _save(
         self,

@@ -22,8 +22,9 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from remat import _jax
-from remat.planner.emit import Linearized, Numbering, RegionDecision, Segment
-from remat.planner.plan_file import RegionPlan, SavedValue
+from remat.planner.decisions import RegionDecision
+from remat.planner.emit import Linearized, Numbering
+from remat.planner.plan_file import PlanSegment, RegionPlan, SavedValue
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +99,7 @@ def _adapted(plan: RegionPlan, region: Linearized, loops: tuple[tuple[int, int],
 
     saved.update(x for value in plan.saved for x in place.get(value.number, ()))
     segments = tuple(
-        Segment(s.start, tuple(sorted({x for n in s.recomputed for x in place.get(n, ())})))
+        PlanSegment(s.start, tuple(sorted({x for n in s.recomputed for x in place.get(n, ())})))
         for s in plan.segments
     )
     to_host = [value for value in plan.saved if value.offloaded]

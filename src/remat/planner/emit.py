@@ -35,49 +35,10 @@ from remat.ir import jaxprs
 from remat.ir.equations import is_fusible
 from remat.ir.fingerprint import fingerprint
 from remat.ir.split import results_and_residuals, split, without_unused
+from remat.planner.decisions import RegionDecision
+from remat.planner.plan_file import PlanSegment
 from remat.transform.cut import Cut, round_residuals, save_all
 from remat.transform.primitive import linear_equation, region_equation
-
-
-@dataclasses.dataclass(frozen=True)
-class Segment:
-    """A piece of the backward program, from its operation `start` on to the next segment's."""
-
-    start: int
-    recomputed: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class RegionDecision:
-    """What is decided about one region.
-
-    Args:
-      saved: numbers of saved values.
-      segments: in order.
-      backward: the fingerprint of the backward program that the segments divide. Another one is not
-        divided, unless
-      n_operations: the segments divide a program of so many operations, and any other in proportion.
-      offloaded: which of the saved values are kept in the host's memory.
-      offloaded_inputs: places of the forward program's inputs that are kept there as well.
-    """
-
-    saved: tuple[int, ...]
-    segments: tuple[Segment, ...]
-    backward: str
-    n_operations: int = 0
-    offloaded: tuple[int, ...] = ()
-    offloaded_inputs: tuple[int, ...] = ()
-
-    def segments_of(self, transposed: _jax.Jaxpr) -> tuple[Segment, ...]:
-        """The segments of a backward program."""
-        if fingerprint(transposed) == self.backward:
-            return self.segments
-        if not self.n_operations:
-            return ()
-        n = len(transposed.eqns)
-        return tuple(
-            Segment(min(n, s.start * n // self.n_operations), s.recomputed) for s in self.segments
-        )
 
 
 def save_everything(region: Linearized) -> RegionDecision:
@@ -354,7 +315,7 @@ def backward_program(
     known: Sequence[_jax.Var],
     transposed: _jax.Jaxpr,
     nonlinear: Sequence[Any],
-    segments: Sequence[Segment],
+    segments: Sequence[PlanSegment],
 ) -> _jax.Jaxpr:
     """The backward pass: saved values, inputs and cotangents to the linear inputs' cotangents.
 

@@ -27,7 +27,7 @@ import jax
 from remat import _jax, units
 from remat.cache import Cache, find_cache
 from remat.errors import PlanError
-from remat.planner.emit import RegionDecision, Segment
+from remat.planner.decisions import RegionDecision
 from remat.planner.plan import plan as make_plan, receive_plan, versions
 from remat.planner.plan_file import Plan, RegionPlan
 from remat.planner.regions import Application, LoopForm, Recording, session_context
@@ -318,15 +318,7 @@ def application(plan: Plan) -> Application:
     """
     decisions: dict[str, dict[str, RegionDecision]] = {}
     for region in plan.regions:
-        segments = tuple(Segment(s.start, s.recomputed) for s in region.segments)
-        saved = tuple(value.number for value in region.saved)
-        decisions.setdefault(region.key, {})[region.fingerprint] = RegionDecision(
-            saved,
-            segments,
-            region.backward,
-            offloaded=tuple(value.number for value in region.saved if value.offloaded),
-            offloaded_inputs=tuple(value.number for value in region.offloaded_inputs),
-        )
+        decisions.setdefault(region.key, {})[region.fingerprint] = RegionDecision.of(region)
     loops = {loop.key: LoopForm(loop.group, loop.steps, loop.groups) for loop in plan.loops}
     edited: dict[str, list[RegionPlan]] = {}
     if not plan.is_verified:

@@ -17,7 +17,9 @@ from remat import _jax
 from remat.errors import BudgetError
 from remat.planner.bodies import Body, LoopOption, Transfer, at_price, loop_options, prices
 from remat.planner.decide import Answer, Problem
-from remat.planner.emit import RegionDecision, Segment, save_everything
+from remat.planner.decisions import RegionDecision
+from remat.planner.emit import save_everything
+from remat.planner.plan_file import PlanSegment
 from remat.planner.regions import LoopForm, Record, Recording, loop_depth
 from remat.planner.step import Step, Traced
 from remat.planner.trace import (
@@ -121,11 +123,8 @@ class Level:
         decisions: Decisions = {k: dict(v) for k, v in self.decided.items()}
         for answer in answers:
             for (key, fingerprint), d in answer.regions.items():
-                decisions.setdefault(key, {})[fingerprint] = RegionDecision(
-                    d.saved,
-                    tuple(Segment(*segment) for segment in d.segments),
-                    self.recording.records[key, fingerprint].mark,
-                )
+                mark = self.recording.records[key, fingerprint].mark
+                decisions.setdefault(key, {})[fingerprint] = dataclasses.replace(d, backward=mark)
         peak = answers[0].peak_bytes if self.regions else problem.peak_bytes
         if not self.regions and not self.loose and peak > budget:
             raise BudgetError(f"the loops alone need {peak} bytes.")
@@ -320,7 +319,7 @@ class _Form:
 
 
 # Steps of one iteration must not all recompute at once.
-_ONE_SEGMENT = (Segment(0, ()),)
+_ONE_SEGMENT = (PlanSegment(0, ()),)
 
 
 @dataclasses.dataclass
@@ -339,7 +338,7 @@ class _Making:
         key: str,
         record: Record,
         option: LoopOption,
-        segments: tuple[Segment, ...] = (),
+        segments: tuple[PlanSegment, ...] = (),
     ) -> None:
         decision = RegionDecision(
             option.saved,

@@ -32,14 +32,13 @@ from remat import _jax, units
 from remat.cache import Cache, find_cache
 from remat.errors import BudgetError, PlanError
 from remat.ir.fingerprint import fingerprint
+from remat.planner.decisions import RegionDecision
 from remat.planner.edits import loop_results
-from remat.planner.emit import RegionDecision
 from remat.planner.levels import Choice, Levels
 from remat.planner.plan_file import (
     Attempt,
     LoopPlan,
     Plan,
-    PlanSegment,
     RegionPlan,
     SavedValue,
 )
@@ -551,7 +550,6 @@ class _Search:
             numbering = record.region.numbering
             saved = tuple(_saved_value(record, n, decision) for n in decision.saved)
             carried = tuple(_input_value(record, i) for i in decision.offloaded_inputs)
-            segments = tuple(PlanSegment(s.start, s.recomputed) for s in decision.segments)
             n_operations = len(record.backward.eqns)
             regions.append(
                 RegionPlan(
@@ -561,7 +559,7 @@ class _Search:
                     len(numbering.vars),
                     n_operations,
                     saved,
-                    segments,
+                    decision.segments,
                     loop_results(numbering),
                     carried,
                 )

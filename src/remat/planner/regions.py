@@ -26,11 +26,10 @@ from remat import _jax, partition
 from remat.errors import PlanError
 from remat.ir import jaxprs
 from remat.ir.fingerprint import fingerprint
+from remat.planner.decisions import RegionDecision
 from remat.planner.edits import adapted
 from remat.planner.emit import (
     Linearized,
-    RegionDecision,
-    Segment,
     backward_program,
     halves,
     host_copies,
@@ -38,7 +37,7 @@ from remat.planner.emit import (
     linearized,
     without_copies,
 )
-from remat.planner.plan_file import RegionPlan
+from remat.planner.plan_file import PlanSegment, RegionPlan
 from remat.transform import primitive
 from remat.transform.splitter import Composed, Half, Halves, Splitter
 
@@ -460,7 +459,7 @@ class Application(Session):
             return of_key
         # Steps of one iteration must not all recompute at once.
         return {
-            mark: dataclasses.replace(d, segments=d.segments or (Segment(0, ()),))
+            mark: dataclasses.replace(d, segments=d.segments or (PlanSegment(0, ()),))
             for mark, d in of_key.items()
         }
 
@@ -615,9 +614,10 @@ class _Backward(Half):
         copies = {c.var for c in self.host.values()}
         if not ours or not given <= {*numbering.number, *copies, *self.region.linear.invars}:
             return None
-        segments = () if self.decision is None else self.decision.segments_of(transposed)
+        mark, n = fingerprint(transposed), len(transposed.eqns)
+        segments = () if self.decision is None else self.decision.segments_of(mark, n)
         program = backward_program(numbering, [*known, *consts], transposed, nonlinear, segments)
         if self.decision is not None:
             return Composed(program)
-        self.session.transposed(self.key, self.region, program, fingerprint(transposed))
+        self.session.transposed(self.key, self.region, program, mark)
         return Composed(program, RegionHalf((self.key, self.region.fingerprint), True))
