@@ -1,17 +1,17 @@
-"""The only package that touches JAX's internals: what `remat` needs of them, under stable names.
+"""The only package that uses JAX's internals. It offers what `remat` needs of them under stable names.
 
-Everything else in the library imports from here, so that a change in JAX is met in one place. Where
-JAX 0.10 and 0.12 differ there is one short function, and it says from which version on the older
-half can be deleted.
+Everything else in the library imports from here, so a change in JAX requires an edit in one place.
+Where JAX 0.10 and 0.12 differ there is one short function, which says with which JAX version its older
+branch can be deleted.
 
-* `compat`: versions, names that every supported version has, facts about values.
-* `tracing`: from functions to jaxprs, and the parts of jaxprs.
-* `concrete`: tracing with values at hand.
-* `autodiff`: differentiation, transposition, batching, and a primitive's rules.
-* `refs`: jaxprs that read or write refs, as jaxprs on values.
+* `compat`: JAX's version, names that every supported version has, properties of types.
+* `tracing`: tracing functions to jaxprs; building and reading jaxprs and equations.
+* `concrete`: tracing with known argument values (`concrete=True`).
+* `autodiff`: differentiation, transposition, batching, and registering a primitive's rules.
+* `refs`: rewriting jaxprs that read or write refs as jaxprs on values.
 * `symbolic`: sizes with symbolic dimensions.
-* `lowering`: how equations become operations of a module.
-* `internals`: a list of every internal name in use, and of what replaces it when it goes.
+* `lowering`: lowering rules: from equations to operations of a StableHLO module.
+* `internals`: a list of every internal name in use, and what would replace it if JAX removed it.
 """
 
 import os
@@ -173,5 +173,5 @@ from remat._jax.tracing import (
     zeros as zeros,
 )
 
-# Of the whole folder: the source lines of operations and the frames of tracebacks are the user's.
+# The whole folder: source lines of operations and frames of tracebacks should be the user's.
 exclude_from_tracebacks(os.path.dirname(__file__))

@@ -1,7 +1,7 @@
-"""Differentiation, transposition and batching of jaxprs, and the registers of a primitive's rules.
+"""Differentiation, transposition and batching of jaxprs, and registration of a primitive's rules.
 
-From 0.12 on rules for dead-code elimination, state discharge and transposition take or return one
-thing more; the `register_*` functions adapt one rule to both.
+From 0.12 on, rules for dead-code elimination, state discharge and transposition take or return one
+more value. The `register_*` functions adapt one rule to both conventions.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def zero_tangent(primal: Any) -> Zero:
 
 
 def batched_type(aval: Any, axis_data: Any) -> Any:
-    """The type of an array with the axis of a `vmap` in front."""
+    """Return the type of an array with the axis of a `vmap` in front."""
     return _core.unmapped_aval(axis_data.size, 0, aval, axis_data.explicit_mesh_axis)
 
 
 def is_undefined(x: Any) -> bool:
-    """Whether an operand of an equation under transposition is one that it is linear in."""
+    """Return whether an operand of an equation that is being transposed is a linear one."""
     return _ad.is_undefined_primal(x)
 
 
@@ -64,14 +64,17 @@ def is_linear_input(x: Any) -> bool:
 
 
 def disallowed_effects(jaxpr: Jaxpr) -> set[Any]:
-    """The effects that must not happen twice."""
+    """Return the effects of a jaxpr that forbid recomputing it, as `jax.checkpoint` defines them."""
     return set(_effects.remat_allowed_effects.filter_not_in(jaxpr.effects))
 
 
 def jvp_of_jaxpr(
     jaxpr: Jaxpr, nonzeros: Sequence[bool]
 ) -> tuple[Jaxpr, tuple[Any, ...], Sequence[bool]]:
-    """The jaxpr of the derivative: primals and nonzero tangents in, primals and tangents out."""
+    """Return the JVP of a jaxpr: from primals and nonzero tangents to primals and nonzero tangents.
+
+    Also its constants, and which results have a nonzero tangent.
+    """
     closed, out_nonzeros = _ad_src.jvp_jaxpr(close(jaxpr), list(nonzeros), False)
     return (*detach_consts(closed), out_nonzeros)
 
@@ -79,12 +82,22 @@ def jvp_of_jaxpr(
 def dce(
     jaxpr: Jaxpr, used: Sequence[bool], *, keep: Sequence[bool] | None = None
 ) -> tuple[Jaxpr, list[bool]]:
-    """Drop what the used results do not need. Returns also which inputs remain; those to keep do."""
+    """Drop what the used results do not need.
+
+    Return the jaxpr, and which inputs remain: those that are needed, and those in `keep`.
+    """
     return _pe.dce_jaxpr(jaxpr, list(used), False if keep is None else list(keep))
 
 
 class Transposed(NamedTuple):
-    """A transposed jaxpr, its constants, and how its results are to be read."""
+    """A transposed jaxpr and its constants.
+
+    Attributes:
+      jaxpr: from nonlinear inputs and nonzero cotangents to nonzero cotangents of the linear inputs.
+      consts: its leading inputs.
+      ins_zero: which linear inputs have a zero cotangent, left out of the results.
+      out_tree: the tree of the results: a list of cotangents, and the logs of the backward pass.
+    """
 
     jaxpr: Jaxpr
     consts: tuple[Any, ...]
@@ -100,14 +113,14 @@ def transpose(
     outs_zero: Sequence[bool],
     outs_unknown: Sequence[bool],
 ) -> Transposed:
-    """Transpose a jaxpr that was split by what is linear.
+    """Transpose a jaxpr that was split into a nonlinear and a linear half.
 
     Args:
-      jaxpr: the program.
-      known: from its nonlinear inputs to residuals. It is evaluated first.
-      staged: from the residuals and all inputs to the results that depend on linear inputs.
-      linear: which inputs it is linear in.
-      outs_zero: which results' cotangents are zero; the other ones are inputs of what is returned.
+      jaxpr: the whole program.
+      known: the half that computes residuals from the nonlinear inputs. It is evaluated first.
+      staged: the half from the residuals and all inputs to the results that depend on linear inputs.
+      linear: which inputs of `jaxpr` are linear.
+      outs_zero: which results have a zero cotangent. The transposed jaxpr takes no input for those.
       outs_unknown: which results depend on linear inputs.
     """
     nonlinear_avals = [v.aval for v, lin in zip(jaxpr.invars, linear) if not lin]
@@ -153,7 +166,7 @@ def _backward(jaxpr: Jaxpr, args: Sequence[Any], cts: Sequence[Any]) -> tuple[li
 def batch_jaxpr(
     jaxpr: Jaxpr, axis_data: Any, dims: Sequence[Any]
 ) -> tuple[Jaxpr, tuple[Any, ...], list[int | None]]:
-    """The jaxpr over one more axis, in front of every result that has it."""
+    """Return the jaxpr under `vmap`, its constants, and each result's batch axis: 0, or None."""
     closed, batched = _batching_src.batch_jaxpr_axes(
         close(jaxpr), axis_data, dims, [_batching_src.zero_if_mapped] * len(jaxpr.outvars)
     )
@@ -176,7 +189,7 @@ def stage_eqn(
     jaxpr: Jaxpr,
     params: dict,
 ) -> list[Any]:
-    """Put one equation on residuals and tracers into the linear program that is being built."""
+    """Stage one equation on residuals and tracers into the linear program that is being built."""
     ins = [trace_.new_instantiated_const(r) for r in residuals]
     ins += [trace_.instantiate_const(t) for t in tracers]
     outs = [_pe.JaxprTracer(trace_, _pe.PartialVal.unknown(v.aval), None) for v in jaxpr.outvars]
@@ -201,7 +214,11 @@ def register(
     transpose: Callable,
     batch: Callable,
 ) -> None:
-    """All rules of a primitive with several results, `batch(axis_data, args, dims, **params)`."""
+    """Register all rules of a primitive with several results.
+
+    The batching rule is called as `batch(axis_data, args, dims, **params)`. The primitive is lowered
+    by tracing `evaluate`.
+    """
     primitive.multiple_results = True
     primitive.def_impl(evaluate)
     primitive.def_effectful_abstract_eval(abstract)
@@ -216,10 +233,11 @@ def register_jvp(primitive: Primitive, rule: Callable) -> None:
 
 
 def register_linearization(primitive: Primitive, rule: Callable) -> None:
-    """`rule(nonzero, primals, **params)` runs the forward pass of an equation.
+    """Register the rule that linearizes an equation, `rule(nonzero, primals, **params)`.
 
-    It is told which primals have tangents, and returns the results, which of them have tangents, the
-    residuals, and a function `apply(residuals, tangents)` for those tangents.
+    `nonzero` says which primals have tangents. The rule runs the forward pass and returns the results,
+    which of them have tangents, the residuals, and `apply(residuals, tangents)`, which maps the
+    primals' nonzero tangents to those of the results.
     """
 
     def linearization(_: Any, nonzero: Sequence[bool], *primals: Any, **params: Any) -> Any:
@@ -243,7 +261,10 @@ def register_linearization(primitive: Primitive, rule: Callable) -> None:
 
 
 def register_transpose(primitive: Primitive, rule: Callable) -> None:
-    """`rule(cotangents, *args, **params)`: linear arguments are accumulators."""
+    """Register `rule(cotangents, *args, **params)`, which adds to the accumulators among `args`.
+
+    Linear arguments are accumulators (`is_linear_input`), the others are values.
+    """
     _ad_src.fancy_transposes[primitive] = rule
 
 
@@ -252,27 +273,30 @@ def register_linear_transpose(primitive: Primitive, rule: Callable) -> None:
 
 
 def register_batching(primitive: Primitive, rule: Callable) -> None:
-    """`rule(axis_data, args, dims, **params) -> results, result dims`."""
+    """Register `rule(axis_data, args, dims, **params) -> results, result dims`."""
     _batching.fancy_primitive_batchers[primitive] = rule
 
 
 def register_partial_eval(primitive: Primitive, rule: Callable) -> None:
-    """`rule(trace, *tracers, **params)`, when a program with a derivative in it is split by JAX."""
+    """Register `rule(trace, *tracers, **params)`, by which JAX itself evaluates an equation partially.
+
+    That happens where JAX splits a program with a derivative in it, such as the body of its scans.
+    """
     rules = getattr(_pe, "custom_partial_eval_rules", None)
-    if rules is not None:  # deleted along with the tracers that ask for it
+    if rules is not None:  # JAX will remove the table together with the tracers that use it
         rules[primitive] = rule
 
 
 def register_split(
     primitive: Primitive, rule: Callable[[JaxprEqn, Sequence[bool], Callable], Any]
 ) -> None:
-    """Let JAX cut an equation that stands in a region of `jax.checkpoint`.
+    """Register the rule by which JAX splits an equation inside a region of `jax.checkpoint`.
 
     `rule(eqn, ins_unknown, policy)` returns the equations of the known and of the staged half (one
     or none each), and which results are unknown.
     """
     rules = getattr(_pe, "partial_eval_jaxpr_custom_rules", None)
-    if rules is None:  # deleted along with the `jax.checkpoint` that asks for it
+    if rules is None:  # JAX will remove the table together with the `jax.checkpoint` that uses it
         return
 
     def custom_rule(saveable: Callable, unknown: Any, staged: Any, eqn: JaxprEqn) -> Any:
@@ -298,10 +322,10 @@ def register_dce(
     shrink: Callable[[JaxprEqn, list[bool], Jaxpr], dict],
     keeps_inputs: Callable[[JaxprEqn], bool],
 ) -> None:
-    """Dead-code elimination for an equation whose parameter `jaxpr` is its body.
+    """Register dead-code elimination of a primitive whose parameter `jaxpr` is its body.
 
-    `shrink(eqn, used_inputs, new_jaxpr)` gives the parameters of what remains; `keeps_inputs(eqn)`
-    says that inputs stay, used or not.
+    `shrink(eqn, used_inputs, new_jaxpr)` returns the parameters of the equation that remains.
+    `keeps_inputs(eqn)` returns whether unused inputs stay, too.
     """
 
     def rule(used_outs: list[bool], *args: Any) -> tuple[list[bool], JaxprEqn | None]:
@@ -330,7 +354,11 @@ def register_dce(
 
 
 def register_discharge(primitive: Primitive, bind: Callable) -> None:
-    """Turn refs among an equation's arguments into values; `bind(args, new_jaxpr, params)` rebinds."""
+    """Register a rule that turns refs among an equation's arguments into values.
+
+    `bind(args, new_jaxpr, n_consts, params)` binds the primitive again, with `n_consts` new leading
+    arguments.
+    """
 
     def rule(*args: Any, jaxpr: Jaxpr, **params: Any) -> tuple[list[Any], list[Any]]:
         # 0.11 passes a context in place of the two tuples of avals; delete the latter with 0.10.
@@ -355,7 +383,11 @@ def register_discharge(primitive: Primitive, bind: Callable) -> None:
 
 
 def register_checkify(primitive: Primitive, bind: Callable) -> None:
-    """Thread checkify's errors through an equation; `bind(args, new_jaxpr, n_added, params)`."""
+    """Register a rule that passes checkify's errors through an equation.
+
+    `bind(args, new_jaxpr, n_added, params)` binds the primitive again, with `n_added` new leading
+    arguments.
+    """
 
     # 0.12 passes a context in front; delete the other half with 0.11.
     n_contexts = 1 if hasattr(_checkify, "CheckifyContext") else 0
@@ -376,7 +408,7 @@ def register_checkify(primitive: Primitive, bind: Callable) -> None:
 
 
 def register_key_reuse(primitive: Primitive) -> None:
-    """Let the key-reuse checker know: what a recomputation does with keys, the forward pass did."""
+    """Register with the key-reuse checker, so that a recomputation does not count as a second use."""
 
     def signature(eqn: JaxprEqn) -> Any:
         if eqn.params["differentiated"]:
@@ -387,7 +419,7 @@ def register_key_reuse(primitive: Primitive) -> None:
 
 
 def register_hijax(primitive: Primitive, bind: Callable) -> None:
-    """Lower an equation on types that stand for several arrays to one on those arrays."""
+    """Register a rule that replaces operands of high-level types by the arrays that they consist of."""
 
     def is_high(*_: Any, jaxpr: Jaxpr, **__: Any) -> bool:
         return jaxpr.is_high

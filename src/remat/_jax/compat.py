@@ -1,4 +1,4 @@
-"""Versions of JAX, its names that every supported version has, and facts about values.
+"""JAX's version, names that every supported version has, and properties of types.
 
 From 0.12 on a `Jaxpr` carries its constants (`ClosedJaxpr` is the same class); before, a `ClosedJaxpr`
 wraps an open `Jaxpr`. Everywhere in `remat` a region is a jaxpr *without* constants: `detach_consts`
@@ -29,7 +29,7 @@ from jax.interpreters import ad as _ad
 
 
 def version_tuple(version: str) -> tuple[int, ...]:
-    """The leading integers of a version.
+    """Return the leading integers of a version.
 
     >>> version_tuple("0.12.0.1"), version_tuple("0.11.1.dev2026")
     ((0, 12, 0, 1), (0, 11, 1))
@@ -44,7 +44,7 @@ def version_tuple(version: str) -> tuple[int, ...]:
 
 JAX_VERSION = version_tuple(jax.__version__)
 JAXLIB_VERSION = version_tuple(jaxlib.__version__)
-# Delete what depends on this when JAX < 0.12 is no longer supported.
+# Always true from 0.12 on: delete this and the branches for False together with JAX < 0.12.
 _JAXPRS_CARRY_CONSTS = not hasattr(_core, "ClosedJaxpr") or _core.ClosedJaxpr is _excore.Jaxpr
 
 # --------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ dot_general_p = _primitives.dot_general_p
 conv_general_dilated_p = _primitives.conv_general_dilated_p
 reduce_precision_p = _primitives.reduce_precision_p
 
-# How JAX of this version words its refusal; code that matches on the text keeps working.
+# The text of this JAX version's own error, so that code which matches it keeps working.
 EFFECTS_NOT_SUPPORTED = (
     "Effects not supported in AD of `checkpoint`/`remat`"
     if JAX_VERSION >= (0, 11)
@@ -93,7 +93,7 @@ EFFECTS_NOT_SUPPORTED = (
 
 
 def exclude_from_tracebacks(filename: str) -> None:
-    """Keep a file of ours out of user tracebacks and out of the source lines of equations."""
+    """Exclude a file of the library from user tracebacks and from the source lines of equations."""
     _source_info.register_exclusion(filename)
     _traceback_util.register_exclusion(filename)
 
@@ -103,7 +103,7 @@ def checks_enabled() -> bool:
 
 
 def logs_residuals() -> bool:
-    """Whether the user asked JAX to log what checkpointed functions save."""
+    """Return whether the user asked JAX to log what checkpointed functions save."""
     return bool(jax.config.jax_log_checkpoint_residuals)
 
 
@@ -112,68 +112,68 @@ def logs_residuals() -> bool:
 
 
 def detach_consts(closed: Any) -> tuple[Jaxpr, tuple[Any, ...]]:
-    """A jaxpr with its constants as leading inputs, and the constants."""
+    """Return a jaxpr with its constants as leading inputs, and the constants."""
     inner = closed if _JAXPRS_CARRY_CONSTS else closed.jaxpr
     return _pe_src.convert_constvars_jaxpr(inner), tuple(closed.consts)
 
 
 def close(jaxpr: Jaxpr) -> Any:
-    """The same jaxpr as one that is closed over nothing."""
+    """Return the jaxpr as a closed jaxpr without constants."""
     return _pe_src.close_jaxpr(jaxpr)
 
 
 def open_jaxpr(jaxpr: Any) -> Jaxpr:
-    """The equations of a jaxpr that may be closed."""
+    """Return the open jaxpr of one that may be closed."""
     return jaxpr if isinstance(jaxpr, _excore.Jaxpr) else jaxpr.jaxpr
 
 
 # --------------------------------------------------------------------------------------------------
-# Facts about devices, dtypes and types
+# Properties of devices, dtypes and types
 
 
 def memory_kinds() -> tuple[str, ...]:
-    """The kinds of memory that the default backend's devices reach."""
+    """Return the memory kinds that devices of the default backend can address."""
     return tuple(sorted(memory.kind for memory in jax.devices()[0].addressable_memories()))
 
 
 def is_on_host(aval: Any) -> bool:
-    """Whether a value's type says that it lives in host memory."""
+    """Return whether a value's type says that it lives in host memory."""
     return getattr(aval, "memory_space", None) is jax.memory.Space.Host
 
 
 def is_array(aval: Any) -> bool:
-    """Whether values of this type are arrays, random keys included, and no refs or tokens."""
+    """Return whether values of this type are arrays (or random keys), rather than refs or tokens."""
     return isinstance(aval, jax.core.ShapedArray)
 
 
 def is_in_memory(aval: Any, kind: str) -> bool:
-    """Whether values of this type are in a kind of memory, as far as their type says."""
+    """Return whether a type says that its values are in memory of this kind."""
     return getattr(aval, "memory_space", None) is _core.mem_kind_to_space(kind)
 
 
 def stays_in_memory(primitive: Primitive, operands: Sequence[Any], kind: str) -> bool:
-    """Whether an equation on operands of these types computes in a kind of memory."""
+    """Return whether all operands of an equation are in memory of this kind, and it is not a copy."""
     return primitive is not _primitives.device_put_p and all(
         is_in_memory(aval, kind) for aval in operands if is_array(aval)
     )
 
 
 def can_be_on_host(aval: Any) -> bool:
-    """Whether values of this type can be copied to the host's memory and back: arrays on a device."""
+    """Return whether values of this type can be copied to the host's memory and back: arrays on a device."""
     if getattr(aval, "memory_space", None) is not jax.memory.Space.Device:
         return False
     return not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
 def zero_keys(aval: Any) -> Any:
-    """Random keys of a type, whatever their implementation, made of zeros."""
+    """Return random keys of a type whose data are zeros, for any key implementation."""
     impl = aval.dtype._impl
     words = jnp.zeros((*aval.shape, *impl.key_shape), jnp.uint32)
     return jax.random.wrap_key_data(words, impl=impl)
 
 
 def itemsize_bytes(aval: Any) -> int:
-    """Bytes of one element, for PRNG keys and 4-bit types too (rounded up)."""
+    """Return the bytes of one element, also of PRNG keys and of 4-bit types (rounded up to one)."""
     dtype = aval.dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return 4 * math.prod(dtype._impl.key_shape)
@@ -183,15 +183,15 @@ def itemsize_bytes(aval: Any) -> int:
 
 
 def has_tangent(aval: Any) -> bool:
-    """Whether values of this type can have a derivative: real and complex numbers."""
+    """Return whether values of this type can have a derivative: real and complex numbers."""
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def is_var(v: Any) -> bool:
-    """Whether an operand or a result of a jaxpr is a variable and no literal."""
+    """Return whether an operand or a result of a jaxpr is a variable rather than a literal."""
     return not isinstance(v, _excore.Literal)
 
 
 def is_dropped(v: Any) -> bool:
-    """Whether a result of an equation is thrown away."""
+    """Return whether a result of an equation is dropped (`_` in a printed jaxpr)."""
     return isinstance(v, _excore.DropVar)

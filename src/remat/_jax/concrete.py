@@ -1,4 +1,4 @@
-"""Tracing with values at hand: Python may branch on them while a jaxpr is staged out."""
+"""Tracing with known argument values: Python control flow may depend on them while it is traced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from remat._jax.tracing import flatten_arguments
 
 
 def concrete_value(x: Any) -> Any:
-    """The value behind an argument, through differentiation, or None where there is none yet."""
+    """Return the value of an argument, that of a differentiated tracer too; None where it is unknown."""
     return _core.to_concrete_value(x)
 
 
@@ -31,7 +31,7 @@ class _ConcreteTracer(_pe.DynamicJaxprTracer):
         return self._trace.value_of(self)
 
     def _number(self) -> Any:
-        """The value as a NumPy array of the traced type, or None."""
+        """Return the value as a NumPy array of the traced type, or None if it is unknown."""
         value = self.to_concrete_value()
         if value is None or jnp.issubdtype(self.aval.dtype, jax.dtypes.extended):
             return None
@@ -68,14 +68,14 @@ _core.pytype_aval_mappings[_ConcreteTracer] = lambda tracer: tracer.aval
 
 
 class _Unavailable(Exception):
-    """A value depends on an argument that has no value yet."""
+    """A value depends on an argument whose value is unknown."""
 
 
 class _ConcreteTrace(_pe_src.DynamicJaxprTrace):
-    """Stages a function out to a jaxpr, and evaluates those of its values that Python asks for.
+    """Traces a function to a jaxpr and evaluates the values that Python asks for, and only those.
 
-    A tracer knows the equation that makes it, so its value is found by evaluating that equation's
-    ancestors; each is evaluated at most once, and none that no decision depends on.
+    A tracer knows the equation that computes it, so its value is found by evaluating that equation
+    and those before it that it depends on, each at most once.
     """
 
     __slots__ = ("_values",)
@@ -144,9 +144,9 @@ class _ConcreteTrace(_pe_src.DynamicJaxprTrace):
 def trace_concretely(
     fun: Callable, in_tree: Any, avals: Sequence[Any], values: Sequence[Any], debug: Any
 ) -> tuple[Jaxpr, tuple[Any, ...], Any]:
-    """Like `trace`, with the values of the arguments (None: not known) open to Python control flow.
+    """Trace like `trace`, where Python control flow may depend on the arguments' `values`.
 
-    The jaxpr holds the branch that these values take.
+    A value of None is unknown. The jaxpr contains the branches that these values take.
     """
     parent = _core.trace_ctx.trace
     trace_ = _ConcreteTrace(debug, parent)

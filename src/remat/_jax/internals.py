@@ -1,12 +1,12 @@
-"""Every name of JAX's internals that the library uses, and what replaces it when JAX takes it away.
+"""All names of JAX's internals that the library uses, and what would replace each if JAX removed it.
 
-A test reads the code of this package and fails on an internal name that is not listed, and on a listed
-one that is not used. Listed are names of `jax._src`, of `jax.interpreters` and `jax.extend` (public, but
-with no promise that they stay), of private modules of `jax.experimental`, and private attributes of
+A test reads the code of this package. It fails on an internal name that is not listed and on a listed
+name that is not used. The list has names of `jax._src`, of `jax.interpreters` and `jax.extend` (public,
+but without a promise of stability), of private modules of `jax.experimental`, and private attributes of
 JAX's objects.
 
-JAX's general partial evaluation of jaxprs is not among what the library needs: programs are split by
-`remat.ir.split`. The rows about it only answer JAX where it evaluates partially itself.
+The library does not use JAX's partial evaluation of jaxprs: `remat.ir.split` splits programs. The rows
+about partial evaluation are for rules that JAX calls where it evaluates partially itself.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class Internal(NamedTuple):
 
     Attributes:
       where: the module, or `attribute` for private attributes of JAX's objects.
-      names: what is used of it.
-      purpose: what for.
-      replacement: what takes their place when they go.
-      versions: the JAX versions that have them, where that is not every supported one.
+      names: the names that are used.
+      purpose: what they are used for.
+      replacement: what would replace them.
+      versions: the JAX versions that have them, unless all supported ones do.
     """
 
     where: str
@@ -40,7 +40,7 @@ INTERNALS = (
     Internal(
         "jax.extend.core",
         ("Jaxpr", "JaxprEqn", "Literal", "Var", "DropVar", "Primitive", "new_jaxpr_eqn"),
-        "building and reading jaxprs, primitives of our own",
+        "building and reading jaxprs, and defining the library's primitives",
         _PUBLIC,
     ),
     Internal("jax.extend.core", ("check_jaxpr",), "checking cuts under jax_enable_checks", _PUBLIC),
@@ -54,7 +54,7 @@ INTERNALS = (
             "name_p",
             "reduce_precision_p",
         ),
-        "primitives that are bound or told apart",
+        "binding primitives, and recognizing equations by their primitive",
         "comparing primitives by name; `jax.lax` functions to bind them",
     ),
     Internal(
@@ -98,7 +98,7 @@ INTERNALS = (
         "jax._src.effects",
         ("ordered_effects", "remat_allowed_effects"),
         "which effects are ordered, and which may happen twice",
-        "tables of our own by effect type",
+        "a table by effect type in this package",
     ),
     Internal(
         "jax._src.core",
@@ -128,7 +128,7 @@ INTERNALS = (
     Internal(
         "jax._src.tree_util",
         ("FlatTree",),
-        "the same before",
+        "the same, in 0.10",
         "nothing: delete with JAX 0.10",
         "0.10",
     ),
@@ -250,7 +250,7 @@ INTERNALS = (
     Internal(
         "jax._src.interpreters.partial_eval",
         ("ensure_enum",),
-        "what a policy returned, a bool or a case",
+        "reading a policy's answer, a bool or one of JAX's cases",
         _LIST,
     ),
     # Differentiation
@@ -287,7 +287,7 @@ INTERNALS = (
     Internal(
         "jax.interpreters.ad",
         ("deflinear2", "primitive_jvps", "primitive_transposes"),
-        "rules of our primitives",
+        "rules of the library's primitives",
         _PUBLIC,
     ),
     Internal(
@@ -311,15 +311,16 @@ INTERNALS = (
     Internal(
         "jax.interpreters.partial_eval",
         ("dce_jaxpr_closed_call_rule",),
-        "telling other people's call primitives",
+        "recognizing call primitives of other libraries",
         "nothing: only the calls that `ir.jaxprs` lists are split",
     ),
-    # Where JAX evaluates partially itself: rules that answer it, left out where it no longer asks.
+    # Rules that JAX calls where it evaluates partially itself. They are not registered where JAX no
+    # longer has the tables for them.
     Internal(
         "jax.interpreters.partial_eval",
         ("custom_partial_eval_rules", "partial_eval_jaxpr_custom_rules"),
         "JAX splitting a region itself: in its scans, and in regions of `jax.checkpoint`",
-        "nothing: the rules are not registered where the tables are gone",
+        "nothing: the rules are not registered where JAX has no such tables",
     ),
     Internal(
         "jax.interpreters.partial_eval",
@@ -380,7 +381,7 @@ INTERNALS = (
             "lower_fun",
             "register_lowering",
         ),
-        "lowering rules, and a region's operations in place",
+        "lowering rules, and lowering a region in place",
         _PUBLIC,
     ),
     Internal(
@@ -399,13 +400,13 @@ INTERNALS = (
         "jax._src.interpreters.mlir",
         ("get_sharding_attr",),
         "unreduced values in a function's signature",
-        "no un-inlined call where values are unreduced",
+        "inlining recomputations where values are unreduced",
     ),
     Internal(
         "jax._src.interpreters.mlir",
         ("lower_per_platform",),
-        "another rule on the CPU, in modules for several platforms",
-        "`register_lowering(platform=)`: with JAX 0.10, whose failure this avoids",
+        "a different lowering rule on the CPU, also in modules for several platforms",
+        "`register_lowering(platform=)`, which fails for several platforms in JAX 0.10",
     ),
     Internal(
         "jax._src.lib.mlir.ir",
@@ -422,7 +423,7 @@ INTERNALS = (
     Internal(
         "jax.interpreters.mlir",
         ("_lowerings", "_platform_specific_lowerings"),
-        "which primitives there are, for names in policies",
+        "which primitives exist, to check names in policies",
         "`jax.extend.core.primitives`, and the primitives of the traced program",
     ),
     # Private attributes
@@ -430,7 +431,7 @@ INTERNALS = (
         "attribute",
         ("_jit_info",),
         "the static arguments of a jitted function",
-        "asking for them as arguments of ours",
+        "requiring static arguments as options of `remat.explain`",
     ),
     Internal(
         "attribute",
@@ -454,7 +455,7 @@ INTERNALS = (
         "attribute",
         ("_to_sdy_sharding",),
         "unreduced values in a function's signature",
-        "no un-inlined call where values are unreduced",
+        "inlining recomputations where values are unreduced",
     ),
     Internal(
         "attribute",

@@ -1,4 +1,4 @@
-"""Lowering: how equations become operations of a module, and what surrounds them there."""
+"""Lowering rules: from equations to operations of a StableHLO module."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ LoweringContext: TypeAlias = _mlir.LoweringRuleContext
 
 
 def register_lowering(primitive: Primitive, rule: Callable, **by_platform: Callable) -> None:
-    """`rule(ctx, *args, **params)`, and others for some platforms."""
+    """Register the lowering `rule(ctx, *args, **params)`; keywords name rules of single platforms."""
 
     def choose(ctx: LoweringContext, *args: Any, **params: Any) -> Any:
         if not by_platform:
             return rule(ctx, *args, **params)
-        # JAX 0.10 fails to put per-platform rules of a primitive that is not cacheable into a module
-        # for several platforms, over a tuple; so they are chosen between here.
+        # JAX 0.10 raises an error for platform-specific rules of a non-cacheable primitive in a
+        # module for several platforms (it expects a list, not a tuple). So the choice is made here.
         listed = ctx.replace(avals_out=list(ctx.avals_out))
         body = params["jaxpr"]
         outs = _mlir_src.lower_per_platform(
@@ -42,14 +42,14 @@ def register_lowering(primitive: Primitive, rule: Callable, **by_platform: Calla
             ctx.set_tokens_out(listed.tokens_out)
         return outs
 
-    # A rule that looks at what surrounds an equation must see each of its occurrences.
+    # Not cacheable: the rules depend on where the equation stands, so they run for each occurrence.
     _mlir.register_lowering(primitive, choose, cacheable=False)
 
 
 def lower_inline(ctx: LoweringContext, jaxpr: Jaxpr, args: Sequence[Any]) -> Sequence[Any]:
-    """Write a jaxpr's operations here, under the name scope `checkpoint`.
+    """Emit a jaxpr's operations in place, under the name scope `checkpoint`.
 
-    They are written once for each jaxpr and then copied: JAX caches how it lowers an equation.
+    A jaxpr is lowered once, as one equation of a cacheable primitive; JAX copies it afterwards.
     """
     return _write(ctx, _as_equation(jaxpr), args, ctx.name_stack)
 
@@ -108,9 +108,9 @@ def lower_call(
     attributes: dict[str, str],
     returned: tuple[int, ...] = (),
 ) -> Sequence[Any]:
-    """Write a jaxpr as a function of its own and call it; the call carries frontend attributes.
+    """Emit a jaxpr as a separate function and a call of it with these frontend attributes.
 
-    The function also returns the inputs at the positions `returned`, to nobody.
+    The function also returns its inputs at the positions `returned`; those results are dropped.
     """
     avals_out = [*ctx.avals_out, *(ctx.avals_in[i] for i in returned)]
     if returned:
@@ -143,7 +143,7 @@ def _returning_inputs(jaxpr: Jaxpr, positions: tuple[int, ...]) -> Jaxpr:
 
 
 def has_unreduced(jaxpr: Jaxpr) -> bool:
-    """Whether an input or a result of a jaxpr is a sum that is still spread over devices."""
+    """Return whether an input or a result of a jaxpr is unreduced (a pending sum over devices)."""
     return any(_is_unreduced(v.aval) for v in (*jaxpr.invars, *jaxpr.outvars))
 
 
@@ -152,10 +152,10 @@ def _is_unreduced(aval: Any) -> bool:
 
 
 def _declare_shardings(ctx: LoweringContext, function: Any, avals_out: Sequence[Any]) -> None:
-    """Say in a function's signature which arguments and results are unreduced, and over what.
+    """Declare in a function's signature which arguments and results are unreduced, and over which axes.
 
-    The partitioner takes an argument that says nothing for reduced: it would be summed before the
-    call, and once more by a caller who takes the result for unreduced.
+    The partitioner assumes that an argument without such a declaration is reduced. It would sum it
+    before the call, and the caller, for whom the result is unreduced, would sum again.
     """
     sides = (
         ("arg_attrs", function.type.inputs, ctx.avals_in),
@@ -165,7 +165,7 @@ def _declare_shardings(ctx: LoweringContext, function: Any, avals_out: Sequence[
         attributes = [_ir.DictAttr.get({})] * len(types)
         if key in function.attributes:
             attributes = [_ir.DictAttr(a) for a in _ir.ArrayAttr(function.attributes[key])]
-        # Dimensions and tokens come first.
+        # Dimension variables and tokens come first.
         for i, aval in enumerate(avals, len(types) - len(avals)):
             if _is_unreduced(aval):
                 sharding = aval.sharding._to_sdy_sharding(aval.ndim, modify_wrt_axis_types=True)
@@ -176,14 +176,14 @@ def _declare_shardings(ctx: LoweringContext, function: Any, avals_out: Sequence[
 
 
 def is_partly_manual(ctx: LoweringContext) -> bool:
-    """Whether this is the program of a `shard_map` over some of the mesh's axes and not over others."""
+    """Return whether the lowered program is the body of a `shard_map` over only some mesh axes."""
     axes = ctx.module_context.axis_context
     manual: frozenset = getattr(axes, "manual_axes", frozenset())
     return bool(manual) and len(manual) < len(axes.mesh.axis_names)
 
 
 def lower_barrier(ctx: LoweringContext, avals: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """An optimization barrier over values: none of the results exists before all of the inputs."""
+    """Emit an optimization barrier: no result is available before all inputs are computed."""
     flat, _ = _mlir.ir_tree_registry.flatten(list(args))
     if not flat:
         return list(args)
@@ -201,7 +201,7 @@ def lower_barrier(ctx: LoweringContext, avals: Sequence[Any], args: Sequence[Any
 
 
 # --------------------------------------------------------------------------------------------------
-# The primitives that there are
+# Which primitives exist
 
 
 def primitive_names() -> frozenset[str]:
@@ -211,7 +211,7 @@ def primitive_names() -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1)
 def _primitive_names(_: int) -> frozenset[str]:
-    # Anew whenever somebody registers a rule.
+    # The argument is the number of rules: the names are collected again after one is registered.
     return frozenset(p.name for rules in _rules_of_primitives() for p in list(rules))
 
 

@@ -1,4 +1,4 @@
-"""Refs: jaxprs that read or write them, as jaxprs on the values they hold."""
+"""Rewriting of jaxprs that read or write refs as jaxprs on the values that the refs hold."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ class WithoutRefs(NamedTuple):
 
 @weakref_lru_cache
 def without_refs(jaxpr: Jaxpr) -> WithoutRefs | None:
-    """Rewrite a jaxpr that reads or writes refs as one on their values; None if it can't be done.
+    """Rewrite a jaxpr that reads or writes refs as one on their values; None if that is unsupported.
 
-    That is so for refs in other memories, and for refs that a function with rules of its own
-    (`jax.custom_vjp`) takes: JAX's rewriting drops those rules.
+    Refs in other memory spaces are unsupported, and so are refs that are passed to a function with
+    custom derivative rules (`jax.custom_vjp`): JAX's rewriting would drop those rules.
     """
     if not uses_refs(jaxpr):
         return None
     is_ref = [isinstance(v.aval, AbstractRef) for v in jaxpr.invars]
     if not all(_is_plain_ref(v.aval) for v, r in zip(jaxpr.invars, is_ref) if r):
         return None
-    # Refs that such a function makes for itself stay there, if nothing shows them to the rewriting.
+    # Refs that such a function creates itself stay in it if its equation has no ref effects.
     eqns = [_without_own_refs(eqn) if _has_own_rules(eqn) else eqn for eqn in jaxpr.eqns]
     if any(map(_passes_refs_to_own_rules, eqns)):
         return None
     try:
         discharged = _discharge.discharge_state(close(rebuild(jaxpr, eqns=eqns)), lower=False)
-    except NotImplementedError:  # a primitive that has no rule for it
+    except NotImplementedError:  # a primitive without a discharge rule
         return None
     body, constants = detach_consts(discharged)
     n_outs = len(jaxpr.outvars)
@@ -74,7 +74,7 @@ def without_refs(jaxpr: Jaxpr) -> WithoutRefs | None:
 
 @weakref_lru_cache
 def uses_refs(jaxpr: Jaxpr) -> bool:
-    """Whether a jaxpr reads or writes refs, outside of functions with rules of their own."""
+    """Return whether a jaxpr reads or writes refs outside of functions with custom derivative rules."""
     if not has_ref_effects(jaxpr):
         return False
     for eqn in jaxpr.eqns:
@@ -86,12 +86,12 @@ def uses_refs(jaxpr: Jaxpr) -> bool:
 
 
 def has_ref_effects(x: Jaxpr | JaxprEqn) -> bool:
-    """Whether a jaxpr or an equation reads or writes refs, its own ones included."""
+    """Return whether a jaxpr or an equation reads or writes refs, including those that it creates."""
     return any(isinstance(e, (_RefEffect, _core.InternalMutableArrayEffect)) for e in x.effects)
 
 
 def is_ref(x: Any) -> bool:
-    """Whether a value, traced or not, is a ref."""
+    """Return whether a value, traced or not, is a ref."""
     return isinstance(getattr(x, "aval", None), AbstractRef)
 
 

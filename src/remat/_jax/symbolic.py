@@ -1,7 +1,7 @@
-"""Sizes of arrays whose dimensions are symbols, as functions for `jax.export` have them.
+"""Sizes of arrays with symbolic dimensions, as in functions for `jax.export`.
 
-A size is an int, or an expression such as `12*b + 4`. Python's comparisons of expressions raise where
-the answer is not the same for all values of the symbols; these functions answer instead.
+A size is an int, or an expression such as `12*b + 4`. JAX raises an error when expressions are compared
+and the result depends on the values of the symbols. The functions here return an answer instead.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any
 import jax
 from jax._src import core as _core
 
-# What a symbolic dimension is taken for where sizes only have to be weighed against each other.
-_TYPICAL_DIMENSION = 256
+_TYPICAL_DIMENSION = 256  # the value assumed for each symbol where sizes are only compared
 _MOST_BYTES = 2**63  # more than any array has
 
 
@@ -39,14 +38,14 @@ def largest(*sizes: Any) -> Any:
 
 
 def typical(size: Any) -> int:
-    """Return a size with a number of no significance in place of each symbol."""
+    """Return a size with `_TYPICAL_DIMENSION` in place of each symbol."""
     if not is_symbolic(size):
         return int(size)
     return int(size._evaluate(dict.fromkeys(size._get_vars(), _TYPICAL_DIMENSION)))
 
 
 def upper_bound(size: Any) -> int | None:
-    """Return a number that a size is at most, whatever the symbols; None if it has no bound.
+    """Return the least provable upper bound of a size over all values of its symbols, or None.
 
     The constraints of `jax.export.symbolic_shape` are taken into account.
     """

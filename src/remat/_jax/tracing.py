@@ -1,4 +1,4 @@
-"""From functions to jaxprs, and the parts of jaxprs: their equations and the programs inside them."""
+"""Tracing of functions to jaxprs; building and reading jaxprs, equations, and the jaxprs inside them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def flatten_arguments(tree: Any) -> tuple[list[Any], Any]:
 def debug_info(
     fun: Callable, args: Sequence, kwargs: dict, argnums: Sequence[int], argnames: Sequence[str]
 ) -> Any:
-    """Where a function comes from and how its arguments are called, for error messages."""
+    """Return JAX's debug information of a call: the function's source and its arguments' names."""
     return jax.api_util.debug_info(
         "checkpoint / remat",
         fun,
@@ -76,7 +76,7 @@ def argument_names(
     argnums: Sequence[int] = (),
     argnames: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """What the leaves of a call's arguments are called, `params['w']` say; static ones left out."""
+    """Return the names of a call's argument leaves, such as `params['w']`, without static arguments."""
     names = debug_info(fun, args, kwargs, argnums, argnames).arg_names
     if names is None or len(names) != n_leaves:
         return tuple(f"at flattened index {i}" for i in range(n_leaves))
@@ -84,7 +84,7 @@ def argument_names(
 
 
 def static_arguments(fun: Callable) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Numbers and names of the arguments that a jitted function takes as static."""
+    """Return the positions and the names of a jitted function's static arguments."""
     info = getattr(fun, "_jit_info", None)
     return (
         (tuple(info.static_argnums), tuple(info.static_argnames)) if info is not None else ((), ())
@@ -122,11 +122,11 @@ def trace(
 
 
 def trace_call(fun: Callable, *args: Any) -> tuple[Jaxpr, list[Any], Any]:
-    """`fun` as a jaxpr whose closed-over values are its leading inputs, those, and its result.
+    """Return `fun` as a jaxpr, the values that it closes over, and its result as a tree of types.
 
-    `args` are pytrees of arrays or of their types; the result is a tree of types.
+    The jaxpr takes the closed-over values as leading inputs. `args` are pytrees of arrays or types.
     """
-    # A new function object each time, so that no cache hands out values closed over earlier.
+    # A new function object each time, so that no cache returns values that were closed over earlier.
     closed, out = jax.make_jaxpr(lambda *a: fun(*a), return_shape=True)(*args)
     jaxpr, consts = detach_consts(closed)
     return jaxpr, list(consts), out
@@ -137,10 +137,9 @@ def call_jaxpr(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
 
 
 def argument_shardings(traced: Any) -> list[Any]:
-    """How each argument of a traced step (`jax.jit(f).trace(...)`) is divided; None if nobody said.
+    """Return the sharding of each argument of `jax.jit(f).trace(...)`; None if it is unspecified.
 
-    What `in_shardings` says comes before what the argument itself has. Static arguments are not
-    among them.
+    `in_shardings` takes precedence over the argument's own sharding. Static arguments are left out.
     """
     asked = traced._params["in_shardings"]
     own = (m.aval.sharding if m.sharding is None else m.sharding for m in traced._meta_tys_flat)
@@ -156,7 +155,10 @@ def out_avals(jaxpr: Jaxpr) -> list[Any]:
 
 
 def slice_types(xs: Sequence[Any]) -> list[Any]:
-    """The types of what a step reads of these arrays, with their sharding and varying axes."""
+    """Return the types of these arrays' slices along their first axis, shardings and all.
+
+    These are the types that a loop's step reads, with their varying axes of a `shard_map`.
+    """
     if any(x.shape[0] == 0 for x in xs):
         return [_core.mapped_aval(x.shape[0], 0, jax.typeof(x)) for x in xs]
     jaxpr, _, _ = trace_call(
@@ -166,7 +168,7 @@ def slice_types(xs: Sequence[Any]) -> list[Any]:
 
 
 def zeros(aval: Any, leading: Sequence[Any] = ()) -> Any:
-    """Zeros of a type, with more leading axes, its sharding, and its varying axes of a `shard_map`."""
+    """Return zeros of a type, with its sharding and varying axes, and these further leading axes."""
     for size in reversed(leading):
         aval = _core.unmapped_aval(size, 0, aval)
     if jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended):
@@ -178,7 +180,7 @@ def zeros(aval: Any, leading: Sequence[Any] = ()) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# Making equations and jaxprs
+# Building equations and jaxprs
 
 
 def new_var(aval: Any) -> Var:
@@ -192,7 +194,7 @@ def new_eqn(
     params: dict,
     like: JaxprEqn | None,
 ) -> JaxprEqn:
-    """An effect-free equation that takes source and context from another, if there is one."""
+    """Return an equation without effects, with the source and context of `like` if it is given."""
     context = () if like is None else (like.source_info, like.ctx)
     return _excore.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, set(), *context)
 
@@ -204,7 +206,7 @@ def new_call(
     params: dict,
     like: JaxprEqn | None,
 ) -> JaxprEqn:
-    """An equation with the effects of its parameter `jaxpr`; source and context are another's."""
+    """Return an equation with the effects of its parameter `jaxpr`, and source and context of `like`."""
     effects = _core.eqn_effects(params["jaxpr"], list(invars))
     context = () if like is None else (like.source_info, like.ctx)
     return _excore.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, effects, *context)
@@ -217,13 +219,13 @@ def new_body_eqn(
     params: dict,
     runs: Sequence[tuple[Any, Sequence[Any]]],
 ) -> JaxprEqn:
-    """An equation like another that runs other jaxprs, with the effects of those.
+    """Return an equation like another, but of other jaxprs and with their effects.
 
     Args:
-      like: where primitive, source and context are from.
+      like: the equation that gives the primitive, source and context.
       invars, outvars: operands and results.
-      params: its parameters.
-      runs: each jaxpr that it runs, with the operands that this one takes.
+      params: the parameters.
+      runs: each jaxpr that the equation runs, with the operands that this jaxpr takes.
     """
     effects: set[Any] = set()
     for body, operands in runs:
@@ -236,12 +238,12 @@ def new_body_eqn(
 
 
 def with_equations(body: Any, opened: Jaxpr) -> Any:
-    """A jaxpr closed over the same constants as another (if that is closed), of other equations."""
+    """Return `opened` with the constants of `body`, if that is a closed jaxpr."""
     return opened if isinstance(body, _excore.Jaxpr) else body.replace(jaxpr=opened)
 
 
 def jaxpr_of_equation(eqn: JaxprEqn) -> Jaxpr:
-    """A jaxpr of one equation alone, which takes the equation's operands."""
+    """Return a jaxpr of one equation, which takes the equation's operands."""
     invars = list(dict.fromkeys(v for v in eqn.invars if is_var(v)))
     outvars = [v for v in eqn.outvars if type(v).__name__ != "DropVar"]
     debug = jax.api_util.debug_info("equation", lambda: None, (), {})
@@ -255,7 +257,10 @@ def rebuild(
     outvars: Sequence[Any] | None = None,
     eqns: Sequence[JaxprEqn] | None = None,
 ) -> Jaxpr:
-    """The jaxpr with some of its parts replaced; argument and result names are dropped if those are."""
+    """Return the jaxpr with some of its parts replaced.
+
+    New inputs or results drop the argument and result names of the debug information.
+    """
     parts: dict[str, Any] = {}
     if invars is not None or outvars is not None:
         parts["debug_info"] = jaxpr.debug_info.with_unknown_names()
@@ -271,7 +276,7 @@ def rebuild(
 def jaxpr_of(
     invars: Sequence[Var], outvars: Sequence[Any], eqns: Sequence[JaxprEqn], like: Jaxpr
 ) -> Jaxpr:
-    """A jaxpr of these equations; what it is called in messages is taken from another."""
+    """Return a jaxpr of these equations, with the function name of `like` in its debug information."""
     effects = _pe_src.make_jaxpr_effects((), invars, outvars, eqns)
     return like.replace(
         invars=list(invars),
@@ -283,7 +288,7 @@ def jaxpr_of(
 
 
 class HostCopy(NamedTuple):
-    """A value's copy in the host's memory, and the equations that make it and bring it back."""
+    """The variable of a value's copy in host memory, and the equations that copy there and back."""
 
     var: Var
     store: JaxprEqn
@@ -291,12 +296,12 @@ class HostCopy(NamedTuple):
 
 
 def host_copy(v: Var, like: JaxprEqn | None) -> HostCopy:
-    """A copy of an array in the host's pinned memory; source and context of `like` if given."""
+    """Return a copy of an array in pinned host memory, with the source and context of `like`."""
     return _copy_elsewhere(v, jax.memory.Space.Host, jax.memory.Space.Device, like)
 
 
 def offloaded_copy(v: Var, case: Offloadable, like: JaxprEqn) -> HostCopy | None:
-    """A copy in the memory that a policy says; None if the array isn't where it is to be taken from."""
+    """Return a copy of an array as a policy's `Offloadable` says; None if it is not in `case.src`."""
     source, target = (_core.mem_kind_to_space(kind) for kind in (case.src, case.dst))
     if getattr(v.aval, "memory_space", None) is not source:
         return None
@@ -311,7 +316,7 @@ def _copy_elsewhere(v: Var, target: Any, source: Any, like: JaxprEqn | None) -> 
 
 
 def _copy_params(source: Any, target: Any) -> dict[str, Any]:
-    # The transposition takes the cotangent to `srcs`.
+    # `device_put`'s transpose rule copies the cotangent to `srcs`.
     semantics = (_ArrayCopySemantics.ALWAYS_COPY,)
     return {"devices": (target,), "srcs": (source,), "copy_semantics": semantics}
 
@@ -321,7 +326,7 @@ def _copy_params(source: Any, target: Any) -> dict[str, Any]:
 
 
 def checkpoint_name_of(eqn: JaxprEqn) -> str | None:
-    """The name that `checkpoint_name` gave to an equation's result, if that is what it is."""
+    """Return the name that an equation gives to a value by `checkpoint_name`; None for any other."""
     if eqn.primitive is name_p:
         return eqn.params["name"]
     # Under `jax_remat3` a name is an object, not an equation parameter.
@@ -332,9 +337,9 @@ def checkpoint_name_of(eqn: JaxprEqn) -> str | None:
 
 
 def name_stack_of(eqn: JaxprEqn) -> str:
-    """The names of the scopes and modules an equation stands in, without JAX's transformations.
+    """Return the name scopes and modules of an equation, without names of JAX's transformations.
 
-    `jvp(encoder)/layer_0` is `encoder/layer_0`: who differentiates does not change where a value is.
+    `jvp(encoder)/layer_0` becomes `encoder/layer_0`: differentiation does not rename a value.
     """
     names = [
         entry.name
@@ -345,7 +350,7 @@ def name_stack_of(eqn: JaxprEqn) -> str:
 
 
 def is_transposed(eqn: JaxprEqn) -> bool:
-    """Whether JAX made the equation by transposing a linear one: it computes with cotangents."""
+    """Return whether the equation computes cotangents: JAX made it by transposing a linear equation."""
     return any(
         type(entry).__name__ == "Transform" and entry.name == "transpose"
         for entry in eqn.source_info.name_stack.stack
@@ -353,7 +358,7 @@ def is_transposed(eqn: JaxprEqn) -> bool:
 
 
 def is_recomputation(eqn: JaxprEqn) -> bool:
-    """Whether JAX's partial evaluation put the equation into a region to compute it once more."""
+    """Return whether the equation is a recomputation by JAX's partial evaluation of a checkpoint."""
     return any(
         type(entry).__name__ == "Scope" and entry.name == "rematted_computation"
         for entry in eqn.source_info.name_stack.stack
@@ -361,17 +366,17 @@ def is_recomputation(eqn: JaxprEqn) -> bool:
 
 
 def source_line_of(eqn: JaxprEqn) -> str:
-    """`file:line:column (function)` of the user's code that made an equation."""
+    """Return `file:line:column (function)` of the user's code that an equation was traced from."""
     return _source_info.summarize(eqn.source_info)
 
 
 def has_hidden_rules(eqn: JaxprEqn) -> bool:
-    """Whether differentiating the equation runs user code that its jaxpr does not show."""
+    """Return whether differentiating the equation runs user code that its jaxpr does not show."""
     return eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
 def scan_arity(eqn: JaxprEqn) -> tuple[int, int]:
-    """How many constants and how many carries a `scan` equation has."""
+    """Return how many constants and how many carries a `scan` equation has."""
     if "ft_in" in eqn.params:  # 0.12; delete the other half with 0.11
         n_consts, n_carry, _ = (len(part) for part in eqn.params["ft_in"].unpack())
         return n_consts, n_carry
@@ -379,7 +384,7 @@ def scan_arity(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def scan_body(eqn: JaxprEqn) -> Jaxpr | None:
-    """The body of a `scan` equation that closes over nothing."""
+    """Return the body of a `scan` equation; None for other equations and for bodies with constants."""
     if eqn.primitive.name != "scan":
         return None
     body = eqn.params["jaxpr"]
@@ -387,7 +392,7 @@ def scan_body(eqn: JaxprEqn) -> Jaxpr | None:
 
 
 def with_scan_arity(params: dict, n_consts: int, n_carry: int) -> dict:
-    """The parameters of a `scan` equation with a new `jaxpr`, for so many constants and carries."""
+    """Return a `scan` equation's parameters for a `jaxpr` with these numbers of constants and carries."""
     if "ft_in" not in params:  # 0.10; delete with it
         return dict(params, num_consts=n_consts, num_carry=n_carry)
     body = params["jaxpr"]
@@ -401,17 +406,17 @@ def with_scan_arity(params: dict, n_consts: int, n_carry: int) -> dict:
 
 
 def stacked(length: int, aval: Any) -> Any:
-    """The type of as many values of a type as a loop has steps, stacked."""
+    """Return the type of `length` values of a type, stacked along a new first axis."""
     return _core.unmapped_leading_aval(length, aval)
 
 
 def empty(aval: Any) -> Any:
-    """An array of a type whose contents don't matter."""
+    """Return an array of a type with arbitrary contents."""
     return _ad_util.empty_like_aval(aval)
 
 
 def is_plain_jit(eqn: JaxprEqn) -> bool:
-    """Whether the equation is a call of a jitted function that asks for nothing of its own."""
+    """Return whether the equation is a `jit` without shardings, layouts or donation of its own."""
     if eqn.primitive is not _primitives.jit_p:
         return False
     params = eqn.params
@@ -425,11 +430,11 @@ def is_plain_jit(eqn: JaxprEqn) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Programs inside programs
+# Jaxprs inside equations
 
 
 def jaxprs_of(eqn: JaxprEqn) -> Iterator[Any]:
-    """The jaxprs in an equation's parameters, whatever they are for."""
+    """Yield all jaxprs in an equation's parameters."""
     for value in eqn.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if is_jaxpr(item):
@@ -437,16 +442,16 @@ def jaxprs_of(eqn: JaxprEqn) -> Iterator[Any]:
 
 
 def is_jaxpr(value: Any) -> bool:
-    """Whether a parameter is a jaxpr, closed or not."""
+    """Return whether a parameter is a jaxpr, open or closed."""
     return isinstance(value, _excore.Jaxpr) or (
         hasattr(value, "jaxpr") and hasattr(value, "consts")
     )
 
 
 def is_call(eqn: JaxprEqn) -> bool:
-    """Return whether the equation is a call of a primitive that somebody made as a kind of call.
+    """Return whether the equation's primitive is a call primitive of another library.
 
-    `jax.extend.core.create_call_primitive` makes them from 0.12 on.
+    Such primitives come from `jax.extend.core.create_call_primitive` (JAX 0.12 and later).
     """
     rules = _pe.dce_rules
     return "call_jaxpr" in eqn.params and rules.get(eqn.primitive) is _CALL_DCE_RULE
@@ -456,12 +461,12 @@ _CALL_DCE_RULE = _pe.dce_jaxpr_closed_call_rule
 
 
 def has_lasting_effects(effects: Any) -> bool:
-    """Whether effects are left outside of the program that has them."""
+    """Return whether some of these effects are visible outside of the program that has them."""
     passing = (_core.NamedAxisEffect, _core.InternalMutableArrayEffect)
     return any(not isinstance(effect, passing) for effect in effects)
 
 
-# What a call says of operands and results that are added to it.
+# By parameter of a call: the entry for an operand or a result that is added to the call.
 ADDED_OPERAND = {
     "in_shardings": _unspecified,
     "in_layouts": None,
@@ -482,7 +487,7 @@ ADDED_RESULT = {
 
 @contextlib.contextmanager
 def inside_shard_map(eqn: JaxprEqn) -> Iterator[None]:
-    """The context that the body of a `shard_map` is traced in."""
+    """Enter the tracing context of a `shard_map`'s body."""
     mesh, manual = eqn.params["mesh"], eqn.params["newly_manual_axes"]
     with (
         _shard_map._extend_axis_env(mesh, manual),
@@ -493,9 +498,9 @@ def inside_shard_map(eqn: JaxprEqn) -> Iterator[None]:
 
 
 def shard_map_residual(eqn: JaxprEqn, aval: Any) -> tuple[Any, Any]:
-    """How a value of the body leaves a `shard_map`: its type outside, and its partition.
+    """Return the type that a value of a `shard_map`'s body has outside, and its partition spec.
 
-    Each device's part is a part of the value outside, along the first axis.
+    Outside, the devices' values are concatenated along the first axis.
     """
     mesh, check_vma = eqn.params["mesh"], eqn.params["check_vma"]
     names = _shard_map._all_newly_manual_mesh_names(mesh, eqn.params["newly_manual_axes"])
@@ -504,5 +509,5 @@ def shard_map_residual(eqn: JaxprEqn, aval: Any) -> tuple[Any, Any]:
 
 
 def without_axis_effects(jaxpr: Jaxpr, eqn: JaxprEqn) -> Jaxpr:
-    """The body of a `shard_map` without the effects of its axes' names."""
+    """Return the body of a `shard_map` without the effects of its named axes."""
     return _core.remove_named_axis_effects(jaxpr, eqn.params["mesh"].axis_names)

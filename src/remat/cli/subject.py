@@ -38,7 +38,7 @@ class Subject:
 
     @functools.cached_property
     def is_step(self) -> bool:
-        """Whether it computes its gradient itself, as a training step does and a loss doesn't."""
+        """Return whether it computes its gradient itself, as a training step does and a loss doesn't."""
         with user_code():
             return has_gradient(self.step, self.args, self.kwargs)
 

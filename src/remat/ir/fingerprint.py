@@ -75,7 +75,7 @@ def _type_of(v: Any) -> str:
 
 
 def _says_nothing(sharding: NamedSharding) -> bool:
-    """Whether a sharding in a program leaves everything to the compiler, as if there were none."""
+    """Return whether a sharding in a program leaves everything to the compiler, as if there were none."""
     auto = all(kind is AxisType.Auto for kind in sharding.mesh.axis_types)
     return auto and isinstance(sharding.mesh, AbstractMesh) and not any(sharding.spec)
 

@@ -334,7 +334,7 @@ def _n_bytes(leaf: Any) -> int:
 
 
 def _as_pair(body: Body, carry: Any, params: Any) -> tuple[bool, Body]:
-    """Whether `body` returns a pair `(carry, y)`, and a function that does."""
+    """Return whether `body` returns a pair `(carry, y)`, and a function that does."""
     out = jax.tree.structure(jax.eval_shape(body, carry, one_layer(params)))
     expected = jax.tree.structure(carry)
     if out == expected:

@@ -78,7 +78,7 @@ class Target:
 
     @property
     def can_offload(self) -> bool:
-        """Whether plans may keep values of loops in the host's memory.
+        """Return whether plans may keep values of loops in the host's memory.
 
         Not on GPUs: XLA has compiled scans with offloaded residuals to silently wrong gradients there
         (openxla/xla#46231), and no jaxlib of which this is known to be mended has been released.
