@@ -269,8 +269,8 @@ _DAMAGED: dict[str, tuple[str, str, str, str]] = {
     "syntax": ('"group": 4', '"group": 4,,', '"group": 4', "not JSON"),
     "no comma": ('scan0", "group"', 'scan0" "group"', '"group": 4', "not JSON"),
     "no comma outside": ('16x16",\n', '16x16"\n', '"versions"', "',' or '}' was expected"),
-    "another format": ('"remat plan"', '"remat report"', "remat report", "this is no plan"),
-    "format no text": ('"remat plan"', "[]", '"format"', "this is no plan"),
+    "another format": ('"remat plan"', '"remat report"', "remat report", "this is not a plan"),
+    "format no text": ('"remat plan"', "[]", '"format"', "this is not a plan"),
     "newer": ('"version": 1', '"version": 2', '"version": 2', "version 2, and this remat reads"),
     "version true": ('"version": 1', '"version": true', '"version": true', "version True"),
     "version text": ('"version": 1', '"version": "1"', '"version"', "version '1'"),
@@ -292,13 +292,13 @@ _DAMAGED: dict[str, tuple[str, str, str, str]] = {
         '"loss#1a2b", "fingerprint": "f0"',
         '"loss#1a2b/scan0", "fingerprint": "f1"',
         '"backward": "b0"',
-        "decided about twice",
+        "is listed twice",
     ),
     "loop twice": (
         '"group": 4, "steps": 1, "groups": 0}',
         '"group": 4, "steps": 1, "groups": 0},\n  {"key": "loss#1a2b/scan0", "group": 5}',
         '"group": 5',
-        "decided about twice",
+        "is listed twice",
     ),
     "number too large": ('"number": 3', '"number": 9', '"number": 9', "no value 9"),
     "recomputed too large": ("[5, 6]", "[5, 9]", "[5, 9]", "no value 9"),
@@ -327,9 +327,9 @@ _DAMAGED: dict[str, tuple[str, str, str, str]] = {
         "an input that is not offloaded is not listed",
     ),
     "null": ('"group": 4', '"group": null', '"group": null', "group must be"),
-    "no text": ('"type": "bfloat16[8]"', '"type": 8', '"type": 8', "type must be a text"),
+    "no text": ('"type": "bfloat16[8]"', '"type": 8', '"type": 8', "type must be a string"),
     "peak no number": ('"peak_bytes": 4000', '"peak_bytes": "4KB"', "4KB", "peak_bytes must be"),
-    "version no text": ('"jaxlib": "0.10.2"', '"jaxlib": 0.1', '"jaxlib"', "versions must be a text"),
+    "version no text": ('"jaxlib": "0.10.2"', '"jaxlib": 0.1', '"jaxlib"', "versions must be a string"),
     "versions no object": ('{"jax": "0.10.2", "jaxlib": "0.10.2"}', "[]", '"versions"', "an object"),
     "no list": ("[5, 6]", "5", '"recomputed": 5', "recomputed must be a list"),
     "list for a number": ('"group": 4', '"group": [4]', '"group": [4]', "group must be"),
@@ -588,13 +588,13 @@ def test_an_explanation_says_what_was_asked_and_reached() -> None:
         "3.9 KiB, confirmed by the compiler",
         "predicted 3.7 KiB, compiler 4.1 KiB",
         "2.0 % of 1.00 MFLOP",
-        "at least 500.0 ns",
+        "lower bound with the same loops 500.0 ns",
         "16 B (host)  block_*/attn",
         "Loop loss#1a2b/scan0: in groups of 4 steps",
     ):
         assert part in explanation
     several = dataclasses.replace(PLAN, loops=(LoopPlan("loss#1a2b/scan0", 1, 2),))
-    assert "2 steps in each iteration" in several.explain()
+    assert "unrolled by 2" in several.explain()
     first = dataclasses.replace(PLAN, loops=(LoopPlan("loss#1a2b/scan0", 4, groups=2),))
     assert "2 groups of 4 steps" in first.explain()
     assert Plan.from_json(first.to_json()) == first

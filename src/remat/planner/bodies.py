@@ -1,29 +1,29 @@
-"""What a loop saves at each of its steps, by the price of a byte.
+"""The options of a loop: what each step saves, recomputes or offloads, and in which groups it runs.
 
-The body of a loop is a region whose values exist once for each step, so what it saves counts that
-often, and what it computes in the backward pass only once at a time. What to save is a minimum cut
-(`mincut`); each vertex of its hull is an option. A loop can also run in groups of steps, each
-recomputed from its start: then the carry is kept at the start of each group only, and what the steps
-save exists for one group at a time.
+A loop's body is a region. What it saves exists once for each step; what it recomputes in the backward
+pass exists for one step at a time. The sets worth saving are minimum cuts (`mincut`): each vertex of
+the hull of (bytes, time) is an option. A loop can also run in groups of steps, each recomputed from its
+start. Then the carry is kept at the start of each group only, and what the steps save exists for one
+group at a time.
 
-Where the device has a host with memory, a step can also keep values there, the carry too (which the
-loop itself would keep otherwise). That takes
+Where the device can copy to host memory, a step can also keep values there, including the carry (which
+the loop would otherwise keep on the device). Offloading costs
 
-* 2 x bytes of the device's own memory traffic, and
-* what of each direction's transfer is not hidden: compilers copy while they compute. Up to half of
-  the time that the forward half of a step computes counts as hiding its copies to the host, and half
-  of the backward half's time hides the copies back. Beyond that the link's time counts in full.
+* 2 x bytes of traffic in device memory, and
+* the part of each direction's transfer that is not hidden behind computation. Copies to the host can
+  hide behind half of a step's forward time, copies back behind half of its backward time. Beyond that
+  the link's time counts in full.
 
-So the first values that are offloaded cost little, and further ones much. To find out which are worth
-it, cuts are made at several prices of the link's time, and each is then charged what it really takes,
-as it is and with no more offloaded than is hidden. (At one price of the link, all values cost the same
-per byte. Where the device's bytes are dearer than that, the cut offloads instead of saving, so a few
-prices of bytes beyond it are enough.) Small values are left alone: many small copies take longer than
-their bytes say.
+So offloading is cheap until the copies no longer hide, and expensive from then on. To find the values
+worth offloading, cuts are made at several shares of the link's time, and the actual cost of each cut
+is computed afterwards: once as it is, and once with only as much offloaded as is hidden. (At one share,
+all values cost the same per byte. Where saving costs more than that, the cut offloads instead of saving,
+so a few prices per byte above it are enough.) Small values stay on the device, since a copy has a fixed
+cost.
 
-Of all options a price on bytes picks one: the one that is least in time + price x bytes.
+Given a price per byte, a loop takes the option with the least seconds + price x bytes.
 
-Known limit: how much of a transfer is hidden is an assumption, not a measurement.
+Known limit: the hidden share of a transfer is an assumption, not a measurement.
 """
 
 from __future__ import annotations
@@ -41,38 +41,44 @@ from remat.solvers.mincut import Cut, CutProblem, Network, between, hull
 #: `seconds(bytes)` of a copy between the device's memory and the host's, in one direction.
 Transfer = Callable[[float], float]
 
-# The share of a step's computation that copies hide behind.
-_HIDING = 0.5
-# Values of fewer bytes at each step stay on the device: copying these takes tens of microseconds.
-_LEAST_BYTES = 2**18
-# The shares of the link's time at which cuts are made.
-_SHARES = (0.0, *(2.0**-k for k in range(8, -1, -1)))
-# And at how many times that price the device's bytes are.
-_DEARER = (1.01, 10.0, 1000.0)
+# Share of a step's computation time that copies can hide behind; a larger share makes offloading
+# cheaper in the model.
+_HIDDEN_SHARE = 0.5
+# Bytes of a value at one step. Smaller values stay on the device: a copy of this size takes tens of
+# microseconds. A larger bound offloads fewer values.
+_MIN_OFFLOAD_BYTES = 2**18
+# Shares of the link's time that cuts are charged for; more shares find more options.
+_LINK_SHARES = (0.0, *(2.0**-k for k in range(8, -1, -1)))
+# Prices per device byte of these cuts, as multiples of the cost of offloading a byte. A higher price
+# offloads values instead of saving them.
+_PRICE_FACTORS = (1.01, 10.0, 1000.0)
 
-# An option is worth having that saves this share of bytes against the next.
-_LESS = 0.97
-# Where neighbours on the hull differ by more than this share, options between them are looked for.
-_FAR = 0.9
-# A loop that runs in two parts copies what it is given and what it makes: not worth it in short ones.
-_LONG = 16
-# In so many parts of a loop at most groups of steps may be recomputed or not.
-_PARTS = 6
-# Recomputation is not looked at more closely than this share of a step's forward pass.
-_NOTHING = 0.002
+# Ratios of bytes of an option and the next larger one. An option is kept if its ratio is below the
+# first; with a larger limit more options remain. Further options are looked for between neighbours on
+# the hull with a ratio below the second; with a larger one, between more of them.
+_MAX_BYTES_RATIO = 0.97
+_GAP_RATIO = 0.9
+# Steps. A shorter loop has either all of its steps in groups or none: a loop in two parts copies its
+# inputs and results. A larger bound leaves fewer options.
+_MIN_SPLIT_LENGTH = 16
+# Longer loops try recomputing k/6 of their groups; a larger number tries more.
+_N_SPLITS = 6
+# Share of a step's forward time. Neighbours on the hull that differ by less in recomputation have no
+# options between them; a larger share leaves fewer options.
+_NEGLIGIBLE = 0.002
 
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """A loop's body as a program: forward, then backward.
+    """A loop's body as a program: its forward pass, then its backward pass.
 
     Args:
-      program: of one step.
-      region: the region it is.
-      length: steps.
-      carry: values of the program that one step hands to the next. They are saved if needed.
+      program: one step's operations.
+      region: the key and fingerprint of the body's region.
+      length: the number of steps.
+      carry: the values of the program that are the loop's carry. They are saved if they are needed.
       times: how often the whole loop runs.
-      movable: values that could be kept in the host's memory.
+      movable: the values that can be kept in host memory.
     """
 
     program: Program
@@ -88,15 +94,15 @@ class LoopOption:
     """One way to run a loop.
 
     Args:
-      saved: numbers of the values of the forward program that each step saves.
-      group: steps that are recomputed together; 1: none are.
-      groups: how many groups there are, before steps that are in none; 0: as many as fit.
-      bytes: that it keeps at most on the device, over all its steps.
-      seconds: of recomputation and of transfers, over all its steps.
-      offloaded: which of the saved values are kept in the host's memory.
-      offloaded_carry: which values of the carry, by number in the program, are kept there too.
-      host_bytes: of all that, over all its steps.
-      transfer_seconds: the part of `seconds` that transfers take.
+      saved: the numbers of the forward program's values that each step saves.
+      group: steps that are recomputed together; 1 if there are no groups.
+      groups: the number of groups; the steps after them are in no group. 0: as many groups as fit.
+      bytes: the most bytes that the loop keeps on the device, all steps together.
+      seconds: time of recomputation and of transfers, all steps together.
+      offloaded: the saved values that are kept in host memory.
+      offloaded_carry: the carry's values, by number in the program, that are kept there.
+      host_bytes: bytes in host memory, all steps together.
+      transfer_seconds: the part of `seconds` for transfers.
     """
 
     saved: tuple[int, ...]
@@ -111,17 +117,17 @@ class LoopOption:
 
 
 def loop_options(body: Body, price: Price, transfer: Transfer | None = None) -> list[LoopOption]:
-    """Options from the fewest bytes to the most, none of which is better in both than another.
+    """Return a loop's Pareto-optimal options in bytes and seconds, by ascending bytes.
 
-    These are the vertices of the hull of (bytes, time), and options between vertices that lie far
-    from each other. With `transfer`, the price of a copy to the host or back, values may be offloaded.
+    These are the vertices of the hull of (bytes, seconds), and options between vertices that are far
+    apart. With `transfer`, the time of a copy to the host or back, values may be offloaded.
     """
     problem, numbers, forward_s, backward_s = _cut_problem(body, price)
     carry = sum(body.program.bytes[v] for v in body.carry)
     vertices = hull(problem).cuts
     cuts = list(vertices)
     for few, many in itertools.pairwise(vertices):
-        if few.bytes < _FAR * many.bytes and few.time - many.time > _NOTHING * forward_s:
+        if few.bytes < _GAP_RATIO * many.bytes and few.time - many.time > _NEGLIGIBLE * forward_s:
             cuts += between(problem, few, many)
     options = []
     for cut in cuts:
@@ -132,7 +138,11 @@ def loop_options(body: Body, price: Price, transfer: Transfer | None = None) -> 
             n_bytes = -(-body.length // group) * carry + group * cut.bytes
             seconds = body.length * (forward_s + cut.time)
             options.append(LoopOption(saved, group, n_bytes, seconds))
-            for groups in _fewer(body.length // group) if body.length >= _LONG else ():
+            for groups in (
+                _partial_group_counts(body.length // group)
+                if body.length >= _MIN_SPLIT_LENGTH
+                else ()
+            ):
                 rest = body.length - groups * group
                 n_bytes = groups * carry + max(rest, group) * cut.bytes
                 seconds = groups * group * forward_s + body.length * cut.time
@@ -144,9 +154,9 @@ def loop_options(body: Body, price: Price, transfer: Transfer | None = None) -> 
     return _thinned(_undominated(options))
 
 
-def _fewer(groups: int) -> list[int]:
-    """Numbers of groups, less than all, that are worth a try."""
-    return sorted({round(groups * k / _PARTS) for k in range(1, _PARTS)} - {0, groups})
+def _partial_group_counts(groups: int) -> list[int]:
+    """Return the numbers of groups to try besides all of them."""
+    return sorted({round(groups * k / _N_SPLITS) for k in range(1, _N_SPLITS)} - {0, groups})
 
 
 def _undominated(options: Iterable[LoopOption]) -> list[LoopOption]:
@@ -158,7 +168,7 @@ def _undominated(options: Iterable[LoopOption]) -> list[LoopOption]:
 
 
 class _Offloading:
-    """The options of a loop that keep something in the host's memory."""
+    """The options of a loop that keep values in host memory."""
 
     def __init__(
         self,
@@ -178,7 +188,7 @@ class _Offloading:
         self.movable = self._movable()
 
     def _movable(self) -> list[bool]:
-        """Which places of the problem can be offloaded: those of one large value."""
+        """Return which values of the cut problem can be offloaded: single arrays of sufficient size."""
         body = self.body
         of_ops = (
             op.results
@@ -187,20 +197,20 @@ class _Offloading:
         )
         values = [*((v,) for v in body.carry), *of_ops]
         return [
-            len(results) == 1 and results[0] in body.movable and n_bytes >= _LEAST_BYTES
+            len(results) == 1 and results[0] in body.movable and n_bytes >= _MIN_OFFLOAD_BYTES
             for results, n_bytes in zip(values, self.problem.bytes)
         ]
 
     def options(self) -> list[LoopOption]:
         found: dict[tuple[tuple[int, ...], ...], LoopOption] = {}
-        for share in _SHARES if any(self.movable) else ():
+        for share in _LINK_SHARES if any(self.movable) else ():
             prices = tuple(
                 self._traffic_s(n) + share * 2 * self.transfer(n) if movable else math.inf
                 for n, movable in zip(self.problem.bytes, self.movable)
             )
             network = Network.of(dataclasses.replace(self.problem, transfer=prices))
             per_byte = max(p / n for p, n, m in zip(prices, self.problem.bytes, self.movable) if m)
-            for factor in _DEARER:
+            for factor in _PRICE_FACTORS:
                 cut, _ = network.cheapest(factor * per_byte)
                 for one in (cut, self._hidden(cut)):
                     at = one.saved, one.offloaded
@@ -212,12 +222,15 @@ class _Offloading:
         return self.price(0, 2 * n_bytes, "float32")
 
     def _exposed_s(self, sizes: Sequence[int]) -> float:
-        """What of the transfers is not hidden behind a step's computation."""
+        """Return the seconds of transfers that are not hidden behind a step's computation."""
         copies_s = sum(self.transfer(n) for n in sizes)
-        return sum(max(0.0, copies_s - _HIDING * half_s) for half_s in self.halves_s)
+        return sum(max(0.0, copies_s - _HIDDEN_SHARE * half_s) for half_s in self.halves_s)
 
     def _hidden(self, cut: Cut) -> Cut:
-        """The cut with only as much offloaded as is hidden, the largest first; the rest is saved."""
+        """Return the cut with only as much offloaded as is hidden, largest values first.
+
+        It saves the rest.
+        """
         sizes = self.problem.bytes
         kept: list[int] = []
         for v in sorted(cut.offloaded, key=lambda v: (-sizes[v], v)):
@@ -251,21 +264,21 @@ class _Offloading:
 
 
 def _thinned(options: Sequence[LoopOption]) -> list[LoopOption]:
-    """The options without those that hardly save anything against the next; the ends stay."""
+    """Return the options without those that save hardly any bytes against the next; the ends stay."""
     kept = [options[-1]]
     for option in reversed(options[1:-1]):
-        if option.bytes < _LESS * kept[-1].bytes:
+        if option.bytes < _MAX_BYTES_RATIO * kept[-1].bytes:
             kept.append(option)
     return [*options[:1], *reversed(kept)] if len(options) > 1 else kept
 
 
 def at_price(options: Sequence[LoopOption], price: float) -> LoopOption:
-    """The option that is least in seconds + price x bytes."""
+    """Return the option with the least seconds + price x bytes; `price` is in seconds per byte."""
     return min(options, key=lambda o: (o.seconds + price * o.bytes, o.bytes))
 
 
 def prices(options: Sequence[LoopOption]) -> list[float]:
-    """Prices between which the choice changes, one for each vertex of the hull, ascending."""
+    """Return one price per byte for each vertex of the hull, ascending, at which it is the best option."""
     slopes = [
         (few.seconds - many.seconds) / max(1, many.bytes - few.bytes)
         for few, many in itertools.pairwise(_lower_hull(options))
@@ -278,12 +291,12 @@ def prices(options: Sequence[LoopOption]) -> list[float]:
 
 
 def _groups(length: int, carry: int, per_step: int) -> list[int]:
-    """Sizes of groups that are worth a try: around the one that needs the least memory."""
+    """Return the group sizes to try: around the one that needs the least memory."""
     if length < 4 or not carry:
         return []
     best = math.sqrt(length * carry / per_step)
     found = {round(best * factor) for factor in (0.5, 1.0, 2.0)}
-    # A size that divides the length leaves no rest to copy.
+    # With a divisor of the length there are no steps after the groups, which would be copied.
     divisors = [d for d in range(2, length) if length % d == 0]
     nearest = {min(divisors, key=lambda d: abs(math.log(d / max(g, 1)))) for g in found if divisors}
     close = {d for d in nearest if any(0.4 <= d / max(g, 1) <= 2.5 for g in found)}
@@ -309,9 +322,10 @@ def _is_above(a: LoopOption, b: LoopOption, c: LoopOption) -> bool:
 
 
 def _cut_problem(body: Body, price: Price) -> tuple[CutProblem, list[list[int]], float, float]:
-    """The values of the forward program that may be saved, and which the backward program needs.
+    """Return the cut problem of a body: what may be saved, and what the backward program needs.
 
-    Also the seconds that one step takes forward, and backward without recomputation.
+    Also the numbers of the values at each place of the problem, and the seconds of a step's forward
+    and backward program without recomputation.
     """
     program = body.program
     place: dict[int, int] = {}
@@ -324,7 +338,7 @@ def _cut_problem(body: Body, price: Price) -> tuple[CutProblem, list[list[int]],
         n_bytes.append(program.bytes[v])
         times.append(math.inf)
         deps.append(())
-        numbers.append([])  # a carry is kept by the loop itself
+        numbers.append([])  # the loop itself keeps its carry
     needed: set[int] = set()
     backward_s = 0.0
     for op in program.ops:
@@ -351,8 +365,8 @@ def _seconds(program: Program, op: Op, price: Price) -> float:
     if op.fusion in (Fusion.KERNEL, Fusion.REDUCE):
         moved += sum(program.bytes[v] for v in op.operands)
     seconds = price(op.flops, moved, op.dtype)
-    # Inside a kernel an operation starts nothing of its own, and a cheap one costs next to nothing,
-    # but not nothing: of two ways to have a value the shorter one wins.
+    # An operation inside a fused kernel has no launch cost, and a cheap one costs next to nothing. It
+    # must cost something, so that of two ways to compute a value the shorter one is chosen.
     if op.fusion in FUSIBLE:
         seconds -= min(price(0.0, 1, op.dtype), 0.95 * seconds)
     share = 0.05 if op.fusion in (Fusion.CHEAP, Fusion.VIEW) else 1.0

@@ -1,8 +1,8 @@
-"""From a program and a budget to decisions about its regions.
+"""Deciding a program's regions within a budget, by scheduling its graph.
 
-The program is fused to a graph, a schedule is found for it (`schedule`), and the schedule is read as
-decisions: what is live of a region's forward program when its backward pass begins and is used from
-there is saved; each burst of recomputation begins a segment.
+The program is fused to a graph, and a solver finds a schedule of it. The schedule is then read as
+decisions. A value of a region's forward program is saved if it is live when the backward pass begins
+and used from then on. Each run of consecutive recomputations begins a segment.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ RegionId = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Decisions for all regions of a program, and what they are predicted to take.
+    """Decisions for all regions of a program, and their predicted costs.
 
     Args:
       regions: the decisions; the fingerprints of backward programs are not known here.
-      peak_bytes: of live values, arguments and results left out.
-      extra_seconds, extra_flops: of recomputation.
-      lower_bound_seconds: no schedule within the budget recomputes less (in this model).
+      peak_bytes: the peak of live values, without arguments and results.
+      extra_seconds, extra_flops: the costs of recomputation.
+      lower_bound_seconds: proven lower bound of `extra_seconds` within the budget, in this model.
     """
 
     regions: dict[RegionId, RegionDecision]
@@ -46,18 +46,23 @@ class Answer:
 class Problem:
     """A program's graph, to be scheduled within several budgets.
 
-    With `lending`, the memory of outputs holds other values until they are computed. How far a
-    compiler manages that cannot be foreseen, so both ways are worth a try.
+    With `reuses_outputs`, output buffers hold other values until the outputs are computed. How much of
+    that the compiler achieves cannot be predicted, so the planner tries both models.
     """
 
     def __init__(
-        self, program: Program, price: Price, regions: Iterable[RegionId], *, lending: bool = False
+        self,
+        program: Program,
+        price: Price,
+        regions: Iterable[RegionId],
+        *,
+        reuses_outputs: bool = False,
     ) -> None:
         self.program = program
         self.regions = tuple(regions)
         self.fused: Fused = fuse(program, price, self._may_repeat)
-        if lending:
-            # An output's memory is of use to values that fit into it, and fill it at least half.
+        if reuses_outputs:
+            # An output buffer is reused by values that fit into it and fill at least half of it.
             sizes = _sizes_at_peak(self.fused)
             self.fused = fuse(
                 program, price, self._may_repeat, lambda n: any(n <= 2 * s <= 2 * n for s in sizes)
@@ -70,23 +75,23 @@ class Problem:
         return place is not None and not place.is_backward and place.region in self.regions
 
     def solve(self, budget: int) -> Answer:
-        """Decisions whose graph's peak is within the budget.
+        """Return decisions for which the graph's peak is within the budget.
 
         Raises:
-          BudgetError: the schedules that were found need more.
+          BudgetError: no schedule within the budget was found.
         """
         return self.read(self._schedules.within(budget + self.fused.reused_bytes))
 
     def smallest_bytes(self) -> int:
-        """The smallest peak for which a schedule is found."""
+        """Return the smallest peak for which the solver finds a schedule."""
         return self._schedules.smallest().peak_bytes - self.fused.reused_bytes
 
     def read(self, found: Schedule) -> Answer:
-        """What a schedule says about each region."""
+        """Return the decisions that a schedule implies, and its costs."""
         base = self.fused.graph.time
         extra = [i for i, again in _computed(found.steps) if again]
         return Answer(
-            regions={region: self._decided(region, found.steps) for region in self.regions},
+            regions={region: self._region_decision(region, found.steps) for region in self.regions},
             peak_bytes=found.peak_bytes - self.fused.reused_bytes,
             extra_seconds=float(found.time - base),
             extra_flops=sum(self._flops(i) for i in extra),
@@ -96,12 +101,12 @@ class Problem:
     def _flops(self, node: int) -> float:
         return sum(self.program.ops[x].flops for x in self.fused.ops.get(node, ()))
 
-    def _decided(self, region: RegionId, steps: Iterable[Step]) -> RegionDecision:
+    def _region_decision(self, region: RegionId, steps: Iterable[Step]) -> RegionDecision:
         ops = self.program.ops
         deps = {node.id: node.deps for node in self.fused.graph.nodes}
         saved: dict[int, None] = {}
         segments: list[PlanSegment] = []
-        redone: set[int] = set()  # nodes whose latest value is not of the forward pass
+        redone: set[int] = set()  # nodes whose latest value was computed in the backward pass
         burst: list[int] = []
         next_start = 0
         began = False
@@ -148,14 +153,14 @@ class Problem:
                 saved.update(dict.fromkeys(self._numbers(d)))
 
     def _numbers(self, node: int) -> list[int]:
-        """The numbers, in its region, of the values that a node writes."""
+        """Return the numbers, in its region, of the values that a node writes."""
         op = self.program.ops[node]
         assert op.place is not None
         return [op.place.number + k for k in range(len(op.results))]
 
 
 def _sizes_at_peak(fused: Fused) -> set[int]:
-    """The sizes of the values that are live when a program without recomputation needs most."""
+    """Return the sizes of the values that are live at the peak without recomputation."""
     graph = fused.graph
     usage = no_remat(graph)
     last = {d: i for i, node in enumerate(graph.nodes) for d in node.deps}
@@ -168,13 +173,13 @@ def _sizes_at_peak(fused: Fused) -> set[int]:
 
 
 def _live(graph: Graph) -> Iterable[int]:
-    """Live bytes at each node, computed in order."""
+    """Return the live bytes at each node if nodes are computed once, in order."""
     arrays = Arrays.of(graph)
     return liveness(arrays, np.arange(len(graph))).live_bytes.tolist()
 
 
 def _computed(steps: Iterable[Step]) -> Iterable[tuple[int, bool]]:
-    """Each computation in turn, and whether it repeats one."""
+    """Yield the node of each computation in order, and whether it was computed before."""
     seen: set[int] = set()
     for kind, node in steps:
         if kind == "compute":

@@ -1,18 +1,18 @@
-"""Decisions about a region whose loops were edited by hand, read for the program that it is now.
+"""Adapting a plan's decision about a region after a user has edited the loops of the plan.
 
-A plan speaks of values by number. What a loop's body saves are results of the loop in the program
-around it, and a loop in groups stands there between reshapes: so whoever edits a loop shifts the
-numbers of the values around it, and makes the region another program in the eyes of a fingerprint.
+A plan refers to values by number. The values that a loop's body saves are results of the loop in the
+program around it, and a loop in groups has reshapes before and after it. So an edit of a loop shifts
+the numbers of the values after it and changes the region's fingerprint.
 
-A forward program is a row of stretches with a loop between each two. An edit of a loop changes how
-many results it has, and perhaps the ends of the stretches beside it. So the values of a stretch are
-found again by their place, counted from its start or from its end, if what the plan saves there has
-the same types and names at those places. Where that does not say which values are meant, everything
-of the stretch that the backward pass needs is saved. The results of loops are saved, unless the plan
-recomputes them. What the plan keeps in the host's memory stays there where it is found again: a loop's
-result at its place among the loop's results, an input at its place among the inputs.
+A forward program consists of stretches with a loop between each two. An edit of a loop changes the
+number of its results, and perhaps the ends of the adjacent stretches. So the values of a stretch are
+identified by position, counted from its start or from its end, provided that the values which the plan
+saves have the same types and names at the new positions. If neither count matches, everything in the
+stretch that the backward pass needs is saved. The results of loops are saved, unless the plan
+recomputes them. Values that the plan offloads stay offloaded where they are identified: a loop's result
+by its position among the loop's results, an input by its position among the inputs.
 
-Whatever comes out is a decision like any other: gradients do not depend on it, only memory and time.
+Gradients never depend on the result, only memory and time do.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from remat.planner.plan_file import PlanSegment, RegionPlan, SavedValue
 
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """A decision about a region that an edit made another program.
+    """A decision that was adapted to an edited region.
 
     Args:
-      decision: what to do.
-      n_stretches: the stretches of the program between its loops.
-      n_lost: in how many of them everything is saved, for want of knowing which values are meant.
-      n_not_offloaded: values that the plan keeps in the host's memory, and that are not found again.
+      decision: the adapted decision.
+      n_stretches: the number of stretches of the forward program between its loops.
+      n_lost: the number of stretches in which the plan's values could not be identified, so that
+        everything is saved.
+      n_not_offloaded: the number of values that the plan offloads and that could not be identified.
     """
 
     decision: RegionDecision
@@ -45,7 +46,7 @@ class Adapted:
 
 
 def loop_results(numbering: Numbering) -> tuple[tuple[int, int], ...]:
-    """Of each loop in a program the number of its first result, and how many it has."""
+    """Return for each loop in a program the number of its first result and how many results it has."""
     found = []
     for v, number in numbering.number.items():
         eqn = numbering.equation[number]
@@ -55,9 +56,9 @@ def loop_results(numbering: Numbering) -> tuple[tuple[int, int], ...]:
 
 
 def adapted(plans: Sequence[RegionPlan], region: Linearized) -> Adapted | None:
-    """What plans for other forms of a region say about this one; None if it has no loops.
+    """Return the decision of a region before the edit, adapted to the region; None if it has no loops.
 
-    Of several plans the one counts whose values are found best.
+    Of several plans, the one with the fewest lost stretches is taken.
     """
     loops = loop_results(region.numbering)
     if not loops or not plans:
@@ -70,8 +71,8 @@ def _adapted(plan: RegionPlan, region: Linearized, loops: tuple[tuple[int, int],
     residuals = {n for v in region.residuals if (n := numbering.number.get(v)) is not None}
     old, new = _stretches(plan.loop_results, plan.n_values), _stretches(loops, len(numbering.vars))
     again = {n for segment in plan.segments for n in segment.recomputed}
-    place: dict[int, tuple[int, ...]] = {}  # where the values that the plan names are now
-    alone: dict[int, int] = {}  # the same, but a loop's result is one of them
+    place: dict[int, tuple[int, ...]] = {}  # the new numbers of the plan's values
+    alone: dict[int, int] = {}  # the same, but with a single number for a loop's result
     saved: set[int] = set()
 
     counterpart = _counterparts(len(old), len(new))
@@ -92,7 +93,7 @@ def _adapted(plan: RegionPlan, region: Linearized, loops: tuple[tuple[int, int],
         now = range(first, first + count)
         before = range(*_span(plan.loop_results[j])) if len(loops) == len(plan.loop_results) else ()
         if again.isdisjoint(before):
-            saved.update(now)  # what nobody needs of it is left out later
+            saved.update(now)  # unused results are dropped later
         else:
             place |= dict.fromkeys(before, tuple(now))
         alone |= dict(zip(before, now))
@@ -137,13 +138,16 @@ def _span(loop: tuple[int, int]) -> tuple[int, int]:
 
 
 def _stretches(loops: Iterable[tuple[int, int]], n_values: int) -> list[range]:
-    """The numbers of what is before, between and after loops."""
+    """Return the numbers of the values before, between and after loops."""
     ends = [0, *itertools.chain.from_iterable(map(_span, loops)), n_values]
     return [range(a, b) for a, b in zip(ends[::2], ends[1::2])]
 
 
 def _counterparts(n_old: int, n_new: int) -> dict[int, int]:
-    """Which stretch each one was; a loop in groups may be two, and then only the outer ones are known."""
+    """Return the old stretch of each new one.
+
+    A loop in groups may have become two loops. Then only the first and the last stretch correspond.
+    """
     if n_old == n_new:
         return {j: j for j in range(n_new)}
     return {0: 0, n_new - 1: n_old - 1}
@@ -155,11 +159,12 @@ def _shift(
     old: tuple[int, Sequence[range]],
     new: tuple[int, Sequence[range]],
 ) -> int | None:
-    """By how much the numbers of a stretch have moved; None if that cannot be said."""
+    """Return the difference of new and old numbers in a stretch; None if it is ambiguous."""
     (i, before), (j, now) = old, new
     from_start = now[j].start - before[i].start
     from_end = now[j].stop - before[i].stop
-    # The first stretch begins where it did, and the last one ends where it did.
+    # The first stretch starts at the same number as before; the last one ends at the same distance
+    # from the program's end.
     shifts = [from_start] if j == 0 else [from_end] if j == len(now) - 1 else [from_start, from_end]
     saved = [value for value in plan.saved if value.number in before[i]]
     agreeing = [

@@ -1,12 +1,12 @@
 """`remat.fit`: `jax.jit` with a memory budget.
 
-A fitted step is one `jax.jit` of a function that plans when it is traced. So everything `jax.jit` does
-stays as it is: what it traces for, donation, static arguments, shardings, its cache and its speed once
-compiled. The first call for a signature plans; a further signature plans again and says so.
+A fitted step is one `jax.jit` of a function that plans while it is traced. So tracing, donation, static
+arguments, shardings, the cache of compiled programs and the speed of a compiled call are those of
+`jax.jit`. The first call with a signature plans; a call with a new signature plans again and logs that.
 
-Two contexts take precedence. Under `jax.disable_jit` nothing is compiled, so a call runs the step as it
-is, without a plan. Inside a step that is itself planned or fitted, a fitted step is part of the outer
-one, as a jitted function is, and the outer plan decides about all of it.
+In two contexts a fitted step does not plan. Under `jax.disable_jit` nothing is compiled, so the step
+runs without a plan. Inside a step that is itself planned or fitted, a fitted step is part of the outer
+step, like any jitted function, and the outer plan covers it.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def fit(
     progress: bool = True,
     **jit_options: Any,
 ) -> Fitted:
-    """Compile a training step so that it fits a memory budget. Otherwise like `jax.jit`.
+    """Compile a training step so that it fits a memory budget. Otherwise it is like `jax.jit`.
 
-    What may be recomputed is marked in the step with `remat.auto`. The first call plans (`remat.plan`),
-    compiles and runs; later ones run. Gradients are those of the step without a plan.
+    `remat.auto` marks the functions in the step that may be recomputed. The first call plans
+    (`remat.plan`), compiles and runs; later calls run. Gradients are those of the step without a plan.
 
     >>> import jax, jax.numpy as jnp, remat
     >>> @remat.auto
@@ -71,28 +71,27 @@ def fit(
 
     Args:
       step: the training step.
-      budget: the peak on one device that the compiler may report, see `remat.plan`.
-      plan: a plan to follow instead (from `remat.plan` or `Plan.load`). It must be of this program.
-      target: what to plan for, see `remat.plan`; by default the device at hand, where it will run.
-      offload: whether loops may keep values in the host's memory, see `remat.plan`. A given plan says
-        that itself.
-      cache: whether plans are kept in the user's cache directory, or in which cache or folder.
-      costs: what recomputing takes, see `remat.plan`.
-      progress: whether to show on a terminal what is going on while it plans.
-      jit_options: as `jax.jit` takes them.
+      budget: the largest peak on one device that the compiler may report, see `remat.plan`.
+      plan: a plan to follow instead (from `remat.plan` or `Plan.load`). It must be for this program.
+      target: the device to plan for, see `remat.plan`; by default the device at hand.
+      offload: whether loops may keep values in host memory, see `remat.plan`. Ignored with `plan`.
+      cache: whether to use the user's cache directory; or a cache or a folder to use instead.
+      costs: the cost model of recomputation, see `remat.plan`.
+      progress: whether to show the progress of planning on a terminal.
+      jit_options: options of `jax.jit`.
 
     Returns:
       A callable with `lower`, `trace` and the other methods of a jitted function, and `plan(*args)`.
 
     Raises:
       UnitsError: the budget is neither a number of bytes nor a share.
-      PlanError: at a call: the plan is of another program.
-      BudgetError: at a call: no plan fits.
+      PlanError: when called: the plan is for another program.
+      BudgetError: when called: no plan fits.
     """
     check_step(step)
     if plan is not None and not isinstance(plan, Plan):
         raise PlanError(
-            f"plan= is a remat.Plan, not {type(plan).__name__}; read one from a file with "
+            f"plan= must be a remat.Plan, not {type(plan).__name__}; read one from a file with "
             "remat.Plan.load(path)."
         )
     if plan is not None and budget is not None:
@@ -113,7 +112,7 @@ def fit(
 
 
 class Fitted:
-    """A step under a plan. Made by `remat.fit`."""
+    """A jitted step that follows a plan. `remat.fit` returns it."""
 
     def __init__(
         self,
@@ -150,31 +149,31 @@ class Fitted:
         if jax.config.jax_disable_jit:
             return self._step(*args, **kwargs)
         if session_context.value is not None:
-            _log.info("remat.fit: %r is part of another step, whose plan decides about it", self)
+            _log.info("remat.fit: %r is part of another planned step and follows its plan", self)
             return self._without_plan(*args, **kwargs)
         with self._calling(args, kwargs):
             return self._jitted(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Lower for these arguments, as `jax.jit`'s method of this name."""
+        """Lower the step for these arguments, like the method of a `jax.jit` function."""
         with self._calling(args, kwargs), jax.disable_jit(False):
             return self._jitted.lower(*args, **kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Trace for these arguments, as `jax.jit`'s method of this name."""
+        """Trace the step for these arguments, like the method of a `jax.jit` function."""
         with self._calling(args, kwargs), jax.disable_jit(False):
             return self._jitted.trace(*args, **kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """Types of the results, as `jax.jit`'s method of this name. It does not plan."""
+        """Return the types of the results, like the method of a `jax.jit` function. It does not plan."""
         return self._without_plan.eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
-        """Forget what was compiled, as `jax.jit`'s method of this name."""
+        """Drop all compiled programs, like the method of a `jax.jit` function."""
         self._jitted.clear_cache()
 
     def _cache_size(self) -> int:
-        """Return for how many signatures there is a program, as `jax.jit`'s method of this name."""
+        """Return the number of compiled signatures, like the method of a `jax.jit` function."""
         size: int = self._jitted._cache_size()
         return size
 
@@ -182,14 +181,14 @@ class Fitted:
         return Fitted(self._step, self._budget, self._given, self._options, self._jit_options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fitted:
-        # The rest is not changed by anybody, and a target's devices cannot be copied.
+        # All other fields are immutable, and a target's devices cannot be copied.
         step = copy.deepcopy(self._step, memo)
         return Fitted(step, self._budget, self._given, self._options, self._jit_options)
 
     def __reduce__(self) -> Any:
-        """Pickle the step and the options; by name where the fitted step is what a module calls so.
+        """Pickle by name if a module has the fitted step under its name, else the step and its options.
 
-        What is compiled is not pickled, and a plan that was made is found in the cache.
+        Compiled programs are not pickled. The cache on disk has the plan.
         """
         name = getattr(self, "__qualname__", "")
         with contextlib.suppress(AttributeError, KeyError):
@@ -200,7 +199,7 @@ class Fitted:
         return Fitted, (self._step, self._budget, self._given, options, self._jit_options)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """The plan for these arguments, made now if need be. Nothing is run."""
+        """Return the plan for these arguments; it is made now if there is none yet. Nothing is run."""
         if self._given is not None:
             return self._given
         return make_plan(
@@ -214,7 +213,7 @@ class Fitted:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The plans made so far, one for each signature, in order."""
+        """Return the plans made so far, one for each signature, in order."""
         return tuple(self._plans)
 
     def __repr__(self) -> str:
@@ -224,16 +223,16 @@ class Fitted:
     def __get__(self, instance: Any, owner: Any) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
-    # What happens when JAX traces
+    # While JAX traces
 
     def _calling(self, args: tuple, kwargs: Mapping[str, Any]) -> _Calling:
         return _Calling(self._call, (args, dict(kwargs)))
 
     def _plan_for(self, args: tuple, kwargs: Mapping[str, Any]) -> Plan:
-        """Called while the step is traced: for a signature that has no plan yet."""
+        """Return the plan of a signature. JAX calls this while it traces, so once per signature."""
         if self._given is not None:
             return self._given
-        # Under another transformation they are tracers, and their types have to do.
+        # Under another transformation the arguments are tracers: plan for their types.
         args, kwargs = jax.tree.map(_as_type, self._as_given(args, kwargs))
         if self._plans:
             _log.warning(
@@ -248,14 +247,14 @@ class Fitted:
         return made
 
     def _as_given(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict]:
-        """The arguments as they were given, which know their shardings; perhaps tracers."""
+        """Return the arguments of the call, which have shardings, rather than the tracers of them."""
         return getattr(self._call, "given", None) or (args, dict(kwargs))
 
     def _check_program(self, plan: Plan, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Refuse a plan that was made for another program than the one that is traced.
 
-        The program is traced once more for that, as it is while one plans: in a session of its own,
-        so that nothing that JAX remembers of the plan's session counts.
+        The program is traced once more to compare it, as in planning: in a separate tracing context,
+        so that JAX's caches of the plan's context are not used.
         """
         given = self._as_given(args, kwargs)
         is_known = not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given))
@@ -270,19 +269,19 @@ class Fitted:
         if here[0] != planned_for[0]:
             raise PlanError(
                 f"the plan is of another program ({planned_for[0]}; this one is {here[0]})"
-                f"{_other_versions(plan)}. What is outside of its regions, a shape or a sharding "
-                "changed since it was planned: plan again."
+                f"{_other_versions(plan)}. Code outside of its regions, a shape or a sharding has "
+                "changed since then; plan again."
             )
         if is_known and here != planned_for:
             raise PlanError(
-                "the plan is of this program, but for arguments that are divided over devices in "
-                "another way, so its peak is not the one here: plan again, with arguments or shapes "
-                "that have the shardings of this call."
+                "the plan is of this program, but its arguments were sharded in another way, so its "
+                "peak differs; plan again, with arguments or shapes that have the shardings of this "
+                "call."
             )
 
 
 class _Calling:
-    """Remembers a call's arguments while it is under way, also where calls are nested."""
+    """A context that keeps a call's arguments while it runs; calls may be nested."""
 
     def __init__(self, here: threading.local, given: tuple[tuple, dict]) -> None:
         self._here = here
@@ -297,14 +296,14 @@ class _Calling:
 
 
 def _other_versions(plan: Plan) -> str:
-    """For an error: which libraries are not those that the plan was made with."""
+    """Return the part of an error message about libraries whose versions differ from the plan's."""
     now = dict(versions())
     other = [f"{k} {v}, here {now[k]}" for k, v in plan.versions if now.get(k, v) != v]
     return f", and was planned with {'; '.join(other)}" if other else ""
 
 
 def _as_type(leaf: Any) -> Any:
-    """A tracer's type; anything else as it is."""
+    """Return a tracer's type; any other leaf unchanged."""
     if not isinstance(leaf, jax.core.Tracer):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.aval.weak_type)
@@ -312,9 +311,9 @@ def _as_type(leaf: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def application(plan: Plan) -> Application:
-    """What a plan decides, as the session in which its step is traced.
+    """Return the tracing context that applies a plan's decisions.
 
-    One object for each plan, so that JAX finds what it traced under the same plan before.
+    It is one object for each plan, so that JAX's caches hit for equal plans.
     """
     decisions: dict[str, dict[str, RegionDecision]] = {}
     for region in plan.regions:

@@ -1,13 +1,13 @@
-"""`remat.plan`: from a step and a budget to a plan that the compiler has confirmed.
+"""`remat.plan`: search for a plan of a step whose compiled peak is within a budget.
 
-The loop that DESIGN.md draws: a model of the step's memory proposes decisions, the compiler says what
-they really need, the model is corrected by the ratio of the two, and again, a handful of times. Of all
-that fit the budget the one with the fewest recomputed operations is the plan. Nothing that the
-compiler did not confirm is returned.
+The search proposes, compiles and corrects: a model of the step's memory proposes decisions, the
+compiler reports their peak, and the ratio of compiled to modelled bytes corrects the next proposal. A
+few rounds are enough. Of all candidates within the budget, the plan is the one with the fewest
+recomputed operations. Only candidates whose peak the compiler has reported are returned.
 
-Two models propose: one in which the memory of results lies idle until they are computed, and one in
-which other values use it. XLA does something between. Both are corrected separately; the ratios that
-a target showed last are remembered for it, and the first proposal starts from them.
+There are two models: in one, an output buffer is unused until the output is computed; in the other,
+other values reuse it until then (`reuses_outputs`). XLA lies between the two. Each model has its own
+ratio. The cache keeps the ratios by target, and the first proposal starts from them.
 """
 
 from __future__ import annotations
@@ -51,17 +51,21 @@ from remat.program.targets import Target, target as find_target
 
 _log = logging.getLogger("remat")
 
-_MOST_COMPILES = 8
-# A plan whose peak is this close below the budget is not worth another compilation.
-_CLOSE = 0.98
-# So many levels are tried that the search by the model passed over, if it found none that fits.
-_MOST_OTHERS = 4
-# Where nothing fits, each proposal is for so much of the smallest one before.
-_SQUEEZED = 0.85
-# What a byte more in the model may mean for the compiler, where that is taken from two points.
-_LEAST_SLOPE, _MOST_SLOPE = 0.3, 4.0
-# Nor is one that recomputes less than this share of the step's operations.
-_NOTHING_LEFT = 0.001
+_MAX_COMPILES = 8  # candidates to compile; more may find a plan that recomputes less
+# Share of the budget. The search ends with a plan that is at least this full; a larger share makes
+# the search longer.
+_CLOSE_TO_BUDGET = 0.98
+# Share of the step's FLOPs. The search ends with a plan that recomputes at most this much; a larger
+# share ends it earlier.
+_NEGLIGIBLE_FLOPS = 0.001
+# Levels that the bisection skipped and that are compiled if it found no plan; more take longer.
+_MAX_SKIPPED_LEVELS = 4
+# Where nothing fits the budget: the next aim as a share of the smallest model budget so far. A larger
+# share takes smaller steps.
+_NEXT_AIM = 0.85
+# Compiled bytes for one more byte in the model. A line through two compiled candidates is used if its
+# slope is within these limits.
+_MIN_SLOPE, _MAX_SLOPE = 0.3, 4.0
 
 
 def plan(
@@ -79,8 +83,8 @@ def plan(
 ) -> Plan:
     """Choose what a step saves and recomputes so that the compiler's peak is within a budget.
 
-    Nothing is run: arguments may be arrays or `jax.ShapeDtypeStruct`s (with shardings, where the step
-    runs on several devices).
+    The step is compiled but not run. Arguments may be arrays or `jax.ShapeDtypeStruct`s (with
+    shardings, where the step runs on several devices).
 
     >>> import jax, jax.numpy as jnp, remat
     >>> @remat.auto
@@ -94,32 +98,32 @@ def plan(
     (True, True)
 
     Args:
-      step: the training step. What it may recompute is marked in it with `remat.auto`.
-      args, kwargs: what it is called with.
-      budget: the peak on one device that the compiler may report (arguments + temporaries + results
-        - aliased): bytes, a text such as "8GiB", a share of the peak without rematerialization such
-        as "60%", or None for all the memory that the device has.
-      target: None for the device at hand; "tpu:v5e:16x16", "gpu:h100" and the like plan for a device
-        that is not here (see `remat.program.targets`).
-      offload: whether loops may keep values in the host's memory, where the target has one: they do
-        where that takes less time than recomputing, or where nothing else fits. On a CPU the host's
-        memory is the device's, and nothing is offloaded; nor on a GPU, where XLA has miscompiled
-        scans with offloaded residuals.
-      cache: whether plans are looked up and kept in the user's cache directory, or in which cache or
-        folder.
-      costs: what recomputing takes: "roofline", by the device's figures; "measured", by timing the
-        equations on the device at hand; or a `remat.program.costs.Costs`.
-      progress: whether to show on a terminal what is going on.
-      jit_options: as `jax.jit` takes them: donation, static arguments, shardings.
+      step: the training step. `remat.auto` marks the functions in it that may be recomputed.
+      args, kwargs: the arguments of the step.
+      budget: the largest peak on one device that the compiler may report (arguments + temporaries +
+        results - aliased): bytes, a text such as "8GiB", a share of the peak without
+        rematerialization such as "60%", or None for all of the device's memory.
+      target: None for the device at hand; "tpu:v5e:16x16", "gpu:h100" and the like for a device that
+        is not attached (see `remat.program.targets`).
+      offload: whether loops may keep values in host memory, if the target supports that. They do so
+        where it takes less time than recomputing, or where no other plan fits. Nothing is offloaded
+        on a CPU, whose memory is the host's, or on a GPU, where XLA has miscompiled scans with
+        offloaded residuals.
+      cache: whether to use the plans in the user's cache directory and to add to them; or a cache or
+        a folder to use instead.
+      costs: the cost model of recomputation: "roofline", from the device's peak FLOP/s and bandwidth;
+        "measured", by timing equations on the device at hand; or a `remat.program.costs.Costs`.
+      progress: whether to show the progress on a terminal.
+      jit_options: options of `jax.jit`: donation, static arguments, shardings.
 
     Returns:
-      The plan, verified.
+      The verified plan.
 
     Raises:
-      BudgetError: no plan fits; the message has the smallest peak that was reached and what
-        dominates it.
-      PlanError: the step has no region, it cannot be analysed on the target, or `costs` is none of
-        the above, or "measured" for a device that is not here.
+      BudgetError: no plan fits. The message has the smallest peak that was reached and its largest
+        parts.
+      PlanError: the step has no region, it cannot be analysed on the target, or `costs` is invalid, or
+        "measured" for a device that is not attached.
       UnitsError: the budget is neither a number of bytes nor a share.
     """
     check_step(step)
@@ -131,7 +135,7 @@ def plan(
     store = find_cache(cache)
     here = None if at.ahead_of_time else at.devices[0]
     priced = find_costs(costs, at.device, here, store)
-    # A program is planned as it is compiled: under jax.disable_jit its loops would be written out.
+    # Plans are for compiled programs; under jax.disable_jit the trace would have unrolled loops.
     with _Progress(progress) as show, jax.disable_jit(False):
         return _Search(planned, limit, store, show, priced, offload=offload).run()
 
@@ -139,13 +143,13 @@ def plan(
 def _all_memory(target: Target) -> units.Budget:
     n_bytes = target.device.memory_bytes
     if not n_bytes:
-        raise PlanError(f"how much memory {target.name} has is not known: give budget=.")
+        raise PlanError(f"the memory size of {target.name} is unknown; pass budget=.")
     return units.parse_budget(n_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Point:
-    """Decisions that were compiled."""
+class _Candidate:
+    """Decisions that were compiled, and the memory that the compiler reported."""
 
     choice: Choice
     predicted_bytes: int
@@ -170,7 +174,7 @@ class _Search:
         self.show = show
         show("tracing")
         self.costs = costs
-        # Of the link there are no costs but the device's figures.
+        # Transfers always cost what the roofline says: the link to the host is not measured.
         transfer = Roofline(step.target.device).transfer_seconds if self.offload else None
         self.levels = Levels(step, costs, transfer)
         if not self.levels.has_regions:
@@ -179,7 +183,7 @@ class _Search:
                 "remat.auto before it is differentiated: jax.value_and_grad(remat.auto(loss))."
             )
         self.plain: Traced = self.levels.traced_plainly
-        # As it is without us, where JAX differentiates regions as any other function.
+        # The step without planning: JAX differentiates regions like any other function.
         self.unplanned: Traced = step.trace(Application({}, recomputes=False))
         self.program = fingerprint(
             self.plain.jaxpr,
@@ -192,14 +196,14 @@ class _Search:
         self.base = self._base()
         self.budget = budget.bytes_of(self.base.peak_bytes)
         self.fixed_bytes = self._fixed_bytes()
-        self.points: list[_Point] = []
+        self.candidates: list[_Candidate] = []
         self.ratios: dict[bool, float] = {}
         self.level_ratios: dict[int, float] = {}
         self.samples: dict[bool, set[tuple[int, int]]] = {False: set(), True: set()}
-        #: Models whose smallest schedule was compiled.
-        self.bottomed: set[bool] = set()
+        #: The models (by `reuses_outputs`) whose smallest schedule was compiled.
+        self.smallest_compiled: set[bool] = set()
 
-    # What is known before
+    # Before the search
 
     def _base(self) -> Memory | OutOfMemory:
         known = self.cache.get("base", self._key())
@@ -215,7 +219,7 @@ class _Search:
         return f"{self.program}|{self.step.target.name}|{made_with}"
 
     def _fixed_bytes(self) -> int:
-        """Arguments and results, less what is aliased: there whatever the plan."""
+        """Return the bytes that every plan needs: arguments and results, less aliased ones."""
         if isinstance(self.base, Memory):
             return self.base.argument_bytes + self.base.output_bytes - self.base.alias_bytes
         shards = self.plain.shards()
@@ -233,60 +237,61 @@ class _Search:
         room = self._effective_budget() - self.fixed_bytes
         best = self._search(room) if room > 0 else None
         if best is None:
-            best = self._squeeze(room)
+            best = self._search_below(room)
         if best is None:
             self._refuse()
         made = self._plan(best)
         self._remember(made)
         return made
 
-    def _search(self, room: int) -> _Point | None:
+    def _search(self, room: int) -> _Candidate | None:
         if len(self.levels) > 1:
             return self._search_levels(room)
         return self._search_models(room)
 
-    def _search_levels(self, room: int) -> _Point | None:
-        """Where loops decide: the first level that fits, by the compiler's word.
+    def _search_levels(self, room: int) -> _Candidate | None:
+        """Find, by bisection, the first level whose compiled peak fits. This is for steps with loops.
 
-        Further up loops save less and recompute more; what is around them is decided at each level.
-        The model says where to look: its levels' peaks, corrected by what the compiler said of the
-        nearest level.
+        At higher levels loops save less and recompute more. The code around the loops is solved at
+        each level. The bisection predicts a level's peak as the model's peak times the ratio of the
+        nearest level that was compiled.
         """
-        best: _Point | None = None
+        best: _Candidate | None = None
         too_large, fitting = -1, len(self.levels)
-        while fitting - too_large > 1 and len(self.points) < _MOST_COMPILES:
+        while fitting - too_large > 1 and len(self.candidates) < _MAX_COMPILES:
             i = self._first_level(too_large, fitting, room)
             predicted = self.levels.level(i).peak_bytes(False) * self._ratio_at(i)
             if best is not None and predicted > 1.1 * room:
                 break
-            point = self._attempt_level(i, room)
-            if point is not None and self._fits(point, room):
+            candidate = self._attempt_level(i, room)
+            if candidate is not None and self._fits(candidate, room):
                 fitting = i
             else:
                 too_large = i
-            best = self._better(point, best, room)
+            best = self._better(candidate, best, room)
         if best is None:
             return self._any_level(room)
         if not best.choice.recomputes_around_loops:
             return best
-        # The next levels leave the rest of the program more room: it may recompute less in all.
+        # At the next levels loops need less memory, so that the code around them may recompute less:
+        # the total may be lower.
         for i in (fitting, fitting + 1, fitting + 2):
-            if i >= len(self.levels) or len(self.points) >= _MOST_COMPILES + 2:
+            if i >= len(self.levels) or len(self.candidates) >= _MAX_COMPILES + 2:
                 break
             best = self._better(self._attempt_level(i, room), best, room)
         return best
 
-    def _any_level(self, room: int) -> _Point | None:
-        """Where the levels' order is not the compiler's: those that were passed over, in turn."""
+    def _any_level(self, room: int) -> _Candidate | None:
+        """Try skipped levels, the highest first, since compiled peaks may not decrease with the level."""
         tried = set(self.level_ratios)
-        for i in sorted(set(range(len(self.levels))) - tried, reverse=True)[:_MOST_OTHERS]:
+        for i in sorted(set(range(len(self.levels))) - tried, reverse=True)[:_MAX_SKIPPED_LEVELS]:
             best = self._better(self._attempt_level(i, room), None, room)
             if best is not None:
                 return best
         return None
 
     def _first_level(self, too_large: int, fitting: int, room: int) -> int:
-        """The first level between two others that is predicted to fit; the last if none is."""
+        """Return the first level between two others that is predicted to fit; the last if none is."""
         low, high = too_large + 1, fitting - 1
         while low < high:
             middle = (low + high) // 2
@@ -297,22 +302,22 @@ class _Search:
         return low
 
     def _ratio_at(self, i: int) -> float:
-        """What the compiler needs of a level for each byte of the model."""
+        """Return the expected ratio of compiled to modelled bytes at a level."""
         if not self.level_ratios:
             return self._remembered_ratios()[False]
         nearest = min(self.level_ratios, key=lambda known: (abs(known - i), known))
         return self.level_ratios[nearest]
 
-    def _attempt_level(self, i: int, room: int) -> _Point | None:
+    def _attempt_level(self, i: int, room: int) -> _Candidate | None:
         level = self.levels.level(i)
         ratio = self._ratio_at(i)
         aim = int(room / ratio)
-        for lending in (False, True):
+        for reuses_outputs in (False, True):
             try:
-                choice = level.solve(lending, aim)
+                choice = level.solve(reuses_outputs, aim)
             except BudgetError:
                 continue
-            return self._compiled_level(i, choice, lending, ratio)
+            return self._compiled_level(i, choice, reuses_outputs, ratio)
         if level.peak_bytes(False) > 2 * aim:
             return None  # far from what could fit
         try:
@@ -321,147 +326,162 @@ class _Search:
             return None
         return self._compiled_level(i, choice, False, ratio)
 
-    def _compiled_level(self, i: int, choice: Choice, lending: bool, ratio: float) -> _Point:
-        point = self._compiled(choice, lending, ratio)
-        self.level_ratios[i] = self.ratios[lending]
-        return point
+    def _compiled_level(
+        self, i: int, choice: Choice, reuses_outputs: bool, ratio: float
+    ) -> _Candidate:
+        candidate = self._compiled(choice, reuses_outputs, ratio)
+        self.level_ratios[i] = self.ratios[reuses_outputs]
+        return candidate
 
-    def _search_models(self, room: int) -> _Point | None:
-        """Propose, compile, correct. Each model that missed the budget aims a little lower."""
-        best: _Point | None = None
+    def _search_models(self, room: int) -> _Candidate | None:
+        """Propose, compile and correct with both models in turn. This is for steps without loops.
+
+        A model whose candidate is over the budget aims 1 % lower the next time.
+        """
+        best: _Candidate | None = None
         ratios = self._remembered_ratios()
-        misses = {False: 0, True: 0}
-        for turn in range(_MOST_COMPILES):
-            for lending in (False, True):
-                if len(self.points) >= _MOST_COMPILES:
+        n_over_budget = {False: 0, True: 0}
+        for turn in range(_MAX_COMPILES):
+            for reuses_outputs in (False, True):
+                if len(self.candidates) >= _MAX_COMPILES:
                     break
-                ratio = self.ratios.get(lending, ratios[lending])
-                margin = 0.995 - 0.01 * misses[lending] if turn else 1.0
-                n_compiled = len(self.points)
-                point = self._attempt(lending, self._aim(lending, int(room * margin), ratio), ratio)
-                if point is None:
+                ratio = self.ratios.get(reuses_outputs, ratios[reuses_outputs])
+                margin = 0.995 - 0.01 * n_over_budget[reuses_outputs] if turn else 1.0
+                n_compiled = len(self.candidates)
+                candidate = self._attempt(
+                    reuses_outputs, self._aim(reuses_outputs, int(room * margin), ratio), ratio
+                )
+                if candidate is None:
                     continue
-                if not self._fits(point, room):
-                    misses[lending] += 1
-                elif len(self.points) == n_compiled:
-                    misses[lending] -= 1  # the same again, and it fits: aim higher
-                best = self._better(point, best, room)
+                if not self._fits(candidate, room):
+                    n_over_budget[reuses_outputs] += 1
+                elif len(self.candidates) == n_compiled:
+                    n_over_budget[reuses_outputs] -= 1  # a known candidate that fits: aim higher
+                best = self._better(candidate, best, room)
             if best is None or not turn:
                 continue
-            close = best.memory.peak_bytes >= _CLOSE * self.budget
-            if close or best.extra_flops <= _NOTHING_LEFT * self.plain_flops:
+            close = best.memory.peak_bytes >= _CLOSE_TO_BUDGET * self.budget
+            if close or best.extra_flops <= _NEGLIGIBLE_FLOPS * self.plain_flops:
                 break
         return best
 
-    def _line(self, lending: bool, near: float, axis: int) -> tuple[float, float, float] | None:
-        """Through the two compiled points nearest to a place: bytes of the model, compiled, slope.
+    def _line(
+        self, reuses_outputs: bool, near: float, axis: int
+    ) -> tuple[float, float, float] | None:
+        """Return a line through two compiled candidates: modelled bytes, compiled bytes, slope.
 
-        Compilers need memory of their own, whatever is saved, so a ratio alone leads there slowly.
+        The two are those whose modelled (`axis=0`) or compiled (`axis=1`) bytes are nearest to `near`.
+        The compiler needs some memory whatever is saved, so a ratio alone converges slowly.
         """
-        samples = sorted(self.samples[lending], key=lambda at: (abs(at[axis] - near), at))
+        samples = sorted(self.samples[reuses_outputs], key=lambda at: (abs(at[axis] - near), at))
         for other in samples[1:]:
             (m0, t0), (m1, t1) = samples[0], other
             slope = (t1 - t0) / (m1 - m0) if m1 != m0 else 0.0
-            if _LEAST_SLOPE <= slope <= _MOST_SLOPE:
+            if _MIN_SLOPE <= slope <= _MAX_SLOPE:
                 return m0, t0, slope
         return None
 
-    def _aim(self, lending: bool, room: int, ratio: float) -> int:
-        """The bytes of the model for which the compiler is expected to need so many."""
-        line = self._line(lending, room, 1)
+    def _aim(self, reuses_outputs: bool, room: int, ratio: float) -> int:
+        """Return the model budget for which the compiler is expected to need `room` bytes."""
+        line = self._line(reuses_outputs, room, 1)
         if line is None:
             return int(room / ratio)
         return max(1, int(line[0] + (room - line[1]) / line[2]))
 
-    def _expected(self, lending: bool, model_bytes: int, ratio: float) -> int:
-        """The bytes that the compiler is expected to need for so many of the model."""
-        # Levels are different programs: no line goes through two of them.
-        line = self._line(lending, model_bytes, 0) if len(self.levels) == 1 else None
+    def _expected(self, reuses_outputs: bool, model_bytes: int, ratio: float) -> int:
+        """Return the bytes that the compiler is expected to need for `model_bytes` of the model."""
+        # Levels are different programs, so a line through candidates of two levels means nothing.
+        line = self._line(reuses_outputs, model_bytes, 0) if len(self.levels) == 1 else None
         expected = int(line[1] + (model_bytes - line[0]) * line[2]) if line else 0
         return expected if expected > 0 else int(model_bytes * ratio)
 
-    def _squeeze(self, room: int) -> _Point | None:
-        """Go below the budget until something fits, or nothing smaller is found."""
+    def _search_below(self, room: int) -> _Candidate | None:
+        """Aim lower and lower below the budget until a candidate fits or none is smaller."""
         aims = dict.fromkeys((False, True), max(room, 1))
         for _ in range(5):
-            for lending in (False, True):
-                tried = [model_bytes for model_bytes, _ in self.samples[lending]]
-                aims[lending] = int(_SQUEEZED * min([aims[lending], *tried]))
-                point = self._attempt(lending, aims[lending], self.ratios.get(lending, 1.0))
-                if point is not None and self._fits(point, room):
-                    return point
-        if not self.points:
-            # For the message: what the last level needs at least.
+            for reuses_outputs in (False, True):
+                tried = [model_bytes for model_bytes, _ in self.samples[reuses_outputs]]
+                aims[reuses_outputs] = int(_NEXT_AIM * min([aims[reuses_outputs], *tried]))
+                candidate = self._attempt(
+                    reuses_outputs, aims[reuses_outputs], self.ratios.get(reuses_outputs, 1.0)
+                )
+                if candidate is not None and self._fits(candidate, room):
+                    return candidate
+        if not self.candidates:
+            # For the error message: the smallest peak of the last level.
             last = self.levels.level(len(self.levels) - 1)
             with contextlib.suppress(BudgetError):
-                point = self._compiled(last.smallest(), False, 1.0)
-                if self._fits(point, room):
-                    return point
+                candidate = self._compiled(last.smallest(), False, 1.0)
+                if self._fits(candidate, room):
+                    return candidate
         return None
 
-    def _better(self, point: _Point | None, best: _Point | None, room: int) -> _Point | None:
-        """The point if it fits and nothing better is known."""
-        if point is None or not self._fits(point, room):
+    def _better(
+        self, candidate: _Candidate | None, best: _Candidate | None, room: int
+    ) -> _Candidate | None:
+        """Return the candidate if it fits and is better than the best so far, else the best so far."""
+        if candidate is None or not self._fits(candidate, room):
             return best
-        return point if best is None or self._is_better(point, best) else best
+        return candidate if best is None or self._is_better(candidate, best) else best
 
-    def _is_better(self, a: _Point, b: _Point) -> bool:
+    def _is_better(self, a: _Candidate, b: _Candidate) -> bool:
         if a.choice.transfer_seconds or b.choice.transfer_seconds:
             return (self._cost_s(a), a.memory.peak_bytes) < (self._cost_s(b), b.memory.peak_bytes)
         return (a.extra_flops, a.memory.peak_bytes) < (b.extra_flops, b.memory.peak_bytes)
 
-    def _cost_s(self, point: _Point) -> float:
-        """Recomputation at the rate of the step's other operations, and transfers."""
+    def _cost_s(self, candidate: _Candidate) -> float:
+        """Return the seconds of recomputation, at the step's mean FLOP/s, and of transfers."""
         rate = self.plain_flops / max(self.step_seconds, 1e-30)
-        return point.extra_flops / max(rate, 1e-30) + point.choice.transfer_seconds
+        return candidate.extra_flops / max(rate, 1e-30) + candidate.choice.transfer_seconds
 
     @functools.cached_property
     def step_seconds(self) -> float:
-        """What the step takes without recomputation, by the model."""
+        """Return the seconds of the step without recomputation, according to the cost model."""
         return float(sum(self.levels.level(0).problem(False).fused.seconds.values()))
 
-    def _fits(self, point: _Point, room: int) -> bool:
-        return point.memory.fits and point.memory.peak_bytes <= room + self.fixed_bytes
+    def _fits(self, candidate: _Candidate, room: int) -> bool:
+        return candidate.memory.fits and candidate.memory.peak_bytes <= room + self.fixed_bytes
 
-    def _attempt(self, lending: bool, aim: int, ratio: float) -> _Point | None:
+    def _attempt(self, reuses_outputs: bool, aim: int, ratio: float) -> _Candidate | None:
         self.show(f"planning for {units.format_bytes(self.fixed_bytes + aim)}")
         try:
-            choice = self._solve(lending, aim)
+            choice = self._solve(reuses_outputs, aim)
         except BudgetError:
-            if lending in self.bottomed:
+            if reuses_outputs in self.smallest_compiled:
                 return None
-            self.bottomed.add(lending)
-            # The model may be wrong by more than it refuses: the compiler says by how much.
+            self.smallest_compiled.add(reuses_outputs)
+            # The model may overestimate: the compiled peak of its smallest schedule corrects it.
             try:
-                choice = self.levels.level(len(self.levels) - 1).smallest(lending)
+                choice = self.levels.level(len(self.levels) - 1).smallest(reuses_outputs)
             except BudgetError:
                 return None
-        return self._compiled(choice, lending, ratio)
+        return self._compiled(choice, reuses_outputs, ratio)
 
-    def _compiled(self, choice: Choice, lending: bool, ratio: float) -> _Point:
-        """What the compiler says of a choice; nothing is compiled twice."""
-        same = [p for p in self.points if _same(p.choice, choice)]
-        predicted = self.fixed_bytes + self._expected(lending, choice.model_bytes, ratio)
-        point = same[0] if same else self._compile(choice, predicted)
-        if isinstance(point.memory, Memory):
-            temporaries = point.memory.peak_bytes - self.fixed_bytes
-            self.samples[lending].add((choice.model_bytes, temporaries))
-            self.ratios[lending] = max(0.05, temporaries / max(1, choice.model_bytes))
+    def _compiled(self, choice: Choice, reuses_outputs: bool, ratio: float) -> _Candidate:
+        """Return the candidate of a choice, compiled unless that was done before."""
+        same = [p for p in self.candidates if _same(p.choice, choice)]
+        predicted = self.fixed_bytes + self._expected(reuses_outputs, choice.model_bytes, ratio)
+        candidate = same[0] if same else self._compile(choice, predicted)
+        if isinstance(candidate.memory, Memory):
+            temporaries = candidate.memory.peak_bytes - self.fixed_bytes
+            self.samples[reuses_outputs].add((choice.model_bytes, temporaries))
+            self.ratios[reuses_outputs] = max(0.05, temporaries / max(1, choice.model_bytes))
         else:
-            # What the compiler says it needs is more than the peak would be; that is over the limit.
-            least = (point.memory.limit_bytes - self.fixed_bytes) / max(1, choice.model_bytes)
-            self.ratios[lending] = 1.05 * max(self.ratios.get(lending, ratio), least)
-        return point
+            # The compiler ran out of memory: the peak is above the limit, but unknown.
+            least = (candidate.memory.limit_bytes - self.fixed_bytes) / max(1, choice.model_bytes)
+            self.ratios[reuses_outputs] = 1.05 * max(self.ratios.get(reuses_outputs, ratio), least)
+        return candidate
 
-    def _solve(self, lending: bool, aim: int) -> Choice:
-        """The least recomputation within a model budget: the first level that fits, or one before.
+    def _solve(self, reuses_outputs: bool, aim: int) -> Choice:
+        """Return the choice with the least recomputation within a model budget.
 
-        Levels are ordered by price, so a search by halves finds the first whose loops leave enough.
+        Levels are ordered by price per byte, so a bisection finds the first at which the loops leave
+        enough memory. That level and the one before are solved.
         """
         low, high = 0, len(self.levels) - 1
         while low < high:
             middle = (low + high) // 2
-            if self.levels.level(middle).peak_bytes(lending) <= aim:
+            if self.levels.level(middle).peak_bytes(reuses_outputs) <= aim:
                 high = middle
             else:
                 low = middle + 1
@@ -469,7 +489,7 @@ class _Search:
         problem: BudgetError | None = None
         for i in sorted({low, max(0, low - 1)}, reverse=True):
             try:
-                found.append(self.levels.level(i).solve(lending, aim))
+                found.append(self.levels.level(i).solve(reuses_outputs, aim))
             except BudgetError as error:
                 problem = error
         if not found:
@@ -477,41 +497,45 @@ class _Search:
             raise problem
         return min(found, key=lambda choice: choice.extra_seconds)
 
-    def _compile(self, choice: Choice, predicted_bytes: int) -> _Point:
+    def _compile(self, choice: Choice, predicted_bytes: int) -> _Candidate:
         traced = self.step.trace(Application(choice.decisions, choice.loops))
         self.show(f"compiling a plan predicted to need {units.format_bytes(predicted_bytes)}")
         memory = traced.memory()
-        if self.points == [] and isinstance(self.base, OutOfMemory) and isinstance(memory, Memory):
+        if (
+            self.candidates == []
+            and isinstance(self.base, OutOfMemory)
+            and isinstance(memory, Memory)
+        ):
             self.fixed_bytes = memory.argument_bytes + memory.output_bytes - memory.alias_bytes
-        point = _Point(choice, predicted_bytes, memory, traced.flops() - self.plain_flops)
-        self.points.append(point)
+        candidate = _Candidate(choice, predicted_bytes, memory, traced.flops() - self.plain_flops)
+        self.candidates.append(candidate)
         _log.debug(
             "remat: predicted %d bytes, compiled %d, %.3g FLOPs recomputed",
             predicted_bytes,
             memory.peak_bytes,
-            point.extra_flops,
+            candidate.extra_flops,
         )
-        return point
+        return candidate
 
     @functools.cached_property
     def plain_flops(self) -> float:
         return self.unplanned.flops()
 
     def _refuse(self) -> NoReturn:
-        smallest = min((p.memory.peak_bytes for p in self.points), default=self.base.peak_bytes)
+        smallest = min((p.memory.peak_bytes for p in self.candidates), default=self.base.peak_bytes)
         shown = units.format_bytes
         what = (
             f"arguments and results alone take {shown(self.fixed_bytes)}"
             if self.fixed_bytes >= self.budget
-            else f"{shown(self.fixed_bytes)} of that are arguments and results, the largest "
+            else f"arguments and results take {shown(self.fixed_bytes)} of that, the largest "
             f"temporaries {self._largest()}"
         )
         raise BudgetError(
             f"no plan fits {shown(self.budget)} ({self.budget} bytes); the smallest peak that was "
             f"reached is {shown(smallest)} ({smallest} bytes), {shown(self.base.peak_bytes)} "
             f"({self.base.peak_bytes} bytes) without rematerialization; {what}. Raise budget= to at "
-            f"least the former, {self._offload_advice()}donate arguments (donate_argnums=), or divide "
-            "the step (a smaller batch, more devices)."
+            f"least {smallest} bytes, {self._offload_advice()}donate arguments (donate_argnums=), or "
+            "use a smaller batch or more devices."
         )
 
     def _offload_advice(self) -> str:
@@ -534,7 +558,7 @@ class _Search:
         peak = self.base.peak_bytes
         return self._made(Choice({}, {}, 0, 0.0, 0.0), peak, peak, 0.0, self.base.host_bytes)
 
-    def _plan(self, best: _Point) -> Plan:
+    def _plan(self, best: _Candidate) -> Plan:
         assert isinstance(best.memory, Memory)
         peak, on_host = best.memory.peak_bytes, best.memory.host_bytes
         return self._made(best.choice, best.predicted_bytes, peak, best.extra_flops, on_host)
@@ -588,7 +612,7 @@ class _Search:
                     max(0.0, p.extra_flops),
                     max(0.0, float(p.choice.extra_seconds)),
                 )
-                for p in self.points
+                for p in self.candidates
             ),
             is_verified=True,
             costs=self.costs.name,
@@ -596,7 +620,7 @@ class _Search:
             transfer_seconds=max(0.0, float(choice.transfer_seconds)),
         )
 
-    # What is remembered
+    # The cache
 
     def _known(self) -> Plan | None:
         data = self.cache.get("plan", self._plan_key())
@@ -605,7 +629,7 @@ class _Search:
         try:
             found = Plan.from_json(data["plan"], origin="a cached plan")
         except (PlanError, KeyError, TypeError) as error:
-            _log.warning("remat: a cached plan is not usable and is made anew: %s", error)
+            _log.warning("remat: ignoring an unusable plan in the cache, planning again: %s", error)
             return None
         return found if found.is_verified else None
 
@@ -616,7 +640,10 @@ class _Search:
         return f"{self._key()}|offload={self.offload}"
 
     def _effective_budget(self) -> int:
-        """No more than plans for larger budgets needed: a smaller budget never gets a larger peak."""
+        """Return the budget, or the least peak of a cached plan for a budget that was no smaller.
+
+        So the plan of a smaller budget never has a larger peak.
+        """
         issued = self.cache.get("issued", self._issued_key()) or {}
         peaks = [int(peak) for budget, peak in issued.items() if int(budget) >= self.budget]
         return min([self.budget, *peaks])
@@ -635,25 +662,26 @@ class _Search:
 
     def _merged_ratios(self, old: Mapping[str, Any] | None) -> dict[str, Any]:
         merged = dict(old or {})
-        for lending, ratio in self.ratios.items():
-            before = merged.get(str(lending), ratio)
-            merged[str(lending)] = 0.7 * float(before) + 0.3 * ratio
+        for reuses_outputs, ratio in self.ratios.items():
+            before = merged.get(str(reuses_outputs), ratio)
+            merged[str(reuses_outputs)] = 0.7 * float(before) + 0.3 * ratio
         return merged
 
     def _remembered_ratios(self) -> dict[bool, float]:
         known = self.cache.get("ratios", self._ratio_key()) or {}
         start = {False: 0.9, True: 1.2}
         if isinstance(self.base, Memory) and self.step.target.n_devices > 1:
-            # Where shardings decide, the step without recomputation says how far they divide.
+            # With several devices, the ratio depends on the shardings: the compiled step without
+            # recomputation shows it.
             temporaries = self.base.peak_bytes - self.fixed_bytes
-            for lending in start:
-                model = self.levels.level(0).peak_bytes(lending)
-                start[lending] = max(0.05, temporaries / max(1, model))
+            for reuses_outputs in start:
+                model = self.levels.level(0).peak_bytes(reuses_outputs)
+                start[reuses_outputs] = max(0.05, temporaries / max(1, model))
             return start
-        for lending in start:
-            value = known.get(str(lending))
+        for reuses_outputs in start:
+            value = known.get(str(reuses_outputs))
             if isinstance(value, float) and 0.05 <= value <= 20:
-                start[lending] = value
+                start[reuses_outputs] = value
         return start
 
 
@@ -681,7 +709,7 @@ def _same(a: Choice, b: Choice) -> bool:
 
 
 def versions() -> tuple[tuple[str, str], ...]:
-    """The libraries that decide what a program is and what it needs."""
+    """Return the versions of the libraries that determine a program and its peak."""
     return (
         ("remat", importlib.metadata.version("remat")),
         ("jax", jax.__version__),
@@ -690,7 +718,7 @@ def versions() -> tuple[tuple[str, str], ...]:
 
 
 class _Progress:
-    """A line on a terminal that says what is going on."""
+    """A status line on the terminal."""
 
     def __init__(self, wanted: bool) -> None:
         console = Console(stderr=True)
@@ -711,9 +739,10 @@ class _Progress:
 
 
 def receive_plan(make: Callable[[], Plan]) -> Plan:
-    """The plan that all processes of a run follow: process 0 makes it, the others receive it.
+    """Return the plan for all processes of a run: process 0 makes it, the others receive it.
 
-    Compilers may differ from host to host, and programs that differ do not meet in collectives.
+    Two hosts' compilers may find different plans, and different programs would deadlock in their
+    collectives.
     """
     if jax.process_count() == 1:
         return make()
@@ -726,14 +755,14 @@ def receive_plan(make: Callable[[], Plan]) -> Plan:
             problem = error
     size = int(_from_first(np.array(len(text), np.int64)))
     if size == 0:
-        raise problem or PlanError("process 0 could not make a plan; its own error says why.")
+        raise problem or PlanError("process 0 could not make a plan; see the error in its output.")
     sent = np.zeros(size, np.uint8)
     sent[: len(text)] = np.frombuffer(text, np.uint8)
     return Plan.from_json(bytes(_from_first(sent)).decode(), origin="the plan of process 0")
 
 
 def _from_first(value: np.ndarray) -> np.ndarray:
-    # In a thread of its own: this thread traces, and a collective has to run now.
+    # In a separate thread: this one is tracing, and the collective has to run immediately.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         sent = thread.submit(multihost_utils.broadcast_one_to_all, value)
         return np.asarray(sent.result())

@@ -1,14 +1,14 @@
-"""Plans as data, and their file: what is saved and recomputed in each region, and what that costs.
+"""Plans as data, and their files: what each region saves and recomputes, and at what cost.
 
-A plan's file is readable JSON, one saved value and one segment a line, so that people can compare two
-plans and edit one: move a number from `saved` to a segment's `recomputed`, change a loop's `group`.
+A plan's file is readable JSON with one saved value or segment per line. So users can compare two plans,
+and edit one: move a number from `saved` to a segment's `recomputed`, or change a loop's `group`.
 
-`verified` in the file is a checksum of everything that was known when the compiler confirmed the peak.
-A plan whose file was edited since loads as what it is, a plan that nobody compiled: `is_verified` is
-False and `peak_bytes` is None. (The checksum guards against forgetting, not against malice.)
+`verified` in the file is a checksum of all fields at the time when the compiler confirmed the peak. A
+file that was edited afterwards loads as an unverified plan: `is_verified` is False and `peak_bytes` is
+None. (The checksum detects edits, it does not prevent forgery.)
 
-A file is data from outside: loading runs no code, and whatever is wrong is a `PlanError` that names
-the file, the line, the reason and the next step.
+Loading a file runs no code. An invalid file raises a `PlanError` that names the file, the line, the
+reason and the next step.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from remat.units import format_bytes, format_flops, format_seconds
 
 _FORMAT = "remat plan"
 _VERSION = 1
-_MOST_FILE_BYTES = 64 * 2**20
-# Whole numbers are exact in doubles, which other tools read JSON with, up to here: 8 PiB.
+_MOST_FILE_BYTES = 64 * 2**20  # larger files are refused
+# The largest integer in a file. Doubles, which many tools use to read JSON, are exact up to here.
 _MOST = 2**53
-# Far beyond any program, and far enough from the largest double that sums and products stay finite.
+# The largest float in a file: beyond any program's costs, and small enough that sums and products of
+# such numbers are finite.
 _MOST_FLOAT = 1e30
 _ADVICE = "Correct it there, or plan again."
 
@@ -44,14 +45,14 @@ _ADVICE = "Correct it there, or plan again."
 
 
 def _field_error(why: str, field: str = "", item: int | None = None) -> PlanError:
-    """Return the error of a field that does not fit; the reader of a file adds where it stands."""
+    """Return the error for an invalid field. The reader of a file adds its line."""
     error = PlanError(why)
     error.field, error.item = field, item
     return error
 
 
 class _Checked:
-    """A dataclass whose fields are what their annotations say, however it was made."""
+    """A dataclass that checks on construction that its fields fit their annotations."""
 
     __slots__ = ()
 
@@ -67,16 +68,16 @@ class _Checked:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SavedValue(_Checked):
-    """A value of a region's forward program that is kept for its backward program.
+    """A value of a region's forward program that is saved for its backward program.
 
     Args:
-      number: of the value in the forward program.
+      number: the value's number in the forward program.
       type: its dtype and shape, as in `float32[8,16]`.
-      bytes: what it occupies on one device, over all steps of the loops that the region is in.
+      bytes: its bytes on one device, all steps of the loops around the region together.
       source: the line that computes it.
       path: the name stack there.
       name: its checkpoint name.
-      offloaded: whether it is kept in the host's memory.
+      offloaded: whether it is kept in host memory.
     """
 
     number: int
@@ -90,7 +91,7 @@ class SavedValue(_Checked):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanSegment(_Checked):
-    """A piece of the backward program, from its operation `start` on, and what it recomputes first."""
+    """A segment of the backward program. It begins at operation `start` and recomputes values first."""
 
     start: int
     recomputed: tuple[int, ...]
@@ -101,20 +102,20 @@ class PlanSegment(_Checked):
 
 @dataclasses.dataclass(frozen=True)
 class RegionPlan(_Checked):
-    """What is decided about one region.
+    """The decision about one region.
 
     Args:
-      key: what the region is called.
-      fingerprint: of its forward program and linear part.
+      key: the region's name in the plan.
+      fingerprint: the fingerprint of its forward program and linear part.
       backward: the fingerprint of its backward program.
-      n_values: how many values the forward program has; they are numbered from 0.
-      n_operations: how many operations the backward program has.
-      saved: what is kept.
-      segments: in order.
-      loop_results: of each loop in the forward program the number of its first result, and how many
-        it has. An edit of a loop changes how many; this tells where the other values are then.
-      offloaded_inputs: inputs of the forward program that are kept in the host's memory too (a loop's
-        carry, which the loop would keep otherwise); `number` is an input's place.
+      n_values: the number of values in the forward program, numbered from 0.
+      n_operations: the number of operations in the backward program.
+      saved: the saved values.
+      segments: the segments of the backward program, in order.
+      loop_results: for each loop in the forward program, the number of its first result and how many
+        results it has. An edit of a loop shifts the numbers of other values; this shows by how much.
+      offloaded_inputs: inputs of the forward program that are kept in host memory (a loop's carry,
+        which the loop would otherwise keep on the device); `number` is the input's position.
     """
 
     key: str
@@ -129,12 +130,12 @@ class RegionPlan(_Checked):
 
     @property
     def saved_bytes(self) -> int:
-        """Of what is kept, wherever."""
+        """Return the bytes of all saved values, on the device and in host memory."""
         return sum(value.bytes for value in (*self.saved, *self.offloaded_inputs))
 
     @property
     def offloaded_bytes(self) -> int:
-        """Of what is kept in the host's memory."""
+        """Return the bytes of the saved values in host memory."""
         kept = (*self.saved, *self.offloaded_inputs)
         return sum(value.bytes for value in kept if value.offloaded)
 
@@ -151,14 +152,14 @@ class RegionPlan(_Checked):
         _once(places, "offloaded_inputs", lambda n: f"input {n} is offloaded twice")
         for i, value in enumerate(self.offloaded_inputs):
             if not value.offloaded:
-                why = "an input that is not offloaded is not listed; remove the line"
+                why = "an input that is not offloaded is not listed here; remove the line"
                 raise _field_error(f"{why} of input {value.number}.", "offloaded_inputs", i)
         last = 0
         for i, segment in enumerate(self.segments):
             if not last <= segment.start <= self.n_operations:
                 raise _field_error(
-                    f"the segment starts at operation {segment.start}; segments stand in order, and "
-                    f"here a start is between {last} and {self.n_operations}.",
+                    f"the segment starts at operation {segment.start}; segments are in order, so "
+                    f"start must be between {last} and {self.n_operations} here.",
                     "segments",
                     i,
                 )
@@ -169,8 +170,8 @@ class RegionPlan(_Checked):
         for i, (first, count) in enumerate(self.loop_results):
             if first < end or first + count > self.n_values:
                 raise _field_error(
-                    f"the loop's results {first} to {first + count - 1} overlap those before or are "
-                    f"more than n_values of the region, {self.n_values}.",
+                    f"the loop's results {first} to {first + count - 1} overlap the results before "
+                    f"or exceed n_values of the region, {self.n_values}.",
                     "loop_results",
                     i,
                 )
@@ -184,13 +185,13 @@ class RegionPlan(_Checked):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoopPlan(_Checked):
-    """A `scan` that runs in another way.
+    """A `scan` that runs in groups or unrolled.
 
     Args:
-      key: which loop.
-      group: steps that are recomputed together, from the start of their group; 1: none are.
-      steps: steps that one iteration consists of, each a region of its own, `key.0` and so on.
-      groups: how many groups there are; the steps after them are not recomputed. 0: as many as fit.
+      key: the loop's name in the plan.
+      group: steps that are recomputed together, from the start of their group; 1 for no groups.
+      steps: the unroll factor: steps per iteration, each a separate region `key.0`, `key.1` and so on.
+      groups: the number of groups; the steps after them are in no group. 0: as many groups as fit.
     """
 
     key: str
@@ -204,16 +205,17 @@ class LoopPlan(_Checked):
         if self.steps < 1:
             raise _field_error("steps must be at least 1.", "steps")
         if self.groups and self.group == 1:
-            raise _field_error("there are groups where group is more than 1 step.", "groups")
+            raise _field_error("groups must be 0 if group is 1 step.", "groups")
         if self.group > 1 and self.steps > 1:
             raise _field_error(
-                "a loop runs in groups or in several steps at once, not both.", "steps"
+                "steps must be 1 if group is more than 1: a loop is grouped or unrolled, not both.",
+                "steps",
             )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attempt(_Checked):
-    """Decisions that were compiled while planning: the peak that was predicted, and the compiler's."""
+    """A candidate that was compiled while planning: its predicted and its compiled peak."""
 
     predicted_bytes: int
     compiled_bytes: int
@@ -238,7 +240,7 @@ class Plan(_Checked):
     >>> Plan.from_json(plan.to_json()) == plan
     True
 
-    An edited plan is not verified any more:
+    An edited plan is not verified:
 
     >>> Plan.from_json(plan.to_json().replace("[5, 6]", "[5]")).is_verified
     False
@@ -246,22 +248,22 @@ class Plan(_Checked):
     Args:
       program: the fingerprint of the step.
       target: the device that the step was compiled for.
-      versions: of the libraries that took part, by name.
-      budget_bytes: what the peak had to stay within.
-      peak_bytes: the compiler's peak of the step on one device; None if nobody compiled it.
+      versions: the versions of `remat`, `jax` and `jaxlib` that made the plan.
+      budget_bytes: the limit of the peak.
+      peak_bytes: the compiler's peak of the step on one device; None if the plan is not verified.
       predicted_bytes: the peak according to the planner's model.
       peak_bytes_without_remat: the compiler's peak of the step that saves everything.
-      flops, seconds: of the step without recomputation.
-      extra_flops, extra_seconds: of recomputation.
-      lower_bound_seconds: no plan whose loops do the same, and whose temporaries stay within what the
-        model was given, takes less `extra_seconds`, by the same costs. What loops recompute here is
-        in it; that other decisions about loops would take longer is not proven.
+      flops, seconds: costs of the step without recomputation.
+      extra_flops, extra_seconds: costs of recomputation.
+      lower_bound_seconds: proven lower bound of `extra_seconds`, by the same cost model, for plans
+        whose loops run as in this one and whose temporaries fit the model's budget. It includes the
+        recomputation in these loops. For plans with other decisions about loops nothing is proven.
       regions, loops: the decisions.
-      attempts: what was compiled on the way, in order.
+      attempts: the candidates that were compiled, in order.
       is_verified: whether the compiler confirmed `peak_bytes`.
-      costs: what seconds are by: "roofline", "measured", or what the costs are called.
-      host_bytes: what the compiler puts in the host's memory for one device.
-      transfer_seconds: the part of `extra_seconds` that copies to the host and back take.
+      costs: the name of the cost model: "roofline", "measured", or a custom one's name.
+      host_bytes: the compiler's bytes in host memory for one device.
+      transfer_seconds: the part of `extra_seconds` for copies to the host and back.
 
     Raises:
       PlanError: a field has a wrong type or a number out of range, or fields contradict each other.
@@ -291,35 +293,35 @@ class Plan(_Checked):
         names = [name for name, _ in self.versions]
         _once(names, "versions", lambda name: f"the version of {name!r} is given twice")
         ids = [(region.key, region.fingerprint) for region in self.regions]
-        _once(ids, "regions", lambda id: f"region {id[0]!r} ({id[1]}) is decided about twice")
+        _once(ids, "regions", lambda id: f"region {id[0]!r} ({id[1]}) is listed twice")
         keys = [loop.key for loop in self.loops]
-        _once(keys, "loops", lambda key: f"loop {key!r} is decided about twice")
+        _once(keys, "loops", lambda key: f"loop {key!r} is listed twice")
         if self.is_verified != (self.peak_bytes is not None):
             raise _field_error(
-                "peak_bytes is the compiler's for a plan that is verified, and otherwise None.",
+                "peak_bytes must be the compiler's peak for a verified plan, and None otherwise.",
                 "peak_bytes",
             )
 
     @property
     def extra_flops_share(self) -> float:
-        """Recomputed FLOPs, as a share of the step's without recomputation."""
+        """Return the recomputed FLOPs as a share of the step's FLOPs without recomputation."""
         return self.extra_flops / self.flops if self.flops else 0.0
 
     @property
     def saved_bytes(self) -> int:
-        """Of all saved values, offloaded ones included."""
+        """Return the bytes of all saved values, including offloaded ones."""
         return sum(region.saved_bytes for region in self.regions)
 
     @property
     def n_recomputed(self) -> int:
-        """How many values segments recompute; a value counts each time."""
+        """Return how many values the segments recompute; a value counts once per segment."""
         return sum(region.n_recomputed for region in self.regions)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file that `load` reads; a reader sees the old file or the new, never a half.
+        """Write the plan to a file, atomically.
 
         Raises:
-          PlanError: the file cannot be written; an old one is left as it was.
+          PlanError: the file cannot be written; an existing file is unchanged.
         """
         write_text(path, self.to_json(), PlanError)
 
@@ -328,23 +330,23 @@ class Plan(_Checked):
         """Read a plan from its file.
 
         Raises:
-          PlanError: the file cannot be read, is damaged, or is of a later version; the message names
-            the line and why.
+          PlanError: the file cannot be read, is invalid, or has a later format version; the message
+            has the line and the reason.
         """
         text = read_text(path, PlanError, _MOST_FILE_BYTES)
         return cls.from_json(text, os.fsdecode(path))
 
     def to_json(self) -> str:
-        """The text of the plan's file."""
+        """Return the text of the plan's file."""
         return _written(self)
 
     @classmethod
     def from_json(cls, text: str, origin: str = "the plan") -> Plan:
-        """Read what `to_json` wrote.
+        """Read a plan from the text that `to_json` returned.
 
         Args:
           text: the file's text.
-          origin: where it comes from, for errors.
+          origin: the name of its source in error messages.
 
         Raises:
           PlanError: as for `load`.
@@ -352,7 +354,7 @@ class Plan(_Checked):
         return _PlanReader(origin, text, PlanError, _ADVICE).plan()
 
     def explain(self) -> str:
-        """What the plan does and what it costs, for people."""
+        """Return a readable description of the plan's decisions and costs."""
         return "\n".join(_explained(self))
 
     def __repr__(self) -> str:
@@ -370,7 +372,7 @@ class Plan(_Checked):
 
 
 # --------------------------------------------------------------------------------------------------
-# What a field may hold
+# Checks of fields
 
 
 @functools.cache
@@ -379,7 +381,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _fitting(hint: Any, value: Any, field: str, item: int | None = None) -> Any:
-    """The value as its annotation says: lists become tuples, and numbers floats."""
+    """Return a value converted to its annotation (lists to tuples, ints to floats), or refuse it."""
     parts = typing.get_args(hint)
     if isinstance(hint, types.UnionType):  # X | None is the only one
         return None if value is None else _fitting(parts[0], value, field)
@@ -403,8 +405,8 @@ def _fitting(hint: Any, value: Any, field: str, item: int | None = None) -> Any:
     else:
         if type(value) is hint:
             return value
-        needed = {str: "a text", bool: "true or false"}.get(hint) or f"a {hint.__name__}"
-    place = field if item is None else f"what is in {field}"
+        needed = {str: "a string", bool: "true or false"}.get(hint) or f"a {hint.__name__}"
+    place = field if item is None else f"each item in {field}"
     raise _field_error(f"{place} must be {needed}, not {shown(value)}.", field, item)
 
 
@@ -412,7 +414,7 @@ def _once(items: Iterable[Any], field: str, problem: Callable[[Any], str]) -> No
     known = set()
     for i, item in enumerate(items):
         if item in known:
-            raise _field_error(f"{problem(item)}; leave one of the two.", field, i)
+            raise _field_error(f"{problem(item)}; remove one of the two.", field, i)
         known.add(item)
 
 
@@ -445,7 +447,7 @@ def _region_text(region: dict[str, Any]) -> str:
 
 
 def _list_text(items: Sequence[str], indent: str) -> str:
-    """One item a line."""
+    """Return a JSON list with one item per line."""
     between = f",\n{indent} "
     return f"[\n{indent} {between.join(items)}\n{indent}]" if items else "[]"
 
@@ -462,7 +464,7 @@ def _plain(data: Any) -> Any:
 
 
 def _checksum(fields: dict[str, Any]) -> str:
-    """Of everything but whether it is verified."""
+    """Return the checksum of all fields but `is_verified`."""
     known = {key: value for key, value in fields.items() if key != "is_verified"}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -472,15 +474,15 @@ def _checksum(fields: dict[str, Any]) -> str:
 
 
 class _PlanReader(Reader):
-    """Reads the dataclasses by their annotations; where each field stands is known."""
+    """Reads the plan's dataclasses by their annotations, and knows the position of each field."""
 
     def plan(self) -> Plan:
         start, places = self.places("the file must hold one JSON object")
         self.end("plan")
         if "format" not in places:
-            self.fail(f"this is no plan: it has no 'format': {_FORMAT!r}.", start)
+            self.fail(f"this is not a plan: it has no 'format': {_FORMAT!r}.", start)
         if (found := self.value_at(places["format"])) != _FORMAT:
-            why = f"this is no plan: format is {shown(found)}, not {_FORMAT!r}."
+            why = f"this is not a plan: format is {shown(found)}, not {_FORMAT!r}."
             self.fail(why, places["format"])
         version = self.value_at(places["version"]) if "version" in places else None
         if type(version) is not int or version != _VERSION:
@@ -497,7 +499,7 @@ class _PlanReader(Reader):
         verified = self.value_at(places["verified"])
         if verified is not None and type(verified) is not str:
             self.fail(
-                f"verified must be a text or null, not {shown(verified)}.", places["verified"]
+                f"verified must be a string or null, not {shown(verified)}.", places["verified"]
             )
         plan = self.made(Plan, {name: places[name] for name in names if name in places}, start)
         is_verified = plan.is_verified and verified == _checksum(_plain(plan))
@@ -506,7 +508,7 @@ class _PlanReader(Reader):
         )
 
     def made(self, cls: type, places: dict[str, int], start: int) -> Any:
-        """The dataclass whose fields stand at these places."""
+        """Return the dataclass whose fields are at these positions."""
         found: dict[str, Any] = {}
         items: dict[str, list[int]] = {}
         for name, place in places.items():
@@ -524,7 +526,7 @@ class _PlanReader(Reader):
         self.fail(why, at)
 
     def field(self, hint: Any, name: str) -> tuple[Any, list[int]]:
-        """What stands here, and where its items do, if it is a list."""
+        """Return the value at the current position, and the positions of its items if it is a list."""
         if name == "versions":
             return self.versions()
         if typing.get_origin(hint) is not tuple:
@@ -554,13 +556,13 @@ class _PlanReader(Reader):
         return tuple(found), places
 
     def places(self, rule: str) -> tuple[int, dict[str, int]]:
-        """Where the object that stands here begins, and where the value of each of its keys does."""
+        """Return the position of the current object, and the positions of its values by key."""
         self.skip_space()
         start = self.at
         places: dict[str, int] = {}
         for key in self.members(rule):
             if key in places:
-                self.fail(f"the key {shown(key)} stands here for the second time.")
+                self.fail(f"the key {shown(key)} stands here for the second time; remove one.")
             places[key] = self.at
             self.skip()
         return start, places
@@ -581,10 +583,10 @@ class _PlanReader(Reader):
 
 
 # --------------------------------------------------------------------------------------------------
-# For people
+# The readable description
 
-_MOST_GROUPS = 8
-_MOST_SEGMENTS = 8
+_MOST_GROUPS = 8  # lines of saved values per region; more make the text longer
+_MOST_SEGMENTS = 8  # lines of segments per region; more make the text longer
 
 
 def _explained(plan: Plan) -> Iterable[str]:
@@ -603,7 +605,7 @@ def _explained(plan: Plan) -> Iterable[str]:
     yield (
         f"  extra time   {format_seconds(plan.extra_seconds)} of {format_seconds(plan.seconds)} "
         f"({printable(plan.costs)}); "
-        f"any plan whose loops do the same: at least {format_seconds(plan.lower_bound_seconds)}"
+        f"lower bound with the same loops {format_seconds(plan.lower_bound_seconds)}"
     )
     if plan.host_bytes or plan.transfer_seconds:
         yield (
@@ -624,10 +626,10 @@ def _explained(plan: Plan) -> Iterable[str]:
     for loop in plan.loops:
         how = f"in groups of {loop.group} steps, each recomputed from its start"
         if loop.steps > 1:
-            how = f"{loop.steps} steps in each iteration, which save different values"
+            how = f"unrolled by {loop.steps}; the steps of an iteration save different values"
         elif loop.groups:
             how = f"{loop.groups} groups of {loop.group} steps, each recomputed from its start"
-            how += ", and the other steps are not"
+            how += "; the other steps are in no group"
         yield f"Loop {printable(loop.key)}: {how}"
 
 
@@ -639,7 +641,7 @@ def _explained_region(region: RegionPlan) -> Iterable[str]:
     )
     groups: dict[tuple[str, str, bool], list[SavedValue]] = {}
     for value in (*region.saved, *region.offloaded_inputs):
-        # Layers of one kind differ by a number in their paths.
+        # The paths of equal layers differ by a number.
         path = re.sub(r"\d+", "*", value.name or value.path or value.source)
         groups.setdefault((value.type, path, value.offloaded), []).append(value)
     ordered = sorted(groups.items(), key=lambda item: -sum(v.bytes for v in item[1]))

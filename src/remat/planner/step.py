@@ -1,7 +1,7 @@
-"""A training step under planning: traced in a session, measured by the compiler.
+"""The training step that is planned: traced in a tracing context, compiled for its memory.
 
-This is the one place where a plan meets JAX's staging: everything that is traced here is traced as
-`jax.jit` would with the user's options, on the target's devices, and nothing is run.
+Steps are traced as `jax.jit` traces them with the user's options, for the target's devices. Nothing is
+run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from remat.program.targets import Target, n_shards, place
 
 
 class Traced:
-    """A step traced in one session."""
+    """A step that was traced in one tracing context."""
 
     def __init__(self, traced: Any, target: Target) -> None:
         self._traced = traced
@@ -32,7 +32,7 @@ class Traced:
         self.jaxpr, self.consts = _jax.detach_consts(traced.jaxpr)
 
     def shards(self) -> list[int]:
-        """For each input of the jaxpr over how many devices it is divided."""
+        """Return the shard count of each input of the jaxpr."""
         of_consts, of_arguments = _jax.split_list(self.jaxpr.invars, [len(self.consts)])
         shardings = _jax.argument_shardings(self._traced)
         divided = [
@@ -43,25 +43,25 @@ class Traced:
 
     @functools.cached_property
     def program(self) -> str:
-        """What a plan is of: the program, and after a dash how its arguments are divided.
+        """Return the fingerprint of the program and, after a dash, that of its arguments' shardings.
 
-        Numbers that are written in the program, such as a learning rate, make no difference.
+        It does not depend on literals in the program, such as a learning rate.
         """
         divided = hashlib.sha256(repr(self.shards()).encode()).hexdigest()[:8]
         return f"{fingerprint(inlined(self.jaxpr), literals=False)}-{divided}"
 
     def memory(self) -> Memory | OutOfMemory:
-        """What the compiler says that it needs."""
+        """Return the memory that the compiler reports for the step."""
         return compile_for_analysis(self._traced.lower(), self._target)
 
     def flops(self) -> float:
-        """Of one execution on one device, dead code left out, recomputation included."""
+        """Return the FLOPs of one execution, without dead code and with recomputation."""
         live, _ = _jax.dce(self.jaxpr, [True] * len(self.jaxpr.outvars))
         return float(sum(flops_of(eqn) for eqn in live.eqns))
 
 
 class Step:
-    """A function, what it is called with, and for which target."""
+    """A step function with its arguments, its `jax.jit` options and a target."""
 
     def __init__(
         self,
@@ -76,16 +76,17 @@ class Step:
         self.jit_options = dict(jit_options)
         self.args, self.kwargs = place((args, dict(kwargs)), target)
 
-        # A new one for each step, so that nothing outlives it. The key has the context of the trace.
+        # One cache for each step, so that no entry outlives it. JAX's tracing context is part of the
+        # cache's key.
         def nothing_yet(fun: Callable, arguments: Any) -> dict[str, Any]:
             return {}
 
         self._shared = _jax.weakref_lru_cache(nothing_yet)
 
     def trace(self, session: Session) -> Traced:
-        """The step as it is in a session."""
+        """Trace the step in a tracing context."""
 
-        # A new function each time: JAX remembers what it traced of a function.
+        # A new function each time, since JAX caches traces by function.
         @_jax.wraps(self.fun)
         def step(*args: Any, **kwargs: Any) -> Any:
             return self.fun(*args, **kwargs)
@@ -97,6 +98,6 @@ class Step:
 
 
 def check_step(fun: Any) -> None:
-    """Refuse what is no function."""
+    """Refuse a step that is not callable."""
     if not callable(fun):
-        raise PlanError(f"the first argument is the training step, a function, not {fun!r}.")
+        raise PlanError(f"the first argument must be the training step, a function, not {fun!r}.")

@@ -1,8 +1,8 @@
-"""From a step traced with regions to the `Program` that is planned on.
+"""Conversion of a step that was traced with regions to the `Program` that is planned.
 
-A step is traced while a `Recording` is under way, so that its jaxpr holds each region's forward and
-backward program as one marked equation. `program.from_jaxpr` writes operations; this module says which
-of them belong to which region.
+The step is traced in the tracing context of a `Recording`, so its jaxpr has each region's forward and
+backward program as one marked equation. `program.from_jaxpr` writes the operations. This module adds
+the region that each belongs to.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def program_of_step(
     """Return the program of a whole step, with the regions' programs inlined.
 
     Args:
-      jaxpr: of the step, traced under a `Recording`.
+      jaxpr: the step, traced under a `Recording`.
       records: the regions that were recorded.
       shards: the shard count of each argument.
-      slowdown: for equations that are kernels of their own; what is fused has none.
+      slowdown: measured slowdown of equations that are separate kernels; fused ones have none.
     """
     return _written(jaxpr, records, shards, slowdown).program(jaxpr.outvars)
 
@@ -44,9 +44,10 @@ def program_of_step(
 def shards_in_bodies(
     jaxpr: _jax.Jaxpr, records: Mapping[tuple[str, str], Record], shards: Sequence[int]
 ) -> dict[_jax.Var | str, int]:
-    """Return the shard counts of the inputs of regions in loops; arguments as above.
+    """Return the shard counts of the inputs of regions in loops.
 
-    A loop's forward body is not always the region's program itself; there values are known by type.
+    They are keyed by variable, and also by type, since a loop's forward body may be another jaxpr
+    than the region's. The arguments are those of `program_of_step`.
     """
     return _written(jaxpr, records, shards, no_slowdown).body_shards
 
@@ -69,7 +70,7 @@ def program_of_record(
     shards: Mapping[_jax.Var | str, int] | None = None,
     slowdown: Slowdown = no_slowdown,
 ) -> Program:
-    """Return the program of one region by itself: its forward program, then its backward program.
+    """Return the program of a single region: its forward program, then its backward program.
 
     Inputs of the region do not count as allocated by it. `shards` holds their shard counts.
     """
@@ -95,7 +96,7 @@ def program_of_record(
 
 
 class _RegionWriter(ProgramWriter):
-    """Writes a step's jaxpr and notes which operation of which region each operation is."""
+    """Writes a step's jaxpr as operations with the region and the number of each."""
 
     def __init__(self, records: Mapping[tuple[str, str], Record], slowdown: Slowdown) -> None:
         super().__init__(slowdown)
@@ -116,8 +117,7 @@ class _RegionWriter(ProgramWriter):
     def body_of(self, eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
         if self._half(eqn) is not None:
             return eqn.params["jaxpr"]
-        # What a region saves and recomputes are values of its own program: a call in it is one
-        # operation.
+        # A region saves and recomputes values of its own program, so a call in it is one operation.
         if self._side is not None and eqn.primitive.name != "remat":
             return None
         return inline_body(eqn)
