@@ -141,15 +141,15 @@ doubled.defvjp(lambda x: (doubled(x), None), lambda _, ct: (2 * ct,))
 def test_refs_that_cannot_be_followed_are_refused(loop: str) -> None:
     ref = jax.new_ref(jnp.zeros(2))
     for step in (lambda c: stash(ref, c), lambda c: doubled(jnp.sin(c))):
-        with pytest.raises(EffectError, match="derivative rules of its own"):
+        with pytest.raises(EffectError, match="custom derivative rules"):
             jax.grad(lambda x, step=step: LOOPS[loop](step, x).sum())(X)
 
 
 def test_refs_among_the_arguments_of_a_loop_are_refused() -> None:
     ref = jax.new_ref(jnp.zeros(2))
-    with pytest.raises(EffectError, match="cannot be carried or scanned over"):
+    with pytest.raises(EffectError, match="cannot carry a ref"):
         scan(lambda c, _: (c, None), ref, None, 3)
-    with pytest.raises(EffectError, match="cannot be carried or scanned over"):
+    with pytest.raises(EffectError, match="cannot carry a ref"):
         scan(lambda c, x: (c, x), 0.0, ref)
     with pytest.raises(EffectError, match=r"cond of remat\.while_loop writes a ref"):
 

@@ -1,8 +1,8 @@
-"""Loops whose reverse-mode memory is chosen by the user."""
+"""Loops with reverse-mode memory that the user chooses."""
 
 import os
 
 from remat import _jax
 
-# Of the whole folder: the source lines of a loop's operations are the user's.
+# The whole folder: the source lines of a loop's operations should be the user's.
 _jax.exclude_from_tracebacks(os.path.dirname(__file__))

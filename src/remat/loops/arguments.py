@@ -1,4 +1,4 @@
-"""The integers that a user passes to a loop, checked before anything is traced."""
+"""Checks of the integers that a user passes to a loop. They run before tracing."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from remat.errors import ScheduleError
 
 
 def whole_number(value: Any, name: str, least: int) -> int:
-    """Return an argument that counts something as a Python int.
+    """Return an integer argument as a Python int.
 
-    Integers of NumPy and of JAX are accepted; a bool, a float or a text is not.
+    Integers of NumPy and of JAX are accepted; bools, floats and strings are not.
 
     >>> import numpy as np
     >>> whole_number(np.int64(2), "checkpoints", 1)
     2
 
     Raises:
-      ScheduleError: for a value that is not an integer or is below `least`.
+      ScheduleError: the value is not an integer or is below `least`.
     """
     number = None
     if not isinstance(value, (bool, np.bool_)):
@@ -38,6 +38,6 @@ def unroll_factor(unroll: Any) -> int | bool:
     """Return `unroll=` in the form that `jax.lax.scan` takes: a bool or a positive int.
 
     Raises:
-      ScheduleError: for anything else.
+      ScheduleError: it is neither.
     """
     return unroll if isinstance(unroll, bool) else whole_number(unroll, "unroll", 1)

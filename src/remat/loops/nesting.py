@@ -1,25 +1,24 @@
-"""How n equal layers are divided over nested loops: pure arithmetic, without JAX.
+"""The division of n equal layers into nested loops: pure arithmetic, without JAX.
 
-A loop of n layers stores one residual set per layer. Cut into n₁ groups of n₂ layers, with each
-group a region, it stores the carry at the start of each group and one group's residuals at a time;
-the groups can be divided in the same way. With c bytes of carry and r bytes of residuals a layer,
+A loop of n layers saves the residuals of every layer. Divided into n₁ groups of n₂ layers, with each
+group a region, it saves the carry at the start of each group and the residuals of one group at a time.
+The groups can be divided in the same way. With c bytes of carry and r bytes of residuals per layer,
 d loops of lengths n₁ … n_d hold
 
     c·(n₁ + … + n_{d-1}) + r·n_d        bytes,   and   d - 1        extra forward passes
 
-recompute what is not held. At the best lengths each loop holds the same: n₁ = … = n_{d-1} =
+recompute the rest. At the best lengths all loops hold the same number of bytes: n₁ = … = n_{d-1} =
 (r/c)·n_d, so the sum grows as n^{1/d}.
 
-The compiler's figures add what is at work: the innermost loop has the residuals of one layer more
-in hand, and within nested loops the layers it runs through also have their parameters copied to it
-(p bytes a layer, and once more for a gradient). So r·n_d is (r + p)·(n_d + 1) for n_d > 1 and
-r + p for n_d = 1, plus p and two carries. On CPU this is within a few per cent of
-`temp_size_in_bytes`.
+The compiled peak is larger by the working memory: the innermost loop holds the residuals of one more
+layer, and inside of nested loops it gets a copy of its layers' parameters (p bytes per layer, and p for
+a gradient). So r·n_d is (r + p)·(n_d + 1) for n_d > 1 and r + p for n_d = 1, plus p and two carries.
+On CPU this is within a few per cent of `temp_size_in_bytes`.
 
-Totals are seldom products of the lengths one wants. What is left after n₁ whole groups is a nest of
-its own behind them. Its backward pass comes first and is over when that of the groups begins, so it
-shares the memory that a group needs: c·n₁ + max(group, rest). One rest is enough to be near the
-best for every total, primes too, and leaves two copies of the body to compile, whatever n.
+A total is seldom a product of good lengths. The layers after n₁ whole groups form another nest, the
+rest. Its backward pass runs first and ends before that of the groups begins, so the two share memory:
+c·n₁ + max(group, rest). One rest is enough to be near the optimum for every total, including primes,
+and the body is compiled only twice for any n.
 
 Reference: Griewank & Walther, Evaluating Derivatives, 2nd ed., 2008, section 12.2 (multilevel
 checkpointing).
@@ -34,14 +33,15 @@ from dataclasses import dataclass
 from remat import units
 from remat.errors import BudgetError, ScheduleError
 
-# Deeper nesting is chosen only where it saves more than this. It costs a forward pass per level.
+# Share of the least bytes that a nest may hold in excess; a larger share chooses fewer levels. Each
+# level costs a forward pass.
 _WORTH_A_LEVEL = 0.02
-_TRY_ALL_GROUPS = 2048
+_TRY_ALL_GROUPS = 2048  # layers; for more, only group sizes with the smallest rests are tried
 
 
 @dataclass(frozen=True)
 class Nest:
-    """Loops in one another, the outermost first, and what comes behind them.
+    """The lengths of nested loops, the outermost first, and the nest of the remaining layers.
 
     >>> Nest((9, 10), rest=Nest((7,))).n_layers
     97
@@ -56,7 +56,7 @@ class Nest:
 
     @property
     def extra_sweeps(self) -> int:
-        """How often, beyond once, the forward pass of most layers is computed."""
+        """Return how often the forward pass of most layers is recomputed."""
         return len(self.lengths) - 1
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Nest:
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """What one layer costs: its carry, the residuals of one pass, and its parameters."""
+    """The bytes of one layer: its carry, its residuals and its parameters."""
 
     carry_bytes: int
     residual_bytes: int
@@ -74,16 +74,16 @@ class LayerBytes:
 
     @property
     def fixed_bytes(self) -> int:
-        """What is there however the layers are divided: a gradient, the carry and its cotangent."""
+        """Return the bytes that every division needs: a gradient, the carry and its cotangent."""
         return self.params_bytes + 2 * self.carry_bytes
 
     def of_innermost(self, n: int) -> int:
-        """What the innermost of several loops holds."""
+        """Return the bytes that the innermost of several loops holds with `n` layers."""
         return (self.residual_bytes + self.params_bytes) * (n + 1 if n > 1 else n)
 
 
 def peak_bytes(nest: Nest, layer: LayerBytes) -> int:
-    """The bytes that a nest holds at the peak of its backward pass.
+    """Return the bytes that a nest holds at the peak of its backward pass.
 
     >>> peak_bytes(Nest((8, 8)), LayerBytes(carry_bytes=10, residual_bytes=30))
     370
@@ -110,21 +110,21 @@ def best_nest(
     levels: int | None = None,
     budget_bytes: int | None = None,
 ) -> Nest:
-    """The nest for a total.
+    """Return the best nest for a number of layers.
 
     >>> str(best_nest(97, LayerBytes(carry_bytes=10, residual_bytes=10), levels=2))
     '10×9 + 7'
 
     Args:
       n_layers: the total number of layers.
-      layer: what one layer costs.
-      levels: the number of nested loops; None leaves it open.
-      budget_bytes: what may be held at most. The nest that recomputes least within it is chosen;
-        without a budget it is the one that holds least.
+      layer: the bytes of one layer.
+      levels: the number of nested loops; None for any number.
+      budget_bytes: the most bytes that the nest may hold. The one that recomputes least within it is
+        chosen. Without a budget, the nest that holds the fewest bytes is chosen.
 
     Raises:
-      BudgetError: if no nest fits, with the smallest.
-      ScheduleError: for totals or levels that are not positive.
+      BudgetError: no nest fits; the message has the smallest.
+      ScheduleError: `n_layers` or `levels` is not positive.
     """
     if n_layers < 1:
         raise ScheduleError(f"a loop needs at least 1 layer, not {n_layers}.")
@@ -147,12 +147,12 @@ def best_nest(
         f"smallest, {smallest}, holds {units.format_bytes(least)} ({least} bytes: "
         f"{units.format_bytes(layer.carry_bytes)} of carry and "
         f"{units.format_bytes(layer.residual_bytes)} of residuals a layer). Raise budget="
-        f"{'' if levels is None else ', leave levels= open'} or checkpoint parts of the layer."
+        f"{'' if levels is None else ', leave out levels='} or checkpoint parts of the layer."
     )
 
 
 def _best_of_each_depth(n_layers: int, layer: LayerBytes, levels: int | None) -> Iterator[Nest]:
-    """For each number of loops, the nest that holds least; deeper ones while they hold less."""
+    """Yield for each number of loops the nest that holds the fewest bytes, while deeper ones hold less."""
     factorized = _Factorizations(n_layers, layer)
     yield Nest((n_layers,))
     least: int | None = None
@@ -164,7 +164,7 @@ def _best_of_each_depth(n_layers: int, layer: LayerBytes, levels: int | None) ->
             inner, inner_lengths = factorized.best(group, depth - 1)
             rest, rest_lengths = factorized.best_up_to(left, depth) if left else (0, ())
             held = layer.carry_bytes * n_groups + max(inner, rest)
-            # Of two that hold the same, the one without a rest.
+            # Of two nests that hold the same bytes, prefer the one without a rest.
             if best is None or (held, left) < best[:2]:
                 nest = Nest((n_groups, *inner_lengths), Nest(rest_lengths) if left else None)
                 best = (held, left, nest)
@@ -176,14 +176,14 @@ def _best_of_each_depth(n_layers: int, layer: LayerBytes, levels: int | None) ->
 
 
 def _group_sizes(n_layers: int) -> list[int]:
-    """Sizes of groups to try: all, or for many layers those that leave the smallest rests."""
+    """Return the group sizes to try: all, or for many layers those that leave the smallest rests."""
     if n_layers <= _TRY_ALL_GROUPS:
         return list(range(1, n_layers + 1))
     return sorted({n_layers // n_groups for n_groups in range(1, n_layers + 1)})
 
 
 class _Factorizations:
-    """For all totals up to a limit, the best exact product of a number of lengths."""
+    """The best lengths with an exact product, for all totals up to a limit."""
 
     def __init__(self, limit: int, layer: LayerBytes):
         self.layer = layer

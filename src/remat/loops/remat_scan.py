@@ -1,14 +1,13 @@
 """`remat.remat_scan`: n equal layers in nested, rematerialized loops.
 
-A `lax.scan` over the layers of a model compiles one layer, however deep the model is, and stores
-every layer's residuals. Nested loops whose groups are regions store the carries at the groups'
-starts instead, and memory grows as n^{1/d} with d loops (`nesting.py` has the arithmetic, for
-totals that are no products, too). Parameters stay one array that all loops read in place
-(`stacked.py`).
+A `lax.scan` over the layers of a model compiles one layer for any depth, and saves the residuals of
+every layer. Nested loops whose groups are regions save the carries at the groups' starts instead, and
+memory grows as n^{1/d} with d loops. `nesting.py` has the arithmetic, also for totals that are not
+products. All loops read the parameters in place from one array (`stacked.py`).
 
-Reference: Chen, Xu, Zhang & Guestrin, Training Deep Nets with Sublinear Memory Cost, 2016;
-`flax.linen.remat_scan`, whose schedule this is: the layers of the innermost loop store their
-residuals, every loop around it is rematerialized.
+Reference: Chen, Xu, Zhang & Guestrin, Training Deep Nets with Sublinear Memory Cost, 2016. The schedule
+is that of `flax.linen.remat_scan`: the layers of the innermost loop save their residuals, and every
+loop around it is rematerialized.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ def remat_scan(
     budget: int | str | None = None,
     policy: Any = None,
 ) -> Callable[[Any, Any], Any]:
-    """Apply one function n times with parameters of its own each time, storing little.
+    """Apply n equal layers in nested loops, with different parameters each and little saved memory.
 
-    A hundred dense layers, in ten groups of ten. Ten carries and one group's residuals are stored:
+    A hundred dense layers, in ten groups of ten. Ten carries and one group's residuals are saved:
 
     >>> import jax, jax.numpy as jnp, remat
     >>> from remat.loops.remat_scan import remat_scan
@@ -64,41 +63,41 @@ def remat_scan(
     >>> temporaries((10, 10)) < 0.3 * temporaries((100,))
     True
 
-    Any number of layers, divided so that least is stored:
+    Any number of layers, divided so that the fewest bytes are saved:
 
     >>> remat_scan(layer, "auto")(x, jax.tree.map(lambda p: p[:97], params)).shape
     (256, 8)
 
     Args:
-      body: `body(carry, params) -> carry` or, as in `lax.scan`, `-> (carry, y)`. Its parameters are
-        one layer's. Shapes and dtypes of the carry stay the same.
+      body: `body(carry, params) -> carry` or, as in `lax.scan`, `-> (carry, y)`, with the parameters
+        of one layer. The carry keeps its shapes and dtypes.
       lengths: the lengths of the loops, the outermost first; their product is the number of layers.
-        The layers of the innermost loop store their residuals, so `(n,)` is a plain scan and
-        `(n, 1)` recomputes every layer by itself. `"auto"` measures the bytes of the carry and of
-        one layer's residuals and takes what stores least, for any number of layers.
-      length: with `"auto"`, the number of layers. It can be left out if there are parameters.
-      levels: with `"auto"`, the number of nested loops. Each but one costs a further forward pass.
-        Left open, as many are used as save memory.
-      budget: with `"auto"`, the bytes that the loops may hold, a number or a text such as "8MiB".
-        Of the divisions within it, the one that recomputes least is taken.
-      policy: what may be saved besides, see `remat.checkpoint`.
+        The layers of the innermost loop save their residuals, so `(n,)` is a plain scan and `(n, 1)`
+        recomputes every layer separately. `"auto"` determines the bytes of the carry and of one layer's
+        residuals, and takes the lengths with the least memory, for any number of layers.
+      length: with `"auto"`, the number of layers. It is optional if there are parameters.
+      levels: with `"auto"`, the number of nested loops. Each but one costs an extra forward pass. By
+        default there are as many as save memory.
+      budget: with `"auto"`, the bytes that the loops may hold, a number or a text such as "8MiB". The
+        lengths that recompute least within it are taken.
+      policy: what may be saved in addition, see `remat.checkpoint`.
 
     Returns:
-      `scanned(carry, stacked_params)` with the carry after all layers, or `(carry, ys)` if `body`
-      returns a pair. The arrays of `stacked_params` have the layers in front: one axis of length n,
-      or as many as `lengths` has. So have those of `ys`.
+      `scanned(carry, stacked_params)`. It returns the carry after all layers, or `(carry, ys)` if
+      `body` returns a pair. The arrays of `stacked_params` have the layers in one leading axis of
+      length n, or in as many leading axes as there are lengths. The arrays of `ys` have the same.
 
     Raises:
-      ScheduleError: for lengths that cannot be, or that do not fit the parameters.
-      BudgetError: for a budget that no division reaches, with the smallest one.
-      PolicyError: for a policy that cannot mean what it says.
+      ScheduleError: the lengths are invalid or do not fit the parameters.
+      BudgetError: no division fits the budget; the message has the smallest one.
+      PolicyError: the policy is invalid.
     """
     if not callable(body):
         raise TypeError(f"remat.remat_scan takes a function, not {body!r}.")
     policies.check_policy(policy)
     division = Division.of(lengths, length=length, levels=levels, budget=budget)
 
-    # Jitted, so that what was traced and compiled is found again.
+    # Jitted, so that further calls reuse the trace and the compiled program.
     @jax.jit
     def scanned(carry: Any, stacked_params: Any = None) -> Any:
         params, nested = _with_one_axis(stacked_params, division)
@@ -116,8 +115,8 @@ def remat_scan(
 def nested_scan(
     body: Body, nest: Nest, carry: Any, xs: Any, *, policy: Any = None
 ) -> tuple[Any, Any]:
-    """`lax.scan(body, carry, xs)`, in the loops of a nest; arrays of `xs` are `[n, ...]`."""
-    # `lax.scan` itself does not differentiate refs that a body makes.
+    """Return `lax.scan(body, carry, xs)`, run in the loops of a nest; arrays of `xs` are `[n, ...]`."""
+    # `lax.scan` itself does not differentiate refs that its body creates.
     leaves, tree = jax.tree.flatten((carry, xs))
 
     def loops(*leaves: Any) -> tuple[Any, Any]:
@@ -167,7 +166,7 @@ def _nested_scan(body: Body, nest: Nest, carry: Any, xs: Any, policy: Any) -> tu
         return lax.scan(group, state, starts)
 
     def innermost(n: int, state: Any, start: Any) -> tuple[Any, Any]:
-        # Handed over by `scan` itself, slices are not stored again as residuals of each step.
+        # `scan` passes the slices, so that they are not saved again as residuals of each step.
         whole = isinstance(start, int)
         slices = [
             s[start : start + n] if whole else lax.dynamic_slice_in_dim(s, start, n) for s in stacks
@@ -199,7 +198,7 @@ def _nested_scan(body: Body, nest: Nest, carry: Any, xs: Any, policy: Any) -> tu
 
 
 class Division:
-    """How the user wants a total divided: lengths, or what to choose them by."""
+    """The user's choice of lengths, or the constraints for choosing them automatically."""
 
     def __init__(
         self,
@@ -219,7 +218,9 @@ class Division:
             length = whole_number(length, "length", 1)
         if isinstance(lengths, str):
             if lengths != "auto":
-                raise ScheduleError(f'lengths is a sequence of ints or "auto", not {lengths!r}.')
+                raise ScheduleError(
+                    f'lengths must be a sequence of ints or "auto", not {lengths!r}.'
+                )
             if levels is not None:
                 levels = whole_number(levels, "levels", 1)
             budget_bytes = None if budget is None else units.parse_bytes(budget, "budget=")
@@ -227,13 +228,14 @@ class Division:
         for name, option in (("levels", levels), ("budget", budget)):
             if option is not None:
                 raise ScheduleError(
-                    f"{name}={option!r} chooses lengths, but lengths={lengths!r} are given. Pass "
-                    'lengths="auto".'
+                    f'{name}={option!r} requires lengths="auto", but lengths={lengths!r} are given.'
                 )
         try:
             lengths = tuple(lengths)
         except TypeError as e:
-            raise ScheduleError(f'lengths is a sequence of ints or "auto", not {lengths!r}.') from e
+            raise ScheduleError(
+                f'lengths must be a sequence of ints or "auto", not {lengths!r}.'
+            ) from e
         given = tuple(whole_number(n, f"each of lengths={lengths}", 1) for n in lengths)
         if not given:
             raise ScheduleError(
@@ -243,19 +245,19 @@ class Division:
         if length is not None and math.prod(given) != length:
             raise ScheduleError(
                 f"lengths={given} make {math.prod(given)} layers, but length={length}. Pass "
-                'lengths="auto" for a total that is no product.'
+                'lengths="auto" for any number of layers.'
             )
         return Division(given, math.prod(given), None, None)
 
     def total(self, stacks: Sequence[Any]) -> int:
-        """The number of layers, which all stacks must have in front."""
+        """Return the number of layers, the length of the leading axis of all stacks."""
         n_layers: Any = self.length
         for stack in stacks:
             here = jnp.shape(stack)[:1]
             n_layers = n_layers if n_layers is not None or not here else here[0]
             if here != (n_layers,):
                 raise ScheduleError(
-                    f"{n_layers} layers need arrays with as many layers in front, but one has "
+                    f"{n_layers} layers need arrays with a leading axis of that length, but one has "
                     f"shape {jnp.shape(stack)}."
                 )
         if _jax.is_symbolic(n_layers):
@@ -264,9 +266,7 @@ class Division:
                 "its value. Export with a number of layers, or scan over them with remat.scan."
             )
         if n_layers is None:
-            raise ScheduleError(
-                "there are no parameters to tell the number of layers; pass length=."
-            )
+            raise ScheduleError("without parameters the number of layers is unknown; pass length=.")
         if n_layers < 1:
             raise ScheduleError("the parameters have 0 layers; there must be at least 1.")
         return n_layers
@@ -295,7 +295,7 @@ class Division:
 
 
 def measure_layer(body: Body, carry: Any, x: Any) -> LayerBytes:
-    """What one layer costs, from its shapes and its linearization; nothing is computed.
+    """Return the bytes of one layer, from its shapes and its linearization; nothing is computed.
 
     Args:
       body: `body(carry, x) -> (carry, y)`.
@@ -307,7 +307,7 @@ def measure_layer(body: Body, carry: Any, x: Any) -> LayerBytes:
 
     carry, x = jax.tree.map(_struct, (carry, x))
     kept = residuals(layer, carry, x)
-    # Parameters that are residuals are there anyway, as the arrays that the loops read.
+    # Parameters that are residuals cost nothing more: the loops read them from the stacked arrays.
     carries = [r for r in kept if r.kind == "argument" and str(r.argument).startswith("carry")]
     params = [leaf for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return LayerBytes(
@@ -343,13 +343,13 @@ def _as_pair(body: Body, carry: Any, params: Any) -> tuple[bool, Body]:
     if len(children) == 2 and children[0] == expected:
         return True, body
     raise ScheduleError(
-        f"body must return a carry like the one it gets, {expected}, or a pair of that and an "
-        f"output; it returns {out}."
+        f"body must return a carry with the structure of its argument, {expected}, or a pair "
+        f"(carry, y); it returns {out}."
     )
 
 
 def _with_one_axis(params: Any, division: Division) -> tuple[Any, bool]:
-    """The parameters with one axis for all layers, and whether they had one for each loop."""
+    """Return the parameters with one leading axis, and whether they had one for each loop."""
     params = jax.tree.map(jnp.asarray, params)
     lengths = division.lengths
     leaves = jax.tree.leaves(params)
@@ -360,8 +360,8 @@ def _with_one_axis(params: Any, division: Division) -> tuple[Any, bool]:
     for leaf in leaves:
         if leaf.shape[: len(lengths)] != lengths:
             raise ScheduleError(
-                f"lengths={lengths} need arrays with {division.length} layers in front, or with "
-                f"the axes {lengths}, but one has shape {leaf.shape}."
+                f"lengths={lengths} need arrays with a leading axis of length {division.length}, or "
+                f"with leading axes {lengths}, but one has shape {leaf.shape}."
             )
     return _with_axes(params, lengths, (math.prod(lengths),)), True
 

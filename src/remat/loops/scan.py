@@ -1,17 +1,17 @@
-"""`remat.scan`: `jax.lax.scan` whose reverse-mode memory the user chooses.
+"""`remat.scan`: `jax.lax.scan` with reverse-mode memory that the user chooses.
 
-Two ways of spending memory, and a choice between them (`Choice`, printed by `remat.scan.explain`):
+There are two ways to trade memory for recomputation. `choose` takes one (`Choice`, printed by
+`remat.scan.explain`):
 
-- *nested*: scans in scans, with the blocks between them recomputed. With two levels and the
-  residuals of one block kept it costs one more forward sweep and about √n in memory. It is made of
-  `lax.scan` and `remat.checkpoint` alone. This is the default.
-- *binomial*: a fixed number of states and the fewest recomputed steps possible for it
-  (`schedules.Binomial`), interpreted at run time (`loop.py`). This is what `checkpoints=` means.
+- *nested*: nested scans whose inner blocks are recomputed. With two levels, and the residuals of one
+  block kept, it costs one extra forward sweep and memory that grows as √n. It consists of `lax.scan`
+  and `remat.checkpoint` only. This is the default.
+- *binomial*: a fixed number of kept states and the fewest recomputed steps that are possible with it
+  (`schedules.Binomial`), interpreted at run time (`loop.py`). `checkpoints=` selects it.
 
-With `budget=`, the cheapest of the two that fits is taken.
+With `budget=`, the one with the least recomputation that fits is taken.
 
-The body is traced to a jaxpr once, twice or three times where the carry starts weakly typed; both
-ways work on the jaxpr.
+The body is traced to a jaxpr, on which both work. A weakly typed initial carry takes up to three traces.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ from remat.loops.tracing import (
 )
 from remat.units import format_bytes, parse_bytes
 
-# Where neither the number of steps nor of states is known: up to 45,760 steps are then run at most
-# three times more each, 4 million at most five times.
+# States that a loop keeps if its number of steps is unknown and the user gives no number. With 64, up
+# to 45,760 steps are recomputed at most three times each, and 4 million at most five times. A larger
+# number keeps more and recomputes less.
 DEFAULT_CHECKPOINTS = 64
 
 # API
@@ -64,7 +65,7 @@ def scan(
     store: Literal["device", "host", "disk"] = "device",
     directory: str | os.PathLike | None = None,
 ) -> tuple[Any, Any]:
-    """Like `jax.lax.scan`, with the reverse-mode memory that you choose.
+    """Scan like `jax.lax.scan`, with reverse-mode memory that you choose.
 
     >>> import jax, jax.numpy as jnp
     >>> from remat.loops.scan import scan
@@ -78,37 +79,40 @@ def scan(
       f: the body, (carry, x) -> (carry, y), as for `jax.lax.scan`.
       init: the initial carry, a pytree of arrays of any type.
       xs: a pytree of arrays with the same leading axis, of `length`; or None.
-      length: the number of steps, needed where `xs` has no leaves.
-      checkpoints: how many carries are kept for the backward pass, the initial one included; one
-        more is at hand when it begins. The fewest steps possible for that number are recomputed.
-      budget: the bytes that may be kept for the backward pass, as a number or as "2GiB"; the
-        cheapest way that fits is chosen. Where neither this nor `checkpoints` is given, the
-        choice is the one of least memory that costs at most one more forward sweep. Where the
-        length is a symbolic dimension (`jax.export`), it is `checkpoints=64`.
-      policy: what is saved inside a step while it is reversed, as for `remat.checkpoint`.
-      reverse: run from the last x to the first.
-      unroll: as for `jax.lax.scan`; the binomial backward pass does not unroll.
-      store: where the carries are kept: in the device's memory, in the host's, or in a file. The
-        last two need `checkpoints`. A file costs one more forward sweep, and has no name, so that
-        nothing stays in the directory.
-      directory: of the file, with store="disk".
+      length: the number of steps, required if `xs` has no leaves.
+      checkpoints: how many carries are kept for the backward pass, including the initial one. One
+        more is held when the backward pass begins. The number of recomputed steps is the least
+        possible.
+      budget: the bytes that may be kept for the backward pass, as a number or as "2GiB". The schedule
+        that recomputes least within it is chosen. Without `budget` and `checkpoints`, the schedule is
+        the one of least memory that costs at most one extra forward sweep; if the length is a symbolic
+        dimension (`jax.export`), it is that of `checkpoints=64`.
+      policy: what a step saves while it is reversed, as for `remat.checkpoint`.
+      reverse: whether to run from the last x to the first.
+      unroll: as for `jax.lax.scan`; the binomial backward pass is not unrolled.
+      store: where the carries are kept: in device memory, in host memory, or in a file. The last two
+        require `checkpoints`. A file costs one extra forward sweep. It has no name, so nothing remains
+        in the directory.
+      directory: the directory of the file, with store="disk".
 
     Returns:
       The final carry and the stacked ys.
 
     Raises:
-      ScheduleError: `checkpoints`, `length` or `unroll` that is not an integer or is too small;
-        `checkpoints` together with `budget`; `store` without it.
-      StoreError: a directory that cannot be written to, or has too little space.
-      BudgetError: `budget` is below the smallest memory that any way needs.
-      UnitsError: a `budget` that is no number of bytes.
+      ScheduleError: `checkpoints`, `length` or `unroll` is not an integer or is too small;
+        `checkpoints` is given together with `budget`; `store` is given without `checkpoints`.
+      StoreError: the directory cannot be written to, or has too little space.
+      BudgetError: every schedule needs more than `budget`.
+      UnitsError: `budget` is not a number of bytes.
       TypeError, ValueError: what `jax.lax.scan` raises for the same call.
 
     Reference: Griewank & Walther, Algorithm 799: revolve, ACM TOMS 26 (2000).
     """
     where = make_store(store, directory)
     if store != "device" and checkpoints is None:
-        raise ScheduleError(f"store={store!r} keeps single carries: say how many, checkpoints=.")
+        raise ScheduleError(
+            f"store={store!r} requires the number of carries to keep: pass checkpoints=."
+        )
     scanned = _trace(f, init, xs, length, policy, reverse, unroll)
     traced, n = scanned.traced, scanned.length
     if _jax.is_symbolic(n):
@@ -117,7 +121,7 @@ def scan(
     else:
         choice = choose(scanned, checkpoints, budget)
         if isinstance(choice.schedule, Binomial) or store != "device":
-            # A loop that is shorter than this has no use for more.
+            # A loop of n steps cannot use more than n slots.
             slots = max(1, min(choice.schedule.peak_slots, n)) if choice.schedule else 1
             carry, ys = _binomial(scanned, slots, where)
         else:
@@ -139,7 +143,7 @@ def explain(
     reverse: bool = False,
     unroll: int | bool = 1,
 ) -> Choice:
-    """What `remat.scan` with the same arguments keeps and recomputes, and why.
+    """Return what `remat.scan` with the same arguments keeps and recomputes, and why.
 
     >>> print(explain(lambda x, _: (x * x, x), jnp.ones(4), length=100, checkpoints=5))
     binomial: 100 steps, 5 slots: 416 forward steps (4.16 per step), repeated at most 4 times
@@ -154,16 +158,16 @@ scan.explain = explain  # type: ignore[attr-defined]
 
 @dataclass(frozen=True)
 class Choice:
-    """How a scan will be reversed.
+    """The schedule by which a scan is reversed.
 
     Attributes:
-      kind: "plain" keeps the residuals of all steps; "nested" and "binomial" see the module.
-      schedule: with the exact costs; None for "plain".
-      n: steps.
-      state_bytes: of one carry. This and the other bytes are expressions where shapes are symbolic.
-      residual_bytes: of what one step keeps to be reversed, inputs of the scan excluded.
-      kept_bytes: of all that is kept at the worst moment of the backward pass.
-      why: the reason, in words.
+      kind: "plain" keeps the residuals of all steps; for "nested" and "binomial" see the module.
+      schedule: the schedule with its exact costs; None for "plain".
+      n: the number of steps.
+      state_bytes: bytes of one carry. All bytes are expressions where shapes are symbolic.
+      residual_bytes: bytes of one step's residuals, without inputs of the scan.
+      kept_bytes: bytes that are kept at the peak of the backward pass.
+      why: the reason for the choice, in words.
     """
 
     kind: Literal["plain", "nested", "binomial"]
@@ -176,7 +180,7 @@ class Choice:
 
     @property
     def forward_steps(self) -> int:
-        """Evaluations of the body for a gradient, with one inside each reversed step."""
+        """Return how often a gradient evaluates the body, including once in each reversed step."""
         return self.n if self.schedule is None else self.schedule.grad_forward_steps
 
     def __str__(self) -> str:
@@ -202,7 +206,7 @@ class Choice:
 
 
 class Scanned(NamedTuple):
-    """A traced scan: its body, what it runs over, and how."""
+    """A traced scan: its body, the arrays that it scans over, and its options."""
 
     traced: Traced
     xs: list[Any]
@@ -230,7 +234,7 @@ def _trace(
         slices = _jax.slice_types(leaves)
         traced = trace_body(f, init, jax.tree.unflatten(xs_tree, slices), policy)
     if traced is None:
-        # The same call is refused by JAX, in the words that its users know.
+        # JAX refuses the same call with an error that its users know.
         lax.scan(f, init, xs, length, reverse=reverse, unroll=unroll)
         raise AssertionError("jax.lax.scan accepts what remat.scan does not")
     return Scanned(traced, leaves, lengths.pop(), reverse, unroll_factor(unroll))
@@ -240,16 +244,16 @@ def _trace(
 
 
 def choose(scanned: Scanned, checkpoints: int | None, budget: str | int | None) -> Choice:
-    """Which way of reversing a scan costs least and keeps what it may."""
+    """Return the schedule with the least recomputation for a number of checkpoints or a budget."""
     if checkpoints is not None and budget is not None:
         raise ScheduleError(
-            f"checkpoints={checkpoints} and budget={budget!r} both say what to keep. Give one."
+            f"checkpoints={checkpoints} and budget={budget!r} exclude each other. Pass one of them."
         )
     n = scanned.length
     if _jax.is_symbolic(n):
         raise ScheduleError(
             f"the number of steps, {n}, is a symbolic dimension, and the schedule depends on its value. "
-            "Ask with a length that is a number."
+            "Pass a length that is a number."
         )
     state, residual = _state_and_residual(scanned.traced, budget)
 
@@ -286,7 +290,7 @@ def choose(scanned: Scanned, checkpoints: int | None, budget: str | int | None) 
     if plain.kept_bytes <= limit:
         return choice("plain", None, plain.kept_bytes, f"all fits the {format_bytes(limit)}")
     if nested_bytes <= limit:
-        # The largest blocks that fit do not matter for the number of sweeps: it is one.
+        # Larger blocks within the budget would not help: two levels cost one sweep for any block size.
         return choice("nested", two_levels, nested_bytes, f"fits the {format_bytes(limit)}")
     slots = min((limit - residual) // max(state, 1) - 1, n)
     if slots < 1:
@@ -307,10 +311,10 @@ def choose(scanned: Scanned, checkpoints: int | None, budget: str | int | None) 
 def slots_of_unknown_length(
     traced: Traced, checkpoints: int | None, budget: str | int | None, default: int
 ) -> int:
-    """Return how many states a loop keeps whose number of steps is not known when it is traced."""
+    """Return how many states a loop keeps if its number of steps is unknown when it is traced."""
     if checkpoints is not None and budget is not None:
         raise ScheduleError(
-            f"checkpoints={checkpoints} and budget={budget!r} both say what to keep. Give one."
+            f"checkpoints={checkpoints} and budget={budget!r} exclude each other. Pass one of them."
         )
     if budget is not None:
         state, residual = _state_and_residual(traced, budget)
@@ -323,13 +327,13 @@ def slots_of_unknown_length(
                 f"one step's residuals of {format_bytes(residual)}. Raise budget=, or save less "
                 f"in a step with policy=."
             )
-        # More than this would never be used by a loop that ends.
+        # With more slots, no loop that ends in practice would recompute less.
         return min(slots, 100_000)
     return default if checkpoints is None else whole_number(checkpoints, "checkpoints", 1)
 
 
 def _state_and_residual(traced: Traced, budget: str | int | None) -> tuple[Any, Any]:
-    """Return the bytes of a state and of a step's residuals, at most where they meet a budget."""
+    """Return the bytes of a state and of a step's residuals; with a budget, their upper bounds."""
     state, residual = sum(map(n_bytes, traced.carry)), residual_bytes(traced)
     if budget is None:
         return state, residual
@@ -343,11 +347,11 @@ def _state_and_residual(traced: Traced, budget: str | int | None) -> tuple[Any, 
 
 
 def _binomial(scanned: Scanned, slots: int, store: Store) -> tuple[Any, Any]:
-    """Scan so that the schedule is interpreted in the backward pass."""
+    """Scan with a backward pass that interprets a binomial schedule."""
     traced, n = scanned.traced, scanned.length
     is_long = jax.config.jax_enable_x64 if _jax.is_symbolic(n) else n >= 2**31
     if is_long and not jax.config.jax_enable_x64:
-        raise ScheduleError(f"{n} steps are too many to be counted in 32 bits. Set jax_enable_x64.")
+        raise ScheduleError(f"{n} steps cannot be counted in 32 bits. Set jax_enable_x64.")
     loop = Loop(
         traced.body,
         len(traced.consts),
@@ -371,7 +375,7 @@ def _binomial(scanned: Scanned, slots: int, store: Store) -> tuple[Any, Any]:
 def _nested(
     scanned: Scanned, carry: Any, xs: Any, n: int, lengths: tuple[int, ...], recomputed: bool
 ) -> tuple[Any, Any]:
-    """Scan the blocks that `Multilevel` describes; blocks are recomputed as a whole."""
+    """Scan in nested loops of these lengths, in which each block is recomputed as a whole."""
     options = {"reverse": scanned.reverse}
 
     def step(carry: Any, x: Any) -> tuple[Any, Any]:
@@ -389,7 +393,7 @@ def _nested(
     def inner(carry: Any, xs: Any, n: int) -> tuple[Any, Any]:
         return _nested(scanned, carry, xs, n, lengths[1:], recomputed)
 
-    # The blocks come first in the order of execution, the rest last.
+    # The blocks are executed first, the rest last.
     main, last = slice(0, blocks * block), slice(blocks * block, n)
     if scanned.reverse:
         main, last = slice(rest, n), slice(0, rest)

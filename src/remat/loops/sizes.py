@@ -1,4 +1,4 @@
-"""The bytes of what a loop keeps, and how they compare with a budget."""
+"""The bytes of the values that a loop keeps, and their comparison with a budget."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from remat.units import format_bytes
 
 
 def n_bytes(x: Any) -> Any:
-    """Return the bytes of an array or of its type: an expression if it has symbolic dimensions."""
+    """Return the bytes of an array or a type; an expression if it has symbolic dimensions."""
     size = x.size if _jax.is_symbolic(x.size) else int(x.size)
     return size * x.dtype.itemsize
 
 
 def worst_case(what: str, size: Any, budget: Any, instead: str) -> int:
-    """Return the most bytes that a size can be, for comparison with a budget.
+    """Return the upper bound of a size, for comparison with a budget.
 
     Args:
-      what: what has the size, for the error.
-      size: bytes; with symbolic dimensions, their constraints bound it.
-      budget: what the user gave.
-      instead: an option that needs no sizes.
+      what: the name of the values, for the error.
+      size: bytes. The constraints of symbolic dimensions bound it.
+      budget: the user's `budget=`, for the error.
+      instead: an option that needs no sizes, for the error.
 
     Raises:
-      BudgetError: if a symbolic size has no bound.
+      BudgetError: a symbolic size has no bound.
     """
     bound = _jax.upper_bound(size)
     if bound is None:

@@ -1,25 +1,24 @@
-"""One layer of stacked parameters, read in nested loops without copying the others.
+"""Reading one layer of stacked parameters in nested loops, without copies of the other layers.
 
 # The idea
 
-`lax.scan` over stacked parameters `[n, ...]` hands each step its slice and stacks the steps'
-gradients. In nested loops, where a group of m layers is recomputed together, the outer loop hands
-the group a copy of its m slices and the group returns a stack of m gradients. Both are temporaries
-that grow with m: nesting moves memory from activations to parameters.
+`lax.scan` over stacked parameters `[n, ...]` passes a slice to each step and stacks the steps'
+gradients. In nested loops, where a group of m layers is recomputed together, the outer loop passes a
+copy of m slices to the group, and the group returns a stack of m gradients. Both are temporaries that
+grow with m: nesting would trade activation memory for parameter memory.
 
-So here every level of the loops sees the whole array and reads at an index, which copies one layer.
-The gradient of such a read is nonzero in one layer only, but JAX would add it up as arrays of full
-size. It is summed in place instead, by giving the derivative a way of its own through the program:
-next to the carry goes a *handle* on the stack, whose value nobody reads and whose tangent is the
-stack's tangent.
+So here all loops get the whole array and read one layer at an index. The gradient of such a read is
+nonzero in that layer only, but JAX would sum gradients of the full size. To sum them in place, the
+derivative takes a separate path: the loops carry a *handle* on the stack, whose value is never read and
+whose tangent is the stack's tangent.
 
     adopt:  layer, handle, i  ->  handle, layer     the layer, whose tangent is handle's at i
     take:   dhandle, i        ->  dhandle, dlayer   linear; its transpose is put
     put:    ct, ct_layer, i   ->  ct                adds ct_layer to ct in place, at i
 
 In reverse, the handle's cotangent is one buffer of the size of the parameters, carried through all
-loops: the gradient itself. `adopt`'s derivative ignores the tangent of `layer`, which is the same
-one on the other way; its primal result is `layer`, so higher derivatives are those of a plain read.
+loops: the gradient itself. `adopt`'s derivative ignores the tangent of `layer`, which the handle's
+tangent already contains. Its primal result is `layer`, so higher derivatives are those of a plain read.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _jax.exclude_from_tracebacks(__file__)
 
 
 def adopt(layer: Any, handle: Any, index: Any) -> tuple[Any, Any]:
-    """`handle` and `layer`, the latter with the derivative of `handle[index]`."""
+    """Return `handle`, and `layer` with the derivative of `handle[index]`."""
     handle, layer = adopt_p.bind(layer, handle, index, axis=0)
     return handle, layer
 
@@ -145,7 +144,7 @@ _jax.register_jvp(put_p, _put_jvp)
 
 
 # --------------------------------------------------------------------------------------------------
-# Batching: all arrays get the batch in front, and the stack's axis moves back by one
+# Batching: all arrays get a leading batch axis, so the stack's axis moves back by one
 
 
 def _batch_in_front(primitive: _jax.Primitive) -> Callable[..., Any]:
@@ -154,7 +153,7 @@ def _batch_in_front(primitive: _jax.Primitive) -> Callable[..., Any]:
             outs = primitive.bind(*args, axis=axis)
             return outs, [None] * len(outs)
         *arrays, index = args
-        assert dims[-1] is None  # it counts the loops' iterations
+        assert dims[-1] is None  # the index counts the loops' iterations
         in_front = [
             jnp.broadcast_to(x, (axis_data.size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
             for x, d in zip(arrays, dims)

@@ -14,16 +14,16 @@ from remat.loops.sizes import n_bytes
 from remat.transform.checkpoint import checkpoint
 
 REFS_NOT_SUPPORTED = (
-    "a loop of remat cannot use a ref that a function with derivative rules of its own "
-    "(jax.custom_vjp, jax.custom_jvp) in its body takes or makes, or that is not in the default "
-    "memory. Carry the value of the ref through the loop instead."
+    "a remat loop does not support a ref that is not in the default memory, or that a function with "
+    "custom derivative rules (jax.custom_vjp, jax.custom_jvp) in its body takes or creates. Carry the "
+    "value of the ref through the loop instead."
 )
 
 
 class Traced(NamedTuple):
-    """A body as a jaxpr (see `Loop.body`), the values it is closed over, and its first carry.
+    """A body as a jaxpr (see `Loop.body`), the values that it closes over, and its initial carry.
 
-    The values of refs that the body writes are carried behind the user's carry.
+    The values of refs that the body writes follow the user's carry in the carry.
     """
 
     body: Any
@@ -44,15 +44,14 @@ class Traced(NamedTuple):
 def trace_body(
     f: Callable[[Any, Any], tuple[Any, Any]], init: Any, x: Any, policy: Callable | None
 ) -> Traced | None:
-    """Trace `f(carry, x) -> (carry, y)`; None if the carry changes its structure or type.
+    """Trace `f(carry, x) -> (carry, y)`; return None if the carry changes its structure or type.
 
-    `x` is a pytree of types. With a policy, what a step keeps while it is reversed
-    is what the policy saves.
+    `x` is a pytree of types. With a policy, a step that is reversed saves what the policy says.
     """
     body = f if policy is None else checkpointed(f, policy)
     carry, carry_tree = jax.tree.flatten(init)
     carry = as_arrays(carry)
-    # A carry that starts as a Python number takes the type of what follows it: trace again.
+    # A weakly typed initial carry (a Python number) takes the type of the next carry: trace again.
     for _ in range(3):
         jaxpr, consts, out = _jax.trace_call(body, jax.tree.unflatten(carry_tree, carry), x)
         if not isinstance(out, tuple) or len(out) != 2 or jax.tree.structure(out[0]) != carry_tree:
@@ -69,7 +68,7 @@ def trace_body(
 
 
 def _with_values(traced: Traced) -> Traced:
-    """Carry the values of refs that the body writes, and close it over those that it only reads."""
+    """Add the values of refs that the body writes to the carry, and of refs it only reads to the consts."""
     pure, consts = values_of_refs(traced.body, traced.consts)
     if pure is None:
         return traced
@@ -91,12 +90,12 @@ def _with_values(traced: Traced) -> Traced:
 
 
 def values_of_refs(jaxpr: Any, consts: list[Any]) -> tuple[_jax.WithoutRefs | None, list[Any]]:
-    """Rewrite a jaxpr on the values of the refs among its consts, and return the new consts.
+    """Rewrite a jaxpr on the values of the refs among its consts; return it and the new consts.
 
-    The rewritten jaxpr is None where there are no refs.
+    The rewritten jaxpr is None if there are no refs.
 
     Raises:
-      EffectError: if it cannot be rewritten.
+      EffectError: the rewriting is unsupported.
     """
     refs = [_jax.is_ref(c) for c in consts]
     if not any(refs) and not _jax.uses_refs(jaxpr):
@@ -108,20 +107,20 @@ def values_of_refs(jaxpr: Any, consts: list[Any]) -> tuple[_jax.WithoutRefs | No
 
 
 def checkpointed(f: Callable, policy: Callable | None) -> Callable:
-    """`f` recomputed when it is reversed; in the body of a loop nothing can undo that."""
+    """Return `f` checkpointed without barriers: XLA does not merge computations of different loops."""
     return checkpoint(f, policy=policy, prevent_cse=False)
 
 
 def as_arrays(leaves: list[Any]) -> list[Any]:
-    """Numbers and NumPy arrays as arrays of JAX; weak types stay.
+    """Return numbers and NumPy arrays as JAX arrays; weak types are kept.
 
-    Rules of JAX hand out numbers, too, as subclasses of Python's that have a dtype.
+    Numbers also come from JAX's own rules, as subclasses of Python's types with a dtype.
     """
     numbers = (int, float, complex)
     if any(map(_jax.is_ref, leaves)):
         raise EffectError(
-            "a ref cannot be carried or scanned over by a loop of remat. Let the body read and write "
-            "it from outside, or pass its value, ref[...]."
+            "a remat loop cannot carry a ref or scan over one. Let the body close over the ref, or pass "
+            "its value, ref[...]."
         )
     return [
         x if isinstance(x, jax.Array) and not isinstance(x, numbers) else jnp.asarray(x)
@@ -130,9 +129,9 @@ def as_arrays(leaves: list[Any]) -> list[Any]:
 
 
 def residual_bytes(traced: Traced) -> Any:
-    """Return the bytes that one step keeps to be reversed, without the consts and its slice of the xs.
+    """Return the bytes of one step's residuals, without the consts and its slice of the xs.
 
-    0 for a body that cannot be differentiated in reverse: such a loop can be run, and nothing is kept.
+    A body without reverse-mode derivative has 0 bytes: such a loop can still be run.
     """
     types = _jax.in_avals(traced.body)
     inexact = [_jax.has_tangent(t) for t in types]
@@ -150,7 +149,7 @@ def residual_bytes(traced: Traced) -> Any:
 
     try:
         jaxpr, consts, _ = _jax.trace_call(residuals, *types)
-    except Exception:  # rules of differentiation refuse with errors of any type
+    except Exception:  # differentiation rules raise errors of any type
         return 0
     n_fixed, n_carry = len(traced.consts), len(traced.carry)
     inputs = jaxpr.invars[len(consts) :]

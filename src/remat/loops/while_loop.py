@@ -1,9 +1,9 @@
-"""`remat.fori_loop` and `remat.while_loop`: loops that JAX runs but does not reverse.
+"""`remat.fori_loop` and `remat.while_loop`: reverse-mode derivatives of loops that JAX cannot reverse.
 
-JAX reverses a `fori_loop` only with concrete bounds, keeping every step, and a `while_loop` not at
-all. Here both are reversed from a fixed number of states. With traced bounds the number of steps
-is known when the loop starts, and the schedule is binomial; a `while_loop` learns it only at its
-end, and the schedule is `schedules.Online`.
+JAX reverses a `fori_loop` only with concrete bounds, keeping the residuals of every step, and it cannot
+reverse a `while_loop`. Here both keep a fixed number of states. A `fori_loop` with traced bounds knows
+its number of steps when it starts, so its schedule is binomial. A `while_loop` knows it only at its
+end, so its schedule is `schedules.Online`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def fori_loop(
     store: Literal["device", "host", "disk"] = "device",
     directory: str | os.PathLike | None = None,
 ) -> Any:
-    """Like `jax.lax.fori_loop`, reversible for traced bounds too, with the memory that you choose.
+    """Run a loop like `jax.lax.fori_loop`, also reversible with traced bounds, in memory you choose.
 
     >>> import jax, jax.numpy as jnp
     >>> from remat.loops.while_loop import fori_loop
@@ -57,23 +57,23 @@ def fori_loop(
 
     Args:
       lower: the first index, an integer or an integer array without axes.
-      upper: one past the last index; fewer than `lower` means no step.
+      upper: one past the last index; below `lower` there is no step.
       body: (index, value) -> value.
       init: the initial value, a pytree of arrays of any type.
-      checkpoints: how many values are kept for the backward pass. Default: with concrete bounds
-        that of `remat.scan`, with traced bounds 64.
-      budget: the bytes that may be kept for the backward pass instead, such as "2GiB".
-      policy: what is saved inside a step while it is reversed, as for `remat.checkpoint`.
-      unroll: as for `jax.lax.fori_loop`: only for concrete bounds.
+      checkpoints: how many values are kept for the backward pass. The default is that of
+        `remat.scan` for concrete bounds, and 64 for traced ones.
+      budget: instead of `checkpoints`, the bytes that may be kept, such as "2GiB".
+      policy: what a step saves while it is reversed, as for `remat.checkpoint`.
+      unroll: as for `jax.lax.fori_loop`, only for concrete bounds.
       store, directory: where the values are kept, as for `remat.scan`.
 
     Returns:
       The final value.
 
     Raises:
-      ScheduleError: a bound or `checkpoints` that is not an integer, `checkpoints` below 1 or
-        together with `budget`, or `unroll` with bounds known only at run time.
-      BudgetError: `budget` is below the smallest memory that any way needs.
+      ScheduleError: a bound or `checkpoints` is not an integer; `checkpoints` is below 1 or given
+        together with `budget`; `unroll` is given for traced bounds.
+      BudgetError: every schedule needs more than `budget`.
       TypeError, ValueError: what `jax.lax.fori_loop` raises for the same call.
     """
     first, last = _bound(lower, "lower"), _bound(upper, "upper")
@@ -86,7 +86,7 @@ def fori_loop(
         return (index + jnp.ones_like(index), body(index, value)), None
 
     if first is not None and last is not None:
-        # As in JAX, the index has no type of its own, if the default type can hold it.
+        # As in JAX, the index is weakly typed if the default integer type can hold it.
         limits = jnp.iinfo(jnp.asarray(0).dtype)
         start = first if limits.min <= first and last <= limits.max else jnp.asarray(lower)
         options: dict[str, Any] = {"checkpoints": checkpoints, "budget": budget, "policy": policy}
@@ -95,7 +95,7 @@ def fori_loop(
     if unroll > 1:
         raise ScheduleError(
             f"unroll={unroll} needs bounds that are known when the loop is traced; here one is "
-            "known only at run time. Leave unroll= out."
+            "traced. Leave out unroll=."
         )
     index, end = jnp.asarray(lower), jnp.asarray(upper)
     if index.dtype != end.dtype:
@@ -134,7 +134,7 @@ def while_loop(
     store: Literal["device", "host", "disk"] = "device",
     directory: str | os.PathLike | None = None,
 ) -> Any:
-    """Like `jax.lax.while_loop`, and reversible.
+    """Run a loop like `jax.lax.while_loop`, with reverse-mode derivatives.
 
     >>> import jax, jax.numpy as jnp
     >>> from remat.loops.while_loop import while_loop
@@ -145,31 +145,31 @@ def while_loop(
     0.16667
 
     Args:
-      cond: value -> bool, whether to do another step. Nothing is differentiated through it.
+      cond: value -> bool, whether to run another step. It is not differentiated.
       body: value -> value.
       init: the initial value, a pytree of arrays of any type.
-      max_steps: the most steps that may be done, or None for no limit.
-      on_max_steps: what happens when `cond` still holds after `max_steps` steps. "error" raises:
-        `StepLimitError` at once where the loop runs outside of `jax.jit`, and inside it the
-        runtime's error with the same text, raised by a host callback when the program runs.
-        "checkify" is a `checkify.check`, which the caller must functionalize with
+      max_steps: the largest number of steps, or None for no limit.
+      on_max_steps: what happens if `cond` still holds after `max_steps` steps. "error" raises
+        `StepLimitError` immediately if the loop runs outside of `jax.jit`; inside, a host callback
+        raises an error with the same text when the program runs. "checkify" makes a
+        `checkify.check`, which the caller must functionalize with
         `jax.experimental.checkify.checkify`. "truncate" returns the value after `max_steps` steps.
-      checkpoints: how many values are kept for the backward pass, the first included; one more is
-        at hand when it begins. Default: with `max_steps`, as many as are needed so that no step
-        is run more than twice again, about √(2·max_steps); without, 64.
-      budget: the bytes that may be kept for the backward pass instead, such as "2GiB".
-      policy: what is saved inside a step while it is reversed, as for `remat.checkpoint`.
+      checkpoints: how many values are kept for the backward pass, including the initial one. One
+        more is held when the backward pass begins. The default with `max_steps` is the number with
+        which each step is recomputed at most twice, about √(2·max_steps); without it, 64.
+      budget: instead of `checkpoints`, the bytes that may be kept, such as "2GiB".
+      policy: what a step saves while it is reversed, as for `remat.checkpoint`.
       store, directory: where the values are kept, as for `remat.scan`.
 
     Returns:
-      The final value. The gradient of a loop that runs for 2³² - 1 steps or more is NaN unless
-      `jax_enable_x64` is set, since so many steps are not counted.
+      The final value. The gradient of a loop with 2³² - 1 steps or more is NaN unless
+      `jax_enable_x64` is set, since the step counter has 32 bits.
 
     Raises:
       StepLimitError: see `on_max_steps`.
-      ScheduleError: `checkpoints` or `max_steps` that is not an integer or is too small,
-        `checkpoints` together with `budget`, or an `on_max_steps` that is none of the three.
-      BudgetError: `budget` is below the smallest memory that any way needs.
+      ScheduleError: `checkpoints` or `max_steps` is not an integer or is too small; `checkpoints` is
+        given together with `budget`; `on_max_steps` is invalid.
+      BudgetError: every schedule needs more than `budget`.
       TypeError, ValueError: what `jax.lax.while_loop` raises for the same call.
 
     Reference: Stumm & Walther, New algorithms for optimal online checkpointing, SIAM J. Sci.
@@ -177,15 +177,15 @@ def while_loop(
     """
     if on_max_steps not in ("error", "checkify", "truncate"):
         raise ScheduleError(
-            f"on_max_steps is 'error', 'checkify' or 'truncate', not {on_max_steps!r}."
+            f"on_max_steps must be 'error', 'checkify' or 'truncate', not {on_max_steps!r}."
         )
     counter = np.uint64 if jax.config.jax_enable_x64 else np.uint32
     if max_steps is not None:
         max_steps = whole_number(max_steps, "max_steps", 0)
         if max_steps >= np.iinfo(counter).max:
             raise ScheduleError(
-                f"max_steps={max_steps} is above {np.iinfo(counter).max - 1}, the most steps that can be "
-                "counted here. Lower max_steps=, or set jax_enable_x64."
+                f"max_steps={max_steps} is above {np.iinfo(counter).max - 1}, the limit of a "
+                f"{np.iinfo(counter).bits}-bit counter. Lower max_steps=, or set jax_enable_x64."
             )
     traced = trace_body(lambda value, _: (body(value), None), init, None, policy)
     if traced is None:
@@ -240,7 +240,7 @@ def _refuse(exceeded: Any, max_steps: int, how: str) -> None:
         return
 
     def fail(exceeded: Any) -> None:
-        # Asked again: under vmap both branches of a cond are run.
+        # Checked again: under vmap both branches of a cond run.
         if exceeded:
             raise StepLimitError(message)
 
@@ -251,11 +251,11 @@ def _refuse(exceeded: Any, max_steps: int, how: str) -> None:
 
 
 def _test_of_values(test: Any, consts: list[Any], traced: Traced) -> tuple[Any, list[Any]]:
-    """Rewrite a test as one on the whole carry, in which the values of refs follow the user's."""
+    """Rewrite a test as one on the whole carry, in which the values of refs follow the user's carry."""
     pure, values = values_of_refs(test, consts)
     if pure is not None and any(pure.is_written):
         raise EffectError(
-            "the cond of remat.while_loop writes a ref. Write it in the body, which runs as often."
+            "the cond of remat.while_loop writes a ref, which is unsupported. Write it in the body."
         )
     jaxpr = test if pure is None else pure.jaxpr
     inputs = list(jaxpr.invars)
@@ -270,7 +270,7 @@ def _test_of_values(test: Any, consts: list[Any], traced: Traced) -> tuple[Any, 
 
 
 def _after_unused(traced: Traced, unused: list[Any]) -> Any:
-    """The body with leading inputs that it does not read."""
+    """Return the body with additional leading inputs that it does not read."""
     types, inner = [jax.typeof(x) for x in unused], _jax.in_avals(traced.body)
     jaxpr, _, _ = _jax.trace_call(
         lambda _, values: _jax.call_jaxpr(traced.body, values), types, inner
@@ -279,7 +279,7 @@ def _after_unused(traced: Traced, unused: list[Any]) -> Any:
 
 
 def _bound(value: Any, name: str) -> int | None:
-    """Return a bound as a Python int, or None where its value is known only at run time."""
+    """Return a bound as a Python int, or None if it is traced."""
     with contextlib.suppress(TypeError):
         return operator.index(value)
     with contextlib.suppress(TypeError, ValueError):
@@ -293,7 +293,7 @@ def _bound(value: Any, name: str) -> int | None:
 def _index_type(lower: Any, upper: Any) -> Any:
     """Return the type of the index of `jax.lax.fori_loop`.
 
-    Types that do not go together are refused by JAX, in the words that its users know.
+    JAX refuses incompatible types with an error that its users know.
     """
     seen: list[Any] = []
     jax.eval_shape(lambda: lax.fori_loop(lower, upper, lambda i, _: seen.append(i.dtype), None))
