@@ -151,7 +151,7 @@ class BudgetError(RematError, ValueError):
 
 
 def closest(unknown: str, known: Iterable[str]) -> str:
-    """The part of an error message that offers the known names, the closest first.
+    """Return the part of an error message that lists the known names, the closest first.
 
     >>> closest("atn", ["attn", "mlp"])
     "did you mean 'attn'? Known: 'attn', 'mlp'."

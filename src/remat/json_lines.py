@@ -51,12 +51,12 @@ class Reader:
         self._lenient = json.JSONDecoder(parse_int=len, parse_float=len, parse_constant=len)
 
     def members(self, rule: str = "an object is needed here") -> Iterator[str]:
-        """Stand in turn at each value of an object, and yield its key."""
+        """Yield each key of an object, with the position at its value."""
         self.expect("{", rule)
         return self._each("}")
 
     def items(self, rule: str = "a list is needed here") -> Iterator[str]:
-        """Stand in turn at each item of a list."""
+        """Move to each item of a list in turn and yield."""
         self.expect("[", rule)
         return self._each("]")
 
@@ -69,7 +69,7 @@ class Reader:
         self._decode(self._lenient)
 
     def end(self, of: str) -> None:
-        """Insist that the text ends here."""
+        """Refuse text after the current position."""
         self.skip_space()
         if self.at < len(self.text):
             self.fail(f"there is more text after the end of the {of}.")

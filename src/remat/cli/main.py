@@ -274,7 +274,7 @@ def demo(budget: str, target: str | None) -> None:
 @json_option
 @debug_option
 def devices(as_json: bool) -> None:
-    """List the devices whose figures are known, and those at hand.
+    """List the devices with known figures, and the devices at hand.
 
     \b
         remat devices

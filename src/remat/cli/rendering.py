@@ -41,7 +41,7 @@ def say(text: str) -> None:
 
 
 def say_written(path: str) -> None:
-    """Name a written file on standard error, so that standard output is the result alone."""
+    """Print the name of a written file to standard error; standard output has the result only."""
     click.echo(printable(f"wrote {path}"), err=True)
 
 

@@ -1,8 +1,8 @@
-"""What one equation of a jaxpr does: the rows of `ir.operations`, applied to equations.
+"""The properties of single equations, from the rows of `ir.operations`.
 
-An equation whose primitive has no row (a new version of JAX, a primitive of somebody's own) is
-elementwise if all of its operands have the shape of its one result or none; otherwise it is a kernel
-of its own.
+An equation whose primitive has no row (of a newer JAX, or of another library) counts as elementwise if
+it has one result and each operand has the result's shape or is a scalar. Otherwise it counts as a
+separate kernel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BODY_PARAMETERS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 def inline_body(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
-    """Return the body of an equation that is a call, as if it stood in the program around it."""
+    """Return the body of a call whose equations count as part of the program around it, else None."""
     if eqn.primitive.name in _CALLS:
         for key in _BODY_PARAMETERS:
             if _jax.is_jaxpr(eqn.params.get(key)):
@@ -31,10 +31,10 @@ def inline_body(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
 
 
 def fusion_of(eqn: _jax.JaxprEqn) -> Fusion:
-    """Return what an equation means to a compiler that fuses loops.
+    """Return how a compiler that fuses loops treats an equation.
 
-    A call of one result is what the costliest operation of its body is, if all of them fuse.
-    Loops, branches, and calls that do not fuse as a whole are kernels of their own.
+    A call with one result counts as the costliest operation of its body, if all of them fuse. Loops,
+    branches and other calls count as separate kernels.
     """
     body = inline_body(eqn)
     if body is not None:

@@ -1,9 +1,9 @@
-"""What makes two programs the same: a fingerprint of a jaxpr, independent of names and addresses.
+"""Fingerprints of jaxprs, independent of names and addresses.
 
-A plan speaks of values by their number in a program. It may only be applied to that very program, so
-it carries this fingerprint: primitives, operands, types and parameters at every depth, in order.
-Parameters that are functions or objects without a stable text count with their type's name. Sets have
-no order of their own, and Python's changes from process to process, so they count in sorted order.
+A plan refers to values by their number in a program, so it may only be applied to the same program. Its
+fingerprint covers primitives, operands, types and parameters at every depth, in order. Parameters that
+are functions, or objects without a stable text, count with their type's name. Sets count in sorted
+order, since Python's order changes from process to process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from remat import _jax
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _SET = re.compile(r"\{([^{}]*)\}")
-# Of a call, what does not change what is computed.
+# Parameters by primitive that do not change the result.
 _OF_NO_EFFECT = {
     name: frozenset(("name", "ctx_mesh", "inline", "keep_unused", "compiler_options_kvs"))
     for name in ("jit", "pjit")
@@ -28,12 +28,12 @@ _OF_NO_EFFECT = {
 
 
 def fingerprint(jaxpr: _jax.Jaxpr, *more: Any, literals: bool = True) -> str:
-    """Twenty hexadecimal digits that differ for different programs.
+    """Return twenty hexadecimal digits that identify a program.
 
     Args:
       jaxpr: the program.
-      more: what else shall make a difference.
-      literals: whether numbers that are written in the program do.
+      more: further values that the fingerprint depends on.
+      literals: whether it depends on literals in the program.
     """
     digest = hashlib.sha256()
     _add_jaxpr(digest, jaxpr, literals)
@@ -64,7 +64,7 @@ def _add_jaxpr(digest: Any, jaxpr: _jax.Jaxpr, literals: bool) -> None:
         ignored = _OF_NO_EFFECT.get(eqn.primitive.name, ())
         for key in sorted(eqn.params):
             if key == "policy" or key in ignored:
-                continue  # what was decided shows in the program
+                continue  # the program shows what the policy decided
             digest.update(f";{key}=".encode())
             _add_value(digest, eqn.params[key], literals)
     digest.update(("->" + ",".join(map(name, jaxpr.outvars))).encode())
@@ -81,7 +81,7 @@ def _says_nothing(sharding: NamedSharding) -> bool:
 
 
 def _stable(text: str) -> str:
-    """A text without addresses, and with what stands in sets in order."""
+    """Return a text without addresses, and with the items of sets in order."""
     text = _ADDRESS.sub("", text)
     if "{" not in text:
         return text

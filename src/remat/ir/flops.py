@@ -1,20 +1,19 @@
-"""How much work an equation is: FLOPs and bytes, counted from its types alone.
+"""The work of an equation, FLOPs and bytes, counted from its types.
 
-The one counter of the library: policies select by it, the planner prices by it. Counts are per device
-under `shard_map`, where the types inside are those of one device. The conventions, whose numbers for
-each primitive stand in `ir.operations`:
+Policies and the planner use the same counts. Under `shard_map` they are per device, since the types
+there are those of one device. The conventions are (`ir.operations` has the numbers of each primitive):
 
-* a multiplication and an addition are 2; elementwise primitives are 1 per element of the result, the
-  transcendental ones `TRANSCENDENTAL`; a copy or another view of data is 0;
-* a scan is its length times its body, a conditional its costliest branch; a while loop's trip count
-  is not in its type, so it is counted as `WHILE_TRIPS` trips;
-* a Pallas kernel is what its `cost_estimate` says, else its body times its grid;
-* what JAX cannot see into (custom calls, callbacks) is 1 per element of its largest operand.
+* a multiplication and an addition count 2; elementwise primitives count 1 per element of the result,
+  transcendental ones `TRANSCENDENTAL`; copies and views count 0;
+* a scan counts its length times its body, a conditional its costliest branch, and a while loop, whose
+  trip count is unknown, `WHILE_TRIPS` trips;
+* a Pallas kernel counts its `cost_estimate`, or else its body times its grid;
+* operations that are opaque to JAX (custom calls, callbacks) count 1 per element of the largest operand.
 
-Where dimensions are symbols, counts are expressions in them.
+With symbolic dimensions, counts are expressions.
 
-Bytes are those of operands read and results written, each once: what the equation moves if nothing is
-fused with it. Looking into an array, or updating it in place, moves only the part that is touched.
+Bytes are those of operands read and results written, each once: the traffic of the equation if nothing
+is fused with it. Reading or updating a part of an array moves only that part.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from remat.ir import jaxprs
 from remat.ir.formulas import TRANSCENDENTAL as TRANSCENDENTAL, size
 from remat.ir.operations import Traffic, operation
 
-WHILE_TRIPS = 1  # trips that a while loop is counted as
+WHILE_TRIPS = 1  # assumed trips of a while loop; a larger number makes loops costlier
 
-# Their parameters hold jaxprs that are not programs of equations on arrays.
+# Primitives whose jaxpr parameters are not programs on arrays.
 _ONE_KERNEL = frozenset(
     ("pallas_call", "reduce", "reduce_window", "scatter", "scatter-add", "scatter_add")
 )
@@ -111,7 +110,7 @@ def _of_formula(formula: Callable[[Any], Any], eqn: _jax.JaxprEqn) -> Any:
     try:
         return formula(eqn)
     except (AttributeError, NotImplementedError) as error:
-        # What a formula does with sizes is not all defined for expressions.
+        # Some formulas use operations that are undefined for symbolic sizes.
         shapes = [getattr(v.aval, "shape", ()) for v in eqn.invars]
         if not any(_jax.is_symbolic(n) for shape in shapes for n in shape):
             raise

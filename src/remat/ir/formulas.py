@@ -19,7 +19,8 @@ import numpy as np
 #: Counts the operations of one equation.
 Formula = Callable[[Any], int]
 
-# FLOPs per element of an exponential, logarithm, sine, ... on vector units.
+# FLOPs per element of an exponential, logarithm, sine and so on, on vector units. A larger number makes
+# transcendental primitives costlier to recompute.
 TRANSCENDENTAL = 10
 
 
@@ -46,7 +47,7 @@ def dot_general(eqn: Any) -> int:
 
 
 def _products(lhs: Any, rhs: Any, rhs_contracted: Any, rhs_batch: Any) -> int:
-    # Each element of the left side meets each index of the right that they do not share.
+    # Each element of the left side is multiplied for each index of the right that it does not share.
     shared = {*rhs_contracted, *rhs_batch}
     return 2 * lhs.size * math.prod(n for d, n in enumerate(rhs.shape) if d not in shared)
 

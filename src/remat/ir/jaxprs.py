@@ -1,4 +1,4 @@
-"""Programs inside programs: the bodies of equations, inlining, substitution and dependence."""
+"""Jaxprs inside equations: their bodies, inlining, substitution and dependence."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from remat import _jax
 _jax.exclude_from_tracebacks(__file__)
 
 
-# Where the equations that run programs of their own keep them. Other equations may have jaxprs, too,
-# but as a part of what their primitive is: the update function of a scatter, the kernel of a Pallas
-# call, the primal of a function with a derivative of its own.
+# The parameters in which primitives that run programs hold their bodies. Jaxprs in the parameters of
+# other primitives are not bodies but part of what the primitive computes: the update function of a
+# scatter, the kernel of a Pallas call, the primal of a function with a custom derivative.
 _BODIES = {
     "call": ("call_jaxpr",),
     "closed_call": ("call_jaxpr",),
@@ -35,7 +35,7 @@ def body_keys(eqn: _jax.JaxprEqn) -> tuple[str, ...]:
     keys = _BODIES.get(eqn.primitive.name, ())
     if not keys and _jax.is_call(eqn):
         return ("call_jaxpr",)
-    # Somebody else's primitive may have one of the names.
+    # A primitive of another library may have one of these names.
     return keys if all(key in eqn.params for key in keys) else ()
 
 
@@ -71,7 +71,7 @@ def applies(jaxpr: _jax.Jaxpr, primitive: str) -> bool:
 
 
 def replace_body(eqn: _jax.JaxprEqn, old: Any, new_equations: _jax.Jaxpr) -> _jax.JaxprEqn:
-    """The equation with one of its jaxprs replaced by another of the same type."""
+    """Return the equation with one of its jaxprs replaced by another of the same type."""
     replacement = new_equations if isinstance(old, _jax.Jaxpr) else old.replace(jaxpr=new_equations)
 
     def swap(value: Any) -> Any:
@@ -142,7 +142,7 @@ def inlined(
 def written_out(
     jaxpr: _jax.Jaxpr, invars: Sequence[Any], outvars: Sequence[_jax.Var]
 ) -> list[_jax.JaxprEqn]:
-    """The equations of a jaxpr on other operands, with results under other names."""
+    """Return the equations of a jaxpr on other operands and with other result variables."""
     assert makes_its_results(jaxpr), "a result passed through"
     names = dict(zip((*jaxpr.invars, *jaxpr.outvars), (*invars, *outvars)))
     return [renamed(eqn, names) for eqn in jaxpr.eqns]
@@ -181,7 +181,7 @@ def _joined(stack: Any, eqn: _jax.JaxprEqn) -> Any:
 
 
 def dependents(jaxpr: _jax.Jaxpr, inputs: Sequence[bool]) -> list[bool]:
-    """Which results of a jaxpr can have a derivative with respect to these inputs."""
+    """Return which results of a jaxpr can have a derivative with respect to these inputs."""
     reached = {v for v, active in zip(jaxpr.invars, inputs) if active}
     for eqn in jaxpr.eqns:
         if any(_jax.is_var(v) and v in reached for v in eqn.invars):

@@ -1,13 +1,12 @@
-"""One table of JAX's primitives: how each fuses, what it computes and moves, whether it may repeat.
+"""A table of JAX's primitives: how each fuses, what it computes and moves, whether it may be recomputed.
 
-Every view of an operation in this library derives from a row of this table: which values XLA
-writes to memory (`fusion`), FLOPs and bytes (`flops`, `traffic`), what the planner may compute again
-(`is_repeatable`), what a cut need not save twice (`is_rearrangement`), what a benchmark can run alone
-(`runs_alone`). A test goes through every primitive of the installed JAX and fails on one that has no
-row.
+All properties of operations in this library come from this table: which values XLA writes to memory
+(`fusion`), FLOPs and bytes (`flops`, `traffic`), what the planner may recompute (`is_repeatable`), which
+values a cut does not save twice (`is_rearrangement`), what a benchmark can run alone (`runs_alone`). A
+test fails on a primitive of the installed JAX without a row.
 
-To add a primitive, write its name into the group it belongs to, below. A primitive that has no row is
-judged from its equation by `ir.equations`, which is right for elementwise ones.
+To add a primitive, write its name into its group below. For a primitive without a row, `ir.equations`
+derives the properties from the equation, which is correct for elementwise ones.
 
 This module imports no JAX, so solvers and hand-made programs can use it.
 """
@@ -22,17 +21,17 @@ from remat.ir.formulas import TRANSCENDENTAL, Formula
 
 
 class Fusion(enum.Enum):
-    """What an operation means to a compiler that fuses loops."""
+    """How a compiler that fuses loops treats an operation."""
 
     VIEW = "view"  # the same bytes under another type or shape: free
     CHEAP = "cheap"  # elementwise; recomputed in every kernel that uses it
     COSTLY = "costly"  # elementwise, but too costly to compute in several kernels: exp, tanh
     REDUCE = "reduce"  # fuses with the producers of its operands; its result is written
-    KERNEL = "kernel"  # a kernel of its own, which reads its operands and writes its results
+    KERNEL = "kernel"  # a separate kernel that reads its operands and writes its results
     CALL = "call"  # runs jaxprs: a call, a loop, branches
 
 
-#: What compilers compute inside the kernel that uses it.
+#: Operations that compilers compute inside the kernel that uses them.
 FUSIBLE = frozenset({Fusion.VIEW, Fusion.CHEAP, Fusion.COSTLY})
 
 
@@ -177,7 +176,7 @@ _rows(
 )
 
 # --------------------------------------------------------------------------------------------------
-# Kernels of their own
+# Separate kernels
 
 _rows(Operation(Fusion.KERNEL, formulas.dot_general), "dot_general")
 _rows(Operation(Fusion.KERNEL, formulas.ragged_dot), "ragged_dot_general")
@@ -256,13 +255,13 @@ _rows(
 )
 _rows(dataclasses.replace(_RANDOM, flops=formulas.gamma), "random_gamma")
 _rows(dataclasses.replace(_RANDOM, flops=formulas.device_bits), "rng_bit_generator")
-# The state of this one is the device's: a repetition draws other numbers.
+# Its state is the device's: a repetition draws other numbers.
 _rows(dataclasses.replace(_RANDOM, flops=formulas.device_bits, is_repeatable=False), "rng_uniform")
 
 # --------------------------------------------------------------------------------------------------
 # Communication between devices
 
-# A repetition is correct, for every device repeats it, but costs the communication again.
+# Recomputing one is correct, since every device does it, but costs the communication again.
 _COLLECTIVE = Operation(Fusion.KERNEL, is_collective=True, runs_alone=False)
 _rows(
     _COLLECTIVE,
@@ -294,7 +293,7 @@ _rows(
     """,
 )
 _rows(Operation(Fusion.KERNEL), "remat_body custom_lin")
-# Whoever wrote these decides what they do; JAX sees no effect, so a repetition has none.
+# User code decides what these do. JAX sees no effect, so they may be recomputed.
 _rows(Operation(Fusion.KERNEL, runs_alone=False), "pure_callback custom_partitioning")
 _rows(Operation(Fusion.KERNEL), "ffi_call tpu_custom_call mosaic_gpu_p pallas_call")
 _rows(Operation(Fusion.KERNEL, 0, is_repeatable=False, runs_alone=False), "inspect_sharding")
@@ -319,7 +318,7 @@ _rows(
 )
 
 # --------------------------------------------------------------------------------------------------
-# The insides of Pallas kernels: they stand in no program that is planned, only in a kernel's body
+# Primitives inside of Pallas kernels: they occur only in kernels' bodies, not in planned programs
 
 _rows(
     Operation(Fusion.KERNEL, 0, is_repeatable=False, runs_alone=False),

@@ -301,7 +301,7 @@ def _names_of_arguments(fun: Any) -> frozenset[str] | None:
 
 
 def _named_after(original: Any, lifted: Any) -> Any:
-    """Rename a lifted class to the original, since Flax names submodules after their class."""
+    """Return the lifted class under the original's name, since Flax names submodules by class."""
     cls, name = class_of(lifted), class_of(original)
     cls.__name__, cls.__qualname__, cls.__module__ = (
         name.__name__,

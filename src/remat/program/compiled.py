@@ -72,7 +72,7 @@ class OutOfMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """`needed_bytes`: the compiler's figure for the peak, as far as it got."""
+        """Return `needed_bytes`, the compiler's lower bound of the peak."""
         return self.needed_bytes
 
 

@@ -58,11 +58,11 @@ class Costs(Protocol):
 
     @property
     def name(self) -> str:
-        """The name in plans: "roofline", "measured"."""
+        """Return the name in plans, such as "roofline" or "measured"."""
 
     @property
     def key(self) -> str:
-        """A text that is equal for costs that price everything the same."""
+        """Return a key that is equal for cost models with equal costs."""
 
     def seconds(self, flops: float, bytes_moved: float, dtype: str = "float32") -> float:
         """Return the time of one kernel."""
@@ -291,7 +291,7 @@ class Measured:
         if bytes_moved(eqn) > allowed:
             return None
         try:
-            # Planning may happen while a function is traced; the measurement must not be.
+            # Planning may run while a function is being traced; the measurement must not be traced.
             with jax.ensure_compile_time_eval(), jax.default_device(self.at_hand):
                 time_s = self.time_alone(eqn)
                 if self._empty_s is None:

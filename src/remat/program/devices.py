@@ -166,8 +166,8 @@ DEVICES: Mapping[str, Device] = MappingProxyType({d.name: d for d in (
     _tpu("v6e", ("TPU v6 ?lite", "TPU v6e"), (918, 1836), 1.64, 32, 31.24),
 )})
 # fmt: on
-# What stands in for a kind that is not listed: the smallest of its platform, so that neither its
-# memory nor its speed is overrated.
+# The device that is assumed for an unlisted one: the smallest of its platform, so that neither its
+# memory nor its speed is overestimated.
 _DEFAULTS = {"cpu": "cpu", "gpu": "a100", "tpu": "v5e"}
 
 

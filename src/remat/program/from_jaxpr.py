@@ -118,8 +118,8 @@ class ProgramWriter:
 
     def call(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr, path: str) -> None:
         """Write an equation's body in its place."""
-        # A body can be written several times (JAX shares jaxprs between calls), so what its variables
-        # stood for before is restored.
+        # A body can be written several times (JAX shares jaxprs between calls), so the previous values
+        # of its variables are restored.
         before = {v: self.ids.get(v) for v in body.invars}
         operands = [self.ids.get(v) if _jax.is_var(v) else None for v in eqn.invars]
         is_local = eqn.primitive.name == "shard_map"

@@ -35,10 +35,10 @@ Price = Callable[[float, int, str], float]
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """A program's graph of written values, and what its nodes are made of.
+    """A program's graph of written values, and the operations of its nodes.
 
     Args:
-      graph: nodes are numbered by the operation that writes them.
+      graph: nodes have the number of the operation that writes them.
       ops: for each node its operations, in order; cheap ones that several nodes share are in each.
       once: nodes that must not be recomputed.
       seconds: for each node the time of one computation.
@@ -151,7 +151,7 @@ class _Fusion:
     def _write_shared(self) -> None:
         """Write the cheap values, too, that are made from large ones and that several kernels need."""
         ops, sizes = self.program.ops, self.program.bytes
-        kernels: list[set[int]] = [set() for _ in ops]  # that compute a value or read it
+        kernels: list[set[int]] = [set() for _ in ops]  # kernels that compute a value or read it
         for i in reversed(range(len(ops))):
             if ops[i].fusion is Fusion.VIEW:
                 continue
@@ -165,7 +165,7 @@ class _Fusion:
                 kernels[i] = set()
 
     def _source_size(self, source: int) -> int:
-        return self.size[source] if source >= 0 else 0  # inputs are there anyway
+        return self.size[source] if source >= 0 else 0  # inputs are always in memory
 
     def _reads(self) -> dict[int, tuple[list[int], list[int]]]:
         """Return for each kernel the kernels it reads from, and the operations fused into it."""
@@ -225,7 +225,7 @@ class _Fusion:
             )
             workspace = max(ops[member].workspace_bytes for member in group.members)
             if workspace:
-                # What an operation needs while it runs is a value that only it reads.
+                # Workspace is modelled as a value that only this operation reads.
                 work = Node(len(ops) + 1 + i, 0.0, workspace, (), f"workspace of {name}")
                 last = graph_nodes.pop()
                 graph_nodes += [work, dataclasses.replace(last, deps=(*last.deps, work.id))]

@@ -1,7 +1,7 @@
-"""A program as planners see it: operations on values, with what compilers will make of each.
+"""Programs as plain data: operations on numbered values, and how compilers treat each operation.
 
-This is the plain-data form of a jaxpr, between `trace` (which knows JAX) and `fusion` (which knows
-what compilers do). Nothing in here is a JAX object.
+This is the form of a jaxpr between `from_jaxpr`, which knows JAX, and `fusion`, which knows compilers.
+It contains no JAX objects.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from remat.ir.operations import Fusion
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Which operation of which region's program an operation is.
+    """The region of an operation, and its number there.
 
     Args:
       region: the region's key and fingerprint.
-      is_backward: whether it is of the backward program.
-      number: of its first result in the forward program, or its own in the backward program.
+      is_backward: whether the operation is in the region's backward program.
+      number: the number of its first result in the forward program, or of the operation in the
+        backward program.
     """
 
     region: tuple[str, str]
@@ -31,18 +32,17 @@ class Op:
     """One operation.
 
     Args:
-      name: the primitive's.
-      fusion: what it means to a compiler that fuses loops.
+      name: the name of the primitive.
+      fusion: how a compiler that fuses loops treats it.
       operands, results: numbers of values.
       flops: floating-point operations of one execution.
-      dtype: in which most of them are done.
-      extra_bytes: what it reads and writes besides its operands and results.
-      workspace_bytes: what it occupies while it runs besides its operands and results.
-      place: where in a region it is; None outside of all.
+      dtype: the type in which most of them are done.
+      extra_bytes: bytes that it reads and writes besides its operands and results.
+      workspace_bytes: bytes that it occupies while it runs, besides its operands and results.
+      place: its region and its number there; None outside of regions.
       source, path, label: source line, name stack, checkpoint name.
-      repeatable: whether computing it again gives the same and costs what it says.
-      slowdown: how many times longer it takes than by the price of its operations and bytes, where
-        that was measured.
+      repeatable: whether it may be recomputed: it gives the same result at the stated cost.
+      slowdown: the ratio of its measured time to the cost of its FLOPs and bytes; 1 if not measured.
     """
 
     name: str
@@ -67,9 +67,9 @@ class Program:
 
     Args:
       ops: the operations.
-      bytes: of each value, on one device.
-      types: of each value, as text.
-      inputs: values that are there from the start and stay.
+      bytes: the bytes of each value, on one device.
+      types: the type of each value, as text.
+      inputs: values that are live throughout the program.
       outputs: values that are returned.
     """
 
@@ -85,7 +85,7 @@ class Program:
 
 
 def without_dead(program: Program) -> Program:
-    """Return a program without the operations that its outputs don't need."""
+    """Return the program without operations that its outputs do not depend on."""
     live = set(program.outputs)
     kept = []
     for op in reversed(program.ops):

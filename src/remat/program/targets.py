@@ -73,7 +73,7 @@ class Target:
 
     @property
     def platform(self) -> str:
-        """`"cpu"`, `"gpu"` or `"tpu"`."""
+        """Return the platform: "cpu", "gpu" or "tpu"."""
         return self.device.platform
 
     @property

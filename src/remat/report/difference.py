@@ -38,7 +38,7 @@ class Difference:
 
     @property
     def saved_bytes(self) -> int:
-        """How much more is saved on the device than before."""
+        """Return how many more bytes are saved on the device than before."""
         after = [*self.appeared, *(new for _, new in self.changed)]
         before = [*self.vanished, *(old for old, _ in self.changed)]
         return _saved_bytes(after) - _saved_bytes(before)
@@ -116,7 +116,7 @@ def _key(value: Value) -> tuple[str, ...]:
 def _matched(
     before: list[Value], after: list[Value], key: Callable[[Value], tuple[str, ...]]
 ) -> tuple[list[tuple[Value, Value]], list[Value], list[Value]]:
-    """Pairs of equal key in order, and what is left of either side."""
+    """Return pairs of items with equal keys, in order, and the unpaired items of either side."""
     waiting: dict[tuple[str, ...], list[Value]] = {}
     for value in reversed(after):
         waiting.setdefault(key(value), []).append(value)

@@ -34,34 +34,34 @@ class Group:
 
     @functools.cached_property
     def n_bytes(self) -> int:
-        """Bytes of all its values."""
+        """Return the bytes of all values of the group."""
         return sum(value.n_bytes for value in self.values)
 
     @functools.cached_property
     def flops(self) -> float:
-        """FLOPs of computing each of its values once more."""
+        """Return the FLOPs of computing each value of the group once."""
         return sum(value.flops for value in self.values)
 
     @functools.cached_property
     def time_s(self) -> float:
-        """The same in predicted seconds."""
+        """Return the predicted seconds of computing each value of the group once."""
         return sum(value.time_s for value in self.values)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The checkpoint names of its values, each once."""
+        """Return the checkpoint names of the group's values, without repetitions."""
         return tuple(dict.fromkeys(value.name for value in self.values if value.name))
 
     @property
     def called(self) -> str:
-        """Path and name or primitive, as far as they are known."""
+        """Return the path and the names or primitives, as far as they are known."""
         primitives = dict.fromkeys(value.primitive for value in self.values if value.primitive)
         made = "/".join(self.names) or ", ".join([*primitives][:3])
         return ": ".join(filter(None, (self.pattern, made))) or "unnamed"
 
     @property
     def what(self) -> str:
-        """What they are called, with the number of values in front if there are several."""
+        """Return `called`, preceded by the number of values if there are several."""
         return f"{len(self.values)} × {self.called}" if len(self.values) > 1 else self.called
 
     def __str__(self) -> str:

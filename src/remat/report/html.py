@@ -61,7 +61,7 @@ def _static(name: str) -> str:
 
 
 def _embedded(content: object) -> str:
-    """JSON that cannot end the script element that it stands in."""
+    """Return JSON that cannot end the script element around it."""
     text = json.dumps(content, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -223,7 +223,7 @@ def _classes(point: ParetoPoint) -> str:
 
 
 def _ticks(numbers: list[int] | list[float], base: int) -> list[float]:
-    """Round numbers from 0 to beyond the largest, about five, in units of a power of `base`."""
+    """Return about five round numbers from 0 to above the largest, in units of a power of `base`."""
     most = max(numbers)
     if most <= 0:
         return [0, 1]

@@ -153,14 +153,14 @@ class Totals:
 
     @property
     def difference_bytes(self) -> int | None:
-        """What the compiler needs beyond the predicted peak; None if it was not compiled."""
+        """Return the compiled peak minus the predicted one; None if it was not compiled."""
         if self.compiled is None:
             return None
         return self.compiled.peak_bytes - self.predicted.peak_bytes
 
     @property
     def extra_flops_share(self) -> float:
-        """Recomputation as a share of the step without it.
+        """Return the FLOPs of recomputation as a share of the FLOPs without it.
 
         >>> Totals(flops=122.0, recompute_flops=22.0).extra_flops_share
         0.22
@@ -169,7 +169,7 @@ class Totals:
 
     @property
     def extra_time_share(self) -> float:
-        """The same in predicted seconds."""
+        """Return the predicted time of recomputation as a share of the time without it."""
         return _extra(self.recompute_time_s, self.time_s)
 
 

@@ -42,7 +42,7 @@ def outline(explanation: ExplanationData, *, most: int = 20) -> list[Block]:
 
 
 def setting(explanation: ExplanationData) -> str:
-    """Where the figures are from: platform, target, versions."""
+    """Return the platform, the target and the versions that the figures are for."""
     versions = ", ".join(f"{name} {version}" for name, version in explanation.versions)
     return " · ".join(text for text in (explanation.platform, explanation.target, versions) if text)
 
@@ -103,7 +103,7 @@ def memory_rows(memory: Memory) -> tuple[tuple[str, int], ...]:
 
 
 def memory_table(totals: Totals) -> Table:
-    """Predicted against compiled memory."""
+    """Return the table of predicted and compiled memory."""
     predicted = memory_rows(totals.predicted)
     if totals.compiled is None:
         rows = tuple((name, format_bytes(n), "not compiled", "") for name, n in predicted)
@@ -116,7 +116,7 @@ def memory_table(totals: Totals) -> Table:
 
 
 def peak_in_words(explanation: ExplanationData, line: Timeline) -> str:
-    """Where in the step the peak is."""
+    """Return a sentence about where in the step the peak is."""
     if line.peak_step is None:
         return "There is no timeline."
     step = explanation.steps[line.peak_step]

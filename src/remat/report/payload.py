@@ -78,7 +78,7 @@ def _steps(explanation: ExplanationData, texts: _Texts) -> dict[str, Any]:
 
 
 def _values(explanation: ExplanationData, texts: _Texts) -> dict[str, Any]:
-    """Groups, the values in their order, and the lifetimes in the order of the values."""
+    """Return columns of the groups, of the values by group, and of the values' lifetimes."""
     largest = sorted(explanation.values, key=lambda v: -v.n_bytes)[:MOST_VALUES]
     listed = {value.id for value in largest}
     groups_ = _columns("kind aval pattern source primitive count shown bytes flops time")
@@ -130,7 +130,7 @@ def _append(columns: dict[str, list[Any]], **row: Any) -> None:
 
 
 def _packed(columns: dict[str, list[Any]]) -> dict[str, Any]:
-    """Columns that repeat themselves as contents with how often each stands in a row."""
+    """Return columns, with a run-length encoding of those that repeat values."""
     packed: dict[str, Any] = {}
     for key, column in columns.items():
         runs = [part for x, run in itertools.groupby(column) for part in (x, len(list(run)))]
@@ -139,5 +139,5 @@ def _packed(columns: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 def _rounded(number: float) -> float | int:
-    """To four digits, which is more than a prediction has."""
+    """Return a number rounded to four digits, which is more than the precision of a prediction."""
     return 0 if number == 0 else float(f"{number:.4g}")

@@ -33,17 +33,17 @@ class Timeline:
 
     @property
     def total_bytes(self) -> NDArray[np.int64]:
-        """Bytes that are live at each step, all kinds together."""
+        """Return the live bytes at each step, all kinds together."""
         return self.live_bytes.sum(axis=0)
 
     @property
     def peak_step(self) -> int | None:
-        """The first step at which the most is live; None without steps."""
+        """Return the first step with the most live bytes; None without steps."""
         return int(self.total_bytes.argmax()) if self.live_bytes.shape[1] else None
 
     @property
     def peak_bytes(self) -> int:
-        """What is live at the peak."""
+        """Return the live bytes at the peak."""
         return int(self.total_bytes.max(initial=0))
 
 
@@ -104,9 +104,9 @@ def predicted_memory(
 
 
 def thinned(total_bytes: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """At most `most` step numbers that draw the same outline; the peak is always among them.
+    """Return at most `most` step numbers with the same outline, the peak among them.
 
-    The steps are divided into equal stretches, and of each the highest and the lowest are kept.
+    The steps are divided into equal stretches, and the highest and the lowest of each are kept.
 
     >>> thinned(np.array([1, 5, 2, 9, 3, 3, 0, 4]), 4).tolist()
     [0, 3, 6, 7]

@@ -1,29 +1,29 @@
-"""Splitting a program in two by what is known when: a forward and a backward half.
+"""Splitting a program into a forward half and a backward half.
 
 # The idea
 
-Some inputs of a jaxpr are *known* in the forward pass, the others (tangents) are not, and what depends
-on an unknown value is unknown. The program is split into
+Some inputs of a jaxpr are *known* in the forward pass, the others (tangents) are unknown. A value that
+depends on an unknown value is unknown. The program is split into
 
     known:   known inputs          -> known results, residuals
     staged:  residuals, all inputs -> unknown results
 
-Each unknown operation goes to the staged half alone. Each known one goes to the known half, and a
-*policy* says what the staged half does if it needs the result: take it as a residual, bring it back from
-another memory, or repeat the operation. Whatever the staged half reads and does not compute is a
-residual. Neither half is minimal, because what is needed shows only at the end: dead-code elimination
-makes them so.
+Each unknown operation goes to the staged half only. Each known operation goes to the known half. If the
+staged half needs its result, a *policy* decides whether the staged half takes it as a residual, copies
+it back from another memory, or recomputes it. Values that the staged half reads and does not compute are
+residuals. Which operations are needed is known only at the end, so dead-code elimination then removes
+unused ones from both halves.
 
-Loops, branches and calls are split along with the program that they stand in, into two loops, branches
-or calls. An operation of a primitive that has no rule below is one operation, whatever it runs inside.
+Loops, branches and calls inside the program are split, too: each into two loops, branches or calls. An
+equation whose primitive has no rule below is treated as one operation.
 
-* A **loop**'s residuals are stacked. A carry is unknown if it ever becomes so. What is the same in each
-  step is computed once, before the loop, and is not stacked.
-* **Branches** give their residuals the same slots, as far as types agree; a branch leaves the slots of
-  the others empty.
-* A **while loop** cannot stack anything, because its length is not known: it is repeated as a whole.
-* A **region** (`remat`, `jax.checkpoint`) becomes two regions, cut where the policy around it says. In
-  `SAVE` and `HOIST` there is none, and the region's own policy decides.
+* A **loop**'s residuals are stacked. A carry is unknown if it is unknown after any step. Values that are
+  equal in all steps are computed once, before the loop, and are not stacked.
+* **Branches** share slots for their residuals, as far as types agree. A branch leaves the slots that it
+  does not use empty.
+* A **while loop** cannot stack residuals, because its length is unknown: it is recomputed as a whole.
+* A **region** (`remat`, `jax.checkpoint`) becomes two regions, cut by the policy of the program around
+  it. In the modes `SAVE` and `HOIST` there is no such policy, and the region's own policy decides.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def _cond(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
     branches = [_jax.open_jaxpr(b) for b in eqn.params["branches"]]
     halves = _split_branches(branches, operands, policy)
     one = halves[0]
-    # Once residuals share slots, nobody can tell any more which branch needs which.
+    # With shared slots, dead-code elimination can no longer tell which branch needs which residual.
     halves = [without_unused(half, repeated=True) for half in halves]
     slots = _slots([results_and_residuals(half)[1] for half in halves])
     outside = [_jax.new_var(aval) for aval in slots.avals]
@@ -86,7 +86,7 @@ class _Slots(NamedTuple):
 
 
 def _slots(residuals: Sequence[Sequence[_jax.Var]]) -> _Slots:
-    """As few slots as hold the residuals of any one branch, each of one type."""
+    """Return the fewest slots that hold the residuals of any one branch, and each residual's slot."""
     slots: dict[tuple[Any, int], int] = {}
     places = []
     for branch in residuals:
@@ -102,7 +102,7 @@ def _slots(residuals: Sequence[Sequence[_jax.Var]]) -> _Slots:
 def _with_slots(
     half: Split, places: Sequence[int], avals: Sequence[Any], eqn: _jax.JaxprEqn
 ) -> tuple[_jax.Jaxpr, _jax.Jaxpr]:
-    """The halves of a branch, one with all slots as results, one with all as inputs."""
+    """Return the two halves of a branch: one returns all slots, the other takes them as inputs."""
     results, residuals = results_and_residuals(half)
     own = dict(zip(places, residuals))
     eqns, given, taken = list(half.known.eqns), [], []
@@ -121,7 +121,7 @@ def _with_slots(
 
 
 def _empty(aval: Any, eqn: _jax.JaxprEqn) -> tuple[list[_jax.JaxprEqn], Any]:
-    """Equations for a value in a slot that its branch does not use, and the value."""
+    """Return equations that compute a value for a slot that the branch does not use, and the value."""
     jaxpr, consts, _ = _jax.trace_call(lambda: _jax.empty(aval))
     assert not consts
     eqns, (value,) = jaxprs.inlined(jaxpr, [], eqn)

@@ -24,7 +24,7 @@ from remat.ir.split.halves import (
 
 
 def split_call(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
-    """Split an equation that runs one jaxpr, once and on its operands, into two of its kind."""
+    """Split an equation that runs one jaxpr once, on its operands, into two equations of its kind."""
     (key,) = jaxprs.body_keys(eqn)
     body = eqn.params[key]
     halves = split(_jax.open_jaxpr(body), operands.unknown, policy)
@@ -60,9 +60,9 @@ def _call_again(
     added_ins: Sequence[_jax.Var] = (),
     added_outs: Sequence[_jax.Var] = (),
 ) -> _jax.JaxprEqn:
-    """The same call of another body, with some of its operands and results, and with further ones.
+    """Return the call with another body, some of its operands and results, and additional ones.
 
-    Further operands come first, further results last.
+    Additional operands come first, additional results last.
     """
     params = dict(eqn.params)
     params[key] = body
@@ -77,8 +77,7 @@ def _call_again(
     return _jax.new_body_eqn(eqn, invars, outvars, params, [(body, invars)])
 
 
-# A body that is called more than once has halves that are called more than once: JAX lowers a
-# function once for each of its jaxprs, as objects.
+# Cached, so that calls of the same body get the same halves: JAX lowers each jaxpr object once.
 
 
 @_jax.weakref_lru_cache

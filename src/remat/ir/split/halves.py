@@ -11,12 +11,12 @@ from remat.ir import jaxprs
 
 
 class Mode(enum.Enum):
-    """Instead of a policy, where no region is cut."""
+    """How to split without a policy, outside of regions."""
 
     SAVE = "save"
-    """Nothing is repeated."""
+    """Save all residuals; nothing is recomputed."""
     HOIST = "hoist"
-    """Nothing is repeated, and what has effects is staged, known or not."""
+    """Save all residuals, and stage operations with effects even if they are known."""
 
 
 SAVE, HOIST = Mode.SAVE, Mode.HOIST
@@ -197,7 +197,8 @@ class _Halves:
 # Rules
 
 _RULES: dict[str, Rule] = {}
-# In place of a primitive's name: an equation that runs one jaxpr, once and on its operands.
+# Registered in place of a primitive's name: the rule of all equations that run one jaxpr once, on
+# their operands.
 ANY_CALL = "any call"
 
 
@@ -230,7 +231,7 @@ def operation(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
 
 
 def decide(policy: Callable[..., Any], eqn: _jax.JaxprEqn) -> Any:
-    """Ask a policy about an equation; names look as JAX's policies expect them in every version."""
+    """Return a policy's answer about an equation, in the form that all JAX versions' policies expect."""
     avals = [v.aval for v in eqn.invars]
     name = _jax.checkpoint_name_of(eqn)
     if name is not None:
@@ -268,14 +269,14 @@ def _debug(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
 
 
 # --------------------------------------------------------------------------------------------------
-# What rules for bodies share
+# Helpers of rules for bodies
 
 
 class Leaving(NamedTuple):
     """How residuals leave the known half of a body: those that are results, too, leave only once."""
 
     outside: list[_jax.Var]  # the variable of each residual outside
-    added: list[_jax.Var]  # residuals that need a result of their own
+    added: list[_jax.Var]  # residuals that are additional results
     added_outside: list[_jax.Var]  # and their variables outside
 
 
@@ -305,7 +306,7 @@ def known_only(values: Sequence[Any], unknown: Sequence[bool]) -> list[Any]:
 
 
 def parts_of(halves: Split, known: Sequence[_jax.JaxprEqn], staged: _jax.JaxprEqn) -> Parts:
-    """The parts of an equation whose body was split, without halves that do nothing."""
+    """Return the parts of an equation whose body was split, without halves that compute nothing."""
     return Parts(_working(known), _working([staged]), halves.outs_unknown)
 
 

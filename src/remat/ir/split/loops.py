@@ -96,10 +96,10 @@ def _split_step(
 
 
 def _staged_operands(unknown: Flags, policy: Policy, n_consts: int, n_carry: int) -> Sequence[int]:
-    """Which operands of a loop its staged half takes, in order.
+    """Return which operands of a loop its staged half takes, in order.
 
-    Where nothing is repeated, no known carry goes round, and linear operands follow the other
-    constants and precede the other slices, which is how JAX's transposition wants them.
+    If nothing is recomputed, the staged half has no known carry. Its linear operands then follow the
+    other constants and precede the other slices, as JAX's transpose rule of `scan` requires.
     """
     places = range(len(unknown))
     if not isinstance(policy, Mode):
@@ -183,7 +183,7 @@ def _while(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
         dict(eqn.params, **params),
         [(test, invars[:n_test] + invars[n_test + n_body :]), (body, invars[n_test:])],
     )
-    # Nothing is stacked, so the staged half repeats the whole loop.
+    # There are no stacked residuals, so the staged half recomputes the whole loop.
     saved = isinstance(policy, Mode)
     outs = [
         _jax.new_var(v.aval) if saved and not u else v

@@ -26,7 +26,7 @@ def _shard_map(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
     with _jax.inside_shard_map(eqn):
         halves = split(_jax.open_jaxpr(params["jaxpr"]), operands.unknown, policy)
         results, residuals = results_and_residuals(halves)
-        # A residual is divided along its first axis, which a scalar has to be given.
+        # Residuals are sharded along their first axis, so a scalar gets one.
         columns = {v: _jax.trace_call(_column, v.aval)[0] for v in residuals if not v.aval.shape}
         scalars = {v: _jax.trace_call(_scalar, j.outvars[0].aval)[0] for v, j in columns.items()}
     known_outs = known_only(eqn.outvars, halves.outs_unknown)
