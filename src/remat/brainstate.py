@@ -1,12 +1,12 @@
 """`remat.brainstate.remat` and `checkpoint`: the signature of those in `brainstate.transform`.
 
-brainstate's `StatefulFunction` traces a function, notes which States it reads and writes, and
-offers it as a function from State values and arguments to State values and results. That pure
-function is the region; around it the values are read from the States and written back, once.
+brainstate's `StatefulFunction` traces a function, records which States it reads and writes, and makes a
+pure function from State values and arguments to State values and results. This pure function is the
+region. Around it the values are read from the States and written back, once.
 
-A function is traced in each call. What it does may depend on more than its arguments: on the
-settings of `brainstate.environ` (`fit`, `precision`, `dt`, also with traced values), on attributes
-of modules, and on what it closes over.
+A function is traced in each call, since its result may depend on more than its arguments: on the
+settings of `brainstate.environ` (`fit`, `precision`, `dt`, also with traced values), on attributes of
+modules, and on values that it closes over.
 
 Known limits: negative `static_argnums` are refused, as in `brainstate.transform`.
 """
@@ -57,16 +57,16 @@ def checkpoint(
       prevent_cse: whether to keep the compiler from merging recomputation with the forward pass.
       policy: what may be saved, as in `remat.checkpoint`.
       static_argnums: positions of arguments that are not traced; not negative. In a method, `self`
-        is 0. They hold for arguments given by keyword or left at their defaults, too. What is no
-        array or number (a module, a string) is never traced.
+        is 0. They hold for arguments given by keyword or left at their defaults, too. Values other
+        than arrays and numbers (a module, a string) are never traced.
 
     Returns:
       A function with the arguments and results of `fun` that reads and writes the same States.
 
     Raises:
-      TargetError: for what cannot be called.
-      StaticArgumentError: for static arguments that `fun` or a call does not have, or are negative.
-      PolicyError, EffectError: as `remat.checkpoint` does.
+      TargetError: `fun` is not callable.
+      StaticArgumentError: `static_argnums` has an argument that `fun` or a call lacks, or is negative.
+      PolicyError, EffectError: as for `remat.checkpoint`.
     """
     if isinstance(fun, Missing):
         return functools.partial(

@@ -1,11 +1,11 @@
 """`remat.equinox.filter_checkpoint`: the signature of `equinox.filter_checkpoint`.
 
-Equinox calls functions on pytrees of anything, and *filters*: arrays are traced, all else is fixed.
-So the function, itself a pytree if it is a module or a bound method of one, and its arguments are
-taken apart; their arrays become the inputs of a region, and what is left is put back inside.
+Equinox applies functions to pytrees with leaves of any type, and *filters* them: arrays are traced, and
+other leaves are fixed. So the function (a pytree if it is a module or a module's bound method) and its
+arguments are split: arrays become the inputs of a region, and the other leaves are put back inside.
 
-A function is traced in each call, as by Equinox's own: what it closes over, and what else it reads
-of Python's state, may have changed since the last.
+Like Equinox's own, this traces the function in each call, since values that it closes over, and other
+Python state that it reads, may have changed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def filter_checkpoint(
 
     Args:
       fun: a function, module, or method of a module. Arrays in it and in its arguments are traced;
-        everything else is fixed, and may be unhashable.
+        other leaves are fixed, and may be unhashable.
       prevent_cse: whether to keep the compiler from merging recomputation with the forward pass.
       policy: what may be saved, as in `remat.checkpoint`.
 
@@ -55,8 +55,8 @@ def filter_checkpoint(
       A module that calls `fun`; its arrays are `fun`'s.
 
     Raises:
-      TargetError: for what cannot be called.
-      PolicyError, EffectError: as `remat.checkpoint` does.
+      TargetError: `fun` is not callable.
+      PolicyError, EffectError: as for `remat.checkpoint`.
     """
     if fun is None:
         return functools.partial(filter_checkpoint, prevent_cse=prevent_cse, policy=policy)
@@ -133,13 +133,13 @@ def with_remat(
         positions in containers, `layers/0`.
       model: an Equinox module, or a pytree with modules in it.
       policy, prevent_cse: as in `filter_checkpoint`.
-      methods: the methods to rematerialize, those of them that a module has; one name or several.
-      strict: whether it is an error that a pattern matches nothing.
+      methods: a method name or several; those that a module has are rematerialized.
+      strict: whether a pattern that matches nothing is an error.
 
     Raises:
-      UnknownNameError: if a pattern matches no module, with the paths that there are.
-      TargetError: for a pattern of which no module has such a method.
-      MethodError: for methods that are no names.
+      UnknownNameError: a pattern matches no module; the message lists the paths.
+      TargetError: a pattern matches only modules without such a method.
+      MethodError: `methods` has an item that is not a method name.
     """
     check_policy(policy)
     selection = Selection.of(path_globs, methods, strict=strict)
@@ -204,7 +204,7 @@ def _map_modules(
 
 
 class _Rematted:
-    """Marks the subclasses made here; `_plain_class` is what they are made of."""
+    """Base class of the subclasses made here; `_plain_class` is the original class."""
 
     _plain_class: type
 

@@ -1,11 +1,11 @@
 """`remat.haiku.remat`: the signature of `haiku.remat`.
 
 Inside `hk.transform` a function has hidden inputs and outputs: parameters, state and the stream of
-random keys. Haiku's own wrapper for JAX transformations hands them to the transformed function as
-one more argument and writes back what changed; it is used here with `remat.checkpoint`.
+random keys. Haiku's own wrapper for JAX transformations passes them to the transformed function as an
+additional argument and writes back changes. Here it wraps `remat.checkpoint`.
 
-A function is traced in each call, as with Haiku's own, for it may create modules, whose names and
-parameters Haiku notes while it runs.
+Like Haiku's own, this traces the function in each call, since it may create modules, whose names and
+parameters Haiku records while the function runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _jax.exclude_from_tracebacks(__file__)
 
 
 def _checkpoint_untraced(fun: Callable, **options: Any) -> Callable:
-    """Return a checkpointed function that is traced in each call, never taken from an earlier trace."""
+    """Return a checkpointed function that is traced in each call, without a cache."""
 
     @_jax.api_boundary
     @functools.wraps(fun)
@@ -79,17 +79,17 @@ def remat(
     (2, 8)
 
     Args:
-      fun: a function or a module. What it reads and changes of Haiku's parameters, state and random
-        keys is threaded through.
+      fun: a function or a module. The Haiku parameters, state and random keys that it reads or changes
+        pass through the region.
       concrete, prevent_cse, policy, static_argnums, static_argnames: as in `remat.checkpoint`.
 
     Returns:
       A function with the arguments, results and updates of `fun`.
 
     Raises:
-      TargetError: for what cannot be called.
+      TargetError: `fun` is not callable.
       ValueError: outside `hk.transform`.
-      StaticArgumentError, PolicyError, EffectError: as `remat.checkpoint` does.
+      StaticArgumentError, PolicyError, EffectError: as for `remat.checkpoint`.
     """
     if not callable(fun):
         raise TargetError(f"remat.haiku.remat takes a function or a module, not {fun!r}.")

@@ -1,16 +1,16 @@
 """`remat.nnx.remat`: the signature of `flax.nnx.remat`.
 
-An NNX module is a graph of Python objects with Variables in them. Around a region the graphs among
-the arguments become pytrees, and inside graphs again; what the function changes (Variables, counters
-of random streams, new attributes) comes out as a further result and is written back to the caller's
-objects once. So a region here is a function of pytrees, and the recomputation, which reads the same
-inputs, repeats no update and draws the same random numbers.
+An NNX module is a graph of Python objects with Variables in them. The graphs among the arguments are
+converted to pytrees before the region and back to graphs inside of it. Everything that the function
+changes (Variables, counters of random streams, new attributes) is an additional result of the region,
+and is written back to the caller's objects once. So the region is a function of pytrees. The
+recomputation reads the same inputs, repeats no update and draws the same random numbers.
 
 Flax has three modes, chosen by `graph` and `graph_updates`: graphs whose structure may change (the
-default), graphs of fixed structure, and trees without shared Variables. The first is written here
-on Flax's `flatten` and `unflatten`, because Flax's own composition refuses keyword arguments, traces
-defaults, so that `train: bool = True` could not be left out, and rebuilds every object of the caller,
-changed or not. The others are Flax's own function between two conversions.
+default), graphs of fixed structure, and trees without shared Variables. The first is implemented here
+with Flax's `flatten` and `unflatten`. Flax's own composition refuses keyword arguments, traces defaults
+(so that `train: bool = True` could not be left out), and rebuilds every object of the caller, changed or
+not. The other two modes are Flax's own function between two conversions.
 
 Known limits: a Variable that belongs to another trace level (one that a function under `jax.jit`
 closes over) cannot be changed, as in every transformation of Flax. It can be read.
@@ -85,7 +85,7 @@ def remat(
 
     Raises:
       TargetError: for a bound method or a class.
-      StaticArgumentError, PolicyError, EffectError: as `remat.checkpoint` does.
+      StaticArgumentError, PolicyError, EffectError: as for `remat.checkpoint`.
     """
     for name, value in (("graph", graph), ("graph_updates", graph_updates)):
         if not isinstance(value, (bool, type(None))):
@@ -159,10 +159,10 @@ def _without_updates(f: Callable, graph: bool, options: dict[str, Any]) -> Calla
 # What a region changes
 #
 # Modules and Variables are numbered in the order in which they are first reached from the arguments.
-# The region rebuilds them from arrays and compares each, after the function ran, with what it was.
-# Only what changed is handed out and written back. So a call that changes nothing works on objects
-# that may not be changed here, such as a model that a function under `jax.jit` closes over; and all
-# objects that are to change are checked before the first does, so that an error changes none.
+# The region rebuilds them from arrays and, after the function has run, compares each with its previous
+# contents. Only changed objects are returned and written back. So a call that changes nothing also works
+# on objects that may not be changed, such as a model that a function under `jax.jit` closes over. All
+# changes are checked before the first is made, so that an error changes nothing.
 
 
 @functools.partial(
@@ -268,7 +268,7 @@ def _write_back(objects: dict[int, Any], kept: Any, changed: list[_Graph], out: 
 
 
 def _check_may_change(x: Any, cls: Any = None) -> None:
-    """Refuse what Flax would refuse in the middle of a change, or without `remat`."""
+    """Refuse a change that Flax would refuse later, after other changes, or without `remat`."""
     if isinstance(x, nnx.Variable):
         x._check_can_update()
         return
@@ -284,7 +284,7 @@ def _check_may_change(x: Any, cls: Any = None) -> None:
 
 
 def _regions(f: Any, inner: Callable, options: dict[str, Any]) -> Callable[[tuple, dict], Callable]:
-    """Return what makes the region for a call's arguments: modules and Variables are never static.
+    """Return a function that makes the region for a call; modules and Variables are never static.
 
     A static module is therefore traced, as by `nnx.remat`: it can change, and be differentiated.
     """

@@ -1,8 +1,8 @@
-"""What a region traces, and what it takes as it is.
+"""Splitting pytrees into traced arrays and untraced leaves.
 
-A call of a module mixes arrays with other things: flags, strings, activation functions, None. Only
-the former are inputs and outputs of a region. `split` takes a pytree apart, `Parts.join` puts it
-together again around new traced leaves, and `Constant` carries through a region what is not traced.
+A call of a module mixes arrays with other values: flags, strings, activation functions, None. Only the
+arrays are inputs and outputs of a region. `split` splits a pytree, `Parts.join` joins it with new traced
+leaves, and `Constant` passes an untraced value through a region.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _jax.exclude_from_tracebacks(__file__)
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Constant:
-    """Anything that is not traced, as a pytree without leaves."""
+    """An untraced value as a pytree without leaves."""
 
     value: Any
 
@@ -57,7 +57,7 @@ def split(
     is_traced: Callable[[Leaf], bool] = is_array,
     is_leaf: Callable[[Leaf], bool] | None = None,
 ) -> tuple[list[Leaf], Parts]:
-    """Take the traced leaves out of a pytree.
+    """Split a pytree into its traced leaves and the rest.
 
     >>> import jax.numpy as jnp
     >>> traced, parts = split((jnp.ones(2), "same", None))
@@ -82,7 +82,7 @@ def call(
     is_traced: Callable[[Leaf], bool] = is_array,
     is_leaf: Callable[[Leaf], bool] | None = None,
 ) -> PyTree:
-    """Call `method(module, *args, **kwargs)` lifted, with what is no array passing untraced.
+    """Call `method(module, *args, **kwargs)` lifted; values that are not arrays pass untraced.
 
     Args:
       lift: a transformation of functions of a module and arrays.

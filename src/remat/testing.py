@@ -1,7 +1,7 @@
 """Assertions on gradients and on memory, for the tests of programs that use rematerialization.
 
-Memory is what the compiler says (`Compiled.memory_analysis()`): that is exact, repeatable and needs
-no run. On CPU the process's real peak can be measured as well (`real=True`).
+Memory is the compiler's analysis (`Compiled.memory_analysis()`), which is exact and repeatable and needs
+no run. On CPU the process's actual peak can be measured instead (`real=True`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def assert_same_gradients(
 ) -> None:
     """Assert that two functions have the same values and derivatives at some arguments.
 
-    The derivatives are taken in reverse, with respect to every array of a floating or complex type
-    in `args`, along random cotangents; of second order, of the first ones along random directions.
+    The derivatives are reverse-mode, with respect to every real or complex array in `args`, with random
+    cotangents. With `order=2`, these derivatives are differentiated again with random cotangents.
 
     >>> import jax.numpy as jnp, remat
     >>> def f(x):
@@ -49,14 +49,14 @@ def assert_same_gradients(
       f, g: functions of the same arguments with results of the same structure.
       *args: pytrees of arrays.
       order: 1 or 2.
-      rtol: largest difference allowed, relative to the largest magnitude in the array; the default
+      rtol: the largest allowed difference, relative to the largest magnitude in the array; the default
         is 100 times the precision of its dtype.
-      atol: largest absolute difference allowed on top of that.
-      seed: of the random cotangents.
+      atol: the largest allowed absolute difference in addition.
+      seed: the seed of the random cotangents.
 
     Raises:
-      GradientMismatchError: naming the first array that differs, with the largest difference.
-      ValueError: for another order.
+      GradientMismatchError: an array differs; the message has its name and the largest difference.
+      ValueError: `order` is neither 1 nor 2.
     """
     if order not in (1, 2):
         raise ValueError(f"order is 1 or 2, not {order!r}.")
@@ -161,17 +161,17 @@ def peak_bytes(step: Callable[..., Any], *args: PyTree, real: bool = False) -> i
 
     Args:
       step: a function, jitted or not, or the result of `jitted.lower(...).compile()`.
-      *args: its arguments; `jax.ShapeDtypeStruct`s will do unless `real`.
-      real: run the step and measure by how much the process's resident memory grows at most, in
-        place of the compiler's figure for temporaries and results. On Linux, for steps on CPU. It
-        contains the allocator's overhead, some 20 to 40 MiB.
+      *args: its arguments. Without `real`, they may be `jax.ShapeDtypeStruct`s.
+      real: run the step and measure the largest growth of the process's resident memory, instead of
+        the compiler's figure for temporaries and results. This needs Linux and a step on the CPU. It
+        includes the allocator's overhead, some 20 to 40 MiB.
 
     Returns:
       Bytes. The compiler's figure is `peak_memory_in_bytes` on TPU; elsewhere it is arguments +
       temporaries + results - aliased.
 
     Raises:
-      RematError: where the compiler gives no analysis, or the process's peak cannot be measured.
+      RematError: the compiler gives no analysis, or the process's peak cannot be measured.
     """
     compiled = step if hasattr(step, "memory_analysis") else _jitted(step).lower(*args).compile()
     analysis = compiled.memory_analysis()
@@ -202,7 +202,7 @@ def assert_peak_below(
       limit: bytes, or a text such as `"2GiB"`.
 
     Raises:
-      PeakMemoryError: with the peak and the limit.
+      PeakMemoryError: the peak is above the limit; the message has both.
     """
     allowed = units.parse_bytes(limit, "limit=")
     peak = peak_bytes(step, *args, real=real)
@@ -221,7 +221,7 @@ def assert_saves_only(
     limit: str | int = 0,
     **kwargs: PyTree,
 ) -> None:
-    """Assert that a function keeps nothing for its backward pass but what has certain names.
+    """Assert that a function saves only values with certain names for its backward pass.
 
     >>> import jax.numpy as jnp, remat
     >>> def f(x):
@@ -232,13 +232,13 @@ def assert_saves_only(
     >>> remat.testing.assert_saves_only(f, jnp.ones(1000), limit="8KiB")
 
     Args:
-      f: a function (not a step that holds its gradient).
-      *args, **kwargs: its arguments, or `jax.ShapeDtypeStruct`s in their place.
-      names: given by `checkpoint_name`, or patterns of them; see `remat.globs`.
-      limit: bytes that may be saved besides, such as "1MiB". Arguments do not count.
+      f: a function, such as a loss (not a step that differentiates it).
+      *args, **kwargs: its arguments, or `jax.ShapeDtypeStruct`s.
+      names: names given by `checkpoint_name`, or patterns of them; see `remat.globs`.
+      limit: bytes that other saved values may take, such as "1MiB". Arguments do not count.
 
     Raises:
-      SavedValuesError: listing what is saved besides, the largest first.
+      SavedValuesError: other values are saved; the message lists them, the largest first.
     """
     allowed, patterns = units.parse_bytes(limit, "limit="), tuple(names)
     others = [
@@ -275,7 +275,7 @@ _CLEAR_REFS = pathlib.Path("/proc/self/clear_refs")
 
 
 def _growth_bytes(run: Callable[[], PyTree]) -> int:
-    """Return by how much the resident memory grows at most during a call."""
+    """Return the largest growth of the resident memory during a call."""
     jax.block_until_ready(run())  # what only the first run needs
     try:
         before = _settled_bytes()
@@ -292,10 +292,10 @@ def _growth_bytes(run: Callable[[], PyTree]) -> int:
 
 
 def _settled_bytes() -> int:
-    """Return the resident memory once what earlier work left behind has been given back.
+    """Return the resident memory after memory of earlier work has been released.
 
-    The runtime frees a finished program's memory from a thread of its own, and the allocator keeps
-    pages that it would use again unseen.
+    The runtime frees a finished program's memory in another thread, and the allocator keeps freed pages,
+    whose reuse would not count as growth.
     """
     trim = ctypes.CDLL("libc.so.6").malloc_trim
     smallest = _status_bytes("VmRSS")

@@ -1,8 +1,8 @@
-"""`remat.rematted`: rematerialization for submodules of a model that is not edited.
+"""`remat.rematted`: rematerialization of a model's submodules without an edit of the model.
 
-Each framework has its own way to reach a submodule by its path, in a function `rematted` of its
-adapter. Here is only the choice of the adapter, by the class of the model, so that no framework is
-imported before it is needed.
+Each adapter has a function `rematted` that finds submodules by path as its framework requires. This
+module only chooses the adapter by the class of the model, so that no framework is imported before it
+is needed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from remat.errors import TargetError
 from remat.selection import Selection
 from remat.transform.policies import check_policy
 
-# The package that a framework's `Module` is defined in, and the module of ours with its `rematted`.
+# By the package that defines a framework's `Module`: the adapter that has its `rematted`.
 ADAPTERS = {
     "flax.linen": "remat.linen.by_path",
     "flax.nnx": "remat.nnx",
@@ -62,18 +62,18 @@ def rematted(
         `**` for any number of names. See `remat.globs`.
       model: the model. For Linen it may be left out; the context then acts on every model.
       policy, prevent_cse: as in `remat.checkpoint`.
-      methods: the methods to rematerialize, those of them that a module has; one name or several.
-      strict: whether it is an error that a pattern matches nothing.
+      methods: a method name or several; those that a module has are rematerialized.
+      strict: whether a pattern that matches nothing is an error.
 
     Returns:
       A context manager, which returns the model.
 
     Raises:
-      UnknownNameError: if a pattern matches no module, with the paths that there are; for Linen at
+      UnknownNameError: a pattern matches no module; the message lists the paths; for Linen at
         the end of the context, as only then the modules are known.
       TargetError: for a model of no framework known here, or a pattern of which no module has such
         a method (for Linen at the end of the context).
-      MethodError: for methods that are no names.
+      MethodError: `methods` has an item that is not a method name.
     """
     adapter = importlib.import_module(_adapter_of(model))
     check_policy(policy)

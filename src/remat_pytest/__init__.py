@@ -1,7 +1,7 @@
-"""The pytest plugin of `remat`: memory as something that tests hold.
+"""The pytest plugin of `remat`: fixtures for assertions on memory.
 
-It is a package of its own beside `remat`, because pytest imports every plugin when it starts, and
-importing `remat` imports JAX. Nothing here does until a test asks for a fixture.
+It is a separate package, because pytest imports every plugin when it starts and importing `remat`
+imports JAX. This package imports JAX only when a test requests a fixture.
 
     def test_fits(assert_peak_below):
         assert_peak_below(step, *args, limit="2GiB")
@@ -12,7 +12,7 @@ importing `remat` imports JAX. Nothing here does until a test asks for a fixture
     def test_memory(remat_snapshot):
         remat_snapshot(loss, *args)
 
-A snapshot lies beside the test in `__snapshots__`; `pytest --remat-update` writes it anew.
+A snapshot is a file in `__snapshots__` beside the test; `pytest --remat-update` rewrites it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ _UPDATE = "--remat-update"
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that writes snapshots."""
     group = parser.getgroup("remat")
-    group.addoption(
-        _UPDATE, action="store_true", help="Write the snapshots of remat_snapshot anew."
-    )
+    group.addoption(_UPDATE, action="store_true", help="Rewrite the snapshots of remat_snapshot.")
 
 
 @pytest.fixture(scope="session")
@@ -53,14 +51,14 @@ def assert_saves_only() -> Callable[..., None]:
 
 @pytest.fixture
 def remat_snapshot(request: pytest.FixtureRequest) -> Snapshot:
-    """Compares what a function or step saves with what it saved when the snapshot was written."""
+    """Return a callable that compares what a function or step saves with the test's snapshot."""
     update = bool(request.config.getoption(_UPDATE))
     name = re.sub(r"[^A-Za-z0-9_.,=-]+", "_", request.node.name).strip("_")
     return Snapshot(request.path.parent / "__snapshots__" / request.path.stem / name, update)
 
 
 class Snapshot:
-    """Made by the fixture `remat_snapshot`."""
+    """The snapshots of one test. The fixture `remat_snapshot` returns it."""
 
     def __init__(self, place: Path, update: bool) -> None:
         self._place = place
@@ -68,11 +66,11 @@ class Snapshot:
         self._n_taken = 0
 
     def __call__(self, f: Any, *args: Any, **kwargs: Any) -> None:
-        """Hold what a function saves, or an explanation, to the snapshot.
+        """Compare what a function saves, or an explanation, with the snapshot.
 
         Args:
-          f: what `remat.explain` takes, or an explanation.
-          *args, **kwargs: its arguments; shapes will do. Nothing is compiled or run.
+          f: a function or step as for `remat.explain`, or an explanation.
+          *args, **kwargs: its arguments, which may be shapes. Nothing is compiled or run.
         """
         self._n_taken += 1
         suffix = "" if self._n_taken == 1 else f"-{self._n_taken}"

@@ -6,8 +6,8 @@ pytrees, and takes the changed variables back. `remat.checkpoint` is applied to 
 
     scopes --pack--> (variables, rngs, args) --remat.checkpoint--> (result, variables) --> scopes
 
-So collections, `sow`, batch statistics and dropout need no rule here. What remains is what the
-signatures ask for:
+So collections, `sow`, batch statistics and dropout need no special rules. The modules implement what the
+signatures require:
 
     checkpoint  which methods are lifted, which of their arguments are static, the class's name
     scan        layers in nested loops; what varies by layer, and what all layers share
@@ -16,7 +16,7 @@ signatures ask for:
     targets     classes, modules, methods and functions as targets
     by_path     `remat.rematted`: modules chosen by path
 
-Each module imports at its top the names of `flax` that are no documented API.
+Each module imports the undocumented names of `flax` that it uses at its top.
 """
 
 import os

@@ -8,9 +8,9 @@ the model without it.
 Linen executes clones of a model, not the user's object. To tell them from the clones of other
 models, the context gives the model a subclass of its class, which its clones inherit.
 
-An interceptor is not part of the key under which `jax.jit` caches a compiled function. A user context
-of JAX is, so one is set along with it: a function that was compiled outside the context is traced
-again inside it, and the other way round.
+`jax.jit`'s cache key does not include interceptors, but it does include JAX's user contexts. So one is
+set along with the interceptor: a function that was compiled outside of the context is traced again
+inside, and vice versa.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _Only:
 
 @contextlib.contextmanager
 def _told_apart(model: nn.Module) -> Iterator[Callable[[Any], bool]]:
-    """Make the clones of a model recognizable, and yield the predicate that recognizes them.
+    """Give the clones of a model a marked class, and yield the predicate that recognizes them.
 
     The module inside a lifted class (`nn.jit(Model)`) is a new object of the class that was lifted,
     without a reference to the model, so it is recognized by its class alone.

@@ -174,7 +174,7 @@ def _lift_function(target: Any, options: dict[str, Any]) -> Any:
 
     @functools.wraps(lifted)
     def method(*args: Any, **kwargs: Any) -> Any:
-        # `nn.compact` over `remat` marks this function, but Flax reads the mark of the inner one.
+        # With `nn.compact` over `remat`, this function gets the attribute that Flax reads on the inner one.
         if hasattr(method, "compact"):
             return lift_transform(_core_checkpoint, compact, **transform_options)(*args, **kwargs)
         return lifted(*args, **kwargs)

@@ -16,9 +16,9 @@ class Counters:
     A scope counts the keys that were drawn from it while its body is traced, and a key depends on
     the count. Flax traces the body of a scan twice, the first time to find what is the same in all
     iterations, so it traces the body of d nested scans t = 2^d times, and executes the last trace.
-    Our loops trace the body another number of times. So each trace starts from the counts that
-    Flax's last trace starts from: δ₁ + (t - 2)·δ, if the first trace draws δ₁ keys and each later
-    one δ.
+    The loops here trace the body a different number of times. So each trace starts from the counts
+    with which Flax's last trace starts: δ₁ + (t - 2)·δ, if the first trace draws δ₁ keys and each
+    later one δ.
 
     Args:
       n_traces: how often Flax would trace the body.
