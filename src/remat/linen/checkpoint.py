@@ -174,7 +174,7 @@ def _lift_function(target: Any, options: dict[str, Any]) -> Any:
 
     @functools.wraps(lifted)
     def method(*args: Any, **kwargs: Any) -> Any:
-        # With `nn.compact` over `remat`, this function gets the attribute that Flax reads on the inner one.
+        # `nn.compact` over `remat` sets an attribute here, but Flax reads that of the lifted one.
         if hasattr(method, "compact"):
             return lift_transform(_core_checkpoint, compact, **transform_options)(*args, **kwargs)
         return lifted(*args, **kwargs)
