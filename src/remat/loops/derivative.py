@@ -60,7 +60,7 @@ Arrays = list[Any]
 
 
 def run(loop: Loop, inputs: Inputs) -> Results:
-    """The results of a loop, differentiable in every mode."""
+    """Return the results of a loop, differentiable in every mode."""
     if any(_jax.has_ref_effects(jaxpr) for jaxpr in (loop.body, loop.test) if jaxpr is not None):
         raise EffectError(REFS_NOT_SUPPORTED)
     return _split_results(loop, _function(loop)(_flat(inputs)))
@@ -70,7 +70,7 @@ def run(loop: Loop, inputs: Inputs) -> Results:
 
 
 def _function(loop: Loop) -> Any:
-    """L on flat lists, as a function of JAX."""
+    """Return L as a JAX function on flat lists."""
 
     @jax.custom_jvp
     def function(flat: Arrays) -> Arrays:
@@ -88,7 +88,7 @@ def _function(loop: Loop) -> Any:
 
 
 def _sweeping(loop: Loop) -> Any:
-    """L that also returns its checkpoints, whose derivative is zero: nothing may depend on it."""
+    """Return L with its checkpoints as further results; their derivative is defined as zero."""
 
     @jax.custom_jvp
     def function(flat: Arrays) -> tuple[Arrays, Checkpoints]:
@@ -115,7 +115,7 @@ def _sweeping(loop: Loop) -> Any:
 def _tangents(
     loop: Loop, flat: Arrays, results: Arrays, held: Checkpoints, tangents: Arrays
 ) -> Arrays:
-    """J(x)·v as the linear map that knows its transpose."""
+    """Return J(x)·v as a linear map that has its transpose."""
     mask = tuple(
         not isinstance(t, jax.custom_derivatives.SymbolicZero) and _jax.has_tangent(x)
         for x, t in zip(flat, tangents, strict=True)
@@ -128,7 +128,7 @@ def _tangents(
 
 
 def _with_forward_rules(loop: Loop) -> tuple[Loop, Arrays]:
-    """L as it runs while it is differentiated, and the constants that its inputs then begin with.
+    """Return L with forward rules of `jax.custom_vjp` inlined, and its new leading constants.
 
     As in JAX, a function with a `jax.custom_vjp` is its forward rule there, and what differentiates
     the derivative once more differentiates this rule.
@@ -159,7 +159,7 @@ def _with_forward_rules(loop: Loop) -> tuple[Loop, Arrays]:
 
 
 def _derivative_map(loop: Loop, mask: Mask, held_tree: Any) -> LinearMap:
-    """v ↦ J(x)·v for the inputs in `mask`; residuals: x and the checkpoints."""
+    """Return the map v ↦ J(x)·v for the inputs in `mask`; residuals: x and the checkpoints."""
     n_inputs = len(mask)
     out_mask = _out_mask(loop, mask)
 
@@ -222,7 +222,7 @@ def _derivative_map(loop: Loop, mask: Mask, held_tree: Any) -> LinearMap:
 
 
 def _hessian_map(loop: Loop, moved: Mask, mask: Mask, like: Arrays) -> LinearMap:
-    """v ↦ the gradient of ⟨w, J(x)·v⟩ with respect to the inputs in `mask`.
+    """Return the map from v to the gradient of ⟨w, J(x)·v⟩ with respect to the inputs in `mask`.
 
     v lies in the inputs `moved`. Residuals: x and those w that are not None in `like`.
     """
@@ -363,7 +363,7 @@ def _moved_transpose(
 def _augmented(
     loop: Loop, mask: Mask, flat: Arrays, v: Arrays, jvp: Callable = jax.jvp
 ) -> tuple[Loop, Inputs]:
-    """The loop L₁ over values and tangents, and its inputs."""
+    """Return the loop L₁ over values and tangents, and its inputs."""
     inputs = split_inputs(loop, flat)
     consts_mask, carry_in_mask, xs_mask, _ = map(tuple, split_inputs(loop, mask))
     carry_mask, y_mask = loop.spread(consts_mask, carry_in_mask, xs_mask)
@@ -410,7 +410,7 @@ def _augmented(
 
 
 def _pushed(loop: Loop, mask: Mask, flat: Arrays, v: Arrays) -> Arrays:
-    """J(x)·v as a function that JAX can differentiate again."""
+    """Return J(x)·v as a function that JAX can differentiate again."""
     augmented, inputs = _augmented(loop, mask, flat, v)
     if not has_forward_mode(augmented.body):
         augmented, inputs = _augmented(loop, mask, flat, v, push)
@@ -418,7 +418,7 @@ def _pushed(loop: Loop, mask: Mask, flat: Arrays, v: Arrays) -> Arrays:
 
 
 def _tangent_half(loop: Loop, mask: Mask, flat_results: Arrays) -> Arrays:
-    """The tangents among the results of L₁, which follow the values in the carry and in the ys."""
+    """Return the tangents among the results of L₁, which follow the values in the carry and in the ys."""
     out_mask = _out_mask(loop, mask)
     n_ys = len(loop.y_avals)
     in_carry = sum(out_mask[: loop.n_carry])
@@ -454,7 +454,7 @@ def _split_results(loop: Loop, flat: Sequence[Any]) -> Results:
 
 
 def _out_mask(loop: Loop, mask: Mask) -> Mask:
-    """The results that depend on the inputs in `mask`; the number of steps never does."""
+    """Return which results depend on the inputs in `mask`; the number of steps never does."""
     consts, carry, xs, _ = map(tuple, split_inputs(loop, mask))
     return (*(m for part in loop.spread(consts, carry, xs) for m in part), *_no_count(loop))
 
@@ -464,7 +464,7 @@ def _no_count(loop: Loop) -> Mask:
 
 
 def _jvp(fun: Any, primals: Sequence[Arrays], tangents: Sequence[Arrays]) -> Arrays:
-    """`jax.jvp` of a function of lists, with tangents None where zero."""
+    """Return `jax.jvp` of a function of lists; zero tangents are None."""
     flat, tree = jax.tree.flatten(tuple(primals))
     flat_tangents = [t for part in tangents for t in part]
     mask = [t is not None and _jax.has_tangent(x) for x, t in zip(flat, flat_tangents, strict=True)]
@@ -482,7 +482,7 @@ def _no_tangent(x: Any) -> Any:
 
 
 def _zero_tangent(x: Any) -> Any:
-    """A zero written out, as the rules of `jax.custom_jvp` return it."""
+    """Return zeros as an array, as the rules of `jax.custom_jvp` must."""
     if _jax.has_tangent(x):
         zeros = jnp.zeros_like(x)
         # Where a value is in the host's memory, so is its tangent.

@@ -47,7 +47,7 @@ class LinearMap:
 
     @property
     def T(self) -> LinearMap:
-        """The transpose, whose transpose is this map."""
+        """Return the transpose, whose transpose is this map."""
         return LinearMap(self.transposed, self.apply, self.transposed_jvp, self.jvp, self.errors)
 
 

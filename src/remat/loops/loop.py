@@ -44,7 +44,7 @@ Mask = tuple[bool, ...]
 
 
 class Inputs(NamedTuple):
-    """What goes into a loop: values used by every step, the initial carry, the scanned values.
+    """The inputs of a loop: values used by every step, the initial carry, the scanned values.
 
     `steps` is their number where that is known only at run time: an empty list or one counter.
     """
@@ -56,7 +56,7 @@ class Inputs(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What comes out: the final carry, the stacked results, and [steps run] if a test decides."""
+    """The results of a loop: the final carry, the stacked ys, and [number of steps] if it has a test."""
 
     carry: Arrays
     ys: Arrays
@@ -123,29 +123,29 @@ class Loop:
         return out[: self.n_carry], out[self.n_carry :]
 
     def goes_on(self, consts: Arrays, carry: Arrays, step: Any) -> Any:
-        """Whether a loop with a test runs `step`."""
+        """Return whether a loop with a test runs `step`."""
         first, last, n_carry = self.test_reads
         (verdict,) = _jax.call_jaxpr(self.test, [*consts[first:last], *carry[:n_carry]])
         return verdict if self.max_steps is None else verdict & (step < self.count(self.max_steps))
 
     def index(self, step: Any) -> Any:
-        """Where in the scanned values a step reads and writes."""
+        """Return the index at which a step reads and writes scanned values."""
         if not self.reverse or self.length is None:
             return step
         return self.count(self.length) - 1 - step
 
     def x_at(self, inputs: Inputs, step: Any) -> Arrays:
-        """The slice of the scanned values that a step reads."""
+        """Return the slice of the scanned values that a step reads."""
         return [lax.dynamic_index_in_dim(x, self.index(step), 0, False) for x in inputs.xs]
 
     @property
     def is_symbolic(self) -> bool:
-        """Whether the number of steps is an expression in symbolic dimensions."""
+        """Return whether the number of steps is an expression in symbolic dimensions."""
         return _jax.is_symbolic(self.length)
 
     @cached_property
     def y_avals(self) -> Arrays:
-        """The types of one step's stacked results."""
+        """Return the types of one step's ys."""
         return _jax.out_avals(self.body)[self.n_carry :]
 
     @cached_property
@@ -159,7 +159,7 @@ class Loop:
 
     @property
     def most_steps(self) -> np.ndarray:
-        """The largest number of steps that the counter holds."""
+        """Return the largest number of steps that the counter can hold."""
         return np.array(np.iinfo(self.counter).max, self.counter)
 
     def count(self, steps: int) -> Any:
@@ -171,7 +171,7 @@ class Loop:
         return step + (step < self.most_steps).astype(self.counter)
 
     def spread(self, consts: Mask, carry: Mask, xs: Mask) -> tuple[Mask, Mask]:
-        """Which of the carry and of the stacked results depend on the marked inputs."""
+        """Return which values of the carry and of the ys depend on the marked inputs."""
         while True:
             out = jaxprs.dependents(self.body, [*consts, *carry, *xs])
             reached = tuple(a or b for a, b in zip(carry, out))
@@ -181,7 +181,7 @@ class Loop:
 
 
 def split_inputs(loop: Loop, flat: Sequence[Any]) -> Inputs:
-    """The inputs of a loop from their concatenation."""
+    """Return the inputs of a loop from their concatenation."""
     flat = list(flat)
     first, second = loop.n_consts, loop.n_consts + loop.n_carry
     third = len(flat) if loop.length is not None or loop.test is not None else len(flat) - 1
@@ -192,7 +192,7 @@ def split_inputs(loop: Loop, flat: Sequence[Any]) -> Inputs:
 
 
 def plain(loop: Loop, inputs: Inputs) -> Results:
-    """Run the loop and keep nothing."""
+    """Run the loop without keeping states."""
     consts, carry, xs, steps = inputs
     if loop.length is not None:
         length, scanned = loop.length, xs
@@ -244,7 +244,7 @@ def _offline_sweep(
     ys = [_jax.zeros(y, (loop.length,)) for y in loop.y_avals if with_ys]
 
     def segment(state: tuple) -> tuple:
-        """Keep the state at hand and run to the next that is kept, or from n-1 to the end."""
+        """Keep the current state and run to the next one that is kept, or from n-1 to the end."""
         top, start, starts, rows, carry, ys = state
         top = top + 1
         rows = loop.store.write(rows, top, carry)
@@ -264,7 +264,7 @@ def _offline_sweep(
 
 
 def _online_sweep(loop: Loop, inputs: Inputs, rows: Any) -> tuple[Results, Checkpoints]:
-    """Run while the test holds. Entry `top` of the stack is always the state of the last step."""
+    """Run while the test holds. Entry `top` of the stack is the state before the last step."""
 
     def run(state: tuple) -> tuple:
         step, top, order, starts, rows, carry = state
@@ -293,7 +293,7 @@ def _online_sweep(loop: Loop, inputs: Inputs, rows: Any) -> tuple[Results, Check
 
 
 def _online_update(loop: Loop, step: Any, top: Any, order: Any, starts: Any) -> tuple:
-    """`schedules.online_update` on the stack, and room for one more entry on top."""
+    """Apply `schedules.online_update` to the stack, and make room for one more entry on top."""
     slots = loop.slots
     if slots == 1:
         return order, starts, jnp.minimum(top + 1, 1)
@@ -318,7 +318,7 @@ ONLINE_STEPS_KNOWN = 1024
 
 @lru_cache(maxsize=64)
 def _online_choices(slots: int, steps: int) -> tuple[int, ...]:
-    """`_online_choice` at the steps 0, 1, ..., and `slots` where there is room."""
+    """Return a table of `_online_choice` at the steps 0, 1, ..., and `slots` while the stack has room."""
     starts = np.zeros(slots + 1, np.int32)
     choices = []
     for step in range(steps):
@@ -332,14 +332,14 @@ def _online_choices(slots: int, steps: int) -> tuple[int, ...]:
 
 
 def _without(np_: Any, slots: int, choice: Any) -> Any:
-    """The entries with entry `choice` moved to the end, where the state at hand overwrites it."""
+    """Return the entries with entry `choice` moved to the end, where the next state overwrites it."""
     entries = np.arange(slots + 1, dtype=np.int32)
     source = np_.where(entries < choice, entries, np.minimum(entries + 1, slots))
     return np_.where(entries == slots, choice, source)
 
 
 def _online_choice(np_: Any, starts: Any, step: Any, slots: int) -> Any:
-    """Which entry, 1..slots, to drop from a full stack, so that reversal is cheapest.
+    """Return the entry, 1..slots, to drop from a full stack so that reversal is cheapest.
 
     Entry `slots` is the newcomer. `np_` is `numpy` or `jax.numpy`; in a compiled loop this runs at
     every step, so it is written as few operations on short vectors.
@@ -378,7 +378,7 @@ def _online_tables(slots: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _sums_before(np_: Any, values: Any) -> Any:
-    """The sum of the values before each, in order."""
+    """Return for each value the sum of the values before it."""
     n = values.shape[0]
     if n <= 64:
         # One fused operation, where a scan would be several.
@@ -405,7 +405,7 @@ def backward(
     marked: Inputs,
     pullback: Pullback | None = None,
 ) -> Inputs:
-    """The cotangents of the inputs that are marked; None elsewhere.
+    """Return the cotangents of the marked inputs; None for the others.
 
     Args:
       loop: the loop.
@@ -512,12 +512,12 @@ def backward(
 
 
 def select(values: Sequence[Any], mask: Sequence[bool]) -> Arrays:
-    """The values that are marked."""
+    """Return the marked values."""
     return [value for value, mark in zip(values, mask, strict=True) if mark]
 
 
 def merge(values: Sequence[Any], mask: Sequence[bool], marked: Sequence[Any]) -> Arrays:
-    """`values` with those that are marked taken from `marked`, in order."""
+    """Return `values` with the marked ones replaced by `marked`, in order."""
     replacements = iter(marked)
     return [next(replacements) if mark else value for value, mark in zip(values, mask, strict=True)]
 

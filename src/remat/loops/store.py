@@ -40,22 +40,22 @@ class Store(Protocol):
 
     @property
     def one_pass(self) -> bool:
-        """Whether the rows must be filled and read in one pass, and closed after it."""
+        """Return whether the rows must be filled and read in one pass, and closed after it."""
 
     def errors_of_callbacks(self) -> contextlib.AbstractContextManager:
         """Raise the store's own errors while a program runs in this context."""
 
     def create(self, n_rows: int, carry: Arrays, witnesses: Arrays) -> Any:
-        """Rows for states like `carry`; a new store for each value of the witnesses."""
+        """Return rows for states like `carry`; each value of the witnesses gets separate rows."""
 
     def write(self, rows: Any, row: Any, carry: Arrays) -> Any:
-        """The rows with one of them replaced."""
+        """Return the rows with one of them replaced."""
 
     def read(self, rows: Any, row: Any, like: Arrays) -> tuple[Any, Arrays]:
-        """The rows, and the state in one of them, of the same types as `like`."""
+        """Return the rows, and the state in one of them, with the types of `like`."""
 
     def close(self, rows: Any) -> None:
-        """Give back what the rows occupy."""
+        """Release the memory or the file of the rows."""
 
 
 @dataclass(frozen=True)
@@ -215,11 +215,11 @@ class DiskStore:
 
 
 def make_store(store: str, directory: str | os.PathLike | None) -> Store:
-    """The store that a user named.
+    """Return the store that a user named.
 
     Raises:
-      ScheduleError: a name that is none of the three, or a directory without use or missing.
-      StoreError: a directory that does not exist or cannot be written to.
+      ScheduleError: the name is invalid, or `directory` is missing or has no use.
+      StoreError: the directory does not exist or cannot be written to.
     """
     if store not in ("device", "host", "disk"):
         raise ScheduleError(f"store is 'device', 'host' or 'disk', not {store!r}.")
@@ -235,7 +235,7 @@ def make_store(store: str, directory: str | os.PathLike | None) -> Store:
 
 
 def _as_data(x: Any) -> Any:
-    """A random key as the numbers in it; anything else as it is."""
+    """Return the data of random keys; other arrays unchanged."""
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
