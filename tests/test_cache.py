@@ -58,9 +58,9 @@ def test_a_key_cannot_leave_the_folder(cache, tmp_path, key):
 
 @pytest.mark.parametrize("data", [{"x": float("nan")}, {"x": object()}, {"x": {1, 2}}])
 def test_data_that_is_no_json_is_refused(cache, data):
-    with pytest.raises(PlanError, match="no plain JSON"):
+    with pytest.raises(PlanError, match="not plain JSON"):
         cache.put("plan", "a", data)
-    with pytest.raises(PlanError, match="no plain JSON"):
+    with pytest.raises(PlanError, match="not plain JSON"):
         cache.update("plan", "a", lambda old: data)
 
 
@@ -92,7 +92,7 @@ def test_what_is_no_entry_is_put_aside_with_a_warning_and_replaced(cache, text):
     cache.put("plan", "a", DATA)
     path = entry(cache)
     path.write_bytes(text)
-    with pytest.warns(CacheWarning, match="is no entry of remat's cache"):
+    with pytest.warns(CacheWarning, match="is not an entry of remat's cache"):
         assert cache.get("plan", "a") is None
     (aside,) = damaged(cache)
     assert aside.read_bytes() == text and not path.exists()

@@ -1,35 +1,35 @@
 """`remat`: rematerialization (gradient checkpointing) for JAX.
 
-In the order in which data flows:
+The modules, in the order of the data flow:
 
-    transform.checkpoint    a function becomes a region: one equation of our own primitive
-    transform.primitive     what differentiation, batching and compilation do with a region
-    transform.cut           where a differentiated region is cut: what is saved, what is recomputed
-    transform.policies      how a user chooses the cut
-    transform.splitter      how a planner chooses it, and composes the backward pass
-    transform.barrier       what keeps XLA from undoing it
-    transform.residuals     what is saved, as data and as text
-    loops.schedules         when a loop's states are stored and steps repeated, with exact costs
+    transform.checkpoint    makes a function a region: one equation of the library's primitive
+    transform.primitive     the primitive's rules: differentiation, batching, lowering and so on
+    transform.cut           the cut of a differentiated region: which values are saved or recomputed
+    transform.policies      policies, by which users choose the cut
+    transform.splitter      the interface through which a planner splits a region in place of a policy
+    transform.barrier       barriers, which prevent XLA from merging recomputations
+    transform.residuals     the saved values, as data and as text
+    loops.schedules         when a loop's states are kept and its steps recomputed, with exact costs
     loops.loop, loops.derivative   running a schedule in a compiled program, and its derivatives
-    loops.scan, .while_loop loops whose reverse-mode memory the user chooses
-    loops.nesting, loops.stacked   dividing a stack of layers over loops; its parameters, in place
+    loops.scan, .while_loop loops with reverse-mode memory that the user chooses
+    loops.nesting, loops.stacked   division of n layers into nested loops; reading parameters in place
     loops.remat_scan        a deep stack of equal layers as nested, rematerialized loops
-    ir                      jaxprs as data; one table of what each primitive computes and moves
+    ir                      jaxprs as data; a table of what each primitive computes and moves
     program                 from a step to a priced graph: operations, fusion, costs, devices, targets
-    planner.regions         remat.auto: a region for the planner, found again when a step is traced
+    planner.regions         remat.auto: regions for the planner, identified in each trace of a step
     planner.trace           a traced step as plain data
-    planner.bodies, .levels, .decide   what loops save, by price; what is recomputed around them
-    solvers.schedule        the solver under it, on plain graphs (import remat.solvers)
-    planner.decisions       what is decided about a region: what is saved, what segments recompute
-    planner.emit            decisions written back: what is saved, and the backward pass's segments
-    planner.edits           the same for plans whose loops somebody edited by hand
+    planner.bodies, .levels, .decide   decisions about loops by price per byte, and around loops
+    solvers.schedule        the solver on plain graphs (import remat.solvers)
+    planner.decisions       decisions about a region: saved values, and recomputed segments
+    planner.emit            the program that follows the decisions: saved values and segments
+    planner.edits           the same for plans whose loops were edited
     planner.plan, .plan_file, .fit   remat.plan, remat.Plan, remat.fit: propose, compile, correct
-    linen, nnx, equinox, haiku, brainstate   the same for the module systems, with their signatures
+    linen, nnx, equinox, haiku, brainstate   adapters with the signatures of module systems
     toggle                  rematerialization of submodules by path, without editing the model
-    explain                 what a step saves, recomputes and holds, and why
+    explain                 analysis of what a step saves, recomputes and holds, and why
     report                  explanations as data, and their renderings (import remat.report)
     cli                     the command `remat`
-    testing                 asserting on gradients and on the compiler's memory figures
+    testing                 assertions on gradients and on the compiler's memory figures
 """
 
 import importlib
@@ -89,8 +89,7 @@ if TYPE_CHECKING:
 
 remat = checkpoint
 
-# Loaded when first asked for, so that a program pays at its start for what it uses only: planning needs
-# SciPy, and most programs do not plan.
+# Imported on first use, to keep `import remat` fast: planning needs SciPy, and most programs do not plan.
 _LAZY = {
     "Fitted": "remat.planner.fit",
     "Plan": "remat.planner.plan_file",

@@ -7,15 +7,15 @@ format's version and a SHA-256 of the rest, and then JSON::
     remat-cache 1 2f7a...
     {"data": {...}, "key": "...", "kind": "plan"}
 
-* Writing: all or nothing (`remat.files.replace`). What a writer that is killed leaves behind, the next
-  writer removes.
+* Writing is atomic (`remat.files.replace`). The next writer removes temporary files of a writer that was
+  killed.
 * `update` reads, merges and writes under a lock on a file (`filelock`), which the system releases when
-  a process ends, however it ends.
-* Reading: whatever is not exactly an entry (damaged, truncated, of another version, larger than
-  64 MiB, nested beyond reason, with NaN or doubled keys) is renamed to `*.damaged`, with a warning,
-  and is as if it had never been there. Nothing is deleted, and loading runs no code.
-* A folder that cannot be written to, or a full disk, costs the cache and no more: one warning, and
-  from then on nothing is found and nothing is kept.
+  a process ends in any way.
+* A file that is not a valid entry (damaged, truncated, of another version, larger than 64 MiB, nested too
+  deeply, with NaN or repeated keys) is renamed to `*.damaged`, with a warning, and counts as missing.
+  Nothing is deleted, and loading runs no code.
+* If the folder cannot be written to, or the disk is full, there is one warning, and from then on the cache
+  finds and keeps nothing.
 
 Known limit: the lock is advisory and local; over a network file system two hosts may lose each
 other's updates (never damage an entry).
@@ -98,7 +98,7 @@ class Cache:
             return _read(path, kind, key)
         except _Damaged:
             with self._lock() as locked:
-                # Another process may have put it right in the meantime.
+                # Another process may have repaired it in the meantime.
                 return self._read_or_put_aside(path, kind, key) if locked else None
         except OSError as error:
             self._give_up(error)
@@ -108,7 +108,7 @@ class Cache:
         """Write the data of an entry, in place of what was there.
 
         Raises:
-          PlanError: the data is no plain JSON (texts, finite numbers, lists, dicts with text keys).
+          PlanError: the data is not plain JSON (strings, finite numbers, lists, dicts with string keys).
         """
         text = _text(kind, key, data)
         path = self._path(kind, key)
@@ -167,14 +167,16 @@ class Cache:
             except OSError as error:
                 self._give_up(error)
             else:
-                _warn(f"{path} is no entry of remat's cache ({problem}); it is now {aside.name}.")
+                _warn(
+                    f"{path} is not an entry of remat's cache ({problem}); renamed to {aside.name}."
+                )
         except OSError as error:
             self._give_up(error)
         return None
 
     def _write(self, path: Path, text: bytes) -> None:
         try:
-            # Under the lock nobody else writes in this folder: these are of writers that were killed.
+            # Under the lock no other process writes here: these files are of writers that were killed.
             for left in path.parent.glob("*.partial"):
                 left.unlink(missing_ok=True)
             files.replace(path, text, mode=0o600)
@@ -254,7 +256,7 @@ def _hash(text: bytes) -> str:
 
 
 class _Damaged(Exception):
-    """A file is no entry; the message says why."""
+    """A file is not a valid entry; the message says why."""
 
 
 def _text(kind: str, key: str, data: Mapping[str, Any]) -> bytes:
@@ -264,7 +266,7 @@ def _text(kind: str, key: str, data: Mapping[str, Any]) -> bytes:
         ).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise PlanError(
-            f"data of kind {kind!r} for the cache is no plain JSON: {error}."
+            f"data of kind {kind!r} for the cache is not plain JSON: {error}."
         ) from error
     return f"remat-cache {_VERSION} {_hash(body)}\n".encode() + body
 
@@ -300,7 +302,7 @@ def _read(path: Path, kind: str, key: str) -> dict[str, Any] | None:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number")
+    raise ValueError(f"{constant} is not a number")
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,30 +1,30 @@
-"""Every exception that `remat` raises for something its user gave or asked for.
+"""All exceptions that `remat` raises for invalid or unsupported input.
 
     RematError
     ├── StaticArgumentError (ValueError)      static_argnums / static_argnames that do not fit the call
     │   └── StaticArgumentTypeError (TypeError)
-    ├── PreventCseError (TypeError)           prevent_cse that is no bool and no prefix of the arguments
-    ├── PolicyError (ValueError)              a policy that cannot mean what it says
+    ├── PreventCseError (TypeError)           prevent_cse is neither a bool nor a prefix of the arguments
+    ├── PolicyError (ValueError)              a policy that is invalid
     │   ├── UnknownNameError                  ... it selects a name that the region does not have
     │   └── MemoryKindError                   ... it offloads to a memory that the backend does not have
-    ├── TargetError (TypeError, ValueError)   what is to be wrapped is no module or function that can be
-    ├── OptionError (TypeError, ValueError)   an option of an adapter that it does not take
-    ├── MethodError (AttributeError)          a method is to be wrapped that the class does not have
+    ├── TargetError (TypeError, ValueError)   an adapter cannot wrap the target
+    ├── OptionError (TypeError, ValueError)   an invalid option of an adapter
+    ├── MethodError (AttributeError)          a method to wrap that the class does not have
     ├── EffectError (NotImplementedError)     an effect that cannot be recomputed
     ├── ForwardModeError (TypeError)          a derivative that the rules in a loop's body do not define
-    ├── LinearizationError (ValueError)       an operation whose values cannot be had without its tangents
+    ├── LinearizationError (ValueError)       an operation that mixes values and tangents inseparably
     ├── GradientMismatchError (AssertionError)   remat.testing: two functions that differ
     ├── PeakMemoryError (AssertionError)      remat.testing: a step that needs more than its limit
     ├── SavedValuesError (AssertionError)     remat.testing: a function that saves more than it should
-    ├── UnitsError (ValueError)               what is not a number of bytes or a share
-    ├── ScheduleError (ValueError)            a checkpointing schedule that cannot exist
-    ├── StoreError (OSError)                  a directory for checkpoints that cannot hold them
+    ├── UnitsError (ValueError)               a size or budget that is not a number of bytes or a share
+    ├── ScheduleError (ValueError)            an impossible checkpointing schedule
+    ├── StoreError (OSError)                  a directory that cannot hold checkpoints
     ├── StepLimitError (RuntimeError)         a loop that did not end within its max_steps
-    ├── GraphError (ValueError)               a graph that is damaged or is no DAG
+    ├── GraphError (ValueError)               a graph that is damaged or not acyclic
     ├── PlanError (ValueError)                a plan or cache file that is damaged, stale or does not fit
     ├── ReportError (ValueError)              an explanation that is damaged or contradicts itself
-    ├── MissingExtraError (ImportError)       a package of an extra of ours is not installed
-    └── BudgetError (ValueError)              a budget that no plan reaches
+    ├── MissingExtraError (ImportError)       a package of an extra of `remat` is not installed
+    └── BudgetError (ValueError)              a budget that no plan meets
 
 Each message says what happened, with the numbers, and the next step. The second base class is the
 built-in exception that code written for `jax.checkpoint` expects in the same place.
@@ -73,7 +73,7 @@ class MemoryKindError(PolicyError):
 
 
 class TargetError(RematError, TypeError, ValueError):
-    """What an adapter is asked to wrap (a method, class or module) cannot be wrapped."""
+    """An adapter cannot wrap its target (a method, class or module)."""
 
 
 class OptionError(RematError, TypeError, ValueError):
@@ -143,7 +143,7 @@ class ReportError(RematError, ValueError):
 
 
 class MissingExtraError(RematError, ImportError):
-    """A function needs a package that one of our extras installs."""
+    """A function needs a package that one of the extras of `remat` installs."""
 
 
 class BudgetError(RematError, ValueError):

@@ -1,11 +1,10 @@
 """JSON files that people edit: read with the line of every mistake.
 
-`json` reports lines for broken syntax only, and a file that is damaged by hand is more often
-well-formed and wrong. A `Reader` therefore walks the outer objects and lists itself, so that whoever
-reads a format knows where each value stands; `json` still parses the values.
+`json` reports lines of syntax errors only, but an edited file is more often well-formed and invalid. So a
+`Reader` walks the outer objects and lists itself, and knows the position of each value; `json` parses the
+values.
 
-A file is data from outside: whatever is wrong with it is the error that the reader was given, which
-names the file and the line.
+All errors in a file are of the type that the reader was given, and name the file and the line.
 """
 
 from __future__ import annotations
@@ -61,11 +60,11 @@ class Reader:
         return self._each("]")
 
     def value(self) -> Any:
-        """Read what stands here."""
+        """Read the value at the current position."""
         return self._decode(self._strict)
 
     def skip(self) -> None:
-        """Pass what stands here; only its syntax is judged."""
+        """Skip the value at the current position; only its syntax is checked."""
         self._decode(self._lenient)
 
     def end(self, of: str) -> None:
@@ -136,7 +135,7 @@ class Reader:
         return self.at
 
     def _constant(self, text: str) -> NoReturn:
-        self.fail(f"{text} is no JSON number.", max(self.at, self.text.find(text, self.at)))
+        self.fail(f"{text} is not a JSON number.", max(self.at, self.text.find(text, self.at)))
 
     def _pairs_without_repeats(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)

@@ -1,6 +1,6 @@
 """The script `remat`, which loads the library.
 
-It is a package of its own beside `remat`, because importing anything of `remat` imports JAX, which takes
+It is a separate package, because importing anything of `remat` imports JAX, which takes
 seconds. Ctrl-C in these seconds would end in a traceback out of JAX's modules, or be lost in one of its
 extensions; here it ends the process at once, as the shell expects.
 """

@@ -129,7 +129,7 @@ def _changed(before: str, now: str, path: Path) -> str:
     )
     return (
         f"this saves {what} for the backward pass than its snapshot {path}:\n\n{diff}\n\n"
-        f"If that is meant, write the snapshot anew with {_UPDATE}."
+        f"If the change is intended, rewrite the snapshot with {_UPDATE}."
     )
 
 

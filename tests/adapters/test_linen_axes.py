@@ -45,7 +45,7 @@ def test_a_call_without_the_carry_says_so():
     [
         (WithInputs, {"in_axes": (0, 0)}, [jnp.ones((4, 3))], "has 2 entries, but the call has 1"),
         (WithInputs, {"in_axes": [0]}, [X, X], "has 1 entries, but the call has 2"),
-        (WithInputs, {"in_axes": ((0, 0),)}, [X], "is no prefix of the inputs"),
+        (WithInputs, {"in_axes": ((0, 0),)}, [X], "is not a prefix of the inputs"),
         (
             WithInputs,
             {"in_axes": 0},

@@ -312,7 +312,7 @@ def test_impossible_requests_are_refused_with_the_numbers() -> None:
         scan(step, x, None, 100, budget="8KiB")
     with pytest.raises(ScheduleError, match="checkpoints must be at least 1, not 0"):
         scan(step, x, None, 100, checkpoints=0)
-    with pytest.raises(ScheduleError, match="Give one"):
+    with pytest.raises(ScheduleError, match="exclude each other"):
         scan(step, x, None, 100, checkpoints=3, budget="1GiB")
     with pytest.raises(UnitsError):
         scan(step, x, None, 100, budget="lots")

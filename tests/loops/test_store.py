@@ -146,7 +146,7 @@ def test_impossible_stores_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
         scan(step, 0.5, None, 9, checkpoints=2, directory=tmp_path)
     with pytest.raises(ScheduleError, match="pass checkpoints="):
         scan(step, 0.5, None, 9, store="host")
-    with pytest.raises(StoreError, match="no directory"):
+    with pytest.raises(StoreError, match="not a directory"):
         scan(step, 0.5, None, 9, checkpoints=2, store="disk", directory=tmp_path / "missing")
 
     def full(*_: Any) -> None:

@@ -102,7 +102,7 @@ def explain(
     as_json: bool,
     html: str | None,
 ) -> None:
-    """Say what a step saves, recomputes and holds, and why remat has no effect, if it hasn't.
+    """Show what a step saves, recomputes and holds, and why remat has no effect.
 
     \b
         remat explain train:problem
@@ -233,7 +233,7 @@ def report(
 def compare(
     before: str, after: str, target: str | None, no_compile: bool, as_json: bool, html: str | None
 ) -> None:
-    """Say what changes from one step to another.
+    """Show the differences between two steps.
 
     BEFORE and AFTER are MODULE:FUNCTION, or files that `remat explain --json` wrote.
 

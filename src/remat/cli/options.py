@@ -158,7 +158,7 @@ costs_option = click.option(
     type=click.Choice(["roofline", "measured"]),
     default="roofline",
     show_default=True,
-    help="What recomputing takes: by the device's figures, or timed on the device at hand.",
+    help="The cost model of recomputation: the device's figures, or timings on the device at hand.",
 )
 budget_option = click.option(
     "--budget",

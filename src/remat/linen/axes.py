@@ -97,7 +97,7 @@ def check_call(args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], in_axes: 
         )
     elif not _is_prefix(in_axes, inputs):
         raise OptionError(
-            f"in_axes={in_axes} is no prefix of the inputs beside the carry, which are "
+            f"in_axes={in_axes} is not a prefix of the inputs besides the carry, which are "
             f"{jax.tree.structure(inputs)}."
         )
 
@@ -136,7 +136,7 @@ def as_pair(result: PyTree, out_axes: Axes) -> tuple[PyTree, PyTree]:
     carry, output = result
     if not _is_prefix(out_axes, output):
         raise OptionError(
-            f"out_axes={out_axes} is no prefix of the output, which is "
+            f"out_axes={out_axes} is not a prefix of the output, which is "
             f"{jax.tree.structure(output)}."
         )
     for axis, _, x in _stacked(out_axes, output):

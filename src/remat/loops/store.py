@@ -230,7 +230,7 @@ def make_store(store: str, directory: str | os.PathLike | None) -> Store:
     if directory is None:
         raise ScheduleError("store='disk' needs a directory= to keep its file in.")
     if not os.path.isdir(directory) or not os.access(directory, os.W_OK):
-        raise StoreError(f"{str(directory)!r} is no directory that can be written to.")
+        raise StoreError(f"{str(directory)!r} is not a directory that can be written to.")
     return DiskStore(os.fspath(directory))
 
 

@@ -1,7 +1,7 @@
 """Seconds per equation: from a device's figures (`Roofline`), or measured on it (`Measured`).
 
 The planner prices kernels (`Costs.seconds`). An operation that is not part of an elementwise fusion is
-a kernel of its own, whose price is multiplied by the measured `Costs.slowdown`.
+a separate kernel, whose price is multiplied by the measured `Costs.slowdown`.
 
 The roofline (Williams, Waterman & Patterson, CACM 52(4), 2009): an operation takes as long as the
 slower of its arithmetic and its memory traffic, plus the time to launch it,

@@ -194,11 +194,9 @@ def device(name_or_kind: str, platform: str | None = None) -> Device:
             return known
     if platform is None:
         raise PlanError(
-            f"there are no figures of a device {name_or_kind!r}; {closest(name_or_kind, DEVICES)} "
+            f"unknown device {name_or_kind!r}; {closest(name_or_kind, DEVICES)} "
             "Give the platform as well to take its default."
         )
     if platform not in _DEFAULTS:
-        raise PlanError(
-            f"there are no figures of a platform {platform!r}; {closest(platform, _DEFAULTS)}"
-        )
+        raise PlanError(f"unknown platform {platform!r}; {closest(platform, _DEFAULTS)}")
     return DEVICES[_DEFAULTS[platform]]

@@ -47,27 +47,27 @@ def dumps(data: Any, format: str) -> str:
 
 
 def loads(text: str, cls: type[T], format: str) -> T:
-    """Read what `dumps` wrote, as a `cls`.
+    """Return the `cls` that `dumps` wrote as this text.
 
     Raises:
-      ReportError: it is no JSON, another format, a later version, or a field is missing, unknown
-        or of a wrong type.
+      ReportError: the text is not JSON, of another format or of a later version, or a field is
+        missing, unknown or of a wrong type.
     """
     try:
         content = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_constant)
     except _DamagedError as error:
-        raise ReportError(f"this is no {format}: {error.problem}.") from error
+        raise ReportError(f"this is not a valid {format}: {error.problem}.") from error
     except (ValueError, RecursionError) as error:  # a ValueError for a number of too many digits
-        raise ReportError(f"this is not JSON, so no {format} ({error}).") from error
+        raise ReportError(f"this is not JSON, so it is not a {format} ({error}).") from error
     if not isinstance(content, dict) or content.pop("format", None) != format:
         raise ReportError(
-            f"this JSON is no {format}, which has that format; write one with to_json()."
+            f"this JSON does not have the format {format!r}; write such a file with to_json()."
         )
     version = content.pop("version", None)
     if version != VERSION or type(version) is not int:
         raise ReportError(
             f"a {format} of version {version!r}; this remat reads version {VERSION}. "
-            "Read it with the remat that wrote it, or make it anew."
+            "Read it with the remat that wrote it, or write it again."
         )
     versions = content.get("versions")
     if isinstance(versions, dict):
@@ -118,7 +118,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _constant(text: str) -> NoReturn:
-    raise _DamagedError(f"{text} is no JSON number")
+    raise _DamagedError(f"{text} is not a JSON number")
 
 
 Reader = Callable[[Any], Any]
