@@ -118,6 +118,21 @@ def test_every_transform_agrees_with_a_scan(name: str) -> None:
     assert_close(ours(X), transform(lambda x: sin_by_scan(x, 11))(X))
 
 
+@pytest.mark.parametrize("inner", [0, 1])
+def test_second_derivatives_of_a_loop_in_the_body_of_a_scan_agree_with_a_scan(inner: int) -> None:
+    def mixed(steps: Callable) -> Any:
+        def outer(a: Any, b: Any) -> Any:
+            step = lambda c, _: ((c[0] * jnp.sin(c[1]), steps(c[1])), None)  # noqa: E731
+            return lax.scan(step, (a, b), None, 2)[0][0].sum()
+
+        # With inner=0 the first derivative leaves the loop as it is, and the second finds it there.
+        first = lambda b: jax.grad(outer, inner)(X, b).sum()  # noqa: E731
+        return jax.vmap(jax.grad(first))(jnp.stack([X, 2 * X]))
+
+    ours = lambda c: steps_of_sin(c, 3, checkpoints=2) * c  # noqa: E731
+    assert_close(mixed(ours), mixed(lambda c: sin_by_scan(c, 3) * c))
+
+
 def test_each_lane_of_a_batch_stops_by_itself() -> None:
     ns = jnp.array([0, 3, 12], jnp.int32)
     lanes = jax.jit(jax.vmap(jax.grad(lambda x, n: steps_of_sin(x, n, checkpoints=2)), (None, 0)))

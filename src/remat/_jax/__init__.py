@@ -49,6 +49,7 @@ from remat._jax.compat import (
     EFFECTS_NOT_SUPPORTED as EFFECTS_NOT_SUPPORTED,
     JAX_VERSION as JAX_VERSION,
     JAXLIB_VERSION as JAXLIB_VERSION,
+    PARTIAL_EVALUATION_DROPS_RULES as PARTIAL_EVALUATION_DROPS_RULES,
     AbstractRef as AbstractRef,
     ConcretizationTypeError as ConcretizationTypeError,
     Jaxpr as Jaxpr,

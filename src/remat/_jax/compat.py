@@ -47,6 +47,9 @@ JAXLIB_VERSION = version_tuple(jaxlib.__version__)
 # Always true from 0.12 on: delete this and the branches for False together with JAX < 0.12.
 _JAXPRS_CARRY_CONSTS = not hasattr(_core, "ClosedJaxpr") or _core.ClosedJaxpr is _excore.Jaxpr
 
+# Whether what JAX evaluates partially loses the rules of `jax.custom_jvp`. Delete with JAX 0.11.
+PARTIAL_EVALUATION_DROPS_RULES = JAX_VERSION < (0, 12)
+
 # --------------------------------------------------------------------------------------------------
 # Names that are the same in every supported version
 

@@ -286,8 +286,8 @@ _rows(
     _CALL,
     """
     jit pjit closed_call core_call core_closed_call call jaxpr_call eval_jaxpr remat remat2 remat_opt
-    checkpoint remat_linear custom_jvp_call custom_jvp_call_jaxpr custom_vjp_call
-    custom_vjp_call_jaxpr custom_vmap_call composite compute_on xla_metadata_call linear_call
+    checkpoint remat_linear remat_keep_rules custom_jvp_call custom_jvp_call_jaxpr
+    custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call composite compute_on xla_metadata_call linear_call
     linear_solve custom_root custom_linear_solve shard_map scan while cond run_state
     call_hi_primitive call_hi_primitive_linearized call_exported
     """,

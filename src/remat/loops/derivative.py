@@ -54,6 +54,7 @@ from remat.loops.loop import (
     split_inputs,
     sweep,
 )
+from remat.loops.rules import keep_rules
 from remat.loops.tracing import REFS_NOT_SUPPORTED, as_arrays
 
 Arrays = list[Any]
@@ -84,7 +85,7 @@ def _function(loop: Loop) -> Any:
         return results, _tangents(loop, flat, results, held, flat_tangents)
 
     function.defjvp(rule, symbolic_zeros=True)
-    return function
+    return keep_rules(function)
 
 
 def _sweeping(loop: Loop) -> Any:
@@ -99,7 +100,7 @@ def _sweeping(loop: Loop) -> Any:
     def rule(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
         (flat,), (flat_tangents,) = primals, tangents
         flat = as_arrays(flat)
-        results, held = function(flat)
+        results, held = keep_rules(function)(flat)
         no_tangents = jax.tree.map(_zero_tangent, held)
         differentiated, constants = _with_forward_rules(loop)
         added = [_no_tangent(c) for c in constants]
@@ -109,7 +110,7 @@ def _sweeping(loop: Loop) -> Any:
         return (results, held), (out_tangents, no_tangents)
 
     function.defjvp(rule, symbolic_zeros=True)
-    return function
+    return keep_rules(function)
 
 
 def _tangents(

@@ -126,7 +126,11 @@ _LINEAR_IN: dict[str, tuple[int, ...] | None] = {
     "triangular_solve": (1,),
 }
 _BILINEAR = ("mul", "dot_general", "conv_general_dilated")
-_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat", "checkpoint")
+_CALLS = frozenset(
+    """
+    jit pjit closed_call custom_jvp_call custom_vjp_call remat checkpoint remat_keep_rules
+    """.split()  # noqa: SIM905
+)
 
 
 class _NotLinear(Exception):
