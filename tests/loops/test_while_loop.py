@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import checkify
 
 from remat import _jax as internals
-from remat.errors import BudgetError, ScheduleError, StepLimitError
+from remat.errors import BudgetError, EffectError, ScheduleError, StepLimitError
 from remat.loops import loop
 from remat.loops.derivative import run
 from remat.loops.schedules import Binomial, Online
@@ -131,6 +131,56 @@ def test_second_derivatives_of_a_loop_in_the_body_of_a_scan_agree_with_a_scan(in
 
     ours = lambda c: steps_of_sin(c, 3, checkpoints=2) * c  # noqa: E731
     assert_close(mixed(ours), mixed(lambda c: sin_by_scan(c, 3) * c))
+
+
+def on_two_devices(f: Callable, *specs: Any) -> Callable:
+    """Return the sum of `f` over the shards of its last argument, differentiated by the first."""
+    spec = jax.sharding.PartitionSpec("d")
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=(*specs, spec), out_specs=spec)
+    return jax.jit(jax.grad(lambda *args: mapped(*args).sum()))
+
+
+def steps_of_this_device(x: Any) -> Any:
+    return jnp.int32(3) - (jnp.sum(x) > 1).astype(jnp.int32)
+
+
+def test_devices_of_a_shard_map_may_run_different_numbers_of_steps() -> None:
+    def ours(x: Any) -> Any:
+        end = steps_of_this_device(x)
+        return fori_loop(0, end, lambda i, c: jnp.sin(c) + i, x, checkpoints=2)
+
+    def masked(x: Any) -> Any:
+        run = lambda c, i: (jnp.where(i < steps_of_this_device(x), jnp.sin(c) + i, c), None)  # noqa: E731
+        return lax.scan(run, x, jnp.arange(3.0))[0]
+
+    with jax.numpy_dtype_promotion("standard"):
+        assert_close(on_two_devices(ours)(X), on_two_devices(masked)(X))
+
+
+@pytest.mark.parametrize("loop", [fori_loop, while_loop])
+def test_gradients_are_not_summed_over_devices_that_run_different_numbers_of_steps(
+    loop: Callable,
+) -> None:
+    spec = jax.sharding.PartitionSpec()
+
+    def local(w: Any, x: Any, cast: Callable) -> Any:
+        end, w = steps_of_this_device(x), cast(w)
+        if loop is fori_loop:
+            return fori_loop(0, end, lambda _, c: jnp.sin(w * c), x, checkpoints=2)
+        unfinished = lambda c: c[0] < end  # noqa: E731
+        step = lambda c: (c[0] + 1, jnp.sin(w * c[1]))  # noqa: E731
+        return while_loop(unfinished, step, (jnp.int32(0), x), checkpoints=2)[1]
+
+    with pytest.raises(EffectError, match=r"varies over the axes \('d',\)"):
+        on_two_devices(lambda w, x: local(w, x, lambda w: w), spec)(jnp.float32(1.1), X)
+    varying = lambda w: lax.pcast(w, "d", to="varying")  # noqa: E731
+    found = on_two_devices(lambda w, x: local(w, x, varying), spec)(jnp.float32(1.1), X)
+    each = [
+        jax.grad(lambda w, x=x, n=n: lax.fori_loop(0, n, lambda _, c: jnp.sin(w * c), x))(1.1)
+        for x, n in zip(X, (3, 2))
+    ]
+    assert_close(found, sum(each))
 
 
 def test_each_lane_of_a_batch_stops_by_itself() -> None:

@@ -168,6 +168,8 @@ from remat._jax.tracing import (
     static_arguments as static_arguments,
     trace as trace,
     trace_call as trace_call,
+    varying_as as varying_as,
+    varying_axes as varying_axes,
     with_equations as with_equations,
     with_scan_arity as with_scan_arity,
     without_axis_effects as without_axis_effects,

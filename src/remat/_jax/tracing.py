@@ -179,6 +179,18 @@ def zeros(aval: Any, leading: Sequence[Any] = ()) -> Any:
         return _ad_util.zeros_like_aval(aval.update(weak_type=False))
 
 
+def varying_axes(*values: Any) -> frozenset[str]:
+    """Return the axes of a `shard_map` that any of the values (or types) varies over."""
+    types = (x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x) for x in values)
+    return frozenset().union(*(t.mat.varying for t in types if hasattr(t, "mat")))
+
+
+def varying_as(x: Any, *others: Any) -> Any:
+    """Return an array as one that also varies over the axes that others vary over."""
+    axes = varying_axes(*others) - varying_axes(x)
+    return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+
+
 # --------------------------------------------------------------------------------------------------
 # Building equations and jaxprs
 

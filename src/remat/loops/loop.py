@@ -35,6 +35,7 @@ import numpy as np
 from jax import lax
 
 from remat import _jax
+from remat.errors import EffectError
 from remat.ir import jaxprs
 from remat.loops import schedules
 from remat.loops.store import DEVICE, Store
@@ -240,7 +241,10 @@ def _sweep(
 def _offline_sweep(
     loop: Loop, inputs: Inputs, rows: Any, with_ys: bool
 ) -> tuple[Results, Checkpoints]:
+    # What is counted varies over the axes of a mesh as the number of steps does.
     count = _steps(loop, inputs)
+    counters = [jnp.int32(-1), loop.count(0), _no_starts(loop)]
+    top, start, starts = (_jax.varying_as(x, count) for x in counters)
     ys = [_jax.zeros(y, (loop.length,)) for y in loop.y_avals if with_ys]
 
     def segment(state: tuple) -> tuple:
@@ -257,7 +261,7 @@ def _offline_sweep(
     top, _, starts, rows, carry, ys = lax.while_loop(
         lambda state: state[1] < count,
         segment,
-        (jnp.int32(-1), loop.count(0), _no_starts(loop), rows, inputs.carry, ys),
+        (top, start, starts, rows, inputs.carry, ys),
     )
     order = jnp.arange(loop.slots + 1, dtype=jnp.int32)
     return Results(carry, ys, []), Checkpoints(rows, order, starts, top, count)
@@ -416,6 +420,7 @@ def backward(
       pullback: what stands for the transposed derivative of a step, if anything.
     """
     consts, xs = inputs.consts, inputs.xs
+    _check_varying(loop, inputs, marked)
     if loop.store.one_pass:
         witnesses = [x for x in [*_leaves(inputs), *_leaves(cotangents)] if x is not None]
         held = _sweep(loop, inputs, witnesses, with_ys=False)[1]
@@ -524,6 +529,24 @@ def merge(values: Sequence[Any], mask: Sequence[bool], marked: Sequence[Any]) ->
 
 def _leaves(parts: Inputs | Results) -> Arrays:
     return [value for part in parts for value in part]
+
+
+def _check_varying(loop: Loop, inputs: Inputs, marked: Inputs) -> None:
+    """Refuse to sum gradients over devices in each step where devices run different numbers of steps."""
+    decides = inputs.steps if loop.test is None else [_jax.out_avals(loop.test)[0]]
+    axes = _jax.varying_axes(*decides) if loop.length is None else frozenset()
+    reversed_ = [*select(inputs.consts, marked.consts), *select(inputs.carry, marked.carry)]
+    # The states of a loop that counts its steps beforehand are found by what varies.
+    states = inputs.carry if loop.test is None else []
+    fixed = next((x for x in [*reversed_, *states] if axes - _jax.varying_axes(x)), None)
+    if fixed is not None:
+        missing = tuple(sorted(axes - _jax.varying_axes(fixed)))
+        raise EffectError(
+            f"the number of steps of a loop varies over the axes {missing} of a shard_map, but a value "
+            f"of type {jax.typeof(fixed)} that the loop carries, or that its body is closed over, does "
+            f"not, and its gradient would be summed over the devices in each step. Pass "
+            f"jax.lax.pcast(value, {missing}, to='varying') to the loop."
+        )
 
 
 def _steps(loop: Loop, inputs: Inputs) -> Any:

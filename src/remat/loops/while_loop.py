@@ -101,6 +101,10 @@ def fori_loop(
     if index.dtype != end.dtype:
         dtype = _index_type(lower, upper)
         index, end = (x if x.dtype == dtype else x.astype(dtype) for x in (index, end))
+    axes = _jax.varying_axes(end)
+    if axes and all(axes <= _jax.varying_axes(x) for x in jax.tree.leaves(init)):
+        # The states of the loop then vary as the number of steps does.
+        index = _jax.varying_as(index, end)
     traced = trace_body(step, (index, init), None, policy)
     if traced is None:
         lax.fori_loop(lower, upper, body, init)
