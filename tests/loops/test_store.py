@@ -51,6 +51,30 @@ def test_gradients_do_not_depend_on_the_store(store: str, tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("order", ["vmap of grad", "grad of vmap"])
+def test_lanes_of_a_batch_read_their_own_states_on_the_host(order: str) -> None:
+    def lanes(loop: Callable) -> Any:
+        one = jax.grad(loop) if order == "vmap of grad" else loop
+        batched = jax.vmap(
+            jax.vmap(one, (0, None))
+        )  # lanes of one number of steps, and of different
+        if order == "vmap of grad":
+            return jax.jit(batched)(xs, counts)
+        return jax.jit(jax.grad(lambda xs: batched(xs, counts).sum()))(xs)
+
+    def masked(x: Any, n: Any) -> Any:
+        step = lambda c, i: (jnp.where(i < n, jnp.sin(c), c), None)  # noqa: E731
+        return lax.scan(step, x, jnp.arange(4))[0].sum()
+
+    def ours(x: Any, n: Any) -> Any:
+        same = scan(lambda c, _: (jnp.sin(c), None), x, None, 3, checkpoints=2, store="host")[0]
+        own = fori_loop(0, n, lambda _, c: jnp.sin(c), x, checkpoints=2, store="host")
+        return same.sum() + own.sum()
+
+    xs, counts = jnp.linspace(0.1, 1.2, 12).reshape(2, 3, 2), jnp.array([1, 4], jnp.int32)
+    assert_close(lanes(ours), lanes(lambda x, n: masked(x, 3) + masked(x, n)))
+
+
 @pytest.mark.slow
 def test_every_lane_of_a_batch_has_its_own_file(tmp_path: Path) -> None:
     ours = jax.grad(loss(scan, checkpoints=3, store="disk", directory=tmp_path), (0, 2))

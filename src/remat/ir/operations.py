@@ -145,7 +145,7 @@ _rows(
 )
 _rows(dataclasses.replace(_MOVE, is_expansion=True), "iota full zeros_like empty empty2 empty_ref")
 _rows(_MOVE, "pad concatenate tile stack unstack roll")
-_rows(dataclasses.replace(_MOVE, traffic=Traffic.PART), "slice dynamic_slice split")
+_rows(dataclasses.replace(_MOVE, traffic=Traffic.PART), "slice dynamic_slice split remat_read_row")
 _rows(
     Operation(Fusion.COSTLY, TRANSCENDENTAL),
     """
@@ -198,7 +198,7 @@ _rows(Operation(Fusion.KERNEL, formulas.fft), "fft")
 _rows(Operation(Fusion.KERNEL, formulas.cumulative), "cumsum cumprod cummax cummin")
 _rows(Operation(Fusion.KERNEL, formulas.cumulative_transcendental), "cumlogsumexp")
 _rows(Operation(Fusion.KERNEL, 0, Traffic.PART), "gather")
-_rows(Operation(Fusion.KERNEL, 0, Traffic.REPLACE_1), "dynamic_update_slice")
+_rows(Operation(Fusion.KERNEL, 0, Traffic.REPLACE_1), "dynamic_update_slice remat_write_row")
 _rows(Operation(Fusion.KERNEL, 0, Traffic.REPLACE_2), "scatter")
 _rows(
     Operation(Fusion.KERNEL, formulas.scatter_updates, Traffic.COMBINE_2),

@@ -30,6 +30,7 @@ from jax.experimental import io_callback
 
 from remat import _jax
 from remat.errors import ScheduleError, StoreError
+from remat.loops.rows import read_row, write_row
 from remat.units import format_bytes
 
 Arrays = list[Any]
@@ -91,11 +92,11 @@ class HostStore(DeviceStore):
         return jax.device_put(super().create(n_rows, carry, witnesses), jax.memory.Space.Host)
 
     def write(self, rows: Arrays, row: Any, carry: Arrays) -> Arrays:
-        return super().write(rows, row, jax.device_put(carry, jax.memory.Space.Host))
+        on_host = jax.device_put(carry, jax.memory.Space.Host)
+        return [write_row(a, x, row) for a, x in zip(rows, on_host)]
 
     def read(self, rows: Arrays, row: Any, like: Arrays) -> tuple[Arrays, Arrays]:
-        rows, carry = super().read(rows, row, like)
-        return rows, jax.device_put(carry, jax.memory.Space.Device)
+        return rows, jax.device_put([read_row(a, row) for a in rows], jax.memory.Space.Device)
 
 
 @dataclass(frozen=True, eq=False)

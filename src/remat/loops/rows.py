@@ -1,0 +1,112 @@
+"""Reading and writing one row of an array in the host's memory, also under `jax.vmap`.
+
+JAX batches `lax.dynamic_slice` as a gather and `lax.dynamic_update_slice` as a scatter. Those need all
+operands in one memory, so neither takes rows on the host and an index on the device. The slices
+themselves take both, and a slice of a batch at one index is a slice again. So these two primitives are
+batched as slices; where each lane of a batch has an index of its own, they loop over the lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from remat import _jax
+
+Arrays = list[Any]
+Axes = tuple[int, ...]
+
+
+def read_row(rows: Any, row: Any) -> Any:
+    """Return `rows[row]`."""
+    return read_p.bind(rows, row, axes=(0,))[0]
+
+
+def write_row(rows: Any, state: Any, row: Any) -> Any:
+    """Return the rows with `rows[row]` replaced."""
+    return write_p.bind(rows, state, row, axes=(0,))[0]
+
+
+# --------------------------------------------------------------------------------------------------
+# Rules. The operands behind the arrays are indices, one for each of the axes, which are leading.
+
+read_p = _jax.Primitive("remat_read_row")
+write_p = _jax.Primitive("remat_write_row")
+
+
+def _starts(rows: Any, indices: Sequence[Any], axes: Axes) -> Arrays:
+    given = dict(zip(axes, indices, strict=True))
+    return [given.get(axis, jnp.zeros_like(indices[0])) for axis in range(rows.ndim)]
+
+
+def _read(rows: Any, *indices: Any, axes: Axes) -> Arrays:
+    sizes = [1 if axis in axes else size for axis, size in enumerate(rows.shape)]
+    return [lax.squeeze(lax.dynamic_slice(rows, _starts(rows, indices, axes), sizes), axes)]
+
+
+def _write(rows: Any, state: Any, *indices: Any, axes: Axes) -> Arrays:
+    update = lax.expand_dims(state, axes)
+    return [lax.dynamic_update_slice(rows, update, _starts(rows, indices, axes))]
+
+
+def _in_front(axis: Any, x: Any, dim: int | None) -> Any:
+    if dim is None:
+        return jnp.broadcast_to(x[None], (axis.size, *x.shape))
+    return jnp.moveaxis(x, dim, 0)
+
+
+def _batch_read(
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, axes: Axes
+) -> tuple[Arrays, list[int]]:
+    rows, *indices = args
+    in_lane = tuple(a + 1 for a in axes)
+    if all(dim is None for dim in dims[1:]):
+        return read_p.bind(_in_front(axis, rows, dims[0]), *indices, axes=in_lane), [0]
+    indices = [_in_front(axis, i, dim) for i, dim in zip(indices, dims[1:])]
+    if dims[0] is not None:
+        rows, axes = jnp.moveaxis(rows, dims[0], 0), (0, *in_lane)
+        indices = [jnp.arange(axis.size, dtype=indices[0].dtype), *indices]
+    return [lax.map(lambda own: read_p.bind(rows, *own, axes=axes)[0], indices)], [0]
+
+
+def _batch_write(
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, axes: Axes
+) -> tuple[Arrays, list[int]]:
+    rows, state = (_in_front(axis, x, dim) for x, dim in zip(args[:2], dims[:2]))
+    in_lane = tuple(a + 1 for a in axes)
+    if all(dim is None for dim in dims[2:]):
+        return write_p.bind(rows, state, *args[2:], axes=in_lane), [0]
+    indices = [_in_front(axis, i, dim) for i, dim in zip(args[2:], dims[2:])]
+
+    def lane(i: Any, rows: Any) -> Any:
+        (of_lane,) = read_p.bind(state, i, axes=(0,))
+        own = [lax.dynamic_index_in_dim(index, i, 0, False) for index in indices]
+        return write_p.bind(rows, of_lane, i, *own, axes=(0, *in_lane))[0]
+
+    return [lax.fori_loop(jnp.int32(0), jnp.int32(axis.size), lane, rows)], [0]
+
+
+def _no_derivative(*_: Any, **__: Any) -> Any:
+    raise AssertionError("checkpoints have no derivative")
+
+
+def _register(primitive: _jax.Primitive, evaluate: Any, batch: Any) -> None:
+    def abstract(*types: Any, axes: Axes) -> tuple[Arrays, Any]:
+        jaxpr, _, _ = _jax.trace_call(lambda *args: evaluate(*args, axes=axes), *types)
+        return _jax.out_avals(jaxpr), set()
+
+    _jax.register(
+        primitive,
+        evaluate=evaluate,
+        abstract=abstract,
+        jvp=_no_derivative,
+        transpose=_no_derivative,
+        batch=batch,
+    )
+
+
+_register(read_p, _read, _batch_read)
+_register(write_p, _write, _batch_write)
