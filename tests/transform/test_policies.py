@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 from support import former_jax_checkpoint
@@ -501,6 +502,26 @@ def test_offloaded_values_are_differentiated_twice_in_reverse(policy, fun):
     x = jnp.array([0.3, 0.5])
     ours = jax.jit(jax.jacrev(jax.grad(remat.checkpoint(fun, policy=policy))))(x)
     assert jnp.allclose(ours, jax.hessian(fun)(x), rtol=1e-4)
+
+
+@pytest.mark.parametrize("order", ["vmap of grad", "grad of grad"])
+def test_branches_offload_values(order):
+    def by_case(case, x):
+        one = lambda x: jnp.sin(remat.checkpoint_name(jnp.sin(x), "inner"))  # noqa: E731
+        inner = lambda x: lax.cond(x.sum() > 0.5, one, jnp.cos, jnp.tanh(one(x)))  # noqa: E731
+        return jnp.sum(jnp.sin(lax.switch(case, [one, inner, jnp.cos], x)))
+
+    def derivative(f):
+        if order == "vmap of grad":
+            return jax.vmap(jax.grad(f, 1))(jnp.arange(3), xs)
+        return jnp.stack(
+            [jax.grad(lambda x, i=i: jax.grad(f, 1)(i, x).sum())(xs[i]) for i in range(3)]
+        )
+
+    xs = jnp.array([[0.3, 0.5], [0.2, 0.4], [0.1, 0.6]])
+    offloading = remat.checkpoint(by_case, policy=policies.offload("inner"))
+    assert any(r.offloaded for r in remat.residuals(offloading, 1, xs[1]))
+    assert jnp.allclose(jax.jit(lambda: derivative(offloading))(), derivative(by_case), rtol=1e-4)
 
 
 @pytest.mark.parametrize("policy", OFFLOADING, ids=["ours", "callable", "jax"])

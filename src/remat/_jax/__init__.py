@@ -144,6 +144,7 @@ from remat._jax.tracing import (
     in_avals as in_avals,
     inside_shard_map as inside_shard_map,
     is_call as is_call,
+    is_copy as is_copy,
     is_jaxpr as is_jaxpr,
     is_plain_jit as is_plain_jit,
     is_recomputation as is_recomputation,

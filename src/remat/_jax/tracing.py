@@ -333,6 +333,13 @@ def _copy_params(source: Any, target: Any) -> dict[str, Any]:
     return {"devices": (target,), "srcs": (source,), "copy_semantics": semantics}
 
 
+def is_copy(eqn: JaxprEqn) -> bool:
+    """Return whether an equation copies one array to another memory."""
+    return (
+        eqn.primitive is _primitives.device_put_p and len(eqn.invars) == 1 and is_var(eqn.invars[0])
+    )
+
+
 # --------------------------------------------------------------------------------------------------
 # Reading equations
 

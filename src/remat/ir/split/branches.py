@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
+
+import jax
 
 from remat import _jax
 from remat.ir import jaxprs
@@ -34,22 +36,28 @@ def _cond(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
     # With shared slots, dead-code elimination can no longer tell which branch needs which residual.
     halves = [without_unused(half, repeated=True) for half in halves]
     slots = _slots([results_and_residuals(half)[1] for half in halves])
-    outside = [_jax.new_var(aval) for aval in slots.avals]
+    copies = _copies(halves, slots, eqn)
+    passed = [
+        copies[i].fetch.outvars[0] if i in copies else _jax.new_var(aval)
+        for i, aval in enumerate(slots.avals)
+    ]
     knowns, stageds = [], []
     for half, places, body in zip(halves, slots.places, eqn.params["branches"]):
-        known, staged = _with_slots(half, places, slots.avals, eqn)
+        known, staged = _with_slots(half, places, [v.aval for v in passed], copies, eqn)
         knowns.append(_jax.with_equations(body, known))
         stageds.append(_jax.with_equations(body, staged))
     known_eqn = _branch_again(
         eqn,
         knowns,
         [index, *known_only(ins, one.ins_unknown)],
-        [*known_only(eqn.outvars, one.outs_unknown), *outside],
+        [*known_only(eqn.outvars, one.outs_unknown), *passed],
     )
     staged_eqn = _branch_again(
-        eqn, stageds, [index, *outside, *ins], only(eqn.outvars, one.outs_staged)
+        eqn, stageds, [index, *passed, *ins], only(eqn.outvars, one.outs_staged)
     )
-    return parts_of(one, [known_eqn], staged_eqn)
+    parts = parts_of(one, [known_eqn, *(copy.store for copy in copies.values())], staged_eqn)
+    fetches = [copy.fetch for copy in copies.values() if parts.staged]
+    return parts._replace(staged=[*fetches, *parts.staged])
 
 
 def _split_branches(
@@ -99,11 +107,49 @@ def _slots(residuals: Sequence[Sequence[_jax.Var]]) -> _Slots:
     return _Slots([aval for aval, _ in slots], places)
 
 
+def _copies(halves: Sequence[Split], slots: _Slots, eqn: _jax.JaxprEqn) -> dict[int, _jax.HostCopy]:
+    """Return the copies to the host's memory that are made outside of the branches, by their slots.
+
+    Under `vmap` branches become a selection of their results, and in reverse mode the cotangents of
+    their operands are summed. Both need all of them in the device's memory.
+    """
+    kept = set()
+    for half, places in zip(halves, slots.places):
+        offloaded = _offloaded(half)
+        residuals = results_and_residuals(half)[1]
+        kept |= {i for i, v in zip(places, residuals) if v not in offloaded}
+    copies = {}
+    for i, aval in enumerate(slots.avals):
+        if i not in kept and _jax.is_on_host(aval):
+            value = _jax.new_var(aval.update(memory_space=jax.memory.Space.Device))
+            copies[i] = _jax.host_copy(value, eqn)
+    return copies
+
+
+def _offloaded(half: Split) -> dict[_jax.Var, _jax.Var]:
+    """Return the values whose copies one half brings to the host's memory and the other one back."""
+    stored = {e.outvars[0]: e.invars[0] for e in half.known.eqns if _jax.is_copy(e)}
+    fetched = {e.invars[0]: e.outvars[0] for e in half.staged.eqns if _jax.is_copy(e)}
+    inputs = set(half.staged.invars)
+    return {copy: v for copy, v in stored.items() if fetched.get(copy) is v and v not in inputs}
+
+
 def _with_slots(
-    half: Split, places: Sequence[int], avals: Sequence[Any], eqn: _jax.JaxprEqn
+    half: Split,
+    places: Sequence[int],
+    avals: Sequence[Any],
+    copied: Container[int],
+    eqn: _jax.JaxprEqn,
 ) -> tuple[_jax.Jaxpr, _jax.Jaxpr]:
     """Return the two halves of a branch: one returns all slots, the other takes them as inputs."""
     results, residuals = results_and_residuals(half)
+    value_of = _offloaded(half)
+    outside = {v for i, v in zip(places, residuals) if i in copied}
+    half = half._replace(
+        known=_without(half.known, lambda e: e.outvars[0] in outside),
+        staged=_without(half.staged, lambda e: e.invars[0] in outside),
+    )
+    residuals = [value_of[v] if v in outside else v for v in residuals]
     own = dict(zip(places, residuals))
     eqns, given, taken = list(half.known.eqns), [], []
     for i, aval in enumerate(avals):
@@ -118,6 +164,12 @@ def _with_slots(
     known = _jax.rebuild(half.known, outvars=[*results, *given], eqns=eqns)
     inputs = half.staged.invars[half.n_residuals :]
     return known, _jax.rebuild(half.staged, invars=[*taken, *inputs])
+
+
+def _without(jaxpr: _jax.Jaxpr, is_dropped: Callable[[_jax.JaxprEqn], bool]) -> _jax.Jaxpr:
+    """Return a jaxpr without some of its copies from one memory to another."""
+    eqns = [e for e in jaxpr.eqns if not (_jax.is_copy(e) and is_dropped(e))]
+    return _jax.rebuild(jaxpr, eqns=eqns)
 
 
 def _empty(aval: Any, eqn: _jax.JaxprEqn) -> tuple[list[_jax.JaxprEqn], Any]:
