@@ -8,6 +8,14 @@ that they happen in the order of the program. Its file lives as long as one back
 fills it, reads it and closes it, because nothing tells a program when a file that a forward pass
 left behind is no longer wanted. That costs one more forward sweep. The file has no name from the
 moment it is opened, so nothing is left in the directory however the program ends.
+
+Known limit: the file of a compiled backward pass that fails stays open, and its space in use, until
+the compiled function is dropped. The next pass cannot reclaim it, because when a file is opened nothing
+tells the failed execution from one that is still running. Executions of one program overlap (JAX
+dispatches them asynchronously, and from several threads), their callbacks run on threads of the
+runtime, and under `vmap` or on several devices one execution has a file for each lane and device. A
+number for each execution could only come from outside of the program, as an argument of the function
+that the user compiles: one that a callback draws within the program is drawn by each lane and device.
 """
 
 from __future__ import annotations
