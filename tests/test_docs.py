@@ -104,6 +104,18 @@ def test_every_page_is_in_the_navigation():
     assert {p for p in pages if not any(pathlib.PurePath(p).match(e) for e in entries)} == set()
 
 
+def test_files_named_in_contributing_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([\w./]+\.(?:js|md|py|rst|toml))`", text)
+    files = [
+        f"/{path.relative_to(ROOT).as_posix()}"
+        for folder in ("docs", "src", "tests")
+        for path in (ROOT / folder).rglob("*.*")
+    ] + ["/pyproject.toml"]
+    assert len(named) > 20
+    assert [name for name in named if not any(f.endswith(f"/{name}") for f in files)] == []
+
+
 def test_pictures_are_still_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     path = ROOT / "docs/make_pictures.py"

@@ -1,18 +1,18 @@
 """Figures of devices: FLOP/s, bandwidths and memory.
 
-To add a device, write one entry into `DEVICES` (and, for a GPU that programs are compiled for ahead of
-time, the file `targets_<name>.textproto` beside this one).
-`device` looks one up by its name or by the `device_kind` that JAX reports.
+To add a device, such as a new TPU generation, write one entry into `DEVICES`. (A GPU that programs are
+compiled for ahead of time also needs the file `targets_<name>.textproto` beside this one.) `device` looks
+one up by its name or by the `device_kind` that JAX reports.
 
 * FLOP/s are those of a matrix product whose operands have the dtype, dense, at JAX's default
   precision: TPUs multiply float32 in one pass of bfloat16, GPUs of NVIDIA in TF32. Elementwise work
   is bound by memory on all of these devices, so its own rate is not kept.
-* `memory_bytes` is what a program may use. For TPUs the compiler's own limit, as it names it when a
-  program does not fit; for GPUs the memory of the device, of which JAX takes 75 % in advance unless
-  told otherwise; for CPUs it is unknown, written as 0. On a CPU the host's memory is the device's,
-  so offloading saves nothing.
-* Programs do not reach the vendors' peaks. Dividing by them gives right ratios, which is what a choice
-  between saving and recomputing needs.
+* `memory_bytes` is what a program may use. For TPUs it is the compiler's limit, which its error names
+  when a program does not fit (`compiled.OutOfMemory.limit_bytes`); for GPUs the memory of the device, of
+  which JAX takes 75 % in advance by default; for CPUs it is unknown, written as 0. On a CPU the host's
+  memory is the device's, so offloading saves nothing.
+* Programs do not reach the vendors' peaks. But ratios of predicted times are right, and the choice
+  between saving and recomputing depends on those only.
 
 Known limit: host links are the links' nominal rates in one direction, and several devices of a host
 may share one.
@@ -102,7 +102,7 @@ def _rates(**tera: float) -> dict[str, float]:
 def _tpu(
     name: str,
     kinds: tuple[str, ...],
-    tera_flops: tuple[float, float],
+    tera_flops: tuple[float, float],  # bfloat16, int8
     tera_bytes_per_s: float,
     link_giga_bytes_per_s: float,
     memory_gib: float,
