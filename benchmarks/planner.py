@@ -3,7 +3,7 @@
     python -m benchmarks planner                    # every model at 75, 50, 35 and 25 %
     python -m benchmarks planner --model gpt unet --quick
     python -m benchmarks planner --baselines        # JAX's policies alone, without a planner
-    python -m benchmarks planner --targets          # the decoder of FACTS.md, with step times
+    python -m benchmarks planner --targets          # only the 16-layer decoder, with step times
 
 A budget is a share of the compiled peak without rematerialization. Extra FLOPs are relative to the
 step without, counted on the jaxpr; the opponent is the cheapest of JAX's standard policies, on each
@@ -232,7 +232,7 @@ def opponents(names: Sequence[str]) -> dict:
 
 
 # --------------------------------------------------------------------------------------------------
-# The decoder of FACTS.md
+# The 16-layer decoder
 
 # Temporaries at most (shares of those without), extra matmul FLOPs at most, and what is reached
 # by hand. The last is the floor: below it no plan is asked to get.
@@ -307,7 +307,7 @@ def main(options: Sequence[str] = ()) -> dict:
     parser = argparse.ArgumentParser(prog="python -m benchmarks planner")
     parser.add_argument("--model", nargs="+", choices=list(ZOO), metavar="NAME", default=list(ZOO))
     parser.add_argument("--quick", action="store_true", help="two budgets in place of four")
-    parser.add_argument("--targets", action="store_true", help="the decoder of FACTS.md alone")
+    parser.add_argument("--targets", action="store_true", help="only the 16-layer decoder")
     parser.add_argument("--baselines", action="store_true", help="JAX's policies alone")
     asked = parser.parse_args(list(options))
     if asked.baselines:

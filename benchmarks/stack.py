@@ -1,6 +1,6 @@
 """Gradient of 24 unrolled blocks: temporaries, the process's real peak, and step time.
 
-The stack of FACTS.md: three matmuls, tanh, gelu, sin·cos and a residual connection a block, D=512.
+A block is three matrix products, tanh, gelu, sin·cos and a residual connection, with D=512.
 Memory at B=4096 from the compiler and, in a process of its own for each way, from the resident set;
 time at B=1024, the ways taking turns in one process so that the machine's load meets all of them.
 """

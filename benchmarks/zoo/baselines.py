@@ -1,7 +1,7 @@
 """What JAX users have today: a standard policy on each block by hand, or around the whole loss.
 
-On CPU up to jaxlib 0.11.0 `jax.checkpoint` has no effect in unrolled code (FACTS.md), so there the
-opponent is `remat.checkpoint` with the same policies, which saves what JAX's would.
+On CPU up to jaxlib 0.11.0 `jax.checkpoint` has no effect in unrolled code (`transform/barrier.py`), so
+there the opponent is `remat.checkpoint` with the same policies, which saves what JAX's would.
 """
 
 from __future__ import annotations

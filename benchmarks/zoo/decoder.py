@@ -1,4 +1,4 @@
-"""The 16-layer decoder of FACTS.md: the model on which PyTorch's and JAX's own figures were taken.
+"""A decoder of 16 layers, with which PyTorch's memory budgets and JAX's policies were measured.
 
 Pre-norm blocks of explicit causal attention and an MLP of 4 D, unrolled; normalization without
 weights, the batch is the embedded input and the loss a mean of squares: the blocks are all there is.

@@ -80,8 +80,8 @@ def test_uniform_stages_take_what_the_binomial_schedule_takes(
     n: int, s: int, forwards: int
 ) -> None:
     # Griewank & Walther's revolve: s checkpoints, the start among them. So much is saved by the
-    # forward before a backward that it happens for one stage at a time. FACTS.md: (10, 3) takes
-    # 25; the others by its formula, r n - C(s + r, s + 1) + n with the smallest C(s + r, s) >= n.
+    # forward before a backward that it happens for one stage at a time. The forwards are
+    # r n - C(s + r, s + 1) + n with the smallest r for which C(s + r, s) >= n.
     saved = 1000
     stage = Stage(1, 1.0, (StageOption(saved, 1.0, 0.0),))
     budget = s + 1 + saved + 2  # checkpoints, the state at hand, what is saved, both gradients

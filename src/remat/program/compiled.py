@@ -1,6 +1,6 @@
 """The compiler's memory analysis of a program: the figures that a plan is verified against.
 
-Which figure is the peak differs between platforms (measured, see FACTS in the docs):
+Which figure is the peak differs between platforms (measured):
 
 * CPU and GPU: arguments + temporaries + results - aliased. On CPU the reported
   `peak_memory_in_bytes` leaves the temporaries out.
@@ -162,7 +162,7 @@ def compile_plainly(
     default_level: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> jax.stages.Compiled:
-    """Return the compiled program of the same compilation, or `OutOfMemory`."""
+    """Compile with the same arguments for the program itself, or `OutOfMemory`, not its analysis."""
     options = dict(compiler_options or {})
     disabled = options.get("xla_disable_hlo_passes", "")
     options["xla_disable_hlo_passes"] = ",".join(filter(None, (disabled, "rematerialization")))

@@ -1,6 +1,6 @@
 """The only memory accountant: the peak and the time of a schedule's steps.
 
-The rules of the problem (Jain et al., "Checkmate", MLSys 2020, in the form of FACTS.md):
+The rules of the problem (after Jain et al., "Checkmate", MLSys 2020):
 
 - nodes are first computed in the graph's order, and every node without users at least once;
 - a step computes a node, while all its operands are live, or frees a live value;

@@ -1,35 +1,34 @@
 """What keeps XLA from undoing rematerialization, per backend and version: the one place that chooses.
 
 A recomputation repeats operations of the forward pass on the same operands, which is what a
-compiler's common-subexpression elimination (CSE) looks for. Merged back, the forward values live
-until the backward pass again and nothing was gained. Two things must hold for the repeated
-operations: nobody may see that they are repetitions, and they must not start before the cotangents
-have arrived, or their results live as long as the saved values would have.
+compiler's common-subexpression elimination (CSE) looks for. If it merges the two, the forward values
+live until the backward pass and no memory is saved. So CSE must not see that the operations are
+repeated. They also must not start before the cotangents are there, or their results would live as long
+as saved values.
 
 `BARRIER`
     An `optimization_barrier` over the saved values *and* the cotangents gives both, where the
     compiler keeps it until its last CSE pass: on TPU, on GPU, and on CPU from jaxlib 0.11.1 on.
 `CALL`
     Older CPU compilers expand the barrier before CSE runs. There the recomputation and its backward
-    pass become a function of their own whose call carries `inlineable="false"`. CSE does not look
-    into it, and its arguments include the cotangents, so that it cannot start early. Of what
-    survives on those versions this is the cheapest that needs nothing from the caller: 224 MiB
-    against 968 MiB (and 976 without rematerialization) at 1.17 times the step on FACTS.md's stack
-    of 24 blocks. The barrier stays in place as well, so that the module means the same elsewhere.
-    Those compilers also write a result of a function over an input that dies there, without asking
-    whether another input is the same buffer and still read (two saved values that CSE has merged,
-    a value and its reshape, a residual that is the cotangent). So the function returns such inputs,
+    pass become a function, and the call of it has the attribute `inlineable="false"`. CSE does not
+    look into the function, and its arguments include the cotangents, so it cannot start early. Of the
+    protections that work in those versions, it costs the least of those that need no compiler option.
+    The stack of `benchmarks/stack.py` needs 224 MiB with it, 968 MiB with the barrier alone and
+    976 MiB without rematerialization. The barrier stays, for other compilers of the same module.
+    Those compilers also reuse the buffer of an input for a result of the function without checking
+    that no other input in the same buffer is still read (two saved values that CSE has merged, a
+    value and its reshape, a residual that is the cotangent). So the function returns such inputs,
     which keeps them alive to its end (`_overwritten`).
 
-XLA's partitioner sees a call from outside: what is unreduced, or depends on the device's index in a
-`shard_map` over some of the mesh's axes, has to be declared in its signature or cannot be declared at
-all. Where it cannot, only the barrier is left (`_can_be_function`), and CPU compilers before 0.11.1
-undo the recomputation.
+XLA's partitioner sees only the signature of a function. In a `shard_map` over some of the mesh's axes,
+a signature cannot say which values are unreduced or depend on the device's index. There only the
+barrier is used (`_can_be_function`), and CPU compilers before 0.11.1 undo the recomputation.
 
-In the body of a loop the forward pass is in another loop's body, as a rule, and there is nothing to
-merge with. The protection stays all the same: a loop of one step is inlined beside the forward pass,
-an unrolled one could start all recomputations of an iteration before the first cotangent, and what
-depends on nothing that changes is moved out of the loop. `prevent_cse=False` takes it away.
+In the body of a loop the forward pass is usually in another loop's body, and there is nothing to merge
+with. The protection stays, for three reasons: a loop of one step is inlined beside the forward pass; an
+unrolled loop could start all recomputations of an iteration before the first cotangent; loop-invariant
+recomputations would be moved out of the loop. `prevent_cse=False` removes it.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Protection(enum.Enum):
 
 
 def protection(platform: str, jaxlib_version: tuple[int, ...]) -> Protection:
-    """What protects a recomputation on a platform.
+    """Return what protects a recomputation on a platform.
 
     >>> protection("cpu", (0, 10, 2)), protection("cpu", (0, 11, 1)), protection("tpu", (0, 10, 2))
     (<Protection.CALL: 'call'>, <Protection.BARRIER: 'barrier'>, <Protection.BARRIER: 'barrier'>)
@@ -73,13 +72,13 @@ def lower_protected(
     fenced: Sequence[bool],
     how: Protection,
 ) -> Sequence[Any]:
-    """Write the operations of a recomputation, kept apart from what stands before it.
+    """Lower a recomputation so that XLA does not merge it with the operations before it.
 
     Args:
-      ctx: where the operations go.
+      ctx: the context of the lowering.
       jaxpr: the recomputation and the backward pass that it serves.
       args: the values of its inputs.
-      fenced: for each input whether it may take part in the barrier. `prevent_cse=False` and the
+      fenced: for each input, whether the barrier includes it. `prevent_cse=False` and the
         False leaves of a `prevent_cse` prefix leave inputs out.
       how: the platform's protection.
     """
