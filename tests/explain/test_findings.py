@@ -124,7 +124,7 @@ def test_one_name_of_several_that_nothing_has_is_named():
     loss = deep(lambda _: jax.checkpoint(named, policy=policy), 2)
     found = finding(remat.explain(loss, *DEEP_ARGS, compile=False), "policy_name_unknown")
     assert found.severity == "info"
-    assert "speaks of 'hiden'," in found.message
+    assert "names 'hiden'," in found.message
     assert "did you mean 'hidden'" in found.next_step
 
 

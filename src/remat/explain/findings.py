@@ -190,8 +190,8 @@ def _names_unknown(facts: Facts, policy: object) -> Iterator[Finding]:
         yield Finding(
             "policy_name_unknown",
             "info",
-            f"The policy {_called(policy)} speaks of {', '.join(map(repr, absent))}, which nothing in "
-            "the step is named.",
+            f"The policy {_called(policy)} names {', '.join(map(repr, absent))}, but no value of the step "
+            "has such a name.",
             f"If it is a slip, {closest(absent[0], known)}",
         )
 

@@ -1,4 +1,4 @@
-"""Cutting a differentiated region: what is computed in the forward pass, what is kept, what is redone.
+"""The cut of a differentiated region: what the forward pass computes and saves, what is recomputed.
 
 After differentiation a region is a known part K (primal values and the coefficients of the linear
 part) and a linear part on tangents that needs some values of K. Saving is choosing a cut of K: the
@@ -10,7 +10,7 @@ Three things make a cut smaller than what a policy alone would choose:
 * a value that the linear part does not need is not saved;
 * a value that follows from a saved one, or from an input, by rearranging or casting it
   (`convert_element_type`, `reshape`, `broadcast_in_dim`, `transpose`, ...) is not saved again;
-* the forward part keeps nothing but what its own results and the residuals need.
+* the forward part computes only what its results and the residuals need.
 
 Residuals of a floating-point type that the forward part uses as well pass through `reduce_precision`:
 compilers may carry intermediate results in more precision than their type has, and the backward
@@ -61,7 +61,9 @@ def cut(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Callable[..., 
     Args:
       jaxpr: the region after differentiation.
       ins_unknown: which inputs are not known in the forward pass. They are all available later.
-      policy: says of a known value whether it is saved, offloaded, or recomputed if needed.
+      policy: in JAX's form. It is asked about each known operation: save, offload, or recompute. For a
+        policy of `remat.policies` that was decided before, by `policies.resolve`, whose callable only
+        reads the marks in the jaxpr.
     """
     parts = split(jaxpr, ins_unknown, policy)
     wanted = [u for u, staged in zip(parts.outs_unknown, parts.outs_staged) if staged]
@@ -93,7 +95,7 @@ def cut(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Callable[..., 
 
 
 # --------------------------------------------------------------------------------------------------
-# Policies of the primitive's own, where no user says what to save
+# The primitive's own policies, for equations that have no policy of the user's
 
 
 def save_all(*_: Any, **__: Any) -> bool:
@@ -122,7 +124,7 @@ def _drop_derivable(
     inputs: Sequence[_jax.Var],
     used_later: set[_jax.Var],
 ) -> tuple[list[_jax.Var], list[_jax.JaxprEqn]]:
-    """The residuals that must be saved, and the equations that make the others from them."""
+    """Return the residuals that must be saved, and the equations that compute the others from them."""
     producer = {v: eqn for eqn in forward.eqns for v in eqn.outvars}
     saved = dict.fromkeys(residuals)
     available = set(inputs)

@@ -11,9 +11,9 @@ the equation is there in each of them:
 
 1. *JVP*: the body becomes its own derivative, (primals, tangents) -> (primals, tangents).
 2. *The cut*, primals known and tangents not: the body is cut in two (see `cut.py`). The
-   forward part is written out in place, so the forward pass is no region any more; it returns the
-   residuals that the policy saves. What the tangents need beyond them stays inside a new equation
-   on residuals, inputs and tangents, which is linear in the tangents: `differentiated=True`.
+   forward part is inlined, so the forward pass is not a region anymore; it returns the residuals
+   that the policy saves. What the tangents need beyond them stays inside a new equation on
+   residuals, inputs and tangents, which is linear in the tangents: `differentiated=True`.
 3. *Transposition*: the new equation's body becomes: recompute the known values from residuals and
    inputs, then run the linear part backwards on the cotangents. It is one equation again, on
    residuals, inputs and cotangents.
@@ -22,11 +22,12 @@ So recomputation and the use that it serves stand in one equation until lowering
 `barrier.py` keeps them from being merged with the forward pass. Higher derivatives need nothing
 more: each rule's result is made of the primitive again.
 
-`policy` says what to save. `split`, if it is not None, cuts the region in its place, and composes the
-backward pass (see `splitter.py`). `prevent_cse` is a bool, or one bool for each of the equation's
-inputs. `names_pending` says that the policy selects names that were not found yet and that rules of
-the user's, which run in step 1 or when the region is batched, may bring in. `cotangents` says which
-inputs are cotangents (or is empty where no longer known): a recomputation depends on the others alone.
+`policy` says what to save (see `cut_region` and `policies.resolve`). `split`, if it is not None, cuts
+the region in its place, and composes the backward pass (see `splitter.py`). `prevent_cse` is a bool,
+or one bool for each of the equation's inputs. `names_pending` says that the policy selects names that
+were not found yet: a derivative or batching rule of the user's, which runs in step 1 or when the region
+is batched, may introduce them. `cotangents` says which inputs are cotangents (empty where that is no
+longer known): recomputation depends on the other inputs only.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ def _jvp(
         flags = _prepend(added, derived.params["prevent_cse"])
         return bind(args, body, **{**derived.params, "prevent_cse": flags})
 
-    # Derivative rules of the user's are written out by now, and may use refs.
+    # The user's derivative rules are inlined by now, and may use refs.
     outs = with_values(derived.jaxpr, (*derived.consts, *primals, *given), apply)
     out_primals, nonzero_outs = _jax.split_list(outs, [len(jaxpr.outvars)])
     remaining = iter(nonzero_outs)
@@ -539,7 +540,7 @@ def _transposed(
 ) -> _jax.Transposed:
     """The jaxpr from nonlinear inputs and nonzero cotangents to the linear inputs' cotangents.
 
-    The nonlinear part is evaluated first: this is where recomputation is written down.
+    The nonlinear part is evaluated first: these equations are the recomputation.
     """
     halves = without_unused(split_program(jaxpr, linear, SAVE))
     _, residuals = results_and_residuals(halves)

@@ -1,26 +1,29 @@
 """Policies: which values of a region are saved, recomputed or offloaded.
 
-A policy is a frozen value: two that say the same are equal, so nothing is traced again. The blocks
-are `save`, `recompute` and `offload`, each with selectors (a value is selected if all given ones
-hold), and they combine:
+A policy is a frozen value: two with the same content are equal, so nothing is traced again. The
+elementary policies are `save`, `recompute` and `offload`, each with selectors (a value is selected if
+it meets all of them). They combine:
 
     a | b      saved if either saves it
     a & b      saved if both do
-    ~a         saved if `a` does not, and recomputed if it does
-    a >> b     what `a` says of the values it speaks of, and what `b` says of the others
+    ~a         saved if `a` does not save it, and recomputed if it does
+    a >> b     as `a` decides; as `b` decides for values that `a` does not decide about
 
-What no part of a policy speaks of is recomputed. All that `jax.checkpoint` takes as a policy is
-taken here and combines with these, and what is made here can be given to `jax.checkpoint`, unless it
-speaks of more than one equation shows (paths; names together with other properties): it says so.
+A value that no part of a policy decides about is recomputed. Every policy that `jax.checkpoint` accepts
+is accepted here and combines with these. `jax.checkpoint` accepts the policies made here, too, unless
+they need more than one equation to decide (paths; names together with other properties): then a
+`PolicyError` says so.
 
-A policy speaks of *values*. A value has the names that `checkpoint_name` gave it, all of them, and
+A policy decides about *values*. A value has the names that `checkpoint_name` gave it, all of them, and
 the primitive that made it: `recompute("scores") >> everything_saveable` recomputes the value named
 `scores`, although an unnamed `dot_general` made it.
 
-Below the blocks stands every name of `jax.checkpoint_policies`, with that meaning, except where JAX's
-own does not do what its name says (`save_anything_except_these_names` saves everything there,
-`save_from_both_policies` refuses offloading ones). Names that no value of the region has are an
-error here, also beside derivative and batching rules (see `hidden`); `strict=False` allows them.
+Every name of `jax.checkpoint_policies` is here, too, with the same meaning, except where JAX's own does
+not do what its name says (`save_anything_except_these_names` saves everything there, and
+`save_from_both_policies` refuses offloading policies). A name that no value of the region has is an
+error, also where derivative and batching rules could hide it (see `hidden`); `strict=False` allows it.
+
+To find out which values a policy saves, read `resolve`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a policy is, how policies combine, and the three that speak of selected values."""
+"""What a policy is, how policies combine, and `save`, `recompute` and `offload`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _jax.exclude_from_tracebacks(__file__)
 
 
 class Policy:
-    """Base of all policies made here: something that has an opinion on some values.
+    """The base of the policies of `remat.policies`; `opinion` decides about a value.
 
-    A policy is also a callable `(primitive, *avals, **params)` as `jax.checkpoint` takes one. Called
-    so it sees one equation alone, and refuses if what it says is not about one equation.
+    A policy is also a callable `(primitive, *avals, **params)`, the form that `jax.checkpoint` accepts.
+    Called like that it sees only one equation, and raises `PolicyError` if it needs more to decide.
     """
 
     def opinion(self, value: Value) -> Any:
-        """`Saveable`, `Recompute`, an `Offloadable`, or None: it does not speak of this value."""
+        """Return `Saveable`, `Recompute`, an `Offloadable`, or None if it does not decide about a value."""
         raise NotImplementedError
 
     def parts(self) -> Iterator[Policy]:
-        """The policies that this one is made of, itself first."""
+        """Yield the policies that this one consists of, itself first."""
         yield self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -76,10 +76,10 @@ class Policy:
 
 @functools.lru_cache(maxsize=256)
 def _needs_more_than_one_equation(policy: Policy) -> str | None:
-    """Why a policy cannot be asked about equations one by one, if it cannot.
+    """Return why a policy cannot be asked about single equations; None if it can.
 
-    A name is an equation of its own behind the one that makes the value, so the two meet in one
-    decision only where all of a value is seen.
+    A name is a separate equation after the one that computes the value, so a single equation shows
+    either the name or the other properties.
     """
     leaves = [p for p in policy.parts() if not isinstance(p, (Either, Both, Not, First))]
     selectors = [p.selector if isinstance(p, Select) else None for p in leaves]
@@ -99,7 +99,7 @@ def _negates(policy: Policy) -> bool:
 
 
 class _OneEquation(NamedTuple):
-    """What a policy of JAX's kind is told, in the shape of an equation."""
+    """What JAX tells a policy about an equation, with an equation's attributes."""
 
     primitive: Any
     avals: tuple[Any, ...]
@@ -111,7 +111,7 @@ class _OneEquation(NamedTuple):
 
     @property
     def outvars(self) -> list[_Typed]:
-        # The result's type is not told; for what is counted here the largest operand stands for it.
+        # JAX does not tell the result's type; the largest operand's is used for counting.
         return [_Typed(max(self.avals, key=lambda a: getattr(a, "size", 0)))] if self.avals else []
 
 
@@ -196,7 +196,7 @@ class Both(_Combined):
     def opinion(self, value: Value) -> Any:
         given = list(self.opinions(value))
         if None in given:
-            # One that does not speak of a value does not save it, so not all do.
+            # A policy that does not decide about a value does not save it, so not all do.
             return None if not any(case is not None for case in given) else _jax.Recompute
         return min(given, key=keeps_most)
 
@@ -227,7 +227,7 @@ class Not(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class Foreign(Policy):
-    """A callable of JAX's kind. It speaks of what it saves or offloads."""
+    """A callable in JAX's form. It decides about the values that it saves or offloads."""
 
     function: Callable[..., Any]
 
@@ -242,10 +242,10 @@ class Foreign(Policy):
         return tuple(p.name for p in parameters if p.kind in kinds)
 
     def __call__(self, primitive: Any, /, *avals: Any, **params: Any) -> Any:
-        """What the function says of one equation.
+        """Return the function's decision about one equation.
 
-        It is not shown those of the equation's parameters that are called like its own first
-        parameters (`prim`, say): no function that is called so could be given both.
+        The equation's parameters with the names of the function's own positional parameters (`prim`,
+        say) are left out: Python does not accept a name twice.
         """
         for name in self._own_names[: 1 + len(avals)]:
             params.pop(name, None)
@@ -257,7 +257,7 @@ class Foreign(Policy):
         if isinstance(case, _jax.Offloadable) and not _jax.stays_in_memory(
             primitive, avals, case.src
         ):
-            return _jax.Recompute  # a copy in another memory, made anew from what it is a copy of
+            return _jax.Recompute  # a copy in another memory: copied again if needed
         return case
 
     def _check_signature(
@@ -289,7 +289,7 @@ class Foreign(Policy):
 
 
 def keeps_most(case: Any) -> int:
-    """How much a decision keeps: 2 on the device, 1 in another memory, 0 nothing."""
+    """Return how much a decision keeps: 2 for a value on the device, 1 in another memory, 0 for none."""
     if isinstance(case, _jax.Offloadable):
         return 1
     return 2 if isinstance(case, _jax.SaveableType) else 0
@@ -322,7 +322,7 @@ EVERYTHING: Policy = Everything()
 
 
 # --------------------------------------------------------------------------------------------------
-# The public names: what there is to choose from, for what is offered in errors
+# The public names, which error messages offer
 
 _public: dict[str, Policy | Callable[..., Policy]] = {}
 
@@ -334,7 +334,7 @@ def public(name: str, policy: Policy) -> Policy:
 
 
 def maker(function: Callable[..., Policy]) -> Callable[..., Policy]:
-    """Register a function of `remat.policies` that makes policies and is none itself."""
+    """Register a function of `remat.policies` that returns policies."""
     _public[function.__name__] = function
     return function
 
@@ -352,7 +352,7 @@ def _offer(name: str) -> str:
 
 
 def _name_of_maker(function: Any) -> str | None:
-    """Return the name of a function of ours or JAX's that makes policies and is none itself."""
+    """Return the name of a function of ours or JAX's that returns policies; None for another one."""
     for name, ours in _public.items():
         if isinstance(ours, Policy):
             continue
@@ -411,9 +411,9 @@ def save(*names: str, **selectors: Unpack[Selectors]) -> Policy:
       A frozen policy, which combines with others by `|`, `&`, `~` and `>>`.
 
     Raises:
-      TypeError: for a keyword that is no selector.
+      TypeError: for an unknown selector.
       PolicyError: for a selector of a wrong type, or bounds that no value can hold.
-      UnitsError: for a size that is no number of bytes.
+      UnitsError: for a size that is not a number of bytes.
     """
     return Select(_jax.Saveable, Selector.of(names, selectors))
 
@@ -422,7 +422,7 @@ def save(*names: str, **selectors: Unpack[Selectors]) -> Policy:
 def recompute(*names: str, **selectors: Unpack[Selectors]) -> Policy:
     """Recompute the values that all given selectors select (`save` explains them).
 
-    Alone it says nothing that is not so anyway; it is the first part of a chain:
+    Alone it has no effect, since values are recomputed anyway. It is the first part of a chain:
 
     >>> import remat
     >>> remat.policies.recompute(min_bytes="64MiB") >> remat.policies.dots_saveable

@@ -1,4 +1,8 @@
-"""From a policy and a region to marks on the values that are saved or offloaded."""
+"""Which values of a region a policy saves or offloads. Each of them gets a mark in the jaxpr (`marks`).
+
+A policy of `remat.policies` is asked here, about each value (`_decide`). A callable in JAX's form is
+asked later, about each equation, when the region is cut (`ir.split.halves.decide`).
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,10 @@ from remat.transform.policies.selector import Value
 
 
 def resolve(policy: Any, jaxpr: _jax.Jaxpr) -> tuple[_jax.Jaxpr, Callable[..., Any]]:
-    """A region and a policy of any kind, as a jaxpr and a callable of JAX's kind.
+    """Return a region's jaxpr and a policy in JAX's form, from a policy in any form.
 
-    A policy made here becomes marks in the jaxpr, at every depth; a foreign one stays what it is.
+    The decisions of a policy of `remat.policies` become marks in the jaxpr, at every depth. A callable
+    in JAX's form is returned as it is.
     """
     if isinstance(policy, Policy):
         return _marked(jaxpr, policy), marks.decide_by_marks
@@ -42,7 +47,7 @@ def _marked(jaxpr: _jax.Jaxpr, policy: Policy) -> _jax.Jaxpr:
 
 
 def _decide(policy: Policy, jaxpr: _jax.Jaxpr) -> Callable[..., dict[_jax.Var, marks.Mark]]:
-    """Asks a policy about the results of the equations of one jaxpr."""
+    """Return a function that asks a policy about the results of an equation of one jaxpr."""
     named = names_of_values(jaxpr)
 
     def marks_of(eqn: _jax.JaxprEqn, path: str) -> dict[_jax.Var, marks.Mark]:
@@ -50,7 +55,7 @@ def _decide(policy: Policy, jaxpr: _jax.Jaxpr) -> Callable[..., dict[_jax.Var, m
         for value, var in values_of(eqn, path, named):
             case = policy.opinion(value)
             if isinstance(case, _jax.Offloadable) and not _jax.is_in_memory(value.aval, case.src):
-                continue  # a copy in another memory, made anew from the value that it is a copy of
+                continue  # a copy in another memory: copied again from the original if needed
             if keeps_most(case):
                 like = named[var].eqn if var in named else eqn
                 found[var] = marks.Mark(case, tuple(sorted(value.names)), like)
@@ -67,7 +72,7 @@ class Named(NamedTuple):
 
 
 def names_of_values(jaxpr: _jax.Jaxpr) -> dict[_jax.Var, Named]:
-    """For each value that `checkpoint_name` was given, all its names, also those of its copies."""
+    """Return all names of each value that has been given one, including those of its named copies."""
     named: dict[_jax.Var, Named] = {}
     for eqn in reversed(jaxpr.eqns):
         name = _jax.checkpoint_name_of(eqn)
@@ -87,9 +92,10 @@ def names_of_values(jaxpr: _jax.Jaxpr) -> dict[_jax.Var, Named]:
 def values_of(
     eqn: _jax.JaxprEqn, path: str, named: dict[_jax.Var, Named]
 ) -> Iterator[tuple[Value, _jax.Var]]:
-    """The values that an equation makes. A name makes none, except on an input of the jaxpr.
+    """Yield the values that an equation computes, and their variables.
 
-    Refs are no values: what they hold changes, so there is nothing to save.
+    `checkpoint_name` computes none, except on an input of the jaxpr. Refs are not values: what they hold
+    changes, so there is nothing to save.
     """
     name = _jax.checkpoint_name_of(eqn)
     if name is not None and eqn.invars[0] in named:

@@ -1,4 +1,4 @@
-"""Selectors: the values of a region that a part of a policy speaks of."""
+"""Selectors: the values of a region that a part of a policy decides about."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Value(NamedTuple):
 
     @property
     def flops(self) -> Any:
-        # Of a loop or a call none of its own: the same work is met again inside.
+        # A loop or a call has none of its own: the operations in its body have them.
         return 0 if self.is_result_of_body else flops.flops_of(self.eqn, transcendental=1)
 
 
@@ -52,7 +52,7 @@ class Selectors(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class Selector:
-    """Selects the values that meet every condition which is given.
+    """Selects the values that meet all given conditions.
 
     One of several names, primitives or dtypes is enough. Sizes are in bytes. If `strict`, it is an error
     that a name, a path or a primitive does not exist.
@@ -72,9 +72,9 @@ class Selector:
         """Return the selector for the arguments of a call.
 
         Raises:
-          TypeError: for a keyword that is no selector.
+          TypeError: for an unknown selector.
           PolicyError: for a value of a wrong type, or bounds that no value can hold.
-          UnitsError: for a size that is no number of bytes.
+          UnitsError: for a size that is not a number of bytes.
         """
         known = [field.name for field in dataclasses.fields(Selector) if field.name != "names"]
         for keyword in given:
@@ -95,8 +95,8 @@ class Selector:
 
     def selects(self, value: Value, undecided: bool = False) -> bool:
         """Return whether a value is selected, or `undecided` where symbolic dimensions leave it open."""
-        # The results of loops and calls are selected by what is only theirs: the same values are
-        # met again, with their own properties, inside the body.
+        # The result of a loop or a call is selected by its name or by the primitive of the loop or
+        # call only. Other properties select the same value inside the body.
         if value.is_result_of_body and not self.names and value.primitive not in self.primitive:
             return False
         return (
@@ -140,7 +140,7 @@ class Selector:
 
 
 def check_strings(given: Iterable[Any], what: str) -> None:
-    """Refuse what is no non-empty string."""
+    """Refuse anything but non-empty strings."""
     for item in given:
         if isinstance(item, str) and item:
             continue
@@ -153,7 +153,7 @@ def check_strings(given: Iterable[Any], what: str) -> None:
 
 
 def _as_items(given: Any) -> tuple[Any, ...]:
-    """One selected thing or several of them; None for no selection."""
+    """Return the selected items as a tuple: of one item, of several, or of none for None."""
     if given is None:
         return ()
     if isinstance(given, (set, frozenset)):
