@@ -1,6 +1,6 @@
 """Derivatives of a loop, of any order and in any mode, from three ways of running it.
 
-Let L be the loop as a function of its inputs x. `differentiable(loop)` is L with these rules, each
+Let L be the loop as a function of its inputs x. `run(loop, x)` is L(x) with these rules, each
 of which again calls only L of some loop, so that they close under differentiation:
 
     J(x)·v      = the tangent half of L₁(x, v), where L₁ is the loop whose body is the derivative

@@ -11,6 +11,10 @@ There are two ways to trade memory for recomputation. `choose` takes one (`Choic
 
 With `budget=`, the one with the least recomputation that fits is taken.
 
+Both keep carries; a step's residuals exist only while it is reversed (in a nested scan: while its block
+is). With `policy=`, the body is a region with that policy, which chooses the residuals
+(`tracing.trace_body`). A plain `lax.scan` inside a region is split by `ir/split/loops.py`.
+
 The body is traced to a jaxpr, on which both work. A weakly typed initial carry takes up to three traces.
 """
 

@@ -55,13 +55,17 @@ def fori_loop(
     >>> float(jax.jit(jax.grad(power))(2.0, 10))
     5120.0
 
+    With traced bounds, the gradient of n steps evaluates the body
+    `remat.loops.schedules.Binomial(n, checkpoints).grad_forward_steps` times. With concrete bounds the
+    loop is a `remat.scan`, and `remat.scan.explain` has the number.
+
     Args:
       lower: the first index, an integer or an integer array without axes.
       upper: one past the last index; below `lower` there is no step.
       body: (index, value) -> value.
       init: the initial value, a pytree of arrays of any type.
       checkpoints: how many values are kept for the backward pass. The default is that of
-        `remat.scan` for concrete bounds, and 64 for traced ones.
+        `remat.scan` for concrete bounds, and 64 for traced ones. More recompute fewer steps.
       budget: instead of `checkpoints`, the bytes that may be kept, such as "2GiB".
       policy: what a step saves while it is reversed, as for `remat.checkpoint`.
       unroll: as for `jax.lax.fori_loop`, only for concrete bounds.

@@ -1,4 +1,10 @@
-"""Splitting loops."""
+"""Splitting loops.
+
+A `scan` becomes two. Of the values that the policy saves in the body, those that the second loop needs
+leave the first one stacked over the steps; `_hoist` moves those that are equal in all steps in front of
+it, so they are not stacked. `_split_step` finds which carries are unknown. A `while` loop has no stacked
+residuals: it is recomputed as a whole.
+"""
 
 from __future__ import annotations
 
