@@ -1,7 +1,7 @@
 """Decisions about regions: which values are saved, and what each segment recomputes.
 
-`decide` finds decisions, `emit` writes them into a program, and a plan's file holds them together with
-what a reader wants to know of each value.
+`decide` finds decisions and `emit` writes them into a program. A plan's file has them, with a
+description of each value for its readers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class RegionDecision:
     Args:
       saved: numbers of saved values.
       segments: in order.
-      backward: the fingerprint of the backward program that the segments divide. Another one is not
-        divided, unless
-      n_operations: the segments divide a program of so many operations, and any other in proportion.
-      offloaded: which of the saved values are kept in the host's memory.
-      offloaded_inputs: places of the forward program's inputs that are kept there as well.
+      backward: the fingerprint of the backward program that the segments divide.
+      n_operations: the number of operations of that program, if the segments divide another backward
+        program in proportion; 0 if they do not divide another one.
+      offloaded: which of the saved values are kept in host memory.
+      offloaded_inputs: the positions of the forward program's inputs that are kept there, too.
     """
 
     saved: tuple[int, ...]

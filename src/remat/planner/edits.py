@@ -13,6 +13,8 @@ recomputes them. Values that the plan offloads stay offloaded where they are ide
 by its position among the loop's results, an input by its position among the inputs.
 
 Gradients never depend on the result, only memory and time do.
+
+What an edited plan may contain is in docs/plans.md, "Editing a plan"; `plan_file` and `regions` check it.
 """
 
 from __future__ import annotations

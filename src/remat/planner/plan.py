@@ -8,6 +8,11 @@ recomputed operations. Only candidates whose peak the compiler has reported are 
 There are two models: in one, an output buffer is unused until the output is computed; in the other,
 other values reuse it until then (`reuses_outputs`). XLA lies between the two. Each model has its own
 ratio. The cache keeps the ratios by target, and the first proposal starts from them.
+
+What is compiled is always the whole step: once without rematerialization (`_base`; its memory is
+cached), and once for each candidate (`_compile`). `program.compiled` compiles for the memory analysis
+only, without XLA's own rematerialization and, on TPU, at level O0. `remat.fit` then compiles the planned
+step again, with the user's options. `costs="measured"` also compiles single equations (`program.costs`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Plans as data, and their files: what each region saves and recomputes, and at what cost.
 
 A plan's file is readable JSON with one saved value or segment per line. So users can compare two plans,
-and edit one: move a number from `saved` to a segment's `recomputed`, or change a loop's `group`.
+and edit one: move a number from `saved` to a segment's `recomputed`, or change a loop's `group`
+(docs/plans.md, "Editing a plan"). Types and ranges are checked here, when the file is read. Whether the
+program has the regions, values and loops is checked in `regions`, when the plan is applied.
 
 `verified` in the file is a checksum of all fields at the time when the compiler confirmed the peak. A
 file that was edited afterwards loads as an unverified plan: `is_verified` is False and `peak_bytes` is
@@ -72,7 +74,7 @@ class SavedValue(_Checked):
 
     Args:
       number: the value's number in the forward program.
-      type: its dtype and shape, as in `float32[8,16]`.
+      type: its dtype and shape, as in `f32[8,16]`.
       bytes: its bytes on one device, all steps of the loops around the region together.
       source: the line that computes it.
       path: the name stack there.
@@ -105,7 +107,8 @@ class RegionPlan(_Checked):
     """The decision about one region.
 
     Args:
-      key: the region's name in the plan.
+      key: the region's name in the plan, such as `loss#e7e11c16/scan0`: the function's name, a fingerprint
+        of its program, and the position of a loop (`remat.planner.regions`).
       fingerprint: the fingerprint of its forward program and linear part.
       backward: the fingerprint of its backward program.
       n_values: the number of values in the forward program, numbered from 0.
@@ -188,7 +191,7 @@ class LoopPlan(_Checked):
     """A `scan` that runs in groups or unrolled.
 
     Args:
-      key: the loop's name in the plan.
+      key: the loop's name in the plan, which is that of its body's region.
       group: steps that are recomputed together, from the start of their group; 1 for no groups.
       steps: the unroll factor: steps per iteration, each a separate region `key.0`, `key.1` and so on.
       groups: the number of groups; the steps after them are in no group. 0: as many groups as fit.

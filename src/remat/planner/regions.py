@@ -1,13 +1,16 @@
-"""`remat.auto`: marking a region, and what becomes of it while somebody plans or applies a plan.
+"""`remat.auto`: marking a region, and what happens to it while a plan is made or applied.
 
-Outside of a *session* a marked function is called as it is. A session is either a `Recording`, which
-saves everything and takes down what each region is made of, or an `Application`, which does what a
-plan says. JAX's caches know in which session a function was traced (`jax.make_user_context`), so that
-a program traced in one is never taken for a program of another.
+A *session* is a tracing context: a `Recording`, which saves everything and records each region's
+program, or an `Application`, which does what a plan says. Outside of a session a marked function is
+called as it is. JAX's caches know in which session a function was traced (`jax.make_user_context`), so
+that a program traced in one is never taken for a program of another.
 
-A region is called by its name and a fingerprint of its program, so that the same function called in
-two places of a step is one region if it is the same program there. The body of each `scan` in a
-region is a region of its own, whose values exist once for each step.
+A region's key, its name in a plan, is `NAME#FINGERPRINT`: the `name=` of `remat.auto` or the function's
+qualified name, and the first 8 digits of the fingerprint of its program. So one function called in two
+places of a step is one region if its program is the same there. The body of each `scan` in a region is
+another region, whose values exist once for each step. Its key, which is also the loop's, adds `/scanI`,
+where I is the position of the `scan` among the operations around it. `.J` is step J of an unrolled
+iteration, and `/group` the region around a group of steps (`LoopForm`).
 """
 
 from __future__ import annotations
@@ -86,7 +89,8 @@ def auto(fun: Callable | None = None, /, *, name: str | None = None) -> Callable
 
     Args:
       fun: the function. Array arguments may be in any pytree; what is no array is taken as it is.
-      name: what the region is called in plans and reports; the function's name by default.
+      name: what the region is called in plans and reports; the function's name by default. A plan adds
+        a fingerprint of the program.
     """
     if fun is None:
         return lambda f: auto(f, name=name)
@@ -223,7 +227,7 @@ def _several_at_once(
     return jaxprs.written_out(jaxpr, eqn.invars, eqn.outvars)
 
 
-# Comes before a loop's number in its key.
+# Comes before the position of a loop in its key.
 _LOOP = "/scan"
 # Ends the key of the region around a group of steps.
 _GROUP = "/group"
@@ -290,21 +294,20 @@ def _has_references(jaxpr: _jax.Jaxpr) -> bool:
 
 
 class Session:
-    """What is to be done with the regions that a program comes upon while it is traced.
+    """A tracing context: what happens to the regions of a program that is traced in it.
 
-    `loops` says of loops by key how they are to run. Where nothing is recomputed (`recomputes`),
-    regions are called as they are.
+    `loops` has the forms of loops by key. If `recomputes` is False, regions are called as they are.
     """
 
     loops: Mapping[str, LoopForm] = {}
     recomputes = True
-    #: Regions that were come upon so far.
+    #: The number of regions that were traced so far.
     n_regions = 0
-    #: What sessions of one step share about a function and its arguments, or None.
+    #: What the sessions of one step have found out about a function and its arguments, or None.
     shared: Callable[[Callable, Any], dict[str, Any]] | None = None
 
     def known(self, fun: Callable, arguments: Any) -> dict[str, Any]:
-        """What other sessions know of a call, to be added to: its program is the same in all."""
+        """Return what the sessions of a step know about a call, to be added to by the caller."""
         if self.shared is None:
             return {}
         try:
@@ -314,14 +317,14 @@ class Session:
             return {}
 
     def decision(self, key: str, region: Linearized) -> RegionDecision | None:
-        """What is decided about a region; None: everything is saved."""
+        """Return the decision about a region; None if everything is saved."""
         raise NotImplementedError
 
     def transposed(self, key: str, region: Linearized, backward: _jax.Jaxpr, mark: str) -> None:
-        """Told of a region's backward program."""
+        """Called with each region's backward program."""
 
     def found_loop(self, key: str, eqn: _jax.JaxprEqn) -> None:
-        """Told of a loop in a region."""
+        """Called with each loop in a region."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -329,7 +332,7 @@ class Record:
     """A region as it was found in a step.
 
     Args:
-      key: what it is called.
+      key: its name in a plan.
       region: its forward program and its linear part.
       backward: the backward program, on the forward program's variables.
       mark: the fingerprint of that.
@@ -354,7 +357,7 @@ Decided = Mapping[str, Mapping[str, RegionDecision]]  # by key, then by fingerpr
 
 
 class Recording(Session):
-    """Takes down what the regions are made of. What is not decided yet saves everything.
+    """Records the regions' programs. A region about which nothing is decided saves everything.
 
     A region's program contains its loops as they are after *their* cuts, so loops are decided first,
     innermost first, and the program is recorded again with what was decided.
