@@ -9,7 +9,8 @@ In the order in which data flows:
     document     a report as headings, paragraphs, tables and a chart
     outline      an explanation as a document
     text, markdown, fragment     a document for the terminal, for Markdown, as HTML without scripts
-    html         an explanation as one self-contained, interactive page
+    payload      the values and the timeline as JSON, the data of the page's scripts
+    html         an explanation as one self-contained, interactive page, with this data and `static/`
     perfetto     its timeline as a trace for https://ui.perfetto.dev
     plot         its timeline as a matplotlib figure (`remat[report]`)
     difference   what changed between two explanations

@@ -2,8 +2,9 @@
 
 Everything is in the file: styles, scripts, uPlot (which draws the chart) and the data; its content
 security policy forbids whatever would come from elsewhere. The headline, the findings, the
-comparison with the compiler and the plans to choose from are written here and need no scripts; the
-timeline and the table are drawn by the scripts in `static/`, whose README lists them.
+comparison with the compiler and the plans to choose from are written here and need no scripts. The
+timeline and the table are drawn by the scripts in `static/`, whose README lists them, from the JSON that
+`payload` returns.
 
 Texts that come from user code reach the page in two ways: escaped in HTML (`user_text`), or inside
 JSON whose ``<``, ``>`` and ``&`` are escaped, from where the scripts make text nodes of them. No text

@@ -1,7 +1,8 @@
 """The data inside the HTML page: columns of numbers and one list of distinct texts.
 
-A program of equal layers repeats its texts thousands of times; written as columns of places in one
-list, with repetitions counted, 5,000 values take a few hundred kilobytes. The chart has at most
+`html` writes it into the page as JSON, where `static/data.js` reads it. A program of equal layers repeats
+its texts thousands of times. As columns of positions in one list, run-length encoded, 5,000 values take a
+few hundred kilobytes. The chart has at most
 `MOST_POINTS` points and always the peak. The page lists the `MOST_VALUES` largest values; sums are
 over all.
 """
@@ -21,7 +22,7 @@ MOST_VALUES = 100_000
 
 
 class _Texts:
-    """Distinct texts in order of appearance, and their places."""
+    """Distinct texts in order of appearance, and their positions."""
 
     def __init__(self) -> None:
         self.places: dict[str, int] = {}

@@ -1,4 +1,5 @@
-// The data of the page, and small helpers: numbers for people, elements whose texts are never markup.
+// The data of the page, as payload.py wrote it, and small helpers: numbers as text, elements whose texts
+// are never markup.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 
