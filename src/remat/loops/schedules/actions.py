@@ -6,12 +6,13 @@ to the cost that it states.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from remat.errors import ScheduleError
-from remat.loops.schedules.shared import slots_text
+from remat.loops.schedules.shared import Schedule, slots_text
 
 Kind = Literal["store", "free", "restore", "advance", "reverse"]
 Tier = Literal["memory", "host"]
@@ -35,6 +36,18 @@ class Action:
     stop: int
     slot: int = -1
     tier: Tier = "memory"
+
+
+class ListedSchedule(Schedule):
+    """A schedule that lists its actions."""
+
+    @abstractmethod
+    def actions(self) -> Iterator[Action]:
+        """All that is done, in order."""
+
+    def picture(self, *, width: int = 72, rows: int = 40) -> str:
+        """Time against steps; see `picture`."""
+        return picture(self.actions(), self.n, width=width, rows=rows)
 
 
 @dataclass(frozen=True)

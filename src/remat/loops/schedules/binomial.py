@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from remat.loops.schedules.actions import Action, picture
+from remat.loops.schedules.actions import Action, ListedSchedule
 from remat.loops.schedules.shared import check_counts, cost_text, slots_text
 
 INT32_MAX = 2**31 - 1
@@ -102,7 +102,7 @@ def reverse_actions(slots: int, n: int, held: Iterable[int]) -> Iterator[Action]
 
 
 @dataclass(frozen=True)
-class Binomial:
+class Binomial(ListedSchedule):
     """The schedule with the fewest recomputed steps for a known number of steps.
 
     >>> schedule = Binomial(n=10, slots=3)
@@ -140,16 +140,6 @@ class Binomial:
         return binomial_advances(self.n, self.slots) + self.n
 
     @property
-    def grad_forward_steps(self) -> int:
-        """The same under `jax.grad`, where the loop's result is computed as well."""
-        return self.forward_steps + (self.n > 0)
-
-    @property
-    def recomputed_steps(self) -> int:
-        """Evaluations of the body beyond one for each step."""
-        return self.forward_steps - self.n
-
-    @property
     def peak_slots(self) -> int:
         """Slots that are really used: a short loop does not need all of them."""
         return len(self.positions)
@@ -175,10 +165,6 @@ class Binomial:
             return
         yield from _first_sweep(self.positions, self.n)
         yield from reverse_actions(self.slots, self.n, self.positions)
-
-    def picture(self, *, width: int = 72, rows: int = 40) -> str:
-        """Time against steps; see `picture`."""
-        return picture(self.actions(), self.n, width=width, rows=rows)
 
     def __str__(self) -> str:
         return (

@@ -10,11 +10,11 @@ import math
 from dataclasses import dataclass
 
 from remat.errors import ScheduleError
-from remat.loops.schedules.shared import check_counts, cost_text, slots_text
+from remat.loops.schedules.shared import Schedule, check_counts, cost_text, slots_text
 
 
 @dataclass(frozen=True)
-class Multilevel:
+class Multilevel(Schedule):
     """Nested loops, each level storing the states at which the level below it begins.
 
     A loop of `n` steps is cut into blocks of lengths[1]·…·lengths[-1] steps and a shorter last
@@ -95,11 +95,6 @@ class Multilevel:
     def grad_forward_steps(self) -> int:
         """The same: see `forward_steps`."""
         return self.forward_steps
-
-    @property
-    def recomputed_steps(self) -> int:
-        """Evaluations of the body beyond one for each step."""
-        return self.forward_steps - self.n
 
     @property
     def block(self) -> int:

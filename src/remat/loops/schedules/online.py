@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from remat.loops.schedules.actions import Action, picture
+from remat.loops.schedules.actions import Action, ListedSchedule
 from remat.loops.schedules.binomial import binomial_advances, binomial_rows, reverse_actions
 from remat.loops.schedules.shared import check_counts, cost_text, slots_text
 
@@ -61,7 +61,7 @@ def online_update(held: tuple[int, ...], reached: int, slots: int) -> tuple[int,
 
 
 @dataclass(frozen=True)
-class Online:
+class Online(ListedSchedule):
     """The schedule for a loop whose number of steps is known only when it ends.
 
     While it runs, the states to hold are chosen so that the reversal would be cheapest if the loop
@@ -109,16 +109,6 @@ class Online:
         return total - (lengths[-1] - 1)
 
     @property
-    def grad_forward_steps(self) -> int:
-        """The same under `jax.grad`, where the loop's result is computed as well."""
-        return self.forward_steps + (self.n > 0)
-
-    @property
-    def recomputed_steps(self) -> int:
-        """Evaluations of the body beyond one for each step."""
-        return self.forward_steps - self.n
-
-    @property
     def peak_slots(self) -> int:
         """Slots that are really used."""
         return min(self.n, self.slots)
@@ -147,10 +137,6 @@ class Online:
                 yield Action(action.kind, action.start, action.stop, order[action.slot])
             elif action.slot < 0:
                 yield action
-
-    def picture(self, *, width: int = 72, rows: int = 40) -> str:
-        """Time against steps; see `picture`."""
-        return picture(self.actions(), self.n, width=width, rows=rows)
 
     def __str__(self) -> str:
         return f"online: {self.n} steps, {slots_text(self.slots)}: {cost_text(self.forward_steps, self.n)}"

@@ -1,8 +1,31 @@
-"""What all schedules share: checks of their arguments, and how they print counts."""
+"""What all schedules share: counts, checks of their arguments, and how they print counts."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from remat.errors import ScheduleError
+
+
+class Schedule(ABC):
+    """A schedule that reverses `n` steps of a loop; see `remat.loops.schedules` for how it counts."""
+
+    n: int
+
+    @property
+    @abstractmethod
+    def forward_steps(self) -> int:
+        """Evaluations of the body, with one inside each reversed step."""
+
+    @property
+    def grad_forward_steps(self) -> int:
+        """The same under `jax.grad`, where the loop's result is computed as well."""
+        return self.forward_steps + (self.n > 0)
+
+    @property
+    def recomputed_steps(self) -> int:
+        """Evaluations of the body beyond one for each step."""
+        return self.forward_steps - self.n
 
 
 def check_counts(n: int, slots: int) -> None:

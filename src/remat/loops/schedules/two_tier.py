@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from remat.errors import ScheduleError
-from remat.loops.schedules.actions import Action, picture
+from remat.loops.schedules.actions import Action, ListedSchedule
 from remat.loops.schedules.binomial import Binomial, binomial_split
 from remat.loops.schedules.shared import check_counts, cost_text, slots_text
 
 
 @dataclass(frozen=True)
-class TwoTier:
+class TwoTier(ListedSchedule):
     """`Binomial` over two memories: as few steps, and the fewest transfers to the slower memory.
 
     The slots of a binomial schedule form a stack, and the deeper a slot lies the less often it is
@@ -64,11 +64,6 @@ class TwoTier:
         return Binomial(self.n, self.slots).forward_steps
 
     @property
-    def grad_forward_steps(self) -> int:
-        """The same under `jax.grad`, where the loop's result is computed as well."""
-        return Binomial(self.n, self.slots).grad_forward_steps
-
-    @property
     def peak_slots(self) -> int:
         """Slots of the fast memory that are really used."""
         return max(0, Binomial(self.n, self.slots).peak_slots - self.host_slots)
@@ -90,10 +85,6 @@ class TwoTier:
                 yield Action(action.kind, action.start, action.stop, action.slot, "host")
             else:
                 yield action
-
-    def picture(self, *, width: int = 72, rows: int = 40) -> str:
-        """Time against steps; see `picture`."""
-        return picture(self.actions(), self.n, width=width, rows=rows)
 
     def __str__(self) -> str:
         return (
