@@ -51,7 +51,7 @@ class Direct(Half):
     named: bool
 
     def compose(self, known: Any, consts: Any, transposed: Any, nonlinear: Any) -> Composed:
-        last = _jax.new_call(
+        last = _jax.new_eqn(
             [*nonlinear, *(cotangents := transposed.invars[len(nonlinear) :])],
             [_jax.new_var(v.aval) for v in transposed.outvars],
             primitive.remat_p,

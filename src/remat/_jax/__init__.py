@@ -154,7 +154,6 @@ from remat._jax.tracing import (
     jaxprs_of as jaxprs_of,
     name_stack_of as name_stack_of,
     new_body_eqn as new_body_eqn,
-    new_call as new_call,
     new_eqn as new_eqn,
     new_var as new_var,
     offloaded_copy as offloaded_copy,

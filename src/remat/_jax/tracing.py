@@ -206,20 +206,11 @@ def new_eqn(
     params: dict,
     like: JaxprEqn | None,
 ) -> JaxprEqn:
-    """Return an equation without effects, with the source and context of `like` if it is given."""
-    context = () if like is None else (like.source_info, like.ctx)
-    return _excore.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, set(), *context)
+    """Return an equation with the source and context of `like` if it is given.
 
-
-def new_call(
-    invars: Sequence[Any],
-    outvars: Sequence[Var],
-    primitive: Primitive,
-    params: dict,
-    like: JaxprEqn | None,
-) -> JaxprEqn:
-    """Return an equation with the effects of its parameter `jaxpr`, and source and context of `like`."""
-    effects = _core.eqn_effects(params["jaxpr"], list(invars))
+    Its effects are those of its parameter `jaxpr`, if it has one.
+    """
+    effects = _core.eqn_effects(params["jaxpr"], list(invars)) if "jaxpr" in params else set()
     context = () if like is None else (like.source_info, like.ctx)
     return _excore.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, effects, *context)
 

@@ -107,7 +107,7 @@ def region_equation(
     **options: Any,
 ) -> _jax.JaxprEqn:
     """Return a region's equation with these `parameters`, and with source and context of `like`."""
-    return _jax.new_call(invars, outvars, remat_p, parameters(jaxpr, **options), like)
+    return _jax.new_eqn(invars, outvars, remat_p, parameters(jaxpr, **options), like)
 
 
 def equation_of(
