@@ -426,24 +426,23 @@ def nested_checkpoints():
     return jax.value_and_grad(loss, (0, 1)), (normal(*W), normal(*X))
 
 
-@case
-def checkpoint_around():
+def _region_inside(checkpoint: Callable) -> Any:
     region = remat.auto(_chain)
 
     def loss(w, x):
-        return jnp.sum(jax.checkpoint(lambda w, x: jnp.sin(region(w, x)))(w, x) ** 2)
+        return jnp.sum(checkpoint(lambda w, x: jnp.sin(region(w, x)))(w, x) ** 2)
 
     return jax.value_and_grad(loss, (0, 1)), (normal(*W), normal(*X))
+
+
+@case
+def checkpoint_around():
+    return _region_inside(jax.checkpoint)
 
 
 @case
 def remat_checkpoint_around():
-    region = remat.auto(_chain)
-
-    def loss(w, x):
-        return jnp.sum(remat.checkpoint(lambda w, x: jnp.sin(region(w, x)))(w, x) ** 2)
-
-    return jax.value_and_grad(loss, (0, 1)), (normal(*W), normal(*X))
+    return _region_inside(remat.checkpoint)
 
 
 @case

@@ -8,6 +8,7 @@ import math
 import random
 from pathlib import Path
 
+from benchmarks.solver import layered
 from hypothesis import strategies as st
 
 from remat.solvers import Graph, Node
@@ -48,23 +49,7 @@ def orders(draw: st.DrawFn, graph: Graph) -> list[int]:
 
 def training_graph(n_layers: int, seed: int = 0, skips: float = 0.0) -> Graph:
     """Layers, a loss, and the layers back, each using its own input, output and gradient."""
-    draw = random.Random(seed)
-    sizes = [draw.choice((1, 2, 4, 8)) * 2**20 for _ in range(n_layers)]
-    times = [draw.randint(50, 500) for _ in range(n_layers)]
-    operands = [{i - 1} if i else set() for i in range(n_layers)]
-    users: list[list[int]] = [[] for _ in range(n_layers)]
-    for i in range(6, n_layers):
-        if draw.random() < skips:
-            j = draw.randint(max(0, i - 40), i - 2)
-            operands[i].add(j)
-            users[j].append(i)
-    nodes = [Node(i, times[i], sizes[i], tuple(sorted(operands[i]))) for i in range(n_layers)]
-    nodes.append(Node(n_layers, 300, 1024, (n_layers - 1,)))
-    for i in reversed(range(n_layers)):
-        place = len(nodes)
-        deps = {place - 1, i} | operands[i] | {2 * n_layers - user for user in users[i]}
-        nodes.append(Node(place, int(1.2 * times[i]), sizes[i], tuple(sorted(deps)), backward=True))
-    return Graph(tuple(nodes))
+    return layered(2 * n_layers + 1, skips=skips, seed=seed)
 
 
 def random_layers(n_nodes: int, *, order: str = "random", seed: int = 0) -> Graph:
