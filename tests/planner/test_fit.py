@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import dataclasses
 import functools
@@ -194,6 +195,16 @@ def test_one_plan_and_one_trace_for_each_signature(caplog):
         fitted(W, X)
         fitted(W, X[:128])
     assert len(traced) == n
+
+
+def test_calls_in_threads_plan_for_their_own_arguments():
+    fitted = fit(step, budget="60%")
+    xs = [X, X[:128], X, X[:128]]
+    with concurrent.futures.ThreadPoolExecutor(len(xs)) as threads:
+        found = list(threads.map(lambda x: fitted(W, x), xs))
+    for x, outs in zip(xs, found):
+        assert_same(outs, jax.jit(step)(W, x), within=1e-5)
+    assert {plan.program for plan in fitted.plans} == {fitted.plan(W, x).program for x in xs}
 
 
 def test_given_plan_is_followed_without_planning():

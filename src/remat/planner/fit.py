@@ -1,8 +1,12 @@
 """`remat.fit`: `jax.jit` with a memory budget.
 
-A fitted step is one `jax.jit` of a function that plans while it is traced. So tracing, donation, static
-arguments, shardings, the cache of compiled programs and the speed of a compiled call are those of
+A fitted step is one `jax.jit` of a function that asks for a plan when it is traced. So tracing, donation,
+static arguments, shardings, the cache of compiled programs and the speed of a compiled call are those of
 `jax.jit`. The first call with a signature plans; a call with a new signature plans again and logs that.
+
+A plan depends on the shardings of the arguments, and JAX gives the function that it traces tracers, whose
+types do not have them. So a trace without a plan raises `_NoPlan`, the call plans from its own arguments,
+and the step is traced again.
 
 In two contexts a fitted step does not plan. Under `jax.disable_jit` nothing is compiled, so the step
 runs without a plan. Inside a step that is itself planned or fitted, a fitted step is part of the outer
@@ -18,9 +22,8 @@ import logging
 import operator
 import os
 import sys
-import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -127,19 +130,23 @@ class Fitted:
         self._given = plan
         self._options = dict(options)
         self._jit_options = dict(jit_options)
-        self._call = threading.local()
         self._plans: list[Plan] = []
+        # What calls hand to the traces that asked for it, by the signatures of the traces.
+        self._ready: dict[Any, _Ready] = {}
         functools.update_wrapper(self, step, updated=())
 
         @_jax.wraps(step)
         def planned(*args: Any, **kwargs: Any) -> Any:
-            found = self._plan_for(args, kwargs)
-            session = application(found)
+            signature = _signature(args, kwargs)
+            ready = self._ready.pop(signature, None)
+            if ready is None:
+                raise _NoPlan(signature)
+            session = application(ready.plan)
             with session_context(session):
                 outs = step(*args, **kwargs)
             if self._given is not None:
                 session.check_loops()
-                self._check_program(self._given, args, kwargs)
+                self._check_program(ready)
             return outs
 
         self._jitted = jax.jit(planned, **jit_options)
@@ -151,18 +158,17 @@ class Fitted:
         if session_context.value is not None:
             _log.info("remat.fit: %r is part of another planned step and follows its plan", self)
             return self._without_plan(*args, **kwargs)
-        with self._calling(args, kwargs):
-            return self._jitted(*args, **kwargs)
+        return self._with_plan(self._jitted, args, kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lower the step for these arguments, like the method of a `jax.jit` function."""
-        with self._calling(args, kwargs), jax.disable_jit(False):
-            return self._jitted.lower(*args, **kwargs)
+        with jax.disable_jit(False):
+            return self._with_plan(self._jitted.lower, args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Trace the step for these arguments, like the method of a `jax.jit` function."""
-        with self._calling(args, kwargs), jax.disable_jit(False):
-            return self._jitted.trace(*args, **kwargs)
+        with jax.disable_jit(False):
+            return self._with_plan(self._jitted.trace, args, kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Return the types of the results, like the method of a `jax.jit` function. It does not plan."""
@@ -223,17 +229,27 @@ class Fitted:
     def __get__(self, instance: Any, owner: Any) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
-    # While JAX traces
+    # Planning
 
-    def _calling(self, args: tuple, kwargs: Mapping[str, Any]) -> _Calling:
-        return _Calling(self._call, (args, dict(kwargs)))
+    def _with_plan(self, run: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Call a method of the jitted function; make the plan that it asks for, and call it again."""
+        signature: Any = None
+        while True:
+            try:
+                return run(*args, **kwargs)
+            except _NoPlan as asked:
+                signature = asked.signature
+            finally:
+                # Nothing is left behind where JAX did not trace after all.
+                self._ready.pop(signature, None)
+            self._ready[signature] = _Ready(self._plan_for(args, kwargs), args, kwargs)
 
     def _plan_for(self, args: tuple, kwargs: Mapping[str, Any]) -> Plan:
-        """Return the plan of a signature. JAX calls this while it traces, so once per signature."""
+        """Return the plan of a signature. JAX asks for it when it traces, so once per signature."""
         if self._given is not None:
             return self._given
         # Under another transformation the arguments are tracers: plan for their types.
-        args, kwargs = jax.tree.map(_as_type, self._as_given(args, kwargs))
+        args, kwargs = jax.tree.map(_as_type, (args, dict(kwargs)))
         if self._plans:
             _log.warning(
                 "remat.fit: %r is called with a new signature and planned again (plan %d)",
@@ -246,17 +262,13 @@ class Fitted:
         self._plans.append(made)
         return made
 
-    def _as_given(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict]:
-        """Return the arguments of the call, which have shardings, rather than the tracers of them."""
-        return getattr(self._call, "given", None) or (args, dict(kwargs))
-
-    def _check_program(self, plan: Plan, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    def _check_program(self, ready: _Ready) -> None:
         """Refuse a plan that was made for another program than the one that is traced.
 
         The program is traced once more to compare it, as in planning: in a separate tracing context,
         so that JAX's caches of the plan's context are not used.
         """
-        given = self._as_given(args, kwargs)
+        plan, given = ready.plan, (ready.args, dict(ready.kwargs))
         is_known = not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given))
         args, kwargs = jax.tree.map(
             lambda x: x.aval if isinstance(x, jax.core.Tracer) else x, given
@@ -280,19 +292,33 @@ class Fitted:
             )
 
 
-class _Calling:
-    """A context that keeps a call's arguments while it runs; calls may be nested."""
+class _Ready(NamedTuple):
+    """The plan for a call, and the call's arguments."""
 
-    def __init__(self, here: threading.local, given: tuple[tuple, dict]) -> None:
-        self._here = here
-        self._given = given
+    plan: Plan
+    args: tuple
+    kwargs: Mapping[str, Any]
 
-    def __enter__(self) -> None:
-        self._before = getattr(self._here, "given", None)
-        self._here.given = self._given
 
-    def __exit__(self, *_: object) -> None:
-        self._here.given = self._before
+class _NoPlan(Exception):
+    """A signature is traced and no plan is ready for it."""
+
+    def __init__(self, signature: Any) -> None:
+        super().__init__("no plan is ready")
+        self.signature = signature
+
+
+def _signature(args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """Return what identifies the arguments of a traced function: types of tracers, static values."""
+
+    def of(arg: Any) -> Any:
+        leaves, tree = jax.tree.flatten(arg)
+        if all(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return tree, tuple(leaf.aval for leaf in leaves)
+        # Static, and so hashable. JAX tells 1, 1.0 and True apart as well.
+        return type(arg), arg
+
+    return tuple(map(of, args)), tuple((name, of(kwargs[name])) for name in sorted(kwargs))
 
 
 def _other_versions(plan: Plan) -> str:
