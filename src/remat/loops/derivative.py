@@ -39,7 +39,13 @@ import jax.numpy as jnp
 
 from remat import _jax
 from remat.errors import EffectError
-from remat.loops.forward import has_forward_mode, push, refused, uses_custom_vjp
+from remat.loops.forward import (
+    has_forward_mode,
+    push,
+    refused,
+    surely_has_forward_mode,
+    uses_custom_vjp,
+)
 from remat.loops.linear import LinearMap, align, linear_call
 from remat.loops.loop import (
     Checkpoints,
@@ -189,7 +195,7 @@ def _derivative_map(loop: Loop, mask: Mask, held_tree: Any) -> LinearMap:
         return select(_flat(found), mask)
 
     def jvp(residuals: Arrays, v: Arrays, d_residuals: Arrays, d_v: Arrays) -> Arrays:
-        if not has_forward_mode(_augmented(loop, mask, residuals[:n_inputs], v)[0].body):
+        if not _derivative_has_forward_mode(loop, mask, residuals[:n_inputs], v):
             return apply(residuals, v)  # not defined either, and of the same types
         return _jvp(
             lambda x, v: _pushed(loop, mask, x, v),
@@ -204,7 +210,7 @@ def _derivative_map(loop: Loop, mask: Mask, held_tree: Any) -> LinearMap:
         d_w = [jnp.zeros_like(a) if d is None else d for a, d in zip(w, d_w)]
         cotangents = merge([None] * len(out_mask), out_mask, w)
         either = tuple(a or b for a, b in zip(moved, mask))
-        if not has_forward_mode(_augmented(loop, either, x, select(x, either))[0].body):
+        if not _derivative_has_forward_mode(loop, either, x, select(x, either)):
             moving = _moving_map(loop, moved, mask, out_mask)
             return linear_call(moving, [*x, *w], [*select(d_x, moved), *d_w])
         total: Arrays = [jnp.zeros_like(x) for x in select(x, mask)]
@@ -408,6 +414,13 @@ def _augmented(
         [*inputs.xs, *d_xs],
         inputs.steps,
     )
+
+
+def _derivative_has_forward_mode(loop: Loop, mask: Mask, flat: Arrays, v: Arrays) -> bool:
+    """Return whether L₁ can be differentiated in forward mode; its body is traced only if in doubt."""
+    if surely_has_forward_mode(loop.body):
+        return True
+    return has_forward_mode(_augmented(loop, mask, flat, v)[0].body)
 
 
 def _pushed(loop: Loop, mask: Mask, flat: Arrays, v: Arrays) -> Arrays:

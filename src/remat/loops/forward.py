@@ -77,6 +77,16 @@ def has_forward_mode(jaxpr: Any) -> bool:
     return not any(jaxprs.applies(jaxpr, name) for name in ("custom_lin", refused_p.name))
 
 
+def surely_has_forward_mode(body: Any) -> bool:
+    """Return whether the derivative of a body has forward mode; False where only tracing it can tell.
+
+    An undefined tangent comes from a `jax.custom_vjp`, from an undefined tangent, or from the linear map
+    of a loop, whose own derivative is not in the jaxpr. A loop that is not differentiated shows its body.
+    """
+    undecided = ("custom_lin", refused_p.name, "remat_linear")
+    return not uses_custom_vjp(body) and not any(jaxprs.applies(body, name) for name in undecided)
+
+
 def uses_custom_vjp(jaxpr: Any) -> bool:
     """Return whether a jaxpr calls a function with a `jax.custom_vjp`, however deep."""
     return any(e.primitive.name.startswith("custom_vjp_call") for e in jaxprs.equations(jaxpr))

@@ -1,0 +1,101 @@
+"""How often the derivatives of loops trace the body, and what of it they differentiate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching
+
+import remat
+from remat.loops.forward import surely_has_forward_mode
+
+X = jnp.linspace(0.1, 0.5, 3)
+
+LOOPS: dict[str, Callable] = {
+    "scan": lambda step, x: remat.scan(lambda c, _: (step(c), None), x, length=5, checkpoints=2)[0],
+    "nested scan": lambda step, x: remat.scan(lambda c, _: (step(c), None), x, length=5)[0],
+    "fori_loop": lambda step, x: remat.fori_loop(0, 5, lambda _, c: step(c), x, checkpoints=2),
+    "while_loop": lambda step, x: remat.while_loop(
+        lambda c: c[0] < 5, lambda c: (c[0] + 1, step(c[1])), (0, x), checkpoints=2
+    )[1],
+}
+DERIVATIVES: dict[str, Callable] = {
+    "value": lambda f: f,
+    "grad": jax.grad,
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,)),
+    "hessian": jax.hessian,
+    "grad of grad": lambda f: jax.grad(lambda x: jax.grad(f)(x).sum()),
+    "grad of jvp": lambda f: jax.grad(lambda x: jax.jvp(f, (x,), (x,))[1]),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_a_body_is_called_once_whatever_derivative_is_taken(loop: str, derivative: str) -> None:
+    called = []
+
+    def step(x: Any) -> Any:
+        called.append(x)
+        return jnp.sin(x) * x
+
+    jax.make_jaxpr(DERIVATIVES[derivative](lambda x: LOOPS[loop](step, x).sum()))(X)
+    assert len(called) == 1
+
+
+_differentiated: list[int] = []
+counted_p = Primitive("counted")
+counted_p.def_abstract_eval(lambda x: x)
+batching.defvectorized(counted_p)
+
+
+def _counted_jvp(primals: Any, tangents: Any) -> Any:
+    _differentiated.append(1)
+    (x,), (t,) = primals, tangents
+    return counted_p.bind(x), t if isinstance(t, ad.Zero) else t * jnp.cos(x)
+
+
+ad.primitive_jvps[counted_p] = _counted_jvp
+
+
+# How often JAX differentiates the jaxpr of a body, which calls nothing of the user but rules.
+@pytest.mark.parametrize(
+    ("derivative", "most"),
+    [("grad", 3), ("jvp", 2), ("hessian", 18), ("grad of grad", 10), ("grad of jvp", 6)],
+)
+@pytest.mark.parametrize("loop", [name for name in LOOPS if name != "nested scan"])
+def test_a_second_derivative_does_not_differentiate_the_body_only_to_look_at_it(
+    loop: str, derivative: str, most: int
+) -> None:
+    _differentiated.clear()
+    jax.make_jaxpr(DERIVATIVES[derivative](lambda x: LOOPS[loop](counted_p.bind, x).sum()))(X)
+    assert 1 <= len(_differentiated) <= most
+
+
+@jax.custom_vjp
+def _reverse_only(x: Any) -> Any:
+    return jnp.sin(x)
+
+
+_reverse_only.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (jnp.cos(x) * ct,))
+
+
+@pytest.mark.parametrize(
+    ("body", "surely"),
+    [
+        (jnp.sin, True),
+        (jax.nn.relu, True),  # has a jax.custom_jvp
+        (_reverse_only, False),
+        (lambda x: LOOPS["scan"](jnp.sin, x), True),
+        (lambda x: LOOPS["scan"](_reverse_only, x), False),
+        (jax.grad(lambda x: LOOPS["scan"](_reverse_only, x).sum()), False),
+    ],
+)
+def test_a_body_surely_has_forward_mode_if_nothing_in_it_has_reverse_mode_only(
+    body: Callable, surely: bool
+) -> None:
+    assert surely_has_forward_mode(jax.make_jaxpr(body)(X).jaxpr) == surely
