@@ -1,9 +1,9 @@
 """Names for the types in signatures that a type checker cannot check.
 
-To a type checker `PyTree`, `Leaf` and `Aval` are `Any`, since JAX accepts every registered class there;
-to a reader they say which of the many things that are `Any` is meant. jaxtyping is not used: the public
-functions take pytrees and functions of any shapes, so it could say no more than these names, and it
-would be one more package to install and import.
+To a type checker all but `PolicyLike` are `Any`, since JAX accepts many classes there, or keeps the classes
+to itself; to a reader they say which of the many things that are `Any` is meant. jaxtyping is not used:
+the public functions take pytrees and functions of any shapes, so it could say no more than these names,
+and it would be one more package to install and import.
 """
 
 from __future__ import annotations
@@ -13,7 +13,16 @@ from typing import Any, TypeAlias
 
 PyTree: TypeAlias = Any  # nested dicts, lists, tuples and other registered containers of leaves
 Leaf: TypeAlias = Any  # what is in a pytree: an array, or anything else
+Array: TypeAlias = Any  # an array or a number, or a tracer of one
+Arrays: TypeAlias = list[Any]  # the leaves of a pytree of arrays; None where there is no cotangent
 Aval: TypeAlias = Any  # an abstract value of JAX, with a shape, a dtype and a sharding
-PolicyLike: TypeAlias = (
-    Callable[..., Any] | None
-)  # a policy of `remat.policies`, or one of JAX's kind
+Size: TypeAlias = Any  # a number of steps, elements or bytes: an int, or an expression in symbols
+TreeDef: TypeAlias = Any  # the structure of a pytree
+
+Atom: TypeAlias = Any  # an operand or a result of an equation: a variable or a literal
+Eqn: TypeAlias = Any  # an equation: it has `invars`, `outvars` and `params`
+JaxprLike: TypeAlias = Any  # a jaxpr, open or closed
+AxisData: TypeAlias = Any  # the axis that a batching rule adds: its size and names
+Dim: TypeAlias = int | None  # which axis of a value is batched, None for none
+
+PolicyLike: TypeAlias = Callable[..., Any] | None  # a policy of `remat.policies`, or of JAX's kind

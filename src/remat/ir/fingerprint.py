@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from remat import _jax
+from remat.aliases import Atom
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _SET = re.compile(r"\{([^{}]*)\}")
@@ -43,14 +44,14 @@ def fingerprint(jaxpr: _jax.Jaxpr, *more: Any, literals: bool = True) -> str:
 
 def _add_jaxpr(digest: Any, jaxpr: _jax.Jaxpr, literals: bool) -> None:
     number: dict[_jax.Var, int] = {}
-    types: dict[Any, str] = {}
+    types: dict[_jax.Var, str] = {}
 
-    def name(v: Any) -> str:
+    def name(v: Atom) -> str:
         if not _jax.is_var(v):
             return f"={v.val!r}" if literals else f"={_type_of(v)}"
         return str(number.setdefault(v, len(number)))
 
-    def type_of(v: Any) -> str:
+    def type_of(v: Atom) -> str:
         if v.aval not in types:
             types[v.aval] = _type_of(v)
         return types[v.aval]
@@ -70,7 +71,7 @@ def _add_jaxpr(digest: Any, jaxpr: _jax.Jaxpr, literals: bool) -> None:
     digest.update(("->" + ",".join(map(name, jaxpr.outvars))).encode())
 
 
-def _type_of(v: Any) -> str:
+def _type_of(v: Atom) -> str:
     return _stable(v.aval.str_short())
 
 

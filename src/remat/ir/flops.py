@@ -25,6 +25,7 @@ from typing import Any
 import jax
 
 from remat import _jax
+from remat.aliases import Aval, Eqn, JaxprLike
 from remat.ir import jaxprs
 from remat.ir.formulas import TRANSCENDENTAL as TRANSCENDENTAL, size
 from remat.ir.operations import Traffic, operation
@@ -83,7 +84,7 @@ def through_bodies(eqn: _jax.JaxprEqn, own: Callable[[_jax.JaxprEqn], Any]) -> A
       own: the cost of an equation that runs no others.
     """
 
-    def of_jaxpr(jaxpr: Any) -> Any:
+    def of_jaxpr(jaxpr: JaxprLike) -> Any:
         return sum(through_bodies(inner, own) for inner in _jax.open_jaxpr(jaxpr).eqns)
 
     name, params = eqn.primitive.name, eqn.params
@@ -106,7 +107,7 @@ def through_bodies(eqn: _jax.JaxprEqn, own: Callable[[_jax.JaxprEqn], Any]) -> A
     return own(eqn)
 
 
-def _of_formula(formula: Callable[[Any], Any], eqn: _jax.JaxprEqn) -> Any:
+def _of_formula(formula: Callable[[Eqn], Any], eqn: _jax.JaxprEqn) -> Any:
     try:
         return formula(eqn)
     except (AttributeError, NotImplementedError) as error:
@@ -128,7 +129,7 @@ def _of_pallas_call(eqn: _jax.JaxprEqn) -> int:
     return math.prod(grid) * body
 
 
-def _n_bytes(aval: Any) -> int:
+def _n_bytes(aval: Aval) -> int:
     return size(aval) * _jax.itemsize_bytes(aval) if hasattr(aval, "dtype") else 0
 
 

@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from remat.aliases import Aval, Eqn, Size
+
 #: Counts the operations of one equation.
-Formula = Callable[[Any], int]
+Formula = Callable[[Eqn], int]
 
 # FLOPs per element of an exponential, logarithm, sine and so on, on vector units. A larger number makes
 # transcendental primitives costlier to recompute.
 TRANSCENDENTAL = 10
 
 
-def size(aval: Any) -> Any:
+def size(aval: Aval) -> Size:
     """Return the number of elements of a type; 0 for what is not an array.
 
     It is an expression where the type has symbolic dimensions.
@@ -33,26 +34,26 @@ def size(aval: Any) -> Any:
     return 0 if n is None else int(n) if isinstance(n, numbers.Integral) else n
 
 
-def _operand(eqn: Any, i: int = 0) -> Any:
+def _operand(eqn: Eqn, i: int = 0) -> Aval:
     return eqn.invars[i].aval
 
 
 # Products
 
 
-def dot_general(eqn: Any) -> int:
+def dot_general(eqn: Eqn) -> int:
     """Count 2 FLOPs per product of a matrix product."""
     (_, contracted), (_, batch) = eqn.params["dimension_numbers"]
     return _products(_operand(eqn, 0), _operand(eqn, 1), contracted, batch)
 
 
-def _products(lhs: Any, rhs: Any, rhs_contracted: Any, rhs_batch: Any) -> int:
+def _products(lhs: Aval, rhs: Aval, rhs_contracted: Iterable[int], rhs_batch: Iterable[int]) -> int:
     # Each element of the left side is multiplied for each index of the right that it does not share.
     shared = {*rhs_contracted, *rhs_batch}
     return 2 * lhs.size * math.prod(n for d, n in enumerate(rhs.shape) if d not in shared)
 
 
-def ragged_dot(eqn: Any) -> int:
+def ragged_dot(eqn: Eqn) -> int:
     """Count each row of a group against the matrix of its group only."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
@@ -60,7 +61,7 @@ def ragged_dot(eqn: Any) -> int:
     return _products(_operand(eqn, 0), _operand(eqn, 1), contracted, (*batch, *groups))
 
 
-def attention(eqn: Any) -> int:
+def attention(eqn: Eqn) -> int:
     """Count the two matrix products of an attention kernel, from query and key of rank 4."""
     query, key = _operand(eqn, 0), _operand(eqn, 1)
     if len(query.shape) != 4 or len(key.shape) != 4:
@@ -70,7 +71,7 @@ def attention(eqn: Any) -> int:
     return 4 * size(query) * length
 
 
-def convolution(eqn: Any) -> int:
+def convolution(eqn: Eqn) -> int:
     """Count products of data with data, not with padding or with the holes of a dilation."""
     params, lhs, rhs = eqn.params, _operand(eqn, 0), _operand(eqn, 1)
     numbers = params["dimension_numbers"]
@@ -107,27 +108,27 @@ def _taps(
 # Reductions, orders, transforms
 
 
-def reduction(eqn: Any) -> int:
+def reduction(eqn: Eqn) -> int:
     """Count one FLOP per element of the operand."""
     return size(_operand(eqn))
 
 
-def window(eqn: Any) -> int:
+def window(eqn: Eqn) -> int:
     """Count one FLOP per element of each window."""
     return size(eqn.outvars[0].aval) * math.prod(eqn.params["window_dimensions"])
 
 
-def scatter_window(eqn: Any) -> int:
+def scatter_window(eqn: Eqn) -> int:
     """Count one FLOP per element of each window that is scattered."""
     return size(_operand(eqn)) * math.prod(eqn.params["window_dimensions"])
 
 
-def cumulative(eqn: Any) -> int:
+def cumulative(eqn: Eqn) -> int:
     """Count a parallel scan, which combines each element twice: up the tree and down."""
     return 2 * size(_operand(eqn))
 
 
-def cumulative_transcendental(eqn: Any) -> int:
+def cumulative_transcendental(eqn: Eqn) -> int:
     """Count a parallel scan of log-sum-exp."""
     return TRANSCENDENTAL * cumulative(eqn)
 
@@ -136,18 +137,18 @@ def _log2(n: int) -> int:
     return max(n - 1, 0).bit_length()
 
 
-def sort(eqn: Any) -> int:
+def sort(eqn: Eqn) -> int:
     """Count n log2 n comparisons."""
     aval = _operand(eqn)
     return size(aval) * _log2(aval.shape[eqn.params["dimension"]] if aval.shape else 1)
 
 
-def top_k(eqn: Any) -> int:
+def top_k(eqn: Eqn) -> int:
     """Count n log2 k comparisons."""
     return size(_operand(eqn)) * max(_log2(eqn.params["k"] + 1), 1)
 
 
-def fft(eqn: Any) -> int:
+def fft(eqn: Eqn) -> int:
     """Count 5 n log2 n real operations of a complex transform; half if one side is real."""
     lengths = eqn.params["fft_lengths"]
     n = math.prod(lengths)
@@ -157,7 +158,7 @@ def fft(eqn: Any) -> int:
     return round(5 * batch * n * math.log2(max(n, 1)) / (2 if real else 1))
 
 
-def scatter_updates(eqn: Any) -> int:
+def scatter_updates(eqn: Eqn) -> int:
     """Count one FLOP per element that is combined into the operand."""
     return size(_operand(eqn, 2))
 
@@ -166,7 +167,7 @@ def scatter_updates(eqn: Any) -> int:
 
 
 def _matrix(cost: Callable[[int, int], float]) -> Formula:
-    def flops(eqn: Any) -> int:
+    def flops(eqn: Eqn) -> int:
         *batch, m, n = _operand(eqn).shape
         return round(math.prod(batch) * cost(m, n))
 
@@ -195,12 +196,12 @@ tridiagonal = _matrix(lambda m, n: 4 * n**3 / 3)
 symmetric_product = _matrix(lambda m, n: m**2 * n)
 
 
-def triangular_solve(eqn: Any) -> int:
+def triangular_solve(eqn: Eqn) -> int:
     """Count n FLOPs per element of the right-hand side."""
     return size(_operand(eqn, 1)) * _operand(eqn).shape[-1]
 
 
-def tridiagonal_solve(eqn: Any) -> int:
+def tridiagonal_solve(eqn: Eqn) -> int:
     """Count 8 FLOPs per element of the right-hand side (Thomas's algorithm)."""
     return 8 * size(_operand(eqn, 3))
 
@@ -209,14 +210,14 @@ def tridiagonal_solve(eqn: Any) -> int:
 
 
 def _random(per_word: int) -> Formula:
-    def flops(eqn: Any) -> int:
+    def flops(eqn: Eqn) -> int:
         avals = [v.aval for v in eqn.outvars if hasattr(v.aval, "dtype")]
         return sum(per_word * (size(aval) * _itemsize_bytes(aval) // 4) for aval in avals)
 
     return flops
 
 
-def _itemsize_bytes(aval: Any) -> int:
+def _itemsize_bytes(aval: Aval) -> int:
     return int(getattr(aval.dtype, "itemsize", 1))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from remat import _jax
+from remat.aliases import Atom, JaxprLike
 
 _jax.exclude_from_tracebacks(__file__)
 
@@ -39,7 +40,7 @@ def body_keys(eqn: _jax.JaxprEqn) -> tuple[str, ...]:
     return keys if all(key in eqn.params for key in keys) else ()
 
 
-def bodies_of(eqn: _jax.JaxprEqn) -> Iterator[Any]:
+def bodies_of(eqn: _jax.JaxprEqn) -> Iterator[JaxprLike]:
     """Yield the jaxprs that an equation runs."""
     for key in body_keys(eqn):
         value = eqn.params[key]
@@ -52,7 +53,7 @@ def has_body(eqn: _jax.JaxprEqn) -> bool:
 
 
 def equations(
-    jaxpr: _jax.Jaxpr, inside: Callable[[_jax.JaxprEqn], Iterator[Any]] = _jax.jaxprs_of
+    jaxpr: _jax.Jaxpr, inside: Callable[[_jax.JaxprEqn], Iterator[JaxprLike]] = _jax.jaxprs_of
 ) -> Iterator[_jax.JaxprEqn]:
     """Yield the equations of a jaxpr at any depth, each before those inside it.
 
@@ -70,7 +71,7 @@ def applies(jaxpr: _jax.Jaxpr, primitive: str) -> bool:
     return any(eqn.primitive.name == primitive for eqn in equations(jaxpr))
 
 
-def replace_body(eqn: _jax.JaxprEqn, old: Any, new_equations: _jax.Jaxpr) -> _jax.JaxprEqn:
+def replace_body(eqn: _jax.JaxprEqn, old: JaxprLike, new_equations: _jax.Jaxpr) -> _jax.JaxprEqn:
     """Return the equation with one of its jaxprs replaced by another of the same type."""
     replacement = new_equations if isinstance(old, _jax.Jaxpr) else old.replace(jaxpr=new_equations)
 
@@ -93,7 +94,7 @@ def inline_calls(jaxpr: _jax.Jaxpr, is_call: Callable[[_jax.JaxprEqn], Any]) -> 
     eqns: list[_jax.JaxprEqn] = []
 
     def write(
-        body: _jax.Jaxpr, names: dict[_jax.Var, Any], wanted: dict[_jax.Var, _jax.Var], stack: Any
+        body: _jax.Jaxpr, names: dict[_jax.Var, Atom], wanted: dict[_jax.Var, _jax.Var], stack: Any
     ) -> None:
         for eqn in body.eqns:
             outvars = [
@@ -114,7 +115,7 @@ def inline_calls(jaxpr: _jax.Jaxpr, is_call: Callable[[_jax.JaxprEqn], Any]) -> 
             for outer, v in zip(eqn.outvars, inner.outvars):
                 names[outer] = look(inner_names, v)
 
-    names: dict[_jax.Var, Any] = {}
+    names: dict[_jax.Var, Atom] = {}
     write(jaxpr, names, {}, None)
     outvars = [look(names, v) for v in jaxpr.outvars]
     return _jax.jaxpr_of(jaxpr.invars, outvars, eqns, jaxpr)
@@ -122,16 +123,16 @@ def inline_calls(jaxpr: _jax.Jaxpr, is_call: Callable[[_jax.JaxprEqn], Any]) -> 
 
 def inlined(
     jaxpr: _jax.Jaxpr,
-    operands: Sequence[Any],
+    operands: Sequence[Atom],
     call: _jax.JaxprEqn,
     called: Mapping[_jax.Var, _jax.Var] | None = None,
-) -> tuple[list[_jax.JaxprEqn], list[Any]]:
+) -> tuple[list[_jax.JaxprEqn], list[Atom]]:
     """Return a jaxpr's equations on some operands, in place of a call, and their results.
 
     Its values get new variables, because it may be inlined more than once; those in `called` get the
     variables given there.
     """
-    names: dict[_jax.Var, Any] = dict(zip(jaxpr.invars, operands, strict=True))
+    names: dict[_jax.Var, Atom] = dict(zip(jaxpr.invars, operands, strict=True))
     stack, eqns = _joined(None, call), []
     for eqn in jaxpr.eqns:
         names.update((v, (called or {}).get(v) or _fresh(v)) for v in eqn.outvars)
@@ -140,7 +141,7 @@ def inlined(
 
 
 def written_out(
-    jaxpr: _jax.Jaxpr, invars: Sequence[Any], outvars: Sequence[_jax.Var]
+    jaxpr: _jax.Jaxpr, invars: Sequence[Atom], outvars: Sequence[_jax.Var]
 ) -> list[_jax.JaxprEqn]:
     """Return the equations of a jaxpr on other operands and with other result variables."""
     assert makes_its_results(jaxpr), "a result passed through"
@@ -155,12 +156,12 @@ def makes_its_results(jaxpr: _jax.Jaxpr) -> bool:
     return len(set(results)) == len(jaxpr.outvars)
 
 
-def look(names: Mapping[_jax.Var, Any], v: Any) -> Any:
+def look(names: Mapping[_jax.Var, Atom], v: Atom) -> Atom:
     """Return what an operand is called, if it has another name."""
     return names.get(v, v) if _jax.is_var(v) else v
 
 
-def renamed(eqn: _jax.JaxprEqn, names: Mapping[_jax.Var, Any], stack: Any = None) -> _jax.JaxprEqn:
+def renamed(eqn: _jax.JaxprEqn, names: Mapping[_jax.Var, Atom], stack: Any = None) -> _jax.JaxprEqn:
     """Return an equation on other operands and results, in the scopes of a call (None: no call)."""
     changed: dict[str, Any] = {
         "invars": [look(names, v) for v in eqn.invars],

@@ -206,7 +206,7 @@ def _transform_options(fun: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _core_checkpoint(
-    fn: Callable[..., Any],
+    fn: Callable[..., PyTree],
     *,
     variables: Filter,
     rngs: Filter,
@@ -214,7 +214,7 @@ def _core_checkpoint(
     prevent_cse: bool,
     policy: PolicyLike,
     statics: Statics,
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Checkpoint a function of scopes, as `flax.core.lift.checkpoint` does."""
 
     def inner(

@@ -42,8 +42,8 @@ def remat_scan(
     policy: PolicyLike = None,
     variable_broadcast: Filter = False,
     variable_carry: Filter = False,
-    variable_axes: Mapping[Any, Any] = FrozenDict({True: 0}),
-    split_rngs: Mapping[Any, bool] = FrozenDict({True: True}),
+    variable_axes: Mapping[Filter, Axes] = FrozenDict({True: 0}),
+    split_rngs: Mapping[Filter, bool] = FrozenDict({True: True}),
     *,
     length: int | None = None,
     levels: int | None = None,
@@ -163,20 +163,20 @@ def _is_nested_layout(params_layout: str | None, division: Division) -> bool:
 
 
 def _core_remat_scan(
-    fn: Callable[..., Any],
+    fn: Callable[..., PyTree],
     *,
     division: Division,
     nested_layout: bool,
     policy: PolicyLike,
     variable_broadcast: Filter,
     variable_carry: Filter,
-    variable_axes: Mapping[Any, Any],
-    split_rngs: Mapping[Any, bool],
+    variable_axes: Mapping[Filter, Axes],
+    split_rngs: Mapping[Filter, bool],
     with_inputs: bool,
     in_axes: Axes,
     out_axes: Axes,
     metadata_params: Mapping[Any, Any],
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Repeat a function of scopes in nested loops, as `flax.core.lift.scan` does in one."""
     read = {k: axis_of(a) for k, a in variable_axes.items() if not isinstance(a, lift.Out)}
     written = {k: axis_of(a) for k, a in variable_axes.items() if not isinstance(a, lift.In)}

@@ -38,6 +38,7 @@ import jax
 import jax.numpy as jnp
 
 from remat import _jax
+from remat.aliases import Array, Arrays, Aval, PyTree, TreeDef
 from remat.errors import EffectError
 from remat.loops.forward import (
     has_forward_mode,
@@ -63,8 +64,6 @@ from remat.loops.loop import (
 from remat.loops.rules import keep_rules
 from remat.loops.tracing import REFS_NOT_SUPPORTED, as_arrays
 
-Arrays = list[Any]
-
 
 def run(loop: Loop, inputs: Inputs) -> Results:
     """Return the results of a loop, differentiable in every mode."""
@@ -76,7 +75,7 @@ def run(loop: Loop, inputs: Inputs) -> Results:
 # The function and its rule
 
 
-def _function(loop: Loop) -> Any:
+def _function(loop: Loop) -> Callable:
     """Return L as a JAX function on flat lists."""
 
     @jax.custom_jvp
@@ -94,7 +93,7 @@ def _function(loop: Loop) -> Any:
     return keep_rules(function)
 
 
-def _sweeping(loop: Loop) -> Any:
+def _sweeping(loop: Loop) -> Callable:
     """Return L with its checkpoints as further results; their derivative is defined as zero."""
 
     @jax.custom_jvp
@@ -146,8 +145,8 @@ def _with_forward_rules(loop: Loop) -> tuple[Loop, Arrays]:
     mask = tuple(_jax.has_tangent(t) for t in types)
     out_mask = [_jax.has_tangent(t) for t in _jax.out_avals(loop.body)]
 
-    def body(*values: Any) -> Arrays:
-        def step(*marked: Any) -> tuple[Arrays, Arrays]:
+    def body(*values: Array) -> Arrays:
+        def step(*marked: Array) -> tuple[Arrays, Arrays]:
             results = _jax.call_jaxpr(loop.body, merge(values, mask, marked))
             return select(results, out_mask), results
 
@@ -165,7 +164,7 @@ def _with_forward_rules(loop: Loop) -> tuple[Loop, Arrays]:
 # The linear maps
 
 
-def _derivative_map(loop: Loop, mask: Mask, held_tree: Any) -> LinearMap:
+def _derivative_map(loop: Loop, mask: Mask, held_tree: TreeDef) -> LinearMap:
     """Return the map v ↦ J(x)·v for the inputs in `mask`; residuals: x and the checkpoints."""
     n_inputs = len(mask)
     out_mask = _out_mask(loop, mask)
@@ -327,7 +326,7 @@ def _moved_transpose(
         tangents = (consts_[first + len(consts) :], carry_[len(carry) :], x_[len(xs) :])
         masks = (consts, carry_mask, xs)
 
-        def transposed(at: tuple[Arrays, ...], cts: tuple[Arrays, Arrays]) -> Any:
+        def transposed(at: tuple[Arrays, ...], cts: tuple[Arrays, Arrays]) -> PyTree:
             def step(*at: Arrays) -> tuple[Arrays, Arrays]:
                 c, k, x = map(merge, values, masks, at)
                 carry_out, y = loop.call(c[len(added) :], k, x)
@@ -445,7 +444,7 @@ def _tangent_half(loop: Loop, mask: Mask, flat_results: Arrays) -> Arrays:
 
 
 def _halves(
-    cotangents: Arrays, both: Mask, mask: Mask, types: Sequence[Any]
+    cotangents: Arrays, both: Mask, mask: Mask, types: Sequence[Aval]
 ) -> tuple[Arrays, Arrays]:
     """The cotangents of the tangents among L₁'s values, and of the marked values; zeros written out."""
     every = merge([None] * len(both), both, cotangents)
@@ -460,7 +459,7 @@ def _flat(parts: Inputs | Results) -> Arrays:
     return [value for part in parts for value in part]
 
 
-def _split_results(loop: Loop, flat: Sequence[Any]) -> Results:
+def _split_results(loop: Loop, flat: Sequence[Array]) -> Results:
     n_ys = len(loop.y_avals)
     flat = list(flat)
     end = loop.n_carry + n_ys
@@ -477,7 +476,7 @@ def _no_count(loop: Loop) -> Mask:
     return () if loop.test is None else (False,)
 
 
-def _jvp(fun: Any, primals: Sequence[Arrays], tangents: Sequence[Arrays]) -> Arrays:
+def _jvp(fun: Callable, primals: Sequence[Arrays], tangents: Sequence[Arrays]) -> Arrays:
     """Return `jax.jvp` of a function of lists; zero tangents are None."""
     flat, tree = jax.tree.flatten(tuple(primals))
     flat_tangents = [t for part in tangents for t in part]
@@ -491,11 +490,11 @@ def _jvp(fun: Any, primals: Sequence[Arrays], tangents: Sequence[Arrays]) -> Arr
     return jax.jvp(of_marked, (select(flat, mask),), (select(flat_tangents, mask),))[1]
 
 
-def _no_tangent(x: Any) -> Any:
+def _no_tangent(x: Array) -> Array:
     return jax.custom_derivatives.SymbolicZero(jax.typeof(x).to_tangent_aval())
 
 
-def _zero_tangent(x: Any) -> Any:
+def _zero_tangent(x: Array) -> Array:
     """Return zeros as an array, as the rules of `jax.custom_jvp` must."""
     if _jax.has_tangent(x):
         zeros = jnp.zeros_like(x)

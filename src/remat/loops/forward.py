@@ -20,10 +20,9 @@ import jax
 import numpy as np
 
 from remat import _jax
+from remat.aliases import Array, Arrays, Atom, Aval, AxisData, Dim, Eqn, JaxprLike, PyTree
 from remat.errors import ForwardModeError
 from remat.ir import jaxprs
-
-Arrays = list[Any]
 
 _NOT_DEFINED = (
     "the body of a loop of remat calls a function with a jax.custom_vjp, and forward mode (jax.jvp, "
@@ -37,7 +36,7 @@ _NOT_LINEAR = (
 )
 
 
-def push(fun: Callable, primals: Sequence[Arrays], tangents: Sequence[Arrays]) -> Any:
+def push(fun: Callable, primals: Sequence[Arrays], tangents: Sequence[Arrays]) -> PyTree:
     """Return the results of `fun` and their tangents, as `jax.jvp`, from the rules of reverse mode.
 
     Raises:
@@ -49,7 +48,7 @@ def push(fun: Callable, primals: Sequence[Arrays], tangents: Sequence[Arrays]) -
     mask = [_jax.has_tangent(x) for x in leaves]
     none = [np.zeros(x.shape, jax.dtypes.float0) for x, m in zip(leaves, mask) if not m]
 
-    def flat(*cotangents: Any) -> Any:
+    def flat(*cotangents: Array) -> PyTree:
         return pull(jax.tree.unflatten(tree, _jax.merge_lists(mask, none, list(cotangents))))
 
     inexact = [x for x, m in zip(leaves, mask) if m]
@@ -66,18 +65,18 @@ def push(fun: Callable, primals: Sequence[Arrays], tangents: Sequence[Arrays]) -
 refused_p = _jax.Primitive("remat_no_forward_mode")
 
 
-def refused(operands: Arrays, types: Sequence[Any]) -> Arrays:
+def refused(operands: Arrays, types: Sequence[Aval]) -> Arrays:
     """Return values of these types that raise when they are computed."""
     return refused_p.bind(*operands, types=tuple(types))
 
 
-def has_forward_mode(jaxpr: Any) -> bool:
+def has_forward_mode(jaxpr: _jax.Jaxpr) -> bool:
     """Return whether a derivative can be run: nothing in it stands for an undefined tangent."""
     # custom_lin: a custom_vjp that JAX differentiated forward.
     return not any(jaxprs.applies(jaxpr, name) for name in ("custom_lin", refused_p.name))
 
 
-def surely_has_forward_mode(body: Any) -> bool:
+def surely_has_forward_mode(body: _jax.Jaxpr) -> bool:
     """Return whether the derivative of a body has forward mode; False where only tracing it can tell.
 
     An undefined tangent comes from a `jax.custom_vjp`, from an undefined tangent, or from the linear map
@@ -87,7 +86,7 @@ def surely_has_forward_mode(body: Any) -> bool:
     return not uses_custom_vjp(body) and not any(jaxprs.applies(body, name) for name in undecided)
 
 
-def uses_custom_vjp(jaxpr: Any) -> bool:
+def uses_custom_vjp(jaxpr: _jax.Jaxpr) -> bool:
     """Return whether a jaxpr calls a function with a `jax.custom_vjp`, however deep."""
     return any(e.primitive.name.startswith("custom_vjp_call") for e in jaxprs.equations(jaxpr))
 
@@ -96,7 +95,9 @@ def _refuse(*_: Any, **__: Any) -> Any:
     raise ForwardModeError(_NOT_DEFINED)
 
 
-def _batch(axis: Any, args: Any, dims: Any, *, types: tuple) -> tuple[Arrays, list[int]]:
+def _batch(
+    axis: AxisData, args: Sequence[Array], dims: Sequence[Dim], *, types: tuple
+) -> tuple[Arrays, list[int]]:
     batched = tuple(_jax.batched_type(t, axis) for t in types)
     return refused_p.bind(*args, types=batched), [0] * len(types)
 
@@ -147,7 +148,7 @@ class _NotLinear(Exception):
     pass
 
 
-def _check_linear(jaxpr: Any, n_consts: int) -> None:
+def _check_linear(jaxpr: _jax.Jaxpr, n_consts: int) -> None:
     kinds = [_CONSTANT] * n_consts + [_LINEAR] * (len(jaxpr.invars) - n_consts)
     try:
         if _CONSTANT in _kinds_of_results(jaxpr, kinds):
@@ -156,12 +157,12 @@ def _check_linear(jaxpr: Any, n_consts: int) -> None:
         raise ForwardModeError(_NOT_LINEAR.format(reason=error)) from None
 
 
-def _kinds_of_results(jaxpr: Any, kinds: Sequence[str]) -> list[str]:
+def _kinds_of_results(jaxpr: JaxprLike, kinds: Sequence[str]) -> list[str]:
     """Return what the results of a jaxpr are, given what its inputs are."""
     jaxpr = _jax.open_jaxpr(jaxpr)
     kind = dict.fromkeys(jaxpr.constvars, _CONSTANT) | dict(zip(jaxpr.invars, kinds, strict=True))
 
-    def of(v: Any) -> str:
+    def of(v: Atom) -> str:
         if _jax.is_var(v):
             return kind[v]
         return _ZERO if not np.any(v.val) else _CONSTANT
@@ -175,7 +176,7 @@ def _kinds_of_results(jaxpr: Any, kinds: Sequence[str]) -> list[str]:
     return [of(v) for v in jaxpr.outvars]
 
 
-def _kinds_of_equation(eqn: Any, kinds: list[str]) -> list[str]:
+def _kinds_of_equation(eqn: Eqn, kinds: list[str]) -> list[str]:
     name, n_results = eqn.primitive.name, len(eqn.outvars)
     bodies = list(_jax.jaxprs_of(eqn))
     if name == "scan":
@@ -216,7 +217,7 @@ def _is_zero(name: str, kinds: list[str]) -> bool:
     return all(kinds[i] == _ZERO for i in (range(len(kinds)) if places is None else places))
 
 
-def _kinds_of_scan(eqn: Any, kinds: list[str]) -> list[str]:
+def _kinds_of_scan(eqn: Eqn, kinds: list[str]) -> list[str]:
     first, n_carry = _jax.scan_arity(eqn)
     body = _jax.scan_body(eqn)
     while True:

@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from remat import _jax
-
-Arrays = list[Any]
+from remat.aliases import Array, Arrays, AxisData, Dim
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +50,9 @@ class LinearMap:
         return LinearMap(self.transposed, self.apply, self.transposed_jvp, self.jvp, self.errors)
 
 
-def linear_call(linear_map: LinearMap, residuals: Sequence[Any], operands: Sequence[Any]) -> Arrays:
+def linear_call(
+    linear_map: LinearMap, residuals: Sequence[Array], operands: Sequence[Array]
+) -> Arrays:
     """Apply a linear map so that JAX transposes and differentiates it as the map says."""
     with contextlib.nullcontext() if linear_map.errors is None else linear_map.errors():
         jaxpr, consts, _ = _jax.trace_call(linear_map.apply, list(residuals), list(operands))
@@ -65,10 +66,10 @@ def linear_call(linear_map: LinearMap, residuals: Sequence[Any], operands: Seque
 
 def _bind(
     linear_map: LinearMap,
-    jaxpr: Any,
-    consts: Sequence[Any],
-    residuals: Sequence[Any],
-    operands: Sequence[Any],
+    jaxpr: _jax.Jaxpr,
+    consts: Sequence[Array],
+    residuals: Sequence[Array],
+    operands: Sequence[Array],
 ) -> Arrays:
     return linear_p.bind(
         *consts,
@@ -86,22 +87,22 @@ def _bind(
 linear_p = _jax.Primitive("remat_linear")
 
 
-def _split(args: Sequence[Any], n_consts: int, n_residuals: int) -> tuple[Arrays, Arrays]:
+def _split(args: Sequence[Array], n_consts: int, n_residuals: int) -> tuple[Arrays, Arrays]:
     args = args[n_consts:]
     return list(args[:n_residuals]), list(args[n_residuals:])
 
 
-def _evaluate(*args: Any, jaxpr: Any, **_: Any) -> Arrays:
+def _evaluate(*args: Array, jaxpr: _jax.Jaxpr, **_: Any) -> Arrays:
     return _jax.call_jaxpr(jaxpr, args)
 
 
-def _abstract(*_: Any, jaxpr: Any, **__: Any) -> tuple[Arrays, Any]:
+def _abstract(*_: Any, jaxpr: _jax.Jaxpr, **__: Any) -> tuple[Arrays, Any]:
     return _jax.out_avals(jaxpr), jaxpr.effects
 
 
 def _jvp(
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
+    primals: Sequence[Array],
+    tangents: Sequence[Array],
     *,
     linear_map: LinearMap,
     n_consts: int,
@@ -117,9 +118,9 @@ def _jvp(
 
 
 def _transpose(
-    cotangents: Sequence[Any],
-    *args: Any,
-    jaxpr: Any,
+    cotangents: Sequence[Array],
+    *args: Array,
+    jaxpr: _jax.Jaxpr,
     linear_map: LinearMap,
     n_consts: int,
     n_residuals: int,
@@ -138,15 +139,15 @@ def _transpose(
 
 
 def _batch(
-    axis: Any,
-    args: Sequence[Any],
-    dims: Sequence[Any],
+    axis: AxisData,
+    args: Sequence[Array],
+    dims: Sequence[Dim],
     *,
     linear_map: LinearMap,
     n_consts: int,
     n_residuals: int,
     **params: Any,
-) -> tuple[Arrays, Sequence[int | None]]:
+) -> tuple[Arrays, Sequence[Dim]]:
     if all(dim is None for dim in dims):
         sizes = {"n_consts": n_consts, "n_residuals": n_residuals}
         results = linear_p.bind(*args, linear_map=linear_map, **sizes, **params)
@@ -205,13 +206,13 @@ _jax.register(
 align_p = _jax.Primitive("remat_align")
 
 
-def align(results: Sequence[Any], arguments: Sequence[Any]) -> Arrays:
+def align(results: Sequence[Array], arguments: Sequence[Array]) -> Arrays:
     """Return the results; under `vmap` with the batch in front, if any of the arguments has one."""
     return align_p.bind(*results, *arguments, n_results=len(results)) if results else []
 
 
 def _align_batch(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, n_results: int
+    axis: AxisData, args: Sequence[Array], dims: Sequence[Dim], *, n_results: int
 ) -> tuple[Arrays, Arrays]:
     found: Arrays = []
     for x, dim in zip(args[:n_results], dims):
@@ -227,7 +228,7 @@ def _align_batch(
 
 
 def _align_jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, n_results: int
+    primals: Sequence[Array], tangents: Sequence[Array], *, n_results: int
 ) -> tuple[Arrays, Arrays]:
     return align_p.bind(*primals, n_results=n_results), list(tangents[:n_results])
 

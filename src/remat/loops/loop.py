@@ -27,20 +27,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from types import ModuleType
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from remat import _jax
+from remat.aliases import Array, Arrays, PyTree, Size
 from remat.errors import EffectError
 from remat.ir import jaxprs
 from remat.loops import schedules
 from remat.loops.store import DEVICE, Store
 
-Arrays = list[Any]
 Mask = tuple[bool, ...]
 
 
@@ -75,11 +77,11 @@ class Checkpoints(NamedTuple):
       count: a counter, the number of steps n.
     """
 
-    rows: Any
-    order: Any
-    starts: Any
-    top: Any
-    count: Any
+    rows: PyTree
+    order: Array
+    starts: Array
+    top: Array
+    count: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,37 +107,37 @@ class Loop:
         not always the signed one.
     """
 
-    body: Any
+    body: _jax.Jaxpr
     n_consts: int
     n_carry: int
     slots: int
-    length: Any = None
-    test: Any = None
+    length: Size = None
+    test: _jax.Jaxpr | None = None
     test_reads: tuple[int, int, int] = (0, 0, 0)
     max_steps: int | None = None
     reverse: bool = False
     unroll: int | bool = 1
     store: Store = DEVICE
-    counter: Any = np.int32
+    counter: DTypeLike = np.int32
 
     def call(self, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
         """Run one step."""
         out = _jax.call_jaxpr(self.body, [*consts, *carry, *x])
         return out[: self.n_carry], out[self.n_carry :]
 
-    def goes_on(self, consts: Arrays, carry: Arrays, step: Any) -> Any:
+    def goes_on(self, consts: Arrays, carry: Arrays, step: Array) -> Array:
         """Return whether a loop with a test runs `step`."""
         first, last, n_carry = self.test_reads
         (verdict,) = _jax.call_jaxpr(self.test, [*consts[first:last], *carry[:n_carry]])
         return verdict if self.max_steps is None else verdict & (step < self.count(self.max_steps))
 
-    def index(self, step: Any) -> Any:
+    def index(self, step: Array) -> Array:
         """Return the index at which a step reads and writes scanned values."""
         if not self.reverse or self.length is None:
             return step
         return self.count(self.length) - 1 - step
 
-    def x_at(self, inputs: Inputs, step: Any) -> Arrays:
+    def x_at(self, inputs: Inputs, step: Array) -> Arrays:
         """Return the slice of the scanned values that a step reads."""
         return [lax.dynamic_index_in_dim(x, self.index(step), 0, False) for x in inputs.xs]
 
@@ -163,11 +165,11 @@ class Loop:
         """Return the largest number of steps that the counter can hold."""
         return np.array(np.iinfo(self.counter).max, self.counter)
 
-    def count(self, steps: int) -> Any:
+    def count(self, steps: int) -> Array:
         """Return a number of steps in the type that this loop counts in."""
         return jnp.asarray(steps, self.counter)
 
-    def after(self, step: Any) -> Any:
+    def after(self, step: Array) -> Array:
         """Return the number of steps after one more, which stays at the largest that there is."""
         return step + (step < self.most_steps).astype(self.counter)
 
@@ -181,7 +183,7 @@ class Loop:
             carry = reached
 
 
-def split_inputs(loop: Loop, flat: Sequence[Any]) -> Inputs:
+def split_inputs(loop: Loop, flat: Sequence[Array]) -> Inputs:
     """Return the inputs of a loop from their concatenation."""
     flat = list(flat)
     first, second = loop.n_consts, loop.n_consts + loop.n_carry
@@ -239,7 +241,7 @@ def _sweep(
 
 
 def _offline_sweep(
-    loop: Loop, inputs: Inputs, rows: Any, with_ys: bool
+    loop: Loop, inputs: Inputs, rows: PyTree, with_ys: bool
 ) -> tuple[Results, Checkpoints]:
     # What is counted varies over the axes of a mesh as the number of steps does.
     count = _steps(loop, inputs)
@@ -267,7 +269,7 @@ def _offline_sweep(
     return Results(carry, ys, []), Checkpoints(rows, order, starts, top, count)
 
 
-def _online_sweep(loop: Loop, inputs: Inputs, rows: Any) -> tuple[Results, Checkpoints]:
+def _online_sweep(loop: Loop, inputs: Inputs, rows: PyTree) -> tuple[Results, Checkpoints]:
     """Run while the test holds. Entry `top` of the stack is the state before the last step."""
 
     def run(state: tuple) -> tuple:
@@ -296,7 +298,7 @@ def _online_sweep(loop: Loop, inputs: Inputs, rows: Any) -> tuple[Results, Check
     return Results(carry, [], [step]), Checkpoints(rows, order, starts, top, step)
 
 
-def _online_update(loop: Loop, step: Any, top: Any, order: Any, starts: Any) -> tuple:
+def _online_update(loop: Loop, step: Array, top: Array, order: Array, starts: Array) -> tuple:
     """Apply `schedules.online_update` to the stack, and make room for one more entry on top."""
     slots = loop.slots
     if slots == 1:
@@ -335,14 +337,14 @@ def _online_choices(slots: int, steps: int) -> tuple[int, ...]:
     return tuple(choices)
 
 
-def _without(np_: Any, slots: int, choice: Any) -> Any:
+def _without(np_: ModuleType, slots: int, choice: Array) -> Array:
     """Return the entries with entry `choice` moved to the end, where the next state overwrites it."""
     entries = np.arange(slots + 1, dtype=np.int32)
     source = np_.where(entries < choice, entries, np.minimum(entries + 1, slots))
     return np_.where(entries == slots, choice, source)
 
 
-def _online_choice(np_: Any, starts: Any, step: Any, slots: int) -> Any:
+def _online_choice(np_: ModuleType, starts: Array, step: Array, slots: int) -> Array:
     """Return the entry, 1..slots, to drop from a full stack so that reversal is cheapest.
 
     Entry `slots` is the newcomer. `np_` is `numpy` or `jax.numpy`; in a compiled loop this runs at
@@ -381,7 +383,7 @@ def _online_tables(slots: int) -> tuple[np.ndarray, np.ndarray]:
     return savings.astype(np.int32), slopes.astype(np.int32)
 
 
-def _sums_before(np_: Any, values: Any) -> Any:
+def _sums_before(np_: ModuleType, values: Array) -> Array:
     """Return for each value the sum of the values before it."""
     n = values.shape[0]
     if n <= 64:
@@ -426,7 +428,7 @@ def backward(
         held = _sweep(loop, inputs, witnesses, with_ys=False)[1]
     carry_mask, y_mask = loop.spread(*map(tuple, marked[:3]))
 
-    def reverse_step(step: Any, carry: Arrays, ct_carry: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+    def reverse_step(step: Array, carry: Arrays, ct_carry: Arrays) -> tuple[Arrays, Arrays, Arrays]:
         x = loop.x_at(inputs, step)
         ct_y = [
             _jax.zeros(y)
@@ -516,12 +518,12 @@ def backward(
 # Helpers
 
 
-def select(values: Sequence[Any], mask: Sequence[bool]) -> Arrays:
+def select(values: Sequence[Array], mask: Sequence[bool]) -> Arrays:
     """Return the marked values."""
     return [value for value, mark in zip(values, mask, strict=True) if mark]
 
 
-def merge(values: Sequence[Any], mask: Sequence[bool], marked: Sequence[Any]) -> Arrays:
+def merge(values: Sequence[Array], mask: Sequence[bool], marked: Sequence[Array]) -> Arrays:
     """Return `values` with the marked ones replaced by `marked`, in order."""
     replacements = iter(marked)
     return [next(replacements) if mark else value for value, mark in zip(values, mask, strict=True)]
@@ -549,11 +551,11 @@ def _check_varying(loop: Loop, inputs: Inputs, marked: Inputs) -> None:
         )
 
 
-def _steps(loop: Loop, inputs: Inputs) -> Any:
+def _steps(loop: Loop, inputs: Inputs) -> Array:
     return inputs.steps[0] if loop.length is None else loop.count(loop.length)
 
 
-def _advance(loop: Loop, inputs: Inputs, start: Any, stop: Any, carry: Arrays) -> Arrays:
+def _advance(loop: Loop, inputs: Inputs, start: Array, stop: Array, carry: Arrays) -> Arrays:
     def run(state: tuple) -> tuple:
         step, carry = state
         return step + 1, loop.call(inputs.consts, carry, loop.x_at(inputs, step))[0]
@@ -562,7 +564,7 @@ def _advance(loop: Loop, inputs: Inputs, start: Any, stop: Any, carry: Arrays) -
 
 
 def _advance_with_ys(
-    loop: Loop, inputs: Inputs, start: Any, stop: Any, carry: Arrays, ys: Arrays
+    loop: Loop, inputs: Inputs, start: Array, stop: Array, carry: Arrays, ys: Arrays
 ) -> tuple[Arrays, Arrays]:
     def run(state: tuple) -> tuple:
         step, carry, ys = state
@@ -577,7 +579,7 @@ def _advance_with_ys(
     return lax.while_loop(lambda state: state[0] < stop, run, (start, carry, ys))[1:]
 
 
-def _split(loop: Loop, length: Any, free: Any) -> Any:
+def _split(loop: Loop, length: Size, free: Array) -> Array:
     """`schedules.binomial_split` at run time: `length` ≥ 2 steps from a state with `free` slots.
 
     Outside that domain, and where the table is too narrow, the answer only has to be a step
@@ -593,5 +595,5 @@ def _split(loop: Loop, length: Any, free: Any) -> Any:
     return jnp.where(free == 1, length - 1, jnp.clip(split, 1, jnp.maximum(length - 1, 1)))
 
 
-def _no_starts(loop: Loop) -> Any:
+def _no_starts(loop: Loop) -> Array:
     return jnp.zeros(loop.slots + 1, loop.counter)

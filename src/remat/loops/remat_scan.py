@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from remat import _jax, units
+from remat.aliases import Array, Aval, PolicyLike, PyTree, Size
 from remat.errors import ScheduleError
 from remat.loops.arguments import whole_number
 from remat.loops.nesting import LayerBytes, Nest, best_nest
@@ -34,7 +35,7 @@ from remat.transform.residuals import residuals
 
 _jax.exclude_from_tracebacks(__file__)
 
-Body = Callable[[Any, Any], Any]
+Body = Callable[[PyTree, PyTree], PyTree]
 
 
 def remat_scan(
@@ -44,8 +45,8 @@ def remat_scan(
     length: int | None = None,
     levels: int | None = None,
     budget: int | str | None = None,
-    policy: Any = None,
-) -> Callable[[Any, Any], Any]:
+    policy: PolicyLike = None,
+) -> Callable[[PyTree, PyTree], PyTree]:
     """Apply n equal layers in nested loops, with different parameters each and little saved memory.
 
     A hundred dense layers, in ten groups of ten. Ten carries and one group's residuals are saved:
@@ -99,7 +100,7 @@ def remat_scan(
 
     # Jitted, so that further calls reuse the trace and the compiled program.
     @jax.jit
-    def scanned(carry: Any, stacked_params: Any = None) -> Any:
+    def scanned(carry: PyTree, stacked_params: PyTree = None) -> PyTree:
         params, nested = _with_one_axis(stacked_params, division)
         n_layers = division.total(jax.tree.leaves(params))
         with_ys, pair = _as_pair(body, carry, params)
@@ -113,13 +114,13 @@ def remat_scan(
 
 
 def nested_scan(
-    body: Body, nest: Nest, carry: Any, xs: Any, *, policy: Any = None
-) -> tuple[Any, Any]:
+    body: Body, nest: Nest, carry: PyTree, xs: PyTree, *, policy: PolicyLike = None
+) -> tuple[PyTree, PyTree]:
     """Return `lax.scan(body, carry, xs)`, run in the loops of a nest; arrays of `xs` are `[n, ...]`."""
     # `lax.scan` itself does not differentiate refs that its body creates.
     leaves, tree = jax.tree.flatten((carry, xs))
 
-    def loops(*leaves: Any) -> tuple[Any, Any]:
+    def loops(*leaves: Array) -> tuple[PyTree, PyTree]:
         carry, xs = jax.tree.unflatten(tree, leaves)
         return _nested_scan(body, nest, carry, xs, policy)
 
@@ -130,11 +131,15 @@ def nested_scan(
     return jax.tree.unflatten(jax.tree.structure(out), outs)
 
 
-def _nested_scan(body: Body, nest: Nest, carry: Any, xs: Any, policy: Any) -> tuple[Any, Any]:
+def _nested_scan(
+    body: Body, nest: Nest, carry: PyTree, xs: PyTree, policy: PolicyLike
+) -> tuple[PyTree, PyTree]:
     stacks, tree = jax.tree.flatten(xs)
     differentiable = [jnp.issubdtype(stack.dtype, jnp.inexact) for stack in stacks]
 
-    def layer(carry: Any, handles: Any, index: Any, slices: Any) -> tuple[Any, Any]:
+    def layer(
+        carry: PyTree, handles: PyTree, index: PyTree, slices: PyTree
+    ) -> tuple[PyTree, PyTree]:
         remaining = iter(handles)
         adopted, x = [], []
         for a_slice, has_handle in zip(slices, differentiable):
@@ -145,7 +150,7 @@ def _nested_scan(body: Body, nest: Nest, carry: Any, xs: Any, policy: Any) -> tu
         carry, y = body(carry, jax.tree.unflatten(tree, x))
         return (carry, adopted), y
 
-    def run(lengths: tuple[int, ...], state: Any, start: Any) -> tuple[Any, Any]:
+    def run(lengths: tuple[int, ...], state: PyTree, start: Array) -> tuple[PyTree, PyTree]:
         if not lengths:
             slices = [lax.dynamic_index_in_dim(s, start, 0, keepdims=False) for s in stacks]
             carry, handles = state
@@ -154,7 +159,7 @@ def _nested_scan(body: Body, nest: Nest, carry: Any, xs: Any, policy: Any) -> tu
         if inner == () and n > 1:
             return innermost(n, state, start)
 
-        def group(state: Any, start: Any) -> tuple[Any, Any]:
+        def group(state: PyTree, start: Array) -> tuple[PyTree, PyTree]:
             return run(inner, state, start)
 
         if inner:
@@ -165,7 +170,7 @@ def _nested_scan(body: Body, nest: Nest, carry: Any, xs: Any, policy: Any) -> tu
         starts = start + math.prod(inner) * jnp.arange(n, dtype=jnp.int32)
         return lax.scan(group, state, starts)
 
-    def innermost(n: int, state: Any, start: Any) -> tuple[Any, Any]:
+    def innermost(n: int, state: PyTree, start: Array) -> tuple[PyTree, PyTree]:
         # `scan` passes the slices, so that they are not saved again as residuals of each step.
         whole = isinstance(start, int)
         slices = [
@@ -173,14 +178,14 @@ def _nested_scan(body: Body, nest: Nest, carry: Any, xs: Any, policy: Any) -> tu
         ]
         indices = start + jnp.arange(n, dtype=jnp.int32)
 
-        def step(state: Any, at: Any) -> tuple[Any, Any]:
+        def step(state: PyTree, at: Any) -> tuple[PyTree, PyTree]:
             (carry, handles), (index, slices) = state, at
             return layer(carry, handles, index, slices)
 
         return lax.scan(step, state, (indices, slices))
 
-    state: Any = (carry, [s for s, has_handle in zip(stacks, differentiable) if has_handle])
-    parts: list[Any] = []
+    state: PyTree = (carry, [s for s, has_handle in zip(stacks, differentiable) if has_handle])
+    parts: list[PyTree] = []
     part, start = nest, 0
     while True:
         state, ys = run(part.lengths, state, start)
@@ -249,9 +254,9 @@ class Division:
             )
         return Division(given, math.prod(given), None, None)
 
-    def total(self, stacks: Sequence[Any]) -> int:
+    def total(self, stacks: Sequence[Array]) -> int:
         """Return the number of layers, the length of the leading axis of all stacks."""
-        n_layers: Any = self.length
+        n_layers: Size = self.length
         for stack in stacks:
             here = jnp.shape(stack)[:1]
             n_layers = n_layers if n_layers is not None or not here else here[0]
@@ -271,7 +276,7 @@ class Division:
             raise ScheduleError("the parameters have 0 layers; there must be at least 1.")
         return n_layers
 
-    def nest(self, n_layers: int, body: Body, carry: Any, xs: Any) -> Nest:
+    def nest(self, n_layers: int, body: Body, carry: PyTree, xs: PyTree) -> Nest:
         if self.lengths is not None:
             return Nest(self.lengths)
         layer = measure_layer(body, carry, one_layer(xs))
@@ -294,7 +299,7 @@ class Division:
         return LayerBytes(**found)
 
 
-def measure_layer(body: Body, carry: Any, x: Any) -> LayerBytes:
+def measure_layer(body: Body, carry: PyTree, x: PyTree) -> LayerBytes:
     """Return the bytes of one layer, from its shapes and its linearization; nothing is computed.
 
     Args:
@@ -302,7 +307,7 @@ def measure_layer(body: Body, carry: Any, x: Any) -> LayerBytes:
       carry, x: arrays or `jax.ShapeDtypeStruct`s.
     """
 
-    def layer(carry: Any, x: Any) -> Any:
+    def layer(carry: PyTree, x: PyTree) -> PyTree:
         return body(carry, x)
 
     carry, x = jax.tree.map(_struct, (carry, x))
@@ -321,19 +326,19 @@ def measure_layer(body: Body, carry: Any, x: Any) -> LayerBytes:
 # Shapes
 
 
-def one_layer(xs: Any) -> Any:
+def one_layer(xs: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), xs)
 
 
-def _struct(leaf: Any) -> Any:
+def _struct(leaf: Array) -> Aval:
     return jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype)
 
 
-def _n_bytes(leaf: Any) -> int:
+def _n_bytes(leaf: Array) -> int:
     return math.prod(jnp.shape(leaf)) * _jax.itemsize_bytes(leaf)
 
 
-def _as_pair(body: Body, carry: Any, params: Any) -> tuple[bool, Body]:
+def _as_pair(body: Body, carry: PyTree, params: PyTree) -> tuple[bool, Body]:
     """Return whether `body` returns a pair `(carry, y)`, and a function that does."""
     out = jax.tree.structure(jax.eval_shape(body, carry, one_layer(params)))
     expected = jax.tree.structure(carry)
@@ -348,7 +353,7 @@ def _as_pair(body: Body, carry: Any, params: Any) -> tuple[bool, Body]:
     )
 
 
-def _with_one_axis(params: Any, division: Division) -> tuple[Any, bool]:
+def _with_one_axis(params: PyTree, division: Division) -> tuple[PyTree, bool]:
     """Return the parameters with one leading axis, and whether they had one for each loop."""
     params = jax.tree.map(jnp.asarray, params)
     lengths = division.lengths
@@ -366,9 +371,9 @@ def _with_one_axis(params: Any, division: Division) -> tuple[Any, bool]:
     return _with_axes(params, lengths, (math.prod(lengths),)), True
 
 
-def _with_axes(xs: Any, axes: tuple[int, ...], new_axes: tuple[int, ...]) -> Any:
+def _with_axes(xs: PyTree, axes: tuple[int, ...], new_axes: tuple[int, ...]) -> PyTree:
     return jax.tree.map(lambda x: x.reshape(*new_axes, *x.shape[len(axes) :]), xs)
 
 
-def _add_axis(xs: Any) -> Any:
+def _add_axis(xs: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x[None], xs)

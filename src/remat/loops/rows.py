@@ -8,24 +8,24 @@ batched as slices; where each lane of a batch has an index of its own, they loop
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import jax.numpy as jnp
 from jax import lax
 
 from remat import _jax
+from remat.aliases import Array, Arrays, Aval, AxisData, Dim
 
-Arrays = list[Any]
 Axes = tuple[int, ...]
 
 
-def read_row(rows: Any, row: Any) -> Any:
+def read_row(rows: Array, row: Array) -> Array:
     """Return `rows[row]`."""
     return read_p.bind(rows, row, axes=(0,))[0]
 
 
-def write_row(rows: Any, state: Any, row: Any) -> Any:
+def write_row(rows: Array, state: Array, row: Array) -> Array:
     """Return the rows with `rows[row]` replaced."""
     return write_p.bind(rows, state, row, axes=(0,))[0]
 
@@ -37,29 +37,29 @@ read_p = _jax.Primitive("remat_read_row")
 write_p = _jax.Primitive("remat_write_row")
 
 
-def _starts(rows: Any, indices: Sequence[Any], axes: Axes) -> Arrays:
+def _starts(rows: Array, indices: Sequence[Array], axes: Axes) -> Arrays:
     given = dict(zip(axes, indices, strict=True))
     return [given.get(axis, jnp.zeros_like(indices[0])) for axis in range(rows.ndim)]
 
 
-def _read(rows: Any, *indices: Any, axes: Axes) -> Arrays:
+def _read(rows: Array, *indices: Array, axes: Axes) -> Arrays:
     sizes = [1 if axis in axes else size for axis, size in enumerate(rows.shape)]
     return [lax.squeeze(lax.dynamic_slice(rows, _starts(rows, indices, axes), sizes), axes)]
 
 
-def _write(rows: Any, state: Any, *indices: Any, axes: Axes) -> Arrays:
+def _write(rows: Array, state: Array, *indices: Array, axes: Axes) -> Arrays:
     update = lax.expand_dims(state, axes)
     return [lax.dynamic_update_slice(rows, update, _starts(rows, indices, axes))]
 
 
-def _in_front(axis: Any, x: Any, dim: int | None) -> Any:
+def _in_front(axis: AxisData, x: Array, dim: Dim) -> Array:
     if dim is None:
         return jnp.broadcast_to(x[None], (axis.size, *x.shape))
     return jnp.moveaxis(x, dim, 0)
 
 
 def _batch_read(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, axes: Axes
+    axis: AxisData, args: Sequence[Array], dims: Sequence[Dim], *, axes: Axes
 ) -> tuple[Arrays, list[int]]:
     rows, *indices = args
     in_lane = tuple(a + 1 for a in axes)
@@ -73,7 +73,7 @@ def _batch_read(
 
 
 def _batch_write(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, axes: Axes
+    axis: AxisData, args: Sequence[Array], dims: Sequence[Dim], *, axes: Axes
 ) -> tuple[Arrays, list[int]]:
     rows, state = (_in_front(axis, x, dim) for x, dim in zip(args[:2], dims[:2]))
     in_lane = tuple(a + 1 for a in axes)
@@ -81,7 +81,7 @@ def _batch_write(
         return write_p.bind(rows, state, *args[2:], axes=in_lane), [0]
     indices = [_in_front(axis, i, dim) for i, dim in zip(args[2:], dims[2:])]
 
-    def lane(i: Any, rows: Any) -> Any:
+    def lane(i: Array, rows: Array) -> Array:
         (of_lane,) = read_p.bind(state, i, axes=(0,))
         own = [lax.dynamic_index_in_dim(index, i, 0, False) for index in indices]
         return write_p.bind(rows, of_lane, i, *own, axes=(0, *in_lane))[0]
@@ -89,12 +89,12 @@ def _batch_write(
     return [lax.fori_loop(jnp.int32(0), jnp.int32(axis.size), lane, rows)], [0]
 
 
-def _no_derivative(*_: Any, **__: Any) -> Any:
+def _no_derivative(*_: Any, **__: Any) -> NoReturn:
     raise AssertionError("checkpoints have no derivative")
 
 
-def _register(primitive: _jax.Primitive, evaluate: Any, batch: Any) -> None:
-    def abstract(*types: Any, axes: Axes) -> tuple[Arrays, Any]:
+def _register(primitive: _jax.Primitive, evaluate: Callable, batch: Callable) -> None:
+    def abstract(*types: Aval, axes: Axes) -> tuple[Arrays, Any]:
         jaxpr, _, _ = _jax.trace_call(lambda *args: evaluate(*args, axes=axes), *types)
         return _jax.out_avals(jaxpr), set()
 

@@ -9,22 +9,20 @@ Partial evaluation does not look into the equation of a primitive, so this one s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 
 from remat import _jax
+from remat.aliases import Array, Arrays, AxisData, Dim, PyTree
 from remat.loops.loop import merge, select
 
-Arrays = list[Any]
 
-
-def keep_rules(fun: Callable[[Arrays], Any]) -> Callable[[Arrays], Any]:
+def keep_rules(fun: Callable[[Arrays], PyTree]) -> Callable[[Arrays], PyTree]:
     """Return `fun`, from a list of arrays to a tree, as a call with the derivative rules inside it."""
     if not _jax.PARTIAL_EVALUATION_DROPS_RULES:
         return fun
 
-    def called(values: Arrays) -> Any:
+    def called(values: Arrays) -> PyTree:
         if not any(isinstance(x, jax.core.Tracer) for x in values):
             return fun(values)
         jaxpr, consts, out = _jax.trace_call(fun, values)
@@ -40,11 +38,13 @@ def keep_rules(fun: Callable[[Arrays], Any]) -> Callable[[Arrays], Any]:
 keep_rules_p = _jax.Primitive("remat_keep_rules")
 
 
-def _evaluate(*args: Any, jaxpr: Any) -> Arrays:
+def _evaluate(*args: Array, jaxpr: _jax.Jaxpr) -> Arrays:
     return _jax.call_jaxpr(jaxpr, args)
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any) -> tuple[Arrays, Arrays]:
+def _jvp(
+    primals: Sequence[Array], tangents: Sequence[Array], *, jaxpr: _jax.Jaxpr
+) -> tuple[Arrays, Arrays]:
     nonzero = [not _jax.is_zero(t) for t in tangents]
     derivative, consts, out_nonzero = _jax.jvp_of_jaxpr(jaxpr, nonzero)
     given = [t for t, n in zip(tangents, nonzero) if n]
@@ -54,17 +54,17 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any) -> tupl
 
 
 def _batch(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, jaxpr: Any
-) -> tuple[Arrays, list[int | None]]:
+    axis: AxisData, args: Sequence[Array], dims: Sequence[Dim], *, jaxpr: _jax.Jaxpr
+) -> tuple[Arrays, list[Dim]]:
     batched, consts, out_dims = _jax.batch_jaxpr(jaxpr, axis, list(dims))
     return keep_rules_p.bind(*consts, *args, jaxpr=batched), out_dims
 
 
-def _transpose(cotangents: Sequence[Any], *args: Any, jaxpr: Any) -> Arrays:
+def _transpose(cotangents: Sequence[Array], *args: Array, jaxpr: _jax.Jaxpr) -> Arrays:
     types = _jax.out_avals(jaxpr)
     linear = [_jax.is_undefined(x) for x in args]
 
-    def of_linear(*marked: Any) -> Arrays:
+    def of_linear(*marked: Array) -> Arrays:
         results = _jax.call_jaxpr(jaxpr, merge(args, linear, marked))
         return [x for x in results if _jax.has_tangent(x)]
 

@@ -31,6 +31,7 @@ import numpy as np
 from jax import lax
 
 from remat import _jax
+from remat.aliases import Arrays, PolicyLike, PyTree, Size
 from remat.errors import BudgetError, ScheduleError
 from remat.loops.arguments import unroll_factor, whole_number
 from remat.loops.derivative import run
@@ -56,19 +57,19 @@ DEFAULT_CHECKPOINTS = 64
 
 
 def scan(
-    f: Callable[[Any, Any], tuple[Any, Any]],
-    init: Any,
-    xs: Any = None,
+    f: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    init: PyTree,
+    xs: PyTree = None,
     length: int | None = None,
     *,
     checkpoints: int | None = None,
     budget: str | int | None = None,
-    policy: Callable | None = None,
+    policy: PolicyLike = None,
     reverse: bool = False,
     unroll: int | bool = 1,
     store: Literal["device", "host", "disk"] = "device",
     directory: str | os.PathLike | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """Scan like `jax.lax.scan`, with reverse-mode memory that you choose.
 
     >>> import jax, jax.numpy as jnp
@@ -136,14 +137,14 @@ def scan(
 
 
 def explain(
-    f: Callable[[Any, Any], tuple[Any, Any]],
-    init: Any,
-    xs: Any = None,
+    f: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    init: PyTree,
+    xs: PyTree = None,
     length: int | None = None,
     *,
     checkpoints: int | None = None,
     budget: str | int | None = None,
-    policy: Callable | None = None,
+    policy: PolicyLike = None,
     reverse: bool = False,
     unroll: int | bool = 1,
 ) -> Choice:
@@ -177,9 +178,9 @@ class Choice:
     kind: Literal["plain", "nested", "binomial"]
     schedule: Multilevel | Binomial | None
     n: int
-    state_bytes: Any
-    residual_bytes: Any
-    kept_bytes: Any
+    state_bytes: Size
+    residual_bytes: Size
+    kept_bytes: Size
     why: str
 
     @property
@@ -213,18 +214,18 @@ class Scanned(NamedTuple):
     """A traced scan: its body, the arrays that it scans over, and its options."""
 
     traced: Traced
-    xs: list[Any]
-    length: Any
+    xs: Arrays
+    length: Size
     reverse: bool
     unroll: int | bool
 
 
 def _trace(
     f: Callable,
-    init: Any,
-    xs: Any,
+    init: PyTree,
+    xs: PyTree,
     length: int | None,
-    policy: Callable | None,
+    policy: PolicyLike,
     reverse: bool,
     unroll: int | bool,
 ) -> Scanned:
@@ -336,7 +337,7 @@ def slots_of_unknown_length(
     return default if checkpoints is None else whole_number(checkpoints, "checkpoints", 1)
 
 
-def _state_and_residual(traced: Traced, budget: str | int | None) -> tuple[Any, Any]:
+def _state_and_residual(traced: Traced, budget: str | int | None) -> tuple[Size, Size]:
     """Return the bytes of a state and of a step's residuals; with a budget, their upper bounds."""
     state, residual = sum(map(n_bytes, traced.carry)), residual_bytes(traced)
     if budget is None:
@@ -350,7 +351,7 @@ def _state_and_residual(traced: Traced, budget: str | int | None) -> tuple[Any, 
 # Binomial
 
 
-def _binomial(scanned: Scanned, slots: int, store: Store) -> tuple[Any, Any]:
+def _binomial(scanned: Scanned, slots: int, store: Store) -> tuple[Arrays, Arrays]:
     """Scan with a backward pass that interprets a binomial schedule."""
     traced, n = scanned.traced, scanned.length
     is_long = jax.config.jax_enable_x64 if _jax.is_symbolic(n) else n >= 2**31
@@ -377,12 +378,12 @@ def _binomial(scanned: Scanned, slots: int, store: Store) -> tuple[Any, Any]:
 
 
 def _nested(
-    scanned: Scanned, carry: Any, xs: Any, n: int, lengths: tuple[int, ...], recomputed: bool
-) -> tuple[Any, Any]:
+    scanned: Scanned, carry: Arrays, xs: Arrays, n: int, lengths: tuple[int, ...], recomputed: bool
+) -> tuple[Arrays, Arrays]:
     """Scan in nested loops of these lengths, in which each block is recomputed as a whole."""
     options = {"reverse": scanned.reverse}
 
-    def step(carry: Any, x: Any) -> tuple[Any, Any]:
+    def step(carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
         out = _jax.call_jaxpr(scanned.traced.body, [*scanned.traced.consts, *carry, *x])
         return out[: len(carry)], out[len(carry) :]
 
@@ -394,7 +395,7 @@ def _nested(
         block *= length
     blocks, rest = divmod(n, block)
 
-    def inner(carry: Any, xs: Any, n: int) -> tuple[Any, Any]:
+    def inner(carry: Arrays, xs: Arrays, n: int) -> tuple[Arrays, Arrays]:
         return _nested(scanned, carry, xs, n, lengths[1:], recomputed)
 
     # The blocks are executed first, the rest last.

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from remat import _jax
+from remat.aliases import Array, Aval, Size
 from remat.errors import BudgetError
-from remat.units import format_bytes
+from remat.units import Number, format_bytes
 
 
-def n_bytes(x: Any) -> Any:
+def n_bytes(x: Array | Aval) -> Size:
     """Return the bytes of an array or a type; an expression if it has symbolic dimensions."""
     size = x.size if _jax.is_symbolic(x.size) else int(x.size)
     return size * x.dtype.itemsize
 
 
-def worst_case(what: str, size: Any, budget: Any, instead: str) -> int:
+def worst_case(what: str, size: Size, budget: Number, instead: str) -> int:
     """Return the upper bound of a size, for comparison with a budget.
 
     Args:

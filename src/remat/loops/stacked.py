@@ -31,11 +31,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from remat import _jax
+from remat.aliases import Array, Arrays, Aval, AxisData, Dim
 
 _jax.exclude_from_tracebacks(__file__)
 
 
-def adopt(layer: Any, handle: Any, index: Any) -> tuple[Any, Any]:
+def adopt(layer: Array, handle: Array, index: Array) -> tuple[Array, Array]:
     """Return `handle`, and `layer` with the derivative of `handle[index]`."""
     handle, layer = adopt_p.bind(layer, handle, index, axis=0)
     return handle, layer
@@ -45,33 +46,33 @@ def adopt(layer: Any, handle: Any, index: Any) -> tuple[Any, Any]:
 # Evaluation
 
 
-def _adopt(layer: Any, handle: Any, index: Any, *, axis: int) -> list[Any]:
+def _adopt(layer: Array, handle: Array, index: Array, *, axis: int) -> Arrays:
     del index, axis
     return [handle, layer]
 
 
-def _take(stack: Any, index: Any, *, axis: int) -> list[Any]:
+def _take(stack: Array, index: Array, *, axis: int) -> Arrays:
     return [stack, lax.dynamic_index_in_dim(stack, index, axis, keepdims=False)]
 
 
-def _put(stack: Any, layer: Any, index: Any, *, axis: int) -> list[Any]:
+def _put(stack: Array, layer: Array, index: Array, *, axis: int) -> Arrays:
     there = lax.dynamic_index_in_dim(stack, index, axis, keepdims=False)
     return [lax.dynamic_update_index_in_dim(stack, there + layer, index, axis)]
 
 
-def _primitive(name: str, evaluate: Callable[..., list[Any]]) -> _jax.Primitive:
+def _primitive(name: str, evaluate: Callable[..., Arrays]) -> _jax.Primitive:
     primitive = _jax.Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(evaluate)
 
-    def jaxpr_of(avals: Sequence[Any], axis: int) -> _jax.Jaxpr:
+    def jaxpr_of(avals: Sequence[Aval], axis: int) -> _jax.Jaxpr:
         return _jax.open_jaxpr(jax.make_jaxpr(lambda *args: evaluate(*args, axis=axis))(*avals))
 
     @primitive.def_abstract_eval
-    def _(*avals: Any, axis: int) -> list[Any]:
+    def _(*avals: Aval, axis: int) -> Arrays:
         return [v.aval for v in jaxpr_of(avals, axis).outvars]
 
-    def lower(ctx: _jax.LoweringContext, *args: Any, axis: int) -> Sequence[Any]:
+    def lower(ctx: _jax.LoweringContext, *args: Array, axis: int) -> Sequence[Any]:
         return _jax.lower_inline(ctx, jaxpr_of(ctx.avals_in, axis), args)
 
     _jax.register_lowering(primitive, lower)
@@ -87,19 +88,19 @@ put_p = _primitive("remat_put", _put)
 # Derivatives
 
 
-def _is_zero(x: Any) -> bool:
+def _is_zero(x: Array) -> bool:
     return type(x) is _jax.Zero
 
 
-def _array(x: Any) -> Any:
+def _array(x: Array) -> Array:
     return _jax.zeros(x.aval) if _is_zero(x) else x
 
 
-def _zeros(outs: Sequence[Any]) -> list[Any]:
+def _zeros(outs: Sequence[Array]) -> Arrays:
     return [_jax.zero_tangent(out) for out in outs]
 
 
-def _adopt_jvp(primals: Any, tangents: Any, *, axis: int) -> Any:
+def _adopt_jvp(primals: Sequence[Array], tangents: Sequence[Array], *, axis: int) -> Any:
     layer, handle, index = primals
     outs = [handle, layer]
     if _is_zero(tangents[1]):
@@ -107,14 +108,14 @@ def _adopt_jvp(primals: Any, tangents: Any, *, axis: int) -> Any:
     return outs, take_p.bind(tangents[1], index, axis=axis)
 
 
-def _take_jvp(primals: Any, tangents: Any, *, axis: int) -> Any:
+def _take_jvp(primals: Sequence[Array], tangents: Sequence[Array], *, axis: int) -> Any:
     outs = take_p.bind(*primals, axis=axis)
     if _is_zero(tangents[0]):
         return outs, _zeros(outs)
     return outs, take_p.bind(tangents[0], primals[1], axis=axis)
 
 
-def _put_jvp(primals: Any, tangents: Any, *, axis: int) -> Any:
+def _put_jvp(primals: Sequence[Array], tangents: Sequence[Array], *, axis: int) -> Any:
     outs = put_p.bind(*primals, axis=axis)
     stack, layer, _ = tangents
     if _is_zero(stack) and _is_zero(layer):
@@ -122,14 +123,16 @@ def _put_jvp(primals: Any, tangents: Any, *, axis: int) -> Any:
     return outs, put_p.bind(_array(stack), _array(layer), primals[2], axis=axis)
 
 
-def _take_transpose(cts: Any, stack: Any, index: Any, *, axis: int) -> list[Any]:
+def _take_transpose(cts: Sequence[Array], stack: Array, index: Array, *, axis: int) -> Arrays:
     ct_stack, ct_layer = cts
     if _is_zero(ct_layer):
         return [ct_stack, None]
     return [*put_p.bind(_array(ct_stack), ct_layer, index, axis=axis), None]
 
 
-def _put_transpose(cts: Any, stack: Any, layer: Any, index: Any, *, axis: int) -> list[Any]:
+def _put_transpose(
+    cts: Sequence[Array], stack: Array, layer: Array, index: Array, *, axis: int
+) -> Arrays:
     (ct,) = cts
     if _is_zero(ct):
         return [None, None, None]
@@ -148,7 +151,7 @@ _jax.register_jvp(put_p, _put_jvp)
 
 
 def _batch_in_front(primitive: _jax.Primitive) -> Callable[..., Any]:
-    def rule(axis_data: Any, args: Sequence[Any], dims: Sequence[Any], *, axis: int) -> Any:
+    def rule(axis_data: AxisData, args: Sequence[Array], dims: Sequence[Dim], *, axis: int) -> Any:
         if all(dim is None for dim in dims):
             outs = primitive.bind(*args, axis=axis)
             return outs, [None] * len(outs)

@@ -28,7 +28,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +37,10 @@ from jax import lax
 from jax.experimental import io_callback
 
 from remat import _jax
+from remat.aliases import Array, Arrays, PyTree
 from remat.errors import ScheduleError, StoreError
 from remat.loops.rows import read_row, write_row
 from remat.units import format_bytes
-
-Arrays = list[Any]
 
 
 class Store(Protocol):
@@ -54,16 +53,16 @@ class Store(Protocol):
     def errors_of_callbacks(self) -> contextlib.AbstractContextManager:
         """Raise the store's own errors while a program runs in this context."""
 
-    def create(self, n_rows: int, carry: Arrays, witnesses: Arrays) -> Any:
+    def create(self, n_rows: int, carry: Arrays, witnesses: Arrays) -> PyTree:
         """Return rows for states like `carry`; each value of the witnesses gets separate rows."""
 
-    def write(self, rows: Any, row: Any, carry: Arrays) -> Any:
+    def write(self, rows: PyTree, row: Array, carry: Arrays) -> PyTree:
         """Return the rows with one of them replaced."""
 
-    def read(self, rows: Any, row: Any, like: Arrays) -> tuple[Any, Arrays]:
+    def read(self, rows: PyTree, row: Array, like: Arrays) -> tuple[PyTree, Arrays]:
         """Return the rows, and the state in one of them, with the types of `like`."""
 
-    def close(self, rows: Any) -> None:
+    def close(self, rows: PyTree) -> None:
         """Release the memory or the file of the rows."""
 
 
@@ -79,10 +78,10 @@ class DeviceStore:
     def create(self, n_rows: int, carry: Arrays, witnesses: Arrays) -> Arrays:
         return [jnp.broadcast_to(x[None], (n_rows, *x.shape)) for x in carry]
 
-    def write(self, rows: Arrays, row: Any, carry: Arrays) -> Arrays:
+    def write(self, rows: Arrays, row: Array, carry: Arrays) -> Arrays:
         return [lax.dynamic_update_index_in_dim(a, x, row, 0) for a, x in zip(rows, carry)]
 
-    def read(self, rows: Arrays, row: Any, like: Arrays) -> tuple[Arrays, Arrays]:
+    def read(self, rows: Arrays, row: Array, like: Arrays) -> tuple[Arrays, Arrays]:
         return rows, [lax.dynamic_index_in_dim(a, row, 0, False) for a in rows]
 
     def close(self, rows: Arrays) -> None:
@@ -99,11 +98,11 @@ class HostStore(DeviceStore):
     def create(self, n_rows: int, carry: Arrays, witnesses: Arrays) -> Arrays:
         return jax.device_put(super().create(n_rows, carry, witnesses), jax.memory.Space.Host)
 
-    def write(self, rows: Arrays, row: Any, carry: Arrays) -> Arrays:
+    def write(self, rows: Arrays, row: Array, carry: Arrays) -> Arrays:
         on_host = jax.device_put(carry, jax.memory.Space.Host)
         return [write_row(a, x, row) for a, x in zip(rows, on_host)]
 
-    def read(self, rows: Arrays, row: Any, like: Arrays) -> tuple[Arrays, Arrays]:
+    def read(self, rows: Arrays, row: Array, like: Arrays) -> tuple[Arrays, Arrays]:
         return rows, jax.device_put([read_row(a, row) for a in rows], jax.memory.Space.Device)
 
 
@@ -118,7 +117,7 @@ class DiskStore:
     _failures: list[StoreError] = field(default_factory=list)
     _traced: threading.local = field(default_factory=threading.local)
 
-    def create(self, n_rows: int, carry: Arrays, witnesses: Arrays) -> Any:
+    def create(self, n_rows: int, carry: Arrays, witnesses: Arrays) -> PyTree:
         types = [(x.shape, np.dtype(x.dtype)) for x in map(_as_data, carry)]
         for shape, _ in types:
             if any(map(_jax.is_symbolic, shape)):
@@ -135,15 +134,15 @@ class DiskStore:
             lambda *_: self._open(n_rows, types, opened), jax.ShapeDtypeStruct((), jnp.int32), *seen
         )
 
-    def write(self, rows: Any, row: Any, carry: Arrays) -> Any:
+    def write(self, rows: PyTree, row: Array, carry: Arrays) -> PyTree:
         return io_callback(self._write, rows, rows, row, *map(_as_data, carry))
 
-    def read(self, rows: Any, row: Any, like: Arrays) -> tuple[Any, Arrays]:
+    def read(self, rows: PyTree, row: Array, like: Arrays) -> tuple[PyTree, Arrays]:
         types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(_as_data, like)]
         rows, *data = io_callback(self._read, [rows, *types], rows, row)
         return rows, [_from_data(d, x) for d, x in zip(data, like)]
 
-    def close(self, rows: Any) -> None:
+    def close(self, rows: PyTree) -> None:
         io_callback(lambda ticket: self._files.pop(int(ticket)) and None, None, rows)
 
     def _open(
@@ -151,7 +150,7 @@ class DiskStore:
         n_rows: int,
         types: list[tuple[tuple[int, ...], np.dtype]],
         opened: set[int] | None,
-    ) -> Any:
+    ) -> Array:
         try:
             ticket = self._open_file(n_rows, types)
         except StoreError as error:
@@ -190,7 +189,7 @@ class DiskStore:
         finally:
             self._traced.opened = None
 
-    def _open_file(self, n_rows: int, types: list[tuple[tuple[int, ...], np.dtype]]) -> Any:
+    def _open_file(self, n_rows: int, types: list[tuple[tuple[int, ...], np.dtype]]) -> Array:
         sizes = [n_rows * int(np.prod(shape)) * dtype.itemsize for shape, dtype in types]
         # Maps begin at multiples of this.
         offsets = [0, *itertools.accumulate(-(-size // 4096) * 4096 for size in sizes)]
@@ -214,12 +213,12 @@ class DiskStore:
             ]
         return np.int32(ticket)
 
-    def _write(self, ticket: Any, row: Any, *data: Any) -> Any:
+    def _write(self, ticket: Array, row: Array, *data: Array) -> Array:
         for rows, x in zip(self._files[int(ticket)], data):
             rows[int(row)] = x
         return np.int32(ticket)
 
-    def _read(self, ticket: Any, row: Any) -> Arrays:
+    def _read(self, ticket: Array, row: Array) -> Arrays:
         return [np.int32(ticket), *(np.array(a[int(row)]) for a in self._files[int(ticket)])]
 
 
@@ -243,12 +242,12 @@ def make_store(store: str, directory: str | os.PathLike | None) -> Store:
     return DiskStore(os.fspath(directory))
 
 
-def _as_data(x: Any) -> Any:
+def _as_data(x: Array) -> Array:
     """Return the data of random keys; other arrays unchanged."""
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
-def _from_data(data: Any, like: Any) -> Any:
+def _from_data(data: Array, like: Array) -> Array:
     sharding = jax.typeof(_as_data(like)).sharding
     if any(axes is not None for axes in sharding.spec):  # explicitly; the host gave one array
         data = jax.sharding.reshard(data, sharding)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from remat import _jax
+from remat.aliases import Array, Arrays, PolicyLike, PyTree, Size, TreeDef
 from remat.errors import EffectError
 from remat.loops.sizes import n_bytes
 from remat.transform.checkpoint import checkpoint
@@ -26,14 +27,14 @@ class Traced(NamedTuple):
     The values of refs that the body writes follow the user's carry in the carry.
     """
 
-    body: Any
-    consts: list[Any]
-    carry: list[Any]
-    carry_tree: Any
-    y_tree: Any
+    body: _jax.Jaxpr
+    consts: Arrays
+    carry: Arrays
+    carry_tree: TreeDef
+    y_tree: TreeDef
     refs: list[Any]
 
-    def finish(self, carry: list[Any]) -> Any:
+    def finish(self, carry: Arrays) -> PyTree:
         """Write the final values of the refs, and return the user's part of a final carry."""
         n_carry = len(carry) - len(self.refs)
         for ref, value in zip(self.refs, carry[n_carry:], strict=True):
@@ -42,7 +43,10 @@ class Traced(NamedTuple):
 
 
 def trace_body(
-    f: Callable[[Any, Any], tuple[Any, Any]], init: Any, x: Any, policy: Callable | None
+    f: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    init: PyTree,
+    x: PyTree,
+    policy: PolicyLike,
 ) -> Traced | None:
     """Trace `f(carry, x) -> (carry, y)`; return None if the carry changes its structure or type.
 
@@ -89,7 +93,7 @@ def _with_values(traced: Traced) -> Traced:
     )
 
 
-def values_of_refs(jaxpr: Any, consts: list[Any]) -> tuple[_jax.WithoutRefs | None, list[Any]]:
+def values_of_refs(jaxpr: _jax.Jaxpr, consts: Arrays) -> tuple[_jax.WithoutRefs | None, Arrays]:
     """Rewrite a jaxpr on the values of the refs among its consts; return it and the new consts.
 
     The rewritten jaxpr is None if there are no refs.
@@ -106,12 +110,12 @@ def values_of_refs(jaxpr: Any, consts: list[Any]) -> tuple[_jax.WithoutRefs | No
     return pure, [*pure.constants, *(c[...] if ref else c for c, ref in zip(consts, refs))]
 
 
-def checkpointed(f: Callable, policy: Callable | None) -> Callable:
+def checkpointed(f: Callable, policy: PolicyLike) -> Callable:
     """Return `f` checkpointed without barriers: XLA does not merge computations of different loops."""
     return checkpoint(f, policy=policy, prevent_cse=False)
 
 
-def as_arrays(leaves: list[Any]) -> list[Any]:
+def as_arrays(leaves: Arrays) -> Arrays:
     """Return numbers and NumPy arrays as JAX arrays; weak types are kept.
 
     Numbers also come from JAX's own rules, as subclasses of Python's types with a dtype.
@@ -128,7 +132,7 @@ def as_arrays(leaves: list[Any]) -> list[Any]:
     ]
 
 
-def residual_bytes(traced: Traced) -> Any:
+def residual_bytes(traced: Traced) -> Size:
     """Return the bytes of one step's residuals, without the consts and its slice of the xs.
 
     A body without reverse-mode derivative has 0 bytes: such a loop can still be run.
@@ -136,8 +140,8 @@ def residual_bytes(traced: Traced) -> Any:
     types = _jax.in_avals(traced.body)
     inexact = [_jax.has_tangent(t) for t in types]
 
-    def residuals(*values: Any) -> Any:
-        def step(*marked: Any) -> list[Any]:
+    def residuals(*values: Array) -> PyTree:
+        def step(*marked: Array) -> Arrays:
             replacement = iter(marked)
             out = _jax.call_jaxpr(
                 traced.body, [next(replacement) if m else v for v, m in zip(values, inexact)]

@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import checkify
 
 from remat import _jax
+from remat.aliases import Array, Arrays, PolicyLike, PyTree
 from remat.errors import EffectError, ScheduleError, StepLimitError
 from remat.loops.arguments import unroll_factor, whole_number
 from remat.loops.derivative import run
@@ -34,18 +35,18 @@ from remat.loops.tracing import Traced, trace_body, values_of_refs
 
 
 def fori_loop(
-    lower: Any,
-    upper: Any,
-    body: Callable[[Any, Any], Any],
-    init: Any,
+    lower: Array,
+    upper: Array,
+    body: Callable[[Array, PyTree], PyTree],
+    init: PyTree,
     *,
     checkpoints: int | None = None,
     budget: str | int | None = None,
-    policy: Callable | None = None,
+    policy: PolicyLike = None,
     unroll: int | bool | None = None,
     store: Literal["device", "host", "disk"] = "device",
     directory: str | os.PathLike | None = None,
-) -> Any:
+) -> PyTree:
     """Run a loop like `jax.lax.fori_loop`, also reversible with traced bounds, in memory you choose.
 
     >>> import jax, jax.numpy as jnp
@@ -130,18 +131,18 @@ def fori_loop(
 
 
 def while_loop(
-    cond: Callable[[Any], Any],
-    body: Callable[[Any], Any],
-    init: Any,
+    cond: Callable[[PyTree], Array],
+    body: Callable[[PyTree], PyTree],
+    init: PyTree,
     *,
     max_steps: int | None = None,
     on_max_steps: Literal["error", "checkify", "truncate"] = "error",
     checkpoints: int | None = None,
     budget: str | int | None = None,
-    policy: Callable | None = None,
+    policy: PolicyLike = None,
     store: Literal["device", "host", "disk"] = "device",
     directory: str | os.PathLike | None = None,
-) -> Any:
+) -> PyTree:
     """Run a loop like `jax.lax.while_loop`, with reverse-mode derivatives.
 
     >>> import jax, jax.numpy as jnp
@@ -234,7 +235,7 @@ def while_loop(
 # Step limit
 
 
-def _refuse(exceeded: Any, max_steps: int, how: str) -> None:
+def _refuse(exceeded: Array, max_steps: int, how: str) -> None:
     message = (
         f"remat.while_loop: the condition still holds after max_steps={max_steps} steps. "
         f"Raise max_steps=, or accept the value reached with on_max_steps='truncate'."
@@ -247,7 +248,7 @@ def _refuse(exceeded: Any, max_steps: int, how: str) -> None:
             raise StepLimitError(message)
         return
 
-    def fail(exceeded: Any) -> None:
+    def fail(exceeded: Array) -> None:
         # Checked again: under vmap both branches of a cond run.
         if exceeded:
             raise StepLimitError(message)
@@ -258,7 +259,7 @@ def _refuse(exceeded: Any, max_steps: int, how: str) -> None:
 # Helpers
 
 
-def _test_of_values(test: Any, consts: list[Any], traced: Traced) -> tuple[Any, list[Any]]:
+def _test_of_values(test: _jax.Jaxpr, consts: Arrays, traced: Traced) -> tuple[_jax.Jaxpr, Arrays]:
     """Rewrite a test as one on the whole carry, in which the values of refs follow the user's carry."""
     pure, values = values_of_refs(test, consts)
     if pure is not None and any(pure.is_written):
@@ -277,7 +278,7 @@ def _test_of_values(test: Any, consts: list[Any], traced: Traced) -> tuple[Any, 
     return _jax.rebuild(jaxpr, invars=invars), select(values, fixed)
 
 
-def _after_unused(traced: Traced, unused: list[Any]) -> Any:
+def _after_unused(traced: Traced, unused: Arrays) -> _jax.Jaxpr:
     """Return the body with additional leading inputs that it does not read."""
     types, inner = [jax.typeof(x) for x in unused], _jax.in_avals(traced.body)
     jaxpr, _, _ = _jax.trace_call(
@@ -298,15 +299,15 @@ def _bound(value: Any, name: str) -> int | None:
     raise ScheduleError(f"{name} must be an integer without axes, not {value!r}.")
 
 
-def _index_type(lower: Any, upper: Any) -> Any:
+def _index_type(lower: Array, upper: Array) -> Any:
     """Return the type of the index of `jax.lax.fori_loop`.
 
     JAX refuses incompatible types with an error that its users know.
     """
-    seen: list[Any] = []
+    seen: Arrays = []
     jax.eval_shape(lambda: lax.fori_loop(lower, upper, lambda i, _: seen.append(i.dtype), None))
     return seen[0]
 
 
-def _is_scalar_bool(x: Any) -> bool:
+def _is_scalar_bool(x: Array) -> bool:
     return getattr(x, "shape", None) == () and x.dtype == bool

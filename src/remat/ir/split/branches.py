@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from remat import _jax
+from remat.aliases import Atom, Aval, JaxprLike
 from remat.ir import jaxprs
 from remat.ir.split.halves import (
     Flags,
@@ -89,16 +90,16 @@ def _any(flags: Iterable[Flags]) -> Flags:
 
 
 class _Slots(NamedTuple):
-    avals: list[Any]
+    avals: list[Aval]
     places: list[list[int]]  # of each branch's residuals
 
 
 def _slots(residuals: Sequence[Sequence[_jax.Var]]) -> _Slots:
     """Return the fewest slots that hold the residuals of any one branch, and each residual's slot."""
-    slots: dict[tuple[Any, int], int] = {}
+    slots: dict[tuple[Aval, int], int] = {}
     places = []
     for branch in residuals:
-        seen: dict[Any, int] = {}
+        seen: dict[Aval, int] = {}
         place = []
         for v in branch:
             count = seen[v.aval] = seen.get(v.aval, -1) + 1
@@ -137,7 +138,7 @@ def _offloaded(half: Split) -> dict[_jax.Var, _jax.Var]:
 def _with_slots(
     half: Split,
     places: Sequence[int],
-    avals: Sequence[Any],
+    avals: Sequence[Aval],
     copied: Container[int],
     eqn: _jax.JaxprEqn,
 ) -> tuple[_jax.Jaxpr, _jax.Jaxpr]:
@@ -172,7 +173,7 @@ def _without(jaxpr: _jax.Jaxpr, is_dropped: Callable[[_jax.JaxprEqn], bool]) -> 
     return _jax.rebuild(jaxpr, eqns=eqns)
 
 
-def _empty(aval: Any, eqn: _jax.JaxprEqn) -> tuple[list[_jax.JaxprEqn], Any]:
+def _empty(aval: Aval, eqn: _jax.JaxprEqn) -> tuple[list[_jax.JaxprEqn], Atom]:
     """Return equations that compute a value for a slot that the branch does not use, and the value."""
     jaxpr, consts, _ = _jax.trace_call(lambda: _jax.empty(aval))
     assert not consts
@@ -182,8 +183,8 @@ def _empty(aval: Any, eqn: _jax.JaxprEqn) -> tuple[list[_jax.JaxprEqn], Any]:
 
 def _branch_again(
     eqn: _jax.JaxprEqn,
-    branches: Sequence[Any],
-    invars: Sequence[Any],
+    branches: Sequence[JaxprLike],
+    invars: Sequence[Atom],
     outvars: Sequence[_jax.Var],
 ) -> _jax.JaxprEqn:
     params = dict(eqn.params, branches=tuple(branches))

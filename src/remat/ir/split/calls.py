@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from remat import _jax
+from remat.aliases import JaxprLike
 from remat.ir import jaxprs
 from remat.ir.split.halves import (
     ANY_CALL,
@@ -53,7 +53,7 @@ def split_call(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
 def _call_again(
     eqn: _jax.JaxprEqn,
     key: str,
-    body: Any,
+    body: JaxprLike,
     ins: Sequence[int],
     outs: Sequence[int],
     *,
@@ -86,7 +86,7 @@ def _returning(jaxpr: _jax.Jaxpr, chosen: Flags) -> _jax.Jaxpr:
 
 
 @_jax.weakref_lru_cache
-def _half(body: Any, half: _jax.Jaxpr) -> Any:
+def _half(body: JaxprLike, half: _jax.Jaxpr) -> JaxprLike:
     return _jax.with_equations(body, half)
 
 

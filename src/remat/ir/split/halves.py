@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from remat import _jax
+from remat.aliases import Atom, Aval
 from remat.ir import jaxprs
 
 
@@ -22,6 +23,7 @@ class Mode(enum.Enum):
 SAVE, HOIST = Mode.SAVE, Mode.HOIST
 
 # A policy of JAX's kind: `policy(primitive, *operand_types, **params)`.
+T = TypeVar("T")
 Policy = Callable[..., Any] | Mode
 Flags = tuple[bool, ...]
 
@@ -111,7 +113,7 @@ def without_unused(halves: Split, *, repeated: bool = False) -> Split:
     )
 
 
-def results_and_residuals(halves: Split) -> tuple[list[Any], list[_jax.Var]]:
+def results_and_residuals(halves: Split) -> tuple[list[Atom], list[_jax.Var]]:
     """Return what the known half returns: the program's known results, and the residuals."""
     return _jax.split_list(halves.known.outvars, [len(halves.known.outvars) - halves.n_residuals])
 
@@ -164,7 +166,7 @@ class _Halves:
             self._available.update(staged.outvars)
         self._unknown.update(only(eqn.outvars, parts.unknown))
 
-    def _need(self, atoms: Iterable[Any]) -> None:
+    def _need(self, atoms: Iterable[Atom]) -> None:
         for v in atoms:
             if _jax.is_var(v) and v not in self._available:
                 self._residuals[v] = None
@@ -282,8 +284,8 @@ class Leaving(NamedTuple):
 
 def leave(
     residuals: Sequence[_jax.Var],
-    results: Iterable[tuple[Any, _jax.Var]],
-    type_outside: Callable[[_jax.Var], Any] = lambda v: v.aval,
+    results: Iterable[tuple[Atom, _jax.Var]],
+    type_outside: Callable[[_jax.Var], Aval] = lambda v: v.aval,
 ) -> Leaving:
     """Let residuals leave a body whose known results are these (inside, outside)."""
     place = {
@@ -297,11 +299,11 @@ def leave(
     return Leaving([place[v] for v in residuals], added, added_outside)
 
 
-def only(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
+def only(values: Sequence[T], flags: Sequence[bool]) -> list[T]:
     return [v for v, flag in zip(values, flags, strict=True) if flag]
 
 
-def known_only(values: Sequence[Any], unknown: Sequence[bool]) -> list[Any]:
+def known_only(values: Sequence[T], unknown: Sequence[bool]) -> list[T]:
     return [v for v, u in zip(values, unknown, strict=True) if not u]
 
 

@@ -9,9 +9,10 @@ residuals: it is recomputed as a whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from remat import _jax
+from remat.aliases import Atom
 from remat.ir import jaxprs
 from remat.ir.split.halves import (
     HOIST,
@@ -118,7 +119,7 @@ def _staged_operands(unknown: Flags, policy: Policy, n_consts: int, n_carry: int
 def _scan_again(
     eqn: _jax.JaxprEqn,
     step: _jax.Jaxpr,
-    invars: Sequence[Any],
+    invars: Sequence[Atom],
     outvars: Sequence[_jax.Var],
     n_consts: int,
     n_carry: int,
@@ -133,12 +134,12 @@ class _Loop(NamedTuple):
 
     before: list[_jax.JaxprEqn]  # compute that, before the loop
     step: _jax.Jaxpr
-    consts: list[Any]  # the step's leading operands
-    constant: dict[_jax.Var, Any]  # residuals that are the same in each step; their values outside
+    consts: list[Atom]  # the step's leading operands
+    constant: dict[_jax.Var, Atom]  # residuals that are the same in each step; their values outside
 
 
 def _hoist(
-    eqn: _jax.JaxprEqn, step: _jax.Jaxpr, operands: list[Any], n_consts: int, n_residuals: int
+    eqn: _jax.JaxprEqn, step: _jax.Jaxpr, operands: list[Atom], n_consts: int, n_residuals: int
 ) -> _Loop:
     """Take what is the same in each step out of the known half of a loop."""
     consts, n_results = operands[:n_consts], len(step.outvars) - n_residuals

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from remat import _jax
+from remat.aliases import Array, Atom
 from remat.ir import jaxprs
 from remat.ir.split.halves import (
     Operands,
@@ -73,7 +74,7 @@ def _shard_map(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
 def _shard_map_again(
     eqn: _jax.JaxprEqn,
     body: _jax.Jaxpr,
-    invars: Sequence[Any],
+    invars: Sequence[Atom],
     outvars: Sequence[_jax.Var],
     in_specs: Sequence[Any],
     out_specs: Sequence[Any],
@@ -85,11 +86,11 @@ def _shard_map_again(
     )
 
 
-def _column(scalar: Any) -> Any:
+def _column(scalar: Array) -> Array:
     return scalar.reshape(1)
 
 
-def _scalar(column: Any) -> Any:
+def _scalar(column: Array) -> Array:
     return column.reshape(())
 
 
