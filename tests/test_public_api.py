@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import pytest
 
 import remat
+from remat import errors, solvers
+from remat.loops import schedules
 from remat.loops.schedules import Binomial, Multilevel, Online, TwoTier
 from remat.program.targets import target
 
@@ -28,6 +30,7 @@ PUBLIC = {
     "PolicyError", "UnknownNameError", "MemoryKindError", "EffectError", "GradientMismatchError",
     "LinearizationError", "ForwardModeError",
     "PeakMemoryError", "UnitsError", "ScheduleError", "GraphError", "PlanError", "BudgetError",
+    "OptionError",
     "ReportError", "MissingExtraError", "SavedValuesError",
     "explain", "report",
 }  # fmt: skip
@@ -38,6 +41,50 @@ def test_public_names_are_pinned():
     assert set(dir(remat)) == PUBLIC
     for name in remat.__all__:
         assert getattr(remat, name) is getattr(remat, name)
+
+
+# What the frameworks' adapters and the other public modules offer, beside submodules.
+MODULES = {
+    "solvers": "Answers Graph GridSearch Node Schedule Solver Usage no_remat schedule simulate smallest_peak",
+    "testing": "assert_peak_below assert_same_gradients assert_saves_only peak_bytes",
+    "report": "KINDS PHASES Difference Explanation ExplanationData Finding Group Memory ParetoPoint Segment "
+    "Step Timeline Totals Value difference groups live_at predicted_memory timeline",
+    "linen": "checkpoint remat remat_scan",
+    "nnx": "remat",
+    "equinox": "filter_checkpoint with_remat without_remat",
+    "haiku": "remat",
+    "brainstate": "checkpoint remat",
+}
+FRAMEWORKS = {"linen": "flax", "nnx": "flax", "equinox": "equinox", "haiku": "haiku"}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_dir_of_a_public_module_is_its_documented_interface(name):
+    pytest.importorskip(FRAMEWORKS.get(name, name if name == "brainstate" else "remat"))
+    module = importlib.import_module(f"remat.{name}")
+    assert set(dir(module)) == set(module.__all__) == set(MODULES[name].split())
+    reference = pathlib.Path(__file__).parent.parent / "docs" / "reference"
+    documented = "\n".join(path.read_text() for path in reference.glob("*.rst")) + "\n"
+    assert all(f":: remat.{name}.{public}\n" in documented for public in module.__all__)
+
+
+def test_dir_of_the_schedules_is_what_the_package_imports():
+    assert set(dir(schedules)) == set(schedules.__all__) >= {"Binomial", "Action", "replay"}
+    assert not any(inspect.ismodule(getattr(schedules, name)) for name in dir(schedules))
+
+
+def test_dir_of_the_policies_is_policies_and_what_makes_them():
+    made = {name: getattr(remat.policies, name) for name in dir(remat.policies)}
+    assert {"save", "recompute", "offload", "dots_saveable"} < set(made)
+    for name, value in made.items():
+        assert isinstance(value, remat.policies.Policy) or inspect.isfunction(value), name
+
+
+def test_every_exception_is_an_attribute_of_the_package():
+    assert "RematError" in dir(errors)
+    for name in dir(errors):
+        assert issubclass(getattr(errors, name), remat.RematError)
+        assert getattr(remat, name) is getattr(errors, name)
 
 
 def test_names_that_are_loaded_late_are_the_ones_that_type_checkers_see():
@@ -91,6 +138,21 @@ def scaled(w, x):
     return x.sum()
 
 
+def scan_step(carry, _):
+    return carry * carry, None
+
+
+class Step:
+    def __call__(self, x):
+        return x
+
+    def __repr__(self):
+        return "Step with\n" + 200 * "parameters "
+
+
+GRAPH = solvers.Graph(
+    tuple(solvers.Node(i, time=1, bytes=4, deps=(i - 1,) if i else ()) for i in range(5))
+)
 PLAN = remat.Plan(
     program="p", target="cpu", versions=(("jax", "0.10.2"),), budget_bytes=4096, peak_bytes=4000,
     predicted_bytes=3900, peak_bytes_without_remat=8000, flops=1e6, extra_flops=2e4,
@@ -125,6 +187,14 @@ def explained():
         (lambda: remat.checkpoint(scaled), "<function scaled at "),
         (lambda: target("cpu"), "Target('cpu', "),
         (lambda: target("cpu").device, "Device('cpu', cpu)"),
+        (lambda: solvers.schedule(GRAPH, 9), "Schedule(10 steps: peak 8 B, time 5, lower bound 5)"),
+        (lambda: solvers.no_remat(GRAPH), "Usage(peak_bytes=8, "),
+        (lambda: solvers.GridSearch(), "GridSearch(effort=1.0, "),
+        (lambda: solvers.GridSearch().answers(GRAPH), "<answers of GridSearch on a graph of 5 nodes>"),
+        (lambda: explained().groups()[0], "Group("),
+        (lambda: explained().timeline(), "Timeline("),
+        (lambda: remat.scan.explain(scan_step, jnp.ones(2), length=9, checkpoints=2), "Choice(binomial: 9 steps, 2 "),
+        (lambda: remat.fit(Step()), "<remat.fit of a Step>"),
         (lambda: Binomial(10, 3), "Binomial(n=10, slots=3)"),
         (lambda: TwoTier(10, 2, 3), "TwoTier(n=10, memory_slots=2, host_slots=3)"),
         (lambda: Online(10, 3), "Online(n=10, slots=3)"),

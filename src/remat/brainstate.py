@@ -28,7 +28,13 @@ from remat.errors import StaticArgumentError, StaticArgumentTypeError, TargetErr
 from remat.transform.checkpoint import checkpoint as _checkpoint
 from remat.transform.statics import Statics, without_statics
 
+__all__ = ["checkpoint", "remat"]
+
 _jax.exclude_from_tracebacks(__file__)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def checkpoint(

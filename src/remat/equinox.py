@@ -26,7 +26,13 @@ from remat.selection import Selection, has_method
 from remat.transform.checkpoint import checkpoint
 from remat.transform.policies import check_policy
 
+__all__ = ["filter_checkpoint", "with_remat", "without_remat"]
+
 _jax.exclude_from_tracebacks(__file__)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def filter_checkpoint(

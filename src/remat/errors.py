@@ -38,6 +38,12 @@ from collections.abc import Iterable
 from remat.printing import printable
 
 
+def __dir__() -> list[str]:
+    """Return the names of the exceptions."""
+    found = (name for name, value in globals().items() if isinstance(value, type))
+    return sorted(name for name in found if issubclass(globals()[name], RematError))
+
+
 class RematError(Exception):
     """Base of all errors that `remat` raises on purpose.
 

@@ -21,7 +21,13 @@ from remat.aliases import PolicyLike, PyTree
 from remat.errors import TargetError
 from remat.transform.checkpoint import checkpoint
 
+__all__ = ["remat"]
+
 _jax.exclude_from_tracebacks(__file__)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def _checkpoint_untraced(fun: Callable, **options: Any) -> Callable:

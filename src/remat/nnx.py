@@ -38,7 +38,13 @@ from remat.selection import Selection, has_method
 from remat.transform.checkpoint import checkpoint
 from remat.transform.statics import Statics
 
+__all__ = ["remat"]
+
 traceback_util.register_exclusion(__file__)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def remat(

@@ -22,6 +22,13 @@ from remat.errors import GradientMismatchError, PeakMemoryError, RematError, Sav
 from remat.globs import any_name_matches
 from remat.transform.residuals import residuals
 
+__all__ = ["assert_peak_below", "assert_same_gradients", "assert_saves_only", "peak_bytes"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 # --------------------------------------------------------------------------------------------------
 # Gradients
 

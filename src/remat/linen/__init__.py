@@ -27,3 +27,9 @@ from remat.linen.checkpoint import checkpoint as checkpoint, remat as remat
 from remat.linen.scan import remat_scan as remat_scan
 
 traceback_util.register_exclusion(os.path.dirname(__file__))
+
+__all__ = ["checkpoint", "remat", "remat_scan"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

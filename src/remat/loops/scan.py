@@ -188,6 +188,9 @@ class Choice:
         """Return how often a gradient evaluates the body, including once in each reversed step."""
         return self.n if self.schedule is None else self.schedule.grad_forward_steps
 
+    def __repr__(self) -> str:
+        return f"Choice({str(self).splitlines()[0]}, keeps {format_bytes(self.kept_bytes)})"
+
     def __str__(self) -> str:
         head = f"plain: {self.n} steps, nothing recomputed"
         kept = f"{self.n} steps' residuals of {format_bytes(self.residual_bytes)}"

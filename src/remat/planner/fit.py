@@ -223,7 +223,7 @@ class Fitted:
         return tuple(self._plans)
 
     def __repr__(self) -> str:
-        name = getattr(self._step, "__qualname__", repr(self._step))
+        name = getattr(self._step, "__qualname__", f"a {type(self._step).__qualname__}")
         return printable(f"<remat.fit of {name}>")
 
     def __get__(self, instance: Any, owner: Any) -> Any:

@@ -38,3 +38,29 @@ from remat.report.timeline import (
     predicted_memory as predicted_memory,
     timeline as timeline,
 )
+
+__all__ = [
+    "KINDS",
+    "PHASES",
+    "Difference",
+    "Explanation",
+    "ExplanationData",
+    "Finding",
+    "Group",
+    "Memory",
+    "ParetoPoint",
+    "Segment",
+    "Step",
+    "Timeline",
+    "Totals",
+    "Value",
+    "difference",
+    "groups",
+    "live_at",
+    "predicted_memory",
+    "timeline",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -64,6 +64,9 @@ class Group:
         """Return `called`, preceded by the number of values if there are several."""
         return f"{len(self.values)} × {self.called}" if len(self.values) > 1 else self.called
 
+    def __repr__(self) -> str:
+        return f"Group({self})"
+
     def __str__(self) -> str:
         return printable(f"{self.what}  {self.aval}  {units.format_bytes(self.n_bytes)}")
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remat.report.model import KINDS, Memory, Step, Value
+from remat.units import format_bytes
 
 _PLACE = {kind: i for i, kind in enumerate(KINDS)}
 
@@ -30,6 +31,9 @@ class Timeline:
 
     live_bytes: NDArray[np.int64]
     start_s: NDArray[np.float64]
+
+    def __repr__(self) -> str:
+        return f"Timeline({self.live_bytes.shape[1]} steps: peak {format_bytes(self.peak_bytes)})"
 
     @property
     def total_bytes(self) -> NDArray[np.int64]:

@@ -47,3 +47,7 @@ __all__ = [
     "simulate",
     "smallest_peak",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

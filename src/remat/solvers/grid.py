@@ -106,6 +106,9 @@ class _GridAnswers(Answers):
         #: All times are multiples of it; 0 if some are not whole numbers.
         self._unit = math.gcd(*whole) if len(whole) == len(graph) else 0
 
+    def __repr__(self) -> str:
+        return f"<answers of GridSearch on a graph of {len(self.graph)} nodes>"
+
     def within(self, budget: int) -> Schedule:
         found = self._order_within(budget)
         if found is None:

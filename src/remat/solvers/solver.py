@@ -48,6 +48,12 @@ class Schedule:
     time: int | float
     lower_bound: int | float
 
+    def __repr__(self) -> str:
+        return (
+            f"Schedule({len(self.steps)} steps: peak {format_bytes(self.peak_bytes)}, time {self.time:g}, "
+            f"lower bound {self.lower_bound:g})"
+        )
+
     @property
     def is_optimal(self) -> bool:
         """Return whether the time is proven to be the least."""

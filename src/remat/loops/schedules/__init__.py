@@ -60,3 +60,32 @@ from remat.loops.schedules.two_tier import (
     TwoTier as TwoTier,
     slot_traffic as slot_traffic,
 )
+
+__all__ = [
+    "INT32_MAX",
+    "ONLINE_COLUMNS",
+    "Action",
+    "Binomial",
+    "Kind",
+    "Multilevel",
+    "Online",
+    "Replay",
+    "Tier",
+    "TwoTier",
+    "beta",
+    "binomial_advances",
+    "binomial_rows",
+    "binomial_split",
+    "online_cost",
+    "online_rows",
+    "online_update",
+    "picture",
+    "repetitions",
+    "replay",
+    "reverse_actions",
+    "slot_traffic",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
