@@ -193,7 +193,7 @@ def explained():
         (lambda: solvers.GridSearch().answers(GRAPH), "<answers of GridSearch on a graph of 5 nodes>"),
         (lambda: explained().groups()[0], "Group("),
         (lambda: explained().timeline(), "Timeline("),
-        (lambda: remat.scan.explain(scan_step, jnp.ones(2), length=9, checkpoints=2), "Choice(binomial: 9 steps, 2 "),
+        (lambda: remat.scan.explain(scan_step, jnp.ones(2), length=9, checkpoints=2), "Choice(binomial: 9"),
         (lambda: remat.fit(Step()), "<remat.fit of a Step>"),
         (lambda: Binomial(10, 3), "Binomial(n=10, slots=3)"),
         (lambda: TwoTier(10, 2, 3), "TwoTier(n=10, memory_slots=2, host_slots=3)"),

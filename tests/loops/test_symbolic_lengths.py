@@ -12,7 +12,6 @@ import pytest
 from jax import lax
 
 import remat
-from remat import _jax as internals
 from remat.errors import BudgetError, ScheduleError, StoreError
 
 X = jnp.arange(12, dtype=jnp.float32).reshape(4, 3) / 7
@@ -105,13 +104,3 @@ def test_what_needs_numbers_is_refused_by_name(tmp_path: pathlib.Path) -> None:
         exported(lambda x: over_rows(remat.scan.explain)(x))
     with pytest.raises(ScheduleError, match="the number of layers, b, is a symbolic dimension"):
         exported(lambda x: remat.remat_scan(lambda c, w: c * w, "auto")(jnp.ones(3), x).sum())
-
-
-def test_bounds_of_symbolic_sizes_come_from_their_constraints() -> None:
-    b, n = jax.export.symbolic_shape("b, n", constraints=["b <= 8"])
-    assert internals.upper_bound(12 * b + 4) == 100
-    assert internals.upper_bound(3) == 3
-    assert internals.upper_bound(b * n) is None
-    assert internals.decided(lambda: b < 9) is True
-    assert internals.decided(lambda: b < 8) is None
-    assert internals.decided(lambda: internals.largest(b, 9) == 9) is True
