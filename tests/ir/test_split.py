@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -132,3 +134,13 @@ def test_the_halves_compute_what_the_program_computes(f, policy):
         _jax.check_jaxpr(halves.staged)
         for a, b in zip(run(halves, args), expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_the_halves_of_a_call_are_let_go_with_the_program():
+    jaxpr, _ = program(lambda x, y: jax.jit(lambda a, b: (jnp.sin(a) * b, jnp.cos(a)))(x, y), X, Y)
+    halves = split(jaxpr, [False, True], SAVE)
+    bodies = [_jax.open_jaxpr(j) for e in halves.known.eqns for j in _jax.jaxprs_of(e)]
+    references = [weakref.ref(body) for body in bodies]
+    del jaxpr, halves, bodies
+    gc.collect()
+    assert [reference() for reference in references] == [None]

@@ -34,7 +34,7 @@ def split_call(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
     known = _call_again(
         eqn,
         key,
-        _half(body, _returning(halves.known, (True,) * len(results) + added)),
+        _half(body, halves.known if all(added) else _returning(halves.known, len(results), added)),
         known_only(range(len(eqn.invars)), halves.ins_unknown),
         known_only(range(len(eqn.outvars)), halves.outs_unknown),
         added_outs=leaving.added_outside,
@@ -77,14 +77,14 @@ def _call_again(
     return _jax.new_body_eqn(eqn, invars, outvars, params, [(body, invars)])
 
 
-# Cached, so that calls of the same body get the same halves: JAX lowers each jaxpr object once.
-
-
+# Calls of the same body get the same halves, since JAX lowers each jaxpr object once.
 @_jax.weakref_lru_cache
-def _returning(jaxpr: _jax.Jaxpr, chosen: Flags) -> _jax.Jaxpr:
-    return jaxpr if all(chosen) else _jax.rebuild(jaxpr, outvars=only(jaxpr.outvars, chosen))
+def _returning(jaxpr: _jax.Jaxpr, n_results: int, added: Flags) -> _jax.Jaxpr:
+    residuals = only(jaxpr.outvars[n_results:], added)
+    return _jax.rebuild(jaxpr, outvars=[*jaxpr.outvars[:n_results], *residuals])
 
 
+# The same, for the body with its constants.
 @_jax.weakref_lru_cache
 def _half(body: JaxprLike, half: _jax.Jaxpr) -> JaxprLike:
     return _jax.with_equations(body, half)
