@@ -229,6 +229,7 @@ def _as_instance_of(cls: type, module: Any) -> Any:
     return copy
 
 
+# The latest 1024 classes. Equal arguments need the same class: pytrees of two classes differ.
 @functools.lru_cache(maxsize=1024)
 def _rematted_class(
     cls: type, methods: tuple[str, ...], policy: PolicyLike, prevent_cse: bool

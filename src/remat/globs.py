@@ -49,6 +49,7 @@ def path_matches(pattern: str, path: str) -> bool:
     return bool(_ends(pattern, path))
 
 
+# A function of two texts: the latest 4096 answers.
 @functools.lru_cache(maxsize=4096)
 def _ends(pattern: str, path: str) -> frozenset[int]:
     """Return the lengths of the beginnings of a path that a pattern selects, in names."""

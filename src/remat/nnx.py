@@ -296,6 +296,7 @@ def _regions(f: Any, inner: Callable, options: dict[str, Any]) -> Callable[[tupl
     """
     statics = Statics.of(f, options["static_argnums"], ())
 
+    # As many entries as combinations of static arguments; gone with the wrapped function.
     @functools.cache
     def region(argnums: tuple[int, ...], argnames: tuple[str, ...]) -> Callable:
         return checkpoint(inner, **dict(options, static_argnums=argnums, static_argnames=argnames))
@@ -404,6 +405,7 @@ def _set_class(module: Any, cls: Any) -> None:
     object.__setattr__(module, "__class__", cls)
 
 
+# The latest 1024 classes. Equal arguments need the same class: pytrees of two classes differ.
 @functools.lru_cache(maxsize=1024)
 def _rematted_class(
     cls: Any, methods: tuple[str, ...], policy: PolicyLike, prevent_cse: bool

@@ -73,6 +73,8 @@ typeof = jax.typeof
 eval_jaxpr = jax.core.eval_jaxpr
 check_jaxpr = _excore.check_jaxpr
 positional_effects = _core.positional_effects
+# A cache of a pure function of a jaxpr or a function, which is held weakly. An entry goes with it, or
+# after 2048 newer ones. JAX's tracing context is part of the key. A value must not refer to its key.
 weakref_lru_cache = _util.weakref_lru_cache
 merge_lists = _util.merge_lists
 split_list = _util.split_list

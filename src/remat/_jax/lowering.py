@@ -78,6 +78,7 @@ _body_p = _excore.Primitive("remat_body")
 _body_p.multiple_results = True
 
 
+# The same body each time, since JAX lowers each jaxpr object once.
 @weakref_lru_cache
 def _as_equation(jaxpr: Jaxpr) -> Jaxpr:
     invars = [_excore.Var(v.aval) for v in jaxpr.invars]
@@ -137,6 +138,7 @@ def lower_call(
     return list(outs)[: len(ctx.avals_out)]
 
 
+# The same jaxpr each time, since JAX lowers each jaxpr object once.
 @weakref_lru_cache
 def _returning_inputs(jaxpr: Jaxpr, positions: tuple[int, ...]) -> Jaxpr:
     return rebuild(jaxpr, outvars=[*jaxpr.outvars, *(jaxpr.invars[i] for i in positions)])

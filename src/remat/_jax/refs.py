@@ -42,6 +42,7 @@ class WithoutRefs(NamedTuple):
     is_written: tuple[bool, ...]
 
 
+# The same jaxpr each time, since JAX caches what it does by jaxpr object.
 @weakref_lru_cache
 def without_refs(jaxpr: Jaxpr) -> WithoutRefs | None:
     """Rewrite a jaxpr that reads or writes refs as one on their values; None if that is unsupported.
@@ -72,6 +73,7 @@ def without_refs(jaxpr: Jaxpr) -> WithoutRefs | None:
     return WithoutRefs(body, constants, tuple(is_ref), is_written)
 
 
+# A property of an immutable jaxpr; kept for the recursion over nested jaxprs.
 @weakref_lru_cache
 def uses_refs(jaxpr: Jaxpr) -> bool:
     """Return whether a jaxpr reads or writes refs outside of functions with custom derivative rules."""

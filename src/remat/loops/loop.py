@@ -322,6 +322,7 @@ def _online_update(loop: Loop, step: Array, top: Array, order: Array, starts: Ar
 ONLINE_STEPS_KNOWN = 1024
 
 
+# At most ONLINE_STEPS_KNOWN numbers each, which depend on the arguments alone.
 @lru_cache(maxsize=64)
 def _online_choices(slots: int, steps: int) -> tuple[int, ...]:
     """Return a table of `_online_choice` at the steps 0, 1, ..., and `slots` while the stack has room."""
@@ -366,6 +367,7 @@ def _online_choice(np_: ModuleType, starts: Array, step: Array, slots: int) -> A
     return np_.argmin(np_.concatenate([before + joined + behind, keep_all])).astype(np.int32) + 1
 
 
+# Tables that depend on `slots` alone; nobody writes to them.
 @lru_cache(maxsize=64)
 def _online_tables(slots: int) -> tuple[np.ndarray, np.ndarray]:
     """For each part that `_online_update` weighs: its cost is max over r of slope·length - saving.

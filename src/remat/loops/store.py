@@ -115,6 +115,8 @@ class DiskStore:
     _files: dict[int, list[np.ndarray]] = field(default_factory=dict)
     _tickets: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _failures: list[StoreError] = field(default_factory=list)
+    # What the call that a thread is in opened; empty between calls. Files come from callbacks in JAX's
+    # threads and have no other way to it. It decides which files are closed after an error, no result.
     _traced: threading.local = field(default_factory=threading.local)
 
     def create(self, n_rows: int, carry: Arrays, witnesses: Arrays) -> PyTree:

@@ -172,6 +172,7 @@ def _body_of_call(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
     return None if getattr(body, "consts", None) else _jax.open_jaxpr(body)
 
 
+# The same jaxprs each time, since JAX lowers each jaxpr object once.
 @_jax.weakref_lru_cache
 def linearized(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...]) -> Linearized:
     """Separate a differentiated region without deciding anything: everything is a residual."""

@@ -335,6 +335,8 @@ def _as_type(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.aval.weak_type)
 
 
+# The latest 64 plans. The loops that a context has seen add up over its traces, since JAX does not trace
+# again what is in its caches; `Fitted._check_program` finds out what a step lacks by a trace of its own.
 @functools.lru_cache(maxsize=64)
 def application(plan: Plan) -> Application:
     """Return the tracing context that applies a plan's decisions.

@@ -106,6 +106,8 @@ class Level:
             r for r in recording.records if r not in places and not loop_depth(r[0])
         ]
 
+    # Problems are large: those of the latest levels are kept, the last ones until a later step is planned.
+    # A level does not change, so neither do its problems.
     @functools.lru_cache(maxsize=4)  # noqa: B019
     def problem(self, reuses_outputs: bool) -> Problem:
         return Problem(self.program, self._price, self.regions, reuses_outputs=reuses_outputs)

@@ -378,6 +378,7 @@ class Plan(_Checked):
 # Checks of fields
 
 
+# One entry for each dataclass of this module.
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)

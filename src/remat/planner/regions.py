@@ -50,6 +50,8 @@ _jax.exclude_from_tracebacks(__file__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# What a trace is for. It is None outside of planned steps, and a part of the keys of JAX's caches, so that
+# nothing traced for one plan is used for another.
 session_context = jax.make_user_context(None)
 
 

@@ -203,6 +203,7 @@ def workspace_bytes(eqn: _jax.JaxprEqn) -> int:
     return max((_body_peak(_jax.open_jaxpr(b)) for b in jaxprs.bodies_of(eqn)), default=0)
 
 
+# A number that depends on the immutable jaxpr alone; kept for bodies that several equations run.
 @_jax.weakref_lru_cache
 def _body_peak(jaxpr: _jax.Jaxpr) -> int:
     program = without_dead(program_of_jaxpr(jaxpr))

@@ -124,6 +124,7 @@ def _constant(text: str) -> NoReturn:
 Reader = Callable[[Any], Any]
 
 
+# One entry for each annotation in the dataclasses of `model`.
 @functools.cache
 def _reader_of(kind: Any) -> Reader:
     """Return the function that checks and converts JSON for a type of the model's annotations."""

@@ -314,6 +314,7 @@ def _check_whole(number: int, where: str, field: str) -> None:
         raise ReportError(f"{where}: {field} must be an int of at least 0, not {number!r}.")
 
 
+# One entry for each dataclass of this module.
 @functools.cache
 def _names_of_texts(cls: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(cls) if field.type == "str")

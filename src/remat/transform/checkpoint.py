@@ -196,6 +196,7 @@ def _trace(
         raise
 
 
+# One trace for each function, structure and types of its arguments, for as long as the function lives.
 _cached_trace = _jax.weakref_lru_cache(_jax.trace)
 
 _STATIC_HELP = (

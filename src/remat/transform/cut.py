@@ -54,6 +54,7 @@ class Cut(NamedTuple):
     n_residuals: int
 
 
+# The same jaxprs each time, since JAX lowers each jaxpr object once; a policy is asked once.
 @_jax.weakref_lru_cache
 def cut(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Callable[..., Any]) -> Cut:
     """Cut a region where `policy(primitive, *avals, **params)` says.

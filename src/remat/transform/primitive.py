@@ -534,6 +534,7 @@ def _transpose(
     return logs or None
 
 
+# The same jaxpr each time, since JAX traces and lowers each jaxpr object once.
 @_jax.weakref_lru_cache
 def _transposed(
     jaxpr: _jax.Jaxpr, linear: tuple[bool, ...], outs_zero: tuple[bool, ...]

@@ -78,6 +78,7 @@ def split(
     )
 
 
+# The same halves each time, since JAX lowers each jaxpr object once; a policy is asked once.
 @_jax.weakref_lru_cache
 def _split(
     jaxpr: _jax.Jaxpr,

@@ -24,6 +24,7 @@ def beta(slots: int, repetitions: int) -> int:
     return math.comb(slots + repetitions, slots) if repetitions >= 0 else 0
 
 
+# Exact integers from integers: the latest 4096 answers.
 @lru_cache(maxsize=4096)
 def repetitions(n: int, slots: int) -> int:
     """The smallest r with β(slots, r) ≥ n."""

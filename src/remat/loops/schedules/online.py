@@ -19,6 +19,7 @@ from remat.loops.schedules.shared import check_counts, cost_text, slots_text
 ONLINE_COLUMNS = 64
 
 
+# A table of `slots` rows of at most 64 numbers, which depends on `slots` alone.
 @lru_cache(maxsize=256)
 def online_rows(slots: int) -> tuple[tuple[int, ...], ...]:
     """The rows of `binomial_rows` by which an online loop weighs its choices.
@@ -142,6 +143,7 @@ class Online(ListedSchedule):
         return f"online: {self.n} steps, {slots_text(self.slots)}: {cost_text(self.forward_steps, self.n)}"
 
 
+# At most `slots` numbers each, which depend on the arguments alone.
 @lru_cache(maxsize=64)
 def _online_positions(n: int, slots: int) -> tuple[int, ...]:
     if n == 0:

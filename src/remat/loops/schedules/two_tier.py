@@ -94,6 +94,7 @@ class TwoTier(ListedSchedule):
         )
 
 
+# At most 2 · `slots` numbers each, which depend on the arguments alone.
 @lru_cache(maxsize=64)
 def slot_traffic(n: int, slots: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """How often `Binomial(n, slots)` writes and reads each slot, without listing its actions.

@@ -74,6 +74,7 @@ class Policy:
         return First.of(as_policy(other), self)
 
 
+# A function of a frozen value: the latest 256 answers.
 @functools.lru_cache(maxsize=256)
 def _needs_more_than_one_equation(policy: Policy) -> str | None:
     """Return why a policy cannot be asked about single equations; None if it can.
@@ -324,6 +325,7 @@ EVERYTHING: Policy = Everything()
 # --------------------------------------------------------------------------------------------------
 # The public names, which error messages offer
 
+# Filled while `jax_names` is imported, and constant from then on.
 _public: dict[str, Policy | Callable[..., Policy]] = {}
 
 

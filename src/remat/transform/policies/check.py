@@ -131,6 +131,7 @@ def _absent(parts: Iterable[Select], contents: Contents) -> _Absent | None:
     return None
 
 
+# Names in an immutable jaxpr, which each region that calls the same function asks for.
 @_jax.weakref_lru_cache
 def _contents(jaxpr: _jax.Jaxpr) -> Contents:
     names: set[str] = set()
@@ -150,6 +151,7 @@ def _contents(jaxpr: _jax.Jaxpr) -> Contents:
     return Contents(frozenset(names), frozenset(paths - {""}), frozenset(primitives))
 
 
+# Tracing rules of derivatives is slow, and what they contain does not change.
 @_jax.weakref_lru_cache
 def _contents_with_rules(jaxpr: _jax.Jaxpr, wanted: tuple[Select, ...]) -> tuple[Contents, bool]:
     """What there is once rules are traced, until all that is wanted is found.

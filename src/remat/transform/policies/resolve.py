@@ -34,11 +34,13 @@ def _recompute_all(*_: Any, **__: Any) -> bool:
     return False
 
 
+# The same jaxpr each time, since `cut` and JAX cache by jaxpr object.
 @_jax.weakref_lru_cache
 def _unmarked(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     return marks.without_marks(jaxpr)
 
 
+# The same jaxpr each time, since `cut` and JAX cache by jaxpr object.
 @_jax.weakref_lru_cache
 def _marked(jaxpr: _jax.Jaxpr, policy: Policy) -> _jax.Jaxpr:
     # `rewrite` may return the jaxpr itself; a cached value must not keep its own key alive.
