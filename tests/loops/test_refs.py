@@ -164,3 +164,30 @@ def test_a_function_with_rules_of_its_own_may_make_refs_where_lax_scan_runs_the_
     f = lambda x, loop: loop(lambda c, _: (doubled(jnp.sin(c)), None), x, None, N)[0].sum()  # noqa: E731
     found = jax.jit(jax.grad(f), static_argnums=1)(X, scan)
     assert jnp.allclose(found, jax.grad(f)(X, lax.scan))
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=list(LOOPS))
+def test_derivative_rules_beside_refs_in_branches_are_kept(loop: Callable) -> None:
+    @jax.custom_jvp
+    def tripled_back(x: Any) -> Any:
+        return jnp.sin(x)
+
+    @tripled_back.defjvp
+    def _(primals: tuple, tangents: tuple) -> tuple:
+        return jnp.sin(*primals), 3 * jnp.cos(*primals) * tangents[0]
+
+    def gradient(run: Callable, with_ref: bool) -> Any:
+        def branch(c: Any) -> Any:
+            if with_ref:
+                ref = jax.new_ref(c)
+                ref[...] *= 2.0
+                c = ref[...] / 2
+            return tripled_back(c)
+
+        def step(c: Any) -> Any:
+            return lax.cond(c[0] > 0, branch, jnp.cos, c)
+
+        return jax.grad(lambda x: run(step, x).sum())(X)
+
+    expected = gradient(lambda step, x: step(step(step(step(x)))), False)
+    assert jnp.allclose(gradient(loop, True), expected, rtol=1e-5)

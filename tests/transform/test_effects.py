@@ -342,3 +342,41 @@ def test_policies_do_not_speak_of_refs(policy, program):
     wrap = jax.value_and_grad if program is ref_inside else lambda f: f
     ours = wrap(lambda x: program(lambda f: remat.checkpoint(f, policy=policy), x))(x)
     assert_same(ours, wrap(lambda x: program(lambda f: f, x))(x))
+
+
+@jax.custom_jvp
+def _straight_through(x):
+    return jnp.floor(x)
+
+
+_straight_through.defjvp(lambda primals, tangents: (_straight_through(*primals), 7 * tangents[0]))
+
+
+@jax.custom_vjp
+def _scaled_back(x):
+    return jnp.floor(x)
+
+
+_scaled_back.defvjp(lambda x: (_scaled_back(x), None), lambda _, ct: (7 * ct,))
+
+
+@pytest.mark.parametrize("rounded", [_straight_through, _scaled_back])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda f, x: f(x),
+        lambda f, x: jax.jit(f)(x),
+        lambda f, x: lax.cond(x > 0, f, lambda x: x, x),
+        lambda f, x: lax.scan(lambda c, _: (f(c), None), x, length=1)[0],
+        lambda f, x: jax.jit(lambda x: lax.cond(x > 0, f, lambda x: x, x))(x),
+    ],
+    ids=["inline", "jit", "cond", "scan", "cond in jit"],
+)
+def test_derivative_rules_beside_refs_are_kept(call, rounded):
+    def step(x):
+        ref = jax.new_ref(x)
+        ref[...] *= 2.0
+        return rounded(ref[...]) + jax.jit(rounded)(x)
+
+    gradient = jax.grad(remat.checkpoint(lambda x: call(step, x)))(2.25)
+    assert gradient == 7 * 2 + 7

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from jax._src.state.types import (
     RefEffect as _RefEffect,
     WriteEffect as _WriteEffect,
 )
+from jax.extend import core as _excore
 
 from remat._jax.compat import (
     AbstractRef,
@@ -22,7 +24,7 @@ from remat._jax.compat import (
     open_jaxpr,
     weakref_lru_cache,
 )
-from remat._jax.tracing import has_hidden_rules, jaxprs_of, rebuild
+from remat._jax.tracing import has_hidden_rules, is_jaxpr, jaxprs_of, rebuild, with_equations
 
 
 class WithoutRefs(NamedTuple):
@@ -55,12 +57,11 @@ def without_refs(jaxpr: Jaxpr) -> WithoutRefs | None:
     is_ref = [isinstance(v.aval, AbstractRef) for v in jaxpr.invars]
     if not all(_is_plain_ref(v.aval) for v, r in zip(jaxpr.invars, is_ref) if r):
         return None
-    # Refs that such a function creates itself stay in it if its equation has no ref effects.
-    eqns = [_without_own_refs(eqn) if _has_own_rules(eqn) else eqn for eqn in jaxpr.eqns]
-    if any(map(_passes_refs_to_own_rules, eqns)):
+    hidden = _with_eqns_hidden(jaxpr)
+    if _passes_refs_to_own_rules(hidden):
         return None
     try:
-        discharged = _discharge.discharge_state(close(rebuild(jaxpr, eqns=eqns)), lower=False)
+        discharged = _discharge.discharge_state(close(hidden), lower=False)
     except NotImplementedError:  # a primitive without a discharge rule
         return None
     body, constants = detach_consts(discharged)
@@ -68,7 +69,7 @@ def without_refs(jaxpr: Jaxpr) -> WithoutRefs | None:
     changed = {e.input for e in jaxpr.effects if isinstance(e, (_WriteEffect, _AccumEffect))}
     refs = (v for v, r in zip(jaxpr.invars, is_ref) if r)
     new_values = [v for v, ref in zip(body.outvars[n_outs:], refs, strict=True) if ref in changed]
-    body = rebuild(body, outvars=[*body.outvars[:n_outs], *new_values])
+    body = rebuild(_with_eqns_shown(body), outvars=[*body.outvars[:n_outs], *new_values])
     is_written = tuple(v in changed for v in jaxpr.invars)
     return WithoutRefs(body, constants, tuple(is_ref), is_written)
 
@@ -106,12 +107,64 @@ def _has_own_rules(eqn: JaxprEqn) -> bool:
     return has_hidden_rules(eqn) or eqn.primitive.name in ("custom_lin", "custom_vmap_call")
 
 
-def _without_own_refs(eqn: JaxprEqn) -> JaxprEqn:
-    return eqn.replace(effects=eqn.effects - {_core.internal_mutable_array_effect})
+def _passes_refs_to_own_rules(jaxpr: Jaxpr) -> bool:
+    """Return whether equations with derivative rules take part in what is rewritten."""
+    return any(
+        _has_own_rules(eqn) or any(_passes_refs_to_own_rules(open_jaxpr(j)) for j in jaxprs_of(eqn))
+        for eqn in jaxpr.eqns
+    )
 
 
-def _passes_refs_to_own_rules(eqn: JaxprEqn) -> bool:
-    if _has_own_rules(eqn):
-        return has_ref_effects(eqn) or any(isinstance(v.aval, AbstractRef) for v in eqn.invars)
-    bodies = (open_jaxpr(j) for j in jaxprs_of(eqn))
-    return any(_passes_refs_to_own_rules(inner) for body in bodies for inner in body.eqns)
+# --------------------------------------------------------------------------------------------------
+# Equations without refs
+#
+# JAX rewrites the jaxprs of loops, branches and calls by tracing them with everything lowered, which
+# inlines functions with derivative rules and drops the rules. So an equation that does not take part
+# in the rewriting becomes one that JAX does not look into, until the rewriting is done.
+
+_hidden_p = _excore.Primitive("remat_hidden")
+_hidden_p.multiple_results = True
+_hidden_p.def_effectful_abstract_eval(
+    lambda *_, eqn: ([v.aval for v in eqn.outvars], set(eqn.effects))
+)
+
+
+def _with_eqns_hidden(jaxpr: Jaxpr) -> Jaxpr:
+    return rebuild(jaxpr, eqns=[_hidden(eqn) for eqn in jaxpr.eqns])
+
+
+def _hidden(eqn: JaxprEqn) -> JaxprEqn:
+    takes_refs = any(isinstance(v.aval, AbstractRef) for v in (*eqn.invars, *eqn.outvars))
+    if _has_own_rules(eqn) and not takes_refs:
+        # Refs that such a function creates itself stay in it.
+        eqn = eqn.replace(effects=eqn.effects - {_core.internal_mutable_array_effect})
+    if takes_refs or has_ref_effects(eqn):
+        return _with_bodies(eqn, _with_eqns_hidden)
+    is_high = eqn.primitive.name == "call_hi_primitive"
+    has_more = is_high or _has_own_rules(eqn) or any(jaxprs_of(eqn))
+    return eqn.replace(primitive=_hidden_p, params={"eqn": eqn}) if has_more else eqn
+
+
+def _with_eqns_shown(jaxpr: Jaxpr) -> Jaxpr:
+    return rebuild(jaxpr, eqns=[_shown(eqn) for eqn in jaxpr.eqns])
+
+
+def _shown(eqn: JaxprEqn) -> JaxprEqn:
+    if eqn.primitive is not _hidden_p:
+        return _with_bodies(eqn, _with_eqns_shown)
+    return eqn.params["eqn"].replace(
+        invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info
+    )
+
+
+def _with_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
+    """Return the equation with all its jaxprs changed."""
+
+    def changed(value: Any) -> Any:
+        if is_jaxpr(value):
+            return with_equations(value, change(open_jaxpr(value)))
+        if type(value) in (tuple, list):
+            return type(value)(map(changed, value))
+        return value
+
+    return eqn.replace(params={name: changed(value) for name, value in eqn.params.items()})
