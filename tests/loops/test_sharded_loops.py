@@ -65,3 +65,51 @@ def test_stacked_results_keep_the_explicit_sharding_without_a_mesh_in_use() -> N
 
     ours, plain = total(remat.scan, checkpoints=2)(x), total(lax.scan)(x)
     np.testing.assert_allclose(jax.device_get(ours), jax.device_get(plain), rtol=1e-5)
+
+
+def _while(x: Any, **options: Any) -> Any:
+    body = lambda s: (s[0] + jnp.sum(s[1] * s[1]) / 8, jnp.sin(s[1]) + s[1][0] / 2)  # noqa: E731
+    return remat.while_loop(lambda s: s[0] < 2, body, (jnp.sum(0 * x), x), **options)[1]
+
+
+def _fori(x: Any, **options: Any) -> Any:
+    last = jnp.int32(2) + (jnp.sum(x) > 1).astype(jnp.int32)
+    return remat.fori_loop(0, last, lambda i, c: jnp.sin(c) + c[0] * (i + 1) / 4, x, **options)
+
+
+def _scan(x: Any, **options: Any) -> Any:
+    rows = jnp.stack([x, x * x, jnp.cos(x)])
+    carry, ys = remat.scan(lambda c, z: (jnp.sin(c) * z, c.sum()), x, rows, **options)
+    return carry + ys.sum()
+
+
+EXAMPLES = {
+    "while_loop": lambda x: _while(x, checkpoints=2),
+    "while_loop, one checkpoint": lambda x: _while(x, checkpoints=1),
+    "while_loop with a limit": lambda x: _while(x, max_steps=40),
+    "fori_loop": lambda x: _fori(x, checkpoints=2),
+    "scan": lambda x: _scan(x, checkpoints=1),
+    "scan of unmapped values": lambda x: x * _scan(jnp.ones(3), checkpoints=2),
+    "remat_scan": lambda x: remat.remat_scan(lambda c, z: jnp.sin(c) * z, (2, 2))(
+        x, jnp.arange(4.0)
+    ),
+}
+
+
+@pytest.mark.parametrize("order", ["value", "gradient", "second derivative"])
+@pytest.mark.parametrize("example", EXAMPLES.values(), ids=list(EXAMPLES))
+def test_loops_are_batched_over_an_explicit_axis(example: Callable, order: str) -> None:
+    def run(rows: Any) -> Any:
+        loss = lambda rows: jax.vmap(example)(rows).sum()  # noqa: E731
+        if order == "value":
+            return jax.vmap(example)(rows)
+        if order == "gradient":
+            return jax.grad(loss)(rows)
+        return jax.grad(lambda rows: jnp.sin(jax.grad(loss)(rows)).sum())(rows)
+
+    rows = np.stack([XS[0, 2:5], XS[1, :3]])
+    expected = jax.jit(run)(rows)
+    with jax.set_mesh(jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))):
+        found = jax.jit(run)(jax.device_put(rows, P("x")))
+        assert jax.typeof(found).sharding.spec[0] == "x"
+    np.testing.assert_allclose(jax.device_get(found), expected, rtol=1e-5, atol=1e-6)

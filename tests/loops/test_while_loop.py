@@ -445,3 +445,15 @@ def test_only_a_known_number_of_steps_is_unrolled() -> None:
 def test_integers_alone_can_be_looped_over() -> None:
     assert int(while_loop(lambda k: k < 7, lambda k: k + 2, 0)) == 8
     assert int(fori_loop(0, 4, lambda i, k: k + i, 0)) == 6
+
+
+def test_a_limit_that_any_example_reaches_is_an_error() -> None:
+    def halved(x: Any) -> Any:
+        return while_loop(lambda c: c > 1, lambda c: c / 2, x, max_steps=3)
+
+    np.testing.assert_array_equal(jax.vmap(halved)(jnp.array([2.0, 8.0])), [1.0, 1.0])
+    with pytest.raises(StepLimitError, match="max_steps=3"):
+        jax.vmap(halved)(jnp.array([2.0, 100.0]))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="max_steps=3"):
+        jax.block_until_ready(jax.jit(jax.vmap(halved))(jnp.array([2.0, 100.0])))
+        jax.effects_barrier()

@@ -54,6 +54,13 @@ def batched_type(aval: Any, axis_data: Any) -> Any:
     return _core.unmapped_aval(axis_data.size, 0, aval, axis_data.explicit_mesh_axis)
 
 
+def batched(x: Any, dim: int | None, axis_data: Any) -> Any:
+    """Return an array with the axis of a `vmap` in front, sharded as the others are that have it."""
+    if dim is None:
+        return _batching.broadcast(x, axis_data.size, 0, axis_data.explicit_mesh_axis)
+    return jax.numpy.moveaxis(x, dim, 0)
+
+
 def is_undefined(x: Any) -> bool:
     """Return whether an operand of an equation that is being transposed is a linear one."""
     return _ad.is_undefined_primal(x)

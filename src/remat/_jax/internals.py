@@ -298,8 +298,8 @@ INTERNALS = (
     ),
     Internal(
         "jax.interpreters.batching",
-        ("fancy_primitive_batchers",),
-        "the batching rule, which is told the axis",
+        ("broadcast", "fancy_primitive_batchers"),
+        "the batching rule, which is told the axis, and broadcasting along an axis that is sharded",
         _PUBLIC,
     ),
     Internal(

@@ -179,6 +179,21 @@ def zeros(aval: Any, leading: Sequence[Any] = ()) -> Any:
         return _ad_util.zeros_like_aval(aval.update(weak_type=False))
 
 
+def has_explicit_axes() -> bool:
+    """Return whether the mesh in use has axes of type `jax.sharding.AxisType.Explicit`."""
+    return bool(jax.sharding.get_abstract_mesh().explicit_axes)
+
+
+def in_mesh(x: Any) -> Any:
+    """Return a constant with the mesh in use in its type, from which JAX leaves it out.
+
+    Without it, JAX cannot batch loops and branches over an explicit axis of the mesh.
+    """
+    if not has_explicit_axes() or not jax.typeof(x).sharding.mesh.empty:
+        return x
+    return x ^ False if x.dtype == bool else x + jax.numpy.zeros_like(x)
+
+
 def varying_axes(*values: Any) -> frozenset[str]:
     """Return the axes of a `shard_map` that any of the values (or types) varies over."""
     types = (x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x) for x in values)

@@ -113,8 +113,8 @@ _rows(dataclasses.replace(_VIEW, is_rearrangement=True), "reshape squeeze expand
 _rows(
     _VIEW,
     """
-    remat_align stop_gradient sharding_constraint layout_constraint bitcast_convert_type bitcast
-    random_wrap random_unwrap random_clone mesh_cast reshard relayout symbolic_zeros
+    remat_align remat_any_example stop_gradient sharding_constraint layout_constraint bitcast
+    bitcast_convert_type random_wrap random_unwrap random_clone mesh_cast reshard relayout symbolic_zeros
     reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p preduced
     to_edtype from_edtype tie add_dependency pin unpin with_memory_space_constraint
     xla_metadata_value create_token dim_as_value dimension_size shape_assertion has_memory_space

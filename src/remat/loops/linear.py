@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from remat import _jax
 from remat.aliases import Array, Arrays, AxisData, Dim
@@ -155,10 +154,7 @@ def _batch(
     residuals, operands = _split(args, n_consts, n_residuals)
     residual_dims, operand_dims = _split(dims, n_consts, n_residuals)
     # All operands and results are batched, so that the transpose has the same form.
-    operands = [
-        jnp.broadcast_to(x, (axis.size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
-        for x, dim in zip(operands, operand_dims)
-    ]
+    operands = [_jax.batched(x, dim, axis) for x, dim in zip(operands, operand_dims, strict=True)]
     names = {"axis_size": axis.size, "axis_name": axis.name, "spmd_axis_name": axis.spmd_name}
 
     def mapped(fun: Callable) -> Callable:
@@ -216,10 +212,8 @@ def _align_batch(
 ) -> tuple[Arrays, Arrays]:
     found: Arrays = []
     for x, dim in zip(args[:n_results], dims):
-        if dim is not None:
-            found.append((jnp.moveaxis(x, dim, 0), 0))
-        elif _jax.has_tangent(x) and any(d is not None for d in dims):
-            found.append((jnp.broadcast_to(x, (axis.size, *x.shape)), 0))
+        if dim is not None or (_jax.has_tangent(x) and any(d is not None for d in dims)):
+            found.append((_jax.batched(x, dim, axis), 0))
         else:
             found.append((x, None))
     results, new_dims = zip(*found)

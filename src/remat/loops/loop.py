@@ -167,7 +167,7 @@ class Loop:
 
     def count(self, steps: int) -> Array:
         """Return a number of steps in the type that this loop counts in."""
-        return jnp.asarray(steps, self.counter)
+        return _jax.in_mesh(jnp.asarray(steps, self.counter))
 
     def after(self, step: Array) -> Array:
         """Return the number of steps after one more, which stays at the largest that there is."""
@@ -245,7 +245,7 @@ def _offline_sweep(
 ) -> tuple[Results, Checkpoints]:
     # What is counted varies over the axes of a mesh as the number of steps does.
     count = _steps(loop, inputs)
-    counters = [jnp.int32(-1), loop.count(0), _no_starts(loop)]
+    counters = [_before_first_entry(), loop.count(0), _no_starts(loop)]
     top, start, starts = (_jax.varying_as(x, count) for x in counters)
     ys = [_jax.zeros(y, (loop.length,)) for y in loop.y_avals if with_ys]
 
@@ -277,7 +277,7 @@ def _online_sweep(loop: Loop, inputs: Inputs, rows: PyTree) -> tuple[Results, Ch
         # The test holds, so `top`, the state before the one at hand, can become a held state:
         # one more step follows it, and that one will be the entry to begin reversing from.
         order, starts, top = _online_update(loop, step, top, order, starts)
-        rows = loop.store.write(rows, order[top], carry)
+        rows = loop.store.write(rows, _entry(order, top), carry)
         starts = starts.at[top].set(step)
         carry, _ = loop.call(inputs.consts, carry, [])
         return loop.after(step), top, order, starts, rows, carry
@@ -288,7 +288,7 @@ def _online_sweep(loop: Loop, inputs: Inputs, rows: PyTree) -> tuple[Results, Ch
         run,
         (
             loop.count(0),
-            jnp.int32(-1),
+            _before_first_entry(),
             order,
             _no_starts(loop),
             rows,
@@ -306,10 +306,19 @@ def _online_update(loop: Loop, step: Array, top: Array, order: Array, starts: Ar
     # The choice depends on the step alone. It is looked up for the first steps, since weighing it
     # takes longer than a small body does, and weighed for those behind.
     known = np.array(_online_choices(slots, ONLINE_STEPS_KNOWN), np.int32)
+
+    def weigh(step: Any, starts: Any) -> Any:
+        return _online_choice(jnp, starts.astype(jnp.int32), step.astype(jnp.int32), slots)
+
+    # JAX cannot batch a branch over an explicit axis of a mesh with constants that have no mesh.
+    weighing, consts, _ = _jax.trace_call(weigh, step, starts)
     choice = lax.cond(
         step < len(known),
-        lambda starts: jnp.asarray(known)[jnp.minimum(step, len(known) - 1)],
-        lambda starts: _online_choice(jnp, starts.astype(jnp.int32), step.astype(jnp.int32), slots),
+        lambda known, consts, step, starts: _entry(known, jnp.minimum(step, len(known) - 1)),
+        lambda known, consts, *args: _jax.call_jaxpr(weighing, [*consts, *args])[0],
+        _jax.in_mesh(jnp.asarray(known)),
+        [_jax.in_mesh(jnp.asarray(c)) for c in consts],
+        step,
         starts,
     )
     # While there is room, nothing moves.
@@ -460,7 +469,7 @@ def backward(
         # not wrap around there: the descent below would take billions of steps.
         step = jnp.maximum(held.count - done, 1) - 1
         top_start = starts[top]
-        rows, carry = loop.store.read(rows, held.order[top], inputs.carry)
+        rows, carry = loop.store.read(rows, _entry(held.order, top), inputs.carry)
 
         def descend(state: tuple) -> tuple:
             start, top, starts, rows, carry = state
@@ -468,7 +477,7 @@ def backward(
             carry = _advance(loop, inputs, start, start + split, carry)
             start = start + split
             # The state of `step` itself is written, too, above the stack, where nothing is.
-            rows = loop.store.write(rows, held.order[top + 1], carry)
+            rows = loop.store.write(rows, _entry(held.order, top + 1), carry)
             starts = starts.at[top + 1].set(start)
             return start, top + (start < step).astype(jnp.int32), starts, rows, carry
 
@@ -591,10 +600,26 @@ def _split(loop: Loop, length: Size, free: Array) -> Array:
     if loop.slots == 1:
         return length - 1
     table = jnp.asarray(loop.rows_of_splits)
-    r = jnp.sum(table[free] < length, dtype=jnp.int32)
+    row = _entry(table, free)
+    r = jnp.sum(row < length, dtype=jnp.int32)
     below = jnp.maximum(r - 1, 0)
-    split = jnp.minimum(table[free, below], length - table[free - 1, below])
+    split = jnp.minimum(_entry(row, below), length - _entry(_entry(table, free - 1), below))
     return jnp.where(free == 1, length - 1, jnp.clip(split, 1, jnp.maximum(length - 1, 1)))
+
+
+def _entry(table: Array, index: Array) -> Array:
+    """Return an entry of a table along its first axis."""
+    if not _jax.has_explicit_axes():
+        return table[index]
+    # JAX cannot batch reading a constant table over an explicit axis of the mesh.
+    is_wanted = jnp.arange(len(table), dtype=index.dtype) == index
+    wanted = jnp.where(jnp.expand_dims(is_wanted, range(1, table.ndim)), table, 0)
+    return jnp.sum(wanted, 0, dtype=table.dtype)
+
+
+def _before_first_entry() -> Array:
+    """Return the top of an empty stack of checkpoints."""
+    return _jax.in_mesh(jnp.int32(-1))
 
 
 def _no_starts(loop: Loop) -> Array:

@@ -52,20 +52,14 @@ def _write(rows: Array, state: Array, *indices: Array, axes: Axes) -> Arrays:
     return [lax.dynamic_update_slice(rows, update, _starts(rows, indices, axes))]
 
 
-def _in_front(axis: AxisData, x: Array, dim: Dim) -> Array:
-    if dim is None:
-        return jnp.broadcast_to(x[None], (axis.size, *x.shape))
-    return jnp.moveaxis(x, dim, 0)
-
-
 def _batch_read(
     axis: AxisData, args: Sequence[Array], dims: Sequence[Dim], *, axes: Axes
 ) -> tuple[Arrays, list[int]]:
     rows, *indices = args
     in_lane = tuple(a + 1 for a in axes)
     if all(dim is None for dim in dims[1:]):
-        return read_p.bind(_in_front(axis, rows, dims[0]), *indices, axes=in_lane), [0]
-    indices = [_in_front(axis, i, dim) for i, dim in zip(indices, dims[1:])]
+        return read_p.bind(_jax.batched(rows, dims[0], axis), *indices, axes=in_lane), [0]
+    indices = [_jax.batched(i, dim, axis) for i, dim in zip(indices, dims[1:])]
     if dims[0] is not None:
         rows, axes = jnp.moveaxis(rows, dims[0], 0), (0, *in_lane)
         indices = [jnp.arange(axis.size, dtype=indices[0].dtype), *indices]
@@ -75,11 +69,11 @@ def _batch_read(
 def _batch_write(
     axis: AxisData, args: Sequence[Array], dims: Sequence[Dim], *, axes: Axes
 ) -> tuple[Arrays, list[int]]:
-    rows, state = (_in_front(axis, x, dim) for x, dim in zip(args[:2], dims[:2]))
+    rows, state = (_jax.batched(x, dim, axis) for x, dim in zip(args[:2], dims[:2]))
     in_lane = tuple(a + 1 for a in axes)
     if all(dim is None for dim in dims[2:]):
         return write_p.bind(rows, state, *args[2:], axes=in_lane), [0]
-    indices = [_in_front(axis, i, dim) for i, dim in zip(args[2:], dims[2:])]
+    indices = [_jax.batched(i, dim, axis) for i, dim in zip(args[2:], dims[2:])]
 
     def lane(i: Array, rows: Array) -> Array:
         (of_lane,) = read_p.bind(state, i, axes=(0,))

@@ -27,7 +27,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from remat import _jax
@@ -157,10 +156,7 @@ def _batch_in_front(primitive: _jax.Primitive) -> Callable[..., Any]:
             return outs, [None] * len(outs)
         *arrays, index = args
         assert dims[-1] is None  # the index counts the loops' iterations
-        in_front = [
-            jnp.broadcast_to(x, (axis_data.size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
-            for x, d in zip(arrays, dims)
-        ]
+        in_front = [_jax.batched(x, d, axis_data) for x, d in zip(arrays, dims)]
         outs = primitive.bind(*in_front, index, axis=axis + 1)
         return outs, [0] * len(outs)
 

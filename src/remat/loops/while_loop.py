@@ -106,6 +106,7 @@ def fori_loop(
     if index.dtype != end.dtype:
         dtype = _index_type(lower, upper)
         index, end = (x if x.dtype == dtype else x.astype(dtype) for x in (index, end))
+    index, end = _jax.in_mesh(index), _jax.in_mesh(end)
     axes = _jax.varying_axes(end)
     if axes and all(axes <= _jax.varying_axes(x) for x in jax.tree.leaves(init)):
         # The states of the loop then vary as the number of steps does.
@@ -243,17 +244,35 @@ def _refuse(exceeded: Array, max_steps: int, how: str) -> None:
     if how == "checkify":
         checkify.check(~exceeded, message)
         return
+    (exceeded,) = any_example_p.bind(exceeded)
     if not isinstance(exceeded, jax.core.Tracer):
         if exceeded:
             raise StepLimitError(message)
         return
 
     def fail(exceeded: Array) -> None:
-        # Checked again: under vmap both branches of a cond run.
+        # Checked again: what turns a cond into a select runs both branches.
         if exceeded:
             raise StepLimitError(message)
 
     lax.cond(exceeded, lambda e: jax.debug.callback(fail, e), lambda e: None, exceeded)
+
+
+def _any_example(axis: Any, args: Any, dims: Any) -> tuple[list[Any], list[None]]:
+    return any_example_p.bind(jnp.any(args[0], dims[0])), [None]
+
+
+#: Returns its operand, a bool; under `vmap`, whether it is true for any example. JAX would call a
+#: callback for each example, with a slice of the batch, which it refuses if that is sharded explicitly.
+any_example_p = _jax.Primitive("remat_any_example")
+_jax.register(
+    any_example_p,
+    evaluate=lambda x: [x],
+    abstract=lambda x: ([x], set()),
+    jvp=lambda primals, _: (any_example_p.bind(*primals), [_jax.zero_tangent(primals[0])]),
+    transpose=lambda cts, _: [None],
+    batch=_any_example,
+)
 
 
 # Helpers
