@@ -23,14 +23,24 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+# Results are compared within tolerances that no optimization of XLA decides: single operations are
+# compiled without any, as whole programs are.
+_FLAGS = (
+    "--xla_force_host_platform_device_count=8",
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+)
+os.environ.setdefault("XLA_FLAGS", " ".join(_FLAGS))
 
-import jax
+import jax  # noqa: E402 (the flags come first)
 
 #: Seconds of CPU time between two clearings of JAX's caches, which keep every program otherwise; and
 #: the same for random programs, most of which share what they compile, single operations.
 _CLEAR_EVERY_S = 30
 _CLEAR_RANDOM_EVERY_S = 300
+
+#: Seconds of CPU time between two collections of garbage, which Python would do far more often.
+_COLLECT_EVERY_S = 10
 
 
 def sweep(
@@ -44,8 +54,10 @@ def sweep(
     """Check every number that has no line in the file yet, and append a line for each."""
     known = rows(path) if path.exists() else {}
     done = {n for n, row in known.items() if not (again and row["different"])}
-    started = cleared = time.process_time()
+    started = cleared = collected = time.process_time()
     n_run = 0
+    gc.freeze()
+    gc.disable()
     with path.open("a") as file:
         for batch in batches:
             numbers = [n for n in batch if n not in done]
@@ -60,10 +72,14 @@ def sweep(
                 if outcome["different"]:
                     print(number, outcome["name"], outcome["different"], flush=True)
             n_run += len(numbers)
-            if now - cleared > clear_every_s:
+            is_full = now - cleared > clear_every_s
+            if is_full:
                 cleared = now
                 jax.clear_caches()
+            if is_full or now - collected > _COLLECT_EVERY_S:
+                collected = now
                 gc.collect()
+            if is_full:
                 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
                 print(f"{n_run} cases, {now - started:.0f} s of CPU, {peak} MiB", flush=True)
 
@@ -89,6 +105,7 @@ def summary(path: pathlib.Path) -> str:
         counts["plans that recompute"] += row.get("recomputed", False)
         counts["not telling"] += not row.get("is_telling", True)
         counts["explained"] += bool(row.get("explained"))
+        counts["rounded"] += bool(row.get("rounded"))
         counts["different"] += bool(row["different"])
     return "\n".join(f"{name}: {round(n)}" for name, n in counts.items())
 
