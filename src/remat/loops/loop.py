@@ -307,7 +307,7 @@ def _online_update(loop: Loop, step: Array, top: Array, order: Array, starts: Ar
     # takes longer than a small body does, and weighed for those behind.
     known = np.array(_online_choices(slots, ONLINE_STEPS_KNOWN), np.int32)
 
-    def weigh(step: Any, starts: Any) -> Any:
+    def weigh(step: Array, starts: Array) -> Array:
         return _online_choice(jnp, starts.astype(jnp.int32), step.astype(jnp.int32), slots)
 
     # JAX cannot batch a branch over an explicit axis of a mesh with constants that have no mesh.
