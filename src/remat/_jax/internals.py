@@ -212,6 +212,7 @@ INTERNALS = (
             "register_exclusion",
             "reset_name_stack",
             "summarize",
+            "user_context",
         ),
         "source lines and name scopes of equations",
         _PUBLIC,

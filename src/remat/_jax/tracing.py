@@ -390,6 +390,14 @@ def is_recomputation(eqn: JaxprEqn) -> bool:
     )
 
 
+def source_of_caller() -> Any:
+    """Return a context in which equations have the source line of this call, wherever they are traced.
+
+    In traces inside of a trace JAX knows the innermost frames only, and these may all be the library's.
+    """
+    return _source_info.user_context(_source_info.current().traceback)
+
+
 def source_line_of(eqn: JaxprEqn) -> str:
     """Return `file:line:column (function)` of the user's code that an equation was traced from."""
     return _source_info.summarize(eqn.source_info)

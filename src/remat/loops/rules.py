@@ -25,7 +25,8 @@ def keep_rules(fun: Callable[[Arrays], PyTree]) -> Callable[[Arrays], PyTree]:
     def called(values: Arrays) -> PyTree:
         if not any(isinstance(x, jax.core.Tracer) for x in values):
             return fun(values)
-        jaxpr, consts, out = _jax.trace_call(fun, values)
+        with _jax.source_of_caller():
+            jaxpr, consts, out = _jax.trace_call(fun, values)
         results = keep_rules_p.bind(*consts, *values, jaxpr=jaxpr)
         return jax.tree.unflatten(jax.tree.structure(out), results)
 
