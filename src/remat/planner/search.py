@@ -1,0 +1,256 @@
+"""The search for a plan: it proposes, compiles and corrects. Model and compiler are arguments.
+
+A model answers "what recomputes least if temporaries take at most so many bytes?", in one variant or
+in several, each with its own view of what the compiler does. A compiler answers with the bytes that
+the program takes in fact. The search aims each variant at the bytes for which the compiler is expected
+to need the budget, compiles the proposal that recomputes least, and corrects the expectation by the
+answer. It ends when no variant proposes anything better than the best that fits.
+
+The search knows neither JAX nor what a proposal's decisions are. It keeps nothing from one call to the
+next, so the same question has the same answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from remat.errors import BudgetError
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """Decisions, and their costs according to a model.
+
+    Args:
+      variant: the variant of the model.
+      model_bytes: temporaries.
+      extra_seconds: time of recomputation.
+      lower_bound_seconds: proven lower bound of `extra_seconds` within the model's budget.
+      decisions: comparable by `==`.
+    """
+
+    variant: str
+    model_bytes: int
+    extra_seconds: float
+    lower_bound_seconds: float
+    decisions: Any
+
+
+class Model(Protocol):
+    """What the search asks for proposals."""
+
+    @property
+    def variants(self) -> Sequence[str]:
+        """Return the names of the variants, the most accurate first."""
+
+    def within(self, variant: str, n_bytes: int) -> Proposal:
+        """Return the proposal that recomputes least within these bytes of temporaries.
+
+        More bytes never give more recomputation.
+
+        Raises:
+          BudgetError: no proposal within these bytes was found.
+        """
+
+    def smallest(self, variant: str) -> Proposal:
+        """Return the proposal with the fewest bytes."""
+
+
+#: `compiler(decisions, expected bytes)`: the bytes of temporaries of the compiled program.
+Compiler = Callable[[Any, int], int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A proposal that was compiled.
+
+    Args:
+      proposal: what was compiled.
+      expected_bytes: temporaries, as the search expected them.
+      compiled_bytes: temporaries, as the compiler reported them.
+    """
+
+    proposal: Proposal
+    expected_bytes: int
+    compiled_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """When a search ends.
+
+    Args:
+      max_compiles: programs to compile; more may find a plan that recomputes less.
+      close: share of the budget. A plan that fills more of it is not improved.
+      negligible_seconds: a plan that recomputes less than this is not improved.
+      max_below: further programs to compile, with smaller and smaller aims, if none fits.
+    """
+
+    max_compiles: int = 4
+    close: float = 0.97
+    negligible_seconds: float = 0.0
+    max_below: int = 4
+
+
+def search(
+    model: Model, compiler: Compiler, budget: int, effort: Effort | None = None
+) -> tuple[Compiled | None, tuple[Compiled, ...]]:
+    """Return the best proposal whose compiled temporaries are within the budget, and all compiled ones.
+
+    >>> class Halves:  # every byte below 100 costs a second; the compiler takes 10 bytes more
+    ...     variants = ("only",)
+    ...     def within(self, variant, n_bytes):
+    ...         return Proposal(variant, n_bytes, max(0, 100 - n_bytes), 0.0, n_bytes)
+    ...     def smallest(self, variant):
+    ...         return self.within(variant, 1)
+    >>> best, compiled = search(Halves(), lambda decisions, _: decisions + 10, 60)
+    >>> best.compiled_bytes, len(compiled)
+    (60, 2)
+
+    Args:
+      model: makes the proposals.
+      compiler: reports the bytes of their temporaries.
+      budget: bytes of temporaries.
+      effort: when the search ends.
+
+    Returns:
+      The best compiled proposal that fits, or None; and all that were compiled, in order.
+    """
+    return _Search(model, compiler, budget, effort or Effort()).run()
+
+
+# Compiled bytes for one more byte in the model. A line through two compiled proposals is used if its
+# slope is within these limits.
+_MIN_SLOPE, _MAX_SLOPE = 0.3, 4.0
+# Share of the aim. After a proposal that exceeds the budget, its variant aims lower by this much more.
+_MARGIN = 0.01
+# Where nothing fits the budget: the next aim as a share of the smallest so far. A larger share takes
+# smaller steps.
+_NEXT_AIM = 0.8
+
+
+class _Search:
+    def __init__(self, model: Model, compiler: Compiler, budget: int, effort: Effort) -> None:
+        self.model = model
+        self.compiler = compiler
+        self.budget = budget
+        self.effort = effort
+        self.compiled: list[Compiled] = []
+        self.over = dict.fromkeys(model.variants, 0)  # proposals above the budget, by variant
+
+    def run(self) -> tuple[Compiled | None, tuple[Compiled, ...]]:
+        while len(self.compiled) < self.effort.max_compiles and not self._is_done():
+            proposals = [p for v in self.model.variants if (p := self._propose(v)) is not None]
+            if not proposals:
+                break
+            # Of equal proposals the one of the first variant, which is the most accurate.
+            self._compile(min(proposals, key=lambda p: p.extra_seconds))
+        if self._best() is None:
+            self._search_below()
+        return self._best(), tuple(self.compiled)
+
+    def _best(self) -> Compiled | None:
+        fitting = [c for c in self.compiled if c.compiled_bytes <= self.budget]
+        return min(
+            fitting, key=lambda c: (c.proposal.extra_seconds, c.compiled_bytes), default=None
+        )
+
+    def _is_done(self) -> bool:
+        best = self._best()
+        if best is None:
+            return False
+        is_close = best.compiled_bytes >= self.effort.close * self.budget
+        tried = {c.proposal.variant for c in self.compiled}
+        all_tried = tried == set(self.model.variants)
+        return best.proposal.extra_seconds <= self.effort.negligible_seconds or (
+            is_close and all_tried
+        )
+
+    def _propose(self, variant: str) -> Proposal | None:
+        """Return a proposal to compile next; None if the variant has none that would be better."""
+        aim = int(self._aim(variant) * (1 - _MARGIN * self.over[variant]))
+        try:
+            proposal = self.model.within(variant, max(aim, 0))
+        except BudgetError:
+            proposal = self.model.smallest(variant)
+        best = self._best()
+        if self._is_known(proposal):
+            return None
+        if best is not None and proposal.extra_seconds >= best.proposal.extra_seconds:
+            return None
+        return proposal
+
+    def _is_known(self, proposal: Proposal) -> bool:
+        return any(c.proposal.decisions == proposal.decisions for c in self.compiled)
+
+    def _compile(self, proposal: Proposal) -> None:
+        expected = self._expected(proposal)
+        compiled = self.compiler(proposal.decisions, expected)
+        self.compiled.append(Compiled(proposal, expected, compiled))
+        if compiled > self.budget:
+            self.over[proposal.variant] += 1
+
+    def _search_below(self) -> None:
+        """Aim lower and lower until a proposal fits or none is smaller."""
+        for variant in self.model.variants:
+            for _ in range(self.effort.max_below):
+                tried = [
+                    c.proposal.model_bytes for c in self.compiled if c.proposal.variant == variant
+                ]
+                aim = int(min(_NEXT_AIM * min([self.budget, *tried]), self._aim(variant)))
+                try:
+                    proposal = self.model.within(variant, max(aim, 0))
+                except BudgetError:
+                    proposal = self.model.smallest(variant)
+                if self._is_known(proposal):
+                    break
+                self._compile(proposal)
+                if self._best() is not None:
+                    return
+
+    # What the compiler is expected to need
+
+    def _samples(self, variant: str) -> list[tuple[int, int]]:
+        return [
+            (c.proposal.model_bytes, c.compiled_bytes)
+            for c in self.compiled
+            if c.proposal.variant == variant
+        ]
+
+    def _aim(self, variant: str) -> float:
+        """Return the model's bytes for which the compiler is expected to need the budget."""
+        samples = sorted(self._samples(variant), key=lambda s: (abs(s[1] - self.budget), s))
+        line = _line(samples)
+        if line is not None:
+            (model, compiled), slope = samples[0], line
+            return model + (self.budget - compiled) / slope
+        if samples:
+            return self.budget * samples[0][0] / max(1, samples[0][1])
+        return self.budget
+
+    def _expected(self, proposal: Proposal) -> int:
+        """Return the bytes that the compiler is expected to need for a proposal."""
+        wanted = proposal.model_bytes
+        samples = sorted(self._samples(proposal.variant), key=lambda s: (abs(s[0] - wanted), s))
+        line = _line(samples)
+        if line is not None:
+            (model, compiled), slope = samples[0], line
+            return max(0, int(compiled + (wanted - model) * slope))
+        if samples:
+            return int(wanted * samples[0][1] / max(1, samples[0][0]))
+        return wanted
+
+
+def _line(samples: Sequence[tuple[int, int]]) -> float | None:
+    """Return the slope of a line through the first sample and the next that gives a sound one.
+
+    The compiler needs some memory whatever is recomputed, so a ratio alone converges slowly.
+    """
+    for other in samples[1:]:
+        (m0, t0), (m1, t1) = samples[0], other
+        slope = (t1 - t0) / (m1 - m0) if m1 != m0 else 0.0
+        if _MIN_SLOPE <= slope <= _MAX_SLOPE:
+            return slope
+    return None

@@ -1,0 +1,157 @@
+"""The search for a plan, with fake models and fake compilers: it needs neither JAX nor a device."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from remat.errors import BudgetError
+from remat.planner.search import Effort, Proposal, search
+
+
+class Staircase:
+    """A model of proposals that take fewer bytes and more seconds step by step."""
+
+    def __init__(self, steps, variants=("only",)):
+        self.steps = steps  # (bytes, seconds), by ascending bytes
+        self.variants = variants
+
+    def within(self, variant, n_bytes):
+        fitting = [step for step in self.steps if step[0] <= n_bytes]
+        if not fitting:
+            raise BudgetError("none")
+        return self._proposal(variant, fitting[-1])
+
+    def smallest(self, variant):
+        return self._proposal(variant, self.steps[0])
+
+    def _proposal(self, variant, step):
+        n_bytes, seconds = step
+        return Proposal(variant, n_bytes, seconds, 0.0, (variant, n_bytes))
+
+
+STEPS = [(n, 1000 / n - 1) for n in range(10, 1001, 10)]
+
+COMPILERS = {
+    "exact": lambda n: n,
+    "more": lambda n: int(1.3 * n),
+    "less": lambda n: int(0.7 * n),
+    "affine": lambda n: int(0.8 * n) + 90,
+    "noisy": lambda n: n + (n * 7919) % 41 - 20,
+    "not_monotone": lambda n: n + (60 if n % 20 else 0),
+}
+
+
+def best_possible(compiler, budget):
+    """Return the seconds of the best proposal whose compiled bytes fit."""
+    return min((s for n, s in STEPS if compiler(n) <= budget), default=None)
+
+
+@pytest.mark.parametrize("name", COMPILERS)
+@pytest.mark.parametrize("budget", [150, 400, 777])
+def test_the_best_fits_and_is_near_the_best_possible(name, budget):
+    compiler = COMPILERS[name]
+    best, compiled = search(Staircase(STEPS), lambda d, _: compiler(d[1]), budget, Effort(8))
+    assert best in compiled and best.compiled_bytes <= budget
+    assert best.compiled_bytes == compiler(best.proposal.model_bytes)
+    slower = best_possible(lambda n: 1.15 * compiler(n), budget)
+    assert best.proposal.extra_seconds <= slower
+
+
+@pytest.mark.parametrize("name", COMPILERS)
+def test_no_proposal_is_compiled_twice(name):
+    _, compiled = search(
+        Staircase(STEPS, ("a", "b")), lambda d, _: COMPILERS[name](d[1]), 300, Effort(10)
+    )
+    decisions = [c.proposal.decisions for c in compiled]
+    assert len(set(decisions)) == len(decisions)
+
+
+def test_few_programs_are_compiled_when_the_model_is_exact():
+    best, compiled = search(Staircase(STEPS), lambda d, _: d[1], 500)
+    assert best.compiled_bytes == 500 and len(compiled) == 1
+
+
+def test_the_second_compilation_corrects_a_wrong_model():
+    best, compiled = search(Staircase(STEPS), lambda d, _: 2 * d[1], 500)
+    assert best.compiled_bytes >= 480 and len(compiled) <= 3
+
+
+def test_expected_bytes_follow_what_the_compiler_said():
+    expected = []
+
+    def compiler(decisions, expected_bytes):
+        expected.append((expected_bytes, 2 * decisions[1]))
+        return 2 * decisions[1]
+
+    search(Staircase(STEPS), compiler, 500)
+    assert expected[1:] and all(said == seen for said, seen in expected[1:])
+
+
+def test_the_better_variant_is_returned():
+    """The compiler takes twice what one of the variants says."""
+    best, _ = search(
+        Staircase(STEPS, ("wrong", "right")),
+        lambda d, _: d[1] if d[0] == "right" else 2 * d[1],
+        500,
+        Effort(2, close=1.0),
+    )
+    assert best.proposal.extra_seconds == min(s for n, s in STEPS if n <= 500)
+
+
+def test_nothing_is_returned_if_nothing_fits_and_the_smallest_was_tried():
+    best, compiled = search(
+        Staircase(STEPS), lambda d, _: d[1] + 1000, 500, Effort(4, max_below=20)
+    )
+    assert best is None
+    assert min(c.proposal.model_bytes for c in compiled) == STEPS[0][0]
+
+
+def test_a_model_that_is_far_off_is_followed_down():
+    best, _ = search(Staircase(STEPS), lambda d, _: d[1] + 350, 500, Effort(max_compiles=1))
+    assert best is not None and best.compiled_bytes <= 500
+
+
+def test_a_budget_for_the_whole_program_ends_the_search_at_once():
+    best, compiled = search(Staircase(STEPS), lambda d, _: d[1], 2000)
+    assert best.proposal.extra_seconds == 0 and len(compiled) == 1
+
+
+def test_the_compiler_is_asked_at_most_as_often_as_allowed():
+    for n in range(1, 7):
+        effort = Effort(max_compiles=n, max_below=0, close=1.0)
+        _, compiled = search(Staircase(STEPS), lambda d, _: COMPILERS["noisy"](d[1]), 333, effort)
+        assert len(compiled) <= n
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_answers_do_not_depend_on_earlier_questions(data):
+    model = Staircase(STEPS, ("a", "b"))
+    budgets = data.draw(st.lists(st.integers(20, 1200), min_size=2, max_size=5))
+    name = data.draw(st.sampled_from(sorted(COMPILERS)))
+
+    def ask(budget):
+        return search(model, lambda d, _: COMPILERS[name](d[1]), budget)
+
+    alone = {budget: ask(budget) for budget in sorted(set(budgets))}
+    for order in itertools.islice(itertools.permutations(budgets), 6):
+        assert all(ask(budget) == alone[budget] for budget in order)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=1, max_size=30),
+    st.floats(0.5, 2.0),
+    st.integers(0, 100),
+    st.integers(1, 2000),
+)
+def test_what_is_returned_fits_whatever_the_compiler_says(steps, factor, offset, budget):
+    n_bytes = list(itertools.accumulate(b for b, _ in steps))
+    seconds = list(itertools.accumulate(s for _, s in steps))[::-1]
+    model = Staircase(list(zip(n_bytes, seconds)))
+    best, compiled = search(model, lambda d, _: int(factor * d[1]) + offset, budget)
+    fitting = [c for c in compiled if c.compiled_bytes <= budget]
+    assert (best is None) == (not fitting)
+    if best is not None:
+        assert best.proposal.extra_seconds == min(c.proposal.extra_seconds for c in fitting)
