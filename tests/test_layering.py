@@ -81,10 +81,10 @@ LAYERS = [
     ("program.targets",),
     ("program.compiled", "program.from_jaxpr"),
     ("program",),
-    ("planner.plan_file",),
+    ("planner.plan_file", "planner.search", "planner.rewrite"),
     ("planner",),
     ("planner.decisions",),
-    ("planner.decide", "planner.bodies"),
+    ("planner.decide", "planner.bodies", "planner.candidates", "planner.step_decisions"),
     ("planner.emit",),
     ("planner.edits",),
     ("planner.regions",),
@@ -116,8 +116,8 @@ LAYERS = [
 PURE = ("aliases", "errors", "files", "printing", "units", "json_lines",
         "solvers", "ir.formulas", "ir.operations", "program.devices",
         "program.program", "program.fusion", "cache", "planner.decide", "planner.bodies",
-        "planner.decisions", "planner.plan_file", "loops.schedules", "loops.nesting", "globs",
-        "selection", "report", "explain.hlo",
+        "planner.decisions", "planner.plan_file", "planner.search", "loops.schedules",
+        "loops.nesting", "globs", "selection", "report", "explain.hlo",
 )  # fmt: skip
 
 

@@ -10,15 +10,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-import numpy as np
-
 from remat.planner.decisions import RegionDecision
 from remat.planner.plan_file import PlanSegment
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Op, Program
-from remat.solvers.graph import Graph
 from remat.solvers.grid import GridSearch
-from remat.solvers.liveness import Arrays, liveness
+from remat.solvers.liveness import sizes_at_peak
 from remat.solvers.simulate import Step, no_remat
 from remat.solvers.solver import Schedule
 
@@ -63,7 +60,7 @@ class Problem:
         self.fused: Fused = fuse(program, price, self._may_repeat)
         if reuses_outputs:
             # An output buffer is reused by values that fit into it and fill at least half of it.
-            sizes = _sizes_at_peak(self.fused)
+            sizes = sizes_at_peak(self.fused.graph)
             self.fused = fuse(
                 program, price, self._may_repeat, lambda n: any(n <= 2 * s <= 2 * n for s in sizes)
             )
@@ -157,25 +154,6 @@ class Problem:
         op = self.program.ops[node]
         assert op.place is not None
         return [op.place.number + k for k in range(len(op.results))]
-
-
-def _sizes_at_peak(fused: Fused) -> set[int]:
-    """Return the sizes of the values that are live at the peak without recomputation."""
-    graph = fused.graph
-    usage = no_remat(graph)
-    last = {d: i for i, node in enumerate(graph.nodes) for d in node.deps}
-    at = next(i for i, live in enumerate(_live(graph)) if live == usage.peak_bytes)
-    return {
-        node.bytes
-        for i, node in enumerate(graph.nodes)
-        if i <= at <= last.get(node.id, i) and node.bytes
-    }
-
-
-def _live(graph: Graph) -> Iterable[int]:
-    """Return the live bytes at each node if nodes are computed once, in order."""
-    arrays = Arrays.of(graph)
-    return liveness(arrays, np.arange(len(graph))).live_bytes.tolist()
 
 
 def _computed(steps: Iterable[Step]) -> Iterable[tuple[int, bool]]:

@@ -1,0 +1,372 @@
+"""Writing a schedule back: a step's jaxpr with recomputation where the schedule has it.
+
+A step is one flat jaxpr, already differentiated: calls are inlined, loops and branches are single
+equations. Its equations are numbered in order. A schedule computes each of them in this order, and
+computes some of them again, in bursts. `Decisions` says before which equation each burst stands and
+which equations it computes again.
+
+A burst and the equations that it serves become one *unit*: an equation of the library's primitive,
+which `transform/barrier.py` protects from being merged with the first computation or started early.
+A unit takes the values that it reads from memory and returns those that are used after it. Values that
+a compiler computes inside the kernels that use them (`Decisions.stored` names all others) are computed
+in each unit anew.
+
+A unit must not start before the schedule reaches it. As a rule it takes a value that was computed just
+before, such as a cotangent. If it takes none, the value that was computed last is passed through it:
+later equations read the unit's result in place of the value, so that the unit must have begun.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from remat import _jax
+from remat.ir import jaxprs
+from remat.program.fusion import Fused
+from remat.program.program import Program
+from remat.solvers.simulate import Step
+from remat.transform.primitive import region_equation
+
+
+@dataclasses.dataclass(frozen=True)
+class Burst:
+    """Consecutive recomputations.
+
+    Args:
+      before: the number of the equation that is computed next for the first time.
+      again: the numbers of the equations that are computed again, in order.
+    """
+
+    before: int
+    again: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decisions:
+    """What a flat program computes again, and when.
+
+    Args:
+      stored: the numbers of the equations whose results are stored in memory. Kernels that use the
+        results of other equations compute them again.
+      bursts: recomputations, in the order of the program.
+    """
+
+    stored: frozenset[int]
+    bursts: tuple[Burst, ...]
+
+
+def decisions_of(program: Program, fused: Fused, steps: Iterable[Step]) -> Decisions:
+    """Return the decisions of a schedule of a fused program."""
+    producer = {v: i for i, op in enumerate(program.ops) for v in op.results}
+    members: dict[int, set[int]] = {}
+    for value, node in fused.holds.items():
+        members.setdefault(node, set()).add(producer[value])
+    seen: set[int] = set()
+    bursts: list[Burst] = []
+    burst: list[int] = []
+    for kind, node in steps:
+        if kind != "compute" or node >= len(program.ops):
+            continue
+        here = sorted(members.get(node, {node}))
+        if node in seen:
+            burst += here
+            continue
+        seen.add(node)
+        if burst:
+            bursts.append(Burst(here[0], tuple(burst)))
+            burst = []
+    stored = frozenset(i for group in members.values() for i in group)
+    return Decisions(stored, tuple(bursts))
+
+
+def flattened(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+    """Return a step's jaxpr with plain calls inlined, without dead equations; its inputs stay.
+
+    Calls with shardings, layouts or donation of their own, checkpoints and functions with derivative
+    rules stay single equations.
+    """
+    flat = jaxprs.inline_calls(jaxpr, _body_of_call)
+    alive, _ = _jax.dce(flat, [True] * len(flat.outvars), keep=[True] * len(flat.invars))
+    return alive
+
+
+def _body_of_call(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
+    if _jax.is_plain_jit(eqn):
+        body = eqn.params["jaxpr"]
+    elif eqn.primitive.name in ("closed_call", "core_call"):
+        body = eqn.params["call_jaxpr"]
+    else:
+        return None
+    return None if getattr(body, "consts", None) else _jax.open_jaxpr(body)
+
+
+def following(step: Callable, decide: Callable[[_jax.Jaxpr], Decisions]) -> Callable:
+    """Return the step as a function that follows decisions about its flat jaxpr.
+
+    Call it under `jax.jit` only: arguments that are not traced there are static.
+    """
+
+    @_jax.wraps(step)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _jax.Tracer)]
+
+        def of_traced(*arrays: Any) -> Any:
+            full = list(leaves)
+            for i, array in zip(traced, arrays):
+                full[i] = array
+            args, kwargs = jax.tree.unflatten(tree, full)
+            return step(*args, **kwargs)
+
+        arrays = [leaves[i] for i in traced]
+        jaxpr, consts, out = _jax.trace_call(of_traced, *arrays)
+        flat = flattened(jaxpr)
+        results = _jax.eval_jaxpr(rewritten(flat, decide(flat)), (), *consts, *arrays)
+        return jax.tree.unflatten(jax.tree.structure(out), results)
+
+    return run
+
+
+def rewritten(jaxpr: _jax.Jaxpr, decisions: Decisions) -> _jax.Jaxpr:
+    """Return the jaxpr of a step that computes the same and follows the decisions.
+
+    Args:
+      jaxpr: flat, without dead equations and without constants.
+      decisions: about the jaxpr's equations, by number.
+    """
+    if not decisions.bursts:
+        return jaxpr
+    return _Writer(jaxpr, decisions).written()
+
+
+class _Writer:
+    """Writes a program's equations in order, with units in between."""
+
+    def __init__(self, jaxpr: _jax.Jaxpr, decisions: Decisions) -> None:
+        self.jaxpr = jaxpr
+        self.stored = decisions.stored
+        self.bursts = {burst.before: burst.again for burst in decisions.bursts}
+        self.producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+        self.last_use = _last_uses(jaxpr)
+        self.results = self._results_through_views()
+        self.eqns: list[_jax.JaxprEqn] = []
+        #: The variable that has the latest computation of each stored value.
+        self.current: dict[_jax.Var, _jax.Var] = {}
+        #: Equations outside of units, by their number and operands.
+        self.outside: dict[tuple[Any, ...], Sequence[_jax.Var]] = {}
+        #: For each variable of the new program, the number of the latest equation it depends on.
+        self.latest: dict[_jax.Var, int] = {}
+
+    def written(self) -> _jax.Jaxpr:
+        n_eqns = len(self.jaxpr.eqns)
+        starts = sorted(self.bursts)
+        at = 0
+        while at < n_eqns:
+            if at in self.bursts:
+                at = self._unit(at, next((s for s in starts if s > at), n_eqns))
+                continue
+            if at in self.stored or self.jaxpr.eqns[at].effects:
+                self._compute(at)
+            at += 1
+        outvars = [self._outside(v) for v in self.jaxpr.outvars]
+        new = _jax.jaxpr_of(self.jaxpr.invars, outvars, self.eqns, self.jaxpr)
+        alive, _ = _jax.dce(new, [True] * len(outvars), keep=[True] * len(new.invars))
+        return alive
+
+    # Outside of units
+
+    def _compute(self, number: int) -> None:
+        """Compute an equation for the first time, outside of units."""
+        eqn = self.jaxpr.eqns[number]
+        outs = self._emit(number, [self._outside(v) for v in eqn.invars])
+        self.current.update(zip(eqn.outvars, outs))
+
+    def _emit(self, number: int, operands: Sequence[Any]) -> Sequence[_jax.Var]:
+        eqn, outs = _copy(self.jaxpr.eqns[number], operands)
+        self.eqns.append(eqn)
+        latest = max([number, *(self.latest.get(v, -1) for v in operands if _jax.is_var(v))])
+        self.latest.update((v, latest) for v in outs)
+        return outs
+
+    def _outside(self, v: Any) -> Any:
+        """Return the variable that has a value outside of units; compute it if it is not stored."""
+        number = self.producer.get(v) if _jax.is_var(v) else None
+        if number is None:
+            return v
+        if v in self.current:
+            return self.current[v]
+        eqn = self.jaxpr.eqns[number]
+        operands = [self._outside(x) for x in eqn.invars]
+        key = (number, *(x if _jax.is_var(x) else id(x) for x in operands))
+        if key not in self.outside:
+            self.outside[key] = self._emit(number, operands)
+        return self.outside[key][list(eqn.outvars).index(v)]
+
+    # Units
+
+    def _unit(self, start: int, end: int) -> int:
+        """Write the unit of the burst before an equation; return the first equation after the unit.
+
+        The unit ends before `end`, where the next burst stands, and before the first equation with
+        effects. The last unit ends with the last equation that reads a value of its burst.
+        """
+        unit = _Unit(self)
+        n_eqns = len(self.jaxpr.eqns)
+        again = self.bursts.pop(start)
+        for number in again:
+            unit.compute(number)
+        fresh = {v for number in again for v in self.jaxpr.eqns[number].outvars}
+        stop = start
+        for number in range(start, end):
+            eqn = self.jaxpr.eqns[number]
+            if eqn.effects:
+                break
+            if number in self.stored and (end < n_eqns or self._reads(eqn, fresh)):
+                stop = number + 1
+        for number in range(start, stop):
+            if number in self.stored:
+                unit.compute(number)
+        self._append(unit, start)
+        return stop
+
+    def _reads(self, eqn: _jax.JaxprEqn, values: set[_jax.Var]) -> bool:
+        """Return whether an equation reads one of these values, also through values not stored."""
+        stack = [v for v in eqn.invars if _jax.is_var(v)]
+        seen: set[_jax.Var] = set()
+        while stack:
+            v = stack.pop()
+            if v in values:
+                return True
+            number = self.producer.get(v)
+            if number is not None and number not in self.stored and v not in seen:
+                seen.add(v)
+                stack += [x for x in self.jaxpr.eqns[number].invars if _jax.is_var(x)]
+        return False
+
+    def _append(self, unit: _Unit, start: int) -> None:
+        """Append a unit's equation, with a value passed through it if it could start too early."""
+        passed = self._trigger(start, unit.inputs)
+        if passed is not None:
+            unit.take(passed)
+        names = {v: _jax.new_var(v.aval) for v in unit.inputs}
+        body_eqns = [jaxprs.renamed(eqn, names) for eqn in unit.eqns]
+        made = dict(unit.local)
+        results = [*made.values(), *([] if passed is None else [passed])]
+        body_outs = [names.get(v, v) for v in results]
+        outvars = [_jax.new_var(v.aval) for v in results]
+        body = _jax.jaxpr_of([names[v] for v in unit.inputs], body_outs, body_eqns, self.jaxpr)
+        like = self.jaxpr.eqns[min(start, len(self.jaxpr.eqns) - 1)]
+        self.eqns.append(
+            region_equation(
+                list(unit.inputs), outvars, body, like=like, differentiated=True, prevent_cse=True
+            )
+        )
+        latest = max([unit.last, *(self.latest.get(v, -1) for v in unit.inputs)], default=start)
+        self.latest.update((v, latest) for v in outvars)
+        self.current.update(zip(made, outvars))
+        if passed is not None:
+            for v, now in self.current.items():
+                if now is passed:
+                    self.current[v] = outvars[-1]
+
+    def _trigger(self, start: int, inputs: Iterable[_jax.Var]) -> _jax.Var | None:
+        """Return the value to pass through a unit; None if the unit cannot start too early."""
+        live = [
+            v
+            for v in self.current
+            if self.producer[v] < start
+            and self.last_use.get(v, -1) >= start
+            and v not in self.results
+            and not _jax.is_dropped(v)
+            and not isinstance(v.aval, _jax.AbstractRef)
+        ]
+        if not live:
+            return None
+        newest = max(live, key=lambda v: self.producer[v])
+        if any(self.latest.get(v, -1) >= self.producer[newest] for v in inputs):
+            return None
+        return self.current[newest]
+
+    def _results_through_views(self) -> set[_jax.Var]:
+        """Return the step's results, and what they are computed from without being stored.
+
+        A barrier over a result may cost a copy.
+        """
+        found: set[_jax.Var] = set()
+        stack = [v for v in self.jaxpr.outvars if _jax.is_var(v)]
+        while stack:
+            v = stack.pop()
+            number = self.producer.get(v)
+            if number is None or v in found:
+                continue
+            found.add(v)
+            if number not in self.stored:
+                stack += [x for x in self.jaxpr.eqns[number].invars if _jax.is_var(x)]
+        return found
+
+
+class _Unit:
+    """The equations of a burst and of what it serves.
+
+    Attributes:
+      inputs: the variables that the unit takes.
+      local: the variables that have the values computed in the unit.
+      last: the number of the last equation of the unit.
+    """
+
+    def __init__(self, writer: _Writer) -> None:
+        self.writer = writer
+        self.eqns: list[_jax.JaxprEqn] = []
+        self.inputs: dict[_jax.Var, None] = {}
+        self.local: dict[_jax.Var, _jax.Var] = {}
+        self.inside: dict[_jax.Var, _jax.Var] = {}  # values that are not stored
+        self.last = -1
+
+    def compute(self, number: int) -> None:
+        eqn = self.writer.jaxpr.eqns[number]
+        new, outs = _copy(eqn, [self.value(v) for v in eqn.invars])
+        self.eqns.append(new)
+        self.local.update((v, out) for v, out in zip(eqn.outvars, outs) if not _jax.is_dropped(v))
+        # What was derived from earlier computations of these values is derived anew.
+        self.inside.clear()
+        self.last = max(self.last, number)
+
+    def value(self, v: Any) -> Any:
+        if not _jax.is_var(v):
+            return v
+        if v in self.local:
+            return self.local[v]
+        if v in self.inside:
+            return self.inside[v]
+        number = self.writer.producer.get(v)
+        if number is None:
+            return self.take(v)
+        if number in self.writer.stored:
+            return self.take(self.writer.current[v])
+        eqn = self.writer.jaxpr.eqns[number]
+        new, outs = _copy(eqn, [self.value(x) for x in eqn.invars])
+        self.eqns.append(new)
+        self.inside.update(zip(eqn.outvars, outs))
+        return self.inside[v]
+
+    def take(self, v: _jax.Var) -> _jax.Var:
+        self.inputs[v] = None
+        return v
+
+
+def _copy(eqn: _jax.JaxprEqn, operands: Sequence[Any]) -> tuple[_jax.JaxprEqn, list[_jax.Var]]:
+    # Effects name the refs that they read and write, so refs keep their variables.
+    keeps = bool(eqn.effects)
+    outs = [v if keeps or _jax.is_dropped(v) else _jax.new_var(v.aval) for v in eqn.outvars]
+    return eqn.replace(invars=list(operands), outvars=outs), outs
+
+
+def _last_uses(jaxpr: _jax.Jaxpr) -> dict[_jax.Var, int]:
+    """Return the number of the last equation that uses each value; the results are used at the end."""
+    found = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if _jax.is_var(v)}
+    found.update((v, len(jaxpr.eqns)) for v in jaxpr.outvars if _jax.is_var(v))
+    return found

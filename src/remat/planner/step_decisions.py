@@ -1,0 +1,56 @@
+"""Decisions about a whole step as a plan holds them: to a plan's form, and back with checks."""
+
+from __future__ import annotations
+
+from remat import _jax
+from remat.errors import PlanError
+from remat.ir.equations import is_repeatable
+from remat.planner.plan_file import Recomputation, WholeStep
+from remat.planner.rewrite import Burst, Decisions
+from remat.program.from_jaxpr import joined, type_text
+
+
+def whole_step_plan(flat: _jax.Jaxpr, decisions: Decisions) -> WholeStep:
+    """Return decisions about a step's flat jaxpr as a plan holds them."""
+    return WholeStep(
+        len(flat.eqns),
+        tuple(sorted(decisions.stored)),
+        tuple(
+            Recomputation(
+                burst.before,
+                burst.again,
+                tuple(_described(flat.eqns[i]) for i in burst.again),
+                _jax.source_line_of(flat.eqns[burst.before]),
+            )
+            for burst in decisions.bursts
+        ),
+    )
+
+
+def decisions_of_plan(whole: WholeStep, flat: _jax.Jaxpr) -> Decisions:
+    """Return the decisions that a plan holds about a step, whose flat jaxpr is this one.
+
+    Raises:
+      PlanError: the plan is for another program, or computes an equation with effects again.
+    """
+    if whole.n_equations != len(flat.eqns):
+        raise PlanError(
+            f"the plan is of another program, a step of {whole.n_equations} equations; this one has "
+            f"{len(flat.eqns)}. Plan again."
+        )
+    for recomputation in whole.recomputations:
+        for i in recomputation.again:
+            if flat.eqns[i].effects or not is_repeatable(flat.eqns[i]):
+                raise PlanError(
+                    f"the plan computes equation {i} again ({_described(flat.eqns[i])}), but "
+                    "computing it again has other effects or gives another result. Remove its number "
+                    "from the plan's recomputations."
+                )
+    bursts = tuple(Burst(r.before, r.again) for r in whole.recomputations)
+    return Decisions(frozenset(whole.stored), bursts)
+
+
+def _described(eqn: _jax.JaxprEqn) -> str:
+    """Return type, name scope and primitive of an equation, such as `f32[8] mlp/dot_general`."""
+    types = ", ".join(type_text(v.aval) for v in eqn.outvars)
+    return f"{types} {joined(_jax.name_stack_of(eqn), eqn.primitive.name)}"

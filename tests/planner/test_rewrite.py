@@ -1,0 +1,182 @@
+"""Writing schedules back into a step's program: the same results, whatever is computed again."""
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from planner.region_cases import CASES
+from remat import _jax
+from remat.errors import BudgetError
+from remat.ir.equations import is_fusible, is_repeatable
+from remat.ir.jaxprs import equations
+from remat.planner.candidates import StepModel, program_of_flat
+from remat.planner.rewrite import Burst, Decisions, flattened, following, rewritten
+from transform.support import assert_same
+
+W = [np.linspace(-1, 1, 36).reshape(6, 6).astype(np.float32) * (i + 1) / 3 for i in range(4)]
+X = np.linspace(0, 1, 30).reshape(5, 6).astype(np.float32)
+
+
+def loss(weights, x):
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def flat_of(step, *args):
+    jaxpr, consts, _ = _jax.trace_call(step, *args)
+    return flattened(jaxpr), [*consts, *jax.tree.leaves(args)]
+
+
+def run(jaxpr, args):
+    return jax.jit(lambda *xs: _jax.eval_jaxpr(jaxpr, (), *xs))(*args)
+
+
+def random_decisions(jaxpr, seed):
+    """Store at random, compute again at random what can be computed again."""
+    rng = random.Random(seed)
+    stored = {
+        i
+        for i, eqn in enumerate(jaxpr.eqns)
+        if eqn.effects or not is_fusible(eqn) or rng.random() < 0.7
+    }
+    may = [i for i in sorted(stored) if is_repeatable(jaxpr.eqns[i])]
+    bursts = []
+    for before in sorted(rng.sample(range(len(jaxpr.eqns)), min(5, len(jaxpr.eqns)))):
+        earlier = [i for i in may if i < before]
+        if earlier:
+            again = sorted(rng.sample(earlier, rng.randint(1, min(6, len(earlier)))))
+            bursts.append(Burst(before, tuple(again)))
+    return Decisions(frozenset(stored), tuple(bursts))
+
+
+def assert_equal(actual, expected):
+    assert_same(list(actual), list(expected), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_do_not_depend_on_what_is_computed_again(name):
+    step, args = CASES[name]()
+    flat, leaves = flat_of(step, *args)
+    expected = run(flat, leaves)
+    for seed in range(3):
+        new = rewritten(flat, random_decisions(flat, seed))
+        _jax.check_jaxpr(new)
+        assert_equal(run(new, leaves), expected)
+
+
+def test_gradients_are_bit_identical():
+    flat, leaves = flat_of(jax.value_and_grad(loss), W, X)
+    expected = run(flat, leaves)
+    for seed in range(5):
+        got = run(rewritten(flat, random_decisions(flat, seed)), leaves)
+        assert all(np.array_equal(a, b) for a, b in zip(got, expected))
+
+
+def test_without_recomputation_the_program_stays():
+    flat, _ = flat_of(jax.value_and_grad(loss), W, X)
+    assert rewritten(flat, Decisions(frozenset(range(len(flat.eqns))), ())) is flat
+
+
+def test_each_burst_becomes_one_protected_unit():
+    flat, leaves = flat_of(jax.value_and_grad(loss), W, X)
+    dots = [i for i, eqn in enumerate(flat.eqns) if eqn.primitive.name == "dot_general"]
+    tanhs = [i for i, eqn in enumerate(flat.eqns) if eqn.primitive.name == "tanh"]
+    stored = frozenset((*dots, *tanhs, len(flat.eqns) - 1))
+    bursts = (Burst(dots[-4], (tanhs[2],)), Burst(dots[-2], (tanhs[1],)))
+    new = rewritten(flat, Decisions(stored, bursts))
+    units = [eqn for eqn in new.eqns if eqn.primitive.name == "remat"]
+    assert [eqn.params["prevent_cse"] for eqn in units] == [True, True]
+    counted = [
+        sum(e.primitive.name == "tanh" for e in equations(eqn.params["jaxpr"])) for eqn in units
+    ]
+    assert counted == [1, 1]
+    assert_equal(run(new, leaves), run(flat, leaves))
+
+
+def test_effects_happen_once_and_in_order():
+    seen = []
+
+    def step(weights, x):
+        def shown(w, x):
+            jax.debug.callback(lambda v: seen.append(float(v)), x[0, 0], ordered=True)
+            return jnp.tanh(x @ w)
+
+        def chatty(weights, x):
+            for w in weights:
+                x = shown(w, x)
+            return jnp.mean(x)
+
+        return jax.value_and_grad(chatty)(weights, x)
+
+    flat, leaves = flat_of(step, W, X)
+    jax.block_until_ready(run(flat, leaves))
+    jax.effects_barrier()
+    expected = list(seen)
+    assert len(expected) == len(W)
+    for seed in range(3):
+        seen.clear()
+        jax.block_until_ready(run(rewritten(flat, random_decisions(flat, seed)), leaves))
+        jax.effects_barrier()
+        assert seen == expected
+
+
+def test_a_unit_that_could_start_early_waits_for_a_value_that_passes_through_it():
+    """Recomputing from the arguments alone depends on nothing that came before."""
+
+    def step(x, y):
+        a = jnp.sin(x)
+        b = jnp.cos(y)
+        for _ in range(3):
+            b = jnp.tanh(b @ b.T) @ b
+        return (a @ b.T).sum() + b.sum()
+
+    flat, leaves = flat_of(step, X, X)
+    sin = next(i for i, eqn in enumerate(flat.eqns) if eqn.primitive.name == "sin")
+    last = max(i for i, eqn in enumerate(flat.eqns) if eqn.primitive.name == "dot_general")
+    decisions = Decisions(frozenset(range(len(flat.eqns))), (Burst(last, (sin,)),))
+    (unit,) = (e for e in rewritten(flat, decisions).eqns if e.primitive.name == "remat")
+    computed = [v for v in unit.invars if _jax.is_var(v) and v not in flat.invars]
+    assert computed, "the unit takes nothing but arguments"
+    assert_equal(run(rewritten(flat, decisions), leaves), run(flat, leaves))
+
+
+def test_following_decisions_gives_the_results_of_the_step():
+    step = jax.value_and_grad(loss)
+    follow = following(step, lambda flat: random_decisions(flat, 1))
+    value, gradients = jax.jit(follow)(W, X)
+    expected, expected_gradients = jax.jit(step)(W, X)
+    assert_equal([value, *gradients], [expected, *expected_gradients])
+
+
+def test_static_arguments_stay_static():
+    def step(n, x, kind="sin"):
+        return getattr(jnp, kind)(x * n).sum()
+
+    follow = jax.jit(
+        following(step, lambda flat: Decisions(frozenset(range(len(flat.eqns))), ())),
+        static_argnums=0,
+        static_argnames="kind",
+    )
+    assert follow(3, X, kind="cos") == pytest.approx(float(jnp.cos(X * 3).sum()), rel=1e-6)
+
+
+def test_fewer_bytes_take_more_recomputation():
+    deep, wide = [np.eye(64, dtype=np.float32)] * 8, np.ones((500, 64), np.float32)
+    flat, _ = flat_of(jax.value_and_grad(loss), deep, wide)
+    model = StepModel(program_of_flat(flat), lambda flops, moved, dtype: flops + moved)
+    for variant in model.variants:
+        smallest = model.smallest(variant)
+        found = []
+        for n_bytes in range(smallest.model_bytes, 2 * 2**20, 2**17):
+            proposal = model.within(variant, n_bytes)
+            assert proposal.model_bytes <= n_bytes
+            assert proposal.lower_bound_seconds <= proposal.extra_seconds
+            assert (model.extra_flops(proposal.decisions) > 0) == bool(proposal.decisions.bursts)
+            found.append(proposal.extra_seconds)
+        assert found == sorted(found, reverse=True) and found[0] > found[-1] == 0
+        with pytest.raises(BudgetError):
+            model.within(variant, 1000)
