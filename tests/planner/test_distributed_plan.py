@@ -178,7 +178,7 @@ class OfFirst(Cache):
 cache = OfFirst(sys.argv[3])
 try:
     remat.fit(lambda w: (w * w).sum(), budget="50%", cache=cache, progress=False)(w)
-except remat.PlanError as error:
+except remat.RematError as error:
     print("REFUSED", error)
 fitted = remat.fit(step, budget="75%", cache=cache, progress=False)
 value, g = fitted(w, x)
@@ -215,5 +215,5 @@ def test_two_processes_follow_the_same_plan(tmp_path):
     assert first == second
     assert not (tmp_path / "cache1").exists()
     refused = [[x for x in out.splitlines() if x.startswith("REFUSED")] for out, _ in results]
-    assert "differentiates no region" in refused[0][0]
+    assert "no plan fits" in refused[0][0]
     assert "process 0 could not make a plan" in refused[1][0]

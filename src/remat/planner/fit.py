@@ -34,7 +34,9 @@ from remat.planner.decisions import RegionDecision
 from remat.planner.plan import plan as make_plan, receive_plan, versions
 from remat.planner.plan_file import Plan, RegionPlan
 from remat.planner.regions import Application, LoopForm, Recording, session_context
+from remat.planner.rewrite import following
 from remat.planner.step import Step, check_step
+from remat.planner.step_decisions import decisions_of_plan
 from remat.printing import printable
 from remat.program.costs import Costs, check_costs
 from remat.program.targets import Target, target as find_target
@@ -58,7 +60,7 @@ def fit(
 ) -> Fitted:
     """Compile a training step so that it fits a memory budget. Otherwise it is like `jax.jit`.
 
-    `remat.auto` marks the functions in the step that may be recomputed. The first call plans
+    Nothing has to be marked; `remat.auto` restricts recomputation to some functions. The first call plans
     (`remat.plan`), compiles and runs; later calls run. Gradients are those of the step without a plan.
 
     >>> import jax, jax.numpy as jnp, remat
@@ -143,7 +145,7 @@ class Fitted:
                 raise _NoPlan(signature)
             session = application(ready.plan)
             with session_context(session):
-                outs = step(*args, **kwargs)
+                outs = _follow(step, ready.plan)(*args, **kwargs)
             if self._given is not None:
                 session.check_loops()
                 self._check_program(ready)
@@ -290,6 +292,14 @@ class Fitted:
                 "peak differs; plan again, with arguments or shapes that have the shardings of this "
                 "call."
             )
+
+
+def _follow(step: Callable, plan: Plan) -> Callable:
+    """Return the step as a function that follows a plan's decisions about it as a whole, if any."""
+    whole = plan.whole_step
+    if whole is None:
+        return step
+    return following(step, functools.partial(decisions_of_plan, whole))
 
 
 class _Ready(NamedTuple):

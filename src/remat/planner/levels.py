@@ -16,6 +16,7 @@ from typing import Any
 
 from remat import _jax
 from remat.errors import BudgetError
+from remat.planner import rewrite
 from remat.planner.bodies import Body, LoopOption, Transfer, at_price, loop_options, prices
 from remat.planner.decide import Answer, Problem
 from remat.planner.decisions import RegionDecision
@@ -56,6 +57,7 @@ class Choice:
       recomputes_around_loops: whether code outside of the loops is recomputed, too.
       transfer_seconds: the part of `extra_seconds` for transfers to the host and back.
       host_bytes: bytes that loops keep in host memory.
+      whole_step: decisions about the flat program of a step without regions.
     """
 
     decisions: Decisions
@@ -67,6 +69,7 @@ class Choice:
     recomputes_around_loops: bool = False
     transfer_seconds: float = 0.0
     host_bytes: int = 0
+    whole_step: rewrite.Decisions | None = None
 
 
 class Level:

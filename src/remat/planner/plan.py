@@ -37,6 +37,7 @@ from remat import _jax, units
 from remat.cache import Cache, find_cache
 from remat.errors import BudgetError, PlanError
 from remat.ir.fingerprint import fingerprint
+from remat.planner.candidates import StepModel, program_of_flat
 from remat.planner.decisions import RegionDecision
 from remat.planner.edits import loop_results
 from remat.planner.levels import Choice, Levels
@@ -48,9 +49,12 @@ from remat.planner.plan_file import (
     SavedValue,
 )
 from remat.planner.regions import Application, Record
+from remat.planner.rewrite import Decisions, flattened
+from remat.planner.search import Effort, search
 from remat.planner.step import Step, Traced, check_step
+from remat.planner.step_decisions import whole_step_plan
 from remat.program.compiled import Memory, OutOfMemory
-from remat.program.costs import Costs, Roofline, find_costs
+from remat.program.costs import Costs, Roofline, find_costs, slowdowns
 from remat.program.from_jaxpr import n_bytes, type_text
 from remat.program.targets import Target, target as find_target
 
@@ -103,7 +107,8 @@ def plan(
     (True, True)
 
     Args:
-      step: the training step. `remat.auto` marks the functions in it that may be recomputed.
+      step: the training step. If functions in it are marked by `remat.auto`, only these recompute;
+        otherwise any operation outside of loops may be computed again.
       args, kwargs: the arguments of the step.
       budget: the largest peak on one device that the compiler may report (arguments + temporaries +
         results - aliased): bytes, a text such as "8GiB", a share of the peak without
@@ -127,7 +132,7 @@ def plan(
     Raises:
       BudgetError: no plan fits. The message has the smallest peak that was reached and its largest
         parts.
-      PlanError: the step has no region, it cannot be analysed on the target, or `costs` is invalid, or
+      PlanError: the step cannot be analysed on the target, or `costs` is invalid, or
         "measured" for a device that is not attached.
       UnitsError: the budget is neither a number of bytes nor a share.
     """
@@ -182,11 +187,6 @@ class _Search:
         # Transfers always cost what the roofline says: the link to the host is not measured.
         transfer = Roofline(step.target.device).transfer_seconds if self.offload else None
         self.levels = Levels(step, costs, transfer)
-        if not self.levels.has_regions:
-            raise PlanError(
-                "the step differentiates no region, so there is nothing to plan. Mark the loss with "
-                "remat.auto before it is differentiated: jax.value_and_grad(remat.auto(loss))."
-            )
         self.plain: Traced = self.levels.traced_plainly
         # The step without planning: JAX differentiates regions like any other function.
         self.unplanned: Traced = step.trace(Application({}, recomputes=False))
@@ -241,7 +241,7 @@ class _Search:
             return known
         room = self._effective_budget() - self.fixed_bytes
         best = self._search(room) if room > 0 else None
-        if best is None:
+        if best is None and self.levels.has_regions:
             best = self._search_below(room)
         if best is None:
             self._refuse()
@@ -250,9 +250,45 @@ class _Search:
         return made
 
     def _search(self, room: int) -> _Candidate | None:
+        if not self.levels.has_regions:
+            return self._search_whole_step(room)
         if len(self.levels) > 1:
             return self._search_levels(room)
         return self._search_models(room)
+
+    def _search_whole_step(self, room: int) -> _Candidate | None:
+        """Search for decisions about the flat program of a step without regions."""
+        compiled: list[_Candidate] = []
+
+        def compile_one(decisions: Decisions, expected_bytes: int) -> int:
+            found = self._compile(
+                Choice({}, {}, 0, 0.0, 0.0, whole_step=decisions),
+                self.fixed_bytes + expected_bytes,
+            )
+            compiled.append(found)
+            return max(0, found.memory.peak_bytes - self.fixed_bytes)
+
+        effort = Effort(negligible_seconds=_NEGLIGIBLE_FLOPS * self.step_seconds)
+        best, attempts = search(self._step_model, compile_one, room, effort)
+        for i, attempt in enumerate(attempts):
+            proposal = attempt.proposal
+            choice = dataclasses.replace(
+                compiled[i].choice,
+                model_bytes=proposal.model_bytes,
+                extra_seconds=proposal.extra_seconds,
+                lower_bound_seconds=proposal.lower_bound_seconds,
+            )
+            self.candidates[i] = dataclasses.replace(compiled[i], choice=choice)
+        return None if best is None else self.candidates[attempts.index(best)]
+
+    @functools.cached_property
+    def _step_model(self) -> StepModel:
+        program = program_of_flat(self._flat, self.unplanned.shards(), slowdowns(self.costs))
+        return StepModel(program, self.costs.seconds)
+
+    @functools.cached_property
+    def _flat(self) -> _jax.Jaxpr:
+        return flattened(self.unplanned.jaxpr)
 
     def _search_levels(self, room: int) -> _Candidate | None:
         """Find, by bisection, the first level whose compiled peak fits. This is for steps with loops.
@@ -442,6 +478,8 @@ class _Search:
     @functools.cached_property
     def step_seconds(self) -> float:
         """Return the seconds of the step without recomputation, according to the cost model."""
+        if not self.levels.has_regions:
+            return self._step_model.seconds
         return float(sum(self.levels.level(0).problem(False).fused.seconds.values()))
 
     def _fits(self, candidate: _Candidate, room: int) -> bool:
@@ -503,7 +541,10 @@ class _Search:
         return min(found, key=lambda choice: choice.extra_seconds)
 
     def _compile(self, choice: Choice, predicted_bytes: int) -> _Candidate:
-        traced = self.step.trace(Application(choice.decisions, choice.loops))
+        if choice.whole_step is not None:
+            traced = self.step.trace_following(choice.whole_step)
+        else:
+            traced = self.step.trace(Application(choice.decisions, choice.loops))
         self.show(f"compiling a plan predicted to need {units.format_bytes(predicted_bytes)}")
         memory = traced.memory()
         if (
@@ -548,7 +589,11 @@ class _Search:
         return "allow offload=True, " if is_possible else ""
 
     def _largest(self) -> str:
-        program = self.levels.level(len(self.levels) - 1).program
+        program = (
+            self.levels.level(len(self.levels) - 1).program
+            if self.levels.has_regions
+            else self._step_model.program
+        )
         sizes: dict[str, int] = {}
         for op in program.ops:
             for v in op.results:
@@ -623,6 +668,9 @@ class _Search:
             costs=self.costs.name,
             host_bytes=max(0, host_bytes),
             transfer_seconds=max(0.0, float(choice.transfer_seconds)),
+            whole_step=None
+            if choice.whole_step is None
+            else whole_step_plan(self._flat, choice.whole_step),
         )
 
     # The cache
@@ -649,6 +697,8 @@ class _Search:
 
         So the plan of a smaller budget never has a larger peak.
         """
+        if not self.levels.has_regions:
+            return self.budget  # the search is monotone in the budget by itself
         issued = self.cache.get("issued", self._issued_key()) or {}
         peaks = [int(peak) for budget, peak in issued.items() if int(budget) >= self.budget]
         return min([self.budget, *peaks])
@@ -710,7 +760,7 @@ def _input_value(record: Record, place: int) -> SavedValue:
 
 
 def _same(a: Choice, b: Choice) -> bool:
-    return a.decisions == b.decisions and a.loops == b.loops
+    return a.whole_step == b.whole_step and a.decisions == b.decisions and a.loops == b.loops
 
 
 def versions() -> tuple[tuple[str, str], ...]:

@@ -217,6 +217,77 @@ class LoopPlan(_Checked):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Recomputation(_Checked):
+    """Equations of a step that are computed again before another equation.
+
+    Args:
+      before: the number of the equation that is computed next for the first time.
+      again: the numbers of the equations that are computed again, in order.
+      values: what these compute, for readers: type, scope and primitive. Nothing depends on it.
+      source: the line of the equation that is computed next.
+    """
+
+    before: int
+    again: tuple[int, ...]
+    values: tuple[str, ...] = ()
+    source: str = ""
+
+    def _check(self) -> None:
+        if not self.again:
+            raise _field_error("there is no equation to compute again; remove the line.", "again")
+        for i, number in enumerate(self.again):
+            if number >= self.before:
+                raise _field_error(
+                    f"equation {number} has not been computed before equation {self.before}, so it "
+                    "cannot be computed again there.",
+                    "again",
+                    i,
+                )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WholeStep(_Checked):
+    """Decisions about a step in which no function is marked by `remat.auto`.
+
+    Args:
+      n_equations: the number of equations of the step, with calls inlined, numbered from 0.
+      stored: the equations whose results are stored in memory. Results of other equations are
+        computed inside of the kernels that use them.
+      recomputations: in the order of the program.
+    """
+
+    n_equations: int
+    stored: tuple[int, ...]
+    recomputations: tuple[Recomputation, ...]
+
+    def _check(self) -> None:
+        stored = set(self.stored)
+        _once(self.stored, "stored", lambda n: f"equation {n} is listed twice")
+        for i, number in enumerate(self.stored):
+            if number >= self.n_equations:
+                raise _field_error(
+                    f"there is no equation {number}: the step has {self.n_equations}, and numbers "
+                    "count from 0.",
+                    "stored",
+                    i,
+                )
+        last = -1
+        for i, recomputation in enumerate(self.recomputations):
+            missing = [n for n in recomputation.again if n not in stored]
+            if missing:
+                why = f"equation {missing[0]} is recomputed but not among the stored ones."
+                raise _field_error(why, "recomputations", i)
+            if not last < recomputation.before < self.n_equations:
+                raise _field_error(
+                    f"before is {recomputation.before}; recomputations are in order, so it must be "
+                    f"between {last + 1} and {self.n_equations - 1} here.",
+                    "recomputations",
+                    i,
+                )
+            last = recomputation.before
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Attempt(_Checked):
     """A candidate that was compiled while planning: its predicted and its compiled peak."""
 
@@ -267,6 +338,7 @@ class Plan(_Checked):
       costs: the name of the cost model: "roofline", "measured", or a custom one's name.
       host_bytes: the compiler's bytes in host memory for one device.
       transfer_seconds: the part of `extra_seconds` for copies to the host and back.
+      whole_step: the decisions about a step without regions that recomputes.
 
     Raises:
       PlanError: a field has a wrong type or a number out of range, or fields contradict each other.
@@ -291,6 +363,7 @@ class Plan(_Checked):
     costs: str = "roofline"
     host_bytes: int = 0
     transfer_seconds: float = 0.0
+    whole_step: WholeStep | None = None
 
     def _check(self) -> None:
         names = [name for name, _ in self.versions]
@@ -318,7 +391,10 @@ class Plan(_Checked):
     @property
     def n_recomputed(self) -> int:
         """Return how many values the segments recompute; a value counts once per segment."""
-        return sum(region.n_recomputed for region in self.regions)
+        of_step = self.whole_step.recomputations if self.whole_step else ()
+        return sum(region.n_recomputed for region in self.regions) + sum(
+            len(recomputation.again) for recomputation in of_step
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, atomically.
@@ -435,7 +511,10 @@ def _written(plan: Plan) -> str:
         "loops": [_text(loop) for loop in fields.pop("loops")],
         "attempts": [_text(attempt) for attempt in fields.pop("attempts")],
     }
+    whole = fields.pop("whole_step")
     lines = [f" {_text(key)}: {_text(value)}" for key, value in (head | fields).items()]
+    if whole is not None:
+        lines.append(f" {_text('whole_step')}: {_whole_step_text(whole)}")
     lines += [f" {_text(key)}: {_list_text(items, ' ')}" for key, items in lists.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
@@ -448,6 +527,12 @@ def _region_text(region: dict[str, Any]) -> str:
     head = _text(region).removesuffix("}")
     lines = [f"   {_text(key)}: {_list_text(items, '   ')}" for key, items in lists.items()]
     return ",\n".join([head, *lines]) + "}"
+
+
+def _whole_step_text(whole: dict[str, Any]) -> str:
+    items = [_text(item) for item in whole.pop("recomputations")]
+    head = _text(whole).removesuffix("}")
+    return f'{head},\n   "recomputations": {_list_text(items, "   ")}}}'
 
 
 def _list_text(items: Sequence[str], indent: str) -> str:
@@ -533,6 +618,8 @@ class _PlanReader(Reader):
         """Return the value at the current position, and the positions of its items if it is a list."""
         if name == "versions":
             return self.versions()
+        if name == "whole_step":
+            return self.item(WholeStep, name), []
         if typing.get_origin(hint) is not tuple:
             return self.value(), []
         kind = typing.get_args(hint)[0]
@@ -622,6 +709,9 @@ def _explained(plan: Plan) -> Iterable[str]:
             f"compiler {format_bytes(attempt.compiled_bytes)}, "
             f"extra {format_flops(attempt.extra_flops)}"
         )
+    if plan.whole_step is not None:
+        yield ""
+        yield from _explained_whole_step(plan.whole_step)
     for region in plan.regions:
         yield ""
         yield from _explained_region(region)
@@ -660,6 +750,28 @@ def _explained_region(region: RegionPlan) -> Iterable[str]:
         yield f"  from operation {segment.start}: recomputes {len(segment.recomputed)}"
     if len(region.segments) > _MOST_SEGMENTS:
         yield f"  and {len(region.segments) - _MOST_SEGMENTS} more segments"
+
+
+def _explained_whole_step(whole: WholeStep) -> Iterable[str]:
+    n_again = sum(len(recomputation.again) for recomputation in whole.recomputations)
+    yield (
+        f"The step stores the results of {len(whole.stored)} of its {whole.n_equations} equations and "
+        f"computes {n_again} again, in {len(whole.recomputations)} places"
+    )
+    for recomputation in whole.recomputations[:_MOST_SEGMENTS]:
+        yield (
+            f"  before equation {recomputation.before} ({printable(recomputation.source)}): "
+            f"{len(recomputation.again)} again"
+        )
+        groups: dict[str, int] = {}
+        for value in recomputation.values:
+            groups[value] = groups.get(value, 0) + 1
+        for value, count in list(groups.items())[:_MOST_GROUPS]:
+            yield f"  {count:>4} x {printable(value)}"
+        if len(groups) > _MOST_GROUPS:
+            yield f"       and {len(groups) - _MOST_GROUPS} other kinds"
+    if len(whole.recomputations) > _MOST_SEGMENTS:
+        yield f"  and {len(whole.recomputations) - _MOST_SEGMENTS} more places"
 
 
 def _host_part(region: RegionPlan) -> str:

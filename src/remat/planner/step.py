@@ -18,7 +18,8 @@ from remat.errors import PlanError
 from remat.ir.fingerprint import fingerprint
 from remat.ir.flops import flops_of
 from remat.planner.emit import inlined
-from remat.planner.regions import Session, session_context
+from remat.planner.regions import Application, Session, session_context
+from remat.planner.rewrite import Decisions, following
 from remat.program.compiled import Memory, OutOfMemory, compile_for_analysis
 from remat.program.targets import Target, n_shards, place
 
@@ -86,10 +87,17 @@ class Step:
     def trace(self, session: Session) -> Traced:
         """Trace the step in a tracing context."""
 
+        return self._trace(self.fun, session)
+
+    def trace_following(self, decisions: Decisions) -> Traced:
+        """Trace a step without regions as one that follows decisions about its flat program."""
+        return self._trace(following(self.fun, lambda _: decisions), Application({}))
+
+    def _trace(self, fun: Callable, session: Session) -> Traced:
         # A new function each time, since JAX caches traces by function.
         @_jax.wraps(self.fun)
         def step(*args: Any, **kwargs: Any) -> Any:
-            return self.fun(*args, **kwargs)
+            return fun(*args, **kwargs)
 
         session.shared = self._shared
         with session_context(session):

@@ -1,0 +1,189 @@
+"""Plans of steps in which nothing is marked: any operation may be computed again."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import remat
+from remat.testing import peak_bytes
+
+WEIGHTS = [np.asarray(jax.random.normal(jax.random.key(i), (64, 64)) / 8) for i in range(8)]
+MOMENTA = [np.zeros_like(w) for w in WEIGHTS]
+X = np.asarray(jax.random.normal(jax.random.key(9), (1000, 64)))
+OPTIONS = {"cache": False, "progress": False}
+
+
+def loss(weights, x):
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def step(weights, momenta, x):
+    value, gradients = jax.value_and_grad(loss)(weights, x)
+    momenta = [0.9 * m + g for m, g in zip(momenta, gradients)]
+    return value, [w - 0.1 * m for w, m in zip(weights, momenta)], momenta
+
+
+ARGS = (WEIGHTS, MOMENTA, X)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return remat.plan(step, *ARGS, budget="70%", **OPTIONS)
+
+
+def assert_identical(actual, expected):
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, e)
+
+
+def test_the_compiled_peak_is_within_the_budget_and_nothing_changes(plan):
+    fitted = remat.fit(step, plan=plan)
+    assert peak_bytes(fitted.lower(*ARGS).compile()) == plan.peak_bytes <= plan.budget_bytes
+    assert plan.budget_bytes == int(0.7 * plan.peak_bytes_without_remat)
+    assert plan.n_recomputed and 0 < plan.extra_flops < 0.3 * plan.flops
+    assert_identical(fitted(*ARGS), jax.jit(step)(*ARGS))
+
+
+def test_two_plans_are_the_same_to_the_byte(plan):
+    assert remat.plan(step, *ARGS, budget="70%", **OPTIONS).to_json() == plan.to_json()
+
+
+def test_other_budgets_in_the_same_cache_change_nothing(plan, tmp_path):
+    for budget in ("95%", "80%", "75%"):
+        remat.plan(step, *ARGS, budget=budget, cache=tmp_path, progress=False)
+    made = remat.plan(step, *ARGS, budget="70%", cache=tmp_path, progress=False)
+    assert made == plan
+
+
+def test_donated_arguments_are_updated_in_place():
+    options = {"donate_argnums": (0, 1)}
+    made = remat.plan(step, *ARGS, budget="75%", **OPTIONS, **options)
+    fitted = remat.fit(step, plan=made, **options)
+    aliased = fitted.lower(*ARGS).compile().memory_analysis().alias_size_in_bytes
+    assert aliased == sum(w.nbytes for w in (*WEIGHTS, *MOMENTA))
+    expected = jax.jit(step)(*ARGS)
+    assert_identical(fitted(*jax.tree.map(jnp.array, ARGS)), expected)
+
+
+def test_a_file_holds_the_plan(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    loaded = remat.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan and loaded.is_verified
+    text = loaded.explain()
+    assert "dot_general" in text and "test_whole_step.py" in text
+
+
+def edited(plan, change):
+    data = json.loads(plan.to_json())
+    change(data["whole_step"])
+    return remat.Plan.from_json(json.dumps(data, indent=1))
+
+
+def test_an_edited_plan_is_followed(plan):
+    def less(whole):
+        whole["recomputations"].pop()
+
+    fewer = edited(plan, less)
+    assert not fewer.is_verified and fewer.n_recomputed < plan.n_recomputed
+    fitted = remat.fit(step, plan=fewer)
+    assert peak_bytes(fitted.lower(*ARGS).compile()) > plan.peak_bytes
+    assert_identical(fitted(*ARGS), jax.jit(step)(*ARGS))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: r.update(again=[]), "no equation to compute again"),
+        (lambda r: r.update(again=[10**6]), "has not been computed before"),
+        (lambda r: r.update(before=10**6), "before is 1000000"),
+    ],
+)
+def test_edits_that_make_no_sense_are_refused_with_their_line(plan, change, message):
+    with pytest.raises(remat.PlanError, match=rf"line \d+.*{message}"):
+        edited(plan, lambda whole: change(whole["recomputations"][0]))
+
+
+def test_a_plan_of_another_step_is_refused(plan):
+    other = remat.fit(lambda *args: step(*args)[1], plan=plan)
+    with pytest.raises(remat.PlanError, match="another program"):
+        other(*ARGS)
+    with pytest.raises(remat.PlanError, match="equations"):
+        remat.fit(lambda w, m, x: (loss(w, x), w, m), plan=plan)(*ARGS)
+
+
+def test_a_renamed_step_follows_the_plan(plan):
+    def renamed(weights, momenta, x):
+        return step(weights, momenta, x)
+
+    assert_identical(remat.fit(renamed, plan=plan)(*ARGS), jax.jit(step)(*ARGS))
+
+
+def test_budgets_below_arguments_and_results_are_refused_after_one_compilation(monkeypatch):
+    from remat.planner.step import Traced
+
+    compiled = []
+    memory = Traced.memory
+    monkeypatch.setattr(Traced, "memory", lambda self: compiled.append(self) or memory(self))
+    with pytest.raises(remat.BudgetError, match="arguments and results alone take"):
+        remat.plan(step, *ARGS, budget="3%", **OPTIONS)
+    assert len(compiled) == 1
+
+
+def test_a_step_that_differentiates_nothing_is_planned():
+    def forward(weights, x):
+        wide = [jnp.tanh(x @ w) for w in weights]
+        total = sum(jnp.sum(w.T @ w) for w in wide)
+        return total + sum(jnp.sum(jnp.cos(w).T @ x) for w in reversed(wide))
+
+    made = remat.plan(forward, WEIGHTS, X, budget="90%", **OPTIONS)
+    assert made.peak_bytes <= made.budget_bytes and made.n_recomputed
+    got = remat.fit(forward, plan=made)(WEIGHTS, X)
+    np.testing.assert_allclose(got, jax.jit(forward)(WEIGHTS, X), rtol=1e-5)
+
+
+def test_effects_happen_once():
+    seen = []
+
+    def chatty(weights, momenta, x):
+        value, *rest = step(weights, momenta, x)
+        jax.debug.callback(lambda v: seen.append(float(v)), value)
+        return value, *rest
+
+    fitted = remat.fit(chatty, budget="70%", **OPTIONS)
+    value = float(fitted(*ARGS)[0])
+    jax.effects_barrier()
+    assert seen == [value] and fitted.plans[0].n_recomputed
+
+
+def test_gradients_inside_of_the_loss_are_recomputed_too():
+    """Model-agnostic meta-learning: the loss has a gradient step in it."""
+
+    def meta(weights, x):
+        inner = jax.grad(loss)(weights, x)
+        return loss([w - 0.1 * g for w, g in zip(weights, inner)], x)
+
+    outer = jax.value_and_grad(meta)
+    made = remat.plan(outer, WEIGHTS, X, budget="70%", **OPTIONS)
+    assert made.peak_bytes <= made.budget_bytes and made.n_recomputed
+    got, expected = remat.fit(outer, plan=made)(WEIGHTS, X), jax.jit(outer)(WEIGHTS, X)
+    for a, e in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-9)  # kernels fuse in other ways
+
+
+def test_dropout_masks_are_the_same_when_computed_again():
+    def dropped(weights, x, key):
+        for i, w in enumerate(weights):
+            keep = jax.random.bernoulli(jax.random.fold_in(key, i), 0.5, x.shape)
+            x = jnp.where(keep, jnp.tanh(x @ w), 0.0)
+        return jnp.mean(x**2)
+
+    train = jax.value_and_grad(dropped)
+    args = (WEIGHTS, X, jax.random.key(0))
+    made = remat.plan(train, *args, budget="70%", **OPTIONS)
+    assert made.n_recomputed
+    assert_identical(remat.fit(train, plan=made)(*args), jax.jit(train)(*args))
