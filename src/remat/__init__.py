@@ -20,6 +20,8 @@ The modules, in the order of the data flow:
     planner.trace           a traced step as plain data
     planner.bodies, .levels, .decide   decisions about loops by price per byte, and around loops
     solvers.schedule        the solver on plain graphs (import remat.solvers)
+    planner.search          the search for a plan; model and compiler are its arguments
+    planner.candidates, .rewrite   steps without marked functions: schedules, and programs that follow them
     planner.decisions       decisions about a region: saved values, and recomputed segments
     planner.emit            the program that follows the decisions: saved values and segments
     planner.edits           the same for plans whose loops were edited

@@ -8,6 +8,10 @@ In the order in which data flows:
     bodies       the options of a loop: what its steps save, recompute or offload
     decide       the decisions about the rest of the program, from a schedule of its graph
     levels       both together, at a price per byte
+    candidates   for steps without marked functions: a schedule of the whole step within some bytes
+    rewrite      the program that follows such a schedule
+    search       which candidates are compiled, and what the compiler's answers change
+    step_decisions   decisions about a whole step, to and from a plan
     plan         `remat.plan`: the search for a plan whose compiled peak is within the budget
     plan_file    plans as data and as files
     fit          `remat.fit`: a step that follows a plan
