@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from remat.ir.operations import Fusion
-from remat.planner.bodies import Body, at_price, loop_options, prices
+from remat.planner.bodies import Body, loop_options
+from remat.planner.tradeoffs import at_price, prices
 from remat.program.program import Op, Place, Program
 
 REGION = ("loss#1/scan0", "f0")

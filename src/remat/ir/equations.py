@@ -30,6 +30,49 @@ def inline_body(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
     return None
 
 
+_PLAIN_CALLS = frozenset(
+    (
+        *("closed_call", "core_call", "core_closed_call", "eval_jaxpr"),
+        *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+    )
+)
+_REGIONS = frozenset(("remat", "checkpoint", "remat2"))
+
+
+def is_region(eqn: _jax.JaxprEqn) -> bool:
+    """Return whether an equation is a checkpointed function, before or after differentiation."""
+    return eqn.primitive.name in _REGIONS and _jax.is_jaxpr(eqn.params.get("jaxpr"))
+
+
+def plain_call(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
+    """Return the body of a call whose equations can stand in its place, else None.
+
+    These are calls that tell the compiler nothing more than their equations do, in programs that are
+    not differentiated again. A checkpointed function is such a call until it is differentiated.
+    """
+    is_plain = (
+        _jax.is_plain_jit(eqn)
+        or eqn.primitive.name in _PLAIN_CALLS
+        or (is_region(eqn) and not eqn.params["differentiated"])
+    )
+    return _without_constants(eqn) if is_plain else None
+
+
+def called_body(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
+    """Return the body of a plain call or of a differentiated checkpoint, else None."""
+    return _without_constants(eqn) if is_region(eqn) else plain_call(eqn)
+
+
+def _without_constants(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
+    for key in _BODY_PARAMETERS:
+        body = eqn.params.get(key)
+        if _jax.is_jaxpr(body):
+            opened = _jax.open_jaxpr(body)
+            has_constants = getattr(body, "consts", None) or opened.constvars
+            return None if has_constants else opened
+    return None
+
+
 def fusion_of(eqn: _jax.JaxprEqn) -> Fusion:
     """Return how a compiler that fuses loops treats an equation.
 

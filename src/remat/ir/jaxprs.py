@@ -85,6 +85,20 @@ def replace_body(eqn: _jax.JaxprEqn, old: JaxprLike, new_equations: _jax.Jaxpr) 
     return eqn.replace(params={name: swap(value) for name, value in eqn.params.items()})
 
 
+def scan_of_step(
+    eqn: _jax.JaxprEqn,
+    step: _jax.Jaxpr,
+    invars: Sequence[Any],
+    outvars: Sequence[_jax.Var],
+    n_consts: int,
+    n_carry: int,
+) -> _jax.JaxprEqn:
+    """Return a `scan` equation like another, with another step, operands and results."""
+    body = _jax.with_equations(eqn.params["jaxpr"], step)
+    params = _jax.with_scan_arity(dict(eqn.params, jaxpr=body), n_consts, n_carry)
+    return _jax.new_body_eqn(eqn, invars, outvars, params, [(body, invars)])
+
+
 def inline_calls(jaxpr: _jax.Jaxpr, is_call: Callable[[_jax.JaxprEqn], Any]) -> _jax.Jaxpr:
     """Write calls out, at the top level and inside each other.
 

@@ -31,11 +31,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-from remat.ir.operations import FUSIBLE, Fusion
+from remat.planner.tradeoffs import (
+    group_sizes,
+    partial_group_counts,
+    seconds_of,
+    thinned,
+    undominated,
+)
 from remat.program.fusion import Price
-from remat.program.program import Op, Program
+from remat.program.program import Program
 from remat.solvers.mincut import Cut, CutProblem, Network, between, hull
 
 #: `seconds(bytes)` of a copy between the device's memory and the host's, in one direction.
@@ -53,16 +59,12 @@ _LINK_SHARES = (0.0, *(2.0**-k for k in range(8, -1, -1)))
 # offloads values instead of saving them.
 _PRICE_FACTORS = (1.01, 10.0, 1000.0)
 
-# Ratios of bytes of an option and the next larger one. An option is kept if its ratio is below the
-# first; with a larger limit more options remain. Further options are looked for between neighbours on
-# the hull with a ratio below the second; with a larger one, between more of them.
-_MAX_BYTES_RATIO = 0.97
+# Ratio of bytes of neighbours on the hull. With a ratio below, options are looked for between them; a
+# larger limit finds more.
 _GAP_RATIO = 0.9
 # Steps. A shorter loop has either all of its steps in groups or none: a loop in two parts copies its
 # inputs and results. A larger bound leaves fewer options.
 _MIN_SPLIT_LENGTH = 16
-# Longer loops try recomputing k/6 of their groups; a larger number tries more.
-_N_SPLITS = 6
 # Share of a step's forward time. Neighbours on the hull that differ by less in recomputation have no
 # options between them; a larger share leaves fewer options.
 _NEGLIGIBLE = 0.002
@@ -134,12 +136,12 @@ def loop_options(body: Body, price: Price, transfer: Transfer | None = None) -> 
         saved = tuple(sorted(n for place in cut.saved for n in numbers[place]))
         per_step = max(cut.bytes, 1)
         options.append(LoopOption(saved, 1, body.length * cut.bytes, body.length * cut.time))
-        for group in _groups(body.length, carry, per_step):
+        for group in group_sizes(body.length, carry, per_step):
             n_bytes = -(-body.length // group) * carry + group * cut.bytes
             seconds = body.length * (forward_s + cut.time)
             options.append(LoopOption(saved, group, n_bytes, seconds))
             for groups in (
-                _partial_group_counts(body.length // group)
+                partial_group_counts(body.length // group)
                 if body.length >= _MIN_SPLIT_LENGTH
                 else ()
             ):
@@ -151,20 +153,7 @@ def loop_options(body: Body, price: Price, transfer: Transfer | None = None) -> 
         options += _Offloading(
             body, price, transfer, problem, numbers, (forward_s, backward_s)
         ).options()
-    return _thinned(_undominated(options))
-
-
-def _partial_group_counts(groups: int) -> list[int]:
-    """Return the numbers of groups to try besides all of them."""
-    return sorted({round(groups * k / _N_SPLITS) for k in range(1, _N_SPLITS)} - {0, groups})
-
-
-def _undominated(options: Iterable[LoopOption]) -> list[LoopOption]:
-    kept: list[LoopOption] = []
-    for option in sorted(options, key=lambda o: (o.bytes, o.seconds)):
-        if not kept or option.seconds < kept[-1].seconds:
-            kept.append(option)
-    return kept
+    return thinned(undominated(options))
 
 
 class _Offloading:
@@ -263,64 +252,6 @@ class _Offloading:
         )
 
 
-def _thinned(options: Sequence[LoopOption]) -> list[LoopOption]:
-    """Return the options without those that save hardly any bytes against the next; the ends stay."""
-    kept = [options[-1]]
-    for option in reversed(options[1:-1]):
-        if option.bytes < _MAX_BYTES_RATIO * kept[-1].bytes:
-            kept.append(option)
-    return [*options[:1], *reversed(kept)] if len(options) > 1 else kept
-
-
-def at_price(options: Sequence[LoopOption], price: float) -> LoopOption:
-    """Return the option with the least seconds + price x bytes; `price` is in seconds per byte."""
-    return min(options, key=lambda o: (o.seconds + price * o.bytes, o.bytes))
-
-
-def prices(options: Sequence[LoopOption]) -> list[float]:
-    """Return one price per byte for each vertex of the hull, ascending, at which it is the best option."""
-    slopes = [
-        (few.seconds - many.seconds) / max(1, many.bytes - few.bytes)
-        for few, many in itertools.pairwise(_lower_hull(options))
-    ]
-    ascending = sorted(slopes)
-    between = [math.sqrt(a * b) if a > 0 else b / 2 for a, b in itertools.pairwise(ascending)]
-    if not ascending:
-        return [0.0]
-    return [0.0, *between, 2 * ascending[-1] + 1e-30]
-
-
-def _groups(length: int, carry: int, per_step: int) -> list[int]:
-    """Return the group sizes to try: around the one that needs the least memory."""
-    if length < 4 or not carry:
-        return []
-    best = math.sqrt(length * carry / per_step)
-    found = {round(best * factor) for factor in (0.5, 1.0, 2.0)}
-    # With a divisor of the length there are no steps after the groups, which would be copied.
-    divisors = [d for d in range(2, length) if length % d == 0]
-    nearest = {min(divisors, key=lambda d: abs(math.log(d / max(g, 1)))) for g in found if divisors}
-    close = {d for d in nearest if any(0.4 <= d / max(g, 1) <= 2.5 for g in found)}
-    return sorted(g for g in (close or found) if 2 <= g < length)
-
-
-def _lower_hull(options: Sequence[LoopOption]) -> list[LoopOption]:
-    ordered = sorted(options, key=lambda o: (o.bytes, o.seconds))
-    kept: list[LoopOption] = []
-    for option in ordered:
-        if kept and option.seconds >= kept[-1].seconds:
-            continue
-        while len(kept) > 1 and _is_above(kept[-2], kept[-1], option):
-            kept.pop()
-        kept.append(option)
-    return kept
-
-
-def _is_above(a: LoopOption, b: LoopOption, c: LoopOption) -> bool:
-    return (b.seconds - a.seconds) * (c.bytes - a.bytes) >= (c.seconds - a.seconds) * (
-        b.bytes - a.bytes
-    )
-
-
 def _cut_problem(body: Body, price: Price) -> tuple[CutProblem, list[list[int]], float, float]:
     """Return the cut problem of a body: what may be saved, and what the backward program needs.
 
@@ -342,7 +273,7 @@ def _cut_problem(body: Body, price: Price) -> tuple[CutProblem, list[list[int]],
     needed: set[int] = set()
     backward_s = 0.0
     for op in program.ops:
-        seconds = _seconds(program, op, price)
+        seconds = seconds_of(program, op, price)
         if op.place is None or op.place.is_backward:
             needed.update(place[v] for v in op.operands if v in place)
             backward_s += seconds
@@ -358,16 +289,3 @@ def _cut_problem(body: Body, price: Price) -> tuple[CutProblem, list[list[int]],
     forward_s = sum(t for t in times if t < math.inf)
     problem = CutProblem(tuple(n_bytes), tuple(times), tuple(deps), tuple(sorted(needed)))
     return problem, numbers, forward_s, backward_s
-
-
-def _seconds(program: Program, op: Op, price: Price) -> float:
-    moved = op.extra_bytes + sum(program.bytes[v] for v in op.results)
-    if op.fusion in (Fusion.KERNEL, Fusion.REDUCE):
-        moved += sum(program.bytes[v] for v in op.operands)
-    seconds = price(op.flops, moved, op.dtype)
-    # An operation inside a fused kernel has no launch cost, and a cheap one costs next to nothing. It
-    # must cost something, so that of two ways to compute a value the shorter one is chosen.
-    if op.fusion in FUSIBLE:
-        seconds -= min(price(0.0, 1, op.dtype), 0.95 * seconds)
-    share = 0.05 if op.fusion in (Fusion.CHEAP, Fusion.VIEW) else 1.0
-    return seconds * op.slowdown * share

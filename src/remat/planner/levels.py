@@ -17,7 +17,7 @@ from typing import Any
 from remat import _jax
 from remat.errors import BudgetError
 from remat.planner import rewrite
-from remat.planner.bodies import Body, LoopOption, Transfer, at_price, loop_options, prices
+from remat.planner.bodies import Body, LoopOption, Transfer, loop_options
 from remat.planner.decide import Answer, Problem
 from remat.planner.decisions import RegionDecision
 from remat.planner.emit import save_everything
@@ -29,6 +29,7 @@ from remat.planner.trace import (
     program_of_step,
     shards_in_bodies,
 )
+from remat.planner.tradeoffs import at_price, prices
 from remat.program.costs import Costs, slowdowns
 from remat.program.from_jaxpr import n_bytes
 from remat.program.program import Program, without_dead

@@ -44,3 +44,8 @@ from remat.ir.split.halves import (
     split as split,
     without_unused as without_unused,
 )
+from remat.ir.split.shards import (
+    Crossing as Crossing,
+    crossing as crossing,
+    shard_map_of as shard_map_of,
+)

@@ -54,7 +54,7 @@ def _scan(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
         list(zip(results, known_outs))[n_known_carry:],
         lambda v: _jax.stacked(length, v.aval),
     )
-    known = _scan_again(
+    known = jaxprs.scan_of_step(
         eqn,
         _jax.rebuild(loop.step, outvars=[*results, *leaving.added]),
         [*loop.consts, *known_ins[n_known_consts:]],
@@ -66,7 +66,7 @@ def _scan(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
     constant = [v for v in residuals if v in loop.constant]
     order = _staged_operands(halves.ins_unknown, policy, n_consts, n_carry)
     step = _jax.open_jaxpr(body)
-    staged = _scan_again(
+    staged = jaxprs.scan_of_step(
         eqn,
         _jax.rebuild(halves.staged, invars=[*constant, *(step.invars[i] for i in order), *stacked]),
         [*(loop.constant[v] for v in constant), *(eqn.invars[i] for i in order), *leaving.outside],
@@ -114,19 +114,6 @@ def _staged_operands(unknown: Flags, policy: Policy, n_consts: int, n_carry: int
     carry = [i for i in places[n_consts : n_consts + n_carry] if unknown[i]]
     consts = sorted(places[:n_consts], key=lambda i: unknown[i])
     return [*consts, *carry, *sorted(places[n_consts + n_carry :], key=lambda i: not unknown[i])]
-
-
-def _scan_again(
-    eqn: _jax.JaxprEqn,
-    step: _jax.Jaxpr,
-    invars: Sequence[Atom],
-    outvars: Sequence[_jax.Var],
-    n_consts: int,
-    n_carry: int,
-) -> _jax.JaxprEqn:
-    body = _jax.with_equations(eqn.params["jaxpr"], step)
-    params = _jax.with_scan_arity(dict(eqn.params, jaxpr=body), n_consts, n_carry)
-    return _jax.new_body_eqn(eqn, invars, outvars, params, [(body, invars)])
 
 
 class _Loop(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from remat import _jax
 from remat.aliases import Array, Atom
@@ -26,28 +26,21 @@ def _shard_map(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
     params = eqn.params
     with _jax.inside_shard_map(eqn):
         halves = split(_jax.open_jaxpr(params["jaxpr"]), operands.unknown, policy)
-        results, residuals = results_and_residuals(halves)
-        # Residuals are sharded along their first axis, so a scalar gets one.
-        columns = {v: _jax.trace_call(_column, v.aval)[0] for v in residuals if not v.aval.shape}
-        scalars = {v: _jax.trace_call(_scalar, j.outvars[0].aval)[0] for v, j in columns.items()}
+    results, residuals = results_and_residuals(halves)
+    crossings = {v: crossing(eqn, v) for v in residuals}
     known_outs = known_only(eqn.outvars, halves.outs_unknown)
-    types = {
-        v: _jax.shard_map_residual(eqn, columns[v].outvars[0].aval if v in columns else v.aval)
-        for v in residuals
-    }
-    leaving = leave(residuals, zip(results, known_outs), lambda v: types[v][0])
-    specs = dict(zip(leaving.added_outside, (types[v][1] for v in leaving.added)))
+    leaving = leave(residuals, zip(results, known_outs), lambda v: crossings[v].type_outside)
+    added = [crossings[v] for v in leaving.added]
+    specs = dict(zip(leaving.added_outside, (c.spec for c in added)))
     specs.update(zip(eqn.outvars, params["out_specs"]))
 
-    inside = {v: _jax.new_var(columns[v].outvars[0].aval) for v in leaving.added if v in columns}
-    shaped = [e for v, c in inside.items() for e in jaxprs.written_out(columns[v], [v], [c])]
-    back = [e for v, c in inside.items() for e in jaxprs.written_out(scalars[v], [c], [v])]
+    inside = {v: c.inside for v, c in zip(leaving.added, added)}
     half = _jax.rebuild(
         halves.known,
-        outvars=[*results, *(inside.get(v, v) for v in leaving.added)],
-        eqns=[*halves.known.eqns, *shaped],
+        outvars=[*results, *inside.values()],
+        eqns=[*halves.known.eqns, *(e for c in added for e in c.leaving)],
     )
-    known = _shard_map_again(
+    known = shard_map_of(
         eqn,
         half,
         known_only(eqn.invars, halves.ins_unknown),
@@ -58,9 +51,9 @@ def _shard_map(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
     half = _jax.rebuild(
         halves.staged,
         invars=[inside.get(v, v) for v in halves.staged.invars],
-        eqns=[*back, *halves.staged.eqns],
+        eqns=[*(e for c in added for e in c.entering), *halves.staged.eqns],
     )
-    staged = _shard_map_again(
+    staged = shard_map_of(
         eqn,
         half,
         [*leaving.outside, *eqn.invars],
@@ -71,7 +64,40 @@ def _shard_map(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
     return parts_of(halves, [known], staged)
 
 
-def _shard_map_again(
+class Crossing(NamedTuple):
+    """A value that leaves one `shard_map` and enters another one, over the same axes.
+
+    Attributes:
+      inside: the variable that the first returns and the second takes.
+      type_outside, spec: its type between the two, and its partition spec.
+      leaving, entering: equations that compute it from the value, and the value from it.
+    """
+
+    inside: _jax.Var
+    type_outside: Any
+    spec: Any
+    leaving: Sequence[_jax.JaxprEqn]
+    entering: Sequence[_jax.JaxprEqn]
+
+
+def crossing(eqn: _jax.JaxprEqn, v: _jax.Var) -> Crossing:
+    """Return how a value of a `shard_map`'s body can leave it and enter another one."""
+    if v.aval.shape:
+        return Crossing(v, *_jax.shard_map_residual(eqn, v.aval), (), ())
+    # The devices' values are concatenated along their first axis, so a scalar gets one.
+    with _jax.inside_shard_map(eqn):
+        column = _jax.trace_call(_column, v.aval)[0]
+        scalar = _jax.trace_call(_scalar, column.outvars[0].aval)[0]
+    inside = _jax.new_var(column.outvars[0].aval)
+    return Crossing(
+        inside,
+        *_jax.shard_map_residual(eqn, inside.aval),
+        jaxprs.written_out(column, [v], [inside]),
+        jaxprs.written_out(scalar, [inside], [v]),
+    )
+
+
+def shard_map_of(
     eqn: _jax.JaxprEqn,
     body: _jax.Jaxpr,
     invars: Sequence[Atom],
@@ -79,6 +105,7 @@ def _shard_map_again(
     in_specs: Sequence[Any],
     out_specs: Sequence[Any],
 ) -> _jax.JaxprEqn:
+    """Return a `shard_map` over the same axes as another, of another body, operands and results."""
     body = _jax.without_axis_effects(body, eqn)
     specs = {"in_specs": tuple(in_specs), "out_specs": tuple(out_specs)}
     return _jax.new_body_eqn(

@@ -1,0 +1,22 @@
+"""Rematerialization in the loops of a differentiated step: a pass from jaxpr to jaxpr.
+
+`pairs` finds each forward scan whose stacked results a backward scan reads, with the options of what
+to keep and what to recompute. `rewrite` writes chosen options into the program. `opened` is the program
+with the user's own checkpoints in such loops written out: with it, and without, are two candidates.
+
+    repetitions  which equations of one body repeat those of the other
+    joint        the two bodies as one program
+    shards       pairs of `shard_map`s with such scans inside
+    emission     the two scans of a pair that keeps some values
+    groups       the same in groups of steps
+    rewriting    options, and the program with options chosen
+    options      which options there are: minimum cuts, groups of steps
+    opening      checkpoints in the bodies written out
+
+Known limits: a scan belongs to one pair; the branches of two conditionals are not joined.
+"""
+
+from remat.planner.scan_pairs.opening import opened as opened
+from remat.planner.scan_pairs.options import ScanPair as ScanPair, pairs as pairs
+from remat.planner.scan_pairs.rewriting import ScanOption as ScanOption, rewrite as rewrite
+from remat.planner.tradeoffs import at_price as at_price, prices as prices

@@ -1,0 +1,165 @@
+"""The two scans of a pair that keeps some values, and recomputes the others.
+
+The forward scan stacks the kept values alone. The step of the backward scan computes what it needs and is
+not kept, from the forward scan's constants, that step's slices, and the kept values. Recomputation and the
+late equations that it serves become one equation of the primitive, so that `transform.barrier` keeps
+compilers from undoing it where they could: a loop of one step is inlined beside the forward pass, an
+unrolled loop could start all recomputations before the first cotangent, and what is the same in all
+steps is moved out of a loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from remat import _jax
+from remat.ir import jaxprs
+from remat.ir.equations import is_fusible
+from remat.planner.scan_pairs.joint import Joint
+from remat.transform.primitive import region_equation
+
+_jax.exclude_from_tracebacks(__file__)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Emitted:
+    """The steps of a pair that keeps some values.
+
+    Args:
+      kept: the values that are stacked for B, in order.
+      recomputed: the equations that a step of B repeats or computes in F's place.
+      read: what B's step reads of F: kept values, stacks that exist anyway, constants and slices.
+    """
+
+    joint: Joint
+    kept: tuple[_jax.Var, ...]
+    recomputed: tuple[_jax.JaxprEqn, ...]
+    read: frozenset[_jax.Var]
+
+    @classmethod
+    def of(cls, joint: Joint, saved: Sequence[int]) -> Emitted:
+        wanted = [joint.variables[n] for n in saved]
+        recomputed, read = joint.closure(joint.needed, joint.at_hand | frozenset(wanted))
+        kept = tuple(v for v in dict.fromkeys(wanted) if v in set(read) - joint.at_hand)
+        return cls(joint, kept, tuple(recomputed), frozenset(read))
+
+    def forward_step(self, results: Sequence[Any]) -> _jax.Jaxpr:
+        """Return F's step with other results after its carry."""
+        joint = self.joint
+        invars = joint.jaxpr.invars[: len(joint.consts) + len(joint.carry) + len(joint.xs)]
+        outvars = [*joint.carry_results, *results]
+        # Equations of B that compute kept values come with F's; the others are dead here.
+        whole = _jax.jaxpr_of(invars, outvars, joint.known, joint.jaxpr)
+        return _jax.dce(whole, [True] * len(outvars), keep=[True] * len(invars))[0]
+
+    @property
+    def consts(self) -> list[_jax.Var]:
+        """The constants of B's step."""
+        joint = self.joint
+        return [*(v for v in joint.consts if v in self.read), *joint.own_consts]
+
+    @property
+    def xs(self) -> list[_jax.Var]:
+        """The slices of B's step that are not kept values."""
+        joint = self.joint
+        slices = (*joint.stacked, *joint.xs)
+        return [*dict.fromkeys(v for v in slices if v in self.read), *joint.own_xs]
+
+    def backward_step(self) -> _jax.Jaxpr:
+        """Return B's step: (constants, carry, kept values and slices) to B's results."""
+        joint = self.joint
+        invars = [*self.consts, *joint.own_carry, *self.kept, *self.xs]
+        eqns, late = self.recomputed, joint.late
+        if self._needs_protection():
+            return _protected(invars, joint.own_results, [*eqns, *late], joint)
+        return _jax.jaxpr_of(invars, joint.own_results, [*eqns, *late], joint.jaxpr)
+
+    def _needs_protection(self) -> bool:
+        if not self.recomputed or any(eqn.effects for eqn in self.joint.late):
+            return False
+        params = self.joint.backward.params
+        is_inlined = self.joint.length == 1 or params.get("unroll", 1) != 1
+        # What fuses is computed inside of the kernels that use it; a fence would prevent that.
+        return is_inlined or not all(map(is_fusible, self.recomputed))
+
+
+def _protected(
+    invars: Sequence[_jax.Var],
+    results: Sequence[Any],
+    eqns: Sequence[_jax.JaxprEqn],
+    joint: Joint,
+) -> _jax.Jaxpr:
+    """Return a step whose equations are one equation of the primitive."""
+    read = {v for eqn in eqns for v in eqn.invars if _jax.is_var(v)}
+    made = {v for eqn in eqns for v in eqn.outvars}
+    operands = [v for v in invars if v in read]
+    inside = list(dict.fromkeys(v for v in results if _jax.is_var(v) and v in made))
+    body = _jax.jaxpr_of(operands, inside, eqns, joint.jaxpr)
+    names: dict[_jax.Var, Any] = {v: _jax.new_var(v.aval) for v in inside}
+    of_backward = {*joint.own_consts, *joint.own_carry, *joint.own_xs}
+    region = region_equation(
+        operands,
+        list(names.values()),
+        body,
+        prevent_cse=True,
+        differentiated=True,
+        cotangents=tuple(v in of_backward for v in operands),
+        like=joint.late[0] if joint.late else eqns[0],
+    )
+    return _jax.jaxpr_of(invars, [jaxprs.look(names, v) for v in results], [region], joint.jaxpr)
+
+
+def in_steps(emitted: Emitted) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
+    """Return both scans, of the same length as before."""
+    joint = emitted.joint
+    forward, backward = joint.forward, joint.backward
+    n_carry = len(joint.carry)
+    at = {v: outer for v, outer in joint.linked if _jax.is_var(v)}
+    stacks = {v: at.get(v) or _stack(joint, v) for v in emitted.kept}
+    remaining = [forward.outvars[k] for k, _ in joint.kept]
+    step = emitted.forward_step([*(v for _, v in joint.kept), *emitted.kept])
+    new_forward = jaxprs.scan_of_step(
+        forward,
+        step,
+        [*(joint.outside[v] for v in joint.consts), *init_of(joint), *slices_of(joint)],
+        [*forward.outvars[:n_carry], *remaining, *stacks.values()],
+        len(joint.consts),
+        n_carry,
+    )
+    n_consts, n_own_carry = _jax.scan_arity(backward)
+    new_backward = jaxprs.scan_of_step(
+        backward,
+        emitted.backward_step(),
+        [
+            *outside(emitted, emitted.consts),
+            *backward.invars[n_consts : n_consts + n_own_carry],
+            *stacks.values(),
+            *outside(emitted, emitted.xs),
+        ],
+        backward.outvars,
+        len(emitted.consts),
+        n_own_carry,
+    )
+    return [new_forward], [new_backward]
+
+
+def init_of(joint: Joint) -> Sequence[Any]:
+    """Return the operands that are F's carry before its first step."""
+    n_consts, n_carry = _jax.scan_arity(joint.forward)
+    return joint.forward.invars[n_consts : n_consts + n_carry]
+
+
+def slices_of(joint: Joint) -> list[Any]:
+    """Return the operands of which F's steps read slices."""
+    return [joint.outside[v] for v in joint.xs]
+
+
+def _stack(joint: Joint, v: _jax.Var) -> _jax.Var:
+    return _jax.new_var(_jax.stacked(joint.length, v.aval))
+
+
+def outside(emitted: Emitted, inside: Sequence[_jax.Var]) -> list[Any]:
+    joint = emitted.joint
+    return [joint.stacked.get(v) or joint.outside[v] for v in inside]

@@ -1,0 +1,254 @@
+"""The two scans of a pair that runs in groups of steps.
+
+The forward scan runs over the groups and stacks the carry at each group's start. An iteration of the
+backward scan runs the forward scan over its group from there, which stacks the kept values of the group's
+steps, and then the backward scan over the group.
+
+Where F's last steps are in no group, each of the two becomes two loops. Their steps read slices of the
+same arrays by index and write to the same arrays, which are part of the carry: to cut these arrays in two,
+or to put them together from two, would copy them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from remat import _jax
+from remat.ir import jaxprs
+from remat.planner.scan_pairs.emission import Emitted, init_of, outside, slices_of
+
+_jax.exclude_from_tracebacks(__file__)
+
+
+def in_groups(emitted: Emitted, group: int) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
+    """Return both scans in groups of so many steps, which divide the length."""
+    joint = emitted.joint
+    forward, backward = joint.forward, joint.backward
+    n_consts, n_carry = len(joint.consts), len(joint.carry)
+    length, n_groups = joint.length, joint.length // group
+    bare = emitted.forward_step([v for _, v in joint.kept])
+    keeping = emitted.forward_step(emitted.kept)
+    step = emitted.backward_step()
+
+    def fold(x: Any) -> Any:
+        return x.reshape(n_groups, group, *x.shape[1:])
+
+    def unfold(y: Any) -> Any:
+        return y.reshape(length, *y.shape[2:])
+
+    def run_forward(args: Sequence[Any]) -> list[Any]:
+        consts, init, xs = _jax.split_list(list(args), [n_consts, n_carry])
+
+        def of_group(carry: Any, xs: Any) -> tuple[Any, Any]:
+            outs = _bind(forward, bare, (*consts, *carry, *xs), n_consts, n_carry, group)
+            after, ys = _jax.split_list(outs, [n_carry])
+            return after, (list(carry), ys)
+
+        carry, (starts, ys) = jax.lax.scan(
+            of_group, init, list(map(fold, xs)), n_groups, reverse=forward.params["reverse"]
+        )
+        return [*carry, *map(unfold, ys), *starts]
+
+    starts = [_jax.new_var(_jax.stacked(n_groups, v.aval)) for v in joint.carry]
+    n_own = len(joint.own_carry)
+    own = _jax.scan_arity(backward)[0]
+
+    def run_backward(args: Sequence[Any]) -> list[Any]:
+        f_consts, consts, init, starts, f_xs, xs = _jax.split_list(
+            list(args),
+            [n_consts, len(emitted.consts), n_own, n_carry, len(joint.xs)],
+        )
+
+        def of_group(carry: Any, slices: Any) -> tuple[Any, Any]:
+            start, f_xs, xs = slices
+            outs = _bind(forward, keeping, (*f_consts, *start, *f_xs), n_consts, n_carry, group)
+            given = (*consts, *carry, *outs[n_carry:], *xs)
+            outs = _bind(backward, step, given, len(consts), n_own, group)
+            after, ys = _jax.split_list(outs, [n_own])
+            return after, ys
+
+        slices = starts, list(map(fold, f_xs)), list(map(fold, xs))
+        carry, ys = jax.lax.scan(
+            of_group, init, slices, n_groups, reverse=backward.params["reverse"]
+        )
+        return [*carry, *map(unfold, ys)]
+
+    remaining = [forward.outvars[k] for k, _ in joint.kept]
+    constants = [joint.outside[v] for v in joint.consts]
+    new_forward = _traced(
+        run_forward,
+        [*constants, *init_of(joint), *slices_of(joint)],
+        [*forward.outvars[:n_carry], *remaining, *starts],
+        forward,
+    )
+    new_backward = _traced(
+        run_backward,
+        [
+            *constants,
+            *outside(emitted, emitted.consts),
+            *backward.invars[own : own + n_own],
+            *starts,
+            *slices_of(joint),
+            *outside(emitted, emitted.xs),
+        ],
+        backward.outvars,
+        backward,
+    )
+    return new_forward, new_backward
+
+
+def in_groups_and_steps(
+    emitted: Emitted, group: int, n_groups: int
+) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
+    """Return both scans as two loops each: over the groups, and over F's steps after them."""
+    joint = emitted.joint
+    forward, backward = joint.forward, joint.backward
+    n_carry, n_own, length = len(joint.carry), len(joint.own_carry), joint.length
+    n_grouped = group * n_groups
+    bare = emitted.forward_step([v for _, v in joint.kept])
+    both = emitted.forward_step([*(v for _, v in joint.kept), *emitted.kept])
+    keeping = emitted.forward_step(emitted.kept)
+    step = emitted.backward_step()
+    is_reversed = forward.params["reverse"]
+    # Time is F's. B goes back in it, as a rule.
+    goes_back = backward.params["reverse"] != is_reversed
+
+    def index(time: Any) -> Any:
+        return length - 1 - time if is_reversed else time
+
+    def run_forward(args: Sequence[Any]) -> list[Any]:
+        consts, init, xs = _jax.split_list(list(args), [len(joint.consts), n_carry])
+        stacks = [_jax.zeros(v.aval, (length,)) for _, v in joint.kept]
+
+        def one(state: Any, time: Any, body: _jax.Jaxpr) -> tuple[Any, Any]:
+            carry, stacks = state
+            outs = _jax.eval_jaxpr(body, (), *consts, *carry, *_at(xs, index(time)))
+            after, ys, kept = _jax.split_list(outs, [n_carry, len(stacks)])
+            return (after, _written(stacks, index(time), ys)), kept
+
+        def of_group(state: Any, first: Any) -> tuple[Any, Any]:
+            after, _ = jax.lax.scan(
+                lambda state, time: one(state, time, bare), state, first + jnp.arange(group)
+            )
+            return after, state[0]
+
+        firsts = group * jnp.arange(n_groups)
+        state, starts = jax.lax.scan(of_group, (list(init), stacks), firsts)
+        (carry, stacks), kept = jax.lax.scan(
+            lambda state, time: one(state, time, both), state, jnp.arange(n_grouped, length)
+        )
+        return [*carry, *stacks, *starts, *kept]
+
+    def run_backward(args: Sequence[Any]) -> list[Any]:
+        f_consts, consts, init, starts, kept, f_xs, xs = _jax.split_list(
+            list(args),
+            [
+                *(len(joint.consts), len(emitted.consts), n_own, n_carry),
+                *(len(emitted.kept), len(joint.xs)),
+            ],
+        )
+        stacks = [_jax.zeros(v.aval, (length,)) for v in joint.own_results[n_own:]]
+
+        def one(state: Any, time: Any, kept: Sequence[Any]) -> Any:
+            carry, stacks = state
+            outs = _jax.eval_jaxpr(step, (), *consts, *carry, *kept, *_at(xs, index(time)))
+            after, ys = _jax.split_list(outs, [n_own])
+            return after, _written(stacks, index(time), ys)
+
+        def again(carry: Any, time: Any) -> tuple[Any, Any]:
+            outs = _jax.eval_jaxpr(keeping, (), *f_consts, *carry, *_at(f_xs, index(time)))
+            after, kept = _jax.split_list(outs, [n_carry])
+            return after, kept
+
+        def of_group(state: Any, first_and_start: Any) -> tuple[Any, None]:
+            first, start = first_and_start
+            times = first + jnp.arange(group)
+            _, kept = jax.lax.scan(again, start, times)
+            after, _ = jax.lax.scan(
+                lambda state, now: (one(state, *now), None), state, (times, kept), reverse=goes_back
+            )
+            return after, None
+
+        def grouped(state: Any) -> Any:
+            firsts = group * jnp.arange(n_groups)
+            return jax.lax.scan(of_group, state, (firsts, list(starts)), reverse=goes_back)[0]
+
+        def others(state: Any) -> Any:
+            return jax.lax.scan(
+                lambda state, now: (one(state, *now), None),
+                state,
+                (jnp.arange(n_grouped, length), list(kept)),
+                reverse=goes_back,
+            )[0]
+
+        state = list(init), stacks
+        carry, stacks = grouped(others(state)) if goes_back else others(grouped(state))
+        return [*carry, *stacks]
+
+    starts = [_jax.new_var(_jax.stacked(n_groups, v.aval)) for v in joint.carry]
+    kept = [_jax.new_var(_jax.stacked(length - n_grouped, v.aval)) for v in emitted.kept]
+    remaining = [forward.outvars[k] for k, _ in joint.kept]
+    constants = [joint.outside[v] for v in joint.consts]
+    new_forward = _traced(
+        run_forward,
+        [*constants, *init_of(joint), *slices_of(joint)],
+        [*forward.outvars[:n_carry], *remaining, *starts, *kept],
+        forward,
+    )
+    own = _jax.scan_arity(backward)[0]
+    new_backward = _traced(
+        run_backward,
+        [
+            *constants,
+            *outside(emitted, emitted.consts),
+            *backward.invars[own : own + n_own],
+            *starts,
+            *kept,
+            *slices_of(joint),
+            *outside(emitted, emitted.xs),
+        ],
+        backward.outvars,
+        backward,
+    )
+    return new_forward, new_backward
+
+
+def _at(arrays: Sequence[Any], index: Any) -> list[Any]:
+    return [jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False) for x in arrays]
+
+
+def _written(stacks: Sequence[Any], index: Any, slices: Sequence[Any]) -> list[Any]:
+    return [
+        jax.lax.dynamic_update_index_in_dim(stack, y, index, 0) for stack, y in zip(stacks, slices)
+    ]
+
+
+def _bind(
+    like: _jax.JaxprEqn,
+    step: _jax.Jaxpr,
+    args: Sequence[Any],
+    n_consts: int,
+    n_carry: int,
+    length: int,
+) -> list[Any]:
+    """Apply a scan like another, with another step and length."""
+    body = _jax.with_equations(like.params["jaxpr"], step)
+    params = _jax.with_scan_arity(dict(like.params, jaxpr=body), n_consts, n_carry)
+    return list(like.primitive.bind(*args, **{**params, "length": length}))
+
+
+def _traced(
+    run: Callable[[Sequence[Any]], list[Any]],
+    invars: Sequence[Any],
+    outvars: Sequence[_jax.Var],
+    like: _jax.JaxprEqn,
+) -> list[_jax.JaxprEqn]:
+    """Return the equations of a function of these operands, with the source and names of `like`."""
+    jaxpr, consts, _ = _jax.trace_call(run, [v.aval for v in invars])
+    assert not consts, consts
+    eqns = jaxprs.written_out(jaxpr, invars, outvars)
+    return [eqn.replace(source_info=like.source_info) for eqn in eqns]

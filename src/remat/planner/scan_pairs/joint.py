@@ -1,0 +1,522 @@
+"""Two scans as one program: a forward scan, and a backward scan that reads its stacked results.
+
+In a differentiated step the forward scan F stacks values for the backward scan B. At the same index of
+the stacks, a step of B reads what a step of F computed, in whichever order the two scans run. So the
+two bodies can be joined: B's slice of a stack *is* F's value. In the joint program
+
+* *known* values are those that depend on nothing of B's own (its carry, its other slices and constants).
+  F computes them, or can: a step of B may recompute each of them from F's constants and slices, and
+  from F's carry at that step.
+* All other equations of B are *late*. They need some known values.
+
+B may compute known values, too: derivatives of elementwise functions, and all that a checkpoint in the
+body recomputes. Where such an equation repeats one of F (the same primitive on the same operands with
+the same parameters), the joint program has it once.
+
+A constant that is a broadcast of something smaller is computed inside the steps, from that. (JAX's partial
+evaluation moves what is the same in all steps out of a loop, at whatever size.)
+
+Loops inside the bodies form pairs in the joint program: it is a program like the one around it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from remat import _jax
+from remat.ir import jaxprs
+from remat.ir.equations import is_fusible, plain_call
+from remat.planner.scan_pairs.repetitions import (
+    Around,
+    may_repeat,
+    step_of,
+    without_repetitions,
+)
+
+_jax.exclude_from_tracebacks(__file__)
+
+# Equations before a loop among which those are looked for that the backward scan repeats; more find
+# longer chains.
+_MAX_ANCESTORS = 200
+
+
+class Match(NamedTuple):
+    """A forward and a backward scan, by their places among a jaxpr's equations."""
+
+    forward: int
+    backward: int
+
+
+def matches(jaxpr: _jax.Jaxpr) -> list[Match]:
+    """Return the pairs of scans of a jaxpr, each scan in at most one, in the order of the first.
+
+    Of several scans that a scan could form a pair with, the one with the most bytes in between counts.
+    """
+
+    def stacked_bytes(i: int, j: int) -> int:
+        forward, backward = jaxpr.eqns[i], jaxpr.eqns[j]
+        if forward.params["length"] != backward.params["length"]:
+            return 0
+        return sum(size_of(forward.outvars[k].aval) for k in only_read_by(jaxpr, i, j))
+
+    return in_pairs(jaxpr, _is_loop, stacked_bytes)
+
+
+def in_pairs(
+    jaxpr: _jax.Jaxpr,
+    is_candidate: Callable[[_jax.JaxprEqn], bool],
+    bytes_between: Callable[[int, int], int],
+) -> list[Match]:
+    """Return pairs of equations of which the second reads the first, each equation in at most one.
+
+    Args:
+      jaxpr: the program.
+      is_candidate: which equations form pairs.
+      bytes_between: of the first's results that the second reads; 0 if the two form no pair.
+    """
+    made_by = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    found: dict[Match, int] = {}
+    for j, eqn in enumerate(jaxpr.eqns):
+        if not is_candidate(eqn):
+            continue
+        for i in {made_by[v] for v in eqn.invars if _jax.is_var(v) and v in made_by}:
+            size = bytes_between(i, j) if is_candidate(jaxpr.eqns[i]) else 0
+            if size:
+                found[Match(i, j)] = size
+    chosen: list[Match] = []
+    taken: set[int] = set()
+    for match in sorted(found, key=lambda m: (-found[m], m)):
+        if taken.isdisjoint(match):
+            chosen.append(match)
+            taken.update(match)
+    return sorted(chosen)
+
+
+def _is_loop(eqn: _jax.JaxprEqn) -> bool:
+    # A symbolic length is no int.
+    return _jax.scan_body(eqn) is not None and isinstance(eqn.params["length"], int)
+
+
+def _slices(eqn: _jax.JaxprEqn) -> Sequence[Any]:
+    """Return the operands of a scan of which each step reads a slice."""
+    return eqn.invars[sum(_jax.scan_arity(eqn)) :]
+
+
+def only_read_by(jaxpr: _jax.Jaxpr, i: int, j: int) -> list[int]:
+    """Return which results of equation i equation j alone reads; of scans, stacks read in slices."""
+    forward, backward = jaxpr.eqns[i], jaxpr.eqns[j]
+    readers = _readers(jaxpr)
+    n_carry = n_whole = 0
+    if forward.primitive.name == "scan":
+        n_carry, n_whole = _jax.scan_arity(forward)[1], sum(_jax.scan_arity(backward))
+    whole = {v for v in backward.invars[:n_whole] if _jax.is_var(v)}
+    return [
+        k
+        for k, v in enumerate(forward.outvars)
+        if k >= n_carry and readers.get(v) == {j} and v not in whole
+    ]
+
+
+@_jax.weakref_lru_cache
+def _readers(jaxpr: _jax.Jaxpr) -> dict[_jax.Var, set[int]]:
+    """Return the places of the equations that read each variable; that of the results is the last."""
+    readers: dict[_jax.Var, set[int]] = {}
+    reads = [*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars]
+    for k, atoms in enumerate(reads):
+        for v in atoms:
+            if _jax.is_var(v):
+                readers.setdefault(v, set()).add(k)
+    return readers
+
+
+def size_of(aval: Any) -> int:
+    """Return the bytes of a type, on all devices; 0 for what is no array."""
+    return int(getattr(aval, "size", 0)) * _jax.itemsize_bytes(aval) if _jax.is_array(aval) else 0
+
+
+# --------------------------------------------------------------------------------------------------
+# The joint program
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Joint:
+    """A pair of scans as one program.
+
+    Args:
+      forward, backward: the scans' equations.
+      jaxpr: the joint program: from F's inputs and B's own to F's results, without stacks that B alone
+        reads, and B's results.
+      n_forward: how many of its equations are F's; they come first.
+      n_inputs: how many of its inputs are F's.
+      outside: the operand for each constant and slice, by the variable inside.
+      consts, carry, xs: F's inputs.
+      own_consts, own_carry, own_xs: B's own inputs.
+      n_results: how many of its results are F's.
+      kept: F's stacks that remain whatever is decided: (place among F's results, variable inside).
+      linked: (variable inside, variable outside) of F's stacks that B alone reads.
+      stacked: the stack outside, of F's values that have one that B can read at no cost.
+    """
+
+    forward: _jax.JaxprEqn
+    backward: _jax.JaxprEqn
+    jaxpr: _jax.Jaxpr
+    n_forward: int
+    outside: Mapping[_jax.Var, Any]
+    consts: Sequence[_jax.Var]
+    carry: Sequence[_jax.Var]
+    xs: Sequence[_jax.Var]
+    own_consts: Sequence[_jax.Var]
+    own_carry: Sequence[_jax.Var]
+    own_xs: Sequence[_jax.Var]
+    n_results: int
+    kept: Sequence[tuple[int, Any]]
+    linked: Sequence[tuple[Any, _jax.Var]]
+    stacked: Mapping[_jax.Var, _jax.Var]
+
+    @property
+    def length(self) -> int:
+        return int(self.forward.params["length"])
+
+    @property
+    def carry_results(self) -> Sequence[Any]:
+        """F's carry after a step."""
+        return self.jaxpr.outvars[: len(self.carry)]
+
+    @property
+    def results(self) -> Sequence[Any]:
+        """F's results that remain whatever is decided."""
+        return self.jaxpr.outvars[: self.n_results]
+
+    @property
+    def own_results(self) -> Sequence[Any]:
+        """B's results."""
+        return self.jaxpr.outvars[self.n_results :]
+
+    @functools.cached_property
+    def variables(self) -> list[_jax.Var]:
+        """The program's variables in order; options refer to them by their places here."""
+        return [*self.jaxpr.invars, *(v for eqn in self.jaxpr.eqns for v in eqn.outvars)]
+
+    @functools.cached_property
+    def number(self) -> dict[_jax.Var, int]:
+        """The place of each variable among them."""
+        return {v: i for i, v in enumerate(self.variables)}
+
+    @functools.cached_property
+    def late(self) -> list[_jax.JaxprEqn]:
+        """The equations that depend on B's own inputs, or must be computed where B computes them."""
+        of_backward = {*self.own_consts, *self.own_carry, *self.own_xs}
+        found = []
+        for eqn in self.jaxpr.eqns[self.n_forward :]:
+            if not may_repeat(eqn) or any(_jax.is_var(v) and v in of_backward for v in eqn.invars):
+                of_backward.update(eqn.outvars)
+                found.append(eqn)
+        return found
+
+    @functools.cached_property
+    def known(self) -> list[_jax.JaxprEqn]:
+        """The other equations, in order."""
+        late = set(map(id, self.late))
+        return [eqn for eqn in self.jaxpr.eqns if id(eqn) not in late]
+
+    @functools.cached_property
+    def needed(self) -> list[_jax.Var]:
+        """The known values that late equations and B's results need, constants and slices too."""
+        own = {*self.own_consts, *self.own_carry, *self.own_xs}
+        own.update(v for eqn in self.late for v in eqn.outvars)
+        uses = (*(v for eqn in self.late for v in eqn.invars), *self.own_results)
+        return list(dict.fromkeys(v for v in uses if _jax.is_var(v) and v not in own))
+
+    @functools.cached_property
+    def constant(self) -> list[_jax.JaxprEqn]:
+        """The known equations that compute the same in all steps, inside of kernels that read it."""
+        varies = {*self.carry, *self.xs}
+        found = []
+        for eqn in self.known:
+            if is_fusible(eqn) and not any(_jax.is_var(v) and v in varies for v in eqn.invars):
+                found.append(eqn)
+            else:
+                varies.update(eqn.outvars)
+        return found
+
+    @functools.cached_property
+    def at_hand(self) -> frozenset[_jax.Var]:
+        """The known values that a step of B can read whatever is decided."""
+        return frozenset((*self.consts, *self.xs, *self.stacked))
+
+    def closure(
+        self, wanted: Iterable[Any], available: frozenset[_jax.Var]
+    ) -> tuple[list[_jax.JaxprEqn], list[_jax.Var]]:
+        """Return the known equations that compute values from available ones, and which these read.
+
+        F's inputs count as available.
+        """
+        stack = [v for v in wanted if _jax.is_var(v)]
+        seen: set[_jax.Var] = set()
+        places: set[int] = set()
+        read: list[_jax.Var] = []
+        while stack:
+            v = stack.pop()
+            if v in seen:
+                continue
+            seen.add(v)
+            place = None if v in available else self._made_by.get(v)
+            if place is None:
+                read.append(v)
+            elif place not in places:
+                places.add(place)
+                stack += [u for u in self.known[place].invars if _jax.is_var(u)]
+        return [self.known[i] for i in sorted(places)], sorted(read, key=self.number.__getitem__)
+
+    @functools.cached_property
+    def _made_by(self) -> dict[_jax.Var, int]:
+        return {v: i for i, eqn in enumerate(self.known) for v in eqn.outvars}
+
+    def with_equations(self, new: Mapping[int, Sequence[_jax.JaxprEqn]]) -> Joint:
+        """Return the same pair with some equations of the joint program replaced."""
+        if not new:
+            return self
+        parts = [list(new.get(i, (eqn,))) for i, eqn in enumerate(self.jaxpr.eqns)]
+        eqns = [eqn for part in parts for eqn in part]
+        n_forward = sum(map(len, parts[: self.n_forward]))
+        return dataclasses.replace(
+            self, jaxpr=_jax.rebuild(self.jaxpr, eqns=eqns), n_forward=n_forward
+        )
+
+
+def joint_of(jaxpr: _jax.Jaxpr, match: Match) -> Joint:
+    """Return the joint program of a pair of a jaxpr's scans."""
+    forward, backward = (jaxpr.eqns[i] for i in match)
+    f, b = step_of(forward), step_of(backward)
+    consts, carry, xs = _jax.split_list(f.invars, _jax.scan_arity(forward))
+    own_consts, own_carry, own_xs = _jax.split_list(b.invars, _jax.scan_arity(backward))
+    names: dict[_jax.Var, Any] = {}
+    sunk = _Sunk(jaxpr, dict(zip(consts, forward.invars)))
+    f_eqns = [*sunk.eqns, *f.eqns]
+
+    n_carry, n_own = len(carry), len(own_consts) + len(own_carry)
+    inside = dict(zip(forward.outvars[n_carry:], f.outvars[n_carry:]))
+    of_array = _by_operand(xs, _slices(forward))
+    for v, operand in zip(own_xs, backward.invars[n_own:]):
+        source = None if not _jax.is_var(operand) else inside.get(operand, of_array.get(operand))
+        if source is not None:
+            names[v] = source
+    of_constant = {**_by_operand(consts, forward.invars), **sunk.inside}
+    for v, operand in zip(own_consts, backward.invars):
+        if _jax.is_var(operand) and operand in of_constant:
+            names[v] = of_constant[operand]
+
+    around = Around(
+        {
+            **sunk.outside,
+            **{v: x for v, x in zip(own_consts, backward.invars) if v not in names},
+        },
+        _ancestors(jaxpr, match.forward, sunk.inside),
+        sunk.inside,
+    )
+    f_eqns, own_eqns = without_repetitions(f_eqns, b.eqns, names, around)
+
+    removable = set(only_read_by(jaxpr, *match))
+    kept = [
+        (k, v)
+        for k, (v, outer) in enumerate(zip(f.outvars, forward.outvars))
+        if k >= n_carry and k not in removable and not _jax.is_dropped(outer)
+    ]
+    read = set(_slices_of_vars(backward)) | {v for v in jaxpr.outvars if _jax.is_var(v)}
+    stacked = {
+        v: forward.outvars[k] for k, v in kept if _jax.is_var(v) and forward.outvars[k] in read
+    }
+    own_consts = [v for v in own_consts if v not in names]
+    own_outside = dict(zip(b.invars, backward.invars))
+    own_xs = [v for v in own_xs if v not in names]
+    outside = {
+        **sunk.outside,
+        **dict(zip(xs, _slices(forward))),
+        **{v: own_outside[v] for v in (*own_consts, *own_xs)},
+    }
+    results = [*f.outvars[:n_carry], *(v for _, v in kept)]
+    consts = list(sunk.outside)
+    program = _jax.jaxpr_of(
+        [*consts, *carry, *xs, *own_consts, *own_carry, *own_xs],
+        [*results, *(jaxprs.look(names, v) for v in b.outvars)],
+        [*f_eqns, *own_eqns],
+        f,
+    )
+    linked = [(f.outvars[k], forward.outvars[k]) for k in sorted(removable)]
+    return Joint(
+        forward,
+        backward,
+        program,
+        len(f_eqns),
+        outside,
+        consts,
+        carry,
+        xs,
+        own_consts,
+        own_carry,
+        own_xs,
+        len(results),
+        kept,
+        linked,
+        stacked,
+    )
+
+
+def _ancestors(jaxpr: _jax.Jaxpr, end: int, values: Iterable[_jax.Var]) -> list[_jax.JaxprEqn]:
+    """Return the equations before one that some values depend on, the nearest ones."""
+    wanted = set(values)
+    found: list[_jax.JaxprEqn] = []
+    for eqn in reversed(jaxpr.eqns[:end]):
+        if len(found) < _MAX_ANCESTORS and not wanted.isdisjoint(eqn.outvars):
+            found.append(eqn)
+            wanted.update(v for v in eqn.invars if _jax.is_var(v))
+    return found[::-1]
+
+
+def prepared(jaxpr: _jax.Jaxpr, eqn: _jax.JaxprEqn) -> _jax.JaxprEqn:
+    """Return an equation of a jaxpr with plain calls in its bodies inlined, if it has bodies.
+
+    A scan computes the broadcasts among its constants in its steps.
+    """
+    for body, _ in inner_programs(eqn):
+        opened = _jax.open_jaxpr(body)
+        if any(plain_call(inner) is not None for inner in opened.eqns):
+            eqn = jaxprs.replace_body(eqn, body, jaxprs.inline_calls(opened, plain_call))
+    return _with_broadcasts_inside(jaxpr, eqn)
+
+
+def _with_broadcasts_inside(jaxpr: _jax.Jaxpr, eqn: _jax.JaxprEqn) -> _jax.JaxprEqn:
+    body = _jax.scan_body(eqn)
+    if body is None:
+        return eqn
+    n_consts, n_carry = _jax.scan_arity(eqn)
+    sunk = _Sunk(jaxpr, dict(zip(body.invars[:n_consts], eqn.invars)))
+    if not sunk.eqns:
+        return eqn
+    invars = [*sunk.outside, *body.invars[n_consts:]]
+    step = _jax.jaxpr_of(invars, body.outvars, [*sunk.eqns, *body.eqns], body)
+    operands = [*sunk.outside.values(), *eqn.invars[n_consts:]]
+    return jaxprs.scan_of_step(eqn, step, operands, eqn.outvars, len(sunk.outside), n_carry)
+
+
+class _Sunk:
+    """The broadcasts among the constants of a step, computed inside of it.
+
+    Attributes:
+      outside: the operand for each constant that is left, by the variable inside.
+      inside: the variables inside, by operand.
+      eqns: the equations that compute the other constants.
+    """
+
+    def __init__(self, jaxpr: _jax.Jaxpr, constants: Mapping[_jax.Var, Any]) -> None:
+        self._made_by = _makers(jaxpr)
+        self.outside: dict[_jax.Var, Any] = {}
+        self.inside: dict[_jax.Var, _jax.Var] = {}
+        self.eqns: list[_jax.JaxprEqn] = []
+        for v, operand in constants.items():
+            self._add(v, operand)
+
+    def _add(self, v: _jax.Var, operand: Any) -> None:
+        if _jax.is_var(operand):
+            self.inside.setdefault(operand, v)
+            eqn = self._made_by.get(operand)
+            if eqn is not None and _broadcasts(eqn):
+                invars = [self._variable(u) if _jax.is_var(u) else u for u in eqn.invars]
+                self.eqns.append(eqn.replace(invars=invars, outvars=[v]))
+                return
+        self.outside[v] = operand
+
+    def _variable(self, operand: _jax.Var) -> _jax.Var:
+        if operand not in self.inside:
+            self._add(_jax.new_var(operand.aval), operand)
+        return self.inside[operand]
+
+
+@_jax.weakref_lru_cache
+def _makers(jaxpr: _jax.Jaxpr) -> dict[_jax.Var, _jax.JaxprEqn]:
+    """Return the equation that computes each variable."""
+    return {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+
+
+def _broadcasts(eqn: _jax.JaxprEqn) -> bool:
+    """Return whether compilers compute an equation where it is read, from fewer bytes than it makes."""
+    return (
+        len(eqn.outvars) == 1
+        and is_fusible(eqn)
+        and may_repeat(eqn)
+        and 2 * sum(size_of(v.aval) for v in eqn.invars) < size_of(eqn.outvars[0].aval)
+    )
+
+
+def _slices_of_vars(eqn: _jax.JaxprEqn) -> Iterator[_jax.Var]:
+    return (v for v in _slices(eqn) if _jax.is_var(v))
+
+
+def _by_operand(inside: Sequence[_jax.Var], operands: Sequence[Any]) -> dict[_jax.Var, _jax.Var]:
+    return {operand: v for v, operand in zip(inside, operands) if _jax.is_var(operand)}
+
+
+# --------------------------------------------------------------------------------------------------
+# Programs inside
+
+
+Replacements = dict[int, list[_jax.JaxprEqn]]
+
+
+def inner_programs(eqn: _jax.JaxprEqn) -> list[tuple[Any, int]]:
+    """Return the jaxprs without constants that an equation runs, and how often it runs each."""
+    length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+    times = length if isinstance(length, int) else 1
+    bodies = {id(body): body for body in jaxprs.bodies_of(eqn)}  # branches can share one
+    return [
+        (body, times)
+        for body in bodies.values()
+        if not getattr(body, "consts", None) and not _jax.open_jaxpr(body).constvars
+    ]
+
+
+def inside_of(eqn: _jax.JaxprEqn) -> contextlib.AbstractContextManager[None]:
+    """Return the tracing context of an equation's bodies."""
+    is_map = eqn.primitive.name == "shard_map"
+    return _jax.inside_shard_map(eqn) if is_map else contextlib.nullcontext()
+
+
+def replaced(jaxpr: _jax.Jaxpr, new: Mapping[int, Sequence[_jax.JaxprEqn]]) -> _jax.Jaxpr:
+    """Return a jaxpr with other equations in place of some."""
+    eqns = [e for i, eqn in enumerate(jaxpr.eqns) for e in new.get(i, (eqn,))]
+    return _jax.rebuild(jaxpr, eqns=eqns)
+
+
+def walk_inside(
+    jaxpr: _jax.Jaxpr,
+    skipped: Iterable[int],
+    change: Callable[[_jax.Jaxpr, str], _jax.Jaxpr],
+    prefix: str,
+) -> Replacements:
+    """Return the equations of a jaxpr whose inner programs `change(program, prefix)` changes.
+
+    Args:
+      jaxpr: the program.
+      skipped: the places of equations that are left alone.
+      change: returns the same object where it changes nothing.
+      prefix: the program's own; those of inner programs start with it.
+    """
+    left = set(skipped)
+    new: Replacements = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        if i in left:
+            continue
+        changed = whole = prepared(jaxpr, eqn)
+        for k, (body, _) in enumerate(inner_programs(whole)):
+            opened = _jax.open_jaxpr(body)
+            with inside_of(eqn):
+                inner = change(opened, f"{prefix}{i}.{k}/")
+            if inner is not opened:
+                changed = jaxprs.replace_body(changed, body, inner)
+        if changed is not whole:
+            new[i] = [changed]
+    return new

@@ -1,0 +1,538 @@
+"""The options of pairs of scans: minimum cuts between the two bodies, with and without groups of steps.
+
+Every kept value occupies its bytes once for each step; every recomputed value costs its time once for
+each step. The best sets to keep are minimum cuts of the known values of the joint program (`mincut`).
+Free are F's constants and slices that live until B runs anyway, and stacks that exist for others. F's
+carry can be kept, and not recomputed. An equation that F computes only for B costs nothing if B
+computes it instead.
+
+A cut's cost is then counted exactly: the equations that are computed in both scans.
+
+Where loops inside the bodies form pairs, too, they are decided first, at one price per byte for all of
+them; for each of a few prices the cuts of the outer pair are found. A stack of an inner pair is one
+value for the outer pair: it is kept at every outer step, or recomputed at one step at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from remat import _jax
+from remat.ir.flops import WHILE_TRIPS
+from remat.planner.scan_pairs.emission import Emitted
+from remat.planner.scan_pairs.joint import (
+    Joint,
+    inner_programs,
+    joint_of,
+    matches,
+    prepared,
+)
+from remat.planner.scan_pairs.repetitions import may_repeat
+from remat.planner.scan_pairs.rewriting import ScanOption, pair_id, with_inner
+from remat.planner.scan_pairs.shards import Shards, shard_matches, shards_of
+from remat.planner.tradeoffs import (
+    at_price,
+    group_sizes,
+    partial_group_counts,
+    prices,
+    seconds_of,
+    thinned,
+    undominated,
+)
+from remat.program.from_jaxpr import ProgramWriter, joined, n_bytes
+from remat.program.fusion import Price
+from remat.solvers.mincut import Cut, CutProblem, between, hull
+
+# Ratio of bytes of neighbours on the hull. With a ratio below, options are looked for between them; a
+# larger limit finds more.
+_GAP_RATIO = 0.9
+# Share of a step's forward time. Neighbours on the hull that differ by less in recomputation have no
+# options between them; a larger share leaves fewer options.
+_NEGLIGIBLE = 0.002
+# Steps. A shorter loop has either all of its steps in groups or none: a larger bound leaves fewer
+# options.
+_MIN_SPLIT_LENGTH = 16
+# Prices at which the choices for inner pairs are combined with the cuts of the outer pair.
+_MAX_INNER_PRICES = 6
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScanPair:
+    """A forward scan and a backward scan that reads its stacked results.
+
+    Args:
+      id: what choices refer to the pair by.
+      name: the name scopes of the forward scan.
+      source: the source line of the forward scan.
+      length: the number of steps.
+      times: how often the pair runs, because of loops around it.
+      options: the Pareto-optimal options in bytes and seconds, by ascending bytes.
+      as_written: what the program does as it is written.
+    """
+
+    id: str
+    name: str
+    source: str
+    length: int
+    times: int
+    options: tuple[ScanOption, ...]
+    as_written: ScanOption
+
+
+def pairs(
+    jaxpr: _jax.Jaxpr, price: Price, *, shards: Sequence[int] | None = None
+) -> tuple[ScanPair, ...]:
+    """Return the pairs of scans in a program, in program order, with their options.
+
+    Pairs between the two bodies of a pair are not listed: the outer pair's options choose for them.
+
+    Args:
+      jaxpr: the program, with plain calls inlined.
+      price: the time of a kernel.
+      shards: the shard count of each argument; 1 if not given.
+    """
+    scope = _Scope.of(jaxpr, price, shards)
+    return tuple(_pairs_in(scope, "", "", 1))
+
+
+# --------------------------------------------------------------------------------------------------
+# Costs
+
+
+class _Writer(ProgramWriter):
+    """Writes each equation as one operation."""
+
+    def body_of(self, eqn: _jax.JaxprEqn) -> None:
+        return None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Scope:
+    """A program with the bytes of its values and the cost of its equations.
+
+    Args:
+      jaxpr: the program.
+      price: the time of a kernel.
+      writer: has written it.
+      free: inputs that live throughout the program.
+    """
+
+    jaxpr: _jax.Jaxpr
+    price: Price
+    writer: ProgramWriter
+    free: frozenset[_jax.Var]
+
+    @classmethod
+    def of(
+        cls,
+        jaxpr: _jax.Jaxpr,
+        price: Price,
+        shards: Sequence[int] | None,
+        free: Iterable[_jax.Var] | None = None,
+    ) -> _Scope:
+        writer = _Writer()
+        writer.enter(jaxpr.invars, shards)
+        writer.enter(jaxpr.constvars, None)
+        writer.write(jaxpr, "")
+        given = (*jaxpr.invars, *jaxpr.constvars) if free is None else free
+        return cls(jaxpr, price, writer, frozenset(given))
+
+    def bytes_of(self, v: _jax.Var) -> int:
+        return self.writer.bytes[self.writer.ids[v]]
+
+    def shards_of(self, v: object) -> int:
+        return self.writer.shards[self.writer.ids[v]] if _jax.is_var(v) else 1
+
+    @functools.cached_property
+    def seconds(self) -> list[float]:
+        """The seconds of each equation, with all that it runs inside."""
+        program = self.writer.program(())
+        return [
+            self._seconds_inside(eqn) or seconds_of(program, op, self.price)
+            for eqn, op in zip(self.jaxpr.eqns, self.writer.ops, strict=True)
+        ]
+
+    def _seconds_inside(self, eqn: _jax.JaxprEqn) -> float:
+        of_bodies = [
+            times * sum(self.inside(eqn, _jax.open_jaxpr(body)).seconds)
+            for body, times in inner_programs(eqn)
+        ]
+        if eqn.primitive.name == "cond":
+            return max(of_bodies, default=0.0)
+        return sum(of_bodies) * (WHILE_TRIPS if eqn.primitive.name == "while" else 1)
+
+    def inside(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> _Scope:
+        """Return the scope of a program that an equation runs."""
+        is_local = eqn.primitive.name == "shard_map"
+        operands = eqn.invars[len(eqn.invars) - len(body.invars) :]
+        sharded = [1 if is_local else self.shards_of(v) for v in operands]
+        # The test of a while loop takes other operands than the last ones; it has no pairs.
+        return _Scope.of(body, self.price, sharded if len(sharded) == len(body.invars) else None)
+
+    def last_use(self, v: _jax.Var) -> float:
+        if v in self._results:
+            return math.inf
+        return self._last_uses.get(v, -1)
+
+    @functools.cached_property
+    def _results(self) -> frozenset[_jax.Var]:
+        return frozenset(v for v in self.jaxpr.outvars if _jax.is_var(v))
+
+    @functools.cached_property
+    def _last_uses(self) -> dict[_jax.Var, int]:
+        return {v: i for i, eqn in enumerate(self.jaxpr.eqns) for v in eqn.invars if _jax.is_var(v)}
+
+
+# --------------------------------------------------------------------------------------------------
+# Finding pairs
+
+
+def _pairs_in(scope: _Scope, prefix: str, path: str, times: int) -> list[ScanPair]:
+    jaxpr = scope.jaxpr
+    found: dict[int, list[ScanPair]] = {}
+    paired: set[int] = set()
+    for match in matches(jaxpr):
+        paired.update(match)
+        joint = joint_of(jaxpr, match)
+        key = pair_id(prefix, match)
+        eqn = joint.forward
+        name = joined(path, _jax.name_stack_of(eqn))
+        inner = []
+        if _has_scans(joint.jaxpr):
+            inner = _pairs_in(_joint_scope(scope, joint, match.backward), f"{key}/", name, 1)
+        options, as_written = _Options(scope, joint, match.backward, key, inner, times).found()
+        found[match.forward] = [
+            ScanPair(
+                key,
+                name,
+                _jax.source_line_of(eqn),
+                joint.length,
+                times,
+                tuple(options),
+                as_written,
+            )
+        ]
+    for match in shard_matches(jaxpr):
+        shards = shards_of(jaxpr, match)
+        key, name = pair_id(prefix, match), joined(path, _jax.name_stack_of(shards.forward))
+        inside = _Scope.of(
+            shards.jaxpr, scope.price, None, _free_shards(scope, shards, match.backward)
+        )
+        found[match.forward] = _pairs_in(inside, f"{key}/", name, times)
+        if found[match.forward]:
+            paired.update(match)
+    for i, eqn in enumerate(jaxpr.eqns):
+        if i in paired:
+            continue
+        name = joined(path, _jax.name_stack_of(eqn))
+        whole = prepared(jaxpr, eqn) if any(map(_may_have_pairs, _bodies(eqn))) else eqn
+        for k, (body, runs) in enumerate(inner_programs(whole)):
+            if _may_have_pairs(body):
+                inside = scope.inside(whole, _jax.open_jaxpr(body))
+                found.setdefault(i, []).extend(
+                    _pairs_in(inside, f"{prefix}{i}.{k}/", name, times * runs)
+                )
+    return [pair for i in sorted(found) for pair in found[i]]
+
+
+@_jax.weakref_lru_cache
+def _has_scans(jaxpr: _jax.Jaxpr) -> bool:
+    return any(
+        eqn.primitive.name == "scan" or any(map(_may_have_pairs, _bodies(eqn)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _bodies(eqn: _jax.JaxprEqn) -> list[object]:
+    return [body for body, _ in inner_programs(eqn)]
+
+
+def _may_have_pairs(body: object) -> bool:
+    return bool(_has_scans(_jax.open_jaxpr(body)))
+
+
+def _joint_scope(scope: _Scope, joint: Joint, place: int) -> _Scope:
+    """Return the scope of a joint program; its constants and slices are free if they are outside."""
+    free = {v for v in joint.jaxpr.invars if v in set(joint.own_xs) | set(joint.own_consts)}
+    free.update(joint.own_carry)
+    free.update(v for v in (*joint.consts, *joint.xs) if _is_free(scope, joint, v, place))
+    shards = [scope.shards_of(_operand(joint, v)) for v in joint.jaxpr.invars]
+    return _Scope.of(joint.jaxpr, scope.price, shards, free)
+
+
+def _operand(joint: Joint, v: _jax.Var) -> object:
+    """Return the operand outside that an input of the joint program is, or starts as."""
+    if v in joint.outside:
+        return joint.outside[v]
+    for eqn, carry in ((joint.forward, joint.carry), (joint.backward, joint.own_carry)):
+        if v in carry:
+            return eqn.invars[_jax.scan_arity(eqn)[0] + list(carry).index(v)]
+    raise AssertionError(v)
+
+
+def _is_free(scope: _Scope, joint: Joint, v: _jax.Var, place: int) -> bool:
+    """Return whether a constant or slice of F lives until B runs, whatever is decided."""
+    return _lives_until(scope, joint.outside[v], place)
+
+
+def _lives_until(scope: _Scope, v: Any, place: int) -> bool:
+    return not _jax.is_var(v) or v in scope.free or scope.last_use(v) >= place
+
+
+def _free_shards(scope: _Scope, shards: Shards, place: int) -> list[_jax.Var]:
+    """Return the inputs of two joined `shard_map`s that live until the second runs."""
+    lent = (v for v in shards.inputs if _lives_until(scope, shards.outside[v][0], place))
+    return [*shards.own, *lent]
+
+
+# --------------------------------------------------------------------------------------------------
+# Options of one pair
+
+
+class _Cost(NamedTuple):
+    seconds: float
+    flops: float
+
+
+class _Nodes(NamedTuple):
+    """A cut problem, and the variables at each of its places."""
+
+    problem: CutProblem
+    variables: list[list[_jax.Var]]
+
+
+class _Options:
+    """The options of one pair."""
+
+    def __init__(
+        self,
+        scope: _Scope,
+        joint: Joint,
+        place: int,
+        key: str,
+        inner: Sequence[ScanPair],
+        times: int,
+    ) -> None:
+        self.scope = scope
+        self.joint = joint
+        self.place = place
+        self.key = key
+        self.inner = inner
+        self.times = times
+
+    def found(self) -> tuple[list[ScanOption], ScanOption]:
+        """Return the options, and what the program does as it is written."""
+        choices: dict[tuple[tuple[str, ScanOption], ...], None] = {}
+        for value in self._inner_prices():
+            choices[tuple((pair.id, at_price(pair.options, value)) for pair in self.inner)] = None
+        unchanged = _OptionsOfCuts(self, self.joint, ())
+        written = unchanged.as_written()
+        options = unchanged.options()
+        for inner in choices:
+            chosen = with_inner(self.joint, inner, f"{self.key}/")
+            options += _OptionsOfCuts(self, chosen, inner).options()
+        return thinned(undominated([*options, written])), written
+
+    def _inner_prices(self) -> list[float]:
+        found = sorted({p for pair in self.inner for p in prices(pair.options)})
+        if len(found) <= _MAX_INNER_PRICES:
+            return found
+        step = (len(found) - 1) / (_MAX_INNER_PRICES - 1)
+        return [found[round(k * step)] for k in range(_MAX_INNER_PRICES)]
+
+
+class _OptionsOfCuts:
+    """The options of one pair, given the choices for the pairs inside."""
+
+    def __init__(
+        self, outer: _Options, joint: Joint, inner: tuple[tuple[str, ScanOption], ...]
+    ) -> None:
+        self.joint = joint
+        self.inner = inner
+        chosen = dict(inner)
+        self.inner_options = [chosen.get(pair.id, pair.as_written) for pair in outer.inner]
+        self.times = outer.times
+        self.scope = _joint_scope(outer.scope, joint, outer.place)
+        self.number = joint.number
+        place = {id(eqn): i for i, eqn in enumerate(joint.jaxpr.eqns)}
+        # Equations of branches that share a body are different objects all the same.
+        self.cost = {
+            i: _Cost(self.scope.seconds[i], self.scope.writer.ops[i].flops) for i in place.values()
+        }
+        self.place = place
+        everything, _ = joint.closure(joint.results, frozenset())
+        self.always = set(map(id, everything))
+        self.once = {id(eqn) for eqn in joint.known if not may_repeat(eqn)}
+
+    def cost_of(self, eqns: Iterable[_jax.JaxprEqn]) -> _Cost:
+        costs = [self.cost[self.place[id(eqn)]] for eqn in eqns]
+        return _Cost(sum(c.seconds for c in costs), sum(c.flops for c in costs))
+
+    def as_written(self) -> ScanOption:
+        """Return the option that keeps what the program keeps."""
+        saved = [v for v, _ in self.joint.linked if _jax.is_var(v) and v in self.number]
+        numbers = tuple(sorted({self.number[v] for v in saved}))
+        emitted = Emitted.of(self.joint, numbers)
+        return self._in_steps(numbers, emitted, self.cost_of(self._twice(emitted)))
+
+    def options(self) -> list[ScanOption]:
+        problem, variables = self._nodes()
+        vertices = hull(problem).cuts
+        cuts: list[Cut] = list(vertices)
+        forward_s = self.cost_of(e for e in self.joint.known if id(e) in self.always).seconds
+        for few, many in itertools.pairwise(vertices):
+            if few.bytes < _GAP_RATIO * many.bytes and few.time - many.time > (
+                _NEGLIGIBLE * forward_s
+            ):
+                cuts += between(problem, few, many)
+        found: dict[tuple[int, ...], None] = {}
+        for cut in cuts:
+            found[tuple(sorted(self.number[v] for p in cut.saved for v in variables[p]))] = None
+        return [option for saved in found for option in self._of_cut(saved)]
+
+    def _of_cut(self, saved: tuple[int, ...]) -> list[ScanOption]:
+        emitted = Emitted.of(self.joint, saved)
+        twice = self.cost_of(self._twice(emitted))
+        return [
+            self._in_steps(saved, emitted, twice),
+            *self._in_groups(saved, emitted, twice),
+        ]
+
+    def _in_steps(self, saved: tuple[int, ...], emitted: Emitted, cost: _Cost) -> ScanOption:
+        steps = self.joint.length * self.times
+        kept = self.joint.length * self._kept_bytes(emitted) + self._fixed_bytes(emitted)
+        return ScanOption(saved, kept, *_times(self._plus_inner(cost), steps), inner=self.inner)
+
+    def _in_groups(
+        self, saved: tuple[int, ...], emitted: Emitted, twice: _Cost
+    ) -> list[ScanOption]:
+        joint, length = self.joint, self.joint.length
+        carry = sum(self.scope.bytes_of(v) for v in joint.carry)
+        wanted = [*joint.carry_results, *emitted.kept]
+        again, _ = joint.closure(wanted, frozenset())
+        # Values that must not be computed twice would have to be kept for all steps.
+        if not self.once.isdisjoint(map(id, again)):
+            return []
+        per_step, fixed = self._kept_bytes(emitted), self._fixed_bytes(emitted)
+        repeated = self.cost_of(again)
+        each = self._plus_inner(twice)
+        found = []
+        for group in group_sizes(length, carry, max(1, per_step)):
+            n_most = length // group
+            counts = [
+                n_most,
+                *(partial_group_counts(n_most) if length >= _MIN_SPLIT_LENGTH else ()),
+            ]
+            for n_groups in counts:
+                n_grouped = n_groups * group
+                cost = _Cost(
+                    n_grouped * repeated.seconds + length * each.seconds,
+                    n_grouped * repeated.flops + length * each.flops,
+                )
+                most = n_groups * carry + max(length - n_grouped, group) * per_step + fixed
+                groups = 0 if n_groups == n_most else n_groups
+                found.append(
+                    ScanOption(saved, most, *_times(cost, self.times), group, groups, self.inner)
+                )
+        return found
+
+    def _plus_inner(self, cost: _Cost) -> _Cost:
+        return _Cost(
+            cost.seconds + sum(o.seconds for o in self.inner_options),
+            cost.flops + sum(o.flops for o in self.inner_options),
+        )
+
+    def _twice(self, emitted: Emitted) -> list[_jax.JaxprEqn]:
+        """Return the equations that both scans compute."""
+        needed, _ = self.joint.closure([*self.joint.results, *emitted.kept], frozenset())
+        in_forward = set(map(id, needed))
+        return [eqn for eqn in emitted.recomputed if id(eqn) in in_forward]
+
+    def _kept_bytes(self, emitted: Emitted) -> int:
+        """Return the bytes that one step keeps for B."""
+        return sum(map(self.scope.bytes_of, emitted.kept))
+
+    def _fixed_bytes(self, emitted: Emitted) -> int:
+        """Return the bytes that the option keeps once: F's operands that B reads, inner stacks."""
+        borrowed = [v for v in emitted.read if v in self.joint.outside and v not in self.scope.free]
+        n_bytes_lent = sum(self.joint.length * self._borrowed_bytes(v) for v in borrowed)
+        return n_bytes_lent + self._transient_bytes(emitted)
+
+    def _borrowed_bytes(self, v: _jax.Var) -> int:
+        """Return the bytes for each step of an operand of F that lives longer if B reads it."""
+        size = self.scope.bytes_of(v)
+        return size if v in self.joint.xs else -(-size // self.joint.length)
+
+    def _transient_bytes(self, emitted: Emitted) -> int:
+        """Return the bytes of stacks that inner scans keep during one step alone."""
+        repeated = {id(eqn) for eqn in emitted.recomputed}
+        stacks = [eqn for eqn in self.joint.jaxpr.eqns if eqn.primitive.name == "scan"]
+        forward = {v for eqn in stacks for v in eqn.outvars[_jax.scan_arity(eqn)[1] :]}
+        kept = set(emitted.kept)
+        late = set(map(id, self.joint.late))
+        read_late = {v for eqn in stacks if id(eqn) in late for v in eqn.invars if _jax.is_var(v)}
+        return sum(
+            n_bytes(v.aval)
+            for eqn in stacks
+            if id(eqn) in repeated or id(eqn) in late
+            for v in eqn.outvars
+            if v in forward and v in read_late and v not in kept
+        )
+
+    def _nodes(self) -> _Nodes:
+        """Return the cut problem: which known values to keep for B."""
+        joint, scope = self.joint, self.scope
+        sizes: list[int] = []
+        times: list[float] = []
+        deps: list[tuple[int, ...]] = []
+        variables: list[list[_jax.Var]] = []
+        place: dict[_jax.Var, int] = {}
+
+        def add(of: list[_jax.Var], size: int, time: float, operands: tuple[int, ...]) -> int:
+            sizes.append(size)
+            times.append(time)
+            deps.append(operands)
+            variables.append(of)
+            return len(sizes) - 1
+
+        def size_of(v: _jax.Var) -> int:
+            return 0 if v in joint.stacked else scope.bytes_of(v)
+
+        for v in (*joint.consts, *joint.xs):
+            if v not in scope.free:
+                place[v] = add([v], self._borrowed_bytes(v), math.inf, ())
+        for v in joint.carry:
+            place[v] = add([v], size_of(v), math.inf, ())
+        constant = set(map(id, joint.constant))
+        read = {v for eqn in joint.jaxpr.eqns for v in eqn.invars if _jax.is_var(v)}
+        read.update(joint.needed)
+        for eqn in joint.known:
+            used = [v for v in eqn.outvars if v in read]
+            operands = {place[v] for v in eqn.invars if _jax.is_var(v) and v in place}
+            # What F computes for B alone costs the same in either scan. A stack of what is the same
+            # in all steps is never worth its bytes.
+            is_once = id(eqn) in self.always and id(eqn) not in constant
+            time = self.cost_of([eqn]).seconds if is_once else 0.0
+            whole = add(
+                used,
+                sum(map(size_of, used)),
+                math.inf if id(eqn) in self.once else time,
+                tuple(sorted(operands)),
+            )
+            place.update(dict.fromkeys(used, whole))
+            if len(used) > 1:
+                place.update((v, add([v], size_of(v), 0.0, (whole,))) for v in used)
+        needed = tuple(sorted({place[v] for v in joint.needed if v in place}))
+        return _Nodes(
+            CutProblem(tuple(sizes), tuple(times), tuple(deps), needed),
+            variables,
+        )
+
+
+def _times(cost: _Cost, n: int) -> tuple[float, float]:
+    return n * cost.seconds, n * cost.flops

@@ -1,0 +1,150 @@
+"""Rewriting a program so that its pairs of scans do as chosen options say."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from remat import _jax
+from remat.errors import PlanError
+from remat.planner.scan_pairs.emission import Emitted, in_steps
+from remat.planner.scan_pairs.groups import in_groups, in_groups_and_steps
+from remat.planner.scan_pairs.joint import (
+    Joint,
+    Match,
+    Replacements,
+    inside_of,
+    joint_of,
+    matches,
+    replaced,
+    walk_inside,
+)
+from remat.planner.scan_pairs.shards import emit_shards, shard_matches, shards_of
+
+_jax.exclude_from_tracebacks(__file__)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScanOption:
+    """One way to run a pair of scans.
+
+    Args:
+      saved: which values each step keeps for the backward scan: places among the joint program's
+        variables, after the choices in `inner`.
+      bytes: the most bytes that are kept at once, all steps together, and those of inner pairs.
+      seconds: time of recomputation, all steps together.
+      flops: FLOPs of recomputation, all steps together.
+      group: steps that are recomputed together; 1 if there are no groups.
+      groups: the number of groups; F's last steps are in none. 0: as many groups as fit.
+      inner: the choices for pairs inside the two bodies: (the pair's id, its option).
+    """
+
+    saved: tuple[int, ...]
+    bytes: int
+    seconds: float
+    flops: float
+    group: int = 1
+    groups: int = 0
+    inner: tuple[tuple[str, ScanOption], ...] = ()
+
+
+Choices = Mapping[str, ScanOption]
+
+
+def pair_id(prefix: str, match: Match) -> str:
+    """Return how choices refer to a pair: by the places of its equations, and of those around it."""
+    return f"{prefix}{match.forward}-{match.backward}"
+
+
+def rewrite(jaxpr: _jax.Jaxpr, choices: Choices) -> _jax.Jaxpr:
+    """Return the program with these options for pairs of scans; other pairs stay as they are written.
+
+    Args:
+      jaxpr: the program that `pairs` was called on.
+      choices: options by the ids of their pairs.
+
+    Raises:
+      PlanError: the program has no such pair, or the option is not of this pair.
+    """
+    left = set(choices)
+    new = _rewritten(jaxpr, choices, "", left)
+    if left:
+        raise PlanError(
+            f"the program has no pair of scans {', '.join(sorted(left))}. It changed since its pairs "
+            "were found: find them again."
+        )
+    if not new:
+        return jaxpr
+    changed = replaced(jaxpr, new)
+    live, _ = _jax.dce(changed, [True] * len(jaxpr.outvars), keep=[True] * len(jaxpr.invars))
+    return live
+
+
+def _rewritten(
+    jaxpr: _jax.Jaxpr, choices: Choices, prefix: str, left: set[str] | None = None
+) -> Replacements:
+    """Return what becomes of a jaxpr's equations; ids that were found are taken from `left`."""
+    if not any(key.startswith(prefix) for key in choices):
+        return {}
+    new: Replacements = {}
+    for match in matches(jaxpr):
+        key = pair_id(prefix, match)
+        if key in choices:
+            joint = with_inner(joint_of(jaxpr, match), choices[key].inner, prefix=f"{key}/")
+            new[match.forward], new[match.backward] = _emit(joint, choices[key], key)
+            (left if left is not None else set()).discard(key)
+    for match in shard_matches(jaxpr):
+        pair = shards_of(jaxpr, match)
+        with inside_of(pair.forward):
+            found = _rewritten(pair.jaxpr, choices, f"{pair_id(prefix, match)}/", left)
+        if found:
+            new[match.forward], new[match.backward] = emit_shards(pair, found)
+
+    def change(inner: _jax.Jaxpr, inner_prefix: str) -> _jax.Jaxpr:
+        found = _rewritten(inner, choices, inner_prefix, left)
+        return replaced(inner, found) if found else inner
+
+    chosen = {key[len(prefix) :].partition(".")[0] for key in choices if key.startswith(prefix)}
+    others = [i for i in range(len(jaxpr.eqns)) if i in new or str(i) not in chosen]
+    return new | walk_inside(jaxpr, others, change, prefix)
+
+
+def with_inner(joint: Joint, inner: Sequence[tuple[str, ScanOption]], prefix: str) -> Joint:
+    """Return a pair with these choices for the pairs inside."""
+    return joint.with_equations(_rewritten(joint.jaxpr, dict(inner), prefix)) if inner else joint
+
+
+# --------------------------------------------------------------------------------------------------
+# One pair
+
+
+def _emit(
+    joint: Joint, option: ScanOption, key: str
+) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
+    if any(not 0 <= n < len(joint.variables) for n in option.saved):
+        raise PlanError(
+            f"the pair of scans {key} has values 0 to {len(joint.variables) - 1}; the option keeps "
+            f"{max(option.saved)}: find the pairs again."
+        )
+    emitted = Emitted.of(joint, option.saved)
+    missing = set(joint.carry) & emitted.read - set(emitted.kept) - joint.at_hand
+    if missing or not all(map(_may_move, emitted.recomputed)):
+        raise PlanError(
+            f"the option of the pair of scans {key} recomputes values that cannot be recomputed. "
+            "Find the pairs again."
+        )
+    if option.group == 1:
+        return in_steps(emitted)
+    n_groups = option.groups or joint.length // option.group
+    if not 1 < option.group < joint.length or n_groups * option.group > joint.length:
+        raise PlanError(
+            f"the pair of scans {key} has {joint.length} steps; the option has {n_groups} groups of "
+            f"{option.group}. Choose groups of fewer steps, or fewer groups."
+        )
+    if n_groups * option.group == joint.length:
+        return in_groups(emitted, option.group)
+    return in_groups_and_steps(emitted, option.group, n_groups)
+
+
+def _may_move(eqn: _jax.JaxprEqn) -> bool:
+    return not eqn.effects

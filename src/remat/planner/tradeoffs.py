@@ -1,0 +1,126 @@
+"""Options of a loop as pairs of bytes and seconds: which are worth offering, and which to take.
+
+The functions here know an option by its `bytes` and `seconds` alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
+
+from remat.ir.operations import FUSIBLE, Fusion
+from remat.program.fusion import Price
+from remat.program.program import Op, Program
+
+# Ratio of bytes of an option and the next larger one. An option is kept if its ratio is below; with a
+# larger limit more options remain.
+_MAX_BYTES_RATIO = 0.97
+# Longer loops try recomputing k/6 of their groups; a larger number tries more.
+_N_SPLITS = 6
+
+
+class HasCost(Protocol):
+    """Anything with bytes and seconds."""
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+
+T = TypeVar("T", bound=HasCost)
+
+
+def at_price(options: Sequence[T], price: float) -> T:
+    """Return the option with the least seconds + price x bytes; `price` is in seconds per byte."""
+    return min(options, key=lambda o: (o.seconds + price * o.bytes, o.bytes))
+
+
+def prices(options: Sequence[HasCost]) -> list[float]:
+    """Return one price per byte for each vertex of the hull, ascending, at which it is the best option."""
+    slopes = [
+        (few.seconds - many.seconds) / max(1, many.bytes - few.bytes)
+        for few, many in itertools.pairwise(_lower_hull(options))
+    ]
+    ascending = sorted(slopes)
+    between = [math.sqrt(a * b) if a > 0 else b / 2 for a, b in itertools.pairwise(ascending)]
+    if not ascending:
+        return [0.0]
+    return [0.0, *between, 2 * ascending[-1] + 1e-30]
+
+
+def undominated(options: Iterable[T]) -> list[T]:
+    """Return the Pareto-optimal options, by ascending bytes."""
+    kept: list[T] = []
+    for option in sorted(options, key=lambda o: (o.bytes, o.seconds)):
+        if not kept or option.seconds < kept[-1].seconds:
+            kept.append(option)
+    return kept
+
+
+def thinned(options: Sequence[T]) -> list[T]:
+    """Return the options without those that save hardly any bytes against the next; the ends stay."""
+    kept = [options[-1]]
+    for option in reversed(options[1:-1]):
+        if option.bytes < _MAX_BYTES_RATIO * kept[-1].bytes:
+            kept.append(option)
+    return [*options[:1], *reversed(kept)] if len(options) > 1 else kept
+
+
+def group_sizes(length: int, carry_bytes: int, step_bytes: int) -> list[int]:
+    """Return the numbers of steps in a group to try: around the one that needs the least memory.
+
+    Args:
+      length: the number of steps.
+      carry_bytes: bytes of the carry, which is kept at each group's start.
+      step_bytes: bytes that each step of the group that is under way keeps.
+    """
+    if length < 4 or not carry_bytes:
+        return []
+    best = math.sqrt(length * carry_bytes / step_bytes)
+    found = {round(best * factor) for factor in (0.5, 1.0, 2.0)}
+    # With a divisor of the length there are no steps after the groups, which would be copied.
+    divisors = [d for d in range(2, length) if length % d == 0]
+    nearest = {min(divisors, key=lambda d: abs(math.log(d / max(g, 1)))) for g in found if divisors}
+    close = {d for d in nearest if any(0.4 <= d / max(g, 1) <= 2.5 for g in found)}
+    return sorted(g for g in (close or found) if 2 <= g < length)
+
+
+def partial_group_counts(groups: int) -> list[int]:
+    """Return the numbers of groups to try besides all of them."""
+    return sorted({round(groups * k / _N_SPLITS) for k in range(1, _N_SPLITS)} - {0, groups})
+
+
+def seconds_of(program: Program, op: Op, price: Price) -> float:
+    """Return the seconds of computing one operation again, beside others in fused kernels."""
+    moved = op.extra_bytes + sum(program.bytes[v] for v in op.results)
+    if op.fusion in (Fusion.KERNEL, Fusion.REDUCE):
+        moved += sum(program.bytes[v] for v in op.operands)
+    seconds = price(op.flops, moved, op.dtype)
+    # An operation inside a fused kernel has no launch cost, and a cheap one costs next to nothing. It
+    # must cost something, so that of two ways to compute a value the shorter one is chosen.
+    if op.fusion in FUSIBLE:
+        seconds -= min(price(0.0, 1, op.dtype), 0.95 * seconds)
+    share = 0.05 if op.fusion in (Fusion.CHEAP, Fusion.VIEW) else 1.0
+    return seconds * op.slowdown * share
+
+
+def _lower_hull(options: Sequence[HasCost]) -> list[HasCost]:
+    ordered = sorted(options, key=lambda o: (o.bytes, o.seconds))
+    kept: list[HasCost] = []
+    for option in ordered:
+        if kept and option.seconds >= kept[-1].seconds:
+            continue
+        while len(kept) > 1 and _is_above(kept[-2], kept[-1], option):
+            kept.pop()
+        kept.append(option)
+    return kept
+
+
+def _is_above(a: HasCost, b: HasCost, c: HasCost) -> bool:
+    return (b.seconds - a.seconds) * (c.bytes - a.bytes) >= (c.seconds - a.seconds) * (
+        b.bytes - a.bytes
+    )

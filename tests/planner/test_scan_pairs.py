@@ -1,0 +1,500 @@
+"""Pairs of scans in differentiated steps: their options, and the programs that do as chosen."""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.sharding import Mesh, PartitionSpec
+
+import remat
+from remat import _jax
+from remat.errors import PlanError
+from remat.ir import jaxprs
+from remat.ir.equations import plain_call
+from remat.ir.flops import flops_of
+from remat.planner.scan_pairs import ScanOption, at_price, opened, pairs, prices, rewrite
+
+KEY = jax.random.key(0)
+
+
+def price(flops, moved, dtype):
+    return 1e-9 + flops / 1e9 + moved / 1e10
+
+
+def flat(fun, *args):
+    """A function's program with plain calls inlined, and its arguments as a list."""
+    jaxpr, consts, _ = _jax.trace_call(fun, *args)
+    return jaxprs.inline_calls(jaxpr, plain_call), [*consts, *jax.tree.leaves(args)]
+
+
+def compiled(jaxpr, args):
+    return jax.jit(functools.partial(_jax.eval_jaxpr, jaxpr, ())).lower(*args).compile()
+
+
+def results(jaxpr, args):
+    return compiled(jaxpr, args)(*args)
+
+
+def temporaries(jaxpr, args):
+    return compiled(jaxpr, args).memory_analysis().temp_size_in_bytes
+
+
+def assert_equal(some, others):
+    for one, other in zip(some, others, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def scans(jaxpr):
+    return [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Programs
+
+W = jax.random.normal(KEY, (4, 8, 8)) / 3
+X = jax.random.normal(jax.random.key(1), (6, 8))
+
+
+def layer(c, w):
+    return jnp.tanh(jnp.sin(c @ w) @ w), None
+
+
+def stack(w, x, body=layer, **options):
+    return jax.lax.scan(body, x, w, **options)[0].sum()
+
+
+def with_constants(w, v, x):
+    return stack(w, x, lambda c, w: (jnp.tanh(c @ w) * jax.nn.gelu(c @ v), None))
+
+
+def with_integer_carry(w, x):
+    def body(carry, w):
+        i, c = carry
+        return (i + 1, jnp.where(i % 2 == 0, jnp.tanh(c @ w), jnp.sin(c @ w))), None
+
+    return jax.lax.scan(body, (0, x), w)[0][1].sum()
+
+
+def nested(w, x):
+    def outer(c, w):
+        c, _ = jax.lax.scan(lambda c, _: layer(c, w), c, None, 3)
+        return jnp.cos(c @ w), None
+
+    return stack(w, x, outer)
+
+
+def accumulated(w, x):
+    def one(total, x):
+        value, gradient = jax.value_and_grad(stack)(w, x)
+        return jax.tree.map(operator.add, total, (value, gradient)), None
+
+    zeros = jnp.zeros(()), jnp.zeros_like(w)
+    return jax.lax.scan(one, zeros, jnp.stack([x, x + 1, 2 * x]))[0]
+
+
+def with_dropout(w, x, key):
+    def body(carry, w):
+        key, c = carry
+        key, own = jax.random.split(key)
+        return (key, jnp.tanh(c @ w) * jax.random.bernoulli(own, 0.5, c.shape)), None
+
+    return jax.lax.scan(body, (key, x), w)[0][1].sum()
+
+
+def with_returned_stack(w, x):
+    x, ys = jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), jnp.tanh(c @ w)), x, w)
+    return x.sum(), ys
+
+
+def sharded(w, x):
+    """Gradients inside of a shard_map."""
+    none, rows = PartitionSpec(), PartitionSpec("data")
+
+    def step(w, x):
+        w = jax.lax.pcast(w, "data", to="varying")
+        value, gradient = jax.value_and_grad(stack)(w, x)
+        return jax.lax.psum((value, gradient), "data")
+
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    return jax.shard_map(step, mesh=mesh, in_specs=(none, rows), out_specs=(none, none))(w, x)
+
+
+def around_shards(body, w, x):
+    """A loss with a shard_map in it."""
+    none, rows = PartitionSpec(), PartitionSpec("data")
+
+    def loss(w, x, scale):
+        y, _ = jax.lax.scan(lambda c, w: (scale * body(c, w)[0], None), x * jnp.sin(scale), w)
+        return jax.lax.psum(y.sum(), "data")
+
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    specs = {"in_specs": (none, rows, none), "out_specs": none}
+    return jax.shard_map(loss, mesh=mesh, **specs)(w, x, x[0, 0])
+
+
+def branched(w, x, flag):
+    return jax.lax.cond(flag, jax.value_and_grad(stack), lambda w, x: (x.sum(), w), w, x)
+
+
+def nested_pair(w, x):
+    """A loop in a loop, where the inner one's weights are slices of the outer one's."""
+    return stack(w.reshape(2, 2, 8, 8), x, lambda c, w: (jax.lax.scan(layer, c, w)[0], None))
+
+
+def checkpointed_pair(w, x):
+    @jax.checkpoint
+    def outer(c, w):
+        return jax.lax.scan(remat.checkpoint(layer), c, w)[0], None
+
+    return stack(w.reshape(2, 2, 8, 8), x, outer)
+
+
+def printing(w, x):
+    def body(c, w):
+        c = jnp.tanh(c @ w)
+        jax.debug.callback(lambda _: CALLS.append(1), c[0, 0])
+        return jnp.sin(c @ w), None
+
+    return stack(w, x, body)
+
+
+CALLS: list[int] = []
+
+GRADIENTS = {
+    "a stack of layers": (stack, (W, X)),
+    "reversed": (functools.partial(stack, reverse=True), (W, X)),
+    "unrolled": (functools.partial(stack, unroll=2), (W, X)),
+    "one step": (stack, (W[:1], X)),
+    "a checkpoint": (functools.partial(stack, body=remat.checkpoint(layer)), (W, X)),
+    "a checkpoint of JAX": (functools.partial(stack, body=jax.checkpoint(layer)), (W, X)),
+    "constants": (with_constants, (W, W[0], X)),
+    "an integer carry": (with_integer_carry, (W, X)),
+    "around a shard_map": (functools.partial(around_shards, layer), (W, X)),
+    "around a shard_map with a checkpoint": (
+        functools.partial(around_shards, jax.checkpoint(layer)),
+        (W, X),
+    ),
+    "a loop without pair inside": (nested, (W, X)),
+    "nested": (nested_pair, (W, X)),
+    "nested checkpoints": (checkpointed_pair, (W, X)),
+    "dropout": (with_dropout, (W, X, KEY)),
+}
+STEPS = {name: (jax.value_and_grad(fun), args) for name, (fun, args) in GRADIENTS.items()} | {
+    "gradient accumulation": (accumulated, (W, X)),
+    "in a shard_map": (sharded, (W, X)),
+    "in a branch": (branched, (W, X, True)),
+    "a stack that is returned": (
+        jax.value_and_grad(with_returned_stack, has_aux=True),
+        (W, X),
+    ),
+}
+
+
+def some(options):
+    """The option with the fewest bytes, one in the middle, and one in groups."""
+    groups = [o for o in options if o.group > 1]
+    return dict.fromkeys([options[0], options[len(options) // 2], *groups[-1:]])
+
+
+# --------------------------------------------------------------------------------------------------
+# Values and gradients
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_options_change_no_bit_of_values_and_gradients(name):
+    fun, args = STEPS[name]
+    jaxpr, args = flat(fun, *args)
+    expected = results(jaxpr, args)
+    found = 0
+    for program in dict.fromkeys((jaxpr, opened(jaxpr))):
+        for pair in pairs(program, price):
+            for option in some(pair.options):
+                assert_equal(results(rewrite(program, {pair.id: option}), args), expected)
+                found += 1
+    assert found > 1
+
+
+def test_groups_in_a_shard_map_change_no_bit():
+    w = jnp.concatenate([W, -W])
+    jaxpr, args = flat(jax.value_and_grad(functools.partial(around_shards, layer)), w, X)
+    (pair,) = pairs(jaxpr, price)
+    option = next(o for o in pair.options if o.group > 1)
+    assert_equal(results(rewrite(jaxpr, {pair.id: option}), args), results(jaxpr, args))
+
+
+@pytest.mark.parametrize("length", [17, 20])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_groups_of_a_part_of_the_steps_change_no_bit(length, reverse):
+    def loss(w, v, x):
+        def body(carry, w):
+            i, c = carry
+            c = jnp.tanh(jnp.sin(c @ w) @ v) + i
+            return (i + 1, c), jnp.cos(c[0])
+
+        (_, x), ys = jax.lax.scan(body, (0, x), w, reverse=reverse)
+        return x.sum() + ys.sum(), ys
+
+    w = jax.random.normal(KEY, (length, 8, 8)) / 3
+    jaxpr, args = flat(jax.value_and_grad(loss, (0, 1), has_aux=True), w, W[0], X)
+    expected = results(jaxpr, args)
+    (pair,) = pairs(jaxpr, price)
+    in_groups = [o for o in pair.options if o.group * o.groups]
+    for option in (in_groups[0], in_groups[-1]):
+        changed = rewrite(jaxpr, {pair.id: option})
+        assert_equal(results(changed, args), expected)
+        assert option.flops == pytest.approx(
+            sum(map(flops_of, changed.eqns)) - sum(map(flops_of, jaxpr.eqns)), rel=0.1
+        )
+
+
+def test_all_pairs_of_a_program_are_rewritten_together():
+    def loss(w, x):
+        return stack(w, x) + stack(w, 2 * x, reverse=True)
+
+    jaxpr, args = flat(jax.value_and_grad(loss), W, X)
+    found = pairs(jaxpr, price)
+    assert len(found) == 2
+    changed = rewrite(jaxpr, {pair.id: pair.options[0] for pair in found})
+    assert_equal(results(changed, args), results(jaxpr, args))
+    assert pairs(changed, price)[0].as_written.bytes < found[0].as_written.bytes
+
+
+def test_equations_with_effects_are_not_repeated():
+    jaxpr, args = flat(jax.value_and_grad(printing), W, X)
+    (pair,) = pairs(jaxpr, price)
+    for option in pair.options:
+        CALLS.clear()
+        results(rewrite(jaxpr, {pair.id: option}), args)
+        jax.effects_barrier()
+        assert len(CALLS) == len(W)
+
+
+def test_choices_for_other_programs_are_refused():
+    jaxpr, _ = flat(jax.value_and_grad(stack), W, X)
+    (pair,) = pairs(jaxpr, price)
+    with pytest.raises(PlanError, match="no pair of scans 7-9"):
+        rewrite(jaxpr, {"7-9": pair.options[0]})
+    with pytest.raises(PlanError, match="the option keeps 999"):
+        rewrite(jaxpr, {pair.id: ScanOption((999,), 0, 0.0, 0.0)})
+    with pytest.raises(PlanError, match="cannot be recomputed"):
+        rewrite(jaxpr, {pair.id: ScanOption((), 0, 0.0, 0.0)})
+    with pytest.raises(PlanError, match="1 groups of 5"):
+        rewrite(jaxpr, {pair.id: ScanOption(pair.options[0].saved, 0, 0.0, 0.0, 5, 1)})
+
+
+def test_without_choices_a_program_stays_as_it_is():
+    jaxpr, _ = flat(jax.value_and_grad(stack), W, X)
+    assert rewrite(jaxpr, {}) is jaxpr
+    assert opened(jaxpr) is jaxpr
+
+
+def test_recomputed_equations_keep_their_source_lines_and_names():
+    def named(c, w):
+        with jax.named_scope("mixer"):
+            return jnp.tanh(jnp.sin(c @ w) @ w), None
+
+    def places(program):
+        eqns = jaxprs.equations(program)
+        return {
+            (_jax.source_line_of(e), _jax.name_stack_of(e))
+            for e in eqns
+            if e.primitive.name == "sin"
+        }
+
+    jaxpr, _ = flat(jax.value_and_grad(functools.partial(stack, body=named)), W, X)
+    (pair,) = pairs(jaxpr, price)
+    changed = rewrite(jaxpr, {pair.id: pair.options[0]})
+    backward = scans(changed)[-1]
+    assert len(places(jaxpr)) == 1
+    assert places(changed) == places(jaxpr)
+    assert places(_jax.open_jaxpr(backward.params["jaxpr"])) == places(jaxpr)
+
+
+# --------------------------------------------------------------------------------------------------
+# Options
+
+
+def test_options_are_pareto_optimal_and_include_the_program_as_written():
+    jaxpr, _ = flat(jax.value_and_grad(stack), W, X)
+    (pair,) = pairs(jaxpr, price)
+    assert [o.bytes for o in pair.options] == sorted({o.bytes for o in pair.options})
+    seconds = [o.seconds for o in pair.options]
+    assert seconds == sorted(set(seconds), reverse=True)
+    assert pair.as_written.seconds == pair.options[-1].seconds == 0
+    assert pair.options[-1].bytes <= pair.as_written.bytes
+    least = at_price(pair.options, max(prices(pair.options)))
+    assert least == pair.options[0] and at_price(pair.options, 0.0) == pair.options[-1]
+
+
+def test_bytes_are_those_of_the_stacks():
+    jaxpr, _ = flat(jax.value_and_grad(stack), W, X)
+    (pair,) = pairs(jaxpr, price)
+    for option in pair.options:
+        if option.group == 1:
+            forward = scans(rewrite(jaxpr, {pair.id: option}))[0]
+            assert option.bytes == sum(v.aval.size * 4 for v in forward.outvars[1:])
+
+
+def test_flops_of_recomputation_are_those_that_the_program_gains():
+    def total(program):
+        return sum(map(flops_of, program.eqns))
+
+    jaxpr, _ = flat(jax.value_and_grad(stack), jnp.zeros((6, 8, 8)), X)
+    (pair,) = pairs(jaxpr, price)
+    assert any(o.group > 1 for o in pair.options)
+    for option in pair.options:
+        gained = total(rewrite(jaxpr, {pair.id: option})) - total(jaxpr)
+        assert gained == pytest.approx(option.flops, abs=1)
+
+
+def layer_with_table(c, w):
+    """What is the same in all steps is computed before the loop, unless there is a checkpoint."""
+    table = jnp.cos(jnp.arange(8.0) / 8)[None]
+    return (c @ w * table + jnp.sin(c @ w) * table) @ w, None
+
+
+@pytest.mark.parametrize("body", [layer, layer_with_table])
+@pytest.mark.parametrize("wrap", [remat.checkpoint, jax.checkpoint])
+def test_opened_checkpoint_has_the_options_of_the_loop_without(wrap, body):
+    def options(body):
+        jaxpr, _ = flat(jax.value_and_grad(functools.partial(stack, body=body)), W, X)
+        (pair,) = pairs(opened(jaxpr), price)
+        return pair
+
+    plain, checkpointed = options(body), options(wrap(body))
+    # The backward scan reads the table, too, if it recomputes what the forward scan uses it for.
+    table_bytes = 8 * 4
+    assert [o.seconds for o in plain.options] == [o.seconds for o in checkpointed.options]
+    for one, other in zip(plain.options, checkpointed.options):
+        assert 0 <= other.bytes - one.bytes <= table_bytes
+    # As it is written, the carry is kept and everything else recomputed.
+    assert 0 <= checkpointed.as_written.bytes - W.shape[0] * X.size * 4 <= table_bytes
+    assert checkpointed.as_written.seconds > 0
+
+
+def test_stacks_that_are_returned_stay_and_cost_nothing():
+    jaxpr, _ = flat(*STEPS["a stack that is returned"][:1], W, X)
+    (pair,) = pairs(jaxpr, price)
+    changed = rewrite(jaxpr, {pair.id: pair.options[0]})
+    assert [v.aval for v in changed.outvars] == [v.aval for v in jaxpr.outvars]
+
+
+# --------------------------------------------------------------------------------------------------
+# Memory
+
+
+def test_broadcasts_that_were_moved_out_of_a_loop_are_not_kept_for_its_backward_scan():
+    def masked(c, w):
+        mask = jnp.arange(8)[:, None] >= jnp.arange(8)
+        return jnp.tanh(jnp.where(mask, jnp.sin(c[:, None] * w), -1.0).sum(1)), None
+
+    jaxpr, _ = flat(jax.value_and_grad(functools.partial(stack, body=masked)), W, X)
+    (pair,) = pairs(jaxpr, price)
+    assert any(v.aval.shape == (6, 8, 8) for eqn in jaxpr.eqns for v in eqn.outvars)
+    for eqn in scans(rewrite(jaxpr, {pair.id: pair.options[0]})):
+        assert all(v.aval.shape != (6, 8, 8) for v in eqn.invars)
+
+
+def stack_of(body, steps=8, width=64, rows=1024):
+    w = jax.random.normal(KEY, (steps, width, width)) / 8
+    return flat(jax.value_and_grad(functools.partial(stack, body=body)), w, jnp.ones((rows, width)))
+
+
+def test_fewest_bytes_need_no_more_memory_than_checkpointed_steps():
+    jaxpr, args = stack_of(layer)
+    (pair,) = pairs(jaxpr, price)
+    in_steps = [o for o in pair.options if o.group == 1]
+    by_hand = temporaries(*stack_of(jax.checkpoint(layer)))
+    chosen = [in_steps[0], in_steps[len(in_steps) // 2], in_steps[-1]]
+    found = [temporaries(rewrite(jaxpr, {pair.id: o}), args) for o in chosen]
+    assert found == sorted(found)
+    assert found[0] <= 1.03 * by_hand
+    assert found[-1] <= temporaries(jaxpr, args)
+
+
+def loops_of_one_step(body, w, x):
+    for i in range(len(w)):
+        x, _ = jax.lax.scan(body, x, w[i : i + 1])
+    return x.sum()
+
+
+def unrolled_loop(body, w, x):
+    return stack(w, x, body, unroll=4)
+
+
+@pytest.mark.parametrize("loss", [loops_of_one_step, unrolled_loop])
+def test_recomputation_in_loops_that_are_inlined_is_not_undone(loss):
+    def program(body):
+        w = jax.random.normal(KEY, (4, 64, 64)) / 8
+        return flat(jax.value_and_grad(functools.partial(loss, body)), w, jnp.ones((1024, 64)))
+
+    jaxpr, args = program(deep_layer)
+    choices = {pair.id: pair.options[0] for pair in pairs(jaxpr, price)}
+    least = temporaries(rewrite(jaxpr, choices), args)
+    assert least <= 1.05 * temporaries(*program(remat.checkpoint(deep_layer)))
+    assert least <= 0.7 * temporaries(jaxpr, args)
+
+
+def deep_layer(c, w):
+    for _ in range(6):
+        c = jnp.tanh(jnp.sin(c @ w) @ w)
+    return c, None
+
+
+# --------------------------------------------------------------------------------------------------
+# Random programs
+
+
+@st.composite
+def bodies(draw):
+    """Bodies of a few random operations, on a carry, a slice and a constant."""
+    ops = draw(
+        st.lists(
+            st.tuples(st.integers(0, 5), st.integers(0, 9), st.integers(0, 9)),
+            min_size=2,
+            max_size=7,
+        )
+    )
+
+    def body(constant, carry, slice_):
+        values = [carry, slice_, constant, carry * slice_]
+        for kind, a, b in ops:
+            x, y = values[a % len(values)], values[b % len(values)]
+            made = (jnp.sin(x), jnp.tanh(x), x @ constant, x * y, x + y, jnp.exp(-x * x))
+            values.append(made[kind] / 2)
+        return values[-1] + carry / 2, values[-2]
+
+    return body
+
+
+@given(
+    bodies(),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([lambda f: f, jax.checkpoint, remat.checkpoint]),
+)
+@settings(max_examples=5)
+def test_random_bodies_give_the_same_gradients(body, reverse, uses_ys, wrap):
+    def loss(constant, init, xs):
+        step = wrap(functools.partial(body, constant))
+        carry, ys = jax.lax.scan(step, init, xs, reverse=reverse)
+        return carry.sum() + (jnp.cos(ys).sum() if uses_ys else 0.0)
+
+    x = X[:6, :6] / 2
+    jaxpr, args = flat(
+        jax.value_and_grad(loss, (0, 1, 2)), x, x, jnp.stack([x, x + 1, x - 1, 2 * x])
+    )
+    expected = results(jaxpr, args)
+    program = opened(jaxpr)
+    for pair in pairs(program, price):
+        for option in (pair.options[0], pair.options[len(pair.options) // 2]):
+            changed = rewrite(program, {pair.id: option})
+            for one, other in zip(results(changed, args), expected, strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
