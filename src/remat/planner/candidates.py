@@ -1,7 +1,10 @@
-"""Candidates for the plan of a step: what its program would store and compute again within some bytes.
+"""Candidates for the plan of a step: what its program would keep and compute again within some bytes.
 
-The step's program becomes a graph of the values that its kernels write to memory (`program.fusion`);
-a solver schedules the graph; the schedule is read as decisions (`rewrite`).
+The loops are decided first. From the program as it is written, or with the checkpoints in its loops
+opened, a sequence of *levels* leads to loops that keep as little as they can: from level to level one
+loop takes the next of its options, in the order of their prices per byte. The program outside of the loops
+becomes a graph of the values that its kernels write to memory (`program.fusion`); a solver schedules it,
+and the schedule is read as decisions (`rewrite`).
 
 What a compiler makes of the program cannot be predicted exactly, so there are two variants of the model:
 
@@ -14,19 +17,32 @@ XLA lies between the two.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 from remat import _jax
-from remat.planner.rewrite import Decisions, decisions_of
+from remat.errors import BudgetError
+from remat.ir.flops import flops_of
+from remat.planner import scan_pairs
+from remat.planner.rewrite import decisions_of
 from remat.planner.search import Proposal
+from remat.planner.tradeoffs import lower_hull
+from remat.planner.whole_step import LoopDecisions, StepDecisions, with_loops
 from remat.program.from_jaxpr import ProgramWriter, Slowdown, no_slowdown
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Op, Program
 from remat.solvers.grid import GridSearch
 from remat.solvers.liveness import sizes_at_peak
+from remat.solvers.simulate import no_remat
 from remat.solvers.solver import Answers, Schedule, Solver
 
 SEPARATE, REUSING = "separate", "reusing"
+
+# Levels of the loops; more make the steps between them smaller and the search longer.
+_MAX_LEVELS = 64
+# Levels before the first at which the loops leave enough memory. At these the program outside of the loops
+# recomputes to make room; more of them find more.
+_LEVELS_BEFORE = 2
 
 
 def program_of_flat(
@@ -45,14 +61,115 @@ class _FlatWriter(ProgramWriter):
 
 
 class StepModel:
-    """The model of a flat step, which `search` asks for proposals. Their decisions are `Decisions`."""
+    """The model of a flat step, which `search` asks for proposals. Their decisions are `StepDecisions`.
+
+    Args:
+      flat: the step.
+      price: the time of a kernel.
+      shards: the shard count of each argument; 1 if not given.
+      slowdown: measured slowdown of kernels.
+      solver: finds the schedules.
+    """
 
     variants = (SEPARATE, REUSING)
 
-    def __init__(self, program: Program, price: Price, solver: Solver | None = None) -> None:
-        self.program = program
+    def __init__(
+        self,
+        flat: _jax.Jaxpr,
+        price: Price,
+        shards: Sequence[int] | None = None,
+        slowdown: Slowdown = no_slowdown,
+        solver: Solver | None = None,
+    ) -> None:
+        self.flat = flat
         self.price = price
+        self.shards = shards
+        self.slowdown = slowdown
         self.solver = solver or GridSearch()
+
+    @functools.cached_property
+    def levels(self) -> list[Level]:
+        """Return the levels of the loops, the one that keeps most first."""
+        found = [
+            Level(self, loops, seconds)
+            for loops, seconds in _loop_levels(self.flat, self.price, self.shards)
+        ]
+        return found
+
+    @property
+    def seconds(self) -> float:
+        """Return the time of the step without recomputation."""
+        return self.levels[0].seconds
+
+    @property
+    def program(self) -> Program:
+        """Return the step as it is written."""
+        return self.levels[0].program
+
+    def within(self, variant: str, n_bytes: int) -> Proposal:
+        """Return the proposal that recomputes least within these bytes of temporaries.
+
+        Raises:
+          BudgetError: no proposal within these bytes was found.
+        """
+        first = self._first_within(variant, n_bytes)
+        found: list[Proposal] = []
+        problem: BudgetError | None = None
+        for level in self.levels[max(0, first - _LEVELS_BEFORE) : first + 1]:
+            try:
+                found.append(level.within(variant, n_bytes))
+            except BudgetError as error:
+                problem = error
+        if not found:
+            assert problem is not None
+            raise problem
+        return min(found, key=lambda p: (p.extra_seconds, p.model_bytes))
+
+    def smallest(self, variant: str) -> Proposal:
+        """Return the proposal with the fewest bytes at the last level."""
+        return self.levels[-1].smallest(variant)
+
+    def _first_within(self, variant: str, n_bytes: int) -> int:
+        """Return the first level that fits without recomputation outside of loops; else the last."""
+        low, high = 0, len(self.levels) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if self.levels[middle].peak_bytes(variant) <= n_bytes:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+
+class Level:
+    """A step whose loops are decided.
+
+    Args:
+      model: of the step.
+      loops: the decisions about the loops.
+      loop_seconds: time of recomputation in the loops.
+    """
+
+    def __init__(self, model: StepModel, loops: LoopDecisions, loop_seconds: float) -> None:
+        self.model = model
+        self.loops = loops
+        self.loop_seconds = loop_seconds
+        self._by_variant: dict[str, tuple[Fused, Answers]] = {}
+
+    @functools.cached_property
+    def program(self) -> Program:
+        flat = with_loops(self.model.flat, self.loops)
+        return program_of_flat(flat, self.model.shards, self.model.slowdown)
+
+    @property
+    def seconds(self) -> float:
+        """Return the time of the program without recomputation outside of loops."""
+        return float(sum(self._solved(SEPARATE)[0].seconds.values()))
+
+    def peak_bytes(self, variant: str) -> int:
+        """Return the bytes of temporaries without recomputation outside of loops."""
+        fused, _ = self._solved(variant)
+        return int(no_remat(fused.graph).peak_bytes - fused.reused_bytes)
 
     def within(self, variant: str, n_bytes: int) -> Proposal:
         fused, answers = self._solved(variant)
@@ -62,47 +179,106 @@ class StepModel:
         _, answers = self._solved(variant)
         return self._proposal(variant, answers.smallest())
 
-    def extra_flops(self, decisions: Decisions) -> float:
-        """Return the FLOPs of recomputation, of operations whose results are stored."""
-        ops = self.program.ops
-        return sum(ops[i].flops for burst in decisions.bursts for i in burst.again)
-
-    @property
-    def seconds(self) -> float:
-        """Return the time of the step without recomputation."""
-        return float(sum(self._solved(SEPARATE)[0].seconds.values()))
-
     def _proposal(self, variant: str, found: Schedule) -> Proposal:
         fused, _ = self._solved(variant)
         time = fused.graph.time
         return Proposal(
             variant,
             int(found.peak_bytes - fused.reused_bytes),
-            float(found.time - time),
-            max(0.0, float(found.lower_bound - time)),
-            decisions_of(self.program, fused, found.steps),
+            self.loop_seconds + float(found.time - time),
+            self.loop_seconds + max(0.0, float(found.lower_bound - time)),
+            StepDecisions(self.loops, decisions_of(self.program, fused, found.steps)),
         )
-
-    @functools.cached_property
-    def _by_variant(self) -> dict[str, tuple[Fused, Answers]]:
-        return {}
 
     def _solved(self, variant: str) -> tuple[Fused, Answers]:
         if variant not in self._by_variant:
             fused = self._fused(variant)
-            self._by_variant[variant] = fused, self.solver.answers(fused.graph, fused.once)
+            solver = self.model.solver
+            self._by_variant[variant] = fused, solver.answers(fused.graph, fused.once)
         return self._by_variant[variant]
 
     def _fused(self, variant: str) -> Fused:
-        fused = fuse(self.program, self.price, _any_op)
+        program, price = self.program, self.model.price
+        fused = fuse(program, price, _any_op)
         if variant == SEPARATE:
             return fused
         # The memory of a result is of use to values that fit into it and fill it at least half.
         sizes = sizes_at_peak(fused.graph)
-        return fuse(
-            self.program, self.price, _any_op, lambda n: any(n <= 2 * s <= 2 * n for s in sizes)
-        )
+        return fuse(program, price, _any_op, lambda n: any(n <= 2 * s <= 2 * n for s in sizes))
 
 
 def _any_op(_: Op) -> bool:
     return True
+
+
+# --------------------------------------------------------------------------------------------------
+# Loops
+
+
+def _loop_levels(
+    flat: _jax.Jaxpr, price: Price, shards: Sequence[int] | None
+) -> Iterator[tuple[LoopDecisions, float]]:
+    """Yield the decisions of all levels, and the seconds of recomputation in loops."""
+    source = scan_pairs.opened(flat)
+    opened = source is not flat
+    found = scan_pairs.pairs(source, price, shards=shards)
+    as_written = sum(pair.as_written.seconds for pair in found)
+    if opened:
+        # The options count from nothing recomputed on, so what the user's checkpoints recompute, too.
+        extra_flops = _flops(flat) - _flops(source)
+        as_written += price(max(0.0, extra_flops), 0, "float32") - price(0.0, 0, "float32")
+    if not opened:
+        yield LoopDecisions(), as_written
+    if not found:
+        return
+    chosen = {pair.id: _fastest(pair.options) for pair in found}
+    changes = sorted(
+        (slope, i, k, option)
+        for i, pair in enumerate(found)
+        for k, (slope, option) in enumerate(_changes(pair.options))
+    )
+    stride = max(1, -(-len(changes) // _MAX_LEVELS))
+    given_written = not opened
+    for n in range(len(changes) + 1):
+        if n % stride == 0 or n == len(changes):
+            seconds = sum(option.seconds for option in chosen.values())
+            if not given_written and seconds >= as_written:
+                # The checkpoints as the user wrote them stand beside what costs as much.
+                yield LoopDecisions(), as_written
+                given_written = True
+            same = not opened and all(chosen[p.id] == p.as_written for p in found)
+            if not same:
+                yield LoopDecisions(opened, tuple(sorted(chosen.items()))), seconds
+        if n < len(changes):
+            chosen[found[changes[n][1]].id] = changes[n][3]
+    if not given_written:
+        yield LoopDecisions(), as_written
+
+
+def _flops(jaxpr: _jax.Jaxpr) -> float:
+    live, _ = _jax.dce(jaxpr, [True] * len(jaxpr.outvars))
+    return float(sum(flops_of(eqn) for eqn in live.eqns))
+
+
+def _fastest(options: Sequence[scan_pairs.ScanOption]) -> scan_pairs.ScanOption:
+    return min(options, key=lambda o: (o.seconds, o.bytes))
+
+
+def _changes(
+    options: Sequence[scan_pairs.ScanOption],
+) -> Iterator[tuple[float, scan_pairs.ScanOption]]:
+    """Yield the options below the fastest one, by falling bytes, each with a price per byte.
+
+    Options between two vertices of the hull have the price of the hull there, so that the price never
+    falls.
+    """
+    hull = lower_hull(options)[::-1]
+    for many, few in itertools.pairwise(hull):
+        slope = (few.seconds - many.seconds) / max(1, many.bytes - few.bytes)
+        between = [
+            o
+            for o in options
+            if few.bytes <= o.bytes < many.bytes and many.seconds <= o.seconds <= few.seconds
+        ]
+        for option in sorted(between, key=lambda o: (-o.bytes, o.seconds)):
+            yield slope, option

@@ -37,6 +37,7 @@ from remat.planner.regions import Application, LoopForm, Recording, session_cont
 from remat.planner.rewrite import following
 from remat.planner.step import Step, check_step
 from remat.planner.step_decisions import decisions_of_plan
+from remat.planner.whole_step import applied
 from remat.printing import printable
 from remat.program.costs import Costs, check_costs
 from remat.program.targets import Target, target as find_target
@@ -299,7 +300,7 @@ def _follow(step: Callable, plan: Plan) -> Callable:
     whole = plan.whole_step
     if whole is None:
         return step
-    return following(step, functools.partial(decisions_of_plan, whole))
+    return following(step, lambda flat: applied(flat, decisions_of_plan(whole, flat)))
 
 
 class _Ready(NamedTuple):

@@ -16,7 +16,6 @@ from typing import Any
 
 from remat import _jax
 from remat.errors import BudgetError
-from remat.planner import rewrite
 from remat.planner.bodies import Body, LoopOption, Transfer, loop_options
 from remat.planner.decide import Answer, Problem
 from remat.planner.decisions import RegionDecision
@@ -30,6 +29,7 @@ from remat.planner.trace import (
     shards_in_bodies,
 )
 from remat.planner.tradeoffs import at_price, prices
+from remat.planner.whole_step import StepDecisions
 from remat.program.costs import Costs, slowdowns
 from remat.program.from_jaxpr import n_bytes
 from remat.program.program import Program, without_dead
@@ -70,7 +70,7 @@ class Choice:
     recomputes_around_loops: bool = False
     transfer_seconds: float = 0.0
     host_bytes: int = 0
-    whole_step: rewrite.Decisions | None = None
+    whole_step: StepDecisions | None = None
 
 
 class Level:

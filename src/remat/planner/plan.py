@@ -37,7 +37,7 @@ from remat import _jax, units
 from remat.cache import Cache, find_cache
 from remat.errors import BudgetError, PlanError
 from remat.ir.fingerprint import fingerprint
-from remat.planner.candidates import StepModel, program_of_flat
+from remat.planner.candidates import StepModel
 from remat.planner.decisions import RegionDecision
 from remat.planner.edits import loop_results
 from remat.planner.levels import Choice, Levels
@@ -49,10 +49,11 @@ from remat.planner.plan_file import (
     SavedValue,
 )
 from remat.planner.regions import Application, Record
-from remat.planner.rewrite import Decisions, flattened
+from remat.planner.rewrite import flattened
 from remat.planner.search import Effort, search
 from remat.planner.step import Step, Traced, check_step
 from remat.planner.step_decisions import whole_step_plan
+from remat.planner.whole_step import StepDecisions
 from remat.program.compiled import Memory, OutOfMemory
 from remat.program.costs import Costs, Roofline, find_costs, slowdowns
 from remat.program.from_jaxpr import n_bytes, type_text
@@ -260,7 +261,7 @@ class _Search:
         """Search for decisions about the flat program of a step without regions."""
         compiled: list[_Candidate] = []
 
-        def compile_one(decisions: Decisions, expected_bytes: int) -> int:
+        def compile_one(decisions: StepDecisions, expected_bytes: int) -> int:
             found = self._compile(
                 Choice({}, {}, 0, 0.0, 0.0, whole_step=decisions),
                 self.fixed_bytes + expected_bytes,
@@ -283,8 +284,8 @@ class _Search:
 
     @functools.cached_property
     def _step_model(self) -> StepModel:
-        program = program_of_flat(self._flat, self.unplanned.shards(), slowdowns(self.costs))
-        return StepModel(program, self.costs.seconds)
+        shards = self.unplanned.shards()
+        return StepModel(self._flat, self.costs.seconds, shards, slowdowns(self.costs))
 
     @functools.cached_property
     def _flat(self) -> _jax.Jaxpr:

@@ -246,6 +246,34 @@ class Recomputation(_Checked):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ScanPlan(_Checked):
+    """What a forward scan keeps for the backward scan that belongs to it.
+
+    Args:
+      id: the places of the two scans in the program.
+      saved: the values of a step that are kept: places among the variables of both bodies together.
+      bytes, seconds, flops: what is kept, and the costs of recomputation, all steps together.
+      group: steps that are recomputed together; 1 for no groups.
+      groups: the number of groups; the last steps are in none. 0: as many groups as fit.
+      inner: the same for pairs of scans inside the two bodies.
+    """
+
+    id: str
+    saved: tuple[int, ...]
+    bytes: int
+    seconds: float
+    flops: float
+    group: int = 1
+    groups: int = 0
+    inner: tuple[ScanPlan, ...] = ()
+
+    def _check(self) -> None:
+        _once(self.saved, "saved", lambda n: f"value {n} is listed twice")
+        if self.group < 1:
+            raise _field_error("group must be at least 1 step.", "group")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class WholeStep(_Checked):
     """Decisions about a step in which no function is marked by `remat.auto`.
 
@@ -254,11 +282,15 @@ class WholeStep(_Checked):
       stored: the equations whose results are stored in memory. Results of other equations are
         computed inside of the kernels that use them.
       recomputations: in the order of the program.
+      opened: whether the checkpoints in loops are written out, so that the plan decides about them.
+      loops: the decisions about pairs of scans; others stay as they are.
     """
 
     n_equations: int
     stored: tuple[int, ...]
     recomputations: tuple[Recomputation, ...]
+    opened: bool = False
+    loops: tuple[ScanPlan, ...] = ()
 
     def _check(self) -> None:
         stored = set(self.stored)
@@ -530,9 +562,10 @@ def _region_text(region: dict[str, Any]) -> str:
 
 
 def _whole_step_text(whole: dict[str, Any]) -> str:
-    items = [_text(item) for item in whole.pop("recomputations")]
+    lists = {key: [_text(item) for item in whole.pop(key)] for key in ("recomputations", "loops")}
     head = _text(whole).removesuffix("}")
-    return f'{head},\n   "recomputations": {_list_text(items, "   ")}}}'
+    lines = [f"   {_text(key)}: {_list_text(items, '   ')}" for key, items in lists.items()]
+    return ",\n".join([head, *lines]) + "}"
 
 
 def _list_text(items: Sequence[str], indent: str) -> str:
@@ -758,6 +791,13 @@ def _explained_whole_step(whole: WholeStep) -> Iterable[str]:
         f"The step stores the results of {len(whole.stored)} of its {whole.n_equations} equations and "
         f"computes {n_again} again, in {len(whole.recomputations)} places"
     )
+    for loop in whole.loops[:_MOST_GROUPS]:
+        groups_text = f", in groups of {loop.group} steps" if loop.group > 1 else ""
+        yield (
+            f"  loop {printable(loop.id)} keeps {len(loop.saved)} values of a step "
+            f"({format_bytes(loop.bytes)} in all{groups_text}), recomputes "
+            f"{format_flops(loop.flops)}"
+        )
     for recomputation in whole.recomputations[:_MOST_SEGMENTS]:
         yield (
             f"  before equation {recomputation.before} ({printable(recomputation.source)}): "

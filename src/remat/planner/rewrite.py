@@ -104,8 +104,8 @@ def _body_of_call(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
     return None if getattr(body, "consts", None) else _jax.open_jaxpr(body)
 
 
-def following(step: Callable, decide: Callable[[_jax.Jaxpr], Decisions]) -> Callable:
-    """Return the step as a function that follows decisions about its flat jaxpr.
+def following(step: Callable, change: Callable[[_jax.Jaxpr], _jax.Jaxpr]) -> Callable:
+    """Return the step as a function that runs what `change` makes of its flat jaxpr.
 
     Call it under `jax.jit` only: arguments that are not traced there are static.
     """
@@ -125,7 +125,7 @@ def following(step: Callable, decide: Callable[[_jax.Jaxpr], Decisions]) -> Call
         arrays = [leaves[i] for i in traced]
         jaxpr, consts, out = _jax.trace_call(of_traced, *arrays)
         flat = flattened(jaxpr)
-        results = _jax.eval_jaxpr(rewritten(flat, decide(flat)), (), *consts, *arrays)
+        results = _jax.eval_jaxpr(change(flat), (), *consts, *arrays)
         return jax.tree.unflatten(jax.tree.structure(out), results)
 
     return run

@@ -19,7 +19,8 @@ from remat.ir.fingerprint import fingerprint
 from remat.ir.flops import flops_of
 from remat.planner.emit import inlined
 from remat.planner.regions import Application, Session, session_context
-from remat.planner.rewrite import Decisions, following
+from remat.planner.rewrite import following
+from remat.planner.whole_step import StepDecisions, applied
 from remat.program.compiled import Memory, OutOfMemory, compile_for_analysis
 from remat.program.targets import Target, n_shards, place
 
@@ -89,9 +90,11 @@ class Step:
 
         return self._trace(self.fun, session)
 
-    def trace_following(self, decisions: Decisions) -> Traced:
+    def trace_following(self, decisions: StepDecisions) -> Traced:
         """Trace a step without regions as one that follows decisions about its flat program."""
-        return self._trace(following(self.fun, lambda _: decisions), Application({}))
+        return self._trace(
+            following(self.fun, lambda flat: applied(flat, decisions)), Application({})
+        )
 
     def _trace(self, fun: Callable, session: Session) -> Traced:
         # A new function each time, since JAX caches traces by function.

@@ -43,7 +43,7 @@ def prices(options: Sequence[HasCost]) -> list[float]:
     """Return one price per byte for each vertex of the hull, ascending, at which it is the best option."""
     slopes = [
         (few.seconds - many.seconds) / max(1, many.bytes - few.bytes)
-        for few, many in itertools.pairwise(_lower_hull(options))
+        for few, many in itertools.pairwise(lower_hull(options))
     ]
     ascending = sorted(slopes)
     between = [math.sqrt(a * b) if a > 0 else b / 2 for a, b in itertools.pairwise(ascending)]
@@ -108,9 +108,10 @@ def seconds_of(program: Program, op: Op, price: Price) -> float:
     return seconds * op.slowdown * share
 
 
-def _lower_hull(options: Sequence[HasCost]) -> list[HasCost]:
+def lower_hull(options: Sequence[T]) -> list[T]:
+    """Return the options on the lower hull of (bytes, seconds), by ascending bytes."""
     ordered = sorted(options, key=lambda o: (o.bytes, o.seconds))
-    kept: list[HasCost] = []
+    kept: list[T] = []
     for option in ordered:
         if kept and option.seconds >= kept[-1].seconds:
             continue

@@ -1,0 +1,54 @@
+"""Decisions about a whole step, and the program that follows them.
+
+The step is one flat jaxpr. First its loops are rewritten: what their forward halves keep for the backward
+ones, and whether the user's own checkpoints in them are opened (`scan_pairs`). Then what is outside of
+loops is computed again where the decisions say so (`rewrite`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from remat import _jax
+from remat.planner import scan_pairs
+from remat.planner.rewrite import Decisions, rewritten
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopDecisions:
+    """What a step's loops keep.
+
+    Args:
+      opened: whether the checkpoints in loops are written out first.
+      choices: options by the ids of pairs of scans; other pairs stay as they are.
+    """
+
+    opened: bool = False
+    choices: tuple[tuple[str, scan_pairs.ScanOption], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class StepDecisions:
+    """Decisions about a whole step: about its loops, and then about the program outside of them."""
+
+    loops: LoopDecisions
+    outside: Decisions
+
+
+def with_loops(flat: _jax.Jaxpr, loops: LoopDecisions) -> _jax.Jaxpr:
+    """Return a flat step whose loops do as decided.
+
+    Raises:
+      PlanError: the program has no such loops.
+    """
+    source = scan_pairs.opened(flat) if loops.opened else flat
+    return scan_pairs.rewrite(source, dict(loops.choices)) if loops.choices else source
+
+
+def applied(flat: _jax.Jaxpr, decisions: StepDecisions) -> _jax.Jaxpr:
+    """Return a flat step that follows the decisions.
+
+    Raises:
+      PlanError: the program has no such loops.
+    """
+    return rewritten(with_loops(flat, decisions.loops), decisions.outside)
