@@ -147,8 +147,7 @@ def plan(
     """Choose what to save and recompute so that the compiler's peak is within a budget.
 
     A loss is planned as one region. In a training step remat.auto marks what may be recomputed; if
-    nothing is marked, any operation outside of loops may be. Without --budget the device's memory is
-    the budget.
+    nothing is marked, any operation may be. Without --budget the device's memory is the budget.
 
     \b
         remat plan train:problem --budget 8GiB -o plan.json

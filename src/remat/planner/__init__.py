@@ -8,8 +8,10 @@ In the order in which data flows:
     bodies       the options of a loop: what its steps save, recompute or offload
     decide       the decisions about the rest of the program, from a schedule of its graph
     levels       both together, at a price per byte
-    candidates   for steps without marked functions: a schedule of the whole step within some bytes
+    scan_pairs   what forward scans keep for backward scans, in a differentiated step
+    candidates   for steps without marked functions: loops decided, then a schedule of the whole step
     rewrite      the program that follows such a schedule
+    whole_step   both together: decisions about a step, and the program that follows them
     search       which candidates are compiled, and what the compiler's answers change
     step_decisions   decisions about a whole step, to and from a plan
     plan         `remat.plan`: the search for a plan whose compiled peak is within the budget
