@@ -51,7 +51,9 @@ def best_possible(compiler, budget):
 @pytest.mark.parametrize("budget", [150, 400, 777])
 def test_the_best_fits_and_is_near_the_best_possible(name, budget):
     compiler = COMPILERS[name]
-    best, compiled = search(Staircase(STEPS), lambda d, _: compiler(d[1]), budget, Effort(8))
+    best, compiled = search(
+        Staircase(STEPS), lambda p, _: compiler(p.model_bytes), budget, Effort(8)
+    )
     assert best in compiled and best.compiled_bytes <= budget
     assert best.compiled_bytes == compiler(best.proposal.model_bytes)
     slower = best_possible(lambda n: 1.15 * compiler(n), budget)
@@ -61,28 +63,28 @@ def test_the_best_fits_and_is_near_the_best_possible(name, budget):
 @pytest.mark.parametrize("name", COMPILERS)
 def test_no_proposal_is_compiled_twice(name):
     _, compiled = search(
-        Staircase(STEPS, ("a", "b")), lambda d, _: COMPILERS[name](d[1]), 300, Effort(10)
+        Staircase(STEPS, ("a", "b")), lambda p, _: COMPILERS[name](p.model_bytes), 300, Effort(10)
     )
     decisions = [c.proposal.decisions for c in compiled]
     assert len(set(decisions)) == len(decisions)
 
 
 def test_few_programs_are_compiled_when_the_model_is_exact():
-    best, compiled = search(Staircase(STEPS), lambda d, _: d[1], 500)
+    best, compiled = search(Staircase(STEPS), lambda p, _: p.model_bytes, 500)
     assert best.compiled_bytes == 500 and len(compiled) == 1
 
 
 def test_the_second_compilation_corrects_a_wrong_model():
-    best, compiled = search(Staircase(STEPS), lambda d, _: 2 * d[1], 500)
+    best, compiled = search(Staircase(STEPS), lambda p, _: 2 * p.model_bytes, 500)
     assert best.compiled_bytes >= 480 and len(compiled) <= 3
 
 
 def test_expected_bytes_follow_what_the_compiler_said():
     expected = []
 
-    def compiler(decisions, expected_bytes):
-        expected.append((expected_bytes, 2 * decisions[1]))
-        return 2 * decisions[1]
+    def compiler(proposal, expected_bytes):
+        expected.append((expected_bytes, 2 * proposal.model_bytes))
+        return 2 * proposal.model_bytes
 
     search(Staircase(STEPS), compiler, 500)
     assert expected[1:] and all(said == seen for said, seen in expected[1:])
@@ -92,7 +94,7 @@ def test_the_better_variant_is_returned():
     """The compiler takes twice what one of the variants says."""
     best, _ = search(
         Staircase(STEPS, ("wrong", "right")),
-        lambda d, _: d[1] if d[0] == "right" else 2 * d[1],
+        lambda p, _: p.model_bytes if p.variant == "right" else 2 * p.model_bytes,
         500,
         Effort(2, close=1.0),
     )
@@ -101,26 +103,30 @@ def test_the_better_variant_is_returned():
 
 def test_nothing_is_returned_if_nothing_fits_and_the_smallest_was_tried():
     best, compiled = search(
-        Staircase(STEPS), lambda d, _: d[1] + 1000, 500, Effort(4, max_below=20)
+        Staircase(STEPS), lambda p, _: p.model_bytes + 1000, 500, Effort(4, max_below=20)
     )
     assert best is None
     assert min(c.proposal.model_bytes for c in compiled) == STEPS[0][0]
 
 
 def test_a_model_that_is_far_off_is_followed_down():
-    best, _ = search(Staircase(STEPS), lambda d, _: d[1] + 350, 500, Effort(max_compiles=1))
+    best, _ = search(
+        Staircase(STEPS), lambda p, _: p.model_bytes + 350, 500, Effort(max_compiles=1)
+    )
     assert best is not None and best.compiled_bytes <= 500
 
 
 def test_a_budget_for_the_whole_program_ends_the_search_at_once():
-    best, compiled = search(Staircase(STEPS), lambda d, _: d[1], 2000)
+    best, compiled = search(Staircase(STEPS), lambda p, _: p.model_bytes, 2000)
     assert best.proposal.extra_seconds == 0 and len(compiled) == 1
 
 
 def test_the_compiler_is_asked_at_most_as_often_as_allowed():
     for n in range(1, 7):
         effort = Effort(max_compiles=n, max_below=0, close=1.0)
-        _, compiled = search(Staircase(STEPS), lambda d, _: COMPILERS["noisy"](d[1]), 333, effort)
+        _, compiled = search(
+            Staircase(STEPS), lambda p, _: COMPILERS["noisy"](p.model_bytes), 333, effort
+        )
         assert len(compiled) <= n
 
 
@@ -132,7 +138,7 @@ def test_answers_do_not_depend_on_earlier_questions(data):
     name = data.draw(st.sampled_from(sorted(COMPILERS)))
 
     def ask(budget):
-        return search(model, lambda d, _: COMPILERS[name](d[1]), budget)
+        return search(model, lambda p, _: COMPILERS[name](p.model_bytes), budget)
 
     alone = {budget: ask(budget) for budget in sorted(set(budgets))}
     for order in itertools.islice(itertools.permutations(budgets), 6):
@@ -150,7 +156,7 @@ def test_what_is_returned_fits_whatever_the_compiler_says(steps, factor, offset,
     n_bytes = list(itertools.accumulate(b for b, _ in steps))
     seconds = list(itertools.accumulate(s for _, s in steps))[::-1]
     model = Staircase(list(zip(n_bytes, seconds)))
-    best, compiled = search(model, lambda d, _: int(factor * d[1]) + offset, budget)
+    best, compiled = search(model, lambda p, _: int(factor * p.model_bytes) + offset, budget)
     fitting = [c for c in compiled if c.compiled_bytes <= budget]
     assert (best is None) == (not fitting)
     if best is not None:

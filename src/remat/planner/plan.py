@@ -50,10 +50,9 @@ from remat.planner.plan_file import (
 )
 from remat.planner.regions import Application, Record
 from remat.planner.rewrite import flattened
-from remat.planner.search import Effort, search
+from remat.planner.search import Effort, Proposal, search
 from remat.planner.step import Step, Traced, check_step
 from remat.planner.step_decisions import whole_step_plan
-from remat.planner.whole_step import StepDecisions
 from remat.program.compiled import Memory, OutOfMemory
 from remat.program.costs import Costs, Roofline, find_costs, slowdowns
 from remat.program.from_jaxpr import n_bytes, type_text
@@ -259,27 +258,21 @@ class _Search:
 
     def _search_whole_step(self, room: int) -> _Candidate | None:
         """Search for decisions about the flat program of a step without regions."""
-        compiled: list[_Candidate] = []
 
-        def compile_one(decisions: StepDecisions, expected_bytes: int) -> int:
-            found = self._compile(
-                Choice({}, {}, 0, 0.0, 0.0, whole_step=decisions),
-                self.fixed_bytes + expected_bytes,
+        def compiled_bytes(proposal: Proposal, expected_bytes: int) -> int:
+            choice = Choice(
+                {},
+                {},
+                proposal.model_bytes,
+                proposal.extra_seconds,
+                proposal.lower_bound_seconds,
+                whole_step=proposal.decisions,
             )
-            compiled.append(found)
+            found = self._compile(choice, self.fixed_bytes + expected_bytes)
             return max(0, found.memory.peak_bytes - self.fixed_bytes)
 
         effort = Effort(negligible_seconds=_NEGLIGIBLE_FLOPS * self.step_seconds)
-        best, attempts = search(self._step_model, compile_one, room, effort)
-        for i, attempt in enumerate(attempts):
-            proposal = attempt.proposal
-            choice = dataclasses.replace(
-                compiled[i].choice,
-                model_bytes=proposal.model_bytes,
-                extra_seconds=proposal.extra_seconds,
-                lower_bound_seconds=proposal.lower_bound_seconds,
-            )
-            self.candidates[i] = dataclasses.replace(compiled[i], choice=choice)
+        best, attempts = search(self._step_model, compiled_bytes, room, effort)
         return None if best is None else self.candidates[attempts.index(best)]
 
     @functools.cached_property

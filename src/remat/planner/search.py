@@ -58,8 +58,8 @@ class Model(Protocol):
         """Return the proposal with the fewest bytes."""
 
 
-#: `compiler(decisions, expected bytes)`: the bytes of temporaries of the compiled program.
-Compiler = Callable[[Any, int], int]
+#: `compiler(proposal, expected bytes)`: the bytes of temporaries of the compiled program.
+Compiler = Callable[[Proposal, int], int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,7 @@ def search(
     ...         return Proposal(variant, n_bytes, max(0, 100 - n_bytes), 0.0, n_bytes)
     ...     def smallest(self, variant):
     ...         return self.within(variant, 1)
-    >>> best, compiled = search(Halves(), lambda decisions, _: decisions + 10, 60)
+    >>> best, compiled = search(Halves(), lambda proposal, _: proposal.decisions + 10, 60)
     >>> best.compiled_bytes, len(compiled)
     (60, 2)
 
@@ -171,10 +171,7 @@ class _Search:
     def _propose(self, variant: str) -> Proposal | None:
         """Return a proposal to compile next; None if the variant has none that would be better."""
         aim = int(self._aim(variant) * (1 - _MARGIN * self.over[variant]))
-        try:
-            proposal = self.model.within(variant, max(aim, 0))
-        except BudgetError:
-            proposal = self.model.smallest(variant)
+        proposal = self._proposal_within(variant, aim)
         best = self._best()
         if self._is_known(proposal):
             return None
@@ -182,12 +179,19 @@ class _Search:
             return None
         return proposal
 
+    def _proposal_within(self, variant: str, aim: int) -> Proposal:
+        """Return the variant's proposal within these bytes; its smallest if there is none."""
+        try:
+            return self.model.within(variant, max(aim, 0))
+        except BudgetError:
+            return self.model.smallest(variant)
+
     def _is_known(self, proposal: Proposal) -> bool:
         return any(c.proposal.decisions == proposal.decisions for c in self.compiled)
 
     def _compile(self, proposal: Proposal) -> None:
         expected = self._expected(proposal)
-        compiled = self.compiler(proposal.decisions, expected)
+        compiled = self.compiler(proposal, expected)
         self.compiled.append(Compiled(proposal, expected, compiled))
         if compiled > self.budget:
             self.over[proposal.variant] += 1
@@ -200,10 +204,7 @@ class _Search:
                     c.proposal.model_bytes for c in self.compiled if c.proposal.variant == variant
                 ]
                 aim = int(min(_NEXT_AIM * min([self.budget, *tried]), self._aim(variant)))
-                try:
-                    proposal = self.model.within(variant, max(aim, 0))
-                except BudgetError:
-                    proposal = self.model.smallest(variant)
+                proposal = self._proposal_within(variant, aim)
                 if self._is_known(proposal):
                     break
                 self._compile(proposal)
