@@ -30,12 +30,8 @@ def inline_body(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
     return None
 
 
-_PLAIN_CALLS = frozenset(
-    (
-        *("closed_call", "core_call", "core_closed_call", "eval_jaxpr"),
-        *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
-    )
-)
+_TRANSPARENT_CALLS = frozenset(("closed_call", "core_call", "core_closed_call", "eval_jaxpr"))
+_CALLS_WITH_RULES = frozenset(("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"))
 _REGIONS = frozenset(("remat", "checkpoint", "remat2"))
 
 
@@ -44,18 +40,29 @@ def is_region(eqn: _jax.JaxprEqn) -> bool:
     return eqn.primitive.name in _REGIONS and _jax.is_jaxpr(eqn.params.get("jaxpr"))
 
 
+def transparent_call(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
+    """Return the body of a call that says nothing but what its equations say, else None.
+
+    Calls with shardings, layouts, donation or derivative rules of their own say more.
+    """
+    is_transparent = _jax.is_plain_jit(eqn) or eqn.primitive.name in _TRANSPARENT_CALLS
+    return _without_constants(eqn) if is_transparent else None
+
+
+def undifferentiated_call(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
+    """Return the body of a transparent call or of a checkpoint before differentiation, else None."""
+    is_checkpoint = is_region(eqn) and not eqn.params["differentiated"]
+    return _without_constants(eqn) if is_checkpoint else transparent_call(eqn)
+
+
 def plain_call(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
     """Return the body of a call whose equations can stand in its place, else None.
 
     These are calls that tell the compiler nothing more than their equations do, in programs that are
     not differentiated again. A checkpointed function is such a call until it is differentiated.
     """
-    is_plain = (
-        _jax.is_plain_jit(eqn)
-        or eqn.primitive.name in _PLAIN_CALLS
-        or (is_region(eqn) and not eqn.params["differentiated"])
-    )
-    return _without_constants(eqn) if is_plain else None
+    has_rules = eqn.primitive.name in _CALLS_WITH_RULES
+    return _without_constants(eqn) if has_rules else undifferentiated_call(eqn)
 
 
 def called_body(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:

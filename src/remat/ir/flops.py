@@ -66,6 +66,12 @@ def flops_of(eqn: _jax.JaxprEqn, *, transcendental: int = TRANSCENDENTAL) -> int
     return through_bodies(eqn, own)
 
 
+def flops_of_program(jaxpr: _jax.Jaxpr) -> float:
+    """Return the FLOPs of one execution of a program, without its dead code."""
+    live, _ = _jax.dce(jaxpr, [True] * len(jaxpr.outvars))
+    return float(sum(flops_of(eqn) for eqn in live.eqns))
+
+
 def bytes_moved(eqn: _jax.JaxprEqn) -> int:
     """Return the bytes that one equation reads and writes, with all that it runs, nothing fused.
 

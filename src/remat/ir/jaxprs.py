@@ -112,7 +112,7 @@ def inline_calls(jaxpr: _jax.Jaxpr, is_call: Callable[[_jax.JaxprEqn], Any]) -> 
     ) -> None:
         for eqn in body.eqns:
             outvars = [
-                wanted.get(v, v) if v in wanted or body is jaxpr else _fresh(v) for v in eqn.outvars
+                wanted.get(v, v) if v in wanted or body is jaxpr else fresh(v) for v in eqn.outvars
             ]
             inner = is_call(eqn)
             if inner is None:
@@ -149,7 +149,7 @@ def inlined(
     names: dict[_jax.Var, Atom] = dict(zip(jaxpr.invars, operands, strict=True))
     stack, eqns = _joined(None, call), []
     for eqn in jaxpr.eqns:
-        names.update((v, (called or {}).get(v) or _fresh(v)) for v in eqn.outvars)
+        names.update((v, (called or {}).get(v) or fresh(v)) for v in eqn.outvars)
         eqns.append(renamed(eqn, names, stack))
     return eqns, [look(names, v) for v in jaxpr.outvars]
 
@@ -186,7 +186,15 @@ def renamed(eqn: _jax.JaxprEqn, names: Mapping[_jax.Var, Atom], stack: Any = Non
     return eqn.replace(**changed)
 
 
-def _fresh(v: _jax.Var) -> _jax.Var:
+def last_uses(jaxpr: _jax.Jaxpr) -> dict[_jax.Var, int]:
+    """Return the place of the last equation that uses each value; the results are used after all."""
+    found = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if _jax.is_var(v)}
+    found.update((v, len(jaxpr.eqns)) for v in jaxpr.outvars if _jax.is_var(v))
+    return found
+
+
+def fresh(v: _jax.Var) -> _jax.Var:
+    """Return a new variable of the same type; a dropped one stays."""
     return v if _jax.is_dropped(v) else _jax.new_var(v.aval)
 
 

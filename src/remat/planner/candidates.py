@@ -16,23 +16,23 @@ XLA lies between the two.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
 from remat import _jax
 from remat.errors import BudgetError
-from remat.ir.flops import flops_of
+from remat.ir.flops import flops_of_program
 from remat.planner import scan_pairs
 from remat.planner.rewrite import decisions_of
 from remat.planner.search import Proposal
 from remat.planner.tradeoffs import lower_hull
 from remat.planner.whole_step import LoopDecisions, StepDecisions, with_loops
-from remat.program.from_jaxpr import ProgramWriter, Slowdown, no_slowdown
-from remat.program.fusion import Fused, Price, fuse
-from remat.program.program import Op, Program
+from remat.program.from_jaxpr import FlatWriter, Slowdown, no_slowdown
+from remat.program.fusion import Fused, Price, fuse, fuse_reusing_outputs
+from remat.program.program import Program
 from remat.solvers.grid import GridSearch
-from remat.solvers.liveness import sizes_at_peak
 from remat.solvers.simulate import no_remat
 from remat.solvers.solver import Answers, Schedule, Solver
 
@@ -49,15 +49,10 @@ def program_of_flat(
     jaxpr: _jax.Jaxpr, shards: Sequence[int] | None = None, slowdown: Slowdown = no_slowdown
 ) -> Program:
     """Return a flat jaxpr as a program with one operation for each equation, in their order."""
-    writer = _FlatWriter(slowdown)
+    writer = FlatWriter(slowdown)
     writer.enter(jaxpr.invars, shards)
     writer.write(jaxpr, "")
     return writer.program(jaxpr.outvars)
-
-
-class _FlatWriter(ProgramWriter):
-    def body_of(self, eqn: _jax.JaxprEqn) -> None:
-        return None
 
 
 class StepModel:
@@ -90,11 +85,8 @@ class StepModel:
     @functools.cached_property
     def levels(self) -> list[Level]:
         """Return the levels of the loops, the one that keeps most first."""
-        found = [
-            Level(self, loops, seconds)
-            for loops, seconds in _loop_levels(self.flat, self.price, self.shards)
-        ]
-        return found
+        found = _loop_levels(self.flat, self.price, self.shards)
+        return [Level(self, loops, seconds) for loops, seconds in found]
 
     @property
     def seconds(self) -> float:
@@ -198,17 +190,8 @@ class Level:
         return self._by_variant[variant]
 
     def _fused(self, variant: str) -> Fused:
-        program, price = self.program, self.model.price
-        fused = fuse(program, price, _any_op)
-        if variant == SEPARATE:
-            return fused
-        # The memory of a result is of use to values that fit into it and fill it at least half.
-        sizes = sizes_at_peak(fused.graph)
-        return fuse(program, price, _any_op, lambda n: any(n <= 2 * s <= 2 * n for s in sizes))
-
-
-def _any_op(_: Op) -> bool:
-    return True
+        make = fuse if variant == SEPARATE else fuse_reusing_outputs
+        return make(self.program, self.model.price, lambda _: True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -217,20 +200,20 @@ def _any_op(_: Op) -> bool:
 
 def _loop_levels(
     flat: _jax.Jaxpr, price: Price, shards: Sequence[int] | None
-) -> Iterator[tuple[LoopDecisions, float]]:
-    """Yield the decisions of all levels, and the seconds of recomputation in loops."""
+) -> list[tuple[LoopDecisions, float]]:
+    """Return the decisions of all levels, and the seconds of recomputation in loops.
+
+    The program as it is written is one of them. If the levels open its checkpoints, it stands before the
+    first level that recomputes as much, else at the start.
+    """
     source = scan_pairs.opened(flat)
     opened = source is not flat
     found = scan_pairs.pairs(source, price, shards=shards)
     as_written = sum(pair.as_written.seconds for pair in found)
     if opened:
         # The options count from nothing recomputed on, so what the user's checkpoints recompute, too.
-        extra_flops = _flops(flat) - _flops(source)
+        extra_flops = flops_of_program(flat) - flops_of_program(source)
         as_written += price(max(0.0, extra_flops), 0, "float32") - price(0.0, 0, "float32")
-    if not opened:
-        yield LoopDecisions(), as_written
-    if not found:
-        return
     chosen = {pair.id: _fastest(pair.options) for pair in found}
     changes = sorted(
         (slope, i, k, option)
@@ -238,26 +221,18 @@ def _loop_levels(
         for k, (slope, option) in enumerate(_changes(pair.options))
     )
     stride = max(1, -(-len(changes) // _MAX_LEVELS))
-    given_written = not opened
+    levels: list[tuple[LoopDecisions, float]] = []
     for n in range(len(changes) + 1):
-        if n % stride == 0 or n == len(changes):
+        is_as_written = not opened and all(chosen[pair.id] == pair.as_written for pair in found)
+        if (n % stride == 0 or n == len(changes)) and not is_as_written:
             seconds = sum(option.seconds for option in chosen.values())
-            if not given_written and seconds >= as_written:
-                # The checkpoints as the user wrote them stand beside what costs as much.
-                yield LoopDecisions(), as_written
-                given_written = True
-            same = not opened and all(chosen[p.id] == p.as_written for p in found)
-            if not same:
-                yield LoopDecisions(opened, tuple(sorted(chosen.items()))), seconds
+            levels.append((LoopDecisions(opened, tuple(sorted(chosen.items()))), seconds))
         if n < len(changes):
-            chosen[found[changes[n][1]].id] = changes[n][3]
-    if not given_written:
-        yield LoopDecisions(), as_written
-
-
-def _flops(jaxpr: _jax.Jaxpr) -> float:
-    live, _ = _jax.dce(jaxpr, [True] * len(jaxpr.outvars))
-    return float(sum(flops_of(eqn) for eqn in live.eqns))
+            _, i, _, option = changes[n]
+            chosen[found[i].id] = option
+    at = bisect.bisect_left([s for _, s in levels], as_written) if opened else 0
+    levels.insert(at, (LoopDecisions(), as_written))
+    return levels
 
 
 def _fastest(options: Sequence[scan_pairs.ScanOption]) -> scan_pairs.ScanOption:

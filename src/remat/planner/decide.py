@@ -12,10 +12,9 @@ from collections.abc import Iterable
 
 from remat.planner.decisions import RegionDecision
 from remat.planner.plan_file import PlanSegment
-from remat.program.fusion import Fused, Price, fuse
+from remat.program.fusion import Fused, Price, fuse, fuse_reusing_outputs
 from remat.program.program import Op, Program
 from remat.solvers.grid import GridSearch
-from remat.solvers.liveness import sizes_at_peak
 from remat.solvers.simulate import Step, no_remat
 from remat.solvers.solver import Schedule
 
@@ -57,13 +56,8 @@ class Problem:
     ) -> None:
         self.program = program
         self.regions = tuple(regions)
-        self.fused: Fused = fuse(program, price, self._may_repeat)
-        if reuses_outputs:
-            # An output buffer is reused by values that fit into it and fill at least half of it.
-            sizes = sizes_at_peak(self.fused.graph)
-            self.fused = fuse(
-                program, price, self._may_repeat, lambda n: any(n <= 2 * s <= 2 * n for s in sizes)
-            )
+        make = fuse_reusing_outputs if reuses_outputs else fuse
+        self.fused: Fused = make(program, price, self._may_repeat)
         self._schedules = GridSearch().answers(self.fused.graph, self.fused.once)
         self.peak_bytes = no_remat(self.fused.graph).peak_bytes - self.fused.reused_bytes
 

@@ -32,7 +32,7 @@ from typing import Any
 
 from remat import _jax
 from remat.ir import jaxprs
-from remat.ir.equations import is_fusible
+from remat.ir.equations import is_fusible, undifferentiated_call
 from remat.ir.fingerprint import fingerprint
 from remat.ir.split import results_and_residuals, split, without_unused
 from remat.planner.decisions import RegionDecision
@@ -42,7 +42,7 @@ from remat.transform.primitive import linear_equation, region_equation
 
 
 def save_everything(region: Linearized) -> RegionDecision:
-    """The decision of who leaves a region as JAX would have it."""
+    """Return the decision that saves every residual, as plain JAX does."""
     number = region.numbering.number
     return RegionDecision(tuple(sorted(number[v] for v in region.residuals if v in number)), (), "")
 
@@ -114,7 +114,7 @@ class Linearized:
 
 def inlined(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     """A region's program with calls written out; who plans it decides about checkpoints in it too."""
-    return jaxprs.inline_calls(jaxpr, _body_of_call)
+    return jaxprs.inline_calls(jaxpr, undifferentiated_call)
 
 
 def without_copies(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
@@ -153,23 +153,6 @@ def _handed_through(eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> Iterable[tuple[_jax
             yield result, operands[k]
         elif k >= n_carry and _jax.is_var(out) and out in of_step:
             yield result, of_step[out]
-
-
-_CALLS = frozenset({"closed_call", "core_call", "core_closed_call", "eval_jaxpr"})
-_REGIONS = frozenset({"checkpoint", "remat", "remat2"})
-
-
-def _body_of_call(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
-    name = eqn.primitive.name
-    if _jax.is_plain_jit(eqn):
-        body = eqn.params["jaxpr"]
-    elif name in _CALLS:
-        body = eqn.params["call_jaxpr"]
-    elif name in _REGIONS and not eqn.params["differentiated"]:
-        body = eqn.params["jaxpr"]
-    else:
-        return None
-    return None if getattr(body, "consts", None) else _jax.open_jaxpr(body)
 
 
 # The same jaxprs each time, since JAX lowers each jaxpr object once.

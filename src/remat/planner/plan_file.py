@@ -546,7 +546,9 @@ def _written(plan: Plan) -> str:
     whole = fields.pop("whole_step")
     lines = [f" {_text(key)}: {_text(value)}" for key, value in (head | fields).items()]
     if whole is not None:
-        lines.append(f" {_text('whole_step')}: {_whole_step_text(whole)}")
+        lines.append(
+            f" {_text('whole_step')}: {_text_with_lists(whole, ('recomputations', 'loops'))}"
+        )
     lines += [f" {_text(key)}: {_list_text(items, ' ')}" for key, items in lists.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
@@ -555,15 +557,13 @@ def _region_text(region: dict[str, Any]) -> str:
     keys = ["saved", "segments", "offloaded_inputs"]
     if not region["offloaded_inputs"]:
         del region[keys.pop()]
-    lists = {key: [_text(item) for item in region.pop(key)] for key in keys}
-    head = _text(region).removesuffix("}")
-    lines = [f"   {_text(key)}: {_list_text(items, '   ')}" for key, items in lists.items()]
-    return ",\n".join([head, *lines]) + "}"
+    return _text_with_lists(region, keys)
 
 
-def _whole_step_text(whole: dict[str, Any]) -> str:
-    lists = {key: [_text(item) for item in whole.pop(key)] for key in ("recomputations", "loops")}
-    head = _text(whole).removesuffix("}")
+def _text_with_lists(fields: dict[str, Any], keys: Iterable[str]) -> str:
+    """Return a JSON object on one line, but for the lists of these keys, with one item per line."""
+    lists = {key: [_text(item) for item in fields.pop(key)] for key in keys}
+    head = _text(fields).removesuffix("}")
     lines = [f"   {_text(key)}: {_list_text(items, '   ')}" for key, items in lists.items()]
     return ",\n".join([head, *lines]) + "}"
 

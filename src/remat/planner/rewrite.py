@@ -26,6 +26,7 @@ import jax
 
 from remat import _jax
 from remat.ir import jaxprs
+from remat.ir.equations import transparent_call
 from remat.program.fusion import Fused
 from remat.program.program import Program
 from remat.solvers.simulate import Step
@@ -89,19 +90,9 @@ def flattened(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     Calls with shardings, layouts or donation of their own, checkpoints and functions with derivative
     rules stay single equations.
     """
-    flat = jaxprs.inline_calls(jaxpr, _body_of_call)
+    flat = jaxprs.inline_calls(jaxpr, transparent_call)
     alive, _ = _jax.dce(flat, [True] * len(flat.outvars), keep=[True] * len(flat.invars))
     return alive
-
-
-def _body_of_call(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
-    if _jax.is_plain_jit(eqn):
-        body = eqn.params["jaxpr"]
-    elif eqn.primitive.name in ("closed_call", "core_call"):
-        body = eqn.params["call_jaxpr"]
-    else:
-        return None
-    return None if getattr(body, "consts", None) else _jax.open_jaxpr(body)
 
 
 def following(step: Callable, change: Callable[[_jax.Jaxpr], _jax.Jaxpr]) -> Callable:
@@ -151,7 +142,7 @@ class _Writer:
         self.stored = decisions.stored
         self.bursts = {burst.before: burst.again for burst in decisions.bursts}
         self.producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-        self.last_use = _last_uses(jaxpr)
+        self.last_use = jaxprs.last_uses(jaxpr)
         self.results = self._results_through_views()
         self.eqns: list[_jax.JaxprEqn] = []
         #: The variable that has the latest computation of each stored value.
@@ -252,22 +243,19 @@ class _Writer:
         passed = self._trigger(start, unit.inputs)
         if passed is not None:
             unit.take(passed)
-        names = {v: _jax.new_var(v.aval) for v in unit.inputs}
-        body_eqns = [jaxprs.renamed(eqn, names) for eqn in unit.eqns]
-        made = dict(unit.local)
-        results = [*made.values(), *([] if passed is None else [passed])]
-        body_outs = [names.get(v, v) for v in results]
+        operands = list(unit.inputs)
+        results = [*unit.local.values(), *([] if passed is None else [passed])]
         outvars = [_jax.new_var(v.aval) for v in results]
-        body = _jax.jaxpr_of([names[v] for v in unit.inputs], body_outs, body_eqns, self.jaxpr)
-        like = self.jaxpr.eqns[min(start, len(self.jaxpr.eqns) - 1)]
+        body = _jax.jaxpr_of(operands, results, unit.eqns, self.jaxpr)
+        like = self.jaxpr.eqns[start]
         self.eqns.append(
             region_equation(
-                list(unit.inputs), outvars, body, like=like, differentiated=True, prevent_cse=True
+                operands, outvars, body, like=like, differentiated=True, prevent_cse=True
             )
         )
-        latest = max([unit.last, *(self.latest.get(v, -1) for v in unit.inputs)], default=start)
+        latest = max([unit.last, *(self.latest.get(v, -1) for v in operands)])
         self.latest.update((v, latest) for v in outvars)
-        self.current.update(zip(made, outvars))
+        self.current.update(zip(unit.local, outvars))
         if passed is not None:
             for v, now in self.current.items():
                 if now is passed:
@@ -361,12 +349,5 @@ class _Unit:
 def _copy(eqn: _jax.JaxprEqn, operands: Sequence[Any]) -> tuple[_jax.JaxprEqn, list[_jax.Var]]:
     # Effects name the refs that they read and write, so refs keep their variables.
     keeps = bool(eqn.effects)
-    outs = [v if keeps or _jax.is_dropped(v) else _jax.new_var(v.aval) for v in eqn.outvars]
+    outs = [v if keeps else jaxprs.fresh(v) for v in eqn.outvars]
     return eqn.replace(invars=list(operands), outvars=outs), outs
-
-
-def _last_uses(jaxpr: _jax.Jaxpr) -> dict[_jax.Var, int]:
-    """Return the number of the last equation that uses each value; the results are used at the end."""
-    found = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if _jax.is_var(v)}
-    found.update((v, len(jaxpr.eqns)) for v in jaxpr.outvars if _jax.is_var(v))
-    return found

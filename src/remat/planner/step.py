@@ -16,7 +16,7 @@ import jax
 from remat import _jax
 from remat.errors import PlanError
 from remat.ir.fingerprint import fingerprint
-from remat.ir.flops import flops_of
+from remat.ir.flops import flops_of_program
 from remat.planner.emit import inlined
 from remat.planner.regions import Application, Session, session_context
 from remat.planner.rewrite import following
@@ -58,8 +58,7 @@ class Traced:
 
     def flops(self) -> float:
         """Return the FLOPs of one execution, without dead code and with recomputation."""
-        live, _ = _jax.dce(self.jaxpr, [True] * len(self.jaxpr.outvars))
-        return float(sum(flops_of(eqn) for eqn in live.eqns))
+        return flops_of_program(self.jaxpr)
 
 
 class Step:

@@ -48,7 +48,7 @@ def decisions_of_plan(whole: WholeStep, flat: _jax.Jaxpr) -> StepDecisions:
         )
     for recomputation in whole.recomputations:
         for i in recomputation.again:
-            if flat.eqns[i].effects or not is_repeatable(flat.eqns[i]):
+            if not is_repeatable(flat.eqns[i]):
                 raise PlanError(
                     f"the plan computes equation {i} again ({_described(flat.eqns[i])}), but "
                     "computing it again has other effects or gives another result. Remove its number "

@@ -177,6 +177,13 @@ class ProgramWriter:
         )
 
 
+class FlatWriter(ProgramWriter):
+    """Writes each equation as one operation, calls too."""
+
+    def body_of(self, eqn: _jax.JaxprEqn) -> None:
+        return None
+
+
 def result_shards(v: _jax.Var, shards: int) -> int:
     """Return the shard count of a result; values of fewer bytes than shards are replicated."""
     return shards if n_bytes(v.aval) >= shards else 1

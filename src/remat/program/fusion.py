@@ -28,6 +28,7 @@ from collections.abc import Callable
 from remat.ir.operations import FUSIBLE, Fusion
 from remat.program.program import Op, Program
 from remat.solvers.graph import Graph, Node
+from remat.solvers.liveness import sizes_at_peak
 
 #: `seconds(flops, bytes moved, dtype)` of one kernel.
 Price = Callable[[float, int, str], float]
@@ -75,6 +76,16 @@ def fuse(
         such values are written.
     """
     return _Fusion(program, price, may_repeat, duplicates).result(reuses)
+
+
+def fuse_reusing_outputs(program: Program, price: Price, may_repeat: Callable[[Op], bool]) -> Fused:
+    """Return the graph if values use the buffers of outputs until these are computed.
+
+    A buffer is of use to values that are live at the peak, fit into it and fill at least half of it.
+    The arguments are those of `fuse`.
+    """
+    sizes = sizes_at_peak(fuse(program, price, may_repeat).graph)
+    return fuse(program, price, may_repeat, lambda n: any(n <= 2 * s <= 2 * n for s in sizes))
 
 
 class _Fusion:

@@ -97,7 +97,7 @@ def in_pairs(
 
 
 def _is_loop(eqn: _jax.JaxprEqn) -> bool:
-    # A symbolic length is no int.
+    # A symbolic length is not an int.
     return _jax.scan_body(eqn) is not None and isinstance(eqn.params["length"], int)
 
 
@@ -134,7 +134,7 @@ def _readers(jaxpr: _jax.Jaxpr) -> dict[_jax.Var, set[int]]:
 
 
 def size_of(aval: Any) -> int:
-    """Return the bytes of a type, on all devices; 0 for what is no array."""
+    """Return the bytes of a type, on all devices; 0 for types other than arrays."""
     return int(getattr(aval, "size", 0)) * _jax.itemsize_bytes(aval) if _jax.is_array(aval) else 0
 
 
@@ -183,32 +183,32 @@ class Joint:
 
     @property
     def carry_results(self) -> Sequence[Any]:
-        """F's carry after a step."""
+        """Return F's carry after a step."""
         return self.jaxpr.outvars[: len(self.carry)]
 
     @property
     def results(self) -> Sequence[Any]:
-        """F's results that remain whatever is decided."""
+        """Return F's results that remain whatever is decided."""
         return self.jaxpr.outvars[: self.n_results]
 
     @property
     def own_results(self) -> Sequence[Any]:
-        """B's results."""
+        """Return B's results."""
         return self.jaxpr.outvars[self.n_results :]
 
     @functools.cached_property
     def variables(self) -> list[_jax.Var]:
-        """The program's variables in order; options refer to them by their places here."""
+        """Return the program's variables in order; options refer to them by their places here."""
         return [*self.jaxpr.invars, *(v for eqn in self.jaxpr.eqns for v in eqn.outvars)]
 
     @functools.cached_property
     def number(self) -> dict[_jax.Var, int]:
-        """The place of each variable among them."""
+        """Return the place of each variable among them."""
         return {v: i for i, v in enumerate(self.variables)}
 
     @functools.cached_property
     def late(self) -> list[_jax.JaxprEqn]:
-        """The equations that depend on B's own inputs, or must be computed where B computes them."""
+        """Return the equations that depend on B's own inputs, or must be computed where B computes them."""
         of_backward = {*self.own_consts, *self.own_carry, *self.own_xs}
         found = []
         for eqn in self.jaxpr.eqns[self.n_forward :]:
@@ -219,13 +219,13 @@ class Joint:
 
     @functools.cached_property
     def known(self) -> list[_jax.JaxprEqn]:
-        """The other equations, in order."""
+        """Return the other equations, in order."""
         late = set(map(id, self.late))
         return [eqn for eqn in self.jaxpr.eqns if id(eqn) not in late]
 
     @functools.cached_property
     def needed(self) -> list[_jax.Var]:
-        """The known values that late equations and B's results need, constants and slices too."""
+        """Return the known values that late equations and B's results need, constants and slices too."""
         own = {*self.own_consts, *self.own_carry, *self.own_xs}
         own.update(v for eqn in self.late for v in eqn.outvars)
         uses = (*(v for eqn in self.late for v in eqn.invars), *self.own_results)
@@ -233,7 +233,7 @@ class Joint:
 
     @functools.cached_property
     def constant(self) -> list[_jax.JaxprEqn]:
-        """The known equations that compute the same in all steps, inside of kernels that read it."""
+        """Return the known equations that compute the same in all steps, inside of kernels that read it."""
         varies = {*self.carry, *self.xs}
         found = []
         for eqn in self.known:
@@ -245,7 +245,7 @@ class Joint:
 
     @functools.cached_property
     def at_hand(self) -> frozenset[_jax.Var]:
-        """The known values that a step of B can read whatever is decided."""
+        """Return the known values that a step of B can read whatever is decided."""
         return frozenset((*self.consts, *self.xs, *self.stacked))
 
     def closure(

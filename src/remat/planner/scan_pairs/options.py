@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from remat import _jax
+from remat.ir import jaxprs
 from remat.ir.flops import WHILE_TRIPS
 from remat.planner.scan_pairs.emission import Emitted
 from remat.planner.scan_pairs.joint import (
@@ -44,7 +45,7 @@ from remat.planner.tradeoffs import (
     thinned,
     undominated,
 )
-from remat.program.from_jaxpr import ProgramWriter, joined, n_bytes
+from remat.program.from_jaxpr import FlatWriter, ProgramWriter, joined, n_bytes
 from remat.program.fusion import Price
 from remat.solvers.mincut import Cut, CutProblem, between, hull
 
@@ -104,13 +105,6 @@ def pairs(
 # Costs
 
 
-class _Writer(ProgramWriter):
-    """Writes each equation as one operation."""
-
-    def body_of(self, eqn: _jax.JaxprEqn) -> None:
-        return None
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Scope:
     """A program with the bytes of its values and the cost of its equations.
@@ -135,7 +129,7 @@ class _Scope:
         shards: Sequence[int] | None,
         free: Iterable[_jax.Var] | None = None,
     ) -> _Scope:
-        writer = _Writer()
+        writer = FlatWriter()
         writer.enter(jaxpr.invars, shards)
         writer.enter(jaxpr.constvars, None)
         writer.write(jaxpr, "")
@@ -174,18 +168,12 @@ class _Scope:
         # The test of a while loop takes other operands than the last ones; it has no pairs.
         return _Scope.of(body, self.price, sharded if len(sharded) == len(body.invars) else None)
 
-    def last_use(self, v: _jax.Var) -> float:
-        if v in self._results:
-            return math.inf
+    def last_use(self, v: _jax.Var) -> int:
         return self._last_uses.get(v, -1)
 
     @functools.cached_property
-    def _results(self) -> frozenset[_jax.Var]:
-        return frozenset(v for v in self.jaxpr.outvars if _jax.is_var(v))
-
-    @functools.cached_property
     def _last_uses(self) -> dict[_jax.Var, int]:
-        return {v: i for i, eqn in enumerate(self.jaxpr.eqns) for v in eqn.invars if _jax.is_var(v)}
+        return jaxprs.last_uses(self.jaxpr)
 
 
 # --------------------------------------------------------------------------------------------------

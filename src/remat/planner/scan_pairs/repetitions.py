@@ -98,7 +98,7 @@ def step_of(eqn: _jax.JaxprEqn) -> _jax.Jaxpr:
     names: dict[_jax.Var, Any] = {v: _jax.new_var(v.aval) for v in body.invars}
     eqns = []
     for inner in body.eqns:
-        names.update((v, _fresh(v)) for v in inner.outvars)
+        names.update((v, jaxprs.fresh(v)) for v in inner.outvars)
         eqns.append(jaxprs.renamed(inner, names))
     return _jax.rebuild(
         body,
@@ -106,10 +106,6 @@ def step_of(eqn: _jax.JaxprEqn) -> _jax.Jaxpr:
         outvars=[jaxprs.look(names, v) for v in body.outvars],
         eqns=eqns,
     )
-
-
-def _fresh(v: _jax.Var) -> _jax.Var:
-    return v if _jax.is_dropped(v) else _jax.new_var(v.aval)
 
 
 # --------------------------------------------------------------------------------------------------
