@@ -11,8 +11,10 @@ of which again calls only L of some loop, so that they close under differentiati
     d/dx of J(x)ᵀ·w   in direction v is the gradient with respect to x of ⟨w, J(x)·v⟩, which is
                   reverse mode of L₁. It is linear in v, and its transpose is the same expression
                   with the roles of v and of the gradient swapped (second derivatives commute).
-                  The transpose is right whatever rules the body has; the map itself needs that
-                  they are derivatives.
+                  The transpose is right whatever rules the body has. The map itself needs that
+                  they are derivatives, which a rule of `jax.custom_jvp` need not be: where the
+                  body has one, the backward loop is differentiated forward instead (the next
+                  derivative of that takes the rules for derivatives again).
 
 The last rule is what makes reverse-over-reverse work although the backward loop itself, with its
 data-dependent trip counts, cannot be differentiated in reverse. All loops use the same number of
@@ -45,6 +47,7 @@ from remat.loops.forward import (
     push,
     refused,
     surely_has_forward_mode,
+    uses_custom_jvp,
     uses_custom_vjp,
 )
 from remat.loops.linear import LinearMap, align, linear_call
@@ -134,12 +137,13 @@ def _tangents(
 
 
 def _with_forward_rules(loop: Loop) -> tuple[Loop, Arrays]:
-    """Return L with forward rules of `jax.custom_vjp` inlined, and its new leading constants.
+    """Return L with the rules of its functions for values inlined, and its new leading constants.
 
-    As in JAX, a function with a `jax.custom_vjp` is its forward rule there, and what differentiates
-    the derivative once more differentiates this rule.
+    As in JAX, a function with a `jax.custom_vjp` is its forward rule there, and one with a
+    `jax.custom_jvp` is what its rule returns as the value. What differentiates the derivative once
+    more differentiates these.
     """
-    if not uses_custom_vjp(loop.body):
+    if not (uses_custom_vjp(loop.body) or uses_custom_jvp(loop.body)):
         return loop, []
     types = _jax.in_avals(loop.body)
     mask = tuple(_jax.has_tangent(t) for t in types)
@@ -208,6 +212,11 @@ def _derivative_map(loop: Loop, mask: Mask, held_tree: TreeDef) -> LinearMap:
         w_moved = any(d is not None for d in d_w)
         d_w = [jnp.zeros_like(a) if d is None else d for a, d in zip(w, d_w)]
         cotangents = merge([None] * len(out_mask), out_mask, w)
+
+        def moved_transpose(residuals: Arrays, v: Arrays) -> Arrays:
+            w = merge([None] * len(out_mask), out_mask, residuals[n_inputs:])
+            return _moved_transpose(loop, moved, mask, residuals[:n_inputs], v, w, [None] * len(w))
+
         either = tuple(a or b for a, b in zip(moved, mask))
         if not _derivative_has_forward_mode(loop, either, x, select(x, either)):
             moving = _moving_map(loop, moved, mask, out_mask)
@@ -216,9 +225,10 @@ def _derivative_map(loop: Loop, mask: Mask, held_tree: TreeDef) -> LinearMap:
         if w_moved:
             total = linear_call(linear_map.T, residuals, d_w)
         if any(moved):
-            found = linear_call(
-                _hessian_map(loop, moved, mask, cotangents), [*x, *w], select(d_x, moved)
-            )
+            second = _hessian_map(loop, moved, mask, cotangents)
+            if uses_custom_jvp(loop.body):
+                second = dataclasses.replace(second, apply=moved_transpose)
+            found = linear_call(second, [*x, *w], select(d_x, moved))
             total = [a + b for a, b in zip(total, found)]
         return total
 

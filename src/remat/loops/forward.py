@@ -23,6 +23,7 @@ from remat import _jax
 from remat.aliases import Array, Arrays, Atom, Aval, AxisData, Dim, Eqn, JaxprLike, PyTree
 from remat.errors import ForwardModeError
 from remat.ir import jaxprs
+from remat.loops.linear import align_p
 
 _NOT_DEFINED = (
     "the body of a loop of remat calls a function with a jax.custom_vjp, and forward mode (jax.jvp, "
@@ -89,6 +90,13 @@ def surely_has_forward_mode(body: _jax.Jaxpr) -> bool:
 def uses_custom_vjp(jaxpr: _jax.Jaxpr) -> bool:
     """Return whether a jaxpr calls a function with a `jax.custom_vjp`, however deep."""
     return any(e.primitive.name.startswith("custom_vjp_call") for e in jaxprs.equations(jaxpr))
+
+
+def uses_custom_jvp(jaxpr: Any) -> bool:
+    """Return whether a jaxpr calls a function with a `jax.custom_jvp` that is no loop of this library."""
+    found = (e for e in jaxprs.equations(jaxpr) if e.primitive.name == "custom_jvp_call")
+    bodies = (_jax.open_jaxpr(body) for e in found for body in _jax.jaxprs_of(e))
+    return any(all(e.primitive is not align_p for e in body.eqns) for body in bodies)
 
 
 def _refuse(*_: Any, **__: Any) -> Any:
