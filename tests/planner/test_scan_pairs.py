@@ -231,7 +231,7 @@ def test_groups_in_a_shard_map_change_no_bit():
 
 @pytest.mark.parametrize("length", [17, 20])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_groups_of_a_part_of_the_steps_change_no_bit(length, reverse):
+def test_two_loops_in_place_of_one_change_no_bit(length, reverse):
     def loss(w, v, x):
         def body(carry, w):
             i, c = carry
@@ -245,12 +245,13 @@ def test_groups_of_a_part_of_the_steps_change_no_bit(length, reverse):
     jaxpr, args = flat(jax.value_and_grad(loss, (0, 1), has_aux=True), w, W[0], X)
     expected = results(jaxpr, args)
     (pair,) = pairs(jaxpr, price)
-    in_groups = [o for o in pair.options if o.group * o.groups]
-    for option in (in_groups[0], in_groups[-1]):
+    in_groups = [o for o in pair.options if o.group > 1 and o.groups]
+    mixed = [o for o in pair.options if o.rest is not None]
+    for option in (in_groups[0], in_groups[-1], mixed[0], mixed[-1]):
         changed = rewrite(jaxpr, {pair.id: option})
         assert_equal(results(changed, args), expected)
         assert option.flops == pytest.approx(
-            sum(map(flops_of, changed.eqns)) - sum(map(flops_of, jaxpr.eqns)), rel=0.1
+            sum(map(flops_of, changed.eqns)) - sum(map(flops_of, jaxpr.eqns)), rel=0.2
         )
 
 
@@ -337,7 +338,7 @@ def test_bytes_are_those_of_the_stacks():
     jaxpr, _ = flat(jax.value_and_grad(stack), W, X)
     (pair,) = pairs(jaxpr, price)
     for option in pair.options:
-        if option.group == 1:
+        if option.group == 1 and not option.groups:
             forward = scans(rewrite(jaxpr, {pair.id: option}))[0]
             assert option.bytes == sum(v.aval.size * 4 for v in forward.outvars[1:])
 
@@ -351,7 +352,8 @@ def test_flops_of_recomputation_are_those_that_the_program_gains():
     assert any(o.group > 1 for o in pair.options)
     for option in pair.options:
         gained = total(rewrite(jaxpr, {pair.id: option})) - total(jaxpr)
-        assert gained == pytest.approx(option.flops, abs=1)
+        # Two loops in place of one compute the places of their slices.
+        assert gained == pytest.approx(option.flops, abs=100 if option.groups else 1)
 
 
 def layer_with_table(c, w):

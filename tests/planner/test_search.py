@@ -71,7 +71,7 @@ def test_no_proposal_is_compiled_twice(name):
 
 def test_few_programs_are_compiled_when_the_model_is_exact():
     best, compiled = search(Staircase(STEPS), lambda p, _: p.model_bytes, 500)
-    assert best.compiled_bytes == 500 and len(compiled) == 1
+    assert best.compiled_bytes == 500 and len(compiled) <= 2
 
 
 def test_the_second_compilation_corrects_a_wrong_model():
@@ -96,7 +96,7 @@ def test_the_better_variant_is_returned():
         Staircase(STEPS, ("wrong", "right")),
         lambda p, _: p.model_bytes if p.variant == "right" else 2 * p.model_bytes,
         500,
-        Effort(2, close=1.0),
+        Effort(4, close=1.0),
     )
     assert best.proposal.extra_seconds == min(s for n, s in STEPS if n <= 500)
 
@@ -114,6 +114,30 @@ def test_a_model_that_is_far_off_is_followed_down():
         Staircase(STEPS), lambda p, _: p.model_bytes + 350, 500, Effort(max_compiles=1)
     )
     assert best is not None and best.compiled_bytes <= 500
+
+
+def test_a_near_miss_is_followed_by_a_small_step_down():
+    """Every proposal takes 1 or 3 % more than the model says: the plan fills the budget none the less."""
+    best, compiled = search(
+        Staircase(STEPS),
+        lambda p, _: int(p.model_bytes * (1.03 if p.model_bytes % 20 else 1.01)),
+        505,
+    )
+    assert best.compiled_bytes >= 0.93 * 505 and len(compiled) <= 5
+
+
+def test_a_much_better_proposal_is_tried_although_it_is_expected_to_need_a_little_more():
+    """The compiler takes 5 % less than the model says for one proposal, which costs next to nothing."""
+    steps = [(90, 100.0), (100, 1.0), (200, 0.0)]
+    best, compiled = search(
+        Staircase(steps), lambda p, _: 95 if p.model_bytes == 100 else p.model_bytes, 96
+    )
+    assert best.proposal.extra_seconds == 1.0 and len(compiled) == 2
+
+
+def test_a_refusal_compiles_the_smallest_proposal_and_no_larger_one_twice():
+    best, compiled = search(Staircase(STEPS[30:]), lambda p, _: p.model_bytes, 100)
+    assert best is None and [c.proposal.model_bytes for c in compiled] == [STEPS[30][0]]
 
 
 def test_a_budget_for_the_whole_program_ends_the_search_at_once():

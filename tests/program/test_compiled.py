@@ -73,7 +73,8 @@ def test_options_of_the_caller_are_kept():
 
     given, lowered = {"xla_disable_hlo_passes": "cse", "xla_cpu_enable_fast_math": True}, Lowered()
     compile_for_analysis(lowered, target("cpu"), compiler_options=given)
-    assert lowered.options == given | {"xla_disable_hlo_passes": "cse,rematerialization"}
+    wanted = given | {"xla_disable_hlo_passes": "cse,rematerialization"}
+    assert lowered.options.items() >= wanted.items()
     assert given["xla_disable_hlo_passes"] == "cse"
 
 

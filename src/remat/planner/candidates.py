@@ -1,17 +1,19 @@
 """Candidates for the plan of a step: what its program would keep and compute again within some bytes.
 
-The loops are decided first. From the program as it is written, or with the checkpoints in its loops
-opened, a sequence of *levels* leads to loops that keep as little as they can: from level to level one
-loop takes the next of its options, in the order of their prices per byte. The program outside of the loops
-becomes a graph of the values that its kernels write to memory (`program.fusion`); a solver schedules it,
-and the schedule is read as decisions (`rewrite`).
+The loops are decided first, and the bodies of loops and branches that are scheduled by themselves
+(`inside`). From the program as it is written, or with the checkpoints in its loops opened, a sequence of
+*levels* leads to loops that keep as little as they can: from level to level one of them takes the next of
+its options, in the order of their prices per byte. The program outside of the loops becomes a graph of the
+values that its kernels write to memory (`program.fusion`); a solver schedules it, and the schedule is read
+as decisions (`rewrite`).
 
 What a compiler makes of the program cannot be predicted exactly, so there are two variants of the model:
 
-* `separate`: the results of the step have memory of their own from the start.
-* `reusing`: other values use the memory of the results until these are computed.
+* `written`: a cheap value that several kernels need is written to memory once, unless the plan computes it
+  again. XLA for CPU does so.
+* `fused`: every kernel that needs such a value computes it for itself.
 
-XLA lies between the two.
+Compilers lie between the two.
 """
 
 from __future__ import annotations
@@ -20,39 +22,33 @@ import bisect
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 from remat import _jax
 from remat.errors import BudgetError
 from remat.ir.flops import flops_of_program
 from remat.planner import scan_pairs
+from remat.planner.inside import Body, BodyOption, bodies, program_of_flat
 from remat.planner.rewrite import decisions_of
 from remat.planner.search import Proposal
 from remat.planner.tradeoffs import lower_hull
 from remat.planner.whole_step import LoopDecisions, StepDecisions, with_loops
-from remat.program.from_jaxpr import FlatWriter, Slowdown, no_slowdown
-from remat.program.fusion import Fused, Price, fuse, fuse_reusing_outputs
+from remat.program.from_jaxpr import Slowdown, no_slowdown
+from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Program
 from remat.solvers.grid import GridSearch
 from remat.solvers.simulate import no_remat
 from remat.solvers.solver import Answers, Schedule, Solver
 
-SEPARATE, REUSING = "separate", "reusing"
+_Option: TypeAlias = scan_pairs.ScanOption | BodyOption
+
+WRITTEN, FUSED = "written", "fused"
 
 # Levels of the loops; more make the steps between them smaller and the search longer.
 _MAX_LEVELS = 64
 # Levels before the first at which the loops leave enough memory. At these the program outside of the loops
 # recomputes to make room; more of them find more.
 _LEVELS_BEFORE = 2
-
-
-def program_of_flat(
-    jaxpr: _jax.Jaxpr, shards: Sequence[int] | None = None, slowdown: Slowdown = no_slowdown
-) -> Program:
-    """Return a flat jaxpr as a program with one operation for each equation, in their order."""
-    writer = FlatWriter(slowdown)
-    writer.enter(jaxpr.invars, shards)
-    writer.write(jaxpr, "")
-    return writer.program(jaxpr.outvars)
 
 
 class StepModel:
@@ -66,7 +62,7 @@ class StepModel:
       solver: finds the schedules.
     """
 
-    variants = (SEPARATE, REUSING)
+    variants = (WRITTEN, FUSED)
 
     def __init__(
         self,
@@ -85,7 +81,7 @@ class StepModel:
     @functools.cached_property
     def levels(self) -> list[Level]:
         """Return the levels of the loops, the one that keeps most first."""
-        found = _loop_levels(self.flat, self.price, self.shards)
+        found = _loop_levels(self.flat, self.price, self.shards, self.solver)
         return [Level(self, loops, seconds) for loops, seconds in found]
 
     @property
@@ -156,7 +152,7 @@ class Level:
     @property
     def seconds(self) -> float:
         """Return the time of the program without recomputation outside of loops."""
-        return float(sum(self._solved(SEPARATE)[0].seconds.values()))
+        return float(sum(self._solved(FUSED)[0].seconds.values()))
 
     def peak_bytes(self, variant: str) -> int:
         """Return the bytes of temporaries without recomputation outside of loops."""
@@ -190,8 +186,8 @@ class Level:
         return self._by_variant[variant]
 
     def _fused(self, variant: str) -> Fused:
-        make = fuse if variant == SEPARATE else fuse_reusing_outputs
-        return make(self.program, self.model.price, lambda _: True)
+        duplicates = variant == FUSED
+        return fuse(self.program, self.model.price, lambda _: True, duplicates=duplicates)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -199,7 +195,7 @@ class Level:
 
 
 def _loop_levels(
-    flat: _jax.Jaxpr, price: Price, shards: Sequence[int] | None
+    flat: _jax.Jaxpr, price: Price, shards: Sequence[int] | None, solver: Solver
 ) -> list[tuple[LoopDecisions, float]]:
     """Return the decisions of all levels, and the seconds of recomputation in loops.
 
@@ -209,39 +205,65 @@ def _loop_levels(
     source = scan_pairs.opened(flat)
     opened = source is not flat
     found = scan_pairs.pairs(source, price, shards=shards)
+    peak = no_remat(fuse(program_of_flat(source, shards), price, lambda _: True).graph).peak_bytes
+    inside = bodies(source, price, solver, peak)
     as_written = sum(pair.as_written.seconds for pair in found)
     if opened:
         # The options count from nothing recomputed on, so what the user's checkpoints recompute, too.
         extra_flops = flops_of_program(flat) - flops_of_program(source)
         as_written += price(max(0.0, extra_flops), 0, "float32") - price(0.0, 0, "float32")
-    chosen = {pair.id: _fastest(pair.options) for pair in found}
+    options: dict[str, Sequence[_Option]] = {pair.id: pair.options for pair in found}
+    options.update((body.id, body.options) for body in inside)
+    chosen: dict[str, Any] = {id: _fastest(of) for id, of in options.items()}
+    plain = {body.id: chosen[body.id] for body in inside}
+    plain.update((pair.id, pair.as_written) for pair in found)
     changes = sorted(
-        (slope, i, k, option)
-        for i, pair in enumerate(found)
-        for k, (slope, option) in enumerate(_changes(pair.options))
+        (
+            (slope, i, k, id, option)
+            for i, (id, of) in enumerate(options.items())
+            for k, (slope, option) in enumerate(_changes(of))
+        ),
+        key=lambda change: change[:3],
     )
     stride = max(1, -(-len(changes) // _MAX_LEVELS))
     levels: list[tuple[LoopDecisions, float]] = []
     for n in range(len(changes) + 1):
-        is_as_written = not opened and all(chosen[pair.id] == pair.as_written for pair in found)
+        is_as_written = not opened and chosen == plain
         if (n % stride == 0 or n == len(changes)) and not is_as_written:
             seconds = sum(option.seconds for option in chosen.values())
-            levels.append((LoopDecisions(opened, tuple(sorted(chosen.items()))), seconds))
+            levels.append((_decided(opened, chosen, found, inside), seconds))
         if n < len(changes):
-            _, i, _, option = changes[n]
-            chosen[found[i].id] = option
+            *_, id, option = changes[n]
+            chosen[id] = option
     at = bisect.bisect_left([s for _, s in levels], as_written) if opened else 0
     levels.insert(at, (LoopDecisions(), as_written))
     return levels
 
 
-def _fastest(options: Sequence[scan_pairs.ScanOption]) -> scan_pairs.ScanOption:
+def _decided(
+    opened: bool,
+    chosen: dict[str, Any],
+    pairs: Sequence[scan_pairs.ScanPair],
+    inside: Sequence[Body],
+) -> LoopDecisions:
+    return LoopDecisions(
+        opened,
+        tuple(sorted((pair.id, chosen[pair.id]) for pair in pairs)),
+        tuple(
+            sorted(
+                (body.id, chosen[body.id].decisions)
+                for body in inside
+                if chosen[body.id].decisions.bursts
+            )
+        ),
+    )
+
+
+def _fastest(options: Sequence[_Option]) -> _Option:
     return min(options, key=lambda o: (o.seconds, o.bytes))
 
 
-def _changes(
-    options: Sequence[scan_pairs.ScanOption],
-) -> Iterator[tuple[float, scan_pairs.ScanOption]]:
+def _changes(options: Sequence[_Option]) -> Iterator[tuple[float, _Option]]:
     """Yield the options below the fastest one, by falling bytes, each with a price per byte.
 
     Options between two vertices of the hull have the price of the hull there, so that the price never

@@ -254,7 +254,9 @@ class ScanPlan(_Checked):
       saved: the values of a step that are kept: places among the variables of both bodies together.
       bytes, seconds, flops: what is kept, and the costs of recomputation, all steps together.
       group: steps that are recomputed together; 1 for no groups.
-      groups: the number of groups; the last steps are in none. 0: as many groups as fit.
+      groups: the number of groups, or of steps if there are no groups: the first ones of the loop. 0: as
+        many as fit.
+      rest: the values that the steps after these keep; None if they keep the same.
       inner: the same for pairs of scans inside the two bodies.
     """
 
@@ -265,12 +267,64 @@ class ScanPlan(_Checked):
     flops: float
     group: int = 1
     groups: int = 0
+    rest: tuple[int, ...] | None = None
     inner: tuple[ScanPlan, ...] = ()
 
     def _check(self) -> None:
         _once(self.saved, "saved", lambda n: f"value {n} is listed twice")
+        if self.rest is not None:
+            _once(self.rest, "rest", lambda n: f"value {n} is listed twice")
+            if not self.groups:
+                raise _field_error("rest must be null if groups is 0: no steps are left.", "rest")
         if self.group < 1:
             raise _field_error("group must be at least 1 step.", "group")
+
+
+def _check_recomputations(
+    n_equations: int, stored: Sequence[int], recomputations: Sequence[Recomputation]
+) -> None:
+    known = set(stored)
+    _once(stored, "stored", lambda n: f"equation {n} is listed twice")
+    for i, number in enumerate(stored):
+        if number >= n_equations:
+            raise _field_error(
+                f"there is no equation {number}: the step has {n_equations}, and numbers "
+                "count from 0.",
+                "stored",
+                i,
+            )
+    last = -1
+    for i, recomputation in enumerate(recomputations):
+        missing = [n for n in recomputation.again if n not in known]
+        if missing:
+            why = f"equation {missing[0]} is recomputed but not among the stored ones."
+            raise _field_error(why, "recomputations", i)
+        if not last < recomputation.before < n_equations:
+            raise _field_error(
+                f"before is {recomputation.before}; recomputations are in order, so it must be "
+                f"between {last + 1} and {n_equations - 1} here.",
+                "recomputations",
+                i,
+            )
+        last = recomputation.before
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BodyPlan(_Checked):
+    """Decisions about the body of a loop or branch, such as a scan whose step computes a gradient.
+
+    Args:
+      id: the places of the equations around the body, and which of their bodies it is: "7.0/".
+      n_equations, stored, recomputations: as of a whole step.
+    """
+
+    id: str
+    n_equations: int
+    stored: tuple[int, ...]
+    recomputations: tuple[Recomputation, ...]
+
+    def _check(self) -> None:
+        _check_recomputations(self.n_equations, self.stored, self.recomputations)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -284,6 +338,7 @@ class WholeStep(_Checked):
       recomputations: in the order of the program.
       opened: whether the checkpoints in loops are written out, so that the plan decides about them.
       loops: the decisions about pairs of scans; others stay as they are.
+      bodies: the decisions about bodies of other loops and of branches; others stay as they are.
     """
 
     n_equations: int
@@ -291,32 +346,10 @@ class WholeStep(_Checked):
     recomputations: tuple[Recomputation, ...]
     opened: bool = False
     loops: tuple[ScanPlan, ...] = ()
+    bodies: tuple[BodyPlan, ...] = ()
 
     def _check(self) -> None:
-        stored = set(self.stored)
-        _once(self.stored, "stored", lambda n: f"equation {n} is listed twice")
-        for i, number in enumerate(self.stored):
-            if number >= self.n_equations:
-                raise _field_error(
-                    f"there is no equation {number}: the step has {self.n_equations}, and numbers "
-                    "count from 0.",
-                    "stored",
-                    i,
-                )
-        last = -1
-        for i, recomputation in enumerate(self.recomputations):
-            missing = [n for n in recomputation.again if n not in stored]
-            if missing:
-                why = f"equation {missing[0]} is recomputed but not among the stored ones."
-                raise _field_error(why, "recomputations", i)
-            if not last < recomputation.before < self.n_equations:
-                raise _field_error(
-                    f"before is {recomputation.before}; recomputations are in order, so it must be "
-                    f"between {last + 1} and {self.n_equations - 1} here.",
-                    "recomputations",
-                    i,
-                )
-            last = recomputation.before
+        _check_recomputations(self.n_equations, self.stored, self.recomputations)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -547,7 +580,7 @@ def _written(plan: Plan) -> str:
     lines = [f" {_text(key)}: {_text(value)}" for key, value in (head | fields).items()]
     if whole is not None:
         lines.append(
-            f" {_text('whole_step')}: {_text_with_lists(whole, ('recomputations', 'loops'))}"
+            f" {_text('whole_step')}: {_text_with_lists(whole, ('recomputations', 'loops', 'bodies'))}"
         )
     lines += [f" {_text(key)}: {_list_text(items, ' ')}" for key, items in lists.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
@@ -793,10 +826,19 @@ def _explained_whole_step(whole: WholeStep) -> Iterable[str]:
     )
     for loop in whole.loops[:_MOST_GROUPS]:
         groups_text = f", in groups of {loop.group} steps" if loop.group > 1 else ""
+        if loop.groups:
+            what = "values" if loop.rest is None else f"{len(loop.rest)} values"
+            groups_text += f", {what} of all steps after the first {loop.groups * loop.group}"
         yield (
-            f"  loop {printable(loop.id)} keeps {len(loop.saved)} values of a step "
-            f"({format_bytes(loop.bytes)} in all{groups_text}), recomputes "
+            f"  loop {printable(loop.id)} keeps {len(loop.saved)} values of a step{groups_text} "
+            f"({format_bytes(loop.bytes)} in all), recomputes "
             f"{format_flops(loop.flops)}"
+        )
+    for body in whole.bodies[:_MOST_GROUPS]:
+        n_again = sum(len(recomputation.again) for recomputation in body.recomputations)
+        yield (
+            f"  the body {printable(body.id)} computes {n_again} of its {body.n_equations} equations "
+            f"again, in {len(body.recomputations)} places"
         )
     for recomputation in whole.recomputations[:_MOST_SEGMENTS]:
         yield (

@@ -95,11 +95,22 @@ def flattened(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     return alive
 
 
-def following(step: Callable, change: Callable[[_jax.Jaxpr], _jax.Jaxpr]) -> Callable:
+def following(
+    step: Callable,
+    change: Callable[[_jax.Jaxpr], _jax.Jaxpr],
+    traces: dict[Any, Any] | None = None,
+) -> Callable:
     """Return the step as a function that runs what `change` makes of its flat jaxpr.
 
     Call it under `jax.jit` only: arguments that are not traced there are static.
+
+    Args:
+      step: the step.
+      change: from its flat jaxpr to one that computes the same.
+      traces: a dictionary that keeps the traces of this step, so that it is traced once for arguments of
+        the same types. What the step closes over must not change as long as the dictionary is used.
     """
+    known: dict[Any, Any] = {} if traces is None else traces
 
     @_jax.wraps(step)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -114,10 +125,19 @@ def following(step: Callable, change: Callable[[_jax.Jaxpr], _jax.Jaxpr]) -> Cal
             return step(*args, **kwargs)
 
         arrays = [leaves[i] for i in traced]
-        jaxpr, consts, out = _jax.trace_call(of_traced, *arrays)
-        flat = flattened(jaxpr)
-        results = _jax.eval_jaxpr(change(flat), (), *consts, *arrays)
-        return jax.tree.unflatten(jax.tree.structure(out), results)
+        static = {i: id(leaf) for i, leaf in enumerate(leaves) if i not in set(traced)}
+        key = tree, tuple(array.aval for array in arrays), tuple(static.items())
+        if key not in known:
+            jaxpr, consts, out = _jax.trace_call(of_traced, *arrays)
+            # The static values are kept with their numbers, which are theirs as long as they live.
+            known[key] = (
+                flattened(jaxpr),
+                consts,
+                jax.tree.structure(out),
+                [leaves[i] for i in static],
+            )
+        flat, consts, out_tree, _ = known[key]
+        return jax.tree.unflatten(out_tree, _jax.eval_jaxpr(change(flat), (), *consts, *arrays))
 
     return run
 

@@ -83,15 +83,15 @@ class Effort:
 
     Args:
       max_compiles: programs to compile; more may find a plan that recomputes less.
-      close: share of the budget. A plan that fills more of it is not improved.
+      close: share of the budget. A plan that fills more of it is improved only where much is to be gained.
       negligible_seconds: a plan that recomputes less than this is not improved.
-      max_below: further programs to compile, with smaller and smaller aims, if none fits.
+      max_below: further programs to compile if none fits.
     """
 
     max_compiles: int = 4
     close: float = 0.97
     negligible_seconds: float = 0.0
-    max_below: int = 4
+    max_below: int = 5
 
 
 def search(
@@ -124,11 +124,18 @@ def search(
 # Compiled bytes for one more byte in the model. A line through two compiled proposals is used if its
 # slope is within these limits.
 _MIN_SLOPE, _MAX_SLOPE = 0.3, 4.0
-# Share of the aim. After a proposal that exceeds the budget, its variant aims lower by this much more.
+# Compiled bytes over those of the model, before anything was compiled. A larger ratio makes the first
+# proposal more likely to fit, and lets it recompute more.
+_FIRST_RATIO = 1.03
+# Share of the aim by which the search aims lower after a proposal that exceeds the budget; twice as much
+# after each further one.
 _MARGIN = 0.01
-# Where nothing fits the budget: the next aim as a share of the smallest so far. A larger share takes
-# smaller steps.
-_NEXT_AIM = 0.8
+# Share of the best proposal's time. A proposal that saves less is not compiled, the second if the best one
+# fills the budget.
+_GAIN, _GAIN_OF_FULL = 0.02, 0.08
+# Where a proposal that is expected to need this share more than the budget would save that share of the best
+# one's time, it is compiled: expectations err by as much.
+_OVER, _GAIN_OF_OVER = 0.06, 0.4
 
 
 class _Search:
@@ -138,15 +145,17 @@ class _Search:
         self.budget = budget
         self.effort = effort
         self.compiled: list[Compiled] = []
-        self.over = dict.fromkeys(model.variants, 0)  # proposals above the budget, by variant
 
     def run(self) -> tuple[Compiled | None, tuple[Compiled, ...]]:
         while len(self.compiled) < self.effort.max_compiles and not self._is_done():
-            proposals = [p for v in self.model.variants if (p := self._propose(v)) is not None]
+            # The first variant is the most accurate.
+            variants = self.model.variants if self.compiled else self.model.variants[:1]
+            proposals = [p for v in variants if (p := self._propose(v)) is not None]
             if not proposals:
                 break
-            # Of equal proposals the one of the first variant, which is the most accurate.
-            self._compile(min(proposals, key=lambda p: p.extra_seconds))
+            # Of equal proposals one of a variant that was not tried, else the first.
+            tried = {c.proposal.variant for c in self.compiled}
+            self._compile(min(proposals, key=lambda p: (p.extra_seconds, p.variant in tried)))
         if self._best() is None:
             self._search_below()
         return self._best(), tuple(self.compiled)
@@ -159,25 +168,35 @@ class _Search:
 
     def _is_done(self) -> bool:
         best = self._best()
-        if best is None:
-            return False
-        is_close = best.compiled_bytes >= self.effort.close * self.budget
-        tried = {c.proposal.variant for c in self.compiled}
-        all_tried = tried == set(self.model.variants)
-        return best.proposal.extra_seconds <= self.effort.negligible_seconds or (
-            is_close and all_tried
-        )
+        return best is not None and best.proposal.extra_seconds <= self.effort.negligible_seconds
 
     def _propose(self, variant: str) -> Proposal | None:
         """Return a proposal to compile next; None if the variant has none that would be better."""
-        aim = int(self._aim(variant) * (1 - _MARGIN * self.over[variant]))
-        proposal = self._proposal_within(variant, aim)
         best = self._best()
-        if self._is_known(proposal):
-            return None
-        if best is not None and proposal.extra_seconds >= best.proposal.extra_seconds:
-            return None
-        return proposal
+        if best is None:
+            return self._new_proposal(variant)
+        is_full = best.compiled_bytes >= self.effort.close * self.budget
+        for over, gain in ((0.0, _GAIN_OF_FULL if is_full else _GAIN), (_OVER, _GAIN_OF_OVER)):
+            proposal = self._proposal_within(variant, int((1 + over) * self._aim(variant)))
+            most = (1 - gain) * best.proposal.extra_seconds
+            if proposal.extra_seconds < most and not self._is_known(proposal):
+                return proposal
+        return None
+
+    def _new_proposal(self, variant: str) -> Proposal | None:
+        """Return a proposal that was not compiled and is expected to fit; None if there is none.
+
+        The more proposals have exceeded the budget, the lower it aims.
+        """
+        margin = _MARGIN * (2 ** len(self.compiled) - 1)
+        aim = self._aim(variant)
+        while True:
+            proposal = self._proposal_within(variant, int(aim * max(0.0, 1 - margin)))
+            if not self._is_known(proposal):
+                return proposal
+            if margin >= 1 or proposal == self.model.smallest(variant):
+                return None
+            margin = 2 * margin + _MARGIN
 
     def _proposal_within(self, variant: str, aim: int) -> Proposal:
         """Return the variant's proposal within these bytes; its smallest if there is none."""
@@ -193,32 +212,31 @@ class _Search:
         expected = self._expected(proposal)
         compiled = self.compiler(proposal, expected)
         self.compiled.append(Compiled(proposal, expected, compiled))
-        if compiled > self.budget:
-            self.over[proposal.variant] += 1
 
     def _search_below(self) -> None:
         """Aim lower and lower until a proposal fits or none is smaller."""
+        for _ in range(self.effort.max_below):
+            proposals = [p for v in self.model.variants if (p := self._new_proposal(v)) is not None]
+            if not proposals:
+                return
+            self._compile(min(proposals, key=lambda p: (self._expected(p), p.extra_seconds)))
+            if self._best() is not None:
+                return
         for variant in self.model.variants:
-            for _ in range(self.effort.max_below):
-                tried = [
-                    c.proposal.model_bytes for c in self.compiled if c.proposal.variant == variant
-                ]
-                aim = int(min(_NEXT_AIM * min([self.budget, *tried]), self._aim(variant)))
-                proposal = self._proposal_within(variant, aim)
-                if self._is_known(proposal):
-                    break
-                self._compile(proposal)
-                if self._best() is not None:
-                    return
+            smallest = self.model.smallest(variant)
+            if self._best() is None and self.effort.max_below and not self._is_known(smallest):
+                self._compile(smallest)
 
     # What the compiler is expected to need
 
     def _samples(self, variant: str) -> list[tuple[int, int]]:
-        return [
+        """Return modelled and compiled bytes of a variant's proposals; of all if it has none."""
+        samples = [
             (c.proposal.model_bytes, c.compiled_bytes)
             for c in self.compiled
             if c.proposal.variant == variant
         ]
+        return samples or [(c.proposal.model_bytes, c.compiled_bytes) for c in self.compiled]
 
     def _aim(self, variant: str) -> float:
         """Return the model's bytes for which the compiler is expected to need the budget."""
@@ -229,7 +247,7 @@ class _Search:
             return model + (self.budget - compiled) / slope
         if samples:
             return self.budget * samples[0][0] / max(1, samples[0][1])
-        return self.budget
+        return self.budget / _FIRST_RATIO
 
     def _expected(self, proposal: Proposal) -> int:
         """Return the bytes that the compiler is expected to need for a proposal."""
@@ -241,7 +259,7 @@ class _Search:
             return max(0, int(compiled + (wanted - model) * slope))
         if samples:
             return int(wanted * samples[0][1] / max(1, samples[0][0]))
-        return wanted
+        return int(wanted * _FIRST_RATIO)
 
 
 def _line(samples: Sequence[tuple[int, int]]) -> float | None:

@@ -83,6 +83,7 @@ class Step:
             return {}
 
         self._shared = _jax.weakref_lru_cache(nothing_yet)
+        self._flat_traces: dict[Any, Any] = {}
 
     def trace(self, session: Session) -> Traced:
         """Trace the step in a tracing context."""
@@ -92,7 +93,8 @@ class Step:
     def trace_following(self, decisions: StepDecisions) -> Traced:
         """Trace a step without regions as one that follows decisions about its flat program."""
         return self._trace(
-            following(self.fun, lambda flat: applied(flat, decisions)), Application({})
+            following(self.fun, lambda flat: applied(flat, decisions), self._flat_traces),
+            Application({}),
         )
 
     def _trace(self, fun: Callable, session: Session) -> Traced:

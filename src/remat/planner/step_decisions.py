@@ -5,7 +5,9 @@ from __future__ import annotations
 from remat import _jax
 from remat.errors import PlanError
 from remat.ir.equations import is_repeatable
-from remat.planner.plan_file import Recomputation, ScanPlan, WholeStep
+from remat.planner import scan_pairs
+from remat.planner.inside import bodies_by_id
+from remat.planner.plan_file import BodyPlan, Recomputation, ScanPlan, WholeStep
 from remat.planner.rewrite import Burst, Decisions
 from remat.planner.scan_pairs import ScanOption
 from remat.planner.whole_step import LoopDecisions, StepDecisions, with_loops
@@ -14,22 +16,25 @@ from remat.program.from_jaxpr import joined, type_text
 
 def whole_step_plan(flat: _jax.Jaxpr, decisions: StepDecisions) -> WholeStep:
     """Return decisions about a step's flat jaxpr as a plan holds them."""
-    flat = with_loops(flat, decisions.loops)
+    loops = decisions.loops
+    found = bodies_by_id(_source(flat, loops.opened), [id for id, _ in loops.bodies])
+    flat = with_loops(flat, loops)
     outside = decisions.outside
     return WholeStep(
         len(flat.eqns),
         tuple(sorted(outside.stored)),
+        _recomputations(flat, outside),
+        loops.opened,
+        tuple(_loop_plan(*choice) for choice in loops.choices),
         tuple(
-            Recomputation(
-                burst.before,
-                burst.again,
-                tuple(_described(flat.eqns[i]) for i in burst.again),
-                _jax.source_line_of(flat.eqns[burst.before]),
+            BodyPlan(
+                id,
+                len(found[id].eqns),
+                tuple(sorted(of_body.stored)),
+                _recomputations(found[id], of_body),
             )
-            for burst in outside.bursts
+            for id, of_body in loops.bodies
         ),
-        decisions.loops.opened,
-        tuple(_loop_plan(*choice) for choice in decisions.loops.choices),
     )
 
 
@@ -39,14 +44,48 @@ def decisions_of_plan(whole: WholeStep, flat: _jax.Jaxpr) -> StepDecisions:
     Raises:
       PlanError: the plan is for another program, or computes an equation with effects again.
     """
-    loops = LoopDecisions(whole.opened, tuple(_option(loop) for loop in whole.loops))
-    flat = with_loops(flat, loops)
-    if whole.n_equations != len(flat.eqns):
+    found = bodies_by_id(_source(flat, whole.opened), [body.id for body in whole.bodies])
+    for body in whole.bodies:
+        if body.id in found:
+            _check_program(body, found[body.id], f"the body {body.id}")
+    loops = LoopDecisions(
+        whole.opened,
+        tuple(_option(loop) for loop in whole.loops),
+        tuple((body.id, _decisions(body)) for body in whole.bodies),
+    )
+    _check_program(whole, with_loops(flat, loops), "a step")
+    return StepDecisions(loops, _decisions(whole))
+
+
+def _source(flat: _jax.Jaxpr, opened: bool) -> _jax.Jaxpr:
+    return scan_pairs.opened(flat) if opened else flat
+
+
+def _recomputations(flat: _jax.Jaxpr, decisions: Decisions) -> tuple[Recomputation, ...]:
+    return tuple(
+        Recomputation(
+            burst.before,
+            burst.again,
+            tuple(_described(flat.eqns[i]) for i in burst.again),
+            _jax.source_line_of(flat.eqns[burst.before]),
+        )
+        for burst in decisions.bursts
+    )
+
+
+def _decisions(plan: WholeStep | BodyPlan) -> Decisions:
+    bursts = tuple(Burst(r.before, r.again) for r in plan.recomputations)
+    return Decisions(frozenset(plan.stored), bursts)
+
+
+def _check_program(plan: WholeStep | BodyPlan, flat: _jax.Jaxpr, what: str) -> None:
+    """Refuse decisions about another program, and recomputations of what must not be repeated."""
+    if plan.n_equations != len(flat.eqns):
         raise PlanError(
-            f"the plan is of another program, a step of {whole.n_equations} equations; this one has "
+            f"the plan is of another program, {what} of {plan.n_equations} equations; this one has "
             f"{len(flat.eqns)}. Plan again."
         )
-    for recomputation in whole.recomputations:
+    for recomputation in plan.recomputations:
         for i in recomputation.again:
             if not is_repeatable(flat.eqns[i]):
                 raise PlanError(
@@ -54,8 +93,6 @@ def decisions_of_plan(whole: WholeStep, flat: _jax.Jaxpr) -> StepDecisions:
                     "computing it again has other effects or gives another result. Remove its number "
                     "from the plan's recomputations."
                 )
-    bursts = tuple(Burst(r.before, r.again) for r in whole.recomputations)
-    return StepDecisions(loops, Decisions(frozenset(whole.stored), bursts))
 
 
 def _loop_plan(id: str, option: ScanOption) -> ScanPlan:
@@ -67,6 +104,7 @@ def _loop_plan(id: str, option: ScanOption) -> ScanPlan:
         option.flops,
         option.group,
         option.groups,
+        option.rest,
         tuple(_loop_plan(*inner) for inner in option.inner),
     )
 
@@ -79,6 +117,7 @@ def _option(loop: ScanPlan) -> tuple[str, ScanOption]:
         loop.flops,
         loop.group,
         loop.groups,
+        loop.rest,
         tuple(_option(inner) for inner in loop.inner),
     )
 

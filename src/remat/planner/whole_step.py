@@ -1,7 +1,8 @@
 """Decisions about a whole step, and the program that follows them.
 
-The step is one flat jaxpr. First its loops are rewritten: what their forward halves keep for the backward
-ones, and whether the user's own checkpoints in them are opened (`scan_pairs`). Then what is outside of
+The step is one flat jaxpr. First its loops are rewritten: the bodies that are scheduled by themselves
+(`inside`), what forward halves of loops keep for the backward ones, and whether the user's own checkpoints
+in them are opened (`scan_pairs`). Then what is outside of
 loops is computed again where the decisions say so (`rewrite`).
 """
 
@@ -11,6 +12,7 @@ import dataclasses
 
 from remat import _jax
 from remat.planner import scan_pairs
+from remat.planner.inside import with_bodies
 from remat.planner.rewrite import Decisions, rewritten
 
 
@@ -21,10 +23,12 @@ class LoopDecisions:
     Args:
       opened: whether the checkpoints in loops are written out first.
       choices: options by the ids of pairs of scans; other pairs stay as they are.
+      bodies: decisions by the ids of bodies of loops and branches; other bodies stay as they are.
     """
 
     opened: bool = False
     choices: tuple[tuple[str, scan_pairs.ScanOption], ...] = ()
+    bodies: tuple[tuple[str, Decisions], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +46,8 @@ def with_loops(flat: _jax.Jaxpr, loops: LoopDecisions) -> _jax.Jaxpr:
       PlanError: the program has no such loops.
     """
     source = scan_pairs.opened(flat) if loops.opened else flat
+    if loops.bodies:
+        source = with_bodies(source, dict(loops.bodies))
     return scan_pairs.rewrite(source, dict(loops.choices)) if loops.choices else source
 
 

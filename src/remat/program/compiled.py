@@ -118,6 +118,11 @@ def memory_of(compiled: jax.stages.Compiled, target: Target) -> Memory:
 
 # O0 of XLA's effort levels. JAX 0.12 takes its name too, 0.10 only the number.
 _OPTIMIZATION_LEVEL_O0 = 9
+# Buffers are assigned before LLVM compiles the kernels, so the memory is the same whatever LLVM does.
+_WITHOUT_LLVM_OPTIMIZATION = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
 
 
 def compile_for_analysis(
@@ -138,7 +143,8 @@ def compile_for_analysis(
     Args:
       lowered: the result of `jax.jit(f).lower(...)`, with arguments that `place` put on the target.
       target: decides which figure is the peak.
-      default_level: on TPU, compile as JAX would for running, not at level O0. Slower.
+      default_level: compile as JAX would for running. It is slower: else TPU programs are compiled at
+        level O0, and CPU kernels are not optimized.
       compiler_options: as `jax.jit` takes them. `xla_disable_hlo_passes` is added to; it replaces
         what a `jax.jit` that has the same option says.
 
@@ -168,6 +174,8 @@ def compile_plainly(
     options["xla_disable_hlo_passes"] = ",".join(filter(None, (disabled, "rematerialization")))
     if target.platform == "tpu" and not default_level:
         options.setdefault("optimization_level", _OPTIMIZATION_LEVEL_O0)
+    if target.platform == "cpu" and not default_level:
+        options = _WITHOUT_LLVM_OPTIMIZATION | options
     try:
         return lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:

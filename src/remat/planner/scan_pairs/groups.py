@@ -4,9 +4,9 @@ The forward scan runs over the groups and stacks the carry at each group's start
 backward scan runs the forward scan over its group from there, which stacks the kept values of the group's
 steps, and then the backward scan over the group.
 
-Where F's last steps are in no group, each of the two becomes two loops. Their steps read slices of the
-same arrays by index and write to the same arrays, which are part of the carry: to cut these arrays in two,
-or to put them together from two, would copy them.
+Where F's first steps do otherwise than the others, each of the two becomes two loops. Their steps read
+slices of the same arrays by index and write to the same arrays, which are part of the carry: to cut these
+arrays in two, or to put them together from two, would copy them.
 """
 
 from __future__ import annotations
@@ -101,18 +101,26 @@ def in_groups(emitted: Emitted, group: int) -> tuple[list[_jax.JaxprEqn], list[_
     return new_forward, new_backward
 
 
-def in_groups_and_steps(
-    emitted: Emitted, group: int, n_groups: int
+def in_two_loops(
+    first: Emitted, group: int, n_first: int, rest: Emitted
 ) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
-    """Return both scans as two loops each: over the groups, and over F's steps after them."""
-    joint = emitted.joint
+    """Return both scans as two loops each: over F's first steps, and over those after them.
+
+    Args:
+      first: what F's first steps keep; within their groups, if these have several steps.
+      group: the number of steps in a group, which divides `n_first`.
+      n_first: how many steps are the first.
+      rest: what the steps after them keep.
+    """
+    joint = first.joint
     forward, backward = joint.forward, joint.backward
     n_carry, n_own, length = len(joint.carry), len(joint.own_carry), joint.length
-    n_grouped = group * n_groups
-    bare = emitted.forward_step([v for _, v in joint.kept])
-    both = emitted.forward_step([*(v for _, v in joint.kept), *emitted.kept])
-    keeping = emitted.forward_step(emitted.kept)
-    step = emitted.backward_step()
+    is_grouped = group > 1
+    bare = first.forward_step([v for _, v in joint.kept])
+    keeping = first.forward_step(first.kept)
+    saving = first.forward_step([*(v for _, v in joint.kept), *first.kept])
+    saving_rest = rest.forward_step([*(v for _, v in joint.kept), *rest.kept])
+    step, step_of_rest = first.backward_step(), rest.backward_step()
     is_reversed = forward.params["reverse"]
     # Time is F's. B goes back in it, as a rule.
     goes_back = backward.params["reverse"] != is_reversed
@@ -130,32 +138,49 @@ def in_groups_and_steps(
             after, ys, kept = _jax.split_list(outs, [n_carry, len(stacks)])
             return (after, _written(stacks, index(time), ys)), kept
 
-        def of_group(state: Any, first: Any) -> tuple[Any, Any]:
+        def of_group(state: Any, begin: Any) -> tuple[Any, Any]:
             after, _ = jax.lax.scan(
-                lambda state, time: one(state, time, bare), state, first + jnp.arange(group)
+                lambda state, time: one(state, time, bare), state, begin + jnp.arange(group)
             )
             return after, state[0]
 
-        firsts = group * jnp.arange(n_groups)
-        state, starts = jax.lax.scan(of_group, (list(init), stacks), firsts)
+        state: Any = (list(init), stacks)
+        if is_grouped:
+            begins = group * jnp.arange(n_first // group)
+            state, kept_first = jax.lax.scan(of_group, state, begins)
+        else:
+            state, kept_first = jax.lax.scan(
+                lambda state, time: one(state, time, saving), state, jnp.arange(n_first)
+            )
         (carry, stacks), kept = jax.lax.scan(
-            lambda state, time: one(state, time, both), state, jnp.arange(n_grouped, length)
+            lambda state, time: one(state, time, saving_rest), state, jnp.arange(n_first, length)
         )
-        return [*carry, *stacks, *starts, *kept]
+        return [*carry, *stacks, *kept_first, *kept]
+
+    kept_first = (
+        [_jax.new_var(_jax.stacked(n_first // group, v.aval)) for v in joint.carry]
+        if is_grouped
+        else [_jax.new_var(_jax.stacked(n_first, v.aval)) for v in first.kept]
+    )
+    kept = [_jax.new_var(_jax.stacked(length - n_first, v.aval)) for v in rest.kept]
 
     def run_backward(args: Sequence[Any]) -> list[Any]:
-        f_consts, consts, init, starts, kept, f_xs, xs = _jax.split_list(
-            list(args),
-            [
-                *(len(joint.consts), len(emitted.consts), n_own, n_carry),
-                *(len(emitted.kept), len(joint.xs)),
-            ],
+        f_consts, f_xs, consts, xs, consts_of_rest, xs_of_rest, init, of_first_steps, of_others = (
+            _jax.split_list(
+                list(args),
+                [
+                    *(len(joint.consts), len(joint.xs)),
+                    *(len(first.consts), len(first.xs)),
+                    *(len(rest.consts), len(rest.xs)),
+                    *(n_own, len(kept_first)),
+                ],
+            )
         )
         stacks = [_jax.zeros(v.aval, (length,)) for v in joint.own_results[n_own:]]
 
-        def one(state: Any, time: Any, kept: Sequence[Any]) -> Any:
+        def one(state: Any, time: Any, body: _jax.Jaxpr, consts: Any, kept: Any, xs: Any) -> Any:
             carry, stacks = state
-            outs = _jax.eval_jaxpr(step, (), *consts, *carry, *kept, *_at(xs, index(time)))
+            outs = _jax.eval_jaxpr(body, (), *consts, *carry, *kept, *_at(xs, index(time)))
             after, ys = _jax.split_list(outs, [n_own])
             return after, _written(stacks, index(time), ys)
 
@@ -164,39 +189,49 @@ def in_groups_and_steps(
             after, kept = _jax.split_list(outs, [n_carry])
             return after, kept
 
-        def of_group(state: Any, first_and_start: Any) -> tuple[Any, None]:
-            first, start = first_and_start
-            times = first + jnp.arange(group)
-            _, kept = jax.lax.scan(again, start, times)
-            after, _ = jax.lax.scan(
-                lambda state, now: (one(state, *now), None), state, (times, kept), reverse=goes_back
-            )
-            return after, None
-
-        def grouped(state: Any) -> Any:
-            firsts = group * jnp.arange(n_groups)
-            return jax.lax.scan(of_group, state, (firsts, list(starts)), reverse=goes_back)[0]
-
-        def others(state: Any) -> Any:
+        def in_first(state: Any, times: Any, kept: Any) -> Any:
             return jax.lax.scan(
-                lambda state, now: (one(state, *now), None),
+                lambda state, now: (one(state, now[0], step, consts, now[1], xs), None),
                 state,
-                (jnp.arange(n_grouped, length), list(kept)),
+                (times, kept),
+                reverse=goes_back,
+            )[0]
+
+        def of_group(state: Any, begin_and_start: Any) -> tuple[Any, None]:
+            begin, start = begin_and_start
+            times = begin + jnp.arange(group)
+            _, kept = jax.lax.scan(again, start, times)
+            return in_first(state, times, kept), None
+
+        def of_first(state: Any) -> Any:
+            if not is_grouped:
+                return in_first(state, jnp.arange(n_first), list(of_first_steps))
+            begins = group * jnp.arange(n_first // group)
+            return jax.lax.scan(of_group, state, (begins, list(of_first_steps)), reverse=goes_back)[
+                0
+            ]
+
+        def of_rest(state: Any) -> Any:
+            return jax.lax.scan(
+                lambda state, now: (
+                    one(state, now[0], step_of_rest, consts_of_rest, now[1], xs_of_rest),
+                    None,
+                ),
+                state,
+                (jnp.arange(n_first, length), list(of_others)),
                 reverse=goes_back,
             )[0]
 
         state = list(init), stacks
-        carry, stacks = grouped(others(state)) if goes_back else others(grouped(state))
+        carry, stacks = of_first(of_rest(state)) if goes_back else of_rest(of_first(state))
         return [*carry, *stacks]
 
-    starts = [_jax.new_var(_jax.stacked(n_groups, v.aval)) for v in joint.carry]
-    kept = [_jax.new_var(_jax.stacked(length - n_grouped, v.aval)) for v in emitted.kept]
     remaining = [forward.outvars[k] for k, _ in joint.kept]
     constants = [joint.outside[v] for v in joint.consts]
     new_forward = _traced(
         run_forward,
         [*constants, *init_of(joint), *slices_of(joint)],
-        [*forward.outvars[:n_carry], *remaining, *starts, *kept],
+        [*forward.outvars[:n_carry], *remaining, *kept_first, *kept],
         forward,
     )
     own = _jax.scan_arity(backward)[0]
@@ -204,12 +239,16 @@ def in_groups_and_steps(
         run_backward,
         [
             *constants,
-            *outside(emitted, emitted.consts),
-            *backward.invars[own : own + n_own],
-            *starts,
-            *kept,
             *slices_of(joint),
-            *outside(emitted, emitted.xs),
+            *(
+                v
+                for part in (first, rest)
+                for names in (part.consts, part.xs)
+                for v in outside(part, names)
+            ),
+            *backward.invars[own : own + n_own],
+            *kept_first,
+            *kept,
         ],
         backward.outvars,
         backward,

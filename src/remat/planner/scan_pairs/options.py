@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from remat import _jax
@@ -39,6 +39,7 @@ from remat.planner.scan_pairs.shards import Shards, shard_matches, shards_of
 from remat.planner.tradeoffs import (
     at_price,
     group_sizes,
+    lower_hull,
     partial_group_counts,
     prices,
     seconds_of,
@@ -58,6 +59,8 @@ _NEGLIGIBLE = 0.002
 # Steps. A shorter loop has either all of its steps in groups or none: a larger bound leaves fewer
 # options.
 _MIN_SPLIT_LENGTH = 16
+# Steps. A shorter loop is never divided into two: a larger bound leaves fewer options.
+_MIN_MIXED_LENGTH = 4
 # Prices at which the choices for inner pairs are combined with the cuts of the outer pair.
 _MAX_INNER_PRICES = 6
 
@@ -381,7 +384,53 @@ class _OptionsOfCuts:
         found: dict[tuple[int, ...], None] = {}
         for cut in cuts:
             found[tuple(sorted(self.number[v] for p in cut.saved for v in variables[p]))] = None
-        return [option for saved in found for option in self._of_cut(saved)]
+        options = [option for saved in found for option in self._of_cut(saved)]
+        return [*options, *self._mixtures(options)]
+
+    def _mixtures(self, options: Sequence[ScanOption]) -> Iterator[ScanOption]:
+        """Yield options whose first steps do as one vertex of the hull says, and the others as the next.
+
+        The first steps keep less: when they are reversed, what the others kept is freed.
+        """
+        length = self.joint.length
+        if length < _MIN_MIXED_LENGTH:
+            return
+        uniform = [o for o in options if not o.groups]
+        for few, many in itertools.pairwise(lower_hull(uniform)):
+            if many.group > 1 or few.bytes >= _GAP_RATIO * many.bytes:
+                continue
+            costs = [self._cost_of_step(option) for option in (few, many)]
+            kept = [self._kept_bytes(Emitted.of(self.joint, o.saved)) for o in (few, many)]
+            fixed = max(self._fixed_bytes(Emitted.of(self.joint, o.saved)) for o in (few, many))
+            for n_groups in partial_group_counts(length // few.group):
+                n_first = n_groups * few.group
+                n_rest = length - n_first
+                if min(n_groups, n_first, n_rest) < 2:
+                    continue
+                most = n_rest * kept[1] + fixed
+                if few.group == 1:
+                    most += n_first * kept[0]
+                else:
+                    carry = sum(self.scope.bytes_of(v) for v in self.joint.carry)
+                    most = n_groups * carry + max(most, few.group * kept[0] + fixed)
+                seconds, flops = (
+                    self.times * (n_first * costs[0][k] + n_rest * costs[1][k]) for k in (0, 1)
+                )
+                yield ScanOption(
+                    few.saved,
+                    most,
+                    seconds,
+                    flops,
+                    few.group,
+                    n_groups,
+                    None if many.saved == few.saved else many.saved,
+                    self.inner,
+                )
+
+    def _cost_of_step(self, option: ScanOption) -> _Cost:
+        """Return what an option recomputes, per step."""
+        n = self.joint.length * self.times
+        return _Cost(option.seconds / n, option.flops / n)
 
     def _of_cut(self, saved: tuple[int, ...]) -> list[ScanOption]:
         emitted = Emitted.of(self.joint, saved)
@@ -425,7 +474,9 @@ class _OptionsOfCuts:
                 most = n_groups * carry + max(length - n_grouped, group) * per_step + fixed
                 groups = 0 if n_groups == n_most else n_groups
                 found.append(
-                    ScanOption(saved, most, *_times(cost, self.times), group, groups, self.inner)
+                    ScanOption(
+                        saved, most, *_times(cost, self.times), group, groups, inner=self.inner
+                    )
                 )
         return found
 

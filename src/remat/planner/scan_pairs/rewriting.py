@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from remat import _jax
 from remat.errors import PlanError
 from remat.planner.scan_pairs.emission import Emitted, in_steps
-from remat.planner.scan_pairs.groups import in_groups, in_groups_and_steps
+from remat.planner.scan_pairs.groups import in_groups, in_two_loops
 from remat.planner.scan_pairs.joint import (
     Joint,
     Match,
@@ -35,7 +35,8 @@ class ScanOption:
       seconds: time of recomputation, all steps together.
       flops: FLOPs of recomputation, all steps together.
       group: steps that are recomputed together; 1 if there are no groups.
-      groups: the number of groups; F's last steps are in none. 0: as many groups as fit.
+      groups: the number of groups, or of steps if there are no groups: F's first. 0: as many as fit.
+      rest: which values F's steps after these keep; None for `saved`.
       inner: the choices for pairs inside the two bodies: (the pair's id, its option).
     """
 
@@ -45,6 +46,7 @@ class ScanOption:
     flops: float
     group: int = 1
     groups: int = 0
+    rest: tuple[int, ...] | None = None
     inner: tuple[tuple[str, ScanOption], ...] = ()
 
 
@@ -121,29 +123,34 @@ def with_inner(joint: Joint, inner: Sequence[tuple[str, ScanOption]], prefix: st
 def _emit(
     joint: Joint, option: ScanOption, key: str
 ) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
-    if any(not 0 <= n < len(joint.variables) for n in option.saved):
+    first = _emitted(joint, option.saved, key)
+    n_groups = option.groups or joint.length // option.group
+    n_first = n_groups * option.group
+    if n_first > joint.length or not 1 <= option.group < max(2, joint.length):
+        raise PlanError(
+            f"the pair of scans {key} has {joint.length} steps; the option has {n_groups} groups of "
+            f"{option.group}. Choose groups of fewer steps, or fewer groups."
+        )
+    if n_first == joint.length:
+        return in_steps(first) if option.group == 1 else in_groups(first, option.group)
+    rest = first if option.rest is None else _emitted(joint, option.rest, key)
+    return in_two_loops(first, option.group, n_first, rest)
+
+
+def _emitted(joint: Joint, saved: Sequence[int], key: str) -> Emitted:
+    if any(not 0 <= n < len(joint.variables) for n in saved):
         raise PlanError(
             f"the pair of scans {key} has values 0 to {len(joint.variables) - 1}; the option keeps "
-            f"{max(option.saved)}: find the pairs again."
+            f"{max(saved)}: find the pairs again."
         )
-    emitted = Emitted.of(joint, option.saved)
+    emitted = Emitted.of(joint, saved)
     missing = set(joint.carry) & emitted.read - set(emitted.kept) - joint.at_hand
     if missing or not all(map(_may_move, emitted.recomputed)):
         raise PlanError(
             f"the option of the pair of scans {key} recomputes values that cannot be recomputed. "
             "Find the pairs again."
         )
-    if option.group == 1:
-        return in_steps(emitted)
-    n_groups = option.groups or joint.length // option.group
-    if not 1 < option.group < joint.length or n_groups * option.group > joint.length:
-        raise PlanError(
-            f"the pair of scans {key} has {joint.length} steps; the option has {n_groups} groups of "
-            f"{option.group}. Choose groups of fewer steps, or fewer groups."
-        )
-    if n_groups * option.group == joint.length:
-        return in_groups(emitted, option.group)
-    return in_groups_and_steps(emitted, option.group, n_groups)
+    return emitted
 
 
 def _may_move(eqn: _jax.JaxprEqn) -> bool:

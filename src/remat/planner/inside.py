@@ -1,0 +1,193 @@
+"""Bodies of loops and branches that are scheduled by themselves, such as the gradient in a scan's step.
+
+Some loops are no half of a pair of scans: gradient accumulation runs a whole forward and backward pass in
+each step, and an optimizer's line search evaluates a gradient in a `while_loop`. What such a body needs at
+its peak is the loop's workspace. So its jaxpr is scheduled like a step's, and written back by `rewrite`.
+
+A body is scheduled if it contains no pair of scans and no other body of nearly its own size: these are
+decided by themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from remat import _jax
+from remat.errors import BudgetError, PlanError
+from remat.planner.rewrite import Decisions, decisions_of, rewritten
+from remat.planner.scan_pairs.joint import inner_programs, matches, prepared, replaced, walk_inside
+from remat.planner.scan_pairs.shards import shard_matches
+from remat.program.from_jaxpr import FlatWriter, Slowdown, no_slowdown
+from remat.program.fusion import Fused, Price, fuse
+from remat.program.program import Program
+from remat.solvers.simulate import no_remat
+from remat.solvers.solver import Schedule, Solver
+
+# Neighbouring options differ by this ratio of bytes; a larger one gives more options.
+_RATIO = 0.85
+# Share of what is around it. A body that needs less is not scheduled; if it needs more than the second
+# share, what is around it is not.
+_SMALL, _LARGE = 0.1, 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class BodyOption:
+    """One way to run a body.
+
+    Args:
+      bytes: what the body needs at its peak.
+      seconds: time of recomputation, all runs together.
+      decisions: about the body's equations.
+    """
+
+    bytes: int
+    seconds: float
+    decisions: Decisions
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Body:
+    """A body with its options.
+
+    Args:
+      id: the places of the equations around it, and which of their bodies it is: "7.0/12.1/".
+      options: by ascending bytes; the last is the body as it is written.
+    """
+
+    id: str
+    options: tuple[BodyOption, ...]
+
+
+def bodies(jaxpr: _jax.Jaxpr, price: Price, solver: Solver, n_bytes: int) -> tuple[Body, ...]:
+    """Return the bodies in a program that can be scheduled, with their options.
+
+    Args:
+      jaxpr: the program, with plain calls inlined.
+      price: the time of a kernel.
+      solver: finds the schedules.
+      n_bytes: what the program needs at its peak; bodies that need much less are left out.
+    """
+    return tuple(_found(jaxpr, price, solver, int(_SMALL * n_bytes), "", 1))
+
+
+def with_bodies(jaxpr: _jax.Jaxpr, decisions: Mapping[str, Decisions]) -> _jax.Jaxpr:
+    """Return a program with some bodies scheduled.
+
+    Args:
+      jaxpr: the program that `bodies` was called on.
+      decisions: by the ids of bodies.
+
+    Raises:
+      PlanError: the program has no such body.
+    """
+    left = set(decisions)
+
+    def changed(body: _jax.Jaxpr, id: str) -> _jax.Jaxpr:
+        left.discard(id)
+        return rewritten(body, decisions[id])
+
+    found = _changed(jaxpr, decisions, changed, "")
+    if left:
+        raise PlanError(
+            f"the program has no loop or branch with a body {', '.join(sorted(left))}. It changed since "
+            "the plan was made: plan again."
+        )
+    return found
+
+
+def bodies_by_id(jaxpr: _jax.Jaxpr, ids: Sequence[str]) -> dict[str, _jax.Jaxpr]:
+    """Return the bodies of a program that have these ids; others are left out."""
+    found: dict[str, _jax.Jaxpr] = {}
+
+    def seen(body: _jax.Jaxpr, id: str) -> _jax.Jaxpr:
+        found[id] = body
+        return body
+
+    _changed(jaxpr, dict.fromkeys(ids), seen, "")
+    return found
+
+
+def _changed(
+    jaxpr: _jax.Jaxpr,
+    ids: Mapping[str, object],
+    change: Callable[[_jax.Jaxpr, str], _jax.Jaxpr],
+    prefix: str,
+) -> _jax.Jaxpr:
+    def inner(body: _jax.Jaxpr, id: str) -> _jax.Jaxpr:
+        if id in ids:
+            return change(body, id)
+        return _changed(body, ids, change, id) if any(k.startswith(id) for k in ids) else body
+
+    chosen = {key[len(prefix) :].partition(".")[0] for key in ids if key.startswith(prefix)}
+    others = [i for i in range(len(jaxpr.eqns)) if str(i) not in chosen]
+    new = walk_inside(jaxpr, others, inner, prefix)
+    return replaced(jaxpr, new) if new else jaxpr
+
+
+def _found(
+    jaxpr: _jax.Jaxpr, price: Price, solver: Solver, least: int, prefix: str, times: int
+) -> Iterator[Body]:
+    in_pairs = {i for match in (*matches(jaxpr), *shard_matches(jaxpr)) for i in match}
+    for i, eqn in enumerate(jaxpr.eqns):
+        if i in in_pairs or eqn.primitive.name == "shard_map":
+            continue
+        whole = prepared(jaxpr, eqn) if inner_programs(eqn) else eqn
+        for k, (body, runs) in enumerate(inner_programs(whole)):
+            inner = _jax.open_jaxpr(body)
+            yield from _of_body(inner, price, solver, least, f"{prefix}{i}.{k}/", times * runs)
+
+
+def _of_body(
+    jaxpr: _jax.Jaxpr, price: Price, solver: Solver, least: int, id: str, times: int
+) -> Iterator[Body]:
+    if not jaxpr.eqns:
+        return
+    program = program_of_flat(jaxpr)
+    fused = fuse(program, price, lambda _: True, duplicates=False)
+    peak = no_remat(fused.graph).peak_bytes
+    if peak < least:
+        return
+    inside = list(_found(jaxpr, price, solver, max(least, int(_LARGE * peak)), id, times))
+    if inside or matches(jaxpr) or shard_matches(jaxpr):
+        yield from inside
+        return
+    options = list(_options(program, fused, solver, times))
+    if len(options) > 1:
+        yield Body(id, tuple(options[::-1]))
+
+
+def _options(program: Program, fused: Fused, solver: Solver, times: int) -> Iterator[BodyOption]:
+    """Yield the options of a body, by descending bytes."""
+    plain = no_remat(fused.graph).peak_bytes
+    yield BodyOption(plain, 0.0, Decisions(frozenset(), ()))
+    answers = solver.answers(fused.graph, fused.once)
+
+    def option(found: Schedule) -> BodyOption:
+        seconds = times * float(found.time - fused.graph.time)
+        decisions = decisions_of(program, fused, found.steps)
+        return BodyOption(int(found.peak_bytes), seconds, decisions)
+
+    last, n_bytes = plain, plain
+    while True:
+        n_bytes = int(_RATIO * n_bytes)
+        try:
+            found = option(answers.within(n_bytes))
+        except BudgetError:
+            found = option(answers.smallest())
+            n_bytes = 0
+        if found.bytes < last:
+            yield found
+        last = min(last, found.bytes)
+        if n_bytes <= 1:
+            return
+
+
+def program_of_flat(
+    jaxpr: _jax.Jaxpr, shards: Sequence[int] | None = None, slowdown: Slowdown = no_slowdown
+) -> Program:
+    """Return a flat jaxpr as a program with one operation for each equation, in their order."""
+    writer = FlatWriter(slowdown)
+    writer.enter(jaxpr.invars, shards)
+    writer.write(jaxpr, "")
+    return writer.program(jaxpr.outvars)

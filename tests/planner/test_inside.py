@@ -1,0 +1,120 @@
+"""Bodies of loops and branches that are scheduled by themselves."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import remat
+from remat.errors import PlanError
+from remat.planner.inside import bodies, with_bodies
+from remat.planner.rewrite import flattened
+from remat.program.from_jaxpr import n_bytes
+from remat.solvers.grid import GridSearch
+
+KEY = jax.random.key(0)
+W = jax.random.normal(KEY, (6, 32, 32)) / 6
+X = jax.random.normal(KEY, (256, 32))
+
+
+def mlp(w, x):
+    for i in range(6):
+        x = jnp.tanh(jnp.sin(x @ w[i]) * 2) + x
+    return (x**2).mean()
+
+
+def accumulated(w, x):
+    def body(total, x):
+        value, gradient = jax.value_and_grad(mlp)(w, x)
+        return (total[0] + value, total[1] + gradient), None
+
+    return jax.lax.scan(body, (0.0, jnp.zeros_like(w)), jnp.stack([x, x + 1]))[0]
+
+
+def descended(w, x):
+    def body(state):
+        n, w = state
+        return n + 1, w - 0.1 * jax.grad(mlp)(w, x)
+
+    return jax.lax.while_loop(lambda state: state[0] < 3, body, (0, w))[1]
+
+
+def in_a_branch(w, x):
+    return jax.lax.cond(x.sum() > 0, lambda w: jax.grad(mlp)(w, x), lambda w: w, w)
+
+
+def nested(w, x):
+    """A gradient in a branch of a step of a loop."""
+
+    def body(w, x):
+        return w - in_a_branch(w, x), None
+
+    return jax.lax.scan(body, w, jnp.stack([x, x + 1]))[0]
+
+
+STEPS = [accumulated, descended, in_a_branch, nested]
+
+
+def price(flops, moved, dtype):
+    return flops + moved
+
+
+def flat(step):
+    closed = jax.make_jaxpr(step)(W, X)
+    assert not closed.consts
+    return flattened(closed.jaxpr)
+
+
+def run(jaxpr):
+    return jax.jit(lambda *args: jax.core.eval_jaxpr(jaxpr, (), *args))
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_scheduled_bodies_give_the_same_bits_in_less_memory(step):
+    jaxpr = flat(step)
+    (body,) = bodies(jaxpr, price, GridSearch(), 10 * n_bytes(jaxpr.invars[1].aval))
+    plain = run(jaxpr).lower(W, X).compile()
+    option = next(o for o in body.options[::-1] if o.bytes < 0.65 * body.options[-1].bytes)
+    assert option.seconds > 0 and body.options[-1].seconds == 0
+    changed = run(with_bodies(jaxpr, {body.id: option.decisions})).lower(W, X).compile()
+    for a, b in zip(changed(W, X), plain(W, X), strict=True):
+        np.testing.assert_array_equal(a, b)
+    saved = (
+        plain.memory_analysis().temp_size_in_bytes - changed.memory_analysis().temp_size_in_bytes
+    )
+    assert saved > 0.5 * (body.options[-1].bytes - option.bytes)
+
+
+def test_options_need_fewer_bytes_for_more_time():
+    (body,) = bodies(flat(descended), price, GridSearch(), 0)
+    for few, many in zip(body.options, body.options[1:]):
+        assert few.bytes < many.bytes and few.seconds >= many.seconds
+
+
+def test_small_bodies_are_left_alone():
+    assert not bodies(flat(descended), price, GridSearch(), 100 * n_bytes(jnp.zeros((6, 256, 256))))
+
+
+def test_a_plan_of_a_gradient_in_a_loop_holds_and_survives_its_file():
+    plan = remat.plan(accumulated, W, X, budget="75%", cache=False)
+    assert plan.peak_bytes <= 0.75 * plan.peak_bytes_without_remat
+    (body,) = plan.whole_step.bodies
+    assert body.recomputations and f"the body {body.id}" in plan.explain()
+    again = remat.Plan.from_json(plan.to_json())
+    assert again == plan
+    for a, b in zip(remat.fit(accumulated, plan=again)(W, X), jax.jit(accumulated)(W, X)):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_plan_of_a_body_that_the_program_does_not_have_is_refused():
+    plan = remat.plan(accumulated, W, X, budget="75%", cache=False)
+    (body,) = plan.whole_step.bodies
+    for wrong in (
+        dataclasses.replace(body, id="999.0/"),
+        dataclasses.replace(body, n_equations=body.n_equations + 1),
+    ):
+        whole = dataclasses.replace(plan.whole_step, bodies=(wrong,))
+        with pytest.raises(PlanError, match="lan again"):
+            remat.fit(accumulated, plan=dataclasses.replace(plan, whole_step=whole))(W, X)
