@@ -142,6 +142,7 @@ from remat._jax.tracing import (
     has_explicit_axes as has_explicit_axes,
     has_hidden_rules as has_hidden_rules,
     has_lasting_effects as has_lasting_effects,
+    hoist_constants as hoist_constants,
     host_copy as host_copy,
     in_avals as in_avals,
     in_mesh as in_mesh,

@@ -32,6 +32,7 @@ from remat._jax.compat import (
     Offloadable,
     Primitive,
     Var,
+    close,
     detach_consts,
     eval_jaxpr,
     is_var,
@@ -460,6 +461,41 @@ def is_plain_jit(eqn: JaxprEqn) -> bool:
         x is None for x in (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
     )
     return unspecified and layouts and not any(params.get("donated_invars", ()))
+
+
+def hoist_constants(jaxpr: Jaxpr) -> tuple[Jaxpr, list[Any]]:
+    """Move the constants of plain `jit` equations, also inside each other, to the front of the inputs.
+
+    Returns the jaxpr, whose plain `jit` equations have no constants, and the values of the new inputs.
+    """
+    invars: list[Any] = []
+    values: list[Any] = []
+    eqns = []
+    for eqn in jaxpr.eqns:
+        if not is_plain_jit(eqn):
+            eqns.append(eqn)
+            continue
+        body, constants = detach_consts(eqn.params["jaxpr"])
+        body, more = hoist_constants(body)
+        constants = (*more, *constants)
+        if not constants:
+            eqns.append(eqn)
+            continue
+        new = [new_var(v.aval) for v in body.invars[: len(constants)]]
+        params = dict(eqn.params, jaxpr=close(body))
+        for name, value in (
+            ("in_shardings", _unspecified),
+            ("in_layouts", None),
+            ("donated_invars", False),
+        ):
+            if name in params:
+                params[name] = (*(value for _ in new), *params[name])
+        invars += new
+        values += constants
+        eqns.append(eqn.replace(invars=[*new, *eqn.invars], params=params))
+    if not values:
+        return jaxpr, []
+    return jaxpr_of([*invars, *jaxpr.invars], jaxpr.outvars, eqns, jaxpr), values
 
 
 # --------------------------------------------------------------------------------------------------

@@ -456,9 +456,10 @@ class Plan(_Checked):
     @property
     def n_recomputed(self) -> int:
         """Return how many values the segments recompute; a value counts once per segment."""
-        of_step = self.whole_step.recomputations if self.whole_step else ()
+        whole = self.whole_step
+        parts: list[WholeStep | BodyPlan] = [] if whole is None else [whole, *whole.bodies]
         return sum(region.n_recomputed for region in self.regions) + sum(
-            len(recomputation.again) for recomputation in of_step
+            len(recomputation.again) for part in parts for recomputation in part.recomputations
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

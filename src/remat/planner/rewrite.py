@@ -129,6 +129,8 @@ def following(
         key = tree, tuple(array.aval for array in arrays), tuple(static.items())
         if key not in known:
             jaxpr, consts, out = _jax.trace_call(of_traced, *arrays)
+            jaxpr, more = _jax.hoist_constants(jaxpr)
+            consts = [*more, *consts]
             # The static values are kept with their numbers, which are theirs as long as they live.
             known[key] = (
                 flattened(jaxpr),

@@ -31,7 +31,9 @@ class Traced:
     def __init__(self, traced: Any, target: Target) -> None:
         self._traced = traced
         self._target = target
-        self.jaxpr, self.consts = _jax.detach_consts(traced.jaxpr)
+        jaxpr, consts = _jax.detach_consts(traced.jaxpr)
+        self.jaxpr, more = _jax.hoist_constants(jaxpr)
+        self.consts = (*more, *consts)
 
     def shards(self) -> list[int]:
         """Return the shard count of each input of the jaxpr."""
