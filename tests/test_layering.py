@@ -93,6 +93,7 @@ LAYERS = [
     ("planner.scan_pairs.opening", "planner.scan_pairs.rewriting"),
     ("planner.scan_pairs.options",),
     ("planner.scan_pairs",),
+    ("planner.inside",),
     ("planner.whole_step",),
     ("planner.candidates", "planner.step_decisions"),
     ("planner.emit",),
