@@ -9,6 +9,7 @@ In the order in which data flows:
     decide       the decisions about the rest of the program, from a schedule of its graph
     levels       both together, at a price per byte
     scan_pairs   what forward scans keep for backward scans, in a differentiated step
+    inside       bodies of other loops and of branches, scheduled like steps
     candidates   for steps without marked functions: loops decided, then a schedule of the whole step
     rewrite      the program that follows such a schedule
     whole_step   both together: decisions about a step, and the program that follows them
