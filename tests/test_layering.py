@@ -18,7 +18,7 @@ FRAMEWORKS = ("flax", "equinox", "haiku", "brainstate")
 LAYERS = [
     ("aliases", "printing"),
     ("errors",),
-    ("units", "files", "globs"),
+    ("units", "files", "globs", "marked"),
     ("json_lines", "cache"),
     ("solvers.graph",),
     ("solvers.liveness",),

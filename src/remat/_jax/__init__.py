@@ -167,6 +167,7 @@ from remat._jax.tracing import (
     scan_body as scan_body,
     shard_map_residual as shard_map_residual,
     slice_types as slice_types,
+    source_frames_of as source_frames_of,
     source_line_of as source_line_of,
     source_of_caller as source_of_caller,
     stacked as stacked,

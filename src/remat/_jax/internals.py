@@ -218,6 +218,12 @@ INTERNALS = (
         _PUBLIC,
     ),
     Internal(
+        "jax._src.source_info_util",
+        ("user_frames",),
+        "all frames of the user's code behind an equation",
+        "the innermost frame, which `summarize` returns as text",
+    ),
+    Internal(
         "jax._src.core",
         (
             "ensure_no_leaks",

@@ -14,6 +14,7 @@ from jax._src import (
     config as _config,
     core as _core,
     shard_map as _shard_map,
+    source_info_util as _source_frames,
     tree_util as _tree_util,
 )
 from jax._src.dispatch import (
@@ -402,6 +403,15 @@ def source_of_caller() -> Any:
 def source_line_of(eqn: JaxprEqn) -> str:
     """Return `file:line:column (function)` of the user's code that an equation was traced from."""
     return _source_info.summarize(eqn.source_info)
+
+
+def source_frames_of(eqn: JaxprEqn) -> tuple[tuple[str, int, str], ...]:
+    """Return file, line and function of the frames that an equation was traced from, innermost first.
+
+    JAX's own frames are left out.
+    """
+    frames = _source_frames.user_frames(eqn.source_info.traceback)
+    return tuple((frame.file_name, frame.start_line, frame.function_name) for frame in frames)
 
 
 def has_hidden_rules(eqn: JaxprEqn) -> bool:

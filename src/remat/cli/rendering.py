@@ -87,7 +87,7 @@ def color() -> bool:
 
 
 def points_of_plan(plan: Plan, label: str) -> tuple[ParetoPoint, ...]:
-    """Return what a plan's search compiled: the step without remat, the attempts, the plan last."""
+    """Return what a plan is to be compared with: the step without remat; then the plan itself."""
 
     def point(peak_bytes: int, flops: float, seconds: float, what: str) -> ParetoPoint:
         share = flops / plan.flops if plan.flops else 0.0
@@ -99,12 +99,8 @@ def points_of_plan(plan: Plan, label: str) -> tuple[ParetoPoint, ...]:
         verified=plan.is_verified,
         chosen=True,
     )
-    attempts = [
-        point(a.compiled_bytes, a.extra_flops, a.extra_seconds, f"attempt {number}")
-        for number, a in enumerate(plan.attempts, 1)
-    ]
-    points = [point(plan.peak_bytes_without_remat, 0.0, 0.0, "nothing rematerialized"), *attempts]
-    return (*(p for p in points if p.peak_bytes != peak_bytes), final)
+    without = point(plan.peak_bytes_without_remat, 0.0, 0.0, "nothing rematerialized")
+    return (final,) if without.peak_bytes == peak_bytes else (without, final)
 
 
 def point_of_explanation(

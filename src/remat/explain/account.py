@@ -3,25 +3,37 @@
 The values are those that fusion leaves: what is computed on the way inside a kernel occupies nothing.
 A step of the timeline is one kernel. A value lives from the kernel that writes it to the last that
 reads it; arguments live throughout, and so do results on CPU and GPU, whose compilers reserve them
-from the start. What becomes of a value is read off who writes it and who reads it:
+from the start. Loops and branches are laid out as what they run (`explain.loops`). What becomes of a
+value is read off who writes it and who reads it:
 
     saved        written in the forward pass, read in the backward pass
     recomputed   written in a region's backward half from what was saved; its first life too
     offloaded    kept in the host's memory between the two
     gradient     written in the backward pass
     temporary    all else, also what loops and branches need while they run
+    reserved     memory of a loop's stack before its slice is written or after its last use
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 from remat import _jax
-from remat.explain.phases import PhasedProgram, is_region, is_view, merged, parts
+from remat.explain.loops import MOST_EQUATIONS, Body, Origin, Read, Stack, blocks_of, laid_out
+from remat.explain.phases import (
+    PhasedProgram,
+    is_region,
+    is_view,
+    merged,
+    parts,
+    phased_program,
+)
+from remat.explain.sources import source_of
 from remat.ir import jaxprs
 from remat.ir.flops import flops_of
+from remat.program.from_jaxpr import body_peak_bytes
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Op, Program
 from remat.report.model import Kind, Phase, Segment, Step, Value
@@ -33,6 +45,7 @@ class Account:
     """The values, timeline and segments of a step, and their sums.
 
     Args:
+      opaque_values, opaque_steps: the same with each loop as one step and its workspace as one value.
       alias_bytes: of results that take over a donated argument's memory.
       saved_bytes, saved_argument_bytes: what the backward pass reads of what the forward pass
         computed, and of the arguments, before anything is fused.
@@ -42,6 +55,8 @@ class Account:
     values: tuple[Value, ...]
     steps: tuple[Step, ...]
     segments: tuple[Segment, ...]
+    opaque_values: tuple[Value, ...]
+    opaque_steps: tuple[Step, ...]
     alias_bytes: int
     flops: float
     recompute_flops: float
@@ -67,7 +82,8 @@ def account_of(
       results_from_start: whether the memory of results is there from the start.
       duplicates: whether kernels compute cheap values for themselves, as in `fusion.fuse`.
     """
-    return _Accounting(sides, price, duplicates).account(names, donated, results_from_start)
+    made = _Accounting(merged(sides), price, duplicates, MOST_EQUATIONS, before=sides)
+    return made.account(names, donated, results_from_start)
 
 
 def temporaries_bytes(program: Program, *, duplicates: bool) -> int:
@@ -76,15 +92,34 @@ def temporaries_bytes(program: Program, *, duplicates: bool) -> int:
     return no_remat(fused.graph).peak_bytes
 
 
-def source_of(op: Op) -> str:
-    """Return an operation's source line, relative to the current directory where it is below it."""
-    return op.source.removeprefix(os.path.join(os.getcwd(), ""))
-
-
 def path_of(op: Op) -> str:
     """Return an operation's name scope, without JAX's own scopes."""
     names = op.path.split("/")
     return "/".join(n for n in names if n not in ("rematted_computation", "checkpoint"))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Run:
+    """What a loop or branch runs.
+
+    Args:
+      name, length, reverse: as in `Body`.
+      jaxpr: of one iteration.
+      first_carry, n_carry: which of its inputs the iteration before hands on.
+      first_slice: the first of its inputs that is a slice of a stack.
+      skipped: how many operands of the equation come before those of the jaxpr.
+      returns: whether its results are those of the equation.
+    """
+
+    name: str
+    jaxpr: _jax.Jaxpr
+    length: int = 1
+    reverse: bool = False
+    first_carry: int = 0
+    n_carry: int = 0
+    first_slice: int = 10**9
+    skipped: int = 0
+    returns: bool = True
 
 
 @dataclasses.dataclass
@@ -97,9 +132,18 @@ class _Use:
 
 
 class _Accounting:
-    def __init__(self, sides: PhasedProgram, price: Price, duplicates: bool) -> None:
-        self.before = sides  # as it was written, with what it computes twice
-        self.sides = sides = merged(sides)
+    def __init__(
+        self,
+        sides: PhasedProgram,
+        price: Price,
+        duplicates: bool,
+        most_equations: int,
+        *,
+        before: PhasedProgram | None = None,
+    ) -> None:
+        self.before = before or sides  # as it was written, with what it computes twice
+        self.sides = sides
+        self.price = price
         self.program = sides.program
         self.duplicates = duplicates
         self.fused: Fused = fuse(self.program, price, lambda _: True, duplicates=duplicates)
@@ -109,6 +153,8 @@ class _Accounting:
         self.step_of = {kernel: at for at, kernel in enumerate(self.kernels)}
         self.roots = self._roots()
         self.uses = self._uses()
+        self.bodies = self._bodies(most_equations)
+        self._places: dict[int, int] = {}  # of the values of `_written`, in what it returns
 
     def _roots(self) -> list[int | None]:
         """Return the value written for each output of the program; None for an input."""
@@ -157,9 +203,15 @@ class _Accounting:
         values = self._arguments(names, last)
         outputs, alias_bytes = self._outputs(donated, last, results_from_start)
         values += outputs
+        first = len(values)
         values += self._written()
+        stacks = self._stacks(first)
+        opaque = _numbered([*values, *self._workspaces(opaque=True)])
         values += self._workspaces()
-        numbered = tuple(dataclasses.replace(v, id=i) for i, v in enumerate(values))
+        segments = self._segments()
+        drawn, values_, segments_ = laid_out(
+            steps, values, self._bodies_by_step(), stacks, segments
+        )
         share = self._recompute_share()
         again_s = sum(
             step.time_s if step.phase == "recompute" else step.time_s * share(kernel)
@@ -167,9 +219,11 @@ class _Accounting:
         )
         saved, of_arguments = self._residual_bytes()
         return Account(
-            values=numbered,
-            steps=tuple(steps),
-            segments=tuple(self._segments()),
+            values=_numbered(values_),
+            steps=drawn,
+            segments=segments_,
+            opaque_values=opaque,
+            opaque_steps=tuple(steps),
             alias_bytes=alias_bytes,
             flops=self.before.program.flops,
             recompute_flops=self._recompute_flops(),
@@ -188,32 +242,35 @@ class _Accounting:
     # The timeline
 
     def _steps(self) -> list[Step]:
-        ops = self.program.ops
         numbers = self._segment_of()
-        made = [
-            Step(
-                label(ops[kernel]),
-                self.sides.phases[kernel],
-                self.fused.seconds[kernel],
-                source_of(ops[kernel]),
-                numbers.get(kernel, -1),
-            )
-            for kernel in self.kernels
-        ]
+        made = [self._step(kernel, numbers.get(kernel, -1)) for kernel in self.kernels]
         return [*made, Step("results", "update")]
+
+    def _step(self, kernel: int, segment: int = -1) -> Step:
+        return Step(
+            label(self.program.ops[kernel]),
+            self.sides.phases[kernel],
+            self.fused.seconds[kernel],
+            source_of(self.sides.eqns[kernel]),
+            segment,
+        )
 
     def _arguments(self, names: tuple[str, ...], last: int) -> list[Value]:
         read = {v for op in self.program.ops for v in op.operands} | set(self.program.outputs)
-        readers: dict[int, Op] = {}
-        for op in self.program.ops:
+        readers: dict[int, int] = {}
+        for i, op in enumerate(self.program.ops):
             for v in op.operands:
-                readers.setdefault(v, op)
+                readers.setdefault(v, i)
         found = []
         for v, name in zip(self.sides.inputs, names):
             if v in read:
                 found.append(
                     self._value(
-                        v, "argument", ((0, last),), path=name, consumer=_consumer(readers.get(v))
+                        v,
+                        "argument",
+                        ((0, last),),
+                        path=name,
+                        consumer=self._reader(v, readers.get(v)),
                     )
                 )
         return found
@@ -267,11 +324,12 @@ class _Accounting:
                     continue
             if kind == "temporary":
                 first_life[v] = len(found)
+            self._places[v] = len(found)
             reader = next(
                 (r for r in use.readers if self.sides.phases[r] != "forward"),
                 use.readers[0] if use.readers else None,
             )
-            consumer = "" if reader is None else _consumer(self.program.ops[reader])
+            consumer = self._reader(v, reader)
             found.append(self._value(v, kind, lives, consumer=consumer))
         return found
 
@@ -289,16 +347,17 @@ class _Accounting:
                 found[sent[op.operands[0]]] = op.results[0]
         return found
 
-    def _workspaces(self) -> list[Value]:
-        """Yield the workspace of loops and branches."""
+    def _workspaces(self, *, opaque: bool = False) -> list[Value]:
+        """Return the workspace of loops and branches, only of those that are not laid out if not opaque."""
         found = []
         for kernel in self.kernels:
             op = self.program.ops[kernel]
-            if op.workspace_bytes:
+            if op.workspace_bytes and (opaque or kernel not in self.bodies):
                 at = self.step_of[kernel]
                 found.append(Value(
                     0, "temporary", "workspace", op.workspace_bytes, ((at, at),), op.name,
-                    source_of(op), op.label, path_of(op), f"the body of {op.name}",
+                    source_of(self.sides.eqns[kernel]), op.label, path_of(op),
+                    f"the body of {op.name}",
                 ))  # fmt: skip
         return found
 
@@ -311,35 +370,215 @@ class _Accounting:
         common = (0, kind, self.program.types[v], n_bytes, lives)
         if i is None:
             return Value(*common, path=path, consumer=consumer)
-        op = self.program.ops[i]
-        inside = self.fused.ops.get(i, (i,))
+        origin = self._origin(v)
         return Value(
             *common,
-            primitive=op.name,
-            source=source_of(op),
-            name=op.label or self._names.get(v, ""),
-            path=path or path_of(op),
+            primitive=origin.primitive,
+            source=origin.source,
+            name=origin.name,
+            path=path or origin.path,
             consumer=consumer,
-            flops=float(sum(self.program.ops[x].flops for x in inside)),
-            time_s=self.fused.seconds.get(i, 0.0),
+            flops=origin.flops,
+            time_s=origin.time_s,
         )
 
-    @property
+    def _origin(self, v: int) -> Origin:
+        """Return what computes a value, inside a loop or branch if one returns it."""
+        i = self.producer[v]
+        op, body = self.program.ops[i], self.bodies.get(i)
+        at = op.results.index(v)
+        inner = body.results[at] if body is not None and at < len(body.results) else None
+        if body is not None and inner is not None:
+            return inner.times(body.length) if at >= body.stacked_from else inner
+        inside = self.fused.ops.get(i, (i,))
+        return Origin(
+            op.name,
+            source_of(self.sides.eqns[i]),
+            op.label or self._names.get(v, ""),
+            path_of(op),
+            self.program.types[v],
+            float(sum(self.program.ops[x].flops for x in inside)),
+            self.fused.seconds.get(i, 0.0),
+        )
+
+    def _reader(self, v: int, i: int | None) -> str:
+        """Return in words which operation reads a value, inside a loop if it reads slices there."""
+        if i is None:
+            return ""
+        body = self.bodies.get(i)
+        if body is not None:
+            operands = self.program.ops[i].operands
+            read = next((r for at, r in body.reads.items() if operands[at] == v), None)
+            if read is not None:
+                return read.consumer
+        return _consumer(self.program.ops[i], self.sides.eqns[i])
+
+    @functools.cached_property
     def _names(self) -> dict[int, str]:
         """Return the checkpoint names of values, which belong to the copies `checkpoint_name` made."""
-        found = self.__dict__.get("_named")
-        if found is None:
-            found = {}
-            for op in self.program.ops:
-                if op.label:
-                    v = op.operands[0] if op.operands else -1
-                    while (i := self.producer.get(v)) is not None:
-                        found.setdefault(v, op.label)
-                        if not _passes_on(self.program.ops[i]):
-                            break
-                        v = self.program.ops[i].operands[0]
-            self.__dict__["_named"] = found
+        found: dict[int, str] = {}
+        for op in self.program.ops:
+            if op.label:
+                v = op.operands[0] if op.operands else -1
+                while (i := self.producer.get(v)) is not None:
+                    found.setdefault(v, op.label)
+                    if not _passes_on(self.program.ops[i]):
+                        break
+                    v = self.program.ops[i].operands[0]
         return found
+
+    # Loops and branches
+
+    def _bodies(self, most_equations: int) -> dict[int, Body]:
+        """Return what loops and branches run, by kernel."""
+        runs = {kernel: run for kernel in self.kernels if (run := self._run_of(kernel)) is not None}
+        n_equations = sum(sum(1 for _ in jaxprs.equations(run.jaxpr)) for run in runs.values())
+        most_blocks = max(1, most_equations // max(1, n_equations))
+        found = {}
+        for kernel, run in runs.items():
+            blocks = blocks_of(run.length, most_blocks)
+            body = self._body(kernel, run, blocks, most_equations // len(blocks))
+            if body.steps:
+                found[kernel] = body
+        return found
+
+    def _run_of(self, kernel: int) -> _Run | None:
+        op, eqn = self.program.ops[kernel], self.sides.eqns[kernel]
+        if eqn.primitive.name == "scan":
+            n_consts, n_carry = _jax.scan_arity(eqn)
+            return _Run(
+                "iteration", _jax.open_jaxpr(eqn.params["jaxpr"]), eqn.params["length"],
+                bool(eqn.params["reverse"]), n_consts, n_carry, n_consts + n_carry,
+            )  # fmt: skip
+        if eqn.primitive.name == "while":
+            n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+            return _Run(
+                "an iteration of a while loop", _jax.open_jaxpr(eqn.params["body_jaxpr"]),
+                first_carry=n_body, n_carry=len(eqn.outvars), skipped=n_cond,
+            )  # fmt: skip
+        if eqn.primitive.name == "cond":
+            branches = [_jax.open_jaxpr(branch) for branch in eqn.params["branches"]]
+            sizes = [body_peak_bytes(branch) for branch in branches]
+            largest = sizes.index(max(sizes))
+            name = f"branch {largest + 1} of {len(branches)}, the largest"
+            return _Run(name, branches[largest], skipped=1)
+        if op.workspace_bytes and jaxprs.has_body(eqn):
+            bodies = [_jax.open_jaxpr(body) for body in jaxprs.bodies_of(eqn)]
+            largest_body = max(bodies, key=body_peak_bytes)
+            return _Run(f"the body of {eqn.primitive.name}", largest_body, returns=False)
+        return None
+
+    def _body(self, kernel: int, run: _Run, blocks: tuple[int, ...], most_equations: int) -> Body:
+        op, eqn = self.program.ops[kernel], self.sides.eqns[kernel]
+        shards = [1] * len(run.jaxpr.invars)
+        at_operand: dict[int, int] = {}  # input of the body -> operand of the operation
+        operand = 0
+        for number, v in enumerate(eqn.invars):
+            at = number - run.skipped
+            if _jax.is_var(v):
+                if 0 <= at < len(shards):
+                    at_operand[at] = operand
+                    shards[at] = self.sides.shards[op.operands[operand]]
+                operand += 1
+        phase = self.sides.phases[kernel]
+        sides = phased_program(run.jaxpr, shards, path=op.path, within=phase)
+        inner = _Accounting(sides, self.price, True, most_equations)
+        results, born = inner.results(run) if run.returns else ((), ())
+        reads = {
+            at_operand[at]: read
+            for at, v in enumerate(sides.inputs)
+            if at >= run.first_slice and at in at_operand
+            for read in [inner.last_read(v)]
+            if read is not None
+        }
+        steps = [inner._step(k) for k in inner.kernels]
+        values = inner._written()
+        stacks = inner._stacks(0)
+        values += inner._workspaces()
+        drawn, laid, _ = laid_out(steps, values, inner._bodies_by_step(), stacks)
+        if inner.bodies:
+            first = inner._first_steps()
+            born = tuple(first[n] if n >= 0 else n for n in born)
+            last = [n - 1 for n in [*first[1:], len(drawn)]]
+            reads = {at: dataclasses.replace(r, step=last[r.step]) for at, r in reads.items()}
+        return Body(
+            run.name, run.length, blocks, run.reverse, drawn, laid, results, born,
+            run.n_carry if run.name == "iteration" else len(results), reads,
+        )  # fmt: skip
+
+    def results(self, run: _Run) -> tuple[tuple[Origin | None, ...], tuple[int, ...]]:
+        """Return for each result of a body where it comes from, and the step that computes it."""
+        outputs = iter(zip(self.program.outputs, self.roots))
+        ids = [next(outputs) if _jax.is_var(v) else (-1, None) for v in run.jaxpr.outvars]
+        carried = {v: at - run.first_carry for at, v in enumerate(self.sides.inputs)}
+        origins: list[Origin | None] = []
+        born = []
+        for v, root in ids:
+            behind = root
+            if root is None:
+                at = carried.get(_behind(v, self.program, self.producer), -1)
+                if 0 <= at < run.n_carry:  # what the iteration before handed on
+                    behind = ids[at][1]
+            origin = self._origin(behind) if behind is not None else None
+            if origin is not None and origin.count == 1:
+                origin = dataclasses.replace(origin, aval=self.program.types[v])
+            origins.append(origin)
+            born.append(self.uses_of(root) if root is not None else 0)
+        return tuple(origins), tuple(born)
+
+    def last_read(self, v: int) -> Read | None:
+        """Return the last read of an input; None if nothing reads it."""
+        found = None
+        for kernel in self.kernels:
+            if any(v in self.program.ops[i].operands for i in self.fused.ops[kernel]):
+                found = kernel
+        return None if found is None else Read(self.step_of[found], self._reader(v, found))
+
+    def _bodies_by_step(self) -> dict[int, Body]:
+        return {self.step_of[kernel]: body for kernel, body in self.bodies.items()}
+
+    def _first_steps(self) -> list[int]:
+        """Return for each kernel its first step on the timeline on which its loops are laid out."""
+        found, n = [], 0
+        for kernel in self.kernels:
+            found.append(n)
+            body = self.bodies.get(kernel)
+            n += len(body.steps) * len(body.blocks) if body is not None else 1
+        return found
+
+    def _stacks(self, first: int) -> dict[int, Stack]:
+        """Return the values of `_written` that loops stack, by their place after the first `first`."""
+        found = {}
+        for v, place in self._places.items():
+            kernel = self.producer[v]
+            body = self.bodies.get(kernel)
+            if body is None:
+                continue
+            at = self.program.ops[kernel].results.index(v)
+            if at < body.stacked_from or at >= len(body.results):
+                continue
+            origin = body.results[at]
+            if origin is None:
+                op = self.program.ops[kernel]
+                source = source_of(self.sides.eqns[kernel])
+                origin = Origin("slice", source, "", path_of(op), self.program.types[v])
+            stack = Stack(self.step_of[kernel], body.born[at], origin)
+            found[first + place] = self._read_by_slices(v, body, stack)
+        return found
+
+    def _read_by_slices(self, v: int, writer: Body, stack: Stack) -> Stack:
+        """Return a stack with the loop that reads it last, if that reads it slice by slice."""
+        use = self.uses[v]
+        kernel = self.kernels[use.dies]
+        body = self.bodies.get(kernel)
+        if body is None or body.blocks != writer.blocks or use.dies == use.born:
+            return stack
+        operands = self.program.ops[kernel].operands
+        mine = [at for at, x in enumerate(operands) if _behind(x, self.program, self.producer) == v]
+        reads = [body.reads[at] for at in mine if at in body.reads]
+        if not mine or len(reads) < len(mine):
+            return stack
+        return dataclasses.replace(stack, read=use.dies, last=max(reads, key=lambda r: r.step))
 
     # Segments
 
@@ -507,7 +746,10 @@ def region_label(path: str, number: int) -> str:
     return "/".join(names) or f"region {number}"
 
 
-def _consumer(op: Op | None) -> str:
-    if op is None:
-        return ""
-    return f"{label(op)} ({source_of(op)})" if op.source else label(op)
+def _consumer(op: Op, eqn: _jax.JaxprEqn) -> str:
+    source = source_of(eqn)
+    return f"{label(op)}, {source}" if source else label(op)
+
+
+def _numbered(values: Sequence[Value]) -> tuple[Value, ...]:
+    return tuple(dataclasses.replace(value, id=i) for i, value in enumerate(values))

@@ -1,13 +1,12 @@
-"""Why the predicted peak and the compiler's differ, in words.
+"""Why the predicted peak and the compiler's differ, in one sentence.
 
 The text of the compiled program says which arrays are live when most is (`explain.hlo`); compared by
-size with the predicted ones, the largest differences are listed.
+size with the predicted ones, the largest difference is named.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 from remat.explain import hlo
@@ -17,8 +16,6 @@ from remat.program.targets import Target
 from remat.report.model import Memory, Value
 from remat.report.timeline import live_at, timeline
 from remat.units import format_bytes
-
-_MOST_LISTED = 4  # sizes of arrays that are named; more make a longer text
 
 
 def difference(
@@ -31,21 +28,27 @@ def difference(
     share = by / compiled.peak_bytes if compiled.peak_bytes else 0.0
     if abs(share) < 0.01:
         return "Prediction and compiler agree within 1 %."
-    said = [
-        f"The compiler needs {format_bytes(abs(by))} {'more' if by > 0 else 'less'} than predicted "
-        f"({100 * abs(share):.0f} % of its peak)."
-    ]
-    for part in ("argument", "output", "alias"):
+    reasons: list[tuple[int, str]] = []
+    for part in ("argument", "output"):
         d = getattr(compiled, f"{part}_bytes") - getattr(predicted, f"{part}_bytes")
-        if abs(d) >= 0.01 * compiled.peak_bytes:
-            said.append(
-                f"Its {part}s are {format_bytes(abs(d))} {'more' if d > 0 else 'less'}"
-                f"{_why(part, d, account, on)}."
-            )
+        named = {"argument": "arguments", "output": "results"}[part]
+        reasons.append((d, f"its {named} are {_amount(d)}{_why(part, d, account, on)}"))
+    d = predicted.alias_bytes - compiled.alias_bytes
+    reasons.append((d, f"its results share {_amount(-d)} of memory with donated arguments"))
     peak = hlo.peak_of(program.as_text() or "")
     if peak is not None:
-        said += _held(account, compiled, peak)
-    return " ".join(said)
+        reasons += _held(account, compiled, peak)
+    # What explains most of the difference, in its direction.
+    alike = [(abs(d), text) for d, text in reasons if d * by > 0 and abs(d) >= 0.2 * abs(by)]
+    why = max(alike, default=(0, ""))[1]
+    return (
+        f"The compiler needs {_amount(by)} than predicted ({100 * abs(share):.0f} % of its peak)"
+        f"{', mostly because ' + why if why else ''}."
+    )
+
+
+def _amount(by: int) -> str:
+    return f"{format_bytes(abs(by))} {'more' if by > 0 else 'less'}"
 
 
 def _why(part: str, by: int, account: Account, on: Target) -> str:
@@ -59,31 +62,26 @@ def _why(part: str, by: int, account: Account, on: Target) -> str:
     return ""
 
 
-def _held(account: Account, compiled: Memory, peak: hlo.Peak) -> Iterable[str]:
-    at = timeline(account.values, account.steps).peak_step or 0
-    ours = [v for v in live_at(account.values, at) if v.kind not in ("argument", "output")]
+def _held(account: Account, compiled: Memory, peak: hlo.Peak) -> list[tuple[int, str]]:
+    """Return reasons from the arrays that both hold at their peaks: bytes, and the reason in words."""
+    at = timeline(account.opaque_values, account.opaque_steps).peak_step or 0
+    live = live_at(account.opaque_values, at)
+    ours = [v for v in live if v.kind not in ("argument", "output")]
     inside = sum(h.n_bytes for h in peak.held if h.inside)
     workspace = sum(v.n_bytes for v in ours if v.aval == "workspace")
-    smallest = 0.002 * compiled.peak_bytes
-    if abs(inside - workspace) >= 5 * smallest:
-        yield (
-            f"When most is live, it holds {format_bytes(inside)} inside of loops, where "
-            f"{format_bytes(workspace)} were predicted."
-        )
+    reasons = [(
+        inside - workspace,
+        f"it holds {format_bytes(inside)} inside of loops, where {format_bytes(workspace)} were predicted",
+    )]  # fmt: skip
     theirs = Counter(h.n_bytes for h in peak.held if not h.inside)
     mine = Counter(v.n_bytes for v in ours if v.aval != "workspace")
-    sizes = [n for n in {*theirs, *mine} if n * abs(theirs[n] - mine[n]) >= smallest]
-    sizes.sort(key=lambda n: (-n * abs(theirs[n] - mine[n]), n))
-    listed = [_class(n, theirs[n] - mine[n], peak, ours) for n in sizes[:_MOST_LISTED]]
-    if listed:
-        where = "Outside of loops it" if inside or workspace else "When most is live, it"
-        yield f"{where} holds {'; '.join(listed)}."
+    for n in sorted({*theirs, *mine}):
+        more = theirs[n] - mine[n]
+        if more:
+            reasons.append((n * more, f"it holds {_class(n, more, peak, ours)}"))
     rest = compiled.temp_bytes - peak.n_bytes
-    if abs(rest) >= 5 * smallest:
-        yield (
-            f"{format_bytes(abs(rest))} {'more' if rest > 0 else 'less'} than the arrays in its text "
-            "are due to how it places them in memory."
-        )
+    reasons.append((rest, "of how it places arrays in memory"))
+    return reasons
 
 
 def _class(n_bytes: int, more: int, peak: hlo.Peak, ours: list[Value]) -> str:
@@ -96,7 +94,7 @@ def _class(n_bytes: int, more: int, peak: hlo.Peak, ours: list[Value]) -> str:
         )
     else:
         common = Counter(f"{v.aval} from {v.primitive}" for v in ours if v.n_bytes == n_bytes)
-    kinds = ", ".join(f"{n} × {what}" for what, n in common.most_common(3))
-    whose = "it has" if more > 0 else "predicted"
-    how = f"{abs(more)} {'more' if more > 0 else 'fewer'} of {format_bytes(n_bytes)}"
-    return f"{how} ({whose} {kinds})"
+    what = common.most_common(1)[0][0]
+    arrays = "array" if abs(more) == 1 else "arrays"
+    count = f"{abs(more)} {'more' if more > 0 else 'fewer'} {arrays}"
+    return f"{count} of {format_bytes(n_bytes)}, such as {what}"

@@ -5,6 +5,8 @@ step does, not from how it is written:
 
     no_gradient                  nothing is differentiated
     no_regions                   nothing is rematerialized
+    follows_plan                 the step follows a plan of `remat.fit`
+    fitted_without_gradient      `remat.fit` was given a function that is not differentiated
     checkpointed_loop            a loop is rematerialized, so often as only running it says
     undone_by_compiler           compiled, the step needs what it needs with its regions written out
     policy_matched_nothing       no value is what a policy wants to save
@@ -19,6 +21,7 @@ step does, not from how it is written:
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 
 from remat import _jax
@@ -26,12 +29,26 @@ from remat.errors import closest
 from remat.explain import regions
 from remat.explain.account import Account
 from remat.explain.phases import PhasedProgram
+from remat.explain.sources import source_of
 from remat.explain.step import TracedStep
 from remat.report.groups import groups
 from remat.report.model import Finding, Memory
 from remat.report.timeline import live_at, timeline
 from remat.transform import policies
 from remat.units import format_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Followed:
+    """The plan that a step follows: bytes of one device, costs by the planner's model."""
+
+    budget_bytes: int
+    peak_bytes: int | None
+    without_remat_bytes: int
+    flops: float
+    extra_flops: float
+    seconds: float
+    extra_seconds: float
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,6 +58,7 @@ class Facts:
     Args:
       compiled: the compiler's figures, if it was asked.
       compiled_inlined: asks it for the temporaries of the step with some of its regions written out.
+      plan: the plan that the step follows, if it does.
     """
 
     step: TracedStep
@@ -49,11 +67,23 @@ class Facts:
     predicted: Memory
     compiled: Memory | None
     compiled_inlined: Callable[[Callable[[_jax.JaxprEqn], bool]], int | None]
+    plan: Followed | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the compiler's peak, or the predicted one if it was not asked."""
+        return (self.compiled or self.predicted).peak_bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Return the bytes of arguments and results, which no plan makes smaller."""
+        memory = self.compiled or self.predicted
+        return memory.argument_bytes + memory.output_bytes - memory.alias_bytes
 
 
 def findings_of(facts: Facts) -> tuple[Finding, ...]:
     """Return all findings about a step: of each kind at most one per policy or loop."""
-    if "backward" not in facts.sides.phases:
+    if not any(step.phase == "backward" for step in facts.account.steps):
         return (
             Finding(
                 "no_gradient",
@@ -65,23 +95,122 @@ def findings_of(facts: Facts) -> tuple[Finding, ...]:
         )
     found = list(regions.all_regions(facts.step.jaxpr))
     loops = list(regions.checkpointed_loops(facts.step.jaxpr))
-    made = [*_checkpointed_loops(loops)] if loops else [*_no_regions(facts, found)]
+    made = [*_checkpointed_loops(loops)] if loops else []
+    if facts.plan is not None:
+        made += _planned(facts, facts.plan)
+    elif not loops and not found:
+        made += [_no_regions(facts)]
     made += [*_undone(facts, found), *_matched_nothing(facts, found)]
     made += [*_at_once(facts, found), *_overridden(found), *_arguments(facts, found)]
     return tuple(dict.fromkeys(made))
 
 
-def _no_regions(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
-    if not found:
-        saved = facts.account.saved_bytes
-        yield Finding(
+def _no_regions(facts: Facts) -> Finding:
+    saved = facts.account.saved_bytes
+    said = f"reads {format_bytes(saved)} that the forward pass computes."
+    suggested = _suggested_share(facts)
+    if not suggested:
+        step = "A plan has little to gain: what is live at the peak are arguments and results."
+    else:
+        of_peak = format_bytes(int(suggested / 100 * facts.peak_bytes))
+        given = (
+            "" if facts.step.undifferentiated is None else " of the training step or of jax.grad"
+        )
+        step = (
+            f'Let remat.fit(step, budget="{suggested}%"){given} choose what to recompute: the peak '
+            f"becomes about {of_peak}, for {_cost_of_all(facts)}. Or wrap the layers in "
+            "remat.checkpoint."
+        )
+    if facts.step.marked:
+        names = ", ".join(facts.step.marked)
+        return Finding(
             "no_regions",
             "info",
-            "Nothing is rematerialized: the step has no checkpointed region, and the backward pass "
-            f"reads {format_bytes(saved)} that the forward pass computes.",
-            "Wrap the layers in remat.checkpoint, or mark the loss with remat.auto and let "
-            'remat.fit(step, budget="8GiB") choose.',
+            f"Nothing is rematerialized yet: {names} is marked by remat.auto, which acts in a plan "
+            f"only, and the backward pass {said}",
+            step,
         )
+    return Finding(
+        "no_regions",
+        "info",
+        f"Nothing is rematerialized: the step has no checkpointed region, and the backward pass {said}",
+        step,
+    )
+
+
+def _suggested_share(facts: Facts) -> int:
+    """Return a budget in per cent of the peak that leaves half of the temporaries; 0 if none helps."""
+    peak, fixed = facts.peak_bytes, facts.fixed_bytes
+    if not peak:
+        return 0
+    share = -(-100 * (fixed + (peak - fixed) // 2) // peak)
+    share = max(50, -(-share // 5) * 5)
+    return share if share <= 90 else 0
+
+
+def _cost_of_all(facts: Facts) -> str:
+    """Return the FLOPs that recomputing the whole forward pass once would add, as an upper limit."""
+    sides = facts.sides
+    forward = sum(op.flops for op, p in zip(sides.program.ops, sides.phases) if p == "forward")
+    share = forward / facts.account.flops if facts.account.flops else 0.0
+    return f"at most {100 * share:.2g} % more FLOPs (those of the forward pass)"
+
+
+def _planned(facts: Facts, plan: Followed) -> Iterator[Finding]:
+    if facts.step.undifferentiated is not None:
+        yield Finding(
+            "fitted_without_gradient",
+            "warning",
+            "remat.fit was given a function that computes no gradient. By itself it saves nothing for a "
+            "backward pass, so its plan has nothing to recompute.",
+            "Fit the whole training step, or remat.fit(jax.value_and_grad(loss), ...).",
+        )
+        return
+    peak = (
+        "not confirmed by the compiler"
+        if plan.peak_bytes is None
+        else format_bytes(plan.peak_bytes)
+    )
+    share = plan.extra_flops / plan.flops if plan.flops else 0.0
+    yield Finding(
+        "follows_plan",
+        "info",
+        f"The step follows a plan: peak {peak}, budget {format_bytes(plan.budget_bytes)}, "
+        f"{format_bytes(plan.without_remat_bytes)} without rematerialization, for {100 * share:.2g} % more "
+        "FLOPs.",
+        _after_plan(facts, plan, share),
+    )
+
+
+def _after_plan(facts: Facts, plan: Followed, share: float) -> str:
+    """Return what can be done next about a step that follows a plan."""
+    peak = plan.peak_bytes or facts.peak_bytes
+    at_most = plan.without_remat_bytes
+    if 2 * facts.fixed_bytes >= peak:
+        return (
+            "A smaller budget gains little: most of the peak are arguments and results, see below."
+        )
+    if share > 0.01 and peak < 0.9 * at_most:
+        between = (peak + at_most) // 2
+        return (
+            f"If there is room for {format_bytes(between)}, remat.fit(step, "
+            f"budget={budget_text(between)}) recomputes less."
+        )
+    lower = (peak + facts.fixed_bytes) // 2
+    return f"For a lower peak try remat.fit(step, budget={budget_text(lower)})."
+
+
+def budget_text(n_bytes: int) -> str:
+    """Return bytes as the text of a `budget=` of this size.
+
+    >>> budget_text(53 * 2**20 + 1), budget_text(3 * 2**29)
+    ('"53MiB"', '"1536MiB"')
+    """
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n_bytes >= 10 * size:
+            return f'"{n_bytes // size}{unit}"'
+    mib, kib = n_bytes // 2**20, n_bytes // 2**10
+    return f'"{mib}MiB"' if mib else f'"{kib}KiB"' if kib else f'"{n_bytes}"'
 
 
 def _checkpointed_loops(loops: list[_jax.JaxprEqn]) -> Iterator[Finding]:
@@ -96,8 +225,8 @@ def _checkpointed_loops(loops: list[_jax.JaxprEqn]) -> Iterator[Finding]:
 
 
 def _at(eqn: _jax.JaxprEqn) -> str:
-    line = _jax.source_line_of(eqn)
-    return f" ({line})" if line else ""
+    line = source_of(eqn)
+    return f" at {line}" if line else ""
 
 
 def _undone(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
@@ -335,6 +464,34 @@ def _arguments(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
         f"{format_bytes(memory.peak_bytes)} ({100 * fixed / memory.peak_bytes:.0f} %), which "
         f"rematerialization cannot make smaller; temporaries are {format_bytes(memory.temp_bytes)}. "
         f"The largest: {'; '.join(f'{group.kind} {group}' for group in most)}.",
-        "Donate what the step replaces (donate_argnums), shard parameters, optimizer state or the "
-        "batch over devices, or keep them in a smaller dtype.",
+        _smaller_arguments(facts),
     )
+
+
+def _smaller_arguments(facts: Facts) -> str:
+    """Return how arguments and results take less memory, with the bytes that each way frees."""
+    step, program = facts.step, facts.sides.program
+    ways = []
+    if step.undifferentiated is None:
+        free = [program.types[v] for v in program.outputs]
+        donatable: dict[str, int] = {}
+        for v, name, donated in zip(facts.sides.inputs, step.names, step.donated):
+            kind = program.types[v]
+            if kind in free:
+                free.remove(kind)
+                if not donated:
+                    root = re.split(r"[\[.]", name)[0]
+                    donatable[root] = donatable.get(root, 0) + program.bytes[v]
+        if sum(donatable.values()):
+            names = ", ".join(name for name, n in donatable.items() if n)
+            ways.append(
+                f"Donate {names} (donate_argnums), which the step replaces: "
+                f"{format_bytes(sum(donatable.values()))} less."
+            )
+    else:
+        ways.append("In the training step donate what it replaces (donate_argnums).")
+    ways.append(
+        f"Shard parameters, optimizer state or the batch: over 2 devices up to "
+        f"{format_bytes(facts.fixed_bytes // 2)} less on each. Or keep them in a smaller dtype."
+    )
+    return " ".join(ways)

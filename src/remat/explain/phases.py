@@ -58,6 +58,7 @@ class PhasedProgram:
       same: of a recomputed value, the value of the forward pass that it is again.
       inputs: the program's numbers of the jaxpr's inputs.
       host_bytes: of values that are in the host's memory.
+      shards: the shard count of each value.
     """
 
     program: Program
@@ -68,6 +69,7 @@ class PhasedProgram:
     same: dict[int, int]
     inputs: tuple[int, ...]
     host_bytes: dict[int, int]
+    shards: tuple[int, ...]
 
     def undone(self) -> Program:
         """Return the program that is left if all recomputation is merged with the forward pass."""
@@ -117,8 +119,16 @@ def merged(sides: PhasedProgram) -> PhasedProgram:
     )
 
 
-def phased_program(jaxpr: _jax.Jaxpr, shards: Sequence[int]) -> PhasedProgram:
-    """Return the program of a step and the phases of its operations."""
+def phased_program(
+    jaxpr: _jax.Jaxpr, shards: Sequence[int], *, path: str = "", within: Phase = "forward"
+) -> PhasedProgram:
+    """Return the program of a step, or of a loop's body in it, and the phases of its operations.
+
+    Args:
+      path: of the loop.
+      within: the phase of the loop. In the backward pass its body recomputes or is backward, and what
+        else it does is of that phase.
+    """
     # Dead code goes; effects and inputs stay.
     live, used = _jax.dce(jaxpr, [True] * len(jaxpr.outvars))
     reader = _Reader()
@@ -128,19 +138,29 @@ def phased_program(jaxpr: _jax.Jaxpr, shards: Sequence[int]) -> PhasedProgram:
     kept = [v for v, u in zip(jaxpr.invars, used) if u]
     for v, outer in zip(live.invars, kept):
         reader.ids[v] = reader.ids[outer]
-    reader.write(live, "")
+    reader.write(live, path)
     program = without_dead(reader.program(live.outvars))
     notes = [reader.notes[op.results] for op in program.ops]
+    phases = _phases(program, notes)
     return PhasedProgram(
         program,
-        _phases(program, notes),
+        phases
+        if within == "forward"
+        else tuple(_within(p, n, within) for p, n in zip(phases, notes)),
         tuple(note.region for note in notes),
         tuple(note.eqn for note in notes),
         tuple(reader.regions),
         _same(program, notes, reader.literals),
         inputs,
         reader.host_bytes,
+        tuple(reader.shards),
     )
+
+
+def _within(phase: Phase, note: _Note, outer: Phase) -> Phase:
+    """Return the phase of an operation in a loop's body, from the loop's and the body's own."""
+    again = phase == "recompute" or (note.region == -1 and _jax.is_recomputation(note.eqn))
+    return "recompute" if again and outer == "backward" else outer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -6,11 +6,12 @@ are values with lifetimes. The compiler is asked for its own figures, and where 
 prediction, the text of the compiled program says which arrays it holds (`explain.difference`).
 
 Known limits: sharding is known of arguments that carry it, and is propagated from operands to results;
-loops are one step of the timeline, with what their bodies need as workspace.
+of a branch the largest one is shown, and of a while loop one iteration.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,9 +21,9 @@ import jaxlib
 
 from remat import _jax
 from remat.aliases import PyTree
-from remat.explain.account import account_of
+from remat.explain.account import Account, account_of
 from remat.explain.difference import difference
-from remat.explain.findings import Facts, findings_of
+from remat.explain.findings import Facts, Followed, budget_text, findings_of
 from remat.explain.phases import phased_program
 from remat.explain.regions import inlined
 from remat.explain.step import TracedStep, traced_step
@@ -47,6 +48,7 @@ def explanation_of(
     """Return the explanation of a step; the arguments are those of `remat.explain`."""
     on = targets.target(target)
     step = traced_step(f, tuple(args), dict(kwargs), on)
+    plan = _plan_followed_by(f, args, kwargs)
     sides = phased_program(step.jaxpr, step.shards)
     account = account_of(
         sides,
@@ -62,12 +64,14 @@ def explanation_of(
     memory = None
     if program is not None and refused is None:
         memory = _memory(compiling.memory_of(program, on))
+    if plan is not None:
+        account = _with_costs_of(plan, account)
     facts = Facts(
-        step, sides, account, predicted, memory, lambda chosen: _inlined(step, on, chosen)
+        step, sides, account, predicted, memory, lambda chosen: _inlined(step, on, chosen), plan
     )
     findings = findings_of(facts)
     if refused is not None:
-        findings = (_does_not_fit(refused), *findings)
+        findings = (_does_not_fit(refused, predicted), *findings)
     # JAX reports the bytes of all devices together.
     is_sharded = any(n > 1 for n in step.shards) or applies(step.jaxpr, "shard_map")
     kept = None if is_sharded else step.residuals
@@ -93,6 +97,39 @@ def explanation_of(
             time_s=account.time_s,
             recompute_time_s=min(account.recompute_time_s, account.time_s),
         ),
+    )
+
+
+def _plan_followed_by(
+    f: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+) -> Followed | None:
+    """Return the plan of what `remat.fit` returned; None for other functions."""
+    made = getattr(f, "plans", None)
+    if not isinstance(made, tuple) or not hasattr(f, "plan") or len(made) > 1:
+        return None
+    plan = made[0] if made else f.plan(*args, **kwargs)
+    return Followed(
+        plan.budget_bytes,
+        plan.peak_bytes,
+        plan.peak_bytes_without_remat,
+        plan.flops,
+        plan.extra_flops,
+        plan.seconds,
+        plan.extra_seconds,
+    )
+
+
+def _with_costs_of(plan: Followed, account: Account) -> Account:
+    """Return the account with the costs that the plan states, so that both say the same."""
+    whole_s = plan.seconds + plan.extra_seconds
+    scale = whole_s / account.time_s if account.time_s else 0.0
+    return dataclasses.replace(
+        account,
+        flops=plan.flops + plan.extra_flops,
+        recompute_flops=plan.extra_flops,
+        time_s=whole_s,
+        recompute_time_s=plan.extra_seconds,
+        steps=tuple(dataclasses.replace(s, time_s=s.time_s * scale) for s in account.steps),
     )
 
 
@@ -124,11 +161,12 @@ def _inlined(
     return None if isinstance(memory, compiling.OutOfMemory) else memory.temp_bytes
 
 
-def _does_not_fit(refused: compiling.OutOfMemory) -> Finding:
+def _does_not_fit(refused: compiling.OutOfMemory, predicted: Memory) -> Finding:
     return Finding(
         "does_not_fit",
         "error",
         f"The compiler refuses the step: it needs {format_bytes(refused.needed_bytes)} at least, and "
-        f"the device has {format_bytes(refused.limit_bytes)}.",
-        'Plan it with remat.fit(step, budget="...") on regions marked with remat.auto.',
+        f"the device has {format_bytes(refused.limit_bytes)}. The model predicts a peak of "
+        f"{format_bytes(predicted.peak_bytes)}; where it is, is shown below.",
+        f"Plan it for the device: remat.fit(step, budget={budget_text(refused.limit_bytes)}).",
     )

@@ -18,6 +18,7 @@ import numpy as np
 from remat import _jax
 from remat.aliases import Leaf, PyTree
 from remat.ir import jaxprs
+from remat.marked import names_of_marked
 from remat.program.targets import Target, n_shards, place
 from remat.transform.residuals import Residuals, residuals
 
@@ -39,6 +40,7 @@ class TracedStep:
       shards: for each input over how many devices it is divided.
       donated: for each input whether its memory is given away.
       residuals: of the function that was given, where the gradient was added to it.
+      marked: the functions marked by `remat.auto` that it calls.
       inputs: for each input an array, or its shape, type and sharding.
       lower: gives what compiles.
     """
@@ -50,6 +52,7 @@ class TracedStep:
     shards: tuple[int, ...]
     donated: tuple[bool, ...]
     residuals: Residuals | None
+    marked: tuple[str, ...]
     inputs: tuple[Leaf, ...]
     lower: Callable[[], jax.stages.Lowered]
 
@@ -68,17 +71,18 @@ def traced_step(
     args, kwargs = place((args, kwargs), target)
     title = getattr(f, "__name__", type(f).__name__)
     f, args, kwargs = _of_arrays(f, args, kwargs)
-    plain = _trace(f, args, kwargs)
+    with names_of_marked() as marked:
+        plain = _trace(f, args, kwargs)
     jaxpr, consts = _jax.detach_consts(plain.jaxpr)
     known = _Arguments(f, args, kwargs)
     if _has_gradient(jaxpr) or not args or not _differentiable(args[0]):
-        return _made(title, known, plain, jaxpr, consts, None, None)
+        return _made(title, known, plain, jaxpr, consts, None, None, tuple(marked))
 
     args, kwargs = known.dynamic
     traced = jax.jit(value_and_gradient(known.of_dynamic)).trace(*args, **kwargs)
     of_step, consts = _jax.detach_consts(traced.jaxpr)
     kept = residuals(known.of_dynamic, *args, **kwargs)
-    return _made(title, known, traced, of_step, consts, jaxpr, kept)
+    return _made(title, known, traced, of_step, consts, jaxpr, kept, tuple(marked))
 
 
 class _Arguments:
@@ -171,6 +175,7 @@ def _made(
     consts: Sequence[jax.Array],
     undifferentiated: _jax.Jaxpr | None,
     kept: Residuals | None,
+    marked: tuple[str, ...],
 ) -> TracedStep:
     n_consts = len(consts)
     n_inputs = len(jaxpr.invars) - n_consts
@@ -196,6 +201,7 @@ def _made(
             tuple(info.donated for info in infos) if len(infos) == n_inputs else (False,) * n_inputs
         ),
         kept,
+        marked,
         (*consts, *(leaves if known else map(_struct, jaxpr.invars[n_consts:]))),
         traced.lower,
     )

@@ -29,6 +29,7 @@ from remat import _jax, partition
 from remat.errors import PlanError
 from remat.ir import jaxprs
 from remat.ir.fingerprint import fingerprint
+from remat.marked import note
 from remat.planner.decisions import RegionDecision
 from remat.planner.edits import adapted
 from remat.planner.emit import (
@@ -103,6 +104,7 @@ def auto(fun: Callable | None = None, /, *, name: str | None = None) -> Callable
     @_jax.wraps(fun)
     def region(*args: Any, **kwargs: Any) -> Any:
         session = session_context.value
+        note(called)
         if session is None or not session.recomputes:
             return fun(*args, **kwargs)
         return _call(fun, called, session, args, kwargs)

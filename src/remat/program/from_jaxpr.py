@@ -204,15 +204,16 @@ def workspace_bytes(eqn: _jax.JaxprEqn) -> int:
     """Return the bytes that the bodies of a loop or of branches occupy while they run."""
     body = inline_body(eqn)
     if body is not None:
-        return 0 if is_fusible(eqn) else _body_peak(body)
+        return 0 if is_fusible(eqn) else body_peak_bytes(body)
     if not jaxprs.has_body(eqn):
         return 0
-    return max((_body_peak(_jax.open_jaxpr(b)) for b in jaxprs.bodies_of(eqn)), default=0)
+    return max((body_peak_bytes(_jax.open_jaxpr(b)) for b in jaxprs.bodies_of(eqn)), default=0)
 
 
 # A number that depends on the immutable jaxpr alone; kept for bodies that several equations run.
 @_jax.weakref_lru_cache
-def _body_peak(jaxpr: _jax.Jaxpr) -> int:
+def body_peak_bytes(jaxpr: _jax.Jaxpr) -> int:
+    """Return the bytes that one run of a body occupies besides its inputs and results."""
     program = without_dead(program_of_jaxpr(jaxpr))
     return no_remat(fuse(program, lambda *_: 0.0, lambda _: False).graph).peak_bytes
 

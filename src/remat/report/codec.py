@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 from remat.errors import ReportError, closest
 
-VERSION = 1
+VERSION = 2
 
 T = TypeVar("T")
 

@@ -43,11 +43,15 @@ class Note:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of texts; `numbers` are the columns that are set to the right."""
+    """Rows of texts; `numbers` are the columns that are set to the right.
+
+    Where there is no room, `optional` columns are left out.
+    """
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     numbers: tuple[int, ...] = ()
+    optional: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,14 +66,16 @@ Block = Heading | Paragraph | Note | Table | Chart
 Document = Sequence[Block]
 
 
-def columns_of_chart(chart: Chart, n_columns: int) -> list[tuple[int, Step]]:
-    """Return a chart of few columns: for each the most live bytes, and the step that has them."""
+def columns_of_chart(chart: Chart, n_columns: int) -> list[tuple[int, int, Step]]:
+    """Return a chart of few columns: the most bytes of each, how many of them are not only reserved,
+    and the step that has them."""
     total_bytes = chart.timeline.total_bytes
+    used_bytes = total_bytes - chart.timeline.bytes_of("reserved")
     n_steps = len(chart.steps)
     columns = []
     for i in range(min(n_columns, n_steps)):
         first = i * n_steps // min(n_columns, n_steps)
         after = (i + 1) * n_steps // min(n_columns, n_steps)
         at = first + int(total_bytes[first:after].argmax())
-        columns.append((int(total_bytes[at]), chart.steps[at]))
+        columns.append((int(total_bytes[at]), int(used_bytes[at]), chart.steps[at]))
     return columns

@@ -71,9 +71,14 @@ class Explanation(ExplanationData):
     def __rich__(self) -> object:
         return renderable(outline(self))
 
-    def to_text(self, *, width: int = 110, color: bool = False, most: int = 20) -> str:
-        """Return it as text for the terminal, with tables of at most `most` lines."""
-        return to_text(outline(self, most=most), width=width, color=color)
+    def to_text(
+        self, *, width: int = 110, color: bool = False, most: int = 20, brief: bool = False
+    ) -> str:
+        """Return it as text for the terminal, with tables of at most `most` lines.
+
+        A brief text has the findings and the peak, and fits on one screen.
+        """
+        return to_text(outline(self, most=most, brief=brief), width=width, color=color)
 
     def to_markdown(self, *, most: int = 20) -> str:
         """Return it as Markdown, for a pull request or a page of documentation."""

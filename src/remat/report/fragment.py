@@ -26,6 +26,7 @@ COLORS: dict[Kind, str] = {
     "gradient": "#cc79a7",
     "output": "#009e73",
     "temporary": "#d55e00",
+    "reserved": "#cfd6de",
 }
 _SEVERITY_COLORS = {"error": "#d1242f", "warning": "#bf8700", "info": "#0969da"}
 _WIDTH, _HEIGHT, _POINTS = 720, 150, 360
@@ -89,7 +90,7 @@ def _drawn(block: Block) -> str:
             return (
                 f'<div class="note" style="border-color:{_SEVERITY_COLORS[severity]}">{said}</div>'
             )
-        case doc.Table(columns, rows, numbers):
+        case doc.Table(columns, rows, numbers, _):
             head = _cells("th", columns, numbers)
             body = "\n".join(f"<tr>{_cells('td', row, numbers)}</tr>" for row in rows)
             return (

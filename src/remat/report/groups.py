@@ -1,9 +1,9 @@
 """Values of the same kind, told apart only by the numbers in their paths, as one line.
 
 A stack of 48 equal layers saves 48 equal values; a reader wants
-``48 × encoder/*/mlp/gelu  bf16[8,1024,4096]  3.0 GiB``. Values are grouped when kind, dtype and
-shape, source line and path agree once the numbers in the path are replaced by ``*``. A number in
-which all values of a group agree is shown as it is.
+``48 × encoder/block_0…47/mlp/gelu  bf16[8,1024,4096]  3.0 GiB``. Values are grouped when kind, dtype
+and shape, source line and path agree but for numbers in the path. A number in which the values differ is
+shown with its first and its last.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Group:
     kind: Kind
     aval: str
     source: str
-    pattern: str  # the path, with * for the numbers in which the values differ
+    pattern: str  # the path, with the first and last of numbers in which the values differ
     primitive: str  # "" if the values differ in it
     values: tuple[Value, ...]
 
@@ -47,6 +47,11 @@ class Group:
         """Return the predicted seconds of computing each value of the group once."""
         return sum(value.time_s for value in self.values)
 
+    @functools.cached_property
+    def count(self) -> int:
+        """Return the number of arrays: a value of a loop stands for those that its iterations stack."""
+        return sum(value.count for value in self.values)
+
     @property
     def names(self) -> tuple[str, ...]:
         """Return the checkpoint names of the group's values, without repetitions."""
@@ -62,7 +67,7 @@ class Group:
     @property
     def what(self) -> str:
         """Return `called`, preceded by the number of values if there are several."""
-        return f"{len(self.values)} × {self.called}" if len(self.values) > 1 else self.called
+        return f"{self.count} × {self.called}" if self.count > 1 else self.called
 
     def __repr__(self) -> str:
         return f"Group({self})"
@@ -76,7 +81,7 @@ def groups(values: Sequence[Value]) -> tuple[Group, ...]:
 
     >>> values = [Value(i, "saved", "f32[256]", 1024, path=f"net/block_{i}/Dense_0") for i in range(3)]
     >>> print(groups(values)[0])
-    3 × net/block_*/Dense_0  f32[256]  3.0 KiB
+    3 × net/block_0…2/Dense_0  f32[256]  3.0 KiB
     """
     found: dict[tuple[str, ...], list[Value]] = {}
     for value in values:
@@ -98,7 +103,10 @@ def groups(values: Sequence[Value]) -> tuple[Group, ...]:
 
 def _pattern(paths: list[str]) -> str:
     numbers = [_NUMBER.findall(path) for path in paths]
-    shown = iter([column[0] if len(set(column)) == 1 else "*" for column in zip(*numbers)])
+    shown = iter([
+        column[0] if len(set(column)) == 1 else f"{min(column, key=int)}…{max(column, key=int)}"
+        for column in zip(*numbers)
+    ])  # fmt: skip
     return _NUMBER.sub(lambda match: next(shown), paths[0])
 
 

@@ -22,7 +22,7 @@ from importlib import resources
 from remat.printing import printable
 from remat.report.fragment import user_text
 from remat.report.model import SEVERITIES, ExplanationData, ParetoPoint
-from remat.report.outline import memory_rows, percent, setting, signed_bytes
+from remat.report.outline import memory_rows, percent, place_of, setting, signed_bytes
 from remat.report.payload import MOST_VALUES, payload
 from remat.report.timeline import timeline
 from remat.units import format_bytes, format_flops, format_seconds
@@ -80,11 +80,10 @@ def _tiles(explanation: ExplanationData) -> str:
     line = timeline(explanation.values, explanation.steps)
     where = ""
     if line.peak_step is not None:
-        step = explanation.steps[line.peak_step]
-        where = f"{step.phase}, step {line.peak_step + 1:,} of {len(explanation.steps):,}"
+        where = place_of(explanation, line.peak_step)
     tiles = [
         ("Peak, predicted", format_bytes(totals.predicted.peak_bytes), compiled),
-        ("Where the peak is", format_seconds(float(line.start_s[line.peak_step or 0])), where),
+        ("The peak is at", format_seconds(float(line.start_s[line.peak_step or 0])), where),
         (
             "Saved for the backward pass",
             format_bytes(saved),
@@ -99,7 +98,7 @@ def _tiles(explanation: ExplanationData) -> str:
     ]
     return "".join(
         f'<div class="tile"><div class="label">{escape(label)}</div>'
-        f'<div class="figure">{escape(figure)}</div><div class="more">{escape(more)}</div></div>'
+        f'<div class="figure">{escape(figure)}</div><div class="more">{user_text(more)}</div></div>'
         for label, figure, more in tiles
     )
 
@@ -146,10 +145,16 @@ def _compiled(explanation: ExplanationData) -> str:
         '<span><i class="swatch compiled"></i>compiled</span>' if compiled is not None else ""
     )
     reason = f'<p class="reason">{user_text(totals.difference)}</p>' if totals.difference else ""
-    title = "Predicted against compiled" if compiled is not None else "Memory, predicted"
+    title, said = "Memory, predicted", ""
+    if totals.compiled is not None:
+        title = "Predicted against compiled"
+        peaks = totals.predicted.peak_bytes, totals.compiled.peak_bytes
+        said = f": {format_bytes(peaks[0])} and {format_bytes(peaks[1])}"
     return (
-        f'<section aria-labelledby="compiled-h"><div class="title"><h2 id="compiled-h">{title}</h2></div>'
-        f'<div class="legend">{legend}</div><div class="bars">{"".join(rows)}</div>{reason}</section>'
+        f'<section aria-labelledby="compiled-h"><details><summary><h2 id="compiled-h">{title}</h2>'
+        f'<span class="muted">{said}</span></summary>'
+        f'<div class="legend">{legend}</div><div class="bars">{"".join(rows)}</div>{reason}</details>'
+        "</section>"
     )
 
 
@@ -178,6 +183,7 @@ def _pareto(explanation: ExplanationData) -> str:
     ]
     places = [(_place(p.peak_bytes, x_ticks), _place(p.extra_time_s, y_ticks)) for p in points]
     best = _frontier(points)
+    crowded = _crowded(points, places)
     outline = " ".join(f"{x:.2f},{100 - y:.2f}" for p, (x, y) in zip(points, places) if p in best)
     drawn.append(
         '<svg viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true">'
@@ -186,8 +192,9 @@ def _pareto(explanation: ExplanationData) -> str:
     rows = []
     for number, (point, (x, y)) in enumerate(zip(points, places), 1):
         drawn.append(
-            f'<span class="point{_classes(point)}" style="left:{x:.2f}%;top:{100 - y:.2f}%" '
-            f'title="{escape(printable(point.label))}">{number}</span>'
+            f'<span class="point{_classes(point)}{" small" if number - 1 in crowded else ""}" '
+            f'style="left:{x:.2f}%;top:{100 - y:.2f}%" title="{escape(printable(point.label))}">'
+            f"{'' if number - 1 in crowded else number}</span>"
         )
         verified = "compiled" if point.verified else "predicted"
         chosen = ' class="chosen"' if point.chosen else ""
@@ -208,6 +215,20 @@ def _pareto(explanation: ExplanationData) -> str:
         '<th scope="col" class="n">FLOPs</th><th scope="col">Peak is</th></tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div></section>"
     )
+
+
+def _crowded(points: Sequence[ParetoPoint], places: Sequence[tuple[float, float]]) -> set[int]:
+    """Return the points whose number would cover another's; the chosen one keeps its number."""
+    order = sorted(range(len(points)), key=lambda i: (not points[i].chosen, i))
+    shown: list[tuple[float, float]] = []
+    crowded = set()
+    for i in order:
+        x, y = places[i]
+        if any(abs(x - a) < 7 and abs(y - b) < 11 for a, b in shown):
+            crowded.add(i)
+        else:
+            shown.append((x, y))
+    return crowded
 
 
 def _frontier(points: Sequence[ParetoPoint]) -> list[ParetoPoint]:

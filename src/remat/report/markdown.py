@@ -53,7 +53,7 @@ def _drawn(block: Block) -> str:
         case doc.Note(severity, code, text, next_step):
             said = f"- {_SIGNS[severity]} **{severity}** {escaped(code)}: {escaped(text)}"
             return said + (f"<br>→ {escaped(next_step)}" if next_step else "")
-        case doc.Table(columns, rows, numbers):
+        case doc.Table(columns, rows, numbers, _):
             rule = ["---:" if i in numbers else "---" for i in range(len(columns))]
             lines = [[escaped(c) for c in columns], rule, *([escaped(c) for c in r] for r in rows)]
             return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -63,8 +63,8 @@ def _drawn(block: Block) -> str:
 
 def _chart(chart: Chart) -> str:
     columns = columns_of_chart(chart, 64)
-    top = max([n_bytes for n_bytes, _ in columns], default=0) or 1
-    marks = "".join(_EIGHTHS[min(7, n_bytes * 8 // top)] for n_bytes, _ in columns)
-    phases = "".join(step.phase[0] for _, step in columns)
+    top = max([n_bytes for n_bytes, _, _ in columns], default=0) or 1
+    marks = "".join(_EIGHTHS[min(7, n_bytes * 8 // top)] for n_bytes, _, _ in columns)
+    phases = "".join(step.phase[0] for _, _, step in columns)
     legend = ", ".join(f"{p[0]} {p}" for p in dict.fromkeys(step.phase for step in chart.steps))
     return f"```text\n{marks}\n{phases}\n{legend}\n```"

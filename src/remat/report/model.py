@@ -8,6 +8,10 @@ backward, recomputed or part of the update. A `Value` is held in memory during t
 `lifetimes`, the step that makes it and its last one included; a recomputed value has one for each
 time it is made. Bytes are per device. For an offloaded value the lifetimes are those on the device.
 
+A loop stacks what its iterations hand on, and its stack is allocated as a whole. Each slice of a stack is
+a value of its own; the steps in which its memory is held without its content being needed are `reserved`,
+which is also the kind of such memory on the timeline.
+
 Memory is divided as the compilers' analyses divide it: arguments, outputs, temporaries (all else),
 and alias bytes, those of outputs that take over an argument's memory. Their peak is at most
 ``argument_bytes + output_bytes + temp_bytes - alias_bytes``, and exactly that where all outputs
@@ -19,12 +23,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 from remat.errors import ReportError, closest
 
 Kind = Literal[
-    "argument", "saved", "offloaded", "recomputed", "gradient", "output", "temporary"
+    "argument", "saved", "offloaded", "recomputed", "gradient", "output", "temporary", "reserved"
 ]  # in the order in which they are stacked, from below
 Phase = Literal["forward", "backward", "recompute", "update"]
 Severity = Literal["error", "warning", "info"]
@@ -51,6 +56,8 @@ class Value:
       consumer: what needs it, in words.
       flops: of computing it once more.
       time_s: the same in predicted seconds.
+      count: how many arrays it stands for: slices that iterations of a loop stack.
+      reserved: pairs of step numbers like `lifetimes`, in which only its memory is held.
     """
 
     id: int
@@ -65,17 +72,29 @@ class Value:
     consumer: str = ""
     flops: float = 0.0
     time_s: float = 0.0
+    count: int = 1
+    reserved: tuple[tuple[int, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One operation of the timeline; `segment` is the number of its segment, -1 for none."""
+    """One operation of the timeline.
+
+    Args:
+      label: for people.
+      phase: the pass that it belongs to.
+      time_s: predicted; of all iterations that it stands for.
+      source: "model.py:12 (attention)".
+      segment: the number of its segment, -1 for none.
+      iteration: of the loops that it is in, the outermost first: "iteration 3 of 24".
+    """
 
     label: str
     phase: Phase
     time_s: float = 0.0
     source: str = ""
     segment: int = -1
+    iteration: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -252,16 +271,26 @@ def _check_values(values: tuple[Value, ...], n_steps: int) -> None:
         _check_whole(value.n_bytes, where, "n_bytes")
         _check_number(value.flops, where, "flops")
         _check_number(value.time_s, where, "time_s")
-        earliest = 0
-        for born, dies in value.lifetimes:
-            _check_whole(born, where, "birth")
-            _check_whole(dies, where, "death")
-            if not earliest <= born <= dies < n_steps:
-                raise ReportError(
-                    f"{where} is said to live during steps {born} to {dies}; lifetimes stand in "
-                    f"order, without overlap, within the {n_steps} steps of the timeline."
-                )
-            earliest = dies + 1
+        _check_whole(value.count, where, "count")
+        for intervals in (
+            value.lifetimes,
+            value.reserved,
+            sorted(value.lifetimes + value.reserved),
+        ):
+            _check_intervals(intervals, where, n_steps)
+
+
+def _check_intervals(intervals: Sequence[tuple[int, int]], where: str, n_steps: int) -> None:
+    earliest = 0
+    for born, dies in intervals:
+        _check_whole(born, where, "birth")
+        _check_whole(dies, where, "death")
+        if not earliest <= born <= dies < n_steps:
+            raise ReportError(
+                f"{where} is said to live during steps {born} to {dies}; lifetimes stand in "
+                f"order, without overlap, within the {n_steps} steps of the timeline."
+            )
+        earliest = dies + 1
 
 
 def _check_segments(segments: tuple[Segment, ...], steps: tuple[Step, ...]) -> None:

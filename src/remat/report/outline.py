@@ -6,18 +6,24 @@ import dataclasses
 
 from remat.report.document import Block, Chart, Heading, Note, Paragraph, Table
 from remat.report.groups import groups
-from remat.report.model import SEVERITIES, ExplanationData, Memory, Totals, Value
+from remat.report.model import SEVERITIES, ExplanationData, Memory, Step, Totals, Value
 from remat.report.timeline import Timeline, live_at, timeline
 from remat.units import format_bytes, format_flops, format_seconds
 
 
-def outline(explanation: ExplanationData, *, most: int = 20) -> list[Block]:
-    """Return an explanation as blocks whose tables have at most `most` lines."""
+def outline(explanation: ExplanationData, *, most: int = 20, brief: bool = False) -> list[Block]:
+    """Return an explanation as blocks whose tables have at most `most` lines.
+
+    A brief one has the findings and the peak, for one screen.
+    """
     line = timeline(explanation.values, explanation.steps)
     blocks: list[Block] = [Heading(explanation.title, 1)]
     blocks += [Paragraph(setting(explanation))] if setting(explanation) else []
-    blocks += [Paragraph(headline(explanation.totals)), memory_table(explanation.totals)]
-    blocks += [Paragraph(explanation.totals.difference)] if explanation.totals.difference else []
+    blocks.append(Paragraph(headline(explanation.totals, brief=brief)))
+    if not brief:
+        blocks.append(memory_table(explanation.totals))
+        if explanation.totals.difference:
+            blocks.append(Paragraph(explanation.totals.difference))
     if explanation.findings:
         blocks.append(Heading("Findings"))
         blocks += [
@@ -32,6 +38,8 @@ def outline(explanation: ExplanationData, *, most: int = 20) -> list[Block]:
             Paragraph(peak_in_words(explanation, line)),
             values_table(live, min(most, 8)),
         ]
+    if brief:
+        return blocks
     if explanation.values:
         blocks += [Heading("Values"), values_table(explanation.values, most)]
     if explanation.segments:
@@ -47,7 +55,7 @@ def setting(explanation: ExplanationData) -> str:
     return " · ".join(text for text in (explanation.platform, explanation.target, versions) if text)
 
 
-def headline(totals: Totals) -> str:
+def headline(totals: Totals, *, brief: bool = False) -> str:
     """Return what a step saves and its peak, in one sentence or two."""
     said = f"Peak {format_bytes(totals.predicted.peak_bytes)} predicted"
     if totals.compiled is not None:
@@ -59,7 +67,7 @@ def headline(totals: Totals) -> str:
             f"and {percent(totals.extra_time_share)} time"
         )
     said += "."
-    if totals.residual_bytes or totals.residual_argument_bytes:
+    if not brief and (totals.residual_bytes or totals.residual_argument_bytes):
         said += (
             f" Before fusion the backward pass reads {format_bytes(totals.residual_bytes)} that the "
             f"forward pass computes, and {format_bytes(totals.residual_argument_bytes)} of arguments."
@@ -116,16 +124,61 @@ def memory_table(totals: Totals) -> Table:
 
 
 def peak_in_words(explanation: ExplanationData, line: Timeline) -> str:
-    """Return a sentence about where in the step the peak is."""
+    """Return sentences about where in the step the peak is."""
     if line.peak_step is None:
         return "There is no timeline."
     step = explanation.steps[line.peak_step]
-    place = f" at {step.source}" if step.source else ""
+    place = f", at {step.source}" if step.source else ""
     return (
-        f"The peak of {format_bytes(line.peak_bytes)} is at step {line.peak_step + 1} of "
-        f"{len(explanation.steps)}, {step.label!r} ({step.phase}){place}, "
+        f"The peak of {format_bytes(line.peak_bytes)} is in {place_of(explanation, line.peak_step)}"
+        f"{place}: step {line.peak_step + 1:,} of {len(explanation.steps):,}, "
         f"{format_seconds(float(line.start_s[line.peak_step]))} into the step. Live there:"
     )
+
+
+def place_of(explanation: ExplanationData, number: int) -> str:
+    """Return where a step is, in the words of the model: its module, its pass, its loop.
+
+    >>> steps = (Step("mlp: dot", "forward"), Step("mlp: mul", "backward"), Step("mlp: add_any", "backward"))
+    >>> place_of(ExplanationData("loss", steps=steps), 1)
+    'the gradient of mlp, at the start of its backward pass'
+    """
+    step = explanation.steps[number]
+    module = _module_of(step)
+    named = f" of {module}" if module else ""
+    match step.phase:
+        case "forward":
+            said = f"the forward pass{named}"
+        case "recompute":
+            said = f"the recomputation{named}"
+        case "update":
+            said = "the results of the step" if step.label == "results" else f"the update{named}"
+        case "backward":
+            said = (
+                f"the gradient{named}, {_part_of_run(explanation.steps, number)} its backward pass"
+            )
+    return f"{said} ({step.iteration})" if step.iteration else said
+
+
+def _module_of(step: Step) -> str:
+    """Return the module path of a step, or the function whose line it is."""
+    path, separator, _ = step.label.rpartition(": ")
+    if separator:
+        return path
+    function = step.source.rpartition("(")[2].rstrip(")")
+    return function if step.source.endswith(")") and "<" not in function else ""
+
+
+def _part_of_run(steps: tuple[Step, ...], number: int) -> str:
+    """Return in which part of the consecutive steps of its module a step is."""
+    key = _module_of(steps[number]), steps[number].iteration
+    first = last = number
+    while first and (_module_of(steps[first - 1]), steps[first - 1].iteration) == key:
+        first -= 1
+    while last + 1 < len(steps) and (_module_of(steps[last + 1]), steps[last + 1].iteration) == key:
+        last += 1
+    share = (number - first) / max(1, last - first)
+    return "at the start of" if share < 0.34 else "in" if share < 0.67 else "at the end of"
 
 
 def values_table(values: tuple[Value, ...], most: int) -> Table:
@@ -145,11 +198,11 @@ def values_table(values: tuple[Value, ...], most: int) -> Table:
     if len(found) > most:
         rest = found[most:]
         n_bytes = sum(group.n_bytes for group in rest)
-        n_values = sum(len(group.values) for group in rest)
+        n_values = sum(group.count for group in rest)
         said = f"{counted(n_values, 'more value')} in {counted(len(rest), 'group')}"
         rows.append(("…", format_bytes(n_bytes), said, "", "", ""))
     columns = ("kind", "bytes", "value", "type", "source", "again")
-    return Table(columns, tuple(rows), (1, 5))
+    return Table(columns, tuple(rows), (1, 5), optional=(5,))
 
 
 def _segments_table(explanation: ExplanationData, most: int) -> Table:

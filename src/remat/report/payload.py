@@ -74,6 +74,7 @@ def _steps(explanation: ExplanationData, texts: _Texts) -> dict[str, Any]:
         "source": [texts(step.source) for step in steps],
         "time": [_rounded(step.time_s) for step in steps],
         "segment": [step.segment for step in steps],
+        "iteration": [texts(step.iteration) for step in steps],
     }
     return _packed(columns)
 
@@ -82,9 +83,9 @@ def _values(explanation: ExplanationData, texts: _Texts) -> dict[str, Any]:
     """Return columns of the groups, of the values by group, and of the values' lifetimes."""
     largest = sorted(explanation.values, key=lambda v: -v.n_bytes)[:MOST_VALUES]
     listed = {value.id for value in largest}
-    groups_ = _columns("kind aval pattern source primitive count shown bytes flops time")
-    values = _columns("group what name consumer bytes flops time")
-    lives = _columns("value born dies")
+    groups_ = _columns("kind aval pattern source primitive count shown hidden bytes flops time")
+    values = _columns("group what name consumer count bytes flops time")
+    lives = _columns("value born dies reserved")
     for number, group in enumerate(groups(explanation.values)):
         shown = [value for value in group.values if value.id in listed]
         _append(
@@ -94,21 +95,26 @@ def _values(explanation: ExplanationData, texts: _Texts) -> dict[str, Any]:
             pattern=texts(group.called),
             source=texts(group.source),
             primitive=texts(group.primitive),
-            count=len(group.values),
+            count=group.count,
+            hidden=len(group.values) - len(shown),
             shown=len(shown),
             bytes=group.n_bytes,
             flops=_rounded(group.flops),
             time=_rounded(group.time_s),
         )
         for value in shown:
-            for born, dies in value.lifetimes:
-                _append(lives, value=len(values["group"]), born=born, dies=dies)
+            for intervals, reserved in ((value.lifetimes, 0), (value.reserved, 1)):
+                for born, dies in intervals:
+                    _append(
+                        lives, value=len(values["group"]), born=born, dies=dies, reserved=reserved
+                    )
             _append(
                 values,
                 group=number,
                 what=texts(_called(value)),
                 name=texts(value.name),
                 consumer=texts(value.consumer),
+                count=value.count,
                 bytes=value.n_bytes,
                 flops=_rounded(value.flops),
                 time=_rounded(value.time_s),

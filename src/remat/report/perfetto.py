@@ -40,7 +40,12 @@ def to_trace(explanation: ExplanationData, *, largest: int = _LARGEST) -> str:
                 "cat": step.phase,
                 "ts": at_us[i],
                 "dur": round(at_us[i + 1] - at_us[i], 3),
-                "args": {"source": printable(step.source), "step": i + 1, "segment": step.segment},
+                "args": {
+                    "source": printable(step.source),
+                    "step": i + 1,
+                    "segment": step.segment,
+                    "iteration": printable(step.iteration),
+                },
             }
         )
     shown = [kind for kind, live in zip(KINDS, line.live_bytes) if live.any()]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.constrain import Constrain
 from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -16,7 +18,10 @@ from remat.report.document import Block, Chart, Document, columns_of_chart
 from remat.units import format_bytes
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
-_ROWS, _COLUMNS = 7, 72
+_ROWS, _MOST_COLUMNS = 7, 72
+_LABEL = 12  # columns left of the chart
+_NARROW = 100  # columns of the console below which tables leave out what is optional
+_MOST_OF_A_LINE = 110  # columns of a paragraph; tables are as wide as the console
 _STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
 _PHASE_STYLES = {"forward": "blue", "backward": "magenta", "recompute": "yellow", "update": "green"}
 
@@ -52,7 +57,7 @@ def _drawn(block: Block) -> RenderableType:
             style = "bold underline" if level == 1 else "bold"
             return Padding(Text(printable(text), style), (0 if level == 1 else 1, 0, 0, 0))
         case doc.Paragraph(text):
-            return Text(printable(text))
+            return Constrain(Text(printable(text)), _MOST_OF_A_LINE)
         case doc.Note(severity, code, text, next_step):
             said = Text.assemble(
                 (severity, _STYLES[severity]),
@@ -62,11 +67,9 @@ def _drawn(block: Block) -> RenderableType:
             )
             if next_step:
                 said.append(f"\n→ {printable(next_step)}")
-            return Padding(said, (0, 0, 0, 2))
-        case doc.Table(columns, rows, numbers):
-            return _table(columns, rows, numbers)
-        case doc.Chart():
-            return _chart(block)
+            return Constrain(Padding(said, (0, 0, 0, 2)), _MOST_OF_A_LINE)
+        case doc.Table() | doc.Chart():
+            return _Drawn(block)
 
 
 def _table(
@@ -83,22 +86,47 @@ def _table(
     return table
 
 
-def _chart(chart: Chart) -> RenderableType:
-    columns = columns_of_chart(chart, _COLUMNS)
-    top = max([n_bytes for n_bytes, _ in columns], default=0) or 1
-    heights = [round(n_bytes / top * _ROWS * 8) for n_bytes, _ in columns]
+class _Drawn:
+    """A chart or a table, drawn for the width of the console."""
+
+    def __init__(self, block: Chart | doc.Table) -> None:
+        self.block = block
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterable[RenderableType]:
+        if isinstance(self.block, Chart):
+            yield _chart(self.block, options.max_width)
+            return
+        columns, rows, numbers = self.block.columns, self.block.rows, self.block.numbers
+        if options.max_width < _NARROW:
+            left = [i for i in range(len(columns)) if i not in self.block.optional]
+            columns = tuple(columns[i] for i in left)
+            rows = tuple(tuple(row[i] for i in left) for row in rows)
+            numbers = tuple(at for at, i in enumerate(left) if i in numbers)
+        yield _table(columns, rows, numbers)
+
+
+def _chart(chart: Chart, width: int) -> RenderableType:
+    columns = columns_of_chart(chart, min(_MOST_COLUMNS, width - _LABEL))
+    top = max([n_bytes for n_bytes, _, _ in columns], default=0) or 1
     drawn = Text()
     for row in reversed(range(_ROWS)):
         label = format_bytes(top) if row == _ROWS - 1 else ("0 B" if row == 0 else "")
         drawn.append(f"{label:>10} ┤")
-        for height, (n_bytes, _) in zip(heights, columns):
-            mark = _EIGHTHS[min(8, max(0, height - 8 * row))]
-            drawn.append(mark, "bold red" if n_bytes == top else "cyan")
+        for n_bytes, used_bytes, _ in columns:
+            used, height = (round(n / top * _ROWS * 8) - 8 * row for n in (used_bytes, n_bytes))
+            if used <= 0 < height:
+                drawn.append("░", "dim")
+            else:
+                mark = _EIGHTHS[min(8, max(0, used))]
+                drawn.append(mark, "bold red" if n_bytes == top else "cyan")
         drawn.append("\n")
-    drawn.append(" " * 12)
-    for _, step in columns:
+    drawn.append(" " * _LABEL)
+    for _, _, step in columns:
         drawn.append(step.phase[0], _PHASE_STYLES[step.phase])
     phases = dict.fromkeys(step.phase for step in chart.steps)
-    drawn.append("\n" + " " * 12)
-    drawn.append(", ".join(f"{phase[0]} {phase}" for phase in phases), "dim")
+    drawn.append("\n" + " " * _LABEL)
+    said = [f"{phase[0]} {phase}" for phase in phases]
+    if any(used_bytes < n_bytes for n_bytes, used_bytes, _ in columns):
+        said.append("░ reserved by a loop")
+    drawn.append(", ".join(said), "dim")
     return drawn

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from remat.report.model import KINDS, Memory, Step, Value
+from remat.report.model import KINDS, Kind, Memory, Step, Value
 from remat.units import format_bytes
 
 _PLACE = {kind: i for i, kind in enumerate(KINDS)}
+RESERVED: Kind = "reserved"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,6 +41,10 @@ class Timeline:
         """Return the live bytes at each step, all kinds together."""
         return self.live_bytes.sum(axis=0)
 
+    def bytes_of(self, kind: Kind) -> NDArray[np.int64]:
+        """Return the live bytes of one kind at each step."""
+        return self.live_bytes[_PLACE[kind]]
+
     @property
     def peak_step(self) -> int | None:
         """Return the first step with the most live bytes; None without steps."""
@@ -61,9 +66,10 @@ def timeline(values: Sequence[Value], steps: Sequence[Step]) -> Timeline:
     ([4, 12, 12], 1, [0.0, 1.0, 3.0, 4.0])
     """
     lives = [
-        (_PLACE[value.kind], born, dies + 1, value.n_bytes)
+        (_PLACE[kind], born, dies + 1, value.n_bytes)
         for value in values
-        for born, dies in value.lifetimes
+        for kind, intervals in ((value.kind, value.lifetimes), (RESERVED, value.reserved))
+        for born, dies in intervals
     ]
     change = np.zeros((len(KINDS), len(steps) + 1), np.int64)
     if lives:
@@ -76,9 +82,17 @@ def timeline(values: Sequence[Value], steps: Sequence[Step]) -> Timeline:
 
 
 def live_at(values: Sequence[Value], step: int) -> tuple[Value, ...]:
-    """Return the values that are live at a step, the largest first."""
-    live = [v for v in values if any(born <= step <= dies for born, dies in v.lifetimes)]
+    """Return the values that are live at a step, the largest first.
+
+    Of a value whose memory is only reserved at that step, the kind is "reserved".
+    """
+    live = [v for v in values if _holds(v.lifetimes, step)]
+    live += [dataclasses.replace(v, kind=RESERVED) for v in values if _holds(v.reserved, step)]
     return tuple(sorted(live, key=lambda v: (-v.n_bytes, v.id)))
+
+
+def _holds(intervals: tuple[tuple[int, int], ...], step: int) -> bool:
+    return any(born <= step <= dies for born, dies in intervals)
 
 
 def predicted_memory(

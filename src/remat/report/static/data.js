@@ -22,6 +22,7 @@ const lives = {
   value: Uint32Array.from(data.lives.value),
   born: Uint32Array.from(data.lives.born),
   dies: Uint32Array.from(data.lives.dies),
+  reserved: Uint8Array.from(data.lives.reserved),
 };
 
 // When each step starts, and the end; by number where no times are predicted.
@@ -92,7 +93,7 @@ function groupTitle(g) {
   return strings[groups.pattern[g]];
 }
 
-// For each value whether it is live at a step: 1 or 0.
+// For each value whether its memory is held at a step, live or reserved: 1 or 0.
 function liveAt(step) {
   const live = new Uint8Array(values.group.length);
   for (let i = 0; i < lives.value.length; i++) {

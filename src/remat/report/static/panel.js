@@ -12,23 +12,26 @@ function makePanel(root, onList) {
   }));
   const number = el("span");
   const badge = el("span");
+  const loop = el("div", { class: "loop" });
   const op = el("div", { class: "op" });
   const where = el("div", { class: "where" });
   const live = el("p", { class: "live" });
   const largest = el("ol");
   const button = el("button", { type: "button", onclick: () => onList() }, "List what is live here");
-  root.append(el("div", { class: "when" }, number, badge), op, where, live, list, el("h3", {}, "Largest here"), largest, button);
+  root.append(el("div", { class: "when" }, number, badge), loop, op, where, live, list, el("h3", {}, "Largest here"), largest, button);
 
-  // The groups with most live bytes: [group, live values, bytes, earliest birth, latest death].
+  // The groups with most bytes: [group, arrays, bytes, earliest birth, latest death, value, whether reserved].
   function largestAt(step) {
     const found = new Map();
     for (let i = 0; i < lives.value.length; i++) {
       if (lives.born[i] > step || step > lives.dies[i]) continue;
       const value = lives.value[i];
       const g = values.group[value];
-      let entry = found.get(g);
-      if (!entry) found.set(g, entry = [g, 0, 0, Infinity, 0, value]);
-      entry[1] += 1;
+      const reserved = lives.reserved[i];
+      const key = 2 * g + reserved;
+      let entry = found.get(key);
+      if (!entry) found.set(key, entry = [g, 0, 0, Infinity, 0, value, reserved]);
+      entry[1] += values.count[value];
       entry[2] += values.bytes[value];
       entry[3] = Math.min(entry[3], lives.born[i]);
       entry[4] = Math.max(entry[4], lives.dies[i]);
@@ -41,6 +44,8 @@ function makePanel(root, onList) {
     const phase = phases[data.steps.phase[step]];
     badge.className = `badge p-${phase}`;
     badge.textContent = phase;
+    loop.replaceChildren(user(data.steps.iteration[step]));
+    loop.hidden = !strings[data.steps.iteration[step]];
     op.replaceChildren(user(data.steps.label[step]));
     where.replaceChildren(user(data.steps.source[step]));
     const bytes = liveByKind(step);
@@ -50,12 +55,12 @@ function makePanel(root, onList) {
       cell.textContent = formatBytes(bytes[k]);
       row.classList.toggle("none", bytes[k] === 0);
     }
-    largest.replaceChildren(...largestAt(step).map(([g, n, total, born, dies, value]) => {
+    largest.replaceChildren(...largestAt(step).map(([g, n, total, born, dies, value, reserved]) => {
       const what = n > 1 ? groups.pattern[g] : values.what[value];
       const source = groups.source[g];
-      return el("li", { class: `k-${kinds[groups.kind[g]]}` },
+      return el("li", { class: `k-${reserved ? "reserved" : kinds[groups.kind[g]]}` },
         el("div", { class: "first" }, el("b", {}, formatBytes(total)), n > 1 ? el("span", {}, `${n.toLocaleString("en")} ×`) : undefined, user(what)),
-        el("div", { class: "second" }, user(source), strings[source] ? " · " : "", `steps ${born + 1}–${dies + 1} · `, user(groups.aval[g])));
+        el("div", { class: "second" }, reserved ? "reserved for a loop · " : "", user(source), strings[source] ? " · " : "", `steps ${born + 1}–${dies + 1} · `, user(groups.aval[g])));
     }));
   }
 

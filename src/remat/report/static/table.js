@@ -31,7 +31,7 @@ function makeTable(root, step) {
   const places = new Uint32Array(strings.length);
   strings.map((_, i) => i).sort((a, b) => collator.compare(strings[a], strings[b])).forEach((i, place) => { places[i] = place; });
 
-  const bornOf = (value) => (livesFrom[value] < livesFrom[value + 1] ? lives.born[livesFrom[value]] : nSteps);
+  const bornOf = (value) => (livesFrom[value] < livesFrom[value + 1] ? lives.born[livesFrom[value]] : nSteps); // lifetimes come first
 
   function matcher() {
     const words = box.value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -59,7 +59,7 @@ function makeTable(root, step) {
       const row = { g, n: 0, bytes: 0, flops: 0, time: 0, born: nSteps, values: [] };
       for (let value = groupFrom[g]; value < groupFrom[g + 1]; value++) {
         if ((live && !live[value]) || (matches && !matches(value))) continue;
-        row.n += 1;
+        row.n += values.count[value];
         row.bytes += values.bytes[value];
         row.flops += values.flops[value];
         row.time += values.time[value];
@@ -90,11 +90,11 @@ function makeTable(root, step) {
 
   function intervalsOf(value) {
     const found = [];
-    for (let i = livesFrom[value]; i < livesFrom[value + 1]; i++) found.push([lives.born[i], lives.dies[i]]);
+    for (let i = livesFrom[value]; i < livesFrom[value + 1]; i++) if (!lives.reserved[i]) found.push([lives.born[i], lives.dies[i]]);
     return found;
   }
 
-  const inWords = (intervals) => intervals.map(([born, dies]) => `${born + 1}–${dies + 1}`).join(", ");
+  const inWords = (intervals) => intervals.slice(0, 4).map(([born, dies]) => `${born + 1}–${dies + 1}`).join(", ") + (intervals.length > 4 ? ` and ${intervals.length - 4} more times` : "");
   const cost = (flops, time) => (flops || time ? el("span", { title: formatFlops(flops) }, formatSeconds(time)) : "");
 
   function drawGroup(row, most) {
@@ -129,7 +129,7 @@ function makeTable(root, step) {
       const name = values.name[value];
       const consumer = values.consumer[value];
       return el("tr", { class: `child k-${kind}` },
-        el("td", {}, user(values.what[value]), strings[name] ? el("span", { class: "tag" }, user(name)) : undefined),
+        el("td", {}, values.count[value] > 1 ? `${values.count[value]} × ` : "", user(values.what[value]), strings[name] ? el("span", { class: "tag" }, user(name)) : undefined),
         el("td", {}, strings[groups.primitive[g]] ? user(groups.primitive[g]) : ""),
         el("td", { class: "n" }, formatBytes(values.bytes[value])),
         el("td", { colspan: 2 }, strings[consumer] ? "needed by " : "", strings[consumer] ? user(consumer) : ""),
@@ -137,7 +137,7 @@ function makeTable(root, step) {
         el("td", { class: "wide" }, el("span", {}, intervals.length ? `steps ${inWords(intervals)}` : "", lifetime(intervals))));
     });
     const left = members.length - shown.length;
-    const missing = all - (groupFrom[g + 1] - groupFrom[g]);
+    const missing = groups.hidden[g];
     if (left > 0 || missing > 0) {
       const cell = el("td", { colspan: columns.length });
       if (left > 0) {

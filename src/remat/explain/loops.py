@@ -1,0 +1,247 @@
+"""Loops and branches, laid out on the timeline of the step around them.
+
+A loop is one kernel of the program around it. On the timeline it is its body, once for each iteration,
+or, in a long loop, once for each block of consecutive iterations. What a body computes and does not hand
+on lives within an iteration, in the same memory each time. What it stacks is one value for each block:
+a slice of a stack that is allocated as a whole. A slice is live from the step that writes it to the step
+of the other loop that reads it; before and after, its memory is reserved.
+
+A block holds its slices from its first write on, so that the timeline is never below the true one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from remat.report.model import Segment, Step, Value
+
+_MOST_BLOCKS = 48  # blocks of iterations of one loop; more draw a finer ramp
+#: Equations that all loops of a step may have on its timeline, bodies times blocks.
+MOST_EQUATIONS = 60_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """What computes a value, where that is not the operation that returns it but one inside it.
+
+    Args:
+      primitive, source, name, path, aval: of the value that is computed there.
+      flops, time_s: of computing all of it once.
+      count: how many such values there are: one for each iteration that stacks one.
+    """
+
+    primitive: str
+    source: str
+    name: str
+    path: str
+    aval: str
+    flops: float = 0.0
+    time_s: float = 0.0
+    count: int = 1
+
+    def times(self, n: int) -> Origin:
+        """Return the origin of a stack of `n` such values."""
+        return dataclasses.replace(
+            self, flops=self.flops * n, time_s=self.time_s * n, count=self.count * n
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """The last read of a value in a body: the step, and what reads it there, in words."""
+
+    step: int
+    consumer: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Body:
+    """One iteration of a loop, or one branch.
+
+    Args:
+      name: "iteration" of a loop of known length; otherwise all that is said of it.
+      length: the number of iterations; 1 where it is unknown.
+      blocks: how many iterations each block has, in the order of the stacks.
+      reverse: whether the loop runs from the last slice to the first.
+      steps, values: of one iteration, with step numbers from 0.
+      results: for each result of the loop where it comes from; None for what is handed through.
+      born: for each result the step that computes it.
+      stacked_from: the number of the first result that is stacked.
+      reads: for each input that is a slice of a stack, its last read, by the number of the operand.
+    """
+
+    name: str
+    length: int
+    blocks: tuple[int, ...]
+    reverse: bool
+    steps: tuple[Step, ...]
+    values: tuple[Value, ...]
+    results: tuple[Origin | None, ...]
+    born: tuple[int, ...]
+    stacked_from: int
+    reads: Mapping[int, Read]
+
+    def position(self, block: int) -> int:
+        """Return when a block of the stacks runs: 0 for first."""
+        return len(self.blocks) - 1 - block if self.reverse else block
+
+    def title(self, block: int) -> str:
+        """Return what the steps of a block say of the iteration."""
+        if self.name != "iteration":
+            return self.name
+        first = sum(self.blocks[:block]) + 1
+        last = first + self.blocks[block] - 1
+        if first == last:
+            return f"iteration {first:,} of {self.length:,}"
+        return f"iterations {first:,}–{last:,} of {self.length:,}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """A value that a loop stacks: the steps of the loops that write and last read it.
+
+    Args:
+      written: the step of the loop that writes it.
+      born: the step in the body that computes a slice.
+      read: the step of the loop that reads it last, slice by slice; -1 if another operation does.
+      last: the last read in that loop's body.
+      origin: of one slice.
+    """
+
+    written: int
+    born: int
+    origin: Origin
+    read: int = -1
+    last: Read | None = None
+
+
+def blocks_of(length: int, most: int) -> tuple[int, ...]:
+    """Return the lengths of at most so many blocks of consecutive iterations, which differ by one at most.
+
+    >>> blocks_of(3, 10), blocks_of(10, 4)
+    ((1, 1, 1), (2, 3, 2, 3))
+    """
+    n = max(1, min(length, most, _MOST_BLOCKS))
+    return tuple((i + 1) * length // n - i * length // n for i in range(n))
+
+
+def laid_out(
+    steps: Sequence[Step],
+    values: Sequence[Value],
+    bodies: Mapping[int, Body],
+    stacks: Mapping[int, Stack],
+    segments: Sequence[Segment] = (),
+) -> tuple[tuple[Step, ...], tuple[Value, ...], tuple[Segment, ...]]:
+    """Return a timeline in which loops and branches are replaced by what they run.
+
+    Args:
+      steps, values, segments: with loops as single steps.
+      bodies: by the number of the step.
+      stacks: by the position of the value.
+    """
+    if not bodies:
+        return tuple(steps), tuple(values), tuple(segments)
+    drawn: list[Step] = []
+    first: list[int] = []
+    for number, step in enumerate(steps):
+        first.append(len(drawn))
+        body = bodies.get(number)
+        drawn += [step] if body is None else _steps_of(step, body)
+    last = [n - 1 for n in [*first[1:], len(drawn)]]
+
+    made: list[Value] = []
+    for number, value in enumerate(values):
+        lives = tuple((first[born], last[dies]) for born, dies in value.lifetimes)
+        stack = stacks.get(number)
+        if stack is not None and len(lives) == 1:
+            made += _slices(value, lives[0], stack, bodies, first)
+        else:
+            made.append(dataclasses.replace(value, lifetimes=lives))
+    for number, body in bodies.items():
+        made += [_in_each_iteration(value, body, first[number]) for value in body.values]
+    moved = [
+        dataclasses.replace(segment, first=first[segment.first], last=last[segment.last])
+        for segment in segments
+    ]
+    return tuple(drawn), tuple(made), tuple(moved)
+
+
+def _steps_of(step: Step, body: Body) -> list[Step]:
+    once_s = sum(inner.time_s for inner in body.steps)
+    # The loop takes as long as the planner's costs say; its body divides that time.
+    scale = step.time_s / (body.length * once_s) if once_s else 0.0
+    drawn = []
+    for position in range(len(body.blocks)):
+        block = body.position(position)
+        title = body.title(block)
+        for inner in body.steps:
+            iteration = ", ".join(filter(None, (title, inner.iteration)))
+            drawn.append(
+                dataclasses.replace(
+                    inner,
+                    time_s=inner.time_s * scale * body.blocks[block],
+                    segment=step.segment,
+                    iteration=iteration,
+                )
+            )
+    return drawn
+
+
+def _in_each_iteration(value: Value, body: Body, first: int) -> Value:
+    """Return a value of a body with a lifetime in each block: the memory is the same each time."""
+    starts = [first + position * len(body.steps) for position in range(len(body.blocks))]
+    return dataclasses.replace(
+        value,
+        lifetimes=_shifted(value.lifetimes, starts),
+        reserved=_shifted(value.reserved, starts),
+    )
+
+
+def _shifted(
+    intervals: tuple[tuple[int, int], ...], starts: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    return tuple((start + born, start + dies) for start in starts for born, dies in intervals)
+
+
+def _slices(
+    value: Value,
+    whole: tuple[int, int],
+    stack: Stack,
+    bodies: Mapping[int, Body],
+    first: Sequence[int],
+) -> list[Value]:
+    writer, reader = bodies[stack.written], bodies.get(stack.read)
+    made = []
+    done = 0
+    for block, n in enumerate(writer.blocks):
+        n_bytes = (
+            value.n_bytes * (done + n) // writer.length - value.n_bytes * done // writer.length
+        )
+        done += n
+        at = first[stack.written] + writer.position(block) * len(writer.steps)
+        born, dies, consumer = at + stack.born, whole[1], value.consumer
+        if reader is not None and stack.last is not None:
+            at = first[stack.read] + reader.position(block) * len(reader.steps)
+            dies, consumer = at + stack.last.step, stack.last.consumer
+        reserved = [(whole[0], born - 1)] if whole[0] < born else []
+        reserved += [(dies + 1, whole[1])] if dies < whole[1] else []
+        origin = stack.origin.times(n)
+        made.append(
+            dataclasses.replace(
+                value,
+                aval=origin.aval,
+                n_bytes=n_bytes,
+                lifetimes=((born, dies),),
+                reserved=tuple(reserved),
+                primitive=origin.primitive,
+                source=origin.source,
+                name=origin.name,
+                path=origin.path,
+                consumer=consumer,
+                flops=origin.flops,
+                time_s=origin.time_s,
+                count=origin.count,
+            )
+        )
+    return made
