@@ -111,7 +111,7 @@ LAYERS = [
     ("report.html", "report.plot", "report.difference"),
     ("report.explanation",),
     ("report",),
-    ("explain.step", "explain.phases", "explain.hlo"),
+    ("explain.step", "explain.phases", "explain.hlo", "explain.loops", "explain.sources"),
     ("explain.account", "explain.regions"),
     ("explain.difference", "explain.findings"),
     ("explain.stages",),

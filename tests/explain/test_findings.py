@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from explain_cases import DEEP_ARGS, codes, deep, finding, layer, struct
 
 import remat
+from remat.units import format_bytes
 
 BARRIER_HOLDS = tuple(int(x) for x in jaxlib.__version__.split(".")[:3]) >= (0, 11, 1)
 
@@ -38,7 +40,64 @@ def test_no_gradient_and_no_regions_are_said():
     assert codes(remat.explain(lambda n: n + 1, struct(dtype=jnp.int32))) == {"no_gradient"}
     explanation = remat.explain(deep(lambda f: f), *DEEP_ARGS, compile=False)
     assert codes(explanation) == {"no_regions"}
-    assert "remat.auto" in finding(explanation, "no_regions").next_step
+    found = finding(explanation, "no_regions")
+    peak = explanation.totals.predicted.peak_bytes
+    share = int(re.search(r'budget="(\d+)%"', found.next_step)[1])
+    assert 50 <= share <= 90
+    assert format_bytes(share * peak // 100) in found.next_step
+    assert "more FLOPs" in found.next_step
+
+
+def test_a_marked_loss_is_not_told_to_be_marked():
+    marked = remat.auto(deep(lambda f: f), name="marked_loss")
+    for step in (marked, jax.value_and_grad(marked)):
+        found = finding(remat.explain(step, *DEEP_ARGS, compile=False), "no_regions")
+        assert "marked_loss is marked by remat.auto" in found.message
+        assert "mark" not in found.next_step
+
+
+def test_a_fitted_step_is_explained_with_the_costs_of_its_plan_and_what_can_be_done_next():
+    step = remat.fit(jax.value_and_grad(deep(lambda f: f, 4)), budget="70%", cache=False)
+    explanation = remat.explain(step, *DEEP_ARGS, compile=False)
+    plan = step.plans[0]
+    found = finding(explanation, "follows_plan")
+    assert format_bytes(plan.peak_bytes) in found.message
+    assert found.next_step
+    assert "no_regions" not in codes(explanation)
+    totals = explanation.totals
+    assert (totals.recompute_flops, totals.recompute_time_s) == (
+        plan.extra_flops,
+        plan.extra_seconds,
+    )
+    assert totals.flops == plan.flops + plan.extra_flops
+    assert totals.time_s == pytest.approx(sum(s.time_s for s in explanation.steps))
+
+
+def test_a_fitted_loss_is_said_to_compute_no_gradient():
+    loss = remat.fit(deep(lambda f: f, 2), budget="1GiB", cache=False)
+    found = finding(remat.explain(loss, *DEEP_ARGS, compile=False), "fitted_without_gradient")
+    assert "value_and_grad" in found.next_step
+
+
+def test_arguments_that_may_be_donated_are_named_with_their_bytes():
+    def step(params, x):
+        gradient = jax.grad(deep(remat.checkpoint))(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient)
+
+    args = ([struct(512, 512)] * 8, struct(16, 512))
+    moments = [struct(512, 512)] * 8
+
+    def with_moments(params, moments, x):
+        new = step(params, x)
+        return new, jax.tree.map(lambda m, p: 0.9 * m + p, moments, new)
+
+    with_args = args[0], moments, args[1]
+    found = finding(remat.explain(with_moments, *with_args, compile=False), "arguments_dominate")
+    assert "Donate params, moments" in found.next_step
+    assert "16.0 MiB less" in found.next_step
+    jitted = jax.jit(with_moments, donate_argnums=(0, 1))
+    donated = remat.explain(jitted, *with_args, compile=False)
+    assert not any("Donate" in f.next_step for f in donated.findings)
 
 
 def test_what_the_compiler_undoes_is_named():
@@ -164,7 +223,7 @@ def test_domination_by_arguments_is_named():
     found = finding(explanation, "arguments_dominate")
     assert found.severity == "warning"
     assert "donate_argnums" in found.next_step
-    assert "argument 8 × w[*]  f32[512,512]  8.0 MiB" in found.message
+    assert "argument 8 × w[0…7]  f32[512,512]  8.0 MiB" in found.message
     few = remat.explain(deep(lambda f: f), *DEEP_ARGS, compile=False)
     assert "arguments_dominate" not in codes(few)
 

@@ -78,7 +78,7 @@ def damaged(change) -> str:
         ("{}", "have the format 'remat.explanation'"),
         ("[" * 100_000, "not JSON"),
         ('{"format": "remat.explanation", "format": 1}', "'format' is there twice"),
-        (damaged(lambda c: c.update(version=2)), "version 2; this remat reads version 1"),
+        (damaged(lambda c: c.update(version=3)), "version 3; this remat reads version 2"),
         (damaged(lambda c: c.update(version=True)), "version True"),
         (damaged(lambda c: c.update(title=3)), "title: a text expected, not 3"),
         (damaged(lambda c: c.pop("pareto")), r"fields are missing: \['pareto'\]"),

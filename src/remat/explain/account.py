@@ -168,6 +168,7 @@ class _Accounting:
     def _uses(self) -> dict[int, _Use]:
         ops, holds = self.program.ops, self.fused.holds
         uses: dict[int, _Use] = {}
+        updated: dict[int, int] = {}
         for kernel in self.kernels:
             at = self.step_of[kernel]
             for v in ops[kernel].results:
@@ -177,7 +178,24 @@ class _Accounting:
                     if v in uses and holds.get(v) != kernel:
                         uses[v].dies = at
                         uses[v].readers.append(kernel)
+            for v in self._updated_in_place(kernel):
+                if v in uses and uses[v].dies == at:
+                    uses[v].dies = max(uses[v].born, at - 1)
+                    updated.setdefault(v, at)
+        for v, at in updated.items():
+            if uses[v].readers[-1] != self.kernels[at]:  # read later, so the loop works on a copy
+                uses[v].dies = max(uses[v].dies, at)
         return uses
+
+    def _updated_in_place(self, kernel: int) -> list[int]:
+        """Return the initial values of a while loop: its results are in their memory."""
+        eqn = self.sides.eqns[kernel]
+        if eqn.primitive.name != "while":
+            return []
+        n_consts = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        n_literals = sum(not _jax.is_var(v) for v in eqn.invars[:n_consts])
+        operands = self.program.ops[kernel].operands
+        return [v for v in operands[n_consts - n_literals :] if operands.count(v) == 1]
 
     # Kinds and lifetimes of values
 
@@ -458,7 +476,7 @@ class _Accounting:
             )  # fmt: skip
         if eqn.primitive.name == "cond":
             branches = [_jax.open_jaxpr(branch) for branch in eqn.params["branches"]]
-            sizes = [body_peak_bytes(branch) for branch in branches]
+            sizes = [(body_peak_bytes(b), sum(map(flops_of, b.eqns))) for b in branches]
             largest = sizes.index(max(sizes))
             name = f"branch {largest + 1} of {len(branches)}, the largest"
             return _Run(name, branches[largest], skipped=1)

@@ -153,7 +153,9 @@ def _cost_of_all(facts: Facts) -> str:
     sides = facts.sides
     forward = sum(op.flops for op, p in zip(sides.program.ops, sides.phases) if p == "forward")
     share = forward / facts.account.flops if facts.account.flops else 0.0
-    return f"at most {100 * share:.2g} % more FLOPs (those of the forward pass)"
+    if share > 0.9:  # the forward and the backward pass are in one loop
+        return "more FLOPs"
+    return f"at most {100 * share:.0f} % more FLOPs (those of the forward pass)"
 
 
 def _planned(facts: Facts, plan: Followed) -> Iterator[Finding]:

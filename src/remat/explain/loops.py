@@ -176,7 +176,8 @@ def _steps_of(step: Step, body: Body) -> list[Step]:
         block = body.position(position)
         title = body.title(block)
         for inner in body.steps:
-            iteration = ", ".join(filter(None, (title, inner.iteration)))
+            both = dict.fromkeys(filter(None, (title, inner.iteration)))
+            iteration = ", ".join(both)
             drawn.append(
                 dataclasses.replace(
                     inner,

@@ -27,6 +27,8 @@ from remat.program.program import Op, Program, without_dead
 from remat.report.model import Phase
 
 _REGIONS = ("remat", "remat2", "checkpoint", "remat_linear")
+# Around the loops of `remat.scan` and its like.
+_LOOP_CALLS = ("remat_keep_rules", "remat_linear")
 # Primitives whose result has the value of their operand.
 _COPIES = names_where("is_copy")
 
@@ -199,6 +201,15 @@ class _Reader(ProgramWriter):
             size = v.aval.size * _jax.itemsize_bytes(v.aval)
             self.host_bytes[number] = -(-int(size) // shards)
         return number
+
+    def body_of(self, eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
+        body = super().body_of(eqn)
+        if body is None and eqn.primitive.name in _LOOP_CALLS:
+            inner = [_jax.open_jaxpr(jaxpr) for jaxpr in _jax.jaxprs_of(eqn)]
+            arity = len(eqn.invars), len(eqn.outvars)
+            if len(inner) == 1 and (len(inner[0].invars), len(inner[0].outvars)) == arity:
+                return inner[0]
+        return body
 
     def write(self, jaxpr: _jax.Jaxpr, path: str) -> None:
         if self._cotangents is not None and self._cotangents[0] is jaxpr:

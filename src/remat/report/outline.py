@@ -163,8 +163,8 @@ def place_of(explanation: ExplanationData, number: int) -> str:
 def _module_of(step: Step) -> str:
     """Return the module path of a step, or the function whose line it is."""
     path, separator, _ = step.label.rpartition(": ")
-    if separator:
-        return path
+    if separator or "/" in step.label:
+        return path or step.label
     function = step.source.rpartition("(")[2].rstrip(")")
     return function if step.source.endswith(")") and "<" not in function else ""
 
