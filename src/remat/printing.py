@@ -8,6 +8,9 @@ same. `printable` writes every such character as its Python escape.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 # Python calls these printable, and most fonts draw nothing: the code points that Unicode lists as
 # Default_Ignorable (fillers and variation selectors; the others are controls), and the empty Braille cell.
 _INVISIBLE = frozenset(
@@ -58,3 +61,30 @@ def shown(value: object) -> str:
 
 def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
+
+
+# A number that ends a word: that of block_3, layers[3] and Dense_0, not that of conv2d.
+_NUMBER = re.compile(r"[0-9]+(?![0-9A-Za-z])")
+
+
+def without_numbers(path: str) -> str:
+    """Return a path with each number that ends a word replaced, as a key of what is alike.
+
+    >>> without_numbers("net2/block_3/mlp") == without_numbers("net2/block_47/mlp")
+    True
+    """
+    return _NUMBER.sub("\0", path)
+
+
+def with_ranges(paths: Sequence[str]) -> str:
+    """Return paths that differ in such numbers only as one, with the first and last of each number.
+
+    >>> with_ranges(["net2/block_0/mlp", "net2/block_1/mlp", "net2/block_2/mlp"])
+    'net2/block_0…2/mlp'
+    """
+    numbers = [_NUMBER.findall(path) for path in paths]
+    shown_numbers = iter([
+        column[0] if len(set(column)) == 1 else f"{min(column, key=int)}…{max(column, key=int)}"
+        for column in zip(*numbers)
+    ])  # fmt: skip
+    return _NUMBER.sub(lambda _: next(shown_numbers), paths[0])

@@ -60,3 +60,11 @@ def test_an_interrupt_is_1_and_leaves_no_traceback_and_no_file(run):
     assert result.exit_code == 1
     assert result.stderr.strip() == "Aborted!"
     assert not {name for name in os.listdir() if "page" in name or "partial" in name}
+
+
+def test_an_error_of_the_users_module_comes_with_its_line(run):
+    said = run("explain", "training:broken").stderr
+    line = 1 + pathlib.Path("training.py").read_text().splitlines().index(
+        '    raise ValueError("no data\\nat all")'
+    )
+    assert f"at training.py:{line}, in broken; --debug shows the traceback" in said

@@ -131,3 +131,47 @@ def test_help_has_examples_and_exit_codes(run):
 )
 def test_a_command_line_that_makes_no_sense_is_refused(refused, arguments, said):
     assert said in refused(*arguments)
+
+
+def test_explain_fits_80_columns_and_one_screen_unless_all_is_asked_for(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    brief = run("explain", "training:problem", "--no-compile").stdout
+    assert all(len(line) <= 80 for line in brief.splitlines())
+    assert len(brief.splitlines()) <= 45
+    assert "--all" in brief
+    full = run("explain", "training:problem", "--no-compile", "--all").stdout
+    assert "Values" in full and "Values" not in brief
+    assert len(full) > len(brief)
+
+
+def test_rows_of_piped_tables_are_one_line_each(run, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    said = run("explain", "training:problem", "--no-compile").stdout
+    (row,) = [line for line in said.splitlines() if "hidden" in line]
+    assert "training.py:" in row and "MiB" in row
+
+
+def test_plan_says_what_is_recomputed_in_the_words_of_the_model(run):
+    said = run("plan", "training:problem", "--budget", "70%").stdout
+    table = said.partition("Recomputed in the backward pass")[2]
+    assert "training.py:8 (loss)" in table
+    assert "operation " not in said
+
+
+def test_demo_writes_a_page(run):
+    result = run("demo", "--budget", "60%", "--html", "demo.html")
+    assert result.exit_code == 0, result.output
+    assert pathlib.Path("demo.html").read_text().startswith("<!doctype html>")
+    assert "wrote demo.html" in result.stderr
+
+
+def test_every_json_names_its_format_and_version(run):
+    for arguments in (
+        ["devices"],
+        ["explain", "training:problem", "--no-compile"],
+        ["compare", "training:problem", "training:checkpointed", "--no-compile"],
+        ["plan", "training:problem", "--budget", "100%"],
+    ):
+        content = json.loads(run(*arguments, "--json").stdout)
+        assert content["format"].startswith("remat")
+        assert type(content["version"]) is int

@@ -309,7 +309,7 @@ def test_filtering_by_text_and_by_kind(page):
     box = p.one("#filter")
     box.send_keys("GELU bf16")
     shown = p.texts("#table tr.group td:nth-child(1) bdi")
-    assert {name.partition(":")[0] for name in shown} == {"decoder/block_*/mlp/gelu"}
+    assert {name.partition(":")[0] for name in shown} == {"decoder/block_0…15/mlp/gelu"}
     assert p.one("#count").text.startswith("32 values in 2 groups")
     p.one('#kinds [data-kind="gradient"]').click()
     assert p.one("#count").text == "16 values in 1 group, 1.0 GiB together"

@@ -9,6 +9,7 @@ from typing import IO, Any
 import click
 
 from remat.errors import RematError
+from remat.explain.sources import is_own, relative
 from remat.printing import printable
 
 _ERROR = 1  # exit code of every error but a wrong command line, whose code is 2
@@ -64,7 +65,7 @@ class Commands(click.Group):
                 text = "".join(traceback.format_exception(error))
                 click.echo(printable(text, keep="\n"), err=True, nl=False)
                 raise click.exceptions.Exit(_ERROR) from error
-            raise OneLineError(message_of(error)) from error
+            raise OneLineError(message_of(error) + place_of(error)) from error
 
 
 def _in_one_line(error: click.UsageError) -> click.ClickException:
@@ -105,6 +106,21 @@ def in_options(error: RematError) -> str:
     for python, option in _OPTIONS_BY_PATTERN:
         text = re.sub(python, option, text)
     return text
+
+
+def place_of(error: BaseException) -> str:
+    """Return where in the user's code an error of it was raised; empty for errors of the library."""
+    if isinstance(error, RematError):
+        return ""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if is_own(frame.filename) and frame.lineno
+    ]
+    if not frames:
+        return ""
+    at = frames[-1]
+    return f" (at {relative(at.filename)}:{at.lineno}, in {at.name}; --debug shows the traceback)"
 
 
 def message_of(error: BaseException) -> str:

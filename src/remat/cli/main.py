@@ -18,6 +18,7 @@ from remat.cli.options import (
     BudgetText,
     Explained,
     OutputFile,
+    all_option,
     budget_option,
     costs_option,
     html_option,
@@ -31,6 +32,7 @@ from remat.cli.options import (
 from remat.cli.planning import explain_subject, plan_subject
 from remat.cli.rendering import (
     color,
+    decisions_as_text,
     devices_as_json,
     devices_as_text,
     point_of_explanation,
@@ -91,6 +93,7 @@ def main() -> None:
 @no_compile_option
 @json_option
 @html_option
+@all_option
 @debug_option
 def explain(
     spec: str,
@@ -101,6 +104,7 @@ def explain(
     no_compile: bool,
     as_json: bool,
     html: str | None,
+    show_all: bool,
 ) -> None:
     """Show what a step saves, recomputes and holds, and why remat has no effect.
 
@@ -118,7 +122,7 @@ def explain(
     made = explain_subject(
         subject, plan=given, policy=policy, target=target, compile=not no_compile
     )
-    show(made, as_json=as_json, html=html)
+    show(made, as_json=as_json, html=html, all=show_all)
 
 
 @main.command()
@@ -162,7 +166,12 @@ def plan(
         page = explain_subject(subject, plan=made, target=target)
         page = dataclasses.replace(page, pareto=points_of_plan(made, "the plan"))
         write_page(html, page.to_html())
-    say(made.to_json() if as_json else made.explain())
+    if as_json:
+        say(made.to_json())
+        return
+    say(made.explain())
+    under = explain_subject(subject, plan=made, target=target, compile=False, status="the plan")
+    say(decisions_as_text(under))
 
 
 @main.command()
@@ -229,9 +238,16 @@ def report(
 @no_compile_option
 @json_option
 @html_option
+@all_option
 @debug_option
 def compare(
-    before: str, after: str, target: str | None, no_compile: bool, as_json: bool, html: str | None
+    before: str,
+    after: str,
+    target: str | None,
+    no_compile: bool,
+    as_json: bool,
+    html: str | None,
+    show_all: bool,
 ) -> None:
     """Show the differences between two steps.
 
@@ -247,15 +263,16 @@ def compare(
         else explain_subject(load_subject(what), target=target, compile=not no_compile)
         for what in (before, after)
     )
-    show(first.diff(second), as_json=as_json, html=html)
+    show(first.diff(second), as_json=as_json, html=html, all=show_all)
 
 
 @main.command()
 @click.option("--budget", type=BudgetText(), metavar="BYTES", default="50%", show_default=True,
               help="What the plan may take.")  # fmt: skip
 @target_option
+@html_option
 @debug_option
-def demo(budget: str, target: str | None) -> None:
+def demo(budget: str, target: str | None, html: str | None) -> None:
     """Plan a small network that is built in, and show the step before and after.
 
     \b
@@ -265,9 +282,11 @@ def demo(budget: str, target: str | None) -> None:
     subject = Subject("demo", _demo_loss, _demo_arguments(), {})
     before = explain_subject(subject, target=target)
     after = explain_subject(subject, plan=plan_subject(subject, budget, target), target=target)
-    say(before.to_text(width=width(), color=color(), most=4))
+    say(before.to_text(width=width(), color=color(), most=4, brief=True))
     say("")
-    say(before.diff(after).to_text(width=width(), color=color(), most=4))
+    say(before.diff(after).to_text(width=width(), color=color(), most=4, brief=True))
+    if html is not None:
+        write_page(html, after.to_html())
 
 
 @main.command()

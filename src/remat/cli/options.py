@@ -174,3 +174,9 @@ html_option = click.option("--html", type=OutputFile(), metavar="FILE", help="Wr
 no_compile_option = click.option(
     "--no-compile", is_flag=True, help="Do not ask the compiler for its figures."
 )
+all_option = click.option(
+    "--all",
+    "show_all",
+    is_flag=True,
+    help="Show all tables, with every value; not one screen of them.",
+)

@@ -22,8 +22,15 @@ from remat.errors import ReportError
 from remat.planner.plan_file import Plan
 from remat.printing import printable
 from remat.program.devices import Device
+from remat.report.document import Block, Heading
 from remat.report.explanation import Explanation
 from remat.report.model import ParetoPoint
+from remat.report.outline import values_table
+from remat.report.text import to_text
+
+_FEW_LINES = 6  # rows of a table on one screen
+_MOST_LINES = 10_000  # rows of a table with --all
+_PIPED_COLUMNS = 220  # columns of what is no terminal
 
 
 class _Rendered(Protocol):
@@ -31,7 +38,7 @@ class _Rendered(Protocol):
 
     def to_json(self) -> str: ...
     def to_html(self) -> str: ...
-    def to_text(self, *, width: int, color: bool) -> str: ...
+    def to_text(self, *, width: int, color: bool, most: int, brief: bool) -> str: ...
 
 
 def say(text: str) -> None:
@@ -51,14 +58,20 @@ def write_page(path: str, page: str) -> None:
     say_written(path)
 
 
-def show(found: _Rendered, *, as_json: bool, html: str | None) -> None:
-    """Show a result as the options of a command ask for: text, JSON, or only a page in a file."""
+def show(found: _Rendered, *, as_json: bool, html: str | None, all: bool) -> None:
+    """Show a result as the options of a command ask for: text, JSON, or only a page in a file.
+
+    Without `all` the text is that of one screen.
+    """
     if html is not None:
         write_page(html, found.to_html())
     if as_json:
         say(found.to_json())
     elif html is None:
-        say(found.to_text(width=width(), color=color()))
+        most = _MOST_LINES if all else _FEW_LINES
+        say(found.to_text(width=width(), color=color(), most=most, brief=not all))
+        if not all:
+            say("\n--all shows every value; --html FILE writes an interactive page.")
 
 
 @contextlib.contextmanager
@@ -73,13 +86,32 @@ def working(on: str) -> Iterator[None]:
 
 
 def width() -> int:
-    """Return the number of columns to write, at least 60."""
+    """Return the number of columns to write, at least 60.
+
+    What is piped is wide, so that each row of a table is one line.
+    """
+    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
+        return _PIPED_COLUMNS
     return max(60, shutil.get_terminal_size((110, 40)).columns)
 
 
 def color() -> bool:
     """Return whether to write colors: on a terminal, unless NO_COLOR is set."""
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+
+def decisions_as_text(explanation: Explanation) -> str:
+    """Return what a planned step saves and recomputes, as tables of the largest groups."""
+    blocks: list[Block] = []
+    for kind, title in (
+        ("saved", "Saved from the forward to the backward pass"),
+        ("offloaded", "Kept in the host's memory"),
+        ("recomputed", "Recomputed in the backward pass"),
+    ):
+        values = tuple(v for v in explanation.values if v.kind == kind)
+        if values:
+            blocks += [Heading(title), values_table(values, _FEW_LINES)]
+    return to_text(blocks, width=width(), color=color()) if blocks else ""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -139,7 +171,8 @@ def devices_as_json(known: Sequence[Device], here: Sequence[str]) -> str:
         }
         for d in known
     ]
-    return json.dumps({"at_hand": list(here), "known": rows}, indent=1)
+    content = {"format": "remat.devices", "version": 1, "at_hand": list(here), "known": rows}
+    return json.dumps(content, indent=1)
 
 
 def devices_as_text(known: Sequence[Device], here: Sequence[str]) -> str:

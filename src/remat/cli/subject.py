@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from remat.cli.errors import OneLineError, message_of
+from remat.cli.errors import OneLineError, message_of, place_of
 from remat.errors import closest
 from remat.explain.step import has_gradient, value_and_gradient
 from remat.planner.regions import auto
@@ -74,7 +74,7 @@ def user_code() -> Iterator[None]:
         # while that of our own output is not.
         if isinstance(error, Exception) and not isinstance(error, BrokenPipeError):
             raise
-        raise OneLineError(message_of(error)) from error
+        raise OneLineError(message_of(error) + place_of(error)) from error
 
 
 def load_subject(spec: str) -> Subject:

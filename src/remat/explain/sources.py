@@ -37,7 +37,7 @@ def source_of(eqn: _jax.JaxprEqn) -> str:
 def _text_of(frames: tuple[tuple[str, int, str], ...]) -> str:
     if not frames:
         return ""
-    own = next((frame for frame in frames if _is_own(frame[0])), frames[0])
+    own = next((frame for frame in frames if is_own(frame[0])), frames[0])
     said = _place(frames[0])
     return said if own == frames[0] else f"{said}, from {_place(own)}"
 
@@ -47,7 +47,10 @@ def _place(frame: tuple[str, int, str]) -> str:
     return f"{relative(file)}:{line} ({function})"
 
 
-def _is_own(file: str) -> bool:
+def is_own(file: str) -> bool:
+    """Return whether a file is the user's own code: not installed, not of Python, not of this library."""
+    if file.startswith("<"):
+        return False
     parts = file.split(os.sep)
     is_installed = "site-packages" in parts or "dist-packages" in parts
     return not (is_installed or file.startswith((*_LIBRARIES, _OURS)))

@@ -20,7 +20,6 @@ import functools
 import hashlib
 import json
 import os
-import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +28,7 @@ from typing import Any
 from remat.errors import PlanError, closest
 from remat.files import read_text, write_text
 from remat.json_lines import Reader
-from remat.printing import printable, shown
+from remat.printing import printable, shown, with_ranges, without_numbers
 from remat.units import format_bytes, format_flops, format_seconds
 
 _FORMAT = "remat plan"
@@ -795,28 +794,27 @@ def _explained(plan: Plan) -> Iterable[str]:
 
 
 def _explained_region(region: RegionPlan) -> Iterable[str]:
+    places = sum(1 for segment in region.segments if segment.recomputed)
     yield (
         f"Region {printable(region.key)} saves {len(region.saved)} of {region.n_values} values "
-        f"({format_bytes(region.saved_bytes)}{_host_part(region)}); {len(region.segments)} segments "
-        f"recompute {region.n_recomputed}"
+        f"({format_bytes(region.saved_bytes)}{_host_part(region)}), recomputes {region.n_recomputed} in "
+        f"{places} {'place' if places == 1 else 'places'} of its backward pass"
     )
-    groups: dict[tuple[str, str, bool], list[SavedValue]] = {}
+    groups: dict[tuple[str, str, str, bool], list[SavedValue]] = {}
     for value in (*region.saved, *region.offloaded_inputs):
         # The paths of equal layers differ by a number.
-        path = re.sub(r"\d+", "*", value.name or value.path or value.source)
-        groups.setdefault((value.type, path, value.offloaded), []).append(value)
+        path = value.name or without_numbers(value.path)
+        key = (value.type, path, "" if path else value.source, value.offloaded)
+        groups.setdefault(key, []).append(value)
     ordered = sorted(groups.items(), key=lambda item: -sum(v.bytes for v in item[1]))
-    for (type, path, offloaded), values in ordered[:_MOST_GROUPS]:
+    for (type, _, source, offloaded), values in ordered[:_MOST_GROUPS]:
+        path = values[0].name or with_ranges([v.path for v in values]) or source
         n_bytes = format_bytes(sum(value.bytes for value in values))
         host = " (host)" if offloaded else ""
         yield f"  {len(values):>4} x {printable(type)}  {n_bytes}{host}  {printable(path)}".rstrip()
     rest = [value for _, values in ordered[_MOST_GROUPS:] for value in values]
     if rest:
         yield f"  {len(rest):>4} others  {format_bytes(sum(value.bytes for value in rest))}"
-    for segment in region.segments[:_MOST_SEGMENTS]:
-        yield f"  from operation {segment.start}: recomputes {len(segment.recomputed)}"
-    if len(region.segments) > _MOST_SEGMENTS:
-        yield f"  and {len(region.segments) - _MOST_SEGMENTS} more segments"
 
 
 def _explained_whole_step(whole: WholeStep) -> Iterable[str]:

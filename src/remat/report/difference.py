@@ -60,9 +60,11 @@ class Difference:
     def __rich__(self) -> object:
         return renderable(_blocks(self, 20))
 
-    def to_text(self, *, width: int = 110, color: bool = False, most: int = 20) -> str:
-        """Return it as text for the terminal."""
-        return to_text(_blocks(self, most), width=width, color=color)
+    def to_text(
+        self, *, width: int = 110, color: bool = False, most: int = 20, brief: bool = False
+    ) -> str:
+        """Return it as text for the terminal; a brief one has the totals and the largest changes."""
+        return to_text(_blocks(self, most, brief=brief), width=width, color=color)
 
     def to_markdown(self, *, most: int = 20) -> str:
         """Return it as Markdown, for a pull request."""
@@ -135,13 +137,13 @@ def _saved_bytes(values: Iterable[Value]) -> int:
     return sum(value.n_bytes for value in values if value.kind == "saved")
 
 
-def _blocks(d: Difference, most: int) -> list[Block]:
+def _blocks(d: Difference, most: int, *, brief: bool = False) -> list[Block]:
     blocks: list[Block] = [Heading(f"{d.before} → {d.after}", 1)]
     if not d:
         return [*blocks, Paragraph("Nothing differs.")]
     n_values = len(d.appeared) + len(d.vanished) + len(d.changed)
     said = f"{n_values} values differ; saved: {signed_bytes(d.saved_bytes)}."
-    blocks += [Paragraph(said), _totals_table(d.totals_before, d.totals_after)]
+    blocks += [Paragraph(said), _totals_table(d.totals_before, d.totals_after, brief=brief)]
     if d.changed:
         blocks += [
             Heading(f"Of another kind than before: {len(d.changed)}"),
@@ -153,13 +155,13 @@ def _blocks(d: Difference, most: int) -> list[Block]:
     return blocks
 
 
-def _totals_table(before: Totals, after: Totals) -> Table:
+def _totals_table(before: Totals, after: Totals, *, brief: bool = False) -> Table:
     rows: list[tuple[str, ...]] = []
     for which in ("predicted", "compiled"):
         old, new = getattr(before, which), getattr(after, which)
         if old is not None and new is not None:
             for (name, n), (_, m) in zip(memory_rows(old), memory_rows(new)):
-                if n == m and name != "peak":
+                if name != "peak" and (n == m or brief):
                     continue
                 rows.append(
                     (f"{name}, {which}", format_bytes(n), format_bytes(m), signed_bytes(m - n))

@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Sequence
 
 from remat import units
-from remat.printing import printable
+from remat.printing import printable, with_ranges, without_numbers
 from remat.report.model import Kind, Value
-
-# A number that ends a word: that of block_3, layers[3] and Dense_0, not that of conv2d.
-_NUMBER = re.compile(r"[0-9]+(?![0-9A-Za-z])")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,29 +81,20 @@ def groups(values: Sequence[Value]) -> tuple[Group, ...]:
     """
     found: dict[tuple[str, ...], list[Value]] = {}
     for value in values:
-        key = (value.kind, value.aval, value.source, _NUMBER.sub("*", value.path))
+        key = (value.kind, value.aval, value.source, without_numbers(value.path))
         found.setdefault(key, []).append(value)
     made = [
         Group(
             kind=members[0].kind,
             aval=members[0].aval,
             source=members[0].source,
-            pattern=_pattern([value.path for value in members]),
+            pattern=with_ranges([value.path for value in members]),
             primitive=_if_all_equal([value.primitive for value in members]),
             values=tuple(members),
         )
         for members in found.values()
     ]
     return tuple(sorted(made, key=lambda group: -group.n_bytes))  # equals stay in program order
-
-
-def _pattern(paths: list[str]) -> str:
-    numbers = [_NUMBER.findall(path) for path in paths]
-    shown = iter([
-        column[0] if len(set(column)) == 1 else f"{min(column, key=int)}…{max(column, key=int)}"
-        for column in zip(*numbers)
-    ])  # fmt: skip
-    return _NUMBER.sub(lambda match: next(shown), paths[0])
 
 
 def _if_all_equal(texts: list[str]) -> str:
