@@ -65,6 +65,7 @@ def assert_same_gradients(
       GradientMismatchError: an array differs; the message has its name and the largest difference.
       ValueError: `order` is neither 1 nor 2.
     """
+    __tracebackhide__ = True
     if order not in (1, 2):
         raise ValueError(f"order is 1 or 2, not {order!r}.")
     first, second = (_values_and_gradients(fun, args, order, seed) for fun in (f, g))
@@ -127,6 +128,7 @@ def _random_like(tree: PyTree, seed: int, cotangent: bool = False) -> PyTree:
 
 
 def _compare(path: str, a: Leaf, b: Leaf, rtol: float | None, atol: float) -> None:
+    __tracebackhide__ = True
     if np.shape(a) != np.shape(b) or jnp.result_type(a) != jnp.result_type(b):
         raise GradientMismatchError(
             f"{path}: {jnp.result_type(a)}{list(np.shape(a))} from the first function and "
@@ -156,6 +158,9 @@ def _compare(path: str, a: Leaf, b: Leaf, rtol: float | None, atol: float) -> No
 
 # --------------------------------------------------------------------------------------------------
 # Memory
+
+
+_MOST_LINES = 10  # lines of saved values in an error; more make the message longer
 
 
 def peak_bytes(step: Callable[..., Any], *args: PyTree, real: bool = False) -> int:
@@ -211,8 +216,14 @@ def assert_peak_below(
     Raises:
       PeakMemoryError: the peak is above the limit; the message has both.
     """
+    __tracebackhide__ = True
+    check_peak(peak_bytes(step, *args, real=real), limit)
+
+
+def check_peak(peak: int, limit: str | int) -> None:
+    """Raise `PeakMemoryError` if a peak is above a limit."""
+    __tracebackhide__ = True
     allowed = units.parse_bytes(limit, "limit=")
-    peak = peak_bytes(step, *args, real=real)
     if peak > allowed:
         raise PeakMemoryError(
             f"the step's peak is {units.format_bytes(peak)} ({peak} bytes), "
@@ -247,6 +258,7 @@ def assert_saves_only(
     Raises:
       SavedValuesError: other values are saved; the message lists them, the largest first.
     """
+    __tracebackhide__ = True
     allowed, patterns = units.parse_bytes(limit, "limit="), tuple(names)
     others = [
         r
@@ -255,15 +267,25 @@ def assert_saves_only(
     ]
     total = sum(r.n_bytes for r in others)
     if total > allowed:
-        others.sort(key=lambda r: -r.n_bytes)
-        listing = "\n".join(f"{units.format_bytes(r.n_bytes):>12}  {r}" for r in others[:10])
-        more = f"\n{len(others) - 10:>12} more" if len(others) > 10 else ""
+        alike: dict[str, list[int]] = {}
+        for r in others:
+            alike.setdefault(str(r), []).append(r.n_bytes)
+        largest = sorted(alike.items(), key=lambda item: -sum(item[1]))
+        listing = "\n".join(_line(text, sizes) for text, sizes in largest[:_MOST_LINES])
+        rest = sum(len(sizes) for _, sizes in largest[_MOST_LINES:])
+        more = f"\n{rest:>12} more" if rest else ""
         besides = f" besides {', '.join(map(repr, patterns))}" if patterns else ""
         raise SavedValuesError(
             f"{units.format_bytes(total)} are saved for the backward pass{besides}, where "
             f"{units.format_bytes(allowed)} are allowed:\n{listing}{more}\nCheckpoint what computes "
             "them, or give them names that the policy saves."
         )
+
+
+def _line(text: str, sizes: list[int]) -> str:
+    """Return a line about values that are alike: their bytes together, how many, and what they are."""
+    times = f"{len(sizes)} × " if len(sizes) > 1 else ""
+    return f"{units.format_bytes(sum(sizes)):>12}  {times}{text}"
 
 
 def _jitted(step: Callable[..., Any]) -> Any:

@@ -146,9 +146,10 @@ def test_explain_fits_80_columns_and_one_screen_unless_all_is_asked_for(run, mon
 
 def test_rows_of_piped_tables_are_one_line_each(run, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
-    said = run("explain", "training:problem", "--no-compile").stdout
-    (row,) = [line for line in said.splitlines() if "hidden" in line]
-    assert "training.py:" in row and "MiB" in row
+    said = run("explain", "training:problem", "--no-compile", "--all").stdout
+    rows = [line for line in said.partition("Values")[2].splitlines() if "f32[" in line]
+    assert rows and all("iB " in row or " B " in row for row in rows)
+    assert any("training.py:8 (loss)" in row for row in rows)
 
 
 def test_plan_says_what_is_recomputed_in_the_words_of_the_model(run):
