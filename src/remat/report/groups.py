@@ -2,7 +2,7 @@
 
 A stack of 48 equal layers saves 48 equal values; a reader wants
 ``48 × encoder/block_0…47/mlp/gelu  bf16[8,1024,4096]  3.0 GiB``. Values are grouped when kind, dtype
-and shape, source line and path agree but for numbers in the path. A number in which the values differ is
+and shape, source line, primitive and path agree but for numbers in the path. A number in which the values differ is
 shown with its first and its last.
 """
 
@@ -81,7 +81,7 @@ def groups(values: Sequence[Value]) -> tuple[Group, ...]:
     """
     found: dict[tuple[str, ...], list[Value]] = {}
     for value in values:
-        key = (value.kind, value.aval, value.source, without_numbers(value.path))
+        key = (value.kind, value.aval, value.source, value.primitive, without_numbers(value.path))
         found.setdefault(key, []).append(value)
     made = [
         Group(

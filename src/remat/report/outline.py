@@ -171,11 +171,14 @@ def _module_of(step: Step) -> str:
 
 def _part_of_run(steps: tuple[Step, ...], number: int) -> str:
     """Return in which part of the consecutive steps of its module a step is."""
-    key = _module_of(steps[number]), steps[number].iteration
+
+    def key(i: int) -> tuple[str, str, str]:
+        return steps[i].phase, _module_of(steps[i]), steps[i].iteration
+
     first = last = number
-    while first and (_module_of(steps[first - 1]), steps[first - 1].iteration) == key:
+    while first and key(first - 1) == key(number):
         first -= 1
-    while last + 1 < len(steps) and (_module_of(steps[last + 1]), steps[last + 1].iteration) == key:
+    while last + 1 < len(steps) and key(last + 1) == key(number):
         last += 1
     share = (number - first) / max(1, last - first)
     return "at the start of" if share < 0.34 else "in" if share < 0.67 else "at the end of"
