@@ -11,6 +11,7 @@ import re
 
 project = "remat"
 author = "the authors of remat"
+project_copyright = f"2026, {author}"
 version = release = importlib.metadata.version("remat")
 html_title = f"remat {release}"
 

@@ -64,7 +64,7 @@ class LanguageModel(nnx.Module):
 def make(layers: int = 6, width: int = 128, heads: int = 4) -> tuple[Callable, Any, Any]:
     """Return the training step, the parameters and the optimizer's state."""
     graph, params = nnx.split(LanguageModel(layers, width, heads, nnx.Rngs(0)))
-    optimizer = optax.adamw(1e-3)
+    optimizer = optax.adamw(3e-4)
 
     def loss(params: Any, text: jax.Array) -> jax.Array:
         logits = nnx.merge(graph, params)(text[:, :-1])

@@ -113,13 +113,10 @@ def _no_regions(facts: Facts) -> Finding:
         step = "A plan has little to gain: what is live at the peak are arguments and results."
     else:
         of_peak = format_bytes(int(suggested / 100 * facts.peak_bytes))
-        given = (
-            "" if facts.step.undifferentiated is None else " of the training step or of jax.grad"
-        )
+        fitted = "step" if facts.step.undifferentiated is None else "jax.value_and_grad(loss)"
         step = (
-            f'Let remat.fit(step, budget="{suggested}%"){given} choose what to recompute: the peak '
-            f"becomes about {of_peak}, for {_cost_of_all(facts)}. Or wrap the layers in "
-            "remat.checkpoint."
+            f'remat.fit({fitted}, budget="{suggested}%") chooses what to recompute: the peak becomes '
+            f"about {of_peak}, for {_cost_of_all(facts)}. Or wrap the layers in remat.checkpoint."
         )
     if facts.step.marked:
         names = ", ".join(facts.step.marked)

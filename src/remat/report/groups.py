@@ -2,8 +2,8 @@
 
 A stack of 48 equal layers saves 48 equal values; a reader wants
 ``48 × encoder/block_0…47/mlp/gelu  bf16[8,1024,4096]  3.0 GiB``. Values are grouped when kind, dtype
-and shape, source line, primitive and path agree but for numbers in the path. A number in which the values differ is
-shown with its first and its last.
+and shape, source line, primitive and path agree but for numbers in the path. A number in which the
+values differ is shown with its first and its last.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Group:
     aval: str
     source: str
     pattern: str  # the path, with the first and last of numbers in which the values differ
-    primitive: str  # "" if the values differ in it
+    primitive: str
     values: tuple[Value, ...]
 
     @functools.cached_property
@@ -56,8 +56,7 @@ class Group:
     @property
     def called(self) -> str:
         """Return the path and the names or primitives, as far as they are known."""
-        primitives = dict.fromkeys(value.primitive for value in self.values if value.primitive)
-        made = "/".join(self.names) or ", ".join([*primitives][:3])
+        made = "/".join(self.names) or self.primitive
         return ": ".join(filter(None, (self.pattern, made))) or "unnamed"
 
     @property
@@ -89,13 +88,9 @@ def groups(values: Sequence[Value]) -> tuple[Group, ...]:
             aval=members[0].aval,
             source=members[0].source,
             pattern=with_ranges([value.path for value in members]),
-            primitive=_if_all_equal([value.primitive for value in members]),
+            primitive=members[0].primitive,
             values=tuple(members),
         )
         for members in found.values()
     ]
     return tuple(sorted(made, key=lambda group: -group.n_bytes))  # equals stay in program order
-
-
-def _if_all_equal(texts: list[str]) -> str:
-    return texts[0] if len(set(texts)) == 1 else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from remat.report.document import Block, Chart, Heading, Note, Paragraph, Table
 from remat.report.groups import groups
@@ -165,7 +166,7 @@ def _module_of(step: Step) -> str:
     path, separator, _ = step.label.rpartition(": ")
     if separator or "/" in step.label:
         return path or step.label
-    function = step.source.rpartition("(")[2].rstrip(")")
+    function = step.source.rpartition("(")[2].rstrip(")").rpartition(".")[2]
     return function if step.source.endswith(")") and "<" not in function else ""
 
 
@@ -193,7 +194,7 @@ def values_table(values: tuple[Value, ...], most: int) -> Table:
             format_bytes(group.n_bytes),
             group.what,
             group.aval,
-            group.source,
+            _places_of(group.source),
             format_seconds(group.time_s) if group.time_s else "",
         )
         for group in found[:most]
@@ -206,6 +207,11 @@ def values_table(values: tuple[Value, ...], most: int) -> Table:
         rows.append(("…", format_bytes(n_bytes), said, "", "", ""))
     columns = ("kind", "bytes", "value", "type", "source", "again")
     return Table(columns, tuple(rows), (1, 5), optional=(5,))
+
+
+def _places_of(source: str) -> str:
+    """Return a source without its functions' names if it has two places, which would fill several lines."""
+    return re.sub(r" \([^()]*\)", "", source) if ", from " in source else source
 
 
 def _segments_table(explanation: ExplanationData, most: int) -> Table:
