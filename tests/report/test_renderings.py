@@ -107,7 +107,7 @@ def test_no_text_becomes_markup_in_a_notebook(explanation):
     assert "script" not in shape(page)
     assert {tag for tag, _ in page.elements} <= {
         "div", "style", "h1", "h2", "p", "bdi", "b", "br", "small", "code", "table", "thead", "tbody",
-        "tr", "th", "td", "svg", "path", "span", "i",
+        "tr", "th", "td", "svg", "path", "span", "i", "rect", "title", "circle", "text",
     }  # fmt: skip
     assert not [
         name for _, attributes in page.elements for name in attributes if name.startswith("on")

@@ -10,18 +10,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
 from remat.printing import printable
 from remat.report import codec
-from remat.report.document import Block, Heading, Paragraph, Table
+from remat.report.document import Block, Curves, Heading, Paragraph, Table
 from remat.report.fragment import to_fragment, to_page
 from remat.report.groups import groups
 from remat.report.markdown import to_markdown
 from remat.report.model import ExplanationData, Totals, Value
 from remat.report.outline import counted, memory_rows, percent, signed_bytes, values_table
 from remat.report.text import renderable, to_text
+from remat.report.timeline import thinned, timeline
 from remat.units import format_bytes, format_flops, format_seconds
 
 FORMAT = "remat.difference"
+_MOST_POINTS = 300  # corners of each curve; more draw it finer
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -35,6 +39,10 @@ class Difference:
     changed: tuple[tuple[Value, Value], ...]
     totals_before: Totals
     totals_after: Totals
+    curve_before: tuple[
+        tuple[float, int], ...
+    ] = ()  # seconds into the step, and live bytes from there on
+    curve_after: tuple[tuple[float, int], ...] = ()
 
     @property
     def saved_bytes(self) -> int:
@@ -108,7 +116,21 @@ def difference(before: ExplanationData, after: ExplanationData) -> Difference:
         changed=tuple(changed),
         totals_before=before.totals,
         totals_after=after.totals,
+        curve_before=_curve(before),
+        curve_after=_curve(after),
     )
+
+
+def _curve(explanation: ExplanationData) -> tuple[tuple[float, int], ...]:
+    """Return corners of the outline of live bytes over time; without times, over the steps."""
+    line = timeline(explanation.values, explanation.steps)
+    total = line.total_bytes
+    starts = line.start_s if line.start_s[-1] > 0 else np.arange(len(total) + 1.0)
+    found: list[tuple[float, int]] = []
+    for i in thinned(total, _MOST_POINTS):
+        found += [(float(starts[i]), found[-1][1])] if found else []
+        found.append((float(starts[i]), int(total[i])))
+    return (*found, (float(starts[-1]), found[-1][1])) if found else ()
 
 
 def _key(value: Value) -> tuple[str, ...]:
@@ -144,6 +166,8 @@ def _blocks(d: Difference, most: int, *, brief: bool = False) -> list[Block]:
     n_values = len(d.appeared) + len(d.vanished) + len(d.changed)
     said = f"{n_values} values differ; saved: {signed_bytes(d.saved_bytes)}."
     blocks += [Paragraph(said), _totals_table(d.totals_before, d.totals_after, brief=brief)]
+    if d.curve_before and d.curve_after:
+        blocks.append(Curves((d.before, d.after), (d.curve_before, d.curve_after)))
     if d.changed:
         blocks += [
             Heading(f"Of another kind than before: {len(d.changed)}"),
@@ -178,11 +202,19 @@ def _changed_table(d: Difference, most: int) -> Table:
     by_kinds: dict[tuple[str, str], list[Value]] = {}
     for old, new in d.changed:
         by_kinds.setdefault((old.kind, new.kind), []).append(new)
-    rows = [
-        (f"{old} → {new}", format_bytes(group.n_bytes), group.what, group.aval, group.source)
+    n_bytes_of = {
+        (
+            f"{old} → {new}",
+            format_bytes(group.n_bytes),
+            group.what,
+            group.aval,
+            group.source,
+        ): group.n_bytes
         for (old, new), values in by_kinds.items()
         for group in groups(values)
-    ]
+    }
+    rows = [*n_bytes_of]
+    rows.sort(key=lambda row: -n_bytes_of[row])
     if len(rows) > most:
         rows = [*rows[:most], ("…", "", f"{len(rows) - most} more groups", "", "")]
     return Table(("change", "bytes", "value", "type", "source"), tuple(rows), (1,))

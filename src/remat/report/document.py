@@ -62,7 +62,15 @@ class Chart:
     steps: tuple[Step, ...]
 
 
-Block = Heading | Paragraph | Note | Table | Chart
+@dataclasses.dataclass(frozen=True)
+class Curves:
+    """The live bytes of several steps over their time: for each its name, and pairs of seconds and bytes."""
+
+    names: tuple[str, ...]
+    curves: tuple[tuple[tuple[float, int], ...], ...]
+
+
+Block = Heading | Paragraph | Note | Table | Chart | Curves
 Document = Sequence[Block]
 
 

@@ -89,7 +89,7 @@ class Explanation(ExplanationData):
         return to_page(self)
 
     def _repr_html_(self) -> str:
-        return to_fragment(outline(self))
+        return to_fragment(outline(self, most=8, picture_first=True))
 
     def to_trace(self) -> str:
         """Return the timeline as Chrome's trace JSON, for https://ui.perfetto.dev."""

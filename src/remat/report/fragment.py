@@ -6,6 +6,7 @@ be and the chart is a drawing. The interactive page is `html`.
 
 from __future__ import annotations
 
+import itertools
 from html import escape
 
 import numpy as np
@@ -13,9 +14,9 @@ import numpy as np
 from remat.printing import printable
 from remat.report import document as doc
 from remat.report.document import Block, Chart, Document
-from remat.report.model import KINDS, Kind
+from remat.report.model import KINDS, Kind, Phase
 from remat.report.timeline import thinned
-from remat.units import format_bytes
+from remat.units import format_bytes, format_seconds
 
 # The colours of Okabe and Ito, which people who confuse red and green tell apart.
 COLORS: dict[Kind, str] = {
@@ -26,10 +27,17 @@ COLORS: dict[Kind, str] = {
     "gradient": "#cc79a7",
     "output": "#009e73",
     "temporary": "#d55e00",
-    "reserved": "#cfd6de",
+    "reserved": "#8a96a34d",
 }
+PHASE_COLORS: dict[Phase, str] = {
+    "forward": "#8fb8de",
+    "backward": "#8d7fc0",
+    "recompute": "#e6a700",
+    "update": "#79b598",
+}
+_CURVE_COLORS = ("#8a96a3", "#0a7bd6")
 _SEVERITY_COLORS = {"error": "#d1242f", "warning": "#bf8700", "info": "#0969da"}
-_WIDTH, _HEIGHT, _POINTS = 720, 150, 360
+_WIDTH, _HEIGHT, _POINTS = 680, 150, 360
 
 _STYLE = """<style>
 .remat{font:14px/1.45 system-ui,sans-serif;max-width:72em}
@@ -99,6 +107,8 @@ def _drawn(block: Block) -> str:
             )
         case doc.Chart():
             return _chart(block)
+        case doc.Curves():
+            return _curves(block)
 
 
 def _cells(tag: str, texts: tuple[str, ...], numbers: tuple[int, ...]) -> str:
@@ -106,14 +116,21 @@ def _cells(tag: str, texts: tuple[str, ...], numbers: tuple[int, ...]) -> str:
     return "".join(f"<{tag}{c}>{user_text(text)}</{tag}>" for c, text in zip(right, texts))
 
 
+# The charts: a plot of `_WIDTH` by `_HEIGHT` with room for the axes' texts around it
+
+
 def _chart(chart: Chart) -> str:
     """Draw the stacked areas as paths, the highest sum first, so that each covers the rest."""
     line = chart.timeline
+    if line.peak_step is None:
+        return ""
     at = thinned(line.total_bytes, _POINTS)
     sums = np.cumsum(line.live_bytes[:, at], axis=0)
     top = max(line.peak_bytes, 1)
-    x = np.append(at, len(chart.steps)) / len(chart.steps) * _WIDTH
-    paths: list[str] = []
+    is_timed = bool(line.start_s[-1] > 0)
+    edges = line.start_s if is_timed else np.arange(len(chart.steps) + 1.0)
+    x = np.append(edges[at], edges[-1]) / edges[-1] * _WIDTH
+    drawn: list[str] = []
     legend: list[str] = []
     for kind, heights, own in reversed(list(zip(KINDS, sums, line.live_bytes))):
         if own.any():
@@ -122,12 +139,69 @@ def _chart(chart: Chart) -> str:
                 f"V{y[i]:.1f}H{x[i + 1]:.1f}" if i == 0 or y[i] != y[i - 1] else f"H{x[i + 1]:.1f}"
                 for i in range(len(at))
             )
-            paths.append(f'<path fill="{COLORS[kind]}" d="M0 {_HEIGHT}{corners}V{_HEIGHT}Z"/>')
+            drawn.append(f'<path fill="{COLORS[kind]}" d="M0 {_HEIGHT}{corners}V{_HEIGHT}Z"/>')
             swatch = f'<i class="c" style="background:{COLORS[kind]}"></i>'
             legend.insert(0, f"<span>{swatch}{kind} {format_bytes(int(own.max()))}</span>")
+    first = 0
+    for phase, run in itertools.groupby(step.phase for step in chart.steps):
+        after = first + len(list(run))
+        left, right = (edges[i] / edges[-1] * _WIDTH for i in (first, after))
+        drawn.append(
+            f'<rect x="{left:.1f}" y="{_HEIGHT + 3}" width="{max(right - left, 0.3):.1f}" height="7" '
+            f'fill="{PHASE_COLORS[phase]}"><title>{phase}</title></rect>'
+        )
+        first = after
+    peak_x = edges[line.peak_step] / edges[-1] * _WIDTH
+    anchor = "start" if peak_x < _WIDTH / 2 else "end"
+    drawn.append(
+        f'<circle cx="{peak_x:.1f}" cy="0" r="3.5" fill="currentColor"/>'
+        f'<text x="{peak_x + (7 if anchor == "start" else -7):.1f}" y="-6" text-anchor="{anchor}">'
+        f"peak {format_bytes(line.peak_bytes)}</text>"
+    )
+    end = (
+        f"{format_seconds(float(edges[-1]))} (predicted)"
+        if is_timed
+        else f"step {len(chart.steps)}"
+    )
     said = f"live bytes over {len(chart.steps)} steps, at most {format_bytes(line.peak_bytes)}"
+    legend += [
+        f'<span><i class="c" style="background:{PHASE_COLORS[phase]}"></i>{phase}</span>'
+        for phase in dict.fromkeys(step.phase for step in chart.steps)
+    ]
     return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" style="width:100%;max-width:{_WIDTH}px" '
-        f'preserveAspectRatio="none" role="img" aria-label="{said}">{"".join(paths)}</svg>'
-        f"<div>{' &nbsp; '.join(legend)} (most of each)</div>"
+        _plot("".join(drawn), top, "0 s" if is_timed else "step 1", end, said)
+        + f"<div>{' &nbsp; '.join(legend)} (bytes: the most of each kind)</div>"
+    )
+
+
+def _curves(curves: doc.Curves) -> str:
+    """Draw the live bytes of several steps as lines over a common axis."""
+    top = max([n_bytes for curve in curves.curves for _, n_bytes in curve], default=0) or 1
+    end_s = max([at for curve in curves.curves for at, _ in curve], default=0.0) or 1.0
+    drawn, legend = [], []
+    for name, curve, color in zip(curves.names, curves.curves, _CURVE_COLORS):
+        points = "".join(
+            f"{'L' if i else 'M'}{at / end_s * _WIDTH:.1f} {_HEIGHT * (1 - n / top):.1f}"
+            for i, (at, n) in enumerate(curve)
+        )
+        drawn.append(f'<path d="{points}" fill="none" stroke="{color}" stroke-width="1.8"/>')
+        legend.append(f'<i class="c" style="background:{color}"></i>{user_text(name)}')
+    end = f"{format_seconds(end_s)} (predicted)"
+    plot = _plot("".join(drawn), top, "0 s", end, "live bytes over the steps, one line for each")
+    return f"{plot}<div>{' &nbsp; '.join(legend)}</div>"
+
+
+def _plot(drawn: str, top: int, start: str, end: str, said: str) -> str:
+    """Return a drawing with its axes: bytes to the left, time below."""
+    ticks = "".join(
+        f'<path d="M0 {y}H{_WIDTH}" stroke="currentColor" stroke-opacity=".15"/>'
+        f'<text x="-8" y="{y + 4}" text-anchor="end">{format_bytes(round(top * (1 - y / _HEIGHT)))}</text>'
+        for y in (0, _HEIGHT // 2, _HEIGHT)
+    )
+    return (
+        f'<svg viewBox="-78 -22 {_WIDTH + 90} {_HEIGHT + 52}" '
+        f'style="width:100%;max-width:{_WIDTH + 90}px" role="img" aria-label="{said}" '
+        f'font-size="12" fill="currentColor">{ticks}{drawn}'
+        f'<text x="0" y="{_HEIGHT + 25}">{start}</text>'
+        f'<text x="{_WIDTH}" y="{_HEIGHT + 25}" text-anchor="end">{end}</text></svg>'
     )

@@ -28,7 +28,7 @@ def to_markdown(document: Document) -> str:
     | saved | 1 KiB |
     <BLANKLINE>
     """
-    return "\n\n".join(_drawn(block) for block in document) + "\n"
+    return "\n\n".join(filter(None, map(_drawn, document))) + "\n"
 
 
 def escaped(text: str) -> str:
@@ -59,6 +59,8 @@ def _drawn(block: Block) -> str:
             return "\n".join(f"| {' | '.join(line)} |" for line in lines)
         case doc.Chart():
             return _chart(block)
+        case doc.Curves():
+            return ""
 
 
 def _chart(chart: Chart) -> str:

@@ -12,15 +12,24 @@ from remat.report.timeline import Timeline, live_at, timeline
 from remat.units import format_bytes, format_flops, format_seconds
 
 
-def outline(explanation: ExplanationData, *, most: int = 20, brief: bool = False) -> list[Block]:
+def outline(
+    explanation: ExplanationData,
+    *,
+    most: int = 20,
+    brief: bool = False,
+    picture_first: bool = False,
+) -> list[Block]:
     """Return an explanation as blocks whose tables have at most `most` lines.
 
-    A brief one has the findings and the peak, for one screen.
+    A brief one has the findings and the peak, for one screen. With `picture_first` the chart stands
+    before all tables.
     """
     line = timeline(explanation.values, explanation.steps)
     blocks: list[Block] = [Heading(explanation.title, 1)]
     blocks += [Paragraph(setting(explanation))] if setting(explanation) else []
     blocks.append(Paragraph(headline(explanation.totals, brief=brief)))
+    if picture_first and line.peak_step is not None:
+        blocks.append(Chart(line, explanation.steps))
     if not brief:
         blocks.append(memory_table(explanation.totals))
         if explanation.totals.difference:
@@ -35,7 +44,7 @@ def outline(explanation: ExplanationData, *, most: int = 20, brief: bool = False
         live = live_at(explanation.values, line.peak_step)
         blocks += [
             Heading("Memory over the step"),
-            Chart(line, explanation.steps),
+            *([] if picture_first else [Chart(line, explanation.steps)]),
             Paragraph(peak_in_words(explanation, line)),
             values_table(live, min(most, 8)),
         ]

@@ -14,13 +14,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from remat.printing import printable
-from remat.report.fragment import COLORS
+from remat.report.fragment import COLORS, PHASE_COLORS
 from remat.report.model import KINDS, ExplanationData
 from remat.report.timeline import thinned, timeline
 from remat.units import format_bytes, format_seconds
 
 _POINTS = 4000
-_PHASE_COLORS = {"forward": "0.85", "backward": "0.65", "recompute": "#f2c14e", "update": "0.45"}
 
 
 def figure(explanation: ExplanationData, *, width: float = 9.0, height: float = 4.0) -> Figure:
@@ -61,7 +60,7 @@ def figure(explanation: ExplanationData, *, width: float = 9.0, height: float = 
     first = 0
     for phase, run in itertools.groupby(explanation.steps, key=lambda step: step.phase):
         after = first + len(list(run))
-        axes.axvspan(edges[first], edges[after], ymax=0.03, color=_PHASE_COLORS[phase], linewidth=0)
+        axes.axvspan(edges[first], edges[after], ymax=0.03, color=PHASE_COLORS[phase], linewidth=0)
         first = after
     axes.annotate(
         f"peak {format_bytes(line.peak_bytes)}",

@@ -70,6 +70,8 @@ def _drawn(block: Block) -> RenderableType:
             return Constrain(Padding(said, (0, 0, 0, 2)), _MOST_OF_A_LINE)
         case doc.Table() | doc.Chart():
             return _Drawn(block)
+        case doc.Curves():
+            return Group()  # lines over each other need more than characters
 
 
 def _table(
