@@ -16,12 +16,14 @@ from hypothesis import given, settings
 from strategies import HOSTILE, explanations
 
 import remat.report
+from remat import units
 from remat.errors import MissingExtraError, ReportError
 from remat.printing import printable
-from remat.report import Explanation
+from remat.report import Explanation, ParetoPoint
 from remat.report.document import Paragraph
 from remat.report.markdown import to_markdown
 from remat.report.text import to_text
+from remat.units import format_bytes
 
 EXPLANATION = samples.transformer(4)
 VOID = {"meta", "link", "br", "input", "img"}
@@ -334,3 +336,51 @@ def test_the_page_names_the_version_of_what_is_not_ours():
     version = re.search(r"uPlot \(v([0-9.]+)\)", (static / "uPlot.iife.min.js").read_text())[1]
     assert f"uPlot {version}, MIT" in (static / "README.md").read_text()
     assert "Permission is hereby granted" in EXPLANATION.to_html()
+
+
+def test_a_notebook_shows_the_picture_before_the_tables_with_axes_phases_and_the_peak():
+    fragment = EXPLANATION._repr_html_()
+    picture, table = fragment.index("<svg"), fragment.index("<table")
+    assert picture < table
+    drawn = fragment[picture : fragment.index("</svg>")]
+    line = EXPLANATION.timeline()
+    assert f"peak {format_bytes(line.peak_bytes)}" in drawn
+    assert f">{format_bytes(line.peak_bytes)}</text>" in drawn  # the axis
+    assert "(predicted)</text>" in drawn
+    assert {"forward", "backward"} <= set(re.findall(r"<title>(\w+)</title>", drawn))
+
+
+def test_a_comparison_draws_both_steps_and_sorts_changes_by_bytes():
+    other = dataclasses.replace(
+        EXPLANATION,
+        title="other",
+        values=tuple(
+            dataclasses.replace(v, kind="recomputed") if v.kind == "saved" else v
+            for v in EXPLANATION.values
+        ),
+    )
+    change = EXPLANATION.diff(other)
+    page = change.to_html()
+    assert page.count('fill="none" stroke=') == 2
+    assert "other" in page.partition("</svg>")[2]
+    sizes = [new.n_bytes for _, new in change.changed]
+    assert max(n for _, n in change.curve_before) == EXPLANATION.timeline().peak_bytes
+    text = change.to_text(width=200)
+    rows = [row for row in text.splitlines() if "saved → recomputed" in row]
+    shown = [units.parse_bytes(row.split("recomputed")[1].split("  ")[1].strip()) for row in rows]
+    assert sizes and shown == sorted(shown, reverse=True)
+
+
+def test_points_too_close_for_their_numbers_are_drawn_small_and_the_chosen_one_is_not():
+    points = tuple(ParetoPoint(1000 + i, 0.0, 1e-3, f"plan {i}", chosen=i == 2) for i in range(3))
+    page = dataclasses.replace(EXPLANATION, pareto=points).to_html()
+    drawn = re.findall(r'<span class="point([^"]*)"[^>]*>(\d*)</span>', page)
+    assert [bool(number) for _, number in drawn].count(True) == 1
+    assert all("small" not in classes for classes, number in drawn if number)
+    assert all("chosen" in classes for classes, number in drawn if number)
+
+
+def test_a_table_leaves_out_what_is_optional_where_there_is_no_room():
+    wide, narrow = EXPLANATION.to_text(width=200), EXPLANATION.to_text(width=80)
+    assert "again" in wide and "again" not in narrow
+    assert all(len(line) <= 80 for line in narrow.splitlines())
