@@ -124,3 +124,24 @@ def test_a_peak_above_the_limit_is_an_error_with_the_numbers():
         assert_peak_below(step(chain), *ARGS, limit="1MiB")
     with pytest.raises(remat.UnitsError):
         assert_peak_below(step(chain), *ARGS, limit="lots")
+
+
+class _Device:
+    """A device whose allocator reports these peaks, one after the other."""
+
+    def __init__(self, *peaks):
+        self.peaks = list(peaks)
+
+    def memory_stats(self):
+        return {"bytes_in_use": 100, "peak_bytes_in_use": self.peaks.pop(0)} if self.peaks else None
+
+
+def test_a_devices_peak_is_its_allocators_growth():
+    assert remat.testing._device_growth_bytes(_Device(150, 400), lambda x: x, (1,)) == 300
+
+
+def test_a_device_that_has_used_more_before_cannot_tell():
+    with pytest.raises(remat.RematError, match="Measure the step first"):
+        remat.testing._device_growth_bytes(_Device(500, 500), lambda x: x, (1,))
+    with pytest.raises(remat.RematError, match="no statistics"):
+        remat.testing._device_growth_bytes(_Device(), lambda x: x, (1,))

@@ -174,9 +174,10 @@ def peak_bytes(step: Callable[..., Any], *args: PyTree, real: bool = False) -> i
     Args:
       step: a function, jitted or not, or the result of `jitted.lower(...).compile()`.
       *args: its arguments. Without `real`, they may be `jax.ShapeDtypeStruct`s.
-      real: run the step and measure the largest growth of the process's resident memory, instead of
-        the compiler's figure for temporaries and results. This needs Linux and a step on the CPU. It
-        includes the allocator's overhead, some 20 to 40 MiB.
+      real: run the step and measure, instead of the compiler's figure for temporaries and results. On a
+        CPU it is the largest growth of the process's resident memory, which includes the allocator's
+        overhead, some 20 to 40 MiB, and needs Linux. On a GPU or TPU it is the statistics of the device's
+        allocator, which have the peak since the process began: measure a step before larger ones.
 
     Returns:
       Bytes. The compiler's figure is `peak_memory_in_bytes` on TPU; elsewhere it is arguments +
@@ -185,12 +186,18 @@ def peak_bytes(step: Callable[..., Any], *args: PyTree, real: bool = False) -> i
     Raises:
       RematError: the compiler gives no analysis, or the process's peak cannot be measured.
     """
-    compiled = step if hasattr(step, "memory_analysis") else _jitted(step).lower(*args).compile()
+    compiled: Any = step
+    if not hasattr(step, "memory_analysis"):
+        compiled = _jitted(step).lower(*args).compile()
     analysis = compiled.memory_analysis()
     if analysis is None:
         raise RematError(f"the backend {jax.default_backend()!r} has no memory analysis.")
     if real:
-        return analysis.argument_size_in_bytes + _growth_bytes(lambda: compiled(*args))
+        if _platform(compiled) == "cpu":
+            return analysis.argument_size_in_bytes + _growth_bytes(lambda: compiled(*args))
+        device = next(iter(compiled.runtime_executable().local_devices()))
+        growth = _device_growth_bytes(device, compiled, jax.device_put(args))
+        return analysis.argument_size_in_bytes + growth
     if _platform(compiled) == "tpu":
         return analysis.peak_memory_in_bytes
     return (
@@ -318,6 +325,23 @@ def _growth_bytes(run: Callable[[], PyTree]) -> int:
         ) from e
     del result
     return max(peak - before, 0)
+
+
+def _device_growth_bytes(device: Any, run: Callable[..., PyTree], args: tuple[PyTree, ...]) -> int:
+    """Return the growth of a device's memory during a call whose arguments are there."""
+    jax.block_until_ready(args)
+    before = device.memory_stats()
+    if not before or "peak_bytes_in_use" not in before:
+        raise RematError(f"{device} has no statistics of its allocator. Leave out real=True.")
+    jax.block_until_ready(run(*args))
+    peak = device.memory_stats()["peak_bytes_in_use"]
+    if peak <= before["peak_bytes_in_use"]:
+        raise RematError(
+            f"the step stays below {units.format_bytes(peak)}, which this process has used on {device} "
+            "before, and its allocator has only the largest peak. Measure the step first, or in a process "
+            "of its own."
+        )
+    return int(peak - before["bytes_in_use"])
 
 
 def _settled_bytes() -> int:
