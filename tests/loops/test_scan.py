@@ -17,7 +17,7 @@ from jax import lax
 import remat
 from remat.errors import BudgetError, ScheduleError, UnitsError
 from remat.loops.scan import explain, scan
-from remat.loops.schedules import Binomial
+from remat.loops.schedules import Binomial, Mixed
 
 F32 = jnp.float32
 
@@ -223,9 +223,59 @@ def test_the_compiled_gradient_runs_exactly_the_optimal_number_of_steps(n: int, 
 
     jax.jit(jax.grad(loss))(1.0).block_until_ready()
     jax.effects_barrier()
-    # One more than the schedule's own count: the forward pass also produces the final state.
-    assert len(ran) == Binomial(n, slots).grad_forward_steps == Binomial(n, slots).forward_steps + 1
+    # The residuals of a sine are as large as its argument.
+    assert len(ran) == Mixed.of(n, slots, 1, 1).forward_steps
+    assert len(ran) < Binomial(n, slots).grad_forward_steps
     assert len(traced) <= 2
+
+
+def steps_of_gradient(n: int, state: int, residuals: int, **way: Any) -> int:
+    """Steps that a gradient runs, of a body with so many arrays in a state and in its residuals."""
+    ran: list[int] = []
+
+    def loss(x: Any) -> Any:
+        def step(carry: Any, _: None) -> Any:
+            jax.debug.callback(lambda _: ran.append(1), carry[0])
+            for i in range(residuals):
+                # Each sine keeps one array.
+                carry = [jnp.sin(c) if i % state == k else c for k, c in enumerate(carry)]
+            return carry, None
+
+        return sum(scan(step, [x + k for k in range(state)], None, n, **way)[0])
+
+    jax.block_until_ready(jax.jit(jax.grad(loss))(jnp.float32(1.0)))
+    jax.effects_barrier()
+    return len(ran)
+
+
+@pytest.mark.parametrize(
+    "n, state, residuals, checkpoints",
+    [(60, 4, 10, 5), (90, 3, 2, 4), (40, 5, 1, 1), (30, 2, 9, 3)],
+)
+def test_the_compiled_gradient_runs_as_many_steps_as_the_bytes_of_its_residuals_say(
+    n: int, state: int, residuals: int, checkpoints: int
+) -> None:
+    schedule = Mixed.of(n, checkpoints * state, state, residuals)
+    if schedule.peak_residuals > 1:
+        optimum = schedule.forward_steps
+    else:
+        optimum = Binomial(n, checkpoints).grad_forward_steps
+    assert steps_of_gradient(n, state, residuals, checkpoints=checkpoints) == optimum
+
+
+@pytest.mark.slow
+def test_sixty_compiled_gradients_run_as_many_steps_as_the_schedule() -> None:
+    draw = np.random.default_rng(0)
+    for _ in range(60):
+        n, state, residuals, checkpoints = (int(draw.integers(1, k)) for k in (80, 9, 30, 12))
+        schedule = Mixed.of(n, checkpoints * state, state, residuals)
+        found = steps_of_gradient(n, state, residuals, checkpoints=checkpoints)
+        if schedule.peak_residuals > 1 or n == 1:
+            assert found == schedule.forward_steps, (n, state, residuals, checkpoints)
+        elif checkpoints < n:
+            assert found == Binomial(n, checkpoints).grad_forward_steps
+        else:
+            assert found <= 2 * n
 
 
 def test_the_default_runs_at_most_one_more_sweep() -> None:
@@ -261,13 +311,34 @@ def test_peak_memory_depends_on_checkpoints_and_not_on_length() -> None:
         loss = lambda x: scan(step, x, None, n, checkpoints=10)[0].sum()  # noqa: E731
         return jax.jit(jax.grad(loss)).lower(x).as_text()
 
-    # The program to compile is as long; only numbers and the table of splits differ.
-    assert abs(len(program(1_000)) - len(program(100_000))) <= 0.05 * len(program(1_000))
+    # The program to compile is as long; only numbers and the tables of the splits differ.
+    assert abs(len(program(1_000)) - len(program(100_000))) <= 0.25 * len(program(1_000))
     few = [peak(n, 10) for n in (1_000, 10_000, 100_000)]
     assert max(few) <= 1.01 * min(few)
-    # 10 slots, the state at hand when the backward pass begins, and what one step needs.
-    assert max(few) <= (10 + 1 + 3) * state
+    # 10 states, one step's residuals, which are as large as four, and the two states of one step.
+    assert max(few) <= (10 + 4 + 2.1) * state
     assert 39 * state <= peak(1_000, 50) - few[0] <= 41 * state
+
+
+@pytest.mark.parametrize("sines", [1, 3, 8, 20])
+def test_temporaries_are_within_a_twentieth_of_the_budget(sines: int) -> None:
+    x = jnp.ones(20_000)
+    budget = 120 * x.nbytes
+
+    def step(c: Any, _: None) -> Any:
+        for _ in range(sines):
+            c = jnp.sin(c)
+        return c, None
+
+    choice = explain(step, x, None, 500, budget=budget)
+    assert choice.kind == "mixed"
+    peaks = [
+        temp_bytes(lambda x, n=n: scan(step, x, None, n, budget=budget)[0].sum(), x)
+        for n in (500, 5_000)
+    ]
+    assert max(peaks) <= 1.05 * budget
+    # A multiple of the residuals need not fill it.
+    assert min(peaks) >= budget - (sines + 4) * x.nbytes
 
 
 def test_the_default_needs_the_memory_of_about_the_square_root() -> None:
@@ -295,14 +366,20 @@ def test_the_choice_follows_the_budget() -> None:
     step = lambda c, _: (jnp.sin(c) * jnp.cos(c), None)  # noqa: E731
     x = jnp.ones(1000)
     kinds = [
-        explain(step, x, None, 1000, budget=budget).kind for budget in ("1GiB", "600KiB", "60KB")
+        explain(step, x, None, 1000, budget=budget).kind for budget in ("1GiB", "600KiB", "33KB")
     ]
-    assert kinds == ["plain", "nested", "binomial"]
+    assert kinds == ["plain", "mixed", "binomial"]
     tight = explain(step, x, None, 1000, budget="60KB")
     assert tight.kept_bytes <= 60_000
     assert "60KB" not in str(tight)
     assert "58.6 KiB" in str(tight)
-    assert explain(step, x, None, 5, checkpoints=9).kind == "nested"
+    assert (
+        explain(
+            lambda c, _: (step(step(c, None)[0], None)[0], None), x, None, 5, checkpoints=7
+        ).kind
+        == "nested"
+    )
+    assert explain(step, x, None, 2, checkpoints=9).kind == "plain"
 
 
 def test_impossible_requests_are_refused_with_the_numbers() -> None:
@@ -362,14 +439,30 @@ def test_effects_of_the_body_happen_again_when_it_is_recomputed() -> None:
     def loss(x: Any) -> Any:
         def step(c: Any, _: None) -> Any:
             jax.debug.callback(lambda c: seen.append(round(float(c), 3)), c)
-            return c * 2.0, None
+            return c * c, None
 
         return scan(step, x, None, 3, checkpoints=1)[0]
 
-    jax.grad(loss)(1.0)
+    jax.grad(loss)(2.0)
     jax.effects_barrier()
-    assert len(seen) == Binomial(3, 1).grad_forward_steps
-    assert set(seen) == {1.0, 2.0, 4.0}
+    assert len(seen) == Mixed.of(3, 1, 1, 1).forward_steps
+    assert set(seen) == {2.0, 4.0, 16.0}
+
+
+def test_a_step_that_is_linear_in_what_is_differentiated_runs_once() -> None:
+    ran: list[int] = []
+
+    def loss(x: Any, w: Any) -> Any:
+        def step(c: Any, _: None) -> Any:
+            jax.debug.callback(lambda _: ran.append(1), c)
+            return c * w, None
+
+        return scan(step, x, None, 30, checkpoints=2)[0]
+
+    gradient = jax.jit(jax.grad(loss))(jnp.float32(3.0), jnp.float32(0.9))
+    jax.effects_barrier()
+    assert len(ran) == 30
+    assert jnp.allclose(gradient, 0.9**30)
 
 
 @pytest.mark.parametrize(

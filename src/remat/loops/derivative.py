@@ -42,6 +42,7 @@ import jax.numpy as jnp
 from remat import _jax
 from remat.aliases import Array, Arrays, Aval, PyTree, TreeDef
 from remat.errors import EffectError
+from remat.loops import mixed
 from remat.loops.forward import (
     has_forward_mode,
     push,
@@ -52,7 +53,6 @@ from remat.loops.forward import (
 )
 from remat.loops.linear import LinearMap, align, linear_call
 from remat.loops.loop import (
-    Checkpoints,
     Inputs,
     Loop,
     Mask,
@@ -89,20 +89,23 @@ def _function(loop: Loop) -> Callable:
     def rule(primals: tuple, tangents: tuple) -> tuple[Arrays, Arrays]:
         (flat,), (flat_tangents,) = primals, tangents
         flat = as_arrays(flat)
-        results, held = _sweeping(loop)(flat)
+        results, held = _sweeping(loop, _mask(flat, flat_tangents))(flat)
         return results, _tangents(loop, flat, results, held, flat_tangents)
 
     function.defjvp(rule, symbolic_zeros=True)
     return keep_rules(function)
 
 
-def _sweeping(loop: Loop) -> Callable:
-    """Return L with its checkpoints as further results; their derivative is defined as zero."""
+def _sweeping(loop: Loop, mask: Mask) -> Callable:
+    """Return L with its checkpoints, for derivatives with respect to the inputs in `mask`, as results.
+
+    The derivative of the checkpoints is defined as zero.
+    """
 
     @jax.custom_jvp
-    def function(flat: Arrays) -> tuple[Arrays, Checkpoints]:
+    def function(flat: Arrays) -> tuple[Arrays, PyTree]:
         flat = as_arrays(flat)
-        results, held = sweep(loop, split_inputs(loop, flat))
+        results, held = mixed.sweep(loop, split_inputs(loop, flat), split_inputs(loop, mask))
         return align(_flat(results), flat), held
 
     def rule(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
@@ -111,24 +114,21 @@ def _sweeping(loop: Loop) -> Callable:
         results, held = keep_rules(function)(flat)
         no_tangents = jax.tree.map(_zero_tangent, held)
         differentiated, constants = _with_forward_rules(loop)
-        added = [_no_tangent(c) for c in constants]
-        out_tangents = _tangents(
-            differentiated, [*constants, *flat], results, held, [*added, *flat_tangents]
-        )
+        values, given = [*constants, *flat], [*map(_no_tangent, constants), *flat_tangents]
+        kept, new_mask = held, _mask(values, given)
+        if loop.memory is not None and (new_mask != mask or differentiated is not loop):
+            # The residuals of a step depend on what is differentiated.
+            _, kept = _sweeping(differentiated, new_mask)(values)
+        out_tangents = _tangents(differentiated, values, results, kept, given)
         return (results, held), (out_tangents, no_tangents)
 
     function.defjvp(rule, symbolic_zeros=True)
     return keep_rules(function)
 
 
-def _tangents(
-    loop: Loop, flat: Arrays, results: Arrays, held: Checkpoints, tangents: Arrays
-) -> Arrays:
+def _tangents(loop: Loop, flat: Arrays, results: Arrays, held: PyTree, tangents: Arrays) -> Arrays:
     """Return J(x)·v as a linear map that has its transpose."""
-    mask = tuple(
-        not isinstance(t, jax.custom_derivatives.SymbolicZero) and _jax.has_tangent(x)
-        for x, t in zip(flat, tangents, strict=True)
-    )
+    mask = _mask(flat, tangents)
     out_mask = _out_mask(loop, mask)
     linear_map = _derivative_map(loop, mask, jax.tree.structure(held))
     residuals = [*flat, *jax.tree.leaves(held)]
@@ -188,7 +188,7 @@ def _derivative_map(loop: Loop, mask: Mask, held_tree: TreeDef) -> LinearMap:
         inputs = split_inputs(loop, residuals[:n_inputs])
         held = jax.tree.unflatten(held_tree, residuals[n_inputs:])
         cotangents = merge([None] * len(out_mask), out_mask, w)
-        found = backward(
+        found = mixed.backward(
             loop,
             inputs,
             held,
@@ -316,6 +316,8 @@ def _moved_transpose(
     opened, added = _with_forward_rules(loop)
     marks = (*[False] * len(added), *either)
     augmented, inputs = _augmented(opened, marks, [*added, *x], select(directions, either))
+    # What stands for the pullback of a step reads its state.
+    augmented = dataclasses.replace(augmented, memory=None)
     _, held = sweep(augmented, inputs)
 
     consts, carry, xs, steps = split_inputs(opened, marks)
@@ -480,6 +482,14 @@ def _out_mask(loop: Loop, mask: Mask) -> Mask:
     """Return which results depend on the inputs in `mask`; the number of steps never does."""
     consts, carry, xs, _ = map(tuple, split_inputs(loop, mask))
     return (*(m for part in loop.spread(consts, carry, xs) for m in part), *_no_count(loop))
+
+
+def _mask(flat: Arrays, tangents: Arrays) -> Mask:
+    """Return which values have tangents that are not zero."""
+    return tuple(
+        not isinstance(t, jax.custom_derivatives.SymbolicZero) and _jax.has_tangent(x)
+        for x, t in zip(flat, tangents, strict=True)
+    )
 
 
 def _no_count(loop: Loop) -> Mask:

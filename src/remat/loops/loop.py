@@ -102,6 +102,8 @@ class Loop:
       reverse: whether the scanned values are read and written from their end.
       unroll: see `jax.lax.scan`.
       store: where the states are kept.
+      memory: for a loop that may keep residuals in place of states (`mixed.py`), the bytes that there are
+        beside those of `slots` states, which may be negative; None if only states are kept.
       counter: the type that steps are counted in. Where the bounds are integers known at run time it
         is unsigned: the number of steps between two integers fits the unsigned type of their width,
         not always the signed one.
@@ -118,6 +120,7 @@ class Loop:
     reverse: bool = False
     unroll: int | bool = 1
     store: Store = DEVICE
+    memory: int | None = None
     counter: DTypeLike = np.int32
 
     def call(self, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
@@ -245,7 +248,7 @@ def _offline_sweep(
 ) -> tuple[Results, Checkpoints]:
     # What is counted varies over the axes of a mesh as the number of steps does.
     count = _steps(loop, inputs)
-    counters = [_before_first_entry(), loop.count(0), _no_starts(loop)]
+    counters = [_before_firstentry(), loop.count(0), _no_starts(loop)]
     top, start, starts = (_jax.varying_as(x, count) for x in counters)
     ys = [_jax.zeros(y, (loop.length,)) for y in loop.y_avals if with_ys]
 
@@ -257,7 +260,7 @@ def _offline_sweep(
         starts = starts.at[top].set(start)
         split = _split(loop, count - start, loop.slots - top)
         stop = jnp.where(start == count - 1, count, start + split)
-        carry, ys = _advance_with_ys(loop, inputs, start, stop, carry, ys)
+        carry, ys = advance(loop, inputs, start, stop, carry, ys)
         return top, stop, starts, rows, carry, ys
 
     top, _, starts, rows, carry, ys = lax.while_loop(
@@ -277,7 +280,7 @@ def _online_sweep(loop: Loop, inputs: Inputs, rows: PyTree) -> tuple[Results, Ch
         # The test holds, so `top`, the state before the one at hand, can become a held state:
         # one more step follows it, and that one will be the entry to begin reversing from.
         order, starts, top = _online_update(loop, step, top, order, starts)
-        rows = loop.store.write(rows, _entry(order, top), carry)
+        rows = loop.store.write(rows, entry(order, top), carry)
         starts = starts.at[top].set(step)
         carry, _ = loop.call(inputs.consts, carry, [])
         return loop.after(step), top, order, starts, rows, carry
@@ -288,7 +291,7 @@ def _online_sweep(loop: Loop, inputs: Inputs, rows: PyTree) -> tuple[Results, Ch
         run,
         (
             loop.count(0),
-            _before_first_entry(),
+            _before_firstentry(),
             order,
             _no_starts(loop),
             rows,
@@ -314,7 +317,7 @@ def _online_update(loop: Loop, step: Array, top: Array, order: Array, starts: Ar
     weighing, consts, _ = _jax.trace_call(weigh, step, starts)
     choice = lax.cond(
         step < len(known),
-        lambda known, consts, step, starts: _entry(known, jnp.minimum(step, len(known) - 1)),
+        lambda known, consts, step, starts: entry(known, jnp.minimum(step, len(known) - 1)),
         lambda known, consts, *args: _jax.call_jaxpr(weighing, [*consts, *args])[0],
         _jax.in_mesh(jnp.asarray(known)),
         [_jax.in_mesh(jnp.asarray(c)) for c in consts],
@@ -432,7 +435,7 @@ def backward(
       marked: which inputs are differentiated, as lists of bools.
       pullback: what stands for the transposed derivative of a step, if anything.
     """
-    consts, xs = inputs.consts, inputs.xs
+    consts = inputs.consts
     _check_varying(loop, inputs, marked)
     if loop.store.one_pass:
         witnesses = [x for x in [*_leaves(inputs), *_leaves(cotangents)] if x is not None]
@@ -441,12 +444,7 @@ def backward(
 
     def reverse_step(step: Array, carry: Arrays, ct_carry: Arrays) -> tuple[Arrays, Arrays, Arrays]:
         x = loop.x_at(inputs, step)
-        ct_y = [
-            _jax.zeros(y)
-            if ct is None
-            else lax.dynamic_index_in_dim(ct, loop.index(step), 0, False)
-            for ct, y in zip(select(cotangents.ys, y_mask), select(loop.y_avals, y_mask))
-        ]
+        ct_y = cotangents_of_y(loop, cotangents, y_mask, step)
         if pullback is not None:
             return pullback(consts, carry, x, ct_carry, ct_y)
 
@@ -469,7 +467,7 @@ def backward(
         # not wrap around there: the descent below would take billions of steps.
         step = jnp.maximum(held.count - done, 1) - 1
         top_start = starts[top]
-        rows, carry = loop.store.read(rows, _entry(held.order, top), inputs.carry)
+        rows, carry = loop.store.read(rows, entry(held.order, top), inputs.carry)
 
         def descend(state: tuple) -> tuple:
             start, top, starts, rows, carry = state
@@ -477,7 +475,7 @@ def backward(
             carry = _advance(loop, inputs, start, start + split, carry)
             start = start + split
             # The state of `step` itself is written, too, above the stack, where nothing is.
-            rows = loop.store.write(rows, _entry(held.order, top + 1), carry)
+            rows = loop.store.write(rows, entry(held.order, top + 1), carry)
             starts = starts.at[top + 1].set(start)
             return start, top + (start < step).astype(jnp.int32), starts, rows, carry
 
@@ -485,17 +483,11 @@ def backward(
             lambda state: state[0] < step, descend, (top_start, top, starts, rows, carry)
         )
         d_consts, ct_carry, d_x = reverse_step(step, carry, ct_carry)
-        ct_consts = [a + b for a, b in zip(ct_consts, d_consts)]
-        ct_xs = [
-            lax.dynamic_update_index_in_dim(ct, d, loop.index(step), 0) for ct, d in zip(ct_xs, d_x)
-        ]
+        ct_consts, ct_xs = add_step(loop, step, ct_consts, ct_xs, d_consts, d_x)
         top = top - (starts[top] == step).astype(jnp.int32)
         return done + 1, top, starts, rows, ct_consts, ct_carry, ct_xs
 
-    ct_carry = [
-        jnp.zeros_like(x) if ct is None else ct
-        for x, ct in zip(select(inputs.carry, carry_mask), select(cotangents.carry, carry_mask))
-    ]
+    ct_consts, ct_carry, ct_xs = first_cotangents(inputs, cotangents, marked, carry_mask)
     if loop.test is not None:
         # A loop that ran for more steps than its counter holds cannot be reversed.
         uncounted = held.count == loop.most_steps
@@ -510,18 +502,64 @@ def backward(
             held.top,
             held.starts,
             held.rows,
-            [jnp.zeros_like(c) for c in select(consts, marked.consts)],
+            ct_consts,
             ct_carry,
-            [jnp.zeros_like(x) for x in select(xs, marked.xs)],
+            ct_xs,
         ),
     )
     loop.store.close(rows)
+    return cotangents_of_inputs(inputs, marked, carry_mask, ct_consts, ct_carry, ct_xs)
+
+
+def cotangents_of_y(loop: Loop, cotangents: Results, y_mask: Mask, step: Array) -> Arrays:
+    """Return the cotangents of the marked ys of a step."""
+    return [
+        _jax.zeros(y) if ct is None else lax.dynamic_index_in_dim(ct, loop.index(step), 0, False)
+        for ct, y in zip(select(cotangents.ys, y_mask), select(loop.y_avals, y_mask))
+    ]
+
+
+def first_cotangents(
+    inputs: Inputs, cotangents: Results, marked: Inputs, carry_mask: Mask
+) -> tuple[Arrays, Arrays, Arrays]:
+    """Return the cotangents of the consts, the carry and the xs before any step is reversed."""
+    ct_carry = [
+        jnp.zeros_like(x) if ct is None else ct
+        for x, ct in zip(select(inputs.carry, carry_mask), select(cotangents.carry, carry_mask))
+    ]
+    return (
+        [jnp.zeros_like(c) for c in select(inputs.consts, marked.consts)],
+        ct_carry,
+        [jnp.zeros_like(x) for x in select(inputs.xs, marked.xs)],
+    )
+
+
+def add_step(
+    loop: Loop, step: Array, ct_consts: Arrays, ct_xs: Arrays, d_consts: Arrays, d_x: Arrays
+) -> tuple[Arrays, Arrays]:
+    """Return the cotangents of the consts and the xs with those of a step added."""
+    at = loop.index(step)
+    return (
+        [a + b for a, b in zip(ct_consts, d_consts)],
+        [lax.dynamic_update_index_in_dim(ct, d, at, 0) for ct, d in zip(ct_xs, d_x)],
+    )
+
+
+def cotangents_of_inputs(
+    inputs: Inputs,
+    marked: Inputs,
+    carry_mask: Mask,
+    ct_consts: Arrays,
+    ct_carry: Arrays,
+    ct_xs: Arrays,
+) -> Inputs:
+    """Return the cotangents of the marked inputs, at their places; None for the others."""
     nothing: Callable = lambda values: [None] * len(values)  # noqa: E731
     ct_all_carry = merge(nothing(inputs.carry), carry_mask, ct_carry)
     return Inputs(
-        merge(nothing(consts), marked.consts, ct_consts),
+        merge(nothing(inputs.consts), marked.consts, ct_consts),
         [ct if mark else None for ct, mark in zip(ct_all_carry, marked.carry)],
-        merge(nothing(xs), marked.xs, ct_xs),
+        merge(nothing(inputs.xs), marked.xs, ct_xs),
         nothing(inputs.steps),
     )
 
@@ -574,7 +612,7 @@ def _advance(loop: Loop, inputs: Inputs, start: Array, stop: Array, carry: Array
     return lax.while_loop(lambda state: state[0] < stop, run, (start, carry))[1]
 
 
-def _advance_with_ys(
+def advance(
     loop: Loop, inputs: Inputs, start: Array, stop: Array, carry: Arrays, ys: Arrays
 ) -> tuple[Arrays, Arrays]:
     def run(state: tuple) -> tuple:
@@ -600,14 +638,14 @@ def _split(loop: Loop, length: Size, free: Array) -> Array:
     if loop.slots == 1:
         return length - 1
     table = jnp.asarray(loop.rows_of_splits)
-    row = _entry(table, free)
+    row = entry(table, free)
     r = jnp.sum(row < length, dtype=jnp.int32)
     below = jnp.maximum(r - 1, 0)
-    split = jnp.minimum(_entry(row, below), length - _entry(_entry(table, free - 1), below))
+    split = jnp.minimum(entry(row, below), length - entry(entry(table, free - 1), below))
     return jnp.where(free == 1, length - 1, jnp.clip(split, 1, jnp.maximum(length - 1, 1)))
 
 
-def _entry(table: Array, index: Array) -> Array:
+def entry(table: Array, index: Array) -> Array:
     """Return an entry of a table along its first axis."""
     if not _jax.has_explicit_axes():
         return table[index]
@@ -617,7 +655,7 @@ def _entry(table: Array, index: Array) -> Array:
     return jnp.sum(wanted, 0, dtype=table.dtype)
 
 
-def _before_first_entry() -> Array:
+def _before_firstentry() -> Array:
     """Return the top of an empty stack of checkpoints."""
     return _jax.in_mesh(jnp.int32(-1))
 

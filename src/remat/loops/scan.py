@@ -35,10 +35,11 @@ from remat.aliases import Arrays, PolicyLike, PyTree, Size
 from remat.errors import BudgetError, ScheduleError
 from remat.loops.arguments import unroll_factor, whole_number
 from remat.loops.derivative import run
-from remat.loops.loop import Inputs, Loop
-from remat.loops.schedules import Binomial, Multilevel
+from remat.loops.loop import Inputs, Loop, split_inputs
+from remat.loops.mixed import Plan, plan_of
+from remat.loops.schedules import Binomial, Mixed, Multilevel
 from remat.loops.sizes import n_bytes, worst_case
-from remat.loops.store import Store, make_store
+from remat.loops.store import DEVICE, Store, make_store
 from remat.loops.tracing import (
     Traced,
     as_arrays,
@@ -122,13 +123,18 @@ def scan(
     traced, n = scanned.traced, scanned.length
     if _jax.is_symbolic(n):
         slots = slots_of_unknown_length(traced, checkpoints, budget, DEFAULT_CHECKPOINTS)
-        carry, ys = _binomial(scanned, slots, where)
+        carry, ys = _checkpointed(scanned, slots, where)
+    elif store != "device":
+        # A loop of n steps cannot use more than n slots.
+        slots = max(1, min(whole_number(checkpoints, "checkpoints", 1), n))
+        carry, ys = _checkpointed(scanned, slots, where)
     else:
         choice = choose(scanned, checkpoints, budget)
-        if isinstance(choice.schedule, Binomial) or store != "device":
-            # A loop of n steps cannot use more than n slots.
-            slots = max(1, min(choice.schedule.peak_slots, n)) if choice.schedule else 1
-            carry, ys = _binomial(scanned, slots, where)
+        if isinstance(choice.schedule, Mixed | Binomial):
+            slots = choice.memory_bytes // max(choice.state_bytes, 1)
+            slots = max(1, min(slots, n))
+            memory = choice.memory_bytes - slots * choice.state_bytes
+            carry, ys = _checkpointed(scanned, slots, where, memory)
         else:
             lengths = (n,) if choice.schedule is None else choice.schedule.lengths
             recomputed = choice.schedule is not None and choice.schedule.step_recomputed
@@ -173,15 +179,17 @@ class Choice:
       residual_bytes: bytes of one step's residuals, without inputs of the scan.
       kept_bytes: bytes that are kept at the peak of the backward pass.
       why: the reason for the choice, in words.
+      memory_bytes: of "mixed" and "binomial": the bytes that are shared by states and residuals.
     """
 
-    kind: Literal["plain", "nested", "binomial"]
-    schedule: Multilevel | Binomial | None
+    kind: Literal["plain", "nested", "mixed", "binomial"]
+    schedule: Multilevel | Mixed | Binomial | None
     n: int
     state_bytes: Size
     residual_bytes: Size
     kept_bytes: Size
     why: str
+    memory_bytes: Size = 0
 
     @property
     def forward_steps(self) -> int:
@@ -199,6 +207,12 @@ class Choice:
             kept = (
                 f"{self.schedule.peak_slots} states of {format_bytes(self.state_bytes)}, "
                 f"{self.schedule.peak_residuals} steps' residuals of "
+                f"{format_bytes(self.residual_bytes)}"
+            )
+        elif isinstance(self.schedule, Mixed):
+            head = str(self.schedule)
+            kept = (
+                f"states of {format_bytes(self.state_bytes)} and steps' residuals of "
                 f"{format_bytes(self.residual_bytes)}"
             )
         elif isinstance(self.schedule, Binomial):
@@ -265,23 +279,21 @@ def choose(scanned: Scanned, checkpoints: int | None, budget: str | int | None) 
         )
     state, residual = _state_and_residual(scanned.traced, budget)
 
-    def choice(kind: Any, schedule: Any, kept_bytes: int, why: str) -> Choice:
-        return Choice(kind, schedule, n, state, residual, kept_bytes, why)
+    def choice(kind: Any, schedule: Any, kept_bytes: int, why: str, memory: int = 0) -> Choice:
+        return Choice(kind, schedule, n, state, residual, kept_bytes, why, memory)
 
     plain = choice("plain", None, n * residual, "the loop is too short to save anything")
     if checkpoints is not None:
         checkpoints = whole_number(checkpoints, "checkpoints", 1)
-        schedule = Binomial(n, checkpoints)
-        if checkpoints < n:
-            return choice(
-                "binomial",
-                schedule,
-                (checkpoints + 1) * state,
-                f"the fewest steps for checkpoints={checkpoints}",
-            )
-        every = Multilevel(n, (max(n, 1),))
-        why = f"checkpoints={checkpoints} hold the states of all {n} steps"
-        return choice("nested", every, n * state + residual, why)
+        memory = checkpoints * state
+        why = f"the fewest steps in the memory of checkpoints={checkpoints}"
+        if not _jax.is_symbolic(memory) and plain.kept_bytes <= memory and n > 1:
+            return choice("plain", None, plain.kept_bytes, f"all fits the memory of {checkpoints=}")
+        if checkpoints >= n and not _keeps_residuals(scanned, memory):
+            every = Multilevel(n, (max(n, 1),))
+            why = f"checkpoints={checkpoints} hold the states of all {n} steps"
+            return choice("nested", every, n * state + residual, why)
+        return _checkpointed_choice(choice, scanned, checkpoints, memory, state, why)
     two_levels = Multilevel.balanced(
         n,
         2,
@@ -297,23 +309,48 @@ def choose(scanned: Scanned, checkpoints: int | None, budget: str | int | None) 
     limit = parse_bytes(budget, "budget=")
     if plain.kept_bytes <= limit:
         return choice("plain", None, plain.kept_bytes, f"all fits the {format_bytes(limit)}")
+    # The state at hand, its cotangent and the residuals in use are not part of the schedule's memory.
+    memory = limit - 2 * state - residual
+    if memory + state >= state > memory:
+        memory = state
+    slots = min(memory // max(state, 1), n)
+    if slots >= 1 or (memory >= 0 and _keeps_residuals(scanned, memory)):
+        why = f"the fewest steps that fit {format_bytes(limit)}"
+        mixed = _checkpointed_choice(choice, scanned, slots, memory, state, why)
+        if nested_bytes > limit or mixed.forward_steps < nested.forward_steps:
+            return mixed
     if nested_bytes <= limit:
         # Larger blocks within the budget would not help: two levels cost one sweep for any block size.
         return choice("nested", two_levels, nested_bytes, f"fits the {format_bytes(limit)}")
-    slots = min((limit - residual) // max(state, 1) - 1, n)
-    if slots < 1:
-        least = 2 * state + residual
-        raise BudgetError(
-            f"no schedule of {n} steps fits {format_bytes(limit)}; the smallest keeps "
-            f"{format_bytes(least)}: two states of {format_bytes(state)} and one step's residuals "
-            f"of {format_bytes(residual)}. Raise budget=, or save less in a step with policy=."
-        )
-    return choice(
-        "binomial",
-        Binomial(n, slots),
-        (slots + 1) * state + residual,
-        f"the fewest steps for the {slots + 1} states that fit {format_bytes(limit)}",
+    least = 2 * state + residual
+    raise BudgetError(
+        f"no schedule of {n} steps fits {format_bytes(limit)}; the smallest keeps "
+        f"{format_bytes(least)}: two states of {format_bytes(state)} and one step's residuals "
+        f"of {format_bytes(residual)}. Raise budget=, or save less in a step with policy=."
     )
+
+
+def _keeps_residuals(scanned: Scanned, memory: int) -> bool:
+    return _plan(scanned, memory) is not None
+
+
+def _plan(scanned: Scanned, memory: Size) -> Plan | None:
+    """Return the plan for a gradient with respect to all inputs; None if it keeps states alone."""
+    if _jax.is_symbolic(memory):
+        return None
+    loop = _loop(scanned, 0, memory=memory)
+    marks = [_jax.has_tangent(t) for t in _jax.in_avals(loop.body)]
+    return plan_of(loop, split_inputs(loop, marks))
+
+
+def _checkpointed_choice(
+    choice: Callable, scanned: Scanned, slots: int, memory: int, state: int, why: str
+) -> Choice:
+    plan = _plan(scanned, memory)
+    if plan is None:
+        schedule = Binomial(scanned.length, slots)
+        return choice("binomial", schedule, (slots + 1) * state, why, memory)
+    return choice("mixed", plan.schedule, plan.layout.n_bytes(plan.schedule), why, memory)
 
 
 def slots_of_unknown_length(
@@ -351,16 +388,24 @@ def _state_and_residual(traced: Traced, budget: str | int | None) -> tuple[Size,
     )
 
 
-# Binomial
+# Schedules that are interpreted
 
 
-def _binomial(scanned: Scanned, slots: int, store: Store) -> tuple[Arrays, Arrays]:
-    """Scan with a backward pass that interprets a binomial schedule."""
+def _checkpointed(
+    scanned: Scanned, slots: int, store: Store, memory: int | None = None
+) -> tuple[Arrays, Arrays]:
+    """Scan with a backward pass that interprets a schedule at run time."""
+    loop = _loop(scanned, slots, store, memory)
+    carry, ys, _ = run(loop, Inputs(scanned.traced.consts, scanned.traced.carry, scanned.xs, []))
+    return carry, ys
+
+
+def _loop(scanned: Scanned, slots: int, store: Store = DEVICE, memory: int | None = None) -> Loop:
     traced, n = scanned.traced, scanned.length
     is_long = jax.config.jax_enable_x64 if _jax.is_symbolic(n) else n >= 2**31
     if is_long and not jax.config.jax_enable_x64:
         raise ScheduleError(f"{n} steps cannot be counted in 32 bits. Set jax_enable_x64.")
-    loop = Loop(
+    return Loop(
         traced.body,
         len(traced.consts),
         len(traced.carry),
@@ -369,12 +414,11 @@ def _binomial(scanned: Scanned, slots: int, store: Store) -> tuple[Arrays, Array
         reverse=scanned.reverse,
         unroll=scanned.unroll,
         store=store,
+        memory=memory,
         # Signed: XLA's CPU compiler before jaxlib 0.11.1 miscompiles slices of the scanned values
         # at an unsigned index in the backward pass.
         counter=np.int64 if is_long else np.int32,
     )
-    carry, ys, _ = run(loop, Inputs(traced.consts, traced.carry, scanned.xs, []))
-    return carry, ys
 
 
 # Nesting

@@ -12,7 +12,7 @@ def test_pictures_show_every_sweep_or_say_how_many_are_missing() -> None:
     assert len(Binomial(10, 3).picture().splitlines()) == 10
     long = Binomial(1000, 10).picture(width=60, rows=5).splitlines()
     assert len(long) == 6
-    assert long[-1] == "… 995 more sweeps"
+    assert long[-1] == "… 995 more steps to reverse"
     assert max(map(len, long)) <= 72
     assert picture([], 0) == ""
     assert TwoTier(6, 1, 1).picture() == Binomial(6, 2).picture() == Binomial(6, 2).picture(rows=6)

@@ -5,10 +5,13 @@ A loop of `n` steps is reversed from its last step to its first, and reversing s
 others are recomputed from the nearest kept state before them. A schedule says what is kept when.
 It is a frozen value that knows its exact cost, lists its actions and prints itself as a picture.
 
-Four of them, from the literature:
+Five of them, from the literature:
 
-- `Binomial`: the fewest steps possible for a known `n` (Griewank & Walther, "Algorithm 799:
-  revolve", ACM TOMS 26, 2000).
+- `Mixed`: the fewest steps possible for a known `n`, where the memory also holds residuals of steps,
+  which are then not run again (Maddison, "Step-based checkpointing with high-level algorithmic
+  differentiation", J. Comput. Sci. 82, 102405, 2024).
+- `Binomial`: the fewest steps possible for a known `n` if only states are kept (Griewank & Walther,
+  "Algorithm 799: revolve", ACM TOMS 26, 2000).
 - `Online`: `n` is known only when the loop ends. As good as `Binomial` up to
   n = (s+1)(s+2)/2, and within a few percent beyond (the problem of Stumm & Walther, "New
   algorithms for optimal online checkpointing", SIAM J. Sci. Comput. 32, 2010).
@@ -21,11 +24,12 @@ step included: the convention of revolve's authors plus one evaluation for each 
 There the first sweep ends at state n-1, which is all that reversing needs. Under `jax.grad` the
 loop's result is needed too, and that is one step more: `grad_forward_steps`. `recomputed_steps`
 is what exceeds one evaluation of each step. The state at hand (the one being advanced) is in no
-slot; state 0 is in one.
+slot; state 0 is in one. A mixed schedule evaluates a step whose residuals are kept as it keeps them, not as
+it reverses it; its first sweep runs the last step, so under `jax.grad` it is no step more.
 
-These files are pure Python: the compiled loops read them only through `binomial_rows` and through
-tests that hold them to the schedules, action by action. Each schedule has a file; `actions` says what
-schedules do.
+These files do not import JAX: the compiled loops read them only through `binomial_rows`, `Mixed.tree` and
+through tests that hold them to the schedules, action by action. Each schedule has a file; `actions` says
+what schedules do.
 """
 
 from __future__ import annotations
@@ -48,6 +52,7 @@ from remat.loops.schedules.binomial import (
     repetitions as repetitions,
     reverse_actions as reverse_actions,
 )
+from remat.loops.schedules.mixed import Mixed as Mixed
 from remat.loops.schedules.multilevel import Multilevel as Multilevel
 from remat.loops.schedules.online import (
     ONLINE_COLUMNS as ONLINE_COLUMNS,
@@ -67,6 +72,7 @@ __all__ = [
     "Action",
     "Binomial",
     "Kind",
+    "Mixed",
     "Multilevel",
     "Online",
     "Replay",

@@ -14,7 +14,7 @@ from typing import Literal
 from remat.errors import ScheduleError
 from remat.loops.schedules.shared import Schedule, slots_text
 
-Kind = Literal["store", "free", "restore", "advance", "reverse"]
+Kind = Literal["store", "free", "restore", "advance", "keep", "reverse"]
 Tier = Literal["memory", "host"]
 
 
@@ -24,10 +24,11 @@ class Action:
 
     Attributes:
       kind: `store` and `restore` copy the state between hand and slot, `free` empties a slot,
-        `advance` runs the steps `start..stop-1`, `reverse` reverses the step `start`.
+        `advance` runs the steps `start..stop-1`, `keep` runs the step `start` and keeps its residuals,
+        `reverse` reverses the step `start`: from its residuals where they are kept, else from its state.
       start: the step whose state is meant, or the first step to run.
       stop: one past the last step to run; `start` where no step is run.
-      slot: the slot, counted from 0; -1 where none is meant.
+      slot: the slot, counted from 0, of a state or of residuals; -1 where none is meant.
       tier: the memory that the slot lies in.
     """
 
@@ -59,12 +60,15 @@ class Replay:
       peak_slots: the most slots that were filled at once.
       writes: how often each slot was stored to.
       reads: how often each slot was restored from.
+      held: the numbers of states and of steps' residuals that were held together, each pair once. Only
+        pairs of which no other has at least as many of both are listed.
     """
 
     forward_steps: int
     peak_slots: int
     writes: tuple[int, ...]
     reads: tuple[int, ...]
+    held: tuple[tuple[int, int], ...] = ()
 
 
 def replay(actions: Iterable[Action], n: int) -> Replay:
@@ -84,12 +88,20 @@ def replay(actions: Iterable[Action], n: int) -> Replay:
     forward_steps = peak_slots = 0
     writes: dict[int, int] = {}
     reads: dict[int, int] = {}
+    residuals: dict[int, int] = {}
+    held: set[tuple[int, int]] = set()
     for action in actions:
         fits = True
         if action.kind == "advance":
             fits = hand == action.start < action.stop < pending
             hand = action.stop
             forward_steps += action.stop - action.start
+        elif action.kind == "keep":
+            fits = hand == action.start == action.stop - 1 < pending
+            fits &= action.slot not in residuals
+            residuals[action.slot] = action.start
+            hand = action.stop
+            forward_steps += 1
         elif action.kind == "store":
             fits = hand == action.start
             slots[action.slot] = action.start
@@ -101,10 +113,14 @@ def replay(actions: Iterable[Action], n: int) -> Replay:
             reads[action.slot] = reads.get(action.slot, 0) + 1
         elif action.kind == "free":
             fits = slots.pop(action.slot, None) == action.start
+        elif action.slot >= 0:
+            fits = residuals.pop(action.slot, None) == action.start == pending - 1
+            pending, hand = action.start, None
         else:
             fits = hand == action.start == pending - 1
             pending, hand = action.start, None
             forward_steps += 1
+        held.add((len(slots), len(residuals)))
         if not fits:
             raise ScheduleError(
                 f"{action} cannot be done: {hand=}, slots {slots}, steps left to reverse {pending}."
@@ -117,16 +133,21 @@ def replay(actions: Iterable[Action], n: int) -> Replay:
         peak_slots=peak_slots,
         writes=tuple(writes.get(slot, 0) for slot in range(count)),
         reads=tuple(reads.get(slot, 0) for slot in range(count)),
+        held=tuple(sorted(p for p in held if not any(_exceeds(q, p) for q in held))),
     )
+
+
+def _exceeds(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    return a != b and a[0] >= b[0] and a[1] >= b[1]
 
 
 def picture(actions: Iterable[Action], n: int, *, width: int = 72, rows: int = 40) -> str:
     """Draw time (downwards) against steps (to the right).
 
-    Each line is one sweep and ends with one reversed step: `o` a state in a slot when the sweep
-    begins or stored during it, `>` a step run forward, `<` the reversed step, `.` a step still to
-    reverse. A long loop is drawn with several steps in each column and with its first `rows`
-    sweeps.
+    Each line is one sweep and ends with the steps that are reversed then: `o` a state in a slot when the
+    sweep begins or stored during it, `>` a step run forward, `<` a reversed step, `.` a step still to
+    reverse. Several are reversed together if their residuals were kept. A long loop is drawn with
+    several steps in each column and with its first `rows` sweeps.
 
     >>> from remat.loops.schedules import Binomial
     >>> print(picture(Binomial(6, 2).actions(), 6))
@@ -143,26 +164,35 @@ def picture(actions: Iterable[Action], n: int, *, width: int = 72, rows: int = 4
     slots: dict[int, int] = {}
     filled: set[int] = set()
     run: set[int] = set()
+    reversed_: set[int] = set()
     pending = n
+
+    def line() -> str:
+        symbols = ["."] * (-(-pending // per_column))
+        for symbol, steps in ((">", run), ("o", filled), ("<", reversed_)):
+            for step in steps:
+                symbols[step // per_column] = symbol
+        return f"{''.join(symbols):{columns}}  {slots_text(len(slots))}"
+
     for action in actions:
+        if action.kind == "reverse":
+            filled.update(slots.values())
+            reversed_.add(action.start)
+            continue
+        if reversed_:
+            if len(lines) == rows:
+                break
+            lines.append(line())
+            pending = min(reversed_)
+            filled, run, reversed_ = set(), set(), set()
         if action.kind == "store":
             slots[action.slot] = action.start
         elif action.kind == "free":
             del slots[action.slot]
             continue
-        elif action.kind == "advance":
+        elif action.kind in ("advance", "keep"):
             run.update(range(action.start, action.stop))
         filled.update(slots.values())
-        if action.kind != "reverse":
-            continue
-        if len(lines) == rows:
-            lines.append(f"… {pending} more sweeps")
-            break
-        line = ["."] * (-(-pending // per_column))
-        for symbol, steps in ((">", run), ("o", filled), ("<", {action.start})):
-            for step in steps:
-                line[step // per_column] = symbol
-        lines.append(f"{''.join(line):{columns}}  {slots_text(len(slots))}")
-        pending = action.start
-        filled, run = set(), set()
+    if reversed_:
+        lines.append(line() if len(lines) < rows else f"… {pending} more steps to reverse")
     return "\n".join(lines)

@@ -1,0 +1,225 @@
+"""Buffers that states and residuals of a loop share.
+
+The states that are held at a moment, and above them the residuals, form one stack. A buffer has rows of one
+type; each value of that type in a state or in a step's residuals is one row. So a row that holds part of a
+state now can hold a residual later. Values of different shapes cannot share such rows, but on a single
+device their elements can: then a buffer has rows of one element. (An array that is sharded keeps its shape,
+which the compiler shards rows by.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from remat import _jax
+from remat.aliases import Array, Arrays, Aval
+from remat.loops.schedules.mixed import EMPTY, Mixed, blocks_of
+from remat.loops.sizes import n_bytes
+
+# Numbers of states that are tried where states and residuals share only part of their rows. More find a
+# schedule closer to the best one, and take longer to trace a loop.
+_TRIED = 16
+_MOST_PARTS = 10_000  # of a loop with a single state; more take seconds to trace
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one type.
+
+    Attributes:
+      row: the type of a row: a value, or one element of it.
+      state, residuals: how many rows a state and a step's residuals have.
+    """
+
+    row: Aval
+    state: int
+    residuals: int
+
+    @property
+    def row_bytes(self) -> int:
+        return n_bytes(self.row)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the values of states and of residuals lie.
+
+    Attributes:
+      rows: the buffers' rows.
+      state, residuals: for each value, its buffer, and its first row within a state or residuals.
+    """
+
+    rows: tuple[Rows, ...]
+    state: tuple[tuple[int, int], ...]
+    residuals: tuple[tuple[int, int], ...]
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(rows.state * rows.row_bytes for rows in self.rows)
+
+    @property
+    def residual_bytes(self) -> int:
+        return sum(rows.residuals * rows.row_bytes for rows in self.rows)
+
+    def schedule(self, n: int, memory: int) -> Mixed | None:
+        """Return the schedule with the fewest steps in a memory of so many bytes; None if none fits.
+
+        The memory does not include the state at hand and the residuals in use.
+        """
+        if len(self.rows) == 1:
+            candidates = [blocks_of(n, memory, self.state_bytes, self.residual_bytes)]
+        else:
+            most = n - 1
+            if self.state_bytes:
+                most = min(memory // self.state_bytes, most)
+            tried = sorted({round(most * i / _TRIED) for i in range(_TRIED + 1)})
+            candidates = [self._blocks(n, memory, slots) for slots in tried]
+        candidates = [blocks for blocks in candidates if _is_practical(n, blocks)]
+        if len(candidates) > 1:
+            best = min(candidates, key=lambda blocks: Mixed(n, blocks, (0, 0)).forward_steps)
+            candidates = [best]
+        return Mixed(n, candidates[0]) if candidates else None
+
+    def _blocks(self, n: int, memory: int, slots: int) -> tuple[int, ...]:
+        """Return `Mixed.blocks` if at most `slots` states are kept."""
+
+        def sizes(residuals: int) -> list[int]:
+            return [max(residuals * rows.residuals, slots * rows.state) for rows in self.rows]
+
+        def fits(residuals: int) -> bool:
+            found = sum(s * rows.row_bytes for s, rows in zip(sizes(residuals), self.rows))
+            return found <= memory
+
+        low, high = 0, n
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        limits = [(s, rows) for s, rows in zip(sizes(low), self.rows) if rows.residuals]
+        if not limits:
+            return (n,)
+        return tuple(
+            min(n, 1 + min((s - (slots - j) * rows.state) // rows.residuals for s, rows in limits))
+            for j in range(slots + 1)
+        )
+
+    def sizes(self, schedule: Mixed) -> list[int]:
+        """Return how many rows of each type the schedule needs, the residuals in use included."""
+        tree = schedule.tree
+        blocks = [part for part in range(len(tree.steps)) if tree.first[part] < 0 and part != EMPTY]
+        held = [(schedule.slots - int(tree.level[b]), int(tree.steps[b])) for b in blocks]
+        return [
+            # A state can be read even where none is held.
+            max(
+                rows.state,
+                *(states * rows.state + steps * rows.residuals for states, steps in held),
+            )
+            for rows in self.rows
+        ]
+
+    def n_bytes(self, schedule: Mixed) -> int:
+        """Return the bytes of the buffers for a schedule."""
+        return sum(s * rows.row_bytes for s, rows in zip(self.sizes(schedule), self.rows))
+
+    def create(self, schedule: Mixed) -> Arrays:
+        """Return buffers for a schedule."""
+        return [_jax.zeros(r.row, (s,)) for s, r in zip(self.sizes(schedule), self.rows)]
+
+    def write_state(self, buffers: Arrays, below: Array, state: Arrays) -> Arrays:
+        """Return the buffers with a state on top of `below` states."""
+        return self._write(buffers, self.state, self._bases(below, 0), state)
+
+    def write_residuals(
+        self, buffers: Arrays, states: Array, below: Array, residuals: Arrays
+    ) -> Arrays:
+        """Return the buffers with residuals on top of so many states and residuals of `below` steps."""
+        return self._write(buffers, self.residuals, self._bases(states, below), residuals)
+
+    def read_state(self, buffers: Arrays, below: Array, like: Sequence[Any]) -> Arrays:
+        """Return the state on top of `below` states."""
+        return self._read(buffers, self.state, self._bases(below, 0), like)
+
+    def read_residuals(
+        self, buffers: Arrays, states: Array, below: Array, like: Sequence[Any]
+    ) -> Arrays:
+        """Return the residuals on top of so many states and residuals of `below` steps."""
+        return self._read(buffers, self.residuals, self._bases(states, below), like)
+
+    def _bases(self, states: Array, steps: Array) -> Arrays:
+        return [states * rows.state + steps * rows.residuals for rows in self.rows]
+
+    def _write(
+        self, buffers: Arrays, places: Sequence[tuple[int, int]], bases: Arrays, values: Arrays
+    ) -> Arrays:
+        buffers = list(buffers)
+        for (where, offset), x in zip(places, values, strict=True):
+            buffer, at = buffers[where], bases[where] + offset
+            if self.rows[where].row.shape == x.shape:
+                buffers[where] = lax.dynamic_update_index_in_dim(buffer, x, at, 0)
+            else:
+                buffers[where] = lax.dynamic_update_slice(buffer, jnp.reshape(x, -1), (at,))
+        return buffers
+
+    def _read(
+        self,
+        buffers: Arrays,
+        places: Sequence[tuple[int, int]],
+        bases: Arrays,
+        like: Sequence[Any],
+    ) -> Arrays:
+        found = []
+        for (where, offset), x in zip(places, like, strict=True):
+            buffer, at = buffers[where], bases[where] + offset
+            if self.rows[where].row.shape == x.shape:
+                found.append(lax.dynamic_index_in_dim(buffer, at, 0, False))
+                continue
+            found.append(jnp.reshape(lax.dynamic_slice(buffer, (at,), (x.size,)), x.shape))
+        return found
+
+
+def _is_practical(n: int, blocks: tuple[int, ...]) -> bool:
+    """Return whether a schedule exists, and its tables are small enough for a program.
+
+    With a single state, the loop is split into as many different parts as it has blocks.
+    """
+    if len(blocks) == 1:
+        return blocks[0] >= n
+    return len(blocks) > 2 or n <= _MOST_PARTS * blocks[0]
+
+
+def layout(state: Sequence[Aval], residuals: Sequence[Aval]) -> Layout:
+    """Return where values of these types lie in shared buffers."""
+    by_type = _layout(state, residuals, [_type_of(t) for t in (*state, *residuals)])
+    if len(by_type.rows) == 1 or jax.device_count() > 1:
+        return by_type
+    return _layout(state, residuals, [_element_of(t) for t in (*state, *residuals)])
+
+
+def _layout(state: Sequence[Aval], residuals: Sequence[Aval], keys: Sequence[Aval]) -> Layout:
+    """Return a layout; a key is the type of the rows of a value, one element or all of it."""
+    places: list[tuple[int, int]] = []
+    counts: dict[Aval, list[int]] = {}
+    for i, (t, key) in enumerate(zip((*state, *residuals), keys)):
+        count = counts.setdefault(key, [0, 0])
+        part = 0 if i < len(state) else 1
+        places.append((list(counts).index(key), count[part]))
+        count[part] += 1 if key.shape == t.shape else t.size
+    rows = tuple(Rows(key, *count) for key, count in counts.items())
+    return Layout(rows, tuple(places[: len(state)]), tuple(places[len(state) :]))
+
+
+def _type_of(t: Aval) -> Aval:
+    return t.update(weak_type=False)
+
+
+def _element_of(t: Aval) -> Aval:
+    """Return the type of a row that is one element, where elements of different arrays can be mixed."""
+    extended = jnp.issubdtype(t.dtype, jax.dtypes.extended)
+    if extended or not t.sharding.mesh.empty or _jax.varying_axes(t):
+        return _type_of(t)
+    return jax.core.ShapedArray((), t.dtype)

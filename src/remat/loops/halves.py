@@ -1,0 +1,136 @@
+"""One step of a loop in two halves: forward, with what its reversal reads, and the reversal.
+
+The residuals of a step are the leaves of the function that `jax.vjp` returns. Those that are inputs of the
+whole loop (constants, scanned values), or that depend on the constants alone, are the same at every
+evaluation; only the others are kept for a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from remat import _jax
+from remat.aliases import Array, Arrays, Aval, TreeDef
+
+Mask = tuple[bool, ...]
+Source = Literal["literal", "const", "x", "fixed", "kept"]
+
+
+class Masks(NamedTuple):
+    """Which values of a step are differentiated: its inputs, and its results that depend on them."""
+
+    consts: Mask
+    carry: Mask
+    xs: Mask
+    ys: Mask
+
+
+class Halves(NamedTuple):
+    """A step, differentiated.
+
+    Attributes:
+      forward: (*added, *consts, *carry, *x) -> (*carry, *y, *kept)
+      added: what tracing the derivative closed over.
+      fixed: (*added, *consts) -> residuals that are the same in every step.
+      leaves: where each leaf of the reversal comes from.
+      tree: the structure of the reversal, a function of the cotangents of the marked (carry, ys).
+      kept: the types of the residuals that are kept for a step.
+    """
+
+    forward: _jax.Jaxpr
+    added: Arrays
+    fixed: _jax.Jaxpr
+    leaves: tuple[tuple[Source, Any], ...]
+    tree: TreeDef
+    kept: list[Aval]
+
+    def run(self, consts: Arrays, carry: Arrays, x: Arrays) -> Arrays:
+        """Run a step; return its next carry, its ys and its residuals, in one list."""
+        return _jax.call_jaxpr(self.forward, [*self.added, *consts, *carry, *x])
+
+    def fixed_residuals(self, consts: Arrays) -> Arrays:
+        """Return the residuals that are the same in every step."""
+        return _jax.call_jaxpr(self.fixed, [*self.added, *consts])
+
+    def reversal(self, fixed: Arrays, consts: Arrays, x: Arrays, kept: Arrays) -> Callable:
+        """Return the transposed derivative of the step with these residuals."""
+        values = {"const": [*self.added, *consts], "x": x, "fixed": fixed, "kept": kept}
+        leaves = [at if source == "literal" else values[source][at] for source, at in self.leaves]
+        return jax.tree.unflatten(self.tree, leaves)
+
+
+def split_step(body: _jax.Jaxpr, masks: Masks) -> Halves:
+    """Return the halves of a step. Errors of derivative rules are raised as they are."""
+    types = _jax.in_avals(body)
+    n_consts, n_carry = len(masks.consts), len(masks.carry)
+    marks = (*masks.consts, *masks.carry, *masks.xs)
+    out_marks = (*masks.carry, *masks.ys)
+
+    def forward(*values: Array) -> tuple[Arrays, Any]:
+        def step(*marked: Array) -> tuple[Any, Arrays]:
+            replacements = iter(marked)
+            given = [next(replacements) if m else v for v, m in zip(values, marks)]
+            out = _jax.call_jaxpr(body, given)
+            active = [y for y, m in zip(out, out_marks) if m]
+            n_active = sum(masks.carry)
+            return (active[:n_active], active[n_active:]), out
+
+        marked = [v for v, m in zip(values, marks) if m]
+        _, pull, out = jax.vjp(step, *marked, has_aux=True)
+        return out, pull
+
+    jaxpr, added, out_tree = _jax.trace_call(forward, *types)
+    n_out = len(out_marks)
+    tree = jax.tree.structure(out_tree[1])
+    inputs = jaxpr.invars
+    first_carry = len(added) + n_consts
+    first_x = first_carry + n_carry
+    sources: dict[Any, tuple[Source, Any]] = {
+        v: ("const", i) for i, v in enumerate(inputs[:first_carry])
+    }
+    sources |= {v: ("x", i) for i, v in enumerate(inputs[first_x:])}
+    is_fixed = _fixed(jaxpr, inputs[:first_carry])
+    kept: list[Any] = []
+    fixed: list[Any] = []
+    leaves: list[tuple[Source, Any]] = []
+    for v in jaxpr.outvars[n_out:]:
+        if not _jax.is_var(v):
+            leaves.append(("literal", v.val))
+            continue
+        if v not in sources:
+            where: Source = "fixed" if v in is_fixed else "kept"
+            listed = fixed if where == "fixed" else kept
+            sources[v] = (where, len(listed))
+            listed.append(v)
+        leaves.append(sources[v])
+    return Halves(
+        _jax.rebuild(jaxpr, outvars=[*jaxpr.outvars[:n_out], *kept]),
+        added,
+        _only(jaxpr, inputs[:first_carry], fixed),
+        tuple(leaves),
+        tree,
+        [v.aval for v in kept],
+    )
+
+
+def _fixed(jaxpr: _jax.Jaxpr, inputs: Sequence[Any]) -> set[Any]:
+    """Return the variables that equations without effects compute from these inputs alone."""
+    known = set(inputs) | set(jaxpr.constvars)
+    for eqn in jaxpr.eqns:
+        operands = [v for v in eqn.invars if _jax.is_var(v)]
+        if not eqn.effects and all(v in known for v in operands):
+            known.update(eqn.outvars)
+    return known
+
+
+def _only(jaxpr: _jax.Jaxpr, inputs: Sequence[Any], results: Sequence[Any]) -> _jax.Jaxpr:
+    """Return the part of a jaxpr that computes these results from these inputs."""
+    needed, eqns = set(results), []
+    for eqn in reversed(jaxpr.eqns):
+        if any(v in needed for v in eqn.outvars):
+            eqns.append(eqn)
+            needed.update(v for v in eqn.invars if _jax.is_var(v))
+    return _jax.rebuild(jaxpr, invars=inputs, outvars=results, eqns=eqns[::-1])

@@ -1,0 +1,374 @@
+"""The schedule that keeps states and the residuals of steps in one memory, with the fewest steps run.
+
+Reversing step i needs its residuals: what the transposed step reads. They come from an evaluation of the
+step at state i. A schedule that keeps states only (`Binomial`) evaluates every step again when it is
+reversed. A schedule that also keeps residuals does not evaluate those steps again, but residuals are as
+a rule larger than a state.
+
+With c units of memory for a state, r for the residuals of a step, and m of them free, a loop of n steps,
+whose initial state is at hand, is reversed with
+
+    T(m, n) = n                                       for n ≤ 1 + ⌊m/r⌋: keep all residuals; else
+    T(m, n) = min over k of k + T(m−c, n−k) + T(m, k)
+
+evaluations: keep the state at hand, advance k steps, reverse the rest, take the state and reverse the k
+steps. The last step's residuals are used as they appear and need no memory of their own. (Maddison's
+recurrence allows to keep a step's residuals before states, 1 + T(m−r, n−1). That is never better:
+exchanging a step's residuals with the state behind them leaves the part between them more memory.)
+
+So m matters only as the number of states that can still be kept, j = ⌊m/c⌋, with blocks[j], the steps
+whose residuals fit the memory that is then free. The recurrence is a binary tree: its left child has one
+repetition ℓ more, its right child one level j less, and its leaves are blocks. Replacing a leaf at (j, ℓ)
+by two adds blocks[j−1] steps, run 2 + ℓ times, and delays δ = blocks[j] − blocks[j−1] steps by one
+repetition. The least cost is reached by such replacements in order of their cost per added step: all of
+repetition ℓ before those of ℓ+1, and within ℓ by δ/blocks[j−1]; a level whose successors are cheaper
+than itself is taken together with them. The number of replacements is binomial, so a split takes
+arithmetic on vectors of one number a level, whatever n.
+
+That order is optimal if no two levels with δ > 0 are taken together, which includes all r that are
+multiples of c. Elsewhere loops with up to `EXACT_STEPS` steps and `EXACT_CELLS` steps times levels are
+solved by the recurrence; longer ones follow the order, which is within a few steps of the optimum.
+
+Reference: Maddison, Step-based checkpointing with high-level algorithmic differentiation, J. Comput. Sci.
+82, 102405 (2024), for r = c. Griewank & Walther, Algorithm 799: revolve, ACM TOMS 26 (2000), for the tree.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from remat.errors import ScheduleError
+from remat.loops.schedules.actions import Action, ListedSchedule
+from remat.loops.schedules.shared import check_counts, cost_text, slots_text
+
+# Limits of the loops that are solved by the recurrence where the order is not known to be optimal; they
+# take 0.2 s. Larger limits take more time to trace a loop.
+EXACT_STEPS = 1500
+EXACT_CELLS = 30_000
+
+_MANY = 1 << 40  # more steps than any loop has; numbers of tree nodes end here
+
+
+class Tree(NamedTuple):
+    """The distinct parts into which a loop is split, as tables; parts of equal size and level are one.
+
+    Attributes:
+      steps: of a part with two parts, the steps to the second one; of a block, its length.
+      first, second: the parts, or -1 for a block. The second is reversed first.
+      level: how many states can be kept within a part.
+    """
+
+    steps: np.ndarray
+    first: np.ndarray
+    second: np.ndarray
+    level: np.ndarray
+
+
+# Part 0 is a block without steps, part 1 the loop.
+EMPTY, ROOT = 0, 1
+
+
+@dataclass(frozen=True)
+class Mixed(ListedSchedule):
+    """The schedule with the fewest steps run where states and residuals share one memory.
+
+    >>> schedule = Mixed.of(n=100, memory=10, state=1, residuals=1)
+    >>> schedule.forward_steps, schedule.grad_forward_steps
+    (237, 237)
+    >>> schedule.positions
+    (0, 30, 49, 64, 72, 79, 85, 90, 94, 97)
+    >>> print(schedule)
+    mixed: 100 steps, 10 slots and up to 11 steps' residuals: 237 forward steps (2.37 per step)
+
+    Attributes:
+      n: steps of the loop.
+      blocks: for j = 0, 1, ... the steps that are reversed without recomputation where j states could be
+        kept instead of residuals; they do not fall. The most states kept at a time are len(blocks) - 1.
+
+    Raises:
+      ScheduleError: the memory holds neither a state nor the residuals of all steps but one.
+    """
+
+    n: int
+    blocks: tuple[int, ...]
+    _limits: tuple[int, int] = field(default=(EXACT_STEPS, EXACT_CELLS), repr=False)
+
+    def __post_init__(self) -> None:
+        check_counts(self.n, max(1, len(self.blocks)))
+        rising = all(a <= b for a, b in zip(self.blocks, self.blocks[1:]))
+        if not self.blocks or self.blocks[0] < 1 or not rising:
+            raise ScheduleError(f"blocks must be positive and must not fall: {self.blocks}.")
+        if len(self.blocks) == 1 and self.blocks[0] < self.n:
+            raise ScheduleError(
+                f"no schedule of {self.n} steps fits a memory that holds no state and residuals of "
+                f"{self.blocks[0] - 1} steps. Keep a state or residuals of {self.n - 1} steps."
+            )
+
+    @classmethod
+    def of(cls, n: int, memory: int, state: int, residuals: int) -> Mixed:
+        """Return the schedule for a memory, in the unit in which a state and residuals are given.
+
+        The memory does not include the state at hand and the residuals in use.
+        """
+        if min(memory, state, residuals) < 0:
+            raise ScheduleError(
+                f"sizes cannot be negative: {memory=}, {state=}, {residuals=}. Pass sizes of 0 or more."
+            )
+        return cls(n, blocks_of(n, memory, state, residuals))
+
+    @property
+    def slots(self) -> int:
+        """The most states that the memory holds."""
+        return len(self.blocks) - 1
+
+    @cached_property
+    def tree(self) -> Tree:
+        """The parts into which the loop is split."""
+        return _tree(self.n, self.blocks, self._limits)
+
+    @cached_property
+    def forward_steps(self) -> int:
+        """Evaluations of the body. Steps whose residuals are kept are not evaluated again."""
+        return tree_cost(self.tree)
+
+    @property
+    def grad_forward_steps(self) -> int:
+        """The same under `jax.grad`: the first sweep runs the last step, and keeps its residuals."""
+        return self.forward_steps
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """The steps whose states the first sweep stores."""
+        held, part, start = [], ROOT, 0
+        while self.tree.first[part] >= 0:
+            held.append(start)
+            start += int(self.tree.steps[part])
+            part = int(self.tree.second[part])
+        return tuple(held)
+
+    @property
+    def peak_slots(self) -> int:
+        """The most states that are really kept."""
+        return int(max(self.slots - self.tree.level[ROOT:]))
+
+    @property
+    def peak_residuals(self) -> int:
+        """The longest block: the steps whose residuals exist at a time, the one in use included."""
+        is_block = self.tree.first < 0
+        return int(max(self.tree.steps[is_block]))
+
+    def actions(self) -> Iterator[Action]:
+        """All that is done, in order.
+
+        `advance` runs steps and keeps nothing, `keep` runs one step and keeps its residuals. Slots of
+        states and of residuals are counted separately.
+        """
+        stack: list[tuple[int, int]] = []
+        start, part = 0, ROOT
+        while True:
+            while self.tree.first[part] >= 0:
+                yield Action("store", start, start, len(stack))
+                stack.append((start, int(self.tree.first[part])))
+                stop = start + int(self.tree.steps[part])
+                yield Action("advance", start, stop)
+                start, part = stop, int(self.tree.second[part])
+            stop = start + int(self.tree.steps[part])
+            for step in range(start, stop):
+                yield Action("keep", step, step + 1, step - start)
+            for step in reversed(range(start, stop)):
+                yield Action("reverse", step, step, step - start)
+            if not stack:
+                return
+            start, part = stack.pop()
+            yield Action("restore", start, start, len(stack))
+            yield Action("free", start, start, len(stack))
+
+    def __str__(self) -> str:
+        return (
+            f"mixed: {self.n} steps, {slots_text(self.slots)} and up to {self.peak_residuals} steps' "
+            f"residuals: {cost_text(self.forward_steps, self.n)}"
+        )
+
+
+def blocks_of(n: int, memory: int, state: int, residuals: int) -> tuple[int, ...]:
+    """Return `Mixed.blocks` for one memory that states and residuals share."""
+    slots = max(n, 1) - 1 if state == 0 else min(memory // state, max(n, 1) - 1)
+    longest = max(n, 1)
+    if residuals == 0:
+        return (longest,)
+    rest = memory - slots * state
+    return tuple(min(1 + (rest + j * state) // residuals, longest) for j in range(slots + 1))
+
+
+def tree_cost(tree: Tree) -> int:
+    """Return the evaluations of the body that the splits of a tree take."""
+    costs = [0] * len(tree.steps)
+    # The parts of a part come after it.
+    for part in range(len(costs) - 1, -1, -1):
+        costs[part] = int(tree.steps[part])
+        if tree.first[part] >= 0:
+            costs[part] += costs[tree.first[part]] + costs[tree.second[part]]
+    return costs[ROOT]
+
+
+# The tables of a tree have some hundred entries.
+@lru_cache(maxsize=256)
+def _tree(n: int, blocks: tuple[int, ...], limits: tuple[int, int]) -> Tree:
+    if n <= blocks[-1]:
+        return _grow(n, blocks, _no_split)
+    order = _Order(n, blocks)
+    if order.is_optimal:
+        return _grow(n, blocks, order.split)
+    if n <= limits[0] and n * len(blocks) <= limits[1]:
+        return _grow(n, blocks, _solved(n, blocks))
+    # With residuals smaller than a state, the smallest blocks are not worth a state.
+    trees = [
+        _grow(n, blocks, _Order(n, blocks[low:]).split, low)
+        for low in range(min(4, len(blocks) - 1))
+    ]
+    return min(trees, key=tree_cost)
+
+
+Split = Callable[[int, int], int]
+
+
+def _grow(n: int, blocks: tuple[int, ...], split: Split, low: int = 0) -> Tree:
+    """Return the tree of a loop, given how far a part of a level and a length advances.
+
+    Args:
+      n: steps of the loop.
+      blocks: see `Mixed`.
+      split: (level above `low`, length) -> steps to the second part.
+      low: the lowest level that is used.
+    """
+    top = len(blocks) - 1
+    # Longer parts come first, so that a part comes before its parts.
+    waiting: dict[int, set[int]] = {n: {top}}
+    found: dict[tuple[int, int], tuple[int, tuple[int, int] | None, tuple[int, int] | None]] = {}
+    lengths = [-n]
+    while lengths:
+        length = -heapq.heappop(lengths)
+        for level in sorted(waiting.pop(length)):
+            if length <= blocks[level]:
+                found[level, length] = (length, None, None)
+                continue
+            k = split(level - low, length)
+            pair = (level, k), (level - 1, length - k)
+            found[level, length] = (k, *pair)
+            for at, shorter in pair:
+                if shorter not in waiting:
+                    waiting[shorter] = set()
+                    heapq.heappush(lengths, -shorter)
+                waiting[shorter].add(at)
+    number = {key: ROOT + i for i, key in enumerate(found)}
+    rows = [(0, -1, -1, top)]
+    for (level, _), (steps, first, second) in found.items():
+        parts = (-1, -1) if first is None or second is None else (number[first], number[second])
+        rows.append((steps, *parts, level))
+    table = np.array(rows, np.int64)
+    return Tree(*(np.ascontiguousarray(column) for column in table.T))
+
+
+def _no_split(level: int, length: int) -> int:
+    raise AssertionError("a loop of one block is not split")
+
+
+# The recurrence
+
+
+def _solved(n: int, blocks: tuple[int, ...]) -> Split:
+    """Return the splits that the recurrence gives, for loops of at most `n` steps."""
+    rising = np.arange(n + 1)
+    # Twice _MANY is still a number.
+    below = np.where(rising <= blocks[0], rising, _MANY)
+    splits = []
+    for block in blocks[1:]:
+        costs = np.where(rising <= block, rising, _MANY)
+        row = np.zeros(n + 1, np.int64)
+        left = rising + costs
+        for length in range(block + 1, n + 1):
+            total = left[1:length] + below[length - 1 : 0 : -1]
+            k = int(np.argmin(total))
+            row[length], costs[length] = k + 1, total[k]
+            left[length] = length + costs[length]
+        splits.append(row)
+        below = costs
+    return lambda level, length: int(splits[level - 1][length])
+
+
+# The order of replacements
+
+
+class _Order:
+    """The order in which leaves of the tree are replaced, for loops of at most `n` steps.
+
+    A group is one level, or several that are taken together: its highest level, its lowest one, the steps
+    that it adds, and the steps that it delays.
+    """
+
+    def __init__(self, n: int, blocks: tuple[int, ...]) -> None:
+        self.blocks = np.array(blocks, np.int64)
+        top = len(blocks) - 1
+        added, delays = self.blocks[:-1], np.diff(self.blocks)
+        # The groups of a chain of right children that starts at a level, the highest first.
+        chain: list[tuple[int, int]] = []
+        # For each group: steps added, steps delayed, the first and the last level whose chain has it.
+        groups: list[list[int]] = []
+        alive: list[int] = []
+        for level in range(1, top + 1):
+            own = (int(added[level - 1]), int(delays[level - 1]))
+            while chain and chain[-1][1] * own[0] < own[1] * chain[-1][0]:
+                own = (own[0] + chain[-1][0], own[1] + chain[-1][1])
+                chain.pop()
+                groups[alive.pop()][3] = level - 1
+            chain.append(own)
+            alive.append(len(groups))
+            groups.append([*own, level, top])
+        groups.sort(key=lambda group: (group[1] / group[0], -group[0]))
+        table = np.array(groups, np.int64).reshape(-1, 4)
+        self.sizes, charges, self.low, self.high = table.T
+        #: Proven by exhaustion for small loops only; see the tests.
+        self.is_optimal = bool(np.all(charges <= 1))
+        # paths[ℓ][d]: how often a tree has, d levels below its root, a node of repetition ℓ.
+        self.paths = [np.ones(top + 1, np.int64)]
+        capacity = np.concatenate([[0], np.cumsum(added)])
+        # total[j, ℓ]: the steps that all replacements of repetitions below ℓ add to a root of level j.
+        total = [np.zeros(top + 1, np.int64), capacity]
+        while blocks[-1] + total[-1][top] < n:
+            self.paths.append(np.minimum(np.cumsum(self.paths[-1]), _MANY))
+            capacity = np.minimum(np.cumsum(capacity), _MANY)
+            total.append(np.minimum(total[-1] + capacity, _MANY))
+        self.total = np.ascontiguousarray(np.array(total).T)
+
+    def split(self, level: int, length: int) -> int:
+        """Return how far a part advances before the next state is kept."""
+        block, smaller = int(self.blocks[level]), int(self.blocks[level - 1])
+        # The left part in a tree where nothing is replaced but the root is `block - smaller`.
+        left, rest = block - smaller, length - block
+        repetition = int(np.searchsorted(self.total[level], rest)) - 1
+        if repetition == 0:
+            return left + min(rest, smaller)
+        left += smaller + int(self.total[level, repetition - 1])
+        rest -= int(self.total[level, repetition])
+        in_left = self._chains(level, repetition - 1)
+        in_right = self._chains(level - 1, repetition)
+        ends = np.cumsum((in_left + in_right) * self.sizes)
+        last = int(np.searchsorted(ends, rest))
+        before = int(ends[last - 1]) if last else 0
+        left += int(in_left[:last] @ self.sizes[:last])
+        return left + max(0, rest - before - int(in_right[last] * self.sizes[last]))
+
+    def _chains(self, level: int, repetition: int) -> np.ndarray:
+        """Return for each group how many chains of a repetition have it, below a root of `level`."""
+        if repetition == 0:
+            return ((self.low <= level) & (level <= self.high)).astype(np.int64)
+        paths = self.paths[repetition]
+        above = level - np.minimum(self.high, level) - 1
+        counts = np.where(self.low <= level, paths[np.maximum(level - self.low, 0)], 0)
+        return counts - np.where(above >= 0, paths[np.maximum(above, 0)], 0)

@@ -1,0 +1,226 @@
+"""The mixed schedule against the recurrence, an exhaustive search, and counts of an independent package."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from functools import lru_cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from remat.errors import ScheduleError
+from remat.loops.schedules import Binomial, Mixed, replay
+from remat.loops.schedules.mixed import blocks_of
+
+_MANY = 1 << 40
+
+
+def counts_by_recurrence(n: int, memory: int, state: int, residuals: int) -> np.ndarray:
+    """T(m, n) for all m up to `memory` and all lengths up to `n`, as Maddison has it for r = c."""
+    counts = np.full((memory + 1, n + 1), _MANY, np.int64)
+    counts[:, 1] = 1
+    for m, length in itertools.product(range(memory + 1), range(2, n + 1)):
+        best = _MANY
+        if m >= state:
+            k = np.arange(1, length)
+            best = int(np.min(k + counts[m - state, length - k] + counts[m, k]))
+        if m >= residuals:
+            best = min(best, 1 + int(counts[m - residuals, length - 1]))
+        counts[m, length] = min(best, _MANY)
+    return counts
+
+
+def fewest_steps(n: int, memory: int, state: int, residuals: int) -> int | None:
+    """The fewest evaluations of any sequence of actions, found by Dijkstra's algorithm."""
+    start = (n, 0, frozenset(), frozenset())  # steps left, the state at hand, states, residuals
+    costs = {start: 0}
+    queue = [(0, 0, start)]
+    number = itertools.count(1)
+    while queue:
+        cost, _, at = heapq.heappop(queue)
+        left, hand, states, kept = at
+        if not left:
+            return cost
+        if costs[at] < cost:
+            continue
+        after = [(0, (left, hand, states - {i}, kept)) for i in states]
+        after += [(0, (left, i, states, kept)) for i in states]
+        used = len(states) * state + len(kept) * residuals
+        if left - 1 in kept:
+            after.append((0, (left - 1, -1, states, kept - {left - 1})))
+        if hand == left - 1:
+            after.append((1, (left - 1, -1, states, kept)))
+        elif hand >= 0:
+            after.append((1, (left, hand + 1, states, kept)))
+            if used + residuals <= memory:
+                after.append((1, (left, hand + 1, states, kept | {hand})))
+        if hand >= 0 and used + state <= memory:
+            after.append((0, (left, hand, states | {hand}, kept)))
+        for more, then in after:
+            if cost + more < costs.get(then, _MANY):
+                costs[then] = cost + more
+                heapq.heappush(queue, (cost + more, next(number), then))
+    return None
+
+
+def check_actions(schedule: Mixed, memory: int, state: int, residuals: int) -> None:
+    """Carry out the actions; at every one the memory suffices, beside the residuals in use."""
+    found = replay(schedule.actions(), schedule.n)
+    assert found.forward_steps == schedule.forward_steps
+    assert found.peak_slots == schedule.peak_slots <= schedule.slots
+    for states, steps in found.held:
+        assert states * state + max(0, steps - 1) * residuals <= memory
+
+
+@pytest.mark.parametrize("state, residuals", [(1, 1), (1, 2), (2, 1), (2, 3), (3, 2), (1, 0)])
+def test_no_sequence_of_actions_runs_fewer_steps(state: int, residuals: int) -> None:
+    for n, memory in itertools.product(range(1, 6), range(5)):
+        fewest = fewest_steps(n, memory, state, residuals)
+        if fewest is None:
+            with pytest.raises(ScheduleError, match="no schedule of"):
+                Mixed.of(n, memory, state, residuals)
+        else:
+            assert Mixed.of(n, memory, state, residuals).forward_steps == fewest, (n, memory)
+
+
+@pytest.mark.parametrize(
+    "n, s, steps",
+    [
+        # optimal_steps_mixed(n, s) of the package checkpoint-schedules 1.0.4
+        (10, 3, 19),
+        (50, 4, 164),
+        (100, 5, 352),
+        (137, 1, 9452),
+        (200, 20, 392),
+        (300, 2, 4876),
+        (300, 7, 1126),
+        (300, 20, 672),
+    ],
+)
+def test_counts_are_those_of_the_package_checkpoint_schedules(n: int, s: int, steps: int) -> None:
+    assert Mixed.of(n, s, 1, 1).forward_steps == steps
+
+
+@pytest.mark.parametrize(
+    "n, s, counts",
+    [(100, 10, (237, 270, 288)), (1000, 10, (3921, 4366, 4580)), (1000, 50, (1974, 2323, 2651))],
+)
+def test_larger_residuals_cost_more_steps_up_to_those_of_states_alone(
+    n: int, s: int, counts: tuple[int, ...]
+) -> None:
+    assert tuple(Mixed.of(n, s, 1, r).forward_steps for r in (1, 2, 4)) == counts
+    assert Mixed.of(n, s, 1, s + 1).forward_steps == Binomial(n, s).forward_steps > counts[-1]
+
+
+def test_every_count_up_to_300_steps_and_20_slots_is_that_of_the_recurrence() -> None:
+    counts = counts_by_recurrence(300, 20, 1, 1)
+    for s in range(1, 21):
+        for n in range(1, 301, 7):
+            assert Mixed.of(n, s, 1, 1).forward_steps == counts[s, n], (n, s)
+
+
+def check_random_counts(pairs: int, each: int) -> None:
+    draw = random.Random(0)
+    for _ in range(pairs):
+        state, residuals = draw.randint(1, 12), draw.randint(1, 30)
+        memory = draw.randint(state, 40)
+        counts = counts_by_recurrence(60, memory, state, residuals)
+        for _ in range(each):
+            m, n = draw.randint(state, memory), draw.randint(1, 60)
+            assert Mixed.of(n, m, state, residuals).forward_steps == counts[m, n], (
+                n,
+                m,
+                state,
+                residuals,
+            )
+
+
+def test_random_sizes_have_the_counts_of_the_recurrence() -> None:
+    check_random_counts(10, 40)
+
+
+@pytest.mark.slow
+def test_ten_thousand_random_sizes_have_the_counts_of_the_recurrence() -> None:
+    check_random_counts(100, 100)
+
+
+def test_memory_suffices_at_every_action_of_all_short_loops() -> None:
+    for n, memory, state, residuals in itertools.product(
+        range(13), range(1, 7), range(1, 4), range(1, 4)
+    ):
+        if memory >= state or n <= 1 + memory // residuals:
+            check_actions(Mixed.of(n, memory, state, residuals), memory, state, residuals)
+
+
+@given(
+    n=st.integers(0, 400),
+    memory=st.integers(1, 10**4),
+    state=st.integers(0, 200),
+    residuals=st.integers(0, 400),
+)
+@settings(max_examples=60, deadline=None)
+def test_memory_suffices_at_every_action_of_a_loop(
+    n: int, memory: int, state: int, residuals: int
+) -> None:
+    if memory >= state:
+        check_actions(Mixed.of(n, memory, state, residuals), memory, state, residuals)
+
+
+@lru_cache
+def _order_and_recurrence(n: int, memory: int, state: int, residuals: int) -> tuple[int, int]:
+    blocks = blocks_of(n, memory, state, residuals)
+    return Mixed(n, blocks, (0, 0)).forward_steps, Mixed(n, blocks).forward_steps
+
+
+@pytest.mark.parametrize(
+    "state, residuals", [(1, 1), (1, 3), (2, 3), (5, 7), (4, 5), (3, 2), (3, 1)]
+)
+def test_long_loops_are_reversed_within_a_hundredth_of_the_optimum(
+    state: int, residuals: int
+) -> None:
+    for slots in (3, 9):
+        by_order, optimum = _order_and_recurrence(800, slots * state + 1, state, residuals)
+        assert optimum <= by_order <= 1.01 * optimum
+        if residuals % state == 0:
+            assert by_order == optimum
+
+
+def test_a_long_loop_with_many_levels_has_few_distinct_parts() -> None:
+    for state, residuals in ((1, 1), (3, 5), (3, 1)):
+        schedule = Mixed.of(10**5, 100 * state, state, residuals)
+        assert len(schedule.tree.steps) < 1000
+        assert schedule.forward_steps < Binomial(10**5, 100).forward_steps
+
+
+def test_a_loop_that_fits_runs_no_step_twice() -> None:
+    assert Mixed.of(10, 9, 1, 1).forward_steps == 10
+    assert Mixed.of(10**6, 0, 5, 0).forward_steps == 10**6
+    assert Mixed.of(0, 3, 1, 1).forward_steps == 0
+    assert Mixed.of(10, 9, 1, 1).positions == ()
+
+
+def test_a_picture_shows_steps_that_are_reversed_together() -> None:
+    assert Mixed.of(12, 3, 1, 1).picture().splitlines() == [
+        "o>>>>>o>>o><  3 slots",
+        "o.....o..<<   2 slots",
+        "o.....<<<     1 slot",
+        "o>><<<        1 slot",
+        "<<<           0 slots",
+    ]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Mixed(3, ()),
+        lambda: Mixed(9, (2, 1)),
+        lambda: Mixed(9, (0, 1)),
+        lambda: Mixed.of(3, -1, 1, 1),
+    ],
+)
+def test_impossible_schedules_are_refused(make) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ScheduleError):
+        make()
