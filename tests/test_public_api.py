@@ -18,7 +18,7 @@ import pytest
 import remat
 from remat import errors, solvers
 from remat.loops import schedules
-from remat.loops.schedules import Binomial, Multilevel, Online, TwoTier
+from remat.loops.schedules import Binomial, Mixed, Multilevel, Online, TwoTier
 from remat.program.targets import target
 
 PUBLIC = {
@@ -193,9 +193,10 @@ def explained():
         (lambda: solvers.GridSearch().answers(GRAPH), "<answers of GridSearch on a graph of 5 nodes>"),
         (lambda: explained().groups()[0], "Group("),
         (lambda: explained().timeline(), "Timeline("),
-        (lambda: remat.scan.explain(scan_step, jnp.ones(2), length=9, checkpoints=2), "Choice(binomial: 9"),
+        (lambda: remat.scan.explain(scan_step, jnp.ones(2), length=9, checkpoints=2), "Choice(mixed: 9"),
         (lambda: remat.fit(Step()), "<remat.fit of a Step>"),
         (lambda: Binomial(10, 3), "Binomial(n=10, slots=3)"),
+        (lambda: Mixed.of(10, 3, 1, 1), "Mixed(n=10, blocks=(1, 2, 3, 4))"),
         (lambda: TwoTier(10, 2, 3), "TwoTier(n=10, memory_slots=2, host_slots=3)"),
         (lambda: Online(10, 3), "Online(n=10, slots=3)"),
         (lambda: Multilevel(10, (2, 5)), "Multilevel(n=10, lengths=(2, 5), "),

@@ -84,23 +84,29 @@ class Kept(NamedTuple):
 
 def plan_of(loop: Loop, marked: Inputs) -> Plan | None:
     """Return the plan by which a loop is reversed for the marked inputs; None for states alone."""
-    n = loop.length
-    if loop.memory is None or n is None or loop.is_symbolic or not 0 < n < 2**31:
+    if loop.memory is None:
         return None
     consts, carry, xs = map(tuple, marked[:3])
     carry_mask, y_mask = loop.spread(consts, carry, xs)
     if not any((*carry_mask, *y_mask)):
         return None
-    types = _jax.in_avals(loop.body)
-    state = types[loop.n_consts : loop.n_consts + loop.n_carry]
     try:
         halves = split_step(loop.body, Masks(consts, carry_mask, xs, y_mask))
     except Exception:  # the backward pass raises it, with its context
         return None
+    return plan_with(loop, halves)
+
+
+def plan_with(loop: Loop, halves: Halves) -> Plan | None:
+    """Return the plan by which a loop is reversed whose step is split so; None for states alone."""
+    n, memory = loop.length, loop.memory
+    if memory is None or n is None or loop.is_symbolic or not 0 < n < 2**31:
+        return None
+    state = _jax.in_avals(loop.body)[loop.n_consts : loop.n_consts + loop.n_carry]
     if any(_jax.is_symbolic(size) for t in (*state, *halves.kept) for size in t.shape):
         return None
     where = layout(state, halves.kept)
-    schedule = where.schedule(n, max(0, loop.slots * where.state_bytes + loop.memory))
+    schedule = where.schedule(n, max(0, loop.slots * where.state_bytes + memory))
     if schedule is None or max(where.sizes(schedule)) > _INT32_MAX:
         return None
     plan = Plan(schedule, halves, where)

@@ -6,13 +6,13 @@ There are two ways to trade memory for recomputation. `choose` takes one (`Choic
 - *nested*: nested scans whose inner blocks are recomputed. With two levels, and the residuals of one
   block kept, it costs one extra forward sweep and memory that grows as √n. It consists of `lax.scan`
   and `remat.checkpoint` only. This is the default.
-- *binomial*: a fixed number of kept states and the fewest recomputed steps that are possible with it
-  (`schedules.Binomial`), interpreted at run time (`loop.py`). `checkpoints=` selects it.
+- *mixed*: carries and residuals of steps in a fixed memory, and the fewest recomputed steps that are
+  possible with it (`schedules.Mixed`), interpreted at run time (`mixed.py`). `checkpoints=` selects it.
+  Where the memory never holds residuals of more than one step, it is *binomial* (`loop.py`).
 
 With `budget=`, the one with the least recomputation that fits is taken.
 
-Both keep carries; a step's residuals exist only while it is reversed (in a nested scan: while its block
-is). With `policy=`, the body is a region with that policy, which chooses the residuals
+With `policy=`, the body is a region with that policy, which chooses the residuals
 (`tracing.trace_body`). A plain `lax.scan` inside a region is split by `ir/split/loops.py`.
 
 The body is traced to a jaxpr, on which both work. A weakly typed initial carry takes up to three traces.
@@ -35,15 +35,17 @@ from remat.aliases import Arrays, PolicyLike, PyTree, Size
 from remat.errors import BudgetError, ScheduleError
 from remat.loops.arguments import unroll_factor, whole_number
 from remat.loops.derivative import run
-from remat.loops.loop import Inputs, Loop, split_inputs
-from remat.loops.mixed import Plan, plan_of
+from remat.loops.halves import Halves
+from remat.loops.loop import Inputs, Loop
+from remat.loops.mixed import plan_with
 from remat.loops.schedules import Binomial, Mixed, Multilevel
 from remat.loops.sizes import n_bytes, worst_case
 from remat.loops.store import DEVICE, Store, make_store
 from remat.loops.tracing import (
     Traced,
     as_arrays,
-    checkpointed,
+    checkpointed as checkpointed_body,
+    differentiated,
     residual_bytes,
     trace_body,
 )
@@ -86,16 +88,17 @@ def scan(
       init: the initial carry, a pytree of arrays of any type.
       xs: a pytree of arrays with the same leading axis, of `length`; or None.
       length: the number of steps, required if `xs` has no leaves.
-      checkpoints: how many carries are kept for the backward pass, including the initial one. One
-        more is held when the backward pass begins. The number of recomputed steps is the least
-        possible.
+      checkpoints: the memory for the backward pass, as a number of carries. It holds carries, and
+        residuals of steps where that saves more; the residuals of one step more are held in addition.
+        The number of recomputed steps is the least possible. With another `store`, it is the number of
+        carries kept, including the initial one.
       budget: the bytes that may be kept for the backward pass, as a number or as "2GiB". The schedule
         that recomputes least within it is chosen. Without `budget` and `checkpoints`, the schedule is
         the one of least memory that costs at most one extra forward sweep; if the length is a symbolic
         dimension (`jax.export`), it is that of `checkpoints=64`.
       policy: what a step saves while it is reversed, as for `remat.checkpoint`.
       reverse: whether to run from the last x to the first.
-      unroll: as for `jax.lax.scan`; the binomial backward pass is not unrolled.
+      unroll: as for `jax.lax.scan`; it has no effect on a gradient with `checkpoints`.
       store: where the carries are kept: in device memory, in host memory, or in a file. The last two
         require `checkpoints`. A file costs one extra forward sweep. It has no name, so nothing remains
         in the directory.
@@ -112,7 +115,8 @@ def scan(
       UnitsError: `budget` is not a number of bytes.
       TypeError, ValueError: what `jax.lax.scan` raises for the same call.
 
-    Reference: Griewank & Walther, Algorithm 799: revolve, ACM TOMS 26 (2000).
+    Reference: Maddison, Step-based checkpointing with high-level algorithmic differentiation, J. Comput.
+    Sci. 82, 102405 (2024); Griewank & Walther, Algorithm 799: revolve, ACM TOMS 26 (2000).
     """
     where = make_store(store, directory)
     if store != "device" and checkpoints is None:
@@ -125,16 +129,14 @@ def scan(
         slots = slots_of_unknown_length(traced, checkpoints, budget, DEFAULT_CHECKPOINTS)
         carry, ys = _checkpointed(scanned, slots, where)
     elif store != "device":
+        _refuse_both(checkpoints, budget)
         # A loop of n steps cannot use more than n slots.
         slots = max(1, min(whole_number(checkpoints, "checkpoints", 1), n))
         carry, ys = _checkpointed(scanned, slots, where)
     else:
         choice = choose(scanned, checkpoints, budget)
         if isinstance(choice.schedule, Mixed | Binomial):
-            slots = choice.memory_bytes // max(choice.state_bytes, 1)
-            slots = max(1, min(slots, n))
-            memory = choice.memory_bytes - slots * choice.state_bytes
-            carry, ys = _checkpointed(scanned, slots, where, memory)
+            carry, ys = _checkpointed(scanned, choice.slots, where, choice.spare_bytes)
         else:
             lengths = (n,) if choice.schedule is None else choice.schedule.lengths
             recomputed = choice.schedule is not None and choice.schedule.step_recomputed
@@ -157,8 +159,8 @@ def explain(
     """Return what `remat.scan` with the same arguments keeps and recomputes, and why.
 
     >>> print(explain(lambda x, _: (x * x, x), jnp.ones(4), length=100, checkpoints=5))
-    binomial: 100 steps, 5 slots: 416 forward steps (4.16 per step), repeated at most 4 times
-    kept for the backward pass: 96 B = 6 states of 16 B
+    mixed: 100 steps, 5 slots and up to 6 steps' residuals: 352 forward steps (3.52 per step)
+    kept for the backward pass: 96 B = states of 16 B and steps' residuals of 16 B
     why: the fewest steps for checkpoints=5
     """
     return choose(_trace(f, init, xs, length, policy, reverse, unroll), checkpoints, budget)
@@ -179,7 +181,8 @@ class Choice:
       residual_bytes: bytes of one step's residuals, without inputs of the scan.
       kept_bytes: bytes that are kept at the peak of the backward pass.
       why: the reason for the choice, in words.
-      memory_bytes: of "mixed" and "binomial": the bytes that are shared by states and residuals.
+      slots: of "mixed" and "binomial": how many states there is memory for.
+      spare_bytes: the bytes that there are beside these; a mixed schedule uses them, too.
     """
 
     kind: Literal["plain", "nested", "mixed", "binomial"]
@@ -189,7 +192,8 @@ class Choice:
     residual_bytes: Size
     kept_bytes: Size
     why: str
-    memory_bytes: Size = 0
+    slots: int = 0
+    spare_bytes: int = 0
 
     @property
     def forward_steps(self) -> int:
@@ -267,33 +271,44 @@ def _trace(
 
 def choose(scanned: Scanned, checkpoints: int | None, budget: str | int | None) -> Choice:
     """Return the schedule with the least recomputation for a number of checkpoints or a budget."""
-    if checkpoints is not None and budget is not None:
-        raise ScheduleError(
-            f"checkpoints={checkpoints} and budget={budget!r} exclude each other. Pass one of them."
-        )
+    _refuse_both(checkpoints, budget)
     n = scanned.length
     if _jax.is_symbolic(n):
         raise ScheduleError(
             f"the number of steps, {n}, is a symbolic dimension, and the schedule depends on its value. "
             "Pass a length that is a number."
         )
-    state, residual = _state_and_residual(scanned.traced, budget)
+    halves = differentiated(scanned.traced)
+    state, residual = _state_and_residual(scanned.traced, halves, budget)
 
-    def choice(kind: Any, schedule: Any, kept_bytes: int, why: str, memory: int = 0) -> Choice:
-        return Choice(kind, schedule, n, state, residual, kept_bytes, why, memory)
+    def choice(kind: Any, schedule: Any, kept_bytes: Size, why: str, *memory: int) -> Choice:
+        return Choice(kind, schedule, n, state, residual, kept_bytes, why, *memory)
+
+    def checkpointed(slots: int, spare: int, why: str) -> Choice:
+        """Return the choice in which states and residuals share the bytes of so many states, and these."""
+        if slots > max(n, 1) and not _jax.is_symbolic(state):
+            # A loop of n steps has no more states.
+            slots, spare = max(n, 1), spare + (slots - max(n, 1)) * state
+        loop = _loop(scanned, slots, memory=spare)
+        plan = None if halves is None else plan_with(loop, halves)
+        if plan is not None:
+            kept_bytes = plan.layout.n_bytes(plan.schedule)
+            return choice("mixed", plan.schedule, kept_bytes, why, slots, spare)
+        return choice("binomial", Binomial(n, slots), (slots + 1) * state, why, slots, spare)
 
     plain = choice("plain", None, n * residual, "the loop is too short to save anything")
     if checkpoints is not None:
         checkpoints = whole_number(checkpoints, "checkpoints", 1)
-        memory = checkpoints * state
-        why = f"the fewest steps in the memory of checkpoints={checkpoints}"
-        if not _jax.is_symbolic(memory) and plain.kept_bytes <= memory and n > 1:
-            return choice("plain", None, plain.kept_bytes, f"all fits the memory of {checkpoints=}")
-        if checkpoints >= n and not _keeps_residuals(scanned, memory):
-            every = Multilevel(n, (max(n, 1),))
-            why = f"checkpoints={checkpoints} hold the states of all {n} steps"
-            return choice("nested", every, n * state + residual, why)
-        return _checkpointed_choice(choice, scanned, checkpoints, memory, state, why)
+        fits = not _jax.is_symbolic(state) and n * residual <= checkpoints * state
+        if n > 1 and fits:
+            why = f"all fits the memory of checkpoints={checkpoints}"
+            return choice("plain", None, plain.kept_bytes, why)
+        by_states = checkpointed(checkpoints, 0, f"the fewest steps for checkpoints={checkpoints}")
+        if checkpoints < n or by_states.kind == "mixed":
+            return by_states
+        every = Multilevel(n, (max(n, 1),))
+        why = f"checkpoints={checkpoints} hold the states of all {n} steps"
+        return choice("nested", every, n * state + residual, why)
     two_levels = Multilevel.balanced(
         n,
         2,
@@ -313,56 +328,38 @@ def choose(scanned: Scanned, checkpoints: int | None, budget: str | int | None) 
     memory = limit - 2 * state - residual
     if memory + state >= state > memory:
         memory = state
-    slots = min(memory // max(state, 1), n)
-    if slots >= 1 or (memory >= 0 and _keeps_residuals(scanned, memory)):
+    found: Choice | None = None
+    if memory >= state:
+        slots = min(memory // max(state, 1), max(n, 1))
         why = f"the fewest steps that fit {format_bytes(limit)}"
-        mixed = _checkpointed_choice(choice, scanned, slots, memory, state, why)
-        if nested_bytes > limit or mixed.forward_steps < nested.forward_steps:
-            return mixed
-    if nested_bytes <= limit:
+        found = checkpointed(slots, memory - slots * state, why)
+    if nested_bytes <= limit and (found is None or nested.forward_steps <= found.forward_steps):
         # Larger blocks within the budget would not help: two levels cost one sweep for any block size.
         return choice("nested", two_levels, nested_bytes, f"fits the {format_bytes(limit)}")
-    least = 2 * state + residual
-    raise BudgetError(
-        f"no schedule of {n} steps fits {format_bytes(limit)}; the smallest keeps "
-        f"{format_bytes(least)}: two states of {format_bytes(state)} and one step's residuals "
-        f"of {format_bytes(residual)}. Raise budget=, or save less in a step with policy=."
-    )
+    if found is None:
+        least = 2 * state + residual
+        raise BudgetError(
+            f"no schedule of {n} steps fits {format_bytes(limit)}; the smallest keeps "
+            f"{format_bytes(least)}: two states of {format_bytes(state)} and one step's residuals "
+            f"of {format_bytes(residual)}. Raise budget=, or save less in a step with policy=."
+        )
+    return found
 
 
-def _keeps_residuals(scanned: Scanned, memory: int) -> bool:
-    return _plan(scanned, memory) is not None
-
-
-def _plan(scanned: Scanned, memory: Size) -> Plan | None:
-    """Return the plan for a gradient with respect to all inputs; None if it keeps states alone."""
-    if _jax.is_symbolic(memory):
-        return None
-    loop = _loop(scanned, 0, memory=memory)
-    marks = [_jax.has_tangent(t) for t in _jax.in_avals(loop.body)]
-    return plan_of(loop, split_inputs(loop, marks))
-
-
-def _checkpointed_choice(
-    choice: Callable, scanned: Scanned, slots: int, memory: int, state: int, why: str
-) -> Choice:
-    plan = _plan(scanned, memory)
-    if plan is None:
-        schedule = Binomial(scanned.length, slots)
-        return choice("binomial", schedule, (slots + 1) * state, why, memory)
-    return choice("mixed", plan.schedule, plan.layout.n_bytes(plan.schedule), why, memory)
+def _refuse_both(checkpoints: int | None, budget: str | int | None) -> None:
+    if checkpoints is not None and budget is not None:
+        raise ScheduleError(
+            f"checkpoints={checkpoints} and budget={budget!r} exclude each other. Pass one of them."
+        )
 
 
 def slots_of_unknown_length(
     traced: Traced, checkpoints: int | None, budget: str | int | None, default: int
 ) -> int:
     """Return how many states a loop keeps if its number of steps is unknown when it is traced."""
-    if checkpoints is not None and budget is not None:
-        raise ScheduleError(
-            f"checkpoints={checkpoints} and budget={budget!r} exclude each other. Pass one of them."
-        )
+    _refuse_both(checkpoints, budget)
     if budget is not None:
-        state, residual = _state_and_residual(traced, budget)
+        state, residual = _state_and_residual(traced, differentiated(traced), budget)
         limit = parse_bytes(budget, "budget=")
         slots = (limit - residual) // max(state, 1) - 1
         if slots < 1:
@@ -377,9 +374,11 @@ def slots_of_unknown_length(
     return default if checkpoints is None else whole_number(checkpoints, "checkpoints", 1)
 
 
-def _state_and_residual(traced: Traced, budget: str | int | None) -> tuple[Size, Size]:
+def _state_and_residual(
+    traced: Traced, halves: Halves | None, budget: str | int | None
+) -> tuple[Size, Size]:
     """Return the bytes of a state and of a step's residuals; with a budget, their upper bounds."""
-    state, residual = sum(map(n_bytes, traced.carry)), residual_bytes(traced)
+    state, residual = sum(map(n_bytes, traced.carry)), residual_bytes(halves)
     if budget is None:
         return state, residual
     return (
@@ -435,7 +434,7 @@ def _nested(
         return out[: len(carry)], out[len(carry) :]
 
     if len(lengths) == 1 or n == 0:
-        body = checkpointed(step, None) if recomputed else step
+        body = checkpointed_body(step, None) if recomputed else step
         return lax.scan(body, carry, xs, n, unroll=scanned.unroll, **options)
     block = 1
     for length in lengths[1:]:
@@ -452,7 +451,7 @@ def _nested(
     parts = []
     if blocks:
         cut = [x[main].reshape(blocks, block, *x.shape[1:]) for x in xs]
-        body = checkpointed(lambda carry, xs: inner(carry, xs, block), None)
+        body = checkpointed_body(lambda carry, xs: inner(carry, xs, block), None)
         carry, ys = lax.scan(body, carry, cut, blocks, **options)
         parts.append([y.reshape(blocks * block, *y.shape[2:]) for y in ys])
     if rest:

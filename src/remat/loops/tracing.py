@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from remat import _jax
-from remat.aliases import Array, Arrays, PolicyLike, PyTree, Size, TreeDef
+from remat.aliases import Arrays, PolicyLike, PyTree, Size, TreeDef
 from remat.errors import EffectError
+from remat.loops.halves import Halves, Masks, split_step
 from remat.loops.sizes import n_bytes
 from remat.transform.checkpoint import checkpoint
 
@@ -132,30 +133,21 @@ def as_arrays(leaves: Arrays) -> Arrays:
     ]
 
 
-def residual_bytes(traced: Traced) -> Size:
-    """Return the bytes of one step's residuals, without the consts and its slice of the xs.
+def differentiated(traced: Traced) -> Halves | None:
+    """Return a step in two halves, for derivatives with respect to all inputs; None if it has none."""
+    marks = [_jax.has_tangent(t) for t in _jax.in_avals(traced.body)]
+    out_marks = [_jax.has_tangent(t) for t in _jax.out_avals(traced.body)]
+    first, n_carry = len(traced.consts), len(traced.carry)
+    parts = (marks[:first], marks[first : first + n_carry], marks[first + n_carry :])
+    try:
+        return split_step(traced.body, Masks(*map(tuple, (*parts, out_marks[n_carry:]))))
+    except Exception:  # differentiation rules raise errors of any type
+        return None
+
+
+def residual_bytes(halves: Halves | None) -> Size:
+    """Return the bytes of one step's residuals, without what every step shares and its slice of the xs.
 
     A body without reverse-mode derivative has 0 bytes: such a loop can still be run.
     """
-    types = _jax.in_avals(traced.body)
-    inexact = [_jax.has_tangent(t) for t in types]
-
-    def residuals(*values: Array) -> PyTree:
-        def step(*marked: Array) -> Arrays:
-            replacement = iter(marked)
-            out = _jax.call_jaxpr(
-                traced.body, [next(replacement) if m else v for v, m in zip(values, inexact)]
-            )
-            return [y for y in out if _jax.has_tangent(y)]
-
-        _, pull = jax.vjp(step, *(v for v, m in zip(values, inexact) if m))
-        return jax.tree.leaves(pull)
-
-    try:
-        jaxpr, consts, _ = _jax.trace_call(residuals, *types)
-    except Exception:  # differentiation rules raise errors of any type
-        return 0
-    n_fixed, n_carry = len(traced.consts), len(traced.carry)
-    inputs = jaxpr.invars[len(consts) :]
-    fixed = {*jaxpr.invars[: len(consts)], *inputs[:n_fixed], *inputs[n_fixed + n_carry :]}
-    return sum(n_bytes(v.aval) for v in {*filter(_jax.is_var, jaxpr.outvars)} - fixed)
+    return 0 if halves is None else sum(map(n_bytes, halves.kept))

@@ -1,0 +1,104 @@
+"""Gradient of a wave simulation with respect to its medium: mixed schedule against states alone.
+
+The simulation is that of `examples/wave_equation.py`. The loops get the same memory: states and residuals
+together, or states alone (the binomial schedule, which `store="host"` runs: on a CPU the host's memory is
+the device's). `lax.scan` with `jax.checkpoint` of the body keeps every state. The ways take turns; times are
+ratios to the binomial schedule.
+
+    python -m benchmarks waves
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from remat.loops.scan import explain, scan
+from remat.units import format_bytes
+
+GRID = 128
+STEPS = 500
+CHECKPOINTS = (10, 30, 100)
+ROUNDS = 5
+REFERENCE = "states alone"
+
+
+def step(medium: Any, fields: tuple[Any, Any], amplitude: Any) -> tuple[Any, Any]:
+    """One leapfrog step of u_tt = c² Δu + source; returns a row of samples."""
+    before, now = fields
+    padded = jnp.pad(now, 1)
+    laplacian = (
+        padded[:-2, 1:-1] + padded[2:, 1:-1] + padded[1:-1, :-2] + padded[1:-1, 2:] - 4 * now
+    )
+    after = 2 * now - before + medium * laplacian
+    after = after.at[GRID // 4, GRID // 2].add(amplitude)
+    return (now, after), after[GRID // 8]
+
+
+def loss(run: Callable) -> Callable:
+    quiet = jnp.zeros((GRID, GRID))
+    t = (jnp.arange(STEPS) - 60.0) / 15.0
+    signature = (1 - 2 * t**2) * jnp.exp(-(t**2))
+
+    def misfit(medium: Any) -> Any:
+        body = lambda fields, amplitude: step(medium, fields, amplitude)  # noqa: E731
+        return 0.5 * jnp.sum(run(body, (quiet, quiet), signature)[1] ** 2)
+
+    return misfit
+
+
+def by_lax_each_step(body: Callable, fields: Any, signature: Any) -> Any:
+    return jax.lax.scan(jax.checkpoint(body, prevent_cse=False), fields, signature)
+
+
+def measure(checkpoints: int) -> dict[str, dict[str, float]]:
+    ways: dict[str, Callable] = {
+        "states and residuals": lambda *args: scan(*args, checkpoints=checkpoints),
+        REFERENCE: lambda *args: scan(*args, checkpoints=checkpoints, store="host"),
+        "lax.scan, each step": by_lax_each_step,
+        "lax.scan": jax.lax.scan,
+    }
+    medium = jnp.where(jnp.arange(GRID)[:, None] < GRID // 2, 0.2, 0.4) * jnp.ones((1, GRID))
+    programs = {
+        way: jax.jit(jax.grad(loss(run))).lower(medium).compile() for way, run in ways.items()
+    }
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for program in programs.values():
+        jax.block_until_ready(program(medium))
+    for _ in range(ROUNDS):
+        for way, program in programs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(program(medium))
+            seconds[way].append(time.perf_counter() - start)
+    return {
+        way: {
+            "temporaries_mib": program.memory_analysis().temp_size_in_bytes / 2**20,
+            "seconds": min(seconds[way]),
+            "time_ratio": statistics.median(
+                a / b for a, b in zip(seconds[way], seconds[REFERENCE])
+            ),
+        }
+        for way, program in programs.items()
+    }
+
+
+def main() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    quiet = jnp.zeros((GRID, GRID))
+    for checkpoints in CHECKPOINTS:
+        body = lambda fields, amplitude: step(quiet, fields, amplitude)  # noqa: E731
+        choice = explain(body, (quiet, quiet), jnp.zeros(STEPS), checkpoints=checkpoints)
+        print(f"{choice.schedule}; keeps {format_bytes(choice.kept_bytes)}", flush=True)
+        found[f"checkpoints={checkpoints}"] = rows = measure(checkpoints)
+        for way, row in rows.items():
+            print(
+                f"  {way:22} {row['temporaries_mib']:8.2f} MiB {row['seconds']:8.4f} s "
+                f"{row['time_ratio']:6.2f}",
+                flush=True,
+            )
+    return {"reference": REFERENCE, "grid": GRID, "steps": STEPS, "gradients": found}
