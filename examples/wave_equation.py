@@ -2,8 +2,9 @@
 
 A point source with an unknown signature w(t) excites waves in a medium of two velocities; receivers
 on a line record them. The gradient of the misfit with respect to w(t) needs every state of the
-simulation, in reverse order. 20,000 steps on a 512×512 grid are 39 GiB of states; `remat.scan` keeps
-200 of them and recomputes the rest.
+simulation, in reverse order. 20,000 steps on a 512×512 grid are 39 GiB of states; `remat.scan` takes
+the memory of 200 of them. With respect to the medium it fills that with states and residuals of steps, and
+recomputes the rest. With respect to the signature, in which the waves are linear, it needs none of it.
 
     python examples/wave_equation.py                                   a few minutes, under 2 GiB
     python examples/wave_equation.py --grid 64 --steps 400 --iterations 20    the inversion itself

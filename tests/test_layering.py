@@ -64,6 +64,7 @@ LAYERS = [
     ("loops.arguments", "loops.buffers", "loops.halves", "loops.linear", "loops.store"),
     ("loops.forward", "loops.tracing"),
     ("loops.loop",),
+    ("loops.inverse",),
     ("loops.mixed",),
     ("loops.rules",),
     ("loops.derivative",),

@@ -116,7 +116,8 @@ def _sweeping(loop: Loop, mask: Mask) -> Callable:
         differentiated, constants = _with_forward_rules(loop)
         values, given = [*constants, *flat], [*map(_no_tangent, constants), *flat_tangents]
         kept, new_mask = held, _mask(values, given)
-        if loop.memory is not None and (new_mask != mask or differentiated is not loop):
+        keeps_residuals = loop.memory is not None and loop.inverse is None
+        if keeps_residuals and (new_mask != mask or differentiated is not loop):
             # The residuals of a step depend on what is differentiated.
             _, kept = _sweeping(differentiated, new_mask)(values)
         out_tangents = _tangents(differentiated, values, results, kept, given)
@@ -160,8 +161,13 @@ def _with_forward_rules(loop: Loop) -> tuple[Loop, Arrays]:
     jaxpr, constants, _ = _jax.trace_call(body, *types)
     first, last, n_carry = loop.test_reads
     n = len(constants)
-    reads = (first + n, last + n, n_carry)
-    opened = dataclasses.replace(loop, body=jaxpr, n_consts=n + loop.n_consts, test_reads=reads)
+    opened = dataclasses.replace(
+        loop,
+        body=jaxpr,
+        n_consts=n + loop.n_consts,
+        test_reads=(first + n, last + n, n_carry),
+        inverse_reads=(loop.inverse_reads[0] + n, loop.inverse_reads[1] + n),
+    )
     return opened, list(constants)
 
 
@@ -418,6 +424,8 @@ def _augmented(
         n_consts=len(constants) + len(inputs.consts) + len(d_consts),
         n_carry=loop.n_carry + len(d_carry),
         test_reads=(first + len(constants), last + len(constants), n_carry),
+        # It would have to invert the tangents, too.
+        inverse=None,
     )
     return augmented, Inputs(
         [*constants, *inputs.consts, *d_consts],

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import ModuleType
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +104,9 @@ class Loop:
       store: where the states are kept.
       memory: for a loop that may keep residuals in place of states (`mixed.py`), the bytes that there are
         beside those of `slots` states, which may be negative; None if only states are kept.
+      inverse: a jaxpr without constants, (*consts, *carry, *x) -> carry, from the carry behind a step to
+        the one before it; None if there is none. `slots` is the number of blocks of `inverse.py` then.
+      inverse_reads: the consts (first, past the last) that `inverse` reads.
       counter: the type that steps are counted in. Where the bounds are integers known at run time it
         is unsigned: the number of steps between two integers fits the unsigned type of their width,
         not always the signed one.
@@ -121,6 +124,8 @@ class Loop:
     unroll: int | bool = 1
     store: Store = DEVICE
     memory: int | None = None
+    inverse: _jax.Jaxpr | None = None
+    inverse_reads: tuple[int, int] = (0, 0)
     counter: DTypeLike = np.int32
 
     def call(self, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
@@ -153,6 +158,11 @@ class Loop:
     def y_avals(self) -> Arrays:
         """Return the types of one step's ys."""
         return _jax.out_avals(self.body)[self.n_carry :]
+
+    @cached_property
+    def plans(self) -> dict[Any, Any]:
+        """Return what `mixed.plan_of` found for this loop, by the inputs that are differentiated."""
+        return {}
 
     @cached_property
     def rows_of_splits(self) -> np.ndarray:

@@ -27,7 +27,7 @@ from jax import lax
 
 from remat import _jax
 from remat.aliases import Array, Arrays, PyTree
-from remat.loops import loop as loops
+from remat.loops import inverse, loop as loops
 from remat.loops.buffers import Layout, layout
 from remat.loops.halves import Halves, Masks, split_step
 from remat.loops.loop import (
@@ -87,6 +87,8 @@ def plan_of(loop: Loop, marked: Inputs) -> Plan | None:
     if loop.memory is None:
         return None
     consts, carry, xs = map(tuple, marked[:3])
+    if (consts, carry, xs) in loop.plans:
+        return loop.plans[consts, carry, xs]
     carry_mask, y_mask = loop.spread(consts, carry, xs)
     if not any((*carry_mask, *y_mask)):
         return None
@@ -94,7 +96,11 @@ def plan_of(loop: Loop, marked: Inputs) -> Plan | None:
         halves = split_step(loop.body, Masks(consts, carry_mask, xs, y_mask))
     except Exception:  # the backward pass raises it, with its context
         return None
-    return plan_with(loop, halves)
+    plan = plan_with(loop, halves)
+    if not halves.added:
+        # Values that are closed over may belong to the trace at hand.
+        loop.plans[consts, carry, xs] = plan
+    return plan
 
 
 def plan_with(loop: Loop, halves: Halves) -> Plan | None:
@@ -115,6 +121,8 @@ def plan_with(loop: Loop, halves: Halves) -> Plan | None:
 
 def sweep(loop: Loop, inputs: Inputs, marked: Inputs) -> tuple[Results, PyTree]:
     """Run the loop, and keep what `backward` with the same marked inputs needs."""
+    if loop.inverse is not None:
+        return inverse.sweep(loop, inputs)
     plan = plan_of(loop, marked)
     if plan is None:
         return loops.sweep(loop, inputs)
@@ -135,6 +143,8 @@ def backward(
     loop: Loop, inputs: Inputs, held: PyTree, cotangents: Results, marked: Inputs
 ) -> Inputs:
     """Return the cotangents of the marked inputs; None for the others. See `loop.backward`."""
+    if loop.inverse is not None:
+        return inverse.backward(loop, inputs, held, cotangents, marked)
     plan = plan_of(loop, marked)
     if plan is None:
         return loops.backward(loop, inputs, held, cotangents, marked)

@@ -20,6 +20,7 @@ The body is traced to a jaxpr, on which both work. A weakly typed initial carry 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ from remat.loops.sizes import n_bytes, worst_case
 from remat.loops.store import DEVICE, Store, make_store
 from remat.loops.tracing import (
     Traced,
+    after_unused,
     as_arrays,
     checkpointed as checkpointed_body,
     differentiated,
@@ -70,6 +72,7 @@ def scan(
     policy: PolicyLike = None,
     reverse: bool = False,
     unroll: int | bool = 1,
+    inverse: Callable[[PyTree, PyTree], PyTree] | None = None,
     store: Literal["device", "host", "disk"] = "device",
     directory: str | os.PathLike | None = None,
 ) -> tuple[PyTree, PyTree]:
@@ -99,6 +102,10 @@ def scan(
       policy: what a step saves while it is reversed, as for `remat.checkpoint`.
       reverse: whether to run from the last x to the first.
       unroll: as for `jax.lax.scan`; it has no effect on a gradient with `checkpoints`.
+      inverse: for a step that can be inverted, (carry behind the step, x) -> the carry before it. The
+        backward pass then finds the carries with it, and keeps none. Rounding errors of the inverse add
+        up; with `checkpoints=s` the scan keeps s carries at equal distances, and each is where the
+        inversion of the steps before it starts afresh. Derivatives of the gradient keep carries.
       store: where the carries are kept: in device memory, in host memory, or in a file. The last two
         require `checkpoints`. A file costs one extra forward sweep. It has no name, so nothing remains
         in the directory.
@@ -125,7 +132,14 @@ def scan(
         )
     scanned = _trace(f, init, xs, length, policy, reverse, unroll)
     traced, n = scanned.traced, scanned.length
-    if _jax.is_symbolic(n):
+    if inverse is not None:
+        if budget is not None or store != "device" or _jax.is_symbolic(n):
+            raise ScheduleError(
+                "inverse= keeps no carries but those of checkpoints=, in device memory, and needs a length "
+                "that is a number. Leave out budget= and store=."
+            )
+        carry, ys = _inverted(scanned, inverse, xs, checkpoints)
+    elif _jax.is_symbolic(n):
         slots = slots_of_unknown_length(traced, checkpoints, budget, DEFAULT_CHECKPOINTS)
         carry, ys = _checkpointed(scanned, slots, where)
     elif store != "device":
@@ -418,6 +432,39 @@ def _loop(scanned: Scanned, slots: int, store: Store = DEVICE, memory: int | Non
         # at an unsigned index in the backward pass.
         counter=np.int64 if is_long else np.int32,
     )
+
+
+def _inverted(
+    scanned: Scanned, inverse: Callable, xs: PyTree, checkpoints: int | None
+) -> tuple[Arrays, Arrays]:
+    """Scan with a backward pass that inverts the steps."""
+    traced, n = scanned.traced, scanned.length
+    if traced.refs:
+        raise ScheduleError("inverse= does not support a body that writes a ref. Carry its value.")
+    blocks = 1 if checkpoints is None else whole_number(checkpoints, "checkpoints", 1)
+    if n == 0:
+        return _nested(scanned, traced.carry, scanned.xs, n, (1,), False)
+    types = jax.tree.unflatten(traced.carry_tree, traced.carry)
+    x = jax.tree.unflatten(jax.tree.structure(xs), _jax.slice_types(scanned.xs))
+    jaxpr, consts, before = _jax.trace_call(inverse, types, x)
+    found = [(t.shape, t.dtype) for t in jax.tree.leaves(before)]
+    expected = [(c.shape, c.dtype) for c in traced.carry]
+    if jax.tree.structure(before) != traced.carry_tree or found != expected:
+        raise ScheduleError(
+            f"inverse= must return a carry with the structure and types of the scan's, {expected}, but "
+            f"returns {found} in {jax.tree.structure(before)}."
+        )
+    loop = _loop(scanned, min(blocks, n), memory=0)
+    loop = dataclasses.replace(
+        loop,
+        body=after_unused(traced, consts),
+        n_consts=len(consts) + len(traced.consts),
+        inverse=jaxpr,
+        inverse_reads=(0, len(consts)),
+    )
+    inputs = Inputs([*consts, *traced.consts], traced.carry, scanned.xs, [])
+    carry, ys, _ = run(loop, inputs)
+    return carry, ys
 
 
 # Nesting

@@ -94,6 +94,15 @@ def _with_values(traced: Traced) -> Traced:
     )
 
 
+def after_unused(traced: Traced, unused: Arrays) -> _jax.Jaxpr:
+    """Return the body with additional leading inputs that it does not read."""
+    types, inner = [jax.typeof(x) for x in unused], _jax.in_avals(traced.body)
+    jaxpr, _, _ = _jax.trace_call(
+        lambda _, values: _jax.call_jaxpr(traced.body, values), types, inner
+    )
+    return jaxpr
+
+
 def values_of_refs(jaxpr: _jax.Jaxpr, consts: Arrays) -> tuple[_jax.WithoutRefs | None, Arrays]:
     """Rewrite a jaxpr on the values of the refs among its consts; return it and the new consts.
 

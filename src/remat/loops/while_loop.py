@@ -29,7 +29,7 @@ from remat.loops.loop import Inputs, Loop, select
 from remat.loops.scan import DEFAULT_CHECKPOINTS, scan, slots_of_unknown_length
 from remat.loops.schedules import beta
 from remat.loops.store import make_store
-from remat.loops.tracing import Traced, trace_body, values_of_refs
+from remat.loops.tracing import Traced, after_unused, trace_body, values_of_refs
 
 # API
 
@@ -216,7 +216,7 @@ def while_loop(
     consts = [*test_consts, *traced.consts]
     n_test, n_carry = len(test_consts), len(traced.carry)
     loop = Loop(
-        _after_unused(traced, test_consts),
+        after_unused(traced, test_consts),
         len(consts),
         n_carry,
         slots_of_unknown_length(traced, checkpoints, budget, default),
@@ -295,15 +295,6 @@ def _test_of_values(test: _jax.Jaxpr, consts: Arrays, traced: Traced) -> tuple[_
     fixed = [v not in carried for v in inputs[: len(values)]]
     invars = [*select(inputs[: len(values)], fixed), *inputs[len(values) :], *carried]
     return _jax.rebuild(jaxpr, invars=invars), select(values, fixed)
-
-
-def _after_unused(traced: Traced, unused: Arrays) -> _jax.Jaxpr:
-    """Return the body with additional leading inputs that it does not read."""
-    types, inner = [jax.typeof(x) for x in unused], _jax.in_avals(traced.body)
-    jaxpr, _, _ = _jax.trace_call(
-        lambda _, values: _jax.call_jaxpr(traced.body, values), types, inner
-    )
-    return jaxpr
 
 
 def _bound(value: Any, name: str) -> int | None:
