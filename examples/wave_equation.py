@@ -1,10 +1,10 @@
 """Source inversion with the adjoint of a 2-D acoustic wave simulation, in little memory.
 
 A point source with an unknown signature w(t) excites waves in a medium of two velocities; receivers
-on a line record them. The gradient of the misfit with respect to w(t) needs every state of the
-simulation, in reverse order. 20,000 steps on a 512×512 grid are 39 GiB of states; `remat.scan` takes
-the memory of 200 of them. With respect to the medium it fills that with states and residuals of steps, and
-recomputes the rest. With respect to the signature, in which the waves are linear, it needs none of it.
+on a line record them. The gradient of the misfit runs the simulation in reverse. 20,000 steps on a
+512×512 grid have 39 GiB of states. With respect to the medium, `remat.scan(checkpoints=200)` would keep
+states and residuals of steps in the memory of 200 states, and recompute the rest. With respect to w(t), in
+which the waves are linear, it keeps nothing and runs no step twice.
 
     python examples/wave_equation.py                                   a few minutes, under 2 GiB
     python examples/wave_equation.py --grid 64 --steps 400 --iterations 20    the inversion itself

@@ -320,7 +320,9 @@ def test_peak_memory_depends_on_checkpoints_and_not_on_length() -> None:
     assert 39 * state <= peak(1_000, 50) - few[0] <= 41 * state
 
 
-@pytest.mark.parametrize("sines", [1, 3, 8, 20])
+@pytest.mark.parametrize(
+    "sines", [1, 20, *(pytest.param(k, marks=pytest.mark.slow) for k in (3, 8))]
+)
 def test_temporaries_are_within_a_twentieth_of_the_budget(sines: int) -> None:
     x = jnp.ones(20_000)
     budget = 120 * x.nbytes

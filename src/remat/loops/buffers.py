@@ -19,7 +19,7 @@ from jax import lax
 
 from remat import _jax
 from remat.aliases import Array, Arrays, Aval
-from remat.loops.schedules.mixed import EMPTY, Mixed, blocks_of
+from remat.loops.schedules.mixed import EMPTY, MOST_FREE, Mixed, blocks_of
 from remat.loops.sizes import n_bytes
 
 # Numbers of states that are tried where states and residuals share only part of their rows. More find a
@@ -75,9 +75,7 @@ class Layout:
         if len(self.rows) == 1:
             candidates = [blocks_of(n, memory, self.state_bytes, self.residual_bytes)]
         else:
-            most = n - 1
-            if self.state_bytes:
-                most = min(memory // self.state_bytes, most)
+            most = min(memory // self.state_bytes if self.state_bytes else MOST_FREE, n - 1)
             tried = sorted({round(most * i / _TRIED) for i in range(_TRIED + 1)})
             candidates = [self._blocks(n, memory, slots) for slots in tried]
         candidates = [blocks for blocks in candidates if _is_practical(n, blocks)]

@@ -126,11 +126,11 @@ def sweep(loop: Loop, inputs: Inputs, marked: Inputs) -> tuple[Results, PyTree]:
     plan = plan_of(loop, marked)
     if plan is None:
         return loops.sweep(loop, inputs)
-    parts = jnp.zeros(plan.schedule.slots + 1, jnp.int32)
+    n_entries = plan.schedule.slots + 1
     stack = Kept(
         plan.layout.create(plan.schedule),
-        jnp.zeros(plan.schedule.slots + 1, loop.counter),
-        parts.at[0].set(EMPTY),
+        jnp.zeros(n_entries, loop.counter),
+        jnp.full(n_entries, EMPTY, jnp.int32),
         jnp.int32(0),
     )
     ys = [_jax.zeros(y, (loop.length,)) for y in loop.y_avals]

@@ -52,6 +52,7 @@ from remat.loops.schedules.shared import check_counts, cost_text, slots_text
 EXACT_STEPS = 1500
 EXACT_CELLS = 30_000
 
+MOST_FREE = 1000  # states of no bytes; more save hardly a step
 _MANY = 1 << 40  # more steps than any loop has; numbers of tree nodes end here
 
 
@@ -198,7 +199,7 @@ class Mixed(ListedSchedule):
 
 def blocks_of(n: int, memory: int, state: int, residuals: int) -> tuple[int, ...]:
     """Return `Mixed.blocks` for one memory that states and residuals share."""
-    slots = max(n, 1) - 1 if state == 0 else min(memory // state, max(n, 1) - 1)
+    slots = min(MOST_FREE if state == 0 else memory // state, max(n, 1) - 1)
     longest = max(n, 1)
     if residuals == 0:
         return (longest,)
