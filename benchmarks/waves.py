@@ -24,7 +24,7 @@ from remat.units import format_bytes
 GRID = 128
 STEPS = 500
 CHECKPOINTS = (10, 30, 100)
-ROUNDS = 5
+ROUNDS = 15
 REFERENCE = "states alone"
 
 

@@ -451,6 +451,15 @@ def test_effects_of_the_body_happen_again_when_it_is_recomputed() -> None:
     assert set(seen) == {2.0, 4.0, 16.0}
 
 
+def test_residuals_from_which_a_step_is_recomputed_are_not_kept_in_place_of_states() -> None:
+    step = lambda c, _: (jnp.sin(jnp.cos(c) * jnp.exp(c)), None)  # noqa: E731
+    nothing = {"policy": jax.checkpoint_policies.nothing_saveable}
+    for f, way in ((step, nothing), (jax.checkpoint(step), {}), (remat.checkpoint(step), {})):
+        assert explain(f, jnp.ones(3), None, 100, checkpoints=10, **way).kind == "binomial"
+    square = lambda c, _: (c * c, None)  # noqa: E731
+    assert explain(square, jnp.ones(3), None, 100, checkpoints=10).kind == "mixed"
+
+
 def test_a_step_that_is_linear_in_what_is_differentiated_runs_once() -> None:
     ran: list[int] = []
 

@@ -38,6 +38,7 @@ class Halves(NamedTuple):
       leaves: where each leaf of the reversal comes from.
       tree: the structure of the reversal, a function of the cotangents of the marked (carry, ys).
       kept: the types of the residuals that are kept for a step.
+      keeps_state: whether these are values of its carry alone.
     """
 
     forward: _jax.Jaxpr
@@ -46,6 +47,7 @@ class Halves(NamedTuple):
     leaves: tuple[tuple[Source, Any], ...]
     tree: TreeDef
     kept: list[Aval]
+    keeps_state: bool
 
     def run(self, consts: Arrays, carry: Arrays, x: Arrays) -> Arrays:
         """Run a step; return its next carry, its ys and its residuals, in one list."""
@@ -113,6 +115,7 @@ def split_step(body: _jax.Jaxpr, masks: Masks) -> Halves:
         tuple(leaves),
         tree,
         [v.aval for v in kept],
+        all(v in inputs[first_carry:first_x] for v in kept),
     )
 
 

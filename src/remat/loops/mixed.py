@@ -27,6 +27,8 @@ from jax import lax
 
 from remat import _jax
 from remat.aliases import Array, Arrays, PyTree
+from remat.ir import jaxprs
+from remat.ir.equations import is_region
 from remat.loops import inverse, loop as loops
 from remat.loops.buffers import Layout, layout
 from remat.loops.halves import Halves, Masks, split_step
@@ -107,6 +109,9 @@ def plan_with(loop: Loop, halves: Halves) -> Plan | None:
     """Return the plan by which a loop is reversed whose step is split so; None for states alone."""
     n, memory = loop.length, loop.memory
     if memory is None or n is None or loop.is_symbolic or not 0 < n < 2**31:
+        return None
+    if halves.keeps_state and any(map(is_region, jaxprs.equations(loop.body))):
+        # The reversal recomputes the step from its state: its residuals save nothing.
         return None
     state = _jax.in_avals(loop.body)[loop.n_consts : loop.n_consts + loop.n_carry]
     if any(_jax.is_symbolic(size) for t in (*state, *halves.kept) for size in t.shape):
