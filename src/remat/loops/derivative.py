@@ -17,11 +17,13 @@ of which again calls only L of some loop, so that they close under differentiati
                   derivative of that takes the rules for derivatives again).
 
 The last rule is what makes reverse-over-reverse work although the backward loop itself, with its
-data-dependent trip counts, cannot be differentiated in reverse. All loops use the same number of
-slots, so second derivatives are checkpointed like first ones.
+data-dependent trip counts, cannot be differentiated in reverse. All loops use the memory of as many
+of their states, so second derivatives are checkpointed like first ones.
 
 Checkpoints are values of the program as well, functions of x. Nothing but the backward loop reads
-them, and its rule differentiates through x; so their own derivative is declared zero.
+them, and its rule differentiates through x; so their own derivative is declared zero. Where
+they include residuals of steps, they belong to the inputs that are differentiated: a further
+derivative, with respect to others, sweeps again.
 
 Where the body calls a function with a `jax.custom_vjp`, forward mode is not defined; `forward.py`
 says what becomes of the rules.

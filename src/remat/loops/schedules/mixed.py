@@ -25,9 +25,10 @@ repetition ℓ before those of ℓ+1, and within ℓ by δ/blocks[j−1]; a leve
 than itself is taken together with them. The number of replacements is binomial, so a split takes
 arithmetic on vectors of one number a level, whatever n.
 
-That order is optimal if no two levels with δ > 0 are taken together, which includes all r that are
-multiples of c. Elsewhere loops with up to `EXACT_STEPS` steps and `EXACT_CELLS` steps times levels are
-solved by the recurrence; longer ones follow the order, which is within a few steps of the optimum.
+Where no levels with δ > 0 are taken together and no δ is above 1, which includes all r that are multiples
+of c, that order has the cost of the recurrence in every loop that was compared (the tests do a part). Elsewhere
+loops with up to `EXACT_STEPS` steps and `EXACT_CELLS` steps times levels are solved by the recurrence;
+longer ones follow the order, which came within 1 % of the optimum.
 
 Reference: Maddison, Step-based checkpointing with high-level algorithmic differentiation, J. Comput. Sci.
 82, 102405 (2024), for r = c. Griewank & Walther, Algorithm 799: revolve, ACM TOMS 26 (2000), for the tree.
@@ -98,6 +99,7 @@ class Mixed(ListedSchedule):
 
     n: int
     blocks: tuple[int, ...]
+    # Up to how many steps, and steps times levels, the recurrence is solved; see the module.
     _limits: tuple[int, int] = field(default=(EXACT_STEPS, EXACT_CELLS), repr=False)
 
     def __post_init__(self) -> None:
@@ -218,8 +220,8 @@ def tree_cost(tree: Tree) -> int:
     return costs[ROOT]
 
 
-# The tables of a tree have some hundred entries.
-@lru_cache(maxsize=256)
+# The tables of a tree have some hundred entries, with a single state one for each block.
+@lru_cache(maxsize=64)
 def _tree(n: int, blocks: tuple[int, ...], limits: tuple[int, int]) -> Tree:
     if n <= blocks[-1]:
         return _grow(n, blocks, _no_split)
@@ -334,7 +336,7 @@ class _Order:
         groups.sort(key=lambda group: (group[1] / group[0], -group[0]))
         table = np.array(groups, np.int64).reshape(-1, 4)
         self.sizes, charges, self.low, self.high = table.T
-        #: Proven by exhaustion for small loops only; see the tests.
+        #: Found by comparison with the recurrence, not proven; see the module.
         self.is_optimal = bool(np.all(charges <= 1))
         # paths[ℓ][d]: how often a tree has, d levels below its root, a node of repetition ℓ.
         self.paths = [np.ones(top + 1, np.int64)]
