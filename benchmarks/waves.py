@@ -2,8 +2,9 @@
 
 The simulation is that of `examples/wave_equation.py`. The loops get the same memory: states and residuals
 together, or states alone (the binomial schedule, which `store="host"` runs: on a CPU the host's memory is
-the device's). `lax.scan` with `jax.checkpoint` of the body keeps every state. The ways take turns; times are
-ratios to the binomial schedule.
+the device's). A leapfrog step can be inverted, and then keeps no states. `lax.scan` with
+`jax.checkpoint` of the body keeps every state. The ways take turns; times are ratios to the binomial
+schedule.
 
     python -m benchmarks waves
 """
@@ -28,16 +29,26 @@ ROUNDS = 15
 REFERENCE = "states alone"
 
 
-def step(medium: Any, fields: tuple[Any, Any], amplitude: Any) -> tuple[Any, Any]:
-    """One leapfrog step of u_tt = c² Δu + source; returns a row of samples."""
-    before, now = fields
+def other_side(medium: Any, side: Any, now: Any, amplitude: Any) -> Any:
+    """The field after `now` from the one before it, or the one before from the one after."""
     padded = jnp.pad(now, 1)
     laplacian = (
         padded[:-2, 1:-1] + padded[2:, 1:-1] + padded[1:-1, :-2] + padded[1:-1, 2:] - 4 * now
     )
-    after = 2 * now - before + medium * laplacian
-    after = after.at[GRID // 4, GRID // 2].add(amplitude)
+    other = 2 * now - side + medium * laplacian
+    return other.at[GRID // 4, GRID // 2].add(amplitude)
+
+
+def step(medium: Any, fields: tuple[Any, Any], amplitude: Any) -> tuple[Any, Any]:
+    """One leapfrog step of u_tt = c² Δu + source; returns a row of samples."""
+    before, now = fields
+    after = other_side(medium, before, now, amplitude)
     return (now, after), after[GRID // 8]
+
+
+def step_back(medium: Any, fields: tuple[Any, Any], amplitude: Any) -> tuple[Any, Any]:
+    now, after = fields
+    return other_side(medium, after, now, amplitude), now
 
 
 def loss(run: Callable) -> Callable:
@@ -47,21 +58,35 @@ def loss(run: Callable) -> Callable:
 
     def misfit(medium: Any) -> Any:
         body = lambda fields, amplitude: step(medium, fields, amplitude)  # noqa: E731
-        return 0.5 * jnp.sum(run(body, (quiet, quiet), signature)[1] ** 2)
+        back = lambda fields, amplitude: step_back(medium, fields, amplitude)  # noqa: E731
+        return 0.5 * jnp.sum(run(body, back, (quiet, quiet), signature)[1] ** 2)
 
     return misfit
 
 
-def by_lax_each_step(body: Callable, fields: Any, signature: Any) -> Any:
+def by_remat(**options: Any) -> Callable:
+    return lambda body, back, *args: scan(body, *args, **options)
+
+
+def by_inverse(body: Callable, back: Callable, fields: Any, signature: Any) -> Any:
+    return scan(body, fields, signature, inverse=back)
+
+
+def by_lax(body: Callable, back: Callable, fields: Any, signature: Any) -> Any:
+    return jax.lax.scan(body, fields, signature)
+
+
+def by_lax_each_step(body: Callable, back: Callable, fields: Any, signature: Any) -> Any:
     return jax.lax.scan(jax.checkpoint(body, prevent_cse=False), fields, signature)
 
 
 def measure(checkpoints: int) -> dict[str, dict[str, float]]:
     ways: dict[str, Callable] = {
-        "states and residuals": lambda *args: scan(*args, checkpoints=checkpoints),
-        REFERENCE: lambda *args: scan(*args, checkpoints=checkpoints, store="host"),
+        "states and residuals": by_remat(checkpoints=checkpoints),
+        REFERENCE: by_remat(checkpoints=checkpoints, store="host"),
+        "inverse": by_inverse,
         "lax.scan, each step": by_lax_each_step,
-        "lax.scan": jax.lax.scan,
+        "lax.scan": by_lax,
     }
     medium = jnp.where(jnp.arange(GRID)[:, None] < GRID // 2, 0.2, 0.4) * jnp.ones((1, GRID))
     programs = {

@@ -26,9 +26,9 @@ than itself is taken together with them. The number of replacements is binomial,
 arithmetic on vectors of one number a level, whatever n.
 
 Where no levels with δ > 0 are taken together and no δ is above 1, which includes all r that are multiples
-of c, that order has the cost of the recurrence in every loop that was compared (the tests do a part). Elsewhere
-loops with up to `EXACT_STEPS` steps and `EXACT_CELLS` steps times levels are solved by the recurrence;
-longer ones follow the order, which came within 1 % of the optimum.
+of c, that order has the cost of the recurrence in every loop that was compared (the tests do a part).
+Elsewhere loops with up to `EXACT_STEPS` steps and `EXACT_CELLS` steps times levels are solved by the
+recurrence; longer ones follow the order, which came within 1 % of the optimum.
 
 Reference: Maddison, Step-based checkpointing with high-level algorithmic differentiation, J. Comput. Sci.
 82, 102405 (2024), for r = c. Griewank & Walther, Algorithm 799: revolve, ACM TOMS 26 (2000), for the tree.
