@@ -200,6 +200,8 @@ class _Search:
         show("compiling without rematerialization")
         self.base = self._base()
         self.budget = budget.bytes_of(self.base.peak_bytes)
+        #: The largest peak of a plan; `run` may lower it.
+        self.limit = self.budget
         self.fixed_bytes = self._fixed_bytes()
         self.candidates: list[_Candidate] = []
         self.ratios: dict[bool, float] = {}
@@ -239,25 +241,33 @@ class _Search:
         known = self._known()
         if known is not None:
             return known
-        room = self._effective_budget() - self.fixed_bytes
-        best = self._search(room) if room > 0 else None
+        self.limit = self._effective_budget()
+        best = self._search() if self.room > 0 else None
         if best is None and self.levels.has_regions:
-            best = self._search_below(room)
+            best = self._search_below()
         if best is None:
             self._refuse()
+        assert self._fits(best)
         made = self._plan(best)
         self._remember(made)
         return made
 
-    def _search(self, room: int) -> _Candidate | None:
-        if not self.levels.has_regions:
-            return self._search_whole_step(room)
-        if len(self.levels) > 1:
-            return self._search_levels(room)
-        return self._search_models(room)
+    @property
+    def room(self) -> int:
+        """Return the bytes for temporaries. It only guides the search: `_fits` compares peaks."""
+        return self.limit - self.fixed_bytes
 
-    def _search_whole_step(self, room: int) -> _Candidate | None:
+    def _search(self) -> _Candidate | None:
+        if not self.levels.has_regions:
+            return self._search_whole_step()
+        if len(self.levels) > 1:
+            return self._search_levels()
+        return self._search_models()
+
+    def _search_whole_step(self) -> _Candidate | None:
         """Search for decisions about the flat program of a step without regions."""
+        # The first compiled candidate may correct `fixed_bytes`. The search needs one origin throughout.
+        fixed_bytes, room = self.fixed_bytes, self.room
 
         def compiled_bytes(proposal: Proposal, expected_bytes: int) -> int:
             choice = Choice(
@@ -268,8 +278,10 @@ class _Search:
                 proposal.lower_bound_seconds,
                 whole_step=proposal.decisions,
             )
-            found = self._compile(choice, self.fixed_bytes + expected_bytes)
-            return max(0, found.memory.peak_bytes - self.fixed_bytes)
+            found = self._compile(choice, fixed_bytes + expected_bytes)
+            temporaries = max(0, found.memory.peak_bytes - fixed_bytes)
+            # Bytes that a compiler's refusal names may be fewer than the budget.
+            return temporaries if self._fits(found) else max(temporaries, room + 1)
 
         effort = Effort(negligible_seconds=_NEGLIGIBLE_FLOPS * self.step_seconds)
         best, attempts = search(self._step_model, compiled_bytes, room, effort)
@@ -284,7 +296,7 @@ class _Search:
     def _flat(self) -> _jax.Jaxpr:
         return flattened(self.unplanned.jaxpr)
 
-    def _search_levels(self, room: int) -> _Candidate | None:
+    def _search_levels(self) -> _Candidate | None:
         """Find, by bisection, the first level whose compiled peak fits. This is for steps with loops.
 
         At higher levels loops save less and recompute more. The code around the loops is solved at
@@ -294,18 +306,18 @@ class _Search:
         best: _Candidate | None = None
         too_large, fitting = -1, len(self.levels)
         while fitting - too_large > 1 and len(self.candidates) < _MAX_COMPILES:
-            i = self._first_level(too_large, fitting, room)
+            i = self._first_level(too_large, fitting)
             predicted = self.levels.level(i).peak_bytes(False) * self._ratio_at(i)
-            if best is not None and predicted > 1.1 * room:
+            if best is not None and predicted > 1.1 * self.room:
                 break
-            candidate = self._attempt_level(i, room)
-            if candidate is not None and self._fits(candidate, room):
+            candidate = self._attempt_level(i)
+            if candidate is not None and self._fits(candidate):
                 fitting = i
             else:
                 too_large = i
-            best = self._better(candidate, best, room)
+            best = self._better(candidate, best)
         if best is None:
-            return self._any_level(room)
+            return self._any_level()
         if not best.choice.recomputes_around_loops:
             return best
         # At the next levels loops need less memory, so that the code around them may recompute less:
@@ -313,24 +325,24 @@ class _Search:
         for i in (fitting, fitting + 1, fitting + 2):
             if i >= len(self.levels) or len(self.candidates) >= _MAX_COMPILES + 2:
                 break
-            best = self._better(self._attempt_level(i, room), best, room)
+            best = self._better(self._attempt_level(i), best)
         return best
 
-    def _any_level(self, room: int) -> _Candidate | None:
+    def _any_level(self) -> _Candidate | None:
         """Try skipped levels, the highest first, since compiled peaks may not decrease with the level."""
         tried = set(self.level_ratios)
         for i in sorted(set(range(len(self.levels))) - tried, reverse=True)[:_MAX_SKIPPED_LEVELS]:
-            best = self._better(self._attempt_level(i, room), None, room)
+            best = self._better(self._attempt_level(i), None)
             if best is not None:
                 return best
         return None
 
-    def _first_level(self, too_large: int, fitting: int, room: int) -> int:
+    def _first_level(self, too_large: int, fitting: int) -> int:
         """Return the first level between two others that is predicted to fit; the last if none is."""
         low, high = too_large + 1, fitting - 1
         while low < high:
             middle = (low + high) // 2
-            if self.levels.level(middle).peak_bytes(False) * self._ratio_at(middle) <= room:
+            if self.levels.level(middle).peak_bytes(False) * self._ratio_at(middle) <= self.room:
                 high = middle
             else:
                 low = middle + 1
@@ -343,10 +355,10 @@ class _Search:
         nearest = min(self.level_ratios, key=lambda known: (abs(known - i), known))
         return self.level_ratios[nearest]
 
-    def _attempt_level(self, i: int, room: int) -> _Candidate | None:
+    def _attempt_level(self, i: int) -> _Candidate | None:
         level = self.levels.level(i)
         ratio = self._ratio_at(i)
-        aim = int(room / ratio)
+        aim = int(self.room / ratio)
         for reuses_outputs in (False, True):
             try:
                 choice = level.solve(reuses_outputs, aim)
@@ -368,7 +380,7 @@ class _Search:
         self.level_ratios[i] = self.ratios[reuses_outputs]
         return candidate
 
-    def _search_models(self, room: int) -> _Candidate | None:
+    def _search_models(self) -> _Candidate | None:
         """Propose, compile and correct with both models in turn. This is for steps without loops.
 
         A model whose candidate is over the budget aims 1 % lower the next time.
@@ -384,15 +396,15 @@ class _Search:
                 margin = 0.995 - 0.01 * n_over_budget[reuses_outputs] if turn else 1.0
                 n_compiled = len(self.candidates)
                 candidate = self._attempt(
-                    reuses_outputs, self._aim(reuses_outputs, int(room * margin), ratio), ratio
+                    reuses_outputs, self._aim(reuses_outputs, int(self.room * margin), ratio), ratio
                 )
                 if candidate is None:
                     continue
-                if not self._fits(candidate, room):
+                if not self._fits(candidate):
                     n_over_budget[reuses_outputs] += 1
                 elif len(self.candidates) == n_compiled:
                     n_over_budget[reuses_outputs] -= 1  # a known candidate that fits: aim higher
-                best = self._better(candidate, best, room)
+                best = self._better(candidate, best)
             if best is None or not turn:
                 continue
             close = best.memory.peak_bytes >= _CLOSE_TO_BUDGET * self.budget
@@ -430,9 +442,9 @@ class _Search:
         expected = int(line[1] + (model_bytes - line[0]) * line[2]) if line else 0
         return expected if expected > 0 else int(model_bytes * ratio)
 
-    def _search_below(self, room: int) -> _Candidate | None:
+    def _search_below(self) -> _Candidate | None:
         """Aim lower and lower below the budget until a candidate fits or none is smaller."""
-        aims = dict.fromkeys((False, True), max(room, 1))
+        aims = dict.fromkeys((False, True), max(self.room, 1))
         for _ in range(5):
             for reuses_outputs in (False, True):
                 tried = [model_bytes for model_bytes, _ in self.samples[reuses_outputs]]
@@ -440,22 +452,20 @@ class _Search:
                 candidate = self._attempt(
                     reuses_outputs, aims[reuses_outputs], self.ratios.get(reuses_outputs, 1.0)
                 )
-                if candidate is not None and self._fits(candidate, room):
+                if candidate is not None and self._fits(candidate):
                     return candidate
         if not self.candidates:
             # For the error message: the smallest peak of the last level.
             last = self.levels.level(len(self.levels) - 1)
             with contextlib.suppress(BudgetError):
                 candidate = self._compiled(last.smallest(), False, 1.0)
-                if self._fits(candidate, room):
+                if self._fits(candidate):
                     return candidate
         return None
 
-    def _better(
-        self, candidate: _Candidate | None, best: _Candidate | None, room: int
-    ) -> _Candidate | None:
+    def _better(self, candidate: _Candidate | None, best: _Candidate | None) -> _Candidate | None:
         """Return the candidate if it fits and is better than the best so far, else the best so far."""
-        if candidate is None or not self._fits(candidate, room):
+        if candidate is None or not self._fits(candidate):
             return best
         return candidate if best is None or self._is_better(candidate, best) else best
 
@@ -476,8 +486,8 @@ class _Search:
             return self._step_model.seconds
         return float(sum(self.levels.level(0).problem(False).fused.seconds.values()))
 
-    def _fits(self, candidate: _Candidate, room: int) -> bool:
-        return candidate.memory.fits and candidate.memory.peak_bytes <= room + self.fixed_bytes
+    def _fits(self, candidate: _Candidate) -> bool:
+        return candidate.memory.fits and candidate.memory.peak_bytes <= self.limit
 
     def _attempt(self, reuses_outputs: bool, aim: int, ratio: float) -> _Candidate | None:
         self.show(f"planning for {units.format_bytes(self.fixed_bytes + aim)}")
@@ -541,11 +551,8 @@ class _Search:
             traced = self.step.trace(Application(choice.decisions, choice.loops))
         self.show(f"compiling a plan predicted to need {units.format_bytes(predicted_bytes)}")
         memory = traced.memory()
-        if (
-            self.candidates == []
-            and isinstance(self.base, OutOfMemory)
-            and isinstance(memory, Memory)
-        ):
+        is_first = not any(isinstance(c.memory, Memory) for c in self.candidates)
+        if is_first and isinstance(self.base, OutOfMemory) and isinstance(memory, Memory):
             self.fixed_bytes = memory.argument_bytes + memory.output_bytes - memory.alias_bytes
         candidate = _Candidate(choice, predicted_bytes, memory, traced.flops() - self.plain_flops)
         self.candidates.append(candidate)
@@ -678,7 +685,7 @@ class _Search:
         except (PlanError, KeyError, TypeError) as error:
             _log.warning("remat: ignoring an unusable plan in the cache, planning again: %s", error)
             return None
-        return found if found.is_verified else None
+        return found if found.peak_bytes is not None and found.peak_bytes <= self.budget else None
 
     def _plan_key(self) -> str:
         return f"{self._issued_key()}|{self.costs.key}|{self.budget}"
