@@ -128,8 +128,10 @@ def test_plan_under_in_shardings_is_that_of_arrays_that_have_them():
     assert told.peak_bytes == placed.peak_bytes
     fitted = remat.fit(step, plan=told, in_shardings=(whole, rows))
     assert_same(fitted(params, x), jax.jit(step)(params, x), within=1e-5)
-    with pytest.raises(remat.PlanError, match="sharded in another way"):
+    with pytest.raises(remat.PlanError, match="is for 8 x cpu, and this step runs on 1 x cpu"):
         remat.fit(step, plan=told)(params, x)
+    with pytest.raises(remat.PlanError, match="sharded in another way"):
+        remat.fit(step, plan=told, in_shardings=(whole, whole))(params, x)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ import remat
 from planner.region_cases import assert_same, normal
 from remat.cache import Cache
 from remat.planner import plan as planning
+from remat.planner.plan_file import MadeFor
 from remat.program import compiled as compiler
 from remat.program.targets import target as find_target
 
@@ -450,7 +451,8 @@ def test_plan_of_a_step_that_differs_outside_of_its_regions_is_refused(budget):
         fit(update, plan=made).lower(W, X[:128])
     old = dataclasses.replace(made, program="0-0", versions=(("jax", "0.1"), ("jaxlib", "0.1")))
     with pytest.raises(
-        remat.PlanError, match=r"was planned with jax 0\.1, here .*; jaxlib 0\.1, here"
+        remat.PlanError,
+        match=r"was made with jax 0\.1 \(here .*\), jaxlib 0\.1 \(here .*Plan again",
     ):
         fit(update, plan=old).lower(W, X)
 
@@ -488,8 +490,43 @@ def test_plan_of_a_sharded_step_is_of_its_shardings():
     for other in ((w, jax.device_put(X, whole)), (jax.device_put(W, columns), x)):
         with pytest.raises(remat.PlanError, match="sharded in another way"):
             fit(step, plan=made)(*other)
-    with pytest.raises(remat.PlanError, match="plan again"):
+    with pytest.raises(remat.PlanError, match=r"is for 4 x cpu, and this step runs on 1 x cpu"):
         fit(step, plan=made)(W, X)
+
+
+def test_plan_is_of_the_dimension_that_is_sharded():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+    rows, again, columns = (
+        jax.device_put(X, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)))
+        for axes in (("data",), ("data", None), (None, "data"))
+    )
+    made = plan(step, W, rows, budget="100%")
+    fit(step, plan=made).lower(W, again)
+    with pytest.raises(remat.PlanError, match="sharded in another way"):
+        fit(step, plan=made).lower(W, columns)
+    renamed = jax.sharding.Mesh(mesh.devices, ("batch",))
+    rows = jax.sharding.NamedSharding(renamed, jax.sharding.PartitionSpec("batch"))
+    fit(step, plan=made).lower(W, jax.device_put(X, rows))
+
+
+def test_plan_is_of_one_kind_of_device_and_of_what_is_donated(tmp_path):
+    made = plan(update, W, X, budget="100%", donate_argnums=0)
+    assert made.made_for == MadeFor("cpu", 1, (0,))
+    path = tmp_path / "plan.json"
+    made.save(path)
+    assert remat.Plan.load(path) == made
+    fit(update, plan=made, donate_argnums=0).lower(W, X)
+    with pytest.raises(
+        remat.PlanError, match=r"1 donated arguments \(leaves \[0\]\).*donate_argnums="
+    ):
+        fit(update, plan=made).lower(W, X)
+    elsewhere = dataclasses.replace(made, made_for=MadeFor("v5e", 1, (0,)))
+    with pytest.raises(remat.PlanError, match=r"is for 1 x v5e and .* compiled for cpu.* target="):
+        fit(update, plan=elsewhere, donate_argnums=0).lower(W, X)
+    unknown = dataclasses.replace(made, made_for=None)
+    unknown.save(path)
+    assert remat.Plan.load(path) == unknown
+    fit(update, plan=remat.Plan.load(path)).lower(W, X)
 
 
 def test_donation_and_results_shardings_are_no_others_cache_entry(tmp_path):

@@ -448,6 +448,12 @@ INTERNALS = (
     ),
     Internal(
         "attribute",
+        ("_to_xla_hlo_sharding",),
+        "telling the layouts of arrays apart, whatever a mesh's axes are called",
+        "`Sharding.shard_shape` and the names in a `PartitionSpec`",
+    ),
+    Internal(
+        "attribute",
         ("_impl",),
         "the implementation of random keys",
         "`jax.random.key_impl` and `jax.random.key_data`",

@@ -148,6 +148,40 @@ def argument_shardings(traced: Any) -> list[Any]:
     return [b if a is _unspecified else a for a, b in zip(asked, own, strict=True)]
 
 
+def result_shardings(traced: Any) -> list[Any]:
+    """Return what `out_shardings` says of each result of `jax.jit(f).trace(...)`; None if nothing."""
+    return [None if s is _unspecified else s for s in traced._params["out_shardings"]]
+
+
+def donated_arguments(traced: Any) -> tuple[bool, ...]:
+    """Return for each argument of `jax.jit(f).trace(...)` that is not static whether it is donated."""
+    donated: tuple[bool, ...] = traced._params["donated_invars"]
+    return donated
+
+
+def device_count(traced: Any) -> int:
+    """Return the number of devices that `jax.jit(f).trace(...)` names by shardings or a mesh."""
+    sizes = [_n_devices(s) for s in (*argument_shardings(traced), *result_shardings(traced))]
+    return max([1, traced._params["ctx_mesh"].size, *sizes])
+
+
+def _n_devices(sharding: Any) -> int:
+    mesh = getattr(sharding, "mesh", None)
+    return len(getattr(sharding, "device_set", ())) if mesh is None else int(mesh.size)
+
+
+def sharding_text(sharding: Any, ndim: int) -> str:
+    """Return how an array is divided over devices in order, as HLO writes it; "" where it is whole.
+
+    Equal texts mean equal layouts, whatever a mesh's axes are called.
+    """
+    if sharding is None or not hasattr(sharding, "_to_xla_hlo_sharding"):
+        return ""
+    of_hlo = sharding._to_xla_hlo_sharding(ndim)
+    on_host = " on the host" if sharding.memory_kind == "pinned_host" else ""
+    return ("" if of_hlo.is_replicated() else str(of_hlo)) + on_host
+
+
 def in_avals(jaxpr: Jaxpr) -> list[Any]:
     return [v.aval for v in jaxpr.invars]
 

@@ -32,7 +32,7 @@ from remat.cache import Cache, find_cache
 from remat.errors import PlanError
 from remat.planner.decisions import RegionDecision
 from remat.planner.plan import plan as make_plan, receive_plan, versions
-from remat.planner.plan_file import Plan, RegionPlan
+from remat.planner.plan_file import MadeFor, Plan, RegionPlan
 from remat.planner.regions import Application, LoopForm, Recording, session_context
 from remat.planner.rewrite import following
 from remat.planner.step import Step, check_step
@@ -144,13 +144,10 @@ class Fitted:
             ready = self._ready.pop(signature, None)
             if ready is None:
                 raise _NoPlan(signature)
-            session = application(ready.plan)
-            with session_context(session):
-                outs = _follow(step, ready.plan)(*args, **kwargs)
-            if self._given is not None:
-                session.check_loops()
-                self._check_program(ready)
-            return outs
+            if self._given is None:
+                with session_context(application(ready.plan)):
+                    return _follow(step, ready.plan)(*args, **kwargs)
+            return self._follow_given(ready, args, kwargs)
 
         self._jitted = jax.jit(planned, **jit_options)
         self._without_plan = jax.jit(step, **jit_options)
@@ -265,7 +262,32 @@ class Fitted:
         self._plans.append(made)
         return made
 
-    def _check_program(self, ready: _Ready) -> None:
+    def _follow_given(self, ready: _Ready, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Trace the step as the user's own plan says; refuse the plan if it is for something else."""
+        plan = ready.plan
+        at = find_target(self._options["target"])
+        if plan.made_for is not None and plan.made_for.device != at.kind:
+            raise PlanError(
+                f"the plan is for {plan.made_for} and this step is compiled for {at.kind}, where its "
+                "peak differs. Plan again for this device, or pass the target= that the plan is for."
+            )
+        session = application(plan)
+        try:
+            with session_context(session):
+                outs = _follow(self._step, plan)(*args, **kwargs)
+            session.check_loops()
+            self._check_program(ready, at)
+        except PlanError as error:
+            other = _other_versions(plan)
+            if not other:
+                raise
+            raise PlanError(
+                f"the plan was made with {other}, and it does not fit the program that these versions "
+                f"make of the step. Plan again here. ({error})"
+            ) from error
+        return outs
+
+    def _check_program(self, ready: _Ready, at: Target) -> None:
         """Refuse a plan that was made for another program than the one that is traced.
 
         The program is traced once more to compare it, as in planning: in a separate tracing context,
@@ -276,16 +298,16 @@ class Fitted:
         args, kwargs = jax.tree.map(
             lambda x: x.aval if isinstance(x, jax.core.Tracer) else x, given
         )
-        at = find_target(self._options["target"])
         recording = Recording()
         traced = Step(self._step, args, kwargs, at, self._jit_options).trace(recording)
+        if is_known and plan.made_for is not None:
+            _check_devices(plan.made_for, traced.made_for())
         recording.check_has(region.key for region in plan.regions)
         here, planned_for = traced.program.partition("-"), plan.program.partition("-")
         if here[0] != planned_for[0]:
             raise PlanError(
-                f"the plan is of another program ({planned_for[0]}; this one is {here[0]})"
-                f"{_other_versions(plan)}. Code outside of its regions, a shape or a sharding has "
-                "changed since then; plan again."
+                f"the plan is of another program ({planned_for[0]}; this one is {here[0]}). Code outside "
+                "of its regions, a shape or a sharding has changed since then; plan again."
             )
         if is_known and here != planned_for:
             raise PlanError(
@@ -335,8 +357,23 @@ def _signature(args: tuple, kwargs: Mapping[str, Any]) -> Any:
 def _other_versions(plan: Plan) -> str:
     """Return the part of an error message about libraries whose versions differ from the plan's."""
     now = dict(versions())
-    other = [f"{k} {v}, here {now[k]}" for k, v in plan.versions if now.get(k, v) != v]
-    return f", and was planned with {'; '.join(other)}" if other else ""
+    other = [f"{k} {v} (here {now[k]})" for k, v in plan.versions if now.get(k, v) != v]
+    return ", ".join(other)
+
+
+def _check_devices(planned: MadeFor, here: MadeFor) -> None:
+    """Refuse a plan for another number of devices, or for donated arguments that are not donated."""
+    if planned.n_devices != here.n_devices:
+        raise PlanError(
+            f"the plan is for {planned}, and this step runs on {here}. Plan again, with arguments or "
+            "shapes that have the shardings of this call."
+        )
+    kept = sorted(set(planned.donated) - set(here.donated))
+    if kept:
+        raise PlanError(
+            f"the plan's peak counts on {len(kept)} donated arguments (leaves {kept[:8]}) that this "
+            "step keeps. Pass the donate_argnums= of the plan, or plan again without it."
+        )
 
 
 def _as_type(leaf: Any) -> Any:

@@ -192,7 +192,7 @@ class _Search:
         self.unplanned: Traced = step.trace(Application({}, recomputes=False))
         self.program = fingerprint(
             self.plain.jaxpr,
-            self.plain.shards(),
+            self.plain.layout(),
             step.target.name,
             step.target.n_devices,
             step.jit_options,  # donation and the results' shardings change the peak
@@ -672,6 +672,7 @@ class _Search:
             whole_step=None
             if choice.whole_step is None
             else whole_step_plan(self._flat, choice.whole_step),
+            made_for=self.plain.made_for(),
         )
 
     # The cache

@@ -352,6 +352,24 @@ class WholeStep(_Checked):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class MadeFor(_Checked):
+    """What a plan's peak holds for, besides the program and the shardings of its arguments.
+
+    Args:
+      device: the kind of the devices, such as "v5e".
+      n_devices: the number of devices that the step runs on.
+      donated: the donated arguments, counted as leaves of all arguments that are not static.
+    """
+
+    device: str
+    n_devices: int
+    donated: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.n_devices} x {self.device}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Attempt(_Checked):
     """A candidate that was compiled while planning: its predicted and its compiled peak."""
 
@@ -384,7 +402,7 @@ class Plan(_Checked):
     False
 
     Args:
-      program: the fingerprint of the step.
+      program: the fingerprint of the step and, after a dash, that of its arguments' and results' shardings.
       target: the device that the step was compiled for.
       versions: the versions of `remat`, `jax` and `jaxlib` that made the plan.
       budget_bytes: the limit of the peak.
@@ -403,6 +421,8 @@ class Plan(_Checked):
       host_bytes: the compiler's bytes in host memory for one device.
       transfer_seconds: the part of `extra_seconds` for copies to the host and back.
       whole_step: the decisions about a step without regions that recomputes.
+      made_for: the devices and the donated arguments that the peak holds for; None in files of
+        earlier versions, where nothing is known about them.
 
     Raises:
       PlanError: a field has a wrong type or a number out of range, or fields contradict each other.
@@ -428,6 +448,7 @@ class Plan(_Checked):
     host_bytes: int = 0
     transfer_seconds: float = 0.0
     whole_step: WholeStep | None = None
+    made_for: MadeFor | None = None
 
     def _check(self) -> None:
         names = [name for name, _ in self.versions]
@@ -577,6 +598,8 @@ def _written(plan: Plan) -> str:
         "attempts": [_text(attempt) for attempt in fields.pop("attempts")],
     }
     whole = fields.pop("whole_step")
+    if fields["made_for"] is None:
+        del fields["made_for"]
     lines = [f" {_text(key)}: {_text(value)}" for key, value in (head | fields).items()]
     if whole is not None:
         lines.append(
@@ -684,8 +707,9 @@ class _PlanReader(Reader):
         """Return the value at the current position, and the positions of its items if it is a list."""
         if name == "versions":
             return self.versions()
-        if name == "whole_step":
-            return self.item(WholeStep, name), []
+        nested = [kind for kind in typing.get_args(hint) if dataclasses.is_dataclass(kind)]
+        if isinstance(hint, types.UnionType) and nested:
+            return self.item(nested[0], name), []
         if typing.get_origin(hint) is not tuple:
             return self.value(), []
         kind = typing.get_args(hint)[0]

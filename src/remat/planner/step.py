@@ -18,6 +18,7 @@ from remat.errors import PlanError
 from remat.ir.fingerprint import fingerprint
 from remat.ir.flops import flops_of_program
 from remat.planner.emit import inlined
+from remat.planner.plan_file import MadeFor
 from remat.planner.regions import Application, Session, session_context
 from remat.planner.rewrite import following
 from remat.planner.whole_step import StepDecisions, applied
@@ -47,12 +48,32 @@ class Traced:
 
     @functools.cached_property
     def program(self) -> str:
-        """Return the fingerprint of the program and, after a dash, that of its arguments' shardings.
+        """Return the fingerprint of the program and, after a dash, that of its layout.
 
-        It does not depend on literals in the program, such as a learning rate.
+        The layout is the shardings of arguments and results; names of a mesh's axes do not count. The
+        first does not depend on literals in the program, such as a learning rate.
         """
-        divided = hashlib.sha256(repr(self.shards()).encode()).hexdigest()[:8]
-        return f"{fingerprint(inlined(self.jaxpr), literals=False)}-{divided}"
+        layout = hashlib.sha256(repr(self.layout()).encode()).hexdigest()[:8]
+        return f"{fingerprint(inlined(self.jaxpr), literals=False)}-{layout}"
+
+    def layout(self) -> tuple[list[str], list[str]]:
+        """Return the shardings of arguments and results as texts."""
+        _, of_arguments = _jax.split_list(_jax.in_avals(self.jaxpr), [len(self.consts)])
+        shardings = (_jax.argument_shardings(self._traced), _jax.result_shardings(self._traced))
+        avals = (of_arguments, _jax.out_avals(self.jaxpr))
+        arguments, results = (
+            [_jax.sharding_text(s, len(getattr(aval, "shape", ()))) for s, aval in zip(*both)]
+            for both in zip(shardings, avals, strict=True)
+        )
+        return arguments, results
+
+    def made_for(self) -> MadeFor:
+        """Return what the compiler's memory analysis of the step holds for."""
+        return MadeFor(
+            self._target.kind,
+            _jax.device_count(self._traced),
+            tuple(i for i, is_so in enumerate(_jax.donated_arguments(self._traced)) if is_so),
+        )
 
     def memory(self) -> Memory | OutOfMemory:
         """Return the memory that the compiler reports for the step."""

@@ -187,11 +187,9 @@ def device(name_or_kind: str, platform: str | None = None) -> Device:
     Raises:
       PlanError: neither the kind nor the platform is known; names the closest that is.
     """
-    if name_or_kind in DEVICES:
-        return DEVICES[name_or_kind]
-    for known in DEVICES.values():
-        if any(re.fullmatch(kind, name_or_kind, re.IGNORECASE) for kind in known.kinds):
-            return known
+    name = kind_of(name_or_kind)
+    if name in DEVICES:
+        return DEVICES[name]
     if platform is None:
         raise PlanError(
             f"unknown device {name_or_kind!r}; {closest(name_or_kind, DEVICES)} "
@@ -200,3 +198,15 @@ def device(name_or_kind: str, platform: str | None = None) -> Device:
     if platform not in _DEFAULTS:
         raise PlanError(f"unknown platform {platform!r}; {closest(platform, _DEFAULTS)}")
     return DEVICES[_DEFAULTS[platform]]
+
+
+def kind_of(device_kind: str) -> str:
+    """Return the name of the device with a `device_kind`; the kind itself if it is not listed.
+
+    >>> kind_of("TPU v5 lite"), kind_of("NVIDIA L4")
+    ('v5e', 'NVIDIA L4')
+    """
+    for known in DEVICES.values():
+        if any(re.fullmatch(kind, device_kind, re.IGNORECASE) for kind in known.kinds):
+            return known.name
+    return device_kind

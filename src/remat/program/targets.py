@@ -46,7 +46,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from remat import _jax
 from remat.aliases import Leaf, PyTree
 from remat.errors import PlanError, closest
-from remat.program.devices import DEVICES, Device, device
+from remat.program.devices import DEVICES, Device, device, kind_of
 
 _GRAMMAR = (
     "A target is None (the devices of this process), 'cpu', 'gpu', 'tpu', 'tpu:VERSION:AxB[xC]' such as "
@@ -75,6 +75,11 @@ class Target:
     def platform(self) -> str:
         """Return the platform: "cpu", "gpu" or "tpu"."""
         return self.device.platform
+
+    @property
+    def kind(self) -> str:
+        """Return the kind of the devices: the name of their figures, or JAX's if there are none."""
+        return self.device.name if self.ahead_of_time else kind_of(self.devices[0].device_kind)
 
     @property
     def can_offload(self) -> bool:
