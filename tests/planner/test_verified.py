@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from planner.region_cases import normal
 from remat.cache import Cache
 from remat.planner import step as planned_step
 from remat.program.compiled import Memory, OutOfMemory
+from remat.program.targets import Target
 
 QUIET = {"cache": False, "progress": False}
 
@@ -88,3 +91,91 @@ def test_a_cached_plan_above_the_budget_is_not_returned(tmp_path):
     options = {"cache": Wrong(tmp_path), "progress": False}
     made = remat.plan(step, *arguments(), budget=above.peak_bytes - 1, **options)
     assert made.peak_bytes < above.peak_bytes
+
+
+# Failures of the compiler
+
+INTERNAL = jax.errors.JaxRuntimeError("INTERNAL: Bad layout\nin %fusion.7")
+HOST = jax.errors.JaxRuntimeError(
+    "RESOURCE_EXHAUSTED: Ran out of memory in memory space host. Used 146.08G of 128.00G host. More."
+)
+
+
+def failing(is_failing: Callable[[int, Any], bool], error: Exception, monkeypatch: Any) -> None:
+    """Have the compiler fail on some programs: `is_failing(number of compilations, lowered)`."""
+    real, count = planned_step.compile_for_analysis, itertools.count()
+
+    def compile(lowered: Any, *args: Any, **options: Any) -> Any:
+        if is_failing(next(count), lowered):
+            raise error
+        return real(lowered, *args, **options)
+
+    monkeypatch.setattr(planned_step, "compile_for_analysis", compile)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_planning_goes_on_after_a_failure_of_the_compiler(name, monkeypatch):
+    budget = int(0.9 * peak_without_remat(STEPS[name]))
+    failing(lambda n, _: n == 1, INTERNAL, monkeypatch)
+    made = remat.plan(STEPS[name], *arguments(), budget=budget, **QUIET)
+    assert made.peak_bytes <= budget
+    first, *others = made.attempts
+    assert (first.compiled_bytes, first.failure) == (0, "INTERNAL: Bad layout")
+    assert others and not any(attempt.failure for attempt in others[-1:])
+    assert "compiler failed (INTERNAL: Bad layout)" in made.explain()
+    assert remat.Plan.from_json(made.to_json()) == made
+
+
+def test_a_step_that_only_compiles_with_recomputation_is_planned(monkeypatch):
+    step = STEPS["a whole step"]
+    budget = int(0.9 * peak_without_remat(step))
+    failing(lambda n, _: n == 0, INTERNAL, monkeypatch)
+    with pytest.raises(remat.PlanError, match=r"INTERNAL: Bad layout.* pass budget= in bytes"):
+        remat.plan(step, *arguments(), budget="90%", **QUIET)
+    failing(lambda n, _: n == 0, INTERNAL, monkeypatch)
+    made = remat.plan(step, *arguments(), budget=budget, **QUIET)
+    assert made.peak_bytes <= budget and made.peak_bytes_without_remat == 0
+    assert "unknown without remat" in repr(made)
+    assert "no remat     the compiler failed" in made.explain()
+
+
+@pytest.mark.parametrize("name", ["a whole step", "an unrolled region"])
+def test_a_step_that_never_compiles_ends_planning_with_the_compilers_message(name, monkeypatch):
+    compiled = []
+    failing(lambda n, _: not compiled.append(n), INTERNAL, monkeypatch)
+    with pytest.raises(remat.PlanError, match=r"fails on the step.*INTERNAL: Bad layout"):
+        remat.plan(STEPS[name], *arguments(), budget=2**20, **QUIET)
+    assert compiled == [0, 1]
+
+
+def test_a_compiler_without_host_memory_for_offloading_gives_a_plan_without(
+    monkeypatch, caplog, tmp_path
+):
+    step = STEPS["an unrolled region"]
+    budget = int(0.9 * peak_without_remat(step))
+    monkeypatch.setattr(Target, "can_offload", True)
+    again = "planning again without offloading"
+    failing(lambda n, _: n > 0 and again not in caplog.text, HOST, monkeypatch)
+    options = {"budget": budget, "cache": Cache(tmp_path), "progress": False}
+    made = remat.plan(step, *arguments(), **options)
+    assert made.peak_bytes <= budget and not made.attempts[-1].failure
+    reason = "out of host memory: Used 146.08G of 128.00G host"
+    assert made.attempts[0].failure == reason
+    assert again in caplog.text
+    # What is known is not found out again.
+    failing(lambda n, _: True, HOST, monkeypatch)
+    assert remat.plan(step, *arguments(), **options) == made
+
+
+@pytest.mark.parametrize("name", ["a whole step", "a scanned region"])
+def test_host_memory_is_a_budget_of_its_own(name, monkeypatch):
+    real = planned_step.compile_for_analysis
+
+    def on_host(*args: Any, **options: Any) -> Any:
+        return dataclasses.replace(real(*args, **options), host_bytes=3 * 2**20)
+
+    monkeypatch.setattr(planned_step, "compile_for_analysis", on_host)
+    step = STEPS[name]
+    assert remat.plan(step, *arguments(), budget="100%", host_budget="3MiB", **QUIET).host_bytes
+    with pytest.raises(remat.BudgetError, match=r"over host_budget=2097152: up to 3\.0 MiB"):
+        remat.plan(step, *arguments(2), budget="100%", host_budget="2MiB", **QUIET)

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from remat import _jax
 from remat.program.compiled import (
+    CompilerFailure,
     Memory,
     OutOfMemory,
     compile_for_analysis,
@@ -135,6 +136,28 @@ _BEFORE = "the total memory required for HLO temporaries ({}) exceeds available 
 )
 def test_refusals_are_read(text, expected):
     assert parse_out_of_memory(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory in memory space host. Used 146.08G of 128.00G host.",
+            "out of host memory: Used 146.08G of 128.00G host",
+        ),
+        (
+            "RESOURCE_EXHAUSTED: Allocation (size=644245094400) would exceed memory "
+            "(size=137438953472) :: %s0 = inlined_call_operand.host [shape: bf16[600,32768,16384]]",
+            "out of host memory: Allocation (size=644245094400) would exceed memory (size=137438953472)",
+        ),
+        ("\nINTERNAL: Mosaic failed\nat line 3", "INTERNAL: Mosaic failed"),
+        ("", "ValueError"),
+        ("x" * 999, "x" * 300),
+    ],
+)
+def test_failures_keep_the_compilers_reason(text, reason):
+    assert parse_out_of_memory(text) is None
+    assert CompilerFailure.of(ValueError(text)) == CompilerFailure(reason)
 
 
 # TPU, ahead of time

@@ -54,6 +54,7 @@ def fit(
     plan: Plan | None = None,
     target: str | Target | None = None,
     offload: bool = True,
+    host_budget: units.Number | None = None,
     cache: Cache | bool | str | os.PathLike[str] = True,
     costs: str | Costs = "roofline",
     progress: bool = True,
@@ -81,6 +82,7 @@ def fit(
       plan: a plan to follow instead (from `remat.plan` or `Plan.load`). It must be for this program.
       target: the device to plan for, see `remat.plan`; by default the device at hand.
       offload: whether loops may keep values in host memory, see `remat.plan`. Ignored with `plan`.
+      host_budget: the most host memory per device, see `remat.plan`. Ignored with `plan`.
       cache: whether to use the user's cache directory; or a cache or a folder to use instead.
       costs: the cost model of recomputation, see `remat.plan`.
       progress: whether to show the progress of planning on a terminal.
@@ -104,12 +106,15 @@ def fit(
         raise PlanError("give budget= or plan=, not both: a plan has its own budget.")
     if budget is not None:
         units.parse_budget(budget)
+    if host_budget is not None:
+        units.parse_bytes(host_budget)
     check_costs(costs)
     if not isinstance(cache, bool):
         cache = find_cache(cache)
     options = {
         "target": target,
         "offload": offload,
+        "host_budget": host_budget,
         "cache": cache,
         "costs": costs,
         "progress": progress,

@@ -53,7 +53,7 @@ from remat.planner.rewrite import flattened
 from remat.planner.search import Effort, Proposal, search
 from remat.planner.step import Step, Traced, check_step
 from remat.planner.step_decisions import whole_step_plan
-from remat.program.compiled import Memory, OutOfMemory
+from remat.program.compiled import CompilerFailure, Memory, OutOfMemory
 from remat.program.costs import Costs, Roofline, find_costs, slowdowns
 from remat.program.from_jaxpr import n_bytes, type_text
 from remat.program.targets import Target, target as find_target
@@ -84,6 +84,7 @@ def plan(
     budget: units.Number | None = None,
     target: str | Target | None = None,
     offload: bool = True,
+    host_budget: units.Number | None = None,
     kwargs: Mapping[str, Any] | None = None,
     cache: Cache | bool | str | os.PathLike[str] = True,
     costs: str | Costs = "roofline",
@@ -118,7 +119,11 @@ def plan(
       offload: whether loops may keep values in host memory, if the target supports that. They do so
         where it takes less time than recomputing, or where no other plan fits. Nothing is offloaded
         on a CPU, whose memory is the host's, or on a GPU, where XLA has miscompiled scans with
-        offloaded residuals.
+        offloaded residuals. If the compiler fails on all plans with offloading, the step is planned
+        without.
+      host_budget: the most host memory per device that the compiler may report: bytes, or a text such
+        as "48GiB". None for the share of a host's memory that a device of this kind has, where that is
+        known (TPUs).
       cache: whether to use the plans in the user's cache directory and to add to them; or a cache or
         a folder to use instead.
       costs: the cost model of recomputation: "roofline", from the device's peak FLOP/s and bandwidth;
@@ -137,6 +142,7 @@ def plan(
       UnitsError: the budget is neither a number of bytes nor a share.
     """
     check_step(step)
+    host_limit = None if host_budget is None else units.parse_bytes(host_budget)
     limit = None if budget is None else units.parse_budget(budget)
     at = find_target(target)
     if limit is None:
@@ -147,7 +153,9 @@ def plan(
     priced = find_costs(costs, at.device, here, store)
     # Plans are for compiled programs; under jax.disable_jit the trace would have unrolled loops.
     with _Progress(progress) as show, jax.disable_jit(False):
-        return _Search(planned, limit, store, show, priced, offload=offload).run()
+        return _Search(
+            planned, limit, store, show, priced, offload=offload, host_limit=host_limit
+        ).run()
 
 
 def _all_memory(target: Target) -> units.Budget:
@@ -163,8 +171,18 @@ class _Candidate:
 
     choice: Choice
     predicted_bytes: int
-    memory: Memory | OutOfMemory
+    memory: Memory | OutOfMemory | CompilerFailure
     extra_flops: float
+
+    @property
+    def compiled_bytes(self) -> int:
+        """Return the compiler's peak, or its lower bound; 0 if the compiler failed."""
+        return 0 if isinstance(self.memory, CompilerFailure) else self.memory.peak_bytes
+
+    @property
+    def failure(self) -> str:
+        """Return why the compiler failed; "" if it did not."""
+        return self.memory.reason if isinstance(self.memory, CompilerFailure) else ""
 
 
 class _Search:
@@ -177,16 +195,18 @@ class _Search:
         costs: Costs,
         *,
         offload: bool,
+        host_limit: int | None = None,
     ) -> None:
         self.step = step
         self.offload = bool(offload) and step.target.can_offload
+        known = step.target.device.host_memory_bytes or None
+        #: Bytes of host memory per device; None for no limit.
+        self.host_limit = known if host_limit is None else host_limit
         self.cache = cache
         self.show = show
         show("tracing")
         self.costs = costs
-        # Transfers always cost what the roofline says: the link to the host is not measured.
-        transfer = Roofline(step.target.device).transfer_seconds if self.offload else None
-        self.levels = Levels(step, costs, transfer)
+        self.levels = self._levels()
         self.plain: Traced = self.levels.traced_plainly
         # The step without planning: JAX differentiates regions like any other function.
         self.unplanned: Traced = step.trace(Application({}, recomputes=False))
@@ -199,11 +219,17 @@ class _Search:
         )
         show("compiling without rematerialization")
         self.base = self._base()
-        self.budget = budget.bytes_of(self.base.peak_bytes)
+        self.budget = budget.bytes_of(self._base_bytes(budget))
         #: The largest peak of a plan; `run` may lower it.
         self.limit = self.budget
         self.fixed_bytes = self._fixed_bytes()
         self.candidates: list[_Candidate] = []
+        #: Candidates of a search with offloading that was given up.
+        self.earlier: list[_Candidate] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget what compiled candidates say about the models."""
         self.ratios: dict[bool, float] = {}
         self.level_ratios: dict[int, float] = {}
         self.samples: dict[bool, set[tuple[int, int]]] = {False: set(), True: set()}
@@ -212,7 +238,23 @@ class _Search:
 
     # Before the search
 
-    def _base(self) -> Memory | OutOfMemory:
+    def _levels(self) -> Levels:
+        # Transfers always cost what the roofline says: the link to the host is not measured.
+        transfer = Roofline(self.step.target.device).transfer_seconds if self.offload else None
+        return Levels(self.step, self.costs, transfer)
+
+    def _base_bytes(self, budget: units.Budget) -> int:
+        """Return the peak without rematerialization, of which a budget may be a share."""
+        if not isinstance(self.base, CompilerFailure):
+            return self.base.peak_bytes
+        if budget.is_share:
+            raise PlanError(
+                f"the compiler fails on the step without rematerialization ({self.base.reason}), so "
+                "there is no peak of which the budget could be a share; pass budget= in bytes."
+            )
+        return 0
+
+    def _base(self) -> Memory | OutOfMemory | CompilerFailure:
         known = self.cache.get("base", self._key())
         if known is not None and set(known) == {f.name for f in dataclasses.fields(Memory)}:
             return Memory(**known)
@@ -236,21 +278,45 @@ class _Search:
     # The search
 
     def run(self) -> Plan:
-        if self.base.peak_bytes <= self.budget and isinstance(self.base, Memory):
+        if isinstance(self.base, Memory) and self._is_within(self.base):
             return self._without_recomputation()
         known = self._known()
         if known is not None:
             return known
         self.limit = self._effective_budget()
-        best = self._search() if self.room > 0 else None
-        if best is None and self.levels.has_regions:
-            best = self._search_below()
+        best = self._best()
+        if best is None and self.offload and any(map(self._fails_by_host, self.candidates)):
+            _log.warning(
+                "remat: no plan with values in host memory compiles within the budgets; planning "
+                "again without offloading"
+            )
+            self._stop_offloading()
+            best = self._best()
         if best is None:
             self._refuse()
         assert self._fits(best)
         made = self._plan(best)
         self._remember(made)
         return made
+
+    def _best(self) -> _Candidate | None:
+        best = self._search() if self.room > 0 else None
+        if best is None and self.levels.has_regions:
+            best = self._search_below()
+        return best
+
+    def _fails_by_host(self, candidate: _Candidate) -> bool:
+        """Return whether the compiler failed on a candidate, or it only takes too much host memory."""
+        memory = candidate.memory
+        if isinstance(memory, Memory):
+            return memory.peak_bytes <= self.limit and not self._is_within(memory)
+        return isinstance(memory, CompilerFailure)
+
+    def _stop_offloading(self) -> None:
+        self.offload = False
+        self.earlier, self.candidates = self.candidates, []
+        self.levels = self._levels()
+        self._begin()
 
     @property
     def room(self) -> int:
@@ -279,8 +345,8 @@ class _Search:
                 whole_step=proposal.decisions,
             )
             found = self._compile(choice, fixed_bytes + expected_bytes)
-            temporaries = max(0, found.memory.peak_bytes - fixed_bytes)
-            # Bytes that a compiler's refusal names may be fewer than the budget.
+            temporaries = max(0, found.compiled_bytes - fixed_bytes)
+            # A refusal may name fewer bytes than the budget, and a failure names none.
             return temporaries if self._fits(found) else max(temporaries, room + 1)
 
         effort = Effort(negligible_seconds=_NEGLIGIBLE_FLOPS * self.step_seconds)
@@ -377,7 +443,7 @@ class _Search:
         self, i: int, choice: Choice, reuses_outputs: bool, ratio: float
     ) -> _Candidate:
         candidate = self._compiled(choice, reuses_outputs, ratio)
-        self.level_ratios[i] = self.ratios[reuses_outputs]
+        self.level_ratios[i] = self.ratios.get(reuses_outputs, ratio)
         return candidate
 
     def _search_models(self) -> _Candidate | None:
@@ -407,7 +473,7 @@ class _Search:
                 best = self._better(candidate, best)
             if best is None or not turn:
                 continue
-            close = best.memory.peak_bytes >= _CLOSE_TO_BUDGET * self.budget
+            close = best.compiled_bytes >= _CLOSE_TO_BUDGET * self.budget
             if close or best.extra_flops <= _NEGLIGIBLE_FLOPS * self.plain_flops:
                 break
         return best
@@ -471,8 +537,8 @@ class _Search:
 
     def _is_better(self, a: _Candidate, b: _Candidate) -> bool:
         if a.choice.transfer_seconds or b.choice.transfer_seconds:
-            return (self._cost_s(a), a.memory.peak_bytes) < (self._cost_s(b), b.memory.peak_bytes)
-        return (a.extra_flops, a.memory.peak_bytes) < (b.extra_flops, b.memory.peak_bytes)
+            return (self._cost_s(a), a.compiled_bytes) < (self._cost_s(b), b.compiled_bytes)
+        return (a.extra_flops, a.compiled_bytes) < (b.extra_flops, b.compiled_bytes)
 
     def _cost_s(self, candidate: _Candidate) -> float:
         """Return the seconds of recomputation, at the step's mean FLOP/s, and of transfers."""
@@ -487,7 +553,12 @@ class _Search:
         return float(sum(self.levels.level(0).problem(False).fused.seconds.values()))
 
     def _fits(self, candidate: _Candidate) -> bool:
-        return candidate.memory.fits and candidate.memory.peak_bytes <= self.limit
+        return isinstance(candidate.memory, Memory) and self._is_within(candidate.memory)
+
+    def _is_within(self, memory: Memory) -> bool:
+        """Return whether the compiler's figures are within the budgets; nothing else decides."""
+        fits_host = self.host_limit is None or memory.host_bytes <= self.host_limit
+        return memory.peak_bytes <= self.limit and fits_host
 
     def _attempt(self, reuses_outputs: bool, aim: int, ratio: float) -> _Candidate | None:
         self.show(f"planning for {units.format_bytes(self.fixed_bytes + aim)}")
@@ -513,7 +584,7 @@ class _Search:
             temporaries = candidate.memory.peak_bytes - self.fixed_bytes
             self.samples[reuses_outputs].add((choice.model_bytes, temporaries))
             self.ratios[reuses_outputs] = max(0.05, temporaries / max(1, choice.model_bytes))
-        else:
+        elif isinstance(candidate.memory, OutOfMemory):
             # The compiler ran out of memory: the peak is above the limit, but unknown.
             least = (candidate.memory.limit_bytes - self.fixed_bytes) / max(1, choice.model_bytes)
             self.ratios[reuses_outputs] = 1.05 * max(self.ratios.get(reuses_outputs, ratio), least)
@@ -557,19 +628,31 @@ class _Search:
         candidate = _Candidate(choice, predicted_bytes, memory, traced.flops() - self.plain_flops)
         self.candidates.append(candidate)
         _log.debug(
-            "remat: predicted %d bytes, compiled %d, %.3g FLOPs recomputed",
+            "remat: predicted %d bytes, compiled %s, %.3g FLOPs recomputed",
             predicted_bytes,
-            memory.peak_bytes,
+            candidate.failure or candidate.compiled_bytes,
             candidate.extra_flops,
         )
+        if isinstance(memory, CompilerFailure) and isinstance(self.base, CompilerFailure):
+            raise PlanError(
+                f"the compiler for {self.step.target.name} fails on the step, without rematerialization "
+                f"({self.base.reason}) and with ({memory.reason}). Compile the step by itself first."
+            )
         return candidate
 
     @functools.cached_property
     def plain_flops(self) -> float:
         return self.unplanned.flops()
 
+    @property
+    def _base_peak_bytes(self) -> int:
+        """Return the peak without rematerialization; 0 if the compiler failed."""
+        return 0 if isinstance(self.base, CompilerFailure) else self.base.peak_bytes
+
     def _refuse(self) -> NoReturn:
-        smallest = min((p.memory.peak_bytes for p in self.candidates), default=self.base.peak_bytes)
+        tried = [*self.earlier, *self.candidates]
+        base = self._base_peak_bytes
+        smallest = min((p.compiled_bytes for p in tried if not p.failure), default=base)
         shown = units.format_bytes
         what = (
             f"arguments and results alone take {shown(self.fixed_bytes)}"
@@ -579,11 +662,25 @@ class _Search:
         )
         raise BudgetError(
             f"no plan fits {shown(self.budget)} ({self.budget} bytes); the smallest peak that was "
-            f"reached is {shown(smallest)} ({smallest} bytes), {shown(self.base.peak_bytes)} "
-            f"({self.base.peak_bytes} bytes) without rematerialization; {what}. Raise budget= to at "
-            f"least {smallest} bytes, {self._offload_advice()}donate arguments (donate_argnums=), or "
-            "use a smaller batch or more devices."
+            f"reached is {shown(smallest)} ({smallest} bytes), {shown(base)} "
+            f"({base} bytes) without rematerialization; {what}.{self._other_reasons(tried)} Raise "
+            f"budget= to at least {smallest} bytes, {self._offload_advice()}donate arguments "
+            "(donate_argnums=), or use a smaller batch or more devices."
         )
+
+    def _other_reasons(self, tried: list[_Candidate]) -> str:
+        """Return the part of an error message about plans that do not fail by the device's memory."""
+        text = ""
+        on_host = [p.memory.host_bytes for p in tried if isinstance(p.memory, Memory)]
+        if self.host_limit is not None and max(on_host, default=0) > self.host_limit:
+            text += (
+                f" Plans were over host_budget={self.host_limit}: up to "
+                f"{units.format_bytes(max(on_host))} in host memory."
+            )
+        failures = [p.failure for p in tried if p.failure]
+        if failures:
+            text += f" The compiler failed on {len(failures)} plans: {failures[0]}."
+        return text
 
     def _offload_advice(self) -> str:
         is_possible = self.step.target.can_offload and not self.offload
@@ -646,7 +743,7 @@ class _Search:
             budget_bytes=self.budget,
             peak_bytes=peak,
             predicted_bytes=predicted,
-            peak_bytes_without_remat=self.base.peak_bytes,
+            peak_bytes_without_remat=self._base_peak_bytes,
             flops=self.plain_flops,
             extra_flops=max(0.0, extra_flops),
             extra_seconds=max(0.0, float(choice.extra_seconds)),
@@ -659,11 +756,12 @@ class _Search:
             attempts=tuple(
                 Attempt(
                     p.predicted_bytes,
-                    p.memory.peak_bytes,
+                    p.compiled_bytes,
                     max(0.0, p.extra_flops),
                     max(0.0, float(p.choice.extra_seconds)),
+                    p.failure,
                 )
-                for p in self.candidates
+                for p in (*self.earlier, *self.candidates)
             ),
             is_verified=True,
             costs=self.costs.name,
@@ -686,13 +784,14 @@ class _Search:
         except (PlanError, KeyError, TypeError) as error:
             _log.warning("remat: ignoring an unusable plan in the cache, planning again: %s", error)
             return None
-        return found if found.peak_bytes is not None and found.peak_bytes <= self.budget else None
+        is_within = (found.peak_bytes or self.budget + 1) <= self.budget
+        return found if found.is_verified and is_within else None
 
     def _plan_key(self) -> str:
         return f"{self._issued_key()}|{self.costs.key}|{self.budget}"
 
     def _issued_key(self) -> str:
-        return f"{self._key()}|offload={self.offload}"
+        return f"{self._key()}|offload={self.offload or bool(self.earlier)}|host={self.host_limit}"
 
     def _effective_budget(self) -> int:
         """Return the budget, or the least peak of a cached plan for a budget that was no smaller.

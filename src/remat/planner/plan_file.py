@@ -371,12 +371,16 @@ class MadeFor(_Checked):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attempt(_Checked):
-    """A candidate that was compiled while planning: its predicted and its compiled peak."""
+    """A candidate that was compiled while planning: its predicted and its compiled peak.
+
+    Where the compiler failed, `failure` is the reason and `compiled_bytes` is 0.
+    """
 
     predicted_bytes: int
     compiled_bytes: int
     extra_flops: float
     extra_seconds: float
+    failure: str = ""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -409,6 +413,7 @@ class Plan(_Checked):
       peak_bytes: the compiler's peak of the step on one device; None if the plan is not verified.
       predicted_bytes: the peak according to the planner's model.
       peak_bytes_without_remat: the compiler's peak of the step that saves everything.
+        0 if the compiler failed on it.
       flops, seconds: costs of the step without recomputation.
       extra_flops, extra_seconds: costs of recomputation.
       lower_bound_seconds: proven lower bound of `extra_seconds`, by the same cost model, for plans
@@ -528,9 +533,10 @@ class Plan(_Checked):
         else:
             peak = f"peak {format_bytes(self.peak_bytes)}"
         n_saved = sum(len(region.saved) for region in self.regions)
+        without = format_bytes(self.peak_bytes_without_remat)
         return (
             f"Plan({printable(self.target)}: {peak} of {format_bytes(self.budget_bytes)}, "
-            f"{format_bytes(self.peak_bytes_without_remat)} without remat, "
+            f"{without if self.peak_bytes_without_remat else 'unknown'} without remat, "
             f"{_percent(self.extra_flops_share)} more FLOPs, {n_saved} saved, "
             f"{self.n_recomputed} recomputed)"
         )
@@ -778,7 +784,8 @@ def _explained(plan: Plan) -> Iterable[str]:
         beyond = ", more than the budget" if plan.peak_bytes > plan.budget_bytes else ""
         yield f"  peak         {format_bytes(plan.peak_bytes)}, confirmed by the compiler{beyond}"
     yield f"  predicted    {format_bytes(plan.predicted_bytes)}"
-    yield f"  no remat     {format_bytes(plan.peak_bytes_without_remat)}"
+    without = format_bytes(plan.peak_bytes_without_remat)
+    yield f"  no remat     {without if plan.peak_bytes_without_remat else 'the compiler failed'}"
     yield (
         f"  extra FLOPs  {format_flops(plan.extra_flops)}, {_percent(plan.extra_flops_share)} of "
         f"{format_flops(plan.flops)}"
@@ -794,10 +801,12 @@ def _explained(plan: Plan) -> Iterable[str]:
             f"{format_seconds(plan.transfer_seconds)} for copies there and back"
         )
     for number, attempt in enumerate(plan.attempts, 1):
+        answer = format_bytes(attempt.compiled_bytes)
+        if attempt.failure:
+            answer = f"failed ({printable(attempt.failure)})"
         yield (
             f"  compiled {number}   predicted {format_bytes(attempt.predicted_bytes)}, "
-            f"compiler {format_bytes(attempt.compiled_bytes)}, "
-            f"extra {format_flops(attempt.extra_flops)}"
+            f"compiler {answer}, extra {format_flops(attempt.extra_flops)}"
         )
     if plan.whole_step is not None:
         yield ""

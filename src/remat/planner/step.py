@@ -22,7 +22,7 @@ from remat.planner.plan_file import MadeFor
 from remat.planner.regions import Application, Session, session_context
 from remat.planner.rewrite import following
 from remat.planner.whole_step import StepDecisions, applied
-from remat.program.compiled import Memory, OutOfMemory, compile_for_analysis
+from remat.program.compiled import CompilerFailure, Memory, OutOfMemory, compile_for_analysis
 from remat.program.targets import Target, n_shards, place
 
 
@@ -75,9 +75,13 @@ class Traced:
             tuple(i for i, is_so in enumerate(_jax.donated_arguments(self._traced)) if is_so),
         )
 
-    def memory(self) -> Memory | OutOfMemory:
-        """Return the memory that the compiler reports for the step."""
-        return compile_for_analysis(self._traced.lower(), self._target)
+    def memory(self) -> Memory | OutOfMemory | CompilerFailure:
+        """Return the memory that the compiler reports for the step, or that it failed."""
+        lowered = self._traced.lower()
+        try:
+            return compile_for_analysis(lowered, self._target)
+        except jax.errors.JaxRuntimeError as error:
+            return CompilerFailure.of(error)
 
     def flops(self) -> float:
         """Return the FLOPs of one execution, without dead code and with recomputation."""

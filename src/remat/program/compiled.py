@@ -16,7 +16,8 @@ before would be returned from that cache.
 On TPU the level O0 compiles 6 to 14 times faster and keeps the peak within a few percent. There the
 compiler refuses a program that does not fit, and names the bytes that it needs: that is a result too,
 `OutOfMemory`. The check comes early, so it costs less than a compilation. Compilers for GPU and CPU
-have no such limit: compare the peak with `target.device.memory_bytes`.
+have no such limit: compare the peak with `target.device.memory_bytes`. Other errors of a compiler are
+raised; the planner turns them into a `CompilerFailure` of the program that it tried.
 
 Known limit: the text of that error gives two decimals of a GiB.
 """
@@ -74,6 +75,35 @@ class OutOfMemory:
     def peak_bytes(self) -> int:
         """Return `needed_bytes`, the compiler's lower bound of the peak."""
         return self.needed_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class CompilerFailure:
+    """A compilation that failed for another reason than the device's memory.
+
+    Compilers run out of host memory, run into their own errors, or take too long. The step itself need
+    not be wrong: another program of the same step may compile.
+
+    Args:
+      reason: the first line of the compiler's message.
+    """
+
+    reason: str
+
+    fits = False
+
+    @staticmethod
+    def of(error: Exception) -> CompilerFailure:
+        """Return the failure that an error of the compiler reports."""
+        text = str(error)
+        found = _OUT_OF_HOST_MEMORY.search(text)
+        if found is not None and "RESOURCE_EXHAUSTED" in text:
+            return CompilerFailure(f"out of host memory: {found[0]}")
+        first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
+        return CompilerFailure(first.strip()[:_LONGEST_REASON])
+
+
+_LONGEST_REASON = 300  # characters of a compiler's message that are kept
 
 
 def memory_of(compiled: jax.stages.Compiled, target: Target) -> Memory:
@@ -185,6 +215,11 @@ def compile_plainly(
         return refused
 
 
+# The messages of TPU compilers about the host's memory: after scheduling, and for one value alone.
+_OUT_OF_HOST_MEMORY = re.compile(
+    r"Used [0-9.]+[KMGT]? of [0-9.]+[KMGT]? host"
+    r"|Allocation \(size=[0-9]+\) would exceed memory \(size=[0-9]+\)(?= :: .*host)"
+)
 # The messages of TPU compilers: before scheduling, and after.
 _SIZE = r"([0-9]+(?:\.[0-9]+)?)\s?([KMGT]?)i?B?"
 _OUT_OF_MEMORY = (

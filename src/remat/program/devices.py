@@ -14,6 +14,10 @@ one up by its name or by the `device_kind` that JAX reports.
 * Programs do not reach the vendors' peaks. But ratios of predicted times are right, and the choice
   between saving and recomputing depends on those only.
 
+* `host_memory_bytes` is a device's share of its host's memory: that of Google's smallest machine with
+  this TPU, divided by its chips. Compilers allow 128 GiB per device (measured). Machines with GPUs have
+  no common figure; theirs is 0, unknown.
+
 Known limit: host links are the links' nominal rates in one direction, and several devices of a host
 may share one.
 """
@@ -47,6 +51,7 @@ class Device:
       memory_bytes: what a program may use; 0 if unknown.
       has_host_memory: whether values can be offloaded to the host's memory.
       launch_s: time to start a kernel, however small; a larger value favours fewer kernels.
+      host_memory_bytes: what a program may use of the host's memory per device; 0 if unknown.
       source: where the figures are from.
       topology_options: further arguments for describing its topology ahead of time.
     """
@@ -61,6 +66,7 @@ class Device:
     has_host_memory: bool
     launch_s: float
     source: str
+    host_memory_bytes: int = 0
     topology_options: tuple[tuple[str, str], ...] = ()
 
     def __repr__(self) -> str:
@@ -106,6 +112,7 @@ def _tpu(
     tera_bytes_per_s: float,
     link_giga_bytes_per_s: float,
     memory_gib: float,
+    host_memory_gib: float,
     **more: tuple[tuple[str, str], ...],
 ) -> Device:
     bfloat16, int8 = tera_flops
@@ -120,6 +127,7 @@ def _tpu(
         has_host_memory=True,
         launch_s=1e-6,
         source=_TPU.format(name),
+        host_memory_bytes=int(host_memory_gib * 2**30),
         **more,
     )
 
@@ -160,10 +168,10 @@ DEVICES: Mapping[str, Device] = MappingProxyType({d.name: d for d in (
     _gpu("a100", _AMPERE, 2.039, 32, 85100068864, _A100),
     _gpu("h100", _HOPPER, 3.35, 64, 84929347584, _H100),
     _gpu("h200", _HOPPER, 4.8, 64, 151397597184, _H200),
-    _tpu("v4", ("TPU v4",), (275, 275), 1.228, 16, 30.75, topology_options=_MEGACORE),
-    _tpu("v5e", ("TPU v5 ?lite", "TPU v5e"), (197, 394), 0.819, 16, 15.75),
-    _tpu("v5p", ("TPU v5", "TPU v5p"), (459, 918), 2.765, 32, 95.73),
-    _tpu("v6e", ("TPU v6 ?lite", "TPU v6e"), (918, 1836), 1.64, 32, 31.24),
+    _tpu("v4", ("TPU v4",), (275, 275), 1.228, 16, 30.75, 101, topology_options=_MEGACORE),
+    _tpu("v5e", ("TPU v5 ?lite", "TPU v5e"), (197, 394), 0.819, 16, 15.75, 48),
+    _tpu("v5p", ("TPU v5", "TPU v5p"), (459, 918), 2.765, 32, 95.73, 112),
+    _tpu("v6e", ("TPU v6 ?lite", "TPU v6e"), (918, 1836), 1.64, 32, 31.24, 128),
 )})
 # fmt: on
 # The device that is assumed for an unlisted one: the smallest of its platform, so that neither its
