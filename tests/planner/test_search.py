@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from remat.errors import BudgetError
-from remat.planner.search import Effort, Proposal, search
+from remat.planner.search import Compiled, Effort, Proposal, search
 
 
 class Staircase:
@@ -77,6 +77,17 @@ def test_few_programs_are_compiled_when_the_model_is_exact():
 def test_the_second_compilation_corrects_a_wrong_model():
     best, compiled = search(Staircase(STEPS), lambda p, _: 2 * p.model_bytes, 500)
     assert best.compiled_bytes >= 480 and len(compiled) <= 3
+
+
+def test_what_is_known_of_the_program_as_written_corrects_the_first_proposal():
+    model = Staircase(STEPS)
+    written = model.within("only", 1000)
+    known = [Compiled(written, 1000, 28_000)]
+    best, compiled = search(model, lambda p, _: 28 * p.model_bytes, 2800, known=known)
+    assert [c.proposal.model_bytes for c in compiled] == [100] and best == compiled[0]
+    assert compiled[0].expected_bytes == 2800
+    _, without = search(model, lambda p, _: 28 * p.model_bytes, 2800)
+    assert len(without) > 1
 
 
 def test_expected_bytes_follow_what_the_compiler_said():

@@ -93,6 +93,26 @@ def test_a_cached_plan_above_the_budget_is_not_returned(tmp_path):
     assert made.peak_bytes < above.peak_bytes
 
 
+@pytest.mark.parametrize("name", ["a whole step", "a scanned region"])
+def test_a_refusal_of_the_step_as_written_says_how_far_off_the_model_is(name, monkeypatch):
+    real = planned_step.compile_for_analysis
+    peaks: list[int] = []
+
+    def compile(*args: Any, **options: Any) -> Any:
+        found = real(*args, **options)
+        peaks.append(found.peak_bytes + 19 * found.temp_bytes)
+        limit = int(0.7 * peaks[0])
+        fits = peaks[-1] <= limit
+        answer = dataclasses.replace(found, peak_bytes=peaks[-1])
+        return answer if fits else OutOfMemory(peaks[-1], limit)
+
+    monkeypatch.setattr(planned_step, "compile_for_analysis", compile)
+    made = remat.plan(STEPS[name], *arguments(), budget="70%", **QUIET)
+    assert made.peak_bytes <= 0.7 * made.peak_bytes_without_remat == 0.7 * peaks[0]
+    first = made.attempts[0]
+    assert 0.5 < first.compiled_bytes / first.predicted_bytes < 2
+
+
 # Failures of the compiler
 
 INTERNAL = jax.errors.JaxRuntimeError("INTERNAL: Bad layout\nin %fusion.7")

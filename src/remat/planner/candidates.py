@@ -117,6 +117,11 @@ class StepModel:
         """Return the proposal with the fewest bytes at the last level."""
         return self.levels[-1].smallest(variant)
 
+    def as_written(self, variant: str) -> Proposal:
+        """Return the step as it is written as a proposal."""
+        level = next(level for level in self.levels if level.loops == LoopDecisions())
+        return Proposal(variant, level.peak_bytes(variant), 0.0, 0.0, None)
+
     def _first_within(self, variant: str, n_bytes: int) -> int:
         """Return the first level that fits without recomputation outside of loops; else the last."""
         low, high = 0, len(self.levels) - 1

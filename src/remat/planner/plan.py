@@ -50,7 +50,7 @@ from remat.planner.plan_file import (
 )
 from remat.planner.regions import Application, Record
 from remat.planner.rewrite import flattened
-from remat.planner.search import Effort, Proposal, search
+from remat.planner.search import Compiled, Effort, Proposal, search
 from remat.planner.step import Step, Traced, check_step
 from remat.planner.step_decisions import whole_step_plan
 from remat.program.compiled import CompilerFailure, Memory, OutOfMemory
@@ -350,7 +350,13 @@ class _Search:
             return temporaries if self._fits(found) else max(temporaries, room + 1)
 
         effort = Effort(negligible_seconds=_NEGLIGIBLE_FLOPS * self.step_seconds)
-        best, attempts = search(self._step_model, compiled_bytes, room, effort)
+        known: list[Compiled] = []
+        if isinstance(self.base, OutOfMemory):
+            # The refusal names the bytes that the step needs as it is written.
+            needed = max(0, self.base.needed_bytes - fixed_bytes)
+            written = map(self._step_model.as_written, self._step_model.variants)
+            known = [Compiled(w, w.model_bytes, needed) for w in written]
+        best, attempts = search(self._step_model, compiled_bytes, room, effort, known)
         return None if best is None else self.candidates[attempts.index(best)]
 
     @functools.cached_property
@@ -585,9 +591,11 @@ class _Search:
             self.samples[reuses_outputs].add((choice.model_bytes, temporaries))
             self.ratios[reuses_outputs] = max(0.05, temporaries / max(1, choice.model_bytes))
         elif isinstance(candidate.memory, OutOfMemory):
-            # The compiler ran out of memory: the peak is above the limit, but unknown.
-            least = (candidate.memory.limit_bytes - self.fixed_bytes) / max(1, choice.model_bytes)
-            self.ratios[reuses_outputs] = 1.05 * max(self.ratios.get(reuses_outputs, ratio), least)
+            # The compiler's refusal names the bytes that it needs.
+            needed = max(candidate.memory.needed_bytes, candidate.memory.limit_bytes)
+            temporaries = needed - self.fixed_bytes
+            self.samples[reuses_outputs].add((choice.model_bytes, temporaries))
+            self.ratios[reuses_outputs] = max(0.05, temporaries / max(1, choice.model_bytes))
         return candidate
 
     def _solve(self, reuses_outputs: bool, aim: int) -> Choice:
@@ -624,7 +632,10 @@ class _Search:
         memory = traced.memory()
         is_first = not any(isinstance(c.memory, Memory) for c in self.candidates)
         if is_first and isinstance(self.base, OutOfMemory) and isinstance(memory, Memory):
+            before = self.fixed_bytes
             self.fixed_bytes = memory.argument_bytes + memory.output_bytes - memory.alias_bytes
+            for model, samples in self.samples.items():
+                self.samples[model] = {(m, t + before - self.fixed_bytes) for m, t in samples}
         candidate = _Candidate(choice, predicted_bytes, memory, traced.flops() - self.plain_flops)
         self.candidates.append(candidate)
         _log.debug(
@@ -826,10 +837,11 @@ class _Search:
     def _remembered_ratios(self) -> dict[bool, float]:
         known = self.cache.get("ratios", self._ratio_key()) or {}
         start = {False: 0.9, True: 1.2}
-        if isinstance(self.base, Memory) and self.step.target.n_devices > 1:
+        base, is_sharded = self.base, self.step.target.n_devices > 1
+        if isinstance(base, OutOfMemory) or (isinstance(base, Memory) and is_sharded):
             # With several devices, the ratio depends on the shardings: the compiled step without
-            # recomputation shows it.
-            temporaries = self.base.peak_bytes - self.fixed_bytes
+            # recomputation shows it. A refusal names the bytes that it needs.
+            temporaries = base.peak_bytes - self.fixed_bytes
             for reuses_outputs in start:
                 model = self.levels.level(0).peak_bytes(reuses_outputs)
                 start[reuses_outputs] = max(0.05, temporaries / max(1, model))

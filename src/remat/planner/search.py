@@ -95,7 +95,11 @@ class Effort:
 
 
 def search(
-    model: Model, compiler: Compiler, budget: int, effort: Effort | None = None
+    model: Model,
+    compiler: Compiler,
+    budget: int,
+    effort: Effort | None = None,
+    known: Sequence[Compiled] = (),
 ) -> tuple[Compiled | None, tuple[Compiled, ...]]:
     """Return the best proposal whose compiled temporaries are within the budget, and all compiled ones.
 
@@ -114,11 +118,13 @@ def search(
       compiler: reports the bytes of their temporaries.
       budget: bytes of temporaries.
       effort: when the search ends.
+      known: what the compiler has said about proposals above the budget before. Expectations start
+        from it.
 
     Returns:
       The best compiled proposal that fits, or None; and all that were compiled, in order.
     """
-    return _Search(model, compiler, budget, effort or Effort()).run()
+    return _Search(model, compiler, budget, effort or Effort(), tuple(known)).run()
 
 
 # Compiled bytes for one more byte in the model. A line through two compiled proposals is used if its
@@ -139,7 +145,15 @@ _OVER, _GAIN_OF_OVER = 0.06, 0.4
 
 
 class _Search:
-    def __init__(self, model: Model, compiler: Compiler, budget: int, effort: Effort) -> None:
+    def __init__(
+        self,
+        model: Model,
+        compiler: Compiler,
+        budget: int,
+        effort: Effort,
+        known: tuple[Compiled, ...] = (),
+    ) -> None:
+        self.known = known
         self.model = model
         self.compiler = compiler
         self.budget = budget
@@ -233,7 +247,7 @@ class _Search:
         """Return modelled and compiled bytes of a variant's proposals; of all if it has none."""
         samples = [
             (c.proposal.model_bytes, c.compiled_bytes)
-            for c in self.compiled
+            for c in (*self.known, *self.compiled)
             if c.proposal.variant == variant
         ]
         return samples or [(c.proposal.model_bytes, c.compiled_bytes) for c in self.compiled]
