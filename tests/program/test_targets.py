@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +53,43 @@ def test_a_mesh_of_the_devices_at_hand():
         target("cpu").mesh((4, 4), ("a", "b"))
     with pytest.raises(PlanError, match="needs 2 axis names"):
         target("cpu").mesh((2, 4), ("a",))
+    with pytest.raises(PlanError, match="names that differ"):
+        target("cpu").mesh((2, 4), ("a", "a"))
+    for shape in ((-2, -4), (2.0, 4), "24"):
+        with pytest.raises(PlanError, match="whole sizes of at least 1"):
+            target("cpu").mesh(shape, ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape", "possible"),
+    [
+        ((4, 4, 4), (8, 8), "(16, 4)"),
+        ((4, 4, 4), (2, 2, 16), "(4, 4, 4)"),
+        ((4, 8, 1), (16, 2), "(4, 8)"),
+        ((4, 8, 1), (2, 2, 2, 4), "(4, 8, 1, 1)"),
+        ((4, 4, 4), (64,), "(64,)"),
+    ],
+)
+def test_a_mesh_that_no_links_have_is_refused_with_one_that_they_have(
+    sizes, shape, possible, monkeypatch
+):
+    def refuse(*args):
+        raise NotImplementedError("Failed to find assignment")
+
+    monkeypatch.setattr(topologies, "make_mesh", refuse)
+    devices = tuple(types.SimpleNamespace(coords=at) for at in np.ndindex(sizes))
+    there = Target("tpu:of:chips", DEVICES["v5p"], devices, ahead_of_time=True)
+    with pytest.raises(PlanError) as caught:
+        there.mesh(shape, tuple("abcd"[: len(shape)]))
+    assert f"such as {possible}. " in str(caught.value)
+
+
+@needs_libtpu
+def test_meshes_of_tpus_follow_their_links():
+    there = target("tpu:v5p:4x4x4")
+    assert there.mesh((16, 4), ("a", "b")).devices.shape == (16, 4)
+    with pytest.raises(PlanError, match=r"product of some of 4x4x4, such as \(16, 4\)"):
+        there.mesh((8, 8), ("a", "b"))
 
 
 # Names that are no targets

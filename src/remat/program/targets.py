@@ -106,16 +106,38 @@ class Target:
           axis_names: as many names.
 
         Raises:
-          PlanError: the shape does not fit the devices or the names.
+          PlanError: the shape does not fit the devices, their links or the names.
         """
         shape, names = tuple(shape), tuple(axis_names)
+        if not all(isinstance(size, int | np.integer) and size > 0 for size in shape):
+            raise PlanError(f"a mesh's axes have whole sizes of at least 1, not {shape}.")
         if len(shape) != len(names):
             raise PlanError(f"a mesh of shape {shape} needs {len(shape)} axis names, not {names}.")
+        if len(set(names)) != len(names):
+            raise PlanError(f"a mesh needs axis names that differ, not {names}.")
         size = _fitting_size(shape, self)
         if size == self.n_devices and self.ahead_of_time:
             description = topologies.TopologyDescription(list(self.devices))
-            return topologies.make_mesh(description, shape, names)
+            try:
+                return topologies.make_mesh(description, shape, names)
+            except NotImplementedError as error:
+                raise PlanError(self._mesh_problem(shape)) from error
         return Mesh(np.array(self.devices[:size], dtype=object).reshape(shape), names)
+
+    def _mesh_problem(self, shape: tuple[int, ...]) -> str:
+        """Return why JAX makes no mesh of this shape: no axis may be a part of a physical one."""
+        largest = np.max(
+            [getattr(d, "coords", (self.n_devices - 1,)) for d in self.devices], axis=0
+        )
+        sizes = [int(last) + 1 for last in largest if last] or [1]
+        first, *rest = sizes + [1] * (len(shape) - len(sizes))
+        n_first = len(rest) + 2 - len(shape)  # physical axes that the first axis of the mesh takes
+        possible = (first * math.prod(rest[: n_first - 1]), *rest[n_first - 1 :])
+        return (
+            f"JAX does not lay out a mesh of shape {shape} along the links of {self.name!r}: the size of "
+            f"each axis must be a product of some of {'x'.join(map(str, sizes))}, such as {possible}. "
+            "For another order of devices, make a jax.sharding.Mesh of target.devices."
+        )
 
     def __repr__(self) -> str:
         where = "ahead of time" if self.ahead_of_time else "present"
