@@ -80,7 +80,7 @@ LAYERS = [
     ("testing",),
     ("program.devices", "program.program"),
     ("program.costs", "program.fusion"),
-    ("program.targets",),
+    ("program.targets", "program.settings"),
     ("program.compiled", "program.from_jaxpr"),
     ("program",),
     ("planner.plan_file", "planner.search", "planner.rewrite"),

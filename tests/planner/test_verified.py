@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import pytest
 
 import remat
-from planner.region_cases import normal
+from planner.region_cases import assert_same, normal
 from remat.cache import Cache
-from remat.planner import step as planned_step
+from remat.planner import fit as fitting, plan as planning, step as planned_step
 from remat.program.compiled import Memory, OutOfMemory
-from remat.program.targets import Target
+from remat.program.settings import compiler_settings
+from remat.program.targets import Target, target
 
 QUIET = {"cache": False, "progress": False}
 
@@ -199,3 +200,137 @@ def test_host_memory_is_a_budget_of_its_own(name, monkeypatch):
     assert remat.plan(step, *arguments(), budget="100%", host_budget="3MiB", **QUIET).host_bytes
     with pytest.raises(remat.BudgetError, match=r"over host_budget=2097152: up to 3\.0 MiB"):
         remat.plan(step, *arguments(2), budget="100%", host_budget="2MiB", **QUIET)
+
+
+# As it will run
+
+CPU = target("cpu")
+#: A target whose compiler has a fast level, as a TPU's; its programs are compiled for the CPU.
+TWO_LEVELS = dataclasses.replace(CPU, device=dataclasses.replace(CPU.device, platform="tpu"))
+
+
+def needing_more_as_run(factor: float, monkeypatch: Any) -> list[bool]:
+    """Have programs need more memory as they will run; return for each compilation whether it is one."""
+    real = planned_step.compile_for_analysis
+    levels: list[bool] = []
+
+    def compile(lowered: Any, at: Any, *, as_run: bool) -> Any:
+        levels.append(as_run)
+        found = real(lowered, CPU)
+        return dataclasses.replace(
+            found, peak_bytes=int(found.peak_bytes * (factor if as_run else 1))
+        )
+
+    monkeypatch.setattr(planned_step, "compile_for_analysis", compile)
+    return levels
+
+
+@pytest.mark.parametrize("name", ["a whole step", "a scanned region"])
+def test_a_plan_is_within_its_budget_as_it_will_run(name, monkeypatch, tmp_path):
+    levels = needing_more_as_run(1.1, monkeypatch)
+    options = {"target": TWO_LEVELS, "budget": "90%", "progress": False, "cache": Cache(tmp_path)}
+    fast = remat.plan(STEPS[name], *arguments(), verify="fast", **options)
+    assert not any(levels) and fast.verified_level == "fast"
+    assert "at its fast level" in fast.explain()
+    made = remat.plan(STEPS[name], *arguments(), **options)
+    assert made.verified_level == "as run" and "at its fast level" not in made.explain()
+    assert levels[-1] and made.peak_bytes <= made.budget_bytes
+    # What is confirmed serves every question.
+    known = len(levels)
+    for verify in (None, "as run", "fast"):
+        assert remat.plan(STEPS[name], *arguments(), verify=verify, **options) == made
+    assert len(levels) == known
+
+
+def test_slow_confirmations_are_left_out_unless_asked_for(monkeypatch, tmp_path):
+    levels = needing_more_as_run(1.0, monkeypatch)
+    monkeypatch.setattr(planning, "_MAX_CONFIRMATION_S", -1.0)
+    options = {"target": TWO_LEVELS, "budget": "100%", "progress": False, "cache": Cache(tmp_path)}
+    step = STEPS["a whole step"]
+    made = remat.plan(step, *arguments(), **options)
+    assert made.verified_level == "fast" and levels == [False]
+    assert remat.plan(step, *arguments(), **options) == made and levels == [False]
+    assert remat.plan(step, *arguments(), verify="as run", **options).verified_level == "as run"
+    with pytest.raises(remat.PlanError, match="verify='slow' must be 'as run', 'fast' or None"):
+        remat.plan(step, *arguments(), verify="slow", **options)
+
+
+def test_a_step_that_never_fits_as_it_will_run_is_refused(monkeypatch):
+    needing_more_as_run(50.0, monkeypatch)
+    with pytest.raises(remat.BudgetError, match="no plan fits"):
+        remat.plan(STEPS["a whole step"], *arguments(2), target=TWO_LEVELS, budget="100%", **QUIET)
+
+
+def test_a_fitted_step_is_within_its_budget_as_it_runs(monkeypatch):
+    step = STEPS["a whole step"]
+    real, peaks = fitting.compile_for_analysis, []
+
+    def compile(*args: Any, **options: Any) -> Any:
+        found = real(*args, **options)
+        peaks.append(int(found.peak_bytes * 1.08))
+        return dataclasses.replace(found, peak_bytes=peaks[-1])
+
+    monkeypatch.setattr(fitting, "compile_for_analysis", compile)
+    fitted = remat.fit(step, budget="90%", **QUIET)
+    assert_same(fitted(*arguments()), jax.jit(step)(*arguments()), within=1e-4)
+    (made,) = fitted.plans
+    assert len(peaks) > 1 and peaks[0] > made.budget_bytes >= peaks[-1] == made.peak_bytes
+
+
+def test_a_given_plan_that_exceeds_its_budget_here_is_reported(monkeypatch, caplog):
+    step = STEPS["a whole step"]
+    made = remat.plan(step, *arguments(), budget="100%", **QUIET)
+    small = dataclasses.replace(made, budget_bytes=made.peak_bytes - 1)
+    remat.fit(step, plan=made)(*arguments())
+    assert not caplog.text
+    remat.fit(step, plan=small)(*arguments())
+    assert "more than its plan's budget" in caplog.text
+
+
+def test_a_fitted_step_compiles_once(tmp_path):
+    compiled = []
+    fitted = remat.fit(STEPS["a whole step"], budget="100%", cache=Cache(tmp_path), progress=False)
+    fitted.plan(*arguments())
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, _, **__: compiled.append(name) if "backend_compile" in name else None
+    )
+    args = arguments()
+    compiled.clear()
+    fitted(*args)
+    assert len(compiled) == 1
+
+
+# The compiler's settings
+
+
+def test_settings_of_the_compiler_are_named_unless_they_change_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x --b=2 --a='1 2'")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_x=1")
+    flags = ("XLA_FLAGS", "--a=1 2 --b=2")
+    assert compiler_settings("cpu") == (flags,)
+    assert compiler_settings("tpu") == (("LIBTPU_INIT_ARGS", "--xla_tpu_x=1"), flags)
+    file = tmp_path / "flags"
+    file.write_text("--xla_force_host_platform_device_count=8\n--b=2")
+    monkeypatch.setenv("XLA_FLAGS", str(file))
+    assert compiler_settings("cpu", {"k": 1}) == (
+        ("XLA_FLAGS", "--b=2"),
+        ("compiler_options k", "1"),
+    )
+    monkeypatch.setenv("XLA_FLAGS", "")
+    assert compiler_settings("cpu") == ()
+    with jax.enable_x64(True):
+        assert compiler_settings("cpu") == (("jax_enable_x64", "True"),)
+
+
+def test_a_plan_under_other_flags_is_not_taken_from_the_cache(monkeypatch, tmp_path):
+    step, options = STEPS["a whole step"], {"cache": Cache(tmp_path), "progress": False}
+    before = remat.plan(step, *arguments(2), budget="100%", **options)
+    answers = refusing_above(2**40, monkeypatch)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=fusion")
+    made = remat.plan(step, *arguments(2), budget="100%", **options)
+    assert len(answers) == 1
+    assert made.made_for.settings == (("XLA_FLAGS", "--xla_disable_hlo_passes=fusion"),)
+    assert before.made_for.settings == ()
+    assert remat.Plan.from_json(made.to_json()) == made
+    assert remat.plan(step, *arguments(2), budget="100%", **options) == made
+    assert len(answers) == 1

@@ -187,6 +187,18 @@ def test_both_levels_of_optimization_compile_for_tpu():
 
 
 @needs_libtpu
+def test_values_in_vmem_are_not_counted_in_a_tpu_s_peak():
+    def layers(ws, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+
+    there = target("tpu:v5e")
+    args = place((struct(4, 1024, 1024), struct(1024, 1024)), there)
+    memory = compile_for_analysis(jax.jit(layers).lower(*args), there, as_run=True)
+    assert memory.argument_bytes + memory.output_bytes == 24 * MIB
+    assert memory.peak_bytes <= 24 * MIB + memory.temp_bytes
+
+
+@needs_libtpu
 def test_what_does_not_fit_a_tpu_is_a_result_with_the_bytes_needed():
     there = target("tpu:v5e")
     lowered = jax.jit(lambda *xs: sum(xs)).lower(*place([struct(2**28)] * 20, there))

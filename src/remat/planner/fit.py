@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import logging
 import operator
@@ -29,20 +30,22 @@ import jax
 
 from remat import _jax, units
 from remat.cache import Cache, find_cache
-from remat.errors import PlanError
+from remat.errors import BudgetError, PlanError
 from remat.planner.decisions import RegionDecision
 from remat.planner.plan import plan as make_plan, receive_plan, versions
-from remat.planner.plan_file import MadeFor, Plan, RegionPlan
+from remat.planner.plan_file import AS_RUN, FAST, MadeFor, Plan, RegionPlan
 from remat.planner.regions import Application, LoopForm, Recording, session_context
 from remat.planner.rewrite import following
 from remat.planner.step import Step, check_step
 from remat.planner.step_decisions import decisions_of_plan
 from remat.planner.whole_step import applied
 from remat.printing import printable
+from remat.program.compiled import Memory, compile_for_analysis
 from remat.program.costs import Costs, check_costs
 from remat.program.targets import Target, target as find_target
 
 _log = logging.getLogger("remat")
+_MAX_PLANS = 4  # plans for a signature, each within fewer bytes, until the program that runs fits
 _jax.exclude_from_tracebacks(__file__)
 
 
@@ -63,7 +66,8 @@ def fit(
     """Compile a training step so that it fits a memory budget. Otherwise it is like `jax.jit`.
 
     Nothing has to be marked; `remat.auto` restricts recomputation to some functions. The first call plans
-    (`remat.plan`), compiles and runs; later calls run. Gradients are those of the step without a plan.
+    (`remat.plan`), compiles, compares the compiled step's peak with the budget, and runs; later calls run.
+    Gradients are those of the step without a plan.
 
     >>> import jax, jax.numpy as jnp, remat
     >>> @remat.auto
@@ -247,7 +251,81 @@ class Fitted:
             finally:
                 # Nothing is left behind where JAX did not trace after all.
                 self._ready.pop(signature, None)
-            self._ready[signature] = _Ready(self._plan_for(args, kwargs), args, kwargs)
+            made = self._plan_for(args, kwargs)
+            if run is self._jitted:
+                made = self._confirmed(signature, made, args, kwargs)
+            if self._given is None:
+                peak = units.format_bytes(made.peak_bytes or 0)
+                _log.info("remat.fit: %r planned, peak %s: %s", self, peak, made)
+                self._plans.append(made)
+            self._ready[signature] = _Ready(made, args, kwargs)
+
+    def _confirmed(
+        self, signature: Any, made: Plan, args: tuple, kwargs: Mapping[str, Any]
+    ) -> Plan:
+        """Return a plan with which the compiled step, the one that will run, is within the budget.
+
+        JAX keeps what is compiled here, so that the call does not compile again.
+        """
+        at = find_target(self._options["target"])
+        leaves = jax.tree.leaves((args, dict(kwargs)))
+        if at.ahead_of_time or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return made
+        budget = limit = made.budget_bytes
+        for _ in range(_MAX_PLANS):
+            self._ready[signature] = _Ready(made, args, kwargs)
+            try:
+                lowered = self._jitted.lower(*args, **kwargs)
+                memory = compile_for_analysis(lowered, at, as_run=True)
+            finally:
+                self._ready.pop(signature, None)
+            if isinstance(memory, Memory) and memory.peak_bytes <= budget:
+                if self._given is not None:
+                    return made
+                return dataclasses.replace(
+                    made,
+                    budget_bytes=budget,
+                    peak_bytes=memory.peak_bytes,
+                    is_verified=True,
+                    verified_level=AS_RUN,
+                )
+            if self._given is not None or jax.process_count() > 1:
+                self._warn_above_budget(made, memory.peak_bytes, at)
+                return made
+            # Other signatures lose their programs as well; they plan again, or find their plans in the cache.
+            self._jitted.clear_cache()
+            share = min(1.0, budget / memory.peak_bytes)
+            limit = int(0.995 * share * min(limit, made.peak_bytes or limit))
+            made = self._made(limit, args, kwargs)
+        raise BudgetError(
+            f"no plan fits {units.format_bytes(budget)} ({budget} bytes) with the options with which "
+            f"{self!r} is compiled to run: {units.format_bytes(memory.peak_bytes)} "
+            f"({memory.peak_bytes} bytes) are needed. Raise budget=, or remove compiler options that "
+            "need more memory."
+        )
+
+    def _warn_above_budget(self, plan: Plan, peak_bytes: int, at: Target) -> None:
+        if not plan.is_verified:
+            return  # nothing was promised
+        settings = plan.made_for.settings if plan.made_for is not None else ()
+        how = ", ".join(f"{name}={value}" for name, value in settings) or "the default options"
+        other = _other_versions(plan, at)
+        _log.warning(
+            "remat.fit: %r needs %s as it is compiled here, more than its plan's budget of %s. The "
+            "plan was verified at the level %r with %s%s. Plan again here, or with a smaller budget=.",
+            self,
+            units.format_bytes(peak_bytes),
+            units.format_bytes(plan.budget_bytes),
+            plan.verified_level,
+            how,
+            f" and {other}" if other else "",
+        )
+
+    def _made(self, budget: Any, args: tuple, kwargs: Mapping[str, Any]) -> Plan:
+        # The program that runs is confirmed where this process alone decides.
+        verify = FAST if jax.process_count() == 1 else None
+        options = self._options | self._jit_options
+        return make_plan(self._step, *args, kwargs=kwargs, budget=budget, verify=verify, **options)
 
     def _plan_for(self, args: tuple, kwargs: Mapping[str, Any]) -> Plan:
         """Return the plan of a signature. JAX asks for it when it traces, so once per signature."""
@@ -261,11 +339,7 @@ class Fitted:
                 self,
                 len(self._plans) + 1,
             )
-        made = receive_plan(lambda: self.plan(*args, **kwargs))
-        peak = units.format_bytes(made.peak_bytes or 0)
-        _log.info("remat.fit: %r planned, peak %s: %s", self, peak, made)
-        self._plans.append(made)
-        return made
+        return receive_plan(lambda: self._made(self._budget, args, kwargs))
 
     def _follow_given(self, ready: _Ready, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Trace the step as the user's own plan says; refuse the plan if it is for something else."""
@@ -283,7 +357,7 @@ class Fitted:
             session.check_loops()
             self._check_program(ready, at)
         except PlanError as error:
-            other = _other_versions(plan)
+            other = _other_versions(plan, at)
             if not other:
                 raise
             raise PlanError(
@@ -359,9 +433,9 @@ def _signature(args: tuple, kwargs: Mapping[str, Any]) -> Any:
     return tuple(map(of, args)), tuple((name, of(kwargs[name])) for name in sorted(kwargs))
 
 
-def _other_versions(plan: Plan) -> str:
+def _other_versions(plan: Plan, at: Target) -> str:
     """Return the part of an error message about libraries whose versions differ from the plan's."""
-    now = dict(versions())
+    now = dict(versions(at.platform))
     other = [f"{k} {v} (here {now[k]})" for k, v in plan.versions if now.get(k, v) != v]
     return ", ".join(other)
 

@@ -24,8 +24,9 @@ import functools
 import importlib.metadata
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import jaxlib
@@ -42,6 +43,8 @@ from remat.planner.decisions import RegionDecision
 from remat.planner.edits import loop_results
 from remat.planner.levels import Choice, Levels
 from remat.planner.plan_file import (
+    AS_RUN,
+    FAST,
     Attempt,
     LoopPlan,
     Plan,
@@ -53,6 +56,7 @@ from remat.planner.rewrite import flattened
 from remat.planner.search import Compiled, Effort, Proposal, search
 from remat.planner.step import Step, Traced, check_step
 from remat.planner.step_decisions import whole_step_plan
+from remat.printing import shown
 from remat.program.compiled import CompilerFailure, Memory, OutOfMemory
 from remat.program.costs import Costs, Roofline, find_costs, slowdowns
 from remat.program.from_jaxpr import n_bytes, type_text
@@ -75,6 +79,15 @@ _NEXT_AIM = 0.85
 # Compiled bytes for one more byte in the model. A line through two compiled candidates is used if its
 # slope is within these limits.
 _MIN_SLOPE, _MAX_SLOPE = 0.3, 4.0
+# Compilations of plans as they will run; the search is repeated with a lower limit in between.
+_MAX_CONFIRMATIONS = 4
+_MAX_CONFIRMATION_S = 180.0  # a compilation expected to take longer is left out unless asked for
+_SLOWER_AS_RUN = 12.0  # a TPU's default level against its fast one: 6 to 14 times (measured)
+
+# The packages that compile for platforms other than the CPU.
+_COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda12-pjrt", "jax-cuda13-pjrt", "jax-rocm7-pjrt")}
+
+_T = TypeVar("_T")
 
 
 def plan(
@@ -88,6 +101,7 @@ def plan(
     kwargs: Mapping[str, Any] | None = None,
     cache: Cache | bool | str | os.PathLike[str] = True,
     costs: str | Costs = "roofline",
+    verify: str | None = None,
     progress: bool = True,
     **jit_options: Any,
 ) -> Plan:
@@ -128,6 +142,10 @@ def plan(
         a folder to use instead.
       costs: the cost model of recomputation: "roofline", from the device's peak FLOP/s and bandwidth;
         "measured", by timing equations on the device at hand; or a `remat.program.costs.Costs`.
+      verify: "as run" confirms the plan by compiling it with the options with which it will run, which
+        takes minutes for large programs on TPUs; "fast" relies on the fast level at which the search
+        compiles there. None confirms as run where that is expected to take less than three minutes. On
+        CPUs both are the same. `Plan.verified_level` says what was done.
       progress: whether to show the progress on a terminal.
       jit_options: options of `jax.jit`: donation, static arguments, shardings.
 
@@ -138,10 +156,12 @@ def plan(
       BudgetError: no plan fits. The message has the smallest peak that was reached and its largest
         parts.
       PlanError: the step cannot be analysed on the target, or `costs` is invalid, or
-        "measured" for a device that is not attached.
+        "measured" for a device that is not attached; or `verify` is invalid.
       UnitsError: the budget is neither a number of bytes nor a share.
     """
     check_step(step)
+    if verify not in (None, AS_RUN, FAST):
+        raise PlanError(f"verify={shown(verify)} must be {AS_RUN!r}, {FAST!r} or None.")
     host_limit = None if host_budget is None else units.parse_bytes(host_budget)
     limit = None if budget is None else units.parse_budget(budget)
     at = find_target(target)
@@ -154,7 +174,14 @@ def plan(
     # Plans are for compiled programs; under jax.disable_jit the trace would have unrolled loops.
     with _Progress(progress) as show, jax.disable_jit(False):
         return _Search(
-            planned, limit, store, show, priced, offload=offload, host_limit=host_limit
+            planned,
+            limit,
+            store,
+            show,
+            priced,
+            offload=offload,
+            host_limit=host_limit,
+            verify=verify,
         ).run()
 
 
@@ -173,6 +200,7 @@ class _Candidate:
     predicted_bytes: int
     memory: Memory | OutOfMemory | CompilerFailure
     extra_flops: float
+    verified_level: str = FAST
 
     @property
     def compiled_bytes(self) -> int:
@@ -196,8 +224,11 @@ class _Search:
         *,
         offload: bool,
         host_limit: int | None = None,
+        verify: str | None = None,
     ) -> None:
         self.step = step
+        self.verify = verify
+        self.compile_s = 0.0  # of the slowest compilation so far
         self.offload = bool(offload) and step.target.can_offload
         known = step.target.device.host_memory_bytes or None
         #: Bytes of host memory per device; None for no limit.
@@ -216,12 +247,13 @@ class _Search:
             step.target.name,
             step.target.n_devices,
             step.jit_options,  # donation and the results' shardings change the peak
+            self.plain.made_for().settings,
         )
         show("compiling without rematerialization")
         self.base = self._base()
         self.budget = budget.bytes_of(self._base_bytes(budget))
         #: The largest peak of a plan; `run` may lower it.
-        self.limit = self.budget
+        self.limit = self.ceiling = self.budget
         self.fixed_bytes = self._fixed_bytes()
         self.candidates: list[_Candidate] = []
         #: Candidates of a search with offloading that was given up.
@@ -258,14 +290,17 @@ class _Search:
         known = self.cache.get("base", self._key())
         if known is not None and set(known) == {f.name for f in dataclasses.fields(Memory)}:
             return Memory(**known)
-        base = self.unplanned.memory()
+        base = self._timed(self.unplanned.memory)
         if isinstance(base, Memory):
             self.cache.put("base", self._key(), dataclasses.asdict(base))
         return base
 
     def _key(self) -> str:
-        made_with = "|".join(f"{name} {version}" for name, version in versions())
+        made_with = "|".join(f"{name} {version}" for name, version in self._versions())
         return f"{self.program}|{self.step.target.name}|{made_with}"
+
+    def _versions(self) -> tuple[tuple[str, str], ...]:
+        return versions(self.step.target.platform)
 
     def _fixed_bytes(self) -> int:
         """Return the bytes that every plan needs: arguments and results, less aliased ones."""
@@ -275,23 +310,27 @@ class _Search:
         jaxpr = self.plain.jaxpr
         return sum(n_bytes(v.aval) // n for v, n in zip(jaxpr.invars, shards))
 
+    def _timed(self, compile: Callable[[], _T]) -> _T:
+        start = time.perf_counter()
+        answer = compile()
+        self.compile_s = max(self.compile_s, time.perf_counter() - start)
+        return answer
+
     # The search
 
     def run(self) -> Plan:
-        if isinstance(self.base, Memory) and self._is_within(self.base):
-            return self._without_recomputation()
         known = self._known()
         if known is not None:
             return known
-        self.limit = self._effective_budget()
-        best = self._best()
+        self.limit = self.ceiling = self._effective_budget()
+        best = self._confirmed(self._best)
         if best is None and self.offload and any(map(self._fails_by_host, self.candidates)):
             _log.warning(
                 "remat: no plan with values in host memory compiles within the budgets; planning "
                 "again without offloading"
             )
             self._stop_offloading()
-            best = self._best()
+            best = self._confirmed(self._best)
         if best is None:
             self._refuse()
         assert self._fits(best)
@@ -299,7 +338,44 @@ class _Search:
         self._remember(made)
         return made
 
+    def _confirmed(self, find: Callable[[], _Candidate | None]) -> _Candidate | None:
+        """Return the best candidate whose peak is within the budget as it will run, too.
+
+        The search compiles at a fast level. Where the level that runs needs more, the search is
+        repeated with a limit that is lower by as much.
+        """
+        for _ in range(_MAX_CONFIRMATIONS):
+            best = find()
+            if best is None or not self._is_to_be_confirmed():
+                break
+            self.show("compiling the plan as it will run")
+            is_base = best.memory is self.base
+            traced = self.unplanned if is_base else self._traced(best.choice)
+            memory = traced.memory(as_run=True)
+            needed = 0 if isinstance(memory, CompilerFailure) else memory.peak_bytes
+            _log.debug("remat: %d bytes as it will run, %d before", needed, best.compiled_bytes)
+            self.limit, lower = self.ceiling, self.limit
+            if isinstance(memory, Memory) and self._is_within(memory):
+                return dataclasses.replace(best, memory=memory, verified_level=AS_RUN)
+            share = min(1.0, self.ceiling / max(needed, 1))
+            self.limit = min(lower, int(0.995 * share * best.compiled_bytes))
+        else:
+            return None
+        if best is not None and self.step.target.platform == "cpu":
+            return dataclasses.replace(best, verified_level=AS_RUN)
+        return best
+
+    def _is_to_be_confirmed(self) -> bool:
+        """Return whether a candidate is to be compiled again, with the options with which it will run."""
+        platform = self.step.target.platform
+        if platform == "cpu" or self.verify == FAST:
+            return False  # CPU compilers have one level, and no rematerialization of their own
+        slower = _SLOWER_AS_RUN if platform == "tpu" else 1.0
+        return self.verify == AS_RUN or self.compile_s * slower <= _MAX_CONFIRMATION_S
+
     def _best(self) -> _Candidate | None:
+        if isinstance(self.base, Memory) and self._is_within(self.base):
+            return self._without_recomputation(self.base)
         best = self._search() if self.room > 0 else None
         if best is None and self.levels.has_regions:
             best = self._search_below()
@@ -345,10 +421,12 @@ class _Search:
                 whole_step=proposal.decisions,
             )
             found = self._compile(choice, fixed_bytes + expected_bytes)
+            made.append(found)
             temporaries = max(0, found.compiled_bytes - fixed_bytes)
             # A refusal may name fewer bytes than the budget, and a failure names none.
             return temporaries if self._fits(found) else max(temporaries, room + 1)
 
+        made: list[_Candidate] = []
         effort = Effort(negligible_seconds=_NEGLIGIBLE_FLOPS * self.step_seconds)
         known: list[Compiled] = []
         if isinstance(self.base, OutOfMemory):
@@ -357,7 +435,7 @@ class _Search:
             written = map(self._step_model.as_written, self._step_model.variants)
             known = [Compiled(w, w.model_bytes, needed) for w in written]
         best, attempts = search(self._step_model, compiled_bytes, room, effort, known)
-        return None if best is None else self.candidates[attempts.index(best)]
+        return None if best is None else made[attempts.index(best)]
 
     @functools.cached_property
     def _step_model(self) -> StepModel:
@@ -623,13 +701,18 @@ class _Search:
             raise problem
         return min(found, key=lambda choice: choice.extra_seconds)
 
-    def _compile(self, choice: Choice, predicted_bytes: int) -> _Candidate:
+    def _traced(self, choice: Choice) -> Traced:
         if choice.whole_step is not None:
-            traced = self.step.trace_following(choice.whole_step)
-        else:
-            traced = self.step.trace(Application(choice.decisions, choice.loops))
+            return self.step.trace_following(choice.whole_step)
+        return self.step.trace(Application(choice.decisions, choice.loops))
+
+    def _compile(self, choice: Choice, predicted_bytes: int) -> _Candidate:
+        for known in self.candidates:
+            if _same(known.choice, choice):
+                return known
+        traced = self._traced(choice)
         self.show(f"compiling a plan predicted to need {units.format_bytes(predicted_bytes)}")
-        memory = traced.memory()
+        memory = self._timed(traced.memory)
         is_first = not any(isinstance(c.memory, Memory) for c in self.candidates)
         if is_first and isinstance(self.base, OutOfMemory) and isinstance(memory, Memory):
             before = self.fixed_bytes
@@ -712,19 +795,12 @@ class _Search:
 
     # Plans
 
-    def _without_recomputation(self) -> Plan:
-        assert isinstance(self.base, Memory)
-        peak = self.base.peak_bytes
-        return self._made(Choice({}, {}, 0, 0.0, 0.0), peak, peak, 0.0, self.base.host_bytes)
+    def _without_recomputation(self, base: Memory) -> _Candidate:
+        return _Candidate(Choice({}, {}, 0, 0.0, 0.0), base.peak_bytes, base, 0.0)
 
     def _plan(self, best: _Candidate) -> Plan:
         assert isinstance(best.memory, Memory)
-        peak, on_host = best.memory.peak_bytes, best.memory.host_bytes
-        return self._made(best.choice, best.predicted_bytes, peak, best.extra_flops, on_host)
-
-    def _made(
-        self, choice: Choice, predicted: int, peak: int, extra_flops: float, host_bytes: int
-    ) -> Plan:
+        choice, extra_flops = best.choice, best.extra_flops
         regions = []
         for (key, mark), record in sorted(choice.records.items()):
             decision = choice.decisions.get(key, {}).get(mark)
@@ -750,10 +826,10 @@ class _Search:
         return Plan(
             program=self.plain.program,
             target=self.step.target.name,
-            versions=versions(),
+            versions=self._versions(),
             budget_bytes=self.budget,
-            peak_bytes=peak,
-            predicted_bytes=predicted,
+            peak_bytes=best.memory.peak_bytes,
+            predicted_bytes=best.predicted_bytes,
             peak_bytes_without_remat=self._base_peak_bytes,
             flops=self.plain_flops,
             extra_flops=max(0.0, extra_flops),
@@ -776,30 +852,41 @@ class _Search:
             ),
             is_verified=True,
             costs=self.costs.name,
-            host_bytes=max(0, host_bytes),
+            host_bytes=max(0, best.memory.host_bytes),
             transfer_seconds=max(0.0, float(choice.transfer_seconds)),
             whole_step=None
             if choice.whole_step is None
             else whole_step_plan(self._flat, choice.whole_step),
             made_for=self.plain.made_for(),
+            verified_level=best.verified_level,
         )
 
     # The cache
 
     def _known(self) -> Plan | None:
-        data = self.cache.get("plan", self._plan_key())
+        for level in (AS_RUN, FAST):
+            found = self._known_at(level)
+            if found is not None:
+                return found
+        return None
+
+    def _known_at(self, level: str) -> Plan | None:
+        data = self.cache.get("plan", self._plan_key(level))
         if data is None:
             return None
         try:
             found = Plan.from_json(data["plan"], origin="a cached plan")
-        except (PlanError, KeyError, TypeError) as error:
+            self.compile_s = float(data["compile_s"])
+        except (PlanError, KeyError, TypeError, ValueError) as error:
             _log.warning("remat: ignoring an unusable plan in the cache, planning again: %s", error)
             return None
         is_within = (found.peak_bytes or self.budget + 1) <= self.budget
+        if level == FAST and self._is_to_be_confirmed():
+            return None
         return found if found.is_verified and is_within else None
 
-    def _plan_key(self) -> str:
-        return f"{self._issued_key()}|{self.costs.key}|{self.budget}"
+    def _plan_key(self, level: str) -> str:
+        return f"{self._issued_key()}|{self.costs.key}|{self.budget}|{level}"
 
     def _issued_key(self) -> str:
         return f"{self._key()}|offload={self.offload or bool(self.earlier)}|host={self.host_limit}"
@@ -816,7 +903,8 @@ class _Search:
         return min([self.budget, *peaks])
 
     def _remember(self, made: Plan) -> None:
-        self.cache.put("plan", self._plan_key(), {"plan": made.to_json()})
+        data = {"plan": made.to_json(), "compile_s": self.compile_s}
+        self.cache.put("plan", self._plan_key(made.verified_level), data)
         self.cache.update(
             "issued",
             self._issued_key(),
@@ -876,13 +964,17 @@ def _same(a: Choice, b: Choice) -> bool:
     return a.whole_step == b.whole_step and a.decisions == b.decisions and a.loops == b.loops
 
 
-def versions() -> tuple[tuple[str, str], ...]:
-    """Return the versions of the libraries that determine a program and its peak."""
-    return (
+def versions(platform: str) -> tuple[tuple[str, str], ...]:
+    """Return the versions of the libraries that determine a program and its peak on a platform."""
+    found = [
         ("remat", importlib.metadata.version("remat")),
         ("jax", jax.__version__),
         ("jaxlib", jaxlib.__version__),
-    )
+    ]
+    for name in _COMPILERS.get(platform, ()):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append((name, importlib.metadata.version(name)))
+    return tuple(found)
 
 
 class _Progress:

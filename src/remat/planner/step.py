@@ -23,14 +23,18 @@ from remat.planner.regions import Application, Session, session_context
 from remat.planner.rewrite import following
 from remat.planner.whole_step import StepDecisions, applied
 from remat.program.compiled import CompilerFailure, Memory, OutOfMemory, compile_for_analysis
+from remat.program.settings import compiler_settings
 from remat.program.targets import Target, n_shards, place
 
 
 class Traced:
     """A step that was traced in one tracing context."""
 
-    def __init__(self, traced: Any, target: Target) -> None:
+    def __init__(
+        self, traced: Any, target: Target, compiler_options: Mapping[str, Any] | None = None
+    ) -> None:
         self._traced = traced
+        self._compiler_options = compiler_options
         self._target = target
         jaxpr, consts = _jax.detach_consts(traced.jaxpr)
         self.jaxpr, more = _jax.hoist_constants(jaxpr)
@@ -73,13 +77,18 @@ class Traced:
             self._target.kind,
             _jax.device_count(self._traced),
             tuple(i for i, is_so in enumerate(_jax.donated_arguments(self._traced)) if is_so),
+            compiler_settings(self._target.platform, self._compiler_options),
         )
 
-    def memory(self) -> Memory | OutOfMemory | CompilerFailure:
-        """Return the memory that the compiler reports for the step, or that it failed."""
+    def memory(self, *, as_run: bool = False) -> Memory | OutOfMemory | CompilerFailure:
+        """Return the memory that the compiler reports for the step, or that it failed.
+
+        Args:
+          as_run: compile with the options with which the step will run.
+        """
         lowered = self._traced.lower()
         try:
-            return compile_for_analysis(lowered, self._target)
+            return compile_for_analysis(lowered, self._target, as_run=as_run)
         except jax.errors.JaxRuntimeError as error:
             return CompilerFailure.of(error)
 
@@ -133,7 +142,7 @@ class Step:
         session.shared = self._shared
         with session_context(session):
             traced = jax.jit(step, **self.jit_options).trace(*self.args, **self.kwargs)
-        return Traced(traced, self.target)
+        return Traced(traced, self.target, self.jit_options.get("compiler_options"))
 
 
 def check_step(fun: Any) -> None:
