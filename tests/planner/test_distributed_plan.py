@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import remat
 from planner.region_cases import assert_same, normal
+from remat.planner import processes
 from remat.planner.regions import Recording
 from remat.planner.step import Step
 from remat.planner.trace import program_of_step
@@ -152,12 +153,31 @@ def test_shard_map_is_planned_for_by_device():
 
 
 WORKER = """
-import sys
+import os, signal, sys, time
 import jax, numpy as np, jax.numpy as jnp
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
+n_processes, slow_s, mode = int(sys.argv[4]), float(sys.argv[5]), sys.argv[6]
+jax.distributed.initialize(sys.argv[1], num_processes=n_processes, process_id=int(sys.argv[2]))
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import logging
 import remat
+from remat.planner import fit as fitting
+
+made_here = fitting.make_plan
+
+def slow_plan(*args, **options):
+    options["progress"]("thinking")
+    print("PLANNING", flush=True)
+    time.sleep(slow_s)
+    if mode == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "failing":
+        raise ZeroDivisionError("a bug in a solver")
+    return made_here(*args, **options)
+
+fitting.make_plan = slow_plan
+logging.basicConfig(stream=sys.stdout, format="LOG %(message)s")
+logging.getLogger("remat").setLevel("DEBUG")
 
 @remat.auto
 def loss(w, x):
@@ -167,7 +187,7 @@ def loss(w, x):
 
 mesh = Mesh(np.array(jax.devices()), ("data",))
 rows = NamedSharding(mesh, P("data"))
-x = jax.make_array_from_process_local_data(rows, np.ones((256, 32), np.float32) / 7)
+x = jax.make_array_from_process_local_data(rows, np.ones((512 // n_processes, 32), np.float32) / 7)
 w = jax.device_put(np.eye(32, dtype=np.float32), NamedSharding(mesh, P()))
 step = jax.value_and_grad(loss)
 from remat.cache import Cache
@@ -181,7 +201,9 @@ cache = OfFirst(sys.argv[3])
 try:
     remat.fit(lambda w: (w * w).sum(), budget="50%", cache=cache, progress=False)(w)
 except remat.RematError as error:
-    print("REFUSED", error)
+    if mode != "working":
+        raise
+    print("REFUSED", type(error).__name__, error)
 fitted = remat.fit(step, budget="75%", cache=cache, progress=False)
 value, g = fitted(w, x)
 (made,) = fitted.plans
@@ -190,32 +212,82 @@ np.testing.assert_allclose(g.addressable_data(0), expected.addressable_data(0), 
 import hashlib
 print("PLAN", hashlib.sha256(made.to_json().encode()).hexdigest(), made.peak_bytes, len(made.regions))
 """
+#: Seconds that process 0 takes for a plan. A collective on CPU gives up after 30: try SLOW=60.
+SLOW_S = float(os.environ.get("SLOW", "2"))
 
 
-def test_two_processes_follow_the_same_plan(tmp_path):
+def run_workers(tmp_path, n_processes, mode, slow_s=SLOW_S):
+    """Return the exit status, the output and the errors of each process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
     workers = [
         subprocess.Popen(
-            [sys.executable, "-c", WORKER, address, str(i), str(tmp_path / f"cache{i}")],
+            [sys.executable, "-c", WORKER, address, str(i), str(tmp_path / f"cache{i}"),
+             str(n_processes), str(slow_s), mode],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
         )
-        for i in range(2)
+        for i in range(n_processes)
     ]  # fmt: skip
     try:
-        results = [worker.communicate(timeout=120) for worker in workers]
+        results = [worker.communicate(timeout=120 + 3 * slow_s) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
-    for worker, (_, errors) in zip(workers, results):
-        assert worker.returncode == 0, errors[-3000:]
-    first, second = (
-        next(line for line in out.splitlines() if line.startswith("PLAN")) for out, _ in results
-    )
-    assert first == second
+    return [(worker.returncode, *result) for worker, result in zip(workers, results)]
+
+
+def lines_of(out, start):
+    return [line for line in out.splitlines() if line.startswith(start)]
+
+
+@pytest.mark.parametrize("n_processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_all_processes_wait_for_the_plan_of_the_first(tmp_path, n_processes):
+    results = run_workers(tmp_path, n_processes, "working")
+    for status, _, problems in results:
+        assert status == 0, problems[-3000:]
+    first, *others = [out for _, out, _ in results]
+    (plan,) = lines_of(first, "PLAN ")
+    assert "no plan fits" in lines_of(first, "REFUSED BudgetError")[0]
+    for out in others:
+        assert lines_of(out, "PLAN ") == [plan]
+        refused = lines_of(
+            out, "REFUSED BudgetError process 0 could not make a plan: BudgetError: "
+        )
+        assert "no plan fits" in refused[0]
+        assert lines_of(out, "LOG remat: process 0 is thinking")
+        assert not lines_of(out, "PLANNING")
     assert not (tmp_path / "cache1").exists()
-    refused = [[x for x in out.splitlines() if x.startswith("REFUSED")] for out, _ in results]
-    assert "no plan fits" in refused[0][0]
-    assert "process 0 could not make a plan" in refused[1][0]
+
+
+def test_the_message_of_the_first_process_ends_all(tmp_path):
+    (status, _, problems), other = run_workers(tmp_path, 2, "failing", 0)
+    assert status == 1 and "ZeroDivisionError: a bug in a solver" in problems
+    assert other[0] == 1
+    assert "PlanError: process 0 could not make a plan: ZeroDivisionError: a bug" in other[2]
+
+
+def test_all_processes_end_if_the_first_is_killed(tmp_path):
+    (status, _, _), other = run_workers(tmp_path, 2, "killed", 1)
+    assert status == -9
+    assert other[0] != 0
+    # JAX ends the process by itself, or the store cannot be reached before that.
+    assert "process 0 was planning" in other[2] or "distributed" in other[2].lower()
+
+
+def test_a_silent_first_process_is_given_up(monkeypatch):
+    entries = {"remat/plans/7/beat": "3 compiling"}
+    monkeypatch.setattr(processes, "_SILENCE_S", 0.0)
+    monkeypatch.setattr("remat._jax.published", lambda key, wait_s=0.0: entries.get(key))
+    with pytest.raises(remat.PlanError, match=r"not responded for .*'compiling'"):
+        processes.wait_for_first("remat/plans/7", print)
+
+
+def test_a_store_that_cannot_be_reached_ends_the_wait(monkeypatch):
+    def gone(key, wait_s=0.0):
+        raise ConnectionError("UNAVAILABLE: connection refused")
+
+    monkeypatch.setattr("remat._jax.published", gone)
+    with pytest.raises(remat.PlanError, match=r"process 0 .* has ended \(UNAVAILABLE"):
+        processes.wait_for_first("remat/plans/7", print)

@@ -10,6 +10,7 @@ branch can be deleted.
 * `autodiff`: differentiation, transposition, batching, and registering a primitive's rules.
 * `refs`: rewriting jaxprs that read or write refs as jaxprs on values.
 * `symbolic`: sizes with symbolic dimensions.
+* `coordination`: the key-value store that the processes of a run share.
 * `lowering`: lowering rules: from equations to operations of a StableHLO module.
 * `internals`: a list of every internal name in use, and what would replace it if JAX removed it.
 """
@@ -100,6 +101,11 @@ from remat._jax.compat import (
 from remat._jax.concrete import (
     concrete_value as concrete_value,
     trace_concretely as trace_concretely,
+)
+from remat._jax.coordination import (
+    has_store as has_store,
+    publish as publish,
+    published as published,
 )
 from remat._jax.lowering import (
     LoweringContext as LoweringContext,

@@ -433,6 +433,12 @@ INTERNALS = (
         "which primitives exist, to check names in policies",
         "`jax.extend.core.primitives`, and the primitives of the traced program",
     ),
+    Internal(
+        "jax._src.distributed",
+        ("global_state",),
+        "the store through which process 0 sends its plan to the others",
+        "`jax.experimental.multihost_utils.broadcast_one_to_all`, which gives up after 30 s on CPU",
+    ),
     # Private attributes
     Internal(
         "attribute",

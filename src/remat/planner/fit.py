@@ -32,8 +32,9 @@ from remat import _jax, units
 from remat.cache import Cache, find_cache
 from remat.errors import BudgetError, PlanError
 from remat.planner.decisions import RegionDecision
-from remat.planner.plan import plan as make_plan, receive_plan, versions
+from remat.planner.plan import plan as make_plan, versions
 from remat.planner.plan_file import AS_RUN, FAST, MadeFor, Plan, RegionPlan
+from remat.planner.processes import receive_plan
 from remat.planner.regions import Application, LoopForm, Recording, session_context
 from remat.planner.rewrite import following
 from remat.planner.step import Step, check_step
@@ -296,7 +297,7 @@ class Fitted:
             self._jitted.clear_cache()
             share = min(1.0, budget / memory.peak_bytes)
             limit = int(0.995 * share * min(limit, made.peak_bytes or limit))
-            made = self._made(limit, args, kwargs)
+            made = self._made(limit, args, kwargs, self._options["progress"])
         raise BudgetError(
             f"no plan fits {units.format_bytes(budget)} ({budget} bytes) with the options with which "
             f"{self!r} is compiled to run: {units.format_bytes(memory.peak_bytes)} "
@@ -321,10 +322,16 @@ class Fitted:
             f" and {other}" if other else "",
         )
 
-    def _made(self, budget: Any, args: tuple, kwargs: Mapping[str, Any]) -> Plan:
+    def _made(
+        self,
+        budget: Any,
+        args: tuple,
+        kwargs: Mapping[str, Any],
+        progress: bool | Callable[[str], None],
+    ) -> Plan:
         # The program that runs is confirmed where this process alone decides.
         verify = FAST if jax.process_count() == 1 else None
-        options = self._options | self._jit_options
+        options = self._options | self._jit_options | {"progress": progress}
         return make_plan(self._step, *args, kwargs=kwargs, budget=budget, verify=verify, **options)
 
     def _plan_for(self, args: tuple, kwargs: Mapping[str, Any]) -> Plan:
@@ -339,7 +346,10 @@ class Fitted:
                 self,
                 len(self._plans) + 1,
             )
-        return receive_plan(lambda: self._made(self._budget, args, kwargs))
+        return receive_plan(
+            lambda progress: self._made(self._budget, args, kwargs, progress),
+            progress=self._options["progress"],
+        )
 
     def _follow_given(self, ready: _Ready, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Trace the step as the user's own plan says; refuse the plan if it is for something else."""

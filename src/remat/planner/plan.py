@@ -17,7 +17,6 @@ step again, with the user's options. `costs="measured"` also compiles single equ
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -30,9 +29,6 @@ from typing import Any, NoReturn, TypeVar
 
 import jax
 import jaxlib
-import numpy as np
-from jax.experimental import multihost_utils
-from rich.console import Console
 
 from remat import _jax, units
 from remat.cache import Cache, find_cache
@@ -51,6 +47,7 @@ from remat.planner.plan_file import (
     RegionPlan,
     SavedValue,
 )
+from remat.planner.progress import Progress
 from remat.planner.regions import Application, Record
 from remat.planner.rewrite import flattened
 from remat.planner.search import Compiled, Effort, Proposal, search
@@ -102,7 +99,7 @@ def plan(
     cache: Cache | bool | str | os.PathLike[str] = True,
     costs: str | Costs = "roofline",
     verify: str | None = None,
-    progress: bool = True,
+    progress: bool | Callable[[str], None] = True,
     **jit_options: Any,
 ) -> Plan:
     """Choose what a step saves and recomputes so that the compiler's peak is within a budget.
@@ -146,7 +143,8 @@ def plan(
         takes minutes for large programs on TPUs; "fast" relies on the fast level at which the search
         compiles there. None confirms as run where that is expected to take less than three minutes. On
         CPUs both are the same. `Plan.verified_level` says what was done.
-      progress: whether to show the progress on a terminal.
+      progress: whether to show the progress on a terminal; or a function to call with each text that
+        would be shown there.
       jit_options: options of `jax.jit`: donation, static arguments, shardings.
 
     Returns:
@@ -172,7 +170,7 @@ def plan(
     here = None if at.ahead_of_time else at.devices[0]
     priced = find_costs(costs, at.device, here, store)
     # Plans are for compiled programs; under jax.disable_jit the trace would have unrolled loops.
-    with _Progress(progress) as show, jax.disable_jit(False):
+    with Progress(progress) as show, jax.disable_jit(False):
         return _Search(
             planned,
             limit,
@@ -975,54 +973,3 @@ def versions(platform: str) -> tuple[tuple[str, str], ...]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.append((name, importlib.metadata.version(name)))
     return tuple(found)
-
-
-class _Progress:
-    """A status line on the terminal."""
-
-    def __init__(self, wanted: bool) -> None:
-        console = Console(stderr=True)
-        self._status = console.status("remat") if wanted and console.is_terminal else None
-
-    def __enter__(self) -> Callable[[str], None]:
-        if self._status is not None:
-            self._status.start()
-        return self._show
-
-    def _show(self, what: str) -> None:
-        if self._status is not None:
-            self._status.update(f"remat: {what}")
-
-    def __exit__(self, *_: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-
-
-def receive_plan(make: Callable[[], Plan]) -> Plan:
-    """Return the plan for all processes of a run: process 0 makes it, the others receive it.
-
-    Two hosts' compilers may find different plans, and different programs would deadlock in their
-    collectives.
-    """
-    if jax.process_count() == 1:
-        return make()
-    problem: Exception | None = None
-    text = b""
-    if jax.process_index() == 0:
-        try:
-            text = make().to_json().encode()
-        except Exception as error:
-            problem = error
-    size = int(_from_first(np.array(len(text), np.int64)))
-    if size == 0:
-        raise problem or PlanError("process 0 could not make a plan; see the error in its output.")
-    sent = np.zeros(size, np.uint8)
-    sent[: len(text)] = np.frombuffer(text, np.uint8)
-    return Plan.from_json(bytes(_from_first(sent)).decode(), origin="the plan of process 0")
-
-
-def _from_first(value: np.ndarray) -> np.ndarray:
-    # In a separate thread: this one is tracing, and the collective has to run immediately.
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        sent = thread.submit(multihost_utils.broadcast_one_to_all, value)
-        return np.asarray(sent.result())

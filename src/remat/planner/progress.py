@@ -1,0 +1,32 @@
+"""The status line that shows on a terminal what planning is doing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.console import Console
+
+
+class Progress:
+    """A status line on the terminal, or a function that gets its texts instead."""
+
+    def __init__(self, wanted: bool | Callable[[str], None]) -> None:
+        console = Console(stderr=True)
+        is_shown = wanted is True and console.is_terminal
+        self._status = console.status("remat") if is_shown else None
+        self._tell = None if isinstance(wanted, bool) else wanted
+
+    def __enter__(self) -> Callable[[str], None]:
+        if self._status is not None:
+            self._status.start()
+        return self._show
+
+    def _show(self, what: str) -> None:
+        if self._status is not None:
+            self._status.update(f"remat: {what}")
+        if self._tell is not None:
+            self._tell(what)
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
