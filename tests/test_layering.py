@@ -104,7 +104,7 @@ LAYERS = [
     ("planner.trace", "planner.step"),
     ("planner.levels",),
     ("planner.plan",),
-    ("planner.processes",),
+    ("planner.processes", "planner.largest"),
     ("planner.fit",),
     ("report.model",),
     ("report.codec", "report.timeline", "report.groups"),

@@ -32,7 +32,7 @@ PUBLIC = {
     "PeakMemoryError", "UnitsError", "ScheduleError", "GraphError", "PlanError", "BudgetError",
     "OptionError",
     "ReportError", "MissingExtraError", "SavedValuesError",
-    "explain", "report",
+    "explain", "report", "largest", "Largest",
 }  # fmt: skip
 
 

@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from remat.loops.scan import scan as scan
     from remat.loops.while_loop import fori_loop as fori_loop, while_loop as while_loop
     from remat.planner.fit import Fitted as Fitted, fit as fit
+    from remat.planner.largest import Largest as Largest, largest as largest
     from remat.planner.plan import plan as plan
     from remat.planner.plan_file import Plan as Plan
     from remat.planner.regions import auto as auto
@@ -95,10 +96,12 @@ remat = checkpoint
 # Imported on first use, to keep `import remat` fast: planning needs SciPy, and most programs do not plan.
 _LAZY = {
     "Fitted": "remat.planner.fit",
+    "Largest": "remat.planner.largest",
     "Plan": "remat.planner.plan_file",
     "auto": "remat.planner.regions",
     "fit": "remat.planner.fit",
     "fori_loop": "remat.loops.while_loop",
+    "largest": "remat.planner.largest",
     "plan": "remat.planner.plan",
     "remat_scan": "remat.loops.remat_scan",
     "rematted": "remat.toggle",
@@ -114,6 +117,7 @@ __all__ = [
     "ForwardModeError",
     "GradientMismatchError",
     "GraphError",
+    "Largest",
     "LinearizationError",
     "MemoryKindError",
     "MethodError",
@@ -143,6 +147,7 @@ __all__ = [
     "explain",
     "fit",
     "fori_loop",
+    "largest",
     "plan",
     "policies",
     "print_saved_residuals",
