@@ -57,7 +57,7 @@ def count(fun: Callable, *args: Any) -> Flops:
 
 def of_jaxpr(jaxpr: Any) -> Flops:
     """FLOPs of a jaxpr as it stands, its dead code included."""
-    return sum((_of_equation(eqn) for eqn in _jax.open_jaxpr(jaxpr).eqns), Flops())
+    return sum((of_equation(eqn) for eqn in _jax.open_jaxpr(jaxpr).eqns), Flops())
 
 
 # The primitives whose jaxpr combines two scalars and is not run as it stands.
@@ -71,7 +71,8 @@ squeeze stop_gradient transpose
 _FREE = frozenset(_MOVING_DATA.split())
 
 
-def _of_equation(eqn: Any) -> Flops:
+def of_equation(eqn: Any) -> Flops:
+    """FLOPs of one equation, with all that its jaxprs do."""
     name = eqn.primitive.name
     if name == "dot_general":
         return _of_dot(eqn)

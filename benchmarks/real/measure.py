@@ -1,0 +1,164 @@
+"""Measure one case of the corpus in this process, and print a line of JSON for each result.
+
+    python -m benchmarks.real.measure NAME PERCENT ...
+
+A process of its own for each case keeps apart what packages change on import (netket enables double
+precision) and what a crash would end.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import statistics
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import remat
+from benchmarks.real import CASES, executed_flops
+from benchmarks.real.case import Case
+from benchmarks.zoo import flops
+
+ROUNDS = 3
+
+
+def load(name: str) -> Case:
+    """Import the packages of a case and build it."""
+    module, function = CASES[name].split(":")
+    return getattr(importlib.import_module(f"benchmarks.real.cases.{module}"), function)()
+
+
+def compiled_point(step: Callable, args: Sequence[Any]) -> tuple[dict[str, Any], Any]:
+    """Return what the compiler and the jaxpr say of a step, and the compiled step."""
+    jax.clear_caches()
+    begin = time.process_time()
+    compiled = (step if hasattr(step, "lower") else jax.jit(step)).lower(*args).compile()
+    cpu_s = time.process_time() - begin
+    counted = count(step, args)
+    memory = compiled.memory_analysis()
+    point = {
+        "peak_bytes": remat.testing.peak_bytes(compiled),
+        "fixed_bytes": memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes,
+        "flops": counted.total,
+        "matmul_flops": counted.matmul,
+        "cpu_s": cpu_s,
+    }
+    return point, compiled
+
+
+def count(step: Callable, args: Sequence[Any]) -> flops.Flops:
+    """Return the FLOPs of a call, with loops of unknown length counted as they run."""
+    jax.clear_caches()
+    static = flops.count(step, *args)
+    return executed_flops.count(step, *args) if static.n_unknown_loops else static
+
+
+def step_s(compiled: Callable, args: Sequence[Any]) -> float:
+    """Return the median time of a few calls after a first one."""
+    times = []
+    for _ in range(ROUNDS + 1):
+        begin = time.perf_counter()
+        jax.block_until_ready(compiled(*args))
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
+
+
+def difference(ours: Any, theirs: Any) -> tuple[float, int]:
+    """Return the largest difference of two results in ulps of the leaf's largest value, and unequal leaves.
+
+    Leaves are compared one by one; a difference in structure or in non-finite values counts as infinite.
+    """
+    if jax.tree.structure(ours) != jax.tree.structure(theirs):
+        return float("inf"), -1
+    worst, unequal = 0.0, 0
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        a, b = np.asarray(a), np.asarray(b)
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return float("inf"), -1
+        if np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
+            continue
+        unequal += 1
+        if a.dtype.kind not in "fc" or not np.array_equal(np.isfinite(a), np.isfinite(b)):
+            return float("inf"), unequal
+        finite = np.isfinite(a)
+        scale = np.finfo(a.dtype).eps * max(np.abs(b[finite]).max(initial=0.0), 1e-30)
+        worst = max(worst, float(np.abs(a[finite] - b[finite]).max(initial=0.0) / scale))
+    return worst, unequal
+
+
+def plan_row(case: Case, percent: int, base: dict[str, Any], expected: Any) -> dict[str, Any]:
+    """Plan for a share of the peak, and compare the planned step with the step as written."""
+    row: dict[str, Any] = {"percent": percent, "budget_bytes": base["peak_bytes"] * percent // 100}
+    jax.clear_caches()
+    begin = time.process_time()
+    try:
+        plan = remat.plan(
+            case.step, *case.args, budget=f"{percent}%", cache=False, progress=False
+        )
+    except remat.BudgetError as error:
+        plans = (time.process_time() - begin) / base["cpu_s"]
+        return row | {"refusal": str(error), "plain_compiles": plans}
+    except Exception:
+        return row | {"crash": traceback.format_exc()[-3000:]}
+    row["plain_compiles"] = (time.process_time() - begin) / base["cpu_s"]
+    try:
+        point, compiled = compiled_point(remat.fit(case.step, plan=plan), case.args)
+        row |= {
+            "predicted_bytes": plan.predicted_bytes,
+            "peak_bytes": point["peak_bytes"],
+            "held": point["peak_bytes"] <= row["budget_bytes"],
+            "extra_flops": point["flops"] / base["flops"] - 1,
+            "compile_ratio": point["cpu_s"] / base["cpu_s"],
+        }
+        row["ulps"], row["unequal_leaves"] = difference(compiled(*case.args), expected)
+        row["step_ratio"] = step_s(compiled, case.args) / base["step_s"]
+    except Exception:
+        row["crash"] = traceback.format_exc()[-3000:]
+    return row
+
+
+def main(name: str, percents: Sequence[int]) -> None:
+    warnings.simplefilter("ignore")  # of the packages
+    case = load(name)
+    base, compiled = compiled_point(case.step, case.args)
+    expected = compiled(*case.args)
+    base["step_s"] = step_s(compiled, case.args)
+    say("base", base)
+    seen = set()
+    for label, step in case.alternatives.items():
+        try:
+            # Policies about matrix products are all the same where there are none.
+            key = (label.split(",")[0], count(step, case.args))
+            if key in seen:
+                continue
+            seen.add(key)
+            point, compiled = compiled_point(step, case.args)
+            point["ulps"], point["unequal_leaves"] = difference(compiled(*case.args), expected)
+            point["step_ratio"] = step_s(compiled, case.args) / base["step_s"]
+        except Exception:
+            say("failed alternative", {"label": label, "error": traceback.format_exc()[-1500:]})
+            continue
+        point["extra_flops"] = point["flops"] / base["flops"] - 1
+        say("alternative", {"label": label} | point)
+    for percent in percents:
+        say("plan", plan_row(case, percent, base, expected))
+
+
+def say(kind: str, found: dict[str, Any]) -> None:
+    print(json.dumps({"kind": kind} | found), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], [int(text) for text in sys.argv[2:]])
