@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 NEWEST := .venv-newest
+REAL := .venv-real
 BIN := $(VENV)/bin
 # A Python >= 3.12, for the newest JAX: the first of these that there is.
 NEWEST_PYTHON := $(shell for v in 3.13 3.12; do \
@@ -10,7 +11,7 @@ NEWEST_PYTHON := $(shell for v in 3.13 3.12; do \
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: help demo test test-all test-newest test-remat3 bench check docs pictures format newest-python clean
+.PHONY: help demo test test-all test-newest test-remat3 bench corpus-env check docs pictures format newest-python clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -43,6 +44,8 @@ test-remat3: $(NEWEST)/.dev  ## the tests of regions and loops with JAX's coming
 bench: $(VENV)/.dev  ## speed and memory, as ratios against the alternatives in the same run
 	$(BIN)/python -m benchmarks
 
+corpus-env: $(REAL)/.done  ## the packages of `python -m benchmarks real`, pinned, into .venv-real
+
 check: $(VENV)/.dev  ## linter, formatter, type checker
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -64,7 +67,7 @@ newest-python:  ## print the Python that test-newest would use
 	@echo $(NEWEST_PYTHON)
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(NEWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis build site
+	rm -rf $(VENV) $(NEWEST) $(REAL) .pytest_cache .mypy_cache .ruff_cache .hypothesis build site
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -82,4 +85,11 @@ $(NEWEST)/.dev: pyproject.toml
 	@test -n "$(NEWEST_PYTHON)" || { echo "No Python >= 3.12 found: set NEWEST_PYTHON."; exit 1; }
 	$(NEWEST_PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install -q -e ".[dev]"
+	touch $@
+
+$(REAL)/.done: benchmarks/real/requirements.txt pyproject.toml
+	@test -n "$(NEWEST_PYTHON)" || { echo "No Python >= 3.12 found: set NEWEST_PYTHON."; exit 1; }
+	$(NEWEST_PYTHON) -m venv $(REAL)
+	$(REAL)/bin/python -m pip install -q -r benchmarks/real/requirements.txt
+	$(REAL)/bin/python -m pip install -q --no-deps -e .
 	touch $@

@@ -38,6 +38,21 @@ CASES: Mapping[str, str] = {
     "diffrax-backsolve": "diffrax_solvers:backsolve",
     "jax-cfd": "jax_cfd_flow:decaying_turbulence",
     "haiku-lstm": "haiku_nets:lstm",
+    "bert": "transformers_flax:bert",
+    "equimo-vit": "equimo_vision:vit",
+    "optax-lbfgs": "optax_optimizers:lbfgs",
+    "optax-multisteps": "optax_optimizers:multisteps",
+    "distrax-coupling": "flows:distrax_coupling",
+    "flowjax-autoregressive": "flows:flowjax_autoregressive",
+    "dynamax-kalman": "state_space:dynamax_kalman",
+    "numpyro-svi": "state_space:numpyro_svi",
+    "gpjax-likelihood": "state_space:gpjax_likelihood",
+    "jaxley-cell": "science:jaxley_cell",
+    "brax-ppo": "science:brax_ppo",
+    "e3nn-points": "science:e3nn_points",
+    "netket-autoregressive": "science:netket_autoregressive",
+    "optimistix-fit": "science:optimistix_fit",
+    "jraph-network": "science:jraph_network",
 }
 
 # Results may differ by rounding where the compiler fuses the same operations differently. In units of
@@ -105,7 +120,17 @@ def on_hull(points: Sequence[tuple[int, float]], peak_bytes: int) -> float:
     return min([y for _, y in below] + mixtures, default=math.inf)
 
 
-HEADER = ("budget", "peak", "extra FLOPs", "by hand", "hull", "which", "results", "planning", "step")
+HEADER = (
+    "budget",
+    "peak",
+    "extra FLOPs",
+    "by hand",
+    "hull",
+    "which",
+    "results",
+    "planning",
+    "step",
+)
 
 
 def cells(plan: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:

@@ -104,9 +104,7 @@ def plan_row(case: Case, percent: int, base: dict[str, Any], expected: Any) -> d
     jax.clear_caches()
     begin = time.process_time()
     try:
-        plan = remat.plan(
-            case.step, *case.args, budget=f"{percent}%", cache=False, progress=False
-        )
+        plan = remat.plan(case.step, *case.args, budget=f"{percent}%", cache=False, progress=False)
     except remat.BudgetError as error:
         plans = (time.process_time() - begin) / base["cpu_s"]
         return row | {"refusal": str(error), "plain_compiles": plans}

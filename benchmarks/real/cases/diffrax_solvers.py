@@ -23,9 +23,7 @@ def _neural_ode(adjoint: Any, wrap: Wrap = unchanged, *, adaptive: bool = False)
             return jax.vmap(eqx.combine(weights, static))(y)
 
         controller = (
-            diffrax.PIDController(rtol=1e-2, atol=1e-3)
-            if adaptive
-            else diffrax.ConstantStepSize()
+            diffrax.PIDController(rtol=1e-2, atol=1e-3) if adaptive else diffrax.ConstantStepSize()
         )
         solution = diffrax.diffeqsolve(
             diffrax.ODETerm(wrap(field)),

@@ -7,7 +7,6 @@ from typing import Any
 
 import haiku as hk
 import jax
-import jax.numpy as jnp
 import optax
 
 from benchmarks.real.case import Case, Wrap, scan_bodies, unchanged, whole

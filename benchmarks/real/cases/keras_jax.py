@@ -92,4 +92,6 @@ def cnn() -> Case:
 
     kinds = keras.layers.Conv2D, keras.layers.Activation
     rng = np.random.default_rng(0)
-    return _case(build, rng.normal(size=(32, 32, 32, 3)).astype("float32"), np.arange(32) % 10, kinds)
+    return _case(
+        build, rng.normal(size=(32, 32, 32, 3)).astype("float32"), np.arange(32) % 10, kinds
+    )

@@ -8,11 +8,10 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import optax
 import transformers
 
-from benchmarks.real.case import POLICIES, Case, Wrap, layers, unchanged, whole
+from benchmarks.real.case import Case, Wrap, layers, unchanged, whole
 
 
 def lifted(policy: Any) -> Wrap:
@@ -29,12 +28,17 @@ def lifted(policy: Any) -> Wrap:
     return replace
 
 
-def _case(loss: Callable, args: tuple, block: type[nn.Module]) -> Case:
+def _case(loss: Callable, args: tuple, block: type[nn.Module], own: Callable | None = None) -> Case:
+    """Return the gradient of a loss; `own` is the loss with the package's option for checkpoints."""
+
     def make(wrap: Wrap) -> Callable:
         return jax.value_and_grad(wrap(loss))
 
     step = make(unchanged)
-    return Case(step, args, layers(step, block, wrap=lifted) | whole(make))
+    alternatives = layers(step, block, wrap=lifted) | whole(make)
+    if own is not None:
+        alternatives["gradient_checkpointing=True"] = jax.value_and_grad(own)
+    return Case(step, args, alternatives)
 
 
 def gpt2() -> Case:
@@ -51,4 +55,31 @@ def gpt2() -> Case:
         logits = model(ids, params=params, dropout_rng=key, train=True).logits
         return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], ids[:, 1:]).mean()
 
-    return _case(loss, (model.params, ids, jax.random.PRNGKey(2)), FlaxGPT2Block)
+    return _case(loss, (model.params, ids, jax.random.key(2, impl="rbg")), FlaxGPT2Block)
+
+
+def bert() -> Case:
+    """BERT without dropout: masked language model, whose package has an option for checkpoints."""
+    from transformers.models.bert.modeling_flax_bert import FlaxBertLayer
+
+    config = transformers.BertConfig(
+        vocab_size=512,
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=512,
+        max_position_embeddings=128,
+    )
+    ids = jax.random.randint(jax.random.key(1), (8, 128), 0, 512)
+
+    def loss_of(**options: bool) -> tuple[Callable, Any]:
+        model = transformers.FlaxBertForMaskedLM(config, input_shape=(1, 8), seed=0, **options)
+
+        def loss(params: Any, ids: jax.Array) -> jax.Array:
+            logits = model(ids, params=params).logits
+            return optax.softmax_cross_entropy_with_integer_labels(logits, ids).mean()
+
+        return loss, model.params
+
+    (loss, params), (own, _) = loss_of(), loss_of(gradient_checkpointing=True)
+    return _case(loss, (params, ids), FlaxBertLayer, own)
