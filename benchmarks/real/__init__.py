@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from remat.units import format_bytes
@@ -107,7 +107,7 @@ def compare(plan: dict[str, Any], base: dict[str, Any], alternatives: Sequence[d
 def on_hull(points: Sequence[tuple[int, float]], peak_bytes: int) -> float:
     """Return the least extra FLOPs at a peak of all mixtures of two points.
 
-    >>> on_hull([(100, 0.0), (50, 0.2), (20, 0.3)], 75)
+    >>> on_hull([(100, 0.0), (50, 0.2), (20, 0.5)], 75)
     0.1
     >>> on_hull([(100, 0.0), (80, 0.5), (50, 0.2)], 50)
     0.2
