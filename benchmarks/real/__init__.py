@@ -7,13 +7,14 @@
 A budget is a share of the compiled peak of the step as written. Every case runs in a process of its own.
 For each budget: whether an independent compile holds it, whether the results of a run are those of the
 step as written, the extra FLOPs, the cheapest alternative by hand within the same budget, and the
-processor time of planning as a multiple of one trace and compile of the step as written. Cases whose
-packages are missing are skipped. Runs with options print only, or add to the file of `--json`.
+processor time of planning as a multiple of one trace and compile of the step as written. Runs with
+options print only, or add to the file of `--json`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import math
 import pathlib
@@ -89,6 +90,21 @@ def run(name: str, percents: Sequence[int]) -> dict[str, Any]:
     for plan in found["plans"]:
         compare(plan, found["base"], found["alternatives"])
     return found
+
+
+def missing_packages() -> list[str]:
+    """Return the pinned packages of which no version is installed."""
+    pinned = (pathlib.Path(__file__).parent / "requirements.txt").read_text().splitlines()
+    names = [line.split("==")[0] for line in pinned if not line.startswith("#")]
+    return [name for name in names if not _is_installed(name)]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def compare(plan: dict[str, Any], base: dict[str, Any], alternatives: Sequence[dict]) -> None:
@@ -246,19 +262,18 @@ def main(options: Sequence[str] = ()) -> dict[str, Any]:
     cases: dict[str, Any] = {}
     if asked.json and asked.json.exists():
         cases = json.loads(asked.json.read_text())["cases"]
-    missing = 0
+    missing = missing_packages()
+    if missing and not asked.case:
+        raise ImportError(
+            f"{len(missing)} of the packages are missing, among them {missing[0]}; install them with "
+            "`make corpus-env` and run .venv-real/bin/python"
+        )
     for name in asked.case or CASES:
         found = run(name, asked.budgets)
-        if "ModuleNotFoundError" in found.get("died", {}).get("stderr", "") and "base" not in found:
-            print(f"{name} skipped: {found['died']['stderr'].splitlines()[-1]}")
-            missing += 1
-            continue
         show(name, found)
         cases[name] = found
         if asked.json:
             asked.json.write_text(json.dumps(_stored(cases), indent=1) + "\n")
-    if missing and not cases:
-        raise ImportError("the packages of the corpus; install them with `make corpus-env`")
     print(json.dumps(summary(cases), indent=1))
     return _stored(cases)
 

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from benchmarks import real
 from benchmarks.real import case, executed_flops, measure
 from benchmarks.zoo import flops
+
+from benchmarks import real
 
 FOLDER = pathlib.Path(real.__file__).parent
 
@@ -35,6 +36,13 @@ def test_every_case_names_a_function_of_its_module() -> None:
 def test_every_package_is_pinned() -> None:
     lines = (FOLDER / "requirements.txt").read_text().splitlines()
     assert all("==" in line for line in lines if not line.startswith("#"))
+
+
+def test_all_cases_run_only_where_their_packages_are(monkeypatch) -> None:
+    monkeypatch.setattr(real, "_is_installed", lambda name: name != "keras")
+    assert real.missing_packages() == ["keras"]
+    with pytest.raises(ImportError, match=r"1 of the packages are missing, among them keras"):
+        real.main()
 
 
 # --------------------------------------------------------------------------------------------------
