@@ -119,17 +119,17 @@ def on_arrays(fun: Callable, *, policy: Any = None) -> Callable:
     return call
 
 
-def scan_bodies(step: Step, *, group: int | None = None) -> dict[str, Step]:
-    """Return the steps in which the body of every `jax.lax.scan` is checkpointed.
+def scan_bodies(step: Step, *, group: int | None = None, owner: Any = jax.lax) -> dict[str, Step]:
+    """Return the steps in which the body of every `owner.scan` is checkpointed.
 
     With `group`, also one in which that many steps at a time are checkpointed, as in a nested scan.
     """
     made = {
-        f"scan bodies, {label}": replaced(step, jax.lax, "scan", _body_wrapper(wrap))
+        f"scan bodies, {label}": replaced(step, owner, "scan", _body_wrapper(wrap))
         for label, wrap in checkpoints()
     }
     if group:
-        made[f"scans in groups of {group}"] = replaced(step, jax.lax, "scan", _grouped(group))
+        made[f"scans in groups of {group}"] = replaced(step, owner, "scan", _grouped(group))
     return made
 
 

@@ -56,6 +56,7 @@ def flowjax_autoregressive() -> Case:
     """Masked autoregressive layers in a scan: the maximum likelihood loss."""
     import equinox as eqx
     import paramax
+    from flowjax.bijections import jax_transforms
     from flowjax.distributions import Normal
     from flowjax.flows import masked_autoregressive_flow
     from flowjax.train.losses import MaximumLikelihoodLoss
@@ -74,4 +75,6 @@ def flowjax_autoregressive() -> Case:
         return jax.value_and_grad(wrap(lambda weights, x: loss(weights, static, x)))
 
     step = make(unchanged)
-    return Case(step, (weights, x), scan_bodies(step) | whole(make))
+    # The module has its own name for `jax.lax.scan`.
+    scans = scan_bodies(step, owner=jax_transforms)
+    return Case(step, (weights, x), scans | whole(make))
