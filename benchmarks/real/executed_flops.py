@@ -102,7 +102,7 @@ def _counted(eqn: Any, given: Sequence[Any], n: Counters) -> tuple[list[Any], Co
 
         return lax.while_loop(goes_on, advance, (given[n_cond + n_body :], n))
     if name == "scan":
-        n_consts, n_carry = params["num_consts"], params["num_carry"]
+        n_consts, n_carry = _jax.scan_arity(eqn)
         body = _body(params["jaxpr"])
 
         def step(state: Any, xs: Any) -> Any:

@@ -67,8 +67,8 @@ def test_scan_bodies_are_checkpointed_while_a_step_is_traced() -> None:
         assert counted.matmul >= plain.matmul
         assert (counted.matmul > plain.matmul) == (", dots" not in label)
         value, gradient = alternative(*ARGS)
-        np.testing.assert_allclose(gradient, expected[1], rtol=1e-5)
-        assert np.isclose(value, expected[0])
+        np.testing.assert_allclose(gradient, expected[1], rtol=1e-3, atol=1e-6)
+        assert np.isclose(value, expected[0], rtol=1e-4)
     jax.clear_caches()
     assert flops.count(step, *ARGS) == plain
 
@@ -84,7 +84,7 @@ def test_only_the_arrays_of_a_layer_are_checkpointed() -> None:
     expected = step(*ARGS)
     for alternative in case.layers(step, _Layer).values():
         jax.clear_caches()
-        np.testing.assert_allclose(alternative(*ARGS)[1], expected[1], rtol=1e-5)
+        np.testing.assert_allclose(alternative(*ARGS)[1], expected[1], rtol=1e-3, atol=1e-6)
     nothing = case.layers(step, _Layer)["each _Layer, nothing"]
     assert flops.count(nothing, *ARGS).total > flops.count(step, *ARGS).total
 
