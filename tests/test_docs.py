@@ -109,7 +109,7 @@ def test_files_named_in_contributing_exist():
     named = re.findall(r"`([\w./]+\.(?:js|md|py|rst|toml))`", text)
     files = [
         f"/{path.relative_to(ROOT).as_posix()}"
-        for folder in ("docs", "src", "tests")
+        for folder in ("benchmarks", "docs", "src", "tests")
         for path in (ROOT / folder).rglob("*.*")
     ] + ["/pyproject.toml"]
     assert len(named) > 20
