@@ -273,9 +273,16 @@ def main(options: Sequence[str] = ()) -> dict[str, Any]:
         show(name, found)
         cases[name] = found
         if asked.json:
-            asked.json.write_text(json.dumps(_stored(cases), indent=1) + "\n")
+            asked.json.write_text(json.dumps(with_environment(cases), indent=1) + "\n")
     print(json.dumps(summary(cases), indent=1))
     return _stored(cases)
+
+
+def with_environment(cases: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a run without options stores."""
+    from benchmarks.__main__ import environment
+
+    return {"environment": environment(), **_stored(cases)}
 
 
 def _stored(cases: Mapping[str, Any]) -> dict[str, Any]:

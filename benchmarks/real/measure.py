@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import statistics
 import sys
 import time
@@ -74,28 +75,46 @@ def step_s(compiled: Callable, args: Sequence[Any]) -> float:
 
 
 def difference(ours: Any, theirs: Any) -> tuple[float, int]:
-    """Return the largest difference of two results in ulps of the leaf's largest value, and unequal leaves.
+    """Return the largest difference of two results in units in the last place, and the unequal leaves.
 
-    Leaves are compared one by one; a difference in structure or in non-finite values counts as infinite.
+    Leaves are compared one by one, in units of their largest value. A leaf that is zero but for rounding,
+    such as the gradient of a bias that a softmax ignores, has no correct digits; so values below the
+    precision of the largest value of all leaves are compared in units of that precision. A difference in
+    structure, in integers or in what is finite counts as infinite.
     """
     if jax.tree.structure(ours) != jax.tree.structure(theirs):
-        return float("inf"), -1
+        return math.inf, -1
+    pairs = [(_array(a), _array(b)) for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs))]
+    if any(a.shape != b.shape or a.dtype != b.dtype for a, b in pairs):
+        return math.inf, -1
+    largest = max((_largest(b) for _, b in pairs if _inexact(b)), default=0.0)
     worst, unequal = 0.0, 0
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
-        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        a, b = np.asarray(a), np.asarray(b)
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return float("inf"), -1
-        if np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
+    for a, b in pairs:
+        if np.array_equal(a, b, equal_nan=_inexact(a)):
             continue
         unequal += 1
-        if a.dtype.kind not in "fc" or not np.array_equal(np.isfinite(a), np.isfinite(b)):
-            return float("inf"), unequal
+        if not _inexact(a) or not np.array_equal(np.isfinite(a), np.isfinite(b)):
+            return math.inf, unequal
+        precision = float(jnp.finfo(a.dtype).eps)
         finite = np.isfinite(a)
-        scale = np.finfo(a.dtype).eps * max(np.abs(b[finite]).max(initial=0.0), 1e-30)
-        worst = max(worst, float(np.abs(a[finite] - b[finite]).max(initial=0.0) / scale))
+        unit = precision * max(_largest(b), precision * largest)
+        worst = max(worst, _largest(a[finite] - b[finite]) / unit if unit else math.inf)
     return worst, unequal
+
+
+def _array(leaf: Any) -> np.ndarray:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf)
+
+
+def _inexact(x: np.ndarray) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _largest(x: np.ndarray) -> float:
+    """Return the largest finite magnitude."""
+    return float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
 
 
 def plan_row(case: Case, percent: int, base: dict[str, Any], expected: Any) -> dict[str, Any]:

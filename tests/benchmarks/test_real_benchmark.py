@@ -122,6 +122,12 @@ def test_differences_are_counted_in_units_in_the_last_place() -> None:
     assert measure.difference([a], a) == (math.inf, -1)
 
 
+def test_a_leaf_that_is_zero_but_for_rounding_has_no_digits_to_compare() -> None:
+    one, rounding = jnp.ones(2), jnp.array([1e-12, 3e-12])
+    assert measure.difference([one, rounding], [one, -rounding])[0] < 1e3
+    assert measure.difference([one, 1e6 * rounding], [one, -1e6 * rounding])[0] > 1e6
+
+
 BASE = {"peak_bytes": 100, "fixed_bytes": 5, "cpu_s": 1.0, "step_s": 1e-3}
 
 
