@@ -1,8 +1,9 @@
-"""FLOPs of one call, with the iterations of while loops counted as they run.
+"""FLOPs of one call, with iterations of while loops and branches of conditionals counted as they run.
 
 `zoo.flops` counts a jaxpr without running it, so a `while_loop` whose length is not a constant counts
-once. Here the function is evaluated, equation by equation, beside a counter: loops of unknown length
-carry it, everything else adds the static count. The arguments are arrays.
+once, and a `cond` as its dearest branch. Here the function is evaluated, equation by equation, beside a
+counter: such loops and conditionals carry it, everything else adds the static count. The arguments are
+arrays.
 """
 
 from __future__ import annotations
@@ -44,6 +45,18 @@ def count(fun: Callable, *args: Any) -> flops.Flops:
     return flops.Flops(matmul, total)
 
 
+def varies(fun: Callable, *args: Any) -> bool:
+    """Return whether the FLOPs of a call depend on its arguments' values."""
+    jaxpr = _jax.open_jaxpr(jax.make_jaxpr(fun)(*args))
+    return bool(flops.of_jaxpr(jaxpr).n_unknown_loops) or any(map(_has_branches, jaxpr.eqns))
+
+
+def _has_branches(eqn: Any) -> bool:
+    """Return whether there is a `cond` in an equation."""
+    bodies = (_jax.open_jaxpr(body) for body in _jax.jaxprs_of(eqn))
+    return eqn.primitive.name == "cond" or any(_has_branches(e) for b in bodies for e in b.eqns)
+
+
 def _zero() -> Counters:
     return jnp.float32(0), jnp.float32(0)
 
@@ -67,7 +80,7 @@ def _evaluate(
     for eqn in jaxpr.eqns:
         given = [v.val if isinstance(v, _jax.Literal) else env[v] for v in eqn.invars]
         found = flops.of_equation(eqn)
-        if found.n_unknown_loops:
+        if found.n_unknown_loops or _has_branches(eqn):
             outs, n = _counted(eqn, given, n)
         else:
             static += found
@@ -85,7 +98,7 @@ def _bound(eqn: Any, given: Sequence[Any]) -> list[Any]:
 
 
 def _counted(eqn: Any, given: Sequence[Any], n: Counters) -> tuple[list[Any], Counters]:
-    """Evaluate an equation that contains a loop of unknown length."""
+    """Evaluate an equation that contains a loop of unknown length or branches."""
     name, params = eqn.primitive.name, eqn.params
     if name == "while":
         n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
@@ -120,5 +133,5 @@ def _counted(eqn: Any, given: Sequence[Any], n: Counters) -> tuple[list[Any], Co
         return lax.switch(given[0], branches, given[1:], n)
     bodies = list(_jax.jaxprs_of(eqn))
     if name not in _INLINED or not bodies:
-        raise NotImplementedError(f"a loop of unknown length in {name}")
+        raise NotImplementedError(f"a loop of unknown length or branches in {name}")
     return _body(bodies[0])(given, n)

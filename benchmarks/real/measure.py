@@ -58,10 +58,10 @@ def compiled_point(step: Callable, args: Sequence[Any]) -> tuple[dict[str, Any],
 
 
 def count(step: Callable, args: Sequence[Any]) -> flops.Flops:
-    """Return the FLOPs of a call, with loops of unknown length counted as they run."""
+    """Return the FLOPs of a call; loops of unknown length and branches count as they run."""
     jax.clear_caches()
-    static = flops.count(step, *args)
-    return executed_flops.count(step, *args) if static.n_unknown_loops else static
+    counted = executed_flops if executed_flops.varies(step, *args) else flops
+    return counted.count(step, *args)
 
 
 def step_s(compiled: Callable, args: Sequence[Any]) -> float:
