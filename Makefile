@@ -26,8 +26,8 @@ test-all: $(VENV)/.dev  ## with the slow sweeps
 	$(BIN)/python -m pytest -n 2 -m "slow or not slow" --hypothesis-profile=random
 
 # Pages, pictures, the command line, what does not import JAX and the longest sweeps are tested once.
-PURE_PLANNER = bodies plan_file
-NOT_CORE = tests/report tests/solvers tests/benchmarks tests/cli tests/test_docs.py \
+PURE_PLANNER = bodies plan_file search
+NOT_CORE = tests/report tests/solvers tests/benchmarks tests/cli tests/examples tests/test_docs.py \
 	tests/test_pytest_plugin.py tests/adapters/test_linen_scan.py tests/adapters/test_rematted.py \
 	tests/test_cache.py tests/program/test_devices.py \
 	tests/program/test_fusion.py $(PURE_PLANNER:%=tests/planner/test_%.py)
