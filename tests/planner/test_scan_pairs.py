@@ -255,6 +255,27 @@ def test_two_loops_in_place_of_one_change_no_bit(length, reverse):
         )
 
 
+def test_loops_whose_backward_scan_passes_a_carry_on_are_rewritten():
+    """The cotangent of a sum over all steps is the same in each."""
+
+    def loss(w, x):
+        def body(carry, w):
+            total, x = carry
+            x = jnp.tanh(jnp.sin(x @ w))
+            return (total + jnp.cos(x).sum(), x), None
+
+        (total, x), _ = jax.lax.scan(body, (0.0, x), w)
+        return total * x.sum()
+
+    w = jax.random.normal(KEY, (18, 8, 8)) / 3
+    jaxpr, args = flat(jax.value_and_grad(loss), w, X)
+    expected = results(jaxpr, args)
+    (pair,) = pairs(jaxpr, price)
+    assert any(o.group > 1 for o in pair.options) and any(o.groups for o in pair.options)
+    for option in pair.options:
+        assert_equal(results(rewrite(jaxpr, {pair.id: option}), args), expected)
+
+
 def test_all_pairs_of_a_program_are_rewritten_together():
     def loss(w, x):
         return stack(w, x) + stack(w, 2 * x, reverse=True)

@@ -287,7 +287,11 @@ def _traced(
     like: _jax.JaxprEqn,
 ) -> list[_jax.JaxprEqn]:
     """Return the equations of a function of these operands, with the source and names of `like`."""
-    jaxpr, consts, _ = _jax.trace_call(run, [v.aval for v in invars])
+    types = [v.aval for v in invars]
+    jaxpr, consts, _ = _jax.trace_call(run, types)
+    if not jaxprs.makes_its_results(jaxpr):
+        # A carry that no step changes is no result of an equation.
+        jaxpr, consts, _ = _jax.trace_call(lambda args: list(map(jnp.copy, run(args))), types)
     assert not consts, consts
     eqns = jaxprs.written_out(jaxpr, invars, outvars)
     return [eqn.replace(source_info=like.source_info) for eqn in eqns]
