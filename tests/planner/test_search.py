@@ -146,6 +146,16 @@ def test_a_much_better_proposal_is_tried_although_it_is_expected_to_need_a_littl
     assert best.proposal.extra_seconds == 1.0 and len(compiled) == 2
 
 
+def test_proposals_above_the_aim_are_tried_where_the_smallest_does_not_fit():
+    """The compiler takes more for what recomputes most."""
+    best, _ = search(
+        Staircase([(60, 9.0), (100, 1.0), (200, 0.0)]),
+        lambda p, _: 101 if p.model_bytes == 60 else p.model_bytes - 10,
+        95,
+    )
+    assert best is not None and best.proposal.model_bytes == 100
+
+
 def test_a_refusal_compiles_the_smallest_proposal_and_no_larger_one_twice():
     best, compiled = search(Staircase(STEPS[30:]), lambda p, _: p.model_bytes, 100)
     assert best is None and [c.proposal.model_bytes for c in compiled] == [STEPS[30][0]]

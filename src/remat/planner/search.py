@@ -143,6 +143,10 @@ _GAIN, _GAIN_OF_FULL = 0.02, 0.08
 # one's time, it is compiled: expectations err by as much.
 _OVER, _GAIN_OF_OVER = 0.06, 0.4
 
+# Where no proposal fits, and the nearest one needs at most this share of the budget: the aims that are tried,
+# as shares of the one that was expected to fit.
+_NEARLY, _ABOVE = 1.2, (1.1, 1.25, 1.5)
+
 
 class _Search:
     def __init__(
@@ -232,7 +236,7 @@ class _Search:
         for _ in range(self.effort.max_below):
             proposals = [p for v in self.model.variants if (p := self._new_proposal(v)) is not None]
             if not proposals:
-                return
+                break
             self._compile(min(proposals, key=lambda p: (self._expected(p), p.extra_seconds)))
             if self._best() is not None:
                 return
@@ -240,6 +244,22 @@ class _Search:
             smallest = self.model.smallest(variant)
             if self._best() is None and self.effort.max_below and not self._is_known(smallest):
                 self._compile(smallest)
+        self._search_above()
+
+    def _search_above(self) -> None:
+        """Try proposals that recompute less than those that nearly fit: the model may err about either."""
+        nearest = min((c.compiled_bytes for c in self.compiled), default=0)
+        if self._best() is not None or nearest > _NEARLY * self.budget:
+            return
+        for factor in _ABOVE[: self.effort.max_below]:
+            for variant in self.model.variants:
+                aim = factor * max(self._aim(variant), self.budget / _FIRST_RATIO)
+                proposal = self._proposal_within(variant, int(aim))
+                if not self._is_known(proposal):
+                    self._compile(proposal)
+                    break
+            if self._best() is not None:
+                return
 
     # What the compiler is expected to need
 
