@@ -264,14 +264,17 @@ def test_a_step_that_never_fits_as_it_will_run_is_refused(monkeypatch):
 def test_a_fitted_step_is_within_its_budget_as_it_runs(monkeypatch):
     step = STEPS["a whole step"]
     real, peaks = fitting.compile_for_analysis, []
+    factors: list[float] = []  # what the program needs as it runs, in what the plan says
+    budget = 9 * remat.testing.peak_bytes(jax.jit(step).lower(*arguments()).compile()) // 10
 
     def compile(*args: Any, **options: Any) -> Any:
         found = real(*args, **options)
-        peaks.append(int(found.peak_bytes * 1.08))
+        factors.append(factors[0] if factors else 1.03 * budget / found.peak_bytes)
+        peaks.append(int(found.peak_bytes * factors[0]))
         return dataclasses.replace(found, peak_bytes=peaks[-1])
 
     monkeypatch.setattr(fitting, "compile_for_analysis", compile)
-    fitted = remat.fit(step, budget="90%", **QUIET)
+    fitted = remat.fit(step, budget=budget, **QUIET)
     assert_same(fitted(*arguments()), jax.jit(step)(*arguments()), within=1e-4)
     (made,) = fitted.plans
     assert len(peaks) > 1 and peaks[0] > made.budget_bytes >= peaks[-1] == made.peak_bytes
