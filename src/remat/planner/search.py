@@ -280,7 +280,10 @@ class _Search:
             (model, compiled), slope = samples[0], line
             return model + (self.budget - compiled) / slope
         if samples:
-            return self.budget * samples[0][0] / max(1, samples[0][1])
+            ratio = samples[0][1] / max(1, samples[0][0])
+            # That a compiler needs less than one variant says does not hold for the others.
+            is_own = any(c.proposal.variant == variant for c in self.compiled)
+            return self.budget / max(ratio if is_own else max(ratio, _FIRST_RATIO), 1e-9)
         return self.budget / _FIRST_RATIO
 
     def _expected(self, proposal: Proposal) -> int:
