@@ -9,7 +9,6 @@ the second, recomputation in the body of a `scan` is protected as by default, an
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import remat
+from benchmarks.timing import seconds_in_turns
 
 MIB = 2**20
 ROUNDS = 200
@@ -227,12 +227,7 @@ def protection_cost(name: str) -> dict[str, float]:
             f = wrap(body, prevent_cse=prevent_cse)
             step = jax.jit(jax.grad(_summed(f), (0, 1)))
             programs[way, prevent_cse] = step.lower(init, xs).compile()
-    seconds: dict[Any, list[float]] = {key: [] for key in programs}
-    for _ in range(ROUNDS):
-        for key, program in programs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(program(init, xs))
-            seconds[key].append(time.perf_counter() - start)
+    seconds = seconds_in_turns(programs, (init, xs), ROUNDS)
     # The smallest of each: other processes only ever add to a time.
     best = {key: min(times) for key, times in seconds.items()}
     typical = {key: statistics.median(times) for key, times in seconds.items()}

@@ -10,13 +10,13 @@ programs of their own. Without Equinox installed, the ratios are to `jax.lax.sca
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks.timing import seconds_in_turns
 from remat.loops.scan import scan
 from remat.loops.schedules import Mixed, Online
 from remat.loops.while_loop import while_loop
@@ -99,14 +99,7 @@ def compile_gradient(way: str, body: Callable, x: Any, n: int, s: int) -> Any:
 
 def measure(body: Callable, x: Any, n: int, s: int) -> dict[str, dict[str, float]]:
     programs = {way: compile_gradient(way, body, x, n, s) for way in WAYS}
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    for program in programs.values():
-        jax.block_until_ready(program(x))
-    for _ in range(ROUNDS):
-        for way, program in programs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(program(x))
-            seconds[way].append(time.perf_counter() - start)
+    seconds = seconds_in_turns(programs, (x,), ROUNDS)
     reference = seconds[REFERENCE]
     return {
         way: {

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 
 import remat
+from benchmarks.timing import seconds_in_turns
 from benchmarks.zoo import ZOO, flops
 from benchmarks.zoo.baselines import Point, baselines, best_baseline, without
 from benchmarks.zoo.model import Model, step
@@ -292,13 +293,8 @@ def target_cells(reached: dict[str, dict]) -> Iterator[list[str]]:
 def time_ratios(steps: dict[str, Callable], args: Sequence[Any]) -> list[tuple[str, float]]:
     """Step times over that of the first, which take turns so that the load meets all of them."""
     compiled = {label: fun.lower(*args).compile() for label, fun in steps.items()}
-    seconds: dict[str, list[float]] = {label: [] for label in steps}
-    for _ in range(ROUNDS + 1):  # the first round warms up
-        for label, fun in compiled.items():
-            begin = time.perf_counter()
-            jax.block_until_ready(fun(*args))
-            seconds[label].append(time.perf_counter() - begin)
-    medians = {label: statistics.median(times[1:]) for label, times in seconds.items()}
+    seconds = seconds_in_turns(compiled, args, ROUNDS)
+    medians = {label: statistics.median(times) for label, times in seconds.items()}
     first = next(iter(medians.values()))
     return [(label, median / first) for label, median in medians.items()]
 

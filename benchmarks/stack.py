@@ -11,13 +11,13 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 import remat
+from benchmarks.timing import seconds_in_turns
 
 BLOCKS, D, B_MEMORY, B_TIME, ROUNDS = 24, 512, 4096, 1024, 7
 MIB = 2**20
@@ -71,14 +71,7 @@ def memory(way: str) -> dict[str, float]:
 def step_times() -> dict[str, float]:
     args = arguments(B_TIME)
     steps = {way: jax.jit(gradient(way)).lower(*args).compile() for way in WAYS}
-    for step in steps.values():
-        jax.block_until_ready(step(*args))
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    for _ in range(ROUNDS):
-        for way, step in steps.items():
-            start = time.perf_counter()
-            jax.block_until_ready(step(*args))
-            seconds[way].append(time.perf_counter() - start)
+    seconds = seconds_in_turns(steps, args, ROUNDS)
     return {way: statistics.median(s) for way, s in seconds.items()}
 
 

@@ -12,13 +12,13 @@ schedule.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks.timing import seconds_in_turns
 from remat.loops.scan import explain, scan
 from remat.units import format_bytes
 
@@ -92,14 +92,7 @@ def measure(checkpoints: int) -> dict[str, dict[str, float]]:
     programs = {
         way: jax.jit(jax.grad(loss(run))).lower(medium).compile() for way, run in ways.items()
     }
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for program in programs.values():
-        jax.block_until_ready(program(medium))
-    for _ in range(ROUNDS):
-        for way, program in programs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(program(medium))
-            seconds[way].append(time.perf_counter() - start)
+    seconds = seconds_in_turns(programs, (medium,), ROUNDS)
     return {
         way: {
             "temporaries_mib": program.memory_analysis().temp_size_in_bytes / 2**20,
