@@ -1,6 +1,6 @@
 """Bodies of loops and branches that are scheduled by themselves, such as the gradient in a scan's step.
 
-Some loops are no half of a pair of scans: gradient accumulation runs a whole forward and backward pass in
+Some loops are not half of a pair of scans: gradient accumulation runs a whole forward and backward pass in
 each step, and an optimizer's line search evaluates a gradient in a `while_loop`. What such a body needs at
 its peak is the loop's workspace. So its jaxpr is scheduled like a step's, and written back by `rewrite`.
 
@@ -16,7 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from remat import _jax
 from remat.errors import BudgetError, PlanError
 from remat.planner.rewrite import Decisions, decisions_of, rewritten
-from remat.planner.scan_pairs.joint import inner_programs, matches, prepared, replaced, walk_inside
+from remat.planner.scan_pairs.joint import (
+    inner_programs,
+    matches,
+    places_without,
+    prepared,
+    replaced,
+    walk_inside,
+)
 from remat.planner.scan_pairs.shards import shard_matches
 from remat.program.from_jaxpr import FlatWriter, Slowdown, no_slowdown
 from remat.program.fusion import Fused, Price, fuse
@@ -119,9 +126,7 @@ def _changed(
             return change(body, id)
         return _changed(body, ids, change, id) if any(k.startswith(id) for k in ids) else body
 
-    chosen = {key[len(prefix) :].partition(".")[0] for key in ids if key.startswith(prefix)}
-    others = [i for i in range(len(jaxpr.eqns)) if str(i) not in chosen]
-    new = walk_inside(jaxpr, others, inner, prefix)
+    new = walk_inside(jaxpr, places_without(jaxpr, ids, prefix), inner, prefix)
     return replaced(jaxpr, new) if new else jaxpr
 
 
@@ -132,8 +137,7 @@ def _found(
     for i, eqn in enumerate(jaxpr.eqns):
         if i in in_pairs or eqn.primitive.name == "shard_map":
             continue
-        whole = prepared(jaxpr, eqn) if inner_programs(eqn) else eqn
-        for k, (body, runs) in enumerate(inner_programs(whole)):
+        for k, (body, runs) in enumerate(inner_programs(prepared(jaxpr, eqn))):
             inner = _jax.open_jaxpr(body)
             yield from _of_body(inner, price, solver, least, f"{prefix}{i}.{k}/", times * runs)
 

@@ -659,19 +659,18 @@ class _Search:
 
     def _compiled(self, choice: Choice, reuses_outputs: bool, ratio: float) -> _Candidate:
         """Return the candidate of a choice, compiled unless that was done before."""
-        same = [p for p in self.candidates if _same(p.choice, choice)]
         predicted = self.fixed_bytes + self._expected(reuses_outputs, choice.model_bytes, ratio)
-        candidate = same[0] if same else self._compile(choice, predicted)
-        if isinstance(candidate.memory, Memory):
-            temporaries = candidate.memory.peak_bytes - self.fixed_bytes
-            self.samples[reuses_outputs].add((choice.model_bytes, temporaries))
-            self.ratios[reuses_outputs] = max(0.05, temporaries / max(1, choice.model_bytes))
-        elif isinstance(candidate.memory, OutOfMemory):
-            # The compiler's refusal names the bytes that it needs.
-            needed = max(candidate.memory.needed_bytes, candidate.memory.limit_bytes)
-            temporaries = needed - self.fixed_bytes
-            self.samples[reuses_outputs].add((choice.model_bytes, temporaries))
-            self.ratios[reuses_outputs] = max(0.05, temporaries / max(1, choice.model_bytes))
+        candidate = self._compile(choice, predicted)
+        memory = candidate.memory
+        if isinstance(memory, CompilerFailure):
+            return candidate
+        needed = memory.peak_bytes
+        if isinstance(memory, OutOfMemory):
+            # The refusal names the bytes that the program needs.
+            needed = max(memory.needed_bytes, memory.limit_bytes)
+        temporaries = needed - self.fixed_bytes
+        self.samples[reuses_outputs].add((choice.model_bytes, temporaries))
+        self.ratios[reuses_outputs] = max(0.05, temporaries / max(1, choice.model_bytes))
         return candidate
 
     def _solve(self, reuses_outputs: bool, aim: int) -> Choice:

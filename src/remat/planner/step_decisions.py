@@ -5,19 +5,18 @@ from __future__ import annotations
 from remat import _jax
 from remat.errors import PlanError
 from remat.ir.equations import is_repeatable
-from remat.planner import scan_pairs
 from remat.planner.inside import bodies_by_id
 from remat.planner.plan_file import BodyPlan, Recomputation, ScanPlan, WholeStep
 from remat.planner.rewrite import Burst, Decisions
 from remat.planner.scan_pairs import ScanOption
-from remat.planner.whole_step import LoopDecisions, StepDecisions, with_loops
+from remat.planner.whole_step import LoopDecisions, StepDecisions, source_of, with_loops
 from remat.program.from_jaxpr import joined, type_text
 
 
 def whole_step_plan(flat: _jax.Jaxpr, decisions: StepDecisions) -> WholeStep:
     """Return decisions about a step's flat jaxpr as a plan holds them."""
     loops = decisions.loops
-    found = bodies_by_id(_source(flat, loops.opened), [id for id, _ in loops.bodies])
+    found = bodies_by_id(source_of(flat, loops.opened), [id for id, _ in loops.bodies])
     flat = with_loops(flat, loops)
     outside = decisions.outside
     return WholeStep(
@@ -44,7 +43,7 @@ def decisions_of_plan(whole: WholeStep, flat: _jax.Jaxpr) -> StepDecisions:
     Raises:
       PlanError: the plan is for another program, or computes an equation with effects again.
     """
-    found = bodies_by_id(_source(flat, whole.opened), [body.id for body in whole.bodies])
+    found = bodies_by_id(source_of(flat, whole.opened), [body.id for body in whole.bodies])
     for body in whole.bodies:
         if body.id in found:
             _check_program(body, found[body.id], f"the body {body.id}")
@@ -55,10 +54,6 @@ def decisions_of_plan(whole: WholeStep, flat: _jax.Jaxpr) -> StepDecisions:
     )
     _check_program(whole, with_loops(flat, loops), "a step")
     return StepDecisions(loops, _decisions(whole))
-
-
-def _source(flat: _jax.Jaxpr, opened: bool) -> _jax.Jaxpr:
-    return scan_pairs.opened(flat) if opened else flat
 
 
 def _recomputations(flat: _jax.Jaxpr, decisions: Decisions) -> tuple[Recomputation, ...]:

@@ -39,13 +39,18 @@ class StepDecisions:
     outside: Decisions
 
 
+def source_of(flat: _jax.Jaxpr, opened: bool) -> _jax.Jaxpr:
+    """Return the program that decisions about loops refer to: a flat step, its checkpoints opened or not."""
+    return scan_pairs.opened(flat) if opened else flat
+
+
 def with_loops(flat: _jax.Jaxpr, loops: LoopDecisions) -> _jax.Jaxpr:
     """Return a flat step whose loops do as decided.
 
     Raises:
       PlanError: the program has no such loops.
     """
-    source = scan_pairs.opened(flat) if loops.opened else flat
+    source = source_of(flat, loops.opened)
     if loops.bodies:
         source = with_bodies(source, dict(loops.bodies))
     return scan_pairs.rewrite(source, dict(loops.choices)) if loops.choices else source

@@ -491,6 +491,18 @@ def replaced(jaxpr: _jax.Jaxpr, new: Mapping[int, Sequence[_jax.JaxprEqn]]) -> _
     return _jax.rebuild(jaxpr, eqns=eqns)
 
 
+def places_without(jaxpr: _jax.Jaxpr, ids: Iterable[str], prefix: str) -> list[int]:
+    """Return the places of the equations inside of which there is nothing with one of these ids.
+
+    Args:
+      jaxpr: the program.
+      ids: of pairs of scans, or of bodies; each starts with the places of the equations around it.
+      prefix: the program's own.
+    """
+    wanted = {id[len(prefix) :].partition(".")[0] for id in ids if id.startswith(prefix)}
+    return [i for i in range(len(jaxpr.eqns)) if str(i) not in wanted]
+
+
 def walk_inside(
     jaxpr: _jax.Jaxpr,
     skipped: Iterable[int],

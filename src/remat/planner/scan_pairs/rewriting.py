@@ -16,6 +16,7 @@ from remat.planner.scan_pairs.joint import (
     inside_of,
     joint_of,
     matches,
+    places_without,
     replaced,
     walk_inside,
 )
@@ -106,9 +107,8 @@ def _rewritten(
         found = _rewritten(inner, choices, inner_prefix, left)
         return replaced(inner, found) if found else inner
 
-    chosen = {key[len(prefix) :].partition(".")[0] for key in choices if key.startswith(prefix)}
-    others = [i for i in range(len(jaxpr.eqns)) if i in new or str(i) not in chosen]
-    return new | walk_inside(jaxpr, others, change, prefix)
+    others = places_without(jaxpr, choices, prefix)
+    return new | walk_inside(jaxpr, {*new, *others}, change, prefix)
 
 
 def with_inner(joint: Joint, inner: Sequence[tuple[str, ScanOption]], prefix: str) -> Joint:
