@@ -94,7 +94,8 @@ def split_step(body: _jax.Jaxpr, masks: Masks) -> Halves:
         v: ("const", i) for i, v in enumerate(inputs[:first_carry])
     }
     sources |= {v: ("x", i) for i, v in enumerate(inputs[first_x:])}
-    is_fixed = _fixed(jaxpr, inputs[:first_carry])
+    fixed_eqns = _fixed(jaxpr, inputs[:first_carry])
+    is_fixed = {v for eqn in fixed_eqns for v in eqn.outvars}
     kept: list[Any] = []
     fixed: list[Any] = []
     leaves: list[tuple[Source, Any]] = []
@@ -111,7 +112,11 @@ def split_step(body: _jax.Jaxpr, masks: Masks) -> Halves:
     return Halves(
         _jax.rebuild(jaxpr, outvars=[*jaxpr.outvars[:n_out], *kept]),
         added,
-        _only(jaxpr, inputs[:first_carry], fixed),
+        _jax.dce(
+            _jax.rebuild(jaxpr, invars=inputs[:first_carry], outvars=fixed, eqns=fixed_eqns),
+            [True] * len(fixed),
+            keep=[True] * first_carry,
+        )[0],
         tuple(leaves),
         tree,
         [v.aval for v in kept],
@@ -119,21 +124,12 @@ def split_step(body: _jax.Jaxpr, masks: Masks) -> Halves:
     )
 
 
-def _fixed(jaxpr: _jax.Jaxpr, inputs: Sequence[Any]) -> set[Any]:
-    """Return the variables that equations without effects compute from these inputs alone."""
+def _fixed(jaxpr: _jax.Jaxpr, inputs: Sequence[Any]) -> list[_jax.JaxprEqn]:
+    """Return the equations without effects that compute something from these inputs alone."""
     known = set(inputs) | set(jaxpr.constvars)
+    found = []
     for eqn in jaxpr.eqns:
-        operands = [v for v in eqn.invars if _jax.is_var(v)]
-        if not eqn.effects and all(v in known for v in operands):
+        if not eqn.effects and all(v in known for v in eqn.invars if _jax.is_var(v)):
             known.update(eqn.outvars)
-    return known
-
-
-def _only(jaxpr: _jax.Jaxpr, inputs: Sequence[Any], results: Sequence[Any]) -> _jax.Jaxpr:
-    """Return the part of a jaxpr that computes these results from these inputs."""
-    needed, eqns = set(results), []
-    for eqn in reversed(jaxpr.eqns):
-        if any(v in needed for v in eqn.outvars):
-            eqns.append(eqn)
-            needed.update(v for v in eqn.invars if _jax.is_var(v))
-    return _jax.rebuild(jaxpr, invars=inputs, outvars=results, eqns=eqns[::-1])
+            found.append(eqn)
+    return found
