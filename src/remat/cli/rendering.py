@@ -30,7 +30,7 @@ from remat.report.text import to_text
 
 _FEW_LINES = 6  # rows of a table on one screen
 _MOST_LINES = 10_000  # rows of a table with --all
-_PIPED_COLUMNS = 220  # columns of what is no terminal
+_PIPED_COLUMNS = 220  # columns where the output is not a terminal
 
 
 class _Rendered(Protocol):

@@ -65,7 +65,7 @@ class Body:
       blocks: how many iterations each block has, in the order of the stacks.
       reverse: whether the loop runs from the last slice to the first.
       steps, values: of one iteration, with step numbers from 0.
-      results: for each result of the loop where it comes from; None for what is handed through.
+      results: for each result of the loop where it comes from; None if it is an input of the body.
       born: for each result the step that computes it.
       stacked_from: the number of the first result that is stacked.
       reads: for each input that is a slice of a stack, its last read, by the number of the operand.

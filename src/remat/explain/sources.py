@@ -67,7 +67,7 @@ def relative(file: str) -> str:
     here = os.path.join(os.getcwd(), "")
     for folder in [here, *sorted(folders, key=len, reverse=True)]:
         inside = file.removeprefix(folder)
-        # A virtual environment in the current directory is no part of the user's code.
+        # A virtual environment in the current directory is not part of the user's code.
         if inside != file and "site-packages" not in inside.split(os.sep):
             return inside
     return file

@@ -93,7 +93,7 @@ def uses_custom_vjp(jaxpr: _jax.Jaxpr) -> bool:
 
 
 def uses_custom_jvp(jaxpr: Any) -> bool:
-    """Return whether a jaxpr calls a function with a `jax.custom_jvp` that is no loop of this library."""
+    """Return whether a jaxpr calls a function with a `jax.custom_jvp`, loops of this library aside."""
     found = (e for e in jaxprs.equations(jaxpr) if e.primitive.name == "custom_jvp_call")
     bodies = (_jax.open_jaxpr(body) for e in found for body in _jax.jaxprs_of(e))
     return any(all(e.primitive is not align_p for e in body.eqns) for body in bodies)

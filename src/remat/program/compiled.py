@@ -210,9 +210,9 @@ def compile_plainly(
     compiler_options: Mapping[str, Any] | None = None,
 ) -> jax.stages.Compiled:
     """Compile with the same arguments for the program itself, or `OutOfMemory`, not its analysis."""
-    options = dict(compiler_options or {})
     if as_run:
         return _compile(lowered, None)
+    options = dict(compiler_options or {})
     disabled = options.get("xla_disable_hlo_passes", "")
     options["xla_disable_hlo_passes"] = ",".join(filter(None, (disabled, "rematerialization")))
     if target.platform == "tpu" and not default_level:

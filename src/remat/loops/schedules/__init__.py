@@ -25,7 +25,7 @@ There the first sweep ends at state n-1, which is all that reversing needs. Unde
 loop's result is needed too, and that is one step more: `grad_forward_steps`. `recomputed_steps`
 is what exceeds one evaluation of each step. The state at hand (the one being advanced) is in no
 slot; state 0 is in one. A mixed schedule evaluates a step whose residuals are kept as it keeps them, not as
-it reverses it; its first sweep runs the last step, so under `jax.grad` it is no step more.
+it reverses it; its first sweep runs the last step, so `jax.grad` adds no step.
 
 These files do not import JAX: the compiled loops read them only through `binomial_rows`, `Mixed.tree` and
 through tests that hold them to the schedules, action by action. Each schedule has a file; `actions` says
