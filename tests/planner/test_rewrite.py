@@ -50,7 +50,7 @@ def random_decisions(jaxpr, seed):
         if earlier:
             again = sorted(rng.sample(earlier, rng.randint(1, min(6, len(earlier)))))
             bursts.append(Burst(before, tuple(again)))
-    return Decisions(frozenset(stored), tuple(bursts))
+    return Decisions(frozenset(stored), tuple(bursts), ordered=bool(bursts) and seed % 2 == 1)
 
 
 def assert_equal(actual, expected, rounding=1e-6):
@@ -135,6 +135,38 @@ def test_a_unit_that_could_start_early_waits_for_a_value_that_passes_through_it(
     computed = [v for v in unit.invars if _jax.is_var(v) and v not in flat.invars]
     assert computed, "the unit takes nothing but arguments"
     assert_equal(run(rewritten(flat, decisions), leaves), run(flat, leaves))
+
+
+def test_recomputation_for_a_second_gradient_waits_for_the_first():
+    """Only results are left of the first gradient, so the unit takes one of these."""
+
+    def step(weights, x):
+        y = jnp.cos(x)
+        one = jax.grad(loss)(weights, x)
+        two = jax.grad(loss)(weights, y)
+        return jax.tree.map(lambda w, a, b: w - a - b, weights, one, two)
+
+    flat, leaves = flat_of(step, W, X)
+    (cos,) = (i for i, eqn in enumerate(flat.eqns) if eqn.primitive.name == "cos")
+    (y,) = flat.eqns[cos].outvars
+    reader = next(i for i, eqn in enumerate(flat.eqns) if y in eqn.invars)
+    stored = frozenset(i for i, e in enumerate(flat.eqns) if i >= reader or not is_fusible(e))
+    decisions = Decisions(stored | {cos}, (Burst(reader, (cos,)),))
+    (unit,) = (e for e in rewritten(flat, decisions).eqns if e.primitive.name == "remat")
+    computed = {v for v in unit.invars if _jax.is_var(v)} - set(flat.invars)
+    assert any(v.aval.shape == W[0].shape for v in computed), "the unit takes no gradient"
+    assert_equal(run(rewritten(flat, decisions), leaves), run(flat, leaves))
+
+
+def test_ordered_programs_have_small_units():
+    flat, leaves = flat_of(jax.value_and_grad(loss), W, X)
+    stored = frozenset(range(len(flat.eqns)))
+    decisions = Decisions(stored, (Burst(len(W) * 3, (1,)),), ordered=True)
+    new = rewritten(flat, decisions)
+    units = [eqn for eqn in new.eqns if eqn.primitive.name == "remat"]
+    assert len(units) >= (len(flat.eqns) - len(W) * 3) // 4 - 1
+    assert all(len(eqn.params["jaxpr"].eqns) <= 5 for eqn in units)
+    assert_equal(run(new, leaves), run(flat, leaves))
 
 
 def test_following_decisions_gives_the_results_of_the_step():

@@ -12,6 +12,8 @@ from remat.planner.search import Compiled, Effort, Proposal, search
 class Staircase:
     """A model of proposals that take fewer bytes and more seconds step by step."""
 
+    exact_variants = ()
+
     def __init__(self, steps, variants=("only",)):
         self.steps = steps  # (bytes, seconds), by ascending bytes
         self.variants = variants
@@ -125,6 +127,30 @@ def test_a_model_that_is_far_off_is_followed_down():
         Staircase(STEPS), lambda p, _: p.model_bytes + 350, 500, Effort(max_compiles=1)
     )
     assert best is not None and best.compiled_bytes <= 500
+
+
+def test_exact_variants_are_used_where_the_compiler_is_far_from_the_model():
+    def compiler(proposal, _):
+        return proposal.model_bytes if proposal.variant == "exact" else 2 * proposal.model_bytes
+
+    model = Staircase(STEPS)
+    model.exact_variants = ("exact",)
+    best, _ = search(model, compiler, 500, Effort(4, close=1.0))
+    assert best.proposal.variant == "exact" and best.proposal.model_bytes >= 470
+    _, compiled = search(model, lambda p, _: p.model_bytes, 500)
+    assert not any(c.proposal.variant == "exact" for c in compiled)
+
+
+def test_the_search_goes_on_while_much_is_to_be_gained():
+    """The first proposal that fits is far below the budget, because the compiler jumps."""
+
+    def compiler(proposal, _):
+        return int(proposal.model_bytes * (1.9 if proposal.model_bytes > 400 else 1.0))
+
+    best, compiled = search(Staircase(STEPS), compiler, 450, Effort(max_compiles=2))
+    assert best.proposal.model_bytes >= 300 and 2 < len(compiled) <= 6
+    best, compiled = search(Staircase(STEPS), compiler, 450, Effort(max_compiles=2, max_more=0))
+    assert best.proposal.model_bytes < 300 and len(compiled) == 2
 
 
 def test_a_near_miss_is_followed_by_a_small_step_down():

@@ -13,42 +13,56 @@ What a compiler makes of the program cannot be predicted exactly, so there are t
   again. XLA for CPU does so.
 * `fused`: every kernel that needs such a value computes it for itself.
 
-Compilers lie between the two.
+Compilers lie between the two. They also choose the order of operations. Where theirs needs far more memory
+than the schedule, a third variant, `ordered`, leaves them less choice.
 """
 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+
+import numpy as np
 
 from remat import _jax
 from remat.errors import BudgetError
 from remat.ir.flops import flops_of_program
 from remat.planner import scan_pairs
-from remat.planner.inside import Body, BodyOption, bodies, program_of_flat
+from remat.planner.inside import (
+    Body,
+    BodyOption,
+    bodies,
+    program_of_flat,
+    smallest_reasonable,
+)
 from remat.planner.rewrite import decisions_of
 from remat.planner.search import Proposal
-from remat.planner.tradeoffs import lower_hull
+from remat.planner.tradeoffs import T, lower_hull
 from remat.planner.whole_step import LoopDecisions, StepDecisions, with_loops
 from remat.program.from_jaxpr import Slowdown, no_slowdown
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Program
 from remat.solvers.grid import GridSearch
+from remat.solvers.liveness import Arrays, liveness
 from remat.solvers.simulate import no_remat
 from remat.solvers.solver import Answers, Schedule, Solver
 
-_Option: TypeAlias = scan_pairs.ScanOption | BodyOption
-
-WRITTEN, FUSED = "written", "fused"
+WRITTEN, FUSED, ORDERED = "written", "fused", "ordered"
 
 # Levels of the loops; more make the steps between them smaller and the search longer.
-_MAX_LEVELS = 64
+_MAX_LEVELS = 256
 # Levels before the first at which the loops leave enough memory. At these the program outside of the loops
 # recomputes to make room; more of them find more.
 _LEVELS_BEFORE = 2
+# Levels to try among all of them where the program outside of the loops recomputes at any level; more of
+# them find more.
+_SPREAD = 6
+# What is live around a body, as a share of that in the program as it is written: bodies are scheduled for
+# what remains of the budget. Less leaves more recomputation to the program around them.
+_SHARES_AROUND = (1.0, 0.5)
 
 
 class StepModel:
@@ -63,6 +77,7 @@ class StepModel:
     """
 
     variants = (WRITTEN, FUSED)
+    exact_variants = (ORDERED,)
 
     def __init__(
         self,
@@ -77,22 +92,17 @@ class StepModel:
         self.shards = shards
         self.slowdown = slowdown
         self.solver = solver or GridSearch()
-
-    @functools.cached_property
-    def levels(self) -> list[Level]:
-        """Return the levels of the loops, the one that keeps most first."""
-        found = _loop_levels(self.flat, self.price, self.shards, self.solver)
-        return [Level(self, loops, seconds) for loops, seconds in found]
+        self._levels: dict[tuple[int, tuple[BodyOption, ...]], Level] = {}
 
     @property
     def seconds(self) -> float:
         """Return the time of the step without recomputation."""
-        return self.levels[0].seconds
+        return self._as_written.seconds
 
     @property
     def program(self) -> Program:
         """Return the step as it is written."""
-        return self.levels[0].program
+        return self._as_written.program
 
     def within(self, variant: str, n_bytes: int) -> Proposal:
         """Return the proposal that recomputes least within these bytes of temporaries.
@@ -100,38 +110,83 @@ class StepModel:
         Raises:
           BudgetError: no proposal within these bytes was found.
         """
-        first = self._first_within(variant, n_bytes)
         found: list[Proposal] = []
         problem: BudgetError | None = None
-        for level in self.levels[max(0, first - _LEVELS_BEFORE) : first + 1]:
-            try:
-                found.append(level.within(variant, n_bytes))
-            except BudgetError as error:
-                problem = error
+        for options in self._body_choices(n_bytes):
+            for level in self._levels_within(variant, n_bytes, options):
+                try:
+                    found.append(level.within(variant, n_bytes))
+                except BudgetError as error:
+                    problem = error
         if not found:
             assert problem is not None
             raise problem
         return min(found, key=lambda p: (p.extra_seconds, p.model_bytes))
 
     def smallest(self, variant: str) -> Proposal:
-        """Return the proposal with the fewest bytes at the last level."""
-        return self.levels[-1].smallest(variant)
+        """Return the proposal with the fewest bytes where all loops keep least."""
+        return self._level(-1, self._body_options(0, 1.0)).smallest(variant)
 
     def as_written(self, variant: str) -> Proposal:
         """Return the step as it is written as a proposal."""
-        level = next(level for level in self.levels if level.loops == LoopDecisions())
-        return Proposal(variant, level.peak_bytes(variant), 0.0, 0.0, None)
+        return Proposal(variant, self._as_written.peak_bytes(variant), 0.0, 0.0, None)
 
-    def _first_within(self, variant: str, n_bytes: int) -> int:
-        """Return the first level that fits without recomputation outside of loops; else the last."""
-        low, high = 0, len(self.levels) - 1
-        while low < high:
-            middle = (low + high) // 2
-            if self.levels[middle].peak_bytes(variant) <= n_bytes:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+    @functools.cached_property
+    def _as_written(self) -> Level:
+        return Level(self, LoopDecisions(), 0.0)
+
+    @functools.cached_property
+    def _loops(self) -> _Loops:
+        return _loops(self.flat, self.price, self.shards, self.solver)
+
+    def _level(self, at: int, options: tuple[BodyOption, ...]) -> Level:
+        """Return a level of the pairs of loops with these options of the bodies."""
+        at %= len(self._loops.levels)
+        if (at, options) not in self._levels:
+            loops, seconds = self._loops.levels[at]
+            chosen = tuple(
+                (body.id, option.decisions)
+                for body, option in zip(self._loops.bodies, options)
+                if option.decisions.bursts
+            )
+            # The program as it is written stays so.
+            if chosen and (loops.opened or not self._loops.opened):
+                loops = dataclasses.replace(loops, bodies=tuple(sorted(chosen, key=lambda c: c[0])))
+                seconds += sum(option.seconds for option in options)
+            self._levels[at, options] = Level(self, loops, seconds)
+        return self._levels[at, options]
+
+    def _body_choices(self, n_bytes: int) -> list[tuple[BodyOption, ...]]:
+        """Return the options of the bodies to try, one for each body, without repetitions."""
+        return list(dict.fromkeys(self._body_options(n_bytes, share) for share in _SHARES_AROUND))
+
+    def _body_options(self, n_bytes: int, share: float) -> tuple[BodyOption, ...]:
+        """Return the fastest option of each body beside this share of what is live around it.
+
+        Bodies do not run at the same time, so each may fill what is left of the budget.
+        """
+        found = []
+        for body, around in zip(self._loops.bodies, self._loops.around):
+            room = n_bytes - int(share * around)
+            fitting = [option for option in body.options if option.bytes <= room]
+            found.append(_fastest(fitting) if fitting else body.options[0])
+        return tuple(found)
+
+    def _levels_within(
+        self, variant: str, n_bytes: int, options: tuple[BodyOption, ...]
+    ) -> Iterator[Level]:
+        """Yield the levels that may recompute least within these bytes."""
+        n_levels = len(self._loops.levels)
+        first = bisect.bisect_left(
+            range(n_levels - 1),
+            True,
+            key=lambda at: self._level(at, options).peak_bytes(variant) <= n_bytes,
+        )
+        tried = set(range(max(0, first - _LEVELS_BEFORE), first + 1))
+        if self._level(first, options).peak_bytes(variant) > n_bytes:
+            tried.update(round(k * (n_levels - 1) / _SPREAD) for k in range(_SPREAD))
+        for at in sorted(tried):
+            yield self._level(at, options)
 
 
 class Level:
@@ -169,8 +224,8 @@ class Level:
         return self._proposal(variant, answers.within(n_bytes + fused.reused_bytes))
 
     def smallest(self, variant: str) -> Proposal:
-        _, answers = self._solved(variant)
-        return self._proposal(variant, answers.smallest())
+        fused, answers = self._solved(variant)
+        return self._proposal(variant, smallest_reasonable(fused.graph, answers))
 
     def _proposal(self, variant: str, found: Schedule) -> Proposal:
         fused, _ = self._solved(variant)
@@ -180,10 +235,21 @@ class Level:
             int(found.peak_bytes - fused.reused_bytes),
             self.loop_seconds + float(found.time - time),
             self.loop_seconds + max(0.0, float(found.lower_bound - time)),
-            StepDecisions(self.loops, decisions_of(self.program, fused, found.steps)),
+            StepDecisions(
+                self._loops_of(variant),
+                decisions_of(self.program, fused, found.steps, ordered=variant == ORDERED),
+            ),
         )
 
+    def _loops_of(self, variant: str) -> LoopDecisions:
+        if variant != ORDERED:
+            return self.loops
+        bodies = ((id, dataclasses.replace(d, ordered=True)) for id, d in self.loops.bodies)
+        return dataclasses.replace(self.loops, bodies=tuple(bodies))
+
     def _solved(self, variant: str) -> tuple[Fused, Answers]:
+        if variant == ORDERED:
+            variant = WRITTEN
         if variant not in self._by_variant:
             fused = self._fused(variant)
             solver = self.model.solver
@@ -199,29 +265,45 @@ class Level:
 # Loops
 
 
-def _loop_levels(
-    flat: _jax.Jaxpr, price: Price, shards: Sequence[int] | None, solver: Solver
-) -> list[tuple[LoopDecisions, float]]:
-    """Return the decisions of all levels, and the seconds of recomputation in loops.
+@dataclasses.dataclass(frozen=True)
+class _Loops:
+    """The choices about a step's loops.
 
-    The program as it is written is one of them. If the levels open its checkpoints, it stands before the
-    first level that recomputes as much, else at the start.
+    Args:
+      opened: whether the levels open the user's checkpoints in loops.
+      levels: the decisions about pairs of loops and the seconds of recomputation in them, the level that
+        keeps most first.
+      bodies: those that are scheduled by themselves.
+      around: for each body the bytes that are live while its loop runs in the program as it is written.
+    """
+
+    opened: bool
+    levels: tuple[tuple[LoopDecisions, float], ...]
+    bodies: tuple[Body, ...]
+    around: tuple[int, ...]
+
+
+def _loops(flat: _jax.Jaxpr, price: Price, shards: Sequence[int] | None, solver: Solver) -> _Loops:
+    """Return the choices about a step's loops.
+
+    The program as it is written is one of the levels. If the others open its checkpoints, it stands
+    before the first level that recomputes as much, else at the start.
     """
     source = scan_pairs.opened(flat)
     opened = source is not flat
     found = scan_pairs.pairs(source, price, shards=shards)
-    peak = no_remat(fuse(program_of_flat(source, shards), price, lambda _: True).graph).peak_bytes
+    program = program_of_flat(source, shards)
+    peak = no_remat(fuse(program, price, lambda _: True).graph).peak_bytes
     inside = bodies(source, price, solver, peak)
+    around = _around(program, price, [int(body.id.split(".")[0]) for body in inside])
     as_written = sum(pair.as_written.seconds for pair in found)
     if opened:
         # The options count from nothing recomputed on, so what the user's checkpoints recompute, too.
         extra_flops = flops_of_program(flat) - flops_of_program(source)
         as_written += price(max(0.0, extra_flops), 0, "float32") - price(0.0, 0, "float32")
-    options: dict[str, Sequence[_Option]] = {pair.id: pair.options for pair in found}
-    options.update((body.id, body.options) for body in inside)
-    chosen: dict[str, Any] = {id: _fastest(of) for id, of in options.items()}
-    plain = {body.id: chosen[body.id] for body in inside}
-    plain.update((pair.id, pair.as_written) for pair in found)
+    options = {pair.id: pair.options for pair in found}
+    chosen = {id: _fastest(of) for id, of in options.items()}
+    plain = {pair.id: pair.as_written for pair in found}
     changes = sorted(
         (
             (slope, i, k, id, option)
@@ -236,39 +318,30 @@ def _loop_levels(
         is_as_written = not opened and chosen == plain
         if (n % stride == 0 or n == len(changes)) and not is_as_written:
             seconds = sum(option.seconds for option in chosen.values())
-            levels.append((_decided(opened, chosen, found, inside), seconds))
+            levels.append((LoopDecisions(opened, tuple(sorted(chosen.items()))), seconds))
         if n < len(changes):
             *_, id, option = changes[n]
             chosen[id] = option
     at = bisect.bisect_left([s for _, s in levels], as_written) if opened else 0
     levels.insert(at, (LoopDecisions(), as_written))
-    return levels
+    return _Loops(opened, tuple(levels), inside, tuple(around))
 
 
-def _decided(
-    opened: bool,
-    chosen: dict[str, Any],
-    pairs: Sequence[scan_pairs.ScanPair],
-    inside: Sequence[Body],
-) -> LoopDecisions:
-    return LoopDecisions(
-        opened,
-        tuple(sorted((pair.id, chosen[pair.id]) for pair in pairs)),
-        tuple(
-            sorted(
-                (body.id, chosen[body.id].decisions)
-                for body in inside
-                if chosen[body.id].decisions.bursts
-            )
-        ),
-    )
+def _around(program: Program, price: Price, numbers: Sequence[int]) -> Iterator[int]:
+    """Yield the bytes that are live while each of these operations runs, without its own workspace."""
+    graph = fuse(program, price, lambda _: True).graph
+    measured = liveness(Arrays.of(graph), np.arange(len(graph)))
+    place = {node.id: at for at, node in enumerate(graph.nodes)}
+    for number in numbers:
+        live = int(measured.live_bytes[place[number]])
+        yield max(0, live - program.ops[number].workspace_bytes)
 
 
-def _fastest(options: Sequence[_Option]) -> _Option:
+def _fastest(options: Sequence[T]) -> T:
     return min(options, key=lambda o: (o.seconds, o.bytes))
 
 
-def _changes(options: Sequence[_Option]) -> Iterator[tuple[float, _Option]]:
+def _changes(options: Sequence[T]) -> Iterator[tuple[float, T]]:
     """Yield the options below the fastest one, by falling bytes, each with a price per byte.
 
     Options between two vertices of the hull have the price of the hull there, so that the price never

@@ -28,14 +28,20 @@ from remat.planner.scan_pairs.shards import shard_matches
 from remat.program.from_jaxpr import FlatWriter, Slowdown, no_slowdown
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Program
+from remat.solvers.graph import Graph
 from remat.solvers.simulate import no_remat
-from remat.solvers.solver import Schedule, Solver
+from remat.solvers.solver import Answers, Schedule, Solver
 
 # Neighbouring options differ by this ratio of bytes; a larger one gives more options.
-_RATIO = 0.85
+_RATIO = 0.95
 # Share of what is around it. A body that needs less is not scheduled; if it needs more than the second
 # share, what is around it is not.
 _SMALL, _LARGE = 0.1, 0.5
+# Time of a schedule over that without recomputation. Schedules near the floor of memory may compute values
+# hundreds of times; those above this ratio are not offered.
+_MAX_TIME_RATIO = 3
+# Ratio of bytes by which a schedule may be larger if the one below takes too long.
+_STEP_UP = 1.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,15 +182,28 @@ def _options(program: Program, fused: Fused, solver: Solver, times: int) -> Iter
     while True:
         n_bytes = int(_RATIO * n_bytes)
         try:
-            found = option(answers.within(n_bytes))
+            schedule = answers.within(n_bytes)
+            if schedule.time > _MAX_TIME_RATIO * fused.graph.time:
+                return
+            found = option(schedule)
         except BudgetError:
-            found = option(answers.smallest())
+            found = option(smallest_reasonable(fused.graph, answers))
             n_bytes = 0
         if found.bytes < last:
             yield found
         last = min(last, found.bytes)
         if n_bytes <= 1:
             return
+
+
+def smallest_reasonable(graph: Graph, answers: Answers) -> Schedule:
+    """Return the smallest schedule that multiplies the time by at most `_MAX_TIME_RATIO`."""
+    found = answers.smallest()
+    n_bytes = found.peak_bytes
+    while found.time > _MAX_TIME_RATIO * graph.time:
+        n_bytes = int(_STEP_UP * n_bytes) + 1
+        found = answers.within(n_bytes)
+    return found
 
 
 def program_of_flat(

@@ -317,13 +317,14 @@ class BodyPlan(_Checked):
 
     Args:
       id: the places of the equations around the body, and which of their bodies it is: "7.0/".
-      n_equations, stored, recomputations: as of a whole step.
+      n_equations, stored, recomputations, ordered: as of a whole step.
     """
 
     id: str
     n_equations: int
     stored: tuple[int, ...]
     recomputations: tuple[Recomputation, ...]
+    ordered: bool = False
 
     def _check(self) -> None:
         _check_recomputations(self.n_equations, self.stored, self.recomputations)
@@ -338,6 +339,8 @@ class WholeStep(_Checked):
       stored: the equations whose results are stored in memory. Results of other equations are
         computed inside of the kernels that use them.
       recomputations: in the order of the program.
+      ordered: whether every few stored equations after the first recomputation wait for those before
+        them, so that the compiler cannot reorder them.
       opened: whether the checkpoints in loops are written out, so that the plan decides about them.
       loops: the decisions about pairs of scans; others stay as they are.
       bodies: the decisions about bodies of other loops and of branches; others stay as they are.
@@ -349,6 +352,7 @@ class WholeStep(_Checked):
     opened: bool = False
     loops: tuple[ScanPlan, ...] = ()
     bodies: tuple[BodyPlan, ...] = ()
+    ordered: bool = False
 
     def _check(self) -> None:
         _check_recomputations(self.n_equations, self.stored, self.recomputations)

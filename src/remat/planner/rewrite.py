@@ -14,11 +14,16 @@ in each unit anew.
 A unit must not start before the schedule reaches it. As a rule it takes a value that was computed just
 before, such as a cotangent. If it takes none, the value that was computed last is passed through it:
 later equations read the unit's result in place of the value, so that the unit must have begun.
+
+Compilers order the equations of a unit, and those between units, as they see fit, and may keep more alive
+than the schedule does. `Decisions.ordered` therefore makes a new unit of every few stored equations after
+the first burst.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -27,6 +32,7 @@ import jax
 from remat import _jax
 from remat.ir import jaxprs
 from remat.ir.equations import transparent_call
+from remat.program.from_jaxpr import n_bytes
 from remat.program.fusion import Fused
 from remat.program.program import Program
 from remat.solvers.simulate import Step
@@ -54,13 +60,22 @@ class Decisions:
       stored: the numbers of the equations whose results are stored in memory. Kernels that use the
         results of other equations compute them again.
       bursts: recomputations, in the order of the program.
+      ordered: whether every few stored equations after the first burst wait for those before them.
     """
 
     stored: frozenset[int]
     bursts: tuple[Burst, ...]
+    ordered: bool = False
 
 
-def decisions_of(program: Program, fused: Fused, steps: Iterable[Step]) -> Decisions:
+# Stored equations in one unit of an ordered program. Fewer keep closer to the schedule, and leave the
+# compiler less to fuse and to choose.
+_UNIT_SIZE = 4
+
+
+def decisions_of(
+    program: Program, fused: Fused, steps: Iterable[Step], *, ordered: bool = False
+) -> Decisions:
     """Return the decisions of a schedule of a fused program."""
     producer = {v: i for i, op in enumerate(program.ops) for v in op.results}
     members: dict[int, set[int]] = {}
@@ -81,7 +96,7 @@ def decisions_of(program: Program, fused: Fused, steps: Iterable[Step]) -> Decis
             bursts.append(Burst(here[0], tuple(burst)))
             burst = []
     stored = frozenset(i for group in members.values() for i in group)
-    return Decisions(stored, tuple(bursts))
+    return Decisions(stored, tuple(bursts), ordered)
 
 
 def flattened(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
@@ -156,19 +171,37 @@ def rewritten(jaxpr: _jax.Jaxpr, decisions: Decisions) -> _jax.Jaxpr:
     return _Writer(jaxpr, decisions).written()
 
 
+def _by_start(decisions: Decisions) -> dict[int, tuple[int, ...]]:
+    return {burst.before: burst.again for burst in decisions.bursts}
+
+
+def _with_fences(decisions: Decisions) -> dict[int, tuple[int, ...]]:
+    """Return the bursts, and empty ones where a unit would become too large."""
+    found = _by_start(decisions)
+    first, size = min(found), 0
+    for number in sorted(n for n in decisions.stored if n >= first):
+        size = 1 if number in found else size + 1
+        if size > _UNIT_SIZE:
+            found[number] = ()
+            size = 1
+    return found
+
+
 class _Writer:
     """Writes a program's equations in order, with units in between."""
 
     def __init__(self, jaxpr: _jax.Jaxpr, decisions: Decisions) -> None:
         self.jaxpr = jaxpr
         self.stored = decisions.stored
-        self.bursts = {burst.before: burst.again for burst in decisions.bursts}
+        self.bursts = _with_fences(decisions) if decisions.ordered else _by_start(decisions)
         self.producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-        self.last_use = jaxprs.last_uses(jaxpr)
+        self.last_use = self._last_uses()
         self.results = self._results_through_views()
         self.eqns: list[_jax.JaxprEqn] = []
         #: The variable that has the latest computation of each stored value.
         self.current: dict[_jax.Var, _jax.Var] = {}
+        #: The stored values among which a trigger may be; dead ones are removed as units are written.
+        self.live: dict[_jax.Var, None] = {}
         #: Equations outside of units, by their number and operands.
         self.outside: dict[tuple[Any, ...], Sequence[_jax.Var]] = {}
         #: For each variable of the new program, the number of the latest equation it depends on.
@@ -177,10 +210,11 @@ class _Writer:
     def written(self) -> _jax.Jaxpr:
         n_eqns = len(self.jaxpr.eqns)
         starts = sorted(self.bursts)
+        after = dict(itertools.pairwise([*starts, n_eqns]))
         at = 0
         while at < n_eqns:
             if at in self.bursts:
-                at = self._unit(at, next((s for s in starts if s > at), n_eqns))
+                at = self._unit(at, after[at])
                 continue
             if at in self.stored or self.jaxpr.eqns[at].effects:
                 self._compute(at)
@@ -197,6 +231,7 @@ class _Writer:
         eqn = self.jaxpr.eqns[number]
         outs = self._emit(number, [self._outside(v) for v in eqn.invars])
         self.current.update(zip(eqn.outvars, outs))
+        self.live.update(dict.fromkeys(eqn.outvars))
 
     def _emit(self, number: int, operands: Sequence[Any]) -> Sequence[_jax.Var]:
         eqn, outs = _copy(self.jaxpr.eqns[number], operands)
@@ -243,7 +278,8 @@ class _Writer:
         for number in range(start, stop):
             if number in self.stored:
                 unit.compute(number)
-        self._append(unit, start)
+        if unit.eqns:
+            self._append(unit, start)
         return stop
 
     def _reads(self, eqn: _jax.JaxprEqn, values: set[_jax.Var]) -> bool:
@@ -278,28 +314,58 @@ class _Writer:
         latest = max([unit.last, *(self.latest.get(v, -1) for v in operands)])
         self.latest.update((v, latest) for v in outvars)
         self.current.update(zip(unit.local, outvars))
+        self.live.update(dict.fromkeys(unit.local))
         if passed is not None:
-            for v, now in self.current.items():
-                if now is passed:
+            # One variable may have several values: the results of an equation that is a view.
+            for v in self.live:
+                if self.current[v] is passed:
                     self.current[v] = outvars[-1]
 
     def _trigger(self, start: int, inputs: Iterable[_jax.Var]) -> _jax.Var | None:
-        """Return the value to pass through a unit; None if the unit cannot start too early."""
-        live = [
-            v
-            for v in self.current
-            if self.producer[v] < start
-            and self.last_use.get(v, -1) >= start
-            and v not in self.results
+        """Return the value to pass through a unit; None if the unit cannot start too early.
+
+        It is the newest value that is live and neither a result of the step nor a part of one: a
+        barrier over a result may cost a copy. But if more was computed since than the smallest of the
+        newer results has bytes (the backward pass of another gradient, say), it is that result.
+        """
+        begun = max((self.latest.get(v, -1) for v in inputs), default=-1)
+        self.live = {
+            v: None
+            for v in self.live
+            if self.last_use.get(v, -1) >= start
             and not _jax.is_dropped(v)
             and not isinstance(v.aval, _jax.AbstractRef)
-        ]
-        if not live:
-            return None
-        newest = max(live, key=lambda v: self.producer[v])
-        if any(self.latest.get(v, -1) >= self.producer[newest] for v in inputs):
-            return None
-        return self.current[newest]
+        }
+        newer = [v for v in self.live if begun < self.producer[v] < start]
+        inner = [v for v in newer if v not in self.results]
+        newest = max(inner, key=lambda v: self.producer[v], default=None)
+        covered = begun if newest is None else self.producer[newest]
+        results = [v for v in newer if self.producer[v] > covered]
+        if results:
+            smallest = min(results, key=lambda v: (n_bytes(v.aval), -self.producer[v]))
+            if self._inner_bytes(covered + 1, start) > n_bytes(smallest.aval):
+                newest = smallest
+        return None if newest is None else self.current[newest]
+
+    def _inner_bytes(self, start: int, end: int) -> int:
+        """Return the bytes of what these equations store, without results of the step."""
+        return sum(
+            n_bytes(v.aval)
+            for number in range(start, end)
+            if number in self.stored
+            for v in self.jaxpr.eqns[number].outvars
+            if v not in self.results
+        )
+
+    def _last_uses(self) -> dict[_jax.Var, int]:
+        """Return the number of the last equation that reads each value, also through values not stored."""
+        found = jaxprs.last_uses(self.jaxpr)
+        for number in reversed(range(len(self.jaxpr.eqns))):
+            eqn = self.jaxpr.eqns[number]
+            if number not in self.stored:
+                last = max((found.get(v, -1) for v in eqn.outvars), default=-1)
+                found.update((v, max(found[v], last)) for v in eqn.invars if _jax.is_var(v))
+        return found
 
     def _results_through_views(self) -> set[_jax.Var]:
         """Return the step's results, and what they are computed from without being stored.

@@ -45,6 +45,13 @@ class Model(Protocol):
     def variants(self) -> Sequence[str]:
         """Return the names of the variants, the most accurate first."""
 
+    @property
+    def exact_variants(self) -> Sequence[str]:
+        """Return the names of variants whose programs keep closer to the model, at some other cost.
+
+        They are used once a program of another variant took far more bytes than the model said.
+        """
+
     def within(self, variant: str, n_bytes: int) -> Proposal:
         """Return the proposal that recomputes least within these bytes of temporaries.
 
@@ -83,12 +90,14 @@ class Effort:
 
     Args:
       max_compiles: programs to compile; more may find a plan that recomputes less.
+      max_more: further programs to compile while each is expected to recompute much less than the best.
       close: share of the budget. A plan that fills more of it is improved only where much is to be gained.
       negligible_seconds: a plan that recomputes less than this is not improved.
       max_below: further programs to compile if none fits.
     """
 
     max_compiles: int = 4
+    max_more: int = 4
     close: float = 0.97
     negligible_seconds: float = 0.0
     max_below: int = 5
@@ -104,7 +113,7 @@ def search(
     """Return the best proposal whose compiled temporaries are within the budget, and all compiled ones.
 
     >>> class Halves:  # every byte below 100 costs a second; the compiler takes 10 bytes more
-    ...     variants = ("only",)
+    ...     variants, exact_variants = ("only",), ()
     ...     def within(self, variant, n_bytes):
     ...         return Proposal(variant, n_bytes, max(0, 100 - n_bytes), 0.0, n_bytes)
     ...     def smallest(self, variant):
@@ -139,9 +148,13 @@ _MARGIN = 0.01
 # Share of the best proposal's time. A proposal that saves less is not compiled, the second if the best one
 # fills the budget.
 _GAIN, _GAIN_OF_FULL = 0.02, 0.08
+# The same after `max_compiles` programs.
+_GAIN_OF_MORE = 0.15
 # Where a proposal that is expected to need this share more than the budget would save that share of the best
 # one's time, it is compiled: expectations err by as much.
 _OVER, _GAIN_OF_OVER = 0.06, 0.4
+# Compiled bytes over those of the model above which exact variants are used.
+_FAR = 1.08
 
 # Where no proposal fits, and the nearest one needs at most this share of the budget: the aims that are tried,
 # as shares of the one that was expected to fit.
@@ -165,10 +178,8 @@ class _Search:
         self.compiled: list[Compiled] = []
 
     def run(self) -> tuple[Compiled | None, tuple[Compiled, ...]]:
-        while len(self.compiled) < self.effort.max_compiles and not self._is_done():
-            # The first variant is the most accurate.
-            variants = self.model.variants if self.compiled else self.model.variants[:1]
-            proposals = [p for v in variants if (p := self._propose(v)) is not None]
+        while len(self.compiled) < self._max_compiles() and not self._is_done():
+            proposals = [p for v in self._variants() if (p := self._propose(v)) is not None]
             if not proposals:
                 break
             # Of equal proposals one of a variant that was not tried, else the first.
@@ -177,6 +188,18 @@ class _Search:
         if self._best() is None:
             self._search_below()
         return self._best(), tuple(self.compiled)
+
+    def _variants(self) -> Sequence[str]:
+        """Return the variants to choose from: at first the most accurate one."""
+        if not self.compiled:
+            return self.model.variants[:1]
+        is_far = any(c.compiled_bytes > _FAR * c.proposal.model_bytes for c in self.compiled)
+        return [*self.model.variants, *(self.model.exact_variants if is_far else ())]
+
+    def _max_compiles(self) -> int:
+        """Return how many programs may be compiled; more if one of them fits than if none does."""
+        more = 0 if self._best() is None else self.effort.max_more
+        return self.effort.max_compiles + more
 
     def _best(self) -> Compiled | None:
         fitting = [c for c in self.compiled if c.compiled_bytes <= self.budget]
@@ -194,7 +217,10 @@ class _Search:
         if best is None:
             return self._new_proposal(variant)
         is_full = best.compiled_bytes >= self.effort.close * self.budget
-        for over, gain in ((0.0, _GAIN_OF_FULL if is_full else _GAIN), (_OVER, _GAIN_OF_OVER)):
+        gain_within = _GAIN_OF_FULL if is_full else _GAIN
+        if len(self.compiled) >= self.effort.max_compiles:
+            gain_within = _GAIN_OF_MORE
+        for over, gain in ((0.0, gain_within), (_OVER, _GAIN_OF_OVER)):
             proposal = self._proposal_within(variant, int((1 + over) * self._aim(variant)))
             most = (1 - gain) * best.proposal.extra_seconds
             if proposal.extra_seconds < most and not self._is_known(proposal):
@@ -234,7 +260,7 @@ class _Search:
     def _search_below(self) -> None:
         """Aim lower and lower until a proposal fits or none is smaller."""
         for _ in range(self.effort.max_below):
-            proposals = [p for v in self.model.variants if (p := self._new_proposal(v)) is not None]
+            proposals = [p for v in self._variants() if (p := self._new_proposal(v)) is not None]
             if not proposals:
                 break
             self._compile(min(proposals, key=lambda p: (self._expected(p), p.extra_seconds)))
@@ -252,7 +278,7 @@ class _Search:
         if self._best() is not None or nearest > _NEARLY * self.budget:
             return
         for factor in _ABOVE[: self.effort.max_below]:
-            for variant in self.model.variants:
+            for variant in self._variants():
                 aim = factor * max(self._aim(variant), self.budget / _FIRST_RATIO)
                 proposal = self._proposal_within(variant, int(aim))
                 if not self._is_known(proposal):
@@ -270,7 +296,10 @@ class _Search:
             for c in (*self.known, *self.compiled)
             if c.proposal.variant == variant
         ]
-        return samples or [(c.proposal.model_bytes, c.compiled_bytes) for c in self.compiled]
+        if samples or variant in self.model.exact_variants:
+            return samples
+        inexact = (c for c in self.compiled if c.proposal.variant in self.model.variants)
+        return [(c.proposal.model_bytes, c.compiled_bytes) for c in inexact]
 
     def _aim(self, variant: str) -> float:
         """Return the model's bytes for which the compiler is expected to need the budget."""

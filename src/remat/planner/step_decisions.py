@@ -31,9 +31,11 @@ def whole_step_plan(flat: _jax.Jaxpr, decisions: StepDecisions) -> WholeStep:
                 len(found[id].eqns),
                 tuple(sorted(of_body.stored)),
                 _recomputations(found[id], of_body),
+                of_body.ordered,
             )
             for id, of_body in loops.bodies
         ),
+        outside.ordered,
     )
 
 
@@ -70,7 +72,7 @@ def _recomputations(flat: _jax.Jaxpr, decisions: Decisions) -> tuple[Recomputati
 
 def _decisions(plan: WholeStep | BodyPlan) -> Decisions:
     bursts = tuple(Burst(r.before, r.again) for r in plan.recomputations)
-    return Decisions(frozenset(plan.stored), bursts)
+    return Decisions(frozenset(plan.stored), bursts, plan.ordered and bool(bursts))
 
 
 def _check_program(plan: WholeStep | BodyPlan, flat: _jax.Jaxpr, what: str) -> None:

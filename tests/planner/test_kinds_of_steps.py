@@ -1,0 +1,248 @@
+"""Plans of steps of many kinds, with nothing marked: several gradients, gradients of gradients, solvers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import remat
+from remat.testing import peak_bytes
+
+WIDTH = 32
+
+
+def mlp_weights(key, n_in, n_layers, n_out):
+    sizes = [n_in, *[WIDTH] * n_layers, n_out]
+    keys = jax.random.split(key, len(sizes))
+    return [
+        (jax.random.normal(k, (a, b)) / a**0.5, jnp.zeros(b))
+        for k, a, b in zip(keys, sizes, sizes[1:])
+    ]
+
+
+def mlp(weights, x):
+    for w, b in weights[:-1]:
+        x = jnp.tanh(x @ w + b)
+    w, b = weights[-1]
+    return x @ w + b
+
+
+def descend(weights, gradient):
+    return jax.tree.map(lambda w, g: w - 1e-3 * g, weights, gradient)
+
+
+def numbers(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def two_losses():
+    """Train a generator and a discriminator."""
+
+    def step(generator, discriminator, real, noise):
+        fake = mlp(generator, noise)
+
+        def discriminator_loss(discriminator):
+            on_real, on_fake = mlp(discriminator, real), mlp(discriminator, fake)
+            return (jax.nn.softplus(-on_real) + jax.nn.softplus(on_fake)).mean()
+
+        def generator_loss(generator):
+            return jax.nn.softplus(-mlp(discriminator, mlp(generator, noise))).mean()
+
+        one, d = jax.value_and_grad(discriminator_loss)(discriminator)
+        two, g = jax.value_and_grad(generator_loss)(generator)
+        return one + two, descend(generator, g), descend(discriminator, d)
+
+    weights = [mlp_weights(jax.random.key(i), n, 6, m) for i, (n, m) in enumerate([(8, 4), (4, 1)])]
+    return step, (*weights, numbers(2, 2048, 4), numbers(3, 2048, 8))
+
+
+def gradient_in_the_loss():
+    """Differentiate through a step of gradient descent, for several tasks at once."""
+
+    def task_loss(weights, x, y):
+        def loss(weights):
+            return ((mlp(weights, x) - y) ** 2).mean()
+
+        return loss(jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights)))
+
+    def step(weights, x, y):
+        def loss(weights):
+            return jax.vmap(task_loss, (None, 0, 0))(weights, x, y).mean()
+
+        value, gradient = jax.value_and_grad(loss)(weights)
+        return value, descend(weights, gradient)
+
+    x = numbers(1, 8, 256, 4)
+    return step, (mlp_weights(jax.random.key(0), 4, 5, 1), x, jnp.sin(x.sum(-1, keepdims=True)))
+
+
+def hessian_in_the_loss():
+    """Fit a network to a differential equation."""
+
+    def residual(weights, z):
+        def u(z):
+            return mlp(weights, z)[0]
+
+        return jnp.trace(jax.hessian(u)(z)) + jnp.sin(u(z))
+
+    def step(weights, points):
+        def loss(weights):
+            return (jax.vmap(functools.partial(residual, weights))(points) ** 2).mean()
+
+        value, gradient = jax.value_and_grad(loss)(weights)
+        return value, descend(weights, gradient)
+
+    return step, (mlp_weights(jax.random.key(0), 2, 4, 1), numbers(1, 1024, 2))
+
+
+def line_search():
+    """Take a step of L-BFGS, whose line search computes gradients in a loop."""
+    optimizer = optax.lbfgs(memory_size=2)
+
+    def step(weights, state, x, y):
+        def loss(weights):
+            return ((mlp(weights, x) - y) ** 2).mean()
+
+        value, gradient = jax.value_and_grad(loss)(weights)
+        update, state = optimizer.update(
+            gradient, state, weights, value=value, grad=gradient, value_fn=loss
+        )
+        return value, optax.apply_updates(weights, update), state
+
+    x = numbers(1, 4096, 8)
+    weights = mlp_weights(jax.random.key(0), 8, 6, 1)
+    return step, (weights, optimizer.init(weights), x, jnp.sin(x.sum(-1, keepdims=True)))
+
+
+def gradients_of_examples():
+    """Clip the gradient of each example."""
+
+    def step(weights, x, y):
+        def loss(weights, x, y):
+            return ((mlp(weights, x) - y) ** 2).mean()
+
+        values, gradients = jax.vmap(jax.value_and_grad(loss), (None, 0, 0))(weights, x, y)
+        leaves = jax.tree.leaves(gradients)
+        norm = jnp.sqrt(sum((g**2).reshape(len(g), -1).sum(1) for g in leaves))
+        scale = jnp.minimum(1, 1 / norm)
+        mean = jax.tree.map(lambda g: jnp.tensordot(scale, g, 1) / len(g), gradients)
+        return values.mean(), descend(weights, mean)
+
+    x = numbers(1, 8, 512, 8)
+    return step, (mlp_weights(jax.random.key(0), 8, 6, 1), x, jnp.sin(x.sum(-1, keepdims=True)))
+
+
+def frozen_teacher():
+    def step(student, teacher, x):
+        target = jax.nn.softmax(mlp(teacher, x))
+
+        def loss(student):
+            return -(target * jax.nn.log_softmax(mlp(student, x))).sum(-1).mean()
+
+        value, gradient = jax.value_and_grad(loss)(student)
+        return value, descend(student, gradient)
+
+    weights = [mlp_weights(jax.random.key(i), 8, n, 10) for i, n in enumerate((8, 3))]
+    return step, (*weights, numbers(2, 2048, 8))
+
+
+def returns_in_a_scan():
+    """Learn a policy and the value of states, whose returns a scan computes backwards in time."""
+
+    def step(weights, seen, rewards):
+        def loss(weights):
+            out = mlp(weights, seen)
+            value, logits = out[..., 0], out[..., 1:]
+
+            def discounted(total, now):
+                reward, value = now
+                total = reward + 0.99 * (0.95 * total + 0.05 * value)
+                return total, total
+
+            fixed = jax.lax.stop_gradient(value)
+            _, returns = jax.lax.scan(discounted, fixed[-1], (rewards, fixed), reverse=True)
+            chosen = jax.nn.log_softmax(logits)[..., 0]
+            return -(chosen * (returns - fixed)).mean() + ((value - returns) ** 2).mean()
+
+        value, gradient = jax.value_and_grad(loss)(weights)
+        return value, descend(weights, gradient)
+
+    return step, (
+        mlp_weights(jax.random.key(0), 8, 6, 5),
+        numbers(1, 32, 64, 8),
+        numbers(2, 32, 64),
+    )
+
+
+def implicit_layer():
+    """Find a fixed point in a loop, and the derivative of it in another."""
+
+    def update(w, h, z):
+        return jnp.tanh(z @ w + h)
+
+    def iterated(update, start):
+        return jax.lax.while_loop(
+            lambda state: state[0] < 10, lambda state: (state[0] + 1, update(state[1])), (0, start)
+        )[1]
+
+    @jax.custom_vjp
+    def fixed_point(w, h):
+        return iterated(functools.partial(update, w, h), jnp.zeros_like(h))
+
+    def forward(w, h):
+        z = fixed_point(w, h)
+        return z, (w, h, z)
+
+    def backward(residuals, cotangent):
+        w, h, z = residuals
+        _, vjp = jax.vjp(functools.partial(update, w, h), z)
+        solved = iterated(lambda u: cotangent + vjp(u)[0], cotangent)
+        _, vjp = jax.vjp(lambda w, h: update(w, h, z), w, h)
+        return vjp(solved)
+
+    fixed_point.defvjp(forward, backward)
+
+    def step(weights, x, y):
+        def loss(weights):
+            layers, w = weights
+            return ((fixed_point(w, mlp(layers, x)).sum(-1) - y) ** 2).mean()
+
+        value, gradient = jax.value_and_grad(loss)(weights)
+        return value, descend(weights, gradient)
+
+    layers = mlp_weights(jax.random.key(0), 8, 8, WIDTH)
+    x = numbers(1, 2048, 8)
+    return step, ((layers, numbers(2, WIDTH, WIDTH) / 20), x, jnp.sin(x.sum(-1)))
+
+
+#: Budgets as shares of the peak, and the most extra FLOPs. Computing all layers again, each by itself, takes
+#: a third more.
+KINDS = [
+    (two_losses, 75, 0.1),
+    (gradient_in_the_loss, 60, 0.1),
+    (hessian_in_the_loss, 60, 0.1),
+    (line_search, 75, 0.2),
+    (gradients_of_examples, 75, 0.2),
+    (frozen_teacher, 65, 0.2),
+    (returns_in_a_scan, 65, 0.2),
+    (implicit_layer, 70, 0.2),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "percent", "extra"), KINDS, ids=lambda k: getattr(k, "__name__", "")
+)
+def test_a_plan_holds_recomputes_little_and_changes_nothing(kind, percent, extra):
+    step, args = kind()
+    plan = remat.plan(step, *args, budget=f"{percent}%", cache=False, progress=False)
+    compiled = remat.fit(step, plan=plan).lower(*args).compile()
+    assert peak_bytes(compiled) == plan.peak_bytes <= plan.budget_bytes
+    assert 0 < plan.extra_flops <= extra * plan.flops
+    for a, b in zip(
+        jax.tree.leaves(compiled(*args)), jax.tree.leaves(jax.jit(step)(*args)), strict=True
+    ):
+        scale = 1e-5 * float(jnp.max(jnp.abs(jnp.asarray(b, "float32"))))
+        np.testing.assert_allclose(a, b, rtol=0, atol=scale)
