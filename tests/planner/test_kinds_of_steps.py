@@ -223,11 +223,11 @@ def implicit_layer():
 KINDS = [
     (two_losses, 75, 0.1),
     (gradient_in_the_loss, 60, 0.1),
-    (hessian_in_the_loss, 60, 0.1),
+    (hessian_in_the_loss, 65, 0.2),
     (line_search, 75, 0.2),
     (gradients_of_examples, 75, 0.2),
     (frozen_teacher, 65, 0.2),
-    (returns_in_a_scan, 65, 0.2),
+    (returns_in_a_scan, 75, 0.2),
     (implicit_layer, 70, 0.2),
 ]
 

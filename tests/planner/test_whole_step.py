@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import remat
+from remat.ir.jaxprs import equations
 from remat.testing import peak_bytes
 
 WEIGHTS = [np.asarray(jax.random.normal(jax.random.key(i), (64, 64)) / 8) for i in range(8)]
@@ -204,3 +205,43 @@ def test_calls_that_hold_constants_are_planned_too():
     made = remat.plan(step, WEIGHTS, X, budget="60%", **OPTIONS)
     assert made.n_recomputed and made.peak_bytes <= 0.6 * made.peak_bytes_without_remat
     assert_identical(remat.fit(step, plan=made)(WEIGHTS, X), jax.jit(step)(WEIGHTS, X))
+
+
+def checkpointed(policy=None):
+    """Return the step with a checkpoint around each layer, by the user's hand."""
+    layer = jax.checkpoint(lambda w, x: jax.nn.relu(jnp.tanh(jnp.sin(x @ w))), policy=policy)
+
+    def loss(weights, x):
+        for w in weights:
+            x = layer(w, x)
+        return jnp.mean(x**2)
+
+    return jax.value_and_grad(loss)
+
+
+def n_products(fun, *args):
+    jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
+    return sum(eqn.primitive.name == "dot_general" for eqn in equations(jaxpr))
+
+
+def test_own_checkpoints_are_opened_where_memory_allows():
+    step, plain = checkpointed(), checkpointed(jax.checkpoint_policies.everything_saveable)
+    args = (WEIGHTS, X)
+    sizes = [peak_bytes(jax.jit(f).lower(*args).compile()) for f in (step, plain)]
+    assert sizes[0] < 0.8 * sizes[1]
+    plan = remat.plan(step, *args, budget=int(1.05 * sizes[1]), **OPTIONS)
+    fitted = remat.fit(step, plan=plan)
+    assert plan.whole_step.opened and sizes[0] < plan.peak_bytes <= plan.budget_bytes
+    assert n_products(fitted, *args) == n_products(plain, *args) < n_products(step, *args)
+    assert_identical(fitted(*args), jax.jit(step)(*args))
+    assert remat.Plan.from_json(plan.to_json()) == plan
+
+
+def test_own_checkpoints_are_no_limit_below_their_peak():
+    step = checkpointed()
+    args = (WEIGHTS, X)
+    written = peak_bytes(jax.jit(step).lower(*args).compile())
+    plan = remat.plan(step, *args, budget=int(0.9 * written), **OPTIONS)
+    fitted = remat.fit(step, plan=plan)
+    assert peak_bytes(fitted.lower(*args).compile()) <= plan.budget_bytes
+    assert_identical(fitted(*args), jax.jit(step)(*args))

@@ -131,6 +131,12 @@ class StepModel:
         """Return the step as it is written as a proposal."""
         return Proposal(variant, self._as_written.peak_bytes(variant), 0.0, 0.0, None)
 
+    @property
+    def seconds_of_checkpoints(self) -> float:
+        """Return the time that the user's own checkpoints take, which a plan may recompute without."""
+        written = (seconds for loops, seconds in self._loops.levels if not loops.opened)
+        return next(written) if self._loops.opened else 0.0
+
     @functools.cached_property
     def _as_written(self) -> Level:
         return Level(self, LoopDecisions(), 0.0)

@@ -65,6 +65,9 @@ _MAX_COMPILES = 8  # candidates to compile; more may find a plan that recomputes
 # Share of the budget. The search ends with a plan that is at least this full; a larger share makes
 # the search longer.
 _CLOSE_TO_BUDGET = 0.98
+# Share of the time of the user's own checkpoints. A plan that recomputes less than this takes their place
+# where the step as it is written fits, too.
+_FEWER = 0.98
 # Share of the step's FLOPs. The search ends with a plan that recomputes at most this much; a larger
 # share ends it earlier.
 _NEGLIGIBLE_FLOPS = 0.001
@@ -373,11 +376,22 @@ class _Search:
 
     def _best(self) -> _Candidate | None:
         if isinstance(self.base, Memory) and self._is_within(self.base):
-            return self._without_recomputation(self.base)
+            return self._with_fewer_checkpoints() or self._without_recomputation(self.base)
         best = self._search() if self.room > 0 else None
         if best is None and self.levels.has_regions:
             best = self._search_below()
         return best
+
+    def _with_fewer_checkpoints(self) -> _Candidate | None:
+        """Return a plan that recomputes less than the user's own checkpoints do; None if there is none."""
+        if self.levels.has_regions:
+            return None
+        seconds = self._step_model.seconds_of_checkpoints
+        if seconds <= _NEGLIGIBLE_FLOPS * self.step_seconds:
+            return None
+        best = self._search_whole_step()
+        is_better = best is not None and best.choice.extra_seconds < _FEWER * seconds
+        return best if is_better else None
 
     def _fails_by_host(self, candidate: _Candidate) -> bool:
         """Return whether the compiler failed on a candidate, or it only takes too much host memory."""

@@ -1,24 +1,28 @@
-"""Opening the checkpoints in the bodies of pairs of scans, so that cuts decide what they recompute.
+"""Opening the user's checkpoints, so that the plan decides what they recompute.
 
-After differentiation a checkpoint in the body of a loop is one equation of the backward scan's body,
-which recomputes the forward scan's values and runs the backward pass. Opened, its equations stand in the
-body. Those that repeat equations of the forward scan are recognized when the pair is joined.
+After differentiation a checkpoint is one equation of the backward pass, which recomputes values of the
+forward pass and runs its own backward pass. Opened, its equations stand in the program around it. In a
+pair of scans those that repeat equations of the forward scan are recognized when the pair is joined;
+elsewhere they are removed at once.
 """
 
 from __future__ import annotations
 
 from remat import _jax
 from remat.ir import jaxprs
-from remat.ir.equations import called_body
+from remat.ir.equations import called_body, is_region, transparent_call
 from remat.planner.scan_pairs.joint import Replacements, matches, replaced, walk_inside
+from remat.planner.scan_pairs.repetitions import without_repetitions
 from remat.planner.scan_pairs.shards import shard_matches
 
 
 def opened(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """Return the program with the checkpoints in the bodies of pairs of scans written out.
+    """Return the program with its checkpoints written out.
 
-    Nothing protects the recomputation there until `rewrite` chooses an option of the pair.
+    In pairs of scans nothing protects the recomputation until `rewrite` chooses an option of the pair.
+    Elsewhere nothing is recomputed until a schedule says so.
     """
+    jaxpr = _without_checkpoints(jaxpr)
     new = _opened_in(jaxpr)
     return replaced(jaxpr, new) if new else jaxpr
 
@@ -37,6 +41,32 @@ def _opened_in(jaxpr: _jax.Jaxpr) -> Replacements:
         return opened(inner)
 
     return new | walk_inside(jaxpr, paired, change, "")
+
+
+def _without_checkpoints(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+    """Return the program without the checkpoints outside of loops, and without their recomputation."""
+    if not any(map(_may_be_opened, jaxpr.eqns)):
+        return jaxpr
+
+    def body(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
+        return called_body(eqn) if _may_be_opened(eqn) else transparent_call(eqn)
+
+    inlined = jaxprs.inline_calls(jaxpr, body)
+    names: dict[_jax.Var, object] = {}
+    _, eqns = without_repetitions([], inlined.eqns, names)
+    outvars = [jaxprs.look(names, v) for v in inlined.outvars]
+    new = _jax.rebuild(inlined, eqns=eqns, outvars=outvars)
+    alive, _ = _jax.dce(new, [True] * len(outvars), keep=[True] * len(new.invars))
+    return alive
+
+
+def _may_be_opened(eqn: _jax.JaxprEqn) -> bool:
+    """Return whether an equation is a checkpoint that keeps nothing in host memory."""
+    body = called_body(eqn) if is_region(eqn) else None
+    if body is None:
+        return False
+    values = (v for inner in body.eqns for v in (*inner.invars, *inner.outvars))
+    return not any(_jax.is_on_host(v.aval) for v in values)
 
 
 def written_out(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
