@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from remat.ir.operations import FUSIBLE, Fusion
-from remat.program.fusion import Price
+from remat.program.fusion import Price, seconds_of_kernels
 from remat.program.program import Op, Program
 
 # Ratio of bytes of an option and the next larger one. An option is kept if its ratio is below; with a
@@ -99,13 +99,13 @@ def seconds_of(program: Program, op: Op, price: Price) -> float:
     moved = op.extra_bytes + sum(program.bytes[v] for v in op.results)
     if op.fusion in (Fusion.KERNEL, Fusion.REDUCE):
         moved += sum(program.bytes[v] for v in op.operands)
-    seconds = price(op.flops, moved, op.dtype)
+    seconds = seconds_of_kernels(op, op.flops, moved, price)
     # An operation inside a fused kernel has no launch cost, and a cheap one costs next to nothing. It
     # must cost something, so that of two ways to compute a value the shorter one is chosen.
     if op.fusion in FUSIBLE:
         seconds -= min(price(0.0, 1, op.dtype), 0.95 * seconds)
     share = 0.05 if op.fusion in (Fusion.CHEAP, Fusion.VIEW) else 1.0
-    return seconds * op.slowdown * share
+    return seconds * share
 
 
 def lower_hull(options: Sequence[T]) -> list[T]:

@@ -78,6 +78,14 @@ def fuse(
     return _Fusion(program, price, may_repeat, duplicates).result(reuses)
 
 
+def seconds_of_kernels(op: Op, flops: float, moved: float, price: Price) -> float:
+    """Return the seconds of an operation that is a kernel, or that starts several."""
+    seconds = price(flops, int(moved), op.dtype)
+    if op.kernels > 1:
+        seconds += (op.kernels - 1) * price(0.0, 1, op.dtype)
+    return seconds * op.slowdown
+
+
 def fuse_reusing_outputs(program: Program, price: Price, may_repeat: Callable[[Op], bool]) -> Fused:
     """Return the graph if values use the buffers of outputs until these are computed.
 
@@ -255,7 +263,7 @@ class _Fusion:
         for x in inside:
             moved += sum(sizes[v] for v in ops[x].operands if v in self.program.inputs)
         flops = sum(ops[x].flops for x in inside)
-        return self.price(flops, moved, ops[i].dtype) * ops[i].slowdown
+        return seconds_of_kernels(ops[i], flops, moved, self.price)
 
 
 @dataclasses.dataclass
