@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from remat import _jax
 from remat.ir import jaxprs
 from remat.ir.flops import WHILE_TRIPS
+from remat.planner.scan_pairs.branches import branch_matches, branches_of
 from remat.planner.scan_pairs.emission import Emitted
 from remat.planner.scan_pairs.joint import (
     Joint,
@@ -34,7 +35,7 @@ from remat.planner.scan_pairs.joint import (
     prepared,
 )
 from remat.planner.scan_pairs.repetitions import may_repeat
-from remat.planner.scan_pairs.rewriting import ScanOption, pair_id, with_inner
+from remat.planner.scan_pairs.rewriting import ScanOption, branch_id, pair_id, with_inner
 from remat.planner.scan_pairs.shards import Shards, shard_matches, shards_of
 from remat.planner.tradeoffs import (
     at_price,
@@ -46,7 +47,7 @@ from remat.planner.tradeoffs import (
     thinned,
     undominated,
 )
-from remat.program.from_jaxpr import FlatWriter, ProgramWriter, joined, n_bytes
+from remat.program.from_jaxpr import FlatWriter, ProgramWriter, joined, n_bytes, workspace_bytes
 from remat.program.fusion import Price
 from remat.solvers.mincut import Cut, CutProblem, between, hull
 
@@ -194,7 +195,7 @@ def _pairs_in(scope: _Scope, prefix: str, path: str, times: int) -> list[ScanPai
         eqn = joint.forward
         name = joined(path, _jax.name_stack_of(eqn))
         inner = []
-        if _has_scans(joint.jaxpr):
+        if _has_loops_or_branches(joint.jaxpr):
             inner = _pairs_in(_joint_scope(scope, joint, match.backward), f"{key}/", name, 1)
         options, as_written = _Options(scope, joint, match.backward, key, inner, times).found()
         found[match.forward] = [
@@ -208,6 +209,9 @@ def _pairs_in(scope: _Scope, prefix: str, path: str, times: int) -> list[ScanPai
                 as_written,
             )
         ]
+    for match in branch_matches(jaxpr):
+        paired.update(match)
+        found[match.forward] = [_pair_of_branches(scope, match, prefix, path, times)]
     for match in shard_matches(jaxpr):
         shards = shards_of(jaxpr, match)
         key, name = pair_id(prefix, match), joined(path, _jax.name_stack_of(shards.forward))
@@ -231,10 +235,62 @@ def _pairs_in(scope: _Scope, prefix: str, path: str, times: int) -> list[ScanPai
     return [pair for i in sorted(found) for pair in found[i]]
 
 
+def _pair_of_branches(
+    scope: _Scope, match: Match, prefix: str, path: str, times: int
+) -> ScanPair:
+    """Return a pair of conditionals, whose options choose one for each of its branches."""
+    key, eqn = pair_id(prefix, match), scope.jaxpr.eqns[match.forward]
+    name = joined(path, _jax.name_stack_of(eqn))
+    of_branch: dict[str, list[ScanOption]] = {}
+    written: list[tuple[str, ScanOption]] = []
+    for k, joint in enumerate(branches_of(scope.jaxpr, match)):
+        id = branch_id(key, k)
+        inner = []
+        if _has_loops_or_branches(joint.jaxpr):
+            inner = _pairs_in(_joint_scope(scope, joint, match.backward), f"{id}/", name, 1)
+        of_branch[id], as_written = _Options(
+            scope, joint, match.backward, id, inner, times
+        ).found()
+        written.append((id, as_written))
+    # All branches are given the same bytes; each does the best within them.
+    limits = sorted({option.bytes for options in of_branch.values() for option in options})
+    least = max(min(option.bytes for option in options) for options in of_branch.values())
+    options = [
+        _of_branches(
+            [
+                (id, min((o for o in options if o.bytes <= limit), key=lambda o: o.seconds))
+                for id, options in of_branch.items()
+            ]
+        )
+        for limit in limits
+        if limit >= least
+    ]
+    return ScanPair(
+        key,
+        name,
+        _jax.source_line_of(eqn),
+        1,
+        times,
+        tuple(undominated(options)),
+        _of_branches(written),
+    )
+
+
+def _of_branches(chosen: Sequence[tuple[str, ScanOption]]) -> ScanOption:
+    """Return the option of two conditionals whose branches do as chosen: only one of them runs."""
+    return ScanOption(
+        (),
+        max(option.bytes for _, option in chosen),
+        max(option.seconds for _, option in chosen),
+        max(option.flops for _, option in chosen),
+        inner=tuple(chosen),
+    )
+
+
 @_jax.weakref_lru_cache
-def _has_scans(jaxpr: _jax.Jaxpr) -> bool:
+def _has_loops_or_branches(jaxpr: _jax.Jaxpr) -> bool:
     return any(
-        eqn.primitive.name == "scan" or any(map(_may_have_pairs, _bodies(eqn)))
+        eqn.primitive.name in ("scan", "cond") or any(map(_may_have_pairs, _bodies(eqn)))
         for eqn in jaxpr.eqns
     )
 
@@ -244,7 +300,7 @@ def _bodies(eqn: _jax.JaxprEqn) -> list[object]:
 
 
 def _may_have_pairs(body: object) -> bool:
-    return bool(_has_scans(_jax.open_jaxpr(body)))
+    return bool(_has_loops_or_branches(_jax.open_jaxpr(body)))
 
 
 def _joint_scope(scope: _Scope, joint: Joint, place: int) -> _Scope:
@@ -508,20 +564,28 @@ class _OptionsOfCuts:
         return size if v in self.joint.xs else -(-size // self.joint.length)
 
     def _transient_bytes(self, emitted: Emitted) -> int:
-        """Return the bytes of stacks that inner scans keep during one step alone."""
+        """Return the bytes of what inner scans and conditionals keep during one step alone."""
         repeated = {id(eqn) for eqn in emitted.recomputed}
-        stacks = [eqn for eqn in self.joint.jaxpr.eqns if eqn.primitive.name == "scan"]
-        forward = {v for eqn in stacks for v in eqn.outvars[_jax.scan_arity(eqn)[1] :]}
+        eqns = self.joint.jaxpr.eqns
+        stacks = [eqn for eqn in eqns if eqn.primitive.name in ("scan", "cond")]
+        forward = {v for eqn in stacks for v in _kept_by(eqn)}
         kept = set(emitted.kept)
         late = set(map(id, self.joint.late))
         read_late = {v for eqn in stacks if id(eqn) in late for v in eqn.invars if _jax.is_var(v)}
-        return sum(
+        n_between = sum(
             n_bytes(v.aval)
             for eqn in stacks
             if id(eqn) in repeated or id(eqn) in late
             for v in eqn.outvars
             if v in forward and v in read_late and v not in kept
         )
+        # What a branch of a backward conditional computes again has its own stacks.
+        of_branches = (
+            workspace_bytes(eqn)
+            for eqn in stacks
+            if id(eqn) in late and eqn.primitive.name == "cond"
+        )
+        return n_between + max(of_branches, default=0)
 
     def _nodes(self) -> _Nodes:
         """Return the cut problem: which known values to keep for B."""
@@ -571,6 +635,11 @@ class _OptionsOfCuts:
             CutProblem(tuple(sizes), tuple(times), tuple(deps), needed),
             variables,
         )
+
+
+def _kept_by(eqn: _jax.JaxprEqn) -> Sequence[_jax.Var]:
+    """Return the results of a loop or of branches that another one may read as residuals."""
+    return eqn.outvars[_jax.scan_arity(eqn)[1] :] if eqn.primitive.name == "scan" else eqn.outvars
 
 
 def _times(cost: _Cost, n: int) -> tuple[float, float]:
