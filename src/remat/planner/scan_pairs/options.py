@@ -63,7 +63,7 @@ _MIN_SPLIT_LENGTH = 16
 # Steps. A shorter loop is never divided into two: a larger bound leaves fewer options.
 _MIN_MIXED_LENGTH = 4
 # Prices at which the choices for inner pairs are combined with the cuts of the outer pair.
-_MAX_INNER_PRICES = 6
+_MAX_INNER_PRICES = 12
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -118,12 +118,14 @@ class _Scope:
       price: the time of a kernel.
       writer: has written it.
       free: inputs that live throughout the program.
+      known: the seconds of programs inside, by their identity and shard counts; shared by all scopes.
     """
 
     jaxpr: _jax.Jaxpr
     price: Price
     writer: ProgramWriter
     free: frozenset[_jax.Var]
+    known: dict[Any, tuple[_jax.Jaxpr, float]]
 
     @classmethod
     def of(
@@ -132,13 +134,14 @@ class _Scope:
         price: Price,
         shards: Sequence[int] | None,
         free: Iterable[_jax.Var] | None = None,
+        known: dict[Any, tuple[_jax.Jaxpr, float]] | None = None,
     ) -> _Scope:
         writer = FlatWriter()
         writer.enter(jaxpr.invars, shards)
         writer.enter(jaxpr.constvars, None)
         writer.write(jaxpr, "")
         given = (*jaxpr.invars, *jaxpr.constvars) if free is None else free
-        return cls(jaxpr, price, writer, frozenset(given))
+        return cls(jaxpr, price, writer, frozenset(given), {} if known is None else known)
 
     def bytes_of(self, v: _jax.Var) -> int:
         return self.writer.bytes[self.writer.ids[v]]
@@ -157,20 +160,30 @@ class _Scope:
 
     def _seconds_inside(self, eqn: _jax.JaxprEqn) -> float:
         of_bodies = [
-            times * sum(self.inside(eqn, _jax.open_jaxpr(body)).seconds)
+            times * self._seconds_of_body(eqn, _jax.open_jaxpr(body))
             for body, times in inner_programs(eqn)
         ]
         if eqn.primitive.name == "cond":
             return max(of_bodies, default=0.0)
         return sum(of_bodies) * (WHILE_TRIPS if eqn.primitive.name == "while" else 1)
 
+    def _seconds_of_body(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> float:
+        key = id(body), tuple(self._shards_inside(eqn, body) or ())
+        if key not in self.known:
+            # The program is kept with its number, which is its own as long as it lives.
+            self.known[key] = body, sum(self.inside(eqn, body).seconds)
+        return self.known[key][1]
+
     def inside(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> _Scope:
         """Return the scope of a program that an equation runs."""
+        return _Scope.of(body, self.price, self._shards_inside(eqn, body), known=self.known)
+
+    def _shards_inside(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> list[int] | None:
         is_local = eqn.primitive.name == "shard_map"
         operands = eqn.invars[len(eqn.invars) - len(body.invars) :]
         sharded = [1 if is_local else self.shards_of(v) for v in operands]
         # The test of a while loop takes other operands than the last ones; it has no pairs.
-        return _Scope.of(body, self.price, sharded if len(sharded) == len(body.invars) else None)
+        return sharded if len(sharded) == len(body.invars) else None
 
     def last_use(self, v: _jax.Var) -> int:
         return self._last_uses.get(v, -1)
@@ -216,7 +229,11 @@ def _pairs_in(scope: _Scope, prefix: str, path: str, times: int) -> list[ScanPai
         shards = shards_of(jaxpr, match)
         key, name = pair_id(prefix, match), joined(path, _jax.name_stack_of(shards.forward))
         inside = _Scope.of(
-            shards.jaxpr, scope.price, None, _free_shards(scope, shards, match.backward)
+            shards.jaxpr,
+            scope.price,
+            None,
+            _free_shards(scope, shards, match.backward),
+            scope.known,
         )
         found[match.forward] = _pairs_in(inside, f"{key}/", name, times)
         if found[match.forward]:
@@ -309,7 +326,7 @@ def _joint_scope(scope: _Scope, joint: Joint, place: int) -> _Scope:
     free.update(joint.own_carry)
     free.update(v for v in (*joint.consts, *joint.xs) if _is_free(scope, joint, v, place))
     shards = [scope.shards_of(_operand(joint, v)) for v in joint.jaxpr.invars]
-    return _Scope.of(joint.jaxpr, scope.price, shards, free)
+    return _Scope.of(joint.jaxpr, scope.price, shards, free, scope.known)
 
 
 def _operand(joint: Joint, v: _jax.Var) -> object:
