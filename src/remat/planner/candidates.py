@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from remat import _jax
@@ -31,7 +30,7 @@ from remat.planner import scan_pairs
 from remat.planner.inside import Body, BodyOption, bodies, program_of_flat
 from remat.planner.rewrite import decisions_of
 from remat.planner.search import Proposal
-from remat.planner.tradeoffs import lower_hull
+from remat.planner.tradeoffs import settings_of
 from remat.planner.whole_step import LoopDecisions, StepDecisions, with_loops
 from remat.program.from_jaxpr import Slowdown, no_slowdown
 from remat.program.fusion import Fused, Price, fuse
@@ -219,27 +218,16 @@ def _loop_levels(
         as_written += price(max(0.0, extra_flops), 0, "float32") - price(0.0, 0, "float32")
     options: dict[str, Sequence[_Option]] = {pair.id: pair.options for pair in found}
     options.update((body.id, body.options) for body in inside)
-    chosen: dict[str, Any] = {id: _fastest(of) for id, of in options.items()}
-    plain = {body.id: chosen[body.id] for body in inside}
+    settings = list(settings_of(options))
+    plain = {body.id: settings[0][body.id] for body in inside}
     plain.update((pair.id, pair.as_written) for pair in found)
-    changes = sorted(
-        (
-            (slope, i, k, id, option)
-            for i, (id, of) in enumerate(options.items())
-            for k, (slope, option) in enumerate(_changes(of))
-        ),
-        key=lambda change: change[:3],
-    )
-    stride = max(1, -(-len(changes) // _MAX_LEVELS))
+    stride = max(1, -(-(len(settings) - 1) // _MAX_LEVELS))
     levels: list[tuple[LoopDecisions, float]] = []
-    for n in range(len(changes) + 1):
+    for n, chosen in enumerate(settings):
         is_as_written = not opened and chosen == plain
-        if (n % stride == 0 or n == len(changes)) and not is_as_written:
+        if (n % stride == 0 or n == len(settings) - 1) and not is_as_written:
             seconds = sum(option.seconds for option in chosen.values())
             levels.append((_decided(opened, chosen, found, inside), seconds))
-        if n < len(changes):
-            *_, id, option = changes[n]
-            chosen[id] = option
     at = bisect.bisect_left([s for _, s in levels], as_written) if opened else 0
     levels.insert(at, (LoopDecisions(), as_written))
     return levels
@@ -262,25 +250,3 @@ def _decided(
             )
         ),
     )
-
-
-def _fastest(options: Sequence[_Option]) -> _Option:
-    return min(options, key=lambda o: (o.seconds, o.bytes))
-
-
-def _changes(options: Sequence[_Option]) -> Iterator[tuple[float, _Option]]:
-    """Yield the options below the fastest one, by falling bytes, each with a price per byte.
-
-    Options between two vertices of the hull have the price of the hull there, so that the price never
-    falls.
-    """
-    hull = lower_hull(options)[::-1]
-    for many, few in itertools.pairwise(hull):
-        slope = (few.seconds - many.seconds) / max(1, many.bytes - few.bytes)
-        between = [
-            o
-            for o in options
-            if few.bytes <= o.bytes < many.bytes and many.seconds <= o.seconds <= few.seconds
-        ]
-        for option in sorted(between, key=lambda o: (-o.bytes, o.seconds)):
-            yield slope, option

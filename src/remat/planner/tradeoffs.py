@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from remat.ir.operations import FUSIBLE, Fusion
@@ -68,6 +68,44 @@ def thinned(options: Sequence[T]) -> list[T]:
         if option.bytes < _MAX_BYTES_RATIO * kept[-1].bytes:
             kept.append(option)
     return [*options[:1], *reversed(kept)] if len(options) > 1 else kept
+
+
+def settings_of(options: Mapping[str, Sequence[T]]) -> Iterator[dict[str, T]]:
+    """Yield choices of one option each, from the fastest ones to the smallest.
+
+    From each to the next, one thing takes the next of its options, in the order of their prices per byte.
+    """
+    chosen = {id: min(of, key=lambda o: (o.seconds, o.bytes)) for id, of in options.items()}
+    changes = sorted(
+        (
+            (slope, i, k, id, option)
+            for i, (id, of) in enumerate(options.items())
+            for k, (slope, option) in enumerate(_changes(of))
+        ),
+        key=lambda change: change[:3],
+    )
+    yield dict(chosen)
+    for *_, id, option in changes:
+        chosen[id] = option
+        yield dict(chosen)
+
+
+def _changes(options: Sequence[T]) -> Iterator[tuple[float, T]]:
+    """Yield the options below the fastest one, by falling bytes, each with a price per byte.
+
+    Options between two vertices of the hull have the price of the hull there, so that the price never
+    falls.
+    """
+    hull = lower_hull(options)[::-1]
+    for many, few in itertools.pairwise(hull):
+        slope = (few.seconds - many.seconds) / max(1, many.bytes - few.bytes)
+        between = [
+            o
+            for o in options
+            if few.bytes <= o.bytes < many.bytes and many.seconds <= o.seconds <= few.seconds
+        ]
+        for option in sorted(between, key=lambda o: (-o.bytes, o.seconds)):
+            yield slope, option
 
 
 def group_sizes(length: int, carry_bytes: int, step_bytes: int) -> list[int]:

@@ -68,7 +68,7 @@ class ProgramWriter:
     """Writes jaxprs as operations on numbered values.
 
     `enter` the inputs, `write` one jaxpr or several, then take the `program`. Subclasses extend
-    `new_value`, `body_of`, `call` and `operation`.
+    `new_value`, `body_of`, `workspace_bytes`, `n_kernels`, `call` and `operation`.
     """
 
     def __init__(self, slowdown: Slowdown = no_slowdown) -> None:
@@ -116,6 +116,14 @@ class ProgramWriter:
                 self.operation(eqn, here)
             else:
                 self.call(eqn, body, here)
+
+    def workspace_bytes(self, eqn: _jax.JaxprEqn) -> int:
+        """Return the bytes that an equation's bodies occupy while they run."""
+        return workspace_bytes(eqn)
+
+    def n_kernels(self, eqn: _jax.JaxprEqn) -> int:
+        """Return how many kernels an equation starts."""
+        return n_kernels(eqn)
 
     def call(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr, path: str) -> None:
         """Write an equation's body in its place."""
@@ -168,8 +176,8 @@ class ProgramWriter:
                 flops=flops_of(eqn) / shards,
                 dtype=_dtype(eqn),
                 extra_bytes=_extra_bytes(eqn),
-                workspace_bytes=workspace_bytes(eqn) // shards,
-                kernels=n_kernels(eqn),
+                workspace_bytes=self.workspace_bytes(eqn) // shards,
+                kernels=self.n_kernels(eqn),
                 source=_jax.source_line_of(eqn),
                 path=path,
                 label=_jax.checkpoint_name_of(eqn) or "",

@@ -82,9 +82,7 @@ def _joint_of_branch(
     of_operand = by_operand(f.invars, operands)
     names: dict[_jax.Var, Any] = {}
     for v, operand in zip(b.invars, own_operands):
-        source = (
-            inside.get(operand, of_operand.get(operand)) if _jax.is_var(operand) else None
-        )
+        source = inside.get(operand, of_operand.get(operand)) if _jax.is_var(operand) else None
         if source is not None:
             names[v] = source
     f_eqns, own_eqns = without_repetitions(f.eqns, b.eqns, names)

@@ -8,8 +8,8 @@ computes it instead.
 
 A cut's cost is then counted exactly: the equations that are computed in both scans.
 
-Where loops inside the bodies form pairs, too, they are decided first, at one price per byte for all of
-them; for each of a few prices the cuts of the outer pair are found. A stack of an inner pair is one
+Where loops inside the bodies form pairs, too, they are decided first, at about the same price per byte;
+for each of a few such choices the cuts of the outer pair are found. A stack of an inner pair is one
 value for the outer pair: it is kept at every outer step, or recomputed at one step at a time.
 """
 
@@ -29,6 +29,7 @@ from remat.planner.scan_pairs.branches import branch_matches, branches_of
 from remat.planner.scan_pairs.emission import Emitted
 from remat.planner.scan_pairs.joint import (
     Joint,
+    Match,
     inner_programs,
     joint_of,
     matches,
@@ -44,6 +45,7 @@ from remat.planner.tradeoffs import (
     partial_group_counts,
     prices,
     seconds_of,
+    settings_of,
     thinned,
     undominated,
 )
@@ -62,8 +64,9 @@ _NEGLIGIBLE = 0.002
 _MIN_SPLIT_LENGTH = 16
 # Steps. A shorter loop is never divided into two: a larger bound leaves fewer options.
 _MIN_MIXED_LENGTH = 4
-# Prices at which the choices for inner pairs are combined with the cuts of the outer pair.
-_MAX_INNER_PRICES = 12
+# Choices for inner pairs that are combined with the cuts of the outer pair: at one price, and others. More
+# of them find more.
+_MAX_INNER_CHOICES, _MAX_OTHER_CHOICES = 8, 4
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,6 +112,16 @@ def pairs(
 # Costs
 
 
+class _Writer(FlatWriter):
+    """Writes equations as if loops and branches were one kernel: what they run is priced by `_Scope`."""
+
+    def workspace_bytes(self, eqn: _jax.JaxprEqn) -> int:
+        return 0
+
+    def n_kernels(self, eqn: _jax.JaxprEqn) -> int:
+        return 1
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Scope:
     """A program with the bytes of its values and the cost of its equations.
@@ -136,7 +149,7 @@ class _Scope:
         free: Iterable[_jax.Var] | None = None,
         known: dict[Any, tuple[_jax.Jaxpr, float]] | None = None,
     ) -> _Scope:
-        writer = FlatWriter()
+        writer = _Writer()
         writer.enter(jaxpr.invars, shards)
         writer.enter(jaxpr.constvars, None)
         writer.write(jaxpr, "")
@@ -252,9 +265,7 @@ def _pairs_in(scope: _Scope, prefix: str, path: str, times: int) -> list[ScanPai
     return [pair for i in sorted(found) for pair in found[i]]
 
 
-def _pair_of_branches(
-    scope: _Scope, match: Match, prefix: str, path: str, times: int
-) -> ScanPair:
+def _pair_of_branches(scope: _Scope, match: Match, prefix: str, path: str, times: int) -> ScanPair:
     """Return a pair of conditionals, whose options choose one for each of its branches."""
     key, eqn = pair_id(prefix, match), scope.jaxpr.eqns[match.forward]
     name = joined(path, _jax.name_stack_of(eqn))
@@ -265,9 +276,7 @@ def _pair_of_branches(
         inner = []
         if _has_loops_or_branches(joint.jaxpr):
             inner = _pairs_in(_joint_scope(scope, joint, match.backward), f"{id}/", name, 1)
-        of_branch[id], as_written = _Options(
-            scope, joint, match.backward, id, inner, times
-        ).found()
+        of_branch[id], as_written = _Options(scope, joint, match.backward, id, inner, times).found()
         written.append((id, as_written))
     # All branches are given the same bytes; each does the best within them.
     limits = sorted({option.bytes for options in of_branch.values() for option in options})
@@ -391,23 +400,37 @@ class _Options:
 
     def found(self) -> tuple[list[ScanOption], ScanOption]:
         """Return the options, and what the program does as it is written."""
-        choices: dict[tuple[tuple[str, ScanOption], ...], None] = {}
-        for value in self._inner_prices():
-            choices[tuple((pair.id, at_price(pair.options, value)) for pair in self.inner)] = None
         unchanged = _OptionsOfCuts(self, self.joint, ())
         written = unchanged.as_written()
-        options = unchanged.options()
-        for inner in choices:
+        given = [unchanged]
+        for inner in self._choices_inside():
             chosen = with_inner(self.joint, inner, f"{self.key}/")
-            options += _OptionsOfCuts(self, chosen, inner).options()
-        return thinned(undominated([*options, written])), written
+            given.append(_OptionsOfCuts(self, chosen, inner))
+        found = [(option, cuts) for cuts in given for option in cuts.options()]
+        options = [option for option, _ in found]
+        return thinned(undominated([*options, *_mixtures(found), written])), written
 
-    def _inner_prices(self) -> list[float]:
-        found = sorted({p for pair in self.inner for p in prices(pair.options)})
-        if len(found) <= _MAX_INNER_PRICES:
-            return found
-        step = (len(found) - 1) / (_MAX_INNER_PRICES - 1)
-        return [found[round(k * step)] for k in range(_MAX_INNER_PRICES)]
+    def _choices_inside(self) -> list[tuple[tuple[str, ScanOption], ...]]:
+        """Return options of the pairs inside: at one price for all of them, and some between these."""
+        options = {pair.id: pair.options for pair in self.inner}
+        values = sorted({p for of in options.values() for p in prices(of)})
+        found = dict.fromkeys(
+            tuple((id, at_price(of, value)) for id, of in options.items())
+            for value in _thinned_evenly(values, _MAX_INNER_CHOICES)
+        )
+        others = [
+            choice
+            for chosen in settings_of(options)
+            if (choice := tuple(chosen.items())) not in found
+        ]
+        return [*found, *_thinned_evenly(others, _MAX_OTHER_CHOICES)]
+
+
+def _thinned_evenly(items: Sequence[Any], n: int) -> Sequence[Any]:
+    """Return so many of the items, the ends among them."""
+    if len(items) <= n:
+        return items
+    return [items[round(k * (len(items) - 1) / max(1, n - 1))] for k in range(n)]
 
 
 class _OptionsOfCuts:
@@ -457,53 +480,7 @@ class _OptionsOfCuts:
         found: dict[tuple[int, ...], None] = {}
         for cut in cuts:
             found[tuple(sorted(self.number[v] for p in cut.saved for v in variables[p]))] = None
-        options = [option for saved in found for option in self._of_cut(saved)]
-        return [*options, *self._mixtures(options)]
-
-    def _mixtures(self, options: Sequence[ScanOption]) -> Iterator[ScanOption]:
-        """Yield options whose first steps do as one vertex of the hull says, and the others as the next.
-
-        The first steps keep less: when they are reversed, what the others kept is freed.
-        """
-        length = self.joint.length
-        if length < _MIN_MIXED_LENGTH:
-            return
-        uniform = [o for o in options if not o.groups]
-        for few, many in itertools.pairwise(lower_hull(uniform)):
-            if many.group > 1 or few.bytes >= _GAP_RATIO * many.bytes:
-                continue
-            costs = [self._cost_of_step(option) for option in (few, many)]
-            kept = [self._kept_bytes(Emitted.of(self.joint, o.saved)) for o in (few, many)]
-            fixed = max(self._fixed_bytes(Emitted.of(self.joint, o.saved)) for o in (few, many))
-            for n_groups in partial_group_counts(length // few.group):
-                n_first = n_groups * few.group
-                n_rest = length - n_first
-                if min(n_groups, n_first, n_rest) < 2:
-                    continue
-                most = n_rest * kept[1] + fixed
-                if few.group == 1:
-                    most += n_first * kept[0]
-                else:
-                    carry = sum(self.scope.bytes_of(v) for v in self.joint.carry)
-                    most = n_groups * carry + max(most, few.group * kept[0] + fixed)
-                seconds, flops = (
-                    self.times * (n_first * costs[0][k] + n_rest * costs[1][k]) for k in (0, 1)
-                )
-                yield ScanOption(
-                    few.saved,
-                    most,
-                    seconds,
-                    flops,
-                    few.group,
-                    n_groups,
-                    None if many.saved == few.saved else many.saved,
-                    self.inner,
-                )
-
-    def _cost_of_step(self, option: ScanOption) -> _Cost:
-        """Return what an option recomputes, per step."""
-        n = self.joint.length * self.times
-        return _Cost(option.seconds / n, option.flops / n)
+        return [option for saved in found for option in self._of_cut(saved)]
 
     def _of_cut(self, saved: tuple[int, ...]) -> list[ScanOption]:
         emitted = Emitted.of(self.joint, saved)
@@ -515,7 +492,7 @@ class _OptionsOfCuts:
 
     def _in_steps(self, saved: tuple[int, ...], emitted: Emitted, cost: _Cost) -> ScanOption:
         steps = self.joint.length * self.times
-        kept = self.joint.length * self._kept_bytes(emitted) + self._fixed_bytes(emitted)
+        kept = self.joint.length * self.kept_bytes(emitted) + self.fixed_bytes(emitted)
         return ScanOption(saved, kept, *_times(self._plus_inner(cost), steps), inner=self.inner)
 
     def _in_groups(
@@ -528,7 +505,7 @@ class _OptionsOfCuts:
         # Values that must not be computed twice would have to be kept for all steps.
         if not self.once.isdisjoint(map(id, again)):
             return []
-        per_step, fixed = self._kept_bytes(emitted), self._fixed_bytes(emitted)
+        per_step, fixed = self.kept_bytes(emitted), self.fixed_bytes(emitted)
         repeated = self.cost_of(again)
         each = self._plus_inner(twice)
         found = []
@@ -565,11 +542,11 @@ class _OptionsOfCuts:
         in_forward = set(map(id, needed))
         return [eqn for eqn in emitted.recomputed if id(eqn) in in_forward]
 
-    def _kept_bytes(self, emitted: Emitted) -> int:
+    def kept_bytes(self, emitted: Emitted) -> int:
         """Return the bytes that one step keeps for B."""
         return sum(map(self.scope.bytes_of, emitted.kept))
 
-    def _fixed_bytes(self, emitted: Emitted) -> int:
+    def fixed_bytes(self, emitted: Emitted) -> int:
         """Return the bytes that the option keeps once: F's operands that B reads, inner stacks."""
         borrowed = [v for v in emitted.read if v in self.joint.outside and v not in self.scope.free]
         n_bytes_lent = sum(self.joint.length * self._borrowed_bytes(v) for v in borrowed)
@@ -652,6 +629,49 @@ class _OptionsOfCuts:
             CutProblem(tuple(sizes), tuple(times), tuple(deps), needed),
             variables,
         )
+
+
+def _mixtures(found: Sequence[tuple[ScanOption, _OptionsOfCuts]]) -> Iterator[ScanOption]:
+    """Yield options whose first steps do as one vertex of the hull says, and the others as the next.
+
+    The first steps keep less: when they are reversed, what the others kept is freed.
+    """
+    of = {id(option): cuts for option, cuts in found}
+    joint = found[0][1].joint if found else None
+    if joint is None or joint.length < _MIN_MIXED_LENGTH:
+        return
+    uniform = [option for option, _ in found if not option.groups]
+    for few, many in itertools.pairwise(lower_hull(uniform)):
+        if many.group > 1 or few.bytes >= _GAP_RATIO * many.bytes:
+            continue
+        cuts = [of[id(option)] for option in (few, many)]
+        emitted = [Emitted.of(c.joint, o.saved) for c, o in zip(cuts, (few, many))]
+        kept = [c.kept_bytes(e) for c, e in zip(cuts, emitted)]
+        fixed = max(c.fixed_bytes(e) for c, e in zip(cuts, emitted))
+        is_same = many.inner == few.inner
+        for n_groups in partial_group_counts(joint.length // few.group):
+            n_first = n_groups * few.group
+            n_rest = joint.length - n_first
+            if min(n_groups, n_first, n_rest) < 2:
+                continue
+            most = n_rest * kept[1] + fixed
+            if few.group == 1:
+                most += n_first * kept[0]
+            else:
+                carry = sum(cuts[0].scope.bytes_of(v) for v in joint.carry)
+                most = n_groups * carry + max(most, few.group * kept[0] + fixed)
+            share = n_first / joint.length
+            yield ScanOption(
+                few.saved,
+                most,
+                share * few.seconds + (1 - share) * many.seconds,
+                share * few.flops + (1 - share) * many.flops,
+                few.group,
+                n_groups,
+                None if is_same and many.saved == few.saved else many.saved,
+                few.inner,
+                None if is_same else many.inner,
+            )
 
 
 def _kept_by(eqn: _jax.JaxprEqn) -> Sequence[_jax.Var]:

@@ -42,6 +42,7 @@ class ScanOption:
       groups: the number of groups, or of steps if there are no groups: F's first. 0: as many as fit.
       rest: which values F's steps after these keep; None for `saved`.
       inner: the choices for pairs inside the two bodies: (the pair's id, its option).
+      rest_inner: those in F's steps after the first ones; None for `inner`.
     """
 
     saved: tuple[int, ...]
@@ -52,6 +53,7 @@ class ScanOption:
     groups: int = 0
     rest: tuple[int, ...] | None = None
     inner: tuple[tuple[str, ScanOption], ...] = ()
+    rest_inner: tuple[tuple[str, ScanOption], ...] | None = None
 
 
 Choices = Mapping[str, ScanOption]
@@ -101,8 +103,9 @@ def _rewritten(
     for match in matches(jaxpr):
         key = pair_id(prefix, match)
         if key in choices:
-            joint = with_inner(joint_of(jaxpr, match), choices[key].inner, prefix=f"{key}/")
-            new[match.forward], new[match.backward] = _emit(joint, choices[key], key)
+            new[match.forward], new[match.backward] = _emit(
+                joint_of(jaxpr, match), choices[key], key
+            )
             (left if left is not None else set()).discard(key)
     for match in branch_matches(jaxpr):
         key = pair_id(prefix, match)
@@ -138,7 +141,7 @@ def with_inner(joint: Joint, inner: Sequence[tuple[str, ScanOption]], prefix: st
 def _emit(
     joint: Joint, option: ScanOption, key: str
 ) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
-    first = _emitted(joint, option.saved, key)
+    first = _emitted(with_inner(joint, option.inner, f"{key}/"), option.saved, key)
     n_groups = option.groups or joint.length // option.group
     n_first = n_groups * option.group
     if n_first > joint.length or not 1 <= option.group < max(2, joint.length):
@@ -148,7 +151,10 @@ def _emit(
         )
     if n_first == joint.length:
         return in_steps(first) if option.group == 1 else in_groups(first, option.group)
-    rest = first if option.rest is None else _emitted(joint, option.rest, key)
+    rest = first
+    if option.rest is not None:
+        inner = option.inner if option.rest_inner is None else option.rest_inner
+        rest = _emitted(with_inner(joint, inner, f"{key}/"), option.rest, key)
     return in_two_loops(first, option.group, n_first, rest)
 
 
