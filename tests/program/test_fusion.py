@@ -212,3 +212,23 @@ def test_branches_cost_the_kernels_of_the_longer_one():
 
     p = program_of_jaxpr(jax.make_jaxpr(run)(jnp.ones((2, 2))).jaxpr)
     assert [op.kernels for op in p.ops if op.name == "cond"] == [2]
+
+
+def test_loops_update_what_starts_as_a_constant_in_its_memory():
+    def run(x, ys):
+        def add(n):
+            return lambda c, y: (c + n * jnp.outer(y, y), None)
+
+        sums, _ = jax.lax.scan(add(1), jnp.zeros((64, 64)), ys)
+        sums, _ = jax.lax.scan(add(2), sums, ys)
+        return (sums @ x).sum()
+
+    x, ys = jnp.ones((64, 4)), jnp.ones((3, 64))
+    p = program_of_jaxpr(jax.make_jaxpr(run)(x, ys).jaxpr)
+    f = fused(p)
+    buffers = [node for node in f.graph.nodes if node.bytes == 64 * 64 * 4]
+    assert sum(node.bytes for node in f.graph.nodes) < 4 * 64 * 64 * 4
+    assert {node.id for node in buffers} & f.once
+    (product,) = [i for i, op in enumerate(p.ops) if op.name == "dot_general"]
+    deps = next(node.deps for node in f.graph.nodes if node.id == product)
+    assert {node.id for node in buffers} & f.once <= set(deps)

@@ -178,6 +178,11 @@ class ProgramWriter:
                 extra_bytes=_extra_bytes(eqn),
                 workspace_bytes=self.workspace_bytes(eqn) // shards,
                 kernels=self.n_kernels(eqn),
+                in_place=tuple(
+                    (self.ids[v], self.ids[eqn.outvars[k]])
+                    for k, v in enumerate(_inits(eqn))
+                    if _jax.is_var(v)
+                ),
                 source=_jax.source_line_of(eqn),
                 path=path,
                 label=_jax.checkpoint_name_of(eqn) or "",
@@ -218,6 +223,16 @@ def workspace_bytes(eqn: _jax.JaxprEqn) -> int:
     if not jaxprs.has_body(eqn):
         return 0
     return max((body_peak_bytes(_jax.open_jaxpr(b)) for b in jaxprs.bodies_of(eqn)), default=0)
+
+
+def _inits(eqn: _jax.JaxprEqn) -> Sequence[_jax.Var | _jax.Literal]:
+    """Return what a loop's carry is at first; its results start with the carry."""
+    if eqn.primitive.name == "scan":
+        n_consts, n_carry = _jax.scan_arity(eqn)
+        return eqn.invars[n_consts : n_consts + n_carry]
+    if eqn.primitive.name == "while":
+        return eqn.invars[eqn.params["cond_nconsts"] + eqn.params["body_nconsts"] :]
+    return ()
 
 
 def n_kernels(eqn: _jax.JaxprEqn) -> int:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from remat import _jax
 from remat.ir import jaxprs
-from remat.ir.equations import is_fusible, plain_call
+from remat.ir.equations import has_derivative_rule, is_fusible, plain_call
 from remat.planner.scan_pairs.repetitions import (
     Around,
     may_repeat,
@@ -469,10 +469,16 @@ Replacements = dict[int, list[_jax.JaxprEqn]]
 
 
 def inner_programs(eqn: _jax.JaxprEqn) -> list[tuple[Any, int]]:
-    """Return the jaxprs without constants that an equation runs, and how often it runs each."""
+    """Return the jaxprs without constants that an equation runs, and how often it runs each.
+
+    That of a function with a derivative rule is one, too: loops inside of it are decided, and the rule stays.
+    """
     length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
     times = length if isinstance(length, int) else 1
-    bodies = {id(body): body for body in jaxprs.bodies_of(eqn)}  # branches can share one
+    primal = [eqn.params["call_jaxpr"]] if has_derivative_rule(eqn) else []
+    bodies = {
+        id(body): body for body in (*jaxprs.bodies_of(eqn), *primal)
+    }  # branches can share one
     return [
         (body, times)
         for body in bodies.values()

@@ -521,7 +521,10 @@ class _OptionsOfCuts:
                     n_grouped * repeated.seconds + length * each.seconds,
                     n_grouped * repeated.flops + length * each.flops,
                 )
-                most = n_groups * carry + max(length - n_grouped, group) * per_step + fixed
+                # What a group keeps while it is reversed is not kept between the two scans, where the
+                # peak may be as well.
+                stacked = max(length - n_grouped, group // 2) * per_step
+                most = n_groups * carry + stacked + fixed
                 groups = 0 if n_groups == n_most else n_groups
                 found.append(
                     ScanOption(
