@@ -199,11 +199,10 @@ class _Fusion:
                 if made_by is None or uses[v] > 1 or v in outputs:
                     continue
                 # The memory of other values may be reused in any case, and they may be computed again.
-                if v in found or (
-                    ops[made_by].fusion in FUSIBLE and not self._reads_large(made_by)
-                ):
-                    if sizes[v] == sizes[result] and self.written[made_by]:
-                        found[result] = made_by
+                is_constant = ops[made_by].fusion in FUSIBLE and not self._reads_large(made_by)
+                is_same = sizes[v] == sizes[result] and self.written[made_by]
+                if is_same and (v in found or is_constant):
+                    found[result] = made_by
         return found
 
     def _reads_large(self, i: int) -> bool:
