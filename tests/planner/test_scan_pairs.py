@@ -340,7 +340,8 @@ def test_residuals_of_branches_are_recomputed_in_the_backward_branch():
     (pair,) = pairs(jaxpr, price)
     changed = rewrite(jaxpr, {pair.id: pair.options[0]})
     forward, _ = (eqn for eqn in changed.eqns if eqn.primitive.name == "cond")
-    assert [v.aval.shape for v in forward.outvars] == [(), X.shape, (len(W), *X.shape)]
+    _, _, carries = forward.outvars
+    assert carries.aval.shape[1:] == X.shape
     assert pair.options[0].bytes < pair.as_written.bytes / 4
     with pytest.raises(PlanError, match="3 branches"):
         rewrite(jaxpr, {pair.id: ScanOption((), 0, 0.0, 0.0)})

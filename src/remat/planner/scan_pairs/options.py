@@ -502,8 +502,10 @@ class _OptionsOfCuts:
         carry = sum(self.scope.bytes_of(v) for v in joint.carry)
         wanted = [*joint.carry_results, *emitted.kept]
         again, _ = joint.closure(wanted, frozenset())
-        # Values that must not be computed twice would have to be kept for all steps.
-        if not self.once.isdisjoint(map(id, again)):
+        # Values that must not be computed twice would have to be kept for all steps. Equations with effects
+        # would run again even if nothing needs their results.
+        has_effects = any(eqn.effects for eqn in joint.known)
+        if has_effects or not self.once.isdisjoint(map(id, again)):
             return []
         per_step, fixed = self.kept_bytes(emitted), self.fixed_bytes(emitted)
         repeated = self.cost_of(again)
