@@ -165,6 +165,47 @@ def printing(w, x):
     return stack(w, x, body)
 
 
+def with_branches(w, x):
+    def body(c, w):
+        long, short = lambda c: jnp.tanh(jnp.sin(c @ w) @ w), lambda c: jnp.cos(c @ w)
+        return jax.lax.cond(c[0, 0] > 0, long, short, c), None
+
+    return stack(w, x, body)
+
+
+def chosen(w, x, k):
+    """A conditional with loops and without in its branches, and residuals of several types."""
+
+    def few(x):
+        return x.sum(), x.astype(jnp.bfloat16)
+
+    def many(x):
+        y = jnp.sin(x.astype(jnp.bfloat16) ** 2)
+        return stack(w, x), jnp.cos(jnp.exp(y) * y)
+
+    value, more = jax.lax.switch(k, [lambda x: (stack(w, jnp.sin(x)), few(x)[1]), few, many], x)
+    return value + more.astype(x.dtype).sum()
+
+
+def bounded(w, x):
+    """A while loop with a bound, as Equinox writes it: nested loops of conditionals, checkpointed."""
+
+    def body(c):
+        return c[0] + 1, layer(c[1], w[0])[0]
+
+    def steps(c, run, length):
+        def step(c, _):
+            return jax.lax.cond(c[0] < 5, run, lambda c: c, c), None
+
+        return jax.lax.scan(step, c, None, length)[0]
+
+    @jax.checkpoint
+    def run(c):
+        return steps(c, body, 3)
+
+    return steps((0, x), run, 4)[1].sum()
+
+
 CALLS: list[int] = []
 
 GRADIENTS = {
@@ -185,6 +226,10 @@ GRADIENTS = {
     "nested": (nested_pair, (W, X)),
     "nested checkpoints": (checkpointed_pair, (W, X)),
     "dropout": (with_dropout, (W, X, KEY)),
+    "branches in the steps": (with_branches, (W, X)),
+    "the first of three branches": (chosen, (W, X, 0)),
+    "the last of three branches": (chosen, (W, X, 2)),
+    "loops in branches in loops": (bounded, (W, X)),
 }
 STEPS = {name: (jax.value_and_grad(fun), args) for name, (fun, args) in GRADIENTS.items()} | {
     "gradient accumulation": (accumulated, (W, X)),
@@ -274,6 +319,32 @@ def test_loops_whose_backward_scan_passes_a_carry_on_are_rewritten():
     assert any(o.group > 1 for o in pair.options) and any(o.groups for o in pair.options)
     for option in pair.options:
         assert_equal(results(rewrite(jaxpr, {pair.id: option}), args), expected)
+
+
+def test_steps_that_mix_choices_inside_change_no_bit():
+    def loss(w, x):
+        def body(c, w):
+            return jax.lax.cond(c[0, 0] > -9, lambda c: layer(c, w)[0] @ w, lambda c: c, c), None
+
+        return stack(jnp.concatenate([w, w]), x, body)
+
+    jaxpr, args = flat(jax.value_and_grad(loss), W, X)
+    (pair,) = pairs(jaxpr, price)
+    mixed = [o for o in pair.options if o.rest_inner is not None]
+    assert mixed
+    assert_equal(results(rewrite(jaxpr, {pair.id: mixed[0]}), args), results(jaxpr, args))
+
+
+def test_residuals_of_branches_are_recomputed_in_the_backward_branch():
+    jaxpr, _ = flat(jax.value_and_grad(chosen), W, X, 2)
+    (pair,) = pairs(jaxpr, price)
+    changed = rewrite(jaxpr, {pair.id: pair.options[0]})
+    forward, _ = (eqn for eqn in changed.eqns if eqn.primitive.name == "cond")
+    _, _, carries = forward.outvars
+    assert carries.aval.shape[1:] == X.shape
+    assert pair.options[0].bytes < pair.as_written.bytes / 4
+    with pytest.raises(PlanError, match="3 branches"):
+        rewrite(jaxpr, {pair.id: ScanOption((), 0, 0.0, 0.0)})
 
 
 def test_all_pairs_of_a_program_are_rewritten_together():

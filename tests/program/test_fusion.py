@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+
 from remat.ir.operations import Fusion
+from remat.program.from_jaxpr import program_of_jaxpr
 from remat.program.fusion import fuse
 from remat.program.program import Op, Place, Program, without_dead
 from remat.solvers.simulate import no_remat
@@ -189,3 +193,42 @@ def test_dead_operations_are_left_out():
         [op(Fusion.KERNEL, [0], 1), op(Fusion.KERNEL, [0], 2), op(Fusion.CHEAP, [2], 3)], [1]
     )
     assert [o.results for o in without_dead(p).ops] == [(1,)]
+
+
+def test_loop_costs_the_kernels_of_all_its_steps():
+    def run(x):
+        return jax.lax.scan(lambda c, _: (jnp.tanh(c @ c) @ c, None), x, length=50)[0]
+
+    p = program_of_jaxpr(jax.make_jaxpr(run)(jnp.ones((2, 2))).jaxpr)
+    (loop,) = p.ops
+    assert loop.kernels == 50 * 3
+    launches = fuse(p, lambda flops, moved, dtype: float(flops + moved > 0), lambda _: True)
+    assert launches.graph.time == loop.kernels
+
+
+def test_branches_cost_the_kernels_of_the_longer_one():
+    def run(x):
+        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x)
+
+    p = program_of_jaxpr(jax.make_jaxpr(run)(jnp.ones((2, 2))).jaxpr)
+    assert [op.kernels for op in p.ops if op.name == "cond"] == [2]
+
+
+def test_loops_update_what_starts_as_a_constant_in_its_memory():
+    def run(x, ys):
+        def add(n):
+            return lambda c, y: (c + n * jnp.outer(y, y), None)
+
+        sums, _ = jax.lax.scan(add(1), jnp.zeros((64, 64)), ys)
+        sums, _ = jax.lax.scan(add(2), sums, ys)
+        return (sums @ x).sum()
+
+    x, ys = jnp.ones((64, 4)), jnp.ones((3, 64))
+    p = program_of_jaxpr(jax.make_jaxpr(run)(x, ys).jaxpr)
+    f = fused(p)
+    buffers = [node for node in f.graph.nodes if node.bytes == 64 * 64 * 4]
+    assert sum(node.bytes for node in f.graph.nodes) < 4 * 64 * 64 * 4
+    assert {node.id for node in buffers} & f.once
+    (product,) = [i for i, op in enumerate(p.ops) if op.name == "dot_general"]
+    deps = next(node.deps for node in f.graph.nodes if node.id == product)
+    assert {node.id for node in buffers} & f.once <= set(deps)

@@ -40,6 +40,11 @@ def is_region(eqn: _jax.JaxprEqn) -> bool:
     return eqn.primitive.name in _REGIONS and _jax.is_jaxpr(eqn.params.get("jaxpr"))
 
 
+def has_derivative_rule(eqn: _jax.JaxprEqn) -> bool:
+    """Return whether an equation is a call of a function with a derivative rule of its own."""
+    return eqn.primitive.name in _CALLS_WITH_RULES and _jax.is_jaxpr(eqn.params.get("call_jaxpr"))
+
+
 def transparent_call(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
     """Return the body of a call that says nothing but what its equations say, else None.
 

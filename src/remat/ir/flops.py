@@ -63,7 +63,14 @@ def flops_of(eqn: _jax.JaxprEqn, *, transcendental: int = TRANSCENDENTAL) -> int
         sizes = (size(v.aval) for v in (*eqn.outvars, *eqn.invars))
         return per_element * _jax.largest(*sizes)
 
-    return through_bodies(eqn, own)
+    is_default = transcendental == TRANSCENDENTAL
+    return through_bodies(eqn, own, _flops_of_body if is_default else None)
+
+
+# A number that depends on the immutable jaxpr alone; kept for bodies that several equations run.
+@_jax.weakref_lru_cache
+def _flops_of_body(jaxpr: _jax.Jaxpr) -> Any:
+    return sum(map(flops_of, jaxpr.eqns))
 
 
 def flops_of_program(jaxpr: _jax.Jaxpr) -> float:
@@ -82,15 +89,22 @@ def bytes_moved(eqn: _jax.JaxprEqn) -> int:
     return through_bodies(eqn, _bytes_of_one)
 
 
-def through_bodies(eqn: _jax.JaxprEqn, own: Callable[[_jax.JaxprEqn], Any]) -> Any:
+def through_bodies(
+    eqn: _jax.JaxprEqn,
+    own: Callable[[_jax.JaxprEqn], Any],
+    of_body: Callable[[_jax.Jaxpr], Any] | None = None,
+) -> Any:
     """Return a cost summed over all equations that one equation runs, as often as it runs them.
 
     Args:
       eqn: an equation of a jaxpr.
       own: the cost of an equation that runs no others.
+      of_body: the cost of a program inside, if it is known otherwise.
     """
 
     def of_jaxpr(jaxpr: JaxprLike) -> Any:
+        if of_body is not None:
+            return of_body(_jax.open_jaxpr(jaxpr))
         return sum(through_bodies(inner, own) for inner in _jax.open_jaxpr(jaxpr).eqns)
 
     name, params = eqn.primitive.name, eqn.params

@@ -22,7 +22,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -40,7 +39,7 @@ from remat.planner.inside import (
 )
 from remat.planner.rewrite import decisions_of
 from remat.planner.search import Proposal
-from remat.planner.tradeoffs import T, lower_hull
+from remat.planner.tradeoffs import fastest, settings_of
 from remat.planner.whole_step import LoopDecisions, StepDecisions, with_loops
 from remat.program.from_jaxpr import Slowdown, no_slowdown
 from remat.program.fusion import Fused, Price, fuse
@@ -175,7 +174,7 @@ class StepModel:
         for body, around in zip(self._loops.bodies, self._loops.around):
             room = n_bytes - int(share * around)
             fitting = [option for option in body.options if option.bytes <= room]
-            found.append(_fastest(fitting) if fitting else body.options[0])
+            found.append(fastest(fitting) if fitting else body.options[0])
         return tuple(found)
 
     def _levels_within(
@@ -307,27 +306,15 @@ def _loops(flat: _jax.Jaxpr, price: Price, shards: Sequence[int] | None, solver:
         # The options count from nothing recomputed on, so what the user's checkpoints recompute, too.
         extra_flops = flops_of_program(flat) - flops_of_program(source)
         as_written += price(max(0.0, extra_flops), 0, "float32") - price(0.0, 0, "float32")
-    options = {pair.id: pair.options for pair in found}
-    chosen = {id: _fastest(of) for id, of in options.items()}
+    settings = list(settings_of({pair.id: pair.options for pair in found}))
     plain = {pair.id: pair.as_written for pair in found}
-    changes = sorted(
-        (
-            (slope, i, k, id, option)
-            for i, (id, of) in enumerate(options.items())
-            for k, (slope, option) in enumerate(_changes(of))
-        ),
-        key=lambda change: change[:3],
-    )
-    stride = max(1, -(-len(changes) // _MAX_LEVELS))
+    stride = max(1, -(-(len(settings) - 1) // _MAX_LEVELS))
     levels: list[tuple[LoopDecisions, float]] = []
-    for n in range(len(changes) + 1):
+    for n, chosen in enumerate(settings):
         is_as_written = not opened and chosen == plain
-        if (n % stride == 0 or n == len(changes)) and not is_as_written:
+        if (n % stride == 0 or n == len(settings) - 1) and not is_as_written:
             seconds = sum(option.seconds for option in chosen.values())
             levels.append((LoopDecisions(opened, tuple(sorted(chosen.items()))), seconds))
-        if n < len(changes):
-            *_, id, option = changes[n]
-            chosen[id] = option
     at = bisect.bisect_left([s for _, s in levels], as_written) if opened else 0
     levels.insert(at, (LoopDecisions(), as_written))
     return _Loops(opened, tuple(levels), inside, tuple(around))
@@ -341,25 +328,3 @@ def _around(program: Program, price: Price, numbers: Sequence[int]) -> Iterator[
     for number in numbers:
         live = int(measured.live_bytes[place[number]])
         yield max(0, live - program.ops[number].workspace_bytes)
-
-
-def _fastest(options: Sequence[T]) -> T:
-    return min(options, key=lambda o: (o.seconds, o.bytes))
-
-
-def _changes(options: Sequence[T]) -> Iterator[tuple[float, T]]:
-    """Yield the options below the fastest one, by falling bytes, each with a price per byte.
-
-    Options between two vertices of the hull have the price of the hull there, so that the price never
-    falls.
-    """
-    hull = lower_hull(options)[::-1]
-    for many, few in itertools.pairwise(hull):
-        slope = (few.seconds - many.seconds) / max(1, many.bytes - few.bytes)
-        between = [
-            o
-            for o in options
-            if few.bytes <= o.bytes < many.bytes and many.seconds <= o.seconds <= few.seconds
-        ]
-        for option in sorted(between, key=lambda o: (-o.bytes, o.seconds)):
-            yield slope, option

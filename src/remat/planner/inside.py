@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from remat import _jax
 from remat.errors import BudgetError, PlanError
 from remat.planner.rewrite import Decisions, decisions_of, rewritten
+from remat.planner.scan_pairs.branches import branch_matches
 from remat.planner.scan_pairs.joint import (
+    Match,
     inner_programs,
     matches,
     places_without,
@@ -139,13 +141,17 @@ def _changed(
 def _found(
     jaxpr: _jax.Jaxpr, price: Price, solver: Solver, least: int, prefix: str, times: int
 ) -> Iterator[Body]:
-    in_pairs = {i for match in (*matches(jaxpr), *shard_matches(jaxpr)) for i in match}
+    in_pairs = {i for match in _pairs_of(jaxpr) for i in match}
     for i, eqn in enumerate(jaxpr.eqns):
         if i in in_pairs or eqn.primitive.name == "shard_map":
             continue
         for k, (body, runs) in enumerate(inner_programs(prepared(jaxpr, eqn))):
             inner = _jax.open_jaxpr(body)
             yield from _of_body(inner, price, solver, least, f"{prefix}{i}.{k}/", times * runs)
+
+
+def _pairs_of(jaxpr: _jax.Jaxpr) -> list[Match]:
+    return [*matches(jaxpr), *branch_matches(jaxpr), *shard_matches(jaxpr)]
 
 
 def _of_body(
@@ -159,7 +165,7 @@ def _of_body(
     if peak < least:
         return
     inside = list(_found(jaxpr, price, solver, max(least, int(_LARGE * peak)), id, times))
-    if inside or matches(jaxpr) or shard_matches(jaxpr):
+    if inside or _pairs_of(jaxpr):
         yield from inside
         return
     options = list(_options(program, fused, solver, times))

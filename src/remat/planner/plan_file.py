@@ -249,17 +249,19 @@ class Recomputation(_Checked):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScanPlan(_Checked):
-    """What a forward scan keeps for the backward scan that belongs to it.
+    """What a forward scan keeps for the backward scan that belongs to it; the same of two conditionals.
 
     Args:
-      id: the places of the two scans in the program.
+      id: the places of the two equations in the program.
       saved: the values of a step that are kept: places among the variables of both bodies together.
       bytes, seconds, flops: what is kept, and the costs of recomputation, all steps together.
       group: steps that are recomputed together; 1 for no groups.
       groups: the number of groups, or of steps if there are no groups: the first ones of the loop. 0: as
         many as fit.
       rest: the values that the steps after these keep; None if they keep the same.
-      inner: the same for pairs of scans inside the two bodies.
+      inner: the same for pairs of scans and conditionals inside the two bodies. Of a pair of
+        conditionals: for each branch.
+      rest_inner: the same in the steps after the first ones; None if it is the same in all steps.
     """
 
     id: str
@@ -271,6 +273,7 @@ class ScanPlan(_Checked):
     groups: int = 0
     rest: tuple[int, ...] | None = None
     inner: tuple[ScanPlan, ...] = ()
+    rest_inner: tuple[ScanPlan, ...] | None = None
 
     def _check(self) -> None:
         _once(self.saved, "saved", lambda n: f"value {n} is listed twice")
@@ -278,6 +281,8 @@ class ScanPlan(_Checked):
             _once(self.rest, "rest", lambda n: f"value {n} is listed twice")
             if not self.groups:
                 raise _field_error("rest must be null if groups is 0: no steps are left.", "rest")
+        elif self.rest_inner is not None:
+            raise _field_error("rest_inner must be null if rest is null.", "rest_inner")
         if self.group < 1:
             raise _field_error("group must be at least 1 step.", "group")
 

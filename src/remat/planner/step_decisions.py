@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from remat import _jax
 from remat.errors import PlanError
 from remat.ir.equations import is_repeatable
@@ -102,8 +104,13 @@ def _loop_plan(id: str, option: ScanOption) -> ScanPlan:
         option.group,
         option.groups,
         option.rest,
-        tuple(_loop_plan(*inner) for inner in option.inner),
+        _inner_plans(option.inner),
+        None if option.rest_inner is None else _inner_plans(option.rest_inner),
     )
+
+
+def _inner_plans(inner: Iterable[tuple[str, ScanOption]]) -> tuple[ScanPlan, ...]:
+    return tuple(_loop_plan(*choice) for choice in inner)
 
 
 def _option(loop: ScanPlan) -> tuple[str, ScanOption]:
@@ -115,7 +122,8 @@ def _option(loop: ScanPlan) -> tuple[str, ScanOption]:
         loop.group,
         loop.groups,
         loop.rest,
-        tuple(_option(inner) for inner in loop.inner),
+        tuple(map(_option, loop.inner)),
+        None if loop.rest_inner is None else tuple(map(_option, loop.rest_inner)),
     )
 
 

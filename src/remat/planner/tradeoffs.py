@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from remat.ir.operations import FUSIBLE, Fusion
-from remat.program.fusion import Price
+from remat.program.fusion import Price, seconds_of_kernels
 from remat.program.program import Op, Program
 
 # Ratio of bytes of an option and the next larger one. An option is kept if its ratio is below; with a
@@ -70,6 +70,49 @@ def thinned(options: Sequence[T]) -> list[T]:
     return [*options[:1], *reversed(kept)] if len(options) > 1 else kept
 
 
+def fastest(options: Iterable[T]) -> T:
+    """Return the option that takes the least time; of equal ones the smallest."""
+    return min(options, key=lambda o: (o.seconds, o.bytes))
+
+
+def settings_of(options: Mapping[str, Sequence[T]]) -> Iterator[dict[str, T]]:
+    """Yield choices of one option each, from the fastest ones to the smallest.
+
+    From each to the next, one thing takes the next of its options, in the order of their prices per byte.
+    """
+    chosen = {id: fastest(of) for id, of in options.items()}
+    changes = sorted(
+        (
+            (slope, i, k, id, option)
+            for i, (id, of) in enumerate(options.items())
+            for k, (slope, option) in enumerate(_changes(of))
+        ),
+        key=lambda change: change[:3],
+    )
+    yield dict(chosen)
+    for *_, id, option in changes:
+        chosen[id] = option
+        yield dict(chosen)
+
+
+def _changes(options: Sequence[T]) -> Iterator[tuple[float, T]]:
+    """Yield the options below the fastest one, by falling bytes, each with a price per byte.
+
+    Options between two vertices of the hull have the price of the hull there, so that the price never
+    falls.
+    """
+    hull = lower_hull(options)[::-1]
+    for many, few in itertools.pairwise(hull):
+        slope = (few.seconds - many.seconds) / max(1, many.bytes - few.bytes)
+        between = [
+            o
+            for o in options
+            if few.bytes <= o.bytes < many.bytes and many.seconds <= o.seconds <= few.seconds
+        ]
+        for option in sorted(between, key=lambda o: (-o.bytes, o.seconds)):
+            yield slope, option
+
+
 def group_sizes(length: int, carry_bytes: int, step_bytes: int) -> list[int]:
     """Return the numbers of steps in a group to try: around the one that needs the least memory.
 
@@ -99,13 +142,13 @@ def seconds_of(program: Program, op: Op, price: Price) -> float:
     moved = op.extra_bytes + sum(program.bytes[v] for v in op.results)
     if op.fusion in (Fusion.KERNEL, Fusion.REDUCE):
         moved += sum(program.bytes[v] for v in op.operands)
-    seconds = price(op.flops, moved, op.dtype)
+    seconds = seconds_of_kernels(op, op.flops, moved, price)
     # An operation inside a fused kernel has no launch cost, and a cheap one costs next to nothing. It
     # must cost something, so that of two ways to compute a value the shorter one is chosen.
     if op.fusion in FUSIBLE:
         seconds -= min(price(0.0, 1, op.dtype), 0.95 * seconds)
     share = 0.05 if op.fusion in (Fusion.CHEAP, Fusion.VIEW) else 1.0
-    return seconds * op.slowdown * share
+    return seconds * share
 
 
 def lower_hull(options: Sequence[T]) -> list[T]:

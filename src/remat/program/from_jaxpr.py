@@ -16,12 +16,13 @@ Known limits: sharding is followed by counts, not by axes; layouts and padding a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from remat import _jax
 from remat.aliases import Aval
 from remat.ir import jaxprs
 from remat.ir.equations import fusion_of, inline_body, is_collective, is_fusible, is_repeatable
-from remat.ir.flops import flops_of
+from remat.ir.flops import WHILE_TRIPS, flops_of
 from remat.ir.operations import Fusion
 from remat.program.fusion import fuse
 from remat.program.program import Op, Program, without_dead
@@ -67,7 +68,7 @@ class ProgramWriter:
     """Writes jaxprs as operations on numbered values.
 
     `enter` the inputs, `write` one jaxpr or several, then take the `program`. Subclasses extend
-    `new_value`, `body_of`, `call` and `operation`.
+    `new_value`, `body_of`, `workspace_bytes`, `n_kernels`, `call` and `operation`.
     """
 
     def __init__(self, slowdown: Slowdown = no_slowdown) -> None:
@@ -115,6 +116,14 @@ class ProgramWriter:
                 self.operation(eqn, here)
             else:
                 self.call(eqn, body, here)
+
+    def workspace_bytes(self, eqn: _jax.JaxprEqn) -> int:
+        """Return the bytes that an equation's bodies occupy while they run."""
+        return workspace_bytes(eqn)
+
+    def n_kernels(self, eqn: _jax.JaxprEqn) -> int:
+        """Return how many kernels an equation starts."""
+        return n_kernels(eqn)
 
     def call(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr, path: str) -> None:
         """Write an equation's body in its place."""
@@ -167,7 +176,13 @@ class ProgramWriter:
                 flops=flops_of(eqn) / shards,
                 dtype=_dtype(eqn),
                 extra_bytes=_extra_bytes(eqn),
-                workspace_bytes=workspace_bytes(eqn) // shards,
+                workspace_bytes=self.workspace_bytes(eqn) // shards,
+                kernels=self.n_kernels(eqn),
+                in_place=tuple(
+                    (self.ids[v], self.ids[eqn.outvars[k]])
+                    for k, v in enumerate(_inits(eqn))
+                    if _jax.is_var(v)
+                ),
                 source=_jax.source_line_of(eqn),
                 path=path,
                 label=_jax.checkpoint_name_of(eqn) or "",
@@ -210,12 +225,44 @@ def workspace_bytes(eqn: _jax.JaxprEqn) -> int:
     return max((body_peak_bytes(_jax.open_jaxpr(b)) for b in jaxprs.bodies_of(eqn)), default=0)
 
 
-# A number that depends on the immutable jaxpr alone; kept for bodies that several equations run.
-@_jax.weakref_lru_cache
+def _inits(eqn: _jax.JaxprEqn) -> Sequence[_jax.Var | _jax.Literal]:
+    """Return what a loop's carry is at first; its results start with the carry."""
+    if eqn.primitive.name == "scan":
+        n_consts, n_carry = _jax.scan_arity(eqn)
+        return eqn.invars[n_consts : n_consts + n_carry]
+    if eqn.primitive.name == "while":
+        return eqn.invars[eqn.params["cond_nconsts"] + eqn.params["body_nconsts"] :]
+    return ()
+
+
+def n_kernels(eqn: _jax.JaxprEqn) -> int:
+    """Return how many kernels an equation starts, in all steps of a loop; 1 if it is no loop or branch."""
+    name, params = eqn.primitive.name, eqn.params
+    if name not in ("scan", "while", "cond"):
+        return 1
+    of_bodies = [_body_work(_jax.open_jaxpr(body)).kernels for body in jaxprs.bodies_of(eqn)]
+    if name == "cond":
+        return max(1, *of_bodies)
+    length = params["length"] if name == "scan" else WHILE_TRIPS
+    return max(1, length * sum(of_bodies)) if isinstance(length, int) else 1
+
+
 def body_peak_bytes(jaxpr: _jax.Jaxpr) -> int:
     """Return the bytes that one run of a body occupies besides its inputs and results."""
+    return int(_body_work(jaxpr).peak_bytes)
+
+
+class _Work(NamedTuple):
+    peak_bytes: int
+    kernels: int
+
+
+# Numbers that depend on the immutable jaxpr alone; kept for bodies that several equations run.
+@_jax.weakref_lru_cache
+def _body_work(jaxpr: _jax.Jaxpr) -> _Work:
     program = without_dead(program_of_jaxpr(jaxpr))
-    return no_remat(fuse(program, lambda *_: 0.0, lambda _: False).graph).peak_bytes
+    graph = fuse(program, lambda *_: 1.0, lambda _: False).graph  # a second for each kernel
+    return _Work(no_remat(graph).peak_bytes, int(graph.time))
 
 
 def _dtype(eqn: _jax.JaxprEqn) -> str:

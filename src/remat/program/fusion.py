@@ -10,6 +10,8 @@ and no bandwidth. The model follows XLA's fusion passes:
   `COSTLY` and several kernels need it, or if several kernels need it and would read more bytes to
   compute it than it has itself. Otherwise every kernel that needs it computes it from what *is*
   written.
+* A loop updates its carry in place: what starts as a constant that only the loop reads is in the
+  constant's memory, also if loops follow one another.
 * Output-buffer reuse: a kernel may write its result into the buffer of an operand that is not needed
   any more. So a value that only the next, elementwise kernel reads makes one node with it, and so do
   the reductions in between that only this kernel reads, as in softmax.
@@ -22,6 +24,7 @@ results (a loop) is freed as a whole.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable
 
@@ -78,6 +81,14 @@ def fuse(
     return _Fusion(program, price, may_repeat, duplicates).result(reuses)
 
 
+def seconds_of_kernels(op: Op, flops: float, moved: float, price: Price) -> float:
+    """Return the seconds of an operation that is a kernel, or that starts several."""
+    seconds = price(flops, int(moved), op.dtype)
+    if op.kernels > 1:
+        seconds += (op.kernels - 1) * price(0.0, 1, op.dtype)
+    return seconds * op.slowdown
+
+
 def fuse_reusing_outputs(program: Program, price: Price, may_repeat: Callable[[Op], bool]) -> Fused:
     """Return the graph if values use the buffers of outputs until these are computed.
 
@@ -108,6 +119,7 @@ class _Fusion:
         self.written = self._written()
         if not duplicates:
             self._write_shared()
+        self.buffer = self._buffers()
         self.reads = self._reads()
 
     def _outputs_through_views(self) -> list[bool]:
@@ -175,6 +187,27 @@ class _Fusion:
             if self.written[i]:
                 kernels[i] = set()
 
+    def _buffers(self) -> dict[int, int]:
+        """Return the operation that made the memory of each value that a loop has updated in place."""
+        ops, sizes = self.program.ops, self.program.bytes
+        uses = collections.Counter(v for op in ops for v in op.operands)
+        outputs = set(self.program.outputs)
+        found: dict[int, int] = {}
+        for op in ops:
+            for v, result in op.in_place:
+                made_by = found.get(v, self.producer.get(v))
+                if made_by is None or uses[v] > 1 or v in outputs:
+                    continue
+                # The memory of other values may be reused in any case, and they may be computed again.
+                is_constant = ops[made_by].fusion in FUSIBLE and not self._reads_large(made_by)
+                is_same = sizes[v] == sizes[result] and self.written[made_by]
+                if is_same and (v in found or is_constant):
+                    found[result] = made_by
+        return found
+
+    def _reads_large(self, i: int) -> bool:
+        return any(2 * self.program.bytes[v] > self.size[i] for v in self.program.ops[i].operands)
+
     def _source_size(self, source: int) -> int:
         return self.size[source] if source >= 0 else 0  # inputs are always in memory
 
@@ -190,7 +223,7 @@ class _Fusion:
                 if j is None:
                     continue
                 if self.written[j]:
-                    roots.add(j)
+                    roots.update((j, self.buffer.get(v, j)))
                 else:
                     roots |= through[j][0]
                     inside |= through[j][1]
@@ -218,7 +251,7 @@ class _Fusion:
             )
             if not all(ops[x].repeatable and self.may_repeat(ops[x]) for x in group.members):
                 once.add(i)
-            n_bytes = self.size[i]
+            n_bytes = self.size[i] - self._in_place(i)
             if self.is_output[i]:
                 n_bytes = n_bytes if reuses(n_bytes) else 0
                 reused += n_bytes
@@ -243,9 +276,14 @@ class _Fusion:
         ends = tuple(i for i in sorted(nodes) if self.is_output[i])
         graph_nodes.append(Node(len(ops), 0.0, 0, ends, "results"))
         once.add(len(ops))
+        once.update(into.get(i, i) for i in self.buffer.values())
         holds = {v: into.get(i, i) for i in self.reads for v in ops[i].results}
         graph = Graph(tuple(graph_nodes))
         return Fused(graph, members, frozenset(once), seconds, holds, reused)
+
+    def _in_place(self, i: int) -> int:
+        """Return the bytes of a loop's results that are in the memory of what they start as."""
+        return sum(self.program.bytes[v] for v in self.program.ops[i].results if v in self.buffer)
 
     def _seconds(self, i: int) -> float:
         """Return the seconds of one kernel from what it reads, computes and writes."""
@@ -255,7 +293,7 @@ class _Fusion:
         for x in inside:
             moved += sum(sizes[v] for v in ops[x].operands if v in self.program.inputs)
         flops = sum(ops[x].flops for x in inside)
-        return self.price(flops, moved, ops[i].dtype) * ops[i].slowdown
+        return seconds_of_kernels(ops[i], flops, moved, self.price)
 
 
 @dataclasses.dataclass

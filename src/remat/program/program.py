@@ -39,6 +39,8 @@ class Op:
       dtype: the type in which most of them are done.
       extra_bytes: bytes that it reads and writes besides its operands and results.
       workspace_bytes: bytes that it occupies while it runs, besides its operands and results.
+      kernels: how many kernels it starts; a loop or a branch starts those of its body.
+      in_place: (operand, result) of a loop's carry, which is updated in the operand's memory.
       place: its region and its number there; None outside of regions.
       source, path, label: source line, name stack, checkpoint name.
       repeatable: whether it may be recomputed: it gives the same result at the stated cost.
@@ -53,6 +55,8 @@ class Op:
     dtype: str = "float32"
     extra_bytes: int = 0
     workspace_bytes: int = 0
+    kernels: int = 1
+    in_place: tuple[tuple[int, int], ...] = ()
     place: Place | None = None
     source: str = ""
     path: str = ""

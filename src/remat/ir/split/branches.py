@@ -36,7 +36,7 @@ def _cond(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
     one = halves[0]
     # With shared slots, dead-code elimination can no longer tell which branch needs which residual.
     halves = [without_unused(half, repeated=True) for half in halves]
-    slots = _slots([results_and_residuals(half)[1] for half in halves])
+    slots = shared_slots([results_and_residuals(half)[1] for half in halves])
     copies = _copies(halves, slots, eqn)
     passed = [
         copies[i].fetch.outvars[0] if i in copies else _jax.new_var(aval)
@@ -47,13 +47,13 @@ def _cond(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
         known, staged = _with_slots(half, places, [v.aval for v in passed], copies, eqn)
         knowns.append(_jax.with_equations(body, known))
         stageds.append(_jax.with_equations(body, staged))
-    known_eqn = _branch_again(
+    known_eqn = branch_again(
         eqn,
         knowns,
         [index, *known_only(ins, one.ins_unknown)],
         [*known_only(eqn.outvars, one.outs_unknown), *passed],
     )
-    staged_eqn = _branch_again(
+    staged_eqn = branch_again(
         eqn, stageds, [index, *passed, *ins], only(eqn.outvars, one.outs_staged)
     )
     parts = parts_of(one, [known_eqn, *(copy.store for copy in copies.values())], staged_eqn)
@@ -89,12 +89,12 @@ def _any(flags: Iterable[Flags]) -> Flags:
     return tuple(any(column) for column in zip(*flags))
 
 
-class _Slots(NamedTuple):
+class Slots(NamedTuple):
     avals: list[Aval]
     places: list[list[int]]  # of each branch's residuals
 
 
-def _slots(residuals: Sequence[Sequence[_jax.Var]]) -> _Slots:
+def shared_slots(residuals: Sequence[Sequence[_jax.Var]]) -> Slots:
     """Return the fewest slots that hold the residuals of any one branch, and each residual's slot."""
     slots: dict[tuple[Aval, int], int] = {}
     places = []
@@ -105,10 +105,10 @@ def _slots(residuals: Sequence[Sequence[_jax.Var]]) -> _Slots:
             count = seen[v.aval] = seen.get(v.aval, -1) + 1
             place.append(slots.setdefault((v.aval, count), len(slots)))
         places.append(place)
-    return _Slots([aval for aval, _ in slots], places)
+    return Slots([aval for aval, _ in slots], places)
 
 
-def _copies(halves: Sequence[Split], slots: _Slots, eqn: _jax.JaxprEqn) -> dict[int, _jax.HostCopy]:
+def _copies(halves: Sequence[Split], slots: Slots, eqn: _jax.JaxprEqn) -> dict[int, _jax.HostCopy]:
     """Return the copies to the host's memory that are made outside of the branches, by their slots.
 
     Under `vmap` branches become a selection of their results, and in reverse mode the cotangents of
@@ -158,7 +158,7 @@ def _with_slots(
             given.append(own[i])
             taken.append(own[i])
             continue
-        making, value = _empty(aval, eqn)
+        making, value = empty_value(aval, eqn)
         eqns.extend(making)
         given.append(value)
         taken.append(_jax.new_var(aval))
@@ -173,7 +173,7 @@ def _without(jaxpr: _jax.Jaxpr, is_dropped: Callable[[_jax.JaxprEqn], bool]) -> 
     return _jax.rebuild(jaxpr, eqns=eqns)
 
 
-def _empty(aval: Aval, eqn: _jax.JaxprEqn) -> tuple[list[_jax.JaxprEqn], Atom]:
+def empty_value(aval: Aval, eqn: _jax.JaxprEqn) -> tuple[list[_jax.JaxprEqn], Atom]:
     """Return equations that compute a value for a slot that the branch does not use, and the value."""
     jaxpr, consts, _ = _jax.trace_call(lambda: _jax.empty(aval))
     assert not consts
@@ -181,7 +181,7 @@ def _empty(aval: Aval, eqn: _jax.JaxprEqn) -> tuple[list[_jax.JaxprEqn], Atom]:
     return eqns, value
 
 
-def _branch_again(
+def branch_again(
     eqn: _jax.JaxprEqn,
     branches: Sequence[JaxprLike],
     invars: Sequence[Atom],

@@ -1,19 +1,21 @@
 """Rematerialization in the loops of a differentiated step: a pass from jaxpr to jaxpr.
 
-`pairs` finds each forward scan whose stacked results a backward scan reads, with the options of what
-to keep and what to recompute. `rewrite` writes chosen options into the program. `opened` is the program
-with the user's own checkpoints in such loops written out: with it, and without, are two candidates.
+`pairs` finds each forward scan whose stacked results a backward scan reads, and each forward conditional
+whose residuals a backward one reads, with the options of what to keep and what to recompute. `rewrite`
+writes chosen options into the program. `opened` is the program with the user's own checkpoints in such
+loops written out: with it, and without, are two candidates.
 
     repetitions  which equations of one body repeat those of the other
     joint        the two bodies as one program
     shards       pairs of `shard_map`s with such scans inside
+    branches     pairs of conditionals, joined branch by branch
     emission     the two scans of a pair that keeps some values
     groups       the same in groups of steps
     rewriting    options, and the program with options chosen
     options      which options there are: minimum cuts, groups of steps
     opening      checkpoints in the bodies written out
 
-Known limits: a scan belongs to one pair; the branches of two conditionals are not joined.
+Known limits: a scan belongs to one pair; a `while` loop to none.
 """
 
 from remat.planner.scan_pairs.opening import opened as opened

@@ -119,7 +119,7 @@ def in_two_loops(
     bare = first.forward_step([v for _, v in joint.kept])
     keeping = first.forward_step(first.kept)
     saving = first.forward_step([*(v for _, v in joint.kept), *first.kept])
-    saving_rest = rest.forward_step([*(v for _, v in joint.kept), *rest.kept])
+    saving_rest = rest.forward_step([*(v for _, v in rest.joint.kept), *rest.kept])
     step, step_of_rest = first.backward_step(), rest.backward_step()
     is_reversed = forward.params["reverse"]
     # Time is F's. B goes back in it, as a rule.

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from remat import _jax
 from remat.ir import jaxprs
-from remat.ir.equations import is_fusible, plain_call
+from remat.ir.equations import has_derivative_rule, is_fusible, plain_call
 from remat.planner.scan_pairs.repetitions import (
     Around,
     may_repeat,
@@ -179,7 +179,8 @@ class Joint:
 
     @property
     def length(self) -> int:
-        return int(self.forward.params["length"])
+        """Return the number of steps; a branch of a conditional runs once."""
+        return int(self.forward.params.get("length", 1))
 
     @property
     def carry_results(self) -> Sequence[Any]:
@@ -300,12 +301,12 @@ def joint_of(jaxpr: _jax.Jaxpr, match: Match) -> Joint:
 
     n_carry, n_own = len(carry), len(own_consts) + len(own_carry)
     inside = dict(zip(forward.outvars[n_carry:], f.outvars[n_carry:]))
-    of_array = _by_operand(xs, _slices(forward))
+    of_array = by_operand(xs, _slices(forward))
     for v, operand in zip(own_xs, backward.invars[n_own:]):
         source = None if not _jax.is_var(operand) else inside.get(operand, of_array.get(operand))
         if source is not None:
             names[v] = source
-    of_constant = {**_by_operand(consts, forward.invars), **sunk.inside}
+    of_constant = {**by_operand(consts, forward.invars), **sunk.inside}
     for v, operand in zip(own_consts, backward.invars):
         if _jax.is_var(operand) and operand in of_constant:
             names[v] = of_constant[operand]
@@ -456,7 +457,7 @@ def _slices_of_vars(eqn: _jax.JaxprEqn) -> Iterator[_jax.Var]:
     return (v for v in _slices(eqn) if _jax.is_var(v))
 
 
-def _by_operand(inside: Sequence[_jax.Var], operands: Sequence[Any]) -> dict[_jax.Var, _jax.Var]:
+def by_operand(inside: Sequence[_jax.Var], operands: Sequence[Any]) -> dict[_jax.Var, _jax.Var]:
     return {operand: v for v, operand in zip(inside, operands) if _jax.is_var(operand)}
 
 
@@ -468,10 +469,16 @@ Replacements = dict[int, list[_jax.JaxprEqn]]
 
 
 def inner_programs(eqn: _jax.JaxprEqn) -> list[tuple[Any, int]]:
-    """Return the jaxprs without constants that an equation runs, and how often it runs each."""
+    """Return the jaxprs without constants that an equation runs, and how often it runs each.
+
+    That of a function with a derivative rule is one, too: loops inside of it are decided, and the rule stays.
+    """
     length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
     times = length if isinstance(length, int) else 1
-    bodies = {id(body): body for body in jaxprs.bodies_of(eqn)}  # branches can share one
+    primal = [eqn.params["call_jaxpr"]] if has_derivative_rule(eqn) else []
+    bodies = {
+        id(body): body for body in (*jaxprs.bodies_of(eqn), *primal)
+    }  # branches can share one
     return [
         (body, times)
         for body in bodies.values()

@@ -8,8 +8,8 @@ computes it instead.
 
 A cut's cost is then counted exactly: the equations that are computed in both scans.
 
-Where loops inside the bodies form pairs, too, they are decided first, at one price per byte for all of
-them; for each of a few prices the cuts of the outer pair are found. A stack of an inner pair is one
+Where loops inside the bodies form pairs, too, they are decided first, at about the same price per byte;
+for each of a few such choices the cuts of the outer pair are found. A stack of an inner pair is one
 value for the outer pair: it is kept at every outer step, or recomputed at one step at a time.
 """
 
@@ -25,16 +25,18 @@ from typing import Any, NamedTuple
 from remat import _jax
 from remat.ir import jaxprs
 from remat.ir.flops import WHILE_TRIPS
+from remat.planner.scan_pairs.branches import branch_matches, branches_of
 from remat.planner.scan_pairs.emission import Emitted
 from remat.planner.scan_pairs.joint import (
     Joint,
+    Match,
     inner_programs,
     joint_of,
     matches,
     prepared,
 )
 from remat.planner.scan_pairs.repetitions import may_repeat
-from remat.planner.scan_pairs.rewriting import ScanOption, pair_id, with_inner
+from remat.planner.scan_pairs.rewriting import ScanOption, branch_id, pair_id, with_inner
 from remat.planner.scan_pairs.shards import Shards, shard_matches, shards_of
 from remat.planner.tradeoffs import (
     at_price,
@@ -43,10 +45,11 @@ from remat.planner.tradeoffs import (
     partial_group_counts,
     prices,
     seconds_of,
+    settings_of,
     thinned,
     undominated,
 )
-from remat.program.from_jaxpr import FlatWriter, ProgramWriter, joined, n_bytes
+from remat.program.from_jaxpr import FlatWriter, ProgramWriter, joined, n_bytes, workspace_bytes
 from remat.program.fusion import Price
 from remat.solvers.mincut import Cut, CutProblem, between, hull
 
@@ -61,8 +64,9 @@ _NEGLIGIBLE = 0.002
 _MIN_SPLIT_LENGTH = 16
 # Steps. A shorter loop is never divided into two: a larger bound leaves fewer options.
 _MIN_MIXED_LENGTH = 4
-# Prices at which the choices for inner pairs are combined with the cuts of the outer pair.
-_MAX_INNER_PRICES = 6
+# Choices for inner pairs that are combined with the cuts of the outer pair: at one price, and others. More
+# of them find more.
+_MAX_INNER_CHOICES, _MAX_OTHER_CHOICES = 8, 4
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -108,6 +112,16 @@ def pairs(
 # Costs
 
 
+class _Writer(FlatWriter):
+    """Writes equations as if loops and branches were one kernel: what they run is priced by `_Scope`."""
+
+    def workspace_bytes(self, eqn: _jax.JaxprEqn) -> int:
+        return 0
+
+    def n_kernels(self, eqn: _jax.JaxprEqn) -> int:
+        return 1
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Scope:
     """A program with the bytes of its values and the cost of its equations.
@@ -117,12 +131,14 @@ class _Scope:
       price: the time of a kernel.
       writer: has written it.
       free: inputs that live throughout the program.
+      known: the seconds of programs inside, by their identity and shard counts; shared by all scopes.
     """
 
     jaxpr: _jax.Jaxpr
     price: Price
     writer: ProgramWriter
     free: frozenset[_jax.Var]
+    known: dict[Any, tuple[_jax.Jaxpr, float]]
 
     @classmethod
     def of(
@@ -131,13 +147,14 @@ class _Scope:
         price: Price,
         shards: Sequence[int] | None,
         free: Iterable[_jax.Var] | None = None,
+        known: dict[Any, tuple[_jax.Jaxpr, float]] | None = None,
     ) -> _Scope:
-        writer = FlatWriter()
+        writer = _Writer()
         writer.enter(jaxpr.invars, shards)
         writer.enter(jaxpr.constvars, None)
         writer.write(jaxpr, "")
         given = (*jaxpr.invars, *jaxpr.constvars) if free is None else free
-        return cls(jaxpr, price, writer, frozenset(given))
+        return cls(jaxpr, price, writer, frozenset(given), {} if known is None else known)
 
     def bytes_of(self, v: _jax.Var) -> int:
         return self.writer.bytes[self.writer.ids[v]]
@@ -156,20 +173,30 @@ class _Scope:
 
     def _seconds_inside(self, eqn: _jax.JaxprEqn) -> float:
         of_bodies = [
-            times * sum(self.inside(eqn, _jax.open_jaxpr(body)).seconds)
+            times * self._seconds_of_body(eqn, _jax.open_jaxpr(body))
             for body, times in inner_programs(eqn)
         ]
         if eqn.primitive.name == "cond":
             return max(of_bodies, default=0.0)
         return sum(of_bodies) * (WHILE_TRIPS if eqn.primitive.name == "while" else 1)
 
+    def _seconds_of_body(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> float:
+        key = id(body), tuple(self._shards_inside(eqn, body) or ())
+        if key not in self.known:
+            # The program is kept with its number, which is its own as long as it lives.
+            self.known[key] = body, sum(self.inside(eqn, body).seconds)
+        return self.known[key][1]
+
     def inside(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> _Scope:
         """Return the scope of a program that an equation runs."""
+        return _Scope.of(body, self.price, self._shards_inside(eqn, body), known=self.known)
+
+    def _shards_inside(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> list[int] | None:
         is_local = eqn.primitive.name == "shard_map"
         operands = eqn.invars[len(eqn.invars) - len(body.invars) :]
         sharded = [1 if is_local else self.shards_of(v) for v in operands]
         # The test of a while loop takes other operands than the last ones; it has no pairs.
-        return _Scope.of(body, self.price, sharded if len(sharded) == len(body.invars) else None)
+        return sharded if len(sharded) == len(body.invars) else None
 
     def last_use(self, v: _jax.Var) -> int:
         return self._last_uses.get(v, -1)
@@ -194,7 +221,7 @@ def _pairs_in(scope: _Scope, prefix: str, path: str, times: int) -> list[ScanPai
         eqn = joint.forward
         name = joined(path, _jax.name_stack_of(eqn))
         inner = []
-        if _has_scans(joint.jaxpr):
+        if _has_loops_or_branches(joint.jaxpr):
             inner = _pairs_in(_joint_scope(scope, joint, match.backward), f"{key}/", name, 1)
         options, as_written = _Options(scope, joint, match.backward, key, inner, times).found()
         found[match.forward] = [
@@ -208,11 +235,18 @@ def _pairs_in(scope: _Scope, prefix: str, path: str, times: int) -> list[ScanPai
                 as_written,
             )
         ]
+    for match in branch_matches(jaxpr):
+        paired.update(match)
+        found[match.forward] = [_pair_of_branches(scope, match, prefix, path, times)]
     for match in shard_matches(jaxpr):
         shards = shards_of(jaxpr, match)
         key, name = pair_id(prefix, match), joined(path, _jax.name_stack_of(shards.forward))
         inside = _Scope.of(
-            shards.jaxpr, scope.price, None, _free_shards(scope, shards, match.backward)
+            shards.jaxpr,
+            scope.price,
+            None,
+            _free_shards(scope, shards, match.backward),
+            scope.known,
         )
         found[match.forward] = _pairs_in(inside, f"{key}/", name, times)
         if found[match.forward]:
@@ -231,10 +265,58 @@ def _pairs_in(scope: _Scope, prefix: str, path: str, times: int) -> list[ScanPai
     return [pair for i in sorted(found) for pair in found[i]]
 
 
+def _pair_of_branches(scope: _Scope, match: Match, prefix: str, path: str, times: int) -> ScanPair:
+    """Return a pair of conditionals, whose options choose one for each of its branches."""
+    key, eqn = pair_id(prefix, match), scope.jaxpr.eqns[match.forward]
+    name = joined(path, _jax.name_stack_of(eqn))
+    of_branch: dict[str, list[ScanOption]] = {}
+    written: list[tuple[str, ScanOption]] = []
+    for k, joint in enumerate(branches_of(scope.jaxpr, match)):
+        id = branch_id(key, k)
+        inner = []
+        if _has_loops_or_branches(joint.jaxpr):
+            inner = _pairs_in(_joint_scope(scope, joint, match.backward), f"{id}/", name, 1)
+        of_branch[id], as_written = _Options(scope, joint, match.backward, id, inner, times).found()
+        written.append((id, as_written))
+    # All branches are given the same bytes; each does the best within them.
+    limits = sorted({option.bytes for options in of_branch.values() for option in options})
+    least = max(min(option.bytes for option in options) for options in of_branch.values())
+    options = [
+        _of_branches(
+            [
+                (id, min((o for o in options if o.bytes <= limit), key=lambda o: o.seconds))
+                for id, options in of_branch.items()
+            ]
+        )
+        for limit in limits
+        if limit >= least
+    ]
+    return ScanPair(
+        key,
+        name,
+        _jax.source_line_of(eqn),
+        1,
+        times,
+        tuple(undominated(options)),
+        _of_branches(written),
+    )
+
+
+def _of_branches(chosen: Sequence[tuple[str, ScanOption]]) -> ScanOption:
+    """Return the option of two conditionals whose branches do as chosen: only one of them runs."""
+    return ScanOption(
+        (),
+        max(option.bytes for _, option in chosen),
+        max(option.seconds for _, option in chosen),
+        max(option.flops for _, option in chosen),
+        inner=tuple(chosen),
+    )
+
+
 @_jax.weakref_lru_cache
-def _has_scans(jaxpr: _jax.Jaxpr) -> bool:
+def _has_loops_or_branches(jaxpr: _jax.Jaxpr) -> bool:
     return any(
-        eqn.primitive.name == "scan" or any(map(_may_have_pairs, _bodies(eqn)))
+        eqn.primitive.name in ("scan", "cond") or any(map(_may_have_pairs, _bodies(eqn)))
         for eqn in jaxpr.eqns
     )
 
@@ -244,7 +326,7 @@ def _bodies(eqn: _jax.JaxprEqn) -> list[object]:
 
 
 def _may_have_pairs(body: object) -> bool:
-    return bool(_has_scans(_jax.open_jaxpr(body)))
+    return bool(_has_loops_or_branches(_jax.open_jaxpr(body)))
 
 
 def _joint_scope(scope: _Scope, joint: Joint, place: int) -> _Scope:
@@ -253,7 +335,7 @@ def _joint_scope(scope: _Scope, joint: Joint, place: int) -> _Scope:
     free.update(joint.own_carry)
     free.update(v for v in (*joint.consts, *joint.xs) if _is_free(scope, joint, v, place))
     shards = [scope.shards_of(_operand(joint, v)) for v in joint.jaxpr.invars]
-    return _Scope.of(joint.jaxpr, scope.price, shards, free)
+    return _Scope.of(joint.jaxpr, scope.price, shards, free, scope.known)
 
 
 def _operand(joint: Joint, v: _jax.Var) -> object:
@@ -318,23 +400,37 @@ class _Options:
 
     def found(self) -> tuple[list[ScanOption], ScanOption]:
         """Return the options, and what the program does as it is written."""
-        choices: dict[tuple[tuple[str, ScanOption], ...], None] = {}
-        for value in self._inner_prices():
-            choices[tuple((pair.id, at_price(pair.options, value)) for pair in self.inner)] = None
         unchanged = _OptionsOfCuts(self, self.joint, ())
         written = unchanged.as_written()
-        options = unchanged.options()
-        for inner in choices:
+        given = [unchanged]
+        for inner in self._choices_inside():
             chosen = with_inner(self.joint, inner, f"{self.key}/")
-            options += _OptionsOfCuts(self, chosen, inner).options()
-        return thinned(undominated([*options, written])), written
+            given.append(_OptionsOfCuts(self, chosen, inner))
+        found = [(option, cuts) for cuts in given for option in cuts.options()]
+        options = [option for option, _ in found]
+        return thinned(undominated([*options, *_mixtures(found), written])), written
 
-    def _inner_prices(self) -> list[float]:
-        found = sorted({p for pair in self.inner for p in prices(pair.options)})
-        if len(found) <= _MAX_INNER_PRICES:
-            return found
-        step = (len(found) - 1) / (_MAX_INNER_PRICES - 1)
-        return [found[round(k * step)] for k in range(_MAX_INNER_PRICES)]
+    def _choices_inside(self) -> list[tuple[tuple[str, ScanOption], ...]]:
+        """Return options of the pairs inside: at one price for all of them, and some between these."""
+        options = {pair.id: pair.options for pair in self.inner}
+        values = sorted({p for of in options.values() for p in prices(of)})
+        found = dict.fromkeys(
+            tuple((id, at_price(of, value)) for id, of in options.items())
+            for value in _thinned_evenly(values, _MAX_INNER_CHOICES)
+        )
+        others = [
+            choice
+            for chosen in settings_of(options)
+            if (choice := tuple(chosen.items())) not in found
+        ]
+        return [*found, *_thinned_evenly(others, _MAX_OTHER_CHOICES)]
+
+
+def _thinned_evenly(items: Sequence[Any], n: int) -> Sequence[Any]:
+    """Return so many of the items, the ends among them."""
+    if len(items) <= n:
+        return items
+    return [items[round(k * (len(items) - 1) / max(1, n - 1))] for k in range(n)]
 
 
 class _OptionsOfCuts:
@@ -384,53 +480,7 @@ class _OptionsOfCuts:
         found: dict[tuple[int, ...], None] = {}
         for cut in cuts:
             found[tuple(sorted(self.number[v] for p in cut.saved for v in variables[p]))] = None
-        options = [option for saved in found for option in self._of_cut(saved)]
-        return [*options, *self._mixtures(options)]
-
-    def _mixtures(self, options: Sequence[ScanOption]) -> Iterator[ScanOption]:
-        """Yield options whose first steps do as one vertex of the hull says, and the others as the next.
-
-        The first steps keep less: when they are reversed, what the others kept is freed.
-        """
-        length = self.joint.length
-        if length < _MIN_MIXED_LENGTH:
-            return
-        uniform = [o for o in options if not o.groups]
-        for few, many in itertools.pairwise(lower_hull(uniform)):
-            if many.group > 1 or few.bytes >= _GAP_RATIO * many.bytes:
-                continue
-            costs = [self._cost_of_step(option) for option in (few, many)]
-            kept = [self._kept_bytes(Emitted.of(self.joint, o.saved)) for o in (few, many)]
-            fixed = max(self._fixed_bytes(Emitted.of(self.joint, o.saved)) for o in (few, many))
-            for n_groups in partial_group_counts(length // few.group):
-                n_first = n_groups * few.group
-                n_rest = length - n_first
-                if min(n_groups, n_first, n_rest) < 2:
-                    continue
-                most = n_rest * kept[1] + fixed
-                if few.group == 1:
-                    most += n_first * kept[0]
-                else:
-                    carry = sum(self.scope.bytes_of(v) for v in self.joint.carry)
-                    most = n_groups * carry + max(most, few.group * kept[0] + fixed)
-                seconds, flops = (
-                    self.times * (n_first * costs[0][k] + n_rest * costs[1][k]) for k in (0, 1)
-                )
-                yield ScanOption(
-                    few.saved,
-                    most,
-                    seconds,
-                    flops,
-                    few.group,
-                    n_groups,
-                    None if many.saved == few.saved else many.saved,
-                    self.inner,
-                )
-
-    def _cost_of_step(self, option: ScanOption) -> _Cost:
-        """Return what an option recomputes, per step."""
-        n = self.joint.length * self.times
-        return _Cost(option.seconds / n, option.flops / n)
+        return [option for saved in found for option in self._of_cut(saved)]
 
     def _of_cut(self, saved: tuple[int, ...]) -> list[ScanOption]:
         emitted = Emitted.of(self.joint, saved)
@@ -442,7 +492,7 @@ class _OptionsOfCuts:
 
     def _in_steps(self, saved: tuple[int, ...], emitted: Emitted, cost: _Cost) -> ScanOption:
         steps = self.joint.length * self.times
-        kept = self.joint.length * self._kept_bytes(emitted) + self._fixed_bytes(emitted)
+        kept = self.joint.length * self.kept_bytes(emitted) + self.fixed_bytes(emitted)
         return ScanOption(saved, kept, *_times(self._plus_inner(cost), steps), inner=self.inner)
 
     def _in_groups(
@@ -452,10 +502,12 @@ class _OptionsOfCuts:
         carry = sum(self.scope.bytes_of(v) for v in joint.carry)
         wanted = [*joint.carry_results, *emitted.kept]
         again, _ = joint.closure(wanted, frozenset())
-        # Values that must not be computed twice would have to be kept for all steps.
-        if not self.once.isdisjoint(map(id, again)):
+        # Values that must not be computed twice would have to be kept for all steps. Equations with effects
+        # would run again even if nothing needs their results.
+        has_effects = any(eqn.effects for eqn in joint.known)
+        if has_effects or not self.once.isdisjoint(map(id, again)):
             return []
-        per_step, fixed = self._kept_bytes(emitted), self._fixed_bytes(emitted)
+        per_step, fixed = self.kept_bytes(emitted), self.fixed_bytes(emitted)
         repeated = self.cost_of(again)
         each = self._plus_inner(twice)
         found = []
@@ -471,7 +523,10 @@ class _OptionsOfCuts:
                     n_grouped * repeated.seconds + length * each.seconds,
                     n_grouped * repeated.flops + length * each.flops,
                 )
-                most = n_groups * carry + max(length - n_grouped, group) * per_step + fixed
+                # What a group keeps while it is reversed is not kept between the two scans, where the
+                # peak may be as well.
+                stacked = max(length - n_grouped, group // 2) * per_step
+                most = n_groups * carry + stacked + fixed
                 groups = 0 if n_groups == n_most else n_groups
                 found.append(
                     ScanOption(
@@ -492,11 +547,11 @@ class _OptionsOfCuts:
         in_forward = set(map(id, needed))
         return [eqn for eqn in emitted.recomputed if id(eqn) in in_forward]
 
-    def _kept_bytes(self, emitted: Emitted) -> int:
+    def kept_bytes(self, emitted: Emitted) -> int:
         """Return the bytes that one step keeps for B."""
         return sum(map(self.scope.bytes_of, emitted.kept))
 
-    def _fixed_bytes(self, emitted: Emitted) -> int:
+    def fixed_bytes(self, emitted: Emitted) -> int:
         """Return the bytes that the option keeps once: F's operands that B reads, inner stacks."""
         borrowed = [v for v in emitted.read if v in self.joint.outside and v not in self.scope.free]
         n_bytes_lent = sum(self.joint.length * self._borrowed_bytes(v) for v in borrowed)
@@ -508,20 +563,28 @@ class _OptionsOfCuts:
         return size if v in self.joint.xs else -(-size // self.joint.length)
 
     def _transient_bytes(self, emitted: Emitted) -> int:
-        """Return the bytes of stacks that inner scans keep during one step alone."""
+        """Return the bytes of what inner scans and conditionals keep during one step alone."""
         repeated = {id(eqn) for eqn in emitted.recomputed}
-        stacks = [eqn for eqn in self.joint.jaxpr.eqns if eqn.primitive.name == "scan"]
-        forward = {v for eqn in stacks for v in eqn.outvars[_jax.scan_arity(eqn)[1] :]}
+        eqns = self.joint.jaxpr.eqns
+        stacks = [eqn for eqn in eqns if eqn.primitive.name in ("scan", "cond")]
+        forward = {v for eqn in stacks for v in _kept_by(eqn)}
         kept = set(emitted.kept)
         late = set(map(id, self.joint.late))
         read_late = {v for eqn in stacks if id(eqn) in late for v in eqn.invars if _jax.is_var(v)}
-        return sum(
+        n_between = sum(
             n_bytes(v.aval)
             for eqn in stacks
             if id(eqn) in repeated or id(eqn) in late
             for v in eqn.outvars
             if v in forward and v in read_late and v not in kept
         )
+        # What a branch of a backward conditional computes again has its own stacks.
+        of_branches = (
+            workspace_bytes(eqn)
+            for eqn in stacks
+            if id(eqn) in late and eqn.primitive.name == "cond"
+        )
+        return n_between + max(of_branches, default=0)
 
     def _nodes(self) -> _Nodes:
         """Return the cut problem: which known values to keep for B."""
@@ -571,6 +634,54 @@ class _OptionsOfCuts:
             CutProblem(tuple(sizes), tuple(times), tuple(deps), needed),
             variables,
         )
+
+
+def _mixtures(found: Sequence[tuple[ScanOption, _OptionsOfCuts]]) -> Iterator[ScanOption]:
+    """Yield options whose first steps do as one vertex of the hull says, and the others as the next.
+
+    The first steps keep less: when they are reversed, what the others kept is freed.
+    """
+    of = {id(option): cuts for option, cuts in found}
+    joint = found[0][1].joint if found else None
+    if joint is None or joint.length < _MIN_MIXED_LENGTH:
+        return
+    uniform = [option for option, _ in found if not option.groups]
+    for few, many in itertools.pairwise(lower_hull(uniform)):
+        if many.group > 1 or few.bytes >= _GAP_RATIO * many.bytes:
+            continue
+        cuts = [of[id(option)] for option in (few, many)]
+        emitted = [Emitted.of(c.joint, o.saved) for c, o in zip(cuts, (few, many))]
+        kept = [c.kept_bytes(e) for c, e in zip(cuts, emitted)]
+        fixed = max(c.fixed_bytes(e) for c, e in zip(cuts, emitted))
+        is_same = many.inner == few.inner
+        for n_groups in partial_group_counts(joint.length // few.group):
+            n_first = n_groups * few.group
+            n_rest = joint.length - n_first
+            if min(n_groups, n_first, n_rest) < 2:
+                continue
+            most = n_rest * kept[1] + fixed
+            if few.group == 1:
+                most += n_first * kept[0]
+            else:
+                carry = sum(cuts[0].scope.bytes_of(v) for v in joint.carry)
+                most = n_groups * carry + max(most, few.group * kept[0] + fixed)
+            share = n_first / joint.length
+            yield ScanOption(
+                few.saved,
+                most,
+                share * few.seconds + (1 - share) * many.seconds,
+                share * few.flops + (1 - share) * many.flops,
+                few.group,
+                n_groups,
+                None if is_same and many.saved == few.saved else many.saved,
+                few.inner,
+                None if is_same else many.inner,
+            )
+
+
+def _kept_by(eqn: _jax.JaxprEqn) -> Sequence[_jax.Var]:
+    """Return the results of a loop or of branches that another one may read as residuals."""
+    return eqn.outvars[_jax.scan_arity(eqn)[1] :] if eqn.primitive.name == "scan" else eqn.outvars
 
 
 def _times(cost: _Cost, n: int) -> tuple[float, float]:

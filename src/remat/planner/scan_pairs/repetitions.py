@@ -94,7 +94,12 @@ def may_repeat(eqn: _jax.JaxprEqn) -> bool:
 
 def step_of(eqn: _jax.JaxprEqn) -> _jax.Jaxpr:
     """Return a scan's body with plain calls inlined, on variables of its own."""
-    body = jaxprs.inline_calls(_jax.open_jaxpr(eqn.params["jaxpr"]), plain_call)
+    return on_own_variables(_jax.open_jaxpr(eqn.params["jaxpr"]))
+
+
+def on_own_variables(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+    """Return a program with plain calls inlined, on new variables."""
+    body = jaxprs.inline_calls(jaxpr, plain_call)
     names: dict[_jax.Var, Any] = {v: _jax.new_var(v.aval) for v in body.invars}
     eqns = []
     for inner in body.eqns:

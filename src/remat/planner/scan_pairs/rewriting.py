@@ -1,4 +1,4 @@
-"""Rewriting a program so that its pairs of scans do as chosen options say."""
+"""Rewriting a program so that its pairs of scans and conditionals do as chosen options say."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from remat import _jax
 from remat.errors import PlanError
+from remat.planner.scan_pairs.branches import branch_matches, branches_of, emit_branches
 from remat.planner.scan_pairs.emission import Emitted, in_steps
 from remat.planner.scan_pairs.groups import in_groups, in_two_loops
 from remat.planner.scan_pairs.joint import (
@@ -27,7 +28,9 @@ _jax.exclude_from_tracebacks(__file__)
 
 @dataclasses.dataclass(frozen=True)
 class ScanOption:
-    """One way to run a pair of scans.
+    """One way to run a pair of scans, or of conditionals.
+
+    That of two conditionals has an option for each of their branches in `inner`, and `saved` is empty.
 
     Args:
       saved: which values each step keeps for the backward scan: places among the joint program's
@@ -39,6 +42,7 @@ class ScanOption:
       groups: the number of groups, or of steps if there are no groups: F's first. 0: as many as fit.
       rest: which values F's steps after these keep; None for `saved`.
       inner: the choices for pairs inside the two bodies: (the pair's id, its option).
+      rest_inner: those in F's steps after the first ones; None for `inner`.
     """
 
     saved: tuple[int, ...]
@@ -49,6 +53,7 @@ class ScanOption:
     groups: int = 0
     rest: tuple[int, ...] | None = None
     inner: tuple[tuple[str, ScanOption], ...] = ()
+    rest_inner: tuple[tuple[str, ScanOption], ...] | None = None
 
 
 Choices = Mapping[str, ScanOption]
@@ -57,6 +62,11 @@ Choices = Mapping[str, ScanOption]
 def pair_id(prefix: str, match: Match) -> str:
     """Return how choices refer to a pair: by the places of its equations, and of those around it."""
     return f"{prefix}{match.forward}-{match.backward}"
+
+
+def branch_id(key: str, number: int) -> str:
+    """Return how an option of a pair of conditionals refers to one of its branches."""
+    return f"{key}.{number}"
 
 
 def rewrite(jaxpr: _jax.Jaxpr, choices: Choices) -> _jax.Jaxpr:
@@ -93,8 +103,16 @@ def _rewritten(
     for match in matches(jaxpr):
         key = pair_id(prefix, match)
         if key in choices:
-            joint = with_inner(joint_of(jaxpr, match), choices[key].inner, prefix=f"{key}/")
-            new[match.forward], new[match.backward] = _emit(joint, choices[key], key)
+            new[match.forward], new[match.backward] = _emit(
+                joint_of(jaxpr, match), choices[key], key
+            )
+            (left if left is not None else set()).discard(key)
+    for match in branch_matches(jaxpr):
+        key = pair_id(prefix, match)
+        if key in choices:
+            new[match.forward], new[match.backward] = _emit_branches(
+                branches_of(jaxpr, match), choices[key], key
+            )
             (left if left is not None else set()).discard(key)
     for match in shard_matches(jaxpr):
         pair = shards_of(jaxpr, match)
@@ -123,7 +141,7 @@ def with_inner(joint: Joint, inner: Sequence[tuple[str, ScanOption]], prefix: st
 def _emit(
     joint: Joint, option: ScanOption, key: str
 ) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
-    first = _emitted(joint, option.saved, key)
+    first = _emitted(with_inner(joint, option.inner, f"{key}/"), option.saved, key)
     n_groups = option.groups or joint.length // option.group
     n_first = n_groups * option.group
     if n_first > joint.length or not 1 <= option.group < max(2, joint.length):
@@ -133,8 +151,29 @@ def _emit(
         )
     if n_first == joint.length:
         return in_steps(first) if option.group == 1 else in_groups(first, option.group)
-    rest = first if option.rest is None else _emitted(joint, option.rest, key)
+    rest = first
+    if option.rest is not None:
+        inner = option.inner if option.rest_inner is None else option.rest_inner
+        rest = _emitted(with_inner(joint, inner, f"{key}/"), option.rest, key)
     return in_two_loops(first, option.group, n_first, rest)
+
+
+def _emit_branches(
+    joints: Sequence[Joint], option: ScanOption, key: str
+) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
+    of_branch = dict(option.inner)
+    ids = [branch_id(key, k) for k in range(len(joints))]
+    if sorted(of_branch) != sorted(ids):
+        raise PlanError(
+            f"the pair of conditionals {key} has {len(joints)} branches; the option is about "
+            f"{', '.join(of_branch) or 'none'}. Find the pairs again."
+        )
+    return emit_branches(
+        [
+            _emitted(with_inner(joint, of_branch[id].inner, f"{id}/"), of_branch[id].saved, id)
+            for joint, id in zip(joints, ids)
+        ]
+    )
 
 
 def _emitted(joint: Joint, saved: Sequence[int], key: str) -> Emitted:
