@@ -169,6 +169,7 @@ from remat._jax.tracing import (
     new_eqn as new_eqn,
     new_var as new_var,
     offloaded_copy as offloaded_copy,
+    options_of_jit as options_of_jit,
     out_avals as out_avals,
     rebuild as rebuild,
     result_shardings as result_shardings,

@@ -93,6 +93,20 @@ def static_arguments(fun: Callable) -> tuple[tuple[int, ...], tuple[str, ...]]:
     )
 
 
+def options_of_jit(fun: Any) -> dict[str, Any]:
+    """Return which arguments of a jitted function are donated or static; {} of other functions."""
+    info = getattr(fun, "_jit_info", None)
+    if info is None:
+        return {}
+    options = {
+        "donate_argnums": info.donate_argnums,
+        "donate_argnames": info.donate_argnames,
+        "static_argnums": info.static_argnums,
+        "static_argnames": info.static_argnames,
+    }
+    return {name: tuple(value) for name, value in options.items() if value}
+
+
 def abstractify(x: Any) -> Any:
     return jax.api_util.shaped_abstractify(x)
 
