@@ -79,7 +79,7 @@ def of_arrays(
     A step whose arguments JAX takes as they are is returned unchanged.
     """
     fitted: Any = step
-    if isinstance(step, ModuleStep) or hasattr(step, "unplanned"):  # the arguments are jit's
+    if hasattr(step, "unplanned"):  # made by `remat.fit`, which takes what `jax.jit` takes
         return step, args, dict(kwargs)
     if hasattr(fitted, "on_arrays"):  # made by an adapter's `fit`
         call = fitted.call(args, kwargs)

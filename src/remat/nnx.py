@@ -481,7 +481,9 @@ def module_step(
     Args:
       options: which arguments are donated or static, as in `jax.jit`.
     """
-    leaves = jax.tree.leaves((args, dict(kwargs)), is_leaf=_is_graph)
+    # What `arrays` made is not looked into: it holds Variables.
+    is_leaf = lambda x: _is_graph(x) or isinstance(x, _Graph)  # noqa: E731
+    leaves = jax.tree.leaves((args, dict(kwargs)), is_leaf=is_leaf)
     return _Step(step, **options) if any(map(_is_graph, leaves)) else None
 
 

@@ -165,7 +165,7 @@ def test_a_plan_of_an_nnx_step_is_that_of_the_fitted_step():
 
 
 def test_an_nnx_step_is_explained_with_its_updates_and_the_names_of_its_parameters():
-    for step in (nnx_step, nnx.jit(nnx_step)):
+    for step in (nnx_step, nnx.jit(nnx_step, donate_argnums=(0, 1))):
         made = remat.explain(step, *nnx_state(), X, compile=False)
         assert {"forward", "backward", "update"} <= {step.phase for step in made.steps}
         assert any(v.path.startswith("model.layers[0].kernel") for v in made.values)

@@ -87,7 +87,7 @@ def nnx_plain():
     return of_nnx(lambda step: step)
 
 def nnx_jitted():
-    return of_nnx(nnx.jit)
+    return of_nnx(lambda step: nnx.jit(step, donate_argnums=(0, 1)))
 
 def nnx_fitted():
     return of_nnx(remat.nnx.fit)
