@@ -188,6 +188,7 @@ from remat._jax.tracing import (
     varying_as as varying_as,
     varying_axes as varying_axes,
     with_equations as with_equations,
+    with_lines_of as with_lines_of,
     with_scan_arity as with_scan_arity,
     without_axis_effects as without_axis_effects,
     zeros as zeros,

@@ -462,6 +462,21 @@ def source_frames_of(eqn: JaxprEqn) -> tuple[tuple[str, int, str], ...]:
     return tuple((frame.file_name, frame.start_line, frame.function_name) for frame in frames)
 
 
+def with_lines_of(eqn: JaxprEqn, callers: Sequence[JaxprEqn]) -> JaxprEqn:
+    """Return an equation with the source lines of the innermost of its callers that has any.
+
+    Only an equation without lines gets them: one of a function that JAX itself has jitted, such as
+    `jnp.var`, of which JAX does not know where it was called.
+    """
+    if source_frames_of(eqn):
+        return eqn
+    for caller in reversed(callers):
+        if source_frames_of(caller):
+            info = eqn.source_info.replace(traceback=caller.source_info.traceback)
+            return eqn.replace(source_info=info)
+    return eqn
+
+
 def has_hidden_rules(eqn: JaxprEqn) -> bool:
     """Return whether differentiating the equation runs user code that its jaxpr does not show."""
     return eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")

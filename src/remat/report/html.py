@@ -91,8 +91,8 @@ def _tiles(explanation: ExplanationData) -> str:
         ),
         (
             "Recomputation",
-            f"+{percent(totals.extra_time_share)}",
-            f"{format_flops(totals.recompute_flops)}, {format_seconds(totals.recompute_time_s)}",
+            f"+{percent(totals.extra_time_share)} time",
+            f"{format_seconds(totals.recompute_time_s)}; +{percent(totals.extra_flops_share)} FLOPs",
         ),
         ("Step, predicted", format_seconds(totals.time_s), format_flops(totals.flops)),
     ]
