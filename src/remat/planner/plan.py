@@ -754,6 +754,13 @@ class _Search:
             else f"arguments and results take {shown(self.fixed_bytes)} of that, the largest "
             f"temporaries {self._largest()}"
         )
+        if self.fixed_bytes >= self.budget and not tried:
+            raise BudgetError(
+                f"no plan fits {shown(self.budget)} ({self.budget} bytes): {what} ({self.fixed_bytes} "
+                f"bytes), and the peak is {shown(base)} ({base} bytes) without rematerialization. Raise "
+                "budget= to a size between the two, donate arguments (donate_argnums=), or use a smaller "
+                "batch or more devices."
+            )
         raise BudgetError(
             f"no plan fits {shown(self.budget)} ({self.budget} bytes); the smallest peak that was "
             f"reached is {shown(smallest)} ({smallest} bytes), {shown(base)} "
