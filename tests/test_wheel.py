@@ -98,7 +98,7 @@ def test_the_installed_wheel_needs_nothing_but_its_dependencies(bare, tmp_path):
     )
     assert run_in(tmp_path, bare, "-c", without).strip() == "[None, None, None]"
     assert run_in(tmp_path, bare.with_name("remat"), "--version").startswith("remat, version ")
-    assert "H100" in run_in(tmp_path, bare.with_name("remat"), "devices")
+    assert "gpu:h100" in run_in(tmp_path, bare.with_name("remat"), "devices")
 
 
 def test_the_readmes_examples_run_with_the_installed_wheel(bare, tmp_path):
