@@ -1,8 +1,7 @@
 """Train a small diffusion model in Equinox within a memory budget.
 
-The data are points on a spiral; the model learns to predict the noise that was added to them. An Equinox
-module holds functions beside its arrays, so the step takes the arrays alone: `eqx.partition` separates
-them, `eqx.combine` puts the module together again inside of the loss.
+The data are points on a spiral; the model learns to predict the noise that was added to them.
+`remat.equinox.fit` takes the place of `eqx.filter_jit` around the training step.
 
     python examples/equinox_diffusion.py
     remat explain examples/equinox_diffusion.py:problem
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import remat
+import remat.equinox
 from remat.units import format_bytes
 
 BATCH = 2048
@@ -51,32 +50,33 @@ def spiral(key: jax.Array, n: int) -> jax.Array:
     return jnp.stack([angle * jnp.cos(angle), angle * jnp.sin(angle)], axis=1) / 9
 
 
-def make(depth: int = 8, width: int = 128) -> tuple[Callable, Any, Any]:
-    """Return the training step, the model's arrays and the optimizer's state."""
-    arrays, rest = eqx.partition(Denoiser(depth, width, jax.random.key(0)), eqx.is_array)
-    optimizer = optax.adam(1e-3)
+OPTIMIZER = optax.adam(1e-3)
 
-    def loss(arrays: Any, key: jax.Array) -> jax.Array:
-        model = eqx.combine(arrays, rest)
-        k_points, k_noise, k_time = jax.random.split(key, 3)
-        points = spiral(k_points, BATCH)
-        noise = jax.random.normal(k_noise, points.shape)
-        time = jax.random.uniform(k_time, (BATCH,))
-        mixed = jnp.sqrt(1 - time)[:, None] * points + jnp.sqrt(time)[:, None] * noise
-        return jnp.mean((jax.vmap(model)(mixed, time) - noise) ** 2)
 
-    def step(arrays: Any, state: Any, key: jax.Array) -> tuple[Any, Any, jax.Array]:
-        value, gradient = jax.value_and_grad(loss)(arrays, key)
-        updates, state = optimizer.update(gradient, state)
-        return optax.apply_updates(arrays, updates), state, value
+def make(depth: int = 8, width: int = 128) -> tuple[Denoiser, Any]:
+    """Return the model and the optimizer's state."""
+    model = Denoiser(depth, width, jax.random.key(0))
+    return model, OPTIMIZER.init(eqx.filter(model, eqx.is_array))
 
-    return step, arrays, optimizer.init(arrays)
+
+def loss(model: Denoiser, key: jax.Array) -> jax.Array:
+    k_points, k_noise, k_time = jax.random.split(key, 3)
+    points = spiral(k_points, BATCH)
+    noise = jax.random.normal(k_noise, points.shape)
+    time = jax.random.uniform(k_time, (BATCH,))
+    mixed = jnp.sqrt(1 - time)[:, None] * points + jnp.sqrt(time)[:, None] * noise
+    return jnp.mean((jax.vmap(model)(mixed, time) - noise) ** 2)
+
+
+def step(model: Denoiser, state: Any, key: jax.Array) -> tuple[Denoiser, Any, jax.Array]:
+    value, gradient = eqx.filter_value_and_grad(loss)(model, key)
+    updates, state = OPTIMIZER.update(gradient, state)
+    return eqx.apply_updates(model, updates), state, value
 
 
 def problem() -> tuple[Callable, tuple[Any, ...]]:
     """The step and its arguments, for the command line."""
-    step, arrays, state = make()
-    return jax.jit(step, donate_argnums=(0, 1)), (arrays, state, jax.random.key(0))
+    return step, (*make(), jax.random.key(0))
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -84,11 +84,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--budget", default="60%")
     options = parser.parse_args(arguments)
-    step, arrays, state = make()
-    train = remat.fit(step, budget=options.budget, donate_argnums=(0, 1))
+    model, state = make()
+    train = remat.equinox.fit(step, budget=options.budget, donate_argnums=(0, 1))
     losses = []
     for number in range(options.steps):
-        arrays, state, value = train(arrays, state, jax.random.key(number))
+        model, state, value = train(model, state, jax.random.key(number))
         losses.append(float(value))
         if number % 50 == 0:
             print(f"step {number:>4}  loss {losses[-1]:.3f}")

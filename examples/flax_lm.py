@@ -1,6 +1,6 @@
 """Train a small language model in Flax NNX within a memory budget, with checkpoints that resume.
 
-The text is the source of Python's own standard library. `remat.fit` takes the place of `jax.jit` around
+The text is the source of Python's own standard library. `remat.nnx.fit` takes the place of `nnx.jit` around
 the training step; nothing in the model speaks of memory.
 
     python examples/flax_lm.py                     200 steps
@@ -22,7 +22,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-import remat
+import remat.nnx
 from remat.units import format_bytes
 
 CONTEXT, BATCH = 128, 8
@@ -61,28 +61,27 @@ class LanguageModel(nnx.Module):
         return self.out(self.last(x))
 
 
-def make(layers: int = 6, width: int = 128, heads: int = 4) -> tuple[Callable, Any, Any]:
-    """Return the training step, the parameters and the optimizer's state."""
-    graph, params = nnx.split(LanguageModel(layers, width, heads, nnx.Rngs(0)))
-    optimizer = optax.adamw(3e-4)
+def make(layers: int = 6, width: int = 128, heads: int = 4) -> tuple[LanguageModel, nnx.Optimizer]:
+    """Return the model and its optimizer."""
+    model = LanguageModel(layers, width, heads, nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.adamw(3e-4), wrt=nnx.Param)
 
-    def loss(params: Any, text: jax.Array) -> jax.Array:
-        logits = nnx.merge(graph, params)(text[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
 
-    def step(params: Any, state: Any, text: jax.Array) -> tuple[Any, Any, jax.Array]:
-        value, gradient = jax.value_and_grad(loss)(params, text)
-        updates, state = optimizer.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, value
+def loss(model: LanguageModel, text: jax.Array) -> jax.Array:
+    logits = model(text[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
 
-    return step, params, optimizer.init(params)
+
+def step(model: LanguageModel, optimizer: nnx.Optimizer, text: jax.Array) -> jax.Array:
+    value, gradient = nnx.value_and_grad(loss)(model, text)
+    optimizer.update(model, gradient)
+    return value
 
 
 def problem() -> tuple[Callable, tuple[Any, ...]]:
     """The step and the types of its arguments, for `remat explain` and `remat plan`."""
-    step, params, state = make()
-    donating = jax.jit(step, donate_argnums=(0, 1))
-    return donating, (params, state, jax.ShapeDtypeStruct((BATCH, CONTEXT + 1), jnp.int32))
+    text = jax.ShapeDtypeStruct((BATCH, CONTEXT + 1), jnp.int32)
+    return nnx.jit(step, donate_argnums=(0, 1)), (*make(), text)
 
 
 def batches(seed: int) -> Any:
@@ -96,20 +95,20 @@ def batches(seed: int) -> Any:
         yield np.stack([data[start : start + CONTEXT + 1] for start in starts])
 
 
-def save(path: pathlib.Path, params: Any, state: Any, done: int) -> None:
+def save(path: pathlib.Path, model: LanguageModel, optimizer: nnx.Optimizer, done: int) -> None:
     """Write the parameters and the optimizer's state."""
-    leaves = jax.tree.leaves((params, state))
+    leaves = jax.tree.leaves(nnx.state((model, optimizer)))
     arrays = {str(i): np.asarray(leaf) for i, leaf in enumerate(leaves)}
     np.savez(path, done=done, **arrays)
 
 
-def load(path: pathlib.Path, params: Any, state: Any) -> tuple[Any, Any, int]:
-    """Read what `save` wrote, into the structure of `params` and `state`."""
-    leaves, tree = jax.tree.flatten((params, state))
+def load(path: pathlib.Path, model: LanguageModel, optimizer: nnx.Optimizer) -> int:
+    """Read what `save` wrote into the model and its optimizer; return the number of steps done."""
+    leaves, tree = jax.tree.flatten(nnx.state((model, optimizer)))
     with np.load(path) as file:
         read = [jnp.asarray(file[str(i)]) for i in range(len(leaves))]
-        params, state = jax.tree.unflatten(tree, read)
-        return params, state, int(file["done"])
+        nnx.update((model, optimizer), jax.tree.unflatten(tree, read))
+        return int(file["done"])
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -119,17 +118,16 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--save", type=pathlib.Path)
     options = parser.parse_args(arguments)
-    step, params, state = make(options.layers)
+    model, optimizer = make(options.layers)
     done = 0
     if options.save is not None and options.save.exists():
-        params, state, done = load(options.save, params, state)
+        done = load(options.save, model, optimizer)
         print(f"going on after {done} steps")
-    train = remat.fit(step, budget=options.budget, donate_argnums=(0, 1))
+    train = remat.nnx.fit(step, budget=options.budget, donate_argnums=(0, 1))
     texts = batches(seed=done)
     losses = []
     for number in range(done, done + options.steps):
-        params, state, value = train(params, state, next(texts))
-        losses.append(float(value))
+        losses.append(float(train(model, optimizer, next(texts))))
         if number == done:
             (plan,) = train.plans
             print(f"peak {format_bytes(plan.peak_bytes)}, "
@@ -138,7 +136,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         if number % 20 == 0:
             print(f"step {number:>4}  loss {losses[-1]:.3f}")
     if options.save is not None:
-        save(options.save, params, state, done + options.steps)
+        save(options.save, model, optimizer, done + options.steps)
     return {"losses": losses, "plan": plan}
 
 

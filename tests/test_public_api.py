@@ -50,8 +50,8 @@ MODULES = {
     "report": "KINDS PHASES Difference Explanation ExplanationData Finding Group Memory ParetoPoint Segment "
     "Step Timeline Totals Value difference groups live_at predicted_memory timeline",
     "linen": "checkpoint remat remat_scan",
-    "nnx": "remat",
-    "equinox": "filter_checkpoint with_remat without_remat",
+    "nnx": "fit remat",
+    "equinox": "filter_checkpoint fit with_remat without_remat",
     "haiku": "remat",
     "brainstate": "checkpoint remat",
 }

@@ -1,4 +1,4 @@
-"""`remat.equinox.filter_checkpoint`: the signature of `equinox.filter_checkpoint`.
+"""`remat.equinox`: `filter_checkpoint` with the signature of Equinox's, and `fit` for steps on modules.
 
 Equinox applies functions to pytrees with leaves of any type, and *filters* them: arrays are traced, and
 other leaves are fixed. So the function (a pytree if it is a module or a module's bound method) and its
@@ -21,12 +21,16 @@ import jax
 
 from remat import _jax, partition
 from remat.aliases import PolicyLike, PyTree
-from remat.errors import TargetError
+from remat.errors import OptionError, TargetError
+from remat.module_steps import FilteredStep
+from remat.planner.fit_modules import FittedModules
+from remat.planner.plan_file import Plan
 from remat.selection import Selection, has_method
 from remat.transform.checkpoint import checkpoint
 from remat.transform.policies import check_policy
+from remat.units import Number
 
-__all__ = ["filter_checkpoint", "with_remat", "without_remat"]
+__all__ = ["filter_checkpoint", "fit", "with_remat", "without_remat"]
 
 _jax.exclude_from_tracebacks(__file__)
 
@@ -104,6 +108,68 @@ def _as_pytree(fun: Callable) -> PyTree:
     if isinstance(fun, types.MethodType) and isinstance(fun.__self__, eqx.Module):
         return eqx.Partial(fun.__func__, fun.__self__)
     return fun
+
+
+# --------------------------------------------------------------------------------------------------
+# With a plan
+
+
+def fit(
+    step: Callable, /, *, budget: Number | None = None, plan: Plan | None = None, **options: Any
+) -> FittedModules:
+    """Compile a training step on Equinox modules so that it fits a memory budget.
+
+    It takes the place of `equinox.filter_jit`: arrays in the arguments are traced, and the step is
+    compiled for the other leaves. In all else it is `remat.fit`.
+
+    >>> import equinox as eqx, jax, jax.numpy as jnp
+    >>> import remat.equinox
+    >>> def step(model, x):
+    ...     loss, grads = eqx.filter_value_and_grad(lambda m: jnp.mean(jax.vmap(m)(x) ** 2))(model)
+    ...     return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads)), loss
+    >>> train = remat.equinox.fit(step, budget="90%", donate_argnums=0)
+    >>> model = eqx.nn.MLP(16, 16, 16, depth=6, key=jax.random.key(0))
+    >>> model, loss = train(model, jnp.ones((512, 16)))
+    >>> train.plans[0].is_verified
+    True
+
+    Args:
+      step: the training step, a function of modules.
+      budget, plan: see `remat.fit`.
+      options: those of `remat.fit` and `jax.jit`. `donate_argnums` donates the arrays of arguments.
+
+    Returns:
+      A callable with the arguments and results of the step, and the methods of a `remat.Fitted`.
+
+    Raises:
+      TargetError: the step is a module with arrays, or a method of one.
+      OptionError: an option of `equinox.filter_jit`, or static arguments.
+      StaticArgumentTypeError: when called: a leaf is neither an array nor hashable.
+      PlanError, BudgetError, UnitsError: as for `remat.fit`.
+    """
+    owner = getattr(step, "__self__", step)
+    # Transformed functions, such as those of `eqx.filter_grad`, are modules without arrays.
+    if isinstance(owner, eqx.Module) and any(map(eqx.is_array, jax.tree.leaves(owner))):
+        cls = type(owner).__name__
+        method = "__call__" if owner is step else step.__name__
+        raise TargetError(
+            f"remat.equinox.fit takes a function of modules, and {cls}.{method} of an instance has its "
+            f"arrays fixed. Pass the module as an argument: remat.equinox.fit({cls}.{method})(module, "
+            "...), or a function that calls it."
+        )
+    if not callable(step):
+        raise TargetError(f"remat.equinox.fit takes a training step, a function, not {step!r}.")
+    if "donate" in options:
+        raise OptionError(
+            "remat.equinox.fit has donate_argnums= (and donate_argnames=) in place of donate=: "
+            "donate_argnums=(0, 1) donates the arrays of the first two arguments."
+        )
+    for name in ("static_argnums", "static_argnames"):
+        if name in options:
+            raise OptionError(
+                f"remat.equinox.fit has no {name}=: all that is not an array is static already."
+            )
+    return FittedModules(FilteredStep(step), dict(options, budget=budget, plan=plan))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`remat.nnx.remat`: the signature of `flax.nnx.remat`.
+"""`remat.nnx`: `remat` with the signature of `flax.nnx.remat`, and `fit` in place of `nnx.jit`.
 
 An NNX module is a graph of Python objects with Variables in them. The graphs among the arguments are
 converted to pytrees before the region and back to graphs inside of it. Everything that the function
@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -34,11 +34,15 @@ from flax.typing import MISSING, Missing
 from remat import _jax, partition
 from remat.aliases import Leaf, PolicyLike, PyTree
 from remat.errors import OptionError, StaticArgumentError, TargetError
+from remat.module_steps import Call, ModuleStep, Structure, Words, keyed, with_fixed_leaves
+from remat.planner.fit_modules import FittedModules
+from remat.planner.plan_file import Plan
 from remat.selection import Selection, has_method
 from remat.transform.checkpoint import checkpoint
 from remat.transform.statics import Statics
+from remat.units import Number
 
-__all__ = ["remat"]
+__all__ = ["fit", "remat"]
 
 traceback_util.register_exclusion(__file__)
 
@@ -121,10 +125,7 @@ def _with_updates(f: Callable, options: dict[str, Any]) -> Callable:
         copies = graphlib.IndexMap()
         args, kwargs = _as_objects((args, kwargs), copies)
         objects = [copies[index] for index in range(len(copies))]
-        before = [_contents(x) for x in objects]
-        out = f(*args, **kwargs)
-        is_kept = [_is_same(old, _contents(x)) for old, x in zip(before, objects)]
-        return _changes(objects, is_kept, out)
+        return _run(f, args, kwargs, objects, frozenset())
 
     region_for = _regions(f, inner, options)
 
@@ -138,6 +139,27 @@ def _with_updates(f: Callable, options: dict[str, Any]) -> Callable:
         return _write_back({index: x for x, index in index_of.items()}, *results)
 
     return rematted
+
+
+def _run(
+    f: Callable, args: tuple, kwargs: dict[str, Any], objects: list[Any], returned: frozenset[int]
+) -> PyTree:
+    """Call a function with copies of the caller's objects; return its changes of them and its result.
+
+    Args:
+      objects: the copies by number.
+      returned: the numbers of those that are returned, changed or not.
+    """
+    before = [_contents(x) for x in objects]
+    classes = [type(x) for x in objects]
+    out = f(*args, **kwargs)
+    for x, cls in zip(objects, classes):
+        _check_same_class(type(x), cls)
+    is_kept = [
+        n not in returned and _is_same(old, _contents(x))
+        for n, (old, x) in enumerate(zip(before, objects))
+    ]
+    return _changes(objects, is_kept, out)
 
 
 def _without_updates(f: Callable, graph: bool, options: dict[str, Any]) -> Callable:
@@ -171,15 +193,28 @@ def _without_updates(f: Callable, graph: bool, options: dict[str, Any]) -> Calla
 # changes are checked before the first is made, so that an error changes nothing.
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["graphdef"]
-)
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class _Graph:
-    """A graph as a pytree: its structure, and its Variables and arrays in order."""
+    """A graph as a pytree: its structure, and its Variables and arrays in order, under their paths."""
 
-    graphdef: graphlib.GraphDef
+    structure: Structure
     leaves: list[Leaf]
+
+    @property
+    def graphdef(self) -> graphlib.GraphDef:
+        graphdef: graphlib.GraphDef = self.structure.fixed
+        return graphdef
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Leaf]], Structure]:
+        return keyed(self.structure.paths, self.leaves), self.structure
+
+    def tree_flatten(self) -> tuple[list[Leaf], Structure]:
+        return self.leaves, self.structure
+
+    @classmethod
+    def tree_unflatten(cls, structure: Structure, leaves: Any) -> _Graph:
+        return cls(structure, list(leaves))
 
 
 def _as_graphs(tree: PyTree, index_of: Any, outer_index_of: Any = None) -> PyTree:
@@ -196,9 +231,17 @@ def _as_graphs(tree: PyTree, index_of: Any, outer_index_of: Any = None) -> PyTre
         graphdef, state = graphlib.flatten(
             x, ref_index=index_of, ref_outer_index=outer_index_of, graph=True
         )
-        return _Graph(graphdef, list(state.leaves))
+        paths = tuple(tuple(map(_key_of, path)) for path in state.paths)
+        return _Graph(Structure(graphdef, paths), list(state.leaves))
 
     return jax.tree.map(one, tree, is_leaf=_is_graph)
+
+
+def _key_of(name: Any) -> Any:
+    if isinstance(name, int):
+        return jax.tree_util.SequenceKey(name)
+    is_attribute = isinstance(name, str) and name.isidentifier()
+    return jax.tree_util.GetAttrKey(name) if is_attribute else jax.tree_util.DictKey(name)
 
 
 def _as_objects(tree: PyTree, known: Any, outer: Any = None) -> PyTree:
@@ -282,9 +325,14 @@ def _check_may_change(x: Any, cls: Any = None) -> None:
         x._check_valid_context(
             lambda: f"Cannot mutate '{type(x).__name__}' from different trace level"
         )
-    if cls is not None and type(x) is not cls:
+    if cls is not None:
+        _check_same_class(cls, type(x))
+
+
+def _check_same_class(inside: Any, before: Any) -> None:
+    if inside is not before:
         raise TargetError(
-            f"remat.nnx.remat: a {type(x).__name__} became a {cls.__name__} inside. Give the module "
+            f"remat.nnx: a {before.__name__} became a {inside.__name__} inside. Give the module "
             "its class before the call."
         )
 
@@ -345,25 +393,200 @@ def _of_instance(module: Any, options: dict[str, Any]) -> Callable:
     return rematted
 
 
-def _check_target(f: Any) -> None:
+def _check_target(f: Any, name_of_ours: str = "remat.nnx.remat") -> None:
     target = f
     while isinstance(target, functools.partial):
         target = target.func
     if inspect.isclass(target):
         raise TargetError(
-            f"remat.nnx.remat takes a function, not the class {target.__name__}: it would "
+            f"{name_of_ours} takes a function, not the class {target.__name__}: it would "
             f"rematerialize the construction of modules, not their calls. Decorate the method, or "
-            f"call remat.nnx.remat({target.__name__}.__call__)(module, ...)."
+            f"call {name_of_ours}({target.__name__}.__call__)(module, ...)."
         )
     if inspect.ismethod(target) and isinstance(target.__self__, nnx.Module):
         cls, name = type(target.__self__).__name__, target.__name__
         raise TargetError(
-            f"remat.nnx.remat does not support bound methods, such as {cls}.{name} of an instance: "
+            f"{name_of_ours} does not support bound methods, such as {cls}.{name} of an instance: "
             f"the module has to be an argument. Decorate the method, or call "
-            f"remat.nnx.remat({cls}.{name})(module, ...)."
+            f"{name_of_ours}({cls}.{name})(module, ...)."
         )
     if not callable(f):
-        raise TargetError(f"remat.nnx.remat takes a function, not {f!r}.")
+        raise TargetError(f"{name_of_ours} takes a function, not {f!r}.")
+
+
+# --------------------------------------------------------------------------------------------------
+# With a plan
+
+
+def fit(
+    step: Callable, /, *, budget: Number | None = None, plan: Plan | None = None, **options: Any
+) -> FittedModules:
+    """Compile a training step on NNX modules so that it fits a memory budget.
+
+    It takes the place of `nnx.jit`: what the step changes in its modules, optimizers, metrics and
+    random streams is changed in the caller's. In all else it is `remat.fit`.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from flax import nnx
+    >>> import remat.nnx
+    >>> model = nnx.Sequential(*[nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(6)])
+    >>> optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    >>> def step(model, optimizer, x):
+    ...     loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+    ...     optimizer.update(model, grads)
+    ...     return loss
+    >>> train = remat.nnx.fit(step, budget="90%", donate_argnums=(0, 1))
+    >>> loss = train(model, optimizer, jnp.ones((512, 16)))
+    >>> int(optimizer.step[...]), train.plans[0].is_verified
+    (1, True)
+
+    Args:
+      step: the training step. Modules are among its arguments. If it raises, nothing is changed.
+      budget, plan: see `remat.fit`.
+      options: those of `remat.fit` and `jax.jit`. What is donated is returned, changed or not, so that
+        a donated module stays usable.
+
+    Returns:
+      A callable with the arguments, results and updates of the step, and the methods of a
+      `remat.Fitted`.
+
+    Raises:
+      TargetError: for a bound method, a module or a class.
+      OptionError: an option of `nnx.jit` that `jax.jit` has not.
+      StaticArgumentError: when called: a static argument holds a module.
+      PlanError, BudgetError, UnitsError: as for `remat.fit`.
+    """
+    _check_target(step, "remat.nnx.fit")
+    if isinstance(step, nnx.Module):
+        cls = type(step).__name__
+        raise TargetError(
+            f"remat.nnx.fit takes a training step, not a {cls}: pass the module as an argument, "
+            f"remat.nnx.fit({cls}.__call__)(module, ...)."
+        )
+    for name in ("graph", "graph_updates"):
+        if name in options:
+            raise OptionError(
+                f"remat.nnx.fit has no {name}=: modules are always graphs that may change. Leave it out."
+            )
+    return FittedModules(
+        _Step(step, **_argument_options(options)), options | {"budget": budget, "plan": plan}
+    )
+
+
+def module_step(
+    step: Callable, args: tuple, kwargs: Mapping[str, Any], options: Mapping[str, Any]
+) -> ModuleStep | None:
+    """Return a step as a function of arrays if modules are among its arguments, else None.
+
+    Args:
+      options: which arguments are donated or static, as in `jax.jit`.
+    """
+    # What `arrays` made is not looked into: it holds Variables.
+    is_leaf = lambda x: _is_graph(x) or isinstance(x, _Graph)  # noqa: E731
+    leaves = jax.tree.leaves((args, dict(kwargs)), is_leaf=is_leaf)
+    return _Step(step, **options) if any(map(_is_graph, leaves)) else None
+
+
+def check_loses_no_updates(step: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a step whose updates of modules would be lost, since it does not return the modules.
+
+    `jax.jit` takes modules as pytrees, so that a function changes copies of them.
+    """
+    on_arrays = module_step(step, args, kwargs, {})
+    if not isinstance(on_arrays, _Step):
+        return
+    lost: list[str] = []
+
+    def watched(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        copies = graphlib.IndexMap()
+        of_args, of_kwargs = _as_objects((args, kwargs), copies)
+        before = {index: _contents(x) for index, x in copies.items()}
+        out = step(*of_args, **of_kwargs)
+        found = graphlib.RefMap()
+        _as_graphs(out, found)
+        lost.extend(
+            type(x).__name__
+            for index, x in copies.items()
+            if x not in found and not _is_same(before[index], _contents(x))
+        )
+        return None
+
+    call = on_arrays.arrays(args, kwargs)
+    watch, of_args, of_kwargs = with_fixed_leaves(watched, call.args, call.kwargs)
+    jax.eval_shape(watch, *of_args, **of_kwargs)
+    if lost:
+        kinds = ", ".join(dict.fromkeys(lost))
+        raise TargetError(
+            f"remat.fit compiles like jax.jit, which would lose the step's updates of NNX modules "
+            f"({kinds}). Write remat.nnx.fit in place of remat.fit, or return the modules from the step."
+        )
+
+
+def _argument_options(options: dict[str, Any]) -> dict[str, Any]:
+    names = ("donate_argnums", "donate_argnames", "static_argnums", "static_argnames")
+    return {name: options[name] for name in names if options.get(name) is not None}
+
+
+class _Step(ModuleStep):
+    """A step on modules as a function of their arrays; it returns what it changes in them."""
+
+    words = Words("remat.nnx.fit", "nnx.value_and_grad")
+
+    def __init__(
+        self,
+        step: Callable,
+        donate_argnums: Any = (),
+        donate_argnames: Any = (),
+        static_argnums: Any = (),
+        static_argnames: Any = (),
+    ) -> None:
+        super().__init__(step)
+        self._donated = Statics.of(step, donate_argnums, donate_argnames)
+        self._static = Statics.of(step, static_argnums, static_argnames)
+
+    def arrays(self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> Call:
+        kwargs = dict(kwargs)
+        for where in _chosen(self._static, args, kwargs):
+            value = args[where] if isinstance(where, int) else kwargs[where]
+            if any(map(_is_graph, jax.tree.leaves(value, is_leaf=_is_graph))):
+                raise StaticArgumentError(
+                    f"remat.nnx.fit: the static argument {where} of {self.__name__} holds a module, "
+                    "whose values would be fixed in the compiled step. Modules are always traced: "
+                    "take it out of static_argnums or static_argnames."
+                )
+        index_of = graphlib.RefMap()
+        of_args, of_kwargs = _as_graphs((args, kwargs), index_of)
+        objects = {index: x for x, index in index_of.items()}
+        for n in self._returned(of_args, of_kwargs):
+            _check_may_change(objects[n])
+        return Call(of_args, of_kwargs, functools.partial(_finish, objects))
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        returned = self._returned(args, kwargs)
+        copies = graphlib.IndexMap()
+        of_args, of_kwargs = _as_objects((args, kwargs), copies)
+        objects = [copies[index] for index in range(len(copies))]
+        return _run(self.step, of_args, of_kwargs, objects, returned)
+
+    def _returned(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> frozenset[int]:
+        """Return the numbers of the objects whose arrays are donated."""
+        found: set[int | None] = set()
+        for where in _chosen(self._donated, args, kwargs):
+            value = args[where] if isinstance(where, int) else kwargs[where]
+            for x in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, _Graph)):
+                if isinstance(x, _Graph):
+                    defined = (n for n in x.graphdef.nodes if not isinstance(n, graphlib.NodeRef))
+                    found |= {getattr(node, "index", None) for node in defined}
+        return frozenset(n for n in found if n is not None)
+
+
+def _chosen(which: Statics, args: tuple, kwargs: dict[str, Any]) -> tuple[int | str, ...]:
+    positions, names = which.in_call(args, kwargs)
+    return (*positions, *names)
+
+
+def _finish(objects: dict[int, Any], results: PyTree) -> PyTree:
+    return _write_back(objects, *results)
 
 
 # --------------------------------------------------------------------------------------------------

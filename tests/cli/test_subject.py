@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
+import jax
 import pytest
 
+from remat.cli.subject import load_subject
 from remat.report import Explanation
 
 
@@ -62,3 +65,61 @@ def test_it_runs_as_a_module_in_the_current_directory(run, tmp_path):
 )
 def test_what_names_no_step_is_refused(refused, arguments, said):
     assert said in refused(*arguments)
+
+
+MODULES = """
+import jax.numpy as jnp, optax
+import equinox as eqx
+from flax import nnx
+import jax, remat.equinox, remat.nnx
+
+x = jnp.ones((64, 8))
+
+def in_place(model, optimizer, x):
+    grads = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+    optimizer.update(model, grads)
+
+def of_nnx(jit):
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    return jit(in_place), (model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), x)
+
+def nnx_plain():
+    return of_nnx(lambda step: step)
+
+def nnx_jitted():
+    return of_nnx(lambda step: nnx.jit(step, donate_argnums=(0, 1)))
+
+def nnx_fitted():
+    return of_nnx(remat.nnx.fit)
+
+def loss(model, x):
+    return jnp.mean(jax.vmap(model)(x) ** 2)
+
+def of_equinox(jit):
+    model = eqx.nn.MLP(8, 8, 8, 2, key=jax.random.key(0))
+    return jit(eqx.filter_value_and_grad(loss)), (model, x)
+
+def equinox_plain():
+    return of_equinox(lambda step: step)
+
+def equinox_jitted():
+    return of_equinox(eqx.filter_jit)
+
+def equinox_fitted():
+    return of_equinox(remat.equinox.fit)
+
+def equinox_loss():
+    return loss, (eqx.nn.MLP(8, 8, 8, 2, key=jax.random.key(0)), x)
+"""
+
+
+@pytest.mark.parametrize("how", ["plain", "jitted", "fitted"])
+@pytest.mark.parametrize("system", ["nnx", "equinox"])
+def test_steps_on_modules_are_subjects_as_they_are(run, system, how):
+    pytest.importorskip("flax")
+    pytest.importorskip("equinox")
+    pathlib.Path("modules.py").write_text(MODULES)
+    subject = load_subject(f"modules.py:{system}_{how}")
+    assert subject.is_step
+    assert all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(subject.args))
+    assert not load_subject("modules.py:equinox_loss").is_step

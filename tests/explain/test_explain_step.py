@@ -141,3 +141,11 @@ def test_steps_are_explained_ahead_of_time_for_a_tpu():
     assert totals.compiled.peak_bytes > totals.compiled.argument_bytes > 0
     assert abs(totals.difference_bytes) < 0.25 * totals.compiled.peak_bytes
     assert totals.difference
+
+
+def test_values_of_functions_that_jax_has_jitted_have_the_line_of_the_call():
+    def loss(w, x):
+        return jnp.sum(jnp.var(jnp.tanh(x @ w), axis=1))  # this line
+
+    made = remat.explain(loss, jnp.eye(16), jnp.ones((64, 16)), compile=False)
+    assert all(v.source for v in made.values if v.kind in ("saved", "temporary", "gradient"))

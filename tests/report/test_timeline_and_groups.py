@@ -7,7 +7,16 @@ import samples
 from hypothesis import given, strategies as st
 from strategies import explanations
 
-from remat.report import KINDS, Value, groups, live_at, predicted_memory, timeline
+from remat.report import (
+    KINDS,
+    ExplanationData,
+    Value,
+    difference,
+    groups,
+    live_at,
+    predicted_memory,
+    timeline,
+)
 from remat.report.timeline import thinned
 
 
@@ -68,3 +77,15 @@ def test_a_hundred_thousand_values_have_a_timeline():
     explanation = samples.of_size(100_000)
     assert len(explanation.values) >= 100_000
     assert timeline(explanation.values, explanation.steps).peak_bytes > 0
+
+
+def test_a_value_that_each_iteration_recomputes_is_what_became_of_all_saved_ones():
+    def value(id, kind):
+        return Value(id, kind, "f32[8]", 32, path="mlp", primitive="sin")
+
+    saved = ExplanationData("saved", values=tuple(value(i, "saved") for i in range(24)))
+    again = ExplanationData("again", values=(value(0, "recomputed"),))
+    found = difference(saved, again)
+    assert len(found.changed) == 24 and not found.vanished and not found.appeared
+    assert found.saved_bytes == -24 * 32 and difference(again, saved).saved_bytes == 24 * 32
+    assert "saved → recomputed   768 B   24 × mlp: sin" in found.to_text()

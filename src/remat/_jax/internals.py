@@ -443,8 +443,8 @@ INTERNALS = (
     Internal(
         "attribute",
         ("_jit_info",),
-        "the static arguments of a jitted function",
-        "requiring static arguments as options of `remat.explain`",
+        "the static and donated arguments of a jitted function",
+        "requiring static and donated arguments as options of `remat.explain` and `remat.fit`",
     ),
     Internal(
         "attribute",

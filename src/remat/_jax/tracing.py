@@ -93,6 +93,20 @@ def static_arguments(fun: Callable) -> tuple[tuple[int, ...], tuple[str, ...]]:
     )
 
 
+def options_of_jit(fun: Any) -> dict[str, Any]:
+    """Return which arguments of a jitted function are donated or static; {} of other functions."""
+    info = getattr(fun, "_jit_info", None)
+    if info is None:
+        return {}
+    options = {
+        "donate_argnums": info.donate_argnums,
+        "donate_argnames": info.donate_argnames,
+        "static_argnums": info.static_argnums,
+        "static_argnames": info.static_argnames,
+    }
+    return {name: tuple(value) for name, value in options.items() if value}
+
+
 def abstractify(x: Any) -> Any:
     return jax.api_util.shaped_abstractify(x)
 
@@ -446,6 +460,21 @@ def source_frames_of(eqn: JaxprEqn) -> tuple[tuple[str, int, str], ...]:
     """
     frames = _source_frames.user_frames(eqn.source_info.traceback)
     return tuple((frame.file_name, frame.start_line, frame.function_name) for frame in frames)
+
+
+def with_lines_of(eqn: JaxprEqn, callers: Sequence[JaxprEqn]) -> JaxprEqn:
+    """Return an equation with the source lines of the innermost of its callers that has any.
+
+    Only an equation without lines gets them: one of a function that JAX itself has jitted, such as
+    `jnp.var`, of which JAX does not know where it was called.
+    """
+    if source_frames_of(eqn):
+        return eqn
+    for caller in reversed(callers):
+        if source_frames_of(caller):
+            info = eqn.source_info.replace(traceback=caller.source_info.traceback)
+            return eqn.replace(source_info=info)
+    return eqn
 
 
 def has_hidden_rules(eqn: JaxprEqn) -> bool:

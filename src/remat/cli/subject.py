@@ -21,6 +21,7 @@ import click
 from remat.cli.errors import OneLineError, message_of, place_of
 from remat.errors import closest
 from remat.explain.step import has_gradient, value_and_gradient
+from remat.module_steps import of_arrays
 from remat.planner.regions import auto
 from remat.printing import shown
 from remat.transform import policies
@@ -104,7 +105,9 @@ def load_subject(spec: str) -> Subject:
             f"{spec} must return a tuple of arguments after the step, and then a dict if any, "
             f"not {_shortly(args)}."
         )
-    return Subject(spec, step, tuple(args), kwargs)
+    with user_code():
+        step, args, kwargs = of_arrays(step, tuple(args), kwargs)
+    return Subject(spec, step, args, kwargs)
 
 
 def _load_module(module: str, spec: str) -> ModuleType:

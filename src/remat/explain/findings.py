@@ -113,9 +113,10 @@ def _no_regions(facts: Facts) -> Finding:
         step = "A plan has little to gain: what is live at the peak are arguments and results."
     else:
         of_peak = format_bytes(int(suggested / 100 * facts.peak_bytes))
-        fitted = "step" if facts.step.undifferentiated is None else "jax.value_and_grad(loss)"
+        words = facts.step.words
+        fitted = "step" if facts.step.undifferentiated is None else f"{words.gradient}(loss)"
         step = (
-            f'remat.fit({fitted}, budget="{suggested}%") chooses what to recompute: the peak becomes '
+            f'{words.fit}({fitted}, budget="{suggested}%") chooses what to recompute: the peak becomes '
             f"about {of_peak}, for {_cost_of_all(facts)}. Or wrap the layers in remat.checkpoint."
         )
     if facts.step.marked:
@@ -192,11 +193,11 @@ def _after_plan(facts: Facts, plan: Followed, share: float) -> str:
     if share > 0.01 and peak < 0.9 * at_most:
         between = (peak + at_most) // 2
         return (
-            f"If there is room for {format_bytes(between)}, remat.fit(step, "
+            f"If there is room for {format_bytes(between)}, {facts.step.words.fit}(step, "
             f"budget={budget_text(between)}) recomputes less."
         )
     lower = (peak + facts.fixed_bytes) // 2
-    return f"For a lower peak try remat.fit(step, budget={budget_text(lower)})."
+    return f"For a lower peak try {facts.step.words.fit}(step, budget={budget_text(lower)})."
 
 
 def budget_text(n_bytes: int) -> str:

@@ -188,6 +188,7 @@ class _Reader(ProgramWriter):
         self.regions: list[Region] = []
         self.host_bytes: dict[int, int] = {}
         self._where = _Where()
+        self._callers: list[_jax.JaxprEqn] = []
         self._derived: set[int] = set()  # values that depend on cotangents
         self.literals: dict[int, str] = {}  # inputs of calls that are literals
         self._literal_of: dict[_jax.Var, str] = {}
@@ -229,7 +230,9 @@ class _Reader(ProgramWriter):
                 self._cotangents = (body, eqn.params["cotangents"])
         given = {v: str(x) for v, x in zip(body.invars, eqn.invars) if not _jax.is_var(x)}
         self._literal_of.update(given)
+        self._callers.append(eqn)
         super().call(eqn, body, path)
+        self._callers.pop()
         for v in given:
             self._literal_of.pop(v, None)
         self._where = outer
@@ -261,6 +264,7 @@ class _Reader(ProgramWriter):
             phase = "update" if derived else "forward"
         if derived or phase == "backward":
             self._derived.update(op.results)
+        eqn = _jax.with_lines_of(eqn, self._callers)
         self.notes[op.results] = _Note(phase, where.region, eqn)
 
 

@@ -71,7 +71,7 @@ def explanation_of(
     )
     findings = findings_of(facts)
     if refused is not None:
-        findings = (_does_not_fit(refused, predicted), *findings)
+        findings = (_does_not_fit(refused, predicted, step.words.fit), *findings)
     # JAX reports the bytes of all devices together.
     is_sharded = any(n > 1 for n in step.shards) or applies(step.jaxpr, "shard_map")
     kept = None if is_sharded else step.residuals
@@ -161,12 +161,12 @@ def _inlined(
     return None if isinstance(memory, compiling.OutOfMemory) else memory.temp_bytes
 
 
-def _does_not_fit(refused: compiling.OutOfMemory, predicted: Memory) -> Finding:
+def _does_not_fit(refused: compiling.OutOfMemory, predicted: Memory, fit: str) -> Finding:
     return Finding(
         "does_not_fit",
         "error",
         f"The compiler refuses the step: it needs {format_bytes(refused.needed_bytes)} at least, and "
         f"the device has {format_bytes(refused.limit_bytes)}. The model predicts a peak of "
         f"{format_bytes(predicted.peak_bytes)}; where it is, is shown below.",
-        f"Plan it for the device: remat.fit(step, budget={budget_text(refused.limit_bytes)}).",
+        f"Plan it for the device: {fit}(step, budget={budget_text(refused.limit_bytes)}).",
     )

@@ -19,6 +19,7 @@ from remat import _jax
 from remat.aliases import Leaf, PyTree
 from remat.ir import jaxprs
 from remat.marked import names_of_marked
+from remat.module_steps import Words, of_arrays, words_for
 from remat.program.targets import Target, n_shards, place
 from remat.transform.residuals import Residuals, residuals
 
@@ -43,6 +44,7 @@ class TracedStep:
       marked: the functions marked by `remat.auto` that it calls.
       inputs: for each input an array, or its shape, type and sharding.
       lower: gives what compiles.
+      words: the names of functions for such a step.
     """
 
     title: str
@@ -55,6 +57,7 @@ class TracedStep:
     marked: tuple[str, ...]
     inputs: tuple[Leaf, ...]
     lower: Callable[[], jax.stages.Lowered]
+    words: Words
 
 
 def traced_step(
@@ -68,9 +71,9 @@ def traced_step(
         )
     if not callable(f):
         raise TypeError(f"remat.explain takes a function or a training step, not {f!r}.")
-    args, kwargs = place((args, kwargs), target)
     title = getattr(f, "__name__", type(f).__name__)
-    f, args, kwargs = _of_arrays(f, args, kwargs)
+    f, args, kwargs = of_arrays(f, args, kwargs)
+    args, kwargs = place((args, kwargs), target)
     with names_of_marked() as marked:
         plain = _trace(f, args, kwargs)
     jaxpr, consts = _jax.detach_consts(plain.jaxpr)
@@ -126,7 +129,9 @@ class _Arguments:
 
 def has_gradient(f: Callable, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> bool:
     """Return whether a function computes a gradient itself."""
-    f, args, kwargs = _of_arrays(f, args, kwargs)
+    f, args, kwargs = of_arrays(f, args, kwargs)
+    if hasattr(f, "unplanned"):  # a step that `remat.fit` returned
+        f = jax.jit(f.unplanned[0], **f.unplanned[1])
     return _has_gradient(_jax.open_jaxpr(_trace(f, args, kwargs).jaxpr))
 
 
@@ -147,24 +152,6 @@ def _trace(f: Callable, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> 
         if hasattr(traced, "jaxpr"):  # `nnx.jit` keeps it to itself
             return traced
     return jax.jit(f).trace(*args, **kwargs)
-
-
-def _of_arrays(
-    f: Callable, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-) -> tuple[Callable, tuple[PyTree, ...], dict[str, PyTree]]:
-    """Return a function of the arrays alone; arguments may hold other leaves, as Equinox's do."""
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    others = {i: x for i, x in enumerate(leaves) if not hasattr(x, "dtype") and not _is_number(x)}
-    if not others or hasattr(f, "trace"):  # a jitted function says itself which it takes
-        return f, args, kwargs
-
-    @_jax.wraps(f)
-    def function(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        given = tree.flatten_up_to((args, kwargs))
-        args, kwargs = tree.unflatten([others.get(i, x) for i, x in enumerate(given)])
-        return f(*args, **kwargs)
-
-    return function, *tree.unflatten([None if i in others else x for i, x in enumerate(leaves)])
 
 
 def _made(
@@ -204,6 +191,7 @@ def _made(
         marked,
         (*consts, *(leaves if known else map(_struct, jaxpr.invars[n_consts:]))),
         traced.lower,
+        words_for(arguments.f),
     )
 
 

@@ -31,13 +31,14 @@ import jax
 from remat import _jax, units
 from remat.cache import Cache, find_cache
 from remat.errors import BudgetError, PlanError
+from remat.module_steps import check_loses_no_updates, check_takes_arrays
 from remat.planner.decisions import RegionDecision
 from remat.planner.plan import plan as make_plan, versions
 from remat.planner.plan_file import AS_RUN, FAST, MadeFor, Plan, RegionPlan
 from remat.planner.processes import receive_plan
 from remat.planner.regions import Application, LoopForm, Recording, session_context
 from remat.planner.rewrite import following
-from remat.planner.step import Step, check_step
+from remat.planner.step import Step, check_step, unfitted
 from remat.planner.step_decisions import decisions_of_plan
 from remat.planner.whole_step import applied
 from remat.printing import printable
@@ -91,7 +92,8 @@ def fit(
       cache: whether to use the user's cache directory; or a cache or a folder to use instead.
       costs: the cost model of recomputation, see `remat.plan`.
       progress: whether to show the progress of planning on a terminal.
-      jit_options: options of `jax.jit`.
+      jit_options: options of `jax.jit`. Arguments that a jitted step donates, or that are static in it,
+        are so by default.
 
     Returns:
       A callable with `lower`, `trace` and the other methods of a jitted function, and `plan(*args)`.
@@ -102,6 +104,7 @@ def fit(
       BudgetError: when called: no plan fits.
     """
     check_step(step)
+    step, jit_options = unfitted(step, jit_options)
     if plan is not None and not isinstance(plan, Plan):
         raise PlanError(
             f"plan= must be a remat.Plan, not {type(plan).__name__}; read one from a file with "
@@ -206,26 +209,21 @@ class Fitted:
 
         Compiled programs are not pickled. The cache on disk has the plan.
         """
-        name = getattr(self, "__qualname__", "")
-        with contextlib.suppress(AttributeError, KeyError):
-            if operator.attrgetter(name)(sys.modules[self.__module__]) is self:
-                return name
         target = self._options["target"]
         options = self._options | {"target": target.name if isinstance(target, Target) else target}
-        return Fitted, (self._step, self._budget, self._given, options, self._jit_options)
+        made = Fitted, (self._step, self._budget, self._given, options, self._jit_options)
+        return by_name(self) or made
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """Return the plan for these arguments; it is made now if there is none yet. Nothing is run."""
         if self._given is not None:
             return self._given
-        return make_plan(
-            self._step,
-            *args,
-            kwargs=kwargs,
-            budget=self._budget,
-            **self._options,
-            **self._jit_options,
-        )
+        return make_plan(self, *args, kwargs=kwargs, budget=self._budget, **self._options)
+
+    @property
+    def unplanned(self) -> tuple[Callable, dict[str, Any]]:
+        """Return the step without a plan, and its options of `jax.jit`."""
+        return self._step, dict(self._jit_options)
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -249,6 +247,9 @@ class Fitted:
                 return run(*args, **kwargs)
             except _NoPlan as asked:
                 signature = asked.signature
+            except TypeError as error:
+                check_takes_arrays(self._step, args, kwargs, error)
+                raise
             finally:
                 # Nothing is left behind where JAX did not trace after all.
                 self._ready.pop(signature, None)
@@ -331,11 +332,12 @@ class Fitted:
     ) -> Plan:
         # The program that runs is confirmed where this process alone decides.
         verify = FAST if jax.process_count() == 1 else None
-        options = self._options | self._jit_options | {"progress": progress}
-        return make_plan(self._step, *args, kwargs=kwargs, budget=budget, verify=verify, **options)
+        options = self._options | {"progress": progress}
+        return make_plan(self, *args, kwargs=kwargs, budget=budget, verify=verify, **options)
 
     def _plan_for(self, args: tuple, kwargs: Mapping[str, Any]) -> Plan:
         """Return the plan of a signature. JAX asks for it when it traces, so once per signature."""
+        check_loses_no_updates(self._step, args, kwargs)
         if self._given is not None:
             return self._given
         # Under another transformation the arguments are tracers: plan for their types.
@@ -404,6 +406,15 @@ class Fitted:
                 "peak differs; plan again, with arguments or shapes that have the shardings of this "
                 "call."
             )
+
+
+def by_name(fitted: Any) -> str:
+    """Return the name under which a module has a fitted step, for pickling; "" if none has."""
+    name: str = getattr(fitted, "__qualname__", "")
+    with contextlib.suppress(AttributeError, KeyError):
+        if operator.attrgetter(name)(sys.modules[fitted.__module__]) is fitted:
+            return name
+    return ""
 
 
 def _follow(step: Callable, plan: Plan) -> Callable:

@@ -34,6 +34,7 @@ from remat import _jax, units
 from remat.cache import Cache, find_cache
 from remat.errors import BudgetError, PlanError
 from remat.ir.fingerprint import fingerprint
+from remat.module_steps import of_arrays
 from remat.planner.candidates import StepModel
 from remat.planner.decisions import RegionDecision
 from remat.planner.edits import loop_results
@@ -51,7 +52,7 @@ from remat.planner.progress import Progress
 from remat.planner.regions import Application, Record
 from remat.planner.rewrite import flattened
 from remat.planner.search import Compiled, Effort, Proposal, search
-from remat.planner.step import Step, Traced, check_step
+from remat.planner.step import Step, Traced, check_step, unfitted
 from remat.planner.step_decisions import whole_step_plan
 from remat.printing import shown
 from remat.program.compiled import CompilerFailure, Memory, OutOfMemory
@@ -161,6 +162,8 @@ def plan(
       UnitsError: the budget is neither a number of bytes nor a share.
     """
     check_step(step)
+    step, args, kwargs = of_arrays(step, args, kwargs or {})
+    step, jit_options = unfitted(step, jit_options)
     if verify not in (None, AS_RUN, FAST):
         raise PlanError(f"verify={shown(verify)} must be {AS_RUN!r}, {FAST!r} or None.")
     host_limit = None if host_budget is None else units.parse_bytes(host_budget)
@@ -168,7 +171,7 @@ def plan(
     at = find_target(target)
     if limit is None:
         limit = _all_memory(at)
-    planned = Step(step, args, kwargs or {}, at, jit_options)
+    planned = Step(step, args, kwargs, at, jit_options)
     store = find_cache(cache)
     here = None if at.ahead_of_time else at.devices[0]
     priced = find_costs(costs, at.device, here, store)
@@ -765,6 +768,13 @@ class _Search:
             else f"arguments and results take {shown(self.fixed_bytes)} of that, the largest "
             f"temporaries {self._largest()}"
         )
+        if self.fixed_bytes >= self.budget and not tried:
+            raise BudgetError(
+                f"no plan fits {shown(self.budget)} ({self.budget} bytes): {what} ({self.fixed_bytes} "
+                f"bytes), and the peak is {shown(base)} ({base} bytes) without rematerialization. Raise "
+                "budget= to a size between the two, donate arguments (donate_argnums=), or use a smaller "
+                "batch or more devices."
+            )
         raise BudgetError(
             f"no plan fits {shown(self.budget)} ({self.budget} bytes); the smallest peak that was "
             f"reached is {shown(smallest)} ({smallest} bytes), {shown(base)} "

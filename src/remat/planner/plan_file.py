@@ -877,30 +877,32 @@ def _explained_region(region: RegionPlan) -> Iterable[str]:
 
 def _explained_whole_step(whole: WholeStep) -> Iterable[str]:
     n_again = sum(len(recomputation.again) for recomputation in whole.recomputations)
-    yield (
-        f"The step stores the results of {len(whole.stored)} of its {whole.n_equations} equations and "
-        f"computes {n_again} again, in {len(whole.recomputations)} places"
-    )
+    if n_again:
+        yield (
+            f"Outside of loops the step recomputes {n_again} of its {whole.n_equations} operations, in "
+            f"{len(whole.recomputations)} places"
+        )
+    else:
+        yield "Outside of loops nothing is recomputed"
     for loop in whole.loops[:_MOST_GROUPS]:
         groups_text = f", in groups of {loop.group} steps" if loop.group > 1 else ""
         if loop.groups:
             what = "values" if loop.rest is None else f"{len(loop.rest)} values"
-            groups_text += f", {what} of all steps after the first {loop.groups * loop.group}"
+            groups_text += f", {what} of each step after the first {loop.groups * loop.group}"
         yield (
-            f"  loop {printable(loop.id)} keeps {len(loop.saved)} values of a step{groups_text} "
-            f"({format_bytes(loop.bytes)} in all), recomputes "
-            f"{format_flops(loop.flops)}"
+            f"  the loop {printable(loop.id)} keeps {len(loop.saved)} values of each step{groups_text} "
+            f"({format_bytes(loop.bytes)} in all) and recomputes {format_flops(loop.flops)}"
         )
     for body in whole.bodies[:_MOST_GROUPS]:
         n_again = sum(len(recomputation.again) for recomputation in body.recomputations)
         yield (
-            f"  the body {printable(body.id)} computes {n_again} of its {body.n_equations} equations "
-            f"again, in {len(body.recomputations)} places"
+            f"  the body {printable(body.id)} recomputes {n_again} of its {body.n_equations} operations, "
+            f"in {len(body.recomputations)} places"
         )
     for recomputation in whole.recomputations[:_MOST_SEGMENTS]:
         yield (
-            f"  before equation {recomputation.before} ({printable(recomputation.source)}): "
-            f"{len(recomputation.again)} again"
+            f"  before operation {recomputation.before} ({printable(recomputation.source)}): "
+            f"{len(recomputation.again)} recomputed"
         )
         groups: dict[str, int] = {}
         for value in recomputation.values:

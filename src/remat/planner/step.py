@@ -145,6 +145,20 @@ class Step:
         return Traced(traced, self.target, self.jit_options.get("compiler_options"))
 
 
+def unfitted(step: Any, jit_options: Mapping[str, Any]) -> tuple[Callable, dict[str, Any]]:
+    """Return the step of a fitted or jitted function, and the options with which to jit it.
+
+    The options of the function hold where none of the same kind is given: what it donates and which
+    arguments are static.
+    """
+    fun, own = getattr(step, "unplanned", (step, _jax.options_of_jit(step)))
+    for kind in ("donate", "static"):
+        names = (f"{kind}_argnums", f"{kind}_argnames")
+        if any(name in jit_options for name in names):
+            own = {name: value for name, value in own.items() if name not in names}
+    return fun, own | dict(jit_options)
+
+
 def check_step(fun: Any) -> None:
     """Refuse a step that is not callable."""
     if not callable(fun):

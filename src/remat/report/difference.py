@@ -2,7 +2,8 @@
 
 Ids and line numbers change whenever a program is edited, so values are matched by path, name,
 primitive and dtype and shape; among equals the one of the same kind is preferred, then the order of
-the program decides.
+the program decides. A value that a loop recomputes in each iteration is one value, and it is what became
+of all the values that the iterations saved before.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Difference:
     @property
     def saved_bytes(self) -> int:
         """Return how many more bytes are saved on the device than before."""
-        after = [*self.appeared, *(new for _, new in self.changed)]
-        before = [*self.vanished, *(old for old, _ in self.changed)]
+        after = [*self.appeared, *{new.id: new for _, new in self.changed}.values()]
+        before = [*self.vanished, *{old.id: old for old, _ in self.changed}.values()]
         return _saved_bytes(after) - _saved_bytes(before)
 
     def __bool__(self) -> bool:
@@ -108,6 +109,11 @@ def difference(before: ExplanationData, after: ExplanationData) -> Difference:
     left_before, left_after = list(before.values), list(after.values)
     _, left_before, left_after = _matched(left_before, left_after, lambda v: (*_key(v), v.kind))
     changed, left_before, left_after = _matched(left_before, left_after, _key)
+    last = {_key(old): (old, new) for old, new in changed}
+    changed += [(old, last[_key(old)][1]) for old in left_before if _key(old) in last]
+    changed += [(last[_key(new)][0], new) for new in left_after if _key(new) in last]
+    left_before = [value for value in left_before if _key(value) not in last]
+    left_after = [value for value in left_after if _key(value) not in last]
     return Difference(
         before=before.title,
         after=after.title,
@@ -168,14 +174,14 @@ def _blocks(d: Difference, most: int, *, brief: bool = False) -> list[Block]:
     blocks += [Paragraph(said), _totals_table(d.totals_before, d.totals_after, brief=brief)]
     if d.curve_before and d.curve_after:
         blocks.append(Curves((d.before, d.after), (d.curve_before, d.curve_after)))
-    if d.changed:
-        blocks += [
-            Heading(f"Of another kind than before: {len(d.changed)}"),
-            _changed_table(d, most),
-        ]
-    for title, values in (("New", d.appeared), ("Gone", d.vanished)):
+    parts = [
+        ("Of another kind than before", [old for old, _ in d.changed], _changed_table(d, most)),
+        ("New", d.appeared, values_table(d.appeared, most)),
+        ("Gone", d.vanished, values_table(d.vanished, most)),
+    ]
+    for title, values, table in sorted(parts, key=lambda part: -sum(v.n_bytes for v in part[1])):
         if values:
-            blocks += [Heading(f"{title}: {len(values)}"), values_table(values, most)]
+            blocks += [Heading(f"{title}: {counted(len(values), 'value')}"), table]
     return blocks
 
 
@@ -201,7 +207,7 @@ def _totals_table(before: Totals, after: Totals, *, brief: bool = False) -> Tabl
 def _changed_table(d: Difference, most: int) -> Table:
     by_kinds: dict[tuple[str, str], list[Value]] = {}
     for old, new in d.changed:
-        by_kinds.setdefault((old.kind, new.kind), []).append(new)
+        by_kinds.setdefault((old.kind, new.kind), []).append(old)
     n_bytes_of = {
         (
             f"{old} → {new}",

@@ -48,6 +48,8 @@ _STYLE = """<style>
 .remat td.n,.remat th.n{text-align:right;white-space:nowrap}
 .remat p{margin:.3em 0}.remat .note{border-left:3px solid;padding-left:.7em;margin:.5em 0}
 .remat .scroll{overflow-x:auto}.remat bdi{overflow-wrap:break-word}
+@media(max-width:600px){.remat th,.remat td{font-size:.85em;padding-right:.5em}
+.remat svg{min-width:34em}}
 .remat i.c{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.35em}
 </style>"""
 
@@ -199,9 +201,9 @@ def _plot(drawn: str, top: int, start: str, end: str, said: str) -> str:
         for y in (0, _HEIGHT // 2, _HEIGHT)
     )
     return (
-        f'<svg viewBox="-78 -22 {_WIDTH + 90} {_HEIGHT + 52}" '
+        f'<div class="scroll"><svg viewBox="-78 -22 {_WIDTH + 90} {_HEIGHT + 52}" '
         f'style="width:100%;max-width:{_WIDTH + 90}px" role="img" aria-label="{said}" '
         f'font-size="12" fill="currentColor">{ticks}{drawn}'
         f'<text x="0" y="{_HEIGHT + 25}">{start}</text>'
-        f'<text x="{_WIDTH}" y="{_HEIGHT + 25}" text-anchor="end">{end}</text></svg>'
+        f'<text x="{_WIDTH}" y="{_HEIGHT + 25}" text-anchor="end">{end}</text></svg></div>'
     )

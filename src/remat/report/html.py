@@ -21,7 +21,7 @@ from importlib import resources
 
 from remat.printing import printable
 from remat.report.fragment import user_text
-from remat.report.model import SEVERITIES, ExplanationData, ParetoPoint
+from remat.report.model import SEVERITIES, ExplanationData, ParetoPoint, Totals
 from remat.report.outline import memory_rows, percent, place_of, setting, signed_bytes
 from remat.report.payload import MOST_VALUES, payload
 from remat.report.timeline import timeline
@@ -89,11 +89,7 @@ def _tiles(explanation: ExplanationData) -> str:
             format_bytes(saved),
             f"offloaded {format_bytes(offloaded)}",
         ),
-        (
-            "Recomputation",
-            f"+{percent(totals.extra_time_share)}",
-            f"{format_flops(totals.recompute_flops)}, {format_seconds(totals.recompute_time_s)}",
-        ),
+        ("Recomputation", *_recomputation(totals)),
         ("Step, predicted", format_seconds(totals.time_s), format_flops(totals.flops)),
     ]
     return "".join(
@@ -101,6 +97,14 @@ def _tiles(explanation: ExplanationData) -> str:
         f'<div class="figure">{escape(figure)}</div><div class="more">{user_text(more)}</div></div>'
         for label, figure, more in tiles
     )
+
+
+def _recomputation(totals: Totals) -> tuple[str, str]:
+    """Return what recomputation takes: its time, and the rest of it."""
+    if not totals.recompute_flops and not totals.recompute_time_s:
+        return "none", ""
+    seconds, flops = format_seconds(totals.recompute_time_s), percent(totals.extra_flops_share)
+    return f"+{percent(totals.extra_time_share)} time", f"{seconds}; +{flops} FLOPs"
 
 
 def _bytes_of(explanation: ExplanationData, kind: str) -> int:
