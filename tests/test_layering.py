@@ -58,7 +58,7 @@ LAYERS = [
     ("loops.schedules.shared",),
     ("loops.schedules.actions",),
     ("loops.schedules.binomial", "loops.schedules.mixed", "loops.schedules.multilevel"),
-    ("loops.schedules.online", "loops.schedules.two_tier"),
+    ("loops.schedules.hierarchical", "loops.schedules.online"),
     ("loops.schedules",),
     ("loops.rows", "loops.sizes"),
     ("loops.arguments", "loops.buffers", "loops.halves", "loops.linear", "loops.store"),
