@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -37,11 +37,11 @@ from remat.errors import BudgetError, ScheduleError
 from remat.loops.arguments import unroll_factor, whole_number
 from remat.loops.derivative import run
 from remat.loops.halves import Halves
-from remat.loops.loop import Inputs, Loop
+from remat.loops.loop import Inputs, Loop, StoredLevel
 from remat.loops.mixed import plan_with
-from remat.loops.schedules import Binomial, Mixed, Multilevel
+from remat.loops.schedules import Binomial, Hierarchical, Level, Mixed, Multilevel
 from remat.loops.sizes import n_bytes, worst_case
-from remat.loops.store import DEVICE, Store, make_store
+from remat.loops.store import DEVICE, Storage, Store, make_store
 from remat.loops.tracing import (
     Traced,
     after_unused,
@@ -73,7 +73,7 @@ def scan(
     reverse: bool = False,
     unroll: int | bool = 1,
     inverse: Callable[[PyTree, PyTree], PyTree] | None = None,
-    store: Literal["device", "host", "disk"] = "device",
+    store: Literal["device", "host", "disk"] | Sequence[Storage] = "device",
     directory: str | os.PathLike | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Scan like `jax.lax.scan`, with reverse-mode memory that you choose.
@@ -108,7 +108,9 @@ def scan(
         inversion of the steps before it starts afresh. Derivatives of the gradient keep carries.
       store: where the carries are kept: in device memory, in host memory, or in a file. The last two
         require `checkpoints`. A file costs one extra forward sweep. It has no name, so nothing remains
-        in the directory.
+        in the directory. Or a list of `remat.loops.store.Storage`, from the fastest to the slowest: the
+        schedule with the least time for steps and transfers. `checkpoints` and `budget` are the
+        capacity of the device there, which the list can have instead.
       directory: the directory of the file, with store="disk".
 
     Returns:
@@ -125,8 +127,9 @@ def scan(
     Reference: Maddison, Step-based checkpointing with high-level algorithmic differentiation, J. Comput.
     Sci. 82, 102405 (2024); Griewank & Walther, Algorithm 799: revolve, ACM TOMS 26 (2000).
     """
-    where = make_store(store, directory)
-    if store != "device" and checkpoints is None:
+    several = () if isinstance(store, str) else tuple(store)
+    where = DEVICE if several else make_store(store, directory)
+    if store != "device" and not several and checkpoints is None:
         raise ScheduleError(
             f"store={store!r} requires the number of carries to keep: pass checkpoints=."
         )
@@ -139,18 +142,19 @@ def scan(
                 "that is a number. Leave out budget= and store=."
             )
         carry, ys = _inverted(scanned, inverse, xs, checkpoints)
-    elif _jax.is_symbolic(n):
+    elif _jax.is_symbolic(n) and not several:
         slots = slots_of_unknown_length(traced, checkpoints, budget, DEFAULT_CHECKPOINTS)
         carry, ys = _checkpointed(scanned, slots, where)
-    elif store != "device":
+    elif store != "device" and not several:
         _refuse_both(checkpoints, budget)
         # A loop of n steps cannot use more than n slots.
         slots = max(1, min(whole_number(checkpoints, "checkpoints", 1), n))
         carry, ys = _checkpointed(scanned, slots, where)
     else:
-        choice = choose(scanned, checkpoints, budget)
-        if isinstance(choice.schedule, Mixed | Binomial):
-            carry, ys = _checkpointed(scanned, choice.slots, where, choice.spare_bytes)
+        choice = choose(scanned, checkpoints, budget, several)
+        if isinstance(choice.schedule, Mixed | Binomial | Hierarchical):
+            memory = choice.spare_bytes
+            carry, ys = _checkpointed(scanned, choice.slots, where, memory, choice.levels)
         else:
             lengths = (n,) if choice.schedule is None else choice.schedule.lengths
             recomputed = choice.schedule is not None and choice.schedule.step_recomputed
@@ -169,6 +173,7 @@ def explain(
     policy: PolicyLike = None,
     reverse: bool = False,
     unroll: int | bool = 1,
+    store: Sequence[Storage] = (),
 ) -> Choice:
     """Return what `remat.scan` with the same arguments keeps and recomputes, and why.
 
@@ -177,7 +182,8 @@ def explain(
     kept for the backward pass: 96 B = states of 16 B and steps' residuals of 16 B
     why: the fewest steps for checkpoints=5
     """
-    return choose(_trace(f, init, xs, length, policy, reverse, unroll), checkpoints, budget)
+    scanned = _trace(f, init, xs, length, policy, reverse, unroll)
+    return choose(scanned, checkpoints, budget, tuple(store))
 
 
 scan.explain = explain  # type: ignore[attr-defined]
@@ -197,10 +203,11 @@ class Choice:
       why: the reason for the choice, in words.
       slots: of "mixed" and "binomial": how many states there is memory for.
       spare_bytes: the bytes that there are beside these; a mixed schedule uses them, too.
+      levels: the slower levels of storage, of "hierarchical".
     """
 
-    kind: Literal["plain", "nested", "mixed", "binomial"]
-    schedule: Multilevel | Mixed | Binomial | None
+    kind: Literal["plain", "nested", "mixed", "binomial", "hierarchical"]
+    schedule: Multilevel | Mixed | Binomial | Hierarchical | None
     n: int
     state_bytes: Size
     residual_bytes: Size
@@ -208,11 +215,16 @@ class Choice:
     why: str
     slots: int = 0
     spare_bytes: int = 0
+    levels: tuple[StoredLevel, ...] = ()
 
     @property
     def forward_steps(self) -> int:
         """Return how often a gradient evaluates the body, including once in each reversed step."""
-        return self.n if self.schedule is None else self.schedule.grad_forward_steps
+        if self.schedule is None:
+            return self.n
+        # A file is filled in the backward pass, which runs the loop once more.
+        again = self.n if any(stored.store.one_pass for stored in self.levels) else 0
+        return self.schedule.grad_forward_steps + again
 
     def __repr__(self) -> str:
         return f"Choice({str(self).splitlines()[0]}, keeps {format_bytes(self.kept_bytes)})"
@@ -227,7 +239,7 @@ class Choice:
                 f"{self.schedule.peak_residuals} steps' residuals of "
                 f"{format_bytes(self.residual_bytes)}"
             )
-        elif isinstance(self.schedule, Mixed):
+        elif isinstance(self.schedule, Mixed | Hierarchical):
             head = str(self.schedule)
             kept = (
                 f"states of {format_bytes(self.state_bytes)} and steps' residuals of "
@@ -283,8 +295,17 @@ def _trace(
 # Choosing
 
 
-def choose(scanned: Scanned, checkpoints: int | None, budget: str | int | None) -> Choice:
-    """Return the schedule with the least recomputation for a number of checkpoints or a budget."""
+def choose(
+    scanned: Scanned,
+    checkpoints: int | None,
+    budget: str | int | None,
+    storages: tuple[Storage, ...] = (),
+) -> Choice:
+    """Return the schedule with the least recomputation for a number of checkpoints or a budget.
+
+    With several levels of storage, these are the capacity of the device, and the least time counts.
+    """
+    checkpoints, budget, storages = _of_device(checkpoints, budget, storages)
     _refuse_both(checkpoints, budget)
     n = scanned.length
     if _jax.is_symbolic(n):
@@ -295,8 +316,10 @@ def choose(scanned: Scanned, checkpoints: int | None, budget: str | int | None) 
     halves = differentiated(scanned.traced)
     state, residual = _state_and_residual(scanned.traced, halves, budget)
 
-    def choice(kind: Any, schedule: Any, kept_bytes: Size, why: str, *memory: int) -> Choice:
-        return Choice(kind, schedule, n, state, residual, kept_bytes, why, *memory)
+    def choice(
+        kind: Any, schedule: Any, kept_bytes: Size, why: str, slots: int = 0, spare: int = 0
+    ) -> Choice:
+        return Choice(kind, schedule, n, state, residual, kept_bytes, why, slots, spare)
 
     def checkpointed(slots: int, spare: int, why: str) -> Choice:
         """Return the choice in which states and residuals share the bytes of so many states, and these."""
@@ -309,6 +332,14 @@ def choose(scanned: Scanned, checkpoints: int | None, budget: str | int | None) 
             kept_bytes = plan.layout.n_bytes(plan.schedule)
             return choice("mixed", plan.schedule, kept_bytes, why, slots, spare)
         return choice("binomial", Binomial(n, slots), (slots + 1) * state, why, slots, spare)
+
+    if storages:
+        if any(_jax.is_symbolic(size) for size in (state, residual)):
+            raise ScheduleError(
+                "several levels of store= require arrays of known shapes, but the scan has symbolic "
+                "dimensions. Pass store='host', or export with numbers."
+            )
+        return _hierarchical(scanned, halves, state, residual, checkpoints, budget, storages)
 
     plain = choice("plain", None, n * residual, "the loop is too short to save anything")
     if checkpoints is not None:
@@ -360,6 +391,69 @@ def choose(scanned: Scanned, checkpoints: int | None, budget: str | int | None) 
     return found
 
 
+def _of_device(
+    checkpoints: int | None, budget: str | int | None, storages: tuple[Storage, ...]
+) -> tuple[int | None, str | int | None, tuple[Storage, ...]]:
+    """Return the capacity of the device, and the slower levels of storage."""
+    for storage in storages:
+        if not isinstance(storage, Storage):
+            raise ScheduleError(
+                f"store= is a name or a list of remat.loops.store.Storage, but has {storage!r}."
+            )
+    if any(storage.where == "device" for storage in storages[1:]):
+        raise ScheduleError("the device is the fastest level of store=: list it first, and once.")
+    if storages and storages[0].where == "device":
+        if checkpoints is not None or budget is not None:
+            raise ScheduleError(
+                "store= has the capacity of the device: leave out checkpoints= and budget=."
+            )
+        return storages[0].checkpoints, storages[0].budget, storages[1:] or storages
+    return checkpoints, budget, storages
+
+
+def _hierarchical(
+    scanned: Scanned,
+    halves: Halves | None,
+    state: int,
+    residual: int,
+    checkpoints: int | None,
+    budget: str | int | None,
+    storages: tuple[Storage, ...],
+) -> Choice:
+    """Return the choice for several levels of storage, with so much of the device."""
+    n = scanned.length
+    slower = [storage for storage in storages if storage.where != "device"]
+    levels = tuple(
+        StoredLevel(
+            Level(min(storage.slots(state), n), storage.write, storage.read),
+            make_store(storage.where, storage.directory),
+        )
+        for storage in slower
+    )
+    if budget is None:
+        memory = whole_number(0 if checkpoints is None else checkpoints, "checkpoints", 0) * state
+    else:
+        # The state at hand, its cotangent and the residuals in use are not part of the memory.
+        memory = max(0, parse_bytes(budget, "budget=") - 2 * state - residual)
+    if n * residual <= memory or n <= 1:
+        return Choice("plain", None, n, state, residual, n * residual, "all fits the device")
+    slots = min(memory // max(state, 1), n)
+    spare = memory - slots * state
+    loop = dataclasses.replace(_loop(scanned, slots, memory=spare), levels=levels)
+    plan = None if halves is None else plan_with(loop, halves)
+    if plan is None:
+        raise ScheduleError(
+            f"no schedule of {n} steps fits {format_bytes(memory)} of device memory and "
+            f"{[stored.level.slots for stored in levels]} states in the other levels of store=, or the "
+            "body has no derivative in reverse mode. Raise the capacities."
+        )
+    kept_bytes = plan.layout.n_bytes(plan.schedule)
+    why = "the least time for steps and transfers"
+    return Choice(
+        "hierarchical", plan.schedule, n, state, residual, kept_bytes, why, slots, spare, levels
+    )
+
+
 def _refuse_both(checkpoints: int | None, budget: str | int | None) -> None:
     if checkpoints is not None and budget is not None:
         raise ScheduleError(
@@ -405,10 +499,14 @@ def _state_and_residual(
 
 
 def _checkpointed(
-    scanned: Scanned, slots: int, store: Store, memory: int | None = None
+    scanned: Scanned,
+    slots: int,
+    store: Store,
+    memory: int | None = None,
+    levels: tuple[StoredLevel, ...] = (),
 ) -> tuple[Arrays, Arrays]:
     """Scan with a backward pass that interprets a schedule at run time."""
-    loop = _loop(scanned, slots, store, memory)
+    loop = dataclasses.replace(_loop(scanned, slots, store, memory), levels=levels)
     carry, ys, _ = run(loop, Inputs(scanned.traced.consts, scanned.traced.carry, scanned.xs, []))
     return carry, ys
 
