@@ -34,6 +34,7 @@ from jax import lax
 from remat import _jax
 from remat.aliases import Arrays, PolicyLike, PyTree, Size
 from remat.errors import BudgetError, ScheduleError
+from remat.ir.flops import flops_of_program
 from remat.loops.arguments import unroll_factor, whole_number
 from remat.loops.derivative import run
 from remat.loops.halves import Halves
@@ -57,6 +58,12 @@ from remat.units import format_bytes, parse_bytes
 # to 45,760 steps are recomputed at most three times each, and 4 million at most five times. A larger
 # number keeps more and recomputes less.
 DEFAULT_CHECKPOINTS = 64
+
+# What a processor computes while it moves a byte, and what it moves while it starts a kernel. They decide
+# whether residuals are kept where all states would fit. A larger first number makes steps cheaper, and a
+# larger second one small residuals dearer.
+_FLOPS_PER_BYTE = 5
+_BYTES_PER_KERNEL = 3000
 
 # API
 
@@ -341,6 +348,16 @@ def choose(
             )
         return _hierarchical(scanned, halves, state, residual, checkpoints, budget, storages)
 
+    def faster(found: Choice, where: str) -> Choice:
+        """Return the choice, or that of all states if it takes less time: each step is then run twice."""
+        traffic = 0.0 if halves is None else _time_of_residuals(scanned, halves, residual)
+        if found.kind == "mixed" and found.forward_steps + n * traffic <= 2 * n:
+            return found
+        why = f"{where} holds the states of all {n} steps"
+        if found.kind == "mixed":
+            why += f", and keeping a step's residuals takes the time of {traffic:.1f} steps"
+        return choice("nested", Multilevel(n, (max(n, 1),)), n * state + residual, why)
+
     plain = choice("plain", None, n * residual, "the loop is too short to save anything")
     if checkpoints is not None:
         checkpoints = whole_number(checkpoints, "checkpoints", 1)
@@ -348,12 +365,8 @@ def choose(
         if n > 1 and fits:
             why = f"all fits the memory of checkpoints={checkpoints}"
             return choice("plain", None, plain.kept_bytes, why)
-        by_states = checkpointed(checkpoints, 0, f"the fewest steps for checkpoints={checkpoints}")
-        if checkpoints < n or by_states.kind == "mixed":
-            return by_states
-        every = Multilevel(n, (max(n, 1),))
-        why = f"checkpoints={checkpoints} hold the states of all {n} steps"
-        return choice("nested", every, n * state + residual, why)
+        fewest = checkpointed(checkpoints, 0, f"the fewest steps for checkpoints={checkpoints}")
+        return fewest if checkpoints < n else faster(fewest, f"checkpoints={checkpoints}")
     two_levels = Multilevel.balanced(
         n,
         2,
@@ -378,6 +391,8 @@ def choose(
         slots = min(memory // max(state, 1), max(n, 1))
         why = f"the fewest steps that fit {format_bytes(limit)}"
         found = checkpointed(slots, memory - slots * state, why)
+        if (n + 2) * state + residual <= limit:
+            found = faster(found, format_bytes(limit))
     if nested_bytes <= limit and (found is None or nested.forward_steps <= found.forward_steps):
         # Larger blocks within the budget would not help: two levels cost one sweep for any block size.
         return choice("nested", two_levels, nested_bytes, f"fits the {format_bytes(limit)}")
@@ -452,6 +467,20 @@ def _hierarchical(
     return Choice(
         "hierarchical", plan.schedule, n, state, residual, kept_bytes, why, slots, spare, levels
     )
+
+
+def _time_of_residuals(scanned: Scanned, halves: Halves, residual: int) -> float:
+    """Return the time to write and read a step's residuals, in units of the time of a step.
+
+    A step is taken for one fused kernel, which reads its inputs and writes its results. One with side effects
+    takes much longer.
+    """
+    body = scanned.traced.body
+    if body.effects:
+        return 0.0
+    moved = sum(map(n_bytes, [*_jax.in_avals(body), *_jax.out_avals(body)]))
+    step = flops_of_program(body) / _FLOPS_PER_BYTE + moved + _BYTES_PER_KERNEL
+    return 2 * (residual + _BYTES_PER_KERNEL * len(halves.kept)) / step
 
 
 def _refuse_both(checkpoints: int | None, budget: str | int | None) -> None:
