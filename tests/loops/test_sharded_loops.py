@@ -113,3 +113,18 @@ def test_loops_are_batched_over_an_explicit_axis(example: Callable, order: str) 
         found = jax.jit(run)(jax.device_put(rows, P("x")))
         assert jax.typeof(found).sharding.spec[0] == "x"
     np.testing.assert_allclose(jax.device_get(found), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_budget_is_that_of_one_device_where_types_are_sharded() -> None:
+    step = lambda c, _: (jnp.sin(c), None)  # noqa: E731
+    options = {"length": 100, "budget": 12 * 4000}
+    whole = remat.scan.explain(step, jnp.ones(1000), **options)
+    assert whole.state_bytes == whole.residual_bytes == 4000
+    with jax.set_mesh(jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))):
+        x = jax.device_put(jnp.ones(1000), P("x"))
+        half = remat.scan.explain(step, x, **options)
+        assert half.state_bytes == half.residual_bytes == 2000
+        assert half.forward_steps < whole.forward_steps
+        loss = lambda x: remat.scan(step, x, **options)[0].sum()  # noqa: E731
+        memory = jax.jit(jax.grad(loss)).lower(x).compile().memory_analysis()
+        assert 0.95 * 48_000 <= memory.temp_size_in_bytes <= 1.05 * 48_000
