@@ -32,7 +32,7 @@ PUBLIC = {
     "PeakMemoryError", "UnitsError", "ScheduleError", "GraphError", "PlanError", "BudgetError",
     "OptionError",
     "ReportError", "MissingExtraError", "SavedValuesError",
-    "explain", "report", "largest", "Largest",
+    "explain", "report", "largest", "Largest", "Storage",
 }  # fmt: skip
 
 

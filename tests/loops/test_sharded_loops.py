@@ -34,7 +34,12 @@ def reverse_over_reverse(f: Callable) -> Callable:
     return jax.grad(lambda x, xs: sum(g.sum() for g in jax.grad(f, (0, 1))(x, xs)))
 
 
-OPTIONS: list[dict[str, Any]] = [{"store": "device"}, {"store": "host"}, {"store": "disk"}]
+OPTIONS: list[dict[str, Any]] = [
+    {"store": "device"},
+    {"store": "host"},
+    {"store": "disk"},
+    {"store": [remat.Storage("host", checkpoints=2)], "checkpoints": 0},
+]
 
 
 @pytest.mark.parametrize("transform", [jax.grad, jvp, reverse_over_reverse])
@@ -46,7 +51,7 @@ def test_loops_keep_the_explicit_sharding_of_what_they_carry(
         options = {**options, "directory": tmp_path}
     with jax.set_mesh(jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))):
         args = jax.device_put(XS[0], P("x")), jax.device_put(XS, P(None, "x"))
-        ours = jax.jit(transform(scanning(remat.scan, checkpoints=2, **options)))(*args)
+        ours = jax.jit(transform(scanning(remat.scan, **{"checkpoints": 2, **options})))(*args)
         plain = jax.jit(transform(scanning(lax.scan)))(*args)
         assert jax.typeof(ours) == jax.typeof(plain)
         np.testing.assert_allclose(jax.device_get(ours), jax.device_get(plain), rtol=1e-5)

@@ -126,6 +126,12 @@ def body_of_sin(c: Any, _: None) -> tuple[Any, None]:
     return jnp.sin(c), None
 
 
+def test_the_device_alone_is_what_checkpoints_say() -> None:
+    for way in ({"checkpoints": 4}, {"budget": "400B"}):
+        alone = explain(body_of_sin, jnp.ones(3), length=50, store=[Storage("device", **way)])
+        assert alone == explain(body_of_sin, jnp.ones(3), length=50, **way)
+
+
 def test_impossible_levels_are_refused(tmp_path: Path) -> None:
     host = Storage("host", checkpoints=3)
     device = Storage("device", checkpoints=3)
@@ -133,6 +139,7 @@ def test_impossible_levels_are_refused(tmp_path: Path) -> None:
         ([host, device], {}),
         ([device, host], {"checkpoints": 3}),
         (["host"], {}),
+        ([], {}),
         ([Storage("device", checkpoints=0), Storage("host", checkpoints=0)], {}),
         ([Storage("disk", checkpoints=3)], {}),
     ):

@@ -42,7 +42,7 @@ from remat.loops.loop import Inputs, Loop, StoredLevel
 from remat.loops.mixed import plan_with
 from remat.loops.schedules import Binomial, Hierarchical, Level, Mixed, Multilevel
 from remat.loops.sizes import n_bytes, worst_case
-from remat.loops.store import DEVICE, Storage, Store, make_store
+from remat.loops.store import DEVICE, Storage, Store, make_store, storages_of
 from remat.loops.tracing import (
     Traced,
     after_unused,
@@ -115,7 +115,7 @@ def scan(
         inversion of the steps before it starts afresh. Derivatives of the gradient keep carries.
       store: where the carries are kept: in device memory, in host memory, or in a file. The last two
         require `checkpoints`. A file costs one extra forward sweep. It has no name, so nothing remains
-        in the directory. Or a list of `remat.loops.store.Storage`, from the fastest to the slowest: the
+        in the directory. Or a list of `remat.Storage`, from the fastest to the slowest: the
         schedule with the least time for steps and transfers. `checkpoints` and `budget` are the
         capacity of the device there, which the list can have instead.
       directory: the directory of the file, with store="disk".
@@ -134,7 +134,11 @@ def scan(
     Reference: Maddison, Step-based checkpointing with high-level algorithmic differentiation, J. Comput.
     Sci. 82, 102405 (2024); Griewank & Walther, Algorithm 799: revolve, ACM TOMS 26 (2000).
     """
-    several = () if isinstance(store, str) else tuple(store)
+    several = storages_of(store)
+    if several and directory is not None:
+        raise ScheduleError(
+            f"directory={str(directory)!r} has no use with a list of levels. Pass it to remat.Storage."
+        )
     where = DEVICE if several else make_store(store, directory)
     if store != "device" and not several and checkpoints is None:
         raise ScheduleError(
@@ -180,7 +184,7 @@ def explain(
     policy: PolicyLike = None,
     reverse: bool = False,
     unroll: int | bool = 1,
-    store: Sequence[Storage] = (),
+    store: Literal["device"] | Sequence[Storage] = "device",
 ) -> Choice:
     """Return what `remat.scan` with the same arguments keeps and recomputes, and why.
 
@@ -190,7 +194,7 @@ def explain(
     why: the fewest steps for checkpoints=5
     """
     scanned = _trace(f, init, xs, length, policy, reverse, unroll)
-    return choose(scanned, checkpoints, budget, tuple(store))
+    return choose(scanned, checkpoints, budget, storages_of(store))
 
 
 scan.explain = explain  # type: ignore[attr-defined]
@@ -410,11 +414,6 @@ def _of_device(
     checkpoints: int | None, budget: str | int | None, storages: tuple[Storage, ...]
 ) -> tuple[int | None, str | int | None, tuple[Storage, ...]]:
     """Return the capacity of the device, and the slower levels of storage."""
-    for storage in storages:
-        if not isinstance(storage, Storage):
-            raise ScheduleError(
-                f"store= is a name or a list of remat.loops.store.Storage, but has {storage!r}."
-            )
     if any(storage.where == "device" for storage in storages[1:]):
         raise ScheduleError("the device is the fastest level of store=: list it first, and once.")
     if storages and storages[0].where == "device":
@@ -422,7 +421,7 @@ def _of_device(
             raise ScheduleError(
                 "store= has the capacity of the device: leave out checkpoints= and budget=."
             )
-        return storages[0].checkpoints, storages[0].budget, storages[1:] or storages
+        return storages[0].checkpoints, storages[0].budget, storages[1:]
     return checkpoints, budget, storages
 
 
@@ -437,13 +436,12 @@ def _hierarchical(
 ) -> Choice:
     """Return the choice for several levels of storage, with so much of the device."""
     n = scanned.length
-    slower = [storage for storage in storages if storage.where != "device"]
     levels = tuple(
         StoredLevel(
             Level(min(storage.slots(state), n), storage.write, storage.read),
             make_store(storage.where, storage.directory),
         )
-        for storage in slower
+        for storage in storages
     )
     if budget is None:
         memory = whole_number(0 if checkpoints is None else checkpoints, "checkpoints", 0) * state

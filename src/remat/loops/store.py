@@ -281,6 +281,19 @@ class Storage:
         return parse_bytes(self.budget, "budget=") // max(state_bytes, 1)
 
 
+def storages_of(store: str | Sequence[Storage]) -> tuple[Storage, ...]:
+    """Return the levels of storage that a user listed; none for a name."""
+    if isinstance(store, str):
+        return ()
+    listed = (store,) if isinstance(store, Storage) else tuple(store)
+    wrong = next((s for s in listed if not isinstance(s, Storage)), None)
+    if wrong is not None or not listed:
+        raise ScheduleError(
+            f"store= is 'device', 'host', 'disk', or a list of remat.Storage, but not {store!r}."
+        )
+    return listed
+
+
 def make_store(store: str | Sequence[Storage], directory: str | os.PathLike | None) -> Store:
     """Return the store that a user named.
 
