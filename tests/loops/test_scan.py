@@ -634,3 +634,20 @@ def test_a_cheap_step_whose_states_all_fit_is_run_twice_rather_than_kept() -> No
 
     by_hand = temporaries(jax.checkpoint(cheap, prevent_cse=False), jax.lax.scan)
     assert temporaries(cheap, scan, checkpoints=50) <= by_hand
+
+
+def test_a_value_that_the_derivative_computes_again_is_kept_once() -> None:
+    step = lambda c, _: (jnp.sin(c) * jnp.cos(c), None)  # noqa: E731
+    x = jnp.linspace(0.1, 1.0, 1000)
+    choice = explain(step, x, length=100, checkpoints=10)
+    assert choice.residual_bytes == 2 * choice.state_bytes
+    assert choice.forward_steps == Mixed.of(100, 10, 1, 2).forward_steps
+    # `lax.scan` keeps sine and cosine twice.
+    assert explain(step, x, length=100, budget="1GiB").kept_bytes == 400 * x.nbytes
+    fits = explain(step, x, length=100, budget=250 * x.nbytes)
+    assert (fits.kind, fits.forward_steps) == ("mixed", 100)
+    ours, theirs = (
+        jax.grad(lambda x, run=run, way=way: run(step, x, length=100, **way)[0].sum())(x)
+        for run, way in ((scan, {"checkpoints": 10}), (lax.scan, {}))
+    )
+    assert_close(ours, theirs)

@@ -28,9 +28,7 @@ from remat.loops.sizes import n_bytes
 # Numbers of states that are tried where states and residuals share only part of their rows. More find a
 # schedule closer to the best one, and take longer to trace a loop.
 _TRIED = 16
-_TRIED_WITH_LEVELS = (
-    2  # the same where there are slower levels, for which a schedule takes longer to find
-)
+_TRIED_WITH_LEVELS = 2  # the same with slower levels, where a schedule takes longer to find
 _MOST_PARTS = 10_000  # of a loop with a single state; more take seconds to trace
 
 

@@ -50,6 +50,7 @@ from remat.loops.tracing import (
     checkpointed as checkpointed_body,
     differentiated,
     residual_bytes,
+    stacked_bytes,
     trace_body,
 )
 from remat.units import format_bytes, parse_bytes
@@ -325,12 +326,13 @@ def choose(
             "Pass a length that is a number."
         )
     halves = differentiated(scanned.traced)
-    state, residual = _state_and_residual(scanned.traced, halves, budget)
+    state, residual, stacked = _sizes(scanned.traced, halves, budget)
 
     def choice(
         kind: Any, schedule: Any, kept_bytes: Size, why: str, slots: int = 0, spare: int = 0
     ) -> Choice:
-        return Choice(kind, schedule, n, state, residual, kept_bytes, why, slots, spare)
+        of_step = stacked if kind in ("plain", "nested") else residual
+        return Choice(kind, schedule, n, state, of_step, kept_bytes, why, slots, spare)
 
     def checkpointed(slots: int, spare: int, why: str) -> Choice:
         """Return the choice in which states and residuals share the bytes of so many states, and these."""
@@ -345,27 +347,29 @@ def choose(
         return choice("binomial", Binomial(n, slots), (slots + 1) * state, why, slots, spare)
 
     if storages:
-        if any(_jax.is_symbolic(size) for size in (state, residual)):
+        if any(_jax.is_symbolic(size) for size in (state, stacked)):
             raise ScheduleError(
                 "several levels of store= require arrays of known shapes, but the scan has symbolic "
                 "dimensions. Pass store='host', or export with numbers."
             )
-        return _hierarchical(scanned, halves, state, residual, checkpoints, budget, storages)
+        sizes = (state, residual, stacked)
+        return _hierarchical(scanned, halves, sizes, checkpoints, budget, storages)
 
     def faster(found: Choice, where: str) -> Choice:
         """Return the choice, or that of all states if it takes less time: each step is then run twice."""
         traffic = 0.0 if halves is None else _time_of_residuals(scanned, halves, residual)
-        if found.kind == "mixed" and found.forward_steps + n * traffic <= 2 * n:
+        steps = found.forward_steps
+        if found.kind == "mixed" and (steps == n or steps + n * traffic <= 2 * n):
             return found
         why = f"{where} holds the states of all {n} steps"
         if found.kind == "mixed":
             why += f", and keeping a step's residuals takes the time of {traffic:.1f} steps"
         return choice("nested", Multilevel(n, (max(n, 1),)), n * state + residual, why)
 
-    plain = choice("plain", None, n * residual, "the loop is too short to save anything")
+    plain = choice("plain", None, n * stacked, "the loop is too short to save anything")
     if checkpoints is not None:
         checkpoints = whole_number(checkpoints, "checkpoints", 1)
-        fits = not _jax.is_symbolic(state) and n * residual <= checkpoints * state
+        fits = not _jax.is_symbolic(state) and n * stacked <= checkpoints * state
         if n > 1 and fits:
             why = f"all fits the memory of checkpoints={checkpoints}"
             return choice("plain", None, plain.kept_bytes, why)
@@ -376,9 +380,9 @@ def choose(
         2,
         step_recomputed=False,
         state_bytes=_jax.typical(state),
-        residual_bytes=_jax.typical(residual),
+        residual_bytes=_jax.typical(stacked),
     )
-    nested_bytes = two_levels.peak_slots * state + two_levels.peak_residuals * residual
+    nested_bytes = two_levels.peak_slots * state + two_levels.peak_residuals * stacked
     nested = choice("nested", two_levels, nested_bytes, "the least memory for one more sweep")
     if budget is None:
         saves = _jax.typical(nested_bytes) < _jax.typical(plain.kept_bytes)
@@ -428,14 +432,14 @@ def _of_device(
 def _hierarchical(
     scanned: Scanned,
     halves: Halves | None,
-    state: int,
-    residual: int,
+    sizes: tuple[int, int, int],
     checkpoints: int | None,
     budget: str | int | None,
     storages: tuple[Storage, ...],
 ) -> Choice:
     """Return the choice for several levels of storage, with so much of the device."""
     n = scanned.length
+    state, residual, stacked = sizes
     levels = tuple(
         StoredLevel(
             Level(min(storage.slots(state), n), storage.write, storage.read),
@@ -448,8 +452,8 @@ def _hierarchical(
     else:
         # The state at hand, its cotangent and the residuals in use are not part of the memory.
         memory = max(0, parse_bytes(budget, "budget=") - 2 * state - residual)
-    if n * residual <= memory or n <= 1:
-        return Choice("plain", None, n, state, residual, n * residual, "all fits the device")
+    if n * stacked <= memory or n <= 1:
+        return Choice("plain", None, n, state, stacked, n * stacked, "all fits the device")
     slots = min(memory // max(state, 1), n)
     spare = memory - slots * state
     loop = dataclasses.replace(_loop(scanned, slots, memory=spare), levels=levels)
@@ -494,7 +498,7 @@ def slots_of_unknown_length(
     """Return how many states a loop keeps if its number of steps is unknown when it is traced."""
     _refuse_both(checkpoints, budget)
     if budget is not None:
-        state, residual = _state_and_residual(traced, differentiated(traced), budget)
+        state, residual, _ = _sizes(traced, differentiated(traced), budget)
         limit = parse_bytes(budget, "budget=")
         slots = (limit - residual) // max(state, 1) - 1
         if slots < 1:
@@ -509,16 +513,21 @@ def slots_of_unknown_length(
     return default if checkpoints is None else whole_number(checkpoints, "checkpoints", 1)
 
 
-def _state_and_residual(
+def _sizes(
     traced: Traced, halves: Halves | None, budget: str | int | None
-) -> tuple[Size, Size]:
-    """Return the bytes of a state and of a step's residuals; with a budget, their upper bounds."""
-    state, residual = sum(map(n_bytes, traced.carry)), residual_bytes(halves)
+) -> tuple[Size, Size, Size]:
+    """Return the bytes of a state, of a step's residuals, and of those that `lax.scan` keeps.
+
+    With a budget, they are upper bounds.
+    """
+    state = sum(map(n_bytes, traced.carry))
+    residual, stacked = residual_bytes(halves), stacked_bytes(halves)
     if budget is None:
-        return state, residual
+        return state, residual, stacked
     return (
         worst_case("a state", state, budget, "checkpoints="),
         worst_case("one step's residuals", residual, budget, "checkpoints="),
+        worst_case("one step's residuals", stacked, budget, "checkpoints="),
     )
 
 
