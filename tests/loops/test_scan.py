@@ -368,7 +368,7 @@ def test_the_choice_follows_the_budget() -> None:
     step = lambda c, _: (jnp.sin(c) * jnp.cos(c), None)  # noqa: E731
     x = jnp.ones(1000)
     kinds = [
-        explain(step, x, None, 1000, budget=budget).kind for budget in ("1GiB", "600KiB", "33KB")
+        explain(step, x, None, 1000, budget=budget).kind for budget in ("1GiB", "600KiB", "23KB")
     ]
     assert kinds == ["plain", "mixed", "binomial"]
     tight = explain(step, x, None, 1000, budget="60KB")
