@@ -18,7 +18,7 @@ import pytest
 import remat
 from remat import errors, solvers
 from remat.loops import schedules
-from remat.loops.schedules import Binomial, Mixed, Multilevel, Online, TwoTier
+from remat.loops.schedules import Binomial, Hierarchical, Level, Mixed, Multilevel, Online
 from remat.program.targets import target
 
 PUBLIC = {
@@ -32,7 +32,7 @@ PUBLIC = {
     "PeakMemoryError", "UnitsError", "ScheduleError", "GraphError", "PlanError", "BudgetError",
     "OptionError",
     "ReportError", "MissingExtraError", "SavedValuesError",
-    "explain", "report", "largest", "Largest",
+    "explain", "report", "largest", "Largest", "Storage",
 }  # fmt: skip
 
 
@@ -197,7 +197,10 @@ def explained():
         (lambda: remat.fit(Step()), "<remat.fit of a Step>"),
         (lambda: Binomial(10, 3), "Binomial(n=10, slots=3)"),
         (lambda: Mixed.of(10, 3, 1, 1), "Mixed(n=10, blocks=(1, 2, 3, 4))"),
-        (lambda: TwoTier(10, 2, 3), "TwoTier(n=10, memory_slots=2, host_slots=3)"),
+        (
+            lambda: Hierarchical.of_states(10, 2, [Level(3, 1, 1)]),
+            "Hierarchical(n=10, blocks=(1, 1, 1), levels=(Level(slots=3, write=1, read=1),))",
+        ),
         (lambda: Online(10, 3), "Online(n=10, slots=3)"),
         (lambda: Multilevel(10, (2, 5)), "Multilevel(n=10, lengths=(2, 5), "),
     ],

@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from remat import report as report, testing as testing
     from remat.loops.remat_scan import remat_scan as remat_scan
     from remat.loops.scan import scan as scan
+    from remat.loops.store import Storage as Storage
     from remat.loops.while_loop import fori_loop as fori_loop, while_loop as while_loop
     from remat.planner.fit import Fitted as Fitted, fit as fit
     from remat.planner.largest import Largest as Largest, largest as largest
@@ -98,6 +99,7 @@ _LAZY = {
     "Fitted": "remat.planner.fit",
     "Largest": "remat.planner.largest",
     "Plan": "remat.planner.plan_file",
+    "Storage": "remat.loops.store",
     "auto": "remat.planner.regions",
     "fit": "remat.planner.fit",
     "fori_loop": "remat.loops.while_loop",
@@ -137,6 +139,7 @@ __all__ = [
     "StaticArgumentError",
     "StaticArgumentTypeError",
     "StepLimitError",
+    "Storage",
     "StoreError",
     "TargetError",
     "UnitsError",

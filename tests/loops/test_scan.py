@@ -368,7 +368,7 @@ def test_the_choice_follows_the_budget() -> None:
     step = lambda c, _: (jnp.sin(c) * jnp.cos(c), None)  # noqa: E731
     x = jnp.ones(1000)
     kinds = [
-        explain(step, x, None, 1000, budget=budget).kind for budget in ("1GiB", "600KiB", "33KB")
+        explain(step, x, None, 1000, budget=budget).kind for budget in ("1GiB", "600KiB", "23KB")
     ]
     assert kinds == ["plain", "mixed", "binomial"]
     tight = explain(step, x, None, 1000, budget="60KB")
@@ -608,3 +608,46 @@ def test_a_mapped_region_around_a_loop_differentiates(wrap: Callable) -> None:
     args = jnp.array([[0.3, 0.5], [0.2, 0.9]]), jnp.float32(1.1)
     for found, expected in zip(of(scan, checkpoints=2)(*args), of(lax.scan)(*args)):
         assert jnp.allclose(found, expected, rtol=1e-5)
+
+
+def test_a_cheap_step_whose_states_all_fit_is_run_twice_rather_than_kept() -> None:
+    x = jnp.ones(10_000)
+    cheap = lambda c, _: (jnp.sin(c) * jnp.cos(c), None)  # noqa: E731
+    w = jnp.ones((2000, 10_000)) / 10_000
+    costly = lambda c, _: (jnp.tanh(w.T @ (w @ jnp.sin(c))), None)  # noqa: E731
+
+    def observed(c: Any, _: None) -> tuple[Any, None]:
+        jax.debug.callback(lambda _: None, c[0])
+        return cheap(c, None)
+
+    by_body = {
+        body: explain(body, x, length=50, checkpoints=50).kind for body in (cheap, costly, observed)
+    }
+    assert list(by_body.values()) == ["nested", "mixed", "mixed"]
+    assert "keeping a step's residuals takes" in explain(cheap, x, length=50, checkpoints=50).why
+    assert explain(cheap, x, length=50, checkpoints=49).kind == "mixed"
+    assert explain(cheap, x, length=50, budget=56 * x.nbytes).kind == "nested"
+
+    def temporaries(body: Callable, scan: Callable, **way: Any) -> int:
+        loss = lambda x: scan(body, x, length=50, **way)[0].sum()  # noqa: E731
+        return jax.jit(jax.grad(loss)).lower(x).compile().memory_analysis().temp_size_in_bytes
+
+    by_hand = temporaries(jax.checkpoint(cheap, prevent_cse=False), jax.lax.scan)
+    assert temporaries(cheap, scan, checkpoints=50) <= by_hand
+
+
+def test_a_value_that_the_derivative_computes_again_is_kept_once() -> None:
+    step = lambda c, _: (jnp.sin(c) * jnp.cos(c), None)  # noqa: E731
+    x = jnp.linspace(0.1, 1.0, 1000)
+    choice = explain(step, x, length=100, checkpoints=10)
+    assert choice.residual_bytes == 2 * choice.state_bytes
+    assert choice.forward_steps == Mixed.of(100, 10, 1, 2).forward_steps
+    # `lax.scan` keeps sine and cosine twice.
+    assert explain(step, x, length=100, budget="1GiB").kept_bytes == 400 * x.nbytes
+    fits = explain(step, x, length=100, budget=250 * x.nbytes)
+    assert (fits.kind, fits.forward_steps) == ("mixed", 100)
+    ours, theirs = (
+        jax.grad(lambda x, run=run, way=way: run(step, x, length=100, **way)[0].sum())(x)
+        for run, way in ((scan, {"checkpoints": 10}), (lax.scan, {}))
+    )
+    assert_close(ours, theirs)

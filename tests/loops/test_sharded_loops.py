@@ -34,7 +34,12 @@ def reverse_over_reverse(f: Callable) -> Callable:
     return jax.grad(lambda x, xs: sum(g.sum() for g in jax.grad(f, (0, 1))(x, xs)))
 
 
-OPTIONS: list[dict[str, Any]] = [{"store": "device"}, {"store": "host"}, {"store": "disk"}]
+OPTIONS: list[dict[str, Any]] = [
+    {"store": "device"},
+    {"store": "host"},
+    {"store": "disk"},
+    {"store": [remat.Storage("host", checkpoints=2)], "checkpoints": 0},
+]
 
 
 @pytest.mark.parametrize("transform", [jax.grad, jvp, reverse_over_reverse])
@@ -46,7 +51,7 @@ def test_loops_keep_the_explicit_sharding_of_what_they_carry(
         options = {**options, "directory": tmp_path}
     with jax.set_mesh(jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))):
         args = jax.device_put(XS[0], P("x")), jax.device_put(XS, P(None, "x"))
-        ours = jax.jit(transform(scanning(remat.scan, checkpoints=2, **options)))(*args)
+        ours = jax.jit(transform(scanning(remat.scan, **{"checkpoints": 2, **options})))(*args)
         plain = jax.jit(transform(scanning(lax.scan)))(*args)
         assert jax.typeof(ours) == jax.typeof(plain)
         np.testing.assert_allclose(jax.device_get(ours), jax.device_get(plain), rtol=1e-5)
@@ -113,3 +118,18 @@ def test_loops_are_batched_over_an_explicit_axis(example: Callable, order: str) 
         found = jax.jit(run)(jax.device_put(rows, P("x")))
         assert jax.typeof(found).sharding.spec[0] == "x"
     np.testing.assert_allclose(jax.device_get(found), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_budget_is_that_of_one_device_where_types_are_sharded() -> None:
+    step = lambda c, _: (jnp.sin(c), None)  # noqa: E731
+    options = {"length": 100, "budget": 12 * 4000}
+    whole = remat.scan.explain(step, jnp.ones(1000), **options)
+    assert whole.state_bytes == whole.residual_bytes == 4000
+    with jax.set_mesh(jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))):
+        x = jax.device_put(jnp.ones(1000), P("x"))
+        half = remat.scan.explain(step, x, **options)
+        assert half.state_bytes == half.residual_bytes == 2000
+        assert half.forward_steps < whole.forward_steps
+        loss = lambda x: remat.scan(step, x, **options)[0].sum()  # noqa: E731
+        memory = jax.jit(jax.grad(loss)).lower(x).compile().memory_analysis()
+        assert 0.95 * 48_000 <= memory.temp_size_in_bytes <= 1.05 * 48_000

@@ -9,6 +9,7 @@ which the compiler shards rows by.)
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +20,15 @@ from jax import lax
 
 from remat import _jax
 from remat.aliases import Array, Arrays, Aval
+from remat.errors import ScheduleError
+from remat.loops.schedules import Hierarchical, Level
 from remat.loops.schedules.mixed import EMPTY, MOST_FREE, Mixed, blocks_of
 from remat.loops.sizes import n_bytes
 
 # Numbers of states that are tried where states and residuals share only part of their rows. More find a
 # schedule closer to the best one, and take longer to trace a loop.
 _TRIED = 16
+_TRIED_WITH_LEVELS = 2  # the same with slower levels, where a schedule takes longer to find
 _MOST_PARTS = 10_000  # of a loop with a single state; more take seconds to trace
 
 
@@ -72,17 +76,30 @@ class Layout:
 
         The memory does not include the state at hand and the residuals in use.
         """
-        if len(self.rows) == 1:
-            candidates = [blocks_of(n, memory, self.state_bytes, self.residual_bytes)]
-        else:
-            most = min(memory // self.state_bytes if self.state_bytes else MOST_FREE, n - 1)
-            tried = sorted({round(most * i / _TRIED) for i in range(_TRIED + 1)})
-            candidates = [self._blocks(n, memory, slots) for slots in tried]
-        candidates = [blocks for blocks in candidates if _is_practical(n, blocks)]
+        candidates = [blocks for blocks in self.candidates(n, memory) if _is_practical(n, blocks)]
         if len(candidates) > 1:
             best = min(candidates, key=lambda blocks: Mixed(n, blocks, (0, 0)).forward_steps)
             candidates = [best]
         return Mixed(n, candidates[0]) if candidates else None
+
+    def schedule_of_levels(
+        self, n: int, memory: int, levels: tuple[Level, ...]
+    ) -> Hierarchical | None:
+        """Return the schedule with the least time whose fastest level has so many bytes."""
+        found = []
+        for blocks in self.candidates(n, memory, _TRIED_WITH_LEVELS):
+            with contextlib.suppress(ScheduleError):
+                schedule = Hierarchical(n, blocks, levels)
+                found.append((schedule.cost, len(blocks), schedule))
+        return min(found)[-1] if found else None
+
+    def candidates(self, n: int, memory: int, tried: int = _TRIED) -> list[tuple[int, ...]]:
+        """Return `Mixed.blocks` for numbers of states that the memory holds."""
+        if len(self.rows) == 1:
+            return [blocks_of(n, memory, self.state_bytes, self.residual_bytes)]
+        most = min(memory // self.state_bytes if self.state_bytes else MOST_FREE, n - 1)
+        slots = sorted({round(most * i / tried) for i in range(tried + 1)})
+        return [self._blocks(n, memory, many) for many in slots]
 
     def _blocks(self, n: int, memory: int, slots: int) -> tuple[int, ...]:
         """Return `Mixed.blocks` if at most `slots` states are kept."""
@@ -106,7 +123,7 @@ class Layout:
             for j in range(slots + 1)
         )
 
-    def sizes(self, schedule: Mixed) -> list[int]:
+    def sizes(self, schedule: Mixed | Hierarchical) -> list[int]:
         """Return how many rows of each type the schedule needs, the residuals in use included."""
         tree = schedule.tree
         blocks = [part for part in range(len(tree.steps)) if tree.first[part] < 0 and part != EMPTY]
@@ -114,17 +131,17 @@ class Layout:
         return [
             # A state can be read even where none is held.
             max(
-                rows.state,
+                rows.state if schedule.peak_slots else 0,
                 *(states * rows.state + steps * rows.residuals for states, steps in held),
             )
             for rows in self.rows
         ]
 
-    def n_bytes(self, schedule: Mixed) -> int:
+    def n_bytes(self, schedule: Mixed | Hierarchical) -> int:
         """Return the bytes of the buffers for a schedule."""
         return sum(s * rows.row_bytes for s, rows in zip(self.sizes(schedule), self.rows))
 
-    def create(self, schedule: Mixed) -> Arrays:
+    def create(self, schedule: Mixed | Hierarchical) -> Arrays:
         """Return buffers for a schedule."""
         return [_jax.zeros(r.row, (s,)) for s, r in zip(self.sizes(schedule), self.rows)]
 

@@ -240,7 +240,8 @@ def _derivative_map(loop: Loop, mask: Mask, held_tree: TreeDef) -> LinearMap:
             total = [a + b for a, b in zip(total, found)]
         return total
 
-    errors = loop.store.errors_of_callbacks if loop.store.one_pass else None
+    store = loop.one_pass_store
+    errors = None if store is None else store.errors_of_callbacks
     linear_map = LinearMap(apply, transposed, jvp, transposed_jvp, errors)
     return linear_map
 

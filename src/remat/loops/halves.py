@@ -2,7 +2,8 @@
 
 The residuals of a step are the leaves of the function that `jax.vjp` returns. Those that are inputs of the
 whole loop (constants, scanned values), or that depend on the constants alone, are the same at every
-evaluation; only the others are kept for a step.
+evaluation; only the others are kept for a step. A value that the derivative computes again, such as the
+cosine of the derivative of a sine, is kept once.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import jax
 
 from remat import _jax
 from remat.aliases import Array, Arrays, Aval, TreeDef
+from remat.ir import jaxprs
+from remat.ir.equations import is_repeatable
 
 Mask = tuple[bool, ...]
 Source = Literal["literal", "const", "x", "fixed", "kept"]
@@ -38,6 +41,7 @@ class Halves(NamedTuple):
       leaves: where each leaf of the reversal comes from.
       tree: the structure of the reversal, a function of the cotangents of the marked (carry, ys).
       kept: the types of the residuals that are kept for a step.
+      stacked: the types of those that `lax.scan` keeps, which it may keep twice.
       keeps_state: whether these are values of its carry alone.
     """
 
@@ -47,6 +51,7 @@ class Halves(NamedTuple):
     leaves: tuple[tuple[Source, Any], ...]
     tree: TreeDef
     kept: list[Aval]
+    stacked: list[Aval]
     keeps_state: bool
 
     def run(self, consts: Arrays, carry: Arrays, x: Arrays) -> Arrays:
@@ -86,9 +91,12 @@ def split_step(body: _jax.Jaxpr, masks: Masks) -> Halves:
 
     jaxpr, added, out_tree = _jax.trace_call(forward, *types)
     n_out = len(out_marks)
+    n_fixed = len(added) + n_consts
+    raw = jaxpr
+    jaxpr = _without_repetitions(raw)
     tree = jax.tree.structure(out_tree[1])
     inputs = jaxpr.invars
-    first_carry = len(added) + n_consts
+    first_carry = n_fixed
     first_x = first_carry + n_carry
     sources: dict[Any, tuple[Source, Any]] = {
         v: ("const", i) for i, v in enumerate(inputs[:first_carry])
@@ -120,8 +128,57 @@ def split_step(body: _jax.Jaxpr, masks: Masks) -> Halves:
         tuple(leaves),
         tree,
         [v.aval for v in kept],
+        _stacked(raw, raw.outvars[n_out:], n_fixed, n_fixed + n_carry),
         all(v in inputs[first_carry:first_x] for v in kept),
     )
+
+
+def _stacked(
+    jaxpr: _jax.Jaxpr, residuals: Sequence[Any], first_carry: int, first_x: int
+) -> list[Aval]:
+    """Return the types of the residuals that differ from step to step."""
+    fixed = _fixed(jaxpr, jaxpr.invars[:first_carry])
+    known = {*jaxpr.invars[:first_carry], *jaxpr.invars[first_x:]}
+    known |= {v for eqn in fixed for v in eqn.outvars}
+    return [v.aval for v in dict.fromkeys(filter(_jax.is_var, residuals)) if v not in known]
+
+
+def _without_repetitions(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+    """Return the program with equations that repeat others removed."""
+    names: dict[Any, Any] = {}
+    seen: dict[Any, list[_jax.JaxprEqn]] = {}
+    eqns = []
+    for given in jaxpr.eqns:
+        eqn = jaxprs.renamed(given, names)
+        if jaxprs.has_body(eqn) or not is_repeatable(eqn) or any(map(_jax.is_dropped, eqn.outvars)):
+            eqns.append(eqn)
+            continue
+        # Literals are compared by identity of their arrays, or by value and type.
+        operands = tuple(
+            v if _jax.is_var(v) else (v.aval, repr(v.val) if v.aval.shape == () else id(v.val))
+            for v in eqn.invars
+        )
+        alike = seen.setdefault((eqn.primitive, operands), [])
+        same = next((e for e in alike if _same_parameters(e, eqn)), None)
+        if same is None:
+            alike.append(eqn)
+            eqns.append(eqn)
+        else:
+            names.update(zip(eqn.outvars, same.outvars))
+    outvars = [jaxprs.look(names, v) for v in jaxpr.outvars]
+    return _jax.rebuild(jaxpr, eqns=eqns, outvars=outvars)
+
+
+def _same_parameters(a: _jax.JaxprEqn, b: _jax.JaxprEqn) -> bool:
+    types = [(v.aval, w.aval) for v, w in zip(a.outvars, b.outvars)]
+    try:
+        # Parameters that are arrays, or lack a hash, need not be comparable.
+        equal = hash(tuple(a.params.values())) == hash(tuple(b.params.values()))
+        return bool(equal and a.params == b.params and a.ctx == b.ctx) and all(
+            s == t for s, t in types
+        )
+    except (TypeError, ValueError):
+        return False
 
 
 def _fixed(jaxpr: _jax.Jaxpr, inputs: Sequence[Any]) -> list[_jax.JaxprEqn]:

@@ -84,6 +84,13 @@ class Checkpoints(NamedTuple):
     count: Array
 
 
+class StoredLevel(NamedTuple):
+    """A level of storage, and the store that has it."""
+
+    level: schedules.Level
+    store: Store
+
+
 @dataclass(frozen=True, eq=False)
 class Loop:
     """A loop whose body is a jaxpr, and how much may be kept to reverse it.
@@ -104,6 +111,7 @@ class Loop:
       store: where the states are kept.
       memory: for a loop that may keep residuals in place of states (`mixed.py`), the bytes that there are
         beside those of `slots` states, which may be negative; None if only states are kept.
+      levels: for such a loop, slower levels of storage that hold states, too.
       inverse: a jaxpr without constants, (*consts, *carry, *x) -> carry, from the carry behind a step to
         the one before it; None if there is none. `slots` is the number of blocks of `inverse.py` then.
       inverse_reads: the consts (first, past the last) that `inverse` reads.
@@ -124,6 +132,7 @@ class Loop:
     unroll: int | bool = 1
     store: Store = DEVICE
     memory: int | None = None
+    levels: tuple[StoredLevel, ...] = ()
     inverse: _jax.Jaxpr | None = None
     inverse_reads: tuple[int, int] = (0, 0)
     counter: DTypeLike = np.int32
@@ -153,6 +162,12 @@ class Loop:
     def is_symbolic(self) -> bool:
         """Return whether the number of steps is an expression in symbolic dimensions."""
         return _jax.is_symbolic(self.length)
+
+    @property
+    def one_pass_store(self) -> Store | None:
+        """Return the store that must be filled and read in one pass, if the loop has one."""
+        stores = [self.store, *(stored.store for stored in self.levels)]
+        return next((store for store in stores if store.one_pass), None)
 
     @cached_property
     def y_avals(self) -> Arrays:

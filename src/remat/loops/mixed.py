@@ -9,6 +9,10 @@ The schedule's tree (`schedules.mixed`) is a table of the program, and a part of
         reverse the steps whose residuals are kept
         take the newest state; descend from its part as above
 
+With slower levels of storage (`schedules.hierarchical`), the state at hand is kept in the level of its part.
+What only some parts do, such as writing to a slower level, is a loop of one iteration or none: XLA passes
+buffers through a loop in place, and may copy them around a branch.
+
 So the body appears twice in the sweep (with its residuals, and without) and three times in the backward
 pass (the same, and reversed). Under `jax.grad` the sweep runs every step once; it ends with the residuals of
 the last block, so that the backward pass begins without running a step again.
@@ -19,7 +23,8 @@ residuals the steps have.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +48,9 @@ from remat.loops.loop import (
     entry,
     first_cotangents,
 )
+from remat.loops.schedules.hierarchical import Hierarchical
 from remat.loops.schedules.mixed import EMPTY, ROOT, Mixed
+from remat.loops.store import Store
 
 _INT32_MAX = 2**31 - 1  # the largest row of a buffer
 
@@ -51,14 +58,15 @@ _INT32_MAX = 2**31 - 1  # the largest row of a buffer
 class Plan(NamedTuple):
     """How a loop is reversed: its schedule, its step in two halves, and where both keep values."""
 
-    schedule: Mixed
+    schedule: Mixed | Hierarchical
     halves: Halves
     layout: Layout
+    stores: tuple[Store, ...] = ()
 
     @property
     def is_binomial(self) -> bool:
         """Return whether no residuals are kept: then states alone are kept, by the binomial schedule."""
-        return self.schedule.peak_residuals <= 1 < self.schedule.n
+        return not self.stores and self.schedule.peak_residuals <= 1 < self.schedule.n
 
     @property
     def first_block(self) -> int:
@@ -76,12 +84,21 @@ class Kept(NamedTuple):
       buffers: of the plan's layout: states, and above them the residuals of the last block.
       starts, parts: the first step and the part of each state, from entry 1; entry 0 is the end.
       top: how many states are kept.
+      slower: the rows of the slower levels.
+      tops: how many states are kept in each of these.
     """
 
     buffers: Arrays
     starts: Array
     parts: Array
     top: Array
+    slower: list[PyTree]
+    tops: Array
+
+    @property
+    def base(self) -> Array:
+        """Return how many states are kept in the fastest level."""
+        return self.top - jnp.sum(self.tops, dtype=jnp.int32) if self.slower else self.top
 
 
 def plan_of(loop: Loop, marked: Inputs) -> Plan | None:
@@ -110,17 +127,23 @@ def plan_with(loop: Loop, halves: Halves) -> Plan | None:
     n, memory = loop.length, loop.memory
     if memory is None or n is None or loop.is_symbolic or not 0 < n < 2**31:
         return None
-    if halves.keeps_state and any(map(is_region, jaxprs.equations(loop.body))):
+    recomputes = halves.keeps_state and any(map(is_region, jaxprs.equations(loop.body)))
+    if recomputes and not loop.levels:
         # The reversal recomputes the step from its state: its residuals save nothing.
         return None
     state = _jax.in_avals(loop.body)[loop.n_consts : loop.n_consts + loop.n_carry]
     if any(_jax.is_symbolic(size) for t in (*state, *halves.kept) for size in t.shape):
         return None
     where = layout(state, halves.kept)
-    schedule = where.schedule(n, max(0, loop.slots * where.state_bytes + memory))
+    room = max(0, loop.slots * where.state_bytes + memory)
+    schedule: Mixed | Hierarchical | None
+    if loop.levels:
+        schedule = where.schedule_of_levels(n, room, tuple(stored.level for stored in loop.levels))
+    else:
+        schedule = where.schedule(n, room)
     if schedule is None or max(where.sizes(schedule)) > _INT32_MAX:
         return None
-    plan = Plan(schedule, halves, where)
+    plan = Plan(schedule, halves, where, tuple(stored.store for stored in loop.levels))
     return None if plan.is_binomial else plan
 
 
@@ -131,16 +154,34 @@ def sweep(loop: Loop, inputs: Inputs, marked: Inputs) -> tuple[Results, PyTree]:
     plan = plan_of(loop, marked)
     if plan is None:
         return loops.sweep(loop, inputs)
-    n_entries = plan.schedule.slots + 1
+    if any(store.one_pass for store in plan.stores):
+        return loops.plain(loop, inputs), None
+    return _sweep(loop, inputs, plan, [], with_ys=True)
+
+
+def _sweep(
+    loop: Loop, inputs: Inputs, plan: Plan, witnesses: Arrays, *, with_ys: bool
+) -> tuple[Results, Kept]:
+    slower: list[PyTree] = []
+    n_entries = plan.schedule.peak_slots + 1
+    if isinstance(plan.schedule, Hierarchical):
+        n_entries = plan.schedule.peak_entries + 1
+        slower = [
+            store.create(max(slots, 1), inputs.carry, witnesses)
+            for store, slots in zip(plan.stores, plan.schedule.peak_slots_of_levels)
+        ]
     stack = Kept(
         plan.layout.create(plan.schedule),
         jnp.zeros(n_entries, loop.counter),
         jnp.full(n_entries, EMPTY, jnp.int32),
         jnp.int32(0),
+        slower,
+        jnp.zeros(len(slower), jnp.int32),
     )
-    ys = [_jax.zeros(y, (loop.length,)) for y in loop.y_avals]
+    ys = [_jax.zeros(y, (loop.length,)) for y in loop.y_avals if with_ys]
     start, part = loop.count(0), jnp.int32(ROOT)
-    held, _, carry, ys = _descend(loop, inputs, plan, stack, start, part, inputs.carry, ys)
+    fresh = jnp.bool_(True)
+    held, _, carry, ys = _descend(loop, inputs, plan, stack, start, part, fresh, inputs.carry, ys)
     return Results(carry, ys, []), held
 
 
@@ -153,40 +194,118 @@ def backward(
     plan = plan_of(loop, marked)
     if plan is None:
         return loops.backward(loop, inputs, held, cotangents, marked)
+    if any(store.one_pass for store in plan.stores):
+        witnesses = [x for part in (*inputs, *cotangents) for x in part if x is not None]
+        held = _sweep(loop, inputs, plan, witnesses, with_ys=False)[1]
     carry_mask, y_mask = loop.spread(*map(tuple, marked[:3]))
     sizes = [sum(mask) for mask in (marked.consts, carry_mask)]
     fixed = plan.halves.fixed_residuals(inputs.consts)
 
     def reverse(state: tuple) -> tuple:
-        """Reverse one step. Only here the buffers are read: a loop that reads them would copy them."""
-        stack, left, kept, ct_consts, ct_carry, ct_xs = state
-        if plan.schedule.peak_slots:
-            is_next = kept == 0
-            start = entry(stack.starts, stack.top)
-            part = jnp.where(is_next, entry(stack.parts, stack.top), EMPTY)
-            top = stack.top - is_next.astype(jnp.int32)
-            carry = plan.layout.read_state(stack.buffers, top, inputs.carry)
-            stack = stack._replace(top=top)
-            stack, run, _, _ = _descend(loop, inputs, plan, stack, start, part, carry, [])
-            kept = kept + run
+        buffers, left, kept, ct_consts, ct_carry, ct_xs, base = state
         left, kept = left - 1, kept - 1
-        residuals = plan.layout.read_residuals(stack.buffers, stack.top, kept, plan.halves.kept)
+        residuals = plan.layout.read_residuals(buffers, base, kept, plan.halves.kept)
         x = loop.x_at(inputs, left)
         pull = plan.halves.reversal(fixed, inputs.consts, x, residuals)
         found = pull((ct_carry, cotangents_of_y(loop, cotangents, y_mask, left)))
         d_consts, rest = list(found[: sizes[0]]), list(found[sizes[0] :])
         ct_carry, d_x = rest[: sizes[1]], rest[sizes[1] :]
         ct_consts, ct_xs = add_step(loop, left, ct_consts, ct_xs, d_consts, d_x)
-        return stack, left, kept, ct_consts, ct_carry, ct_xs
+        return buffers, left, kept, ct_consts, ct_carry, ct_xs, base
+
+    def reverse_block(state: tuple) -> tuple:
+        """Reverse the steps whose residuals are kept; run the steps to the end of the next block."""
+        stack, *rest = state
+        # The buffers pass through the loop, which then does not copy them.
+        buffers, left, kept, *cts, _ = lax.while_loop(
+            lambda state: state[2] > 0, reverse, (stack.buffers, *rest, stack.base)
+        )
+        stack = stack._replace(buffers=buffers)
+        if stack.starts.shape[0] > 1:
+            stack, start, part, fresh, carry = _pop(loop, inputs, plan, stack, left > 0)
+            stack, kept, _, _ = _descend(loop, inputs, plan, stack, start, part, fresh, carry, [])
+        return stack, left, kept, *cts
 
     # The first block has been run in the sweep.
     first = (held, loop.count(plan.schedule.n), jnp.int32(plan.first_block))
-    *_, ct_consts, ct_carry, ct_xs = lax.while_loop(
+    held, _, _, ct_consts, ct_carry, ct_xs = lax.while_loop(
         lambda state: state[1] > 0,
-        reverse,
+        reverse_block,
         (*first, *first_cotangents(inputs, cotangents, marked, carry_mask)),
     )
+    for store, rows in zip(plan.stores, held.slower):
+        store.close(rows)
     return cotangents_of_inputs(inputs, marked, carry_mask, ct_consts, ct_carry, ct_xs)
+
+
+def _pop(
+    loop: Loop, inputs: Inputs, plan: Plan, stack: Kept, is_next: Array
+) -> tuple[Kept, Array, Array, Array, Arrays]:
+    """Take the newest state, if there is one.
+
+    Returns the stack, the first step, its part, whether that has to write the state, and the state.
+    """
+    start, part = entry(stack.starts, stack.top), entry(stack.parts, stack.top)
+    part = jnp.where(is_next, part, EMPTY)
+    top = stack.top - is_next.astype(jnp.int32)
+    if not isinstance(plan.schedule, Hierarchical):
+        carry = plan.layout.read_state(stack.buffers, top, inputs.carry)
+        return stack._replace(top=top), start, part, jnp.bool_(True), carry
+    source, target = (_table(column, np.int32) for column in plan.schedule.moves)
+    level = jnp.where(is_next, entry(source, part), 0)
+    tops = stack.tops - _one_at(level, len(plan.stores))
+    stack = stack._replace(top=top, tops=tops)
+    carry = inputs.carry
+    if plan.schedule.peak_slots:
+        carry = plan.layout.read_state(stack.buffers, stack.base, inputs.carry)
+    slower = list(stack.slower)
+    for k, store in enumerate(plan.stores):
+
+        def read(held: Any, store: Store = store, row: Array = tops[k]) -> Any:
+            return store.read(held[0], row, inputs.carry)
+
+        slower[k], carry = _if(is_next & (level == k + 1), read, (slower[k], carry))
+    fresh = entry(source, part) != entry(target, part)
+    return stack._replace(slower=slower), start, part, fresh, carry
+
+
+def _if(condition: Array, change: Callable[[Any], Any], value: Any) -> Any:
+    """Return the value, changed if the condition holds."""
+    return lax.while_loop(
+        lambda state: state[0],
+        lambda state: (jnp.zeros_like(state[0]), change(state[1])),
+        (condition, value),
+    )[1]
+
+
+def _one_at(level: Array, n_levels: int) -> Array:
+    """Return 1 for a slower level, 0 for the others."""
+    return (jnp.arange(1, n_levels + 1, dtype=jnp.int32) == level).astype(jnp.int32)
+
+
+def _table(column: np.ndarray, dtype: Any) -> Array:
+    return _jax.in_mesh(jnp.asarray(column.astype(dtype)))
+
+
+def _push(plan: Plan, stack: Kept, part: Array, fresh: Array, carry: Arrays) -> Kept:
+    """Keep the first state of a part in the level where the part has it."""
+    buffers = stack.buffers
+    if plan.schedule.peak_slots:
+        # Where the state belongs to a slower level, the fastest one has no use for its row.
+        buffers = plan.layout.write_state(buffers, stack.base, carry)
+    stack = stack._replace(buffers=buffers, top=stack.top + 1)
+    if not isinstance(plan.schedule, Hierarchical):
+        return stack
+    level = entry(_table(plan.schedule.moves.target, np.int32), part)
+    slower = list(stack.slower)
+    for k, store in enumerate(plan.stores):
+
+        def write(rows: Any, store: Store = store, row: Array = stack.tops[k]) -> Any:
+            return store.write(rows, row, carry)
+
+        slower[k] = _if(fresh & (level == k + 1), write, slower[k])
+    tops = stack.tops + _one_at(level, len(plan.stores))
+    return stack._replace(slower=slower, tops=tops)
 
 
 def _descend(
@@ -196,37 +315,38 @@ def _descend(
     stack: Kept,
     start: Array,
     part: Array,
+    fresh: Array,
     carry: Arrays,
     ys: Arrays,
 ) -> tuple[Kept, Array, Arrays, Arrays]:
     """Run a part to its end: keep states up to its last block, and the residuals of that.
 
+    The first state is written to a slower level only if it is `fresh`: not there already.
+
     Returns the stack, the number of steps of the block, the state behind it, and the ys.
     """
     tree = plan.schedule.tree
-    steps, first, second = (
-        _jax.in_mesh(jnp.asarray(table.astype(dtype)))
-        for table, dtype in (
-            (tree.steps, loop.counter),
-            (tree.first, np.int32),
-            (tree.second, np.int32),
-        )
-    )
+    steps = _table(tree.steps, loop.counter)
+    first, second = _table(tree.first, np.int32), _table(tree.second, np.int32)
 
     def split(state: tuple) -> tuple:
-        stack, start, part, carry, ys = state
-        buffers = plan.layout.write_state(stack.buffers, stack.top, carry)
-        top = stack.top + 1
-        starts = stack.starts.at[top].set(start)
-        parts = stack.parts.at[top].set(entry(first, part))
+        stack, start, part, fresh, carry, ys = state
+        stack = _push(plan, stack, part, fresh, carry)
+        stack = stack._replace(
+            starts=stack.starts.at[stack.top].set(start),
+            parts=stack.parts.at[stack.top].set(entry(first, part)),
+        )
         stop = start + entry(steps, part)
         carry, ys = advance(loop, inputs, start, stop, carry, ys)
-        return Kept(buffers, starts, parts, top), stop, entry(second, part), carry, ys
+        return stack, stop, entry(second, part), jnp.ones_like(fresh), carry, ys
 
-    if plan.schedule.peak_slots:
-        stack, start, part, carry, ys = lax.while_loop(
-            lambda state: entry(first, state[2]) >= 0, split, (stack, start, part, carry, ys)
+    if stack.starts.shape[0] > 1:
+        stack, start, part, _, carry, ys = lax.while_loop(
+            lambda state: entry(first, state[2]) >= 0,
+            split,
+            (stack, start, part, fresh, carry, ys),
         )
+    base = stack.base
 
     def keep(state: tuple) -> tuple:
         kept, buffers, carry, ys = state
@@ -237,7 +357,7 @@ def _descend(
             out[len(carry) :],
             out[len(carry) + len(loop.y_avals) :],
         )
-        buffers = plan.layout.write_residuals(buffers, stack.top, kept, residuals)
+        buffers = plan.layout.write_residuals(buffers, base, kept, residuals)
         at = loop.index(step)
         ys = [lax.dynamic_update_index_in_dim(a, b, at, 0) for a, b in zip(ys, y)]
         return kept + 1, buffers, carry, ys

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -34,14 +34,15 @@ from jax import lax
 from remat import _jax
 from remat.aliases import Arrays, PolicyLike, PyTree, Size
 from remat.errors import BudgetError, ScheduleError
+from remat.ir.flops import flops_of_program
 from remat.loops.arguments import unroll_factor, whole_number
 from remat.loops.derivative import run
 from remat.loops.halves import Halves
-from remat.loops.loop import Inputs, Loop
+from remat.loops.loop import Inputs, Loop, StoredLevel
 from remat.loops.mixed import plan_with
-from remat.loops.schedules import Binomial, Mixed, Multilevel
+from remat.loops.schedules import Binomial, Hierarchical, Level, Mixed, Multilevel
 from remat.loops.sizes import n_bytes, worst_case
-from remat.loops.store import DEVICE, Store, make_store
+from remat.loops.store import DEVICE, Storage, Store, make_store, storages_of
 from remat.loops.tracing import (
     Traced,
     after_unused,
@@ -49,6 +50,7 @@ from remat.loops.tracing import (
     checkpointed as checkpointed_body,
     differentiated,
     residual_bytes,
+    stacked_bytes,
     trace_body,
 )
 from remat.units import format_bytes, parse_bytes
@@ -57,6 +59,12 @@ from remat.units import format_bytes, parse_bytes
 # to 45,760 steps are recomputed at most three times each, and 4 million at most five times. A larger
 # number keeps more and recomputes less.
 DEFAULT_CHECKPOINTS = 64
+
+# What a processor computes while it moves a byte, and what it moves while it starts a kernel. They decide
+# whether residuals are kept where all states would fit. A larger first number makes steps cheaper, and a
+# larger second one small residuals dearer.
+_FLOPS_PER_BYTE = 5
+_BYTES_PER_KERNEL = 3000
 
 # API
 
@@ -73,7 +81,7 @@ def scan(
     reverse: bool = False,
     unroll: int | bool = 1,
     inverse: Callable[[PyTree, PyTree], PyTree] | None = None,
-    store: Literal["device", "host", "disk"] = "device",
+    store: Literal["device", "host", "disk"] | Sequence[Storage] = "device",
     directory: str | os.PathLike | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Scan like `jax.lax.scan`, with reverse-mode memory that you choose.
@@ -108,7 +116,9 @@ def scan(
         inversion of the steps before it starts afresh. Derivatives of the gradient keep carries.
       store: where the carries are kept: in device memory, in host memory, or in a file. The last two
         require `checkpoints`. A file costs one extra forward sweep. It has no name, so nothing remains
-        in the directory.
+        in the directory. Or a list of `remat.Storage`, from the fastest to the slowest: the
+        schedule with the least time for steps and transfers. `checkpoints` and `budget` are the
+        capacity of the device there, which the list can have instead.
       directory: the directory of the file, with store="disk".
 
     Returns:
@@ -125,8 +135,13 @@ def scan(
     Reference: Maddison, Step-based checkpointing with high-level algorithmic differentiation, J. Comput.
     Sci. 82, 102405 (2024); Griewank & Walther, Algorithm 799: revolve, ACM TOMS 26 (2000).
     """
-    where = make_store(store, directory)
-    if store != "device" and checkpoints is None:
+    several = storages_of(store)
+    if several and directory is not None:
+        raise ScheduleError(
+            f"directory={str(directory)!r} has no use with a list of levels. Pass it to remat.Storage."
+        )
+    where = DEVICE if several else make_store(store, directory)
+    if store != "device" and not several and checkpoints is None:
         raise ScheduleError(
             f"store={store!r} requires the number of carries to keep: pass checkpoints=."
         )
@@ -139,18 +154,19 @@ def scan(
                 "that is a number. Leave out budget= and store=."
             )
         carry, ys = _inverted(scanned, inverse, xs, checkpoints)
-    elif _jax.is_symbolic(n):
+    elif _jax.is_symbolic(n) and not several:
         slots = slots_of_unknown_length(traced, checkpoints, budget, DEFAULT_CHECKPOINTS)
         carry, ys = _checkpointed(scanned, slots, where)
-    elif store != "device":
+    elif store != "device" and not several:
         _refuse_both(checkpoints, budget)
         # A loop of n steps cannot use more than n slots.
         slots = max(1, min(whole_number(checkpoints, "checkpoints", 1), n))
         carry, ys = _checkpointed(scanned, slots, where)
     else:
-        choice = choose(scanned, checkpoints, budget)
-        if isinstance(choice.schedule, Mixed | Binomial):
-            carry, ys = _checkpointed(scanned, choice.slots, where, choice.spare_bytes)
+        choice = choose(scanned, checkpoints, budget, several)
+        if isinstance(choice.schedule, Mixed | Binomial | Hierarchical):
+            memory = choice.spare_bytes
+            carry, ys = _checkpointed(scanned, choice.slots, where, memory, choice.levels)
         else:
             lengths = (n,) if choice.schedule is None else choice.schedule.lengths
             recomputed = choice.schedule is not None and choice.schedule.step_recomputed
@@ -169,6 +185,7 @@ def explain(
     policy: PolicyLike = None,
     reverse: bool = False,
     unroll: int | bool = 1,
+    store: Literal["device"] | Sequence[Storage] = "device",
 ) -> Choice:
     """Return what `remat.scan` with the same arguments keeps and recomputes, and why.
 
@@ -177,7 +194,8 @@ def explain(
     kept for the backward pass: 96 B = states of 16 B and steps' residuals of 16 B
     why: the fewest steps for checkpoints=5
     """
-    return choose(_trace(f, init, xs, length, policy, reverse, unroll), checkpoints, budget)
+    scanned = _trace(f, init, xs, length, policy, reverse, unroll)
+    return choose(scanned, checkpoints, budget, storages_of(store))
 
 
 scan.explain = explain  # type: ignore[attr-defined]
@@ -197,10 +215,11 @@ class Choice:
       why: the reason for the choice, in words.
       slots: of "mixed" and "binomial": how many states there is memory for.
       spare_bytes: the bytes that there are beside these; a mixed schedule uses them, too.
+      levels: the slower levels of storage, of "hierarchical".
     """
 
-    kind: Literal["plain", "nested", "mixed", "binomial"]
-    schedule: Multilevel | Mixed | Binomial | None
+    kind: Literal["plain", "nested", "mixed", "binomial", "hierarchical"]
+    schedule: Multilevel | Mixed | Binomial | Hierarchical | None
     n: int
     state_bytes: Size
     residual_bytes: Size
@@ -208,11 +227,16 @@ class Choice:
     why: str
     slots: int = 0
     spare_bytes: int = 0
+    levels: tuple[StoredLevel, ...] = ()
 
     @property
     def forward_steps(self) -> int:
         """Return how often a gradient evaluates the body, including once in each reversed step."""
-        return self.n if self.schedule is None else self.schedule.grad_forward_steps
+        if self.schedule is None:
+            return self.n
+        # A file is filled in the backward pass, which runs the loop once more.
+        again = self.n if any(stored.store.one_pass for stored in self.levels) else 0
+        return self.schedule.grad_forward_steps + again
 
     def __repr__(self) -> str:
         return f"Choice({str(self).splitlines()[0]}, keeps {format_bytes(self.kept_bytes)})"
@@ -227,7 +251,7 @@ class Choice:
                 f"{self.schedule.peak_residuals} steps' residuals of "
                 f"{format_bytes(self.residual_bytes)}"
             )
-        elif isinstance(self.schedule, Mixed):
+        elif isinstance(self.schedule, Mixed | Hierarchical):
             head = str(self.schedule)
             kept = (
                 f"states of {format_bytes(self.state_bytes)} and steps' residuals of "
@@ -283,8 +307,17 @@ def _trace(
 # Choosing
 
 
-def choose(scanned: Scanned, checkpoints: int | None, budget: str | int | None) -> Choice:
-    """Return the schedule with the least recomputation for a number of checkpoints or a budget."""
+def choose(
+    scanned: Scanned,
+    checkpoints: int | None,
+    budget: str | int | None,
+    storages: tuple[Storage, ...] = (),
+) -> Choice:
+    """Return the schedule with the least recomputation for a number of checkpoints or a budget.
+
+    With several levels of storage, these are the capacity of the device, and the least time counts.
+    """
+    checkpoints, budget, storages = _of_device(checkpoints, budget, storages)
     _refuse_both(checkpoints, budget)
     n = scanned.length
     if _jax.is_symbolic(n):
@@ -293,10 +326,13 @@ def choose(scanned: Scanned, checkpoints: int | None, budget: str | int | None) 
             "Pass a length that is a number."
         )
     halves = differentiated(scanned.traced)
-    state, residual = _state_and_residual(scanned.traced, halves, budget)
+    state, residual, stacked = _sizes(scanned.traced, halves, budget)
 
-    def choice(kind: Any, schedule: Any, kept_bytes: Size, why: str, *memory: int) -> Choice:
-        return Choice(kind, schedule, n, state, residual, kept_bytes, why, *memory)
+    def choice(
+        kind: Any, schedule: Any, kept_bytes: Size, why: str, slots: int = 0, spare: int = 0
+    ) -> Choice:
+        of_step = stacked if kind in ("plain", "nested") else residual
+        return Choice(kind, schedule, n, state, of_step, kept_bytes, why, slots, spare)
 
     def checkpointed(slots: int, spare: int, why: str) -> Choice:
         """Return the choice in which states and residuals share the bytes of so many states, and these."""
@@ -310,27 +346,43 @@ def choose(scanned: Scanned, checkpoints: int | None, budget: str | int | None) 
             return choice("mixed", plan.schedule, kept_bytes, why, slots, spare)
         return choice("binomial", Binomial(n, slots), (slots + 1) * state, why, slots, spare)
 
-    plain = choice("plain", None, n * residual, "the loop is too short to save anything")
+    if storages:
+        if any(_jax.is_symbolic(size) for size in (state, stacked)):
+            raise ScheduleError(
+                "several levels of store= require arrays of known shapes, but the scan has symbolic "
+                "dimensions. Pass store='host', or export with numbers."
+            )
+        sizes = (state, residual, stacked)
+        return _hierarchical(scanned, halves, sizes, checkpoints, budget, storages)
+
+    def faster(found: Choice, where: str) -> Choice:
+        """Return the choice, or that of all states if it takes less time: each step is then run twice."""
+        traffic = 0.0 if halves is None else _time_of_residuals(scanned, halves, residual)
+        steps = found.forward_steps
+        if found.kind == "mixed" and (steps == n or steps + n * traffic <= 2 * n):
+            return found
+        why = f"{where} holds the states of all {n} steps"
+        if found.kind == "mixed":
+            why += f", and keeping a step's residuals takes the time of {traffic:.1f} steps"
+        return choice("nested", Multilevel(n, (max(n, 1),)), n * state + residual, why)
+
+    plain = choice("plain", None, n * stacked, "the loop is too short to save anything")
     if checkpoints is not None:
         checkpoints = whole_number(checkpoints, "checkpoints", 1)
-        fits = not _jax.is_symbolic(state) and n * residual <= checkpoints * state
+        fits = not _jax.is_symbolic(state) and n * stacked <= checkpoints * state
         if n > 1 and fits:
             why = f"all fits the memory of checkpoints={checkpoints}"
             return choice("plain", None, plain.kept_bytes, why)
-        by_states = checkpointed(checkpoints, 0, f"the fewest steps for checkpoints={checkpoints}")
-        if checkpoints < n or by_states.kind == "mixed":
-            return by_states
-        every = Multilevel(n, (max(n, 1),))
-        why = f"checkpoints={checkpoints} hold the states of all {n} steps"
-        return choice("nested", every, n * state + residual, why)
+        fewest = checkpointed(checkpoints, 0, f"the fewest steps for checkpoints={checkpoints}")
+        return fewest if checkpoints < n else faster(fewest, f"checkpoints={checkpoints}")
     two_levels = Multilevel.balanced(
         n,
         2,
         step_recomputed=False,
         state_bytes=_jax.typical(state),
-        residual_bytes=_jax.typical(residual),
+        residual_bytes=_jax.typical(stacked),
     )
-    nested_bytes = two_levels.peak_slots * state + two_levels.peak_residuals * residual
+    nested_bytes = two_levels.peak_slots * state + two_levels.peak_residuals * stacked
     nested = choice("nested", two_levels, nested_bytes, "the least memory for one more sweep")
     if budget is None:
         saves = _jax.typical(nested_bytes) < _jax.typical(plain.kept_bytes)
@@ -347,6 +399,8 @@ def choose(scanned: Scanned, checkpoints: int | None, budget: str | int | None) 
         slots = min(memory // max(state, 1), max(n, 1))
         why = f"the fewest steps that fit {format_bytes(limit)}"
         found = checkpointed(slots, memory - slots * state, why)
+        if (n + 2) * state + residual <= limit:
+            found = faster(found, format_bytes(limit))
     if nested_bytes <= limit and (found is None or nested.forward_steps <= found.forward_steps):
         # Larger blocks within the budget would not help: two levels cost one sweep for any block size.
         return choice("nested", two_levels, nested_bytes, f"fits the {format_bytes(limit)}")
@@ -358,6 +412,77 @@ def choose(scanned: Scanned, checkpoints: int | None, budget: str | int | None) 
             f"of {format_bytes(residual)}. Raise budget=, or save less in a step with policy=."
         )
     return found
+
+
+def _of_device(
+    checkpoints: int | None, budget: str | int | None, storages: tuple[Storage, ...]
+) -> tuple[int | None, str | int | None, tuple[Storage, ...]]:
+    """Return the capacity of the device, and the slower levels of storage."""
+    if any(storage.where == "device" for storage in storages[1:]):
+        raise ScheduleError("the device is the fastest level of store=: list it first, and once.")
+    if storages and storages[0].where == "device":
+        if checkpoints is not None or budget is not None:
+            raise ScheduleError(
+                "store= has the capacity of the device: leave out checkpoints= and budget=."
+            )
+        return storages[0].checkpoints, storages[0].budget, storages[1:]
+    return checkpoints, budget, storages
+
+
+def _hierarchical(
+    scanned: Scanned,
+    halves: Halves | None,
+    sizes: tuple[int, int, int],
+    checkpoints: int | None,
+    budget: str | int | None,
+    storages: tuple[Storage, ...],
+) -> Choice:
+    """Return the choice for several levels of storage, with so much of the device."""
+    n = scanned.length
+    state, residual, stacked = sizes
+    levels = tuple(
+        StoredLevel(
+            Level(min(storage.slots(state), n), storage.write, storage.read),
+            make_store(storage.where, storage.directory),
+        )
+        for storage in storages
+    )
+    if budget is None:
+        memory = whole_number(0 if checkpoints is None else checkpoints, "checkpoints", 0) * state
+    else:
+        # The state at hand, its cotangent and the residuals in use are not part of the memory.
+        memory = max(0, parse_bytes(budget, "budget=") - 2 * state - residual)
+    if n * stacked <= memory or n <= 1:
+        return Choice("plain", None, n, state, stacked, n * stacked, "all fits the device")
+    slots = min(memory // max(state, 1), n)
+    spare = memory - slots * state
+    loop = dataclasses.replace(_loop(scanned, slots, memory=spare), levels=levels)
+    plan = None if halves is None else plan_with(loop, halves)
+    if plan is None:
+        raise ScheduleError(
+            f"no schedule of {n} steps fits {format_bytes(memory)} of device memory and "
+            f"{[stored.level.slots for stored in levels]} states in the other levels of store=, or the "
+            "body has no derivative in reverse mode. Raise the capacities."
+        )
+    kept_bytes = plan.layout.n_bytes(plan.schedule)
+    why = "the least time for steps and transfers"
+    return Choice(
+        "hierarchical", plan.schedule, n, state, residual, kept_bytes, why, slots, spare, levels
+    )
+
+
+def _time_of_residuals(scanned: Scanned, halves: Halves, residual: int) -> float:
+    """Return the time to write and read a step's residuals, in units of the time of a step.
+
+    A step is taken for one fused kernel, which reads its inputs and writes its results. One with side effects
+    takes much longer.
+    """
+    body = scanned.traced.body
+    if body.effects:
+        return 0.0
+    moved = sum(map(n_bytes, [*_jax.in_avals(body), *_jax.out_avals(body)]))
+    step = flops_of_program(body) / _FLOPS_PER_BYTE + moved + _BYTES_PER_KERNEL
+    return 2 * (residual + _BYTES_PER_KERNEL * len(halves.kept)) / step
 
 
 def _refuse_both(checkpoints: int | None, budget: str | int | None) -> None:
@@ -373,7 +498,7 @@ def slots_of_unknown_length(
     """Return how many states a loop keeps if its number of steps is unknown when it is traced."""
     _refuse_both(checkpoints, budget)
     if budget is not None:
-        state, residual = _state_and_residual(traced, differentiated(traced), budget)
+        state, residual, _ = _sizes(traced, differentiated(traced), budget)
         limit = parse_bytes(budget, "budget=")
         slots = (limit - residual) // max(state, 1) - 1
         if slots < 1:
@@ -388,16 +513,21 @@ def slots_of_unknown_length(
     return default if checkpoints is None else whole_number(checkpoints, "checkpoints", 1)
 
 
-def _state_and_residual(
+def _sizes(
     traced: Traced, halves: Halves | None, budget: str | int | None
-) -> tuple[Size, Size]:
-    """Return the bytes of a state and of a step's residuals; with a budget, their upper bounds."""
-    state, residual = sum(map(n_bytes, traced.carry)), residual_bytes(halves)
+) -> tuple[Size, Size, Size]:
+    """Return the bytes of a state, of a step's residuals, and of those that `lax.scan` keeps.
+
+    With a budget, they are upper bounds.
+    """
+    state = sum(map(n_bytes, traced.carry))
+    residual, stacked = residual_bytes(halves), stacked_bytes(halves)
     if budget is None:
-        return state, residual
+        return state, residual, stacked
     return (
         worst_case("a state", state, budget, "checkpoints="),
         worst_case("one step's residuals", residual, budget, "checkpoints="),
+        worst_case("one step's residuals", stacked, budget, "checkpoints="),
     )
 
 
@@ -405,10 +535,14 @@ def _state_and_residual(
 
 
 def _checkpointed(
-    scanned: Scanned, slots: int, store: Store, memory: int | None = None
+    scanned: Scanned,
+    slots: int,
+    store: Store,
+    memory: int | None = None,
+    levels: tuple[StoredLevel, ...] = (),
 ) -> tuple[Arrays, Arrays]:
     """Scan with a backward pass that interprets a schedule at run time."""
-    loop = _loop(scanned, slots, store, memory)
+    loop = dataclasses.replace(_loop(scanned, slots, store, memory), levels=levels)
     carry, ys, _ = run(loop, Inputs(scanned.traced.consts, scanned.traced.carry, scanned.xs, []))
     return carry, ys
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from remat import _jax
 from remat.aliases import Array, Aval, Size
 from remat.errors import BudgetError
@@ -9,8 +12,17 @@ from remat.units import Number, format_bytes
 
 
 def n_bytes(x: Array | Aval) -> Size:
-    """Return the bytes of an array or a type; an expression if it has symbolic dimensions."""
+    """Return the bytes of an array or a type; an expression if it has symbolic dimensions.
+
+    They are those of one device: in a `shard_map`, and where a type says how it is sharded. JAX says
+    nothing of automatic sharding while it traces.
+    """
     size = x.size if _jax.is_symbolic(x.size) else int(x.size)
+    sharding: Any = getattr(getattr(x, "aval", x), "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is not None and not mesh.empty and not _jax.is_symbolic(size):
+        parts = [(part,) if isinstance(part, str) else part or () for part in sharding.spec]
+        size //= math.prod(mesh.shape[name] for names in parts for name in names)
     return size * x.dtype.itemsize
 
 

@@ -6,7 +6,8 @@ to the next are the store's `rows`: arrays for memory, a ticket for a file.
 The disk store works through callbacks to the host. Each takes the ticket and returns a new one, so
 that they happen in the order of the program. Its file lives as long as one backward pass, which
 fills it, reads it and closes it, because nothing tells a program when a file that a forward pass
-left behind is no longer wanted. That costs one more forward sweep. The file has no name from the
+left behind is no longer wanted. That costs one more forward sweep. The system writes the file, and reads the
+state below the one that was read, while the program goes on computing. The file has no name from the
 moment it is opened, so nothing is left in the directory however the program ends.
 
 Known limit: the file of a compiled backward pass that fails stays open, and its space in use, until
@@ -22,13 +23,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import mmap
 import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +41,9 @@ from jax.experimental import io_callback
 from remat import _jax
 from remat.aliases import Array, Arrays, PyTree
 from remat.errors import ScheduleError, StoreError
+from remat.loops.arguments import whole_number
 from remat.loops.rows import read_row, write_row
-from remat.units import format_bytes
+from remat.units import format_bytes, parse_bytes
 
 
 class Store(Protocol):
@@ -89,6 +92,7 @@ class DeviceStore:
 
 
 DEVICE = DeviceStore()
+_PAGE = mmap.ALLOCATIONGRANULARITY  # bytes; a divisor would not do
 
 
 @dataclass(frozen=True)
@@ -193,8 +197,8 @@ class DiskStore:
 
     def _open_file(self, n_rows: int, types: list[tuple[tuple[int, ...], np.dtype]]) -> Array:
         sizes = [n_rows * int(np.prod(shape)) * dtype.itemsize for shape, dtype in types]
-        # Maps begin at multiples of this.
-        offsets = [0, *itertools.accumulate(-(-size // 4096) * 4096 for size in sizes)]
+        # Maps begin at multiples of a page.
+        offsets = [0, *itertools.accumulate(-(-size // _PAGE) * _PAGE for size in sizes)]
         with tempfile.TemporaryFile(dir=self.directory, prefix="remat-") as file:
             try:
                 # Without reserving the space, a full disk would kill the process later.
@@ -221,16 +225,87 @@ class DiskStore:
         return np.int32(ticket)
 
     def _read(self, ticket: Array, row: Array) -> Arrays:
-        return [np.int32(ticket), *(np.array(a[int(row)]) for a in self._files[int(ticket)])]
+        rows = self._files[int(ticket)]
+        found = [np.array(a[int(row)]) for a in rows]
+        # States are read from the newest to the oldest: meanwhile the system reads the next one.
+        for a in rows:
+            if row and isinstance(a, np.memmap):
+                first, last = (int(r) * a[0].nbytes // _PAGE for r in (row - 1, row))
+                file: Any = a.base
+                file.madvise(mmap.MADV_WILLNEED, first * _PAGE, (last - first + 1) * _PAGE)
+        return [np.int32(ticket), *found]
 
 
-def make_store(store: str, directory: str | os.PathLike | None) -> Store:
+@dataclass(frozen=True)
+class Storage:
+    """A level of storage for the states of a loop, as an element of `store=`.
+
+    >>> Storage("host", budget="8GiB", write=2, read=2)
+    Storage(where='host', checkpoints=None, budget='8GiB', write=2, read=2, directory=None)
+
+    Attributes:
+      where: "device", "host" or "disk".
+      checkpoints: its capacity as a number of states.
+      budget: its capacity in bytes, as a number or as "8GiB". One of the two is required.
+      write, read: the time to write and to read one state, in units of the time of one step. The device's
+        are part of a step's time.
+      directory: of the file, for "disk".
+    """
+
+    where: Literal["device", "host", "disk"]
+    checkpoints: int | None = None
+    budget: str | int | None = None
+    write: float = 1.0
+    read: float = 1.0
+    directory: str | os.PathLike | None = None
+
+    def __post_init__(self) -> None:
+        if (self.checkpoints is None) == (self.budget is None):
+            raise ScheduleError(
+                f"Storage({self.where!r}) requires its capacity: pass either checkpoints= or budget=."
+            )
+        if self.checkpoints is not None:
+            whole_number(self.checkpoints, "checkpoints", 0)
+        elif self.budget is not None:
+            parse_bytes(self.budget, "budget=")
+        for name, cost in (("write", self.write), ("read", self.read)):
+            if not isinstance(cost, int | float) or not 0 <= cost < float("inf"):
+                raise ScheduleError(
+                    f"{name}= of Storage is a time in steps, a number of 0 or more, not {cost!r}."
+                )
+
+    def slots(self, state_bytes: int) -> int:
+        """Return how many states of so many bytes fit."""
+        if self.budget is None:
+            return int(self.checkpoints or 0)
+        return parse_bytes(self.budget, "budget=") // max(state_bytes, 1)
+
+
+def storages_of(store: str | Sequence[Storage]) -> tuple[Storage, ...]:
+    """Return the levels of storage that a user listed; none for a name."""
+    if isinstance(store, str):
+        return ()
+    listed = (store,) if isinstance(store, Storage) else tuple(store)
+    wrong = next((s for s in listed if not isinstance(s, Storage)), None)
+    if wrong is not None or not listed:
+        raise ScheduleError(
+            f"store= is 'device', 'host', 'disk', or a list of remat.Storage, but not {store!r}."
+        )
+    return listed
+
+
+def make_store(store: str | Sequence[Storage], directory: str | os.PathLike | None) -> Store:
     """Return the store that a user named.
 
     Raises:
       ScheduleError: the name is invalid, or `directory` is missing or has no use.
       StoreError: the directory does not exist or cannot be written to.
     """
+    if not isinstance(store, str):
+        raise ScheduleError(
+            "several levels of store= require a length that is a number when the loop is traced. Pass one "
+            "of 'device', 'host' and 'disk' here."
+        )
     if store not in ("device", "host", "disk"):
         raise ScheduleError(f"store is 'device', 'host' or 'disk', not {store!r}.")
     if store != "disk":

@@ -160,3 +160,8 @@ def residual_bytes(halves: Halves | None) -> Size:
     A body without reverse-mode derivative has 0 bytes: such a loop can still be run.
     """
     return 0 if halves is None else sum(map(n_bytes, halves.kept))
+
+
+def stacked_bytes(halves: Halves | None) -> Size:
+    """Return the bytes of one step's residuals that `lax.scan` keeps; see `residual_bytes`."""
+    return 0 if halves is None else sum(map(n_bytes, halves.stacked))

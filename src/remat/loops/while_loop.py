@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -28,7 +28,7 @@ from remat.loops.derivative import run
 from remat.loops.loop import Inputs, Loop, select
 from remat.loops.scan import DEFAULT_CHECKPOINTS, scan, slots_of_unknown_length
 from remat.loops.schedules import beta
-from remat.loops.store import make_store
+from remat.loops.store import Storage, make_store
 from remat.loops.tracing import Traced, after_unused, trace_body, values_of_refs
 
 # API
@@ -44,7 +44,7 @@ def fori_loop(
     budget: str | int | None = None,
     policy: PolicyLike = None,
     unroll: int | bool | None = None,
-    store: Literal["device", "host", "disk"] = "device",
+    store: Literal["device", "host", "disk"] | Sequence[Storage] = "device",
     directory: str | os.PathLike | None = None,
 ) -> PyTree:
     """Run a loop like `jax.lax.fori_loop`, also reversible with traced bounds, in memory you choose.

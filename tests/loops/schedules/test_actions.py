@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from remat.errors import ScheduleError
-from remat.loops.schedules import Action, Binomial, Online, TwoTier, picture, replay
+from remat.loops.schedules import Action, Binomial, Hierarchical, Level, Online, picture, replay
 
 
 def test_pictures_show_every_sweep_or_say_how_many_are_missing() -> None:
@@ -15,7 +15,12 @@ def test_pictures_show_every_sweep_or_say_how_many_are_missing() -> None:
     assert long[-1] == "… 995 more steps to reverse"
     assert max(map(len, long)) <= 72
     assert picture([], 0) == ""
-    assert TwoTier(6, 1, 1).picture() == Binomial(6, 2).picture() == Binomial(6, 2).picture(rows=6)
+    assert Binomial(6, 2).picture() == Binomial(6, 2).picture(rows=6)
+    assert Hierarchical.of_states(3, 1, [Level(1)]).picture().splitlines() == [
+        "oo<  2 slots",
+        "o<   1 slot",
+        "<    0 slots",
+    ]
     assert Online(7, 2).picture().splitlines()[0].startswith("o")
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from remat.errors import ScheduleError
-from remat.loops.schedules import Binomial, Mixed, replay
+from remat.loops.schedules import Binomial, Mixed, Online, replay
 from remat.loops.schedules.mixed import blocks_of
 
 _MANY = 1 << 40
@@ -224,3 +224,12 @@ def test_a_picture_shows_steps_that_are_reversed_together() -> None:
 def test_impossible_schedules_are_refused(make) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ScheduleError):
         make()
+
+
+def test_residuals_save_at_most_one_run_of_each_step() -> None:
+    """Each residual that is kept can be replaced by its step's state, from which the step is run again."""
+    for n, slots, residuals in itertools.product((1, 2, 7, 20, 55, 120), (1, 2, 5, 9), (1, 2, 3)):
+        fewest = Mixed.of(n, 2 * slots, 2, 2 * residuals).forward_steps
+        assert fewest <= Binomial(n, slots).forward_steps <= fewest + n - 1
+        if n <= (slots + 1) * (slots + 2) // 2:
+            assert Online(n, slots).forward_steps <= fewest + n - 1

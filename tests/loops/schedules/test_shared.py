@@ -9,7 +9,7 @@ import pytest
 
 from remat.errors import ScheduleError
 from remat.loops import schedules
-from remat.loops.schedules import Binomial, Multilevel, Online, TwoTier
+from remat.loops.schedules import Binomial, Hierarchical, Level, Multilevel, Online
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,8 @@ def test_schedules_import_no_jax(path: Path) -> None:
 def test_schedules_print_their_cost() -> None:
     assert "25 forward steps (2.50 per step)" in str(Binomial(10, 3))
     assert "online: 10 steps, 3 slots: 25 forward steps" in str(Online(10, 3))
-    assert "host" in str(TwoTier(100, 3, 2))
+    by_levels = str(Hierarchical.of_states(100, 3, [Level(5, 2, 2)]))
+    assert "3 slots, 5 slots in level 1: " in by_levels and "7 writes" in by_levels
     assert str(Binomial(0, 1)).startswith("binomial: 0 steps, 1 slot: 0 forward steps,")
 
 
@@ -39,8 +40,6 @@ def test_schedules_print_their_cost() -> None:
         lambda: Binomial(-1, 3),
         lambda: Binomial(3, 0),
         lambda: Online(3, 0),
-        lambda: TwoTier(3, 0, 0),
-        lambda: TwoTier(3, -1, 2),
         lambda: Multilevel(10, (3, 3)),
         lambda: Multilevel(10, ()),
         lambda: Multilevel.balanced(10, 0),

@@ -15,8 +15,9 @@ Five of them, from the literature:
 - `Online`: `n` is known only when the loop ends. As good as `Binomial` up to
   n = (s+1)(s+2)/2, and within a few percent beyond (the problem of Stumm & Walther, "New
   algorithms for optimal online checkpointing", SIAM J. Sci. Comput. 32, 2010).
-- `TwoTier`: `Binomial` with its least-used states in a slower memory (Stumm & Walther, "Multistage
-  approaches for optimal offline checkpointing", SIAM J. Sci. Comput. 31, 2009).
+- `Hierarchical`: `Mixed` in the fastest of several levels of storage, and states in the others, with the
+  least time for steps and transfers (Herrmann & Pallez, "H-Revolve: a framework for adjoint computation on
+  synchronous hierarchical platforms", ACM TOMS 46, 2020).
 - `Multilevel`: nested loops; more steps than `Binomial` at equal slots, but made of plain scans.
 
 Counting. `forward_steps` counts every evaluation of the loop's body, the one inside each reversed
@@ -38,7 +39,6 @@ from remat.loops.schedules.actions import (
     Action as Action,
     Kind as Kind,
     Replay as Replay,
-    Tier as Tier,
     picture as picture,
     replay as replay,
 )
@@ -52,6 +52,10 @@ from remat.loops.schedules.binomial import (
     repetitions as repetitions,
     reverse_actions as reverse_actions,
 )
+from remat.loops.schedules.hierarchical import (
+    Hierarchical as Hierarchical,
+    Level as Level,
+)
 from remat.loops.schedules.mixed import Mixed as Mixed
 from remat.loops.schedules.multilevel import Multilevel as Multilevel
 from remat.loops.schedules.online import (
@@ -61,23 +65,19 @@ from remat.loops.schedules.online import (
     online_rows as online_rows,
     online_update as online_update,
 )
-from remat.loops.schedules.two_tier import (
-    TwoTier as TwoTier,
-    slot_traffic as slot_traffic,
-)
 
 __all__ = [
     "INT32_MAX",
     "ONLINE_COLUMNS",
     "Action",
     "Binomial",
+    "Hierarchical",
     "Kind",
+    "Level",
     "Mixed",
     "Multilevel",
     "Online",
     "Replay",
-    "Tier",
-    "TwoTier",
     "beta",
     "binomial_advances",
     "binomial_rows",
@@ -89,7 +89,6 @@ __all__ = [
     "repetitions",
     "replay",
     "reverse_actions",
-    "slot_traffic",
 ]
 
 

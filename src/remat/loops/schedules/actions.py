@@ -7,6 +7,7 @@ to the cost that it states.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -15,7 +16,6 @@ from remat.errors import ScheduleError
 from remat.loops.schedules.shared import Schedule, slots_text
 
 Kind = Literal["store", "free", "restore", "advance", "keep", "reverse"]
-Tier = Literal["memory", "host"]
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,15 @@ class Action:
       start: the step whose state is meant, or the first step to run.
       stop: one past the last step to run; `start` where no step is run.
       slot: the slot, counted from 0, of a state or of residuals; -1 where none is meant.
-      tier: the memory that the slot lies in.
+      level: the level of storage that a state's slot lies in; 0 is the fastest. Slots are counted
+        separately in each.
     """
 
     kind: Kind
     start: int
     stop: int
     slot: int = -1
-    tier: Tier = "memory"
+    level: int = 0
 
 
 class ListedSchedule(Schedule):
@@ -57,11 +58,12 @@ class Replay:
 
     Attributes:
       forward_steps: evaluations of the body, the one inside each reversed step included.
-      peak_slots: the most slots that were filled at once.
-      writes: how often each slot was stored to.
-      reads: how often each slot was restored from.
-      held: the numbers of states and of steps' residuals that were held together, each pair once. Only
-        pairs of which no other has at least as many of both are listed.
+      peak_slots: the most slots of the fastest level that were filled at once.
+      writes: how often each slot of the fastest level was stored to.
+      reads: how often each slot of the fastest level was restored from.
+      held: the numbers of states in the fastest level and of steps' residuals that were held together,
+        each pair once. Only pairs of which no other has at least as many of both are listed.
+      levels: of each level, the most slots that were filled at once, the writes and the reads.
     """
 
     forward_steps: int
@@ -69,6 +71,7 @@ class Replay:
     writes: tuple[int, ...]
     reads: tuple[int, ...]
     held: tuple[tuple[int, int], ...] = ()
+    levels: tuple[tuple[int, int, int], ...] = ()
 
 
 def replay(actions: Iterable[Action], n: int) -> Replay:
@@ -82,16 +85,17 @@ def replay(actions: Iterable[Action], n: int) -> Replay:
       ScheduleError: an action that needs a state that is not there, or a loop that is not
         reversed step by step from its last step to its first.
     """
-    slots: dict[int, int] = {}
+    slots: dict[tuple[int, int], int] = {}
     hand: int | None = 0
     pending = n
-    forward_steps = peak_slots = 0
-    writes: dict[int, int] = {}
-    reads: dict[int, int] = {}
+    forward_steps = 0
+    writes: Counter[tuple[int, int]] = Counter()
+    reads: Counter[tuple[int, int]] = Counter()
+    peaks: Counter[int] = Counter()
     residuals: dict[int, int] = {}
     held: set[tuple[int, int]] = set()
     for action in actions:
-        fits = True
+        fits, at = True, (action.level, action.slot)
         if action.kind == "advance":
             fits = hand == action.start < action.stop < pending
             hand = action.stop
@@ -104,15 +108,16 @@ def replay(actions: Iterable[Action], n: int) -> Replay:
             forward_steps += 1
         elif action.kind == "store":
             fits = hand == action.start
-            slots[action.slot] = action.start
-            writes[action.slot] = writes.get(action.slot, 0) + 1
-            peak_slots = max(peak_slots, len(slots))
+            slots[at] = action.start
+            writes[at] += 1
+            filled = sum(level == action.level for level, _ in slots)
+            peaks[action.level] = max(peaks[action.level], filled)
         elif action.kind == "restore":
-            fits = slots.get(action.slot) == action.start
+            fits = slots.get(at) == action.start
             hand = action.start
-            reads[action.slot] = reads.get(action.slot, 0) + 1
+            reads[at] += 1
         elif action.kind == "free":
-            fits = slots.pop(action.slot, None) == action.start
+            fits = slots.pop(at, None) == action.start
         elif action.slot >= 0:
             fits = residuals.pop(action.slot, None) == action.start == pending - 1
             pending, hand = action.start, None
@@ -120,20 +125,27 @@ def replay(actions: Iterable[Action], n: int) -> Replay:
             fits = hand == action.start == pending - 1
             pending, hand = action.start, None
             forward_steps += 1
-        held.add((len(slots), len(residuals)))
+        held.add((sum(level == 0 for level, _ in slots), len(residuals)))
         if not fits:
             raise ScheduleError(
                 f"{action} cannot be done: {hand=}, slots {slots}, steps left to reverse {pending}."
             )
     if pending:
         raise ScheduleError(f"the actions end with {pending} of {n} steps not reversed.")
-    count = max((*writes, *reads, -1)) + 1
+    count = max((slot for level, slot in {*writes, *reads} if level == 0), default=-1) + 1
+
+    def total(counts: Counter[tuple[int, int]], level: int) -> int:
+        return sum(many for (at, _), many in counts.items() if at == level)
+
     return Replay(
         forward_steps=forward_steps,
-        peak_slots=peak_slots,
-        writes=tuple(writes.get(slot, 0) for slot in range(count)),
-        reads=tuple(reads.get(slot, 0) for slot in range(count)),
+        peak_slots=peaks[0],
+        writes=tuple(writes[0, slot] for slot in range(count)),
+        reads=tuple(reads[0, slot] for slot in range(count)),
         held=tuple(sorted(p for p in held if not any(_exceeds(q, p) for q in held))),
+        levels=tuple(
+            (peaks[k], total(writes, k), total(reads, k)) for k in range(max(peaks, default=-1) + 1)
+        ),
     )
 
 
@@ -161,7 +173,7 @@ def picture(actions: Iterable[Action], n: int, *, width: int = 72, rows: int = 4
     per_column = -(-n // width) if n else 1
     columns = -(-n // per_column)
     lines: list[str] = []
-    slots: dict[int, int] = {}
+    slots: dict[tuple[int, int], int] = {}
     filled: set[int] = set()
     run: set[int] = set()
     reversed_: set[int] = set()
@@ -186,9 +198,9 @@ def picture(actions: Iterable[Action], n: int, *, width: int = 72, rows: int = 4
             pending = min(reversed_)
             filled, run, reversed_ = set(), set(), set()
         if action.kind == "store":
-            slots[action.slot] = action.start
+            slots[action.level, action.slot] = action.start
         elif action.kind == "free":
-            del slots[action.slot]
+            del slots[action.level, action.slot]
             continue
         elif action.kind in ("advance", "keep"):
             run.update(range(action.start, action.stop))

@@ -37,7 +37,7 @@ Reference: Maddison, Step-based checkpointing with high-level algorithmic differ
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -223,38 +223,83 @@ def tree_cost(tree: Tree) -> int:
 # The tables of a tree have some hundred entries, with a single state one for each block.
 @lru_cache(maxsize=64)
 def _tree(n: int, blocks: tuple[int, ...], limits: tuple[int, int]) -> Tree:
+    split, low = splits_of(n, blocks, limits)
+    rows = [
+        (0, -1, -1, len(blocks) - 1),
+        *numbered(parts_of({(len(blocks) - 1, n)}, blocks, split, low), ROOT),
+    ]
+    return Tree(*columns(rows))
+
+
+# (level above the lowest one that is used, length) -> steps to the second part
+Split = Callable[[int, int], int]
+# A level and a length.
+Part = tuple[int, int]
+
+
+def splits_of(n: int, blocks: tuple[int, ...], limits: tuple[int, int]) -> tuple[Split, int]:
+    """Return how far parts of loops of at most `n` steps advance, and the lowest level that is used."""
     if n <= blocks[-1]:
-        return _grow(n, blocks, _no_split)
+        return _no_split, 0
     order = _Order(n, blocks)
     if order.is_optimal:
-        return _grow(n, blocks, order.split)
+        return order.split, 0
     if n <= limits[0] and n * len(blocks) <= limits[1]:
-        return _grow(n, blocks, _solved(n, blocks))
+        return _solved(n, blocks)[0], 0
     # With residuals smaller than a state, the smallest blocks are not worth a state.
-    trees = [
-        _grow(n, blocks, _Order(n, blocks[low:]).split, low)
-        for low in range(min(4, len(blocks) - 1))
-    ]
-    return min(trees, key=tree_cost)
+    orders = [_Order(n, blocks[low:]) for low in range(min(4, len(blocks) - 1))]
+    lows = range(len(orders))
+    low = min(lows, key=lambda low: tree_cost(_of_order(n, blocks, orders[low], low)))
+    return orders[low].split, low
 
 
-Split = Callable[[int, int], int]
+def _of_order(n: int, blocks: tuple[int, ...], order: _Order, low: int) -> Tree:
+    parts = parts_of({(len(blocks) - 1, n)}, blocks, order.split, low)
+    return Tree(*columns([(0, -1, -1, 0), *numbered(parts, ROOT)]))
 
 
-def _grow(n: int, blocks: tuple[int, ...], split: Split, low: int = 0) -> Tree:
-    """Return the tree of a loop, given how far a part of a level and a length advances.
+def least_steps(
+    lengths: np.ndarray, blocks: tuple[int, ...], limits: tuple[int, int]
+) -> np.ndarray:
+    """Return the evaluations for loops of these lengths; infinity where no schedule exists.
+
+    Beyond the limits, they are exact at whole replacements and interpolated between.
+    """
+    if len(blocks) == 1:
+        return np.where(lengths <= blocks[0], lengths, np.inf)
+    n = int(lengths.max())
+    if n <= limits[0] and n * len(blocks) <= limits[1]:
+        return _solved(n, blocks)[1][lengths].astype(float)
+    orders = [_Order(max(n, 2), blocks[low:]) for low in range(min(4, len(blocks) - 1))]
+    return np.min([order.costs(lengths) for order in orders], axis=0)
+
+
+def parts_of(
+    wanted: Iterable[Part], blocks: tuple[int, ...], split: Split, low: int = 0
+) -> dict[Part, tuple[int, Part | None, Part | None]]:
+    """Return the distinct parts of some parts: steps and, where there are any, the two parts.
+
+    A part comes before its parts.
 
     Args:
-      n: steps of the loop.
+      wanted: the parts to split.
       blocks: see `Mixed`.
-      split: (level above `low`, length) -> steps to the second part.
+      split: how far a part advances.
       low: the lowest level that is used.
     """
-    top = len(blocks) - 1
     # Longer parts come first, so that a part comes before its parts.
-    waiting: dict[int, set[int]] = {n: {top}}
-    found: dict[tuple[int, int], tuple[int, tuple[int, int] | None, tuple[int, int] | None]] = {}
-    lengths = [-n]
+    waiting: dict[int, set[int]] = {}
+    lengths: list[int] = []
+
+    def add(level: int, length: int) -> None:
+        if length not in waiting:
+            waiting[length] = set()
+            heapq.heappush(lengths, -length)
+        waiting[length].add(level)
+
+    for part in wanted:
+        add(*part)
+    found: dict[Part, tuple[int, Part | None, Part | None]] = {}
     while lengths:
         length = -heapq.heappop(lengths)
         for level in sorted(waiting.pop(length)):
@@ -262,20 +307,31 @@ def _grow(n: int, blocks: tuple[int, ...], split: Split, low: int = 0) -> Tree:
                 found[level, length] = (length, None, None)
                 continue
             k = split(level - low, length)
-            pair = (level, k), (level - 1, length - k)
-            found[level, length] = (k, *pair)
-            for at, shorter in pair:
-                if shorter not in waiting:
-                    waiting[shorter] = set()
-                    heapq.heappush(lengths, -shorter)
-                waiting[shorter].add(at)
-    number = {key: ROOT + i for i, key in enumerate(found)}
-    rows = [(0, -1, -1, top)]
-    for (level, _), (steps, first, second) in found.items():
-        parts = (-1, -1) if first is None or second is None else (number[first], number[second])
-        rows.append((steps, *parts, level))
-    table = np.array(rows, np.int64)
-    return Tree(*(np.ascontiguousarray(column) for column in table.T))
+            first, second = (level, k), (level - 1, length - k)
+            found[level, length] = (k, first, second)
+            add(*first)
+            add(*second)
+    return found
+
+
+def numbered(
+    parts: dict[Part, tuple[int, Part | None, Part | None]], start: int
+) -> list[tuple[int, int, int, int]]:
+    """Return the rows of a tree that parts have, where the first of them is row `start`."""
+    number = {key: start + i for i, key in enumerate(parts)}
+    return [
+        (
+            steps,
+            *((-1, -1) if first is None or second is None else (number[first], number[second])),
+            level,
+        )
+        for (level, _), (steps, first, second) in parts.items()
+    ]
+
+
+def columns(rows: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+    """Return the columns of a table."""
+    return [np.ascontiguousarray(column) for column in np.array(rows, np.int64).T]
 
 
 def _no_split(level: int, length: int) -> int:
@@ -285,8 +341,8 @@ def _no_split(level: int, length: int) -> int:
 # The recurrence
 
 
-def _solved(n: int, blocks: tuple[int, ...]) -> Split:
-    """Return the splits that the recurrence gives, for loops of at most `n` steps."""
+def _solved(n: int, blocks: tuple[int, ...]) -> tuple[Split, np.ndarray]:
+    """Return the splits and the costs that the recurrence gives, for loops of at most `n` steps."""
     rising = np.arange(n + 1)
     # Twice _MANY is still a number.
     below = np.where(rising <= blocks[0], rising, _MANY)
@@ -302,7 +358,7 @@ def _solved(n: int, blocks: tuple[int, ...]) -> Split:
             left[length] = length + costs[length]
         splits.append(row)
         below = costs
-    return lambda level, length: int(splits[level - 1][length])
+    return lambda level, length: int(splits[level - 1][length]), below
 
 
 # The order of replacements
@@ -335,9 +391,9 @@ class _Order:
             groups.append([*own, level, top])
         groups.sort(key=lambda group: (group[1] / group[0], -group[0]))
         table = np.array(groups, np.int64).reshape(-1, 4)
-        self.sizes, charges, self.low, self.high = table.T
+        self.sizes, self.charges, self.low, self.high = table.T
         #: Found by comparison with the recurrence, not proven; see the module.
-        self.is_optimal = bool(np.all(charges <= 1))
+        self.is_optimal = bool(np.all(self.charges <= 1))
         # paths[ℓ][d]: how often a tree has, d levels below its root, a node of repetition ℓ.
         self.paths = [np.ones(top + 1, np.int64)]
         capacity = np.concatenate([[0], np.cumsum(added)])
@@ -366,6 +422,18 @@ class _Order:
         before = int(ends[last - 1]) if last else 0
         left += int(in_left[:last] @ self.sizes[:last])
         return left + max(0, rest - before - int(in_right[last] * self.sizes[last]))
+
+    def costs(self, lengths: np.ndarray) -> np.ndarray:
+        """Return the evaluations for loops of these lengths, interpolated within a replacement."""
+        top = len(self.blocks) - 1
+        block = int(self.blocks[-1])
+        steps, costs = [np.array([0, block])], [np.array([0, block])]
+        for repetition in range(len(self.paths)):
+            counts = self._chains(top, repetition)
+            steps.append(counts * self.sizes)
+            costs.append(counts * (self.sizes * (2 + repetition) + self.charges))
+        at, cost = (np.cumsum(np.concatenate(part), dtype=float) for part in (steps, costs))
+        return np.interp(lengths, at, cost)
 
     def _chains(self, level: int, repetition: int) -> np.ndarray:
         """Return for each group how many chains of a repetition have it, below a root of `level`."""
