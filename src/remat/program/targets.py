@@ -365,7 +365,7 @@ def _is_array(leaf: Leaf) -> bool:
 
 
 def _on_target(sharding: jax.sharding.Sharding | None, target: Target) -> NamedSharding | None:
-    if not isinstance(sharding, NamedSharding):
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return None
     mesh = sharding.mesh
     if isinstance(mesh, Mesh) and set(mesh.devices.flat) <= set(target.devices):
