@@ -84,6 +84,17 @@ def test_a_mesh_that_no_links_have_is_refused_with_one_that_they_have(
     assert f"such as {possible}. " in str(caught.value)
 
 
+def test_a_mesh_without_axes_says_nothing_about_devices():
+    there = Target("cpu:of:two", DEVICES["cpu"], tuple(jax.devices()[:2]), ahead_of_time=True)
+    rows = NamedSharding(there.mesh((2,), ("x",)), P("x"))
+    none = NamedSharding(jax.sharding.AbstractMesh((), ()), P())
+    x = jax.ShapeDtypeStruct((4,), "float32", sharding=rows)
+    n = jax.ShapeDtypeStruct((), "int32", sharding=none)
+    x, n = place((x, n), there)
+    assert x.sharding == rows
+    assert n.sharding == NamedSharding(rows.mesh, P())
+
+
 @needs_libtpu
 def test_meshes_of_tpus_follow_their_links():
     there = target("tpu:v5p:4x4x4")
