@@ -119,7 +119,7 @@ def main() -> dict[str, Any]:
         )
         seconds = time.perf_counter() - begin
         assert plan.peak_bytes is not None
-        fitted = remat.fit(step, plan=plan, donate_argnums=(0, 1))
+        fitted = remat.fit(step, plan=plan, target=target, donate_argnums=(0, 1))
         name = f"remat.plan, {budget or 'all of its 15.75 GiB'}"
         name += "" if offload else ", without offload"
         report(name, fitted, plan.peak_bytes, True, seconds, plan.host_bytes)

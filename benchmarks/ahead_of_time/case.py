@@ -1,0 +1,102 @@
+"""What a case of the ahead-of-time benchmark is, and the alternatives that people write by hand."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from remat.program.targets import Target
+
+Wrap: TypeAlias = Callable[[Callable], Callable]
+
+#: What a checkpoint around each natural block keeps.
+POLICIES: Mapping[str, Any] = {
+    "full": None,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "dots, no batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training step for devices that are not attached.
+
+    Attributes:
+      build: from a transformation of the step's natural blocks to the step.
+      args: types with shardings on the target.
+      options: of `jax.jit`.
+      blocks: further ways to wrap the blocks, by label.
+      budgets: for each plan, bytes as a text or a share of the peak without rematerialization.
+    """
+
+    build: Callable[[Wrap], Callable]
+    args: tuple[Any, ...]
+    budgets: tuple[str, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    blocks: Mapping[str, Wrap] = field(default_factory=dict)
+
+    @property
+    def step(self) -> Callable:
+        """Return the step with nothing marked."""
+        return self.build(unchanged)
+
+    @property
+    def alternatives(self) -> dict[str, Callable]:
+        """Return the steps with a checkpoint around each block, by label."""
+        wraps: dict[str, Wrap] = {
+            label: functools.partial(jax.checkpoint, policy=policy)
+            for label, policy in POLICIES.items()
+        }
+        return {label: self.build(wrap) for label, wrap in {**wraps, **self.blocks}.items()}
+
+
+def unchanged(fun: Callable) -> Callable:
+    """Return the function as it is."""
+    return fun
+
+
+def keeping(*names: str) -> Wrap:
+    """Return a checkpoint that keeps the values of these names."""
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    return functools.partial(jax.checkpoint, policy=policy)
+
+
+def typed(mesh: Mesh, shape: tuple[int, ...], spec: P, dtype: Any = jnp.float32) -> Any:
+    """Return an array's type, sharded over a mesh."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
+def fully_sharded(tree: Any, mesh: Mesh, axis: str = "data") -> Any:
+    """Return types each sharded along the first of its dimensions that the axis divides (FSDP)."""
+    n = mesh.shape[axis]
+
+    def of(leaf: Any) -> Any:
+        spec: list[str | None] = [None] * len(leaf.shape)
+        divisible = [i for i, size in enumerate(leaf.shape) if size % n == 0]
+        if divisible:
+            spec[divisible[0]] = axis
+        return typed(mesh, leaf.shape, P(*spec), leaf.dtype)
+
+    return jax.tree.map(of, tree)
+
+
+def constrained(mesh: Mesh, *axes: Any) -> Callable[[jax.Array], jax.Array]:
+    """Return a function that says how a value is sharded."""
+    sharding = NamedSharding(mesh, P(*axes))
+    return lambda x: jax.lax.with_sharding_constraint(x, sharding)
+
+
+def mesh_of(target: Target, **axes: int) -> Mesh:
+    """Return a mesh of the target's devices with axes of these names and sizes."""
+    return target.mesh(tuple(axes.values()), tuple(axes))
+
+
+def adam_state(params: Any) -> tuple[Any, Any, Any]:
+    """Return the types of parameters, moments and the number of the step, sharded as the parameters."""
+    return params, (params, params), jax.ShapeDtypeStruct((), jnp.int32)
