@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import remat
 from remat.errors import PlanError
@@ -55,6 +56,57 @@ def nested(w, x):
 
 
 STEPS = [accumulated, descended, in_a_branch, nested]
+
+
+def mesh():
+    return jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def gathered(w, x):
+    """A loss with weights that each device gathers, as in fully sharded data parallelism by hand."""
+    for i in range(6):
+        x = jnp.tanh(jnp.sin(x @ jax.lax.all_gather(w[i], "data", tiled=True)) * 2) + x
+    return (x**2).mean()
+
+
+SHARDED = P(None, "data"), P("data")
+
+
+def with_its_gradient_in_a_shard_map(w, x):
+    def local(w, x):
+        value, gradient = jax.value_and_grad(gathered)(w, x)
+        return jax.lax.psum(value, "data"), gradient
+
+    return jax.shard_map(
+        local, mesh=mesh(), in_specs=SHARDED, out_specs=(P(), SHARDED[0]), check_vma=False
+    )(w, x)
+
+
+def around_a_shard_map(w, x, check_vma=True):
+    def local(w, x):
+        return jax.lax.psum(gathered(w, x), "data")
+
+    return jax.shard_map(
+        local, mesh=mesh(), in_specs=SHARDED, out_specs=P(), check_vma=check_vma
+    )(w, x)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "step", [with_its_gradient_in_a_shard_map, jax.value_and_grad(around_a_shard_map)]
+)
+def test_shard_maps_are_scheduled_by_the_bytes_of_one_device(step, tmp_path):
+    args = [jax.device_put(a, NamedSharding(mesh(), s)) for a, s in zip((W, X), SHARDED)]
+    fitted = remat.fit(step, budget="65%", cache=False, progress=False)
+    for got, expected in zip(jax.tree.leaves(fitted(*args)), jax.tree.leaves(jax.jit(step)(*args))):
+        np.testing.assert_array_equal(got, expected)
+    (made,) = fitted.plans
+    (body,) = made.whole_step.bodies
+    assert body.recomputations
+    assert made.peak_bytes <= made.budget_bytes
+    made.save(tmp_path / "plan.json")
+    again = remat.fit(step, plan=remat.Plan.load(tmp_path / "plan.json"))
+    compiled = again.lower(*args).compile()
+    assert remat.testing.peak_bytes(compiled) == made.peak_bytes
 
 
 def price(flops, moved, dtype):

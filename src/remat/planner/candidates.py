@@ -22,6 +22,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -300,7 +301,9 @@ def _loops(flat: _jax.Jaxpr, price: Price, shards: Sequence[int] | None, solver:
     program = program_of_flat(source, shards)
     peak = no_remat(fuse(program, price, lambda _: True).graph).peak_bytes
     inside = bodies(source, price, solver, peak)
-    around = _around(program, price, [int(body.id.split(".")[0]) for body in inside])
+    # An id begins with the number of the equation around the body, or of the first of a pair.
+    numbers = [int(re.split(r"\D", body.id)[0]) for body in inside]
+    around = _around(program, price, numbers)
     as_written = sum(pair.as_written.seconds for pair in found)
     if opened:
         # The options count from nothing recomputed on, so what the user's checkpoints recompute, too.

@@ -1,8 +1,11 @@
-"""Bodies of loops and branches that are scheduled by themselves, such as the gradient in a scan's step.
+"""Bodies of loops, branches and `shard_map`s that are scheduled by themselves.
 
 Some loops are not half of a pair of scans: gradient accumulation runs a whole forward and backward pass in
 each step, and an optimizer's line search evaluates a gradient in a `while_loop`. What such a body needs at
 its peak is the loop's workspace. So its jaxpr is scheduled like a step's, and written back by `rewrite`.
+
+The body of a `shard_map` is scheduled, too, with the bytes of one device. Where a `shard_map` was
+differentiated, its forward and its backward half are scheduled as one program, and written back as two.
 
 A body is scheduled if it contains no pair of scans and no other body of nearly its own size: these are
 decided by themselves.
@@ -12,21 +15,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from remat import _jax
 from remat.errors import BudgetError, PlanError
-from remat.planner.rewrite import Decisions, decisions_of, rewritten
+from remat.planner.rewrite import Decisions, decisions_of, rewritten, rewritten_in_two
 from remat.planner.scan_pairs.branches import branch_matches
 from remat.planner.scan_pairs.joint import (
     Match,
+    Replacements,
     inner_programs,
+    inside_of,
     matches,
     places_without,
     prepared,
     replaced,
     walk_inside,
 )
-from remat.planner.scan_pairs.shards import shard_matches
+from remat.planner.scan_pairs.rewriting import pair_id
+from remat.planner.scan_pairs.shards import Shards, emit_in_two, shard_matches, shards_of
 from remat.program.from_jaxpr import FlatWriter, Slowdown, no_slowdown
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Program
@@ -74,7 +81,13 @@ class Body:
     options: tuple[BodyOption, ...]
 
 
-def bodies(jaxpr: _jax.Jaxpr, price: Price, solver: Solver, n_bytes: int) -> tuple[Body, ...]:
+def bodies(
+    jaxpr: _jax.Jaxpr,
+    price: Price,
+    solver: Solver,
+    n_bytes: int,
+    slowdown: Slowdown = no_slowdown,
+) -> tuple[Body, ...]:
     """Return the bodies in a program that can be scheduled, with their options.
 
     Args:
@@ -82,8 +95,19 @@ def bodies(jaxpr: _jax.Jaxpr, price: Price, solver: Solver, n_bytes: int) -> tup
       price: the time of a kernel.
       solver: finds the schedules.
       n_bytes: what the program needs at its peak; bodies that need much less are left out.
+      slowdown: of kernels, as in `program.from_jaxpr`.
     """
-    return tuple(_found(jaxpr, price, solver, int(_SMALL * n_bytes), "", 1))
+    costing = _Costing(price, slowdown, solver)
+    return tuple(_found(jaxpr, costing, int(_SMALL * n_bytes), "", 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Costing:
+    """The time of a kernel, the slowdown of those that take longer, what finds schedules."""
+
+    price: Price
+    slowdown: Slowdown
+    solver: Solver
 
 
 def with_bodies(jaxpr: _jax.Jaxpr, decisions: Mapping[str, Decisions]) -> _jax.Jaxpr:
@@ -98,9 +122,12 @@ def with_bodies(jaxpr: _jax.Jaxpr, decisions: Mapping[str, Decisions]) -> _jax.J
     """
     left = set(decisions)
 
-    def changed(body: _jax.Jaxpr, id: str) -> _jax.Jaxpr:
+    def changed(body: _jax.Jaxpr, id: str, n_first: int | None) -> _Parts:
         left.discard(id)
-        return rewritten(body, decisions[id])
+        if n_first is not None:
+            return rewritten_in_two(body, decisions[id], n_first)
+        new = rewritten(body, decisions[id])
+        return new.eqns, [], new.outvars
 
     found = _changed(jaxpr, decisions, changed, "")
     if left:
@@ -115,39 +142,65 @@ def bodies_by_id(jaxpr: _jax.Jaxpr, ids: Sequence[str]) -> dict[str, _jax.Jaxpr]
     """Return the bodies of a program that have these ids; others are left out."""
     found: dict[str, _jax.Jaxpr] = {}
 
-    def seen(body: _jax.Jaxpr, id: str) -> _jax.Jaxpr:
+    def seen(body: _jax.Jaxpr, id: str, n_first: int | None) -> None:
         found[id] = body
-        return body
 
     _changed(jaxpr, dict.fromkeys(ids), seen, "")
     return found
 
 
+#: The equations of a body, those of its second half if it has two, and its results.
+_Parts: TypeAlias = tuple[Sequence[_jax.JaxprEqn], Sequence[_jax.JaxprEqn], Sequence[Any]]
+#: `change(body, its id, the number of the second half's first equation)`: None for no change.
+_Change: TypeAlias = Callable[[_jax.Jaxpr, str, int | None], _Parts | None]
+
+
 def _changed(
-    jaxpr: _jax.Jaxpr,
-    ids: Mapping[str, object],
-    change: Callable[[_jax.Jaxpr, str], _jax.Jaxpr],
-    prefix: str,
+    jaxpr: _jax.Jaxpr, ids: Mapping[str, object], change: _Change, prefix: str
 ) -> _jax.Jaxpr:
     def inner(body: _jax.Jaxpr, id: str) -> _jax.Jaxpr:
-        if id in ids:
-            return change(body, id)
-        return _changed(body, ids, change, id) if any(k.startswith(id) for k in ids) else body
+        if id not in ids:
+            return _changed(body, ids, change, id) if any(k.startswith(id) for k in ids) else body
+        parts = change(body, id, None)
+        if parts is None:
+            return body
+        eqns, _, outvars = parts
+        return _jax.rebuild(body, eqns=eqns, outvars=outvars)
 
-    new = walk_inside(jaxpr, places_without(jaxpr, ids, prefix), inner, prefix)
+    def both(pair: Shards, id: str) -> _Parts | None:
+        if id in ids:
+            return change(pair.jaxpr, id, pair.n_forward)
+        new = _changed(pair.jaxpr, ids, change, id)
+        n = pair.n_forward
+        return None if new is pair.jaxpr else (new.eqns[:n], new.eqns[n:], new.outvars)
+
+    new: Replacements = {}
+    for match in shard_matches(jaxpr):
+        id = f"{pair_id(prefix, match)}/"
+        if any(k.startswith(id) for k in ids):
+            pair = shards_of(jaxpr, match)
+            with inside_of(pair.forward):
+                parts = both(pair, id)
+            if parts is not None:
+                new[match.forward], new[match.backward] = emit_in_two(pair, *parts)
+    skipped = {*places_without(jaxpr, ids, prefix), *new}
+    new |= walk_inside(jaxpr, skipped, inner, prefix)
     return replaced(jaxpr, new) if new else jaxpr
 
 
 def _found(
-    jaxpr: _jax.Jaxpr, price: Price, solver: Solver, least: int, prefix: str, times: int
+    jaxpr: _jax.Jaxpr, costing: _Costing, least: int, prefix: str, times: int
 ) -> Iterator[Body]:
     in_pairs = {i for match in _pairs_of(jaxpr) for i in match}
+    for match in shard_matches(jaxpr):
+        joined = shards_of(jaxpr, match)
+        yield from _of_body(joined.jaxpr, costing, least, f"{pair_id(prefix, match)}/", times)
     for i, eqn in enumerate(jaxpr.eqns):
-        if i in in_pairs or eqn.primitive.name == "shard_map":
+        if i in in_pairs:
             continue
         for k, (body, runs) in enumerate(inner_programs(prepared(jaxpr, eqn))):
             inner = _jax.open_jaxpr(body)
-            yield from _of_body(inner, price, solver, least, f"{prefix}{i}.{k}/", times * runs)
+            yield from _of_body(inner, costing, least, f"{prefix}{i}.{k}/", times * runs)
 
 
 def _pairs_of(jaxpr: _jax.Jaxpr) -> list[Match]:
@@ -155,20 +208,25 @@ def _pairs_of(jaxpr: _jax.Jaxpr) -> list[Match]:
 
 
 def _of_body(
-    jaxpr: _jax.Jaxpr, price: Price, solver: Solver, least: int, id: str, times: int
+    jaxpr: _jax.Jaxpr, costing: _Costing, least: int, id: str, times: int
 ) -> Iterator[Body]:
     if not jaxpr.eqns:
         return
-    program = program_of_flat(jaxpr)
-    fused = fuse(program, price, lambda _: True, duplicates=False)
+    program = program_of_flat(jaxpr, slowdown=costing.slowdown)
+    fused = fuse(
+        program,
+        costing.price,
+        lambda _: True,
+        duplicates=False,
+    )
     peak = no_remat(fused.graph).peak_bytes
     if peak < least:
         return
-    inside = list(_found(jaxpr, price, solver, max(least, int(_LARGE * peak)), id, times))
+    inside = list(_found(jaxpr, costing, max(least, int(_LARGE * peak)), id, times))
     if inside or _pairs_of(jaxpr):
         yield from inside
         return
-    options = list(_options(program, fused, solver, times))
+    options = list(_options(program, fused, costing.solver, times))
     if len(options) > 1:
         yield Body(id, tuple(options[::-1]))
 
@@ -213,7 +271,9 @@ def smallest_reasonable(graph: Graph, answers: Answers) -> Schedule:
 
 
 def program_of_flat(
-    jaxpr: _jax.Jaxpr, shards: Sequence[int] | None = None, slowdown: Slowdown = no_slowdown
+    jaxpr: _jax.Jaxpr,
+    shards: Sequence[int] | None = None,
+    slowdown: Slowdown = no_slowdown,
 ) -> Program:
     """Return a flat jaxpr as a program with one operation for each equation, in their order."""
     writer = FlatWriter(slowdown)

@@ -444,9 +444,11 @@ class _Search:
         made: list[_Candidate] = []
         effort = Effort(negligible_seconds=_NEGLIGIBLE_FLOPS * self.step_seconds)
         known: list[Compiled] = []
-        if isinstance(self.base, OutOfMemory):
-            # The refusal names the bytes that the step needs as it is written.
-            needed = max(0, self.base.needed_bytes - fixed_bytes)
+        is_sharded = any(n > 1 for n in self.unplanned.shards())
+        if isinstance(self.base, OutOfMemory) or (isinstance(self.base, Memory) and is_sharded):
+            # What the step needs as it is written corrects the model, above all where its bytes depend on
+            # shardings. A refusal names these bytes.
+            needed = max(0, self.base.peak_bytes - fixed_bytes)
             written = map(self._step_model.as_written, self._step_model.variants)
             known = [Compiled(w, w.model_bytes, needed) for w in written]
         best, attempts = search(self._step_model, compiled_bytes, room, effort, known)

@@ -95,6 +95,8 @@ def decisions_of(
         if burst:
             bursts.append(Burst(here[0], tuple(burst)))
             burst = []
+    if not bursts:
+        return Decisions(frozenset(), ())
     stored = frozenset(i for group in members.values() for i in group)
     return Decisions(stored, tuple(bursts), ordered)
 
@@ -187,11 +189,31 @@ def _with_fences(decisions: Decisions) -> dict[int, tuple[int, ...]]:
     return found
 
 
+def rewritten_in_two(
+    jaxpr: _jax.Jaxpr, decisions: Decisions, n_first: int
+) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn], list[Any]]:
+    """Return the equations of a program that follows the decisions, in two parts, and its results.
+
+    The second part begins with the given equation, and with what is computed again before it. Values that
+    are not stored do not pass from the first part to the second.
+
+    Args:
+      jaxpr: flat, without dead equations and without constants.
+      decisions: about the jaxpr's equations, by number.
+      n_first: the number of the first equation of the second part.
+    """
+    writer = _Writer(jaxpr, decisions, n_first)
+    outvars = writer.write()
+    return writer.eqns[: writer.n_before], writer.eqns[writer.n_before :], outvars
+
+
 class _Writer:
     """Writes a program's equations in order, with units in between."""
 
-    def __init__(self, jaxpr: _jax.Jaxpr, decisions: Decisions) -> None:
+    def __init__(self, jaxpr: _jax.Jaxpr, decisions: Decisions, n_first: int | None = None) -> None:
         self.jaxpr = jaxpr
+        self.n_first = len(jaxpr.eqns) if n_first is None else n_first
+        self.n_before = 0  # new equations before those of the second part
         self.stored = decisions.stored
         self.bursts = _with_fences(decisions) if decisions.ordered else _by_start(decisions)
         self.producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
@@ -208,21 +230,28 @@ class _Writer:
         self.latest: dict[_jax.Var, int] = {}
 
     def written(self) -> _jax.Jaxpr:
+        outvars = self.write()
+        new = _jax.jaxpr_of(self.jaxpr.invars, outvars, self.eqns, self.jaxpr)
+        alive, _ = _jax.dce(new, [True] * len(outvars), keep=[True] * len(new.invars))
+        return alive
+
+    def write(self) -> list[Any]:
+        """Write all equations; return the results."""
         n_eqns = len(self.jaxpr.eqns)
-        starts = sorted(self.bursts)
+        starts = sorted({*self.bursts, self.n_first})
         after = dict(itertools.pairwise([*starts, n_eqns]))
         at = 0
         while at < n_eqns:
+            if at == self.n_first:
+                self.n_before = len(self.eqns)
+                self.outside.clear()
             if at in self.bursts:
                 at = self._unit(at, after[at])
                 continue
             if at in self.stored or self.jaxpr.eqns[at].effects:
                 self._compute(at)
             at += 1
-        outvars = [self._outside(v) for v in self.jaxpr.outvars]
-        new = _jax.jaxpr_of(self.jaxpr.invars, outvars, self.eqns, self.jaxpr)
-        alive, _ = _jax.dce(new, [True] * len(outvars), keep=[True] * len(new.invars))
-        return alive
+        return [self._outside(v) for v in self.jaxpr.outvars]
 
     # Outside of units
 
@@ -263,7 +292,6 @@ class _Writer:
         effects. The last unit ends with the last equation that reads a value of its burst.
         """
         unit = _Unit(self)
-        n_eqns = len(self.jaxpr.eqns)
         again = self.bursts.pop(start)
         for number in again:
             unit.compute(number)
@@ -273,7 +301,7 @@ class _Writer:
             eqn = self.jaxpr.eqns[number]
             if eqn.effects:
                 break
-            if number in self.stored and (end < n_eqns or self._reads(eqn, fresh)):
+            if number in self.stored and (end in self.bursts or self._reads(eqn, fresh)):
                 stop = number + 1
         for number in range(start, stop):
             if number in self.stored:

@@ -130,11 +130,30 @@ def emit_shards(
     pair: Shards, new: Mapping[int, Sequence[_jax.JaxprEqn]]
 ) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
     """Return both equations, with some equations of the joint program replaced."""
-    forward, backward = pair.forward, pair.backward
     parts = [list(new.get(i, (eqn,))) for i, eqn in enumerate(pair.jaxpr.eqns)]
     f_eqns = [eqn for part in parts[: pair.n_forward] for eqn in part]
     b_eqns = [eqn for part in parts[pair.n_forward :] for eqn in part]
-    results = pair.jaxpr.outvars[len(pair.remaining) :]
+    return emit_in_two(pair, f_eqns, b_eqns, pair.jaxpr.outvars)
+
+
+def emit_in_two(
+    pair: Shards,
+    f_eqns: Sequence[_jax.JaxprEqn],
+    b_eqns: Sequence[_jax.JaxprEqn],
+    outvars: Sequence[Any],
+) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
+    """Return both equations, with these bodies.
+
+    Args:
+      pair: the pair.
+      f_eqns: the first body's equations.
+      b_eqns: the second body's equations, which may read what the first computes.
+      outvars: the results of both, as those of the joint program.
+    """
+    forward, backward = pair.forward, pair.backward
+    remaining = list(zip((outer for outer, _ in pair.remaining), outvars))
+    results = outvars[len(remaining) :]
+    b_eqns = _without_dead(b_eqns, results, pair.jaxpr)
     there = {*pair.own, *(v for eqn in b_eqns for v in eqn.outvars)}
     read = [v for v in (*(v for eqn in b_eqns for v in eqn.invars), *results) if _jax.is_var(v)]
     crossing_over = list(dict.fromkeys(v for v in read if v not in there))
@@ -145,7 +164,7 @@ def emit_shards(
     out_specs = dict(zip(forward.outvars, forward.params["out_specs"]))
     f_body = _jax.jaxpr_of(
         pair.inputs,
-        [*(v for _, v in pair.remaining), *(c.inside for c in crossings.values())],
+        [*(v for _, v in remaining), *(c.inside for c in crossings.values())],
         [*f_eqns, *_all(crossings, "leaving")],
         pair.jaxpr,
     )
@@ -153,9 +172,9 @@ def emit_shards(
         forward,
         f_body,
         forward.invars,
-        [*(v for v, _ in pair.remaining), *outer.values()],
+        [*(v for v, _ in remaining), *outer.values()],
         forward.params["in_specs"],
-        [*(out_specs[v] for v, _ in pair.remaining), *(c.spec for c in crossings.values())],
+        [*(out_specs[v] for v, _ in remaining), *(c.spec for c in crossings.values())],
     )
     taken = [pair.outside[v] for v in (*inputs, *pair.own)]
     b_body = _jax.jaxpr_of(
@@ -173,6 +192,17 @@ def emit_shards(
         backward.params["out_specs"],
     )
     return [new_forward], [new_backward]
+
+
+def _without_dead(
+    eqns: Sequence[_jax.JaxprEqn], results: Sequence[Any], like: _jax.Jaxpr
+) -> Sequence[_jax.JaxprEqn]:
+    """Return the equations on which results depend, or that have effects."""
+    made = {v for eqn in eqns for v in eqn.outvars}
+    read = [v for eqn in eqns for v in eqn.invars if _jax.is_var(v) and v not in made]
+    program = _jax.jaxpr_of(list(dict.fromkeys(read)), results, eqns, like)
+    live, _ = _jax.dce(program, [True] * len(results))
+    return list(live.eqns)
 
 
 def _all(crossings: Mapping[_jax.Var, Crossing], which: str) -> list[_jax.JaxprEqn]:
