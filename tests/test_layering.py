@@ -92,6 +92,7 @@ LAYERS = [
     ("planner.scan_pairs.repetitions",),
     ("planner.scan_pairs.joint",),
     ("planner.scan_pairs.shards", "planner.scan_pairs.emission"),
+    ("planner.scan_pairs.branches",),
     ("planner.scan_pairs.groups",),
     ("planner.scan_pairs.opening", "planner.scan_pairs.rewriting"),
     ("planner.scan_pairs.options",),
