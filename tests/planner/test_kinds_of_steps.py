@@ -227,7 +227,7 @@ KINDS = [
     (line_search, 75, 0.2),
     (gradients_of_examples, 75, 0.2),
     (frozen_teacher, 65, 0.2),
-    (returns_in_a_scan, 75, 0.2),
+    (returns_in_a_scan, 82, 0.2),
     (implicit_layer, 70, 0.2),
 ]
 

@@ -475,12 +475,14 @@ def _time_of_residuals(scanned: Scanned, halves: Halves, residual: int) -> float
     """Return the time to write and read a step's residuals, in units of the time of a step.
 
     A step is taken for one fused kernel, which reads its inputs and writes its results. One with side effects
-    takes much longer.
+    or of symbolic shapes is taken to last much longer.
     """
     body = scanned.traced.body
-    if body.effects:
+    avals = [*_jax.in_avals(body), *_jax.out_avals(body)]
+    is_symbolic = any(_jax.is_symbolic(d) for aval in avals for d in getattr(aval, "shape", ()))
+    if body.effects or is_symbolic:
         return 0.0
-    moved = sum(map(n_bytes, [*_jax.in_avals(body), *_jax.out_avals(body)]))
+    moved = sum(map(n_bytes, avals))
     step = flops_of_program(body) / _FLOPS_PER_BYTE + moved + _BYTES_PER_KERNEL
     return 2 * (residual + _BYTES_PER_KERNEL * len(halves.kept)) / step
 
