@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from benchmarks.zoo.model import unchanged
 from remat.program.targets import Target
 
 Wrap: TypeAlias = Callable[[Callable], Callable]
@@ -56,11 +57,6 @@ class Case:
         return {label: self.build(wrap) for label, wrap in {**wraps, **self.blocks}.items()}
 
 
-def unchanged(fun: Callable) -> Callable:
-    """Return the function as it is."""
-    return fun
-
-
 def keeping(*names: str) -> Wrap:
     """Return a checkpoint that keeps the values of these names."""
     policy = jax.checkpoint_policies.save_only_these_names(*names)
@@ -70,6 +66,15 @@ def keeping(*names: str) -> Wrap:
 def typed(mesh: Mesh, shape: tuple[int, ...], spec: P, dtype: Any = jnp.float32) -> Any:
     """Return an array's type, sharded over a mesh."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
+def float_types(shapes: Any) -> Any:
+    """Return the types of float32 arrays of these shapes, a pytree of tuples."""
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
 
 
 def fully_sharded(tree: Any, mesh: Mesh, axis: str = "data") -> Any:

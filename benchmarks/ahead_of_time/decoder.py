@@ -17,6 +17,7 @@ from benchmarks.ahead_of_time.case import (
     Wrap,
     adam_state,
     constrained,
+    float_types,
     fully_sharded,
     keeping,
     mesh_of,
@@ -63,12 +64,7 @@ def shapes(config: Config) -> dict[str, Any]:
         "scale": (width,),
         "logits": (width, config.vocabulary),
     }
-    sizes = {**ends, "layers": layers}
-    return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
-        sizes,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
+    return float_types({**ends, "layers": layers})
 
 
 _causal = partial(attention, causal=True)
@@ -142,25 +138,19 @@ LLAMA_7B = {
 
 def llama_8b(target: Target, size: str) -> Case:
     """Llama 3 8 B, parameters and batch sharded over all chips."""
-    config = LLAMA_8B[size]
-    mesh = mesh_of(target, data=target.n_devices)
-
-    def build(wrap: Wrap) -> Callable:
-        return train_step(loss(config, wrap, rows=constrained(mesh, "data")))
-
-    state = adam_state(fully_sharded(shapes(config), mesh))
-    return Case(
-        build,
-        (*state, tokens(config, mesh, "data")),
-        ("60%", "35%") if size == "small" else ("15.75GiB", "8GiB"),
-        {"donate_argnums": (0, 1)},
-        {"gate": keeping("gate")},
+    return _fully_sharded(
+        LLAMA_8B[size], target, ("60%", "35%") if size == "small" else ("15.75GiB", "8GiB")
     )
 
 
 def llama_7b_gpu(target: Target, size: str) -> Case:
     """Llama 7 B, parameters and batch sharded over the GPUs of a host."""
-    config = LLAMA_7B[size]
+    return _fully_sharded(
+        LLAMA_7B[size], target, ("60%", "35%") if size == "small" else ("79GiB", "40GiB")
+    )
+
+
+def _fully_sharded(config: Config, target: Target, budgets: tuple[str, ...]) -> Case:
     mesh = mesh_of(target, data=target.n_devices)
 
     def build(wrap: Wrap) -> Callable:
@@ -170,7 +160,7 @@ def llama_7b_gpu(target: Target, size: str) -> Case:
     return Case(
         build,
         (*state, tokens(config, mesh, "data")),
-        ("60%", "35%") if size == "small" else ("79GiB", "40GiB"),
+        budgets,
         {"donate_argnums": (0, 1)},
         {"gate": keeping("gate")},
     )

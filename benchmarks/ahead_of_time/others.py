@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 
 from benchmarks.ahead_of_time.case import (
     Case,
     Wrap,
     adam_state,
     constrained,
+    float_types,
     fully_sharded,
     mesh_of,
     typed,
@@ -22,14 +23,6 @@ from benchmarks.ahead_of_time.case import (
 from benchmarks.zoo.layers import attention, cross_entropy, dense, rms_norm
 from benchmarks.zoo.model import train_step
 from remat.program.targets import Target
-
-
-def _types(shapes: Any) -> Any:
-    return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
-        shapes,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
 
 
 def mixtral(target: Target, size: str) -> Case:
@@ -89,7 +82,7 @@ def mixtral(target: Target, size: str) -> Case:
         "scale_2": (layers, width),
     }
     ends = {"tokens": (vocabulary, width), "scale": (width,), "logits": (width, vocabulary)}
-    params = fully_sharded(_types({**ends, "layers": {}}), mesh)
+    params = fully_sharded(float_types({**ends, "layers": {}}), mesh)
 
     def placed(name: str, leaf: Any) -> Any:
         axes = {"gate": (None, "expert", "data"), "up": (None, "expert", "data")}
@@ -100,7 +93,7 @@ def mixtral(target: Target, size: str) -> Case:
         }
         return typed(mesh, leaf.shape, P(*axes.get(name, ())), leaf.dtype)
 
-    params["layers"] = {name: placed(name, leaf) for name, leaf in _types(of_layers).items()}
+    params["layers"] = {name: placed(name, leaf) for name, leaf in float_types(of_layers).items()}
     tokens = typed(mesh, (batch, length + 1), P(("data", "expert")), jnp.int32)
     return Case(
         build,
@@ -171,7 +164,7 @@ def mamba(target: Target, size: str) -> Case:
         "out": (layers, inner, width),
         "scale": (layers, width),
     }
-    shapes = _types({"tokens": (vocabulary, width), "scale": (width,), "layers": of_layers})
+    shapes = float_types({"tokens": (vocabulary, width), "scale": (width,), "layers": of_layers})
     tokens = typed(mesh, (batch, length + 1), P("data"), jnp.int32)
     return Case(
         build,
@@ -256,7 +249,7 @@ def blockwise(target: Target, size: str) -> Case:
         "scale_1": (layers, width),
         "scale_2": (layers, width),
     }
-    shapes = _types({"scale": (width,), "layers": of_layers})
+    shapes = float_types({"scale": (width,), "layers": of_layers})
     x = typed(mesh, (target.n_devices, length, width), P("data"), jnp.bfloat16)
     return Case(
         build,
@@ -272,17 +265,49 @@ _PIPELINES = {  # layers per stage, width, microbatches, rows of each, per data 
 }
 
 
+_STAGES = 4
+
+
+def _gelu_layer(x: jax.Array, params: Any) -> tuple[jax.Array, None]:
+    h = jax.nn.gelu(x @ params["up"].astype(x.dtype))
+    return x + h @ params["down"].astype(x.dtype), None
+
+
+def _descending(loss: Callable) -> Callable:
+    """Return a step of gradient descent."""
+
+    def step(params: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        value, gradient = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 1e-3 * g, params, gradient), value
+
+    return step
+
+
+def _pipeline(build: Callable[[Wrap], Callable], mesh: Mesh, size: str) -> Case:
+    """Return the case of a pipeline of layers with two weights each."""
+    per_stage, width, n_micro, n_rows = _PIPELINES[size]
+    params = {
+        "up": typed(mesh, (_STAGES, per_stage, width, 4 * width), P("stage")),
+        "down": typed(mesh, (_STAGES, per_stage, 4 * width, width), P("stage")),
+    }
+    rows = n_rows * mesh.shape["data"]
+    x = typed(mesh, (n_micro, rows, width), P(None, "data"), jnp.bfloat16)
+    return Case(
+        build,
+        (params, x),
+        ("60%", "35%") if size == "small" else ("90GiB", "45GiB"),
+        {"donate_argnums": (0,)},
+    )
+
+
 def gpipe(target: Target, size: str, *, is_unrolled: bool = False) -> Case:
     """GPipe in a `shard_map` over stages: a scan over ticks, and layers inside of each stage."""
-    per_stage, width, n_micro, n_rows = _PIPELINES[size]
-    stages = 4
+    per_stage, _, n_micro, _ = _PIPELINES[size]
+    stages = _STAGES
     mesh = mesh_of(target, data=target.n_devices // stages, stage=stages)
 
     def build(wrap: Wrap) -> Callable:
-        @wrap
-        def layer(x: jax.Array, params: Any) -> tuple[jax.Array, None]:
-            h = jax.nn.gelu(x @ params["up"].astype(x.dtype))
-            return x + h @ params["down"].astype(x.dtype), None
+        layer = wrap(_gelu_layer)
 
         def local(params: Any, x: jax.Array) -> jax.Array:
             params = jax.tree.map(lambda p: p[0], params)
@@ -320,38 +345,20 @@ def gpipe(target: Target, size: str, *, is_unrolled: bool = False) -> Case:
                 / x.size
             )
 
-        def step(params: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-            value, gradient = jax.value_and_grad(loss)(params, x)
-            return jax.tree.map(lambda p, g: p - 1e-3 * g, params, gradient), value
+        return _descending(loss)
 
-        return step
-
-    params = {
-        "up": typed(mesh, (stages, per_stage, width, 4 * width), P("stage")),
-        "down": typed(mesh, (stages, per_stage, 4 * width, width), P("stage")),
-    }
-    rows = n_rows * mesh.shape["data"]
-    x = typed(mesh, (n_micro, rows, width), P(None, "data"), jnp.bfloat16)
-    return Case(
-        build,
-        (params, x),
-        ("60%", "35%") if size == "small" else ("90GiB", "45GiB"),
-        {"donate_argnums": (0,)},
-    )
+    return _pipeline(build, mesh, size)
 
 
 def pipeline_by_vmap(target: Target, size: str) -> Case:
     """A pipeline as a `vmap` over stages whose axis is sharded, as Praxis and MaxText write it."""
-    per_stage, width, n_micro, n_rows = _PIPELINES[size]
-    stages = 4
+    _, _, n_micro, _ = _PIPELINES[size]
+    stages = _STAGES
     mesh = mesh_of(target, data=target.n_devices // stages, stage=stages)
     by_stage = constrained(mesh, "stage", "data")
 
     def build(wrap: Wrap) -> Callable:
-        @wrap
-        def layer(x: jax.Array, params: Any) -> tuple[jax.Array, None]:
-            h = jax.nn.gelu(x @ params["up"].astype(x.dtype))
-            return x + h @ params["down"].astype(x.dtype), None
+        layer = wrap(_gelu_layer)
 
         def through(params: Any, x: jax.Array) -> jax.Array:
             return jax.lax.scan(layer, x, params)[0]
@@ -367,24 +374,9 @@ def pipeline_by_vmap(target: Target, size: str) -> Case:
             _, out = jax.lax.scan(tick, start, jnp.arange(n_micro + stages - 1))
             return jnp.mean(out[stages - 1 :].astype(jnp.float32) ** 2)
 
-        def step(params: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-            value, gradient = jax.value_and_grad(loss)(params, x)
-            return jax.tree.map(lambda p, g: p - 1e-3 * g, params, gradient), value
+        return _descending(loss)
 
-        return step
-
-    params = {
-        "up": typed(mesh, (stages, per_stage, width, 4 * width), P("stage")),
-        "down": typed(mesh, (stages, per_stage, 4 * width, width), P("stage")),
-    }
-    rows = n_rows * mesh.shape["data"]
-    x = typed(mesh, (n_micro, rows, width), P(None, "data"), jnp.bfloat16)
-    return Case(
-        build,
-        (params, x),
-        ("60%", "35%") if size == "small" else ("90GiB", "45GiB"),
-        {"donate_argnums": (0,)},
-    )
+    return _pipeline(build, mesh, size)
 
 
 def mlp_2d(target: Target, size: str) -> Case:
@@ -436,8 +428,8 @@ def fsdp_by_hand(target: Target, size: str) -> Case:
             return jnp.mean(x.astype(jnp.float32) ** 2)
 
         def local(params: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-            value, gradient = jax.value_and_grad(loss)(params, x)
-            return jax.tree.map(lambda p, g: p - 1e-3 * g, params, gradient), value[None]
+            params, value = _descending(loss)(params, x)
+            return params, value[None]
 
         return jax.shard_map(
             local,
