@@ -2,60 +2,50 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from loops.schedules.cheapest import least_cost_from
 from remat.errors import ScheduleError
 from remat.loops.schedules import Binomial, Hierarchical, Level, Mixed, replay
 
 
-def least_cost(n: int, blocks: tuple[int, ...], levels: tuple[Level, ...]) -> float:
-    """The least time of any sequence of actions, found by Dijkstra's algorithm.
+def least_cost(n: int, blocks: tuple[int, ...], levels: tuple[Level, ...]) -> float | None:
+    """The least time of any sequence of actions.
 
     The fastest level holds `blocks[j] - 1` steps' residuals beside the states that leave j slots free.
     """
     slots = (len(blocks) - 1, *(level.slots for level in levels))
     costs = ((0.0, 0.0), *((level.write, level.read) for level in levels))
+
+    def moves(at):
+        left, hand, states, kept = at
+        yield from ((0.0, (left, hand, states - {held}, kept)) for held in states)
+        yield from ((costs[k][1], (left, i, states, kept)) for k, i in states if i != hand)
+        filled = [sum(k == level for k, _ in states) for level in range(len(slots))]
+        free = slots[0] - filled[0]
+        if left - 1 in kept:
+            yield 0, (left - 1, -1, states, kept - {left - 1})
+        if hand == left - 1:
+            yield 1, (left - 1, -1, states, kept)
+        elif hand >= 0:
+            yield 1, (left, hand + 1, states, kept)
+            if len(kept) + 1 <= blocks[free] - 1:
+                yield 1, (left, hand + 1, states, kept | {hand})
+        for k, many in enumerate(slots):
+            fits = filled[k] < many and (k or len(kept) <= blocks[free - 1] - 1)
+            if hand >= 0 and fits and (k, hand) not in states:
+                yield costs[k][0], (left, hand, states | {(k, hand)}, kept)
+
     start = (
         n,
         0,
         frozenset(),
         frozenset(),
     )  # steps left, state at hand, (level, state)s, residuals
-    least = {start: 0.0}
-    queue = [(0.0, 0, start)]
-    number = itertools.count(1)
-    while queue:
-        cost, _, at = heapq.heappop(queue)
-        left, hand, states, kept = at
-        if not left:
-            return cost
-        if least[at] < cost:
-            continue
-        after = [(0.0, (left, hand, states - {held}, kept)) for held in states]
-        after += [(costs[k][1], (left, i, states, kept)) for k, i in states if i != hand]
-        filled = [sum(k == level for k, _ in states) for level in range(len(slots))]
-        free = slots[0] - filled[0]
-        if left - 1 in kept:
-            after.append((0, (left - 1, -1, states, kept - {left - 1})))
-        if hand == left - 1:
-            after.append((1, (left - 1, -1, states, kept)))
-        elif hand >= 0:
-            after.append((1, (left, hand + 1, states, kept)))
-            if len(kept) + 1 <= blocks[free] - 1:
-                after.append((1, (left, hand + 1, states, kept | {hand})))
-        for k, many in enumerate(slots):
-            fits = filled[k] < many and (k or len(kept) <= blocks[free - 1] - 1)
-            if hand >= 0 and fits and (k, hand) not in states:
-                after.append((costs[k][0], (left, hand, states | {(k, hand)}, kept)))
-        for more, then in after:
-            if cost + more < least.get(then, float("inf")):
-                least[then] = cost + more
-                heapq.heappush(queue, (cost + more, next(number), then))
-    return float("inf")
+    return least_cost_from(start, lambda at: not at[0], moves)
 
 
 def check_actions(schedule: Hierarchical) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import random
 from functools import lru_cache
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from loops.schedules.cheapest import least_cost_from
 from remat.errors import ScheduleError
 from remat.loops.schedules import Binomial, Mixed, Online, replay
 from remat.loops.schedules.mixed import blocks_of
@@ -33,37 +33,27 @@ def counts_by_recurrence(n: int, memory: int, state: int, residuals: int) -> np.
     return counts
 
 
-def fewest_steps(n: int, memory: int, state: int, residuals: int) -> int | None:
-    """The fewest evaluations of any sequence of actions, found by Dijkstra's algorithm."""
-    start = (n, 0, frozenset(), frozenset())  # steps left, the state at hand, states, residuals
-    costs = {start: 0}
-    queue = [(0, 0, start)]
-    number = itertools.count(1)
-    while queue:
-        cost, _, at = heapq.heappop(queue)
+def fewest_steps(n: int, memory: int, state: int, residuals: int) -> float | None:
+    """The fewest evaluations of any sequence of actions."""
+
+    def moves(at):
         left, hand, states, kept = at
-        if not left:
-            return cost
-        if costs[at] < cost:
-            continue
-        after = [(0, (left, hand, states - {i}, kept)) for i in states]
-        after += [(0, (left, i, states, kept)) for i in states]
+        yield from ((0, (left, hand, states - {i}, kept)) for i in states)
+        yield from ((0, (left, i, states, kept)) for i in states)
         used = len(states) * state + len(kept) * residuals
         if left - 1 in kept:
-            after.append((0, (left - 1, -1, states, kept - {left - 1})))
+            yield 0, (left - 1, -1, states, kept - {left - 1})
         if hand == left - 1:
-            after.append((1, (left - 1, -1, states, kept)))
+            yield 1, (left - 1, -1, states, kept)
         elif hand >= 0:
-            after.append((1, (left, hand + 1, states, kept)))
+            yield 1, (left, hand + 1, states, kept)
             if used + residuals <= memory:
-                after.append((1, (left, hand + 1, states, kept | {hand})))
+                yield 1, (left, hand + 1, states, kept | {hand})
         if hand >= 0 and used + state <= memory:
-            after.append((0, (left, hand, states | {hand}, kept)))
-        for more, then in after:
-            if cost + more < costs.get(then, _MANY):
-                costs[then] = cost + more
-                heapq.heappush(queue, (cost + more, next(number), then))
-    return None
+            yield 0, (left, hand, states | {hand}, kept)
+
+    start = (n, 0, frozenset(), frozenset())  # steps left, the state at hand, states, residuals
+    return least_cost_from(start, lambda at: not at[0], moves)
 
 
 def check_actions(schedule: Mixed, memory: int, state: int, residuals: int) -> None:

@@ -37,12 +37,14 @@ from typing import NamedTuple
 import numpy as np
 
 from remat.errors import ScheduleError
-from remat.loops.schedules.actions import Action, ListedSchedule
+from remat.loops.schedules.actions import Action
 from remat.loops.schedules.mixed import (
     EXACT_CELLS,
     EXACT_STEPS,
     ROOT,
     Tree,
+    TreeSchedule,
+    check_blocks,
     columns,
     least_steps,
     numbered,
@@ -87,7 +89,7 @@ class Moves(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Hierarchical(ListedSchedule):
+class Hierarchical(TreeSchedule):
     """The schedule with the least time for steps and transfers, over several levels of storage.
 
     >>> schedule = Hierarchical.of_states(n=100, slots=3, levels=[Level(5, write=2, read=2)])
@@ -116,9 +118,7 @@ class Hierarchical(ListedSchedule):
         for level in self.levels:
             if min(level.slots, level.write, level.read) < 0:
                 raise ScheduleError(f"slots and costs of a level cannot be negative: {level}.")
-        rising = all(a <= b for a, b in zip(self.blocks, self.blocks[1:]))
-        if not self.blocks or self.blocks[0] < 1 or not rising:
-            raise ScheduleError(f"blocks must be positive and must not fall: {self.blocks}.")
+        check_blocks(self.blocks)
         if (
             self.n > self.blocks[-1]
             and len(self.blocks) == 1
@@ -134,11 +134,6 @@ class Hierarchical(ListedSchedule):
         """Return the schedule for a fastest level that holds so many states, and no residuals."""
         return cls(n, (1,) * (slots + 1), tuple(levels))
 
-    @property
-    def slots(self) -> int:
-        """The most states that the fastest level holds."""
-        return len(self.blocks) - 1
-
     @cached_property
     def _grown(self) -> tuple[Tree, Moves]:
         return _grow(self.n, self.blocks, self.levels, self._limits)
@@ -152,16 +147,6 @@ class Hierarchical(ListedSchedule):
     def moves(self) -> Moves:
         """Where the states of the parts lie."""
         return self._grown[1]
-
-    @cached_property
-    def forward_steps(self) -> int:
-        """Evaluations of the body. Steps whose residuals are kept are not evaluated again."""
-        return tree_cost(self.tree)
-
-    @property
-    def grad_forward_steps(self) -> int:
-        """The same under `jax.grad`: the first sweep runs the last step, and keeps its residuals."""
-        return self.forward_steps
 
     @property
     def writes(self) -> tuple[int, ...]:
@@ -181,16 +166,6 @@ class Hierarchical(ListedSchedule):
     def cost(self) -> float:
         """The time of steps and transfers, in units of the time of a step."""
         return _cost(self.tree, self.moves, self.levels)
-
-    @property
-    def peak_slots(self) -> int:
-        """The most states that are really kept in the fastest level."""
-        return int(max(self.slots - self.tree.level[ROOT:]))
-
-    @property
-    def peak_residuals(self) -> int:
-        """The longest block: the steps whose residuals exist at a time, the one in use included."""
-        return int(max(self.tree.steps[self.tree.first < 0]))
 
     @cached_property
     def peak_slots_of_levels(self) -> tuple[int, ...]:

@@ -37,6 +37,8 @@ Reference: Maddison, Step-based checkpointing with high-level algorithmic differ
 from __future__ import annotations
 
 import heapq
+import itertools
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -76,8 +78,56 @@ class Tree(NamedTuple):
 EMPTY, ROOT = 0, 1
 
 
+class TreeSchedule(ListedSchedule):
+    """A schedule that splits a loop into parts, and keeps residuals in the fastest memory beside states.
+
+    Attributes:
+      blocks: for j = 0, 1, ... the steps that are reversed without recomputation where j states could be
+        kept instead of residuals.
+    """
+
+    blocks: tuple[int, ...]
+
+    @property
+    @abstractmethod
+    def tree(self) -> Tree:
+        """The parts into which the loop is split."""
+
+    @property
+    def slots(self) -> int:
+        """The most states that the fastest memory holds."""
+        return len(self.blocks) - 1
+
+    @cached_property
+    def forward_steps(self) -> int:
+        """Evaluations of the body. Steps whose residuals are kept are not evaluated again."""
+        return tree_cost(self.tree)
+
+    @property
+    def grad_forward_steps(self) -> int:
+        """The same under `jax.grad`: the first sweep runs the last step, and keeps its residuals."""
+        return self.forward_steps
+
+    @property
+    def peak_slots(self) -> int:
+        """The most states that are really kept in the fastest memory."""
+        return int(max(self.slots - self.tree.level[ROOT:]))
+
+    @property
+    def peak_residuals(self) -> int:
+        """The longest block: the steps whose residuals exist at a time, the one in use included."""
+        return int(max(self.tree.steps[self.tree.first < 0]))
+
+
+def check_blocks(blocks: tuple[int, ...]) -> None:
+    """Refuse numbers of steps of blocks that no memory gives."""
+    rising = all(a <= b for a, b in itertools.pairwise(blocks))
+    if not blocks or blocks[0] < 1 or not rising:
+        raise ScheduleError(f"blocks must be positive and must not fall: {blocks}.")
+
+
 @dataclass(frozen=True)
-class Mixed(ListedSchedule):
+class Mixed(TreeSchedule):
     """The schedule with the fewest steps run where states and residuals share one memory.
 
     >>> schedule = Mixed.of(n=100, memory=10, state=1, residuals=1)
@@ -104,9 +154,7 @@ class Mixed(ListedSchedule):
 
     def __post_init__(self) -> None:
         check_counts(self.n, max(1, len(self.blocks)))
-        rising = all(a <= b for a, b in zip(self.blocks, self.blocks[1:]))
-        if not self.blocks or self.blocks[0] < 1 or not rising:
-            raise ScheduleError(f"blocks must be positive and must not fall: {self.blocks}.")
+        check_blocks(self.blocks)
         if len(self.blocks) == 1 and self.blocks[0] < self.n:
             raise ScheduleError(
                 f"no schedule of {self.n} steps fits a memory that holds no state and residuals of "
@@ -125,25 +173,10 @@ class Mixed(ListedSchedule):
             )
         return cls(n, blocks_of(n, memory, state, residuals))
 
-    @property
-    def slots(self) -> int:
-        """The most states that the memory holds."""
-        return len(self.blocks) - 1
-
     @cached_property
     def tree(self) -> Tree:
         """The parts into which the loop is split."""
         return _tree(self.n, self.blocks, self._limits)
-
-    @cached_property
-    def forward_steps(self) -> int:
-        """Evaluations of the body. Steps whose residuals are kept are not evaluated again."""
-        return tree_cost(self.tree)
-
-    @property
-    def grad_forward_steps(self) -> int:
-        """The same under `jax.grad`: the first sweep runs the last step, and keeps its residuals."""
-        return self.forward_steps
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -154,17 +187,6 @@ class Mixed(ListedSchedule):
             start += int(self.tree.steps[part])
             part = int(self.tree.second[part])
         return tuple(held)
-
-    @property
-    def peak_slots(self) -> int:
-        """The most states that are really kept."""
-        return int(max(self.slots - self.tree.level[ROOT:]))
-
-    @property
-    def peak_residuals(self) -> int:
-        """The longest block: the steps whose residuals exist at a time, the one in use included."""
-        is_block = self.tree.first < 0
-        return int(max(self.tree.steps[is_block]))
 
     def actions(self) -> Iterator[Action]:
         """All that is done, in order.
