@@ -6,7 +6,7 @@ to the next are the store's `rows`: arrays for memory, a ticket for a file.
 The disk store works through callbacks to the host. Each takes the ticket and returns a new one, so
 that they happen in the order of the program. Its file lives as long as one backward pass, which
 fills it, reads it and closes it, because nothing tells a program when a file that a forward pass
-left behind is no longer wanted. That costs one more forward sweep. The system writes the file, and reads the
+left behind is no longer needed. That costs one more forward sweep. The system writes the file, and reads the
 state below the one that was read, while the program goes on computing. The file has no name from the
 moment it is opened, so nothing is left in the directory however the program ends.
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-import re
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -45,6 +44,7 @@ from remat.planner.whole_step import LoopDecisions, StepDecisions, with_loops
 from remat.program.from_jaxpr import Slowdown, no_slowdown
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Program
+from remat.solvers.graph import Graph
 from remat.solvers.grid import GridSearch
 from remat.solvers.liveness import Arrays, liveness
 from remat.solvers.simulate import no_remat
@@ -134,8 +134,18 @@ class StepModel:
     @property
     def seconds_of_checkpoints(self) -> float:
         """Return the time that the user's own checkpoints take, which a plan may recompute without."""
-        written = (seconds for loops, seconds in self._loops.levels if not loops.opened)
-        return next(written) if self._loops.opened else 0.0
+        if not self._is_opened:
+            return 0.0
+        return next(seconds for loops, seconds in self._loops.levels if not loops.opened)
+
+    @functools.cached_property
+    def _source(self) -> _jax.Jaxpr:
+        """Return the program that the levels start from: the user's checkpoints are opened."""
+        return scan_pairs.opened(self.flat)
+
+    @property
+    def _is_opened(self) -> bool:
+        return self._source is not self.flat
 
     @functools.cached_property
     def _as_written(self) -> Level:
@@ -143,7 +153,7 @@ class StepModel:
 
     @functools.cached_property
     def _loops(self) -> _Loops:
-        return _loops(self.flat, self.price, self.shards, self.solver)
+        return _loops(self.flat, self._source, self.price, self.shards, self.solver)
 
     def _level(self, at: int, options: tuple[BodyOption, ...]) -> Level:
         """Return a level of the pairs of loops with these options of the bodies."""
@@ -156,7 +166,7 @@ class StepModel:
                 if option.decisions.bursts
             )
             # The program as it is written stays so.
-            if chosen and (loops.opened or not self._loops.opened):
+            if chosen and loops.opened == self._is_opened:
                 loops = dataclasses.replace(loops, bodies=tuple(sorted(chosen, key=lambda c: c[0])))
                 seconds += sum(option.seconds for option in options)
             self._levels[at, options] = Level(self, loops, seconds)
@@ -276,34 +286,35 @@ class _Loops:
     """The choices about a step's loops.
 
     Args:
-      opened: whether the levels open the user's checkpoints in loops.
       levels: the decisions about pairs of loops and the seconds of recomputation in them, the level that
         keeps most first.
       bodies: those that are scheduled by themselves.
       around: for each body the bytes that are live while its loop runs in the program as it is written.
     """
 
-    opened: bool
     levels: tuple[tuple[LoopDecisions, float], ...]
     bodies: tuple[Body, ...]
     around: tuple[int, ...]
 
 
-def _loops(flat: _jax.Jaxpr, price: Price, shards: Sequence[int] | None, solver: Solver) -> _Loops:
+def _loops(
+    flat: _jax.Jaxpr,
+    source: _jax.Jaxpr,
+    price: Price,
+    shards: Sequence[int] | None,
+    solver: Solver,
+) -> _Loops:
     """Return the choices about a step's loops.
 
     The program as it is written is one of the levels. If the others open its checkpoints, it stands
     before the first level that recomputes as much, else at the start.
     """
-    source = scan_pairs.opened(flat)
     opened = source is not flat
     found = scan_pairs.pairs(source, price, shards=shards)
     program = program_of_flat(source, shards)
-    peak = no_remat(fuse(program, price, lambda _: True).graph).peak_bytes
-    inside = bodies(source, price, solver, peak)
-    # An id begins with the number of the equation around the body, or of the first of a pair.
-    numbers = [int(re.split(r"\D", body.id)[0]) for body in inside]
-    around = _around(program, price, numbers)
+    graph = fuse(program, price, lambda _: True).graph
+    inside = bodies(source, price, solver, no_remat(graph).peak_bytes)
+    around = _around(program, graph, inside) if inside else ()
     as_written = sum(pair.as_written.seconds for pair in found)
     if opened:
         # The options count from nothing recomputed on, so what the user's checkpoints recompute, too.
@@ -320,14 +331,13 @@ def _loops(flat: _jax.Jaxpr, price: Price, shards: Sequence[int] | None, solver:
             levels.append((LoopDecisions(opened, tuple(sorted(chosen.items()))), seconds))
     at = bisect.bisect_left([s for _, s in levels], as_written) if opened else 0
     levels.insert(at, (LoopDecisions(), as_written))
-    return _Loops(opened, tuple(levels), inside, tuple(around))
+    return _Loops(tuple(levels), inside, tuple(around))
 
 
-def _around(program: Program, price: Price, numbers: Sequence[int]) -> Iterator[int]:
-    """Yield the bytes that are live while each of these operations runs, without its own workspace."""
-    graph = fuse(program, price, lambda _: True).graph
+def _around(program: Program, graph: Graph, inside: Sequence[Body]) -> Iterator[int]:
+    """Yield the bytes that are live while the operation around each body runs, without its workspace."""
     measured = liveness(Arrays.of(graph), np.arange(len(graph)))
     place = {node.id: at for at, node in enumerate(graph.nodes)}
-    for number in numbers:
-        live = int(measured.live_bytes[place[number]])
-        yield max(0, live - program.ops[number].workspace_bytes)
+    for body in inside:
+        live = int(measured.live_bytes[place[body.place]])
+        yield max(0, live - program.ops[body.place].workspace_bytes)

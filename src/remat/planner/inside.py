@@ -14,6 +14,7 @@ decided by themselves.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -80,13 +81,17 @@ class Body:
     id: str
     options: tuple[BodyOption, ...]
 
+    @property
+    def place(self) -> int:
+        """Return the place in the program of the outermost equation around it, or of the first of a pair."""
+        return int(re.split(r"\D", self.id)[0])
+
 
 def bodies(
     jaxpr: _jax.Jaxpr,
     price: Price,
     solver: Solver,
     n_bytes: int,
-    slowdown: Slowdown = no_slowdown,
 ) -> tuple[Body, ...]:
     """Return the bodies in a program that can be scheduled, with their options.
 
@@ -95,19 +100,8 @@ def bodies(
       price: the time of a kernel.
       solver: finds the schedules.
       n_bytes: what the program needs at its peak; bodies that need much less are left out.
-      slowdown: of kernels, as in `program.from_jaxpr`.
     """
-    costing = _Costing(price, slowdown, solver)
-    return tuple(_found(jaxpr, costing, int(_SMALL * n_bytes), "", 1))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Costing:
-    """The time of a kernel, the slowdown of those that take longer, what finds schedules."""
-
-    price: Price
-    slowdown: Slowdown
-    solver: Solver
+    return tuple(_found(jaxpr, price, solver, int(_SMALL * n_bytes), "", 1))
 
 
 def with_bodies(jaxpr: _jax.Jaxpr, decisions: Mapping[str, Decisions]) -> _jax.Jaxpr:
@@ -189,18 +183,19 @@ def _changed(
 
 
 def _found(
-    jaxpr: _jax.Jaxpr, costing: _Costing, least: int, prefix: str, times: int
+    jaxpr: _jax.Jaxpr, price: Price, solver: Solver, least: int, prefix: str, times: int
 ) -> Iterator[Body]:
     in_pairs = {i for match in _pairs_of(jaxpr) for i in match}
     for match in shard_matches(jaxpr):
         joined = shards_of(jaxpr, match)
-        yield from _of_body(joined.jaxpr, costing, least, f"{pair_id(prefix, match)}/", times)
+        id = f"{pair_id(prefix, match)}/"
+        yield from _of_body(joined.jaxpr, price, solver, least, id, times)
     for i, eqn in enumerate(jaxpr.eqns):
         if i in in_pairs:
             continue
         for k, (body, runs) in enumerate(inner_programs(prepared(jaxpr, eqn))):
             inner = _jax.open_jaxpr(body)
-            yield from _of_body(inner, costing, least, f"{prefix}{i}.{k}/", times * runs)
+            yield from _of_body(inner, price, solver, least, f"{prefix}{i}.{k}/", times * runs)
 
 
 def _pairs_of(jaxpr: _jax.Jaxpr) -> list[Match]:
@@ -208,25 +203,20 @@ def _pairs_of(jaxpr: _jax.Jaxpr) -> list[Match]:
 
 
 def _of_body(
-    jaxpr: _jax.Jaxpr, costing: _Costing, least: int, id: str, times: int
+    jaxpr: _jax.Jaxpr, price: Price, solver: Solver, least: int, id: str, times: int
 ) -> Iterator[Body]:
     if not jaxpr.eqns:
         return
-    program = program_of_flat(jaxpr, slowdown=costing.slowdown)
-    fused = fuse(
-        program,
-        costing.price,
-        lambda _: True,
-        duplicates=False,
-    )
+    program = program_of_flat(jaxpr)
+    fused = fuse(program, price, lambda _: True, duplicates=False)
     peak = no_remat(fused.graph).peak_bytes
     if peak < least:
         return
-    inside = list(_found(jaxpr, costing, max(least, int(_LARGE * peak)), id, times))
+    inside = list(_found(jaxpr, price, solver, max(least, int(_LARGE * peak)), id, times))
     if inside or _pairs_of(jaxpr):
         yield from inside
         return
-    options = list(_options(program, fused, costing.solver, times))
+    options = list(_options(program, fused, solver, times))
     if len(options) > 1:
         yield Body(id, tuple(options[::-1]))
 

@@ -122,7 +122,7 @@ class ProgramWriter:
         return workspace_bytes(eqn)
 
     def n_kernels(self, eqn: _jax.JaxprEqn) -> int:
-        """Return how many kernels an equation starts."""
+        """Return how many kernels an equation launches."""
         return n_kernels(eqn)
 
     def call(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr, path: str) -> None:
@@ -236,7 +236,7 @@ def _inits(eqn: _jax.JaxprEqn) -> Sequence[_jax.Var | _jax.Literal]:
 
 
 def n_kernels(eqn: _jax.JaxprEqn) -> int:
-    """Return how many kernels an equation starts, in all steps of a loop; 1 if it is no loop or branch."""
+    """Return how many kernels an equation launches, a loop in all its steps; 1 for other primitives."""
     name, params = eqn.primitive.name, eqn.params
     if name not in ("scan", "while", "cond"):
         return 1
