@@ -15,7 +15,9 @@ def assert_nothing_differs(numbers):
     assert not {o.name: o.different for o in outcomes if o.different}
 
 
-@pytest.mark.parametrize("numbers", BATCHES, ids=lambda numbers: str(numbers[0]))
+@pytest.mark.parametrize(
+    "numbers", BATCHES, ids=lambda numbers: harness_cases.HARNESSES[numbers[0]].fullname
+)
 def test_a_case_of_each_group_is_unchanged(numbers):
     assert_nothing_differs(numbers)
 
