@@ -114,6 +114,7 @@ from remat._jax.lowering import (
     lower_barrier as lower_barrier,
     lower_call as lower_call,
     lower_inline as lower_inline,
+    n_devices as n_devices,
     primitive_names as primitive_names,
     register_lowering as register_lowering,
 )

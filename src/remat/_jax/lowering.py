@@ -184,6 +184,13 @@ def is_partly_manual(ctx: LoweringContext) -> bool:
     return bool(manual) and len(manual) < len(axes.mesh.axis_names)
 
 
+def n_devices(ctx: LoweringContext) -> int:
+    """Return on how many devices the lowered program runs."""
+    axes = ctx.module_context.axis_context
+    mesh = getattr(axes, "mesh", None)
+    return int(axes.num_devices if mesh is None else mesh.size)
+
+
 def lower_barrier(ctx: LoweringContext, avals: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Emit an optimization barrier: no result is available before all inputs are computed."""
     flat, _ = _mlir.ir_tree_registry.flatten(list(args))

@@ -2,8 +2,9 @@
 
 All properties of operations in this library come from this table: which values XLA writes to memory
 (`fusion`), FLOPs and bytes (`flops`, `traffic`), what the planner may recompute (`is_repeatable`), which
-values a cut does not save twice (`is_rearrangement`), what a benchmark can run alone (`runs_alone`). A
-test fails on a primitive of the installed JAX without a row.
+values a cut does not save twice (`is_rearrangement`), what a benchmark can run alone (`runs_alone`), what
+is a function of its own on CPUs (`has_index_arrays`). A test fails on a primitive of the installed JAX
+without a row.
 
 To add a primitive, write its name into its group below. For a primitive without a row, `ir.equations`
 derives the properties from the equation, which is correct for elementwise ones.
@@ -62,6 +63,7 @@ class Operation:
       is_collective: whether it communicates between devices.
       is_repeatable: whether computing it again gives the same result and has no other effect.
       runs_alone: whether running it alone, on made-up operands, says what it costs.
+      has_index_arrays: whether XLA for CPU makes arrays of indices for it, as large as its operand.
     """
 
     fusion: Fusion
@@ -74,6 +76,7 @@ class Operation:
     is_collective: bool = False
     is_repeatable: bool = True
     runs_alone: bool = True
+    has_index_arrays: bool = False
 
 
 _TABLE: dict[str, Operation] = {}
@@ -169,10 +172,12 @@ _rows(
     Operation(Fusion.REDUCE, formulas.window),
     "reduce_window_sum reduce_window_max reduce_window_min",
 )
-_rows(Operation(Fusion.KERNEL, formulas.reduction), "reduce approx_top_k")
+_rows(Operation(Fusion.KERNEL, formulas.reduction), "reduce")
+_rows(Operation(Fusion.KERNEL, formulas.reduction, has_index_arrays=True), "approx_top_k")
 _rows(Operation(Fusion.KERNEL, formulas.window), "reduce_window select_and_gather_add")
 _rows(
-    Operation(Fusion.KERNEL, formulas.scatter_window), "select_and_scatter_add select_and_scatter"
+    Operation(Fusion.KERNEL, formulas.scatter_window, has_index_arrays=True),
+    "select_and_scatter_add select_and_scatter",
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -193,7 +198,7 @@ _rows(
 )
 _rows(Operation(Fusion.KERNEL), "rnn_fwd rnn_bwd cudnn_fusion spsolve")
 _rows(Operation(Fusion.KERNEL, formulas.sort), "sort")
-_rows(Operation(Fusion.KERNEL, formulas.top_k), "top_k")
+_rows(Operation(Fusion.KERNEL, formulas.top_k, has_index_arrays=True), "top_k")
 _rows(Operation(Fusion.KERNEL, formulas.fft), "fft")
 _rows(Operation(Fusion.KERNEL, formulas.cumulative), "cumsum cumprod cummax cummin")
 _rows(Operation(Fusion.KERNEL, formulas.cumulative_transcendental), "cumlogsumexp")

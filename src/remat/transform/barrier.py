@@ -40,8 +40,8 @@ from typing import Any
 from remat import _jax
 from remat.ir import jaxprs
 from remat.ir.operations import FUSIBLE, Fusion, operation
+from remat.transform.separate import NOT_INLINED
 
-_CALL_ATTRIBUTES = {"inlineable": "false"}
 # The first jaxlib whose CPU compiler expands barriers after its last CSE pass.
 _CPU_KEEPS_BARRIERS = (0, 11, 1)
 
@@ -90,7 +90,7 @@ def lower_protected(
     args = _jax.merge_lists(list(fenced), outside, _jax.lower_barrier(ctx, avals, inside))
     if how is Protection.CALL and _can_be_function(ctx, jaxpr):
         returned = _overwritten(jaxpr)
-        return _jax.lower_call(ctx, jaxpr, args, _CALL_ATTRIBUTES, returned)
+        return _jax.lower_call(ctx, jaxpr, args, NOT_INLINED, returned)
     return _jax.lower_inline(ctx, jaxpr, args)
 
 

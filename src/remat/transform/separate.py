@@ -1,0 +1,60 @@
+"""Operations that XLA for CPU expands into index arrays, as functions of their own.
+
+XLA for CPU has no kernel for the backward pass of max-pooling: it compares arrays of indices, four of them
+as large as the pooled array. They depend on no operand, so they may be computed at any time, and beside
+barriers XLA computes them at the start of the program: they live until the backward pass, 28 MiB of 76 MiB
+in a U-Net. What is in a function is computed when the function is called. A call with the attribute
+`inlineable="false"` remains one until XLA has chosen the order of operations.
+
+Elsewhere, and in programs of several devices, whose partitioner sees only the signature of a function,
+such operations stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from remat import _jax
+from remat.ir import jaxprs
+from remat.ir.operations import names_where
+
+NOT_INLINED = {"inlineable": "false"}
+
+_NAMES = names_where("has_index_arrays")
+
+separate_p = _jax.Primitive("remat_separate")
+separate_p.multiple_results = True
+
+
+def needs_separation(eqn: _jax.JaxprEqn) -> bool:
+    """Return whether XLA for CPU expands an equation into arrays that depend on no operand."""
+    return eqn.primitive.name in _NAMES and not eqn.effects
+
+
+@_jax.weakref_lru_cache
+def separated(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+    """Return a jaxpr, to be lowered next, whose equations of this kind are functions on CPUs."""
+    if not any(map(needs_separation, jaxpr.eqns)):
+        return jaxpr
+    eqns = [_as_function(eqn, jaxpr) if needs_separation(eqn) else eqn for eqn in jaxpr.eqns]
+    return _jax.rebuild(jaxpr, eqns=eqns)
+
+
+def _as_function(eqn: _jax.JaxprEqn, jaxpr: _jax.Jaxpr) -> _jax.JaxprEqn:
+    operands = [v for v in eqn.invars if _jax.is_var(v)]
+    results = [jaxprs.fresh(v) for v in eqn.outvars]
+    body = _jax.jaxpr_of(operands, results, [eqn.replace(outvars=results)], jaxpr)
+    return _jax.new_eqn(operands, eqn.outvars, separate_p, {"jaxpr": body}, eqn)
+
+
+def _lower_inline(ctx: _jax.LoweringContext, *args: Any, jaxpr: _jax.Jaxpr) -> Any:
+    return _jax.lower_inline(ctx, jaxpr, args)
+
+
+def _lower_on_cpu(ctx: _jax.LoweringContext, *args: Any, jaxpr: _jax.Jaxpr) -> Any:
+    if _jax.n_devices(ctx) > 1:
+        return _jax.lower_inline(ctx, jaxpr, args)
+    return _jax.lower_call(ctx, jaxpr, args, NOT_INLINED)
+
+
+_jax.register_lowering(separate_p, _lower_inline, cpu=_lower_on_cpu)
