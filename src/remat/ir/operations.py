@@ -172,8 +172,7 @@ _rows(
     Operation(Fusion.REDUCE, formulas.window),
     "reduce_window_sum reduce_window_max reduce_window_min",
 )
-_rows(Operation(Fusion.KERNEL, formulas.reduction), "reduce")
-_rows(Operation(Fusion.KERNEL, formulas.reduction, has_index_arrays=True), "approx_top_k")
+_rows(Operation(Fusion.KERNEL, formulas.reduction), "reduce approx_top_k")
 _rows(Operation(Fusion.KERNEL, formulas.window), "reduce_window select_and_gather_add")
 _rows(
     Operation(Fusion.KERNEL, formulas.scatter_window, has_index_arrays=True),
@@ -198,7 +197,7 @@ _rows(
 )
 _rows(Operation(Fusion.KERNEL), "rnn_fwd rnn_bwd cudnn_fusion spsolve")
 _rows(Operation(Fusion.KERNEL, formulas.sort), "sort")
-_rows(Operation(Fusion.KERNEL, formulas.top_k, has_index_arrays=True), "top_k")
+_rows(Operation(Fusion.KERNEL, formulas.top_k), "top_k")
 _rows(Operation(Fusion.KERNEL, formulas.fft), "fft")
 _rows(Operation(Fusion.KERNEL, formulas.cumulative), "cumsum cumprod cummax cummin")
 _rows(Operation(Fusion.KERNEL, formulas.cumulative_transcendental), "cumlogsumexp")

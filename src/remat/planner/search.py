@@ -230,10 +230,15 @@ class _Search:
     def _new_proposal(self, variant: str) -> Proposal | None:
         """Return a proposal that was not compiled and is expected to fit; None if there is none.
 
-        The more proposals have exceeded the budget, the lower it aims.
+        The more proposals have exceeded the budget, the lower it aims. But where the compiler has said what
+        nearby proposals need, it aims only as much lower as they are away.
         """
         margin = _MARGIN * (2 ** len(self.compiled) - 1)
         aim = self._aim(variant)
+        samples = self._samples(variant)
+        if len(samples) > 1 and self.compiled:
+            away = min(abs(model - aim) for model, _ in samples) / max(1.0, aim)
+            margin = min(margin, max(_MARGIN, away))
         while True:
             proposal = self._proposal_within(variant, int(aim * max(0.0, 1 - margin)))
             if not self._is_known(proposal):
