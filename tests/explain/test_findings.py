@@ -264,3 +264,30 @@ def test_an_inner_policy_that_is_overridden_is_named(wrap):
     assert "()" not in found.message
     same = remat.explain(outer(deep(inner)), *DEEP_ARGS, compile=False)
     assert "inner_policy_overridden" not in codes(same)
+
+
+def test_the_step_by_hand_names_what_repeats():
+    def scanned(weights, x):
+        return jax.lax.scan(lambda c, w: (layer(w, c), None), x, weights)[0].sum()
+
+    def modules(wrap=lambda f: f):
+        def loss(weights, x):
+            for i in range(3):
+                with jax.named_scope(f"net/block_{i}"):
+                    x = layer(weights[i], layer(weights[i], x))
+            return x.sum()
+
+        return loss
+
+    def next_step(loss):
+        explanation = remat.explain(loss, *DEEP_ARGS, compile=False)
+        found = finding(explanation, "no_regions")
+        saved = sum(value.n_bytes for value in explanation.values if value.kind == "saved")
+        assert format_bytes(saved) in found.message
+        return found.next_step
+
+    assert re.search(
+        r"make the loop at \S+test_findings.py:\d+ \(.*\) a remat.scan", next_step(scanned)
+    )
+    assert next_step(modules()).endswith("Or wrap net/block_0…2 in remat.checkpoint.")
+    assert next_step(deep(lambda f: f)).endswith("Or wrap the layers in remat.checkpoint.")

@@ -31,8 +31,11 @@ from remat.explain.account import Account
 from remat.explain.phases import PhasedProgram
 from remat.explain.sources import source_of
 from remat.explain.step import TracedStep
+from remat.ir import jaxprs
+from remat.printing import with_ranges, without_numbers
+from remat.program.from_jaxpr import n_bytes
 from remat.report.groups import groups
-from remat.report.model import Finding, Memory
+from remat.report.model import Finding, Memory, Value
 from remat.report.timeline import live_at, timeline
 from remat.transform import policies
 from remat.units import format_bytes
@@ -106,8 +109,8 @@ def findings_of(facts: Facts) -> tuple[Finding, ...]:
 
 
 def _no_regions(facts: Facts) -> Finding:
-    saved = facts.account.saved_bytes
-    said = f"reads {format_bytes(saved)} that the forward pass computes."
+    saved = sum(value.n_bytes for value in _saved(facts))
+    said = f"{format_bytes(saved)} of the forward pass are kept for the backward pass."
     suggested = _suggested_share(facts)
     if not suggested:
         step = "A plan has little to gain: what is live at the peak are arguments and results."
@@ -117,23 +120,78 @@ def _no_regions(facts: Facts) -> Finding:
         fitted = "step" if facts.step.undifferentiated is None else f"{words.gradient}(loss)"
         step = (
             f'{words.fit}({fitted}, budget="{suggested}%") chooses what to recompute: the peak becomes '
-            f"about {of_peak}, for {_cost_of_all(facts)}. Or wrap the layers in remat.checkpoint."
+            f"about {of_peak}, for {_cost_of_all(facts)}. {_by_hand(facts)}"
         )
     if facts.step.marked:
-        names = ", ".join(facts.step.marked)
+        names = ", ".join(facts.step.marked).replace("<locals>.", "")
         return Finding(
             "no_regions",
             "info",
             f"Nothing is rematerialized yet: {names} is marked by remat.auto, which acts in a plan "
-            f"only, and the backward pass {said}",
+            f"only, and {said}",
             step,
         )
     return Finding(
         "no_regions",
         "info",
-        f"Nothing is rematerialized: the step has no checkpointed region, and the backward pass {said}",
+        f"Nothing is rematerialized: the step has no checkpointed region, and {said}",
         step,
     )
+
+
+def _saved(facts: Facts) -> list[Value]:
+    return [value for value in facts.account.values if value.kind == "saved"]
+
+
+def _by_hand(facts: Facts) -> str:
+    """Return what to rematerialize without a plan: a loop, modules with a number, or layers."""
+    saved = _saved(facts)
+    most = sum(value.n_bytes for value in saved) / 2
+    wrapper = _wrapper_of(saved)
+    loop = _largest_loop(facts.step.jaxpr, at_least=most)
+    if loop is not None:
+        return f"Or make the loop{_at(loop)} a remat.scan, or wrap its body in remat.checkpoint."
+    return f"Or wrap {_numbered_modules(saved, at_least=most) or 'the layers'} in {wrapper}."
+
+
+def _largest_loop(jaxpr: _jax.Jaxpr, *, at_least: float) -> _jax.JaxprEqn | None:
+    """Return the loop that stacks most bytes, if they are `at_least` so many."""
+    stacked = {
+        eqn: sum(n_bytes(v.aval) for v in eqn.outvars[_jax.scan_arity(eqn)[1] :])
+        for eqn in jaxprs.equations(jaxpr)
+        if eqn.primitive.name == "scan"
+    }
+    largest = max(stacked, key=lambda eqn: stacked[eqn], default=None)
+    return largest if largest is not None and stacked[largest] >= at_least > 0 else None
+
+
+def _numbered_modules(saved: list[Value], *, at_least: float) -> str:
+    """Return the paths of the modules that differ in a number and save `at_least` so many bytes."""
+    paths: dict[str, dict[str, int]] = {}
+    for value in saved:
+        parts = value.path.split("/")
+        numbered = next((i for i, part in enumerate(parts) if re.search(r"\d", part)), None)
+        if numbered is not None:
+            path = "/".join(parts[: numbered + 1])
+            of_paths = paths.setdefault(without_numbers(path), {})
+            of_paths[path] = of_paths.get(path, 0) + value.n_bytes
+    for of_paths in paths.values():
+        if len(of_paths) > 1 and sum(of_paths.values()) >= at_least:
+            return with_ranges(list(of_paths))
+    return ""
+
+
+def _wrapper_of(saved: list[Value]) -> str:
+    """Return the function that rematerializes a module of the framework whose lines the values have."""
+    for package, wrapper in (
+        ("flax/linen/", "remat.linen.remat"),
+        ("flax/nnx/", "remat.nnx.remat"),
+        ("equinox/", "remat.equinox.filter_checkpoint"),
+        ("haiku/", "remat.haiku.remat"),
+    ):
+        if any(value.source.startswith(package) for value in saved):
+            return wrapper
+    return "remat.checkpoint"
 
 
 def _suggested_share(facts: Facts) -> int:

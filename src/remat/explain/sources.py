@@ -44,7 +44,7 @@ def _text_of(frames: tuple[tuple[str, int, str], ...]) -> str:
 
 def _place(frame: tuple[str, int, str]) -> str:
     file, line, function = frame
-    return f"{relative(file)}:{line} ({function})"
+    return f"{relative(file)}:{line} ({function.replace('<locals>.', '')})"
 
 
 def is_own(file: str) -> bool:

@@ -7,7 +7,7 @@ import re
 
 from remat.report.document import Block, Chart, Heading, Note, Paragraph, Table
 from remat.report.groups import groups
-from remat.report.model import SEVERITIES, ExplanationData, Memory, Step, Totals, Value
+from remat.report.model import KINDS, SEVERITIES, ExplanationData, Memory, Step, Totals, Value
 from remat.report.timeline import Timeline, live_at, timeline
 from remat.units import format_bytes, format_flops, format_seconds
 
@@ -62,7 +62,8 @@ def outline(
 def setting(explanation: ExplanationData) -> str:
     """Return the platform, the target and the versions that the figures are for."""
     versions = ", ".join(f"{name} {version}" for name, version in explanation.versions)
-    return " · ".join(text for text in (explanation.platform, explanation.target, versions) if text)
+    parts = dict.fromkeys((explanation.platform, explanation.target, versions))
+    return " · ".join(text for text in parts if text)
 
 
 def headline(totals: Totals, *, brief: bool = False) -> str:
@@ -142,7 +143,21 @@ def peak_in_words(explanation: ExplanationData, line: Timeline) -> str:
     return (
         f"The peak of {format_bytes(line.peak_bytes)} is in {place_of(explanation, line.peak_step)}"
         f"{place}: step {line.peak_step + 1:,} of {len(explanation.steps):,}, "
-        f"{format_seconds(float(line.start_s[line.peak_step]))} into the step. Live there:"
+        f"{format_seconds(float(line.start_s[line.peak_step]))} into the step. Live there: "
+        f"{_kinds_in_words(line)}. The largest:"
+    )
+
+
+def _kinds_in_words(line: Timeline) -> str:
+    """Return the bytes at the peak by kind, the largest first; kinds below 1 % are left out."""
+    live = line.live_bytes[:, line.peak_step]
+    found = sorted(zip(live.tolist(), KINDS), key=lambda pair: -pair[0])
+    words = {"argument": "arguments", "gradient": "gradients", "output": "results"}
+    words |= {"temporary": "temporaries", "reserved": "reserved by loops"}
+    return ", ".join(
+        f"{format_bytes(n)} {words.get(kind, kind)}"
+        for n, kind in found
+        if n and n >= line.peak_bytes / 100
     )
 
 
@@ -151,7 +166,7 @@ def place_of(explanation: ExplanationData, number: int) -> str:
 
     >>> steps = (Step("mlp: dot", "forward"), Step("mlp: mul", "backward"), Step("mlp: add_any", "backward"))
     >>> place_of(ExplanationData("loss", steps=steps), 1)
-    'the gradient of mlp, at the start of its backward pass'
+    "the gradient of mlp, at the start of the step's backward pass"
     """
     step = explanation.steps[number]
     module = _module_of(step)
@@ -164,9 +179,7 @@ def place_of(explanation: ExplanationData, number: int) -> str:
         case "update":
             said = "the results of the step" if step.label == "results" else f"the update{named}"
         case "backward":
-            said = (
-                f"the gradient{named}, {_part_of_run(explanation.steps, number)} its backward pass"
-            )
+            said = f"the gradient{named}, {_part_of_pass(explanation.steps, number)}"
     return f"{said} ({step.iteration})" if step.iteration else said
 
 
@@ -179,8 +192,17 @@ def _module_of(step: Step) -> str:
     return function if step.source.endswith(")") and "<" not in function else ""
 
 
-def _part_of_run(steps: tuple[Step, ...], number: int) -> str:
-    """Return in which part of the consecutive steps of its module a step is."""
+def _part_of_pass(steps: tuple[Step, ...], number: int) -> str:
+    """Return in which part of the step's backward pass a step is, or of that of its module."""
+    backward = [i for i, step in enumerate(steps) if step.phase == "backward"]
+    if number in (backward[0], backward[-1]) or len(backward) > 9:
+        times = [max(0.0, steps[i].time_s) for i in backward]
+        done = sum(t for i, t in zip(backward, times) if i < number)
+        share = done / sum(times) if sum(times) else backward.index(number) / len(backward)
+        if number == backward[0] or share < 0.1:
+            return "at the start of the step's backward pass"
+        if number == backward[-1] or share > 0.9:
+            return "at the end of the step's backward pass"
 
     def key(i: int) -> tuple[str, str, str]:
         return steps[i].phase, _module_of(steps[i]), steps[i].iteration
@@ -191,7 +213,8 @@ def _part_of_run(steps: tuple[Step, ...], number: int) -> str:
     while last + 1 < len(steps) and key(last + 1) == key(number):
         last += 1
     share = (number - first) / max(1, last - first)
-    return "at the start of" if share < 0.34 else "in" if share < 0.67 else "at the end of"
+    part = "at the start of" if share < 0.34 else "in" if share < 0.67 else "at the end of"
+    return f"{part if last - first > 3 else 'in'} its backward pass"
 
 
 def values_table(values: tuple[Value, ...], most: int) -> Table:
@@ -214,7 +237,7 @@ def values_table(values: tuple[Value, ...], most: int) -> Table:
         n_values = sum(group.count for group in rest)
         said = f"{counted(n_values, 'more value')} in {counted(len(rest), 'group')}"
         rows.append(("…", format_bytes(n_bytes), said, "", "", ""))
-    columns = ("kind", "bytes", "value", "type", "source", "again")
+    columns = ("kind", "bytes", "value", "type", "source", "recompute")
     return Table(columns, tuple(rows), (1, 5), optional=(5,))
 
 

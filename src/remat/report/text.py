@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable
+from typing import Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.constrain import Constrain
+from rich.containers import Lines
 from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -84,8 +88,35 @@ def _table(
             column, justify="right" if right else "left", no_wrap=right, overflow="fold"
         )
     for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
+        table.add_row(*(_Cell(printable(cell)) for cell in row))
     return table
+
+
+class _Cell(Text):
+    """A cell's text, whose long words are broken after slashes and before line numbers."""
+
+    def wrap(self, console: Console, width: int, *args: Any, **options: Any) -> Lines:
+        return Text(broken_at_slashes(self.plain, width)).wrap(console, width, *args, **options)
+
+
+def broken_at_slashes(text: str, width: int) -> str:
+    """Return a text with a line break after slashes and before line numbers in words wider than `width`.
+
+    >>> broken_at_slashes("flax/linen/attention.py:146, from net.py:3", 20)
+    'flax/linen/\\nattention.py:146, from net.py:3'
+    """
+    words = []
+    for word in text.split(" "):
+        lines = [""]
+        parts = re.split(r"(?<=/)", word)
+        if any(cell_len(part) > width for part in parts):
+            parts = re.split(r"(?<=/)|(?=:\d)", word)
+        for part in parts:
+            if lines[-1] and cell_len(lines[-1] + part) > width:
+                lines.append("")
+            lines[-1] += part
+        words.append("\n".join(lines))
+    return " ".join(words)
 
 
 class _Drawn:

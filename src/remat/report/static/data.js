@@ -82,7 +82,10 @@ function el(tag, attributes = {}, ...children) {
 
 // A text from user code, kept from reordering what stands around it.
 function user(index) {
-  return el("bdi", { title: strings[index] }, strings[index]);
+  const made = el("bdi", { title: strings[index] });
+  // A long path may go on in the next line after each of its slashes.
+  strings[index].split(/(?<=\/)/).forEach((part, i) => made.append(...(i ? [el("wbr"), part] : [part])));
+  return made;
 }
 
 function color(name) {

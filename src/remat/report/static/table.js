@@ -4,13 +4,13 @@ function makeTable(root, step) {
   const AT_ONCE = 60;
   const INNER_AT_ONCE = 40;
   const columns = [
-    { key: "what", title: "Value", width: "29%", descending: false },
-    { key: "kind", title: "Kind", width: "130px", descending: false },
+    { key: "what", title: "Value", width: "25%", descending: false },
+    { key: "kind", title: "Kind", width: "112px", descending: false },
     { key: "bytes", title: "Bytes", width: "98px", number: true, descending: true },
-    { key: "aval", title: "Type", width: "17%", descending: false },
-    { key: "source", title: "Source", width: "17%", descending: false },
+    { key: "aval", title: "Type", width: "16%", descending: false },
+    { key: "source", title: "Source", width: "26%", descending: false },
     { key: "time", title: "To recompute", width: "134px", number: true, descending: true },
-    { key: "born", title: "Lifetime", width: "15%", descending: false },
+    { key: "born", title: "Lifetime", width: "12%", descending: false },
   ];
   const head = root.querySelector("#table thead tr");
   const body = root.querySelector("#table tbody");
