@@ -53,7 +53,7 @@ MODULES = {
     "nnx": "fit remat",
     "equinox": "filter_checkpoint fit with_remat without_remat",
     "haiku": "remat",
-    "brainstate": "checkpoint remat",
+    "brainstate": "checkpoint fit remat",
 }
 FRAMEWORKS = {"linen": "flax", "nnx": "flax", "equinox": "equinox", "haiku": "haiku"}
 

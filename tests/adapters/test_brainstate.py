@@ -1,4 +1,4 @@
-"""remat.brainstate.remat against brainstate.transform.remat."""
+"""remat.brainstate against brainstate.transform."""
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from agreement import assert_same, regions  # noqa: E402
 
 import remat  # noqa: E402
 from remat.brainstate import checkpoint as OURS, remat as alias  # noqa: E402
+from remat.errors import StaticArgumentError, TargetError  # noqa: E402
 
 THEIRS = brainstate.transform.checkpoint
 both = pytest.mark.parametrize("lift", [THEIRS, OURS], ids=["brainstate", "ours"])
@@ -304,3 +305,82 @@ def test_a_policy_and_the_region_are_in_the_jaxpr():
     f = OURS(linear, policy=remat.policies.dots_saveable)
     assert regions(f, X) == 1
     assert "dots_saveable" in str(jax.make_jaxpr(f)(X))
+
+
+# --------------------------------------------------------------------------------------------------
+# Steps within a budget
+
+
+class Training:
+    """A model, a counter, and a step that changes both."""
+
+    def __init__(self):
+        layers = [brainstate.nn.Linear(16, 16) for _ in range(4)]
+        for i, layer in enumerate(layers):
+            layer.weight.value = jax.tree.map(
+                lambda a, i=i: jnp.sin(i + jnp.arange(a.size, dtype=a.dtype)).reshape(a.shape),
+                layer.weight.value,
+            )
+        self.model = brainstate.nn.Sequential(*layers)
+        self.weights = self.model.states(brainstate.ParamState)
+        self.steps = brainstate.State(0)
+
+    def step(self, x, power=2, *, scale=1.0):
+        def loss():
+            return scale * jnp.mean(jnp.tanh(self.model(x)) ** power)
+
+        grads, value = brainstate.transform.grad(loss, self.weights, return_value=True)()
+        for path, weight in self.weights.items():
+            weight.value = jax.tree.map(lambda a, g: a - 0.1 * g, weight.value, grads[path])
+        self.steps.value += 1
+        return value
+
+    def values(self):
+        return [weight.value for weight in self.weights.values()], self.steps.value
+
+
+BATCH = jnp.linspace(-1, 1, 512 * 16).reshape(512, 16)
+
+
+def test_a_fitted_step_changes_states_as_a_jitted_one_does():
+    ours, theirs = Training(), Training()
+    fitted = remat.brainstate.fit(
+        ours.step, budget="90%", static_argnums=(1,), cache=False, progress=False
+    )
+    jitted = brainstate.transform.jit(theirs.step, static_argnums=(1,))
+    for _ in range(2):
+        assert_same(fitted(BATCH, 2, scale=2.0), jitted(BATCH, 2, scale=2.0))
+    assert_same(ours.values(), theirs.values())
+    assert int(ours.steps.value) == 2
+    (plan,) = fitted.plans
+    assert plan.is_verified and plan.peak_bytes <= plan.budget_bytes < plan.peak_bytes_without_remat
+
+
+def test_planning_and_explaining_a_step_change_no_state():
+    training = Training()
+    before = training.values()
+    fitted = remat.brainstate.fit(training.step, budget="90%", cache=False, progress=False)
+    assert fitted.plan(BATCH).is_verified
+    explanation = remat.explain(fitted, BATCH, compile=False)
+    assert any("remat.brainstate.fit(" in finding.next_step for finding in explanation.findings)
+    assert_same(before, training.values())
+
+
+def test_a_step_that_raises_changes_no_state():
+    training = Training()
+
+    def step(x):
+        training.step(x)
+        raise RuntimeError("no")
+
+    before = training.values()
+    with pytest.raises(RuntimeError, match="no"):
+        remat.brainstate.fit(step, budget="90%", cache=False, progress=False)(BATCH)
+    assert_same(before, training.values())
+
+
+def test_what_is_no_step_and_positions_from_the_end_are_refused_by_fit():
+    with pytest.raises(TargetError, match="takes a training step"):
+        remat.brainstate.fit(3, budget="90%")
+    with pytest.raises(StaticArgumentError, match="negative donate_argnums"):
+        remat.brainstate.fit(Training().step, budget="90%", donate_argnums=-1)
