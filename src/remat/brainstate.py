@@ -123,7 +123,7 @@ def fit(
 
     It takes the place of `brainstate.transform.jit`. In all else it is `remat.fit`.
 
-    >>> import brainstate, jax.numpy as jnp
+    >>> import brainstate, jax, jax.numpy as jnp
     >>> import remat.brainstate
     >>> model = brainstate.nn.Sequential(*[brainstate.nn.Linear(16, 16) for _ in range(6)])
     >>> weights = model.states(brainstate.ParamState)
