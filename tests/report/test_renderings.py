@@ -279,6 +279,8 @@ def test_plot_is_a_figure_with_every_kind():
         figure.canvas.draw()
     labels = [text.get_text() for text in EXPLANATION.plot().legends[0].get_texts()]
     assert {"argument", "saved", "recomputed", "gradient"} <= set(labels)
+    phases = [label for label in labels if label.endswith(" (below)")]
+    assert phases[0] == "forward (below)" and labels[-len(phases) :] == phases
 
 
 def test_plot_without_matplotlib_names_the_extra(monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -57,10 +58,13 @@ def figure(explanation: ExplanationData, *, width: float = 9.0, height: float = 
     tick_bytes = 2 ** max(0, math.ceil(math.log2(max(line.peak_bytes, 1) / 8)))
     axes.set_yticks(range(0, line.peak_bytes + tick_bytes, tick_bytes))
     axes.set_ylim(-0.05 * max(line.peak_bytes, 1), 1.15 * max(line.peak_bytes, 1))
-    first = 0
+    first, phases = 0, dict[str, Any]()
     for phase, run in itertools.groupby(explanation.steps, key=lambda step: step.phase):
         after = first + len(list(run))
-        axes.axvspan(edges[first], edges[after], ymax=0.03, color=PHASE_COLORS[phase], linewidth=0)
+        span = axes.axvspan(
+            edges[first], edges[after], ymax=0.03, color=PHASE_COLORS[phase], linewidth=0
+        )
+        phases.setdefault(phase, span)
         first = after
     axes.annotate(
         f"peak {format_bytes(line.peak_bytes)}",
@@ -70,5 +74,12 @@ def figure(explanation: ExplanationData, *, width: float = 9.0, height: float = 
         ha="center",
         fontsize="small",
     )
-    drawn.legend(loc="outside right upper", frameon=False, fontsize="small", reverse=True)
+    kinds, labels = axes.get_legend_handles_labels()
+    drawn.legend(
+        [*reversed(kinds), *phases.values()],
+        [*reversed(labels), *(f"{phase} (below)" for phase in phases)],
+        loc="outside right upper",
+        frameon=False,
+        fontsize="small",
+    )
     return drawn
