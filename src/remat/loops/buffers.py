@@ -99,9 +99,9 @@ class Layout:
             return [blocks_of(n, memory, self.state_bytes, self.residual_bytes)]
         most = min(memory // self.state_bytes if self.state_bytes else MOST_FREE, n - 1)
         slots = sorted({round(most * i / tried) for i in range(tried + 1)})
-        return [self._blocks(n, memory, many) for many in slots]
+        return [self.blocks(n, memory, many) for many in slots]
 
-    def _blocks(self, n: int, memory: int, slots: int) -> tuple[int, ...]:
+    def blocks(self, n: int, memory: int, slots: int) -> tuple[int, ...]:
         """Return `Mixed.blocks` if at most `slots` states are kept."""
 
         def sizes(residuals: int) -> list[int]:
@@ -128,14 +128,12 @@ class Layout:
         tree = schedule.tree
         blocks = [part for part in range(len(tree.steps)) if tree.first[part] < 0 and part != EMPTY]
         held = [(schedule.slots - int(tree.level[b]), int(tree.steps[b])) for b in blocks]
-        return [
-            # A state can be read even where none is held.
-            max(
-                rows.state if schedule.peak_slots else 0,
-                *(states * rows.state + steps * rows.residuals for states, steps in held),
-            )
-            for rows in self.rows
-        ]
+        # A state can be read even where none is held.
+        return self.rows_of([(min(schedule.peak_slots, 1), 0), *held])
+
+    def rows_of(self, held: Sequence[tuple[int, int]]) -> list[int]:
+        """Return how many rows of each type hold any of these: so many states, residuals of so many steps."""
+        return [max(j * rows.state + k * rows.residuals for j, k in held) for rows in self.rows]
 
     def n_bytes(self, schedule: Mixed | Hierarchical) -> int:
         """Return the bytes of the buffers for a schedule."""
@@ -143,7 +141,11 @@ class Layout:
 
     def create(self, schedule: Mixed | Hierarchical) -> Arrays:
         """Return buffers for a schedule."""
-        return [_jax.zeros(r.row, (s,)) for s, r in zip(self.sizes(schedule), self.rows)]
+        return self.buffers(self.sizes(schedule))
+
+    def buffers(self, sizes: Sequence[int]) -> Arrays:
+        """Return buffers of so many rows."""
+        return [_jax.zeros(r.row, (s,)) for s, r in zip(sizes, self.rows)]
 
     def write_state(self, buffers: Arrays, below: Array, state: Arrays) -> Arrays:
         """Return the buffers with a state on top of `below` states."""

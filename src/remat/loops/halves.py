@@ -16,7 +16,7 @@ import jax
 from remat import _jax
 from remat.aliases import Array, Arrays, Aval, TreeDef
 from remat.ir import jaxprs
-from remat.ir.equations import is_repeatable
+from remat.ir.equations import is_region, is_repeatable
 
 Mask = tuple[bool, ...]
 Source = Literal["literal", "const", "x", "fixed", "kept"]
@@ -53,6 +53,10 @@ class Halves(NamedTuple):
     kept: list[Aval]
     stacked: list[Aval]
     keeps_state: bool
+
+    def recomputes(self, body: _jax.Jaxpr) -> bool:
+        """Return whether the reversal recomputes the step from its state: residuals then save nothing."""
+        return self.keeps_state and any(map(is_region, jaxprs.equations(body)))
 
     def run(self, consts: Arrays, carry: Arrays, x: Arrays) -> Arrays:
         """Run a step; return its next carry, its ys and its residuals, in one list."""

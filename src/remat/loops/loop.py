@@ -461,7 +461,7 @@ def backward(
       pullback: what stands for the transposed derivative of a step, if anything.
     """
     consts = inputs.consts
-    _check_varying(loop, inputs, marked)
+    check_varying(loop, inputs, marked)
     if loop.store.one_pass:
         witnesses = [x for x in [*_leaves(inputs), *_leaves(cotangents)] if x is not None]
         held = _sweep(loop, inputs, witnesses, with_ys=False)[1]
@@ -514,9 +514,7 @@ def backward(
 
     ct_consts, ct_carry, ct_xs = first_cotangents(inputs, cotangents, marked, carry_mask)
     if loop.test is not None:
-        # A loop that ran for more steps than its counter holds cannot be reversed.
-        uncounted = held.count == loop.most_steps
-        ct_carry = [jnp.where(uncounted, jnp.full_like(ct, jnp.nan), ct) for ct in ct_carry]
+        ct_carry = unless_uncounted(loop, held.count, ct_carry)
     # It counts up: the CPU compiler of jaxlib 0.10 runs too few iterations, or aborts, where an
     # unsigned counter counts down from a number that it knows.
     *_, rows, ct_consts, ct_carry, ct_xs = lax.while_loop(
@@ -557,6 +555,12 @@ def first_cotangents(
         ct_carry,
         [jnp.zeros_like(x) for x in select(inputs.xs, marked.xs)],
     )
+
+
+def unless_uncounted(loop: Loop, count: Array, ct_carry: Arrays) -> Arrays:
+    """Return NaN where a loop ran for more steps than its counter holds: it cannot be reversed."""
+    uncounted = count == loop.most_steps
+    return [jnp.where(uncounted, jnp.full_like(ct, jnp.nan), ct) for ct in ct_carry]
 
 
 def add_step(
@@ -607,7 +611,7 @@ def _leaves(parts: Inputs | Results) -> Arrays:
     return [value for part in parts for value in part]
 
 
-def _check_varying(loop: Loop, inputs: Inputs, marked: Inputs) -> None:
+def check_varying(loop: Loop, inputs: Inputs, marked: Inputs) -> None:
     """Refuse to sum gradients over devices in each step where devices run different numbers of steps."""
     decides = inputs.steps if loop.test is None else [_jax.out_avals(loop.test)[0]]
     axes = _jax.varying_axes(*decides) if loop.length is None else frozenset()

@@ -32,22 +32,19 @@ from jax import lax
 
 from remat import _jax
 from remat.aliases import Array, Arrays, PyTree
-from remat.ir import jaxprs
-from remat.ir.equations import is_region
-from remat.loops import inverse, loop as loops
-from remat.loops.buffers import Layout, layout
+from remat.loops import inverse, loop as loops, online
+from remat.loops.buffers import Layout
 from remat.loops.halves import Halves, Masks, split_step
 from remat.loops.loop import (
     Inputs,
     Loop,
     Results,
-    add_step,
     advance,
     cotangents_of_inputs,
-    cotangents_of_y,
     entry,
     first_cotangents,
 )
+from remat.loops.reversal import Block, layout_of, reverse_blocks
 from remat.loops.schedules.hierarchical import Hierarchical
 from remat.loops.schedules.mixed import EMPTY, ROOT, Mixed
 from remat.loops.store import Store
@@ -101,7 +98,7 @@ class Kept(NamedTuple):
         return self.top - jnp.sum(self.tops, dtype=jnp.int32) if self.slower else self.top
 
 
-def plan_of(loop: Loop, marked: Inputs) -> Plan | None:
+def plan_of(loop: Loop, marked: Inputs) -> Plan | online.Plan | None:
     """Return the plan by which a loop is reversed for the marked inputs; None for states alone."""
     if loop.memory is None:
         return None
@@ -115,7 +112,7 @@ def plan_of(loop: Loop, marked: Inputs) -> Plan | None:
         halves = split_step(loop.body, Masks(consts, carry_mask, xs, y_mask))
     except Exception:  # the backward pass raises it, with its context
         return None
-    plan = plan_with(loop, halves)
+    plan = plan_with(loop, halves) if loop.test is None else online.plan_with(loop, halves)
     if not halves.added:
         # Values that are closed over may belong to the trace at hand.
         loop.plans[consts, carry, xs] = plan
@@ -127,14 +124,11 @@ def plan_with(loop: Loop, halves: Halves) -> Plan | None:
     n, memory = loop.length, loop.memory
     if memory is None or n is None or loop.is_symbolic or not 0 < n < 2**31:
         return None
-    recomputes = halves.keeps_state and any(map(is_region, jaxprs.equations(loop.body)))
-    if recomputes and not loop.levels:
-        # The reversal recomputes the step from its state: its residuals save nothing.
+    if halves.recomputes(loop.body) and not loop.levels:
         return None
-    state = _jax.in_avals(loop.body)[loop.n_consts : loop.n_consts + loop.n_carry]
-    if any(_jax.is_symbolic(size) for t in (*state, *halves.kept) for size in t.shape):
+    where = layout_of(loop, halves)
+    if where is None:
         return None
-    where = layout(state, halves.kept)
     room = max(0, loop.slots * where.state_bytes + memory)
     schedule: Mixed | Hierarchical | None
     if loop.levels:
@@ -154,6 +148,8 @@ def sweep(loop: Loop, inputs: Inputs, marked: Inputs) -> tuple[Results, PyTree]:
     plan = plan_of(loop, marked)
     if plan is None:
         return loops.sweep(loop, inputs)
+    if isinstance(plan, online.Plan):
+        return online.sweep(loop, inputs, plan)
     if any(store.one_pass for store in plan.stores):
         return loops.plain(loop, inputs), None
     return _sweep(loop, inputs, plan, [], with_ys=True)
@@ -194,48 +190,37 @@ def backward(
     plan = plan_of(loop, marked)
     if plan is None:
         return loops.backward(loop, inputs, held, cotangents, marked)
+    if isinstance(plan, online.Plan):
+        return online.backward(loop, inputs, plan, held, cotangents, marked)
     if any(store.one_pass for store in plan.stores):
         witnesses = [x for part in (*inputs, *cotangents) for x in part if x is not None]
         held = _sweep(loop, inputs, plan, witnesses, with_ys=False)[1]
-    carry_mask, y_mask = loop.spread(*map(tuple, marked[:3]))
-    sizes = [sum(mask) for mask in (marked.consts, carry_mask)]
-    fixed = plan.halves.fixed_residuals(inputs.consts)
+    carry_mask, _ = loop.spread(*map(tuple, marked[:3]))
+    zero = jnp.int32(0)
 
-    def reverse(state: tuple) -> tuple:
-        buffers, left, kept, ct_consts, ct_carry, ct_xs, base = state
-        left, kept = left - 1, kept - 1
-        residuals = plan.layout.read_residuals(buffers, base, kept, plan.halves.kept)
-        x = loop.x_at(inputs, left)
-        pull = plan.halves.reversal(fixed, inputs.consts, x, residuals)
-        found = pull((ct_carry, cotangents_of_y(loop, cotangents, y_mask, left)))
-        d_consts, rest = list(found[: sizes[0]]), list(found[sizes[0] :])
-        ct_carry, d_x = rest[: sizes[1]], rest[sizes[1] :]
-        ct_consts, ct_xs = add_step(loop, left, ct_consts, ct_xs, d_consts, d_x)
-        return buffers, left, kept, ct_consts, ct_carry, ct_xs, base
-
-    def reverse_block(state: tuple) -> tuple:
-        """Reverse the steps whose residuals are kept; run the steps to the end of the next block."""
-        stack, *rest = state
-        # The buffers pass through the loop, which then does not copy them.
-        buffers, left, kept, *cts, _ = lax.while_loop(
-            lambda state: state[2] > 0, reverse, (stack.buffers, *rest, stack.base)
-        )
-        stack = stack._replace(buffers=buffers)
+    def next_block(stack: Kept, left: Array) -> tuple[Kept, Block]:
+        kept = zero
         if stack.starts.shape[0] > 1:
             stack, start, part, fresh, carry = _pop(loop, inputs, plan, stack, left > 0)
             stack, kept, _, _ = _descend(loop, inputs, plan, stack, start, part, fresh, carry, [])
-        return stack, left, kept, *cts
+        return stack, Block(stack.base, zero, kept)
 
     # The first block has been run in the sweep.
-    first = (held, loop.count(plan.schedule.n), jnp.int32(plan.first_block))
-    held, _, _, ct_consts, ct_carry, ct_xs = lax.while_loop(
-        lambda state: state[1] > 0,
-        reverse_block,
-        (*first, *first_cotangents(inputs, cotangents, marked, carry_mask)),
+    block = Block(held.base, zero, jnp.int32(plan.first_block))
+    held, cts = reverse_blocks(
+        loop,
+        inputs,
+        plan.halves,
+        plan.layout,
+        cotangents,
+        marked,
+        (held, loop.count(plan.schedule.n), block),
+        first_cotangents(inputs, cotangents, marked, carry_mask),
+        next_block,
     )
     for store, rows in zip(plan.stores, held.slower):
         store.close(rows)
-    return cotangents_of_inputs(inputs, marked, carry_mask, ct_consts, ct_carry, ct_xs)
+    return cotangents_of_inputs(inputs, marked, carry_mask, *cts)
 
 
 def _pop(

@@ -502,8 +502,9 @@ def slots_of_unknown_length(
     if budget is not None:
         state, residual, _ = _sizes(traced, differentiated(traced), budget)
         limit = parse_bytes(budget, "budget=")
-        slots = (limit - residual) // max(state, 1) - 1
-        if slots < 1:
+        # Beside the states: the one at hand, its cotangent, and that of the last step or run.
+        slots = max((limit - residual) // max(state, 1) - 3, 1)
+        if limit < 2 * state + residual:
             raise BudgetError(
                 f"no schedule fits {format_bytes(limit)}; the smallest keeps "
                 f"{format_bytes(2 * state + residual)}: two states of {format_bytes(state)} and "

@@ -3,7 +3,7 @@
 JAX reverses a `fori_loop` only with concrete bounds, keeping the residuals of every step, and it cannot
 reverse a `while_loop`. Here both keep a fixed number of states. A `fori_loop` with traced bounds knows
 its number of steps when it starts, so its schedule is binomial. A `while_loop` knows it only at its
-end, so its schedule is `schedules.Online`.
+end, so its schedule is `schedules.OnlineMixed`, or `schedules.Online` where states alone are kept.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from remat.loops.derivative import run
 from remat.loops.loop import Inputs, Loop, select
 from remat.loops.scan import DEFAULT_CHECKPOINTS, scan, slots_of_unknown_length
 from remat.loops.schedules import beta
-from remat.loops.store import Storage, make_store
+from remat.loops.store import DEVICE, Storage, make_store
 from remat.loops.tracing import Traced, after_unused, trace_body, values_of_refs
 
 # API
@@ -164,9 +164,10 @@ def while_loop(
         raises an error with the same text when the program runs. "checkify" makes a
         `checkify.check`, which the caller must functionalize with
         `jax.experimental.checkify.checkify`. "truncate" returns the value after `max_steps` steps.
-      checkpoints: how many values are kept for the backward pass, including the initial one. One
-        more is held when the backward pass begins. The default with `max_steps` is the number with
-        which each step is recomputed at most twice, about √(2·max_steps); without it, 64.
+      checkpoints: the memory for the backward pass, as a number of values. It holds values and, where
+        that saves more, residuals of steps. One value more, and the residuals of one step, are held in
+        addition. The default with `max_steps` is the number with which each step is recomputed at most
+        twice, about √(2·max_steps); without it, 64.
       budget: instead of `checkpoints`, the bytes that may be kept, such as "2GiB".
       policy: what a step saves while it is reversed, as for `remat.checkpoint`.
       store, directory: where the values are kept, as for `remat.scan`.
@@ -182,8 +183,9 @@ def while_loop(
       BudgetError: every schedule needs more than `budget`.
       TypeError, ValueError: what `jax.lax.while_loop` raises for the same call.
 
-    Reference: Stumm & Walther, New algorithms for optimal online checkpointing, SIAM J. Sci.
-    Comput. 32 (2010).
+    Reference: Wang, Moin & Iaccarino, Minimal repetition dynamic checkpointing, SIAM J. Sci. Comput. 31
+    (2009); Stumm & Walther, New algorithms for optimal online checkpointing, SIAM J. Sci. Comput. 32
+    (2010).
     """
     if on_max_steps not in ("error", "checkify", "truncate"):
         raise ScheduleError(
@@ -213,6 +215,7 @@ def while_loop(
         default = 1
         while beta(default, 2) < max_steps:
             default += 1
+    where = make_store(store, directory)
     consts = [*test_consts, *traced.consts]
     n_test, n_carry = len(test_consts), len(traced.carry)
     loop = Loop(
@@ -223,7 +226,8 @@ def while_loop(
         test=test,
         test_reads=(0, n_test, n_carry),
         max_steps=max_steps,
-        store=make_store(store, directory),
+        store=where,
+        memory=0 if where is DEVICE else None,
         counter=counter,
     )
     carry, _, (count,) = run(loop, Inputs(consts, traced.carry, [], []))

@@ -5,7 +5,7 @@ A loop of `n` steps is reversed from its last step to its first, and reversing s
 others are recomputed from the nearest kept state before them. A schedule says what is kept when.
 It is a frozen value that knows its exact cost, lists its actions and prints itself as a picture.
 
-Five of them, from the literature:
+Six of them, most from the literature:
 
 - `Mixed`: the fewest steps possible for a known `n`, where the memory also holds residuals of steps,
   which are then not run again (Maddison, "Step-based checkpointing with high-level algorithmic
@@ -15,6 +15,8 @@ Five of them, from the literature:
 - `Online`: `n` is known only when the loop ends. As good as `Binomial` up to
   n = (s+1)(s+2)/2, and within a few percent beyond (the problem of Stumm & Walther, "New
   algorithms for optimal online checkpointing", SIAM J. Sci. Comput. 32, 2010).
+- `OnlineMixed`: the same with residuals in the memory; proven to run at most 5/3 times the fewest steps if
+  residuals are not smaller than a state.
 - `Hierarchical`: `Mixed` in the fastest of several levels of storage, and states in the others, with the
   least time for steps and transfers (Herrmann & Pallez, "H-Revolve: a framework for adjoint computation on
   synchronous hierarchical platforms", ACM TOMS 46, 2020).
@@ -65,6 +67,7 @@ from remat.loops.schedules.online import (
     online_rows as online_rows,
     online_update as online_update,
 )
+from remat.loops.schedules.online_mixed import OnlineMixed as OnlineMixed
 
 __all__ = [
     "INT32_MAX",
@@ -77,6 +80,7 @@ __all__ = [
     "Mixed",
     "Multilevel",
     "Online",
+    "OnlineMixed",
     "Replay",
     "beta",
     "binomial_advances",

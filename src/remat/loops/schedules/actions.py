@@ -15,7 +15,7 @@ from typing import Literal
 from remat.errors import ScheduleError
 from remat.loops.schedules.shared import Schedule, slots_text
 
-Kind = Literal["store", "free", "restore", "advance", "keep", "reverse"]
+Kind = Literal["store", "free", "restore", "advance", "keep", "forget", "reverse"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Action:
     Attributes:
       kind: `store` and `restore` copy the state between hand and slot, `free` empties a slot,
         `advance` runs the steps `start..stop-1`, `keep` runs the step `start` and keeps its residuals,
-        `reverse` reverses the step `start`: from its residuals where they are kept, else from its state.
+        `forget` drops these, `reverse` reverses the step `start`: from its residuals where they are kept,
+        else from its state.
       start: the step whose state is meant, or the first step to run.
       stop: one past the last step to run; `start` where no step is run.
       slot: the slot, counted from 0, of a state or of residuals; -1 where none is meant.
@@ -118,6 +119,8 @@ def replay(actions: Iterable[Action], n: int) -> Replay:
             reads[at] += 1
         elif action.kind == "free":
             fits = slots.pop(at, None) == action.start
+        elif action.kind == "forget":
+            fits = residuals.pop(action.slot, None) == action.start
         elif action.slot >= 0:
             fits = residuals.pop(action.slot, None) == action.start == pending - 1
             pending, hand = action.start, None
