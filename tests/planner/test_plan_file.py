@@ -21,6 +21,8 @@ from remat.planner.plan_file import (
     PlanSegment,
     RegionPlan,
     SavedValue,
+    ScanPlan,
+    WholeStep,
 )
 
 MOST = 2**53
@@ -245,6 +247,17 @@ def test_an_edited_file_loads_as_a_plan_that_nobody_compiled(edit: str) -> None:
     assert "not verified" in str(plan)
     # It does not become verified by being saved again.
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_loops_whose_last_steps_choose_otherwise_inside_are_read() -> None:
+    branch = ScanPlan("7-9/2-3.0", (4,), 16, 1e-7, 10.0)
+    loop = ScanPlan("7-9", (1, 5), 64, 1e-6, 100.0, 1, 3, (1,), (branch,), (branch,))
+    plan = dataclasses.replace(PLAN, whole_step=WholeStep(20, (), (), False, (loop,)))
+    text = plan.to_json()
+    assert Plan.from_json(text) == plan
+    assert text.count('"rest": [1]') == 1
+    with pytest.raises(PlanError, match="value 1 is listed twice"):
+        Plan.from_json(text.replace('"rest": [1]', '"rest": [1, 1]'))
 
 
 def test_an_edited_value_is_what_the_file_says() -> None:

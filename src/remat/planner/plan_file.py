@@ -733,9 +733,13 @@ class _PlanReader(Reader):
         """Return the value at the current position, and the positions of its items if it is a list."""
         if name == "versions":
             return self.versions()
-        nested = [kind for kind in typing.get_args(hint) if dataclasses.is_dataclass(kind)]
-        if isinstance(hint, types.UnionType) and nested:
-            return self.item(nested[0], name), []
+        if isinstance(hint, types.UnionType):  # X | None is the only one
+            self.skip_space()
+            if self.text.startswith("null", self.at):
+                return self.value(), []
+            hint = typing.get_args(hint)[0]
+            if dataclasses.is_dataclass(hint):
+                return self.item(hint, name), []
         if typing.get_origin(hint) is not tuple:
             return self.value(), []
         kind = typing.get_args(hint)[0]
