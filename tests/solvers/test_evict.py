@@ -22,6 +22,17 @@ def test_an_evicted_order_is_a_schedule(graph: Graph, budget: int, power: float)
         assert liveness(Arrays.of(graph), order).is_first.sum() == len(graph)
 
 
+@settings(deadline=None)
+@given(graphs(), st.integers(0, 40), st.sets(st.integers(0, 7)))
+def test_an_evicted_order_computes_again_only_what_may_be(
+    graph: Graph, budget: int, once: set[int]
+) -> None:
+    order = evict(Arrays.of(graph, once), budget, distance_power=0.5, max_steps=10_000)
+    if order is not None:
+        simulate(graph, steps_of(graph, order))
+        assert all(order.count(value) == 1 for value in once if value < len(graph))
+
+
 @pytest.mark.parametrize("share", [0.8, 0.5, 0.3])
 def test_eviction_keeps_to_a_budget_with_room_for_operands(share: float) -> None:
     graph = training_graph(60, skips=0.1)

@@ -30,6 +30,9 @@ def evict(
 ) -> list[int] | None:
     """Return an order of computation that stays within the budget where the rule can.
 
+    What must not be computed again may be evicted after its last use in the graph, and be needed by a
+    recomputation after that. Then it stays, and the order may exceed the budget.
+
     Args:
       arrays: the graph.
       budget: bytes.
@@ -59,7 +62,14 @@ def evict(
             if len(state.order) > max_steps:
                 return None
         state.advance(target)
-    return state.order
+    kept: set[int] = set()
+    order = []
+    for value in state.order:
+        if value not in kept:
+            order.append(value)
+            if arrays.once[value]:
+                kept.add(value)
+    return order
 
 
 class _Memory:
