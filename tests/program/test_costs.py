@@ -70,6 +70,27 @@ def test_the_roofline_is_the_slower_of_arithmetic_and_traffic():
     assert v5e.transfer_seconds(0) == 0
 
 
+def test_a_collective_takes_as_long_as_its_bytes_take_on_the_links():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
+    at = Roofline(device("v5p"))
+
+    def seconds(of, out):
+        step = jax.shard_map(of, mesh=mesh, in_specs=P("x"), out_specs=out, check_vma=False)
+        (eqn,) = eqns_of(step, jax.ShapeDtypeStruct((4 * 2**24,), jnp.float32))
+        (inner,) = _jax.open_jaxpr(eqn.params["jaxpr"]).eqns
+        priced = at.seconds(flops_of(inner), bytes_moved(inner))
+        whole = at.seconds(flops_of(eqn), bytes_moved(eqn))
+        assert costs.slowdowns(at)(eqn) == pytest.approx(at.slowdown(inner) * priced / whole)
+        return at.slowdown(inner) * priced
+
+    link = at.device.link_bytes_per_s
+    gathered = seconds(lambda x: jax.lax.all_gather(x, "x", tiled=True), P())
+    assert gathered == pytest.approx(4 * 2**26 / link, rel=1e-2)
+    reduced = seconds(lambda x: jax.lax.psum(x, "x"), P())
+    assert reduced == pytest.approx(2 * 2**26 / link, rel=1e-2)
+    assert seconds(jnp.sin, P("x")) < reduced / 10
+
+
 def test_the_roofline_of_an_equation_uses_the_rate_of_its_operands():
     h100 = Roofline(device("h100"))
     x = jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)

@@ -168,6 +168,38 @@ def test_workspace_lives_as_long_as_its_operation():
     assert [node.bytes for node in work] == [5 * MB]
 
 
+def test_loops_in_a_row_update_one_buffer_that_starts_as_zeros():
+    def peak(of, **sizes):
+        return no_remat(fused(of, **sizes).graph).peak_bytes
+
+    # 1 is filled; two loops add to it; the last kernel reads it.
+    ops = [op(Fusion.CHEAP, [], 1), op(Fusion.KERNEL, [0, 1], 2, in_place=((1, 2),)),
+           op(Fusion.KERNEL, [0, 2], 3, in_place=((2, 3),)), op(Fusion.KERNEL, [3], 4)]  # fmt: skip
+    assert peak(program(ops, [4])) == MB
+    assert 0 in fused(program(ops, [4])).once
+    # The buffer is the result's.
+    assert peak(program(ops[:3], [3])) == 0
+    # What another kernel reads must not be overwritten, nor a value that was computed from others.
+    assert peak(program([*ops, op(Fusion.KERNEL, [2], 5)], [4, 5])) == 2 * MB
+    ops[0] = op(Fusion.KERNEL, [0], 1)
+    assert peak(program(ops, [4])) == 2 * MB
+
+
+def test_results_of_a_loop_that_the_step_does_not_return_count():
+    p = program([op(Fusion.KERNEL, [0], 1, 2), op(Fusion.KERNEL, [2], 3)], [1, 3])
+    assert no_remat(fused(p).graph).peak_bytes == MB
+
+
+def test_products_compute_their_elementwise_operands_where_compilers_do_so():
+    product = dataclasses.replace(op(Fusion.KERNEL, [2], 3), name="dot_general")
+    last = dataclasses.replace(product, operands=(2, 4), results=(5,))
+    between = op(Fusion.KERNEL, [3], 4)
+    ops = [op(Fusion.KERNEL, [0], 1), op(Fusion.COSTLY, [1], 2), product, between, last]
+    p = program(ops, [5])
+    assert 2 in nodes(fused(p), p)
+    assert 2 not in nodes(fused(p, into_products=True), p)
+
+
 def test_what_must_not_be_repeated_is_known_with_the_results():
     p = program(
         [op(Fusion.KERNEL, [0], 1), op(Fusion.KERNEL, [1], 2, repeatable=False),

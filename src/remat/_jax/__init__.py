@@ -170,6 +170,7 @@ from remat._jax.tracing import (
     new_eqn as new_eqn,
     new_var as new_var,
     offloaded_copy as offloaded_copy,
+    only_names_axes as only_names_axes,
     options_of_jit as options_of_jit,
     out_avals as out_avals,
     rebuild as rebuild,

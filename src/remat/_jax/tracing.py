@@ -608,6 +608,11 @@ def has_lasting_effects(effects: Any) -> bool:
     return any(not isinstance(effect, passing) for effect in effects)
 
 
+def only_names_axes(effects: Any) -> bool:
+    """Return whether these effects say nothing but the axes over which collectives communicate."""
+    return all(isinstance(effect, _core.NamedAxisEffect) for effect in effects)
+
+
 # By parameter of a call: the entry for an operand or a result that is added to the call.
 ADDED_OPERAND = {
     "in_shardings": _unspecified,

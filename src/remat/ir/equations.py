@@ -122,13 +122,21 @@ def is_collective(eqn: _jax.JaxprEqn) -> bool:
     return row is not None and row.is_collective
 
 
+def has_effects(eqn: _jax.JaxprEqn) -> bool:
+    """Return whether an equation does more than compute its results, or must keep its place.
+
+    That of a collective names the axis over which it communicates.
+    """
+    return bool(eqn.effects) and not _jax.only_names_axes(eqn.effects)
+
+
 def is_repeatable(eqn: _jax.JaxprEqn) -> bool:
     """Return whether computing an equation again gives the same result and has no other effect.
 
     Looks into the bodies that the equation runs.
     """
     row = operation(eqn.primitive.name)
-    if eqn.effects or (row is not None and not row.is_repeatable):
+    if has_effects(eqn) or (row is not None and not row.is_repeatable):
         return False
     return all(
         is_repeatable(inner)

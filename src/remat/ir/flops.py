@@ -149,6 +149,24 @@ def _of_pallas_call(eqn: _jax.JaxprEqn) -> int:
     return math.prod(grid) * body
 
 
+def link_bytes(eqn: _jax.JaxprEqn) -> int:
+    """Return the bytes that each device sends in one collective; 0 for other equations.
+
+    A ring of n devices sends (n - 1) / n of what is gathered or scattered, and twice as much for a
+    reduction to all of them (Thakur, Rabenseifner & Gropp, IJHPCA 19(1), 2005); the share counts as 1.
+    """
+    row = operation(eqn.primitive.name)
+    if row is None or not row.is_collective:
+        return 0
+    read, written = (sum(_n_bytes(v.aval) for v in vs) for vs in (eqn.invars, eqn.outvars))
+    name = eqn.primitive.name
+    is_all_reduce = name.startswith(_ALL_REDUCES) and not name.startswith("psum_scatter")
+    return 2 * written if is_all_reduce else max(read, written)
+
+
+_ALL_REDUCES = ("psum", "pmax", "pmin", "unreduced_p")
+
+
 def _n_bytes(aval: Aval) -> int:
     return size(aval) * _jax.itemsize_bytes(aval) if hasattr(aval, "dtype") else 0
 

@@ -13,7 +13,12 @@ What a compiler makes of the program cannot be predicted exactly, so there are t
   again. XLA for CPU does so.
 * `fused`: every kernel that needs such a value computes it for itself.
 
-Compilers lie between the two. They also choose the order of operations. Where theirs needs far more memory
+Compilers lie between the two. Those for TPUs also compute elementwise values inside the matrix products
+that read them, so there the first variant is
+
+* `inlined`: as `fused`, and a matrix product computes the elementwise values that it needs.
+
+Compilers also choose the order of operations. Where theirs needs far more memory
 than the schedule, a third variant, `ordered`, leaves them less choice.
 """
 
@@ -50,7 +55,7 @@ from remat.solvers.liveness import Arrays, liveness
 from remat.solvers.simulate import no_remat
 from remat.solvers.solver import Answers, Schedule, Solver
 
-WRITTEN, FUSED, ORDERED = "written", "fused", "ordered"
+WRITTEN, FUSED, INLINED, ORDERED = "written", "fused", "inlined", "ordered"
 
 # Levels of the loops; more make the steps between them smaller and the search longer.
 _MAX_LEVELS = 256
@@ -74,9 +79,9 @@ class StepModel:
       shards: the shard count of each argument; 1 if not given.
       slowdown: measured slowdown of kernels.
       solver: finds the schedules.
+      into_products: whether matrix products compute the elementwise values that they read.
     """
 
-    variants = (WRITTEN, FUSED)
     exact_variants = (ORDERED,)
 
     def __init__(
@@ -86,8 +91,12 @@ class StepModel:
         shards: Sequence[int] | None = None,
         slowdown: Slowdown = no_slowdown,
         solver: Solver | None = None,
+        *,
+        into_products: bool = False,
     ) -> None:
         self.flat = flat
+        self.into_products = into_products
+        self.variants = (INLINED, FUSED) if into_products else (WRITTEN, FUSED)
         self.price = price
         self.shards = shards
         self.slowdown = slowdown
@@ -138,6 +147,10 @@ class StepModel:
             return 0.0
         return next(seconds for loops, seconds in self._loops.levels if not loops.opened)
 
+    def program_of(self, flat: _jax.Jaxpr) -> Program:
+        """Return a flat program with the costs of this model."""
+        return program_of_flat(flat, self.shards, self.slowdown, into_products=self.into_products)
+
     @functools.cached_property
     def _source(self) -> _jax.Jaxpr:
         """Return the program that the levels start from: the user's checkpoints are opened."""
@@ -153,7 +166,7 @@ class StepModel:
 
     @functools.cached_property
     def _loops(self) -> _Loops:
-        return _loops(self.flat, self._source, self.price, self.shards, self.solver)
+        return _loops(self, self._source)
 
     def _level(self, at: int, options: tuple[BodyOption, ...]) -> Level:
         """Return a level of the pairs of loops with these options of the bodies."""
@@ -223,7 +236,7 @@ class Level:
     @functools.cached_property
     def program(self) -> Program:
         flat = with_loops(self.model.flat, self.loops)
-        return program_of_flat(flat, self.model.shards, self.model.slowdown)
+        return self.model.program_of(flat)
 
     @property
     def seconds(self) -> float:
@@ -265,7 +278,7 @@ class Level:
 
     def _solved(self, variant: str) -> tuple[Fused, Answers]:
         if variant == ORDERED:
-            variant = WRITTEN
+            variant = self.model.variants[0]
         if variant not in self._by_variant:
             fused = self._fused(variant)
             solver = self.model.solver
@@ -273,8 +286,13 @@ class Level:
         return self._by_variant[variant]
 
     def _fused(self, variant: str) -> Fused:
-        duplicates = variant == FUSED
-        return fuse(self.program, self.model.price, lambda _: True, duplicates=duplicates)
+        return fuse(
+            self.program,
+            self.model.price,
+            lambda _: True,
+            duplicates=variant != WRITTEN,
+            into_products=variant == INLINED,
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -297,23 +315,21 @@ class _Loops:
     around: tuple[int, ...]
 
 
-def _loops(
-    flat: _jax.Jaxpr,
-    source: _jax.Jaxpr,
-    price: Price,
-    shards: Sequence[int] | None,
-    solver: Solver,
-) -> _Loops:
+def _loops(model: StepModel, source: _jax.Jaxpr) -> _Loops:
     """Return the choices about a step's loops.
 
     The program as it is written is one of the levels. If the others open its checkpoints, it stands
     before the first level that recomputes as much, else at the start.
     """
+    flat, price = model.flat, model.price
     opened = source is not flat
-    found = scan_pairs.pairs(source, price, shards=shards)
-    program = program_of_flat(source, shards)
+    found = scan_pairs.pairs(source, price, shards=model.shards, slowdown=model.slowdown)
+    program = model.program_of(source)
     graph = fuse(program, price, lambda _: True).graph
-    inside = bodies(source, price, solver, no_remat(graph).peak_bytes)
+    peak = no_remat(graph).peak_bytes
+    inside = bodies(
+        source, price, model.solver, peak, model.slowdown, into_products=model.into_products
+    )
     around = _around(program, graph, inside) if inside else ()
     as_written = sum(pair.as_written.seconds for pair in found)
     if opened:

@@ -92,6 +92,9 @@ def bodies(
     price: Price,
     solver: Solver,
     n_bytes: int,
+    slowdown: Slowdown = no_slowdown,
+    *,
+    into_products: bool = False,
 ) -> tuple[Body, ...]:
     """Return the bodies in a program that can be scheduled, with their options.
 
@@ -100,8 +103,21 @@ def bodies(
       price: the time of a kernel.
       solver: finds the schedules.
       n_bytes: what the program needs at its peak; bodies that need much less are left out.
+      slowdown: of kernels, as in `program.from_jaxpr`.
+      into_products: as in `fusion.fuse`.
     """
-    return tuple(_found(jaxpr, price, solver, int(_SMALL * n_bytes), "", 1))
+    costing = _Costing(price, slowdown, into_products, solver)
+    return tuple(_found(jaxpr, costing, int(_SMALL * n_bytes), "", 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Costing:
+    """The time of a kernel, the slowdown of those that take longer, what fuses, what finds schedules."""
+
+    price: Price
+    slowdown: Slowdown
+    into_products: bool
+    solver: Solver
 
 
 def with_bodies(jaxpr: _jax.Jaxpr, decisions: Mapping[str, Decisions]) -> _jax.Jaxpr:
@@ -183,19 +199,19 @@ def _changed(
 
 
 def _found(
-    jaxpr: _jax.Jaxpr, price: Price, solver: Solver, least: int, prefix: str, times: int
+    jaxpr: _jax.Jaxpr, costing: _Costing, least: int, prefix: str, times: int
 ) -> Iterator[Body]:
     in_pairs = {i for match in _pairs_of(jaxpr) for i in match}
     for match in shard_matches(jaxpr):
         joined = shards_of(jaxpr, match)
         id = f"{pair_id(prefix, match)}/"
-        yield from _of_body(joined.jaxpr, price, solver, least, id, times)
+        yield from _of_body(joined.jaxpr, costing, least, id, times)
     for i, eqn in enumerate(jaxpr.eqns):
         if i in in_pairs:
             continue
         for k, (body, runs) in enumerate(inner_programs(prepared(jaxpr, eqn))):
             inner = _jax.open_jaxpr(body)
-            yield from _of_body(inner, price, solver, least, f"{prefix}{i}.{k}/", times * runs)
+            yield from _of_body(inner, costing, least, f"{prefix}{i}.{k}/", times * runs)
 
 
 def _pairs_of(jaxpr: _jax.Jaxpr) -> list[Match]:
@@ -203,20 +219,26 @@ def _pairs_of(jaxpr: _jax.Jaxpr) -> list[Match]:
 
 
 def _of_body(
-    jaxpr: _jax.Jaxpr, price: Price, solver: Solver, least: int, id: str, times: int
+    jaxpr: _jax.Jaxpr, costing: _Costing, least: int, id: str, times: int
 ) -> Iterator[Body]:
     if not jaxpr.eqns:
         return
-    program = program_of_flat(jaxpr)
-    fused = fuse(program, price, lambda _: True, duplicates=False)
+    program = program_of_flat(jaxpr, slowdown=costing.slowdown, into_products=costing.into_products)
+    fused = fuse(
+        program,
+        costing.price,
+        lambda _: True,
+        duplicates=costing.into_products,
+        into_products=costing.into_products,
+    )
     peak = no_remat(fused.graph).peak_bytes
     if peak < least:
         return
-    inside = list(_found(jaxpr, price, solver, max(least, int(_LARGE * peak)), id, times))
+    inside = list(_found(jaxpr, costing, max(least, int(_LARGE * peak)), id, times))
     if inside or _pairs_of(jaxpr):
         yield from inside
         return
-    options = list(_options(program, fused, solver, times))
+    options = list(_options(program, fused, costing.solver, times))
     if len(options) > 1:
         yield Body(id, tuple(options[::-1]))
 
@@ -264,9 +286,11 @@ def program_of_flat(
     jaxpr: _jax.Jaxpr,
     shards: Sequence[int] | None = None,
     slowdown: Slowdown = no_slowdown,
+    *,
+    into_products: bool = False,
 ) -> Program:
     """Return a flat jaxpr as a program with one operation for each equation, in their order."""
-    writer = FlatWriter(slowdown)
+    writer = FlatWriter(slowdown, into_products=into_products)
     writer.enter(jaxpr.invars, shards)
     writer.write(jaxpr, "")
     return writer.program(jaxpr.outvars)

@@ -457,7 +457,10 @@ class _Search:
     @functools.cached_property
     def _step_model(self) -> StepModel:
         shards = self.unplanned.shards()
-        return StepModel(self._flat, self.costs.seconds, shards, slowdowns(self.costs))
+        is_tpu = self.step.target.platform == "tpu"
+        return StepModel(
+            self._flat, self.costs.seconds, shards, slowdowns(self.costs), into_products=is_tpu
+        )
 
     @functools.cached_property
     def _flat(self) -> _jax.Jaxpr:

@@ -31,7 +31,7 @@ import jax
 
 from remat import _jax
 from remat.ir import jaxprs
-from remat.ir.equations import transparent_call
+from remat.ir.equations import has_effects, transparent_call
 from remat.program.from_jaxpr import n_bytes
 from remat.program.fusion import Fused
 from remat.program.program import Program
@@ -248,7 +248,7 @@ class _Writer:
             if at in self.bursts:
                 at = self._unit(at, after[at])
                 continue
-            if at in self.stored or self.jaxpr.eqns[at].effects:
+            if at in self.stored or has_effects(self.jaxpr.eqns[at]):
                 self._compute(at)
             at += 1
         return [self._outside(v) for v in self.jaxpr.outvars]
@@ -299,7 +299,7 @@ class _Writer:
         stop = start
         for number in range(start, end):
             eqn = self.jaxpr.eqns[number]
-            if eqn.effects:
+            if has_effects(eqn):
                 break
             if number in self.stored and (end in self.bursts or self._reads(eqn, fresh)):
                 stop = number + 1
@@ -464,6 +464,6 @@ class _Unit:
 
 def _copy(eqn: _jax.JaxprEqn, operands: Sequence[Any]) -> tuple[_jax.JaxprEqn, list[_jax.Var]]:
     # Effects name the refs that they read and write, so refs keep their variables.
-    keeps = bool(eqn.effects)
+    keeps = has_effects(eqn)
     outs = [v if keeps else jaxprs.fresh(v) for v in eqn.outvars]
     return eqn.replace(invars=list(operands), outvars=outs), outs

@@ -132,9 +132,9 @@ def group_sizes(length: int, carry_bytes: int, step_bytes: int) -> list[int]:
     return sorted(g for g in (close or found) if 2 <= g < length)
 
 
-def partial_group_counts(groups: int) -> list[int]:
-    """Return the numbers of groups to try besides all of them."""
-    return sorted({round(groups * k / _N_SPLITS) for k in range(1, _N_SPLITS)} - {0, groups})
+def partial_group_counts(groups: int, n_splits: int = _N_SPLITS) -> list[int]:
+    """Return the numbers of groups to try besides all of them: about `n_splits` of them."""
+    return sorted({round(groups * k / n_splits) for k in range(1, n_splits)} - {0, groups})
 
 
 def seconds_of(program: Program, op: Op, price: Price) -> float:

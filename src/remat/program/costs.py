@@ -5,7 +5,8 @@ a separate kernel, whose price is multiplied by the measured `Costs.slowdown`.
 
 The roofline (Williams, Waterman & Patterson, CACM 52(4), 2009): an operation takes as long as the
 slower of its arithmetic and its memory traffic, plus the time to launch it,
-`Device.launch_s`. Fused operations share their traffic, which only the caller knows: it passes the
+`Device.launch_s`. A collective takes as long as its bytes take on the links between devices.
+Fused operations share their traffic, which only the caller knows: it passes the
 FLOPs and bytes of a whole fusion to `seconds`. `remat.ir.flops` counts those of an equation.
 
 A measurement compiles each distinct equation (primitive, parameters, types) alone, runs it a few
@@ -44,8 +45,9 @@ from remat import _jax
 from remat.aliases import Aval
 from remat.cache import Cache
 from remat.errors import PlanError, closest
-from remat.ir.equations import fusion_of
-from remat.ir.flops import TRANSCENDENTAL, bytes_moved, flops_of, through_bodies
+from remat.ir import jaxprs
+from remat.ir.equations import fusion_of, is_collective
+from remat.ir.flops import TRANSCENDENTAL, bytes_moved, flops_of, link_bytes, through_bodies
 from remat.ir.operations import Fusion, operation
 from remat.printing import printable
 from remat.program.devices import Device, device
@@ -91,8 +93,13 @@ class Roofline:
         return f"roofline {hashlib.sha256(repr(figures).encode()).hexdigest()[:16]}"
 
     def slowdown(self, eqn: _jax.JaxprEqn) -> float:
-        """Return 1: the device's figures hold for every equation."""
-        return 1.0
+        """Return 1, or for a collective the ratio of its time on the links to that of its memory traffic."""
+        sent = link_bytes(eqn)
+        if not sent:
+            return 1.0
+        local_s = self.seconds(flops_of(eqn), bytes_moved(eqn), dtype_of(eqn))
+        link_s = sent / self.device.link_bytes_per_s + self.device.launch_s
+        return max(1.0, link_s / local_s) if local_s else 1.0
 
     def seconds(self, flops: float, bytes_moved: float, dtype: str = "float32") -> float:
         """Return the time of one kernel.
@@ -130,8 +137,6 @@ def slowdowns(costs: Costs) -> Callable[[_jax.JaxprEqn], float]:
 
     It is 1 for what fuses, `Costs.slowdown` for kernels, and their average over a loop's body.
     """
-    if isinstance(costs, Roofline):
-        return lambda eqn: 1.0
 
     def priced_s(eqn: _jax.JaxprEqn) -> float:
         return costs.seconds(flops_of(eqn), bytes_moved(eqn), dtype_of(eqn))
@@ -141,10 +146,24 @@ def slowdowns(costs: Costs) -> Callable[[_jax.JaxprEqn], float]:
         return priced_s(eqn) * (costs.slowdown(eqn) if is_kernel else 1.0)
 
     def slowdown(eqn: _jax.JaxprEqn) -> float:
+        if isinstance(costs, Roofline) and not _communicates(eqn):
+            return 1.0
         priced = through_bodies(eqn, priced_s)
         return float(through_bodies(eqn, taken_s) / priced) if priced else 1.0
 
     return slowdown
+
+
+def _communicates(eqn: _jax.JaxprEqn) -> bool:
+    """Return whether an equation is a collective, or runs one."""
+    if is_collective(eqn):
+        return True
+    return any(_has_collectives(_jax.open_jaxpr(body)) for body in jaxprs.bodies_of(eqn))
+
+
+@_jax.weakref_lru_cache
+def _has_collectives(jaxpr: _jax.Jaxpr) -> bool:
+    return any(map(_communicates, jaxpr.eqns))
 
 
 def dtype_of(eqn: _jax.JaxprEqn) -> str:

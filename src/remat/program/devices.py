@@ -18,8 +18,12 @@ one up by its name or by the `device_kind` that JAX reports.
   this TPU, divided by its chips. Compilers allow 128 GiB per device (measured). Machines with GPUs have
   no common figure; theirs is 0, unknown.
 
-Known limit: host links are the links' nominal rates in one direction, and several devices of a host
-may share one.
+* `link_bytes_per_s` is what a device sends in a collective over one axis of a mesh: on TPUs both
+  directions of one axis of the torus, on GPUs NVLink in one direction. On a CPU all devices are
+  threads of one process, and a collective copies memory.
+
+Known limits: host links are the links' nominal rates in one direction, and several devices of a host
+may share one. A mesh's axis over several axes of the torus is faster, one between hosts with GPUs slower.
 """
 
 from __future__ import annotations
@@ -48,6 +52,7 @@ class Device:
       flops: FLOP/s of a matrix product by the dtype of its operands.
       bandwidth_bytes_per_s: of the device's memory.
       host_link_bytes_per_s: between the device's and the host's memory, in one direction.
+      link_bytes_per_s: what a device sends to others in a collective.
       memory_bytes: what a program may use; 0 if unknown.
       has_host_memory: whether values can be offloaded to the host's memory.
       launch_s: time to start a kernel, however small; a larger value favours fewer kernels.
@@ -62,6 +67,7 @@ class Device:
     flops: Mapping[str, float] = dataclasses.field(hash=False)
     bandwidth_bytes_per_s: float
     host_link_bytes_per_s: float
+    link_bytes_per_s: float
     memory_bytes: int
     has_host_memory: bool
     launch_s: float
@@ -110,6 +116,7 @@ def _tpu(
     kinds: tuple[str, ...],
     tera_flops: tuple[float, float],  # bfloat16, int8
     tera_bytes_per_s: float,
+    host_link_giga_bytes_per_s: float,
     link_giga_bytes_per_s: float,
     memory_gib: float,
     host_memory_gib: float,
@@ -122,6 +129,7 @@ def _tpu(
         "tpu",
         _rates(bfloat16=bfloat16, float32=bfloat16, int8=int8),
         tera_bytes_per_s * 1e12,
+        host_link_giga_bytes_per_s * 1e9,
         link_giga_bytes_per_s * 1e9,
         int(memory_gib * 2**30),
         has_host_memory=True,
@@ -136,6 +144,7 @@ def _gpu(
     name: str,
     tera_flops: dict[str, float],
     tera_bytes_per_s: float,
+    host_link_giga_bytes_per_s: float,
     link_giga_bytes_per_s: float,
     memory_bytes: int,
     source: str,
@@ -146,6 +155,7 @@ def _gpu(
         "gpu",
         tera_flops,
         tera_bytes_per_s * 1e12,
+        host_link_giga_bytes_per_s * 1e9,
         link_giga_bytes_per_s * 1e9,
         memory_bytes,
         has_host_memory=True,
@@ -164,14 +174,14 @@ _MEGACORE = (("chip_config_name", "megacore"),)
 
 # fmt: off
 DEVICES: Mapping[str, Device] = MappingProxyType({d.name: d for d in (
-    Device("cpu", ("cpu",), "cpu", _MEASURED, 38e9, 38e9, 0, False, 5e-6, _HERE),
-    _gpu("a100", _AMPERE, 2.039, 32, 85100068864, _A100),
-    _gpu("h100", _HOPPER, 3.35, 64, 84929347584, _H100),
-    _gpu("h200", _HOPPER, 4.8, 64, 151397597184, _H200),
-    _tpu("v4", ("TPU v4",), (275, 275), 1.228, 16, 30.75, 101, topology_options=_MEGACORE),
-    _tpu("v5e", ("TPU v5 ?lite", "TPU v5e"), (197, 394), 0.819, 16, 15.75, 48),
-    _tpu("v5p", ("TPU v5", "TPU v5p"), (459, 918), 2.765, 32, 95.73, 112),
-    _tpu("v6e", ("TPU v6 ?lite", "TPU v6e"), (918, 1836), 1.64, 32, 31.24, 128),
+    Device("cpu", ("cpu",), "cpu", _MEASURED, 38e9, 38e9, 38e9, 0, False, 5e-6, _HERE),
+    _gpu("a100", _AMPERE, 2.039, 32, 300, 85100068864, _A100),
+    _gpu("h100", _HOPPER, 3.35, 64, 450, 84929347584, _H100),
+    _gpu("h200", _HOPPER, 4.8, 64, 450, 151397597184, _H200),
+    _tpu("v4", ("TPU v4",), (275, 275), 1.228, 16, 90, 30.75, 101, topology_options=_MEGACORE),
+    _tpu("v5e", ("TPU v5 ?lite", "TPU v5e"), (197, 394), 0.819, 16, 90, 15.75, 48),
+    _tpu("v5p", ("TPU v5", "TPU v5p"), (459, 918), 2.765, 32, 180, 95.73, 112),
+    _tpu("v6e", ("TPU v6 ?lite", "TPU v6e"), (918, 1836), 1.64, 32, 180, 31.24, 128),
 )})
 # fmt: on
 # The device that is assumed for an unlisted one: the smallest of its platform, so that neither its

@@ -15,13 +15,14 @@ Known limits: sharding is followed by counts, not by axes; layouts and padding a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from remat import _jax
 from remat.aliases import Aval
 from remat.ir import jaxprs
-from remat.ir.equations import fusion_of, inline_body, is_collective, is_fusible, is_repeatable
+from remat.ir.equations import fusion_of, inline_body, is_fusible, is_repeatable
 from remat.ir.flops import WHILE_TRIPS, flops_of
 from remat.ir.operations import Fusion
 from remat.program.fusion import fuse
@@ -71,8 +72,9 @@ class ProgramWriter:
     `new_value`, `body_of`, `workspace_bytes`, `n_kernels`, `call` and `operation`.
     """
 
-    def __init__(self, slowdown: Slowdown = no_slowdown) -> None:
+    def __init__(self, slowdown: Slowdown = no_slowdown, *, into_products: bool = False) -> None:
         self.slowdown = slowdown
+        self.into_products = into_products
         self.ops: list[Op] = []
         self.bytes: list[int] = []
         self.types: list[str] = []
@@ -119,7 +121,7 @@ class ProgramWriter:
 
     def workspace_bytes(self, eqn: _jax.JaxprEqn) -> int:
         """Return the bytes that an equation's bodies occupy while they run."""
-        return workspace_bytes(eqn)
+        return workspace_bytes(eqn, into_products=self.into_products)
 
     def n_kernels(self, eqn: _jax.JaxprEqn) -> int:
         """Return how many kernels an equation launches."""
@@ -164,7 +166,10 @@ class ProgramWriter:
         arrays = [v for v in operands if self.bytes[v] > _MOST_BYTES_OF_A_NUMBER]
         shards = max((self.shards[v] for v in arrays), default=self.most_shards)
         shards = _constrained_shards(eqn) or shards
-        results = tuple(self.new_value(v, result_shards(v, shards)) for v in eqn.outvars)
+        of_results = _shards_of_map(eqn) or [result_shards(v, shards) for v in eqn.outvars]
+        if eqn.primitive.name == "shard_map":
+            shards = 1  # types in its body are those of one device
+        results = tuple(map(self.new_value, eqn.outvars, of_results))
         fusion = fusion_of(eqn)
         is_kernel = fusion in (Fusion.KERNEL, Fusion.REDUCE)
         self.ops.append(
@@ -186,7 +191,7 @@ class ProgramWriter:
                 source=_jax.source_line_of(eqn),
                 path=path,
                 label=_jax.checkpoint_name_of(eqn) or "",
-                repeatable=is_repeatable(eqn) and not is_collective(eqn),
+                repeatable=is_repeatable(eqn),
                 slowdown=self.slowdown(eqn) if is_kernel else 1.0,
             )
         )
@@ -204,6 +209,22 @@ def result_shards(v: _jax.Var, shards: int) -> int:
     return shards if n_bytes(v.aval) >= shards else 1
 
 
+def _shards_of_map(eqn: _jax.JaxprEqn) -> list[int]:
+    """Return the shard counts of a `shard_map`'s results; an empty list for other equations."""
+    if eqn.primitive.name != "shard_map":
+        return []
+    sizes = dict(eqn.params["mesh"].shape)
+    return [
+        math.prod(
+            sizes[axis]
+            for axes in spec
+            if isinstance(axes, str | tuple)
+            for axis in ((axes,) if isinstance(axes, str) else axes)
+        )
+        for spec in eqn.params["out_specs"]
+    ]
+
+
 def _constrained_shards(eqn: _jax.JaxprEqn) -> int:
     """Return the shard count that a sharding constraint asks for; 0 for other equations."""
     sharding = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else None
@@ -215,14 +236,15 @@ def _constrained_shards(eqn: _jax.JaxprEqn) -> int:
         return 0
 
 
-def workspace_bytes(eqn: _jax.JaxprEqn) -> int:
+def workspace_bytes(eqn: _jax.JaxprEqn, *, into_products: bool = False) -> int:
     """Return the bytes that the bodies of a loop or of branches occupy while they run."""
     body = inline_body(eqn)
     if body is not None:
-        return 0 if is_fusible(eqn) else body_peak_bytes(body)
+        return 0 if is_fusible(eqn) else body_peak_bytes(body, into_products=into_products)
     if not jaxprs.has_body(eqn):
         return 0
-    return max((body_peak_bytes(_jax.open_jaxpr(b)) for b in jaxprs.bodies_of(eqn)), default=0)
+    bodies = map(_jax.open_jaxpr, jaxprs.bodies_of(eqn))
+    return max((body_peak_bytes(b, into_products=into_products) for b in bodies), default=0)
 
 
 def _inits(eqn: _jax.JaxprEqn) -> Sequence[_jax.Var | _jax.Literal]:
@@ -247,9 +269,9 @@ def n_kernels(eqn: _jax.JaxprEqn) -> int:
     return max(1, length * sum(of_bodies)) if isinstance(length, int) else 1
 
 
-def body_peak_bytes(jaxpr: _jax.Jaxpr) -> int:
+def body_peak_bytes(jaxpr: _jax.Jaxpr, *, into_products: bool = False) -> int:
     """Return the bytes that one run of a body occupies besides its inputs and results."""
-    return int(_body_work(jaxpr).peak_bytes)
+    return int(_body_work(jaxpr, into_products).peak_bytes)
 
 
 class _Work(NamedTuple):
@@ -259,9 +281,13 @@ class _Work(NamedTuple):
 
 # Numbers that depend on the immutable jaxpr alone; kept for bodies that several equations run.
 @_jax.weakref_lru_cache
-def _body_work(jaxpr: _jax.Jaxpr) -> _Work:
-    program = without_dead(program_of_jaxpr(jaxpr))
-    graph = fuse(program, lambda *_: 1.0, lambda _: False).graph  # a second for each kernel
+def _body_work(jaxpr: _jax.Jaxpr, into_products: bool = False) -> _Work:
+    writer = ProgramWriter(into_products=into_products)
+    writer.enter([*jaxpr.invars, *jaxpr.constvars], None)
+    writer.write(jaxpr, "")
+    program = without_dead(writer.program(jaxpr.outvars))
+    # A kernel takes a second.
+    graph = fuse(program, lambda *_: 1.0, lambda _: False, into_products=into_products).graph
     return _Work(no_remat(graph).peak_bytes, int(graph.time))
 
 

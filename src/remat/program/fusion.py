@@ -9,7 +9,7 @@ and no bandwidth. The model follows XLA's fusion passes:
 * An elementwise result is written if a `KERNEL` reads it, if it is an output of the program, if it is
   `COSTLY` and several kernels need it, or if several kernels need it and would read more bytes to
   compute it than it has itself. Otherwise every kernel that needs it computes it from what *is*
-  written.
+  written. With `into_products`, matrix products compute elementwise operands like other kernels.
 * A loop updates its carry in place: what starts as a constant that only the loop reads is in the
   constant's memory, also if loops follow one another.
 * Output-buffer reuse: a kernel may write its result into the buffer of an operand that is not needed
@@ -35,6 +35,8 @@ from remat.solvers.liveness import sizes_at_peak
 
 #: `seconds(flops, bytes moved, dtype)` of one kernel.
 Price = Callable[[float, int, str], float]
+
+_PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +67,7 @@ def fuse(
     reuses: Callable[[int], bool] = lambda _: False,
     *,
     duplicates: bool = True,
+    into_products: bool = False,
 ) -> Fused:
     """Return the graph of the values that a program's kernels write.
 
@@ -77,8 +80,10 @@ def fuse(
         from its computation on; one whose buffer is not counts nothing here.
       duplicates: whether each of several kernels computes a shared cheap value for itself. On CPU
         such values are written.
+      into_products: whether a matrix product or a convolution computes the elementwise values that it
+        reads, costly ones, too. Compilers for TPUs do so.
     """
-    return _Fusion(program, price, may_repeat, duplicates).result(reuses)
+    return _Fusion(program, price, may_repeat, duplicates, into_products).result(reuses)
 
 
 def seconds_of_kernels(op: Op, flops: float, moved: float, price: Price) -> float:
@@ -101,9 +106,15 @@ def fuse_reusing_outputs(program: Program, price: Price, may_repeat: Callable[[O
 
 class _Fusion:
     def __init__(
-        self, program: Program, price: Price, may_repeat: Callable[[Op], bool], duplicates: bool
+        self,
+        program: Program,
+        price: Price,
+        may_repeat: Callable[[Op], bool],
+        duplicates: bool,
+        into_products: bool,
     ) -> None:
         self.program = program
+        self.into_products = into_products
         self.price = price
         self.may_repeat = may_repeat
         ops = program.ops
@@ -113,22 +124,21 @@ class _Fusion:
             for v in dict.fromkeys(op.operands):
                 if v in self.producer:
                     self.readers[self.producer[v]].append(i)
-        self.outputs = {self.producer[v] for v in program.outputs if v in self.producer}
         self.size = [sum(program.bytes[v] for v in op.results) for op in ops]
-        self.is_output = self._outputs_through_views()
+        #: Values whose memory is that of an output: these, and what outputs are views of.
+        self.output_values = self._outputs_through_views()
+        self.is_output = [any(v in self.output_values for v in op.results) for op in ops]
         self.written = self._written()
         if not duplicates:
             self._write_shared()
         self.buffer = self._buffers()
         self.reads = self._reads()
 
-    def _outputs_through_views(self) -> list[bool]:
-        found = [i in self.outputs for i in range(len(self.program.ops))]
-        for i in reversed(range(len(self.program.ops))):
-            if found[i] and self.program.ops[i].fusion is Fusion.VIEW:
-                for v in self.program.ops[i].operands:
-                    if v in self.producer:
-                        found[self.producer[v]] = True
+    def _outputs_through_views(self) -> set[int]:
+        found = set(self.program.outputs)
+        for op in reversed(self.program.ops):
+            if op.fusion is Fusion.VIEW and any(v in found for v in op.results):
+                found.update(op.operands)
         return found
 
     def _users(self, i: int) -> list[int]:
@@ -151,8 +161,8 @@ class _Fusion:
             if op.fusion in (Fusion.KERNEL, Fusion.REDUCE):
                 written[i] = True
             elif op.fusion is not Fusion.VIEW:
-                opaque = any(ops[u].fusion is Fusion.KERNEL for u in users[i])
-                costly = op.fusion is Fusion.COSTLY and len(users[i]) > 1
+                opaque = any(map(self._reads_from_memory, users[i]))
+                costly = op.fusion is Fusion.COSTLY and len(users[i]) > 1 and not self.into_products
                 written[i] = self.is_output[i] or opaque or costly
         # Several kernels would have to read more than one operand of this size each.
         sources: list[frozenset[int]] = []
@@ -170,6 +180,10 @@ class _Fusion:
                 written[i] = written[i] or op.fusion is not Fusion.VIEW
             sources.append(frozenset((i,)) if written[i] else frozenset(found))
         return written
+
+    def _reads_from_memory(self, i: int) -> bool:
+        op = self.program.ops[i]
+        return op.fusion is Fusion.KERNEL and not (self.into_products and op.name in _PRODUCTS)
 
     def _write_shared(self) -> None:
         """Write the cheap values, too, that are made from large ones and that several kernels need."""
@@ -203,6 +217,8 @@ class _Fusion:
                 is_same = sizes[v] == sizes[result] and self.written[made_by]
                 if is_same and (v in found or is_constant):
                     found[result] = made_by
+        returned = {made_by for v, made_by in found.items() if v in self.output_values}
+        self.output_values.update(v for i in returned for v in ops[i].results)
         return found
 
     def _reads_large(self, i: int) -> bool:
@@ -252,9 +268,11 @@ class _Fusion:
             if not all(ops[x].repeatable and self.may_repeat(ops[x]) for x in group.members):
                 once.add(i)
             n_bytes = self.size[i] - self._in_place(i)
-            if self.is_output[i]:
-                n_bytes = n_bytes if reuses(n_bytes) else 0
-                reused += n_bytes
+            in_outputs = self._in_outputs(i)
+            if in_outputs and reuses(in_outputs):
+                reused += in_outputs
+            else:
+                n_bytes -= in_outputs
             name = ops[i].label or ops[i].path or ops[i].name
             place = ops[i].place
             graph_nodes.append(
@@ -284,6 +302,12 @@ class _Fusion:
     def _in_place(self, i: int) -> int:
         """Return the bytes of a loop's results that are in the memory of what they start as."""
         return sum(self.program.bytes[v] for v in self.program.ops[i].results if v in self.buffer)
+
+    def _in_outputs(self, i: int) -> int:
+        """Return the bytes of a kernel's results that are in outputs' memory, which it writes first."""
+        results = self.program.ops[i].results
+        first = (v for v in results if v in self.output_values and v not in self.buffer)
+        return sum(self.program.bytes[v] for v in first)
 
     def _seconds(self, i: int) -> float:
         """Return the seconds of one kernel from what it reads, computes and writes."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from remat import _jax
 from remat.ir import jaxprs
+from remat.ir.equations import has_effects
 from remat.ir.split.branches import branch_again, empty_value, shared_slots
 from remat.planner.scan_pairs.emission import Emitted
 from remat.planner.scan_pairs.joint import (
@@ -47,7 +48,7 @@ def _is_conditional(eqn: _jax.JaxprEqn) -> bool:
     return (
         eqn.primitive.name == "cond"
         and _jax.is_var(eqn.invars[0])
-        and not eqn.effects
+        and not has_effects(eqn)
         and not any(
             getattr(branch, "consts", None) or _jax.open_jaxpr(branch).constvars
             for branch in eqn.params["branches"]

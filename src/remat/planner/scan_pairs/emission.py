@@ -16,7 +16,7 @@ from typing import Any
 
 from remat import _jax
 from remat.ir import jaxprs
-from remat.ir.equations import is_fusible
+from remat.ir.equations import has_effects, is_fusible
 from remat.planner.scan_pairs.joint import Joint
 from remat.transform.primitive import region_equation
 
@@ -77,7 +77,7 @@ class Emitted:
         return _jax.jaxpr_of(invars, joint.own_results, [*eqns, *late], joint.jaxpr)
 
     def _needs_protection(self) -> bool:
-        if not self.recomputed or any(eqn.effects for eqn in self.joint.late):
+        if not self.recomputed or any(map(has_effects, self.joint.late)):
             return False
         params = self.joint.backward.params
         is_inlined = self.joint.length == 1 or params.get("unroll", 1) != 1

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from remat import _jax
 from remat.ir import jaxprs
+from remat.ir.equations import has_effects
 from remat.ir.flops import WHILE_TRIPS
 from remat.planner.scan_pairs.branches import branch_matches, branches_of
 from remat.planner.scan_pairs.emission import Emitted
@@ -49,7 +50,15 @@ from remat.planner.tradeoffs import (
     thinned,
     undominated,
 )
-from remat.program.from_jaxpr import FlatWriter, ProgramWriter, joined, n_bytes, workspace_bytes
+from remat.program.from_jaxpr import (
+    FlatWriter,
+    ProgramWriter,
+    Slowdown,
+    joined,
+    n_bytes,
+    no_slowdown,
+    workspace_bytes,
+)
 from remat.program.fusion import Price
 from remat.solvers.mincut import Cut, CutProblem, between, hull
 
@@ -64,6 +73,9 @@ _NEGLIGIBLE = 0.002
 _MIN_SPLIT_LENGTH = 16
 # Steps. A shorter loop is never divided into two: a larger bound leaves fewer options.
 _MIN_MIXED_LENGTH = 4
+# Share of a loop's largest option: by how much neighbouring mixtures of two options differ. A larger share
+# leaves fewer options.
+_MIXTURE_STEP, _MIN_SPLITS = 0.025, 4
 # Choices for inner pairs that are combined with the cuts of the outer pair: at one price, and others. More
 # of them find more.
 _MAX_INNER_CHOICES, _MAX_OTHER_CHOICES = 8, 4
@@ -93,7 +105,11 @@ class ScanPair:
 
 
 def pairs(
-    jaxpr: _jax.Jaxpr, price: Price, *, shards: Sequence[int] | None = None
+    jaxpr: _jax.Jaxpr,
+    price: Price,
+    *,
+    shards: Sequence[int] | None = None,
+    slowdown: Slowdown = no_slowdown,
 ) -> tuple[ScanPair, ...]:
     """Return the pairs of scans in a program, in program order, with their options.
 
@@ -103,8 +119,9 @@ def pairs(
       jaxpr: the program, with plain calls inlined.
       price: the time of a kernel.
       shards: the shard count of each argument; 1 if not given.
+      slowdown: of kernels, as in `program.from_jaxpr`.
     """
-    scope = _Scope.of(jaxpr, price, shards)
+    scope = _Scope.of(jaxpr, _Costing(price, slowdown), shards)
     return tuple(_pairs_in(scope, "", "", 1))
 
 
@@ -122,20 +139,28 @@ class _Writer(FlatWriter):
         return 1
 
 
+@dataclasses.dataclass(frozen=True)
+class _Costing:
+    """The time of a kernel, and the slowdown of those that take longer."""
+
+    price: Price
+    slowdown: Slowdown = no_slowdown
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Scope:
     """A program with the bytes of its values and the cost of its equations.
 
     Args:
       jaxpr: the program.
-      price: the time of a kernel.
+      costing: what kernels cost.
       writer: has written it.
       free: inputs that live throughout the program.
       known: the seconds of programs inside, by their identity and shard counts; shared by all scopes.
     """
 
     jaxpr: _jax.Jaxpr
-    price: Price
+    costing: _Costing
     writer: ProgramWriter
     free: frozenset[_jax.Var]
     known: dict[Any, tuple[_jax.Jaxpr, float]]
@@ -144,17 +169,17 @@ class _Scope:
     def of(
         cls,
         jaxpr: _jax.Jaxpr,
-        price: Price,
+        costing: _Costing,
         shards: Sequence[int] | None,
         free: Iterable[_jax.Var] | None = None,
         known: dict[Any, tuple[_jax.Jaxpr, float]] | None = None,
     ) -> _Scope:
-        writer = _Writer()
+        writer = _Writer(costing.slowdown)
         writer.enter(jaxpr.invars, shards)
         writer.enter(jaxpr.constvars, None)
         writer.write(jaxpr, "")
         given = (*jaxpr.invars, *jaxpr.constvars) if free is None else free
-        return cls(jaxpr, price, writer, frozenset(given), {} if known is None else known)
+        return cls(jaxpr, costing, writer, frozenset(given), {} if known is None else known)
 
     def bytes_of(self, v: _jax.Var) -> int:
         return self.writer.bytes[self.writer.ids[v]]
@@ -167,7 +192,7 @@ class _Scope:
         """The seconds of each equation, with all that it runs inside."""
         program = self.writer.program(())
         return [
-            self._seconds_inside(eqn) or seconds_of(program, op, self.price)
+            self._seconds_inside(eqn) or seconds_of(program, op, self.costing.price)
             for eqn, op in zip(self.jaxpr.eqns, self.writer.ops, strict=True)
         ]
 
@@ -189,7 +214,7 @@ class _Scope:
 
     def inside(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> _Scope:
         """Return the scope of a program that an equation runs."""
-        return _Scope.of(body, self.price, self._shards_inside(eqn, body), known=self.known)
+        return _Scope.of(body, self.costing, self._shards_inside(eqn, body), known=self.known)
 
     def _shards_inside(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> list[int] | None:
         is_local = eqn.primitive.name == "shard_map"
@@ -243,7 +268,7 @@ def _pairs_in(scope: _Scope, prefix: str, path: str, times: int) -> list[ScanPai
         key, name = pair_id(prefix, match), joined(path, _jax.name_stack_of(shards.forward))
         inside = _Scope.of(
             shards.jaxpr,
-            scope.price,
+            scope.costing,
             None,
             _free_shards(scope, shards, match.backward),
             scope.known,
@@ -335,7 +360,7 @@ def _joint_scope(scope: _Scope, joint: Joint, place: int) -> _Scope:
     free.update(joint.own_carry)
     free.update(v for v in (*joint.consts, *joint.xs) if _is_free(scope, joint, v, place))
     shards = [scope.shards_of(_operand(joint, v)) for v in joint.jaxpr.invars]
-    return _Scope.of(joint.jaxpr, scope.price, shards, free, scope.known)
+    return _Scope.of(joint.jaxpr, scope.costing, shards, free, scope.known)
 
 
 def _operand(joint: Joint, v: _jax.Var) -> object:
@@ -504,8 +529,8 @@ class _OptionsOfCuts:
         again, _ = joint.closure(wanted, frozenset())
         # Values that must not be computed twice would have to be kept for all steps. Equations with effects
         # would run again even if nothing needs their results.
-        has_effects = any(eqn.effects for eqn in joint.known)
-        if has_effects or not self.once.isdisjoint(map(id, again)):
+        does_more = any(map(has_effects, joint.known))
+        if does_more or not self.once.isdisjoint(map(id, again)):
             return []
         per_step, fixed = self.kept_bytes(emitted), self.fixed_bytes(emitted)
         repeated = self.cost_of(again)
@@ -646,6 +671,7 @@ def _mixtures(found: Sequence[tuple[ScanOption, _OptionsOfCuts]]) -> Iterator[Sc
     if joint is None or joint.length < _MIN_MIXED_LENGTH:
         return
     uniform = [option for option, _ in found if not option.groups]
+    most_bytes = max((option.bytes for option in uniform), default=0)
     for few, many in itertools.pairwise(lower_hull(uniform)):
         if many.group > 1 or few.bytes >= _GAP_RATIO * many.bytes:
             continue
@@ -654,7 +680,9 @@ def _mixtures(found: Sequence[tuple[ScanOption, _OptionsOfCuts]]) -> Iterator[Sc
         kept = [c.kept_bytes(e) for c, e in zip(cuts, emitted)]
         fixed = max(c.fixed_bytes(e) for c, e in zip(cuts, emitted))
         is_same = many.inner == few.inner
-        for n_groups in partial_group_counts(joint.length // few.group):
+        share = (many.bytes - few.bytes) / most_bytes
+        n_splits = max(_MIN_SPLITS, math.ceil(share / _MIXTURE_STEP))
+        for n_groups in partial_group_counts(joint.length // few.group, n_splits):
             n_first = n_groups * few.group
             n_rest = joint.length - n_first
             if min(n_groups, n_first, n_rest) < 2:

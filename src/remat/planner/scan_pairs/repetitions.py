@@ -15,7 +15,7 @@ import numpy as np
 
 from remat import _jax
 from remat.ir import jaxprs
-from remat.ir.equations import is_collective, is_repeatable, plain_call
+from remat.ir.equations import is_repeatable, plain_call
 
 _jax.exclude_from_tracebacks(__file__)
 
@@ -89,7 +89,7 @@ def without_repetitions(
 
 def may_repeat(eqn: _jax.JaxprEqn) -> bool:
     """Return whether an equation may be computed again, in another place."""
-    return is_repeatable(eqn) and not is_collective(eqn)
+    return is_repeatable(eqn)
 
 
 def step_of(eqn: _jax.JaxprEqn) -> _jax.Jaxpr:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from remat import _jax
 from remat.errors import PlanError
+from remat.ir.equations import has_effects
 from remat.planner.scan_pairs.branches import branch_matches, branches_of, emit_branches
 from remat.planner.scan_pairs.emission import Emitted, in_steps
 from remat.planner.scan_pairs.groups import in_groups, in_two_loops
@@ -193,4 +194,4 @@ def _emitted(joint: Joint, saved: Sequence[int], key: str) -> Emitted:
 
 
 def _may_move(eqn: _jax.JaxprEqn) -> bool:
-    return not eqn.effects
+    return not has_effects(eqn)
