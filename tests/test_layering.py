@@ -87,7 +87,7 @@ LAYERS = [
     ("planner.plan_file", "planner.search", "planner.rewrite", "planner.progress"),
     ("planner",),
     ("planner.decisions",),
-    ("planner.tradeoffs",),
+    ("planner.tradeoffs", "planner.host_memory"),
     ("planner.decide", "planner.bodies"),
     ("planner.scan_pairs.repetitions",),
     ("planner.scan_pairs.joint",),
@@ -135,7 +135,7 @@ PURE = ("aliases", "errors", "files", "printing", "units", "json_lines",
         "solvers", "ir.formulas", "ir.operations", "program.devices",
         "program.program", "program.fusion", "cache", "planner.decide", "planner.bodies",
         "planner.decisions", "planner.plan_file", "planner.search", "loops.schedules",
-        "planner.tradeoffs",
+        "planner.tradeoffs", "planner.host_memory",
         "loops.nesting", "globs", "selection", "report", "explain.hlo",
 )  # fmt: skip
 

@@ -192,6 +192,45 @@ def test_the_inputs_of_a_loop_s_steps_leave_the_device():
     assert on_host.peak_bytes < on_device.peak_bytes - 0.7 * carries
 
 
+def unmarked(length=8, width=512, rows=2**15):
+    """A step with nothing marked, for one v5e, and its options."""
+
+    def loss(weights, x):
+        def layer(x, w):
+            return jnp.tanh(jnp.sin(x @ w) @ w) @ w, None
+
+        return jnp.sum(jax.lax.scan(layer, x, weights)[0].astype(jnp.float32))
+
+    args = tuple(
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        for shape in ((length, width, width), (rows, width))
+    )
+    return jax.value_and_grad(loss), args, {"target": "tpu:v5e:1x1", "verify": "fast", **ALONE}
+
+
+@needs_libtpu
+def test_a_step_with_nothing_marked_keeps_on_the_host_what_its_plan_says():
+    step, args, options = unmarked()
+    plan = remat.plan(step, *args, budget="20%", **options)
+    assert plan.is_verified and plan.peak_bytes <= plan.budget_bytes
+    (loop,) = plan.whole_step.loops
+    assert plan.host_bytes == loop.host_bytes > 0
+    assert plan.transfer_seconds == loop.transfer_seconds > 0
+    assert "in the host's memory" in plan.explain()
+    assert remat.Plan.from_json(plan.to_json()) == plan
+    with pytest.raises(BudgetError, match="allow offload=True"):
+        remat.plan(step, *args, budget="20%", offload=False, **options)
+
+
+@needs_libtpu
+def test_a_step_with_nothing_marked_keeps_to_its_host_budget():
+    step, args, options = unmarked()
+    limit = 3 * args[1].size * 2
+    plan = remat.plan(step, *args, budget="30%", host_budget=limit, **options)
+    assert plan.peak_bytes <= plan.budget_bytes
+    assert plan.host_bytes <= limit
+
+
 @needs_libtpu
 @pytest.mark.slow
 def test_offloading_meets_a_budget_with_fewer_operations(tmp_path):

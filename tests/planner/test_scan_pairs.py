@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 
@@ -333,6 +334,60 @@ def test_steps_that_mix_choices_inside_change_no_bit():
     mixed = [o for o in pair.options if o.rest_inner is not None]
     assert mixed
     assert_equal(results(rewrite(jaxpr, {pair.id: mixed[0]}), args), results(jaxpr, args))
+
+
+def with_copies():
+    """A program with one pair of loops, its arguments, and the options that keep values on the host."""
+
+    def loss(w, x):
+        return stack(jnp.concatenate([w, w]), x, layer)
+
+    jaxpr, args = flat(jax.value_and_grad(loss), W, jnp.tile(X, (1400, 1)))
+    (pair,) = pairs(jaxpr, price, transfer=lambda n: 1e-10 * n)
+    return jaxpr, args, pair, [o for o in pair.options if o.offloaded]
+
+
+def test_loops_that_keep_values_on_the_host_change_no_bit():
+    jaxpr, args, pair, found = with_copies()
+    expected = results(jaxpr, args)
+    everywhere = [o for o in found if not o.groups]
+    of_first_steps = [o for o in found if o.groups]
+    assert everywhere and of_first_steps
+    for option in (everywhere[0], of_first_steps[0]):
+        changed = rewrite(jaxpr, {pair.id: option})
+        assert_equal(results(changed, args), expected)
+        on_host = [
+            v.aval
+            for eqn in changed.eqns
+            for v in eqn.outvars
+            if _jax.is_on_host(v.aval)
+        ]  # fmt: skip
+        assert sum(aval.size * 4 for aval in on_host) == option.host_bytes > 0
+        assert option.bytes < pair.as_written.bytes
+        assert 0 < option.transfer_seconds <= option.seconds
+
+
+def test_copies_are_cheap_as_long_as_computation_hides_them():
+    jaxpr, _, _, found = with_copies()
+    (slow,) = pairs(jaxpr, price, transfer=lambda n: 1e-3 * n)
+    assert all(o.seconds > 100 for o in slow.options if o.offloaded)
+    assert not any(o.offloaded for o in pairs(jaxpr, price)[0].options)
+    # Where all that is kept is copied, nothing is left on the device, and hardly anything is recomputed.
+    (plain,) = pairs(jaxpr, price)
+    smallest = min(found, key=lambda o: o.bytes)
+    assert smallest.bytes < plain.options[0].bytes
+    assert smallest.seconds < plain.options[0].seconds
+
+
+def test_options_that_offload_what_they_do_not_keep_are_refused():
+    jaxpr, _, pair, found = with_copies()
+    kept = found[0].saved
+    wrong = dataclasses.replace(found[0], saved=kept[1:], offloaded=kept[:1])
+    with pytest.raises(PlanError, match=f"add {kept[0]} to the kept ones"):
+        rewrite(jaxpr, {pair.id: wrong})
+    in_groups = dataclasses.replace(found[0], group=2, groups=0, rest=None, rest_offloaded=())
+    with pytest.raises(PlanError, match="Make group 1"):
+        rewrite(jaxpr, {pair.id: in_groups})
 
 
 def test_residuals_of_branches_are_recomputed_in_the_backward_branch():

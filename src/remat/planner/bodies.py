@@ -6,24 +6,9 @@ the hull of (bytes, time) is an option. A loop can also run in groups of steps, 
 start. Then the carry is kept at the start of each group only, and what the steps save exists for one
 group at a time.
 
-Where the device can copy to host memory, a step can also keep values there, including the carry (which
-the loop would otherwise keep on the device). Offloading costs
-
-* 2 x bytes of traffic in device memory, and
-* the part of each direction's transfer that is not hidden behind computation. Copies to the host can
-  hide behind half of a step's forward time, copies back behind half of its backward time. Beyond that
-  the link's time counts in full.
-
-So offloading is cheap until the copies no longer hide, and expensive from then on. To find the values
-worth offloading, cuts are made at several shares of the link's time, and the actual cost of each cut
-is computed afterwards: once as it is, and once with only as much offloaded as is hidden. (At one share,
-all values cost the same per byte. Where saving costs more than that, the cut offloads instead of saving,
-so a few prices per byte above it are enough.) Small values stay on the device, since a copy has a fixed
-cost.
+A step can also keep values in host memory (`host_memory`).
 
 Given a price per byte, a loop takes the option with the least seconds + price x bytes.
-
-Known limit: the hidden share of a transfer is an assumption, not a measurement.
 """
 
 from __future__ import annotations
@@ -31,8 +16,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from remat.planner.host_memory import MIN_OFFLOAD_BYTES, Copies, Transfer, cuts_with_copies
 from remat.planner.tradeoffs import (
     group_sizes,
     partial_group_counts,
@@ -42,22 +28,7 @@ from remat.planner.tradeoffs import (
 )
 from remat.program.fusion import Price
 from remat.program.program import Program
-from remat.solvers.mincut import Cut, CutProblem, Network, between, hull
-
-#: `seconds(bytes)` of a copy between the device's memory and the host's, in one direction.
-Transfer = Callable[[float], float]
-
-# Share of a step's computation time that copies can hide behind; a larger share makes offloading
-# cheaper in the model.
-_HIDDEN_SHARE = 0.5
-# Bytes of a value at one step. Smaller values stay on the device: a copy of this size takes tens of
-# microseconds. A larger bound offloads fewer values.
-_MIN_OFFLOAD_BYTES = 2**18
-# Shares of the link's time that cuts are charged for; more shares find more options.
-_LINK_SHARES = (0.0, *(2.0**-k for k in range(8, -1, -1)))
-# Prices per device byte of these cuts, as multiples of the cost of offloading a byte. A higher price
-# offloads values instead of saving them.
-_PRICE_FACTORS = (1.01, 10.0, 1000.0)
+from remat.solvers.mincut import Cut, CutProblem, between, hull
 
 # Ratio of bytes of neighbours on the hull. With a ratio below, options are looked for between them; a
 # larger limit finds more.
@@ -150,9 +121,8 @@ def loop_options(body: Body, price: Price, transfer: Transfer | None = None) -> 
                 seconds = groups * group * forward_s + body.length * cut.time
                 options.append(LoopOption(saved, group, n_bytes, seconds, groups=groups))
     if transfer is not None:
-        options += _Offloading(
-            body, price, transfer, problem, numbers, (forward_s, backward_s)
-        ).options()
+        copies = Copies(price, transfer, forward_s, backward_s)
+        options += _Offloading(body, copies, problem, numbers).options()
     return thinned(undominated(options))
 
 
@@ -160,21 +130,12 @@ class _Offloading:
     """The options of a loop that keep values in host memory."""
 
     def __init__(
-        self,
-        body: Body,
-        price: Price,
-        transfer: Transfer,
-        problem: CutProblem,
-        numbers: Sequence[Sequence[int]],
-        halves_s: tuple[float, float],
+        self, body: Body, copies: Copies, problem: CutProblem, numbers: Sequence[Sequence[int]]
     ) -> None:
         self.body = body
-        self.price = price
-        self.transfer = transfer
+        self.copies = copies
         self.problem = problem
         self.numbers = numbers
-        self.halves_s = halves_s
-        self.movable = self._movable()
 
     def _movable(self) -> list[bool]:
         """Return which values of the cut problem can be offloaded: single arrays of sufficient size."""
@@ -186,57 +147,17 @@ class _Offloading:
         )
         values = [*((v,) for v in body.carry), *of_ops]
         return [
-            len(results) == 1 and results[0] in body.movable and n_bytes >= _MIN_OFFLOAD_BYTES
+            len(results) == 1 and results[0] in body.movable and n_bytes >= MIN_OFFLOAD_BYTES
             for results, n_bytes in zip(values, self.problem.bytes)
         ]
 
     def options(self) -> list[LoopOption]:
-        found: dict[tuple[tuple[int, ...], ...], LoopOption] = {}
-        for share in _LINK_SHARES if any(self.movable) else ():
-            prices = tuple(
-                self._traffic_s(n) + share * 2 * self.transfer(n) if movable else math.inf
-                for n, movable in zip(self.problem.bytes, self.movable)
-            )
-            network = Network.of(dataclasses.replace(self.problem, transfer=prices))
-            per_byte = max(p / n for p, n, m in zip(prices, self.problem.bytes, self.movable) if m)
-            for factor in _PRICE_FACTORS:
-                cut, _ = network.cheapest(factor * per_byte)
-                for one in (cut, self._hidden(cut)):
-                    at = one.saved, one.offloaded
-                    if one.offloaded and at not in found:
-                        found[at] = self._option(one)
-        return list(found.values())
-
-    def _traffic_s(self, n_bytes: int) -> float:
-        return self.price(0, 2 * n_bytes, "float32")
-
-    def _exposed_s(self, sizes: Sequence[int]) -> float:
-        """Return the seconds of transfers that are not hidden behind a step's computation."""
-        copies_s = sum(self.transfer(n) for n in sizes)
-        return sum(max(0.0, copies_s - _HIDDEN_SHARE * half_s) for half_s in self.halves_s)
-
-    def _hidden(self, cut: Cut) -> Cut:
-        """Return the cut with only as much offloaded as is hidden, largest values first.
-
-        It saves the rest.
-        """
-        sizes = self.problem.bytes
-        kept: list[int] = []
-        for v in sorted(cut.offloaded, key=lambda v: (-sizes[v], v)):
-            if not self._exposed_s([sizes[x] for x in (*kept, v)]):
-                kept.append(v)
-        back = [v for v in cut.offloaded if v not in kept]
-        return dataclasses.replace(
-            cut,
-            saved=tuple(sorted((*cut.saved, *back))),
-            offloaded=tuple(sorted(kept)),
-            bytes=cut.bytes + sum(sizes[v] for v in back),
-        )
+        return list(map(self._option, cuts_with_copies(self.problem, self._movable(), self.copies)))
 
     def _option(self, cut: Cut) -> LoopOption:
         length, sizes = self.body.length, [self.problem.bytes[v] for v in cut.offloaded]
         again_s = sum(self.problem.time[v] for v in cut.recomputed)
-        transfer_s = sum(self._traffic_s(n) for n in sizes) + self._exposed_s(sizes)
+        transfer_s = self.copies.seconds(sizes)
         n_carry = len(self.body.carry)
         offloaded = tuple(sorted(n for v in cut.offloaded for n in self.numbers[v]))
         saved = tuple(n for v in cut.saved for n in self.numbers[v])

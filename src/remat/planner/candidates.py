@@ -35,6 +35,7 @@ from remat import _jax
 from remat.errors import BudgetError
 from remat.ir.flops import flops_of_program
 from remat.planner import scan_pairs
+from remat.planner.host_memory import Transfer
 from remat.planner.inside import (
     Body,
     BodyOption,
@@ -80,6 +81,8 @@ class StepModel:
       slowdown: measured slowdown of kernels.
       solver: finds the schedules.
       into_products: whether matrix products compute the elementwise values that they read.
+      transfer: the time of a copy to the host's memory or back; None if nothing may be offloaded.
+      host_limit: bytes that may be kept there; None for no limit.
     """
 
     exact_variants = (ORDERED,)
@@ -93,7 +96,11 @@ class StepModel:
         solver: Solver | None = None,
         *,
         into_products: bool = False,
+        transfer: Transfer | None = None,
+        host_limit: int | None = None,
     ) -> None:
+        self.transfer = transfer
+        self.host_limit = host_limit
         self.flat = flat
         self.into_products = into_products
         self.variants = (INLINED, FUSED) if into_products else (WRITTEN, FUSED)
@@ -323,7 +330,10 @@ def _loops(model: StepModel, source: _jax.Jaxpr) -> _Loops:
     """
     flat, price = model.flat, model.price
     opened = source is not flat
-    found = scan_pairs.pairs(source, price, shards=model.shards, slowdown=model.slowdown)
+    found = scan_pairs.pairs(
+        source, price, shards=model.shards, slowdown=model.slowdown, transfer=model.transfer
+    )
+    options_of = _within_host_memory(found, model.host_limit)
     program = model.program_of(source)
     graph = fuse(program, price, lambda _: True).graph
     peak = no_remat(graph).peak_bytes
@@ -336,7 +346,7 @@ def _loops(model: StepModel, source: _jax.Jaxpr) -> _Loops:
         # The options count from nothing recomputed on, so what the user's checkpoints recompute, too.
         extra_flops = flops_of_program(flat) - flops_of_program(source)
         as_written += price(max(0.0, extra_flops), 0, "float32") - price(0.0, 0, "float32")
-    settings = list(settings_of({pair.id: pair.options for pair in found}))
+    settings = list(settings_of(options_of))
     plain = {pair.id: pair.as_written for pair in found}
     stride = max(1, -(-(len(settings) - 1) // _MAX_LEVELS))
     levels: list[tuple[LoopDecisions, float]] = []
@@ -348,6 +358,21 @@ def _loops(model: StepModel, source: _jax.Jaxpr) -> _Loops:
     at = bisect.bisect_left([s for _, s in levels], as_written) if opened else 0
     levels.insert(at, (LoopDecisions(), as_written))
     return _Loops(tuple(levels), inside, tuple(around))
+
+
+def _within_host_memory(
+    pairs: Sequence[scan_pairs.ScanPair], limit: int | None
+) -> dict[str, Sequence[scan_pairs.ScanOption]]:
+    """Return the options of each pair by its id, without those that take more than their share of a limit.
+
+    Each pair's share is in proportion to the most that its options keep in the host's memory.
+    """
+    most = {pair.id: max(option.host_bytes for option in pair.options) for pair in pairs}
+    scale = 1.0 if limit is None else min(1.0, limit / max(1, sum(most.values())))
+    return {
+        pair.id: [o for o in pair.options if o.host_bytes <= scale * most[pair.id]]
+        for pair in pairs
+    }
 
 
 def _around(program: Program, graph: Graph, inside: Sequence[Body]) -> Iterator[int]:

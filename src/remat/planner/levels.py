@@ -16,10 +16,11 @@ from typing import Any
 
 from remat import _jax
 from remat.errors import BudgetError
-from remat.planner.bodies import Body, LoopOption, Transfer, loop_options
+from remat.planner.bodies import Body, LoopOption, loop_options
 from remat.planner.decide import Answer, Problem
 from remat.planner.decisions import RegionDecision
 from remat.planner.emit import save_everything
+from remat.planner.host_memory import Transfer
 from remat.planner.plan_file import PlanSegment
 from remat.planner.regions import LoopForm, Record, Recording, loop_depth
 from remat.planner.step import Step, Traced

@@ -38,6 +38,7 @@ from remat.module_steps import of_arrays
 from remat.planner.candidates import StepModel
 from remat.planner.decisions import RegionDecision
 from remat.planner.edits import loop_results
+from remat.planner.host_memory import Transfer
 from remat.planner.levels import Choice, Levels
 from remat.planner.plan_file import (
     AS_RUN,
@@ -51,6 +52,7 @@ from remat.planner.plan_file import (
 from remat.planner.progress import Progress
 from remat.planner.regions import Application, Record
 from remat.planner.rewrite import flattened
+from remat.planner.scan_pairs import ScanOption
 from remat.planner.search import Compiled, Effort, Proposal, search
 from remat.planner.step import Step, Traced, check_step, unfitted
 from remat.planner.step_decisions import whole_step_plan
@@ -275,9 +277,13 @@ class _Search:
     # Before the search
 
     def _levels(self) -> Levels:
+        return Levels(self.step, self.costs, self._transfer)
+
+    @property
+    def _transfer(self) -> Transfer | None:
+        """Return the time of a copy to the host's memory or back; None if nothing may be offloaded."""
         # Transfers always cost what the roofline says: the link to the host is not measured.
-        transfer = Roofline(self.step.target.device).transfer_seconds if self.offload else None
-        return Levels(self.step, self.costs, transfer)
+        return Roofline(self.step.target.device).transfer_seconds if self.offload else None
 
     def _base_bytes(self, budget: units.Budget) -> int:
         """Return the peak without rematerialization, of which a budget may be a share."""
@@ -407,6 +413,7 @@ class _Search:
         self.offload = False
         self.earlier, self.candidates = self.candidates, []
         self.levels = self._levels()
+        self.__dict__.pop("_step_model", None)
         self._begin()
 
     @property
@@ -433,6 +440,8 @@ class _Search:
                 proposal.model_bytes,
                 proposal.extra_seconds,
                 proposal.lower_bound_seconds,
+                transfer_seconds=sum(o.transfer_seconds for o in in_loops(proposal)),
+                host_bytes=sum(o.host_bytes for o in in_loops(proposal)),
                 whole_step=proposal.decisions,
             )
             found = self._compile(choice, fixed_bytes + expected_bytes)
@@ -440,6 +449,9 @@ class _Search:
             temporaries = max(0, found.compiled_bytes - fixed_bytes)
             # A refusal may name fewer bytes than the budget, and a failure names none.
             return temporaries if self._fits(found) else max(temporaries, room + 1)
+
+        def in_loops(proposal: Proposal) -> list[ScanOption]:
+            return [option for _, option in proposal.decisions.loops.choices]
 
         made: list[_Candidate] = []
         effort = Effort(negligible_seconds=_NEGLIGIBLE_FLOPS * self.step_seconds)
@@ -459,7 +471,13 @@ class _Search:
         shards = self.unplanned.shards()
         is_tpu = self.step.target.platform == "tpu"
         return StepModel(
-            self._flat, self.costs.seconds, shards, slowdowns(self.costs), into_products=is_tpu
+            self._flat,
+            self.costs.seconds,
+            shards,
+            slowdowns(self.costs),
+            into_products=is_tpu,
+            transfer=self._transfer,
+            host_limit=self.host_limit,
         )
 
     @functools.cached_property

@@ -262,6 +262,8 @@ class ScanPlan(_Checked):
       inner: the same for pairs of scans and conditionals inside the two bodies. Of a pair of
         conditionals: for each branch.
       rest_inner: the same in the steps after the first ones; None if it is the same in all steps.
+      offloaded, rest_offloaded: which of the values in `saved` and in `rest` are kept in the host's memory.
+      host_bytes, transfer_seconds: what is kept there, and the part of `seconds` for copies.
     """
 
     id: str
@@ -274,6 +276,10 @@ class ScanPlan(_Checked):
     rest: tuple[int, ...] | None = None
     inner: tuple[ScanPlan, ...] = ()
     rest_inner: tuple[ScanPlan, ...] | None = None
+    offloaded: tuple[int, ...] = ()
+    rest_offloaded: tuple[int, ...] = ()
+    host_bytes: int = 0
+    transfer_seconds: float = 0.0
 
     def _check(self) -> None:
         _once(self.saved, "saved", lambda n: f"value {n} is listed twice")
@@ -283,6 +289,8 @@ class ScanPlan(_Checked):
                 raise _field_error("rest must be null if groups is 0: no steps are left.", "rest")
         elif self.rest_inner is not None:
             raise _field_error("rest_inner must be null if rest is null.", "rest_inner")
+        elif self.rest_offloaded:
+            raise _field_error("rest_offloaded must be empty if rest is null.", "rest_offloaded")
         if self.group < 1:
             raise _field_error("group must be at least 1 step.", "group")
 
@@ -895,7 +903,8 @@ def _explained_whole_step(whole: WholeStep) -> Iterable[str]:
             groups_text += f", {what} of each step after the first {loop.groups * loop.group}"
         yield (
             f"  the loop {printable(loop.id)} keeps {len(loop.saved)} values of each step{groups_text} "
-            f"({format_bytes(loop.bytes)} in all) and recomputes {format_flops(loop.flops)}"
+            f"({format_bytes(loop.bytes)} in all{_on_host(loop)}) and recomputes "
+            f"{format_flops(loop.flops)}"
         )
     for body in whole.bodies[:_MOST_GROUPS]:
         n_again = sum(len(recomputation.again) for recomputation in body.recomputations)
@@ -917,6 +926,10 @@ def _explained_whole_step(whole: WholeStep) -> Iterable[str]:
             yield f"       and {len(groups) - _MOST_GROUPS} other kinds"
     if len(whole.recomputations) > _MOST_SEGMENTS:
         yield f"  and {len(whole.recomputations) - _MOST_SEGMENTS} more places"
+
+
+def _on_host(loop: ScanPlan) -> str:
+    return f" and {format_bytes(loop.host_bytes)} in the host's memory" if loop.host_bytes else ""
 
 
 def _host_part(region: RegionPlan) -> str:

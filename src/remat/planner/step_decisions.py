@@ -106,6 +106,10 @@ def _loop_plan(id: str, option: ScanOption) -> ScanPlan:
         option.rest,
         _inner_plans(option.inner),
         None if option.rest_inner is None else _inner_plans(option.rest_inner),
+        option.offloaded,
+        option.rest_offloaded,
+        option.host_bytes,
+        option.transfer_seconds,
     )
 
 
@@ -124,6 +128,10 @@ def _option(loop: ScanPlan) -> tuple[str, ScanOption]:
         loop.rest,
         tuple(map(_option, loop.inner)),
         None if loop.rest_inner is None else tuple(map(_option, loop.rest_inner)),
+        loop.offloaded,
+        loop.rest_offloaded,
+        loop.host_bytes,
+        loop.transfer_seconds,
     )
 
 

@@ -6,12 +6,15 @@ late equations that it serves become one equation of the primitive, so that `tra
 compilers from undoing it where they could: a loop of one step is inlined beside the forward pass, an
 unrolled loop could start all recomputations before the first cotangent, and what is the same in all
 steps is moved out of a loop.
+
+A kept value may be *offloaded*: then the forward step copies it to the host's memory, where it is stacked,
+and the backward step copies its slice back.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from remat import _jax
@@ -31,19 +34,28 @@ class Emitted:
       kept: the values that are stacked for B, in order.
       recomputed: the equations that a step of B repeats or computes in F's place.
       read: what B's step reads of F: kept values, stacks that exist anyway, constants and slices.
+      copies: of the kept values that are offloaded.
     """
 
     joint: Joint
     kept: tuple[_jax.Var, ...]
     recomputed: tuple[_jax.JaxprEqn, ...]
     read: frozenset[_jax.Var]
+    copies: Mapping[_jax.Var, _jax.HostCopy] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, joint: Joint, saved: Sequence[int]) -> Emitted:
+    def of(cls, joint: Joint, saved: Sequence[int], offloaded: Sequence[int] = ()) -> Emitted:
         wanted = [joint.variables[n] for n in saved]
         recomputed, read = joint.closure(joint.needed, joint.at_hand | frozenset(wanted))
         kept = tuple(v for v in dict.fromkeys(wanted) if v in set(read) - joint.at_hand)
-        return cls(joint, kept, tuple(recomputed), frozenset(read))
+        to_host = {joint.variables[n] for n in offloaded}
+        copies = {v: _jax.host_copy(v, joint.forward) for v in kept if v in to_host}
+        return cls(joint, kept, tuple(recomputed), frozenset(read), copies)
+
+    @property
+    def passed(self) -> list[_jax.Var]:
+        """Return what is stacked for B: the kept values, or their copies in the host's memory."""
+        return [self.copies[v].var if v in self.copies else v for v in self.kept]
 
     def forward_step(self, results: Sequence[Any]) -> _jax.Jaxpr:
         """Return F's step with other results after its carry."""
@@ -51,7 +63,12 @@ class Emitted:
         invars = joint.jaxpr.invars[: len(joint.consts) + len(joint.carry) + len(joint.xs)]
         outvars = [*joint.carry_results, *results]
         # Equations of B that compute kept values come with F's; the others are dead here.
-        whole = _jax.jaxpr_of(invars, outvars, joint.known, joint.jaxpr)
+        given = set(invars)
+        of_inputs = [c.store for v, c in self.copies.items() if v in given]
+        of_others = [c.store for v, c in self.copies.items() if v not in given]
+        # An input that is copied first is not needed any longer.
+        eqns = [*of_inputs, *joint.known, *of_others]
+        whole = _jax.jaxpr_of(invars, outvars, eqns, joint.jaxpr)
         return _jax.dce(whole, [True] * len(outvars), keep=[True] * len(invars))[0]
 
     @property
@@ -73,8 +90,14 @@ class Emitted:
         invars = [*self.consts, *joint.own_carry, *self.kept, *self.xs]
         eqns, late = self.recomputed, joint.late
         if self._needs_protection():
-            return _protected(invars, joint.own_results, [*eqns, *late], joint)
-        return _jax.jaxpr_of(invars, joint.own_results, [*eqns, *late], joint.jaxpr)
+            step = _protected(invars, joint.own_results, [*eqns, *late], joint)
+        else:
+            step = _jax.jaxpr_of(invars, joint.own_results, [*eqns, *late], joint.jaxpr)
+        if not self.copies:
+            return step
+        passed = [*self.consts, *joint.own_carry, *self.passed, *self.xs]
+        fetched = [c.fetch for c in self.copies.values()]
+        return _jax.jaxpr_of(passed, step.outvars, [*fetched, *step.eqns], joint.jaxpr)
 
     def _needs_protection(self) -> bool:
         if not self.recomputed or any(map(has_effects, self.joint.late)):
@@ -117,9 +140,9 @@ def in_steps(emitted: Emitted) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]
     forward, backward = joint.forward, joint.backward
     n_carry = len(joint.carry)
     at = {v: outer for v, outer in joint.linked if _jax.is_var(v)}
-    stacks = {v: at.get(v) or _stack(joint, v) for v in emitted.kept}
+    stacks = {v: at.get(v) or _stack(joint, v) for v in emitted.passed}
     remaining = [forward.outvars[k] for k, _ in joint.kept]
-    step = emitted.forward_step([*(v for _, v in joint.kept), *emitted.kept])
+    step = emitted.forward_step([*(v for _, v in joint.kept), *emitted.passed])
     new_forward = jaxprs.scan_of_step(
         forward,
         step,

@@ -118,8 +118,8 @@ def in_two_loops(
     is_grouped = group > 1
     bare = first.forward_step([v for _, v in joint.kept])
     keeping = first.forward_step(first.kept)
-    saving = first.forward_step([*(v for _, v in joint.kept), *first.kept])
-    saving_rest = rest.forward_step([*(v for _, v in rest.joint.kept), *rest.kept])
+    saving = first.forward_step([*(v for _, v in joint.kept), *first.passed])
+    saving_rest = rest.forward_step([*(v for _, v in rest.joint.kept), *rest.passed])
     step, step_of_rest = first.backward_step(), rest.backward_step()
     is_reversed = forward.params["reverse"]
     # Time is F's. B goes back in it, as a rule.
@@ -160,9 +160,9 @@ def in_two_loops(
     kept_first = (
         [_jax.new_var(_jax.stacked(n_first // group, v.aval)) for v in joint.carry]
         if is_grouped
-        else [_jax.new_var(_jax.stacked(n_first, v.aval)) for v in first.kept]
+        else [_jax.new_var(_jax.stacked(n_first, v.aval)) for v in first.passed]
     )
-    kept = [_jax.new_var(_jax.stacked(length - n_first, v.aval)) for v in rest.kept]
+    kept = [_jax.new_var(_jax.stacked(length - n_first, v.aval)) for v in rest.passed]
 
     def run_backward(args: Sequence[Any]) -> list[Any]:
         f_consts, f_xs, consts, xs, consts_of_rest, xs_of_rest, init, of_first_steps, of_others = (

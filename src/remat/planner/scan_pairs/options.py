@@ -26,6 +26,7 @@ from remat import _jax
 from remat.ir import jaxprs
 from remat.ir.equations import has_effects
 from remat.ir.flops import WHILE_TRIPS
+from remat.planner.host_memory import MIN_OFFLOAD_BYTES, Copies, Transfer, cuts_with_copies
 from remat.planner.scan_pairs.branches import branch_matches, branches_of
 from remat.planner.scan_pairs.emission import Emitted
 from remat.planner.scan_pairs.joint import (
@@ -110,6 +111,7 @@ def pairs(
     *,
     shards: Sequence[int] | None = None,
     slowdown: Slowdown = no_slowdown,
+    transfer: Transfer | None = None,
 ) -> tuple[ScanPair, ...]:
     """Return the pairs of scans in a program, in program order, with their options.
 
@@ -120,8 +122,9 @@ def pairs(
       price: the time of a kernel.
       shards: the shard count of each argument; 1 if not given.
       slowdown: of kernels, as in `program.from_jaxpr`.
+      transfer: the time of a copy to the host's memory or back; None if nothing may be offloaded.
     """
-    scope = _Scope.of(jaxpr, _Costing(price, slowdown), shards)
+    scope = _Scope.of(jaxpr, _Costing(price, slowdown, transfer), shards)
     return tuple(_pairs_in(scope, "", "", 1))
 
 
@@ -141,10 +144,16 @@ class _Writer(FlatWriter):
 
 @dataclasses.dataclass(frozen=True)
 class _Costing:
-    """The time of a kernel, and the slowdown of those that take longer."""
+    """The time of a kernel, the slowdown of those that take longer, and the time of copies to the host."""
 
     price: Price
     slowdown: Slowdown = no_slowdown
+    transfer: Transfer | None = None
+
+    @property
+    def on_device(self) -> _Costing:
+        """Return the same without copies to the host."""
+        return dataclasses.replace(self, transfer=None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -214,7 +223,10 @@ class _Scope:
 
     def inside(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> _Scope:
         """Return the scope of a program that an equation runs."""
-        return _Scope.of(body, self.costing, self._shards_inside(eqn, body), known=self.known)
+        # Copies in branches and in shard_maps were not tried.
+        is_loop = eqn.primitive.name in ("scan", "while")
+        costing = self.costing if is_loop else self.costing.on_device
+        return _Scope.of(body, costing, self._shards_inside(eqn, body), known=self.known)
 
     def _shards_inside(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> list[int] | None:
         is_local = eqn.primitive.name == "shard_map"
@@ -268,7 +280,7 @@ def _pairs_in(scope: _Scope, prefix: str, path: str, times: int) -> list[ScanPai
         key, name = pair_id(prefix, match), joined(path, _jax.name_stack_of(shards.forward))
         inside = _Scope.of(
             shards.jaxpr,
-            scope.costing,
+            scope.costing.on_device,
             None,
             _free_shards(scope, shards, match.backward),
             scope.known,
@@ -355,12 +367,15 @@ def _may_have_pairs(body: object) -> bool:
 
 
 def _joint_scope(scope: _Scope, joint: Joint, place: int) -> _Scope:
-    """Return the scope of a joint program; its constants and slices are free if they are outside."""
+    """Return the scope of a joint program; its constants and slices are free if they are outside.
+
+    A stack of a pair inside would have to be stacked once more: only the outer pair offloads.
+    """
     free = {v for v in joint.jaxpr.invars if v in set(joint.own_xs) | set(joint.own_consts)}
     free.update(joint.own_carry)
     free.update(v for v in (*joint.consts, *joint.xs) if _is_free(scope, joint, v, place))
     shards = [scope.shards_of(_operand(joint, v)) for v in joint.jaxpr.invars]
-    return _Scope.of(joint.jaxpr, scope.costing, shards, free, scope.known)
+    return _Scope.of(joint.jaxpr, scope.costing.on_device, shards, free, scope.known)
 
 
 def _operand(joint: Joint, v: _jax.Var) -> object:
@@ -469,6 +484,7 @@ class _OptionsOfCuts:
         chosen = dict(inner)
         self.inner_options = [chosen.get(pair.id, pair.as_written) for pair in outer.inner]
         self.times = outer.times
+        self.transfer = outer.scope.costing.transfer
         self.scope = _joint_scope(outer.scope, joint, outer.place)
         self.number = joint.number
         place = {id(eqn): i for i, eqn in enumerate(joint.jaxpr.eqns)}
@@ -504,8 +520,48 @@ class _OptionsOfCuts:
                 cuts += between(problem, few, many)
         found: dict[tuple[int, ...], None] = {}
         for cut in cuts:
-            found[tuple(sorted(self.number[v] for p in cut.saved for v in variables[p]))] = None
-        return [option for saved in found for option in self._of_cut(saved)]
+            found[self._numbers(cut.saved, variables)] = None
+        options = [option for saved in found for option in self._of_cut(saved)]
+        return [*options, *self._with_copies(problem, variables, forward_s)]
+
+    def _numbers(
+        self, places: Iterable[int], variables: Sequence[Sequence[_jax.Var]]
+    ) -> tuple[int, ...]:
+        return tuple(sorted(self.number[v] for p in places for v in variables[p]))
+
+    def _with_copies(
+        self, problem: CutProblem, variables: Sequence[Sequence[_jax.Var]], forward_s: float
+    ) -> Iterator[ScanOption]:
+        """Yield the options that keep values in the host's memory."""
+        if self.transfer is None or self.joint.length < 2:
+            return
+        given = {*self.joint.consts, *self.joint.xs, *self.joint.stacked}
+        movable = [
+            len(of) == 1
+            and of[0] not in given
+            and size >= MIN_OFFLOAD_BYTES
+            and _jax.can_be_on_host(of[0].aval)
+            for of, size in zip(variables, problem.bytes)
+        ]
+        backward_s = self.cost_of(self.joint.late).seconds
+        copies = Copies(self.scope.costing.price, self.transfer, forward_s, backward_s)
+        for cut in cuts_with_copies(problem, movable, copies):
+            offloaded = self._numbers(cut.offloaded, variables)
+            saved = self._numbers((*cut.saved, *cut.offloaded), variables)
+            emitted = Emitted.of(self.joint, saved, offloaded)
+            sizes = list(map(self.scope.bytes_of, emitted.copies))
+            if not sizes:
+                continue
+            steps = self.joint.length * self.times
+            transfer_s = steps * copies.seconds(sizes)
+            option = self._in_steps(saved, emitted, self.cost_of(self._twice(emitted)))
+            yield dataclasses.replace(
+                option,
+                seconds=option.seconds + transfer_s,
+                offloaded=tuple(sorted(self.number[v] for v in emitted.copies)),
+                host_bytes=self.joint.length * sum(sizes),
+                transfer_seconds=transfer_s,
+            )
 
     def _of_cut(self, saved: tuple[int, ...]) -> list[ScanOption]:
         emitted = Emitted.of(self.joint, saved)
@@ -573,8 +629,8 @@ class _OptionsOfCuts:
         return [eqn for eqn in emitted.recomputed if id(eqn) in in_forward]
 
     def kept_bytes(self, emitted: Emitted) -> int:
-        """Return the bytes that one step keeps for B."""
-        return sum(map(self.scope.bytes_of, emitted.kept))
+        """Return the bytes that one step keeps for B on the device."""
+        return sum(self.scope.bytes_of(v) for v in emitted.kept if v not in emitted.copies)
 
     def fixed_bytes(self, emitted: Emitted) -> int:
         """Return the bytes that the option keeps once: F's operands that B reads, inner stacks."""
@@ -676,10 +732,12 @@ def _mixtures(found: Sequence[tuple[ScanOption, _OptionsOfCuts]]) -> Iterator[Sc
         if many.group > 1 or few.bytes >= _GAP_RATIO * many.bytes:
             continue
         cuts = [of[id(option)] for option in (few, many)]
-        emitted = [Emitted.of(c.joint, o.saved) for c, o in zip(cuts, (few, many))]
+        both = few, many
+        emitted = [Emitted.of(c.joint, o.saved, o.offloaded) for c, o in zip(cuts, both)]
         kept = [c.kept_bytes(e) for c, e in zip(cuts, emitted)]
         fixed = max(c.fixed_bytes(e) for c, e in zip(cuts, emitted))
-        is_same = many.inner == few.inner
+        is_same_inside = many.inner == few.inner
+        is_same = is_same_inside and (many.saved, many.offloaded) == (few.saved, few.offloaded)
         share = (many.bytes - few.bytes) / most_bytes
         n_splits = max(_MIN_SPLITS, math.ceil(share / _MIXTURE_STEP))
         for n_groups in partial_group_counts(joint.length // few.group, n_splits):
@@ -701,9 +759,13 @@ def _mixtures(found: Sequence[tuple[ScanOption, _OptionsOfCuts]]) -> Iterator[Sc
                 share * few.flops + (1 - share) * many.flops,
                 few.group,
                 n_groups,
-                None if is_same and many.saved == few.saved else many.saved,
+                None if is_same else many.saved,
                 few.inner,
-                None if is_same else many.inner,
+                None if is_same_inside else many.inner,
+                few.offloaded,
+                () if is_same else many.offloaded,
+                int(share * few.host_bytes + (1 - share) * many.host_bytes),
+                share * few.transfer_seconds + (1 - share) * many.transfer_seconds,
             )
 
 

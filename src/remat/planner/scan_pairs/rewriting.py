@@ -44,6 +44,10 @@ class ScanOption:
       rest: which values F's steps after these keep; None for `saved`.
       inner: the choices for pairs inside the two bodies: (the pair's id, its option).
       rest_inner: those in F's steps after the first ones; None for `inner`.
+      offloaded: which of the saved values are kept in the host's memory.
+      rest_offloaded: which of those in `rest` are.
+      host_bytes: what is kept there, all steps together.
+      transfer_seconds: the part of `seconds` for copies to the host and back.
     """
 
     saved: tuple[int, ...]
@@ -55,6 +59,10 @@ class ScanOption:
     rest: tuple[int, ...] | None = None
     inner: tuple[tuple[str, ScanOption], ...] = ()
     rest_inner: tuple[tuple[str, ScanOption], ...] | None = None
+    offloaded: tuple[int, ...] = ()
+    rest_offloaded: tuple[int, ...] = ()
+    host_bytes: int = 0
+    transfer_seconds: float = 0.0
 
 
 Choices = Mapping[str, ScanOption]
@@ -142,7 +150,14 @@ def with_inner(joint: Joint, inner: Sequence[tuple[str, ScanOption]], prefix: st
 def _emit(
     joint: Joint, option: ScanOption, key: str
 ) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
-    first = _emitted(with_inner(joint, option.inner, f"{key}/"), option.saved, key)
+    first = _emitted(
+        with_inner(joint, option.inner, f"{key}/"), option.saved, key, option.offloaded
+    )
+    if option.offloaded and option.group > 1:
+        raise PlanError(
+            f"the option of the pair of scans {key} keeps values of groups in the host's memory; only "
+            "single steps can. Make group 1."
+        )
     n_groups = option.groups or joint.length // option.group
     n_first = n_groups * option.group
     if n_first > joint.length or not 1 <= option.group < max(2, joint.length):
@@ -155,7 +170,9 @@ def _emit(
     rest = first
     if option.rest is not None:
         inner = option.inner if option.rest_inner is None else option.rest_inner
-        rest = _emitted(with_inner(joint, inner, f"{key}/"), option.rest, key)
+        rest = _emitted(
+            with_inner(joint, inner, f"{key}/"), option.rest, key, option.rest_offloaded
+        )
     return in_two_loops(first, option.group, n_first, rest)
 
 
@@ -177,13 +194,25 @@ def _emit_branches(
     )
 
 
-def _emitted(joint: Joint, saved: Sequence[int], key: str) -> Emitted:
+def _emitted(
+    joint: Joint, saved: Sequence[int], key: str, offloaded: Sequence[int] = ()
+) -> Emitted:
+    if not set(offloaded) <= set(saved):
+        raise PlanError(
+            f"the option of the pair of scans {key} offloads values that it does not keep: add "
+            f"{', '.join(map(str, sorted(set(offloaded) - set(saved))))} to the kept ones."
+        )
     if any(not 0 <= n < len(joint.variables) for n in saved):
         raise PlanError(
             f"the pair of scans {key} has values 0 to {len(joint.variables) - 1}; the option keeps "
             f"{max(saved)}: find the pairs again."
         )
-    emitted = Emitted.of(joint, saved)
+    if not all(_jax.can_be_on_host(joint.variables[n].aval) for n in offloaded):
+        raise PlanError(
+            f"the option of the pair of scans {key} offloads random keys or values that are not on the "
+            "device. Find the pairs again."
+        )
+    emitted = Emitted.of(joint, saved, offloaded)
     missing = set(joint.carry) & emitted.read - set(emitted.kept) - joint.at_hand
     if missing or not all(map(_may_move, emitted.recomputed)):
         raise PlanError(
