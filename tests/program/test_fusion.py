@@ -200,6 +200,25 @@ def test_products_compute_their_elementwise_operands_where_compilers_do_so():
     assert 2 not in nodes(fused(p, into_products=True), p)
 
 
+def test_the_body_of_a_loop_occupies_bytes_per_device_whether_or_not_it_is_constrained():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+
+    def workspace(keep, shards=4):
+        def one(c, x):
+            x = keep(jnp.sort(keep(x)))
+            return c + jnp.sort(x @ x.T).sum(), None
+
+        def step(xs):
+            return jax.lax.scan(one, jnp.zeros(()), xs)[0]
+
+        jaxpr = jax.make_jaxpr(step)(jnp.zeros((2, 64, 64))).jaxpr
+        return program_of_jaxpr(jaxpr, [shards]).ops[-1].workspace_bytes
+
+    assert 4 * workspace(lambda x: x) == workspace(lambda x: x, shards=1) > 64 * 64 * 4
+    assert workspace(lambda x: jax.lax.with_sharding_constraint(x, rows)) == workspace(lambda x: x)
+
+
 def test_what_must_not_be_repeated_is_known_with_the_results():
     p = program(
         [op(Fusion.KERNEL, [0], 1), op(Fusion.KERNEL, [1], 2, repeatable=False),

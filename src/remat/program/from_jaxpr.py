@@ -120,8 +120,9 @@ class ProgramWriter:
                 self.call(eqn, body, here)
 
     def workspace_bytes(self, eqn: _jax.JaxprEqn) -> int:
-        """Return the bytes that an equation's bodies occupy while they run."""
-        return workspace_bytes(eqn, into_products=self.into_products)
+        """Return the bytes that an equation's bodies occupy while they run, on one device."""
+        shards = [self.shards[self.ids[v]] if _jax.is_var(v) else 1 for v in eqn.invars]
+        return workspace_bytes(eqn, shards, into_products=self.into_products)
 
     def n_kernels(self, eqn: _jax.JaxprEqn) -> int:
         """Return how many kernels an equation launches."""
@@ -181,7 +182,7 @@ class ProgramWriter:
                 flops=flops_of(eqn) / shards,
                 dtype=_dtype(eqn),
                 extra_bytes=_extra_bytes(eqn),
-                workspace_bytes=self.workspace_bytes(eqn) // shards,
+                workspace_bytes=self.workspace_bytes(eqn),
                 kernels=self.n_kernels(eqn),
                 in_place=tuple(
                     (self.ids[v], self.ids[eqn.outvars[k]])
@@ -236,15 +237,29 @@ def _constrained_shards(eqn: _jax.JaxprEqn) -> int:
         return 0
 
 
-def workspace_bytes(eqn: _jax.JaxprEqn, *, into_products: bool = False) -> int:
-    """Return the bytes that the bodies of a loop or of branches occupy while they run."""
+def workspace_bytes(
+    eqn: _jax.JaxprEqn, shards: Sequence[int] | None = None, *, into_products: bool = False
+) -> int:
+    """Return the bytes that the bodies of a loop or of branches occupy while they run.
+
+    Args:
+      eqn: the loop, the branches or the call.
+      shards: the shard count of each operand; 1 if not given. The bytes are those of one device.
+      into_products: as in `fusion.fuse`.
+    """
     body = inline_body(eqn)
-    if body is not None:
-        return 0 if is_fusible(eqn) else body_peak_bytes(body, into_products=into_products)
-    if not jaxprs.has_body(eqn):
+    if body is None and not jaxprs.has_body(eqn):
         return 0
-    bodies = map(_jax.open_jaxpr, jaxprs.bodies_of(eqn))
-    return max((body_peak_bytes(b, into_products=into_products) for b in bodies), default=0)
+    if body is not None and is_fusible(eqn):
+        return 0
+    bodies = [body] if body is not None else list(map(_jax.open_jaxpr, jaxprs.bodies_of(eqn)))
+    if eqn.primitive.name == "shard_map":
+        shards = None  # types in its body are those of one device
+    of_bodies = (
+        body_peak_bytes(b, tuple(shards or ())[-len(b.invars) :], into_products=into_products)
+        for b in bodies
+    )
+    return max(of_bodies, default=0)
 
 
 def _inits(eqn: _jax.JaxprEqn) -> Sequence[_jax.Var | _jax.Literal]:
@@ -269,9 +284,12 @@ def n_kernels(eqn: _jax.JaxprEqn) -> int:
     return max(1, length * sum(of_bodies)) if isinstance(length, int) else 1
 
 
-def body_peak_bytes(jaxpr: _jax.Jaxpr, *, into_products: bool = False) -> int:
+def body_peak_bytes(
+    jaxpr: _jax.Jaxpr, shards: tuple[int, ...] = (), *, into_products: bool = False
+) -> int:
     """Return the bytes that one run of a body occupies besides its inputs and results."""
-    return int(_body_work(jaxpr, into_products).peak_bytes)
+    known = shards if any(n > 1 for n in shards) else ()
+    return int(_body_work(jaxpr, into_products, known).peak_bytes)
 
 
 class _Work(NamedTuple):
@@ -281,9 +299,13 @@ class _Work(NamedTuple):
 
 # Numbers that depend on the immutable jaxpr alone; kept for bodies that several equations run.
 @_jax.weakref_lru_cache
-def _body_work(jaxpr: _jax.Jaxpr, into_products: bool = False) -> _Work:
+def _body_work(
+    jaxpr: _jax.Jaxpr, into_products: bool = False, shards: tuple[int, ...] = ()
+) -> _Work:
     writer = ProgramWriter(into_products=into_products)
-    writer.enter([*jaxpr.invars, *jaxpr.constvars], None)
+    # The test of a while loop takes other operands than the last ones.
+    writer.enter(jaxpr.invars, shards if len(shards) == len(jaxpr.invars) else None)
+    writer.enter(jaxpr.constvars, None)
     writer.write(jaxpr, "")
     program = without_dead(writer.program(jaxpr.outvars))
     # A kernel takes a second.
