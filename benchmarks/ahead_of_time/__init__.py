@@ -3,6 +3,7 @@
     python -m benchmarks ahead_of_time                       # every case, in small shapes
     python -m benchmarks ahead_of_time --size full           # the true sizes: hours
     python -m benchmarks ahead_of_time --case gpipe mamba --budgets 50% 30%
+    python -m benchmarks ahead_of_time --offload             # loops may keep values on the host
 
 Training steps of several structures with nothing marked, compiled for the target by its own compiler
 (libtpu; for `gpu:` targets JAX's CUDA plugin): no device is needed, nothing runs. Peaks are of one device,
@@ -60,9 +61,10 @@ def case_of(name: str, size: str) -> tuple[Case, Target]:
     return build(target, size), target
 
 
-def run(name: str, size: str, budgets: Sequence[str]) -> dict[str, Any]:
+def run(name: str, size: str, budgets: Sequence[str], *, offload: bool) -> dict[str, Any]:
     """Measure a case in a process of its own; what it printed before it died is kept."""
-    command = [sys.executable, "-m", "benchmarks.ahead_of_time.measure", name, size, *budgets]
+    may = "offload" if offload else "device"
+    command = [sys.executable, "-m", "benchmarks.ahead_of_time.measure", name, size, may, *budgets]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
     found: dict[str, Any] = {"alternatives": [], "failed_alternatives": [], "plans": []}
     begin = time.perf_counter()
@@ -172,6 +174,7 @@ def main(options: Sequence[str] = ()) -> dict[str, Any]:
     parser.add_argument("--case", nargs="+", choices=list(CASES), metavar="NAME", default=[])
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--budgets", nargs="+", metavar="BUDGET", default=[])
+    parser.add_argument("--offload", action="store_true", help="allow values in host memory")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the results to it")
     asked = parser.parse_args(list(options))
     cases: dict[str, Any] = {}
@@ -181,7 +184,7 @@ def main(options: Sequence[str] = ()) -> dict[str, Any]:
         except remat.PlanError as error:
             print(f"{name} skipped: {error}", flush=True)
             continue
-        cases[name] = run(name, asked.size, asked.budgets)
+        cases[name] = run(name, asked.size, asked.budgets, offload=asked.offload)
         show(name, cases[name])
         if asked.json:
             asked.json.write_text(json.dumps({"size": asked.size, "cases": cases}, indent=1) + "\n")

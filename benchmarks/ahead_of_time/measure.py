@@ -1,4 +1,4 @@
-"""Measure one case: `python -m benchmarks.ahead_of_time.measure NAME SIZE [BUDGET ...]`.
+"""Measure one case: `python -m benchmarks.ahead_of_time.measure NAME SIZE offload|device [BUDGET ...]`.
 
 Prints one line of JSON for the step as written, each alternative by hand and each plan. Every plan is
 compiled again in another process, from its file.
@@ -69,7 +69,14 @@ def recompiled(name: str, size: str, plan: remat.Plan) -> dict[str, Any]:
 
 
 def planned(
-    name: str, size: str, case: Case, target: Target, budget: str, base: Mapping[str, Any]
+    name: str,
+    size: str,
+    case: Case,
+    target: Target,
+    budget: str,
+    base: Mapping[str, Any],
+    *,
+    offload: bool,
 ) -> None:
     begin = time.perf_counter()
     n_bytes = units.parse_budget(budget).bytes_of(base["peak_bytes"])
@@ -83,6 +90,7 @@ def planned(
             cache=False,
             progress=False,
             verify="fast",
+            offload=offload,
             **case.options,
         )
     except remat.BudgetError as error:
@@ -104,7 +112,7 @@ def planned(
     say("plan", **row)
 
 
-def main(name: str, size: str, budgets: Sequence[str]) -> None:
+def main(name: str, size: str, may: str, budgets: Sequence[str]) -> None:
     case, target = case_of(name, size)
     base = compiled(case, case.step, target, 0)
     base["flops"] = counted(case.step, case)
@@ -117,8 +125,8 @@ def main(name: str, size: str, budgets: Sequence[str]) -> None:
         else:
             say("alternative", label=label, **found)
     for budget in budgets or case.budgets:
-        planned(name, size, case, target, budget, base)
+        planned(name, size, case, target, budget, base, offload=may == "offload")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])
+    main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:])
