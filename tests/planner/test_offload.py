@@ -209,9 +209,11 @@ def unmarked(length=8, width=512, rows=2**15):
 
 
 @needs_libtpu
-def test_a_step_with_nothing_marked_keeps_on_the_host_what_its_plan_says():
+def test_a_step_with_nothing_marked_keeps_on_the_host_what_its_plan_says(caplog):
     step, args, options = unmarked()
     plan = remat.plan(step, *args, budget="20%", **options)
+    assert plan.transfer_seconds > 0.1 * plan.seconds
+    assert "copies to the host and back are predicted to make the step" in caplog.text
     assert plan.is_verified and plan.peak_bytes <= plan.budget_bytes
     (loop,) = plan.whole_step.loops
     assert plan.host_bytes == loop.host_bytes > 0

@@ -82,6 +82,8 @@ _NEXT_AIM = 0.85
 # Compiled bytes for one more byte in the model. A line through two compiled candidates is used if its
 # slope is within these limits.
 _MIN_SLOPE, _MAX_SLOPE = 0.3, 4.0
+# Share of the step's time. Where copies to the host take more, a warning says so; a larger share warns later.
+_SLOW_COPIES = 0.1
 # Compilations of plans as they will run; the search is repeated with a lower limit in between.
 _MAX_CONFIRMATIONS = 4
 _MAX_CONFIRMATION_S = 180.0  # a compilation expected to take longer is left out unless asked for
@@ -345,6 +347,12 @@ class _Search:
             self._refuse()
         assert self._fits(best)
         made = self._plan(best)
+        if made.transfer_seconds > _SLOW_COPIES * made.seconds:
+            _log.warning(
+                "remat: copies to the host and back are predicted to make the step %.0f %% slower than "
+                "without recomputation; no plan that recomputes instead is predicted to be faster",
+                100 * made.transfer_seconds / made.seconds,
+            )
         self._remember(made)
         return made
 
