@@ -13,7 +13,9 @@ from remat.errors import BudgetError
 from remat.ir.equations import is_fusible, is_repeatable
 from remat.ir.jaxprs import equations
 from remat.planner.candidates import StepModel
-from remat.planner.rewrite import Burst, Decisions, flattened, following, rewritten
+from remat.planner.inside import program_of_flat
+from remat.planner.rewrite import Burst, Decisions, decisions_of, flattened, following, rewritten
+from remat.program.fusion import fuse
 from transform.support import assert_same
 
 W = [np.linspace(-1, 1, 36).reshape(6, 6).astype(np.float32) * (i + 1) / 3 for i in range(4)]
@@ -205,3 +207,23 @@ def test_fewer_bytes_take_more_recomputation():
         assert found == sorted(found, reverse=True) and found[0] > found[-1] == 0
         with pytest.raises(BudgetError):
             model.within(variant, 1000)
+
+
+def test_a_loop_that_is_run_again_for_two_results_stands_in_the_burst_once():
+    def step(x):
+        _, (a, b) = jax.lax.scan(lambda c, y: (c + 1.0, (jnp.sin(y) * c, jnp.cos(y) * c)), 0.0, x)
+        m = jnp.tanh(a @ a.T)
+        n = jnp.tanh(b @ b.T)
+        return m @ n
+
+    flat, _ = flat_of(step, np.ones((5, 5), np.float32))
+    program = program_of_flat(flat)
+    fused = fuse(program, lambda *_: 1.0, lambda _: True, apart=True)
+    loop = next(i for i, eqn in enumerate(flat.eqns) if eqn.primitive.name == "scan")
+    nodes = [node.id for node in fused.graph.nodes]
+    of_loop = sorted({fused.holds[v] for v in program.ops[loop].results if v in fused.holds})
+    assert len(of_loop) > 1
+    last = [i for i in nodes if i < len(flat.eqns)][-1]
+    order = [*nodes[: nodes.index(last)], *of_loop, *nodes[nodes.index(last) :]]
+    steps = [("compute", i) for i in order]
+    assert decisions_of(program, fused, steps).bursts == (Burst(last, (loop,)),)

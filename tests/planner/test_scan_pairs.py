@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
 
 import jax
@@ -647,3 +648,33 @@ def test_random_bodies_give_the_same_gradients(body, reverse, uses_ys, wrap):
             changed = rewrite(program, {pair.id: option})
             for one, other in zip(results(changed, args), expected, strict=True):
                 np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_options_inside_are_tried_in_the_gaps_between_those_at_one_price():
+    def layers(c, w):
+        for _ in range(3):
+            c = jnp.tanh(c @ w) * jnp.sin(c)
+        return c
+
+    def step(w, x):
+        def outer(c, _):
+            return jnp.sin(jax.lax.scan(lambda c, _: (layers(c, w), None), c, None, 64)[0]), None
+
+        return jax.lax.scan(outer, x, None, 2)[0].sum()
+
+    jaxpr, _ = flat(jax.grad(step), jnp.ones((8, 8)), jnp.ones((256, 8)))
+    (pair,) = pairs(jaxpr, price)
+    of_inner = sorted({option.bytes for pair in pair.options for _, option in pair.inner})
+    assert len(of_inner) > 8
+    ratios = [few / many for few, many in itertools.pairwise(of_inner) if few]
+    assert min(ratios) > 0.5
+
+
+@pytest.mark.parametrize("length", [7, 20])
+def test_no_option_has_a_single_group_which_compilers_would_inline(length):
+    weights = jnp.ones((length, 8, 8))
+    jaxpr, _ = flat(jax.value_and_grad(stack), weights, jnp.ones((64, 8)))
+    (pair,) = pairs(jaxpr, price)
+    in_groups = [o for o in pair.options if o.group > 1]
+    assert in_groups
+    assert all((o.groups or length // o.group) > 1 for o in in_groups)

@@ -185,11 +185,6 @@ def test_loops_in_a_row_update_one_buffer_that_starts_as_zeros():
     assert peak(program(ops, [4])) == 2 * MB
 
 
-def test_results_of_a_loop_that_the_step_does_not_return_count():
-    p = program([op(Fusion.KERNEL, [0], 1, 2), op(Fusion.KERNEL, [2], 3)], [1, 3])
-    assert no_remat(fused(p).graph).peak_bytes == MB
-
-
 def test_products_compute_their_elementwise_operands_where_compilers_do_so():
     product = dataclasses.replace(op(Fusion.KERNEL, [2], 3), name="dot_general")
     last = dataclasses.replace(product, operands=(2, 4), results=(5,))
@@ -283,3 +278,49 @@ def test_loops_update_what_starts_as_a_constant_in_its_memory():
     (product,) = [i for i, op in enumerate(p.ops) if op.name == "dot_general"]
     deps = next(node.deps for node in f.graph.nodes if node.id == product)
     assert {node.id for node in buffers} & f.once <= set(deps)
+
+
+def with_loop_of_two_results(**more):
+    """Return a program whose loop has a small result that is read last, and a large one that is not."""
+    return program(
+        [
+            op(Fusion.KERNEL, [0], 1, 2, **more),
+            op(Fusion.KERNEL, [2], 3),
+            op(Fusion.KERNEL, [3], 4),
+            op(Fusion.KERNEL, [1, 4], 5),
+        ],
+        [5],
+        sizes={2: 8 * MB},
+    )
+
+
+def test_results_of_one_loop_are_freed_one_by_one():
+    p = with_loop_of_two_results()
+    together, apart = (no_remat(fused(p, apart=a).graph) for a in (False, True))
+    assert together.peak_bytes == 11 * MB
+    assert apart.peak_bytes == 10 * MB
+
+
+def test_results_of_one_loop_are_there_at_once_beside_its_workspace_and_operands():
+    p = with_loop_of_two_results(workspace_bytes=4 * MB)
+    assert no_remat(fused(p, apart=True).graph).peak_bytes == 13 * MB
+
+
+def test_results_that_nothing_reads_are_freed_with_the_workspace():
+    p = program(
+        [op(Fusion.KERNEL, [0], 1, 2), op(Fusion.KERNEL, [1], 3), op(Fusion.KERNEL, [1, 3], 4)],
+        [4],
+        sizes={2: 2 * MB},
+    )
+    assert no_remat(fused(p, apart=True).graph).peak_bytes == 3 * MB
+
+
+def test_other_results_of_a_loop_count_beside_one_that_is_an_output():
+    p = program([op(Fusion.KERNEL, [0], 1, 2), op(Fusion.KERNEL, [1], 3)], [2, 3])
+    assert no_remat(fused(p).graph).peak_bytes == MB
+    assert no_remat(fused(p, apart=True).graph).peak_bytes == MB
+
+
+def test_kernels_read_only_the_results_of_a_loop_that_they_use():
+    f = fused(with_loop_of_two_results())
+    assert f.seconds[3] == 3 * MB  # reads two values of a MB, writes one

@@ -299,6 +299,7 @@ class Level:
             lambda _: True,
             duplicates=variant != WRITTEN,
             into_products=variant == INLINED,
+            apart=True,
         )
 
 
@@ -335,7 +336,7 @@ def _loops(model: StepModel, source: _jax.Jaxpr) -> _Loops:
     )
     options_of = _within_host_memory(found, model.host_limit)
     program = model.program_of(source)
-    graph = fuse(program, price, lambda _: True).graph
+    graph = fuse(program, price, lambda _: True, apart=True).graph
     peak = no_remat(graph).peak_bytes
     inside = bodies(
         source, price, model.solver, peak, model.slowdown, into_products=model.into_products

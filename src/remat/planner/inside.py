@@ -229,6 +229,7 @@ def _of_body(
         costing.price,
         lambda _: True,
         duplicates=costing.into_products,
+        apart=True,
         into_products=costing.into_products,
     )
     peak = no_remat(fused.graph).peak_bytes

@@ -84,15 +84,21 @@ def decisions_of(
     seen: set[int] = set()
     bursts: list[Burst] = []
     burst: list[int] = []
+    begun: set[int] = set()  # operations of which one node was computed
+    now: dict[int, int] = {}  # the node for which the burst computes an operation
     for kind, node in steps:
-        if kind != "compute" or node >= len(program.ops):
+        if kind != "compute" or (node >= len(program.ops) and node not in members):
             continue
         here = sorted(members.get(node, {node}))
         if node in seen:
-            burst += here
+            # All results of an operation are there when it runs for one of them.
+            burst += [i for i in here if now.setdefault(i, node) == node]
             continue
         seen.add(node)
-        if burst:
+        is_begun = not begun.isdisjoint(here)
+        begun.update(here)
+        if burst and not is_begun:
+            now = {}
             bursts.append(Burst(here[0], tuple(burst)))
             burst = []
     if not bursts:

@@ -309,8 +309,8 @@ def _body_work(
     writer.write(jaxpr, "")
     program = without_dead(writer.program(jaxpr.outvars))
     # A kernel takes a second.
-    graph = fuse(program, lambda *_: 1.0, lambda _: False, into_products=into_products).graph
-    return _Work(no_remat(graph).peak_bytes, int(graph.time))
+    fused = fuse(program, lambda *_: 1.0, lambda _: False, into_products=into_products, apart=True)
+    return _Work(no_remat(fused.graph).peak_bytes, int(sum(fused.seconds.values())))
 
 
 def _dtype(eqn: _jax.JaxprEqn) -> str:

@@ -18,15 +18,18 @@ and no bandwidth. The model follows XLA's fusion passes:
 
 The result is a `Graph` whose nodes are the written values; solvers schedule it.
 
-Known limits: the sizes of kernels are not limited, layouts are not modelled, and a node of several
-results (a loop) is freed as a whole.
+Several results of one kernel (of a loop) are one node, or with `apart` one node for all results that the
+same kernels read. Each of these takes the kernel's whole time, for it is run again for any of them.
+
+Known limits: the sizes of kernels are not limited, layouts are not modelled, and recomputing several nodes
+of one kernel at once is priced as if it ran for each of them.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from remat.ir.operations import FUSIBLE, Fusion
 from remat.program.program import Op, Program
@@ -48,7 +51,8 @@ class Fused:
       ops: for each node its operations, in order; cheap ones that several nodes share are in each.
       once: nodes that must not be recomputed.
       seconds: for each node the time of one computation.
-      holds: for each written value the node that holds it.
+      holds: for each written value the node that holds it. Of several nodes of one operation the first
+        has its number, and the others have numbers above those of all operations.
       reused_bytes: bytes of outputs whose buffers hold other values first; part of the graph's peak.
     """
 
@@ -68,6 +72,7 @@ def fuse(
     *,
     duplicates: bool = True,
     into_products: bool = False,
+    apart: bool = False,
 ) -> Fused:
     """Return the graph of the values that a program's kernels write.
 
@@ -82,8 +87,9 @@ def fuse(
         such values are written.
       into_products: whether a matrix product or a convolution computes the elementwise values that it
         reads, costly ones, too. Compilers for TPUs do so.
+      apart: whether results of one operation that different kernels read are nodes of their own.
     """
-    return _Fusion(program, price, may_repeat, duplicates, into_products).result(reuses)
+    return _Fusion(program, price, may_repeat, duplicates, into_products).result(reuses, apart)
 
 
 def seconds_of_kernels(op: Op, flops: float, moved: float, price: Price) -> float:
@@ -228,7 +234,7 @@ class _Fusion:
         return self.size[source] if source >= 0 else 0  # inputs are always in memory
 
     def _reads(self) -> dict[int, tuple[list[int], list[int]]]:
-        """Return for each kernel the kernels it reads from, and the operations fused into it."""
+        """Return for each kernel the values it reads, and the operations fused into it."""
         through: list[tuple[frozenset[int], frozenset[int]]] = []
         reads = {}
         for i, op in enumerate(self.program.ops):
@@ -239,7 +245,7 @@ class _Fusion:
                 if j is None:
                     continue
                 if self.written[j]:
-                    roots.update((j, self.buffer.get(v, j)))
+                    roots.add(v)
                 else:
                     roots |= through[j][0]
                     inside |= through[j][1]
@@ -250,74 +256,137 @@ class _Fusion:
                 through.append((frozenset(roots), frozenset(inside)))
         return reads
 
-    def result(self, reuses: Callable[[int], bool]) -> Fused:
+    def _sources(self, values: Iterable[int]) -> set[int]:
+        """Return the operations whose results or memory these values are."""
+        return {i for v in values for i in (self.producer[v], self.buffer.get(v)) if i is not None}
+
+    def result(self, reuses: Callable[[int], bool], apart: bool) -> Fused:
         ops = self.program.ops
-        nodes = {i: _Group([i], set(deps)) for i, (deps, _) in self.reads.items()}
+        nodes = {i: _Group([i], self._sources(values)) for i, (values, _) in self.reads.items()}
         into = _merge(self, nodes)
         seconds: dict[int, float] = {}
         members: dict[int, tuple[int, ...]] = {}
         graph_nodes: list[Node] = []
         once: set[int] = set()
         reused = 0
+        parts = self._parts(nodes) if apart else {}
+        holds = {v: into.get(i, i) for i in self.reads for v in ops[i].results}
+        holds.update((v, part.id) for of in parts.values() for part in of for v in part.values)
+        made_memory = {into.get(i, i) for i in self.buffer.values()}
+        ends: list[int] = []
         for i in sorted(nodes):
             group = nodes[i]
             seconds[i] = sum(self._seconds(member) for member in group.members)
             members[i] = tuple(
                 dict.fromkeys(x for member in group.members for x in self.reads[member][1])
             )
-            if not all(ops[x].repeatable and self.may_repeat(ops[x]) for x in group.members):
-                once.add(i)
-            n_bytes = self.size[i] - self._in_place(i)
-            in_outputs = self._in_outputs(i)
-            if in_outputs and reuses(in_outputs):
-                reused += in_outputs
-            else:
-                n_bytes -= in_outputs
-            name = ops[i].label or ops[i].path or ops[i].name
-            place = ops[i].place
-            graph_nodes.append(
-                Node(
-                    i,
-                    time=seconds[i],
-                    bytes=n_bytes,
-                    deps=tuple(sorted(group.deps)),
-                    name=name,
-                    backward=place is not None and place.is_backward,
-                )
+            is_once = i in made_memory or not all(
+                ops[x].repeatable and self.may_repeat(ops[x]) for x in group.members
             )
             workspace = max(ops[member].workspace_bytes for member in group.members)
+            whole = _Part(i, ops[i].results, self.size[i] - self._in_place(i), self.is_output[i])
+            deps = group.deps
+            if parts:
+                values = (v for member in group.members for v in self.reads[member][0])
+                deps = {holds[v] for v in values} | (made_memory & deps)
+                deps.discard(i)
+            of_node = parts.get(i, (whole,))
+            # What nothing reads is there while the kernel runs.
+            workspace += whole.bytes - sum(part.bytes for part in of_node)
+            name = ops[i].label or ops[i].path or ops[i].name
+            place = ops[i].place
             if workspace:
                 # Workspace is modelled as a value that only this operation reads.
-                work = Node(len(ops) + 1 + i, 0.0, workspace, (), f"workspace of {name}")
-                last = graph_nodes.pop()
-                graph_nodes += [work, dataclasses.replace(last, deps=(*last.deps, work.id))]
-        ends = tuple(i for i in sorted(nodes) if self.is_output[i])
-        graph_nodes.append(Node(len(ops), 0.0, 0, ends, "results"))
+                work = len(ops) + 1 + i
+                graph_nodes.append(Node(work, 0.0, workspace, (), f"workspace of {name}"))
+                deps = {*deps, work}
+            for part in of_node:
+                n_bytes = part.bytes
+                in_outputs = self._in_outputs(part.values)
+                if in_outputs and reuses(in_outputs):
+                    reused += in_outputs
+                else:
+                    n_bytes -= in_outputs
+                if part.is_output:
+                    ends.append(part.id)
+                if is_once:
+                    once.add(part.id)
+                graph_nodes.append(
+                    Node(
+                        part.id,
+                        time=seconds[i],
+                        bytes=n_bytes,
+                        deps=tuple(sorted(deps)),
+                        name=name,
+                        backward=place is not None and place.is_backward,
+                    )
+                )
+        graph_nodes.append(Node(len(ops), 0.0, 0, tuple(ends), "results"))
         once.add(len(ops))
-        once.update(into.get(i, i) for i in self.buffer.values())
-        holds = {v: into.get(i, i) for i in self.reads for v in ops[i].results}
-        graph = Graph(tuple(graph_nodes))
-        return Fused(graph, members, frozenset(once), seconds, holds, reused)
+        return Fused(Graph(tuple(graph_nodes)), members, frozenset(once), seconds, holds, reused)
+
+    def _parts(self, nodes: dict[int, _Group]) -> dict[int, tuple[_Part, ...]]:
+        """Return the parts of nodes whose results different nodes read, the one with the node's number last.
+
+        All parts are there when the kernel ends, so they follow one another.
+        """
+        ops, sizes = self.program.ops, self.program.bytes
+        readers: dict[int, set[int]] = {}
+        for i, group in nodes.items():
+            for member in group.members:
+                for v in self.reads[member][0]:
+                    readers.setdefault(v, set()).add(i)
+        found: dict[int, tuple[_Part, ...]] = {}
+        number = 2 * (len(ops) + 1)
+        for i in sorted(nodes):
+            if len(ops[i].results) == 1 or len(nodes[i].members) > 1:
+                continue
+            alike: dict[tuple[bool, frozenset[int]], list[int]] = {}
+            for v in ops[i].results:
+                is_output = v in self.output_values
+                by = frozenset() if is_output else frozenset(readers.get(v, ()))
+                if by or is_output:
+                    alike.setdefault((is_output, by), []).append(v)
+            of = [
+                _Part(0, values, sum(sizes[v] for v in values if v not in self.buffer), is_output)
+                for (is_output, _), values in alike.items()
+            ]
+            of.sort(key=lambda part: part.bytes)
+            found[i] = tuple(
+                dataclasses.replace(part, id=i if part is of[-1] else number + k)
+                for k, part in enumerate(of)
+            )
+            number += len(of)
+        return found
 
     def _in_place(self, i: int) -> int:
         """Return the bytes of a loop's results that are in the memory of what they start as."""
         return sum(self.program.bytes[v] for v in self.program.ops[i].results if v in self.buffer)
 
-    def _in_outputs(self, i: int) -> int:
+    def _in_outputs(self, values: Iterable[int]) -> int:
         """Return the bytes of a kernel's results that are in outputs' memory, which it writes first."""
-        results = self.program.ops[i].results
-        first = (v for v in results if v in self.output_values and v not in self.buffer)
+        first = (v for v in values if v in self.output_values and v not in self.buffer)
         return sum(self.program.bytes[v] for v in first)
 
     def _seconds(self, i: int) -> float:
         """Return the seconds of one kernel from what it reads, computes and writes."""
         ops, sizes = self.program.ops, self.program.bytes
         roots, inside = self.reads[i]
-        moved = self.size[i] + sum(self.size[j] for j in roots) + ops[i].extra_bytes
+        moved = self.size[i] + sum(sizes[v] for v in roots) + ops[i].extra_bytes
         for x in inside:
             moved += sum(sizes[v] for v in ops[x].operands if v in self.program.inputs)
         flops = sum(ops[x].flops for x in inside)
         return seconds_of_kernels(ops[i], flops, moved, self.price)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Results of one operation that are one node, and whether they are outputs."""
+
+    id: int
+    values: Sequence[int]
+    bytes: int
+    is_output: bool
 
 
 @dataclasses.dataclass

@@ -20,7 +20,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from remat import _jax
 from remat.ir import jaxprs
@@ -77,9 +77,9 @@ _MIN_MIXED_LENGTH = 4
 # Share of a loop's largest option: by how much neighbouring mixtures of two options differ. A larger share
 # leaves fewer options.
 _MIXTURE_STEP, _MIN_SPLITS = 0.025, 4
-# Choices for inner pairs that are combined with the cuts of the outer pair: at one price, and others. More
-# of them find more.
-_MAX_INNER_CHOICES, _MAX_OTHER_CHOICES = 8, 4
+# Choices for inner pairs that are combined with the cuts of the outer pair: at one price, and others where
+# bytes differ most between these. More of them find more.
+_MAX_INNER_CHOICES, _MAX_OTHER_CHOICES = 8, 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -407,6 +407,10 @@ def _free_shards(scope: _Scope, shards: Shards, place: int) -> list[_jax.Var]:
 # Options of one pair
 
 
+#: Options of the pairs inside, by their ids.
+_Choice: TypeAlias = tuple[tuple[str, ScanOption], ...]
+
+
 class _Cost(NamedTuple):
     seconds: float
     flops: float
@@ -450,7 +454,7 @@ class _Options:
         options = [option for option, _ in found]
         return thinned(undominated([*options, *_mixtures(found), written])), written
 
-    def _choices_inside(self) -> list[tuple[tuple[str, ScanOption], ...]]:
+    def _choices_inside(self) -> list[_Choice]:
         """Return options of the pairs inside: at one price for all of them, and some between these."""
         options = {pair.id: pair.options for pair in self.inner}
         values = sorted({p for of in options.values() for p in prices(of)})
@@ -463,7 +467,29 @@ class _Options:
             for chosen in settings_of(options)
             if (choice := tuple(chosen.items())) not in found
         ]
-        return [*found, *_thinned_evenly(others, _MAX_OTHER_CHOICES)]
+        return [*found, *_in_gaps(list(found), others)]
+
+
+def _in_gaps(found: Sequence[_Choice], others: Sequence[_Choice]) -> list[_Choice]:
+    """Return some of the other choices, each in the widest gap between the bytes of those found."""
+    sizes = [sum(option.bytes for _, option in choice) for choice in found]
+    left = [(sum(option.bytes for _, option in choice), choice) for choice in others]
+    chosen: list[_Choice] = []
+    while len(chosen) < _MAX_OTHER_CHOICES:
+        gaps = [
+            (few / max(1, many), few, many)
+            for few, many in itertools.pairwise(sorted(sizes))
+            if few < _GAP_RATIO * many and any(few < size < many for size, _ in left)
+        ]
+        if not gaps:
+            break
+        _, few, many = min(gaps)
+        middle = math.sqrt(max(1, few) * many)
+        between = [(size, choice) for size, choice in left if few < size < many]
+        size, choice = min(between, key=lambda b: abs(math.log(b[0] / middle)))
+        sizes.append(size)
+        chosen.append(choice)
+    return chosen
 
 
 def _thinned_evenly(items: Sequence[Any], n: int) -> Sequence[Any]:
@@ -599,6 +625,9 @@ class _OptionsOfCuts:
                 *(partial_group_counts(n_most) if length >= _MIN_SPLIT_LENGTH else ()),
             ]
             for n_groups in counts:
+                # Compilers inline a loop over one group, and start its recomputation at once.
+                if n_groups == 1:
+                    continue
                 n_grouped = n_groups * group
                 cost = _Cost(
                     n_grouped * repeated.seconds + length * each.seconds,
