@@ -139,6 +139,12 @@ def test_a_body_is_repeatable_if_all_of_its_equations_are():
     assert not is_repeatable(equation(drawing, X))
 
 
+def test_halves_of_a_communication_are_not_computed_again():
+    assert operation("all_gather").is_repeatable
+    for name in ("all_gather_start", "all_gather_done", "psum_done", "ppermute_start"):
+        assert operation(name).is_collective and not operation(name).is_repeatable
+
+
 def test_collectives_are_known_by_their_row():
     mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec()

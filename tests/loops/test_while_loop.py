@@ -413,9 +413,9 @@ def test_peak_memory_of_a_while_loop_depends_on_checkpoints_only() -> None:
     assert 39 * 4 * x.size <= many - few <= 41 * 4 * x.size
 
 
-@pytest.mark.parametrize("sines", [1, 4])
-def test_temporaries_of_a_while_loop_are_within_its_budget(sines: int) -> None:
-    x, budget = jnp.ones(20_000), 30 * 80_000
+@pytest.mark.parametrize("sines, states", [(1, 30), (4, 30), (1, 5.2)])
+def test_temporaries_of_a_while_loop_are_within_its_budget(sines: int, states: float) -> None:
+    x, budget = jnp.ones(20_000), int(states * 80_000)
 
     def step(state: Any) -> Any:
         y = state[1]
@@ -429,6 +429,18 @@ def test_temporaries_of_a_while_loop_are_within_its_budget(sines: int) -> None:
 
     found = jax.jit(jax.grad(loss)).lower(x, 10**6).compile().memory_analysis()
     assert 0.9 * budget <= found.temp_size_in_bytes <= 1.05 * budget
+    # One state less than the smallest loop needs: it does not pretend to fit.
+    with pytest.raises(BudgetError, match="four times a state"):
+        while_loop(lambda y: y.sum() < 0, jnp.sin, x, budget=4 * 80_000)
+
+
+def test_a_loop_over_nothing_has_a_gradient() -> None:
+    def loss(x: Any) -> Any:
+        return while_loop(lambda y: y.sum() < 0, jnp.sin, x).sum()
+
+    assert jax.grad(loss)(jnp.zeros((0,))).shape == (0,)
+    with jax.enable_x64(True):
+        assert jax.grad(loss)(jnp.zeros((0,), "float64")).shape == (0,)
 
 
 def test_exceeding_max_steps_is_an_error_outside_and_inside_of_jit() -> None:

@@ -368,6 +368,12 @@ def test_loops_that_keep_values_on_the_host_change_no_bit():
         assert 0 < option.transfer_seconds <= option.seconds
 
 
+def test_options_that_keep_nothing_on_the_host_stay_beside_those_that_do():
+    jaxpr, _, pair, _ = with_copies()
+    (plain,) = pairs(jaxpr, price)
+    assert set(plain.options) <= set(pair.options)
+
+
 def test_copies_are_cheap_as_long_as_computation_hides_them():
     jaxpr, _, _, found = with_copies()
     (slow,) = pairs(jaxpr, price, transfer=lambda n: 1e-3 * n)
@@ -667,7 +673,7 @@ def test_options_inside_are_tried_in_the_gaps_between_those_at_one_price():
     of_inner = sorted({option.bytes for pair in pair.options for _, option in pair.inner})
     assert len(of_inner) > 8
     ratios = [few / many for few, many in itertools.pairwise(of_inner) if few]
-    assert min(ratios) > 0.5
+    assert min(ratios) > 0.4
 
 
 @pytest.mark.parametrize("length", [7, 20])

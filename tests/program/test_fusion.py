@@ -6,9 +6,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from remat.ir.operations import Fusion
-from remat.program.from_jaxpr import program_of_jaxpr
+from remat.program.from_jaxpr import automatic_shards, program_of_jaxpr
 from remat.program.fusion import fuse
 from remat.program.program import Op, Place, Program, without_dead
 from remat.solvers.simulate import no_remat
@@ -324,3 +325,38 @@ def test_other_results_of_a_loop_count_beside_one_that_is_an_output():
 def test_kernels_read_only_the_results_of_a_loop_that_they_use():
     f = fused(with_loop_of_two_results())
     assert f.seconds[3] == 3 * MB  # reads two values of a MB, writes one
+
+
+def test_operations_whose_results_nothing_reads_stay_in_the_graph():
+    p = program(
+        [
+            op(Fusion.KERNEL, [0], 1),
+            op(Fusion.KERNEL, [1], repeatable=False),  # a callback
+            op(Fusion.KERNEL, [1], 2, 3, repeatable=False),  # a loop that is run for its effects
+            op(Fusion.KERNEL, [1], 4),
+        ],
+        [4],
+    )
+    assert {0, 1, 2, 3} <= {node.id for node in fused(p, apart=True).graph.nodes}
+
+
+def test_values_in_a_partly_manual_shard_map_are_divided_by_the_other_axes():
+    mesh = jax.make_mesh((2, 4), ("pipe", "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def step(x):
+        inner = jax.shard_map(
+            lambda y: jnp.sin(y @ y.T),
+            mesh=mesh,
+            axis_names={"pipe"},
+            in_specs=P("pipe"),
+            out_specs=P("pipe"),
+        )
+        return inner(x)
+
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    jaxpr = jax.make_jaxpr(step)(x).jaxpr
+    (eqn,) = jaxpr.eqns
+    assert automatic_shards(eqn, 8) == 4
+    assert automatic_shards(eqn, 1) == 1
+    whole, divided = (program_of_jaxpr(jaxpr, [shards]) for shards in (2, 8))
+    assert [4 * n for n in divided.bytes[1:]] == list(whole.bytes[1:])

@@ -170,7 +170,7 @@ def _numbered_modules(saved: list[Value], *, at_least: float) -> str:
     paths: dict[str, dict[str, int]] = {}
     for value in saved:
         parts = value.path.split("/")
-        numbered = next((i for i, part in enumerate(parts) if re.search(r"\d", part)), None)
+        numbered = next((i for i, part in enumerate(parts) if re.search(r"\d\]?$", part)), None)
         if numbered is not None:
             path = "/".join(parts[: numbered + 1])
             of_paths = paths.setdefault(without_numbers(path), {})

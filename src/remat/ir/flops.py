@@ -160,11 +160,15 @@ def link_bytes(eqn: _jax.JaxprEqn) -> int:
         return 0
     read, written = (sum(_n_bytes(v.aval) for v in vs) for vs in (eqn.invars, eqn.outvars))
     name = eqn.primitive.name
+    if name.endswith("_done") or name in _LOCAL:
+        return 0
     is_all_reduce = name.startswith(_ALL_REDUCES) and not name.startswith("psum_scatter")
     return 2 * written if is_all_reduce else max(read, written)
 
 
 _ALL_REDUCES = ("psum", "pmax", "pmin", "unreduced_p")
+# They change how arrays are described and send nothing.
+_LOCAL = frozenset(("global_array_to_host_local_array", "host_local_array_to_global_array"))
 
 
 def _n_bytes(aval: Aval) -> int:

@@ -273,10 +273,17 @@ _rows(
     psum psum2 psum_invariant pmax pmin ppermute pbroadcast pgather all_to_all
     ragged_all_to_all all_gather all_gather_invariant all_gather_reduced reduce_scatter psum_scatter
     unreduced_psum unreduced_pmax unreduced_pmin unreduced_reduce_scatter pbroadcast_dynamic
+    global_array_to_host_local_array host_local_array_to_global_array
+    """,
+)
+# Halves of one communication: the second takes what the first began.
+_rows(
+    dataclasses.replace(_COLLECTIVE, is_repeatable=False),
+    """
     all_gather_start all_gather_done all_gather_reduced_start all_to_all_start all_to_all_done
     pbroadcast_start pbroadcast_done ppermute_start ppermute_done psum_start psum_done
     psum_invariant_start reduce_scatter_start reduce_scatter_done unreduced_psum_start
-    unreduced_reduce_scatter_start global_array_to_host_local_array host_local_array_to_global_array
+    unreduced_reduce_scatter_start
     """,
 )
 _rows(dataclasses.replace(_COLLECTIVE, is_repeatable=False), "psend precv")

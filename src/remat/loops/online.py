@@ -90,7 +90,9 @@ def plan_with(loop: Loop, halves: Halves) -> Plan | None:
         return None
     longest = INT32_MAX if loop.max_steps is None else min(max(loop.max_steps, 1), INT32_MAX)
     if not where.residual_bytes:
-        return Plan((int(loop.most_steps),), halves, where)
+        # Rows are counted in 32 bits. An empty residual takes a row all the same.
+        plan = Plan((min(int(loop.most_steps), INT32_MAX),), halves, where)
+        return plan if max(plan.sizes, default=0) <= INT32_MAX else None
     memory = max(0, loop.slots * where.state_bytes + loop.memory)
     most = min(memory // where.state_bytes if where.state_bytes else _MOST_SLOTS, _MOST_SLOTS)
     typical = min(longest, _LONGEST_TRIED, (most + 1) * (most + 2))

@@ -503,13 +503,14 @@ def slots_of_unknown_length(
         state, residual, _ = _sizes(traced, differentiated(traced), budget)
         limit = parse_bytes(budget, "budget=")
         # Beside the states: the one at hand, its cotangent, and that of the last step or run.
-        slots = max((limit - residual) // max(state, 1) - 3, 1)
-        if limit < 2 * state + residual:
+        slots = (limit - residual) // max(state, 1) - 3
+        if limit < 4 * state + residual:
             raise BudgetError(
                 f"no schedule fits {format_bytes(limit)}; the smallest keeps "
-                f"{format_bytes(2 * state + residual)}: two states of {format_bytes(state)} and "
-                f"one step's residuals of {format_bytes(residual)}. Raise budget=, or save less "
-                f"in a step with policy=."
+                f"{format_bytes(4 * state + residual)}: four times a state of {format_bytes(state)} (the "
+                f"kept one, that of the last run, the one at hand and its cotangent) and one step's "
+                f"residuals of {format_bytes(residual)}. Raise budget=, or save less in a step with "
+                f"policy=."
             )
         # With more slots, no loop that ends in practice would recompute less.
         return min(slots, 100_000)

@@ -45,7 +45,7 @@ from remat.planner.inside import (
 )
 from remat.planner.rewrite import decisions_of
 from remat.planner.search import Proposal
-from remat.planner.tradeoffs import fastest, settings_of
+from remat.planner.tradeoffs import fastest, settings_of, undominated
 from remat.planner.whole_step import LoopDecisions, StepDecisions, with_loops
 from remat.program.from_jaxpr import Slowdown, no_slowdown
 from remat.program.fusion import Fused, Price, fuse
@@ -371,7 +371,7 @@ def _within_host_memory(
     most = {pair.id: max(option.host_bytes for option in pair.options) for pair in pairs}
     scale = 1.0 if limit is None else min(1.0, limit / max(1, sum(most.values())))
     return {
-        pair.id: [o for o in pair.options if o.host_bytes <= scale * most[pair.id]]
+        pair.id: undominated(o for o in pair.options if o.host_bytes <= scale * most[pair.id])
         for pair in pairs
     }
 

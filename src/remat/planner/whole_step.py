@@ -11,12 +11,11 @@ from __future__ import annotations
 import dataclasses
 
 from remat import _jax
-from remat.ir import jaxprs
 from remat.planner import scan_pairs
 from remat.planner.inside import with_bodies
 from remat.planner.rewrite import Decisions, rewritten
 from remat.transform.primitive import region_equation
-from remat.transform.separate import needs_separation
+from remat.transform.separate import alone, needs_separation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +72,9 @@ def _separated(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     """Return a step whose operations with index arrays are regions, which XLA for CPU does not mix."""
 
     def region(eqn: _jax.JaxprEqn) -> _jax.JaxprEqn:
-        operands = [v for v in eqn.invars if _jax.is_var(v)]
-        results = [jaxprs.fresh(v) for v in eqn.outvars]
-        body = _jax.jaxpr_of(operands, results, [eqn.replace(outvars=results)], jaxpr)
+        body = alone(eqn, jaxpr)
         options = {"like": eqn, "differentiated": True, "prevent_cse": False}
-        return region_equation(operands, eqn.outvars, body, **options)
+        return region_equation(body.invars, eqn.outvars, body, **options)
 
     eqns = [region(eqn) if needs_separation(eqn) else eqn for eqn in jaxpr.eqns]
     return _jax.rebuild(jaxpr, eqns=eqns)

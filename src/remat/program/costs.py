@@ -98,8 +98,11 @@ class Roofline:
         if not sent:
             return 1.0
         local_s = self.seconds(flops_of(eqn), bytes_moved(eqn), dtype_of(eqn))
-        link_s = sent / self.device.link_bytes_per_s + self.device.launch_s
-        return max(1.0, link_s / local_s) if local_s else 1.0
+        return max(1.0, self.link_seconds(sent) / local_s) if local_s else 1.0
+
+    def link_seconds(self, n_bytes: float) -> float:
+        """Return the time in which a device sends these bytes to other devices."""
+        return n_bytes / self.device.link_bytes_per_s + self.device.launch_s
 
     def seconds(self, flops: float, bytes_moved: float, dtype: str = "float32") -> float:
         """Return the time of one kernel.
@@ -129,7 +132,9 @@ class Roofline:
         return float(through_bodies(eqn, self._of_one))
 
     def _of_one(self, eqn: _jax.JaxprEqn) -> float:
-        return self.seconds(flops_of(eqn), bytes_moved(eqn), dtype_of(eqn))
+        local_s = self.seconds(flops_of(eqn), bytes_moved(eqn), dtype_of(eqn))
+        sent = link_bytes(eqn)
+        return max(local_s, self.link_seconds(sent)) if sent else local_s
 
 
 def slowdowns(costs: Costs) -> Callable[[_jax.JaxprEqn], float]:

@@ -137,15 +137,16 @@ class ProgramWriter:
         is_local = eqn.primitive.name == "shard_map"
         around = self.most_shards
         if is_local:
-            self.most_shards = 1
+            self.most_shards = automatic_shards(eqn, around)
         for v, operand in zip(body.invars, operands):
             if operand is None:
                 self.inputs.add(self.new_value(v, 1))
             elif is_local:
-                # Types in a shard_map are those of one device.
+                # Types in a shard_map are divided by the manual axes already.
+                shards = automatic_shards(eqn, self.shards[operand])
                 self.ids[v] = operand
-                self.bytes[operand] = n_bytes(v.aval)
-                self.shards[operand] = 1
+                self.bytes[operand] = -(-n_bytes(v.aval) // shards)
+                self.shards[operand] = shards
             else:
                 self.ids[v] = operand
         for v in body.constvars:
@@ -167,9 +168,11 @@ class ProgramWriter:
         arrays = [v for v in operands if self.bytes[v] > _MOST_BYTES_OF_A_NUMBER]
         shards = max((self.shards[v] for v in arrays), default=self.most_shards)
         shards = _constrained_shards(eqn) or shards
-        of_results = _shards_of_map(eqn) or [result_shards(v, shards) for v in eqn.outvars]
         if eqn.primitive.name == "shard_map":
-            shards = 1  # types in its body are those of one device
+            shards = automatic_shards(eqn, shards)
+            of_results = [shards * n for n in _manual_shards_of_results(eqn)]
+        else:
+            of_results = [result_shards(v, shards) for v in eqn.outvars]
         results = tuple(map(self.new_value, eqn.outvars, of_results))
         fusion = fusion_of(eqn)
         is_kernel = fusion in (Fusion.KERNEL, Fusion.REDUCE)
@@ -210,17 +213,26 @@ def result_shards(v: _jax.Var, shards: int) -> int:
     return shards if n_bytes(v.aval) >= shards else 1
 
 
-def _shards_of_map(eqn: _jax.JaxprEqn) -> list[int]:
-    """Return the shard counts of a `shard_map`'s results; an empty list for other equations."""
-    if eqn.primitive.name != "shard_map":
-        return []
+def automatic_shards(eqn: _jax.JaxprEqn, shards: int) -> int:
+    """Return the shard count inside of a `shard_map`, whose types are divided by its manual axes already.
+
+    Args:
+      eqn: the `shard_map`.
+      shards: the shard count outside.
+    """
+    sizes = dict(eqn.params["mesh"].shape)
+    manual = math.prod(sizes[axis] for axis in eqn.params["newly_manual_axes"])
+    return max(1, shards // manual)
+
+
+def _manual_shards_of_results(eqn: _jax.JaxprEqn) -> list[int]:
+    """Return into how many parts the manual axes of a `shard_map` divide each of its results."""
     sizes = dict(eqn.params["mesh"].shape)
     return [
         math.prod(
-            sizes[axis]
+            sizes.get(axis, 1)
             for axes in spec
-            if isinstance(axes, str | tuple)
-            for axis in ((axes,) if isinstance(axes, str) else axes)
+            for axis in (axes if isinstance(axes, tuple) else (axes,))
         )
         for spec in eqn.params["out_specs"]
     ]
@@ -253,8 +265,8 @@ def workspace_bytes(
     if body is not None and is_fusible(eqn):
         return 0
     bodies = [body] if body is not None else list(map(_jax.open_jaxpr, jaxprs.bodies_of(eqn)))
-    if eqn.primitive.name == "shard_map":
-        shards = None  # types in its body are those of one device
+    if eqn.primitive.name == "shard_map" and shards is not None:
+        shards = [automatic_shards(eqn, n) for n in shards]
     of_bodies = (
         body_peak_bytes(b, tuple(shards or ())[-len(b.invars) :], into_products=into_products)
         for b in bodies

@@ -51,8 +51,8 @@ class Fused:
       ops: for each node its operations, in order; cheap ones that several nodes share are in each.
       once: nodes that must not be recomputed.
       seconds: for each node the time of one computation.
-      holds: for each written value the node that holds it. Of several nodes of one operation the first
-        has its number, and the others have numbers above those of all operations.
+      holds: for each written value the node that holds it. Of several nodes of one operation the
+        largest has its number, and the others have numbers above those of all operations.
       reused_bytes: bytes of outputs whose buffers hold other values first; part of the graph's peak.
     """
 
@@ -339,7 +339,7 @@ class _Fusion:
         found: dict[int, tuple[_Part, ...]] = {}
         number = 2 * (len(ops) + 1)
         for i in sorted(nodes):
-            if len(ops[i].results) == 1 or len(nodes[i].members) > 1:
+            if len(ops[i].results) <= 1 or len(nodes[i].members) > 1:
                 continue
             alike: dict[tuple[bool, frozenset[int]], list[int]] = {}
             for v in ops[i].results:
@@ -347,6 +347,8 @@ class _Fusion:
                 by = frozenset() if is_output else frozenset(readers.get(v, ()))
                 if by or is_output:
                     alike.setdefault((is_output, by), []).append(v)
+            if not alike:
+                continue  # nothing reads its results: one node
             of = [
                 _Part(0, values, sum(sizes[v] for v in values if v not in self.buffer), is_output)
                 for (is_output, _), values in alike.items()

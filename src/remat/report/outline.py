@@ -140,11 +140,12 @@ def peak_in_words(explanation: ExplanationData, line: Timeline) -> str:
         return "There is no timeline."
     step = explanation.steps[line.peak_step]
     place = f", at {step.source}" if step.source else ""
+    kinds = _kinds_in_words(line)
+    live = f" Live there: {kinds}. The largest:" if kinds else ""
     return (
         f"The peak of {format_bytes(line.peak_bytes)} is in {place_of(explanation, line.peak_step)}"
         f"{place}: step {line.peak_step + 1:,} of {len(explanation.steps):,}, "
-        f"{format_seconds(float(line.start_s[line.peak_step]))} into the step. Live there: "
-        f"{_kinds_in_words(line)}. The largest:"
+        f"{format_seconds(float(line.start_s[line.peak_step]))} into the step.{live}"
     )
 
 

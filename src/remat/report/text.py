@@ -112,7 +112,7 @@ def broken_at_slashes(text: str, width: int) -> str:
         if any(cell_len(part) > width for part in parts):
             parts = re.split(r"(?<=/)|(?=:\d)", word)
         for part in parts:
-            if lines[-1] and cell_len(lines[-1] + part) > width:
+            if part and lines[-1] and cell_len(lines[-1] + part) > width:
                 lines.append("")
             lines[-1] += part
         words.append("\n".join(lines))

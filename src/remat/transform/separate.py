@@ -40,11 +40,16 @@ def separated(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     return _jax.rebuild(jaxpr, eqns=eqns)
 
 
-def _as_function(eqn: _jax.JaxprEqn, jaxpr: _jax.Jaxpr) -> _jax.JaxprEqn:
-    operands = [v for v in eqn.invars if _jax.is_var(v)]
+def alone(eqn: _jax.JaxprEqn, jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+    """Return an equation of a jaxpr as a jaxpr of its own, whose inputs are the equation's operands."""
+    operands = list(dict.fromkeys(v for v in eqn.invars if _jax.is_var(v)))
     results = [jaxprs.fresh(v) for v in eqn.outvars]
-    body = _jax.jaxpr_of(operands, results, [eqn.replace(outvars=results)], jaxpr)
-    return _jax.new_eqn(operands, eqn.outvars, separate_p, {"jaxpr": body}, eqn)
+    return _jax.jaxpr_of(operands, results, [eqn.replace(outvars=results)], jaxpr)
+
+
+def _as_function(eqn: _jax.JaxprEqn, jaxpr: _jax.Jaxpr) -> _jax.JaxprEqn:
+    body = alone(eqn, jaxpr)
+    return _jax.new_eqn(body.invars, eqn.outvars, separate_p, {"jaxpr": body}, eqn)
 
 
 def _lower_inline(ctx: _jax.LoweringContext, *args: Any, jaxpr: _jax.Jaxpr) -> Any:

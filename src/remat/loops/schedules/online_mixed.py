@@ -13,7 +13,8 @@ loop ends, the residuals that are still there are used, and each part is reverse
 it once more.
 
 The ratio. Let the outermost run be in phase ρ, with N = N(s, ρ−1) < n ≤ N(s, ρ), x = n − N, and let
-blocks at most double from level to level, which holds if residuals are not smaller than a state.
+blocks at most double from level to level, which holds if residuals are not smaller than a
+state and share its memory.
 
 - ρ = 1: no step is run twice.
 - ρ = 2: at most ⌈c/r⌉ evaluations more than the optimum for c bytes of a state and r of residuals. If k runs

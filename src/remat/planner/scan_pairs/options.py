@@ -55,8 +55,8 @@ from remat.program.from_jaxpr import (
     FlatWriter,
     ProgramWriter,
     Slowdown,
+    automatic_shards,
     joined,
-    n_bytes,
     no_slowdown,
     workspace_bytes,
 )
@@ -229,9 +229,10 @@ class _Scope:
         return _Scope.of(body, costing, self._shards_inside(eqn, body), known=self.known)
 
     def _shards_inside(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> list[int] | None:
-        is_local = eqn.primitive.name == "shard_map"
         operands = eqn.invars[len(eqn.invars) - len(body.invars) :]
-        sharded = [1 if is_local else self.shards_of(v) for v in operands]
+        sharded = [self.shards_of(v) for v in operands]
+        if eqn.primitive.name == "shard_map":
+            sharded = [automatic_shards(eqn, n) for n in sharded]
         # The test of a while loop takes other operands than the last ones; it has no pairs.
         return sharded if len(sharded) == len(body.invars) else None
 
@@ -451,8 +452,12 @@ class _Options:
             chosen = with_inner(self.joint, inner, f"{self.key}/")
             given.append(_OptionsOfCuts(self, chosen, inner))
         found = [(option, cuts) for cuts in given for option in cuts.options()]
-        options = [option for option, _ in found]
-        return thinned(undominated([*options, *_mixtures(found), written])), written
+        best = _best(found, written)
+        if any(option.host_bytes for option in best):
+            # Host memory may be limited, and the compiler may fail on offloading.
+            on_device = [(option, cuts) for option, cuts in found if not option.host_bytes]
+            best = list(dict.fromkeys((*best, *_best(on_device, written))))
+        return best, written
 
     def _choices_inside(self) -> list[_Choice]:
         """Return options of the pairs inside: at one price for all of them, and some between these."""
@@ -682,7 +687,7 @@ class _OptionsOfCuts:
         late = set(map(id, self.joint.late))
         read_late = {v for eqn in stacks if id(eqn) in late for v in eqn.invars if _jax.is_var(v)}
         n_between = sum(
-            n_bytes(v.aval)
+            self.scope.bytes_of(v)
             for eqn in stacks
             if id(eqn) in repeated or id(eqn) in late
             for v in eqn.outvars
@@ -690,7 +695,7 @@ class _OptionsOfCuts:
         )
         # What a branch of a backward conditional computes again has its own stacks.
         of_branches = (
-            workspace_bytes(eqn)
+            workspace_bytes(eqn, [self.scope.shards_of(v) for v in eqn.invars])
             for eqn in stacks
             if id(eqn) in late and eqn.primitive.name == "cond"
         )
@@ -744,6 +749,14 @@ class _OptionsOfCuts:
             CutProblem(tuple(sizes), tuple(times), tuple(deps), needed),
             variables,
         )
+
+
+def _best(
+    found: Sequence[tuple[ScanOption, _OptionsOfCuts]], written: ScanOption
+) -> list[ScanOption]:
+    """Return the options that are worth a choice, mixtures and the program as it is written among them."""
+    options = (option for option, _ in found)
+    return thinned(undominated([*options, *_mixtures(found), written]))
 
 
 def _mixtures(found: Sequence[tuple[ScanOption, _OptionsOfCuts]]) -> Iterator[ScanOption]:
