@@ -155,20 +155,16 @@ def link_bytes(eqn: _jax.JaxprEqn) -> int:
     A ring of n devices sends (n - 1) / n of what is gathered or scattered, and twice as much for a
     reduction to all of them (Thakur, Rabenseifner & Gropp, IJHPCA 19(1), 2005); the share counts as 1.
     """
-    row = operation(eqn.primitive.name)
-    if row is None or not row.is_collective:
+    name = eqn.primitive.name
+    row = operation(name)
+    if row is None or not row.is_collective or name.endswith("_done"):
         return 0
     read, written = (sum(_n_bytes(v.aval) for v in vs) for vs in (eqn.invars, eqn.outvars))
-    name = eqn.primitive.name
-    if name.endswith("_done") or name in _LOCAL:
-        return 0
     is_all_reduce = name.startswith(_ALL_REDUCES) and not name.startswith("psum_scatter")
     return 2 * written if is_all_reduce else max(read, written)
 
 
 _ALL_REDUCES = ("psum", "pmax", "pmin", "unreduced_p")
-# They change how arrays are described and send nothing.
-_LOCAL = frozenset(("global_array_to_host_local_array", "host_local_array_to_global_array"))
 
 
 def _n_bytes(aval: Aval) -> int:

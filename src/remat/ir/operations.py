@@ -273,8 +273,12 @@ _rows(
     psum psum2 psum_invariant pmax pmin ppermute pbroadcast pgather all_to_all
     ragged_all_to_all all_gather all_gather_invariant all_gather_reduced reduce_scatter psum_scatter
     unreduced_psum unreduced_pmax unreduced_pmin unreduced_reduce_scatter pbroadcast_dynamic
-    global_array_to_host_local_array host_local_array_to_global_array
     """,
+)
+# They describe an array otherwise and send nothing.
+_rows(
+    dataclasses.replace(_COLLECTIVE, is_collective=False),
+    "global_array_to_host_local_array host_local_array_to_global_array",
 )
 # Halves of one communication: the second takes what the first began.
 _rows(

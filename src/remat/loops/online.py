@@ -38,9 +38,8 @@ from remat.loops.schedules.online_mixed import lengths_of_phases
 
 _MOST_SLOTS = 1000  # states that are kept; more save hardly a step
 _TRIED = 16  # numbers of states that are tried; more find a schedule closer to the best one
-_LONGEST_TRIED = (
-    5000  # steps of the loops by which schedules are compared; more take longer to trace
-)
+# Steps of the loops by which schedules are compared; more take longer to trace.
+_LONGEST_TRIED = 5000
 
 
 class Plan(NamedTuple):
@@ -158,14 +157,11 @@ def sweep(loop: Loop, inputs: Inputs, plan: Plan) -> tuple[Results, Held]:
     found = lax.while_loop(lambda state: state[0], block, state)
     _, step, buffers, starts, _, top, last, old, carry = found
     # Residuals of the old block that the last one, and the state below it, wrote over.
-    taken = [
-        -((-(last.base - old.base) * rows.state) // rows.residuals)
-        for rows in plan.layout.rows
-        if rows.residuals
-    ]
     low = none
-    for more_taken in taken:
-        low = jnp.maximum(low, jnp.clip(last.kept + more_taken, 0, old.kept))
+    for rows in plan.layout.rows:
+        if rows.residuals:
+            taken = last.kept - (-(last.base - old.base) * rows.state) // rows.residuals
+            low = jnp.maximum(low, jnp.clip(taken, 0, old.kept))
     left_over = old._replace(low=low)
     return Results(carry, [], [step]), Held(buffers, starts, top, last, left_over, step)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from remat import _jax
 from remat.ir import jaxprs
-from remat.ir.equations import has_effects
+from remat.ir.equations import has_effects, is_repeatable
 from remat.ir.split.branches import branch_again, empty_value, shared_slots
 from remat.planner.scan_pairs.emission import Emitted
 from remat.planner.scan_pairs.joint import (
@@ -25,7 +25,7 @@ from remat.planner.scan_pairs.joint import (
     only_read_by,
     size_of,
 )
-from remat.planner.scan_pairs.repetitions import may_repeat, on_own_variables, without_repetitions
+from remat.planner.scan_pairs.repetitions import on_own_variables, without_repetitions
 
 _jax.exclude_from_tracebacks(__file__)
 
@@ -35,7 +35,7 @@ def branch_matches(jaxpr: _jax.Jaxpr) -> list[Match]:
 
     def residual_bytes(i: int, j: int) -> int:
         forward, backward = jaxpr.eqns[i], jaxpr.eqns[j]
-        if forward.invars[0] is not backward.invars[0] or not may_repeat(forward):
+        if forward.invars[0] is not backward.invars[0] or not is_repeatable(forward):
             return 0
         if len(forward.params["branches"]) != len(backward.params["branches"]):
             return 0

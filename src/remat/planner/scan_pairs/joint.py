@@ -29,10 +29,9 @@ from typing import Any, NamedTuple
 
 from remat import _jax
 from remat.ir import jaxprs
-from remat.ir.equations import has_derivative_rule, is_fusible, plain_call
+from remat.ir.equations import has_derivative_rule, is_fusible, is_repeatable, plain_call
 from remat.planner.scan_pairs.repetitions import (
     Around,
-    may_repeat,
     step_of,
     without_repetitions,
 )
@@ -213,7 +212,9 @@ class Joint:
         of_backward = {*self.own_consts, *self.own_carry, *self.own_xs}
         found = []
         for eqn in self.jaxpr.eqns[self.n_forward :]:
-            if not may_repeat(eqn) or any(_jax.is_var(v) and v in of_backward for v in eqn.invars):
+            if not is_repeatable(eqn) or any(
+                _jax.is_var(v) and v in of_backward for v in eqn.invars
+            ):
                 of_backward.update(eqn.outvars)
                 found.append(eqn)
         return found
@@ -448,7 +449,7 @@ def _broadcasts(eqn: _jax.JaxprEqn) -> bool:
     return (
         len(eqn.outvars) == 1
         and is_fusible(eqn)
-        and may_repeat(eqn)
+        and is_repeatable(eqn)
         and 2 * sum(size_of(v.aval) for v in eqn.invars) < size_of(eqn.outvars[0].aval)
     )
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from remat import _jax
 from remat.ir import jaxprs
-from remat.ir.equations import has_effects
+from remat.ir.equations import has_effects, is_repeatable
 from remat.ir.flops import WHILE_TRIPS
 from remat.planner.host_memory import MIN_OFFLOAD_BYTES, Copies, Transfer, cuts_with_copies
 from remat.planner.scan_pairs.branches import branch_matches, branches_of
@@ -37,7 +37,6 @@ from remat.planner.scan_pairs.joint import (
     matches,
     prepared,
 )
-from remat.planner.scan_pairs.repetitions import may_repeat
 from remat.planner.scan_pairs.rewriting import ScanOption, branch_id, pair_id, with_inner
 from remat.planner.scan_pairs.shards import Shards, shard_matches, shards_of
 from remat.planner.tradeoffs import (
@@ -526,7 +525,7 @@ class _OptionsOfCuts:
         self.place = place
         everything, _ = joint.closure(joint.results, frozenset())
         self.always = set(map(id, everything))
-        self.once = {id(eqn) for eqn in joint.known if not may_repeat(eqn)}
+        self.once = {id(eqn) for eqn in joint.known if not is_repeatable(eqn)}
 
     def cost_of(self, eqns: Iterable[_jax.JaxprEqn]) -> _Cost:
         costs = [self.cost[self.place[id(eqn)]] for eqn in eqns]

@@ -87,11 +87,6 @@ def without_repetitions(
     return merged, left
 
 
-def may_repeat(eqn: _jax.JaxprEqn) -> bool:
-    """Return whether an equation may be computed again, in another place."""
-    return is_repeatable(eqn)
-
-
 def step_of(eqn: _jax.JaxprEqn) -> _jax.Jaxpr:
     """Return a scan's body with plain calls inlined, on variables of its own."""
     return on_own_variables(_jax.open_jaxpr(eqn.params["jaxpr"]))
@@ -125,7 +120,7 @@ class _Shared:
         self._equations: dict[Any, list[_jax.JaxprEqn]] = {}
 
     def add(self, eqn: _jax.JaxprEqn) -> None:
-        if not may_repeat(eqn):
+        if not is_repeatable(eqn):
             return
         if _keeps_value(eqn):
             self.alias(eqn.outvars[0], eqn.invars[0])
@@ -138,7 +133,7 @@ class _Shared:
 
     def find(self, eqn: _jax.JaxprEqn) -> _jax.JaxprEqn | None:
         """Return an equation that computes all results of another one, if there is one."""
-        if not may_repeat(eqn):
+        if not is_repeatable(eqn):
             return None
         for other in self._equations.get(self._key(eqn), ()):
             has_all = all(
@@ -234,7 +229,7 @@ class _Both(NamedTuple):
 
 
 def _is_loop(eqn: _jax.JaxprEqn) -> bool:
-    return _jax.scan_body(eqn) is not None and may_repeat(eqn)
+    return _jax.scan_body(eqn) is not None and is_repeatable(eqn)
 
 
 def _merged(
