@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -67,3 +68,28 @@ def test_derivatives_follow_the_rule_as_in_jax(
 ) -> None:
     found = derivative(scanning(ours, checkpoints=2))(X)
     assert jnp.allclose(found, derivative(scanning(plain))(X), rtol=1e-5)
+
+
+@jax.custom_jvp
+def sin_on_host(x: Any) -> Any:
+    return jax.pure_callback(np.sin, x, x, vmap_method="expand_dims")
+
+
+@jax.custom_jvp
+def cos_on_host(x: Any) -> Any:
+    return jax.pure_callback(np.cos, x, x, vmap_method="expand_dims")
+
+
+sin_on_host.defjvp(lambda x, t: (sin_on_host(*x), cos_on_host(*x) * t[0]))
+cos_on_host.defjvp(lambda x, t: (cos_on_host(*x), -sin_on_host(*x) * t[0]))
+
+
+def test_loops_around_a_scan_that_calls_the_host_have_second_derivatives() -> None:
+    def step(x: Any) -> Any:
+        return lax.scan(lambda c, z: (sin_on_host(c) * z, None), x, jnp.arange(1.0, 3.0))[0]
+
+    def run(scan: Callable, **options: Any) -> Callable:
+        loss = lambda x: scan(lambda c, _: (step(c), None), x, length=2, **options)[0].sum()  # noqa: E731
+        return DERIVATIVES["reverse over forward"](loss)
+
+    assert jnp.allclose(run(remat.scan, checkpoints=1)(X), run(lax.scan)(X), rtol=1e-5)

@@ -68,6 +68,22 @@ def test_ragged_nests_agree_with_a_scan():
     )
 
 
+def test_layers_may_branch_on_what_varies_over_the_devices_of_shard_map():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("d")
+
+    def gradient(scan):
+        def local(x):
+            ways = lambda c, z: (lambda: jnp.sin(x) * z, lambda: c)  # noqa: E731
+            return scan(lambda c, z: jax.lax.cond(z > 1, *ways(c, z)), x, jnp.arange(4.0))
+
+        whole = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
+        return jax.jit(jax.grad(lambda x: whole(x).sum()))(jnp.ones(3))
+
+    plain = lambda f, x, zs: jax.lax.scan(lambda c, z: (f(c, z), None), x, zs)[0]  # noqa: E731
+    assert_close(gradient(lambda f, x, zs: remat_scan(f, "auto")(x, zs)), gradient(plain))
+
+
 @pytest.mark.parametrize("lengths", [(2, 2), pytest.param((4,), marks=pytest.mark.slow)])
 def test_higher_derivatives_are_those_of_a_scan(lengths):
     params, x = make_params(4, 2), jnp.ones((1, 2))

@@ -88,12 +88,22 @@ def _scan(x: Any, **options: Any) -> Any:
     return carry + ys.sum()
 
 
+def _step(i: Any, c: Any) -> Any:
+    return jnp.sin(c) + i / 4
+
+
 EXAMPLES = {
     "while_loop": lambda x: _while(x, checkpoints=2),
     "while_loop, one checkpoint": lambda x: _while(x, checkpoints=1),
     "while_loop with a limit": lambda x: _while(x, max_steps=40),
     "fori_loop": lambda x: _fori(x, checkpoints=2),
     "scan": lambda x: _scan(x, checkpoints=1),
+    "counted loop beside an uncounted one in a scan": lambda x: remat.scan(
+        lambda c, _: (_while(c) + remat.fori_loop(0, 2, _step, c, checkpoints=1), None),
+        x,
+        length=1,
+        checkpoints=1,
+    )[0],
     "scan of unmapped values": lambda x: x * _scan(jnp.ones(3), checkpoints=2),
     "remat_scan": lambda x: remat.remat_scan(lambda c, z: jnp.sin(c) * z, (2, 2))(
         x, jnp.arange(4.0)

@@ -220,13 +220,17 @@ def layout(state: Sequence[Aval], residuals: Sequence[Aval]) -> Layout:
 def _layout(state: Sequence[Aval], residuals: Sequence[Aval], keys: Sequence[Aval]) -> Layout:
     """Return a layout; a key is the type of the rows of a value, one element or all of it."""
     places: list[tuple[int, int]] = []
-    counts: dict[Aval, list[int]] = {}
+    counts: dict[tuple[Aval, int], list[int]] = {}
     for i, (t, key) in enumerate(zip((*state, *residuals), keys)):
-        count = counts.setdefault(key, [0, 0])
+        # JAX cannot batch reading a constant table at a batched index over an explicit axis of the
+        # mesh, and what shares a buffer with batched values is batched: an index shares none.
+        is_alone = _jax.has_explicit_axes() and not jnp.issubdtype(t.dtype, jnp.inexact)
+        shared = (key, i if is_alone else -1)
+        count = counts.setdefault(shared, [0, 0])
         part = 0 if i < len(state) else 1
-        places.append((list(counts).index(key), count[part]))
+        places.append((list(counts).index(shared), count[part]))
         count[part] += 1 if key.shape == t.shape else t.size
-    rows = tuple(Rows(key, *count) for key, count in counts.items())
+    rows = tuple(Rows(key, *count) for (key, _), count in counts.items())
     return Layout(rows, tuple(places[: len(state)]), tuple(places[len(state) :]))
 
 

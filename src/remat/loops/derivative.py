@@ -157,10 +157,18 @@ def _with_forward_rules(loop: Loop) -> tuple[Loop, Arrays]:
             results = _jax.call_jaxpr(loop.body, merge(values, mask, marked))
             return select(results, out_mask), results
 
-        inexact, _, results = jax.vjp(step, *select(values, mask), has_aux=True)
+        marked = select(values, mask)
+        if uses_custom_vjp(loop.body):
+            inexact, _, results = jax.vjp(step, *marked, has_aux=True)
+        else:
+            # JAX 0.10 inlines the rules of `jax.custom_jvp` in the forward pass of a scan's reverse
+            # mode, after which it has no derivative where they call the host.
+            inexact, _, results = jax.jvp(step, marked, marked, has_aux=True)
         return merge(results, out_mask, inexact)
 
     jaxpr, constants, _ = _jax.trace_call(body, *types)
+    n_results = len(_jax.out_avals(jaxpr))
+    jaxpr, _ = _jax.dce(jaxpr, [True] * n_results, keep=[True] * len(_jax.in_avals(jaxpr)))
     first, last, n_carry = loop.test_reads
     n = len(constants)
     opened = dataclasses.replace(

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from remat import _jax, units
-from remat.aliases import Array, Aval, PolicyLike, PyTree, Size
+from remat.aliases import Array, PolicyLike, PyTree, Size
 from remat.errors import ScheduleError
 from remat.loops.arguments import whole_number
 from remat.loops.nesting import LayerBytes, Nest, best_nest
@@ -310,7 +310,7 @@ def measure_layer(body: Body, carry: PyTree, x: PyTree) -> LayerBytes:
     def layer(carry: PyTree, x: PyTree) -> PyTree:
         return body(carry, x)
 
-    carry, x = jax.tree.map(_struct, (carry, x))
+    carry, x = jax.tree.map(_jax.abstractify, (carry, x))
     kept = residuals(layer, carry, x)
     # Parameters that are residuals cost nothing more: the loops read them from the stacked arrays.
     carries = [r for r in kept if r.kind == "argument" and str(r.argument).startswith("carry")]
@@ -327,11 +327,9 @@ def measure_layer(body: Body, carry: PyTree, x: PyTree) -> LayerBytes:
 
 
 def one_layer(xs: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), xs)
-
-
-def _struct(leaf: Array) -> Aval:
-    return jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype)
+    """Return the types of the parameters of one layer."""
+    leaves, tree = jax.tree.flatten(xs)
+    return jax.tree.unflatten(tree, _jax.slice_types(leaves))
 
 
 def _n_bytes(leaf: Array) -> int:
