@@ -40,6 +40,29 @@ def test_what_is_written_is_read_again(devices: int) -> None:
             assert bool(jnp.all(a == b))
 
 
+def test_empty_arrays_have_one_row_however_many_steps_are_kept(devices: int) -> None:
+    types = [jax.typeof(jnp.zeros((0, 3), F32)), jax.typeof(jnp.zeros(2, jnp.int16))]
+    where = layout(types[1:], types[:1])
+    schedule = where.schedule(10**6, 40)
+    assert schedule is not None
+    assert all(len(b) <= 1 for b in where.create(schedule) if 0 in b.shape[1:])
+
+
+def test_a_count_in_the_residuals_is_not_batched_by_what_else_is_kept(devices: int) -> None:
+    types = [jax.typeof(jnp.zeros((), jnp.int32)), jax.typeof(jnp.zeros(2, F32))]
+    where = layout(types[1:], [*types, types[0]])
+    schedule = where.schedule(4, 100)
+    assert schedule is not None
+
+    def run(x: Any, index: Any) -> Any:
+        residuals = [jnp.int32(7), x, index]
+        buffers = where.write_residuals(where.create(schedule), 0, 0, residuals)
+        return buffers[where.residuals[0][0]]
+
+    rows = jax.vmap(run, out_axes=None)(jnp.ones((3, 2)), jnp.arange(3, dtype=jnp.int32))
+    assert int(rows[0]) == 7  # `out_axes=None` takes what is not batched
+
+
 def test_values_of_different_shapes_share_bytes_on_a_single_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

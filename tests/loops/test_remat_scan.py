@@ -216,6 +216,32 @@ def test_adopt_accumulates_the_gradient_of_repeated_reads():
     assert_close(ours, jax.grad(functools.partial(loss, read=lambda w, i: w[i]))(w))
 
 
+@pytest.mark.parametrize("axes", [(0, 0), (None, 0), (0, None)])
+def test_each_lane_may_adopt_a_layer_of_its_own(axes):
+    # All lanes are mapped twice: over an index that they share, and over one of their own.
+    ws = (
+        jnp.stack([make_params(3)["w"], make_params(3)["w"] + 1])
+        if axes[0] == 0
+        else make_params(3)["w"]
+    )
+    indices = jnp.array([2, 0]) if axes[1] == 0 else jnp.int32(1)
+
+    def derivatives(read):
+        def loss(w, i, k):
+            w, one = read(w, i)
+            _, other = read(w, k)
+            return jnp.sin(one * other).sum()
+
+        def directional(w, i, k):
+            return jax.jvp(jax.grad(lambda w: loss(w, i, k)), (w,), (jnp.cos(w),))
+
+        lanes = jax.vmap(jax.vmap(directional, (None, None, 0)), (*axes, None))
+        return lanes(ws, indices, jnp.array([0, 1]))
+
+    ours = derivatives(lambda w, i: adopt(w[i], w, i))
+    assert_close(ours, derivatives(lambda w, i: (w, w[i])))
+
+
 def _adopting(w):
     handle, total = w, 0.0
     for i in (0, 2, 2):

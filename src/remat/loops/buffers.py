@@ -144,8 +144,11 @@ class Layout:
         return self.buffers(self.sizes(schedule))
 
     def buffers(self, sizes: Sequence[int]) -> Arrays:
-        """Return buffers of so many rows."""
-        return [_jax.zeros(r.row, (s,)) for s, r in zip(sizes, self.rows)]
+        """Return buffers of so many rows; one row stands for all where rows are empty arrays."""
+        return [
+            _jax.zeros(r.row, (min(s, 1) if 0 in r.row.shape else s,))
+            for s, r in zip(sizes, self.rows)
+        ]
 
     def write_state(self, buffers: Arrays, below: Array, state: Arrays) -> Arrays:
         """Return the buffers with a state on top of `below` states."""
@@ -222,9 +225,7 @@ def _layout(state: Sequence[Aval], residuals: Sequence[Aval], keys: Sequence[Ava
     places: list[tuple[int, int]] = []
     counts: dict[tuple[Aval, int], list[int]] = {}
     for i, (t, key) in enumerate(zip((*state, *residuals), keys)):
-        # JAX cannot batch reading a constant table at a batched index over an explicit axis of the
-        # mesh, and what shares a buffer with batched values is batched: an index shares none.
-        is_alone = _jax.has_explicit_axes() and not jnp.issubdtype(t.dtype, jnp.inexact)
+        is_alone = _may_be_index(t)
         shared = (key, i if is_alone else -1)
         count = counts.setdefault(shared, [0, 0])
         part = 0 if i < len(state) else 1
@@ -232,6 +233,17 @@ def _layout(state: Sequence[Aval], residuals: Sequence[Aval], keys: Sequence[Ava
         count[part] += 1 if key.shape == t.shape else t.size
     rows = tuple(Rows(key, *count) for (key, _), count in counts.items())
     return Layout(rows, tuple(places[: len(state)]), tuple(places[len(state) :]))
+
+
+def _may_be_index(t: Aval) -> bool:
+    """Return whether a value gets a buffer of its own, which `jax.vmap` batches only if it must.
+
+    What shares a buffer with batched values is batched. A batched count of steps makes a loop run all
+    lanes until the last one ends, and a batched index makes a slice a gather. JAX cannot even batch
+    reading a constant table at a batched index where the batch lies on an explicit axis of the mesh.
+    """
+    is_index = not jnp.issubdtype(t.dtype, jnp.inexact)
+    return is_index and (not t.shape or _jax.has_explicit_axes())
 
 
 def _type_of(t: Aval) -> Aval:

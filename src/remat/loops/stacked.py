@@ -23,6 +23,7 @@ tangent already contains. Its primal result is `layer`, so higher derivatives ar
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ _jax.exclude_from_tracebacks(__file__)
 
 def adopt(layer: Array, handle: Array, index: Array) -> tuple[Array, Array]:
     """Return `handle`, and `layer` with the derivative of `handle[index]`."""
-    handle, layer = adopt_p.bind(layer, handle, index, axis=0)
+    handle, layer = adopt_p.bind(layer, handle, index, axis=0, n_lanes=0)
     return handle, layer
 
 
@@ -62,17 +63,23 @@ def _put(stack: Array, layer: Array, index: Array, *, axis: int) -> Arrays:
 def _primitive(name: str, evaluate: Callable[..., Arrays]) -> _jax.Primitive:
     primitive = _jax.Primitive(name)
     primitive.multiple_results = True
-    primitive.def_impl(evaluate)
 
-    def jaxpr_of(avals: Sequence[Aval], axis: int) -> _jax.Jaxpr:
-        return _jax.open_jaxpr(jax.make_jaxpr(lambda *args: evaluate(*args, axis=axis))(*avals))
+    @primitive.def_impl
+    def in_lanes(*args: Array, axis: int, n_lanes: int) -> Arrays:
+        function: Callable[..., Arrays] = functools.partial(evaluate, axis=axis)
+        for _ in range(n_lanes):
+            function = jax.vmap(function)
+        return function(*args)
+
+    def jaxpr_of(avals: Sequence[Aval], params: dict[str, int]) -> _jax.Jaxpr:
+        return _jax.open_jaxpr(jax.make_jaxpr(lambda *args: in_lanes(*args, **params))(*avals))
 
     @primitive.def_abstract_eval
-    def _(*avals: Aval, axis: int) -> Arrays:
-        return [v.aval for v in jaxpr_of(avals, axis).outvars]
+    def _(*avals: Aval, **params: int) -> Arrays:
+        return [v.aval for v in jaxpr_of(avals, params).outvars]
 
-    def lower(ctx: _jax.LoweringContext, *args: Array, axis: int) -> Sequence[Any]:
-        return _jax.lower_inline(ctx, jaxpr_of(ctx.avals_in, axis), args)
+    def lower(ctx: _jax.LoweringContext, *args: Array, **params: int) -> Sequence[Any]:
+        return _jax.lower_inline(ctx, jaxpr_of(ctx.avals_in, params), args)
 
     _jax.register_lowering(primitive, lower)
     return primitive
@@ -99,43 +106,43 @@ def _zeros(outs: Sequence[Array]) -> Arrays:
     return [_jax.zero_tangent(out) for out in outs]
 
 
-def _adopt_jvp(primals: Sequence[Array], tangents: Sequence[Array], *, axis: int) -> Any:
+def _adopt_jvp(primals: Sequence[Array], tangents: Sequence[Array], **where: int) -> Any:
     layer, handle, index = primals
     outs = [handle, layer]
     if _is_zero(tangents[1]):
         return outs, _zeros(outs)
-    return outs, take_p.bind(tangents[1], index, axis=axis)
+    return outs, take_p.bind(tangents[1], index, **where)
 
 
-def _take_jvp(primals: Sequence[Array], tangents: Sequence[Array], *, axis: int) -> Any:
-    outs = take_p.bind(*primals, axis=axis)
+def _take_jvp(primals: Sequence[Array], tangents: Sequence[Array], **where: int) -> Any:
+    outs = take_p.bind(*primals, **where)
     if _is_zero(tangents[0]):
         return outs, _zeros(outs)
-    return outs, take_p.bind(tangents[0], primals[1], axis=axis)
+    return outs, take_p.bind(tangents[0], primals[1], **where)
 
 
-def _put_jvp(primals: Sequence[Array], tangents: Sequence[Array], *, axis: int) -> Any:
-    outs = put_p.bind(*primals, axis=axis)
+def _put_jvp(primals: Sequence[Array], tangents: Sequence[Array], **where: int) -> Any:
+    outs = put_p.bind(*primals, **where)
     stack, layer, _ = tangents
     if _is_zero(stack) and _is_zero(layer):
         return outs, _zeros(outs)
-    return outs, put_p.bind(_array(stack), _array(layer), primals[2], axis=axis)
+    return outs, put_p.bind(_array(stack), _array(layer), primals[2], **where)
 
 
-def _take_transpose(cts: Sequence[Array], stack: Array, index: Array, *, axis: int) -> Arrays:
+def _take_transpose(cts: Sequence[Array], stack: Array, index: Array, **where: int) -> Arrays:
     ct_stack, ct_layer = cts
     if _is_zero(ct_layer):
         return [ct_stack, None]
-    return [*put_p.bind(_array(ct_stack), ct_layer, index, axis=axis), None]
+    return [*put_p.bind(_array(ct_stack), ct_layer, index, **where), None]
 
 
 def _put_transpose(
-    cts: Sequence[Array], stack: Array, layer: Array, index: Array, *, axis: int
+    cts: Sequence[Array], stack: Array, layer: Array, index: Array, **where: int
 ) -> Arrays:
     (ct,) = cts
     if _is_zero(ct):
         return [None, None, None]
-    return [*take_p.bind(ct, index, axis=axis), None]
+    return [*take_p.bind(ct, index, **where), None]
 
 
 _jax.register_linear_transpose(take_p, _take_transpose)
@@ -146,18 +153,25 @@ _jax.register_jvp(put_p, _put_jvp)
 
 
 # --------------------------------------------------------------------------------------------------
-# Batching: all arrays get a leading batch axis, so the stack's axis moves back by one
+# Batching: all arrays get a leading batch axis
+#
+# Where the index is the same for the whole batch, the stack's axis moves back by one. Where it is not,
+# the batch is `n_lanes` leading axes of all operands, and the axis is that of one lane's stack.
 
 
 def _batch_in_front(primitive: _jax.Primitive) -> Callable[..., Any]:
-    def rule(axis_data: AxisData, args: Sequence[Array], dims: Sequence[Dim], *, axis: int) -> Any:
+    def rule(
+        axis_data: AxisData, args: Sequence[Array], dims: Sequence[Dim], *, axis: int, n_lanes: int
+    ) -> Any:
         if all(dim is None for dim in dims):
-            outs = primitive.bind(*args, axis=axis)
+            outs = primitive.bind(*args, axis=axis, n_lanes=n_lanes)
             return outs, [None] * len(outs)
-        *arrays, index = args
-        assert dims[-1] is None  # the index counts the loops' iterations
-        in_front = [_jax.batched(x, d, axis_data) for x, d in zip(arrays, dims)]
-        outs = primitive.bind(*in_front, index, axis=axis + 1)
+        has_lanes = n_lanes > 0 or dims[-1] is not None
+        batched = [_jax.batched(x, d, axis_data) for x, d in zip(args, dims)]
+        if has_lanes:
+            outs = primitive.bind(*batched, axis=axis, n_lanes=n_lanes + 1)
+        else:
+            outs = primitive.bind(*batched[:-1], args[-1], axis=axis + 1, n_lanes=0)
         return outs, [0] * len(outs)
 
     return rule
