@@ -31,6 +31,8 @@ _FLAGS = (
     "--xla_llvm_disable_expensive_passes=true",
 )
 os.environ.setdefault("XLA_FLAGS", " ".join(_FLAGS))
+# The threads that call the host do not see what `jax.enable_x64` sets for another thread.
+os.environ.setdefault("JAX_ENABLE_X64", "1")
 
 import jax  # noqa: E402 (the flags come first)
 

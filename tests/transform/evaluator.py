@@ -108,7 +108,9 @@ def _while(args: list[Any], params: dict[str, Any]) -> list[Any]:
 
 
 def _where(goes_on: Any, new: Any, old: Any) -> Any:
-    return np.where(goes_on.reshape(goes_on.shape + (1,) * (new.ndim - goes_on.ndim)), new, old)
+    is_key = jax.dtypes.issubdtype(new.dtype, jax.dtypes.extended)  # which NumPy has not
+    where = jax.numpy.where if is_key else np.where
+    return where(goes_on.reshape(goes_on.shape + (1,) * (new.ndim - goes_on.ndim)), new, old)
 
 
 # --------------------------------------------------------------------------------------------------
