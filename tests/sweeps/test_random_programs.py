@@ -57,6 +57,33 @@ KEPT = {
         around="vmap over the weights",
         derivative="gradient",
     ),
+    "nested loops over layers in a batched while loop": Case(
+        program=(
+            (
+                "while",
+                2,
+                (("scan", 0, (("count", 0),), 4, False, 2, "integer", ("remat_scan", 52)),),
+                0,
+                1,
+                0,
+            ),
+        ),
+        around="vmap",
+        derivative="gradient",
+    ),
+    "a loop around one that calls the host": Case(
+        program=(
+            (
+                "while",
+                3,
+                (("scan", 5, (("hosted", 4),), 0, False, 2, "key", ("lax",)),),
+                4,
+                None,
+                0,
+            ),
+        ),
+        derivative="reverse over forward",
+    ),
 }
 
 
