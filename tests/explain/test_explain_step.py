@@ -119,8 +119,8 @@ def test_what_is_no_function_is_refused():
 
 @needs_libtpu
 def test_a_step_that_does_not_fit_says_what_it_needs_and_what_there_is():
-    x = struct(2**26, 512)
-    explanation = remat.explain(deep(lambda f: f, 2), struct(8, 512, 512), x, target="tpu:v5e:1x1")
+    x = struct(2**20, 512)
+    explanation = remat.explain(deep(lambda f: f), struct(8, 512, 512), x, target="tpu:v5e:1x1")
     found = explanation.findings[0]
     assert (found.code, found.severity) == ("does_not_fit", "error")
     assert "the device has 15.8 GiB" in found.message

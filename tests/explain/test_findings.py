@@ -12,6 +12,7 @@ import pytest
 from explain_cases import DEEP_ARGS, codes, deep, finding, layer, struct
 
 import remat
+from remat.program.compiled import OutOfMemory
 from remat.units import format_bytes
 
 BARRIER_HOLDS = tuple(int(x) for x in jaxlib.__version__.split(".")[:3]) >= (0, 11, 1)
@@ -291,3 +292,72 @@ def test_the_step_by_hand_names_what_repeats():
     )
     assert next_step(modules()).endswith("Or wrap net/block_0…2 in remat.checkpoint.")
     assert next_step(deep(lambda f: f)).endswith("Or wrap the layers in remat.checkpoint.")
+
+
+def test_the_loop_named_is_one_that_stacks_values_for_the_backward_pass():
+    def prepared(weights, x):
+        # Stacks 8 times the bytes of `x`, and nothing of it is differentiated.
+        _, stacked = jax.lax.scan(lambda c, _: (c + 1, c), jax.lax.stop_gradient(x), length=8)
+        return deep(lambda f: f)(weights, x * stacked.mean(0))
+
+    def next_step(loss):
+        return finding(remat.explain(loss, *DEEP_ARGS, compile=False), "no_regions").next_step
+
+    assert next_step(prepared).endswith("Or wrap the layers in remat.checkpoint.")
+
+    def branch(weights, x):
+        def scanned():
+            return jax.lax.scan(lambda c, w: (layer(w, c), None), x, weights)[0]
+
+        return jax.lax.cond(x[0, 0] > 0, scanned, lambda: x).sum()
+
+    assert re.search(r"make the loop at \S+test_findings.py:\d+", next_step(branch))
+
+
+def test_the_wrapper_is_that_of_the_modules_that_compute_most_of_what_is_saved():
+    linen = pytest.importorskip("flax.linen")
+
+    class Block(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return jnp.tanh(linen.Dense(64, use_bias=False)(x))  # saved by the user's line
+
+    def next_step(n_layers, n_blocks):
+        def loss(weights, x):
+            for w in weights[:n_layers]:
+                x = layer(w, x)
+            for _ in range(n_blocks):
+                x = Block().apply({"params": {"Dense_0": {"kernel": weights[0]}}}, x)
+            return x.sum()
+
+        weights = [struct(64, 64)] * 8
+        explanation = remat.explain(loss, weights, DEEP_ARGS[1], compile=False)
+        return finding(explanation, "no_regions").next_step
+
+    assert next_step(8, 1).endswith("Or wrap the layers in remat.checkpoint.")
+    assert next_step(1, 8).endswith("Or wrap the layers in remat.linen.remat.")
+
+
+def test_no_budget_is_suggested_where_gradients_are_the_peak():
+    def loss(w, x):
+        return -jax.nn.log_softmax(x @ w)[:, 0].mean()  # one large layer: its gradient is the peak
+
+    explanation = remat.explain(loss, struct(16, 8192), struct(2048, 16), compile=False)
+    found = finding(explanation, "no_regions")
+    assert "A plan has little to gain" in found.next_step
+    assert "f32[2048,8192]" in found.next_step
+    assert "test_findings.py" in found.next_step
+    assert "budget=" not in found.next_step
+
+
+def test_a_step_that_does_not_fit_has_one_budget_with_the_number(monkeypatch):
+    def explained(limit_bytes):
+        refused = OutOfMemory(needed_bytes=2**34, limit_bytes=limit_bytes)
+        monkeypatch.setattr("remat.program.compiled.compile_plainly", lambda *_: refused)
+        return remat.explain(deep(lambda f: f), *DEEP_ARGS)
+
+    explanation = explained(15 * 2**30)
+    assert explanation.to_text().count("budget=") == 1
+    assert 'budget="15GiB"' in finding(explanation, "does_not_fit").next_step
+    assert finding(explanation, "no_regions").next_step.startswith("Without a plan, wrap")
+    assert "No plan makes it fit" in finding(explained(2**10), "does_not_fit").next_step

@@ -11,6 +11,7 @@ step does, not from how it is written:
     undone_by_compiler           compiled, the step needs what it needs with its regions written out
     policy_matched_nothing       no value is what a policy wants to save
     policy_name_unknown          some of a policy's names are given to nothing, others are
+    does_not_fit                 the compiler refuses the step for the device
     arguments_dominate           most of the peak are arguments and results
     scan_recomputed_at_once      a region recomputes all steps of a loop before it uses the first
     region_recomputed_at_once    a region recomputes so much at once that the peak stays
@@ -21,6 +22,7 @@ step does, not from how it is written:
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterator
 
@@ -28,17 +30,28 @@ from remat import _jax
 from remat.errors import closest
 from remat.explain import regions
 from remat.explain.account import Account
-from remat.explain.phases import PhasedProgram
+from remat.explain.phases import PhasedProgram, is_view
 from remat.explain.sources import source_of
 from remat.explain.step import TracedStep
 from remat.ir import jaxprs
+from remat.ir.equations import inline_body
 from remat.printing import with_ranges, without_numbers
+from remat.program import compiled as compiling
 from remat.program.from_jaxpr import n_bytes
 from remat.report.groups import groups
 from remat.report.model import Finding, Memory, Value
+from remat.report.outline import own_function
 from remat.report.timeline import live_at, timeline
 from remat.transform import policies
 from remat.units import format_bytes
+
+# The packages whose layers modules call, and what rematerializes such a module.
+_WRAPPERS = (
+    ("flax/linen/", "remat.linen.remat"),
+    ("flax/nnx/", "remat.nnx.remat"),
+    ("equinox/", "remat.equinox.filter_checkpoint"),
+    ("haiku/", "remat.haiku.remat"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +75,7 @@ class Facts:
       compiled: the compiler's figures, if it was asked.
       compiled_inlined: asks it for the temporaries of the step with some of its regions written out.
       plan: the plan that the step follows, if it does.
+      refused: what the compiler said, if the step does not fit the device.
     """
 
     step: TracedStep
@@ -71,6 +85,7 @@ class Facts:
     compiled: Memory | None
     compiled_inlined: Callable[[Callable[[_jax.JaxprEqn], bool]], int | None]
     plan: Followed | None = None
+    refused: compiling.OutOfMemory | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -86,6 +101,11 @@ class Facts:
 
 def findings_of(facts: Facts) -> tuple[Finding, ...]:
     """Return all findings about a step: of each kind at most one per policy or loop."""
+    first = () if facts.refused is None else (_does_not_fit(facts, facts.refused),)
+    return (*first, *_findings_of(facts))
+
+
+def _findings_of(facts: Facts) -> tuple[Finding, ...]:
     if not any(step.phase == "backward" for step in facts.account.steps):
         return (
             Finding(
@@ -108,19 +128,43 @@ def findings_of(facts: Facts) -> tuple[Finding, ...]:
     return tuple(dict.fromkeys(made))
 
 
+def _does_not_fit(facts: Facts, refused: compiling.OutOfMemory) -> Finding:
+    fit, limit = facts.step.words.fit, refused.limit_bytes
+    if facts.fixed_bytes >= limit:
+        step = (
+            f"No plan makes it fit: arguments and results alone are {format_bytes(facts.fixed_bytes)}. "
+            f"{_smaller_arguments(facts)}"
+        )
+    else:
+        step = f"Plan it for the device: {fit}(step, budget={budget_text(limit)})."
+    return Finding(
+        "does_not_fit",
+        "error",
+        f"The compiler refuses the step: it needs {format_bytes(refused.needed_bytes)} at least, and "
+        f"the device has {format_bytes(limit)}. The model predicts a peak of "
+        f"{format_bytes(facts.predicted.peak_bytes)}; where it is, is shown below.",
+        step,
+    )
+
+
 def _no_regions(facts: Facts) -> Finding:
-    saved = sum(value.n_bytes for value in _saved(facts))
-    said = f"{format_bytes(saved)} of the forward pass are kept for the backward pass."
+    saved = _saved(facts)
+    said = (
+        f"{format_bytes(sum(value.n_bytes for value in saved))} of the forward pass are kept for the "
+        f"backward pass{_largest_parts(saved)}."
+    )
     suggested = _suggested_share(facts)
-    if not suggested:
-        step = "A plan has little to gain: what is live at the peak are arguments and results."
+    if facts.refused is not None:  # whose finding has the budget
+        step = f"Without a plan, {_by_hand(facts)}"
+    elif not suggested:
+        step = _little_to_gain(facts)
     else:
         of_peak = format_bytes(int(suggested / 100 * facts.peak_bytes))
         words = facts.step.words
         fitted = "step" if facts.step.undifferentiated is None else f"{words.gradient}(loss)"
         step = (
             f'{words.fit}({fitted}, budget="{suggested}%") chooses what to recompute: the peak becomes '
-            f"about {of_peak}, for {_cost_of_all(facts)}. {_by_hand(facts)}"
+            f"about {of_peak}, for {_cost_of_all(facts)}. Or {_by_hand(facts)}"
         )
     if facts.step.marked:
         names = ", ".join(facts.step.marked).replace("<locals>.", "")
@@ -143,55 +187,120 @@ def _saved(facts: Facts) -> list[Value]:
     return [value for value in facts.account.values if value.kind == "saved"]
 
 
+def _largest_parts(saved: list[Value]) -> str:
+    """Return which modules or functions save most, with their bytes: at most two, of a quarter each."""
+    parts: dict[str, list[Value]] = {}
+    for value in saved:
+        parts.setdefault(without_numbers(_part_of(value)), []).append(value)
+    sizes = {
+        with_ranges([_part_of(value) for value in values]): sum(value.n_bytes for value in values)
+        for part, values in parts.items()
+        if part
+    }
+    most = sorted(sizes, key=lambda part: -sizes[part])[:2]
+    least = sum(value.n_bytes for value in saved) / 4
+    said = [f"{format_bytes(sizes[part])} in {part}" for part in most if sizes[part] >= least]
+    return f", {' and '.join(said)}" if said else ""
+
+
+def _part_of(value: Value) -> str:
+    """Return the module that computes a value, up to the first numbered one, or the user's function."""
+    names = [name for name in value.path.split("/") if name and not name.startswith("eqx.")]
+    numbered = _first_numbered(names)
+    if names:
+        return "/".join(names[: 1 if numbered is None else numbered + 1])
+    return own_function(value.source)
+
+
+def _first_numbered(names: list[str]) -> int | None:
+    return next((i for i, name in enumerate(names) if re.search(r"\d\]?$", name)), None)
+
+
 def _by_hand(facts: Facts) -> str:
     """Return what to rematerialize without a plan: a loop, modules with a number, or layers."""
     saved = _saved(facts)
     most = sum(value.n_bytes for value in saved) / 2
-    wrapper = _wrapper_of(saved)
-    loop = _largest_loop(facts.step.jaxpr, at_least=most)
+    loop = _largest_loop(facts.sides, at_least=most)
     if loop is not None:
-        return f"Or make the loop{_at(loop)} a remat.scan, or wrap its body in remat.checkpoint."
-    return f"Or wrap {_numbered_modules(saved, at_least=most) or 'the layers'} in {wrapper}."
+        return f"make the loop{_at(loop)} a remat.scan, or wrap its body in remat.checkpoint."
+    modules, of_modules = _numbered_modules(saved, at_least=most)
+    return f"wrap {modules or 'the layers'} in {_wrapper_of(facts, of_modules or saved)}."
 
 
-def _largest_loop(jaxpr: _jax.Jaxpr, *, at_least: float) -> _jax.JaxprEqn | None:
-    """Return the loop that stacks most bytes, if they are `at_least` so many."""
-    stacked = {
-        eqn: sum(n_bytes(v.aval) for v in eqn.outvars[_jax.scan_arity(eqn)[1] :])
-        for eqn in jaxprs.equations(jaxpr)
-        if eqn.primitive.name == "scan"
-    }
+def _largest_loop(sides: PhasedProgram, *, at_least: float) -> _jax.JaxprEqn | None:
+    """Return the loop that stacks most bytes for the backward pass, if they are `at_least` so many."""
+    read = _read_backward(sides)
+    stacked: dict[_jax.JaxprEqn, int] = {}
+    for op, phase, eqn in zip(sides.program.ops, sides.phases, sides.eqns):
+        if phase == "forward":
+            kept = {v for v, number in zip(eqn.outvars, op.results) if number in read}
+            for loop, n in _stacked_bytes(eqn, kept):
+                stacked[loop] = stacked.get(loop, 0) + n
     largest = max(stacked, key=lambda eqn: stacked[eqn], default=None)
     return largest if largest is not None and stacked[largest] >= at_least > 0 else None
 
 
-def _numbered_modules(saved: list[Value], *, at_least: float) -> str:
-    """Return the paths of the modules that differ in a number and save `at_least` so many bytes."""
-    paths: dict[str, dict[str, int]] = {}
+def _read_backward(sides: PhasedProgram) -> set[int]:
+    """Return the values that the backward pass reads, or recomputation in it, directly or as a view."""
+    read: set[int] = set()
+    for op, phase in zip(reversed(sides.program.ops), reversed(sides.phases)):
+        later = phase in ("backward", "recompute")
+        if later or (is_view(op) and not read.isdisjoint(op.results)):
+            read.update(op.operands)
+    return read
+
+
+def _stacked_bytes(eqn: _jax.JaxprEqn, kept: set[_jax.Var]) -> Iterator[tuple[_jax.JaxprEqn, int]]:
+    """Yield the loops that an equation runs, with the bytes that they stack of its results `kept`."""
+    if eqn.primitive.name == "scan":
+        stacks = eqn.outvars[_jax.scan_arity(eqn)[1] :]
+        yield eqn, sum(n_bytes(v.aval) for v in stacks if v in kept)
+    elif eqn.primitive.name in ("shard_map", "cond"):
+        for closed in _jax.jaxprs_of(eqn):
+            body = jaxprs.inline_calls(_jax.open_jaxpr(closed), inline_body)
+            inner = {v for v, out in zip(body.outvars, eqn.outvars) if out in kept}
+            for each in body.eqns:
+                yield from _stacked_bytes(each, {v for v in inner if v in each.outvars})
+
+
+def _numbered_modules(saved: list[Value], *, at_least: float) -> tuple[str, list[Value]]:
+    """Return the modules that differ in a number and save `at_least` so many bytes, and what they save."""
+    found: dict[str, list[tuple[str, Value]]] = {}
     for value in saved:
-        parts = value.path.split("/")
-        numbered = next((i for i, part in enumerate(parts) if re.search(r"\d\]?$", part)), None)
+        names = value.path.split("/")
+        numbered = _first_numbered(names)
         if numbered is not None:
-            path = "/".join(parts[: numbered + 1])
-            of_paths = paths.setdefault(without_numbers(path), {})
-            of_paths[path] = of_paths.get(path, 0) + value.n_bytes
-    for of_paths in paths.values():
-        if len(of_paths) > 1 and sum(of_paths.values()) >= at_least:
-            return with_ranges(list(of_paths))
-    return ""
+            path = "/".join(names[: numbered + 1])
+            found.setdefault(without_numbers(path), []).append((path, value))
+    for members in found.values():
+        paths = list(dict.fromkeys(path for path, _ in members))
+        if len(paths) > 1 and sum(value.n_bytes for _, value in members) >= at_least:
+            return with_ranges(paths), [value for _, value in members]
+    return "", []
 
 
-def _wrapper_of(saved: list[Value]) -> str:
-    """Return the function that rematerializes a module of the framework whose lines the values have."""
-    for package, wrapper in (
-        ("flax/linen/", "remat.linen.remat"),
-        ("flax/nnx/", "remat.nnx.remat"),
-        ("equinox/", "remat.equinox.filter_checkpoint"),
-        ("haiku/", "remat.haiku.remat"),
-    ):
-        if any(value.source.startswith(package) for value in saved):
-            return wrapper
-    return "remat.checkpoint"
+def _wrapper_of(facts: Facts, saved: list[Value]) -> str:
+    """Return what rematerializes the modules that compute most of these values.
+
+    JAX leaves the frames of a framework's module calls out of tracebacks. So a method is a module's if a
+    layer of the framework is called in it; with Haiku plain functions are, too.
+    """
+    of_function: dict[str, str] = {}
+    for eqn, phase in zip(facts.sides.eqns, facts.sides.phases):
+        source = source_of(eqn) if phase == "forward" else ""
+        for package, wrapper in _WRAPPERS:
+            if source.startswith(package) and (package == "haiku/" or _is_method(source)):
+                of_function[own_function(source)] = wrapper
+    sizes: dict[str, int] = {}
+    for value in saved:
+        wrapper = of_function.get(own_function(value.source), "remat.checkpoint")
+        sizes[wrapper] = sizes.get(wrapper, 0) + value.n_bytes
+    return max(sizes, key=lambda wrapper: sizes[wrapper], default="remat.checkpoint")
+
+
+def _is_method(source: str) -> bool:
+    """Return whether the user's function in a source is a method, by the case of its class's name."""
+    return any(name[:1].isupper() for name in source.rpartition("(")[2].split("."))
 
 
 def _suggested_share(facts: Facts) -> int:
@@ -199,9 +308,55 @@ def _suggested_share(facts: Facts) -> int:
     peak, fixed = facts.peak_bytes, facts.fixed_bytes
     if not peak:
         return 0
-    share = -(-100 * (fixed + (peak - fixed) // 2) // peak)
-    share = max(50, -(-share // 5) * 5)
+    aim = max((fixed + (peak - fixed) // 2) / peak, _floor_bytes(facts) / _peak_of(facts))
+    share = max(50, -(-math.ceil(100 * aim) // 5) * 5)
     return share if share <= 90 else 0
+
+
+def _floor_bytes(facts: Facts) -> int:
+    """Return the predicted peak if saved values were live only where they are written and read last.
+
+    What a loop in a branch stacks is written and read slice by slice, so it doesn't count at all.
+    """
+    sides = facts.sides
+    stacks = {
+        sides.program.types[v]
+        for op, eqn in zip(sides.program.ops, sides.eqns)
+        if any(_jax.jaxprs_of(eqn))
+        for v in op.results
+    }
+    needed = []
+    for value in facts.account.values:
+        if value.kind == "saved":
+            ends = [] if value.aval in stacks else [{*lives} for lives in value.lifetimes]
+            lifetimes = tuple((at, at) for steps in ends for at in sorted(steps))
+            value = dataclasses.replace(value, lifetimes=lifetimes, reserved=())
+        needed.append(value)
+    return timeline(needed, facts.account.steps).peak_bytes
+
+
+def _peak_of(facts: Facts) -> int:
+    return max(1, facts.predicted.peak_bytes)
+
+
+def _little_to_gain(facts: Facts) -> str:
+    """Return why a plan has little to gain: what is live at the peak besides values that are saved."""
+    values, steps = facts.account.values, facts.account.steps
+    at = timeline(values, steps).peak_step or 0
+    live = [v for v in live_at(values, at) if v.kind not in ("saved", "argument", "output")]
+    if 2 * facts.fixed_bytes >= facts.peak_bytes or not live:
+        return (
+            "A plan has little to gain: what is live at the peak are mostly arguments and results."
+        )
+    n = sum(value.n_bytes for value in live)
+    largest = max(groups(live), key=lambda group: group.n_bytes)
+    where = f" at {largest.source}" if largest.source else ""
+    return (
+        f"A plan has little to gain: {format_bytes(n)} of the peak are gradients and temporaries, which "
+        f"are needed there, the largest {largest.aval} ({format_bytes(largest.n_bytes)}){where}. Compute "
+        "that part for a slice of the batch at a time, such as with jax.lax.map over a checkpointed "
+        "function, or take a smaller batch."
+    )
 
 
 def _cost_of_all(facts: Facts) -> str:
@@ -244,6 +399,8 @@ def _after_plan(facts: Facts, plan: Followed, share: float) -> str:
     """Return what can be done next about a step that follows a plan."""
     peak = plan.peak_bytes or facts.peak_bytes
     at_most = plan.without_remat_bytes
+    if facts.refused is not None:  # whose finding has the budget
+        return ""
     if 2 * facts.fixed_bytes >= peak:
         return (
             "A smaller budget gains little: most of the peak are arguments and results, see below."

@@ -23,7 +23,7 @@ from remat import _jax
 from remat.aliases import PyTree
 from remat.explain.account import Account, account_of
 from remat.explain.difference import difference
-from remat.explain.findings import Facts, Followed, budget_text, findings_of
+from remat.explain.findings import Facts, Followed, findings_of
 from remat.explain.phases import phased_program
 from remat.explain.regions import inlined
 from remat.explain.step import TracedStep, traced_step
@@ -31,9 +31,8 @@ from remat.ir.jaxprs import applies
 from remat.program import compiled as compiling, targets
 from remat.program.costs import Roofline
 from remat.report.explanation import Explanation
-from remat.report.model import Finding, Memory, Totals
+from remat.report.model import Memory, Totals
 from remat.report.timeline import predicted_memory
-from remat.units import format_bytes
 
 _jax.exclude_from_tracebacks(__file__)
 
@@ -67,11 +66,16 @@ def explanation_of(
     if plan is not None:
         account = _with_costs_of(plan, account)
     facts = Facts(
-        step, sides, account, predicted, memory, lambda chosen: _inlined(step, on, chosen), plan
+        step,
+        sides,
+        account,
+        predicted,
+        memory,
+        lambda chosen: _inlined(step, on, chosen),
+        plan,
+        refused,
     )
     findings = findings_of(facts)
-    if refused is not None:
-        findings = (_does_not_fit(refused, predicted, step.words.fit), *findings)
     # JAX reports the bytes of all devices together.
     is_sharded = any(n > 1 for n in step.shards) or applies(step.jaxpr, "shard_map")
     kept = None if is_sharded else step.residuals
@@ -159,14 +163,3 @@ def _inlined(
     lowered = jax.jit(lambda *xs: _jax.call_jaxpr(plain, xs)).lower(*step.inputs)
     memory = compiling.compile_for_analysis(lowered, on)
     return None if isinstance(memory, compiling.OutOfMemory) else memory.temp_bytes
-
-
-def _does_not_fit(refused: compiling.OutOfMemory, predicted: Memory, fit: str) -> Finding:
-    return Finding(
-        "does_not_fit",
-        "error",
-        f"The compiler refuses the step: it needs {format_bytes(refused.needed_bytes)} at least, and "
-        f"the device has {format_bytes(refused.limit_bytes)}. The model predicts a peak of "
-        f"{format_bytes(predicted.peak_bytes)}; where it is, is shown below.",
-        f"Plan it for the device: {fit}(step, budget={budget_text(refused.limit_bytes)}).",
-    )

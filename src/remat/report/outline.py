@@ -189,8 +189,23 @@ def _module_of(step: Step) -> str:
     path, separator, _ = step.label.rpartition(": ")
     if separator or "/" in step.label:
         return path or step.label
-    function = step.source.rpartition("(")[2].rstrip(")").rpartition(".")[2]
-    return function if step.source.endswith(")") and "<" not in function else ""
+    return own_function(step.source)
+
+
+def own_function(source: str) -> str:
+    """Return the user's function in a source, of a module's call the module's class.
+
+    >>> own_function("flax/linen/linear.py:278 (Dense.__call__), from net.py:12 (Block.__call__)")
+    'Block'
+    >>> own_function("net.py:31 (loss)"), own_function("net.py:31 (attention.<genexpr>)")
+    ('loss', 'attention')
+    """
+    if not source.endswith(")"):
+        return ""
+    names = source.rpartition("(")[2].rstrip(")").split(".")
+    while names[-1:] and (names[-1] == "__call__" or names[-1].startswith("<")):
+        names.pop()
+    return names[-1] if names else ""
 
 
 def _part_of_pass(steps: tuple[Step, ...], number: int) -> str:
