@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 from remat import _jax
@@ -38,6 +39,9 @@ from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Op, Program
 from remat.report.model import Kind, Phase, Segment, Step, Value
 from remat.solvers.simulate import no_remat
+
+# The scopes that rematerialization leaves, and those of `jnp.einsum`: its subscripts.
+_JAX_SCOPE = re.compile(r"rematted_computation|checkpoint|[A-Za-z., ]*->[A-Za-z. ]*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +98,7 @@ def temporaries_bytes(program: Program, *, duplicates: bool) -> int:
 
 def path_of(op: Op) -> str:
     """Return an operation's name scope, without JAX's own scopes."""
-    names = op.path.split("/")
-    return "/".join(n for n in names if n not in ("rematted_computation", "checkpoint"))
+    return "/".join(name for name in op.path.split("/") if not _JAX_SCOPE.fullmatch(name))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -26,6 +26,12 @@ from remat.report.timeline import thinned, timeline
 from remat.units import format_bytes, format_flops, format_seconds
 
 FORMAT = "remat.difference"
+_TOTALS = {
+    "flops": "FLOPs",
+    "recompute_flops": "recomputed FLOPs",
+    "time_s": "time, predicted",
+    "recompute_time_s": "recomputation time",
+}
 _MOST_POINTS = 300  # corners of each curve; more draw it finer
 
 
@@ -170,12 +176,13 @@ def _blocks(d: Difference, most: int, *, brief: bool = False) -> list[Block]:
     if not d:
         return [*blocks, Paragraph("Nothing differs.")]
     n_values = len(d.appeared) + len(d.vanished) + len(d.changed)
-    said = f"{n_values} values differ; saved: {signed_bytes(d.saved_bytes)}."
+    said = f"{counted(n_values, 'value')} differ; the bytes saved change by {signed_bytes(d.saved_bytes)}."
     blocks += [Paragraph(said), _totals_table(d.totals_before, d.totals_after, brief=brief)]
     if d.curve_before and d.curve_after:
-        blocks.append(Curves((d.before, d.after), (d.curve_before, d.curve_after)))
+        names = f"before: {d.before}", f"after: {d.after}"
+        blocks.append(Curves(names, (d.curve_before, d.curve_after)))
     parts = [
-        ("Of another kind than before", [old for old, _ in d.changed], _changed_table(d, most)),
+        ("Changed kind", [old for old, _ in d.changed], _changed_table(d, most)),
         ("New", d.appeared, values_table(d.appeared, most)),
         ("Gone", d.vanished, values_table(d.vanished, most)),
     ]
@@ -196,11 +203,11 @@ def _totals_table(before: Totals, after: Totals, *, brief: bool = False) -> Tabl
                 rows.append(
                     (f"{name}, {which}", format_bytes(n), format_bytes(m), signed_bytes(m - n))
                 )
-    for field in ("flops", "recompute_flops", "time_s", "recompute_time_s"):
+    for field in _TOTALS:
         old, new = getattr(before, field), getattr(after, field)
         show = format_flops if field.endswith("flops") else format_seconds
         change = ("+" if new > old else "") + percent(new / old - 1) if old else ""
-        rows.append((field.replace("_", " ").removesuffix(" s"), show(old), show(new), change))
+        rows.append((_TOTALS[field], show(old), show(new), change))
     return Table(("total", "before", "after", "change"), tuple(rows), (1, 2, 3))
 
 

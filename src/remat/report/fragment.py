@@ -38,6 +38,7 @@ PHASE_COLORS: dict[Phase, str] = {
 _CURVE_COLORS = ("#8a96a3", "#0a7bd6")
 _SEVERITY_COLORS = {"error": "#d1242f", "warning": "#bf8700", "info": "#0969da"}
 _WIDTH, _HEIGHT, _POINTS = 680, 150, 360
+_LEFT = 104  # room for the texts of the axis of bytes, which are larger on a phone
 
 _STYLE = """<style>
 .remat{font:14px/1.45 system-ui,sans-serif;max-width:72em}
@@ -48,8 +49,10 @@ _STYLE = """<style>
 .remat td.n,.remat th.n{text-align:right;white-space:nowrap}
 .remat p{margin:.3em 0}.remat .note{border-left:3px solid;padding-left:.7em;margin:.5em 0}
 .remat .scroll{overflow-x:auto}.remat bdi{overflow-wrap:break-word}
+.remat .legend span{display:inline-block;white-space:nowrap;margin-right:1em}
+.remat svg{font-size:12px}
 @media(max-width:600px){.remat th,.remat td{font-size:.85em;padding-right:.5em}
-.remat svg{min-width:34em}}
+.remat svg{font-size:19px}}
 .remat i.c{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.35em}
 </style>"""
 
@@ -172,7 +175,7 @@ def _chart(chart: Chart) -> str:
     ]
     return (
         _plot("".join(drawn), top, "0 s" if is_timed else "step 1", end, said)
-        + f"<div>{' &nbsp; '.join(legend)} (bytes: the most of each kind)</div>"
+        + f'<div class="legend">{" ".join(legend)} (bytes: the most of each kind)</div>'
     )
 
 
@@ -187,10 +190,12 @@ def _curves(curves: doc.Curves) -> str:
             for i, (at, n) in enumerate(curve)
         )
         drawn.append(f'<path d="{points}" fill="none" stroke="{color}" stroke-width="1.8"/>')
-        legend.append(f'<i class="c" style="background:{color}"></i>{user_text(name)}')
+        swatch = f'<i class="c" style="background:{color}"></i>'
+        legend.append(f"<span>{swatch}{user_text(name)}</span>")
     end = f"{format_seconds(end_s)} (predicted)"
     plot = _plot("".join(drawn), top, "0 s", end, "live bytes over the steps, one line for each")
-    return f"{plot}<div>{' &nbsp; '.join(legend)}</div>"
+    said = "(live bytes; what loops reserve is included)"
+    return f'{plot}<div class="legend">{" ".join(legend)} {said}</div>'
 
 
 def _plot(drawn: str, top: int, start: str, end: str, said: str) -> str:
@@ -201,9 +206,9 @@ def _plot(drawn: str, top: int, start: str, end: str, said: str) -> str:
         for y in (0, _HEIGHT // 2, _HEIGHT)
     )
     return (
-        f'<div class="scroll"><svg viewBox="-78 -22 {_WIDTH + 90} {_HEIGHT + 52}" '
-        f'style="width:100%;max-width:{_WIDTH + 90}px" role="img" aria-label="{said}" '
-        f'font-size="12" fill="currentColor">{ticks}{drawn}'
+        f'<div class="scroll"><svg viewBox="{-_LEFT} -22 {_WIDTH + _LEFT + 12} {_HEIGHT + 52}" '
+        f'style="width:100%;max-width:{_WIDTH + _LEFT + 12}px" role="img" aria-label="{said}" '
+        f'fill="currentColor">{ticks}{drawn}'
         f'<text x="0" y="{_HEIGHT + 25}">{start}</text>'
         f'<text x="{_WIDTH}" y="{_HEIGHT + 25}" text-anchor="end">{end}</text></svg></div>'
     )

@@ -81,6 +81,8 @@ def _tiles(explanation: ExplanationData) -> str:
     where = ""
     if line.peak_step is not None:
         where = place_of(explanation, line.peak_step)
+        own = explanation.steps[line.peak_step].source.rpartition(", from ")[2]
+        where += f", at {own.partition(' (')[0]}" if own else ""
     tiles = [
         ("Peak, predicted", format_bytes(totals.predicted.peak_bytes), compiled),
         ("The peak is at", format_seconds(float(line.start_s[line.peak_step or 0])), where),

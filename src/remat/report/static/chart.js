@@ -119,7 +119,11 @@ function makeChart(root, onShow, onScale) {
       ctx.stroke();
       ctx.setLineDash([]);
       ctx.fillStyle = color("text");
-      ctx.fillText(`compiled ${formatBytes(data.compiledPeak)}`, bbox.left + 6 * ratio, y - 5 * ratio);
+      // At the end of the line that is farther from the dot of the peak.
+      const dot = data.peak === null ? bbox.left + bbox.width : u.valToPos(edge(at[pointOf(data.peak)]), "x", true);
+      const isLeft = dot - bbox.left > bbox.width / 2;
+      ctx.textAlign = isLeft ? "left" : "right";
+      ctx.fillText(`compiled ${formatBytes(data.compiledPeak)}`, isLeft ? bbox.left + 6 * ratio : bbox.left + bbox.width - 6 * ratio, y - 5 * ratio);
     }
     // The peak, and the step that the panel stays at.
     const mark = (step, fill, radius) => {

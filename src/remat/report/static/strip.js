@@ -39,7 +39,7 @@ function makeStrip(root) {
       const segment = byNumber.get(run.segment);
       return {
         first: run.first, after: run.after, segment, text: strings[segment.label],
-        title: `${strings[segment.label]}: computed again`, className: `again ${shade.get(segment.number)}`,
+        title: `${strings[segment.label]}: recomputed`, className: `again ${shade.get(segment.number)}`,
       };
     }),
   ].sort((a, b) => a.first - b.first);
@@ -47,9 +47,10 @@ function makeStrip(root) {
   let line = null;
   let bounds = null;
 
+  const stepsOf = ({ first, last }) => (first === last ? `step ${first + 1}` : `steps ${first + 1}–${last + 1}`);
   const say = (segment) => {
     about.replaceChildren(...(segment
-      ? [user(segment.label), `: steps ${segment.first + 1}–${segment.last + 1}, saves ${formatBytes(segment.saved)}, computes ${formatFlops(segment.flops)} again`]
+      ? [user(segment.label), `: forward in ${stepsOf(segment)}, saves ${formatBytes(segment.saved)}, recomputes ${formatFlops(segment.flops)}`]
       : []));
   };
 
