@@ -19,5 +19,6 @@ def main() -> None:
     ):  # a shell's background job ignores it, and goes on to
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     command = importlib.import_module("remat.cli").main
+    run = importlib.import_module("remat.cli.errors").run
     signal.signal(signal.SIGINT, previous)
-    command()
+    run(command)

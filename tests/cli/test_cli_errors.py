@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import pathlib
+import subprocess
+import sys
 
 import pytest
+
+import remat
 
 
 def test_a_budget_that_cannot_be_met_is_1_and_one_line(run):
@@ -60,6 +64,20 @@ def test_an_interrupt_is_1_and_leaves_no_traceback_and_no_file(run):
     assert result.exit_code == 1
     assert result.stderr.strip() == "Aborted!"
     assert not {name for name in os.listdir() if "page" in name or "partial" in name}
+
+
+def test_an_interrupted_process_ends_with_1_whatever_the_interpreter_would_do_at_its_end(tmp_path):
+    text = "import atexit, os\natexit.register(os.abort)\ndef problem():\n    raise KeyboardInterrupt\n"
+    (tmp_path / "crashing.py").write_text(text)
+    source = pathlib.Path(remat.__file__).parents[1]
+    out = subprocess.run(
+        [sys.executable, "-m", "remat", "explain", "crashing:problem"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(source)},
+    )
+    assert (out.returncode, out.stdout, out.stderr.strip()) == (1, "", "Aborted!")
 
 
 def test_an_error_of_the_users_module_comes_with_its_line(run):

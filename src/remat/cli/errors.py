@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import sys
 import traceback
 from typing import IO, Any
 
@@ -33,6 +36,26 @@ class _OneLineUsageError(OneLineError):
         command = error.ctx.command_path if error.ctx is not None else "remat"
         message = error.format_message().rstrip(".")
         super().__init__(f"{message}{'' if message.endswith('?') else '.'} See {command} --help.")
+
+
+def run(command: click.Command) -> None:
+    """Run a command as the only task of a process.
+
+    A process that is interrupted while XLA compiles can crash when the interpreter ends, and then has
+    another exit code than 1. It therefore ends without the interpreter's last steps.
+    """
+    try:
+        code = command.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except click.Abort:
+        click.echo("Aborted!", err=True)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(_ERROR)
+    sys.exit(code)
 
 
 def as_line(message: str) -> str:
