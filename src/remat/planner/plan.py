@@ -350,7 +350,8 @@ class _Search:
         if made.transfer_seconds > _SLOW_COPIES * made.seconds:
             _log.warning(
                 "remat: copies to the host and back are predicted to make the step %.0f %% slower than "
-                "without recomputation; no plan that recomputes instead is predicted to be faster",
+                "without recomputation; of the plans compared, none that recomputes instead is "
+                "predicted to be faster",
                 100 * made.transfer_seconds / made.seconds,
             )
         self._remember(made)

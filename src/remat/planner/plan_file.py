@@ -895,7 +895,8 @@ def _explained_whole_step(whole: WholeStep) -> Iterable[str]:
             f"{len(whole.recomputations)} places"
         )
     else:
-        yield "Outside of loops nothing is recomputed"
+        what = "the bodies below" if whole.bodies else "loops"
+        yield f"Outside of {what} nothing is recomputed"
     for loop in whole.loops[:_MOST_GROUPS]:
         groups_text = f", in groups of {loop.group} steps" if loop.group > 1 else ""
         if loop.groups:
@@ -909,7 +910,8 @@ def _explained_whole_step(whole: WholeStep) -> Iterable[str]:
     for body in whole.bodies[:_MOST_GROUPS]:
         n_again = sum(len(recomputation.again) for recomputation in body.recomputations)
         yield (
-            f"  the body {printable(body.id)} recomputes {n_again} of its {body.n_equations} operations, "
+            f"  the body {printable(body.id)} of a call, loop or branch recomputes {n_again} of its "
+            f"{body.n_equations} operations, "
             f"in {len(body.recomputations)} places"
         )
     for recomputation in whole.recomputations[:_MOST_SEGMENTS]:
