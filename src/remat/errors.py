@@ -87,7 +87,7 @@ class OptionError(RematError, TypeError, ValueError):
 
 
 class MethodError(RematError, AttributeError):
-    """A method was to be wrapped that the module class does not have."""
+    """The module class does not have a method that was to be wrapped."""
 
 
 class EffectError(RematError, NotImplementedError):

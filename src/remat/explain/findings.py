@@ -197,9 +197,17 @@ def _largest_parts(saved: list[Value]) -> str:
         for part, values in parts.items()
         if part
     }
+    # The bytes of a module are those of its own lines, which would be taken for those of all in it.
+    sizes = {
+        part: n for part, n in sizes.items() if not any(p.startswith(f"{part}/") for p in sizes)
+    }
     most = sorted(sizes, key=lambda part: -sizes[part])[:2]
-    least = sum(value.n_bytes for value in saved) / 4
-    said = [f"{format_bytes(sizes[part])} in {part}" for part in most if sizes[part] >= least]
+    whole = sum(value.n_bytes for value in saved)
+    said = [
+        f"{'all' if sizes[part] == whole else format_bytes(sizes[part])} in {part}"
+        for part in most
+        if sizes[part] >= whole / 4
+    ]
     return f", {' and '.join(said)}" if said else ""
 
 

@@ -47,7 +47,7 @@ def remat_scan(
     budget: int | str | None = None,
     policy: PolicyLike = None,
 ) -> Callable[[PyTree, PyTree], PyTree]:
-    """Apply n equal layers in nested loops, with different parameters each and little saved memory.
+    """Apply n equal layers, each with its own parameters, in nested loops that save little memory.
 
     A hundred dense layers, in ten groups of ten. Ten carries and one group's residuals are saved:
 

@@ -110,7 +110,7 @@ def scan(
       policy: what a step saves while it is reversed, as for `remat.checkpoint`.
       reverse: whether to run from the last x to the first.
       unroll: as for `jax.lax.scan`; it has no effect on a gradient with `checkpoints`.
-      inverse: for a step that can be inverted, (carry behind the step, x) -> the carry before it. The
+      inverse: for a step that can be inverted, (carry after the step, x) -> the carry before it. The
         backward pass then finds the carries with it, and keeps none. Rounding errors of the inverse add
         up; with `checkpoints=s` the scan keeps s carries at equal distances, and each is where the
         inversion of the steps before it starts afresh. Derivatives of the gradient keep carries.

@@ -128,7 +128,7 @@ def plan(
 
     Args:
       step: the training step. If functions in it are marked by `remat.auto`, only these recompute;
-        otherwise any operation may be computed again.
+        otherwise any operation may be recomputed.
       args, kwargs: the arguments of the step.
       budget: the largest peak on one device that the compiler may report (arguments + temporaries +
         results - aliased): bytes, a text such as "8GiB", a share of the peak without

@@ -91,7 +91,7 @@ def auto(fun: Callable | None = None, /, *, name: str | None = None) -> Callable
     True
 
     Args:
-      fun: the function. Array arguments may be in any pytree; what is no array is taken as it is.
+      fun: the function. Array arguments may be in any pytree; other arguments are taken as they are.
       name: what the region is called in plans and reports; the function's name by default. A plan adds
         a fingerprint of the program.
     """

@@ -87,7 +87,7 @@ def checkpoint(
     >>> temporaries(remat.checkpoint(block)) < 0.5 * temporaries(block)
     True
 
-    It is also a decorator, `@remat.checkpoint`, and with options a maker of decorators,
+    It is also a decorator, `@remat.checkpoint`; with options only it returns one,
     `@remat.checkpoint(policy=...)`.
 
     Args:

@@ -106,7 +106,7 @@ class Residuals:
 
 
 def residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Residuals:
-    """What `f` keeps for its backward pass at these arguments, without running it.
+    """Return what `f` keeps for its backward pass at these arguments, without running it.
 
     >>> import jax.numpy as jnp, remat
     >>> def f(x):
@@ -147,7 +147,7 @@ def residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Residuals:
 
 
 def saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[tuple[Any, str]]:
-    """The residuals of `f` as pairs of an abstract value and where it comes from.
+    """Return the residuals of `f` as pairs of an abstract value and where it comes from.
 
     >>> import jax.numpy as jnp, remat
     >>> remat.saved_residuals(remat.checkpoint(jnp.sin), 1.0)
