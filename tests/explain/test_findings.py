@@ -101,6 +101,18 @@ def test_arguments_that_may_be_donated_are_named_with_their_bytes():
     assert not any("Donate" in f.next_step for f in donated.findings)
 
 
+def test_a_checkpointed_scan_is_not_blamed_for_large_arguments():
+    def loss(weights, x):
+        return jax.lax.scan(remat.checkpoint(lambda c, w: (layer(w, c), None)), x, weights)[0].sum()
+
+    def severity(n_rows):
+        args = struct(8, 512, 512), struct(n_rows, 512)
+        explanation = remat.explain(jax.value_and_grad(loss), *args, compile=False)
+        return finding(explanation, "arguments_dominate").severity
+
+    assert severity(64) == "info"
+
+
 def test_what_the_compiler_undoes_is_named():
     if BARRIER_HOLDS:
         wrap, step = functools.partial(jax.checkpoint, prevent_cse=False), "prevent_cse=False"

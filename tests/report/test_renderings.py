@@ -19,7 +19,7 @@ import remat.report
 from remat import units
 from remat.errors import MissingExtraError, ReportError
 from remat.printing import printable
-from remat.report import Explanation, ParetoPoint, Step, Value
+from remat.report import Explanation, Finding, ParetoPoint, Step, Value
 from remat.report.document import Paragraph, Table
 from remat.report.markdown import to_markdown
 from remat.report.text import to_text
@@ -364,13 +364,23 @@ def test_a_comparison_draws_both_steps_and_sorts_changes_by_bytes():
     change = EXPLANATION.diff(other)
     page = change.to_html()
     assert page.count('fill="none" stroke=') == 2
-    assert "other" in page.partition("</svg>")[2]
+    legend = page.partition("</svg>")[2]
+    assert f"before: {EXPLANATION.title}" in legend and "after: other" in legend
     sizes = [new.n_bytes for _, new in change.changed]
     assert max(n for _, n in change.curve_before) == EXPLANATION.timeline().peak_bytes
     text = change.to_text(width=200)
     rows = [row for row in text.splitlines() if "saved → recomputed" in row]
     shown = [units.parse_bytes(row.split("recomputed")[1].split("  ")[1].strip()) for row in rows]
     assert sizes and shown == sorted(shown, reverse=True)
+
+
+def test_a_comparison_says_where_the_peaks_are_and_what_can_be_done_about_the_second():
+    found = Finding("code", "warning", "what is so", "what to do")
+    other = dataclasses.replace(EXPLANATION, findings=(found,), values=EXPLANATION.values[:-1])
+    text = " ".join(EXPLANATION.diff(other).to_text(width=200).split())
+    assert "Before: The peak of" in text and "After: The peak of" in text
+    assert "what is so" in text and "what to do" in text
+    assert other.diff(EXPLANATION).findings == EXPLANATION.findings
 
 
 def test_points_too_close_for_their_numbers_are_drawn_small_and_the_chosen_one_is_not():

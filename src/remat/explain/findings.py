@@ -676,10 +676,11 @@ def _arguments(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
     fixed = memory.argument_bytes + memory.output_bytes - memory.alias_bytes
     if 2 * fixed < memory.peak_bytes or not memory.peak_bytes:
         return
-    effect = max(0, facts.account.undone_bytes - memory.temp_bytes)
+    before = facts.account.undone_bytes  # 0 if unknown: regions in the bodies of loops
+    effect = max(0, before - memory.temp_bytes)
     values = [v for v in facts.account.values if v.kind in ("argument", "output")]
     most = sorted(groups(values), key=lambda group: -group.n_bytes)[:2]
-    unimpressive = bool(found) and effect < 0.1 * memory.peak_bytes
+    unimpressive = bool(found) and before > 0 and effect < 0.1 * memory.peak_bytes
     yield Finding(
         "arguments_dominate",
         "warning" if unimpressive else "info",

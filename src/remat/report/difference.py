@@ -19,8 +19,16 @@ from remat.report.document import Block, Curves, Heading, Paragraph, Table
 from remat.report.fragment import to_fragment, to_page
 from remat.report.groups import groups
 from remat.report.markdown import to_markdown
-from remat.report.model import ExplanationData, Totals, Value
-from remat.report.outline import counted, memory_rows, percent, signed_bytes, values_table
+from remat.report.model import ExplanationData, Finding, Totals, Value
+from remat.report.outline import (
+    counted,
+    memory_rows,
+    notes,
+    peak_in_words,
+    percent,
+    signed_bytes,
+    values_table,
+)
 from remat.report.text import renderable, to_text
 from remat.report.timeline import thinned, timeline
 from remat.units import format_bytes, format_flops, format_seconds
@@ -37,19 +45,28 @@ _MOST_POINTS = 300  # corners of each curve; more draw it finer
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Difference:
-    """From one explanation to another; `changed` pairs a value before and after."""
+    """From one explanation to another.
 
-    before: str  # titles
+    Args:
+      before, after: titles.
+      changed: pairs of a value before and after.
+      curve_before, curve_after: seconds into the step, and the live bytes from there on.
+      peak_before, peak_after: where the peaks are, in sentences.
+      findings: those about the step after the change.
+    """
+
+    before: str
     after: str
     appeared: tuple[Value, ...]
     vanished: tuple[Value, ...]
     changed: tuple[tuple[Value, Value], ...]
     totals_before: Totals
     totals_after: Totals
-    curve_before: tuple[
-        tuple[float, int], ...
-    ] = ()  # seconds into the step, and live bytes from there on
+    curve_before: tuple[tuple[float, int], ...] = ()
     curve_after: tuple[tuple[float, int], ...] = ()
+    peak_before: str = ""
+    peak_after: str = ""
+    findings: tuple[Finding, ...] = ()
 
     @property
     def saved_bytes(self) -> int:
@@ -130,7 +147,17 @@ def difference(before: ExplanationData, after: ExplanationData) -> Difference:
         totals_after=after.totals,
         curve_before=_curve(before),
         curve_after=_curve(after),
+        peak_before=_peak(before),
+        peak_after=_peak(after),
+        findings=after.findings,
     )
+
+
+def _peak(explanation: ExplanationData) -> str:
+    line = timeline(explanation.values, explanation.steps)
+    if line.peak_step is None:
+        return ""
+    return peak_in_words(explanation, line).removesuffix(" The largest:")
 
 
 def _curve(explanation: ExplanationData) -> tuple[tuple[float, int], ...]:
@@ -181,6 +208,10 @@ def _blocks(d: Difference, most: int, *, brief: bool = False) -> list[Block]:
     if d.curve_before and d.curve_after:
         names = f"before: {d.before}", f"after: {d.after}"
         blocks.append(Curves(names, (d.curve_before, d.curve_after)))
+    if not brief:
+        peaks = (("Before", d.peak_before), ("After", d.peak_after))
+        blocks += [Paragraph(f"{name}: {said}") for name, said in peaks if said]
+        blocks += notes(d.findings)
     parts = [
         ("Changed kind", [old for old, _ in d.changed], _changed_table(d, most)),
         ("New", d.appeared, values_table(d.appeared, most)),

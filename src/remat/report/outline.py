@@ -7,7 +7,16 @@ import re
 
 from remat.report.document import Block, Chart, Heading, Note, Paragraph, Table
 from remat.report.groups import groups
-from remat.report.model import KINDS, SEVERITIES, ExplanationData, Memory, Step, Totals, Value
+from remat.report.model import (
+    KINDS,
+    SEVERITIES,
+    ExplanationData,
+    Finding,
+    Memory,
+    Step,
+    Totals,
+    Value,
+)
 from remat.report.timeline import Timeline, live_at, timeline
 from remat.units import format_bytes, format_flops, format_seconds
 
@@ -35,11 +44,7 @@ def outline(
         if explanation.totals.difference:
             blocks.append(Paragraph(explanation.totals.difference))
     if explanation.findings:
-        blocks.append(Heading("Findings"))
-        blocks += [
-            Note(f.severity, f.code, f.message, f.next_step)
-            for f in sorted(explanation.findings, key=lambda f: SEVERITIES.index(f.severity))
-        ]
+        blocks += [Heading("Findings"), *notes(explanation.findings)]
     if line.peak_step is not None:
         live = live_at(explanation.values, line.peak_step)
         blocks += [
@@ -57,6 +62,14 @@ def outline(
     if explanation.pareto:
         blocks += [Heading("Plans to choose from"), _pareto_table(explanation)]
     return blocks
+
+
+def notes(findings: tuple[Finding, ...]) -> list[Note]:
+    """Return findings as notes, the most severe first."""
+    return [
+        Note(f.severity, f.code, f.message, f.next_step)
+        for f in sorted(findings, key=lambda f: SEVERITIES.index(f.severity))
+    ]
 
 
 def setting(explanation: ExplanationData) -> str:

@@ -66,6 +66,9 @@ def figure(explanation: ExplanationData, *, width: float = 9.0, height: float = 
         )
         phases.setdefault(phase, span)
         first = after
+    axes.plot(
+        [edges[line.peak_step]], [line.peak_bytes], "o", color=axes.yaxis.label.get_color(), ms=4
+    )
     axes.annotate(
         f"peak {format_bytes(line.peak_bytes)}",
         (edges[line.peak_step], line.peak_bytes),
