@@ -281,7 +281,7 @@ def test_segments_are_drawn_over_the_program(page):
         assert len(titles) == len(p.explanation.segments)
     p.run("document.getElementById('chart').focus()")
     keys(p, Keys.HOME, Keys.PAGE_UP)
-    assert p.one("#strip .about").text.startswith("block_0: steps 2–13, saves ")
+    assert p.one("#strip .about").text.startswith("block_0: forward in steps 2–13, saves ")
     assert len(p.texts("#strip .on")) == 2
 
 
