@@ -14,8 +14,9 @@ import pytest
 from jax import lax
 from jax.experimental import checkify
 
-from remat import _jax as internals
+from remat import _jax as internals, policies
 from remat.errors import BudgetError, EffectError, ScheduleError, StepLimitError
+from remat.ir.jaxprs import equations
 from remat.loops import loop, online
 from remat.loops.derivative import run
 from remat.loops.halves import Masks, split_step
@@ -143,6 +144,25 @@ def test_the_compiled_online_choice_is_that_of_the_schedule(
         found = tuple(int(start) for start in held.starts[: int(held.top)])
         assert found == Online(n, slots).positions, n
         assert int(held.starts[int(held.top)]) == n - 1
+
+
+def test_no_choice_is_weighed_while_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    weighed: list[int] = []
+    choice = loop._online_choice
+
+    def counted(np_: Any, starts: Any, step: Any, slots: int) -> Any:
+        if np_ is jnp:
+            jax.debug.callback(lambda _: weighed.append(1), step)
+        return choice(np_, starts, step, slots)
+
+    monkeypatch.setattr(loop, "_online_choice", counted)
+    monkeypatch.setattr(loop, "ONLINE_STEPS_KNOWN", 2)
+    options = {"checkpoints": 9, "policy": policies.nothing_saveable}
+    gradient = jax.jit(jax.grad(lambda x, n: steps_of_sin(x, n, **options)))
+    for n, times in ((10, 0), (13, 3)):
+        assert_close(gradient(X, n), jax.grad(sin_by_scan)(X, n))
+        jax.effects_barrier()
+        assert len(weighed) == times
 
 
 def test_gradients_of_a_while_loop_agree_with_finite_differences() -> None:
@@ -432,6 +452,24 @@ def test_temporaries_of_a_while_loop_are_within_its_budget(sines: int, states: f
     # One state less than the smallest loop needs: it does not pretend to fit.
     with pytest.raises(BudgetError, match="four times a state"):
         while_loop(lambda y: y.sum() < 0, jnp.sin, x, budget=4 * 80_000)
+
+
+@pytest.mark.parametrize("way", [{}, {"policy": policies.nothing_saveable}, {"store": "host"}])
+def test_a_distant_limit_takes_neither_memory_nor_work(way: dict) -> None:
+    """`max_steps` is often a number that no loop reaches."""
+
+    def values_kept(max_steps: int) -> int:
+        gradient = jax.grad(lambda x: steps_of_sin(x, 5, max_steps=max_steps, **way))
+        program = jax.make_jaxpr(gradient)(X).jaxpr
+        return max(max(v.aval.shape, default=0) for eqn in equations(program) for v in eqn.outvars)
+
+    few, many = values_kept(10**4), values_kept(10**6)
+    assert few < many
+    assert values_kept(2**32 - 2) == many
+    with jax.enable_x64(True):
+        assert values_kept(2**62) == many
+    found = jax.jit(jax.grad(lambda x: steps_of_sin(x, 5, max_steps=2**32 - 2, **way)))(X)
+    assert_close(found, jax.grad(sin_by_scan)(X, 5))
 
 
 def test_a_loop_over_nothing_has_a_gradient() -> None:

@@ -332,7 +332,7 @@ def _online_update(loop: Loop, step: Array, top: Array, order: Array, starts: Ar
     if slots == 1:
         return order, starts, jnp.minimum(top + 1, 1)
     # The choice depends on the step alone. It is looked up for the first steps, since weighing it
-    # takes longer than a small body does, and weighed for those behind.
+    # takes longer than a small body does, and weighed for those behind once the stack is full.
     known = np.array(_online_choices(slots, ONLINE_STEPS_KNOWN), np.int32)
 
     def weigh(step: Array, starts: Array) -> Array:
@@ -341,7 +341,7 @@ def _online_update(loop: Loop, step: Array, top: Array, order: Array, starts: Ar
     # JAX cannot batch a branch over an explicit axis of a mesh with constants that have no mesh.
     weighing, consts, _ = _jax.trace_call(weigh, step, starts)
     choice = lax.cond(
-        step < len(known),
+        (step < len(known)) | (top < slots),
         lambda known, consts, step, starts: entry(known, jnp.minimum(step, len(known) - 1)),
         lambda known, consts, *args: _jax.call_jaxpr(weighing, [*consts, *args])[0],
         _jax.in_mesh(jnp.asarray(known)),

@@ -31,6 +31,10 @@ from remat.loops.schedules import beta
 from remat.loops.store import DEVICE, Storage, make_store
 from remat.loops.tracing import Traced, after_unused, trace_body, values_of_refs
 
+# Values that a while loop keeps at most if the user gives `max_steps` alone, which is often far above the
+# steps that are run. More recompute less where a loop really runs more than 500,000 steps.
+_MOST_BY_DEFAULT = 1000
+
 # API
 
 
@@ -167,7 +171,7 @@ def while_loop(
       checkpoints: the memory for the backward pass, as a number of values. It holds values and, where
         that saves more, residuals of steps. One value more, and the residuals of one step, are held in
         addition. The default with `max_steps` is the number with which each step is recomputed at most
-        twice, about √(2·max_steps); without it, 64.
+        twice, about √(2·max_steps), but at most 1,000; without it, 64.
       budget: instead of `checkpoints`, the bytes that may be kept, such as "2GiB".
       policy: what a step saves while it is reversed, as for `remat.checkpoint`.
       store, directory: where the values are kept, as for `remat.scan`.
@@ -212,9 +216,8 @@ def while_loop(
     test, test_consts = _test_of_values(test, test_consts, traced)
     default = DEFAULT_CHECKPOINTS
     if max_steps is not None:
-        default = 1
-        while beta(default, 2) < max_steps:
-            default += 1
+        enough = (slots for slots in range(1, _MOST_BY_DEFAULT) if beta(slots, 2) >= max_steps)
+        default = next(enough, _MOST_BY_DEFAULT)
     where = make_store(store, directory)
     consts = [*test_consts, *traced.consts]
     n_test, n_carry = len(test_consts), len(traced.carry)
