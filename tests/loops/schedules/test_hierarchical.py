@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -10,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 from loops.schedules.cheapest import least_cost_from
 from remat.errors import ScheduleError
 from remat.loops.schedules import Binomial, Hierarchical, Level, Mixed, replay
+from remat.loops.schedules.hierarchical import MOST_SUMS
 
 
 def least_cost(n: int, blocks: tuple[int, ...], levels: tuple[Level, ...]) -> float | None:
@@ -154,6 +156,18 @@ def test_a_long_loop_uses_all_slots_of_a_large_level() -> None:
     assert schedule.writes == (999,)
     assert schedule.peak_entries < 1100
     assert len(schedule.tree.steps) < 2000
+
+
+@pytest.mark.parametrize("slots, far", [(1, 99), (20, 80), (100, 1000)])
+def test_the_work_for_a_schedule_does_not_grow_with_the_loop(
+    slots: int, far: int, numbers_computed: Callable
+) -> None:
+    def work(n: int) -> int:
+        return numbers_computed(lambda: Hierarchical.of_states(n, slots, [Level(far, 2, 2)]).tree)
+
+    # Sums of the dynamic program, which is solved in groups of steps.
+    for n in (10**5, 10**6):
+        assert 0 < work(n) < 1.5 * MOST_SUMS
 
 
 @pytest.mark.parametrize(

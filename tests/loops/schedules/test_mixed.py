@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from loops.schedules.cheapest import least_cost_from
 from remat.errors import ScheduleError
 from remat.loops.schedules import Binomial, Mixed, Online, replay
-from remat.loops.schedules.mixed import blocks_of
+from remat.loops.schedules.mixed import _solved, blocks_of, least_steps
 
 _MANY = 1 << 40
 
@@ -178,11 +179,38 @@ def test_long_loops_are_reversed_within_a_hundredth_of_the_optimum(
             assert by_order == optimum
 
 
-def test_a_long_loop_with_many_levels_has_few_distinct_parts() -> None:
-    for state, residuals in ((1, 1), (3, 5), (3, 1)):
-        schedule = Mixed.of(10**5, 100 * state, state, residuals)
-        assert len(schedule.tree.steps) < 1000
-        assert schedule.forward_steps < Binomial(10**5, 100).forward_steps
+LONG = [(1, 1), (1, 4), (1, 20), (3, 5), (7, 5), (3, 1), (20, 1)]
+
+
+@pytest.mark.parametrize("state, residuals", LONG)
+def test_a_long_loop_with_many_levels_has_few_distinct_parts(state: int, residuals: int) -> None:
+    for n in (10**5, 10**6):
+        schedule = Mixed.of(n, 100 * state, state, residuals)
+        # The parts are a table of the program.
+        assert len(schedule.tree.steps) < 700
+        assert schedule.forward_steps < Binomial(n, 100).forward_steps
+
+
+@pytest.mark.parametrize("state, residuals", LONG)
+def test_the_work_for_a_schedule_is_bounded_for_any_loop(
+    state: int, residuals: int, numbers_computed: Callable
+) -> None:
+    for n in (10**5, 10**6):
+        work = numbers_computed(lambda n=n: Mixed.of(n, 100 * state, state, residuals).tree)
+        # Some numbers for each level and part; the recurrence itself would take 10¹² sums.
+        assert 0 < work < 300_000
+
+
+def test_a_single_state_has_the_counts_of_the_recurrence(numbers_computed: Callable) -> None:
+    lengths = np.arange(121)
+    for short, delay in itertools.product((1, 2, 5, 9), (0, 1, 2, 7, 20)):
+        blocks = (short, short + delay)
+        counts = _solved(120, blocks)[1]
+        assert np.array_equal(least_steps(lengths, blocks, (0, 0)), counts)
+        for n in (1, 30, 77, 120):
+            assert Mixed(n, blocks, (0, 0)).forward_steps == counts[n], (n, blocks)
+    # No order, which would have as many repetitions as blocks.
+    assert numbers_computed(lambda: least_steps(np.array([10**6]), (1, 2), (0, 0))) == 0
 
 
 def test_a_loop_that_fits_runs_no_step_twice() -> None:

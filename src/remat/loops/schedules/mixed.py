@@ -263,19 +263,19 @@ def splits_of(n: int, blocks: tuple[int, ...], limits: tuple[int, int]) -> tuple
     """Return how far parts of loops of at most `n` steps advance, and the lowest level that is used."""
     if n <= blocks[-1]:
         return _no_split, 0
-    order = _Order(n, blocks)
+    order = _order(n, blocks)
     if order.is_optimal:
         return order.split, 0
     if n <= limits[0] and n * len(blocks) <= limits[1]:
         return _solved(n, blocks)[0], 0
     # With residuals smaller than a state, the smallest blocks are not worth a state.
-    orders = [_Order(n, blocks[low:]) for low in range(min(4, len(blocks) - 1))]
+    orders = [_order(n, blocks[low:]) for low in range(min(4, len(blocks) - 1))]
     lows = range(len(orders))
     low = min(lows, key=lambda low: tree_cost(_of_order(n, blocks, orders[low], low)))
     return orders[low].split, low
 
 
-def _of_order(n: int, blocks: tuple[int, ...], order: _Order, low: int) -> Tree:
+def _of_order(n: int, blocks: tuple[int, ...], order: _Order | _OneState, low: int) -> Tree:
     parts = parts_of({(len(blocks) - 1, n)}, blocks, order.split, low)
     return Tree(*columns([(0, -1, -1, 0), *numbered(parts, ROOT)]))
 
@@ -292,7 +292,7 @@ def least_steps(
     n = int(lengths.max())
     if n <= limits[0] and n * len(blocks) <= limits[1]:
         return _solved(n, blocks)[1][lengths].astype(float)
-    orders = [_Order(max(n, 2), blocks[low:]) for low in range(min(4, len(blocks) - 1))]
+    orders = [_order(max(n, 2), blocks[low:]) for low in range(min(4, len(blocks) - 1))]
     return np.min([order.costs(lengths) for order in orders], axis=0)
 
 
@@ -384,6 +384,33 @@ def _solved(n: int, blocks: tuple[int, ...]) -> tuple[Split, np.ndarray]:
 
 
 # The order of replacements
+
+
+def _order(n: int, blocks: tuple[int, ...]) -> _Order | _OneState:
+    """Return by which order leaves are replaced in loops of at most `n` steps."""
+    return _OneState(blocks) if len(blocks) == 2 else _Order(n, blocks)
+
+
+class _OneState:
+    """The same with a single state, where `_Order` would take time and memory that grow as `n`.
+
+    Behind the state, only a block fits. The steps that are run are the sum of the distances from the state
+    to the blocks, which is least if each block but the first one is as long as fits.
+    """
+
+    is_optimal = True
+
+    def __init__(self, blocks: tuple[int, ...]) -> None:
+        self.short, self.long = blocks
+
+    def split(self, level: int, length: int) -> int:
+        """Return how far a part advances before the next block."""
+        return length - self.short
+
+    def costs(self, lengths: np.ndarray) -> np.ndarray:
+        """Return the evaluations for loops of these lengths."""
+        behind = np.maximum(-((self.long - lengths) // self.short), 0)
+        return lengths + behind * lengths - self.short * behind * (behind + 1) / 2
 
 
 class _Order:

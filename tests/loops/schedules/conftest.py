@@ -1,0 +1,47 @@
+"""Counts of what finding a schedule computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from remat.loops.schedules import hierarchical, mixed
+
+
+@pytest.fixture
+def numbers_computed(monkeypatch: pytest.MonkeyPatch) -> Callable:
+    """Return a function that calls another one, and returns how many numbers its schedules compute."""
+    counted = [0]
+
+    def count(module: Any, name: str, numbers: Callable) -> None:
+        original = getattr(module, name)
+
+        def counting(*args: Any) -> Any:
+            result = original(*args)
+            counted[0] += numbers(*args)
+            return result
+
+        monkeypatch.setattr(module, name, counting)
+
+    def of_order(order: Any, *_: Any) -> int:
+        return int(order.total.size) + sum(path.size for path in order.paths)
+
+    def of_table(below: np.ndarray, slots: int, *_: Any) -> int:
+        return slots * len(below) ** 2 // 2
+
+    count(mixed._Order, "__init__", of_order)
+    count(mixed._Order, "_chains", lambda order, *_: len(order.sizes))
+    count(mixed, "_solved", lambda n, blocks: len(blocks) * n**2 // 2)
+    count(hierarchical, "_table", of_table)
+
+    def numbers(make: Callable) -> int:
+        mixed._tree.cache_clear()
+        hierarchical._grow.cache_clear()
+        counted[0] = 0
+        make()
+        return counted[0]
+
+    return numbers
