@@ -99,3 +99,45 @@ def test_a_body_surely_has_forward_mode_if_nothing_in_it_has_reverse_mode_only(
     body: Callable, surely: bool
 ) -> None:
     assert surely_has_forward_mode(jax.make_jaxpr(body)(X).jaxpr) == surely
+
+
+def _step(x: Any) -> Any:
+    return jnp.sin(x) * jnp.cos(x)
+
+
+def _by_scan(x: Any, n: int, **way: Any) -> Any:
+    return remat.scan(lambda c, _: (_step(c), None), x, None, n, **way)[0]
+
+
+def _by_fori_loop(x: Any, n: int, **way: Any) -> Any:
+    # The bound is traced: it depends on a value.
+    return remat.fori_loop(0, jnp.where(x[0] > 0, n, 3), lambda _, c: _step(c), x, **way)
+
+
+def _by_while_loop(x: Any, n: int, **way: Any) -> Any:
+    return remat.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, _step(c[1])), (0, x), **way)[1]
+
+
+@pytest.mark.parametrize(
+    "loop, way, states",
+    [
+        (_by_scan, {}, 2),
+        (_by_scan, {"checkpoints": 10}, 2),
+        (_by_fori_loop, {"checkpoints": 10}, 2),
+        (_by_while_loop, {"checkpoints": 10, "store": "host"}, 2),
+        # XLA does not remove buffers that pass through a loop in a loop along with the carry.
+        (_by_while_loop, {"checkpoints": 10}, 15),
+    ],
+)
+def test_forward_mode_takes_the_same_memory_for_any_number_of_steps(
+    loop: Callable, way: dict, states: int
+) -> None:
+    x = jnp.ones(10_000)
+
+    def temp_bytes(n: int) -> int:
+        f = jax.jit(lambda x, t: jax.jvp(lambda x: loop(x, n, **way), (x,), (t,)))
+        return f.lower(x, x).compile().memory_analysis().temp_size_in_bytes
+
+    few, many = temp_bytes(30), temp_bytes(10**5)
+    assert max(few, many) <= (states + 0.1) * x.nbytes
+    assert abs(few - many) <= 0.1 * x.nbytes

@@ -29,7 +29,8 @@ Where the body calls a function with a `jax.custom_vjp`, forward mode is not def
 says what becomes of the rules.
 
 Forward mode alone pays for this generality: it runs the primal loop twice, once by itself and once
-along with the tangents.
+along with the tangents. The first of these is the sweep; XLA removes the buffers that nothing reads then,
+except where they pass through a loop in a loop with the carry, as those of `online.sweep` do.
 """
 
 from __future__ import annotations

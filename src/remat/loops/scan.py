@@ -122,7 +122,7 @@ def scan(
       directory: the directory of the file, with store="disk".
 
     Returns:
-      The final carry and the stacked ys.
+      The final carry and the stacked ys. A compiled `jax.jvp` keeps none of the carries.
 
     Raises:
       ScheduleError: `checkpoints`, `length` or `unroll` is not an integer or is too small;

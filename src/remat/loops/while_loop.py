@@ -178,7 +178,8 @@ def while_loop(
 
     Returns:
       The final value. The gradient of a loop with 2³² - 1 steps or more is NaN unless
-      `jax_enable_x64` is set, since the step counter has 32 bits.
+      `jax_enable_x64` is set, since the step counter has 32 bits. A `jax.jvp` takes up to the memory of
+      a gradient; `jax.lax.while_loop` has forward mode without it.
 
     Raises:
       StepLimitError: see `on_max_steps`.
