@@ -89,6 +89,30 @@ def test_two_levels_cost_what_h_revolve_does(
     check_actions(schedule)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "write, read, sums",
+    [
+        # The same table of checkpoint-schedules 1.0.4: for 1, 2, 3, 5 and 8 slots of the fastest level, the
+        # sum over 2 to 60 steps and 1, 2, 3, 5, 10 and 20 slots of the other one.
+        (0, 0, (39587.0, 34304.0, 31921.0, 29487.0, 27723.0)),
+        (0.1, 0.1, (40417.1, 34934.1, 32449.0, 29915.3, 28092.0)),
+        (2, 2, (52103.0, 42791.0, 38273.0, 33561.0, 29898.0)),
+        (5, 1, (53174.0, 43966.0, 39667.0, 34666.0, 30061.0)),
+        (0.5, 8, (63366.0, 47853.5, 41231.0, 35217.0, 30204.0)),
+    ],
+)
+def test_two_levels_cost_what_h_revolve_does_in_thousands_of_loops(
+    write: float, read: float, sums: tuple[float, ...]
+) -> None:
+    for slots, expected in zip((1, 2, 3, 5, 8), sums, strict=True):
+        found = sum(
+            Hierarchical.of_states(n, slots, [Level(far, write, read)]).cost
+            for n, far in itertools.product(range(2, 61), (1, 2, 3, 5, 10, 20))
+        )
+        assert found == pytest.approx(expected, abs=0.06)
+
+
 @pytest.mark.parametrize("blocks", [(1, 1), (1, 2), (1, 1, 1), (2, 3, 4)])
 @pytest.mark.parametrize("write, read", [(0.5, 0.25), (1, 2), (3, 0)])
 def test_no_sequence_of_actions_on_two_levels_takes_less_time(
