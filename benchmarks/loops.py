@@ -106,6 +106,12 @@ WAYS: dict[str, Callable] = {
 if eqxi is None:
     del WAYS["equinox, checkpoints"]
 REFERENCE = "equinox, checkpoints" if eqxi else "lax.scan, each step"
+# Pairs with as many checkpoints, and so with about the same memory.
+EQUAL_MEMORY = (
+    ("remat.scan, checkpoints", "equinox, checkpoints"),
+    ("remat.while_loop, checkpoints", "equinox, checkpoints"),
+    ("remat.scan, checkpoints=n", "lax.scan, each step"),
+)
 
 
 def compile_gradient(way: str, body: Callable, x: Any, n: int, s: int) -> Any:
@@ -118,12 +124,24 @@ def measure(body: Callable, x: Any, n: int, s: int) -> dict[str, dict[str, float
     reference = seconds[REFERENCE]
     return {
         way: {
-            "temporaries_mib": round(program.memory_analysis().temp_size_in_bytes / MIB, 3),
+            "temporaries": program.memory_analysis().temp_size_in_bytes,
             "seconds": round(min(seconds[way]), 6),
             # Ratios of the least times of rounds in turns: other work on the machine only adds time.
             "time_ratio": round(min(seconds[way]) / min(reference), 3),
         }
         for way, program in programs.items()
+    }
+
+
+def at_equal_memory(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """The time and the temporaries of a way as ratios to those of one with as many checkpoints."""
+    return {
+        f"{ours} to {theirs}": {
+            "time": round(rows[ours]["seconds"] / rows[theirs]["seconds"], 3),
+            "temporaries": round(rows[ours]["temporaries"] / rows[theirs]["temporaries"], 3),
+        }
+        for ours, theirs in EQUAL_MEMORY
+        if theirs in rows
     }
 
 
@@ -154,6 +172,7 @@ def main() -> dict[str, Any]:
         listing = ", ".join(f"{way} {steps}" for way, steps in found.items())
         print(f"n={n}, {s} checkpoints: optimum {optimum} steps; {listing}", flush=True)
     times: dict[str, Any] = {}
+    equal: dict[str, Any] = {}
     for name, (body, x, sizes) in BODIES.items():
         for n, s in sizes:
             key = f"{name}; n={n}, checkpoints={s}"
@@ -161,8 +180,13 @@ def main() -> dict[str, Any]:
             print(key, flush=True)
             for way, row in times[key].items():
                 print(
-                    f"  {way:32} {row['temporaries_mib']:9.2f} MiB {row['seconds']:9.5f} s "
+                    f"  {way:32} {row['temporaries'] / MIB:9.2f} MiB {row['seconds']:9.5f} s "
                     f"{row['time_ratio']:6.2f}",
                     flush=True,
                 )
-    return {"steps": counts, "reference": REFERENCE, "gradients": times}
+            equal[key] = at_equal_memory(times[key])
+            for pair, ratios in equal[key].items():
+                text = f"time {ratios['time']:.2f}, temporaries {ratios['temporaries']:.2f}"
+                print(f"  {pair}: {text}", flush=True)
+    found = {"steps": counts, "reference": REFERENCE, "gradients": times}
+    return {**found, "equal_memory": equal}
