@@ -343,6 +343,25 @@ def test_temporaries_are_within_a_twentieth_of_the_budget(sines: int) -> None:
     assert min(peaks) >= budget - (sines + 4) * x.nbytes
 
 
+@pytest.mark.parametrize("n", [2, 5, 10])
+def test_temporaries_of_short_loops_are_within_the_budget(n: int) -> None:
+    x = jnp.ones(20_000)
+    step = lambda c, _: (jnp.sin(c), None)  # noqa: E731
+    kinds = []
+    for states in (3, 4, n + 1, n + 2):
+        options = {"budget": states * x.nbytes}
+        if states == 3:
+            with pytest.raises(BudgetError, match="three times a state"):
+                scan(step, x, None, n, **options)
+            continue
+        kinds.append(explain(step, x, None, n, **options).kind)
+        peak = temp_bytes(lambda x, o=options: scan(step, x, None, n, **o)[0].sum(), x)
+        assert peak <= 1.02 * states * x.nbytes
+    # All residuals, beside the state at hand and its cotangent.
+    assert kinds[-1] == "plain"
+    assert n == 2 or "plain" not in kinds[:-1]
+
+
 def test_the_default_needs_the_memory_of_about_the_square_root() -> None:
     x = jnp.ones(10_000)
 
@@ -387,7 +406,7 @@ def test_the_choice_follows_the_budget() -> None:
 def test_impossible_requests_are_refused_with_the_numbers() -> None:
     step = lambda c, _: (jnp.sin(c), None)  # noqa: E731
     x = jnp.ones(1000)
-    with pytest.raises(BudgetError, match=r"smallest keeps 11\.7 KiB"):
+    with pytest.raises(BudgetError, match=r"smallest keeps 15\.6 KiB"):
         scan(step, x, None, 100, budget="8KiB")
     with pytest.raises(ScheduleError, match="checkpoints must be at least 1, not 0"):
         scan(step, x, None, 100, checkpoints=0)

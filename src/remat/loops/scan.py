@@ -388,12 +388,12 @@ def choose(
         saves = _jax.typical(nested_bytes) < _jax.typical(plain.kept_bytes)
         return nested if saves else plain
     limit = parse_bytes(budget, "budget=")
-    if plain.kept_bytes <= limit:
+    # Several steps take the state at hand and its cotangent beside what is kept.
+    room = limit - 2 * state if n > 1 else limit
+    if plain.kept_bytes <= room:
         return choice("plain", None, plain.kept_bytes, f"all fits the {format_bytes(limit)}")
-    # The state at hand, its cotangent and the residuals in use are not part of the schedule's memory.
-    memory = limit - 2 * state - residual
-    if memory + state >= state > memory:
-        memory = state
+    # The residuals in use are not part of the schedule's memory.
+    memory = room - residual
     found: Choice | None = None
     if memory >= state:
         slots = min(memory // max(state, 1), max(n, 1))
@@ -401,15 +401,16 @@ def choose(
         found = checkpointed(slots, memory - slots * state, why)
         if (n + 2) * state + residual <= limit:
             found = faster(found, format_bytes(limit))
-    if nested_bytes <= limit and (found is None or nested.forward_steps <= found.forward_steps):
+    if nested_bytes <= room and (found is None or nested.forward_steps <= found.forward_steps):
         # Larger blocks within the budget would not help: two levels cost one sweep for any block size.
         return choice("nested", two_levels, nested_bytes, f"fits the {format_bytes(limit)}")
     if found is None:
-        least = 2 * state + residual
+        least = 3 * state + residual
         raise BudgetError(
             f"no schedule of {n} steps fits {format_bytes(limit)}; the smallest keeps "
-            f"{format_bytes(least)}: two states of {format_bytes(state)} and one step's residuals "
-            f"of {format_bytes(residual)}. Raise budget=, or save less in a step with policy=."
+            f"{format_bytes(least)}: three times a state of {format_bytes(state)} (the kept one, the one "
+            f"at hand and its cotangent) and one step's residuals of {format_bytes(residual)}. Raise "
+            f"budget=, or save less in a step with policy=."
         )
     return found
 
