@@ -148,14 +148,14 @@ def test_the_compiled_online_choice_is_that_of_the_schedule(
 
 def test_no_choice_is_weighed_while_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     weighed: list[int] = []
-    choice = loop._online_choice
+    choice = loop.online_choice
 
     def counted(np_: Any, starts: Any, step: Any, slots: int) -> Any:
         if np_ is jnp:
             jax.debug.callback(lambda _: weighed.append(1), step)
         return choice(np_, starts, step, slots)
 
-    monkeypatch.setattr(loop, "_online_choice", counted)
+    monkeypatch.setattr(loop, "online_choice", counted)
     monkeypatch.setattr(loop, "ONLINE_STEPS_KNOWN", 2)
     options = {"checkpoints": 9, "policy": policies.nothing_saveable}
     gradient = jax.jit(jax.grad(lambda x, n: steps_of_sin(x, n, **options)))

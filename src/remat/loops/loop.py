@@ -336,7 +336,7 @@ def _online_update(loop: Loop, step: Array, top: Array, order: Array, starts: Ar
     known = np.array(_online_choices(slots, ONLINE_STEPS_KNOWN), np.int32)
 
     def weigh(step: Array, starts: Array) -> Array:
-        return _online_choice(jnp, starts.astype(jnp.int32), step.astype(jnp.int32), slots)
+        return online_choice(jnp, starts.astype(jnp.int32), step.astype(jnp.int32), slots)
 
     # JAX cannot batch a branch over an explicit axis of a mesh with constants that have no mesh.
     weighing, consts, _ = _jax.trace_call(weigh, step, starts)
@@ -362,13 +362,13 @@ ONLINE_STEPS_KNOWN = 1024
 # At most ONLINE_STEPS_KNOWN numbers each, which depend on the arguments alone.
 @lru_cache(maxsize=64)
 def _online_choices(slots: int, steps: int) -> tuple[int, ...]:
-    """Return a table of `_online_choice` at the steps 0, 1, ..., and `slots` while the stack has room."""
+    """Return a table of `online_choice` at the steps 0, 1, ..., and `slots` while the stack has room."""
     starts = np.zeros(slots + 1, np.int32)
     choices = []
     for step in range(steps):
         choice = slots
         if step > slots:
-            choice = int(_online_choice(np, starts, np.int32(step), slots))
+            choice = int(online_choice(np, starts, np.int32(step), slots))
             starts = starts[_without(np, slots, np.int32(choice))]
         starts[min(step, slots)] = step
         choices.append(choice)
@@ -382,7 +382,7 @@ def _without(np_: ModuleType, slots: int, choice: Array) -> Array:
     return np_.where(entries == slots, choice, source)
 
 
-def _online_choice(np_: ModuleType, starts: Array, step: Array, slots: int) -> Array:
+def online_choice(np_: ModuleType, starts: Array, step: Array, slots: int) -> Array:
     """Return the entry, 1..slots, to drop from a full stack so that reversal is cheapest.
 
     Entry `slots` is the newcomer. `np_` is `numpy` or `jax.numpy`; in a compiled loop this runs at

@@ -32,14 +32,14 @@ def numbers_computed(monkeypatch: pytest.MonkeyPatch) -> Callable:
     def of_table(below: np.ndarray, slots: int, *_: Any) -> int:
         return slots * len(below) ** 2 // 2
 
-    count(mixed._Order, "__init__", of_order)
-    count(mixed._Order, "_chains", lambda order, *_: len(order.sizes))
-    count(mixed, "_solved", lambda n, blocks: len(blocks) * n**2 // 2)
+    count(mixed.Order, "__init__", of_order)
+    count(mixed.Order, "_chains", lambda order, *_: len(order.sizes))
+    count(mixed, "solved", lambda n, blocks: len(blocks) * n**2 // 2)
     count(hierarchical, "_table", of_table)
 
     def numbers(make: Callable) -> int:
-        mixed._tree.cache_clear()
-        hierarchical._grow.cache_clear()
+        mixed.tree_of.cache_clear()
+        hierarchical.grow.cache_clear()
         counted[0] = 0
         make()
         return counted[0]

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from loops.schedules.cheapest import least_cost_from
 from remat.errors import ScheduleError
 from remat.loops.schedules import Binomial, Mixed, Online, replay
-from remat.loops.schedules.mixed import _solved, blocks_of, least_steps
+from remat.loops.schedules.mixed import blocks_of, least_steps, solved
 
 _MANY = 1 << 40
 
@@ -231,7 +231,7 @@ def test_a_single_state_has_the_counts_of_the_recurrence(numbers_computed: Calla
     lengths = np.arange(121)
     for short, delay in itertools.product((1, 2, 5, 9), (0, 1, 2, 7, 20)):
         blocks = (short, short + delay)
-        counts = _solved(120, blocks)[1]
+        counts = solved(120, blocks)[1]
         assert np.array_equal(least_steps(lengths, blocks, (0, 0)), counts)
         for n in (1, 30, 77, 120):
             assert Mixed(n, blocks, (0, 0)).forward_steps == counts[n], (n, blocks)

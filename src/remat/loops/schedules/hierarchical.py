@@ -136,7 +136,7 @@ class Hierarchical(TreeSchedule):
 
     @cached_property
     def _grown(self) -> tuple[Tree, Moves]:
-        return _grow(self.n, self.blocks, self.levels, self._limits)
+        return grow(self.n, self.blocks, self.levels, self._limits)
 
     @property
     def tree(self) -> Tree:
@@ -299,7 +299,7 @@ _Key = tuple[int, int, int, bool, int]
 
 
 @lru_cache(maxsize=64)
-def _grow(
+def grow(
     n: int, blocks: tuple[int, ...], levels: tuple[Level, ...], limits: tuple[int, int, int]
 ) -> tuple[Tree, Moves]:
     group = _group(n, levels, limits[0])
@@ -337,7 +337,7 @@ def _even(
     """Return the tree whose slowest level holds states at equal distances, each of which is read once."""
     parts = -(-n // length)
     rest = n - (parts - 1) * length
-    inner = [_grow(steps, blocks, levels[:-1], limits) for steps in (length, rest)]
+    inner = [grow(steps, blocks, levels[:-1], limits) for steps in (length, rest)]
     sizes = [len(tree.steps) - ROOT for tree, _ in inner]
     first = ROOT + parts - 1  # of the table's row for the part that is repeated
     last = first + sizes[0]

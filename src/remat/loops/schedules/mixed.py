@@ -176,7 +176,7 @@ class Mixed(TreeSchedule):
     @cached_property
     def tree(self) -> Tree:
         """The parts into which the loop is split."""
-        return _tree(self.n, self.blocks, self._limits)
+        return tree_of(self.n, self.blocks, self._limits)
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -244,7 +244,7 @@ def tree_cost(tree: Tree) -> int:
 
 # The tables of a tree have some hundred entries, with a single state one for each block.
 @lru_cache(maxsize=64)
-def _tree(n: int, blocks: tuple[int, ...], limits: tuple[int, int]) -> Tree:
+def tree_of(n: int, blocks: tuple[int, ...], limits: tuple[int, int]) -> Tree:
     split, low = splits_of(n, blocks, limits)
     rows = [
         (0, -1, -1, len(blocks) - 1),
@@ -263,19 +263,19 @@ def splits_of(n: int, blocks: tuple[int, ...], limits: tuple[int, int]) -> tuple
     """Return how far parts of loops of at most `n` steps advance, and the lowest level that is used."""
     if n <= blocks[-1]:
         return _no_split, 0
-    order = _order(n, blocks)
+    order = order_of(n, blocks)
     if order.is_optimal:
         return order.split, 0
     if n <= limits[0] and n * len(blocks) <= limits[1]:
-        return _solved(n, blocks)[0], 0
+        return solved(n, blocks)[0], 0
     # With residuals smaller than a state, the smallest blocks are not worth a state.
-    orders = [_order(n, blocks[low:]) for low in range(min(4, len(blocks) - 1))]
+    orders = [order_of(n, blocks[low:]) for low in range(min(4, len(blocks) - 1))]
     lows = range(len(orders))
     low = min(lows, key=lambda low: tree_cost(_of_order(n, blocks, orders[low], low)))
     return orders[low].split, low
 
 
-def _of_order(n: int, blocks: tuple[int, ...], order: _Order | _OneState, low: int) -> Tree:
+def _of_order(n: int, blocks: tuple[int, ...], order: Order | OneState, low: int) -> Tree:
     parts = parts_of({(len(blocks) - 1, n)}, blocks, order.split, low)
     return Tree(*columns([(0, -1, -1, 0), *numbered(parts, ROOT)]))
 
@@ -291,8 +291,8 @@ def least_steps(
         return np.where(lengths <= blocks[0], lengths, np.inf)
     n = int(lengths.max())
     if n <= limits[0] and n * len(blocks) <= limits[1]:
-        return _solved(n, blocks)[1][lengths].astype(float)
-    orders = [_order(max(n, 2), blocks[low:]) for low in range(min(4, len(blocks) - 1))]
+        return solved(n, blocks)[1][lengths].astype(float)
+    orders = [order_of(max(n, 2), blocks[low:]) for low in range(min(4, len(blocks) - 1))]
     return np.min([order.costs(lengths) for order in orders], axis=0)
 
 
@@ -363,7 +363,7 @@ def _no_split(level: int, length: int) -> int:
 # The recurrence
 
 
-def _solved(n: int, blocks: tuple[int, ...]) -> tuple[Split, np.ndarray]:
+def solved(n: int, blocks: tuple[int, ...]) -> tuple[Split, np.ndarray]:
     """Return the splits and the costs that the recurrence gives, for loops of at most `n` steps."""
     rising = np.arange(n + 1)
     # Twice _MANY is still a number.
@@ -386,13 +386,13 @@ def _solved(n: int, blocks: tuple[int, ...]) -> tuple[Split, np.ndarray]:
 # The order of replacements
 
 
-def _order(n: int, blocks: tuple[int, ...]) -> _Order | _OneState:
+def order_of(n: int, blocks: tuple[int, ...]) -> Order | OneState:
     """Return by which order leaves are replaced in loops of at most `n` steps."""
-    return _OneState(blocks) if len(blocks) == 2 else _Order(n, blocks)
+    return OneState(blocks) if len(blocks) == 2 else Order(n, blocks)
 
 
-class _OneState:
-    """The same with a single state, where `_Order` would take time and memory that grow as `n`.
+class OneState:
+    """The same with a single state, where `Order` would take time and memory that grow as `n`.
 
     Behind the state, only a block fits. The steps that are run are the sum of the distances from the state
     to the blocks, which is least if each block but the first one is as long as fits.
@@ -413,7 +413,7 @@ class _OneState:
         return lengths + behind * lengths - self.short * behind * (behind + 1) / 2
 
 
-class _Order:
+class Order:
     """The order in which leaves of the tree are replaced, for loops of at most `n` steps.
 
     A group is one level, or several that are taken together: its highest level, its lowest one, the steps
