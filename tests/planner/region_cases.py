@@ -24,8 +24,8 @@ from remat.planner.regions import (
     LoopForm,
     Record,
     Recording,
+    active_context,
     loop_depth,
-    session_context,
 )
 
 CASES: dict[str, Callable[[], tuple[Callable, tuple]]] = {}
@@ -45,13 +45,13 @@ def normal(*shape: int, seed: int = 0, dtype: Any = np.float32) -> Any:
 # Deciding at random
 
 
-def traced_in(session: Any, step: Callable, args: tuple, **jit_options: Any) -> Any:
-    """A step traced in a session, by a function that JAX has never seen."""
+def traced_in(context: Any, step: Callable, args: tuple, **jit_options: Any) -> Any:
+    """Return a step traced in a tracing context, by a function that JAX has never seen."""
 
     def fresh(*args: Any, **kwargs: Any) -> Any:
         return step(*args, **kwargs)
 
-    with session_context(session):
+    with active_context(context):
         return jax.jit(fresh, **jit_options).trace(*args)
 
 
@@ -129,8 +129,8 @@ def half_offloaded(record: Record, decision: RegionDecision, draw: random.Random
 _QUICKLY = {"xla_backend_optimization_level": 0}
 
 
-def run_in(session: Any, step: Callable, args: tuple, **jit_options: Any) -> Any:
-    traced = traced_in(session, step, args, **jit_options)
+def run_in(context: Any, step: Callable, args: tuple, **jit_options: Any) -> Any:
+    traced = traced_in(context, step, args, **jit_options)
     return traced.lower().compile(compiler_options=_QUICKLY)(*args)
 
 

@@ -149,11 +149,11 @@ def traced(f, plan):
             met[key] = region, made
             return made
 
-    session = Recorded(
+    context = Recorded(
         of_plan.decisions, of_plan.loops, recomputes=of_plan.recomputes, edited=of_plan.edited
     )
     step = Step(jax.value_and_grad(f), (W, X), {}, target(None), {})
-    return step.trace(session).jaxpr, met
+    return step.trace(context).jaxpr, met
 
 
 @pytest.mark.parametrize(

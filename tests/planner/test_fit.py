@@ -423,7 +423,7 @@ def test_plan_of_another_program_is_refused():
 def test_a_step_without_the_plans_region_is_refused_whatever_jax_remembers():
     made = plan_at("60%")
     inner = jax.jit(step)
-    # The plan's session has met the region, and JAX remembers the inner function in it.
+    # The region was traced in the plan's context, and JAX remembers the inner function in it.
     for _ in range(2):
         fit(lambda w, x: inner(w, x), plan=made).lower(W, X)
     unmarked = jax.value_and_grad(inspect.unwrap(loss))

@@ -10,15 +10,15 @@ numbered in the order in which they are computed (`Numbering`). A decision (`Reg
 
 From that both halves follow. A segment that recomputes something becomes one equation of the
 primitive (on saved values, values of earlier segments, and cotangents), whose body is the
-recomputation and its piece of T; the pieces between are written out as they are. Values that nobody
-listed are computed where they are needed from what is available there: cheap ones are always left
-to this, since compilers compute them inside the kernel that uses them.
+recomputation and its piece of T; the pieces between are inlined as they are. Values that the decision
+does not list are computed where they are needed, from what is available there. Decisions never list cheap
+values, since compilers compute them inside the kernel that uses them.
 
 A value that is saved can be *offloaded*: the forward pass copies it to the host's memory, and for the
 backward pass it is a value that is recomputed, by one operation, the copy back. So segments fetch what
 they need, when their cotangents are there, and the device holds it no longer than that. An input of the
-region can be offloaded too (the carry of a loop's body, say): then the backward pass does not take it
-from whoever holds the inputs.
+region can be offloaded too (the carry of a loop's body, say): then the backward pass reads the copy in
+the host's memory and not the input itself.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Numbering:
         self._fetched: dict[_jax.Var, tuple[tuple[int, int], _jax.JaxprEqn]] = {}
 
     def source(self, v: _jax.Var) -> tuple[tuple[int, int], _jax.JaxprEqn] | None:
-        """The equation that computes a value and its place in their order; None for an input."""
+        """Return the equation that computes a value, after its place in their order; None for an input."""
         if v in self._fetched:
             return self._fetched[v]
         number = self.number.get(v)
@@ -73,7 +73,7 @@ class Numbering:
         return (first, 1), eqn
 
     def fetching(self, host: Mapping[_jax.Var, _jax.HostCopy]) -> Numbering:
-        """The same numbers, where these values are not computed but fetched from the host."""
+        """Return the same numbering, in which these values are not computed but fetched from the host."""
         new = copy.copy(self)
         new._fetched = {
             # Inputs come before everything, in any order.
@@ -85,7 +85,7 @@ class Numbering:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Linearized:
-    """A region after differentiation: known program, linear part, and what the second needs.
+    """A region after differentiation: its known program, and the linear part that needs its residuals.
 
     Args:
       forward: inputs to known results and then `residuals`.
@@ -108,20 +108,20 @@ class Linearized:
 
     @property
     def like(self) -> _jax.JaxprEqn | None:
-        """An equation whose source and context new ones take, if there is one."""
+        """Return an equation whose source line and context new ones take; None if there is none."""
         return next(iter((*self.linear.eqns, *self.forward.eqns)), None)
 
 
 def inlined(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """A region's program with calls written out; who plans it decides about checkpoints in it too."""
+    """Return a region's program with calls inlined, checkpoints too: the planner decides about these."""
     return jaxprs.inline_calls(jaxpr, undifferentiated_call)
 
 
 def without_copies(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """A program in which what loops hand through unchanged is taken from where they have it.
+    """Return a program that reads the operands of loops in place of results that only forward them.
 
-    JAX's transposition of a loop may bring one that only copies its inputs, at each step, to results
-    of the same size.
+    When JAX transposes a loop, it may add one that only copies its inputs, at each step, to results of
+    the same size.
     """
     instead: dict[_jax.Var, Any] = {}
 
@@ -135,7 +135,7 @@ def without_copies(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
         eqns.append(eqn)
         body = _jax.scan_body(eqn)
         if body is not None and eqn.params["length"]:
-            instead.update(_handed_through(eqn, body))
+            instead.update(_forwarded(eqn, body))
     if not instead:
         return jaxpr
     changed = _jax.rebuild(jaxpr, eqns=eqns, outvars=[look(v) for v in jaxpr.outvars])
@@ -143,8 +143,8 @@ def without_copies(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     return _jax.rebuild(live, invars=jaxpr.invars)
 
 
-def _handed_through(eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> Iterable[tuple[_jax.Var, Any]]:
-    """Results of a `scan` that are its operands."""
+def _forwarded(eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> Iterable[tuple[_jax.Var, Any]]:
+    """Yield the results of a `scan` that are operands of it, with these."""
     n_consts, n_carry = _jax.scan_arity(eqn)
     operands, inner = eqn.invars[n_consts:], body.invars[n_consts:]
     of_step = dict(zip(inner[n_carry:], operands[n_carry:]))
@@ -158,7 +158,7 @@ def _handed_through(eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> Iterable[tuple[_jax
 # The same jaxprs each time, since JAX lowers each jaxpr object once.
 @_jax.weakref_lru_cache
 def linearized(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...]) -> Linearized:
-    """Separate a differentiated region without deciding anything: everything is a residual."""
+    """Split a differentiated region without deciding anything: every needed value is a residual."""
     jaxpr = inlined(jaxpr)
     halves = without_unused(split(jaxpr, ins_unknown, save_all))
     _, residuals = results_and_residuals(halves)
@@ -174,7 +174,7 @@ def linearized(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...]) -> Linearized:
 
 
 def host_copies(region: Linearized, decision: RegionDecision) -> dict[_jax.Var, _jax.HostCopy]:
-    """A copy in the host's memory for each value and input that is offloaded."""
+    """Return a copy in the host's memory for each value and input that is offloaded."""
     of = region.numbering
     copies = {
         v: _jax.host_copy(v, region.like)
@@ -193,9 +193,9 @@ def halves(
     host: Mapping[_jax.Var, _jax.HostCopy] = MappingProxyType({}),
     round_saved: bool = True,
 ) -> Cut:
-    """The two halves of a region that saves these values; fewer, if the backward half needs fewer.
+    """Return the two halves of a region that saves these values, or those of them that are needed.
 
-    `again` are values that segments compute, some of them perhaps also saved for earlier segments.
+    `again` are values that segments recompute, some of them perhaps also saved for earlier segments.
     `host` has the copies of saved values and of inputs that are offloaded.
     """
     numbering = region.numbering.fetching(host)
@@ -238,7 +238,10 @@ def _forward_half(
     *,
     round_saved: bool,
 ) -> tuple[_jax.Jaxpr, list[bool]]:
-    """Known results, then what is kept, some of it as copies in the host's memory."""
+    """Return the forward half, and which inputs it reads.
+
+    It returns the known results, then the kept values, some of them as copies in the host's memory.
+    """
     known = region.forward.outvars[: len(region.forward.outvars) - len(region.residuals)]
     values = [value_of.get(v, v) for v in kept]
     is_input = set(region.forward.invars)
@@ -268,9 +271,10 @@ def closure(
     available: set[_jax.Var],
     visit: Callable[[_jax.Var], None] = lambda _: None,
 ) -> list[_jax.JaxprEqn]:
-    """The equations that compute these values from what is available, in the program's order.
+    """Return the equations that compute these values from available ones, in the program's order.
 
-    `visit` sees every available value that they, or the needed values themselves, come down to.
+    `visit` is called with each available value and input that they read, and with each needed value that
+    is one itself.
     """
     found: dict[tuple[int, int], _jax.JaxprEqn] = {}
     stack = [v for v in needed if _jax.is_var(v)]
@@ -301,7 +305,7 @@ def backward_program(
     nonlinear: Sequence[Any],
     segments: Sequence[PlanSegment],
 ) -> _jax.Jaxpr:
-    """The backward pass: saved values, inputs and cotangents to the linear inputs' cotangents.
+    """Return the backward pass: from saved values, inputs and cotangents to the linear inputs' cotangents.
 
     Args:
       numbering: of the region's forward program.
@@ -366,9 +370,9 @@ class _Piece:
 def _resolve(
     pieces: Sequence[_Piece], numbering: Numbering, saved: set[_jax.Var], program: _Program
 ) -> None:
-    """Find out what every piece computes and what it takes from whom.
+    """Set what each piece recomputes, and from which pieces it takes values.
 
-    From the back: what later pieces want of an earlier one is then known when it is looked at.
+    The last piece comes first, so that when a piece is handled, what later pieces take from it is known.
     """
     holder: list[dict[_jax.Var, _Piece | None]] = []
     latest: dict[_jax.Var, _Piece | None] = dict.fromkeys(saved)
@@ -434,7 +438,7 @@ def _segment(
     names: dict[tuple[int, _jax.Var], _jax.Var],
     program: _Program,
 ) -> _jax.JaxprEqn:
-    """One equation of the primitive for a piece that recomputes something."""
+    """Return an equation of the primitive for a piece that recomputes something."""
     made = {v for eqn in piece.eqns for v in eqn.outvars}
     taken = dict.fromkeys(
         v

@@ -36,7 +36,7 @@ from remat.planner.decisions import RegionDecision
 from remat.planner.plan import plan as make_plan, versions
 from remat.planner.plan_file import AS_RUN, FAST, MadeFor, Plan, RegionPlan
 from remat.planner.processes import receive_plan
-from remat.planner.regions import Application, LoopForm, Recording, session_context
+from remat.planner.regions import Application, LoopForm, Recording, active_context
 from remat.planner.rewrite import following
 from remat.planner.step import Step, check_step, unfitted
 from remat.planner.step_decisions import decisions_of_plan
@@ -158,7 +158,7 @@ class Fitted:
             if ready is None:
                 raise _NoPlan(signature)
             if self._given is None:
-                with session_context(application(ready.plan)):
+                with active_context(application(ready.plan)):
                     return _follow(step, ready.plan)(*args, **kwargs)
             return self._follow_given(ready, args, kwargs)
 
@@ -168,7 +168,7 @@ class Fitted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if jax.config.jax_disable_jit:
             return self._step(*args, **kwargs)
-        if session_context.value is not None:
+        if active_context.value is not None:
             _log.info("remat.fit: %r is part of another planned step and follows its plan", self)
             return self._without_plan(*args, **kwargs)
         return self._with_plan(self._jitted, args, kwargs)
@@ -362,11 +362,11 @@ class Fitted:
                 f"the plan is for {plan.made_for} and this step is compiled for {at.kind}, where its "
                 "peak differs. Plan again for this device, or pass the target= that the plan is for."
             )
-        session = application(plan)
+        context = application(plan)
         try:
-            with session_context(session):
+            with active_context(context):
                 outs = _follow(self._step, plan)(*args, **kwargs)
-            session.check_loops()
+            context.check_loops()
             self._check_program(ready, at)
         except PlanError as error:
             other = _other_versions(plan, at)

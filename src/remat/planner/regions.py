@@ -1,9 +1,9 @@
 """`remat.auto`: marking a region, and what happens to it while a plan is made or applied.
 
-A *session* is a tracing context: a `Recording`, which saves everything and records each region's
-program, or an `Application`, which does what a plan says. Outside of a session a marked function is
-called as it is. JAX's caches know in which session a function was traced (`jax.make_user_context`), so
-that a program traced in one is never taken for a program of another.
+A `TracingContext` is a `Recording`, which saves everything and records each region's program, or an
+`Application`, which follows a plan. Outside of both a marked function is called as it is. The context is
+part of the keys of JAX's caches (`jax.make_user_context`), so a function traced in one context is traced
+again in another.
 
 A region's key, its name in a plan, is `NAME#FINGERPRINT`: the `name=` of `remat.auto` or the function's
 qualified name, and the first 8 digits of the fingerprint of its program. So one function called in two
@@ -51,9 +51,9 @@ _jax.exclude_from_tracebacks(__file__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# What a trace is for. It is None outside of planned steps, and a part of the keys of JAX's caches, so that
+# The tracing context; None outside of planned steps. It is part of the keys of JAX's caches, so that
 # nothing traced for one plan is used for another.
-session_context = jax.make_user_context(None)
+active_context = jax.make_user_context(None)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -103,43 +103,43 @@ def auto(fun: Callable | None = None, /, *, name: str | None = None) -> Callable
 
     @_jax.wraps(fun)
     def region(*args: Any, **kwargs: Any) -> Any:
-        session = session_context.value
+        context = active_context.value
         note(called)
-        if session is None or not session.recomputes:
+        if context is None or not context.recomputes:
             return fun(*args, **kwargs)
-        return _call(fun, called, session, args, kwargs)
+        return _call(fun, called, context, args, kwargs)
 
     return region
 
 
-def _call(fun: Callable, name: str, session: Session, args: tuple, kwargs: dict) -> Any:
+def _call(fun: Callable, name: str, context: TracingContext, args: tuple, kwargs: dict) -> Any:
     arrays, parts = partition.split((args, kwargs))
     types = tuple(map(_jax.typeof, arrays))
     given = parts.tree, parts.is_traced, parts.untraced, tuple(map(type, parts.untraced)), types
-    known = session.known(fun, (session.n_regions, *given))
+    known = context.known(fun, (context.n_regions, *given))
     traced = known.get("traced")
     if traced is None:
-        n_before = session.n_regions
+        n_before = context.n_regions
         traced = _traced(fun, parts, arrays)
-        if not traced.consts and session.n_regions == n_before:
+        if not traced.consts and context.n_regions == n_before:
             known["traced"] = traced
-    session.n_regions += 1
+    context.n_regions += 1
     if _has_references(traced.jaxpr):
         return fun(*args, **kwargs)
     key = f"{name}#{traced.fingerprint[:8]}"
-    jaxpr = _with_loops(traced.jaxpr, session, key)
+    jaxpr = _with_loops(traced.jaxpr, context, key)
     is_shared = jaxpr is traced.jaxpr and known.get("traced") is traced
     outs = primitive.bind(
         (*traced.consts, *arrays),
         jaxpr,
-        split=_Region(session, key, is_shared),
+        split=_Region(context, key, is_shared),
         prevent_cse=True,
     )
     return traced.result.join(outs)
 
 
 class _Traced(NamedTuple):
-    """A region's function as a program; `consts` are what it closes over."""
+    """A region's function as a program; `consts` are the values that it closes over."""
 
     jaxpr: _jax.Jaxpr
     consts: list[Any]
@@ -161,8 +161,8 @@ def _traced(fun: Callable, parts: partition.Parts, arrays: Sequence[Any]) -> _Tr
     return _Traced(jaxpr, consts, result[-1], fingerprint(jaxpr))
 
 
-def _with_loops(jaxpr: _jax.Jaxpr, session: Session, key: str) -> _jax.Jaxpr:
-    """The region's program with the body of each `scan` marked as a region of its own."""
+def _with_loops(jaxpr: _jax.Jaxpr, context: TracingContext, key: str) -> _jax.Jaxpr:
+    """Return a region's program with the body of each `scan` marked as a region of its own."""
     eqns: list[_jax.JaxprEqn] = []
     for i, eqn in enumerate(jaxpr.eqns):
         body = _jax.scan_body(eqn)
@@ -170,17 +170,17 @@ def _with_loops(jaxpr: _jax.Jaxpr, session: Session, key: str) -> _jax.Jaxpr:
             eqns.append(eqn)
             continue
         inner = f"{key}{_LOOP}{i}"
-        region = _with_loops(inlined(body), session, inner)
-        wrapped = primitive.jaxpr_around(region, split=_Region(session, inner))
-        session.found_loop(inner, eqn)
-        form = session.loops.get(inner, _AS_IT_IS)
+        region = _with_loops(inlined(body), context, inner)
+        wrapped = primitive.jaxpr_around(region, split=_Region(context, inner))
+        context.found_loop(inner, eqn)
+        form = context.loops.get(inner, _AS_IT_IS)
         if 1 < form.steps < eqn.params["length"] and not eqn.params["length"] % form.steps:
-            regions = [_Region(session, f"{inner}.{j}") for j in range(form.steps)]
-            eqns += _several_at_once(eqn, region, regions)
+            regions = [_Region(context, f"{inner}.{j}") for j in range(form.steps)]
+            eqns += _unrolled(eqn, region, regions)
             continue
         loop = jaxprs.replace_body(eqn, eqn.params["jaxpr"], wrapped)
         if 1 < form.group < eqn.params["length"]:
-            eqns += _grouped(loop, form, _Region(session, inner + _GROUP))
+            eqns += _grouped(loop, form, _Region(context, inner + _GROUP))
         else:
             eqns.append(loop)
     unchanged = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns))
@@ -189,11 +189,16 @@ def _with_loops(jaxpr: _jax.Jaxpr, session: Session, key: str) -> _jax.Jaxpr:
 
 @dataclasses.dataclass(frozen=True)
 class LoopForm:
-    """How a loop runs: in groups of steps that are recomputed together, or several steps at once.
+    """How a loop runs: in groups of steps, each recomputed from its start, or unrolled.
 
-    Only the first `groups` groups are recomputed, and the steps after them are not (0: there are as
-    many groups as fit). Of several steps in one iteration each is a region of its own, so that they
-    can save different values. Either way a loop does something between two options.
+    Args:
+      group: the number of steps in a group; 1 if there are no groups.
+      steps: the unroll factor. Each step of an unrolled iteration is a region of its own, so that they
+        can save different values.
+      groups: the number of groups. The steps after them are in no group. 0: as many groups as fit.
+
+    With `groups`, and with `steps`, a loop can follow one option in some of its steps and another option
+    in the rest, so that its bytes and its time lie between those of the two.
     """
 
     group: int = 1
@@ -204,10 +209,10 @@ class LoopForm:
 _AS_IT_IS = LoopForm()
 
 
-def _several_at_once(
+def _unrolled(
     eqn: _jax.JaxprEqn, body: _jax.Jaxpr, regions: Sequence[_Region]
 ) -> list[_jax.JaxprEqn]:
-    """A loop each iteration of which does as many steps as there are regions."""
+    """Return an unrolled loop, each iteration of which runs one step for each of the regions."""
     (n_consts, n_carry), steps = _jax.scan_arity(eqn), len(regions)
     length, reverse = eqn.params["length"], eqn.params["reverse"]
 
@@ -235,12 +240,12 @@ def _several_at_once(
 _LOOP = "/scan"
 # Ends the key of the region around a group of steps.
 _GROUP = "/group"
-# Ends the key of one of the steps that an iteration does at once.
+# Ends the key of one step of an unrolled iteration.
 _STEP = re.compile(r"(?<=\d)\.\d+$")
 
 
 def _grouped(loop: _jax.JaxprEqn, form: LoopForm, region: _Region) -> list[_jax.JaxprEqn]:
-    """A loop in groups of so many steps, each of which is recomputed from its start; then the rest."""
+    """Return a loop in groups of steps, each recomputed from its start, and the loop over the rest."""
     params, group = loop.params, form.group
     (n_consts, n_carry), length = _jax.scan_arity(loop), params["length"]
     n_groups = min(form.groups or length, length // group)
@@ -283,7 +288,7 @@ def _grouped(loop: _jax.JaxprEqn, form: LoopForm, region: _Region) -> list[_jax.
 
 
 def loop_depth(key: str) -> int:
-    """In how many loops of its region a body stands; 0 for the region itself."""
+    """Return how many loops of its region a body is in; 0 for the region itself."""
     return key.rpartition("#")[2].count("/scan")
 
 
@@ -294,11 +299,11 @@ def _has_references(jaxpr: _jax.Jaxpr) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Sessions
+# Tracing contexts
 
 
-class Session:
-    """A tracing context: what happens to the regions of a program that is traced in it.
+class TracingContext:
+    """What happens to the regions of a program that is traced in this context.
 
     `loops` has the forms of loops by key. If `recomputes` is False, regions are called as they are.
     """
@@ -307,15 +312,15 @@ class Session:
     recomputes = True
     #: The number of regions that were traced so far.
     n_regions = 0
-    #: What the sessions of one step have found out about a function and its arguments, or None.
+    #: What the tracing contexts of one step know about a function and its arguments; None if nothing.
     shared: Callable[[Callable, Any], dict[str, Any]] | None = None
 
     def known(self, fun: Callable, arguments: Any) -> dict[str, Any]:
-        """Return what the sessions of a step know about a call, to be added to by the caller."""
+        """Return what the tracing contexts of a step know about a call; the caller adds to it."""
         if self.shared is None:
             return {}
         try:
-            with session_context(None):
+            with active_context(None):
                 return self.shared(fun, arguments)
         except TypeError:  # not hashable, or nothing that a weak reference can point to
             return {}
@@ -325,10 +330,10 @@ class Session:
         raise NotImplementedError
 
     def transposed(self, key: str, region: Linearized, backward: _jax.Jaxpr, mark: str) -> None:
-        """Called with each region's backward program."""
+        """Receive the backward program of a region, when it is transposed."""
 
     def found_loop(self, key: str, eqn: _jax.JaxprEqn) -> None:
-        """Called with each loop in a region."""
+        """Receive a loop in a region, when the region is traced."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -353,14 +358,14 @@ class Record:
 
     @functools.cached_property
     def backward_numbers(self) -> dict[_jax.Var, int]:
-        """Which operation of the backward program computes a value."""
+        """Return which operation of the backward program computes each value."""
         return {v: i for i, eqn in enumerate(self.backward.eqns) for v in eqn.outvars}
 
 
 Decided = Mapping[str, Mapping[str, RegionDecision]]  # by key, then by fingerprint
 
 
-class Recording(Session):
+class Recording(TracingContext):
     """Records the regions' programs. A region about which nothing is decided saves everything.
 
     A region's program contains its loops as they are after *their* cuts, so loops are decided first,
@@ -384,7 +389,7 @@ class Recording(Session):
 
     @property
     def not_transposed(self) -> dict[tuple[str, str], Record]:
-        """Regions that were differentiated, but not backwards (`jax.linearize`), as records."""
+        """Return records of regions that were differentiated, but not transposed (`jax.linearize`)."""
         return {
             (key, mark): Record(key, region, _jax.jaxpr_of((), (), (), region.forward), "")
             for (key, mark), region in self._cut.items()
@@ -392,9 +397,9 @@ class Recording(Session):
         }
 
     def check_has(self, keys: Iterable[str]) -> None:
-        """Refuse regions of a plan that were not met."""
-        met = {key for key, _ in self._cut}
-        _refuse_missing({key for key in keys if not loop_depth(key)} - met)
+        """Refuse regions of a plan that were not traced."""
+        traced = {key for key, _ in self._cut}
+        _refuse_missing({key for key in keys if not loop_depth(key)} - traced)
 
     def transposed(self, key: str, region: Linearized, backward: _jax.Jaxpr, mark: str) -> None:
         at = key, region.fingerprint
@@ -408,15 +413,15 @@ class Recording(Session):
 _NOTHING = RegionDecision((), (), "")
 
 
-class Application(Session):
-    """Does what a plan's decisions say.
+class Application(TracingContext):
+    """Follows a plan's decisions.
 
     Args:
       decisions: of the plan.
       loops: how loops run.
-      recomputes: whether regions are looked at at all.
-      edited: the plan's regions by key, if somebody edited it. Then a region that is another program
-        because of its loops is decided about as far as the plan tells.
+      recomputes: whether the decisions apply. If not, marked functions are called as they are.
+      edited: the plan's regions by key, if the plan was edited. An edited loop changes the program of the
+        region around it; the region's decision is then adapted as far as its values are found (`edits`).
     """
 
     def __init__(
@@ -457,7 +462,7 @@ class Application(Session):
         return found
 
     def _of_other_step(self, key: str) -> Mapping[str, RegionDecision] | None:
-        """For a step of a loop that does several at once since an edit, or does not any more."""
+        """Return the decisions for a step of a loop whose unroll factor was edited; None without any."""
         if not self.edited or not loop_depth(key):
             return None
         base = _STEP.sub("", key)
@@ -537,7 +542,7 @@ def _refuse_missing(keys: Iterable[str]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RegionHalf(Half):
-    """Says of an equation that it is the forward or the backward program of a recorded region."""
+    """The mark of an equation that is the forward or the backward program of a recorded region."""
 
     key: tuple[str, str]  # of the region's record
     is_backward: bool
@@ -545,28 +550,28 @@ class RegionHalf(Half):
 
 @dataclasses.dataclass(frozen=True)
 class _Region(Splitter):
-    session: Session
+    context: TracingContext
     key: str
     is_shared: bool = False
 
     def tracing_context(self) -> contextlib.AbstractContextManager:
-        return session_context(None) if self.is_shared else contextlib.nullcontext()
+        return active_context(None) if self.is_shared else contextlib.nullcontext()
 
     def cut(self, jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...]) -> Halves:
         with self.tracing_context():
             region = linearized(jaxpr, ins_unknown)
-        decision = self.session.decision(self.key, region)
+        decision = self.context.decision(self.key, region)
         if decision is None:
             forward = RegionHalf((self.key, region.fingerprint), False)
             c = halves(region, region.residuals, round_saved=False)
-            backward = _Backward(self.session, self.key, region, None, self.is_shared)
+            backward = _Backward(self.context, self.key, region, None, self.is_shared)
             return Halves(c, backward, forward)
         self._check_numbers(region, decision)
         of = region.numbering.vars
         again = [of[n] for segment in decision.segments for n in segment.recomputed]
         host = host_copies(region, decision)
         c = halves(region, [of[n] for n in decision.saved], again, host=host)
-        backward = _Backward(self.session, self.key, region, decision, self.is_shared, host)
+        backward = _Backward(self.context, self.key, region, decision, self.is_shared, host)
         return Halves(c, backward)
 
     def _check_numbers(self, region: Linearized, decision: RegionDecision) -> None:
@@ -597,7 +602,7 @@ class _Region(Splitter):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Backward(Half):
-    session: Session
+    context: TracingContext
     key: str
     region: Linearized
     decision: RegionDecision | None
@@ -605,7 +610,7 @@ class _Backward(Half):
     host: Mapping[_jax.Var, _jax.HostCopy] = dataclasses.field(default_factory=dict)
 
     def tracing_context(self) -> contextlib.AbstractContextManager:
-        return session_context(None) if self.is_shared else contextlib.nullcontext()
+        return active_context(None) if self.is_shared else contextlib.nullcontext()
 
     def compose(
         self,
@@ -626,5 +631,5 @@ class _Backward(Half):
         program = backward_program(numbering, [*known, *consts], transposed, nonlinear, segments)
         if self.decision is not None:
             return Composed(program)
-        self.session.transposed(self.key, self.region, program, mark)
+        self.context.transposed(self.key, self.region, program, mark)
         return Composed(program, RegionHalf((self.key, self.region.fingerprint), True))

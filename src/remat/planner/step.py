@@ -19,7 +19,7 @@ from remat.ir.fingerprint import fingerprint
 from remat.ir.flops import flops_of_program
 from remat.planner.emit import inlined
 from remat.planner.plan_file import MadeFor
-from remat.planner.regions import Application, Session, session_context
+from remat.planner.regions import Application, TracingContext, active_context
 from remat.planner.rewrite import following
 from remat.planner.whole_step import StepDecisions, applied
 from remat.program.compiled import CompilerFailure, Memory, OutOfMemory, compile_for_analysis
@@ -121,10 +121,10 @@ class Step:
         self._shared = _jax.weakref_lru_cache(nothing_yet)
         self._flat_traces: dict[Any, Any] = {}
 
-    def trace(self, session: Session) -> Traced:
+    def trace(self, context: TracingContext) -> Traced:
         """Trace the step in a tracing context."""
 
-        return self._trace(self.fun, session)
+        return self._trace(self.fun, context)
 
     def trace_following(self, decisions: StepDecisions) -> Traced:
         """Trace a step without regions as one that follows decisions about its flat program."""
@@ -133,14 +133,14 @@ class Step:
             Application({}),
         )
 
-    def _trace(self, fun: Callable, session: Session) -> Traced:
+    def _trace(self, fun: Callable, context: TracingContext) -> Traced:
         # A new function each time, since JAX caches traces by function.
         @_jax.wraps(self.fun)
         def step(*args: Any, **kwargs: Any) -> Any:
             return fun(*args, **kwargs)
 
-        session.shared = self._shared
-        with session_context(session):
+        context.shared = self._shared
+        with active_context(context):
             traced = jax.jit(step, **self.jit_options).trace(*self.args, **self.kwargs)
         return Traced(traced, self.target, self.jit_options.get("compiler_options"))
 
