@@ -1,4 +1,4 @@
-"""Candidates for the plan of a step: what its program would keep and compute again within some bytes.
+"""Candidates for the plan of a step without marked functions: what to keep and what to recompute.
 
 The loops are decided first, and the bodies of loops and branches that are scheduled by themselves
 (`inside`). From the program as it is written, or with the checkpoints in its loops opened, a sequence of
@@ -9,8 +9,8 @@ as decisions (`rewrite`).
 
 What a compiler makes of the program cannot be predicted exactly, so there are two variants of the model:
 
-* `written`: a cheap value that several kernels need is written to memory once, unless the plan computes it
-  again. XLA for CPU does so.
+* `written`: a cheap value that several kernels need is written to memory once, unless the plan recomputes
+  it. XLA for CPU does so.
 * `fused`: every kernel that needs such a value computes it for itself.
 
 Compilers lie between the two. Those for TPUs also compute elementwise values inside the matrix products
@@ -18,8 +18,8 @@ that read them, so there the first variant is
 
 * `inlined`: as `fused`, and a matrix product computes the elementwise values that it needs.
 
-Compilers also choose the order of operations. Where theirs needs far more memory
-than the schedule, a third variant, `ordered`, leaves them less choice.
+Compilers also choose the order of operations. Where theirs needs far more memory than the schedule, a third
+variant, `ordered`, leaves them less choice.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class StepModel:
         return list(dict.fromkeys(self._body_options(n_bytes, share) for share in _SHARES_AROUND))
 
     def _body_options(self, n_bytes: int, share: float) -> tuple[BodyOption, ...]:
-        """Return the fastest option of each body beside this share of what is live around it.
+        """Return the fastest option of each body that fits beside a share of the bytes live around it.
 
         Bodies do not run at the same time, so each may fill what is left of the budget.
         """
@@ -326,8 +326,8 @@ class _Loops:
 def _loops(model: StepModel, source: _jax.Jaxpr) -> _Loops:
     """Return the choices about a step's loops.
 
-    The program as it is written is one of the levels. If the others open its checkpoints, it stands
-    before the first level that recomputes as much, else at the start.
+    The program as it is written is one of the levels, the first one unless its checkpoints are opened in the
+    others. Then it is placed by its time of recomputation, before the first level that takes as long.
     """
     flat, price = model.flat, model.price
     opened = source is not flat
@@ -344,7 +344,7 @@ def _loops(model: StepModel, source: _jax.Jaxpr) -> _Loops:
     around = _around(program, graph, inside) if inside else ()
     as_written = sum(pair.as_written.seconds for pair in found)
     if opened:
-        # The options count from nothing recomputed on, so what the user's checkpoints recompute, too.
+        # The seconds of options are those of all recomputation, so the user's own checkpoints count, too.
         extra_flops = flops_of_program(flat) - flops_of_program(source)
         as_written += price(max(0.0, extra_flops), 0, "float32") - price(0.0, 0, "float32")
     settings = list(settings_of(options_of))

@@ -74,7 +74,8 @@ class Body:
     """A body with its options.
 
     Args:
-      id: the places of the equations around it, and which of their bodies it is: "7.0/12.1/".
+      id: the path to the body: for each equation around it its place and the number of its body.
+        "7.0/12.1/" is body 1 of equation 12 in body 0 of equation 7. Users see it in plans (`whole_step`).
       options: by ascending bytes; the last is the body as it is written.
     """
 

@@ -5,14 +5,28 @@ compiler reports their peak, and the ratio of compiled to modelled bytes correct
 few rounds are enough. Of all candidates within the budget, the plan is the one with the fewest
 recomputed operations. Only candidates whose peak the compiler has reported are returned.
 
-There are two models: in one, an output buffer is unused until the output is computed; in the other,
-other values reuse it until then (`reuses_outputs`). XLA lies between the two. Each model has its own
-ratio. The cache keeps the ratios by target, and the first proposal starts from them.
+There are three searches:
 
-What is compiled is always the whole step: once without rematerialization (`_base`; its memory is
-cached), and once for each candidate (`_compile`). `program.compiled` compiles for the memory analysis
-only, without XLA's own rematerialization and, on TPU, at level O0. `remat.fit` then compiles the planned
-step again, with the user's options. `costs="measured"` also compiles single equations (`program.costs`).
+* `_search_whole_step`, for steps without marked functions: the loop is in `search`, its proposals come from
+  `candidates`.
+* `_search_levels`, for marked functions (regions) with loops: a bisection over prices per byte (`levels`).
+* `_search_models`, for regions without loops.
+
+The last two have two models of a region's memory: in one, an output buffer is unused until the output is
+computed; in the other, other values reuse it until then (`reuses_outputs`). XLA lies between the two. Each
+model has its own ratio. The cache keeps the ratios by target, and the first proposal starts from them.
+
+The whole step is compiled, for the memory analysis only (`program.compiled`):
+
+* once without rematerialization (`_base`; its memory is cached);
+* once for each candidate (`_compile`), like the first without XLA's own rematerialization and, on TPU, at
+  level O0;
+* once more for the best candidate, with the options with which it will run (`_confirmed`). If that peak
+  exceeds the budget, the search is repeated with a lower limit, at most `_MAX_CONFIRMATIONS` times in all.
+  On CPU this is not needed; elsewhere `verify=` decides, and by default the time that it would take.
+
+`remat.fit` then compiles the planned step to run it. `costs="measured"` also compiles single equations
+(`program.costs`).
 """
 
 from __future__ import annotations

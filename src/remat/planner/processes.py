@@ -46,7 +46,7 @@ def receive_plan(
       progress: whether to show the progress on a terminal.
 
     Raises:
-      RematError: process 0 could not make a plan; the message is its.
+      RematError: process 0 could not make a plan; the error has its message.
       PlanError: process 0 has ended, or no longer responds.
     """
     if jax.process_count() == 1:

@@ -2,8 +2,8 @@
 
 A step is one flat jaxpr, already differentiated: calls are inlined, loops and branches are single
 equations. Its equations are numbered in order. A schedule computes each of them in this order, and
-computes some of them again, in bursts. `Decisions` says before which equation each burst stands and
-which equations it computes again.
+recomputes some of them, in bursts. `Decisions` says before which equation each burst stands and which
+equations it recomputes.
 
 A burst and the equations that it serves become one *unit*: an equation of the library's primitive,
 which `transform/barrier.py` protects from being merged with the first computation or started early.
@@ -45,7 +45,7 @@ class Burst:
 
     Args:
       before: the number of the equation that is computed next for the first time.
-      again: the numbers of the equations that are computed again, in order.
+      again: the numbers of the equations that are recomputed, in order.
     """
 
     before: int
@@ -54,7 +54,7 @@ class Burst:
 
 @dataclasses.dataclass(frozen=True)
 class Decisions:
-    """What a flat program computes again, and when.
+    """What a flat program recomputes, and when.
 
     Args:
       stored: the numbers of the equations whose results are stored in memory. Kernels that use the
@@ -200,7 +200,7 @@ def rewritten_in_two(
 ) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn], list[Any]]:
     """Return the equations of a program that follows the decisions, in two parts, and its results.
 
-    The second part begins with the given equation, and with what is computed again before it. Values that
+    The second part begins with the given equation, and with what is recomputed before it. Values that
     are not stored do not pass from the first part to the second.
 
     Args:
@@ -358,9 +358,10 @@ class _Writer:
     def _trigger(self, start: int, inputs: Iterable[_jax.Var]) -> _jax.Var | None:
         """Return the value to pass through a unit; None if the unit cannot start too early.
 
-        It is the newest value that is live and neither a result of the step nor a part of one: a
-        barrier over a result may cost a copy. But if more was computed since than the smallest of the
-        newer results has bytes (the backward pass of another gradient, say), it is that result.
+        It is the newest live value that is neither a result of the step nor a part of one, since a barrier
+        over a result may cost a copy. The unit may then start before the equations after that value. If
+        these store more bytes than the smallest of the newer results has (in the backward pass of another
+        gradient, say), that result is passed through instead.
         """
         begun = max((self.latest.get(v, -1) for v in inputs), default=-1)
         self.live = {

@@ -230,8 +230,8 @@ class _Search:
     def _new_proposal(self, variant: str) -> Proposal | None:
         """Return a proposal that was not compiled and is expected to fit; None if there is none.
 
-        The more proposals have exceeded the budget, the lower it aims. But where the compiler has said what
-        nearby proposals need, it aims only as much lower as they are away.
+        Each proposal that exceeded the budget lowers the aim. If a compiled proposal is near the aim, the aim
+        is lowered at most by the distance between the two, or by `_MARGIN` if that is more.
         """
         margin = _MARGIN * (2 ** len(self.compiled) - 1)
         aim = self._aim(variant)
@@ -278,7 +278,10 @@ class _Search:
         self._search_above()
 
     def _search_above(self) -> None:
-        """Try proposals that recompute less than those that nearly fit: the model may err about either."""
+        """Compile proposals of more bytes if those so far nearly fit.
+
+        The model may be wrong about the order of two proposals, so one that recomputes less may need less.
+        """
         nearest = min((c.compiled_bytes for c in self.compiled), default=0)
         if self._best() is not None or nearest > _NEARLY * self.budget:
             return

@@ -1,9 +1,11 @@
 """Decisions about a whole step, and the program that follows them.
 
-The step is one flat jaxpr. First its loops are rewritten: the bodies that are scheduled by themselves
-(`inside`), what forward halves of loops keep for the backward ones, and whether the user's own checkpoints
-in them are opened (`scan_pairs`). Then what is outside of
-loops is computed again where the decisions say so (`rewrite`).
+The step is one flat jaxpr. The decisions are applied in this order:
+
+1. The user's own checkpoints in loops are inlined, or stay (`scan_pairs.opened`).
+2. Loops and branches are rewritten: bodies that are scheduled by themselves (`inside`), then what forward
+   loops keep for backward ones (`scan_pairs`).
+3. Equations outside of loops are recomputed (`rewrite`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ class LoopDecisions:
     """What a step's loops keep.
 
     Args:
-      opened: whether the checkpoints in loops are written out first.
+      opened: whether the checkpoints in loops are inlined first.
       choices: options by the ids of pairs of scans; other pairs stay as they are.
       bodies: decisions by the ids of bodies of loops and branches; other bodies stay as they are.
     """

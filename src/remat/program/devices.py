@@ -1,8 +1,7 @@
 """Figures of devices: FLOP/s, bandwidths and memory.
 
-To add a device, such as a new TPU generation, write one entry into `DEVICES`. (A GPU that programs are
-compiled for ahead of time also needs the file `targets_<name>.textproto` beside this one.) `device` looks
-one up by its name or by the `device_kind` that JAX reports.
+`DEVICES` has an entry for each. What else a new device needs, such as a new TPU generation, is in the recipe
+"A device" in CONTRIBUTING.md. `device` looks one up by its name or by the `device_kind` that JAX reports.
 
 * FLOP/s are those of a matrix product whose operands have the dtype, dense, at JAX's default
   precision: TPUs multiply float32 in one pass of bfloat16, GPUs of NVIDIA in TF32. Elementwise work
@@ -58,7 +57,8 @@ class Device:
       launch_s: time to start a kernel, however small; a larger value favours fewer kernels.
       host_memory_bytes: what a program may use of the host's memory per device; 0 if unknown.
       source: where the figures are from.
-      topology_options: further arguments for describing its topology ahead of time.
+      topology_options: further arguments for describing its topology ahead of time. They are needed where the
+        description without them has other devices than JAX shows on the hardware (v4: two for each chip).
     """
 
     name: str

@@ -2,8 +2,8 @@
 
 `pairs` finds each forward scan whose stacked results a backward scan reads, and each forward conditional
 whose residuals a backward one reads, with the options of what to keep and what to recompute. `rewrite`
-writes chosen options into the program. `opened` is the program with the user's own checkpoints in such
-loops written out: with it, and without, are two candidates.
+writes chosen options into the program. `opened` returns the program with the user's own checkpoints in such
+loops inlined, so that the options decide what these recompute, too.
 
     repetitions  which equations of one body repeat those of the other
     joint        the two bodies as one program
@@ -13,7 +13,7 @@ loops written out: with it, and without, are two candidates.
     groups       the same in groups of steps
     rewriting    options, and the program with options chosen
     options      which options there are: minimum cuts, groups of steps
-    opening      checkpoints in the bodies written out
+    opening      checkpoints in the bodies, inlined
 
 Known limits: a scan belongs to one pair; a `while` loop to none.
 """

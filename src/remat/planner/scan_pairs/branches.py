@@ -108,9 +108,9 @@ def _joint_of_branch(
         consts=f.invars,
         carry=(),
         xs=(),
-        own_consts=[v for v, _ in own],
-        own_carry=(),
-        own_xs=(),
+        backward_consts=[v for v, _ in own],
+        backward_carry=(),
+        backward_xs=(),
         n_results=len(kept),
         kept=kept,
         linked=[(f.outvars[k], forward.outvars[k]) for k in sorted(removable)],
@@ -149,11 +149,11 @@ def emit_branches(
         invars = [
             *(own.get(i) or _jax.new_var(aval) for i, aval in enumerate(slots.avals)),
             *(inside.get(key) or _jax.new_var(outer.aval) for key, outer in operands.items()),
-            *emitted.joint.own_consts,
+            *emitted.joint.backward_consts,
         ]
         late = [*emitted.recomputed, *emitted.joint.late]
         backwards.append(
-            _jax.jaxpr_of(invars, emitted.joint.own_results, late, emitted.joint.jaxpr)
+            _jax.jaxpr_of(invars, emitted.joint.backward_results, late, emitted.joint.jaxpr)
         )
     new_forward = branch_again(
         forward,
@@ -161,7 +161,7 @@ def emit_branches(
         forward.invars,
         [*(forward.outvars[k] for k, _ in joint.kept), *passed],
     )
-    own_operands = [joint.outside[v] for v in joint.own_consts]
+    own_operands = [joint.outside[v] for v in joint.backward_consts]
     new_backward = branch_again(
         backward,
         _wrapped(backward, backwards),

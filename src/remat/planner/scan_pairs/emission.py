@@ -75,27 +75,27 @@ class Emitted:
     def consts(self) -> list[_jax.Var]:
         """The constants of B's step."""
         joint = self.joint
-        return [*(v for v in joint.consts if v in self.read), *joint.own_consts]
+        return [*(v for v in joint.consts if v in self.read), *joint.backward_consts]
 
     @property
     def xs(self) -> list[_jax.Var]:
         """The slices of B's step that are not kept values."""
         joint = self.joint
         slices = (*joint.stacked, *joint.xs)
-        return [*dict.fromkeys(v for v in slices if v in self.read), *joint.own_xs]
+        return [*dict.fromkeys(v for v in slices if v in self.read), *joint.backward_xs]
 
     def backward_step(self) -> _jax.Jaxpr:
         """Return B's step: (constants, carry, kept values and slices) to B's results."""
         joint = self.joint
-        invars = [*self.consts, *joint.own_carry, *self.kept, *self.xs]
+        invars = [*self.consts, *joint.backward_carry, *self.kept, *self.xs]
         eqns, late = self.recomputed, joint.late
         if self._needs_protection():
-            step = _protected(invars, joint.own_results, [*eqns, *late], joint)
+            step = _protected(invars, joint.backward_results, [*eqns, *late], joint)
         else:
-            step = _jax.jaxpr_of(invars, joint.own_results, [*eqns, *late], joint.jaxpr)
+            step = _jax.jaxpr_of(invars, joint.backward_results, [*eqns, *late], joint.jaxpr)
         if not self.copies:
             return step
-        passed = [*self.consts, *joint.own_carry, *self.passed, *self.xs]
+        passed = [*self.consts, *joint.backward_carry, *self.passed, *self.xs]
         fetched = [c.fetch for c in self.copies.values()]
         return _jax.jaxpr_of(passed, step.outvars, [*fetched, *step.eqns], joint.jaxpr)
 
@@ -121,7 +121,7 @@ def _protected(
     inside = list(dict.fromkeys(v for v in results if _jax.is_var(v) and v in made))
     body = _jax.jaxpr_of(operands, inside, eqns, joint.jaxpr)
     names: dict[_jax.Var, Any] = {v: _jax.new_var(v.aval) for v in inside}
-    of_backward = {*joint.own_consts, *joint.own_carry, *joint.own_xs}
+    of_backward = {*joint.backward_consts, *joint.backward_carry, *joint.backward_xs}
     region = region_equation(
         operands,
         list(names.values()),

@@ -4,9 +4,9 @@ The forward scan runs over the groups and stacks the carry at each group's start
 backward scan runs the forward scan over its group from there, which stacks the kept values of the group's
 steps, and then the backward scan over the group.
 
-Where F's first steps do otherwise than the others, each of the two becomes two loops. Their steps read
-slices of the same arrays by index and write to the same arrays, which are part of the carry: to cut these
-arrays in two, or to put them together from two, would copy them.
+If F's first steps keep other values than the rest, each of the two scans becomes two loops. Both loops read
+slices of the same arrays by index, and write to the same arrays, which are part of the carry: splitting these
+arrays, or concatenating two parts of them, would copy them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def in_groups(emitted: Emitted, group: int) -> tuple[list[_jax.JaxprEqn], list[_
         return [*carry, *map(unfold, ys), *starts]
 
     starts = [_jax.new_var(_jax.stacked(n_groups, v.aval)) for v in joint.carry]
-    n_own = len(joint.own_carry)
+    n_own = len(joint.backward_carry)
     own = _jax.scan_arity(backward)[0]
 
     def run_backward(args: Sequence[Any]) -> list[Any]:
@@ -114,7 +114,7 @@ def in_two_loops(
     """
     joint = first.joint
     forward, backward = joint.forward, joint.backward
-    n_carry, n_own, length = len(joint.carry), len(joint.own_carry), joint.length
+    n_carry, n_own, length = len(joint.carry), len(joint.backward_carry), joint.length
     is_grouped = group > 1
     bare = first.forward_step([v for _, v in joint.kept])
     keeping = first.forward_step(first.kept)
@@ -176,7 +176,7 @@ def in_two_loops(
                 ],
             )
         )
-        stacks = [_jax.zeros(v.aval, (length,)) for v in joint.own_results[n_own:]]
+        stacks = [_jax.zeros(v.aval, (length,)) for v in joint.backward_results[n_own:]]
 
         def one(state: Any, time: Any, body: _jax.Jaxpr, consts: Any, kept: Any, xs: Any) -> Any:
             carry, stacks = state

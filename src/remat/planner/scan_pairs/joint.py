@@ -17,6 +17,18 @@ A constant that is a broadcast of something smaller is computed inside the steps
 evaluation moves what is the same in all steps out of a loop, at whatever size.)
 
 Loops inside the bodies form pairs in the joint program: it is a program like the one around it.
+
+Terms, most of them attributes of `Joint`:
+
+    known        the equations that may run in either scan, those of F included, and their values
+    late         the equations that only B can run: they read its own inputs, or must not be repeated
+    needed       the known values that late equations and B's results read
+    constant     the known equations that compute the same in every step and are fused into their readers
+    kept         F's stacks that stay whatever is decided, since not only B reads them
+    linked       F's stacks that only B reads: an option decides which values are stacked in their place
+    stacked      the values of kept stacks that B can read at no cost
+    at_hand      the known values that a step of B can read whatever is decided
+    backward_*   inputs and results of B that are none of F's
 """
 
 from __future__ import annotations
@@ -106,7 +118,7 @@ def _slices(eqn: _jax.JaxprEqn) -> Sequence[Any]:
 
 
 def only_read_by(jaxpr: _jax.Jaxpr, i: int, j: int) -> list[int]:
-    """Return which results of equation i equation j alone reads; of scans, stacks read in slices."""
+    """Return which results of equation i only j reads; of two scans, only stacks that j reads in slices."""
     forward, backward = jaxpr.eqns[i], jaxpr.eqns[j]
     readers = _readers(jaxpr)
     n_carry = n_whole = 0
@@ -153,11 +165,12 @@ class Joint:
       n_inputs: how many of its inputs are F's.
       outside: the operand for each constant and slice, by the variable inside.
       consts, carry, xs: F's inputs.
-      own_consts, own_carry, own_xs: B's own inputs.
+      backward_consts, backward_carry, backward_xs: B's own inputs.
       n_results: how many of its results are F's.
-      kept: F's stacks that remain whatever is decided: (place among F's results, variable inside).
-      linked: (variable inside, variable outside) of F's stacks that B alone reads.
-      stacked: the stack outside, of F's values that have one that B can read at no cost.
+      kept: F's stacks that stay whatever is decided: (place among F's results, variable inside).
+      linked: F's stacks that only B reads: (variable inside, variable outside).
+      stacked: by the variable inside, the stack outside of each value whose stack is kept and read by B or
+        returned by the program, so that B can read it at no cost.
     """
 
     forward: _jax.JaxprEqn
@@ -168,9 +181,9 @@ class Joint:
     consts: Sequence[_jax.Var]
     carry: Sequence[_jax.Var]
     xs: Sequence[_jax.Var]
-    own_consts: Sequence[_jax.Var]
-    own_carry: Sequence[_jax.Var]
-    own_xs: Sequence[_jax.Var]
+    backward_consts: Sequence[_jax.Var]
+    backward_carry: Sequence[_jax.Var]
+    backward_xs: Sequence[_jax.Var]
     n_results: int
     kept: Sequence[tuple[int, Any]]
     linked: Sequence[tuple[Any, _jax.Var]]
@@ -192,7 +205,7 @@ class Joint:
         return self.jaxpr.outvars[: self.n_results]
 
     @property
-    def own_results(self) -> Sequence[Any]:
+    def backward_results(self) -> Sequence[Any]:
         """Return B's results."""
         return self.jaxpr.outvars[self.n_results :]
 
@@ -209,7 +222,7 @@ class Joint:
     @functools.cached_property
     def late(self) -> list[_jax.JaxprEqn]:
         """Return the equations that depend on B's own inputs, or must be computed where B computes them."""
-        of_backward = {*self.own_consts, *self.own_carry, *self.own_xs}
+        of_backward = {*self.backward_consts, *self.backward_carry, *self.backward_xs}
         found = []
         for eqn in self.jaxpr.eqns[self.n_forward :]:
             if not is_repeatable(eqn) or any(
@@ -228,14 +241,14 @@ class Joint:
     @functools.cached_property
     def needed(self) -> list[_jax.Var]:
         """Return the known values that late equations and B's results need, constants and slices too."""
-        own = {*self.own_consts, *self.own_carry, *self.own_xs}
+        own = {*self.backward_consts, *self.backward_carry, *self.backward_xs}
         own.update(v for eqn in self.late for v in eqn.outvars)
-        uses = (*(v for eqn in self.late for v in eqn.invars), *self.own_results)
+        uses = (*(v for eqn in self.late for v in eqn.invars), *self.backward_results)
         return list(dict.fromkeys(v for v in uses if _jax.is_var(v) and v not in own))
 
     @functools.cached_property
     def constant(self) -> list[_jax.JaxprEqn]:
-        """Return the known equations that compute the same in all steps, inside of kernels that read it."""
+        """Return the known, fusible equations that compute the same in every step."""
         varies = {*self.carry, *self.xs}
         found = []
         for eqn in self.known:
@@ -295,27 +308,29 @@ def joint_of(jaxpr: _jax.Jaxpr, match: Match) -> Joint:
     forward, backward = (jaxpr.eqns[i] for i in match)
     f, b = step_of(forward), step_of(backward)
     consts, carry, xs = _jax.split_list(f.invars, _jax.scan_arity(forward))
-    own_consts, own_carry, own_xs = _jax.split_list(b.invars, _jax.scan_arity(backward))
+    backward_consts, backward_carry, backward_xs = _jax.split_list(
+        b.invars, _jax.scan_arity(backward)
+    )
     names: dict[_jax.Var, Any] = {}
     sunk = _Sunk(jaxpr, dict(zip(consts, forward.invars)))
     f_eqns = [*sunk.eqns, *f.eqns]
 
-    n_carry, n_own = len(carry), len(own_consts) + len(own_carry)
+    n_carry, n_own = len(carry), len(backward_consts) + len(backward_carry)
     inside = dict(zip(forward.outvars[n_carry:], f.outvars[n_carry:]))
     of_array = by_operand(xs, _slices(forward))
-    for v, operand in zip(own_xs, backward.invars[n_own:]):
+    for v, operand in zip(backward_xs, backward.invars[n_own:]):
         source = None if not _jax.is_var(operand) else inside.get(operand, of_array.get(operand))
         if source is not None:
             names[v] = source
     of_constant = {**by_operand(consts, forward.invars), **sunk.inside}
-    for v, operand in zip(own_consts, backward.invars):
+    for v, operand in zip(backward_consts, backward.invars):
         if _jax.is_var(operand) and operand in of_constant:
             names[v] = of_constant[operand]
 
     around = Around(
         {
             **sunk.outside,
-            **{v: x for v, x in zip(own_consts, backward.invars) if v not in names},
+            **{v: x for v, x in zip(backward_consts, backward.invars) if v not in names},
         },
         _ancestors(jaxpr, match.forward, sunk.inside),
         sunk.inside,
@@ -332,18 +347,18 @@ def joint_of(jaxpr: _jax.Jaxpr, match: Match) -> Joint:
     stacked = {
         v: forward.outvars[k] for k, v in kept if _jax.is_var(v) and forward.outvars[k] in read
     }
-    own_consts = [v for v in own_consts if v not in names]
+    backward_consts = [v for v in backward_consts if v not in names]
     own_outside = dict(zip(b.invars, backward.invars))
-    own_xs = [v for v in own_xs if v not in names]
+    backward_xs = [v for v in backward_xs if v not in names]
     outside = {
         **sunk.outside,
         **dict(zip(xs, _slices(forward))),
-        **{v: own_outside[v] for v in (*own_consts, *own_xs)},
+        **{v: own_outside[v] for v in (*backward_consts, *backward_xs)},
     }
     results = [*f.outvars[:n_carry], *(v for _, v in kept)]
     consts = list(sunk.outside)
     program = _jax.jaxpr_of(
-        [*consts, *carry, *xs, *own_consts, *own_carry, *own_xs],
+        [*consts, *carry, *xs, *backward_consts, *backward_carry, *backward_xs],
         [*results, *(jaxprs.look(names, v) for v in b.outvars)],
         [*f_eqns, *own_eqns],
         f,
@@ -358,9 +373,9 @@ def joint_of(jaxpr: _jax.Jaxpr, match: Match) -> Joint:
         consts,
         carry,
         xs,
-        own_consts,
-        own_carry,
-        own_xs,
+        backward_consts,
+        backward_carry,
+        backward_xs,
         len(results),
         kept,
         linked,

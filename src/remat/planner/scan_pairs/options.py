@@ -2,9 +2,9 @@
 
 Every kept value occupies its bytes once for each step; every recomputed value costs its time once for
 each step. The best sets to keep are minimum cuts of the known values of the joint program (`mincut`).
-Free are F's constants and slices that live until B runs anyway, and stacks that exist for others. F's
-carry can be kept, and not recomputed. An equation that F computes only for B costs nothing if B
-computes it instead.
+Keeping costs no bytes for F's constants and slices that are live until B runs in any case, and for values
+whose stacks have other readers. F's carry can be kept but not recomputed. Recomputing costs no time for an
+equation that F computes only for B: B computes it in F's place.
 
 A cut's cost is then counted exactly: the equations that are computed in both scans.
 
@@ -369,10 +369,13 @@ def _may_have_pairs(body: object) -> bool:
 def _joint_scope(scope: _Scope, joint: Joint, place: int) -> _Scope:
     """Return the scope of a joint program; its constants and slices are free if they are outside.
 
-    A stack of a pair inside would have to be stacked once more: only the outer pair offloads.
+    Nothing is offloaded in it: the stack of an inner pair is a value of one outer step, so it would have to
+    be stacked again over the outer steps.
     """
-    free = {v for v in joint.jaxpr.invars if v in set(joint.own_xs) | set(joint.own_consts)}
-    free.update(joint.own_carry)
+    free = {
+        v for v in joint.jaxpr.invars if v in set(joint.backward_xs) | set(joint.backward_consts)
+    }
+    free.update(joint.backward_carry)
     free.update(v for v in (*joint.consts, *joint.xs) if _is_free(scope, joint, v, place))
     shards = [scope.shards_of(_operand(joint, v)) for v in joint.jaxpr.invars]
     return _Scope.of(joint.jaxpr, scope.costing.on_device, shards, free, scope.known)
@@ -382,7 +385,7 @@ def _operand(joint: Joint, v: _jax.Var) -> object:
     """Return the operand outside that an input of the joint program is, or starts as."""
     if v in joint.outside:
         return joint.outside[v]
-    for eqn, carry in ((joint.forward, joint.carry), (joint.backward, joint.own_carry)):
+    for eqn, carry in ((joint.forward, joint.carry), (joint.backward, joint.backward_carry)):
         if v in carry:
             return eqn.invars[_jax.scan_arity(eqn)[0] + list(carry).index(v)]
     raise AssertionError(v)

@@ -46,9 +46,11 @@ def without_repetitions(
     """Return two consecutive programs, the second without what the first computes.
 
     Args:
-      first: the equations of the first; loops among them may get further results.
-      second: those of the second. Its variables are not those of the first.
-      names: the names of its inputs among those of the first, to which results are added.
+      first: the equations of the first. A loop among them gets more results if one of the second runs the
+        same steps.
+      second: the equations of the second, on other variables than those of the first.
+      names: for inputs of the second, the variables of the first that they equal. Results of the second that
+        the first computes are added.
       around: what is known of the program around, if the two are bodies of loops.
     """
     around = around or Around({}, (), {})

@@ -40,7 +40,7 @@ class ScanOption:
       seconds: time of recomputation, all steps together.
       flops: FLOPs of recomputation, all steps together.
       group: steps that are recomputed together; 1 if there are no groups.
-      groups: the number of groups, or of steps if there are no groups: F's first. 0: as many as fit.
+      groups: the number of groups with which F begins, or of steps if `group` is 1. 0: as many as fit.
       rest: which values F's steps after these keep; None for `saved`.
       inner: the choices for pairs inside the two bodies: (the pair's id, its option).
       rest_inner: those in F's steps after the first ones; None for `inner`.
