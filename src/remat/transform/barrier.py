@@ -12,8 +12,8 @@ as saved values.
 `CALL`
     Older CPU compilers expand the barrier before CSE runs. There the recomputation and its backward
     pass become a function, and the call of it has the attribute `inlineable="false"`. CSE does not
-    look into the function, and its arguments include the cotangents, so it cannot start early. Of the
-    protections that work in those versions, it costs the least of those that need no compiler option.
+    look into the function, and its arguments include the cotangents, so it cannot start early. Among the
+    protections that work in those versions without a compiler option, it costs the least.
     The stack of `benchmarks/stack.py` needs 224 MiB with it, 968 MiB with the barrier alone and
     976 MiB without rematerialization. The barrier stays, for other compilers of the same module.
     Those compilers also reuse the buffer of an input for a result of the function without checking
@@ -108,10 +108,14 @@ def _can_be_function(ctx: _jax.LoweringContext, jaxpr: _jax.Jaxpr) -> bool:
 def _overwritten(jaxpr: _jax.Jaxpr) -> tuple[int, ...]:
     """Return the positions of inputs that a CPU compiler before 0.11.1 may write over while it reads them.
 
-    Only inputs of the same size in bytes can be one buffer. A fused kernel that reads an element of one
-    of them for each element that it writes is harmless, unless it reads another of them in another
-    order. Among those read so, the last of a group is free if all others live to the end: cotangents
-    come last, and die early.
+    Only inputs of the same size in bytes can share a buffer; those of one size are a group. A fused kernel
+    that reads element i of an input to write element i of its result may write over it. That is harmless,
+    unless the kernel reads another input in the same buffer in another order. So the inputs that are read
+    in another order are returned: then nothing is written to their buffers before the end.
+
+    If these are all inputs of a group, say (w, x, g), one of them need not be returned: whichever two of them
+    share a buffer, one is returned. It is the last one, g, since cotangents come last and are dead early. If
+    the group has an input y that is read in order, g and y may share a buffer, and g is returned, too.
     """
     groups: dict[int, list[int]] = {}
     for i, v in enumerate(jaxpr.invars):

@@ -104,8 +104,8 @@ def checkpoint(
         jitted functions inside `fun`.
       static_argnums: positions of arguments that are not traced but specialize the function, as in
         `jax.jit`; negative ones count from the end. They apply to arguments given by keyword or
-        left at their defaults, too. Values need not be hashable; those that are not, `fun` is traced
-        for anew in every call.
+        left at their defaults, too. Values need not be hashable, but `fun` is traced again in every call
+        if one of them is not.
       static_argnames: the same by name. Each of the two implies the other where `fun`'s signature
         tells the names.
 

@@ -169,7 +169,10 @@ def _n_bytes(aval: Any) -> Any:
 def round_residuals(
     forward: _jax.Jaxpr, n_residuals: int, *, most_bytes: int | None = None
 ) -> _jax.Jaxpr:
-    """Let everything see a residual as its type rounds it; only types of at most so many bytes."""
+    """Return the forward part in which all readers of a residual get it rounded to its type.
+
+    With `most_bytes`, residuals of larger types (bytes per element) are left alone.
+    """
     used = {v for eqn in forward.eqns for v in eqn.invars if not isinstance(v, _jax.Literal)}
     n_known = len(forward.outvars) - n_residuals
     exact: dict[_jax.Var, _jax.Var] = {}

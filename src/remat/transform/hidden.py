@@ -1,12 +1,12 @@
 """What a jaxpr does not show: the rules that run when it is differentiated or batched.
 
-A function with `custom_jvp`, `custom_vjp` or `custom_vmap` stands in a jaxpr as it is called. Its rules
-are Python functions, which JAX calls when somebody differentiates or batches the jaxpr, so names that
-`checkpoint_name` gives inside a rule are nowhere in it. To find them, each such equation is transformed
-as JAX would transform it, on abstract values: rules are traced, and nothing is computed.
+A call of a function with `custom_jvp`, `custom_vjp` or `custom_vmap` is one equation of a jaxpr. The
+function's rules are Python functions, which JAX calls when the jaxpr is differentiated or batched, so names
+that `checkpoint_name` gives inside a rule are not in the jaxpr. To find them, each such equation is
+transformed as JAX would transform it, on abstract values: rules are traced, and nothing is computed.
 
-A rule may call functions that have rules: that of `jax.nn.relu` calls `relu` again. Therefore what a
-rule brings in is looked into once more, to the second derivative.
+A rule may call functions that have rules: that of `jax.nn.relu` calls `relu` again. So the rules in the
+program that a rule traces to are traced, too, once: this covers second derivatives.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from remat import _jax
 
 _jax.exclude_from_tracebacks(__file__)
 
-# How many rules, each brought in by the one before it, are traced.
+# How deep rules within rules are traced; a larger number covers higher derivatives.
 _DEPTH = 2
 
-# Whose rules run when somebody differentiates forward, in reverse, transposes, and batches.
+# The primitives whose rules run in forward mode, in reverse mode, in transposition, and in batching.
 _FORWARD = frozenset({"custom_jvp_call"})
 _REVERSE = frozenset({"call_hi_primitive", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 _LINEAR = frozenset({"custom_lin", "linear_call"})  # custom_lin: custom_vjp that was differentiated
 _BATCHED = frozenset({"custom_vmap_call"})
 _RULES = _FORWARD | _REVERSE | _LINEAR | _BATCHED
-# Equations whose body means nothing outside of them, because they bring in mesh axes.
+# Primitives that bind mesh axes, outside of which their bodies cannot be traced.
 _BRINGS_AXES = frozenset({"shard_map"})
 
 
 def revealed(jaxpr: _jax.Jaxpr) -> Iterator[_jax.Jaxpr | None]:
-    """Yield what the rules in a jaxpr bring in, and None for each that could not be traced alone."""
+    """Yield the jaxprs of the rules in a jaxpr, and None for each rule that could not be traced alone."""
     return _revealed(jaxpr, _DEPTH)
 
 
@@ -55,7 +55,10 @@ def _revealed(jaxpr: _jax.Jaxpr, depth: int) -> Iterator[_jax.Jaxpr | None]:
 
 
 def _with_rules(jaxpr: _jax.Jaxpr, seen: set[int]) -> Iterator[_jax.JaxprEqn]:
-    """The equations with rules at any depth, each once; those on mesh axes with what brings these."""
+    """Yield each equation with rules, at any depth, once.
+
+    For those in a `shard_map` it is the `shard_map`, since they can be traced within its mesh axes only.
+    """
     if id(jaxpr) in seen:
         return
     seen.add(id(jaxpr))
@@ -68,7 +71,7 @@ def _with_rules(jaxpr: _jax.Jaxpr, seen: set[int]) -> Iterator[_jax.JaxprEqn]:
 
 
 def _traces(eqn: _jax.JaxprEqn) -> Iterator[Callable[[], _jax.Jaxpr]]:
-    """Functions that trace an equation's rules, in each way that JAX may call them."""
+    """Yield functions that trace an equation's rules, one for each way in which JAX may call them."""
     name = eqn.primitive.name
     jaxpr = _jax.jaxpr_of_equation(eqn)
     if name in _FORWARD:
@@ -89,12 +92,12 @@ def _traces(eqn: _jax.JaxprEqn) -> Iterator[Callable[[], _jax.Jaxpr]]:
 
 
 def _forward(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """The derivative."""
+    """Return the derivative."""
     return _jax.jvp_of_jaxpr(jaxpr, [_jax.has_tangent(aval) for aval in _jax.in_avals(jaxpr)])[0]
 
 
 def _reverse(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """The forward and the backward pass."""
+    """Return the forward and the backward pass as one jaxpr."""
 
     def run(*args: Any) -> Any:
         outs, pullback = jax.vjp(lambda *args: _jax.call_jaxpr(jaxpr, args), *args)
@@ -104,7 +107,7 @@ def _reverse(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
 
 
 def _transposed(jaxpr: _jax.Jaxpr, linear: list[bool]) -> _jax.Jaxpr:
-    """The transpose with respect to the inputs that it is linear in."""
+    """Return the transpose with respect to the inputs that the jaxpr is linear in."""
 
     def run(*args: Any) -> Any:
         fixed = [x for x, lin in zip(args, linear) if not lin]
@@ -122,7 +125,7 @@ def _ones(out: Any) -> Any:
 
 
 def _batched(jaxpr: _jax.Jaxpr, which: list[bool]) -> _jax.Jaxpr:
-    """The same for two examples at once, in which only these operands differ."""
+    """Return the jaxpr batched over two examples, which differ in the given operands only."""
     examples = [
         jax.ShapeDtypeStruct((2, *aval.shape), aval.dtype) if batched else aval
         for aval, batched in zip(_jax.in_avals(jaxpr), which)

@@ -43,17 +43,17 @@ _jax.register_lowering(mark_p, lambda _, x, **__: [x])
 
 
 def decide_by_marks(primitive: _jax.Primitive, /, *_: Any, **params: Any) -> Any:
-    """The policy that does what the marks say and recomputes everything else."""
+    """Return the decision of a mark; recompute all other values. This is a policy in JAX's form."""
     return params["case"] if primitive is mark_p else _jax.Recompute
 
 
 def without_marks(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """The jaxpr without the marks that an earlier policy left in it."""
+    """Return a jaxpr without the marks that an earlier policy left in it."""
     return rewrite(jaxpr, "", lambda _: lambda eqn, path: {})
 
 
 class Mark(NamedTuple):
-    """What a mark says of a value, and the equation that says where in the source it is."""
+    """The decision about a value, its names, and an equation with its place in the source."""
 
     case: Any  # Saveable or an Offloadable
     names: tuple[str, ...]

@@ -139,7 +139,10 @@ def _linear_equation_of(backward: _jax.Jaxpr) -> _jax.JaxprEqn | None:
 
 
 def _rebind(args: Sequence[Any], jaxpr: _jax.Jaxpr, added: int | None, params: dict) -> list[Any]:
-    """Bind again after a transformation put `added` inputs in front (None: changed them all)."""
+    """Bind the primitive again after a transformation changed a region's inputs.
+
+    It put `added` inputs before the old ones; None if its inputs do not correspond to the old ones.
+    """
     prevent_cse = params["prevent_cse"]
     if isinstance(prevent_cse, tuple):
         if added is None:
@@ -244,7 +247,7 @@ def _linearize(
     jaxpr: _jax.Jaxpr,
     **params: Any,
 ) -> tuple[list[Any], list[bool], list[Any], Any]:
-    """Steps 1 and 2 at once: the results, and the linear program on the tangents."""
+    """Take steps 1 and 2 at once: return the results, and the linear program on the tangents."""
     derived = _derive(jaxpr, nonzero, params)
     values, n_tangents = [*derived.consts, *primals], sum(nonzero)
     runs: list[tuple[_Forward, list[Any]]] = []
@@ -344,7 +347,7 @@ def _run_forward(
 
 
 def _partial_eval(trace: Any, *tracers: Any, jaxpr: _jax.Jaxpr, **params: Any) -> list[Any]:
-    """Step 2 alone, for what JAX differentiates by partial evaluation."""
+    """Take step 2 alone, for equations that JAX differentiates by partial evaluation."""
     unknown = tuple(not k for k in _jax.known_tracers(tracers))
     values = _jax.known_values(tracers)
     c, known_outs, saved, params = _run_forward(jaxpr, unknown, values, params)
@@ -395,7 +398,7 @@ def cut_region(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Any) ->
 
 
 def _later_flags(prevent_cse: PreventCse, c: Cut) -> PreventCse:
-    """`prevent_cse` for the backward half of a cut."""
+    """Return `prevent_cse` for the backward half of a cut."""
     kept = _select(prevent_cse, c.backward_inputs)
     return (True,) * c.n_residuals + kept if isinstance(kept, tuple) else kept
 
@@ -437,10 +440,10 @@ def _log_residuals(c: Cut, known: Sequence[bool]) -> None:
 
 
 def _split_region(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
-    """Split a region inside a program that is split: the policy around it decides.
+    """Split a region inside of a program that is being split.
 
-    Where none does, the region's own policy decides; a region with a `Splitter` is always its to cut.
-    `jax.checkpoint`'s regions are split in the same way.
+    The policy of the program decides. If there is none (`Mode`), the region's own policy does. A region with
+    a `Splitter` is always split by that. `jax.checkpoint`'s regions are split in the same way.
     """
     if isinstance(policy, Mode) or isinstance(eqn.params.get("split"), Splitter):
         return _split_by_own_policy(eqn, operands.unknown, inline=isinstance(policy, Mode))
@@ -540,7 +543,7 @@ def _transpose(
 def _transposed(
     jaxpr: _jax.Jaxpr, linear: tuple[bool, ...], outs_zero: tuple[bool, ...]
 ) -> _jax.Transposed:
-    """The jaxpr from nonlinear inputs and nonzero cotangents to the linear inputs' cotangents.
+    """Return the jaxpr from nonlinear inputs and nonzero cotangents to the linear inputs' cotangents.
 
     The nonlinear part is evaluated first: these equations are the recomputation.
     """

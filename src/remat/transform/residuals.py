@@ -65,22 +65,22 @@ class Residuals:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all of them, arguments included."""
+        """Return the bytes of all of them, arguments included."""
         return self._sum(lambda r: True)
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of those that were computed and stay on the device: what rematerialization can save."""
+        """Return the bytes of those that were computed and stay on the device, which can be recomputed."""
         return self._sum(lambda r: r.kind == "computed" and not r.offloaded)
 
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes of those that wait in another memory."""
+        """Return the bytes of those that are offloaded to another memory."""
         return self._sum(lambda r: r.offloaded)
 
     @property
     def argument_bytes(self) -> int:
-        """Bytes of those that are arguments, which exist anyway while the caller holds them."""
+        """Return the bytes of those that are arguments, which exist as long as the caller holds them."""
         return self._sum(lambda r: r.kind == "argument")
 
     def _sum(self, chosen: Callable[[Residual], bool]) -> int:
@@ -178,7 +178,7 @@ _LOOK_THROUGH = ("reduce_precision", "remat_mark", "device_put")
 def describe(
     jaxpr: _jax.Jaxpr, n_residuals: int, argument_names: Sequence[str]
 ) -> Iterator[Residual]:
-    """The residuals that a forward pass's jaxpr returns last."""
+    """Yield descriptions of the residuals, which are the last results of a forward pass's jaxpr."""
     made = _Made(jaxpr)
     kept: dict[Any, Any] = {}  # the value behind each residual -> the residual itself
     for v in jaxpr.outvars[len(jaxpr.outvars) - n_residuals :]:
@@ -230,7 +230,7 @@ def _computed(made: _Made, aval: Any, v: Any, eqn: _jax.JaxprEqn) -> Residual:
 
 
 class _Made:
-    """Which equation of a jaxpr makes a value, and which names the value has."""
+    """The equations that compute the values of a jaxpr, and the names of these values."""
 
     def __init__(self, jaxpr: _jax.Jaxpr):
         self.producer = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
@@ -238,7 +238,7 @@ class _Made:
         self._marked: dict[Any, _jax.JaxprEqn] = {}
 
     def source(self, v: Any) -> Any:
-        """The value that `v` is a rounded, marked or moved copy of."""
+        """Return the value that `v` is a rounded, marked or moved copy of."""
         while (eqn := self.producer.get(v)) is not None and eqn.primitive.name in _LOOK_THROUGH:
             inner = eqn.invars[eqn.outvars.index(v)]
             if isinstance(inner, _jax.Literal):
@@ -251,7 +251,7 @@ class _Made:
         return v
 
     def names(self, v: Any) -> tuple[tuple[str, ...], _jax.JaxprEqn]:
-        """The names of a value, and the equation that gave them, or else that made the value."""
+        """Return the names of a value, and the equation that gave them; without names, its producer."""
         eqn = self.producer[v]
         given = _jax.checkpoint_name_of(eqn)
         if given is not None:
@@ -264,7 +264,7 @@ class _Made:
 
 
 def _inside(eqn: _jax.JaxprEqn, v: Any) -> tuple[_jax.Jaxpr, Any] | None:
-    """The body of a loop or called function, and the value in it that becomes `v` outside."""
+    """Return the body of a loop or called function, and the value in it that becomes `v` outside."""
     bodies = [_jax.open_jaxpr(body) for body in _jax.jaxprs_of(eqn)]
     if len(bodies) != 1 or len(bodies[0].outvars) != len(eqn.outvars):
         return None

@@ -1,10 +1,11 @@
 """Operations that XLA for CPU expands into index arrays, as functions of their own.
 
-XLA for CPU has no kernel for the backward pass of max-pooling: it compares arrays of indices, four of them
-as large as the pooled array. They depend on no operand, so they may be computed at any time, and beside
-barriers XLA computes them at the start of the program: they live until the backward pass, 28 MiB of 76 MiB
-in a U-Net. What is in a function is computed when the function is called. A call with the attribute
-`inlineable="false"` remains one until XLA has chosen the order of operations.
+XLA for CPU has no kernel for the backward pass of max-pooling. It compares arrays of indices, four of them as
+large as the pooled array. They depend on no operand, so they may be computed at any time. In a program with
+barriers XLA computes them at the start, and they live until the backward pass: 28 MiB of 76 MiB in a U-Net.
+
+A function's operations run when it is called, so each such operation becomes a function. The call has the
+attribute `inlineable="false"`, which keeps XLA from inlining it before it has chosen the order of operations.
 
 Elsewhere, and in programs of several devices, whose partitioner sees only the signature of a function,
 such operations stay as they are.

@@ -48,13 +48,14 @@ class Half(_Split):
         transposed: _jax.Jaxpr,
         nonlinear: Sequence[Any],
     ) -> Composed | None:
-        """Return the backward pass, or None if these variables are not of the half that was made.
+        """Return the backward pass, or None if the variables are not those of the half that `cut` returned.
 
         Args:
           known: the backward half's variables for residuals and inputs.
-          consts: new variables for arrays that transposition brought in.
+          consts: new variables for arrays that the transposed part closes over.
           transposed: the linear part, transposed: (nonlinear operands, cotangents) -> cotangents.
-          nonlinear: which of these, or of the region's values, those operands are.
+          nonlinear: a variable for each nonlinear operand: one of `known`, of `consts`, or of the values
+            that the region computes.
         """
         return None
 

@@ -1,7 +1,7 @@
-"""Static arguments: which they are in a call, and functions that have them filled in.
+"""Static arguments: which arguments of a call are static, and functions with these filled in.
 
-They count and behave as in `jax.jit`: by position or by name, each implying the other where the
-signature tells, also for arguments given by keyword or left at their defaults.
+As in `jax.jit`, they are given by position or by name. If the signature is known, each implies the other,
+also for arguments that a call passes by keyword or leaves at their defaults.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Statics:
                     )
 
     def in_call(self, args: tuple, kwargs: dict) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """The positions and keywords that are static in one call, given in whichever way."""
+        """Return the positions and the keywords of the arguments that are static in one call."""
         if not self.any:
             return (), ()
         positional = self.positional()
@@ -139,7 +139,7 @@ def without_statics(
     argnums: tuple[int, ...],
     argnames: tuple[str, ...],
 ) -> tuple[Callable, tuple, dict]:
-    """The function with its static arguments filled in, and the arguments that remain."""
+    """Return the function with its static arguments filled in, and the other arguments."""
     if not argnums and not argnames:
         return fun, args, kwargs
     static = tuple((n, args[n]) for n in argnums) + tuple((name, kwargs[name]) for name in argnames)
@@ -189,7 +189,7 @@ def _specialized(fun: Callable, static: tuple[tuple[Any, Any], ...], n_args: int
 
 
 def _make_room(known: dict[Any, _Specialization]) -> None:
-    """Forget what is out of use, and the oldest if there are too many."""
+    """Remove specializations whose function or values are gone, and the oldest if there are too many."""
     keys = list(known)
     for key in keys:
         entry = known.get(key)
@@ -210,7 +210,7 @@ class _Strong:
 
 
 def _hold(value: Any) -> Any:
-    """A reference to a static value: weak if only the value itself is equal to it."""
+    """Return a reference to a static value: a weak one if only the value itself is equal to it."""
     if type(value).__eq__ is object.__eq__ and not isinstance(value, type):
         try:
             return weakref.ref(value)
@@ -224,7 +224,7 @@ def _key(held: Any) -> Any:
 
 
 def _typed(value: Any) -> Any:
-    """A key that tells apart what is equal and not the same: 1, 1.0 and True, 0.0 and -0.0."""
+    """Return a key that differs for values that are equal but not the same: 1, 1.0 and True, 0.0 and -0.0."""
     if isinstance(value, float):
         return (type(value), value, math.copysign(1.0, value))
     if isinstance(value, (tuple, frozenset)):
