@@ -1,4 +1,41 @@
-"""Loops with reverse-mode memory that the user chooses."""
+"""Loops with reverse-mode memory that the user chooses.
+
+What users call:
+
+    scan         `remat.scan`, and the choice of its schedule (`choose`)
+    while_loop   `remat.while_loop`, and `remat.fori_loop`
+    remat_scan   `remat.remat_scan`: n equal layers in nested, rematerialized loops
+
+Schedules and divisions, without JAX:
+
+    schedules/   which states and residuals are kept when, one file a schedule
+    nesting      the division of n layers into nested loops and a rest, for `remat_scan`, by the bytes of
+                 carries, residuals and parameters. (`schedules/multilevel`, for `remat.scan`, is a
+                 schedule of nested scans, which counts steps and states as the other schedules do.)
+
+A loop that follows a schedule:
+
+    tracing      the user's body as a jaxpr
+    halves       one step in two halves: forward with its residuals, and reversed
+    loop         a loop that keeps states only: running it, and reversing it
+    mixed        a loop of known length that keeps states and residuals
+    online       the same for unknown length
+    inverse      a loop whose step can be inverted, which keeps nothing
+    reversal     the backward pass of a loop that keeps residuals, in blocks of steps
+    derivative   derivatives of a loop, of any order and in any mode
+    forward      forward derivatives of a body with functions that have reverse rules only
+    linear       a linear map with its own transpose and derivative
+    rules        calls whose derivative rules outlive JAX's partial evaluation
+
+Memory:
+
+    store        where states are kept: device, host or disk
+    buffers      buffers that states and residuals share
+    rows         rows of arrays in host memory, also under `jax.vmap`
+    stacked      one layer of stacked parameters, read without copies of the others
+    sizes        the bytes that a loop keeps, compared with a budget
+    arguments    checks of the integers that users pass
+"""
 
 import os
 

@@ -11,10 +11,10 @@ of which again calls only L of some loop, so that they close under differentiati
     d/dx of J(x)ᵀ·w   in direction v is the gradient with respect to x of ⟨w, J(x)·v⟩, which is
                   reverse mode of L₁. It is linear in v, and its transpose is the same expression
                   with the roles of v and of the gradient swapped (second derivatives commute).
-                  The transpose is right whatever rules the body has. The map itself needs that
-                  they are derivatives, which a rule of `jax.custom_jvp` need not be: where the
-                  body has one, the backward loop is differentiated forward instead (the next
-                  derivative of that takes the rules for derivatives again).
+                  The transpose is right for any rules of the body. The map itself assumes that
+                  they compute derivatives. Rules of `jax.custom_jvp` need not: where the body has
+                  one, the backward loop is differentiated in forward mode instead. (A further
+                  derivative of that assumes it again.)
 
 The last rule is what makes reverse-over-reverse work although the backward loop itself, with its
 data-dependent trip counts, cannot be differentiated in reverse. All loops use the memory of as many
@@ -141,11 +141,11 @@ def _tangents(loop: Loop, flat: Arrays, results: Arrays, held: PyTree, tangents:
 
 
 def _with_forward_rules(loop: Loop) -> tuple[Loop, Arrays]:
-    """Return L with the rules of its functions for values inlined, and its new leading constants.
+    """Return L in which functions compute their values by their custom rules, and its new constants.
 
-    As in JAX, a function with a `jax.custom_vjp` is its forward rule there, and one with a
-    `jax.custom_jvp` is what its rule returns as the value. What differentiates the derivative once
-    more differentiates these.
+    As in JAX, the value of a function with a `jax.custom_vjp` is that of its forward rule, and the value of
+    one with a `jax.custom_jvp` is that which its rule returns. A further derivative differentiates the
+    rules and not the functions. The new constants come first.
     """
     if not (uses_custom_vjp(loop.body) or uses_custom_jvp(loop.body)):
         return loop, []

@@ -55,7 +55,7 @@ class Halves(NamedTuple):
     keeps_state: bool
 
     def recomputes(self, body: _jax.Jaxpr) -> bool:
-        """Return whether the reversal recomputes the step from its state: residuals then save nothing."""
+        """Return whether the reversal recomputes the step from its state, so that residuals save nothing."""
         return self.keeps_state and any(map(is_region, jaxprs.equations(body)))
 
     def run(self, consts: Arrays, carry: Arrays, x: Arrays) -> Arrays:

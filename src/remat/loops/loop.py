@@ -273,7 +273,7 @@ def _offline_sweep(
 ) -> tuple[Results, Checkpoints]:
     # What is counted varies over the axes of a mesh as the number of steps does.
     count = _steps(loop, inputs)
-    counters = [_before_firstentry(), loop.count(0), _no_starts(loop)]
+    counters = [_before_first_entry(), loop.count(0), _no_starts(loop)]
     top, start, starts = (_jax.varying_as(x, count) for x in counters)
     ys = [_jax.zeros(y, (loop.length,)) for y in loop.y_avals if with_ys]
 
@@ -316,7 +316,7 @@ def _online_sweep(loop: Loop, inputs: Inputs, rows: PyTree) -> tuple[Results, Ch
         run,
         (
             loop.count(0),
-            _before_firstentry(),
+            _before_first_entry(),
             order,
             _no_starts(loop),
             rows,
@@ -684,7 +684,7 @@ def entry(table: Array, index: Array) -> Array:
     return jnp.sum(wanted, 0, dtype=table.dtype)
 
 
-def _before_firstentry() -> Array:
+def _before_first_entry() -> Array:
     """Return the top of an empty stack of checkpoints."""
     return _jax.in_mesh(jnp.int32(-1))
 

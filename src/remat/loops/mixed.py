@@ -99,7 +99,7 @@ class Kept(NamedTuple):
 
 
 def plan_of(loop: Loop, marked: Inputs) -> Plan | online.Plan | None:
-    """Return the plan by which a loop is reversed for the marked inputs; None for states alone."""
+    """Return how a loop is reversed for the marked inputs; None if only states are kept."""
     if loop.memory is None:
         return None
     consts, carry, xs = map(tuple, marked[:3])
@@ -120,7 +120,7 @@ def plan_of(loop: Loop, marked: Inputs) -> Plan | online.Plan | None:
 
 
 def plan_with(loop: Loop, halves: Halves) -> Plan | None:
-    """Return the plan by which a loop is reversed whose step is split so; None for states alone."""
+    """Return how a loop whose step has these halves is reversed; None if only states are kept."""
     n, memory = loop.length, loop.memory
     if memory is None or n is None or loop.is_symbolic or not 0 < n < 2**31:
         return None
@@ -228,7 +228,8 @@ def _pop(
 ) -> tuple[Kept, Array, Array, Array, Arrays]:
     """Take the newest state, if there is one.
 
-    Returns the stack, the first step, its part, whether that has to write the state, and the state.
+    Returns the stack, the state's step, its part, whether the part has yet to write the state to its level
+    (`fresh`), and the state.
     """
     start, part = entry(stack.starts, stack.top), entry(stack.parts, stack.top)
     part = jnp.where(is_next, part, EMPTY)

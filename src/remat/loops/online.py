@@ -5,8 +5,10 @@
         reverse the steps whose residuals are kept: of the last block, then what is left of the one before it
         take the newest state; run to the last block before the steps that are reversed, keeping states
 
-Entry k of the stack of states is the first one of the run at level `slots - k`, and block k lies above it.
-The first split of each part is found at run time from the lengths of the schedule's phases.
+Runs and their levels are defined in `schedules.online_mixed`: a *run* at level j starts at a state that it
+keeps, and may keep j more. Entry k of the stack of states is the state at which the run at level `slots - k`
+starts; above it lies block k, the residuals of the run's steps. The first split of each part is found at run
+time from the lengths of the schedule's phases.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def explain(
     """Return what `remat.scan` with the same arguments keeps and recomputes, and why.
 
     >>> print(explain(lambda x, _: (x * x, x), jnp.ones(4), length=100, checkpoints=5))
-    mixed: 100 steps, 5 slots and up to 6 steps' residuals: 352 forward steps (3.52 per step)
+    mixed: 100 steps, 5 checkpoints, or up to 6 steps' residuals: 352 forward steps (3.52 per step)
     kept for the backward pass: 96 B = states of 16 B and steps' residuals of 16 B
     why: the fewest steps for checkpoints=5
     """
@@ -335,7 +335,7 @@ def choose(
         return Choice(kind, schedule, n, state, of_step, kept_bytes, why, slots, spare)
 
     def checkpointed(slots: int, spare: int, why: str) -> Choice:
-        """Return the choice in which states and residuals share the bytes of so many states, and these."""
+        """Return the choice in which states and residuals share `spare` bytes and those of `slots` states."""
         if slots > max(n, 1) and not _jax.is_symbolic(state):
             # A loop of n steps has no more states.
             slots, spare = max(n, 1), spare + (slots - max(n, 1)) * state
@@ -356,7 +356,7 @@ def choose(
         return _hierarchical(scanned, halves, sizes, checkpoints, budget, storages)
 
     def faster(found: Choice, where: str) -> Choice:
-        """Return the choice, or that of all states if it takes less time: each step is then run twice."""
+        """Return the choice, or the one that keeps all states and runs each step twice if that is faster."""
         traffic = 0.0 if halves is None else _time_of_residuals(scanned, halves, residual)
         steps = found.forward_steps
         if found.kind == "mixed" and (steps == n or steps + n * traffic <= 2 * n):

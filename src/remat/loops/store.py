@@ -57,7 +57,11 @@ class Store(Protocol):
         """Raise the store's own errors while a program runs in this context."""
 
     def create(self, n_rows: int, carry: Arrays, witnesses: Arrays) -> PyTree:
-        """Return rows for states like `carry`; each value of the witnesses gets separate rows."""
+        """Return rows for states like `carry`.
+
+        The values of `witnesses` are not read. They make the rows depend on what the loop depends on: under
+        `vmap` each lane of a batch gets its own rows, and no loop around hoists their creation.
+        """
 
     def write(self, rows: PyTree, row: Array, carry: Arrays) -> PyTree:
         """Return the rows with one of them replaced."""

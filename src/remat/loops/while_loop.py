@@ -69,8 +69,10 @@ def fori_loop(
       upper: one past the last index; below `lower` there is no step.
       body: (index, value) -> value.
       init: the initial value, a pytree of arrays of any type.
-      checkpoints: how many values are kept for the backward pass. The default is that of
-        `remat.scan` for concrete bounds, and 64 for traced ones. More recompute fewer steps.
+      checkpoints: how many values are kept for the backward pass. More recompute fewer steps. The
+        default is that of `remat.scan` for concrete bounds. For traced ones it is 64
+        (`DEFAULT_CHECKPOINTS` in `remat/loops/scan.py`), with which up to 45,760 steps are recomputed
+        at most three times each.
       budget: instead of `checkpoints`, the bytes that may be kept, such as "2GiB".
       policy: what a step saves while it is reversed, as for `remat.checkpoint`.
       unroll: as for `jax.lax.fori_loop`, only for concrete bounds.

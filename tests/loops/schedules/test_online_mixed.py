@@ -105,7 +105,7 @@ def test_long_loops_with_a_few_slots_have_a_schedule() -> None:
 
 def test_the_schedule_prints_its_cost() -> None:
     assert str(OnlineMixed(7, (1, 2, 3))) == (
-        "online: 7 steps, 3 slots and up to 3 steps' residuals: 15 forward steps (2.14 per step)"
+        "online: 7 steps, 3 checkpoints, or up to 3 steps' residuals: 15 forward steps (2.14 per step)"
     )
     assert OnlineMixed(7, (1, 2, 3)).picture().splitlines()[-1].startswith("<")
     assert Mixed.of(7, 2, 1, 1).forward_steps == 15

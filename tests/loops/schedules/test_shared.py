@@ -28,10 +28,10 @@ def test_schedules_import_no_jax(path: Path) -> None:
 
 def test_schedules_print_their_cost() -> None:
     assert "25 forward steps (2.50 per step)" in str(Binomial(10, 3))
-    assert "online: 10 steps, 3 slots: 25 forward steps" in str(Online(10, 3))
+    assert "online: 10 steps, 3 checkpoints: 25 forward steps" in str(Online(10, 3))
     by_levels = str(Hierarchical.of_states(100, 3, [Level(5, 2, 2)]))
-    assert "3 slots, 5 slots in level 1: " in by_levels and "7 writes" in by_levels
-    assert str(Binomial(0, 1)).startswith("binomial: 0 steps, 1 slot: 0 forward steps,")
+    assert "3 checkpoints, 5 checkpoints in level 1: " in by_levels and "7 writes" in by_levels
+    assert str(Binomial(0, 1)).startswith("binomial: 0 steps, 1 checkpoint: 0 forward steps,")
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,10 @@ is what exceeds one evaluation of each step. The state at hand (the one being ad
 slot; state 0 is in one. A mixed schedule evaluates a step whose residuals are kept as it keeps them, not as
 it reverses it; its first sweep runs the last step, so `jax.grad` adds no step.
 
-These files do not import JAX: the compiled loops read them only through `binomial_rows`, `Mixed.tree` and
-through tests that hold them to the schedules, action by action. Each schedule has a file; `actions` says
-what schedules do.
+These files do not import JAX. The compiled loops read tables from them: `binomial_rows`, `online_rows`,
+the `tree` of `Mixed` and of `Hierarchical`, and the lengths of the phases of `OnlineMixed`. What depends on
+values at run time, such as `online_update`, they do in JAX operations. Tests compare the loops with the
+schedules, action by action. Each schedule has a file; `actions` defines what schedules do.
 """
 
 from __future__ import annotations

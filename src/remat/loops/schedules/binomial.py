@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from remat.loops.schedules.actions import Action, ListedSchedule
-from remat.loops.schedules.shared import check_counts, cost_text, slots_text
+from remat.loops.schedules.shared import check_counts, checkpoints_text, cost_text
 
 INT32_MAX = 2**31 - 1
 
@@ -112,7 +112,7 @@ class Binomial(ListedSchedule):
     >>> schedule.positions
     (0, 4, 7)
     >>> print(schedule)
-    binomial: 10 steps, 3 slots: 25 forward steps (2.50 per step), repeated at most 2 times
+    binomial: 10 steps, 3 checkpoints: 25 forward steps (2.50 per step), repeated at most 2 times
 
     Attributes:
       n: steps of the loop.
@@ -169,8 +169,8 @@ class Binomial(ListedSchedule):
 
     def __str__(self) -> str:
         return (
-            f"binomial: {self.n} steps, {slots_text(self.slots)}: {cost_text(self.forward_steps, self.n)}, "
-            f"repeated at most {self.repetitions} times"
+            f"binomial: {self.n} steps, {checkpoints_text(self.slots)}: "
+            f"{cost_text(self.forward_steps, self.n)}, repeated at most {self.repetitions} times"
         )
 
 

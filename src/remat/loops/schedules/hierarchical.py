@@ -52,7 +52,7 @@ from remat.loops.schedules.mixed import (
     splits_of,
     tree_cost,
 )
-from remat.loops.schedules.shared import check_counts, cost_text, slots_text
+from remat.loops.schedules.shared import check_counts, checkpoints_text, cost_text
 
 # Limits of the dynamic program: sums to compare, which take 0.3 s, and groups of steps. Larger limits
 # find better schedules for long loops, and take more time to trace a loop.
@@ -226,10 +226,11 @@ class Hierarchical(TreeSchedule):
 
     def __str__(self) -> str:
         slower = ", ".join(
-            f"{slots_text(level.slots)} in level {k}" for k, level in enumerate(self.levels, 1)
+            f"{checkpoints_text(level.slots)} in level {k}"
+            for k, level in enumerate(self.levels, 1)
         )
         return (
-            f"hierarchical: {self.n} steps, {slots_text(self.slots)}, {slower}: "
+            f"hierarchical: {self.n} steps, {checkpoints_text(self.slots)}, {slower}: "
             f"{cost_text(self.forward_steps, self.n)}, {sum(self.writes)} writes and "
             f"{sum(self.reads)} reads"
         )

@@ -48,7 +48,7 @@ import numpy as np
 
 from remat.errors import ScheduleError
 from remat.loops.schedules.actions import Action, ListedSchedule
-from remat.loops.schedules.shared import check_counts, cost_text, slots_text
+from remat.loops.schedules.shared import check_counts, checkpoints_text, cost_text
 
 # Limits of the loops that are solved by the recurrence where the order is not known to be optimal; they
 # take 0.2 s. Larger limits take more time to trace a loop.
@@ -136,7 +136,7 @@ class Mixed(TreeSchedule):
     >>> schedule.positions
     (0, 30, 49, 64, 72, 79, 85, 90, 94, 97)
     >>> print(schedule)
-    mixed: 100 steps, 10 slots and up to 11 steps' residuals: 237 forward steps (2.37 per step)
+    mixed: 100 steps, 10 checkpoints, or up to 11 steps' residuals: 237 forward steps (2.37 per step)
 
     Attributes:
       n: steps of the loop.
@@ -216,7 +216,7 @@ class Mixed(TreeSchedule):
 
     def __str__(self) -> str:
         return (
-            f"mixed: {self.n} steps, {slots_text(self.slots)} and up to {self.peak_residuals} steps' "
+            f"mixed: {self.n} steps, {checkpoints_text(self.slots)}, or up to {self.peak_residuals} steps' "
             f"residuals: {cost_text(self.forward_steps, self.n)}"
         )
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from remat.errors import ScheduleError
-from remat.loops.schedules.shared import Schedule, check_counts, cost_text, slots_text
+from remat.loops.schedules.shared import Schedule, check_counts, checkpoints_text, cost_text
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Multilevel(Schedule):
     >>> schedule.lengths, schedule.forward_steps, schedule.peak_slots, schedule.peak_residuals
     ((10, 10), 300, 20, 1)
     >>> print(Multilevel.balanced(n=101, depth=2, step_recomputed=False))
-    multilevel 8 × 13: 101 steps, 7 slots and 13 steps' residuals: 192 forward steps (1.90 per step)
+    multilevel 8 × 13: 101 steps, 7 checkpoints and 13 steps' residuals: 192 forward steps (1.90 per step)
 
     Attributes:
       n: steps of the loop.
@@ -120,7 +120,7 @@ class Multilevel(Schedule):
         return min(innermost, 1) if self.step_recomputed else innermost
 
     def __str__(self) -> str:
-        kept = slots_text(self.peak_slots)
+        kept = checkpoints_text(self.peak_slots)
         if not self.step_recomputed:
             kept += f" and {self.peak_residuals} steps' residuals"
         return (

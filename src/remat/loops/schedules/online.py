@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from remat.loops.schedules.actions import Action, ListedSchedule
 from remat.loops.schedules.binomial import binomial_advances, binomial_rows, reverse_actions
-from remat.loops.schedules.shared import check_counts, cost_text, slots_text
+from remat.loops.schedules.shared import check_counts, checkpoints_text, cost_text
 
 # The online choice looks at no more repetitions than this. A compiled loop makes the choice at
 # every step, so it has to be short; with 3 slots it is enough for 45,000 steps, with 4 for 700,000.
@@ -140,7 +140,8 @@ class Online(ListedSchedule):
                 yield action
 
     def __str__(self) -> str:
-        return f"online: {self.n} steps, {slots_text(self.slots)}: {cost_text(self.forward_steps, self.n)}"
+        kept = checkpoints_text(self.slots)
+        return f"online: {self.n} steps, {kept}: {cost_text(self.forward_steps, self.n)}"
 
 
 # At most `slots` numbers each, which depend on the arguments alone.

@@ -48,7 +48,7 @@ import numpy as np
 from remat.errors import ScheduleError
 from remat.loops.schedules.actions import Action, ListedSchedule
 from remat.loops.schedules.mixed import Part, check_blocks, parts_of
-from remat.loops.schedules.shared import check_counts, cost_text, slots_text
+from remat.loops.schedules.shared import check_counts, checkpoints_text, cost_text
 
 _MOST_PHASES = 4096  # columns of a table; with 2 levels, more are reached after 8 million steps
 
@@ -73,7 +73,7 @@ class OnlineMixed(ListedSchedule):
     >>> schedule.forward_steps, schedule.ended.starts
     (217, (0, 56))
     >>> print(schedule)
-    online: 60 steps, 6 slots and up to 6 steps' residuals: 217 forward steps (3.62 per step)
+    online: 60 steps, 6 checkpoints, or up to 6 steps' residuals: 217 forward steps (3.62 per step)
 
     Attributes:
       n: steps that the loop turns out to have.
@@ -213,7 +213,7 @@ class OnlineMixed(ListedSchedule):
 
     def __str__(self) -> str:
         return (
-            f"online: {self.n} steps, {slots_text(self.slots)} and up to {self.blocks[-1]} steps' "
+            f"online: {self.n} steps, {checkpoints_text(self.slots)}, or up to {self.blocks[-1]} steps' "
             f"residuals: {cost_text(self.forward_steps, self.n)}"
         )
 

@@ -42,6 +42,11 @@ def slots_text(count: int) -> str:
     return f"{count} slot" if count == 1 else f"{count} slots"
 
 
+def checkpoints_text(count: int) -> str:
+    """Return a number of slots as text, in the word of `checkpoints=`."""
+    return f"{count} checkpoint" if count == 1 else f"{count} checkpoints"
+
+
 def cost_text(forward_steps: int, n: int) -> str:
     """Return the cost of reversing `n` steps as text."""
     per_step = f" ({forward_steps / n:.2f} per step)" if n else ""
