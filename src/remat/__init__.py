@@ -1,37 +1,21 @@
 """`remat`: rematerialization (gradient checkpointing) for JAX.
 
-The modules, in the order of the data flow:
+The packages, in the order of the data flow; the docstring of each lists its modules:
 
-    transform.checkpoint    makes a function a region: one equation of the library's primitive
-    transform.primitive     the primitive's rules: differentiation, batching, lowering and so on
-    transform.cut           the cut of a differentiated region: which values are saved or recomputed
-    transform.policies      policies, by which users choose the cut
-    transform.splitter      the interface through which a planner splits a region in place of a policy
-    transform.barrier       barriers, which prevent XLA from merging recomputations
-    transform.residuals     the saved values, as data and as text
-    loops.schedules         when a loop's states are kept and its steps recomputed, with exact costs
-    loops.loop, loops.derivative   running a schedule in a compiled program, and its derivatives
-    loops.scan, .while_loop loops with reverse-mode memory that the user chooses
-    loops.nesting, loops.stacked   division of n layers into nested loops; reading parameters in place
-    loops.remat_scan        a deep stack of equal layers as nested, rematerialized loops
-    ir                      jaxprs as data; a table of what each primitive computes and moves
-    program                 from a step to a priced graph: operations, fusion, costs, devices, targets
-    planner.regions         remat.auto: regions for the planner, identified in each trace of a step
-    planner.trace           a traced step as plain data
-    planner.bodies, .levels, .decide   decisions about loops by price per byte, and around loops
-    solvers.schedule        the solver on plain graphs (import remat.solvers)
-    planner.search          the search for a plan; model and compiler are its arguments
-    planner.candidates, .rewrite   steps without marked functions: schedules, and programs that follow them
-    planner.decisions       decisions about a region: saved values, and recomputed segments
-    planner.emit            the program that follows the decisions: saved values and segments
-    planner.edits           the same for plans whose loops were edited
-    planner.plan, .plan_file, .fit   remat.plan, remat.Plan, remat.fit: propose, compile, correct
+    ir          jaxprs as data; a table of what each primitive computes and moves
+    transform   `remat.checkpoint`: a region as one primitive, policies, the cut into saved and recomputed
+    loops       `remat.scan`, `fori_loop`, `while_loop`, `remat_scan`; `loops.schedules`
+    program     from a step to a priced graph: operations, fusion, costs, devices, targets
+    solvers     schedules on plain graphs (import remat.solvers)
+    planner     `remat.auto`, `remat.plan`, `remat.Plan`, `remat.fit`, `remat.largest`: a plan within a budget
     linen, nnx, equinox, haiku, brainstate   adapters with the signatures of module systems
-    toggle                  rematerialization of submodules by path, without editing the model
-    explain                 analysis of what a step saves, recomputes and holds, and why
-    report                  explanations as data, and their renderings (import remat.report)
-    cli                     the command `remat`
-    testing                 assertions on gradients and on the compiler's memory figures
+    toggle      rematerialization of submodules by path, without editing the model
+    explain     analysis of what a step saves, recomputes and holds, and why
+    report      explanations as data, and their renderings (import remat.report)
+    cli         the command `remat`
+    testing     assertions on gradients and on the compiler's memory figures
+
+CONTRIBUTING.md has the other modules, and a table of where to find answers.
 """
 
 import importlib

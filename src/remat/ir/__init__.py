@@ -1,1 +1,10 @@
-"""Programs as data: jaxprs and what their equations mean, without JAX's internals."""
+"""Programs as data: jaxprs and what their equations mean, without JAX's internals.
+
+operations   a table of JAX's primitives: fusion, work, and whether they may be recomputed
+formulas     FLOP counts of primitives whose work is not proportional to their result
+jaxprs       jaxprs inside equations: bodies, inlining, substitution, dependence
+equations    properties of single equations, from the table
+flops        FLOPs and bytes of equations and programs
+fingerprint  fingerprints of jaxprs, independent of names
+split/       a program split into a forward and a backward half, with its loops and branches
+"""
