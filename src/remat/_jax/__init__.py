@@ -158,6 +158,7 @@ from remat._jax.tracing import (
     inside_shard_map as inside_shard_map,
     is_call as is_call,
     is_copy as is_copy,
+    is_high_checkpoint as is_high_checkpoint,
     is_jaxpr as is_jaxpr,
     is_plain_jit as is_plain_jit,
     is_recomputation as is_recomputation,

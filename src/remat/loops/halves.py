@@ -56,7 +56,9 @@ class Halves(NamedTuple):
 
     def recomputes(self, body: _jax.Jaxpr) -> bool:
         """Return whether the reversal recomputes the step from its state, so that residuals save nothing."""
-        return self.keeps_state and any(map(is_region, jaxprs.equations(body)))
+        return self.keeps_state and any(
+            is_region(eqn) or _jax.is_high_checkpoint(eqn) for eqn in jaxprs.equations(body)
+        )
 
     def run(self, consts: Arrays, carry: Arrays, x: Arrays) -> Arrays:
         """Run a step; return its next carry, its ys and its residuals, in one list."""
