@@ -351,7 +351,7 @@ def test_temporaries_of_short_loops_are_within_the_budget(n: int) -> None:
     for states in (3, 4, n + 1, n + 2):
         options = {"budget": states * x.nbytes}
         if states == 3:
-            with pytest.raises(BudgetError, match="three times a state"):
+            with pytest.raises(BudgetError, match=r"smallest keeps .* \(320000 bytes\)"):
                 scan(step, x, None, n, **options)
             continue
         kinds.append(explain(step, x, None, n, **options).kind)
@@ -403,10 +403,28 @@ def test_the_choice_follows_the_budget() -> None:
     assert explain(step, x, None, 2, checkpoints=9).kind == "plain"
 
 
+PRODUCT = lambda c: jnp.sin(c) * jnp.cos(c)  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    "function, n", [(jnp.sin, 1), (PRODUCT, 1), (jnp.sin, 2), (PRODUCT, 5), (lambda c: 2 * c, 5)]
+)
+def test_the_smallest_budget_that_an_error_names_is_accepted(function: Callable, n: int) -> None:
+    def run(budget: int) -> Any:
+        return scan(lambda c, _: (function(c), None), jnp.ones(250), None, n, budget=budget)
+
+    with pytest.raises(BudgetError) as refused:
+        run(0)
+    least = int(str(refused.value).partition(" bytes)")[0].rpartition("(")[2])
+    run(least)
+    with pytest.raises(BudgetError):
+        run(least - 1)
+
+
 def test_impossible_requests_are_refused_with_the_numbers() -> None:
     step = lambda c, _: (jnp.sin(c), None)  # noqa: E731
     x = jnp.ones(1000)
-    with pytest.raises(BudgetError, match=r"smallest keeps 15\.6 KiB"):
+    with pytest.raises(BudgetError, match=r"smallest keeps one state and .*, 15\.6 KiB"):
         scan(step, x, None, 100, budget="8KiB")
     with pytest.raises(ScheduleError, match="checkpoints must be at least 1, not 0"):
         scan(step, x, None, 100, checkpoints=0)

@@ -50,7 +50,8 @@ def run(command: click.Command) -> None:
         error.show()
         code = error.exit_code
     except click.Abort:
-        click.echo("Aborted!", err=True)
+        with contextlib.suppress(OSError):
+            click.echo("Aborted!", err=True)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()

@@ -135,8 +135,14 @@ def _does_not_fit(facts: Facts, refused: compiling.OutOfMemory) -> Finding:
             f"No plan makes it fit: arguments and results alone are {format_bytes(facts.fixed_bytes)}. "
             f"{_smaller_arguments(facts)}"
         )
+    elif not _saved(facts):
+        step = f"A plan has nothing to recompute here. {_smaller_arguments(facts)}"
+    elif facts.plan is not None:
+        step = f"Plan it again, with a budget below {budget_text(limit)}."
     else:
-        step = f"Plan it for the device: {fit}(step, budget={budget_text(limit)})."
+        words = facts.step.words
+        fitted = "step" if facts.step.undifferentiated is None else f"{words.gradient}(loss)"
+        step = f"Plan it for the device: {fit}({fitted}, budget={budget_text(limit)})."
     return Finding(
         "does_not_fit",
         "error",
@@ -154,7 +160,7 @@ def _no_regions(facts: Facts) -> Finding:
         f"backward pass{_largest_parts(saved)}."
     )
     suggested = _suggested_share(facts)
-    if facts.refused is not None:  # whose finding has the budget
+    if facts.refused is not None and saved:  # whose finding has the budget
         step = f"Without a plan, {_by_hand(facts)}"
     elif not suggested:
         step = _little_to_gain(facts)
@@ -328,10 +334,10 @@ def _floor_bytes(facts: Facts) -> int:
     """
     sides = facts.sides
     stacks = {
-        sides.program.types[v]
+        sides.program.types[number]
         for op, eqn in zip(sides.program.ops, sides.eqns)
-        if any(_jax.jaxprs_of(eqn))
-        for v in op.results
+        for number, v in zip(op.results, eqn.outvars)
+        if any(n for _, n in _stacked_bytes(eqn, {v}))
     }
     needed = []
     for value in facts.account.values:

@@ -389,7 +389,8 @@ def choose(
         return nested if saves else plain
     limit = parse_bytes(budget, "budget=")
     # Several steps take the state at hand and its cotangent beside what is kept.
-    room = limit - 2 * state if n > 1 else limit
+    aside = 2 * state if n > 1 else 0
+    room = limit - aside
     if plain.kept_bytes <= room:
         return choice("plain", None, plain.kept_bytes, f"all fits the {format_bytes(limit)}")
     # The residuals in use are not part of the schedule's memory.
@@ -405,12 +406,21 @@ def choose(
         # Larger blocks within the budget would not help: two levels cost one sweep for any block size.
         return choice("nested", two_levels, nested_bytes, f"fits the {format_bytes(limit)}")
     if found is None:
-        least = 3 * state + residual
+        ways = [
+            (plain.kept_bytes, "all residuals"),
+            (state + residual, f"one state and one step's residuals of {format_bytes(residual)}"),
+            (nested_bytes, "two levels of loops"),
+        ]
+        least, what = min(ways)
+        at_hand = (
+            f"; the state at hand and its cotangent take {format_bytes(aside)} of it"
+            if aside
+            else ""
+        )
         raise BudgetError(
-            f"no schedule of {n} steps fits {format_bytes(limit)}; the smallest keeps "
-            f"{format_bytes(least)}: three times a state of {format_bytes(state)} (the kept one, the one "
-            f"at hand and its cotangent) and one step's residuals of {format_bytes(residual)}. Raise "
-            f"budget=, or save less in a step with policy=."
+            f"no schedule of {n} steps fits {format_bytes(limit)}; the smallest keeps {what}, "
+            f"{format_bytes(aside + least)} ({aside + least} bytes){at_hand}. Raise budget=, or save less "
+            f"in a step with policy=."
         )
     return found
 

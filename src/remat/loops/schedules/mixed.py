@@ -409,7 +409,7 @@ class OneState:
 
     def costs(self, lengths: np.ndarray) -> np.ndarray:
         """Return the evaluations for loops of these lengths."""
-        behind = np.maximum(-((self.long - lengths) // self.short), 0)
+        behind = np.maximum(-((self.long - lengths) // self.short), 0).astype(float)
         return lengths + behind * lengths - self.short * behind * (behind + 1) / 2
 
 
