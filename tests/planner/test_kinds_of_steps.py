@@ -222,7 +222,7 @@ def implicit_layer():
 #: a third more.
 KINDS = [
     (two_losses, 75, 0.1),
-    (gradient_in_the_loss, 60, 0.1),
+    (gradient_in_the_loss, 60, 0.12),
     (hessian_in_the_loss, 65, 0.2),
     (line_search, 75, 0.2),
     (gradients_of_examples, 75, 0.2),

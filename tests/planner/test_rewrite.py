@@ -52,7 +52,8 @@ def random_decisions(jaxpr, seed):
         if earlier:
             again = sorted(rng.sample(earlier, rng.randint(1, min(6, len(earlier)))))
             bursts.append(Burst(before, tuple(again)))
-    return Decisions(frozenset(stored), tuple(bursts), ordered=bool(bursts) and seed % 2 == 1)
+    sums = tuple(sorted(rng.sample(sorted(stored), len(stored) // 8)))
+    return Decisions(frozenset(stored), tuple(bursts), bool(bursts) and seed % 2 == 1, sums)
 
 
 def assert_equal(actual, expected, rounding=1e-6):
@@ -74,6 +75,19 @@ def test_results_do_not_depend_on_what_is_computed_again(name):
 def test_without_recomputation_the_program_stays():
     flat, _ = flat_of(jax.value_and_grad(loss), W, X)
     assert rewritten(flat, Decisions(frozenset(range(len(flat.eqns))), ())) is flat
+
+
+def test_a_unit_begins_after_each_partial_sum():
+    flat, leaves = flat_of(jax.value_and_grad(lambda w, x: loss([w] * 8, x)), W[0], X)
+    sums = [i for i, eqn in enumerate(flat.eqns) if eqn.primitive.name == "add_any"]
+    stored = frozenset(i for i, eqn in enumerate(flat.eqns) if not is_fusible(eqn))
+    new = rewritten(flat, Decisions(stored | set(sums), (), partial_sums=tuple(sums[:-1])))
+    units = [eqn for eqn in new.eqns if eqn.primitive.name == "remat"]
+    assert len(units) == len(sums) - 2
+    for unit in units:
+        inner = [eqn.primitive.name for eqn in equations(unit.params["jaxpr"])]
+        assert inner.count("add_any") == 1
+    assert_equal(run(new, leaves), run(flat, leaves))
 
 
 def test_each_burst_becomes_one_protected_unit():

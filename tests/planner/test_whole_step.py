@@ -245,3 +245,42 @@ def test_own_checkpoints_are_no_limit_below_their_peak():
     fitted = remat.fit(step, plan=plan)
     assert peak_bytes(fitted.lower(*args).compile()) <= plan.budget_bytes
     assert_identical(fitted(*args), jax.jit(step)(*args))
+
+
+def shared_weights(w, x):
+    for _ in range(24):
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def skip_connections(weights, x):
+    total = jnp.zeros_like(x)
+    for w in (*weights, *weights):
+        x = jnp.tanh(x @ w)
+        total += x @ weights[0]
+    return jnp.mean(jnp.sin(total) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("of", "args", "percent", "extra"),
+    [
+        (shared_weights, (WEIGHTS[0], X[:64]), 60, 0.2),
+        (shared_weights, (WEIGHTS[0], X[:64]), 45, 0.4),
+        (shared_weights, (WEIGHTS[0], X[:16]), 50, 0.0),
+        (skip_connections, (WEIGHTS, X[:64]), 75, 0.05),
+    ],
+)
+def test_sums_of_many_values_do_not_keep_them(of, args, percent, extra):
+    gradient = jax.value_and_grad(of)
+    plan = remat.plan(gradient, *args, budget=f"{percent}%", **OPTIONS)
+    assert plan.whole_step.partial_sums and "partial sums" in plan.explain()
+    assert plan.extra_flops <= extra * plan.flops
+    fitted = remat.fit(gradient, plan=remat.Plan.from_json(plan.to_json()))
+    assert peak_bytes(fitted.lower(*args).compile()) == plan.peak_bytes <= plan.budget_bytes
+    for a, e in zip(jax.tree.leaves(fitted(*args)), jax.tree.leaves(jax.jit(gradient)(*args))):
+        np.testing.assert_allclose(a, e, rtol=0, atol=1e-6 * float(jnp.max(jnp.abs(e))))
+
+
+def test_partial_sums_that_make_no_sense_are_refused_with_their_line(plan):
+    with pytest.raises(remat.PlanError, match=r"line \d+.*equation 1000 is not among the stored"):
+        edited(plan, lambda whole: whole.update(partial_sums=[1000]))

@@ -136,6 +136,42 @@ def test_softmax_is_one_kernel():
     assert no_remat(f.graph).peak_bytes == MB
 
 
+def test_a_matmul_does_not_write_in_place_of_its_operands():
+    matmul_and_tanh = [op(Fusion.KERNEL, [1], 2), op(Fusion.COSTLY, [2], 3)]
+    p = program([op(Fusion.COSTLY, [0], 1), *matmul_and_tanh, op(Fusion.KERNEL, [3], 4)], [4])
+    f = fused(p)
+    assert {f.holds[1], f.holds[3]} == {0, 2} and f.holds[2] == f.holds[3]
+    assert no_remat(f.graph).peak_bytes == 2 * MB
+
+
+def sum_of_matmuls(n):
+    """Return a program of matmuls whose results are added up, each as soon as it is there."""
+    ops = [op(Fusion.KERNEL, [0], 1)]
+    total = 1
+    for i in range(1, n):
+        addition = dataclasses.replace(op(Fusion.CHEAP, [total, 2 * i], 2 * i + 1), name="add_any")
+        ops += [op(Fusion.KERNEL, [0], 2 * i), addition]
+        total = 2 * i + 1
+    return program([*ops, op(Fusion.KERNEL, [total], 2 * n)], [2 * n])
+
+
+def test_a_sum_of_many_values_keeps_all_of_them_unless_partial_sums_are_written():
+    p = sum_of_matmuls(10)
+    # The sum may be in the buffer of one of the values.
+    plain = fused(p)
+    assert not plain.partial_sums and no_remat(plain.graph).peak_bytes == 10 * MB
+    split = fused(p, partial_sums=True)
+    assert split.partial_sums == set(range(2, 18, 2))
+    assert no_remat(split.graph).peak_bytes == 2 * MB
+
+
+def test_sums_of_few_values_and_sums_that_are_read_elsewhere_stay_whole():
+    assert not fused(sum_of_matmuls(5), partial_sums=True).partial_sums
+    p = sum_of_matmuls(10)
+    read = program([*p.ops, op(Fusion.CHEAP, [9], 21)], [20, 21])
+    assert 8 not in fused(read, partial_sums=True).partial_sums
+
+
 def test_values_of_different_sides_stay_apart():
     p = program(
         [op(Fusion.KERNEL, [0], 1, number=0), op(Fusion.CHEAP, [1], 2, backward=True, number=0),

@@ -183,7 +183,7 @@ class StepModel:
             chosen = tuple(
                 (body.id, option.decisions)
                 for body, option in zip(self._loops.bodies, options)
-                if option.decisions.bursts
+                if not option.decisions.change_nothing
             )
             # The program as it is written stays so.
             if chosen and loops.opened == self._is_opened:
@@ -300,6 +300,7 @@ class Level:
             duplicates=variant != WRITTEN,
             into_products=variant == INLINED,
             apart=True,
+            partial_sums=True,
         )
 
 

@@ -225,29 +225,34 @@ def _of_body(
     if not jaxpr.eqns:
         return
     program = program_of_flat(jaxpr, slowdown=costing.slowdown, into_products=costing.into_products)
-    fused = fuse(
-        program,
-        costing.price,
-        lambda _: True,
-        duplicates=costing.into_products,
-        apart=True,
-        into_products=costing.into_products,
+    as_written, with_sums = (
+        fuse(
+            program,
+            costing.price,
+            lambda _: True,
+            duplicates=costing.into_products,
+            apart=True,
+            into_products=costing.into_products,
+            partial_sums=partial_sums,
+        )
+        for partial_sums in (False, True)
     )
-    peak = no_remat(fused.graph).peak_bytes
+    peak = int(no_remat(as_written.graph).peak_bytes)
     if peak < least:
         return
     inside = list(_found(jaxpr, costing, max(least, int(_LARGE * peak)), id, times))
     if inside or _pairs_of(jaxpr):
         yield from inside
         return
-    options = list(_options(program, fused, costing.solver, times))
+    options = list(_options(program, peak, with_sums, costing.solver, times))
     if len(options) > 1:
         yield Body(id, tuple(options[::-1]))
 
 
-def _options(program: Program, fused: Fused, solver: Solver, times: int) -> Iterator[BodyOption]:
-    """Yield the options of a body, by descending bytes."""
-    plain = no_remat(fused.graph).peak_bytes
+def _options(
+    program: Program, plain: int, fused: Fused, solver: Solver, times: int
+) -> Iterator[BodyOption]:
+    """Yield the options of a body, by descending bytes, the first as it is written with `plain` bytes."""
     yield BodyOption(plain, 0.0, Decisions(frozenset(), ()))
     answers = solver.answers(fused.graph, fused.once)
 

@@ -296,10 +296,14 @@ class ScanPlan(_Checked):
             raise _field_error("group must be at least 1 step.", "group")
 
 
-def _check_recomputations(
-    n_equations: int, stored: Sequence[int], recomputations: Sequence[Recomputation]
-) -> None:
+def _check_decisions(plan: WholeStep | BodyPlan) -> None:
+    n_equations, stored, recomputations = plan.n_equations, plan.stored, plan.recomputations
     known = set(stored)
+    _once(plan.partial_sums, "partial_sums", lambda n: f"equation {n} is listed twice")
+    for i, number in enumerate(plan.partial_sums):
+        if number not in known:
+            why = f"equation {number} is not among the stored ones."
+            raise _field_error(why, "partial_sums", i)
     _once(stored, "stored", lambda n: f"equation {n} is listed twice")
     for i, number in enumerate(stored):
         if number >= n_equations:
@@ -331,7 +335,7 @@ class BodyPlan(_Checked):
 
     Args:
       id: the places of the equations around the body, and which of their bodies it is: "7.0/".
-      n_equations, stored, recomputations, ordered: as of a whole step.
+      n_equations, stored, recomputations, ordered, partial_sums: as of a whole step.
     """
 
     id: str
@@ -339,9 +343,10 @@ class BodyPlan(_Checked):
     stored: tuple[int, ...]
     recomputations: tuple[Recomputation, ...]
     ordered: bool = False
+    partial_sums: tuple[int, ...] = ()
 
     def _check(self) -> None:
-        _check_recomputations(self.n_equations, self.stored, self.recomputations)
+        _check_decisions(self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -358,6 +363,8 @@ class WholeStep(_Checked):
       opened: whether the checkpoints in loops are written out, so that the plan decides about them.
       loops: the decisions about pairs of scans; others stay as they are.
       bodies: the decisions about bodies of other loops and of branches; others stay as they are.
+      partial_sums: stored equations whose results are computed before the equations after them begin, so
+        that what they sum up is not kept until the whole sum is computed.
     """
 
     n_equations: int
@@ -367,9 +374,10 @@ class WholeStep(_Checked):
     loops: tuple[ScanPlan, ...] = ()
     bodies: tuple[BodyPlan, ...] = ()
     ordered: bool = False
+    partial_sums: tuple[int, ...] = ()
 
     def _check(self) -> None:
-        _check_recomputations(self.n_equations, self.stored, self.recomputations)
+        _check_decisions(self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -898,6 +906,11 @@ def _explained_whole_step(whole: WholeStep) -> Iterable[str]:
     else:
         what = "the bodies below" if whole.bodies else "loops"
         yield f"Outside of {what} nothing is recomputed"
+    if whole.partial_sums:
+        yield (
+            f"  {len(whole.partial_sums)} partial sums are computed as soon as their terms are there, which "
+            "frees the terms"
+        )
     for loop in whole.loops[:_MOST_GROUPS]:
         groups_text = f", in groups of {loop.group} steps" if loop.group > 1 else ""
         if loop.groups:

@@ -17,7 +17,8 @@ later equations read the unit's result in place of the value, so that the unit m
 
 Compilers order the equations of a unit, and those between units, as they see fit, and may keep more alive
 than the schedule does. `Decisions.ordered` therefore makes a new unit of every few stored equations after
-the first burst.
+the first burst. They also compute a sum of many values in one kernel, which keeps all these values until
+the last one is there; a new unit after each of `Decisions.partial_sums` frees them earlier.
 """
 
 from __future__ import annotations
@@ -61,11 +62,19 @@ class Decisions:
         results of other equations compute them again.
       bursts: recomputations, in the order of the program.
       ordered: whether every few stored equations after the first burst wait for those before them.
+      partial_sums: the numbers of stored equations after which a unit begins, so that what they sum up
+        is not kept until the whole sum is computed in one kernel.
     """
 
     stored: frozenset[int]
     bursts: tuple[Burst, ...]
     ordered: bool = False
+    partial_sums: tuple[int, ...] = ()
+
+    @property
+    def change_nothing(self) -> bool:
+        """Return whether the program stays as it is."""
+        return not self.bursts and not self.partial_sums
 
 
 # Stored equations in one unit of an ordered program. Fewer keep closer to the schedule, and leave the
@@ -101,10 +110,12 @@ def decisions_of(
             now = {}
             bursts.append(Burst(here[0], tuple(burst)))
             burst = []
-    if not bursts:
+    if not bursts and not fused.partial_sums:
         return Decisions(frozenset(), ())
     stored = frozenset(i for group in members.values() for i in group)
-    return Decisions(stored, tuple(bursts), ordered)
+    return Decisions(
+        stored, tuple(bursts), ordered and bool(bursts), tuple(sorted(fused.partial_sums))
+    )
 
 
 def flattened(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
@@ -174,13 +185,15 @@ def rewritten(jaxpr: _jax.Jaxpr, decisions: Decisions) -> _jax.Jaxpr:
       jaxpr: flat, without dead equations and without constants.
       decisions: about the jaxpr's equations, by number.
     """
-    if not decisions.bursts:
+    if decisions.change_nothing:
         return jaxpr
     return _Writer(jaxpr, decisions).written()
 
 
 def _by_start(decisions: Decisions) -> dict[int, tuple[int, ...]]:
-    return {burst.before: burst.again for burst in decisions.bursts}
+    """Return what is recomputed first in each unit, by the number of the unit's first new equation."""
+    after_sums = {i + 1: () for i in decisions.partial_sums}
+    return after_sums | {burst.before: burst.again for burst in decisions.bursts}
 
 
 def _with_fences(decisions: Decisions) -> dict[int, tuple[int, ...]]:

@@ -34,10 +34,12 @@ def whole_step_plan(flat: _jax.Jaxpr, decisions: StepDecisions) -> WholeStep:
                 tuple(sorted(of_body.stored)),
                 _recomputations(found[id], of_body),
                 of_body.ordered,
+                of_body.partial_sums,
             )
             for id, of_body in loops.bodies
         ),
         outside.ordered,
+        outside.partial_sums,
     )
 
 
@@ -74,7 +76,8 @@ def _recomputations(flat: _jax.Jaxpr, decisions: Decisions) -> tuple[Recomputati
 
 def _decisions(plan: WholeStep | BodyPlan) -> Decisions:
     bursts = tuple(Burst(r.before, r.again) for r in plan.recomputations)
-    return Decisions(frozenset(plan.stored), bursts, plan.ordered and bool(bursts))
+    ordered = plan.ordered and bool(bursts)
+    return Decisions(frozenset(plan.stored), bursts, ordered, tuple(sorted(plan.partial_sums)))
 
 
 def _check_program(plan: WholeStep | BodyPlan, flat: _jax.Jaxpr, what: str) -> None:

@@ -12,9 +12,12 @@ and no bandwidth. The model follows XLA's fusion passes:
   written. With `into_products`, matrix products compute elementwise operands like other kernels.
 * A loop updates its carry in place: what starts as a constant that only the loop reads is in the
   constant's memory, also if loops follow one another.
-* Output-buffer reuse: a kernel may write its result into the buffer of an operand that is not needed
-  any more. So a value that only the next, elementwise kernel reads makes one node with it, and so do
-  the reductions in between that only this kernel reads, as in softmax.
+* Output-buffer reuse: an elementwise kernel may write its result into the buffer of an operand that is
+  not needed any more. So a value that only the next, elementwise kernel reads makes one node with it,
+  and so do the reductions in between that only this kernel reads, as in softmax.
+* A sum of many values is one kernel, which keeps all of them alive until the last one is computed: the
+  gradients of a weight that many layers share, for instance. With `partial_sums`, partial sums are
+  written. A program does so if it fences them (`Fused.partial_sums`).
 
 The result is a `Graph` whose nodes are the written values; solvers schedule it.
 
@@ -29,7 +32,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from remat.ir.operations import FUSIBLE, Fusion
 from remat.program.program import Op, Program
@@ -40,6 +43,14 @@ from remat.solvers.liveness import sizes_at_peak
 Price = Callable[[float, int, str], float]
 
 _PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
+
+_SUMS = frozenset(("add", "add_any", "sub"))
+
+# Large values in a sum from which its partial sums are written. Fewer save little memory, and each partial
+# sum costs bandwidth.
+_MANY_VALUES = 6
+# Partial sums that are written in one sum; more save memory and take longer to compile.
+_MOST_PARTIAL_SUMS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +65,7 @@ class Fused:
       holds: for each written value the node that holds it. Of several nodes of one operation the
         largest has its number, and the others have numbers above those of all operations.
       reused_bytes: bytes of outputs whose buffers hold other values first; part of the graph's peak.
+      partial_sums: operations that are written so that what they sum up is no longer needed.
     """
 
     graph: Graph
@@ -62,6 +74,7 @@ class Fused:
     seconds: dict[int, float]
     holds: dict[int, int]
     reused_bytes: int
+    partial_sums: frozenset[int] = frozenset()
 
 
 def fuse(
@@ -73,6 +86,7 @@ def fuse(
     duplicates: bool = True,
     into_products: bool = False,
     apart: bool = False,
+    partial_sums: bool = False,
 ) -> Fused:
     """Return the graph of the values that a program's kernels write.
 
@@ -88,8 +102,10 @@ def fuse(
       into_products: whether a matrix product or a convolution computes the elementwise values that it
         reads, costly ones, too. Compilers for TPUs do so.
       apart: whether results of one operation that different kernels read are nodes of their own.
+      partial_sums: whether partial sums of many values are written.
     """
-    return _Fusion(program, price, may_repeat, duplicates, into_products).result(reuses, apart)
+    fusion = _Fusion(program, price, may_repeat, duplicates, into_products, partial_sums)
+    return fusion.result(reuses, apart)
 
 
 def seconds_of_kernels(op: Op, flops: float, moved: float, price: Price) -> float:
@@ -118,6 +134,7 @@ class _Fusion:
         may_repeat: Callable[[Op], bool],
         duplicates: bool,
         into_products: bool,
+        partial_sums: bool,
     ) -> None:
         self.program = program
         self.into_products = into_products
@@ -137,6 +154,9 @@ class _Fusion:
         self.written = self._written()
         if not duplicates:
             self._write_shared()
+        self.partial_sums = self._partial_sums() if partial_sums else frozenset()
+        for i in self.partial_sums:
+            self.written[i] = True
         self.buffer = self._buffers()
         self.reads = self._reads()
 
@@ -207,6 +227,53 @@ class _Fusion:
             if self.written[i]:
                 kernels[i] = set()
 
+    def _partial_sums(self) -> frozenset[int]:
+        """Return the partial sums to write. Each is read only by the next one, or by the whole sum."""
+        terms = self._large_terms()
+        found: set[int] = set()
+        seen: set[int] = set()
+        for end in reversed(range(len(self.program.ops))):
+            sums = self._sums_to(end, terms, seen)
+            seen.update(sums)
+            if len(sums) < _MANY_VALUES - 1:
+                continue
+            every = max(1, len(sums) // _MOST_PARTIAL_SUMS)
+            partial = sums[every - 1 : -1 : every]
+            found.update(i for i in partial if len(self._users(i)) == 1)
+        return frozenset(found)
+
+    def _large_terms(self) -> list[frozenset[int]]:
+        """Return for each operation the written values in its kernel of at least half its size."""
+        found: list[frozenset[int]] = []
+        for i, op in enumerate(self.program.ops):
+            inside: set[int] = set()
+            if op.fusion in FUSIBLE or op.fusion is Fusion.VIEW:
+                for j in self._producers(op):
+                    inside |= {j} if self.written[j] else found[j]
+            found.append(frozenset(j for j in inside if 2 * self.size[j] >= self.size[i] > 0))
+        return found
+
+    def _sums_to(
+        self, end: int, terms: Sequence[frozenset[int]], seen: Container[int]
+    ) -> list[int]:
+        """Return a sum and the partial sums in its kernel that lead to it, the first one first.
+
+        They end before one that was seen.
+        """
+        found: list[int] = []
+        at = end
+        while at not in seen and self.program.ops[at].name in _SUMS and len(terms[at]) > 1:
+            found.append(at)
+            inside = (j for j in self._producers(self.program.ops[at]) if not self.written[j])
+            following = max(inside, key=lambda j: (len(terms[j]), j), default=None)
+            if following is None:
+                break
+            at = following
+        return found[::-1]
+
+    def _producers(self, op: Op) -> list[int]:
+        return [self.producer[v] for v in op.operands if v in self.producer]
+
     def _buffers(self) -> dict[int, int]:
         """Return the operation that made the memory of each value that a loop has updated in place."""
         ops, sizes = self.program.ops, self.program.bytes
@@ -262,7 +329,8 @@ class _Fusion:
 
     def result(self, reuses: Callable[[int], bool], apart: bool) -> Fused:
         ops = self.program.ops
-        nodes = {i: _Group([i], self._sources(values)) for i, (values, _) in self.reads.items()}
+        self.sources = {i: self._sources(values) for i, (values, _) in self.reads.items()}
+        nodes = {i: _Group([i], set(sources)) for i, sources in self.sources.items()}
         into = _merge(self, nodes)
         seconds: dict[int, float] = {}
         members: dict[int, tuple[int, ...]] = {}
@@ -323,7 +391,15 @@ class _Fusion:
                 )
         graph_nodes.append(Node(len(ops), 0.0, 0, tuple(ends), "results"))
         once.add(len(ops))
-        return Fused(Graph(tuple(graph_nodes)), members, frozenset(once), seconds, holds, reused)
+        return Fused(
+            Graph(tuple(graph_nodes)),
+            members,
+            frozenset(once),
+            seconds,
+            holds,
+            reused,
+            self.partial_sums,
+        )
 
     def _parts(self, nodes: dict[int, _Group]) -> dict[int, tuple[_Part, ...]]:
         """Return the parts of nodes whose results different nodes read, the one with the node's number last.
@@ -406,15 +482,14 @@ def _merge(fusion: _Fusion, nodes: dict[int, _Group]) -> dict[int, int]:
             users[d].add(i)
     into: dict[int, int] = {}
     for end in sorted(nodes):
-        if ops[end].fusion not in FUSIBLE or end not in nodes:
-            continue
-        changed = True
-        while changed:
-            changed = False
-            for d in sorted(nodes[end].deps, reverse=True):
+        # The kernels of a node write to one buffer, one after the other; this is the first of them.
+        first = end
+        while end in nodes and ops[first].fusion in FUSIBLE:
+            for d in sorted(fusion.sources[first] & nodes[end].deps, reverse=True):
                 inner = users[d] - {end}
                 if (
                     end in users[d]
+                    and d not in fusion.partial_sums
                     and _adjacent(nodes, d, end, inner)
                     and all(users[c] == {end} for c in inner)
                     and all(_goes_with(fusion, c, end) for c in (d, *inner))
@@ -425,8 +500,10 @@ def _merge(fusion: _Fusion, nodes: dict[int, _Group]) -> dict[int, int]:
                     for c in (*sorted(inner), d):
                         _absorb(nodes, users, end, c)
                         into[c] = end
-                    changed = True
+                    first = d
                     break
+            else:
+                break
     for i in into:
         while into[i] in into:
             into[i] = into[into[i]]
