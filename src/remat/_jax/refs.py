@@ -24,7 +24,14 @@ from remat._jax.compat import (
     open_jaxpr,
     weakref_lru_cache,
 )
-from remat._jax.tracing import has_hidden_rules, is_jaxpr, jaxprs_of, rebuild, with_equations
+from remat._jax.tracing import (
+    has_hidden_rules,
+    is_high_primitive,
+    is_jaxpr,
+    jaxprs_of,
+    rebuild,
+    with_equations,
+)
 
 
 class WithoutRefs(NamedTuple):
@@ -140,8 +147,7 @@ def _hidden(eqn: JaxprEqn) -> JaxprEqn:
         eqn = eqn.replace(effects=eqn.effects - {_core.internal_mutable_array_effect})
     if takes_refs or has_ref_effects(eqn):
         return _with_bodies(eqn, _with_eqns_hidden)
-    is_high = eqn.primitive.name == "call_hi_primitive"
-    has_more = is_high or _has_own_rules(eqn) or any(jaxprs_of(eqn))
+    has_more = is_high_primitive(eqn) or _has_own_rules(eqn) or any(jaxprs_of(eqn))
     return eqn.replace(primitive=_hidden_p, params={"eqn": eqn}) if has_more else eqn
 
 

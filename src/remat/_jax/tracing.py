@@ -599,13 +599,17 @@ def is_call(eqn: JaxprEqn) -> bool:
     return "call_jaxpr" in eqn.params and rules.get(eqn.primitive) is _CALL_DCE_RULE
 
 
+_CALL_DCE_RULE = _pe.dce_jaxpr_closed_call_rule
+
+
+def is_high_primitive(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is one of JAX's coming primitives: a parameter has its rules."""
+    return eqn.primitive.name == "call_hi_primitive"
+
+
 def is_high_checkpoint(eqn: JaxprEqn) -> bool:
     """Return whether an equation is a `jax.checkpoint` as it is with `JAX_REMAT3=1`."""
-    is_high = eqn.primitive.name == "call_hi_primitive"
-    return is_high and type(eqn.params.get("_prim")).__name__ == "RematTraced"
-
-
-_CALL_DCE_RULE = _pe.dce_jaxpr_closed_call_rule
+    return is_high_primitive(eqn) and type(eqn.params.get("_prim")).__name__ == "RematTraced"
 
 
 def has_lasting_effects(effects: Any) -> bool:
