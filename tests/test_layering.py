@@ -41,6 +41,7 @@ LAYERS = [
     ("ir.split.branches", "ir.split.calls", "ir.split.loops", "ir.split.shards"),
     ("ir.split",),
     ("ir", "ir.equations", "ir.flops", "ir.fingerprint"),
+    ("ir.repetitions",),
     ("transform.separate",),
     (
         "transform.barrier",
@@ -91,7 +92,6 @@ LAYERS = [
     ("planner.decisions",),
     ("planner.tradeoffs", "planner.host_memory"),
     ("planner.decide", "planner.bodies"),
-    ("planner.scan_pairs.repetitions",),
     ("planner.scan_pairs.joint",),
     ("planner.scan_pairs.shards", "planner.scan_pairs.emission"),
     ("planner.scan_pairs.branches",),

@@ -1,6 +1,7 @@
 """Bodies of loops and branches that are scheduled by themselves."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import remat
 from remat.errors import PlanError
-from remat.planner.inside import bodies, with_bodies
+from remat.planner.inside import Fusing, bodies, with_bodies
 from remat.planner.rewrite import flattened
 from remat.program.from_jaxpr import n_bytes
 from remat.solvers.grid import GridSearch
@@ -128,21 +129,39 @@ def test_scheduled_bodies_give_the_same_bits_in_less_memory(step):
     jaxpr = flat(step)
     (body,) = bodies(jaxpr, price, GridSearch(), 10 * n_bytes(jaxpr.invars[1].aval))
     plain = run(jaxpr).lower(W, X).compile()
-    option = next(o for o in body.options[::-1] if o.bytes < 0.65 * body.options[-1].bytes)
-    assert option.seconds > 0 and body.options[-1].seconds == 0
+    (options,) = body.options
+    option = next(o for o in options[::-1] if o.bytes < 0.65 * options[-1].bytes)
+    assert option.seconds > 0 and options[-1].seconds == 0
     changed = run(with_bodies(jaxpr, {body.id: option.decisions})).lower(W, X).compile()
     for a, b in zip(changed(W, X), plain(W, X), strict=True):
         np.testing.assert_array_equal(a, b)
     saved = (
         plain.memory_analysis().temp_size_in_bytes - changed.memory_analysis().temp_size_in_bytes
     )
-    assert saved > 0.5 * (body.options[-1].bytes - option.bytes)
+    assert saved > 0.5 * (options[-1].bytes - option.bytes)
 
 
 def test_options_need_fewer_bytes_for_more_time():
-    (body,) = bodies(flat(descended), price, GridSearch(), 0)
-    for few, many in zip(body.options, body.options[1:]):
+    ((options,),) = (body.options for body in bodies(flat(descended), price, GridSearch(), 0))
+    for few, many in itertools.pairwise(options):
         assert few.bytes < many.bytes and few.seconds >= many.seconds
+
+
+def test_a_body_has_options_for_each_model_of_fusion():
+    def shared(w, x):
+        for i in range(3):
+            y = (x @ w[i]) * 2 + 1
+            x = jnp.tanh(y) @ w[3] + jnp.sin(y) @ w[4] + jnp.cos(y) @ w[5]
+        return (x**2).mean()
+
+    def step(w, x):
+        return jax.lax.fori_loop(0, 3, lambda _, w: w - jax.grad(shared)(w, x), w)
+
+    fusing = (Fusing(duplicates=False), Fusing(duplicates=True))
+    (body,) = bodies(flat(step), price, GridSearch(), 0, fusing=fusing)
+    written, duplicated = body.options
+    assert written[-1].decisions == duplicated[-1].decisions
+    assert written[0].decisions.stored > duplicated[0].decisions.stored  # sin(y), cos(y) read y
 
 
 def test_small_bodies_are_left_alone():

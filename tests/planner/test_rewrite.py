@@ -11,10 +11,12 @@ from planner.region_cases import CASES
 from remat import _jax
 from remat.errors import BudgetError
 from remat.ir.equations import is_fusible, is_repeatable
+from remat.ir.flops import flops_of_program
 from remat.ir.jaxprs import equations
 from remat.planner.candidates import StepModel
 from remat.planner.inside import program_of_flat
 from remat.planner.rewrite import Burst, Decisions, decisions_of, flattened, following, rewritten
+from remat.planner.whole_step import applied
 from remat.program.fusion import fuse
 from transform.support import assert_same
 
@@ -221,6 +223,79 @@ def test_fewer_bytes_take_more_recomputation():
         assert found == sorted(found, reverse=True) and found[0] > found[-1] == 0
         with pytest.raises(BudgetError):
             model.within(variant, 1000)
+
+
+def test_proposals_take_no_smaller_share_of_the_time_than_of_the_flops():
+    def shared(weights, x):
+        """A loss with cheap values that many products read, each of which may compute them anew."""
+        total = 0.0
+        for w in weights:
+            y = ((((x * 2 + 1) * x - 1) * x + 2) * x - 3) * x
+            total += jnp.mean(jnp.tanh(y @ w) ** 2)
+            x = x + y @ w
+        return total
+
+    deep, wide = [np.eye(32, dtype=np.float32) * 1e-2] * 6, np.ones((500, 32), np.float32)
+    flat, _ = flat_of(jax.value_and_grad(shared), deep, wide)
+    model = StepModel(flat, lambda flops, moved, dtype: flops * 1e-3 + moved)
+    least = model.smallest("fused").model_bytes
+    seen = []
+    for n_bytes in range(int(1.1 * least), 3 * least, least // 4):
+        proposal = model.within("fused", n_bytes)
+        if not proposal.decisions.outside.change_nothing:
+            extra = flops_of_program(applied(flat, proposal.decisions)) / flops_of_program(flat) - 1
+            assert proposal.extra_seconds >= 0.999 * extra * model.seconds
+            seen.append(extra)
+    assert max(seen) > 0
+
+
+def inputs_of_all_steps(n):
+    """A loss whose products with the inputs could all be computed first."""
+
+    def loss(w, v, xs):
+        h = jnp.zeros_like(xs[0])
+        for t in range(n):
+            h = jnp.tanh(xs[t] @ w + h @ v)
+        return jnp.mean(h**2)
+
+    return jax.value_and_grad(loss)
+
+
+def test_products_of_inputs_wait_for_their_turn_in_ordered_programs():
+    args = W[0], W[1], np.stack([X] * 12)
+    flat, leaves = flat_of(inputs_of_all_steps(12), *args)
+    stored = frozenset(i for i, eqn in enumerate(flat.eqns) if not is_fusible(eqn))
+    tanhs = {i for i, eqn in enumerate(flat.eqns) if eqn.primitive.name == "tanh"}
+    stored |= tanhs
+    last = max(tanhs)
+    decisions = Decisions(stored, (Burst(last + 6, (min(tanhs),)),), ordered=True)
+    new = rewritten(flat, decisions)
+    first = next(i for i, eqn in enumerate(new.eqns) if eqn.primitive.name == "remat")
+    assert sum(eqn.primitive.name == "dot_general" for eqn in new.eqns[:first]) < 12
+    assert_equal(run(new, leaves), run(flat, leaves))
+
+
+def test_common_subexpressions_are_computed_once():
+    def step(w, x):
+        return jnp.tanh(x @ w) + jnp.sin(x @ w), jnp.tanh(x @ w) * 2
+
+    flat, leaves = flat_of(step, W[0], X)
+    names = [eqn.primitive.name for eqn in flat.eqns]
+    assert names.count("dot_general") == names.count("tanh") == 1
+    assert_equal(run(flat, leaves), jax.jit(step)(W[0], X))
+
+
+def test_random_numbers_and_effects_are_not_shared():
+    def step(key, x):
+        jax.debug.callback(lambda: None)
+        jax.debug.callback(lambda: None)
+        a, b = jax.random.split(key)
+        return jax.random.normal(a, x.shape), jax.random.normal(b, x.shape)
+
+    flat, leaves = flat_of(step, jax.random.key(0), X)
+    assert sum(eqn.primitive.name == "debug_callback" for eqn in flat.eqns) == 2
+    first, second = run(flat, leaves)
+    assert not np.array_equal(first, second)
 
 
 def test_a_loop_that_is_run_again_for_two_results_stands_in_the_burst_once():

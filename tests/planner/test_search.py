@@ -92,6 +92,39 @@ def test_what_is_known_of_the_program_as_written_corrects_the_first_proposal():
     assert len(without) > 1
 
 
+def test_the_program_as_written_is_not_compiled_again():
+    model, effort = Staircase(STEPS), Effort(8, close=1.0)
+    as_written = [Compiled(model.within("only", 500), 500, 700)]
+    best, compiled = search(model, lambda p, _: p.model_bytes, 505, effort, as_written=as_written)
+    assert 500 not in [c.proposal.model_bytes for c in compiled]
+    assert best.compiled_bytes == 490
+    assert search(model, lambda p, _: p.model_bytes, 505, effort)[0].compiled_bytes == 500
+
+
+def test_a_variant_that_misjudges_the_program_as_written_is_corrected():
+    model = Staircase(STEPS, ("wrong", "right"))
+
+    def compiler(proposal, _):
+        return proposal.model_bytes * (1 if proposal.variant == "right" else 3)
+
+    as_written = [Compiled(model.within("wrong", 1000), 1000, 3000)]
+    _, compiled = search(model, compiler, 500, as_written=as_written)
+    assert compiled[0].compiled_bytes <= 500
+    _, compiled = search(model, compiler, 500)
+    assert compiled[0].compiled_bytes > 500
+
+
+def test_a_proposal_that_was_found_at_last_is_improved():
+    def compiler(proposal, _):
+        return proposal.model_bytes + (600 if proposal.model_bytes > 200 else 0)
+
+    few = Effort(max_compiles=1, max_after=0)
+    first, _ = search(Staircase(STEPS), compiler, 500, few)
+    better, _ = search(Staircase(STEPS), compiler, 500, Effort(max_compiles=1, max_after=3))
+    assert better.proposal.extra_seconds < first.proposal.extra_seconds
+    assert better.compiled_bytes <= 500
+
+
 def test_expected_bytes_follow_what_the_compiler_said():
     expected = []
 

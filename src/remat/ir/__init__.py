@@ -5,6 +5,7 @@ formulas     FLOP counts of primitives whose work is not proportional to their r
 jaxprs       jaxprs inside equations: bodies, inlining, substitution, dependence
 equations    properties of single equations, from the table
 flops        FLOPs and bytes of equations and programs
+repetitions  common subexpressions: equations of one program that repeat those of another
 fingerprint  fingerprints of jaxprs, independent of names
 split/       a program split into a forward and a backward half, with its loops and branches
 """

@@ -39,14 +39,16 @@ from remat.planner.host_memory import Transfer
 from remat.planner.inside import (
     Body,
     BodyOption,
+    Fusing,
     bodies,
     program_of_flat,
     smallest_reasonable,
+    with_partial_sums,
 )
-from remat.planner.rewrite import decisions_of
+from remat.planner.rewrite import Decisions, decisions_of
 from remat.planner.search import Proposal
 from remat.planner.tradeoffs import fastest, settings_of, undominated
-from remat.planner.whole_step import LoopDecisions, StepDecisions, with_loops
+from remat.planner.whole_step import LoopDecisions, StepDecisions, applied, with_loops
 from remat.program.from_jaxpr import Slowdown, no_slowdown
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Program
@@ -68,7 +70,7 @@ _LEVELS_BEFORE = 2
 _SPREAD = 6
 # What is live around a body, as a share of that in the program as it is written: bodies are scheduled for
 # what remains of the budget. Less leaves more recomputation to the program around them.
-_SHARES_AROUND = (1.0, 0.5)
+_SHARES_AROUND = (1.0, 0.5, 0.0)
 
 
 class StepModel:
@@ -109,6 +111,8 @@ class StepModel:
         self.slowdown = slowdown
         self.solver = solver or GridSearch()
         self._levels: dict[tuple[int, tuple[BodyOption, ...]], Level] = {}
+        #: FLOPs of the programs that follow decisions.
+        self._flops: dict[StepDecisions, float] = {}
 
     @property
     def seconds(self) -> float:
@@ -128,7 +132,7 @@ class StepModel:
         """
         found: list[Proposal] = []
         problem: BudgetError | None = None
-        for options in self._body_choices(n_bytes):
+        for options in self._body_choices(variant, n_bytes):
             for level in self._levels_within(variant, n_bytes, options):
                 try:
                     found.append(level.within(variant, n_bytes))
@@ -137,15 +141,32 @@ class StepModel:
         if not found:
             assert problem is not None
             raise problem
-        return min(found, key=lambda p: (p.extra_seconds, p.model_bytes))
+        return self._with_flops(min(found, key=lambda p: (p.extra_seconds, p.model_bytes)))
 
     def smallest(self, variant: str) -> Proposal:
         """Return the proposal with the fewest bytes where all loops keep least."""
-        return self._level(-1, self._body_options(0, 1.0)).smallest(variant)
+        options = self._body_options(variant, 0, 1.0)
+        return self._with_flops(self._level(-1, options).smallest(variant))
+
+    def _with_flops(self, proposal: Proposal) -> Proposal:
+        """Return a proposal that takes no smaller share of the step's time than of its FLOPs.
+
+        What is not stored is computed in every unit of the program that uses it. Kernels would compute it
+        more than once in any case, so the schedule's time does not count this.
+        """
+        decisions = proposal.decisions
+        if decisions.outside.change_nothing and not decisions.loops.bodies:
+            return proposal
+        if decisions not in self._flops:
+            self._flops[decisions] = flops_of_program(applied(self.flat, decisions))
+        as_written = flops_of_program(self.flat)
+        seconds = (self._flops[decisions] / as_written - 1) * self.seconds if as_written else 0.0
+        return dataclasses.replace(proposal, extra_seconds=max(proposal.extra_seconds, seconds))
 
     def as_written(self, variant: str) -> Proposal:
         """Return the step as it is written as a proposal."""
-        return Proposal(variant, self._as_written.peak_bytes(variant), 0.0, 0.0, None)
+        unchanged = StepDecisions(LoopDecisions(), Decisions(frozenset(), ()))
+        return Proposal(variant, self._as_written.peak_bytes(variant), 0.0, 0.0, unchanged)
 
     @property
     def seconds_of_checkpoints(self) -> float:
@@ -192,20 +213,23 @@ class StepModel:
             self._levels[at, options] = Level(self, loops, seconds)
         return self._levels[at, options]
 
-    def _body_choices(self, n_bytes: int) -> list[tuple[BodyOption, ...]]:
+    def _body_choices(self, variant: str, n_bytes: int) -> list[tuple[BodyOption, ...]]:
         """Return the options of the bodies to try, one for each body, without repetitions."""
-        return list(dict.fromkeys(self._body_options(n_bytes, share) for share in _SHARES_AROUND))
+        choices = (self._body_options(variant, n_bytes, share) for share in _SHARES_AROUND)
+        return list(dict.fromkeys(choices))
 
-    def _body_options(self, n_bytes: int, share: float) -> tuple[BodyOption, ...]:
+    def _body_options(self, variant: str, n_bytes: int, share: float) -> tuple[BodyOption, ...]:
         """Return the fastest option of each body that fits beside a share of the bytes live around it.
 
         Bodies do not run at the same time, so each may fill what is left of the budget.
         """
         found = []
+        at = 0 if variant == ORDERED else self.variants.index(variant)
         for body, around in zip(self._loops.bodies, self._loops.around):
             room = n_bytes - int(share * around)
-            fitting = [option for option in body.options if option.bytes <= room]
-            found.append(fastest(fitting) if fitting else body.options[0])
+            options = body.options[at]
+            fitting = [option for option in options if option.bytes <= room]
+            found.append(fastest(fitting) if fitting else options[0])
         return tuple(found)
 
     def _levels_within(
@@ -223,6 +247,10 @@ class StepModel:
             tried.update(round(k * (n_levels - 1) / _SPREAD) for k in range(_SPREAD))
         for at in sorted(tried):
             yield self._level(at, options)
+
+
+def _fusing(variant: str) -> Fusing:
+    return Fusing(duplicates=variant != WRITTEN, into_products=variant == INLINED)
 
 
 class Level:
@@ -293,15 +321,7 @@ class Level:
         return self._by_variant[variant]
 
     def _fused(self, variant: str) -> Fused:
-        return fuse(
-            self.program,
-            self.model.price,
-            lambda _: True,
-            duplicates=variant != WRITTEN,
-            into_products=variant == INLINED,
-            apart=True,
-            partial_sums=True,
-        )
+        return with_partial_sums(self.program, self.model.price, _fusing(variant))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -339,9 +359,8 @@ def _loops(model: StepModel, source: _jax.Jaxpr) -> _Loops:
     program = model.program_of(source)
     graph = fuse(program, price, lambda _: True, apart=True).graph
     peak = no_remat(graph).peak_bytes
-    inside = bodies(
-        source, price, model.solver, peak, model.slowdown, into_products=model.into_products
-    )
+    fusing = [_fusing(variant) for variant in model.variants]
+    inside = bodies(source, price, model.solver, peak, model.slowdown, fusing)
     around = _around(program, graph, inside) if inside else ()
     as_written = sum(pair.as_written.seconds for pair in found)
     if opened:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from remat import _jax
 from remat.errors import BudgetError, PlanError
@@ -47,11 +47,20 @@ _RATIO = 0.95
 # Share of what is around it. A body that needs less is not scheduled; if it needs more than the second
 # share, what is around it is not.
 _SMALL, _LARGE = 0.1, 0.5
+# Share of a program's peak. A sum whose terms take less is computed as a whole.
+_SMALL_SUM = 0.05
 # Time of a schedule over that without recomputation. Schedules near the floor of memory may compute values
 # hundreds of times; those above this ratio are not offered.
 _MAX_TIME_RATIO = 3
 # Ratio of bytes by which a schedule may be larger if the one below takes too long.
 _STEP_UP = 1.1
+
+
+class Fusing(NamedTuple):
+    """A model of fusion: `duplicates` and `into_products` as in `fusion.fuse`."""
+
+    duplicates: bool = False
+    into_products: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +85,11 @@ class Body:
     Args:
       id: the path to the body: for each equation around it its place and the number of its body.
         "7.0/12.1/" is body 1 of equation 12 in body 0 of equation 7. Users see it in plans (`whole_step`).
-      options: by ascending bytes; the last is the body as it is written.
+      options: for each model of fusion, by ascending bytes; the last is the body as it is written.
     """
 
     id: str
-    options: tuple[BodyOption, ...]
+    options: tuple[tuple[BodyOption, ...], ...]
 
     @property
     def place(self) -> int:
@@ -94,8 +103,7 @@ def bodies(
     solver: Solver,
     n_bytes: int,
     slowdown: Slowdown = no_slowdown,
-    *,
-    into_products: bool = False,
+    fusing: Sequence[Fusing] = (Fusing(),),
 ) -> tuple[Body, ...]:
     """Return the bodies in a program that can be scheduled, with their options.
 
@@ -105,9 +113,9 @@ def bodies(
       solver: finds the schedules.
       n_bytes: what the program needs at its peak; bodies that need much less are left out.
       slowdown: of kernels, as in `program.from_jaxpr`.
-      into_products: as in `fusion.fuse`.
+      fusing: the models of fusion.
     """
-    costing = _Costing(price, slowdown, into_products, solver)
+    costing = _Costing(price, slowdown, tuple(fusing), solver)
     return tuple(_found(jaxpr, costing, int(_SMALL * n_bytes), "", 1))
 
 
@@ -117,7 +125,7 @@ class _Costing:
 
     price: Price
     slowdown: Slowdown
-    into_products: bool
+    fusing: tuple[Fusing, ...]
     solver: Solver
 
 
@@ -224,29 +232,21 @@ def _of_body(
 ) -> Iterator[Body]:
     if not jaxpr.eqns:
         return
-    program = program_of_flat(jaxpr, slowdown=costing.slowdown, into_products=costing.into_products)
-    as_written, with_sums = (
-        fuse(
-            program,
-            costing.price,
-            lambda _: True,
-            duplicates=costing.into_products,
-            apart=True,
-            into_products=costing.into_products,
-            partial_sums=partial_sums,
-        )
-        for partial_sums in (False, True)
-    )
-    peak = int(no_remat(as_written.graph).peak_bytes)
-    if peak < least:
+    into_products = any(f.into_products for f in costing.fusing)
+    program = program_of_flat(jaxpr, slowdown=costing.slowdown, into_products=into_products)
+    peaks = [_peak_as_written(program, costing.price, fusing) for fusing in costing.fusing]
+    if max(peaks) < least:
         return
-    inside = list(_found(jaxpr, costing, max(least, int(_LARGE * peak)), id, times))
+    inside = list(_found(jaxpr, costing, max(least, int(_LARGE * max(peaks))), id, times))
     if inside or _pairs_of(jaxpr):
         yield from inside
         return
-    options = list(_options(program, peak, with_sums, costing.solver, times))
-    if len(options) > 1:
-        yield Body(id, tuple(options[::-1]))
+    options = []
+    for fusing, peak in zip(costing.fusing, peaks):
+        fused = with_partial_sums(program, costing.price, fusing)
+        options.append(tuple(_options(program, peak, fused, costing.solver, times))[::-1])
+    if max(map(len, options)) > 1:
+        yield Body(id, tuple(options))
 
 
 def _options(
@@ -277,6 +277,33 @@ def _options(
         last = min(last, found.bytes)
         if n_bytes <= 1:
             return
+
+
+def with_partial_sums(program: Program, price: Price, fusing: Fusing) -> Fused:
+    """Return the graph of a program in which large partial sums are written."""
+    with_all = _graph(program, price, fusing, partial_sums=0)
+    if not with_all.partial_sums:
+        return with_all
+    least = int(_SMALL_SUM * _peak_as_written(program, price, fusing))
+    return _graph(program, price, fusing, partial_sums=least)
+
+
+def _peak_as_written(program: Program, price: Price, fusing: Fusing) -> int:
+    return int(no_remat(_graph(program, price, fusing).graph).peak_bytes)
+
+
+def _graph(
+    program: Program, price: Price, fusing: Fusing, partial_sums: int | None = None
+) -> Fused:
+    return fuse(
+        program,
+        price,
+        lambda _: True,
+        duplicates=fusing.duplicates,
+        into_products=fusing.into_products,
+        apart=True,
+        partial_sums=partial_sums,
+    )
 
 
 def smallest_reasonable(graph: Graph, answers: Answers) -> Schedule:

@@ -478,15 +478,17 @@ class _Search:
 
         made: list[_Candidate] = []
         effort = Effort(negligible_seconds=_NEGLIGIBLE_FLOPS * self.step_seconds)
-        known: list[Compiled] = []
-        is_sharded = any(n > 1 for n in self.unplanned.shards())
-        if isinstance(self.base, OutOfMemory) or (isinstance(self.base, Memory) and is_sharded):
-            # What the step needs as it is written corrects the model, above all where its bytes depend on
-            # shardings. A refusal names these bytes.
+        as_written: list[Compiled] = []
+        if isinstance(self.base, OutOfMemory | Memory):
+            # A refusal by the compiler names the bytes that it needs.
             needed = max(0, self.base.peak_bytes - fixed_bytes)
             written = map(self._step_model.as_written, self._step_model.variants)
-            known = [Compiled(w, w.model_bytes, needed) for w in written]
-        best, attempts = search(self._step_model, compiled_bytes, room, effort, known)
+            as_written = [Compiled(w, w.model_bytes, needed) for w in written]
+        # What the step needs as it is written corrects the model, above all where its bytes depend on
+        # shardings.
+        is_sharded = any(n > 1 for n in self.unplanned.shards())
+        known = as_written if is_sharded or isinstance(self.base, OutOfMemory) else []
+        best, attempts = search(self._step_model, compiled_bytes, room, effort, known, as_written)
         return None if best is None else made[attempts.index(best)]
 
     @functools.cached_property

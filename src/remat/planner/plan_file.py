@@ -358,8 +358,8 @@ class WholeStep(_Checked):
       stored: the equations whose results are stored in memory. Results of other equations are
         computed inside of the kernels that use them.
       recomputations: in the order of the program.
-      ordered: whether every few stored equations after the first recomputation wait for those before
-        them, so that the compiler cannot reorder them.
+      ordered: whether every few stored equations wait for those before them, so that the compiler cannot
+        reorder them; before the first recomputation only those that it could compute much earlier.
       opened: whether the checkpoints in loops are written out, so that the plan decides about them.
       loops: the decisions about pairs of scans; others stay as they are.
       bodies: the decisions about bodies of other loops and of branches; others stay as they are.

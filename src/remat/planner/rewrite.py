@@ -16,9 +16,11 @@ before, such as a cotangent. If it takes none, the value that was computed last 
 later equations read the unit's result in place of the value, so that the unit must have begun.
 
 Compilers order the equations of a unit, and those between units, as they see fit, and may keep more alive
-than the schedule does. `Decisions.ordered` therefore makes a new unit of every few stored equations after
-the first burst. They also compute a sum of many values in one kernel, which keeps all these values until
-the last one is there; a new unit after each of `Decisions.partial_sums` frees them earlier.
+than the schedule does: products of all steps' inputs, say, which depend on nothing before them. So
+`Decisions.ordered` makes a new unit of every few stored equations after the first burst, and before each
+earlier one that could be computed long before its turn. Compilers also compute a sum of many
+values in one kernel, which keeps all these values until the last one is there; a new unit after each of
+`Decisions.partial_sums` frees them earlier.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import jax
 from remat import _jax
 from remat.ir import jaxprs
 from remat.ir.equations import has_effects, transparent_call
+from remat.ir.repetitions import without_repeated
 from remat.program.from_jaxpr import n_bytes
 from remat.program.fusion import Fused
 from remat.program.program import Program
@@ -61,7 +64,8 @@ class Decisions:
       stored: the numbers of the equations whose results are stored in memory. Kernels that use the
         results of other equations compute them again.
       bursts: recomputations, in the order of the program.
-      ordered: whether every few stored equations after the first burst wait for those before them.
+      ordered: whether every few stored equations wait for those before them; those before the first burst
+        only where they depend on nothing that was stored just before.
       partial_sums: the numbers of stored equations after which a unit begins, so that what they sum up
         is not kept until the whole sum is computed in one kernel.
     """
@@ -119,12 +123,12 @@ def decisions_of(
 
 
 def flattened(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """Return a step's jaxpr with plain calls inlined, without dead equations; its inputs stay.
+    """Return a step's jaxpr with plain calls inlined, without dead or repeated equations; its inputs stay.
 
     Calls with shardings, layouts or donation of their own, checkpoints and functions with derivative
-    rules stay single equations.
+    rules stay single equations. What a step computes twice, compilers compute once and keep.
     """
-    flat = jaxprs.inline_calls(jaxpr, transparent_call)
+    flat = without_repeated(jaxprs.inline_calls(jaxpr, transparent_call))
     alive, _ = _jax.dce(flat, [True] * len(flat.outvars), keep=[True] * len(flat.invars))
     return alive
 
@@ -196,15 +200,33 @@ def _by_start(decisions: Decisions) -> dict[int, tuple[int, ...]]:
     return after_sums | {burst.before: burst.again for burst in decisions.bursts}
 
 
-def _with_fences(decisions: Decisions) -> dict[int, tuple[int, ...]]:
-    """Return the bursts, and empty ones where a unit would become too large."""
+def _with_fences(jaxpr: _jax.Jaxpr, decisions: Decisions) -> dict[int, tuple[int, ...]]:
+    """Return the bursts, and empty ones where a unit would become too large or might begin too early."""
     found = _by_start(decisions)
     first, size = min(found), 0
+    for number in _early(jaxpr, decisions.stored):
+        if number < first:
+            found[number] = ()
     for number in sorted(n for n in decisions.stored if n >= first):
         size = 1 if number in found else size + 1
         if size > _UNIT_SIZE:
             found[number] = ()
             size = 1
+    return found
+
+
+def _early(jaxpr: _jax.Jaxpr, stored: frozenset[int]) -> list[int]:
+    """Return the stored equations that depend on nothing that was stored just before them."""
+    found: list[int] = []
+    place = {number: at for at, number in enumerate(sorted(stored))}
+    latest: dict[Any, int] = {}  # the place of the latest stored equation that a value depends on
+    for number, eqn in enumerate(jaxpr.eqns):
+        last = max((latest.get(v, -1) for v in eqn.invars if _jax.is_var(v)), default=-1)
+        if number in stored:
+            if place[number] - last > _UNIT_SIZE:
+                found.append(number)
+            last = place[number]
+        latest.update(dict.fromkeys(eqn.outvars, last))
     return found
 
 
@@ -234,7 +256,7 @@ class _Writer:
         self.n_first = len(jaxpr.eqns) if n_first is None else n_first
         self.n_before = 0  # new equations before those of the second part
         self.stored = decisions.stored
-        self.bursts = _with_fences(decisions) if decisions.ordered else _by_start(decisions)
+        self.bursts = _with_fences(jaxpr, decisions) if decisions.ordered else _by_start(decisions)
         self.producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
         self.last_use = self._last_uses()
         self.results = self._results_through_views()

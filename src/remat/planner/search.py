@@ -94,6 +94,7 @@ class Effort:
       close: share of the budget. A plan that fills more of it is improved only where much is to be gained.
       negligible_seconds: a plan that recomputes less than this is not improved.
       max_below: further programs to compile if none fits.
+      max_after: further programs to compile once one of these fits.
     """
 
     max_compiles: int = 4
@@ -101,6 +102,7 @@ class Effort:
     close: float = 0.97
     negligible_seconds: float = 0.0
     max_below: int = 5
+    max_after: int = 3
 
 
 def search(
@@ -109,6 +111,7 @@ def search(
     budget: int,
     effort: Effort | None = None,
     known: Sequence[Compiled] = (),
+    as_written: Sequence[Compiled] = (),
 ) -> tuple[Compiled | None, tuple[Compiled, ...]]:
     """Return the best proposal whose compiled temporaries are within the budget, and all compiled ones.
 
@@ -129,11 +132,16 @@ def search(
       effort: when the search ends.
       known: what the compiler has said about proposals above the budget before. Expectations start
         from it.
+      as_written: what it has said about the program as it is written, which is above the budget. It is
+        not compiled again, and expectations about variants that misjudge it start from it.
 
     Returns:
       The best compiled proposal that fits, or None; and all that were compiled, in order.
     """
-    return _Search(model, compiler, budget, effort or Effort(), tuple(known)).run()
+    misjudged = (c for c in as_written if c.compiled_bytes > _MISJUDGED * c.proposal.model_bytes)
+    found = _Search(model, compiler, budget, effort or Effort(), (*known, *misjudged))
+    found.above += [c.proposal.decisions for c in as_written]
+    return found.run()
 
 
 # Compiled bytes for one more byte in the model. A line through two compiled proposals is used if its
@@ -153,6 +161,10 @@ _GAIN_OF_MORE = 0.15
 # Where a proposal that is expected to need this share more than the budget would save that share of the best
 # one's time, it is compiled: expectations err by as much.
 _OVER, _GAIN_OF_OVER = 0.06, 0.4
+# Compiled bytes of the program as it is written over those of a variant of the model, above which the
+# variant's other proposals are expected to need as many times what it says. In between the ratio says
+# little about programs that recompute.
+_MISJUDGED = 1.5
 # Compiled bytes over those of the model above which exact variants are used.
 _FAR = 1.08
 
@@ -176,6 +188,8 @@ class _Search:
         self.budget = budget
         self.effort = effort
         self.compiled: list[Compiled] = []
+        #: Decisions that are known to exceed the budget.
+        self.above: list[Any] = []
 
     def run(self) -> tuple[Compiled | None, tuple[Compiled, ...]]:
         while len(self.compiled) < self._max_compiles() and not self._is_done():
@@ -187,6 +201,7 @@ class _Search:
             self._compile(min(proposals, key=lambda p: (p.extra_seconds, p.variant in tried)))
         if self._best() is None:
             self._search_below()
+            self._improve()
         return self._best(), tuple(self.compiled)
 
     def _variants(self) -> Sequence[str]:
@@ -255,7 +270,8 @@ class _Search:
             return self.model.smallest(variant)
 
     def _is_known(self, proposal: Proposal) -> bool:
-        return any(c.proposal.decisions == proposal.decisions for c in self.compiled)
+        compiled = (c.proposal.decisions for c in self.compiled)
+        return any(known == proposal.decisions for known in (*self.above, *compiled))
 
     def _compile(self, proposal: Proposal) -> None:
         expected = self._expected(proposal)
@@ -276,6 +292,16 @@ class _Search:
             if self._best() is None and self.effort.max_below and not self._is_known(smallest):
                 self._compile(smallest)
         self._search_above()
+
+    def _improve(self) -> None:
+        """Compile proposals that recompute much less than the one that was found at last, if any."""
+        for _ in range(self.effort.max_after):
+            if self._best() is None or self._is_done():
+                return
+            proposals = [p for v in self._variants() if (p := self._propose(v)) is not None]
+            if not proposals:
+                return
+            self._compile(min(proposals, key=lambda p: p.extra_seconds))
 
     def _search_above(self) -> None:
         """Compile proposals of more bytes if those so far nearly fit.

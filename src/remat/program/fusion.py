@@ -86,7 +86,7 @@ def fuse(
     duplicates: bool = True,
     into_products: bool = False,
     apart: bool = False,
-    partial_sums: bool = False,
+    partial_sums: int | None = None,
 ) -> Fused:
     """Return the graph of the values that a program's kernels write.
 
@@ -102,7 +102,8 @@ def fuse(
       into_products: whether a matrix product or a convolution computes the elementwise values that it
         reads, costly ones, too. Compilers for TPUs do so.
       apart: whether results of one operation that different kernels read are nodes of their own.
-      partial_sums: whether partial sums of many values are written.
+      partial_sums: partial sums are written where the terms of a sum take at least so many bytes; None
+        for nowhere.
     """
     fusion = _Fusion(program, price, may_repeat, duplicates, into_products, partial_sums)
     return fusion.result(reuses, apart)
@@ -134,7 +135,7 @@ class _Fusion:
         may_repeat: Callable[[Op], bool],
         duplicates: bool,
         into_products: bool,
-        partial_sums: bool,
+        partial_sums: int | None,
     ) -> None:
         self.program = program
         self.into_products = into_products
@@ -154,7 +155,9 @@ class _Fusion:
         self.written = self._written()
         if not duplicates:
             self._write_shared()
-        self.partial_sums = self._partial_sums() if partial_sums else frozenset()
+        self.partial_sums = (
+            frozenset() if partial_sums is None else self._partial_sums(partial_sums)
+        )
         for i in self.partial_sums:
             self.written[i] = True
         self.buffer = self._buffers()
@@ -227,7 +230,7 @@ class _Fusion:
             if self.written[i]:
                 kernels[i] = set()
 
-    def _partial_sums(self) -> frozenset[int]:
+    def _partial_sums(self, least: int) -> frozenset[int]:
         """Return the partial sums to write. Each is read only by the next one, or by the whole sum."""
         terms = self._large_terms()
         found: set[int] = set()
@@ -235,7 +238,8 @@ class _Fusion:
         for end in reversed(range(len(self.program.ops))):
             sums = self._sums_to(end, terms, seen)
             seen.update(sums)
-            if len(sums) < _MANY_VALUES - 1:
+            n_bytes = sum(self.size[i] for i in terms[end]) if sums else 0
+            if len(sums) < _MANY_VALUES - 1 or n_bytes < least:
                 continue
             every = max(1, len(sums) // _MOST_PARTIAL_SUMS)
             partial = sums[every - 1 : -1 : every]

@@ -5,7 +5,6 @@ whose residuals a backward one reads, with the options of what to keep and what 
 writes chosen options into the program. `opened` returns the program with the user's own checkpoints in such
 loops inlined, so that the options decide what these recompute, too.
 
-    repetitions  which equations of one body repeat those of the other
     joint        the two bodies as one program
     shards       pairs of `shard_map`s with such scans inside
     branches     pairs of conditionals, joined branch by branch

@@ -15,6 +15,7 @@ from typing import Any
 from remat import _jax
 from remat.ir import jaxprs
 from remat.ir.equations import has_effects, is_repeatable
+from remat.ir.repetitions import on_own_variables, without_repetitions
 from remat.ir.split.branches import branch_again, empty_value, shared_slots
 from remat.planner.scan_pairs.emission import Emitted
 from remat.planner.scan_pairs.joint import (
@@ -25,7 +26,6 @@ from remat.planner.scan_pairs.joint import (
     only_read_by,
     size_of,
 )
-from remat.planner.scan_pairs.repetitions import on_own_variables, without_repetitions
 
 _jax.exclude_from_tracebacks(__file__)
 

@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 from remat import _jax
 from remat.ir import jaxprs
 from remat.ir.equations import has_derivative_rule, is_fusible, is_repeatable, plain_call
-from remat.planner.scan_pairs.repetitions import (
+from remat.ir.repetitions import (
     Around,
     step_of,
     without_repetitions,

@@ -11,8 +11,8 @@ from __future__ import annotations
 from remat import _jax
 from remat.ir import jaxprs
 from remat.ir.equations import called_body, is_region, transparent_call
+from remat.ir.repetitions import without_repeated
 from remat.planner.scan_pairs.joint import Replacements, matches, replaced, walk_inside
-from remat.planner.scan_pairs.repetitions import without_repetitions
 from remat.planner.scan_pairs.shards import shard_matches
 
 
@@ -51,12 +51,8 @@ def _without_checkpoints(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     def body(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
         return called_body(eqn) if _may_be_opened(eqn) else transparent_call(eqn)
 
-    inlined = jaxprs.inline_calls(jaxpr, body)
-    names: dict[_jax.Var, object] = {}
-    _, eqns = without_repetitions([], inlined.eqns, names)
-    outvars = [jaxprs.look(names, v) for v in inlined.outvars]
-    new = _jax.rebuild(inlined, eqns=eqns, outvars=outvars)
-    alive, _ = _jax.dce(new, [True] * len(outvars), keep=[True] * len(new.invars))
+    new = without_repeated(jaxprs.inline_calls(jaxpr, body))
+    alive, _ = _jax.dce(new, [True] * len(new.outvars), keep=[True] * len(new.invars))
     return alive
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from remat import _jax
 from remat.ir import jaxprs
+from remat.ir.repetitions import step_of, without_repetitions
 from remat.ir.split import Crossing, crossing, shard_map_of
 from remat.planner.scan_pairs.joint import Match, in_pairs, only_read_by, size_of
-from remat.planner.scan_pairs.repetitions import step_of, without_repetitions
 
 _jax.exclude_from_tracebacks(__file__)
 

@@ -89,6 +89,15 @@ def without_repetitions(
     return merged, left
 
 
+def without_repeated(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+    """Return a program that computes each common subexpression once; it may have dead equations."""
+    names: dict[_jax.Var, Any] = {}
+    _, eqns = without_repetitions([], jaxpr.eqns, names)
+    if not names:
+        return jaxpr
+    return _jax.rebuild(jaxpr, eqns=eqns, outvars=[jaxprs.look(names, v) for v in jaxpr.outvars])
+
+
 def step_of(eqn: _jax.JaxprEqn) -> _jax.Jaxpr:
     """Return a scan's body with plain calls inlined, on variables of its own."""
     return on_own_variables(_jax.open_jaxpr(eqn.params["jaxpr"]))
@@ -142,7 +151,7 @@ class _Shared:
                 _jax.is_dropped(v) or not _jax.is_dropped(u)
                 for v, u in zip(eqn.outvars, other.outvars)
             )
-            if has_all and same_parameters(eqn.params, other.params):
+            if has_all and other.ctx == eqn.ctx and same_parameters(eqn.params, other.params):
                 return other
         return None
 
