@@ -63,7 +63,7 @@ LAYERS = [
     ("loops.schedules",),
     ("loops.arguments", "loops.rows", "loops.sizes"),
     ("loops.buffers", "loops.halves", "loops.linear", "loops.store"),
-    ("loops.forward_mode", "loops.tracing"),
+    ("loops.forward_mode", "loops.times", "loops.tracing"),
     ("loops.loop",),
     ("loops.inverse", "loops.keep_rules", "loops.reversal", "loops.states"),
     ("loops.online",),

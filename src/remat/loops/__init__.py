@@ -35,6 +35,7 @@ Memory:
     buffers      buffers that states and residuals share
     rows         rows of arrays in host memory, also under `jax.vmap`
     stacked      one layer of stacked parameters, read without copies of the others
+    times        the time that a step is expected to take, run or reversed
     sizes        the bytes that a loop keeps, compared with a budget
     arguments    checks of the integers that users pass
 """

@@ -6,6 +6,7 @@ those that `scan.py` describes, or one for several levels of storage.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -16,7 +17,8 @@ import numpy as np
 from remat import _jax
 from remat.aliases import Arrays, Size
 from remat.errors import BudgetError, ScheduleError
-from remat.ir.flops import flops_of_program
+from remat.ir import jaxprs
+from remat.ir.equations import is_region
 from remat.loops.arguments import whole_number
 from remat.loops.halves import Halves
 from remat.loops.loop import Loop, StoredLevel
@@ -24,6 +26,7 @@ from remat.loops.mixed import plan_with
 from remat.loops.schedules import Binomial, Hierarchical, Level, Mixed, Multilevel
 from remat.loops.sizes import n_bytes, worst_case
 from remat.loops.store import DEVICE, Storage, Store, make_store
+from remat.loops.times import has_symbolic_types, time_to_keep, times_of_step
 from remat.loops.tracing import Traced, differentiated, residual_bytes, stacked_bytes
 from remat.units import format_bytes, parse_bytes
 
@@ -32,21 +35,26 @@ from remat.units import format_bytes, parse_bytes
 # number keeps more and recomputes less.
 DEFAULT_CHECKPOINTS = 64
 
-# What a processor computes while it moves a byte, and what it moves while it starts a kernel. They decide
-# whether residuals are kept where all states would fit. A larger first number makes steps cheaper, and a
-# larger second one small residuals dearer.
-_FLOPS_PER_BYTE = 5
-_BYTES_PER_KERNEL = 3000
-
 
 class Scanned(NamedTuple):
-    """A traced scan: its body, the arrays that it scans over, and its options."""
+    """A traced scan: its body, the arrays that it scans over, and its options.
+
+    With `has_policy`, the body is a region with a policy.
+    """
 
     traced: Traced
     xs: Arrays
     length: Size
     reverse: bool
     unroll: int | bool
+    has_policy: bool = False
+
+    def with_all_residuals(self) -> Scanned:
+        """Return the scan without its policy. Regions that the user's body makes stay."""
+        body = self.traced.body
+        bodies = {id(eqn): eqn.params["jaxpr"] for eqn in body.eqns if is_region(eqn)}
+        written_out = jaxprs.inline_calls(body, lambda eqn: bodies.get(id(eqn)))
+        return self._replace(traced=self.traced._replace(body=written_out), has_policy=False)
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,8 @@ class Choice:
       slots: of "mixed" and "binomial": how many states there is memory for.
       spare_bytes: the bytes that there are beside these; a mixed schedule uses them, too.
       levels: the slower levels of storage, of "hierarchical".
+      all_residuals: whether all residuals of a step are kept, and not those of `policy=`, with which the
+        budget would be met in more time.
     """
 
     kind: Literal["plain", "nested", "mixed", "binomial", "hierarchical"]
@@ -76,6 +86,7 @@ class Choice:
     slots: int = 0
     spare_bytes: int = 0
     levels: tuple[StoredLevel, ...] = ()
+    all_residuals: bool = False
 
     @property
     def forward_steps(self) -> int:
@@ -125,7 +136,8 @@ def choose(
 ) -> Choice:
     """Return the schedule with the least recomputation for a number of checkpoints or a budget.
 
-    With several levels of storage, these are the capacity of the device, and the least time counts.
+    With several levels of storage, these are the capacity of the device, and the least time counts. With a
+    budget and a policy, all residuals of a step are kept instead of the policy's if that takes less time.
     """
     checkpoints, budget, storages = _of_device(checkpoints, budget, storages)
     refuse_both(checkpoints, budget)
@@ -136,6 +148,73 @@ def choose(
             "Pass a length that is a number."
         )
     halves = differentiated(scanned.traced)
+    if halves is None or budget is None or storages or not _may_keep_all(scanned, halves):
+        return _choose(scanned, halves, checkpoints, budget, storages)
+    everything = scanned.with_all_residuals()
+    try:
+        by_policy = _choose(scanned, halves, None, budget, ())
+    except BudgetError:
+        # The inputs that a policy keeps for recomputation may be larger than the residuals.
+        with contextlib.suppress(BudgetError):
+            found = _choose(everything, differentiated(everything.traced), None, budget, ())
+            return dataclasses.replace(found, all_residuals=True)
+        raise
+    return _faster_way(scanned, halves, by_policy, everything, budget)
+
+
+def _may_keep_all(scanned: Scanned, halves: Halves) -> bool:
+    """Return whether a scan has a policy in place of which all residuals may be kept on the device."""
+    if not scanned.has_policy or has_symbolic_types(scanned.traced.body):
+        return False
+    # A policy that offloads says where values are to be.
+    return all(_jax.is_in_memory(t, "device") for t in (*halves.kept, *halves.stacked))
+
+
+def _faster_way(
+    scanned: Scanned, halves: Halves, by_policy: Choice, everything: Scanned, budget: str | int
+) -> Choice:
+    """Return the choice by the policy, or the one that keeps all residuals if it takes less time."""
+    all_halves = differentiated(everything.traced)
+    if all_halves is None or residual_bytes(all_halves) == residual_bytes(halves):
+        return by_policy
+    try:
+        with_all = _choose(everything, all_halves, None, budget, ())
+    except BudgetError:
+        return by_policy
+    before = expected_steps(by_policy, scanned, halves)
+    after = expected_steps(with_all, everything, all_halves)
+    if after >= before:
+        return by_policy
+    why = (
+        f"{with_all.why}; keeping all residuals of a step, instead of those of policy=, is expected to "
+        f"take {after / before:.2f} of the time"
+    )
+    return dataclasses.replace(with_all, why=why, all_residuals=True)
+
+
+def expected_steps(choice: Choice, scanned: Scanned, halves: Halves) -> float:
+    """Return the time that a gradient is expected to take, in units of running a step once.
+
+    It is that of the steps that are run again, and n times that of running a step and reversing it.
+    """
+    body, n = scanned.traced.body, choice.n
+    times = times_of_step(body, halves, len(scanned.traced.carry))
+    again = choice.forward_steps - n
+    if choice.kind == "binomial":
+        return again + n * times.from_state
+    kept = halves.kept if choice.kind == "mixed" else halves.stacked
+    return again + n * (times.from_residuals + time_to_keep(body, len(kept), choice.residual_bytes))
+
+
+def _choose(
+    scanned: Scanned,
+    halves: Halves | None,
+    checkpoints: int | None,
+    budget: str | int | None,
+    storages: tuple[Storage, ...],
+) -> Choice:
+    """Return the schedule with the least recomputation of steps whose halves are given."""
+    n = scanned.length
     state, residual, stacked = _sizes(scanned.traced, halves, budget)
 
     def choice(
@@ -167,7 +246,9 @@ def choose(
 
     def faster(found: Choice, where: str) -> Choice:
         """Return the choice, or the one that keeps all states and runs each step twice if that is faster."""
-        traffic = 0.0 if halves is None else _time_of_residuals(scanned, halves, residual)
+        traffic = 0.0
+        if halves is not None:
+            traffic = time_to_keep(scanned.traced.body, len(halves.kept), residual)
         steps = found.forward_steps
         if found.kind == "mixed" and (steps == n or steps + n * traffic <= 2 * n):
             return found
@@ -290,22 +371,6 @@ def _hierarchical(
     return Choice(
         "hierarchical", plan.schedule, n, state, residual, kept_bytes, why, slots, spare, levels
     )
-
-
-def _time_of_residuals(scanned: Scanned, halves: Halves, residual: int) -> float:
-    """Return the time to write and read a step's residuals, in units of the time of a step.
-
-    A step is taken for one fused kernel, which reads its inputs and writes its results. One with side effects
-    or of symbolic shapes is taken to last much longer.
-    """
-    body = scanned.traced.body
-    avals = [*_jax.in_avals(body), *_jax.out_avals(body)]
-    is_symbolic = any(_jax.is_symbolic(d) for aval in avals for d in getattr(aval, "shape", ()))
-    if body.effects or is_symbolic:
-        return 0.0
-    moved = sum(map(n_bytes, avals))
-    step = flops_of_program(body) / _FLOPS_PER_BYTE + moved + _BYTES_PER_KERNEL
-    return 2 * (residual + _BYTES_PER_KERNEL * len(halves.kept)) / step
 
 
 def refuse_both(checkpoints: int | None, budget: str | int | None) -> None:

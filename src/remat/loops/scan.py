@@ -93,7 +93,9 @@ def scan(
         that recomputes least within it is chosen. Without `budget` and `checkpoints`, the schedule is
         the one of least memory that costs at most one extra forward sweep; if the length is a symbolic
         dimension (`jax.export`), it is that of `checkpoints=64`.
-      policy: what a step saves while it is reversed, as for `remat.checkpoint`.
+      policy: what a step saves while it is reversed, as for `remat.checkpoint`. With `budget`, it is
+        what a step saves at least: all residuals of a step are kept where they fit and that is expected
+        to take less time, unless the policy offloads values. `explain` says so.
       reverse: whether to run from the last x to the first.
       unroll: as for `jax.lax.scan`; it has no effect on a gradient with `checkpoints`.
       inverse: for a step that can be inverted, (carry after the step, x) -> the carry before it. The
@@ -150,6 +152,8 @@ def scan(
         carry, ys = _checkpointed(scanned, slots, where)
     else:
         choice = choose(scanned, checkpoints, budget, several)
+        if choice.all_residuals:
+            scanned = scanned.with_all_residuals()
         if isinstance(choice.schedule, Mixed | Binomial | Hierarchical):
             memory = choice.spare_bytes
             carry, ys = _checkpointed(scanned, choice.slots, where, memory, choice.levels)
@@ -212,7 +216,8 @@ def _trace(
         # JAX refuses the same call with an error that its users know.
         lax.scan(f, init, xs, length, reverse=reverse, unroll=unroll)
         raise AssertionError("jax.lax.scan accepts what remat.scan does not")
-    return Scanned(traced, leaves, lengths.pop(), reverse, unroll_factor(unroll))
+    has_policy = policy is not None
+    return Scanned(traced, leaves, lengths.pop(), reverse, unroll_factor(unroll), has_policy)
 
 
 # Schedules that are interpreted

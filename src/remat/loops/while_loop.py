@@ -75,7 +75,7 @@ def fori_loop(
         (`DEFAULT_CHECKPOINTS` in `remat/loops/choice.py`), with which up to 45,760 steps are recomputed
         at most three times each.
       budget: instead of `checkpoints`, the bytes that may be kept, such as "2GiB".
-      policy: what a step saves while it is reversed, as for `remat.checkpoint`.
+      policy: what a step saves while it is reversed, as for `remat.scan`.
       unroll: as for `jax.lax.fori_loop`, only for concrete bounds.
       store, directory: where the values are kept, as for `remat.scan`.
 
