@@ -12,7 +12,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 import remat
-from remat.loops.forward import surely_has_forward_mode
+from remat.loops.forward_mode import surely_has_forward_mode
 
 X = jnp.linspace(0.1, 0.5, 3)
 

@@ -17,7 +17,7 @@ from jax.experimental import checkify
 from remat import _jax as internals, policies
 from remat.errors import BudgetError, EffectError, ScheduleError, StepLimitError
 from remat.ir.jaxprs import equations
-from remat.loops import loop, online
+from remat.loops import loop, online, states
 from remat.loops.derivative import run
 from remat.loops.halves import Masks, split_step
 from remat.loops.schedules import Binomial, Mixed, Online, OnlineMixed
@@ -134,13 +134,13 @@ def test_the_compiled_online_choice_is_that_of_the_schedule(
     slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Half of the steps look the choice up, half weigh it.
-    monkeypatch.setattr(loop, "ONLINE_STEPS_KNOWN", 40)
+    monkeypatch.setattr(states, "ONLINE_STEPS_KNOWN", 40)
     state = jnp.float32(1.0)
     test, _, _ = internals.trace_call(lambda c: c[0] < 1.0, [state])
     body, _, _ = internals.trace_call(lambda c: [c[0] * 0.99], [state])
     for n in (39, 80):
         spec = loop.Loop(body, 0, 1, slots, test=test, test_reads=(0, 0, 1), max_steps=n)
-        held = jax.jit(lambda x, s=spec: loop.sweep(s, loop.Inputs([], [x], [], []))[1])(0.5)
+        held = jax.jit(lambda x, s=spec: states.sweep(s, loop.Inputs([], [x], [], []))[1])(0.5)
         found = tuple(int(start) for start in held.starts[: int(held.top)])
         assert found == Online(n, slots).positions, n
         assert int(held.starts[int(held.top)]) == n - 1
@@ -148,15 +148,15 @@ def test_the_compiled_online_choice_is_that_of_the_schedule(
 
 def test_no_choice_is_weighed_while_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     weighed: list[int] = []
-    choice = loop.online_choice
+    choice = states.online_choice
 
     def counted(np_: Any, starts: Any, step: Any, slots: int) -> Any:
         if np_ is jnp:
             jax.debug.callback(lambda _: weighed.append(1), step)
         return choice(np_, starts, step, slots)
 
-    monkeypatch.setattr(loop, "online_choice", counted)
-    monkeypatch.setattr(loop, "ONLINE_STEPS_KNOWN", 2)
+    monkeypatch.setattr(states, "online_choice", counted)
+    monkeypatch.setattr(states, "ONLINE_STEPS_KNOWN", 2)
     options = {"checkpoints": 9, "policy": policies.nothing_saveable}
     gradient = jax.jit(jax.grad(lambda x, n: steps_of_sin(x, n, **options)))
     for n, times in ((10, 0), (13, 3)):

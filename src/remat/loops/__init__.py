@@ -2,7 +2,7 @@
 
 What users call:
 
-    scan         `remat.scan`, and the choice of its schedule (`choose`)
+    scan         `remat.scan`
     while_loop   `remat.while_loop`, and `remat.fori_loop`
     remat_scan   `remat.remat_scan`: n equal layers in nested, rematerialized loops
 
@@ -17,15 +17,17 @@ A loop that follows a schedule:
 
     tracing      the user's body as a jaxpr
     halves       one step in two halves: forward with its residuals, and reversed
-    loop         a loop that keeps states only: running it, and reversing it
+    choice       the choice of a schedule, by checkpoints, a budget or levels of storage
+    loop         a loop as data, and what all ways to reverse it share
+    states       a loop that keeps states only: running it, and reversing it
     mixed        a loop of known length that keeps states and residuals
     online       the same for unknown length
     inverse      a loop whose step can be inverted, which keeps nothing
     reversal     the backward pass of a loop that keeps residuals, in blocks of steps
     derivative   derivatives of a loop, of any order and in any mode
-    forward      forward derivatives of a body with functions that have reverse rules only
+    forward_mode forward derivatives of a body with functions that have reverse rules only
     linear       a linear map with its own transpose and derivative
-    rules        calls whose derivative rules outlive JAX's partial evaluation
+    keep_rules   calls whose derivative rules outlive JAX's partial evaluation
 
 Memory:
 
@@ -33,6 +35,7 @@ Memory:
     buffers      buffers that states and residuals share
     rows         rows of arrays in host memory, also under `jax.vmap`
     stacked      one layer of stacked parameters, read without copies of the others
+    times        the time that a step is expected to take, run or reversed
     sizes        the bytes that a loop keeps, compared with a budget
     arguments    checks of the integers that users pass
 """

@@ -25,7 +25,7 @@ them, and its rule differentiates through x; so their own derivative is declared
 they include residuals of steps, they belong to the inputs that are differentiated: a further
 derivative, with respect to others, sweeps again.
 
-Where the body calls a function with a `jax.custom_vjp`, forward mode is not defined; `forward.py`
+Where the body calls a function with a `jax.custom_vjp`, forward mode is not defined; `forward_mode.py`
 says what becomes of the rules.
 
 Forward mode alone pays for this generality: it runs the primal loop twice, once by itself and once
@@ -46,7 +46,7 @@ from remat import _jax
 from remat.aliases import Array, Arrays, Aval, PyTree, TreeDef
 from remat.errors import EffectError
 from remat.loops import mixed
-from remat.loops.forward import (
+from remat.loops.forward_mode import (
     has_forward_mode,
     push,
     refused,
@@ -54,20 +54,19 @@ from remat.loops.forward import (
     uses_custom_jvp,
     uses_custom_vjp,
 )
+from remat.loops.keep_rules import keep_rules
 from remat.loops.linear import LinearMap, align, linear_call
 from remat.loops.loop import (
     Inputs,
     Loop,
     Mask,
     Results,
-    backward,
     merge,
     plain,
     select,
     split_inputs,
-    sweep,
 )
-from remat.loops.rules import keep_rules
+from remat.loops.states import backward, sweep
 from remat.loops.tracing import REFS_NOT_SUPPORTED, as_arrays
 
 

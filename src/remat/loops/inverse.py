@@ -62,7 +62,7 @@ def sweep(loop: Loop, inputs: Inputs) -> tuple[Results, Kept]:
 
 
 def backward(loop: Loop, inputs: Inputs, held: Kept, cotangents: Results, marked: Inputs) -> Inputs:
-    """Return the cotangents of the marked inputs; None for the others. See `loop.backward`."""
+    """Return the cotangents of the marked inputs; None for the others. See `states.backward`."""
     carry_mask, y_mask = loop.spread(*map(tuple, marked[:3]))
     block = loop.count(_block(loop))
     first, last = loop.inverse_reads

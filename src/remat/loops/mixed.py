@@ -32,7 +32,7 @@ from jax import lax
 
 from remat import _jax
 from remat.aliases import Array, Arrays, PyTree
-from remat.loops import inverse, loop as loops, online
+from remat.loops import inverse, online, states
 from remat.loops.buffers import Layout
 from remat.loops.halves import Halves, Masks, split_step
 from remat.loops.loop import (
@@ -43,6 +43,7 @@ from remat.loops.loop import (
     cotangents_of_inputs,
     entry,
     first_cotangents,
+    plain,
 )
 from remat.loops.reversal import Block, layout_of, reverse_blocks
 from remat.loops.schedules.hierarchical import Hierarchical
@@ -147,11 +148,11 @@ def sweep(loop: Loop, inputs: Inputs, marked: Inputs) -> tuple[Results, PyTree]:
         return inverse.sweep(loop, inputs)
     plan = plan_of(loop, marked)
     if plan is None:
-        return loops.sweep(loop, inputs)
+        return states.sweep(loop, inputs)
     if isinstance(plan, online.Plan):
         return online.sweep(loop, inputs, plan)
     if any(store.one_pass for store in plan.stores):
-        return loops.plain(loop, inputs), None
+        return plain(loop, inputs), None
     return _sweep(loop, inputs, plan, [], with_ys=True)
 
 
@@ -184,12 +185,12 @@ def _sweep(
 def backward(
     loop: Loop, inputs: Inputs, held: PyTree, cotangents: Results, marked: Inputs
 ) -> Inputs:
-    """Return the cotangents of the marked inputs; None for the others. See `loop.backward`."""
+    """Return the cotangents of the marked inputs; None for the others. See `states.backward`."""
     if loop.inverse is not None:
         return inverse.backward(loop, inputs, held, cotangents, marked)
     plan = plan_of(loop, marked)
     if plan is None:
-        return loops.backward(loop, inputs, held, cotangents, marked)
+        return states.backward(loop, inputs, held, cotangents, marked)
     if isinstance(plan, online.Plan):
         return online.backward(loop, inputs, plan, held, cotangents, marked)
     if any(store.one_pass for store in plan.stores):

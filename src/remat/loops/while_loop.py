@@ -24,9 +24,10 @@ from remat import _jax
 from remat.aliases import Array, Arrays, PolicyLike, PyTree
 from remat.errors import EffectError, ScheduleError, StepLimitError
 from remat.loops.arguments import unroll_factor, whole_number
+from remat.loops.choice import DEFAULT_CHECKPOINTS, slots_of_unknown_length
 from remat.loops.derivative import run
 from remat.loops.loop import Inputs, Loop, select
-from remat.loops.scan import DEFAULT_CHECKPOINTS, scan, slots_of_unknown_length
+from remat.loops.scan import scan
 from remat.loops.schedules import beta
 from remat.loops.store import DEVICE, Storage, make_store
 from remat.loops.tracing import Traced, after_unused, trace_body, values_of_refs
@@ -71,10 +72,10 @@ def fori_loop(
       init: the initial value, a pytree of arrays of any type.
       checkpoints: how many values are kept for the backward pass. More recompute fewer steps. The
         default is that of `remat.scan` for concrete bounds. For traced ones it is 64
-        (`DEFAULT_CHECKPOINTS` in `remat/loops/scan.py`), with which up to 45,760 steps are recomputed
+        (`DEFAULT_CHECKPOINTS` in `remat/loops/choice.py`), with which up to 45,760 steps are recomputed
         at most three times each.
       budget: instead of `checkpoints`, the bytes that may be kept, such as "2GiB".
-      policy: what a step saves while it is reversed, as for `remat.checkpoint`.
+      policy: what a step saves while it is reversed, as for `remat.scan`.
       unroll: as for `jax.lax.fori_loop`, only for concrete bounds.
       store, directory: where the values are kept, as for `remat.scan`.
 

@@ -68,7 +68,7 @@ class LoopOption:
 
     Args:
       saved: the numbers of the forward program's values that each step saves.
-      group: steps that are recomputed together; 1 if there are no groups.
+      group: steps that are recomputed together; 1 if the steps are not grouped.
       groups: the number of groups; the steps after them are in no group. 0: as many groups as fit.
       bytes: the most bytes that the loop keeps on the device, all steps together.
       seconds: time of recomputation and of transfers, all steps together.

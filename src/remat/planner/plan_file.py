@@ -195,7 +195,7 @@ class LoopPlan(_Checked):
 
     Args:
       key: the loop's name in the plan, which is that of its body's region.
-      group: steps that are recomputed together, from the start of their group; 1 for no groups.
+      group: steps that are recomputed together, from the start of their group; 1 if they are not grouped.
       steps: the unroll factor: steps per iteration, each a separate region `key.0`, `key.1` and so on.
       groups: the number of groups; the steps after them are in no group. 0: as many groups as fit.
     """
@@ -256,8 +256,8 @@ class ScanPlan(_Checked):
       id: the places of the two equations in the program.
       saved: the values of a step that are kept: places among the variables of both bodies together.
       bytes, seconds, flops: what is kept, and the costs of recomputation, all steps together.
-      group: steps that are recomputed together; 1 for no groups.
-      groups: the number of groups, or of steps if there are no groups: the first ones of the loop. 0: as
+      group: steps that are recomputed together; 1 if they are not grouped.
+      groups: the number of groups, or of steps if they are not grouped: the first ones of the loop. 0: as
         many as fit.
       rest: the values that the steps after these keep; None if they keep the same.
       inner: the same for pairs of scans and conditionals inside the two bodies. Of a pair of

@@ -192,7 +192,7 @@ class LoopForm:
     """How a loop runs: in groups of steps, each recomputed from its start, or unrolled.
 
     Args:
-      group: the number of steps in a group; 1 if there are no groups.
+      group: the number of steps in a group; 1 if the steps are not grouped.
       steps: the unroll factor. Each step of an unrolled iteration is a region of its own, so that they
         can save different values.
       groups: the number of groups. The steps after them are in no group. 0: as many groups as fit.

@@ -13,13 +13,13 @@ def test_pictures_show_every_sweep_or_say_how_many_are_missing() -> None:
     long = Binomial(1000, 10).picture(width=60, rows=5).splitlines()
     assert len(long) == 6
     assert long[-1] == "… 995 more steps to reverse"
-    assert max(map(len, long)) <= 72
+    assert max(map(len, long)) <= 80
     assert picture([], 0) == ""
     assert Binomial(6, 2).picture() == Binomial(6, 2).picture(rows=6)
     assert Hierarchical.of_states(3, 1, [Level(1)]).picture().splitlines() == [
-        "oo<  2 slots",
-        "o<   1 slot",
-        "<    0 slots",
+        "oo<  2 checkpoints",
+        "o<   1 checkpoint",
+        "<    0 checkpoints",
     ]
     assert Online(7, 2).picture().splitlines()[0].startswith("o")
 

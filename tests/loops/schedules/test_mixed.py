@@ -248,11 +248,11 @@ def test_a_loop_that_fits_runs_no_step_twice() -> None:
 
 def test_a_picture_shows_steps_that_are_reversed_together() -> None:
     assert Mixed.of(12, 3, 1, 1).picture().splitlines() == [
-        "o>>>>>o>>o><  3 slots",
-        "o.....o..<<   2 slots",
-        "o.....<<<     1 slot",
-        "o>><<<        1 slot",
-        "<<<           0 slots",
+        "o>>>>>o>>o><  3 checkpoints",
+        "o.....o..<<   2 checkpoints",
+        "o.....<<<     1 checkpoint",
+        "o>><<<        1 checkpoint",
+        "<<<           0 checkpoints",
     ]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from remat.errors import ScheduleError
-from remat.loops.schedules.shared import Schedule, slots_text
+from remat.loops.schedules.shared import Schedule, checkpoints_text
 
 Kind = Literal["store", "free", "restore", "advance", "keep", "forget", "reverse"]
 
@@ -166,12 +166,12 @@ def picture(actions: Iterable[Action], n: int, *, width: int = 72, rows: int = 4
 
     >>> from remat.loops.schedules import Binomial
     >>> print(picture(Binomial(6, 2).actions(), 6))
-    o>>o><  2 slots
-    o..o<   2 slots
-    o..<    2 slots
-    oo<     2 slots
-    o<      2 slots
-    <       1 slot
+    o>>o><  2 checkpoints
+    o..o<   2 checkpoints
+    o..<    2 checkpoints
+    oo<     2 checkpoints
+    o<      2 checkpoints
+    <       1 checkpoint
     """
     per_column = -(-n // width) if n else 1
     columns = -(-n // per_column)
@@ -187,7 +187,7 @@ def picture(actions: Iterable[Action], n: int, *, width: int = 72, rows: int = 4
         for symbol, steps in ((">", run), ("o", filled), ("<", reversed_)):
             for step in steps:
                 symbols[step // per_column] = symbol
-        return f"{''.join(symbols):{columns}}  {slots_text(len(slots))}"
+        return f"{''.join(symbols):{columns}}  {checkpoints_text(len(slots))}"
 
     for action in actions:
         if action.kind == "reverse":

@@ -96,7 +96,7 @@ class Hierarchical(TreeSchedule):
     >>> schedule.forward_steps, schedule.writes, schedule.reads, schedule.cost
     (355, (7,), (12,), 393)
     >>> print(schedule.picture(rows=1).splitlines()[0])
-    o>>>>>>o>>>>>>o>>>>>>>>o>>>>>>>>o>>>>>>o>>>>o>>o><  8 slots
+    o>>>>>>o>>>>>>o>>>>>>>>o>>>>>>>>o>>>>>>o>>>>o>>o><  8 checkpoints
 
     Attributes:
       n: steps of the loop.

@@ -37,13 +37,8 @@ def check_counts(n: int, slots: int) -> None:
             raise ScheduleError(f"a schedule has at least {least} {name}, not {value}.")
 
 
-def slots_text(count: int) -> str:
-    """Return a number of slots as text."""
-    return f"{count} slot" if count == 1 else f"{count} slots"
-
-
 def checkpoints_text(count: int) -> str:
-    """Return a number of slots as text, in the word of `checkpoints=`."""
+    """Return a number of checkpoints as text."""
     return f"{count} checkpoint" if count == 1 else f"{count} checkpoints"
 
 

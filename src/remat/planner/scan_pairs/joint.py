@@ -28,7 +28,7 @@ Terms, most of them attributes of `Joint`:
     linked       F's stacks that only B reads: an option decides which values are stacked in their place
     stacked      the values of kept stacks that B can read at no cost
     at_hand      the known values that a step of B can read whatever is decided
-    backward_*   inputs and results of B that are none of F's
+    backward_*   B's inputs and results that do not come from F
 """
 
 from __future__ import annotations

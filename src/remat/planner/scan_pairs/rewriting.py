@@ -39,7 +39,7 @@ class ScanOption:
       bytes: the most bytes that are kept at once, all steps together, and those of inner pairs.
       seconds: time of recomputation, all steps together.
       flops: FLOPs of recomputation, all steps together.
-      group: steps that are recomputed together; 1 if there are no groups.
+      group: steps that are recomputed together; 1 if the steps are not grouped.
       groups: the number of groups with which F begins, or of steps if `group` is 1. 0: as many as fit.
       rest: which values F's steps after these keep; None for `saved`.
       inner: the choices for pairs inside the two bodies: (the pair's id, its option).
