@@ -122,7 +122,7 @@ LAYERS = [
     ("report",),
     ("explain.step", "explain.phases", "explain.hlo", "explain.loops", "explain.sources"),
     ("explain.account", "explain.regions"),
-    ("explain.difference", "explain.findings"),
+    ("explain.decisions", "explain.difference", "explain.findings"),
     ("explain.stages",),
     ("explain",),
     ("cli.errors", "cli.rendering"),

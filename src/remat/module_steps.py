@@ -110,9 +110,7 @@ def with_fixed_leaves(
     return jax.jit(filtered, **donated) if donated else filtered, call.args, call.kwargs
 
 
-def _donated_by_filter_jit(
-    step: Callable, n_args: int, names: Iterable[str]
-) -> dict[str, tuple[int, ...] | tuple[str, ...]]:
+def _donated_by_filter_jit(step: Callable, n_args: int, names: Iterable[str]) -> dict[str, Any]:
     """Return what `eqx.filter_jit(step, donate=...)` donates, as options of `jax.jit`.
 
     It donates the first argument, the others, or all of them, and keeps this in two attributes.
@@ -120,7 +118,10 @@ def _donated_by_filter_jit(
     first = bool(getattr(step, "donate_first", False))
     rest = bool(getattr(step, "donate_rest", False))
     positions = tuple(i for i in range(n_args) if (rest if i else first))
-    options = {"donate_argnums": positions, "donate_argnames": tuple(names) if rest else ()}
+    options: dict[str, Any] = {
+        "donate_argnums": positions,
+        "donate_argnames": tuple(names) if rest else (),
+    }
     return {name: value for name, value in options.items() if value}
 
 

@@ -75,7 +75,7 @@ def harmless(explanation: Explanation) -> Explanation:
         if isinstance(item, tuple):
             return tuple(clean(part) for part in item)
         if dataclasses.is_dataclass(item):
-            words = {"kind", "phase", "severity"}
+            words = {"kind", "phase", "severity", "action"}
             changes = {
                 f.name: clean(getattr(item, f.name))
                 for f in dataclasses.fields(item)

@@ -38,6 +38,7 @@ from remat.program.from_jaxpr import body_peak_bytes
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Op, Program
 from remat.report.model import Kind, Phase, Segment, Step, Value
+from remat.report.outline import own_function
 from remat.solvers.simulate import no_remat
 
 # The scopes that rematerialization leaves, and those of `jnp.einsum`: its subscripts.
@@ -624,7 +625,10 @@ class _Accounting:
     def _segments_from(self, kernels: dict[int, int]) -> list[Segment]:
         sides = self.sides
         made = []
+        again = {n for n, p in zip(sides.regions, sides.phases) if p == "recompute"}
         for number, region in enumerate(sides.all_regions):
+            if number not in again:  # recomputes nothing
+                continue
             ours = [
                 self.step_of[k]
                 for k, n in kernels.items()
@@ -637,8 +641,13 @@ class _Accounting:
                     if v in self.uses and sides.phases[self.producer[v]] == "forward"
                 ][-1:]
             if ours:
+                again_at = next(
+                    eqn for eqn, n, p in zip(sides.eqns, sides.regions, sides.phases)
+                    if n == number and p == "recompute"
+                )  # fmt: skip
+                name = region_label(region.path, own_function(source_of(again_at)), number)
                 made.append(Segment(
-                    number, region_label(region.path, number), min(ours), max(ours),
+                    number, name, min(ours), max(ours),
                     self.saved_by(number), self.again_by(number),
                 ))  # fmt: skip
         return made + self._loops(len(sides.all_regions))
@@ -654,9 +663,11 @@ class _Accounting:
                 born = [self.uses[v].born for v in read if v in self.uses]
                 saved = sum(self.program.bytes[v] for v in dict.fromkeys(read))
                 if born:
+                    name = region_label(
+                        path_of(op), own_function(source_of(eqn)), number + len(made)
+                    )
                     made.append(Segment(
-                        number + len(made), region_label(path_of(op), number + len(made)),
-                        min(born), max(born), saved, float(again),
+                        number + len(made), name, min(born), max(born), saved, float(again),
                     ))  # fmt: skip
         return made
 
@@ -762,9 +773,10 @@ def label(op: Op) -> str:
     return f"{path}: {what}" if path else what
 
 
-def region_label(path: str, number: int) -> str:
-    names = [n for n in path.split("/") if n and n not in ("rematted_computation", "checkpoint")]
-    return "/".join(names) or f"region {number}"
+def region_label(path: str, function: str, number: int) -> str:
+    """Return what a region is called: its modules, or else the function that it is in."""
+    names = [name for name in path.split("/") if name and not _JAX_SCOPE.fullmatch(name)]
+    return "/".join(names) or function or f"region {number}"
 
 
 def _consumer(op: Op, eqn: _jax.JaxprEqn) -> str:

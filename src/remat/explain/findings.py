@@ -124,7 +124,9 @@ def _findings_of(facts: Facts) -> tuple[Finding, ...]:
     elif not loops and not found:
         made += [_no_regions(facts)]
     made += [*_undone(facts, found), *_matched_nothing(facts, found)]
-    made += [*_at_once(facts, found), *_overridden(found), *_arguments(facts, found)]
+    if facts.plan is None:  # which regions a plan makes, and of what, is not the user's choice
+        made += _at_once(facts, found)
+    made += [*_overridden(found), *_arguments(facts, found)]
     return tuple(dict.fromkeys(made))
 
 

@@ -8,8 +8,10 @@ import re
 from remat.report.document import Block, Chart, Heading, Note, Paragraph, Table
 from remat.report.groups import groups
 from remat.report.model import (
+    ACTIONS,
     KINDS,
     SEVERITIES,
+    Decision,
     ExplanationData,
     Finding,
     Memory,
@@ -37,6 +39,9 @@ def outline(
     blocks: list[Block] = [Heading(explanation.title, 1)]
     blocks += [Paragraph(setting(explanation))] if setting(explanation) else []
     blocks.append(Paragraph(headline(explanation.totals, brief=brief)))
+    if explanation.decisions:
+        blocks += [Heading("What the plan does"), Paragraph(plan_in_words(explanation))]
+        blocks.append(decisions_table(explanation, min(most, 8) if brief else most))
     if picture_first and line.peak_step is not None:
         blocks.append(Chart(line, explanation.steps))
     if not brief:
@@ -62,6 +67,54 @@ def outline(
     if explanation.pareto:
         blocks += [Heading("Plans to choose from"), _pareto_table(explanation)]
     return blocks
+
+
+def plan_in_words(explanation: ExplanationData) -> str:
+    """Return what a plan recomputes, offloads and keeps, with the bytes and the costs, in sentences."""
+    n_bytes = {
+        action: sum(d.n_bytes for d in explanation.decisions if d.action == action)
+        for action in ACTIONS
+    }
+    totals = explanation.totals
+    said = ["The plan recomputes nothing"]
+    if n_bytes["recompute"]:
+        said = [
+            f"The plan recomputes {format_bytes(n_bytes['recompute'])} in the backward pass, which the step "
+            f"would otherwise save, for {format_flops(totals.recompute_flops)} more "
+            f"(+{percent(totals.extra_flops_share)})"
+        ]
+    if n_bytes["offload"]:
+        said.append(f"moves {format_bytes(n_bytes['offload'])} to the host's memory and back")
+    said.append(f"keeps {format_bytes(n_bytes['keep'])} on the device")
+    return f"{', '.join(said[:-1])}{',' if len(said) > 2 else ''} and {said[-1]}."
+
+
+def decisions_table(explanation: ExplanationData, most: int) -> Table:
+    """Return the table of what a plan decides: of each kind of decision the largest groups."""
+    rows: list[tuple[str, ...]] = []
+    for action in ACTIONS:
+        found = [d for d in explanation.decisions if d.action == action]
+        rows += [decision_row(d) for d in found[:most]]
+        if len(found) > most:
+            rest = found[most:]
+            n_bytes = format_bytes(sum(d.n_bytes for d in rest))
+            n_values = counted(sum(d.count for d in rest), "more value")
+            rows.append((action, n_bytes, n_values, "", "", ""))
+    columns = ("plan", "bytes", "value", "type", "source", "FLOPs")
+    return Table(columns, tuple(rows), (1, 5), optional=(5,))
+
+
+def decision_row(decision: Decision) -> tuple[str, ...]:
+    """Return a decision as texts: action, bytes, value, type, source, and FLOPs where it costs some."""
+    is_again = decision.action == "recompute" and decision.flops
+    return (
+        decision.action,
+        format_bytes(decision.n_bytes),
+        f"{decision.count} × {decision.value}" if decision.count > 1 else decision.value,
+        decision.aval,
+        _places_of(decision.source),
+        format_flops(decision.flops) if is_again else "",
+    )
 
 
 def notes(findings: tuple[Finding, ...]) -> list[Note]:
