@@ -18,7 +18,7 @@ def test_explain_prints_what_is_saved(run):
     assert result.exit_code == 0, result.output
     assert "training:problem" in result.stdout
     assert "saved" in result.stdout
-    assert "no_regions" in result.stdout
+    assert "Nothing is rematerialized" in result.stdout
     assert result.stderr == ""
 
 

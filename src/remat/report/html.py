@@ -106,7 +106,7 @@ def _tiles(explanation: ExplanationData) -> str:
         (
             "Saved for the backward pass",
             format_bytes(saved),
-            f"offloaded {format_bytes(offloaded)}",
+            f"offloaded {format_bytes(offloaded)}" if offloaded else "",
         ),
         ("Recomputation", *_recomputation(totals)),
         ("Step, predicted", format_seconds(totals.time_s), format_flops(totals.flops)),
@@ -138,7 +138,7 @@ def _findings(explanation: ExplanationData) -> str:
         then = f'<p class="next">{user_text(finding.next_step)}</p>' if finding.next_step else ""
         items.append(
             f'<li class="{finding.severity}"><span class="severity">{finding.severity}</span>'
-            f"<div>{user_text(finding.message)} <code>{user_text(finding.code)}</code>{then}</div></li>"
+            f"<div>{user_text(finding.message)}{then}</div></li>"
         )
     return (
         '<section aria-labelledby="findings-h"><h2 id="findings-h">Findings</h2>'

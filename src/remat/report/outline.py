@@ -112,7 +112,7 @@ def decision_row(decision: Decision) -> tuple[str, ...]:
         format_bytes(decision.n_bytes),
         f"{decision.count} × {decision.value}" if decision.count > 1 else decision.value,
         decision.aval,
-        _places_of(decision.source),
+        places_of(decision.source),
         format_flops(decision.flops) if is_again else "",
     )
 
@@ -120,7 +120,7 @@ def decision_row(decision: Decision) -> tuple[str, ...]:
 def notes(findings: tuple[Finding, ...]) -> list[Note]:
     """Return findings as notes, the most severe first."""
     return [
-        Note(f.severity, f.code, f.message, f.next_step)
+        Note(f.severity, f.message, f.next_step)
         for f in sorted(findings, key=lambda f: SEVERITIES.index(f.severity))
     ]
 
@@ -210,7 +210,7 @@ def peak_in_words(explanation: ExplanationData, line: Timeline) -> str:
     live = f" Live there: {kinds}. The largest:" if kinds else ""
     return (
         f"The peak of {format_bytes(line.peak_bytes)} is in {place_of(explanation, line.peak_step)}"
-        f"{place}: step {line.peak_step + 1:,} of {len(explanation.steps):,}, "
+        f"{place}: operation {line.peak_step + 1:,} of {len(explanation.steps):,}, "
         f"{format_seconds(float(line.start_s[line.peak_step]))} into the step.{live}"
     )
 
@@ -220,7 +220,10 @@ def _kinds_in_words(line: Timeline) -> str:
     live = line.live_bytes[:, line.peak_step]
     found = sorted(zip(live.tolist(), KINDS), key=lambda pair: -pair[0])
     words = {"argument": "arguments", "gradient": "gradients", "output": "results"}
-    words |= {"temporary": "temporaries", "reserved": "reserved by loops"}
+    words |= {
+        "temporary": "temporaries",
+        "reserved": "reserved by loops",
+    }
     return ", ".join(
         f"{format_bytes(n)} {words.get(kind, kind)}"
         for n, kind in found
@@ -308,7 +311,7 @@ def values_table(values: tuple[Value, ...], most: int) -> Table:
             format_bytes(group.n_bytes),
             group.what,
             group.aval,
-            _places_of(group.source),
+            places_of(group.source),
             format_seconds(group.time_s) if group.time_s else "",
         )
         for group in found[:most]
@@ -323,7 +326,7 @@ def values_table(values: tuple[Value, ...], most: int) -> Table:
     return Table(columns, tuple(rows), (1, 5), optional=(5,))
 
 
-def _places_of(source: str) -> str:
+def places_of(source: str) -> str:
     """Return a source without its functions' names if it has two places, which would fill several lines."""
     return re.sub(r" \([^()]*\)", "", source) if ", from " in source else source
 
@@ -343,7 +346,7 @@ def _segments_table(explanation: ExplanationData, most: int) -> Table:
         saved = format_bytes(sum(segment.saved_bytes for segment in rest))
         flops = format_flops(sum(segment.recompute_flops for segment in rest))
         rows.append((f"{len(rest)} more", "", saved, flops))
-    return Table(("segment", "forward steps", "saved", "recomputed"), tuple(rows), (1, 2, 3))
+    return Table(("segment", "forward operations", "saved", "recomputed"), tuple(rows), (1, 2, 3))
 
 
 def _pareto_table(explanation: ExplanationData) -> Table:

@@ -17,9 +17,9 @@ def checkpointed_loops(loops: list[_jax.JaxprEqn]) -> Iterator[Finding]:
         yield Finding(
             "checkpointed_loop",
             "info",
-            f"A loop{at_line(eqn)} keeps some of its states and runs the steps between once more in the "
+            f"A loop{at_line(eqn)} keeps some of its states and runs the iterations between once more in the "
             "backward pass. How often is not in its type: FLOPs and seconds here count the body once.",
-            "Set checkpoints= of the loop: more of them take more memory and repeat fewer steps.",
+            "Set checkpoints= of the loop: more of them take more memory and repeat fewer iterations.",
         )
 
 
@@ -86,7 +86,7 @@ def at_once(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
                 yield Finding(
                     "scan_recomputed_at_once",
                     "warning",
-                    f"The checkpoint is around a whole scan of {n} steps{at_line(eqn)}: "
+                    f"The checkpoint is around a whole scan of {n} iterations{at_line(eqn)}: "
                     f"its backward pass recomputes all of them at once and holds {format_bytes(size)}, "
                     "as much as was not saved before.",
                     "Checkpoint the body of the scan in its place (remat.checkpoint(body)), or use "
