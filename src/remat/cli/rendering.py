@@ -25,7 +25,7 @@ from remat.program.devices import Device
 from remat.report.document import Block, Heading, Paragraph
 from remat.report.explanation import Explanation
 from remat.report.model import ParetoPoint
-from remat.report.outline import decisions_table, plan_in_words
+from remat.report.outline import decisions_table, percent, plan_in_words
 from remat.report.text import to_text
 
 _FEW_LINES = 6  # rows of a table on one screen
@@ -147,6 +147,28 @@ def point_of_explanation(
         verified=totals.compiled is not None,
         chosen=chosen,
     )
+
+
+def with_points(explanation: Explanation, points: Sequence[ParetoPoint]) -> Explanation:
+    """Return an explanation with the plans to choose from.
+
+    Where one of them has a lower peak than the plan that the step follows, it is what to try next.
+    """
+    chosen = next(point for point in points if point.chosen)
+    lower = [p for p in points if p.verified and p.peak_bytes < chosen.peak_bytes]
+    findings = explanation.findings
+    if lower:
+        best = max(lower, key=lambda p: p.peak_bytes)
+        step = (
+            f"For a lower peak take another of the plans below: {best.label} has "
+            f"{units.format_bytes(best.peak_bytes)}, for {percent(best.extra_flops_share)} more FLOPs than "
+            "without rematerialization."
+        )
+        findings = tuple(
+            dataclasses.replace(f, next_step=step) if f.code == "follows_plan" else f
+            for f in findings
+        )
+    return dataclasses.replace(explanation, pareto=tuple(points), findings=findings)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -281,11 +281,10 @@ def _in_words(d: Difference, changes: list[_Change]) -> str:
         if by
         else f"The peak stays at {format_bytes(old.peak_bytes)}"
     )
-    said += (
-        f"; {signed_bytes(d.saved_bytes)} are saved for the backward pass."
-        if d.saved_bytes
-        else "."
-    )
+    if d.saved_bytes:
+        less = "more" if d.saved_bytes > 0 else "less"
+        said += f"; {format_bytes(abs(d.saved_bytes))} {less} are saved for the backward pass"
+    said += "."
     if changes:
         first = changes[0]
         where = f", {first.group.source}" if first.group.source else ""
