@@ -174,17 +174,17 @@ def _decisions(explanation: ExplanationData) -> str:
 def _decision_rows(decisions: Sequence[Decision]) -> str:
     rows = []
     for decision in decisions:
-        action, n_bytes, value, aval, source, flops = decision_row(decision)
+        action, n_bytes, value, aval, source = decision_row(decision)
         kind = {"recompute": "recomputed", "offload": "offloaded", "keep": "saved"}[action]
         rows.append(
             f'<tr class="k-{kind}"><td><i class="swatch"></i>{action}</td><td class="n">{n_bytes}</td>'
             f'<th scope="row">{user_text(value)}</th><td class="code">{user_text(aval)}</td>'
-            f'<td>{user_text(source)}</td><td class="n">{flops}</td></tr>'
+            f"<td>{user_text(source)}</td></tr>"
         )
     return (
         '<div class="scroll"><table class="plain decisions"><thead><tr><th scope="col">Plan</th>'
         '<th scope="col" class="n">Bytes</th><th scope="col">Value</th><th scope="col">Type</th>'
-        '<th scope="col">Source</th><th scope="col" class="n">FLOPs</th></tr></thead>'
+        '<th scope="col">Source</th></tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
 

@@ -209,7 +209,8 @@ class Decision:
       source: the line that computes them.
       count: how many there are.
       n_bytes: of all together: those that recomputation spares, or that are kept.
-      flops: of computing each of them once from its operands.
+      flops: of computing each of them once in the step without the plan; a plan that keeps an operand
+        takes less.
     """
 
     action: Action

@@ -41,7 +41,7 @@ def outline(
     blocks.append(Paragraph(headline(explanation.totals, brief=brief)))
     if explanation.decisions:
         blocks += [Heading("What the plan does"), Paragraph(plan_in_words(explanation))]
-        blocks.append(decisions_table(explanation, min(most, 8) if brief else most))
+        blocks.append(decisions_table(explanation, min(most, 4) if brief else most))
     if picture_first and line.peak_step is not None:
         blocks.append(Chart(line, explanation.steps))
     if not brief:
@@ -99,21 +99,18 @@ def decisions_table(explanation: ExplanationData, most: int) -> Table:
             rest = found[most:]
             n_bytes = format_bytes(sum(d.n_bytes for d in rest))
             n_values = counted(sum(d.count for d in rest), "more value")
-            rows.append((action, n_bytes, n_values, "", "", ""))
-    columns = ("plan", "bytes", "value", "type", "source", "FLOPs")
-    return Table(columns, tuple(rows), (1, 5), optional=(5,))
+            rows.append((action, n_bytes, n_values, "", ""))
+    return Table(("plan", "bytes", "value", "type", "source"), tuple(rows), (1,))
 
 
 def decision_row(decision: Decision) -> tuple[str, ...]:
-    """Return a decision as texts: action, bytes, value, type, source, and FLOPs where it costs some."""
-    is_again = decision.action == "recompute" and decision.flops
+    """Return a decision as texts: action, bytes, value, type and source."""
     return (
         decision.action,
         format_bytes(decision.n_bytes),
         f"{decision.count} × {decision.value}" if decision.count > 1 else decision.value,
         decision.aval,
         places_of(decision.source),
-        format_flops(decision.flops) if is_again else "",
     )
 
 
