@@ -15,7 +15,7 @@ import importlib
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -101,12 +101,28 @@ def with_fixed_leaves(
 ) -> tuple[Callable, tuple[PyTree, ...], dict[str, PyTree]]:
     """Return a step and its arguments as a function of the leaves that JAX takes."""
     leaves = jax.tree.leaves((args, dict(kwargs)))
+    donated = _donated_by_filter_jit(step, len(args), kwargs)
     # A jitted function says itself which arguments are static.
-    if hasattr(step, "trace") or all(map(_is_traceable, leaves)):
+    if hasattr(step, "trace") or (not donated and all(map(_is_traceable, leaves))):
         return step, args, dict(kwargs)
     filtered = FilteredStep(step, _is_traceable)
     call = filtered.arrays(args, kwargs)
-    return filtered, call.args, call.kwargs
+    return jax.jit(filtered, **donated) if donated else filtered, call.args, call.kwargs
+
+
+def _donated_by_filter_jit(step: Callable, n_args: int, names: Iterable[str]) -> dict[str, Any]:
+    """Return what `eqx.filter_jit(step, donate=...)` donates, as options of `jax.jit`.
+
+    It donates the first argument, the others, or all of them, and keeps this in two attributes.
+    """
+    first = bool(getattr(step, "donate_first", False))
+    rest = bool(getattr(step, "donate_rest", False))
+    positions = tuple(i for i in range(n_args) if (rest if i else first))
+    options: dict[str, Any] = {
+        "donate_argnums": positions,
+        "donate_argnames": tuple(names) if rest else (),
+    }
+    return {name: value for name, value in options.items() if value}
 
 
 def check_takes_arrays(

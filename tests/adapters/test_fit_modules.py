@@ -274,3 +274,20 @@ def test_an_equinox_step_is_planned_and_explained_as_it_is():
     assert "remat.equinox.fit(step, budget=" in made.findings[0].next_step
     loss = remat.explain(eqx_loss, eqx_state()[0], X, compile=False)
     assert "remat.equinox.fit(eqx.filter_value_and_grad(loss)" in loss.findings[0].next_step
+
+
+@pytest.mark.parametrize(
+    ("donate", "n_donated"),
+    [("none", 0), ("all-except-first", 1), ("warn-except-first", 1), ("warn", 2)],
+)
+def test_what_filter_jit_donates_is_donated_where_a_step_is_explained(donate, n_donated):
+    @functools.partial(eqx.filter_jit, donate=donate)
+    def step(weights, moments, x):
+        gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(weights)
+        return weights - gradient, moments + gradient
+
+    weights = jnp.ones((64, 64))
+    memory = remat.explain(step, weights, weights, jnp.ones((16, 64)), compile=False).totals
+    assert memory.predicted.alias_bytes == n_donated * weights.nbytes
+    named = remat.explain(step, weights, x=jnp.ones((16, 64)), moments=weights, compile=False)
+    assert named.totals.predicted.alias_bytes == n_donated * weights.nbytes

@@ -10,6 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from remat.cli import main
+from remat.cli.rendering import with_points
+from remat.report import Explanation, Finding, ParetoPoint
 
 
 def test_a_device_or_link_as_output_stays_what_it_is(run, full_device):
@@ -49,3 +51,16 @@ def test_what_the_encoding_of_the_output_lacks_is_replaced(run, tmp_path):
     for command in (["explain", "training:problem", "--no-compile"], ["devices"]):
         result = CliRunner(charset="latin-1").invoke(main, command)
         assert result.exit_code == 0, result.output
+
+
+def test_the_next_step_after_a_plan_is_a_listed_plan_with_a_lower_peak():
+    found = Finding("follows_plan", "info", "The step follows a plan.", "try budget=8MiB")
+    other = Finding("arguments_dominate", "info", "Arguments dominate.", "donate")
+    explanation = Explanation("step", findings=(found, other))
+    chosen = ParetoPoint(2**30, 0.01, 1e-3, "plan for 1GiB", verified=True, chosen=True)
+    lowest = ParetoPoint(2**28, 0.2, 5e-3, "plan for 25%", verified=True)
+    lower = ParetoPoint(2**29, 0.05, 2e-3, "plan for 50%", verified=True)
+    first, second = with_points(explanation, [chosen, lowest, lower]).findings
+    assert "plan for 50% has 512.0 MiB, for 5.0 % more FLOPs" in first.next_step
+    assert second == other
+    assert with_points(explanation, [chosen]).findings == explanation.findings

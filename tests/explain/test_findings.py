@@ -249,7 +249,7 @@ def test_a_checkpoint_around_a_whole_scan_is_named(wrap):
 
     whole = remat.explain(loss(wrap, lambda f: f), *DEEP_ARGS, compile=False)
     found = finding(whole, "scan_recomputed_at_once")
-    assert "scan of 8 steps" in found.message
+    assert "scan of 8 iterations" in found.message
     assert "body" in found.next_step
     each = remat.explain(loss(lambda f: f, wrap), *DEEP_ARGS, compile=False)
     assert codes(each) == set()

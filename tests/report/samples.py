@@ -14,7 +14,7 @@ import math
 from strategies import HOSTILE
 
 from remat.report.explanation import Explanation
-from remat.report.model import Finding, ParetoPoint, Segment, Step, Totals, Value
+from remat.report.model import Decision, Finding, ParetoPoint, Segment, Step, Totals, Value
 from remat.report.timeline import predicted_memory
 
 _FLOPS_PER_S = 197e12 * 0.55
@@ -279,6 +279,7 @@ def hostile() -> Explanation:
         pareto=tuple(
             ParetoPoint(2**20 * i, i / 10, i * 0.1, text) for i, text in enumerate(HOSTILE)
         ),
+        decisions=tuple(Decision("keep", text, text, text, 2, 2**20) for text in HOSTILE),
     )
 
 

@@ -6,9 +6,11 @@ from hypothesis import strategies as st
 
 from remat.report.explanation import Explanation
 from remat.report.model import (
+    ACTIONS,
     KINDS,
     PHASES,
     SEVERITIES,
+    Decision,
     Finding,
     Memory,
     ParetoPoint,
@@ -111,6 +113,23 @@ def explanations(draw: st.DrawFn) -> Explanation:
                 st.lists(
                     st.builds(
                         ParetoPoint, sizes, numbers, numbers, texts, st.booleans(), st.booleans()
+                    ),
+                    max_size=4,
+                )
+            )
+        ),
+        decisions=tuple(
+            draw(
+                st.lists(
+                    st.builds(
+                        Decision,
+                        st.sampled_from(ACTIONS),
+                        texts,
+                        texts,
+                        texts,
+                        sizes,
+                        sizes,
+                        numbers,
                     ),
                     max_size=4,
                 )

@@ -189,7 +189,7 @@ def test_hovering_shows_the_step_and_its_largest_values(page):
     largest = p.texts("#panel li")
     assert len(largest) == 5
     assert any(value.source in largest[0] for value in live)
-    assert all(" · steps " in text for text in largest)
+    assert all(" · operations " in text for text in largest)
     ActionChains(p.driver).move_to_element(p.one("h1")).perform()
     assert numbers_of_step(p) == p.explanation.timeline().peak_step
 
@@ -217,11 +217,13 @@ def test_keys_walk_the_timeline_and_list_what_is_live(page):
     ]:  # fmt: skip
         keys(p, pressed)
         assert numbers_of_step(p) == step
-        assert f"step {step + 1} of {last + 1}" in p.one("#chart").get_attribute("aria-valuetext")
+        assert f"operation {step + 1} of {last + 1}" in p.one("#chart").get_attribute(
+            "aria-valuetext"
+        )
     keys(p, Keys.HOME, Keys.ENTER)
     live = p.explanation.live_at(0)
     assert p.one("#count").text.startswith(f"{len(live)} values in ")
-    assert p.texts("#kinds .step") == ["live at step 1 ✕"]
+    assert p.texts("#kinds .step") == ["live at operation 1 ✕"]
     keys(p, Keys.ESCAPE)
     assert p.one("#count").text.startswith(f"{len(p.explanation.values)} values in ")
 
@@ -281,7 +283,7 @@ def test_segments_are_drawn_over_the_program(page):
         assert len(titles) == len(p.explanation.segments)
     p.run("document.getElementById('chart').focus()")
     keys(p, Keys.HOME, Keys.PAGE_UP)
-    assert p.one("#strip .about").text.startswith("block_0: forward in steps 2–13, saves ")
+    assert p.one("#strip .about").text.startswith("block_0: forward in operations 2–13, saves ")
     assert len(p.texts("#strip .on")) == 2
 
 
@@ -328,7 +330,7 @@ def test_groups_open_by_keys_and_keep_the_focus(page):
     focused = p.driver.switch_to.active_element
     assert focused.get_attribute("aria-expanded") == "true"
     assert len(p.texts("tr.child")) == 16
-    assert "steps " in p.texts("tr.child")[0] and "needed by" in p.texts("tr.child")[0]
+    assert "operations " in p.texts("tr.child")[0] and "needed by" in p.texts("tr.child")[0]
     keys(p, Keys.SPACE)
     assert not p.texts("tr.child")
 

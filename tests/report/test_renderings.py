@@ -75,7 +75,7 @@ def harmless(explanation: Explanation) -> Explanation:
         if isinstance(item, tuple):
             return tuple(clean(part) for part in item)
         if dataclasses.is_dataclass(item):
-            words = {"kind", "phase", "severity"}
+            words = {"kind", "phase", "severity", "action"}
             changes = {
                 f.name: clean(getattr(item, f.name))
                 for f in dataclasses.fields(item)
@@ -192,7 +192,7 @@ def unpacked(column, then):
 def test_text_says_the_headline_findings_peak_and_groups():
     said = " ".join(EXPLANATION.to_text(width=200).split())
     for part in (
-        "Peak ", " predicted, ", " compiled", "policy_matched_nothing", "→ Write 'attn_out'",
+        "Peak ", " predicted, ", " compiled", "→ Write 'attn_out'",
         "4 × decoder/block_0…3/mlp/gelu", "The peak of ", "block_3", "this plan (this one)",
     ):  # fmt: skip
         assert part in said, part
@@ -352,26 +352,59 @@ def test_a_notebook_shows_the_picture_before_the_tables_with_axes_phases_and_the
     assert {"forward", "backward"} <= set(re.findall(r"<title>(\w+)</title>", drawn))
 
 
-def test_a_comparison_draws_both_steps_and_sorts_changes_by_bytes():
-    other = dataclasses.replace(
-        EXPLANATION,
-        title="other",
-        values=tuple(
-            dataclasses.replace(v, kind="recomputed") if v.kind == "saved" else v
-            for v in EXPLANATION.values
-        ),
+def recomputing() -> Explanation:
+    """The sample with everything recomputed that was saved."""
+    values = tuple(
+        dataclasses.replace(v, kind="recomputed") if v.kind == "saved" else v
+        for v in EXPLANATION.values
     )
-    change = EXPLANATION.diff(other)
+    return dataclasses.replace(EXPLANATION, title="other", values=values)
+
+
+def test_a_comparison_draws_both_steps_and_sorts_changes_by_bytes():
+    change = EXPLANATION.diff(recomputing())
     page = change.to_html()
     assert page.count('fill="none" stroke=') == 2
     legend = page.partition("</svg>")[2]
     assert f"before: {EXPLANATION.title}" in legend and "after: other" in legend
-    sizes = [new.n_bytes for _, new in change.changed]
     assert max(n for _, n in change.curve_before) == EXPLANATION.timeline().peak_bytes
-    text = change.to_text(width=200)
-    rows = [row for row in text.splitlines() if "saved → recomputed" in row]
+    first = change.to_text(width=200).partition("What changed")[2].partition("Before:")[0]
+    rows = [row for row in first.splitlines() if "saved → recomputed" in row]
     shown = [units.parse_bytes(row.split("recomputed")[1].split("  ")[1].strip()) for row in rows]
-    assert sizes and shown == sorted(shown, reverse=True)
+    assert shown and shown == sorted(shown, reverse=True)
+
+
+def test_a_comparison_names_what_changed_before_its_picture():
+    largest = max((v for v in EXPLANATION.values if v.kind == "saved"), key=lambda v: v.n_bytes)
+    page = EXPLANATION.diff(recomputing()).to_html()
+    before = page.partition("<svg")[0]
+    assert "What changed" in before and "saved → recomputed" in before
+    assert largest.source in before and largest.aval in before
+    assert "The largest change:" in before and "are saved for the backward pass" in before
+
+
+def test_values_of_another_size_are_said_to_grow_or_shrink():
+    half = tuple(
+        dataclasses.replace(v, n_bytes=v.n_bytes // 2, aval=f"half of {v.aval}")
+        for v in EXPLANATION.values
+    )
+    smaller = dataclasses.replace(EXPLANATION, values=half)
+    for change, word in (
+        (EXPLANATION.diff(smaller), "shrank"),
+        (smaller.diff(EXPLANATION), "grew"),
+    ):
+        said = change.to_text(width=240).partition("What changed")[2].partition("Before:")[0]
+        assert re.search(rf"^\w+, {word} ", said, re.MULTILINE)
+        assert "gone" not in said and "new" not in said
+        assert "half of " in said and " → " in said
+
+
+def test_codes_of_findings_are_for_programs():
+    (finding, *_) = EXPLANATION.findings
+    for text in (EXPLANATION.to_text(), EXPLANATION.to_markdown(), EXPLANATION._repr_html_()):
+        assert finding.code not in text
+    assert finding.code not in EXPLANATION.to_html().partition('id="data"')[0]
+    assert finding.code in EXPLANATION.to_json()
 
 
 def test_a_comparison_says_where_the_peaks_are_and_what_can_be_done_about_the_second():

@@ -41,6 +41,7 @@ from remat.cli.rendering import (
     say_written,
     show,
     width,
+    with_points,
     write_page,
 )
 from remat.cli.subject import Subject, load_subject
@@ -227,7 +228,7 @@ def report(
                     subject, policy=policy, target=target, status=f"compiling with {name}"
                 )
                 points.append(point_of_explanation(under, f"whole loss {name}"))
-    files.write_text(html, dataclasses.replace(made, pareto=tuple(points)).to_html(), ReportError)
+    files.write_text(html, with_points(made, points).to_html(), ReportError)
     say(printable(f"wrote {html}"))
 
 

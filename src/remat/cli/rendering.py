@@ -22,10 +22,10 @@ from remat.errors import ReportError
 from remat.planner.plan_file import Plan
 from remat.printing import printable
 from remat.program.devices import Device
-from remat.report.document import Block, Heading
+from remat.report.document import Block, Heading, Paragraph
 from remat.report.explanation import Explanation
 from remat.report.model import ParetoPoint
-from remat.report.outline import values_table
+from remat.report.outline import decisions_table, percent, plan_in_words
 from remat.report.text import to_text
 
 _FEW_LINES = 6  # rows of a table on one screen
@@ -101,17 +101,15 @@ def color() -> bool:
 
 
 def decisions_as_text(explanation: Explanation) -> str:
-    """Return what a planned step saves and recomputes, as tables of the largest groups."""
-    blocks: list[Block] = []
-    for kind, title in (
-        ("saved", "Saved from the forward to the backward pass"),
-        ("offloaded", "Kept in the host's memory"),
-        ("recomputed", "Recomputed in the backward pass"),
-    ):
-        values = tuple(v for v in explanation.values if v.kind == kind)
-        if values:
-            blocks += [Heading(title), values_table(values, _FEW_LINES)]
-    return to_text(blocks, width=width(), color=color()) if blocks else ""
+    """Return what a plan recomputes, offloads and keeps, as a table of the largest groups."""
+    if not explanation.decisions:
+        return ""
+    blocks: list[Block] = [
+        Heading("What the plan does"),
+        Paragraph(plan_in_words(explanation)),
+        decisions_table(explanation, _FEW_LINES),
+    ]
+    return to_text(blocks, width=width(), color=color())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -149,6 +147,28 @@ def point_of_explanation(
         verified=totals.compiled is not None,
         chosen=chosen,
     )
+
+
+def with_points(explanation: Explanation, points: Sequence[ParetoPoint]) -> Explanation:
+    """Return an explanation with the plans to choose from.
+
+    Where one of them has a lower peak than the plan that the step follows, it is what to try next.
+    """
+    chosen = next(point for point in points if point.chosen)
+    lower = [p for p in points if p.verified and p.peak_bytes < chosen.peak_bytes]
+    findings = explanation.findings
+    if lower:
+        best = max(lower, key=lambda p: p.peak_bytes)
+        step = (
+            f"For a lower peak take another of the plans below: {best.label} has "
+            f"{units.format_bytes(best.peak_bytes)}, for {percent(best.extra_flops_share)} more FLOPs than "
+            "without rematerialization."
+        )
+        findings = tuple(
+            dataclasses.replace(f, next_step=step) if f.code == "follows_plan" else f
+            for f in findings
+        )
+    return dataclasses.replace(explanation, pareto=tuple(points), findings=findings)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ In the order in which data flows:
     phases      its program, with the forward, recomputed, backward and update phases told apart
     account     the values that are written, their lifetimes and kinds, the timeline
     hlo         what the compiled program holds at its peak
+    decisions   what a plan recomputes, offloads and keeps
     difference  why the prediction and the compiler differ
     regions     what policies and regions did, as facts
     findings    what the reader should know, with the next step to take

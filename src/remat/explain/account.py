@@ -29,15 +29,15 @@ from remat.explain.phases import (
     is_view,
     merged,
     parts,
-    phased_program,
 )
+from remat.explain.runs import Run, operands_of, program_of, run_of
 from remat.explain.sources import source_of
 from remat.ir import jaxprs
 from remat.ir.flops import flops_of
-from remat.program.from_jaxpr import body_peak_bytes
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Op, Program
 from remat.report.model import Kind, Phase, Segment, Step, Value
+from remat.report.outline import own_function
 from remat.solvers.simulate import no_remat
 
 # The scopes that rematerialization leaves, and those of `jnp.einsum`: its subscripts.
@@ -101,30 +101,6 @@ def path_of(op: Op) -> str:
     return "/".join(name for name in op.path.split("/") if not _JAX_SCOPE.fullmatch(name))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Run:
-    """What a loop or branch runs.
-
-    Args:
-      name, length, reverse: as in `Body`.
-      jaxpr: of one iteration.
-      first_carry, n_carry: which of its inputs the iteration before hands on.
-      first_slice: the first of its inputs that is a slice of a stack.
-      skipped: how many operands of the equation come before those of the jaxpr.
-      returns: whether its results are those of the equation.
-    """
-
-    name: str
-    jaxpr: _jax.Jaxpr
-    length: int = 1
-    reverse: bool = False
-    first_carry: int = 0
-    n_carry: int = 0
-    first_slice: int = 10**9
-    skipped: int = 0
-    returns: bool = True
-
-
 @dataclasses.dataclass
 class _Use:
     """A written value: where it is computed and used."""
@@ -149,7 +125,13 @@ class _Accounting:
         self.price = price
         self.program = sides.program
         self.duplicates = duplicates
-        self.fused: Fused = fuse(self.program, price, lambda _: True, duplicates=duplicates)
+        self.fused: Fused = fuse(
+            self.program,
+            price,
+            lambda _: True,
+            duplicates=duplicates,
+            alone=lambda i: jaxprs.has_body(sides.eqns[i]),
+        )
         ops = self.program.ops
         self.producer = {v: i for i, op in enumerate(ops) for v in op.results}
         self.kernels = [node.id for node in self.fused.graph.nodes if node.id < len(ops)]
@@ -452,7 +434,9 @@ class _Accounting:
 
     def _bodies(self, most_equations: int) -> dict[int, Body]:
         """Return what loops and branches run, by kernel."""
-        runs = {kernel: run for kernel in self.kernels if (run := self._run_of(kernel)) is not None}
+        ops, eqns = self.program.ops, self.sides.eqns
+        of_kernels = {kernel: run_of(ops[kernel], eqns[kernel]) for kernel in self.kernels}
+        runs = {kernel: run for kernel, run in of_kernels.items() if run is not None}
         n_equations = sum(sum(1 for _ in jaxprs.equations(run.jaxpr)) for run in runs.values())
         most_blocks = max(1, most_equations // max(1, n_equations))
         found = {}
@@ -463,46 +447,10 @@ class _Accounting:
                 found[kernel] = body
         return found
 
-    def _run_of(self, kernel: int) -> _Run | None:
-        op, eqn = self.program.ops[kernel], self.sides.eqns[kernel]
-        if eqn.primitive.name == "scan":
-            n_consts, n_carry = _jax.scan_arity(eqn)
-            return _Run(
-                "iteration", _jax.open_jaxpr(eqn.params["jaxpr"]), eqn.params["length"],
-                bool(eqn.params["reverse"]), n_consts, n_carry, n_consts + n_carry,
-            )  # fmt: skip
-        if eqn.primitive.name == "while":
-            n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-            return _Run(
-                "an iteration of a while loop", _jax.open_jaxpr(eqn.params["body_jaxpr"]),
-                first_carry=n_body, n_carry=len(eqn.outvars), skipped=n_cond,
-            )  # fmt: skip
-        if eqn.primitive.name == "cond":
-            branches = [_jax.open_jaxpr(branch) for branch in eqn.params["branches"]]
-            sizes = [(body_peak_bytes(b), sum(map(flops_of, b.eqns))) for b in branches]
-            largest = sizes.index(max(sizes))
-            name = f"branch {largest + 1} of {len(branches)}, the largest"
-            return _Run(name, branches[largest], skipped=1)
-        if op.workspace_bytes and jaxprs.has_body(eqn):
-            bodies = [_jax.open_jaxpr(body) for body in jaxprs.bodies_of(eqn)]
-            largest_body = max(bodies, key=body_peak_bytes)
-            return _Run(f"the body of {eqn.primitive.name}", largest_body, returns=False)
-        return None
-
-    def _body(self, kernel: int, run: _Run, blocks: tuple[int, ...], most_equations: int) -> Body:
-        op, eqn = self.program.ops[kernel], self.sides.eqns[kernel]
-        shards = [1] * len(run.jaxpr.invars)
-        at_operand: dict[int, int] = {}  # input of the body -> operand of the operation
-        operand = 0
-        for number, v in enumerate(eqn.invars):
-            at = number - run.skipped
-            if _jax.is_var(v):
-                if 0 <= at < len(shards):
-                    at_operand[at] = operand
-                    shards[at] = self.sides.shards[op.operands[operand]]
-                operand += 1
-        phase = self.sides.phases[kernel]
-        sides = phased_program(run.jaxpr, shards, path=op.path, within=phase)
+    def _body(self, kernel: int, run: Run, blocks: tuple[int, ...], most_equations: int) -> Body:
+        eqn = self.sides.eqns[kernel]
+        at_operand = operands_of(run, eqn)
+        sides = program_of(run, self.sides, kernel)
         inner = _Accounting(sides, self.price, True, most_equations)
         results, born = inner.results(run) if run.returns else ((), ())
         reads = {
@@ -527,7 +475,7 @@ class _Accounting:
             run.n_carry if run.name == "iteration" else len(results), reads,
         )  # fmt: skip
 
-    def results(self, run: _Run) -> tuple[tuple[Origin | None, ...], tuple[int, ...]]:
+    def results(self, run: Run) -> tuple[tuple[Origin | None, ...], tuple[int, ...]]:
         """Return for each result of a body where it comes from, and the step that computes it."""
         outputs = iter(zip(self.program.outputs, self.roots))
         ids = [next(outputs) if _jax.is_var(v) else (-1, None) for v in run.jaxpr.outvars]
@@ -624,7 +572,10 @@ class _Accounting:
     def _segments_from(self, kernels: dict[int, int]) -> list[Segment]:
         sides = self.sides
         made = []
+        again = {n for n, p in zip(sides.regions, sides.phases) if p == "recompute"}
         for number, region in enumerate(sides.all_regions):
+            if number not in again:  # recomputes nothing
+                continue
             ours = [
                 self.step_of[k]
                 for k, n in kernels.items()
@@ -637,8 +588,13 @@ class _Accounting:
                     if v in self.uses and sides.phases[self.producer[v]] == "forward"
                 ][-1:]
             if ours:
+                again_at = next(
+                    eqn for eqn, n, p in zip(sides.eqns, sides.regions, sides.phases)
+                    if n == number and p == "recompute"
+                )  # fmt: skip
+                name = region_label(region.path, own_function(source_of(again_at)), number)
                 made.append(Segment(
-                    number, region_label(region.path, number), min(ours), max(ours),
+                    number, name, min(ours), max(ours),
                     self.saved_by(number), self.again_by(number),
                 ))  # fmt: skip
         return made + self._loops(len(sides.all_regions))
@@ -654,9 +610,11 @@ class _Accounting:
                 born = [self.uses[v].born for v in read if v in self.uses]
                 saved = sum(self.program.bytes[v] for v in dict.fromkeys(read))
                 if born:
+                    name = region_label(
+                        path_of(op), own_function(source_of(eqn)), number + len(made)
+                    )
                     made.append(Segment(
-                        number + len(made), region_label(path_of(op), number + len(made)),
-                        min(born), max(born), saved, float(again),
+                        number + len(made), name, min(born), max(born), saved, float(again),
                     ))  # fmt: skip
         return made
 
@@ -762,9 +720,10 @@ def label(op: Op) -> str:
     return f"{path}: {what}" if path else what
 
 
-def region_label(path: str, number: int) -> str:
-    names = [n for n in path.split("/") if n and n not in ("rematted_computation", "checkpoint")]
-    return "/".join(names) or f"region {number}"
+def region_label(path: str, function: str, number: int) -> str:
+    """Return what a region is called: its modules, or else the function that it is in."""
+    names = [name for name in path.split("/") if name and not _JAX_SCOPE.fullmatch(name)]
+    return "/".join(names) or function or f"region {number}"
 
 
 def _consumer(op: Op, eqn: _jax.JaxprEqn) -> str:

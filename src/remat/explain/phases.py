@@ -142,7 +142,7 @@ def phased_program(
         reader.ids[v] = reader.ids[outer]
     reader.write(live, path)
     program = without_dead(reader.program(live.outvars))
-    notes = [reader.notes[op.results] for op in program.ops]
+    notes = _with_repetitions(program, [reader.notes[op.results] for op in program.ops], reader)
     phases = _phases(program, notes)
     return PhasedProgram(
         program,
@@ -225,7 +225,8 @@ class _Reader(ProgramWriter):
         if is_region(eqn) and outer.region == -1:
             operands = tuple(self.ids[v] for v in eqn.invars if _jax.is_var(v))
             self.regions.append(Region(eqn, path, operands))
-            self._where = _Where(region=len(self.regions) - 1, transposed=True)
+            transposed = outer.transposed or not _is_fence(eqn)
+            self._where = _Where(region=len(self.regions) - 1, transposed=transposed)
             if eqn.params.get("cotangents"):
                 self._cotangents = (body, eqn.params["cotangents"])
         given = {v: str(x) for v, x in zip(body.invars, eqn.invars) if not _jax.is_var(x)}
@@ -253,10 +254,12 @@ class _Reader(ProgramWriter):
             # The name stacks of a planned region's operations repeat the scopes around the region.
             op = self.ops[-1] = dataclasses.replace(op, path="/".join(names[len(names) // 2 :]))
         derived = any(v in self._derived for v in op.operands)
-        known = self.regions[where.region].eqn.params if where.region != -1 else {}
+        around = self.regions[where.region].eqn if where.region != -1 else None
         phase: Phase
-        if where.region != -1:
-            again = not derived if known.get("cotangents") else where.again
+        if where.again:
+            phase = "recompute"
+        elif around is not None and not _is_fence(around):
+            again = not derived if around.params.get("cotangents") else False
             phase = "recompute" if again else "backward"
         elif where.transposed:
             phase = "backward"
@@ -266,6 +269,22 @@ class _Reader(ProgramWriter):
             self._derived.update(op.results)
         eqn = _jax.with_lines_of(eqn, self._callers)
         self.notes[op.results] = _Note(phase, where.region, eqn)
+
+
+def _with_repetitions(program: Program, notes: Sequence[_Note], reader: _Reader) -> Sequence[_Note]:
+    """Return the notes with operations as recomputed that a plan repeats in the backward pass."""
+    first: set[tuple[str, str, tuple[str, ...]]] = set()
+    fences = {i for i, region in enumerate(reader.regions) if _is_fence(region.eqn)}
+    found = list(notes)
+    is_backward = False
+    for i, (op, note) in enumerate(zip(program.ops, notes)):
+        is_backward |= note.phase == "backward"
+        if note.phase == "forward":
+            key = (op.name, op.source, tuple(program.types[v] for v in op.results))
+            if is_backward and note.region in fences and key in first:
+                found[i] = dataclasses.replace(note, phase="recompute")
+            first.add(key)
+    return found
 
 
 def _phases(program: Program, notes: Sequence[_Note]) -> tuple[Phase, ...]:
@@ -288,8 +307,19 @@ def is_region(eqn: _jax.JaxprEqn) -> bool:
     return eqn.primitive.name in _REGIONS and bool(eqn.params.get("differentiated"))
 
 
+def _is_fence(eqn: _jax.JaxprEqn) -> bool:
+    """Return whether an equation only keeps a compiler from mixing its body with what is around it.
+
+    Plans make such equations, of the forward pass too; a backward half says which operands are cotangents.
+    """
+    flags = eqn.params.get("cotangents")
+    return is_region(eqn) and flags is not None and not any(flags)
+
+
 def parts(eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
     """Return the equations of a region's body: those that recompute, and those on cotangents."""
+    if _is_fence(eqn):
+        return [], list(body.eqns)
     flags = eqn.params.get("cotangents")
     derived = {v for v, flag in zip(body.invars, flags or ()) if flag}
     again: list[_jax.JaxprEqn] = []

@@ -22,16 +22,17 @@ import jaxlib
 from remat import _jax
 from remat.aliases import PyTree
 from remat.explain.account import Account, account_of
+from remat.explain.decisions import decisions_of
 from remat.explain.difference import difference
 from remat.explain.findings import Facts, Followed, findings_of
-from remat.explain.phases import phased_program
+from remat.explain.phases import PhasedProgram, phased_program
 from remat.explain.regions import inlined
-from remat.explain.step import TracedStep, traced_step
+from remat.explain.step import TracedStep, traced_step, unplanned_step
 from remat.ir.jaxprs import applies
 from remat.program import compiled as compiling, targets
 from remat.program.costs import Roofline
 from remat.report.explanation import Explanation
-from remat.report.model import Memory, Totals
+from remat.report.model import Decision, Memory, Totals
 from remat.report.timeline import predicted_memory
 
 _jax.exclude_from_tracebacks(__file__)
@@ -49,22 +50,19 @@ def explanation_of(
     step = traced_step(f, tuple(args), dict(kwargs), on)
     plan = _plan_followed_by(f, args, kwargs)
     sides = phased_program(step.jaxpr, step.shards)
-    account = account_of(
-        sides,
-        step.names,
-        step.donated,
-        Roofline(on.device).seconds,
-        results_from_start=on.platform != "tpu",
-        duplicates=on.platform != "cpu",
-    )
+    account = _account(step, sides, on)
     predicted = predicted_memory(account.values, account.steps, alias_bytes=account.alias_bytes)
     program = compiling.compile_plainly(step.lower(), on) if compile else None
     refused = program if isinstance(program, compiling.OutOfMemory) else None
     memory = None
     if program is not None and refused is None:
         memory = _memory(compiling.memory_of(program, on))
+    decisions: tuple[Decision, ...] = ()
     if plan is not None:
         account = _with_costs_of(plan, account)
+        without = unplanned_step(f, tuple(args), dict(kwargs), on)
+        of_step = _account(without, phased_program(without.jaxpr, without.shards), on)
+        decisions = decisions_of(of_step, account)
     facts = Facts(
         step,
         sides,
@@ -88,6 +86,7 @@ def explanation_of(
         steps=account.steps,
         segments=account.segments,
         findings=findings,
+        decisions=decisions,
         totals=Totals(
             predicted=predicted,
             compiled=memory,
@@ -101,6 +100,17 @@ def explanation_of(
             time_s=account.time_s,
             recompute_time_s=min(account.recompute_time_s, account.time_s),
         ),
+    )
+
+
+def _account(step: TracedStep, sides: PhasedProgram, on: targets.Target) -> Account:
+    return account_of(
+        sides,
+        step.names,
+        step.donated,
+        Roofline(on.device).seconds,
+        results_from_start=on.platform != "tpu",
+        duplicates=on.platform != "cpu",
     )
 
 

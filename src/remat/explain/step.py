@@ -88,6 +88,15 @@ def traced_step(
     return _made(title, known, traced, of_step, consts, jaxpr, kept, tuple(marked))
 
 
+def unplanned_step(
+    f: Callable, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], target: Target
+) -> TracedStep:
+    """Return what `remat.fit` or an adapter's `fit` returned as the step that it was given."""
+    f, args, kwargs = of_arrays(f, args, kwargs)
+    fun, options = getattr(f, "unplanned", (f, {}))
+    return traced_step(jax.jit(fun, **options), args, kwargs, target)
+
+
 class _Arguments:
     """A function's arguments, separated into static ones and inputs of the program."""
 

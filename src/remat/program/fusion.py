@@ -87,6 +87,7 @@ def fuse(
     into_products: bool = False,
     apart: bool = False,
     partial_sums: int | None = None,
+    alone: Callable[[int], bool] = lambda _: False,
 ) -> Fused:
     """Return the graph of the values that a program's kernels write.
 
@@ -104,9 +105,11 @@ def fuse(
       apart: whether results of one operation that different kernels read are nodes of their own.
       partial_sums: partial sums are written where the terms of a sum take at least so many bytes; None
         for nowhere.
+      alone: which operations, by number, are nodes of their own even if the next kernel writes in the
+        place of their results.
     """
     fusion = _Fusion(program, price, may_repeat, duplicates, into_products, partial_sums)
-    return fusion.result(reuses, apart)
+    return fusion.result(reuses, apart, alone)
 
 
 def seconds_of_kernels(op: Op, flops: float, moved: float, price: Price) -> float:
@@ -331,11 +334,13 @@ class _Fusion:
         """Return the operations whose results or memory these values are."""
         return {i for v in values for i in (self.producer[v], self.buffer.get(v)) if i is not None}
 
-    def result(self, reuses: Callable[[int], bool], apart: bool) -> Fused:
+    def result(
+        self, reuses: Callable[[int], bool], apart: bool, alone: Callable[[int], bool]
+    ) -> Fused:
         ops = self.program.ops
         self.sources = {i: self._sources(values) for i, (values, _) in self.reads.items()}
         nodes = {i: _Group([i], set(sources)) for i, sources in self.sources.items()}
-        into = _merge(self, nodes)
+        into = _merge(self, nodes, alone)
         seconds: dict[int, float] = {}
         members: dict[int, tuple[int, ...]] = {}
         graph_nodes: list[Node] = []
@@ -477,7 +482,9 @@ class _Group:
     deps: set[int]
 
 
-def _merge(fusion: _Fusion, nodes: dict[int, _Group]) -> dict[int, int]:
+def _merge(
+    fusion: _Fusion, nodes: dict[int, _Group], alone: Callable[[int], bool]
+) -> dict[int, int]:
     """Merge values into the one kernel that reads them and may write in their place."""
     ops = fusion.program.ops
     users: dict[int, set[int]] = {i: set() for i in nodes}
@@ -496,7 +503,7 @@ def _merge(fusion: _Fusion, nodes: dict[int, _Group]) -> dict[int, int]:
                     and d not in fusion.partial_sums
                     and _adjacent(nodes, d, end, inner)
                     and all(users[c] == {end} for c in inner)
-                    and all(_goes_with(fusion, c, end) for c in (d, *inner))
+                    and all(_goes_with(fusion, c, end) and not alone(c) for c in (d, *inner))
                     and all(ops[c].fusion is Fusion.REDUCE for c in inner)
                     and 2 * fusion.size[d] > fusion.size[end]
                     and (fusion.size[d] <= 2 * fusion.size[end])

@@ -23,6 +23,7 @@ from remat.report.groups import Group as Group, groups as groups
 from remat.report.model import (
     KINDS as KINDS,
     PHASES as PHASES,
+    Decision as Decision,
     ExplanationData as ExplanationData,
     Finding as Finding,
     Memory as Memory,
@@ -42,6 +43,7 @@ from remat.report.timeline import (
 __all__ = [
     "KINDS",
     "PHASES",
+    "Decision",
     "Difference",
     "Explanation",
     "ExplanationData",

@@ -17,7 +17,7 @@ from remat.printing import printable
 from remat.report import codec
 from remat.report.document import Block, Curves, Heading, Paragraph, Table
 from remat.report.fragment import to_fragment, to_page
-from remat.report.groups import groups
+from remat.report.groups import Group, groups
 from remat.report.markdown import to_markdown
 from remat.report.model import ExplanationData, Finding, Totals, Value
 from remat.report.outline import (
@@ -26,6 +26,7 @@ from remat.report.outline import (
     notes,
     peak_in_words,
     percent,
+    places_of,
     signed_bytes,
     values_table,
 )
@@ -40,6 +41,7 @@ _TOTALS = {
     "time_s": "time, predicted",
     "recompute_time_s": "recomputation time",
 }
+_FIRST_CHANGES = 12  # rows of the table of changes above the picture; all stand below
 _MOST_POINTS = 300  # corners of each curve; more draw it finer
 
 
@@ -202,16 +204,20 @@ def _blocks(d: Difference, most: int, *, brief: bool = False) -> list[Block]:
     blocks: list[Block] = [Heading(f"{d.before} → {d.after}", 1)]
     if not d:
         return [*blocks, Paragraph("Nothing differs.")]
-    n_values = len(d.appeared) + len(d.vanished) + len(d.changed)
-    said = f"{counted(n_values, 'value')} differ; the bytes saved change by {signed_bytes(d.saved_bytes)}."
-    blocks += [Paragraph(said), _totals_table(d.totals_before, d.totals_after, brief=brief)]
+    changes = _changes(d)
+    blocks += [Paragraph(_in_words(d, changes))]
+    if changes:
+        blocks += [Heading("What changed"), _changes_table(changes, min(most, _FIRST_CHANGES))]
     if d.curve_before and d.curve_after:
         names = f"before: {d.before}", f"after: {d.after}"
         blocks.append(Curves(names, (d.curve_before, d.curve_after)))
     if not brief:
         peaks = (("Before", d.peak_before), ("After", d.peak_after))
         blocks += [Paragraph(f"{name}: {said}") for name, said in peaks if said]
-        blocks += notes(d.findings)
+        blocks += [Heading("Findings on the step after"), *notes(d.findings)] if d.findings else []
+    blocks += [Heading("Totals"), _totals_table(d.totals_before, d.totals_after, brief=brief)]
+    if brief:
+        return blocks
     parts = [
         ("Changed kind", [old for old, _ in d.changed], _changed_table(d, most)),
         ("New", d.appeared, values_table(d.appeared, most)),
@@ -221,6 +227,84 @@ def _blocks(d: Difference, most: int, *, brief: bool = False) -> list[Block]:
         if values:
             blocks += [Heading(f"{title}: {counted(len(values), 'value')}"), table]
     return blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    """What happened to a group of values: in words, by how many bytes, and the group."""
+
+    what: str
+    n_bytes: int
+    group: Group
+    aval: str
+
+
+def _changes(d: Difference) -> list[_Change]:
+    """Return what changed by groups, the most bytes first."""
+    by_kinds: dict[tuple[str, str], list[Value]] = {}
+    for old, new in d.changed:
+        by_kinds.setdefault((old.kind, new.kind), []).append(old)
+    found = [
+        _Change(f"{old} → {new}", group.n_bytes, group, group.aval)
+        for (old, new), values in by_kinds.items()
+        for group in groups(values)
+    ]
+    gone: dict[tuple[str, ...], list[Group]] = {}
+    for group in groups(d.vanished):
+        gone.setdefault((group.kind, group.called, group.source), []).append(group)
+    for group in groups(d.appeared):
+        before = gone.get((group.kind, group.called, group.source))
+        if before:  # the same value in another size
+            old_group = before.pop(0)
+            by = group.n_bytes - old_group.n_bytes
+            what = f"{group.kind}, {'grew' if by > 0 else 'shrank' if by < 0 else 'another shape'}"
+            aval = f"{old_group.aval} → {group.aval}"
+            found.append(_Change(what, by, group, aval))
+        else:
+            found.append(_Change(f"new: {group.kind}", group.n_bytes, group, group.aval))
+    for left in gone.values():
+        found += [_Change(f"gone: {g.kind}", -g.n_bytes, g, g.aval) for g in left]
+    return sorted(found, key=lambda change: -abs(change.n_bytes))
+
+
+def _in_words(d: Difference, changes: list[_Change]) -> str:
+    """Return the change of the peak and of what is saved, and the largest change, in sentences."""
+    before, after = d.totals_before, d.totals_after
+    both = before.compiled is not None and after.compiled is not None
+    old = before.compiled if both and before.compiled else before.predicted
+    new = after.compiled if both and after.compiled else after.predicted
+    by = new.peak_bytes - old.peak_bytes
+    verb = "rises" if by > 0 else "falls"
+    said = (
+        f"The peak {verb} from {format_bytes(old.peak_bytes)} to {format_bytes(new.peak_bytes)} "
+        f"({signed_bytes(by)}, {'compiled' if both else 'predicted'})"
+        if by
+        else f"The peak stays at {format_bytes(old.peak_bytes)}"
+    )
+    if d.saved_bytes:
+        less = "more" if d.saved_bytes > 0 else "less"
+        said += f"; {format_bytes(abs(d.saved_bytes))} {less} are saved for the backward pass"
+    said += "."
+    if changes:
+        first = changes[0]
+        where = f", {first.group.source}" if first.group.source else ""
+        said += (
+            f" The largest change: {first.group.what}{where}, {first.what} "
+            f"({format_bytes(abs(first.n_bytes))})."
+        )
+    return said
+
+
+def _changes_table(changes: list[_Change], most: int) -> Table:
+    rows: list[tuple[str, ...]] = []
+    for change in changes[:most]:
+        is_moved = "→" in change.what
+        n_bytes = format_bytes(change.n_bytes) if is_moved else signed_bytes(change.n_bytes)
+        source = places_of(change.group.source)
+        rows.append((change.what, n_bytes, change.group.what, change.aval, source))
+    if len(changes) > most:
+        rows.append(("…", "", f"{len(changes) - most} smaller changes", "", ""))
+    return Table(("change", "bytes", "value", "type", "source"), tuple(rows), (1,))
 
 
 def _totals_table(before: Totals, after: Totals, *, brief: bool = False) -> Table:

@@ -33,10 +33,9 @@ class Paragraph:
 
 @dataclasses.dataclass(frozen=True)
 class Note:
-    """A finding: how bad, its code, what was found, and what to do."""
+    """A finding: how bad, what was found, and what to do."""
 
     severity: Severity
-    code: str
     text: str
     next_step: str
 

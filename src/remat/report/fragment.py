@@ -95,10 +95,8 @@ def _drawn(block: Block) -> str:
             return f"<h{level}>{user_text(text)}</h{level}>"
         case doc.Paragraph(text):
             return f"<p>{user_text(text)}</p>"
-        case doc.Note(severity, code, text, next_step):
-            said = (
-                f"<b>{severity}</b> {user_text(text)} <small><code>{user_text(code)}</code></small>"
-            )
+        case doc.Note(severity, text, next_step):
+            said = f"<b>{severity}</b> {user_text(text)}"
             said += f"<br>→ {user_text(next_step)}" if next_step else ""
             return (
                 f'<div class="note" style="border-color:{_SEVERITY_COLORS[severity]}">{said}</div>'
@@ -146,7 +144,8 @@ def _chart(chart: Chart) -> str:
             )
             drawn.append(f'<path fill="{COLORS[kind]}" d="M0 {_HEIGHT}{corners}V{_HEIGHT}Z"/>')
             swatch = f'<i class="c" style="background:{COLORS[kind]}"></i>'
-            legend.insert(0, f"<span>{swatch}{kind} {format_bytes(int(own.max()))}</span>")
+            name = "reserved by loops" if kind == "reserved" else kind
+            legend.insert(0, f"<span>{swatch}{name} {format_bytes(int(own.max()))}</span>")
     first = 0
     for phase, run in itertools.groupby(step.phase for step in chart.steps):
         after = first + len(list(run))
@@ -166,15 +165,15 @@ def _chart(chart: Chart) -> str:
     end = (
         f"{format_seconds(float(edges[-1]))} (predicted)"
         if is_timed
-        else f"step {len(chart.steps)}"
+        else f"operation {len(chart.steps)}"
     )
-    said = f"live bytes over {len(chart.steps)} steps, at most {format_bytes(line.peak_bytes)}"
+    said = f"live bytes over {len(chart.steps)} operations, at most {format_bytes(line.peak_bytes)}"
     legend += [
         f'<span><i class="c" style="background:{PHASE_COLORS[phase]}"></i>{phase}</span>'
         for phase in dict.fromkeys(step.phase for step in chart.steps)
     ]
     return (
-        _plot("".join(drawn), top, "0 s" if is_timed else "step 1", end, said)
+        _plot("".join(drawn), top, "0 s" if is_timed else "operation 1", end, said)
         + f'<div class="legend">{" ".join(legend)} (bytes: the most of each kind)</div>'
     )
 

@@ -21,8 +21,24 @@ from importlib import resources
 
 from remat.printing import printable
 from remat.report.fragment import user_text
-from remat.report.model import SEVERITIES, ExplanationData, ParetoPoint, Totals
-from remat.report.outline import memory_rows, percent, place_of, setting, signed_bytes
+from remat.report.model import (
+    ACTIONS,
+    SEVERITIES,
+    Decision,
+    ExplanationData,
+    ParetoPoint,
+    Totals,
+)
+from remat.report.outline import (
+    counted,
+    decision_row,
+    memory_rows,
+    percent,
+    place_of,
+    plan_in_words,
+    setting,
+    signed_bytes,
+)
 from remat.report.payload import MOST_VALUES, payload
 from remat.report.timeline import timeline
 from remat.units import format_bytes, format_flops, format_seconds
@@ -45,6 +61,7 @@ def to_page(explanation: ExplanationData) -> str:
         "heading": user_text(title),
         "setting": user_text(setting(explanation)),
         "tiles": _tiles(explanation),
+        "decisions": _decisions(explanation),
         "findings": _findings(explanation),
         "compiled": _compiled(explanation),
         "pareto": _pareto(explanation),
@@ -89,7 +106,7 @@ def _tiles(explanation: ExplanationData) -> str:
         (
             "Saved for the backward pass",
             format_bytes(saved),
-            f"offloaded {format_bytes(offloaded)}",
+            f"offloaded {format_bytes(offloaded)}" if offloaded else "",
         ),
         ("Recomputation", *_recomputation(totals)),
         ("Step, predicted", format_seconds(totals.time_s), format_flops(totals.flops)),
@@ -121,11 +138,54 @@ def _findings(explanation: ExplanationData) -> str:
         then = f'<p class="next">{user_text(finding.next_step)}</p>' if finding.next_step else ""
         items.append(
             f'<li class="{finding.severity}"><span class="severity">{finding.severity}</span>'
-            f"<div>{user_text(finding.message)} <code>{user_text(finding.code)}</code>{then}</div></li>"
+            f"<div>{user_text(finding.message)}{then}</div></li>"
         )
     return (
         '<section aria-labelledby="findings-h"><h2 id="findings-h">Findings</h2>'
         f'<ul class="findings">{"".join(items)}</ul></section>'
+    )
+
+
+_MOST_DECISIONS = 6  # rows of each kind that are open; more stand behind a disclosure
+
+
+def _decisions(explanation: ExplanationData) -> str:
+    """Return what a plan recomputes, offloads and keeps."""
+    if not explanation.decisions:
+        return ""
+    first, rest = [], []
+    for action in ACTIONS:
+        found = [d for d in explanation.decisions if d.action == action]
+        first += found[:_MOST_DECISIONS]
+        rest += found[_MOST_DECISIONS:]
+    more = ""
+    if rest:
+        n_bytes = format_bytes(sum(d.n_bytes for d in rest))
+        n_values = counted(sum(d.count for d in rest), "smaller value")
+        summary = f'<summary class="muted">{n_values}, {n_bytes}</summary>'
+        more = f"<details>{summary}{_decision_rows(rest)}</details>"
+    return (
+        '<section aria-labelledby="decisions-h"><h2 id="decisions-h">What the plan does</h2>'
+        f'<p class="said">{user_text(plan_in_words(explanation))}</p>'
+        f"{_decision_rows(first)}{more}</section>"
+    )
+
+
+def _decision_rows(decisions: Sequence[Decision]) -> str:
+    rows = []
+    for decision in decisions:
+        action, n_bytes, value, aval, source = decision_row(decision)
+        kind = {"recompute": "recomputed", "offload": "offloaded", "keep": "saved"}[action]
+        rows.append(
+            f'<tr class="k-{kind}"><td><i class="swatch"></i>{action}</td><td class="n">{n_bytes}</td>'
+            f'<th scope="row">{user_text(value)}</th><td class="code">{user_text(aval)}</td>'
+            f"<td>{user_text(source)}</td></tr>"
+        )
+    return (
+        '<div class="scroll"><table class="plain decisions"><thead><tr><th scope="col">Plan</th>'
+        '<th scope="col" class="n">Bytes</th><th scope="col">Value</th><th scope="col">Type</th>'
+        '<th scope="col">Source</th></tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
 
 

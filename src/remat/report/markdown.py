@@ -50,8 +50,8 @@ def _drawn(block: Block) -> str:
             return f"{'#' * level} {escaped(text)}"
         case doc.Paragraph(text):
             return _AT_START.sub(_with_backslash, escaped(text))
-        case doc.Note(severity, code, text, next_step):
-            said = f"- {_SIGNS[severity]} **{severity}** {escaped(code)}: {escaped(text)}"
+        case doc.Note(severity, text, next_step):
+            said = f"- {_SIGNS[severity]} **{severity}**: {escaped(text)}"
             return said + (f"<br>→ {escaped(next_step)}" if next_step else "")
         case doc.Table(columns, rows, numbers, _):
             rule = ["---:" if i in numbers else "---" for i in range(len(columns))]

@@ -33,10 +33,12 @@ Kind = Literal[
 ]  # in the order in which they are stacked, from below
 Phase = Literal["forward", "backward", "recompute", "update"]
 Severity = Literal["error", "warning", "info"]
+Action = Literal["recompute", "offload", "keep"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 PHASES: tuple[Phase, ...] = get_args(Phase)
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
+ACTIONS: tuple[Action, ...] = get_args(Action)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -197,6 +199,30 @@ def _extra(extra: float, whole: float) -> float:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """What a plan does with a group of values that are needed in the backward pass.
+
+    Args:
+      action: to recompute them there, to offload them, or to keep them on the device.
+      value: what the values are called.
+      aval: dtype and shape of each.
+      source: the line that computes them.
+      count: how many there are.
+      n_bytes: of all together: those that recomputation spares, or that are kept.
+      flops: of computing each of them once in the step without the plan; a plan that keeps an operand
+        takes less.
+    """
+
+    action: Action
+    value: str
+    aval: str = ""
+    source: str = ""
+    count: int = 1
+    n_bytes: int = 0
+    flops: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ParetoPoint:
     """One plan among those to choose from.
 
@@ -215,6 +241,9 @@ class ParetoPoint:
     label: str = ""
     verified: bool = False
     chosen: bool = False
+
+
+_PARTS = ("values", "steps", "segments", "findings", "pareto", "decisions")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,12 +265,13 @@ class ExplanationData:
     findings: tuple[Finding, ...] = ()
     totals: Totals = Totals()
     pareto: tuple[ParetoPoint, ...] = ()
+    decisions: tuple[Decision, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in ("versions", "values", "steps", "segments", "findings", "pareto"):
+        for field in (*_PARTS, "versions"):
             object.__setattr__(self, field, tuple(getattr(self, field)))
         _check_totals(self.totals)  # first, since the messages below contain the totals
-        for part in (self, *self.values, *self.steps, *self.segments, *self.findings, *self.pareto):
+        for part in (self, *(part for field in _PARTS for part in getattr(self, field))):
             _check_texts(part)
         _check_values(self.values, len(self.steps))
         _check_segments(self.segments, self.steps)
@@ -255,6 +285,12 @@ class ExplanationData:
             _check_whole(point.peak_bytes, where, "peak_bytes")
             _check_number(point.extra_flops_share, where, "extra_flops_share")
             _check_number(point.extra_time_s, where, "extra_time_s")
+        for decision in self.decisions:
+            where = f"decision on {decision.value!r}"
+            _check_word(decision.action, ACTIONS, where, "action")
+            _check_whole(decision.count, where, "count")
+            _check_whole(decision.n_bytes, where, "n_bytes")
+            _check_number(decision.flops, where, "flops")
 
 
 # What contradicts itself

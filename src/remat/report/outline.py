@@ -8,8 +8,10 @@ import re
 from remat.report.document import Block, Chart, Heading, Note, Paragraph, Table
 from remat.report.groups import groups
 from remat.report.model import (
+    ACTIONS,
     KINDS,
     SEVERITIES,
+    Decision,
     ExplanationData,
     Finding,
     Memory,
@@ -37,6 +39,9 @@ def outline(
     blocks: list[Block] = [Heading(explanation.title, 1)]
     blocks += [Paragraph(setting(explanation))] if setting(explanation) else []
     blocks.append(Paragraph(headline(explanation.totals, brief=brief)))
+    if explanation.decisions:
+        blocks += [Heading("What the plan does"), Paragraph(plan_in_words(explanation))]
+        blocks.append(decisions_table(explanation, min(most, 4) if brief else most))
     if picture_first and line.peak_step is not None:
         blocks.append(Chart(line, explanation.steps))
     if not brief:
@@ -64,10 +69,55 @@ def outline(
     return blocks
 
 
+def plan_in_words(explanation: ExplanationData) -> str:
+    """Return what a plan recomputes, offloads and keeps, with the bytes and the costs, in sentences."""
+    n_bytes = {
+        action: sum(d.n_bytes for d in explanation.decisions if d.action == action)
+        for action in ACTIONS
+    }
+    totals = explanation.totals
+    said = ["The plan recomputes nothing"]
+    if n_bytes["recompute"]:
+        said = [
+            f"The plan recomputes {format_bytes(n_bytes['recompute'])} in the backward pass, which the step "
+            f"would otherwise save, for {format_flops(totals.recompute_flops)} more "
+            f"(+{percent(totals.extra_flops_share)})"
+        ]
+    if n_bytes["offload"]:
+        said.append(f"moves {format_bytes(n_bytes['offload'])} to the host's memory and back")
+    said.append(f"keeps {format_bytes(n_bytes['keep'])} on the device")
+    return f"{', '.join(said[:-1])}{',' if len(said) > 2 else ''} and {said[-1]}."
+
+
+def decisions_table(explanation: ExplanationData, most: int) -> Table:
+    """Return the table of what a plan decides: of each kind of decision the largest groups."""
+    rows: list[tuple[str, ...]] = []
+    for action in ACTIONS:
+        found = [d for d in explanation.decisions if d.action == action]
+        rows += [decision_row(d) for d in found[:most]]
+        if len(found) > most:
+            rest = found[most:]
+            n_bytes = format_bytes(sum(d.n_bytes for d in rest))
+            n_values = counted(sum(d.count for d in rest), "more value")
+            rows.append((action, n_bytes, n_values, "", ""))
+    return Table(("plan", "bytes", "value", "type", "source"), tuple(rows), (1,))
+
+
+def decision_row(decision: Decision) -> tuple[str, ...]:
+    """Return a decision as texts: action, bytes, value, type and source."""
+    return (
+        decision.action,
+        format_bytes(decision.n_bytes),
+        f"{decision.count} × {decision.value}" if decision.count > 1 else decision.value,
+        decision.aval,
+        places_of(decision.source),
+    )
+
+
 def notes(findings: tuple[Finding, ...]) -> list[Note]:
     """Return findings as notes, the most severe first."""
     return [
-        Note(f.severity, f.code, f.message, f.next_step)
+        Note(f.severity, f.message, f.next_step)
         for f in sorted(findings, key=lambda f: SEVERITIES.index(f.severity))
     ]
 
@@ -157,7 +207,7 @@ def peak_in_words(explanation: ExplanationData, line: Timeline) -> str:
     live = f" Live there: {kinds}. The largest:" if kinds else ""
     return (
         f"The peak of {format_bytes(line.peak_bytes)} is in {place_of(explanation, line.peak_step)}"
-        f"{place}: step {line.peak_step + 1:,} of {len(explanation.steps):,}, "
+        f"{place}: operation {line.peak_step + 1:,} of {len(explanation.steps):,}, "
         f"{format_seconds(float(line.start_s[line.peak_step]))} into the step.{live}"
     )
 
@@ -167,7 +217,10 @@ def _kinds_in_words(line: Timeline) -> str:
     live = line.live_bytes[:, line.peak_step]
     found = sorted(zip(live.tolist(), KINDS), key=lambda pair: -pair[0])
     words = {"argument": "arguments", "gradient": "gradients", "output": "results"}
-    words |= {"temporary": "temporaries", "reserved": "reserved by loops"}
+    words |= {
+        "temporary": "temporaries",
+        "reserved": "reserved by loops",
+    }
     return ", ".join(
         f"{format_bytes(n)} {words.get(kind, kind)}"
         for n, kind in found
@@ -255,7 +308,7 @@ def values_table(values: tuple[Value, ...], most: int) -> Table:
             format_bytes(group.n_bytes),
             group.what,
             group.aval,
-            _places_of(group.source),
+            places_of(group.source),
             format_seconds(group.time_s) if group.time_s else "",
         )
         for group in found[:most]
@@ -270,7 +323,7 @@ def values_table(values: tuple[Value, ...], most: int) -> Table:
     return Table(columns, tuple(rows), (1, 5), optional=(5,))
 
 
-def _places_of(source: str) -> str:
+def places_of(source: str) -> str:
     """Return a source without its functions' names if it has two places, which would fill several lines."""
     return re.sub(r" \([^()]*\)", "", source) if ", from " in source else source
 
@@ -290,7 +343,7 @@ def _segments_table(explanation: ExplanationData, most: int) -> Table:
         saved = format_bytes(sum(segment.saved_bytes for segment in rest))
         flops = format_flops(sum(segment.recompute_flops for segment in rest))
         rows.append((f"{len(rest)} more", "", saved, flops))
-    return Table(("segment", "forward steps", "saved", "recomputed"), tuple(rows), (1, 2, 3))
+    return Table(("segment", "forward operations", "saved", "recomputed"), tuple(rows), (1, 2, 3))
 
 
 def _pareto_table(explanation: ExplanationData) -> Table:

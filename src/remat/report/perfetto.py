@@ -42,7 +42,7 @@ def to_trace(explanation: ExplanationData, *, largest: int = _LARGEST) -> str:
                 "dur": round(at_us[i + 1] - at_us[i], 3),
                 "args": {
                     "source": printable(step.source),
-                    "step": i + 1,
+                    "operation": i + 1,
                     "segment": step.segment,
                     "iteration": printable(step.iteration),
                 },

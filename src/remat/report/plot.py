@@ -40,7 +40,7 @@ def figure(explanation: ExplanationData, *, width: float = 9.0, height: float = 
         return drawn
     timed = bool(line.start_s[-1] > 0)
     edges = line.start_s if timed else np.arange(len(explanation.steps) + 1.0)
-    axes.set_xlabel("predicted time" if timed else "step")
+    axes.set_xlabel("predicted time" if timed else "operation")
     if timed:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda time_s, _: format_seconds(time_s)))
     at = thinned(line.total_bytes, _POINTS)

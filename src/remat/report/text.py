@@ -62,12 +62,11 @@ def _drawn(block: Block) -> RenderableType:
             return Padding(Text(printable(text), style), (0 if level == 1 else 1, 0, 0, 0))
         case doc.Paragraph(text):
             return Constrain(Text(printable(text)), _MOST_OF_A_LINE)
-        case doc.Note(severity, code, text, next_step):
+        case doc.Note(severity, text, next_step):
             said = Text.assemble(
                 (severity, _STYLES[severity]),
                 "  ",
                 printable(text),
-                ("  [" + printable(code) + "]", "dim"),
             )
             if next_step:
                 said.append(f"\n→ {printable(next_step)}")

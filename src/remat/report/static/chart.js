@@ -160,7 +160,7 @@ function makeChart(root, onShow, onScale) {
     const p = pointOf(now);
     root.setAttribute("aria-valuenow", now + 1);
     root.setAttribute("aria-valuetext",
-      `step ${now + 1} of ${nSteps}, ${strings[data.steps.label[now]]}, ` +
+      `operation ${now + 1} of ${nSteps}, ${strings[data.steps.label[now]]}, ` +
       `${phases[data.steps.phase[now]]}: ${formatBytes(totals[p])} live`);
   }
 

@@ -6,6 +6,7 @@ let chart = null;
 const table = makeTable(section, () => (chart ? chart.step() : data.peak));
 
 if (nSteps > 0) {
+  byId("reserved").hidden = !data.chart.live[kinds.indexOf("reserved")].some((n) => n > 0);
   const panel = makePanel(byId("panel"), listLive);
   const strip = makeStrip(byId("strip"));
   const show = (step) => { panel.show(step); strip.show(step); };

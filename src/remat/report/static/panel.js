@@ -40,7 +40,7 @@ function makePanel(root, onList) {
   }
 
   function show(step) {
-    number.textContent = `Step ${(step + 1).toLocaleString("en")} of ${nSteps.toLocaleString("en")}`;
+    number.textContent = `Operation ${(step + 1).toLocaleString("en")} of ${nSteps.toLocaleString("en")}`;
     const phase = phases[data.steps.phase[step]];
     badge.className = `badge p-${phase}`;
     badge.textContent = phase;
@@ -60,7 +60,7 @@ function makePanel(root, onList) {
       const source = groups.source[g];
       return el("li", { class: `k-${reserved ? "reserved" : kinds[groups.kind[g]]}` },
         el("div", { class: "first" }, el("b", {}, formatBytes(total)), n > 1 ? el("span", {}, `${n.toLocaleString("en")} ×`) : undefined, user(what)),
-        el("div", { class: "second" }, reserved ? "reserved for a loop · " : "", user(source), strings[source] ? " · " : "", `steps ${born + 1}–${dies + 1} · `, user(groups.aval[g])));
+        el("div", { class: "second" }, reserved ? "reserved for a loop · " : "", user(source), strings[source] ? " · " : "", `operations ${born + 1}–${dies + 1} · `, user(groups.aval[g])));
     }));
   }
 

@@ -47,7 +47,7 @@ function makeStrip(root) {
   let line = null;
   let bounds = null;
 
-  const stepsOf = ({ first, last }) => (first === last ? `step ${first + 1}` : `steps ${first + 1}–${last + 1}`);
+  const stepsOf = ({ first, last }) => (first === last ? `operation ${first + 1}` : `operations ${first + 1}–${last + 1}`);
   const say = (segment) => {
     about.replaceChildren(...(segment
       ? [user(segment.label), `: forward in ${stepsOf(segment)}, saves ${formatBytes(segment.saved)}, recomputes ${formatFlops(segment.flops)}`]

@@ -117,7 +117,7 @@ function makeTable(root, step) {
       el("td", { class: "code" }, user(groups.aval[g])),
       el("td", {}, user(groups.source[g])),
       el("td", { class: "n again" }, cost(row.flops, row.time)),
-      el("td", { class: "wide" }, el("span", { title: own === undefined ? "" : `steps ${inWords(sample.slice(0, 6))}` }, lifetime(sample))))];
+      el("td", { class: "wide" }, el("span", { title: own === undefined ? "" : `operations ${inWords(sample.slice(0, 6))}` }, lifetime(sample))))];
     if (expanded) drawn.push(...drawValues(g, kind, members, all));
     return drawn;
   }
@@ -134,7 +134,7 @@ function makeTable(root, step) {
         el("td", { class: "n" }, formatBytes(values.bytes[value])),
         el("td", { colspan: 2 }, strings[consumer] ? "needed by " : "", strings[consumer] ? user(consumer) : ""),
         el("td", { class: "n again" }, cost(values.flops[value], values.time[value])),
-        el("td", { class: "wide" }, el("span", {}, intervals.length ? `steps ${inWords(intervals)}` : "", lifetime(intervals))));
+        el("td", { class: "wide" }, el("span", {}, intervals.length ? `operations ${inWords(intervals)}` : "", lifetime(intervals))));
     });
     const left = members.length - shown.length;
     const missing = groups.hidden[g];
@@ -182,7 +182,7 @@ function makeTable(root, step) {
       onclick: () => { if (!chosen.delete(k)) chosen.add(k); refresh(); chips.querySelector(`[data-kind="${kind}"]`).focus(); },
     }, el("i", { class: "swatch" }), `${kind} `, el("span", { class: "muted" }, counted[k].toLocaleString("en")))])));
     if (at !== null) {
-      chips.prepend(el("button", { type: "button", class: "step", "aria-label": `Live at step ${at + 1}: remove this filter`, onclick: () => listAt(null) }, `live at step ${(at + 1).toLocaleString("en")} ✕`));
+      chips.prepend(el("button", { type: "button", class: "step", "aria-label": `Live at operation ${at + 1}: remove this filter`, onclick: () => listAt(null) }, `live at operation ${(at + 1).toLocaleString("en")} ✕`));
     }
   }
 

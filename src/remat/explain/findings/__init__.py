@@ -1,0 +1,75 @@
+"""Findings: what the reader of an explanation should know, each with the next step to take.
+
+Most are reasons why rematerialization had less effect than was hoped for. Each is found from what the
+step does, not from how it is written. The modules have one subject each:
+
+    facts           what findings are derived from
+    stacks          what loops stack for the backward pass
+    budgets         which budgets to suggest, and what a plan has to gain
+    by_hand         what to rematerialize without a plan
+    unplanned       steps without rematerialization
+    planned         steps that follow a plan
+    arguments       arguments and results, and steps that do not fit
+    policies        policies that save nothing
+    recomputation   regions that are recomputed in vain
+
+The codes, which are for programs:
+
+    no_gradient                  nothing is differentiated
+    no_regions                   nothing is rematerialized
+    follows_plan                 the step follows a plan of `remat.fit`
+    fitted_without_gradient      `remat.fit` was given a function that is not differentiated
+    checkpointed_loop            a loop is rematerialized, so often as only running it says
+    undone_by_compiler           compiled, the step needs what it needs with its regions written out
+    policy_matched_nothing       no value is what a policy wants to save
+    policy_name_unknown          some of a policy's names are given to nothing, others are
+    does_not_fit                 the compiler refuses the step for the device
+    arguments_dominate           most of the peak are arguments and results
+    arguments_not_donated        arguments that the step replaces are not donated
+    scan_recomputed_at_once      a region recomputes all steps of a loop before it uses the first
+    region_recomputed_at_once    a region recomputes so much at once that the peak stays
+    saves_as_much                what regions save is as much as what they recompute
+    inner_policy_overridden      an outer region computes again what an inner policy saves
+"""
+
+from __future__ import annotations
+
+from remat.explain import regions
+from remat.explain.findings.arguments import arguments_of, does_not_fit
+from remat.explain.findings.facts import Facts as Facts, Followed as Followed
+from remat.explain.findings.planned import follows_plan
+from remat.explain.findings.policies import matched_nothing
+from remat.explain.findings.recomputation import at_once, checkpointed_loops, overridden, undone
+from remat.explain.findings.unplanned import no_regions
+from remat.report.model import Finding
+
+
+def findings_of(facts: Facts) -> tuple[Finding, ...]:
+    """Return all findings about a step: of each kind at most one per policy or loop."""
+    first = () if facts.refused is None else (does_not_fit(facts, facts.refused),)
+    return (*first, *_findings_of(facts))
+
+
+def _findings_of(facts: Facts) -> tuple[Finding, ...]:
+    if not any(step.phase == "backward" for step in facts.account.steps):
+        return (
+            Finding(
+                "no_gradient",
+                "info",
+                "The step computes no gradient, so there is nothing between a forward and a backward "
+                "pass to save or recompute.",
+                "Give the loss, whose first argument is differentiated, or the training step.",
+            ),
+        )
+    found = list(regions.all_regions(facts.step.jaxpr))
+    loops = list(regions.checkpointed_loops(facts.step.jaxpr))
+    made = [*checkpointed_loops(loops)] if loops else []
+    if facts.plan is not None:
+        made += follows_plan(facts, facts.plan)
+    elif not loops and not found:
+        made += [no_regions(facts)]
+    made += [*undone(facts, found), *matched_nothing(facts, found)]
+    if facts.plan is None:  # which regions a plan makes, and of what, is not the user's choice
+        made += at_once(facts, found)
+    made += [*overridden(found), *arguments_of(facts, found)]
+    return tuple(dict.fromkeys(made))

@@ -1,0 +1,98 @@
+"""Which budgets to suggest, and what a plan has to gain."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from remat.explain.findings.facts import Facts
+from remat.explain.findings.stacks import differentiated_body, stacks_of
+from remat.explain.phases import PhasedProgram
+from remat.report.groups import groups
+from remat.report.timeline import live_at, timeline
+from remat.units import format_bytes
+
+
+def budget_text(n_bytes: int) -> str:
+    """Return bytes as the text of a `budget=` of this size.
+
+    >>> budget_text(53 * 2**20 + 1), budget_text(3 * 2**29)
+    ('"53MiB"', '"1536MiB"')
+    """
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n_bytes >= 10 * size:
+            return f'"{n_bytes // size}{unit}"'
+    mib, kib = n_bytes // 2**20, n_bytes // 2**10
+    return f'"{mib}MiB"' if mib else f'"{kib}KiB"' if kib else f'"{n_bytes}"'
+
+
+def suggested_share(facts: Facts) -> int:
+    """Return a budget in per cent of the peak that leaves half of the temporaries; 0 if none helps."""
+    peak, fixed = facts.peak_bytes, facts.fixed_bytes
+    if not peak:
+        return 0
+    aim = max(
+        (fixed + (peak - fixed) // 2) / peak,
+        floor_bytes(facts) / max(1, facts.predicted.peak_bytes),
+    )
+    share = max(50, -(-math.ceil(100 * aim) // 5) * 5)
+    return share if share <= 90 else 0
+
+
+def floor_bytes(facts: Facts) -> int:
+    """Return the predicted peak if saved values were live only where they are written and read last.
+
+    What a loop in a branch stacks is written and read slice by slice, so it doesn't count at all.
+    """
+    sides = facts.sides
+    stacks = set()
+    for op, eqn in zip(sides.program.ops, sides.eqns):
+        number = dict(zip(eqn.outvars, op.results))
+        stacks |= {
+            sides.program.types[number[s.result]] for s in stacks_of(eqn) if s.result in number
+        }
+    needed = []
+    for value in facts.account.values:
+        if value.kind == "saved":
+            ends = [] if value.aval in stacks else [{*lives} for lives in value.lifetimes]
+            lifetimes = tuple((at, at) for steps in ends for at in sorted(steps))
+            value = dataclasses.replace(value, lifetimes=lifetimes, reserved=())
+        needed.append(value)
+    return timeline(needed, facts.account.steps).peak_bytes
+
+
+def little_to_gain(facts: Facts) -> str:
+    """Return why a plan has little to gain: what is live at the peak besides values that are saved."""
+    values, steps = facts.account.values, facts.account.steps
+    at = timeline(values, steps).peak_step or 0
+    live = [v for v in live_at(values, at) if v.kind not in ("saved", "argument", "output")]
+    if 2 * facts.fixed_bytes >= facts.peak_bytes or not live:
+        return (
+            "A plan has little to gain: what is live at the peak are mostly arguments and results."
+        )
+    n = sum(value.n_bytes for value in live)
+    largest = max(groups(live), key=lambda group: group.n_bytes)
+    where = f" at {largest.source}" if largest.source else ""
+    return (
+        f"A plan has little to gain: {format_bytes(n)} of the peak are gradients and temporaries, which "
+        f"are needed there, the largest {largest.aval} ({format_bytes(largest.n_bytes)}){where}. Compute "
+        "that part for a slice of the batch at a time, such as with jax.lax.map over a checkpointed "
+        "function, or take a smaller batch."
+    )
+
+
+def cost_of_all(facts: Facts) -> str:
+    """Return the FLOPs that recomputing the whole forward pass once would add, as an upper limit."""
+    share = _forward_flops(facts.sides) / max(1.0, facts.sides.program.flops)
+    return f"at most {100 * share:.0f} % more FLOPs (those of the forward pass)"
+
+
+def _forward_flops(sides: PhasedProgram) -> float:
+    """Return the FLOPs of the forward pass, of loops with both passes those of the forward pass in them."""
+    found = 0.0
+    for i, (op, phase) in enumerate(zip(sides.program.ops, sides.phases)):
+        if phase == "forward":
+            inner = differentiated_body(sides, i)
+            share = _forward_flops(inner) / max(1.0, inner.program.flops) if inner else 1.0
+            found += share * op.flops
+    return found

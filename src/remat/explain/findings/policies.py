@@ -1,0 +1,99 @@
+"""The findings on policies that save nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from remat import _jax
+from remat.errors import closest
+from remat.explain import regions
+from remat.explain.findings.facts import Facts
+from remat.report.model import Finding
+from remat.transform import policies
+
+
+def matched_nothing(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
+    seen: list[object] = []
+    for one in found:
+        policy = one.policy
+        if not regions.chooses(policy) or any(policy is p for p in seen):
+            continue
+        seen.append(policy)
+        given = facts.step.undifferentiated
+        bodies = list(regions.regions_with(policy, given)) if given is not None else []
+        theirs = one.eqn.primitive.name != "remat"
+        if bodies:
+            looked_at = [
+                regions.live_body(eqn) if theirs else _jax.open_jaxpr(eqn.params["jaxpr"])
+                for eqn in bodies
+            ]
+        else:
+            looked_at = [facts.step.jaxpr]
+        if any(map(regions.hides_names, looked_at)):
+            # The forward rule of a custom derivative is traced only when it is differentiated.
+            looked_at.append(facts.step.jaxpr)
+        if any(True for body in looked_at for _ in regions.matches(policy, body)):
+            yield from _names_unknown(facts, policy)
+            continue
+        known = regions.names_in(facts.step.jaxpr)
+        known.update(regions.names_in(given) if given is not None else {})
+        yield _nothing_like(policy, known, theirs)
+
+
+def _names_unknown(facts: Facts, policy: object) -> Iterator[Finding]:
+    """Return the finding on names that a JAX policy saves and the step does not have.
+
+    Our own policies refuse unknown names unless `strict=False`.
+    """
+    if isinstance(policy, policies.Policy):
+        return
+    known = regions.names_in(facts.step.jaxpr)
+    if facts.step.undifferentiated is not None:
+        known.update(regions.names_in(facts.step.undifferentiated))
+    wanted = regions.names_wanted(policy)
+    absent = [name for name in wanted if name not in known]
+    if known and absent and len(absent) < len(wanted):
+        yield Finding(
+            "policy_name_unknown",
+            "info",
+            f"The policy {_called(policy)} names {', '.join(map(repr, absent))}, but no value of the step "
+            "has such a name.",
+            f"If it is a slip, {closest(absent[0], known)}",
+        )
+
+
+def _called(policy: object) -> str:
+    called = getattr(policy, "__qualname__", "") or repr(policy)
+    return called.split(".<locals>")[0]
+
+
+def _nothing_like(policy: object, known: dict[str, str], theirs: bool) -> Finding:
+    called, wanted = _called(policy), regions.names_wanted(policy)
+    discarded = [name for name in wanted if name in known]
+    if not wanted:
+        return Finding(
+            "policy_matched_nothing",
+            "error",
+            f"The policy {called} saves no value of the region that it is given to: everything is "
+            "recomputed.",
+            "remat.print_saved_residuals shows what is saved; under vmap, matrix products have batch "
+            "dimensions.",
+        )
+    names = ", ".join(map(repr, wanted))
+    if discarded and theirs:
+        where = ", ".join(f"{name!r} at {known[name]}" for name in discarded)
+        return Finding(
+            "policy_matched_nothing",
+            "error",
+            f"The policy {called} saves {names}, but the result of checkpoint_name is not used "
+            f"({where}): it names a copy that nobody reads, so nothing is saved by it.",
+            "Write x = checkpoint_name(x, name) and go on with that x; remat.checkpoint names x itself.",
+        )
+    return Finding(
+        "policy_matched_nothing",
+        "error",
+        f"The policy {called} saves {names}, which no value of the region has: nothing is saved by it.",
+        f"Write a name that checkpoint_name gives: {closest(wanted[0], known)}"
+        if known
+        else f"Name what is to be saved: x = remat.checkpoint_name(x, {wanted[0]!r}).",
+    )

@@ -1,0 +1,74 @@
+"""What loops stack for the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from remat import _jax
+from remat.explain.phases import PhasedProgram, is_view
+from remat.explain.runs import program_of, run_of
+from remat.ir import jaxprs
+from remat.ir.equations import inline_body
+from remat.program.from_jaxpr import n_bytes
+
+
+class Stack(NamedTuple):
+    """What a loop stacks, as the result of the equation that it is or is in."""
+
+    loop: _jax.JaxprEqn
+    result: _jax.Var
+    n_bytes: int
+
+
+def stacks_of(eqn: _jax.JaxprEqn) -> Iterator[Stack]:
+    """Yield what the loops that an equation runs stack and return."""
+    if eqn.primitive.name == "scan":
+        for v in eqn.outvars[_jax.scan_arity(eqn)[1] :]:
+            yield Stack(eqn, v, n_bytes(v.aval))
+    elif eqn.primitive.name in ("shard_map", "cond"):
+        for closed in _jax.jaxprs_of(eqn):
+            body = jaxprs.inline_calls(_jax.open_jaxpr(closed), inline_body)
+            returned = dict(zip(body.outvars, eqn.outvars))
+            for inner in body.eqns:
+                for stack in stacks_of(inner):
+                    if stack.result in returned:
+                        yield stack._replace(result=returned[stack.result])
+
+
+def largest_loop(sides: PhasedProgram, *, at_least: float) -> _jax.JaxprEqn | None:
+    """Return the loop that stacks most bytes for the backward pass, if they are `at_least` so many."""
+    stacked: dict[_jax.JaxprEqn, int] = {}
+    for stack in _kept(sides):
+        stacked[stack.loop] = stacked.get(stack.loop, 0) + stack.n_bytes
+    largest = max(stacked, key=lambda eqn: stacked[eqn], default=None)
+    return largest if largest is not None and stacked[largest] >= at_least > 0 else None
+
+
+def _kept(sides: PhasedProgram) -> Iterator[Stack]:
+    """Yield what loops stack for the backward pass, also where both are in the body of another loop."""
+    read = _read_backward(sides)
+    for i, (op, phase, eqn) in enumerate(zip(sides.program.ops, sides.phases, sides.eqns)):
+        if phase == "forward":
+            kept = {v for v, number in zip(eqn.outvars, op.results) if number in read}
+            yield from (stack for stack in stacks_of(eqn) if stack.result in kept)
+            inner = differentiated_body(sides, i)
+            yield from _kept(inner) if inner is not None else ()
+
+
+def differentiated_body(sides: PhasedProgram, number: int) -> PhasedProgram | None:
+    """Return the body of an operation, such as a loop over microbatches, that has both passes in it."""
+    run = run_of(sides.program.ops[number], sides.eqns[number])
+    if run is None or not any(map(_jax.is_transposed, jaxprs.equations(run.jaxpr))):
+        return None
+    return program_of(run, sides, number)
+
+
+def _read_backward(sides: PhasedProgram) -> set[int]:
+    """Return the values that the backward pass reads, or recomputation in it, directly or as a view."""
+    read: set[int] = set()
+    for op, phase in zip(reversed(sides.program.ops), reversed(sides.phases)):
+        later = phase in ("backward", "recompute")
+        if later or (is_view(op) and not read.isdisjoint(op.results)):
+            read.update(op.operands)
+    return read
