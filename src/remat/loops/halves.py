@@ -16,7 +16,8 @@ import jax
 from remat import _jax
 from remat.aliases import Array, Arrays, Aval, TreeDef
 from remat.ir import jaxprs
-from remat.ir.equations import is_region, is_repeatable
+from remat.ir.equations import is_region
+from remat.ir.repetitions import without_repeated
 
 Mask = tuple[bool, ...]
 Source = Literal["literal", "const", "x", "fixed", "kept"]
@@ -99,7 +100,7 @@ def split_step(body: _jax.Jaxpr, masks: Masks) -> Halves:
     n_out = len(out_marks)
     n_fixed = len(added) + n_consts
     raw = jaxpr
-    jaxpr = _without_repetitions(raw)
+    jaxpr = without_repeated(raw)
     tree = jax.tree.structure(out_tree[1])
     inputs = jaxpr.invars
     first_carry = n_fixed
@@ -147,44 +148,6 @@ def _stacked(
     known = {*jaxpr.invars[:first_carry], *jaxpr.invars[first_x:]}
     known |= {v for eqn in fixed for v in eqn.outvars}
     return [v.aval for v in dict.fromkeys(filter(_jax.is_var, residuals)) if v not in known]
-
-
-def _without_repetitions(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """Return the program with equations that repeat others removed."""
-    names: dict[Any, Any] = {}
-    seen: dict[Any, list[_jax.JaxprEqn]] = {}
-    eqns = []
-    for given in jaxpr.eqns:
-        eqn = jaxprs.renamed(given, names)
-        if jaxprs.has_body(eqn) or not is_repeatable(eqn) or any(map(_jax.is_dropped, eqn.outvars)):
-            eqns.append(eqn)
-            continue
-        # Literals are compared by identity of their arrays, or by value and type.
-        operands = tuple(
-            v if _jax.is_var(v) else (v.aval, repr(v.val) if v.aval.shape == () else id(v.val))
-            for v in eqn.invars
-        )
-        alike = seen.setdefault((eqn.primitive, operands), [])
-        same = next((e for e in alike if _same_parameters(e, eqn)), None)
-        if same is None:
-            alike.append(eqn)
-            eqns.append(eqn)
-        else:
-            names.update(zip(eqn.outvars, same.outvars))
-    outvars = [jaxprs.look(names, v) for v in jaxpr.outvars]
-    return _jax.rebuild(jaxpr, eqns=eqns, outvars=outvars)
-
-
-def _same_parameters(a: _jax.JaxprEqn, b: _jax.JaxprEqn) -> bool:
-    types = [(v.aval, w.aval) for v, w in zip(a.outvars, b.outvars)]
-    try:
-        # Parameters that are arrays, or lack a hash, need not be comparable.
-        equal = hash(tuple(a.params.values())) == hash(tuple(b.params.values()))
-        return bool(equal and a.params == b.params and a.ctx == b.ctx) and all(
-            s == t for s, t in types
-        )
-    except (TypeError, ValueError):
-        return False
 
 
 def _fixed(jaxpr: _jax.Jaxpr, inputs: Sequence[Any]) -> list[_jax.JaxprEqn]:
