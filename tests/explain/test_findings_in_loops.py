@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from explain_cases import DEEP_ARGS, codes, deep, finding, layer, struct
-from jax.sharding import AbstractMesh, PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 import remat
 
@@ -44,7 +44,7 @@ def in_shards(weights, x):
     def each(w, x):
         return jax.lax.psum(jax.grad(scanned)(w, x), "i")
 
-    mesh = AbstractMesh((1,), ("i",))
+    mesh = AbstractMesh((1,), ("i",), axis_types=(AxisType.Auto,))
     shards = jax.shard_map(each, mesh=mesh, in_specs=(P(), P("i")), out_specs=P(), check_vma=False)
     return shards(weights, x)
 
