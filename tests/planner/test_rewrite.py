@@ -3,9 +3,11 @@
 import random
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.interpreters import mlir
 
 from planner.region_cases import CASES
 from remat import _jax
@@ -283,6 +285,25 @@ def test_common_subexpressions_are_computed_once():
     names = [eqn.primitive.name for eqn in flat.eqns]
     assert names.count("dot_general") == names.count("tanh") == 1
     assert_equal(run(flat, leaves), jax.jit(step)(W[0], X))
+
+
+def test_equations_whose_parameters_differ_in_a_name_are_not_shared():
+    named = jax.extend.core.Primitive("named")
+    functions = {"sin": jnp.sin, "cos": jnp.cos}
+    named.def_abstract_eval(lambda x, *, name: x)
+    mlir.register_lowering(
+        named, mlir.lower_fun(lambda x, *, name: functions[name](x), multiple_results=False)
+    )
+    flat, leaves = flat_of(lambda x: (named.bind(x, name="sin"), named.bind(x, name="cos")), X)
+    assert len(flat.eqns) == 2
+    assert_equal(run(flat, leaves), [np.sin(X), np.cos(X)])
+
+
+def test_barriers_are_not_shared():
+    def step(x):
+        return jnp.sin(jax.lax.optimization_barrier(x)), jnp.sin(jax.lax.optimization_barrier(x))
+
+    assert len(flat_of(step, X)[0].eqns) == 4
 
 
 def test_random_numbers_and_effects_are_not_shared():

@@ -144,14 +144,14 @@ class _Shared:
 
     def find(self, eqn: _jax.JaxprEqn) -> _jax.JaxprEqn | None:
         """Return an equation that computes all results of another one, if there is one."""
-        if not is_repeatable(eqn):
+        if not is_repeatable(eqn) or eqn.primitive.name == "optimization_barrier":
             return None
         for other in self._equations.get(self._key(eqn), ()):
             has_all = all(
                 _jax.is_dropped(v) or not _jax.is_dropped(u)
                 for v, u in zip(eqn.outvars, other.outvars)
             )
-            if has_all and other.ctx == eqn.ctx and same_parameters(eqn.params, other.params):
+            if has_all and other.ctx == eqn.ctx and _same_params(eqn, other):
                 return other
         return None
 
@@ -181,6 +181,18 @@ def _keeps_value(eqn: _jax.JaxprEqn) -> bool:
     return bits == (info.nexp, info.nmant)
 
 
+def _same_params(a: _jax.JaxprEqn, b: _jax.JaxprEqn) -> bool:
+    """Return whether two equations of one primitive have the same parameters.
+
+    The name of a call is the name of a Python function. Elsewhere it may mean anything.
+    """
+    is_call = jaxprs.has_body(a) and jaxprs.has_body(b)
+    keys = [k for k in a.params if not (is_call and k == "name")]
+    return a.params.keys() == b.params.keys() and all(
+        same_parameters(a.params[k], b.params[k]) for k in keys
+    )
+
+
 def same_parameters(a: Any, b: Any) -> bool:
     """Return whether two parameters of equations are equal; jaxprs are if they are the same program."""
     if a is b:
@@ -193,7 +205,7 @@ def same_parameters(a: Any, b: Any) -> bool:
     if isinstance(a, (tuple, list)):
         return len(a) == len(b) and all(map(same_parameters, a, b))
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same_parameters(a[k], b[k]) for k in a if k != "name")
+        return a.keys() == b.keys() and all(same_parameters(a[k], b[k]) for k in a)
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     try:
@@ -222,7 +234,8 @@ def _same_program(a: _jax.Jaxpr, b: _jax.Jaxpr) -> bool:
             len(one.invars) == len(other.invars)
             and all(map(same, one.invars, other.invars))
             and all(v.aval == u.aval for v, u in zip(one.outvars, other.outvars))
-            and same_parameters(one.params, other.params)
+            and one.ctx == other.ctx
+            and _same_params(one, other)
         ):
             return False
     return len(a.outvars) == len(b.outvars) and all(map(same, a.outvars, b.outvars))
