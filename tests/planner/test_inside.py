@@ -11,7 +11,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import remat
 from remat.errors import PlanError
-from remat.planner.inside import Fusing, bodies, with_bodies
+from remat.planner.inside import (
+    Fusing,
+    bodies,
+    program_of_flat,
+    with_bodies,
+    with_partial_sums,
+)
 from remat.planner.rewrite import flattened
 from remat.program.from_jaxpr import n_bytes
 from remat.solvers.grid import GridSearch
@@ -162,6 +168,33 @@ def test_a_body_has_options_for_each_model_of_fusion():
     written, duplicated = body.options
     assert written[-1].decisions == duplicated[-1].decisions
     assert written[0].decisions.stored > duplicated[0].decisions.stored  # sin(y), cos(y) read y
+
+
+def test_partial_sums_are_written_only_where_they_free_memory():
+    def sum_of(terms):
+        return terms[0] if len(terms) == 1 else sum_of(terms[:-1]) + terms[-1]
+
+    def graph(step):
+        program = program_of_flat(flat(step))
+        return with_partial_sums(program, price, Fusing())
+
+    def one_by_one(w, x):
+        return sum_of([w[i % 6] @ w[(i + 1) % 6] for i in range(12)]) @ w[0]
+
+    def biases(w, x):
+        total = w[0] @ w[1] + w[1] @ w[2]
+        for i in range(10):
+            total = total + w[3, i]
+        return total @ w[0]
+
+    def in_turn(w, x):
+        total = w[0] @ w[1]
+        for i in range(11):
+            total = total + w[i % 6] @ w[(i + 2) % 6]
+        return total @ w[0]
+
+    assert graph(in_turn).partial_sums
+    assert not graph(one_by_one).partial_sums and not graph(biases).partial_sums
 
 
 def test_small_bodies_are_left_alone():

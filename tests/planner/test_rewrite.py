@@ -209,6 +209,13 @@ def test_static_arguments_stay_static():
     assert follow(3, X, kind="cos") == pytest.approx(float(jnp.cos(X * 3).sum()), rel=1e-6)
 
 
+def test_the_program_as_written_writes_no_partial_sums():
+    flat, _ = flat_of(jax.value_and_grad(lambda w, x: loss([w] * 16, x)), W[0], X[:1])
+    model = StepModel(flat, lambda flops, moved, dtype: flops + moved)
+    for variant in model.variants:
+        assert model.as_written(variant).model_bytes > 2 * model.within(variant, 10**6).model_bytes
+
+
 def test_fewer_bytes_take_more_recomputation():
     deep, wide = [np.eye(64, dtype=np.float32)] * 8, np.ones((500, 64), np.float32)
     flat, _ = flat_of(jax.value_and_grad(loss), deep, wide)

@@ -164,7 +164,16 @@ class _Shared:
 
     def _key(self, eqn: _jax.JaxprEqn) -> Any:
         operands = tuple(self.canonical(v) for v in eqn.invars)
-        return eqn.primitive, operands, tuple(v.aval for v in eqn.outvars)
+        return eqn.primitive, operands, tuple(v.aval for v in eqn.outvars), _numbers(eqn)
+
+
+def _numbers(eqn: _jax.JaxprEqn) -> tuple[Any, ...]:
+    """Return the parameters that are numbers or tuples of numbers, such as where a slice starts."""
+
+    def is_number(value: Any) -> bool:
+        return type(value) is int or (type(value) is tuple and all(map(is_number, value)))
+
+    return tuple((k, value) for k, value in sorted(eqn.params.items()) if is_number(value))
 
 
 def _literal(v: Any) -> tuple[Any, ...]:

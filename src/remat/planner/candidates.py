@@ -41,6 +41,7 @@ from remat.planner.inside import (
     BodyOption,
     Fusing,
     bodies,
+    peak_as_written,
     program_of_flat,
     smallest_reasonable,
     with_partial_sums,
@@ -166,7 +167,8 @@ class StepModel:
     def as_written(self, variant: str) -> Proposal:
         """Return the step as it is written as a proposal."""
         unchanged = StepDecisions(LoopDecisions(), Decisions(frozenset(), ()))
-        return Proposal(variant, self._as_written.peak_bytes(variant), 0.0, 0.0, unchanged)
+        n_bytes = peak_as_written(self.program, self.price, _fusing(variant))
+        return Proposal(variant, n_bytes, 0.0, 0.0, unchanged)
 
     @property
     def seconds_of_checkpoints(self) -> float:
@@ -308,7 +310,9 @@ class Level:
     def _loops_of(self, variant: str) -> LoopDecisions:
         if variant != ORDERED:
             return self.loops
-        bodies = ((id, dataclasses.replace(d, ordered=True)) for id, d in self.loops.bodies)
+        bodies = (
+            (id, dataclasses.replace(d, ordered=bool(d.bursts))) for id, d in self.loops.bodies
+        )
         return dataclasses.replace(self.loops, bodies=tuple(bodies))
 
     def _solved(self, variant: str) -> tuple[Fused, Answers]:

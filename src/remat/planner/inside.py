@@ -234,7 +234,7 @@ def _of_body(
         return
     into_products = any(f.into_products for f in costing.fusing)
     program = program_of_flat(jaxpr, slowdown=costing.slowdown, into_products=into_products)
-    peaks = [_peak_as_written(program, costing.price, fusing) for fusing in costing.fusing]
+    peaks = [peak_as_written(program, costing.price, fusing) for fusing in costing.fusing]
     if max(peaks) < least:
         return
     inside = list(_found(jaxpr, costing, max(least, int(_LARGE * max(peaks))), id, times))
@@ -284,11 +284,15 @@ def with_partial_sums(program: Program, price: Price, fusing: Fusing) -> Fused:
     with_all = _graph(program, price, fusing, partial_sums=0)
     if not with_all.partial_sums:
         return with_all
-    least = int(_SMALL_SUM * _peak_as_written(program, price, fusing))
-    return _graph(program, price, fusing, partial_sums=least)
+    as_written = _graph(program, price, fusing)
+    peak = no_remat(as_written.graph).peak_bytes
+    with_large = _graph(program, price, fusing, partial_sums=int(_SMALL_SUM * peak))
+    # Where all terms are there before the first of them is added, partial sums free nothing.
+    return with_large if no_remat(with_large.graph).peak_bytes <= peak else as_written
 
 
-def _peak_as_written(program: Program, price: Price, fusing: Fusing) -> int:
+def peak_as_written(program: Program, price: Price, fusing: Fusing) -> int:
+    """Return the bytes of a program's temporaries without recomputation or partial sums."""
     return int(no_remat(_graph(program, price, fusing).graph).peak_bytes)
 
 

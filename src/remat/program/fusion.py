@@ -242,7 +242,8 @@ class _Fusion:
             sums = self._sums_to(end, terms, seen)
             seen.update(sums)
             n_bytes = sum(self.size[i] for i in terms[end]) if sums else 0
-            if len(sums) < _MANY_VALUES - 1 or n_bytes < least:
+            is_long = len(sums) >= _MANY_VALUES - 1 and len(terms[end]) >= _MANY_VALUES
+            if not is_long or n_bytes < least:
                 continue
             every = max(1, len(sums) // _MOST_PARTIAL_SUMS)
             partial = sums[every - 1 : -1 : every]
