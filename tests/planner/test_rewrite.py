@@ -17,7 +17,15 @@ from remat.ir.flops import flops_of_program
 from remat.ir.jaxprs import equations
 from remat.planner.candidates import StepModel
 from remat.planner.inside import program_of_flat
-from remat.planner.rewrite import Burst, Decisions, decisions_of, flattened, following, rewritten
+from remat.planner.rewrite import (
+    Burst,
+    Decisions,
+    decisions_of,
+    flattened,
+    following,
+    rewritten,
+    rewritten_in_two,
+)
 from remat.planner.whole_step import applied
 from remat.program.fusion import fuse
 from transform.support import assert_same
@@ -344,3 +352,24 @@ def test_a_loop_that_is_run_again_for_two_results_stands_in_the_burst_once():
     order = [*nodes[: nodes.index(last)], *of_loop, *nodes[nodes.index(last) :]]
     steps = [("compute", i) for i in order]
     assert decisions_of(program, fused, steps).bursts == (Burst(last, (loop,)),)
+
+
+@pytest.mark.parametrize("n_second", [0, 1, 3])
+def test_what_the_second_part_recomputes_stands_in_it(n_second):
+    def step(x):
+        y = jnp.sin(x)
+        z = jnp.exp(y)
+        jax.debug.callback(lambda _: None, z)
+        return jnp.cos(y) + z
+
+    flat, _ = flat_of(step, X)
+    names = [eqn.primitive.name for eqn in flat.eqns]
+    assert names == ["sin", "exp", "debug_callback", "cos", "add"]
+    n_first = {0: 5, 1: 4, 3: 2}[n_second]
+    bursts = (Burst(2, (0, 1)),) if n_second == 3 else ()
+    decisions = Decisions(frozenset(range(5)), bursts, partial_sums=(0,))
+    first, second, _ = rewritten_in_two(flat, decisions, n_first)
+    inner = [e.primitive.name for e in equations(_jax.rebuild(flat, eqns=second))]
+    assert [inner.count(name) for name in ("sin", "exp")] == ([1, 1] if bursts else [0, 0])
+    assert bool(second) == bool(n_second)
+    assert not any(eqn.effects for eqn in first) or n_second < 3

@@ -220,6 +220,14 @@ def test_a_refusal_compiles_the_smallest_proposal_and_no_larger_one_twice():
     assert best is None and [c.proposal.model_bytes for c in compiled] == [STEPS[30][0]]
 
 
+def test_a_refusal_knows_that_the_smallest_proposal_does_not_need_least():
+    """The compiler takes many times the bytes of what recomputes most."""
+    steps = [(100, 9.0), (115, 5.0), (135, 2.0), (160, 1.0), (300, 0.0)]
+    needed = {100: 900, 115: 500, 135: 200, 160: 220, 300: 300}
+    best, compiled = search(Staircase(steps), lambda p, _: needed[p.model_bytes], 80)
+    assert best is None and min(c.compiled_bytes for c in compiled) == 200 and len(compiled) <= 4
+
+
 def test_a_budget_for_the_whole_program_ends_the_search_at_once():
     best, compiled = search(Staircase(STEPS), lambda p, _: p.model_bytes, 2000)
     assert best.proposal.extra_seconds == 0 and len(compiled) == 1

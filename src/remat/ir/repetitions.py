@@ -1,4 +1,4 @@
-"""Which equations of one program repeat those of another: common subexpressions.
+"""Which equations repeat others, of the same program or of one before it: common subexpressions.
 
 An equation repeats another if it applies the same primitive to the same operands with the same
 parameters. A loop that runs another one's steps and stacks more of their values repeats it, too: the two

@@ -19,7 +19,8 @@ that read them, so there the first variant is
 * `inlined`: as `fused`, and a matrix product computes the elementwise values that it needs.
 
 Compilers also choose the order of operations. Where theirs needs far more memory than the schedule, a third
-variant, `ordered`, leaves them less choice.
+variant, `ordered`, leaves them less choice. And they compute a sum of many values in one kernel, which keeps
+all of them; where that takes much memory, partial sums are written (`inside.with_partial_sums`).
 """
 
 from __future__ import annotations
@@ -142,12 +143,25 @@ class StepModel:
         if not found:
             assert problem is not None
             raise problem
-        return self._with_flops(min(found, key=lambda p: (p.extra_seconds, p.model_bytes)))
+        return self._fastest(found)
 
     def smallest(self, variant: str) -> Proposal:
         """Return the proposal with the fewest bytes where all loops keep least."""
         options = self._body_options(variant, 0, 1.0)
         return self._with_flops(self._level(-1, options).smallest(variant))
+
+    def _fastest(self, found: Sequence[Proposal]) -> Proposal:
+        """Return the proposal that takes least time, FLOPs counted.
+
+        Counting takes long, so it ends where those left take longer even by their schedules.
+        """
+        ordered = sorted(found, key=lambda p: (p.extra_seconds, p.model_bytes))
+        best = self._with_flops(ordered[0])
+        for proposal in ordered[1:]:
+            if proposal.extra_seconds >= best.extra_seconds:
+                break
+            best = min(best, self._with_flops(proposal), key=lambda p: p.extra_seconds)
+        return best
 
     def _with_flops(self, proposal: Proposal) -> Proposal:
         """Return a proposal that takes no smaller share of the step's time than of its FLOPs.
@@ -160,9 +174,13 @@ class StepModel:
             return proposal
         if decisions not in self._flops:
             self._flops[decisions] = flops_of_program(applied(self.flat, decisions))
-        as_written = flops_of_program(self.flat)
+        as_written = self._flops_as_written
         seconds = (self._flops[decisions] / as_written - 1) * self.seconds if as_written else 0.0
         return dataclasses.replace(proposal, extra_seconds=max(proposal.extra_seconds, seconds))
+
+    @functools.cached_property
+    def _flops_as_written(self) -> float:
+        return flops_of_program(self.flat)
 
     def as_written(self, variant: str) -> Proposal:
         """Return the step as it is written as a proposal."""
@@ -226,13 +244,17 @@ class StepModel:
         Bodies do not run at the same time, so each may fill what is left of the budget.
         """
         found = []
-        at = 0 if variant == ORDERED else self.variants.index(variant)
+        at = self.variants.index(self.model_of(variant))
         for body, around in zip(self._loops.bodies, self._loops.around):
             room = n_bytes - int(share * around)
             options = body.options[at]
             fitting = [option for option in options if option.bytes <= room]
             found.append(fastest(fitting) if fitting else options[0])
         return tuple(found)
+
+    def model_of(self, variant: str) -> str:
+        """Return the variant whose model of fusion a variant uses."""
+        return self.variants[0] if variant == ORDERED else variant
 
     def _levels_within(
         self, variant: str, n_bytes: int, options: tuple[BodyOption, ...]
@@ -316,8 +338,7 @@ class Level:
         return dataclasses.replace(self.loops, bodies=tuple(bodies))
 
     def _solved(self, variant: str) -> tuple[Fused, Answers]:
-        if variant == ORDERED:
-            variant = self.model.variants[0]
+        variant = self.model.model_of(variant)
         if variant not in self._by_variant:
             fused = self._fused(variant)
             solver = self.model.solver

@@ -17,10 +17,10 @@ later equations read the unit's result in place of the value, so that the unit m
 
 Compilers order the equations of a unit, and those between units, as they see fit, and may keep more alive
 than the schedule does: products of all steps' inputs, say, which depend on nothing before them. So
-`Decisions.ordered` makes a new unit of every few stored equations after the first burst, and before each
-earlier one that could be computed long before its turn. Compilers also compute a sum of many
-values in one kernel, which keeps all these values until the last one is there; a new unit after each of
-`Decisions.partial_sums` frees them earlier.
+`Decisions.ordered` makes a new unit of every few stored equations after the first burst or partial sum, and
+one before each earlier equation that could be computed long before its turn. Compilers also compute a sum
+of many values in one kernel, which keeps all these values until the last one is there; a new unit after each
+of `Decisions.partial_sums` frees them earlier.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Decisions:
       stored: the numbers of the equations whose results are stored in memory. Kernels that use the
         results of other equations compute them again.
       bursts: recomputations, in the order of the program.
-      ordered: whether every few stored equations wait for those before them; those before the first burst
-        only where they depend on nothing that was stored just before.
+      ordered: whether every few stored equations wait for those before them; those before the first
+        unit only where they depend on nothing that was stored just before.
       partial_sums: the numbers of stored equations after which a unit begins, so that what they sum up
         is not kept until the whole sum is computed in one kernel.
     """
@@ -126,7 +126,8 @@ def flattened(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     """Return a step's jaxpr with plain calls inlined, without dead or repeated equations; its inputs stay.
 
     Calls with shardings, layouts or donation of their own, checkpoints and functions with derivative
-    rules stay single equations. What a step computes twice, compilers compute once and keep.
+    rules stay single equations. What such equations and barriers do not keep apart, compilers compute
+    once if a step computes it twice.
     """
     flat = without_repeated(jaxprs.inline_calls(jaxpr, transparent_call))
     alive, _ = _jax.dce(flat, [True] * len(flat.outvars), keep=[True] * len(flat.invars))
@@ -255,6 +256,7 @@ class _Writer:
         self.jaxpr = jaxpr
         self.n_first = len(jaxpr.eqns) if n_first is None else n_first
         self.n_before = 0  # new equations before those of the second part
+        self.is_second = False  # whether the second part has begun
         self.stored = decisions.stored
         self.bursts = _with_fences(jaxpr, decisions) if decisions.ordered else _by_start(decisions)
         self.producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
@@ -283,16 +285,23 @@ class _Writer:
         after = dict(itertools.pairwise([*starts, n_eqns]))
         at = 0
         while at < n_eqns:
-            if at == self.n_first:
-                self.n_before = len(self.eqns)
-                self.outside.clear()
+            # A unit that ends at once, before an equation with effects, comes back to the same equation.
+            if at >= self.n_first and not self.is_second:
+                self._begin_second()
             if at in self.bursts:
                 at = self._unit(at, after[at])
                 continue
             if at in self.stored or has_effects(self.jaxpr.eqns[at]):
                 self._compute(at)
             at += 1
+        if not self.is_second:
+            self._begin_second()
         return [self._outside(v) for v in self.jaxpr.outvars]
+
+    def _begin_second(self) -> None:
+        self.is_second = True
+        self.n_before = len(self.eqns)
+        self.outside.clear()
 
     # Outside of units
 

@@ -171,6 +171,8 @@ _FAR = 1.08
 # Where no proposal fits, and the nearest one needs at most this share of the budget: the aims that are tried,
 # as shares of the one that was expected to fit.
 _NEARLY, _ABOVE = 1.2, (1.1, 1.25, 1.5)
+# The same where it needs more: the aims that are tried, as shares of the smallest proposal's bytes.
+_ABOVE_SMALLEST = (1.15, 1.35, 1.6)
 
 
 class _Search:
@@ -308,8 +310,10 @@ class _Search:
 
         The model may be wrong about the order of two proposals, so one that recomputes less may need less.
         """
-        nearest = min((c.compiled_bytes for c in self.compiled), default=0)
-        if self._best() is not None or nearest > _NEARLY * self.budget:
+        if self._best() is not None or not self.compiled:
+            return
+        if min(c.compiled_bytes for c in self.compiled) > _NEARLY * self.budget:
+            self._search_smallest()
             return
         for factor in _ABOVE[: self.effort.max_below]:
             for variant in self._variants():
@@ -320,6 +324,26 @@ class _Search:
                     break
             if self._best() is not None:
                 return
+
+    def _search_smallest(self) -> None:
+        """Compile proposals of more bytes than the smallest while they need less of the compiler.
+
+        Where a compiler needs far more for the smallest proposal than the model says, what needs least is
+        larger. Users learn from it which budget to ask for.
+        """
+        nearest = min(self.compiled, key=lambda c: c.compiled_bytes)
+        variant = nearest.proposal.variant
+        least = self.model.smallest(variant).model_bytes
+        for factor in _ABOVE_SMALLEST[: self.effort.max_below]:
+            if nearest.compiled_bytes <= _FAR * nearest.proposal.model_bytes:
+                return
+            proposal = self._proposal_within(variant, int(factor * least))
+            if self._is_known(proposal):
+                continue
+            self._compile(proposal)
+            if self.compiled[-1].compiled_bytes > nearest.compiled_bytes:
+                return
+            nearest = self.compiled[-1]
 
     # What the compiler is expected to need
 

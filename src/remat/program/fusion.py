@@ -49,8 +49,6 @@ _SUMS = frozenset(("add", "add_any", "sub"))
 # Large values in a sum from which its partial sums are written. Fewer save little memory, and each partial
 # sum costs bandwidth.
 _MANY_VALUES = 6
-# Partial sums that are written in one sum; more save memory and take longer to compile.
-_MOST_PARTIAL_SUMS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,9 +243,7 @@ class _Fusion:
             is_long = len(sums) >= _MANY_VALUES - 1 and len(terms[end]) >= _MANY_VALUES
             if not is_long or n_bytes < least:
                 continue
-            every = max(1, len(sums) // _MOST_PARTIAL_SUMS)
-            partial = sums[every - 1 : -1 : every]
-            found.update(i for i in partial if len(self._users(i)) == 1)
+            found.update(i for i in sums[:-1] if len(self._users(i)) == 1)
         return frozenset(found)
 
     def _large_terms(self) -> list[frozenset[int]]:
