@@ -8,7 +8,7 @@
 A budget is a share of the compiled peak without rematerialization. Extra FLOPs are relative to the
 step without, counted on the jaxpr; the opponent is the cheapest of JAX's standard policies, on each
 block or around the whole loss, that needs no more memory than the plan does. Nothing is executed
-but in `--targets`. Runs with options print only.
+but in `--targets`. Nothing in the steps is marked. Runs with options print only.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Planned(NamedTuple):
 def planned(step: Callable, args: Sequence[Any], budget: int | str) -> Planned:
     """Plan and compile a step; the only place that knows the planner's interface."""
     begin = time.perf_counter()
-    plan = remat.plan(step, *args, budget=budget)
+    plan = remat.plan(step, *args, budget=budget, cache=False)
     seconds = time.perf_counter() - begin
     fitted = remat.fit(step, plan=plan)
     compiled = fitted.lower(*args).compile()
@@ -63,11 +63,6 @@ def planned(step: Callable, args: Sequence[Any], budget: int | str) -> Planned:
         seconds,
         fitted,
     )
-
-
-def planned_step(model: Model) -> Callable:
-    """The step whose loss is one region of the planner's."""
-    return step(model.loss(remat.auto))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -106,7 +101,7 @@ def row(model: Model, percent: int, points: Sequence[Point]) -> Row:
     base, args = points[0], model.arguments()
     found = Row(model.name, percent, base.peak_bytes * percent // 100)
     try:
-        plan = planned(planned_step(model), args, found.budget_bytes)
+        plan = planned(step(model.loss()), args, found.budget_bytes)
     except remat.BudgetError as error:
         return dataclasses.replace(found, refusal=str(error))
     counted = flops.count(plan.step, *args)
@@ -256,7 +251,7 @@ def targets() -> dict:
     for share, limit, _ in TARGETS:
         label = f"{share:.1%}"
         try:
-            plan = planned(planned_step(model), args, fixed + int(share * base.temporary_bytes))
+            plan = planned(step(model.loss()), args, fixed + int(share * base.temporary_bytes))
         except remat.BudgetError as error:
             reached[label] = {"refusal": str(error), "met": False}
             continue

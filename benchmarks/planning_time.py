@@ -1,12 +1,11 @@
-"""What planning takes beside compiling: regions of 1,000 and 10,000 operations, scans of 2 and 32 layers.
+"""What planning takes beside compiling: steps of 1,000 and 10,000 equations, scans of 2 and 32 layers.
 
     python -m benchmarks planning_time
     python -m benchmarks planning_time --small
 
 Seconds of processor time, which other work on the machine changes little, and of the clock, at four
 budgets (shares of the compiled peak without rematerialization); compiling and lowering are taken out.
-A budget that is refused counts like any other. Operations are those of the region's forward and
-backward program. Nothing is executed.
+A budget that is refused counts like any other. Nothing is marked, and nothing is executed.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ class Seconds(NamedTuple):
 def chain(n_blocks: int) -> tuple[Callable, tuple]:
     """`x = x + tanh(x a) b`, written out block by block."""
 
-    @remat.auto
     def loss(weights, x):
         for a, b in weights:
             x = x + jnp.tanh(x @ a) @ b
@@ -58,7 +56,6 @@ def chain(n_blocks: int) -> tuple[Callable, tuple]:
 def scanned(n_layers: int) -> tuple[Callable, tuple]:
     """The same blocks in a loop."""
 
-    @remat.auto
     def loss(weights, x):
         def layer(x, ab):
             a, b = ab
@@ -106,12 +103,12 @@ def measure(step: Callable, args: tuple, percent: int) -> dict[str, Any]:
 
 def main(options: Sequence[str] = ()) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="planning_time", description=__doc__.splitlines()[0])
-    parser.add_argument("--small", action="store_true", help="without the 10,000 operations")
+    parser.add_argument("--small", action="store_true", help="without the 10,000 equations")
     small = parser.parse_args(list(options)).small
-    # A block is 15 operations, forward and backward.
-    cases = {"1,000 operations": chain(66)}
+    # A block is 15 equations, forward and backward.
+    cases = {"1,000 equations": chain(66)}
     if not small:
-        cases["10,000 operations"] = chain(666)
+        cases["10,000 equations"] = chain(666)
     cases |= {"scan of 2 layers": scanned(2), "scan of 32 layers": scanned(32)}
     print(f"{'':20}{'budget':>8}{'CPU':>9}{'clock':>9}{'compiling':>11}")
     result: dict[str, list[dict[str, Any]]] = {}
