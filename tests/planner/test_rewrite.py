@@ -28,6 +28,7 @@ from remat.planner.rewrite import (
 )
 from remat.planner.whole_step import applied
 from remat.program.fusion import fuse
+from remat.solvers.grid import GridSearch
 from transform.support import assert_same
 
 W = [np.linspace(-1, 1, 36).reshape(6, 6).astype(np.float32) * (i + 1) / 3 for i in range(4)]
@@ -373,3 +374,22 @@ def test_what_the_second_part_recomputes_stands_in_it(n_second):
     assert [inner.count(name) for name in ("sin", "exp")] == ([1, 1] if bursts else [0, 0])
     assert bool(second) == bool(n_second)
     assert not any(eqn.effects for eqn in first) or n_second < 3
+
+
+def test_variants_that_agree_about_the_kernels_are_solved_once():
+    class Counting(GridSearch):
+        def answers(self, graph, once=()):
+            solved.append(graph)
+            return super().answers(graph, once)
+
+    def chain(weights, x):
+        for a, b in weights:
+            x = x + jnp.tanh(x @ a) @ b
+        return (x * x).sum()
+
+    solved = []
+    weights = [(np.ones((6, 24), np.float32), np.ones((24, 6), np.float32))] * 8
+    flat, _ = flat_of(jax.value_and_grad(chain), weights, np.ones((100, 6), np.float32))
+    model = StepModel(flat, lambda flops, moved, dtype: flops + moved, solver=Counting())
+    assert [model.smallest(v).variant for v in model.variants] == ["written", "fused"]
+    assert len(solved) == 1

@@ -290,7 +290,8 @@ class Level:
         self.model = model
         self.loops = loops
         self.loop_seconds = loop_seconds
-        self._by_variant: dict[str, tuple[Fused, Answers]] = {}
+        self._by_variant: dict[str, Fused] = {}
+        self._answers: list[tuple[Fused, Answers]] = []
 
     @functools.cached_property
     def program(self) -> Program:
@@ -300,11 +301,11 @@ class Level:
     @property
     def seconds(self) -> float:
         """Return the time of the program without recomputation outside of loops."""
-        return float(sum(self._solved(FUSED)[0].seconds.values()))
+        return float(sum(self._fused(FUSED).seconds.values()))
 
     def peak_bytes(self, variant: str) -> int:
         """Return the bytes of temporaries without recomputation outside of loops."""
-        fused, _ = self._solved(variant)
+        fused = self._fused(variant)
         return int(no_remat(fused.graph).peak_bytes - fused.reused_bytes)
 
     def within(self, variant: str, n_bytes: int) -> Proposal:
@@ -316,7 +317,7 @@ class Level:
         return self._proposal(variant, smallest_reasonable(fused.graph, answers))
 
     def _proposal(self, variant: str, found: Schedule) -> Proposal:
-        fused, _ = self._solved(variant)
+        fused = self._fused(variant)
         time = fused.graph.time
         return Proposal(
             variant,
@@ -338,15 +339,22 @@ class Level:
         return dataclasses.replace(self.loops, bodies=tuple(bodies))
 
     def _solved(self, variant: str) -> tuple[Fused, Answers]:
-        variant = self.model.model_of(variant)
-        if variant not in self._by_variant:
-            fused = self._fused(variant)
-            solver = self.model.solver
-            self._by_variant[variant] = fused, solver.answers(fused.graph, fused.once)
-        return self._by_variant[variant]
+        """Return the graph of a variant and the solver's answers; variants with equal graphs share them."""
+        fused = self._fused(variant)
+        for graph, answers in self._answers:
+            if graph.once == fused.once and graph.graph == fused.graph:
+                return fused, answers
+        answers = self.model.solver.answers(fused.graph, fused.once)
+        self._answers.append((fused, answers))
+        return fused, answers
 
     def _fused(self, variant: str) -> Fused:
-        return with_partial_sums(self.program, self.model.price, _fusing(variant))
+        variant = self.model.model_of(variant)
+        if variant not in self._by_variant:
+            self._by_variant[variant] = with_partial_sums(
+                self.program, self.model.price, _fusing(variant)
+            )
+        return self._by_variant[variant]
 
 
 # --------------------------------------------------------------------------------------------------
