@@ -16,10 +16,9 @@ from jax.sharding import PartitionSpec as P
 import remat
 from remat._jax import can_be_on_host, open_jaxpr
 from remat.ir.jaxprs import applies
-from remat.planner.decisions import RegionDecision
-from remat.planner.emit import save_everything
-from remat.planner.plan_file import PlanSegment
-from remat.planner.regions import (
+from remat.planner.marked.decisions import RegionDecision
+from remat.planner.marked.emit import save_everything
+from remat.planner.marked.regions import (
     Application,
     LoopForm,
     Record,
@@ -27,6 +26,7 @@ from remat.planner.regions import (
     active_context,
     loop_depth,
 )
+from remat.planner.plan_file import PlanSegment
 
 CASES: dict[str, Callable[[], tuple[Callable, tuple]]] = {}
 

@@ -1,182 +1,224 @@
-"""What loops save at each step, on hand-made bodies."""
-
-from __future__ import annotations
+"""Bodies of loops and branches that are scheduled by themselves."""
 
 import dataclasses
+import itertools
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from remat.ir.operations import Fusion
-from remat.planner.bodies import Body, loop_options
-from remat.planner.tradeoffs import at_price, prices
-from remat.program.program import Op, Place, Program
+import remat
+from remat.errors import PlanError
+from remat.planner.bodies import (
+    Fusing,
+    bodies,
+    program_of_flat,
+    with_bodies,
+    with_partial_sums,
+)
+from remat.planner.rewrite import flattened
+from remat.program.from_jaxpr import n_bytes
+from remat.solvers.grid import GridSearch
 
-REGION = ("loss#1/scan0", "f0")
-KB = 1000
+KEY = jax.random.key(0)
+W = jax.random.normal(KEY, (6, 32, 32)) / 6
+X = jax.random.normal(KEY, (256, 32))
+
+
+def mlp(w, x):
+    for i in range(6):
+        x = jnp.tanh(jnp.sin(x @ w[i]) * 2) + x
+    return (x**2).mean()
+
+
+def accumulated(w, x):
+    def body(total, x):
+        value, gradient = jax.value_and_grad(mlp)(w, x)
+        return (total[0] + value, total[1] + gradient), None
+
+    return jax.lax.scan(body, (0.0, jnp.zeros_like(w)), jnp.stack([x, x + 1]))[0]
+
+
+def descended(w, x):
+    def body(state):
+        n, w = state
+        return n + 1, w - 0.1 * jax.grad(mlp)(w, x)
+
+    return jax.lax.while_loop(lambda state: state[0] < 3, body, (0, w))[1]
+
+
+def in_a_branch(w, x):
+    return jax.lax.cond(x.sum() > 0, lambda w: jax.grad(mlp)(w, x), lambda w: w, w)
+
+
+def nested(w, x):
+    """A gradient in a branch of a step of a loop."""
+
+    def body(w, x):
+        return w - in_a_branch(w, x), None
+
+    return jax.lax.scan(body, w, jnp.stack([x, x + 1]))[0]
+
+
+STEPS = [accumulated, descended, in_a_branch, nested]
+
+
+def mesh():
+    return jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def gathered(w, x):
+    """A loss with weights that each device gathers, as in fully sharded data parallelism by hand."""
+    for i in range(6):
+        x = jnp.tanh(jnp.sin(x @ jax.lax.all_gather(w[i], "data", tiled=True)) * 2) + x
+    return (x**2).mean()
+
+
+SHARDED = P(None, "data"), P("data")
+
+
+def with_its_gradient_in_a_shard_map(w, x):
+    def local(w, x):
+        value, gradient = jax.value_and_grad(gathered)(w, x)
+        return jax.lax.psum(value, "data"), gradient
+
+    return jax.shard_map(
+        local, mesh=mesh(), in_specs=SHARDED, out_specs=(P(), SHARDED[0]), check_vma=False
+    )(w, x)
+
+
+def around_a_shard_map(w, x, check_vma=True):
+    def local(w, x):
+        return jax.lax.psum(gathered(w, x), "data")
+
+    return jax.shard_map(
+        local, mesh=mesh(), in_specs=SHARDED, out_specs=P(), check_vma=check_vma
+    )(w, x)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "step", [with_its_gradient_in_a_shard_map, jax.value_and_grad(around_a_shard_map)]
+)
+def test_shard_maps_are_scheduled_by_the_bytes_of_one_device(step, tmp_path):
+    args = [jax.device_put(a, NamedSharding(mesh(), s)) for a, s in zip((W, X), SHARDED)]
+    fitted = remat.fit(step, budget="65%", cache=False, progress=False)
+    for got, expected in zip(jax.tree.leaves(fitted(*args)), jax.tree.leaves(jax.jit(step)(*args))):
+        np.testing.assert_array_equal(got, expected)
+    (made,) = fitted.plans
+    (body,) = made.whole_step.bodies
+    assert body.recomputations
+    assert made.peak_bytes <= made.budget_bytes
+    made.save(tmp_path / "plan.json")
+    again = remat.fit(step, plan=remat.Plan.load(tmp_path / "plan.json"))
+    compiled = again.lower(*args).compile()
+    assert remat.testing.peak_bytes(compiled) == made.peak_bytes
 
 
 def price(flops, moved, dtype):
-    return flops
+    return flops + moved
 
 
-def body(length=16, carry=(0,), n_values=3, size=KB, movable=()):
-    """h -> f1 -> f2 ... -> fn; each backward operation needs one of them."""
-    ops = [
-        Op("dot", Fusion.KERNEL, (i,), (i + 1,), flops=10.0 + i, place=Place(REGION, False, i))
-        for i in range(n_values)
-    ]
-    last = n_values
-    for i in reversed(range(n_values)):
-        place = Place(REGION, True, n_values - 1 - i)
-        ops.append(Op("dot", Fusion.KERNEL, (i + 1, last), (last + 1,), flops=20.0, place=place))
-        last += 1
-    program = Program(
-        tuple(ops), (size,) * (last + 1), ("f32[]",) * (last + 1), frozenset({0}), (last,)
+def flat(step):
+    closed = jax.make_jaxpr(step)(W, X)
+    assert not closed.consts
+    return flattened(closed.jaxpr)
+
+
+def run(jaxpr):
+    return jax.jit(lambda *args: jax.core.eval_jaxpr(jaxpr, (), *args))
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_scheduled_bodies_give_the_same_bits_in_less_memory(step):
+    jaxpr = flat(step)
+    (body,) = bodies(jaxpr, price, GridSearch(), 10 * n_bytes(jaxpr.invars[1].aval))
+    plain = run(jaxpr).lower(W, X).compile()
+    (options,) = body.options
+    option = next(o for o in options[::-1] if o.bytes < 0.65 * options[-1].bytes)
+    assert option.seconds > 0 and options[-1].seconds == 0
+    changed = run(with_bodies(jaxpr, {body.id: option.decisions})).lower(W, X).compile()
+    for a, b in zip(changed(W, X), plain(W, X), strict=True):
+        np.testing.assert_array_equal(a, b)
+    saved = (
+        plain.memory_analysis().temp_size_in_bytes - changed.memory_analysis().temp_size_in_bytes
     )
-    return Body(program, REGION, length, carry, movable=frozenset(movable))
+    assert saved > 0.5 * (options[-1].bytes - option.bytes)
 
 
-def test_options_go_from_the_fewest_bytes_to_the_most_and_none_is_worse_in_both():
-    options = loop_options(body(), price)
-    assert len(options) > 2
-    assert [o.bytes for o in options] == sorted({o.bytes for o in options})
-    assert [o.seconds for o in options] == sorted({o.seconds for o in options}, reverse=True)
+def test_options_need_fewer_bytes_for_more_time():
+    ((options,),) = (body.options for body in bodies(flat(descended), price, GridSearch(), 0))
+    for few, many in itertools.pairwise(options):
+        assert few.bytes < many.bytes and few.seconds >= many.seconds
 
 
-def test_between_distant_vertices_there_are_options_that_no_price_finds():
-    # Two values alike: every price saves both or neither.
-    b = body(n_values=2, carry=())
-    ops = [dataclasses.replace(op, flops=10.0) for op in b.program.ops]
-    program = dataclasses.replace(b.program, ops=tuple(ops))
-    options = loop_options(dataclasses.replace(b, program=program), price)
-    assert [(len(o.saved), o.seconds) for o in options] == [(0, 320.0), (1, 160.0), (2, 0.0)]
-    assert len({at_price(options, p) for p in prices(options)}) < len(options)
+def test_a_body_has_options_for_each_model_of_fusion():
+    def shared(w, x):
+        for i in range(3):
+            y = (x @ w[i]) * 2 + 1
+            x = jnp.tanh(y) @ w[3] + jnp.sin(y) @ w[4] + jnp.cos(y) @ w[5]
+        return (x**2).mean()
+
+    def step(w, x):
+        return jax.lax.fori_loop(0, 3, lambda _, w: w - jax.grad(shared)(w, x), w)
+
+    fusing = (Fusing(duplicates=False), Fusing(duplicates=True))
+    (body,) = bodies(flat(step), price, GridSearch(), 0, fusing=fusing)
+    written, duplicated = body.options
+    assert written[-1].decisions == duplicated[-1].decisions
+    assert written[0].decisions.stored > duplicated[0].decisions.stored  # sin(y), cos(y) read y
 
 
-def test_last_option_saves_what_is_needed_and_recomputes_nothing():
-    most = loop_options(body(), price)[-1]
-    assert (most.saved, most.group, most.seconds) == ((0, 1, 2), 1, 0)
-    # A carry that is not needed by the backward pass costs nothing: values of 16 steps.
-    assert most.bytes == 16 * 3 * KB
+def test_partial_sums_are_written_only_where_they_free_memory():
+    def sum_of(terms):
+        return terms[0] if len(terms) == 1 else sum_of(terms[:-1]) + terms[-1]
+
+    def graph(step):
+        program = program_of_flat(flat(step))
+        return with_partial_sums(program, price, Fusing())
+
+    def one_by_one(w, x):
+        return sum_of([w[i % 6] @ w[(i + 1) % 6] for i in range(12)]) @ w[0]
+
+    def biases(w, x):
+        total = w[0] @ w[1] + w[1] @ w[2]
+        for i in range(10):
+            total = total + w[3, i]
+        return total @ w[0]
+
+    def in_turn(w, x):
+        total = w[0] @ w[1]
+        for i in range(11):
+            total = total + w[i % 6] @ w[(i + 2) % 6]
+        return total @ w[0]
+
+    assert graph(in_turn).partial_sums
+    assert not graph(one_by_one).partial_sums and not graph(biases).partial_sums
 
 
-def test_values_that_must_not_be_repeated_are_saved_at_any_price():
-    b = body()
-    ops = list(b.program.ops)
-    ops[1] = Op("psum", Fusion.KERNEL, (1,), (2,), place=Place(REGION, False, 1), repeatable=False)
-    program = Program(
-        tuple(ops), *(getattr(b.program, k) for k in ("bytes", "types", "inputs", "outputs"))
-    )
-    for option in loop_options(Body(program, REGION, 2, (0,)), price):
-        assert 1 in option.saved
+def test_small_bodies_are_left_alone():
+    assert not bodies(flat(descended), price, GridSearch(), 100 * n_bytes(jnp.zeros((6, 256, 256))))
 
 
-def test_prices_go_from_one_end_of_the_options_to_the_other():
-    options = loop_options(body(), price)
-    at = prices(options)
-    assert at == sorted(at)
-    assert at_price(options, 0.0) == options[-1]
-    assert at_price(options, at[-1]) == options[0]
-    # Each of them picks another.
-    assert len({at_price(options, p) for p in at}) == len(at)
+def test_a_plan_of_a_gradient_in_a_loop_holds_and_survives_its_file():
+    plan = remat.plan(accumulated, W, X, budget="75%", cache=False)
+    assert plan.peak_bytes <= 0.75 * plan.peak_bytes_without_remat
+    (body,) = plan.whole_step.bodies
+    assert body.recomputations and f"the body {body.id}" in plan.explain()
+    again = remat.Plan.from_json(plan.to_json())
+    assert again == plan
+    for a, b in zip(remat.fit(accumulated, plan=again)(W, X), jax.jit(accumulated)(W, X)):
+        np.testing.assert_array_equal(a, b)
 
 
-def test_bytes_never_rise_with_the_price():
-    options = loop_options(body(n_values=5), price)
-    found = [at_price(options, p).bytes for p in (0.0, 1e-4, 1e-3, 1e-2, 0.1, 1.0)]
-    assert found == sorted(found, reverse=True)
-
-
-@pytest.mark.parametrize("length", [16, 17, 64])
-def test_long_loops_can_run_in_groups(length):
-    groups = [o.group for o in loop_options(body(length), price) if o.group > 1]
-    assert groups
-    assert all(1 < g < length for g in groups)
-    if length != 17:
-        assert all(length % g == 0 for g in groups)
-
-
-def test_short_loops_and_loops_without_a_carry_do_not():
-    for b in (body(3), body(16, carry=())):
-        assert all(o.group == 1 for o in loop_options(b, price))
-
-
-def test_one_option_has_one_price():
-    b = body(n_values=1, length=2)
-    (option,) = loop_options(b, price)[-1:]
-    assert prices([option]) == [0.0]
-
-
-# Offloading
-
-MB = 10**6
-
-
-def traffic_price(flops, moved, dtype):
-    """Seconds of a device of 1 FLOP/s and 1 TB/s."""
-    return flops + moved / 1e12
-
-
-def link(bytes_per_s):
-    return lambda n_bytes: n_bytes / bytes_per_s
-
-
-def cheapest_within(options, n_bytes):
-    return min((o for o in options if o.bytes <= n_bytes), key=lambda o: o.seconds)
-
-
-def large_body(**more):
-    return body(size=MB, movable=range(4), **more)
-
-
-def test_loops_offload_over_a_fast_link_and_recompute_over_a_slow_one():
-    fast = loop_options(large_body(), traffic_price, link(1e12))
-    slow = loop_options(large_body(), traffic_price, link(1.0))
-    room = 16 * 2 * MB  # three values of a step are needed, and two fit
-    chosen = cheapest_within(fast, room)
-    assert chosen.offloaded and chosen.seconds < 16 * 10  # no operation is repeated
-    assert set(chosen.offloaded) <= set(chosen.saved)
-    chosen = cheapest_within(slow, room)
-    assert not chosen.offloaded and not chosen.host_bytes
-    assert (
-        chosen.seconds == cheapest_within(loop_options(large_body(), traffic_price), room).seconds
-    )
-
-
-def test_offloading_reaches_below_what_recomputing_needs_and_says_what_the_host_holds():
-    b = body(size=MB, movable={0})
-    alone = loop_options(b, traffic_price)
-    more = loop_options(b, traffic_price, link(MB / 100))
-    assert more[0].bytes == 0 < alone[0].bytes
-    # The carry comes back, and the rest is recomputed from it.
-    assert (more[0].offloaded_carry, more[0].saved) == ((0,), ())
-    assert more[0].host_bytes == 16 * MB
-    assert 0 < more[0].transfer_seconds < more[0].seconds
-
-
-def test_only_what_a_step_does_not_hide_takes_the_time_of_the_link():
-    # Each value takes 4 s in each direction. A step computes 33 s forward and 60 s backward, and half
-    # of that hides copies: four values are hidden one way and seven the other.
-    options = loop_options(large_body(), traffic_price, link(MB / 4))
-    hidden = [o for o in options if o.host_bytes == 16 * 3 * MB]
-    assert hidden and all(o.transfer_seconds < 1e-3 * 16 for o in hidden)
-    # Three values of 10 s each are not hidden: 30 s of 16.5 one way, and none of 30 the other.
-    slower = loop_options(large_body(), traffic_price, link(MB / 10))
-    shown = [o for o in slower if o.host_bytes == 16 * 3 * MB]
-    assert [o.transfer_seconds for o in shown] == [pytest.approx(16 * 13.5, rel=1e-3)]
-
-
-@pytest.mark.parametrize("b", [body(movable=range(4)), body(size=MB)], ids=["small", "not movable"])
-def test_small_values_and_those_that_cannot_move_stay_on_the_device(b):
-    options = loop_options(b, traffic_price, link(1e12))
-    assert options == loop_options(b, traffic_price)
-    assert not any(o.host_bytes for o in options)
-
-
-def test_groups_may_be_only_the_first_part_of_a_loop():
-    some = [o for o in loop_options(body(64), price) if o.groups]
-    assert some
-    assert all(0 < o.groups * o.group < 64 for o in some)
-    # What the rest saves is there at once, and is not recomputed.
-    of_one_kind = [o for o in some if (o.group, o.saved) == (some[0].group, some[0].saved)]
-    assert [o.groups for o in of_one_kind] == sorted((o.groups for o in of_one_kind), reverse=True)
+def test_a_plan_of_a_body_that_the_program_does_not_have_is_refused():
+    plan = remat.plan(accumulated, W, X, budget="75%", cache=False)
+    (body,) = plan.whole_step.bodies
+    for wrong in (
+        dataclasses.replace(body, id="999.0/"),
+        dataclasses.replace(body, n_equations=body.n_equations + 1),
+    ):
+        whole = dataclasses.replace(plan.whole_step, bodies=(wrong,))
+        with pytest.raises(PlanError, match="lan again"):
+            remat.fit(accumulated, plan=dataclasses.replace(plan, whole_step=whole))(W, X)

@@ -17,9 +17,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 import remat
 from planner.region_cases import assert_same, normal
 from remat.planner import processes
-from remat.planner.regions import Recording
+from remat.planner.marked.regions import Recording
+from remat.planner.marked.trace import program_of_step
 from remat.planner.step import Step
-from remat.planner.trace import program_of_step
 from remat.program import compiled as compiler
 from remat.program.targets import target
 

@@ -15,8 +15,9 @@ from remat.errors import BudgetError
 from remat.ir.equations import is_fusible, is_repeatable
 from remat.ir.flops import flops_of_program
 from remat.ir.jaxprs import equations
+from remat.planner.bodies import program_of_flat
 from remat.planner.candidates import StepModel
-from remat.planner.inside import program_of_flat
+from remat.planner.decisions import applied
 from remat.planner.rewrite import (
     Burst,
     Decisions,
@@ -26,7 +27,6 @@ from remat.planner.rewrite import (
     rewritten,
     rewritten_in_two,
 )
-from remat.planner.whole_step import applied
 from remat.program.fusion import fuse
 from remat.solvers.grid import GridSearch
 from transform.support import assert_same

@@ -15,8 +15,8 @@ import remat
 from remat import _jax
 from remat.cache import Cache
 from remat.ir.flops import bytes_moved, flops_of
-from remat.planner.levels import Levels
-from remat.planner.regions import Application
+from remat.planner.marked.levels import Levels
+from remat.planner.marked.regions import Application
 from remat.planner.step import Step
 from remat.program import costs
 from remat.program.costs import Measured, Roofline, dtype_of, find_costs, time_alone_s

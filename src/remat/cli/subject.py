@@ -22,7 +22,7 @@ from remat.cli.errors import OneLineError, message_of, place_of
 from remat.errors import closest
 from remat.explain.step import has_gradient, value_and_gradient
 from remat.module_steps import of_arrays
-from remat.planner.regions import auto
+from remat.planner.marked.regions import auto
 from remat.printing import shown
 from remat.transform import policies
 from remat.transform.checkpoint import checkpoint

@@ -1,212 +1,334 @@
-"""The options of a loop: what each step saves, recomputes or offloads, and in which groups it runs.
+"""Bodies of loops, branches and `shard_map`s that are scheduled by themselves.
 
-A loop's body is a region. What it saves exists once for each step; what it recomputes in the backward
-pass exists for one step at a time. The sets worth saving are minimum cuts (`mincut`): each vertex of
-the hull of (bytes, time) is an option. A loop can also run in groups of steps, each recomputed from its
-start. Then the carry is kept at the start of each group only, and what the steps save exists for one
-group at a time.
+Some loops are not half of a pair of scans: gradient accumulation runs a whole forward and backward pass in
+each step, and an optimizer's line search evaluates a gradient in a `while_loop`. What such a body needs at
+its peak is the loop's workspace. So its jaxpr is scheduled like a step's, and written back by `rewrite`.
 
-A step can also keep values in host memory (`host_memory`).
+The body of a `shard_map` is scheduled, too, with the bytes of one device. Where a `shard_map` was
+differentiated, its forward and its backward half are scheduled as one program, and written back as two.
 
-Given a price per byte, a loop takes the option with the least seconds + price x bytes.
+A body is scheduled if it contains no pair of scans and no other body of nearly its own size: these are
+decided by themselves.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
-from remat.planner.host_memory import MIN_OFFLOAD_BYTES, Copies, Transfer, cuts_with_copies
-from remat.planner.tradeoffs import (
-    group_sizes,
-    partial_group_counts,
-    seconds_of,
-    thinned,
-    undominated,
+from remat import _jax
+from remat.errors import BudgetError, PlanError
+from remat.planner.rewrite import Decisions, decisions_of, rewritten, rewritten_in_two
+from remat.planner.scan_pairs.branches import branch_matches
+from remat.planner.scan_pairs.joint import (
+    Match,
+    Replacements,
+    inner_programs,
+    inside_of,
+    matches,
+    places_without,
+    prepared,
+    replaced,
+    walk_inside,
 )
-from remat.program.fusion import Price
+from remat.planner.scan_pairs.rewriting import pair_id
+from remat.planner.scan_pairs.shards import Shards, emit_in_two, shard_matches, shards_of
+from remat.program.from_jaxpr import FlatWriter, Slowdown, no_slowdown
+from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Program
-from remat.solvers.mincut import Cut, CutProblem, between, hull
+from remat.solvers.graph import Graph
+from remat.solvers.simulate import no_remat
+from remat.solvers.solver import Answers, Schedule, Solver
 
-# Ratio of bytes of neighbours on the hull. With a ratio below, options are looked for between them; a
-# larger limit finds more.
-_GAP_RATIO = 0.9
-# Steps. A shorter loop has either all of its steps in groups or none: a loop in two parts copies its
-# inputs and results. A larger bound leaves fewer options.
-_MIN_SPLIT_LENGTH = 16
-# Share of a step's forward time. Neighbours on the hull that differ by less in recomputation have no
-# options between them; a larger share leaves fewer options.
-_NEGLIGIBLE = 0.002
+# Neighbouring options differ by this ratio of bytes; a larger one gives more options.
+_RATIO = 0.95
+# Share of what is around it. A body that needs less is not scheduled; if it needs more than the second
+# share, what is around it is not.
+_SMALL, _LARGE = 0.1, 0.5
+# Share of a program's peak. A sum whose terms take less is computed as a whole.
+_SMALL_SUM = 0.05
+# Time of a schedule over that without recomputation. Schedules near the floor of memory may compute values
+# hundreds of times; those above this ratio are not offered.
+_MAX_TIME_RATIO = 3
+# Ratio of bytes by which a schedule may be larger if the one below takes too long.
+_STEP_UP = 1.1
 
 
-@dataclasses.dataclass(frozen=True)
-class Body:
-    """A loop's body as a program: its forward pass, then its backward pass.
+class Fusing(NamedTuple):
+    """A model of fusion: `duplicates` and `into_products` as in `fusion.fuse`."""
 
-    Args:
-      program: one step's operations.
-      region: the key and fingerprint of the body's region.
-      length: the number of steps.
-      carry: the values of the program that are the loop's carry. They are saved if they are needed.
-      times: how often the whole loop runs.
-      movable: the values that can be kept in host memory.
-    """
-
-    program: Program
-    region: tuple[str, str]
-    length: int
-    carry: tuple[int, ...]
-    times: int = 1
-    movable: frozenset[int] = frozenset()
+    duplicates: bool = False
+    into_products: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
-class LoopOption:
-    """One way to run a loop.
+class BodyOption:
+    """One way to run a body.
 
     Args:
-      saved: the numbers of the forward program's values that each step saves.
-      group: steps that are recomputed together; 1 if the steps are not grouped.
-      groups: the number of groups; the steps after them are in no group. 0: as many groups as fit.
-      bytes: the most bytes that the loop keeps on the device, all steps together.
-      seconds: time of recomputation and of transfers, all steps together.
-      offloaded: the saved values that are kept in host memory.
-      offloaded_carry: the carry's values, by number in the program, that are kept there.
-      host_bytes: bytes in host memory, all steps together.
-      transfer_seconds: the part of `seconds` for transfers.
+      bytes: what the body needs at its peak.
+      seconds: time of recomputation, all runs together.
+      decisions: about the body's equations.
     """
 
-    saved: tuple[int, ...]
-    group: int
     bytes: int
     seconds: float
-    offloaded: tuple[int, ...] = ()
-    offloaded_carry: tuple[int, ...] = ()
-    host_bytes: int = 0
-    transfer_seconds: float = 0.0
-    groups: int = 0
+    decisions: Decisions
 
 
-def loop_options(body: Body, price: Price, transfer: Transfer | None = None) -> list[LoopOption]:
-    """Return a loop's Pareto-optimal options in bytes and seconds, by ascending bytes.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Body:
+    """A body with its options.
 
-    These are the vertices of the hull of (bytes, seconds), and options between vertices that are far
-    apart. With `transfer`, the time of a copy to the host or back, values may be offloaded.
+    Args:
+      id: the path to the body: for each equation around it its place and the number of its body.
+        "7.0/12.1/" is body 1 of equation 12 in body 0 of equation 7. Users see it in plans (`whole_step`).
+      options: for each model of fusion, by ascending bytes; the last is the body as it is written.
     """
-    problem, numbers, forward_s, backward_s = _cut_problem(body, price)
-    carry = sum(body.program.bytes[v] for v in body.carry)
-    vertices = hull(problem).cuts
-    cuts = list(vertices)
-    for few, many in itertools.pairwise(vertices):
-        if few.bytes < _GAP_RATIO * many.bytes and few.time - many.time > _NEGLIGIBLE * forward_s:
-            cuts += between(problem, few, many)
-    options = []
-    for cut in cuts:
-        saved = tuple(sorted(n for place in cut.saved for n in numbers[place]))
-        per_step = max(cut.bytes, 1)
-        options.append(LoopOption(saved, 1, body.length * cut.bytes, body.length * cut.time))
-        for group in group_sizes(body.length, carry, per_step):
-            n_bytes = -(-body.length // group) * carry + group * cut.bytes
-            seconds = body.length * (forward_s + cut.time)
-            options.append(LoopOption(saved, group, n_bytes, seconds))
-            for groups in (
-                partial_group_counts(body.length // group)
-                if body.length >= _MIN_SPLIT_LENGTH
-                else ()
-            ):
-                rest = body.length - groups * group
-                n_bytes = groups * carry + max(rest, group) * cut.bytes
-                seconds = groups * group * forward_s + body.length * cut.time
-                options.append(LoopOption(saved, group, n_bytes, seconds, groups=groups))
-    if transfer is not None:
-        copies = Copies(price, transfer, forward_s, backward_s)
-        options += _Offloading(body, copies, problem, numbers).options()
-    return thinned(undominated(options))
+
+    id: str
+    options: tuple[tuple[BodyOption, ...], ...]
+
+    @property
+    def place(self) -> int:
+        """Return the place in the program of the outermost equation around it, or of the first of a pair."""
+        return int(re.split(r"\D", self.id)[0])
 
 
-class _Offloading:
-    """The options of a loop that keep values in host memory."""
+def bodies(
+    jaxpr: _jax.Jaxpr,
+    price: Price,
+    solver: Solver,
+    n_bytes: int,
+    slowdown: Slowdown = no_slowdown,
+    fusing: Sequence[Fusing] = (Fusing(),),
+) -> tuple[Body, ...]:
+    """Return the bodies in a program that can be scheduled, with their options.
 
-    def __init__(
-        self, body: Body, copies: Copies, problem: CutProblem, numbers: Sequence[Sequence[int]]
-    ) -> None:
-        self.body = body
-        self.copies = copies
-        self.problem = problem
-        self.numbers = numbers
-
-    def _movable(self) -> list[bool]:
-        """Return which values of the cut problem can be offloaded: single arrays of sufficient size."""
-        body = self.body
-        of_ops = (
-            op.results
-            for op in body.program.ops
-            if op.place is not None and not op.place.is_backward
-        )
-        values = [*((v,) for v in body.carry), *of_ops]
-        return [
-            len(results) == 1 and results[0] in body.movable and n_bytes >= MIN_OFFLOAD_BYTES
-            for results, n_bytes in zip(values, self.problem.bytes)
-        ]
-
-    def options(self) -> list[LoopOption]:
-        return list(map(self._option, cuts_with_copies(self.problem, self._movable(), self.copies)))
-
-    def _option(self, cut: Cut) -> LoopOption:
-        length, sizes = self.body.length, [self.problem.bytes[v] for v in cut.offloaded]
-        again_s = sum(self.problem.time[v] for v in cut.recomputed)
-        transfer_s = self.copies.seconds(sizes)
-        n_carry = len(self.body.carry)
-        offloaded = tuple(sorted(n for v in cut.offloaded for n in self.numbers[v]))
-        saved = tuple(n for v in cut.saved for n in self.numbers[v])
-        return LoopOption(
-            saved=tuple(sorted((*saved, *offloaded))),
-            group=1,
-            bytes=length * cut.bytes,
-            seconds=length * (again_s + transfer_s),
-            offloaded=offloaded,
-            offloaded_carry=tuple(self.body.carry[v] for v in cut.offloaded if v < n_carry),
-            host_bytes=length * sum(sizes),
-            transfer_seconds=length * transfer_s,
-        )
-
-
-def _cut_problem(body: Body, price: Price) -> tuple[CutProblem, list[list[int]], float, float]:
-    """Return the cut problem of a body: what may be saved, and what the backward program needs.
-
-    Also the numbers of the values at each place of the problem, and the seconds of a step's forward
-    and backward program without recomputation.
+    Args:
+      jaxpr: the program, with plain calls inlined.
+      price: the time of a kernel.
+      solver: finds the schedules.
+      n_bytes: what the program needs at its peak; bodies that need much less are left out.
+      slowdown: of kernels, as in `program.from_jaxpr`.
+      fusing: the models of fusion.
     """
-    program = body.program
-    place: dict[int, int] = {}
-    n_bytes: list[int] = []
-    times: list[float] = []
-    deps: list[tuple[int, ...]] = []
-    numbers: list[list[int]] = []
-    for v in body.carry:
-        place[v] = len(n_bytes)
-        n_bytes.append(program.bytes[v])
-        times.append(math.inf)
-        deps.append(())
-        numbers.append([])  # the loop itself keeps its carry
-    needed: set[int] = set()
-    backward_s = 0.0
-    for op in program.ops:
-        seconds = seconds_of(program, op, price)
-        if op.place is None or op.place.is_backward:
-            needed.update(place[v] for v in op.operands if v in place)
-            backward_s += seconds
+    costing = _Costing(price, slowdown, tuple(fusing), solver)
+    return tuple(_found(jaxpr, costing, int(_SMALL * n_bytes), "", 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Costing:
+    """The time of a kernel, the slowdown of those that take longer, what fuses, what finds schedules."""
+
+    price: Price
+    slowdown: Slowdown
+    fusing: tuple[Fusing, ...]
+    solver: Solver
+
+
+def with_bodies(jaxpr: _jax.Jaxpr, decisions: Mapping[str, Decisions]) -> _jax.Jaxpr:
+    """Return a program with some bodies scheduled.
+
+    Args:
+      jaxpr: the program that `bodies` was called on.
+      decisions: by the ids of bodies.
+
+    Raises:
+      PlanError: the program has no such body.
+    """
+    left = set(decisions)
+
+    def changed(body: _jax.Jaxpr, id: str, n_first: int | None) -> _Parts:
+        left.discard(id)
+        if n_first is not None:
+            return rewritten_in_two(body, decisions[id], n_first)
+        new = rewritten(body, decisions[id])
+        return new.eqns, [], new.outvars
+
+    found = _changed(jaxpr, decisions, changed, "")
+    if left:
+        raise PlanError(
+            f"the program has no loop or branch with a body {', '.join(sorted(left))}. It changed since "
+            "the plan was made: plan again."
+        )
+    return found
+
+
+def bodies_by_id(jaxpr: _jax.Jaxpr, ids: Sequence[str]) -> dict[str, _jax.Jaxpr]:
+    """Return the bodies of a program that have these ids; others are left out."""
+    found: dict[str, _jax.Jaxpr] = {}
+
+    def seen(body: _jax.Jaxpr, id: str, n_first: int | None) -> None:
+        found[id] = body
+
+    _changed(jaxpr, dict.fromkeys(ids), seen, "")
+    return found
+
+
+#: The equations of a body, those of its second half if it has two, and its results.
+_Parts: TypeAlias = tuple[Sequence[_jax.JaxprEqn], Sequence[_jax.JaxprEqn], Sequence[Any]]
+#: `change(body, its id, the number of the second half's first equation)`: None for no change.
+_Change: TypeAlias = Callable[[_jax.Jaxpr, str, int | None], _Parts | None]
+
+
+def _changed(
+    jaxpr: _jax.Jaxpr, ids: Mapping[str, object], change: _Change, prefix: str
+) -> _jax.Jaxpr:
+    def inner(body: _jax.Jaxpr, id: str) -> _jax.Jaxpr:
+        if id not in ids:
+            return _changed(body, ids, change, id) if any(k.startswith(id) for k in ids) else body
+        parts = change(body, id, None)
+        if parts is None:
+            return body
+        eqns, _, outvars = parts
+        return _jax.rebuild(body, eqns=eqns, outvars=outvars)
+
+    def both(pair: Shards, id: str) -> _Parts | None:
+        if id in ids:
+            return change(pair.jaxpr, id, pair.n_forward)
+        new = _changed(pair.jaxpr, ids, change, id)
+        n = pair.n_forward
+        return None if new is pair.jaxpr else (new.eqns[:n], new.eqns[n:], new.outvars)
+
+    new: Replacements = {}
+    for match in shard_matches(jaxpr):
+        id = f"{pair_id(prefix, match)}/"
+        if any(k.startswith(id) for k in ids):
+            pair = shards_of(jaxpr, match)
+            with inside_of(pair.forward):
+                parts = both(pair, id)
+            if parts is not None:
+                new[match.forward], new[match.backward] = emit_in_two(pair, *parts)
+    skipped = {*places_without(jaxpr, ids, prefix), *new}
+    new |= walk_inside(jaxpr, skipped, inner, prefix)
+    return replaced(jaxpr, new) if new else jaxpr
+
+
+def _found(
+    jaxpr: _jax.Jaxpr, costing: _Costing, least: int, prefix: str, times: int
+) -> Iterator[Body]:
+    in_pairs = {i for match in _pairs_of(jaxpr) for i in match}
+    for match in shard_matches(jaxpr):
+        joined = shards_of(jaxpr, match)
+        id = f"{pair_id(prefix, match)}/"
+        yield from _of_body(joined.jaxpr, costing, least, id, times)
+    for i, eqn in enumerate(jaxpr.eqns):
+        if i in in_pairs:
             continue
-        here = len(n_bytes)
-        size = sum(program.bytes[v] for v in op.results)
-        n_bytes.append(size)
-        times.append(seconds if op.repeatable else math.inf)
-        deps.append(tuple(sorted({place[v] for v in op.operands if v in place})))
-        numbers.append([op.place.number + k for k in range(len(op.results))])
-        for v in op.results:
-            place[v] = here
-    forward_s = sum(t for t in times if t < math.inf)
-    problem = CutProblem(tuple(n_bytes), tuple(times), tuple(deps), tuple(sorted(needed)))
-    return problem, numbers, forward_s, backward_s
+        for k, (body, runs) in enumerate(inner_programs(prepared(jaxpr, eqn))):
+            inner = _jax.open_jaxpr(body)
+            yield from _of_body(inner, costing, least, f"{prefix}{i}.{k}/", times * runs)
+
+
+def _pairs_of(jaxpr: _jax.Jaxpr) -> list[Match]:
+    return [*matches(jaxpr), *branch_matches(jaxpr), *shard_matches(jaxpr)]
+
+
+def _of_body(
+    jaxpr: _jax.Jaxpr, costing: _Costing, least: int, id: str, times: int
+) -> Iterator[Body]:
+    if not jaxpr.eqns:
+        return
+    into_products = any(f.into_products for f in costing.fusing)
+    program = program_of_flat(jaxpr, slowdown=costing.slowdown, into_products=into_products)
+    peaks = [peak_as_written(program, costing.price, fusing) for fusing in costing.fusing]
+    if max(peaks) < least:
+        return
+    inside = list(_found(jaxpr, costing, max(least, int(_LARGE * max(peaks))), id, times))
+    if inside or _pairs_of(jaxpr):
+        yield from inside
+        return
+    options = []
+    for fusing, peak in zip(costing.fusing, peaks):
+        fused = with_partial_sums(program, costing.price, fusing)
+        options.append(tuple(_options(program, peak, fused, costing.solver, times))[::-1])
+    if max(map(len, options)) > 1:
+        yield Body(id, tuple(options))
+
+
+def _options(
+    program: Program, plain: int, fused: Fused, solver: Solver, times: int
+) -> Iterator[BodyOption]:
+    """Yield the options of a body, by descending bytes, the first as it is written with `plain` bytes."""
+    yield BodyOption(plain, 0.0, Decisions(frozenset(), ()))
+    answers = solver.answers(fused.graph, fused.once)
+
+    def option(found: Schedule) -> BodyOption:
+        seconds = times * float(found.time - fused.graph.time)
+        decisions = decisions_of(program, fused, found.steps)
+        return BodyOption(int(found.peak_bytes), seconds, decisions)
+
+    last, n_bytes = plain, plain
+    while True:
+        n_bytes = int(_RATIO * n_bytes)
+        try:
+            schedule = answers.within(n_bytes)
+            if schedule.time > _MAX_TIME_RATIO * fused.graph.time:
+                return
+            found = option(schedule)
+        except BudgetError:
+            found = option(smallest_reasonable(fused.graph, answers))
+            n_bytes = 0
+        if found.bytes < last:
+            yield found
+        last = min(last, found.bytes)
+        if n_bytes <= 1:
+            return
+
+
+def with_partial_sums(program: Program, price: Price, fusing: Fusing) -> Fused:
+    """Return the graph of a program in which large partial sums are written."""
+    with_all = _graph(program, price, fusing, partial_sums=0)
+    if not with_all.partial_sums:
+        return with_all
+    as_written = _graph(program, price, fusing)
+    peak = no_remat(as_written.graph).peak_bytes
+    with_large = _graph(program, price, fusing, partial_sums=int(_SMALL_SUM * peak))
+    # Where all terms are there before the first of them is added, partial sums free nothing.
+    return with_large if no_remat(with_large.graph).peak_bytes <= peak else as_written
+
+
+def peak_as_written(program: Program, price: Price, fusing: Fusing) -> int:
+    """Return the bytes of a program's temporaries without recomputation or partial sums."""
+    return int(no_remat(_graph(program, price, fusing).graph).peak_bytes)
+
+
+def _graph(
+    program: Program, price: Price, fusing: Fusing, partial_sums: int | None = None
+) -> Fused:
+    return fuse(
+        program,
+        price,
+        lambda _: True,
+        duplicates=fusing.duplicates,
+        into_products=fusing.into_products,
+        apart=True,
+        partial_sums=partial_sums,
+    )
+
+
+def smallest_reasonable(graph: Graph, answers: Answers) -> Schedule:
+    """Return the smallest schedule that multiplies the time by at most `_MAX_TIME_RATIO`."""
+    found = answers.smallest()
+    n_bytes = found.peak_bytes
+    while found.time > _MAX_TIME_RATIO * graph.time:
+        n_bytes = int(_STEP_UP * n_bytes) + 1
+        found = answers.within(n_bytes)
+    return found
+
+
+def program_of_flat(
+    jaxpr: _jax.Jaxpr,
+    shards: Sequence[int] | None = None,
+    slowdown: Slowdown = no_slowdown,
+    *,
+    into_products: bool = False,
+) -> Program:
+    """Return a flat jaxpr as a program with one operation for each equation, in their order."""
+    writer = FlatWriter(slowdown, into_products=into_products)
+    writer.enter(jaxpr.invars, shards)
+    writer.write(jaxpr, "")
+    return writer.program(jaxpr.outvars)

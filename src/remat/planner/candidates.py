@@ -1,7 +1,7 @@
 """Candidates for the plan of a step without marked functions: what to keep and what to recompute.
 
 The loops are decided first, and the bodies of loops and branches that are scheduled by themselves
-(`inside`). From the program as it is written, or with the checkpoints in its loops opened, a sequence of
+(`bodies`). From the program as it is written, or with the checkpoints in its loops opened, a sequence of
 *levels* leads to loops that keep as little as they can: from level to level one of them takes the next of
 its options, in the order of their prices per byte. The program outside of the loops becomes a graph of the
 values that its kernels write to memory (`program.fusion`); a solver schedules it, and the schedule is read
@@ -20,7 +20,7 @@ that read them, so there the first variant is
 
 Compilers also choose the order of operations. Where theirs needs far more memory than the schedule, a third
 variant, `ordered`, leaves them less choice. And they compute a sum of many values in one kernel, which keeps
-all of them; where that takes much memory, partial sums are written (`inside.with_partial_sums`).
+all of them; where that takes much memory, partial sums are written (`bodies.with_partial_sums`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from remat import _jax
 from remat.errors import BudgetError
 from remat.ir.flops import flops_of_program
 from remat.planner import scan_pairs
-from remat.planner.host_memory import Transfer
-from remat.planner.inside import (
+from remat.planner.bodies import (
     Body,
     BodyOption,
     Fusing,
@@ -47,10 +46,11 @@ from remat.planner.inside import (
     smallest_reasonable,
     with_partial_sums,
 )
+from remat.planner.decisions import LoopDecisions, StepDecisions, applied, with_loops
+from remat.planner.host_memory import Transfer
 from remat.planner.rewrite import Decisions, decisions_of
 from remat.planner.search import Proposal
 from remat.planner.tradeoffs import fastest, settings_of, undominated
-from remat.planner.whole_step import LoopDecisions, StepDecisions, applied, with_loops
 from remat.program.from_jaxpr import Slowdown, no_slowdown
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Program

@@ -1,57 +1,82 @@
-"""Decisions about regions: which values are saved, and what each segment recomputes.
+"""Decisions about a whole step, and the program that follows them.
 
-`decide` finds decisions and `emit` writes them into a program. A plan's file has them, with a
-description of each value for its readers.
+The step is one flat jaxpr. The decisions are applied in this order:
+
+1. The user's own checkpoints in loops are inlined, or stay (`scan_pairs.opened`).
+2. Loops and branches are rewritten: bodies that are scheduled by themselves (`bodies`), then what forward
+   loops keep for backward ones (`scan_pairs`).
+3. Equations outside of loops are recomputed (`rewrite`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from remat.planner.plan_file import PlanSegment, RegionPlan
+from remat import _jax
+from remat.planner import scan_pairs
+from remat.planner.bodies import with_bodies
+from remat.planner.rewrite import Decisions, rewritten
+from remat.transform.outlining import alone, needs_outlining
+from remat.transform.primitive import region_equation
 
 
 @dataclasses.dataclass(frozen=True)
-class RegionDecision:
-    """What is decided about one region.
+class LoopDecisions:
+    """What a step's loops keep.
 
     Args:
-      saved: numbers of saved values.
-      segments: in order.
-      backward: the fingerprint of the backward program that the segments divide.
-      n_operations: the number of operations of that program, if the segments divide another backward
-        program in proportion; 0 if they do not divide another one.
-      offloaded: which of the saved values are kept in host memory.
-      offloaded_inputs: the positions of the forward program's inputs that are kept there, too.
+      opened: whether the checkpoints in loops are inlined first.
+      choices: options by the ids of pairs of scans; other pairs stay as they are.
+      bodies: decisions by the ids of bodies of loops and branches; other bodies stay as they are.
     """
 
-    saved: tuple[int, ...]
-    segments: tuple[PlanSegment, ...]
-    backward: str
-    n_operations: int = 0
-    offloaded: tuple[int, ...] = ()
-    offloaded_inputs: tuple[int, ...] = ()
+    opened: bool = False
+    choices: tuple[tuple[str, scan_pairs.ScanOption], ...] = ()
+    bodies: tuple[tuple[str, Decisions], ...] = ()
 
-    @classmethod
-    def of(cls, plan: RegionPlan) -> RegionDecision:
-        """Return the decision that a plan holds about a region."""
-        return cls(
-            tuple(value.number for value in plan.saved),
-            plan.segments,
-            plan.backward,
-            offloaded=tuple(value.number for value in plan.saved if value.offloaded),
-            offloaded_inputs=tuple(value.number for value in plan.offloaded_inputs),
-        )
 
-    def segments_of(self, backward: str, n_operations: int) -> tuple[PlanSegment, ...]:
-        """Return the segments of the backward program with this fingerprint and so many operations."""
-        if backward == self.backward:
-            return self.segments
-        if not self.n_operations:
-            return ()
-        return tuple(
-            dataclasses.replace(
-                s, start=min(n_operations, s.start * n_operations // self.n_operations)
-            )
-            for s in self.segments
-        )
+@dataclasses.dataclass(frozen=True)
+class StepDecisions:
+    """Decisions about a whole step: about its loops, and then about the program outside of them."""
+
+    loops: LoopDecisions
+    outside: Decisions
+
+
+def source_of(flat: _jax.Jaxpr, opened: bool) -> _jax.Jaxpr:
+    """Return the program that decisions about loops refer to: a flat step, its checkpoints opened or not."""
+    return scan_pairs.opened(flat) if opened else flat
+
+
+def with_loops(flat: _jax.Jaxpr, loops: LoopDecisions) -> _jax.Jaxpr:
+    """Return a flat step whose loops do as decided.
+
+    Raises:
+      PlanError: the program has no such loops.
+    """
+    source = source_of(flat, loops.opened)
+    if loops.bodies:
+        source = with_bodies(source, dict(loops.bodies))
+    return scan_pairs.rewrite(source, dict(loops.choices)) if loops.choices else source
+
+
+def applied(flat: _jax.Jaxpr, decisions: StepDecisions) -> _jax.Jaxpr:
+    """Return a flat step that follows the decisions.
+
+    Raises:
+      PlanError: the program has no such loops.
+    """
+    new = rewritten(with_loops(flat, decisions.loops), decisions.outside)
+    return new if new is flat else _apart(new)
+
+
+def _apart(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+    """Return a step whose operations with index arrays are regions, which XLA for CPU does not mix."""
+
+    def region(eqn: _jax.JaxprEqn) -> _jax.JaxprEqn:
+        body = alone(eqn, jaxpr)
+        options = {"like": eqn, "differentiated": True, "prevent_cse": False}
+        return region_equation(body.invars, eqn.outvars, body, **options)
+
+    eqns = [region(eqn) if needs_outlining(eqn) else eqn for eqn in jaxpr.eqns]
+    return _jax.rebuild(jaxpr, eqns=eqns)

@@ -9,7 +9,8 @@ There are three searches:
 
 * `_search_whole_step`, for steps without marked functions: the loop is in `search`, its proposals come from
   `candidates`.
-* `_search_levels`, for marked functions (regions) with loops: a bisection over prices per byte (`levels`).
+* `_search_levels`, for marked functions (regions) with loops: a bisection over prices per byte
+  (`marked/levels`).
 * `_search_models`, for regions without loops.
 
 The last two have two models of a region's memory: in one, an output buffer is unused until the output is
@@ -50,10 +51,12 @@ from remat.errors import BudgetError, PlanError
 from remat.ir.fingerprint import fingerprint
 from remat.module_steps import of_arrays
 from remat.planner.candidates import StepModel
-from remat.planner.decisions import RegionDecision
-from remat.planner.edits import loop_results
 from remat.planner.host_memory import Transfer
-from remat.planner.levels import Choice, Levels
+from remat.planner.marked.decisions import RegionDecision
+from remat.planner.marked.edits import loop_results
+from remat.planner.marked.levels import Choice, Levels
+from remat.planner.marked.regions import Application, Record
+from remat.planner.plan_decisions import whole_step_plan
 from remat.planner.plan_file import (
     AS_RUN,
     FAST,
@@ -64,12 +67,10 @@ from remat.planner.plan_file import (
     SavedValue,
 )
 from remat.planner.progress import Progress
-from remat.planner.regions import Application, Record
 from remat.planner.rewrite import flattened
 from remat.planner.scan_pairs import ScanOption
 from remat.planner.search import Compiled, Effort, Proposal, search
 from remat.planner.step import Step, Traced, check_step, unfitted
-from remat.planner.step_decisions import whole_step_plan
 from remat.printing import shown
 from remat.program.compiled import CompilerFailure, Memory, OutOfMemory
 from remat.program.costs import Costs, Roofline, find_costs, slowdowns
@@ -808,8 +809,15 @@ class _Search:
     def _refuse(self) -> NoReturn:
         tried = [*self.earlier, *self.candidates]
         base = self._base_peak_bytes
-        smallest = min((p.compiled_bytes for p in tried if not p.failure), default=base)
+        reached = [p.compiled_bytes for p in tried if not p.failure]
+        reached += [base] if isinstance(self.base, Memory) else []
+        smallest = min(reached, default=base)
         shown = units.format_bytes
+        without = (
+            "that of the step without rematerialization"
+            if smallest == base
+            else f"{shown(base)} ({base} bytes) without rematerialization"
+        )
         what = (
             f"arguments and results alone take {shown(self.fixed_bytes)}"
             if self.fixed_bytes >= self.budget
@@ -825,10 +833,10 @@ class _Search:
             )
         raise BudgetError(
             f"no plan fits {shown(self.budget)} ({self.budget} bytes); the smallest peak that was "
-            f"reached is {shown(smallest)} ({smallest} bytes), {shown(base)} "
-            f"({base} bytes) without rematerialization; {what}.{self._other_reasons(tried)} Raise "
-            f"budget= to at least {smallest} bytes, {self._offload_advice()}donate arguments "
-            "(donate_argnums=), or use a smaller batch or more devices."
+            f"reached is {shown(smallest)} ({smallest} bytes), {without}; {what}."
+            f"{self._other_reasons(tried)} Raise budget= to at least {smallest} bytes, "
+            f"{self._offload_advice()}donate arguments (donate_argnums=), or use a smaller batch or "
+            "more devices."
         )
 
     def _other_reasons(self, tried: list[_Candidate]) -> str:

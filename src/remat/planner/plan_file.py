@@ -3,8 +3,8 @@
 A plan's file is readable JSON with one saved value or segment per line. So users can compare two plans,
 and edit one: move a number from `saved` to a segment's `recomputed`, or change a loop's `group`
 (docs/plans.md, "Editing a plan"). Types and ranges are checked here, when the file is read. Whether the
-program has the regions, values and loops is checked when the plan is applied: in `regions`, and for
-`whole_step` in `step_decisions.decisions_of_plan`.
+program has the regions, values and loops is checked when the plan is applied: in `marked/regions`, and for
+`whole_step` in `plan_decisions.decisions_of_plan`.
 
 `verified` in the file is a checksum of all fields at the time when the compiler confirmed the peak. A
 file that was edited afterwards loads as an unverified plan: `is_verified` is False and `peak_bytes` is
@@ -111,7 +111,7 @@ class RegionPlan(_Checked):
 
     Args:
       key: the region's name in the plan, such as `loss#e7e11c16/scan0`: the function's name, a fingerprint
-        of its program, and the position of a loop (`remat.planner.regions`).
+        of its program, and the position of a loop (`remat.planner.marked.regions`).
       fingerprint: the fingerprint of its forward program and linear part.
       backward: the fingerprint of its backward program.
       n_values: the number of values in the forward program, numbered from 0.

@@ -17,11 +17,11 @@ from remat import _jax
 from remat.errors import PlanError
 from remat.ir.fingerprint import fingerprint
 from remat.ir.flops import flops_of_program
-from remat.planner.emit import inlined
+from remat.planner.decisions import StepDecisions, applied
+from remat.planner.marked.emit import inlined
+from remat.planner.marked.regions import Application, TracingContext, active_context
 from remat.planner.plan_file import MadeFor
-from remat.planner.regions import Application, TracingContext, active_context
 from remat.planner.rewrite import following
-from remat.planner.whole_step import StepDecisions, applied
 from remat.program.compiled import CompilerFailure, Memory, OutOfMemory, compile_for_analysis
 from remat.program.settings import compiler_settings
 from remat.program.targets import Target, n_shards, place

@@ -40,7 +40,7 @@ from typing import Any
 from remat import _jax
 from remat.ir import jaxprs
 from remat.ir.operations import FUSIBLE, Fusion, operation
-from remat.transform.separate import NOT_INLINED
+from remat.transform.outlining import NOT_INLINED
 
 # The first jaxlib whose CPU compiler expands barriers after its last CSE pass.
 _CPU_KEEPS_BARRIERS = (0, 11, 1)

@@ -54,8 +54,8 @@ from remat.ir.split import (
 )
 from remat.transform import barrier, policies, residuals
 from remat.transform.cut import Cut, cut, save_all, save_compact
+from remat.transform.outlining import outlined
 from remat.transform.refs import with_values
-from remat.transform.separate import separated
 from remat.transform.splitter import Half, Splitter, tracing_context
 
 _jax.exclude_from_tracebacks(__file__)
@@ -654,7 +654,7 @@ def _lower(
     differentiated: bool,
     **_: Any,
 ) -> Sequence[Any]:
-    jaxpr = separated(jaxpr)
+    jaxpr = outlined(jaxpr)
     if not differentiated:
         return _jax.lower_inline(ctx, jaxpr, args)
     fenced = [prevent_cse] * len(args) if isinstance(prevent_cse, bool) else list(prevent_cse)

@@ -21,7 +21,8 @@ the primitive that made it: `recompute("scores") >> everything_saveable` recompu
 Every name of `jax.checkpoint_policies` is here, too, with the same meaning, except where JAX's own does
 not do what its name says (`save_anything_except_these_names` saves everything there, and
 `save_from_both_policies` refuses offloading policies). A name that no value of the region has is an
-error, also where derivative and batching rules could hide it (see `hidden`); `strict=False` allows it.
+error, also where derivative and batching rules could hide it (see `derivative_rules`); `strict=False` allows
+it.
 
 To find out which values a policy saves, read `resolve`.
 """

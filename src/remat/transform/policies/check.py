@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from remat import _jax
 from remat.errors import MemoryKindError, PolicyError, UnknownNameError, closest
 from remat.globs import any_name_matches, path_matches
-from remat.transform import hidden, marks
+from remat.transform import derivative_rules, marks
 from remat.transform.policies.algebra import Policy, Select, as_policy
 
 _jax.exclude_from_tracebacks(__file__)
@@ -160,7 +160,7 @@ def _contents_with_rules(jaxpr: _jax.Jaxpr, wanted: tuple[Select, ...]) -> tuple
     """
     contents = _contents(jaxpr)
     untraced = False
-    for shown in hidden.revealed(jaxpr):
+    for shown in derivative_rules.revealed(jaxpr):
         if shown is None:
             untraced = True
             continue

@@ -50,6 +50,16 @@ def test_the_compiled_peak_is_within_the_budget_and_nothing_changes(plan):
     assert_identical(fitted(*ARGS), jax.jit(step)(*ARGS))
 
 
+def test_the_smallest_peak_of_a_refusal_may_be_that_of_the_step_as_written():
+    def product(x):
+        return jnp.sum(jnp.sort(x @ x))
+
+    with pytest.raises(remat.BudgetError) as refused:
+        remat.plan(product, np.ones((64, 64), np.float32), budget=17_000, **OPTIONS)
+    taken = jax.jit(product).lower(np.ones((64, 64), np.float32)).compile()
+    assert f"({peak_bytes(taken)} bytes), that of the step without" in str(refused.value)
+
+
 def test_two_plans_are_the_same_to_the_byte(plan):
     assert remat.plan(step, *ARGS, budget="70%", **OPTIONS).to_json() == plan.to_json()
 
@@ -76,7 +86,7 @@ def test_a_file_holds_the_plan(plan, tmp_path):
     loaded = remat.Plan.load(tmp_path / "plan.json")
     assert loaded == plan and loaded.is_verified
     text = loaded.explain()
-    assert "dot_general" in text and "test_whole_step.py" in text
+    assert "dot_general" in text and "test_plan.py" in text
 
 
 def edited(plan, change):

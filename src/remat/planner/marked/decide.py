@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from remat.planner.decisions import RegionDecision
+from remat.planner.marked.decisions import RegionDecision
 from remat.planner.plan_file import PlanSegment
 from remat.program.fusion import Fused, Price, fuse, fuse_reusing_outputs
 from remat.program.program import Op, Program

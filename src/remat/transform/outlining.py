@@ -23,21 +23,21 @@ NOT_INLINED = {"inlineable": "false"}
 
 _NAMES = names_where("has_index_arrays")
 
-separate_p = _jax.Primitive("remat_separate")
-separate_p.multiple_results = True
+outline_p = _jax.Primitive("remat_outline")
+outline_p.multiple_results = True
 
 
-def needs_separation(eqn: _jax.JaxprEqn) -> bool:
+def needs_outlining(eqn: _jax.JaxprEqn) -> bool:
     """Return whether XLA for CPU expands an equation into arrays that depend on no operand."""
     return eqn.primitive.name in _NAMES and not eqn.effects
 
 
 @_jax.weakref_lru_cache
-def separated(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+def outlined(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     """Return a jaxpr, to be lowered next, whose equations of this kind are functions on CPUs."""
-    if not any(map(needs_separation, jaxpr.eqns)):
+    if not any(map(needs_outlining, jaxpr.eqns)):
         return jaxpr
-    eqns = [_as_function(eqn, jaxpr) if needs_separation(eqn) else eqn for eqn in jaxpr.eqns]
+    eqns = [_as_function(eqn, jaxpr) if needs_outlining(eqn) else eqn for eqn in jaxpr.eqns]
     return _jax.rebuild(jaxpr, eqns=eqns)
 
 
@@ -50,7 +50,7 @@ def alone(eqn: _jax.JaxprEqn, jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
 
 def _as_function(eqn: _jax.JaxprEqn, jaxpr: _jax.Jaxpr) -> _jax.JaxprEqn:
     body = alone(eqn, jaxpr)
-    return _jax.new_eqn(body.invars, eqn.outvars, separate_p, {"jaxpr": body}, eqn)
+    return _jax.new_eqn(body.invars, eqn.outvars, outline_p, {"jaxpr": body}, eqn)
 
 
 def _lower_inline(ctx: _jax.LoweringContext, *args: Any, jaxpr: _jax.Jaxpr) -> Any:
@@ -63,4 +63,4 @@ def _lower_on_cpu(ctx: _jax.LoweringContext, *args: Any, jaxpr: _jax.Jaxpr) -> A
     return _jax.lower_call(ctx, jaxpr, args, NOT_INLINED)
 
 
-_jax.register_lowering(separate_p, _lower_inline, cpu=_lower_on_cpu)
+_jax.register_lowering(outline_p, _lower_inline, cpu=_lower_on_cpu)

@@ -17,7 +17,7 @@ from planner.region_cases import (
     traced_in,
 )
 from remat import _jax
-from remat.planner.emit import without_copies
+from remat.planner.marked.emit import without_copies
 
 #: Where 16 bits round, how far results may be apart, as a share of the largest.
 ROUNDING = {"bfloat16": 2e-2, "matmul_with_preferred_types": 2e-3}

@@ -1,7 +1,7 @@
 """Levels: a step with its loops decided at one price per byte, and the graph around the loops.
 
 The price is a Lagrange multiplier: each loop takes the option with the least seconds + price x bytes
-(`bodies`), innermost loops first, since what a loop's step saves exists once for each step. The code
+(`loop_options`), innermost loops first, since what a loop's step saves exists once for each step. The code
 around the loops is one graph, which is scheduled within the budget (`decide`). From level to level the
 price rises, so loops save less and recompute more.
 """
@@ -16,21 +16,21 @@ from typing import Any
 
 from remat import _jax
 from remat.errors import BudgetError
-from remat.planner.bodies import Body, LoopOption, loop_options
-from remat.planner.decide import Answer, Problem
-from remat.planner.decisions import RegionDecision
-from remat.planner.emit import save_everything
+from remat.planner.decisions import StepDecisions
 from remat.planner.host_memory import Transfer
-from remat.planner.plan_file import PlanSegment
-from remat.planner.regions import LoopForm, Record, Recording, loop_depth
-from remat.planner.step import Step, Traced
-from remat.planner.trace import (
+from remat.planner.marked.decide import Answer, Problem
+from remat.planner.marked.decisions import RegionDecision
+from remat.planner.marked.emit import save_everything
+from remat.planner.marked.loop_options import Body, LoopOption, loop_options
+from remat.planner.marked.regions import LoopForm, Record, Recording, loop_depth
+from remat.planner.marked.trace import (
     program_of_record,
     program_of_step,
     shards_in_bodies,
 )
+from remat.planner.plan_file import PlanSegment
+from remat.planner.step import Step, Traced
 from remat.planner.tradeoffs import at_price, prices
-from remat.planner.whole_step import StepDecisions
 from remat.program.costs import Costs, slowdowns
 from remat.program.from_jaxpr import n_bytes
 from remat.program.program import Program, without_dead

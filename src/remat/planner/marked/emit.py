@@ -35,7 +35,7 @@ from remat.ir import jaxprs
 from remat.ir.equations import is_fusible, undifferentiated_call
 from remat.ir.fingerprint import fingerprint
 from remat.ir.split import results_and_residuals, split, without_unused
-from remat.planner.decisions import RegionDecision
+from remat.planner.marked.decisions import RegionDecision
 from remat.planner.plan_file import PlanSegment
 from remat.transform.cut import Cut, round_residuals, save_all
 from remat.transform.primitive import linear_equation, region_equation

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import remat
-from remat.planner.levels import Levels
-from remat.planner.regions import Application
+from remat.planner.marked.levels import Levels
+from remat.planner.marked.regions import Application
 from remat.planner.step import Step
 from remat.program.costs import Roofline
 from remat.program.targets import target

@@ -15,7 +15,7 @@ by its position among the loop's results, an input by its position among the inp
 Gradients never depend on the result, only memory and time do.
 
 What an edited plan may contain is in docs/plans.md, "Editing a plan". `plan_file` checks it; so do `regions`
-and, for `whole_step`, `step_decisions`, when the plan meets the program.
+and, for `whole_step`, `plan_decisions`, when the plan meets the program.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from remat import _jax
-from remat.planner.decisions import RegionDecision
-from remat.planner.emit import Linearized, Numbering
+from remat.planner.marked.decisions import RegionDecision
+from remat.planner.marked.emit import Linearized, Numbering
 from remat.planner.plan_file import PlanSegment, RegionPlan, SavedValue
 
 

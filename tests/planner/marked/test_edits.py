@@ -14,11 +14,11 @@ import pytest
 import remat
 from planner.region_cases import assert_same, normal
 from remat import _jax
-from remat.planner.decisions import RegionDecision
-from remat.planner.edits import loop_results
 from remat.planner.fit import application
+from remat.planner.marked.decisions import RegionDecision
+from remat.planner.marked.edits import loop_results
+from remat.planner.marked.regions import Application, LoopForm, Recording, loop_depth
 from remat.planner.plan_file import LoopPlan, RegionPlan, SavedValue
-from remat.planner.regions import Application, LoopForm, Recording, loop_depth
 from remat.planner.step import Step
 from remat.program.targets import target
 

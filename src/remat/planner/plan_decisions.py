@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from remat import _jax
 from remat.errors import PlanError
 from remat.ir.equations import is_repeatable
-from remat.planner.inside import bodies_by_id
+from remat.planner.bodies import bodies_by_id
+from remat.planner.decisions import LoopDecisions, StepDecisions, source_of, with_loops
 from remat.planner.plan_file import BodyPlan, Recomputation, ScanPlan, WholeStep
 from remat.planner.rewrite import Burst, Decisions
 from remat.planner.scan_pairs import ScanOption
-from remat.planner.whole_step import LoopDecisions, StepDecisions, source_of, with_loops
 from remat.program.from_jaxpr import joined, type_text
 
 

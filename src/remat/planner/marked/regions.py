@@ -30,9 +30,9 @@ from remat.errors import PlanError
 from remat.ir import jaxprs
 from remat.ir.fingerprint import fingerprint
 from remat.marked import note
-from remat.planner.decisions import RegionDecision
-from remat.planner.edits import adapted
-from remat.planner.emit import (
+from remat.planner.marked.decisions import RegionDecision
+from remat.planner.marked.edits import adapted
+from remat.planner.marked.emit import (
     Linearized,
     backward_program,
     halves,

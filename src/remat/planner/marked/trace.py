@@ -13,7 +13,7 @@ from typing import Any
 
 from remat import _jax
 from remat.ir.equations import inline_body
-from remat.planner.regions import Record, RegionHalf
+from remat.planner.marked.regions import Record, RegionHalf
 from remat.program.from_jaxpr import (
     ProgramWriter,
     Slowdown,
