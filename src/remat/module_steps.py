@@ -227,13 +227,21 @@ class Structure:
     """What a pytree of arrays is compiled for: fixed values, and the paths of the arrays.
 
     Equal values of different types are different, as for `jax.jit`. The fixed values tell which paths
-    there are, so that paths do not take part in comparisons.
+    there are, so that paths do not take part in comparisons. With `may_be_unhashable`, fixed values that
+    cannot be hashed are compared only, as `jax.jit` compares those of pytrees.
     """
 
-    def __init__(self, fixed: Any, paths: tuple[Any, ...]) -> None:
+    def __init__(
+        self, fixed: Any, paths: tuple[Any, ...], *, may_be_unhashable: bool = False
+    ) -> None:
         self.fixed = fixed
         self.paths = paths
-        self._hash = hash(fixed)
+        try:
+            self._hash = hash(fixed)
+        except TypeError:
+            if not may_be_unhashable:
+                raise
+            self._hash = hash(paths)
 
     def __hash__(self) -> int:
         return self._hash

@@ -232,7 +232,8 @@ def _as_graphs(tree: PyTree, index_of: Any, outer_index_of: Any = None) -> PyTre
             x, ref_index=index_of, ref_outer_index=outer_index_of, graph=True
         )
         paths = tuple(tuple(map(_key_of, path)) for path in state.paths)
-        return _Graph(Structure(graphdef, paths), list(state.leaves))
+        structure = Structure(graphdef, paths, may_be_unhashable=True)
+        return _Graph(structure, list(state.leaves))
 
     return jax.tree.map(one, tree, is_leaf=_is_graph)
 

@@ -480,3 +480,35 @@ def test_temporaries_of_unrolled_layers_shrink():
         temporaries(jax.grad(functools.partial(loss, lift)), state) for lift in (OURS, lambda f: f)
     )
     assert ours <= 0.35 * without
+
+
+def test_metadata_that_cannot_be_hashed_is_compared_only():
+    """`jax.jit` takes such states, too, since it compares the structures of pytrees."""
+
+    class Tagged(nnx.Variable):
+        pass
+
+    class Chain(nnx.Module):
+        def __init__(self, tag):
+            self.w = Tagged(jnp.full((64, 64), 0.1), tag=tag)
+
+    def step(state, x):
+        def loss(state):
+            seen.append(1)
+            h = x
+            for _ in range(8):
+                h = jnp.tanh(h @ nnx.merge(graph, state).w[...])
+            return jnp.sum(h**2)
+
+        return jax.value_and_grad(loss)(state)
+
+    seen = []
+    graph, state = nnx.split(Chain({"units": "mm"}))
+    x = jnp.ones((500, 64))
+    fitted = remat.fit(step, budget="90%", cache=False, progress=False)
+    np.testing.assert_array_equal(fitted(state, x)[0], jax.jit(step)(state, x)[0])
+    traced = len(seen)
+    fitted(nnx.split(Chain({"units": "mm"}))[1], x)
+    assert len(seen) == traced
+    fitted(nnx.split(Chain({"units": "kg"}))[1], x)
+    assert len(seen) > traced
