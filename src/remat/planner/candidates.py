@@ -182,6 +182,11 @@ class StepModel:
     def _flops_as_written(self) -> float:
         return flops_of_program(self.flat)
 
+    @property
+    def seconds_per_flop(self) -> float:
+        """Return the time of the step over its FLOPs, without recomputation; 0 if it has none."""
+        return self.seconds / self._flops_as_written if self._flops_as_written else 0.0
+
     def as_written(self, variant: str) -> Proposal:
         """Return the step as it is written as a proposal."""
         unchanged = StepDecisions(LoopDecisions(), Decisions(frozenset(), ()))
@@ -386,7 +391,12 @@ def _loops(model: StepModel, source: _jax.Jaxpr) -> _Loops:
     flat, price = model.flat, model.price
     opened = source is not flat
     found = scan_pairs.pairs(
-        source, price, shards=model.shards, slowdown=model.slowdown, transfer=model.transfer
+        source,
+        price,
+        shards=model.shards,
+        slowdown=model.slowdown,
+        transfer=model.transfer,
+        seconds_per_flop=model.seconds_per_flop,
     )
     options_of = _within_host_memory(found, model.host_limit)
     program = model.program_of(source)

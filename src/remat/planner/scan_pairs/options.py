@@ -111,6 +111,7 @@ def pairs(
     shards: Sequence[int] | None = None,
     slowdown: Slowdown = no_slowdown,
     transfer: Transfer | None = None,
+    seconds_per_flop: float = 0.0,
 ) -> tuple[ScanPair, ...]:
     """Return the pairs of scans in a program, in program order, with their options.
 
@@ -122,8 +123,10 @@ def pairs(
       shards: the shard count of each argument; 1 if not given.
       slowdown: of kernels, as in `program.from_jaxpr`.
       transfer: the time of a copy to the host's memory or back; None if nothing may be offloaded.
+      seconds_per_flop: of the whole step. Recomputation takes at least as much per FLOP: in loops whose
+        kernels move more than they compute, the times of options hardly differ, and their FLOPs decide.
     """
-    scope = _Scope.of(jaxpr, _Costing(price, slowdown, transfer), shards)
+    scope = _Scope.of(jaxpr, _Costing(price, slowdown, transfer, seconds_per_flop), shards)
     return tuple(_pairs_in(scope, "", "", 1))
 
 
@@ -143,11 +146,15 @@ class _Writer(FlatWriter):
 
 @dataclasses.dataclass(frozen=True)
 class _Costing:
-    """The time of a kernel, the slowdown of those that take longer, and the time of copies to the host."""
+    """The time of a kernel, the slowdown of those that take longer, and the time of copies to the host.
+
+    What is recomputed takes at least `seconds_per_flop`.
+    """
 
     price: Price
     slowdown: Slowdown = no_slowdown
     transfer: Transfer | None = None
+    seconds_per_flop: float = 0.0
 
     @property
     def on_device(self) -> _Costing:
@@ -522,13 +529,16 @@ class _OptionsOfCuts:
         self.number = joint.number
         place = {id(eqn): i for i, eqn in enumerate(joint.jaxpr.eqns)}
         # Equations of branches that share a body are different objects all the same.
-        self.cost = {
-            i: _Cost(self.scope.seconds[i], self.scope.writer.ops[i].flops) for i in place.values()
-        }
+        self.cost = {i: self._cost_at(i) for i in place.values()}
         self.place = place
         everything, _ = joint.closure(joint.results, frozenset())
         self.always = set(map(id, everything))
         self.once = {id(eqn) for eqn in joint.known if not is_repeatable(eqn)}
+
+    def _cost_at(self, i: int) -> _Cost:
+        flops = self.scope.writer.ops[i].flops
+        least = flops * self.scope.costing.seconds_per_flop
+        return _Cost(max(self.scope.seconds[i], least), flops)
 
     def cost_of(self, eqns: Iterable[_jax.JaxprEqn]) -> _Cost:
         costs = [self.cost[self.place[id(eqn)]] for eqn in eqns]
