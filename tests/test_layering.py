@@ -18,7 +18,7 @@ FRAMEWORKS = ("flax", "equinox", "haiku", "brainstate")
 LAYERS = [
     ("aliases", "printing"),
     ("errors",),
-    ("units", "files", "globs", "marked"),
+    ("units", "files", "globs", "paths", "marked"),
     ("json_lines", "cache"),
     ("solvers.graph",),
     ("solvers.liveness",),
@@ -143,7 +143,7 @@ LAYERS = [
     ("__main__",),
 ]
 # Modules that run on hand-made graphs, without JAX.
-PURE = ("aliases", "errors", "files", "printing", "units", "json_lines",
+PURE = ("aliases", "errors", "files", "paths", "printing", "units", "json_lines",
         "solvers", "ir.formulas", "ir.operations", "program.devices",
         "program.program", "program.fusion", "cache", "planner.marked.decide",
         "planner.marked.loop_options", "planner.marked.decisions", "planner.plan_file",

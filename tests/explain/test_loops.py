@@ -10,7 +10,8 @@ from explain_cases import codes, struct
 
 import remat
 from remat.explain.loops import blocks_of
-from remat.explain.sources import relative, source_of
+from remat.explain.sources import source_of
+from remat.paths import relative
 
 D, N = 32, 6
 WEIGHTS, X = struct(N, D, D), struct(128, D)

@@ -12,7 +12,7 @@ from typing import IO, Any
 import click
 
 from remat.errors import RematError
-from remat.explain.sources import is_own, relative
+from remat.paths import is_own, relative
 from remat.printing import printable
 
 _ERROR = 1  # exit code of every error but a wrong command line, whose code is 2

@@ -7,20 +7,9 @@ given relative to its package, with the first frame of the user's own code besid
 from __future__ import annotations
 
 import functools
-import os
-import sys
-import sysconfig
 
 from remat import _jax
-
-_LIBRARIES = tuple(
-    os.path.join(folder, "")
-    for folder in dict.fromkeys(
-        sysconfig.get_paths().get(name, "") for name in ("purelib", "platlib", "stdlib")
-    )
-    if folder
-)
-_OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+from remat.paths import is_own, relative
 
 
 def source_of(eqn: _jax.JaxprEqn) -> str:
@@ -45,29 +34,3 @@ def _text_of(frames: tuple[tuple[str, int, str], ...]) -> str:
 def _place(frame: tuple[str, int, str]) -> str:
     file, line, function = frame
     return f"{relative(file)}:{line} ({function.replace('<locals>.', '')})"
-
-
-def is_own(file: str) -> bool:
-    """Return whether a file is the user's own code: not installed, not of Python, not of this library."""
-    if file.startswith("<"):
-        return False
-    parts = file.split(os.sep)
-    is_installed = "site-packages" in parts or "dist-packages" in parts
-    return not (is_installed or file.startswith((*_LIBRARIES, _OURS)))
-
-
-def relative(file: str) -> str:
-    """Return a file's path relative to the current directory or to where it is imported from.
-
-    >>> import os
-    >>> relative(os.path.join(os.getcwd(), "model", "net.py")) == os.path.join("model", "net.py")
-    True
-    """
-    folders = [os.path.join(entry, "") for entry in sys.path if os.path.isabs(entry)]
-    here = os.path.join(os.getcwd(), "")
-    for folder in [here, *sorted(folders, key=len, reverse=True)]:
-        inside = file.removeprefix(folder)
-        # A virtual environment in the current directory is not part of the user's code.
-        if inside != file and "site-packages" not in inside.split(os.sep):
-            return inside
-    return file

@@ -29,6 +29,7 @@ from typing import Any
 from remat.errors import PlanError, closest
 from remat.files import read_text, write_text
 from remat.json_lines import Reader
+from remat.paths import relative
 from remat.printing import printable, shown, with_ranges, without_numbers
 from remat.units import format_bytes, format_flops, format_seconds
 
@@ -930,7 +931,7 @@ def _explained_whole_step(whole: WholeStep) -> Iterable[str]:
         )
     for recomputation in whole.recomputations[:_MOST_SEGMENTS]:
         yield (
-            f"  before operation {recomputation.before} ({printable(recomputation.source)}): "
+            f"  before {printable(relative(recomputation.source))}, equation {recomputation.before}: "
             f"{len(recomputation.again)} recomputed"
         )
         groups: dict[str, int] = {}
