@@ -19,14 +19,15 @@ MODEL = ZOO["decoder"]("tiny")
 
 @pytest.fixture
 def _plans(monkeypatch):
-    """Planning is full rematerialization of the region, predicted 10 % too high."""
-    monkeypatch.setattr(remat, "auto", remat.checkpoint, raising=False)
-    monkeypatch.setattr(remat, "fit", lambda step, plan: jax.jit(step), raising=False)
+    """Planning is full rematerialization of each block, predicted 10 % too high."""
+    rematerialized = jax.jit(step(MODEL.loss(remat.checkpoint)))
+    monkeypatch.setattr(remat, "fit", lambda step, plan: rematerialized)
 
-    def plan(step, *args, budget):
-        return SimpleNamespace(predicted_bytes=remat.testing.peak_bytes(step, *args) * 11 // 10)
+    def plan(step, *args, budget, cache):
+        peak = remat.testing.peak_bytes(rematerialized, *args)
+        return SimpleNamespace(predicted_bytes=peak * 11 // 10)
 
-    monkeypatch.setattr(remat, "plan", plan, raising=False)
+    monkeypatch.setattr(remat, "plan", plan)
 
 
 @pytest.mark.usefixtures("_plans")
@@ -51,8 +52,7 @@ def test_a_refused_budget_is_reported(monkeypatch) -> None:
     def plan(*args, **options):
         raise remat.BudgetError("no plan fits")
 
-    monkeypatch.setattr(remat, "auto", remat.checkpoint, raising=False)
-    monkeypatch.setattr(remat, "plan", plan, raising=False)
+    monkeypatch.setattr(remat, "plan", plan)
     row = planner.row(MODEL, 25, [Point("without", 1000, 0, 10, 10)])
     assert (row.refusal, row.peak_bytes, row.ratio) == ("no plan fits", None, None)
     assert len(planner.cells(row)) == len(planner.HEADER)
