@@ -97,7 +97,30 @@ def test_what_is_written_twice_is_one_value():
         return jnp.sum(jnp.sin(x @ w) @ jnp.cos(x @ w))
 
     explanation = remat.explain(loss, struct(64, 64), struct(64, 64), compile=False)
-    assert [s.label for s in explanation.steps if s.phase == "forward"].count("dot_general") == 2
+    labels = [s.label for s in explanation.steps if s.phase == "forward"]
+    assert labels.count("loss: dot_general") == 2
+
+
+def test_values_without_modules_are_named_by_the_functions_that_compute_them():
+    def attend(x):
+        return jax.nn.softmax(x @ x.T) @ x
+
+    def loss(w, x):
+        return jax.nn.gelu(jax.nn.silu(attend(x) @ w)).mean()
+
+    explanation = remat.explain(loss, struct(64, 64), struct(64, 64), compile=False)
+    called = {group.called for group in explanation.groups()}
+    assert {"attend: div of softmax", "loss: logistic of silu", "loss: tanh of gelu"} <= called
+    assert "loss: dot_general" in called  # of an operator, which is named like its primitive
+
+
+def test_modules_come_before_functions():
+    def loss(w, x):
+        with jax.named_scope("mlp"):
+            return jax.nn.gelu(x @ w).mean()
+
+    explanation = remat.explain(loss, struct(64, 64), struct(64, 64), compile=False)
+    assert "mlp: tanh of gelu" in {group.called for group in explanation.groups()}
 
 
 def test_closed_over_constants_explain_the_compilers_arguments():

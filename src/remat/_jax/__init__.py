@@ -6,6 +6,7 @@ branch can be deleted.
 
 * `compat`: JAX's version, names that every supported version has, properties of types.
 * `tracing`: tracing functions to jaxprs; building and reading jaxprs and equations.
+* `called`: which of JAX's own functions an equation was traced in.
 * `concrete`: tracing with known argument values (`concrete=True`).
 * `autodiff`: differentiation, transposition, batching, and registering a primitive's rules.
 * `refs`: rewriting jaxprs that read or write refs as jaxprs on values.
@@ -47,6 +48,7 @@ from remat._jax.autodiff import (
     transpose as transpose,
     zero_tangent as zero_tangent,
 )
+from remat._jax.called import function_called_at as function_called_at
 from remat._jax.compat import (
     EFFECTS_NOT_SUPPORTED as EFFECTS_NOT_SUPPORTED,
     JAX_VERSION as JAX_VERSION,

@@ -219,8 +219,8 @@ INTERNALS = (
     ),
     Internal(
         "jax._src.source_info_util",
-        ("user_frames",),
-        "all frames of the user's code behind an equation",
+        ("is_user_filename", "user_frames"),
+        "all frames of the user's code behind an equation, and the function of JAX's that they called",
         "the innermost frame, which `summarize` returns as text",
     ),
     Internal(

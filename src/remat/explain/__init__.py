@@ -49,7 +49,7 @@ def explain(
     >>> w, x = jnp.eye(64), jnp.ones((1000, 64))
     >>> explanation = remat.explain(loss, w, x)
     >>> [str(group) for group in explanation.groups() if group.kind == "saved"]
-    ['4 × tanh  f32[1000,64]  1000.0 KiB']
+    ['4 × loss: tanh  f32[1000,64]  1000.0 KiB']
     >>> explanation.findings[0].code
     'no_regions'
     >>> less = remat.explain(remat.checkpoint(loss), w, x)

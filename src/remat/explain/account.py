@@ -36,8 +36,8 @@ from remat.ir import jaxprs
 from remat.ir.flops import flops_of
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Op, Program
+from remat.report.groups import called, own_function
 from remat.report.model import Kind, Phase, Segment, Step, Value
-from remat.report.outline import own_function
 from remat.solvers.simulate import no_remat
 
 # The scopes that rematerialization leaves, and those of `jnp.einsum`: its subscripts.
@@ -251,12 +251,17 @@ class _Accounting:
 
     def _step(self, kernel: int, segment: int = -1) -> Step:
         return Step(
-            label(self.program.ops[kernel]),
+            self._label(kernel),
             self.sides.phases[kernel],
             self.fused.seconds[kernel],
             source_of(self.sides.eqns[kernel]),
             segment,
         )
+
+    def _label(self, i: int) -> str:
+        """Return an operation's name on the timeline."""
+        source = source_of(self.sides.eqns[i])
+        return label(self.program.ops[i], source, self.sides.functions[i])
 
     def _arguments(self, names: tuple[str, ...], last: int) -> list[Value]:
         read = {v for op in self.program.ops for v in op.operands} | set(self.program.outputs)
@@ -383,6 +388,7 @@ class _Accounting:
             consumer=consumer,
             flops=origin.flops,
             time_s=origin.time_s,
+            function=origin.function,
         )
 
     def _origin(self, v: int) -> Origin:
@@ -402,6 +408,7 @@ class _Accounting:
             self.program.types[v],
             float(sum(self.program.ops[x].flops for x in inside)),
             self.fused.seconds.get(i, 0.0),
+            function=self.sides.functions[i],
         )
 
     def _reader(self, v: int, i: int | None) -> str:
@@ -414,7 +421,8 @@ class _Accounting:
             read = next((r for at, r in body.reads.items() if operands[at] == v), None)
             if read is not None:
                 return read.consumer
-        return _consumer(self.program.ops[i], self.sides.eqns[i])
+        source = source_of(self.sides.eqns[i])
+        return f"{self._label(i)}, {source}" if source else self._label(i)
 
     @functools.cached_property
     def _names(self) -> dict[int, str]:
@@ -713,22 +721,15 @@ def _passes_on(op: Op) -> bool:
     return is_view(op) or op.name == "reduce_precision"
 
 
-def label(op: Op) -> str:
-    """Return an operation's name on the timeline."""
-    path = path_of(op)
-    what = op.label or op.name
-    return f"{path}: {what}" if path else what
+def label(op: Op, source: str, function: str) -> str:
+    """Return an operation's name: its modules or the user's function, and what is computed."""
+    return called(path_of(op), source, (op.label,) if op.label else (), op.name, function)
 
 
 def region_label(path: str, function: str, number: int) -> str:
     """Return what a region is called: its modules, or else the function that it is in."""
     names = [name for name in path.split("/") if name and not _JAX_SCOPE.fullmatch(name)]
     return "/".join(names) or function or f"region {number}"
-
-
-def _consumer(op: Op, eqn: _jax.JaxprEqn) -> str:
-    source = source_of(eqn)
-    return f"{label(op)}, {source}" if source else label(op)
 
 
 def _numbered(values: Sequence[Value]) -> tuple[Value, ...]:

@@ -26,7 +26,7 @@ class Origin:
     """What computes a value, where that is not the operation that returns it but one inside it.
 
     Args:
-      primitive, source, name, path, aval: of the value that is computed there.
+      primitive, source, name, path, aval, function: of the value that is computed there.
       flops, time_s: of computing all of it once.
       count: how many such values there are: one for each iteration that stacks one.
     """
@@ -39,6 +39,7 @@ class Origin:
     flops: float = 0.0
     time_s: float = 0.0
     count: int = 1
+    function: str = ""
 
     def times(self, n: int) -> Origin:
         """Return the origin of a stack of `n` such values."""
@@ -243,6 +244,7 @@ def _slices(
                 flops=origin.flops,
                 time_s=origin.time_s,
                 count=origin.count,
+                function=origin.function,
             )
         )
     return made

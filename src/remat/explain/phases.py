@@ -54,8 +54,8 @@ class PhasedProgram:
 
     Args:
       program: without what is not needed.
-      phases, regions, eqns: for each operation its part, the number of its region (-1: none), and
-        what it was.
+      phases, regions, eqns, functions: for each operation its part, the number of its region (-1: none),
+        what it was, and the function of JAX's that it was traced in.
       all_regions: the regions, in the order in which their backward halves run.
       same: of a recomputed value, the value of the forward pass that it is again.
       inputs: the program's numbers of the jaxpr's inputs.
@@ -67,6 +67,7 @@ class PhasedProgram:
     phases: tuple[Phase, ...]
     regions: tuple[int, ...]
     eqns: tuple[_jax.JaxprEqn, ...]
+    functions: tuple[str, ...]
     all_regions: tuple[Region, ...]
     same: dict[int, int]
     inputs: tuple[int, ...]
@@ -117,6 +118,7 @@ def merged(sides: PhasedProgram) -> PhasedProgram:
         phases=tuple(sides.phases[i] for i in kept),
         regions=tuple(sides.regions[i] for i in kept),
         eqns=tuple(sides.eqns[i] for i in kept),
+        functions=tuple(sides.functions[i] for i in kept),
         same={v: of.get(w, w) for v, w in sides.same.items() if v not in of},
     )
 
@@ -151,6 +153,7 @@ def phased_program(
         else tuple(_within(p, n, within) for p, n in zip(phases, notes)),
         tuple(note.region for note in notes),
         tuple(note.eqn for note in notes),
+        tuple(note.function for note in notes),
         tuple(reader.regions),
         _same(program, notes, reader.literals),
         inputs,
@@ -170,6 +173,7 @@ class _Note:
     phase: Phase
     region: int
     eqn: _jax.JaxprEqn
+    function: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,8 +271,9 @@ class _Reader(ProgramWriter):
             phase = "update" if derived else "forward"
         if derived or phase == "backward":
             self._derived.update(op.results)
+        function = _jax.function_called_at(eqn, self._callers)
         eqn = _jax.with_lines_of(eqn, self._callers)
-        self.notes[op.results] = _Note(phase, where.region, eqn)
+        self.notes[op.results] = _Note(phase, where.region, eqn, function)
 
 
 def _with_repetitions(program: Program, notes: Sequence[_Note], reader: _Reader) -> Sequence[_Note]:

@@ -300,7 +300,7 @@ def _changes_table(changes: list[_Change], most: int) -> Table:
     for change in changes[:most]:
         is_moved = "→" in change.what
         n_bytes = format_bytes(change.n_bytes) if is_moved else signed_bytes(change.n_bytes)
-        source = places_of(change.group.source)
+        source = places_of(change.group.source, change.group.called)
         rows.append((change.what, n_bytes, change.group.what, change.aval, source))
     if len(changes) > most:
         rows.append(("…", "", f"{len(changes) - most} smaller changes", "", ""))
@@ -336,7 +336,7 @@ def _changed_table(d: Difference, most: int) -> Table:
             format_bytes(group.n_bytes),
             group.what,
             group.aval,
-            group.source,
+            places_of(group.source, group.called),
         ): group.n_bytes
         for (old, new), values in by_kinds.items()
         for group in groups(values)

@@ -26,6 +26,7 @@ class Group:
     source: str
     pattern: str  # the path, with the first and last of numbers in which the values differ
     primitive: str
+    function: str
     values: tuple[Value, ...]
 
     @functools.cached_property
@@ -55,9 +56,8 @@ class Group:
 
     @property
     def called(self) -> str:
-        """Return the path and the names or primitives, as far as they are known."""
-        made = "/".join(self.names) or self.primitive
-        return ": ".join(filter(None, (self.pattern, made))) or "unnamed"
+        """Return what the values are called: where they are computed, and what is."""
+        return called(self.pattern, self.source, self.names, self.primitive, self.function)
 
     @property
     def what(self) -> str:
@@ -80,7 +80,8 @@ def groups(values: Sequence[Value]) -> tuple[Group, ...]:
     """
     found: dict[tuple[str, ...], list[Value]] = {}
     for value in values:
-        key = (value.kind, value.aval, value.source, value.primitive, without_numbers(value.path))
+        what = (value.primitive, value.function, without_numbers(value.path))
+        key = (value.kind, value.aval, value.source, *what)
         found.setdefault(key, []).append(value)
     made = [
         Group(
@@ -89,8 +90,40 @@ def groups(values: Sequence[Value]) -> tuple[Group, ...]:
             source=members[0].source,
             pattern=with_ranges([value.path for value in members]),
             primitive=members[0].primitive,
+            function=members[0].function,
             values=tuple(members),
         )
         for members in found.values()
     ]
     return tuple(sorted(made, key=lambda group: -group.n_bytes))  # equals stay in program order
+
+
+def called(path: str, source: str, names: Sequence[str], primitive: str, function: str = "") -> str:
+    """Return what a value is called: its modules or else the user's function, and what is computed there.
+
+    >>> called("GPT/block_3", "net.py:12 (Block.__call__)", (), "mul", "gelu")
+    'GPT/block_3: mul of gelu'
+    >>> called("", "net.py:31 (attention)", (), "dot_general")
+    'attention: dot_general'
+    >>> called("", "net.py:31 (attention)", ("scores",), "dot_general")
+    'attention: scores'
+    """
+    made = "/".join(names) or (f"{primitive} of {function}" if function else primitive)
+    where = path or (own_function(source) if made else "")
+    return ": ".join(filter(None, (where, made))) or "unnamed"
+
+
+def own_function(source: str) -> str:
+    """Return the user's function in a source, of a module's call the module's class.
+
+    >>> own_function("flax/linen/linear.py:278 (Dense.__call__), from net.py:12 (Block.__call__)")
+    'Block'
+    >>> own_function("net.py:31 (loss)"), own_function("net.py:31 (attention.<genexpr>)")
+    ('loss', 'attention')
+    """
+    if not source.endswith(")"):
+        return ""
+    names = source.rpartition("(")[2].rstrip(")").split(".")
+    while names[-1:] and (names[-1] == "__call__" or names[-1].startswith("<")):
+        names.pop()
+    return names[-1] if names else ""

@@ -55,6 +55,7 @@ class Value:
       source: "model.py:12 (attention)".
       name: given by `checkpoint_name`.
       path: of the module or name stack, "encoder/block_3/mlp".
+      function: the function of JAX's that it is computed in, "gelu", if it is known by name.
       consumer: what needs it, in words.
       flops: of computing it once more.
       time_s: the same in predicted seconds.
@@ -76,6 +77,7 @@ class Value:
     time_s: float = 0.0
     count: int = 1
     reserved: tuple[tuple[int, int], ...] = ()
+    function: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import dataclasses
 import re
 
 from remat.report.document import Block, Chart, Heading, Note, Paragraph, Table
-from remat.report.groups import groups
+from remat.report.groups import groups, own_function
 from remat.report.model import (
     ACTIONS,
     KINDS,
@@ -110,7 +110,7 @@ def decision_row(decision: Decision) -> tuple[str, ...]:
         format_bytes(decision.n_bytes),
         f"{decision.count} × {decision.value}" if decision.count > 1 else decision.value,
         decision.aval,
-        places_of(decision.source),
+        places_of(decision.source, decision.value),
     )
 
 
@@ -258,22 +258,6 @@ def _module_of(step: Step) -> str:
     return own_function(step.source)
 
 
-def own_function(source: str) -> str:
-    """Return the user's function in a source, of a module's call the module's class.
-
-    >>> own_function("flax/linen/linear.py:278 (Dense.__call__), from net.py:12 (Block.__call__)")
-    'Block'
-    >>> own_function("net.py:31 (loss)"), own_function("net.py:31 (attention.<genexpr>)")
-    ('loss', 'attention')
-    """
-    if not source.endswith(")"):
-        return ""
-    names = source.rpartition("(")[2].rstrip(")").split(".")
-    while names[-1:] and (names[-1] == "__call__" or names[-1].startswith("<")):
-        names.pop()
-    return names[-1] if names else ""
-
-
 def _part_of_pass(steps: tuple[Step, ...], number: int) -> str:
     """Return in which part of the step's backward pass a step is, or of that of its module."""
     backward = [i for i, step in enumerate(steps) if step.phase == "backward"]
@@ -308,7 +292,7 @@ def values_table(values: tuple[Value, ...], most: int) -> Table:
             format_bytes(group.n_bytes),
             group.what,
             group.aval,
-            places_of(group.source),
+            places_of(group.source, group.called),
             format_seconds(group.time_s) if group.time_s else "",
         )
         for group in found[:most]
@@ -323,9 +307,14 @@ def values_table(values: tuple[Value, ...], most: int) -> Table:
     return Table(columns, tuple(rows), (1, 5), optional=(5,))
 
 
-def places_of(source: str) -> str:
-    """Return a source without its functions' names if it has two places, which would fill several lines."""
-    return re.sub(r" \([^()]*\)", "", source) if ", from " in source else source
+def places_of(source: str, value: str) -> str:
+    """Return a source for a table, without functions if they would fill lines or the value names them.
+
+    >>> places_of("net.py:12 (mlp)", "mlp: tanh"), places_of("net.py:12 (mlp)", "GPT/mlp: tanh")
+    ('net.py:12', 'net.py:12 (mlp)')
+    """
+    is_named = value.startswith(f"{own_function(source)}: ")
+    return re.sub(r" \([^()]*\)", "", source) if is_named or ", from " in source else source
 
 
 def _segments_table(explanation: ExplanationData, most: int) -> Table:

@@ -13,7 +13,7 @@ import itertools
 from typing import Any
 
 from remat.printing import printable
-from remat.report.groups import groups
+from remat.report.groups import called, groups
 from remat.report.model import KINDS, PHASES, ExplanationData, Value
 from remat.report.timeline import thinned, timeline
 
@@ -111,7 +111,7 @@ def _values(explanation: ExplanationData, texts: _Texts) -> dict[str, Any]:
             _append(
                 values,
                 group=number,
-                what=texts(_called(value)),
+                what=texts(_name_of(value)),
                 name=texts(value.name),
                 consumer=texts(value.consumer),
                 count=value.count,
@@ -122,9 +122,9 @@ def _values(explanation: ExplanationData, texts: _Texts) -> dict[str, Any]:
     return {"groups": _packed(groups_), "values": _packed(values), "lives": _packed(lives)}
 
 
-def _called(value: Value) -> str:
-    made = value.name or value.primitive
-    return ": ".join(filter(None, (value.path, made))) or "unnamed"
+def _name_of(value: Value) -> str:
+    names = (value.name,) if value.name else ()
+    return called(value.path, value.source, names, value.primitive, value.function)
 
 
 def _columns(names: str) -> dict[str, list[Any]]:

@@ -92,17 +92,21 @@ def _table(
 
 
 class _Cell(Text):
-    """A cell's text, whose long words are broken after slashes and before line numbers."""
+    """A cell's text, whose long words are broken as `broken_at_slashes` does."""
 
     def wrap(self, console: Console, width: int, *args: Any, **options: Any) -> Lines:
         return Text(broken_at_slashes(self.plain, width)).wrap(console, width, *args, **options)
 
 
 def broken_at_slashes(text: str, width: int) -> str:
-    """Return a text with a line break after slashes and before line numbers in words wider than `width`.
+    """Return a text with line breaks in words wider than `width`.
+
+    They are after slashes, before line numbers, and before keys and attributes if still too wide.
 
     >>> broken_at_slashes("flax/linen/attention.py:146, from net.py:3", 20)
     'flax/linen/\\nattention.py:146, from net.py:3'
+    >>> broken_at_slashes("params['LayerNorm_0']['scale']", 16)
+    "params\\n['LayerNorm_0']\\n['scale']"
     """
     words = []
     for word in text.split(" "):
@@ -110,6 +114,8 @@ def broken_at_slashes(text: str, width: int) -> str:
         parts = re.split(r"(?<=/)", word)
         if any(cell_len(part) > width for part in parts):
             parts = re.split(r"(?<=/)|(?=:\d)", word)
+        if any(cell_len(part) > width for part in parts):
+            parts = re.split(r"(?<=/)|(?=:\d)|(?=\[)|(?=\.[a-z_])", word)
         for part in parts:
             if part and lines[-1] and cell_len(lines[-1] + part) > width:
                 lines.append("")

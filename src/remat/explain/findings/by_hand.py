@@ -8,8 +8,8 @@ from remat.explain.findings.facts import Facts, at_line, saved_values
 from remat.explain.findings.stacks import largest_loop
 from remat.explain.sources import source_of
 from remat.printing import with_ranges, without_numbers
+from remat.report.groups import own_function
 from remat.report.model import Value
-from remat.report.outline import own_function
 from remat.units import format_bytes
 
 # The packages whose layers modules call, and what rematerializes such a module.
