@@ -120,7 +120,7 @@ LAYERS = [
     ("report.explanation",),
     ("report",),
     ("explain.step", "explain.phases", "explain.hlo", "explain.loops", "explain.sources"),
-    ("explain.runs",),
+    ("explain.roles", "explain.runs"),
     ("explain.account", "explain.regions"),
     ("explain.decisions", "explain.difference"),
     ("explain.findings.facts", "explain.findings.stacks"),

@@ -114,6 +114,32 @@ def test_values_without_modules_are_named_by_the_functions_that_compute_them():
     assert "loss: dot_general" in called  # of an operator, which is named like its primitive
 
 
+def test_gradients_and_results_are_named_by_the_arguments_they_belong_to():
+    def loss(params, x):
+        for w in params["layers"]:
+            x = jnp.tanh(x @ w)
+        return jnp.sum((x @ params["head"]) ** 2)
+
+    def step(params, momentum, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
+        return jax.tree.map(lambda p, m: p - 0.1 * m, params, momentum), momentum, value
+
+    params = {"layers": [struct(64, 64)] * 2, "head": struct(64, 8)}
+    explanation = remat.explain(step, params, params, struct(256, 64), compile=False)
+    paths = {
+        kind: {v.path for v in explanation.values if v.kind == kind}
+        for kind in ("gradient", "output")
+    }
+    assert "gradient of params['head']" in paths["gradient"]
+    assert {"new params['layers'][0]", "new momentum['layers'][1]"} <= paths["output"]
+    assert "" in paths["output"]  # the loss
+
+    of_loss = remat.explain(loss, params, struct(256, 64), compile=False)
+    results = {v.path for v in of_loss.values if v.kind == "output"}
+    assert {"result", "gradient of params['head']", "gradient of params['layers'][0]"} <= results
+
+
 def test_modules_come_before_functions():
     def loss(w, x):
         with jax.named_scope("mlp"):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 
@@ -30,6 +31,7 @@ from remat.explain.phases import (
     merged,
     parts,
 )
+from remat.explain.roles import gradients_of, replaced_by
 from remat.explain.runs import Run, operands_of, program_of, run_of
 from remat.explain.sources import source_of
 from remat.ir import jaxprs
@@ -77,17 +79,19 @@ def account_of(
     donated: tuple[bool, ...],
     price: Price,
     *,
+    results: Sequence[str] = (),
     results_from_start: bool,
     duplicates: bool,
 ) -> Account:
     """Return a step's values, timeline and sums.
 
     Args:
+      results: what the results are called, as far as that is known; "" for others.
       results_from_start: whether the memory of results is there from the start.
       duplicates: whether kernels compute cheap values for themselves, as in `fusion.fuse`.
     """
     made = _Accounting(merged(sides), price, duplicates, MOST_EQUATIONS, before=sides)
-    return made.account(names, donated, results_from_start)
+    return made.account(names, donated, results, results_from_start)
 
 
 def temporaries_bytes(program: Program, *, duplicates: bool) -> int:
@@ -139,6 +143,7 @@ class _Accounting:
         self.roots = self._roots()
         self.uses = self._uses()
         self.bodies = self._bodies(most_equations)
+        self._gradients: dict[int, str] = {}  # what values are the gradients of
         self._places: dict[int, int] = {}  # of the values of `_written`, in what it returns
 
     def _roots(self) -> list[int | None]:
@@ -199,12 +204,24 @@ class _Accounting:
         return "temporary"
 
     def account(
-        self, names: tuple[str, ...], donated: tuple[bool, ...], results_from_start: bool
+        self,
+        names: tuple[str, ...],
+        donated: tuple[bool, ...],
+        results: Sequence[str],
+        results_from_start: bool,
     ) -> Account:
+        self._gradients = {
+            _behind(v, self.program, self.producer): f"gradient of {name}"
+            for v, name in gradients_of(self.sides, names).items()
+        }
         steps = self._steps()
         last = len(steps) - 1
         values = self._arguments(names, last)
-        outputs, alias_bytes = self._outputs(donated, last, results_from_start)
+        known = [f"new {name}" if name else "" for name in replaced_by(self.sides, names)]
+        called = [
+            given or new for given, new in itertools.zip_longest(results, known, fillvalue="")
+        ]
+        outputs, alias_bytes = self._outputs(called, donated, last, results_from_start)
         values += outputs
         first = len(values)
         values += self._written()
@@ -284,12 +301,16 @@ class _Accounting:
         return found
 
     def _outputs(
-        self, donated: tuple[bool, ...], last: int, results_from_start: bool
+        self,
+        names: Sequence[str],
+        donated: tuple[bool, ...],
+        last: int,
+        results_from_start: bool,
     ) -> tuple[list[Value], int]:
         given = [self.program.types[v] for v, d in zip(self.sides.inputs, donated) if d]
         found: list[Value] = []
         alias_bytes = 0
-        for v, root in zip(self.program.outputs, self.roots):
+        for v, root, name in zip(self.program.outputs, self.roots, names):
             born = 0 if results_from_start or root is None else self.uses_of(root)
             lifetimes: tuple[tuple[int, int], ...] = ((born, last),)
             consumer = "the caller"
@@ -297,7 +318,7 @@ class _Accounting:
                 given.remove(self.program.types[v])
                 alias_bytes += self.program.bytes[v]
                 lifetimes, consumer = (), "the caller, in a donated argument's memory"
-            made = self._value(root if root is not None else v, "output", lifetimes)
+            made = self._value(root if root is not None else v, "output", lifetimes, path=name)
             found.append(dataclasses.replace(
                 made, aval=self.program.types[v], n_bytes=self.program.bytes[v], consumer=consumer
             ))  # fmt: skip
@@ -384,7 +405,7 @@ class _Accounting:
             primitive=origin.primitive,
             source=origin.source,
             name=origin.name,
-            path=path or origin.path,
+            path=path or self._gradients.get(v, "") or origin.path,
             consumer=consumer,
             flops=origin.flops,
             time_s=origin.time_s,
@@ -539,6 +560,7 @@ class _Accounting:
                 op = self.program.ops[kernel]
                 source = source_of(self.sides.eqns[kernel])
                 origin = Origin("slice", source, "", path_of(op), self.program.types[v])
+            origin = dataclasses.replace(origin, path=self._gradients.get(v, "") or origin.path)
             stack = Stack(self.step_of[kernel], body.born[at], origin)
             found[first + place] = self._read_by_slices(v, body, stack)
         return found

@@ -109,6 +109,7 @@ def _account(step: TracedStep, sides: PhasedProgram, on: targets.Target) -> Acco
         step.names,
         step.donated,
         Roofline(on.device).seconds,
+        results=step.results,
         results_from_start=on.platform != "tpu",
         duplicates=on.platform != "cpu",
     )

@@ -38,6 +38,7 @@ class TracedStep:
       jaxpr: of the whole step; closed-over values are its leading inputs.
       undifferentiated: of the function that was given, where the gradient was added to it.
       names: what the inputs are called.
+      results: what the results are called that are arrays, as far as that is known; "" for others.
       shards: for each input over how many devices it is divided.
       donated: for each input whether its memory is given away.
       residuals: of the function that was given, where the gradient was added to it.
@@ -51,6 +52,7 @@ class TracedStep:
     jaxpr: _jax.Jaxpr
     undifferentiated: _jax.Jaxpr | None
     names: tuple[str, ...]
+    results: tuple[str, ...]
     shards: tuple[int, ...]
     donated: tuple[bool, ...]
     residuals: Residuals | None
@@ -191,6 +193,7 @@ def _made(
         jaxpr,
         undifferentiated,
         (CLOSED_OVER,) * n_consts + names,
+        () if undifferentiated is None else _results(jaxpr, arguments, names),
         (1,) * n_consts + (tuple(map(_divided, leaves)) if known else (1,) * n_inputs),
         (False,) * n_consts
         + (
@@ -202,6 +205,15 @@ def _made(
         traced.lower,
         words_for(arguments.f),
     )
+
+
+def _results(jaxpr: _jax.Jaxpr, arguments: _Arguments, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what the results of `value_and_gradient` are called: the last are gradients."""
+    leaves = jax.tree.leaves(arguments.dynamic[0][0])
+    gradients = [f"gradient of {name}" for x, name in zip(leaves, names) if _is_inexact(x)]
+    n_others = len(jaxpr.outvars) - len(gradients)
+    called = ["result"] * n_others + gradients
+    return tuple(name for v, name in zip(jaxpr.outvars, called) if _jax.is_var(v))
 
 
 def _struct(v: _jax.Var) -> jax.ShapeDtypeStruct:

@@ -1,0 +1,96 @@
+"""Which argument a value of a step is the gradient of, or a result is the new value of.
+
+JAX does not say so. A gradient is an array of the backward pass that the update combines, elementwise,
+with an argument of the same type: a parameter. A result is the new value of the argument nearest to it in
+such operations: ``p - lr * m`` is the new `p`, not the new `m`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from remat.explain.phases import PhasedProgram
+from remat.ir.operations import Fusion, names_where
+from remat.program.program import Op
+
+_ELEMENTWISE = (Fusion.CHEAP, Fusion.COSTLY, Fusion.VIEW)
+_REARRANGEMENTS = names_where("is_rearrangement")
+_MOST_OPERATIONS = 64  # of an update's arithmetic on one parameter; more are not followed
+
+
+def gradients_of(sides: PhasedProgram, names: Sequence[str]) -> dict[int, str]:
+    """Return the gradients that the update reads, and the leaves of the first argument that they are of."""
+    roots = {name: _root(name) for name in names}
+    of_input = {
+        v: name for v, name in zip(sides.inputs, names) if names and roots[name] == roots[names[0]]
+    }
+    made = {v: i for i, op in enumerate(sides.program.ops) for v in op.results}
+    readers: dict[int, list[int]] = {}
+    for i, op in enumerate(sides.program.ops):
+        if sides.phases[i] == "update" and op.fusion in _ELEMENTWISE:
+            for v in op.operands:
+                readers.setdefault(v, []).append(i)
+    found = {}
+    for v in [v for v in readers if v in made and sides.phases[made[v]] == "backward"]:
+        reached = _reached(v, sides, readers)
+        together = dict.fromkeys(x for op in reached for x in op.operands if x in of_input)
+        same = [x for x in together if sides.program.types[x] == sides.program.types[v]]
+        if len(same) == 1:
+            for x in _rearranged(v, sides.program.ops, made):
+                found[x] = of_input[same[0]]
+    return found
+
+
+def _rearranged(v: int, ops: Sequence[Op], made: Mapping[int, int]) -> list[int]:
+    """Return a value and those that it is a transposition or a conversion of."""
+    found = [v]
+    while (i := made.get(found[-1])) is not None and ops[i].name in _REARRANGEMENTS:
+        found.append(ops[i].operands[0])
+    return found
+
+
+def _reached(v: int, sides: PhasedProgram, readers: Mapping[int, Sequence[int]]) -> list[Op]:
+    """Return the elementwise operations of the update that depend on a value, of its type."""
+    program = sides.program
+    waiting, seen = [v], dict[int, None]()
+    while waiting and len(seen) < _MOST_OPERATIONS:
+        for i in readers.get(waiting.pop(0), ()):
+            if i not in seen and program.types[program.ops[i].results[0]] == program.types[v]:
+                seen[i] = None
+                waiting += program.ops[i].results
+    return [program.ops[i] for i in seen]
+
+
+def replaced_by(sides: PhasedProgram, names: Sequence[str]) -> tuple[str, ...]:
+    """Return for each result the argument that it is the new value of; "" for none.
+
+    Numbers count only where the update computes them: a loss is not the new learning rate.
+    """
+    program = sides.program
+    name_of = dict(zip(sides.inputs, names))
+    made = {v: i for i, op in enumerate(program.ops) for v in op.results}
+    return tuple(_replaced(v, sides, name_of, made) for v in program.outputs)
+
+
+def _replaced(
+    result: int, sides: PhasedProgram, name_of: Mapping[int, str], made: Mapping[int, int]
+) -> str:
+    types, ops = sides.program.types, sides.program.ops
+    phases = ("update",) if types[result].endswith("[]") else ("forward", "update")
+    level, seen = [result], {result}
+    while level and len(seen) < _MOST_OPERATIONS:
+        producers = [ops[made[v]] for v in level if v in made and sides.phases[made[v]] in phases]
+        operands = dict.fromkeys(
+            x for op in producers if op.fusion in _ELEMENTWISE for x in op.operands
+        )
+        level = [x for x in operands if types[x] == types[result] and x not in seen]
+        arguments = [x for x in level if x in name_of]
+        if arguments:
+            return name_of[arguments[0]] if len(arguments) == 1 else ""
+        seen.update(level)
+    return ""
+
+
+def _root(name: str) -> str:
+    """Return the argument that a leaf's name begins with: ``params`` of ``params['w']``."""
+    return name.partition("[")[0].partition(".")[0]
