@@ -124,7 +124,8 @@ LAYERS = [
     ("explain.account", "explain.regions"),
     ("explain.decisions", "explain.difference"),
     ("explain.findings.facts", "explain.findings.stacks"),
-    ("explain.findings.budgets", "explain.findings.by_hand"),
+    ("explain.findings.budgets",),
+    ("explain.findings.by_hand",),
     (
         "explain.findings.arguments",
         "explain.findings.planned",

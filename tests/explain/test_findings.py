@@ -302,7 +302,10 @@ def test_the_step_by_hand_names_what_repeats():
     assert re.search(
         r"make the loop at \S+test_findings.py:\d+ \(.*\) a remat.scan", next_step(scanned)
     )
-    assert next_step(modules()).endswith("Or wrap net/block_0…2 in remat.checkpoint.")
+    assert re.search(
+        r"Or wrap net/block_0…2 in remat.checkpoint: up to \S+ MiB less, for up to 3\d % more FLOPs.$",
+        next_step(modules()),
+    )
     assert next_step(deep(lambda f: f)).endswith("Or wrap the layers in remat.checkpoint.")
 
 
@@ -373,3 +376,17 @@ def test_a_step_that_does_not_fit_has_one_budget_with_the_number(monkeypatch):
     assert 'budget="15GiB"' in finding(explanation, "does_not_fit").next_step
     assert finding(explanation, "no_regions").next_step.startswith("Without a plan, wrap")
     assert "No plan makes it fit" in finding(explained(2**10), "does_not_fit").next_step
+
+
+def test_the_estimated_cost_of_a_plan_is_of_its_order():
+    def loss(weights, x):
+        for up, down in weights:
+            x = x + jax.nn.gelu(x @ up) @ down
+        return x.sum()
+
+    args = [(struct(128, 512), struct(512, 128))] * 4, struct(2048, 128)
+    said = finding(remat.explain(loss, *args), "no_regions").next_step
+    budget = re.search(r'budget="(\d+%)"', said)[1]
+    estimated = float(re.search(r"an estimated (\S+) % more FLOPs", said)[1]) / 100
+    plan = remat.plan(jax.value_and_grad(loss), *args, budget=budget, cache=False)
+    assert plan.extra_flops / 10 < estimated * plan.flops < plan.extra_flops * 10

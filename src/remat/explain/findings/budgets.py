@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 
-from remat.explain.findings.facts import Facts
+from remat.explain.findings.facts import Facts, saved_values
 from remat.explain.findings.stacks import differentiated_body, stacks_of
 from remat.explain.phases import PhasedProgram
 from remat.report.groups import groups
@@ -40,25 +41,33 @@ def suggested_share(facts: Facts) -> int:
 
 
 def floor_bytes(facts: Facts) -> int:
-    """Return the predicted peak if saved values were live only where they are written and read last.
+    """Return the predicted peak if saved values were live only where they are written and read last."""
+    return _peak_without(facts, {value.id for value in saved_values(facts)}, _stacked(facts))
+
+
+def _peak_without(facts: Facts, recomputed: set[int], stacked: set[str]) -> int:
+    """Return the predicted peak if these saved values were live only where they are written and read last.
 
     What a loop in a branch stacks is written and read slice by slice, so it doesn't count at all.
     """
-    sides = facts.sides
-    stacks = set()
-    for op, eqn in zip(sides.program.ops, sides.eqns):
-        number = dict(zip(eqn.outvars, op.results))
-        stacks |= {
-            sides.program.types[number[s.result]] for s in stacks_of(eqn) if s.result in number
-        }
     needed = []
     for value in facts.account.values:
-        if value.kind == "saved":
-            ends = [] if value.aval in stacks else [{*lives} for lives in value.lifetimes]
+        if value.id in recomputed:
+            ends = [] if value.aval in stacked else [{*lives} for lives in value.lifetimes]
             lifetimes = tuple((at, at) for steps in ends for at in sorted(steps))
             value = dataclasses.replace(value, lifetimes=lifetimes, reserved=())
         needed.append(value)
     return timeline(needed, facts.account.steps).peak_bytes
+
+
+def _stacked(facts: Facts) -> set[str]:
+    """Return the types of what loops stack."""
+    found = set()
+    for op, eqn in zip(facts.sides.program.ops, facts.sides.eqns):
+        number = dict(zip(eqn.outvars, op.results))
+        types = facts.sides.program.types
+        found |= {types[number[s.result]] for s in stacks_of(eqn) if s.result in number}
+    return found
 
 
 def little_to_gain(facts: Facts) -> str:
@@ -81,10 +90,35 @@ def little_to_gain(facts: Facts) -> str:
     )
 
 
+def cost_of(facts: Facts, share: float) -> str:
+    """Return a first estimate of the FLOPs that a plan for a share of the peak adds.
+
+    It recomputes the saved values that take the fewest FLOPs per byte, each once in every life, until the
+    rest fits. What is live while a step recomputes is left out, so a plan may take several times as much.
+    """
+    most = share * facts.predicted.peak_bytes
+    saved = sorted(saved_values(facts), key=lambda value: value.flops / max(1, value.n_bytes))
+    stacked = _stacked(facts)
+
+    def fits(n: int) -> bool:
+        return _peak_without(facts, {value.id for value in saved[:n]}, stacked) <= most
+
+    n = bisect.bisect_left(range(len(saved) + 1), True, key=fits)
+    flops = sum(value.flops * max(1, len(value.lifetimes)) for value in saved[:n])
+    cost = flops / max(1.0, facts.account.flops)
+    if n > len(saved) or cost > _forward_share(facts):
+        return f"at most {cost_of_all(facts)} (those of the forward pass)"
+    estimate = f"{100 * cost:{'.0f' if cost >= 0.01 else '.1g'}} %"
+    return f"an estimated {estimate} more FLOPs ({100 * _forward_share(facts):.0f} % at most)"
+
+
 def cost_of_all(facts: Facts) -> str:
-    """Return the FLOPs that recomputing the whole forward pass once would add, as an upper limit."""
-    share = _forward_flops(facts.sides) / max(1.0, facts.sides.program.flops)
-    return f"at most {100 * share:.0f} % more FLOPs (those of the forward pass)"
+    """Return the FLOPs that recomputing the whole forward pass once adds."""
+    return f"{100 * _forward_share(facts):.0f} % more FLOPs"
+
+
+def _forward_share(facts: Facts) -> float:
+    return _forward_flops(facts.sides) / max(1.0, facts.sides.program.flops)
 
 
 def _forward_flops(sides: PhasedProgram) -> float:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 
+from remat import _jax
+from remat.explain.findings.budgets import cost_of_all
 from remat.explain.findings.facts import Facts, at_line, saved_values
 from remat.explain.findings.stacks import largest_loop
 from remat.explain.sources import source_of
 from remat.printing import with_ranges, without_numbers
+from remat.program.from_jaxpr import n_bytes as n_bytes_of
 from remat.report.groups import own_function
 from remat.report.model import Value
 from remat.units import format_bytes
@@ -22,17 +25,38 @@ _WRAPPERS = (
 
 
 def by_hand(facts: Facts) -> str:
-    """Return what to rematerialize without a plan: a loop, modules with a number, or layers."""
+    """Return what to rematerialize without a plan, a loop, modules or layers, and what that does."""
     saved = saved_values(facts)
     most = sum(value.n_bytes for value in saved) / 2
-    loop = largest_loop(facts.sides, at_least=most)
+    loop, n_bytes = largest_loop(facts.sides, at_least=most)
     if loop is not None:
-        return f"make the loop{at_line(loop)} a remat.scan, or wrap its body in remat.checkpoint."
+        n, carry_bytes = loop.params["length"], _carry_bytes(loop)
+        left = n * carry_bytes + n_bytes // n
+        return (
+            f"make the loop{at_line(loop)} a remat.scan, or wrap its body in remat.checkpoint, which keeps "
+            f"only what iterations hand on{_effect(facts, n_bytes - left)}."
+        )
     modules, of_modules = _numbered_modules(saved, at_least=most)
-    return f"wrap {modules or 'the layers'} in {_wrapper_of(facts, of_modules or saved)}."
+    if not modules:
+        return f"wrap the layers in {_wrapper_of(facts, saved)}."
+    n_bytes = sum(value.n_bytes for value in of_modules)
+    effect = _effect(facts, n_bytes - n_bytes // len(modules))
+    return f"wrap {with_ranges(modules)} in {_wrapper_of(facts, of_modules)}{effect}."
 
 
-def _numbered_modules(saved: list[Value], *, at_least: float) -> tuple[str, list[Value]]:
+def _effect(facts: Facts, n_bytes: int) -> str:
+    """Return what recomputing all in loops or modules frees and adds, as the end of a sentence."""
+    if n_bytes <= 0:
+        return ""
+    return f": up to {format_bytes(n_bytes)} less, for up to {cost_of_all(facts)}"
+
+
+def _carry_bytes(loop: _jax.JaxprEqn) -> int:
+    n_carry = _jax.scan_arity(loop)[1]
+    return sum(n_bytes_of(v.aval) for v in loop.outvars[:n_carry])
+
+
+def _numbered_modules(saved: list[Value], *, at_least: float) -> tuple[list[str], list[Value]]:
     """Return the modules that differ in a number and save `at_least` so many bytes, and what they save."""
     found: dict[str, list[tuple[str, Value]]] = {}
     for value in saved:
@@ -44,8 +68,8 @@ def _numbered_modules(saved: list[Value], *, at_least: float) -> tuple[str, list
     for members in found.values():
         paths = list(dict.fromkeys(path for path, _ in members))
         if len(paths) > 1 and sum(value.n_bytes for _, value in members) >= at_least:
-            return with_ranges(paths), [value for _, value in members]
-    return "", []
+            return paths, [value for _, value in members]
+    return [], []
 
 
 def _first_numbered(names: list[str]) -> int | None:

@@ -36,13 +36,15 @@ def stacks_of(eqn: _jax.JaxprEqn) -> Iterator[Stack]:
                         yield stack._replace(result=returned[stack.result])
 
 
-def largest_loop(sides: PhasedProgram, *, at_least: float) -> _jax.JaxprEqn | None:
-    """Return the loop that stacks most bytes for the backward pass, if they are `at_least` so many."""
+def largest_loop(sides: PhasedProgram, *, at_least: float) -> tuple[_jax.JaxprEqn | None, int]:
+    """Return the loop that stacks most bytes for the backward pass, and how many: `at_least` so many."""
     stacked: dict[_jax.JaxprEqn, int] = {}
     for stack in _kept(sides):
         stacked[stack.loop] = stacked.get(stack.loop, 0) + stack.n_bytes
     largest = max(stacked, key=lambda eqn: stacked[eqn], default=None)
-    return largest if largest is not None and stacked[largest] >= at_least > 0 else None
+    if largest is None or not stacked[largest] >= at_least > 0:
+        return None, 0
+    return largest, stacked[largest]
 
 
 def _kept(sides: PhasedProgram) -> Iterator[Stack]:

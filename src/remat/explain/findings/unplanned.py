@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from remat.explain.findings.budgets import cost_of_all, little_to_gain, suggested_share
+from remat.explain.findings.budgets import cost_of, little_to_gain, suggested_share
 from remat.explain.findings.by_hand import by_hand, largest_parts
 from remat.explain.findings.facts import Facts, saved_values
 from remat.report.model import Finding
@@ -22,11 +22,11 @@ def no_regions(facts: Facts) -> Finding:
     elif not suggested:
         step = little_to_gain(facts)
     else:
-        of_peak = format_bytes(int(suggested / 100 * facts.peak_bytes))
+        budget_bytes = int(suggested / 100 * facts.peak_bytes)
         call = facts.fit_call(f'"{suggested}%"')
         step = (
-            f"{call} chooses what to recompute: the peak becomes about {of_peak}, for "
-            f"{cost_of_all(facts)}. Or {by_hand(facts)}"
+            f"{call} chooses what to recompute: a peak of at most {format_bytes(budget_bytes)}, for "
+            f"{cost_of(facts, suggested / 100)}. Or {by_hand(facts)}"
         )
     if facts.step.marked:
         names = ", ".join(facts.step.marked).replace("<locals>.", "")
