@@ -116,7 +116,7 @@ def test_printed_bytes_are_read_back_within_their_digits(n_bytes):
 def test_other_units_are_printed():
     assert units.format_flops(0) == "0 FLOP"
     assert units.format_flops(3.5e15) == "3.50 PFLOP"
-    assert units.format_seconds(0) == "0.0 s"
+    assert units.format_seconds(0) == "0 s"
     assert units.format_seconds(2e-9) == "2.0 ns"
     assert units.format_bytes(5 * 2**40) == "5.0 TiB"
 
@@ -124,3 +124,13 @@ def test_other_units_are_printed():
 def test_the_closest_known_name_is_offered_first():
     assert closest("q_proj", ["k_proj", "qproj"]).startswith("did you mean 'qproj'?")
     assert closest("zzz", ["a"]) == "Known: 'a'."
+
+
+def test_numbers_that_are_compared_have_one_unit():
+    assert units.in_one_unit((0.8113, 1.004), units.format_seconds) == ("811.3 ms", "1,004.0 ms")
+    assert units.in_one_unit((0, 3 * 2**20), units.format_bytes) == ("0.0 MiB", "3.0 MiB")
+    assert units.in_one_unit((0, 0), units.format_bytes) == ("0 B", "0 B")
+    assert units.in_one_unit((1, 2**40), units.format_bytes) == (
+        "1 B",
+        "1.0 TiB",
+    )  # would be too long

@@ -12,6 +12,7 @@ import decimal
 import numbers
 import operator
 import re
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, SupportsIndex
 
@@ -184,10 +185,36 @@ def format_seconds(time_s: float) -> str:
     >>> format_seconds(0.0000125), format_seconds(0.25), format_seconds(75)
     ('12.5 µs', '250.0 ms', '75.0 s')
     """
+    if time_s == 0:
+        return "0 s"
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if abs(time_s) * factor >= 1 or time_s == 0:
+        if abs(time_s) * factor >= 1:
             return f"{time_s * factor:.1f} {unit}"
     return f"{time_s * 1e9:.1f} ns"
+
+
+_FACTORS = {
+    **{unit: 1024.0**i for i, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))},
+    **{f"{prefix}FLOP": 1000.0**i for i, prefix in enumerate(("", "k", "M", "G", "T", "P"))},
+    **{unit: 1000.0**-i for i, unit in enumerate(("s", "ms", "µs", "ns"))},
+}
+
+
+def in_one_unit(
+    numbers: Sequence[float], show: Callable[[Any], str], *, signed: bool = False
+) -> tuple[str, ...]:
+    """Print numbers that are to be compared in one unit, that of the smallest but for 0.
+
+    >>> in_one_unit((1354760000, 249660000), format_bytes)
+    ('1,292.0 MiB', '238.1 MiB')
+    """
+    known = [abs(number) for number in numbers if number]
+    unit = show(min(known)).split()[-1] if known else ""
+    if unit not in _FACTORS or max(known) / _FACTORS[unit] >= 1e5:
+        return tuple(("+" if signed and n > 0 else "") + show(n) for n in numbers)
+    sign = "+" if signed else ""
+    digits = 0 if unit in ("B", "FLOP") else 1
+    return tuple(f"{n / _FACTORS[unit]:{sign if n else ''},.{digits}f} {unit}" for n in numbers)
 
 
 def _format_decimal(value: int | float, unit: str) -> str:

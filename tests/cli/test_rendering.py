@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from remat.cli import main
-from remat.cli.rendering import with_points
+from remat.cli.rendering import with_points, worth_choosing
 from remat.report import Explanation, Finding, ParetoPoint
 
 
@@ -61,6 +61,21 @@ def test_the_next_step_after_a_plan_is_a_listed_plan_with_a_lower_peak():
     lowest = ParetoPoint(2**28, 0.2, 5e-3, "plan for 25%", verified=True)
     lower = ParetoPoint(2**29, 0.05, 2e-3, "plan for 50%", verified=True)
     first, second = with_points(explanation, [chosen, lowest, lower]).findings
-    assert "plan for 50% has 512.0 MiB, for 5.0 % more FLOPs" in first.next_step
+    assert "plan for 50% has 512.0 MiB less, for 5.0 % more FLOPs" in first.next_step
     assert second == other
     assert with_points(explanation, [chosen]).findings == explanation.findings
+
+
+def test_plans_that_another_beats_are_not_worth_choosing():
+    chosen = ParetoPoint(2**30, 0.01, 2e-3, "plan for 70%", verified=True, chosen=True)
+    beaten = ParetoPoint(2**29, 0.02, 3e-3, "plan for 50%", verified=True)
+    best = ParetoPoint(2**28, 0.02, 2e-3, "plan for 40%", verified=True)
+    without = ParetoPoint(2**31, 0.0, 0.0, "nothing rematerialized", verified=True)
+    points = [without, chosen, beaten, best]
+    assert {p.label for p, better in worth_choosing(points).items() if better} == {"plan for 50%"}
+    found = Finding("follows_plan", "info", "The step follows a plan.", "")
+    explanation = Explanation("step", findings=(found,))
+    said = with_points(explanation, points, {"plan for 40%": "40%"}).findings[0].next_step
+    assert (
+        said == 'The plan for 40% has 768.0 MiB less, at no more time. Take it with budget="40%".'
+    )

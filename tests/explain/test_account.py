@@ -133,7 +133,11 @@ def test_gradients_and_results_are_named_by_the_arguments_they_belong_to():
     }
     assert "gradient of params['head']" in paths["gradient"]
     assert {"new params['layers'][0]", "new momentum['layers'][1]"} <= paths["output"]
-    assert "" in paths["output"]  # the loss
+    assert "result[2]" in paths["output"]  # the loss
+
+    both = remat.explain(jax.value_and_grad(loss), params, struct(256, 64), compile=False)
+    results = {v.path for v in both.values if v.kind == "output"}
+    assert {"result[0]", "gradient of params['head']", "gradient of params['layers'][0]"} <= results
 
     of_loss = remat.explain(loss, params, struct(256, 64), compile=False)
     results = {v.path for v in of_loss.values if v.kind == "output"}

@@ -76,9 +76,9 @@ def test_the_predicted_peak_of_a_scan_is_the_compilers(explanation):
 
 
 def test_the_peak_is_placed_in_an_iteration_and_named_for_its_module(explanation):
-    said = explanation.to_text(brief=True)
+    said = " ".join(explanation.to_text(brief=True).split())
     assert f"iteration {N} of {N}" in said
-    assert "the gradient of mlp" in " ".join(said.split())
+    assert "the gradient of mlp" in said
     assert "add_any" not in said.partition("The peak of")[2].partition("Live there")[0]
 
 

@@ -19,9 +19,10 @@ import remat.report
 from remat import units
 from remat.errors import MissingExtraError, ReportError
 from remat.printing import printable
-from remat.report import Explanation, Finding, ParetoPoint, Step, Value
+from remat.report import Decision, Explanation, Finding, ParetoPoint, Step, Totals, Value
 from remat.report.document import Paragraph, Table
 from remat.report.markdown import to_markdown
+from remat.report.outline import flops_of_decisions
 from remat.report.text import to_text
 from remat.units import format_bytes
 
@@ -192,7 +193,7 @@ def unpacked(column, then):
 def test_text_says_the_headline_findings_peak_and_groups():
     said = " ".join(EXPLANATION.to_text(width=200).split())
     for part in (
-        "Peak ", " predicted, ", " compiled", "→ Write 'attn_out'",
+        "Peak ", " compiled, predicted ", "→ Write 'attn_out'",
         "4 × decoder/block_0…3/mlp/gelu", "The peak of ", "block_3", "this plan (this one)",
     ):  # fmt: skip
         assert part in said, part
@@ -370,7 +371,9 @@ def test_a_comparison_draws_both_steps_and_sorts_changes_by_bytes():
     assert max(n for _, n in change.curve_before) == EXPLANATION.timeline().peak_bytes
     first = change.to_text(width=200).partition("What changed")[2].partition("Before:")[0]
     rows = [row for row in first.splitlines() if "saved → recomputed" in row]
-    shown = [units.parse_bytes(row.split("recomputed")[1].split("  ")[1].strip()) for row in rows]
+    shown = [
+        units.parse_bytes(row.partition("recomputed")[2].split("  ")[1].strip(" -")) for row in rows
+    ]
     assert shown and shown == sorted(shown, reverse=True)
 
 
@@ -452,3 +455,41 @@ def test_the_peak_is_placed_in_the_backward_pass_of_the_step_and_not_of_one_line
     said = " ".join(text.split())
     assert "the gradient of block_1, at the start of the step's backward pass" in said
     assert "Live there: 8 B saved, 4 B gradients. The largest:" in said
+
+
+def test_the_extra_flops_of_decisions_add_up_to_those_of_the_plan():
+    decisions = tuple(
+        Decision("recompute", f"mlp_{i}", n_bytes=8, flops=n) for i, n in enumerate((1.0, 3.0))
+    )
+    totals = Totals(flops=100.0, recompute_flops=2.0)
+    explanation = Explanation("step", decisions=(*decisions, Decision("keep", "x")), totals=totals)
+    assert [*flops_of_decisions(explanation).values()] == [0.5, 1.5]
+    assert "2 FLOP" in explanation.to_text() and "extra FLOPs" in explanation.to_text()
+
+
+def test_a_peak_says_why_it_is_there():
+    steps = (Step("a", "forward"), Step("a", "backward"), Step("b", "backward"))
+    saved = Value(0, "saved", "f32[8]", 32, ((0, 1),))
+    gradient = Value(1, "gradient", "f32[2]", 8, ((1, 2),))
+    argument = Value(2, "argument", "f32[99]", 396, ((0, 2),))
+    said = Explanation("step", values=(saved, gradient), steps=steps).to_text(width=300)
+    assert "100 % of what the forward pass saves is still held there" in said
+    said = Explanation("step", values=(saved, gradient, argument), steps=steps).to_text(width=300)
+    assert "Most of it are arguments and results" in said
+
+
+def test_two_plans_are_a_table_and_three_a_chart():
+    points = [ParetoPoint(2**20 * i, 0.1, 1.0 / i, f"plan {i}", verified=True) for i in (1, 2, 3)]
+    chart = '<div class="pareto"'
+    assert chart not in Explanation("step", pareto=tuple(points[:2])).to_html()
+    assert chart in Explanation("step", pareto=tuple(points)).to_html()
+
+
+def test_a_comparison_signs_its_bytes_and_marks_both_peaks():
+    steps = (Step("a", "forward", 1.0), Step("b", "backward", 1.0))
+    saved = Value(0, "saved", "f32[1024]", 4096, ((0, 1),), primitive="tanh", path="mlp")
+    before = Explanation("before", values=(saved,), steps=steps)
+    again = dataclasses.replace(saved, kind="recomputed", lifetimes=((0, 0), (1, 1)))
+    change = before.diff(Explanation("after", values=(again,), steps=steps))
+    assert re.search(r"saved → recomputed +-4.0 KiB", change.to_text(width=120))
+    assert change.to_html().count("<circle") == 2

@@ -42,6 +42,7 @@ from remat.cli.rendering import (
     show,
     width,
     with_points,
+    worth_choosing,
     write_page,
 )
 from remat.cli.subject import Subject, load_subject
@@ -212,6 +213,7 @@ def report(
     points = [point_of_explanation(made, "as it is", chosen=True)]
     if given is not None:
         points = [*points_of_plan(given, f"plan for {budget}")]
+    of_plans: dict[str, str] = {}
     others = dict.fromkeys(name for names in budgets for name in names)
     for other in [name for name in others if name != budget]:
         try:
@@ -219,8 +221,17 @@ def report(
                 plan_subject(subject, other, target, costs), f"plan for {other}"
             )
             points.append(dataclasses.replace(planned[-1], chosen=False))
+            of_plans[f"plan for {other}"] = other
         except BudgetError as error:
             click.echo(as_line(f"no plan for {other}: {message_of(error)}"), err=True)
+    replaced_by = worth_choosing(points)
+    for point, better in replaced_by.items():
+        if better is not None:
+            said = (
+                f"The {point.label} is left out: the {better.label} needs no more memory or time."
+            )
+            click.echo(printable(said), err=True)
+    points = [point for point in points if replaced_by[point] is None]
     if not subject.is_step:
         for name, policy in POLICIES.items():
             if name != "everything_saveable":
@@ -228,7 +239,7 @@ def report(
                     subject, policy=policy, target=target, status=f"compiling with {name}"
                 )
                 points.append(point_of_explanation(under, f"whole loss {name}"))
-    files.write_text(html, with_points(made, points).to_html(), ReportError)
+    files.write_text(html, with_points(made, points, of_plans).to_html(), ReportError)
     say(printable(f"wrote {html}"))
 
 

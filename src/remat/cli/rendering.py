@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import click
@@ -149,21 +149,59 @@ def point_of_explanation(
     )
 
 
-def with_points(explanation: Explanation, points: Sequence[ParetoPoint]) -> Explanation:
+_SAME_TIME = 1.01  # ratio of extra times up to which a plan with a lower peak is the better one
+
+
+def is_better(one: ParetoPoint, other: ParetoPoint) -> bool:
+    """Return whether one plan has a lower peak than another and takes no more time."""
+    no_more_time = one.extra_time_s <= _SAME_TIME * other.extra_time_s
+    return one.verified and one.peak_bytes < other.peak_bytes and no_more_time
+
+
+def worth_choosing(points: Sequence[ParetoPoint]) -> dict[ParetoPoint, ParetoPoint | None]:
+    """Return for each point the one that is to be taken in its place; None if it is worth choosing.
+
+    The chosen one, and what is not a plan (without extra time), always stay.
+    """
+    found: dict[ParetoPoint, ParetoPoint | None] = {}
+    for i, point in enumerate(points):
+        same = [p for p in points[:i] if p.peak_bytes == point.peak_bytes]
+        same = [p for p in same if p.extra_time_s <= _SAME_TIME * point.extra_time_s]
+        better = [p for p in points if is_better(p, point)]
+        stays = point.chosen or not point.extra_time_s
+        found[point] = None if stays else next(iter([*better, *same]), None)
+    return found
+
+
+def with_points(
+    explanation: Explanation,
+    points: Sequence[ParetoPoint],
+    budgets: Mapping[str, str] | None = None,
+) -> Explanation:
     """Return an explanation with the plans to choose from.
 
     Where one of them has a lower peak than the plan that the step follows, it is what to try next.
+
+    Args:
+      budgets: of the plans among the points, by label.
     """
     chosen = next(point for point in points if point.chosen)
     lower = [p for p in points if p.verified and p.peak_bytes < chosen.peak_bytes]
     findings = explanation.findings
     if lower:
-        best = max(lower, key=lambda p: p.peak_bytes)
-        step = (
-            f"For a lower peak take another of the plans below: {best.label} has "
-            f"{units.format_bytes(best.peak_bytes)}, for {percent(best.extra_flops_share)} more FLOPs than "
-            "without rematerialization."
+        best = max(lower, key=lambda p: (is_better(p, chosen), p.peak_bytes))
+        frees = units.format_bytes(chosen.peak_bytes - best.peak_bytes)
+        costs = (
+            "at no more time"
+            if is_better(best, chosen)
+            else f"for {percent(best.extra_flops_share)} more FLOPs than without rematerialization"
         )
+        how = (
+            f' Take it with budget="{budgets[best.label]}".'
+            if budgets and best.label in budgets
+            else ""
+        )
+        step = f"The {best.label} has {frees} less, {costs}.{how}"
         findings = tuple(
             dataclasses.replace(f, next_step=step) if f.code == "follows_plan" else f
             for f in findings

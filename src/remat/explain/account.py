@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 
@@ -31,7 +30,7 @@ from remat.explain.phases import (
     merged,
     parts,
 )
-from remat.explain.roles import gradients_of, replaced_by
+from remat.explain.roles import gradients_of, results_called
 from remat.explain.runs import Run, operands_of, program_of, run_of
 from remat.explain.sources import source_of
 from remat.ir import jaxprs
@@ -217,10 +216,7 @@ class _Accounting:
         steps = self._steps()
         last = len(steps) - 1
         values = self._arguments(names, last)
-        known = [f"new {name}" if name else "" for name in replaced_by(self.sides, names)]
-        called = [
-            given or new for given, new in itertools.zip_longest(results, known, fillvalue="")
-        ]
+        called = results_called(self.sides, names, results)
         outputs, alias_bytes = self._outputs(called, donated, last, results_from_start)
         values += outputs
         first = len(values)

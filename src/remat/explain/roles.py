@@ -61,20 +61,45 @@ def _reached(v: int, sides: PhasedProgram, readers: Mapping[int, Sequence[int]])
     return [program.ops[i] for i in seen]
 
 
-def replaced_by(sides: PhasedProgram, names: Sequence[str]) -> tuple[str, ...]:
-    """Return for each result the argument that it is the new value of; "" for none.
+def results_called(
+    sides: PhasedProgram, names: Sequence[str], results: Sequence[str]
+) -> tuple[str, ...]:
+    """Return what each result is called: the new value of an argument, a gradient, or its place.
 
-    Numbers count only where the update computes them: a loss is not the new learning rate.
+    A gradient stands in the results where its argument stands among the arguments: ``result[1]['w']``.
+
+    Args:
+      results: the places, such as ``result[0]``, or names that are known; one for each result, or none.
     """
     program = sides.program
     name_of = dict(zip(sides.inputs, names))
     made = {v: i for i, op in enumerate(program.ops) for v in op.results}
-    return tuple(_replaced(v, sides, name_of, made) for v in program.outputs)
+    first = [name for name in names if _root(name) == _root(names[0])]
+    found = []
+    for at, v in enumerate(program.outputs):
+        place = results[at] if len(results) == len(program.outputs) else ""
+        is_place = place.startswith("result")
+        ends = [name for name in first if is_place and place.endswith(_leaf(name))]
+        new = _replaced(v, sides, name_of, made) if is_place or not place else ""
+        if ends and v in made and sides.phases[made[v]] == "backward":
+            found.append(f"gradient of {max(ends, key=len)}")
+        else:
+            found.append(f"new {new}" if new else place)
+    return tuple(found)
+
+
+def _leaf(name: str) -> str:
+    """Return a leaf's place in its argument: ``['w']`` of ``params['w']``."""
+    return name.removeprefix(_root(name))
 
 
 def _replaced(
     result: int, sides: PhasedProgram, name_of: Mapping[int, str], made: Mapping[int, int]
 ) -> str:
+    """Return the argument nearest to a result in elementwise operations of its type; "" for none.
+
+    Numbers are new values only where the update computes them: a loss is not the new learning rate.
+    """
     types, ops = sides.program.types, sides.program.ops
     phases = ("update",) if types[result].endswith("[]") else ("forward", "update")
     level, seen = [result], {result}

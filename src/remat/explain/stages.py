@@ -138,6 +138,11 @@ def _with_costs_of(plan: Followed, account: Account) -> Account:
     """Return the account with the costs that the plan states, so that both say the same."""
     whole_s = plan.seconds + plan.extra_seconds
     scale = whole_s / account.time_s if account.time_s else 0.0
+    # A plan in which nothing is marked recomputes in many places, few of which are segments.
+    listed = sum(segment.recompute_flops for segment in account.segments if not segment.level)
+    if listed < plan.extra_flops / 2:
+        steps = tuple(dataclasses.replace(step, segment=-1) for step in account.steps)
+        account = dataclasses.replace(account, segments=(), steps=steps)
     return dataclasses.replace(
         account,
         flops=plan.flops + plan.extra_flops,

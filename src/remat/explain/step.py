@@ -81,13 +81,15 @@ def traced_step(
     jaxpr, consts = _jax.detach_consts(plain.jaxpr)
     known = _Arguments(f, args, kwargs)
     if _has_gradient(jaxpr) or not args or not _differentiable(args[0]):
-        return _made(title, known, plain, jaxpr, consts, None, None, tuple(marked))
+        results = _results(plain, jaxpr) if words_for(f) == Words() else ()
+        return _made(title, known, plain, jaxpr, consts, None, None, tuple(marked), results)
 
     args, kwargs = known.dynamic
     traced = jax.jit(value_and_gradient(known.of_dynamic)).trace(*args, **kwargs)
     of_step, consts = _jax.detach_consts(traced.jaxpr)
     kept = residuals(known.of_dynamic, *args, **kwargs)
-    return _made(title, known, traced, of_step, consts, jaxpr, kept, tuple(marked))
+    results = _results_and_gradients(of_step, known)
+    return _made(title, known, traced, of_step, consts, jaxpr, kept, tuple(marked), results)
 
 
 def unplanned_step(
@@ -174,6 +176,7 @@ def _made(
     undifferentiated: _jax.Jaxpr | None,
     kept: Residuals | None,
     marked: tuple[str, ...],
+    results: tuple[str, ...],
 ) -> TracedStep:
     n_consts = len(consts)
     n_inputs = len(jaxpr.invars) - n_consts
@@ -193,7 +196,7 @@ def _made(
         jaxpr,
         undifferentiated,
         (CLOSED_OVER,) * n_consts + names,
-        () if undifferentiated is None else _results(jaxpr, arguments, names),
+        results,
         (1,) * n_consts + (tuple(map(_divided, leaves)) if known else (1,) * n_inputs),
         (False,) * n_consts
         + (
@@ -207,12 +210,21 @@ def _made(
     )
 
 
-def _results(jaxpr: _jax.Jaxpr, arguments: _Arguments, names: tuple[str, ...]) -> tuple[str, ...]:
+def _results(traced: jax.stages.Traced, jaxpr: _jax.Jaxpr) -> tuple[str, ...]:
+    """Return where in what a function returns its results are: ``result[0]['w']``."""
+    leaves = jax.tree_util.tree_leaves_with_path(traced.out_info)
+    if len(leaves) != len(jaxpr.outvars):
+        return ()
+    called = [f"result{jax.tree_util.keystr(path)}" for path, _ in leaves]
+    return tuple(name for v, name in zip(jaxpr.outvars, called) if _jax.is_var(v))
+
+
+def _results_and_gradients(jaxpr: _jax.Jaxpr, arguments: _Arguments) -> tuple[str, ...]:
     """Return what the results of `value_and_gradient` are called: the last are gradients."""
     leaves = jax.tree.leaves(arguments.dynamic[0][0])
+    names = arguments.names(len(jax.tree.leaves(arguments.dynamic)))
     gradients = [f"gradient of {name}" for x, name in zip(leaves, names) if _is_inexact(x)]
-    n_others = len(jaxpr.outvars) - len(gradients)
-    called = ["result"] * n_others + gradients
+    called = ["result"] * (len(jaxpr.outvars) - len(gradients)) + gradients
     return tuple(name for v, name in zip(jaxpr.outvars, called) if _jax.is_var(v))
 
 

@@ -32,7 +32,7 @@ from remat.report.outline import (
 )
 from remat.report.text import renderable, to_text
 from remat.report.timeline import thinned, timeline
-from remat.units import format_bytes, format_flops, format_seconds
+from remat.units import format_bytes, format_flops, format_seconds, in_one_unit
 
 FORMAT = "remat.difference"
 _TOTALS = {
@@ -245,7 +245,7 @@ def _changes(d: Difference) -> list[_Change]:
     for old, new in d.changed:
         by_kinds.setdefault((old.kind, new.kind), []).append(old)
     found = [
-        _Change(f"{old} → {new}", group.n_bytes, group, group.aval)
+        _Change(f"{old} → {new}", _sign(old, new) * group.n_bytes, group, group.aval)
         for (old, new), values in by_kinds.items()
         for group in groups(values)
     ]
@@ -265,6 +265,11 @@ def _changes(d: Difference) -> list[_Change]:
     for left in gone.values():
         found += [_Change(f"gone: {g.kind}", -g.n_bytes, g, g.aval) for g in left]
     return sorted(found, key=lambda change: -abs(change.n_bytes))
+
+
+def _sign(old: str, new: str) -> int:
+    """Return whether bytes of one kind that become another are fewer (-1) or more (1) between the passes."""
+    return -1 if old == "saved" else 1
 
 
 def _in_words(d: Difference, changes: list[_Change]) -> str:
@@ -298,8 +303,9 @@ def _in_words(d: Difference, changes: list[_Change]) -> str:
 def _changes_table(changes: list[_Change], most: int) -> Table:
     rows: list[tuple[str, ...]] = []
     for change in changes[:most]:
-        is_moved = "→" in change.what
-        n_bytes = format_bytes(change.n_bytes) if is_moved else signed_bytes(change.n_bytes)
+        # What is neither saved before nor after is as large as before; only its kind is another.
+        is_kind = "→" in change.what and "saved" not in change.what
+        n_bytes = format_bytes(change.n_bytes) if is_kind else signed_bytes(change.n_bytes)
         source = places_of(change.group.source, change.group.called)
         rows.append((change.what, n_bytes, change.group.what, change.aval, source))
     if len(changes) > most:
@@ -315,14 +321,16 @@ def _totals_table(before: Totals, after: Totals, *, brief: bool = False) -> Tabl
             for (name, n), (_, m) in zip(memory_rows(old), memory_rows(new)):
                 if name != "peak" and (n == m or brief):
                     continue
-                rows.append(
-                    (f"{name}, {which}", format_bytes(n), format_bytes(m), signed_bytes(m - n))
-                )
+                figures = in_one_unit((n, m), format_bytes)
+                change = signed_bytes(m - n)
+                if abs(m - n) > 0.01 * max(n, m):
+                    change = in_one_unit((n, m, m - n), format_bytes, signed=True)[2]
+                rows.append((f"{name}, {which}", *figures, change))
     for field in _TOTALS:
         old, new = getattr(before, field), getattr(after, field)
         show = format_flops if field.endswith("flops") else format_seconds
         change = ("+" if new > old else "") + percent(new / old - 1) if old else ""
-        rows.append((_TOTALS[field], show(old), show(new), change))
+        rows.append((_TOTALS[field], *in_one_unit((old, new), show), change))
     return Table(("total", "before", "after", "change"), tuple(rows), (1, 2, 3))
 
 

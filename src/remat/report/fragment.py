@@ -52,6 +52,8 @@ _STYLE = """<style>
 .remat .legend span{display:inline-block;white-space:nowrap;margin-right:1em}
 .remat svg{font-size:12px}
 @media(max-width:600px){.remat th,.remat td{font-size:.85em;padding-right:.5em}
+.remat .wide thead{display:none}.remat .wide tr{display:block;padding:.35em 0;border-bottom:1px solid #8884}
+.remat .wide td{display:inline;border:0;padding-right:.6em}.remat .wide td:nth-child(3){font-weight:600}
 .remat svg{font-size:19px}}
 .remat i.c{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.35em}
 </style>"""
@@ -104,8 +106,10 @@ def _drawn(block: Block) -> str:
         case doc.Table(columns, rows, numbers, _):
             head = _cells("th", columns, numbers)
             body = "\n".join(f"<tr>{_cells('td', row, numbers)}</tr>" for row in rows)
+            # Rows of many columns become paragraphs where there is no room.
+            classes = ' class="wide"' if len(columns) > 4 else ""
             return (
-                f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n'
+                f'<div class="scroll"><table{classes}><thead><tr>{head}</tr></thead>\n'
                 f"<tbody>{body}</tbody></table></div>"
             )
         case doc.Chart():
@@ -189,11 +193,15 @@ def _curves(curves: doc.Curves) -> str:
             for i, (at, n) in enumerate(curve)
         )
         drawn.append(f'<path d="{points}" fill="none" stroke="{color}" stroke-width="1.8"/>')
+        peak_s, peak_bytes = max(curve, key=lambda corner: corner[1], default=(0.0, 0))
+        x, y = peak_s / end_s * _WIDTH, _HEIGHT * (1 - peak_bytes / top)
+        drawn.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>')
         swatch = f'<i class="c" style="background:{color}"></i>'
-        legend.append(f"<span>{swatch}{user_text(name)}</span>")
+        said = f"{user_text(name)}, peak {format_bytes(peak_bytes)}"
+        legend.append(f"<span>{swatch}{said}</span>")
     end = f"{format_seconds(end_s)} (predicted)"
     plot = _plot("".join(drawn), top, "0 s", end, "live bytes over the steps, one line for each")
-    said = "(live bytes; what loops reserve is included)"
+    said = "(predicted live bytes; dots mark the peaks; what loops reserve is included)"
     return f'{plot}<div class="legend">{" ".join(legend)} {said}</div>'
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
 
@@ -32,7 +32,10 @@ from remat.report.model import (
 from remat.report.outline import (
     counted,
     decision_row,
+    flops_of_decisions,
     memory_rows,
+    peak_figures,
+    peak_in_words,
     percent,
     place_of,
     plan_in_words,
@@ -63,6 +66,7 @@ def to_page(explanation: ExplanationData) -> str:
         "tiles": _tiles(explanation),
         "decisions": _decisions(explanation),
         "findings": _findings(explanation),
+        "peak": _peak(explanation),
         "compiled": _compiled(explanation),
         "pareto": _pareto(explanation),
         "footer": _footer(explanation),
@@ -88,12 +92,6 @@ def _tiles(explanation: ExplanationData) -> str:
     totals = explanation.totals
     saved = _bytes_of(explanation, "saved")
     offloaded = _bytes_of(explanation, "offloaded")
-    compiled = "not compiled"
-    if totals.compiled is not None:
-        compiled = f"compiled {format_bytes(totals.compiled.peak_bytes)}"
-        if totals.predicted.peak_bytes:
-            share = totals.compiled.peak_bytes / totals.predicted.peak_bytes - 1
-            compiled += f" ({share * 100:+.1f} %)"
     line = timeline(explanation.values, explanation.steps)
     where = ""
     if line.peak_step is not None:
@@ -101,7 +99,7 @@ def _tiles(explanation: ExplanationData) -> str:
         own = explanation.steps[line.peak_step].source.rpartition(", from ")[2]
         where += f", at {own.partition(' (')[0]}" if own else ""
     tiles = [
-        ("Peak, predicted", format_bytes(totals.predicted.peak_bytes), compiled),
+        ("Peak, predicted" if totals.compiled is None else "Peak", *peak_figures(totals)),
         ("The peak is at", format_seconds(float(line.start_s[line.peak_step or 0])), where),
         (
             "Saved for the backward pass",
@@ -130,6 +128,15 @@ def _bytes_of(explanation: ExplanationData, kind: str) -> int:
     return sum(value.n_bytes for value in explanation.values if value.kind == kind)
 
 
+def _peak(explanation: ExplanationData) -> str:
+    """Return where the peak is, why, and what it consists of."""
+    line = timeline(explanation.values, explanation.steps)
+    if line.peak_step is None:
+        return ""
+    said = peak_in_words(explanation, line).removesuffix(" The largest:")
+    return f'<p class="said">{user_text(said)}</p>'
+
+
 def _findings(explanation: ExplanationData) -> str:
     if not explanation.findings:
         return ""
@@ -146,13 +153,14 @@ def _findings(explanation: ExplanationData) -> str:
     )
 
 
-_MOST_DECISIONS = 6  # rows of each kind that are open; more stand behind a disclosure
+_MOST_DECISIONS = 4  # rows of each kind that are open; more stand behind a disclosure
 
 
 def _decisions(explanation: ExplanationData) -> str:
     """Return what a plan recomputes, offloads and keeps."""
     if not explanation.decisions:
         return ""
+    flops = flops_of_decisions(explanation)
     first, rest = [], []
     for action in ACTIONS:
         found = [d for d in explanation.decisions if d.action == action]
@@ -163,28 +171,38 @@ def _decisions(explanation: ExplanationData) -> str:
         n_bytes = format_bytes(sum(d.n_bytes for d in rest))
         n_values = counted(sum(d.count for d in rest), "smaller value")
         summary = f'<summary class="muted">{n_values}, {n_bytes}</summary>'
-        more = f"<details>{summary}{_decision_rows(rest)}</details>"
+        more = f"<details>{summary}{_decision_rows(rest, flops)}</details>"
     return (
         '<section aria-labelledby="decisions-h"><h2 id="decisions-h">What the plan does</h2>'
         f'<p class="said">{user_text(plan_in_words(explanation))}</p>'
-        f"{_decision_rows(first)}{more}</section>"
+        f"{_decision_rows(first, flops)}{more}{_notes_on_decisions(explanation)}</section>"
     )
 
 
-def _decision_rows(decisions: Sequence[Decision]) -> str:
+def _notes_on_decisions(explanation: ExplanationData) -> str:
+    if not explanation.totals.recompute_flops:
+        return ""
+    return (
+        '<p class="hint">The extra FLOPs of the plan are divided among the groups in proportion to what '
+        "computing each once takes. Most of what is recomputed stays inside of fused kernels; what is "
+        "written to memory again is listed below as recomputed.</p>"
+    )
+
+
+def _decision_rows(decisions: Sequence[Decision], flops: Mapping[Decision, float]) -> str:
     rows = []
     for decision in decisions:
-        action, n_bytes, value, aval, source = decision_row(decision)
+        action, n_bytes, value, aval, source, extra = decision_row(decision, flops)
         kind = {"recompute": "recomputed", "offload": "offloaded", "keep": "saved"}[action]
         rows.append(
             f'<tr class="k-{kind}"><td><i class="swatch"></i>{action}</td><td class="n">{n_bytes}</td>'
             f'<th scope="row">{user_text(value)}</th><td class="code">{user_text(aval)}</td>'
-            f"<td>{user_text(source)}</td></tr>"
+            f'<td>{user_text(source)}</td><td class="n">{extra}</td></tr>'
         )
     return (
         '<div class="scroll"><table class="plain decisions"><thead><tr><th scope="col">Plan</th>'
         '<th scope="col" class="n">Bytes</th><th scope="col">Value</th><th scope="col">Type</th>'
-        '<th scope="col">Source</th></tr></thead>'
+        '<th scope="col">Source</th><th scope="col" class="n">Extra FLOPs</th></tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
 
@@ -270,12 +288,23 @@ def _pareto(explanation: ExplanationData) -> str:
             f'<td class="n">+{format_seconds(point.extra_time_s)}</td>'
             f'<td class="n">+{percent(point.extra_flops_share)}</td><td>{verified}</td></tr>'
         )
+    said = ["Black: the step of this page." if any(p.chosen for p in points) else ""]
+    if not all(p.verified for p in points):
+        said.append("Filled: the peak is the compiler's own. Hollow: it is predicted.")
+    said.append("The line joins those that no other beats in both.")
+    chart = (
+        '<div class="pareto" aria-hidden="true">'
+        f'{"".join(drawn)}<span class="axis x">peak</span><span class="axis y">extra time</span></div>'
+        f'<p class="hint plans">{" ".join(filter(None, said))}</p>'
+    )
+    if len(points) < 3:
+        chart = (
+            '<p class="hint plans">More plans to compare: <code>remat report MODULE:FUNCTION --budget 60% '
+            "--budgets 75%,50%,35%</code>, or <code>remat.fit</code> with another budget.</p>"
+        )
     return (
         '<section aria-labelledby="pareto-h"><div class="title"><h2 id="pareto-h">Plans to choose from'
-        '</h2></div><div class="pareto" aria-hidden="true">'
-        f'{"".join(drawn)}<span class="axis x">peak</span><span class="axis y">extra time</span></div>'
-        '<p class="hint plans">Filled: the peak is the compiler\'s own. Hollow: it is predicted. The '
-        "line joins those that no other beats in both.</p>"
+        f"</h2></div>{chart}"
         '<div class="scroll"><table class="plain"><thead><tr><th class="n"></th><th scope="col">Plan</th>'
         '<th scope="col" class="n">Peak</th><th scope="col" class="n">Time</th>'
         '<th scope="col" class="n">FLOPs</th><th scope="col">Peak is</th></tr></thead>'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping, Sequence
 
 from remat.report.document import Block, Chart, Heading, Note, Paragraph, Table
 from remat.report.groups import groups, own_function
@@ -81,7 +82,7 @@ def plan_in_words(explanation: ExplanationData) -> str:
         said = [
             f"The plan recomputes {format_bytes(n_bytes['recompute'])} in the backward pass, which the step "
             f"would otherwise save, for {format_flops(totals.recompute_flops)} more "
-            f"(+{percent(totals.extra_flops_share)})"
+            f"(+{percent(totals.extra_flops_share)}; +{percent(totals.extra_time_share)} time)"
         ]
     if n_bytes["offload"]:
         said.append(f"moves {format_bytes(n_bytes['offload'])} to the host's memory and back")
@@ -92,25 +93,45 @@ def plan_in_words(explanation: ExplanationData) -> str:
 def decisions_table(explanation: ExplanationData, most: int) -> Table:
     """Return the table of what a plan decides: of each kind of decision the largest groups."""
     rows: list[tuple[str, ...]] = []
+    flops = flops_of_decisions(explanation)
     for action in ACTIONS:
         found = [d for d in explanation.decisions if d.action == action]
-        rows += [decision_row(d) for d in found[:most]]
+        rows += [decision_row(d, flops) for d in found[:most]]
         if len(found) > most:
             rest = found[most:]
             n_bytes = format_bytes(sum(d.n_bytes for d in rest))
             n_values = counted(sum(d.count for d in rest), "more value")
-            rows.append((action, n_bytes, n_values, "", ""))
-    return Table(("plan", "bytes", "value", "type", "source"), tuple(rows), (1,))
+            rows.append((action, n_bytes, n_values, "", "", _flops_text(rest, flops)))
+    columns = ("plan", "bytes", "value", "type", "source", "extra FLOPs")
+    return Table(columns, tuple(rows), (1, 5), optional=(3,))
 
 
-def decision_row(decision: Decision) -> tuple[str, ...]:
-    """Return a decision as texts: action, bytes, value, type and source."""
+def flops_of_decisions(explanation: ExplanationData) -> dict[Decision, float]:
+    """Return the FLOPs that a plan adds for each group that it recomputes; together all that it adds.
+
+    What a group takes depends on what else is recomputed, so the plan's FLOPs are divided in proportion to
+    those of computing each group once.
+    """
+    found = [d for d in explanation.decisions if d.action == "recompute"]
+    each_once = sum(d.flops for d in found)
+    share = explanation.totals.recompute_flops / each_once if each_once else 0.0
+    return {d: share * d.flops for d in found}
+
+
+def _flops_text(decisions: Sequence[Decision], flops: Mapping[Decision, float]) -> str:
+    known = [flops[d] for d in decisions if d in flops]
+    return format_flops(sum(known)) if known else ""
+
+
+def decision_row(decision: Decision, flops: Mapping[Decision, float]) -> tuple[str, ...]:
+    """Return a decision as texts: action, bytes, value, type, source and the FLOPs that it adds."""
     return (
         decision.action,
         format_bytes(decision.n_bytes),
         f"{decision.count} × {decision.value}" if decision.count > 1 else decision.value,
         decision.aval,
         places_of(decision.source, decision.value),
+        _flops_text([decision], flops),
     )
 
 
@@ -131,9 +152,12 @@ def setting(explanation: ExplanationData) -> str:
 
 def headline(totals: Totals, *, brief: bool = False) -> str:
     """Return what a step saves and its peak, in one sentence or two."""
-    said = f"Peak {format_bytes(totals.predicted.peak_bytes)} predicted"
-    if totals.compiled is not None:
-        said += f", {format_bytes(totals.compiled.peak_bytes)} compiled"
+    figure, prediction = peak_figures(totals)
+    said = f"Peak {figure}"
+    if totals.compiled is None:
+        said += " predicted"
+    else:
+        said += f" compiled, {prediction}"
     said += f". Step {format_seconds(totals.time_s)}, {format_flops(totals.flops)}"
     if totals.recompute_flops or totals.recompute_time_s:
         said += (
@@ -147,6 +171,21 @@ def headline(totals: Totals, *, brief: bool = False) -> str:
             f"forward pass computes, and {format_bytes(totals.residual_argument_bytes)} of arguments."
         )
     return said
+
+
+def peak_figures(totals: Totals) -> tuple[str, str]:
+    """Return the peak as text, the compiler's where it is known, and how the prediction differs from it.
+
+    >>> peak_figures(Totals(Memory(115), Memory(100)))
+    ('100 B', 'predicted 115 B, 15 % more')
+    """
+    predicted = totals.predicted.peak_bytes
+    if totals.compiled is None:
+        return format_bytes(predicted), "not compiled"
+    compiled = totals.compiled.peak_bytes
+    share = round(100 * (predicted / compiled - 1)) if compiled else 0
+    differs = f", {abs(share)} % {'more' if share > 0 else 'less'}" if share else ""
+    return format_bytes(compiled), f"predicted {format_bytes(predicted)}{differs}"
 
 
 def percent(share: float) -> str:
@@ -204,11 +243,30 @@ def peak_in_words(explanation: ExplanationData, line: Timeline) -> str:
     step = explanation.steps[line.peak_step]
     place = f", at {step.source}" if step.source else ""
     kinds = _kinds_in_words(line)
-    live = f" Live there: {kinds}. The largest:" if kinds else ""
+    compiled = explanation.totals.compiled
+    is_other = compiled and format_bytes(compiled.peak_bytes) != format_bytes(line.peak_bytes)
+    live = f"{_why(explanation, line)} Live there: {kinds}. The largest:" if kinds else ""
+    peak = f"{'predicted ' if is_other else ''}peak of {format_bytes(line.peak_bytes)}"
     return (
-        f"The peak of {format_bytes(line.peak_bytes)} is in {place_of(explanation, line.peak_step)}"
+        f"The {peak} is in {place_of(explanation, line.peak_step)}"
         f"{place}: operation {line.peak_step + 1:,} of {len(explanation.steps):,}, "
         f"{format_seconds(float(line.start_s[line.peak_step]))} into the step.{live}"
+    )
+
+
+def _why(explanation: ExplanationData, line: Timeline) -> str:
+    """Return why the peak is where it is, as a sentence after another; "" if that is not known."""
+    step = line.peak_step or 0
+    held = int(line.bytes_of("saved")[step])
+    saved = sum(value.n_bytes for value in explanation.values if value.kind == "saved")
+    fixed = int(line.bytes_of("argument")[step] + line.bytes_of("output")[step])
+    if 2 * fixed >= line.peak_bytes:
+        return " Most of it are arguments and results, which are there throughout."
+    if explanation.steps[step].phase == "forward" or 4 * held < line.peak_bytes:
+        return ""
+    return (
+        f" {100 * held / saved:.0f} % of what the forward pass saves is still held there: the backward pass "
+        "frees it little by little, and needs memory for gradients as well."
     )
 
 

@@ -7,6 +7,7 @@ const table = makeTable(section, () => (chart ? chart.step() : data.peak));
 
 if (nSteps > 0) {
   byId("reserved").hidden = !data.chart.live[kinds.indexOf("reserved")].some((n) => n > 0);
+  byId("outputs").hidden = !(data.chart.live[kinds.indexOf("output")][0] > 0);
   const panel = makePanel(byId("panel"), listLive);
   const strip = makeStrip(byId("strip"));
   const show = (step) => { panel.show(step); strip.show(step); };

@@ -5,7 +5,7 @@ function makeTable(root, step) {
   const INNER_AT_ONCE = 40;
   const columns = [
     { key: "what", title: "Value", width: "25%", descending: false },
-    { key: "kind", title: "Kind", width: "112px", descending: false },
+    { key: "kind", title: "Kind", width: "124px", descending: false },
     { key: "bytes", title: "Bytes", width: "98px", number: true, descending: true },
     { key: "aval", title: "Type", width: "16%", descending: false },
     { key: "source", title: "Source", width: "26%", descending: false },
