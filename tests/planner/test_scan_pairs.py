@@ -390,10 +390,10 @@ def test_options_that_offload_what_they_do_not_keep_are_refused():
     jaxpr, _, pair, found = with_copies()
     kept = found[0].saved
     wrong = dataclasses.replace(found[0], saved=kept[1:], offloaded=kept[:1])
-    with pytest.raises(PlanError, match=f"add {kept[0]} to the kept ones"):
+    with pytest.raises(PlanError, match=f"add {kept[0]} to its saved ones"):
         rewrite(jaxpr, {pair.id: wrong})
     in_groups = dataclasses.replace(found[0], group=2, groups=0, rest=None, rest_offloaded=())
-    with pytest.raises(PlanError, match="Make group 1"):
+    with pytest.raises(PlanError, match="Make its group 1"):
         rewrite(jaxpr, {pair.id: in_groups})
 
 
@@ -405,7 +405,7 @@ def test_residuals_of_branches_are_recomputed_in_the_backward_branch():
     _, _, carries = forward.outvars
     assert carries.aval.shape[1:] == X.shape
     assert pair.options[0].bytes < pair.as_written.bytes / 4
-    with pytest.raises(PlanError, match="3 branches"):
+    with pytest.raises(PlanError, match=r"branches 2-6\.0, 2-6\.1, 2-6\.2"):
         rewrite(jaxpr, {pair.id: ScanOption((), 0, 0.0, 0.0)})
 
 
@@ -434,9 +434,9 @@ def test_equations_with_effects_are_not_repeated():
 def test_choices_for_other_programs_are_refused():
     jaxpr, _ = flat(jax.value_and_grad(stack), W, X)
     (pair,) = pairs(jaxpr, price)
-    with pytest.raises(PlanError, match="no pair of scans 7-9"):
+    with pytest.raises(PlanError, match="no loop 7-9"):
         rewrite(jaxpr, {"7-9": pair.options[0]})
-    with pytest.raises(PlanError, match="the option keeps 999"):
+    with pytest.raises(PlanError, match="the plan saves 999"):
         rewrite(jaxpr, {pair.id: ScanOption((999,), 0, 0.0, 0.0)})
     with pytest.raises(PlanError, match="cannot be recomputed"):
         rewrite(jaxpr, {pair.id: ScanOption((), 0, 0.0, 0.0)})

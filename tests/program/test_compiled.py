@@ -208,9 +208,9 @@ def test_what_does_not_fit_a_tpu_is_a_result_with_the_bytes_needed():
 
 
 @needs_libtpu
-@pytest.mark.parametrize("name", ["v4", "v5e", "v5p", "v6e"])
+@pytest.mark.parametrize("name", ["v4", "v5e", "v5p", "v6e", "tpu7x"])
 def test_the_memory_of_a_tpu_in_the_registry_is_the_compilers_limit(name):
-    there = target(f"tpu:{name}:2x2" + "x1" * (name in ("v4", "v5p")))
+    there = target(f"tpu:{name}:2x2" + "x1" * (name in ("v4", "v5p", "tpu7x")))
     refused = compile_for_analysis(
         jax.jit(lambda x: x + 1).lower(place(struct(2**18, 2**18), there)), there
     )

@@ -19,6 +19,7 @@ from remat.program.devices import DEVICES, device
         ("TPU v5 lite", "v5e"),
         ("TPU v5", "v5p"),
         ("TPU v6 lite", "v6e"),
+        ("TPU7x", "tpu7x"),
         ("tpu V6 LITE", "v6e"),
     ],
 )

@@ -1,8 +1,16 @@
-"""Decisions about a whole step as a plan holds them: to a plan's form, and back with checks."""
+"""Converts decisions about a step without marked functions to the `whole_step` of a plan file, and back.
+
+A plan file numbers equations as they stand before loops are rewritten, so that removing a loop's line
+leaves the numbers of all others. Equations that a loop's groups add are numbered after those.
+
+Checked here is whether the numbers are of this program, and whether equations may be computed again. What
+loops and bodies keep is checked where they are rewritten (`scan_pairs.rewriting`, `bodies`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from remat import _jax
 from remat.errors import PlanError
@@ -18,13 +26,15 @@ from remat.program.from_jaxpr import joined, type_text
 def whole_step_plan(flat: _jax.Jaxpr, decisions: StepDecisions) -> WholeStep:
     """Return decisions about a step's flat jaxpr as a plan holds them."""
     loops = decisions.loops
-    found = bodies_by_id(source_of(flat, loops.opened), [id for id, _ in loops.bodies])
+    source = source_of(flat, loops.opened)
+    found = bodies_by_id(source, [id for id, _ in loops.bodies])
     flat = with_loops(flat, loops)
+    numbers = _numbers(source, flat)
     outside = decisions.outside
     return WholeStep(
-        len(flat.eqns),
-        tuple(sorted(outside.stored)),
-        _recomputations(flat, outside),
+        len(source.eqns),
+        tuple(sorted(numbers[i] for i in outside.stored)),
+        _recomputations(flat, outside, numbers),
         loops.opened,
         tuple(_loop_plan(*choice) for choice in loops.choices),
         tuple(
@@ -32,14 +42,15 @@ def whole_step_plan(flat: _jax.Jaxpr, decisions: StepDecisions) -> WholeStep:
                 id,
                 len(found[id].eqns),
                 tuple(sorted(of_body.stored)),
-                _recomputations(found[id], of_body),
+                _recomputations(found[id], of_body, range(len(found[id].eqns))),
                 of_body.ordered,
                 of_body.partial_sums,
             )
             for id, of_body in loops.bodies
         ),
         outside.ordered,
-        outside.partial_sums,
+        tuple(sorted(numbers[i] for i in outside.partial_sums)),
+        _n_added(source, numbers),
     )
 
 
@@ -49,24 +60,57 @@ def decisions_of_plan(whole: WholeStep, flat: _jax.Jaxpr) -> StepDecisions:
     Raises:
       PlanError: the plan is for another program, or computes an equation with effects again.
     """
-    found = bodies_by_id(source_of(flat, whole.opened), [body.id for body in whole.bodies])
+    source = source_of(flat, whole.opened)
+    _check_count(whole.n_equations, source, "a step")
+    found = bodies_by_id(source, [body.id for body in whole.bodies])
     for body in whole.bodies:
         if body.id in found:
-            _check_program(body, found[body.id], f"the body {body.id}")
+            _check_count(body.n_equations, found[body.id], f"the body {body.id}")
+            _check_repeatable(body, found[body.id], range(body.n_equations))
     loops = LoopDecisions(
         whole.opened,
         tuple(_option(loop) for loop in whole.loops),
-        tuple((body.id, _decisions(body)) for body in whole.bodies),
+        tuple(
+            (body.id, _decisions(body, {n: n for n in range(body.n_equations)}))
+            for body in whole.bodies
+        ),
     )
-    _check_program(whole, with_loops(flat, loops), "a step")
-    return StepDecisions(loops, _decisions(whole))
+    new = with_loops(flat, loops)
+    numbers = _numbers(source, new)
+    _check_added(whole, numbers, _n_added(source, numbers))
+    _check_repeatable(whole, new, numbers)
+    return StepDecisions(loops, _decisions(whole, {n: i for i, n in enumerate(numbers)}))
 
 
-def _recomputations(flat: _jax.Jaxpr, decisions: Decisions) -> tuple[Recomputation, ...]:
+def _numbers(source: _jax.Jaxpr, flat: _jax.Jaxpr) -> list[int]:
+    """Return the number of each equation of a step whose loops were rewritten, as a plan counts them.
+
+    An equation that computes a result of one of `source` has that one's number. The others follow.
+    """
+    of_result = {v: i for i, eqn in enumerate(source.eqns) for v in eqn.outvars}
+    of_equation = {id(eqn): i for i, eqn in enumerate(source.eqns)}
+    added = itertools.count(len(source.eqns))
+    taken: set[int] = set()
+    numbers = []
+    for eqn in flat.eqns:
+        known = {of_result[v] for v in eqn.outvars if v in of_result} - taken
+        number = of_equation.get(id(eqn), min(known, default=None))
+        numbers.append(next(added) if number is None else number)
+        taken.add(numbers[-1])
+    return numbers
+
+
+def _n_added(source: _jax.Jaxpr, numbers: Sequence[int]) -> int:
+    return sum(number >= len(source.eqns) for number in numbers)
+
+
+def _recomputations(
+    flat: _jax.Jaxpr, decisions: Decisions, numbers: Sequence[int]
+) -> tuple[Recomputation, ...]:
     return tuple(
         Recomputation(
-            burst.before,
-            burst.again,
+            numbers[burst.before],
+            tuple(numbers[i] for i in burst.again),
             tuple(_described(flat.eqns[i]) for i in burst.again),
             _jax.source_line_of(flat.eqns[burst.before]),
         )
@@ -74,24 +118,65 @@ def _recomputations(flat: _jax.Jaxpr, decisions: Decisions) -> tuple[Recomputati
     )
 
 
-def _decisions(plan: WholeStep | BodyPlan) -> Decisions:
-    bursts = tuple(Burst(r.before, r.again) for r in plan.recomputations)
-    ordered = plan.ordered and bool(bursts)
-    return Decisions(frozenset(plan.stored), bursts, ordered, tuple(sorted(plan.partial_sums)))
+def _decisions(plan: WholeStep | BodyPlan, places: Mapping[int, int]) -> Decisions:
+    """Return decisions about the equations at these places; `places` are by numbers in the plan.
+
+    Equations that are not there any more were added by loops, and nothing is decided about them.
+    """
+    bursts = sorted(
+        (Burst(places[r.before], tuple(places[n] for n in r.again)) for r in plan.recomputations),
+        key=lambda burst: burst.before,
+    )
+    for burst in bursts:
+        if max(burst.again) >= burst.before:
+            numbers = {place: n for n, place in places.items()}
+            raise PlanError(
+                f"equation {numbers[max(burst.again)]} has not been computed before equation "
+                f"{numbers[burst.before]}, so it cannot be computed again there. Remove its number from "
+                "the plan's recomputations."
+            )
+    stored = frozenset(places[n] for n in plan.stored if n in places)
+    partial_sums = sorted(places[n] for n in plan.partial_sums if n in places)
+    return Decisions(stored, tuple(bursts), plan.ordered and bool(bursts), tuple(partial_sums))
 
 
-def _check_program(plan: WholeStep | BodyPlan, flat: _jax.Jaxpr, what: str) -> None:
-    """Refuse decisions about another program, and recomputations of what must not be repeated."""
-    if plan.n_equations != len(flat.eqns):
+def _check_count(n_equations: int, jaxpr: _jax.Jaxpr, what: str) -> None:
+    if n_equations != len(jaxpr.eqns):
         raise PlanError(
-            f"the plan is of another program, {what} of {plan.n_equations} equations; this one has "
-            f"{len(flat.eqns)}. Plan again."
+            f"the plan is of another program, {what} of {n_equations} equations; this one has "
+            f"{len(jaxpr.eqns)}. Plan again."
         )
+
+
+def _check_added(whole: WholeStep, numbers: Sequence[int], n_added: int) -> None:
+    """Refuse recomputations around equations that the plan's loops do not add any more."""
+    gone = set(_named(whole)) - set(numbers)
+    if n_added != whole.n_added:
+        gone |= {n for n in _named(whole) if n >= whole.n_equations}
+    if gone:
+        raise PlanError(
+            f"the plan recomputes equations, or before equations, that its loops do not add any more: "
+            f"{', '.join(map(str, sorted(gone)))}. Remove these numbers from its recomputations, or take "
+            "back the edit of its loops."
+        )
+
+
+def _named(plan: WholeStep) -> Iterator[int]:
     for recomputation in plan.recomputations:
-        for i in recomputation.again:
-            if not is_repeatable(flat.eqns[i]):
+        yield recomputation.before
+        yield from recomputation.again
+
+
+def _check_repeatable(
+    plan: WholeStep | BodyPlan, jaxpr: _jax.Jaxpr, numbers: Sequence[int]
+) -> None:
+    """Refuse recomputations of what must not be computed twice."""
+    eqn_of = dict(zip(numbers, jaxpr.eqns))
+    for recomputation in plan.recomputations:
+        for n in recomputation.again:
+            if n in eqn_of and not is_repeatable(eqn_of[n]):
                 raise PlanError(
-                    f"the plan computes equation {i} again ({_described(flat.eqns[i])}), but "
+                    f"the plan computes equation {n} again ({_described(eqn_of[n])}), but "
                     "computing it again has other effects or gives another result. Remove its number "
                     "from the plan's recomputations."
                 )

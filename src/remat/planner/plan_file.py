@@ -239,14 +239,6 @@ class Recomputation(_Checked):
     def _check(self) -> None:
         if not self.again:
             raise _field_error("there is no equation to compute again; remove the line.", "again")
-        for i, number in enumerate(self.again):
-            if number >= self.before:
-                raise _field_error(
-                    f"equation {number} has not been computed before equation {self.before}, so it "
-                    "cannot be computed again there.",
-                    "again",
-                    i,
-                )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -297,8 +289,9 @@ class ScanPlan(_Checked):
             raise _field_error("group must be at least 1 step.", "group")
 
 
-def _check_decisions(plan: WholeStep | BodyPlan) -> None:
-    n_equations, stored, recomputations = plan.n_equations, plan.stored, plan.recomputations
+def _check_decisions(plan: WholeStep | BodyPlan, n_added: int = 0) -> None:
+    n_equations = plan.n_equations + n_added
+    stored, recomputations = plan.stored, plan.recomputations
     known = set(stored)
     _once(plan.partial_sums, "partial_sums", lambda n: f"equation {n} is listed twice")
     for i, number in enumerate(plan.partial_sums):
@@ -314,20 +307,28 @@ def _check_decisions(plan: WholeStep | BodyPlan) -> None:
                 "stored",
                 i,
             )
-    last = -1
+    places = [recomputation.before for recomputation in recomputations]
+    _once(places, "recomputations", lambda n: f"two recomputations are before equation {n}")
     for i, recomputation in enumerate(recomputations):
         missing = [n for n in recomputation.again if n not in known]
         if missing:
             why = f"equation {missing[0]} is recomputed but not among the stored ones."
             raise _field_error(why, "recomputations", i)
-        if not last < recomputation.before < n_equations:
+        late = [n for n in recomputation.again if recomputation.before <= n < plan.n_equations]
+        if late:
             raise _field_error(
-                f"before is {recomputation.before}; recomputations are in order, so it must be "
-                f"between {last + 1} and {n_equations - 1} here.",
+                f"equation {late[0]} has not been computed before equation {recomputation.before}, so it "
+                "cannot be computed again there.",
                 "recomputations",
                 i,
             )
-        last = recomputation.before
+        if recomputation.before >= n_equations:
+            raise _field_error(
+                f"there is no equation {recomputation.before} to recompute before: the step has "
+                f"{n_equations}, and numbers count from 0.",
+                "recomputations",
+                i,
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -355,7 +356,8 @@ class WholeStep(_Checked):
     """Decisions about a step in which no function is marked by `remat.auto`.
 
     Args:
-      n_equations: the number of equations of the step, with calls inlined, numbered from 0.
+      n_equations: the number of equations of the step, with calls inlined (and checkpoints in loops, if
+        `opened`), numbered from 0.
       stored: the equations whose results are stored in memory. Results of other equations are
         computed inside of the kernels that use them.
       recomputations: in the order of the program.
@@ -366,6 +368,8 @@ class WholeStep(_Checked):
       bodies: the decisions about bodies of other loops and of branches; others stay as they are.
       partial_sums: stored equations whose results are computed before the equations after them begin, so
         that what they sum up is not kept until the whole sum is computed.
+      n_added: the number of equations that `loops` add around loops, such as reshapes into groups. Their
+        numbers follow those of the step.
     """
 
     n_equations: int
@@ -376,9 +380,10 @@ class WholeStep(_Checked):
     bodies: tuple[BodyPlan, ...] = ()
     ordered: bool = False
     partial_sums: tuple[int, ...] = ()
+    n_added: int = 0
 
     def _check(self) -> None:
-        _check_decisions(self)
+        _check_decisions(self, self.n_added)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class Device:
     """The figures of one kind of device.
 
     Args:
-      name: short, as in a target: `"h100"`, `"v5e"`.
+      name: short, as in a target: `"h100"`, `"v5e"`. Of a TPU: the compiler's own name for it.
       kinds: regular expressions, one of which matches the whole of JAX's `device_kind` (case-insensitive).
       platform: `"cpu"`, `"gpu"` or `"tpu"`.
       flops: FLOP/s of a matrix product by the dtype of its operands.
@@ -169,7 +169,8 @@ _AMPERE = _rates(bfloat16=312, float32=156, float64=19.5, int8=624)
 _MEASURED = _rates(float32=0.175, bfloat16=0.386, float16=0.195, float64=0.092)
 _HERE = "measured on 2 cores of an AMD EPYC (AVX-512, bf16) with jaxlib 0.12.0.1: benchmarks/device_cpu.py"
 
-# A chip of v4 is one device, as JAX runs it; described otherwise, it is two.
+# A chip of v4 is one device, as JAX runs it; described otherwise, it is two. A chip of tpu7x is two devices
+# for both; its figures are halves of the chip's. Its host link is not published: v6e's is assumed.
 _MEGACORE = (("chip_config_name", "megacore"),)
 
 # fmt: off
@@ -182,6 +183,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType({d.name: d for d in (
     _tpu("v5e", ("TPU v5 ?lite", "TPU v5e"), (197, 394), 0.819, 16, 90, 15.75, 48),
     _tpu("v5p", ("TPU v5", "TPU v5p"), (459, 918), 2.765, 32, 180, 95.73, 112),
     _tpu("v6e", ("TPU v6 ?lite", "TPU v6e"), (918, 1836), 1.64, 32, 180, 31.24, 128),
+    _tpu("tpu7x", ("TPU7x",), (1153.5, 2307), 3.69, 16, 90, 94.75, 111),
 )})
 # fmt: on
 # The device that is assumed for an unlisted one: the smallest of its platform, so that neither its

@@ -6,7 +6,7 @@ CUDA plugin) but no accelerator::
 
     target       = "" | platform | "tpu:" version [":" shape] | "gpu:" model [":" shape]
     platform     = "cpu" | "gpu" | "tpu"                      (the devices of this process)
-    version      = "v4" | "v5e" | "v5p" | "v6e"
+    version      = "v4" | "v5e" | "v5p" | "v6e" | "tpu7x"
     model        = "a100" | "h100" | "h200"
     shape of TPU = AxB or AxBxC, chips: "16x16"               (default: one chip)
     shape of GPU = AxBxC, partitions x hosts x GPUs each: "1x1x4", or a number of GPUs of one host

@@ -92,8 +92,8 @@ def rewrite(jaxpr: _jax.Jaxpr, choices: Choices) -> _jax.Jaxpr:
     new = _rewritten(jaxpr, choices, "", left)
     if left:
         raise PlanError(
-            f"the program has no pair of scans {', '.join(sorted(left))}. It changed since its pairs "
-            "were found: find them again."
+            f"the program has no loop {', '.join(sorted(left))}. Remove its line from the plan's loops; "
+            "if the program changed since the plan was made, plan again."
         )
     if not new:
         return jaxpr
@@ -155,15 +155,15 @@ def _emit(
     )
     if option.offloaded and option.group > 1:
         raise PlanError(
-            f"the option of the pair of scans {key} keeps values of groups in the host's memory; only "
-            "single steps can. Make group 1."
+            f"loop {key} of the plan offloads values of groups, and only values of single steps can be "
+            "kept in the host's memory. Make its group 1, or remove its offloaded values."
         )
     n_groups = option.groups or joint.length // option.group
     n_first = n_groups * option.group
     if n_first > joint.length or not 1 <= option.group < max(2, joint.length):
         raise PlanError(
-            f"the pair of scans {key} has {joint.length} steps; the option has {n_groups} groups of "
-            f"{option.group}. Choose groups of fewer steps, or fewer groups."
+            f"loop {key} has {joint.length} steps; the plan has {n_groups} groups of {option.group}. "
+            "Choose groups of fewer steps, or fewer groups."
         )
     if n_first == joint.length:
         return in_steps(first) if option.group == 1 else in_groups(first, option.group)
@@ -183,8 +183,8 @@ def _emit_branches(
     ids = [branch_id(key, k) for k in range(len(joints))]
     if sorted(of_branch) != sorted(ids):
         raise PlanError(
-            f"the pair of conditionals {key} has {len(joints)} branches; the option is about "
-            f"{', '.join(of_branch) or 'none'}. Find the pairs again."
+            f"the conditional {key} has the branches {', '.join(ids)}; its inner loops in the plan are "
+            f"about {', '.join(of_branch) or 'none'}. Give one for each branch."
         )
     return emit_branches(
         [
@@ -199,25 +199,30 @@ def _emitted(
 ) -> Emitted:
     if not set(offloaded) <= set(saved):
         raise PlanError(
-            f"the option of the pair of scans {key} offloads values that it does not keep: add "
-            f"{', '.join(map(str, sorted(set(offloaded) - set(saved))))} to the kept ones."
+            f"loop {key} of the plan offloads values that it does not save: add "
+            f"{', '.join(map(str, sorted(set(offloaded) - set(saved))))} to its saved ones."
         )
-    if any(not 0 <= n < len(joint.variables) for n in saved):
+    wrong = [n for n in saved if not 0 <= n < len(joint.variables)]
+    if wrong:
         raise PlanError(
-            f"the pair of scans {key} has values 0 to {len(joint.variables) - 1}; the option keeps "
-            f"{max(saved)}: find the pairs again."
+            f"loop {key} has the values 0 to {len(joint.variables) - 1}; the plan saves "
+            f"{', '.join(map(str, wrong))}. Remove these from its saved values."
         )
-    if not all(_jax.can_be_on_host(joint.variables[n].aval) for n in offloaded):
+    wrong = [n for n in offloaded if not _jax.can_be_on_host(joint.variables[n].aval)]
+    if wrong:
         raise PlanError(
-            f"the option of the pair of scans {key} offloads random keys or values that are not on the "
-            "device. Find the pairs again."
+            f"loop {key} of the plan offloads {', '.join(map(str, wrong))}, which are random keys, or not "
+            "on the device. Remove these from its offloaded values."
         )
     emitted = Emitted.of(joint, saved, offloaded)
     missing = set(joint.carry) & emitted.read - set(emitted.kept) - joint.at_hand
-    if missing or not all(map(_may_move, emitted.recomputed)):
+    for eqn in emitted.recomputed:
+        missing.update(eqn.outvars if not _may_move(eqn) else ())
+    if missing:
+        numbers = [n for n, v in enumerate(joint.variables) if v in missing]
         raise PlanError(
-            f"the option of the pair of scans {key} recomputes values that cannot be recomputed. "
-            "Find the pairs again."
+            f"loop {key} of the plan does not save {', '.join(map(str, numbers))}, which cannot be "
+            "recomputed: they depend on earlier steps, or computing them has effects. Save them."
         )
     return emitted
 
