@@ -23,7 +23,7 @@ from brainstate import State
 from brainstate.transform import StatefulFunction
 from brainstate.typing import Missing
 
-from remat import _jax, partition
+from remat import _jax, array_leaves
 from remat.aliases import Leaf, PolicyLike, PyTree
 from remat.errors import StaticArgumentError, StaticArgumentTypeError, TargetError
 from remat.module_steps import Call, ModuleStep, Words
@@ -96,7 +96,7 @@ def checkpoint(
     def checkpointed(*args: PyTree, **kwargs: PyTree) -> PyTree:
         argnums, argnames = statics.in_call(args, kwargs)
         called, args, kwargs = without_statics(fun, args, kwargs, argnums, argnames)
-        traced, parts = partition.split((args, kwargs), _is_traced, _is_state)
+        traced, parts = array_leaves.split((args, kwargs), _is_traced, _is_state)
 
         @functools.wraps(fun, updated=())
         def on_arrays(*traced: Leaf) -> PyTree:
@@ -204,7 +204,7 @@ def _is_state(x: Leaf) -> bool:
 
 def _is_traced(x: Leaf) -> bool:
     """Return whether an argument is traced: an array, a number, or a State, which is refused later."""
-    return partition.is_array(x) or isinstance(x, (bool, int, float, complex, State))
+    return array_leaves.is_array(x) or isinstance(x, (bool, int, float, complex, State))
 
 
 def _as_argnums(

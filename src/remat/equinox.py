@@ -19,7 +19,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from remat import _jax, partition
+from remat import _jax, array_leaves
 from remat.aliases import PolicyLike, PyTree
 from remat.errors import OptionError, TargetError
 from remat.module_steps import FilteredStep
@@ -87,12 +87,12 @@ class _Checkpointed(eqx.Module):
     @_jax.api_boundary
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         call = (_as_pytree(self._fun), args, kwargs)
-        arrays, parts = partition.split(call, eqx.is_array)
+        arrays, parts = array_leaves.split(call, eqx.is_array)
 
         def region(arrays: list[jax.Array]) -> PyTree:
             fun, args, kwargs = parts.join(arrays)
-            arrays_out, rest = partition.split(fun(*args, **kwargs), eqx.is_array)
-            return arrays_out, partition.Constant(rest)
+            arrays_out, rest = array_leaves.split(fun(*args, **kwargs), eqx.is_array)
+            return arrays_out, array_leaves.Constant(rest)
 
         region.__name__ = getattr(self._fun, "__name__", type(self._fun).__name__)
         lifted = checkpoint(region, prevent_cse=self._prevent_cse, policy=self._policy)

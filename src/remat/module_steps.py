@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from remat import _jax, partition
+from remat import _jax, array_leaves
 from remat.aliases import Leaf, PyTree
 from remat.errors import StaticArgumentTypeError, TargetError
 from remat.printing import shown
@@ -167,7 +167,7 @@ def _is_traceable(leaf: Leaf) -> bool:
 
 def is_array_like(leaf: Leaf) -> bool:
     """Return whether a leaf is an array, a tracer, or a `jax.ShapeDtypeStruct` in its place."""
-    return partition.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+    return array_leaves.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -202,8 +202,8 @@ class FilteredStep(ModuleStep):
         out = self.step(
             *(x.joined() for x in args), **{name: x.joined() for name, x in kwargs.items()}
         )
-        arrays, rest = partition.split(out, partition.is_array)
-        return arrays, partition.Constant(rest)
+        arrays, rest = array_leaves.split(out, array_leaves.is_array)
+        return arrays, array_leaves.Constant(rest)
 
     def _filtered(self, argument: PyTree, name: str) -> Filtered:
         found, structure = jax.tree_util.tree_flatten_with_path(argument)
@@ -284,7 +284,7 @@ class Filtered:
     def joined(self) -> PyTree:
         """Return the argument as the step takes it."""
         tree, flags, fixed = self.structure.fixed
-        return partition.Parts(tree, flags, fixed).join(self.leaves)
+        return array_leaves.Parts(tree, flags, fixed).join(self.leaves)
 
 
 @dataclasses.dataclass(frozen=True)

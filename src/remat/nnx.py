@@ -31,7 +31,7 @@ from flax.nnx import extract, graphlib
 from flax.nnx.transforms.autodiff import SimpleRematFn
 from flax.typing import MISSING, Missing
 
-from remat import _jax, partition
+from remat import _jax, array_leaves
 from remat.aliases import Leaf, PolicyLike, PyTree
 from remat.errors import OptionError, StaticArgumentError, TargetError
 from remat.module_steps import Call, ModuleStep, Structure, Words, keyed, with_fixed_leaves
@@ -302,7 +302,7 @@ def _changes(objects: list[Any], is_kept: list[bool], out: PyTree) -> PyTree:
     for n, x in enumerate(objects):
         outer_index_of[x] = n
     changed = [x for x, same in zip(objects, is_kept) if not same]
-    return partition.Constant(kept), *_as_graphs((changed, out), index_of, outer_index_of)
+    return array_leaves.Constant(kept), *_as_graphs((changed, out), index_of, outer_index_of)
 
 
 def _write_back(objects: dict[int, Any], kept: Any, changed: list[_Graph], out: PyTree) -> PyTree:
@@ -647,7 +647,7 @@ def _rematted_method(method: Any, lift: Callable) -> Any:
     @_jax.api_boundary
     @functools.wraps(method)
     def rematted_method(self: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        return partition.call(lift, method, self, args, kwargs, _is_traced, _is_graph)
+        return array_leaves.call(lift, method, self, args, kwargs, _is_traced, _is_graph)
 
     return rematted_method
 
@@ -657,4 +657,4 @@ def _is_graph(x: Leaf) -> bool:
 
 
 def _is_traced(leaf: Leaf) -> bool:
-    return _is_graph(leaf) or partition.is_array(leaf)
+    return _is_graph(leaf) or array_leaves.is_array(leaf)

@@ -14,8 +14,8 @@ import remat
 from planner.region_cases import assert_same, normal
 from remat.cache import Cache
 from remat.errors import BudgetError, PlanError
+from remat.planner.marked.after_edit import loop_results
 from remat.planner.marked.decisions import RegionDecision
-from remat.planner.marked.edits import loop_results
 from remat.planner.marked.emit import save_everything
 from remat.planner.marked.regions import Application, Recording, loop_depth
 from remat.planner.plan_file import RegionPlan, SavedValue

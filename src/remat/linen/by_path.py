@@ -30,7 +30,7 @@ from flax.linen.module import (
     _global_interceptor_stack,
 )
 
-from remat import partition
+from remat import array_leaves
 from remat.aliases import PolicyLike
 from remat.linen.checkpoint import remat
 from remat.selection import Selection
@@ -67,7 +67,7 @@ def rematted(
         if context.method_name not in selection.methods or not selection.matches(path):
             return next_fun(*args, **kwargs)
         method = _on_another_instance(intercept, context)
-        return partition.call(lambda f: lift(_as_wrapped(f)), method, module, args, kwargs)
+        return array_leaves.call(lambda f: lift(_as_wrapped(f)), method, module, args, kwargs)
 
     is_of_model: Callable[[Any], bool]
     setting = (selection, policy, prevent_cse, None if model is None else _Only(model))

@@ -1,8 +1,9 @@
 """`remat.fori_loop` and `remat.while_loop`: reverse-mode derivatives of loops that JAX cannot reverse.
 
 JAX reverses a `fori_loop` only with concrete bounds, keeping the residuals of every step, and it cannot
-reverse a `while_loop`. Here both keep a fixed number of states. A `fori_loop` with traced bounds knows
-its number of steps when it starts, so its schedule is binomial. A `while_loop` knows it only at its
+reverse a `while_loop`. Here a `fori_loop` with concrete bounds is a `remat.scan`; the others keep a fixed
+number of states. One with traced bounds knows its number of steps when it starts, so its schedule is
+binomial. A `while_loop` knows it only at its
 end, so its schedule is `schedules.OnlineMixed`, or `schedules.Online` where states alone are kept.
 """
 

@@ -36,11 +36,11 @@ from remat.planner.decisions import applied
 from remat.planner.marked.decisions import RegionDecision
 from remat.planner.marked.regions import Application, LoopForm, Recording, active_context
 from remat.planner.plan import plan as make_plan, versions
-from remat.planner.plan_decisions import decisions_of_plan
 from remat.planner.plan_file import AS_RUN, FAST, MadeFor, Plan, RegionPlan
 from remat.planner.processes import receive_plan
 from remat.planner.rewrite import following
 from remat.planner.step import Step, check_step, unfitted
+from remat.planner.whole_step_file import decisions_of_plan
 from remat.printing import printable
 from remat.program.compiled import Memory, compile_for_analysis
 from remat.program.costs import Costs, check_costs

@@ -2,26 +2,31 @@
 
 The search proposes, compiles and corrects: a model of the step's memory proposes decisions, the
 compiler reports their peak, and the ratio of compiled to modelled bytes corrects the next proposal. A
-few rounds are enough. Of all candidates within the budget, the plan is the one with the fewest
-recomputed operations. Only candidates whose peak the compiler has reported are returned.
+few rounds are enough. Of all candidates within the budget, the plan is the one that takes the least extra
+time; where no copies to the host differ, the one that recomputes the least. Only candidates whose peak
+the compiler has reported are returned. A step that fits as it is needs no candidate, unless the user's own
+checkpoints cost time that the budget makes unnecessary (`_with_fewer_checkpoints`).
 
-There are three searches:
+These are the searches:
 
 * `_search_whole_step`, for steps without marked functions: the loop is in `search`, its proposals come from
   `candidates`.
 * `_search_levels`, for marked functions (regions) with loops: a bisection over prices per byte
   (`marked/levels`).
-* `_search_models`, for regions without loops.
+* `_search_models`, for regions without loops;
+* `_search_below`, where one of the last two found no plan: it aims lower until a candidate fits.
 
-The last two have two models of a region's memory: in one, an output buffer is unused until the output is
-computed; in the other, other values reuse it until then (`reuses_outputs`). XLA lies between the two. Each
-model has its own ratio. The cache keeps the ratios by target, and the first proposal starts from them.
+Where the compiler fails, or only the host's memory is exceeded, all is repeated without offloading
+(`_stop_offloading`). The searches of regions have two models of a region's memory: in one, an output buffer
+is unused until the output is computed; in the other, other values reuse it until then (`reuses_outputs`).
+XLA lies between the two. Each model has its own ratio. The cache keeps the ratios by target, and the first
+proposal starts from them.
 
 The whole step is compiled, for the memory analysis only (`program.compiled`):
 
 * once without rematerialization (`_base`; its memory is cached);
-* once for each candidate (`_compile`), like the first without XLA's own rematerialization and, on TPU, at
-  level O0;
+* once for each candidate (`_compile`), like the first without XLA's own rematerialization and as quickly as
+  the memory analysis allows: on TPU at level O0, on CPU without LLVM's optimization;
 * once more for the best candidate, with the options with which it will run (`_confirmed`). If that peak
   exceeds the budget, the search is repeated with a lower limit, at most `_MAX_CONFIRMATIONS` times in all.
   On CPU this is not needed; elsewhere `verify=` decides, and by default the time that it would take.
@@ -52,11 +57,10 @@ from remat.ir.fingerprint import fingerprint
 from remat.module_steps import of_arrays
 from remat.planner.candidates import StepModel
 from remat.planner.host_memory import Transfer
+from remat.planner.marked.after_edit import loop_results
 from remat.planner.marked.decisions import RegionDecision
-from remat.planner.marked.edits import loop_results
 from remat.planner.marked.levels import Choice, Levels
 from remat.planner.marked.regions import Application, Record
-from remat.planner.plan_decisions import whole_step_plan
 from remat.planner.plan_file import (
     AS_RUN,
     FAST,
@@ -71,6 +75,7 @@ from remat.planner.rewrite import flattened
 from remat.planner.scan_pairs import ScanOption
 from remat.planner.search import Compiled, Effort, Proposal, search
 from remat.planner.step import Step, Traced, check_step, unfitted
+from remat.planner.whole_step_file import whole_step_plan
 from remat.printing import shown
 from remat.program.compiled import CompilerFailure, Memory, OutOfMemory
 from remat.program.costs import Costs, Roofline, find_costs, slowdowns

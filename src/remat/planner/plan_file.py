@@ -4,7 +4,7 @@ A plan's file is readable JSON with one saved value or segment per line. So user
 and edit one: move a number from `saved` to a segment's `recomputed`, or change a loop's `group`
 (docs/plans.md, "Editing a plan"). Types and ranges are checked here, when the file is read. Whether the
 program has the regions, values and loops is checked when the plan is applied: in `marked/regions`, and for
-`whole_step` in `plan_decisions.decisions_of_plan`.
+`whole_step` in `whole_step_file.decisions_of_plan`.
 
 `verified` in the file is a checksum of all fields at the time when the compiler confirmed the peak. A
 file that was edited afterwards loads as an unverified plan: `is_verified` is False and `peak_bytes` is

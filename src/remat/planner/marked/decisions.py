@@ -1,6 +1,6 @@
 """Decisions about regions: which values are saved, and what each segment recomputes.
 
-`decide` finds decisions and `emit` writes them into a program. A plan's file has them, with a
+`around_loops` finds decisions and `emit` writes them into a program. A plan's file has them, with a
 description of each value for its readers.
 """
 

@@ -2,7 +2,7 @@
 
 The price is a Lagrange multiplier: each loop takes the option with the least seconds + price x bytes
 (`loop_options`), innermost loops first, since what a loop's step saves exists once for each step. The code
-around the loops is one graph, which is scheduled within the budget (`decide`). From level to level the
+around the loops is one graph, which is scheduled within the budget (`around_loops`). From level to level the
 price rises, so loops save less and recompute more.
 """
 
@@ -18,7 +18,7 @@ from remat import _jax
 from remat.errors import BudgetError
 from remat.planner.decisions import StepDecisions
 from remat.planner.host_memory import Transfer
-from remat.planner.marked.decide import Answer, Problem
+from remat.planner.marked.around_loops import Answer, Problem
 from remat.planner.marked.decisions import RegionDecision
 from remat.planner.marked.emit import save_everything
 from remat.planner.marked.loop_options import Body, LoopOption, loop_options

@@ -25,13 +25,13 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 
-from remat import _jax, partition
+from remat import _jax, array_leaves
 from remat.errors import PlanError
 from remat.ir import jaxprs
 from remat.ir.fingerprint import fingerprint
 from remat.marked import note
+from remat.planner.marked.after_edit import adapted
 from remat.planner.marked.decisions import RegionDecision
-from remat.planner.marked.edits import adapted
 from remat.planner.marked.emit import (
     Linearized,
     backward_program,
@@ -113,7 +113,7 @@ def auto(fun: Callable | None = None, /, *, name: str | None = None) -> Callable
 
 
 def _call(fun: Callable, name: str, context: TracingContext, args: tuple, kwargs: dict) -> Any:
-    arrays, parts = partition.split((args, kwargs))
+    arrays, parts = array_leaves.split((args, kwargs))
     types = tuple(map(_jax.typeof, arrays))
     given = parts.tree, parts.is_traced, parts.untraced, tuple(map(type, parts.untraced)), types
     known = context.known(fun, (context.n_regions, *given))
@@ -143,16 +143,16 @@ class _Traced(NamedTuple):
 
     jaxpr: _jax.Jaxpr
     consts: list[Any]
-    result: partition.Parts
+    result: array_leaves.Parts
     fingerprint: str
 
 
-def _traced(fun: Callable, parts: partition.Parts, arrays: Sequence[Any]) -> _Traced:
-    result: list[partition.Parts] = []
+def _traced(fun: Callable, parts: array_leaves.Parts, arrays: Sequence[Any]) -> _Traced:
+    result: list[array_leaves.Parts] = []
 
     def of_arrays(arrays: Sequence[Any]) -> list[Any]:
         args, kwargs = parts.join(arrays)
-        outs, shape = partition.split(fun(*args, **kwargs))
+        outs, shape = array_leaves.split(fun(*args, **kwargs))
         result.append(shape)
         return outs
 
@@ -421,7 +421,7 @@ class Application(TracingContext):
       loops: how loops run.
       recomputes: whether the decisions apply. If not, marked functions are called as they are.
       edited: the plan's regions by key, if the plan was edited. An edited loop changes the program of the
-        region around it; the region's decision is then adapted as far as its values are found (`edits`).
+        region around it; the region's decision is then adapted as far as its values are found (`after_edit`).
     """
 
     def __init__(

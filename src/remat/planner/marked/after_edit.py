@@ -15,7 +15,7 @@ by its position among the loop's results, an input by its position among the inp
 Gradients never depend on the result, only memory and time do.
 
 What an edited plan may contain is in docs/plans.md, "Editing a plan". `plan_file` checks it; so do `regions`
-and, for `whole_step`, `plan_decisions`, when the plan meets the program.
+and, for `whole_step`, `whole_step_file`, when the plan meets the program.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ import remat
 from planner.region_cases import assert_same, normal
 from remat import _jax
 from remat.planner.fit import application
+from remat.planner.marked.after_edit import loop_results
 from remat.planner.marked.decisions import RegionDecision
-from remat.planner.marked.edits import loop_results
 from remat.planner.marked.regions import Application, LoopForm, Recording, loop_depth
 from remat.planner.plan_file import LoopPlan, RegionPlan, SavedValue
 from remat.planner.step import Step

@@ -12,9 +12,9 @@ import pytest
 from remat import _jax
 from remat.errors import PlanError
 from remat.planner.decisions import LoopDecisions, StepDecisions, applied, with_loops
-from remat.planner.plan_decisions import decisions_of_plan, whole_step_plan
 from remat.planner.rewrite import Burst, Decisions, flattened
 from remat.planner.scan_pairs import pairs
+from remat.planner.whole_step_file import decisions_of_plan, whole_step_plan
 
 WEIGHTS, X = 0.1 * jnp.ones((8, 16, 16)), jnp.ones((32, 16))
 
