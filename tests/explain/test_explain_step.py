@@ -149,3 +149,25 @@ def test_values_of_functions_that_jax_has_jitted_have_the_line_of_the_call():
 
     made = remat.explain(loss, jnp.eye(16), jnp.ones((64, 16)), compile=False)
     assert all(v.source for v in made.values if v.kind in ("saved", "temporary", "gradient"))
+
+
+def test_a_linear_solve_is_no_gradient():
+    def loss(w, x):
+        return jnp.linalg.solve(w, jnp.tanh(x)).sum()
+
+    args = struct(64, 64), struct(64, 64)
+    given = remat.explain(loss, *args, compile=False)
+    step = remat.explain(jax.value_and_grad(loss), *args, compile=False)
+    assert "no_gradient" not in codes(given)
+    assert given.totals.predicted == step.totals.predicted
+
+
+def test_a_linear_solve_in_a_loop_is_no_gradient():
+    def loss(w, x):
+        def step(x, _):
+            return jnp.linalg.solve(w, jnp.tanh(x)), None
+
+        return jax.lax.scan(step, x, None, length=3)[0].sum()
+
+    args = struct(64, 64), struct(64, 64)
+    assert "no_gradient" not in codes(remat.explain(loss, *args, compile=False))

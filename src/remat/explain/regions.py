@@ -14,6 +14,7 @@ from typing import Any
 
 from remat import _jax
 from remat.explain.phases import is_region, parts
+from remat.explain.unrolled import is_unrolled
 from remat.ir import jaxprs
 from remat.ir.equations import inline_body
 from remat.transform import policies
@@ -50,7 +51,8 @@ def all_regions(
         if is_region(eqn):
             inner = Found(eqn, times, outer, in_loop)
             yield inner
-        loops = in_loop or eqn.primitive.name in ("scan", "while")
+        is_loop = eqn.primitive.name in ("scan", "while") and not is_unrolled(eqn)
+        loops = in_loop or is_loop
         more = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
         for body in _jax.jaxprs_of(eqn):
             yield from all_regions(_jax.open_jaxpr(body), more, inner, in_loop=loops)

@@ -17,7 +17,7 @@ import numpy as np
 
 from remat import _jax
 from remat.aliases import Leaf, PyTree
-from remat.ir import jaxprs
+from remat.explain.phases import holds_gradient
 from remat.marked import names_of_marked
 from remat.module_steps import Words, of_arrays, words_for
 from remat.program.targets import Target, n_shards, place
@@ -80,7 +80,7 @@ def traced_step(
         plain = _trace(f, args, kwargs)
     jaxpr, consts = _jax.detach_consts(plain.jaxpr)
     known = _Arguments(f, args, kwargs)
-    if _has_gradient(jaxpr) or not args or not _differentiable(args[0]):
+    if holds_gradient(jaxpr) or not args or not _differentiable(args[0]):
         results = _results(plain, jaxpr) if words_for(f) == Words() else ()
         return _made(title, known, plain, jaxpr, consts, None, None, tuple(marked), results)
 
@@ -145,7 +145,7 @@ def has_gradient(f: Callable, args: tuple[PyTree, ...], kwargs: dict[str, PyTree
     f, args, kwargs = of_arrays(f, args, kwargs)
     if hasattr(f, "unplanned"):  # a step that `remat.fit` returned
         f = jax.jit(f.unplanned[0], **f.unplanned[1])
-    return _has_gradient(_jax.open_jaxpr(_trace(f, args, kwargs).jaxpr))
+    return holds_gradient(_jax.open_jaxpr(_trace(f, args, kwargs).jaxpr))
 
 
 def value_and_gradient(f: Callable) -> Callable:
@@ -237,14 +237,6 @@ def _divided(leaf: Leaf) -> int:
     if sharding is None or not all(shape):
         return 1
     return n_shards(shape, sharding)
-
-
-def _has_gradient(jaxpr: _jax.Jaxpr) -> bool:
-    """Return whether a jaxpr holds a derivative: a transposed equation, or half of a cut region."""
-    return any(
-        _jax.is_transposed(eqn) or eqn.params.get("differentiated")
-        for eqn in jaxprs.equations(jaxpr)
-    )
 
 
 def _differentiable(tree: PyTree) -> bool:
