@@ -81,7 +81,7 @@ def traced_step(
     jaxpr, consts = _jax.detach_consts(plain.jaxpr)
     known = _Arguments(f, args, kwargs)
     if holds_gradient(jaxpr) or not args or not _differentiable(args[0]):
-        results = _results(plain, jaxpr) if words_for(f) == Words() else ()
+        results = _results(plain, jaxpr) if words_for(f).fit == Words().fit else ()
         return _made(title, known, plain, jaxpr, consts, None, None, tuple(marked), results)
 
     args, kwargs = known.dynamic

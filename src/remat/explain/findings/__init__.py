@@ -9,6 +9,7 @@ step does, not from how it is written. The modules have one subject each:
     by_hand         what to rematerialize without a plan
     unplanned       steps without rematerialization
     planned         steps that follow a plan
+    donation        which arguments to donate
     arguments       arguments and results, and steps that do not fit
     policies        policies that save nothing
     recomputation   regions that are recomputed in vain
@@ -25,7 +26,7 @@ The codes, which are for programs:
     policy_name_unknown          some of a policy's names are given to nothing, others are
     does_not_fit                 the compiler refuses the step for the device
     arguments_dominate           most of the peak are arguments and results
-    arguments_not_donated        arguments that the step replaces are not donated
+    arguments_not_donated        arguments that the step replaces, or may replace, are not donated
     scan_recomputed_at_once      a region recomputes all steps of a loop before it uses the first
     region_recomputed_at_once    a region recomputes so much at once that the peak stays
     saves_as_much                what regions save is as much as what they recompute
