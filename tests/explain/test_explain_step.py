@@ -171,3 +171,76 @@ def test_a_linear_solve_in_a_loop_is_no_gradient():
 
     args = struct(64, 64), struct(64, 64)
     assert "no_gradient" not in codes(remat.explain(loss, *args, compile=False))
+
+
+class Model:
+    """Losses and steps as methods that are jitted in their class."""
+
+    depth = 3
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def loss(self, w, x):
+        for _ in range(self.depth):
+            x = jnp.tanh(x @ w)
+        return x.sum()
+
+    @functools.partial(jax.jit, static_argnums=(0, 3), donate_argnums=1)
+    def step(self, w, x, rate):
+        return w - rate * jax.grad(self.loss)(w, x)
+
+    @functools.partial(jax.jit, static_argnames=("self", "rate"), donate_argnames="w")
+    def step_by_name(self, w, x, rate):
+        return w - rate * jax.grad(self.loss)(w, x)
+
+
+METHOD_ARGS = struct(64, 64), struct(512, 64)
+
+
+def test_bound_methods_that_are_jitted_are_explained():
+    explanation = remat.explain(Model().loss, *METHOD_ARGS, compile=False)
+    assert [v.path for v in explanation.values if v.kind == "argument"] == ["w", "x"]
+    plain = remat.explain(lambda w, x: Model().loss(w, x), *METHOD_ARGS, compile=False)
+    assert explanation.totals.predicted == plain.totals.predicted
+
+
+def test_options_of_a_bound_method_count_its_arguments_without_self():
+    model = Model()
+    for explanation in (
+        remat.explain(model.step, *METHOD_ARGS, 0.1, compile=False),
+        remat.explain(model.step_by_name, *METHOD_ARGS, rate=0.1, compile=False),
+    ):
+        assert [v.path for v in explanation.values if v.kind == "argument"] == ["w", "x"]
+        assert explanation.totals.predicted.alias_bytes == 64 * 64 * 4
+    plan = remat.plan(model.step, *METHOD_ARGS, 0.1, budget="95%", cache=False)
+    assert plan.is_verified
+    fitted = remat.fit(model.step_by_name, budget="95%", cache=False)
+    w, x = (jnp.ones(s.shape) for s in METHOD_ARGS)
+    assert jnp.allclose(fitted(w.copy(), x, rate=0.1), model.step(w.copy(), x, 0.1), rtol=1e-5)
+
+
+def test_the_first_argument_that_is_not_static_is_differentiated():
+    @functools.partial(jax.jit, static_argnums=0)
+    def loss(kind, w, x):
+        return layer(w, x).sum()
+
+    assert "no_gradient" not in codes(remat.explain(loss, "kind", *METHOD_ARGS, compile=False))
+
+
+def test_callables_that_cannot_be_hashed_are_explained():
+    @dataclasses.dataclass
+    class Loss:
+        w: jax.Array
+
+        def __call__(self, x):
+            return layer(self.w, x).sum()
+
+    explanation = remat.explain(Loss(jnp.ones((64, 64))), struct(512, 64), compile=False)
+    assert "x" in [v.path for v in explanation.values if v.kind == "argument"]
+
+
+def test_results_of_the_forward_pass_are_no_new_values_of_what_is_added_to_them():
+    def predicted(b, w, x):
+        return jnp.tanh(x @ w) + b
+
+    explanation = remat.explain(predicted, struct(64), struct(32, 64), struct(32), compile=False)
+    assert {"result", "gradient of b"} == {v.path for v in explanation.values if v.kind == "output"}

@@ -68,7 +68,7 @@ class _Matching:
             at: nearest_arguments(v, sides, producer) for at, v in enumerate(self._results)
         }
         self._in_forward = {
-            at for at, v in enumerate(self._results) if _is_forward(producer[v], sides)
+            at for at, v in enumerate(self._results) if is_forward(producer[v], sides)
         }
         self._matched: set[int] = set()  # arguments
 
@@ -123,7 +123,7 @@ class _Matching:
                 self.perhaps.update(dict.fromkeys(among, len(results) / len(among)))
 
 
-def _is_forward(i: int, sides: PhasedProgram) -> bool:
+def is_forward(i: int, sides: PhasedProgram) -> bool:
     """Return whether an operation is one of the forward pass alone."""
     bodies = map(_jax.open_jaxpr, jaxprs.run_by(sides.eqns[i]))
     return sides.phases[i] == "forward" and not any(map(holds_gradient, bodies))

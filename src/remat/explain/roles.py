@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from remat.explain.phases import PhasedProgram
-from remat.explain.replaced import ELEMENTWISE, MOST_VALUES, nearest_arguments
+from remat.explain.replaced import ELEMENTWISE, MOST_VALUES, is_forward, nearest_arguments
+from remat.explain.step import CLOSED_OVER
 from remat.ir.operations import names_where
 from remat.program.program import Op
 
@@ -71,7 +72,7 @@ def results_called(
       results: the places, such as ``result[0]``, or names that are known; one for each result, or none.
     """
     program = sides.program
-    name_of = dict(zip(sides.inputs, names))
+    name_of = {v: name for v, name in zip(sides.inputs, names) if name != CLOSED_OVER}
     made = {v: i for i, op in enumerate(program.ops) for v in op.results}
     first = [name for name in names if _root(name) == _root(names[0])]
     found = []
@@ -80,6 +81,8 @@ def results_called(
         is_place = place.startswith("result")
         ends = [name for name in first if is_place and place.endswith(_leaf(name))]
         new = _replaced(v, sides, name_of, made) if is_place or not place else ""
+        if is_place and v in made and is_forward(made[v], sides):  # `x + f(x)` need not be a new x
+            new = new if _leaf(new) and place.endswith(_leaf(new)) else ""
         if ends and v in made and sides.phases[made[v]] == "backward":
             found.append(f"gradient of {max(ends, key=len)}")
         else:

@@ -8,6 +8,7 @@ number, and it is defined for any other result.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,16 +76,17 @@ def traced_step(
         raise TypeError(f"remat.explain takes a function or a training step, not {f!r}.")
     title = getattr(f, "__name__", type(f).__name__)
     f, args, kwargs = of_arrays(f, args, kwargs)
+    f = _hashable(f)
     args, kwargs = place((args, kwargs), target)
     with names_of_marked() as marked:
         plain = _trace(f, args, kwargs)
     jaxpr, consts = _jax.detach_consts(plain.jaxpr)
     known = _Arguments(f, args, kwargs)
+    args, kwargs = known.dynamic
     if holds_gradient(jaxpr) or not args or not _differentiable(args[0]):
         results = _results(plain, jaxpr) if words_for(f).fit == Words().fit else ()
         return _made(title, known, plain, jaxpr, consts, None, None, tuple(marked), results)
 
-    args, kwargs = known.dynamic
     traced = jax.jit(value_and_gradient(known.of_dynamic)).trace(*args, **kwargs)
     of_step, consts = _jax.detach_consts(traced.jaxpr)
     kept = residuals(known.of_dynamic, *args, **kwargs)
@@ -160,11 +162,29 @@ def value_and_gradient(f: Callable) -> Callable:
 
 
 def _trace(f: Callable, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> jax.stages.Traced:
+    if inspect.ismethod(f):  # whose `trace` is that of the function, which takes `self`
+        f = jax.jit(f, **_jax.options_of_jit(f))
     if hasattr(f, "trace"):
         traced = f.trace(*args, **kwargs)
         if hasattr(traced, "jaxpr"):  # `nnx.jit` keeps it to itself
             return traced
     return jax.jit(f).trace(*args, **kwargs)
+
+
+def _hashable(f: Callable) -> Callable:
+    """Return a function, or one that calls it if it cannot be hashed: an Equinox module, for example."""
+    try:
+        hash(f)
+    except TypeError:
+        pass
+    else:
+        return f
+
+    @_jax.wraps(f)
+    def function(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        return f(*args, **kwargs)
+
+    return function
 
 
 def _made(
