@@ -132,6 +132,7 @@ LAYERS = [
     ("explain.findings.donation",),
     (
         "explain.findings.arguments",
+        "explain.findings.gradients",
         "explain.findings.planned",
         "explain.findings.policies",
         "explain.findings.recomputation",

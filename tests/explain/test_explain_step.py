@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from benchmarks.zoo.model import train_step
-from explain_cases import DEEP_ARGS, codes, deep, layer, struct, total
+from explain_cases import DEEP_ARGS, codes, deep, finding, layer, struct, total
 
 import remat
 
@@ -244,3 +244,47 @@ def test_results_of_the_forward_pass_are_no_new_values_of_what_is_added_to_them(
 
     explanation = remat.explain(predicted, struct(64), struct(32, 64), struct(32), compile=False)
     assert {"result", "gradient of b"} == {v.path for v in explanation.values if v.kind == "output"}
+
+
+def of_while_loop(x):
+    return jax.lax.while_loop(lambda x: x.sum() < 3, jnp.sin, x)
+
+
+def of_callback(x):
+    return jax.pure_callback(lambda x: x, struct(64, 64), x).sum()
+
+
+def without_rule(x):
+    return jax.lax.linalg.schur(x)[0]
+
+
+@pytest.mark.parametrize("f", [of_while_loop, of_callback, without_rule])
+def test_what_jax_cannot_differentiate_is_explained_forward(f):
+    explanation = remat.explain(f, struct(64, 64), compile=False)
+    assert {step.phase for step in explanation.steps} <= {"forward", "update"}
+    assert "JAX cannot differentiate the function" in finding(explanation, "no_gradient").message
+
+
+def test_errors_of_a_derivative_that_are_the_users_are_raised():
+    @jax.custom_vjp
+    def f(x):
+        return x.sum()
+
+    def backward(_, g):
+        raise ValueError("a mistake")
+
+    f.defvjp(lambda x: (x.sum(), None), backward)
+    with pytest.raises(ValueError, match="a mistake"):
+        remat.explain(f, struct(64), compile=False)
+
+
+def test_a_loss_with_a_gradient_inside_is_said_to_be_explained_as_it_is():
+    def penalized(w, x):
+        return layer(w, x).sum() + jnp.sum(jax.grad(lambda x: layer(w, x).sum())(x) ** 2)
+
+    args = struct(64, 64), struct(512, 64)
+    found = finding(remat.explain(penalized, *args, compile=False), "gradient_inside")
+    assert found.next_step == "To see it, explain jax.value_and_grad(loss)."
+    step = jax.value_and_grad(penalized)
+    assert "gradient_inside" not in codes(remat.explain(step, *args, compile=False))
+    assert "gradient_inside" not in codes(remat.explain(lambda w, x: layer(w, x).sum(), *args))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,6 +48,7 @@ class TracedStep:
       inputs: for each input an array, or its shape, type and sharding.
       lower: gives what compiles.
       words: the names of functions for such a step.
+      not_differentiable: why JAX does not differentiate the function; "" if that was not tried or it does.
     """
 
     title: str
@@ -61,6 +63,7 @@ class TracedStep:
     inputs: tuple[Leaf, ...]
     lower: Callable[[], jax.stages.Lowered]
     words: Words
+    not_differentiable: str = ""
 
 
 def traced_step(
@@ -83,11 +86,17 @@ def traced_step(
     jaxpr, consts = _jax.detach_consts(plain.jaxpr)
     known = _Arguments(f, args, kwargs)
     args, kwargs = known.dynamic
+    results = _results(plain, jaxpr) if words_for(f).fit == Words().fit else ()
+    as_it_is = _made(title, known, plain, jaxpr, consts, None, None, tuple(marked), results)
     if holds_gradient(jaxpr) or not args or not _differentiable(args[0]):
-        results = _results(plain, jaxpr) if words_for(f).fit == Words().fit else ()
-        return _made(title, known, plain, jaxpr, consts, None, None, tuple(marked), results)
+        return as_it_is
+    try:
+        traced = jax.jit(value_and_gradient(known.of_dynamic)).trace(*args, **kwargs)
+    except (ValueError, NotImplementedError) as error:
+        if not _is_of_differentiation(error):
+            raise
+        return dataclasses.replace(as_it_is, not_differentiable=str(error))
 
-    traced = jax.jit(value_and_gradient(known.of_dynamic)).trace(*args, **kwargs)
     of_step, consts = _jax.detach_consts(traced.jaxpr)
     kept = residuals(known.of_dynamic, *args, **kwargs)
     results = _results_and_gradients(of_step, known)
@@ -169,6 +178,12 @@ def _trace(f: Callable, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> 
         if hasattr(traced, "jaxpr"):  # `nnx.jit` keeps it to itself
             return traced
     return jax.jit(f).trace(*args, **kwargs)
+
+
+def _is_of_differentiation(error: Exception) -> bool:
+    """Return whether JAX raised an error because it does not differentiate an operation."""
+    said = re.search(r"differentiat|\bjvp\b|transpose rule", str(error), re.IGNORECASE)
+    return isinstance(error, NotImplementedError) or said is not None
 
 
 def _hashable(f: Callable) -> Callable:
