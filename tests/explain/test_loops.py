@@ -263,3 +263,51 @@ def test_two_loops_over_microbatches_both_have_a_forward_and_a_backward_pass():
     phases = [step.phase for step in remat.explain(step, struct(D, D), X, compile=False).steps]
     first = phases.index("backward")
     assert "forward" in phases[phases.index("update", first) :]
+
+
+def in_remat_scan(w, x):
+    def step(x, _):
+        return jnp.tanh(x @ w), None
+
+    return remat.scan(step, x, None, length=20, checkpoints=4)[0].sum()
+
+
+def in_remat_while_loop(w, x):
+    return remat.while_loop(lambda x: x.sum() < 3, lambda x: jnp.tanh(x @ w), x).sum()
+
+
+@pytest.mark.parametrize("loss", [in_remat_scan, in_remat_while_loop])
+def test_states_are_written_into_the_store_of_a_loop_in_place(loss):
+    explanation = remat.explain(loss, struct(64, 64), struct(1024, 64))
+    predicted, compiled = explanation.totals.predicted, explanation.totals.compiled
+    assert predicted.peak_bytes == pytest.approx(compiled.peak_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_carry_that_is_read_after_a_part_of_it_is_written_is_copied(keeps):
+    def steps(n, x):
+        def step(i, x):
+            written = x.at[i].set(1.0)
+            read = x if keeps else written
+            return written.at[i + 1].set((read @ read)[0])
+
+        return jax.lax.fori_loop(0, n, step, x)
+
+    n = struct(dtype=jnp.int32)
+    explanation = remat.explain(steps, n, struct(256, 256))
+    predicted, compiled = explanation.totals.predicted, explanation.totals.compiled
+    assert predicted.temp_bytes == pytest.approx(256 * 256 * 4 * (2 if keeps else 1), rel=0.05)
+    assert predicted.temp_bytes == pytest.approx(compiled.temp_bytes, rel=0.05)
+
+
+def test_what_is_written_into_a_carry_that_something_else_replaces_takes_memory():
+    def steps(n, x):
+        def step(i, x):
+            written = x.at[i].set(1.0)
+            return jnp.tanh(written @ written)
+
+        return jax.lax.fori_loop(0, n, step, x)
+
+    explanation = remat.explain(steps, struct(dtype=jnp.int32), struct(256, 256))
+    predicted, compiled = explanation.totals.predicted, explanation.totals.compiled
+    assert predicted.temp_bytes == pytest.approx(compiled.temp_bytes, rel=0.05)

@@ -17,13 +17,11 @@ from collections.abc import Mapping, Sequence
 from remat import _jax
 from remat.explain.phases import PhasedProgram, holds_gradient
 from remat.ir import jaxprs
-from remat.ir.operations import Fusion
+from remat.ir.operations import Fusion, writes_into_operand
 
 ELEMENTWISE = (Fusion.CHEAP, Fusion.COSTLY, Fusion.VIEW)
 #: Values of an update's arithmetic on one parameter that are looked at; more are not followed.
 MOST_VALUES = 64
-# Operations that write into their first operand.
-_WRITES = ("dynamic_update_slice", "scatter", "scatter_add", "scatter-add")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +164,7 @@ def _predecessors(v: int, i: int, sides: PhasedProgram) -> Sequence[int]:
         return op.operands
     if carried := [first for first, last in op.in_place if last == v]:
         return carried
-    if op.name in _WRITES:
+    if writes_into_operand(op.name):
         return op.operands[:1]
     # Branches, and an update that is computed layer by layer.
     if op.name == "cond" or (op.name == "scan" and sides.phases[i] == "update"):
