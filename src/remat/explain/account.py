@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from remat import _jax
 from remat.explain.loops import MOST_EQUATIONS, Body, Origin, Read, Stack, blocks_of, laid_out
@@ -212,6 +212,17 @@ class _Accounting:
         updated = {carry_of[v] for v in self.roots if v in carry_of}
         return {v for v, carry in carry_of.items() if carry in updated}
 
+    def _in_results(self) -> set[int]:
+        """Return the values that become results in their own memory."""
+        roots = {v for v in self.roots if v is not None}
+        found = set(roots)
+        for kernel in reversed(self.kernels):
+            for before, after in self._updated_in_place(kernel):
+                use = self.uses.get(before)
+                if after in found and use is not None and use.dies < self.step_of[kernel]:
+                    found.add(before)
+        return found - roots
+
     # Kinds and lifetimes of values
 
     def kind(self, v: int) -> Kind:
@@ -246,7 +257,9 @@ class _Accounting:
         outputs, alias_bytes = self._outputs(called, donated, last, results_from_start)
         values += outputs
         first = len(values)
-        values += self._written()
+        # Donated memory is that of an argument until it is a result's.
+        is_reserved = results_from_start and not any(donated)
+        values += self._written(self._in_results() if is_reserved else set())
         stacks = self._stacks(first)
         opaque = _numbered([*values, *self._workspaces(opaque=True)])
         values += self._workspaces()
@@ -350,7 +363,12 @@ class _Accounting:
         """Return the timeline's step at which a value is written."""
         return self.uses[v].born if v in self.uses else 0
 
-    def _written(self) -> list[Value]:
+    def _written(self, in_results: Collection[int] = ()) -> list[Value]:
+        """Return the values that kernels write, results left out.
+
+        Args:
+          in_results: values that are in the memory of results, which is counted there.
+        """
         outputs = {v for v in self.roots if v is not None}
         moved = self._moved()
         first_life: dict[int, int] = {}  # a value of the forward pass -> its place in what is found
@@ -360,7 +378,7 @@ class _Accounting:
                 continue
             kind = self.kind(v)
             lives: tuple[tuple[int, int], ...] = ((use.born, use.dies),)
-            if kind == "offloaded":
+            if kind == "offloaded" or v in in_results:
                 lives = ()
             elif v in moved:
                 kind = "offloaded"
@@ -373,7 +391,7 @@ class _Accounting:
                     lives = (*found[at].lifetimes, *lives)
                     found[at] = dataclasses.replace(found[at], kind="recomputed", lifetimes=lives)
                     continue
-            if kind == "temporary":
+            if kind == "temporary" and lives:
                 first_life[v] = len(found)
             self._places[v] = len(found)
             reader = next(
