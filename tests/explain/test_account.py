@@ -269,11 +269,12 @@ def written_over(x, part):
     return jnp.sum(jnp.sin(jax.lax.dynamic_update_slice(x, jnp.tanh(part), (0, 0))))
 
 
-@pytest.mark.parametrize("f", [of_embedding, written_over])
-def test_what_becomes_a_result_in_place_has_the_memory_of_the_result(f):
-    other = struct(512, dtype=jnp.int32) if f is of_embedding else struct(64, 256)
-    explanation = remat.explain(f, struct(4096, 256), other)
+def test_what_becomes_a_result_in_place_has_the_memory_of_the_result():
+    x = struct(4096, 256)
+    n_bytes = 4096 * 256 * 4
+    explanation = remat.explain(of_embedding, x, struct(512, dtype=jnp.int32))
     predicted, compiled = explanation.totals.predicted, explanation.totals.compiled
     assert predicted.peak_bytes == pytest.approx(compiled.peak_bytes, rel=0.05)
-    explanation.to_html()
-    explanation.to_json()
+    assert explanation.to_html()
+    predicted = remat.explain(written_over, x, struct(64, 256), compile=False).totals.predicted
+    assert predicted.temp_bytes < 1.1 * n_bytes

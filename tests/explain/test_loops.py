@@ -186,10 +186,16 @@ def test_a_loop_that_jax_unrolls_completely_is_explained_without_a_loop(length, 
 
         return jax.lax.scan(step, x, None, length=length, unroll=unroll)[0].sum()
 
-    explanation = remat.explain(loss, struct(64, 64), struct(1024, 64))
+    def by_hand(w, x):
+        for _ in range(length):
+            x = jnp.tanh(x @ w)
+        return x.sum()
+
+    args = struct(64, 64), struct(1024, 64)
+    explanation = remat.explain(loss, *args, compile=False)
     assert not any(step.iteration for step in explanation.steps)
-    predicted, compiled = explanation.totals.predicted, explanation.totals.compiled
-    assert predicted.peak_bytes == pytest.approx(compiled.peak_bytes, rel=0.05)
+    predicted = remat.explain(by_hand, *args, compile=False).totals.predicted
+    assert explanation.totals.predicted == predicted
 
 
 def test_slices_and_stacks_of_an_unrolled_loop_are_those_of_the_compiler():
