@@ -104,6 +104,18 @@ def test_parameters_of_which_some_are_not_returned_may_be_needed_again():
     assert replaced(all_of_them, PAIR, X) == "params"
 
 
+def test_running_averages_beside_parameters_are_replaced_with_them():
+    def step(model, x):
+        def with_mean(w):
+            y = jnp.tanh(x @ w)
+            return jnp.mean(y**2), 0.9 * model["mean"] + 0.1 * y.mean(axis=0)
+
+        gradient, mean = jax.grad(with_mean, has_aux=True)(model["w"])
+        return {"w": model["w"] - 0.1 * gradient, "mean": mean}
+
+    assert replaced(step, {"w": W, "mean": struct(256)}, X) == "model"
+
+
 def test_scaled_gradients_replace_nothing():
     def step(params, x):
         return jax.tree.map(lambda g: g / 8, jax.grad(of_pair)(params, x))
@@ -173,6 +185,12 @@ def test_steps_of_filter_jit_are_told_of_its_own_option():
     assert 'Donate w (donate="all", which also donates x), which the step replaces' in first
     assert 'Donate student (donate="all-except-first"' in said(distilled, W, W, X)
     assert "Donate" not in said(distilled, W, W, X, donate="all-except-first")
+
+    def step(w, m, x):
+        m = 0.9 * m + jax.grad(loss)(w, x)
+        return w - 0.1 * m, m
+
+    assert 'Donate w (donate="all"), which' in said(step, W, W, X, donate="all-except-first")
     assert "donate_argnums" not in said(loss, W, X)
 
 

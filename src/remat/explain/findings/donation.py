@@ -53,24 +53,28 @@ def donation(facts: Facts) -> Donation:
 def donatable(facts: Facts) -> tuple[dict[str, int], dict[str, int]]:
     """Return the arguments that the step replaces, and those that it may replace, with bytes.
 
-    An argument of several arrays is replaced if all its arrays are, numbers aside.
+    An argument of several arrays is replaced if all its arrays are, numbers aside. Beside parameters
+    that are, running averages of the forward pass are taken for replaced.
     """
     program, inputs = facts.sides.program, facts.sides.inputs
     found = replaced_arguments(facts.sides, facts.step.donated)
     new = dict.fromkeys(found.surely, 1.0) | dict(found.perhaps)
     kept: set[str] = set()
+    replaced: set[str] = set()
     n_bytes: dict[str, int] = {}
     for v, name, donated in zip(inputs, facts.step.names, facts.step.donated):
-        root = re.split(r"[\[.]", name)[0]
+        root = _root(name)
         if donated or name == CLOSED_OVER:
             continue
         if v in new:
             n_bytes[root] = n_bytes.get(root, 0) + int(new[v] * program.bytes[v])
-        if v not in (*found.surely, *found.unchanged) and not program.types[v].endswith("[]"):
+        if v in found.surely:
+            replaced.add(root)
+        if new.get(v, 0) < 1 and v not in found.unchanged and not program.types[v].endswith("[]"):
             kept.add(root)
     n_bytes = {name: n for name, n in n_bytes.items() if n}
-    surely = {name: n for name, n in n_bytes.items() if name not in kept}
-    return surely, {name: n for name, n in n_bytes.items() if name in kept}
+    surely = {name: n for name, n in n_bytes.items() if name in replaced - kept}
+    return surely, {name: n for name, n in n_bytes.items() if name not in surely}
 
 
 def donating_option(facts: Facts) -> str:
@@ -85,12 +89,24 @@ def _total(n_bytes: Mapping[str, int]) -> str:
 
 def _how(facts: Facts, donated: Iterable[str]) -> str:
     """Return the option that donates arguments; that of `eqx.filter_jit` donates others with them."""
+    option = donating_option(facts)
     if facts.step.words.donation != "donate":
-        return facts.step.words.donation
-    roots = list(dict.fromkeys(
-        re.split(r"[\[.]", name)[0] for name in facts.step.names if name != CLOSED_OVER
-    ))  # fmt: skip
-    donates_first = roots[0] in donated
-    others = [name for name in roots[0 if donates_first else 1 :] if name not in donated]
-    option = 'donate="all"' if donates_first else 'donate="all-except-first"'
+        return option
+    kept = [
+        (_root(name), is_donated)
+        for name, is_donated in zip(facts.step.names, facts.step.donated)
+        if name != CLOSED_OVER
+    ]
+    spared = set(donated)
+    if kept[0][0] not in spared:
+        option = 'donate="all-except-first"'
+        spared.add(kept[0][0])
+    others = dict.fromkeys(
+        root for root, is_donated in kept if not is_donated and root not in spared
+    )
     return option + (f", which also donates {', '.join(others)}" if others else "")
+
+
+def _root(name: str) -> str:
+    """Return the argument that a leaf's name begins with."""
+    return re.split(r"[\[.]", name)[0]
