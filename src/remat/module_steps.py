@@ -29,10 +29,20 @@ _jax.exclude_from_tracebacks(__file__)
 
 
 class Words(NamedTuple):
-    """The names of functions for steps of a kind: what compiles within a budget, and a loss's gradient."""
+    """The names of functions for steps of a kind.
+
+    Args:
+      fit: what compiles a step within a budget.
+      gradient: what gives a loss's value and gradient.
+      donation: the option that donates arguments.
+    """
 
     fit: str = "remat.fit"
     gradient: str = "jax.value_and_grad"
+    donation: str = "donate_argnums"
+
+
+_FILTER_JIT_DONATES = "donate"  # which `eqx.filter_jit` takes in place of donate_argnums
 
 
 class Call(NamedTuple):
@@ -157,7 +167,7 @@ def words_for(step: Callable) -> Words:
     for fun in (step, getattr(step, "__wrapped__", None)):
         if isinstance(fun, ModuleStep):
             return fun.words
-    return Words()
+    return Words(donation=_FILTER_JIT_DONATES) if hasattr(step, "donate_first") else Words()
 
 
 def _is_traceable(leaf: Leaf) -> bool:
@@ -185,7 +195,9 @@ class FilteredStep(ModuleStep):
         super().__init__(step)
         self.is_traced = is_traced
         if "equinox" in sys.modules:
-            self.words = Words("remat.equinox.fit", "eqx.filter_value_and_grad")
+            self.words = Words(
+                "remat.equinox.fit", "eqx.filter_value_and_grad", _FILTER_JIT_DONATES
+            )
 
     def arrays(self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> Call:
         """Return the call with each argument as a pytree of its arrays."""

@@ -259,3 +259,22 @@ def test_residuals_of_sharded_steps_are_those_of_one_device():
         remat.explain(each, *DEEP_ARGS, compile=False),
     ):
         assert abs(explanation.totals.residual_bytes - layers // 4 - slices) <= 4  # a number
+
+
+def of_embedding(table, tokens):
+    return jnp.sum(jnp.tanh(table[tokens]) ** 2)
+
+
+def written_over(x, part):
+    return jnp.sum(jnp.sin(jax.lax.dynamic_update_slice(x, jnp.tanh(part), (0, 0))))
+
+
+def test_what_becomes_a_result_in_place_has_the_memory_of_the_result():
+    x = struct(4096, 256)
+    n_bytes = 4096 * 256 * 4
+    explanation = remat.explain(of_embedding, x, struct(512, dtype=jnp.int32))
+    predicted, compiled = explanation.totals.predicted, explanation.totals.compiled
+    assert predicted.peak_bytes == pytest.approx(compiled.peak_bytes, rel=0.05)
+    assert explanation.to_html()
+    predicted = remat.explain(written_over, x, struct(64, 256), compile=False).totals.predicted
+    assert predicted.temp_bytes < 1.1 * n_bytes

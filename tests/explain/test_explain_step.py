@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from benchmarks.zoo.model import train_step
-from explain_cases import DEEP_ARGS, codes, deep, layer, struct, total
+from explain_cases import DEEP_ARGS, codes, deep, finding, layer, struct, total
 
 import remat
 
@@ -149,3 +149,142 @@ def test_values_of_functions_that_jax_has_jitted_have_the_line_of_the_call():
 
     made = remat.explain(loss, jnp.eye(16), jnp.ones((64, 16)), compile=False)
     assert all(v.source for v in made.values if v.kind in ("saved", "temporary", "gradient"))
+
+
+def test_a_linear_solve_is_no_gradient():
+    def loss(w, x):
+        return jnp.linalg.solve(w, jnp.tanh(x)).sum()
+
+    args = struct(64, 64), struct(64, 64)
+    given = remat.explain(loss, *args, compile=False)
+    step = remat.explain(jax.value_and_grad(loss), *args, compile=False)
+    assert "no_gradient" not in codes(given)
+    assert given.totals.predicted == step.totals.predicted
+
+
+def test_a_linear_solve_in_a_loop_is_no_gradient():
+    def loss(w, x):
+        def step(x, _):
+            return jnp.linalg.solve(w, jnp.tanh(x)), None
+
+        return jax.lax.scan(step, x, None, length=3)[0].sum()
+
+    args = struct(64, 64), struct(64, 64)
+    assert "no_gradient" not in codes(remat.explain(loss, *args, compile=False))
+
+
+class Model:
+    """Losses and steps as methods that are jitted in their class."""
+
+    depth = 3
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def loss(self, w, x):
+        for _ in range(self.depth):
+            x = jnp.tanh(x @ w)
+        return x.sum()
+
+    @functools.partial(jax.jit, static_argnums=(0, 3), donate_argnums=1)
+    def step(self, w, x, rate):
+        return w - rate * jax.grad(self.loss)(w, x)
+
+    @functools.partial(jax.jit, static_argnames=("self", "rate"), donate_argnames="w")
+    def step_by_name(self, w, x, rate):
+        return w - rate * jax.grad(self.loss)(w, x)
+
+
+METHOD_ARGS = struct(64, 64), struct(512, 64)
+
+
+def test_bound_methods_that_are_jitted_are_explained():
+    explanation = remat.explain(Model().loss, *METHOD_ARGS, compile=False)
+    assert [v.path for v in explanation.values if v.kind == "argument"] == ["w", "x"]
+    plain = remat.explain(lambda w, x: Model().loss(w, x), *METHOD_ARGS, compile=False)
+    assert explanation.totals.predicted == plain.totals.predicted
+
+
+def test_options_of_a_bound_method_count_its_arguments_without_self():
+    model = Model()
+    for explanation in (
+        remat.explain(model.step, *METHOD_ARGS, 0.1, compile=False),
+        remat.explain(model.step_by_name, *METHOD_ARGS, rate=0.1, compile=False),
+    ):
+        assert [v.path for v in explanation.values if v.kind == "argument"] == ["w", "x"]
+        assert explanation.totals.predicted.alias_bytes == 64 * 64 * 4
+    plan = remat.plan(model.step, *METHOD_ARGS, 0.1, budget="95%", cache=False)
+    assert plan.is_verified
+    fitted = remat.fit(model.step_by_name, budget="95%", cache=False)
+    w, x = (jnp.ones(s.shape) for s in METHOD_ARGS)
+    assert jnp.allclose(fitted(w.copy(), x, rate=0.1), model.step(w.copy(), x, 0.1), rtol=1e-5)
+
+
+def test_the_first_argument_that_is_not_static_is_differentiated():
+    @functools.partial(jax.jit, static_argnums=0)
+    def loss(kind, w, x):
+        return layer(w, x).sum()
+
+    assert "no_gradient" not in codes(remat.explain(loss, "kind", *METHOD_ARGS, compile=False))
+
+
+def test_callables_that_cannot_be_hashed_are_explained():
+    @dataclasses.dataclass
+    class Loss:
+        w: jax.Array
+
+        def __call__(self, x):
+            return layer(self.w, x).sum()
+
+    explanation = remat.explain(Loss(jnp.ones((64, 64))), struct(512, 64), compile=False)
+    assert "x" in [v.path for v in explanation.values if v.kind == "argument"]
+
+
+def test_results_of_the_forward_pass_are_no_new_values_of_what_is_added_to_them():
+    def predicted(b, w, x):
+        return jnp.tanh(x @ w) + b
+
+    explanation = remat.explain(predicted, struct(64), struct(32, 64), struct(32), compile=False)
+    assert {"result", "gradient of b"} == {v.path for v in explanation.values if v.kind == "output"}
+
+
+def of_while_loop(x):
+    return jax.lax.while_loop(lambda x: x.sum() < 3, jnp.sin, x)
+
+
+def of_callback(x):
+    return jax.pure_callback(lambda x: x, struct(64, 64), x).sum()
+
+
+def without_rule(x):
+    return jax.lax.linalg.schur(x)[0]
+
+
+@pytest.mark.parametrize("f", [of_while_loop, of_callback, without_rule])
+def test_what_jax_cannot_differentiate_is_explained_forward(f):
+    explanation = remat.explain(f, struct(64, 64), compile=False)
+    assert {step.phase for step in explanation.steps} <= {"forward", "update"}
+    assert "JAX cannot differentiate the function" in finding(explanation, "no_gradient").message
+
+
+def test_errors_of_a_derivative_that_are_the_users_are_raised():
+    @jax.custom_vjp
+    def f(x):
+        return x.sum()
+
+    def backward(_, g):
+        raise ValueError("a mistake")
+
+    f.defvjp(lambda x: (x.sum(), None), backward)
+    with pytest.raises(ValueError, match="a mistake"):
+        remat.explain(f, struct(64), compile=False)
+
+
+def test_a_loss_with_a_gradient_inside_is_said_to_be_explained_as_it_is():
+    def penalized(w, x):
+        return layer(w, x).sum() + jnp.sum(jax.grad(lambda x: layer(w, x).sum())(x) ** 2)
+
+    args = struct(64, 64), struct(512, 64)
+    found = finding(remat.explain(penalized, *args, compile=False), "gradient_inside")
+    assert found.next_step == "To see it, explain jax.value_and_grad(loss)."
+    step = jax.value_and_grad(penalized)
+    assert "gradient_inside" not in codes(remat.explain(step, *args, compile=False))
+    assert "gradient_inside" not in codes(remat.explain(lambda w, x: layer(w, x).sum(), *args))

@@ -154,7 +154,7 @@ def test_a_policy_that_matches_nothing_is_named(wrap, whole_step):
 
     found = finding(explained("hiden"), "policy_matched_nothing")
     assert "'hiden'" in found.message
-    assert "did you mean 'hidden'" in found.next_step
+    assert "Did you mean 'hidden'" in found.next_step
     assert "policy_matched_nothing" not in codes(explained("hidden"))
 
 
@@ -184,7 +184,7 @@ def test_names_in_the_rules_of_custom_derivatives_are_found(wrap, whole_step):
         return {f.code: f for f in explanation.findings}
 
     assert "policy_matched_nothing" not in found("inner")
-    assert "did you mean 'inner'" in found("iner")["policy_matched_nothing"].next_step
+    assert "Did you mean 'inner'" in found("iner")["policy_matched_nothing"].next_step
 
 
 def test_one_name_of_several_that_nothing_has_is_named():
@@ -197,7 +197,7 @@ def test_one_name_of_several_that_nothing_has_is_named():
     found = finding(remat.explain(loss, *DEEP_ARGS, compile=False), "policy_name_unknown")
     assert found.severity == "info"
     assert "names 'hiden'," in found.message
-    assert "did you mean 'hidden'" in found.next_step
+    assert "Did you mean 'hidden'" in found.next_step
 
 
 def test_a_policy_where_nothing_is_named_says_how_to_name():
@@ -220,6 +220,48 @@ def test_a_discarded_name_is_named():
     found = finding(explanation, "policy_matched_nothing")
     assert "is not used" in found.message
     assert "test_findings.py" in found.message
+
+
+def of_named(policy, *, used=True, compile=False):
+    """Return the explanation of a function with a name, under a policy of JAX's."""
+
+    def f(w, x):
+        h = jnp.tanh(x @ w)
+        named = remat.checkpoint_name(h, "hidden")
+        return jnp.sin((named if used else h) @ w)
+
+    def loss(w, x):
+        once = jax.checkpoint(f, policy=policy)
+        return once(w, once(w, x)).sum()
+
+    return remat.explain(loss, struct(64, 64), struct(2048, 64), compile=compile)
+
+
+def test_excluded_names_are_not_taken_for_those_that_a_policy_saves():
+    policies = jax.checkpoint_policies
+    but_hidden = policies.save_any_names_but_these("hidden")
+    found = finding(of_named(but_hidden), "policy_matched_nothing")
+    assert "save_any_names_but_these saves values of all names but 'hidden'" in found.message
+    both = policies.save_from_both_policies(but_hidden, policies.save_only_these_names("absent"))
+    assert "all names but 'hidden'" in finding(of_named(both), "policy_matched_nothing").message
+    but_other = policies.save_any_names_but_these("other")
+    assert "policy_matched_nothing" not in codes(of_named(but_other))
+    assert (
+        "is not used" in finding(of_named(but_other, used=False), "policy_matched_nothing").message
+    )
+
+
+def test_kinds_of_memory_in_a_policy_are_no_names():
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["absent"],
+        names_which_can_be_offloaded=["hidden"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    found = finding(of_named(policy), "policy_name_unknown")
+    assert "names 'absent', but" in found.message
+    assert found.next_step == "Correct the name or leave it out. Known: 'hidden'."
+    assert "undone_by_compiler" not in codes(of_named(policy, compile=True))
 
 
 def test_names_in_policies_of_ours_that_match_nothing_are_named():

@@ -176,3 +176,144 @@ def test_lines_of_libraries_come_with_the_users_own():
     assert dot.startswith("flax/linen/linear.py:")
     assert ", from tests/explain/test_loops.py:" in dot
     assert relative("/nowhere/net.py") == "/nowhere/net.py"
+
+
+@pytest.mark.parametrize("length, unroll", [(8, 8), (5, True), (1, 1)])
+def test_a_loop_that_jax_unrolls_completely_is_explained_without_a_loop(length, unroll):
+    def loss(w, x):
+        def step(x, _):
+            return jnp.tanh(x @ w), None
+
+        return jax.lax.scan(step, x, None, length=length, unroll=unroll)[0].sum()
+
+    def by_hand(w, x):
+        for _ in range(length):
+            x = jnp.tanh(x @ w)
+        return x.sum()
+
+    args = struct(64, 64), struct(1024, 64)
+    explanation = remat.explain(loss, *args, compile=False)
+    assert not any(step.iteration for step in explanation.steps)
+    predicted = remat.explain(by_hand, *args, compile=False).totals.predicted
+    assert explanation.totals.predicted == predicted
+
+
+def test_slices_and_stacks_of_an_unrolled_loop_are_those_of_the_compiler():
+    def loss(w, x, **options):
+        last, _ = jax.lax.scan(layer, x, w, **options)
+        return jnp.sum(last**2)
+
+    def with_stack(w, x):
+        def step(x, w):
+            return jnp.tanh(x @ w), x
+
+        return jax.lax.scan(step, x, w, unroll=True, reverse=True)[1].sum()
+
+    for f in (lambda w, x: loss(w, x, unroll=True), with_stack):
+        explanation = remat.explain(f, WEIGHTS, struct(1024, D))
+        predicted, compiled = explanation.totals.predicted, explanation.totals.compiled
+        assert predicted.peak_bytes == pytest.approx(compiled.peak_bytes, rel=0.1)
+
+
+def test_loops_without_iterations_are_explained():
+    def of_length_0(w, x):
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), x), x @ w, None, length=0)[0].sum()
+
+    def beside_work(w, x):
+        x = jax.lax.fori_loop(0, 0, lambda _, x: jnp.tanh(x @ w), x @ w)
+        nothing = jnp.zeros((0, *x.shape))
+        return x.sum() + jax.lax.scan(lambda c, y: (c, y @ w), 0.0, nothing)[1].sum()
+
+    def with_effect(w, x):
+        def step(x, _):
+            jax.debug.print("{}", x.sum())
+            return jnp.tanh(x @ w), None
+
+        return jax.lax.scan(step, x @ w, None, length=0)[0].sum()
+
+    for f in (of_length_0, beside_work, with_effect):
+        explanation = remat.explain(f, struct(D, D), X)
+        assert not any("tanh" in step.label for step in explanation.steps)
+        assert {step.phase for step in explanation.steps} == {"forward", "backward", "update"}
+
+
+def accumulated(w, x):
+    def add(g, batch):
+        return g + jax.grad(lambda w: jnp.sum(jnp.tanh(batch @ w) ** 2))(w), None
+
+    gradient, _ = jax.lax.scan(add, jnp.zeros_like(w), x.reshape(8, -1, D))
+    return gradient
+
+
+def phases_after_the_last_backward_step(f, *args):
+    phases = [step.phase for step in remat.explain(f, *args, compile=False).steps]
+    return set(phases[len(phases) - phases[::-1].index("backward") :])
+
+
+def test_what_stands_behind_a_loop_over_microbatches_is_the_update():
+    def step(w, x):
+        return w - 0.1 * accumulated(w, x)
+
+    def epochs(w, x):
+        return jax.lax.scan(lambda w, _: (step(w, x), None), w, None, length=3)[0]
+
+    assert phases_after_the_last_backward_step(step, struct(D, D), X) == {"update"}
+    assert phases_after_the_last_backward_step(epochs, struct(D, D), X) == {"update"}
+
+
+def test_two_loops_over_microbatches_both_have_a_forward_and_a_backward_pass():
+    def step(w, x):
+        first = w - 0.1 * accumulated(w, x)
+        return first - 0.1 * accumulated(first, jnp.tanh(x))
+
+    phases = [step.phase for step in remat.explain(step, struct(D, D), X, compile=False).steps]
+    first = phases.index("backward")
+    assert "forward" in phases[phases.index("update", first) :]
+
+
+def in_remat_scan(w, x):
+    def step(x, _):
+        return jnp.tanh(x @ w), None
+
+    return remat.scan(step, x, None, length=20, checkpoints=4)[0].sum()
+
+
+def in_remat_while_loop(w, x):
+    return remat.while_loop(lambda x: x.sum() < 3, lambda x: jnp.tanh(x @ w), x).sum()
+
+
+@pytest.mark.parametrize("loss", [in_remat_scan, in_remat_while_loop])
+def test_states_are_written_into_the_store_of_a_loop_in_place(loss):
+    explanation = remat.explain(loss, struct(64, 64), struct(1024, 64))
+    predicted, compiled = explanation.totals.predicted, explanation.totals.compiled
+    assert predicted.peak_bytes == pytest.approx(compiled.peak_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_carry_that_is_read_after_a_part_of_it_is_written_is_copied(keeps):
+    def steps(n, x):
+        def step(i, x):
+            written = x.at[i].set(1.0)
+            read = x if keeps else written
+            return written.at[i + 1].set((read @ read)[0])
+
+        return jax.lax.fori_loop(0, n, step, x)
+
+    n = struct(dtype=jnp.int32)
+    explanation = remat.explain(steps, n, struct(256, 256))
+    predicted, compiled = explanation.totals.predicted, explanation.totals.compiled
+    assert predicted.temp_bytes == pytest.approx(256 * 256 * 4 * (2 if keeps else 1), rel=0.05)
+    assert predicted.temp_bytes == pytest.approx(compiled.temp_bytes, rel=0.05)
+
+
+def test_what_is_written_into_a_carry_that_something_else_replaces_takes_memory():
+    def steps(n, x):
+        def step(i, x):
+            written = x.at[i].set(1.0)
+            return jnp.tanh(written @ written)
+
+        return jax.lax.fori_loop(0, n, step, x)
+
+    explanation = remat.explain(steps, struct(dtype=jnp.int32), struct(256, 256))
+    predicted, compiled = explanation.totals.predicted, explanation.totals.compiled
+    assert predicted.temp_bytes == pytest.approx(compiled.temp_bytes, rel=0.05)

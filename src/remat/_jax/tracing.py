@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -87,24 +88,31 @@ def argument_names(
 
 def static_arguments(fun: Callable) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the positions and the names of a jitted function's static arguments."""
-    info = getattr(fun, "_jit_info", None)
-    return (
-        (tuple(info.static_argnums), tuple(info.static_argnames)) if info is not None else ((), ())
-    )
+    options = options_of_jit(fun)
+    return options.get("static_argnums", ()), options.get("static_argnames", ())
 
 
 def options_of_jit(fun: Any) -> dict[str, Any]:
-    """Return which arguments of a jitted function are donated or static; {} of other functions."""
+    """Return which arguments of a jitted function are donated or static; {} of other functions.
+
+    Those of a bound method are counted without `self`.
+    """
     info = getattr(fun, "_jit_info", None)
     if info is None:
         return {}
     options = {
-        "donate_argnums": info.donate_argnums,
-        "donate_argnames": info.donate_argnames,
-        "static_argnums": info.static_argnums,
-        "static_argnames": info.static_argnames,
+        "donate_argnums": tuple(info.donate_argnums),
+        "donate_argnames": tuple(info.donate_argnames),
+        "static_argnums": tuple(info.static_argnums),
+        "static_argnames": tuple(info.static_argnames),
     }
-    return {name: tuple(value) for name, value in options.items() if value}
+    if inspect.ismethod(fun):
+        itself = next(iter(inspect.signature(fun.__func__).parameters), "")
+        for kind in ("donate", "static"):
+            numbers, names = f"{kind}_argnums", f"{kind}_argnames"
+            options[numbers] = tuple(n - (n > 0) for n in options[numbers] if n)
+            options[names] = tuple(name for name in options[names] if name != itself)
+    return {name: value for name, value in options.items() if value}
 
 
 def abstractify(x: Any) -> Any:

@@ -3,7 +3,10 @@
 In the order in which data flows:
 
     step        a function as a traced training step on a target
+    unrolled    loops that are none when compiled
     phases      its program, with the forward, recomputed, backward and update phases told apart
+    replaced    which arguments results are the new values of
+    roles       which argument a value is the gradient of
     account     the values that are written, their lifetimes and kinds, the timeline
     hlo         what the compiled program holds at its peak
     decisions   what a plan recomputes, offloads and keeps

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from remat import _jax
 from remat.explain.loops import MOST_EQUATIONS, Body, Origin, Read, Stack, blocks_of, laid_out
@@ -35,6 +35,7 @@ from remat.explain.runs import Run, operands_of, program_of, run_of
 from remat.explain.sources import source_of
 from remat.ir import jaxprs
 from remat.ir.flops import flops_of
+from remat.ir.operations import writes_into_operand
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Op, Program
 from remat.report.groups import called, own_function
@@ -122,6 +123,7 @@ class _Accounting:
         most_equations: int,
         *,
         before: PhasedProgram | None = None,
+        carried: Sequence[int] = (),
     ) -> None:
         self.before = before or sides  # as it was written, with what it computes twice
         self.sides = sides
@@ -141,6 +143,7 @@ class _Accounting:
         self.step_of = {kernel: at for at, kernel in enumerate(self.kernels)}
         self.roots = self._roots()
         self.uses = self._uses()
+        self.in_carry = self._in_carry(carried)
         self.bodies = self._bodies(most_equations)
         self._gradients: dict[int, str] = {}  # what values are the gradients of
         self._places: dict[int, int] = {}  # of the values of `_written`, in what it returns
@@ -167,24 +170,58 @@ class _Accounting:
                     if v in uses and holds.get(v) != kernel:
                         uses[v].dies = at
                         uses[v].readers.append(kernel)
-            for v in self._updated_in_place(kernel):
+            for v, _ in self._updated_in_place(kernel):
                 if v in uses and uses[v].dies == at:
                     uses[v].dies = max(uses[v].born, at - 1)
                     updated.setdefault(v, at)
         for v, at in updated.items():
-            if uses[v].readers[-1] != self.kernels[at]:  # read later, so the loop works on a copy
+            if (
+                uses[v].readers[-1] != self.kernels[at]
+            ):  # read later, so it is a copy that is updated
                 uses[v].dies = max(uses[v].dies, at)
         return uses
 
-    def _updated_in_place(self, kernel: int) -> list[int]:
-        """Return the initial values of a while loop: its results are in their memory."""
-        eqn = self.sides.eqns[kernel]
-        if eqn.primitive.name != "while":
-            return []
-        n_consts = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        n_literals = sum(not _jax.is_var(v) for v in eqn.invars[:n_consts])
-        operands = self.program.ops[kernel].operands
-        return [v for v in operands[n_consts - n_literals :] if operands.count(v) == 1]
+    def _updated_in_place(self, kernel: int) -> list[tuple[int, int]]:
+        """Return values that results may take over the memory of, with these results.
+
+        They are the initial values of a while loop, and arrays of which a part is written.
+        """
+        op = self.program.ops[kernel]
+        pairs = op.in_place if op.name == "while" else ()
+        if writes_into_operand(op.name):
+            pairs = ((op.operands[0], op.results[0]),)
+        return [(before, after) for before, after in pairs if op.operands.count(before) == 1]
+
+    def _in_carry(self, carried: Sequence[int]) -> set[int]:
+        """Return the values that are written into the carry of the loop that runs this program.
+
+        A carry is updated in place if its next value is what was last written into it.
+
+        Args:
+          carried: the inputs that are the carry.
+        """
+        last: dict[int, int] = {}
+        for kernel in self.kernels:
+            for i in self.fused.ops[kernel]:
+                last.update(dict.fromkeys(self.program.ops[i].operands, kernel))
+        carry_of = {v: v for v in carried if v not in self.program.outputs}
+        for kernel in self.kernels:
+            for before, after in self._updated_in_place(kernel):
+                if before in carry_of and last[before] == kernel:
+                    carry_of[after] = carry_of[before]
+        updated = {carry_of[v] for v in self.roots if v in carry_of}
+        return {v for v, carry in carry_of.items() if carry in updated}
+
+    def _in_results(self) -> set[int]:
+        """Return the values that become results in their own memory."""
+        roots = {v for v in self.roots if v is not None}
+        found = set(roots)
+        for kernel in reversed(self.kernels):
+            for before, after in self._updated_in_place(kernel):
+                use = self.uses.get(before)
+                if after in found and use is not None and use.dies < self.step_of[kernel]:
+                    found.add(before)
+        return found - roots
 
     # Kinds and lifetimes of values
 
@@ -220,7 +257,9 @@ class _Accounting:
         outputs, alias_bytes = self._outputs(called, donated, last, results_from_start)
         values += outputs
         first = len(values)
-        values += self._written()
+        # Donated memory is that of an argument until it is a result's.
+        is_reserved = results_from_start and not any(donated)
+        values += self._written(self._in_results() if is_reserved else set())
         stacks = self._stacks(first)
         opaque = _numbered([*values, *self._workspaces(opaque=True)])
         values += self._workspaces()
@@ -324,17 +363,22 @@ class _Accounting:
         """Return the timeline's step at which a value is written."""
         return self.uses[v].born if v in self.uses else 0
 
-    def _written(self) -> list[Value]:
+    def _written(self, in_results: Collection[int] = ()) -> list[Value]:
+        """Return the values that kernels write, results left out.
+
+        Args:
+          in_results: values that are in the memory of results, which is counted there.
+        """
         outputs = {v for v in self.roots if v is not None}
         moved = self._moved()
         first_life: dict[int, int] = {}  # a value of the forward pass -> its place in what is found
         found: list[Value] = []
         for v, use in self.uses.items():
-            if v in outputs or v in moved.values():
+            if v in outputs or v in self.in_carry or v in moved.values():
                 continue
             kind = self.kind(v)
             lives: tuple[tuple[int, int], ...] = ((use.born, use.dies),)
-            if kind == "offloaded":
+            if kind == "offloaded" or v in in_results:
                 lives = ()
             elif v in moved:
                 kind = "offloaded"
@@ -347,7 +391,7 @@ class _Accounting:
                     lives = (*found[at].lifetimes, *lives)
                     found[at] = dataclasses.replace(found[at], kind="recomputed", lifetimes=lives)
                     continue
-            if kind == "temporary":
+            if kind == "temporary" and lives:
                 first_life[v] = len(found)
             self._places[v] = len(found)
             reader = next(
@@ -476,7 +520,8 @@ class _Accounting:
         eqn = self.sides.eqns[kernel]
         at_operand = operands_of(run, eqn)
         sides = program_of(run, self.sides, kernel)
-        inner = _Accounting(sides, self.price, True, most_equations)
+        carried = sides.inputs[run.first_carry : run.first_carry + run.n_carry]
+        inner = _Accounting(sides, self.price, True, most_equations, carried=carried)
         results, born = inner.results(run) if run.returns else ((), ())
         reads = {
             at_operand[at]: read

@@ -171,7 +171,8 @@ def laid_out(
 def _steps_of(step: Step, body: Body) -> list[Step]:
     once_s = sum(inner.time_s for inner in body.steps)
     # The loop takes as long as the planner's costs say; its body divides that time.
-    scale = step.time_s / (body.length * once_s) if once_s else 0.0
+    whole_s = body.length * once_s
+    scale = step.time_s / whole_s if whole_s else 0.0
     drawn = []
     for position in range(len(body.blocks)):
         block = body.position(position)

@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from remat import _jax
+from remat.explain.unrolled import Unrolled, is_unrolled
+from remat.ir import jaxprs
 from remat.ir.operations import Fusion, names_where
 from remat.program.from_jaxpr import ProgramWriter
 from remat.program.program import Op, Program, without_dead
@@ -197,6 +199,7 @@ class _Reader(ProgramWriter):
         self.literals: dict[int, str] = {}  # inputs of calls that are literals
         self._literal_of: dict[_jax.Var, str] = {}
         self._cotangents: tuple[_jax.Jaxpr, tuple[bool, ...]] | None = None
+        self._elements: dict[int, list[int]] = {}  # of the stacks of unrolled loops
 
     def new_value(self, v: _jax.Var, shards: int) -> int:
         number = super().new_value(v, shards)
@@ -251,6 +254,27 @@ class _Reader(ProgramWriter):
         )
 
     def operation(self, eqn: _jax.JaxprEqn, path: str) -> None:
+        if is_unrolled(eqn):
+            self._unrolled(Unrolled(eqn), path)
+        else:
+            self._operation(eqn, path)
+
+    def _unrolled(self, loop: Unrolled, path: str) -> None:
+        """Write a loop as its body repeated."""
+        for at, slices, body in loop.iterations():
+            for stack, v in zip(loop.sliced, slices):
+                elements = self._elements.get(self.ids[stack]) if _jax.is_var(stack) else None
+                if elements is not None:
+                    self.ids[v] = elements[at]
+                else:
+                    self.call(*loop.slice_of(stack, at, v), path)
+            self.call(*body, path)
+        for number, v in enumerate(loop.stacked):
+            self.call(*loop.stack_of(number), path)
+            self._elements[self.ids[v]] = [self.ids[x] for x in loop.elements[number]]
+        self.call(*loop.final(), path)
+
+    def _operation(self, eqn: _jax.JaxprEqn, path: str) -> None:
         super().operation(eqn, path)
         where, op = self._at(eqn), self.ops[-1]
         names = op.path.split("/")
@@ -293,18 +317,38 @@ def _with_repetitions(program: Program, notes: Sequence[_Note], reader: _Reader)
 
 
 def _phases(program: Program, notes: Sequence[_Note]) -> tuple[Phase, ...]:
-    """Return the phases, with operations that only the update needs taken from the forward pass."""
+    """Return the phases, with operations that only the update needs taken from the forward pass.
+
+    A loop over microbatches that has both passes in its body remains what it is.
+    """
     phases: list[Phase] = [note.phase for note in notes]
+    gradients = [
+        phase in ("backward", "recompute") or any(map(holds_gradient, _bodies(note.eqn)))
+        for phase, note in zip(phases, notes)
+    ]
     serves: set[int] = set()  # values that the gradient needs
     for i in reversed(range(len(phases))):
         op = program.ops[i]
-        if phases[i] in ("backward", "recompute") or any(v in serves for v in op.results):
+        if gradients[i] or any(v in serves for v in op.results):
             serves.update(op.operands)
-    began = next((i for i, p in enumerate(phases) if p in ("backward", "recompute")), len(phases))
+    began = gradients.index(True) if True in gradients else len(phases)
     for i in range(began, len(phases)):
-        if phases[i] == "forward" and not any(v in serves for v in program.ops[i].results):
+        needed = gradients[i] or any(v in serves for v in program.ops[i].results)
+        if phases[i] == "forward" and not needed:
             phases[i] = "update"
     return tuple(phases)
+
+
+def _bodies(eqn: _jax.JaxprEqn) -> list[_jax.Jaxpr]:
+    return [_jax.open_jaxpr(body) for body in jaxprs.run_by(eqn)]
+
+
+def holds_gradient(jaxpr: _jax.Jaxpr) -> bool:
+    """Return whether a jaxpr holds a derivative: a transposed equation, or half of a cut region."""
+    return any(
+        _jax.is_transposed(eqn) or eqn.params.get("differentiated")
+        for eqn in jaxprs.equations(jaxpr, jaxprs.run_by)
+    )
 
 
 def is_region(eqn: _jax.JaxprEqn) -> bool:

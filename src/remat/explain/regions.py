@@ -14,6 +14,7 @@ from typing import Any
 
 from remat import _jax
 from remat.explain.phases import is_region, parts
+from remat.explain.unrolled import is_unrolled
 from remat.ir import jaxprs
 from remat.ir.equations import inline_body
 from remat.transform import policies
@@ -50,7 +51,8 @@ def all_regions(
         if is_region(eqn):
             inner = Found(eqn, times, outer, in_loop)
             yield inner
-        loops = in_loop or eqn.primitive.name in ("scan", "while")
+        is_loop = eqn.primitive.name in ("scan", "while") and not is_unrolled(eqn)
+        loops = in_loop or is_loop
         more = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
         for body in _jax.jaxprs_of(eqn):
             yield from all_regions(_jax.open_jaxpr(body), more, inner, in_loop=loops)
@@ -129,23 +131,45 @@ def hides_names(jaxpr: _jax.Jaxpr) -> bool:
     return any(map(_jax.has_hidden_rules, jaxprs.equations(jaxpr)))
 
 
+_ANY_NAME = "any other name"  # which no program gives
+
+
 def names_wanted(policy: Any) -> tuple[str, ...]:
-    """Return the names that a policy saves, where it exposes them."""
+    """Return the names that a policy mentions and saves, where it exposes them."""
     if isinstance(policy, policies.Policy):
         parts = [getattr(part, "names", ()) for part in policy.parts()]
         return tuple(dict.fromkeys(name for names in parts for name in names))
-    found: dict[str, None] = {}
+    return tuple(text for text in dict.fromkeys(_texts(policy)) if _saves_name(policy, text))
+
+
+def names_excluded(policy: Any) -> tuple[str, ...]:
+    """Return the names that a policy does not save, if it saves all others."""
+    if isinstance(policy, policies.Policy) or not _saves_name(policy, _ANY_NAME):
+        return ()
+    return tuple(text for text in dict.fromkeys(_texts(policy)) if not _saves_name(policy, text))
+
+
+def _saves_name(policy: Any, name: str) -> bool:
+    """Return whether a policy in JAX's form saves or offloads values of a name, or cannot be asked."""
+    try:
+        case = policy(_jax.name_p, _jax.abstractify(1.0), name=name)
+    except Exception:  # it expects more of an equation
+        return True
+    return case is not None and case is not False and case is not _jax.Recompute
+
+
+def _texts(policy: Any) -> Iterator[str]:
+    """Yield the strings that a policy holds: names, but also kinds of memory, for example."""
     # JAX's policy functions hold them in their closure, its newer policies as attributes.
     held = [cell.cell_contents for cell in getattr(policy, "__closure__", None) or ()]
     held += list(vars(policy).values()) if hasattr(policy, "__dict__") else []
     for item in held:
         if isinstance(item, str):
-            found[item] = None
+            yield item
         elif isinstance(item, (set, frozenset, tuple, list)):
-            found.update(dict.fromkeys(sorted(x for x in item if isinstance(x, str))))
+            yield from sorted(x for x in item if isinstance(x, str))
         elif callable(item) and item is not policy:
-            found.update(dict.fromkeys(names_wanted(item)))
-    return tuple(found)
+            yield from _texts(item)
 
 
 def split(eqn: _jax.JaxprEqn) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:

@@ -1,8 +1,8 @@
 """Which argument a value of a step is the gradient of, or a result is the new value of.
 
 JAX does not say so. A gradient is an array of the backward pass that the update combines, elementwise,
-with an argument of the same type: a parameter. A result is the new value of the argument nearest to it in
-such operations: ``p - lr * m`` is the new `p`, not the new `m`.
+with an argument of the same type: a parameter. Which argument a result is the new value of,
+`explain.replaced` says.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from remat.explain.phases import PhasedProgram
-from remat.ir.operations import Fusion, names_where
+from remat.explain.replaced import ELEMENTWISE, MOST_VALUES, is_forward, nearest_arguments
+from remat.explain.step import CLOSED_OVER
+from remat.ir.operations import names_where
 from remat.program.program import Op
 
-_ELEMENTWISE = (Fusion.CHEAP, Fusion.COSTLY, Fusion.VIEW)
 _REARRANGEMENTS = names_where("is_rearrangement")
-_MOST_OPERATIONS = 64  # of an update's arithmetic on one parameter; more are not followed
 
 
 def gradients_of(sides: PhasedProgram, names: Sequence[str]) -> dict[int, str]:
@@ -27,7 +27,7 @@ def gradients_of(sides: PhasedProgram, names: Sequence[str]) -> dict[int, str]:
     made = {v: i for i, op in enumerate(sides.program.ops) for v in op.results}
     readers: dict[int, list[int]] = {}
     for i, op in enumerate(sides.program.ops):
-        if sides.phases[i] == "update" and op.fusion in _ELEMENTWISE:
+        if sides.phases[i] == "update" and op.fusion in ELEMENTWISE:
             for v in op.operands:
                 readers.setdefault(v, []).append(i)
     found = {}
@@ -53,7 +53,7 @@ def _reached(v: int, sides: PhasedProgram, readers: Mapping[int, Sequence[int]])
     """Return the elementwise operations of the update that depend on a value, of its type."""
     program = sides.program
     waiting, seen = [v], dict[int, None]()
-    while waiting and len(seen) < _MOST_OPERATIONS:
+    while waiting and len(seen) < MOST_VALUES:
         for i in readers.get(waiting.pop(0), ()):
             if i not in seen and program.types[program.ops[i].results[0]] == program.types[v]:
                 seen[i] = None
@@ -72,7 +72,7 @@ def results_called(
       results: the places, such as ``result[0]``, or names that are known; one for each result, or none.
     """
     program = sides.program
-    name_of = dict(zip(sides.inputs, names))
+    name_of = {v: name for v, name in zip(sides.inputs, names) if name != CLOSED_OVER}
     made = {v: i for i, op in enumerate(program.ops) for v in op.results}
     first = [name for name in names if _root(name) == _root(names[0])]
     found = []
@@ -81,6 +81,8 @@ def results_called(
         is_place = place.startswith("result")
         ends = [name for name in first if is_place and place.endswith(_leaf(name))]
         new = _replaced(v, sides, name_of, made) if is_place or not place else ""
+        if is_place and v in made and is_forward(made[v], sides):  # `x + f(x)` need not be a new x
+            new = new if _leaf(new) and place.endswith(_leaf(new)) else ""
         if ends and v in made and sides.phases[made[v]] == "backward":
             found.append(f"gradient of {max(ends, key=len)}")
         else:
@@ -96,24 +98,9 @@ def _leaf(name: str) -> str:
 def _replaced(
     result: int, sides: PhasedProgram, name_of: Mapping[int, str], made: Mapping[int, int]
 ) -> str:
-    """Return the argument nearest to a result in elementwise operations of its type; "" for none.
-
-    Numbers are new values only where the update computes them: a loss is not the new learning rate.
-    """
-    types, ops = sides.program.types, sides.program.ops
-    phases = ("update",) if types[result].endswith("[]") else ("forward", "update")
-    level, seen = [result], {result}
-    while level and len(seen) < _MOST_OPERATIONS:
-        producers = [ops[made[v]] for v in level if v in made and sides.phases[made[v]] in phases]
-        operands = dict.fromkeys(
-            x for op in producers if op.fusion in _ELEMENTWISE for x in op.operands
-        )
-        level = [x for x in operands if types[x] == types[result] and x not in seen]
-        arguments = [x for x in level if x in name_of]
-        if arguments:
-            return name_of[arguments[0]] if len(arguments) == 1 else ""
-        seen.update(level)
-    return ""
+    """Return the argument that a result is the new value of; "" for none or several."""
+    nearest = nearest_arguments(result, sides, made)
+    return name_of.get(nearest[0], "") if len(nearest) == 1 else ""
 
 
 def _root(name: str) -> str:

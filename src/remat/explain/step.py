@@ -8,6 +8,8 @@ number, and it is defined for any other result.
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +19,7 @@ import numpy as np
 
 from remat import _jax
 from remat.aliases import Leaf, PyTree
-from remat.ir import jaxprs
+from remat.explain.phases import holds_gradient
 from remat.marked import names_of_marked
 from remat.module_steps import Words, of_arrays, words_for
 from remat.program.targets import Target, n_shards, place
@@ -46,6 +48,7 @@ class TracedStep:
       inputs: for each input an array, or its shape, type and sharding.
       lower: gives what compiles.
       words: the names of functions for such a step.
+      not_differentiable: why JAX does not differentiate the function; "" if that was not tried or it does.
     """
 
     title: str
@@ -60,6 +63,7 @@ class TracedStep:
     inputs: tuple[Leaf, ...]
     lower: Callable[[], jax.stages.Lowered]
     words: Words
+    not_differentiable: str = ""
 
 
 def traced_step(
@@ -75,17 +79,24 @@ def traced_step(
         raise TypeError(f"remat.explain takes a function or a training step, not {f!r}.")
     title = getattr(f, "__name__", type(f).__name__)
     f, args, kwargs = of_arrays(f, args, kwargs)
+    f = _hashable(f)
     args, kwargs = place((args, kwargs), target)
     with names_of_marked() as marked:
         plain = _trace(f, args, kwargs)
     jaxpr, consts = _jax.detach_consts(plain.jaxpr)
     known = _Arguments(f, args, kwargs)
-    if _has_gradient(jaxpr) or not args or not _differentiable(args[0]):
-        results = _results(plain, jaxpr) if words_for(f) == Words() else ()
-        return _made(title, known, plain, jaxpr, consts, None, None, tuple(marked), results)
-
     args, kwargs = known.dynamic
-    traced = jax.jit(value_and_gradient(known.of_dynamic)).trace(*args, **kwargs)
+    results = _results(plain, jaxpr) if words_for(f).fit == Words().fit else ()
+    as_it_is = _made(title, known, plain, jaxpr, consts, None, None, tuple(marked), results)
+    if holds_gradient(jaxpr) or not args or not _differentiable(args[0]):
+        return as_it_is
+    try:
+        traced = jax.jit(value_and_gradient(known.of_dynamic)).trace(*args, **kwargs)
+    except (ValueError, NotImplementedError) as error:
+        if not _is_of_differentiation(error):
+            raise
+        return dataclasses.replace(as_it_is, not_differentiable=str(error))
+
     of_step, consts = _jax.detach_consts(traced.jaxpr)
     kept = residuals(known.of_dynamic, *args, **kwargs)
     results = _results_and_gradients(of_step, known)
@@ -145,7 +156,7 @@ def has_gradient(f: Callable, args: tuple[PyTree, ...], kwargs: dict[str, PyTree
     f, args, kwargs = of_arrays(f, args, kwargs)
     if hasattr(f, "unplanned"):  # a step that `remat.fit` returned
         f = jax.jit(f.unplanned[0], **f.unplanned[1])
-    return _has_gradient(_jax.open_jaxpr(_trace(f, args, kwargs).jaxpr))
+    return holds_gradient(_jax.open_jaxpr(_trace(f, args, kwargs).jaxpr))
 
 
 def value_and_gradient(f: Callable) -> Callable:
@@ -160,11 +171,35 @@ def value_and_gradient(f: Callable) -> Callable:
 
 
 def _trace(f: Callable, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> jax.stages.Traced:
+    if inspect.ismethod(f):  # whose `trace` is that of the function, which takes `self`
+        f = jax.jit(f, **_jax.options_of_jit(f))
     if hasattr(f, "trace"):
         traced = f.trace(*args, **kwargs)
         if hasattr(traced, "jaxpr"):  # `nnx.jit` keeps it to itself
             return traced
     return jax.jit(f).trace(*args, **kwargs)
+
+
+def _is_of_differentiation(error: Exception) -> bool:
+    """Return whether JAX raised an error because it does not differentiate an operation."""
+    said = re.search(r"differentiat|\bjvp\b|transpose rule", str(error), re.IGNORECASE)
+    return isinstance(error, NotImplementedError) or said is not None
+
+
+def _hashable(f: Callable) -> Callable:
+    """Return a function, or one that calls it if it cannot be hashed: an Equinox module, for example."""
+    try:
+        hash(f)
+    except TypeError:
+        pass
+    else:
+        return f
+
+    @_jax.wraps(f)
+    def function(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        return f(*args, **kwargs)
+
+    return function
 
 
 def _made(
@@ -237,14 +272,6 @@ def _divided(leaf: Leaf) -> int:
     if sharding is None or not all(shape):
         return 1
     return n_shards(shape, sharding)
-
-
-def _has_gradient(jaxpr: _jax.Jaxpr) -> bool:
-    """Return whether a jaxpr holds a derivative: a transposed equation, or half of a cut region."""
-    return any(
-        _jax.is_transposed(eqn) or eqn.params.get("differentiated")
-        for eqn in jaxprs.equations(jaxpr)
-    )
 
 
 def _differentiable(tree: PyTree) -> bool:

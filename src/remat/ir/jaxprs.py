@@ -66,6 +66,17 @@ def equations(
             yield from equations(_jax.open_jaxpr(inner), inside)
 
 
+def run_by(eqn: _jax.JaxprEqn) -> Iterator[JaxprLike]:
+    """Yield the jaxprs of an equation, without those that only its derivative runs.
+
+    A linear solve holds the transposed solve beside its own.
+    """
+    if eqn.primitive.name == "custom_linear_solve":
+        yield eqn.params["jaxprs"].solve
+    else:
+        yield from _jax.jaxprs_of(eqn)
+
+
 def applies(jaxpr: _jax.Jaxpr, primitive: str) -> bool:
     """Return whether a jaxpr applies a primitive, at any depth."""
     return any(eqn.primitive.name == primitive for eqn in equations(jaxpr))

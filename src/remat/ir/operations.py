@@ -91,6 +91,18 @@ def operation(name: str) -> Operation | None:
     return _TABLE.get(name)
 
 
+def writes_into_operand(name: str) -> bool:
+    """Return whether a primitive writes a part of its first operand, in place where that is possible.
+
+    >>> writes_into_operand("dynamic_update_slice"), writes_into_operand("dynamic_slice")
+    (True, False)
+    """
+    row = operation(name)
+    return row is not None and row.traffic in (
+        Traffic.REPLACE_1, Traffic.REPLACE_2, Traffic.COMBINE_2,
+    )  # fmt: skip
+
+
 def names_where(attribute: str) -> frozenset[str]:
     """Return the primitives for which a yes-or-no column of the table says yes.
 

@@ -9,6 +9,8 @@ step does, not from how it is written. The modules have one subject each:
     by_hand         what to rematerialize without a plan
     unplanned       steps without rematerialization
     planned         steps that follow a plan
+    donation        which arguments to donate
+    gradients       functions without a gradient, and losses with one inside
     arguments       arguments and results, and steps that do not fit
     policies        policies that save nothing
     recomputation   regions that are recomputed in vain
@@ -16,6 +18,7 @@ step does, not from how it is written. The modules have one subject each:
 The codes, which are for programs:
 
     no_gradient                  nothing is differentiated
+    gradient_inside              a function with one number as its result computes a gradient itself
     no_regions                   nothing is rematerialized
     follows_plan                 the step follows a plan of `remat.fit`
     fitted_without_gradient      `remat.fit` was given a function that is not differentiated
@@ -25,7 +28,7 @@ The codes, which are for programs:
     policy_name_unknown          some of a policy's names are given to nothing, others are
     does_not_fit                 the compiler refuses the step for the device
     arguments_dominate           most of the peak are arguments and results
-    arguments_not_donated        arguments that the step replaces are not donated
+    arguments_not_donated        arguments that the step replaces, or may replace, are not donated
     scan_recomputed_at_once      a region recomputes all steps of a loop before it uses the first
     region_recomputed_at_once    a region recomputes so much at once that the peak stays
     saves_as_much                what regions save is as much as what they recompute
@@ -37,6 +40,7 @@ from __future__ import annotations
 from remat.explain import regions
 from remat.explain.findings.arguments import arguments_of, does_not_fit
 from remat.explain.findings.facts import Facts as Facts, Followed as Followed
+from remat.explain.findings.gradients import gradient_inside, no_gradient
 from remat.explain.findings.planned import follows_plan
 from remat.explain.findings.policies import matched_nothing
 from remat.explain.findings.recomputation import at_once, checkpointed_loops, overridden, undone
@@ -52,18 +56,11 @@ def findings_of(facts: Facts) -> tuple[Finding, ...]:
 
 def _findings_of(facts: Facts) -> tuple[Finding, ...]:
     if not any(step.phase == "backward" for step in facts.account.steps):
-        return (
-            Finding(
-                "no_gradient",
-                "info",
-                "The step computes no gradient, so there is nothing between a forward and a backward "
-                "pass to save or recompute.",
-                "Give the loss, whose first argument is differentiated, or the training step.",
-            ),
-        )
+        return (no_gradient(facts),)
     found = list(regions.all_regions(facts.step.jaxpr))
     loops = list(regions.checkpointed_loops(facts.step.jaxpr))
-    made = [*checkpointed_loops(loops)] if loops else []
+    made = [*gradient_inside(facts)]
+    made += checkpointed_loops(loops)
     if facts.plan is not None:
         made += follows_plan(facts, facts.plan)
     elif not loops and not found:

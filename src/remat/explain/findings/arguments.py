@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from remat.explain import regions
 from remat.explain.findings.budgets import budget_text
+from remat.explain.findings.donation import donating_option, donation
 from remat.explain.findings.facts import Facts, saved_values
 from remat.program import compiled as compiling
 from remat.report.groups import groups
@@ -20,10 +20,12 @@ def does_not_fit(facts: Facts, refused: compiling.OutOfMemory) -> Finding:
     if facts.fixed_bytes >= limit:
         step = (
             f"No plan makes it fit: arguments and results alone are {format_bytes(facts.fixed_bytes)}. "
-            f"{smaller_arguments(facts)}"
+            f"{smaller_arguments(facts, facts.fixed_bytes)}"
         )
     elif not saved_values(facts):
-        step = f"A plan has nothing to recompute here. {smaller_arguments(facts)}"
+        step = (
+            f"A plan has nothing to recompute here. {smaller_arguments(facts, facts.fixed_bytes)}"
+        )
     elif facts.plan is not None:
         step = f"Plan it again, with a budget below {budget_text(limit)}."
     else:
@@ -38,9 +40,14 @@ def does_not_fit(facts: Facts, refused: compiling.OutOfMemory) -> Finding:
     )
 
 
+_SMALL_BYTES = 64 * 2**10  # a peak below which it does not matter what is in it
+
+
 def arguments_of(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
     """Yield the finding that arguments dominate, or the one that none of those replaced is donated."""
     memory = facts.predicted
+    if memory.peak_bytes < _SMALL_BYTES:
+        return
     fixed = memory.argument_bytes + memory.output_bytes - memory.alias_bytes
     if 2 * fixed < memory.peak_bytes or not memory.peak_bytes:
         yield from _not_donated(facts)
@@ -57,7 +64,7 @@ def arguments_of(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
         f"{format_bytes(memory.peak_bytes)} ({100 * fixed / memory.peak_bytes:.0f} %), which "
         f"rematerialization cannot make smaller; temporaries are {format_bytes(memory.temp_bytes)}. "
         f"The largest: {'; '.join(f'{group.kind} {group}' for group in most)}.",
-        smaller_arguments(facts),
+        smaller_arguments(facts, fixed),
     )
 
 
@@ -65,73 +72,20 @@ _LARGE = 0.02  # share of the peak; what frees less is no finding of its own
 
 
 def _not_donated(facts: Facts) -> Iterator[Finding]:
-    donatable = _donatable(facts)
-    n_bytes = sum(donatable.values())
-    if n_bytes >= _LARGE * facts.peak_bytes:
-        yield Finding(
-            "arguments_not_donated",
-            "info",
-            f"The step returns new values of {_listed(donatable)}, with the same shapes, and keeps the old "
-            f"ones: {format_bytes(n_bytes)} are there twice, also at the peak.",
-            _donate(donatable),
-        )
+    advice = donation(facts)
+    if advice.n_bytes and advice.n_bytes >= _LARGE * facts.peak_bytes:
+        yield Finding("arguments_not_donated", "info", advice.reason, advice.step)
 
 
-def _donate(donatable: dict[str, int]) -> str:
-    return (
-        f"Donate {_listed(donatable)} (donate_argnums), which the step replaces: "
-        f"{format_bytes(sum(donatable.values()))} less."
-    )
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)
-
-
-def _donatable(facts: Facts) -> dict[str, int]:
-    """Return the arguments that the step replaces and that are not donated, with their bytes.
-
-    Gradients have the shapes of parameters too, but do not replace them, and a sum over the iterations of
-    a loop is no new value of an argument.
-    """
-    if facts.step.undifferentiated is not None:
-        return {}
-    sides = facts.sides
-    program = sides.program
-    made = {v: i for i, op in enumerate(program.ops) for v in op.results}
-
-    def is_new(v: int) -> bool:
-        i = made.get(v)
-        if i is None:
-            return True
-        if sides.phases[i] in ("backward", "recompute"):
-            return False
-        begins = program.ops[i].operands
-        return program.ops[i].name not in ("scan", "while") or any(
-            program.types[x] == program.types[v] for x in begins if x in sides.inputs
-        )
-
-    free = [program.types[v] for v in program.outputs if is_new(v)]
-    found: dict[str, int] = {}
-    for v, name, donated in zip(sides.inputs, facts.step.names, facts.step.donated):
-        kind = program.types[v]
-        if kind in free:
-            free.remove(kind)
-            if not donated:
-                root = re.split(r"[\[.]", name)[0]
-                found[root] = found.get(root, 0) + program.bytes[v]
-    return {name: n for name, n in found.items() if n}
-
-
-def smaller_arguments(facts: Facts) -> str:
-    """Return how arguments and results take less memory, with the bytes that each way frees."""
+def smaller_arguments(facts: Facts, fixed_bytes: int) -> str:
+    """Return how arguments and results, of so many bytes, take less memory: what each way frees."""
     ways = []
     if facts.step.undifferentiated is not None:
-        ways.append("In the training step donate what it replaces (donate_argnums).")
-    elif donatable := _donatable(facts):
-        ways.append(_donate(donatable))
+        ways.append(f"In the training step donate what it replaces ({donating_option(facts)}).")
+    elif advice := donation(facts).step:
+        ways.append(advice)
     ways.append(
         f"Shard parameters, optimizer state or the batch: over 2 devices up to "
-        f"{format_bytes(facts.fixed_bytes // 2)} less on each. Or keep them in a smaller dtype."
+        f"{format_bytes(fixed_bytes // 2)} less on each. Or keep them in a smaller dtype."
     )
     return " ".join(ways)

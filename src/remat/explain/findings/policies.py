@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from remat import _jax
 from remat.errors import closest
@@ -58,42 +58,60 @@ def _names_unknown(facts: Facts, policy: object) -> Iterator[Finding]:
             "info",
             f"The policy {_called(policy)} names {', '.join(map(repr, absent))}, but no value of the step "
             "has such a name.",
-            f"If it is a slip, {closest(absent[0], known)}",
+            f"Correct the name or leave it out. {_known_names(absent[0], known)}",
         )
+
+
+def _known_names(unknown: str, known: Iterable[str]) -> str:
+    """Return the sentences that say which names there are, the closest first."""
+    said = closest(unknown, known)
+    return said[0].upper() + said[1:]
+
+
+# Classes of policies, by what `jax.checkpoint_policies` calls their instances or what makes them.
+_NAMES_OF_CLASSES = {
+    "SaveOnlyTheseNames": "save_only_these_names",
+    "SaveAnyNamesButThese": "save_any_names_but_these",
+}
 
 
 def _called(policy: object) -> str:
-    called = getattr(policy, "__qualname__", "") or repr(policy)
-    return called.split(".<locals>")[0]
+    """Return the name under which a policy is known."""
+    called = getattr(policy, "__qualname__", "") or _NAMES_OF_CLASSES.get(type(policy).__name__)
+    return (called or repr(policy)).split(".<locals>")[0]
 
 
 def _nothing_like(policy: object, known: dict[str, str], theirs: bool) -> Finding:
-    called, wanted = _called(policy), regions.names_wanted(policy)
-    discarded = [name for name in wanted if name in known]
-    if not wanted:
-        return Finding(
-            "policy_matched_nothing",
-            "error",
-            f"The policy {called} saves no value of the region that it is given to: everything is "
-            "recomputed.",
-            "remat.print_saved_residuals shows what is saved; under vmap, matrix products have batch "
-            "dimensions.",
-        )
-    names = ", ".join(map(repr, wanted))
+    """Return the finding on a policy that saves nothing, with the reason."""
+    called = _called(policy)
+    wanted, excluded = regions.names_wanted(policy), regions.names_excluded(policy)
+    others = [name for name in known if name not in excluded] if excluded else []
+    names = ", ".join(map(repr, [*wanted, *others]))
+    discarded = [name for name in (*wanted, *others) if name in known]
     if discarded and theirs:
         where = ", ".join(f"{name!r} at {known[name]}" for name in discarded)
-        return Finding(
-            "policy_matched_nothing",
-            "error",
-            f"The policy {called} saves {names}, but the result of checkpoint_name is not used "
-            f"({where}): it names a copy that nobody reads, so nothing is saved by it.",
-            "Write x = checkpoint_name(x, name) and go on with that x; remat.checkpoint names x itself.",
+        said = (
+            f"saves {names}, but the result of checkpoint_name is not used ({where}): it names a copy that "
+            "nobody reads, so nothing is saved by it."
         )
-    return Finding(
-        "policy_matched_nothing",
-        "error",
-        f"The policy {called} saves {names}, which no value of the region has: nothing is saved by it.",
-        f"Write a name that checkpoint_name gives: {closest(wanted[0], known)}"
-        if known
-        else f"Name what is to be saved: x = remat.checkpoint_name(x, {wanted[0]!r}).",
-    )
+        step = "Write x = checkpoint_name(x, name) and go on with that x; remat.checkpoint names x itself."
+    elif excluded:
+        said = (
+            f"saves values of all names but {', '.join(map(repr, excluded))}, and the region that it is "
+            "given to has no other names: everything is recomputed."
+        )
+        step = "Name what is to be saved: x = remat.checkpoint_name(x, name)."
+    elif wanted:
+        said = f"saves {names}, which no value of the region has: nothing is saved by it."
+        step = (
+            f"Write a name that checkpoint_name gives. {_known_names(wanted[0], known)}"
+            if known
+            else f"Name what is to be saved: x = remat.checkpoint_name(x, {wanted[0]!r})."
+        )
+    else:
+        said = "saves no value of the region that it is given to: everything is recomputed."
+        step = (
+            "remat.print_saved_residuals shows what is saved; under vmap, matrix products have batch "
+            "dimensions."
+        )
+    return Finding("policy_matched_nothing", "error", f"The policy {called} {said}", step)

@@ -28,7 +28,9 @@ def undone(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
     predicted = facts.predicted.temp_bytes
     if compiled is None or before <= 1.05 * predicted:
         return
-    if compiled.temp_bytes < 1.15 * predicted:
+    # On CPU the memory of the host is that of the device.
+    on_host = sum(v.n_bytes for v in facts.account.values if v.kind == "offloaded")
+    if compiled.temp_bytes < 1.15 * (predicted + on_host):
         return
     # The prediction is not exact enough to tell, so the step is compiled with those regions inlined that
     # the compiler may merge; other regions stay, so that they do not hide the difference.
@@ -37,6 +39,9 @@ def undone(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
     inlined = facts.compiled_inlined(_is_exposed if exposed else lambda _: True)
     # Compilers schedule inlined code slightly differently, so a small difference proves nothing.
     if inlined is None or compiled.temp_bytes < (0.9 if exposed else 0.97) * inlined:
+        return
+    # What makes a step larger than without regions is something else, such as copies to the host.
+    if compiled.temp_bytes > 1.15 * inlined:
         return
     if any(not _prevents(eqn) for eqn in outside):
         step = "Leave out prevent_cse=False: it is for regions in the body of a loop."

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from remat import _jax
-from remat.explain.phases import PhasedProgram, is_view
+from remat.explain.phases import PhasedProgram, holds_gradient, is_view
 from remat.explain.runs import program_of, run_of
 from remat.ir import jaxprs
 from remat.ir.equations import inline_body
@@ -61,7 +61,7 @@ def _kept(sides: PhasedProgram) -> Iterator[Stack]:
 def differentiated_body(sides: PhasedProgram, number: int) -> PhasedProgram | None:
     """Return the body of an operation, such as a loop over microbatches, that has both passes in it."""
     run = run_of(sides.program.ops[number], sides.eqns[number])
-    if run is None or not any(map(_jax.is_transposed, jaxprs.equations(run.jaxpr))):
+    if run is None or not holds_gradient(run.jaxpr):
         return None
     return program_of(run, sides, number)
 

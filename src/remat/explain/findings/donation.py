@@ -1,0 +1,112 @@
+"""Which arguments to donate, in words: those that the step replaces."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from remat.explain.findings.facts import Facts
+from remat.explain.replaced import replaced_arguments
+from remat.explain.step import CLOSED_OVER
+from remat.units import format_bytes
+
+
+class Donation(NamedTuple):
+    """What can be donated: the bytes, why, and how; 0 and "" for nothing."""
+
+    n_bytes: int = 0
+    reason: str = ""
+    step: str = ""
+
+
+def donation(facts: Facts) -> Donation:
+    """Return the arguments to donate: those that the step replaces, and those that it may replace."""
+    if facts.step.undifferentiated is not None:
+        return Donation()
+    surely, perhaps = donatable(facts)
+    reasons, steps = [], []
+    if surely:
+        reasons.append(
+            f"The step returns new values of {', '.join(surely)}, with the same shapes, and keeps the old "
+            f"ones: {_total(surely)} are there twice, also at the peak."
+        )
+        steps.append(
+            f"Donate {', '.join(surely)} ({_how(facts, surely)}), which the step replaces: up to "
+            f"{_total(surely)} less."
+        )
+    if perhaps:
+        reasons.append(
+            f"The step returns arrays that could take over the memory of {', '.join(perhaps)}: "
+            f"{_total(perhaps)}."
+        )
+        which = f"whichever of {', '.join(perhaps)}" if len(perhaps) > 1 else next(iter(perhaps))
+        steps.append(
+            f"Donate {which} {'you' if len(perhaps) > 1 else 'if you'} do not need "
+            f"{'' if len(perhaps) > 1 else 'it '}again ({_how(facts, perhaps)}): up to "
+            f"{_total(perhaps)} less."
+        )
+    n_bytes = sum(surely.values()) + sum(perhaps.values())
+    return Donation(n_bytes, " ".join(reasons), " ".join(steps))
+
+
+def donatable(facts: Facts) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the arguments that the step replaces, and those that it may replace, with bytes.
+
+    An argument of several arrays is replaced if all its arrays are, numbers aside. Beside parameters
+    that are, running averages of the forward pass are taken for replaced.
+    """
+    program, inputs = facts.sides.program, facts.sides.inputs
+    found = replaced_arguments(facts.sides, facts.step.donated)
+    new = dict.fromkeys(found.surely, 1.0) | dict(found.perhaps)
+    kept: set[str] = set()
+    replaced: set[str] = set()
+    n_bytes: dict[str, int] = {}
+    for v, name, donated in zip(inputs, facts.step.names, facts.step.donated):
+        root = _root(name)
+        if donated or name == CLOSED_OVER:
+            continue
+        if v in new:
+            n_bytes[root] = n_bytes.get(root, 0) + int(new[v] * program.bytes[v])
+        if v in found.surely:
+            replaced.add(root)
+        if new.get(v, 0) < 1 and v not in found.unchanged and not program.types[v].endswith("[]"):
+            kept.add(root)
+    n_bytes = {name: n for name, n in n_bytes.items() if n}
+    surely = {name: n for name, n in n_bytes.items() if name in replaced - kept}
+    return surely, {name: n for name, n in n_bytes.items() if name not in surely}
+
+
+def donating_option(facts: Facts) -> str:
+    """Return the option that donates arguments of steps like this one."""
+    option = facts.step.words.donation
+    return 'donate="all"' if option == "donate" else option
+
+
+def _total(n_bytes: Mapping[str, int]) -> str:
+    return format_bytes(sum(n_bytes.values()))
+
+
+def _how(facts: Facts, donated: Iterable[str]) -> str:
+    """Return the option that donates arguments; that of `eqx.filter_jit` donates others with them."""
+    option = donating_option(facts)
+    if facts.step.words.donation != "donate":
+        return option
+    kept = [
+        (_root(name), is_donated)
+        for name, is_donated in zip(facts.step.names, facts.step.donated)
+        if name != CLOSED_OVER
+    ]
+    spared = set(donated)
+    if kept[0][0] not in spared:
+        option = 'donate="all-except-first"'
+        spared.add(kept[0][0])
+    others = dict.fromkeys(
+        root for root, is_donated in kept if not is_donated and root not in spared
+    )
+    return option + (f", which also donates {', '.join(others)}" if others else "")
+
+
+def _root(name: str) -> str:
+    """Return the argument that a leaf's name begins with."""
+    return re.split(r"[\[.]", name)[0]

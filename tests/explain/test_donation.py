@@ -1,0 +1,198 @@
+"""Which arguments an explanation says to donate."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from explain_cases import codes, f32, struct
+
+import remat
+
+W, X = struct(256, 256), struct(512, 256)
+PAIR = {"a": W, "b": W}
+
+
+def loss(w, x):
+    return jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w) ** 2)
+
+
+def of_pair(params, x):
+    return jnp.mean(jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"]) ** 2)
+
+
+def descended(params, gradients):
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+
+def averaged(old, new):
+    return jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, old, new)
+
+
+def advice(step, *args, **options):
+    """Return what an explanation says on donation."""
+    explanation = remat.explain(jax.jit(step, **options), *args, compile=False)
+    steps = " ".join(finding.next_step for finding in explanation.findings)
+    return " ".join(re.findall(r"Donate [^:]*: up to [^:]*? less\.", steps))
+
+
+def replaced(step, *args, **options):
+    """Return the arguments that an explanation says the step replaces."""
+    found = re.search(
+        r"Donate ([^(]*) \(.*\), which the step replaces", advice(step, *args, **options)
+    )
+    return found[1] if found else ""
+
+
+def distilled(teacher, student, x):
+    return student - jax.grad(lambda s: (loss(s, x) - loss(teacher, x)) ** 2)(student)
+
+
+def test_frozen_parameters_of_the_shapes_of_trained_ones_are_not_to_be_donated():
+    assert replaced(distilled, W, W, X) == "student"
+    assert advice(distilled, W, W, X, donate_argnums=1) == ""
+
+
+def test_a_batch_of_the_shape_of_the_predictions_is_not_to_be_donated():
+    def step(params, x):
+        def predicted(params):
+            y = jnp.tanh(jnp.tanh(x @ params) @ params)
+            return jnp.mean(y**2), y
+
+        (_, y), gradient = jax.value_and_grad(predicted, has_aux=True)(params)
+        return params - gradient, y
+
+    assert replaced(step, W, X) == "params"
+    assert "x" not in advice(step, W, X).replace("which", "")
+
+
+def test_an_argument_added_to_its_prediction_is_to_be_donated_if_it_is_not_needed_again():
+    def step(params, x):
+        def denoised(params):
+            y = x + jnp.tanh(x @ params)
+            return jnp.mean(y**2), y
+
+        (_, y), gradient = jax.value_and_grad(denoised, has_aux=True)(params)
+        return params - gradient, y
+
+    assert replaced(step, W, X) == "params"
+    assert "Donate x if you do not need it again" in advice(step, W, X)
+
+
+def test_where_one_of_two_arguments_is_replaced_either_may_be_donated():
+    def step(params, target, x):
+        return averaged(target, jax.tree.map(lambda p: p, params)), of_gradient(params, x)
+
+    def of_gradient(params, x):
+        return jnp.sum(jax.grad(of_pair)(params, x)["a"])
+
+    said = advice(step, PAIR, PAIR, X)
+    assert "Donate whichever of params, target you do not need again" in said
+    assert "up to 512.0 KiB" in said
+
+
+def test_parameters_of_which_some_are_not_returned_may_be_needed_again():
+    def only_head(params, x):
+        return params["b"] - 0.1 * jax.grad(of_pair)(params, x)["b"]
+
+    def all_of_them(params, x):
+        return {"a": params["a"], "b": only_head(params, x)}
+
+    assert "Donate params if you do not need it again" in advice(only_head, PAIR, X)
+    assert replaced(all_of_them, PAIR, X) == "params"
+
+
+def test_running_averages_beside_parameters_are_replaced_with_them():
+    def step(model, x):
+        def with_mean(w):
+            y = jnp.tanh(x @ w)
+            return jnp.mean(y**2), 0.9 * model["mean"] + 0.1 * y.mean(axis=0)
+
+        gradient, mean = jax.grad(with_mean, has_aux=True)(model["w"])
+        return {"w": model["w"] - 0.1 * gradient, "mean": mean}
+
+    assert replaced(step, {"w": W, "mean": struct(256)}, X) == "model"
+
+
+def test_scaled_gradients_replace_nothing():
+    def step(params, x):
+        return jax.tree.map(lambda g: g / 8, jax.grad(of_pair)(params, x))
+
+    assert advice(step, PAIR, X) == ""
+
+
+def with_average(params, average, x):
+    params = descended(params, jax.grad(of_pair)(params, x))
+    return params, averaged(average, params)
+
+
+def in_branches(params, average, x):
+    gradients = jax.grad(of_pair)(params, x)
+
+    def update(params, average):
+        new = descended(params, gradients)
+        return new, averaged(average, new)
+
+    is_finite = jnp.isfinite(gradients["a"]).all()
+    return jax.lax.cond(is_finite, update, lambda *old: old, params, average)
+
+
+def in_a_loop(params, average, x):
+    return jax.lax.fori_loop(0, 3, lambda _, old: with_average(*old, x), (params, average))
+
+
+def in_mixed_precision(params, average, x):
+    gradients = jax.grad(of_pair)(params, x.astype(jnp.bfloat16))
+    average = jax.tree.map(lambda m, g: 0.9 * m + g.astype(f32), average, gradients)
+    new = jax.tree.map(lambda p, m: p.astype(f32) - 0.1 * m, params, average)
+    return jax.tree.map(lambda p: p.astype(jnp.bfloat16), new), average
+
+
+@pytest.mark.parametrize("step", [with_average, in_branches, in_a_loop, in_mixed_precision])
+def test_parameters_and_their_averages_are_both_replaced(step):
+    params = PAIR
+    if step is in_mixed_precision:
+        params = jax.tree.map(lambda s: struct(*s.shape, dtype=jnp.bfloat16), PAIR)
+    assert replaced(step, params, PAIR, X) == "params, average"
+
+
+def test_an_update_layer_by_layer_replaces_stacked_parameters():
+    def step(params, momentum, x):
+        def of_stack(params):
+            return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)[0].sum()
+
+        def update(_, layer):
+            w, m, g = layer
+            m = 0.9 * m + g
+            return None, (w - 0.1 * m, m)
+
+        return jax.lax.scan(update, None, (params, momentum, jax.grad(of_stack)(params)))[1]
+
+    assert replaced(step, struct(4, 256, 256), struct(4, 256, 256), X) == "params, momentum"
+
+
+def test_steps_of_filter_jit_are_told_of_its_own_option():
+    eqx = pytest.importorskip("equinox")
+
+    def said(step, *shapes, **options):
+        args = [jnp.ones(shape.shape) for shape in shapes]
+        explanation = remat.explain(eqx.filter_jit(step, **options), *args, compile=False)
+        return " ".join(finding.next_step for finding in explanation.findings)
+
+    first = said(lambda w, x: w - 0.1 * jax.grad(loss)(w, x), W, X)
+    assert 'Donate w (donate="all", which also donates x), which the step replaces' in first
+    assert 'Donate student (donate="all-except-first"' in said(distilled, W, W, X)
+    assert "Donate" not in said(distilled, W, W, X, donate="all-except-first")
+
+    def step(w, m, x):
+        m = 0.9 * m + jax.grad(loss)(w, x)
+        return w - 0.1 * m, m
+
+    assert 'Donate w (donate="all"), which' in said(step, W, W, X, donate="all-except-first")
+    assert "donate_argnums" not in said(loss, W, X)
+
+
+def test_the_arguments_of_steps_on_numbers_are_no_finding():
+    assert codes(remat.explain(lambda x: x * 2, struct())) == {"no_regions"}
