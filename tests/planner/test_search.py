@@ -273,3 +273,33 @@ def test_what_is_returned_fits_whatever_the_compiler_says(steps, factor, offset,
     assert (best is None) == (not fitting)
     if best is not None:
         assert best.proposal.extra_seconds == min(c.proposal.extra_seconds for c in fitting)
+
+
+def test_a_poor_plan_that_fits_is_improved_below_proposals_that_exceed_the_budget():
+    # (the model's bytes, seconds, the compiler's bytes); of a decoder of 16 layers, in 10 kB
+    steps = {
+        "written": [(2960, 1.29, 3102), (4229, 0.95, 4202), (4661, 0.144, 4703)],
+        "fused": [
+            (2462, 0.25, 3404),
+            (2762, 0.2, 3903),
+            (2962, 0.164, 4604),
+            (3216, 0.148, 4603),
+            (4262, 0.13, 5803),
+        ],
+    }
+
+    class Decoder:
+        variants, exact_variants = ("written", "fused"), ()
+
+        def within(self, variant, n_bytes):
+            fitting = [step for step in steps[variant] if step[0] <= n_bytes]
+            if not fitting:
+                raise BudgetError("none")
+            size, seconds, compiled = fitting[-1]
+            return Proposal(variant, size, seconds, 0.0, compiled)
+
+        def smallest(self, variant):
+            return self.within(variant, steps[variant][0][0])
+
+    best, _ = search(Decoder(), lambda proposal, _: proposal.decisions, 4432)
+    assert best.proposal.extra_seconds == 0.2

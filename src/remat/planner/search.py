@@ -242,7 +242,10 @@ class _Search:
             most = (1 - gain) * best.proposal.extra_seconds
             if proposal.extra_seconds < most and not self._is_known(proposal):
                 return proposal
-        return None
+        # What was expected to fit exceeded the budget. A smaller one may still be much better than the best.
+        smaller = self._new_proposal(variant)
+        most = (1 - _GAIN_OF_MORE) * best.proposal.extra_seconds
+        return smaller if smaller is not None and smaller.extra_seconds < most else None
 
     def _new_proposal(self, variant: str) -> Proposal | None:
         """Return a proposal that was not compiled and is expected to fit; None if there is none.
