@@ -11,7 +11,7 @@ import pytest
 
 from remat import _jax
 from remat.errors import PlanError
-from remat.planner.decisions import LoopDecisions, StepDecisions, applied, with_loops
+from remat.planner.decisions import LoopDecisions, StepDecisions, applied, source_of, with_loops
 from remat.planner.rewrite import Burst, Decisions, flattened
 from remat.planner.scan_pairs import pairs
 from remat.planner.whole_step_file import decisions_of_plan, whole_step_plan
@@ -89,6 +89,24 @@ def test_recomputations_around_what_a_removed_loop_had_added_are_refused(flat, d
     assert added >= whole.n_equations
     with pytest.raises(PlanError, match=rf"do not add any more: {added}\. Remove"):
         decisions_of_plan(dataclasses.replace(whole, loops=()), flat)
+
+
+def test_equations_of_opened_checkpoints_are_numbered_like_others():
+    block = jax.checkpoint(lambda h, w: jnp.sin(jnp.tanh(h @ w)) * jnp.cos(h))
+
+    def with_checkpoints(weights, x):
+        return jax.value_and_grad(lambda w: jnp.sum(block(block(x, w[0]), w[1]) ** 2))(weights)
+
+    flat = flattened(jax.make_jaxpr(with_checkpoints)(WEIGHTS, X).jaxpr)
+    source = source_of(flat, opened=True)
+    places_of_tanh = places(source, "tanh")
+    burst = Burst(len(source.eqns) - 1, (places_of_tanh[0],))
+    outside = Decisions(frozenset(range(len(source.eqns))), (burst,))
+    decided = StepDecisions(LoopDecisions(opened=True), outside)
+    whole = whole_step_plan(flat, decided)
+    assert whole.n_added == 0
+    assert whole.recomputations[0].again == (places_of_tanh[0],)
+    assert decisions_of_plan(whole, flat) == decided
 
 
 def test_a_plan_of_another_number_of_equations_is_refused(flat, decided):

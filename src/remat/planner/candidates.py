@@ -205,13 +205,13 @@ class StepModel:
         return program_of_flat(flat, self.shards, self.slowdown, into_products=self.into_products)
 
     @functools.cached_property
-    def _source(self) -> _jax.Jaxpr:
+    def source(self) -> _jax.Jaxpr:
         """Return the program that the levels start from: the user's checkpoints are opened."""
         return scan_pairs.opened(self.flat)
 
     @property
     def _is_opened(self) -> bool:
-        return self._source is not self.flat
+        return self.source is not self.flat
 
     @functools.cached_property
     def _as_written(self) -> Level:
@@ -219,7 +219,7 @@ class StepModel:
 
     @functools.cached_property
     def _loops(self) -> _Loops:
-        return _loops(self, self._source)
+        return _loops(self, self.source)
 
     def _level(self, at: int, options: tuple[BodyOption, ...]) -> Level:
         """Return a level of the pairs of loops with these options of the bodies."""
@@ -300,8 +300,8 @@ class Level:
 
     @functools.cached_property
     def program(self) -> Program:
-        flat = with_loops(self.model.flat, self.loops)
-        return self.model.program_of(flat)
+        source = self.model.source if self.loops.opened else self.model.flat
+        return self.model.program_of(with_loops(source, self.loops))
 
     @property
     def seconds(self) -> float:

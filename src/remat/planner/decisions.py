@@ -48,13 +48,16 @@ def source_of(flat: _jax.Jaxpr, opened: bool) -> _jax.Jaxpr:
     return scan_pairs.opened(flat) if opened else flat
 
 
-def with_loops(flat: _jax.Jaxpr, loops: LoopDecisions) -> _jax.Jaxpr:
-    """Return a flat step whose loops do as decided.
+def with_loops(source: _jax.Jaxpr, loops: LoopDecisions) -> _jax.Jaxpr:
+    """Return a step whose loops do as decided.
+
+    Args:
+      source: the program that the decisions refer to (`source_of`).
+      loops: the decisions.
 
     Raises:
       PlanError: the program has no such loops.
     """
-    source = source_of(flat, loops.opened)
     if loops.bodies:
         source = with_bodies(source, dict(loops.bodies))
     return scan_pairs.rewrite(source, dict(loops.choices)) if loops.choices else source
@@ -66,7 +69,8 @@ def applied(flat: _jax.Jaxpr, decisions: StepDecisions) -> _jax.Jaxpr:
     Raises:
       PlanError: the program has no such loops.
     """
-    new = rewritten(with_loops(flat, decisions.loops), decisions.outside)
+    source = source_of(flat, decisions.loops.opened)
+    new = rewritten(with_loops(source, decisions.loops), decisions.outside)
     return new if new is flat else _apart(new)
 
 

@@ -10,7 +10,7 @@ loops and bodies keep is checked where they are rewritten (`scan_pairs.rewriting
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from remat import _jax
 from remat.errors import PlanError
@@ -28,13 +28,13 @@ def whole_step_plan(flat: _jax.Jaxpr, decisions: StepDecisions) -> WholeStep:
     loops = decisions.loops
     source = source_of(flat, loops.opened)
     found = bodies_by_id(source, [id for id, _ in loops.bodies])
-    flat = with_loops(flat, loops)
-    numbers = _numbers(source, flat)
+    new = with_loops(source, loops)
+    numbers = _numbers(source, new)
     outside = decisions.outside
     return WholeStep(
         len(source.eqns),
         tuple(sorted(numbers[i] for i in outside.stored)),
-        _recomputations(flat, outside, numbers),
+        _recomputations(new, outside, numbers),
         loops.opened,
         tuple(_loop_plan(*choice) for choice in loops.choices),
         tuple(
@@ -75,7 +75,7 @@ def decisions_of_plan(whole: WholeStep, flat: _jax.Jaxpr) -> StepDecisions:
             for body in whole.bodies
         ),
     )
-    new = with_loops(flat, loops)
+    new = with_loops(source, loops)
     numbers = _numbers(source, new)
     _check_added(whole, numbers, _n_added(source, numbers))
     _check_repeatable(whole, new, numbers)
@@ -150,21 +150,16 @@ def _check_count(n_equations: int, jaxpr: _jax.Jaxpr, what: str) -> None:
 
 def _check_added(whole: WholeStep, numbers: Sequence[int], n_added: int) -> None:
     """Refuse recomputations around equations that the plan's loops do not add any more."""
-    gone = set(_named(whole)) - set(numbers)
+    left = set(numbers)
     if n_added != whole.n_added:
-        gone |= {n for n in _named(whole) if n >= whole.n_equations}
+        left -= set(range(whole.n_equations, whole.n_equations + n_added))
+    gone = {n for r in whole.recomputations for n in (r.before, *r.again)} - left
     if gone:
         raise PlanError(
             f"the plan recomputes equations, or before equations, that its loops do not add any more: "
             f"{', '.join(map(str, sorted(gone)))}. Remove these numbers from its recomputations, or take "
             "back the edit of its loops."
         )
-
-
-def _named(plan: WholeStep) -> Iterator[int]:
-    for recomputation in plan.recomputations:
-        yield recomputation.before
-        yield from recomputation.again
 
 
 def _check_repeatable(
