@@ -242,6 +242,8 @@ class _Search:
             most = (1 - gain) * best.proposal.extra_seconds
             if proposal.extra_seconds < most and not self._is_known(proposal):
                 return proposal
+        if not self._is_known(self._proposal_within(variant, int(self._aim(variant)))):
+            return None
         # What was expected to fit exceeded the budget. A smaller one may still be much better than the best.
         smaller = self._new_proposal(variant)
         most = (1 - _GAIN_OF_MORE) * best.proposal.extra_seconds
