@@ -324,8 +324,8 @@ def _check_decisions(plan: WholeStep | BodyPlan, n_added: int = 0) -> None:
             )
         if recomputation.before >= n_equations:
             raise _field_error(
-                f"there is no equation {recomputation.before} to recompute before: the step has "
-                f"{n_equations}, and numbers count from 0.",
+                f"the step has no equation {recomputation.before}, before which to recompute: it has "
+                f"{n_equations}, numbered from 0.",
                 "recomputations",
                 i,
             )

@@ -106,7 +106,7 @@ def _drawn(block: Block) -> str:
         case doc.Table(columns, rows, numbers, _):
             head = _cells("th", columns, numbers)
             body = "\n".join(f"<tr>{_cells('td', row, numbers)}</tr>" for row in rows)
-            # Rows of many columns become paragraphs where there is no room.
+            # Rows of many columns become paragraphs on narrow screens.
             classes = ' class="wide"' if len(columns) > 4 else ""
             return (
                 f'<div class="scroll"><table{classes}><thead><tr>{head}</tr></thead>\n'
