@@ -154,8 +154,11 @@ _SAME_TIME = 1.01  # ratio of extra times up to which a plan with a lower peak i
 
 def is_better(one: ParetoPoint, other: ParetoPoint) -> bool:
     """Return whether one plan has a lower peak than another and takes no more time."""
-    no_more_time = one.extra_time_s <= _SAME_TIME * other.extra_time_s
-    return one.verified and one.peak_bytes < other.peak_bytes and no_more_time
+    return one.verified and one.peak_bytes < other.peak_bytes and _takes_no_longer(one, other)
+
+
+def _takes_no_longer(one: ParetoPoint, other: ParetoPoint) -> bool:
+    return one.extra_time_s <= _SAME_TIME * other.extra_time_s
 
 
 def worth_choosing(points: Sequence[ParetoPoint]) -> dict[ParetoPoint, ParetoPoint | None]:
@@ -165,8 +168,9 @@ def worth_choosing(points: Sequence[ParetoPoint]) -> dict[ParetoPoint, ParetoPoi
     """
     found: dict[ParetoPoint, ParetoPoint | None] = {}
     for i, point in enumerate(points):
-        same = [p for p in points[:i] if p.peak_bytes == point.peak_bytes]
-        same = [p for p in same if p.extra_time_s <= _SAME_TIME * point.extra_time_s]
+        same = [
+            p for p in points[:i] if p.peak_bytes == point.peak_bytes and _takes_no_longer(p, point)
+        ]
         better = [p for p in points if is_better(p, point)]
         stays = point.chosen or not point.extra_time_s
         found[point] = None if stays else next(iter([*better, *same]), None)

@@ -175,9 +175,8 @@ class _Accounting:
                     uses[v].dies = max(uses[v].born, at - 1)
                     updated.setdefault(v, at)
         for v, at in updated.items():
-            if (
-                uses[v].readers[-1] != self.kernels[at]
-            ):  # read later, so it is a copy that is updated
+            # If it is read later, it is a copy that is updated.
+            if uses[v].readers[-1] != self.kernels[at]:
                 uses[v].dies = max(uses[v].dies, at)
         return uses
 
@@ -253,8 +252,8 @@ class _Accounting:
         steps = self._steps()
         last = len(steps) - 1
         values = self._arguments(names, last)
-        called = results_called(self.sides, names, results)
-        outputs, alias_bytes = self._outputs(called, donated, last, results_from_start)
+        result_names = results_called(self.sides, names, results)
+        outputs, alias_bytes = self._outputs(result_names, donated, last, results_from_start)
         values += outputs
         first = len(values)
         # Donated memory is that of an argument until it is a result's.

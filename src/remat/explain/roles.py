@@ -20,7 +20,7 @@ _REARRANGEMENTS = names_where("is_rearrangement")
 
 def gradients_of(sides: PhasedProgram, names: Sequence[str]) -> dict[int, str]:
     """Return the gradients that the update reads, and the leaves of the first argument that they are of."""
-    roots = {name: _root(name) for name in names}
+    roots = {name: argument_of(name) for name in names}
     of_input = {
         v: name for v, name in zip(sides.inputs, names) if names and roots[name] == roots[names[0]]
     }
@@ -74,7 +74,7 @@ def results_called(
     program = sides.program
     name_of = {v: name for v, name in zip(sides.inputs, names) if name != CLOSED_OVER}
     made = {v: i for i, op in enumerate(program.ops) for v in op.results}
-    first = [name for name in names if _root(name) == _root(names[0])]
+    first = [name for name in names if argument_of(name) == argument_of(names[0])]
     found = []
     for at, v in enumerate(program.outputs):
         place = results[at] if len(results) == len(program.outputs) else ""
@@ -92,7 +92,7 @@ def results_called(
 
 def _leaf(name: str) -> str:
     """Return a leaf's place in its argument: ``['w']`` of ``params['w']``."""
-    return name.removeprefix(_root(name))
+    return name.removeprefix(argument_of(name))
 
 
 def _replaced(
@@ -103,6 +103,6 @@ def _replaced(
     return name_of.get(nearest[0], "") if len(nearest) == 1 else ""
 
 
-def _root(name: str) -> str:
+def argument_of(name: str) -> str:
     """Return the argument that a leaf's name begins with: ``params`` of ``params['w']``."""
     return name.partition("[")[0].partition(".")[0]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from remat.explain.findings.facts import Facts
 from remat.explain.replaced import replaced_arguments
+from remat.explain.roles import argument_of
 from remat.explain.step import CLOSED_OVER
 from remat.units import format_bytes
 
@@ -63,7 +63,7 @@ def donatable(facts: Facts) -> tuple[dict[str, int], dict[str, int]]:
     replaced: set[str] = set()
     n_bytes: dict[str, int] = {}
     for v, name, donated in zip(inputs, facts.step.names, facts.step.donated):
-        root = _root(name)
+        root = argument_of(name)
         if donated or name == CLOSED_OVER:
             continue
         if v in new:
@@ -92,21 +92,16 @@ def _how(facts: Facts, donated: Iterable[str]) -> str:
     option = donating_option(facts)
     if facts.step.words.donation != "donate":
         return option
-    kept = [
-        (_root(name), is_donated)
+    roots = [
+        (argument_of(name), is_donated)
         for name, is_donated in zip(facts.step.names, facts.step.donated)
         if name != CLOSED_OVER
     ]
     spared = set(donated)
-    if kept[0][0] not in spared:
+    if roots[0][0] not in spared:
         option = 'donate="all-except-first"'
-        spared.add(kept[0][0])
+        spared.add(roots[0][0])
     others = dict.fromkeys(
-        root for root, is_donated in kept if not is_donated and root not in spared
+        root for root, is_donated in roots if not is_donated and root not in spared
     )
     return option + (f", which also donates {', '.join(others)}" if others else "")
-
-
-def _root(name: str) -> str:
-    """Return the argument that a leaf's name begins with."""
-    return re.split(r"[\[.]", name)[0]
