@@ -51,6 +51,15 @@ def test_published_graphs_come_close_to_the_optimum(
     assert 100 * (found.time / graph.time - 1) <= percent + 0.1
 
 
+def test_time_rises_steadily_where_less_than_one_layer_fits() -> None:
+    # The gradient of a decoder of 6 layers: at a tenth of its peak, parts of layers are computed three times.
+    graph = Graph.load(GRAPHS / "decoder6.json")
+    answers, peak = GridSearch().answers(graph), no_remat(graph).peak_bytes
+    for share, percent in ((0.15, 22.5), (0.12, 33), (0.11, 40)):
+        found = answers.within(int(share * peak))
+        assert 100 * (found.time / graph.time - 1) <= percent
+
+
 def test_dense_random_layers_take_little_more_time() -> None:
     graph = random_layers(250)
     found = GridSearch()(graph, int(0.8 * no_remat(graph).peak_bytes))

@@ -17,9 +17,10 @@ The answer for a budget is the order of the largest of these budgets that does n
 part is computed when it is first needed and depends on the graph alone. The work of each search is
 counted in steps, never in seconds.
 
-The searches: greedy insertion (`relief`), minimum cuts (`order_search`), eviction (`evict`), and,
-where these stay above the lower bound, segments of a chain (`segments`); the best order is improved
-by ruin and recreate until the lower bound or the allowance of work is reached.
+The searches: greedy insertion (`relief`), minimum cuts (`order_search`), and, where these stay above the
+lower bound, both in small steps from the order of a larger budget, eviction (`evict`), and segments of a
+chain (`segments`); the best order is improved by ruin and recreate until the lower bound or the allowance
+of work is reached.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ _CLOSE = 1e-4  # share of the graph's time; a search ends when it is so close to
 _CUTS = CutParameters(fill=1.0, height=1.0)
 _CUTS_WITH_ROOM = CutParameters(fill=0.9, height=1.0)
 _GAP = 0.03  # share of the lower bound; orders that are closer do without the costly searches
+_DESCENT = 0.95  # of neighbouring peaks in a descent; more makes smaller steps and takes longer
+_DESCENT_EFFORT = 20  # of a descent, as a multiple of the allowance of a budget
 _DISTANCE_POWER = 0.5  # of eviction; more prefers values whose next use is far away
 _MOST_REPEATS = 6  # computations per node after which a pass of eviction ends without an order
 _IDLE_ROUNDS = 60  # rounds of improvement without success after which a search ends
@@ -332,12 +335,43 @@ class _GridAnswers(Answers):
 
     def _costly(self, above: Liveness, budget: int, below: Liveness | None) -> Iterator[Liveness]:
         """Yield further orders, for budgets at which recomputation nests."""
-        del above
+        yield self._descended(above, budget)
         yield refine(self._plain, budget, _CUTS_WITH_ROOM, self._construction())
         if below is None:
             yield from self._evicted(budget)
         for found in self._segments.near(budget):
             yield relieve(found, budget, Relief(), self._construction())
+
+    def _descended(self, above: Liveness, budget: int) -> Liveness:
+        """Return the order that small steps from that of a larger budget reach, at best within a budget.
+
+        Cuts far below the peak of an order recompute long chains several times. In small steps, what is
+        recomputed needlessly is kept again before the next cut builds on it.
+        """
+        effort = Effort(_DESCENT_EFFORT * self._units)
+        while above.peak_bytes > budget and not effort.is_spent:
+            step = max(budget, int(_DESCENT * above.peak_bytes))
+            fitting = [
+                keep(found, step, Effort(self._units))
+                for found in self._next_below(above, step, effort)
+                if found.peak_bytes <= step
+            ]
+            if not fitting:
+                break
+            above = improve(
+                min(fitting, key=_time_and_peak),
+                step,
+                Effort(self._units // 10),
+                good_enough=float(self._bound(step)) + self._close,
+                max_idle=int(self._effort * _IDLE_ROUNDS) // 4,
+                seed=0,
+            )
+        return above
+
+    def _next_below(self, above: Liveness, budget: int, effort: Effort) -> Iterator[Liveness]:
+        yield relieve(above, budget, Relief(), effort)
+        yield relieve(refine(above, budget, _CUTS, effort), budget, Relief(), effort)
+        yield refine(above, budget, _CUTS_WITH_ROOM, effort)
 
     def _last_resorts(self, above: Liveness, budget: int) -> Iterator[Liveness]:
         yield relieve(self._plain, budget, Relief(power=2.0), self._construction())
