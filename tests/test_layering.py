@@ -81,7 +81,7 @@ LAYERS = [
     ("toggle",),
     ("testing",),
     ("module_steps",),
-    ("program.devices", "program.program"),
+    ("program.devices", "program.program", "program.output_buffers", "program.products"),
     ("program.costs", "program.fusion"),
     ("program.targets", "program.settings"),
     ("program.compiled", "program.from_jaxpr"),

@@ -234,7 +234,10 @@ def _of_body(
         return
     into_products = any(f.into_products for f in costing.fusing)
     program = program_of_flat(jaxpr, slowdown=costing.slowdown, into_products=into_products)
-    peaks = [peak_as_written(program, costing.price, fusing) for fusing in costing.fusing]
+    graphs = (
+        without_partial_sums(program, costing.price, fusing).graph for fusing in costing.fusing
+    )
+    peaks = [int(no_remat(graph).peak_bytes) for graph in graphs]
     if max(peaks) < least:
         return
     inside = list(_found(jaxpr, costing, max(least, int(_LARGE * max(peaks))), id, times))
@@ -284,16 +287,16 @@ def with_partial_sums(program: Program, price: Price, fusing: Fusing) -> Fused:
     with_all = _graph(program, price, fusing, partial_sums=0)
     if not with_all.partial_sums:
         return with_all
-    as_written = _graph(program, price, fusing)
+    as_written = without_partial_sums(program, price, fusing)
     peak = no_remat(as_written.graph).peak_bytes
     with_large = _graph(program, price, fusing, partial_sums=int(_SMALL_SUM * peak))
     # Where all terms are there before the first of them is added, partial sums free nothing.
     return with_large if no_remat(with_large.graph).peak_bytes <= peak else as_written
 
 
-def peak_as_written(program: Program, price: Price, fusing: Fusing) -> int:
-    """Return the bytes of a program's temporaries without recomputation or partial sums."""
-    return int(no_remat(_graph(program, price, fusing).graph).peak_bytes)
+def without_partial_sums(program: Program, price: Price, fusing: Fusing) -> Fused:
+    """Return the graph of a program as it is written."""
+    return _graph(program, price, fusing)
 
 
 def _graph(

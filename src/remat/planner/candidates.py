@@ -26,6 +26,7 @@ all of them; where that takes much memory, partial sums are written (`bodies.wit
 from __future__ import annotations
 
 import bisect
+import collections
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
@@ -41,23 +42,24 @@ from remat.planner.bodies import (
     BodyOption,
     Fusing,
     bodies,
-    peak_as_written,
     program_of_flat,
     smallest_reasonable,
     with_partial_sums,
+    without_partial_sums,
 )
 from remat.planner.decisions import LoopDecisions, StepDecisions, applied, with_loops
 from remat.planner.host_memory import Transfer
 from remat.planner.rewrite import Decisions, decisions_of
 from remat.planner.search import Proposal
 from remat.planner.tradeoffs import fastest, settings_of, undominated
+from remat.program import output_buffers
 from remat.program.from_jaxpr import Slowdown, no_slowdown
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Program
 from remat.solvers.graph import Graph
 from remat.solvers.grid import GridSearch
 from remat.solvers.liveness import Arrays, liveness
-from remat.solvers.simulate import no_remat
+from remat.solvers.simulate import Step, no_remat
 from remat.solvers.solver import Answers, Schedule, Solver
 
 WRITTEN, FUSED, INLINED, ORDERED = "written", "fused", "inlined", "ordered"
@@ -73,6 +75,9 @@ _SPREAD = 6
 # What is live around a body, as a share of that in the program as it is written: bodies are scheduled for
 # what remains of the budget. Less leaves more recomputation to the program around them.
 _SHARES_AROUND = (1.0, 0.5, 0.0)
+# Where results' buffers hold temporaries, schedules within larger budgets fit, too: how many of these are
+# tried, and the share of the budget that may be left.
+_MOST_LARGER, _LEFT = 4, 0.01
 
 
 class StepModel:
@@ -87,6 +92,7 @@ class StepModel:
       into_products: whether matrix products compute the elementwise values that they read.
       transfer: the time of a copy to the host's memory or back; None if nothing may be offloaded.
       host_limit: bytes that may be kept there; None for no limit.
+      donated: the bytes of each donated argument; results are written in their place.
     """
 
     exact_variants = (ORDERED,)
@@ -102,7 +108,9 @@ class StepModel:
         into_products: bool = False,
         transfer: Transfer | None = None,
         host_limit: int | None = None,
+        donated: Sequence[int] = (),
     ) -> None:
+        self.donated = donated
         self.transfer = transfer
         self.host_limit = host_limit
         self.flat = flat
@@ -190,8 +198,27 @@ class StepModel:
     def as_written(self, variant: str) -> Proposal:
         """Return the step as it is written as a proposal."""
         unchanged = StepDecisions(LoopDecisions(), Decisions(frozenset(), ()))
-        n_bytes = peak_as_written(self.program, self.price, _fusing(variant))
+        fused = without_partial_sums(self.program, self.price, _fusing(variant))
+        n_bytes = self.peak_bytes(fused, range(len(fused.graph)))
         return Proposal(variant, n_bytes, 0.0, 0.0, unchanged)
+
+    def peak_bytes(self, fused: Fused, order: Sequence[int]) -> int:
+        """Return the bytes of temporaries if the places of a graph are computed in this order."""
+        return output_buffers.peak_bytes(fused.graph, order, self._buffers(fused))
+
+    def _buffers(self, fused: Fused) -> dict[int, list[int]]:
+        """Return the bytes of results' buffers that may hold temporaries, by the nodes that write them."""
+        if self.into_products:
+            return {}  # compilers for TPUs assign buffers in another way
+        donated = collections.Counter(self.donated)
+        free: dict[int, list[int]] = {}
+        for id, sizes in fused.output_buffers.items():
+            for size in sizes:
+                if donated[size]:
+                    donated[size] -= 1
+                else:
+                    free.setdefault(id, []).append(size)
+        return free
 
     @property
     def seconds_of_checkpoints(self) -> float:
@@ -297,6 +324,7 @@ class Level:
         self.loop_seconds = loop_seconds
         self._by_variant: dict[str, Fused] = {}
         self._answers: list[tuple[Fused, Answers]] = []
+        self._peaks: dict[tuple[str, tuple[Step, ...]], int] = {}
 
     @functools.cached_property
     def program(self) -> Program:
@@ -311,11 +339,43 @@ class Level:
     def peak_bytes(self, variant: str) -> int:
         """Return the bytes of temporaries without recomputation outside of loops."""
         fused = self._fused(variant)
-        return int(no_remat(fused.graph).peak_bytes - fused.reused_bytes)
+        return self.model.peak_bytes(fused, range(len(fused.graph)))
 
     def within(self, variant: str, n_bytes: int) -> Proposal:
-        fused, answers = self._solved(variant)
-        return self._proposal(variant, answers.within(n_bytes + fused.reused_bytes))
+        _, answers = self._solved(variant)
+        try:
+            found = answers.within(n_bytes)
+        except BudgetError:
+            found = answers.smallest()
+            if self._peak_of(variant, found) > n_bytes:
+                raise
+        return self._proposal(variant, self._filling(variant, found, n_bytes))
+
+    def _filling(self, variant: str, found: Schedule, n_bytes: int) -> Schedule:
+        """Return the schedule within a larger budget that fits where results' buffers hold temporaries."""
+        _, answers = self._solved(variant)
+        budget = max(n_bytes, found.peak_bytes)
+        left = n_bytes - self._peak_of(variant, found)
+        for _ in range(_MOST_LARGER):
+            if left <= _LEFT * n_bytes or found.time <= found.lower_bound:
+                break
+            larger = answers.within(budget + left)
+            left_then = n_bytes - self._peak_of(variant, larger)
+            if left_then < 0:
+                left //= 2
+            else:
+                found, budget, left = larger, budget + left, left_then
+        return found
+
+    def _peak_of(self, variant: str, found: Schedule) -> int:
+        """Return the bytes of temporaries of a schedule."""
+        variant = self.model.model_of(variant)
+        if (variant, found.steps) not in self._peaks:
+            fused = self._fused(variant)
+            place = {node.id: at for at, node in enumerate(fused.graph.nodes)}
+            order = [place[id] for kind, id in found.steps if kind == "compute"]
+            self._peaks[variant, found.steps] = self.model.peak_bytes(fused, order)
+        return self._peaks[variant, found.steps]
 
     def smallest(self, variant: str) -> Proposal:
         fused, answers = self._solved(variant)
@@ -326,7 +386,7 @@ class Level:
         time = fused.graph.time
         return Proposal(
             variant,
-            int(found.peak_bytes - fused.reused_bytes),
+            self._peak_of(variant, found),
             self.loop_seconds + float(found.time - time),
             self.loop_seconds + max(0.0, float(found.lower_bound - time)),
             StepDecisions(

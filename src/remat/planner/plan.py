@@ -509,6 +509,7 @@ class _Search:
             into_products=is_tpu,
             transfer=self._transfer,
             host_limit=self.host_limit,
+            donated=self.unplanned.donated_bytes(),
         )
 
     @functools.cached_property

@@ -23,6 +23,7 @@ from remat.planner.marked.regions import Application, TracingContext, active_con
 from remat.planner.plan_file import MadeFor
 from remat.planner.rewrite import following
 from remat.program.compiled import CompilerFailure, Memory, OutOfMemory, compile_for_analysis
+from remat.program.from_jaxpr import n_bytes
 from remat.program.settings import compiler_settings
 from remat.program.targets import Target, n_shards, place
 
@@ -49,6 +50,17 @@ class Traced:
             for v, s in zip(of_arguments, shardings, strict=True)
         ]
         return [1] * len(of_consts) + divided
+
+    def donated_bytes(self) -> list[int]:
+        """Return the bytes of each donated argument on one device."""
+        n_consts = len(self.consts)
+        of_arguments = zip(self.jaxpr.invars[n_consts:], self.shards()[n_consts:], strict=True)
+        donated = _jax.donated_arguments(self._traced)
+        return [
+            n_bytes(v.aval) // n
+            for (v, n), is_so in zip(of_arguments, donated, strict=True)
+            if is_so
+        ]
 
     @functools.cached_property
     def program(self) -> str:

@@ -26,6 +26,7 @@ from remat.ir.equations import fusion_of, inline_body, is_fusible, is_repeatable
 from remat.ir.flops import WHILE_TRIPS, flops_of
 from remat.ir.operations import Fusion
 from remat.program.fusion import fuse
+from remat.program.products import transposed_operands
 from remat.program.program import Op, Program, without_dead
 from remat.program.targets import n_shards
 from remat.solvers.simulate import no_remat
@@ -186,6 +187,11 @@ class ProgramWriter:
                 dtype=_dtype(eqn),
                 extra_bytes=_extra_bytes(eqn),
                 workspace_bytes=self.workspace_bytes(eqn),
+                transposed=tuple(
+                    self.ids[v]
+                    for v in (eqn.invars[k] for k in transposed_operands(eqn))
+                    if _jax.is_var(v)
+                ),
                 kernels=self.n_kernels(eqn),
                 in_place=tuple(
                     (self.ids[v], self.ids[eqn.outvars[k]])

@@ -64,6 +64,8 @@ class Fused:
         largest has its number, and the others have numbers above those of all operations.
       reused_bytes: bytes of outputs whose buffers hold other values first; part of the graph's peak.
       partial_sums: operations that are written so that what they sum up is no longer needed.
+      output_buffers: for each node that writes outputs the bytes of each one's buffer, if it counts nothing
+        in the graph.
     """
 
     graph: Graph
@@ -73,6 +75,7 @@ class Fused:
     holds: dict[int, int]
     reused_bytes: int
     partial_sums: frozenset[int] = frozenset()
+    output_buffers: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
 def fuse(
@@ -343,6 +346,7 @@ class _Fusion:
         graph_nodes: list[Node] = []
         once: set[int] = set()
         reused = 0
+        output_buffers: dict[int, tuple[int, ...]] = {}
         parts = self._parts(nodes) if apart else {}
         holds = {v: into.get(i, i) for i in self.reads for v in ops[i].results}
         holds.update((v, part.id) for of in parts.values() for part in of for v in part.values)
@@ -357,7 +361,7 @@ class _Fusion:
             is_once = i in made_memory or not all(
                 ops[x].repeatable and self.may_repeat(ops[x]) for x in group.members
             )
-            workspace = max(ops[member].workspace_bytes for member in group.members)
+            workspace = max(map(self._workspace_bytes, group.members))
             whole = _Part(i, ops[i].results, self.size[i] - self._in_place(i), self.is_output[i])
             deps = group.deps
             if parts:
@@ -376,11 +380,13 @@ class _Fusion:
                 deps = {*deps, work}
             for part in of_node:
                 n_bytes = part.bytes
-                in_outputs = self._in_outputs(part.values)
+                buffers = self._output_buffers(part.values)
+                in_outputs = sum(buffers)
                 if in_outputs and reuses(in_outputs):
                     reused += in_outputs
-                else:
+                elif buffers:
                     n_bytes -= in_outputs
+                    output_buffers[part.id] = buffers
                 if part.is_output:
                     ends.append(part.id)
                 if is_once:
@@ -405,6 +411,7 @@ class _Fusion:
             holds,
             reused,
             self.partial_sums,
+            output_buffers,
         )
 
     def _parts(self, nodes: dict[int, _Group]) -> dict[int, tuple[_Part, ...]]:
@@ -443,14 +450,28 @@ class _Fusion:
             number += len(of)
         return found
 
+    def _workspace_bytes(self, i: int) -> int:
+        """Return the bytes that an operation occupies while it runs, with copies of its operands."""
+        op = self.program.ops[i]
+        copied = () if self.into_products else filter(self._is_copied, op.transposed)
+        return op.workspace_bytes + sum(self.program.bytes[v] for v in copied)
+
+    def _is_copied(self, v: int) -> bool:
+        """Return whether a value is written before it is transposed, not in the other order at once."""
+        ops = self.program.ops
+        i = self.producer.get(v)
+        while i is not None and ops[i].fusion is Fusion.VIEW:
+            i = self.producer.get(ops[i].operands[0])
+        return i is None or ops[i].fusion not in FUSIBLE or len(self._users(i)) > 1
+
     def _in_place(self, i: int) -> int:
         """Return the bytes of a loop's results that are in the memory of what they start as."""
         return sum(self.program.bytes[v] for v in self.program.ops[i].results if v in self.buffer)
 
-    def _in_outputs(self, values: Iterable[int]) -> int:
-        """Return the bytes of a kernel's results that are in outputs' memory, which it writes first."""
+    def _output_buffers(self, values: Iterable[int]) -> tuple[int, ...]:
+        """Return the bytes of each output among a kernel's results whose memory it writes first."""
         first = (v for v in values if v in self.output_values and v not in self.buffer)
-        return sum(self.program.bytes[v] for v in first)
+        return tuple(self.program.bytes[v] for v in first)
 
     def _seconds(self, i: int) -> float:
         """Return the seconds of one kernel from what it reads, computes and writes."""

@@ -39,6 +39,7 @@ class Op:
       dtype: the type in which most of them are done.
       extra_bytes: bytes that it reads and writes besides its operands and results.
       workspace_bytes: bytes that it occupies while it runs, besides its operands and results.
+      transposed: operands that a compiler for CPUs copies into another order of dimensions.
       kernels: how many kernels it starts; a loop or a branch starts those of its body.
       in_place: (operand, result) of a loop's carry, which is updated in the operand's memory.
       place: its region and its number there; None outside of regions.
@@ -55,6 +56,7 @@ class Op:
     dtype: str = "float32"
     extra_bytes: int = 0
     workspace_bytes: int = 0
+    transposed: tuple[int, ...] = ()
     kernels: int = 1
     in_place: tuple[tuple[int, int], ...] = ()
     place: Place | None = None
