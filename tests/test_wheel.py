@@ -1,4 +1,4 @@
-"""The wheel in an environment that has its declared dependencies only: the README's examples run there."""
+"""The wheel in an environment with only its declared dependencies: the first pages' examples run there."""
 
 from __future__ import annotations
 
@@ -101,9 +101,10 @@ def test_the_installed_wheel_needs_nothing_but_its_dependencies(bare, tmp_path):
     assert "gpu:h100" in run_in(tmp_path, bare.with_name("remat"), "devices")
 
 
-def test_the_readmes_examples_run_with_the_installed_wheel(bare, tmp_path):
-    shutil.copy(ROOT / "README.md", tmp_path)
-    run_in(tmp_path, bare, "-m", "doctest", "README.md")
+@pytest.mark.parametrize("page", ["README", "docs/index", "docs/start", "docs/accelerators"])
+def test_a_first_pages_examples_run_with_the_installed_wheel(page, bare, tmp_path):
+    path = shutil.copy(ROOT / f"{page}.md", tmp_path)
+    run_in(tmp_path, bare, "-m", "doctest", "-o", "NORMALIZE_WHITESPACE", path)
 
 
 @pytest.mark.slow

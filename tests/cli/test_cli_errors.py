@@ -80,6 +80,71 @@ def test_an_interrupted_process_ends_with_1_whatever_the_interpreter_would_do_at
     assert (out.returncode, out.stdout, out.stderr.strip()) == (1, "", "Aborted!")
 
 
+_INTERRUPTS_ITSELF = """
+import gc, os, signal, time
+import jax, jax.numpy as jnp
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+
+def interrupt(*_, **__):
+    os.kill(os.getpid(), signal.SIGINT)
+
+def in_the_garbage_collector():
+    def once(*_):
+        gc.callbacks.remove(once)
+        interrupt()
+    gc.callbacks.append(once)
+    gc.collect()
+    time.sleep(60)  # for the interrupt that is repeated
+
+def while_compiling():
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: interrupt() if "backend_compile" in event else None
+    )
+
+def while_writing():
+    os.fsync = interrupt
+
+def loss(w, x):
+    MOMENT()
+    return jnp.tanh(x @ w).sum()
+
+def problem():
+    return loss, (jax.ShapeDtypeStruct((8, 8), "float32"), jax.ShapeDtypeStruct((64, 8), "float32"))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT to send")
+@pytest.mark.parametrize(
+    ("moment", "command"),
+    [
+        ("interrupt", "plan --budget 50% -o page.json"),  # while the step is traced
+        ("in_the_garbage_collector", "explain --html page.html"),
+        ("while_compiling", "report -o page.html"),
+        ("while_writing", "plan --budget 100% -o page.json"),
+        ("while_writing", "compare interrupted:problem --html page.html"),
+    ],
+)
+def test_an_interrupt_of_a_process_leaves_no_traceback_and_no_partial_file(
+    moment, command, tmp_path
+):
+    (tmp_path / "interrupted.py").write_text(_INTERRUPTS_ITSELF.replace("MOMENT", moment))
+    (tmp_path / "page.html").write_text("before")
+    name, *options = command.split()
+    source = pathlib.Path(remat.__file__).parents[1]
+    out = subprocess.run(
+        [sys.executable, "-m", "remat", name, "interrupted:problem", *options],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(source)},
+        timeout=120,
+    )
+    assert (out.returncode, out.stdout, out.stderr.strip()) == (1, "", "Aborted!")
+    assert (tmp_path / "page.html").read_text() == "before"
+    assert {p.name for p in tmp_path.iterdir()} - {"__pycache__"} == {"interrupted.py", "page.html"}
+
+
 def test_an_error_of_the_users_module_comes_with_its_line(run):
     said = run("explain", "training:broken").stderr
     line = 1 + pathlib.Path("training.py").read_text().splitlines().index(

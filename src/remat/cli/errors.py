@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import re
+import signal
 import sys
+import threading
+import time
 import traceback
 from typing import IO, Any
 
@@ -16,6 +20,7 @@ from remat.paths import is_own, relative
 from remat.printing import printable
 
 _ERROR = 1  # exit code of every error but a wrong command line, whose code is 2
+_AGAIN_S = 0.2  # seconds until an interrupt that was lost is repeated, outside of what lost it
 
 
 class OneLineError(click.ClickException):
@@ -44,6 +49,7 @@ def run(command: click.Command) -> None:
     A process that is interrupted while XLA compiles can crash when the interpreter ends, and then has
     another exit code than 1. It therefore ends without the interpreter's last steps.
     """
+    previous, sys.unraisablehook = sys.unraisablehook, _interrupt_again
     try:
         code = command.main(standalone_mode=False)
     except click.ClickException as error:
@@ -56,7 +62,30 @@ def run(command: click.Command) -> None:
             with contextlib.suppress(OSError):
                 stream.flush()
         os._exit(_ERROR)
+    finally:
+        sys.unraisablehook = previous
     sys.exit(code)
+
+
+def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
+    """Interrupt the main thread again if Ctrl-C was lost in a callback that cannot raise.
+
+    Python runs the signal's handler wherever it is, such as in JAX's callback of the garbage collector.
+    There it prints the traceback of `KeyboardInterrupt`, and the command would go on.
+    """
+    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(unraisable)
+        return
+    # `threading.Thread.start` would wait for the thread, and be interrupted here, where it is lost again.
+    _thread.start_new_thread(_interrupt_soon, ())
+
+
+def _interrupt_soon() -> None:
+    time.sleep(_AGAIN_S)
+    if hasattr(signal, "pthread_kill"):  # also ends a wait of the main thread
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    else:
+        _thread.interrupt_main()
 
 
 def as_line(message: str) -> str:

@@ -172,7 +172,8 @@ def plan(
         say(made.to_json())
         return
     say(made.explain())
-    under = explain_subject(subject, plan=made, target=target, compile=False, status="the plan")
+    status = "listing what the plan saves and recomputes"
+    under = explain_subject(subject, plan=made, target=target, compile=False, status=status)
     say(decisions_as_text(under))
 
 
