@@ -123,7 +123,7 @@ LAYERS = [
     ("explain.phases",),
     ("explain.step", "explain.hlo", "explain.loops", "explain.sources"),
     ("explain.replaced", "explain.runs"),
-    ("explain.roles",),
+    ("explain.roles", "explain.result_buffers"),
     ("explain.account", "explain.regions"),
     ("explain.decisions", "explain.difference"),
     ("explain.findings.facts", "explain.findings.stacks"),

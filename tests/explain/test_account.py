@@ -76,6 +76,27 @@ def test_arguments_and_results_are_those_of_the_compiler():
     assert abs(predicted.peak_bytes - compiled.peak_bytes) < 0.05 * compiled.peak_bytes
 
 
+def _wide_loss(ws, x):
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x * x)
+
+
+def _descended(ws, x):
+    value, gradient = jax.value_and_grad(_wide_loss)(ws, x)
+    return value, jax.tree.map(lambda w, g: w - 0.1 * g, ws, gradient)
+
+
+@pytest.mark.parametrize(
+    "step", [jax.value_and_grad(_wide_loss), _descended], ids=["gradient", "update"]
+)
+@pytest.mark.parametrize("rows", [16, 256])
+def test_temporaries_are_in_the_buffers_of_results_that_are_not_donated(step, rows):
+    explanation = remat.explain(jax.jit(step), [struct(512, 512)] * 8, struct(rows, 512))
+    predicted, compiled = explanation.totals.predicted, explanation.totals.compiled
+    assert predicted.peak_bytes == pytest.approx(compiled.peak_bytes, rel=0.01)
+
+
 def test_a_power_and_its_derivative_are_not_the_same_value():
     def loss(w, x):
         return jnp.sum(jnp.tanh((x @ w) ** 3) @ w)

@@ -30,12 +30,13 @@ from remat.explain.phases import (
     merged,
     parts,
 )
+from remat.explain.result_buffers import Buffer, Temporary, in_buffers
 from remat.explain.roles import gradients_of, results_called
 from remat.explain.runs import Run, operands_of, program_of, run_of
 from remat.explain.sources import source_of
 from remat.ir import jaxprs
 from remat.ir.flops import flops_of
-from remat.ir.operations import writes_into_operand
+from remat.ir.operations import FUSIBLE, writes_into_operand
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Op, Program
 from remat.report.groups import called, own_function
@@ -222,6 +223,37 @@ class _Accounting:
                     found.add(before)
         return found - roots
 
+    def _in_buffers(self, outputs: Sequence[Value], updated: set[int]) -> frozenset[int]:
+        """Return the values in the buffers of results that are allocated from the start.
+
+        Args:
+          outputs: the results.
+          updated: values that become results in their own memory. XLA initializes it early.
+        """
+        roots = [v for v in self.roots if v is not None]
+        in_use = {
+            after
+            for kernel in self.kernels
+            for before, after in self._updated_in_place(kernel)
+            if before in updated
+        }
+        buffers = [
+            Buffer(made.n_bytes, self.uses[v].born, self._is_elementwise(v))
+            for v, made in zip(self.roots, outputs)
+            if v is not None and made.lifetimes and v not in in_use and roots.count(v) == 1
+        ]
+        temporaries = [
+            Temporary(v, self.program.bytes[v], use.born, use.dies)
+            for v, use in self.uses.items()
+            if v not in roots and v not in updated and v not in self.sides.host_bytes
+            if self.program.bytes[v]
+        ]
+        return in_buffers(temporaries, buffers)
+
+    def _is_elementwise(self, v: int) -> bool:
+        """Return whether an elementwise kernel writes a value."""
+        return self.program.ops[self.producer[v]].fusion in FUSIBLE
+
     # Kinds and lifetimes of values
 
     def kind(self, v: int) -> Kind:
@@ -258,7 +290,10 @@ class _Accounting:
         first = len(values)
         # Donated memory is that of an argument until it is a result's.
         is_reserved = results_from_start and not any(donated)
-        values += self._written(self._in_results() if is_reserved else set())
+        in_results = self._in_results() if is_reserved else set()
+        if results_from_start:
+            in_results |= self._in_buffers(outputs, in_results)
+        values += self._written(in_results)
         stacks = self._stacks(first)
         opaque = _numbered([*values, *self._workspaces(opaque=True)])
         values += self._workspaces()
