@@ -282,6 +282,24 @@ def test_residuals_of_sharded_steps_are_those_of_one_device():
         assert abs(explanation.totals.residual_bytes - layers // 4 - slices) <= 4  # a number
 
 
+def _scanned_layers(ws, x):
+    def layer(x, w):
+        return x + jnp.sin(jnp.tanh(x @ w) @ w), None
+
+    return jnp.mean(jax.lax.scan(layer, x, ws)[0] ** 2)
+
+
+def test_a_saved_value_costs_what_lies_between_it_and_other_saved_values():
+    explanation = remat.explain(_scanned_layers, struct(24, 64, 64), struct(512, 64), compile=False)
+    product = 2 * 512 * 64 * 64
+    flops = {group.called: group.flops for group in explanation.groups()}
+    assert flops["layer: cos"] == pytest.approx(23 * product, rel=0.2)  # of x @ w, not saved
+    assert flops["layer: tanh"] == pytest.approx(24 * product, rel=0.2)
+    # The derivative of tanh, from tanh alone; newer versions of JAX have a primitive for it.
+    square = flops.get("layer: sub", flops.get("layer: one_minus_square", product))
+    assert square < product
+
+
 def of_embedding(table, tokens):
     return jnp.sum(jnp.tanh(table[tokens]) ** 2)
 

@@ -43,6 +43,9 @@ from remat.report.groups import called, own_function
 from remat.report.model import Kind, Phase, Segment, Step, Value
 from remat.solvers.simulate import no_remat
 
+# Kernels between saved values that the cost of recomputing one adds up; further ones are left out.
+_MOST_KERNELS = 500
+
 # The scopes that rematerialization leaves, and those of `jnp.einsum`: its subscripts.
 _JAX_SCOPE = re.compile(r"rematted_computation|checkpoint|[A-Za-z., ]*->[A-Za-z. ]*")
 
@@ -146,6 +149,7 @@ class _Accounting:
         self.uses = self._uses()
         self.in_carry = self._in_carry(carried)
         self.bodies = self._bodies(most_equations)
+        self._stacked: frozenset[int] = frozenset()  # values that the loop around this stacks
         self._gradients: dict[int, str] = {}  # what values are the gradients of
         self._places: dict[int, int] = {}  # of the values of `_written`, in what it returns
 
@@ -494,17 +498,61 @@ class _Accounting:
         inner = body.results[at] if body is not None and at < len(body.results) else None
         if body is not None and inner is not None:
             return inner.times(body.length) if at >= body.stacked_from else inner
-        inside = self.fused.ops.get(i, (i,))
+        flops, time_s = self._cost_of(v)
         return Origin(
             op.name,
             source_of(self.sides.eqns[i]),
             op.label or self._names.get(v, ""),
             path_of(op),
             self.program.types[v],
-            float(sum(self.program.ops[x].flops for x in inside)),
-            self.fused.seconds.get(i, 0.0),
+            flops,
+            time_s,
             function=self.sides.functions[i],
         )
+
+    def _cost_of(self, v: int) -> tuple[float, float]:
+        """Return the FLOPs and seconds of computing a value: a saved one from other saved values.
+
+        What lies between saved values and is not saved itself has to be computed again as well. Every
+        other value costs what its kernel does.
+        """
+        kernels = {self.producer[v]}
+        if v in self._kept or self._is_forward_result(v):
+            todo = [self.producer[v]]
+            while todo and len(kernels) < _MOST_KERNELS:
+                for before in self._kernels_before.get(todo.pop(), ()):
+                    if before not in self._kept_kernels and before not in kernels:
+                        kernels.add(before)
+                        todo.append(before)
+        inside = {x for kernel in kernels for x in self.fused.ops.get(kernel, (kernel,))}
+        return (
+            float(sum(self.program.ops[x].flops for x in inside)),
+            sum(self.fused.seconds.get(kernel, 0.0) for kernel in kernels),
+        )
+
+    def _is_forward_result(self, v: int) -> bool:
+        """Return whether a value is what an iteration of a loop in the forward pass hands on."""
+        return bool(self._stacked) and v in self.roots and self._phase_of(v) == "forward"
+
+    def _phase_of(self, v: int) -> Phase:
+        return self.sides.phases[self.producer[v]]
+
+    @functools.cached_property
+    def _kept(self) -> frozenset[int]:
+        """Return the values of the forward pass that are saved, here or by the loop that runs this."""
+        saved = {v for v in self.uses if self.kind(v) == "saved"}
+        return frozenset(saved | {v for v in self._stacked if self._phase_of(v) == "forward"})
+
+    @functools.cached_property
+    def _kept_kernels(self) -> frozenset[int]:
+        return frozenset(self.producer[v] for v in self._kept)
+
+    @functools.cached_property
+    def _kernels_before(self) -> dict[int, tuple[int, ...]]:
+        return {
+            node.id: tuple(before for before in node.deps if before in self.step_of)
+            for node in self.fused.graph.nodes
+        }
 
     def _reader(self, v: int, i: int | None) -> str:
         """Return in words which operation reads a value, inside a loop if it reads slices there."""
@@ -556,6 +604,7 @@ class _Accounting:
         sides = program_of(run, self.sides, kernel)
         carried = sides.inputs[run.first_carry : run.first_carry + run.n_carry]
         inner = _Accounting(sides, self.price, True, most_equations, carried=carried)
+        inner._stacked = frozenset(v for v in inner.roots[run.n_carry :] if v is not None)
         results, born = inner.results(run) if run.returns else ((), ())
         reads = {
             at_operand[at]: read

@@ -57,7 +57,7 @@ class Value:
       path: of the module or name stack, "encoder/block_3/mlp".
       function: the function of JAX's that it is computed in, "gelu", if it is known by name.
       consumer: what needs it, in words.
-      flops: of computing it once more.
+      flops: of computing it once more; a saved value from the arguments and other saved values.
       time_s: the same in predicted seconds.
       count: how many arrays it stands for: slices that iterations of a loop stack.
       reserved: pairs of step numbers like `lifetimes`, in which only its memory is held.
