@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 import remat
 from remat import errors
 from remat.errors import RematError
-from remat.planner.plan_file import RegionPlan, SavedValue
+from remat.planner.plan_file import Recomputation, WholeStep
 from remat.printing import printable
 
 HOSTILE = [
@@ -90,8 +90,8 @@ def test_plans_and_logs_of_hostile_names_can_be_printed(caplog):
     marked = remat.auto(hostile_step(), name="".join(HOSTILE[:-2]))
     step, w, x = jax.value_and_grad(marked), jnp.eye(32), jnp.ones((256, 32))
     made = remat.plan(step, w, x, budget="100%", cache=False, progress=False)
-    region = RegionPlan("\x1b[2J", "\x07", "\x9b", 1, 1, (SavedValue(0, "\x07", 8),), ())
-    other = dataclasses.replace(made, regions=(region,))
+    again = Recomputation(1, (0,), ("\x1b[2J",), "\x9b")
+    other = dataclasses.replace(made, whole_step=WholeStep(2, (0, 1), (again,)))
     texts = [other.explain(), str(dataclasses.replace(made, target="\x1b[2J"))]
     for wrong in (other, dataclasses.replace(made, program="\x1b[2J-0")):
         with pytest.raises(remat.PlanError) as refused:

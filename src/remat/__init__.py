@@ -69,9 +69,9 @@ if TYPE_CHECKING:
     from remat.loops.scan import scan as scan
     from remat.loops.store import Storage as Storage
     from remat.loops.while_loop import fori_loop as fori_loop, while_loop as while_loop
+    from remat.planner.auto import auto as auto
     from remat.planner.fit import Fitted as Fitted, fit as fit
     from remat.planner.largest import Largest as Largest, largest as largest
-    from remat.planner.marked.regions import auto as auto
     from remat.planner.plan import plan as plan
     from remat.planner.plan_file import Plan as Plan
     from remat.toggle import rematted as rematted
@@ -84,7 +84,7 @@ _LAZY = {
     "Largest": "remat.planner.largest",
     "Plan": "remat.planner.plan_file",
     "Storage": "remat.loops.store",
-    "auto": "remat.planner.marked.regions",
+    "auto": "remat.planner.auto",
     "fit": "remat.planner.fit",
     "fori_loop": "remat.loops.while_loop",
     "largest": "remat.planner.largest",

@@ -1,10 +1,8 @@
-"""Steps with regions, and random decisions about them: whatever a planner decides, values stay."""
+"""Steps with marked functions: whatever a planner decides, values stay."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -14,19 +12,6 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import remat
-from remat._jax import can_be_on_host, open_jaxpr
-from remat.ir.jaxprs import applies
-from remat.planner.marked.decisions import RegionDecision
-from remat.planner.marked.emit import save_everything
-from remat.planner.marked.regions import (
-    Application,
-    LoopForm,
-    Record,
-    Recording,
-    active_context,
-    loop_depth,
-)
-from remat.planner.plan_file import PlanSegment
 
 CASES: dict[str, Callable[[], tuple[Callable, tuple]]] = {}
 
@@ -42,98 +27,6 @@ def normal(*shape: int, seed: int = 0, dtype: Any = np.float32) -> Any:
     return jnp.asarray(x.astype(np.float32)).astype(dtype)
 
 
-# Deciding at random
-
-
-def traced_in(context: Any, step: Callable, args: tuple, **jit_options: Any) -> Any:
-    """Return a step traced in a tracing context, by a function that JAX has never seen."""
-
-    def fresh(*args: Any, **kwargs: Any) -> Any:
-        return step(*args, **kwargs)
-
-    with active_context(context):
-        return jax.jit(fresh, **jit_options).trace(*args)
-
-
-def random_application(
-    step: Callable,
-    args: tuple,
-    seed: int,
-    *,
-    groups: bool = True,
-    offload: bool = False,
-    **jit_options: Any,
-) -> Application:
-    """Decisions about every region of a step. Loops first, then what is around them as it is then.
-
-    With `offload` half of what is saved, and half of the inputs, are kept in the host's memory.
-    """
-    draw = random.Random(seed)
-    decided: dict[str, dict[str, RegionDecision]] = {}
-    chosen: dict[str, LoopForm] = {}
-    recording = Recording()
-    traced_in(recording, step, args, **jit_options)
-    deepest = max((loop_depth(key) for key, _ in recording.records), default=0)
-    for depth in reversed(range(deepest + 1)):
-        for record in list(recording.records.values()):
-            if loop_depth(record.key) != depth:
-                continue
-            decision = random_decision(record, draw)
-            if offload:
-                decision = half_offloaded(record, decision, draw)
-            decided.setdefault(record.key, {})[record.region.fingerprint] = decision
-            if depth and groups:
-                largest = max(1, recording.scans[record.key].params["length"] - 1)
-                group = min(largest, draw.choice((1, 2, 3, largest)))
-                few = draw.choice((0, 1)) if group > 1 else 0
-                chosen[record.key] = LoopForm(group, groups=few)
-        if not depth:
-            for record in recording.not_transposed.values():
-                everything = save_everything(record.region)
-                decided.setdefault(record.key, {})[record.region.fingerprint] = everything
-        if depth:
-            recording = Recording(decided, chosen)
-            traced_in(recording, step, args, **jit_options)
-    return Application(decided, chosen)
-
-
-def random_decision(record: Record, draw: random.Random) -> RegionDecision:
-    n_values, n_operations = len(record.region.numbering.vars), len(record.backward.eqns)
-    share = draw.choice((0.0, 0.2, 0.5, 1.0))
-    saved = tuple(n for n in range(n_values) if draw.random() < share)
-    starts = sorted(draw.choices(range(n_operations + 1), k=draw.randint(0, 4)))
-    segments = tuple(
-        PlanSegment(
-            start, tuple(n for n in range(n_values) if draw.random() < draw.choice((0.1, 0.6)))
-        )
-        for start in starts
-    )
-    return RegionDecision(saved, segments, record.mark)
-
-
-def half_offloaded(record: Record, decision: RegionDecision, draw: random.Random) -> RegionDecision:
-    values, inputs = record.region.numbering.vars, record.region.forward.invars
-    return dataclasses.replace(
-        decision,
-        offloaded=tuple(
-            n for n in decision.saved if can_be_on_host(values[n].aval) and draw.random() < 0.5
-        ),
-        offloaded_inputs=tuple(
-            i for i, v in enumerate(inputs) if can_be_on_host(v.aval) and draw.random() < 0.5
-        ),
-    )
-
-
-# Running. Compilers may round as they like, so what is compared is computed with little optimization.
-
-_QUICKLY = {"xla_backend_optimization_level": 0}
-
-
-def run_in(context: Any, step: Callable, args: tuple, **jit_options: Any) -> Any:
-    traced = traced_in(context, step, args, **jit_options)
-    return traced.lower().compile(compiler_options=_QUICKLY)(*args)
-
-
 def assert_same(found: Any, expected: Any, *, within: float = 2e-6) -> None:
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
@@ -147,11 +40,6 @@ def assert_same(found: Any, expected: Any, *, within: float = 2e-6) -> None:
         a, b = (np.asarray(x, np.float64) for x in (a, b))
         scale = np.max(np.abs(b), initial=1e-3)
         np.testing.assert_allclose(a, b, rtol=50 * within, atol=within * scale)
-
-
-def recomputes(traced: Any) -> bool:
-    """Whether some equation of the backward pass is a segment."""
-    return applies(open_jaxpr(traced.jaxpr), "remat")
 
 
 # Programs

@@ -17,10 +17,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 import remat
 from planner.region_cases import assert_same, normal
 from remat.planner import processes
-from remat.planner.marked.regions import Recording
-from remat.planner.marked.trace import program_of_step
 from remat.planner.step import Step
 from remat.program import compiled as compiler
+from remat.program.from_jaxpr import program_of_jaxpr
 from remat.program.targets import target
 
 N = 8
@@ -60,17 +59,16 @@ def test_shardings_are_planned_for_by_device(how):
     assert peak == made.peak_bytes <= made.budget_bytes
     # All activations of one device, and less than those of all devices.
     assert made.peak_bytes_without_remat < 2**17 * 6
-    assert made.regions
+    assert made.whole_step is not None
 
 
 def test_model_counts_the_bytes_of_one_device():
     params, x = sharded("data")
     step = Step(jax.value_and_grad(loss), (params, x), {}, target(None), {})
-    recording = Recording()
-    traced = step.trace(recording)
+    traced = step.trace()
     assert traced.shards() == [1] * len(params) + [N]
-    program = program_of_step(traced.jaxpr, recording.records, traced.shards())
-    dots = [op for op in program.ops if op.name == "dot_general" and op.place is not None]
+    program = program_of_jaxpr(traced.jaxpr, traced.shards())
+    dots = [op for op in program.ops if op.name == "dot_general"]
     largest = max(program.bytes[v] for op in dots for v in op.results)
     assert largest == x.size * 4 // N
 
@@ -78,11 +76,11 @@ def test_model_counts_the_bytes_of_one_device():
 def test_python_numbers_among_the_arguments_leave_the_shardings():
     params, x = sharded("fsdp")
     step = Step(lambda p, x, lr: jax.grad(loss)(p, x * lr), (params, x, 0.1), {}, target(None), {})
-    assert step.trace(Recording()).shards() == [N] * (len(params) + 1) + [1]
+    assert step.trace().shards() == [N] * (len(params) + 1) + [1]
 
 
 def shards_of(fun, *args, **options):
-    return Step(fun, args, {}, target(None), options).trace(Recording()).shards()
+    return Step(fun, args, {}, target(None), options).trace().shards()
 
 
 def test_shardings_that_jit_is_told_count_for_arrays_of_the_host():
@@ -111,7 +109,7 @@ def test_static_arguments_and_explicit_meshes_leave_the_shardings():
 
     options = {"static_argnums": 0, "static_argnames": "how"}
     of = Step(step, (2, params), {"x": x, "how": "s"}, target(None), options)
-    assert of.trace(Recording()).shards() == [N] * (len(params) + 1)
+    assert of.trace().shards() == [N] * (len(params) + 1)
     explicit = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(explicit):
         x = jax.device_put(normal(64, 32), P("data"))
@@ -210,7 +208,7 @@ value, g = fitted(w, x)
 plain, expected = jax.jit(step)(w, x)
 np.testing.assert_allclose(g.addressable_data(0), expected.addressable_data(0), rtol=1e-4)
 import hashlib
-print("PLAN", hashlib.sha256(made.to_json().encode()).hexdigest(), made.peak_bytes, len(made.regions))
+print("PLAN", hashlib.sha256(made.to_json().encode()).hexdigest(), made.peak_bytes, made.n_recomputed)
 """
 #: Seconds that process 0 takes for a plan. A collective on CPU gives up after 30: try SLOW=60.
 SLOW_S = float(os.environ.get("SLOW", "2"))

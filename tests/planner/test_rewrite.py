@@ -1,7 +1,5 @@
 """Writing schedules back into a step's program: the same results, whatever is computed again."""
 
-import random
-
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -9,12 +7,15 @@ import numpy as np
 import pytest
 from jax.interpreters import mlir
 
+from planner.random_decisions import random_decisions
 from planner.region_cases import CASES
 from remat import _jax
 from remat.errors import BudgetError
-from remat.ir.equations import is_fusible, is_repeatable
+from remat.ir.equations import is_fusible
 from remat.ir.flops import flops_of_program
 from remat.ir.jaxprs import equations
+from remat.ir.restriction import without_marks
+from remat.planner.auto import WITH_MARKS, tracing
 from remat.planner.bodies import program_of_flat
 from remat.planner.candidates import StepModel
 from remat.planner.decisions import applied
@@ -50,25 +51,6 @@ def run(jaxpr, args):
     return jax.jit(lambda *xs: _jax.eval_jaxpr(jaxpr, (), *xs))(*args)
 
 
-def random_decisions(jaxpr, seed):
-    """Store at random, compute again at random what can be computed again."""
-    rng = random.Random(seed)
-    stored = {
-        i
-        for i, eqn in enumerate(jaxpr.eqns)
-        if eqn.effects or not is_fusible(eqn) or rng.random() < 0.7
-    }
-    may = [i for i in sorted(stored) if is_repeatable(jaxpr.eqns[i])]
-    bursts = []
-    for before in sorted(rng.sample(range(len(jaxpr.eqns)), min(5, len(jaxpr.eqns)))):
-        earlier = [i for i in may if i < before]
-        if earlier:
-            again = sorted(rng.sample(earlier, rng.randint(1, min(6, len(earlier)))))
-            bursts.append(Burst(before, tuple(again)))
-    sums = tuple(sorted(rng.sample(sorted(stored), len(stored) // 8)))
-    return Decisions(frozenset(stored), tuple(bursts), bool(bursts) and seed % 2 == 1, sums)
-
-
 def assert_equal(actual, expected, rounding=1e-6):
     assert_same(list(actual), list(expected), rtol=10 * rounding, atol=rounding)
 
@@ -82,6 +64,22 @@ def test_results_do_not_depend_on_what_is_computed_again(name):
         new = rewritten(flat, random_decisions(flat, seed))
         _jax.check_jaxpr(new)
         # Inside of fused kernels XLA keeps more digits than bfloat16 has.
+        assert_equal(run(new, leaves), expected, 1e-2 if name == "bfloat16" else 1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_do_not_depend_on_what_is_computed_again_inside_of_marks(name):
+    step, args = CASES[name]()
+    with tracing(WITH_MARKS):
+        flat, leaves = flat_of(step, *args)
+    expected = run(flat, leaves)
+    for seed in range(2):
+        decisions = random_decisions(flat, seed)
+        again = {n for burst in decisions.bursts for n in burst.again}
+        assert not any(_jax.is_fixed(flat.eqns[n]) for n in again)
+        new = without_marks(rewritten(flat, decisions))
+        _jax.check_jaxpr(new)
+        assert not any(_jax.is_fixed(eqn) or _jax.is_marked(eqn) for eqn in equations(new))
         assert_equal(run(new, leaves), expected, 1e-2 if name == "bfloat16" else 1e-6)
 
 

@@ -14,7 +14,7 @@ import pytest
 import remat
 from planner.region_cases import assert_same, normal
 from remat.cache import Cache
-from remat.planner import fit as fitting, plan as planning, step as planned_step
+from remat.planner import fit as fitting, programs, step as planned_step
 from remat.program.compiled import Memory, OutOfMemory
 from remat.program.settings import compiler_settings
 from remat.program.targets import Target, target
@@ -244,7 +244,7 @@ def test_a_plan_is_within_its_budget_as_it_will_run(name, monkeypatch, tmp_path)
 
 def test_slow_confirmations_are_left_out_unless_asked_for(monkeypatch, tmp_path):
     levels = needing_more_as_run(1.0, monkeypatch)
-    monkeypatch.setattr(planning, "_MAX_CONFIRMATION_S", -1.0)
+    monkeypatch.setattr(programs, "_MAX_CONFIRMATION_S", -1.0)
     options = {"target": TWO_LEVELS, "budget": "100%", "progress": False, "cache": Cache(tmp_path)}
     step = STEPS["a whole step"]
     made = remat.plan(step, *arguments(), **options)

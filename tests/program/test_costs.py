@@ -15,8 +15,8 @@ import remat
 from remat import _jax
 from remat.cache import Cache
 from remat.ir.flops import bytes_moved, flops_of
-from remat.planner.marked.levels import Levels
-from remat.planner.marked.regions import Application
+from remat.planner.candidates import StepModel
+from remat.planner.rewrite import flattened
 from remat.planner.step import Step
 from remat.program import costs
 from remat.program.costs import Measured, Roofline, dtype_of, find_costs, time_alone_s
@@ -307,14 +307,15 @@ def every(jaxpr):
             yield from every(inner)
 
 
-def recomputed_by(costs):
+def recomputed_by(given):
     """How often primitives are recomputed, at 60 % of what the step's temporaries need."""
     step = Step(jax.value_and_grad(loss), (W2, X2), {}, target(None), {})
-    levels = Levels(step, costs)
-    level = levels.level(0)
-    choice = level.solve(False, int(0.6 * level.peak_bytes(False)))
-    under = collections.Counter(every(step.trace(Application(choice.decisions)).jaxpr))
-    under.subtract(every(levels.traced_plainly.jaxpr))
+    flat = flattened(step.trace().jaxpr)
+    model = StepModel(flat, given.seconds, slowdown=costs.slowdowns(given))
+    aim = int(0.6 * model.as_written(model.variants[0]).model_bytes)
+    proposal = model.within(model.variants[0], aim)
+    under = collections.Counter(every(step.trace_following(proposal.decisions).jaxpr))
+    under.subtract(every(flat))
     return under
 
 

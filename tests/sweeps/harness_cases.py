@@ -28,8 +28,10 @@ with warnings.catch_warnings():
     from jax._src.internal_test_util import test_harnesses
 
 import remat
-from planner.region_cases import random_application, recomputes, traced_in
+from planner.random_decisions import random_decisions
 from remat import policies
+from remat.planner.auto import WITH_MARKS, tracing
+from remat.planner.rewrite import following, rewritten
 from sweeps.outcomes import described
 
 HARNESSES = tuple(test_harnesses.all_harnesses)
@@ -339,12 +341,13 @@ def compare(case: Case, outcome: Outcome, turn: int, plan: bool) -> Outcome:
         return measured(form(case.fun), *inputs, what=wanted)
 
     def planned(*inputs: Any) -> Result:
-        step = functools.partial(rematted, remat.auto)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
-        traced = traced_in(random_application(step, shapes, turn), step, shapes)
-        recomputed.append(recomputes(traced))
-        outs = jax.extend.core.jaxpr_as_fun(traced.jaxpr)(*jax.tree.leaves(inputs))
-        return jax.tree.unflatten(jax.tree.structure(traced.out_info), outs)
+        def change(flat: Any) -> Any:
+            decisions = random_decisions(flat, turn)
+            recomputed.append(bool(decisions.bursts))
+            return rewritten(flat, decisions)
+
+        with tracing(WITH_MARKS):
+            return following(functools.partial(rematted, remat.auto), change)(*inputs)
 
     def everything(*inputs: Any) -> dict[str, Result]:
         found = {"plain": measured(case.fun, *inputs, what=what)}

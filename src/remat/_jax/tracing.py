@@ -424,12 +424,52 @@ def name_stack_of(eqn: JaxprEqn) -> str:
 
     `jvp(encoder)/layer_0` becomes `encoder/layer_0`: differentiation does not rename a value.
     """
-    names = [
-        entry.name
-        for entry in eqn.source_info.name_stack.stack
-        if type(entry).__name__ == "Scope" and entry.name
-    ]
-    return "/".join(names)
+    return "/".join(name for name in _scopes(eqn) if name and not _is_mark(name))
+
+
+def _scopes(eqn: JaxprEqn) -> list[str]:
+    stack = eqn.source_info.name_stack.stack
+    return [entry.name for entry in stack if type(entry).__name__ == "Scope"]
+
+
+# Name scopes that tell the planner where it may recompute. Everything that JAX makes of an equation (its
+# derivative, its transpose, its batched form) stays in the equation's scopes. Users never see them.
+_MARKED, _FIXED = "<remat.auto ", "<remat.fixed>"
+
+
+def _is_mark(scope: str) -> bool:
+    return scope == _FIXED or scope.startswith(_MARKED)
+
+
+def marked_scope(name: str) -> Any:
+    """Return a context in which equations are marked as those of a function with this name."""
+    return jax.named_scope(f"{_MARKED}{name}>")
+
+
+def is_marked(eqn: JaxprEqn) -> bool:
+    """Return whether an equation itself is marked; what it runs inside is then, too."""
+    return any(name.startswith(_MARKED) for name in _scopes(eqn))
+
+
+def is_fixed(eqn: JaxprEqn) -> bool:
+    """Return whether an equation must stay the only computation of its results."""
+    return _FIXED in _scopes(eqn)
+
+
+def fixed(eqn: JaxprEqn) -> JaxprEqn:
+    """Return the equation as one that must stay the only computation of its results."""
+    stack = eqn.source_info.name_stack.extend(_FIXED)
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+
+
+def without_marks(eqn: JaxprEqn) -> JaxprEqn:
+    """Return the equation without the scopes that only the planner knows."""
+    stack = eqn.source_info.name_stack
+    kept = tuple(entry for entry in stack.stack if not _is_mark(entry.name))
+    if len(kept) == len(stack.stack):
+        return eqn
+    stack = type(stack)(kept)
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
 
 
 def is_transposed(eqn: JaxprEqn) -> bool:

@@ -22,7 +22,6 @@ from remat.cli.errors import OneLineError, message_of, place_of
 from remat.errors import closest
 from remat.explain.step import has_gradient, value_and_gradient
 from remat.module_steps import of_arrays
-from remat.planner.marked.regions import auto
 from remat.printing import shown
 from remat.transform import policies
 from remat.transform.checkpoint import checkpoint
@@ -44,8 +43,8 @@ class Subject:
             return has_gradient(self.step, self.args, self.kwargs)
 
     def to_plan(self) -> Callable[..., Any]:
-        """Return the step to plan. A loss becomes one region, and its gradient is taken."""
-        return self.step if self.is_step else value_and_gradient(auto(self.step))
+        """Return the step to plan: that of a loss takes its gradient."""
+        return self.step if self.is_step else value_and_gradient(self.step)
 
     def under(self, policy: policies.Policy | None) -> Callable[..., Any]:
         """Return the loss as one region under a policy, or the step unchanged if it is None."""

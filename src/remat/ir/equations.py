@@ -133,10 +133,11 @@ def has_effects(eqn: _jax.JaxprEqn) -> bool:
 def is_repeatable(eqn: _jax.JaxprEqn) -> bool:
     """Return whether computing an equation again gives the same result and has no other effect.
 
-    Looks into the bodies that the equation runs.
+    Looks into the bodies that the equation runs. An equation may also be kept from being computed again
+    (`ir.restriction`).
     """
     row = operation(eqn.primitive.name)
-    if has_effects(eqn) or (row is not None and not row.is_repeatable):
+    if has_effects(eqn) or (row is not None and not row.is_repeatable) or _jax.is_fixed(eqn):
         return False
     return all(
         is_repeatable(inner)

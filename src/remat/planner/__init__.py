@@ -12,14 +12,16 @@ flows, from a step to proposals of what to recompute:
     decisions    all decisions about a step (`scan_pairs`, `bodies`, `rewrite`), written in their order
     candidates   proposals: loops decided, then a schedule of the program outside of them
     search       which proposals are compiled, and what the compiler's answers change
-    marked/      the same for steps with functions that are marked by `remat.auto`
+    auto         `remat.auto`: recompute only inside of marked functions (`ir.restriction`)
 
 The plan:
 
     plan             `remat.plan`: the search for a plan whose compiled peak is within the budget
+    programs         the programs that it compiles
+    refusal          the error that no plan fits
     progress         the status line while planning
     plan_file        plans as data and as files
-    whole_step_file  decisions about a step to and from a plan file, if nothing is marked
+    whole_step_file  decisions about a step to and from a plan file
     processes        one plan for all processes of a run
     fit              `remat.fit`: a step that follows a plan
     fit_modules      the same for steps that take modules

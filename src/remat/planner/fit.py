@@ -32,11 +32,10 @@ from remat import _jax, units
 from remat.cache import Cache, find_cache
 from remat.errors import BudgetError, PlanError
 from remat.module_steps import check_loses_no_updates, check_takes_arrays
+from remat.planner.auto import WITH_MARKS, WITHOUT_MARKS, tracing
 from remat.planner.decisions import applied
-from remat.planner.marked.decisions import RegionDecision
-from remat.planner.marked.regions import Application, LoopForm, Recording, active_context
 from remat.planner.plan import plan as make_plan, versions
-from remat.planner.plan_file import AS_RUN, FAST, MadeFor, Plan, RegionPlan
+from remat.planner.plan_file import AS_RUN, FAST, MadeFor, Plan
 from remat.planner.processes import receive_plan
 from remat.planner.rewrite import following
 from remat.planner.step import Step, check_step, unfitted
@@ -72,8 +71,7 @@ def fit(
     Gradients are those of the step without a plan.
 
     >>> import jax, jax.numpy as jnp, remat
-    >>> @remat.auto
-    ... def loss(w, x):
+    >>> def loss(w, x):
     ...     for _ in range(8):
     ...         x = jnp.tanh(x @ w)
     ...     return x.sum()
@@ -158,8 +156,7 @@ class Fitted:
             if ready is None:
                 raise _NoPlan(signature)
             if self._given is None:
-                with active_context(application(ready.plan)):
-                    return _follow(step, ready.plan)(*args, **kwargs)
+                return _following(step, ready.plan, args, kwargs)
             return self._follow_given(ready, args, kwargs)
 
         self._jitted = jax.jit(planned, **jit_options)
@@ -168,7 +165,7 @@ class Fitted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if jax.config.jax_disable_jit:
             return self._step(*args, **kwargs)
-        if active_context.value is not None:
+        if tracing.value is not None:
             _log.info("remat.fit: %r is part of another planned step and follows its plan", self)
             return self._without_plan(*args, **kwargs)
         return self._with_plan(self._jitted, args, kwargs)
@@ -362,11 +359,8 @@ class Fitted:
                 f"the plan is for {plan.made_for} and this step is compiled for {at.kind}, where its "
                 "peak differs. Plan again for this device, or pass the target= that the plan is for."
             )
-        context = application(plan)
         try:
-            with active_context(context):
-                outs = _follow(self._step, plan)(*args, **kwargs)
-            context.check_loops()
+            outs = _following(self._step, plan, args, kwargs)
             self._check_program(ready, at)
         except PlanError as error:
             other = _other_versions(plan, at)
@@ -381,24 +375,21 @@ class Fitted:
     def _check_program(self, ready: _Ready, at: Target) -> None:
         """Refuse a plan that was made for another program than the one that is traced.
 
-        The program is traced once more to compare it, as in planning: in a separate tracing context,
-        so that JAX's caches of the plan's context are not used.
+        The program is traced once more to compare it, as in planning.
         """
         plan, given = ready.plan, (ready.args, dict(ready.kwargs))
         is_known = not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given))
         args, kwargs = jax.tree.map(
             lambda x: x.aval if isinstance(x, jax.core.Tracer) else x, given
         )
-        recording = Recording()
-        traced = Step(self._step, args, kwargs, at, self._jit_options).trace(recording)
+        traced = Step(self._step, args, kwargs, at, self._jit_options).trace()
         if is_known and plan.made_for is not None:
             _check_devices(plan.made_for, traced.made_for())
-        recording.check_has(region.key for region in plan.regions)
         here, planned_for = traced.program.partition("-"), plan.program.partition("-")
         if here[0] != planned_for[0]:
             raise PlanError(
-                f"the plan is of another program ({planned_for[0]}; this one is {here[0]}). Code outside "
-                "of its regions, a shape or a sharding has changed since then; plan again."
+                f"the plan is of another program ({planned_for[0]}; this one is {here[0]}). Its code, "
+                "a shape, a sharding, or what is marked by remat.auto has changed since then; plan again."
             )
         if is_known and here != planned_for:
             raise PlanError(
@@ -417,12 +408,15 @@ def by_name(fitted: Any) -> str:
     return ""
 
 
-def _follow(step: Callable, plan: Plan) -> Callable:
-    """Return the step as a function that follows a plan's decisions about it as a whole, if any."""
+def _following(step: Callable, plan: Plan, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """Call the step as one that follows a plan."""
     whole = plan.whole_step
     if whole is None:
-        return step
-    return following(step, lambda flat: applied(flat, decisions_of_plan(whole, flat)))
+        with tracing(WITHOUT_MARKS):
+            return step(*args, **kwargs)
+    with tracing(WITH_MARKS):
+        follow = following(step, lambda flat: applied(flat, decisions_of_plan(whole, flat)))
+        return follow(*args, **kwargs)
 
 
 class _Ready(NamedTuple):
@@ -481,22 +475,3 @@ def _as_type(leaf: Any) -> Any:
     if not isinstance(leaf, jax.core.Tracer):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.aval.weak_type)
-
-
-# The latest 64 plans. The loops that a context has seen add up over its traces, since JAX does not trace
-# again what is in its caches; `Fitted._check_program` finds out what a step lacks by a trace of its own.
-@functools.lru_cache(maxsize=64)
-def application(plan: Plan) -> Application:
-    """Return the tracing context that applies a plan's decisions.
-
-    It is one object for each plan, so that JAX's caches hit for equal plans.
-    """
-    decisions: dict[str, dict[str, RegionDecision]] = {}
-    for region in plan.regions:
-        decisions.setdefault(region.key, {})[region.fingerprint] = RegionDecision.of(region)
-    loops = {loop.key: LoopForm(loop.group, loop.steps, loop.groups) for loop in plan.loops}
-    edited: dict[str, list[RegionPlan]] = {}
-    if not plan.is_verified:
-        for region in plan.regions:
-            edited.setdefault(region.key, []).append(region)
-    return Application(decisions, loops, recomputes=bool(plan.regions), edited=edited)

@@ -1,10 +1,9 @@
-"""Plans as data, and their files: what each region saves and recomputes, and at what cost.
+"""Plans as data, and their files: what a step keeps and recomputes, and at what cost.
 
-A plan's file is readable JSON with one saved value or segment per line. So users can compare two plans,
-and edit one: move a number from `saved` to a segment's `recomputed`, or change a loop's `group`
-(docs/plans.md, "Editing a plan"). Types and ranges are checked here, when the file is read. Whether the
-program has the regions, values and loops is checked when the plan is applied: in `marked/regions`, and for
-`whole_step` in `whole_step_file.decisions_of_plan`.
+A plan's file is readable JSON with one recomputation, loop or body per line. So users can compare two
+plans, and edit one: remove a number from `again`, or change a loop's `group` (docs/plans.md, "Editing a
+plan"). Types and ranges are checked here, when the file is read. Whether the program has the equations and
+loops is checked when the plan is applied (`whole_step_file.decisions_of_plan`).
 
 `verified` in the file is a checksum of all fields at the time when the compiler confirmed the peak. A
 file that was edited afterwards loads as an unverified plan: `is_verified` is False and `peak_bytes` is
@@ -30,11 +29,11 @@ from remat.errors import PlanError, closest
 from remat.files import read_text, write_text
 from remat.json_lines import Reader
 from remat.paths import relative
-from remat.printing import printable, shown, with_ranges, without_numbers
+from remat.printing import printable, shown
 from remat.units import format_bytes, format_flops, format_seconds
 
 _FORMAT = "remat plan"
-_VERSION = 1
+_VERSION = 2
 _MOST_FILE_BYTES = 64 * 2**20  # larger files are refused
 # The largest integer in a file. Doubles, which many tools use to read JSON, are exact up to here.
 _MOST = 2**53
@@ -70,154 +69,6 @@ class _Checked:
 
     def _check(self) -> None:
         """Raise `_field_error` where fields contradict each other."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SavedValue(_Checked):
-    """A value of a region's forward program that is saved for its backward program.
-
-    Args:
-      number: the value's number in the forward program.
-      type: its dtype and shape, as in `f32[8,16]`.
-      bytes: its bytes on one device, all steps of the loops around the region together.
-      source: the line that computes it.
-      path: the name stack there.
-      name: its checkpoint name.
-      offloaded: whether it is kept in host memory.
-    """
-
-    number: int
-    type: str
-    bytes: int
-    source: str = ""
-    path: str = ""
-    name: str = ""
-    offloaded: bool = False
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PlanSegment(_Checked):
-    """A segment of the backward program. It begins at operation `start` and recomputes values first."""
-
-    start: int
-    recomputed: tuple[int, ...]
-
-    def _check(self) -> None:
-        _once(self.recomputed, "recomputed", lambda n: f"value {n} is recomputed twice")
-
-
-@dataclasses.dataclass(frozen=True)
-class RegionPlan(_Checked):
-    """The decision about one region.
-
-    Args:
-      key: the region's name in the plan, such as `loss#e7e11c16/scan0`: the function's name, a fingerprint
-        of its program, and the position of a loop (`remat.planner.marked.regions`).
-      fingerprint: the fingerprint of its forward program and linear part.
-      backward: the fingerprint of its backward program.
-      n_values: the number of values in the forward program, numbered from 0.
-      n_operations: the number of operations in the backward program.
-      saved: the saved values.
-      segments: the segments of the backward program, in order.
-      loop_results: for each loop in the forward program, the number of its first result and how many
-        results it has. An edit of a loop shifts the numbers of other values; this shows by how much.
-      offloaded_inputs: inputs of the forward program that are kept in host memory (a loop's carry,
-        which the loop would otherwise keep on the device); `number` is the input's position.
-    """
-
-    key: str
-    fingerprint: str
-    backward: str
-    n_values: int
-    n_operations: int
-    saved: tuple[SavedValue, ...]
-    segments: tuple[PlanSegment, ...]
-    loop_results: tuple[tuple[int, int], ...] = ()
-    offloaded_inputs: tuple[SavedValue, ...] = ()
-
-    @property
-    def saved_bytes(self) -> int:
-        """Return the bytes of all saved values, on the device and in host memory."""
-        return sum(value.bytes for value in (*self.saved, *self.offloaded_inputs))
-
-    @property
-    def offloaded_bytes(self) -> int:
-        """Return the bytes of the saved values in host memory."""
-        kept = (*self.saved, *self.offloaded_inputs)
-        return sum(value.bytes for value in kept if value.offloaded)
-
-    @property
-    def n_recomputed(self) -> int:
-        return sum(len(segment.recomputed) for segment in self.segments)
-
-    def _check(self) -> None:
-        numbers = [value.number for value in self.saved]
-        _once(numbers, "saved", lambda n: f"value {n} is saved twice")
-        for i, number in enumerate(numbers):
-            self._check_number(number, "saved", i)
-        places = [value.number for value in self.offloaded_inputs]
-        _once(places, "offloaded_inputs", lambda n: f"input {n} is offloaded twice")
-        for i, value in enumerate(self.offloaded_inputs):
-            if not value.offloaded:
-                why = "an input that is not offloaded is not listed here; remove the line"
-                raise _field_error(f"{why} of input {value.number}.", "offloaded_inputs", i)
-        last = 0
-        for i, segment in enumerate(self.segments):
-            if not last <= segment.start <= self.n_operations:
-                raise _field_error(
-                    f"the segment starts at operation {segment.start}; segments are in order, so "
-                    f"start must be between {last} and {self.n_operations} here.",
-                    "segments",
-                    i,
-                )
-            last = segment.start
-            for number in segment.recomputed:
-                self._check_number(number, "segments", i)
-        end = 0
-        for i, (first, count) in enumerate(self.loop_results):
-            if first < end or first + count > self.n_values:
-                raise _field_error(
-                    f"the loop's results {first} to {first + count - 1} overlap the results before "
-                    f"or exceed n_values of the region, {self.n_values}.",
-                    "loop_results",
-                    i,
-                )
-            end = first + count
-
-    def _check_number(self, number: int, field: str, item: int) -> None:
-        if number >= self.n_values:
-            why = f"there is no value {number}: n_values of the region is {self.n_values}"
-            raise _field_error(f"{why}, and numbers count from 0.", field, item)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LoopPlan(_Checked):
-    """A `scan` that runs in groups or unrolled.
-
-    Args:
-      key: the loop's name in the plan, which is that of its body's region.
-      group: steps that are recomputed together, from the start of their group; 1 if they are not grouped.
-      steps: the unroll factor: steps per iteration, each a separate region `key.0`, `key.1` and so on.
-      groups: the number of groups; the steps after them are in no group. 0: as many groups as fit.
-    """
-
-    key: str
-    group: int
-    steps: int = 1
-    groups: int = 0
-
-    def _check(self) -> None:
-        if self.group < 1:
-            raise _field_error("group must be at least 1 step.", "group")
-        if self.steps < 1:
-            raise _field_error("steps must be at least 1.", "steps")
-        if self.groups and self.group == 1:
-            raise _field_error("groups must be 0 if group is 1 step.", "groups")
-        if self.group > 1 and self.steps > 1:
-            raise _field_error(
-                "steps must be 1 if group is more than 1: a loop is grouped or unrolled, not both.",
-                "steps",
-            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -353,7 +204,7 @@ class BodyPlan(_Checked):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WholeStep(_Checked):
-    """Decisions about a step in which no function is marked by `remat.auto`.
+    """Decisions about a step.
 
     Args:
       n_equations: the number of equations of the step, with calls inlined (and checkpoints in loops, if
@@ -424,16 +275,14 @@ class Attempt(_Checked):
 class Plan(_Checked):
     """What a training step saves and recomputes to fit its budget.
 
-    >>> saved = SavedValue(3, "float32[8,16]", 512, path="mlp")
-    >>> region = RegionPlan("loss#1a2b", "f0", "b0", 9, 20, (saved,), (PlanSegment(4, (5, 6)),))
+    >>> whole = WholeStep(9, (2, 5, 6, 8), (Recomputation(8, (5, 6)),))
     >>> plan = Plan(
     ...     program="p0", target="cpu", versions=(("jax", "0.10.2"),), budget_bytes=4096,
     ...     peak_bytes=4000, predicted_bytes=3900, peak_bytes_without_remat=8000, flops=1e6,
     ...     extra_flops=2e4, extra_seconds=1e-6, seconds=1e-4, lower_bound_seconds=1e-6,
-    ...     regions=(region,), loops=(), attempts=(Attempt(3900, 4000, 2e4, 1e-6),),
-    ...     is_verified=True)
+    ...     attempts=(Attempt(3900, 4000, 2e4, 1e-6),), is_verified=True, whole_step=whole)
     >>> print(plan)
-    Plan(cpu: peak 3.9 KiB of 4.0 KiB, 7.8 KiB without remat, 2.0 % more FLOPs, 1 saved, 2 recomputed)
+    Plan(cpu: peak 3.9 KiB of 4.0 KiB, 7.8 KiB without remat, 2.0 % more FLOPs)
     >>> Plan.from_json(plan.to_json()) == plan
     True
 
@@ -456,17 +305,17 @@ class Plan(_Checked):
       lower_bound_seconds: proven lower bound of `extra_seconds`, by the same cost model, for plans
         whose loops run as in this one and whose temporaries fit the model's budget. It includes the
         recomputation in these loops. For plans with other decisions about loops nothing is proven.
-      regions, loops: the decisions.
       attempts: the candidates that were compiled, in order.
       is_verified: whether the compiler confirmed `peak_bytes`.
       costs: the name of the cost model: "roofline", "measured", or a custom one's name.
       host_bytes: the compiler's bytes in host memory for one device.
       transfer_seconds: the part of `extra_seconds` for copies to the host and back.
-      whole_step: the decisions about a step without regions that recomputes.
+      whole_step: the decisions; None if nothing is recomputed that is not in the step as written.
       made_for: the devices and the donated arguments that the peak holds for; None in files of
         earlier versions, where nothing is known about them.
       verified_level: how the program was compiled that confirmed `peak_bytes`: "as run", with the options
         with which it will run, or "fast", at a TPU compiler's fast level.
+      marked: the names of the functions marked by `remat.auto`, if any: it recomputes only inside of these.
 
     Raises:
       PlanError: a field has a wrong type or a number out of range, or fields contradict each other.
@@ -484,8 +333,6 @@ class Plan(_Checked):
     extra_seconds: float
     seconds: float
     lower_bound_seconds: float
-    regions: tuple[RegionPlan, ...]
-    loops: tuple[LoopPlan, ...]
     attempts: tuple[Attempt, ...]
     is_verified: bool
     costs: str = "roofline"
@@ -494,14 +341,11 @@ class Plan(_Checked):
     whole_step: WholeStep | None = None
     made_for: MadeFor | None = None
     verified_level: str = AS_RUN
+    marked: tuple[str, ...] = ()
 
     def _check(self) -> None:
         names = [name for name, _ in self.versions]
         _once(names, "versions", lambda name: f"the version of {name!r} is given twice")
-        ids = [(region.key, region.fingerprint) for region in self.regions]
-        _once(ids, "regions", lambda id: f"region {id[0]!r} ({id[1]}) is listed twice")
-        keys = [loop.key for loop in self.loops]
-        _once(keys, "loops", lambda key: f"loop {key!r} is listed twice")
         if self.verified_level not in (AS_RUN, FAST):
             why = f"verified_level must be {AS_RUN!r} or {FAST!r}."
             raise _field_error(why, "verified_level")
@@ -518,17 +362,16 @@ class Plan(_Checked):
 
     @property
     def saved_bytes(self) -> int:
-        """Return the bytes of all saved values, including offloaded ones."""
-        return sum(region.saved_bytes for region in self.regions)
+        """Return the bytes that the loops with decisions keep, on the device and in host memory."""
+        loops = () if self.whole_step is None else self.whole_step.loops
+        return sum(loop.bytes + loop.host_bytes for loop in loops)
 
     @property
     def n_recomputed(self) -> int:
-        """Return how many values the segments recompute; a value counts once per segment."""
+        """Return how many equations are computed again; one counts once per place."""
         whole = self.whole_step
         parts: list[WholeStep | BodyPlan] = [] if whole is None else [whole, *whole.bodies]
-        return sum(region.n_recomputed for region in self.regions) + sum(
-            len(recomputation.again) for part in parts for recomputation in part.recomputations
-        )
+        return sum(len(r.again) for part in parts for r in part.recomputations)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, atomically.
@@ -575,13 +418,11 @@ class Plan(_Checked):
             peak = f"predicted peak {format_bytes(self.predicted_bytes)}, not verified,"
         else:
             peak = f"peak {format_bytes(self.peak_bytes)}"
-        n_saved = sum(len(region.saved) for region in self.regions)
         without = format_bytes(self.peak_bytes_without_remat)
         return (
             f"Plan({printable(self.target)}: {peak} of {format_bytes(self.budget_bytes)}, "
             f"{without if self.peak_bytes_without_remat else 'unknown'} without remat, "
-            f"{_percent(self.extra_flops_share)} more FLOPs, {n_saved} saved, "
-            f"{self.n_recomputed} recomputed)"
+            f"{_percent(self.extra_flops_share)} more FLOPs)"
         )
 
 
@@ -642,8 +483,6 @@ def _written(plan: Plan) -> str:
     verified = _checksum(fields) if fields.pop("is_verified") else None
     head = {"format": _FORMAT, "version": _VERSION, "verified": verified}
     lists = {
-        "regions": [_region_text(region) for region in fields.pop("regions")],
-        "loops": [_text(loop) for loop in fields.pop("loops")],
         "attempts": [_text(attempt) for attempt in fields.pop("attempts")],
     }
     whole = fields.pop("whole_step")
@@ -656,13 +495,6 @@ def _written(plan: Plan) -> str:
         )
     lines += [f" {_text(key)}: {_list_text(items, ' ')}" for key, items in lists.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def _region_text(region: dict[str, Any]) -> str:
-    keys = ["saved", "segments", "offloaded_inputs"]
-    if not region["offloaded_inputs"]:
-        del region[keys.pop()]
-    return _text_with_lists(region, keys)
 
 
 def _text_with_lists(fields: dict[str, Any], keys: Iterable[str]) -> str:
@@ -713,9 +545,11 @@ class _PlanReader(Reader):
             self.fail(why, places["format"])
         version = self.value_at(places["version"]) if "version" in places else None
         if type(version) is not int or version != _VERSION:
+            is_older = type(version) is int and version < _VERSION
+            advice = "Plan again." if is_older else "Load it with the remat that wrote it."
             self.fail(
                 f"this is a plan of version {shown(version)}, and this remat reads version "
-                f"{_VERSION}. Load it with the remat that wrote it.",
+                f"{_VERSION}. {advice}",
                 places.get("version", start),
             )
         added = {"format", "version", "verified"}
@@ -819,8 +653,8 @@ class _PlanReader(Reader):
 # --------------------------------------------------------------------------------------------------
 # The readable description
 
-_MOST_GROUPS = 8  # lines of saved values per region; more make the text longer
-_MOST_SEGMENTS = 8  # lines of segments per region; more make the text longer
+_MOST_GROUPS = 8  # lines of loops, of bodies, and of values in one place; more make the text longer
+_MOST_PLACES = 8  # places of recomputation; more make the text longer
 
 
 def _explained(plan: Plan) -> Iterable[str]:
@@ -852,6 +686,8 @@ def _explained(plan: Plan) -> Iterable[str]:
             f"  host memory  {format_bytes(plan.host_bytes)}; of the extra time "
             f"{format_seconds(plan.transfer_seconds)} for copies there and back"
         )
+    if plan.marked:
+        yield f"  recomputes   only inside of {printable(', '.join(plan.marked))} (remat.auto)"
     for number, attempt in enumerate(plan.attempts, 1):
         answer = format_bytes(attempt.compiled_bytes)
         if attempt.failure:
@@ -863,43 +699,6 @@ def _explained(plan: Plan) -> Iterable[str]:
     if plan.whole_step is not None:
         yield ""
         yield from _explained_whole_step(plan.whole_step)
-    for region in plan.regions:
-        yield ""
-        yield from _explained_region(region)
-    if plan.loops:
-        yield ""
-    for loop in plan.loops:
-        how = f"in groups of {loop.group} steps, each recomputed from its start"
-        if loop.steps > 1:
-            how = f"unrolled by {loop.steps}; the steps of an iteration save different values"
-        elif loop.groups:
-            how = f"{loop.groups} groups of {loop.group} steps, each recomputed from its start"
-            how += "; the other steps are in no group"
-        yield f"Loop {printable(loop.key)}: {how}"
-
-
-def _explained_region(region: RegionPlan) -> Iterable[str]:
-    places = sum(1 for segment in region.segments if segment.recomputed)
-    yield (
-        f"Region {printable(region.key)} saves {len(region.saved)} of {region.n_values} values "
-        f"({format_bytes(region.saved_bytes)}{_host_part(region)}), recomputes {region.n_recomputed} in "
-        f"{places} {'place' if places == 1 else 'places'} of its backward pass"
-    )
-    groups: dict[tuple[str, str, str, bool], list[SavedValue]] = {}
-    for value in (*region.saved, *region.offloaded_inputs):
-        # The paths of equal layers differ by a number.
-        path = value.name or without_numbers(value.path)
-        key = (value.type, path, "" if path else value.source, value.offloaded)
-        groups.setdefault(key, []).append(value)
-    ordered = sorted(groups.items(), key=lambda item: -sum(v.bytes for v in item[1]))
-    for (type, _, source, offloaded), values in ordered[:_MOST_GROUPS]:
-        path = values[0].name or with_ranges([v.path for v in values]) or source
-        n_bytes = format_bytes(sum(value.bytes for value in values))
-        host = " (host)" if offloaded else ""
-        yield f"  {len(values):>4} x {printable(type)}  {n_bytes}{host}  {printable(path)}".rstrip()
-    rest = [value for _, values in ordered[_MOST_GROUPS:] for value in values]
-    if rest:
-        yield f"  {len(rest):>4} others  {format_bytes(sum(value.bytes for value in rest))}"
 
 
 def _explained_whole_step(whole: WholeStep) -> Iterable[str]:
@@ -934,7 +733,7 @@ def _explained_whole_step(whole: WholeStep) -> Iterable[str]:
             f"{body.n_equations} operations, "
             f"in {len(body.recomputations)} places"
         )
-    for recomputation in whole.recomputations[:_MOST_SEGMENTS]:
+    for recomputation in whole.recomputations[:_MOST_PLACES]:
         yield (
             f"  before {printable(relative(recomputation.source))}, equation {recomputation.before}: "
             f"{len(recomputation.again)} recomputed"
@@ -946,17 +745,12 @@ def _explained_whole_step(whole: WholeStep) -> Iterable[str]:
             yield f"  {count:>4} x {printable(value)}"
         if len(groups) > _MOST_GROUPS:
             yield f"       and {len(groups) - _MOST_GROUPS} other kinds"
-    if len(whole.recomputations) > _MOST_SEGMENTS:
-        yield f"  and {len(whole.recomputations) - _MOST_SEGMENTS} more places"
+    if len(whole.recomputations) > _MOST_PLACES:
+        yield f"  and {len(whole.recomputations) - _MOST_PLACES} more places"
 
 
 def _on_host(loop: ScanPlan) -> str:
     return f" and {format_bytes(loop.host_bytes)} in the host's memory" if loop.host_bytes else ""
-
-
-def _host_part(region: RegionPlan) -> str:
-    n_bytes = region.offloaded_bytes
-    return f", {format_bytes(n_bytes)} of them in the host's memory" if n_bytes else ""
 
 
 def _percent(share: float) -> str:

@@ -36,6 +36,7 @@ from remat import _jax
 from remat.ir import jaxprs
 from remat.ir.equations import has_effects, transparent_call
 from remat.ir.repetitions import without_repeated
+from remat.ir.restriction import has_marks, restricted, without_marks
 from remat.program.from_jaxpr import n_bytes
 from remat.program.fusion import Fused
 from remat.program.program import Program
@@ -116,9 +117,14 @@ def decisions_of(
             burst = []
     if not bursts and not fused.partial_sums:
         return Decisions(frozenset(), ())
-    stored = frozenset(i for group in members.values() for i in group)
+    stored = {i for group in members.values() for i in group}
+    # What must not be computed again is not computed where it is used, either.
+    stored.update(i for i, op in enumerate(program.ops) if not op.repeatable)
     return Decisions(
-        stored, tuple(bursts), ordered and bool(bursts), tuple(sorted(fused.partial_sums))
+        frozenset(stored),
+        tuple(bursts),
+        ordered and bool(bursts),
+        tuple(sorted(fused.partial_sums)),
     )
 
 
@@ -127,11 +133,12 @@ def flattened(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
 
     Calls with shardings, layouts or donation of their own, checkpoints and functions with derivative
     rules stay single equations. What such equations and barriers do not keep apart, compilers compute
-    once if a step computes it twice.
+    once if a step computes it twice. Where functions are marked, all that is outside of them is fixed
+    (`ir.restriction`).
     """
     flat = without_repeated(jaxprs.inline_calls(jaxpr, transparent_call))
     alive, _ = _jax.dce(flat, [True] * len(flat.outvars), keep=[True] * len(flat.invars))
-    return alive
+    return restricted(alive)
 
 
 def following(
@@ -178,7 +185,10 @@ def following(
                 [leaves[i] for i in static],
             )
         flat, consts, out_tree, _ = known[key]
-        return jax.tree.unflatten(out_tree, _jax.eval_jaxpr(change(flat), (), *consts, *arrays))
+        new = change(flat)
+        if has_marks(flat):
+            new = without_marks(new)
+        return jax.tree.unflatten(out_tree, _jax.eval_jaxpr(new, (), *consts, *arrays))
 
     return run
 

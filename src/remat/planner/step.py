@@ -1,4 +1,4 @@
-"""The training step that is planned: traced in a tracing context, compiled for its memory.
+"""The training step that is planned: traced, and compiled for its memory.
 
 Steps are traced as `jax.jit` traces them with the user's options, for the target's devices. Nothing is
 run.
@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 
 from remat import _jax
 from remat.errors import PlanError
+from remat.ir import jaxprs
+from remat.ir.equations import undifferentiated_call
 from remat.ir.fingerprint import fingerprint
 from remat.ir.flops import flops_of_program
+from remat.ir.restriction import marks_of
+from remat.marked import names_of_marked
+from remat.planner.auto import WITH_MARKS, tracing
 from remat.planner.decisions import StepDecisions, applied
-from remat.planner.marked.emit import inlined
-from remat.planner.marked.regions import Application, TracingContext, active_context
 from remat.planner.plan_file import MadeFor
 from remat.planner.rewrite import following
 from remat.program.compiled import CompilerFailure, Memory, OutOfMemory, compile_for_analysis
@@ -29,11 +32,20 @@ from remat.program.targets import Target, n_shards, place
 
 
 class Traced:
-    """A step that was traced in one tracing context."""
+    """A step that was traced.
+
+    Attributes:
+      marked: the names of the functions marked by `remat.auto` that it calls.
+    """
 
     def __init__(
-        self, traced: Any, target: Target, compiler_options: Mapping[str, Any] | None = None
+        self,
+        traced: Any,
+        target: Target,
+        compiler_options: Mapping[str, Any] | None = None,
+        marked: Iterable[str] = (),
     ) -> None:
+        self.marked = tuple(marked)
         self._traced = traced
         self._compiler_options = compiler_options
         self._target = target
@@ -70,7 +82,10 @@ class Traced:
         first does not depend on literals in the program, such as a learning rate.
         """
         layout = hashlib.sha256(repr(self.layout()).encode()).hexdigest()[:8]
-        return f"{fingerprint(inlined(self.jaxpr), literals=False)}-{layout}"
+        jaxpr = jaxprs.inline_calls(self.jaxpr, undifferentiated_call)
+        # Where something is marked, the marks decide which numbers a plan may have.
+        marks = [found] if (found := marks_of(jaxpr)) else []
+        return f"{fingerprint(jaxpr, *marks, literals=False)}-{layout}"
 
     def layout(self) -> tuple[list[str], list[str]]:
         """Return the shardings of arguments and results as texts."""
@@ -125,36 +140,27 @@ class Step:
         self.jit_options = dict(jit_options)
         self.args, self.kwargs = place((args, dict(kwargs)), target)
 
-        # One cache for each step, so that no entry outlives it. JAX's tracing context is part of the
-        # cache's key.
-        def nothing_yet(fun: Callable, arguments: Any) -> dict[str, Any]:
-            return {}
-
-        self._shared = _jax.weakref_lru_cache(nothing_yet)
         self._flat_traces: dict[Any, Any] = {}
 
-    def trace(self, context: TracingContext) -> Traced:
-        """Trace the step in a tracing context."""
-
-        return self._trace(self.fun, context)
+    def trace(self) -> Traced:
+        """Trace the step as it is written, with the marks of `remat.auto`."""
+        return self._trace(self.fun)
 
     def trace_following(self, decisions: StepDecisions) -> Traced:
-        """Trace a step without regions as one that follows decisions about its flat program."""
+        """Trace the step as one that follows decisions about its flat program."""
         return self._trace(
-            following(self.fun, lambda flat: applied(flat, decisions), self._flat_traces),
-            Application({}),
+            following(self.fun, lambda flat: applied(flat, decisions), self._flat_traces)
         )
 
-    def _trace(self, fun: Callable, context: TracingContext) -> Traced:
+    def _trace(self, fun: Callable) -> Traced:
         # A new function each time, since JAX caches traces by function.
         @_jax.wraps(self.fun)
         def step(*args: Any, **kwargs: Any) -> Any:
             return fun(*args, **kwargs)
 
-        context.shared = self._shared
-        with active_context(context):
+        with tracing(WITH_MARKS), names_of_marked() as marked:
             traced = jax.jit(step, **self.jit_options).trace(*self.args, **self.kwargs)
-        return Traced(traced, self.target, self.jit_options.get("compiler_options"))
+        return Traced(traced, self.target, self.jit_options.get("compiler_options"), marked)
 
 
 def unfitted(step: Any, jit_options: Mapping[str, Any]) -> tuple[Callable, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Converts decisions about a step without marked functions to the `whole_step` of a plan file, and back.
+"""Converts decisions about a step to the `whole_step` of a plan file, and back.
 
 A plan file numbers equations as they stand before loops are rewritten, so that removing a loop's line
 leaves the numbers of all others. Equations that a loop's groups add are numbered after those.
@@ -169,12 +169,17 @@ def _check_repeatable(
     eqn_of = dict(zip(numbers, jaxpr.eqns))
     for recomputation in plan.recomputations:
         for n in recomputation.again:
-            if n in eqn_of and not is_repeatable(eqn_of[n]):
-                raise PlanError(
-                    f"the plan computes equation {n} again ({_described(eqn_of[n])}), but "
-                    "computing it again has other effects or gives another result. Remove its number "
-                    "from the plan's recomputations."
-                )
+            if n not in eqn_of or is_repeatable(eqn_of[n]):
+                continue
+            why = (
+                "it is outside of the functions that are marked by remat.auto"
+                if _jax.is_fixed(eqn_of[n])
+                else "computing it again has other effects or gives another result"
+            )
+            raise PlanError(
+                f"the plan computes equation {n} again ({_described(eqn_of[n])}), but {why}. "
+                "Remove its number from the plan's recomputations."
+            )
 
 
 def _loop_plan(id: str, option: ScanOption) -> ScanPlan:

@@ -196,7 +196,11 @@ class _Fusion:
             elif op.fusion is not Fusion.VIEW:
                 opaque = any(map(self._reads_from_memory, users[i]))
                 costly = op.fusion is Fusion.COSTLY and len(users[i]) > 1 and not self.into_products
-                written[i] = self.is_output[i] or opaque or costly
+                # What must not be computed again is written where it would be.
+                shared = not op.repeatable and (
+                    len(users[i]) > 1 or any(ops[u].repeatable for u in users[i])
+                )
+                written[i] = self.is_output[i] or opaque or costly or shared
         # Several kernels would have to read more than one operand of this size each.
         sources: list[frozenset[int]] = []
         for i, op in enumerate(ops):

@@ -57,18 +57,23 @@ def _without_checkpoints(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
 
 
 def _may_be_opened(eqn: _jax.JaxprEqn) -> bool:
-    """Return whether an equation is a checkpoint that keeps nothing in host memory."""
+    """Return whether an equation is a checkpoint that keeps nothing in host memory and is not fixed."""
     body = called_body(eqn) if is_region(eqn) else None
-    if body is None:
+    if body is None or _jax.is_fixed(eqn):
         return False
     values = (v for inner in body.eqns for v in (*inner.invars, *inner.outvars))
     return not any(_jax.is_on_host(v.aval) for v in values)
 
 
+def _opened_body(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
+    is_kept = is_region(eqn) and _jax.is_fixed(eqn)
+    return None if is_kept else called_body(eqn)
+
+
 def written_out(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """Return a program with all its checkpoints written out, those in bodies of loops included."""
+    """Return a program with its checkpoints written out, those in bodies of loops included."""
     changed = jaxpr
-    if any(called_body(eqn) is not None for eqn in jaxpr.eqns):
-        changed = jaxprs.inline_calls(jaxpr, called_body)
+    if any(_opened_body(eqn) is not None for eqn in jaxpr.eqns):
+        changed = jaxprs.inline_calls(jaxpr, _opened_body)
     new = walk_inside(changed, (), lambda inner, _: written_out(inner), "")
     return replaced(changed, new) if new else changed

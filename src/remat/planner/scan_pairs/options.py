@@ -259,8 +259,10 @@ def _pairs_in(scope: _Scope, prefix: str, path: str, times: int) -> list[ScanPai
     found: dict[int, list[ScanPair]] = {}
     paired: set[int] = set()
     for match in matches(jaxpr):
-        paired.update(match)
         joint = joint_of(jaxpr, match)
+        if all(map(_jax.is_fixed, joint.jaxpr.eqns)):
+            continue  # nothing of it may be recomputed
+        paired.update(match)
         key = pair_id(prefix, match)
         eqn = joint.forward
         name = joined(path, _jax.name_stack_of(eqn))

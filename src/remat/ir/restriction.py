@@ -1,0 +1,147 @@
+"""Restricting recomputation to what is inside of marked functions (`remat.auto`).
+
+The equations of a marked function have a name scope that says so (`_jax.marked_scope`), and so has what JAX
+makes of them: derivatives, transposes, batched forms. What a marked equation runs inside, such as the body
+of a loop, is marked with it.
+
+`restricted` turns this around. In a program with marks it gives all other equations a scope that says that
+they are *fixed*: `is_repeatable` is False for them, so they are treated like those with effects. A scan
+outside of marks keeps what it keeps, and a checkpoint outside stays as it is. A program without marks
+stays the same.
+
+Three kinds of equations outside are not fixed:
+
+* Views and those without operands that vary, which cost nothing.
+* Sums of cotangents, which JAX adds without a scope, if one of their terms is from a marked function.
+* Calls that hold marked equations. They are inlined, and what they hold would inherit the scope.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from remat import _jax
+from remat.ir import jaxprs
+from remat.ir.equations import fusion_of, has_derivative_rule, plain_call
+from remat.ir.operations import Fusion
+
+
+def has_marks(jaxpr: _jax.Jaxpr) -> bool:
+    """Return whether a program has marked equations, at any depth."""
+    return _Marks().inside(jaxpr)
+
+
+def restricted(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+    """Return a program in which all that is outside of marked functions is fixed, if any is marked."""
+    marks = _Marks()
+    return _Fixing(marks).program(jaxpr) if marks.inside(jaxpr) else jaxpr
+
+
+def marks_of(jaxpr: _jax.Jaxpr) -> str:
+    """Return a text that says which equations are marked; "" if none is."""
+    marks = _Marks()
+    return marks.text(jaxpr) if marks.inside(jaxpr) else ""
+
+
+def without_marks(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+    """Return a program without the scopes of this module."""
+    return _Unmarking().program(jaxpr)
+
+
+def _bodies(eqn: _jax.JaxprEqn) -> list[Any]:
+    primal = [eqn.params["call_jaxpr"]] if has_derivative_rule(eqn) else []
+    return list({id(body): body for body in (*jaxprs.bodies_of(eqn), *primal)}.values())
+
+
+class _Marks:
+    """Which programs have marks. Jaxprs that several equations run are read once."""
+
+    def __init__(self) -> None:
+        # Jaxprs are kept with their numbers, which are theirs as long as they live.
+        self._inside: dict[int, tuple[_jax.Jaxpr, bool]] = {}
+
+    def inside(self, jaxpr: _jax.Jaxpr) -> bool:
+        if id(jaxpr) not in self._inside:
+            found = any(_jax.is_marked(eqn) or self.inside_of(eqn) for eqn in jaxpr.eqns)
+            self._inside[id(jaxpr)] = jaxpr, found
+        return self._inside[id(jaxpr)][1]
+
+    def inside_of(self, eqn: _jax.JaxprEqn) -> bool:
+        return any(self.inside(_jax.open_jaxpr(body)) for body in _bodies(eqn))
+
+    def text(self, jaxpr: _jax.Jaxpr) -> str:
+        digest = hashlib.sha256()
+        for eqn in jaxpr.eqns:
+            if _jax.is_marked(eqn):
+                digest.update(b"1")
+            elif self.inside_of(eqn):
+                inner = (self.text(_jax.open_jaxpr(body)) for body in _bodies(eqn))
+                digest.update(f"({','.join(inner)})".encode())
+            else:
+                digest.update(b"0")
+        return digest.hexdigest()[:20]
+
+
+class _Rewriting:
+    """Changes equations of programs at any depth; jaxprs that several equations run stay shared."""
+
+    def __init__(self) -> None:
+        self._programs: dict[int, tuple[_jax.Jaxpr, _jax.Jaxpr]] = {}
+
+    def program(self, jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+        if id(jaxpr) not in self._programs:
+            eqns = self.equations(jaxpr.eqns)
+            is_same = all(a is b for a, b in zip(eqns, jaxpr.eqns))
+            new = jaxpr if is_same else _jax.rebuild(jaxpr, eqns=eqns)
+            self._programs[id(jaxpr)] = jaxpr, new
+        return self._programs[id(jaxpr)][1]
+
+    def equations(self, eqns: Sequence[_jax.JaxprEqn]) -> list[_jax.JaxprEqn]:
+        raise NotImplementedError
+
+    def within(self, eqn: _jax.JaxprEqn) -> _jax.JaxprEqn:
+        """Return an equation whose bodies are changed."""
+        for body in _bodies(eqn):
+            inner = _jax.open_jaxpr(body)
+            new = self.program(inner)
+            if new is not inner:
+                eqn = jaxprs.replace_body(eqn, body, new)
+        return eqn
+
+
+class _Fixing(_Rewriting):
+    def __init__(self, marks: _Marks) -> None:
+        super().__init__()
+        self.marks = marks
+
+    def equations(self, eqns: Sequence[_jax.JaxprEqn]) -> list[_jax.JaxprEqn]:
+        found = []
+        marked: set[_jax.Var] = set()
+        for eqn in eqns:
+            is_sum = eqn.primitive.name == "add_any"
+            if _jax.is_marked(eqn) or (is_sum and not marked.isdisjoint(_variables(eqn))):
+                marked.update(eqn.outvars)
+                found.append(eqn)
+            else:
+                found.append(self._fixed(eqn))
+        return found
+
+    def _fixed(self, eqn: _jax.JaxprEqn) -> _jax.JaxprEqn:
+        is_inlined = plain_call(eqn) is not None or eqn.primitive.name in ("jit", "pjit")
+        is_free = not _variables(eqn) or fusion_of(eqn) is Fusion.VIEW
+        if is_free and not jaxprs.has_body(eqn):
+            return eqn
+        holds_marks = is_inlined and self.marks.inside_of(eqn)
+        new = self.within(eqn)
+        return new if holds_marks else _jax.fixed(new)
+
+
+class _Unmarking(_Rewriting):
+    def equations(self, eqns: Sequence[_jax.JaxprEqn]) -> list[_jax.JaxprEqn]:
+        return [_jax.without_marks(self.within(eqn)) for eqn in eqns]
+
+
+def _variables(eqn: _jax.JaxprEqn) -> list[_jax.Var]:
+    return [v for v in eqn.invars if _jax.is_var(v)]

@@ -1,0 +1,185 @@
+"""The programs that a search compiles: the step as it is written, and candidates for a plan.
+
+All are compiled for the memory analysis only (`program.compiled`), without XLA's own rematerialization and
+as quickly as the analysis allows: on TPU at level O0, on CPU without LLVM's optimization. A plan is confirmed
+with the options with which it will run, where that says more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeAlias, TypeVar
+
+from remat import units
+from remat.errors import PlanError
+from remat.planner.decisions import StepDecisions
+from remat.planner.plan_file import AS_RUN, FAST
+from remat.planner.scan_pairs import ScanOption
+from remat.planner.search import Proposal
+from remat.planner.step import Step, Traced
+from remat.program.compiled import CompilerFailure, Memory, OutOfMemory
+from remat.program.from_jaxpr import n_bytes
+
+_log = logging.getLogger("remat")
+
+_MAX_CONFIRMATION_S = 180.0  # a compilation expected to take longer is left out unless asked for
+_SLOWER_AS_RUN = 12.0  # a TPU's default level against its fast one: 6 to 14 times (measured)
+
+_T = TypeVar("_T")
+
+#: The compiler's answer.
+Answer: TypeAlias = Memory | OutOfMemory | CompilerFailure
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A program that was compiled, and the memory that the compiler reported.
+
+    `proposal` is None for the step as it is written.
+    """
+
+    proposal: Proposal | None
+    predicted_bytes: int
+    memory: Answer
+    extra_flops: float
+    verified_level: str = FAST
+
+    @property
+    def decisions(self) -> StepDecisions | None:
+        """Return the decisions that the program follows; None for the step as it is written."""
+        return None if self.proposal is None else self.proposal.decisions
+
+    @property
+    def extra_seconds(self) -> float:
+        """Return the time of recomputation, according to the model."""
+        return 0.0 if self.proposal is None else max(0.0, float(self.proposal.extra_seconds))
+
+    @property
+    def lower_bound_seconds(self) -> float:
+        """Return a proven lower bound of that."""
+        return 0.0 if self.proposal is None else max(0.0, float(self.proposal.lower_bound_seconds))
+
+    @property
+    def transfer_seconds(self) -> float:
+        """Return the part of it for copies to the host's memory and back."""
+        return max(0.0, float(sum(option.transfer_seconds for option in self._options())))
+
+    def _options(self) -> list[ScanOption]:
+        if self.decisions is None:
+            return []
+        return [option for _, option in self.decisions.loops.choices]
+
+    @property
+    def compiled_bytes(self) -> int:
+        """Return the compiler's peak, or its lower bound; 0 if the compiler failed."""
+        return 0 if isinstance(self.memory, CompilerFailure) else self.memory.peak_bytes
+
+    @property
+    def failure(self) -> str:
+        """Return why the compiler failed; "" if it did not."""
+        return self.memory.reason if isinstance(self.memory, CompilerFailure) else ""
+
+
+class Programs:
+    """The step and its candidates, each compiled once.
+
+    Args:
+      step: the step.
+      unplanned: its trace without a plan.
+      show: receives texts about the progress.
+      known_base: what the compiler said about the step as it is written; None to compile it.
+
+    Attributes:
+      base: what the compiler said about the step as it is written.
+      fixed_bytes: what every plan needs: arguments and results, less aliased ones.
+      candidates: those compiled so far, in order.
+      compile_s: the time of the slowest compilation so far.
+    """
+
+    def __init__(
+        self, step: Step, unplanned: Traced, show: Callable[[str], None], known_base: Memory | None
+    ) -> None:
+        self.step = step
+        self.unplanned = unplanned
+        self.show = show
+        self.compile_s = 0.0
+        self.candidates: list[Candidate] = []
+        if known_base is None:
+            show("compiling without rematerialization")
+        self.base: Answer = known_base or self._timed(unplanned.memory)
+        self.fixed_bytes = self._fixed_bytes()
+
+    @property
+    def base_peak_bytes(self) -> int:
+        """Return the peak without rematerialization; 0 if the compiler failed."""
+        return 0 if isinstance(self.base, CompilerFailure) else self.base.peak_bytes
+
+    @functools.cached_property
+    def flops(self) -> float:
+        """Return the FLOPs of the step without rematerialization."""
+        return self.unplanned.flops()
+
+    def as_written(self) -> Candidate:
+        """Return the step as it is written as a candidate."""
+        return Candidate(None, self.base_peak_bytes, self.base, 0.0)
+
+    def candidate(self, proposal: Proposal, predicted_bytes: int) -> Candidate:
+        """Return the candidate of a proposal, compiled unless that was done before."""
+        for known in self.candidates:
+            if known.decisions == proposal.decisions:
+                return known
+        traced = self.step.trace_following(proposal.decisions)
+        self.show(f"compiling a plan predicted to need {units.format_bytes(predicted_bytes)}")
+        memory = self._timed(traced.memory)
+        is_first = not any(isinstance(c.memory, Memory) for c in self.candidates)
+        if is_first and isinstance(self.base, OutOfMemory) and isinstance(memory, Memory):
+            self.fixed_bytes = memory.argument_bytes + memory.output_bytes - memory.alias_bytes
+        found = Candidate(proposal, predicted_bytes, memory, traced.flops() - self.flops)
+        self.candidates.append(found)
+        _log.debug(
+            "remat: predicted %d bytes, compiled %s, %.3g FLOPs recomputed",
+            predicted_bytes,
+            found.failure or found.compiled_bytes,
+            found.extra_flops,
+        )
+        if isinstance(memory, CompilerFailure) and isinstance(self.base, CompilerFailure):
+            raise PlanError(
+                f"the compiler for {self.step.target.name} fails on the step, without rematerialization "
+                f"({self.base.reason}) and with ({memory.reason}). Compile the step by itself first."
+            )
+        return found
+
+    def is_to_be_confirmed(self, verify: str | None) -> bool:
+        """Return whether a candidate is to be compiled again, with the options with which it will run."""
+        platform = self.step.target.platform
+        if platform == "cpu" or verify == FAST:
+            return False  # CPU compilers have one level, and no rematerialization of their own
+        slower = _SLOWER_AS_RUN if platform == "tpu" else 1.0
+        return verify == AS_RUN or self.compile_s * slower <= _MAX_CONFIRMATION_S
+
+    def as_run(self, candidate: Candidate) -> Answer:
+        """Return what the compiler says about a candidate with the options with which it will run."""
+        self.show("compiling the plan as it will run")
+        decisions = candidate.decisions
+        traced = self.unplanned if decisions is None else self.step.trace_following(decisions)
+        memory = traced.memory(as_run=True)
+        needed = 0 if isinstance(memory, CompilerFailure) else memory.peak_bytes
+        _log.debug("remat: %d bytes as it will run, %d before", needed, candidate.compiled_bytes)
+        return memory
+
+    def _fixed_bytes(self) -> int:
+        if isinstance(self.base, Memory):
+            return self.base.argument_bytes + self.base.output_bytes - self.base.alias_bytes
+        shards = self.unplanned.shards()
+        jaxpr = self.unplanned.jaxpr
+        return sum(n_bytes(v.aval) // n for v, n in zip(jaxpr.invars, shards))
+
+    def _timed(self, compile: Callable[[], _T]) -> _T:
+        start = time.perf_counter()
+        answer = compile()
+        self.compile_s = max(self.compile_s, time.perf_counter() - start)
+        return answer

@@ -1,0 +1,107 @@
+"""The error that says why no plan fits a budget, with the numbers and what to do next."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from remat.errors import BudgetError
+from remat.planner.programs import Answer, Candidate
+from remat.printing import printable
+from remat.program.compiled import CompilerFailure, Memory
+from remat.program.program import Program
+from remat.units import format_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """What is known when no plan fits.
+
+    Args:
+      budget: the largest peak.
+      host_limit: bytes of host memory per device; None for no limit.
+      tried: the candidates that were compiled.
+      base: what the compiler said about the step as it is written.
+      fixed_bytes: what every plan needs: arguments and results, less aliased ones.
+      program: the step as it is written.
+      marked: the names of functions marked by `remat.auto`.
+      could_offload: whether values could be kept in the host's memory, but were not allowed to.
+    """
+
+    budget: int
+    host_limit: int | None
+    tried: Sequence[Candidate]
+    base: Answer
+    fixed_bytes: int
+    program: Program
+    marked: Sequence[str]
+    could_offload: bool
+
+
+def refusal(refused: Refused) -> BudgetError:
+    """Return the error that no plan fits."""
+    budget, fixed = refused.budget, refused.fixed_bytes
+    base = 0 if isinstance(refused.base, CompilerFailure) else refused.base.peak_bytes
+    if fixed >= budget and not refused.tried:
+        return BudgetError(
+            f"no plan fits {format_bytes(budget)} ({budget} bytes): arguments and results alone take "
+            f"{format_bytes(fixed)} ({fixed} bytes), and the peak is {format_bytes(base)} ({base} bytes) "
+            "without rematerialization. Raise budget= to a size between the two, donate arguments "
+            "(donate_argnums=), or use a smaller batch or more devices."
+        )
+    reached = [p.compiled_bytes for p in refused.tried if not p.failure]
+    reached += [base] if isinstance(refused.base, Memory) else []
+    smallest = min(reached, default=base)
+    without = (
+        "that of the step without rematerialization"
+        if smallest == base
+        else f"{format_bytes(base)} ({base} bytes) without rematerialization"
+    )
+    what = (
+        f"arguments and results alone take {format_bytes(fixed)}"
+        if fixed >= budget
+        else f"arguments and results take {format_bytes(fixed)} of that, the largest temporaries "
+        f"{_largest(refused.program)}"
+    )
+    offload = "allow offload=True, " if refused.could_offload else ""
+    return BudgetError(
+        f"no plan fits {format_bytes(budget)} ({budget} bytes); the smallest peak that was "
+        f"reached is {format_bytes(smallest)} ({smallest} bytes), {without}; {what}."
+        f"{_about_marks(refused)}{_other_reasons(refused)} Raise budget= to at least {smallest} bytes, "
+        f"{_mark_more(refused)}{offload}donate arguments (donate_argnums=), or use a smaller batch or "
+        "more devices."
+    )
+
+
+def _about_marks(refused: Refused) -> str:
+    if not refused.marked:
+        return ""
+    names = printable(", ".join(refused.marked))
+    nothing = "" if refused.tried else ", and nothing there can be"
+    return f" Only what is inside of {names} (remat.auto) may be recomputed{nothing}."
+
+
+def _mark_more(refused: Refused) -> str:
+    return "mark the whole loss or nothing, " if refused.marked else ""
+
+
+def _other_reasons(refused: Refused) -> str:
+    """Return the part of the message about plans that do not fail by the device's memory."""
+    text, limit = "", refused.host_limit
+    on_host = [p.memory.host_bytes for p in refused.tried if isinstance(p.memory, Memory)]
+    if limit is not None and max(on_host, default=0) > limit:
+        most = format_bytes(max(on_host))
+        text += f" Plans were over host_budget={limit}: up to {most} in host memory."
+    failures = [p.failure for p in refused.tried if p.failure]
+    if failures:
+        text += f" The compiler failed on {len(failures)} plans: {failures[0]}."
+    return text
+
+
+def _largest(program: Program) -> str:
+    sizes: dict[str, int] = {}
+    for op in program.ops:
+        for v in op.results:
+            sizes[program.types[v]] = max(sizes.get(program.types[v], 0), program.bytes[v])
+    top = sorted(sizes.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{name} ({format_bytes(size)})" for name, size in top)

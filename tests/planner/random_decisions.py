@@ -1,0 +1,27 @@
+"""Random decisions about a flat program."""
+
+from __future__ import annotations
+
+import random
+
+from remat.ir.equations import is_fusible, is_repeatable
+from remat.planner.rewrite import Burst, Decisions
+
+
+def random_decisions(jaxpr, seed):
+    """Store at random, compute again at random what can be computed again."""
+    rng = random.Random(seed)
+    stored = {
+        i
+        for i, eqn in enumerate(jaxpr.eqns)
+        if eqn.effects or not is_fusible(eqn) or rng.random() < 0.7
+    }
+    may = [i for i in sorted(stored) if is_repeatable(jaxpr.eqns[i])]
+    bursts = []
+    for before in sorted(rng.sample(range(len(jaxpr.eqns)), min(5, len(jaxpr.eqns)))):
+        earlier = [i for i in may if i < before]
+        if earlier:
+            again = sorted(rng.sample(earlier, rng.randint(1, min(6, len(earlier)))))
+            bursts.append(Burst(before, tuple(again)))
+    sums = tuple(sorted(rng.sample(sorted(stored), len(stored) // 8)))
+    return Decisions(frozenset(stored), tuple(bursts), bool(bursts) and seed % 2 == 1, sums)
