@@ -7,7 +7,6 @@ In the order in which data flows:
     phases      its program, with the forward, recomputed, backward and update phases told apart
     replaced    which arguments results are the new values of
     roles       which argument a value is the gradient of
-    result_buffers  which temporaries are in the buffers of results
     account     the values that are written, their lifetimes and kinds, the timeline
     hlo         what the compiled program holds at its peak
     decisions   what a plan recomputes, offloads and keeps

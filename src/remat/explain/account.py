@@ -30,7 +30,6 @@ from remat.explain.phases import (
     merged,
     parts,
 )
-from remat.explain.result_buffers import Buffer, Temporary, in_buffers
 from remat.explain.roles import gradients_of, results_called
 from remat.explain.runs import Run, operands_of, program_of, run_of
 from remat.explain.sources import source_of
@@ -39,6 +38,7 @@ from remat.ir.flops import flops_of
 from remat.ir.operations import FUSIBLE, writes_into_operand
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Op, Program
+from remat.program.result_buffers import Buffer, Temporary, in_buffers
 from remat.report.groups import called, own_function
 from remat.report.model import Kind, Phase, Segment, Step, Value
 from remat.solvers.simulate import no_remat

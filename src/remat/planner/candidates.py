@@ -52,7 +52,7 @@ from remat.planner.host_memory import Transfer
 from remat.planner.rewrite import Decisions, decisions_of
 from remat.planner.search import Proposal
 from remat.planner.tradeoffs import fastest, settings_of, undominated
-from remat.program import output_buffers
+from remat.program import result_buffers
 from remat.program.from_jaxpr import Slowdown, no_slowdown
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Program
@@ -204,7 +204,7 @@ class StepModel:
 
     def peak_bytes(self, fused: Fused, order: Sequence[int]) -> int:
         """Return the bytes of temporaries if the places of a graph are computed in this order."""
-        return output_buffers.peak_bytes(fused.graph, order, self._buffers(fused))
+        return result_buffers.peak_bytes(fused.graph, order, self._buffers(fused))
 
     def _buffers(self, fused: Fused) -> dict[int, list[int]]:
         """Return the bytes of results' buffers that may hold temporaries, by the nodes that write them."""

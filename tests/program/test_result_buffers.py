@@ -10,7 +10,7 @@ import remat
 from remat.program.costs import Roofline
 from remat.program.from_jaxpr import program_of_jaxpr
 from remat.program.fusion import fuse
-from remat.program.output_buffers import peak_bytes
+from remat.program.result_buffers import peak_bytes
 from remat.program.targets import target
 from remat.solvers import Graph, Node, no_remat
 
