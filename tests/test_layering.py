@@ -51,7 +51,7 @@ LAYERS = [
         "transform.statics",
     ),
     ("transform.cut", "transform.policies.selector"),
-    ("transform.splitter", "transform.policies.algebra"),
+    ("transform.policies.algebra",),
     ("transform.policies.check", "transform.policies.jax_names", "transform.policies.resolve"),
     ("transform.policies",),
     ("transform.residuals",),

@@ -342,7 +342,7 @@ def test_a_loop_that_is_run_again_for_two_results_stands_in_the_burst_once():
 
     flat, _ = flat_of(step, np.ones((5, 5), np.float32))
     program = program_of_flat(flat)
-    fused = fuse(program, lambda *_: 1.0, lambda _: True, apart=True)
+    fused = fuse(program, lambda *_: 1.0, apart=True)
     loop = next(i for i, eqn in enumerate(flat.eqns) if eqn.primitive.name == "scan")
     nodes = [node.id for node in fused.graph.nodes]
     of_loop = sorted({fused.holds[v] for v in program.ops[loop].results if v in fused.holds})

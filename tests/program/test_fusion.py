@@ -11,16 +11,14 @@ from jax.sharding import PartitionSpec as P
 from remat.ir.operations import Fusion
 from remat.program.from_jaxpr import automatic_shards, program_of_jaxpr
 from remat.program.fusion import fuse
-from remat.program.program import Op, Place, Program, without_dead
+from remat.program.program import Op, Program, without_dead
 from remat.solvers.simulate import no_remat
 
 MB = 1_000_000
-REGION = ("loss#1", "f0")
 
 
-def op(kind, operands, *results, backward=False, number=None, **more):
-    place = None if number is None else Place(REGION, backward, number)
-    return Op(kind.value, kind, tuple(operands), tuple(results), place=place, **more)
+def op(kind, operands, *results, **more):
+    return Op(kind.value, kind, tuple(operands), tuple(results), **more)
 
 
 def program(ops, outputs, sizes=None, inputs=(0,)):
@@ -31,8 +29,8 @@ def program(ops, outputs, sizes=None, inputs=(0,)):
     return Program(tuple(ops), tuple(of), ("f32[]",) * n, frozenset(inputs), tuple(outputs))
 
 
-def fused(p, reuses=lambda _: False, repeat=lambda _: True, **options):
-    return fuse(p, lambda flops, moved, dtype: flops + moved, repeat, reuses, **options)
+def fused(p, **options):
+    return fuse(p, lambda flops, moved, dtype: flops + moved, **options)
 
 
 def nodes(f, p):
@@ -71,7 +69,7 @@ def test_views_are_their_operands():
 def test_view_of_a_value_that_is_returned_is_an_output():
     p = program([op(Fusion.KERNEL, [0], 1), op(Fusion.VIEW, [1], 2)], [2])
     assert no_remat(fused(p).graph).peak_bytes == 0
-    assert fused(p, reuses=lambda _: True).reused_bytes == MB
+    assert fused(p).output_buffers == {0: (MB,)}
 
 
 def test_costly_value_that_two_kernels_use_is_written():
@@ -173,25 +171,12 @@ def test_sums_of_few_values_and_sums_that_are_read_elsewhere_stay_whole():
     assert 8 not in fused(read, partial_sums=0).partial_sums
 
 
-def test_values_of_different_sides_stay_apart():
-    p = program(
-        [op(Fusion.KERNEL, [0], 1, number=0), op(Fusion.CHEAP, [1], 2, backward=True, number=0),
-         op(Fusion.KERNEL, [2], 3, backward=True, number=1)],
-        [3],
-    )  # fmt: skip
-    assert sorted(set(fused(p).holds.values())) == [0, 1, 2]
-
-
-def test_outputs_count_when_they_lend_their_memory():
+def test_outputs_are_in_buffers_of_their_own():
     p = program(
         [op(Fusion.KERNEL, [0], 1), op(Fusion.KERNEL, [1], 2), op(Fusion.KERNEL, [2], 3)], [2, 3]
     )
-    alone, lending = fused(p), fused(p, reuses=lambda n: n >= MB)
-    assert alone.reused_bytes == 0
-    assert no_remat(alone.graph).peak_bytes == MB
-    assert lending.reused_bytes == 2 * MB
-    assert no_remat(lending.graph).peak_bytes - lending.reused_bytes == 0
-    assert fused(p, reuses=lambda n: n > MB).reused_bytes == 0
+    assert no_remat(fused(p).graph).peak_bytes == MB
+    assert fused(p).output_buffers == {1: (MB,), 2: (MB,)}
 
 
 def test_workspace_lives_as_long_as_its_operation():
@@ -260,8 +245,6 @@ def test_what_must_not_be_repeated_is_known_with_the_results():
     )  # fmt: skip
     f = fused(p)
     assert [node.id in f.once for node in f.graph.nodes] == [False, True, False, True]
-    none = fused(p, repeat=lambda _: False)
-    assert none.once == {node.id for node in none.graph.nodes}
 
 
 def test_kernel_reads_what_is_written_and_inputs():
@@ -286,7 +269,7 @@ def test_loop_costs_the_kernels_of_all_its_steps():
     p = program_of_jaxpr(jax.make_jaxpr(run)(jnp.ones((2, 2))).jaxpr)
     (loop,) = p.ops
     assert loop.kernels == 50 * 3
-    launches = fuse(p, lambda flops, moved, dtype: float(flops + moved > 0), lambda _: True)
+    launches = fuse(p, lambda flops, moved, dtype: float(flops + moved > 0))
     assert launches.graph.time == loop.kernels
 
 

@@ -327,7 +327,7 @@ def register_split(
 def register_dce(
     primitive: Primitive,
     shrink: Callable[[JaxprEqn, list[bool], Jaxpr], dict],
-    keeps_inputs: Callable[[JaxprEqn], bool],
+    keeps_inputs: Callable[[JaxprEqn], bool] = lambda _: False,
 ) -> None:
     """Register dead-code elimination of a primitive whose parameter `jaxpr` is its body.
 

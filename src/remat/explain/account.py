@@ -100,7 +100,7 @@ def account_of(
 
 def temporaries_bytes(program: Program, *, duplicates: bool) -> int:
     """Return the largest number of live bytes, arguments and results left out."""
-    fused = fuse(program, lambda *_: 0.0, lambda _: True, duplicates=duplicates)
+    fused = fuse(program, lambda *_: 0.0, duplicates=duplicates)
     return no_remat(fused.graph).peak_bytes
 
 
@@ -137,7 +137,6 @@ class _Accounting:
         self.fused: Fused = fuse(
             self.program,
             price,
-            lambda _: True,
             duplicates=duplicates,
             alone=lambda i: jaxprs.has_body(sides.eqns[i]),
         )

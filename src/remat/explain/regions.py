@@ -18,7 +18,7 @@ from remat.explain.unrolled import is_unrolled
 from remat.ir import jaxprs
 from remat.ir.equations import inline_body
 from remat.transform import policies
-from remat.transform.cut import save_all, save_compact
+from remat.transform.cut import save_compact
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,9 +67,7 @@ def checkpointed_loops(jaxpr: _jax.Jaxpr) -> Iterator[_jax.JaxprEqn]:
 
 def chooses(policy: Any) -> bool:
     """Return whether a policy is the user's own and meant to save something."""
-    if policy is None or any(
-        policy is own for own in (save_all, save_compact, policies.nothing_saveable)
-    ):
+    if policy is None or policy is save_compact or policy is policies.nothing_saveable:
         return False
     return getattr(policy, "__name__", "") != "nothing_saveable" and callable(policy)
 

@@ -25,7 +25,7 @@ _SET = re.compile(r"\{([^{}]*)\}")
 _OF_NO_EFFECT = {
     name: frozenset(("name", "ctx_mesh", "inline", "keep_unused", "compiler_options_kvs"))
     for name in ("jit", "pjit")
-} | {"sharding_constraint": frozenset(("context_mesh",)), "remat": frozenset(("split",))}
+} | {"sharding_constraint": frozenset(("context_mesh",))}
 
 
 def fingerprint(jaxpr: _jax.Jaxpr, *more: Any, literals: bool = True) -> str:

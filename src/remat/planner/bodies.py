@@ -305,7 +305,6 @@ def _graph(
     return fuse(
         program,
         price,
-        lambda _: True,
         duplicates=fusing.duplicates,
         into_products=fusing.into_products,
         apart=True,

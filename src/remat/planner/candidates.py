@@ -460,7 +460,7 @@ def _loops(model: StepModel, source: _jax.Jaxpr) -> _Loops:
     )
     options_of = _within_host_memory(found, model.host_limit)
     program = model.program_of(source)
-    graph = fuse(program, price, lambda _: True, apart=True).graph
+    graph = fuse(program, price, apart=True).graph
     peak = no_remat(graph).peak_bytes
     fusing = [_fusing(variant) for variant in model.variants]
     inside = bodies(source, price, model.solver, peak, model.slowdown, fusing)

@@ -327,7 +327,7 @@ def _body_work(
     writer.write(jaxpr, "")
     program = without_dead(writer.program(jaxpr.outvars))
     # A kernel takes a second.
-    fused = fuse(program, lambda *_: 1.0, lambda _: False, into_products=into_products, apart=True)
+    fused = fuse(program, lambda *_: 1.0, into_products=into_products, apart=True)
     return _Work(no_remat(fused.graph).peak_bytes, int(sum(fused.seconds.values())))
 
 

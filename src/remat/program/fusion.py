@@ -37,7 +37,6 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from remat.ir.operations import FUSIBLE, Fusion
 from remat.program.program import Op, Program
 from remat.solvers.graph import Graph, Node
-from remat.solvers.liveness import sizes_at_peak
 
 #: `seconds(flops, bytes moved, dtype)` of one kernel.
 Price = Callable[[float, int, str], float]
@@ -62,10 +61,9 @@ class Fused:
       seconds: for each node the time of one computation.
       holds: for each written value the node that holds it. Of several nodes of one operation the
         largest has its number, and the others have numbers above those of all operations.
-      reused_bytes: bytes of outputs whose buffers hold other values first; part of the graph's peak.
       partial_sums: operations that are written so that what they sum up is no longer needed.
-      output_buffers: for each node that writes outputs the bytes of each one's buffer, if it counts nothing
-        in the graph.
+      output_buffers: for each node that writes outputs the bytes of each one's buffer, which count nothing in
+        the graph.
     """
 
     graph: Graph
@@ -73,7 +71,6 @@ class Fused:
     once: frozenset[int]
     seconds: dict[int, float]
     holds: dict[int, int]
-    reused_bytes: int
     partial_sums: frozenset[int] = frozenset()
     output_buffers: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
@@ -81,8 +78,6 @@ class Fused:
 def fuse(
     program: Program,
     price: Price,
-    may_repeat: Callable[[Op], bool],
-    reuses: Callable[[int], bool] = lambda _: False,
     *,
     duplicates: bool = True,
     into_products: bool = False,
@@ -95,10 +90,6 @@ def fuse(
     Args:
       program: without dead operations.
       price: the time of a kernel.
-      may_repeat: which operations a plan may recompute.
-      reuses: for an output of so many bytes, whether its buffer holds other values until it is
-        computed. Output buffers are allocated from the start. An output whose buffer is reused counts
-        from its computation on; one whose buffer is not counts nothing here.
       duplicates: whether each of several kernels computes a shared cheap value for itself. On CPU
         such values are written.
       into_products: whether a matrix product or a convolution computes the elementwise values that it
@@ -109,8 +100,8 @@ def fuse(
       alone: which operations, by number, are nodes of their own even if the next kernel writes in the
         place of their results.
     """
-    fusion = _Fusion(program, price, may_repeat, duplicates, into_products, partial_sums)
-    return fusion.result(reuses, apart, alone)
+    fusion = _Fusion(program, price, duplicates, into_products, partial_sums)
+    return fusion.result(apart, alone)
 
 
 def seconds_of_kernels(op: Op, flops: float, moved: float, price: Price) -> float:
@@ -121,22 +112,11 @@ def seconds_of_kernels(op: Op, flops: float, moved: float, price: Price) -> floa
     return seconds * op.slowdown
 
 
-def fuse_reusing_outputs(program: Program, price: Price, may_repeat: Callable[[Op], bool]) -> Fused:
-    """Return the graph if values use the buffers of outputs until these are computed.
-
-    A buffer is of use to values that are live at the peak, fit into it and fill at least half of it.
-    The arguments are those of `fuse`.
-    """
-    sizes = sizes_at_peak(fuse(program, price, may_repeat).graph)
-    return fuse(program, price, may_repeat, lambda n: any(n <= 2 * s <= 2 * n for s in sizes))
-
-
 class _Fusion:
     def __init__(
         self,
         program: Program,
         price: Price,
-        may_repeat: Callable[[Op], bool],
         duplicates: bool,
         into_products: bool,
         partial_sums: int | None,
@@ -144,7 +124,6 @@ class _Fusion:
         self.program = program
         self.into_products = into_products
         self.price = price
-        self.may_repeat = may_repeat
         ops = program.ops
         self.producer = {v: i for i, op in enumerate(ops) for v in op.results}
         self.readers: list[list[int]] = [[] for _ in ops]
@@ -338,9 +317,7 @@ class _Fusion:
         """Return the operations whose results or memory these values are."""
         return {i for v in values for i in (self.producer[v], self.buffer.get(v)) if i is not None}
 
-    def result(
-        self, reuses: Callable[[int], bool], apart: bool, alone: Callable[[int], bool]
-    ) -> Fused:
+    def result(self, apart: bool, alone: Callable[[int], bool]) -> Fused:
         ops = self.program.ops
         self.sources = {i: self._sources(values) for i, (values, _) in self.reads.items()}
         nodes = {i: _Group([i], set(sources)) for i, sources in self.sources.items()}
@@ -349,7 +326,6 @@ class _Fusion:
         members: dict[int, tuple[int, ...]] = {}
         graph_nodes: list[Node] = []
         once: set[int] = set()
-        reused = 0
         output_buffers: dict[int, tuple[int, ...]] = {}
         parts = self._parts(nodes) if apart else {}
         holds = {v: into.get(i, i) for i in self.reads for v in ops[i].results}
@@ -362,9 +338,7 @@ class _Fusion:
             members[i] = tuple(
                 dict.fromkeys(x for member in group.members for x in self.reads[member][1])
             )
-            is_once = i in made_memory or not all(
-                ops[x].repeatable and self.may_repeat(ops[x]) for x in group.members
-            )
+            is_once = i in made_memory or not all(ops[x].repeatable for x in group.members)
             workspace = max(map(self._workspace_bytes, group.members))
             whole = _Part(i, ops[i].results, self.size[i] - self._in_place(i), self.is_output[i])
             deps = group.deps
@@ -376,20 +350,14 @@ class _Fusion:
             # What nothing reads is there while the kernel runs.
             workspace += whole.bytes - sum(part.bytes for part in of_node)
             name = ops[i].label or ops[i].path or ops[i].name
-            place = ops[i].place
             if workspace:
                 # Workspace is modelled as a value that only this operation reads.
                 work = len(ops) + 1 + i
                 graph_nodes.append(Node(work, 0.0, workspace, (), f"workspace of {name}"))
                 deps = {*deps, work}
             for part in of_node:
-                n_bytes = part.bytes
                 buffers = self._output_buffers(part.values)
-                in_outputs = sum(buffers)
-                if in_outputs and reuses(in_outputs):
-                    reused += in_outputs
-                elif buffers:
-                    n_bytes -= in_outputs
+                if buffers:
                     output_buffers[part.id] = buffers
                 if part.is_output:
                     ends.append(part.id)
@@ -399,10 +367,9 @@ class _Fusion:
                     Node(
                         part.id,
                         time=seconds[i],
-                        bytes=n_bytes,
+                        bytes=part.bytes - sum(buffers),
                         deps=tuple(sorted(deps)),
                         name=name,
-                        backward=place is not None and place.is_backward,
                     )
                 )
         graph_nodes.append(Node(len(ops), 0.0, 0, tuple(ends), "results"))
@@ -413,7 +380,6 @@ class _Fusion:
             frozenset(once),
             seconds,
             holds,
-            reused,
             self.partial_sums,
             output_buffers,
         )
@@ -525,7 +491,7 @@ def _merge(
                     and d not in fusion.partial_sums
                     and _adjacent(nodes, d, end, inner)
                     and all(users[c] == {end} for c in inner)
-                    and all(_goes_with(fusion, c, end) and not alone(c) for c in (d, *inner))
+                    and not any(fusion.is_output[c] or alone(c) for c in (d, *inner))
                     and all(ops[c].fusion is Fusion.REDUCE for c in inner)
                     and 2 * fusion.size[d] > fusion.size[end]
                     and (fusion.size[d] <= 2 * fusion.size[end])
@@ -546,16 +512,6 @@ def _merge(
 def _adjacent(nodes: dict[int, _Group], d: int, end: int, inner: set[int]) -> bool:
     """Return whether nothing is computed between two operations, which would keep operands for longer."""
     return all(i not in nodes or i in inner for i in range(d + 1, end))
-
-
-def _goes_with(fusion: _Fusion, i: int, end: int) -> bool:
-    """Return whether two operations are on one side of one region, which the first doesn't leave."""
-    ops = fusion.program.ops
-    a, b = ops[i].place, ops[end].place
-    same = (a is None) == (b is None) and (
-        a is None or b is None or (a.region, a.is_backward) == (b.region, b.is_backward)
-    )
-    return same and not fusion.is_output[i]
 
 
 def _absorb(nodes: dict[int, _Group], users: dict[int, set[int]], end: int, c: int) -> None:

@@ -12,22 +12,6 @@ from remat.ir.operations import Fusion
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """The region of an operation, and its number there.
-
-    Args:
-      region: the region's key and fingerprint.
-      is_backward: whether the operation is in the region's backward program.
-      number: the number of its first result in the forward program, or of the operation in the
-        backward program.
-    """
-
-    region: tuple[str, str]
-    is_backward: bool
-    number: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Op:
     """One operation.
 
@@ -42,7 +26,6 @@ class Op:
       transposed: operands that a compiler for CPUs copies into another order of dimensions.
       kernels: how many kernels it starts; a loop or a branch starts those of its body.
       in_place: (operand, result) of a loop's carry, which is updated in the operand's memory.
-      place: its region and its number there; None outside of regions.
       source, path, label: source line, name stack, checkpoint name.
       repeatable: whether it may be recomputed: it gives the same result at the stated cost.
       slowdown: the ratio of its measured time to the cost of its FLOPs and bytes; 1 if not measured.
@@ -59,7 +42,6 @@ class Op:
     transposed: tuple[int, ...] = ()
     kernels: int = 1
     in_place: tuple[tuple[int, int], ...] = ()
-    place: Place | None = None
     source: str = ""
     path: str = ""
     label: str = ""

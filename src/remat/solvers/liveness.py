@@ -150,16 +150,3 @@ def liveness(arrays: Arrays, order: Sequence[int] | Ints) -> Liveness:
     return Liveness(
         arrays, computed, is_first, used, last_use, live_bytes, user, server, by_value, key
     )
-
-
-def sizes_at_peak(graph: Graph) -> set[int]:
-    """Return the sizes of the values that are live at the peak if each is computed once, in order.
-
-    >>> from remat.solvers.graph import Graph, Node
-    >>> sizes_at_peak(Graph((Node(0, time=1, bytes=8), Node(1, time=1, bytes=5, deps=(0,)))))
-    {8, 5}
-    """
-    measured = liveness(Arrays.of(graph), np.arange(len(graph)))
-    at = int(measured.live_bytes.argmax()) if len(graph) else 0
-    live = (np.arange(len(graph)) <= at) & (at <= measured.last_use)
-    return {int(n) for n in measured.arrays.bytes[live] if n}

@@ -10,7 +10,6 @@ In the order in which data flows:
     primitive         the primitive and its rules: differentiation, batching, lowering and so on
     marks             a policy's decisions about values, written into the jaxpr
     cut               a differentiated region in two halves: what is saved, and what is recomputed from it
-    splitter          the interface through which a planner cuts a region in place of a policy
     barrier           what keeps XLA from merging recomputations with the forward pass
     outlining         functions for operations that XLA for CPU expands into large arrays
     residuals         the saved values of a function, as data and as text

@@ -99,11 +99,6 @@ def cut(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Callable[..., 
 # The primitive's own policies, for equations that have no policy of the user's
 
 
-def save_all(*_: Any, **__: Any) -> bool:
-    """Return True for every operation: everything is saved, as plain JAX does."""
-    return True
-
-
 _EXPANDING = names_where("is_expansion")
 
 

@@ -4,7 +4,7 @@
 
 A *region* is one equation that holds the jaxpr of a function:
 
-    outs = remat[jaxpr, policy, split, prevent_cse, differentiated] args
+    outs = remat[jaxpr, policy, prevent_cse, differentiated] args
 
 Until somebody differentiates, the equation is a plain call. Differentiation takes three steps, and
 the equation is there in each of them:
@@ -22,12 +22,11 @@ So recomputation and the use that it serves stand in one equation until lowering
 `barrier.py` keeps them from being merged with the forward pass. Higher derivatives need nothing
 more: each rule's result is made of the primitive again.
 
-`policy` says what to save (see `cut_region` and `policies.resolve`). `split`, if it is not None, cuts
-the region in its place, and composes the backward pass (see `splitter.py`). `prevent_cse` is a bool,
-or one bool for each of the equation's inputs. `names_pending` says that the policy selects names that
-were not found yet: a derivative or batching rule of the user's, which runs in step 1 or when the region
-is batched, may introduce them. `cotangents` says which inputs are cotangents (empty where that is no
-longer known): recomputation depends on the other inputs only.
+`policy` says what to save (see `cut_region` and `policies.resolve`). `prevent_cse` is a bool, or one
+bool for each of the equation's inputs. `names_pending` says that the policy selects names that were not
+found yet: a derivative or batching rule of the user's, which runs in step 1 or when the region is
+batched, may introduce them. `cotangents` says which inputs are cotangents (empty where that is no longer
+known): recomputation depends on the other inputs only.
 """
 
 from __future__ import annotations
@@ -53,10 +52,9 @@ from remat.ir.split import (
     without_unused,
 )
 from remat.transform import barrier, policies, residuals
-from remat.transform.cut import Cut, cut, save_all, save_compact
+from remat.transform.cut import Cut, cut, save_compact
 from remat.transform.outlining import outlined
 from remat.transform.refs import with_values
-from remat.transform.splitter import Half, Splitter, tracing_context
 
 _jax.exclude_from_tracebacks(__file__)
 # What is saved is logged when JAX's option `jax_log_checkpoint_residuals` asks for it, so it goes
@@ -73,7 +71,6 @@ def parameters(
     jaxpr: _jax.Jaxpr,
     *,
     policy: Any = None,
-    split: Splitter | Half | None = None,
     prevent_cse: PreventCse = False,
     differentiated: bool = False,
     names_pending: bool = False,
@@ -83,7 +80,6 @@ def parameters(
     return {
         "jaxpr": jaxpr,
         "policy": policy,
-        "split": split,
         "prevent_cse": prevent_cse,
         "differentiated": differentiated,
         "names_pending": names_pending,
@@ -109,33 +105,6 @@ def region_equation(
 ) -> _jax.JaxprEqn:
     """Return a region's equation with these `parameters`, and with source and context of `like`."""
     return _jax.new_eqn(invars, outvars, remat_p, parameters(jaxpr, **options), like)
-
-
-def equation_of(
-    jaxpr: _jax.Jaxpr, *, like: _jax.JaxprEqn | None = None, **options: Any
-) -> _jax.JaxprEqn:
-    """Return an equation that applies a jaxpr, as a region, to the jaxpr's own inputs."""
-    outvars = [_jax.new_var(v.aval) for v in jaxpr.outvars]
-    return region_equation(jaxpr.invars, outvars, jaxpr, like=like, **options)
-
-
-def jaxpr_around(jaxpr: _jax.Jaxpr, **options: Any) -> _jax.Jaxpr:
-    """Return a jaxpr whose one equation is a region with this jaxpr as its body."""
-    region = equation_of(jaxpr, **options)
-    return _jax.jaxpr_of(jaxpr.invars, region.outvars, [region], jaxpr)
-
-
-def linear_equation(linear: _jax.Jaxpr, like: _jax.JaxprEqn | None) -> _jax.JaxprEqn:
-    """Return the linear part as one equation, with which a `Splitter`'s backward half ends."""
-    return equation_of(linear, policy=save_all, like=like)
-
-
-def _linear_equation_of(backward: _jax.Jaxpr) -> _jax.JaxprEqn | None:
-    """Return a backward half's linear part, or None if a transformation merged it with the rest."""
-    last = backward.eqns[-1] if backward.eqns else None
-    if last is None or last.primitive is not remat_p or last.params["differentiated"]:
-        return None
-    return last if list(last.outvars) == list(backward.outvars) else None
 
 
 def _rebind(args: Sequence[Any], jaxpr: _jax.Jaxpr, added: int | None, params: dict) -> list[Any]:
@@ -219,13 +188,11 @@ class _Derived(NamedTuple):
 
 
 def _derive(jaxpr: _jax.Jaxpr, nonzero: Sequence[bool], params: Mapping[str, Any]) -> _Derived:
-    split, names_pending = params["split"], params["names_pending"]
-    with tracing_context(split):
-        body, consts, outs_nonzero = _jax.jvp_of_jaxpr(jaxpr, nonzero)
+    names_pending = params["names_pending"]
+    body, consts, outs_nonzero = _jax.jvp_of_jaxpr(jaxpr, nonzero)
     if names_pending:
         names_pending = policies.check_names(params["policy"], body)
     changed = {
-        "split": split if isinstance(split, Splitter) else None,
         "prevent_cse": _append(_prepend(len(consts), params["prevent_cse"]), sum(nonzero)),
         "names_pending": names_pending,
         "cotangents": (),  # the derivative has other inputs
@@ -326,22 +293,14 @@ def _run_forward(
 ) -> _Forward:
     """Cut a region and run its forward half on the known inputs' values."""
     _check_effects(jaxpr)
-    halves = _halves(jaxpr, unknown, params)
-    c = halves.cut
+    c = cut_region(jaxpr, unknown, params["policy"])
     inputs = [v for v, used in zip(values, c.forward_inputs) if used]
-    if halves.forward is None:
-        outs = _jax.eval_jaxpr(c.forward, (), *inputs)
-    else:
-        outs = bind(inputs, c.forward, policy=save_compact, split=halves.forward)
+    outs = _jax.eval_jaxpr(c.forward, (), *inputs)
     known_outs, saved = _jax.split_list(outs, [len(outs) - c.n_residuals])
     _log_residuals(c, [not u for u in unknown])
     flags = _later_flags(params["prevent_cse"], c)
     backward = parameters(
-        c.backward,
-        policy=halves.policy,
-        split=halves.backward,
-        prevent_cse=flags,
-        differentiated=True,
+        c.backward, policy=params["policy"], prevent_cse=flags, differentiated=True
     )
     return _Forward(c, known_outs, saved, backward)
 
@@ -357,38 +316,6 @@ def _partial_eval(trace: Any, *tracers: Any, jaxpr: _jax.Jaxpr, **params: Any) -
 
 
 _jax.register_partial_eval(remat_p, _partial_eval)
-
-
-class _Halves(NamedTuple):
-    """The cut of a region, and the parameters of its halves' equations."""
-
-    cut: Cut
-    policy: Any  # of the backward half
-    backward: Half | None = None  # `split` of the backward half
-    forward: Half | None = None  # `split` of the forward half; None: it needs no equation
-
-
-def _halves(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], params: Mapping[str, Any]) -> _Halves:
-    policy, split = params["policy"], params.get("split")  # regions of jax.checkpoint have none
-    if isinstance(split, Splitter):
-        c, backward, forward = split.cut(jaxpr, ins_unknown)
-        return _Halves(c, None, backward, forward)
-    if split is not None and params["differentiated"]:
-        # What is known here are values that it was given to recompute from: none is worth saving.
-        whole = _uncut(jaxpr, ins_unknown)
-        if whole is not None:
-            return _Halves(whole, policy, split)
-    return _Halves(cut_region(jaxpr, ins_unknown, policy), policy)
-
-
-def _uncut(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...]) -> Cut | None:
-    """Return the cut that leaves a backward half whole, or None if some of its results are known."""
-    depends = jaxprs.dependents(jaxpr, ins_unknown)
-    if not all(depends):
-        return None
-    nothing = _jax.rebuild(jaxpr, invars=(), outvars=(), eqns=())
-    used = [True] * len(jaxpr.invars)
-    return Cut(nothing, [False] * ins_unknown.count(False), jaxpr, used, depends, 0)
 
 
 def cut_region(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Any) -> Cut:
@@ -442,15 +369,15 @@ def _log_residuals(c: Cut, known: Sequence[bool]) -> None:
 def _split_region(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
     """Split a region inside of a program that is being split.
 
-    The policy of the program decides. If there is none (`Mode`), the region's own policy does. A region with
-    a `Splitter` is always split by that. `jax.checkpoint`'s regions are split in the same way.
+    The policy of the program decides. If there is none (`Mode`), the region's own policy does.
+    `jax.checkpoint`'s regions are split in the same way.
     """
-    if isinstance(policy, Mode) or isinstance(eqn.params.get("split"), Splitter):
-        return _split_by_own_policy(eqn, operands.unknown, inline=isinstance(policy, Mode))
+    if isinstance(policy, Mode):
+        return _split_by_own_policy(eqn, operands.unknown)
     parts = split_call(eqn, operands, policy)
     changed: dict[str, Any] = {}
     if eqn.primitive is remat_p:
-        changed = {"split": None, "names_pending": False, "cotangents": ()}
+        changed = {"names_pending": False, "cotangents": ()}
     return parts._replace(
         known=[_with_params(e, **changed) for e in parts.known],
         staged=[_with_params(e, **changed, differentiated=True) for e in parts.staged],
@@ -461,29 +388,26 @@ def _with_params(eqn: _jax.JaxprEqn, **changed: Any) -> _jax.JaxprEqn:
     return eqn.replace(params={**eqn.params, **changed})
 
 
-def _split_by_own_policy(eqn: _jax.JaxprEqn, unknown: tuple[bool, ...], inline: bool) -> Parts:
+def _split_by_own_policy(eqn: _jax.JaxprEqn, unknown: tuple[bool, ...]) -> Parts:
     params = eqn.params
     _check_effects(params["jaxpr"])
-    halves = _halves(params["jaxpr"], unknown, params)
-    c = halves.cut
+    c = cut_region(params["jaxpr"], unknown, params["policy"])
     residuals = [_jax.new_var(v.aval) for v in c.backward.invars[: c.n_residuals]]
     known = [v for v, u in zip(eqn.invars, unknown) if not u]
     known = [v for v, used in zip(known, c.forward_inputs) if used]
     results = [v for v, u in zip(eqn.outvars, c.outs_unknown) if not u]
     made = [*results, *residuals]
-    if inline and halves.forward is None and jaxprs.makes_its_results(c.forward):
+    if jaxprs.makes_its_results(c.forward):
         # As where it is run at once: the forward pass is no region any more.
         called = {v: r for v, r in zip(c.forward.outvars, made) if not _jax.is_dropped(r)}
         forward, _ = jaxprs.inlined(c.forward, known, eqn, called)
     else:
-        options = {"policy": save_compact, "split": halves.forward}
-        forward = [region_equation(known, made, c.forward, like=eqn, **options)]
+        forward = [region_equation(known, made, c.forward, like=eqn, policy=save_compact)]
     later = [v for v, used in zip(eqn.invars, c.backward_inputs) if used]
     unknown_results = [v for v, u in zip(eqn.outvars, c.outs_unknown) if u]
     changed: dict[str, Any] = {"jaxpr": c.backward, "differentiated": True}
     changed["prevent_cse"] = _later_flags(params["prevent_cse"], c)
     if eqn.primitive is remat_p:
-        changed |= {"policy": halves.policy, "split": halves.backward}
         changed |= {"names_pending": False, "cotangents": ()}
     operands = [*residuals, *later]
     backward = _jax.new_body_eqn(
@@ -515,16 +439,10 @@ def _transpose(
     *args: Any,
     jaxpr: _jax.Jaxpr,
     prevent_cse: PreventCse,
-    split: Splitter | Half | None,
     **params: Any,
 ) -> Any:
     linear = tuple(_jax.is_linear_input(x) for x in args)
     outs_zero = tuple(type(ct) is _jax.Zero for ct in cts)
-    if isinstance(split, Half) and params["differentiated"]:
-        done, logs = _transpose_half(cts, args, jaxpr, linear, outs_zero, split)
-        if done:
-            return logs
-        split = None
     body, consts, ins_zero, out_tree = _transposed(jaxpr, linear, outs_zero)
     values = [x for x, lin in zip(args, linear) if not lin]
     given = [ct for ct in cts if type(ct) is not _jax.Zero]
@@ -532,7 +450,7 @@ def _transpose(
     if isinstance(flags, tuple):
         flags = (False,) * len(consts) + flags
     params["cotangents"] = (False,) * (len(consts) + len(values)) + (True,) * len(given)
-    leaves = bind((*consts, *values, *given), body, split=split, prevent_cse=flags, **params)
+    leaves = bind((*consts, *values, *given), body, prevent_cse=flags, **params)
     nonzero_cts, logs = _jax.unflatten(out_tree, leaves)
     _accumulate([x for x, lin in zip(args, linear) if lin], ins_zero, nonzero_cts)
     return logs or None
@@ -558,45 +476,6 @@ def _accumulate(targets: Sequence[Any], zeros: Sequence[bool], nonzero_cts: Sequ
     for target, zero in zip(targets, zeros):
         if not zero:
             target.accum(next(remaining))
-
-
-def _transpose_half(
-    cts: Sequence[Any],
-    args: Sequence[Any],
-    jaxpr: _jax.Jaxpr,
-    linear: tuple[bool, ...],
-    outs_zero: tuple[bool, ...],
-    half: Half,
-) -> tuple[bool, Any]:
-    """Transpose the linear part alone and let `half` compose the backward pass from it.
-
-    Returns whether it was done, and what `_transpose` returns. It is not done if a transformation
-    changed the body since `Splitter.cut` wrote it, which is transposed as any other then.
-    """
-    last = _linear_equation_of(jaxpr)
-    if last is None:
-        return False, None
-    of_input = dict(zip(jaxpr.invars, linear))
-    flags = tuple(_jax.is_var(v) and of_input.get(v, False) for v in last.invars)
-    with tracing_context(half):
-        body, consts, ins_zero, out_tree = _transposed(last.params["jaxpr"], flags, outs_zero)
-    constants = [_jax.new_var(_jax.typeof(c)) for c in consts]
-    nonlinear = [*constants, *(v for v, lin in zip(last.invars, flags) if not lin)]
-    known = [v for v, lin in zip(jaxpr.invars, linear) if not lin]
-    composed = half.compose(known, constants, body, nonlinear)
-    if composed is None:
-        return False, None
-    values = [*(x for x, lin in zip(args, linear) if not lin), *consts]
-    given = [ct for ct in cts if type(ct) is not _jax.Zero]
-    if composed.half is None:
-        leaves = _jax.eval_jaxpr(composed.jaxpr, (), *values, *given)
-    else:
-        leaves = bind((*values, *given), composed.jaxpr, policy=save_all, split=composed.half)
-    nonzero_cts, logs = _jax.unflatten(out_tree, leaves)
-    place = {v: i for i, v in enumerate(v for v, lin in zip(last.invars, flags) if lin)}
-    accumulators = {v: x for v, x, lin in zip(jaxpr.invars, args, linear) if lin}
-    _accumulate([accumulators[v] for v in place], ins_zero, nonzero_cts)
-    return True, logs or None
 
 
 _jax.register_transpose(remat_p, _transpose)
@@ -629,12 +508,7 @@ def _shrink(eqn: _jax.JaxprEqn, used_inputs: list[bool], jaxpr: _jax.Jaxpr) -> d
     return dict(eqn.params, **changed, cotangents=cotangents)
 
 
-def _keeps_inputs(eqn: _jax.JaxprEqn) -> bool:
-    # The backward pass may be composed from inputs that the body does not use.
-    return isinstance(eqn.params["split"], Half) and eqn.params["differentiated"]
-
-
-_jax.register_dce(remat_p, _shrink, _keeps_inputs)
+_jax.register_dce(remat_p, _shrink)
 _jax.register_discharge(remat_p, _rebind)
 _jax.register_checkify(remat_p, _rebind)
 _jax.register_key_reuse(remat_p)
