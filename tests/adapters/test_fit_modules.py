@@ -67,6 +67,32 @@ def arrays_of(*graphs):
     return [np.asarray(jax.random.key_data(a) if is_key else a) for a, is_key in zip(leaves, keys)]
 
 
+class Marked(Net):
+    """A plan recomputes in all layers but the first one."""
+
+    def __call__(self, x):
+        x = jnp.sin(self.layers[0](x))
+        for layer in self.layers[1:]:
+            x = remat.auto(lambda x, layer=layer: jnp.tanh(jnp.tanh(jnp.tanh(layer(x)))))(x)
+        return x
+
+
+def test_a_marked_part_of_an_nnx_module_is_what_a_plan_recomputes():
+    def state():
+        model = Marked()
+        return model, nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
+
+    as_written, planned = state(), state()
+    step = nnx_fit(nnx_step, budget="90%")
+    for _ in range(2):
+        expected = nnx.jit(nnx_step)(*as_written, X)
+        assert_same(step(*planned, X), expected)
+    assert_same(arrays_of(*planned), arrays_of(*as_written))
+    (plan,) = step.plans
+    again = [v for r in plan.whole_step.recomputations for v in r.values]
+    assert len(plan.marked) == 1 and again and not any("sin" in value for value in again)
+
+
 @pytest.mark.parametrize("donated", [(), (0, 1)])
 def test_nnx_step_updates_modules_as_under_nnx_jit(donated):
     expected, ours = nnx_state(), nnx_state()

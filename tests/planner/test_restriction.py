@@ -122,8 +122,7 @@ def test_only_what_is_marked_is_computed_again(name):
     assert has_marks(marked) and not has_marks(whole)
     names = {"tanh": True, "sin": False, "cos": False}
     for eqn in jaxprs.equations(marked):
-        expected = names.get(eqn.primitive.name)
-        assert expected in (None, is_repeatable(eqn) or (eqn.primitive.name == "sin" and False))
+        assert names.get(eqn.primitive.name, is_repeatable(eqn)) == is_repeatable(eqn)
     assert all(is_repeatable(e) for e in jaxprs.equations(whole) if e.primitive.name in names)
 
 
@@ -187,6 +186,20 @@ def test_checkpoints_and_loops_outside_of_marks_stay_as_they_are():
     assert made.whole_step is None and made.marked
     with pytest.raises(remat.BudgetError, match=r"Only what is inside of inner \(remat\.auto\)"):
         remat.plan(step, *args, budget="40%", **ALONE)
+
+
+def test_checkpoints_that_hold_nothing_else_than_a_marked_function_are_left_to_the_planner():
+    def loss(of_inner, ws, x):
+        for w in ws:
+            x = jax.checkpoint(of_inner)(w, x)
+        return jnp.mean(x**2)
+
+    args = arguments()
+    step = jax.value_and_grad(lambda ws, x: loss(remat.auto(inner), ws, x))
+    fitted = remat.fit(step, budget="1GiB", **ALONE)
+    written, planned = counts(jax.jit(step).trace(*args).jaxpr), counts(fitted.trace(*args).jaxpr)
+    assert planned["tanh"] < written["tanh"]
+    assert_same(fitted(*args), jax.jit(step)(*args))
 
 
 def test_marks_change_no_names_and_nothing_outside_of_planning(caplog):

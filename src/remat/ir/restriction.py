@@ -9,11 +9,12 @@ they are *fixed*: `is_repeatable` is False for them, so they are treated like th
 outside of marks keeps what it keeps, and a checkpoint outside stays as it is. A program without marks
 stays the same.
 
-Three kinds of equations outside are not fixed:
+Four kinds of equations outside are not fixed:
 
 * Views and those without operands that vary, which cost nothing.
 * Sums of cotangents, which JAX adds without a scope, if one of their terms is from a marked function.
 * Calls that hold marked equations. They are inlined, and what they hold would inherit the scope.
+* What holds marked equations only, such as a checkpoint around a marked function.
 """
 
 from __future__ import annotations
@@ -133,9 +134,10 @@ class _Fixing(_Rewriting):
         is_free = not _variables(eqn) or fusion_of(eqn) is Fusion.VIEW
         if is_free and not jaxprs.has_body(eqn):
             return eqn
-        holds_marks = is_inlined and self.marks.inside_of(eqn)
         new = self.within(eqn)
-        return new if holds_marks else _jax.fixed(new)
+        holds_nothing_fixed = new is eqn
+        is_open = self.marks.inside_of(eqn) and (is_inlined or holds_nothing_fixed)
+        return new if is_open else _jax.fixed(new)
 
 
 class _Unmarking(_Rewriting):
