@@ -111,7 +111,7 @@ def main() -> dict[str, Any]:
         memory = compile_for_analysis(lowered, target)
         report(name, step, memory.peak_bytes, memory.fits, time.perf_counter() - begin)
 
-    step = train_step(remat.auto(loss.blocks(divided)))
+    step = train_step(loss.blocks(divided))
     for offload, budget in itertools.product(OFFLOAD, BUDGETS):
         begin = time.perf_counter()
         plan = remat.plan(

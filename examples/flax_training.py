@@ -1,8 +1,7 @@
 """A Flax model's training step for the command line: `remat explain examples/flax_training.py:problem`.
 
 The command line takes a function without arguments that returns a step and what it is called with.
-The model is as people have it, without a word about rematerialization; `remat.auto` around the loss is
-the one line for the planner.
+The model is as people have it, without a word about rematerialization.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-
-import remat
 
 
 class Encoder(nn.Module):
@@ -41,4 +38,4 @@ def problem() -> tuple[Callable, tuple[Any, ...]]:
     x = jax.ShapeDtypeStruct((8, 256, 128), jnp.float32)
     labels = jax.ShapeDtypeStruct((8,), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
-    return jax.value_and_grad(remat.auto(loss)), (params, x, labels)
+    return jax.value_and_grad(loss), (params, x, labels)

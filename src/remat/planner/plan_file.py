@@ -722,8 +722,10 @@ def _explained_whole_step(whole: WholeStep) -> Iterable[str]:
             what = "values" if loop.rest is None else f"{len(loop.rest)} values"
             groups_text += f", {what} of each step after the first {loop.groups * loop.group}"
         yield (
-            f"  the loop {printable(loop.id)} keeps {len(loop.saved)} values of each step{groups_text} "
-            f"({format_bytes(loop.bytes)} in all{_on_host(loop)}) and recomputes "
+            f"  the loop {printable(loop.id)} keeps {len(loop.saved)} values of each step{groups_text}"
+        )
+        yield (
+            f"    ({format_bytes(loop.bytes)} in all{_on_host(loop)}) and recomputes "
             f"{format_flops(loop.flops)}"
         )
     for body in whole.bodies[:_MOST_GROUPS]:
