@@ -424,7 +424,7 @@ def test_the_smallest_budget_that_an_error_names_is_accepted(function: Callable,
 def test_impossible_requests_are_refused_with_the_numbers() -> None:
     step = lambda c, _: (jnp.sin(c), None)  # noqa: E731
     x = jnp.ones(1000)
-    with pytest.raises(BudgetError, match=r"smallest keeps one state and .*, 15\.6 KiB"):
+    with pytest.raises(BudgetError, match=r"smallest keeps one state and .*: 15\.6 KiB"):
         scan(step, x, None, 100, budget="8KiB")
     with pytest.raises(ScheduleError, match="checkpoints must be at least 1, not 0"):
         scan(step, x, None, 100, checkpoints=0)

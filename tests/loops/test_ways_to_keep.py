@@ -14,8 +14,8 @@ from jax import lax
 import remat
 from remat.errors import BudgetError
 from remat.ir.flops import flops_of_program
-from remat.loops.choice import Choice
 from remat.loops.scan import explain, scan
+from remat.loops.ways import Choice
 from remat.loops.while_loop import fori_loop
 
 NOTHING = remat.policies.nothing_saveable
@@ -88,7 +88,7 @@ def test_the_way_with_less_time_is_taken(count: int) -> None:
         seen.add(found.all_residuals)
         assert found.forward_steps == ways[found.all_residuals].forward_steps  # type: ignore[union-attr]
         # Elementwise operations and traffic are worth less than this.
-        assert times[found.all_residuals] <= 1.1 * min(times.values()), states
+        assert times[found.all_residuals] <= 1.15 * min(times.values()), states
     assert seen == {True, False}
 
 
@@ -100,7 +100,7 @@ def observed(step: Callable, ran: list[int]) -> Callable:
     return run
 
 
-@pytest.mark.parametrize("states", [12, 30, 110, 900])
+@pytest.mark.parametrize("states", [6, 30, 110, 900])
 def test_as_many_steps_run_as_the_choice_says(states: int) -> None:
     ran: list[int] = []
     options = {"budget": states * X.nbytes, "policy": NOTHING}
@@ -114,7 +114,7 @@ def test_as_many_steps_run_as_the_choice_says(states: int) -> None:
     # A policy that keeps nothing runs each step again when it is reversed.
     again = 0 if found.all_residuals else N
     assert len(ran) == found.forward_steps + again
-    assert found.all_residuals == (states > 12)
+    assert found.all_residuals == (states > 6)
     assert (len(ran) == N) == (states == 900)
 
 

@@ -110,6 +110,7 @@ from remat._jax.coordination import (
     published as published,
 )
 from remat._jax.lowering import (
+    FAST_COMPILATION as FAST_COMPILATION,
     LoweringContext as LoweringContext,
     has_unreduced as has_unreduced,
     is_partly_manual as is_partly_manual,

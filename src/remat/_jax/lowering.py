@@ -24,6 +24,14 @@ from remat._jax.tracing import rebuild
 
 LoweringContext: TypeAlias = _mlir.LoweringRuleContext
 
+#: Compiler options with which a program is compiled for its memory analysis alone, by platform.
+FAST_COMPILATION: dict[str, dict[str, Any]] = {
+    # O0 of XLA's effort levels. JAX 0.12 takes its name too, 0.10 only the number.
+    "tpu": {"optimization_level": 9},
+    # Buffers are assigned before LLVM compiles the kernels, so the memory is the same whatever LLVM does.
+    "cpu": {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
+}
+
 
 def register_lowering(primitive: Primitive, rule: Callable, **by_platform: Callable) -> None:
     """Register the lowering `rule(ctx, *args, **params)`; keywords name rules of single platforms."""

@@ -246,7 +246,9 @@ def _core_remat_scan(
         # Initialization isn't differentiated, and there are no variables yet to divide over loops.
         is_init = jax.tree.leaves(made) and not jax.tree.leaves((stacked, shared, carried))
         with counters.looping():
-            nest = Nest((n_layers,)) if is_init else division.nest(n_layers, body, state, xs)
+            nest = (
+                Nest((n_layers,)) if is_init else division.nest(n_layers, body, state, xs, policy)
+            )
             (carried, carry), (ys, made) = nested_scan(body, nest, state, xs, policy=policy)
         out = (
             shared,

@@ -1,33 +1,29 @@
-"""Which schedule a loop takes, and what that costs (`Choice`, printed by `remat.scan.explain`).
+"""Which schedule a loop takes (`remat.scan.explain` prints it).
 
-`choose` takes the schedule with the least recomputation for a number of checkpoints or a budget: one of
-those that `scan.py` describes, or one for several levels of storage.
+`choose` takes the way with the least recomputation for a number of checkpoints or a budget: one of
+those that `scan.py` describes, or one for several levels of storage. A budget is compared with what the
+compiler says that the gradient of the loop occupies (`fitting.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
-
-import jax
-import numpy as np
+from collections.abc import Callable
+from typing import TypeAlias
 
 from remat import _jax
-from remat.aliases import Arrays, Size
 from remat.errors import BudgetError, ScheduleError
-from remat.ir import jaxprs
-from remat.ir.equations import is_region
 from remat.loops.arguments import whole_number
+from remat.loops.fitting import bookkeeping_bytes, fitted
 from remat.loops.halves import Halves
-from remat.loops.loop import Loop, StoredLevel
+from remat.loops.loop import StoredLevel
 from remat.loops.mixed import plan_with
-from remat.loops.schedules import Binomial, Hierarchical, Level, Mixed, Multilevel
-from remat.loops.sizes import n_bytes, worst_case
-from remat.loops.store import DEVICE, Storage, Store, make_store
+from remat.loops.schedules import Level
+from remat.loops.store import Storage, make_store
 from remat.loops.times import has_symbolic_types, time_to_keep, times_of_step
-from remat.loops.tracing import Traced, differentiated, residual_bytes, stacked_bytes
+from remat.loops.tracing import Traced, differentiated, residual_bytes
+from remat.loops.ways import Choice, Scanned, Ways, listed, loop_of, sizes_of
 from remat.units import format_bytes, parse_bytes
 
 # States that a loop keeps if its number of steps is unknown and the user gives no number. With 64, up
@@ -35,109 +31,25 @@ from remat.units import format_bytes, parse_bytes
 # number keeps more and recomputes less.
 DEFAULT_CHECKPOINTS = 64
 
+# The most states that a loop of unknown length keeps within a budget, however large that is.
+_MOST_SLOTS = 100_000
 
-class Scanned(NamedTuple):
-    """A traced scan: its body, the arrays that it scans over, and its options.
-
-    With `has_policy`, the body is a region with a policy.
-    """
-
-    traced: Traced
-    xs: Arrays
-    length: Size
-    reverse: bool
-    unroll: int | bool
-    has_policy: bool = False
-
-    def with_all_residuals(self) -> Scanned:
-        """Return the scan without its policy. Regions that the user's body makes stay."""
-        body = self.traced.body
-        bodies = {id(eqn): eqn.params["jaxpr"] for eqn in body.eqns if is_region(eqn)}
-        written_out = jaxprs.inline_calls(body, lambda eqn: bodies.get(id(eqn)))
-        return self._replace(traced=self.traced._replace(body=written_out), has_policy=False)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The schedule by which a scan is reversed.
-
-    Attributes:
-      kind: "plain" keeps the residuals of all steps; for "nested" and "binomial" see the module.
-      schedule: the schedule with its exact costs; None for "plain".
-      n: the number of steps.
-      state_bytes: bytes of one carry. All bytes are expressions where shapes are symbolic.
-      residual_bytes: bytes of one step's residuals, without inputs of the scan.
-      kept_bytes: bytes that are kept at the peak of the backward pass.
-      why: the reason for the choice, in words.
-      slots: of "mixed" and "binomial": how many states there is memory for.
-      spare_bytes: the bytes that there are beside these; a mixed schedule uses them, too.
-      levels: the slower levels of storage, of "hierarchical".
-      all_residuals: whether all residuals of a step are kept, and not those of `policy=`, with which the
-        budget would be met in more time.
-    """
-
-    kind: Literal["plain", "nested", "mixed", "binomial", "hierarchical"]
-    schedule: Multilevel | Mixed | Binomial | Hierarchical | None
-    n: int
-    state_bytes: Size
-    residual_bytes: Size
-    kept_bytes: Size
-    why: str
-    slots: int = 0
-    spare_bytes: int = 0
-    levels: tuple[StoredLevel, ...] = ()
-    all_residuals: bool = False
-
-    @property
-    def forward_steps(self) -> int:
-        """Return how often a gradient evaluates the body, including once in each reversed step."""
-        if self.schedule is None:
-            return self.n
-        # A file is filled in the backward pass, which runs the loop once more.
-        again = self.n if any(stored.store.one_pass for stored in self.levels) else 0
-        return self.schedule.grad_forward_steps + again
-
-    def __repr__(self) -> str:
-        return f"Choice({str(self).splitlines()[0]}, keeps {format_bytes(self.kept_bytes)})"
-
-    def __str__(self) -> str:
-        head = f"plain: {self.n} steps, nothing recomputed"
-        kept = f"{self.n} steps' residuals of {format_bytes(self.residual_bytes)}"
-        if isinstance(self.schedule, Multilevel):
-            head = str(self.schedule)
-            kept = (
-                f"{self.schedule.peak_slots} states of {format_bytes(self.state_bytes)}, "
-                f"{self.schedule.peak_residuals} steps' residuals of "
-                f"{format_bytes(self.residual_bytes)}"
-            )
-        elif isinstance(self.schedule, Mixed | Hierarchical):
-            head = str(self.schedule)
-            kept = (
-                f"states of {format_bytes(self.state_bytes)} and steps' residuals of "
-                f"{format_bytes(self.residual_bytes)}"
-            )
-        elif isinstance(self.schedule, Binomial):
-            head = str(self.schedule)
-            kept = f"{self.schedule.slots + 1} states of {format_bytes(self.state_bytes)}"
-        return (
-            f"{head}\nkept for the backward pass: {format_bytes(self.kept_bytes)} = {kept}\n"
-            f"why: {self.why}"
-        )
-
-
-# Choosing
+# (scanned, choice, of_consts) -> the temporaries of the scan's gradient, in bytes; see `temporary_bytes`.
+Measure: TypeAlias = Callable[[Scanned, Choice, bool], int | None]
 
 
 def choose(
     scanned: Scanned,
     checkpoints: int | None,
     budget: str | int | None,
-    storages: tuple[Storage, ...] = (),
+    storages: tuple[Storage, ...],
+    measure: Measure,
 ) -> Choice:
     """Return the schedule with the least recomputation for a number of checkpoints or a budget.
 
     With several levels of storage, these are the capacity of the device, and the least time counts. With a
     budget and a policy, all residuals of a step are kept instead of the policy's if that takes less time.
+    A budget is compared with what `measure` says, too.
     """
     checkpoints, budget, storages = _of_device(checkpoints, budget, storages)
     refuse_both(checkpoints, budget)
@@ -148,18 +60,24 @@ def choose(
             "Pass a length that is a number."
         )
     halves = differentiated(scanned.traced)
-    if halves is None or budget is None or storages or not _may_keep_all(scanned, halves):
-        return _choose(scanned, halves, checkpoints, budget, storages)
+    if storages:
+        return _hierarchical(scanned, halves, checkpoints, budget, storages, measure)
+    if checkpoints is not None:
+        return _of_checkpoints(Ways(scanned, halves), checkpoints)
+    if budget is None:
+        return _by_default(Ways(scanned, halves))
+    if halves is None or not _may_keep_all(scanned, halves):
+        return _within(scanned, halves, budget, measure)
     everything = scanned.with_all_residuals()
     try:
-        by_policy = _choose(scanned, halves, None, budget, ())
+        by_policy = _within(scanned, halves, budget, measure)
     except BudgetError:
         # The inputs that a policy keeps for recomputation may be larger than the residuals.
         with contextlib.suppress(BudgetError):
-            found = _choose(everything, differentiated(everything.traced), None, budget, ())
+            found = _within(everything, differentiated(everything.traced), budget, measure)
             return dataclasses.replace(found, all_residuals=True)
         raise
-    return _faster_way(scanned, halves, by_policy, everything, budget)
+    return _faster_way(scanned, halves, by_policy, everything, budget, measure)
 
 
 def _may_keep_all(scanned: Scanned, halves: Halves) -> bool:
@@ -171,14 +89,19 @@ def _may_keep_all(scanned: Scanned, halves: Halves) -> bool:
 
 
 def _faster_way(
-    scanned: Scanned, halves: Halves, by_policy: Choice, everything: Scanned, budget: str | int
+    scanned: Scanned,
+    halves: Halves,
+    by_policy: Choice,
+    everything: Scanned,
+    budget: str | int,
+    measure: Measure,
 ) -> Choice:
     """Return the choice by the policy, or the one that keeps all residuals if it takes less time."""
     all_halves = differentiated(everything.traced)
     if all_halves is None or residual_bytes(all_halves) == residual_bytes(halves):
         return by_policy
     try:
-        with_all = _choose(everything, all_halves, None, budget, ())
+        with_all = _within(everything, all_halves, budget, measure)
     except BudgetError:
         return by_policy
     before = expected_steps(by_policy, scanned, halves)
@@ -206,114 +129,70 @@ def expected_steps(choice: Choice, scanned: Scanned, halves: Halves) -> float:
     return again + n * (times.from_residuals + time_to_keep(body, len(kept), choice.residual_bytes))
 
 
-def _choose(
-    scanned: Scanned,
-    halves: Halves | None,
-    checkpoints: int | None,
-    budget: str | int | None,
-    storages: tuple[Storage, ...],
-) -> Choice:
-    """Return the schedule with the least recomputation of steps whose halves are given."""
-    n = scanned.length
-    state, residual, stacked = _sizes(scanned.traced, halves, budget)
+def _of_checkpoints(ways: Ways, checkpoints: int) -> Choice:
+    """Return the way with the least recomputation in the memory of so many states."""
+    checkpoints = whole_number(checkpoints, "checkpoints", 1)
+    memory = f"checkpoints={checkpoints}"
+    known = not _jax.is_symbolic(ways.state)
+    if ways.n > 1 and known and ways.plain.kept_bytes <= checkpoints * ways.state:
+        return dataclasses.replace(ways.plain, why=f"all fits the memory of {memory}")
+    fewest = ways.checkpointed(checkpoints, 0, f"the fewest steps for {memory}")
+    return fewest if checkpoints < ways.n else ways.or_all_states(fewest, memory)
 
-    def choice(
-        kind: Any, schedule: Any, kept_bytes: Size, why: str, slots: int = 0, spare: int = 0
-    ) -> Choice:
-        of_step = stacked if kind in ("plain", "nested") else residual
-        return Choice(kind, schedule, n, state, of_step, kept_bytes, why, slots, spare)
 
-    def checkpointed(slots: int, spare: int, why: str) -> Choice:
-        """Return the choice in which states and residuals share `spare` bytes and those of `slots` states."""
-        if slots > max(n, 1) and not _jax.is_symbolic(state):
-            # A loop of n steps has no more states.
-            slots, spare = max(n, 1), spare + (slots - max(n, 1)) * state
-        loop = loop_of(scanned, slots, memory=spare)
-        plan = None if halves is None else plan_with(loop, halves)
-        if plan is not None:
-            kept_bytes = plan.layout.n_bytes(plan.schedule)
-            return choice("mixed", plan.schedule, kept_bytes, why, slots, spare)
-        return choice("binomial", Binomial(n, slots), (slots + 1) * state, why, slots, spare)
+def _by_default(ways: Ways) -> Choice:
+    """Return the way of the least memory that costs at most one more sweep."""
+    saves = _jax.typical(ways.nested.kept_bytes) < _jax.typical(ways.plain.kept_bytes)
+    return ways.nested if saves else ways.plain
 
-    if storages:
-        if any(_jax.is_symbolic(size) for size in (state, stacked)):
-            raise ScheduleError(
-                "several levels of store= require arrays of known shapes, but the scan has symbolic "
-                "dimensions. Pass store='host', or export with numbers."
-            )
-        sizes = (state, residual, stacked)
-        return _hierarchical(scanned, halves, sizes, checkpoints, budget, storages)
 
-    def faster(found: Choice, where: str) -> Choice:
-        """Return the choice, or the one that keeps all states and runs each step twice if that is faster."""
-        traffic = 0.0
-        if halves is not None:
-            traffic = time_to_keep(scanned.traced.body, len(halves.kept), residual)
-        steps = found.forward_steps
-        if found.kind == "mixed" and (steps == n or steps + n * traffic <= 2 * n):
-            return found
-        why = f"{where} holds the states of all {n} steps"
-        if found.kind == "mixed":
-            why += f", and keeping a step's residuals takes the time of {traffic:.1f} steps"
-        return choice("nested", Multilevel(n, (max(n, 1),)), n * state + residual, why)
+def _within(scanned: Scanned, halves: Halves | None, budget: str | int, measure: Measure) -> Choice:
+    """Return the way with the least recomputation that fits a budget, as the compiler says.
 
-    plain = choice("plain", None, n * stacked, "the loop is too short to save anything")
-    if checkpoints is not None:
-        checkpoints = whole_number(checkpoints, "checkpoints", 1)
-        fits = not _jax.is_symbolic(state) and n * stacked <= checkpoints * state
-        if n > 1 and fits:
-            why = f"all fits the memory of checkpoints={checkpoints}"
-            return choice("plain", None, plain.kept_bytes, why)
-        fewest = checkpointed(checkpoints, 0, f"the fewest steps for checkpoints={checkpoints}")
-        return fewest if checkpoints < n else faster(fewest, f"checkpoints={checkpoints}")
-    two_levels = Multilevel.balanced(
-        n,
-        2,
-        step_recomputed=False,
-        state_bytes=_jax.typical(state),
-        residual_bytes=_jax.typical(stacked),
-    )
-    nested_bytes = two_levels.peak_slots * state + two_levels.peak_residuals * stacked
-    nested = choice("nested", two_levels, nested_bytes, "the least memory for one more sweep")
-    if budget is None:
-        saves = _jax.typical(nested_bytes) < _jax.typical(plain.kept_bytes)
-        return nested if saves else plain
+    Where none does, the way that keeps least is taken if it fits without the gradient of what the body is
+    closed over, which may not be asked for.
+    """
+    ways = Ways(scanned, halves, budget)
     limit = parse_bytes(budget, "budget=")
-    # Several steps take the state at hand and its cotangent beside what is kept.
-    aside = 2 * state if n > 1 else 0
-    room = limit - aside
-    if plain.kept_bytes <= room:
-        return choice("plain", None, plain.kept_bytes, f"all fits the {format_bytes(limit)}")
-    # The residuals in use are not part of the schedule's memory.
-    memory = room - residual
-    found: Choice | None = None
-    if memory >= state:
-        slots = min(memory // max(state, 1), max(n, 1))
-        why = f"the fewest steps that fit {format_bytes(limit)}"
-        found = checkpointed(slots, memory - slots * state, why)
-        if (n + 2) * state + residual <= limit:
-            found = faster(found, format_bytes(limit))
-    if nested_bytes <= room and (found is None or nested.forward_steps <= found.forward_steps):
-        # Larger blocks within the budget would not help: two levels cost one sweep for any block size.
-        return choice("nested", two_levels, nested_bytes, f"fits the {format_bytes(limit)}")
-    if found is None:
-        ways = [
-            (plain.kept_bytes, "all residuals"),
-            (state + residual, f"one state and one step's residuals of {format_bytes(residual)}"),
-            (nested_bytes, "two levels of loops"),
-        ]
-        least, what = min(ways)
-        at_hand = (
-            f"; the state at hand and its cotangent take {format_bytes(aside)} of it"
-            if aside
-            else ""
-        )
-        raise BudgetError(
-            f"no schedule of {n} steps fits {format_bytes(limit)}; the smallest keeps {what}, "
-            f"{format_bytes(aside + least)} ({aside + least} bytes){at_hand}. Raise budget=, or save less "
-            f"in a step with policy=."
-        )
-    return found
+
+    def choose(reserved: int) -> Choice:
+        found = ways.within(limit, reserved)
+        assert found is not None
+        return found
+
+    # Counters and tables do not make a budget too small that the states and residuals fit.
+    is_enough = limit >= ways.least_bytes
+
+    def beyond(way: Choice, needed: int | None) -> int:
+        if needed is None:
+            return 0 if is_enough else ways.least_bytes - limit
+        return needed - limit - (bookkeeping_bytes(way.slots) if is_enough else 0)
+
+    def excess_bytes(way: Choice) -> int:
+        return beyond(way, measure(scanned, way, True))
+
+    most, unit = limit - ways.least_bytes, max(1, min(ways.state, limit // 16))
+    found = [fitted(limit, most, unit, choose, excess_bytes)]
+    if choose(min(0, most)).kind == "binomial":
+        # Room is left for a step's residuals there. The compiler may need little of it, where it computes
+        # them in one fused operation with what reads them: there may be more states.
+
+        def of_states(reserved: int) -> Choice:
+            slots = max(1, (limit - reserved) // max(ways.state, 1))
+            return ways.of_states_alone(slots, f"the fewest steps that fit {format_bytes(limit)}")
+
+        most_reserved = max(0, limit - ways.state)
+        found.append(fitted(limit, most_reserved, unit, of_states, excess_bytes))
+    fits = [way for way in found if way is not None]
+    if fits:
+        return min(fits, key=lambda way: way.forward_steps)
+    least = choose(most)
+    needed = [measure(scanned, least, of_consts) for of_consts in (False, True)]
+    smallest = None if None in needed else min(filter(None, needed))
+    if beyond(least, smallest) <= 0:
+        return least
+    counted = range(ways.least_bytes, ways.least_bytes + bookkeeping_bytes(least.slots) + 1)
+    raise ways.refusal(limit, None if smallest in counted else smallest)
 
 
 def _of_device(
@@ -334,14 +213,19 @@ def _of_device(
 def _hierarchical(
     scanned: Scanned,
     halves: Halves | None,
-    sizes: tuple[int, int, int],
     checkpoints: int | None,
     budget: str | int | None,
     storages: tuple[Storage, ...],
+    measure: Measure,
 ) -> Choice:
     """Return the choice for several levels of storage, with so much of the device."""
-    n = scanned.length
-    state, residual, stacked = sizes
+    ways = Ways(scanned, halves, budget)
+    n, state, residual, stacked = ways.n, ways.state, ways.residual, ways.stacked
+    if any(_jax.is_symbolic(size) for size in (state, stacked)):
+        raise ScheduleError(
+            "several levels of store= require arrays of known shapes, but the scan has symbolic "
+            "dimensions. Pass store='host', or export with numbers."
+        )
     levels = tuple(
         StoredLevel(
             Level(min(storage.slots(state), n), storage.write, storage.read),
@@ -353,9 +237,10 @@ def _hierarchical(
         memory = whole_number(0 if checkpoints is None else checkpoints, "checkpoints", 0) * state
     else:
         # The state at hand, its cotangent and the residuals in use are not part of the memory.
-        memory = max(0, parse_bytes(budget, "budget=") - 2 * state - residual)
+        aside = 2 * state + residual + _in_addition(ways, measure)
+        memory = max(0, parse_bytes(budget, "budget=") - aside)
     if n * stacked <= memory or n <= 1:
-        return Choice("plain", None, n, state, stacked, n * stacked, "all fits the device")
+        return dataclasses.replace(ways.plain, why="all fits the device")
     slots = min(memory // max(state, 1), n)
     spare = memory - slots * state
     loop = dataclasses.replace(loop_of(scanned, slots, memory=spare), levels=levels)
@@ -373,6 +258,15 @@ def _hierarchical(
     )
 
 
+def _in_addition(ways: Ways, measure: Measure) -> int:
+    """Return the bytes that a step takes beside what is kept, measured where the loop keeps least."""
+    least = ways.within(ways.least_bytes)
+    assert least is not None
+    needed = measure(ways.scanned, least, True)
+    counted = ways.least_bytes + bookkeeping_bytes(least.slots)
+    return 0 if needed is None else max(0, needed - counted)
+
+
 def refuse_both(checkpoints: int | None, budget: str | int | None) -> None:
     """Refuse a number of checkpoints together with a budget."""
     if checkpoints is not None and budget is not None:
@@ -382,63 +276,52 @@ def refuse_both(checkpoints: int | None, budget: str | int | None) -> None:
 
 
 def slots_of_unknown_length(
-    traced: Traced, checkpoints: int | None, budget: str | int | None, default: int
+    traced: Traced,
+    checkpoints: int | None,
+    budget: str | int | None,
+    default: int,
+    measure: Callable[[int, bool], int | None] = lambda slots, of_consts: None,
 ) -> int:
-    """Return how many states a loop keeps if its number of steps is unknown when it is traced."""
-    refuse_both(checkpoints, budget)
-    if budget is not None:
-        state, residual, _ = _sizes(traced, differentiated(traced), budget)
-        limit = parse_bytes(budget, "budget=")
-        # Beside the states: the one at hand, its cotangent, and that of the last step or run.
-        slots = (limit - residual) // max(state, 1) - 3
-        if limit < 4 * state + residual:
-            raise BudgetError(
-                f"no schedule fits {format_bytes(limit)}; the smallest keeps "
-                f"{format_bytes(4 * state + residual)}: four times a state of {format_bytes(state)} (the "
-                f"kept one, that of the last run, the one at hand and its cotangent) and one step's "
-                f"residuals of {format_bytes(residual)}. Raise budget=, or save less in a step with "
-                f"policy=."
-            )
-        # With more slots, no loop that ends in practice would recompute less.
-        return min(slots, 100_000)
-    return default if checkpoints is None else whole_number(checkpoints, "checkpoints", 1)
+    """Return how many states a loop keeps if its number of steps is unknown when it is traced.
 
-
-def _sizes(
-    traced: Traced, halves: Halves | None, budget: str | int | None
-) -> tuple[Size, Size, Size]:
-    """Return the bytes of a state, of a step's residuals, and of those that `lax.scan` keeps.
-
-    With a budget, they are upper bounds.
+    A budget is compared with what `measure` says for so many states, too; see `Measure`.
     """
-    state = sum(map(n_bytes, traced.carry))
-    residual, stacked = residual_bytes(halves), stacked_bytes(halves)
+    refuse_both(checkpoints, budget)
     if budget is None:
-        return state, residual, stacked
-    return (
-        worst_case("a state", state, budget, "checkpoints="),
-        worst_case("one step's residuals", residual, budget, "checkpoints="),
-        worst_case("one step's residuals", stacked, budget, "checkpoints="),
-    )
+        return default if checkpoints is None else whole_number(checkpoints, "checkpoints", 1)
+    state, residual, _ = sizes_of(traced, differentiated(traced), budget)
+    limit = parse_bytes(budget, "budget=")
+    # Beside the states: the one at hand, its cotangent, and that of the last step or run.
+    least = 4 * state + residual
 
+    def slots_with(reserved: int) -> int:
+        # With more slots, no loop that ends in practice would recompute less.
+        return min((limit - reserved - least) // max(state, 1) + 1, _MOST_SLOTS)
 
-def loop_of(scanned: Scanned, slots: int, store: Store = DEVICE, memory: int | None = None) -> Loop:
-    """Return a scan as a loop that keeps so many states, and has so many bytes beside them for residuals."""
-    traced, n = scanned.traced, scanned.length
-    is_long = jax.config.jax_enable_x64 if _jax.is_symbolic(n) else n >= 2**31
-    if is_long and not jax.config.jax_enable_x64:
-        raise ScheduleError(f"{n} steps cannot be counted in 32 bits. Set jax_enable_x64.")
-    return Loop(
-        traced.body,
-        len(traced.consts),
-        len(traced.carry),
-        slots,
-        n,
-        reverse=scanned.reverse,
-        unroll=scanned.unroll,
-        store=store,
-        memory=memory,
-        # Signed: XLA's CPU compiler before jaxlib 0.11.1 miscompiles slices of the scanned values
-        # at an unsigned index in the backward pass.
-        counter=np.int64 if is_long else np.int32,
+    def beyond(slots: int, needed: int | None) -> int:
+        if needed is None:
+            return max(0, least - limit)
+        return needed - limit - (bookkeeping_bytes(slots) if limit >= least else 0)
+
+    def excess_bytes(slots: int) -> int:
+        return 0 if slots == _MOST_SLOTS else beyond(slots, measure(slots, True))
+
+    found = fitted(limit, limit - least, max(state, 1), slots_with, excess_bytes)
+    if found is not None:
+        return found
+    needed = measure(1, False)
+    if beyond(1, needed) <= 0:
+        return 1
+    kept = [
+        f"four times a state of {format_bytes(state)} (the kept one, that of the last run, the one at hand "
+        "and its cotangent)",
+        f"one step's residuals of {format_bytes(residual)}",
+    ]
+    if needed is None or 0 <= needed - least <= bookkeeping_bytes(1):
+        needed = least
+    else:
+        kept.append("what the compiler needs beside them")
+    raise BudgetError(
+        f"no schedule fits {format_bytes(limit)}; the smallest keeps {listed(kept)}: "
+        f"{format_bytes(needed)} ({needed} bytes). Raise budget=, or save less in a step with policy=."
     )

@@ -27,7 +27,7 @@ checkpointing).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from remat import units
@@ -109,6 +109,7 @@ def best_nest(
     *,
     levels: int | None = None,
     budget_bytes: int | None = None,
+    compiled_bytes: Callable[[Nest], int | None] = lambda nest: None,
 ) -> Nest:
     """Return the best nest for a number of layers.
 
@@ -121,6 +122,8 @@ def best_nest(
       levels: the number of nested loops; None for any number.
       budget_bytes: the most bytes that the nest may hold. The one that recomputes least within it is
         chosen. Without a budget, the nest that holds the fewest bytes is chosen.
+      compiled_bytes: what a nest takes as compiled, which a budget is compared with; None where that is
+        unknown, and `peak_bytes` is what counts.
 
     Raises:
       BudgetError: no nest fits; the message has the smallest.
@@ -135,18 +138,24 @@ def best_nest(
         for nest in _best_of_each_depth(n_layers, layer, levels)
         if levels is None or len(nest.lengths) == levels
     ]
-    least, smallest = min(found, key=lambda pair: pair[0])
     if budget_bytes is None:
+        least = min(peak for peak, _ in found)
         return next(nest for peak, nest in found if peak <= (1 + _WORTH_A_LEVEL) * least)
+    compiled: list[tuple[int, Nest]] = []
     for peak, nest in found:
-        if peak <= budget_bytes:
+        needed = compiled_bytes(nest)
+        compiled.append((peak if needed is None else needed, nest))
+        if compiled[-1][0] <= budget_bytes:
             return nest
+    needed, smallest = min(compiled, key=lambda pair: pair[0])
+    added = needed - peak_bytes(smallest, layer)
     at_levels = "" if levels is None else f" with levels={levels}"
+    compiler = f", and {units.format_bytes(added)} that the compiler needs" if added > 0 else ""
     raise BudgetError(
         f"no nesting of {n_layers} layers{at_levels} fits {units.format_bytes(budget_bytes)}; the "
-        f"smallest, {smallest}, holds {units.format_bytes(least)} ({least} bytes: "
+        f"smallest, {smallest}, holds {units.format_bytes(needed)} ({needed} bytes: "
         f"{units.format_bytes(layer.carry_bytes)} of carry and "
-        f"{units.format_bytes(layer.residual_bytes)} of residuals a layer). Raise budget="
+        f"{units.format_bytes(layer.residual_bytes)} of residuals a layer{compiler}). Raise budget="
         f"{'' if levels is None else ', leave out levels='} or checkpoint parts of the layer."
     )
 

@@ -22,9 +22,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from remat import _jax, units
-from remat.aliases import Array, PolicyLike, PyTree, Size
+from remat.aliases import Array, Arrays, PolicyLike, PyTree, Size
 from remat.errors import ScheduleError
 from remat.loops.arguments import whole_number
+from remat.loops.fitting import temporary_bytes
+from remat.loops.loop import Inputs
 from remat.loops.nesting import LayerBytes, Nest, best_nest
 from remat.loops.sizes import worst_case
 from remat.loops.stacked import adopt
@@ -79,8 +81,9 @@ def remat_scan(
       length: with `"auto"`, the number of layers. It is optional if there are parameters.
       levels: with `"auto"`, the number of nested loops. Each but one costs an extra forward pass. By
         default there are as many as save memory.
-      budget: with `"auto"`, the bytes that the loops may hold, a number or a text such as "8MiB". The
-        lengths that recompute least within it are taken.
+      budget: with `"auto"`, the bytes that the gradient of the loops may take beside its arguments and
+        results, a number or a text such as "8MiB". The lengths that recompute least within it are taken, as
+        the compiler says: the gradient is compiled for one number of nested loops after the other.
       policy: what may be saved in addition, see `remat.checkpoint`.
 
     Returns:
@@ -104,7 +107,7 @@ def remat_scan(
         params, nested = _with_one_axis(stacked_params, division)
         n_layers = division.total(jax.tree.leaves(params))
         with_ys, pair = _as_pair(body, carry, params)
-        nest = division.nest(n_layers, pair, carry, params)
+        nest = division.nest(n_layers, pair, carry, params, policy)
         carry, ys = nested_scan(pair, nest, carry, params, policy=policy)
         if not with_ys:
             return carry
@@ -118,17 +121,41 @@ def nested_scan(
 ) -> tuple[PyTree, PyTree]:
     """Return `lax.scan(body, carry, xs)`, run in the loops of a nest; arrays of `xs` are `[n, ...]`."""
     # `lax.scan` itself does not differentiate refs that its body creates.
+    jaxpr, consts, out = _traced(body, nest, carry, xs, policy)
+    leaves = jax.tree.leaves((carry, xs))
+    outs = with_values(
+        jaxpr, [*consts, *leaves], lambda jaxpr, args, _: _jax.call_jaxpr(jaxpr, args)
+    )
+    return jax.tree.unflatten(jax.tree.structure(out), outs)
+
+
+def _traced(
+    body: Body, nest: Nest, carry: PyTree, xs: PyTree, policy: PolicyLike
+) -> tuple[_jax.Jaxpr, Arrays, PyTree]:
+    """Return the loops of a nest as a jaxpr, what they are closed over, and the types of their results."""
     leaves, tree = jax.tree.flatten((carry, xs))
 
     def loops(*leaves: Array) -> tuple[PyTree, PyTree]:
         carry, xs = jax.tree.unflatten(tree, leaves)
         return _nested_scan(body, nest, carry, xs, policy)
 
-    jaxpr, consts, out = _jax.trace_call(loops, *leaves)
-    outs = with_values(
-        jaxpr, [*consts, *leaves], lambda jaxpr, args, _: _jax.call_jaxpr(jaxpr, args)
-    )
-    return jax.tree.unflatten(jax.tree.structure(out), outs)
+    return _jax.trace_call(loops, *leaves)
+
+
+def _temporary_bytes(
+    body: Body, nest: Nest, carry: PyTree, xs: PyTree, policy: PolicyLike
+) -> int | None:
+    """Return the temporaries of the compiled gradient of the loops of a nest."""
+    jaxpr, consts, out = _traced(body, nest, carry, xs, policy)
+    n_carry = len(jax.tree.leaves(out[0]))
+
+    def run(inputs: Inputs) -> tuple[Arrays, Arrays]:
+        outs = _jax.call_jaxpr(jaxpr, [*inputs.consts, *inputs.carry, *inputs.xs])
+        return outs[:n_carry], outs[n_carry:]
+
+    groups: tuple[Arrays, ...] = (consts, jax.tree.leaves(carry), jax.tree.leaves(xs), [])
+    types = Inputs(*(list(map(jax.typeof, group)) for group in groups))
+    return temporary_bytes(run, types, of_consts=True)
 
 
 def _nested_scan(
@@ -276,15 +303,22 @@ class Division:
             raise ScheduleError("the parameters have 0 layers; there must be at least 1.")
         return n_layers
 
-    def nest(self, n_layers: int, body: Body, carry: PyTree, xs: PyTree) -> Nest:
+    def nest(
+        self, n_layers: int, body: Body, carry: PyTree, xs: PyTree, policy: PolicyLike
+    ) -> Nest:
         if self.lengths is not None:
             return Nest(self.lengths)
-        layer = measure_layer(body, carry, one_layer(xs))
+        layer = self._known_bytes(measure_layer(body, carry, one_layer(xs)))
+
+        def compiled_bytes(nest: Nest) -> int | None:
+            return _temporary_bytes(body, nest, carry, xs, policy)
+
         return best_nest(
             n_layers,
-            self._known_bytes(layer),
+            layer,
             levels=self.levels,
             budget_bytes=self.budget_bytes,
+            compiled_bytes=compiled_bytes,
         )
 
     def _known_bytes(self, layer: LayerBytes) -> LayerBytes:

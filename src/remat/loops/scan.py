@@ -34,14 +34,12 @@ from remat.errors import ScheduleError
 from remat.loops.arguments import unroll_factor, whole_number
 from remat.loops.choice import (
     DEFAULT_CHECKPOINTS,
-    Choice,
-    Scanned,
     choose,
-    loop_of,
     refuse_both,
     slots_of_unknown_length,
 )
 from remat.loops.derivative import run
+from remat.loops.fitting import temporary_bytes
 from remat.loops.loop import Inputs, StoredLevel
 from remat.loops.schedules import Binomial, Hierarchical, Mixed
 from remat.loops.store import DEVICE, Storage, Store, make_store, storages_of
@@ -51,6 +49,7 @@ from remat.loops.tracing import (
     checkpointed as checkpointed_body,
     trace_body,
 )
+from remat.loops.ways import Choice, Scanned, loop_of
 
 # API
 
@@ -89,10 +88,11 @@ def scan(
         residuals of steps where that saves more; the residuals of one step more are held in addition.
         The number of recomputed steps is the least possible. With another `store`, it is the number of
         carries kept, including the initial one.
-      budget: the bytes that may be kept for the backward pass, as a number or as "2GiB". The schedule
-        that recomputes least within it is chosen. Without `budget` and `checkpoints`, the schedule is
-        the one of least memory that costs at most one extra forward sweep; if the length is a symbolic
-        dimension (`jax.export`), it is that of `checkpoints=64`.
+      budget: the bytes that the gradient of the loop may take beside its arguments and results, as a number
+        or as "2GiB". The schedule that recomputes least within it is chosen. For that, the gradient of the
+        loop is compiled while the loop is traced; `docs/loops.md` says where it cannot be. Without `budget`
+        and `checkpoints`, the schedule is the one of least memory that costs at most one extra forward
+        sweep; if the length is a symbolic dimension (`jax.export`), it is that of `checkpoints=64`.
       policy: what a step saves while it is reversed, as for `remat.checkpoint`. With `budget`, it is
         what a step saves at least: all residuals of a step are kept where they fit and that is expected
         to take less time, unless the policy offloads values. `explain` says so.
@@ -151,16 +151,10 @@ def scan(
         slots = max(1, min(whole_number(checkpoints, "checkpoints", 1), n))
         carry, ys = _checkpointed(scanned, slots, where)
     else:
-        choice = choose(scanned, checkpoints, budget, several)
+        choice = choose(scanned, checkpoints, budget, several, _temporary_bytes)
         if choice.all_residuals:
             scanned = scanned.with_all_residuals()
-        if isinstance(choice.schedule, Mixed | Binomial | Hierarchical):
-            memory = choice.spare_bytes
-            carry, ys = _checkpointed(scanned, choice.slots, where, memory, choice.levels)
-        else:
-            lengths = (n,) if choice.schedule is None else choice.schedule.lengths
-            recomputed = choice.schedule is not None and choice.schedule.step_recomputed
-            carry, ys = _nested(scanned, traced.carry, scanned.xs, n, lengths, recomputed)
+        carry, ys = _by_choice(scanned, choice)
     return traced.finish(carry), jax.tree.unflatten(traced.y_tree, ys)
 
 
@@ -185,7 +179,7 @@ def explain(
     why: the fewest steps for checkpoints=5
     """
     scanned = _trace(f, init, xs, length, policy, reverse, unroll)
-    return choose(scanned, checkpoints, budget, storages_of(store))
+    return choose(scanned, checkpoints, budget, storages_of(store), _temporary_bytes)
 
 
 scan.explain = explain  # type: ignore[attr-defined]
@@ -218,6 +212,33 @@ def _trace(
         raise AssertionError("jax.lax.scan accepts what remat.scan does not")
     has_policy = policy is not None
     return Scanned(traced, leaves, lengths.pop(), reverse, unroll_factor(unroll), has_policy)
+
+
+# Running a choice
+
+
+def _by_choice(scanned: Scanned, choice: Choice) -> tuple[Arrays, Arrays]:
+    """Return the last carry and the ys of a scan that is reversed by a choice."""
+    if isinstance(choice.schedule, Mixed | Binomial | Hierarchical):
+        return _checkpointed(scanned, choice.slots, DEVICE, choice.spare_bytes, choice.levels)
+    n = scanned.length
+    lengths = (n,) if choice.schedule is None else choice.schedule.lengths
+    recomputed = choice.schedule is not None and choice.schedule.step_recomputed
+    return _nested(scanned, scanned.traced.carry, scanned.xs, n, lengths, recomputed)
+
+
+def _temporary_bytes(scanned: Scanned, choice: Choice, of_consts: bool) -> int | None:
+    """Return the temporaries of the gradient of a scan that is reversed by a choice."""
+
+    def run(inputs: Inputs) -> tuple[Arrays, Arrays]:
+        traced = scanned.traced._replace(consts=inputs.consts, carry=inputs.carry)
+        return _by_choice(scanned._replace(traced=traced, xs=inputs.xs), choice)
+
+    consts, carry, xs = (
+        list(map(jax.typeof, values))
+        for values in (scanned.traced.consts, scanned.traced.carry, scanned.xs)
+    )
+    return temporary_bytes(run, Inputs(consts, carry, xs, []), of_consts=of_consts)
 
 
 # Schedules that are interpreted

@@ -10,6 +10,7 @@ end, so its schedule is `schedules.OnlineMixed`, or `schedules.Online` where sta
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import operator
 import os
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from remat.errors import EffectError, ScheduleError, StepLimitError
 from remat.loops.arguments import unroll_factor, whole_number
 from remat.loops.choice import DEFAULT_CHECKPOINTS, slots_of_unknown_length
 from remat.loops.derivative import run
+from remat.loops.fitting import temporary_bytes
 from remat.loops.loop import Inputs, Loop, select
 from remat.loops.scan import scan
 from remat.loops.schedules import beta
@@ -75,7 +77,8 @@ def fori_loop(
         default is that of `remat.scan` for concrete bounds. For traced ones it is 64
         (`DEFAULT_CHECKPOINTS` in `remat/loops/choice.py`), with which up to 45,760 steps are recomputed
         at most three times each.
-      budget: instead of `checkpoints`, the bytes that may be kept, such as "2GiB".
+      budget: instead of `checkpoints`, the bytes that the gradient of the loop may take, such as "2GiB"; see
+        `remat.scan`.
       policy: what a step saves while it is reversed, as for `remat.scan`.
       unroll: as for `jax.lax.fori_loop`, only for concrete bounds.
       store, directory: where the values are kept, as for `remat.scan`.
@@ -123,19 +126,22 @@ def fori_loop(
     if traced is None:
         lax.fori_loop(lower, upper, body, init)
         raise AssertionError("jax.lax.fori_loop accepts what remat.fori_loop does not")
-    slots = slots_of_unknown_length(traced, checkpoints, budget, DEFAULT_CHECKPOINTS)
     loop = Loop(
         traced.body,
         len(traced.consts),
         len(traced.carry),
-        slots,
+        slots=1,
         store=make_store(store, directory),
         counter=np.uint64 if jnp.iinfo(index.dtype).bits > 32 else np.uint32,
     )
     # Unsigned subtraction wraps around, so it is right for negative bounds, too.
     steps = end.astype(loop.counter) - index.astype(loop.counter)
     count = jnp.where(index < end, steps, jnp.zeros_like(steps))
-    carry, _, _ = run(loop, Inputs(traced.consts, traced.carry, [], [count]))
+    inputs = Inputs(traced.consts, traced.carry, [], [count])
+    slots = slots_of_unknown_length(
+        traced, checkpoints, budget, DEFAULT_CHECKPOINTS, _measure(loop, inputs)
+    )
+    carry, _, _ = run(dataclasses.replace(loop, slots=slots), inputs)
     return traced.finish(carry)[1]
 
 
@@ -176,7 +182,8 @@ def while_loop(
         that saves more, residuals of steps. One value more, and the residuals of one step, are held in
         addition. The default with `max_steps` is the number with which each step is recomputed at most
         twice, about √(2·max_steps), but at most 1,000; without it, 64.
-      budget: instead of `checkpoints`, the bytes that may be kept, such as "2GiB".
+      budget: instead of `checkpoints`, the bytes that the gradient of the loop may take, such as "2GiB"; see
+        `remat.scan`.
       policy: what a step saves while it is reversed, as for `remat.checkpoint`.
       store, directory: where the values are kept, as for `remat.scan`.
 
@@ -230,7 +237,7 @@ def while_loop(
         after_unused(traced, test_consts),
         len(consts),
         n_carry,
-        slots_of_unknown_length(traced, checkpoints, budget, default),
+        slots=1,
         test=test,
         test_reads=(0, n_test, n_carry),
         max_steps=max_steps,
@@ -238,7 +245,10 @@ def while_loop(
         memory=0 if where is DEVICE else None,
         counter=counter,
     )
-    carry, _, (count,) = run(loop, Inputs(consts, traced.carry, [], []))
+    inputs = Inputs(consts, traced.carry, [], [])
+    slots = slots_of_unknown_length(traced, checkpoints, budget, default, _measure(loop, inputs))
+    loop = dataclasses.replace(loop, slots=slots)
+    carry, _, (count,) = run(loop, inputs)
     if max_steps is not None and on_max_steps != "truncate":
         (unfinished,) = _jax.call_jaxpr(test, [*test_consts, *map(lax.stop_gradient, carry)])
         _refuse((count >= loop.count(max_steps)) & unfinished, max_steps, on_max_steps)
@@ -288,6 +298,23 @@ _jax.register(
 
 
 # Helpers
+
+
+def _measure(loop: Loop, inputs: Inputs) -> Callable[[int, bool], int | None]:
+    """Return the function (slots, of_consts) -> the temporaries of a loop's compiled gradient, in bytes."""
+    types = Inputs(*(list(map(jax.typeof, part)) for part in inputs))
+
+    def measure(slots: int, of_consts: bool) -> int | None:
+        if loop.store is not DEVICE:
+            return None
+
+        def run_it(inputs: Inputs) -> tuple[Arrays, Arrays]:
+            results = run(dataclasses.replace(loop, slots=slots), inputs)
+            return results.carry, []
+
+        return temporary_bytes(run_it, types, of_consts=of_consts)
+
+    return measure
 
 
 def _test_of_values(test: _jax.Jaxpr, consts: Arrays, traced: Traced) -> tuple[_jax.Jaxpr, Arrays]:

@@ -34,7 +34,7 @@ from typing import Any
 
 import jax
 
-from remat import units
+from remat import _jax, units
 from remat.errors import PlanError
 from remat.program.targets import Target
 
@@ -149,15 +149,6 @@ def memory_of(compiled: jax.stages.Compiled, target: Target) -> Memory:
     )
 
 
-# O0 of XLA's effort levels. JAX 0.12 takes its name too, 0.10 only the number.
-_OPTIMIZATION_LEVEL_O0 = 9
-# Buffers are assigned before LLVM compiles the kernels, so the memory is the same whatever LLVM does.
-_WITHOUT_LLVM_OPTIMIZATION = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
-
-
 def compile_for_analysis(
     lowered: jax.stages.Lowered,
     target: Target,
@@ -215,10 +206,8 @@ def compile_plainly(
     options = dict(compiler_options or {})
     disabled = options.get("xla_disable_hlo_passes", "")
     options["xla_disable_hlo_passes"] = ",".join(filter(None, (disabled, "rematerialization")))
-    if target.platform == "tpu" and not default_level:
-        options.setdefault("optimization_level", _OPTIMIZATION_LEVEL_O0)
-    if target.platform == "cpu" and not default_level:
-        options = _WITHOUT_LLVM_OPTIMIZATION | options
+    if not default_level:
+        options = _jax.FAST_COMPILATION.get(target.platform, {}) | options
     return _compile(lowered, options)
 
 

@@ -1,0 +1,171 @@
+"""What the compiler says that the gradient of a loop occupies, and the choice of a loop that fits a budget.
+
+The bytes of states and residuals are known from their types. What a step takes while it is run or reversed is
+not: the scores of attention, the buffers of an FFT, copies that change a layout. So a loop with a budget is
+compiled, by itself, when it is traced, and what it occupies beyond the budget is reserved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+
+from remat import _jax
+from remat.aliases import Arrays, Aval
+from remat.loops.loop import Inputs, merge, select
+from remat.loops.sizes import n_bytes
+
+Way = TypeVar("Way")
+
+# How often a loop is compiled at most. Each time costs as long as compiling the loop; more times fill a
+# budget better where the compiler needs another number of bytes for each schedule.
+_MOST_COMPILES = 5
+
+# The part of a budget that may stay unused. A smaller one recomputes less, and compiles more often.
+_MAY_BE_UNUSED = 0.03
+
+# What counters, tables and alignment may take beyond a budget, in bytes, besides those of each state.
+_BOOKKEEPING_BYTES = 4096
+_BOOKKEEPING_BYTES_OF_A_STATE = 16
+
+
+def bookkeeping_bytes(slots: int) -> int:
+    """Return the bytes that a loop which keeps so many states may take beyond its budget."""
+    return _BOOKKEEPING_BYTES + _BOOKKEEPING_BYTES_OF_A_STATE * slots
+
+
+def fitted(
+    limit: int,
+    most: int,
+    unit: int,
+    choose: Callable[[int], Way],
+    excess_bytes: Callable[[Way], int],
+) -> Way | None:
+    """Return a way that fits a limit and leaves little of it unused; None if none was found.
+
+    What is counted may be less than what a way takes, and more. So bytes are reserved, or added, until it
+    fits and either little is unused or more memory leads to the same way.
+
+    >>> fitted(100, 90, 1, lambda reserved: 100 - reserved, lambda way: way + 7 - 100)
+    93
+
+    Args:
+      limit: bytes.
+      most: the most bytes with which there is a way to choose; it may be negative.
+      unit: bytes by which ways differ. What is reserved beyond the first time is a multiple of it.
+      choose: the way that recomputes least within the limit, with so many bytes of it reserved.
+      excess_bytes: what a way takes beyond the limit; negative where it takes less.
+    """
+    found: Way | None = None
+    reserved = min(0, most)
+    too_few: int | None = None  # with which it did not fit
+    enough: int | None = None  # with which `found` was chosen
+    for _ in range(_MOST_COMPILES):
+        way = choose(reserved)
+        if way == found:
+            return found
+        excess = excess_bytes(way)
+        if excess > 0:
+            too_few, target = reserved, reserved + -(-excess // unit) * unit
+        else:
+            found, enough, target = way, reserved, reserved + excess
+            if -excess <= _MAY_BE_UNUSED * limit:
+                return found
+        if too_few is not None and enough is not None and not too_few < target < enough:
+            if enough - too_few <= unit:
+                return found
+            target = (too_few + enough) // 2
+        target = min(target, most)
+        if target in (too_few, enough):
+            break
+        reserved = target
+    return found
+
+
+def temporary_bytes(
+    run: Callable[[Inputs], tuple[Arrays, Arrays]], types: Inputs, *, of_consts: bool
+) -> int | None:
+    """Return the temporaries of a loop's compiled gradient, on one device, without cotangents of its carry.
+
+    These may be results or temporaries of the program around the loop; here they are temporaries, whose bytes
+    are subtracted.
+
+    Args:
+      run: the inputs of the loop -> its last carry and its ys. It is called with tracers of `types`.
+      types: of the inputs. Those that can be are differentiated.
+      of_consts: whether the consts are differentiated, too.
+
+    Returns:
+      Bytes, for the default backend; None where the loop cannot be compiled without what is around it:
+      in a `shard_map`, with named axes of a `vmap`, or with types of symbolic or explicitly sharded shapes.
+    """
+    flat = [t for group in types for t in group]
+    if any(map(_depends_on_context, flat)):
+        return None
+    mask = [_jax.has_tangent(t) for t in flat]
+    if not of_consts:
+        mask[: len(types.consts)] = [False] * len(types.consts)
+    if not any(mask):
+        return None
+    first, last = len(types.consts), len(types.consts) + len(types.carry)
+    past_xs = last + len(types.xs)
+
+    def inputs(values: Arrays) -> Inputs:
+        return Inputs(values[:first], values[first:last], values[last:past_xs], values[past_xs:])
+
+    def gradient(values: Arrays, cotangents: Sequence[Any]) -> Any:
+        def of_marked(marked: Arrays) -> tuple[Arrays, Arrays]:
+            carry, ys = run(inputs(merge(values, mask, marked)))
+            outs = [*carry, *ys]
+            return [y for y in outs if _jax.has_tangent(y)], ys
+
+        _, pull, ys = jax.vjp(of_marked, select(values, mask), has_aux=True)
+        found = merge([None] * len(flat), mask, pull(cotangents)[0])
+        of_carry = [ct.sum() for ct in found[first:last] if ct is not None]
+        return ys, [*found[:first], *found[last:]], of_carry
+
+    def outputs(values: Arrays) -> Arrays:
+        carry, ys = run(inputs(values))
+        return [y for y in (*carry, *ys) if _jax.has_tangent(y)]
+
+    given = [_as_argument(t) for t in flat]
+    try:
+        lowered = jax.jit(gradient).lower(given, jax.eval_shape(outputs, given))
+        found = _temporaries_of(lowered)
+    except (
+        Exception
+    ):  # rules and compilers raise errors of any type; running the loop raises them again
+        return None
+    if found is None:
+        return None
+    marked_carry = select(flat[first:last], mask[first:last])
+    return max(0, found - sum(map(n_bytes, marked_carry)))
+
+
+# The temporaries of programs that were compiled here, by platform and digest of the program's text. The same
+# loop is traced several times in nested transformations.
+_temporaries: dict[tuple[str, bytes], int | None] = {}
+
+
+def _temporaries_of(lowered: jax.stages.Lowered) -> int | None:
+    platform = jax.default_backend()
+    key = (platform, hashlib.sha256(lowered.as_text().encode()).digest())
+    if key not in _temporaries:
+        compiled = lowered.compile(compiler_options=_jax.FAST_COMPILATION.get(platform))
+        analysis = compiled.memory_analysis()
+        _temporaries[key] = None if analysis is None else analysis.temp_size_in_bytes
+    return _temporaries[key]
+
+
+def _depends_on_context(aval: Aval) -> bool:
+    """Return whether values of a type exist only in a mesh, or have shapes that are not numbers."""
+    sharding: Any = getattr(aval, "sharding", None)
+    in_mesh = sharding is not None and not sharding.mesh.empty
+    return in_mesh or _jax.is_symbolic(aval.size) or bool(_jax.varying_axes(aval))
+
+
+def _as_argument(aval: Aval) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
