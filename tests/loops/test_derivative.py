@@ -141,3 +141,27 @@ def test_forward_mode_takes_the_same_memory_for_any_number_of_steps(
     few, many = temp_bytes(30), temp_bytes(10**5)
     assert max(few, many) <= (states + 0.1) * x.nbytes
     assert abs(few - many) <= 0.1 * x.nbytes
+
+
+def _scalar_scan(x: Any) -> Any:
+    return remat.scan(lambda c, _: (jnp.sin(c), None), x, None, 5, checkpoints=2)[0]
+
+
+def _scalar_closure(x: Any) -> Any:
+    return remat.scan(lambda c, _: (jnp.sin(c * x), None), 1.0, None, 5, checkpoints=2)[0]
+
+
+def _scalar_while_loop(x: Any) -> Any:
+    step = lambda c: (c[0] + 1, jnp.sin(c[1]))  # noqa: E731
+    return remat.while_loop(lambda c: c[0] < 5, step, (0, x), checkpoints=2)[1]
+
+
+@pytest.mark.parametrize("first", [jax.jacfwd, jax.grad], ids=["forward", "reverse"])
+@pytest.mark.parametrize("second", [jax.jacfwd, jax.grad], ids=["forward", "reverse"])
+@pytest.mark.parametrize("f", [_scalar_scan, _scalar_closure, _scalar_while_loop])
+def test_second_derivatives_at_a_number_of_python(
+    f: Callable, first: Callable, second: Callable
+) -> None:
+    """JAX passes the number itself to the rules of a primitive, and a number has no dtype."""
+    expected = second(first(f))(jnp.float32(0.3))
+    assert abs(second(first(f))(0.3) - expected) <= 1e-5 * abs(expected)

@@ -236,7 +236,20 @@ def register(
 
 
 def register_jvp(primitive: Primitive, rule: Callable) -> None:
-    _ad.primitive_jvps[primitive] = rule
+    """Register `rule(primals, tangents, **params)`.
+
+    JAX passes Python's numbers on as primals and tangents, as in `jax.jacfwd(jax.grad(f))(0.5)`. The rule
+    is given arrays.
+    """
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+        return rule([*map(_as_array, primals)], [*map(_as_array, tangents)], **params)
+
+    _ad.primitive_jvps[primitive] = jvp
+
+
+def _as_array(x: Any) -> Any:
+    return jax.numpy.asarray(x) if isinstance(x, bool | int | float | complex) else x
 
 
 def register_linearization(primitive: Primitive, rule: Callable) -> None:
