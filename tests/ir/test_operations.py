@@ -152,3 +152,15 @@ def test_collectives_are_known_by_their_row():
     body = next(_jax.jaxprs_of(equation(summed, X)))
     assert any(is_collective(eqn) for eqn in _jax.open_jaxpr(body).eqns)
     assert not is_collective(equation(jnp.sin, X))
+
+
+def test_a_product_that_sums_over_one_term_is_elementwise() -> None:
+    """Such is the gradient of weights for a single example."""
+
+    def gradients(w, xs):
+        return jax.vmap(jax.grad(lambda w, x: jnp.tanh(x[None] @ w).sum()), (None, 0))(w, xs)
+
+    jaxpr = jax.make_jaxpr(gradients)(jnp.ones((4, 8)), jnp.ones((3, 4))).jaxpr
+    products = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    found = [(eqn.outvars[0].aval.size, fusion_of(eqn)) for eqn in products]
+    assert found == [(3 * 8, Fusion.KERNEL), (3 * 8 * 4, Fusion.CHEAP)]

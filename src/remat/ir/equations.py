@@ -94,6 +94,8 @@ def fusion_of(eqn: _jax.JaxprEqn) -> Fusion:
     body = inline_body(eqn)
     if body is not None:
         return _fusion_of_call(body) if len(eqn.outvars) == 1 else Fusion.KERNEL
+    if _is_outer_product(eqn):
+        return Fusion.CHEAP
     row = operation(eqn.primitive.name)
     if row is not None and row.fusion is not Fusion.CALL:
         return row.fusion
@@ -102,6 +104,18 @@ def fusion_of(eqn: _jax.JaxprEqn) -> Fusion:
     shape = getattr(eqn.outvars[0].aval, "shape", None)
     is_elementwise = all(getattr(v.aval, "shape", None) in (shape, ()) for v in eqn.invars)
     return Fusion.CHEAP if is_elementwise and eqn.invars else Fusion.KERNEL
+
+
+def _is_outer_product(eqn: _jax.JaxprEqn) -> bool:
+    """Return whether an equation is a matrix product that sums over one term, or none.
+
+    XLA makes it an elementwise multiplication. A gradient of weights for a single example is one.
+    """
+    if eqn.primitive.name != "dot_general":
+        return False
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    shape = eqn.invars[0].aval.shape
+    return all(shape[d] == 1 for d in contracted)
 
 
 def _fusion_of_call(body: _jax.Jaxpr) -> Fusion:
