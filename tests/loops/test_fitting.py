@@ -270,6 +270,14 @@ def test_tracing_a_budget_leaks_no_tracers() -> None:
         jax.block_until_ready(jax.jit(jax.grad(loss, 1))(X, W))
 
 
+def test_nothing_is_compiled_without_jit() -> None:
+    step = lambda c, _: (jnp.sin(c), None)  # noqa: E731
+    loss = lambda x: scan(step, x, None, 5, budget=5 * X.nbytes)[0].sum()  # noqa: E731
+    with jax.disable_jit():
+        found = jax.grad(loss)(X)
+    np.testing.assert_allclose(found, jax.grad(loss)(X), rtol=1e-6)
+
+
 def test_the_temporaries_are_unknown_without_a_derivative() -> None:
     carry = [jax.typeof(jnp.arange(3))]
     types = Inputs([], carry, [], [])

@@ -100,10 +100,11 @@ def temporary_bytes(
 
     Returns:
       Bytes, for the default backend; None where the loop cannot be compiled without what is around it:
-      in a `shard_map`, with named axes of a `vmap`, or with types of symbolic or explicitly sharded shapes.
+      in a `shard_map`, with named axes of a `vmap`, or with types of symbolic or explicitly sharded shapes;
+      and under `jax.disable_jit`, where nothing is compiled.
     """
     flat = [t for group in types for t in group]
-    if any(map(_depends_on_context, flat)):
+    if jax.config.jax_disable_jit or any(map(_depends_on_context, flat)):
         return None
     mask = [_jax.has_tangent(t) for t in flat]
     if not of_consts:
