@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -192,6 +193,19 @@ def test_the_temporaries_of_a_loop_of_unknown_length_fit_its_budget(
         assert temporaries(loss, argnums, X, W, 7) <= 1.05 * budget
 
 
+@pytest.mark.parametrize("closed_over", ["an array", "an argument"])
+def test_weights_that_are_not_differentiated_take_nothing_of_the_budget(closed_over: str) -> None:
+    """A gradient of the weights would need the contributions of all products of a step."""
+    budget, weights = 60 * X.nbytes, W
+
+    def loss(x: Any, w: Any) -> Any:
+        w = weights if closed_over == "an array" else w
+        body = lambda c: functools.reduce(lambda c, _: jnp.tanh(c @ w), range(8), c)  # noqa: E731
+        return scan(lambda c, _: (body(c), None), x, None, 400, budget=budget)[0].sum()
+
+    assert 0.95 * budget <= temporaries(loss, 0, X, W) <= 1.05 * budget
+
+
 def layer(x: Any, params: Any) -> Any:
     """Return a layer whose scores are four times as large as its carry."""
     scores = jax.nn.softmax((x @ params["q"]) @ (x @ params["k"]).T)
@@ -281,4 +295,4 @@ def test_nothing_is_compiled_without_jit() -> None:
 def test_the_temporaries_are_unknown_without_a_derivative() -> None:
     carry = [jax.typeof(jnp.arange(3))]
     types = Inputs([], carry, [], [])
-    assert temporary_bytes(lambda inputs: (inputs.carry, []), types, of_consts=True) is None
+    assert temporary_bytes(lambda inputs: (inputs.carry, []), types, []) is None

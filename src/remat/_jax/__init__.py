@@ -25,6 +25,7 @@ from remat._jax.autodiff import (
     batched_type as batched_type,
     dce as dce,
     disallowed_effects as disallowed_effects,
+    is_differentiated as is_differentiated,
     is_linear_input as is_linear_input,
     is_undefined as is_undefined,
     is_zero as is_zero,

@@ -61,6 +61,16 @@ def batched(x: Any, dim: int | None, axis_data: Any) -> Any:
     return jax.numpy.moveaxis(x, dim, 0)
 
 
+def is_differentiated(x: Any) -> bool:
+    """Return whether a value is a tracer of a derivative that is being traced.
+
+    A value without one may be differentiated nevertheless, from outside of a `jax.jit`.
+    """
+    if isinstance(x, _batching_src.BatchTracer):
+        return is_differentiated(x.val)
+    return isinstance(x, _ad_src.JVPTracer | _ad_src.LinearizeTracer)
+
+
 def is_undefined(x: Any) -> bool:
     """Return whether an operand of an equation that is being transposed is a linear one."""
     return _ad.is_undefined_primal(x)

@@ -292,6 +292,18 @@ INTERNALS = (
         "`lin` and `linearized` of a high-level primitive (`jax_remat3` is one)",
     ),
     Internal(
+        "jax._src.interpreters.ad",
+        ("JVPTracer", "LinearizeTracer"),
+        "which values of a loop are differentiated while it is traced",
+        "taking all values to be",
+    ),
+    Internal(
+        "jax._src.interpreters.batching",
+        ("BatchTracer",),
+        "the same under `vmap`",
+        "taking all values to be",
+    ),
+    Internal(
         "jax.interpreters.ad",
         ("deflinear2", "primitive_jvps", "primitive_transposes"),
         "rules of the library's primitives",

@@ -8,6 +8,7 @@ compiled, by itself, when it is traced, and what it occupies beyond the budget i
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -85,8 +86,25 @@ def fitted(
     return found
 
 
+def types_of(inputs: Inputs) -> Inputs:
+    return Inputs(*(list(map(jax.typeof, part)) for part in inputs))
+
+
+def may_be_differentiated(inputs: Inputs) -> list[bool]:
+    """Return which consts of a loop may be differentiated, as far as JAX says while the loop is traced.
+
+    Arrays are not. Where a derivative of the loop is being traced, tracers without one are not, either; in a
+    `jax.jit` that is differentiated as a whole, all tracers look alike.
+    """
+    known = any(map(_jax.is_differentiated, itertools.chain(*inputs)))
+    return [
+        _jax.is_differentiated(c) or (isinstance(c, jax.core.Tracer) and not known)
+        for c in inputs.consts
+    ]
+
+
 def temporary_bytes(
-    run: Callable[[Inputs], tuple[Arrays, Arrays]], types: Inputs, *, of_consts: bool
+    run: Callable[[Inputs], tuple[Arrays, Arrays]], types: Inputs, of_consts: Sequence[bool]
 ) -> int | None:
     """Return the temporaries of a loop's compiled gradient, on one device, without cotangents of its carry.
 
@@ -95,8 +113,8 @@ def temporary_bytes(
 
     Args:
       run: the inputs of the loop -> its last carry and its ys. It is called with tracers of `types`.
-      types: of the inputs. Those that can be are differentiated.
-      of_consts: whether the consts are differentiated, too.
+      types: of the inputs. Those of the carry and the xs that can be are differentiated.
+      of_consts: which of the consts are differentiated, too.
 
     Returns:
       Bytes, for the default backend; None where the loop cannot be compiled without what is around it:
@@ -107,8 +125,7 @@ def temporary_bytes(
     if jax.config.jax_disable_jit or any(map(_depends_on_context, flat)):
         return None
     mask = [_jax.has_tangent(t) for t in flat]
-    if not of_consts:
-        mask[: len(types.consts)] = [False] * len(types.consts)
+    mask[: len(of_consts)] = [a and b for a, b in zip(mask, of_consts)]
     if not any(mask):
         return None
     first, last = len(types.consts), len(types.consts) + len(types.carry)

@@ -25,7 +25,7 @@ from remat import _jax, units
 from remat.aliases import Array, Arrays, PolicyLike, PyTree, Size
 from remat.errors import ScheduleError
 from remat.loops.arguments import whole_number
-from remat.loops.fitting import temporary_bytes
+from remat.loops.fitting import may_be_differentiated, temporary_bytes, types_of
 from remat.loops.loop import Inputs
 from remat.loops.nesting import LayerBytes, Nest, best_nest
 from remat.loops.sizes import worst_case
@@ -154,8 +154,8 @@ def _temporary_bytes(
         return outs[:n_carry], outs[n_carry:]
 
     groups: tuple[Arrays, ...] = (consts, jax.tree.leaves(carry), jax.tree.leaves(xs), [])
-    types = Inputs(*(list(map(jax.typeof, group)) for group in groups))
-    return temporary_bytes(run, types, of_consts=True)
+    inputs = Inputs(*groups)
+    return temporary_bytes(run, types_of(inputs), may_be_differentiated(inputs))
 
 
 def _nested_scan(

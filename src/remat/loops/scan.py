@@ -39,7 +39,7 @@ from remat.loops.choice import (
     slots_of_unknown_length,
 )
 from remat.loops.derivative import run
-from remat.loops.fitting import temporary_bytes
+from remat.loops.fitting import may_be_differentiated, temporary_bytes, types_of
 from remat.loops.loop import Inputs, StoredLevel
 from remat.loops.schedules import Binomial, Hierarchical, Mixed
 from remat.loops.store import DEVICE, Storage, Store, make_store, storages_of
@@ -234,11 +234,9 @@ def _temporary_bytes(scanned: Scanned, choice: Choice, of_consts: bool) -> int |
         traced = scanned.traced._replace(consts=inputs.consts, carry=inputs.carry)
         return _by_choice(scanned._replace(traced=traced, xs=inputs.xs), choice)
 
-    consts, carry, xs = (
-        list(map(jax.typeof, values))
-        for values in (scanned.traced.consts, scanned.traced.carry, scanned.xs)
-    )
-    return temporary_bytes(run, Inputs(consts, carry, xs, []), of_consts=of_consts)
+    inputs = Inputs(scanned.traced.consts, scanned.traced.carry, scanned.xs, [])
+    differentiated = may_be_differentiated(inputs) if of_consts else [False] * len(inputs.consts)
+    return temporary_bytes(run, types_of(inputs), differentiated)
 
 
 # Schedules that are interpreted

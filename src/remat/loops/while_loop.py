@@ -28,7 +28,7 @@ from remat.errors import EffectError, ScheduleError, StepLimitError
 from remat.loops.arguments import unroll_factor, whole_number
 from remat.loops.choice import DEFAULT_CHECKPOINTS, slots_of_unknown_length
 from remat.loops.derivative import run
-from remat.loops.fitting import temporary_bytes
+from remat.loops.fitting import may_be_differentiated, temporary_bytes, types_of
 from remat.loops.loop import Inputs, Loop, select
 from remat.loops.scan import scan
 from remat.loops.schedules import beta
@@ -302,7 +302,7 @@ _jax.register(
 
 def _measure(loop: Loop, inputs: Inputs) -> Callable[[int, bool], int | None]:
     """Return the function (slots, of_consts) -> the temporaries of a loop's compiled gradient, in bytes."""
-    types = Inputs(*(list(map(jax.typeof, part)) for part in inputs))
+    types, differentiated = types_of(inputs), may_be_differentiated(inputs)
 
     def measure(slots: int, of_consts: bool) -> int | None:
         if loop.store is not DEVICE:
@@ -312,7 +312,8 @@ def _measure(loop: Loop, inputs: Inputs) -> Callable[[int, bool], int | None]:
             results = run(dataclasses.replace(loop, slots=slots), inputs)
             return results.carry, []
 
-        return temporary_bytes(run_it, types, of_consts=of_consts)
+        marks = differentiated if of_consts else [False] * len(differentiated)
+        return temporary_bytes(run_it, types, marks)
 
     return measure
 
