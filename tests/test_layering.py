@@ -122,6 +122,8 @@ LAYERS = [
     ("explain.step", "explain.hlo", "explain.loops", "explain.sources"),
     ("explain.replaced", "explain.runs"),
     ("explain.roles",),
+    ("explain.labels", "explain.lifetimes", "explain.recomputation"),
+    ("explain.segments",),
     ("explain.account", "explain.regions"),
     ("explain.decisions", "explain.difference"),
     ("explain.findings.facts", "explain.findings.stacks"),

@@ -18,36 +18,32 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from remat import _jax
+from remat.explain.labels import label, path_of
+from remat.explain.lifetimes import Lifetimes
 from remat.explain.loops import MOST_EQUATIONS, Body, Origin, Read, Stack, blocks_of, laid_out
-from remat.explain.phases import (
-    PhasedProgram,
-    is_region,
-    is_view,
-    merged,
-    parts,
+from remat.explain.phases import PhasedProgram, merged
+from remat.explain.recomputation import (
+    behind,
+    passes_on,
+    recompute_flops,
+    recompute_share,
+    residual_bytes,
 )
 from remat.explain.roles import gradients_of, results_called
 from remat.explain.runs import Run, operands_of, program_of, run_of
+from remat.explain.segments import Segments
 from remat.explain.sources import source_of
 from remat.ir import jaxprs
-from remat.ir.flops import flops_of
-from remat.ir.operations import FUSIBLE, writes_into_operand
 from remat.program.fusion import Fused, Price, fuse
-from remat.program.program import Op, Program
-from remat.program.result_buffers import Buffer, Temporary, in_buffers
-from remat.report.groups import called, own_function
+from remat.program.program import Program
 from remat.report.model import Kind, Phase, Segment, Step, Value
 from remat.solvers.simulate import no_remat
 
 # Kernels between saved values that the cost of recomputing one adds up; further ones are left out.
 _MOST_KERNELS = 500
-
-# The scopes that rematerialization leaves, and those of `jnp.einsum`: its subscripts.
-_JAX_SCOPE = re.compile(r"rematted_computation|checkpoint|[A-Za-z., ]*->[A-Za-z. ]*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,20 +100,6 @@ def temporaries_bytes(program: Program, *, duplicates: bool) -> int:
     return no_remat(fused.graph).peak_bytes
 
 
-def path_of(op: Op) -> str:
-    """Return an operation's name scope, without JAX's own scopes."""
-    return "/".join(name for name in op.path.split("/") if not _JAX_SCOPE.fullmatch(name))
-
-
-@dataclasses.dataclass
-class _Use:
-    """A written value: where it is computed and used."""
-
-    born: int
-    dies: int
-    readers: list[int] = dataclasses.field(default_factory=list)  # operations that end kernels
-
-
 class _Accounting:
     def __init__(
         self,
@@ -140,122 +122,19 @@ class _Accounting:
             duplicates=duplicates,
             alone=lambda i: jaxprs.has_body(sides.eqns[i]),
         )
-        ops = self.program.ops
-        self.producer = {v: i for i, op in enumerate(ops) for v in op.results}
-        self.kernels = [node.id for node in self.fused.graph.nodes if node.id < len(ops)]
-        self.step_of = {kernel: at for at, kernel in enumerate(self.kernels)}
-        self.roots = self._roots()
-        self.uses = self._uses()
-        self.in_carry = self._in_carry(carried)
+        self.lives = Lifetimes(self.program, self.fused)
+        self.producer, self.kernels = self.lives.producer, self.lives.kernels
+        self.step_of, self.roots, self.uses = (
+            self.lives.step_of,
+            self.lives.roots,
+            self.lives.uses,
+        )
+        self.in_carry = self.lives.in_carry(carried)
+        self.segments = Segments(sides, self.fused, self.lives)
         self.bodies = self._bodies(most_equations)
         self._stacked: frozenset[int] = frozenset()  # values that the loop around this stacks
         self._gradients: dict[int, str] = {}  # what values are the gradients of
         self._places: dict[int, int] = {}  # of the values of `_written`, in what it returns
-
-    def _roots(self) -> list[int | None]:
-        """Return the value written for each output of the program; None for an input."""
-        found: list[int | None] = []
-        for v in self.program.outputs:
-            while (i := self.producer.get(v)) is not None and is_view(self.program.ops[i]):
-                v = self.program.ops[i].operands[0]
-            found.append(v if v in self.producer else None)
-        return found
-
-    def _uses(self) -> dict[int, _Use]:
-        ops, holds = self.program.ops, self.fused.holds
-        uses: dict[int, _Use] = {}
-        updated: dict[int, int] = {}
-        for kernel in self.kernels:
-            at = self.step_of[kernel]
-            for v in ops[kernel].results:
-                uses[v] = _Use(at, at)
-            for i in self.fused.ops[kernel]:
-                for v in ops[i].operands:
-                    if v in uses and holds.get(v) != kernel:
-                        uses[v].dies = at
-                        uses[v].readers.append(kernel)
-            for v, _ in self._updated_in_place(kernel):
-                if v in uses and uses[v].dies == at:
-                    uses[v].dies = max(uses[v].born, at - 1)
-                    updated.setdefault(v, at)
-        for v, at in updated.items():
-            # If it is read later, it is a copy that is updated.
-            if uses[v].readers[-1] != self.kernels[at]:
-                uses[v].dies = max(uses[v].dies, at)
-        return uses
-
-    def _updated_in_place(self, kernel: int) -> list[tuple[int, int]]:
-        """Return values that results may take over the memory of, with these results.
-
-        They are the initial values of a while loop, and arrays of which a part is written.
-        """
-        op = self.program.ops[kernel]
-        pairs = op.in_place if op.name == "while" else ()
-        if writes_into_operand(op.name):
-            pairs = ((op.operands[0], op.results[0]),)
-        return [(before, after) for before, after in pairs if op.operands.count(before) == 1]
-
-    def _in_carry(self, carried: Sequence[int]) -> set[int]:
-        """Return the values that are written into the carry of the loop that runs this program.
-
-        A carry is updated in place if its next value is what was last written into it.
-
-        Args:
-          carried: the inputs that are the carry.
-        """
-        last: dict[int, int] = {}
-        for kernel in self.kernels:
-            for i in self.fused.ops[kernel]:
-                last.update(dict.fromkeys(self.program.ops[i].operands, kernel))
-        carry_of = {v: v for v in carried if v not in self.program.outputs}
-        for kernel in self.kernels:
-            for before, after in self._updated_in_place(kernel):
-                if before in carry_of and last[before] == kernel:
-                    carry_of[after] = carry_of[before]
-        updated = {carry_of[v] for v in self.roots if v in carry_of}
-        return {v for v, carry in carry_of.items() if carry in updated}
-
-    def _in_results(self) -> set[int]:
-        """Return the values that become results in their own memory."""
-        roots = {v for v in self.roots if v is not None}
-        found = set(roots)
-        for kernel in reversed(self.kernels):
-            for before, after in self._updated_in_place(kernel):
-                use = self.uses.get(before)
-                if after in found and use is not None and use.dies < self.step_of[kernel]:
-                    found.add(before)
-        return found - roots
-
-    def _in_buffers(self, outputs: Sequence[Value], updated: set[int]) -> frozenset[int]:
-        """Return the values in the buffers of results that are allocated from the start.
-
-        Args:
-          outputs: the results.
-          updated: values that become results in their own memory. XLA initializes it early.
-        """
-        roots = [v for v in self.roots if v is not None]
-        in_use = {
-            after
-            for kernel in self.kernels
-            for before, after in self._updated_in_place(kernel)
-            if before in updated
-        }
-        buffers = [
-            Buffer(made.n_bytes, self.uses[v].born, self._is_elementwise(v))
-            for v, made in zip(self.roots, outputs)
-            if v is not None and made.lifetimes and v not in in_use and roots.count(v) == 1
-        ]
-        temporaries = [
-            Temporary(v, self.program.bytes[v], use.born, use.dies)
-            for v, use in self.uses.items()
-            if v not in roots and v not in updated and v not in self.sides.host_bytes
-            if self.program.bytes[v]
-        ]
-        return in_buffers(temporaries, buffers)
-
-    def _is_elementwise(self, v: int) -> bool:
-        """Return whether an elementwise kernel writes a value."""
-        return self.program.ops[self.producer[v]].fusion in FUSIBLE
 
     # Kinds and lifetimes of values
 
@@ -281,7 +160,7 @@ class _Accounting:
         results_from_start: bool,
     ) -> Account:
         self._gradients = {
-            _behind(v, self.program, self.producer): f"gradient of {name}"
+            behind(v, self.program, self.producer): f"gradient of {name}"
             for v, name in gradients_of(self.sides, names).items()
         }
         steps = self._steps()
@@ -293,23 +172,23 @@ class _Accounting:
         first = len(values)
         # Donated memory is that of an argument until it is a result's.
         is_reserved = results_from_start and not any(donated)
-        in_results = self._in_results() if is_reserved else set()
+        in_results = self.lives.in_results() if is_reserved else set()
         if results_from_start:
-            in_results |= self._in_buffers(outputs, in_results)
+            in_results |= self.lives.in_buffers(outputs, in_results, self.sides.host_bytes)
         values += self._written(in_results)
         stacks = self._stacks(first)
         opaque = _numbered([*values, *self._workspaces(opaque=True)])
         values += self._workspaces()
-        segments = self._segments()
+        segments = self.segments.all()
         drawn, values_, segments_ = laid_out(
             steps, values, self._bodies_by_step(), stacks, segments
         )
-        share = self._recompute_share()
+        eqns = self.sides.eqns
         again_s = sum(
-            step.time_s if step.phase == "recompute" else step.time_s * share(kernel)
+            step.time_s * (1.0 if step.phase == "recompute" else recompute_share(eqns[kernel]))
             for step, kernel in zip(steps, self.kernels)
         )
-        saved, of_arguments = self._residual_bytes()
+        saved, of_arguments = residual_bytes(self.before)
         return Account(
             values=_numbered(values_),
             steps=drawn,
@@ -318,7 +197,7 @@ class _Accounting:
             opaque_steps=tuple(steps),
             alias_bytes=alias_bytes,
             flops=self.before.program.flops,
-            recompute_flops=self._recompute_flops(),
+            recompute_flops=recompute_flops(self.before),
             time_s=sum(step.time_s for step in steps),
             recompute_time_s=again_s,
             saved_bytes=saved,
@@ -334,7 +213,7 @@ class _Accounting:
     # The timeline
 
     def _steps(self) -> list[Step]:
-        numbers = self._segment_of()
+        numbers = self.segments.of_kernels()
         made = [self._step(kernel, numbers.get(kernel, -1)) for kernel in self.kernels]
         return [*made, Step("results", "update")]
 
@@ -575,7 +454,7 @@ class _Accounting:
                 v = op.operands[0] if op.operands else -1
                 while (i := self.producer.get(v)) is not None:
                     found.setdefault(v, op.label)
-                    if not _passes_on(self.program.ops[i]):
+                    if not passes_on(self.program.ops[i]):
                         break
                     v = self.program.ops[i].operands[0]
         return found
@@ -635,12 +514,12 @@ class _Accounting:
         origins: list[Origin | None] = []
         born = []
         for v, root in ids:
-            behind = root
+            made = root
             if root is None:
-                at = carried.get(_behind(v, self.program, self.producer), -1)
+                at = carried.get(behind(v, self.program, self.producer), -1)
                 if 0 <= at < run.n_carry:  # what the iteration before handed on
-                    behind = ids[at][1]
-            origin = self._origin(behind) if behind is not None else None
+                    made = ids[at][1]
+            origin = self._origin(made) if made is not None else None
             if origin is not None and origin.count == 1:
                 origin = dataclasses.replace(origin, aval=self.program.types[v])
             origins.append(origin)
@@ -696,185 +575,11 @@ class _Accounting:
         if body is None or body.blocks != writer.blocks or use.dies == use.born:
             return stack
         operands = self.program.ops[kernel].operands
-        mine = [at for at, x in enumerate(operands) if _behind(x, self.program, self.producer) == v]
+        mine = [at for at, x in enumerate(operands) if behind(x, self.program, self.producer) == v]
         reads = [body.reads[at] for at in mine if at in body.reads]
         if not mine or len(reads) < len(mine):
             return stack
         return dataclasses.replace(stack, read=use.dies, last=max(reads, key=lambda r: r.step))
-
-    # Segments
-
-    def _segment_of(self) -> dict[int, int]:
-        """Return the region that a kernel belongs to."""
-        sides = self.sides
-        found = {k: sides.regions[k] for k in self.kernels if sides.regions[k] != -1}
-        for i, op in enumerate(self.program.ops):
-            if sides.phases[i] == "recompute":
-                for v in op.results:
-                    again = sides.same.get(v)
-                    j = self.producer.get(again) if again is not None else None
-                    if j is not None and sides.phases[j] == "forward":
-                        kernel = self.fused.holds.get(again) if again is not None else None
-                        found.setdefault(kernel if kernel in self.step_of else j, sides.regions[i])
-        known = {segment.number for segment in self._segments_from(found)}
-        return {k: n for k, n in found.items() if k in self.step_of and n in known}
-
-    def _segments(self) -> list[Segment]:
-        return self._segments_from(self._segment_of())
-
-    def _segments_from(self, kernels: dict[int, int]) -> list[Segment]:
-        sides = self.sides
-        made = []
-        again = {n for n, p in zip(sides.regions, sides.phases) if p == "recompute"}
-        for number, region in enumerate(sides.all_regions):
-            if number not in again:  # recomputes nothing
-                continue
-            ours = [
-                self.step_of[k]
-                for k, n in kernels.items()
-                if n == number and sides.phases[k] == "forward" and k in self.step_of
-            ]
-            if not ours:  # all of it was fused: where its operands are made
-                ours = [
-                    self.uses[v].born
-                    for v in region.operands
-                    if v in self.uses and sides.phases[self.producer[v]] == "forward"
-                ][-1:]
-            if ours:
-                again_at = next(
-                    eqn for eqn, n, p in zip(sides.eqns, sides.regions, sides.phases)
-                    if n == number and p == "recompute"
-                )  # fmt: skip
-                name = region_label(region.path, own_function(source_of(again_at)), number)
-                made.append(Segment(
-                    number, name, min(ours), max(ours),
-                    self.saved_by(number), self.again_by(number),
-                ))  # fmt: skip
-        return made + self._loops(len(sides.all_regions))
-
-    def _loops(self, number: int) -> list[Segment]:
-        """Yield loops whose backward body recomputes: each is a segment of one step."""
-        made: list[Segment] = []
-        for kernel in self.kernels:
-            op, eqn = self.program.ops[kernel], self.sides.eqns[kernel]
-            again = recomputed_inside(eqn) if self.sides.phases[kernel] == "backward" else 0
-            read = [v for v in op.operands if self._is_loop_result(v)]
-            if again and read:
-                born = [self.uses[v].born for v in read if v in self.uses]
-                saved = sum(self.program.bytes[v] for v in dict.fromkeys(read))
-                if born:
-                    name = region_label(
-                        path_of(op), own_function(source_of(eqn)), number + len(made)
-                    )
-                    made.append(Segment(
-                        number + len(made), name, min(born), max(born), saved, float(again),
-                    ))  # fmt: skip
-        return made
-
-    def _is_loop_result(self, v: int) -> bool:
-        i = self.producer.get(v)
-        return (
-            i is not None
-            and self.sides.phases[i] == "forward"
-            and self.program.ops[i].name in ("scan", "while")
-        )
-
-    def saved_by(self, number: int) -> int:
-        """Return the bytes of the forward pass that a region's backward half reads."""
-        operands = dict.fromkeys(self.sides.all_regions[number].operands)
-        roots = {_behind(v, self.program, self.producer) for v in operands}
-        return sum(
-            self.program.bytes[v]
-            for v in roots
-            if v in self.producer and self.sides.phases[self.producer[v]] == "forward"
-        )
-
-    def again_by(self, number: int) -> float:
-        return float(
-            sum(
-                op.flops
-                for op, phase, n in zip(
-                    self.program.ops, self.sides.phases, self.sides.regions
-                )
-                if n == number and phase == "recompute"
-            )
-        )  # fmt: skip
-
-    # Sums
-
-    def _recompute_flops(self) -> float:
-        sides, ops = self.before, self.before.program.ops
-        outside = sum(op.flops for op, p in zip(ops, sides.phases) if p == "recompute")
-        inside = sum(
-            recomputed_inside(eqn) * (op.flops / max(flops_of(eqn), 1))
-            for op, p, eqn in zip(ops, sides.phases, sides.eqns)
-            if p != "recompute" and jaxprs.has_body(eqn)
-        )
-        return float(outside + inside)
-
-    def _recompute_share(self) -> Callable[[int], float]:
-        eqns = self.sides.eqns
-
-        def share(kernel: int) -> float:
-            eqn = eqns[kernel]
-            whole = flops_of(eqn) if jaxprs.has_body(eqn) else 0
-            return min(1.0, recomputed_inside(eqn) / whole) if whole else 0.0
-
-        return share
-
-    def _residual_bytes(self) -> tuple[int, int]:
-        """Return the residuals: values of the forward pass that the backward pass reads, unfused."""
-        program, phases = self.before.program, self.before.phases
-        producer = {v: i for i, op in enumerate(program.ops) for v in op.results}
-        later: tuple[Phase, ...] = ("backward", "recompute")
-        read = {v for op, phase in zip(program.ops, phases) if phase in later for v in op.operands}
-        roots = {_behind(v, program, producer) for v in read}
-        saved = sum(
-            program.bytes[v] for v in roots if v in producer and phases[producer[v]] == "forward"
-        )
-        inputs = set(self.before.inputs)
-        return saved, sum(program.bytes[v] for v in roots if v in inputs)
-
-
-def recomputed_inside(eqn: _jax.JaxprEqn) -> int:
-    """Return the FLOPs that one equation recomputes, times its trip counts."""
-    if is_region(eqn):
-        return _recomputed_in_region(eqn)
-    if not jaxprs.has_body(eqn):
-        return 0
-    bodies = [_jax.open_jaxpr(body) for body in jaxprs.bodies_of(eqn)]
-    each = [sum(recomputed_inside(inner) for inner in body.eqns) for body in bodies]
-    if eqn.primitive.name == "scan":
-        return int(eqn.params["length"]) * sum(each)
-    return max(each, default=0) if eqn.primitive.name == "cond" else sum(each)
-
-
-def _recomputed_in_region(eqn: _jax.JaxprEqn) -> int:
-    again, later = parts(eqn, _jax.open_jaxpr(eqn.params["jaxpr"]))
-    return sum(map(flops_of, again)) + sum(map(recomputed_inside, later))
-
-
-def _behind(v: int, program: Program, producer: Mapping[int, int]) -> int:
-    """Return the value that another is a view or a copy of."""
-    while (i := producer.get(v)) is not None and _passes_on(program.ops[i]):
-        v = program.ops[i].operands[0]
-    return v
-
-
-def _passes_on(op: Op) -> bool:
-    """Return whether an operation is a view, or rounds to the type its operand has."""
-    return is_view(op) or op.name == "reduce_precision"
-
-
-def label(op: Op, source: str, function: str) -> str:
-    """Return an operation's name: its modules or the user's function, and what is computed."""
-    return called(path_of(op), source, (op.label,) if op.label else (), op.name, function)
-
-
-def region_label(path: str, function: str, number: int) -> str:
-    """Return what a region is called: its modules, or else the function that it is in."""
-    names = [name for name in path.split("/") if name and not _JAX_SCOPE.fullmatch(name)]
-    return "/".join(names) or function or f"region {number}"
 
 
 def _numbered(values: Sequence[Value]) -> tuple[Value, ...]:

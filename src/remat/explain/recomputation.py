@@ -1,0 +1,77 @@
+"""What a step computes again, and what its backward pass reads of the forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from remat import _jax
+from remat.explain.phases import PhasedProgram, is_region, is_view, parts
+from remat.ir import jaxprs
+from remat.ir.flops import flops_of
+from remat.program.program import Op, Program
+from remat.report.model import Phase
+
+
+def recompute_flops(sides: PhasedProgram) -> float:
+    """Return the FLOPs that a step computes again, in loops and branches, too."""
+    ops = sides.program.ops
+    outside = sum(op.flops for op, p in zip(ops, sides.phases) if p == "recompute")
+    inside = sum(
+        recomputed_inside(eqn) * (op.flops / max(flops_of(eqn), 1))
+        for op, p, eqn in zip(ops, sides.phases, sides.eqns)
+        if p != "recompute" and jaxprs.has_body(eqn)
+    )
+    return float(outside + inside)
+
+
+def recompute_share(eqn: _jax.JaxprEqn) -> float:
+    """Return which part of the FLOPs of a loop or branches is recomputation; 0 for others."""
+    whole = flops_of(eqn) if jaxprs.has_body(eqn) else 0
+    return min(1.0, recomputed_inside(eqn) / whole) if whole else 0.0
+
+
+def residual_bytes(sides: PhasedProgram) -> tuple[int, int]:
+    """Return the bytes that the backward pass reads of what the forward pass computed, and of the inputs.
+
+    Nothing is fused.
+    """
+    program, phases = sides.program, sides.phases
+    producer = {v: i for i, op in enumerate(program.ops) for v in op.results}
+    later: tuple[Phase, ...] = ("backward", "recompute")
+    read = {v for op, phase in zip(program.ops, phases) if phase in later for v in op.operands}
+    roots = {behind(v, program, producer) for v in read}
+    saved = sum(
+        program.bytes[v] for v in roots if v in producer and phases[producer[v]] == "forward"
+    )
+    inputs = set(sides.inputs)
+    return saved, sum(program.bytes[v] for v in roots if v in inputs)
+
+
+def recomputed_inside(eqn: _jax.JaxprEqn) -> int:
+    """Return the FLOPs that one equation recomputes, times its trip counts."""
+    if is_region(eqn):
+        return _recomputed_in_region(eqn)
+    if not jaxprs.has_body(eqn):
+        return 0
+    bodies = [_jax.open_jaxpr(body) for body in jaxprs.bodies_of(eqn)]
+    each = [sum(recomputed_inside(inner) for inner in body.eqns) for body in bodies]
+    if eqn.primitive.name == "scan":
+        return int(eqn.params["length"]) * sum(each)
+    return max(each, default=0) if eqn.primitive.name == "cond" else sum(each)
+
+
+def _recomputed_in_region(eqn: _jax.JaxprEqn) -> int:
+    again, later = parts(eqn, _jax.open_jaxpr(eqn.params["jaxpr"]))
+    return sum(map(flops_of, again)) + sum(map(recomputed_inside, later))
+
+
+def behind(v: int, program: Program, producer: Mapping[int, int]) -> int:
+    """Return the value that another is a view or a copy of."""
+    while (i := producer.get(v)) is not None and passes_on(program.ops[i]):
+        v = program.ops[i].operands[0]
+    return v
+
+
+def passes_on(op: Op) -> bool:
+    """Return whether an operation is a view, or rounds to the type its operand has."""
+    return is_view(op) or op.name == "reduce_precision"
