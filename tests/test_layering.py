@@ -88,6 +88,8 @@ LAYERS = [
     ("program.compiled", "program.from_jaxpr"),
     ("program",),
     ("planner.auto",),
+    ("planner.checked",),
+    ("planner.plan_decisions",),
     ("planner.plan_file", "planner.search", "planner.rewrite", "planner.progress"),
     ("planner",),
     ("planner.tradeoffs", "planner.host_memory"),

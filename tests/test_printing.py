@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 import remat
 from remat import errors
 from remat.errors import RematError
-from remat.planner.plan_file import Recomputation, WholeStep
+from remat.planner.plan_decisions import Recomputation, WholeStep
 from remat.printing import printable
 
 HOSTILE = [

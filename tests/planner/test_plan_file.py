@@ -14,14 +14,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from remat.errors import PlanError
-from remat.planner.plan_file import (
-    Attempt,
-    BodyPlan,
-    Plan,
-    Recomputation,
-    ScanPlan,
-    WholeStep,
-)
+from remat.planner.plan_decisions import BodyPlan, Recomputation, ScanPlan, WholeStep
+from remat.planner.plan_file import Attempt, Plan
 
 MOST = 2**53
 WHOLE = WholeStep(

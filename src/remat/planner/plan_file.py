@@ -16,30 +16,25 @@ reason and the next step.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import os
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from remat.errors import PlanError, closest
 from remat.files import read_text, write_text
 from remat.json_lines import Reader
-from remat.paths import relative
+from remat.planner.checked import Checked, check_once, field_error, hints_of
+from remat.planner.plan_decisions import BodyPlan, WholeStep, explained
 from remat.printing import printable, shown
 from remat.units import format_bytes, format_flops, format_seconds
 
 _FORMAT = "remat plan"
 _VERSION = 2
 _MOST_FILE_BYTES = 64 * 2**20  # larger files are refused
-# The largest integer in a file. Doubles, which many tools use to read JSON, are exact up to here.
-_MOST = 2**53
-# The largest float in a file: beyond any program's costs, and small enough that sums and products of
-# such numbers are finite.
-_MOST_FLOAT = 1e30
 _ADVICE = "Correct it there, or plan again."
 
 #: How a plan's peak was confirmed: by the program that runs, or at the compiler's fast level.
@@ -49,196 +44,8 @@ AS_RUN, FAST = "as run", "fast"
 # The data
 
 
-def _field_error(why: str, field: str = "", item: int | None = None) -> PlanError:
-    """Return the error for an invalid field. The reader of a file adds its line."""
-    error = PlanError(why)
-    error.field, error.item = field, item
-    return error
-
-
-class _Checked:
-    """A dataclass that checks on construction that its fields fit their annotations."""
-
-    __slots__ = ()
-
-    def __post_init__(self) -> None:
-        cls: Any = type(self)
-        for name, hint in _hints(cls).items():
-            object.__setattr__(self, name, _fitting(hint, getattr(self, name), name))
-        self._check()
-
-    def _check(self) -> None:
-        """Raise `_field_error` where fields contradict each other."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
-class Recomputation(_Checked):
-    """Equations of a step that are computed again before another equation.
-
-    Args:
-      before: the number of the equation that is computed next for the first time.
-      again: the numbers of the equations that are computed again, in order.
-      values: what these compute, for readers: type, scope and primitive. Nothing depends on it.
-      source: the line of the equation that is computed next.
-    """
-
-    before: int
-    again: tuple[int, ...]
-    values: tuple[str, ...] = ()
-    source: str = ""
-
-    def _check(self) -> None:
-        if not self.again:
-            raise _field_error("there is no equation to compute again; remove the line.", "again")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ScanPlan(_Checked):
-    """What a forward scan keeps for the backward scan that belongs to it; the same of two conditionals.
-
-    Args:
-      id: the places of the two equations in the program.
-      saved: the values of a step that are kept: places among the variables of both bodies together.
-      bytes, seconds, flops: what is kept, and the costs of recomputation, all steps together.
-      group: steps that are recomputed together; 1 if they are not grouped.
-      groups: the number of groups, or of steps if they are not grouped: the first ones of the loop. 0: as
-        many as fit.
-      rest: the values that the steps after these keep; None if they keep the same.
-      inner: the same for pairs of scans and conditionals inside the two bodies. Of a pair of
-        conditionals: for each branch.
-      rest_inner: the same in the steps after the first ones; None if it is the same in all steps.
-      offloaded, rest_offloaded: which of the values in `saved` and in `rest` are kept in the host's memory.
-      host_bytes, transfer_seconds: what is kept there, and the part of `seconds` for copies.
-    """
-
-    id: str
-    saved: tuple[int, ...]
-    bytes: int
-    seconds: float
-    flops: float
-    group: int = 1
-    groups: int = 0
-    rest: tuple[int, ...] | None = None
-    inner: tuple[ScanPlan, ...] = ()
-    rest_inner: tuple[ScanPlan, ...] | None = None
-    offloaded: tuple[int, ...] = ()
-    rest_offloaded: tuple[int, ...] = ()
-    host_bytes: int = 0
-    transfer_seconds: float = 0.0
-
-    def _check(self) -> None:
-        _once(self.saved, "saved", lambda n: f"value {n} is listed twice")
-        if self.rest is not None:
-            _once(self.rest, "rest", lambda n: f"value {n} is listed twice")
-            if not self.groups:
-                raise _field_error("rest must be null if groups is 0: no steps are left.", "rest")
-        elif self.rest_inner is not None:
-            raise _field_error("rest_inner must be null if rest is null.", "rest_inner")
-        elif self.rest_offloaded:
-            raise _field_error("rest_offloaded must be empty if rest is null.", "rest_offloaded")
-        if self.group < 1:
-            raise _field_error("group must be at least 1 step.", "group")
-
-
-def _check_decisions(plan: WholeStep | BodyPlan, n_added: int = 0) -> None:
-    n_equations = plan.n_equations + n_added
-    stored, recomputations = plan.stored, plan.recomputations
-    known = set(stored)
-    _once(plan.partial_sums, "partial_sums", lambda n: f"equation {n} is listed twice")
-    for i, number in enumerate(plan.partial_sums):
-        if number not in known:
-            why = f"equation {number} is not among the stored ones."
-            raise _field_error(why, "partial_sums", i)
-    _once(stored, "stored", lambda n: f"equation {n} is listed twice")
-    for i, number in enumerate(stored):
-        if number >= n_equations:
-            raise _field_error(
-                f"there is no equation {number}: the step has {n_equations}, and numbers "
-                "count from 0.",
-                "stored",
-                i,
-            )
-    places = [recomputation.before for recomputation in recomputations]
-    _once(places, "recomputations", lambda n: f"two recomputations are before equation {n}")
-    for i, recomputation in enumerate(recomputations):
-        missing = [n for n in recomputation.again if n not in known]
-        if missing:
-            why = f"equation {missing[0]} is recomputed but not among the stored ones."
-            raise _field_error(why, "recomputations", i)
-        late = [n for n in recomputation.again if recomputation.before <= n < plan.n_equations]
-        if late:
-            raise _field_error(
-                f"equation {late[0]} has not been computed before equation {recomputation.before}, so it "
-                "cannot be computed again there.",
-                "recomputations",
-                i,
-            )
-        if recomputation.before >= n_equations:
-            raise _field_error(
-                f"the step has no equation {recomputation.before}, before which to recompute: it has "
-                f"{n_equations}, numbered from 0.",
-                "recomputations",
-                i,
-            )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class BodyPlan(_Checked):
-    """Decisions about the body of a loop or branch, such as a scan whose step computes a gradient.
-
-    Args:
-      id: the places of the equations around the body, and which of their bodies it is: "7.0/".
-      n_equations, stored, recomputations, ordered, partial_sums: as of a whole step.
-    """
-
-    id: str
-    n_equations: int
-    stored: tuple[int, ...]
-    recomputations: tuple[Recomputation, ...]
-    ordered: bool = False
-    partial_sums: tuple[int, ...] = ()
-
-    def _check(self) -> None:
-        _check_decisions(self)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class WholeStep(_Checked):
-    """Decisions about a step.
-
-    Args:
-      n_equations: the number of equations of the step, with calls inlined (and checkpoints in loops, if
-        `opened`), numbered from 0.
-      stored: the equations whose results are stored in memory. Results of other equations are
-        computed inside of the kernels that use them.
-      recomputations: in the order of the program.
-      ordered: whether every few stored equations wait for those before them, so that the compiler cannot
-        reorder them; before the first recomputation only those that it could compute much earlier.
-      opened: whether the checkpoints in loops are written out, so that the plan decides about them.
-      loops: the decisions about pairs of scans; others stay as they are.
-      bodies: the decisions about bodies of other loops and of branches; others stay as they are.
-      partial_sums: stored equations whose results are computed before the equations after them begin, so
-        that what they sum up is not kept until the whole sum is computed.
-      n_added: the number of equations that `loops` add around loops, such as reshapes into groups. Their
-        numbers follow those of the step.
-    """
-
-    n_equations: int
-    stored: tuple[int, ...]
-    recomputations: tuple[Recomputation, ...]
-    opened: bool = False
-    loops: tuple[ScanPlan, ...] = ()
-    bodies: tuple[BodyPlan, ...] = ()
-    ordered: bool = False
-    partial_sums: tuple[int, ...] = ()
-    n_added: int = 0
-
-    def _check(self) -> None:
-        _check_decisions(self, self.n_added)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class MadeFor(_Checked):
+class MadeFor(Checked):
     """What a plan's peak holds for, besides the program and the shardings of its arguments.
 
     Args:
@@ -258,7 +65,7 @@ class MadeFor(_Checked):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Attempt(_Checked):
+class Attempt(Checked):
     """A candidate that was compiled while planning: its predicted and its compiled peak.
 
     Where the compiler failed, `failure` is the reason and `compiled_bytes` is 0.
@@ -272,9 +79,10 @@ class Attempt(_Checked):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Plan(_Checked):
+class Plan(Checked):
     """What a training step saves and recomputes to fit its budget.
 
+    >>> from remat.planner.plan_decisions import Recomputation
     >>> whole = WholeStep(9, (2, 5, 6, 8), (Recomputation(8, (5, 6)),))
     >>> plan = Plan(
     ...     program="p0", target="cpu", versions=(("jax", "0.10.2"),), budget_bytes=4096,
@@ -345,12 +153,12 @@ class Plan(_Checked):
 
     def _check(self) -> None:
         names = [name for name, _ in self.versions]
-        _once(names, "versions", lambda name: f"the version of {name!r} is given twice")
+        check_once(names, "versions", lambda name: f"the version of {name!r} is given twice")
         if self.verified_level not in (AS_RUN, FAST):
             why = f"verified_level must be {AS_RUN!r} or {FAST!r}."
-            raise _field_error(why, "verified_level")
+            raise field_error(why, "verified_level")
         if self.is_verified != (self.peak_bytes is not None):
-            raise _field_error(
+            raise field_error(
                 "peak_bytes must be the compiler's peak for a verified plan, and None otherwise.",
                 "peak_bytes",
             )
@@ -424,54 +232,6 @@ class Plan(_Checked):
             f"{without if self.peak_bytes_without_remat else 'unknown'} without remat, "
             f"{_percent(self.extra_flops_share)} more FLOPs)"
         )
-
-
-# --------------------------------------------------------------------------------------------------
-# Checks of fields
-
-
-# One entry for each dataclass of this module.
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
-def _fitting(hint: Any, value: Any, field: str, item: int | None = None) -> Any:
-    """Return a value converted to its annotation (lists to tuples, ints to floats), or refuse it."""
-    parts = typing.get_args(hint)
-    if isinstance(hint, types.UnionType):  # X | None is the only one
-        return None if value is None else _fitting(parts[0], value, field)
-    if typing.get_origin(hint) is tuple and parts[-1] is ...:
-        if type(value) in (tuple, list):
-            return tuple(_fitting(parts[0], part, field, i) for i, part in enumerate(value))
-        needed = "a list"
-    elif typing.get_origin(hint) is tuple:
-        if type(value) in (tuple, list) and len(value) == len(parts):
-            return tuple(_fitting(kind, part, field, item) for kind, part in zip(parts, value))
-        needed = f"a list of {len(parts)}"
-    elif hint is int:
-        if type(value) is int and 0 <= value <= _MOST:
-            return value
-        needed = f"a whole number between 0 and {_MOST}"
-    elif hint is float:
-        is_number = isinstance(value, int | float) and type(value) is not bool
-        if is_number and 0 <= value <= _MOST_FLOAT:
-            return float(value) + 0.0  # no -0.0
-        needed = f"a number between 0 and {_MOST_FLOAT:.0e}"
-    else:
-        if type(value) is hint:
-            return value
-        needed = {str: "a string", bool: "true or false"}.get(hint) or f"a {hint.__name__}"
-    place = field if item is None else f"each item in {field}"
-    raise _field_error(f"{place} must be {needed}, not {shown(value)}.", field, item)
-
-
-def _once(items: Iterable[Any], field: str, problem: Callable[[Any], str]) -> None:
-    known = set()
-    for i, item in enumerate(items):
-        if item in known:
-            raise _field_error(f"{problem(item)}; remove one of the two.", field, i)
-        known.add(item)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -574,7 +334,7 @@ class _PlanReader(Reader):
         items: dict[str, list[int]] = {}
         for name, place in places.items():
             self.at = place
-            found[name], items[name] = self.field(_hints(cls)[name], name)
+            found[name], items[name] = self.field(hints_of(cls)[name], name)
         if cls is Plan:
             found["is_verified"] = found["peak_bytes"] is not None
         try:
@@ -653,9 +413,6 @@ class _PlanReader(Reader):
 # --------------------------------------------------------------------------------------------------
 # The readable description
 
-_MOST_GROUPS = 8  # lines of loops, of bodies, and of values in one place; more make the text longer
-_MOST_PLACES = 8  # places of recomputation; more make the text longer
-
 
 def _explained(plan: Plan) -> Iterable[str]:
     yield f"Plan for {printable(plan.target)}, budget {format_bytes(plan.budget_bytes)}"
@@ -698,61 +455,7 @@ def _explained(plan: Plan) -> Iterable[str]:
         )
     if plan.whole_step is not None:
         yield ""
-        yield from _explained_whole_step(plan.whole_step)
-
-
-def _explained_whole_step(whole: WholeStep) -> Iterable[str]:
-    n_again = sum(len(recomputation.again) for recomputation in whole.recomputations)
-    if n_again:
-        yield (
-            f"Outside of loops the step recomputes {n_again} of its {whole.n_equations} operations, in "
-            f"{len(whole.recomputations)} places"
-        )
-    else:
-        what = "the bodies below" if whole.bodies else "loops"
-        yield f"Outside of {what} nothing is recomputed"
-    if whole.partial_sums:
-        yield (
-            f"  {len(whole.partial_sums)} partial sums are computed as soon as their terms are there, which "
-            "frees the terms"
-        )
-    for loop in whole.loops[:_MOST_GROUPS]:
-        groups_text = f", in groups of {loop.group} steps" if loop.group > 1 else ""
-        if loop.groups:
-            what = "values" if loop.rest is None else f"{len(loop.rest)} values"
-            groups_text += f", {what} of each step after the first {loop.groups * loop.group}"
-        yield (
-            f"  the loop {printable(loop.id)} keeps {len(loop.saved)} values of each step{groups_text}"
-        )
-        yield (
-            f"    ({format_bytes(loop.bytes)} in all{_on_host(loop)}) and recomputes "
-            f"{format_flops(loop.flops)}"
-        )
-    for body in whole.bodies[:_MOST_GROUPS]:
-        n_again = sum(len(recomputation.again) for recomputation in body.recomputations)
-        yield (
-            f"  the body {printable(body.id)} of a call, loop or branch recomputes {n_again} of its "
-            f"{body.n_equations} operations, "
-            f"in {len(body.recomputations)} places"
-        )
-    for recomputation in whole.recomputations[:_MOST_PLACES]:
-        yield (
-            f"  before {printable(relative(recomputation.source))}, equation {recomputation.before}: "
-            f"{len(recomputation.again)} recomputed"
-        )
-        groups: dict[str, int] = {}
-        for value in recomputation.values:
-            groups[value] = groups.get(value, 0) + 1
-        for value, count in list(groups.items())[:_MOST_GROUPS]:
-            yield f"  {count:>4} x {printable(value)}"
-        if len(groups) > _MOST_GROUPS:
-            yield f"       and {len(groups) - _MOST_GROUPS} other kinds"
-    if len(whole.recomputations) > _MOST_PLACES:
-        yield f"  and {len(whole.recomputations) - _MOST_PLACES} more places"
-
-
-def _on_host(loop: ScanPlan) -> str:
-    return f" and {format_bytes(loop.host_bytes)} in the host's memory" if loop.host_bytes else ""
+        yield from explained(plan.whole_step)
 
 
 def _percent(share: float) -> str:

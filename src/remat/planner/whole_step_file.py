@@ -17,7 +17,7 @@ from remat.errors import PlanError
 from remat.ir.equations import is_repeatable
 from remat.planner.bodies import bodies_by_id
 from remat.planner.decisions import LoopDecisions, StepDecisions, source_of, with_loops
-from remat.planner.plan_file import BodyPlan, Recomputation, ScanPlan, WholeStep
+from remat.planner.plan_decisions import BodyPlan, Recomputation, ScanPlan, WholeStep
 from remat.planner.rewrite import Burst, Decisions
 from remat.planner.scan_pairs import ScanOption
 from remat.program.from_jaxpr import joined, type_text

@@ -1,0 +1,241 @@
+"""The decisions of a plan as data: what is stored and computed again, in a step, its loops and bodies.
+
+They are a part of the plan's file (`plan_file.py`). `whole_step_file.py` makes them from the planner's
+decisions, and decisions from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from remat.paths import relative
+from remat.planner.checked import Checked, check_once, field_error
+from remat.printing import printable
+from remat.units import format_bytes, format_flops
+
+_MOST_GROUPS = 8  # lines of loops, of bodies, and of values in one place; more make the text longer
+_MOST_PLACES = 8  # places of recomputation; more make the text longer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recomputation(Checked):
+    """Equations of a step that are computed again before another equation.
+
+    Args:
+      before: the number of the equation that is computed next for the first time.
+      again: the numbers of the equations that are computed again, in order.
+      values: what these compute, for readers: type, scope and primitive. Nothing depends on it.
+      source: the line of the equation that is computed next.
+    """
+
+    before: int
+    again: tuple[int, ...]
+    values: tuple[str, ...] = ()
+    source: str = ""
+
+    def _check(self) -> None:
+        if not self.again:
+            raise field_error("there is no equation to compute again; remove the line.", "again")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScanPlan(Checked):
+    """What a forward scan keeps for the backward scan that belongs to it; the same of two conditionals.
+
+    Args:
+      id: the places of the two equations in the program.
+      saved: the values of a step that are kept: places among the variables of both bodies together.
+      bytes, seconds, flops: what is kept, and the costs of recomputation, all steps together.
+      group: steps that are recomputed together; 1 if they are not grouped.
+      groups: the number of groups, or of steps if they are not grouped: the first ones of the loop. 0: as
+        many as fit.
+      rest: the values that the steps after these keep; None if they keep the same.
+      inner: the same for pairs of scans and conditionals inside the two bodies. Of a pair of
+        conditionals: for each branch.
+      rest_inner: the same in the steps after the first ones; None if it is the same in all steps.
+      offloaded, rest_offloaded: which of the values in `saved` and in `rest` are kept in the host's memory.
+      host_bytes, transfer_seconds: what is kept there, and the part of `seconds` for copies.
+    """
+
+    id: str
+    saved: tuple[int, ...]
+    bytes: int
+    seconds: float
+    flops: float
+    group: int = 1
+    groups: int = 0
+    rest: tuple[int, ...] | None = None
+    inner: tuple[ScanPlan, ...] = ()
+    rest_inner: tuple[ScanPlan, ...] | None = None
+    offloaded: tuple[int, ...] = ()
+    rest_offloaded: tuple[int, ...] = ()
+    host_bytes: int = 0
+    transfer_seconds: float = 0.0
+
+    def _check(self) -> None:
+        check_once(self.saved, "saved", lambda n: f"value {n} is listed twice")
+        if self.rest is not None:
+            check_once(self.rest, "rest", lambda n: f"value {n} is listed twice")
+            if not self.groups:
+                raise field_error("rest must be null if groups is 0: no steps are left.", "rest")
+        elif self.rest_inner is not None:
+            raise field_error("rest_inner must be null if rest is null.", "rest_inner")
+        elif self.rest_offloaded:
+            raise field_error("rest_offloaded must be empty if rest is null.", "rest_offloaded")
+        if self.group < 1:
+            raise field_error("group must be at least 1 step.", "group")
+
+
+def _check_decisions(plan: WholeStep | BodyPlan, n_added: int = 0) -> None:
+    n_equations = plan.n_equations + n_added
+    stored, recomputations = plan.stored, plan.recomputations
+    known = set(stored)
+    check_once(plan.partial_sums, "partial_sums", lambda n: f"equation {n} is listed twice")
+    for i, number in enumerate(plan.partial_sums):
+        if number not in known:
+            why = f"equation {number} is not among the stored ones."
+            raise field_error(why, "partial_sums", i)
+    check_once(stored, "stored", lambda n: f"equation {n} is listed twice")
+    for i, number in enumerate(stored):
+        if number >= n_equations:
+            raise field_error(
+                f"there is no equation {number}: the step has {n_equations}, and numbers "
+                "count from 0.",
+                "stored",
+                i,
+            )
+    places = [recomputation.before for recomputation in recomputations]
+    check_once(places, "recomputations", lambda n: f"two recomputations are before equation {n}")
+    for i, recomputation in enumerate(recomputations):
+        missing = [n for n in recomputation.again if n not in known]
+        if missing:
+            why = f"equation {missing[0]} is recomputed but not among the stored ones."
+            raise field_error(why, "recomputations", i)
+        late = [n for n in recomputation.again if recomputation.before <= n < plan.n_equations]
+        if late:
+            raise field_error(
+                f"equation {late[0]} has not been computed before equation {recomputation.before}, so it "
+                "cannot be computed again there.",
+                "recomputations",
+                i,
+            )
+        if recomputation.before >= n_equations:
+            raise field_error(
+                f"the step has no equation {recomputation.before}, before which to recompute: it has "
+                f"{n_equations}, numbered from 0.",
+                "recomputations",
+                i,
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BodyPlan(Checked):
+    """Decisions about the body of a loop or branch, such as a scan whose step computes a gradient.
+
+    Args:
+      id: the places of the equations around the body, and which of their bodies it is: "7.0/".
+      n_equations, stored, recomputations, ordered, partial_sums: as of a whole step.
+    """
+
+    id: str
+    n_equations: int
+    stored: tuple[int, ...]
+    recomputations: tuple[Recomputation, ...]
+    ordered: bool = False
+    partial_sums: tuple[int, ...] = ()
+
+    def _check(self) -> None:
+        _check_decisions(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WholeStep(Checked):
+    """Decisions about a step.
+
+    Args:
+      n_equations: the number of equations of the step, with calls inlined (and checkpoints in loops, if
+        `opened`), numbered from 0.
+      stored: the equations whose results are stored in memory. Results of other equations are
+        computed inside of the kernels that use them.
+      recomputations: in the order of the program.
+      ordered: whether every few stored equations wait for those before them, so that the compiler cannot
+        reorder them; before the first recomputation only those that it could compute much earlier.
+      opened: whether the checkpoints in loops are written out, so that the plan decides about them.
+      loops: the decisions about pairs of scans; others stay as they are.
+      bodies: the decisions about bodies of other loops and of branches; others stay as they are.
+      partial_sums: stored equations whose results are computed before the equations after them begin, so
+        that what they sum up is not kept until the whole sum is computed.
+      n_added: the number of equations that `loops` add around loops, such as reshapes into groups. Their
+        numbers follow those of the step.
+    """
+
+    n_equations: int
+    stored: tuple[int, ...]
+    recomputations: tuple[Recomputation, ...]
+    opened: bool = False
+    loops: tuple[ScanPlan, ...] = ()
+    bodies: tuple[BodyPlan, ...] = ()
+    ordered: bool = False
+    partial_sums: tuple[int, ...] = ()
+    n_added: int = 0
+
+    def _check(self) -> None:
+        _check_decisions(self, self.n_added)
+
+
+# In words
+
+
+def explained(whole: WholeStep) -> Iterable[str]:
+    n_again = sum(len(recomputation.again) for recomputation in whole.recomputations)
+    if n_again:
+        yield (
+            f"Outside of loops the step recomputes {n_again} of its {whole.n_equations} operations, in "
+            f"{len(whole.recomputations)} places"
+        )
+    else:
+        what = "the bodies below" if whole.bodies else "loops"
+        yield f"Outside of {what} nothing is recomputed"
+    if whole.partial_sums:
+        yield (
+            f"  {len(whole.partial_sums)} partial sums are computed as soon as their terms are there, which "
+            "frees the terms"
+        )
+    for loop in whole.loops[:_MOST_GROUPS]:
+        groups_text = f", in groups of {loop.group} steps" if loop.group > 1 else ""
+        if loop.groups:
+            what = "values" if loop.rest is None else f"{len(loop.rest)} values"
+            groups_text += f", {what} of each step after the first {loop.groups * loop.group}"
+        yield (
+            f"  the loop {printable(loop.id)} keeps {len(loop.saved)} values of each step{groups_text}"
+        )
+        yield (
+            f"    ({format_bytes(loop.bytes)} in all{_on_host(loop)}) and recomputes "
+            f"{format_flops(loop.flops)}"
+        )
+    for body in whole.bodies[:_MOST_GROUPS]:
+        n_again = sum(len(recomputation.again) for recomputation in body.recomputations)
+        yield (
+            f"  the body {printable(body.id)} of a call, loop or branch recomputes {n_again} of its "
+            f"{body.n_equations} operations, "
+            f"in {len(body.recomputations)} places"
+        )
+    for recomputation in whole.recomputations[:_MOST_PLACES]:
+        yield (
+            f"  before {printable(relative(recomputation.source))}, equation {recomputation.before}: "
+            f"{len(recomputation.again)} recomputed"
+        )
+        groups: dict[str, int] = {}
+        for value in recomputation.values:
+            groups[value] = groups.get(value, 0) + 1
+        for value, count in list(groups.items())[:_MOST_GROUPS]:
+            yield f"  {count:>4} x {printable(value)}"
+        if len(groups) > _MOST_GROUPS:
+            yield f"       and {len(groups) - _MOST_GROUPS} other kinds"
+    if len(whole.recomputations) > _MOST_PLACES:
+        yield f"  and {len(whole.recomputations) - _MOST_PLACES} more places"
+
+
+def _on_host(loop: ScanPlan) -> str:
+    return f" and {format_bytes(loop.host_bytes)} in the host's memory" if loop.host_bytes else ""
