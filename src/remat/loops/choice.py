@@ -188,7 +188,7 @@ def _within(scanned: Scanned, halves: Halves | None, budget: str | int, measure:
         return min(fits, key=lambda way: way.forward_steps)
     least = choose(most)
     needed = [measure(scanned, least, of_consts) for of_consts in (False, True)]
-    smallest = None if None in needed else min(filter(None, needed))
+    smallest = min((n for n in needed if n is not None), default=None)
     if beyond(least, smallest) <= 0:
         return least
     counted = range(ways.least_bytes, ways.least_bytes + bookkeeping_bytes(least.slots) + 1)

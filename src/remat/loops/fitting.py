@@ -87,6 +87,7 @@ def fitted(
 
 
 def types_of(inputs: Inputs) -> Inputs:
+    """Return the types of a loop's inputs in their places."""
     return Inputs(*(list(map(jax.typeof, part)) for part in inputs))
 
 
@@ -150,12 +151,11 @@ def temporary_bytes(
         return [y for y in (*carry, *ys) if _jax.has_tangent(y)]
 
     given = [_as_argument(t) for t in flat]
+    # Rules and compilers raise errors of any type. Running the loop raises them again.
     try:
         lowered = jax.jit(gradient).lower(given, jax.eval_shape(outputs, given))
         found = _temporaries_of(lowered)
-    except (
-        Exception
-    ):  # rules and compilers raise errors of any type; running the loop raises them again
+    except Exception:
         return None
     if found is None:
         return None
