@@ -98,6 +98,8 @@ LAYERS = [
     ("planner.scan_pairs.branches",),
     ("planner.scan_pairs.groups",),
     ("planner.scan_pairs.opening", "planner.scan_pairs.rewriting"),
+    ("planner.scan_pairs.scope",),
+    ("planner.scan_pairs.pair_options",),
     ("planner.scan_pairs.options",),
     ("planner.scan_pairs",),
     ("planner.bodies",),

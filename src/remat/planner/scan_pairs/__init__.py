@@ -11,13 +11,16 @@ loops inlined, so that the options decide what these recompute, too.
     emission     the two scans of a pair that keeps some values
     groups       the same in groups of steps
     rewriting    options, and the program with options chosen
-    options      which options there are: minimum cuts, groups of steps
+    scope        programs with the bytes of their values and the seconds of their equations
+    pair_options which options a pair has: minimum cuts, groups of steps
+    options      the pairs in a program, with their options
     opening      checkpoints in the bodies, inlined
 
 Known limits: a scan belongs to one pair; a `while` loop to none.
 """
 
 from remat.planner.scan_pairs.opening import opened as opened
-from remat.planner.scan_pairs.options import ScanPair as ScanPair, pairs as pairs
+from remat.planner.scan_pairs.options import pairs as pairs
+from remat.planner.scan_pairs.pair_options import ScanPair as ScanPair
 from remat.planner.scan_pairs.rewriting import ScanOption as ScanOption, rewrite as rewrite
 from remat.planner.tradeoffs import at_price as at_price, prices as prices

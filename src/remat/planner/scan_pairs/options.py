@@ -1,107 +1,24 @@
-"""The options of pairs of scans: minimum cuts between the two bodies, with and without groups of steps.
+"""The pairs of scans in a program, with their options (`pair_options.py`), from the inside outwards.
 
-Every kept value occupies its bytes once for each step; every recomputed value costs its time once for
-each step. The best sets to keep are minimum cuts of the known values of the joint program (`mincut`).
-Keeping costs no bytes for F's constants and slices that are live until B runs in any case, and for values
-whose stacks have other readers. F's carry can be kept but not recomputed. Recomputing costs no time for an
-equation that F computes only for B: B computes it in F's place.
-
-A cut's cost is then counted exactly: the equations that are computed in both scans.
-
-Where loops inside the bodies form pairs, too, they are decided first, at about the same price per byte;
-for each of a few such choices the cuts of the outer pair are found. A stack of an inner pair is one
-value for the outer pair: it is kept at every outer step, or recomputed at one step at a time.
+Two conditionals of which the second reads what the first computes are a pair, too, and so are the two halves
+of a differentiated `shard_map`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import itertools
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
 
 from remat import _jax
-from remat.ir import jaxprs
-from remat.ir.equations import has_effects, is_repeatable
-from remat.ir.flops import WHILE_TRIPS
-from remat.planner.host_memory import MIN_OFFLOAD_BYTES, Copies, Transfer, cuts_with_copies
+from remat.planner.host_memory import Transfer
 from remat.planner.scan_pairs.branches import branch_matches, branches_of
-from remat.planner.scan_pairs.emission import Emitted
-from remat.planner.scan_pairs.joint import (
-    Joint,
-    Match,
-    inner_programs,
-    joint_of,
-    matches,
-    prepared,
-)
-from remat.planner.scan_pairs.rewriting import ScanOption, branch_id, pair_id, with_inner
-from remat.planner.scan_pairs.shards import Shards, shard_matches, shards_of
-from remat.planner.tradeoffs import (
-    at_price,
-    group_sizes,
-    lower_hull,
-    partial_group_counts,
-    prices,
-    seconds_of,
-    settings_of,
-    thinned,
-    undominated,
-)
-from remat.program.from_jaxpr import (
-    FlatWriter,
-    ProgramWriter,
-    Slowdown,
-    automatic_shards,
-    joined,
-    no_slowdown,
-    workspace_bytes,
-)
+from remat.planner.scan_pairs.joint import Match, inner_programs, joint_of, matches, prepared
+from remat.planner.scan_pairs.pair_options import PairOptions, ScanPair
+from remat.planner.scan_pairs.rewriting import ScanOption, branch_id, pair_id
+from remat.planner.scan_pairs.scope import Costing, Scope, free_shards, joint_scope
+from remat.planner.scan_pairs.shards import shard_matches, shards_of
+from remat.planner.tradeoffs import undominated
+from remat.program.from_jaxpr import Slowdown, joined, no_slowdown
 from remat.program.fusion import Price
-from remat.solvers.mincut import Cut, CutProblem, between, hull
-
-# Ratio of bytes of neighbours on the hull. With a ratio below, options are looked for between them; a
-# larger limit finds more.
-_GAP_RATIO = 0.9
-# Share of a step's forward time. Neighbours on the hull that differ by less in recomputation have no
-# options between them; a larger share leaves fewer options.
-_NEGLIGIBLE = 0.002
-# Steps. A shorter loop has either all of its steps in groups or none: a larger bound leaves fewer
-# options.
-_MIN_SPLIT_LENGTH = 16
-# Steps. A shorter loop is never divided into two: a larger bound leaves fewer options.
-_MIN_MIXED_LENGTH = 4
-# Share of a loop's largest option: by how much neighbouring mixtures of two options differ. A larger share
-# leaves fewer options.
-_MIXTURE_STEP, _MIN_SPLITS = 0.025, 4
-# Choices for inner pairs that are combined with the cuts of the outer pair: at one price, and others where
-# bytes differ most between these. More of them find more.
-_MAX_INNER_CHOICES, _MAX_OTHER_CHOICES = 8, 8
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class ScanPair:
-    """A forward scan and a backward scan that reads its stacked results.
-
-    Args:
-      id: what choices refer to the pair by.
-      name: the name scopes of the forward scan.
-      source: the source line of the forward scan.
-      length: the number of steps.
-      times: how often the pair runs, because of loops around it.
-      options: the Pareto-optimal options in bytes and seconds, by ascending bytes.
-      as_written: what the program does as it is written.
-    """
-
-    id: str
-    name: str
-    source: str
-    length: int
-    times: int
-    options: tuple[ScanOption, ...]
-    as_written: ScanOption
 
 
 def pairs(
@@ -126,135 +43,15 @@ def pairs(
       seconds_per_flop: of the whole step. Recomputation takes at least as much per FLOP: in loops whose
         kernels move more than they compute, the times of options hardly differ, and their FLOPs decide.
     """
-    scope = _Scope.of(jaxpr, _Costing(price, slowdown, transfer, seconds_per_flop), shards)
+    scope = Scope.of(jaxpr, Costing(price, slowdown, transfer, seconds_per_flop), shards)
     return tuple(_pairs_in(scope, "", "", 1))
-
-
-# --------------------------------------------------------------------------------------------------
-# Costs
-
-
-class _Writer(FlatWriter):
-    """Writes equations as if loops and branches were one kernel: what they run is priced by `_Scope`."""
-
-    def workspace_bytes(self, eqn: _jax.JaxprEqn) -> int:
-        return 0
-
-    def n_kernels(self, eqn: _jax.JaxprEqn) -> int:
-        return 1
-
-
-@dataclasses.dataclass(frozen=True)
-class _Costing:
-    """The time of a kernel, the slowdown of those that take longer, and the time of copies to the host.
-
-    What is recomputed takes at least `seconds_per_flop`.
-    """
-
-    price: Price
-    slowdown: Slowdown = no_slowdown
-    transfer: Transfer | None = None
-    seconds_per_flop: float = 0.0
-
-    @property
-    def on_device(self) -> _Costing:
-        """Return the same without copies to the host."""
-        return dataclasses.replace(self, transfer=None)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Scope:
-    """A program with the bytes of its values and the cost of its equations.
-
-    Args:
-      jaxpr: the program.
-      costing: what kernels cost.
-      writer: has written it.
-      free: inputs that live throughout the program.
-      known: the seconds of programs inside, by their identity and shard counts; shared by all scopes.
-    """
-
-    jaxpr: _jax.Jaxpr
-    costing: _Costing
-    writer: ProgramWriter
-    free: frozenset[_jax.Var]
-    known: dict[Any, tuple[_jax.Jaxpr, float]]
-
-    @classmethod
-    def of(
-        cls,
-        jaxpr: _jax.Jaxpr,
-        costing: _Costing,
-        shards: Sequence[int] | None,
-        free: Iterable[_jax.Var] | None = None,
-        known: dict[Any, tuple[_jax.Jaxpr, float]] | None = None,
-    ) -> _Scope:
-        writer = _Writer(costing.slowdown)
-        writer.enter(jaxpr.invars, shards)
-        writer.enter(jaxpr.constvars, None)
-        writer.write(jaxpr, "")
-        given = (*jaxpr.invars, *jaxpr.constvars) if free is None else free
-        return cls(jaxpr, costing, writer, frozenset(given), {} if known is None else known)
-
-    def bytes_of(self, v: _jax.Var) -> int:
-        return self.writer.bytes[self.writer.ids[v]]
-
-    def shards_of(self, v: object) -> int:
-        return self.writer.shards[self.writer.ids[v]] if _jax.is_var(v) else 1
-
-    @functools.cached_property
-    def seconds(self) -> list[float]:
-        """The seconds of each equation, with all that it runs inside."""
-        program = self.writer.program(())
-        return [
-            self._seconds_inside(eqn) or seconds_of(program, op, self.costing.price)
-            for eqn, op in zip(self.jaxpr.eqns, self.writer.ops, strict=True)
-        ]
-
-    def _seconds_inside(self, eqn: _jax.JaxprEqn) -> float:
-        of_bodies = [
-            times * self._seconds_of_body(eqn, _jax.open_jaxpr(body))
-            for body, times in inner_programs(eqn)
-        ]
-        if eqn.primitive.name == "cond":
-            return max(of_bodies, default=0.0)
-        return sum(of_bodies) * (WHILE_TRIPS if eqn.primitive.name == "while" else 1)
-
-    def _seconds_of_body(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> float:
-        key = id(body), tuple(self._shards_inside(eqn, body) or ())
-        if key not in self.known:
-            # The program is kept with its number, which is its own as long as it lives.
-            self.known[key] = body, sum(self.inside(eqn, body).seconds)
-        return self.known[key][1]
-
-    def inside(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> _Scope:
-        """Return the scope of a program that an equation runs."""
-        # Copies in branches and in shard_maps were not tried.
-        is_loop = eqn.primitive.name in ("scan", "while")
-        costing = self.costing if is_loop else self.costing.on_device
-        return _Scope.of(body, costing, self._shards_inside(eqn, body), known=self.known)
-
-    def _shards_inside(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> list[int] | None:
-        operands = eqn.invars[len(eqn.invars) - len(body.invars) :]
-        sharded = [self.shards_of(v) for v in operands]
-        if eqn.primitive.name == "shard_map":
-            sharded = [automatic_shards(eqn, n) for n in sharded]
-        # The test of a while loop takes other operands than the last ones; it has no pairs.
-        return sharded if len(sharded) == len(body.invars) else None
-
-    def last_use(self, v: _jax.Var) -> int:
-        return self._last_uses.get(v, -1)
-
-    @functools.cached_property
-    def _last_uses(self) -> dict[_jax.Var, int]:
-        return jaxprs.last_uses(self.jaxpr)
 
 
 # --------------------------------------------------------------------------------------------------
 # Finding pairs
 
 
-def _pairs_in(scope: _Scope, prefix: str, path: str, times: int) -> list[ScanPair]:
+def _pairs_in(scope: Scope, prefix: str, path: str, times: int) -> list[ScanPair]:
     jaxpr = scope.jaxpr
     found: dict[int, list[ScanPair]] = {}
     paired: set[int] = set()
@@ -268,8 +65,8 @@ def _pairs_in(scope: _Scope, prefix: str, path: str, times: int) -> list[ScanPai
         name = joined(path, _jax.name_stack_of(eqn))
         inner = []
         if _has_loops_or_branches(joint.jaxpr):
-            inner = _pairs_in(_joint_scope(scope, joint, match.backward), f"{key}/", name, 1)
-        options, as_written = _Options(scope, joint, match.backward, key, inner, times).found()
+            inner = _pairs_in(joint_scope(scope, joint, match.backward), f"{key}/", name, 1)
+        options, as_written = PairOptions(scope, joint, match.backward, key, inner, times).found()
         found[match.forward] = [
             ScanPair(
                 key,
@@ -287,11 +84,11 @@ def _pairs_in(scope: _Scope, prefix: str, path: str, times: int) -> list[ScanPai
     for match in shard_matches(jaxpr):
         shards = shards_of(jaxpr, match)
         key, name = pair_id(prefix, match), joined(path, _jax.name_stack_of(shards.forward))
-        inside = _Scope.of(
+        inside = Scope.of(
             shards.jaxpr,
             scope.costing.on_device,
             None,
-            _free_shards(scope, shards, match.backward),
+            free_shards(scope, shards, match.backward),
             scope.known,
         )
         found[match.forward] = _pairs_in(inside, f"{key}/", name, times)
@@ -311,7 +108,7 @@ def _pairs_in(scope: _Scope, prefix: str, path: str, times: int) -> list[ScanPai
     return [pair for i in sorted(found) for pair in found[i]]
 
 
-def _pair_of_branches(scope: _Scope, match: Match, prefix: str, path: str, times: int) -> ScanPair:
+def _pair_of_branches(scope: Scope, match: Match, prefix: str, path: str, times: int) -> ScanPair:
     """Return a pair of conditionals, whose options choose one for each of its branches."""
     key, eqn = pair_id(prefix, match), scope.jaxpr.eqns[match.forward]
     name = joined(path, _jax.name_stack_of(eqn))
@@ -321,8 +118,10 @@ def _pair_of_branches(scope: _Scope, match: Match, prefix: str, path: str, times
         id = branch_id(key, k)
         inner = []
         if _has_loops_or_branches(joint.jaxpr):
-            inner = _pairs_in(_joint_scope(scope, joint, match.backward), f"{id}/", name, 1)
-        of_branch[id], as_written = _Options(scope, joint, match.backward, id, inner, times).found()
+            inner = _pairs_in(joint_scope(scope, joint, match.backward), f"{id}/", name, 1)
+        of_branch[id], as_written = PairOptions(
+            scope, joint, match.backward, id, inner, times
+        ).found()
         written.append((id, as_written))
     # All branches are given the same bytes; each does the best within them.
     limits = sorted({option.bytes for options in of_branch.values() for option in options})
@@ -373,462 +172,3 @@ def _bodies(eqn: _jax.JaxprEqn) -> list[object]:
 
 def _may_have_pairs(body: object) -> bool:
     return bool(_has_loops_or_branches(_jax.open_jaxpr(body)))
-
-
-def _joint_scope(scope: _Scope, joint: Joint, place: int) -> _Scope:
-    """Return the scope of a joint program; its constants and slices are free if they are outside.
-
-    Nothing is offloaded in it: the stack of an inner pair is a value of one outer step, so it would have to
-    be stacked again over the outer steps.
-    """
-    free = {
-        v for v in joint.jaxpr.invars if v in set(joint.backward_xs) | set(joint.backward_consts)
-    }
-    free.update(joint.backward_carry)
-    free.update(v for v in (*joint.consts, *joint.xs) if _is_free(scope, joint, v, place))
-    shards = [scope.shards_of(_operand(joint, v)) for v in joint.jaxpr.invars]
-    return _Scope.of(joint.jaxpr, scope.costing.on_device, shards, free, scope.known)
-
-
-def _operand(joint: Joint, v: _jax.Var) -> object:
-    """Return the operand outside that an input of the joint program is, or starts as."""
-    if v in joint.outside:
-        return joint.outside[v]
-    for eqn, carry in ((joint.forward, joint.carry), (joint.backward, joint.backward_carry)):
-        if v in carry:
-            return eqn.invars[_jax.scan_arity(eqn)[0] + list(carry).index(v)]
-    raise AssertionError(v)
-
-
-def _is_free(scope: _Scope, joint: Joint, v: _jax.Var, place: int) -> bool:
-    """Return whether a constant or slice of F lives until B runs, whatever is decided."""
-    return _lives_until(scope, joint.outside[v], place)
-
-
-def _lives_until(scope: _Scope, v: Any, place: int) -> bool:
-    return not _jax.is_var(v) or v in scope.free or scope.last_use(v) >= place
-
-
-def _free_shards(scope: _Scope, shards: Shards, place: int) -> list[_jax.Var]:
-    """Return the inputs of two joined `shard_map`s that live until the second runs."""
-    lent = (v for v in shards.inputs if _lives_until(scope, shards.outside[v][0], place))
-    return [*shards.own, *lent]
-
-
-# --------------------------------------------------------------------------------------------------
-# Options of one pair
-
-
-#: Options of the pairs inside, by their ids.
-_Choice: TypeAlias = tuple[tuple[str, ScanOption], ...]
-
-
-class _Cost(NamedTuple):
-    seconds: float
-    flops: float
-
-
-class _Nodes(NamedTuple):
-    """A cut problem, and the variables at each of its places."""
-
-    problem: CutProblem
-    variables: list[list[_jax.Var]]
-
-
-class _Options:
-    """The options of one pair."""
-
-    def __init__(
-        self,
-        scope: _Scope,
-        joint: Joint,
-        place: int,
-        key: str,
-        inner: Sequence[ScanPair],
-        times: int,
-    ) -> None:
-        self.scope = scope
-        self.joint = joint
-        self.place = place
-        self.key = key
-        self.inner = inner
-        self.times = times
-
-    def found(self) -> tuple[list[ScanOption], ScanOption]:
-        """Return the options, and what the program does as it is written."""
-        unchanged = _OptionsOfCuts(self, self.joint, ())
-        written = unchanged.as_written()
-        given = [unchanged]
-        for inner in self._choices_inside():
-            chosen = with_inner(self.joint, inner, f"{self.key}/")
-            given.append(_OptionsOfCuts(self, chosen, inner))
-        found = [(option, cuts) for cuts in given for option in cuts.options()]
-        best = _best(found, written)
-        if any(option.host_bytes for option in best):
-            # Host memory may be limited, and the compiler may fail on offloading.
-            on_device = [(option, cuts) for option, cuts in found if not option.host_bytes]
-            best = list(dict.fromkeys((*best, *_best(on_device, written))))
-        return best, written
-
-    def _choices_inside(self) -> list[_Choice]:
-        """Return options of the pairs inside: at one price for all of them, and some between these."""
-        options = {pair.id: pair.options for pair in self.inner}
-        values = sorted({p for of in options.values() for p in prices(of)})
-        found = dict.fromkeys(
-            tuple((id, at_price(of, value)) for id, of in options.items())
-            for value in _thinned_evenly(values, _MAX_INNER_CHOICES)
-        )
-        others = [
-            choice
-            for chosen in settings_of(options)
-            if (choice := tuple(chosen.items())) not in found
-        ]
-        return [*found, *_in_gaps(list(found), others)]
-
-
-def _in_gaps(found: Sequence[_Choice], others: Sequence[_Choice]) -> list[_Choice]:
-    """Return some of the other choices, each in the widest gap between the bytes of those found."""
-    sizes = [sum(option.bytes for _, option in choice) for choice in found]
-    left = [(sum(option.bytes for _, option in choice), choice) for choice in others]
-    chosen: list[_Choice] = []
-    while len(chosen) < _MAX_OTHER_CHOICES:
-        gaps = [
-            (few / max(1, many), few, many)
-            for few, many in itertools.pairwise(sorted(sizes))
-            if few < _GAP_RATIO * many and any(few < size < many for size, _ in left)
-        ]
-        if not gaps:
-            break
-        _, few, many = min(gaps)
-        middle = math.sqrt(max(1, few) * many)
-        between = [(size, choice) for size, choice in left if few < size < many]
-        size, choice = min(between, key=lambda b: abs(math.log(b[0] / middle)))
-        sizes.append(size)
-        chosen.append(choice)
-    return chosen
-
-
-def _thinned_evenly(items: Sequence[Any], n: int) -> Sequence[Any]:
-    """Return so many of the items, the ends among them."""
-    if len(items) <= n:
-        return items
-    return [items[round(k * (len(items) - 1) / max(1, n - 1))] for k in range(n)]
-
-
-class _OptionsOfCuts:
-    """The options of one pair, given the choices for the pairs inside."""
-
-    def __init__(
-        self, outer: _Options, joint: Joint, inner: tuple[tuple[str, ScanOption], ...]
-    ) -> None:
-        self.joint = joint
-        self.inner = inner
-        chosen = dict(inner)
-        self.inner_options = [chosen.get(pair.id, pair.as_written) for pair in outer.inner]
-        self.times = outer.times
-        self.transfer = outer.scope.costing.transfer
-        self.scope = _joint_scope(outer.scope, joint, outer.place)
-        self.number = joint.number
-        place = {id(eqn): i for i, eqn in enumerate(joint.jaxpr.eqns)}
-        # Equations of branches that share a body are different objects all the same.
-        self.cost = {i: self._cost_at(i) for i in place.values()}
-        self.place = place
-        everything, _ = joint.closure(joint.results, frozenset())
-        self.always = set(map(id, everything))
-        self.once = {id(eqn) for eqn in joint.known if not is_repeatable(eqn)}
-
-    def _cost_at(self, i: int) -> _Cost:
-        flops = self.scope.writer.ops[i].flops
-        least = flops * self.scope.costing.seconds_per_flop
-        return _Cost(max(self.scope.seconds[i], least), flops)
-
-    def cost_of(self, eqns: Iterable[_jax.JaxprEqn]) -> _Cost:
-        costs = [self.cost[self.place[id(eqn)]] for eqn in eqns]
-        return _Cost(sum(c.seconds for c in costs), sum(c.flops for c in costs))
-
-    def as_written(self) -> ScanOption:
-        """Return the option that keeps what the program keeps."""
-        saved = [v for v, _ in self.joint.linked if _jax.is_var(v) and v in self.number]
-        numbers = tuple(sorted({self.number[v] for v in saved}))
-        emitted = Emitted.of(self.joint, numbers)
-        return self._in_steps(numbers, emitted, self.cost_of(self._twice(emitted)))
-
-    def options(self) -> list[ScanOption]:
-        problem, variables = self._nodes()
-        vertices = hull(problem).cuts
-        cuts: list[Cut] = list(vertices)
-        forward_s = self.cost_of(e for e in self.joint.known if id(e) in self.always).seconds
-        for few, many in itertools.pairwise(vertices):
-            if few.bytes < _GAP_RATIO * many.bytes and few.time - many.time > (
-                _NEGLIGIBLE * forward_s
-            ):
-                cuts += between(problem, few, many)
-        found: dict[tuple[int, ...], None] = {}
-        for cut in cuts:
-            found[self._numbers(cut.saved, variables)] = None
-        options = [option for saved in found for option in self._of_cut(saved)]
-        return [*options, *self._with_copies(problem, variables, forward_s)]
-
-    def _numbers(
-        self, places: Iterable[int], variables: Sequence[Sequence[_jax.Var]]
-    ) -> tuple[int, ...]:
-        return tuple(sorted(self.number[v] for p in places for v in variables[p]))
-
-    def _with_copies(
-        self, problem: CutProblem, variables: Sequence[Sequence[_jax.Var]], forward_s: float
-    ) -> Iterator[ScanOption]:
-        """Yield the options that keep values in the host's memory."""
-        if self.transfer is None or self.joint.length < 2:
-            return
-        given = {*self.joint.consts, *self.joint.xs, *self.joint.stacked}
-        movable = [
-            len(of) == 1
-            and of[0] not in given
-            and size >= MIN_OFFLOAD_BYTES
-            and _jax.can_be_on_host(of[0].aval)
-            for of, size in zip(variables, problem.bytes)
-        ]
-        backward_s = self.cost_of(self.joint.late).seconds
-        copies = Copies(self.scope.costing.price, self.transfer, forward_s, backward_s)
-        for cut in cuts_with_copies(problem, movable, copies):
-            offloaded = self._numbers(cut.offloaded, variables)
-            saved = self._numbers((*cut.saved, *cut.offloaded), variables)
-            emitted = Emitted.of(self.joint, saved, offloaded)
-            sizes = list(map(self.scope.bytes_of, emitted.copies))
-            if not sizes:
-                continue
-            steps = self.joint.length * self.times
-            transfer_s = steps * copies.seconds(sizes)
-            option = self._in_steps(saved, emitted, self.cost_of(self._twice(emitted)))
-            yield dataclasses.replace(
-                option,
-                seconds=option.seconds + transfer_s,
-                offloaded=tuple(sorted(self.number[v] for v in emitted.copies)),
-                host_bytes=self.joint.length * sum(sizes),
-                transfer_seconds=transfer_s,
-            )
-
-    def _of_cut(self, saved: tuple[int, ...]) -> list[ScanOption]:
-        emitted = Emitted.of(self.joint, saved)
-        twice = self.cost_of(self._twice(emitted))
-        return [
-            self._in_steps(saved, emitted, twice),
-            *self._in_groups(saved, emitted, twice),
-        ]
-
-    def _in_steps(self, saved: tuple[int, ...], emitted: Emitted, cost: _Cost) -> ScanOption:
-        steps = self.joint.length * self.times
-        kept = self.joint.length * self.kept_bytes(emitted) + self.fixed_bytes(emitted)
-        return ScanOption(saved, kept, *_times(self._plus_inner(cost), steps), inner=self.inner)
-
-    def _in_groups(
-        self, saved: tuple[int, ...], emitted: Emitted, twice: _Cost
-    ) -> list[ScanOption]:
-        joint, length = self.joint, self.joint.length
-        carry = sum(self.scope.bytes_of(v) for v in joint.carry)
-        wanted = [*joint.carry_results, *emitted.kept]
-        again, _ = joint.closure(wanted, frozenset())
-        # Values that must not be computed twice would have to be kept for all steps. Equations with effects
-        # would run again even if nothing needs their results.
-        does_more = any(map(has_effects, joint.known))
-        if does_more or not self.once.isdisjoint(map(id, again)):
-            return []
-        per_step, fixed = self.kept_bytes(emitted), self.fixed_bytes(emitted)
-        repeated = self.cost_of(again)
-        each = self._plus_inner(twice)
-        found = []
-        for group in group_sizes(length, carry, max(1, per_step)):
-            n_most = length // group
-            counts = [
-                n_most,
-                *(partial_group_counts(n_most) if length >= _MIN_SPLIT_LENGTH else ()),
-            ]
-            for n_groups in counts:
-                # Compilers inline a loop over one group, and start its recomputation at once.
-                if n_groups == 1:
-                    continue
-                n_grouped = n_groups * group
-                cost = _Cost(
-                    n_grouped * repeated.seconds + length * each.seconds,
-                    n_grouped * repeated.flops + length * each.flops,
-                )
-                # What a group keeps while it is reversed is not kept between the two scans, where the
-                # peak may be as well.
-                stacked = max(length - n_grouped, group // 2) * per_step
-                most = n_groups * carry + stacked + fixed
-                groups = 0 if n_groups == n_most else n_groups
-                found.append(
-                    ScanOption(
-                        saved, most, *_times(cost, self.times), group, groups, inner=self.inner
-                    )
-                )
-        return found
-
-    def _plus_inner(self, cost: _Cost) -> _Cost:
-        return _Cost(
-            cost.seconds + sum(o.seconds for o in self.inner_options),
-            cost.flops + sum(o.flops for o in self.inner_options),
-        )
-
-    def _twice(self, emitted: Emitted) -> list[_jax.JaxprEqn]:
-        """Return the equations that both scans compute."""
-        needed, _ = self.joint.closure([*self.joint.results, *emitted.kept], frozenset())
-        in_forward = set(map(id, needed))
-        return [eqn for eqn in emitted.recomputed if id(eqn) in in_forward]
-
-    def kept_bytes(self, emitted: Emitted) -> int:
-        """Return the bytes that one step keeps for B on the device."""
-        return sum(self.scope.bytes_of(v) for v in emitted.kept if v not in emitted.copies)
-
-    def fixed_bytes(self, emitted: Emitted) -> int:
-        """Return the bytes that the option keeps once: F's operands that B reads, inner stacks."""
-        borrowed = [v for v in emitted.read if v in self.joint.outside and v not in self.scope.free]
-        n_bytes_lent = sum(self.joint.length * self._borrowed_bytes(v) for v in borrowed)
-        return n_bytes_lent + self._transient_bytes(emitted)
-
-    def _borrowed_bytes(self, v: _jax.Var) -> int:
-        """Return the bytes for each step of an operand of F that lives longer if B reads it."""
-        size = self.scope.bytes_of(v)
-        return size if v in self.joint.xs else -(-size // self.joint.length)
-
-    def _transient_bytes(self, emitted: Emitted) -> int:
-        """Return the bytes of what inner scans and conditionals keep during one step alone."""
-        repeated = {id(eqn) for eqn in emitted.recomputed}
-        eqns = self.joint.jaxpr.eqns
-        stacks = [eqn for eqn in eqns if eqn.primitive.name in ("scan", "cond")]
-        forward = {v for eqn in stacks for v in _kept_by(eqn)}
-        kept = set(emitted.kept)
-        late = set(map(id, self.joint.late))
-        read_late = {v for eqn in stacks if id(eqn) in late for v in eqn.invars if _jax.is_var(v)}
-        n_between = sum(
-            self.scope.bytes_of(v)
-            for eqn in stacks
-            if id(eqn) in repeated or id(eqn) in late
-            for v in eqn.outvars
-            if v in forward and v in read_late and v not in kept
-        )
-        # What a branch of a backward conditional computes again has its own stacks.
-        of_branches = (
-            workspace_bytes(eqn, [self.scope.shards_of(v) for v in eqn.invars])
-            for eqn in stacks
-            if id(eqn) in late and eqn.primitive.name == "cond"
-        )
-        return n_between + max(of_branches, default=0)
-
-    def _nodes(self) -> _Nodes:
-        """Return the cut problem: which known values to keep for B."""
-        joint, scope = self.joint, self.scope
-        sizes: list[int] = []
-        times: list[float] = []
-        deps: list[tuple[int, ...]] = []
-        variables: list[list[_jax.Var]] = []
-        place: dict[_jax.Var, int] = {}
-
-        def add(of: list[_jax.Var], size: int, time: float, operands: tuple[int, ...]) -> int:
-            sizes.append(size)
-            times.append(time)
-            deps.append(operands)
-            variables.append(of)
-            return len(sizes) - 1
-
-        def size_of(v: _jax.Var) -> int:
-            return 0 if v in joint.stacked else scope.bytes_of(v)
-
-        for v in (*joint.consts, *joint.xs):
-            if v not in scope.free:
-                place[v] = add([v], self._borrowed_bytes(v), math.inf, ())
-        for v in joint.carry:
-            place[v] = add([v], size_of(v), math.inf, ())
-        constant = set(map(id, joint.constant))
-        read = {v for eqn in joint.jaxpr.eqns for v in eqn.invars if _jax.is_var(v)}
-        read.update(joint.needed)
-        for eqn in joint.known:
-            used = [v for v in eqn.outvars if v in read]
-            operands = {place[v] for v in eqn.invars if _jax.is_var(v) and v in place}
-            # What F computes for B alone costs the same in either scan. A stack of what is the same
-            # in all steps is never worth its bytes.
-            is_once = id(eqn) in self.always and id(eqn) not in constant
-            time = self.cost_of([eqn]).seconds if is_once else 0.0
-            whole = add(
-                used,
-                sum(map(size_of, used)),
-                math.inf if id(eqn) in self.once else time,
-                tuple(sorted(operands)),
-            )
-            place.update(dict.fromkeys(used, whole))
-            if len(used) > 1:
-                place.update((v, add([v], size_of(v), 0.0, (whole,))) for v in used)
-        needed = tuple(sorted({place[v] for v in joint.needed if v in place}))
-        return _Nodes(
-            CutProblem(tuple(sizes), tuple(times), tuple(deps), needed),
-            variables,
-        )
-
-
-def _best(
-    found: Sequence[tuple[ScanOption, _OptionsOfCuts]], written: ScanOption
-) -> list[ScanOption]:
-    """Return the options that are worth a choice, mixtures and the program as it is written among them."""
-    options = (option for option, _ in found)
-    return thinned(undominated([*options, *_mixtures(found), written]))
-
-
-def _mixtures(found: Sequence[tuple[ScanOption, _OptionsOfCuts]]) -> Iterator[ScanOption]:
-    """Yield options whose first steps do as one vertex of the hull says, and the others as the next.
-
-    The first steps keep less: when they are reversed, what the others kept is freed.
-    """
-    of = {id(option): cuts for option, cuts in found}
-    joint = found[0][1].joint if found else None
-    if joint is None or joint.length < _MIN_MIXED_LENGTH:
-        return
-    uniform = [option for option, _ in found if not option.groups]
-    most_bytes = max((option.bytes for option in uniform), default=0)
-    for few, many in itertools.pairwise(lower_hull(uniform)):
-        if many.group > 1 or few.bytes >= _GAP_RATIO * many.bytes:
-            continue
-        cuts = [of[id(option)] for option in (few, many)]
-        both = few, many
-        emitted = [Emitted.of(c.joint, o.saved, o.offloaded) for c, o in zip(cuts, both)]
-        kept = [c.kept_bytes(e) for c, e in zip(cuts, emitted)]
-        fixed = max(c.fixed_bytes(e) for c, e in zip(cuts, emitted))
-        is_same_inside = many.inner == few.inner
-        is_same = is_same_inside and (many.saved, many.offloaded) == (few.saved, few.offloaded)
-        share = (many.bytes - few.bytes) / most_bytes
-        n_splits = max(_MIN_SPLITS, math.ceil(share / _MIXTURE_STEP))
-        for n_groups in partial_group_counts(joint.length // few.group, n_splits):
-            n_first = n_groups * few.group
-            n_rest = joint.length - n_first
-            if min(n_groups, n_first, n_rest) < 2:
-                continue
-            most = n_rest * kept[1] + fixed
-            if few.group == 1:
-                most += n_first * kept[0]
-            else:
-                carry = sum(cuts[0].scope.bytes_of(v) for v in joint.carry)
-                most = n_groups * carry + max(most, few.group * kept[0] + fixed)
-            share = n_first / joint.length
-            yield ScanOption(
-                few.saved,
-                most,
-                share * few.seconds + (1 - share) * many.seconds,
-                share * few.flops + (1 - share) * many.flops,
-                few.group,
-                n_groups,
-                None if is_same else many.saved,
-                few.inner,
-                None if is_same_inside else many.inner,
-                few.offloaded,
-                () if is_same else many.offloaded,
-                int(share * few.host_bytes + (1 - share) * many.host_bytes),
-                share * few.transfer_seconds + (1 - share) * many.transfer_seconds,
-            )
-
-
-def _kept_by(eqn: _jax.JaxprEqn) -> Sequence[_jax.Var]:
-    """Return the results of a loop or of branches that another one may read as residuals."""
-    return eqn.outvars[_jax.scan_arity(eqn)[1] :] if eqn.primitive.name == "scan" else eqn.outvars
-
-
-def _times(cost: _Cost, n: int) -> tuple[float, float]:
-    return n * cost.seconds, n * cost.flops

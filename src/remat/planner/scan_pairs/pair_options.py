@@ -1,0 +1,498 @@
+"""The options of one pair of scans: minimum cuts between the two bodies, with and without groups of steps.
+
+Every kept value occupies its bytes once for each step; every recomputed value costs its time once for
+each step. The best sets to keep are minimum cuts of the known values of the joint program (`mincut`).
+Keeping costs no bytes for F's constants and slices that are live until B runs in any case, and for values
+whose stacks have other readers. F's carry can be kept but not recomputed. Recomputing costs no time for an
+equation that F computes only for B: B computes it in F's place.
+
+A cut's cost is then counted exactly: the equations that are computed in both scans.
+
+Where loops inside the bodies form pairs, too, they are decided first, at about the same price per byte;
+for each of a few such choices the cuts of the outer pair are found. A stack of an inner pair is one
+value for the outer pair: it is kept at every outer step, or recomputed at one step at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from remat import _jax
+from remat.ir.equations import has_effects, is_repeatable
+from remat.planner.host_memory import MIN_OFFLOAD_BYTES, Copies, cuts_with_copies
+from remat.planner.scan_pairs.emission import Emitted
+from remat.planner.scan_pairs.joint import Joint
+from remat.planner.scan_pairs.rewriting import ScanOption, with_inner
+from remat.planner.scan_pairs.scope import Scope, joint_scope
+from remat.planner.tradeoffs import (
+    at_price,
+    group_sizes,
+    lower_hull,
+    partial_group_counts,
+    prices,
+    settings_of,
+    thinned,
+    undominated,
+)
+from remat.program.from_jaxpr import workspace_bytes
+from remat.solvers.mincut import Cut, CutProblem, between, hull
+
+# Ratio of bytes of neighbours on the hull. With a ratio below, options are looked for between them; a
+# larger limit finds more.
+_GAP_RATIO = 0.9
+# Share of a step's forward time. Neighbours on the hull that differ by less in recomputation have no
+# options between them; a larger share leaves fewer options.
+_NEGLIGIBLE = 0.002
+# Steps. A shorter loop has either all of its steps in groups or none: a larger bound leaves fewer
+# options.
+_MIN_SPLIT_LENGTH = 16
+# Steps. A shorter loop is never divided into two: a larger bound leaves fewer options.
+_MIN_MIXED_LENGTH = 4
+# Share of a loop's largest option: by how much neighbouring mixtures of two options differ. A larger share
+# leaves fewer options.
+_MIXTURE_STEP, _MIN_SPLITS = 0.025, 4
+# Choices for inner pairs that are combined with the cuts of the outer pair: at one price, and others where
+# bytes differ most between these. More of them find more.
+_MAX_INNER_CHOICES, _MAX_OTHER_CHOICES = 8, 8
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScanPair:
+    """A forward scan and a backward scan that reads its stacked results.
+
+    Args:
+      id: what choices refer to the pair by.
+      name: the name scopes of the forward scan.
+      source: the source line of the forward scan.
+      length: the number of steps.
+      times: how often the pair runs, because of loops around it.
+      options: the Pareto-optimal options in bytes and seconds, by ascending bytes.
+      as_written: what the program does as it is written.
+    """
+
+    id: str
+    name: str
+    source: str
+    length: int
+    times: int
+    options: tuple[ScanOption, ...]
+    as_written: ScanOption
+
+
+#: Options of the pairs inside, by their ids.
+_Choice: TypeAlias = tuple[tuple[str, ScanOption], ...]
+
+
+class _Cost(NamedTuple):
+    seconds: float
+    flops: float
+
+
+class _Nodes(NamedTuple):
+    """A cut problem, and the variables at each of its places."""
+
+    problem: CutProblem
+    variables: list[list[_jax.Var]]
+
+
+class PairOptions:
+    """The options of one pair."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        joint: Joint,
+        place: int,
+        key: str,
+        inner: Sequence[ScanPair],
+        times: int,
+    ) -> None:
+        self.scope = scope
+        self.joint = joint
+        self.place = place
+        self.key = key
+        self.inner = inner
+        self.times = times
+
+    def found(self) -> tuple[list[ScanOption], ScanOption]:
+        """Return the options, and what the program does as it is written."""
+        unchanged = _OptionsOfCuts(self, self.joint, ())
+        written = unchanged.as_written()
+        given = [unchanged]
+        for inner in self._choices_inside():
+            chosen = with_inner(self.joint, inner, f"{self.key}/")
+            given.append(_OptionsOfCuts(self, chosen, inner))
+        found = [(option, cuts) for cuts in given for option in cuts.options()]
+        best = _best(found, written)
+        if any(option.host_bytes for option in best):
+            # Host memory may be limited, and the compiler may fail on offloading.
+            on_device = [(option, cuts) for option, cuts in found if not option.host_bytes]
+            best = list(dict.fromkeys((*best, *_best(on_device, written))))
+        return best, written
+
+    def _choices_inside(self) -> list[_Choice]:
+        """Return options of the pairs inside: at one price for all of them, and some between these."""
+        options = {pair.id: pair.options for pair in self.inner}
+        values = sorted({p for of in options.values() for p in prices(of)})
+        found = dict.fromkeys(
+            tuple((id, at_price(of, value)) for id, of in options.items())
+            for value in _thinned_evenly(values, _MAX_INNER_CHOICES)
+        )
+        others = [
+            choice
+            for chosen in settings_of(options)
+            if (choice := tuple(chosen.items())) not in found
+        ]
+        return [*found, *_in_gaps(list(found), others)]
+
+
+def _in_gaps(found: Sequence[_Choice], others: Sequence[_Choice]) -> list[_Choice]:
+    """Return some of the other choices, each in the widest gap between the bytes of those found."""
+    sizes = [sum(option.bytes for _, option in choice) for choice in found]
+    left = [(sum(option.bytes for _, option in choice), choice) for choice in others]
+    chosen: list[_Choice] = []
+    while len(chosen) < _MAX_OTHER_CHOICES:
+        gaps = [
+            (few / max(1, many), few, many)
+            for few, many in itertools.pairwise(sorted(sizes))
+            if few < _GAP_RATIO * many and any(few < size < many for size, _ in left)
+        ]
+        if not gaps:
+            break
+        _, few, many = min(gaps)
+        middle = math.sqrt(max(1, few) * many)
+        between = [(size, choice) for size, choice in left if few < size < many]
+        size, choice = min(between, key=lambda b: abs(math.log(b[0] / middle)))
+        sizes.append(size)
+        chosen.append(choice)
+    return chosen
+
+
+def _thinned_evenly(items: Sequence[Any], n: int) -> Sequence[Any]:
+    """Return so many of the items, the ends among them."""
+    if len(items) <= n:
+        return items
+    return [items[round(k * (len(items) - 1) / max(1, n - 1))] for k in range(n)]
+
+
+class _OptionsOfCuts:
+    """The options of one pair, given the choices for the pairs inside."""
+
+    def __init__(
+        self, outer: PairOptions, joint: Joint, inner: tuple[tuple[str, ScanOption], ...]
+    ) -> None:
+        self.joint = joint
+        self.inner = inner
+        chosen = dict(inner)
+        self.inner_options = [chosen.get(pair.id, pair.as_written) for pair in outer.inner]
+        self.times = outer.times
+        self.transfer = outer.scope.costing.transfer
+        self.scope = joint_scope(outer.scope, joint, outer.place)
+        self.number = joint.number
+        place = {id(eqn): i for i, eqn in enumerate(joint.jaxpr.eqns)}
+        # Equations of branches that share a body are different objects all the same.
+        self.cost = {i: self._cost_at(i) for i in place.values()}
+        self.place = place
+        everything, _ = joint.closure(joint.results, frozenset())
+        self.always = set(map(id, everything))
+        self.once = {id(eqn) for eqn in joint.known if not is_repeatable(eqn)}
+
+    def _cost_at(self, i: int) -> _Cost:
+        flops = self.scope.writer.ops[i].flops
+        least = flops * self.scope.costing.seconds_per_flop
+        return _Cost(max(self.scope.seconds[i], least), flops)
+
+    def cost_of(self, eqns: Iterable[_jax.JaxprEqn]) -> _Cost:
+        costs = [self.cost[self.place[id(eqn)]] for eqn in eqns]
+        return _Cost(sum(c.seconds for c in costs), sum(c.flops for c in costs))
+
+    def as_written(self) -> ScanOption:
+        """Return the option that keeps what the program keeps."""
+        saved = [v for v, _ in self.joint.linked if _jax.is_var(v) and v in self.number]
+        numbers = tuple(sorted({self.number[v] for v in saved}))
+        emitted = Emitted.of(self.joint, numbers)
+        return self._in_steps(numbers, emitted, self.cost_of(self._twice(emitted)))
+
+    def options(self) -> list[ScanOption]:
+        problem, variables = self._nodes()
+        vertices = hull(problem).cuts
+        cuts: list[Cut] = list(vertices)
+        forward_s = self.cost_of(e for e in self.joint.known if id(e) in self.always).seconds
+        for few, many in itertools.pairwise(vertices):
+            if few.bytes < _GAP_RATIO * many.bytes and few.time - many.time > (
+                _NEGLIGIBLE * forward_s
+            ):
+                cuts += between(problem, few, many)
+        found: dict[tuple[int, ...], None] = {}
+        for cut in cuts:
+            found[self._numbers(cut.saved, variables)] = None
+        options = [option for saved in found for option in self._of_cut(saved)]
+        return [*options, *self._with_copies(problem, variables, forward_s)]
+
+    def _numbers(
+        self, places: Iterable[int], variables: Sequence[Sequence[_jax.Var]]
+    ) -> tuple[int, ...]:
+        return tuple(sorted(self.number[v] for p in places for v in variables[p]))
+
+    def _with_copies(
+        self, problem: CutProblem, variables: Sequence[Sequence[_jax.Var]], forward_s: float
+    ) -> Iterator[ScanOption]:
+        """Yield the options that keep values in the host's memory."""
+        if self.transfer is None or self.joint.length < 2:
+            return
+        given = {*self.joint.consts, *self.joint.xs, *self.joint.stacked}
+        movable = [
+            len(of) == 1
+            and of[0] not in given
+            and size >= MIN_OFFLOAD_BYTES
+            and _jax.can_be_on_host(of[0].aval)
+            for of, size in zip(variables, problem.bytes)
+        ]
+        backward_s = self.cost_of(self.joint.late).seconds
+        copies = Copies(self.scope.costing.price, self.transfer, forward_s, backward_s)
+        for cut in cuts_with_copies(problem, movable, copies):
+            offloaded = self._numbers(cut.offloaded, variables)
+            saved = self._numbers((*cut.saved, *cut.offloaded), variables)
+            emitted = Emitted.of(self.joint, saved, offloaded)
+            sizes = list(map(self.scope.bytes_of, emitted.copies))
+            if not sizes:
+                continue
+            steps = self.joint.length * self.times
+            transfer_s = steps * copies.seconds(sizes)
+            option = self._in_steps(saved, emitted, self.cost_of(self._twice(emitted)))
+            yield dataclasses.replace(
+                option,
+                seconds=option.seconds + transfer_s,
+                offloaded=tuple(sorted(self.number[v] for v in emitted.copies)),
+                host_bytes=self.joint.length * sum(sizes),
+                transfer_seconds=transfer_s,
+            )
+
+    def _of_cut(self, saved: tuple[int, ...]) -> list[ScanOption]:
+        emitted = Emitted.of(self.joint, saved)
+        twice = self.cost_of(self._twice(emitted))
+        return [
+            self._in_steps(saved, emitted, twice),
+            *self._in_groups(saved, emitted, twice),
+        ]
+
+    def _in_steps(self, saved: tuple[int, ...], emitted: Emitted, cost: _Cost) -> ScanOption:
+        steps = self.joint.length * self.times
+        kept = self.joint.length * self.kept_bytes(emitted) + self.fixed_bytes(emitted)
+        return ScanOption(saved, kept, *_times(self._plus_inner(cost), steps), inner=self.inner)
+
+    def _in_groups(
+        self, saved: tuple[int, ...], emitted: Emitted, twice: _Cost
+    ) -> list[ScanOption]:
+        joint, length = self.joint, self.joint.length
+        carry = sum(self.scope.bytes_of(v) for v in joint.carry)
+        wanted = [*joint.carry_results, *emitted.kept]
+        again, _ = joint.closure(wanted, frozenset())
+        # Values that must not be computed twice would have to be kept for all steps. Equations with effects
+        # would run again even if nothing needs their results.
+        does_more = any(map(has_effects, joint.known))
+        if does_more or not self.once.isdisjoint(map(id, again)):
+            return []
+        per_step, fixed = self.kept_bytes(emitted), self.fixed_bytes(emitted)
+        repeated = self.cost_of(again)
+        each = self._plus_inner(twice)
+        found = []
+        for group in group_sizes(length, carry, max(1, per_step)):
+            n_most = length // group
+            counts = [
+                n_most,
+                *(partial_group_counts(n_most) if length >= _MIN_SPLIT_LENGTH else ()),
+            ]
+            for n_groups in counts:
+                # Compilers inline a loop over one group, and start its recomputation at once.
+                if n_groups == 1:
+                    continue
+                n_grouped = n_groups * group
+                cost = _Cost(
+                    n_grouped * repeated.seconds + length * each.seconds,
+                    n_grouped * repeated.flops + length * each.flops,
+                )
+                # What a group keeps while it is reversed is not kept between the two scans, where the
+                # peak may be as well.
+                stacked = max(length - n_grouped, group // 2) * per_step
+                most = n_groups * carry + stacked + fixed
+                groups = 0 if n_groups == n_most else n_groups
+                found.append(
+                    ScanOption(
+                        saved, most, *_times(cost, self.times), group, groups, inner=self.inner
+                    )
+                )
+        return found
+
+    def _plus_inner(self, cost: _Cost) -> _Cost:
+        return _Cost(
+            cost.seconds + sum(o.seconds for o in self.inner_options),
+            cost.flops + sum(o.flops for o in self.inner_options),
+        )
+
+    def _twice(self, emitted: Emitted) -> list[_jax.JaxprEqn]:
+        """Return the equations that both scans compute."""
+        needed, _ = self.joint.closure([*self.joint.results, *emitted.kept], frozenset())
+        in_forward = set(map(id, needed))
+        return [eqn for eqn in emitted.recomputed if id(eqn) in in_forward]
+
+    def kept_bytes(self, emitted: Emitted) -> int:
+        """Return the bytes that one step keeps for B on the device."""
+        return sum(self.scope.bytes_of(v) for v in emitted.kept if v not in emitted.copies)
+
+    def fixed_bytes(self, emitted: Emitted) -> int:
+        """Return the bytes that the option keeps once: F's operands that B reads, inner stacks."""
+        borrowed = [v for v in emitted.read if v in self.joint.outside and v not in self.scope.free]
+        n_bytes_lent = sum(self.joint.length * self._borrowed_bytes(v) for v in borrowed)
+        return n_bytes_lent + self._transient_bytes(emitted)
+
+    def _borrowed_bytes(self, v: _jax.Var) -> int:
+        """Return the bytes for each step of an operand of F that lives longer if B reads it."""
+        size = self.scope.bytes_of(v)
+        return size if v in self.joint.xs else -(-size // self.joint.length)
+
+    def _transient_bytes(self, emitted: Emitted) -> int:
+        """Return the bytes of what inner scans and conditionals keep during one step alone."""
+        repeated = {id(eqn) for eqn in emitted.recomputed}
+        eqns = self.joint.jaxpr.eqns
+        stacks = [eqn for eqn in eqns if eqn.primitive.name in ("scan", "cond")]
+        forward = {v for eqn in stacks for v in _kept_by(eqn)}
+        kept = set(emitted.kept)
+        late = set(map(id, self.joint.late))
+        read_late = {v for eqn in stacks if id(eqn) in late for v in eqn.invars if _jax.is_var(v)}
+        n_between = sum(
+            self.scope.bytes_of(v)
+            for eqn in stacks
+            if id(eqn) in repeated or id(eqn) in late
+            for v in eqn.outvars
+            if v in forward and v in read_late and v not in kept
+        )
+        # What a branch of a backward conditional computes again has its own stacks.
+        of_branches = (
+            workspace_bytes(eqn, [self.scope.shards_of(v) for v in eqn.invars])
+            for eqn in stacks
+            if id(eqn) in late and eqn.primitive.name == "cond"
+        )
+        return n_between + max(of_branches, default=0)
+
+    def _nodes(self) -> _Nodes:
+        """Return the cut problem: which known values to keep for B."""
+        joint, scope = self.joint, self.scope
+        sizes: list[int] = []
+        times: list[float] = []
+        deps: list[tuple[int, ...]] = []
+        variables: list[list[_jax.Var]] = []
+        place: dict[_jax.Var, int] = {}
+
+        def add(of: list[_jax.Var], size: int, time: float, operands: tuple[int, ...]) -> int:
+            sizes.append(size)
+            times.append(time)
+            deps.append(operands)
+            variables.append(of)
+            return len(sizes) - 1
+
+        def size_of(v: _jax.Var) -> int:
+            return 0 if v in joint.stacked else scope.bytes_of(v)
+
+        for v in (*joint.consts, *joint.xs):
+            if v not in scope.free:
+                place[v] = add([v], self._borrowed_bytes(v), math.inf, ())
+        for v in joint.carry:
+            place[v] = add([v], size_of(v), math.inf, ())
+        constant = set(map(id, joint.constant))
+        read = {v for eqn in joint.jaxpr.eqns for v in eqn.invars if _jax.is_var(v)}
+        read.update(joint.needed)
+        for eqn in joint.known:
+            used = [v for v in eqn.outvars if v in read]
+            operands = {place[v] for v in eqn.invars if _jax.is_var(v) and v in place}
+            # What F computes for B alone costs the same in either scan. A stack of what is the same
+            # in all steps is never worth its bytes.
+            is_once = id(eqn) in self.always and id(eqn) not in constant
+            time = self.cost_of([eqn]).seconds if is_once else 0.0
+            whole = add(
+                used,
+                sum(map(size_of, used)),
+                math.inf if id(eqn) in self.once else time,
+                tuple(sorted(operands)),
+            )
+            place.update(dict.fromkeys(used, whole))
+            if len(used) > 1:
+                place.update((v, add([v], size_of(v), 0.0, (whole,))) for v in used)
+        needed = tuple(sorted({place[v] for v in joint.needed if v in place}))
+        return _Nodes(
+            CutProblem(tuple(sizes), tuple(times), tuple(deps), needed),
+            variables,
+        )
+
+
+def _best(
+    found: Sequence[tuple[ScanOption, _OptionsOfCuts]], written: ScanOption
+) -> list[ScanOption]:
+    """Return the options that are worth a choice, mixtures and the program as it is written among them."""
+    options = (option for option, _ in found)
+    return thinned(undominated([*options, *_mixtures(found), written]))
+
+
+def _mixtures(found: Sequence[tuple[ScanOption, _OptionsOfCuts]]) -> Iterator[ScanOption]:
+    """Yield options whose first steps do as one vertex of the hull says, and the others as the next.
+
+    The first steps keep less: when they are reversed, what the others kept is freed.
+    """
+    of = {id(option): cuts for option, cuts in found}
+    joint = found[0][1].joint if found else None
+    if joint is None or joint.length < _MIN_MIXED_LENGTH:
+        return
+    uniform = [option for option, _ in found if not option.groups]
+    most_bytes = max((option.bytes for option in uniform), default=0)
+    for few, many in itertools.pairwise(lower_hull(uniform)):
+        if many.group > 1 or few.bytes >= _GAP_RATIO * many.bytes:
+            continue
+        cuts = [of[id(option)] for option in (few, many)]
+        both = few, many
+        emitted = [Emitted.of(c.joint, o.saved, o.offloaded) for c, o in zip(cuts, both)]
+        kept = [c.kept_bytes(e) for c, e in zip(cuts, emitted)]
+        fixed = max(c.fixed_bytes(e) for c, e in zip(cuts, emitted))
+        is_same_inside = many.inner == few.inner
+        is_same = is_same_inside and (many.saved, many.offloaded) == (few.saved, few.offloaded)
+        share = (many.bytes - few.bytes) / most_bytes
+        n_splits = max(_MIN_SPLITS, math.ceil(share / _MIXTURE_STEP))
+        for n_groups in partial_group_counts(joint.length // few.group, n_splits):
+            n_first = n_groups * few.group
+            n_rest = joint.length - n_first
+            if min(n_groups, n_first, n_rest) < 2:
+                continue
+            most = n_rest * kept[1] + fixed
+            if few.group == 1:
+                most += n_first * kept[0]
+            else:
+                carry = sum(cuts[0].scope.bytes_of(v) for v in joint.carry)
+                most = n_groups * carry + max(most, few.group * kept[0] + fixed)
+            share = n_first / joint.length
+            yield ScanOption(
+                few.saved,
+                most,
+                share * few.seconds + (1 - share) * many.seconds,
+                share * few.flops + (1 - share) * many.flops,
+                few.group,
+                n_groups,
+                None if is_same else many.saved,
+                few.inner,
+                None if is_same_inside else many.inner,
+                few.offloaded,
+                () if is_same else many.offloaded,
+                int(share * few.host_bytes + (1 - share) * many.host_bytes),
+                share * few.transfer_seconds + (1 - share) * many.transfer_seconds,
+            )
+
+
+def _kept_by(eqn: _jax.JaxprEqn) -> Sequence[_jax.Var]:
+    """Return the results of a loop or of branches that another one may read as residuals."""
+    return eqn.outvars[_jax.scan_arity(eqn)[1] :] if eqn.primitive.name == "scan" else eqn.outvars
+
+
+def _times(cost: _Cost, n: int) -> tuple[float, float]:
+    return n * cost.seconds, n * cost.flops

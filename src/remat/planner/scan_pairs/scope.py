@@ -1,0 +1,180 @@
+"""Programs with the bytes of their values and the seconds of their equations, for pairs of scans."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from remat import _jax
+from remat.ir import jaxprs
+from remat.ir.flops import WHILE_TRIPS
+from remat.planner.host_memory import Transfer
+from remat.planner.scan_pairs.joint import Joint, inner_programs
+from remat.planner.scan_pairs.shards import Shards
+from remat.planner.tradeoffs import seconds_of
+from remat.program.from_jaxpr import (
+    FlatWriter,
+    ProgramWriter,
+    Slowdown,
+    automatic_shards,
+    no_slowdown,
+)
+from remat.program.fusion import Price
+
+
+class _Writer(FlatWriter):
+    """Writes equations as if loops and branches were one kernel: what they run is priced by `Scope`."""
+
+    def workspace_bytes(self, eqn: _jax.JaxprEqn) -> int:
+        return 0
+
+    def n_kernels(self, eqn: _jax.JaxprEqn) -> int:
+        return 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Costing:
+    """The time of a kernel, the slowdown of those that take longer, and the time of copies to the host.
+
+    What is recomputed takes at least `seconds_per_flop`.
+    """
+
+    price: Price
+    slowdown: Slowdown = no_slowdown
+    transfer: Transfer | None = None
+    seconds_per_flop: float = 0.0
+
+    @property
+    def on_device(self) -> Costing:
+        """Return the same without copies to the host."""
+        return dataclasses.replace(self, transfer=None)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scope:
+    """A program with the bytes of its values and the cost of its equations.
+
+    Args:
+      jaxpr: the program.
+      costing: what kernels cost.
+      writer: has written it.
+      free: inputs that live throughout the program.
+      known: the seconds of programs inside, by their identity and shard counts; shared by all scopes.
+    """
+
+    jaxpr: _jax.Jaxpr
+    costing: Costing
+    writer: ProgramWriter
+    free: frozenset[_jax.Var]
+    known: dict[Any, tuple[_jax.Jaxpr, float]]
+
+    @classmethod
+    def of(
+        cls,
+        jaxpr: _jax.Jaxpr,
+        costing: Costing,
+        shards: Sequence[int] | None,
+        free: Iterable[_jax.Var] | None = None,
+        known: dict[Any, tuple[_jax.Jaxpr, float]] | None = None,
+    ) -> Scope:
+        writer = _Writer(costing.slowdown)
+        writer.enter(jaxpr.invars, shards)
+        writer.enter(jaxpr.constvars, None)
+        writer.write(jaxpr, "")
+        given = (*jaxpr.invars, *jaxpr.constvars) if free is None else free
+        return cls(jaxpr, costing, writer, frozenset(given), {} if known is None else known)
+
+    def bytes_of(self, v: _jax.Var) -> int:
+        return self.writer.bytes[self.writer.ids[v]]
+
+    def shards_of(self, v: object) -> int:
+        return self.writer.shards[self.writer.ids[v]] if _jax.is_var(v) else 1
+
+    @functools.cached_property
+    def seconds(self) -> list[float]:
+        """The seconds of each equation, with all that it runs inside."""
+        program = self.writer.program(())
+        return [
+            self._seconds_inside(eqn) or seconds_of(program, op, self.costing.price)
+            for eqn, op in zip(self.jaxpr.eqns, self.writer.ops, strict=True)
+        ]
+
+    def _seconds_inside(self, eqn: _jax.JaxprEqn) -> float:
+        of_bodies = [
+            times * self._seconds_of_body(eqn, _jax.open_jaxpr(body))
+            for body, times in inner_programs(eqn)
+        ]
+        if eqn.primitive.name == "cond":
+            return max(of_bodies, default=0.0)
+        return sum(of_bodies) * (WHILE_TRIPS if eqn.primitive.name == "while" else 1)
+
+    def _seconds_of_body(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> float:
+        key = id(body), tuple(self._shards_inside(eqn, body) or ())
+        if key not in self.known:
+            # The program is kept with its number, which is its own as long as it lives.
+            self.known[key] = body, sum(self.inside(eqn, body).seconds)
+        return self.known[key][1]
+
+    def inside(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> Scope:
+        """Return the scope of a program that an equation runs."""
+        # Copies in branches and in shard_maps were not tried.
+        is_loop = eqn.primitive.name in ("scan", "while")
+        costing = self.costing if is_loop else self.costing.on_device
+        return Scope.of(body, costing, self._shards_inside(eqn, body), known=self.known)
+
+    def _shards_inside(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> list[int] | None:
+        operands = eqn.invars[len(eqn.invars) - len(body.invars) :]
+        sharded = [self.shards_of(v) for v in operands]
+        if eqn.primitive.name == "shard_map":
+            sharded = [automatic_shards(eqn, n) for n in sharded]
+        # The test of a while loop takes other operands than the last ones; it has no pairs.
+        return sharded if len(sharded) == len(body.invars) else None
+
+    def last_use(self, v: _jax.Var) -> int:
+        return self._last_uses.get(v, -1)
+
+    @functools.cached_property
+    def _last_uses(self) -> dict[_jax.Var, int]:
+        return jaxprs.last_uses(self.jaxpr)
+
+
+def joint_scope(scope: Scope, joint: Joint, place: int) -> Scope:
+    """Return the scope of a joint program; its constants and slices are free if they are outside.
+
+    Nothing is offloaded in it: the stack of an inner pair is a value of one outer step, so it would have to
+    be stacked again over the outer steps.
+    """
+    free = {
+        v for v in joint.jaxpr.invars if v in set(joint.backward_xs) | set(joint.backward_consts)
+    }
+    free.update(joint.backward_carry)
+    free.update(v for v in (*joint.consts, *joint.xs) if _is_free(scope, joint, v, place))
+    shards = [scope.shards_of(_operand(joint, v)) for v in joint.jaxpr.invars]
+    return Scope.of(joint.jaxpr, scope.costing.on_device, shards, free, scope.known)
+
+
+def _operand(joint: Joint, v: _jax.Var) -> object:
+    """Return the operand outside that an input of the joint program is, or starts as."""
+    if v in joint.outside:
+        return joint.outside[v]
+    for eqn, carry in ((joint.forward, joint.carry), (joint.backward, joint.backward_carry)):
+        if v in carry:
+            return eqn.invars[_jax.scan_arity(eqn)[0] + list(carry).index(v)]
+    raise AssertionError(v)
+
+
+def _is_free(scope: Scope, joint: Joint, v: _jax.Var, place: int) -> bool:
+    """Return whether a constant or slice of F lives until B runs, whatever is decided."""
+    return _lives_until(scope, joint.outside[v], place)
+
+
+def _lives_until(scope: Scope, v: Any, place: int) -> bool:
+    return not _jax.is_var(v) or v in scope.free or scope.last_use(v) >= place
+
+
+def free_shards(scope: Scope, shards: Shards, place: int) -> list[_jax.Var]:
+    """Return the inputs of two joined `shard_map`s that live until the second runs."""
+    lent = (v for v in shards.inputs if _lives_until(scope, shards.outside[v][0], place))
+    return [*shards.own, *lent]
