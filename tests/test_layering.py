@@ -34,6 +34,7 @@ LAYERS = [
     ("ir.operations",),
     ("_jax.compat", "_jax.internals", "_jax.symbolic", "_jax.coordination"),
     ("_jax.tracing",),
+    ("_jax.equations",),
     ("_jax.autodiff", "_jax.called", "_jax.concrete", "_jax.lowering", "_jax.refs"),
     ("_jax",),
     ("ir.jaxprs",),

@@ -38,7 +38,8 @@ from remat._jax.compat import (
     split_list,
     typeof,
 )
-from remat._jax.tracing import has_lasting_effects, trace
+from remat._jax.equations import has_lasting_effects
+from remat._jax.tracing import trace
 
 
 def is_zero(tangent: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from jax._src import source_info_util as _source_frames
 
 from remat._jax.compat import JaxprEqn
-from remat._jax.tracing import source_frames_of
+from remat._jax.equations import source_frames_of
 
 # Files of JAX whose functions are known to users by their names. Operators, and functions that are named like
 # their primitive, say no more than the primitive does.

@@ -20,7 +20,7 @@ from remat._jax.compat import (
     close,
     weakref_lru_cache,
 )
-from remat._jax.tracing import rebuild
+from remat._jax.equations import rebuild
 
 LoweringContext: TypeAlias = _mlir.LoweringRuleContext
 

@@ -24,7 +24,7 @@ from remat._jax.compat import (
     open_jaxpr,
     weakref_lru_cache,
 )
-from remat._jax.tracing import (
+from remat._jax.equations import (
     has_hidden_rules,
     is_high_primitive,
     is_jaxpr,
