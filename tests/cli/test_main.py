@@ -152,6 +152,13 @@ def test_rows_of_piped_tables_are_one_line_each(run, monkeypatch):
     assert any(" loss: " in row and "training.py:8" in row for row in rows)
 
 
+def test_plan_fits_the_columns_of_a_terminal(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    said = run("plan", "training:problem", "--budget", "70%").stdout
+    assert "extra time" in said
+    assert all(len(line) <= 70 for line in said.splitlines())
+
+
 def test_plan_says_what_is_recomputed_in_the_words_of_the_model(run):
     said = run("plan", "training:problem", "--budget", "70%").stdout
     table = said.partition("What the plan does")[2]

@@ -43,6 +43,7 @@ from remat.cli.rendering import (
     width,
     with_points,
     worth_choosing,
+    wrapped,
     write_page,
 )
 from remat.cli.subject import Subject, load_subject
@@ -171,7 +172,7 @@ def plan(
     if as_json:
         say(made.to_json())
         return
-    say(made.explain())
+    say(wrapped(made.explain(), width()))
     status = "listing what the plan saves and recomputes"
     under = explain_subject(subject, plan=made, target=target, compile=False, status=status)
     say(decisions_as_text(under))

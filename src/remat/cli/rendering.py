@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -45,6 +46,26 @@ def say(text: str) -> None:
     """Print to standard output, with "?" for characters that its encoding lacks."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     click.echo(text.rstrip("\n").encode(encoding, "replace").decode(encoding))
+
+
+def wrapped(text: str, width: int) -> str:
+    """Return a text in which longer lines go on in the next one, indented by four more columns.
+
+    >>> print(wrapped("  one two three", 9))
+      one two
+          three
+    """
+    lines = []
+    for line in text.splitlines():
+        indent = line[: len(line) - len(line.lstrip())]
+        lines += textwrap.wrap(
+            line,
+            width,
+            subsequent_indent=indent + 4 * " ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        ) or [line]
+    return "\n".join(lines)
 
 
 def say_written(path: str) -> None:
