@@ -105,12 +105,18 @@ def test_as_many_steps_run_as_the_choice_says(states: int) -> None:
     ran: list[int] = []
     options = {"budget": states * X.nbytes, "policy": NOTHING}
 
-    def loss(x: Any, w: Any) -> Any:
-        return scan(observed(layers(4, w), ran), x, length=N, **options)[0].sum()
+    explained: list[Choice] = []
 
-    found = explain(observed(layers(4), ran), X, length=N, **options)
+    def loss(x: Any, w: Any) -> Any:
+        step = observed(layers(4, w), ran)
+        explained.append(
+            explain(step, x, length=N, **options)
+        )  # here the weights are differentiated
+        return scan(step, x, length=N, **options)[0].sum()
+
     jax.block_until_ready(jax.jit(jax.grad(loss, (0, 1)))(X, W))
     jax.effects_barrier()
+    (found,) = explained
     # A policy that keeps nothing runs each step again when it is reversed.
     again = 0 if found.all_residuals else N
     assert len(ran) == found.forward_steps + again

@@ -173,6 +173,9 @@ def explain(
 ) -> Choice:
     """Return what `remat.scan` with the same arguments keeps and recomputes, and why.
 
+    With `budget`, call it where the loop is differentiated: arrays that the body is closed over have no
+    gradient here, and that of weights needs memory, too.
+
     >>> print(explain(lambda x, _: (x * x, x), jnp.ones(4), length=100, checkpoints=5))
     mixed: 100 steps, 5 checkpoints, or up to 6 steps' residuals: 352 forward steps (3.52 per step)
     kept for the backward pass: 96 B = states of 16 B and steps' residuals of 16 B
