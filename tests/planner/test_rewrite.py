@@ -217,7 +217,7 @@ def test_static_arguments_stay_static():
 
 
 def test_the_program_as_written_writes_no_partial_sums():
-    flat, _ = flat_of(jax.value_and_grad(lambda w, x: loss([w] * 16, x)), W[0], X[:1])
+    flat, _ = flat_of(jax.value_and_grad(lambda w, x: loss([w] * 16, x)), W[0], X[:2])
     model = StepModel(flat, lambda flops, moved, dtype: flops + moved)
     for variant in model.variants:
         assert model.as_written(variant).model_bytes > 2 * model.within(variant, 10**6).model_bytes

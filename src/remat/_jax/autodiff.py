@@ -240,23 +240,26 @@ def register(
     primitive.multiple_results = True
     primitive.def_impl(evaluate)
     primitive.def_effectful_abstract_eval(abstract)
-    register_jvp(primitive, jvp)
+    register_jvp(primitive, _on_arrays(jvp))
     _ad.primitive_transposes[primitive] = transpose
     register_batching(primitive, batch)
     _mlir.register_lowering(primitive, _mlir.lower_fun(evaluate, multiple_results=True))
 
 
 def register_jvp(primitive: Primitive, rule: Callable) -> None:
-    """Register `rule(primals, tangents, **params)`.
+    _ad.primitive_jvps[primitive] = rule
 
-    JAX passes Python's numbers on as primals and tangents, as in `jax.jacfwd(jax.grad(f))(0.5)`. The rule
-    is given arrays.
+
+def _on_arrays(rule: Callable) -> Callable:
+    """Return a rule for derivatives that is given arrays.
+
+    JAX passes Python's numbers on as primals and tangents, as in `jax.jacfwd(jax.grad(f))(0.5)`.
     """
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
         return rule([*map(_as_array, primals)], [*map(_as_array, tangents)], **params)
 
-    _ad.primitive_jvps[primitive] = jvp
+    return jvp
 
 
 def _as_array(x: Any) -> Any:
