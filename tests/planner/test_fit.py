@@ -279,6 +279,52 @@ def test_shardings_are_those_of_jit():
     assert peak_of(fitted.lower(W, X).compile()) <= fitted.plans[0].budget_bytes
 
 
+def plain_jit(f, **options):
+    return jax.jit(f, **options)
+
+
+def jit_of_method(f, **options):
+    class Trainer:
+        @functools.partial(jax.jit, static_argnums=0)
+        def update(self, w, x):
+            return f(w, x)
+
+    return Trainer().update
+
+
+MESH = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+ROWS = jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec("data"))
+WHOLE = jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec())
+
+
+@pytest.mark.parametrize(
+    "jitted, options",
+    [
+        (plain_jit, {}),
+        (plain_jit, {"donate_argnums": 0}),
+        (plain_jit, {"in_shardings": (WHOLE, ROWS), "out_shardings": (None, WHOLE)}),
+        (plain_jit, {"compiler_options": {"xla_cpu_enable_fast_math": False}}),
+        (plain_jit, {"keep_unused": True}),
+        (jit_of_method, {}),
+    ],
+)
+def test_a_jitted_step_has_the_plan_of_the_step_with_its_options(jitted, options):
+    of_jitted = plan(jitted(update, **options), W, X, budget="70%")
+    of_step = plan(update, W, X, budget="70%", **options)
+    assert of_jitted.whole_step is not None
+    assert of_jitted.to_json() == of_step.to_json()
+    expected = jax.jit(update)(W, X)
+    for given in (update, jitted(update, **options)):
+        fitted = fit(given, plan=of_jitted, **options)
+        assert_same(fitted(jnp.array(W), X), expected, within=1e-5)
+
+
+def test_options_of_a_jitted_step_are_replaced_by_those_that_are_given():
+    jitted = jax.jit(update, donate_argnums=0, in_shardings=(WHOLE, ROWS))
+    fitted = fit(jitted, budget="70%", donate_argnums=(), in_shardings=(WHOLE, WHOLE))
+    assert fitted.unplanned == (update, {"donate_argnums": (), "in_shardings": (WHOLE, WHOLE)})
+
+
 def test_fit_decorates_a_method():
     class Model:
         scale = 2.0

@@ -204,6 +204,7 @@ from remat._jax.tracing import (
     static_arguments as static_arguments,
     trace as trace,
     trace_call as trace_call,
+    unjitted as unjitted,
     varying_as as varying_as,
     varying_axes as varying_axes,
     zeros as zeros,

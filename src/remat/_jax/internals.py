@@ -455,8 +455,8 @@ INTERNALS = (
     Internal(
         "attribute",
         ("_jit_info",),
-        "the static and donated arguments of a jitted function",
-        "requiring static and donated arguments as options of `remat.explain` and `remat.fit`",
+        "the options of a jitted function",
+        "requiring them as options of `remat.explain` and `remat.fit`",
     ),
     Internal(
         "attribute",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,9 @@ except ImportError:  # delete with JAX 0.10, where FlatTree is in tree_util
 
     def _flat_tree(in_tree: Any, avals: Sequence[Any]) -> Any:
         return _tree_util.FlatTree(tuple(avals), in_tree, False)
+
+
+_JITTED = type(jax.jit(lambda: None))
 
 
 def flatten_arguments(tree: Any) -> tuple[list[Any], Any]:
@@ -95,6 +99,40 @@ def options_of_jit(fun: Any) -> dict[str, Any]:
             options[numbers] = tuple(n - (n > 0) for n in options[numbers] if n)
             options[names] = tuple(name for name in options[names] if name != itself)
     return {name: value for name, value in options.items() if value}
+
+
+def unjitted(fun: Any) -> tuple[Callable, dict[str, Any]]:
+    """Return the function in a jitted function, and the options with which it was jitted.
+
+    Other functions are returned with the options that they carry from a jitted one, if any. So are
+    those whose layouts are given, or, of methods, shardings: what stands for `self` is not known there.
+    """
+    info, is_method = getattr(fun, "_jit_info", None), inspect.ismethod(fun)
+    itself = fun.__func__ if is_method else fun
+    options = options_of_jit(fun)
+    if info is None or not isinstance(itself, _JITTED):
+        return fun, options
+    shardings = {
+        "in_shardings": (info.in_shardings_treedef, info.in_shardings_leaves),
+        "out_shardings": (info.out_shardings_treedef, info.out_shardings_leaves),
+    }
+    given = {
+        name: jax.tree.unflatten(*flat)
+        for name, flat in shardings.items()
+        if any(s is not _unspecified for s in flat[1])
+    }
+    layouts = (*info.in_layouts_leaves, *info.out_layouts_leaves)
+    if any(layout is not None for layout in layouts) or (is_method and given):
+        return fun, options
+    others = {
+        "compiler_options": dict(info.compiler_options_kvs),
+        "keep_unused": info.keep_unused,
+        "device": info.device,
+        "backend": info.backend,
+    }
+    options |= given | {name: value for name, value in others.items() if value}
+    inner = itself.__wrapped__
+    return types.MethodType(inner, fun.__self__) if is_method else inner, options
 
 
 def abstractify(x: Any) -> Any:

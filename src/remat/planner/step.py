@@ -166,10 +166,11 @@ class Step:
 def unfitted(step: Any, jit_options: Mapping[str, Any]) -> tuple[Callable, dict[str, Any]]:
     """Return the step of a fitted or jitted function, and the options with which to jit it.
 
-    The options of the function hold where none of the same kind is given: what it donates and which
-    arguments are static.
+    The options of the function hold where none of the same kind is given: what it donates, which
+    arguments are static, shardings, the compiler's options. So a plan is the same for a step, for the
+    jitted step, and for the step with the options of `jax.jit`.
     """
-    fun, own = getattr(step, "unplanned", (step, _jax.options_of_jit(step)))
+    fun, own = getattr(step, "unplanned", None) or _jax.unjitted(step)
     for kind in ("donate", "static"):
         names = (f"{kind}_argnums", f"{kind}_argnames")
         if any(name in jit_options for name in names):
