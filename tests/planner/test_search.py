@@ -228,6 +228,17 @@ def test_a_refusal_knows_that_the_smallest_proposal_does_not_need_least():
     assert best is None and min(c.compiled_bytes for c in compiled) == 200 and len(compiled) <= 4
 
 
+def test_a_smallest_proposal_that_needs_more_than_larger_ones_does_not_mislead():
+    """The compiler takes more for what recomputes most; a fifth larger proposals take less than it does."""
+    steps = [(152, 78.0), (156, 33.0), (166, 32.0), (168, 30.0), (181, 28.0), (240, 15.0)]
+    needed = {152: 171, 156: 118, 166: 123, 168: 133, 181: 141, 240: 200}
+    least = {132: 33.0, 156: 28.0, 126: 33.0}
+    for budget, seconds in least.items():
+        best, compiled = search(Staircase(steps), lambda p, _: needed[p.model_bytes], budget)
+        assert best is not None and best.proposal.extra_seconds <= seconds
+        assert len(compiled) <= 6
+
+
 def test_a_budget_for_the_whole_program_ends_the_search_at_once():
     best, compiled = search(Staircase(STEPS), lambda p, _: p.model_bytes, 2000)
     assert best.proposal.extra_seconds == 0 and len(compiled) == 1

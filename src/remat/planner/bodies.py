@@ -51,7 +51,7 @@ _SMALL, _LARGE = 0.1, 0.5
 _SMALL_SUM = 0.05
 # Time of a schedule over that without recomputation. Schedules near the floor of memory may compute values
 # hundreds of times; those above this ratio are not offered.
-_MAX_TIME_RATIO = 3
+MAX_TIME_RATIO = 3
 # Ratio of bytes by which a schedule may be larger if the one below takes too long.
 _STEP_UP = 1.1
 
@@ -269,7 +269,7 @@ def _options(
         n_bytes = int(_RATIO * n_bytes)
         try:
             schedule = answers.within(n_bytes)
-            if schedule.time > _MAX_TIME_RATIO * fused.graph.time:
+            if schedule.time > MAX_TIME_RATIO * fused.graph.time:
                 return
             found = option(schedule)
         except BudgetError:
@@ -313,10 +313,10 @@ def _graph(
 
 
 def smallest_reasonable(graph: Graph, answers: Answers) -> Schedule:
-    """Return the smallest schedule that multiplies the time by at most `_MAX_TIME_RATIO`."""
+    """Return the smallest schedule that multiplies the time by at most `MAX_TIME_RATIO`."""
     found = answers.smallest()
     n_bytes = found.peak_bytes
-    while found.time > _MAX_TIME_RATIO * graph.time:
+    while found.time > MAX_TIME_RATIO * graph.time:
         n_bytes = int(_STEP_UP * n_bytes) + 1
         found = answers.within(n_bytes)
     return found

@@ -38,6 +38,7 @@ from remat.errors import BudgetError
 from remat.ir.flops import flops_of_program
 from remat.planner import scan_pairs
 from remat.planner.bodies import (
+    MAX_TIME_RATIO,
     Body,
     BodyOption,
     Fusing,
@@ -154,9 +155,16 @@ class StepModel:
         return self._fastest(found)
 
     def smallest(self, variant: str) -> Proposal:
-        """Return the proposal with the fewest bytes where all loops keep least."""
-        options = self._body_options(variant, 0, 1.0)
-        return self._with_flops(self._level(-1, options).smallest(variant))
+        """Return the proposal with the fewest bytes where all loops keep least.
+
+        Where a program computes whole loops again for each of their results, this takes far more than the
+        schedule says. Then nothing outside of loops is computed again.
+        """
+        level = self._level(-1, self._body_options(variant, 0, 1.0))
+        found = self._with_flops(level.smallest(variant))
+        if found.extra_seconds <= (MAX_TIME_RATIO - 1) * self.seconds:
+            return found
+        return self._with_flops(level.without_recomputation(variant))
 
     def _fastest(self, found: Sequence[Proposal]) -> Proposal:
         """Return the proposal that takes least time, FLOPs counted.
@@ -342,14 +350,47 @@ class Level:
         return self.model.peak_bytes(fused, range(len(fused.graph)))
 
     def within(self, variant: str, n_bytes: int) -> Proposal:
+        found = self._once(variant)
+        if self._peak_of(variant, found) > n_bytes:
+            found = self._filling(variant, self._schedule_within(variant, n_bytes), n_bytes)
+        return self._proposal(variant, found)
+
+    def without_recomputation(self, variant: str) -> Proposal:
+        """Return the proposal that computes nothing again outside of loops."""
+        return self._proposal(variant, self._once(variant))
+
+    def _once(self, variant: str) -> Schedule:
+        """Return the schedule that computes everything once."""
+        fused, answers = self._solved(variant)
+        return answers.within(int(no_remat(fused.graph).peak_bytes))
+
+    def _schedule_within(self, variant: str, n_bytes: int) -> Schedule:
+        """Return a schedule within these bytes.
+
+        A schedule may need more bytes by the graph alone, which does not count what results' buffers hold.
+
+        Raises:
+          BudgetError: none was found.
+        """
         _, answers = self._solved(variant)
-        try:
-            found = answers.within(n_bytes)
-        except BudgetError:
-            found = answers.smallest()
-            if self._peak_of(variant, found) > n_bytes:
-                raise
-        return self._proposal(variant, self._filling(variant, found, n_bytes))
+        once = self._once(variant)
+        in_buffers = once.peak_bytes - self._peak_of(variant, once)
+        ways = (
+            lambda: answers.within(n_bytes),
+            lambda: answers.within(n_bytes + in_buffers),
+            answers.smallest,
+        )
+        problem: BudgetError | None = None
+        for way in ways:
+            try:
+                found = way()
+            except BudgetError as error:
+                problem = problem or error
+                continue
+            if self._peak_of(variant, found) <= n_bytes:
+                return found
+        assert problem is not None
+        raise problem
 
     def _filling(self, variant: str, found: Schedule, n_bytes: int) -> Schedule:
         """Return the schedule within a larger budget that fits where results' buffers hold temporaries."""

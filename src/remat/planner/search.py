@@ -249,13 +249,15 @@ class _Search:
         most = (1 - _GAIN_OF_MORE) * best.proposal.extra_seconds
         return smaller if smaller is not None and smaller.extra_seconds < most else None
 
-    def _new_proposal(self, variant: str) -> Proposal | None:
+    def _new_proposal(self, variant: str, margin: float | None = None) -> Proposal | None:
         """Return a proposal that was not compiled and is expected to fit; None if there is none.
 
-        Each proposal that exceeded the budget lowers the aim. If a compiled proposal is near the aim, the aim
-        is lowered at most by the distance between the two, or by `_MARGIN` if that is more.
+        Each proposal that exceeded the budget lowers the aim, unless the margin is given. If a compiled
+        proposal is near the aim, the aim is lowered at most by the distance between the two, or by `_MARGIN`
+        if that is more.
         """
-        margin = _MARGIN * (2 ** len(self.compiled) - 1)
+        by_failures = _MARGIN * (2 ** len(self.compiled) - 1)
+        margin = by_failures if margin is None else margin
         aim = self._aim(variant)
         samples = self._samples(variant)
         if len(samples) > 1 and self.compiled:
@@ -349,20 +351,36 @@ class _Search:
             if self.compiled[-1].compiled_bytes > nearest.compiled_bytes:
                 return
             nearest = self.compiled[-1]
+            if nearest.compiled_bytes <= _NEARLY * self.budget:
+                self._search_near()
+                return
+
+    def _search_near(self) -> None:
+        """Compile smaller proposals than one that nearly fits."""
+        for _ in range(self.effort.max_after):
+            near = (self._new_proposal(variant, _MARGIN) for variant in self._variants())
+            proposals = [proposal for proposal in near if proposal is not None]
+            if self._best() is not None or not proposals:
+                return
+            self._compile(min(proposals, key=lambda p: (self._expected(p), p.extra_seconds)))
 
     # What the compiler is expected to need
 
     def _samples(self, variant: str) -> list[tuple[int, int]]:
-        """Return modelled and compiled bytes of a variant's proposals; of all if it has none."""
-        samples = [
-            (c.proposal.model_bytes, c.compiled_bytes)
-            for c in (*self.known, *self.compiled)
-            if c.proposal.variant == variant
+        """Return modelled and compiled bytes of a variant's proposals; of all if it has none.
+
+        Where a compiler needs more for a proposal than for one of more bytes in the model, the model is
+        wrong about the smaller one, which then says nothing about others.
+        """
+        compiled = [c for c in (*self.known, *self.compiled) if c.proposal.variant == variant]
+        if not compiled and variant not in self.model.exact_variants:
+            compiled = [c for c in self.compiled if c.proposal.variant in self.model.variants]
+        samples = [(c.proposal.model_bytes, c.compiled_bytes) for c in compiled]
+        return [
+            (model, needed)
+            for model, needed in samples
+            if not any(larger > model and less < needed for larger, less in samples)
         ]
-        if samples or variant in self.model.exact_variants:
-            return samples
-        inexact = (c for c in self.compiled if c.proposal.variant in self.model.variants)
-        return [(c.proposal.model_bytes, c.compiled_bytes) for c in inexact]
 
     def _aim(self, variant: str) -> float:
         """Return the model's bytes for which the compiler is expected to need the budget."""
