@@ -98,7 +98,9 @@ def of_arrays(
     # Modules can only be among the arguments if the program has imported Flax.
     if "flax.nnx" in sys.modules:
         options = _jax.options_of_jit(getattr(step, "jitted_fn", None))  # of `nnx.jit`
-        on_arrays = importlib.import_module("remat.nnx").module_step(step, args, kwargs, options)
+        on_arrays = importlib.import_module("remat.nnx.steps").module_step(
+            step, args, kwargs, options
+        )
         if on_arrays is not None:
             call = on_arrays.arrays(args, kwargs)
             step = jax.jit(on_arrays, **options) if options else on_arrays
@@ -158,7 +160,7 @@ def check_loses_no_updates(
 ) -> None:
     """Refuse a step that updates NNX modules among its arguments without returning them."""
     if "flax.nnx" in sys.modules and not isinstance(step, ModuleStep):
-        importlib.import_module("remat.nnx").check_loses_no_updates(step, args, kwargs)
+        importlib.import_module("remat.nnx.steps").check_loses_no_updates(step, args, kwargs)
 
 
 def words_for(step: Callable) -> Words:

@@ -19,7 +19,7 @@ from remat.transform.policies import check_policy
 # By the package that defines a framework's `Module`: the adapter that has its `rematted`.
 ADAPTERS = {
     "flax.linen": "remat.linen.by_path",
-    "flax.nnx": "remat.nnx",
+    "flax.nnx": "remat.nnx.by_path",
     "equinox": "remat.equinox",
 }
 
