@@ -243,6 +243,16 @@ def test_tests_use_public_names(path):
     assert private_names_in(path) <= allowed
 
 
+PACKAGES = sorted(path for path in MODULES if path.name == "__init__.py")
+
+
+@pytest.mark.parametrize("path", PACKAGES, ids=name_of)
+def test_the_docstring_of_a_package_names_its_modules(path):
+    words = set(re.findall(r"\w+", ast.get_docstring(ast.parse(path.read_text())) or ""))
+    modules = {p.stem for p in path.parent.glob("*.py")} - {"__init__", "__main__"}
+    assert modules | {p.parent.name for p in path.parent.glob("*/__init__.py")} <= words
+
+
 def test_modules_import_only_from_the_layers_before_them():
     level = {name: i for i, layer in enumerate(LAYERS) for name in layer}
     for path in MODULES:

@@ -15,7 +15,19 @@ The packages, in the order of the data flow; the docstring of each lists its mod
     cli         the command `remat`
     testing     assertions on gradients and on the compiler's memory figures
 
-CONTRIBUTING.md has the other modules, and a table of where to find answers.
+What these share:
+
+    _jax          the only package that uses JAX's internals
+    aliases       names for types in signatures
+    errors        all exceptions
+    units, printing, json_lines   bytes and FLOPs as text; safe printing; JSON with the line of a mistake
+    files, paths, cache           whole files; source files as users know them; plans on disk
+    globs         patterns of names and paths
+    selection     the modules and methods that `rematted` selects
+    array_leaves, module_steps    pytrees and steps with leaves that are not arrays
+    marked        the functions marked by `remat.auto` that a trace runs
+
+CONTRIBUTING.md has a table of where to find answers.
 """
 
 import importlib

@@ -2,18 +2,25 @@
 
 In the order in which data flows:
 
-    step        a function as a traced training step on a target
-    unrolled    loops that are none when compiled
-    phases      its program, with the forward, recomputed, backward and update phases told apart
-    replaced    which arguments results are the new values of
-    roles       which argument a value is the gradient of
-    account     the values that are written, their lifetimes and kinds, the timeline
-    hlo         what the compiled program holds at its peak
-    decisions   what a plan recomputes, offloads and keeps
-    difference  why the prediction and the compiler differ
-    regions     what policies and regions did, as facts
-    findings    what the reader should know, with the next step to take
-    stages      all of these in order
+    step           a function as a traced training step on a target
+    unrolled       loops that are none when compiled
+    phases         its program, with the forward, recomputed, backward and update phases told apart
+    replaced       which arguments results are the new values of
+    roles          which argument a value is the gradient of
+    sources        the lines of the user's program that equations come from
+    runs           the operations that loops and branches run
+    loops          loops and branches on the timeline of the step around them
+    labels         what operations and regions are called
+    recomputation  what is computed again, and what the backward pass reads
+    segments       the parts that are computed again, and what each saves
+    lifetimes      when each value is live
+    account        the values that are written, their lifetimes and kinds, the timeline
+    hlo            what the compiled program holds at its peak
+    decisions      what a plan recomputes, offloads and keeps
+    difference     why the prediction and the compiler differ
+    regions        what policies and regions did, as facts
+    findings       what the reader should know, with the next step to take
+    stages         all of these in order
 
 What it says is `remat.report`'s part. The stages are loaded at the first call, so that `import remat`
 stays cheap.

@@ -18,6 +18,7 @@ A loop that follows a schedule:
     tracing      the user's body as a jaxpr
     halves       one step in two halves: forward with its residuals, and reversed
     choice       the choice of a schedule, by checkpoints, a budget or levels of storage
+    fitting      what the compiler needs for the gradient of a loop, and the way that fits a budget
     loop         a loop as data, and what all ways to reverse it share
     states       a loop that keeps states only: running it, and reversing it
     mixed        a loop of known length that keeps states and residuals

@@ -20,6 +20,8 @@ The plan:
     programs         the programs that it compiles
     refusal          the error that no plan fits
     progress         the status line while planning
+    checked          dataclasses that check the types of their fields
+    plan_decisions   the decisions of a plan as data
     plan_file        plans as data and as files
     whole_step_file  decisions about a step to and from a plan file
     processes        one plan for all processes of a run

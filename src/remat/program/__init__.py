@@ -1,11 +1,13 @@
 """From a training step to a priced graph: operations, what is fused, what each costs, and where.
 
-program      a program as plain data: operations on numbered values
-from_jaxpr   a jaxpr as such a program
-fusion       the values that kernels write to memory, as a graph
-costs        seconds per equation, from figures of a device or measured
-devices      figures of devices: FLOP/s, bandwidths, memory
-targets      the devices that a program is planned for, present or described ahead of time
-compiled     the compiler's memory analysis
-settings     settings that change what the compiler makes of a program
+program         a program as plain data: operations on numbered values
+from_jaxpr      a jaxpr as such a program
+fusion          the values that kernels write to memory, as a graph
+products        operands of matrix products that a compiler copies into another order
+result_buffers  temporaries in the buffers of results
+costs           seconds per equation, from figures of a device or measured
+devices         figures of devices: FLOP/s, bandwidths, memory
+targets         the devices that a program is planned for, present or described ahead of time
+compiled        the compiler's memory analysis
+settings        settings that change what the compiler makes of a program
 """

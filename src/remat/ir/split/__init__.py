@@ -24,6 +24,14 @@ equation whose primitive has no rule below is treated as one operation.
 * A **while loop** cannot stack residuals, because its length is unknown: it is recomputed as a whole.
 * A **region** (`remat`, `jax.checkpoint`) becomes two regions, cut by the policy of the program around
   it. In the modes `SAVE` and `HOIST` there is no such policy, and the region's own policy decides.
+
+# The modules
+
+    halves    the halves while they are built; single operations
+    calls     calls and regions
+    loops     scans and while loops
+    branches  conditionals
+    shards    `shard_map`s
 """
 
 from __future__ import annotations

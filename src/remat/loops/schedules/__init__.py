@@ -33,7 +33,8 @@ it reverses it; its first sweep runs the last step, so `jax.grad` adds no step.
 These files do not import JAX. The compiled loops read tables from them: `binomial_rows`, `online_rows`,
 the `tree` of `Mixed` and of `Hierarchical`, and the lengths of the phases of `OnlineMixed`. What depends on
 values at run time, such as `online_update`, they do in JAX operations. Tests compare the loops with the
-schedules, action by action. Each schedule has a file; `actions` defines what schedules do.
+schedules, action by action. Each schedule has a file (`binomial`, `mixed`, `hierarchical`, `multilevel`,
+`online`, `online_mixed`); `actions` defines what schedules do, `shared` what they have in common.
 """
 
 from __future__ import annotations

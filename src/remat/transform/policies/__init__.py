@@ -24,7 +24,13 @@ not do what its name says (`save_anything_except_these_names` saves everything t
 error, also where derivative and batching rules could hide it (see `derivative_rules`); `strict=False` allows
 it.
 
-To find out which values a policy saves, read `resolve`.
+In the order in which data flows:
+
+    selector   which values a part of a policy decides about
+    algebra    `save`, `recompute`, `offload`, and how policies combine
+    jax_names  every name of `jax.checkpoint_policies`
+    check      errors about policies that mean nothing, or that select what a region does not have
+    resolve    which values of a region a policy saves
 """
 
 from __future__ import annotations
