@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 import remat
-from remat.planner.step import Traced
+from remat.planner.step import TracedStep
 
 PERCENTS = (75, 50, 35, 25)
 WIDTH, ROWS = 64, 1000
@@ -74,9 +74,9 @@ def scanned(n_layers: int) -> tuple[Callable, tuple]:
 def measure(step: Callable, args: tuple, percent: int) -> dict[str, Any]:
     """Plan once, with the seconds of all compilations taken out."""
     compiling = Seconds(0.0, 0.0)
-    inner = Traced.memory
+    inner = TracedStep.memory
 
-    def memory(self: Traced) -> Any:
+    def memory(self: TracedStep) -> Any:
         nonlocal compiling
         begin = Seconds.now()
         found = inner(self)
@@ -84,7 +84,7 @@ def measure(step: Callable, args: tuple, percent: int) -> dict[str, Any]:
         compiling = Seconds(compiling.cpu + took.cpu, compiling.wall + took.wall)
         return found
 
-    with mock.patch.object(Traced, "memory", memory):
+    with mock.patch.object(TracedStep, "memory", memory):
         begin = Seconds.now()
         try:
             remat.plan(step, *args, budget=f"{percent}%", cache=False, progress=False)

@@ -29,7 +29,7 @@ class Constant:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Parts:
+class TracedParts:
     """A pytree without its traced leaves."""
 
     tree: Any
@@ -56,7 +56,7 @@ def split(
     tree: PyTree,
     is_traced: Callable[[Leaf], bool] = is_array,
     is_leaf: Callable[[Leaf], bool] | None = None,
-) -> tuple[list[Leaf], Parts]:
+) -> tuple[list[Leaf], TracedParts]:
     """Split a pytree into its traced leaves and the rest.
 
     >>> import jax.numpy as jnp
@@ -70,7 +70,7 @@ def split(
     flags = tuple(is_traced(leaf) for leaf in leaves)
     traced = [leaf for leaf, flag in zip(leaves, flags) if flag]
     untraced = tuple(leaf for leaf, flag in zip(leaves, flags) if not flag)
-    return traced, Parts(structure, flags, untraced)
+    return traced, TracedParts(structure, flags, untraced)
 
 
 def call(

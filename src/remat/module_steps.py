@@ -298,7 +298,7 @@ class Filtered:
     def joined(self) -> PyTree:
         """Return the argument as the step takes it."""
         tree, flags, fixed = self.structure.fixed
-        return array_leaves.Parts(tree, flags, fixed).join(self.leaves)
+        return array_leaves.TracedParts(tree, flags, fixed).join(self.leaves)
 
 
 @dataclasses.dataclass(frozen=True)

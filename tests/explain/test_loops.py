@@ -9,8 +9,8 @@ import pytest
 from explain_cases import codes, struct
 
 import remat
-from remat.explain.loops import blocks_of
-from remat.explain.sources import source_of
+from remat.explain.loops import iteration_blocks
+from remat.explain.sources import user_source_of
 from remat.paths import relative
 
 D, N = 32, 6
@@ -120,7 +120,7 @@ def test_long_loops_are_drawn_in_blocks_of_iterations():
     assert sum(v.count for v in tanh) == 10_000
     assert sum(v.n_bytes for v in tanh) == 10_000 * 128 * D * 4
     assert "of 10,000" in found.steps[1].iteration
-    assert blocks_of(10, 4) == (2, 3, 2, 3)
+    assert iteration_blocks(10, 4) == (2, 3, 2, 3)
 
 
 def test_branches_and_while_loops_show_what_they_run():
@@ -160,7 +160,7 @@ def test_loops_with_checkpoints_are_laid_out_and_stay_near_the_compilers_peak():
 
 def test_lines_of_libraries_come_with_the_users_own():
     jaxpr = jax.make_jaxpr(lambda x: jax.nn.softmax(x))(jnp.ones(4))
-    said = {source_of(eqn) for eqn in jaxpr.jaxpr.eqns}
+    said = {user_source_of(eqn) for eqn in jaxpr.jaxpr.eqns}
     assert all("test_loops.py" in text and "*" not in text for text in said)
     nn = pytest.importorskip("flax.linen")
 
@@ -172,7 +172,7 @@ def test_lines_of_libraries_come_with_the_users_own():
     model, x = Model(), jnp.ones((2, 4))
     params = model.init(jax.random.key(0), x)
     eqns = jax.make_jaxpr(model.apply)(params, x).jaxpr.eqns
-    dot = next(source_of(e) for e in eqns if e.primitive.name == "dot_general")
+    dot = next(user_source_of(e) for e in eqns if e.primitive.name == "dot_general")
     assert dot.startswith("flax/linen/linear.py:")
     assert ", from tests/explain/test_loops.py:" in dot
     assert relative("/nowhere/net.py") == "/nowhere/net.py"

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 import remat
 from planner.region_cases import assert_same, normal
 from remat.planner import processes
-from remat.planner.step import Step
+from remat.planner.step import TargetStep
 from remat.program import compiled as compiler
 from remat.program.from_jaxpr import program_of_jaxpr
 from remat.program.targets import target
@@ -64,7 +64,7 @@ def test_shardings_are_planned_for_by_device(how):
 
 def test_model_counts_the_bytes_of_one_device():
     params, x = sharded("data")
-    step = Step(jax.value_and_grad(loss), (params, x), {}, target(None), {})
+    step = TargetStep(jax.value_and_grad(loss), (params, x), {}, target(None), {})
     traced = step.trace()
     assert traced.shards() == [1] * len(params) + [N]
     program = program_of_jaxpr(traced.jaxpr, traced.shards())
@@ -75,12 +75,14 @@ def test_model_counts_the_bytes_of_one_device():
 
 def test_python_numbers_among_the_arguments_leave_the_shardings():
     params, x = sharded("fsdp")
-    step = Step(lambda p, x, lr: jax.grad(loss)(p, x * lr), (params, x, 0.1), {}, target(None), {})
+    step = TargetStep(
+        lambda p, x, lr: jax.grad(loss)(p, x * lr), (params, x, 0.1), {}, target(None), {}
+    )
     assert step.trace().shards() == [N] * (len(params) + 1) + [1]
 
 
 def shards_of(fun, *args, **options):
-    return Step(fun, args, {}, target(None), options).trace().shards()
+    return TargetStep(fun, args, {}, target(None), options).trace().shards()
 
 
 def test_shardings_that_jit_is_told_count_for_arrays_of_the_host():
@@ -108,7 +110,7 @@ def test_static_arguments_and_explicit_meshes_leave_the_shardings():
         return jax.grad(loss)(params[:n], x)
 
     options = {"static_argnums": 0, "static_argnames": "how"}
-    of = Step(step, (2, params), {"x": x, "how": "s"}, target(None), options)
+    of = TargetStep(step, (2, params), {"x": x, "how": "s"}, target(None), options)
     assert of.trace().shards() == [N] * (len(params) + 1)
     explicit = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(explicit):

@@ -136,11 +136,11 @@ def test_a_renamed_step_follows_the_plan(plan):
 
 
 def test_budgets_below_arguments_and_results_are_refused_after_one_compilation(monkeypatch):
-    from remat.planner.step import Traced
+    from remat.planner.step import TracedStep
 
     compiled = []
-    memory = Traced.memory
-    monkeypatch.setattr(Traced, "memory", lambda self: compiled.append(self) or memory(self))
+    memory = TracedStep.memory
+    monkeypatch.setattr(TracedStep, "memory", lambda self: compiled.append(self) or memory(self))
     with pytest.raises(remat.BudgetError, match="arguments and results alone take"):
         remat.plan(step, *ARGS, budget="3%", **OPTIONS)
     assert len(compiled) == 1

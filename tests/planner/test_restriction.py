@@ -20,7 +20,7 @@ from remat.ir import jaxprs
 from remat.ir.equations import is_repeatable
 from remat.ir.restriction import has_marks
 from remat.planner.rewrite import flattened
-from remat.planner.step import Step
+from remat.planner.step import TargetStep
 from remat.program.targets import target
 
 ALONE = {"cache": False, "progress": False}
@@ -87,7 +87,7 @@ MODELS = {
 
 
 def flat(step, *args):
-    return flattened(Step(step, args, {}, target(None), {}).trace().jaxpr)
+    return flattened(TargetStep(step, args, {}, target(None), {}).trace().jaxpr)
 
 
 def counts(jaxpr):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from remat.errors import BudgetError
-from remat.planner.search import Compiled, Effort, Proposal, search
+from remat.planner.search import Compiled, CompileLimits, Proposal, search
 
 
 class Staircase:
@@ -54,7 +54,7 @@ def best_possible(compiler, budget):
 def test_the_best_fits_and_is_near_the_best_possible(name, budget):
     compiler = COMPILERS[name]
     best, compiled = search(
-        Staircase(STEPS), lambda p, _: compiler(p.model_bytes), budget, Effort(8)
+        Staircase(STEPS), lambda p, _: compiler(p.model_bytes), budget, CompileLimits(8)
     )
     assert best in compiled and best.compiled_bytes <= budget
     assert best.compiled_bytes == compiler(best.proposal.model_bytes)
@@ -65,7 +65,10 @@ def test_the_best_fits_and_is_near_the_best_possible(name, budget):
 @pytest.mark.parametrize("name", COMPILERS)
 def test_no_proposal_is_compiled_twice(name):
     _, compiled = search(
-        Staircase(STEPS, ("a", "b")), lambda p, _: COMPILERS[name](p.model_bytes), 300, Effort(10)
+        Staircase(STEPS, ("a", "b")),
+        lambda p, _: COMPILERS[name](p.model_bytes),
+        300,
+        CompileLimits(10),
     )
     decisions = [c.proposal.decisions for c in compiled]
     assert len(set(decisions)) == len(decisions)
@@ -93,7 +96,7 @@ def test_what_is_known_of_the_program_as_written_corrects_the_first_proposal():
 
 
 def test_the_program_as_written_is_not_compiled_again():
-    model, effort = Staircase(STEPS), Effort(8, close=1.0)
+    model, effort = Staircase(STEPS), CompileLimits(8, close=1.0)
     as_written = [Compiled(model.within("only", 500), 500, 700)]
     best, compiled = search(model, lambda p, _: p.model_bytes, 505, effort, as_written=as_written)
     assert 500 not in [c.proposal.model_bytes for c in compiled]
@@ -118,9 +121,9 @@ def test_a_proposal_that_was_found_at_last_is_improved():
     def compiler(proposal, _):
         return proposal.model_bytes + (600 if proposal.model_bytes > 200 else 0)
 
-    few = Effort(max_compiles=1, max_after=0)
+    few = CompileLimits(max_compiles=1, max_after=0)
     first, _ = search(Staircase(STEPS), compiler, 500, few)
-    better, _ = search(Staircase(STEPS), compiler, 500, Effort(max_compiles=1, max_after=3))
+    better, _ = search(Staircase(STEPS), compiler, 500, CompileLimits(max_compiles=1, max_after=3))
     assert better.proposal.extra_seconds < first.proposal.extra_seconds
     assert better.compiled_bytes <= 500
 
@@ -142,14 +145,14 @@ def test_the_better_variant_is_returned():
         Staircase(STEPS, ("wrong", "right")),
         lambda p, _: p.model_bytes if p.variant == "right" else 2 * p.model_bytes,
         500,
-        Effort(4, close=1.0),
+        CompileLimits(4, close=1.0),
     )
     assert best.proposal.extra_seconds == min(s for n, s in STEPS if n <= 500)
 
 
 def test_nothing_is_returned_if_nothing_fits_and_the_smallest_was_tried():
     best, compiled = search(
-        Staircase(STEPS), lambda p, _: p.model_bytes + 1000, 500, Effort(4, max_below=20)
+        Staircase(STEPS), lambda p, _: p.model_bytes + 1000, 500, CompileLimits(4, max_below=20)
     )
     assert best is None
     assert min(c.proposal.model_bytes for c in compiled) == STEPS[0][0]
@@ -157,7 +160,7 @@ def test_nothing_is_returned_if_nothing_fits_and_the_smallest_was_tried():
 
 def test_a_model_that_is_far_off_is_followed_down():
     best, _ = search(
-        Staircase(STEPS), lambda p, _: p.model_bytes + 350, 500, Effort(max_compiles=1)
+        Staircase(STEPS), lambda p, _: p.model_bytes + 350, 500, CompileLimits(max_compiles=1)
     )
     assert best is not None and best.compiled_bytes <= 500
 
@@ -168,7 +171,7 @@ def test_exact_variants_are_used_where_the_compiler_is_far_from_the_model():
 
     model = Staircase(STEPS)
     model.exact_variants = ("exact",)
-    best, _ = search(model, compiler, 500, Effort(4, close=1.0))
+    best, _ = search(model, compiler, 500, CompileLimits(4, close=1.0))
     assert best.proposal.variant == "exact" and best.proposal.model_bytes >= 470
     _, compiled = search(model, lambda p, _: p.model_bytes, 500)
     assert not any(c.proposal.variant == "exact" for c in compiled)
@@ -180,9 +183,11 @@ def test_the_search_goes_on_while_much_is_to_be_gained():
     def compiler(proposal, _):
         return int(proposal.model_bytes * (1.9 if proposal.model_bytes > 400 else 1.0))
 
-    best, compiled = search(Staircase(STEPS), compiler, 450, Effort(max_compiles=2))
+    best, compiled = search(Staircase(STEPS), compiler, 450, CompileLimits(max_compiles=2))
     assert best.proposal.model_bytes >= 300 and 2 < len(compiled) <= 6
-    best, compiled = search(Staircase(STEPS), compiler, 450, Effort(max_compiles=2, max_more=0))
+    best, compiled = search(
+        Staircase(STEPS), compiler, 450, CompileLimits(max_compiles=2, max_more=0)
+    )
     assert best.proposal.model_bytes < 300 and len(compiled) == 2
 
 
@@ -246,7 +251,7 @@ def test_a_budget_for_the_whole_program_ends_the_search_at_once():
 
 def test_the_compiler_is_asked_at_most_as_often_as_allowed():
     for n in range(1, 7):
-        effort = Effort(max_compiles=n, max_below=0, close=1.0)
+        effort = CompileLimits(max_compiles=n, max_below=0, close=1.0)
         _, compiled = search(
             Staircase(STEPS), lambda p, _: COMPILERS["noisy"](p.model_bytes), 333, effort
         )

@@ -15,7 +15,7 @@ import remat
 from planner.region_cases import assert_same, normal
 from remat.cache import Cache
 from remat.planner import fit as fitting, programs, step as planned_step
-from remat.program.compiled import Memory, OutOfMemory
+from remat.program.compiled import CompiledMemory, OutOfMemory
 from remat.program.settings import compiler_settings
 from remat.program.targets import Target, target
 
@@ -55,7 +55,7 @@ def refusing_above(limit: int, monkeypatch: Any) -> list:
 
     def compile(*args: Any, **options: Any) -> Any:
         memory = real(*args, **options)
-        assert isinstance(memory, Memory)
+        assert isinstance(memory, CompiledMemory)
         answers.append(memory if memory.peak_bytes <= limit else OutOfMemory(limit + 1, limit))
         return answers[-1]
 

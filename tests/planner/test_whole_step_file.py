@@ -11,7 +11,13 @@ import pytest
 
 from remat import _jax
 from remat.errors import PlanError
-from remat.planner.decisions import LoopDecisions, StepDecisions, applied, source_of, with_loops
+from remat.planner.decisions import (
+    LoopDecisions,
+    StepDecisions,
+    applied,
+    program_to_plan,
+    with_loops,
+)
 from remat.planner.rewrite import Burst, Decisions, flattened
 from remat.planner.scan_pairs import pairs
 from remat.planner.whole_step_file import decisions_of_plan, whole_step_plan
@@ -98,7 +104,7 @@ def test_equations_of_opened_checkpoints_are_numbered_like_others():
         return jax.value_and_grad(lambda w: jnp.sum(block(block(x, w[0]), w[1]) ** 2))(weights)
 
     flat = flattened(jax.make_jaxpr(with_checkpoints)(WEIGHTS, X).jaxpr)
-    source = source_of(flat, opened=True)
+    source = program_to_plan(flat, opened=True)
     places_of_tanh = places(source, "tanh")
     burst = Burst(len(source.eqns) - 1, (places_of_tanh[0],))
     outside = Decisions(frozenset(range(len(source.eqns))), (burst,))

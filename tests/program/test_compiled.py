@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from remat import _jax
 from remat.program.compiled import (
+    CompiledMemory,
     CompilerFailure,
-    Memory,
     OutOfMemory,
     compile_for_analysis,
     memory_of,
@@ -258,7 +258,7 @@ def test_rematerialization_of_the_compiler_is_off_while_analysing():
     )
     by_itself = memory_of(lowered.compile(), there)
     pinned = compile_for_analysis(lowered, there)
-    assert isinstance(pinned, Memory)
+    assert isinstance(pinned, CompiledMemory)
     assert pinned.peak_bytes > 1.2 * by_itself.peak_bytes
     assert pinned.peak_bytes == pytest.approx(
         pinned.argument_bytes + pinned.temp_bytes + pinned.output_bytes

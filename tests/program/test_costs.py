@@ -17,7 +17,7 @@ from remat.cache import Cache
 from remat.ir.flops import bytes_moved, flops_of
 from remat.planner.candidates import StepModel
 from remat.planner.rewrite import flattened
-from remat.planner.step import Step
+from remat.planner.step import TargetStep
 from remat.program import costs
 from remat.program.costs import Measured, Roofline, dtype_of, find_costs, time_alone_s
 from remat.program.devices import device
@@ -309,7 +309,7 @@ def every(jaxpr):
 
 def recomputed_by(given):
     """How often primitives are recomputed, at 60 % of what the step's temporaries need."""
-    step = Step(jax.value_and_grad(loss), (W2, X2), {}, target(None), {})
+    step = TargetStep(jax.value_and_grad(loss), (W2, X2), {}, target(None), {})
     flat = flattened(step.trace().jaxpr)
     model = StepModel(flat, given.seconds, slowdown=costs.slowdowns(given))
     aim = int(0.6 * model.as_written(model.variants[0]).model_bytes)

@@ -17,7 +17,7 @@ from remat.report import (
     predicted_memory,
     timeline,
 )
-from remat.report.timeline import thinned
+from remat.report.timeline import thinned_samples
 
 
 @given(explanations())
@@ -67,7 +67,7 @@ def test_numbers_that_differ_are_shown_from_first_to_last():
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=300), st.integers(2, 40))
 def test_thinning_keeps_the_peak_and_the_limit(total_bytes, most):
-    at = thinned(np.array(total_bytes), most)
+    at = thinned_samples(np.array(total_bytes), most)
     assert len(at) <= max(most, 2)
     assert np.argmax(total_bytes) in at
     assert (np.diff(at) > 0).all()

@@ -10,7 +10,7 @@ from solver_cases import graphs, training_graph
 from remat.solvers import Graph, simulate
 from remat.solvers.effort import Effort
 from remat.solvers.liveness import Arrays, liveness
-from remat.solvers.order_search import CutParameters, refine, replay
+from remat.solvers.order_search import CutParameters, refine, replay_order
 from remat.solvers.simulate import no_remat, steps_of
 
 
@@ -38,5 +38,5 @@ def test_cuts_meet_a_budget_on_layers(share: float) -> None:
 def test_missing_values_are_computed_before_their_first_use_and_once() -> None:
     operands = ((), (0,), (1,), (2, 0))
     out: list[int] = []
-    replay(operands, [3, 3], {0, 2, 1}, out)
+    replay_order(operands, [3, 3], {0, 2, 1}, out)
     assert out == [0, 1, 2, 3, 3]

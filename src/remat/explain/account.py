@@ -23,7 +23,15 @@ from collections.abc import Collection, Sequence
 from remat import _jax
 from remat.explain.labels import label, path_of
 from remat.explain.lifetimes import Lifetimes
-from remat.explain.loops import MOST_EQUATIONS, Body, Origin, Read, Stack, blocks_of, laid_out
+from remat.explain.loops import (
+    MOST_EQUATIONS,
+    DrawnBody,
+    Origin,
+    Read,
+    Stack,
+    iteration_blocks,
+    laid_out,
+)
 from remat.explain.phases import PhasedProgram, merged
 from remat.explain.recomputation import (
     behind,
@@ -34,8 +42,8 @@ from remat.explain.recomputation import (
 )
 from remat.explain.roles import gradients_of, results_called
 from remat.explain.runs import Run, operands_of, program_of, run_of
-from remat.explain.segments import Segments
-from remat.explain.sources import source_of
+from remat.explain.segments import RecomputedSegments
+from remat.explain.sources import user_source_of
 from remat.ir import jaxprs
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Program
@@ -130,7 +138,7 @@ class _Accounting:
             self.lives.uses,
         )
         self.in_carry = self.lives.in_carry(carried)
-        self.segments = Segments(sides, self.fused, self.lives)
+        self.segments = RecomputedSegments(sides, self.fused, self.lives)
         self.bodies = self._bodies(most_equations)
         self._stacked: frozenset[int] = frozenset()  # values that the loop around this stacks
         self._gradients: dict[int, str] = {}  # what values are the gradients of
@@ -222,13 +230,13 @@ class _Accounting:
             self._label(kernel),
             self.sides.phases[kernel],
             self.fused.seconds[kernel],
-            source_of(self.sides.eqns[kernel]),
+            user_source_of(self.sides.eqns[kernel]),
             segment,
         )
 
     def _label(self, i: int) -> str:
         """Return an operation's name on the timeline."""
-        source = source_of(self.sides.eqns[i])
+        source = user_source_of(self.sides.eqns[i])
         return label(self.program.ops[i], source, self.sides.functions[i])
 
     def _arguments(self, names: tuple[str, ...], last: int) -> list[Value]:
@@ -341,7 +349,7 @@ class _Accounting:
                 at = self.step_of[kernel]
                 found.append(Value(
                     0, "temporary", "workspace", op.workspace_bytes, ((at, at),), op.name,
-                    source_of(self.sides.eqns[kernel]), op.label, path_of(op),
+                    user_source_of(self.sides.eqns[kernel]), op.label, path_of(op),
                     f"the body of {op.name}",
                 ))  # fmt: skip
         return found
@@ -379,7 +387,7 @@ class _Accounting:
         flops, time_s = self._cost_of(v)
         return Origin(
             op.name,
-            source_of(self.sides.eqns[i]),
+            user_source_of(self.sides.eqns[i]),
             op.label or self._names.get(v, ""),
             path_of(op),
             self.program.types[v],
@@ -442,7 +450,7 @@ class _Accounting:
             read = next((r for at, r in body.reads.items() if operands[at] == v), None)
             if read is not None:
                 return read.consumer
-        source = source_of(self.sides.eqns[i])
+        source = user_source_of(self.sides.eqns[i])
         return f"{self._label(i)}, {source}" if source else self._label(i)
 
     @functools.cached_property
@@ -461,7 +469,7 @@ class _Accounting:
 
     # Loops and branches
 
-    def _bodies(self, most_equations: int) -> dict[int, Body]:
+    def _bodies(self, most_equations: int) -> dict[int, DrawnBody]:
         """Return what loops and branches run, by kernel."""
         ops, eqns = self.program.ops, self.sides.eqns
         of_kernels = {kernel: run_of(ops[kernel], eqns[kernel]) for kernel in self.kernels}
@@ -470,13 +478,15 @@ class _Accounting:
         most_blocks = max(1, most_equations // max(1, n_equations))
         found = {}
         for kernel, run in runs.items():
-            blocks = blocks_of(run.length, most_blocks)
+            blocks = iteration_blocks(run.length, most_blocks)
             body = self._body(kernel, run, blocks, most_equations // len(blocks))
             if body.steps:
                 found[kernel] = body
         return found
 
-    def _body(self, kernel: int, run: Run, blocks: tuple[int, ...], most_equations: int) -> Body:
+    def _body(
+        self, kernel: int, run: Run, blocks: tuple[int, ...], most_equations: int
+    ) -> DrawnBody:
         eqn = self.sides.eqns[kernel]
         at_operand = operands_of(run, eqn)
         sides = program_of(run, self.sides, kernel)
@@ -501,7 +511,7 @@ class _Accounting:
             born = tuple(first[n] if n >= 0 else n for n in born)
             last = [n - 1 for n in [*first[1:], len(drawn)]]
             reads = {at: dataclasses.replace(r, step=last[r.step]) for at, r in reads.items()}
-        return Body(
+        return DrawnBody(
             run.name, run.length, blocks, run.reverse, drawn, laid, results, born,
             run.n_carry if run.name == "iteration" else len(results), reads,
         )  # fmt: skip
@@ -534,7 +544,7 @@ class _Accounting:
                 found = kernel
         return None if found is None else Read(self.step_of[found], self._reader(v, found))
 
-    def _bodies_by_step(self) -> dict[int, Body]:
+    def _bodies_by_step(self) -> dict[int, DrawnBody]:
         return {self.step_of[kernel]: body for kernel, body in self.bodies.items()}
 
     def _first_steps(self) -> list[int]:
@@ -560,14 +570,14 @@ class _Accounting:
             origin = body.results[at]
             if origin is None:
                 op = self.program.ops[kernel]
-                source = source_of(self.sides.eqns[kernel])
+                source = user_source_of(self.sides.eqns[kernel])
                 origin = Origin("slice", source, "", path_of(op), self.program.types[v])
             origin = dataclasses.replace(origin, path=self._gradients.get(v, "") or origin.path)
             stack = Stack(self.step_of[kernel], body.born[at], origin)
             found[first + place] = self._read_by_slices(v, body, stack)
         return found
 
-    def _read_by_slices(self, v: int, writer: Body, stack: Stack) -> Stack:
+    def _read_by_slices(self, v: int, writer: DrawnBody, stack: Stack) -> Stack:
         """Return a stack with the loop that reads it last, if that reads it slice by slice."""
         use = self.uses[v]
         kernel = self.kernels[use.dies]

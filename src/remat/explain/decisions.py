@@ -15,7 +15,7 @@ from remat.report.groups import groups
 from remat.report.model import Action, Decision, Value
 
 
-def decisions_of(without: Account, planned: Account) -> tuple[Decision, ...]:
+def explained_decisions(without: Account, planned: Account) -> tuple[Decision, ...]:
     """Return what a plan recomputes, offloads and keeps: in this order, each the largest first.
 
     Args:

@@ -32,7 +32,7 @@ _NO_MEMORY = frozenset(("constant", "partition-id", "replica-id", "after-all", "
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class HeldBuffer:
     """An array that is live at the peak: its size, type, origin, and whether a loop holds it."""
 
     n_bytes: int
@@ -46,7 +46,7 @@ class Peak:
     """The peak of a compiled program, arguments and results left out."""
 
     n_bytes: int
-    held: tuple[Held, ...]
+    held: tuple[HeldBuffer, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ class _Counting:
 
     def _count(self, instructions: list[_Instruction]) -> Peak:
         buffers: dict[str, list[list[int]]] = {}  # of each element of a value, those it is made of
-        made: dict[int, Held] = {}
+        made: dict[int, HeldBuffer] = {}
         last: dict[int, int] = {}
         born: list[list[int]] = [[] for _ in instructions]
         results: set[int] = set()
@@ -122,7 +122,7 @@ class _Counting:
                 op_name = _between(one.rest, 'op_name="', '"').replace("\\'", "'")
                 for type_, n_bytes in _arrays(one.type):
                     b = len(made)
-                    made[b] = Held(n_bytes, type_, op_name or one.opcode)
+                    made[b] = HeldBuffer(n_bytes, type_, op_name or one.opcode)
                     last[b] = at
                     born[at].append(b)
                     mine.append([b])
@@ -134,7 +134,7 @@ class _Counting:
     def _walk(
         self,
         instructions: list[_Instruction],
-        made: dict[int, Held],
+        made: dict[int, HeldBuffer],
         last: dict[int, int],
         born: list[list[int]],
         results: set[int],
@@ -144,7 +144,7 @@ class _Counting:
             dying[at].append(b)
         live: dict[int, int] = {}
         total, best = 0, -1
-        held: tuple[Held, ...] = ()
+        held: tuple[HeldBuffer, ...] = ()
         for at, one in enumerate(instructions):
             free = [live[b] for b in dying[at] if b in live]
             for b in born[at]:

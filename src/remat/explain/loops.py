@@ -57,7 +57,7 @@ class Read:
 
 
 @dataclasses.dataclass(frozen=True)
-class Body:
+class DrawnBody:
     """One iteration of a loop, or one branch.
 
     Args:
@@ -117,7 +117,7 @@ class Stack:
     last: Read | None = None
 
 
-def blocks_of(length: int, most: int) -> tuple[int, ...]:
+def iteration_blocks(length: int, most: int) -> tuple[int, ...]:
     """Return the lengths of at most so many blocks of consecutive iterations, which differ by one at most.
 
     >>> blocks_of(3, 10), blocks_of(10, 4)
@@ -130,7 +130,7 @@ def blocks_of(length: int, most: int) -> tuple[int, ...]:
 def laid_out(
     steps: Sequence[Step],
     values: Sequence[Value],
-    bodies: Mapping[int, Body],
+    bodies: Mapping[int, DrawnBody],
     stacks: Mapping[int, Stack],
     segments: Sequence[Segment] = (),
 ) -> tuple[tuple[Step, ...], tuple[Value, ...], tuple[Segment, ...]]:
@@ -168,7 +168,7 @@ def laid_out(
     return tuple(drawn), tuple(made), tuple(moved)
 
 
-def _steps_of(step: Step, body: Body) -> list[Step]:
+def _steps_of(step: Step, body: DrawnBody) -> list[Step]:
     once_s = sum(inner.time_s for inner in body.steps)
     # The loop takes as long as the planner's costs say; its body divides that time.
     whole_s = body.length * once_s
@@ -191,7 +191,7 @@ def _steps_of(step: Step, body: Body) -> list[Step]:
     return drawn
 
 
-def _in_each_iteration(value: Value, body: Body, first: int) -> Value:
+def _in_each_iteration(value: Value, body: DrawnBody, first: int) -> Value:
     """Return a value of a body with a lifetime in each block: the memory is the same each time."""
     starts = [first + position * len(body.steps) for position in range(len(body.blocks))]
     return dataclasses.replace(
@@ -211,7 +211,7 @@ def _slices(
     value: Value,
     whole: tuple[int, int],
     stack: Stack,
-    bodies: Mapping[int, Body],
+    bodies: Mapping[int, DrawnBody],
     first: Sequence[int],
 ) -> list[Value]:
     writer, reader = bodies[stack.written], bodies.get(stack.read)

@@ -229,7 +229,7 @@ class _Reader(ProgramWriter):
     def call(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr, path: str) -> None:
         outer = self._where
         self._where = self._at(eqn)
-        if is_region(eqn) and outer.region == -1:
+        if is_traced_region(eqn) and outer.region == -1:
             operands = tuple(self.ids[v] for v in eqn.invars if _jax.is_var(v))
             self.regions.append(Region(eqn, path, operands))
             transposed = outer.transposed or not _is_fence(eqn)
@@ -351,7 +351,7 @@ def holds_gradient(jaxpr: _jax.Jaxpr) -> bool:
     )
 
 
-def is_region(eqn: _jax.JaxprEqn) -> bool:
+def is_traced_region(eqn: _jax.JaxprEqn) -> bool:
     """Return whether an equation is the backward half of a rematerialized region."""
     return eqn.primitive.name in _REGIONS and bool(eqn.params.get("differentiated"))
 
@@ -362,7 +362,7 @@ def _is_fence(eqn: _jax.JaxprEqn) -> bool:
     Plans make such equations, of the forward pass too; a backward half says which operands are cotangents.
     """
     flags = eqn.params.get("cotangents")
-    return is_region(eqn) and flags is not None and not any(flags)
+    return is_traced_region(eqn) and flags is not None and not any(flags)
 
 
 def parts(eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:

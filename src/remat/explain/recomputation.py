@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from remat import _jax
-from remat.explain.phases import PhasedProgram, is_region, is_view, parts
+from remat.explain.phases import PhasedProgram, is_traced_region, is_view, parts
 from remat.ir import jaxprs
 from remat.ir.flops import flops_of
 from remat.program.program import Op, Program
@@ -49,7 +49,7 @@ def residual_bytes(sides: PhasedProgram) -> tuple[int, int]:
 
 def recomputed_inside(eqn: _jax.JaxprEqn) -> int:
     """Return the FLOPs that one equation recomputes, times its trip counts."""
-    if is_region(eqn):
+    if is_traced_region(eqn):
         return _recomputed_in_region(eqn)
     if not jaxprs.has_body(eqn):
         return 0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from remat import _jax
-from remat.explain.phases import is_region, parts
+from remat.explain.phases import is_traced_region, parts
 from remat.explain.unrolled import is_unrolled
 from remat.ir import jaxprs
 from remat.ir.equations import inline_body
@@ -48,7 +48,7 @@ def all_regions(
     """Yield the backward halves of regions at any depth, outer ones first."""
     for eqn in jaxpr.eqns:
         inner = outer
-        if is_region(eqn):
+        if is_traced_region(eqn):
             inner = Found(eqn, times, outer, in_loop)
             yield inner
         is_loop = eqn.primitive.name in ("scan", "while") and not is_unrolled(eqn)
@@ -73,7 +73,7 @@ def chooses(policy: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Match:
+class RegionMatch:
     """A value that a policy saves: total bytes, type and source line."""
 
     n_bytes: int
@@ -81,24 +81,24 @@ class Match:
     source: str
 
 
-def matches(policy: Any, jaxpr: _jax.Jaxpr, *, times: int = 1) -> Iterator[Match]:
+def region_matches(policy: Any, jaxpr: _jax.Jaxpr, *, times: int = 1) -> Iterator[RegionMatch]:
     """Return the values of a jaxpr that a policy saves, at any depth, backward halves left out."""
     opinion = policies.as_policy(policy).opinion
     named = policies.names_of_values(jaxpr)
     for eqn in jaxpr.eqns:
-        if is_region(eqn):
+        if is_traced_region(eqn):
             continue
         for value, _ in policies.values_of(eqn, _jax.name_stack_of(eqn), named):
             case = opinion(value)
             if case is not None and case is not _jax.Recompute:
-                yield Match(
+                yield RegionMatch(
                     times * value.n_bytes,
                     value.aval.str_short(short_dtypes=True),
                     _jax.source_line_of(eqn),
                 )
         more = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
         for body in jaxprs.bodies_of(eqn):
-            yield from matches(policy, _jax.open_jaxpr(body), times=more)
+            yield from region_matches(policy, _jax.open_jaxpr(body), times=more)
 
 
 def regions_with(policy: Any, jaxpr: _jax.Jaxpr) -> Iterator[_jax.JaxprEqn]:
@@ -170,13 +170,13 @@ def _texts(policy: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
-def split(eqn: _jax.JaxprEqn) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
+def split_regions(eqn: _jax.JaxprEqn) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
     """Return a backward half's inlined equations: those that recompute, and those on cotangents."""
     return parts(eqn, jaxprs.inline_calls(_jax.open_jaxpr(eqn.params["jaxpr"]), _call))
 
 
 def _call(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
-    return None if is_region(eqn) else inline_body(eqn)
+    return None if is_traced_region(eqn) else inline_body(eqn)
 
 
 def inlined(jaxpr: _jax.Jaxpr, chosen: Callable[[_jax.JaxprEqn], bool]) -> _jax.Jaxpr:

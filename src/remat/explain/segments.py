@@ -6,13 +6,13 @@ from remat.explain.labels import path_of, region_label
 from remat.explain.lifetimes import Lifetimes
 from remat.explain.phases import PhasedProgram
 from remat.explain.recomputation import behind, recomputed_inside
-from remat.explain.sources import source_of
+from remat.explain.sources import user_source_of
 from remat.program.fusion import Fused
 from remat.report.groups import own_function
 from remat.report.model import Segment
 
 
-class Segments:
+class RecomputedSegments:
     """The segments of a step whose values live as `lives` says."""
 
     def __init__(self, sides: PhasedProgram, fused: Fused, lives: Lifetimes) -> None:
@@ -64,7 +64,7 @@ class Segments:
                     eqn for eqn, n, p in zip(sides.eqns, sides.regions, sides.phases)
                     if n == number and p == "recompute"
                 )  # fmt: skip
-                name = region_label(region.path, own_function(source_of(again_at)), number)
+                name = region_label(region.path, own_function(user_source_of(again_at)), number)
                 made.append(Segment(
                     number, name, min(ours), max(ours),
                     self._saved_by(number), self._again_by(number),
@@ -83,7 +83,7 @@ class Segments:
                 saved = sum(self.sides.program.bytes[v] for v in dict.fromkeys(read))
                 if born:
                     name = region_label(
-                        path_of(op), own_function(source_of(eqn)), number + len(made)
+                        path_of(op), own_function(user_source_of(eqn)), number + len(made)
                     )
                     made.append(Segment(
                         number + len(made), name, min(born), max(born), saved, float(again),

@@ -12,7 +12,7 @@ from remat import _jax
 from remat.paths import is_own, relative
 
 
-def source_of(eqn: _jax.JaxprEqn) -> str:
+def user_source_of(eqn: _jax.JaxprEqn) -> str:
     """Return where an equation was written: ``net.py:12 (mlp)``, or a library's line and the user's.
 
     For a library's line the first frame of the user's own code follows, as in

@@ -22,7 +22,7 @@ import jaxlib
 from remat import _jax
 from remat.aliases import PyTree
 from remat.explain.account import Account, account_of
-from remat.explain.decisions import decisions_of
+from remat.explain.decisions import explained_decisions
 from remat.explain.difference import difference
 from remat.explain.findings import Facts, Followed, findings_of
 from remat.explain.phases import PhasedProgram, phased_program
@@ -62,7 +62,7 @@ def explanation_of(
         account = _with_costs_of(plan, account)
         without = unplanned_step(f, tuple(args), dict(kwargs), on)
         of_step = _account(without, phased_program(without.jaxpr, without.shards), on)
-        decisions = decisions_of(of_step, account)
+        decisions = explained_decisions(of_step, account)
     facts = Facts(
         step,
         sides,
@@ -161,7 +161,7 @@ def _versions() -> tuple[tuple[str, str], ...]:
     )
 
 
-def _memory(memory: compiling.Memory) -> Memory:
+def _memory(memory: compiling.CompiledMemory) -> Memory:
     return Memory(
         memory.peak_bytes,
         memory.argument_bytes,

@@ -22,7 +22,7 @@ from remat.loops.mixed import plan_with
 from remat.loops.schedules import Level
 from remat.loops.store import Storage, make_store
 from remat.loops.times import has_symbolic_types, time_to_keep, times_of_step
-from remat.loops.tracing import Traced, differentiated, residual_bytes
+from remat.loops.tracing import TracedBody, body_residual_bytes, differentiated
 from remat.loops.ways import Choice, Scanned, Ways, listed, loop_of, sizes_of
 from remat.units import format_bytes, parse_bytes
 
@@ -98,7 +98,7 @@ def _faster_way(
 ) -> Choice:
     """Return the choice by the policy, or the one that keeps all residuals if it takes less time."""
     all_halves = differentiated(everything.traced)
-    if all_halves is None or residual_bytes(all_halves) == residual_bytes(halves):
+    if all_halves is None or body_residual_bytes(all_halves) == body_residual_bytes(halves):
         return by_policy
     try:
         with_all = _within(everything, all_halves, budget, measure)
@@ -276,7 +276,7 @@ def refuse_both(checkpoints: int | None, budget: str | int | None) -> None:
 
 
 def slots_of_unknown_length(
-    traced: Traced,
+    traced: TracedBody,
     checkpoints: int | None,
     budget: str | int | None,
     default: int,

@@ -22,7 +22,7 @@ REFS_NOT_SUPPORTED = (
 )
 
 
-class Traced(NamedTuple):
+class TracedBody(NamedTuple):
     """A body as a jaxpr (see `Loop.body`), the values that it closes over, and its initial carry.
 
     The values of refs that the body writes follow the user's carry in the carry.
@@ -48,7 +48,7 @@ def trace_body(
     init: PyTree,
     x: PyTree,
     policy: PolicyLike,
-) -> Traced | None:
+) -> TracedBody | None:
     """Trace `f(carry, x) -> (carry, y)`; return None if the carry changes its structure or type.
 
     `x` is a pytree of types. With a policy, a step that is reversed saves what the policy says.
@@ -63,7 +63,7 @@ def trace_body(
             return None
         types = jax.tree.leaves(out[0])
         if all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in zip(carry, types)):
-            traced = Traced(jaxpr, consts, carry, carry_tree, jax.tree.structure(out[1]), [])
+            traced = TracedBody(jaxpr, consts, carry, carry_tree, jax.tree.structure(out[1]), [])
             return _with_values(traced)
         carry = [
             a.astype(t.dtype) if jax.typeof(a).weak_type and a.shape == t.shape else a
@@ -72,7 +72,7 @@ def trace_body(
     return None
 
 
-def _with_values(traced: Traced) -> Traced:
+def _with_values(traced: TracedBody) -> TracedBody:
     """Add the values of refs that the body writes to the carry, and of refs it only reads to the consts."""
     pure, consts = values_of_refs(traced.body, traced.consts)
     if pure is None:
@@ -94,7 +94,7 @@ def _with_values(traced: Traced) -> Traced:
     )
 
 
-def after_unused(traced: Traced, unused: Arrays) -> _jax.Jaxpr:
+def after_unused(traced: TracedBody, unused: Arrays) -> _jax.Jaxpr:
     """Return the body with additional leading inputs that it does not read."""
     types, inner = [jax.typeof(x) for x in unused], _jax.in_avals(traced.body)
     jaxpr, _, _ = _jax.trace_call(
@@ -142,7 +142,7 @@ def as_arrays(leaves: Arrays) -> Arrays:
     ]
 
 
-def differentiated(traced: Traced) -> Halves | None:
+def differentiated(traced: TracedBody) -> Halves | None:
     """Return a step in two halves, for derivatives with respect to all inputs; None if it has none."""
     marks = [_jax.has_tangent(t) for t in _jax.in_avals(traced.body)]
     out_marks = [_jax.has_tangent(t) for t in _jax.out_avals(traced.body)]
@@ -154,7 +154,7 @@ def differentiated(traced: Traced) -> Halves | None:
         return None
 
 
-def residual_bytes(halves: Halves | None) -> Size:
+def body_residual_bytes(halves: Halves | None) -> Size:
     """Return the bytes of one step's residuals, without what every step shares and its slice of the xs.
 
     A body without reverse-mode derivative has 0 bytes: such a loop can still be run.
@@ -163,5 +163,5 @@ def residual_bytes(halves: Halves | None) -> Size:
 
 
 def stacked_bytes(halves: Halves | None) -> Size:
-    """Return the bytes of one step's residuals that `lax.scan` keeps; see `residual_bytes`."""
+    """Return the bytes of one step's residuals that `lax.scan` keeps; see `body_residual_bytes`."""
     return 0 if halves is None else sum(map(n_bytes, halves.stacked))

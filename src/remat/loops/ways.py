@@ -25,7 +25,7 @@ from remat.loops.schedules import Binomial, Hierarchical, Mixed, Multilevel
 from remat.loops.sizes import n_bytes, worst_case
 from remat.loops.store import DEVICE, Store
 from remat.loops.times import time_to_keep
-from remat.loops.tracing import Traced, residual_bytes, stacked_bytes
+from remat.loops.tracing import TracedBody, body_residual_bytes, stacked_bytes
 from remat.units import format_bytes
 
 
@@ -35,7 +35,7 @@ class Scanned(NamedTuple):
     With `has_policy`, the body is a region with a policy.
     """
 
-    traced: Traced
+    traced: TracedBody
     xs: Arrays
     length: Size
     reverse: bool
@@ -268,14 +268,14 @@ def listed(parts: list[str]) -> str:
 
 
 def sizes_of(
-    traced: Traced, halves: Halves | None, budget: str | int | None
+    traced: TracedBody, halves: Halves | None, budget: str | int | None
 ) -> tuple[Size, Size, Size]:
     """Return the bytes of a state, of a step's residuals, and of those that `lax.scan` keeps.
 
     With a budget, they are upper bounds.
     """
     state = sum(map(n_bytes, traced.carry))
-    residual, stacked = residual_bytes(halves), stacked_bytes(halves)
+    residual, stacked = body_residual_bytes(halves), stacked_bytes(halves)
     if budget is None:
         return state, residual, stacked
     return (

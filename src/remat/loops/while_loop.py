@@ -33,7 +33,7 @@ from remat.loops.loop import Inputs, Loop, select
 from remat.loops.scan import scan
 from remat.loops.schedules import beta
 from remat.loops.store import DEVICE, Storage, make_store
-from remat.loops.tracing import Traced, after_unused, trace_body, values_of_refs
+from remat.loops.tracing import TracedBody, after_unused, trace_body, values_of_refs
 
 # Values that a while loop keeps at most if the user gives `max_steps` alone, which is often far above the
 # steps that are run. More recompute less where a loop really runs more than 500,000 steps.
@@ -318,7 +318,9 @@ def _measure(loop: Loop, inputs: Inputs) -> Callable[[int, bool], int | None]:
     return measure
 
 
-def _test_of_values(test: _jax.Jaxpr, consts: Arrays, traced: Traced) -> tuple[_jax.Jaxpr, Arrays]:
+def _test_of_values(
+    test: _jax.Jaxpr, consts: Arrays, traced: TracedBody
+) -> tuple[_jax.Jaxpr, Arrays]:
     """Rewrite a test as one on the whole carry, in which the values of refs follow the user's carry."""
     pure, values = values_of_refs(test, consts)
     if pure is not None and any(pure.is_written):

@@ -121,7 +121,7 @@ class StepModel:
         self.shards = shards
         self.slowdown = slowdown
         self.solver = solver or GridSearch()
-        self._levels: dict[tuple[int, tuple[BodyOption, ...]], Level] = {}
+        self._levels: dict[tuple[int, tuple[BodyOption, ...]], LoopLevel] = {}
         #: FLOPs of the programs that follow decisions.
         self._flops: dict[StepDecisions, float] = {}
 
@@ -249,14 +249,14 @@ class StepModel:
         return self.source is not self.flat
 
     @functools.cached_property
-    def _as_written(self) -> Level:
-        return Level(self, LoopDecisions(), 0.0)
+    def _as_written(self) -> LoopLevel:
+        return LoopLevel(self, LoopDecisions(), 0.0)
 
     @functools.cached_property
     def _loops(self) -> _Loops:
         return _loops(self, self.source)
 
-    def _level(self, at: int, options: tuple[BodyOption, ...]) -> Level:
+    def _level(self, at: int, options: tuple[BodyOption, ...]) -> LoopLevel:
         """Return a level of the pairs of loops with these options of the bodies."""
         at %= len(self._loops.levels)
         if (at, options) not in self._levels:
@@ -270,7 +270,7 @@ class StepModel:
             if chosen and loops.opened == self._is_opened:
                 loops = dataclasses.replace(loops, bodies=tuple(sorted(chosen, key=lambda c: c[0])))
                 seconds += sum(option.seconds for option in options)
-            self._levels[at, options] = Level(self, loops, seconds)
+            self._levels[at, options] = LoopLevel(self, loops, seconds)
         return self._levels[at, options]
 
     def _body_choices(self, variant: str, n_bytes: int) -> list[tuple[BodyOption, ...]]:
@@ -298,7 +298,7 @@ class StepModel:
 
     def _levels_within(
         self, variant: str, n_bytes: int, options: tuple[BodyOption, ...]
-    ) -> Iterator[Level]:
+    ) -> Iterator[LoopLevel]:
         """Yield the levels that may recompute least within these bytes."""
         n_levels = len(self._loops.levels)
         first = bisect.bisect_left(
@@ -317,7 +317,7 @@ def _fusing(variant: str) -> Fusing:
     return Fusing(duplicates=variant != WRITTEN, into_products=variant == INLINED)
 
 
-class Level:
+class LoopLevel:
     """A step whose loops are decided.
 
     Args:

@@ -43,7 +43,7 @@ class StepDecisions:
     outside: Decisions
 
 
-def source_of(flat: _jax.Jaxpr, opened: bool) -> _jax.Jaxpr:
+def program_to_plan(flat: _jax.Jaxpr, opened: bool) -> _jax.Jaxpr:
     """Return the program that decisions about loops refer to: a flat step, its checkpoints opened or not."""
     return scan_pairs.opened(flat) if opened else flat
 
@@ -52,7 +52,7 @@ def with_loops(source: _jax.Jaxpr, loops: LoopDecisions) -> _jax.Jaxpr:
     """Return a step whose loops do as decided.
 
     Args:
-      source: the program that the decisions refer to (`source_of`).
+      source: the program that the decisions refer to (`program_to_plan`).
       loops: the decisions.
 
     Raises:
@@ -69,7 +69,7 @@ def applied(flat: _jax.Jaxpr, decisions: StepDecisions) -> _jax.Jaxpr:
     Raises:
       PlanError: the program has no such loops.
     """
-    source = source_of(flat, decisions.loops.opened)
+    source = program_to_plan(flat, decisions.loops.opened)
     new = rewritten(with_loops(source, decisions.loops), decisions.outside)
     return new if new is flat else _apart(new)
 

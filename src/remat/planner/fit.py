@@ -38,10 +38,10 @@ from remat.planner.plan import plan as make_plan, versions
 from remat.planner.plan_file import AS_RUN, FAST, MadeFor, Plan
 from remat.planner.processes import receive_plan
 from remat.planner.rewrite import following
-from remat.planner.step import Step, check_step, unfitted
+from remat.planner.step import TargetStep, check_step, unfitted
 from remat.planner.whole_step_file import decisions_of_plan
 from remat.printing import printable
-from remat.program.compiled import Memory, compile_for_analysis
+from remat.program.compiled import CompiledMemory, compile_for_analysis
 from remat.program.costs import Costs, check_costs
 from remat.program.targets import Target, target as find_target
 
@@ -278,7 +278,7 @@ class Fitted:
                 memory = compile_for_analysis(lowered, at, as_run=True)
             finally:
                 self._ready.pop(signature, None)
-            if isinstance(memory, Memory) and memory.peak_bytes <= budget:
+            if isinstance(memory, CompiledMemory) and memory.peak_bytes <= budget:
                 if self._given is not None:
                     return made
                 return dataclasses.replace(
@@ -382,7 +382,7 @@ class Fitted:
         args, kwargs = jax.tree.map(
             lambda x: x.aval if isinstance(x, jax.core.Tracer) else x, given
         )
-        traced = Step(self._step, args, kwargs, at, self._jit_options).trace()
+        traced = TargetStep(self._step, args, kwargs, at, self._jit_options).trace()
         if is_known and plan.made_for is not None:
             _check_devices(plan.made_for, traced.made_for())
         here, planned_for = traced.program.partition("-"), plan.program.partition("-")

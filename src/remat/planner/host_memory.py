@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from remat.program.fusion import Price
-from remat.solvers.mincut import Cut, CutProblem, Network
+from remat.solvers.mincut import CutProblem, MinimumCut, Network
 
 #: `seconds(bytes)` of a copy between the device's memory and the host's, in one direction.
 Transfer = Callable[[float], float]
@@ -74,9 +74,11 @@ class Copies:
         return sum(max(0.0, copies_s - _HIDDEN_SHARE * half_s) for half_s in halves)
 
 
-def cuts_with_copies(problem: CutProblem, movable: Sequence[bool], copies: Copies) -> list[Cut]:
+def cuts_with_copies(
+    problem: CutProblem, movable: Sequence[bool], copies: Copies
+) -> list[MinimumCut]:
     """Return cuts that keep some of the movable values in host memory, without repetitions."""
-    found: dict[tuple[tuple[int, ...], ...], Cut] = {}
+    found: dict[tuple[tuple[int, ...], ...], MinimumCut] = {}
     sizes = problem.bytes
     for share in _LINK_SHARES if any(movable) else ():
         prices = tuple(
@@ -93,7 +95,7 @@ def cuts_with_copies(problem: CutProblem, movable: Sequence[bool], copies: Copie
     return list(found.values())
 
 
-def _hidden(cut: Cut, sizes: Sequence[int], copies: Copies) -> Cut:
+def _hidden(cut: MinimumCut, sizes: Sequence[int], copies: Copies) -> MinimumCut:
     """Return the cut with only as much offloaded as is hidden, largest values first.
 
     It saves the rest.

@@ -49,11 +49,11 @@ from remat.planner.programs import Candidate, Programs
 from remat.planner.progress import Progress
 from remat.planner.refusal import Refused, refusal
 from remat.planner.rewrite import flattened
-from remat.planner.search import Compiled, Effort, Proposal, search
-from remat.planner.step import Step, Traced, check_step, unfitted
+from remat.planner.search import Compiled, CompileLimits, Proposal, search
+from remat.planner.step import TargetStep, TracedStep, check_step, unfitted
 from remat.planner.whole_step_file import whole_step_plan
 from remat.printing import shown
-from remat.program.compiled import CompilerFailure, Memory, OutOfMemory
+from remat.program.compiled import CompiledMemory, CompilerFailure, OutOfMemory
 from remat.program.costs import Costs, Roofline, find_costs, slowdowns
 from remat.program.targets import Target, target as find_target
 
@@ -153,7 +153,7 @@ def plan(
     at = find_target(target)
     if limit is None:
         limit = _all_memory(at)
-    planned = Step(step, args, kwargs, at, jit_options)
+    planned = TargetStep(step, args, kwargs, at, jit_options)
     store = find_cache(cache)
     here = None if at.ahead_of_time else at.devices[0]
     priced = find_costs(costs, at.device, here, store)
@@ -181,7 +181,7 @@ def _all_memory(target: Target) -> units.Budget:
 class _Search:
     def __init__(
         self,
-        step: Step,
+        step: TargetStep,
         budget: units.Budget,
         cache: Cache,
         show: Callable,
@@ -200,7 +200,7 @@ class _Search:
         self.cache = cache
         self.costs = costs
         show("tracing")
-        self.unplanned: Traced = step.trace()
+        self.unplanned: TracedStep = step.trace()
         self.program = fingerprint(
             self.unplanned.jaxpr,
             self.unplanned.layout(),
@@ -212,7 +212,7 @@ class _Search:
         )
         known_base = self._known_base()
         self.programs = Programs(step, self.unplanned, show, known_base)
-        if known_base is None and isinstance(self.base, Memory):
+        if known_base is None and isinstance(self.base, CompiledMemory):
             self.cache.put("base", self._key(), dataclasses.asdict(self.base))
         self.budget = budget.bytes_of(self._base_bytes(budget))
         #: The largest peak of a plan; `_confirmed` may lower it.
@@ -223,7 +223,7 @@ class _Search:
     # Before the search
 
     @property
-    def base(self) -> Memory | OutOfMemory | CompilerFailure:
+    def base(self) -> CompiledMemory | OutOfMemory | CompilerFailure:
         return self.programs.base
 
     @property
@@ -241,10 +241,12 @@ class _Search:
             )
         return self.programs.base_peak_bytes
 
-    def _known_base(self) -> Memory | None:
+    def _known_base(self) -> CompiledMemory | None:
         known = self.cache.get("base", self._key())
-        is_usable = known is not None and set(known) == {f.name for f in dataclasses.fields(Memory)}
-        return Memory(**known) if known is not None and is_usable else None
+        is_usable = known is not None and set(known) == {
+            f.name for f in dataclasses.fields(CompiledMemory)
+        }
+        return CompiledMemory(**known) if known is not None and is_usable else None
 
     def _key(self) -> str:
         made_with = "|".join(f"{name} {version}" for name, version in self._versions())
@@ -295,7 +297,7 @@ class _Search:
             memory = self.programs.as_run(best)
             needed = 0 if isinstance(memory, CompilerFailure) else memory.peak_bytes
             self.limit, lower = self.budget, self.limit
-            if isinstance(memory, Memory) and self._is_within(memory):
+            if isinstance(memory, CompiledMemory) and self._is_within(memory):
                 return dataclasses.replace(best, memory=memory, verified_level=AS_RUN)
             share = min(1.0, self.budget / max(needed, 1))
             self.limit = min(lower, int(0.995 * share * best.compiled_bytes))
@@ -306,7 +308,7 @@ class _Search:
         return best
 
     def _best(self) -> Candidate | None:
-        if isinstance(self.base, Memory) and self._is_within(self.base):
+        if isinstance(self.base, CompiledMemory) and self._is_within(self.base):
             return self._with_fewer_checkpoints() or self.programs.as_written()
         return self._search() if self._room > 0 else None
 
@@ -321,7 +323,7 @@ class _Search:
     def _fails_by_host(self, candidate: Candidate) -> bool:
         """Return whether the compiler failed on a candidate, or it only takes too much host memory."""
         memory = candidate.memory
-        if isinstance(memory, Memory):
+        if isinstance(memory, CompiledMemory):
             return memory.peak_bytes <= self.limit and not self._is_within(memory)
         return isinstance(memory, CompilerFailure)
 
@@ -351,9 +353,9 @@ class _Search:
             return temporaries if self._fits(found) else max(temporaries, room + 1)
 
         made: list[Candidate] = []
-        effort = Effort(negligible_seconds=_NEGLIGIBLE_FLOPS * self._model.seconds)
+        effort = CompileLimits(negligible_seconds=_NEGLIGIBLE_FLOPS * self._model.seconds)
         as_written: list[Compiled] = []
-        if isinstance(self.base, OutOfMemory | Memory):
+        if isinstance(self.base, OutOfMemory | CompiledMemory):
             # A refusal by the compiler names the bytes that it needs.
             needed = max(0, self.base.peak_bytes - fixed_bytes)
             written = map(self._model.as_written, self._model.variants)
@@ -383,9 +385,9 @@ class _Search:
         return flattened(self.unplanned.jaxpr)
 
     def _fits(self, candidate: Candidate) -> bool:
-        return isinstance(candidate.memory, Memory) and self._is_within(candidate.memory)
+        return isinstance(candidate.memory, CompiledMemory) and self._is_within(candidate.memory)
 
-    def _is_within(self, memory: Memory) -> bool:
+    def _is_within(self, memory: CompiledMemory) -> bool:
         """Return whether the compiler's figures are within the budgets; nothing else decides."""
         fits_host = self.host_limit is None or memory.host_bytes <= self.host_limit
         return memory.peak_bytes <= self.limit and fits_host
@@ -405,7 +407,7 @@ class _Search:
     # Plans
 
     def _plan(self, best: Candidate) -> Plan:
-        assert isinstance(best.memory, Memory)
+        assert isinstance(best.memory, CompiledMemory)
         decisions = best.decisions
         return Plan(
             program=self.unplanned.program,

@@ -20,8 +20,8 @@ from remat.planner.decisions import StepDecisions
 from remat.planner.plan_file import AS_RUN, FAST
 from remat.planner.scan_pairs import ScanOption
 from remat.planner.search import Proposal
-from remat.planner.step import Step, Traced
-from remat.program.compiled import CompilerFailure, Memory, OutOfMemory
+from remat.planner.step import TargetStep, TracedStep
+from remat.program.compiled import CompiledMemory, CompilerFailure, OutOfMemory
 from remat.program.from_jaxpr import n_bytes
 
 _log = logging.getLogger("remat")
@@ -32,7 +32,7 @@ _SLOWER_AS_RUN = 12.0  # a TPU's default level against its fast one: 6 to 14 tim
 _T = TypeVar("_T")
 
 #: The compiler's answer.
-Answer: TypeAlias = Memory | OutOfMemory | CompilerFailure
+Answer: TypeAlias = CompiledMemory | OutOfMemory | CompilerFailure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,11 @@ class Programs:
     """
 
     def __init__(
-        self, step: Step, unplanned: Traced, show: Callable[[str], None], known_base: Memory | None
+        self,
+        step: TargetStep,
+        unplanned: TracedStep,
+        show: Callable[[str], None],
+        known_base: CompiledMemory | None,
     ) -> None:
         self.step = step
         self.unplanned = unplanned
@@ -135,8 +139,8 @@ class Programs:
         traced = self.step.trace_following(proposal.decisions)
         self.show(f"compiling a plan predicted to need {units.format_bytes(predicted_bytes)}")
         memory = self._timed(traced.memory)
-        is_first = not any(isinstance(c.memory, Memory) for c in self.candidates)
-        if is_first and isinstance(self.base, OutOfMemory) and isinstance(memory, Memory):
+        is_first = not any(isinstance(c.memory, CompiledMemory) for c in self.candidates)
+        if is_first and isinstance(self.base, OutOfMemory) and isinstance(memory, CompiledMemory):
             self.fixed_bytes = memory.argument_bytes + memory.output_bytes - memory.alias_bytes
         found = Candidate(proposal, predicted_bytes, memory, traced.flops() - self.flops)
         self.candidates.append(found)
@@ -172,7 +176,7 @@ class Programs:
         return memory
 
     def _fixed_bytes(self) -> int:
-        if isinstance(self.base, Memory):
+        if isinstance(self.base, CompiledMemory):
             return self.base.argument_bytes + self.base.output_bytes - self.base.alias_bytes
         shards = self.unplanned.shards()
         jaxpr = self.unplanned.jaxpr

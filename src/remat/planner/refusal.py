@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from remat.errors import BudgetError
 from remat.planner.programs import Answer, Candidate
 from remat.printing import printable
-from remat.program.compiled import CompilerFailure, Memory
+from remat.program.compiled import CompiledMemory, CompilerFailure
 from remat.program.program import Program
 from remat.units import format_bytes
 
@@ -50,7 +50,7 @@ def refusal(refused: Refused) -> BudgetError:
             "(donate_argnums=), or use a smaller batch or more devices."
         )
     reached = [p.compiled_bytes for p in refused.tried if not p.failure]
-    reached += [base] if isinstance(refused.base, Memory) else []
+    reached += [base] if isinstance(refused.base, CompiledMemory) else []
     smallest = min(reached, default=base)
     without = (
         "that of the step without rematerialization"
@@ -88,7 +88,7 @@ def _mark_more(refused: Refused) -> str:
 def _other_reasons(refused: Refused) -> str:
     """Return the part of the message about plans that do not fail by the device's memory."""
     text, limit = "", refused.host_limit
-    on_host = [p.memory.host_bytes for p in refused.tried if isinstance(p.memory, Memory)]
+    on_host = [p.memory.host_bytes for p in refused.tried if isinstance(p.memory, CompiledMemory)]
     if limit is not None and max(on_host, default=0) > limit:
         most = format_bytes(max(on_host))
         text += f" Plans were over host_budget={limit}: up to {most} in host memory."

@@ -85,7 +85,7 @@ class Compiled:
 
 
 @dataclasses.dataclass(frozen=True)
-class Effort:
+class CompileLimits:
     """When a search ends.
 
     Args:
@@ -109,7 +109,7 @@ def search(
     model: Model,
     compiler: Compiler,
     budget: int,
-    effort: Effort | None = None,
+    effort: CompileLimits | None = None,
     known: Sequence[Compiled] = (),
     as_written: Sequence[Compiled] = (),
 ) -> tuple[Compiled | None, tuple[Compiled, ...]]:
@@ -139,7 +139,7 @@ def search(
       The best compiled proposal that fits, or None; and all that were compiled, in order.
     """
     misjudged = (c for c in as_written if c.compiled_bytes > _MISJUDGED * c.proposal.model_bytes)
-    found = _Search(model, compiler, budget, effort or Effort(), (*known, *misjudged))
+    found = _Search(model, compiler, budget, effort or CompileLimits(), (*known, *misjudged))
     found.above += [c.proposal.decisions for c in as_written]
     return found.run()
 
@@ -181,7 +181,7 @@ class _Search:
         model: Model,
         compiler: Compiler,
         budget: int,
-        effort: Effort,
+        effort: CompileLimits,
         known: tuple[Compiled, ...] = (),
     ) -> None:
         self.known = known

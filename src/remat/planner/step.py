@@ -25,13 +25,18 @@ from remat.planner.auto import WITH_MARKS, tracing
 from remat.planner.decisions import StepDecisions, applied
 from remat.planner.plan_file import MadeFor
 from remat.planner.rewrite import following
-from remat.program.compiled import CompilerFailure, Memory, OutOfMemory, compile_for_analysis
+from remat.program.compiled import (
+    CompiledMemory,
+    CompilerFailure,
+    OutOfMemory,
+    compile_for_analysis,
+)
 from remat.program.from_jaxpr import n_bytes
 from remat.program.settings import compiler_settings
 from remat.program.targets import Target, n_shards, place
 
 
-class Traced:
+class TracedStep:
     """A step that was traced.
 
     Attributes:
@@ -107,7 +112,7 @@ class Traced:
             compiler_settings(self._target.platform, self._compiler_options),
         )
 
-    def memory(self, *, as_run: bool = False) -> Memory | OutOfMemory | CompilerFailure:
+    def memory(self, *, as_run: bool = False) -> CompiledMemory | OutOfMemory | CompilerFailure:
         """Return the memory that the compiler reports for the step, or that it failed.
 
         Args:
@@ -124,7 +129,7 @@ class Traced:
         return flops_of_program(self.jaxpr)
 
 
-class Step:
+class TargetStep:
     """A step function with its arguments, its `jax.jit` options and a target."""
 
     def __init__(
@@ -142,17 +147,17 @@ class Step:
 
         self._flat_traces: dict[Any, Any] = {}
 
-    def trace(self) -> Traced:
+    def trace(self) -> TracedStep:
         """Trace the step as it is written, with the marks of `remat.auto`."""
         return self._trace(self.fun)
 
-    def trace_following(self, decisions: StepDecisions) -> Traced:
+    def trace_following(self, decisions: StepDecisions) -> TracedStep:
         """Trace the step as one that follows decisions about its flat program."""
         return self._trace(
             following(self.fun, lambda flat: applied(flat, decisions), self._flat_traces)
         )
 
-    def _trace(self, fun: Callable) -> Traced:
+    def _trace(self, fun: Callable) -> TracedStep:
         # A new function each time, since JAX caches traces by function.
         @_jax.wraps(self.fun)
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -160,7 +165,7 @@ class Step:
 
         with tracing(WITH_MARKS), names_of_marked() as marked:
             traced = jax.jit(step, **self.jit_options).trace(*self.args, **self.kwargs)
-        return Traced(traced, self.target, self.jit_options.get("compiler_options"), marked)
+        return TracedStep(traced, self.target, self.jit_options.get("compiler_options"), marked)
 
 
 def unfitted(step: Any, jit_options: Mapping[str, Any]) -> tuple[Callable, dict[str, Any]]:

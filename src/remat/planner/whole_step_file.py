@@ -16,7 +16,7 @@ from remat import _jax
 from remat.errors import PlanError
 from remat.ir.equations import is_repeatable
 from remat.planner.bodies import bodies_by_id
-from remat.planner.decisions import LoopDecisions, StepDecisions, source_of, with_loops
+from remat.planner.decisions import LoopDecisions, StepDecisions, program_to_plan, with_loops
 from remat.planner.plan_decisions import BodyPlan, Recomputation, ScanPlan, WholeStep
 from remat.planner.rewrite import Burst, Decisions
 from remat.planner.scan_pairs import ScanOption
@@ -26,7 +26,7 @@ from remat.program.from_jaxpr import joined, type_text
 def whole_step_plan(flat: _jax.Jaxpr, decisions: StepDecisions) -> WholeStep:
     """Return decisions about a step's flat jaxpr as a plan holds them."""
     loops = decisions.loops
-    source = source_of(flat, loops.opened)
+    source = program_to_plan(flat, loops.opened)
     found = bodies_by_id(source, [id for id, _ in loops.bodies])
     new = with_loops(source, loops)
     numbers = _numbers(source, new)
@@ -60,7 +60,7 @@ def decisions_of_plan(whole: WholeStep, flat: _jax.Jaxpr) -> StepDecisions:
     Raises:
       PlanError: the plan is for another program, or computes an equation with effects again.
     """
-    source = source_of(flat, whole.opened)
+    source = program_to_plan(flat, whole.opened)
     _check_count(whole.n_equations, source, "a step")
     found = bodies_by_id(source, [body.id for body in whole.bodies])
     for body in whole.bodies:

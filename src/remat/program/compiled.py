@@ -40,7 +40,7 @@ from remat.program.targets import Target
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class CompiledMemory:
     """The memory of a compiled program, in bytes per device.
 
     Args:
@@ -109,7 +109,7 @@ class CompilerFailure:
 _LONGEST_REASON = 300  # characters of a compiler's message that are kept
 
 
-def memory_of(compiled: jax.stages.Compiled, target: Target) -> Memory:
+def memory_of(compiled: jax.stages.Compiled, target: Target) -> CompiledMemory:
     """Return the memory analysis of a compiled program, per device of the target.
 
     >>> import jax, jax.numpy as jnp
@@ -139,7 +139,7 @@ def memory_of(compiled: jax.stages.Compiled, target: Target) -> Memory:
         + analysis.output_size_in_bytes
         - analysis.alias_size_in_bytes
     )
-    return Memory(
+    return CompiledMemory(
         peak_bytes=min(total, analysis.peak_memory_in_bytes) if target.platform == "tpu" else total,
         argument_bytes=analysis.argument_size_in_bytes,
         output_bytes=analysis.output_size_in_bytes,
@@ -156,7 +156,7 @@ def compile_for_analysis(
     as_run: bool = False,
     default_level: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
-) -> Memory | OutOfMemory:
+) -> CompiledMemory | OutOfMemory:
     """Compile a lowered program for its memory analysis, without XLA's own rematerialization.
 
     >>> import jax, jax.numpy as jnp
@@ -176,7 +176,7 @@ def compile_for_analysis(
         what a `jax.jit` that has the same option says.
 
     Returns:
-      `Memory`, or `OutOfMemory` where the compiler refuses the program; both have `peak_bytes` and
+      `CompiledMemory`, or `OutOfMemory` where the compiler refuses the program; both have `peak_bytes` and
       `fits`.
 
     Raises:

@@ -31,7 +31,7 @@ from remat.report.outline import (
     values_table,
 )
 from remat.report.text import renderable, to_text
-from remat.report.timeline import thinned, timeline
+from remat.report.timeline import thinned_samples, timeline
 from remat.units import format_bytes, format_flops, format_seconds, in_one_unit
 
 FORMAT = "remat.difference"
@@ -168,7 +168,7 @@ def _curve(explanation: ExplanationData) -> tuple[tuple[float, int], ...]:
     total = line.total_bytes
     starts = line.start_s if line.start_s[-1] > 0 else np.arange(len(total) + 1.0)
     found: list[tuple[float, int]] = []
-    for i in thinned(total, _MOST_POINTS):
+    for i in thinned_samples(total, _MOST_POINTS):
         found += [(float(starts[i]), found[-1][1])] if found else []
         found.append((float(starts[i]), int(total[i])))
     return (*found, (float(starts[-1]), found[-1][1])) if found else ()

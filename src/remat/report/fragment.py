@@ -15,7 +15,7 @@ from remat.printing import printable
 from remat.report import document as doc
 from remat.report.document import Block, Chart, Document
 from remat.report.model import KINDS, Kind, Phase
-from remat.report.timeline import thinned
+from remat.report.timeline import thinned_samples
 from remat.units import format_bytes, format_seconds
 
 # The colours of Okabe and Ito, which people who confuse red and green tell apart.
@@ -131,7 +131,7 @@ def _chart(chart: Chart) -> str:
     line = chart.timeline
     if line.peak_step is None:
         return ""
-    at = thinned(line.total_bytes, _POINTS)
+    at = thinned_samples(line.total_bytes, _POINTS)
     sums = np.cumsum(line.live_bytes[:, at], axis=0)
     top = max(line.peak_bytes, 1)
     is_timed = bool(line.start_s[-1] > 0)

@@ -15,7 +15,7 @@ from typing import Any
 from remat.printing import printable
 from remat.report.groups import called, groups
 from remat.report.model import KINDS, PHASES, ExplanationData, Value
-from remat.report.timeline import thinned, timeline
+from remat.report.timeline import thinned_samples, timeline
 
 MOST_POINTS = 2400
 MOST_VALUES = 100_000
@@ -38,7 +38,7 @@ def payload(explanation: ExplanationData) -> dict[str, Any]:
     []
     """
     line = timeline(explanation.values, explanation.steps)
-    at = thinned(line.total_bytes, MOST_POINTS)
+    at = thinned_samples(line.total_bytes, MOST_POINTS)
     texts = _Texts()
     compiled = explanation.totals.compiled
     content = {

@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter
 from remat.printing import printable
 from remat.report.fragment import COLORS, PHASE_COLORS
 from remat.report.model import KINDS, ExplanationData
-from remat.report.timeline import thinned, timeline
+from remat.report.timeline import thinned_samples, timeline
 from remat.units import format_bytes, format_seconds
 
 _POINTS = 4000
@@ -43,7 +43,7 @@ def figure(explanation: ExplanationData, *, width: float = 9.0, height: float = 
     axes.set_xlabel("predicted time" if timed else "operation")
     if timed:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda time_s, _: format_seconds(time_s)))
-    at = thinned(line.total_bytes, _POINTS)
+    at = thinned_samples(line.total_bytes, _POINTS)
     x = np.append(edges[at], edges[-1])
     sums = np.cumsum(line.live_bytes[:, at], axis=0)
     below = np.zeros(len(at), np.int64)

@@ -121,7 +121,7 @@ def predicted_memory(
     )
 
 
-def thinned(total_bytes: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+def thinned_samples(total_bytes: NDArray[np.int64], most: int) -> NDArray[np.int64]:
     """Return at most `most` step numbers with the same outline, the peak among them.
 
     The steps are divided into equal stretches, and the highest and the lowest of each are kept.

@@ -23,7 +23,7 @@ from remat.solvers import frontier
 from remat.solvers.effort import Effort
 from remat.solvers.liveness import Arrays, Liveness, liveness
 from remat.solvers.mincut import CutProblem, at_budget
-from remat.solvers.order_search import replay
+from remat.solvers.order_search import replay_order
 from remat.solvers.relief import Relief, keep, relieve
 
 
@@ -151,7 +151,7 @@ def _order(arrays: Arrays, stages: Sequence[int], recomputed: Sequence[Sequence[
     begin = 0
     for end, again in zip(stages, recomputed):
         missing = set(again)
-        replay(arrays.operands, range(begin, end), missing, order)
+        replay_order(arrays.operands, range(begin, end), missing, order)
         # The boundary's own operands, and what later stages use.
         order += [*sorted(missing), end]
         begin = end + 1

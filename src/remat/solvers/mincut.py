@@ -67,7 +67,7 @@ class CutProblem:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class MinimumCut:
     """A solution: the places saved, recomputed and offloaded, in order, its bytes and its time."""
 
     saved: tuple[int, ...]
@@ -85,7 +85,7 @@ class Hull:
     less than `floor_bytes`, which is the first vertex's bytes up to rounding.
     """
 
-    cuts: tuple[Cut, ...]
+    cuts: tuple[MinimumCut, ...]
     slack: float = 0.0
     floor_bytes: int = 0
 
@@ -104,7 +104,7 @@ class Hull:
                 return max(0.0, few.time + share * (many.time - few.time) - self.slack)
         return max(0.0, self.cuts[-1].time - self.slack)
 
-    def within(self, budget: int) -> Cut:
+    def within(self, budget: int) -> MinimumCut:
         """Return the vertex of least time whose saved values fit in `budget` bytes.
 
         Raises:
@@ -172,17 +172,17 @@ class Network:
         costs = time, n_bytes, most_for_bytes
         return cls(problem, graph, place[:n_edges], *costs, transfers, value, dearest)
 
-    def cheapest(self, price: float) -> tuple[Cut, float]:
+    def cheapest(self, price: float) -> tuple[MinimumCut, float]:
         """Return the cheapest cut at a price per saved byte, and a lower bound on its cost."""
         upper = price * float(self.dearest.sum())
         return self._least(np.full(len(self.problem), price), upper)
 
-    def cheapest_of(self, price: NDArray[np.float64]) -> Cut:
+    def cheapest_of(self, price: NDArray[np.float64]) -> MinimumCut:
         """Return the cheapest cut when each value has its own price per byte."""
         upper = float(price[list(self.problem.needed)] @ self.dearest)
         return self._least(price, upper)[0]
 
-    def _least(self, price: NDArray[np.float64], upper: float) -> tuple[Cut, float]:
+    def _least(self, price: NDArray[np.float64], upper: float) -> tuple[MinimumCut, float]:
         to_save = price * np.array(self.problem.bytes, np.float64)
         if self.problem.transfer:
             to_keep = np.minimum(to_save, self.transfers)
@@ -222,7 +222,7 @@ def _cut(
     problem: CutProblem,
     recomputed: NDArray[np.bool_],
     offloaded: NDArray[np.bool_] | None = None,
-) -> Cut:
+) -> MinimumCut:
     """Return a cut without the values that ties of the minimum cut left in it needlessly.
 
     Values that are not recomputed are saved, on the host if `offloaded` says so.
@@ -246,7 +246,7 @@ def _cut(
             elsewhere.append(v)
         else:
             saved.append(v)
-    return Cut(
+    return MinimumCut(
         tuple(reversed(saved)),
         tuple(reversed(again)),
         sum(problem.bytes[v] for v in saved),
@@ -260,7 +260,7 @@ def _time(problem: CutProblem, recomputed: Sequence[int], offloaded: Sequence[in
     return float(again + sum(problem.transfer[v] for v in sorted(offloaded)))
 
 
-def min_cut(problem: CutProblem, price: float) -> Cut:
+def min_cut(problem: CutProblem, price: float) -> MinimumCut:
     """Return the cheapest choice when each saved byte costs `price`.
 
     >>> chain = CutProblem(bytes=(8, 8), time=(3.0, 1.0), deps=((), (0,)), needed=(1,))
@@ -297,14 +297,16 @@ def hull(problem: CutProblem, *, max_cuts: int = 10_000) -> Hull:
         if cut.bytes > low.bytes:
             open_intervals.append((low, cut))
         open_intervals.append((cut, high))
-    vertices: list[Cut] = []
+    vertices: list[MinimumCut] = []
     for n_bytes in sorted(cuts):
         if not vertices or cuts[n_bytes].time < vertices[-1].time:
             vertices.append(cuts[n_bytes])
     return Hull(tuple(vertices), slack, floor_bytes)
 
 
-def between(problem: CutProblem, few: Cut, many: Cut, *, places: int = 6) -> list[Cut]:
+def between(
+    problem: CutProblem, few: MinimumCut, many: MinimumCut, *, places: int = 6
+) -> list[MinimumCut]:
     """Return cuts between two neighbouring vertices of the hull, which no single price finds.
 
     The price per byte is low for the values before a place and high for those after it, or the
@@ -324,7 +326,7 @@ def between(problem: CutProblem, few: Cut, many: Cut, *, places: int = 6) -> lis
     network = Network.of(problem)
     slope = (few.time - many.time) / (many.bytes - few.bytes)
     chosen = {differ[-(-k * (len(differ) - 1) // (places + 1))] for k in range(1, places + 1)}
-    found: dict[tuple[tuple[int, ...], ...], Cut] = {}
+    found: dict[tuple[tuple[int, ...], ...], MinimumCut] = {}
     for place in sorted(chosen | {differ[-1]}):
         for factor in (1.05, 3.0):
             price = np.full(len(problem), slope * factor)
@@ -336,7 +338,7 @@ def between(problem: CutProblem, few: Cut, many: Cut, *, places: int = 6) -> lis
     return list(found.values())
 
 
-def at_budget(problem: CutProblem, budget: int, *, max_flows: int = 60) -> tuple[Cut, float]:
+def at_budget(problem: CutProblem, budget: int, *, max_flows: int = 60) -> tuple[MinimumCut, float]:
     """Return the vertex of the hull that fits a budget, and a lower bound on the time of any choice.
 
     It takes a few maximum flows.
@@ -372,7 +374,9 @@ def at_budget(problem: CutProblem, budget: int, *, max_flows: int = 60) -> tuple
     return low, bound
 
 
-def _between(network: Network, low: Cut, high: Cut) -> tuple[Cut | None, float]:
+def _between(
+    network: Network, low: MinimumCut, high: MinimumCut
+) -> tuple[MinimumCut | None, float]:
     """Return the cut farthest below the line through two others, and how far below any cut can be.
 
     The price at which both cost the same makes the line a contour of the Lagrangian.
@@ -386,7 +390,7 @@ def _between(network: Network, low: Cut, high: Cut) -> tuple[Cut | None, float]:
     return (cut if is_new else None), max(0.0, line - bound)
 
 
-def _ends(network: Network) -> tuple[Cut, Cut, int]:
+def _ends(network: Network) -> tuple[MinimumCut, MinimumCut, int]:
     """Return a cut of the fewest bytes, the cut of no time, and a proven lower bound on the bytes."""
     problem = network.problem
     n = len(problem)

@@ -32,7 +32,7 @@ _REACH = 300  # ancestors that a cut considers beside three per needed value; mo
 _PATIENCE = 30  # cuts in a row that do not lower the peak, after which a search ends
 
 
-def replay(
+def replay_order(
     operands: Sequence[tuple[int, ...]], steps: Iterable[int], missing: set[int], out: list[int]
 ) -> None:
     """Append `steps` to `out`, computing each value of `missing` again before its first use.
@@ -147,7 +147,7 @@ def _cut_at(
     if not cut.recomputed:
         return None
     out = order[: moment + 1].tolist()
-    replay(operands, order[moment + 1 :].tolist(), {near[v] for v in cut.recomputed}, out)
+    replay_order(operands, order[moment + 1 :].tolist(), {near[v] for v in cut.recomputed}, out)
     return out
 
 

@@ -34,13 +34,13 @@ def suggested_share(facts: Facts) -> int:
         return 0
     aim = max(
         (fixed + (peak - fixed) // 2) / peak,
-        floor_bytes(facts) / max(1, facts.predicted.peak_bytes),
+        lowest_budget_bytes(facts) / max(1, facts.predicted.peak_bytes),
     )
     share = max(50, -(-math.ceil(100 * aim) // 5) * 5)
     return share if share <= 90 else 0
 
 
-def floor_bytes(facts: Facts) -> int:
+def lowest_budget_bytes(facts: Facts) -> int:
     """Return the predicted peak if saved values were live only where they are written and read last."""
     return _peak_without(facts, {value.id for value in saved_values(facts)}, _stacked(facts))
 

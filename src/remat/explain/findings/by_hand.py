@@ -8,7 +8,7 @@ from remat import _jax
 from remat.explain.findings.budgets import cost_of_all
 from remat.explain.findings.facts import Facts, at_line, saved_values
 from remat.explain.findings.stacks import largest_loop
-from remat.explain.sources import source_of
+from remat.explain.sources import user_source_of
 from remat.printing import with_ranges, without_numbers
 from remat.program.from_jaxpr import n_bytes as n_bytes_of
 from remat.report.groups import own_function
@@ -84,7 +84,7 @@ def _wrapper_of(facts: Facts, saved: list[Value]) -> str:
     """
     of_function: dict[str, str] = {}
     for eqn, phase in zip(facts.sides.eqns, facts.sides.phases):
-        source = source_of(eqn) if phase == "forward" else ""
+        source = user_source_of(eqn) if phase == "forward" else ""
         for package, wrapper in _WRAPPERS:
             if source.startswith(package) and (package == "haiku/" or _is_method(source)):
                 of_function[own_function(source)] = wrapper

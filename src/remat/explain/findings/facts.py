@@ -8,7 +8,7 @@ from collections.abc import Callable
 from remat import _jax
 from remat.explain.account import Account
 from remat.explain.phases import PhasedProgram
-from remat.explain.sources import source_of
+from remat.explain.sources import user_source_of
 from remat.explain.step import TracedStep
 from remat.program import compiled as compiling
 from remat.report.model import Memory, Value
@@ -72,5 +72,5 @@ def saved_values(facts: Facts) -> list[Value]:
 
 def at_line(eqn: _jax.JaxprEqn) -> str:
     """Return the source of an equation as the end of a phrase: `` at net.py:12 (mlp)``."""
-    line = source_of(eqn)
+    line = user_source_of(eqn)
     return f" at {line}" if line else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from remat.explain.findings.budgets import budget_text, floor_bytes
+from remat.explain.findings.budgets import budget_text, lowest_budget_bytes
 from remat.explain.findings.facts import Facts, Followed
 from remat.report.model import Finding
 from remat.units import format_bytes
@@ -53,7 +53,7 @@ def _after_plan(facts: Facts, plan: Followed, share: float) -> str:
             f"If there is room for {format_bytes(between)}, {facts.fit_call(budget_text(between))} "
             "recomputes less."
         )
-    floor = floor_bytes(facts) / max(1, facts.predicted.peak_bytes)
+    floor = lowest_budget_bytes(facts) / max(1, facts.predicted.peak_bytes)
     lower = max((3 * peak + facts.fixed_bytes) // 4, int(1.05 * floor * peak))
     if lower > 0.95 * peak:
         return "A smaller budget gains little: most of the peak is needed where it is computed."

@@ -32,7 +32,7 @@ def matched_nothing(facts: Facts, found: list[regions.Found]) -> Iterator[Findin
         if any(map(regions.hides_names, looked_at)):
             # The forward rule of a custom derivative is traced only when it is differentiated.
             looked_at.append(facts.step.jaxpr)
-        if any(True for body in looked_at for _ in regions.matches(policy, body)):
+        if any(True for body in looked_at for _ in regions.region_matches(policy, body)):
             yield from _names_unknown(facts, policy)
             continue
         known = regions.names_in(facts.step.jaxpr)

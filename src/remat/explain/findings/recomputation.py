@@ -78,7 +78,7 @@ def at_once(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
     predicted = facts.predicted.temp_bytes
     by_loops = False
     for one in found:
-        again, later = regions.split(one.eqn)
+        again, later = regions.split_regions(one.eqn)
         read = {v for eqn in later for v in eqn.invars if _jax.is_var(v)}
         for eqn in again:
             if eqn.primitive.name != "scan" or eqn.params["length"] < 2:
@@ -141,8 +141,10 @@ def overridden(found: list[regions.Found]) -> Iterator[Finding]:
             continue
         while outer.outer is not None:
             outer = outer.outer
-        again, _ = regions.split(outer.eqn)
-        dropped = list(regions.matches(policy, _equations(again, outer.eqn), times=outer.times))
+        again, _ = regions.split_regions(outer.eqn)
+        dropped = list(
+            regions.region_matches(policy, _equations(again, outer.eqn), times=outer.times)
+        )
         if dropped:
             size = sum(m.n_bytes for m in dropped)
             yield Finding(

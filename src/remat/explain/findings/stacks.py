@@ -13,7 +13,7 @@ from remat.ir.equations import inline_body
 from remat.program.from_jaxpr import n_bytes
 
 
-class Stack(NamedTuple):
+class LargeStack(NamedTuple):
     """What a loop stacks, as the result of the equation that it is or is in."""
 
     loop: _jax.JaxprEqn
@@ -21,11 +21,11 @@ class Stack(NamedTuple):
     n_bytes: int
 
 
-def stacks_of(eqn: _jax.JaxprEqn) -> Iterator[Stack]:
+def stacks_of(eqn: _jax.JaxprEqn) -> Iterator[LargeStack]:
     """Yield what the loops that an equation runs stack and return."""
     if eqn.primitive.name == "scan":
         for v in eqn.outvars[_jax.scan_arity(eqn)[1] :]:
-            yield Stack(eqn, v, n_bytes(v.aval))
+            yield LargeStack(eqn, v, n_bytes(v.aval))
     elif eqn.primitive.name in ("shard_map", "cond"):
         for closed in _jax.jaxprs_of(eqn):
             body = jaxprs.inline_calls(_jax.open_jaxpr(closed), inline_body)
@@ -47,7 +47,7 @@ def largest_loop(sides: PhasedProgram, *, at_least: float) -> tuple[_jax.JaxprEq
     return largest, stacked[largest]
 
 
-def _kept(sides: PhasedProgram) -> Iterator[Stack]:
+def _kept(sides: PhasedProgram) -> Iterator[LargeStack]:
     """Yield what loops stack for the backward pass, also where both are in the body of another loop."""
     read = _read_backward(sides)
     for i, (op, phase, eqn) in enumerate(zip(sides.program.ops, sides.phases, sides.eqns)):

@@ -39,7 +39,7 @@ from remat.planner.tradeoffs import (
     undominated,
 )
 from remat.program.from_jaxpr import workspace_bytes
-from remat.solvers.mincut import Cut, CutProblem, between, hull
+from remat.solvers.mincut import CutProblem, MinimumCut, between, hull
 
 # Ratio of bytes of neighbours on the hull. With a ratio below, options are looked for between them; a
 # larger limit finds more.
@@ -220,7 +220,7 @@ class _OptionsOfCuts:
     def options(self) -> list[ScanOption]:
         problem, variables = self._nodes()
         vertices = hull(problem).cuts
-        cuts: list[Cut] = list(vertices)
+        cuts: list[MinimumCut] = list(vertices)
         forward_s = self.cost_of(e for e in self.joint.known if id(e) in self.always).seconds
         for few, many in itertools.pairwise(vertices):
             if few.bytes < _GAP_RATIO * many.bytes and few.time - many.time > (

@@ -13,7 +13,7 @@ import jax
 
 from remat import _jax
 from remat.errors import PolicyError, closest
-from remat.transform.policies.selector import Selector, Selectors, Value, check_strings
+from remat.transform.policies.selector import RegionValue, Selector, Selectors, check_strings
 
 _jax.exclude_from_tracebacks(__file__)
 
@@ -25,7 +25,7 @@ class Policy:
     Called like that it sees only one equation, and raises `PolicyError` if it needs more to decide.
     """
 
-    def opinion(self, value: Value) -> Any:
+    def opinion(self, value: RegionValue) -> Any:
         """Return `Saveable`, `Recompute`, an `Offloadable`, or None if it does not decide about a value."""
         raise NotImplementedError
 
@@ -49,7 +49,7 @@ class Policy:
             )
         name = params.get("name") if primitive is _jax.name_p else None
         names = frozenset() if name is None else frozenset({name})
-        value = Value(names, primitive.name, "", avals[0] if avals else None, eqn, False)
+        value = RegionValue(names, primitive.name, "", avals[0] if avals else None, eqn, False)
         return _jax.Recompute if (case := self.opinion(value)) is None else case
 
     def __or__(self, other: Any) -> Policy:
@@ -127,7 +127,7 @@ class Select(Policy):
     case: Any
     selector: Selector
 
-    def opinion(self, value: Value) -> Any:
+    def opinion(self, value: RegionValue) -> Any:
         # What depends on symbolic dimensions and cannot be decided is recomputed, which never needs
         # more memory than was asked for.
         undecided = isinstance(self.case, _jax.RecomputeType)
@@ -143,7 +143,7 @@ class Select(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class Everything(Policy):
-    def opinion(self, value: Value) -> Any:
+    def opinion(self, value: RegionValue) -> Any:
         return None if value.is_result_of_body else _jax.Saveable
 
     def __repr__(self) -> str:
@@ -152,7 +152,7 @@ class Everything(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class Nothing(Policy):
-    def opinion(self, value: Value) -> Any:
+    def opinion(self, value: RegionValue) -> Any:
         return None
 
     def __repr__(self) -> str:
@@ -171,7 +171,7 @@ class _Combined(Policy):
         inner = (p.policies if isinstance(p, cls) else (p,) for p in policies)
         return cls(tuple(itertools.chain.from_iterable(inner)))
 
-    def opinions(self, value: Value) -> Iterator[Any]:
+    def opinions(self, value: RegionValue) -> Iterator[Any]:
         return (p.opinion(value) for p in self.policies)
 
     def parts(self) -> Iterator[Policy]:
@@ -186,7 +186,7 @@ class _Combined(Policy):
 class Either(_Combined):
     operator = "|"
 
-    def opinion(self, value: Value) -> Any:
+    def opinion(self, value: RegionValue) -> Any:
         given = [case for case in self.opinions(value) if case is not None]
         return max(given, key=keeps_most) if given else None
 
@@ -194,7 +194,7 @@ class Either(_Combined):
 class Both(_Combined):
     operator = "&"
 
-    def opinion(self, value: Value) -> Any:
+    def opinion(self, value: RegionValue) -> Any:
         given = list(self.opinions(value))
         if None in given:
             # A policy that does not decide about a value does not save it, so not all do.
@@ -205,7 +205,7 @@ class Both(_Combined):
 class First(_Combined):
     operator = ">>"
 
-    def opinion(self, value: Value) -> Any:
+    def opinion(self, value: RegionValue) -> Any:
         return next((case for case in self.opinions(value) if case is not None), None)
 
 
@@ -213,7 +213,7 @@ class First(_Combined):
 class Not(Policy):
     inner: Policy
 
-    def opinion(self, value: Value) -> Any:
+    def opinion(self, value: RegionValue) -> Any:
         if value.is_result_of_body and not value.names:
             return None
         return _jax.Recompute if keeps_most(self.inner.opinion(value)) else _jax.Saveable
@@ -275,7 +275,7 @@ class Foreign(Policy):
                 "it is a policy, let it take **params."
             ) from error
 
-    def opinion(self, value: Value) -> Any:
+    def opinion(self, value: RegionValue) -> Any:
         primitive, params = value.eqn.primitive, value.eqn.params
         avals = [v.aval for v in value.eqn.invars]
         case = _jax.as_case(self(primitive, *avals, **params))

@@ -23,7 +23,7 @@ from remat.transform.policies.algebra import (
     recompute,
     save,
 )
-from remat.transform.policies.selector import Value, check_strings
+from remat.transform.policies.selector import RegionValue, check_strings
 
 _jax.exclude_from_tracebacks(__file__)
 
@@ -35,7 +35,7 @@ class Dots(Policy):
     batched: bool  # those with batch dimensions as well
     case: Any
 
-    def opinion(self, value: Value) -> Any:
+    def opinion(self, value: RegionValue) -> Any:
         eqn = value.eqn
         if value.primitive == "dot_general":
             _, (batch, _) = eqn.params["dimension_numbers"]

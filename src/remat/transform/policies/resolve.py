@@ -14,7 +14,7 @@ from remat import _jax
 from remat.ir import jaxprs
 from remat.transform import marks
 from remat.transform.policies.algebra import Foreign, Policy, keeps_most
-from remat.transform.policies.selector import Value
+from remat.transform.policies.selector import RegionValue
 
 
 def resolve(policy: Any, jaxpr: _jax.Jaxpr) -> tuple[_jax.Jaxpr, Callable[..., Any]]:
@@ -93,7 +93,7 @@ def names_of_values(jaxpr: _jax.Jaxpr) -> dict[_jax.Var, Named]:
 
 def values_of(
     eqn: _jax.JaxprEqn, path: str, named: dict[_jax.Var, Named]
-) -> Iterator[tuple[Value, _jax.Var]]:
+) -> Iterator[tuple[RegionValue, _jax.Var]]:
     """Yield the values that an equation computes, and their variables.
 
     `checkpoint_name` computes none, except on an input of the jaxpr. Refs are not values: what they hold
@@ -108,4 +108,4 @@ def values_of(
         if _jax.is_dropped(var) or not _jax.is_array(var.aval):
             continue
         names = named[var].names | own if var in named else own
-        yield Value(names, eqn.primitive.name, path, var.aval, eqn, has_body), var
+        yield RegionValue(names, eqn.primitive.name, path, var.aval, eqn, has_body), var

@@ -18,7 +18,7 @@ from remat.globs import any_name_matches, path_matches
 from remat.ir import flops
 
 
-class Value(NamedTuple):
+class RegionValue(NamedTuple):
     """One value of a region, as a policy sees it."""
 
     names: frozenset[str]  # given by checkpoint_name
@@ -93,7 +93,7 @@ class Selector:
             )
         return selector
 
-    def selects(self, value: Value, undecided: bool = False) -> bool:
+    def selects(self, value: RegionValue, undecided: bool = False) -> bool:
         """Return whether a value is selected, or `undecided` where symbolic dimensions leave it open."""
         # The result of a loop or a call is selected by its name or by the primitive of the loop or
         # call only. Other properties select the same value inside the body.
@@ -107,7 +107,7 @@ class Selector:
             and self._is_within_bounds(value, undecided)
         )
 
-    def _is_within_bounds(self, value: Value, undecided: bool) -> bool:
+    def _is_within_bounds(self, value: RegionValue, undecided: bool) -> bool:
         def holds(compare: Callable[[], Any]) -> bool:
             answer = _jax.decided(compare)
             return undecided if answer is None else answer
