@@ -33,7 +33,8 @@ def test_a_policy_that_saves_as_much_as_it_spares_is_named():
     for wrap in (jax.checkpoint, remat.checkpoint):
         dots = functools.partial(wrap, policy=jax.checkpoint_policies.dots_saveable)
         explanation = remat.explain(deep(dots), *DEEP_ARGS, compile=False)
-        assert "Save less" in finding(explanation, "saves_as_much").next_step
+        step = finding(explanation, "saves_as_much").next_step
+        assert "Save less" in step and "remat.auto" not in step
         assert "region_recomputed_at_once" not in codes(explanation)
 
 
@@ -299,7 +300,10 @@ def test_a_checkpoint_around_a_whole_scan_is_named(wrap):
 
 def test_a_region_that_recomputes_everything_at_once_is_named():
     explanation = remat.explain(remat.checkpoint(deep(lambda f: f)), *DEEP_ARGS, compile=False)
-    assert "region_recomputed_at_once" in codes(explanation)
+    step = finding(explanation, "region_recomputed_at_once").next_step
+    assert re.search(
+        r'; or remat\.fit\(jax\.value_and_grad\(loss\), budget="\d+%"\) recomputes', step
+    )
     layers = remat.explain(deep(remat.checkpoint), *DEEP_ARGS, compile=False)
     assert codes(layers) == set()
 

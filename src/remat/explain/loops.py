@@ -120,7 +120,7 @@ class Stack:
 def iteration_blocks(length: int, most: int) -> tuple[int, ...]:
     """Return the lengths of at most so many blocks of consecutive iterations, which differ by one at most.
 
-    >>> blocks_of(3, 10), blocks_of(10, 4)
+    >>> iteration_blocks(3, 10), iteration_blocks(10, 4)
     ((1, 1, 1), (2, 3, 2, 3))
     """
     n = max(1, min(length, most, _MOST_BLOCKS))

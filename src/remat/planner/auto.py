@@ -54,9 +54,9 @@ def auto(fun: Callable | None = None, /, *, name: str | None = None) -> Callable
     ...         x = layer(w, x)
     ...     return jnp.sin(x).sum()
     >>> w, x = jnp.eye(64), jnp.ones((1000, 64))
-    >>> step = remat.fit(jax.value_and_grad(loss), budget="60%")
+    >>> step = remat.fit(jax.value_and_grad(loss), budget="70%")
     >>> value, gradient = step(w, x)
-    >>> step.plan(w, x).peak_bytes <= 0.6 * step.plan(w, x).peak_bytes_without_remat
+    >>> step.plan(w, x).peak_bytes <= 0.7 * step.plan(w, x).peak_bytes_without_remat
     True
 
     Args:

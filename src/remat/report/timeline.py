@@ -126,7 +126,7 @@ def thinned_samples(total_bytes: NDArray[np.int64], most: int) -> NDArray[np.int
 
     The steps are divided into equal stretches, and the highest and the lowest of each are kept.
 
-    >>> thinned(np.array([1, 5, 2, 9, 3, 3, 0, 4]), 4).tolist()
+    >>> thinned_samples(np.array([1, 5, 2, 9, 3, 3, 0, 4]), 4).tolist()
     [0, 3, 6, 7]
     """
     n_steps = len(total_bytes)

@@ -29,13 +29,19 @@ def budget_text(n_bytes: int) -> str:
 
 def suggested_share(facts: Facts) -> int:
     """Return a budget in per cent of the peak that leaves half of the temporaries; 0 if none helps."""
+    return _share_of(facts, lowest_budget_bytes(facts) / max(1, facts.predicted.peak_bytes))
+
+
+def share_for_recomputed(facts: Facts) -> int:
+    """Return the same where what is recomputed takes the memory: a plan decides about that, too."""
+    return _share_of(facts, 0.0)
+
+
+def _share_of(facts: Facts, lowest: float) -> int:
     peak, fixed = facts.peak_bytes, facts.fixed_bytes
     if not peak:
         return 0
-    aim = max(
-        (fixed + (peak - fixed) // 2) / peak,
-        lowest_budget_bytes(facts) / max(1, facts.predicted.peak_bytes),
-    )
+    aim = max((fixed + (peak - fixed) // 2) / peak, lowest)
     share = max(50, -(-math.ceil(100 * aim) // 5) * 5)
     return share if share <= 90 else 0
 

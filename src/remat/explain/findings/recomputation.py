@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from remat import _jax
 from remat.explain import regions
+from remat.explain.findings.budgets import share_for_recomputed
 from remat.explain.findings.facts import Facts, at_line
 from remat.report.model import Finding
 from remat.report.timeline import live_at, timeline
@@ -114,24 +115,31 @@ def _no_gain(facts: Facts, found: list[regions.Found], percent: float) -> Findin
         "the step's FLOPs."
     )
     if again >= saved:
+        plan = _or_plan(facts, "recomputes it piece by piece")
         return Finding(
             "region_recomputed_at_once",
             "warning",
             f"What is recomputed is live all at once: {costs}",
-            "Checkpoint smaller parts, each layer by itself, or mark the loss with remat.auto, which "
-            "recomputes it piece by piece.",
+            f"Checkpoint smaller parts, each layer by itself{plan}.",
         )
     if any(regions.chooses(one.policy) for one in found):
-        step = "Save less: choose a policy that saves fewer values, or none; or mark the loss with "
+        step = "Save less: choose a policy that saves fewer values, or none"
     else:
-        step = "Put more into each region, whose inputs are saved; or mark the loss with "
+        step = "Put more into each region, whose inputs are saved"
     return Finding(
         "saves_as_much",
         "warning",
         f"What the regions save, {format_bytes(saved)} at the peak, is as much as what they recompute: "
         f"{costs}",
-        f"{step}remat.auto, which chooses what to save.",
+        f"{step}{_or_plan(facts, 'chooses what to save')}.",
     )
+
+
+def _or_plan(facts: Facts, does: str) -> str:
+    """Return the alternative that a plan is, if there is a budget within which it may help."""
+    share = share_for_recomputed(facts)
+    call = facts.fit_call(f'"{share}%"')
+    return f"; or {call} {does}" if share else ""
 
 
 def overridden(found: list[regions.Found]) -> Iterator[Finding]:
