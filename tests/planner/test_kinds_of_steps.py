@@ -218,7 +218,7 @@ def implicit_layer():
     return step, ((layers, numbers(2, WIDTH, WIDTH) / 20), x, jnp.sin(x.sum(-1)))
 
 
-def microbatches():
+def microbatches(optimizer=optax.sgd(1e-3, momentum=0.9)):
     """Add up gradients of a scanned decoder, where results' buffers hold much of the temporaries."""
     width, hidden, heads, vocabulary = 64, 192, 4, 128
 
@@ -238,7 +238,7 @@ def microbatches():
         h = norm(x)
         return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"], None
 
-    def step(weights, velocity, batches):
+    def step(weights, state, batches):
         def loss(weights, tokens):
             x = jax.lax.scan(layer, weights["embedding"][tokens[:, :-1]], weights["layers"])[0]
             logits = jax.nn.log_softmax(norm(x) @ weights["embedding"].T)
@@ -251,8 +251,8 @@ def microbatches():
 
         start = jax.tree.map(jnp.zeros_like, weights), 0.0
         (gradient, value), _ = jax.lax.scan(micro, start, batches)
-        velocity = jax.tree.map(lambda v, g: 0.9 * v + g / 4, velocity, gradient)
-        return descend(weights, velocity), velocity, value / 4
+        update, state = optimizer.update(jax.tree.map(lambda g: g / 4, gradient), state, weights)
+        return optax.apply_updates(weights, update), state, value / 4
 
     square = dict.fromkeys(("query", "key", "value", "out"), (4, width, width))
     shapes = square | {"gate": (4, width, hidden), "up": (4, width, hidden)}
@@ -262,7 +262,11 @@ def microbatches():
     }
     weights = {"embedding": numbers(9, vocabulary, width), "layers": layers}
     tokens = jax.random.randint(jax.random.key(8), (4, 4, 65), 0, vocabulary)
-    return step, (weights, jax.tree.map(jnp.zeros_like, weights), tokens)
+    return step, (weights, optimizer.init(weights), tokens)
+
+
+def microbatches_with_adam():
+    return microbatches(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
 
 
 #: Budgets as shares of the peak, and the most extra FLOPs. Computing all layers again, each by itself, takes
@@ -278,6 +282,8 @@ KINDS = [
     (implicit_layer, 70, 0.2),
     (microbatches, 75, 0.05),
     (microbatches, 65, 0.15),
+    (microbatches_with_adam, 75, 0.05),
+    (microbatches_with_adam, 60, 0.3),
 ]
 
 

@@ -38,7 +38,6 @@ from remat.planner.scan_pairs.shards import Shards, emit_in_two, shard_matches, 
 from remat.program.from_jaxpr import FlatWriter, Slowdown, no_slowdown
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Program
-from remat.solvers.graph import Graph
 from remat.solvers.simulate import no_remat
 from remat.solvers.solver import Answers, Schedule, Solver
 
@@ -49,9 +48,9 @@ _RATIO = 0.95
 _SMALL, _LARGE = 0.1, 0.5
 # Share of a program's peak. A sum whose terms take less is computed as a whole.
 _SMALL_SUM = 0.05
-# Time of a schedule over that without recomputation. Schedules near the floor of memory may compute values
-# hundreds of times; those above this ratio are not offered.
-MAX_TIME_RATIO = 3
+# Time of recomputation over that of the program without it. Schedules near the floor of memory may compute
+# values hundreds of times; those above this ratio are not offered.
+_MOST_AGAIN = 2
 # Ratio of bytes by which a schedule may be larger if the one below takes too long.
 _STEP_UP = 1.1
 
@@ -269,11 +268,11 @@ def _options(
         n_bytes = int(_RATIO * n_bytes)
         try:
             schedule = answers.within(n_bytes)
-            if schedule.time > MAX_TIME_RATIO * fused.graph.time:
+            if takes_too_long(fused, schedule):
                 return
             found = option(schedule)
         except BudgetError:
-            found = option(smallest_reasonable(fused.graph, answers))
+            found = option(smallest_reasonable(fused, answers))
             n_bytes = 0
         if found.bytes < last:
             yield found
@@ -312,11 +311,19 @@ def _graph(
     )
 
 
-def smallest_reasonable(graph: Graph, answers: Answers) -> Schedule:
-    """Return the smallest schedule that multiplies the time by at most `MAX_TIME_RATIO`."""
+def takes_too_long(fused: Fused, found: Schedule) -> bool:
+    """Return whether a schedule recomputes so much that it is not offered.
+
+    A kernel with several results is several nodes, each with its time: recomputing one takes as long as all.
+    """
+    return bool(found.time - fused.graph.time > _MOST_AGAIN * sum(fused.seconds.values()))
+
+
+def smallest_reasonable(fused: Fused, answers: Answers) -> Schedule:
+    """Return the smallest schedule that does not take too long."""
     found = answers.smallest()
     n_bytes = found.peak_bytes
-    while found.time > MAX_TIME_RATIO * graph.time:
+    while takes_too_long(fused, found):
         n_bytes = int(_STEP_UP * n_bytes) + 1
         found = answers.within(n_bytes)
     return found

@@ -38,13 +38,13 @@ from remat.errors import BudgetError
 from remat.ir.flops import flops_of_program
 from remat.planner import scan_pairs
 from remat.planner.bodies import (
-    MAX_TIME_RATIO,
     Body,
     BodyOption,
     Fusing,
     bodies,
     program_of_flat,
     smallest_reasonable,
+    takes_too_long,
     with_partial_sums,
     without_partial_sums,
 )
@@ -155,16 +155,9 @@ class StepModel:
         return self._fastest(found)
 
     def smallest(self, variant: str) -> Proposal:
-        """Return the proposal with the fewest bytes where all loops keep least.
-
-        Where a program computes whole loops again for each of their results, this takes far more than the
-        schedule says. Then nothing outside of loops is computed again.
-        """
-        level = self._level(-1, self._body_options(variant, 0, 1.0))
-        found = self._with_flops(level.smallest(variant))
-        if found.extra_seconds <= (MAX_TIME_RATIO - 1) * self.seconds:
-            return found
-        return self._with_flops(level.without_recomputation(variant))
+        """Return the proposal with the fewest bytes where all loops keep least."""
+        options = self._body_options(variant, 0, 1.0)
+        return self._with_flops(self._level(-1, options).smallest(variant))
 
     def _fastest(self, found: Sequence[Proposal]) -> Proposal:
         """Return the proposal that takes least time, FLOPs counted.
@@ -355,10 +348,6 @@ class LoopLevel:
             found = self._filling(variant, self._schedule_within(variant, n_bytes), n_bytes)
         return self._proposal(variant, found)
 
-    def without_recomputation(self, variant: str) -> Proposal:
-        """Return the proposal that computes nothing again outside of loops."""
-        return self._proposal(variant, self._once(variant))
-
     def _once(self, variant: str) -> Schedule:
         """Return the schedule that computes everything once."""
         fused, answers = self._solved(variant)
@@ -372,13 +361,13 @@ class LoopLevel:
         Raises:
           BudgetError: none was found.
         """
-        _, answers = self._solved(variant)
+        fused, answers = self._solved(variant)
         once = self._once(variant)
         in_buffers = once.peak_bytes - self._peak_of(variant, once)
         ways = (
             lambda: answers.within(n_bytes),
             lambda: answers.within(n_bytes + in_buffers),
-            answers.smallest,
+            lambda: smallest_reasonable(fused, answers),
         )
         problem: BudgetError | None = None
         for way in ways:
@@ -387,10 +376,9 @@ class LoopLevel:
             except BudgetError as error:
                 problem = problem or error
                 continue
-            if self._peak_of(variant, found) <= n_bytes:
+            if self._peak_of(variant, found) <= n_bytes and not takes_too_long(fused, found):
                 return found
-        assert problem is not None
-        raise problem
+        raise problem or BudgetError(f"no schedule within {n_bytes} bytes is offered.")
 
     def _filling(self, variant: str, found: Schedule, n_bytes: int) -> Schedule:
         """Return the schedule within a larger budget that fits where results' buffers hold temporaries."""
@@ -420,7 +408,7 @@ class LoopLevel:
 
     def smallest(self, variant: str) -> Proposal:
         fused, answers = self._solved(variant)
-        return self._proposal(variant, smallest_reasonable(fused.graph, answers))
+        return self._proposal(variant, smallest_reasonable(fused, answers))
 
     def _proposal(self, variant: str, found: Schedule) -> Proposal:
         fused = self._fused(variant)
