@@ -218,8 +218,9 @@ def implicit_layer():
     return step, ((layers, numbers(2, WIDTH, WIDTH) / 20), x, jnp.sin(x.sum(-1)))
 
 
-def microbatches(optimizer=optax.sgd(1e-3, momentum=0.9)):
+def microbatches(optimizer=None):
     """Add up gradients of a scanned decoder, where results' buffers hold much of the temporaries."""
+    optimizer = optimizer or optax.sgd(1e-3, momentum=0.9)
     width, hidden, heads, vocabulary = 64, 192, 4, 128
 
     def split(x):
