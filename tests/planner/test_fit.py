@@ -18,8 +18,8 @@ import pytest
 import remat
 from planner.region_cases import assert_same, normal
 from remat.cache import Cache
-from remat.planner import plan as planning
 from remat.planner.plan_file import MadeFor
+from remat.planner.step import TracedStep
 from remat.program import compiled as compiler
 from remat.program.targets import target as find_target
 
@@ -132,7 +132,7 @@ def test_second_plan_comes_from_the_cache_without_a_compilation(tmp_path, monkey
     def refuse(*_, **__):
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(planning.Traced, "memory", refuse)
+    monkeypatch.setattr(TracedStep, "memory", refuse)
     assert remat.plan(step, W, X, budget="60%", cache=cache, progress=False) == first
     with pytest.raises(AssertionError, match="compiled again"):
         remat.plan(step, W, X[:128], budget="60%", cache=cache, progress=False)
