@@ -5,6 +5,7 @@ Whether the site builds is `make docs`; here is what can be said without its gen
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import importlib.util
@@ -47,6 +48,23 @@ def test_documentation_examples_print_what_they_say(page):
     except ModuleNotFoundError as e:
         pytest.skip(f"needs {e.name}")
     assert not failed
+
+
+# What a first line begins with that names a thing and does not say what is returned or done.
+NO_VERB = re.compile(
+    r"[^A-Z]|(The|A|An|All|Any|Each|Every|For|How|What|Where|Whether|Which|With)\b"
+)
+
+
+@pytest.mark.parametrize("path", sorted((SRC / "remat").rglob("*.py")), ids=lambda p: p.stem)
+def test_docstrings_of_functions_begin_with_a_verb(path):
+    functions = (
+        node
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+    )
+    first_lines = {f.name: (ast.get_docstring(f) or "Return.").splitlines()[0] for f in functions}
+    assert not {name: line for name, line in first_lines.items() if NO_VERB.match(line)}
 
 
 @pytest.mark.slow

@@ -219,7 +219,7 @@ def find_cache(cache: Cache | bool | str | os.PathLike[str]) -> Cache:
       cache: whether to use the one in the user's cache directory; a cache, or its folder.
 
     Raises:
-      PlanError: it is none of these.
+      PlanError: the option is neither a cache, a folder, nor a bool.
     """
     if isinstance(cache, Cache):
         return cache

@@ -26,7 +26,7 @@ def names_of_marked() -> Iterator[dict[str, None]]:
 
 
 def note(name: str) -> None:
-    """Note a call of a marked function if somebody collects them."""
+    """Record a call of a marked function where `names_of_marked` collects them."""
     found = _names.get()
     if found is not None:
         found[name] = None

@@ -78,7 +78,7 @@ _WRONG_FIELDS = {
     "time no number": ('"time": NaN, "bytes": 1, "deps": [0]', "NaN"),
     "negative time": ('"time": -0.5, "bytes": 1, "deps": [0]', "time must be"),
     "unknown operand": ('"deps": [17], "time": 1, "bytes": 1', "operand 17"),
-    "itself": ('"deps": [1], "time": 1, "bytes": 1', "no earlier node"),
+    "itself": ('"deps": [1], "time": 1, "bytes": 1', "not an earlier node"),
     "deps no list": ('"deps": 0, "time": 1, "bytes": 1', "deps must be"),
     "operand no id": ('"deps": [[]], "time": 1, "bytes": 1', "operand []"),
     "name no text": ('"name": [], "deps": [], "time": 1, "bytes": 1', "name must be"),

@@ -76,10 +76,10 @@ _PAIR = Graph((Node(4, 1, 8), Node(2, 1, 8, (4,))))
         ([("free", 4)], "while it is not live"),
         ([("compute", 4)], "ends before node 2"),
         ([("compute", 3)], "no node 3"),
-        ([("keep", 4)], "no action"),
-        ([4], "no pair"),
-        ([("compute", 4, 0)], "no pair"),
-        ([("compute", [])], "no pair"),
+        ([("keep", 4)], "not an action"),
+        ([4], "not a pair"),
+        ([("compute", 4, 0)], "not a pair"),
+        ([("compute", [])], "not a pair"),
     ],
 )
 def test_a_broken_rule_is_named(steps: list[tuple[str, int]], why: str) -> None:

@@ -182,7 +182,7 @@ INTERNALS = (
     Internal(
         "jax._src.tree_util",
         ("tracing_registry", "broadcast_prefix"),
-        "flattening arguments, where None is no leaf, and expanding prefixes of them",
+        "flattening arguments, where None is not a leaf, and expanding prefixes of them",
         "`jax.tree.flatten` and `jax.tree.broadcast`",
     ),
     Internal(

@@ -49,7 +49,7 @@ def say(text: str) -> None:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Return a text in which longer lines go on in the next one, indented by four more columns.
+    """Return a text with longer lines broken; what follows a break is indented by four more columns.
 
     >>> print(wrapped("  one two three", 9))
       one two
@@ -259,7 +259,7 @@ def devices_as_json(known: Sequence[Device], here: Sequence[str]) -> str:
 
 
 def devices_as_text(known: Sequence[Device], here: Sequence[str]) -> str:
-    """Return the same as a table."""
+    """Return the figures of devices, and the kinds of the devices at hand, as a table."""
     at_hand = printable(f"at hand: {', '.join(sorted(set(here)))} × {len(here)}")
     table = Table(title=Text(at_hand), box=None)
     for column in ("target", "memory", "bandwidth", "bfloat16", "float32"):

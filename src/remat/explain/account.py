@@ -417,7 +417,7 @@ class _Accounting:
         )
 
     def _is_forward_result(self, v: int) -> bool:
-        """Return whether a value is what an iteration of a loop in the forward pass hands on."""
+        """Return whether a value is a carry that an iteration of a loop in the forward pass returns."""
         return bool(self._stacked) and v in self.roots and self._phase_of(v) == "forward"
 
     def _phase_of(self, v: int) -> Phase:

@@ -85,7 +85,7 @@ def _held(account: Account, compiled: Memory, peak: hlo.Peak) -> list[tuple[int,
 
 
 def _class(n_bytes: int, more: int, peak: hlo.Peak, ours: list[Value]) -> str:
-    """Return how many arrays of one size there are more or fewer, with the most common of them."""
+    """Return the difference in the number of arrays of one size, with the most common of them."""
     if more > 0:
         common = Counter(
             f"{h.type} from {h.op_name.rpartition('/')[2]}"

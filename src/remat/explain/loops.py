@@ -118,7 +118,7 @@ class Stack:
 
 
 def iteration_blocks(length: int, most: int) -> tuple[int, ...]:
-    """Return the lengths of at most so many blocks of consecutive iterations, which differ by one at most.
+    """Return the lengths of at most `most` blocks of consecutive iterations; they differ by at most one.
 
     >>> iteration_blocks(3, 10), iteration_blocks(10, 4)
     ((1, 1, 1), (2, 3, 2, 3))

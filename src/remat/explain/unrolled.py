@@ -84,7 +84,7 @@ class Unrolled:
         return Inlined(self._with(elements, [result]), _traced(stack, [v.aval for v in elements]))
 
     def final(self) -> Inlined:
-        """Return what hands the last carry on."""
+        """Return the equation that copies the last carry to the loop's results."""
         copies = [_jax.new_var(v.aval) for v in self._final]
         like = _traced(lambda: (), [])
         same = _jax.jaxpr_of(copies, copies, [], like)

@@ -182,7 +182,7 @@ def makes_its_results(jaxpr: _jax.Jaxpr) -> bool:
 
 
 def look(names: Mapping[_jax.Var, Atom], v: Atom) -> Atom:
-    """Return what an operand is called, if it has another name."""
+    """Return the variable or literal that stands for an operand; the operand itself if none does."""
     return names.get(v, v) if _jax.is_var(v) else v
 
 

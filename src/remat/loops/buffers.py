@@ -72,7 +72,7 @@ class Layout:
         return sum(rows.residuals * rows.row_bytes for rows in self.rows)
 
     def schedule(self, n: int, memory: int) -> Mixed | None:
-        """Return the schedule with the fewest steps in a memory of so many bytes; None if none fits.
+        """Return the schedule with the fewest steps in a memory of this size; None if none fits.
 
         The memory does not include the state at hand and the residuals in use.
         """
@@ -85,7 +85,7 @@ class Layout:
     def schedule_of_levels(
         self, n: int, memory: int, levels: tuple[Level, ...]
     ) -> Hierarchical | None:
-        """Return the schedule with the least time whose fastest level has so many bytes."""
+        """Return the schedule with the least time whose fastest level has this many bytes."""
         found = []
         for blocks in self.candidates(n, memory, _TRIED_WITH_LEVELS):
             with contextlib.suppress(ScheduleError):
@@ -132,7 +132,7 @@ class Layout:
         return self.rows_of([(min(schedule.peak_slots, 1), 0), *held])
 
     def rows_of(self, held: Sequence[tuple[int, int]]) -> list[int]:
-        """Return how many rows of each type hold any of these: so many states, residuals of so many steps."""
+        """Return how many rows of each type hold these states and the residuals of these steps."""
         return [max(j * rows.state + k * rows.residuals for j, k in held) for rows in self.rows]
 
     def n_bytes(self, schedule: Mixed | Hierarchical) -> int:
@@ -144,7 +144,7 @@ class Layout:
         return self.buffers(self.sizes(schedule))
 
     def buffers(self, sizes: Sequence[int]) -> Arrays:
-        """Return buffers of so many rows; one row stands for all where rows are empty arrays."""
+        """Return buffers of these numbers of rows; one row stands for all where rows are empty arrays."""
         return [
             _jax.zeros(r.row, (min(s, 1) if 0 in r.row.shape else s,))
             for s, r in zip(sizes, self.rows)
@@ -157,7 +157,7 @@ class Layout:
     def write_residuals(
         self, buffers: Arrays, states: Array, below: Array, residuals: Arrays
     ) -> Arrays:
-        """Return the buffers with residuals on top of so many states and residuals of `below` steps."""
+        """Return the buffers with residuals on top of these states and the residuals of `below` steps."""
         return self._write(buffers, self.residuals, self._bases(states, below), residuals)
 
     def read_state(self, buffers: Arrays, below: Array, like: Sequence[Any]) -> Arrays:
@@ -167,7 +167,7 @@ class Layout:
     def read_residuals(
         self, buffers: Arrays, states: Array, below: Array, like: Sequence[Any]
     ) -> Arrays:
-        """Return the residuals on top of so many states and residuals of `below` steps."""
+        """Return the residuals on top of these states and the residuals of `below` steps."""
         return self._read(buffers, self.residuals, self._bases(states, below), like)
 
     def _bases(self, states: Array, steps: Array) -> Arrays:

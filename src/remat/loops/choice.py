@@ -130,7 +130,7 @@ def expected_steps(choice: Choice, scanned: Scanned, halves: Halves) -> float:
 
 
 def _of_checkpoints(ways: Ways, checkpoints: int) -> Choice:
-    """Return the way with the least recomputation in the memory of so many states."""
+    """Return the way with the least recomputation in the memory of `checkpoints` states."""
     checkpoints = whole_number(checkpoints, "checkpoints", 1)
     memory = f"checkpoints={checkpoints}"
     known = not _jax.is_symbolic(ways.state)
@@ -218,7 +218,7 @@ def _hierarchical(
     storages: tuple[Storage, ...],
     measure: Measure,
 ) -> Choice:
-    """Return the choice for several levels of storage, with so much of the device."""
+    """Return the choice for several levels of storage, with this share of the device's memory."""
     ways = Ways(scanned, halves, budget)
     n, state, residual, stacked = ways.n, ways.state, ways.residual, ways.stacked
     if any(_jax.is_symbolic(size) for size in (state, stacked)):
@@ -284,7 +284,7 @@ def slots_of_unknown_length(
 ) -> int:
     """Return how many states a loop keeps if its number of steps is unknown when it is traced.
 
-    A budget is compared with what `measure` says for so many states, too; see `Measure`.
+    A budget is also compared with what `measure` returns for a number of states; see `Measure`.
     """
     refuse_both(checkpoints, budget)
     if budget is None:

@@ -288,7 +288,7 @@ def _hessian_map(loop: Loop, moved: Mask, mask: Mask, like: Arrays) -> LinearMap
 
 
 def _moving_map(loop: Loop, moved: Mask, mask: Mask, out_mask: Mask) -> LinearMap:
-    """(v, ẇ) ↦ the derivative of J(x)ᵀ·w in direction v of x and ẇ of w; residuals: x and w.
+    """Return the map (v, ẇ) ↦ the derivative of J(x)ᵀ·w in direction v of x and ẇ of w; residuals: x and w.
 
     It is for bodies whose rules for Jᵀ need not be derivatives, nor linear in w. Then second
     derivatives do not commute, and only those in reverse mode go on from here.
@@ -321,7 +321,7 @@ def _moving_map(loop: Loop, moved: Mask, mask: Mask, out_mask: Mask) -> LinearMa
 def _moved_transpose(
     loop: Loop, moved: Mask, mask: Mask, x: Arrays, v: Arrays, w: Arrays, d_w: Arrays
 ) -> Arrays:
-    """The derivative of J(x)ᵀ·w in direction v of x and d_w of w, whatever rules for Jᵀ there are.
+    """Return the derivative of J(x)ᵀ·w in direction v of x and d_w of w, whatever rules for Jᵀ there are.
 
     It is the backward loop of L₁ with the pullback of each step replaced: where the cotangents of
     (c, ċ) are (λ̇, λ), the pullback of L's step at c takes λ to the next one, and its derivative in
@@ -477,7 +477,7 @@ def _tangent_half(loop: Loop, mask: Mask, flat_results: Arrays) -> Arrays:
 def _halves(
     cotangents: Arrays, both: Mask, mask: Mask, types: Sequence[Aval]
 ) -> tuple[Arrays, Arrays]:
-    """The cotangents of the tangents among L₁'s values, and of the marked values; zeros written out."""
+    """Return the cotangents of the tangents among L₁'s values, and of the marked values; zeros as arrays."""
     every = merge([None] * len(both), both, cotangents)
 
     def written(cts: Arrays) -> Arrays:

@@ -34,7 +34,7 @@ _BOOKKEEPING_BYTES_OF_A_STATE = 16
 
 
 def bookkeeping_bytes(slots: int) -> int:
-    """Return the bytes that a loop which keeps so many states may take beyond its budget."""
+    """Return the bytes that a loop may take beyond its budget, for the number of states that it keeps."""
     return _BOOKKEEPING_BYTES + _BOOKKEEPING_BYTES_OF_A_STATE * slots
 
 
@@ -57,7 +57,7 @@ def fitted(
       limit: bytes.
       most: the most bytes with which there is a way to choose; it may be negative.
       unit: bytes by which ways differ. What is reserved beyond the first time is a multiple of it.
-      choose: the way that recomputes least within the limit, with so many bytes of it reserved.
+      choose: returns the way that recomputes least within the limit, with this number of its bytes reserved.
       excess_bytes: what a way takes beyond the limit; negative where it takes less.
     """
     found: Way | None = None

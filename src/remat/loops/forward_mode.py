@@ -237,7 +237,7 @@ def _kinds_of_scan(eqn: Eqn, kinds: list[str]) -> list[str]:
 
 
 def _joined(kinds: Sequence[str]) -> str:
-    """Return what a value is that comes from one of several."""
+    """Return the kind of a value that is one of several values, such as a result of branches."""
     different = set(kinds) - {_ZERO}
     if len(different) > 1:
         raise _NotLinear("it returns it in some cases only")

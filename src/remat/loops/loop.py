@@ -140,7 +140,7 @@ class Loop:
 
     @cached_property
     def rows_of_splits(self) -> np.ndarray:
-        """β(c, r), by which splits are found at run time; see `schedules.binomial_rows`."""
+        """Return β(c, r), by which splits are found at run time; see `schedules.binomial_rows`."""
         longest = self.max_steps if self.length is None or self.is_symbolic else self.length
         longest = schedules.INT32_MAX if longest is None else longest
         rows = np.array(schedules.binomial_rows(self.slots, max(longest, 2)), np.int64)
@@ -318,7 +318,7 @@ def run_steps(loop: Loop, inputs: Inputs, start: Array, stop: Array, carry: Arra
 def advance(
     loop: Loop, inputs: Inputs, start: Array, stop: Array, carry: Arrays, ys: Arrays
 ) -> tuple[Arrays, Arrays]:
-    """Return the same, and the ys with those of these steps written."""
+    """Return the carry of step `stop` from that of step `start`, and the ys with these steps written."""
 
     def run(state: tuple) -> tuple:
         step, carry, ys = state

@@ -227,7 +227,7 @@ def backward(
 def _pop(
     loop: Loop, inputs: Inputs, plan: Plan, stack: Kept, is_next: Array
 ) -> tuple[Kept, Array, Array, Array, Arrays]:
-    """Take the newest state, if there is one.
+    """Take the newest state off the stack if there is one.
 
     Returns the stack, the state's step, its part, whether the part has yet to write the state to its level
     (`fresh`), and the state.
@@ -306,7 +306,7 @@ def _descend(
     carry: Arrays,
     ys: Arrays,
 ) -> tuple[Kept, Array, Arrays, Arrays]:
-    """Run a part to its end: keep states up to its last block, and the residuals of that.
+    """Run a part to its end: keep states up to its last block, and the residuals of that block.
 
     The first state is written to a slower level only if it is `fresh`: not there already.
 

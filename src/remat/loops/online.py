@@ -83,7 +83,7 @@ class Held(NamedTuple):
 
 
 def plan_with(loop: Loop, halves: Halves) -> Plan | None:
-    """Return the plan by which a loop is reversed whose step is split so; None for states alone."""
+    """Return how a loop whose step has these halves is reversed; None if only states are kept."""
     if loop.memory is None or halves.recomputes(loop.body):
         return None
     where = layout_of(loop, halves)
@@ -121,7 +121,7 @@ def sweep(loop: Loop, inputs: Inputs, plan: Plan) -> tuple[Results, Held]:
     zero, none = loop.count(0), _jax.in_mesh(jnp.int32(0))
 
     def block(state: tuple) -> tuple:
-        """Keep the state at hand as that of a new run, and run its block."""
+        """Keep the current state as the first of a new run, and run its block."""
         _, step, buffers, starts, phases, top, last, _, carry = state
         around = jnp.roll(phases, 1)
         grows = ((phases < around) & (entries < slots) | (entries == 0)) & (entries < top)
@@ -211,7 +211,7 @@ def backward(
 def _descend(
     loop: Loop, inputs: Inputs, plan: Plan, stack: Held, start: Array, length: Array, carry: Arrays
 ) -> tuple[Held, Array]:
-    """Run a part to its end: keep states up to its last block, and the residuals of that.
+    """Run a part to its end: keep states up to its last block, and the residuals of that block.
 
     Returns the stack, and the number of steps of the block.
     """

@@ -122,7 +122,10 @@ def _offline_sweep(
 
 
 def _online_sweep(loop: Loop, inputs: Inputs, rows: PyTree) -> tuple[Results, Checkpoints]:
-    """Run while the test holds. Entry `top` of the stack is the state before the last step."""
+    """Run the loop while its test holds, and keep states.
+
+    Entry `top` of the stack is the state before the last step.
+    """
 
     def run(state: tuple) -> tuple:
         step, top, order, starts, rows, carry = state
@@ -231,7 +234,9 @@ def online_choice(np_: ModuleType, starts: Array, step: Array, slots: int) -> Ar
 # Tables that depend on `slots` alone; nobody writes to them.
 @lru_cache(maxsize=64)
 def _online_tables(slots: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each part that `_online_update` weighs: its cost is max over r of slope·length - saving.
+    """Return tables of savings and slopes, for the costs of the parts that `_online_update` weighs.
+
+    The cost of a part is the maximum over r of slope·length - saving.
 
     With c slots the slope is r and the saving β(c+1, r-1); see `schedules.binomial_advances`. The
     last part has been run once already, up to state n-1, which takes length - 1 off.
@@ -370,7 +375,7 @@ def _steps(loop: Loop, inputs: Inputs) -> Array:
 
 
 def _split(loop: Loop, length: Size, free: Array) -> Array:
-    """`schedules.binomial_split` at run time: `length` ≥ 2 steps from a state with `free` slots.
+    """Return `schedules.binomial_split` at run time: `length` ≥ 2 steps from a state with `free` slots.
 
     Outside that domain, and where the table is too narrow, the answer only has to be a step
     count that makes progress, and few: it is also asked for lanes of a `vmap` that are done.

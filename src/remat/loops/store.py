@@ -101,7 +101,7 @@ _PAGE = mmap.ALLOCATIONGRANULARITY  # bytes; a divisor would not do
 
 @dataclass(frozen=True)
 class HostStore(DeviceStore):
-    """The same in the host's memory, pinned; on CPU that is the device's memory again."""
+    """One array for each leaf of the carry, in pinned host memory; on CPU that is device memory."""
 
     def create(self, n_rows: int, carry: Arrays, witnesses: Arrays) -> Arrays:
         return jax.device_put(super().create(n_rows, carry, witnesses), jax.memory.Space.Host)
@@ -180,7 +180,7 @@ class DiskStore:
 
     @contextlib.contextmanager
     def errors_of_callbacks(self) -> Iterator[None]:
-        """Raise what a callback of this store raised, which JAX makes a `JaxRuntimeError` of.
+        """Raise what a callback of this store raised, which JAX turns into a `JaxRuntimeError`.
 
         Files of a program that is traced and fails here are closed. One that is compiled and called
         later has no such place: what it opened and did not close stays as long as it does.
@@ -279,7 +279,7 @@ class Storage:
                 )
 
     def slots(self, state_bytes: int) -> int:
-        """Return how many states of so many bytes fit."""
+        """Return how many states of this size fit."""
         if self.budget is None:
             return int(self.checkpoints or 0)
         return parse_bytes(self.budget, "budget=") // max(state_bytes, 1)

@@ -137,13 +137,13 @@ class Ways:
 
     @cached_property
     def plain(self) -> Choice:
-        """Keep the residuals of all steps."""
+        """Return the way that keeps the residuals of all steps."""
         why = "the loop is too short to save anything"
         return self._choice("plain", None, self.n * self.stacked, why)
 
     @cached_property
     def nested(self) -> Choice:
-        """Keep states at equal distances, and the residuals of the steps between two of them at a time."""
+        """Return the way that keeps equidistant states, and residuals between two of them at a time."""
         schedule = Multilevel.balanced(
             self.n,
             2,
@@ -155,7 +155,7 @@ class Ways:
         return self._choice("nested", schedule, kept, "the least memory for one more sweep")
 
     def checkpointed(self, slots: int, spare: int, why: str) -> Choice:
-        """Let states and residuals share `spare` bytes and those of `slots` states."""
+        """Return the way in which states and residuals share `spare` bytes and those of `slots` states."""
         n, state = self.n, self.state
         if slots > max(n, 1) and not _jax.is_symbolic(state):
             # A loop of n steps has no more states.
@@ -168,7 +168,7 @@ class Ways:
         return self._choice("binomial", Binomial(n, slots), (slots + 1) * state, why, slots, spare)
 
     def of_states_alone(self, slots: int, why: str) -> Choice:
-        """Keep so many states, and no residuals."""
+        """Return the way that keeps `slots` states and no residuals."""
         slots = min(slots, max(self.n, 1))
         kept = (slots + 1) * self.state
         return self._choice("binomial", Binomial(self.n, slots), kept, why, slots, None)
@@ -191,11 +191,11 @@ class Ways:
 
     @property
     def at_hand_bytes(self) -> int:
-        """Return the bytes that several steps take beside what is kept: a state and its cotangent."""
+        """Return the bytes of the step that is being reversed: a state and its cotangent."""
         return 2 * self.state if self.n > 1 else 0
 
     def within(self, limit: int, reserved: int = 0) -> Choice | None:
-        """Return the way that recomputes least within a limit, of which so many bytes are reserved."""
+        """Return the way that recomputes least within a limit, of which `reserved` bytes are not used."""
         n, room = self.n, limit - reserved - self.at_hand_bytes
         named = format_bytes(limit)
         if self.plain.kept_bytes <= room:
@@ -286,7 +286,7 @@ def sizes_of(
 
 
 def loop_of(scanned: Scanned, slots: int, store: Store = DEVICE, memory: int | None = None) -> Loop:
-    """Return a scan as a loop that keeps so many states, and has so many bytes beside them for residuals."""
+    """Return a scan as a loop that keeps `slots` states and has `memory` bytes besides for residuals."""
     traced, n = scanned.traced, scanned.length
     is_long = jax.config.jax_enable_x64 if _jax.is_symbolic(n) else n >= 2**31
     if is_long and not jax.config.jax_enable_x64:

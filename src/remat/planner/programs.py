@@ -60,12 +60,12 @@ class Candidate:
 
     @property
     def lower_bound_seconds(self) -> float:
-        """Return a proven lower bound of that."""
+        """Return a proven lower bound on the time of recomputation."""
         return 0.0 if self.proposal is None else max(0.0, float(self.proposal.lower_bound_seconds))
 
     @property
     def transfer_seconds(self) -> float:
-        """Return the part of it for copies to the host's memory and back."""
+        """Return the part of `extra_seconds` for copies to the host's memory and back."""
         return max(0.0, float(sum(option.transfer_seconds for option in self._options())))
 
     def _options(self) -> list[ScanOption]:

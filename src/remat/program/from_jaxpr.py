@@ -348,7 +348,7 @@ def _extra_bytes(eqn: _jax.JaxprEqn) -> int:
 
 
 def n_bytes(aval: Aval) -> int:
-    """Return the bytes of a type in device memory; 0 for what lives on the host or is no array."""
+    """Return the bytes of a type in device memory; 0 on the host and for types other than arrays."""
     size = getattr(aval, "size", None)
     if size is None or _jax.is_on_host(aval):
         return 0

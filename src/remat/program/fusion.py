@@ -95,7 +95,7 @@ def fuse(
       into_products: whether a matrix product or a convolution computes the elementwise values that it
         reads, costly ones, too. Compilers for TPUs do so.
       apart: whether results of one operation that different kernels read are nodes of their own.
-      partial_sums: partial sums are written where the terms of a sum take at least so many bytes; None
+      partial_sums: partial sums are written where the terms of a sum take at least this many bytes; None
         for nowhere.
       alone: which operations, by number, are nodes of their own even if the next kernel writes in the
         place of their results.
@@ -192,7 +192,7 @@ class _Fusion:
             if not written[i] and op.fusion is Fusion.CHEAP and len(users[i]) > 1 and self.size[i]:
                 large = [s for s in found if 2 * self._source_size(s) >= self.size[i]]
                 written[i] = len(large) > 1
-            if len(found) > 64:  # no kernel reads so many
+            if len(found) > 64:  # no kernel reads this many
                 written[i] = written[i] or op.fusion is not Fusion.VIEW
             sources.append(frozenset((i,)) if written[i] else frozenset(found))
         return written

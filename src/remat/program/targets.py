@@ -125,7 +125,7 @@ class Target:
         return Mesh(np.array(self.devices[:size], dtype=object).reshape(shape), names)
 
     def _mesh_problem(self, shape: tuple[int, ...]) -> str:
-        """Return why JAX makes no mesh of this shape: no axis may be a part of a physical one."""
+        """Return why JAX makes no mesh of this shape: an axis must not be a part of a physical one."""
         largest = np.max(
             [getattr(d, "coords", (self.n_devices - 1,)) for d in self.devices], axis=0
         )

@@ -104,7 +104,7 @@ class Explanation(ExplanationData):
         """Read what `to_json` wrote.
 
         Raises:
-          ReportError: it is no explanation, of a later version, damaged, or contradicts itself.
+          ReportError: it is not an explanation, is of a later version, damaged, or contradicts itself.
         """
         return codec.loads(text, cls, FORMAT)
 
@@ -147,7 +147,7 @@ class Explanation(ExplanationData):
         """Read a .json file that `save` wrote.
 
         Raises:
-          ReportError: it cannot be read or is no explanation.
+          ReportError: it cannot be read or is not an explanation.
         """
         text = read_text(path, ReportError, _MOST_FILE_BYTES)
         try:
@@ -156,7 +156,7 @@ class Explanation(ExplanationData):
             raise ReportError(f"{path}: {error}") from error
 
 
-# The longest suffix first: .trace.json is no .json.
+# The longest suffix first: .trace.json files are not .json files.
 _RENDERINGS = {
     ".trace.json": Explanation.to_trace,
     ".json": Explanation.to_json,

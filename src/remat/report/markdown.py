@@ -8,7 +8,7 @@ from remat.printing import printable
 from remat.report import document as doc
 from remat.report.document import Block, Chart, Document, columns_of_chart
 
-# An underscore inside a word is none of Markdown's.
+# Markdown ignores an underscore inside a word.
 _SPECIAL = re.compile(r"([\\`*\[\]<>|~&$]|(?<!\w)_|_(?!\w))")
 # What begins a list, a heading or a rule, at the start of a paragraph.
 _AT_START = re.compile(r"^(\s*)([-+#=]|[0-9]+[.)](?=\s|$))")

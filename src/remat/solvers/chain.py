@@ -93,7 +93,7 @@ class ChainTable:
                     self._shifted[e, s, kept:] = time[: self.n_slots + 1 - kept]
 
     def _split_times(self, s: int, e: int, slots: Ints) -> Floats:
-        """For each j with s < j < e, the times if the forwards run to j and its input is kept."""
+        """Return for each j with s < j < e the times if the forwards run to j and its input is kept."""
         times = self.time[s, s + 1 : e, slots[0] : slots[-1] + 1]
         times = times + self._shifted[e, s + 1 : e, slots[0] : slots[-1] + 1]
         times += (self._forward[s + 1 : e] - self._forward[s])[:, None]
@@ -101,7 +101,7 @@ class ChainTable:
         return np.where(slots < least[:, None], np.inf, times)
 
     def _saved_times(self, s: int, e: int, slots: Ints) -> Iterator[Floats]:
-        """For each option of stage s, the times if it runs once and what it saves is kept."""
+        """Return for each option of stage s the times if it runs once and what it saves is kept."""
         x = self._x
         for option in self.chain.stages[s].options:
             held = option.saved_bytes + max(

@@ -233,7 +233,7 @@ def _what_is_wrong(node: Node, known: set[int]) -> tuple[str, str] | None:
     for dep in node.deps:
         if type(dep) is not int or dep not in known:
             return "deps", (
-                f"operand {shown(dep)} of node {node.id} is no earlier node; a graph has no "
+                f"operand {shown(dep)} of node {node.id} is not an earlier node; a graph has no "
                 "cycles, and its nodes stand in the order of computation."
             )
     return None

@@ -157,7 +157,7 @@ def _ancestors(
     at_most: int,
     once: Bools,
 ) -> list[int]:
-    """Return the values and at most so many of their ancestors, the nearest ones, in order."""
+    """Return the values and `at_most` of their ancestors, the nearest ones, in order."""
     found = set(values)
     queue = [value for value in values if not once[value]]
     for value in queue:

@@ -60,7 +60,7 @@ class Segments:
 
     @functools.cached_property
     def _ends(self) -> Ints:
-        """The last step of each segment; the last one is that of the peak."""
+        """Return the last step of each segment; the last one is that of the peak."""
         arrays, n_steps = self.plain.arrays, self._turn + 1
         if n_steps <= _MOST_NODES:
             return np.arange(n_steps)
@@ -75,7 +75,7 @@ class Segments:
 
     @functools.cached_property
     def _turn(self) -> int:
-        """The last step of the forward part: the one that the most live ranges include."""
+        """Return the last step of the forward part: the one that the most live ranges include."""
         n_steps = len(self.plain.order)
         change = np.ones(n_steps + 1, np.int64)
         np.subtract.at(change, self.plain.last_use + 1, 1)
@@ -84,19 +84,19 @@ class Segments:
 
     @functools.cached_property
     def _read_backward(self) -> Bools:
-        """Which values of the forward part the backward part reads."""
+        """Return which values of the forward part the backward part reads."""
         return self.plain.last_use > self._turn
 
     @functools.cached_property
     def _last_forward_use(self) -> Ints:
-        """For each value the last step of the forward part that uses it (its own, if none does)."""
+        """Return for each value the last step of the forward part that uses it (its own, if none does)."""
         last = np.arange(len(self.plain.arrays))
         is_forward = self.plain.user <= self._turn
         np.maximum.at(last, self.plain.server[is_forward], self.plain.user[is_forward])
         return last
 
     def _crossing_bytes(self) -> Ints:
-        """For each step the bytes that the forward part has computed and still uses after it."""
+        """Return for each step the bytes that the forward part has computed and still uses after it."""
         arrays = self.plain.arrays
         n_bytes = np.where(arrays.once, 0, arrays.bytes)
         change = n_bytes.copy()
@@ -142,7 +142,7 @@ class Segments:
 
     @functools.cached_property
     def _parts(self) -> dict[str, list[Ints]]:
-        """The places that a step of the chain computes, by kind and segment."""
+        """Return the places that a step of the chain computes, by kind and segment."""
         begin = np.append(0, self._ends[:-1] + 1)
         forward = [np.arange(a, b + 1) for a, b in zip(begin.tolist(), self._ends.tolist())]
         later = self._segment_of_later
@@ -152,7 +152,7 @@ class Segments:
 
     @functools.cached_property
     def _segment_of_later(self) -> Ints:
-        """For each node of the backward part the last segment that it or a later node reads."""
+        """Return for each node of the backward part the last segment that it or a later node reads."""
         reads = np.full(len(self.plain.arrays), -1, np.int64)
         is_forward = self.plain.server <= self._turn
         np.maximum.at(

@@ -62,7 +62,9 @@ def simulate(graph: Graph, steps: Iterable[Step]) -> Usage:
             kind, key = step
             place = place_of[key]
         except (TypeError, ValueError):
-            raise ScheduleError(f"{where}: {step!r} is no pair of an action and an id.") from None
+            raise ScheduleError(
+                f"{where}: {step!r} is not a pair of an action and an id."
+            ) from None
         except KeyError:
             raise ScheduleError(f"{where}: the graph has no node {key!r}.") from None
         node = nodes[place]
@@ -92,7 +94,7 @@ def simulate(graph: Graph, steps: Iterable[Step]) -> Usage:
             if live_bytes > peak_bytes:
                 peak_bytes, peak_step = live_bytes, number
         else:
-            raise ScheduleError(f"{where}: {kind!r} is no action; use 'compute' or 'free'.")
+            raise ScheduleError(f"{where}: {kind!r} is not an action; use 'compute' or 'free'.")
     # First computations follow the order, so those that never happened are the last nodes; the
     # very last node has no users, hence a schedule that stops early misses a result.
     if n_first < len(nodes):

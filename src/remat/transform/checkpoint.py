@@ -116,7 +116,7 @@ def checkpoint(
       StaticArgumentError: for static arguments that `fun` or a call does not have.
       PolicyError: for a policy that cannot mean what it says, such as one that selects a name that
         no value has.
-      PreventCseError: for a `prevent_cse` that is no prefix of the arguments.
+      PreventCseError: for a `prevent_cse` that is not a prefix of the arguments.
       EffectError: when it is differentiated and has an effect that must not happen twice.
     """
     if fun is None:
@@ -235,7 +235,7 @@ def _flat_prevent_cse(given: Any, args: tuple, kwargs: dict, n_consts: int) -> A
         flags = _jax.broadcast_prefix(given, arguments)
     except ValueError as e:
         raise PreventCseError(
-            f"prevent_cse={given!r} is no pytree prefix of the arguments {jax.tree.structure(arguments)}"
+            f"prevent_cse={given!r} is not a pytree prefix of the arguments {jax.tree.structure(arguments)}"
             " (static ones left out; with keyword arguments the pair (args, kwargs)). Give a bool, or "
             "one bool for each argument."
         ) from e

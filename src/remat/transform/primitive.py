@@ -398,7 +398,7 @@ def _split_by_own_policy(eqn: _jax.JaxprEqn, unknown: tuple[bool, ...]) -> Parts
     results = [v for v, u in zip(eqn.outvars, c.outs_unknown) if not u]
     made = [*results, *residuals]
     if jaxprs.makes_its_results(c.forward):
-        # As where it is run at once: the forward pass is no region any more.
+        # As where it is run at once: the forward pass is no longer a region.
         called = {v: r for v, r in zip(c.forward.outvars, made) if not _jax.is_dropped(r)}
         forward, _ = jaxprs.inlined(c.forward, known, eqn, called)
     else:

@@ -68,7 +68,7 @@ def arguments_of(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
     )
 
 
-_LARGE = 0.02  # share of the peak; what frees less is no finding of its own
+_LARGE = 0.02  # share of the peak; what frees less is not reported by itself
 
 
 def _not_donated(facts: Facts) -> Iterator[Finding]:
@@ -78,7 +78,7 @@ def _not_donated(facts: Facts) -> Iterator[Finding]:
 
 
 def smaller_arguments(facts: Facts, fixed_bytes: int) -> str:
-    """Return how arguments and results, of so many bytes, take less memory: what each way frees."""
+    """Return the ways in which arguments and results of this size take less memory, with what each frees."""
     ways = []
     if facts.step.undifferentiated is not None:
         ways.append(f"In the training step donate what it replaces ({donating_option(facts)}).")

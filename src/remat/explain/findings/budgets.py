@@ -33,7 +33,7 @@ def suggested_share(facts: Facts) -> int:
 
 
 def share_for_recomputed(facts: Facts) -> int:
-    """Return the same where what is recomputed takes the memory: a plan decides about that, too."""
+    """Return such a budget where recomputed values take the memory: a plan decides about these, too."""
     return _share_of(facts, 0.0)
 
 

@@ -57,7 +57,7 @@ def _carry_bytes(loop: _jax.JaxprEqn) -> int:
 
 
 def _numbered_modules(saved: list[Value], *, at_least: float) -> tuple[list[str], list[Value]]:
-    """Return the modules that differ in a number and save `at_least` so many bytes, and what they save."""
+    """Return the modules that differ in a number and save `at_least` this many bytes, and what they save."""
     found: dict[str, list[tuple[str, Value]]] = {}
     for value in saved:
         names = value.path.split("/")

@@ -95,7 +95,7 @@ def _split(
 
 
 def without_unused(halves: Split, *, repeated: bool = False) -> Split:
-    """Return the halves with those residuals alone that the staged half needs.
+    """Return the halves with only the residuals that the staged half needs.
 
     It returns the unknown results alone, unless repeated ones are wanted, too. Inputs stay.
     """

@@ -46,10 +46,10 @@ class ListedSchedule(Schedule):
 
     @abstractmethod
     def actions(self) -> Iterator[Action]:
-        """All that is done, in order."""
+        """Return all actions, in order."""
 
     def picture(self, *, width: int = 72, rows: int = 40) -> str:
-        """Time against steps; see `picture`."""
+        """Return the schedule drawn as text; see `picture`."""
         return picture(self.actions(), self.n, width=width, rows=rows)
 
 

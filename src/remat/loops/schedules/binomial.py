@@ -17,7 +17,7 @@ INT32_MAX = 2**31 - 1
 
 
 def beta(slots: int, repetitions: int) -> int:
-    """The longest loop that `slots` slots reverse with no step run more than `repetitions` times.
+    """Return the length of the longest loop that `slots` slots reverse in `repetitions` runs of each step.
 
     Griewank & Walther's β(s, r) = C(s + r, s), not counting the run inside the reversal.
     """
@@ -27,7 +27,7 @@ def beta(slots: int, repetitions: int) -> int:
 # Exact integers from integers: the latest 4096 answers.
 @lru_cache(maxsize=4096)
 def repetitions(n: int, slots: int) -> int:
-    """The smallest r with β(slots, r) ≥ n."""
+    """Return the smallest r with β(slots, r) ≥ n."""
     if slots == 1:
         return max(n - 1, 0)
     low, high = -1, 1
@@ -40,7 +40,7 @@ def repetitions(n: int, slots: int) -> int:
 
 
 def binomial_advances(n: int, slots: int) -> int:
-    """The fewest steps to run, beside those inside the reversals: r·n − β(s+1, r−1).
+    """Return the fewest steps to run besides those inside the reversals: r·n − β(s+1, r−1).
 
     Equivalently the maximum of that expression over all r, which is how the compiled online loop
     evaluates it: as a function of n it is convex and piecewise linear with slopes r.
@@ -50,7 +50,7 @@ def binomial_advances(n: int, slots: int) -> int:
 
 
 def binomial_split(n: int, slots: int) -> int:
-    """How far to advance from state 0 before the next state is stored, for `n` ≥ 2 steps.
+    """Return how far to advance from state 0 before the next state is stored, for `n` ≥ 2 steps.
 
     The part before the new state is reversed with all `slots` slots and r−1 repetitions, the part
     after it with one slot less and r. Every m with β(s, r−2) ≤ m ≤ β(s, r−1) and
@@ -63,7 +63,7 @@ def binomial_split(n: int, slots: int) -> int:
 
 
 def binomial_rows(slots: int, longest: int) -> tuple[tuple[int, ...], ...]:
-    """β(c, r) for c = 0..slots+1 (rows) and r = 0..R (columns), as 32-bit numbers.
+    """Return β(c, r) for c = 0..slots+1 (rows) and r = 0..R (columns), as 32-bit numbers.
 
     R is large enough for loops of `longest` steps, with one column to spare (an online schedule
     can be one repetition off), but never above 4096: with 2 slots that is 8 million steps, and
@@ -132,22 +132,22 @@ class Binomial(ListedSchedule):
 
     @property
     def repetitions(self) -> int:
-        """The most often that any one step is run outside its reversal."""
+        """Return the largest number of runs of any one step outside its reversal."""
         return repetitions(self.n, self.slots) if self.n > 1 else 0
 
     @property
     def forward_steps(self) -> int:
-        """Evaluations of the body, with one inside each reversed step."""
+        """Return the evaluations of the body, with one inside each reversed step."""
         return binomial_advances(self.n, self.slots) + self.n
 
     @property
     def peak_slots(self) -> int:
-        """Slots that are really used: a short loop does not need all of them."""
+        """Return the slots that are used: a short loop does not need all of them."""
         return len(self.positions)
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """The steps whose states the first sweep stores."""
+        """Return the steps whose states the first sweep stores."""
         if self.n == 0:
             return ()
         held = [0]
@@ -161,7 +161,7 @@ class Binomial(ListedSchedule):
         return tuple(held)
 
     def actions(self) -> Iterator[Action]:
-        """All that is done, in order."""
+        """Return all actions, in order."""
         if self.n == 0:
             return
         yield from _first_sweep(self.positions, self.n)

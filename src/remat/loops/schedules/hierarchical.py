@@ -131,7 +131,7 @@ class Hierarchical(TreeSchedule):
 
     @classmethod
     def of_states(cls, n: int, slots: int, levels: list[Level] | tuple[Level, ...]) -> Hierarchical:
-        """Return the schedule for a fastest level that holds so many states, and no residuals."""
+        """Return the schedule for a fastest level that holds `slots` states and no residuals."""
         return cls(n, (1,) * (slots + 1), tuple(levels))
 
     @cached_property
@@ -140,22 +140,22 @@ class Hierarchical(TreeSchedule):
 
     @property
     def tree(self) -> Tree:
-        """The parts into which the loop is split."""
+        """Return the parts into which the loop is split."""
         return self._grown[0]
 
     @property
     def moves(self) -> Moves:
-        """Where the states of the parts lie."""
+        """Return where the states of the parts lie."""
         return self._grown[1]
 
     @property
     def writes(self) -> tuple[int, ...]:
-        """How often each slower level is written to."""
+        """Return how often each slower level is written to."""
         return self._traffic[0]
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """How often each slower level is read from."""
+        """Return how often each slower level is read from."""
         return self._traffic[1]
 
     @cached_property
@@ -164,17 +164,17 @@ class Hierarchical(TreeSchedule):
 
     @property
     def cost(self) -> float:
-        """The time of steps and transfers, in units of the time of a step."""
+        """Return the time of steps and transfers, in units of the time of a step."""
         return _cost(self.tree, self.moves, self.levels)
 
     @cached_property
     def peak_slots_of_levels(self) -> tuple[int, ...]:
-        """The most states that are really kept in each slower level."""
+        """Return the largest number of states kept at a time in each slower level."""
         return tuple(self._peaks[1:])
 
     @property
     def peak_entries(self) -> int:
-        """The most states that are kept at a time, in all levels together."""
+        """Return the largest number of states kept at a time, in all levels together."""
         return self._peaks[0]
 
     @cached_property
@@ -194,7 +194,7 @@ class Hierarchical(TreeSchedule):
         return [int(most) for most in held.max(0)]
 
     def actions(self) -> Iterator[Action]:
-        """All that is done, in order. Slots are counted separately in each level, and for residuals."""
+        """Return all actions, in order. Slots are counted separately in each level, and for residuals."""
         tree, target = self.tree, self.moves.target
         stack: list[tuple[int, int, int]] = []
         tops = [0] * (len(self.levels) + 1)
@@ -280,7 +280,7 @@ def _table(below: np.ndarray, slots: int, group: int, level: Level) -> _Table:
     held = fresh.copy()
     split = np.zeros((slots + 1, n + 1), np.int64)
     ahead = group * np.arange(n + 1) + level.read
-    # What a second part costs that begins so many groups before the end, and a first part of its length.
+    # The costs of a second part that begins l groups before the end, and of a first part of its length.
     first = held + ahead
     for length in range(2, n + 1):
         sums = fresh[:-1, length - 1 : 0 : -1] + first[1:, 1:length]
@@ -436,7 +436,7 @@ def _grouped(
 
 
 def _group(n: int, levels: tuple[Level, ...], most_sums: int) -> int:
-    """Return the steps of a group, so that the dynamic program makes at most so many sums."""
+    """Return the steps of a group, so that the dynamic program makes at most `most_sums` sums."""
     if not levels:
         return max(n, 1)
     group = max(1, -(-n // MOST_GROUPS))

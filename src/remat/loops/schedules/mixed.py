@@ -91,31 +91,31 @@ class TreeSchedule(ListedSchedule):
     @property
     @abstractmethod
     def tree(self) -> Tree:
-        """The parts into which the loop is split."""
+        """Return the parts into which the loop is split."""
 
     @property
     def slots(self) -> int:
-        """The most states that the fastest memory holds."""
+        """Return the largest number of states that the fastest memory holds."""
         return len(self.blocks) - 1
 
     @cached_property
     def forward_steps(self) -> int:
-        """Evaluations of the body. Steps whose residuals are kept are not evaluated again."""
+        """Return the evaluations of the body. Steps whose residuals are kept are not evaluated again."""
         return tree_cost(self.tree)
 
     @property
     def grad_forward_steps(self) -> int:
-        """The same under `jax.grad`: the first sweep runs the last step, and keeps its residuals."""
+        """Return `forward_steps`: the first sweep runs the last step, too, and keeps its residuals."""
         return self.forward_steps
 
     @property
     def peak_slots(self) -> int:
-        """The most states that are really kept in the fastest memory."""
+        """Return the largest number of states kept at a time in the fastest memory."""
         return int(max(self.slots - self.tree.level[ROOT:]))
 
     @property
     def peak_residuals(self) -> int:
-        """The longest block: the steps whose residuals exist at a time, the one in use included."""
+        """Return the length of the longest block, whose steps' residuals exist at the same time."""
         return int(max(self.tree.steps[self.tree.first < 0]))
 
 
@@ -175,12 +175,12 @@ class Mixed(TreeSchedule):
 
     @cached_property
     def tree(self) -> Tree:
-        """The parts into which the loop is split."""
+        """Return the parts into which the loop is split."""
         return tree_of(self.n, self.blocks, self._limits)
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """The steps whose states the first sweep stores."""
+        """Return the steps whose states the first sweep stores."""
         held, part, start = [], ROOT, 0
         while self.tree.first[part] >= 0:
             held.append(start)
@@ -189,7 +189,7 @@ class Mixed(TreeSchedule):
         return tuple(held)
 
     def actions(self) -> Iterator[Action]:
-        """All that is done, in order.
+        """Return all actions, in order.
 
         `advance` runs steps and keeps nothing, `keep` runs one step and keeps its residuals. Slots of
         states and of residuals are counted separately.
@@ -392,7 +392,7 @@ def order_of(n: int, blocks: tuple[int, ...]) -> Order | OneState:
 
 
 class OneState:
-    """The same with a single state, where `Order` would take time and memory that grow as `n`.
+    """The splits of a loop with a single state, where `Order` would take time and memory that grow as `n`.
 
     Behind the state, only a block fits. The steps that are run are the sum of the distances from the state
     to the blocks, which is least if each block but the first one is as long as fits.

@@ -60,7 +60,7 @@ class Multilevel(Schedule):
         state_bytes: int = 1,
         residual_bytes: int = 1,
     ) -> Multilevel:
-        """The lengths of least memory for a given depth, any `n`.
+        """Return the schedule of least memory for a given depth, any `n`.
 
         All levels hold about the same memory; where the innermost holds residuals, they are
         weighed by `residual_bytes` a step against `state_bytes` a state.
@@ -74,12 +74,12 @@ class Multilevel(Schedule):
 
     @property
     def depth(self) -> int:
-        """Number of nested loops."""
+        """Return the number of nested loops."""
         return len(self.lengths)
 
     @property
     def forward_steps(self) -> int:
-        """Evaluations of the body, with one inside each reversed step.
+        """Return the evaluations of the body, with one inside each reversed step.
 
         Every level runs all steps once more, but for the shorter last block, which is reversed
         right after it was run. The nested loops are derived from whole blocks, so the result of
@@ -93,12 +93,12 @@ class Multilevel(Schedule):
 
     @property
     def grad_forward_steps(self) -> int:
-        """The same: see `forward_steps`."""
+        """Return `forward_steps`, which include the loop's result."""
         return self.forward_steps
 
     @property
     def block(self) -> int:
-        """Steps of one block of the outermost loop."""
+        """Return the number of steps of one block of the outermost loop."""
         return math.prod(self.lengths[1:])
 
     def _inner(self, n: int) -> Multilevel:
@@ -106,7 +106,7 @@ class Multilevel(Schedule):
 
     @property
     def peak_slots(self) -> int:
-        """States kept at the worst moment."""
+        """Return the largest number of states kept at a time."""
         if self.depth == 1:
             return self.n if self.step_recomputed else 0
         blocks, rest = divmod(self.n, self.block)
@@ -115,7 +115,7 @@ class Multilevel(Schedule):
 
     @property
     def peak_residuals(self) -> int:
-        """Steps whose residuals are kept at the worst moment."""
+        """Return the largest number of steps whose residuals are kept at a time."""
         innermost = min(self.n, self.lengths[-1])
         return min(innermost, 1) if self.step_recomputed else innermost
 
@@ -130,7 +130,7 @@ class Multilevel(Schedule):
 
 
 def _balanced(n: int, depth: int, state: int, inner: int) -> tuple[int, ...]:
-    """Lengths with a product of at least n and the least state·Σ outer + inner·innermost."""
+    """Return lengths with a product of at least n and the least state·Σ outer + inner·innermost."""
     if depth == 1:
         return (max(n, 1),)
     # At the real-valued optimum all terms are equal: x = (n·state^(d-1)·inner)^(1/d) bytes each.

@@ -22,7 +22,7 @@ ONLINE_COLUMNS = 64
 # A table of `slots` rows of at most 64 numbers, which depends on `slots` alone.
 @lru_cache(maxsize=256)
 def online_rows(slots: int) -> tuple[tuple[int, ...], ...]:
-    """The rows of `binomial_rows` by which an online loop weighs its choices.
+    """Return the rows of `binomial_rows` by which an online loop weighs its choices.
 
     They are exact for 16 million steps; a longer loop is reversed as correctly, less optimally.
     """
@@ -30,13 +30,13 @@ def online_rows(slots: int) -> tuple[tuple[int, ...], ...]:
 
 
 def online_cost(length: int, slots: int, rows: tuple[tuple[int, ...], ...]) -> int:
-    """`binomial_advances`, as the maximum over the repetitions that `rows` has."""
+    """Return `binomial_advances`, as the maximum over the repetitions that `rows` has."""
     row = rows[slots + 1]
     return max(r * length - (row[r - 1] if r else 0) for r in range(len(row)))
 
 
 def online_update(held: tuple[int, ...], reached: int, slots: int) -> tuple[int, ...]:
-    """The states to hold when the loop is at state `reached` and will do at least one more step.
+    """Return the states to hold when the loop is at state `reached` and will do at least one more step.
 
     The newcomer is state `reached - 1`, which by now is known not to be the last that reversing
     needs at hand. While slots are free it is stored. Else one of these is chosen, whichever would
@@ -93,12 +93,12 @@ class Online(ListedSchedule):
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """The steps whose states are held when the loop ends."""
+        """Return the steps whose states are held when the loop ends."""
         return _online_positions(self.n, self.slots)
 
     @property
     def forward_steps(self) -> int:
-        """Evaluations of the body, with one inside each reversed step."""
+        """Return the evaluations of the body, with one inside each reversed step."""
         if self.n == 0:
             return 0
         held = self.positions
@@ -111,11 +111,11 @@ class Online(ListedSchedule):
 
     @property
     def peak_slots(self) -> int:
-        """Slots that are really used."""
+        """Return the slots that are used."""
         return min(self.n, self.slots)
 
     def actions(self) -> Iterator[Action]:
-        """All that is done, in order; a state that is held is stored when it is reached."""
+        """Return all actions, in order; a state that is held is stored when it is reached."""
         if self.n == 0:
             return
         held: tuple[int, ...] = ()

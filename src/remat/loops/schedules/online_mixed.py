@@ -100,12 +100,12 @@ class OnlineMixed(ListedSchedule):
 
     @property
     def slots(self) -> int:
-        """The most states that are kept at a time, the first one included."""
+        """Return the largest number of states kept at a time, the first one included."""
         return len(self.blocks)
 
     @cached_property
     def ended(self) -> Ended:
-        """What is kept when the loop ends."""
+        """Return what is kept when the loop ends."""
         return list(self._sweep())[-1]
 
     def _sweep(self) -> Iterator[Ended]:
@@ -147,7 +147,7 @@ class OnlineMixed(ListedSchedule):
 
     @cached_property
     def forward_steps(self) -> int:
-        """Evaluations of the body. Steps whose residuals are kept are not evaluated again."""
+        """Return the evaluations of the body. Steps whose residuals are kept are not evaluated again."""
         costs: dict[Part, int] = {}
         parts = parts_of({part for _, part in self._parts}, self.blocks, self._split)
         for part, (steps, first, second) in reversed(parts.items()):
@@ -158,14 +158,14 @@ class OnlineMixed(ListedSchedule):
 
     @property
     def grad_forward_steps(self) -> int:
-        """The same under `jax.grad`: the loop itself is included."""
+        """Return `forward_steps`, which include the loop itself."""
         return self.forward_steps
 
     def _split(self, level: int, length: int) -> int:
         return split_of(lengths_of_phases(self.blocks, max(self.n, 1)), level, length)
 
     def actions(self) -> Iterator[Action]:
-        """All that is done, in order. The slot of a step's residuals is the step here."""
+        """Return all actions, in order. The slot of a step's residuals is the step here."""
         if self.n == 0:
             return
         starts: tuple[int, ...] = ()

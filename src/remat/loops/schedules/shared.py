@@ -15,16 +15,16 @@ class Schedule(ABC):
     @property
     @abstractmethod
     def forward_steps(self) -> int:
-        """Evaluations of the body, with one inside each reversed step."""
+        """Return the evaluations of the body, with one inside each reversed step."""
 
     @property
     def grad_forward_steps(self) -> int:
-        """The same under `jax.grad`, where the loop's result is computed as well."""
+        """Return `forward_steps` under `jax.grad`, where the loop's result is computed as well."""
         return self.forward_steps + (self.n > 0)
 
     @property
     def recomputed_steps(self) -> int:
-        """Evaluations of the body beyond one for each step."""
+        """Return the evaluations of the body beyond one for each step."""
         return self.forward_steps - self.n
 
 

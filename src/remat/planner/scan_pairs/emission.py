@@ -73,13 +73,13 @@ class Emitted:
 
     @property
     def consts(self) -> list[_jax.Var]:
-        """The constants of B's step."""
+        """Return the constants of B's step."""
         joint = self.joint
         return [*(v for v in joint.consts if v in self.read), *joint.backward_consts]
 
     @property
     def xs(self) -> list[_jax.Var]:
-        """The slices of B's step that are not kept values."""
+        """Return the slices of B's step that are not kept values."""
         joint = self.joint
         slices = (*joint.stacked, *joint.xs)
         return [*dict.fromkeys(v for v in slices if v in self.read), *joint.backward_xs]

@@ -25,7 +25,7 @@ _jax.exclude_from_tracebacks(__file__)
 
 
 def in_groups(emitted: Emitted, group: int) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
-    """Return both scans in groups of so many steps, which divide the length."""
+    """Return both scans in groups of `group` steps, which divide the length."""
     joint = emitted.joint
     forward, backward = joint.forward, joint.backward
     n_consts, n_carry = len(joint.consts), len(joint.carry)

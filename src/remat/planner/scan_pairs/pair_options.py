@@ -173,7 +173,7 @@ def _in_gaps(found: Sequence[_Choice], others: Sequence[_Choice]) -> list[_Choic
 
 
 def _thinned_evenly(items: Sequence[Any], n: int) -> Sequence[Any]:
-    """Return so many of the items, the ends among them."""
+    """Return at most `n` of the items at equal distances, the first and the last among them."""
     if len(items) <= n:
         return items
     return [items[round(k * (len(items) - 1) / max(1, n - 1))] for k in range(n)]

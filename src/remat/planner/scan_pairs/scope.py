@@ -48,7 +48,7 @@ class Costing:
 
     @property
     def on_device(self) -> Costing:
-        """Return the same without copies to the host."""
+        """Return these costs without copies to the host."""
         return dataclasses.replace(self, transfer=None)
 
 
@@ -94,7 +94,7 @@ class Scope:
 
     @functools.cached_property
     def seconds(self) -> list[float]:
-        """The seconds of each equation, with all that it runs inside."""
+        """Return the seconds of each equation, with all that it runs inside."""
         program = self.writer.program(())
         return [
             self._seconds_inside(eqn) or seconds_of(program, op, self.costing.price)

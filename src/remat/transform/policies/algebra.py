@@ -234,7 +234,7 @@ class Foreign(Policy):
 
     @functools.cached_property
     def _own_names(self) -> tuple[str, ...]:
-        """The parameters of the function that its positional arguments are bound to, in order."""
+        """Return the parameters of the function that its positional arguments are bound to, in order."""
         try:
             parameters = inspect.signature(self.function).parameters.values()
         except (ValueError, TypeError):

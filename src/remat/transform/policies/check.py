@@ -16,7 +16,7 @@ _jax.exclude_from_tracebacks(__file__)
 
 
 def check_policy(policy: Any) -> None:
-    """Refuse what is no policy, before anything is traced.
+    """Refuse a value that is not a policy, before anything is traced.
 
     Raises:
       PolicyError: if it is not callable or not hashable.
@@ -117,7 +117,7 @@ def _offer(absent: _Absent, contents: Contents) -> str:
 
 
 def _absent(parts: Iterable[Select], contents: Contents) -> _Absent | None:
-    """The first thing that the parts of a policy select and that is not there."""
+    """Return the first thing that the parts of a policy select and that is not there."""
     for part in parts:
         for pattern in part.selector.names:
             if not any_name_matches(pattern, contents.names):
@@ -154,7 +154,7 @@ def _contents(jaxpr: _jax.Jaxpr) -> Contents:
 # Tracing rules of derivatives is slow, and what they contain does not change.
 @_jax.weakref_lru_cache
 def _contents_with_rules(jaxpr: _jax.Jaxpr, wanted: tuple[Select, ...]) -> tuple[Contents, bool]:
-    """What there is once rules are traced, until all that is wanted is found.
+    """Return what there is once rules are traced, until all that is wanted is found.
 
     Returns also whether a rule could not be traced.
     """

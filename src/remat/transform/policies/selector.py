@@ -80,7 +80,7 @@ class Selector:
         for keyword in given:
             if keyword not in known:
                 raise TypeError(
-                    f"{keyword!r} is no selector of a policy; {closest(keyword, known)}"
+                    f"{keyword!r} is not a selector of a policy; {closest(keyword, known)}"
                 )
         check_strings(names, "checkpoint names")
         wanted = {name: _READ[name](value) for name, value in given.items()}
@@ -181,7 +181,7 @@ def _dtype_name(given: Any) -> str:
         dtype = jnp.dtype(given)
     except TypeError as e:
         offer = f"; {closest(given, _dtypes_of_jax())}" if isinstance(given, str) else "."
-        raise PolicyError(f"dtype={given!r} in a policy is no dtype{offer}") from e
+        raise PolicyError(f"dtype={given!r} in a policy is not a dtype{offer}") from e
     if str(dtype) not in _dtypes_of_jax():
         raise PolicyError(f"dtype={given!r} in a policy: JAX has no arrays of type {dtype.name}.")
     return str(dtype)
