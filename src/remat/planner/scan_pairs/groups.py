@@ -11,6 +11,7 @@ arrays, or concatenating two parts of them, would copy them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -112,131 +113,29 @@ def in_two_loops(
       n_first: how many steps are the first.
       rest: what the steps after them keep.
     """
+    loops = _TwoLoops(first, group, n_first, rest)
     joint = first.joint
     forward, backward = joint.forward, joint.backward
-    n_carry, n_own, length = len(joint.carry), len(joint.backward_carry), joint.length
-    is_grouped = group > 1
-    bare = first.forward_step([v for _, v in joint.kept])
-    keeping = first.forward_step(first.kept)
-    saving = first.forward_step([*(v for _, v in joint.kept), *first.passed])
-    saving_rest = rest.forward_step([*(v for _, v in rest.joint.kept), *rest.passed])
-    step, step_of_rest = first.backward_step(), rest.backward_step()
-    is_reversed = forward.params["reverse"]
-    # Time is F's. B goes back in it, as a rule.
-    goes_back = backward.params["reverse"] != is_reversed
-
-    def index(time: Any) -> Any:
-        return length - 1 - time if is_reversed else time
-
-    def run_forward(args: Sequence[Any]) -> list[Any]:
-        consts, init, xs = _jax.split_list(list(args), [len(joint.consts), n_carry])
-        stacks = [_jax.zeros(v.aval, (length,)) for _, v in joint.kept]
-
-        def one(state: Any, time: Any, body: _jax.Jaxpr) -> tuple[Any, Any]:
-            carry, stacks = state
-            outs = _jax.eval_jaxpr(body, (), *consts, *carry, *_at(xs, index(time)))
-            after, ys, kept = _jax.split_list(outs, [n_carry, len(stacks)])
-            return (after, _written(stacks, index(time), ys)), kept
-
-        def of_group(state: Any, begin: Any) -> tuple[Any, Any]:
-            after, _ = jax.lax.scan(
-                lambda state, time: one(state, time, bare), state, begin + jnp.arange(group)
-            )
-            return after, state[0]
-
-        state: Any = (list(init), stacks)
-        if is_grouped:
-            begins = group * jnp.arange(n_first // group)
-            state, kept_first = jax.lax.scan(of_group, state, begins)
-        else:
-            state, kept_first = jax.lax.scan(
-                lambda state, time: one(state, time, saving), state, jnp.arange(n_first)
-            )
-        (carry, stacks), kept = jax.lax.scan(
-            lambda state, time: one(state, time, saving_rest), state, jnp.arange(n_first, length)
-        )
-        return [*carry, *stacks, *kept_first, *kept]
-
-    kept_first = (
-        [_jax.new_var(_jax.stacked(n_first // group, v.aval)) for v in joint.carry]
-        if is_grouped
-        else [_jax.new_var(_jax.stacked(n_first, v.aval)) for v in first.passed]
-    )
-    kept = [_jax.new_var(_jax.stacked(length - n_first, v.aval)) for v in rest.passed]
-
-    def run_backward(args: Sequence[Any]) -> list[Any]:
-        f_consts, f_xs, consts, xs, consts_of_rest, xs_of_rest, init, of_first_steps, of_others = (
-            _jax.split_list(
-                list(args),
-                [
-                    *(len(joint.consts), len(joint.xs)),
-                    *(len(first.consts), len(first.xs)),
-                    *(len(rest.consts), len(rest.xs)),
-                    *(n_own, len(kept_first)),
-                ],
-            )
-        )
-        stacks = [_jax.zeros(v.aval, (length,)) for v in joint.backward_results[n_own:]]
-
-        def one(state: Any, time: Any, body: _jax.Jaxpr, consts: Any, kept: Any, xs: Any) -> Any:
-            carry, stacks = state
-            outs = _jax.eval_jaxpr(body, (), *consts, *carry, *kept, *_at(xs, index(time)))
-            after, ys = _jax.split_list(outs, [n_own])
-            return after, _written(stacks, index(time), ys)
-
-        def again(carry: Any, time: Any) -> tuple[Any, Any]:
-            outs = _jax.eval_jaxpr(keeping, (), *f_consts, *carry, *_at(f_xs, index(time)))
-            after, kept = _jax.split_list(outs, [n_carry])
-            return after, kept
-
-        def in_first(state: Any, times: Any, kept: Any) -> Any:
-            return jax.lax.scan(
-                lambda state, now: (one(state, now[0], step, consts, now[1], xs), None),
-                state,
-                (times, kept),
-                reverse=goes_back,
-            )[0]
-
-        def of_group(state: Any, begin_and_start: Any) -> tuple[Any, None]:
-            begin, start = begin_and_start
-            times = begin + jnp.arange(group)
-            _, kept = jax.lax.scan(again, start, times)
-            return in_first(state, times, kept), None
-
-        def of_first(state: Any) -> Any:
-            if not is_grouped:
-                return in_first(state, jnp.arange(n_first), list(of_first_steps))
-            begins = group * jnp.arange(n_first // group)
-            return jax.lax.scan(of_group, state, (begins, list(of_first_steps)), reverse=goes_back)[
-                0
-            ]
-
-        def of_rest(state: Any) -> Any:
-            return jax.lax.scan(
-                lambda state, now: (
-                    one(state, now[0], step_of_rest, consts_of_rest, now[1], xs_of_rest),
-                    None,
-                ),
-                state,
-                (jnp.arange(n_first, length), list(of_others)),
-                reverse=goes_back,
-            )[0]
-
-        state = list(init), stacks
-        carry, stacks = of_first(of_rest(state)) if goes_back else of_rest(of_first(state))
-        return [*carry, *stacks]
-
-    remaining = [forward.outvars[k] for k, _ in joint.kept]
+    kept_first = [
+        _jax.new_var(_jax.stacked(n_first // group, v.aval))
+        for v in (joint.carry if loops.is_grouped else first.passed)
+    ]
+    kept = [_jax.new_var(_jax.stacked(joint.length - n_first, v.aval)) for v in rest.passed]
     constants = [joint.outside[v] for v in joint.consts]
     new_forward = _traced(
-        run_forward,
+        loops.run_forward,
         [*constants, *init_of(joint), *slices_of(joint)],
-        [*forward.outvars[:n_carry], *remaining, *kept_first, *kept],
+        [
+            *forward.outvars[: len(joint.carry)],
+            *(forward.outvars[k] for k, _ in joint.kept),
+            *kept_first,
+            *kept,
+        ],
         forward,
     )
     own = _jax.scan_arity(backward)[0]
     new_backward = _traced(
-        run_backward,
+        loops.run_backward,
         [
             *constants,
             *slices_of(joint),
@@ -246,7 +145,7 @@ def in_two_loops(
                 for names in (part.consts, part.xs)
                 for v in outside(part, names)
             ),
-            *backward.invars[own : own + n_own],
+            *backward.invars[own : own + len(joint.backward_carry)],
             *kept_first,
             *kept,
         ],
@@ -254,6 +153,123 @@ def in_two_loops(
         backward,
     )
     return new_forward, new_backward
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _TwoLoops:
+    """The functions that compute both scans of a pair as two loops; the arguments of `in_two_loops`.
+
+    `time` is the number of a step in the order in which F runs them.
+    """
+
+    first: Emitted
+    group: int
+    n_first: int
+    rest: Emitted
+
+    @property
+    def is_grouped(self) -> bool:
+        return self.group > 1
+
+    @property
+    def begins(self) -> Any:
+        """Return the first time of each group."""
+        return self.group * jnp.arange(self.n_first // self.group)
+
+    def index(self, time: Any) -> Any:
+        """Return where the slices of a step are in stacks."""
+        joint = self.first.joint
+        return joint.length - 1 - time if joint.forward.params["reverse"] else time
+
+    def run_forward(self, args: Sequence[Any]) -> list[Any]:
+        """Return the results of F, and what it keeps of its first steps and of the others."""
+        joint, group, n_first = self.first.joint, self.group, self.n_first
+        n_carry, stacked = len(joint.carry), [v for _, v in joint.kept]
+        consts, init, xs = _jax.split_list(list(args), [len(joint.consts), n_carry])
+        bare = self.first.forward_step(stacked)
+        saving = self.first.forward_step([*stacked, *self.first.passed])
+        saving_rest = self.rest.forward_step(
+            [*(v for _, v in self.rest.joint.kept), *self.rest.passed]
+        )
+
+        def one(state: Any, time: Any, body: _jax.Jaxpr) -> tuple[Any, Any]:
+            carry, stacks = state
+            at = self.index(time)
+            outs = _jax.eval_jaxpr(body, (), *consts, *carry, *_at(xs, at))
+            after, ys, kept = _jax.split_list(outs, [n_carry, len(stacks)])
+            return (after, _written(stacks, at, ys)), kept
+
+        def run(state: Any, times: Any, body: _jax.Jaxpr) -> tuple[Any, Any]:
+            return jax.lax.scan(lambda state, time: one(state, time, body), state, times)
+
+        def of_group(state: Any, begin: Any) -> tuple[Any, Any]:
+            after, _ = run(state, begin + jnp.arange(group), bare)
+            return after, state[0]
+
+        state: Any = (list(init), [_jax.zeros(v.aval, (joint.length,)) for v in stacked])
+        if self.is_grouped:
+            state, kept_first = jax.lax.scan(of_group, state, self.begins)
+        else:
+            state, kept_first = run(state, jnp.arange(n_first), saving)
+        (carry, stacks), kept = run(state, jnp.arange(n_first, joint.length), saving_rest)
+        return [*carry, *stacks, *kept_first, *kept]
+
+    def run_backward(self, args: Sequence[Any]) -> list[Any]:
+        """Return the results of B."""
+        joint, first, rest = self.first.joint, self.first, self.rest
+        n_own, length = len(joint.backward_carry), joint.length
+        n_kept_first = len(joint.carry if self.is_grouped else first.passed)
+        # Time is F's. B goes back in it, as a rule.
+        goes_back = joint.backward.params["reverse"] != joint.forward.params["reverse"]
+        keeping = first.forward_step(first.kept)
+        steps = first.backward_step(), rest.backward_step()
+        f_consts, f_xs, *own, init, of_first_steps, of_others = _jax.split_list(
+            list(args),
+            [
+                *(len(joint.consts), len(joint.xs)),
+                *(len(first.consts), len(first.xs)),
+                *(len(rest.consts), len(rest.xs)),
+                *(n_own, n_kept_first),
+            ],
+        )
+        own_of = own[:2], own[2:]
+
+        def run(state: Any, times: Any, kept: Any, part: int) -> Any:
+            consts, xs = own_of[part]
+
+            def one(state: Any, now: Any) -> tuple[Any, None]:
+                (carry, stacks), (time, kept) = state, now
+                at = self.index(time)
+                outs = _jax.eval_jaxpr(steps[part], (), *consts, *carry, *kept, *_at(xs, at))
+                after, ys = _jax.split_list(outs, [n_own])
+                return (after, _written(stacks, at, ys)), None
+
+            return jax.lax.scan(one, state, (times, kept), reverse=goes_back)[0]
+
+        def again(carry: Any, time: Any) -> tuple[Any, Any]:
+            at = self.index(time)
+            outs = _jax.eval_jaxpr(keeping, (), *f_consts, *carry, *_at(f_xs, at))
+            after, kept = _jax.split_list(outs, [len(joint.carry)])
+            return after, kept
+
+        def of_group(state: Any, begin_and_start: Any) -> tuple[Any, None]:
+            begin, start = begin_and_start
+            times = begin + jnp.arange(self.group)
+            _, kept = jax.lax.scan(again, start, times)
+            return run(state, times, kept, 0), None
+
+        def of_first(state: Any) -> Any:
+            kept = list(of_first_steps)
+            if not self.is_grouped:
+                return run(state, jnp.arange(self.n_first), kept, 0)
+            return jax.lax.scan(of_group, state, (self.begins, kept), reverse=goes_back)[0]
+
+        def of_rest(state: Any) -> Any:
+            return run(state, jnp.arange(self.n_first, length), list(of_others), 1)
+
+        state = list(init), [_jax.zeros(v.aval, (length,)) for v in joint.backward_results[n_own:]]
+        carry, stacks = of_first(of_rest(state)) if goes_back else of_rest(of_first(state))
+        return [*carry, *stacks]
 
 
 def _at(arrays: Sequence[Any], index: Any) -> list[Any]:
