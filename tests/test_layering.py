@@ -243,6 +243,25 @@ def test_tests_use_public_names(path):
     assert private_names_in(path) <= allowed
 
 
+# Underscored names that are public: of our API, of Python and of JAX's jitted functions.
+PUBLIC_UNDERSCORES = {"_asdict", "_cache_size", "_fields", "_jax", "_replace", "_repr_html_"}
+
+
+@pytest.mark.parametrize(
+    "path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS))
+)
+def test_tests_read_no_private_attributes_of_other_objects(path):
+    attributes = {
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and re.fullmatch(r"_(?!_)\w+", node.attr)
+        if node.attr not in PUBLIC_UNDERSCORES
+        if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+    }
+    allowed = {"operations._rows"} if path.name == "test_operations.py" else set()
+    assert {name for name in attributes if not name.startswith("jax.")} <= allowed
+
+
 PACKAGES = sorted(path for path in MODULES if path.name == "__init__.py")
 
 

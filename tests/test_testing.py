@@ -137,11 +137,11 @@ class _Device:
 
 
 def test_a_devices_peak_is_its_allocators_growth():
-    assert remat.testing._device_growth_bytes(_Device(150, 400), lambda x: x, (1,)) == 300
+    assert remat.testing.device_growth_bytes(_Device(150, 400), lambda x: x, (1,)) == 300
 
 
 def test_a_device_that_has_used_more_before_cannot_tell():
     with pytest.raises(remat.RematError, match="Measure the step first"):
-        remat.testing._device_growth_bytes(_Device(500, 500), lambda x: x, (1,))
+        remat.testing.device_growth_bytes(_Device(500, 500), lambda x: x, (1,))
     with pytest.raises(remat.RematError, match="no statistics"):
-        remat.testing._device_growth_bytes(_Device(), lambda x: x, (1,))
+        remat.testing.device_growth_bytes(_Device(), lambda x: x, (1,))

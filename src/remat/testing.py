@@ -196,7 +196,7 @@ def peak_bytes(step: Callable[..., Any], *args: PyTree, real: bool = False) -> i
         if _platform(compiled) == "cpu":
             return analysis.argument_size_in_bytes + _growth_bytes(lambda: compiled(*args))
         device = next(iter(compiled.runtime_executable().local_devices()))
-        growth = _device_growth_bytes(device, compiled, jax.device_put(args))
+        growth = device_growth_bytes(device, compiled, jax.device_put(args))
         return analysis.argument_size_in_bytes + growth
     if _platform(compiled) == "tpu":
         return analysis.peak_memory_in_bytes
@@ -327,7 +327,7 @@ def _growth_bytes(run: Callable[[], PyTree]) -> int:
     return max(peak - before, 0)
 
 
-def _device_growth_bytes(device: Any, run: Callable[..., PyTree], args: tuple[PyTree, ...]) -> int:
+def device_growth_bytes(device: Any, run: Callable[..., PyTree], args: tuple[PyTree, ...]) -> int:
     """Return the growth of a device's memory during a call whose arguments are there."""
     jax.block_until_ready(args)
     before = device.memory_stats()

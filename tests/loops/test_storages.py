@@ -89,13 +89,13 @@ def test_a_file_has_as_many_rows_as_states_are_kept_in_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     rows: list[int] = []
-    opened = stores.DiskStore._open_file
+    opened = stores.DiskStore.open_file
 
     def open_file(self: Any, n_rows: int, types: Any) -> Any:
         rows.append(n_rows)
         return opened(self, n_rows, types)
 
-    monkeypatch.setattr(stores.DiskStore, "_open_file", open_file)
+    monkeypatch.setattr(stores.DiskStore, "open_file", open_file)
     levels = [Storage("device", checkpoints=1), Storage("disk", checkpoints=6, directory=tmp_path)]
     jax.jit(jax.grad(loss(scan, store=levels)))(*ARGS).block_until_ready()
     choice = explain(lambda c, x: step(0.9, c, x), (ARGS[1], jnp.int32(0)), ARGS[2], store=levels)

@@ -145,7 +145,7 @@ def test_files_are_closed_when_a_backward_pass_ends(tmp_path: Path) -> None:
 
     assert_close(use(jnp.ones(4)), jnp.full(4, 2.0))
     jax.effects_barrier()
-    assert disk._files == {}
+    assert disk.n_open_files == 0
 
 
 def test_states_on_disk_are_not_in_the_compiled_program() -> None:

@@ -127,6 +127,11 @@ class DiskStore:
     # threads and have no other way to it. It decides which files are closed after an error, no result.
     _traced: threading.local = field(default_factory=threading.local)
 
+    @property
+    def n_open_files(self) -> int:
+        """Return the number of files that are not closed yet."""
+        return len(self._files)
+
     def create(self, n_rows: int, carry: Arrays, witnesses: Arrays) -> PyTree:
         types = [(x.shape, np.dtype(x.dtype)) for x in map(_as_data, carry)]
         for shape, _ in types:
@@ -162,7 +167,7 @@ class DiskStore:
         opened: set[int] | None,
     ) -> Array:
         try:
-            ticket = self._open_file(n_rows, types)
+            ticket = self.open_file(n_rows, types)
         except StoreError as error:
             self._failures.append(error)
             raise
@@ -199,7 +204,8 @@ class DiskStore:
         finally:
             self._traced.opened = None
 
-    def _open_file(self, n_rows: int, types: list[tuple[tuple[int, ...], np.dtype]]) -> Array:
+    def open_file(self, n_rows: int, types: list[tuple[tuple[int, ...], np.dtype]]) -> Array:
+        """Open a file for `n_rows` states of these types; return the number by which rows are found."""
         sizes = [n_rows * int(np.prod(shape)) * dtype.itemsize for shape, dtype in types]
         # Maps begin at multiples of a page.
         offsets = [0, *itertools.accumulate(-(-size // _PAGE) * _PAGE for size in sizes)]

@@ -91,7 +91,7 @@ def _check(n: int, memory: int, state: int, residuals: int) -> None:
 
 def test_what_is_kept_does_not_depend_on_what_follows() -> None:
     blocks = (1, 2, 3, 4)
-    short, long = (list(OnlineMixed(n, blocks)._sweep()) for n in (40, 80))
+    short, long = (list(OnlineMixed(n, blocks).sweep()) for n in (40, 80))
     assert short[:-1] == long[: len(short) - 1]
     assert short[-1].starts == long[len(short) - 1].starts
 

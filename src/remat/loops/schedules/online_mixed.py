@@ -106,9 +106,9 @@ class OnlineMixed(ListedSchedule):
     @cached_property
     def ended(self) -> Ended:
         """Return what is kept when the loop ends."""
-        return list(self._sweep())[-1]
+        return list(self.sweep())[-1]
 
-    def _sweep(self) -> Iterator[Ended]:
+    def sweep(self) -> Iterator[Ended]:
         """Yield what is kept at the end of each block."""
         levels = len(self.blocks) - 1
         starts, phases = [0], [1]
@@ -170,7 +170,7 @@ class OnlineMixed(ListedSchedule):
             return
         starts: tuple[int, ...] = ()
         kept: list[int] = []
-        for ended in self._sweep():
+        for ended in self.sweep():
             common = sum(a == b for a, b in zip(starts, ended.starts))
             for k in reversed(range(common, len(starts))):
                 yield Action("free", starts[k], starts[k], k)
