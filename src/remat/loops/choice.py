@@ -18,7 +18,7 @@ from remat.loops.arguments import whole_number
 from remat.loops.fitting import bookkeeping_bytes, fitted
 from remat.loops.halves import Halves
 from remat.loops.loop import StoredLevel
-from remat.loops.mixed import plan_with
+from remat.loops.mixed import reversal_with
 from remat.loops.schedules import Level
 from remat.loops.store import Storage, make_store
 from remat.loops.times import has_symbolic_types, time_to_keep, times_of_step
@@ -244,17 +244,17 @@ def _hierarchical(
     slots = min(memory // max(state, 1), n)
     spare = memory - slots * state
     loop = dataclasses.replace(loop_of(scanned, slots, memory=spare), levels=levels)
-    plan = None if halves is None else plan_with(loop, halves)
-    if plan is None:
+    reversal = None if halves is None else reversal_with(loop, halves)
+    if reversal is None:
         raise ScheduleError(
             f"no schedule of {n} steps fits {format_bytes(memory)} of device memory and "
             f"{[stored.level.slots for stored in levels]} states in the other levels of store=, or the "
             "body has no derivative in reverse mode. Raise the capacities."
         )
-    kept_bytes = plan.layout.n_bytes(plan.schedule)
+    kept_bytes = reversal.layout.n_bytes(reversal.schedule)
     why = "the least time for steps and transfers"
     return Choice(
-        "hierarchical", plan.schedule, n, state, residual, kept_bytes, why, slots, spare, levels
+        "hierarchical", reversal.schedule, n, state, residual, kept_bytes, why, slots, spare, levels
     )
 
 

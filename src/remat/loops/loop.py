@@ -134,8 +134,8 @@ class Loop:
         return _jax.out_avals(self.body)[self.n_carry :]
 
     @cached_property
-    def plans(self) -> dict[Any, Any]:
-        """Return what `mixed.plan_of` found for this loop, by the inputs that are differentiated."""
+    def reversals(self) -> dict[Any, Any]:
+        """Return what `mixed.reversal_of` found for this loop, by the inputs that are differentiated."""
         return {}
 
     @cached_property

@@ -53,7 +53,7 @@ from remat.loops.store import Store
 _INT32_MAX = 2**31 - 1  # the largest row of a buffer
 
 
-class Plan(NamedTuple):
+class Reversal(NamedTuple):
     """How a loop is reversed: its schedule, its step in two halves, and where both keep values."""
 
     schedule: Mixed | Hierarchical
@@ -79,7 +79,7 @@ class Kept(NamedTuple):
     """What is kept when the forward pass ends.
 
     Attributes:
-      buffers: of the plan's layout: states, and above them the residuals of the last block.
+      buffers: of the reversal's layout: states, and above them the residuals of the last block.
       starts, parts: the first step and the part of each state, from entry 1; entry 0 is the end.
       top: how many states are kept.
       slower: the rows of the slower levels.
@@ -99,13 +99,13 @@ class Kept(NamedTuple):
         return self.top - jnp.sum(self.tops, dtype=jnp.int32) if self.slower else self.top
 
 
-def plan_of(loop: Loop, marked: Inputs) -> Plan | online.Plan | None:
+def reversal_of(loop: Loop, marked: Inputs) -> Reversal | online.Reversal | None:
     """Return how a loop is reversed for the marked inputs; None if only states are kept."""
     if loop.memory is None:
         return None
     consts, carry, xs = map(tuple, marked[:3])
-    if (consts, carry, xs) in loop.plans:
-        return loop.plans[consts, carry, xs]
+    if (consts, carry, xs) in loop.reversals:
+        return loop.reversals[consts, carry, xs]
     carry_mask, y_mask = loop.spread(consts, carry, xs)
     if not any((*carry_mask, *y_mask)):
         return None
@@ -113,14 +113,16 @@ def plan_of(loop: Loop, marked: Inputs) -> Plan | online.Plan | None:
         halves = split_step(loop.body, Masks(consts, carry_mask, xs, y_mask))
     except Exception:  # the backward pass raises it, with its context
         return None
-    plan = plan_with(loop, halves) if loop.test is None else online.plan_with(loop, halves)
+    reversal = (
+        reversal_with(loop, halves) if loop.test is None else online.reversal_with(loop, halves)
+    )
     if not halves.added:
         # Values that are closed over may belong to the trace at hand.
-        loop.plans[consts, carry, xs] = plan
-    return plan
+        loop.reversals[consts, carry, xs] = reversal
+    return reversal
 
 
-def plan_with(loop: Loop, halves: Halves) -> Plan | None:
+def reversal_with(loop: Loop, halves: Halves) -> Reversal | None:
     """Return how a loop whose step has these halves is reversed; None if only states are kept."""
     n, memory = loop.length, loop.memory
     if memory is None or n is None or loop.is_symbolic or not 0 < n < 2**31:
@@ -138,37 +140,37 @@ def plan_with(loop: Loop, halves: Halves) -> Plan | None:
         schedule = where.schedule(n, room)
     if schedule is None or max(where.sizes(schedule)) > _INT32_MAX:
         return None
-    plan = Plan(schedule, halves, where, tuple(stored.store for stored in loop.levels))
-    return None if plan.is_binomial else plan
+    reversal = Reversal(schedule, halves, where, tuple(stored.store for stored in loop.levels))
+    return None if reversal.is_binomial else reversal
 
 
 def sweep(loop: Loop, inputs: Inputs, marked: Inputs) -> tuple[Results, PyTree]:
     """Run the loop, and keep what `backward` with the same marked inputs needs."""
     if loop.inverse is not None:
         return inverse.sweep(loop, inputs)
-    plan = plan_of(loop, marked)
-    if plan is None:
+    reversal = reversal_of(loop, marked)
+    if reversal is None:
         return states.sweep(loop, inputs)
-    if isinstance(plan, online.Plan):
-        return online.sweep(loop, inputs, plan)
-    if any(store.one_pass for store in plan.stores):
+    if isinstance(reversal, online.Reversal):
+        return online.sweep(loop, inputs, reversal)
+    if any(store.one_pass for store in reversal.stores):
         return plain(loop, inputs), None
-    return _sweep(loop, inputs, plan, [], with_ys=True)
+    return _sweep(loop, inputs, reversal, [], with_ys=True)
 
 
 def _sweep(
-    loop: Loop, inputs: Inputs, plan: Plan, witnesses: Arrays, *, with_ys: bool
+    loop: Loop, inputs: Inputs, reversal: Reversal, witnesses: Arrays, *, with_ys: bool
 ) -> tuple[Results, Kept]:
     slower: list[PyTree] = []
-    n_entries = plan.schedule.peak_slots + 1
-    if isinstance(plan.schedule, Hierarchical):
-        n_entries = plan.schedule.peak_entries + 1
+    n_entries = reversal.schedule.peak_slots + 1
+    if isinstance(reversal.schedule, Hierarchical):
+        n_entries = reversal.schedule.peak_entries + 1
         slower = [
             store.create(max(slots, 1), inputs.carry, witnesses)
-            for store, slots in zip(plan.stores, plan.schedule.peak_slots_of_levels)
+            for store, slots in zip(reversal.stores, reversal.schedule.peak_slots_of_levels)
         ]
     stack = Kept(
-        plan.layout.create(plan.schedule),
+        reversal.layout.create(reversal.schedule),
         jnp.zeros(n_entries, loop.counter),
         jnp.full(n_entries, EMPTY, jnp.int32),
         jnp.int32(0),
@@ -178,7 +180,9 @@ def _sweep(
     ys = [_jax.zeros(y, (loop.length,)) for y in loop.y_avals if with_ys]
     start, part = loop.count(0), jnp.int32(ROOT)
     fresh = jnp.bool_(True)
-    held, _, carry, ys = _descend(loop, inputs, plan, stack, start, part, fresh, inputs.carry, ys)
+    held, _, carry, ys = _descend(
+        loop, inputs, reversal, stack, start, part, fresh, inputs.carry, ys
+    )
     return Results(carry, ys, []), held
 
 
@@ -188,44 +192,46 @@ def backward(
     """Return the cotangents of the marked inputs; None for the others. See `states.backward`."""
     if loop.inverse is not None:
         return inverse.backward(loop, inputs, held, cotangents, marked)
-    plan = plan_of(loop, marked)
-    if plan is None:
+    reversal = reversal_of(loop, marked)
+    if reversal is None:
         return states.backward(loop, inputs, held, cotangents, marked)
-    if isinstance(plan, online.Plan):
-        return online.backward(loop, inputs, plan, held, cotangents, marked)
-    if any(store.one_pass for store in plan.stores):
+    if isinstance(reversal, online.Reversal):
+        return online.backward(loop, inputs, reversal, held, cotangents, marked)
+    if any(store.one_pass for store in reversal.stores):
         witnesses = [x for part in (*inputs, *cotangents) for x in part if x is not None]
-        held = _sweep(loop, inputs, plan, witnesses, with_ys=False)[1]
+        held = _sweep(loop, inputs, reversal, witnesses, with_ys=False)[1]
     carry_mask, _ = loop.spread(*map(tuple, marked[:3]))
     zero = jnp.int32(0)
 
     def next_block(stack: Kept, left: Array) -> tuple[Kept, Block]:
         kept = zero
         if stack.starts.shape[0] > 1:
-            stack, start, part, fresh, carry = _pop(loop, inputs, plan, stack, left > 0)
-            stack, kept, _, _ = _descend(loop, inputs, plan, stack, start, part, fresh, carry, [])
+            stack, start, part, fresh, carry = _pop(loop, inputs, reversal, stack, left > 0)
+            stack, kept, _, _ = _descend(
+                loop, inputs, reversal, stack, start, part, fresh, carry, []
+            )
         return stack, Block(stack.base, zero, kept)
 
     # The first block has been run in the sweep.
-    block = Block(held.base, zero, jnp.int32(plan.first_block))
+    block = Block(held.base, zero, jnp.int32(reversal.first_block))
     held, cts = reverse_blocks(
         loop,
         inputs,
-        plan.halves,
-        plan.layout,
+        reversal.halves,
+        reversal.layout,
         cotangents,
         marked,
-        (held, loop.count(plan.schedule.n), block),
+        (held, loop.count(reversal.schedule.n), block),
         first_cotangents(inputs, cotangents, marked, carry_mask),
         next_block,
     )
-    for store, rows in zip(plan.stores, held.slower):
+    for store, rows in zip(reversal.stores, held.slower):
         store.close(rows)
     return cotangents_of_inputs(inputs, marked, carry_mask, *cts)
 
 
 def _pop(
-    loop: Loop, inputs: Inputs, plan: Plan, stack: Kept, is_next: Array
+    loop: Loop, inputs: Inputs, reversal: Reversal, stack: Kept, is_next: Array
 ) -> tuple[Kept, Array, Array, Array, Arrays]:
     """Take the newest state off the stack if there is one.
 
@@ -235,18 +241,18 @@ def _pop(
     start, part = entry(stack.starts, stack.top), entry(stack.parts, stack.top)
     part = jnp.where(is_next, part, EMPTY)
     top = stack.top - is_next.astype(jnp.int32)
-    if not isinstance(plan.schedule, Hierarchical):
-        carry = plan.layout.read_state(stack.buffers, top, inputs.carry)
+    if not isinstance(reversal.schedule, Hierarchical):
+        carry = reversal.layout.read_state(stack.buffers, top, inputs.carry)
         return stack._replace(top=top), start, part, jnp.bool_(True), carry
-    source, target = (_table(column, np.int32) for column in plan.schedule.moves)
+    source, target = (_table(column, np.int32) for column in reversal.schedule.moves)
     level = jnp.where(is_next, entry(source, part), 0)
-    tops = stack.tops - _one_at(level, len(plan.stores))
+    tops = stack.tops - _one_at(level, len(reversal.stores))
     stack = stack._replace(top=top, tops=tops)
     carry = inputs.carry
-    if plan.schedule.peak_slots:
-        carry = plan.layout.read_state(stack.buffers, stack.base, inputs.carry)
+    if reversal.schedule.peak_slots:
+        carry = reversal.layout.read_state(stack.buffers, stack.base, inputs.carry)
     slower = list(stack.slower)
-    for k, store in enumerate(plan.stores):
+    for k, store in enumerate(reversal.stores):
 
         def read(held: Any, store: Store = store, row: Array = tops[k]) -> Any:
             return store.read(held[0], row, inputs.carry)
@@ -274,31 +280,31 @@ def _table(column: np.ndarray, dtype: Any) -> Array:
     return _jax.in_mesh(jnp.asarray(column.astype(dtype)))
 
 
-def _push(plan: Plan, stack: Kept, part: Array, fresh: Array, carry: Arrays) -> Kept:
+def _push(reversal: Reversal, stack: Kept, part: Array, fresh: Array, carry: Arrays) -> Kept:
     """Keep the first state of a part in the level where the part has it."""
     buffers = stack.buffers
-    if plan.schedule.peak_slots:
+    if reversal.schedule.peak_slots:
         # Where the state belongs to a slower level, the fastest one has no use for its row.
-        buffers = plan.layout.write_state(buffers, stack.base, carry)
+        buffers = reversal.layout.write_state(buffers, stack.base, carry)
     stack = stack._replace(buffers=buffers, top=stack.top + 1)
-    if not isinstance(plan.schedule, Hierarchical):
+    if not isinstance(reversal.schedule, Hierarchical):
         return stack
-    level = entry(_table(plan.schedule.moves.target, np.int32), part)
+    level = entry(_table(reversal.schedule.moves.target, np.int32), part)
     slower = list(stack.slower)
-    for k, store in enumerate(plan.stores):
+    for k, store in enumerate(reversal.stores):
 
         def write(rows: Any, store: Store = store, row: Array = stack.tops[k]) -> Any:
             return store.write(rows, row, carry)
 
         slower[k] = _if(fresh & (level == k + 1), write, slower[k])
-    tops = stack.tops + _one_at(level, len(plan.stores))
+    tops = stack.tops + _one_at(level, len(reversal.stores))
     return stack._replace(slower=slower, tops=tops)
 
 
 def _descend(
     loop: Loop,
     inputs: Inputs,
-    plan: Plan,
+    reversal: Reversal,
     stack: Kept,
     start: Array,
     part: Array,
@@ -312,13 +318,13 @@ def _descend(
 
     Returns the stack, the number of steps of the block, the state behind it, and the ys.
     """
-    tree = plan.schedule.tree
+    tree = reversal.schedule.tree
     steps = _table(tree.steps, loop.counter)
     first, second = _table(tree.first, np.int32), _table(tree.second, np.int32)
 
     def split(state: tuple) -> tuple:
         stack, start, part, fresh, carry, ys = state
-        stack = _push(plan, stack, part, fresh, carry)
+        stack = _push(reversal, stack, part, fresh, carry)
         stack = stack._replace(
             starts=stack.starts.at[stack.top].set(start),
             parts=stack.parts.at[stack.top].set(entry(first, part)),
@@ -338,13 +344,13 @@ def _descend(
     def keep(state: tuple) -> tuple:
         kept, buffers, carry, ys = state
         step = start + kept.astype(loop.counter)
-        out = plan.halves.run(inputs.consts, carry, loop.x_at(inputs, step))
+        out = reversal.halves.run(inputs.consts, carry, loop.x_at(inputs, step))
         carry, y, residuals = (
             out[: len(carry)],
             out[len(carry) :],
             out[len(carry) + len(loop.y_avals) :],
         )
-        buffers = plan.layout.write_residuals(buffers, base, kept, residuals)
+        buffers = reversal.layout.write_residuals(buffers, base, kept, residuals)
         at = loop.index(step)
         ys = [lax.dynamic_update_index_in_dim(a, b, at, 0) for a, b in zip(ys, y)]
         return kept + 1, buffers, carry, ys

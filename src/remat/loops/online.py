@@ -44,7 +44,7 @@ _TRIED = 16  # numbers of states that are tried; more find a schedule closer to 
 _LONGEST_TRIED = 5000
 
 
-class Plan(NamedTuple):
+class Reversal(NamedTuple):
     """How a loop of unknown length is reversed: its blocks, its step in two halves, and where values lie."""
 
     blocks: tuple[int, ...]
@@ -66,7 +66,7 @@ class Held(NamedTuple):
     """What is kept when the loop ends.
 
     Attributes:
-      buffers: of the plan's layout.
+      buffers: of the reversal's layout.
       starts: the first step of each state.
       top: how many states are kept.
       block: the block of the last run.
@@ -82,7 +82,7 @@ class Held(NamedTuple):
     count: Array
 
 
-def plan_with(loop: Loop, halves: Halves) -> Plan | None:
+def reversal_with(loop: Loop, halves: Halves) -> Reversal | None:
     """Return how a loop whose step has these halves is reversed; None if only states are kept."""
     if loop.memory is None or halves.recomputes(loop.body):
         return None
@@ -92,8 +92,8 @@ def plan_with(loop: Loop, halves: Halves) -> Plan | None:
     longest = INT32_MAX if loop.max_steps is None else min(max(loop.max_steps, 1), INT32_MAX)
     if not where.residual_bytes:
         # Rows are counted in 32 bits. An empty residual takes a row all the same.
-        plan = Plan((min(int(loop.most_steps), INT32_MAX),), halves, where)
-        return plan if max(plan.sizes, default=0) <= INT32_MAX else None
+        reversal = Reversal((min(int(loop.most_steps), INT32_MAX),), halves, where)
+        return reversal if max(reversal.sizes, default=0) <= INT32_MAX else None
     memory = max(0, loop.slots * where.state_bytes + loop.memory)
     most = min(memory // where.state_bytes if where.state_bytes else _MOST_SLOTS, _MOST_SLOTS)
     typical = min(longest, _LONGEST_TRIED, (most + 1) * (most + 2))
@@ -108,15 +108,15 @@ def plan_with(loop: Loop, halves: Halves) -> Plan | None:
     candidates = [where.blocks(longest, memory, slots) for slots in tried]
     blocks = min(candidates, key=steps) if len(where.rows) > 1 else candidates[-1]
     states_alone = sum(Binomial(n, loop.slots).grad_forward_steps for n in lengths)
-    plan = Plan(blocks, halves, where)
-    if steps(blocks) >= states_alone or max(plan.sizes) > INT32_MAX:
+    reversal = Reversal(blocks, halves, where)
+    if steps(blocks) >= states_alone or max(reversal.sizes) > INT32_MAX:
         return None
-    return plan
+    return reversal
 
 
-def sweep(loop: Loop, inputs: Inputs, plan: Plan) -> tuple[Results, Held]:
+def sweep(loop: Loop, inputs: Inputs, reversal: Reversal) -> tuple[Results, Held]:
     """Run the loop, and keep what `backward` needs."""
-    slots = plan.slots
+    slots = reversal.slots
     entries = np.arange(slots + 1, dtype=np.int32)
     zero, none = loop.count(0), _jax.in_mesh(jnp.int32(0))
 
@@ -129,16 +129,16 @@ def sweep(loop: Loop, inputs: Inputs, plan: Plan) -> tuple[Results, Held]:
         parent = jnp.max(jnp.where(grows, entries, -1))
         phases = jnp.where(entries == parent + 1, 1, phases + (entries == parent).astype(jnp.int32))
         starts = jnp.where(entries == parent + 1, step, starts)
-        buffers = plan.layout.write_state(buffers, parent + 1, carry)
-        capacity = entry(_table(loop, plan.blocks[::-1]), parent + 1)
+        buffers = reversal.layout.write_state(buffers, parent + 1, carry)
+        capacity = entry(_table(loop, reversal.blocks[::-1]), parent + 1)
         top = parent + 2
 
         def run(state: tuple) -> tuple:
             _, step, kept, buffers, carry = state
-            out = plan.halves.run(inputs.consts, carry, [])
+            out = reversal.halves.run(inputs.consts, carry, [])
             carry, residuals = out[: len(carry)], out[len(carry) :]
             at = kept.astype(jnp.int32)
-            buffers = plan.layout.write_residuals(buffers, top, at, residuals)
+            buffers = reversal.layout.write_residuals(buffers, top, at, residuals)
             step = loop.after(step)
             return loop.goes_on(inputs.consts, carry, step), step, kept + 1, buffers, carry
 
@@ -152,7 +152,7 @@ def sweep(loop: Loop, inputs: Inputs, plan: Plan) -> tuple[Results, Held]:
 
     empty = Block(none, none, none)
     more = loop.goes_on(inputs.consts, inputs.carry, zero)
-    buffers = plan.layout.buffers(plan.sizes)
+    buffers = reversal.layout.buffers(reversal.sizes)
     starts = _jax.in_mesh(jnp.zeros(slots + 1, loop.counter))
     phases = _jax.in_mesh(jnp.ones(slots + 1, jnp.int32))
     state = (more, zero, buffers, starts, phases, none, empty, empty, inputs.carry)
@@ -160,7 +160,7 @@ def sweep(loop: Loop, inputs: Inputs, plan: Plan) -> tuple[Results, Held]:
     _, step, buffers, starts, _, top, last, old, carry = found
     # Residuals of the old block that the last one, and the state below it, wrote over.
     low = none
-    for rows in plan.layout.rows:
+    for rows in reversal.layout.rows:
         if rows.residuals:
             taken = last.kept - (-(last.base - old.base) * rows.state) // rows.residuals
             low = jnp.maximum(low, jnp.clip(taken, 0, old.kept))
@@ -169,7 +169,7 @@ def sweep(loop: Loop, inputs: Inputs, plan: Plan) -> tuple[Results, Held]:
 
 
 def backward(
-    loop: Loop, inputs: Inputs, plan: Plan, held: Held, cotangents: Results, marked: Inputs
+    loop: Loop, inputs: Inputs, reversal: Reversal, held: Held, cotangents: Results, marked: Inputs
 ) -> Inputs:
     """Return the cotangents of the marked inputs; None for the others. See `loop.backward`."""
     check_varying(loop, inputs, marked)
@@ -185,8 +185,8 @@ def backward(
         start = entry(stack.starts, jnp.maximum(stack.top, 0))
         # A lane of a batch that is done has no steps to run.
         length = jnp.where(is_next & (left > start), left - start, jnp.zeros_like(left))
-        carry = plan.layout.read_state(stack.buffers, stack.top, inputs.carry)
-        stack, kept = _descend(loop, inputs, plan, stack, start, length, carry)
+        carry = reversal.layout.read_state(stack.buffers, stack.top, inputs.carry)
+        stack, kept = _descend(loop, inputs, reversal, stack, start, length, carry)
         block = Block(stack.top, none, kept)
         return stack, Block(*(jnp.where(used, a, b) for a, b in zip(left_over, block)))
 
@@ -197,8 +197,8 @@ def backward(
     _, cts = reverse_blocks(
         loop,
         inputs,
-        plan.halves,
-        plan.layout,
+        reversal.halves,
+        reversal.layout,
         cotangents,
         marked,
         (held, held.count, held.block),
@@ -209,24 +209,30 @@ def backward(
 
 
 def _descend(
-    loop: Loop, inputs: Inputs, plan: Plan, stack: Held, start: Array, length: Array, carry: Arrays
+    loop: Loop,
+    inputs: Inputs,
+    reversal: Reversal,
+    stack: Held,
+    start: Array,
+    length: Array,
+    carry: Arrays,
 ) -> tuple[Held, Array]:
     """Run a part to its end: keep states up to its last block, and the residuals of that block.
 
     Returns the stack, and the number of steps of the block.
     """
-    capacities = _table(loop, plan.blocks[::-1])
+    capacities = _table(loop, reversal.blocks[::-1])
 
     def split(state: tuple) -> tuple:
         stack, start, length, carry = state
-        buffers = plan.layout.write_state(stack.buffers, stack.top, carry)
+        buffers = reversal.layout.write_state(stack.buffers, stack.top, carry)
         starts = stack.starts.at[stack.top].set(start)
-        k = _split(loop, plan, plan.slots - stack.top, length)
+        k = _split(loop, reversal, reversal.slots - stack.top, length)
         carry, _ = advance(loop, inputs, start, start + k, carry, [])
         stack = stack._replace(buffers=buffers, starts=starts, top=stack.top + 1)
         return stack, start + k, length - k, carry
 
-    if plan.slots:
+    if reversal.slots:
         stack, start, length, carry = lax.while_loop(
             lambda state: state[2] > entry(capacities, state[0].top),
             split,
@@ -236,8 +242,8 @@ def _descend(
 
     def keep(state: tuple) -> tuple:
         kept, buffers, carry = state
-        out = plan.halves.run(inputs.consts, carry, [])
-        buffers = plan.layout.write_residuals(buffers, base, kept, out[len(carry) :])
+        out = reversal.halves.run(inputs.consts, carry, [])
+        buffers = reversal.layout.write_residuals(buffers, base, kept, out[len(carry) :])
         return kept + 1, buffers, out[: len(carry)]
 
     steps = length.astype(jnp.int32)
@@ -247,10 +253,10 @@ def _descend(
     return stack._replace(buffers=buffers), kept
 
 
-def _split(loop: Loop, plan: Plan, level: Array, length: Array) -> Array:
+def _split(loop: Loop, reversal: Reversal, level: Array, length: Array) -> Array:
     """Return `schedules.online_mixed.split_of` at run time."""
     longest = INT32_MAX if loop.max_steps is None else loop.max_steps
-    lengths = lengths_of_phases(plan.blocks, max(longest, 1))
+    lengths = lengths_of_phases(reversal.blocks, max(longest, 1))
     table = _jax.in_mesh(jnp.asarray(np.minimum(lengths, loop.most_steps).astype(loop.counter)))
     # It is also asked for lanes of a batch that have no steps to run, where it must be few.
     length = jnp.maximum(length, 2)

@@ -20,7 +20,7 @@ from remat.ir import jaxprs
 from remat.ir.equations import is_region
 from remat.loops.halves import Halves
 from remat.loops.loop import Loop, StoredLevel
-from remat.loops.mixed import plan_with
+from remat.loops.mixed import reversal_with
 from remat.loops.schedules import Binomial, Hierarchical, Mixed, Multilevel
 from remat.loops.sizes import n_bytes, worst_case
 from remat.loops.store import DEVICE, Store
@@ -161,10 +161,10 @@ class Ways:
             # A loop of n steps has no more states.
             slots, spare = max(n, 1), spare + (slots - max(n, 1)) * state
         loop = loop_of(self.scanned, slots, memory=spare)
-        plan = None if self.halves is None else plan_with(loop, self.halves)
-        if plan is not None:
-            kept = plan.layout.n_bytes(plan.schedule)
-            return self._choice("mixed", plan.schedule, kept, why, slots, spare)
+        reversal = None if self.halves is None else reversal_with(loop, self.halves)
+        if reversal is not None:
+            kept = reversal.layout.n_bytes(reversal.schedule)
+            return self._choice("mixed", reversal.schedule, kept, why, slots, spare)
         return self._choice("binomial", Binomial(n, slots), (slots + 1) * state, why, slots, spare)
 
     def of_states_alone(self, slots: int, why: str) -> Choice:
