@@ -1,5 +1,7 @@
 """The options of one pair of scans: minimum cuts between the two bodies, with and without groups of steps.
 
+F is the forward scan of the pair, B the backward one.
+
 Every kept value occupies its bytes once for each step; every recomputed value costs its time once for
 each step. The best sets to keep are minimum cuts of the known values of the joint program (`mincut`).
 Keeping costs no bytes for F's constants and slices that are live until B runs in any case, and for values
