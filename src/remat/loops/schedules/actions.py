@@ -53,6 +53,14 @@ class ListedSchedule(Schedule):
         return picture(self.actions(), self.n, width=width, rows=rows)
 
 
+def block_actions(start: int, stop: int, first_slot: int = 0) -> Iterator[Action]:
+    """Yield the actions that keep the residuals of all steps of a block, and then reverse them."""
+    for step in range(start, stop):
+        yield Action("keep", step, step + 1, first_slot + step - start)
+    for step in reversed(range(start, stop)):
+        yield Action("reverse", step, step, first_slot + step - start)
+
+
 @dataclass(frozen=True)
 class Replay:
     """What a list of actions costs, found by carrying it out.

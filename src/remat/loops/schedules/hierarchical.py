@@ -37,7 +37,7 @@ from typing import NamedTuple
 import numpy as np
 
 from remat.errors import ScheduleError
-from remat.loops.schedules.actions import Action
+from remat.loops.schedules.actions import Action, block_actions
 from remat.loops.schedules.mixed import (
     EXACT_CELLS,
     EXACT_STEPS,
@@ -214,10 +214,7 @@ class Hierarchical(TreeSchedule):
             if at >= 0:
                 yield Action("free", start, start, tops[at], at)
             stop = start + int(tree.steps[part])
-            for step in range(start, stop):
-                yield Action("keep", step, step + 1, step - start)
-            for step in reversed(range(start, stop)):
-                yield Action("reverse", step, step, step - start)
+            yield from block_actions(start, stop)
             if not stack:
                 return
             start, part, at = stack.pop()

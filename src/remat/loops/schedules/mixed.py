@@ -47,7 +47,7 @@ from typing import NamedTuple
 import numpy as np
 
 from remat.errors import ScheduleError
-from remat.loops.schedules.actions import Action, ListedSchedule
+from remat.loops.schedules.actions import Action, ListedSchedule, block_actions
 from remat.loops.schedules.shared import check_counts, checkpoints_text, cost_text
 
 # Limits of the loops that are solved by the recurrence where the order is not known to be optimal; they
@@ -204,10 +204,7 @@ class Mixed(TreeSchedule):
                 yield Action("advance", start, stop)
                 start, part = stop, int(self.tree.second[part])
             stop = start + int(self.tree.steps[part])
-            for step in range(start, stop):
-                yield Action("keep", step, step + 1, step - start)
-            for step in reversed(range(start, stop)):
-                yield Action("reverse", step, step, step - start)
+            yield from block_actions(start, stop)
             if not stack:
                 return
             start, part = stack.pop()

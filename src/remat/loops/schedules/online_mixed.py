@@ -46,7 +46,7 @@ from typing import NamedTuple
 import numpy as np
 
 from remat.errors import ScheduleError
-from remat.loops.schedules.actions import Action, ListedSchedule
+from remat.loops.schedules.actions import Action, ListedSchedule, block_actions
 from remat.loops.schedules.mixed import Part, check_blocks, parts_of
 from remat.loops.schedules.shared import check_counts, checkpoints_text, cost_text
 
@@ -206,10 +206,7 @@ class OnlineMixed(ListedSchedule):
             yield Action("advance", start, start + k)
             waiting.append((start, k))
             start, length = start + k, length - k
-        for step in range(start, start + length):
-            yield Action("keep", step, step + 1, step)
-        for step in reversed(range(start, start + length)):
-            yield Action("reverse", step, step, step)
+        yield from block_actions(start, start + length, first_slot=start)
 
     def __str__(self) -> str:
         return (
