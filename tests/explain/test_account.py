@@ -14,6 +14,7 @@ from explain_cases import DEEP_ARGS, deep, f32, layer, struct, total
 from jax._src.ad_checkpoint import saved_residuals
 
 import remat
+from remat.explain.account import account_of
 from remat.explain.phases import phased_program
 from remat.report import Explanation
 
@@ -259,6 +260,28 @@ def test_sharded_arguments_count_by_device():
     explanation = remat.explain(deep(lambda f: f), w, x)
     assert explanation.totals.predicted.argument_bytes == 8 * 64 * 64 * 4 + 2048 * 64 * 4 // 4
     assert explanation.totals.compiled.argument_bytes == 8 * 64 * 64 * 4 + 2048 * 64 * 4 // 4
+
+
+def test_types_of_sharded_values_name_the_number_of_devices():
+    jaxpr = jax.make_jaxpr(jax.grad(lambda w, x: jnp.sin(jnp.sin(x @ w)).sum()))(
+        struct(8, 8), struct(64, 8)
+    ).jaxpr
+    made = account_of(
+        phased_program(jaxpr, [1, 4]), ("w", "x"), (False, False), lambda *_: 0.0,
+        results_from_start=True, duplicates=False,
+    )  # fmt: skip
+    n_bytes = {value.aval: value.n_bytes for value in made.values if value.kind == "argument"}
+    assert n_bytes == {"f32[8,8]": 256, "f32[64,8]/4": 64 * 8 * 4 // 4}
+
+
+def test_a_value_that_a_view_gives_another_shape_is_named_by_what_computes_it():
+    def loss(w, x):
+        y = jnp.sin(jnp.sin(x @ w))[:, None]
+        return (y @ w).sum()
+
+    values = remat.explain(loss, struct(64, 64), struct(1000, 64), compile=False).values
+    saved = {value.primitive for value in values if value.kind == "saved"}
+    assert saved and "broadcast_in_dim" not in saved
 
 
 def test_residuals_of_sharded_steps_are_those_of_one_device():

@@ -13,7 +13,7 @@ from explain_cases import DEEP_ARGS, codes, deep, finding, layer, struct
 
 import remat
 from remat.program.compiled import OutOfMemory
-from remat.units import format_bytes
+from remat.units import format_bytes, parse_bytes
 
 BARRIER_HOLDS = tuple(int(x) for x in jaxlib.__version__.split(".")[:3]) >= (0, 11, 1)
 
@@ -349,10 +349,51 @@ def test_the_step_by_hand_names_what_repeats():
         r"make the loop at \S+test_findings.py:\d+ \(.*\) a remat.scan", next_step(scanned)
     )
     assert re.search(
-        r"Or wrap net/block_0…2 in remat.checkpoint: up to \S+ MiB less, for up to 3\d % more FLOPs.$",
+        r"Or wrap net/block_0…2 in remat.checkpoint: a peak of about \S+ MiB, for up to 3\d % more FLOPs.$",
         next_step(modules()),
     )
     assert next_step(deep(lambda f: f)).endswith("Or wrap the layers in remat.checkpoint.")
+
+
+@pytest.mark.parametrize("kind", ["loop", "modules"])
+def test_the_peak_that_recomputing_by_hand_leaves_is_about_that_of_the_compiler(kind):
+    n = 24 if kind == "loop" else 8
+    weights, x = struct(n, 64, 64), struct(4096, 64)
+
+    def step(wrap):
+        block = wrap(lambda x, w: layer(w, layer(w, x)))
+
+        def loss(weights, x):
+            if kind == "loop":
+                return jax.lax.scan(lambda x, w: (block(x, w), None), x, weights)[0].sum()
+            for i in range(n):
+                with jax.named_scope(f"block_{i}"):
+                    x = block(x, weights[i])
+            return x.sum()
+
+        return loss
+
+    found = finding(remat.explain(step(lambda f: f), weights, x), "no_regions")
+    said = re.search(r"a peak of about (\S+ \w+), for up to", found.next_step)
+    assert said is not None
+    by_hand = jax.value_and_grad(step(remat.checkpoint))
+    compiled = remat.testing.peak_bytes(by_hand, weights, x)
+    assert parse_bytes(said[1].replace(" ", "")) == pytest.approx(compiled, rel=0.25)
+
+
+def test_the_line_that_saves_most_of_a_part_is_named():
+    def heavy(w, x):
+        return jnp.tanh(x @ w) @ w
+
+    def loss(weights, x):
+        for w in weights:
+            x = heavy(w, x)
+        return x.sum()
+
+    line = heavy.__code__.co_firstlineno + 1
+    weights = [struct(64, 64)] * 4
+    found = finding(remat.explain(loss, weights, struct(1000, 64), compile=False), "no_regions")
+    assert re.search(rf"in heavy at \S*test_findings.py:{line}\.", found.message)
 
 
 def test_the_loop_named_is_one_that_stacks_values_for_the_backward_pass():

@@ -444,6 +444,55 @@ def test_a_long_path_in_a_table_is_broken_at_its_slashes():
     assert ":205," in to_text([Table(("kind", "source"), rows, ())], width=24).split()
 
 
+def test_a_type_stands_below_its_value_where_a_row_does_not_fit_in_a_line():
+    rows = (("saved", "block: exp of dot_product_attention", "f32[32,8,256,256]/8", "net.py:31"),)
+    table = Table(("kind", "value", "type", "source"), rows, below=(2, 1))
+    wide, narrow = to_text([table], width=100), to_text([table], width=50)
+    assert wide.splitlines()[0].split() == ["kind", "value", "type", "source"]
+    assert wide.splitlines()[2].endswith("f32[32,8,256,256]/8   net.py:31")
+    assert "value, type" in narrow
+    lines = [line.strip() for line in narrow.splitlines()]
+    assert lines[-1] == "f32[32,8,256,256]/8"
+    assert "dot_product_attention" in narrow
+
+
+def test_counts_have_separators_of_thousands():
+    values = tuple(Value(i, "saved", "f32[2]", 8, ((0, 0),), path="rhs") for i in range(1000))
+    assert str(Explanation("step", values=values, steps=(Step("a", "forward"),)).groups()[0]) == (
+        "1,000 × rhs  f32[2]  7.8 KiB"
+    )
+
+
+def test_a_peak_in_the_forward_pass_has_its_reason():
+    steps = tuple(Step(f"mlp_{i}: dot", "forward", 1.0) for i in range(4))
+    steps += (Step("mlp_3: dot", "backward", 1.0),)
+
+    def said(*values):
+        return " ".join(Explanation("step", values=values, steps=steps).to_text().split())
+
+    saved = Value(0, "saved", "f32[3]", 12, ((0, 4),))
+    small, large = (
+        Value(1, "temporary", f"f32[{n}]", 4 * n, ((3, 3),)) for n in (1, 10)
+    )  # of a kernel near the end of the pass
+    held = (
+        "100 % of what the forward pass saves is held there, and the backward pass, which frees it"
+    )
+    assert held in said(saved, small)
+    assert "Most of it are temporaries" in said(saved, large)
+
+
+def test_the_platform_is_not_said_twice():
+    text = Explanation("step", platform="cpu", target="cpu, bytes per device").to_text()
+    assert "cpu, bytes per device" in text and "cpu · cpu" not in text
+
+
+def test_a_step_in_a_layer_of_equinox_is_placed_in_the_users_module():
+    source = "equinox/nn/_conv.py:238 (Conv.__call__), from net.py:24 (ResBlock.__call__)"
+    steps = (Step("eqx.nn.Conv: conv", "forward", 1.0, source),)
+    made = Explanation("step", values=(Value(0, "saved", "f32[3]", 12, ((0, 0),)),), steps=steps)
+    assert "in the forward pass of ResBlock" in " ".join(made.to_text().split())
+
+
 def test_the_peak_is_placed_in_the_backward_pass_of_the_step_and_not_of_one_line():
     steps = [Step("a: dot", "forward", 1.0)] * 4
     steps += [Step(f"block_{i}: dot", "backward", 1.0) for i in range(20)]

@@ -52,6 +52,8 @@ from remat.solvers.simulate import no_remat
 
 # Kernels between saved values that the cost of recomputing one adds up; further ones are left out.
 _MOST_KERNELS = 500
+# Primitives that only give an array another shape, if its size stays.
+_RESHAPES = frozenset({"reshape", "broadcast_in_dim", "squeeze", "expand_dims"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,7 +281,7 @@ class _Accounting:
                 lifetimes, consumer = (), "the caller, in a donated argument's memory"
             made = self._value(root if root is not None else v, "output", lifetimes, path=name)
             found.append(dataclasses.replace(
-                made, aval=self.program.types[v], n_bytes=self.program.bytes[v], consumer=consumer
+                made, aval=self._type(v), n_bytes=self.program.bytes[v], consumer=consumer
             ))  # fmt: skip
         return found, alias_bytes
 
@@ -360,7 +362,7 @@ class _Accounting:
     ) -> Value:  # fmt: skip
         i = self.producer.get(v)
         n_bytes = self.sides.host_bytes.get(v, self.program.bytes[v])
-        common = (0, kind, self.program.types[v], n_bytes, lives)
+        common = (0, kind, self._type(v), n_bytes, lives)
         if i is None:
             return Value(*common, path=path, consumer=consumer)
         origin = self._origin(v)
@@ -385,16 +387,37 @@ class _Accounting:
         if body is not None and inner is not None:
             return inner.times(body.length) if at >= body.stacked_from else inner
         flops, time_s = self._cost_of(v)
+        i = self._reshaped_from(i)
+        op = self.program.ops[i]
         return Origin(
             op.name,
             user_source_of(self.sides.eqns[i]),
             op.label or self._names.get(v, ""),
             path_of(op),
-            self.program.types[v],
+            self._type(v),
             flops,
             time_s,
             function=self.sides.functions[i],
         )
+
+    def _reshaped_from(self, i: int) -> int:
+        """Return the operation that computes what an operation only gives another shape, in its kernel."""
+        op = self.program.ops[i]
+        while op.name in _RESHAPES and len(op.operands) == 1:
+            v = op.operands[0]
+            before = self.producer.get(v)
+            is_written = v in self.uses or before is None
+            if is_written or self.program.bytes[v] != self.program.bytes[op.results[0]]:
+                break
+            if jaxprs.has_body(self.sides.eqns[before]):
+                break
+            i, op = before, self.program.ops[before]
+        return i
+
+    def _type(self, v: int) -> str:
+        """Return a value's type, with the number of devices that it is divided over: ``f32[32,256]/8``."""
+        shards = self.sides.shards[v]
+        return f"{self.program.types[v]}/{shards}" if shards > 1 else self.program.types[v]
 
     def _cost_of(self, v: int) -> tuple[float, float]:
         """Return the FLOPs and seconds of computing a value: a saved one from other saved values.
@@ -531,7 +554,7 @@ class _Accounting:
                     made = ids[at][1]
             origin = self._origin(made) if made is not None else None
             if origin is not None and origin.count == 1:
-                origin = dataclasses.replace(origin, aval=self.program.types[v])
+                origin = dataclasses.replace(origin, aval=self._type(v))
             origins.append(origin)
             born.append(self.uses_of(root) if root is not None else 0)
         return tuple(origins), tuple(born)
@@ -571,7 +594,7 @@ class _Accounting:
             if origin is None:
                 op = self.program.ops[kernel]
                 source = user_source_of(self.sides.eqns[kernel])
-                origin = Origin("slice", source, "", path_of(op), self.program.types[v])
+                origin = Origin("slice", source, "", path_of(op), self._type(v))
             origin = dataclasses.replace(origin, path=self._gradients.get(v, "") or origin.path)
             stack = Stack(self.step_of[kernel], body.born[at], origin)
             found[first + place] = self._read_by_slices(v, body, stack)

@@ -20,9 +20,7 @@ from remat.report.model import Value
 
 @dataclasses.dataclass
 class Use:
-    """The steps of the timeline between which a value is live."""
-
-    """A written value: where it is computed and used."""
+    """The steps of the timeline between which a written value is live, and what reads it."""
 
     born: int
     dies: int

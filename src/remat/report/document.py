@@ -44,13 +44,15 @@ class Note:
 class Table:
     """Rows of texts; `numbers` are the columns that are set to the right.
 
-    Where there is no room, `optional` columns are left out.
+    Where there is no room, `optional` columns are left out, and texts of the column `below[0]` stand under
+    those of the column `below[1]`.
     """
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     numbers: tuple[int, ...] = ()
     optional: tuple[int, ...] = ()
+    below: tuple[int, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

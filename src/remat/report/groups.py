@@ -62,7 +62,7 @@ class Group:
     @property
     def what(self) -> str:
         """Return `called`, preceded by the number of values if there are several."""
-        return f"{self.count} × {self.called}" if self.count > 1 else self.called
+        return f"{self.count:,} × {self.called}" if self.count > 1 else self.called
 
     def __repr__(self) -> str:
         return f"Group({self})"

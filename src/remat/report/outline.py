@@ -15,6 +15,7 @@ from remat.report.model import (
     Decision,
     ExplanationData,
     Finding,
+    Kind,
     Memory,
     Step,
     Totals,
@@ -128,7 +129,7 @@ def decision_row(decision: Decision, flops: Mapping[Decision, float]) -> tuple[s
     return (
         decision.action,
         format_bytes(decision.n_bytes),
-        f"{decision.count} × {decision.value}" if decision.count > 1 else decision.value,
+        f"{decision.count:,} × {decision.value}" if decision.count > 1 else decision.value,
         decision.aval,
         places_of(decision.source, decision.value),
         _flops_text([decision], flops),
@@ -146,7 +147,9 @@ def notes(findings: tuple[Finding, ...]) -> list[Note]:
 def setting(explanation: ExplanationData) -> str:
     """Return the platform, the target and the versions that the figures are for."""
     versions = ", ".join(f"{name} {version}" for name, version in explanation.versions)
-    parts = dict.fromkeys((explanation.platform, explanation.target, versions))
+    # "cpu, bytes per device" names the platform, too.
+    platform = "" if explanation.target.startswith(explanation.platform) else explanation.platform
+    parts = (platform, explanation.target, versions)
     return " · ".join(text for text in parts if text)
 
 
@@ -262,12 +265,25 @@ def _why(explanation: ExplanationData, line: Timeline) -> str:
     fixed = int(line.bytes_of("argument")[step] + line.bytes_of("output")[step])
     if 2 * fixed >= line.peak_bytes:
         return " Most of it are arguments and results, which are there throughout."
-    if explanation.steps[step].phase == "forward" or 4 * held < line.peak_bytes:
+    for kind, said in _OF_WHAT.items():
+        if 2 * int(line.bytes_of(kind)[step]) >= line.peak_bytes:
+            return f" Most of it are {said}."
+    if 4 * held < line.peak_bytes:
         return ""
+    share = f" {100 * held / saved:.0f} % of what the forward pass saves is"
+    if explanation.steps[step].phase == "forward":
+        return f"{share} held there, and the backward pass, which frees it, has not begun."
     return (
-        f" {100 * held / saved:.0f} % of what the forward pass saves is still held there: the backward pass "
-        "frees it little by little, and needs memory for gradients as well."
+        f"{share} still held there: the backward pass frees it little by little, and needs memory for "
+        "gradients as well."
     )
+
+
+# Why most of a peak is of one kind.
+_OF_WHAT: dict[Kind, str] = {
+    "temporary": "temporaries, which operations there read or write",
+    "gradient": "gradients, which are held until they are used",
+}
 
 
 def _kinds_in_words(line: Timeline) -> str:
@@ -311,9 +327,14 @@ def place_of(explanation: ExplanationData, number: int) -> str:
 def _module_of(step: Step) -> str:
     """Return the module path of a step, or the function whose line it is."""
     path, separator, _ = step.label.rpartition(": ")
+    own = own_function(step.source)
+    if (
+        path.startswith("eqx.") and own
+    ):  # Equinox names its own layers only: the user's module says more
+        return own
     if separator or "/" in step.label:
         return path or step.label
-    return own_function(step.source)
+    return own
 
 
 def _part_of_pass(steps: tuple[Step, ...], number: int) -> str:
@@ -362,7 +383,7 @@ def values_table(values: tuple[Value, ...], most: int) -> Table:
         said = f"{counted(n_values, 'more value')} in {counted(len(rest), 'group')}"
         rows.append(("…", format_bytes(n_bytes), said, "", "", ""))
     columns = ("kind", "bytes", "value", "type", "source", "recompute")
-    return Table(columns, tuple(rows), (1, 5), optional=(5,))
+    return Table(columns, tuple(rows), (1, 5), optional=(5,), below=(3, 2))
 
 
 def places_of(source: str, value: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich import box
@@ -12,6 +12,7 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.constrain import Constrain
 from rich.containers import Lines
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -26,6 +27,7 @@ _ROWS, _MOST_COLUMNS = 7, 72
 _LABEL = 12  # columns left of the chart
 _NARROW = 100  # columns of the console below which tables leave out what is optional
 _MOST_OF_A_LINE = 110  # columns of a paragraph; tables are as wide as the console
+_ENDLESS = 10_000  # columns of a table whose lines are not broken
 _STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
 _PHASE_STYLES = {"forward": "blue", "backward": "magenta", "recompute": "yellow", "update": "green"}
 
@@ -77,31 +79,31 @@ def _drawn(block: Block) -> RenderableType:
             return Group()  # lines over each other need more than characters
 
 
-def _table(
-    columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...], numbers: tuple[int, ...]
-) -> RichTable:
-    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for i, column in enumerate(columns):
-        right = i in numbers
-        table.add_column(
+def _table(table: doc.Table) -> RichTable:
+    drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for i, column in enumerate(table.columns):
+        right = i in table.numbers
+        drawn.add_column(
             column, justify="right" if right else "left", no_wrap=right, overflow="fold"
         )
-    for row in rows:
-        table.add_row(*(_Cell(printable(cell)) for cell in row))
-    return table
+    for row in table.rows:
+        drawn.add_row(*(_Cell(printable(cell, keep="\n")) for cell in row))
+    return drawn
 
 
 class _Cell(Text):
     """A cell's text, whose long words are broken as `broken_at_slashes` does."""
 
     def wrap(self, console: Console, width: int, *args: Any, **options: Any) -> Lines:
-        return Text(broken_at_slashes(self.plain, width)).wrap(console, width, *args, **options)
+        broken = "\n".join(broken_at_slashes(line, width) for line in self.plain.split("\n"))
+        return Text(broken).wrap(console, width, *args, **options)
 
 
 def broken_at_slashes(text: str, width: int) -> str:
     """Return a text with line breaks in words wider than `width`.
 
-    They are after slashes, before line numbers, and before keys and attributes if still too wide.
+    They are after slashes, before line numbers, before keys and attributes if still too wide, and last
+    after underscores.
 
     >>> broken_at_slashes("flax/linen/attention.py:146, from net.py:3", 20)
     'flax/linen/\\nattention.py:146, from net.py:3'
@@ -116,6 +118,8 @@ def broken_at_slashes(text: str, width: int) -> str:
             parts = re.split(r"(?<=/)|(?=:\d)", word)
         if any(cell_len(part) > width for part in parts):
             parts = re.split(r"(?<=/)|(?=:\d)|(?=\[)|(?=\.[a-z_])", word)
+        if any(cell_len(part) > width for part in parts):
+            parts = re.split(r"(?<=/)|(?=:\d)|(?=\[)|(?=\.[a-z_])|(?<=_)", word)
         for part in parts:
             if part and lines[-1] and cell_len(lines[-1] + part) > width:
                 lines.append("")
@@ -130,17 +134,50 @@ class _Drawn:
     def __init__(self, block: Chart | doc.Table) -> None:
         self.block = block
 
-    def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterable[RenderableType]:
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterable[RenderableType]:
         if isinstance(self.block, Chart):
             yield _chart(self.block, options.max_width)
             return
-        columns, rows, numbers = self.block.columns, self.block.rows, self.block.numbers
+        table = self.block
         if options.max_width < _NARROW:
-            left = [i for i in range(len(columns)) if i not in self.block.optional]
-            columns = tuple(columns[i] for i in left)
-            rows = tuple(tuple(row[i] for i in left) for row in rows)
-            numbers = tuple(at for at, i in enumerate(left) if i in numbers)
-        yield _table(columns, rows, numbers)
+            table = _without(table, table.optional)
+        drawn = _table(table)
+        if table.below is not None:
+            without_breaks = Measurement.get(console, options.update(max_width=_ENDLESS), drawn)
+            if without_breaks.maximum > options.max_width:
+                drawn = _table(_stacked(table, *table.below))
+        yield drawn
+
+
+def _without(table: doc.Table, columns: Sequence[int]) -> doc.Table:
+    """Return a table without some columns."""
+    left = [i for i in range(len(table.columns)) if i not in columns]
+    below = table.below
+    return doc.Table(
+        tuple(table.columns[i] for i in left),
+        tuple(tuple(row[i] for i in left) for row in table.rows),
+        tuple(at for at, i in enumerate(left) if i in table.numbers),
+        below=(left.index(below[0]), left.index(below[1]))
+        if below and set(below) <= set(left)
+        else None,
+    )
+
+
+def _stacked(table: doc.Table, lower: int, upper: int) -> doc.Table:
+    """Return a table with the texts of one column below those of another."""
+
+    def both(row: tuple[str, ...]) -> tuple[str, ...]:
+        text = "\n".join(filter(None, (row[upper], row[lower])))
+        return tuple(text if i == upper else cell for i, cell in enumerate(row))
+
+    columns = tuple(
+        f"{name}, {table.columns[lower]}" if i == upper else name
+        for i, name in enumerate(table.columns)
+    )
+    rows = tuple(map(both, table.rows))
+    return _without(doc.Table(columns, rows, table.numbers), (lower,))
 
 
 def _chart(chart: Chart, width: int) -> RenderableType:

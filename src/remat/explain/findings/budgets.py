@@ -5,11 +5,13 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from remat.explain.findings.facts import Facts, saved_values
 from remat.explain.findings.stacks import differentiated_body, stacks_of
 from remat.explain.phases import PhasedProgram
 from remat.report.groups import groups
+from remat.report.model import Value
 from remat.report.timeline import live_at, timeline
 from remat.units import format_bytes
 
@@ -51,6 +53,27 @@ def lowest_budget_bytes(facts: Facts) -> int:
     return _peak_without(facts, {value.id for value in saved_values(facts)}, _stacked(facts))
 
 
+def peak_by_part(facts: Facts, parts: Sequence[Sequence[Value]]) -> int:
+    """Return the predicted peak if each part's saved values were recomputed together before their reads."""
+    lives: dict[int, tuple[tuple[int, int], ...]] = {}
+    for values in parts:
+        first = min(value.lifetimes[-1][1] for value in values if value.lifetimes)
+        for value in values:
+            if value.lifetimes:
+                born, dies = value.lifetimes[0][0], value.lifetimes[-1][1]
+                again = max(first, born + 1)
+                lives[value.id] = (
+                    ((born, born), (again, dies)) if again <= dies else ((born, dies),)
+                )
+    values = [
+        dataclasses.replace(value, lifetimes=lives[value.id], reserved=())
+        if value.id in lives
+        else value
+        for value in facts.account.values
+    ]
+    return timeline(values, facts.account.steps).peak_bytes
+
+
 def _peak_without(facts: Facts, recomputed: set[int], stacked: set[str]) -> int:
     """Return the predicted peak if these saved values were live only where they are written and read last.
 
@@ -59,7 +82,11 @@ def _peak_without(facts: Facts, recomputed: set[int], stacked: set[str]) -> int:
     needed = []
     for value in facts.account.values:
         if value.id in recomputed:
-            ends = [] if value.aval in stacked else [{*lives} for lives in value.lifetimes]
+            ends = (
+                []
+                if value.aval.partition("/")[0] in stacked
+                else [{*lives} for lives in value.lifetimes]
+            )
             lifetimes = tuple((at, at) for steps in ends for at in sorted(steps))
             value = dataclasses.replace(value, lifetimes=lifetimes, reserved=())
         needed.append(value)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 
 from remat import _jax
-from remat.explain.findings.budgets import cost_of_all
+from remat.explain.findings.budgets import cost_of_all, lowest_budget_bytes, peak_by_part
 from remat.explain.findings.facts import Facts, at_line, saved_values
 from remat.explain.findings.stacks import largest_loop
+from remat.explain.labels import path_of
+from remat.explain.recomputation import behind
 from remat.explain.sources import user_source_of
 from remat.printing import with_ranges, without_numbers
 from remat.program.from_jaxpr import n_bytes as n_bytes_of
@@ -34,21 +36,32 @@ def by_hand(facts: Facts) -> str:
         left = n * carry_bytes + n_bytes // n
         return (
             f"make the loop{at_line(loop)} a remat.scan, or wrap its body in remat.checkpoint, which keeps "
-            f"only what iterations hand on{_effect(facts, n_bytes - left)}."
+            f"only what iterations hand on{_effect(facts, facts.predicted.peak_bytes - n_bytes + left)}."
         )
     modules, of_modules = _numbered_modules(saved, at_least=most)
     if not modules:
         return f"wrap the layers in {_wrapper_of(facts, saved)}."
-    n_bytes = sum(value.n_bytes for value in of_modules)
-    effect = _effect(facts, n_bytes - n_bytes // len(modules))
+    parts = [
+        [value for value in of_modules if f"{value.path}/".startswith(f"{module}/")]
+        for module in modules
+    ]
+    effect = _effect(facts, peak_by_part(facts, parts) + _handed_on_bytes(facts, modules))
     return f"wrap {with_ranges(modules)} in {_wrapper_of(facts, of_modules)}{effect}."
 
 
-def _effect(facts: Facts, n_bytes: int) -> str:
-    """Return what recomputing all in loops or modules frees and adds, as the end of a sentence."""
-    if n_bytes <= 0:
+def _effect(facts: Facts, predicted_bytes: int) -> str:
+    """Return what recomputing all in loops or modules leaves and adds, as the end of a sentence.
+
+    Args:
+      predicted_bytes: the predicted peak with them recomputed. That of the step as it is differs from the
+        compiler's by a factor, which is taken to stay.
+    """
+    least = lowest_budget_bytes(facts)
+    factor = facts.peak_bytes / max(1, facts.predicted.peak_bytes)
+    peak_bytes = int(factor * max(least, predicted_bytes))
+    if peak_bytes >= facts.peak_bytes:
         return ""
-    return f": up to {format_bytes(n_bytes)} less, for up to {cost_of_all(facts)}"
+    return f": a peak of about {format_bytes(peak_bytes)}, for up to {cost_of_all(facts)}"
 
 
 def _carry_bytes(loop: _jax.JaxprEqn) -> int:
@@ -70,6 +83,26 @@ def _numbered_modules(saved: list[Value], *, at_least: float) -> tuple[list[str]
         if len(paths) > 1 and sum(value.n_bytes for _, value in members) >= at_least:
             return paths, [value for _, value in members]
     return [], []
+
+
+def _handed_on_bytes(facts: Facts, modules: list[str]) -> int:
+    """Return the bytes that modules hand on to each other: checkpoints around them save these inputs."""
+    program = facts.sides.program
+    producer = {v: i for i, op in enumerate(program.ops) for v in op.results}
+    module_of = [
+        next((m for m in modules if f"{path_of(op)}/".startswith(f"{m}/")), "")
+        for op in program.ops
+    ]
+    found = set()
+    for i, (op, phase) in enumerate(zip(program.ops, facts.sides.phases)):
+        if phase == "forward" and module_of[i]:
+            made = {behind(v, program, producer) for v in op.operands}
+            found |= {
+                v
+                for v in made
+                if v in producer and module_of[producer[v]] not in ("", module_of[i])
+            }
+    return sum(program.bytes[v] for v in found)
 
 
 def _first_numbered(names: list[str]) -> int | None:
@@ -101,15 +134,19 @@ def _is_method(source: str) -> bool:
 
 
 def largest_parts(saved: list[Value]) -> str:
-    """Return which modules or functions save most, with their bytes: at most two, of a quarter each."""
+    """Return which modules or functions save most, with their bytes: at most two, of a quarter each.
+
+    The line that saves at least half of a part's bytes is said, too.
+    """
     parts: dict[str, list[Value]] = {}
     for value in saved:
         parts.setdefault(without_numbers(_part_of(value)), []).append(value)
-    sizes = {
-        with_ranges([_part_of(value) for value in values]): sum(value.n_bytes for value in values)
+    named = {
+        with_ranges([_part_of(value) for value in values]): values
         for part, values in parts.items()
         if part
     }
+    sizes = {part: sum(value.n_bytes for value in values) for part, values in named.items()}
     # The bytes of a module are those of its own lines, which would be taken for those of all in it.
     sizes = {
         part: n for part, n in sizes.items() if not any(p.startswith(f"{part}/") for p in sizes)
@@ -117,11 +154,24 @@ def largest_parts(saved: list[Value]) -> str:
     most = sorted(sizes, key=lambda part: -sizes[part])[:2]
     whole = sum(value.n_bytes for value in saved)
     said = [
-        f"{'all' if sizes[part] == whole else format_bytes(sizes[part])} in {part}"
+        f"{'all' if sizes[part] == whole else format_bytes(sizes[part])} in {part}{_main_line(named[part])}"
         for part in most
         if sizes[part] >= whole / 4
     ]
     return f", {' and '.join(said)}" if said else ""
+
+
+def _main_line(values: list[Value]) -> str:
+    """Return the user's line that saves at least half of these values' bytes, as the end of a phrase."""
+    sizes: dict[str, int] = {}
+    for value in values:
+        line = value.source.rpartition(", from ")[2].partition(" (")[0]
+        sizes[line] = sizes.get(line, 0) + value.n_bytes
+    whole = sum(sizes.values())
+    largest = max(sizes, key=lambda line: sizes[line])
+    if not largest or 2 * sizes[largest] < whole:
+        return ""
+    return f" at {largest}" if sizes[largest] == whole else f", most of it at {largest}"
 
 
 def _part_of(value: Value) -> str:

@@ -7,7 +7,9 @@ const table = makeTable(section, () => (chart ? chart.step() : data.peak));
 
 if (nSteps > 0) {
   byId("reserved").hidden = !data.chart.live[kinds.indexOf("reserved")].some((n) => n > 0);
-  byId("outputs").hidden = !(data.chart.live[kinds.indexOf("output")][0] > 0);
+  // Results below 1 % of the peak can't be seen.
+  const most = data.chart.at.reduce((max, _, i) => Math.max(max, data.chart.live.reduce((sum, ofKind) => sum + ofKind[i], 0)), 0);
+  byId("outputs").hidden = data.chart.live[kinds.indexOf("output")][0] <= most / 100;
   const panel = makePanel(byId("panel"), listLive);
   const strip = makeStrip(byId("strip"));
   const show = (step) => { panel.show(step); strip.show(step); };

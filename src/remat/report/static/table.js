@@ -102,7 +102,8 @@ function makeTable(root, step) {
     const expanded = open.has(g);
     const kind = kinds[groups.kind[g]];
     const all = groups.count[g];
-    const times = n < all ? `${n} of ${all} ×` : n > 1 ? `${n} ×` : "";
+    const [some, whole] = [n, all].map((count) => count.toLocaleString("en"));
+    const times = n < all ? `${some} of ${whole} ×` : n > 1 ? `${some} ×` : "";
     const own = row.values ? row.values[0] : groupFrom[g];
     const expand = el("button", { type: "button", class: "expand", "aria-expanded": String(expanded), onclick: () => { toggle(g); } },
       el("span", {}, times ? el("span", { class: "times" }, `${times} `) : undefined, user(groups.pattern[g])));
@@ -129,7 +130,7 @@ function makeTable(root, step) {
       const name = values.name[value];
       const consumer = values.consumer[value];
       return el("tr", { class: `child k-${kind}` },
-        el("td", {}, values.count[value] > 1 ? `${values.count[value]} × ` : "", user(values.what[value]), strings[name] ? el("span", { class: "tag" }, user(name)) : undefined),
+        el("td", {}, values.count[value] > 1 ? `${values.count[value].toLocaleString("en")} × ` : "", user(values.what[value]), strings[name] ? el("span", { class: "tag" }, user(name)) : undefined),
         el("td", {}, strings[groups.primitive[g]] ? user(groups.primitive[g]) : ""),
         el("td", { class: "n" }, formatBytes(values.bytes[value])),
         el("td", { colspan: 2 }, strings[consumer] ? "needed by " : "", strings[consumer] ? user(consumer) : ""),
