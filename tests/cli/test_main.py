@@ -166,7 +166,14 @@ def test_plan_says_what_is_recomputed_in_the_words_of_the_model(run):
         r"^recompute +\S+ [KM]iB +loss: .*training.py:8 +\S+ [kM]?FLOP$", table, re.MULTILINE
     )
     assert re.search(r"^keep +\S+ [KM]iB ", table, re.MULTILINE)
-    assert "operation " not in said
+    assert "operations" not in said and "equation" not in said
+
+
+def test_plan_lists_equations_if_all_is_asked_for(run):
+    said = run("plan", "training:problem", "--budget", "70%", "--all").stdout
+    listed = said.partition("The same by equations, as in the file of the plan")[2]
+    assert re.search(r"recomputes? \d+ of its \d+ operations|recomputes \S+ [kMG]?FLOP", listed)
+    assert " more values" not in said
 
 
 def test_demo_writes_a_page(run):

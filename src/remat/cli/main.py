@@ -139,6 +139,7 @@ def explain(
               help="Write a page on the step under the plan.")  # fmt: skip
 @click.option("--offload/--no-offload", default=True, show_default=True,
               help="Let loops keep values in the host's memory, if the target has one.")  # fmt: skip
+@all_option
 @json_option
 @debug_option
 def plan(
@@ -149,6 +150,7 @@ def plan(
     output: str | None,
     html: str | None,
     offload: bool,
+    show_all: bool,
     as_json: bool,
 ) -> None:
     """Choose what to save and recompute so that the compiler's peak is within a budget.
@@ -172,10 +174,15 @@ def plan(
     if as_json:
         say(made.to_json())
         return
-    say(wrapped(made.explain(), width()))
+    figures, _, equations = made.explain().partition("\n\n")
+    say(wrapped(figures, width()))
     status = "listing what the plan saves and recomputes"
     under = explain_subject(subject, plan=made, target=target, compile=False, status=status)
-    say(decisions_as_text(under))
+    say(decisions_as_text(under, all=show_all))
+    if show_all:
+        say(wrapped(f"\nThe same by equations, as in the file of the plan\n{equations}", width()))
+    else:
+        say("\n--all shows every value; --html FILE writes an interactive page.")
 
 
 @main.command()

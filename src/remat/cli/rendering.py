@@ -121,14 +121,14 @@ def color() -> bool:
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
-def decisions_as_text(explanation: Explanation) -> str:
-    """Return what a plan recomputes, offloads and keeps, as a table of the largest groups."""
+def decisions_as_text(explanation: Explanation, *, all: bool) -> str:
+    """Return what a plan recomputes, offloads and keeps, as a table of all groups or the largest ones."""
     if not explanation.decisions:
         return ""
     blocks: list[Block] = [
         Heading("What the plan does"),
         Paragraph(plan_in_words(explanation)),
-        decisions_table(explanation, _FEW_LINES),
+        decisions_table(explanation, _MOST_LINES if all else _FEW_LINES),
     ]
     return to_text(blocks, width=width(), color=color())
 

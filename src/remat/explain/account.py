@@ -402,16 +402,15 @@ class _Accounting:
 
     def _reshaped_from(self, i: int) -> int:
         """Return the operation that computes what an operation only gives another shape, in its kernel."""
-        op = self.program.ops[i]
-        while op.name in _RESHAPES and len(op.operands) == 1:
-            v = op.operands[0]
+        ops, sizes = self.program.ops, self.program.bytes
+        while ops[i].name in _RESHAPES and len(ops[i].operands) == 1:
+            v = ops[i].operands[0]
             before = self.producer.get(v)
-            is_written = v in self.uses or before is None
-            if is_written or self.program.bytes[v] != self.program.bytes[op.results[0]]:
+            if before is None or v in self.uses or sizes[v] != sizes[ops[i].results[0]]:
                 break
             if jaxprs.has_body(self.sides.eqns[before]):
                 break
-            i, op = before, self.program.ops[before]
+            i = before
         return i
 
     def _type(self, v: int) -> str:
