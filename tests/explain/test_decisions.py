@@ -78,3 +78,22 @@ def test_what_a_plan_repeats_between_fences_is_recomputation():
     explanation = remat.explain(fitted, *DEEP_ARGS, compile=False)
     began = next(i for i, s in enumerate(explanation.steps) if s.phase == "backward")
     assert not any(s.phase == "forward" for s in explanation.steps[began:])
+
+
+def test_flops_of_a_planned_step_are_those_of_one_device():
+    mesh = jax.sharding.Mesh(jax.devices()[:8], ("data",))
+    rows, whole = (jax.sharding.NamedSharding(mesh, jax.P(*axes)) for axes in (["data"], []))
+    weights, x = (
+        jax.ShapeDtypeStruct(arg.shape, arg.dtype, sharding=sharding)
+        for arg, sharding in zip(DEEP_ARGS, (whole, rows))
+    )
+    step = jax.value_and_grad(deep(lambda f: f))
+    before = remat.explain(step, weights, x, compile=False)
+    fitted = remat.fit(step, budget="70%", cache=False)
+    after = remat.explain(fitted, weights, x, compile=False)
+    (plan,) = fitted.plans
+    assert plan.extra_flops > 0
+    assert after.totals.extra_flops_share == pytest.approx(plan.extra_flops_share)
+    without = after.totals.flops - after.totals.recompute_flops
+    assert without == pytest.approx(before.totals.flops, rel=0.02)
+    assert "on all 8 devices" in plan.explain()

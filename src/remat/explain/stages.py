@@ -59,7 +59,7 @@ def explanation_of(
         memory = _memory(compiling.memory_of(program, on))
     decisions: tuple[Decision, ...] = ()
     if plan is not None:
-        account = _with_costs_of(plan, account)
+        account = _with_costs_of(plan, account, on_all_devices=any(n > 1 for n in step.shards))
         without = unplanned_step(f, tuple(args), dict(kwargs), on)
         of_step = _account(without, phased_program(without.jaxpr, without.shards), on)
         decisions = explained_decisions(of_step, account)
@@ -134,8 +134,14 @@ def _plan_followed_by(
     )
 
 
-def _with_costs_of(plan: Followed, account: Account) -> Account:
-    """Return the account with the costs that the plan states, so that both say the same."""
+def _with_costs_of(plan: Followed, account: Account, *, on_all_devices: bool) -> Account:
+    """Return the account with the costs that the plan states, so that both say the same.
+
+    Args:
+      on_all_devices: whether the plan's FLOPs are those of several devices; an account's are of one.
+    """
+    whole = plan.flops + plan.extra_flops
+    share = account.flops / whole if on_all_devices and whole else 1.0
     whole_s = plan.seconds + plan.extra_seconds
     scale = whole_s / account.time_s if account.time_s else 0.0
     # A plan in which nothing is marked recomputes in many places, few of which are segments.
@@ -145,8 +151,8 @@ def _with_costs_of(plan: Followed, account: Account) -> Account:
         account = dataclasses.replace(account, segments=(), steps=steps)
     return dataclasses.replace(
         account,
-        flops=plan.flops + plan.extra_flops,
-        recompute_flops=plan.extra_flops,
+        flops=share * whole,
+        recompute_flops=share * plan.extra_flops,
         time_s=whole_s,
         recompute_time_s=plan.extra_seconds,
         steps=tuple(dataclasses.replace(s, time_s=s.time_s * scale) for s in account.steps),

@@ -414,6 +414,11 @@ class _PlanReader(Reader):
 # The readable description
 
 
+def _on_all_devices(plan: Plan) -> str:
+    n_devices = plan.made_for.n_devices if plan.made_for is not None else 1
+    return f", on all {n_devices} devices" if n_devices > 1 else ""
+
+
 def _explained(plan: Plan) -> Iterable[str]:
     yield f"Plan for {printable(plan.target)}, budget {format_bytes(plan.budget_bytes)}"
     if plan.peak_bytes is None:
@@ -431,7 +436,7 @@ def _explained(plan: Plan) -> Iterable[str]:
     yield f"  no remat     {without if plan.peak_bytes_without_remat else 'the compiler failed'}"
     yield (
         f"  extra FLOPs  {format_flops(plan.extra_flops)}, {_percent(plan.extra_flops_share)} of "
-        f"{format_flops(plan.flops)}"
+        f"{format_flops(plan.flops)}{_on_all_devices(plan)}"
     )
     yield (
         f"  extra time   {format_seconds(plan.extra_seconds)} of {format_seconds(plan.seconds)} "
