@@ -19,7 +19,7 @@ import remat.report
 from remat import units
 from remat.errors import MissingExtraError, ReportError
 from remat.printing import printable
-from remat.report import Decision, Explanation, Finding, ParetoPoint, Step, Totals, Value
+from remat.report import Decision, Explanation, Finding, Memory, ParetoPoint, Step, Totals, Value
 from remat.report.document import Paragraph, Table
 from remat.report.markdown import to_markdown
 from remat.report.outline import flops_of_decisions
@@ -532,6 +532,17 @@ def test_two_plans_are_a_table_and_three_a_chart():
     chart = '<div class="pareto"'
     assert chart not in Explanation("step", pareto=tuple(points[:2])).to_html()
     assert chart in Explanation("step", pareto=tuple(points)).to_html()
+
+
+def test_a_comparison_says_that_less_is_donated():
+    def step(alias_bytes):
+        memory = Memory(300 - alias_bytes, 100, 100, 100, alias_bytes)
+        return Explanation("step", totals=Totals(memory))
+
+    said = " ".join(step(80).diff(step(0)).to_text().split())
+    assert "rises from 220 B to 300 B (+80 B, predicted)." in said
+    assert "80 B less of the results are in the memory of donated arguments." in said
+    assert "donated" not in step(80).diff(step(80)).to_text()
 
 
 def test_a_comparison_signs_its_bytes_and_marks_both_peaks():

@@ -290,6 +290,12 @@ def _in_words(d: Difference, changes: list[_Change]) -> str:
         less = "more" if d.saved_bytes > 0 else "less"
         said += f"; {format_bytes(abs(d.saved_bytes))} {less} are saved for the backward pass"
     said += "."
+    donated = new.alias_bytes - old.alias_bytes
+    if abs(donated) > max(old.peak_bytes, new.peak_bytes) / 100:
+        said += (
+            f" {format_bytes(abs(donated))} {'more' if donated > 0 else 'less'} of the results are in the "
+            "memory of donated arguments."
+        )
     if changes:
         first = changes[0]
         where = f", {first.group.source}" if first.group.source else ""
