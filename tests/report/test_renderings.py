@@ -456,6 +456,21 @@ def test_a_type_stands_below_its_value_where_a_row_does_not_fit_in_a_line():
     assert "dot_product_attention" in narrow
 
 
+def test_a_prediction_that_is_off_by_a_tenth_is_said_to_be():
+    step = Step("a: dot", "forward", 1.0)
+    values = (Value(0, "saved", "f32[25]", 100, ((0, 0),)),)
+
+    def brief(compiled_bytes):
+        totals = Totals(Memory(100), Memory(compiled_bytes), "The compiler holds 7 more arrays.")
+        made = Explanation("step", values=values, steps=(step,), totals=totals)
+        said = "The timeline and its values are the prediction."
+        assert (said in made.to_html()) == (said in " ".join(made.to_text(brief=True).split()))
+        return made.to_text(brief=True)
+
+    assert "7 more arrays" in brief(150) and "7 more arrays" in brief(80)
+    assert "7 more arrays" not in brief(105)
+
+
 def test_counts_have_separators_of_thousands():
     values = tuple(Value(i, "saved", "f32[2]", 8, ((0, 0),), path="rhs") for i in range(1000))
     assert str(Explanation("step", values=values, steps=(Step("a", "forward"),)).groups()[0]) == (

@@ -30,6 +30,7 @@ from remat.report.model import (
     Totals,
 )
 from remat.report.outline import (
+    caution,
     counted,
     decision_row,
     flops_of_decisions,
@@ -134,7 +135,8 @@ def _peak(explanation: ExplanationData) -> str:
     if line.peak_step is None:
         return ""
     said = peak_in_words(explanation, line).removesuffix(" The largest:")
-    return f'<p class="said">{user_text(said)}</p>'
+    differs = caution(explanation.totals)
+    return "".join(f'<p class="said">{user_text(text)}</p>' for text in (said, differs) if text)
 
 
 def _findings(explanation: ExplanationData) -> str:

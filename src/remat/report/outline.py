@@ -41,6 +41,8 @@ def outline(
     blocks: list[Block] = [Heading(explanation.title, 1)]
     blocks += [Paragraph(setting(explanation))] if setting(explanation) else []
     blocks.append(Paragraph(headline(explanation.totals, brief=brief)))
+    if brief and caution(explanation.totals):
+        blocks.append(Paragraph(caution(explanation.totals)))
     if explanation.decisions:
         blocks += [Heading("What the plan does"), Paragraph(plan_in_words(explanation))]
         blocks.append(decisions_table(explanation, min(most, 4) if brief else most))
@@ -104,7 +106,7 @@ def decisions_table(explanation: ExplanationData, most: int) -> Table:
             n_values = counted(sum(d.count for d in rest), "more value")
             rows.append((action, n_bytes, n_values, "", "", _flops_text(rest, flops)))
     columns = ("plan", "bytes", "value", "type", "source", "extra FLOPs")
-    return Table(columns, tuple(rows), (1, 5), optional=(3,))
+    return Table(columns, tuple(rows), (1, 5), optional=(3,), below=(3, 2))
 
 
 def flops_of_decisions(explanation: ExplanationData) -> dict[Decision, float]:
@@ -189,6 +191,19 @@ def peak_figures(totals: Totals) -> tuple[str, str]:
     share = round(100 * (predicted / compiled - 1)) if compiled else 0
     differs = f", {abs(share)} % {'more' if share > 0 else 'less'}" if share else ""
     return format_bytes(compiled), f"predicted {format_bytes(predicted)}{differs}"
+
+
+_CLOSE = 0.1  # share of the compiler's peak up to which a difference of the prediction is not pointed out
+
+
+def caution(totals: Totals) -> str:
+    """Return why the predicted timeline differs from the compiler's peak, if it does by a tenth or more."""
+    if totals.compiled is None or not totals.difference:
+        return ""
+    differs = abs(totals.compiled.peak_bytes - totals.predicted.peak_bytes)
+    if differs < _CLOSE * totals.compiled.peak_bytes:
+        return ""
+    return f"{totals.difference} The timeline and its values are the prediction."
 
 
 def percent(share: float) -> str:

@@ -123,11 +123,36 @@ def little_to_gain(facts: Facts) -> str:
     )
 
 
-def cost_of(facts: Facts, share: float) -> str:
-    """Return a first estimate of the FLOPs that a plan for a share of the peak adds.
+# The share of the peak that a step may need while it recomputes, which the estimate leaves out.
+_WHILE_RECOMPUTING = 0.1
 
-    It recomputes the saved values that take the fewest FLOPs per byte, each once in every life, until the
-    rest fits. What is live while a step recomputes is left out, so a plan may take several times as much.
+
+def cost_of(facts: Facts, share: float) -> str:
+    """Return a first estimate of the FLOPs that a plan for a share of the peak adds, as a range.
+
+    The lower end recomputes the saved values that take the fewest FLOPs per byte, each once in every life,
+    until the rest fits. What is live while a step recomputes is left out of it, so the upper end is the same
+    for a smaller share.
+    """
+    most = _forward_share(facts)
+    low, high = (
+        _estimated_share(facts, of) for of in (share, max(0.0, share - _WHILE_RECOMPUTING))
+    )
+    if low is None or low > most:
+        return f"at most {cost_of_all(facts)} (those of the forward pass)"
+    ends = (_percent(low), _percent(most if high is None else min(high, most)))
+    said = " to ".join(dict.fromkeys(ends))
+    return f"an estimated {said} % more FLOPs ({100 * most:.0f} % at most)"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:{'.0f' if share >= 0.01 else '.1g'}}"
+
+
+def _estimated_share(facts: Facts, share: float) -> float | None:
+    """Return the FLOPs of recomputing the cheapest values so that the rest fits, as a share of the step's.
+
+    None if it does not fit with all of them recomputed.
     """
     most = share * facts.predicted.peak_bytes
     saved = sorted(saved_values(facts), key=lambda value: value.flops / max(1, value.n_bytes))
@@ -137,12 +162,10 @@ def cost_of(facts: Facts, share: float) -> str:
         return _peak_without(facts, {value.id for value in saved[:n]}, stacked) <= most
 
     n = bisect.bisect_left(range(len(saved) + 1), True, key=fits)
+    if n > len(saved):
+        return None
     flops = sum(value.flops * max(1, len(value.lifetimes)) for value in saved[:n])
-    cost = flops / max(1.0, facts.account.flops)
-    if n > len(saved) or cost > _forward_share(facts):
-        return f"at most {cost_of_all(facts)} (those of the forward pass)"
-    estimate = f"{100 * cost:{'.0f' if cost >= 0.01 else '.1g'}} %"
-    return f"an estimated {estimate} more FLOPs ({100 * _forward_share(facts):.0f} % at most)"
+    return flops / max(1.0, facts.account.flops)
 
 
 def cost_of_all(facts: Facts) -> str:
