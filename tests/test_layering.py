@@ -103,7 +103,7 @@ LAYERS = [
     ("planner.scan_pairs.pair_options",),
     ("planner.scan_pairs.options",),
     ("planner.scan_pairs",),
-    ("planner.bodies",),
+    ("planner.bodies", "planner.host_copies", "planner.copy_windows"),
     ("planner.decisions",),
     ("planner.candidates", "planner.whole_step_file"),
     ("planner.step",),

@@ -48,7 +48,15 @@ from remat.planner.bodies import (
     with_partial_sums,
     without_partial_sums,
 )
-from remat.planner.decisions import LoopDecisions, StepDecisions, applied, with_loops
+from remat.planner.copy_windows import Window, Windows
+from remat.planner.decisions import (
+    LoopDecisions,
+    StepDecisions,
+    applied,
+    equation_numbers,
+    with_loops,
+)
+from remat.planner.host_copies import HostCopy, stack_rows
 from remat.planner.host_memory import Transfer
 from remat.planner.rewrite import Decisions, decisions_of
 from remat.planner.search import Proposal
@@ -93,6 +101,7 @@ class StepModel:
       into_products: whether matrix products compute the elementwise values that they read.
       transfer: the time of a copy to the host's memory or back; None if nothing may be offloaded.
       host_limit: bytes that may be kept there; None for no limit.
+      copies: whether values outside of loops may be kept there, too.
       donated: the bytes of each donated argument; results are written in their place.
     """
 
@@ -109,8 +118,10 @@ class StepModel:
         into_products: bool = False,
         transfer: Transfer | None = None,
         host_limit: int | None = None,
+        copies: bool = False,
         donated: Sequence[int] = (),
     ) -> None:
+        self.copies = copies and transfer is not None
         self.donated = donated
         self.transfer = transfer
         self.host_limit = host_limit
@@ -145,10 +156,11 @@ class StepModel:
         problem: BudgetError | None = None
         for options in self._body_choices(variant, n_bytes):
             for level in self._levels_within(variant, n_bytes, options):
-                try:
-                    found.append(level.within(variant, n_bytes))
-                except BudgetError as error:
-                    problem = error
+                for one in (level, level.with_copies(variant, n_bytes)):
+                    try:
+                        found += [] if one is None else [one.within(variant, n_bytes)]
+                    except BudgetError as error:
+                        problem = error
         if not found:
             assert problem is not None
             raise problem
@@ -325,17 +337,96 @@ class LoopLevel:
         self.loop_seconds = loop_seconds
         self._by_variant: dict[str, Fused] = {}
         self._answers: list[tuple[Fused, Answers]] = []
+        self._with_copies: dict[tuple[HostCopy, ...], LoopLevel] = {}
         self._peaks: dict[tuple[str, tuple[Step, ...]], int] = {}
 
     @functools.cached_property
     def program(self) -> Program:
-        source = self.model.source if self.loops.opened else self.model.flat
-        return self.model.program_of(with_loops(source, self.loops))
+        return self.model.program_of(self._flat)
+
+    @property
+    def _source(self) -> _jax.Jaxpr:
+        return self.model.source if self.loops.opened else self.model.flat
+
+    @functools.cached_property
+    def _flat(self) -> _jax.Jaxpr:
+        return with_loops(self._source, self.loops)
 
     @property
     def seconds(self) -> float:
         """Return the time of the program without recomputation outside of loops."""
         return float(sum(self._fused(FUSED).seconds.values()))
+
+    def with_copies(self, variant: str, n_bytes: int) -> LoopLevel | None:
+        """Return this level with values outside of loops in the host's memory; None if that gains nothing.
+
+        As many are copied as make these bytes enough, or as the link has time for.
+        """
+        if not self.model.copies or self.peak_bytes(variant) <= n_bytes:
+            return None
+        windows = self._windows.within(n_bytes, self._host_limit)
+        copies = tuple(c for w in windows if (c := self._copy(w)) is not None)
+        if not copies:
+            return None
+        if copies not in self._with_copies:
+            price = self.model.price
+            # A copy there reads the device's memory, and a copy back writes it.
+            seconds = sum(2 * price(0, w.gap.bytes, "float32") for w in windows)
+            loops = dataclasses.replace(self.loops, copies=copies)
+            self._with_copies[copies] = LoopLevel(self.model, loops, self.loop_seconds + seconds)
+        return self._with_copies[copies]
+
+    @functools.cached_property
+    def _windows(self) -> Windows:
+        avals = {
+            number: v.aval
+            for op, eqn in zip(self.program.ops, self._flat.eqns, strict=True)
+            for number, v in zip(op.results, eqn.outvars, strict=True)
+            if _jax.can_be_on_host(v.aval)
+        }
+
+        def host_bytes(values: Sequence[int]) -> int:
+            rows = stack_rows(avals[v] for v in values)
+            sizes = {str(avals[v]): self.program.bytes[v] for v in values}
+            return sum(rows[key] * n_bytes for key, n_bytes in sizes.items())
+
+        transfer = self.model.transfer
+        assert transfer is not None
+        fused = self._fused(self.model.variants[0])
+        return Windows(self.program, fused, transfer, lambda v: v in avals, host_bytes)
+
+    @property
+    def _host_limit(self) -> int | None:
+        """Return the host memory that the loops leave."""
+        limit = self.model.host_limit
+        taken = sum(option.host_bytes for _, option in self.loops.choices)
+        return None if limit is None else limit - taken
+
+    def _copy(self, window: Window) -> HostCopy | None:
+        """Return a window as a copy of a value of the step as it stands before loops are rewritten."""
+        gap, (numbers, own) = window.gap, self._numbers
+        there = self._windows.last_operation(window.free - 1, own)
+        after = self._windows.last_operation(window.after, own)
+        named = (gap.operation, gap.before, *gap.again)
+        if there is None or after is None or not set(own).issuperset(named):
+            return None
+        if not gap.operation <= there <= after < gap.before:
+            return None
+        return HostCopy(
+            numbers[gap.operation],
+            gap.result,
+            numbers[there],
+            numbers[after],
+            numbers[gap.before],
+            tuple(sorted(numbers[x] for x in gap.again)),
+        )
+
+    @functools.cached_property
+    def _numbers(self) -> tuple[list[int], list[int]]:
+        """Return the equations' numbers in plans, and the places of those that loops have not added."""
+        source = self._source
+        numbers = equation_numbers(source, self._flat)
+        return numbers, [at for at, n in enumerate(numbers) if n < len(source.eqns)]
 
     def peak_bytes(self, variant: str) -> int:
         """Return the bytes of temporaries without recomputation outside of loops."""

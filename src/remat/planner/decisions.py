@@ -5,16 +5,20 @@ The step is one flat jaxpr. The decisions are applied in this order:
 1. The user's own checkpoints in loops are inlined, or stay (`scan_pairs.opened`).
 2. Loops and branches are rewritten: bodies that are scheduled by themselves (`bodies`), then what forward
    loops keep for backward ones (`scan_pairs`).
-3. Equations outside of loops are recomputed (`rewrite`).
+3. Values outside of loops are copied to the host's memory and back (`host_copies`).
+4. Equations outside of loops are recomputed (`rewrite`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from remat import _jax
+from remat.ir.restriction import without_marks
 from remat.planner import scan_pairs
 from remat.planner.bodies import with_bodies
+from remat.planner.host_copies import HostCopy, with_host_copies
 from remat.planner.rewrite import Decisions, rewritten
 from remat.transform.outlining import alone, needs_outlining
 from remat.transform.primitive import region_equation
@@ -22,17 +26,20 @@ from remat.transform.primitive import region_equation
 
 @dataclasses.dataclass(frozen=True)
 class LoopDecisions:
-    """What a step's loops keep.
+    """What a step's loops keep, and what is kept in the host's memory outside of them.
 
     Args:
       opened: whether the checkpoints in loops are inlined first.
       choices: options by the ids of pairs of scans; other pairs stay as they are.
       bodies: decisions by the ids of bodies of loops and branches; other bodies stay as they are.
+      copies: values outside of loops that are copied to the host's memory. Equations are numbered as they
+        stand before loops are rewritten (`equation_numbers`).
     """
 
     opened: bool = False
     choices: tuple[tuple[str, scan_pairs.ScanOption], ...] = ()
     bodies: tuple[tuple[str, Decisions], ...] = ()
+    copies: tuple[HostCopy, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,18 +56,40 @@ def program_to_plan(flat: _jax.Jaxpr, opened: bool) -> _jax.Jaxpr:
 
 
 def with_loops(source: _jax.Jaxpr, loops: LoopDecisions) -> _jax.Jaxpr:
-    """Return a step whose loops do as decided.
+    """Return a step whose loops do as decided, and with the copies to the host's memory.
 
     Args:
       source: the program that the decisions refer to (`program_to_plan`).
       loops: the decisions.
 
     Raises:
-      PlanError: the program has no such loops.
+      PlanError: the program has no such loops, or no such values to copy.
     """
-    if loops.bodies:
-        source = with_bodies(source, dict(loops.bodies))
-    return scan_pairs.rewrite(source, dict(loops.choices)) if loops.choices else source
+    new = with_bodies(source, dict(loops.bodies)) if loops.bodies else source
+    if loops.choices:
+        new = scan_pairs.rewrite(new, dict(loops.choices))
+    if loops.copies:
+        numbers = equation_numbers(source, new)
+        new = with_host_copies(new, loops.copies, {n: at for at, n in enumerate(numbers)})
+    return new
+
+
+def equation_numbers(source: _jax.Jaxpr, flat: _jax.Jaxpr) -> list[int]:
+    """Return the number of each equation of a step whose loops were rewritten, as a plan counts them.
+
+    An equation that computes a result of one of `source` has that one's number. The others follow.
+    """
+    of_result = {v: i for i, eqn in enumerate(source.eqns) for v in eqn.outvars}
+    of_equation = {id(eqn): i for i, eqn in enumerate(source.eqns)}
+    added = itertools.count(len(source.eqns))
+    taken: set[int] = set()
+    numbers = []
+    for eqn in flat.eqns:
+        known = {of_result[v] for v in eqn.outvars if v in of_result} - taken
+        number = of_equation.get(id(eqn), min(known, default=None))
+        numbers.append(next(added) if number is None else number)
+        taken.add(numbers[-1])
+    return numbers
 
 
 def applied(flat: _jax.Jaxpr, decisions: StepDecisions) -> _jax.Jaxpr:
@@ -71,6 +100,8 @@ def applied(flat: _jax.Jaxpr, decisions: StepDecisions) -> _jax.Jaxpr:
     """
     source = program_to_plan(flat, decisions.loops.opened)
     new = rewritten(with_loops(source, decisions.loops), decisions.outside)
+    if decisions.loops.copies:
+        new = without_marks(new)  # the scopes of equations that copy
     return new if new is flat else _apart(new)
 
 

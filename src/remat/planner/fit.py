@@ -85,7 +85,7 @@ def fit(
       budget: the largest peak on one device that the compiler may report, see `remat.plan`.
       plan: a plan to follow instead (from `remat.plan` or `Plan.load`). It must be for this program.
       target: the device to plan for, see `remat.plan`; by default the device at hand.
-      offload: whether loops may keep values in host memory, see `remat.plan`. Ignored with `plan`.
+      offload: whether values may be kept in host memory, see `remat.plan`. Ignored with `plan`.
       host_budget: the most host memory per device, see `remat.plan`. Ignored with `plan`.
       cache: whether to use the user's cache directory; or a cache or a folder to use instead.
       costs: the cost model of recomputation, see `remat.plan`.

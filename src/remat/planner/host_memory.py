@@ -36,7 +36,7 @@ MIN_OFFLOAD_BYTES = 2**18
 
 # Share of a step's computation time that copies can hide behind; a larger share makes offloading
 # cheaper in the model.
-_HIDDEN_SHARE = 0.5
+HIDDEN_SHARE = 0.5
 # Shares of the link's time that cuts are charged for; more shares find more options.
 _LINK_SHARES = (0.0, *(2.0**-k for k in range(8, -1, -1)))
 # Prices per device byte of these cuts, as multiples of the cost of offloading a byte. A higher price
@@ -71,7 +71,7 @@ class Copies:
         """Return the seconds of transfers that are not hidden behind a step's computation."""
         copies_s = sum(map(self.transfer, sizes))
         halves = self.forward_s, self.backward_s
-        return sum(max(0.0, copies_s - _HIDDEN_SHARE * half_s) for half_s in halves)
+        return sum(max(0.0, copies_s - HIDDEN_SHARE * half_s) for half_s in halves)
 
 
 def cuts_with_copies(

@@ -113,7 +113,7 @@ def plan(
         rematerialization such as "60%", or None for all of the device's memory.
       target: None for the device at hand; "tpu:v5e:16x16", "gpu:h100" and the like for a device that
         is not attached (see `remat.program.targets`).
-      offload: whether loops may keep values in host memory, if the target supports that. They do so
+      offload: whether values may be kept in host memory, if the target supports that. That is done
         where it takes less time than recomputing, or where no other plan fits. Nothing is offloaded
         on a CPU, whose memory is the host's, or on a GPU, where XLA has miscompiled scans with
         offloaded residuals. If the compiler fails on all plans with offloading, the step is planned
@@ -377,6 +377,7 @@ class _Search:
             into_products=self.step.target.platform == "tpu",
             transfer=self._transfer,
             host_limit=self.host_limit,
+            copies=self.unplanned.made_for().n_devices == 1,
             donated=self.unplanned.donated_bytes(),
         )
 

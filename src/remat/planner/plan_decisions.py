@@ -150,6 +150,39 @@ class BodyPlan(Checked):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class CopyPlan(Checked):
+    """A value outside of loops that is in the host's memory between two of its uses.
+
+    Args:
+      equation, result: the value: the number of the equation that computes it, and of its result.
+      there: the number of an equation whose first result is used only after the copy to the host.
+      after: the number of the equation after which the copy back begins.
+      before: the number of the first equation that reads the copy; all later ones read it, too.
+      again: the numbers of equations before that one which are computed again from the copy.
+      bytes: of the value on one device.
+      value: its type, scope and primitive, for readers. Nothing depends on it.
+    """
+
+    equation: int
+    result: int
+    there: int
+    after: int
+    before: int
+    again: tuple[int, ...] = ()
+    bytes: int = 0
+    value: str = ""
+
+    def _check(self) -> None:
+        check_once(self.again, "again", lambda n: f"equation {n} is listed twice")
+        if not self.equation <= self.there <= self.after < self.before:
+            raise field_error(
+                f"equations {self.equation}, {self.there} (there), {self.after} (after) and {self.before} "
+                "(before) must follow one another in the step.",
+                "after",
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class WholeStep(Checked):
     """Decisions about a step.
 
@@ -166,8 +199,9 @@ class WholeStep(Checked):
       bodies: the decisions about bodies of other loops and of branches; others stay as they are.
       partial_sums: stored equations whose results are computed before the equations after them begin, so
         that what they sum up is not kept until the whole sum is computed.
-      n_added: the number of equations that `loops` add around loops, such as reshapes into groups. Their
-        numbers follow those of the step.
+      n_added: the number of equations that `loops` add around loops, such as reshapes into groups, and
+        `copies` to copy. Their numbers follow those of the step.
+      copies: the values outside of loops that are kept in the host's memory between two uses.
     """
 
     n_equations: int
@@ -179,9 +213,12 @@ class WholeStep(Checked):
     ordered: bool = False
     partial_sums: tuple[int, ...] = ()
     n_added: int = 0
+    copies: tuple[CopyPlan, ...] = ()
 
     def _check(self) -> None:
         _check_decisions(self, self.n_added)
+        values = [(copy.equation, copy.result) for copy in self.copies]
+        check_once(values, "copies", lambda v: f"result {v[1]} of equation {v[0]} is copied twice")
 
 
 # In words
@@ -201,6 +238,12 @@ def explained(whole: WholeStep) -> Iterable[str]:
         yield (
             f"  {len(whole.partial_sums)} partial sums are computed as soon as their terms are there, which "
             "frees the terms"
+        )
+    if whole.copies:
+        n_bytes = sum(copy.bytes for copy in whole.copies)
+        yield (
+            f"  {len(whole.copies)} values outside of loops ({format_bytes(n_bytes)}) are in the host's "
+            "memory between two uses"
         )
     for loop in whole.loops[:_MOST_GROUPS]:
         groups_text = f", in groups of {loop.group} steps" if loop.group > 1 else ""

@@ -424,6 +424,7 @@ class _Writer:
             if self.last_use.get(v, -1) >= start
             and not _jax.is_dropped(v)
             and not isinstance(v.aval, _jax.AbstractRef)
+            and not _jax.is_on_host(v.aval)
         }
         newer = [v for v in self.live if begun < self.producer[v] < start]
         inner = [v for v in newer if v not in self.results]

@@ -9,18 +9,24 @@ loops and bodies keep is checked where they are rewritten (`scan_pairs.rewriting
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from remat import _jax
 from remat.errors import PlanError
 from remat.ir.equations import is_repeatable
 from remat.planner.bodies import bodies_by_id
-from remat.planner.decisions import LoopDecisions, StepDecisions, program_to_plan, with_loops
-from remat.planner.plan_decisions import BodyPlan, Recomputation, ScanPlan, WholeStep
+from remat.planner.decisions import (
+    LoopDecisions,
+    StepDecisions,
+    equation_numbers,
+    program_to_plan,
+    with_loops,
+)
+from remat.planner.host_copies import HostCopy
+from remat.planner.plan_decisions import BodyPlan, CopyPlan, Recomputation, ScanPlan, WholeStep
 from remat.planner.rewrite import Burst, Decisions
 from remat.planner.scan_pairs import ScanOption
-from remat.program.from_jaxpr import joined, type_text
+from remat.program.from_jaxpr import joined, n_bytes, type_text
 
 
 def whole_step_plan(flat: _jax.Jaxpr, decisions: StepDecisions) -> WholeStep:
@@ -29,7 +35,7 @@ def whole_step_plan(flat: _jax.Jaxpr, decisions: StepDecisions) -> WholeStep:
     source = program_to_plan(flat, loops.opened)
     found = bodies_by_id(source, [id for id, _ in loops.bodies])
     new = with_loops(source, loops)
-    numbers = _numbers(source, new)
+    numbers = equation_numbers(source, new)
     outside = decisions.outside
     return WholeStep(
         len(source.eqns),
@@ -51,6 +57,7 @@ def whole_step_plan(flat: _jax.Jaxpr, decisions: StepDecisions) -> WholeStep:
         outside.ordered,
         tuple(sorted(numbers[i] for i in outside.partial_sums)),
         _n_added(source, numbers),
+        tuple(_copy_plan(copy, source) for copy in loops.copies),
     )
 
 
@@ -74,30 +81,16 @@ def decisions_of_plan(whole: WholeStep, flat: _jax.Jaxpr) -> StepDecisions:
             (body.id, _decisions(body, {n: n for n in range(body.n_equations)}))
             for body in whole.bodies
         ),
+        tuple(
+            HostCopy(copy.equation, copy.result, copy.there, copy.after, copy.before, copy.again)
+            for copy in whole.copies
+        ),
     )
     new = with_loops(source, loops)
-    numbers = _numbers(source, new)
+    numbers = equation_numbers(source, new)
     _check_added(whole, numbers, _n_added(source, numbers))
     _check_repeatable(whole, new, numbers)
     return StepDecisions(loops, _decisions(whole, {n: i for i, n in enumerate(numbers)}))
-
-
-def _numbers(source: _jax.Jaxpr, flat: _jax.Jaxpr) -> list[int]:
-    """Return the number of each equation of a step whose loops were rewritten, as a plan counts them.
-
-    An equation that computes a result of one of `source` has that one's number. The others follow.
-    """
-    of_result = {v: i for i, eqn in enumerate(source.eqns) for v in eqn.outvars}
-    of_equation = {id(eqn): i for i, eqn in enumerate(source.eqns)}
-    added = itertools.count(len(source.eqns))
-    taken: set[int] = set()
-    numbers = []
-    for eqn in flat.eqns:
-        known = {of_result[v] for v in eqn.outvars if v in of_result} - taken
-        number = of_equation.get(id(eqn), min(known, default=None))
-        numbers.append(next(added) if number is None else number)
-        taken.add(numbers[-1])
-    return numbers
 
 
 def _n_added(source: _jax.Jaxpr, numbers: Sequence[int]) -> int:
@@ -180,6 +173,20 @@ def _check_repeatable(
                 f"the plan computes equation {n} again ({_described(eqn_of[n])}), but {why}. "
                 "Remove its number from the plan's recomputations."
             )
+
+
+def _copy_plan(copy: HostCopy, source: _jax.Jaxpr) -> CopyPlan:
+    eqn = source.eqns[copy.equation]
+    return CopyPlan(
+        copy.equation,
+        copy.result,
+        copy.there,
+        copy.after,
+        copy.before,
+        copy.again,
+        n_bytes(eqn.outvars[copy.result].aval),
+        _described(eqn),
+    )
 
 
 def _loop_plan(id: str, option: ScanOption) -> ScanPlan:
