@@ -270,6 +270,28 @@ def microbatches_with_adam():
     return microbatches(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
 
 
+def newton_step():
+    """Solve for a Newton step by conjugate gradients, whose matrix is a Hessian of a network's loss."""
+    inputs = numbers(20, 2048, WIDTH)
+    weights = [numbers(i, WIDTH, WIDTH) * 0.3 for i in range(8)]
+
+    def loss(weights):
+        h = inputs
+        for w in weights:
+            h = jnp.tanh(h @ w)
+        return (h**2).mean()
+
+    def step(weights, direction):
+        def damped_hessian(v):
+            product = jax.jvp(jax.grad(loss), (weights,), (v,))[1]
+            return jax.tree.map(lambda h, v: h + 0.1 * v, product, v)
+
+        found, _ = jax.scipy.sparse.linalg.cg(damped_hessian, direction, maxiter=3)
+        return jax.tree.map(lambda w, d: w - d, weights, found)
+
+    return step, (weights, [numbers(30 + i, WIDTH, WIDTH) for i in range(8)])
+
+
 #: Budgets as shares of the peak, and the most extra FLOPs. Computing all layers again, each by itself, takes
 #: a third more.
 KINDS = [
@@ -281,6 +303,7 @@ KINDS = [
     (frozen_teacher, 65, 0.2),
     (returns_in_a_scan, 82, 0.2),
     (implicit_layer, 70, 0.2),
+    (newton_step, 60, 0.2),
     (microbatches, 75, 0.05),
     (microbatches, 65, 0.15),
     (microbatches_with_adam, 75, 0.05),

@@ -7,9 +7,14 @@ separate kernel.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeVar
+
 from remat import _jax
 from remat.ir import jaxprs
 from remat.ir.operations import FUSIBLE, Fusion, operation
+
+T = TypeVar("T")
 
 _CALLS = frozenset(
     (
@@ -43,6 +48,37 @@ def is_region(eqn: _jax.JaxprEqn) -> bool:
 def has_derivative_rule(eqn: _jax.JaxprEqn) -> bool:
     """Return whether an equation is a call of a function with a derivative rule of its own."""
     return eqn.primitive.name in _CALLS_WITH_RULES and _jax.is_jaxpr(eqn.params.get("call_jaxpr"))
+
+
+def programs_of(eqn: _jax.JaxprEqn) -> list[jaxprs.JaxprLike]:
+    """Return the jaxprs that an equation runs, each once.
+
+    That of a function with a derivative rule is one, and of a linear solve the one that solves. What only
+    derivatives run is left out.
+    """
+    bodies = list(jaxprs.bodies_of(eqn))
+    if has_derivative_rule(eqn):
+        bodies.append(eqn.params["call_jaxpr"])
+    if is_linear_solve(eqn):
+        bodies.append(eqn.params["jaxprs"].solve)
+    return list({id(body): body for body in bodies}.values())  # branches can share one
+
+
+def is_linear_solve(eqn: _jax.JaxprEqn) -> bool:
+    """Return whether an equation is a `jax.lax.custom_linear_solve`."""
+    return eqn.primitive.name == "custom_linear_solve"
+
+
+def solve_operands(eqn: _jax.JaxprEqn, operands: Sequence[T]) -> list[T]:
+    """Return what the program that solves takes of what belongs to a linear solve's operands.
+
+    These are the constants of the product, of the transposed product, of the solve and of the transposed
+    solve, and then the right-hand side.
+    """
+    lengths = eqn.params["const_lengths"]
+    first = lengths.matvec + lengths.vecmat
+    constants = operands[first : first + lengths.solve]
+    return [*constants, *operands[first + lengths.solve + lengths.transpose_solve :]]
 
 
 def transparent_call(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:

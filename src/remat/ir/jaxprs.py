@@ -89,6 +89,8 @@ def replace_body(eqn: _jax.JaxprEqn, old: JaxprLike, new_equations: _jax.Jaxpr) 
     def swap(value: Any) -> Any:
         if value is old:
             return replacement
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(swap, value))
         if type(value) in (tuple, list):
             return type(value)(swap(item) for item in value)
         return value

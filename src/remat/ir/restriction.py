@@ -21,11 +21,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 from remat import _jax
 from remat.ir import jaxprs
-from remat.ir.equations import fusion_of, has_derivative_rule, plain_call
+from remat.ir.equations import fusion_of, plain_call, programs_of
 from remat.ir.operations import Fusion
 
 
@@ -51,11 +50,6 @@ def without_marks(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     return _Unmarking().program(jaxpr)
 
 
-def _bodies(eqn: _jax.JaxprEqn) -> list[Any]:
-    primal = [eqn.params["call_jaxpr"]] if has_derivative_rule(eqn) else []
-    return list({id(body): body for body in (*jaxprs.bodies_of(eqn), *primal)}.values())
-
-
 class _Marks:
     """Which programs have marks. Jaxprs that several equations run are read once."""
 
@@ -70,7 +64,7 @@ class _Marks:
         return self._inside[id(jaxpr)][1]
 
     def inside_of(self, eqn: _jax.JaxprEqn) -> bool:
-        return any(self.inside(_jax.open_jaxpr(body)) for body in _bodies(eqn))
+        return any(self.inside(_jax.open_jaxpr(body)) for body in programs_of(eqn))
 
     def text(self, jaxpr: _jax.Jaxpr) -> str:
         digest = hashlib.sha256()
@@ -78,7 +72,7 @@ class _Marks:
             if _jax.is_marked(eqn):
                 digest.update(b"1")
             elif self.inside_of(eqn):
-                inner = (self.text(_jax.open_jaxpr(body)) for body in _bodies(eqn))
+                inner = (self.text(_jax.open_jaxpr(body)) for body in programs_of(eqn))
                 digest.update(f"({','.join(inner)})".encode())
             else:
                 digest.update(b"0")
@@ -104,7 +98,7 @@ class _Rewriting:
 
     def within(self, eqn: _jax.JaxprEqn) -> _jax.JaxprEqn:
         """Return an equation whose bodies are changed."""
-        for body in _bodies(eqn):
+        for body in programs_of(eqn):
             inner = _jax.open_jaxpr(body)
             new = self.program(inner)
             if new is not inner:

@@ -22,7 +22,15 @@ from typing import NamedTuple
 from remat import _jax
 from remat.aliases import Aval
 from remat.ir import jaxprs
-from remat.ir.equations import fusion_of, inline_body, is_fusible, is_repeatable
+from remat.ir.equations import (
+    fusion_of,
+    inline_body,
+    is_fusible,
+    is_linear_solve,
+    is_repeatable,
+    programs_of,
+    solve_operands,
+)
 from remat.ir.flops import WHILE_TRIPS, flops_of
 from remat.ir.operations import Fusion
 from remat.program.fusion import fuse
@@ -266,11 +274,11 @@ def workspace_bytes(
       into_products: as in `fusion.fuse`.
     """
     body = inline_body(eqn)
-    if body is None and not jaxprs.has_body(eqn):
-        return 0
     if body is not None and is_fusible(eqn):
         return 0
-    bodies = [body] if body is not None else list(map(_jax.open_jaxpr, jaxprs.bodies_of(eqn)))
+    bodies = [body] if body is not None else list(map(_jax.open_jaxpr, programs_of(eqn)))
+    if is_linear_solve(eqn) and shards is not None:
+        shards = solve_operands(eqn, shards)
     if eqn.primitive.name == "shard_map" and shards is not None:
         shards = [automatic_shards(eqn, n) for n in shards]
     of_bodies = (

@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 
 from remat import _jax
 from remat.ir import jaxprs
-from remat.ir.equations import has_derivative_rule, is_fusible, is_repeatable, plain_call
+from remat.ir.equations import is_fusible, is_repeatable, plain_call, programs_of
 from remat.ir.repetitions import (
     Around,
     step_of,
@@ -487,17 +487,13 @@ Replacements = dict[int, list[_jax.JaxprEqn]]
 def inner_programs(eqn: _jax.JaxprEqn) -> list[tuple[Any, int]]:
     """Return the jaxprs without constants that an equation runs, and how often it runs each.
 
-    That of a function with a derivative rule is one, too: loops inside of it are decided, and the rule stays.
+    Loops inside of functions with derivative rules and of linear solves are decided, and the rules stay.
     """
     length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
     times = length if isinstance(length, int) else 1
-    primal = [eqn.params["call_jaxpr"]] if has_derivative_rule(eqn) else []
-    bodies = {
-        id(body): body for body in (*jaxprs.bodies_of(eqn), *primal)
-    }  # branches can share one
     return [
         (body, times)
-        for body in bodies.values()
+        for body in programs_of(eqn)
         if not getattr(body, "consts", None) and not _jax.open_jaxpr(body).constvars
     ]
 
