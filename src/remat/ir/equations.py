@@ -8,7 +8,7 @@ separate kernel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from remat import _jax
 from remat.ir import jaxprs
@@ -50,7 +50,7 @@ def has_derivative_rule(eqn: _jax.JaxprEqn) -> bool:
     return eqn.primitive.name in _CALLS_WITH_RULES and _jax.is_jaxpr(eqn.params.get("call_jaxpr"))
 
 
-def programs_of(eqn: _jax.JaxprEqn) -> list[jaxprs.JaxprLike]:
+def programs_of(eqn: _jax.JaxprEqn) -> list[Any]:
     """Return the jaxprs that an equation runs, each once.
 
     That of a function with a derivative rule is one, and of a linear solve the one that solves. What only
