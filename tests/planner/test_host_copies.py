@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import remat
 from planner.random_decisions import random_decisions
 from remat import _jax
 from remat.errors import PlanError
@@ -45,8 +44,8 @@ def arguments(layers=6, width=16, rows=24):
     return list(weights), jax.random.normal(jax.random.key(1), (rows, width))
 
 
-def flat_step(*args):
-    jaxpr, consts, _ = _jax.trace_call(step, *args)
+def flat_step(*args, fun=step):
+    jaxpr, consts, _ = _jax.trace_call(fun, *args)
     assert not consts
     return flattened(jaxpr)
 
@@ -57,10 +56,10 @@ def large():
     return shapes[1:], shapes[0]
 
 
-def model_of(args, **options):
+def model_of(args, fun=step, **options):
     figures = Roofline(device("v5e"))
     return StepModel(
-        flat_step(*args),
+        flat_step(*args, fun=fun),
         figures.seconds,
         into_products=True,
         transfer=figures.transfer_seconds,
@@ -185,22 +184,6 @@ def test_no_more_than_the_host_budget_is_copied():
     assert not model.within("inlined", n_bytes).decisions.loops.copies
 
 
-TPU = {"target": "tpu:v5e:1x1", "cache": False, "progress": False, "donate_argnums": (0,)}
-
-
-def products(weights, x):
-    """A step that saves results of matrix products only, which are expensive to recompute."""
-
-    def loss(weights):
-        h = x
-        for w in weights:
-            h = h @ w
-        return jnp.sum(h.astype(jnp.float32) ** 2)
-
-    value, gradients = jax.value_and_grad(loss)(weights)
-    return [w - 0.01 * g for w, g in zip(weights, gradients)], value
-
-
 @needs_libtpu
 def test_a_tpu_needs_less_memory_with_copies():
     model = model_of(large(), copies=True)
@@ -215,13 +198,20 @@ def test_a_tpu_needs_less_memory_with_copies():
         assert memory.peak_bytes < without.peak_bytes - 0.9 * one
 
 
-@needs_libtpu
-def test_a_plan_copies_what_is_expensive_to_recompute():
-    plan = remat.plan(products, *large(), budget="95%", **TPU)
-    assert plan.is_verified and plan.peak_bytes <= plan.budget_bytes
-    assert plan.extra_flops == 0
-    assert plan.host_bytes >= sum(copy.bytes for copy in plan.whole_step.copies) > 0
-    assert "outside of loops" in plan.explain()
-    assert remat.Plan.from_json(plan.to_json()) == plan
-    without = remat.plan(products, *large(), budget="95%", offload=False, **TPU)
-    assert without.extra_flops > 0 and not without.whole_step.copies
+def products(weights, x):
+    """A step whose gradients are all live at the end, which is as high a peak as the one before it."""
+
+    def loss(weights):
+        h = x
+        for w in weights:
+            h = h @ w
+        return jnp.sum(h.astype(jnp.float32) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return [w - 0.01 * g for w, g in zip(weights, gradients)], value
+
+
+def test_copies_that_leave_the_peak_as_it_is_are_not_made():
+    model = model_of(large(), products, copies=True)
+    n_bytes = int(0.97 * model.as_written("inlined").model_bytes)
+    assert not model.within("inlined", n_bytes).decisions.loops.copies

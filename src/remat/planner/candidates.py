@@ -374,7 +374,8 @@ class LoopLevel:
             seconds = sum(2 * price(0, w.gap.bytes, "float32") for w in windows)
             loops = dataclasses.replace(self.loops, copies=copies)
             self._with_copies[copies] = LoopLevel(self.model, loops, self.loop_seconds + seconds)
-        return self._with_copies[copies]
+        found = self._with_copies[copies]
+        return found if found.peak_bytes(variant) < self.peak_bytes(variant) else None
 
     @functools.cached_property
     def _windows(self) -> Windows:
