@@ -249,6 +249,27 @@ class StepModel:
         """Return the program that the levels start from: the user's checkpoints are opened."""
         return scan_pairs.opened(self.flat)
 
+    @functools.cached_property
+    def price_of_recomputation(self) -> Price:
+        """Return the price of kernels in schedules outside of loops: half of it is time, and half FLOPs.
+
+        The time of a kernel is known roughly, its FLOPs exactly. By time alone, schedules compute matrix
+        products again to save cheap kernels that move about as many bytes. Both halves have the same sum over
+        the step, so lower bounds of the price are lower bounds of the larger one, which proposals state.
+        """
+        per_flop = self._seconds_per_flop_as_written
+
+        def price(flops: float, moved: int, dtype: str) -> float:
+            return 0.5 * (self.price(flops, moved, dtype) + per_flop * flops)
+
+        return price
+
+    @functools.cached_property
+    def _seconds_per_flop_as_written(self) -> float:
+        fused = without_partial_sums(self.program, self.price, _fusing(FUSED))
+        flops = self._flops_as_written
+        return float(sum(fused.seconds.values())) / flops if flops else 0.0
+
     @property
     def _is_opened(self) -> bool:
         return self.source is not self.flat
@@ -336,6 +357,7 @@ class LoopLevel:
         self.loops = loops
         self.loop_seconds = loop_seconds
         self._by_variant: dict[str, Fused] = {}
+        self._timed_by_variant: dict[str, Fused] = {}
         self._answers: list[tuple[Fused, Answers]] = []
         self._with_copies: dict[tuple[HostCopy, ...], LoopLevel] = {}
         self._peaks: dict[tuple[str, tuple[Step, ...]], int] = {}
@@ -393,7 +415,7 @@ class LoopLevel:
 
         transfer = self.model.transfer
         assert transfer is not None
-        fused = self._fused(self.model.variants[0])
+        fused = self._timed(self.model.variants[0])
         return Windows(self.program, fused, transfer, lambda v: v in avals, host_bytes)
 
     @property
@@ -504,17 +526,32 @@ class LoopLevel:
 
     def _proposal(self, variant: str, found: Schedule) -> Proposal:
         fused = self._fused(variant)
-        time = fused.graph.time
         return Proposal(
             variant,
             self._peak_of(variant, found),
-            self.loop_seconds + float(found.time - time),
-            self.loop_seconds + max(0.0, float(found.lower_bound - time)),
+            self.loop_seconds + self._extra_seconds(variant, found),
+            self.loop_seconds + max(0.0, float(found.lower_bound - fused.graph.time)),
             StepDecisions(
                 self._loops_of(variant),
                 decisions_of(self.program, fused, found.steps, ordered=variant == ORDERED),
             ),
         )
+
+    def _extra_seconds(self, variant: str, found: Schedule) -> float:
+        """Return the larger of the time and the price of what a schedule recomputes."""
+        timed = self._timed(variant).graph
+        seconds = {node.id: float(node.time) for node in timed.nodes}
+        time = sum(seconds[id] for kind, id in found.steps if kind == "compute") - timed.time
+        return max(0.0, float(time), float(found.time - self._fused(variant).graph.time))
+
+    def _timed(self, variant: str) -> Fused:
+        """Return the graph of a variant whose nodes have the times of their kernels."""
+        variant = self.model.model_of(variant)
+        if variant not in self._timed_by_variant:
+            self._timed_by_variant[variant] = with_partial_sums(
+                self.program, self.model.price, _fusing(variant)
+            )
+        return self._timed_by_variant[variant]
 
     def _loops_of(self, variant: str) -> LoopDecisions:
         if variant != ORDERED:
@@ -538,7 +575,7 @@ class LoopLevel:
         variant = self.model.model_of(variant)
         if variant not in self._by_variant:
             self._by_variant[variant] = with_partial_sums(
-                self.program, self.model.price, _fusing(variant)
+                self.program, self.model.price_of_recomputation, _fusing(variant)
             )
         return self._by_variant[variant]
 
