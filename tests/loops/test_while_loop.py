@@ -101,15 +101,15 @@ def test_the_compiled_online_schedule_runs_as_many_steps_as_its_residuals_say(
     body, _, _ = internals.trace_call(step, first)
     halves = split_step(body, Masks((), (False, True, False), (), ()))
     spec = loop.Loop(body, 0, 3, 7, test=body, memory=0)
-    plan = online.plan_with(spec, halves)
-    assert plan is not None
-    state_steps = plan.layout.rows[1].state / plan.layout.rows[1].residuals
+    reversal = online.reversal_with(spec, halves)
+    assert reversal is not None
+    state_steps = reversal.layout.rows[1].state / reversal.layout.rows[1].residuals
     for n in (1, 5, 9, 10, 30, 37, 60):
         ran.clear()
         found = gradient(x, jnp.int32(n)).block_until_ready()
         jax.effects_barrier()
         assert_close(found, jax.grad(sin_by_scan)(x, n * sines))
-        assert len(ran) == OnlineMixed(n, plan.blocks, state_steps).forward_steps, n
+        assert len(ran) == OnlineMixed(n, reversal.blocks, state_steps).forward_steps, n
 
 
 def test_a_loop_of_unknown_length_that_is_linear_runs_each_step_once() -> None:
