@@ -213,7 +213,7 @@ def _n_devices(sharding: Any) -> int:
 
 
 def sharding_text(sharding: Any, ndim: int) -> str:
-    """Return how an array is divided over devices in order, as HLO writes it; "" where it is whole.
+    """Return how an array is sharded over devices in order, as HLO writes it; "" where it is whole.
 
     Equal texts mean equal layouts, whatever a mesh's axes are called.
     """

@@ -414,7 +414,7 @@ class _Accounting:
         return i
 
     def _type(self, v: int) -> str:
-        """Return a value's type, with the number of devices that it is divided over: ``f32[32,256]/8``."""
+        """Return a value's type, with the number of devices that it is sharded over: ``f32[32,256]/8``."""
         shards = self.sides.shards[v]
         return f"{self.program.types[v]}/{shards}" if shards > 1 else self.program.types[v]
 

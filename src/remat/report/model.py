@@ -48,7 +48,7 @@ class Value:
     Args:
       id: a whole number, unique in its explanation.
       kind: what becomes of it.
-      aval: dtype and shape, "bf16[8,1024,4096]"; "bf16[8,1024,4096]/8" is divided over 8 devices.
+      aval: dtype and shape, "bf16[8,1024,4096]"; "bf16[8,1024,4096]/8" is sharded over 8 devices.
       n_bytes: on one device.
       lifetimes: pairs (born, dies) of step numbers, both included, in order and without overlap.
       primitive: what computes it.
