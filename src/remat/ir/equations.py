@@ -59,14 +59,9 @@ def programs_of(eqn: _jax.JaxprEqn) -> list[Any]:
     bodies = list(jaxprs.bodies_of(eqn))
     if has_derivative_rule(eqn):
         bodies.append(eqn.params["call_jaxpr"])
-    if is_linear_solve(eqn):
+    if jaxprs.is_linear_solve(eqn):
         bodies.append(eqn.params["jaxprs"].solve)
     return list({id(body): body for body in bodies}.values())  # branches can share one
-
-
-def is_linear_solve(eqn: _jax.JaxprEqn) -> bool:
-    """Return whether an equation is a `jax.lax.custom_linear_solve`."""
-    return eqn.primitive.name == "custom_linear_solve"
 
 
 def solve_operands(eqn: _jax.JaxprEqn, operands: Sequence[T]) -> list[T]:

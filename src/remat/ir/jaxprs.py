@@ -66,12 +66,17 @@ def equations(
             yield from equations(_jax.open_jaxpr(inner), inside)
 
 
+def is_linear_solve(eqn: _jax.JaxprEqn) -> bool:
+    """Return whether an equation is a `jax.lax.custom_linear_solve`."""
+    return eqn.primitive.name == "custom_linear_solve"
+
+
 def run_by(eqn: _jax.JaxprEqn) -> Iterator[JaxprLike]:
     """Yield the jaxprs of an equation, without those that only its derivative runs.
 
     A linear solve holds the transposed solve beside its own.
     """
-    if eqn.primitive.name == "custom_linear_solve":
+    if is_linear_solve(eqn):
         yield eqn.params["jaxprs"].solve
     else:
         yield from _jax.jaxprs_of(eqn)

@@ -257,18 +257,12 @@ class StepModel:
         products again to save cheap kernels that move about as many bytes. Both halves have the same sum over
         the step, so lower bounds of the price are lower bounds of the larger one, which proposals state.
         """
-        per_flop = self._seconds_per_flop_as_written
+        per_flop = self.seconds_per_flop
 
         def price(flops: float, moved: int, dtype: str) -> float:
             return 0.5 * (self.price(flops, moved, dtype) + per_flop * flops)
 
         return price
-
-    @functools.cached_property
-    def _seconds_per_flop_as_written(self) -> float:
-        fused = without_partial_sums(self.program, self.price, _fusing(FUSED))
-        flops = self._flops_as_written
-        return float(sum(fused.seconds.values())) / flops if flops else 0.0
 
     @property
     def _is_opened(self) -> bool:
@@ -377,7 +371,7 @@ class LoopLevel:
     @property
     def seconds(self) -> float:
         """Return the time of the program without recomputation outside of loops."""
-        return float(sum(self._fused(FUSED).seconds.values()))
+        return float(sum(self._timed(FUSED).seconds.values()))
 
     def with_copies(self, variant: str, n_bytes: int) -> LoopLevel | None:
         """Return this level with values outside of loops in the host's memory; None if that gains nothing.
@@ -544,15 +538,6 @@ class LoopLevel:
         time = sum(seconds[id] for kind, id in found.steps if kind == "compute") - timed.time
         return max(0.0, float(time), float(found.time - self._fused(variant).graph.time))
 
-    def _timed(self, variant: str) -> Fused:
-        """Return the graph of a variant whose nodes have the times of their kernels."""
-        variant = self.model.model_of(variant)
-        if variant not in self._timed_by_variant:
-            self._timed_by_variant[variant] = with_partial_sums(
-                self.program, self.model.price, _fusing(variant)
-            )
-        return self._timed_by_variant[variant]
-
     def _loops_of(self, variant: str) -> LoopDecisions:
         if variant != ORDERED:
             return self.loops
@@ -572,12 +557,18 @@ class LoopLevel:
         return fused, answers
 
     def _fused(self, variant: str) -> Fused:
+        """Return the graph of a variant whose nodes have the prices of their recomputation."""
+        return self._graph(variant, self._by_variant, self.model.price_of_recomputation)
+
+    def _timed(self, variant: str) -> Fused:
+        """Return the graph of a variant whose nodes have the times of their kernels."""
+        return self._graph(variant, self._timed_by_variant, self.model.price)
+
+    def _graph(self, variant: str, known: dict[str, Fused], price: Price) -> Fused:
         variant = self.model.model_of(variant)
-        if variant not in self._by_variant:
-            self._by_variant[variant] = with_partial_sums(
-                self.program, self.model.price_of_recomputation, _fusing(variant)
-            )
-        return self._by_variant[variant]
+        if variant not in known:
+            known[variant] = with_partial_sums(self.program, price, _fusing(variant))
+        return known[variant]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from remat.ir.equations import (
     fusion_of,
     inline_body,
     is_fusible,
-    is_linear_solve,
     is_repeatable,
     programs_of,
     solve_operands,
@@ -277,7 +276,7 @@ def workspace_bytes(
     if body is not None and is_fusible(eqn):
         return 0
     bodies = [body] if body is not None else list(map(_jax.open_jaxpr, programs_of(eqn)))
-    if is_linear_solve(eqn) and shards is not None:
+    if jaxprs.is_linear_solve(eqn) and shards is not None:
         shards = solve_operands(eqn, shards)
     if eqn.primitive.name == "shard_map" and shards is not None:
         shards = [automatic_shards(eqn, n) for n in shards]
