@@ -153,11 +153,11 @@ def test_the_file_holds_one_recomputation_loop_and_body_a_line() -> None:
     assert not any('"before": 9' in line and '"before": 12' in line for line in lines)
 
 
-def test_plans_of_version_1_are_refused_with_the_advice_to_plan_again() -> None:
-    old = TEXT.replace('"version": 2', '"version": 1')
-    with pytest.raises(PlanError, match=r"a plan of version 1, .* reads version 2\. Plan again\."):
+def test_plans_of_an_earlier_version_are_refused_with_the_advice_to_plan_again() -> None:
+    old = TEXT.replace('"version": 3', '"version": 2')
+    with pytest.raises(PlanError, match=r"a plan of version 2, .* reads version 3\. Plan again\."):
         Plan.from_json(old)
-    newer = TEXT.replace('"version": 2', '"version": 3')
+    newer = TEXT.replace('"version": 3', '"version": 4')
     with pytest.raises(PlanError, match="Load it with the remat that wrote it"):
         Plan.from_json(newer)
 
@@ -250,10 +250,10 @@ _DAMAGED: dict[str, tuple[str, str, str, str]] = {
     "no comma outside": ('16x16",\n', '16x16"\n', '"versions"', "',' or '}' was expected"),
     "another format": ('"remat plan"', '"remat report"', "remat report", "this is not a plan"),
     "format no text": ('"remat plan"', "[]", '"format"', "this is not a plan"),
-    "newer": ('"version": 2', '"version": 3', '"version": 3', "version 3, and this remat reads"),
-    "version true": ('"version": 2', '"version": true', '"version": true', "version True"),
-    "version text": ('"version": 2', '"version": "1"', '"version"', "version '1'"),
-    "no version": (' "version": 2,\n', "", "{", "version None"),
+    "newer": ('"version": 3', '"version": 4', '"version": 4', "version 4, and this remat reads"),
+    "version true": ('"version": 3', '"version": true', '"version": true', "version True"),
+    "version text": ('"version": 3', '"version": "1"', '"version"', "version '1'"),
+    "no version": (' "version": 3,\n', "", "{", "version None"),
     "verified": ('"verified": ', '"verified": 3, "x": ', '"verified"', "unknown key 'x'"),
     "misspelt": ('"group"', '"gruop"', '"gruop"', "did you mean 'group'?"),
     "misspelt outside": ('"budget_bytes"', '"buget_bytes"', "buget", "did you mean 'budget_bytes'?"),

@@ -6,6 +6,7 @@ jaxprs       jaxprs inside equations: bodies, inlining, substitution, dependence
 equations    properties of single equations, from the table
 flops        FLOPs and bytes of equations and programs
 repetitions  common subexpressions: equations of one program that repeat those of another
+updates      updates of donated arguments, moved to where gradients are ready
 fingerprint  fingerprints of jaxprs, independent of names
 restriction  programs in which only what is in marked functions may be computed again (`remat.auto`)
 split/       a program split into a forward and a backward half, with its loops and branches

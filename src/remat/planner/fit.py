@@ -414,8 +414,11 @@ def _following(step: Callable, plan: Plan, args: tuple, kwargs: Mapping[str, Any
     if whole is None:
         with tracing(WITHOUT_MARKS):
             return step(*args, **kwargs)
+    donated = () if plan.made_for is None else plan.made_for.donated
     with tracing(WITH_MARKS):
-        follow = following(step, lambda flat: applied(flat, decisions_of_plan(whole, flat)))
+        follow = following(
+            step, lambda flat: applied(flat, decisions_of_plan(whole, flat)), donated=donated
+        )
         return follow(*args, **kwargs)
 
 

@@ -48,7 +48,6 @@ from remat.planner.plan_file import AS_RUN, FAST, Attempt, Plan
 from remat.planner.programs import Candidate, Programs
 from remat.planner.progress import Progress
 from remat.planner.refusal import Refused, refusal
-from remat.planner.rewrite import flattened
 from remat.planner.search import Compiled, CompileLimits, Proposal, search
 from remat.planner.step import TargetStep, TracedStep, check_step, unfitted
 from remat.planner.whole_step_file import whole_step_plan
@@ -383,7 +382,7 @@ class _Search:
 
     @functools.cached_property
     def _flat(self) -> _jax.Jaxpr:
-        return flattened(self.unplanned.jaxpr)
+        return self.unplanned.flat()
 
     def _fits(self, candidate: Candidate) -> bool:
         return isinstance(candidate.memory, CompiledMemory) and self._is_within(candidate.memory)

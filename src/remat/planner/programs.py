@@ -136,7 +136,7 @@ class Programs:
         for known in self.candidates:
             if known.decisions == proposal.decisions:
                 return known
-        traced = self.step.trace_following(proposal.decisions)
+        traced = self._following(proposal.decisions)
         self.show(f"compiling a plan predicted to need {units.format_bytes(predicted_bytes)}")
         memory = self._timed(traced.memory)
         is_first = not any(isinstance(c.memory, CompiledMemory) for c in self.candidates)
@@ -165,11 +165,14 @@ class Programs:
         slower = _SLOWER_AS_RUN if platform == "tpu" else 1.0
         return verify == AS_RUN or self.compile_s * slower <= _MAX_CONFIRMATION_S
 
+    def _following(self, decisions: StepDecisions) -> TracedStep:
+        return self.step.trace_following(decisions, self.unplanned.donated)
+
     def as_run(self, candidate: Candidate) -> Answer:
         """Return what the compiler says about a candidate with the options with which it will run."""
         self.show("compiling the plan as it will run")
         decisions = candidate.decisions
-        traced = self.unplanned if decisions is None else self.step.trace_following(decisions)
+        traced = self.unplanned if decisions is None else self._following(decisions)
         memory = traced.memory(as_run=True)
         needed = 0 if isinstance(memory, CompilerFailure) else memory.peak_bytes
         _log.debug("remat: %d bytes as it will run, %d before", needed, candidate.compiled_bytes)

@@ -37,6 +37,7 @@ from remat.ir import jaxprs
 from remat.ir.equations import has_effects, transparent_call
 from remat.ir.repetitions import without_repeated
 from remat.ir.restriction import has_marks, restricted, without_marks
+from remat.ir.updates import with_early_updates
 from remat.program.from_jaxpr import n_bytes
 from remat.program.fusion import Fused
 from remat.program.program import Program
@@ -128,23 +129,32 @@ def decisions_of(
     )
 
 
-def flattened(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+def flattened(jaxpr: _jax.Jaxpr, donated: Iterable[int] = ()) -> _jax.Jaxpr:
     """Return a step's jaxpr with plain calls inlined, without dead or repeated equations; its inputs stay.
 
     Calls with shardings, layouts or donation of their own, checkpoints and functions with derivative
     rules stay single equations. What such equations and barriers do not keep apart, compilers compute
-    once if a step computes it twice. Where functions are marked, all that is outside of them is fixed
-    (`ir.restriction`).
+    once if a step computes it twice. Donated arguments are updated as soon as they can be
+    (`ir.updates`). Where functions are marked, all that is outside of them is fixed
+    (`ir.restriction`) and keeps its order.
+
+    Args:
+      jaxpr: the step.
+      donated: the places of the inputs that are donated.
     """
     flat = without_repeated(jaxprs.inline_calls(jaxpr, transparent_call))
     alive, _ = _jax.dce(flat, [True] * len(flat.outvars), keep=[True] * len(flat.invars))
-    return restricted(alive)
+    if has_marks(alive):
+        return restricted(alive)
+    places = set(donated)
+    return with_early_updates(alive, [at in places for at in range(len(alive.invars))])
 
 
 def following(
     step: Callable,
     change: Callable[[_jax.Jaxpr], _jax.Jaxpr],
     traces: dict[Any, Any] | None = None,
+    donated: Iterable[int] = (),
 ) -> Callable:
     """Return the step as a function that runs what `change` makes of its flat jaxpr.
 
@@ -155,6 +165,7 @@ def following(
       change: from its flat jaxpr to one that computes the same.
       traces: a dictionary that keeps the traces of this step, so that it is traced once for arguments of
         the same types. What the step closes over must not change as long as the dictionary is used.
+      donated: the donated arguments, counted as leaves of all arguments that are not static.
     """
     known: dict[Any, Any] = {} if traces is None else traces
 
@@ -179,7 +190,7 @@ def following(
             consts = [*more, *consts]
             # The static values are kept with their numbers, which are theirs as long as they live.
             known[key] = (
-                flattened(jaxpr),
+                flattened(jaxpr, [len(consts) + leaf for leaf in donated]),
                 consts,
                 jax.tree.structure(out),
                 [leaves[i] for i in static],

@@ -24,7 +24,7 @@ from remat.marked import names_of_marked
 from remat.planner.auto import WITH_MARKS, tracing
 from remat.planner.decisions import StepDecisions, applied
 from remat.planner.plan_file import MadeFor
-from remat.planner.rewrite import following
+from remat.planner.rewrite import flattened, following
 from remat.program.compiled import (
     CompiledMemory,
     CompilerFailure,
@@ -68,16 +68,20 @@ class TracedStep:
         ]
         return [1] * len(of_consts) + divided
 
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """Return which arguments are donated, counted as leaves of all arguments that are not static."""
+        return tuple(i for i, is_so in enumerate(_jax.donated_arguments(self._traced)) if is_so)
+
+    def flat(self) -> _jax.Jaxpr:
+        """Return the program by whose equations plans say what they recompute."""
+        return flattened(self.jaxpr, [len(self.consts) + leaf for leaf in self.donated])
+
     def donated_bytes(self) -> list[int]:
         """Return the bytes of each donated argument on one device."""
         n_consts = len(self.consts)
-        of_arguments = zip(self.jaxpr.invars[n_consts:], self.shards()[n_consts:], strict=True)
-        donated = _jax.donated_arguments(self._traced)
-        return [
-            n_bytes(v.aval) // n
-            for (v, n), is_so in zip(of_arguments, donated, strict=True)
-            if is_so
-        ]
+        of_arguments = list(zip(self.jaxpr.invars, self.shards(), strict=True))[n_consts:]
+        return [n_bytes(v.aval) // n for v, n in map(of_arguments.__getitem__, self.donated)]
 
     @functools.cached_property
     def program(self) -> str:
@@ -108,7 +112,7 @@ class TracedStep:
         return MadeFor(
             self._target.kind,
             _jax.device_count(self._traced),
-            tuple(i for i, is_so in enumerate(_jax.donated_arguments(self._traced)) if is_so),
+            self.donated,
             compiler_settings(self._target.platform, self._compiler_options),
         )
 
@@ -151,10 +155,15 @@ class TargetStep:
         """Trace the step as it is written, with the marks of `remat.auto`."""
         return self._trace(self.fun)
 
-    def trace_following(self, decisions: StepDecisions) -> TracedStep:
-        """Trace the step as one that follows decisions about its flat program."""
+    def trace_following(self, decisions: StepDecisions, donated: Iterable[int]) -> TracedStep:
+        """Trace the step as one that follows decisions about its flat program.
+
+        Args:
+          decisions: about the program `TracedStep.flat`.
+          donated: the donated arguments (`TracedStep.donated`).
+        """
         return self._trace(
-            following(self.fun, lambda flat: applied(flat, decisions), self._flat_traces)
+            following(self.fun, lambda flat: applied(flat, decisions), self._flat_traces, donated)
         )
 
     def _trace(self, fun: Callable) -> TracedStep:
