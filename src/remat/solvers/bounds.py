@@ -86,7 +86,7 @@ class ProofEffort:
     """
 
     max_variables: int = 12_000
-    max_nodes: int = 2_000
+    max_nodes: int = 500
     max_programs: int = 30
 
 
@@ -131,8 +131,10 @@ def prove(
         if answer.is_infeasible:
             # Nothing is as good as the best order (or anything at all, if none is known).
             return Proof(best, at_most if best is not None else 0.0, best is None)
+        # After a program that is too hard to solve, the next ones are larger and take longer still.
+        is_too_hard = not answer.is_proven and answer.extra_lower_bound <= proven
         proven = max(proven, min(answer.extra_lower_bound, at_most))
-        if answer.recomputed is None:
+        if answer.recomputed is None or is_too_hard:
             break
         meant = liveness(arrays, _order(arrays, stages, answer.recomputed)).tidy()
         mended = relieve(meant, budget, Relief(), search_effort)
