@@ -32,7 +32,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import remat
 from remat import checkpoint_name, policies
 from sweeps.outcomes import described
-from transform.evaluator import evaluate
+from transform.evaluator import interpreted
 from transform.programs import (
     AROUND,
     BINARY,
@@ -670,8 +670,7 @@ def results(case: Case, mode: Mode) -> list[Any]:
         f = function(case, mode)
         if case.compiled:
             return jax.tree.leaves(_compiled(f, x, w))
-        closed = jax.make_jaxpr(f)(x, w)
-        return evaluate(closed.jaxpr, closed.consts, [x, w])
+        return interpreted(f)(x, w)
 
 
 def _compiled(f: Callable, *args: Any) -> Any:

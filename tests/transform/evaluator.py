@@ -14,6 +14,16 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 
+def interpreted(f: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """Return a function that traces `f`, evaluates its jaxpr here, and returns the leaves of its results."""
+
+    def run(*args: Any) -> list[Any]:
+        closed = jax.make_jaxpr(f)(*args)
+        return evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+
+    return run
+
+
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Return a jaxpr's results, evaluated operation by operation, loops and branches included."""
     with np.errstate(all="ignore"):

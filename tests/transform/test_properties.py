@@ -19,7 +19,7 @@ from jax import lax
 
 import remat
 from remat import checkpoint_name, policies
-from transform.evaluator import evaluate
+from transform.evaluator import interpreted
 from transform.programs import (
     AROUND,
     BINARY,
@@ -246,8 +246,7 @@ def results(f, compiled):
     x, w = jnp.asarray(X), jnp.asarray(W)
     if compiled:
         return jax.tree.leaves(jax.jit(f)(x, w))
-    closed = jax.make_jaxpr(f)(x, w)
-    return evaluate(closed.jaxpr, closed.consts, jax.tree.leaves((x, w)))
+    return interpreted(f)(x, w)
 
 
 def check(program, policy, prevent_cse, around, derivative, compiled):
@@ -287,12 +286,12 @@ def search(seed, n_examples):
     hypothesis.seed(seed)(settings(hypothesis.given(**CASES)(check)))()
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_programs_are_unchanged(seed):
     search(seed, 100)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 140))
+@pytest.mark.parametrize("seed", [3, 4, *range(100, 140)])
 def test_more_random_programs_are_unchanged(seed):
     search(seed, 500)
