@@ -51,7 +51,7 @@ def in_while(f: Callable, steps: int, **options: Any) -> Callable:
 
 
 def mapped(f: Callable) -> Callable:
-    return jax.grad(lambda x: jax.vmap(f)(jnp.stack([x, 2 * x])).sum())
+    return jax.jit(jax.grad(lambda x: jax.vmap(f)(jnp.stack([x, 2 * x])).sum()))
 
 
 @pytest.mark.parametrize("f", [linear, clipping])
@@ -89,8 +89,9 @@ def test_reverse_over_reverse_of_while_loops_follows_linear_rules(steps: int) ->
     def plain(x: Any) -> Any:
         return lax.scan(lambda c, _: (linear(c) + c / 2, None), x, None, steps)[0].sum()
 
-    found = jax.jacrev(jax.grad(in_while(linear, steps, checkpoints=2)))(X)
-    np.testing.assert_allclose(found, jax.jacrev(jax.grad(plain))(X), rtol=1e-4, atol=1e-6)
+    hessian = lambda f: jax.jit(jax.jacrev(jax.grad(f)))(X)  # noqa: E731
+    found = hessian(in_while(linear, steps, checkpoints=2))
+    np.testing.assert_allclose(found, hessian(plain), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -140,5 +141,5 @@ def test_forward_over_reverse_of_while_loops_differentiates_the_rule(steps: int)
     def plain(x: Any) -> Any:
         return lax.scan(lambda c, _: (clipping(c) + c / 2, None), x, None, steps)[0].sum()
 
-    found = jax.hessian(in_while(clipping, steps, max_steps=5))(X)
-    np.testing.assert_allclose(found, jax.hessian(plain)(X), rtol=1e-4, atol=1e-6)
+    found = jax.jit(jax.hessian(in_while(clipping, steps, max_steps=5)))(X)
+    np.testing.assert_allclose(found, jax.jit(jax.hessian(plain))(X), rtol=1e-4, atol=1e-6)
