@@ -25,17 +25,22 @@ test: $(VENV)/.dev  ## the test suite
 test-all: $(VENV)/.dev  ## with the slow sweeps
 	$(BIN)/python -m pytest -n 2 -m "slow or not slow" --hypothesis-profile=random
 
-# Pages, pictures, the command line, what does not import JAX and the longest sweeps are tested once.
-PURE_PLANNER = bodies plan_file search
-NOT_CORE = tests/report tests/solvers tests/benchmarks tests/cli tests/examples tests/test_docs.py \
-	tests/test_pytest_plugin.py tests/adapters/test_linen_scan.py tests/adapters/test_rematted.py \
-	tests/test_cache.py tests/program/test_devices.py \
-	tests/program/test_fusion.py $(PURE_PLANNER:%=tests/planner/test_%.py)
-SWEEPS = $(foreach n,2 3 4,tests/transform/test_properties.py::test_random_programs_are_unchanged[$n])
+# What may change with JAX's version: its internals, regions, loops, adapters, how programs are rewritten and
+# what the compiler reports. Searches, pages and the command line are tested once, and so are other seeds.
+CORE = tests/_jax tests/ir tests/transform tests/sweeps tests/program/test_compiled.py \
+	$(CORE_LOOPS:%=tests/loops/test_%.py) $(CORE_ADAPTERS:%=tests/adapters/test_%.py) \
+	$(CORE_PLANNER:%=tests/planner/test_%) tests/explain/test_account.py tests/explain/test_hlo.py \
+	tests/test_internals.py tests/test_public_api.py tests/test_testing.py
+CORE_LOOPS = buffers custom_jvp custom_vjp derivative inverse linear refs remat_scan scan sharded_loops \
+	symbolic_lengths while_loop
+CORE_ADAPTERS = linen_checkpoint nnx equinox haiku brainstate
+CORE_PLANNER = offload.py plan.py rewrite.py scan_pairs.py \
+	fit.py::test_fitted_step_returns_what_the_step_returns \
+	distributed_plan.py::test_all_processes_wait_for_the_plan_of_the_first
+SWEEPS = $(foreach n,1 2,tests/transform/test_properties.py::test_random_programs_are_unchanged[$n])
 
 test-newest: $(NEWEST)/.dev  ## the core tests on the newest JAX (needs a Python >= 3.12)
-	$(NEWEST)/bin/python -m pytest -n 2 -p no:cacheprovider $(NOT_CORE:%=--ignore=%) \
-		$(SWEEPS:%=--deselect='%')
+	$(NEWEST)/bin/python -m pytest -n 2 -p no:cacheprovider $(CORE) $(SWEEPS:%=--deselect='%')
 
 test-remat3: $(NEWEST)/.dev  ## the tests of regions and loops with JAX's coming remat switched on
 	JAX_REMAT3=1 $(NEWEST)/bin/python -m pytest -n 2 -p no:cacheprovider tests/transform tests/loops \
