@@ -34,6 +34,11 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+import remat_command
+
+if remat_command.is_module_run():  # Python imports this package, and with it JAX, before `__main__`
+    remat_command.end_quietly_on_interrupt()
+
 from jax.ad_checkpoint import checkpoint_name as checkpoint_name
 
 from remat.errors import (

@@ -1,7 +1,6 @@
 """`python -m remat` is the command `remat`."""
 
-from remat.cli import main
-from remat.cli.errors import run
+from remat_command import main
 
 if __name__ == "__main__":
-    run(main)
+    main()

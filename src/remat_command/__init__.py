@@ -8,17 +8,33 @@ extensions; here it ends the process at once, as the shell expects.
 from __future__ import annotations
 
 import importlib
+import itertools
 import signal
+import sys
 
 
 def main() -> None:
     """Run the command line."""
-    previous = signal.getsignal(signal.SIGINT)
-    if (
-        previous is signal.default_int_handler
-    ):  # a shell's background job ignores it, and goes on to
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_quietly_on_interrupt()
     command = importlib.import_module("remat.cli").main
     run = importlib.import_module("remat.cli.errors").run
-    signal.signal(signal.SIGINT, previous)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     run(command)
+
+
+def end_quietly_on_interrupt() -> None:
+    """Let Ctrl-C end the process without a traceback, unless it does something else than raise.
+
+    A background job of a shell ignores Ctrl-C, and goes on to.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def is_module_run() -> bool:
+    """Return whether Python imports the package `remat` in order to run `python -m remat`."""
+    return sys.argv[:1] == ["-m"] and any(
+        flag.startswith("-") and flag.endswith("m") and module.partition(".")[0] == "remat"
+        for flag, module in itertools.pairwise(sys.orig_argv)
+    )
