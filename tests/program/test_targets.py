@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import subprocess
@@ -293,6 +294,16 @@ def test_every_gpu_has_a_description_with_the_figures_of_the_registry(name):
     assert described == pytest.approx(DEVICES[name].bandwidth_bytes_per_s, rel=0.01)
     kind = text.split('device_description_str: "')[1].split('"')[0]
     assert targets.device(kind).name == name
+
+
+def test_a_gpu_without_a_description_is_refused_with_the_next_step(monkeypatch):
+    new = dataclasses.replace(DEVICES["h100"], name="b300", kinds=("NVIDIA B300",))
+    monkeypatch.setattr(targets, "DEVICES", {**DEVICES, "b300": new})
+    with pytest.raises(PlanError) as caught:
+        target("gpu:b300:8")
+    message = str(caught.value)
+    assert "target 'gpu:b300:8': there is no targets_b300.textproto" in message
+    assert "target=None" in message and "a100, h100, h200" in message
 
 
 @needs_cuda_plugin

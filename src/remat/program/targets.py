@@ -286,6 +286,13 @@ def _tpu_problem(name: str, text: str) -> str:
 def _gpu_devices(name: str, figures: Device, sizes: list[int]) -> tuple[jax.Device, ...]:
     sizes = [1] * (3 - len(sizes)) + sizes
     config = resources.files("remat.program") / f"targets_{figures.name}.textproto"
+    if not config.is_file():
+        described = [d.name for d in DEVICES.values() if d.platform == "gpu" and d is not figures]
+        raise PlanError(
+            f"target {name!r}: there is no {config.name} in {config.parent}, from which XLA knows "
+            f"this GPU without having one. Plan on the GPU itself (target=None), for one of "
+            f"{', '.join(described)}, or add that file."
+        )
     with _environment(_QUIET_CUDA):
         try:
             description = topologies.get_topology_desc(
