@@ -6,7 +6,11 @@ from benchmarks.loop_plans import Point, gru, hull, lstm, measure, pde
 
 @pytest.mark.parametrize(
     "loop",
-    [gru(n=60, batch=16, width=32), lstm(n=60, batch=16, width=32), pde(n=60, size=48)],
+    [
+        gru(n=60, batch=16, width=32),
+        pytest.param(lstm(n=60, batch=16, width=32), marks=pytest.mark.slow),
+        pytest.param(pde(n=60, size=48), marks=pytest.mark.slow),
+    ],
     ids=["gru", "lstm", "pde"],
 )
 def test_plans_are_below_the_hull_of_checkpoints_by_hand(loop):

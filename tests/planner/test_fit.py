@@ -303,8 +303,12 @@ WHOLE = jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec())
         (plain_jit, {}),
         (plain_jit, {"donate_argnums": 0}),
         (plain_jit, {"in_shardings": (WHOLE, ROWS), "out_shardings": (None, WHOLE)}),
-        (plain_jit, {"compiler_options": {"xla_cpu_enable_fast_math": False}}),
-        (plain_jit, {"keep_unused": True}),
+        pytest.param(
+            plain_jit,
+            {"compiler_options": {"xla_cpu_enable_fast_math": False}},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(plain_jit, {"keep_unused": True}, marks=pytest.mark.slow),
         (jit_of_method, {}),
     ],
 )

@@ -308,13 +308,15 @@ def message_passing():
     return jax.value_and_grad(loss), (weights, numbers(1, 500, WIDTH) * 0.3, senders, receivers)
 
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 #: Budgets as shares of the peak, and the most extra FLOPs. Computing all layers again, each by itself, takes
-#: a third more.
+#: a third more. Those that take longest to plan have a sibling here that is not slow: another derivative of a
+#: gradient, and microbatches of another optimizer. `test_bodies.py` has gradients in loops.
 KINDS = [
     (two_losses, 75, 0.1),
     (gradient_in_the_loss, 60, 0.12),
-    (hessian_in_the_loss, 65, 0.2),
-    (line_search, 75, 0.2),
+    slow(hessian_in_the_loss, 65, 0.2),
+    slow(line_search, 75, 0.2),
     (gradients_of_examples, 75, 0.2),
     (frozen_teacher, 65, 0.2),
     (returns_in_a_scan, 82, 0.2),
@@ -322,9 +324,9 @@ KINDS = [
     (newton_step, 60, 0.2),
     (message_passing, 50, 0.07),  # `dots_saveable` on each layer takes 7.5 % within 43 %
     (microbatches, 75, 0.05),
-    (microbatches, 65, 0.15),
-    (microbatches_with_adam, 75, 0.05),
-    (microbatches_with_adam, 60, 0.3),
+    slow(microbatches, 65, 0.15),
+    slow(microbatches_with_adam, 75, 0.05),
+    slow(microbatches_with_adam, 60, 0.3),
 ]
 
 
