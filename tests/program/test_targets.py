@@ -302,7 +302,7 @@ def test_a_gpu_without_a_description_is_refused_with_the_next_step(monkeypatch):
     with pytest.raises(PlanError) as caught:
         target("gpu:b300:8")
     message = str(caught.value)
-    assert "target 'gpu:b300:8': there is no targets_b300.textproto" in message
+    assert "target 'gpu:b300:8': there is no remat/program/targets_b300.textproto" in message
     assert "target=None" in message and "a100, h100, h200" in message
 
 

@@ -289,7 +289,7 @@ def _gpu_devices(name: str, figures: Device, sizes: list[int]) -> tuple[jax.Devi
     if not config.is_file():
         described = [d.name for d in DEVICES.values() if d.platform == "gpu" and d is not figures]
         raise PlanError(
-            f"target {name!r}: there is no {config.name} in {config.parent}, from which XLA knows "
+            f"target {name!r}: there is no remat/program/{config.name}, from which XLA knows "
             f"this GPU without having one. Plan on the GPU itself (target=None), for one of "
             f"{', '.join(described)}, or add that file."
         )
