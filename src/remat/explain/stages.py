@@ -27,7 +27,7 @@ from remat.explain.difference import difference
 from remat.explain.findings import Facts, Followed, findings_of
 from remat.explain.phases import PhasedProgram, phased_program
 from remat.explain.regions import inlined
-from remat.explain.step import TracedStep, traced_step, unplanned_step
+from remat.explain.step import ExplainedStep, traced_step, unplanned_step
 from remat.ir.jaxprs import applies
 from remat.program import compiled as compiling, targets
 from remat.program.costs import Roofline
@@ -103,7 +103,7 @@ def explanation_of(
     )
 
 
-def _account(step: TracedStep, sides: PhasedProgram, on: targets.Target) -> Account:
+def _account(step: ExplainedStep, sides: PhasedProgram, on: targets.Target) -> Account:
     return account_of(
         sides,
         step.names,
@@ -178,7 +178,7 @@ def _memory(memory: compiling.CompiledMemory) -> Memory:
 
 
 def _inlined(
-    step: TracedStep, on: targets.Target, chosen: Callable[[_jax.JaxprEqn], bool]
+    step: ExplainedStep, on: targets.Target, chosen: Callable[[_jax.JaxprEqn], bool]
 ) -> int | None:
     """Return the compiled temporary bytes with some regions inlined; None if that does not compile."""
     plain = inlined(step.jaxpr, chosen)

@@ -32,7 +32,7 @@ CLOSED_OVER = "closed-over constant"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class TracedStep:
+class ExplainedStep:
     """A step as JAX compiles it, with the names and shard counts of its inputs.
 
     Args:
@@ -68,7 +68,7 @@ class TracedStep:
 
 def traced_step(
     f: Callable, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], target: Target
-) -> TracedStep:
+) -> ExplainedStep:
     """Return a function or step, traced with its arguments for a target."""
     if isinstance(f, (jax.stages.Lowered, jax.stages.Compiled)):
         raise TypeError(
@@ -105,7 +105,7 @@ def traced_step(
 
 def unplanned_step(
     f: Callable, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], target: Target
-) -> TracedStep:
+) -> ExplainedStep:
     """Return what `remat.fit` or an adapter's `fit` returned as the step that it was given."""
     f, args, kwargs = of_arrays(f, args, kwargs)
     fun, options = getattr(f, "unplanned", (f, {}))
@@ -212,7 +212,7 @@ def _made(
     kept: Residuals | None,
     marked: tuple[str, ...],
     results: tuple[str, ...],
-) -> TracedStep:
+) -> ExplainedStep:
     n_consts = len(consts)
     n_inputs = len(jaxpr.invars) - n_consts
     leaves = jax.tree.leaves(arguments.dynamic)
@@ -226,7 +226,7 @@ def _made(
         if len(jax.tree.leaves(arguments.dynamic)) == n_inputs
         else tuple(f"argument {i}" for i in range(n_inputs))
     )
-    return TracedStep(
+    return ExplainedStep(
         title,
         jaxpr,
         undifferentiated,

@@ -158,7 +158,7 @@ def plan(
     priced = find_costs(costs, at.device, here, store)
     # Plans are for compiled programs; under jax.disable_jit the trace would have unrolled loops.
     with Progress(progress) as show, jax.disable_jit(False):
-        return _Search(
+        return _Planning(
             planned,
             limit,
             store,
@@ -177,7 +177,7 @@ def _all_memory(target: Target) -> units.Budget:
     return units.parse_budget(n_bytes)
 
 
-class _Search:
+class _Planning:
     def __init__(
         self,
         step: TargetStep,

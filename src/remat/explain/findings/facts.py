@@ -9,7 +9,7 @@ from remat import _jax
 from remat.explain.account import Account
 from remat.explain.phases import PhasedProgram
 from remat.explain.sources import user_source_of
-from remat.explain.step import TracedStep
+from remat.explain.step import ExplainedStep
 from remat.program import compiled as compiling
 from remat.report.model import Memory, Value
 
@@ -38,7 +38,7 @@ class Facts:
       refused: what the compiler said, if the step does not fit the device.
     """
 
-    step: TracedStep
+    step: ExplainedStep
     sides: PhasedProgram
     account: Account
     predicted: Memory
