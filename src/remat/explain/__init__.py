@@ -3,7 +3,7 @@
 In the order in which data flows:
 
     step           a function as a traced training step on a target
-    unrolled       loops that are none when compiled
+    unrolled       loops that JAX unrolls completely
     phases         its program, with the forward, recomputed, backward and update phases told apart
     replaced       which arguments results are the new values of
     roles          which argument a value is the gradient of
@@ -22,7 +22,7 @@ In the order in which data flows:
     findings       what the reader should know, with the next step to take
     stages         all of these in order
 
-What it says is `remat.report`'s part. The stages are loaded at the first call, so that `import remat`
+`remat.report` renders the explanation. The stages are loaded at the first call, so that `import remat`
 stays cheap.
 """
 

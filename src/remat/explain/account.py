@@ -3,8 +3,8 @@
 The values are those that fusion leaves: what is computed on the way inside a kernel occupies nothing.
 A step of the timeline is one kernel. A value lives from the kernel that writes it to the last that
 reads it; arguments live throughout, and so do results on CPU and GPU, whose compilers reserve them
-from the start. Loops and branches are laid out as what they run (`explain.loops`). What becomes of a
-value is read off who writes it and who reads it:
+from the start. Loops and branches are laid out as what they run (`explain.loops`). The kind of a
+value follows from where it is written and read:
 
     saved        written in the forward pass, read in the backward pass
     recomputed   written in a region's backward half from what was saved; its first life too

@@ -1,7 +1,7 @@
 """Why the predicted peak and the compiler's differ, in one sentence.
 
-The text of the compiled program says which arrays are live when most is (`explain.hlo`); compared by
-size with the predicted ones, the largest difference is named.
+The text of the compiled program says which arrays are live at its peak (`explain.hlo`). They are compared
+with the predicted ones by size, and the largest difference is named.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 The text of a compiled program (`compiled.as_text()`) lists its instructions in the order in which they
 run, so the live arrays can be counted there: a buffer lives from the instruction that writes it to the
-last that reads it; tuples, views and loops pass buffers on; an instruction may write where an operand
-of the same size was that nobody needs any more, and what loops and calls need inside counts while they
-run. It is what tells *which* values a compiler holds that a prediction has not, and the reverse.
+last that reads it. Tuples, views and loops pass buffers on, and an instruction may reuse the buffer of an
+operand of the same size after its last use. What loops and calls need inside counts while they run. So the
+text shows *which* values the compiler holds and the prediction does not, and the reverse.
 
 Known limits: the allocator's fragmentation and scratch memory of libraries are not in the text.
 """

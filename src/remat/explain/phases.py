@@ -4,9 +4,9 @@ The rule, for each operation:
 
 * Inside a region's backward half (an equation that rematerialization left, with `differentiated`
   set): what depends on the cotangents is *backward*; what does not is *recomputed*.
-* Outside: what JAX made by transposition is *backward* (it says so in the name stack). What depends
-  on backward operations otherwise came after the gradient: *update*; so did what stands behind the
-  first of them and serves none of them. All else is *forward*.
+* Outside: what JAX made by transposition is *backward* (the name stack says so). Other operations that
+  depend on backward ones come after the gradient: *update*. So do those that follow the first backward
+  operation and that no backward operation needs. All others are *forward*.
 
 A recomputed operation is the same as one of the forward pass if it is the same primitive, at the same
 source line, on the same operands (saved values and their rounded copies count as what they are copies

@@ -6,7 +6,7 @@ are values with lifetimes. The compiler is asked for its own figures, and where 
 prediction, the text of the compiled program says which arrays it holds (`explain.difference`).
 
 Known limits: sharding is known of arguments that carry it, and is propagated from operands to results;
-of a branch the largest one is shown, and of a while loop one iteration.
+only the largest branch of a conditional is shown, and one iteration of a while loop.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Loops that are none when compiled: JAX writes their bodies out, if there are iterations at all.
+"""Loops that JAX unrolls completely, so that the compiled program has no loop there.
 
-It does so for a `lax.scan` whose unroll factor reaches its length, and for one of a single iteration.
+JAX does so for a `lax.scan` whose unroll factor reaches its length, and for one of a single iteration.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ The codes, which are for programs:
     no_regions                   nothing is rematerialized
     follows_plan                 the step follows a plan of `remat.fit`
     fitted_without_gradient      `remat.fit` was given a function that is not differentiated
-    checkpointed_loop            a loop is rematerialized, so often as only running it says
-    undone_by_compiler           compiled, the step needs what it needs with its regions written out
+    checkpointed_loop            a loop repeats steps, and only running it shows how many
+    undone_by_compiler           the compiled step needs as much memory as without its regions
     policy_matched_nothing       no value is what a policy wants to save
     policy_name_unknown          some of a policy's names are given to nothing, others are
     does_not_fit                 the compiler refuses the step for the device
