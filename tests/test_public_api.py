@@ -90,7 +90,8 @@ def test_every_exception_is_an_attribute_of_the_package():
 def test_names_that_are_loaded_late_are_the_ones_that_type_checkers_see():
     tree = ast.parse(pathlib.Path(remat.__file__).read_text())
     at_once = [n for n in tree.body if isinstance(n, ast.ImportFrom)]
-    late = next(n for n in tree.body if isinstance(n, ast.If)).body
+    branches = [n for n in tree.body if isinstance(n, ast.If)]
+    (late,) = (n.body for n in branches if ast.unparse(n.test) == "TYPE_CHECKING")
     names = [alias.asname for node in (*at_once, *late) for alias in node.names]
     assert {name for name in names if name} | {"remat"} == PUBLIC
     for node in late:
