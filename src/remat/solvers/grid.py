@@ -105,6 +105,8 @@ class _GridAnswers(Answers):
         self._bounds: dict[int, float] = {}  # on extra time, by budget
         self._fastest: dict[int, Liveness | None] = {}  # by index in the grid
         self._middles: dict[tuple[int, int], Liveness | None] = {}
+        #: By the order at their start: the orders of descents, and the effort that is left at each.
+        self._descents: dict[bytes, list[tuple[Liveness, int]]] = {}
         whole = [node.time for node in graph.nodes if isinstance(node.time, int)]
         #: All times are multiples of it; 0 if some are not whole numbers.
         self._unit = math.gcd(*whole) if len(whole) == len(graph) else 0
@@ -348,25 +350,43 @@ class _GridAnswers(Answers):
         Cuts far below the peak of an order recompute long chains several times. In small steps, what is
         recomputed needlessly is kept again before the next cut builds on it.
         """
-        effort = Effort(_DESCENT_EFFORT * self._units)
-        while above.peak_bytes > budget and not effort.is_spent:
-            step = max(budget, int(_DESCENT * above.peak_bytes))
-            fitting = [
-                keep(found, step, Effort(self._units))
-                for found in self._next_below(above, step, effort)
-                if found.peak_bytes <= step
-            ]
-            if not fitting:
+        key = above.order.tobytes()
+        if key not in self._descents:
+            self._descents[key] = [(above, _DESCENT_EFFORT * self._units)]
+        # Descents to different budgets share their steps, except for the last ones.
+        steps = self._descents[key]
+        at = 0
+        while True:
+            above, units = steps[at]
+            step = int(_DESCENT * above.peak_bytes)
+            effort = Effort(units)
+            if step <= budget or effort.is_spent:
                 break
-            above = improve(
-                min(fitting, key=_time_and_peak),
-                step,
-                Effort(self._units // 10),
-                good_enough=float(self._bound(step)) + self._close,
-                max_idle=int(self._effort * _IDLE_ROUNDS) // 4,
-                seed=0,
-            )
-        return above
+            at += 1
+            if at == len(steps):
+                below = self._step_down(above, step, effort)
+                steps.append((below, effort.units) if below is not None else (above, 0))
+        if above.peak_bytes <= budget or effort.is_spent:
+            return above
+        return self._step_down(above, budget, effort) or above
+
+    def _step_down(self, above: Liveness, budget: int, effort: Effort) -> Liveness | None:
+        """Return the fastest order within a budget just below the peak of another one; None if none is found."""
+        fitting = [
+            keep(found, budget, Effort(self._units))
+            for found in self._next_below(above, budget, effort)
+            if found.peak_bytes <= budget
+        ]
+        if not fitting:
+            return None
+        return improve(
+            min(fitting, key=_time_and_peak),
+            budget,
+            Effort(self._units // 10),
+            good_enough=float(self._bound(budget)) + self._close,
+            max_idle=int(self._effort * _IDLE_ROUNDS) // 4,
+            seed=0,
+        )
 
     def _next_below(self, above: Liveness, budget: int, effort: Effort) -> Iterator[Liveness]:
         yield relieve(above, budget, Relief(), effort)

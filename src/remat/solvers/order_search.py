@@ -29,7 +29,7 @@ from remat.solvers.liveness import Bools, Floats, Ints, Liveness
 from remat.solvers.mincut import CutProblem, at_budget
 
 _REACH = 300  # ancestors that a cut considers beside three per needed value; more find better cuts
-_PATIENCE = 30  # cuts in a row that do not lower the peak, after which a search ends
+_PATIENCE = 12  # cuts in a row that do not lower the peak, after which a search ends; more rarely help
 
 
 def replay_order(
@@ -85,6 +85,7 @@ def refine(measured: Liveness, budget: int, parameters: CutParameters, effort: E
     arrays = measured.arrays
     best = measured
     stale = 0
+    seen: set[bytes] = set()  # orders since the best one; from one that recurs, cuts go in a circle
     longest = 20 * len(arrays) + 1000
     while not effort.is_spent:
         if measured.peak_bytes <= budget or stale > _PATIENCE or len(measured.order) > longest:
@@ -99,6 +100,11 @@ def refine(measured: Liveness, budget: int, parameters: CutParameters, effort: E
         stale += 1
         if measured.peak_bytes < best.peak_bytes:
             best, stale = measured, 0
+            seen.clear()
+        order = measured.order.tobytes()
+        if order in seen:
+            break
+        seen.add(order)
     return best
 
 
