@@ -50,7 +50,7 @@ _SMALL, _LARGE = 0.1, 0.5
 _SMALL_SUM = 0.05
 # Time of recomputation over that of the program without it. Schedules near the floor of memory may compute
 # values hundreds of times; those above this ratio are not offered.
-_MOST_AGAIN = 2
+MOST_AGAIN = 2
 # Ratio of bytes by which a schedule may be larger if the one below takes too long.
 _STEP_UP = 1.1
 
@@ -316,7 +316,7 @@ def takes_too_long(fused: Fused, found: Schedule) -> bool:
 
     A kernel with several results is several nodes, each with its time: recomputing one takes as long as all.
     """
-    return bool(found.time - fused.graph.time > _MOST_AGAIN * sum(fused.seconds.values()))
+    return bool(found.time - fused.graph.time > MOST_AGAIN * sum(fused.seconds.values()))
 
 
 def smallest_reasonable(fused: Fused, answers: Answers) -> Schedule:

@@ -38,6 +38,7 @@ from remat.errors import BudgetError
 from remat.ir.flops import flops_of_program
 from remat.planner import scan_pairs
 from remat.planner.bodies import (
+    MOST_AGAIN,
     Body,
     BodyOption,
     Fusing,
@@ -131,7 +132,7 @@ class StepModel:
         self.price = price
         self.shards = shards
         self.slowdown = slowdown
-        self.solver = solver or GridSearch()
+        self.solver = solver or GridSearch(most_extra=MOST_AGAIN)
         self._levels: dict[tuple[int, tuple[BodyOption, ...]], LoopLevel] = {}
         #: FLOPs of the programs that follow decisions.
         self._flops: dict[StepDecisions, float] = {}

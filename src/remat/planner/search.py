@@ -13,6 +13,7 @@ next, so the same question has the same answer.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -245,14 +246,15 @@ class _Search:
         if not self._is_known(self._proposal_within(variant, int(self._aim(variant)))):
             return None
         # What was expected to fit exceeded the budget. A smaller one may still be much better than the best.
-        smaller = self._new_proposal(variant)
         most = (1 - _GAIN_OF_MORE) * best.proposal.extra_seconds
-        return smaller if smaller is not None and smaller.extra_seconds < most else None
+        return self._new_proposal(variant, below_seconds=most)
 
-    def _new_proposal(self, variant: str, margin: float | None = None) -> Proposal | None:
+    def _new_proposal(
+        self, variant: str, margin: float | None = None, *, below_seconds: float = math.inf
+    ) -> Proposal | None:
         """Return a proposal that was not compiled and is expected to fit; None if there is none.
 
-        Each proposal that exceeded the budget lowers the aim, unless the margin is given. If a compiled
+        It recomputes less than `below_seconds`. Each proposal that exceeded the budget lowers the aim, unless the margin is given. If a compiled
         proposal is near the aim, the aim is lowered at most by the distance between the two, or by `_MARGIN`
         if that is more.
         """
@@ -264,19 +266,26 @@ class _Search:
             away = min(abs(model - aim) for model, _ in samples) / max(1.0, aim)
             margin = min(margin, max(_MARGIN, away))
         while True:
-            proposal = self._proposal_within(variant, int(aim * max(0.0, 1 - margin)))
+            # Finding the smallest proposal takes long, so it is found only where nothing is within the aim.
+            proposal, is_smallest = self._offer_within(variant, int(aim * max(0.0, 1 - margin)))
+            if proposal.extra_seconds >= below_seconds:
+                return None
             if not self._is_known(proposal):
                 return proposal
-            if margin >= 1 or proposal == self.model.smallest(variant):
+            if margin >= 1 or is_smallest:
                 return None
             margin = 2 * margin + _MARGIN
 
     def _proposal_within(self, variant: str, aim: int) -> Proposal:
         """Return the variant's proposal within these bytes; its smallest if there is none."""
+        return self._offer_within(variant, aim)[0]
+
+    def _offer_within(self, variant: str, aim: int) -> tuple[Proposal, bool]:
+        """Return the same proposal, and whether it is the smallest one for lack of another."""
         try:
-            return self.model.within(variant, max(aim, 0))
+            return self.model.within(variant, max(aim, 0)), False
         except BudgetError:
-            return self.model.smallest(variant)
+            return self.model.smallest(variant), True
 
     def _is_known(self, proposal: Proposal) -> bool:
         compiled = (c.proposal.decisions for c in self.compiled)

@@ -54,6 +54,7 @@ _DESCENT_EFFORT = 20  # of a descent, as a multiple of the allowance of a budget
 _DISTANCE_POWER = 0.5  # of eviction; more prefers values whose next use is far away
 _MOST_REPEATS = 6  # computations per node after which a pass of eviction ends without an order
 _IDLE_ROUNDS = 60  # rounds of improvement without success after which a search ends
+_UNFINISHED = 1.5  # as a multiple of the most extra time: what an unfinished order may take
 _SMALL_VARIABLES = 2_000  # of the exact program (40 nodes); up to here each search solves it
 
 
@@ -73,12 +74,15 @@ class GridSearch(Solver):
       effort: the work spent on each budget, as a multiple of the standard allowance, which is some
         tenths of a second for a thousand nodes.
       resolution: share of the peak; budgets that differ by less may have one answer.
+      most_extra: the most extra time of an order, as a share of the graph's time. Budgets that require more
+        are refused without a long search.
       proof: the work spent on lower bounds and, on graphs of some 40 nodes, on exact solutions; if
         None, lower bounds are those of minimum cuts.
     """
 
     effort: float = 1.0
     resolution: float = 1 / 512
+    most_extra: float = math.inf
     proof: ProofEffort | None = None
 
     def answers(self, graph: Graph, once: Collection[int] = ()) -> Answers:
@@ -100,6 +104,8 @@ class _GridAnswers(Answers):
         self._segments = Segments(self._plain)
         self._is_small = frontier.n_variables(range(len(graph))) <= _SMALL_VARIABLES
         self._close = _CLOSE * self._arrays.total_time
+        self._most_extra = solver.most_extra * max(self._arrays.total_time, math.ulp(0.0))
+        self._most_unfinished = _UNFINISHED * self._most_extra
         self._grid = self._grid_budgets()
         self._searched: list[Liveness | None] = [self._plain]  # by index in the grid
         self._bounds: dict[int, float] = {}  # on extra time, by budget
@@ -280,6 +286,8 @@ class _GridAnswers(Answers):
           below: the order of a smaller budget, if one is known.
         """
         bound = float(self._bound(budget))
+        if bound > self._most_extra:
+            return None
         good_enough = bound + self._close
         best: Liveness | None = None
         for ways, gap in ((self._cheap, 0.0), (self._costly, _GAP * bound)):
@@ -322,27 +330,27 @@ class _GridAnswers(Answers):
                 close=0.1 * self._close,
             )
             best = proof.best
-        return best
+        return best if best is not None and best.extra_time <= self._most_extra else None
 
     def _cheap(self, above: Liveness, budget: int, below: Liveness | None) -> Iterator[Liveness]:
         """Yield orders that may fit a budget, those that take the least work first."""
         if below is not None:
             yield below
-        yield relieve(above, budget, Relief(), self._construction())
+        yield self._relieved(above, budget, self._construction())
         effort = self._construction() if below is None else Effort(self._units)
-        cut = refine(self._plain, budget, _CUTS, effort)
+        cut = self._refined(self._plain, budget, _CUTS, effort)
         yield cut
         if below is not None and cut.peak_bytes > budget:
-            yield refine(above, budget, _CUTS, effort)
+            yield self._refined(above, budget, _CUTS, effort)
 
     def _costly(self, above: Liveness, budget: int, below: Liveness | None) -> Iterator[Liveness]:
         """Yield further orders, for budgets at which recomputation nests."""
         yield self._descended(above, budget)
-        yield refine(self._plain, budget, _CUTS_WITH_ROOM, self._construction())
+        yield self._refined(self._plain, budget, _CUTS_WITH_ROOM, self._construction())
         if below is None:
             yield from self._evicted(budget)
         for found in self._segments.near(budget):
-            yield relieve(found, budget, Relief(), self._construction())
+            yield self._relieved(found, budget, self._construction())
 
     def _descended(self, above: Liveness, budget: int) -> Liveness:
         """Return the order that small steps from that of a larger budget reach, at best within a budget.
@@ -360,6 +368,8 @@ class _GridAnswers(Answers):
             above, units = steps[at]
             step = int(_DESCENT * above.peak_bytes)
             effort = Effort(units)
+            if above.extra_time > self._most_unfinished:
+                return above
             if step <= budget or effort.is_spent:
                 break
             at += 1
@@ -389,16 +399,26 @@ class _GridAnswers(Answers):
         )
 
     def _next_below(self, above: Liveness, budget: int, effort: Effort) -> Iterator[Liveness]:
-        yield relieve(above, budget, Relief(), effort)
-        yield relieve(refine(above, budget, _CUTS, effort), budget, Relief(), effort)
-        yield refine(above, budget, _CUTS_WITH_ROOM, effort)
+        yield self._relieved(above, budget, effort)
+        yield self._relieved(self._refined(above, budget, _CUTS, effort), budget, effort)
+        yield self._refined(above, budget, _CUTS_WITH_ROOM, effort)
 
     def _last_resorts(self, above: Liveness, budget: int) -> Iterator[Liveness]:
-        yield relieve(self._plain, budget, Relief(power=2.0), self._construction())
+        yield self._relieved(self._plain, budget, self._construction(), Relief(power=2.0))
         # On dense graphs cuts and insertions together reach lower peaks than either.
-        cut = refine(above, budget, _CUTS, self._construction())
+        cut = self._refined(above, budget, _CUTS, self._construction())
         yield cut
-        yield relieve(cut, budget, Relief(), self._construction())
+        yield self._relieved(cut, budget, self._construction())
+
+    def _relieved(
+        self, start: Liveness, budget: int, effort: Effort, relief: Relief = Relief()
+    ) -> Liveness:
+        return relieve(start, budget, relief, effort, at_most_time=self._most_unfinished)
+
+    def _refined(
+        self, start: Liveness, budget: int, parameters: CutParameters, effort: Effort
+    ) -> Liveness:
+        return refine(start, budget, parameters, effort, at_most_time=self._most_unfinished)
 
     def _evicted(self, budget: int) -> Iterable[Liveness]:
         order = evict(

@@ -80,8 +80,18 @@ class CutParameters:
     height: float = 1.0
 
 
-def refine(measured: Liveness, budget: int, parameters: CutParameters, effort: Effort) -> Liveness:
-    """Cut the order at its peak until it fits or no cut helps; return the order of the lowest peak."""
+def refine(
+    measured: Liveness,
+    budget: int,
+    parameters: CutParameters,
+    effort: Effort,
+    *,
+    at_most_time: float = math.inf,
+) -> Liveness:
+    """Cut the order at its peak until it fits or no cut helps; return the order of the lowest peak.
+
+    An order of more extra time than `at_most_time` is not cut further.
+    """
     arrays = measured.arrays
     best = measured
     stale = 0
@@ -89,6 +99,8 @@ def refine(measured: Liveness, budget: int, parameters: CutParameters, effort: E
     longest = 20 * len(arrays) + 1000
     while not effort.is_spent:
         if measured.peak_bytes <= budget or stale > _PATIENCE or len(measured.order) > longest:
+            break
+        if measured.extra_time > at_most_time:
             break
         high = budget + parameters.height * (measured.peak_bytes - budget)
         moment = int(np.argmax(measured.live_bytes >= high))
