@@ -24,6 +24,10 @@ class Staircase:
             raise BudgetError("none")
         return self._proposal(variant, fitting[-1])
 
+    def exceeds(self, variant, n_bytes, seconds):
+        fitting = [s for n, s in self.steps if n <= n_bytes]
+        return bool(fitting) and fitting[-1] > seconds
+
     def smallest(self, variant):
         return self._proposal(variant, self.steps[0])
 
@@ -314,8 +318,46 @@ def test_a_poor_plan_that_fits_is_improved_below_proposals_that_exceed_the_budge
             size, seconds, compiled = fitting[-1]
             return Proposal(variant, size, seconds, 0.0, compiled)
 
+        def exceeds(self, variant, n_bytes, seconds):
+            return False
+
         def smallest(self, variant):
             return self.within(variant, steps[variant][0][0])
 
     best, _ = search(Decoder(), lambda proposal, _: proposal.decisions, 4432)
     assert best.proposal.extra_seconds == 0.2
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.sampled_from(sorted(COMPILERS)),
+    st.integers(20, 1200),
+    st.floats(1.0, 3.0),
+)
+def test_bounds_on_seconds_save_searches_and_change_no_answer(compiler, budget, worse):
+    """One of two variants takes several times the bytes of the other for the same seconds."""
+    asked = []
+
+    class TwoVariants(Staircase):
+        def within(self, variant, n_bytes):
+            asked.append((variant, n_bytes))
+            factor = worse if variant == "worse" else 1.0
+            return super().within(variant, int(n_bytes / factor))
+
+        def exceeds(self, variant, n_bytes, seconds):
+            factor = worse if variant == "worse" else 1.0
+            return super().exceeds(variant, int(n_bytes / factor), seconds)
+
+    class WithoutBounds(TwoVariants):
+        def exceeds(self, variant, n_bytes, seconds):
+            return False
+
+    found = []
+    for kind in (TwoVariants, WithoutBounds):
+        asked.clear()
+        model = kind(STEPS, ("better", "worse"))
+        answer = search(model, lambda p, _: COMPILERS[compiler](p.model_bytes), budget)
+        found.append((answer, len(asked)))
+    (answer, n_asked), (same, n_asked_without) = found
+    assert answer == same
+    assert n_asked <= n_asked_without

@@ -167,6 +167,14 @@ class StepModel:
             raise problem
         return self._fastest(found)
 
+    def exceeds(self, variant: str, n_bytes: int, seconds: float) -> bool:
+        """Return whether the proposal within these bytes, if any, is known to recompute for more than a time."""
+        return not self.copies and all(
+            level.exceeds(variant, n_bytes, seconds)
+            for options in self._body_choices(variant, n_bytes)
+            for level in self._levels_within(variant, n_bytes, options)
+        )
+
     def smallest(self, variant: str) -> Proposal:
         """Return the proposal with the fewest bytes where all loops keep least."""
         options = self._body_options(variant, 0, 1.0)
@@ -218,9 +226,9 @@ class StepModel:
 
     def peak_bytes(self, fused: Fused, order: Sequence[int]) -> int:
         """Return the bytes of temporaries if the places of a graph are computed in this order."""
-        return result_buffers.peak_bytes(fused.graph, order, self._buffers(fused))
+        return result_buffers.peak_bytes(fused.graph, order, self.buffers(fused))
 
-    def _buffers(self, fused: Fused) -> dict[int, list[int]]:
+    def buffers(self, fused: Fused) -> dict[int, list[int]]:
         """Return the bytes of results' buffers that may hold temporaries, by the nodes that write them."""
         if self.into_products:
             return {}  # compilers for TPUs assign buffers in another way
@@ -456,6 +464,16 @@ class LoopLevel:
         if self._peak_of(variant, found) > n_bytes:
             found = self._filling(variant, self._schedule_within(variant, n_bytes), n_bytes)
         return self._proposal(variant, found)
+
+    def exceeds(self, variant: str, n_bytes: int, seconds: float) -> bool:
+        """Return whether the proposal within these bytes, if any, is known to recompute for more than a time."""
+        seconds -= self.loop_seconds
+        if seconds < 0 or self.peak_bytes(variant) <= n_bytes:
+            return seconds < 0
+        fused, answers = self._solved(variant)
+        # By the graph alone a schedule takes at most the bytes more that results' buffers hold.
+        in_buffers = sum(map(sum, self.model.buffers(fused).values()))
+        return answers.exceeds(n_bytes + in_buffers, float(fused.graph.time) + seconds)
 
     def _once(self, variant: str) -> Schedule:
         """Return the schedule that computes everything once."""

@@ -62,6 +62,12 @@ class Model(Protocol):
           BudgetError: no proposal within these bytes was found.
         """
 
+    def exceeds(self, variant: str, n_bytes: int, seconds: float) -> bool:
+        """Return whether the proposal within these bytes, if any, is known to recompute for more than a time.
+
+        Models that would have to find the proposal answer False.
+        """
+
     def smallest(self, variant: str) -> Proposal:
         """Return the proposal with the fewest bytes."""
 
@@ -120,6 +126,8 @@ def search(
     ...     variants, exact_variants = ("only",), ()
     ...     def within(self, variant, n_bytes):
     ...         return Proposal(variant, n_bytes, max(0, 100 - n_bytes), 0.0, n_bytes)
+    ...     def exceeds(self, variant, n_bytes, seconds):
+    ...         return 100 - n_bytes > seconds
     ...     def smallest(self, variant):
     ...         return self.within(variant, 1)
     >>> best, compiled = search(Halves(), lambda proposal, _: proposal.decisions + 10, 60)
@@ -196,7 +204,7 @@ class _Search:
 
     def run(self) -> tuple[Compiled | None, tuple[Compiled, ...]]:
         while len(self.compiled) < self._max_compiles() and not self._is_done():
-            proposals = [p for v in self._variants() if (p := self._propose(v)) is not None]
+            proposals = self._proposals()
             if not proposals:
                 break
             # Of equal proposals one of a variant that was not tried, else the first.
@@ -229,32 +237,54 @@ class _Search:
         best = self._best()
         return best is not None and best.proposal.extra_seconds <= self.effort.negligible_seconds
 
-    def _propose(self, variant: str) -> Proposal | None:
-        """Return a proposal to compile next; None if the variant has none that would be better."""
+    def _proposals(self) -> list[Proposal]:
+        """Return proposals to compile next, of which the one that recomputes least is among them."""
+        found: list[Proposal] = []
+        for variant in self._variants():
+            least = min((p.extra_seconds for p in found), default=math.inf)
+            proposal = self._propose(variant, least)
+            found += [] if proposal is None else [proposal]
+        return found
+
+    def _propose(self, variant: str, at_most_seconds: float) -> Proposal | None:
+        """Return a proposal to compile next; None if the variant has none that would be better.
+
+        It may also be None where the proposal recomputes for more than `at_most_seconds`.
+        """
         best = self._best()
         if best is None:
-            return self._new_proposal(variant)
+            return self._new_proposal(variant, at_most_seconds=at_most_seconds)
         is_full = best.compiled_bytes >= self.effort.close * self.budget
         gain_within = _GAIN_OF_FULL if is_full else _GAIN
         if len(self.compiled) >= self.effort.max_compiles:
             gain_within = _GAIN_OF_MORE
         for over, gain in ((0.0, gain_within), (_OVER, _GAIN_OF_OVER)):
-            proposal = self._proposal_within(variant, int((1 + over) * self._aim(variant)))
+            aim = int((1 + over) * self._aim(variant))
             most = (1 - gain) * best.proposal.extra_seconds
+            if self._exceeds(variant, aim, most):
+                continue
+            proposal = self._proposal_within(variant, aim)
             if proposal.extra_seconds < most and not self._is_known(proposal):
                 return proposal
-        if not self._is_known(self._proposal_within(variant, int(self._aim(variant)))):
+        most = (1 - _GAIN_OF_MORE) * best.proposal.extra_seconds
+        aim = int(self._aim(variant))
+        if self._exceeds(variant, aim, min(most, at_most_seconds)):
+            return None
+        if not self._is_known(self._proposal_within(variant, aim)):
             return None
         # What was expected to fit exceeded the budget. A smaller one may still be much better than the best.
-        most = (1 - _GAIN_OF_MORE) * best.proposal.extra_seconds
-        return self._new_proposal(variant, below_seconds=most)
+        smaller = self._new_proposal(variant, at_most_seconds=min(most, at_most_seconds))
+        return smaller if smaller is not None and smaller.extra_seconds < most else None
+
+    def _exceeds(self, variant: str, aim: int, seconds: float) -> bool:
+        return math.isfinite(seconds) and self.model.exceeds(variant, max(aim, 0), seconds)
 
     def _new_proposal(
-        self, variant: str, margin: float | None = None, *, below_seconds: float = math.inf
+        self, variant: str, margin: float | None = None, *, at_most_seconds: float = math.inf
     ) -> Proposal | None:
         """Return a proposal that was not compiled and is expected to fit; None if there is none.
 
-        It recomputes less than `below_seconds`. Each proposal that exceeded the budget lowers the aim, unless the margin is given. If a compiled
+        It may also be None where the proposal recomputes for more than `at_most_seconds`. Each proposal that exceeded the budget lowers the aim, unless the margin is given. If a compiled
         proposal is near the aim, the aim is lowered at most by the distance between the two, or by `_MARGIN`
         if that is more.
         """
@@ -267,14 +297,33 @@ class _Search:
             margin = min(margin, max(_MARGIN, away))
         while True:
             # Finding the smallest proposal takes long, so it is found only where nothing is within the aim.
-            proposal, is_smallest = self._offer_within(variant, int(aim * max(0.0, 1 - margin)))
-            if proposal.extra_seconds >= below_seconds:
+            lower = int(aim * max(0.0, 1 - margin))
+            if self._exceeds(variant, lower, at_most_seconds):
                 return None
+            proposal, is_smallest = self._offer_within(variant, lower)
+            if proposal.extra_seconds > at_most_seconds:
+                return None
+            if is_smallest and (near := self._slightly_smaller(variant)) is not None:
+                proposal = min(near, proposal, key=lambda p: p.extra_seconds)
             if not self._is_known(proposal):
                 return proposal
             if margin >= 1 or is_smallest:
                 return None
             margin = 2 * margin + _MARGIN
+
+    def _slightly_smaller(self, variant: str) -> Proposal | None:
+        """Return a proposal that takes little less than a compiled one that nearly fits, if there is one."""
+        near = [
+            c.proposal.model_bytes
+            for c in self.compiled
+            if c.proposal.variant == variant
+            and self.budget < c.compiled_bytes <= (1 + _OVER) * self.budget
+        ]
+        try:
+            found = self.model.within(variant, int((1 - _MARGIN) * min(near))) if near else None
+        except BudgetError:
+            return None
+        return None if found is None or self._is_known(found) else found
 
     def _proposal_within(self, variant: str, aim: int) -> Proposal:
         """Return the variant's proposal within these bytes; its smallest if there is none."""
@@ -302,7 +351,11 @@ class _Search:
             proposals = [p for v in self._variants() if (p := self._new_proposal(v)) is not None]
             if not proposals:
                 break
-            self._compile(min(proposals, key=lambda p: (self._expected(p), p.extra_seconds)))
+            # Of those that may well fit, the one that recomputes least; else the one of the fewest bytes.
+            nearly = int((1 + _OVER) * self.budget)
+            self._compile(
+                min(proposals, key=lambda p: (max(self._expected(p), nearly), p.extra_seconds))
+            )
             if self._best() is not None:
                 return
         for variant in self.model.variants:
@@ -316,7 +369,7 @@ class _Search:
         for _ in range(self.effort.max_after):
             if self._best() is None or self._is_done():
                 return
-            proposals = [p for v in self._variants() if (p := self._propose(v)) is not None]
+            proposals = self._proposals()
             if not proposals:
                 return
             self._compile(min(proposals, key=lambda p: p.extra_seconds))

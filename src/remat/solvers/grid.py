@@ -129,6 +129,20 @@ class _GridAnswers(Answers):
             found = smallest
         return checked(self.graph, found.order.tolist(), budget, self._lower_bound(found, budget))
 
+    def exceeds(self, budget: int, time: float) -> bool:
+        # What double precision may have added to either.
+        extra = time - self.graph.time + 1e-9 * self._arrays.total_time
+        if self._bound(budget) > extra:
+            return True
+        # As the budget falls, the time never falls.
+        for index in range(1, len(self._grid)):
+            if self._grid[index] < budget:
+                return False
+            found = self._order_at(index)
+            if found is None or found.extra_time > extra:
+                return found is not None
+        return False
+
     def smallest(self) -> Schedule:
         found = self._smallest
         return checked(self.graph, found.order.tolist(), found.peak_bytes, self.graph.time)

@@ -72,6 +72,13 @@ class Answers(abc.ABC):
             that was, and whether the budget is proven to be impossible.
         """
 
+    def exceeds(self, budget: int, time: float) -> bool:
+        """Return whether the schedule within a budget, if any, is known to take more than a time.
+
+        By default, False: it is not known before the schedule is.
+        """
+        return False
+
     @abc.abstractmethod
     def smallest(self) -> Schedule:
         """Return the schedule of the smallest peak that is found, whatever its time."""
