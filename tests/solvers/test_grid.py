@@ -79,6 +79,38 @@ def test_answers_are_monotone_at_every_percent(graph: Graph) -> None:
         assert larger.peak_bytes >= smaller.peak_bytes
 
 
+@pytest.mark.parametrize("graph", [training_graph(40), random_layers(80)])
+def test_schedules_recompute_at_most_what_the_solver_may(graph: Graph) -> None:
+    answers, unlimited = GridSearch(most_extra=0.3).answers(graph), GridSearch().answers(graph)
+    peak = no_remat(graph).peak_bytes
+    assert unlimited.smallest().time > 1.3 * graph.time
+    smallest = answers.smallest()
+    assert smallest.time <= 1.3 * graph.time
+    for percent in range(5, 101, 5):
+        found = _within(answers, percent * peak // 100)
+        assert (found is None) == (percent * peak // 100 < smallest.peak_bytes)
+        assert found is None or found.time <= 1.3 * graph.time
+
+
+@pytest.mark.parametrize("graph", [training_graph(40, skips=0.2), random_layers(80)])
+def test_what_is_known_to_exceed_a_time_does(graph: Graph) -> None:
+    answers, asked_before = GridSearch().answers(graph), GridSearch().answers(graph)
+    peak = no_remat(graph).peak_bytes
+    n_known = 0
+    for percent in range(20, 100, 8):
+        budget = percent * peak // 100
+        is_known = {
+            share: asked_before.exceeds(budget, share * graph.time)
+            for share in (1.0, 1.02, 1.1, 1.5)
+        }
+        n_known += sum(is_known.values())
+        found = _within(answers, budget)
+        assert _within(asked_before, budget) == found
+        for share, exceeds in is_known.items():
+            assert not exceeds or found is None or found.time > share * graph.time
+    assert n_known >= 10
+
+
 def _within(answers: Answers, budget: int) -> Schedule | None:
     try:
         return answers.within(budget)

@@ -168,7 +168,7 @@ class StepModel:
         return self._fastest(found)
 
     def exceeds(self, variant: str, n_bytes: int, seconds: float) -> bool:
-        """Return whether the proposal within these bytes, if any, is known to recompute for more than a time."""
+        """Return whether the proposal within these bytes is known to recompute for more than a time."""
         return not self.copies and all(
             level.exceeds(variant, n_bytes, seconds)
             for options in self._body_choices(variant, n_bytes)
@@ -466,7 +466,7 @@ class LoopLevel:
         return self._proposal(variant, found)
 
     def exceeds(self, variant: str, n_bytes: int, seconds: float) -> bool:
-        """Return whether the proposal within these bytes, if any, is known to recompute for more than a time."""
+        """Return whether the proposal within these bytes is known to recompute for more than a time."""
         seconds -= self.loop_seconds
         if seconds < 0 or self.peak_bytes(variant) <= n_bytes:
             return seconds < 0

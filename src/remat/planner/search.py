@@ -238,7 +238,7 @@ class _Search:
         return best is not None and best.proposal.extra_seconds <= self.effort.negligible_seconds
 
     def _proposals(self) -> list[Proposal]:
-        """Return proposals to compile next, of which the one that recomputes least is among them."""
+        """Return proposals to compile next: the one that recomputes least, and maybe others."""
         found: list[Proposal] = []
         for variant in self._variants():
             least = min((p.extra_seconds for p in found), default=math.inf)
@@ -284,7 +284,9 @@ class _Search:
     ) -> Proposal | None:
         """Return a proposal that was not compiled and is expected to fit; None if there is none.
 
-        It may also be None where the proposal recomputes for more than `at_most_seconds`. Each proposal that exceeded the budget lowers the aim, unless the margin is given. If a compiled
+        It may also be None where the proposal recomputes for more than `at_most_seconds`.
+
+        Each proposal that exceeded the budget lowers the aim, unless the margin is given. If a compiled
         proposal is near the aim, the aim is lowered at most by the distance between the two, or by `_MARGIN`
         if that is more.
         """

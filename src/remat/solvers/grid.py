@@ -46,6 +46,7 @@ from remat.solvers.solver import Answers, Schedule, Solver, checked, refusal
 
 _RATIO = 0.7  # of neighbouring grid budgets; a larger one makes a finer grid and more searches
 _CLOSE = 1e-4  # share of the graph's time; a search ends when it is so close to the lower bound
+_RELIEF = Relief()
 _CUTS = CutParameters(fill=1.0, height=1.0)
 _CUTS_WITH_ROOM = CutParameters(fill=0.9, height=1.0)
 _GAP = 0.03  # share of the lower bound; orders that are closer do without the costly searches
@@ -395,7 +396,7 @@ class _GridAnswers(Answers):
         return self._step_down(above, budget, effort) or above
 
     def _step_down(self, above: Liveness, budget: int, effort: Effort) -> Liveness | None:
-        """Return the fastest order within a budget just below the peak of another one; None if none is found."""
+        """Return the fastest order found within a budget just below the peak of another order."""
         fitting = [
             keep(found, budget, Effort(self._units))
             for found in self._next_below(above, budget, effort)
@@ -425,7 +426,7 @@ class _GridAnswers(Answers):
         yield self._relieved(cut, budget, self._construction())
 
     def _relieved(
-        self, start: Liveness, budget: int, effort: Effort, relief: Relief = Relief()
+        self, start: Liveness, budget: int, effort: Effort, relief: Relief = _RELIEF
     ) -> Liveness:
         return relieve(start, budget, relief, effort, at_most_time=self._most_unfinished)
 

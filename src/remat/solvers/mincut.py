@@ -134,7 +134,9 @@ class Network:
     most_for_bytes: NDArray[np.float64]
     transfers: NDArray[np.float64]
     value_of_edge: NDArray[np.int64]
-    dearest: NDArray[np.float64]
+    bytes: NDArray[np.float64]
+    needed: NDArray[np.int64]
+    total_time: float
 
     @classmethod
     def of(cls, problem: CutProblem) -> Network:
@@ -166,28 +168,30 @@ class Network:
         )
         place = np.empty(2 * n_edges, np.int64)
         place[by_place] = np.arange(2 * n_edges)
-        dearest = np.array([problem.bytes[v] for v in problem.needed], np.float64)
+        bytes_of = np.array(problem.bytes, np.float64)
+        total_time = float(time[:n].sum())
         # Where it does not come from a value the edge costs no bytes.
         value = np.minimum(tails // 2, n - 1)
         costs = time, n_bytes, most_for_bytes
-        return cls(problem, graph, place[:n_edges], *costs, transfers, value, dearest)
+        more = value, bytes_of, needed, total_time
+        return cls(problem, graph, place[:n_edges], *costs, transfers, *more)
 
     def cheapest(self, price: float) -> tuple[MinimumCut, float]:
         """Return the cheapest cut at a price per saved byte, and a lower bound on its cost."""
-        upper = price * float(self.dearest.sum())
+        upper = price * float(self.bytes[self.needed].sum())
         return self._least(np.full(len(self.problem), price), upper)
 
     def cheapest_of(self, price: NDArray[np.float64]) -> MinimumCut:
         """Return the cheapest cut when each value has its own price per byte."""
-        upper = float(price[list(self.problem.needed)] @ self.dearest)
+        upper = float(price[self.needed] @ self.bytes[self.needed])
         return self._least(price, upper)[0]
 
     def _least(self, price: NDArray[np.float64], upper: float) -> tuple[MinimumCut, float]:
-        to_save = price * np.array(self.problem.bytes, np.float64)
+        to_save = price * self.bytes
         if self.problem.transfer:
             to_keep = np.minimum(to_save, self.transfers)
-            upper = min(upper, float(to_keep[list(self.problem.needed)].sum()))
-        upper = min(float(np.sum(self.problem.time)), upper)
+            upper = min(upper, float(to_keep[self.needed].sum()))
+        upper = min(self.total_time, upper)
         scale = _RESOLUTION / upper if upper > 0 else 1.0
         to_save_edge = price[self.value_of_edge] * self.cost_bytes
         cost = self.cost_time + np.minimum(to_save_edge, self.most_for_bytes)

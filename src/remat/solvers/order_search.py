@@ -29,7 +29,9 @@ from remat.solvers.liveness import Bools, Floats, Ints, Liveness
 from remat.solvers.mincut import CutProblem, at_budget
 
 _REACH = 300  # ancestors that a cut considers beside three per needed value; more find better cuts
-_PATIENCE = 12  # cuts in a row that do not lower the peak, after which a search ends; more rarely help
+_PATIENCE = (
+    12  # cuts in a row that do not lower the peak, after which a search ends; more rarely help
+)
 
 
 def replay_order(
