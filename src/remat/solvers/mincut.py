@@ -172,9 +172,19 @@ class Network:
         total_time = float(time[:n].sum())
         # Where it does not come from a value the edge costs no bytes.
         value = np.minimum(tails // 2, n - 1)
-        costs = time, n_bytes, most_for_bytes
-        more = value, bytes_of, needed, total_time
-        return cls(problem, graph, place[:n_edges], *costs, transfers, *more)
+        return cls(
+            problem=problem,
+            graph=graph,
+            edges=place[:n_edges],
+            cost_time=time,
+            cost_bytes=n_bytes,
+            most_for_bytes=most_for_bytes,
+            transfers=transfers,
+            value_of_edge=value,
+            bytes=bytes_of,
+            needed=needed,
+            total_time=total_time,
+        )
 
     def cheapest(self, price: float) -> tuple[MinimumCut, float]:
         """Return the cheapest cut at a price per saved byte, and a lower bound on its cost."""
