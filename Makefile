@@ -23,8 +23,7 @@ test: $(VENV)/.dev  ## the test suite
 	$(BIN)/python -m pytest -n 2
 
 test-all: $(VENV)/.dev  ## with the slow sweeps
-	XLA_FLAGS="--xla_backend_optimization_level=3 --xla_llvm_disable_expensive_passes=false" \
-		$(BIN)/python -m pytest -n 2 -m "slow or not slow" --hypothesis-profile=random
+	$(BIN)/python -m pytest -n 2 -m "slow or not slow" --hypothesis-profile=random
 
 # What may change with JAX's version: its internals, regions, loops, adapters, how programs are rewritten and
 # what the compiler reports. Searches, pages and the command line are tested once, and so are other seeds.

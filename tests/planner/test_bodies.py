@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import remat
-from kernels import USUAL_KERNELS
 from remat.errors import PlanError
 from remat.planner.bodies import (
     Fusing,
@@ -135,12 +134,11 @@ def run(jaxpr):
 def test_scheduled_bodies_give_the_same_bits_in_less_memory(step):
     jaxpr = flat(step)
     (body,) = bodies(jaxpr, price, GridSearch(), 10 * n_bytes(jaxpr.invars[1].aval))
-    plain = run(jaxpr).lower(W, X).compile(USUAL_KERNELS)
+    plain = run(jaxpr).lower(W, X).compile()
     (options,) = body.options
     option = next(o for o in options[::-1] if o.bytes < 0.65 * options[-1].bytes)
     assert option.seconds > 0 and options[-1].seconds == 0
-    rewritten = run(with_bodies(jaxpr, {body.id: option.decisions}))
-    changed = rewritten.lower(W, X).compile(USUAL_KERNELS)
+    changed = run(with_bodies(jaxpr, {body.id: option.decisions})).lower(W, X).compile()
     for a, b in zip(changed(W, X), plain(W, X), strict=True):
         np.testing.assert_array_equal(a, b)
     saved = (
