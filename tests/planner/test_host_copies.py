@@ -130,7 +130,7 @@ def test_later_uses_read_the_copy():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"equation": 10_000}, "which the step does not have"),
+        ({"before": 10_000}, "which the step does not have"),
         ({"result": 3}, "no such result"),
         ({"after": 0}, "must follow one another"),
         ({"again": (10**6,)}, "which the step does not have"),
@@ -138,8 +138,8 @@ def test_later_uses_read_the_copy():
 )
 def test_copies_that_the_program_does_not_have_are_refused(change, message):
     flat = flat_step(*arguments())
-    copy = dataclasses.replace(first_activation(flat), **change)
     with pytest.raises(PlanError, match=message):
+        copy = dataclasses.replace(first_activation(flat), **change)
         with_host_copies(flat, [copy], {i: i for i in range(len(flat.eqns))})
 
 

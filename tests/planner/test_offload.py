@@ -28,7 +28,7 @@ def test_nothing_is_offloaded_where_the_host_memory_is_the_device_memory():
     step, args = jax.value_and_grad(loss), (normal(6, 64, 64), normal(2048, 64))
     plan = remat.plan(step, *args, budget="75%", offload=True, **ALONE)
     assert plan.host_bytes == plan.transfer_seconds == 0
-    assert not any(loop.offloaded for loop in plan.whole_step.loops)
+    assert not any(loop.offloaded for _, loop in plan.whole_step.loops)
 
 
 # TPU, ahead of time
@@ -75,7 +75,7 @@ def test_a_step_with_nothing_marked_keeps_on_the_host_what_its_plan_says(caplog)
     assert plan.transfer_seconds > 0.1 * plan.seconds
     assert "copies to the host and back are predicted to make the step" in caplog.text
     assert plan.is_verified and plan.peak_bytes <= plan.budget_bytes
-    (loop,) = plan.whole_step.loops
+    ((_, loop),) = plan.whole_step.loops
     assert plan.host_bytes == loop.host_bytes > 0
     assert plan.transfer_seconds == loop.transfer_seconds > 0
     assert "in the host's memory" in plan.explain()
@@ -102,7 +102,7 @@ def test_offloading_meets_a_budget_with_fewer_operations(tmp_path):
     plan = remat.plan(step, *args, budget=budget, **options)
     assert plan.is_verified and plan.peak_bytes <= budget
     # The compiler puts on the host what the plan says.
-    assert plan.host_bytes == sum(loop.host_bytes for loop in plan.whole_step.loops) > 0
+    assert plan.host_bytes == sum(loop.host_bytes for _, loop in plan.whole_step.loops) > 0
     assert remat.Plan.from_json(plan.to_json()) == plan
     # The cache knows the two apart.
     without = remat.plan(step, *args, budget=budget, offload=False, **options)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from remat.errors import PlanError
-from remat.planner.plan_decisions import BodyPlan, Recomputation, ScanPlan, WholeStep
+from remat.planner.plan_decisions import BodyPlan, Recomputation, ScanOption, WholeStep
 from remat.planner.plan_file import Attempt, Plan
 
 MOST = 2**53
@@ -28,7 +28,7 @@ WHOLE = WholeStep(
         Recomputation(12, (3,)),
     ),
     True,
-    (ScanPlan("7-11", (1, 5), 64, 1e-6, 100.0, 4, 3, (1,), offloaded=(5,), host_bytes=144),),
+    (("7-11", ScanOption((1, 5), 64, 1e-6, 100.0, 4, 3, (1,), offloaded=(5,), host_bytes=144)),),
     (BodyPlan("13.0/", 8, (2,), (Recomputation(5, (2,)),), partial_sums=(2,)),),
 )
 PLAN = Plan(
@@ -71,9 +71,14 @@ number = st.floats(0, 1e30)
 text = st.text(st.characters(), max_size=8) | st.just("\ud800\x1b[2J\n\"',{}")
 numbers = st.lists(st.integers(0, 20), unique=True).map(tuple)
 scans = st.recursive(
-    st.builds(ScanPlan, text, numbers, whole, number, number, st.integers(1, MOST)),
+    st.builds(ScanOption, numbers, whole, number, number, st.integers(1, MOST)),
     lambda inner: st.builds(
-        ScanPlan, text, numbers, whole, number, number, inner=st.lists(inner, max_size=2).map(tuple)
+        ScanOption,
+        numbers,
+        whole,
+        number,
+        number,
+        inner=st.lists(st.tuples(text, inner), max_size=2).map(tuple),
     ),
     max_leaves=4,
 )
@@ -95,7 +100,7 @@ def whole_steps(draw: st.DrawFn) -> WholeStep:
         (*range(21),),
         draw(recomputations()),
         draw(st.booleans()),
-        tuple(draw(st.lists(scans, max_size=2))),
+        tuple(draw(st.lists(st.tuples(text, scans), max_size=2))),
         tuple(draw(st.lists(bodies, max_size=2))),
         draw(st.booleans()),
         draw(numbers),
@@ -217,8 +222,8 @@ def test_an_edited_file_loads_as_a_plan_that_nobody_compiled(edit: str) -> None:
 
 
 def test_loops_whose_last_steps_choose_otherwise_inside_are_read() -> None:
-    branch = ScanPlan("7-9/2-3.0", (4,), 16, 1e-7, 10.0)
-    loop = ScanPlan("7-9", (1, 5), 64, 1e-6, 100.0, 1, 3, (1,), (branch,), (branch,))
+    branch = ("7-9/2-3.0", ScanOption((4,), 16, 1e-7, 10.0))
+    loop = ("7-9", ScanOption((1, 5), 64, 1e-6, 100.0, 1, 3, (1,), (branch,), (branch,)))
     plan = dataclasses.replace(PLAN, whole_step=WholeStep(20, (), (), False, (loop,)))
     text = plan.to_json()
     assert Plan.from_json(text) == plan
@@ -231,7 +236,7 @@ def test_an_edited_value_is_what_the_file_says() -> None:
     plan = Plan.from_json(TEXT.replace("[5, 6]", "[5, 6, 4]").replace('"group": 4', '"group": 8'))
     assert plan.whole_step is not None
     assert plan.whole_step.recomputations[0].again == (5, 6, 4)
-    assert plan.whole_step.loops[0].group == 8
+    assert plan.whole_step.loops[0][1].group == 8
     assert plan.n_recomputed == PLAN.n_recomputed + 1
 
 
@@ -499,7 +504,7 @@ def test_plans_made_by_hand_are_checked_too() -> None:
         (WHOLE, {"n_equations": 5}),
         (WHOLE, {"stored": (3, 4)}),
         (WHOLE.recomputations[0], {"again": ()}),
-        (WHOLE.loops[0], {"group": 0}),
+        (WHOLE.loops[0][1], {"group": 0}),
     ]
     for data, change in wrong:
         with pytest.raises(PlanError):

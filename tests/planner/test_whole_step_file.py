@@ -134,7 +134,8 @@ def test_a_plan_of_another_number_of_equations_is_refused(flat, decided):
 )
 def test_a_loop_edited_wrongly_is_refused_with_what_to_change(flat, decided, change, said):
     whole = whole_step_plan(flat, decided)
-    (loop,) = whole.loops
-    edited = dataclasses.replace(whole, loops=(dataclasses.replace(loop, **change),))
+    ((id, option),) = whole.loops
+    id, fields = change.get("id", id), {k: v for k, v in change.items() if k != "id"}
+    edited = dataclasses.replace(whole, loops=((id, dataclasses.replace(option, **fields)),))
     with pytest.raises(PlanError, match=said):
         decisions_of_plan(edited, flat)

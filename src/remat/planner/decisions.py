@@ -18,7 +18,8 @@ from remat import _jax
 from remat.ir.restriction import without_marks
 from remat.planner import scan_pairs
 from remat.planner.bodies import with_bodies
-from remat.planner.host_copies import HostCopy, with_host_copies
+from remat.planner.host_copies import with_host_copies
+from remat.planner.plan_decisions import HostCopy, ScanOption
 from remat.planner.rewrite import Decisions, rewritten
 from remat.transform.outlining import alone, needs_outlining
 from remat.transform.primitive import region_equation
@@ -37,7 +38,7 @@ class LoopDecisions:
     """
 
     opened: bool = False
-    choices: tuple[tuple[str, scan_pairs.ScanOption], ...] = ()
+    choices: tuple[tuple[str, ScanOption], ...] = ()
     bodies: tuple[tuple[str, Decisions], ...] = ()
     copies: tuple[HostCopy, ...] = ()
 

@@ -34,31 +34,11 @@ from remat.errors import PlanError
 from remat.ir import jaxprs
 from remat.ir.equations import fusion_of, has_effects, is_repeatable, transparent_call
 from remat.ir.operations import Fusion
+from remat.planner.plan_decisions import HostCopy as HostCopy
 
 _jax.exclude_from_tracebacks(__file__)
 
 _LEAST_ROWS = 2  # of a stack
-
-
-@dataclasses.dataclass(frozen=True)
-class HostCopy:
-    """A value that is in the host's memory between two of its uses.
-
-    Args:
-      equation, result: the value: the number of the equation that computes it, and of its result.
-      there: the number of an equation whose first result is used only after the copy to the host.
-      after: the number of the equation after which the copy back begins.
-      before: the number of the first equation that reads the copy. All later ones read it, too.
-      again: the numbers of equations before that one, which are computed again from the copy: views and
-        elementwise operations that compilers compute inside of the kernels that use them.
-    """
-
-    equation: int
-    result: int
-    there: int
-    after: int
-    before: int
-    again: tuple[int, ...] = ()
 
 
 def stack_rows(avals: Iterable[Any]) -> dict[str, int]:
@@ -99,6 +79,12 @@ def _placed(copy: HostCopy, jaxpr: _jax.Jaxpr, places: Mapping[int, int]) -> Hos
         raise PlanError(f"{named} the equation has no such result. Remove that copy.")
     if not _jax.can_be_on_host(eqn.outvars[copy.result].aval):
         raise PlanError(f"{named} it is a random key, or no array on the device. Remove that copy.")
+    first, there, after, before = (places[n] for n in numbers[:4])
+    if not first <= there <= after < before:  # loops that are rewritten may move equations
+        raise PlanError(
+            f"{named} equations {copy.equation}, {copy.there} (there), {copy.after} (after) and "
+            f"{copy.before} (before) must follow one another in the step. Remove that copy."
+        )
     at = dataclasses.replace(
         copy,
         equation=places[copy.equation],
@@ -107,11 +93,6 @@ def _placed(copy: HostCopy, jaxpr: _jax.Jaxpr, places: Mapping[int, int]) -> Hos
         before=places[copy.before],
         again=tuple(sorted(places[n] for n in copy.again)),
     )
-    if not at.equation <= at.there <= at.after < at.before:
-        raise PlanError(
-            f"{named} equations {copy.equation}, {copy.there} (there), {copy.after} (after) and "
-            f"{copy.before} (before) must follow one another in the step. Remove that copy."
-        )
     wrong = [n for n in copy.again if places[n] >= at.before]
     if wrong:
         raise PlanError(

@@ -1,7 +1,9 @@
 """The decisions of a plan as data: what is stored and computed again, in a step, its loops and bodies.
 
-They are a part of the plan's file (`plan_file.py`). `whole_step_file.py` makes them from the planner's
-decisions, and decisions from them.
+They are a part of the plan's file (`plan_file.py`). What loops keep (`ScanOption`) and what is copied to
+the host (`HostCopy`) is the same data in a plan and in the planner. Decisions about single equations are not:
+a plan numbers equations as they stand before loops are rewritten, the planner by their place afterwards.
+`whole_step_file.py` converts the numbers.
 """
 
 from __future__ import annotations
@@ -40,25 +42,29 @@ class Recomputation(Checked):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ScanPlan(Checked):
-    """What a forward scan keeps for the backward scan that belongs to it; the same of two conditionals.
+class ScanOption(Checked):
+    """One way to run a forward scan and the backward scan that reads its results, or two conditionals.
+
+    Plans and the planner hold these in pairs with an id, which is made of the places of the two equations
+    in the program, and of those around them.
 
     Args:
-      id: the places of the two equations in the program.
-      saved: the values of a step that are kept: places among the variables of both bodies together.
-      bytes, seconds, flops: what is kept, and the costs of recomputation, all steps together.
+      saved: which values each step keeps for the backward scan: places among the variables of both bodies
+        together, after the choices in `inner`. Empty for a pair of conditionals.
+      bytes: the most bytes that are kept at once, all steps together, and those of inner pairs.
+      seconds, flops: the costs of recomputation, all steps together.
       group: steps that are recomputed together; 1 if they are not grouped.
-      groups: the number of groups, or of steps if they are not grouped: the first ones of the loop. 0: as
-        many as fit.
-      rest: the values that the steps after these keep; None if they keep the same.
-      inner: the same for pairs of scans and conditionals inside the two bodies. Of a pair of
-        conditionals: for each branch.
-      rest_inner: the same in the steps after the first ones; None if it is the same in all steps.
+      groups: the number of groups with which the forward scan begins, or of steps if they are not grouped.
+        0: as many as fit.
+      rest: which values the steps after these keep; None for `saved`.
+      inner: the options of pairs inside the two bodies, with their ids. Of a pair of conditionals: one
+        for each branch.
+      rest_inner: those in the steps after the first ones; None for `inner`.
       offloaded, rest_offloaded: which of the values in `saved` and in `rest` are kept in the host's memory.
-      host_bytes, transfer_seconds: what is kept there, and the part of `seconds` for copies.
+      host_bytes: what is kept there, all steps together.
+      transfer_seconds: the part of `seconds` for copies to the host and back.
     """
 
-    id: str
     saved: tuple[int, ...]
     bytes: int
     seconds: float
@@ -66,8 +72,8 @@ class ScanPlan(Checked):
     group: int = 1
     groups: int = 0
     rest: tuple[int, ...] | None = None
-    inner: tuple[ScanPlan, ...] = ()
-    rest_inner: tuple[ScanPlan, ...] | None = None
+    inner: tuple[tuple[str, ScanOption], ...] = ()
+    rest_inner: tuple[tuple[str, ScanOption], ...] | None = None
     offloaded: tuple[int, ...] = ()
     rest_offloaded: tuple[int, ...] = ()
     host_bytes: int = 0
@@ -150,17 +156,19 @@ class BodyPlan(Checked):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class CopyPlan(Checked):
+class HostCopy(Checked):
     """A value outside of loops that is in the host's memory between two of its uses.
 
     Args:
       equation, result: the value: the number of the equation that computes it, and of its result.
       there: the number of an equation whose first result is used only after the copy to the host.
       after: the number of the equation after which the copy back begins.
-      before: the number of the first equation that reads the copy; all later ones read it, too.
-      again: the numbers of equations before that one which are computed again from the copy.
-      bytes: of the value on one device.
-      value: its type, scope and primitive, for readers. Nothing depends on it.
+      before: the number of the first equation that reads the copy. All later ones read it, too.
+      again: the numbers of equations before that one, which are computed again from the copy: views and
+        elementwise operations that compilers compute inside of the kernels that use them.
+      bytes: of the value on one device; 0 until the copy is written into a plan.
+      value: its type, scope and primitive; "" until then. Both are for readers: nothing depends on them,
+        and copies that differ only in them are equal.
     """
 
     equation: int
@@ -169,8 +177,8 @@ class CopyPlan(Checked):
     after: int
     before: int
     again: tuple[int, ...] = ()
-    bytes: int = 0
-    value: str = ""
+    bytes: int = dataclasses.field(default=0, compare=False)
+    value: str = dataclasses.field(default="", compare=False)
 
     def _check(self) -> None:
         check_once(self.again, "again", lambda n: f"equation {n} is listed twice")
@@ -195,7 +203,7 @@ class WholeStep(Checked):
       ordered: whether every few stored equations wait for those before them, so that the compiler cannot
         reorder them; before the first recomputation only those that it could compute much earlier.
       opened: whether the checkpoints in loops are written out, so that the plan decides about them.
-      loops: the decisions about pairs of scans; others stay as they are.
+      loops: the options of pairs of scans or conditionals, with their ids; others stay as they are.
       bodies: the decisions about bodies of other loops and of branches; others stay as they are.
       partial_sums: stored equations whose results are computed before the equations after them begin, so
         that what they sum up is not kept until the whole sum is computed.
@@ -208,12 +216,12 @@ class WholeStep(Checked):
     stored: tuple[int, ...]
     recomputations: tuple[Recomputation, ...]
     opened: bool = False
-    loops: tuple[ScanPlan, ...] = ()
+    loops: tuple[tuple[str, ScanOption], ...] = ()
     bodies: tuple[BodyPlan, ...] = ()
     ordered: bool = False
     partial_sums: tuple[int, ...] = ()
     n_added: int = 0
-    copies: tuple[CopyPlan, ...] = ()
+    copies: tuple[HostCopy, ...] = ()
 
     def _check(self) -> None:
         _check_decisions(self, self.n_added)
@@ -245,13 +253,13 @@ def explained(whole: WholeStep) -> Iterable[str]:
             f"  {len(whole.copies)} values outside of loops ({format_bytes(n_bytes)}) are in the host's "
             "memory between two uses"
         )
-    for loop in whole.loops[:_MOST_GROUPS]:
+    for id, loop in whole.loops[:_MOST_GROUPS]:
         groups_text = f", in groups of {loop.group} steps" if loop.group > 1 else ""
         if loop.groups:
             what = "values" if loop.rest is None else f"{len(loop.rest)} values"
             groups_text += f", {what} of each step after the first {loop.groups * loop.group}"
         yield (
-            f"  the loop {printable(loop.id)} keeps {len(loop.saved)} values of each step{groups_text}"
+            f"  the loop {printable(id)} keeps {len(loop.saved)} values of each step{groups_text}"
         )
         yield (
             f"    ({format_bytes(loop.bytes)} in all{_on_host(loop)}) and recomputes "
@@ -280,5 +288,5 @@ def explained(whole: WholeStep) -> Iterable[str]:
         yield f"  and {len(whole.recomputations) - _MOST_PLACES} more places"
 
 
-def _on_host(loop: ScanPlan) -> str:
+def _on_host(loop: ScanOption) -> str:
     return f" and {format_bytes(loop.host_bytes)} in the host's memory" if loop.host_bytes else ""

@@ -172,7 +172,7 @@ class Plan(Checked):
     def saved_bytes(self) -> int:
         """Return the bytes that the loops with decisions keep, on the device and in host memory."""
         loops = () if self.whole_step is None else self.whole_step.loops
-        return sum(loop.bytes + loop.host_bytes for loop in loops)
+        return sum(loop.bytes + loop.host_bytes for _, loop in loops)
 
     @property
     def n_recomputed(self) -> int:
@@ -279,7 +279,21 @@ def _plain(data: Any) -> Any:
     if dataclasses.is_dataclass(data):
         fields = {f.name: _plain(getattr(data, f.name)) for f in dataclasses.fields(data)}
         return fields | {"versions": dict(fields["versions"])} if "versions" in fields else fields
+    if isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], str):
+        id, item = data
+        if dataclasses.is_dataclass(item):  # see `_identified`
+            return {"id": id} | _plain(item)
     return [_plain(item) for item in data] if isinstance(data, tuple) else data
+
+
+def _identified(kind: Any) -> type | None:
+    """Return the dataclass if an annotation says that each item is a pair of an id and a dataclass.
+
+    In a file such a pair is one object, which has the id as its first field.
+    """
+    parts = typing.get_args(kind)
+    is_pair = len(parts) == 2 and parts[0] is str and dataclasses.is_dataclass(parts[1])
+    return parts[1] if is_pair else None
 
 
 def _checksum(fields: dict[str, Any]) -> str:
@@ -363,16 +377,26 @@ class _PlanReader(Reader):
         found, places = [], []
         for _ in self.items(f"{name} must be a list"):
             places.append(self.at)
-            found.append(self.item(kind, name) if dataclasses.is_dataclass(kind) else self.value())
+            is_item = dataclasses.is_dataclass(kind) or _identified(kind)
+            found.append(self.item(kind, name) if is_item else self.value())
         return tuple(found), places
 
     def item(self, kind: Any, name: str) -> Any:
+        """Return the dataclass, or the pair of its id and a dataclass, at the current position."""
         start, places = self.places(f"each item of {name} must be an object")
         after = self.at
-        fields = dataclasses.fields(kind)
+        identified = _identified(kind)
+        added = {"id"} if identified else set()
+        fields = dataclasses.fields(identified or kind)
         needed = {f.name for f in fields if f.default is dataclasses.MISSING}
-        self.judge_keys(places, {f.name for f in fields}, needed, start)
-        made = self.made(kind, places, start)
+        self.judge_keys(places, {f.name for f in fields} | added, needed | added, start)
+        if identified:
+            at = places.pop("id")
+            if type(id := self.value_at(at)) is not str:
+                self.fail(f"id must be a string, not {shown(id)}.", at)
+            made = id, self.made(identified, places, start)
+        else:
+            made = self.made(kind, places, start)
         self.at = after
         return made
 

@@ -17,8 +17,8 @@ from typing import TypeAlias, TypeVar
 from remat import units
 from remat.errors import PlanError
 from remat.planner.decisions import StepDecisions
+from remat.planner.plan_decisions import ScanOption
 from remat.planner.plan_file import AS_RUN, FAST
-from remat.planner.scan_pairs import ScanOption
 from remat.planner.search import Proposal
 from remat.planner.step import TargetStep, TracedStep
 from remat.program.compiled import CompiledMemory, CompilerFailure, OutOfMemory

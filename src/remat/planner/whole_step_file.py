@@ -9,7 +9,8 @@ loops and bodies keep is checked where they are rewritten (`scan_pairs.rewriting
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 
 from remat import _jax
 from remat.errors import PlanError
@@ -22,10 +23,8 @@ from remat.planner.decisions import (
     program_to_plan,
     with_loops,
 )
-from remat.planner.host_copies import HostCopy
-from remat.planner.plan_decisions import BodyPlan, CopyPlan, Recomputation, ScanPlan, WholeStep
+from remat.planner.plan_decisions import BodyPlan, HostCopy, Recomputation, WholeStep
 from remat.planner.rewrite import Burst, Decisions
-from remat.planner.scan_pairs import ScanOption
 from remat.program.from_jaxpr import joined, n_bytes, type_text
 
 
@@ -42,7 +41,7 @@ def whole_step_plan(flat: _jax.Jaxpr, decisions: StepDecisions) -> WholeStep:
         tuple(sorted(numbers[i] for i in outside.stored)),
         _recomputations(new, outside, numbers),
         loops.opened,
-        tuple(_loop_plan(*choice) for choice in loops.choices),
+        loops.choices,
         tuple(
             BodyPlan(
                 id,
@@ -57,7 +56,7 @@ def whole_step_plan(flat: _jax.Jaxpr, decisions: StepDecisions) -> WholeStep:
         outside.ordered,
         tuple(sorted(numbers[i] for i in outside.partial_sums)),
         _n_added(source, numbers),
-        tuple(_copy_plan(copy, source) for copy in loops.copies),
+        tuple(_for_readers(copy, source) for copy in loops.copies),
     )
 
 
@@ -76,15 +75,12 @@ def decisions_of_plan(whole: WholeStep, flat: _jax.Jaxpr) -> StepDecisions:
             _check_repeatable(body, found[body.id], range(body.n_equations))
     loops = LoopDecisions(
         whole.opened,
-        tuple(_option(loop) for loop in whole.loops),
+        whole.loops,
         tuple(
             (body.id, _decisions(body, {n: n for n in range(body.n_equations)}))
             for body in whole.bodies
         ),
-        tuple(
-            HostCopy(copy.equation, copy.result, copy.there, copy.after, copy.before, copy.again)
-            for copy in whole.copies
-        ),
+        whole.copies,
     )
     new = with_loops(source, loops)
     numbers = equation_numbers(source, new)
@@ -175,59 +171,11 @@ def _check_repeatable(
             )
 
 
-def _copy_plan(copy: HostCopy, source: _jax.Jaxpr) -> CopyPlan:
+def _for_readers(copy: HostCopy, source: _jax.Jaxpr) -> HostCopy:
+    """Return a copy with what a plan says about its value."""
     eqn = source.eqns[copy.equation]
-    return CopyPlan(
-        copy.equation,
-        copy.result,
-        copy.there,
-        copy.after,
-        copy.before,
-        copy.again,
-        n_bytes(eqn.outvars[copy.result].aval),
-        _described(eqn),
-    )
-
-
-def _loop_plan(id: str, option: ScanOption) -> ScanPlan:
-    return ScanPlan(
-        id,
-        option.saved,
-        option.bytes,
-        option.seconds,
-        option.flops,
-        option.group,
-        option.groups,
-        option.rest,
-        _inner_plans(option.inner),
-        None if option.rest_inner is None else _inner_plans(option.rest_inner),
-        option.offloaded,
-        option.rest_offloaded,
-        option.host_bytes,
-        option.transfer_seconds,
-    )
-
-
-def _inner_plans(inner: Iterable[tuple[str, ScanOption]]) -> tuple[ScanPlan, ...]:
-    return tuple(_loop_plan(*choice) for choice in inner)
-
-
-def _option(loop: ScanPlan) -> tuple[str, ScanOption]:
-    return loop.id, ScanOption(
-        loop.saved,
-        loop.bytes,
-        loop.seconds,
-        loop.flops,
-        loop.group,
-        loop.groups,
-        loop.rest,
-        tuple(map(_option, loop.inner)),
-        None if loop.rest_inner is None else tuple(map(_option, loop.rest_inner)),
-        loop.offloaded,
-        loop.rest_offloaded,
-        loop.host_bytes,
-        loop.transfer_seconds,
-    )
+    size = n_bytes(eqn.outvars[copy.result].aval)
+    return dataclasses.replace(copy, bytes=size, value=_described(eqn))
 
 
 def _described(eqn: _jax.JaxprEqn) -> str:

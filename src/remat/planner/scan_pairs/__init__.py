@@ -10,7 +10,7 @@ loops inlined, so that the options decide what these recompute, too.
     branches     pairs of conditionals, joined branch by branch
     emission     the two scans of a pair that keeps some values
     groups       the same in groups of steps
-    rewriting    options, and the program with options chosen
+    rewriting    the program with options chosen
     scope        programs with the bytes of their values and the seconds of their equations
     pair_options which options a pair has: minimum cuts, groups of steps
     options      the pairs in a program, with their options
@@ -19,8 +19,9 @@ loops inlined, so that the options decide what these recompute, too.
 Known limits: a scan belongs to one pair; a `while` loop to none.
 """
 
+from remat.planner.plan_decisions import ScanOption as ScanOption
 from remat.planner.scan_pairs.opening import opened as opened
 from remat.planner.scan_pairs.options import pairs as pairs
 from remat.planner.scan_pairs.pair_options import ScanPair as ScanPair
-from remat.planner.scan_pairs.rewriting import ScanOption as ScanOption, rewrite as rewrite
+from remat.planner.scan_pairs.rewriting import rewrite as rewrite
 from remat.planner.tradeoffs import at_price as at_price, prices as prices

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from remat import _jax
 from remat.planner.host_memory import Transfer
+from remat.planner.plan_decisions import ScanOption
 from remat.planner.scan_pairs.branches import branch_matches, branches_of
 from remat.planner.scan_pairs.joint import Match, inner_programs, joint_of, matches, prepared
 from remat.planner.scan_pairs.pair_options import PairOptions, ScanPair
-from remat.planner.scan_pairs.rewriting import ScanOption, branch_id, pair_id
+from remat.planner.scan_pairs.rewriting import branch_id, pair_id
 from remat.planner.scan_pairs.scope import Costing, Scope, free_shards, joint_scope
 from remat.planner.scan_pairs.shards import shard_matches, shards_of
 from remat.planner.tradeoffs import undominated

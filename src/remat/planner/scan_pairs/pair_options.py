@@ -26,9 +26,10 @@ from typing import Any, NamedTuple, TypeAlias
 from remat import _jax
 from remat.ir.equations import has_effects, is_repeatable
 from remat.planner.host_memory import MIN_OFFLOAD_BYTES, Copies, cuts_with_copies
+from remat.planner.plan_decisions import ScanOption
 from remat.planner.scan_pairs.emission import Emitted
 from remat.planner.scan_pairs.joint import Joint
-from remat.planner.scan_pairs.rewriting import ScanOption, with_inner
+from remat.planner.scan_pairs.rewriting import with_inner
 from remat.planner.scan_pairs.scope import Scope, joint_scope
 from remat.planner.tradeoffs import (
     at_price,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 from remat import _jax
 from remat.errors import PlanError
 from remat.ir.equations import has_effects
+from remat.planner.plan_decisions import ScanOption
 from remat.planner.scan_pairs.branches import branch_matches, branches_of, emit_branches
 from remat.planner.scan_pairs.emission import Emitted, in_steps
 from remat.planner.scan_pairs.groups import in_groups, in_two_loops
@@ -25,44 +25,6 @@ from remat.planner.scan_pairs.joint import (
 from remat.planner.scan_pairs.shards import emit_shards, shard_matches, shards_of
 
 _jax.exclude_from_tracebacks(__file__)
-
-
-@dataclasses.dataclass(frozen=True)
-class ScanOption:
-    """One way to run a pair of scans, or of conditionals.
-
-    That of two conditionals has an option for each of their branches in `inner`, and `saved` is empty.
-
-    Args:
-      saved: which values each step keeps for the backward scan: places among the joint program's
-        variables, after the choices in `inner`.
-      bytes: the most bytes that are kept at once, all steps together, and those of inner pairs.
-      seconds: time of recomputation, all steps together.
-      flops: FLOPs of recomputation, all steps together.
-      group: steps that are recomputed together; 1 if the steps are not grouped.
-      groups: the number of groups with which F begins, or of steps if `group` is 1. 0: as many as fit.
-      rest: which values F's steps after these keep; None for `saved`.
-      inner: the choices for pairs inside the two bodies: (the pair's id, its option).
-      rest_inner: those in F's steps after the first ones; None for `inner`.
-      offloaded: which of the saved values are kept in the host's memory.
-      rest_offloaded: which of those in `rest` are.
-      host_bytes: what is kept there, all steps together.
-      transfer_seconds: the part of `seconds` for copies to the host and back.
-    """
-
-    saved: tuple[int, ...]
-    bytes: int
-    seconds: float
-    flops: float
-    group: int = 1
-    groups: int = 0
-    rest: tuple[int, ...] | None = None
-    inner: tuple[tuple[str, ScanOption], ...] = ()
-    rest_inner: tuple[tuple[str, ScanOption], ...] | None = None
-    offloaded: tuple[int, ...] = ()
-    rest_offloaded: tuple[int, ...] = ()
-    host_bytes: int = 0
-    transfer_seconds: float = 0.0
 
 
 Choices = Mapping[str, ScanOption]
