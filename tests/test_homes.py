@@ -33,6 +33,7 @@ HOMES = {
     "explain/findings/*": "explain/test_findings",
     "explain/labels": "explain/test_explain_step",
     "explain/lifetimes": "explain/test_account",
+    "explain/origins": "explain/test_account",
     "explain/phases": "explain/test_account",
     "explain/recomputation": "explain/test_account",
     "explain/regions": "explain/test_findings",

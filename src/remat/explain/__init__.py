@@ -14,6 +14,7 @@ In the order in which data flows:
     recomputation  what is computed again, and what the backward pass reads
     segments       the parts that are computed again, and what each saves
     lifetimes      when each value is live
+    origins        kind, origin and cost of a value
     account        the values that are written, their lifetimes and kinds, the timeline
     hlo            what the compiled program holds at its peak
     decisions      what a plan recomputes, offloads and keeps

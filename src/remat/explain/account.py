@@ -17,7 +17,6 @@ value follows from where it is written and read:
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Collection, Sequence
 
 from remat import _jax
@@ -32,10 +31,10 @@ from remat.explain.loops import (
     iteration_blocks,
     laid_out,
 )
+from remat.explain.origins import Origins
 from remat.explain.phases import PhasedProgram, merged
 from remat.explain.recomputation import (
     behind,
-    passes_on,
     recompute_flops,
     recompute_share,
     residual_bytes,
@@ -47,13 +46,8 @@ from remat.explain.sources import user_source_of
 from remat.ir import jaxprs
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Program
-from remat.report.model import Kind, Phase, Segment, Step, Value
+from remat.report.model import Kind, Segment, Step, Value
 from remat.solvers.simulate import no_remat
-
-# Kernels between saved values that the cost of recomputing one adds up; further ones are left out.
-_MOST_KERNELS = 500
-# Primitives that only give an array another shape, if its size stays.
-_RESHAPES = frozenset({"reshape", "broadcast_in_dim", "squeeze", "expand_dims"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +113,7 @@ class _Accounting:
         most_equations: int,
         *,
         before: PhasedProgram | None = None,
-        carried: Sequence[int] = (),
+        run: Run | None = None,
     ) -> None:
         self.before = before or sides  # as it was written, with what it computes twice
         self.sides = sides
@@ -139,28 +133,17 @@ class _Accounting:
             self.lives.roots,
             self.lives.uses,
         )
+        carried: Sequence[int] = ()
+        stacked: frozenset[int] = frozenset()
+        if run is not None:  # this is the step of a loop, or a branch
+            carried = sides.inputs[run.first_carry : run.first_carry + run.n_carry]
+            stacked = frozenset(v for v in self.roots[run.n_carry :] if v is not None)
         self.in_carry = self.lives.in_carry(carried)
         self.segments = RecomputedSegments(sides, self.fused, self.lives)
         self.bodies = self._bodies(most_equations)
-        self._stacked: frozenset[int] = frozenset()  # values that the loop around this stacks
+        self.origins = Origins(sides, self.fused, self.lives, self.bodies, stacked)
         self._gradients: dict[int, str] = {}  # what values are the gradients of
         self._places: dict[int, int] = {}  # of the values of `_written`, in what it returns
-
-    # Kinds and lifetimes of values
-
-    def kind(self, v: int) -> Kind:
-        phases = self.sides.phases
-        phase = phases[self.producer[v]]
-        if v in self.sides.host_bytes:
-            return "offloaded"
-        if phase == "backward":
-            return "gradient"
-        if phase == "recompute":
-            return "recomputed"
-        later = ("backward", "recompute")
-        if phase == "forward" and any(phases[r] in later for r in self.uses[v].readers):
-            return "saved"
-        return "temporary"
 
     def account(
         self,
@@ -281,7 +264,7 @@ class _Accounting:
                 lifetimes, consumer = (), "the caller, in a donated argument's memory"
             made = self._value(root if root is not None else v, "output", lifetimes, path=name)
             found.append(dataclasses.replace(
-                made, aval=self._type(v), n_bytes=self.program.bytes[v], consumer=consumer
+                made, aval=self.origins.type_of(v), n_bytes=self.program.bytes[v], consumer=consumer
             ))  # fmt: skip
         return found, alias_bytes
 
@@ -302,7 +285,7 @@ class _Accounting:
         for v, use in self.uses.items():
             if v in outputs or v in self.in_carry or v in moved.values():
                 continue
-            kind = self.kind(v)
+            kind = self.origins.kind(v)
             lives: tuple[tuple[int, int], ...] = ((use.born, use.dies),)
             if kind == "offloaded" or v in in_results:
                 lives = ()
@@ -362,10 +345,10 @@ class _Accounting:
     ) -> Value:  # fmt: skip
         i = self.producer.get(v)
         n_bytes = self.sides.host_bytes.get(v, self.program.bytes[v])
-        common = (0, kind, self._type(v), n_bytes, lives)
+        common = (0, kind, self.origins.type_of(v), n_bytes, lives)
         if i is None:
             return Value(*common, path=path, consumer=consumer)
-        origin = self._origin(v)
+        origin = self.origins.origin(v)
         return Value(
             *common,
             primitive=origin.primitive,
@@ -377,90 +360,6 @@ class _Accounting:
             time_s=origin.time_s,
             function=origin.function,
         )
-
-    def _origin(self, v: int) -> Origin:
-        """Return what computes a value, inside a loop or branch if one returns it."""
-        i = self.producer[v]
-        op, body = self.program.ops[i], self.bodies.get(i)
-        at = op.results.index(v)
-        inner = body.results[at] if body is not None and at < len(body.results) else None
-        if body is not None and inner is not None:
-            return inner.times(body.length) if at >= body.stacked_from else inner
-        flops, time_s = self._cost_of(v)
-        i = self._reshaped_from(i)
-        op = self.program.ops[i]
-        return Origin(
-            op.name,
-            user_source_of(self.sides.eqns[i]),
-            op.label or self._names.get(v, ""),
-            path_of(op),
-            self._type(v),
-            flops,
-            time_s,
-            function=self.sides.functions[i],
-        )
-
-    def _reshaped_from(self, i: int) -> int:
-        """Return the operation that computes what an operation only gives another shape, in its kernel."""
-        ops, sizes = self.program.ops, self.program.bytes
-        while ops[i].name in _RESHAPES and len(ops[i].operands) == 1:
-            v = ops[i].operands[0]
-            before = self.producer.get(v)
-            if before is None or v in self.uses or sizes[v] != sizes[ops[i].results[0]]:
-                break
-            if jaxprs.has_body(self.sides.eqns[before]):
-                break
-            i = before
-        return i
-
-    def _type(self, v: int) -> str:
-        """Return a value's type, with the number of devices that it is sharded over: ``f32[32,256]/8``."""
-        shards = self.sides.shards[v]
-        return f"{self.program.types[v]}/{shards}" if shards > 1 else self.program.types[v]
-
-    def _cost_of(self, v: int) -> tuple[float, float]:
-        """Return the FLOPs and seconds of computing a value: a saved one from other saved values.
-
-        What lies between saved values and is not saved itself has to be computed again as well. Every
-        other value costs what its kernel does.
-        """
-        kernels = {self.producer[v]}
-        if v in self._kept or self._is_forward_result(v):
-            todo = [self.producer[v]]
-            while todo and len(kernels) < _MOST_KERNELS:
-                for before in self._kernels_before.get(todo.pop(), ()):
-                    if before not in self._kept_kernels and before not in kernels:
-                        kernels.add(before)
-                        todo.append(before)
-        inside = {x for kernel in kernels for x in self.fused.ops.get(kernel, (kernel,))}
-        return (
-            float(sum(self.program.ops[x].flops for x in inside)),
-            sum(self.fused.seconds.get(kernel, 0.0) for kernel in kernels),
-        )
-
-    def _is_forward_result(self, v: int) -> bool:
-        """Return whether a value is a carry that an iteration of a loop in the forward pass returns."""
-        return bool(self._stacked) and v in self.roots and self._phase_of(v) == "forward"
-
-    def _phase_of(self, v: int) -> Phase:
-        return self.sides.phases[self.producer[v]]
-
-    @functools.cached_property
-    def _kept(self) -> frozenset[int]:
-        """Return the values of the forward pass that are saved, here or by the loop that runs this."""
-        saved = {v for v in self.uses if self.kind(v) == "saved"}
-        return frozenset(saved | {v for v in self._stacked if self._phase_of(v) == "forward"})
-
-    @functools.cached_property
-    def _kept_kernels(self) -> frozenset[int]:
-        return frozenset(self.producer[v] for v in self._kept)
-
-    @functools.cached_property
-    def _kernels_before(self) -> dict[int, tuple[int, ...]]:
-        return {
-            node.id: tuple(before for before in node.deps if before in self.step_of)
-            for node in self.fused.graph.nodes
-        }
 
     def _reader(self, v: int, i: int | None) -> str:
         """Return in words which operation reads a value, inside a loop if it reads slices there."""
@@ -474,20 +373,6 @@ class _Accounting:
                 return read.consumer
         source = user_source_of(self.sides.eqns[i])
         return f"{self._label(i)}, {source}" if source else self._label(i)
-
-    @functools.cached_property
-    def _names(self) -> dict[int, str]:
-        """Return the checkpoint names of values, which belong to the copies `checkpoint_name` made."""
-        found: dict[int, str] = {}
-        for op in self.program.ops:
-            if op.label:
-                v = op.operands[0] if op.operands else -1
-                while (i := self.producer.get(v)) is not None:
-                    found.setdefault(v, op.label)
-                    if not passes_on(self.program.ops[i]):
-                        break
-                    v = self.program.ops[i].operands[0]
-        return found
 
     # Loops and branches
 
@@ -512,9 +397,7 @@ class _Accounting:
         eqn = self.sides.eqns[kernel]
         at_operand = operands_of(run, eqn)
         sides = program_of(run, self.sides, kernel)
-        carried = sides.inputs[run.first_carry : run.first_carry + run.n_carry]
-        inner = _Accounting(sides, self.price, True, most_equations, carried=carried)
-        inner._stacked = frozenset(v for v in inner.roots[run.n_carry :] if v is not None)
+        inner = _Accounting(sides, self.price, True, most_equations, run=run)
         results, born = inner.results(run) if run.returns else ((), ())
         reads = {
             at_operand[at]: read
@@ -551,9 +434,9 @@ class _Accounting:
                 at = carried.get(behind(v, self.program, self.producer), -1)
                 if 0 <= at < run.n_carry:  # what the iteration before handed on
                     made = ids[at][1]
-            origin = self._origin(made) if made is not None else None
+            origin = self.origins.origin(made) if made is not None else None
             if origin is not None and origin.count == 1:
-                origin = dataclasses.replace(origin, aval=self._type(v))
+                origin = dataclasses.replace(origin, aval=self.origins.type_of(v))
             origins.append(origin)
             born.append(self.uses_of(root) if root is not None else 0)
         return tuple(origins), tuple(born)
@@ -593,7 +476,7 @@ class _Accounting:
             if origin is None:
                 op = self.program.ops[kernel]
                 source = user_source_of(self.sides.eqns[kernel])
-                origin = Origin("slice", source, "", path_of(op), self._type(v))
+                origin = Origin("slice", source, "", path_of(op), self.origins.type_of(v))
             origin = dataclasses.replace(origin, path=self._gradients.get(v, "") or origin.path)
             stack = Stack(self.step_of[kernel], body.born[at], origin)
             found[first + place] = self._read_by_slices(v, body, stack)

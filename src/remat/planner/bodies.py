@@ -22,17 +22,16 @@ from remat import _jax
 from remat.errors import BudgetError, PlanError
 from remat.planner.rewrite import Decisions, decisions_of, rewritten, rewritten_in_two
 from remat.planner.scan_pairs.branches import branch_matches
-from remat.planner.scan_pairs.joint import (
-    Match,
+from remat.planner.scan_pairs.inside import (
     Replacements,
     inner_programs,
     inside_of,
-    matches,
     places_without,
     prepared,
     replaced,
     walk_inside,
 )
+from remat.planner.scan_pairs.matching import Match, matches
 from remat.planner.scan_pairs.rewriting import pair_id
 from remat.planner.scan_pairs.shards import Shards, emit_in_two, shard_matches, shards_of
 from remat.program.from_jaxpr import FlatWriter, Slowdown, no_slowdown

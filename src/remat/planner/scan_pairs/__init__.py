@@ -5,6 +5,8 @@ whose residuals a backward one reads, with the options of what to keep and what 
 writes chosen options into the program. `opened` returns the program with the user's own checkpoints in such
 loops inlined, so that the options decide what these recompute, too.
 
+    matching     which equations form pairs
+    inside       the programs inside equations
     joint        the two bodies as one program
     shards       pairs of `shard_map`s with such scans inside
     branches     pairs of conditionals, joined branch by branch

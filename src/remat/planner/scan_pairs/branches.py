@@ -18,14 +18,8 @@ from remat.ir.equations import has_effects, is_repeatable
 from remat.ir.repetitions import on_own_variables, without_repetitions
 from remat.ir.split.branches import branch_again, empty_value, shared_slots
 from remat.planner.scan_pairs.emission import Emitted
-from remat.planner.scan_pairs.joint import (
-    Joint,
-    Match,
-    by_operand,
-    in_pairs,
-    only_read_by,
-    size_of,
-)
+from remat.planner.scan_pairs.joint import Joint, by_operand
+from remat.planner.scan_pairs.matching import Match, in_pairs, only_read_by, size_of
 
 _jax.exclude_from_tracebacks(__file__)
 

@@ -13,8 +13,7 @@ B may compute known values, too: derivatives of elementwise functions, and all t
 body recomputes. Where such an equation repeats one of F (the same primitive on the same operands with
 the same parameters), the joint program has it once.
 
-A constant that is a broadcast of something smaller is computed inside the steps, from that. (JAX's partial
-evaluation moves what is the same in all steps out of a loop, at whatever size.)
+A constant that is a broadcast of something smaller is computed inside the steps (`inside`).
 
 Loops inside the bodies form pairs in the joint program: it is a program like the one around it.
 
@@ -33,120 +32,27 @@ Terms, most of them attributes of `Joint`:
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from remat import _jax
+from remat.aliases import Atom
 from remat.ir import jaxprs
-from remat.ir.equations import is_fusible, is_repeatable, plain_call, programs_of
+from remat.ir.equations import is_fusible, is_repeatable
 from remat.ir.repetitions import (
     Around,
     step_of,
     without_repetitions,
 )
+from remat.planner.scan_pairs.inside import SunkBroadcasts
+from remat.planner.scan_pairs.matching import Match, only_read_by, slices
 
 _jax.exclude_from_tracebacks(__file__)
 
 # Equations before a loop among which those are looked for that the backward scan repeats; more find
 # longer chains.
 _MAX_ANCESTORS = 200
-
-
-class Match(NamedTuple):
-    """A forward and a backward scan, by their places among a jaxpr's equations."""
-
-    forward: int
-    backward: int
-
-
-def matches(jaxpr: _jax.Jaxpr) -> list[Match]:
-    """Return the pairs of scans of a jaxpr, each scan in at most one, in the order of the first.
-
-    Of several scans that a scan could form a pair with, the one with the most bytes in between counts.
-    """
-
-    def stacked_bytes(i: int, j: int) -> int:
-        forward, backward = jaxpr.eqns[i], jaxpr.eqns[j]
-        if forward.params["length"] != backward.params["length"]:
-            return 0
-        return sum(size_of(forward.outvars[k].aval) for k in only_read_by(jaxpr, i, j))
-
-    return in_pairs(jaxpr, _is_loop, stacked_bytes)
-
-
-def in_pairs(
-    jaxpr: _jax.Jaxpr,
-    is_candidate: Callable[[_jax.JaxprEqn], bool],
-    bytes_between: Callable[[int, int], int],
-) -> list[Match]:
-    """Return pairs of equations of which the second reads the first, each equation in at most one.
-
-    Args:
-      jaxpr: the program.
-      is_candidate: which equations form pairs.
-      bytes_between: of the first's results that the second reads; 0 if the two form no pair.
-    """
-    made_by = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-    found: dict[Match, int] = {}
-    for j, eqn in enumerate(jaxpr.eqns):
-        if not is_candidate(eqn):
-            continue
-        for i in {made_by[v] for v in eqn.invars if _jax.is_var(v) and v in made_by}:
-            size = bytes_between(i, j) if is_candidate(jaxpr.eqns[i]) else 0
-            if size:
-                found[Match(i, j)] = size
-    chosen: list[Match] = []
-    taken: set[int] = set()
-    for match in sorted(found, key=lambda m: (-found[m], m)):
-        if taken.isdisjoint(match):
-            chosen.append(match)
-            taken.update(match)
-    return sorted(chosen)
-
-
-def _is_loop(eqn: _jax.JaxprEqn) -> bool:
-    # A symbolic length is not an int.
-    return _jax.scan_body(eqn) is not None and isinstance(eqn.params["length"], int)
-
-
-def _slices(eqn: _jax.JaxprEqn) -> Sequence[Any]:
-    """Return the operands of a scan of which each step reads a slice."""
-    return eqn.invars[sum(_jax.scan_arity(eqn)) :]
-
-
-def only_read_by(jaxpr: _jax.Jaxpr, i: int, j: int) -> list[int]:
-    """Return which results of equation i only j reads; of two scans, only stacks that j reads in slices."""
-    forward, backward = jaxpr.eqns[i], jaxpr.eqns[j]
-    readers = _readers(jaxpr)
-    n_carry = n_whole = 0
-    if forward.primitive.name == "scan":
-        n_carry, n_whole = _jax.scan_arity(forward)[1], sum(_jax.scan_arity(backward))
-    whole = {v for v in backward.invars[:n_whole] if _jax.is_var(v)}
-    return [
-        k
-        for k, v in enumerate(forward.outvars)
-        if k >= n_carry and readers.get(v) == {j} and v not in whole
-    ]
-
-
-@_jax.weakref_lru_cache
-def _readers(jaxpr: _jax.Jaxpr) -> dict[_jax.Var, set[int]]:
-    """Return the places of the equations that read each variable; that of the results is the last."""
-    readers: dict[_jax.Var, set[int]] = {}
-    reads = [*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars]
-    for k, atoms in enumerate(reads):
-        for v in atoms:
-            if _jax.is_var(v):
-                readers.setdefault(v, set()).add(k)
-    return readers
-
-
-def size_of(aval: Any) -> int:
-    """Return the bytes of a type, on all devices; 0 for types other than arrays."""
-    return int(getattr(aval, "size", 0)) * _jax.itemsize_bytes(aval) if _jax.is_array(aval) else 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -177,7 +83,7 @@ class Joint:
     backward: _jax.JaxprEqn
     jaxpr: _jax.Jaxpr
     n_forward: int
-    outside: Mapping[_jax.Var, Any]
+    outside: Mapping[_jax.Var, Atom]
     consts: Sequence[_jax.Var]
     carry: Sequence[_jax.Var]
     xs: Sequence[_jax.Var]
@@ -185,8 +91,8 @@ class Joint:
     backward_carry: Sequence[_jax.Var]
     backward_xs: Sequence[_jax.Var]
     n_results: int
-    kept: Sequence[tuple[int, Any]]
-    linked: Sequence[tuple[Any, _jax.Var]]
+    kept: Sequence[tuple[int, Atom]]
+    linked: Sequence[tuple[Atom, _jax.Var]]
     stacked: Mapping[_jax.Var, _jax.Var]
 
     @property
@@ -195,17 +101,17 @@ class Joint:
         return int(self.forward.params.get("length", 1))
 
     @property
-    def carry_results(self) -> Sequence[Any]:
+    def carry_results(self) -> Sequence[Atom]:
         """Return F's carry after a step."""
         return self.jaxpr.outvars[: len(self.carry)]
 
     @property
-    def results(self) -> Sequence[Any]:
+    def results(self) -> Sequence[Atom]:
         """Return F's results that remain whatever is decided."""
         return self.jaxpr.outvars[: self.n_results]
 
     @property
-    def backward_results(self) -> Sequence[Any]:
+    def backward_results(self) -> Sequence[Atom]:
         """Return B's results."""
         return self.jaxpr.outvars[self.n_results :]
 
@@ -264,7 +170,7 @@ class Joint:
         return frozenset((*self.consts, *self.xs, *self.stacked))
 
     def closure(
-        self, wanted: Iterable[Any], available: frozenset[_jax.Var]
+        self, wanted: Iterable[Atom], available: frozenset[_jax.Var]
     ) -> tuple[list[_jax.JaxprEqn], list[_jax.Var]]:
         """Return the known equations that compute values from available ones, and which these read.
 
@@ -311,13 +217,13 @@ def joint_of(jaxpr: _jax.Jaxpr, match: Match) -> Joint:
     backward_consts, backward_carry, backward_xs = _jax.split_list(
         b.invars, _jax.scan_arity(backward)
     )
-    names: dict[_jax.Var, Any] = {}
-    sunk = _Sunk(jaxpr, dict(zip(consts, forward.invars)))
+    names: dict[_jax.Var, Atom] = {}
+    sunk = SunkBroadcasts(jaxpr, dict(zip(consts, forward.invars)))
     f_eqns = [*sunk.eqns, *f.eqns]
 
     n_carry, n_own = len(carry), len(backward_consts) + len(backward_carry)
     inside = dict(zip(forward.outvars[n_carry:], f.outvars[n_carry:]))
-    of_array = by_operand(xs, _slices(forward))
+    of_array = by_operand(xs, slices(forward))
     for v, operand in zip(backward_xs, backward.invars[n_own:]):
         source = None if not _jax.is_var(operand) else inside.get(operand, of_array.get(operand))
         if source is not None:
@@ -352,7 +258,7 @@ def joint_of(jaxpr: _jax.Jaxpr, match: Match) -> Joint:
     backward_xs = [v for v in backward_xs if v not in names]
     outside = {
         **sunk.outside,
-        **dict(zip(xs, _slices(forward))),
+        **dict(zip(xs, slices(forward))),
         **{v: own_outside[v] for v in (*backward_consts, *backward_xs)},
     }
     results = [*f.outvars[:n_carry], *(v for _, v in kept)]
@@ -394,160 +300,9 @@ def _ancestors(jaxpr: _jax.Jaxpr, end: int, values: Iterable[_jax.Var]) -> list[
     return found[::-1]
 
 
-def prepared(jaxpr: _jax.Jaxpr, eqn: _jax.JaxprEqn) -> _jax.JaxprEqn:
-    """Return an equation of a jaxpr with plain calls in its bodies inlined, if it has bodies.
-
-    A scan computes the broadcasts among its constants in its steps.
-    """
-    for body, _ in inner_programs(eqn):
-        opened = _jax.open_jaxpr(body)
-        if any(plain_call(inner) is not None for inner in opened.eqns):
-            eqn = jaxprs.replace_body(eqn, body, jaxprs.inline_calls(opened, plain_call))
-    return _with_broadcasts_inside(jaxpr, eqn)
-
-
-def _with_broadcasts_inside(jaxpr: _jax.Jaxpr, eqn: _jax.JaxprEqn) -> _jax.JaxprEqn:
-    body = _jax.scan_body(eqn)
-    if body is None:
-        return eqn
-    n_consts, n_carry = _jax.scan_arity(eqn)
-    sunk = _Sunk(jaxpr, dict(zip(body.invars[:n_consts], eqn.invars)))
-    if not sunk.eqns:
-        return eqn
-    invars = [*sunk.outside, *body.invars[n_consts:]]
-    step = _jax.jaxpr_of(invars, body.outvars, [*sunk.eqns, *body.eqns], body)
-    operands = [*sunk.outside.values(), *eqn.invars[n_consts:]]
-    return jaxprs.scan_of_step(eqn, step, operands, eqn.outvars, len(sunk.outside), n_carry)
-
-
-class _Sunk:
-    """The broadcasts among the constants of a step, computed inside of it.
-
-    Attributes:
-      outside: the operand for each constant that is left, by the variable inside.
-      inside: the variables inside, by operand.
-      eqns: the equations that compute the other constants.
-    """
-
-    def __init__(self, jaxpr: _jax.Jaxpr, constants: Mapping[_jax.Var, Any]) -> None:
-        self._made_by = _makers(jaxpr)
-        self.outside: dict[_jax.Var, Any] = {}
-        self.inside: dict[_jax.Var, _jax.Var] = {}
-        self.eqns: list[_jax.JaxprEqn] = []
-        for v, operand in constants.items():
-            self._add(v, operand)
-
-    def _add(self, v: _jax.Var, operand: Any) -> None:
-        if _jax.is_var(operand):
-            self.inside.setdefault(operand, v)
-            eqn = self._made_by.get(operand)
-            if eqn is not None and _broadcasts(eqn):
-                invars = [self._variable(u) if _jax.is_var(u) else u for u in eqn.invars]
-                self.eqns.append(eqn.replace(invars=invars, outvars=[v]))
-                return
-        self.outside[v] = operand
-
-    def _variable(self, operand: _jax.Var) -> _jax.Var:
-        if operand not in self.inside:
-            self._add(_jax.new_var(operand.aval), operand)
-        return self.inside[operand]
-
-
-@_jax.weakref_lru_cache
-def _makers(jaxpr: _jax.Jaxpr) -> dict[_jax.Var, _jax.JaxprEqn]:
-    """Return the equation that computes each variable."""
-    return {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-
-
-def _broadcasts(eqn: _jax.JaxprEqn) -> bool:
-    """Return whether compilers compute an equation where it is read, from fewer bytes than it makes."""
-    return (
-        len(eqn.outvars) == 1
-        and is_fusible(eqn)
-        and is_repeatable(eqn)
-        and 2 * sum(size_of(v.aval) for v in eqn.invars) < size_of(eqn.outvars[0].aval)
-    )
-
-
 def _slices_of_vars(eqn: _jax.JaxprEqn) -> Iterator[_jax.Var]:
-    return (v for v in _slices(eqn) if _jax.is_var(v))
+    return (v for v in slices(eqn) if _jax.is_var(v))
 
 
-def by_operand(inside: Sequence[_jax.Var], operands: Sequence[Any]) -> dict[_jax.Var, _jax.Var]:
+def by_operand(inside: Sequence[_jax.Var], operands: Sequence[Atom]) -> dict[_jax.Var, _jax.Var]:
     return {operand: v for v, operand in zip(inside, operands) if _jax.is_var(operand)}
-
-
-# --------------------------------------------------------------------------------------------------
-# Programs inside
-
-
-Replacements = dict[int, list[_jax.JaxprEqn]]
-
-
-def inner_programs(eqn: _jax.JaxprEqn) -> list[tuple[Any, int]]:
-    """Return the jaxprs without constants that an equation runs, and how often it runs each.
-
-    Loops inside of functions with derivative rules and of linear solves are decided, and the rules stay.
-    """
-    length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-    times = length if isinstance(length, int) else 1
-    return [
-        (body, times)
-        for body in programs_of(eqn)
-        if not getattr(body, "consts", None) and not _jax.open_jaxpr(body).constvars
-    ]
-
-
-def inside_of(eqn: _jax.JaxprEqn) -> contextlib.AbstractContextManager[None]:
-    """Return the tracing context of an equation's bodies."""
-    is_map = eqn.primitive.name == "shard_map"
-    return _jax.inside_shard_map(eqn) if is_map else contextlib.nullcontext()
-
-
-def replaced(jaxpr: _jax.Jaxpr, new: Mapping[int, Sequence[_jax.JaxprEqn]]) -> _jax.Jaxpr:
-    """Return a jaxpr with other equations in place of some."""
-    eqns = [e for i, eqn in enumerate(jaxpr.eqns) for e in new.get(i, (eqn,))]
-    return _jax.rebuild(jaxpr, eqns=eqns)
-
-
-def places_without(jaxpr: _jax.Jaxpr, ids: Iterable[str], prefix: str) -> list[int]:
-    """Return the places of the equations inside of which there is nothing with one of these ids.
-
-    Args:
-      jaxpr: the program.
-      ids: of pairs of scans, or of bodies; each starts with the places of the equations around it.
-      prefix: the program's own.
-    """
-    wanted = {id[len(prefix) :].partition(".")[0] for id in ids if id.startswith(prefix)}
-    return [i for i in range(len(jaxpr.eqns)) if str(i) not in wanted]
-
-
-def walk_inside(
-    jaxpr: _jax.Jaxpr,
-    skipped: Iterable[int],
-    change: Callable[[_jax.Jaxpr, str], _jax.Jaxpr],
-    prefix: str,
-) -> Replacements:
-    """Return the equations of a jaxpr whose inner programs `change(program, prefix)` changes.
-
-    Args:
-      jaxpr: the program.
-      skipped: the places of equations that are left alone.
-      change: returns the same object where it changes nothing.
-      prefix: the program's own; those of inner programs start with it.
-    """
-    left = set(skipped)
-    new: Replacements = {}
-    for i, eqn in enumerate(jaxpr.eqns):
-        if i in left:
-            continue
-        changed = whole = prepared(jaxpr, eqn)
-        for k, (body, _) in enumerate(inner_programs(whole)):
-            opened = _jax.open_jaxpr(body)
-            with inside_of(eqn):
-                inner = change(opened, f"{prefix}{i}.{k}/")
-            if inner is not opened:
-                changed = jaxprs.replace_body(changed, body, inner)
-        if changed is not whole:
-            new[i] = [changed]
-    return new

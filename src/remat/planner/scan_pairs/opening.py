@@ -12,7 +12,8 @@ from remat import _jax
 from remat.ir import jaxprs
 from remat.ir.equations import called_body, is_region, transparent_call
 from remat.ir.repetitions import without_repeated
-from remat.planner.scan_pairs.joint import Replacements, matches, replaced, walk_inside
+from remat.planner.scan_pairs.inside import Replacements, replaced, walk_inside
+from remat.planner.scan_pairs.matching import matches
 from remat.planner.scan_pairs.shards import shard_matches
 
 

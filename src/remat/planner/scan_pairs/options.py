@@ -12,7 +12,9 @@ from remat import _jax
 from remat.planner.host_memory import Transfer
 from remat.planner.plan_decisions import ScanOption
 from remat.planner.scan_pairs.branches import branch_matches, branches_of
-from remat.planner.scan_pairs.joint import Match, inner_programs, joint_of, matches, prepared
+from remat.planner.scan_pairs.inside import inner_programs, prepared
+from remat.planner.scan_pairs.joint import joint_of
+from remat.planner.scan_pairs.matching import Match, matches
 from remat.planner.scan_pairs.pair_options import PairOptions, ScanPair
 from remat.planner.scan_pairs.rewriting import branch_id, pair_id
 from remat.planner.scan_pairs.scope import Costing, Scope, free_shards, joint_scope

@@ -11,17 +11,15 @@ from remat.planner.plan_decisions import ScanOption
 from remat.planner.scan_pairs.branches import branch_matches, branches_of, emit_branches
 from remat.planner.scan_pairs.emission import Emitted, in_steps
 from remat.planner.scan_pairs.groups import in_groups, in_two_loops
-from remat.planner.scan_pairs.joint import (
-    Joint,
-    Match,
+from remat.planner.scan_pairs.inside import (
     Replacements,
     inside_of,
-    joint_of,
-    matches,
     places_without,
     replaced,
     walk_inside,
 )
+from remat.planner.scan_pairs.joint import Joint, joint_of
+from remat.planner.scan_pairs.matching import Match, matches
 from remat.planner.scan_pairs.shards import emit_shards, shard_matches, shards_of
 
 _jax.exclude_from_tracebacks(__file__)

@@ -11,7 +11,8 @@ from remat import _jax
 from remat.ir import jaxprs
 from remat.ir.flops import WHILE_TRIPS
 from remat.planner.host_memory import Transfer
-from remat.planner.scan_pairs.joint import Joint, inner_programs
+from remat.planner.scan_pairs.inside import inner_programs
+from remat.planner.scan_pairs.joint import Joint
 from remat.planner.scan_pairs.shards import Shards
 from remat.planner.tradeoffs import seconds_of
 from remat.program.from_jaxpr import (

@@ -16,7 +16,7 @@ from remat import _jax
 from remat.ir import jaxprs
 from remat.ir.repetitions import step_of, without_repetitions
 from remat.ir.split import Crossing, crossing, shard_map_of
-from remat.planner.scan_pairs.joint import Match, in_pairs, only_read_by, size_of
+from remat.planner.scan_pairs.matching import Match, in_pairs, only_read_by, size_of
 
 _jax.exclude_from_tracebacks(__file__)
 

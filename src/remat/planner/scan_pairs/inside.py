@@ -1,0 +1,169 @@
+"""The programs inside equations: walking them, and preparing an equation so that its bodies can be decided.
+
+Before a body is decided, plain calls in it are inlined, and a constant that is a broadcast of something
+smaller is computed inside the step, from that. (JAX's partial evaluation moves what is the same in all steps
+out of a loop, at whatever size.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from remat import _jax
+from remat.aliases import Atom, JaxprLike
+from remat.ir import jaxprs
+from remat.ir.equations import is_fusible, is_repeatable, plain_call, programs_of
+from remat.planner.scan_pairs.matching import size_of
+
+_jax.exclude_from_tracebacks(__file__)
+
+Replacements = dict[int, list[_jax.JaxprEqn]]
+
+
+def inner_programs(eqn: _jax.JaxprEqn) -> list[tuple[JaxprLike, int]]:
+    """Return the jaxprs without constants that an equation runs, and how often it runs each.
+
+    Loops inside of functions with derivative rules and of linear solves are decided, and the rules stay.
+    """
+    length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+    times = length if isinstance(length, int) else 1
+    return [
+        (body, times)
+        for body in programs_of(eqn)
+        if not getattr(body, "consts", None) and not _jax.open_jaxpr(body).constvars
+    ]
+
+
+def inside_of(eqn: _jax.JaxprEqn) -> contextlib.AbstractContextManager[None]:
+    """Return the tracing context of an equation's bodies."""
+    is_map = eqn.primitive.name == "shard_map"
+    return _jax.inside_shard_map(eqn) if is_map else contextlib.nullcontext()
+
+
+def replaced(jaxpr: _jax.Jaxpr, new: Mapping[int, Sequence[_jax.JaxprEqn]]) -> _jax.Jaxpr:
+    """Return a jaxpr with other equations in place of some."""
+    eqns = [e for i, eqn in enumerate(jaxpr.eqns) for e in new.get(i, (eqn,))]
+    return _jax.rebuild(jaxpr, eqns=eqns)
+
+
+def places_without(jaxpr: _jax.Jaxpr, ids: Iterable[str], prefix: str) -> list[int]:
+    """Return the places of the equations inside of which there is nothing with one of these ids.
+
+    Args:
+      jaxpr: the program.
+      ids: of pairs of scans, or of bodies; each starts with the places of the equations around it.
+      prefix: the program's own.
+    """
+    wanted = {id[len(prefix) :].partition(".")[0] for id in ids if id.startswith(prefix)}
+    return [i for i in range(len(jaxpr.eqns)) if str(i) not in wanted]
+
+
+def walk_inside(
+    jaxpr: _jax.Jaxpr,
+    skipped: Iterable[int],
+    change: Callable[[_jax.Jaxpr, str], _jax.Jaxpr],
+    prefix: str,
+) -> Replacements:
+    """Return the equations of a jaxpr whose inner programs `change(program, prefix)` changes.
+
+    Args:
+      jaxpr: the program.
+      skipped: the places of equations that are left alone.
+      change: returns the same object where it changes nothing.
+      prefix: the program's own; those of inner programs start with it.
+    """
+    left = set(skipped)
+    new: Replacements = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        if i in left:
+            continue
+        changed = whole = prepared(jaxpr, eqn)
+        for k, (body, _) in enumerate(inner_programs(whole)):
+            opened = _jax.open_jaxpr(body)
+            with inside_of(eqn):
+                inner = change(opened, f"{prefix}{i}.{k}/")
+            if inner is not opened:
+                changed = jaxprs.replace_body(changed, body, inner)
+        if changed is not whole:
+            new[i] = [changed]
+    return new
+
+
+# --------------------------------------------------------------------------------------------------
+# Preparing an equation
+
+
+def prepared(jaxpr: _jax.Jaxpr, eqn: _jax.JaxprEqn) -> _jax.JaxprEqn:
+    """Return an equation of a jaxpr with plain calls in its bodies inlined, if it has bodies.
+
+    A scan computes the broadcasts among its constants in its steps.
+    """
+    for body, _ in inner_programs(eqn):
+        opened = _jax.open_jaxpr(body)
+        if any(plain_call(inner) is not None for inner in opened.eqns):
+            eqn = jaxprs.replace_body(eqn, body, jaxprs.inline_calls(opened, plain_call))
+    return _with_broadcasts_inside(jaxpr, eqn)
+
+
+def _with_broadcasts_inside(jaxpr: _jax.Jaxpr, eqn: _jax.JaxprEqn) -> _jax.JaxprEqn:
+    body = _jax.scan_body(eqn)
+    if body is None:
+        return eqn
+    n_consts, n_carry = _jax.scan_arity(eqn)
+    sunk = SunkBroadcasts(jaxpr, dict(zip(body.invars[:n_consts], eqn.invars)))
+    if not sunk.eqns:
+        return eqn
+    invars = [*sunk.outside, *body.invars[n_consts:]]
+    step = _jax.jaxpr_of(invars, body.outvars, [*sunk.eqns, *body.eqns], body)
+    operands = [*sunk.outside.values(), *eqn.invars[n_consts:]]
+    return jaxprs.scan_of_step(eqn, step, operands, eqn.outvars, len(sunk.outside), n_carry)
+
+
+class SunkBroadcasts:
+    """The broadcasts among the constants of a step, computed inside of it.
+
+    Attributes:
+      outside: the operand for each constant that is left, by the variable inside.
+      inside: the variables inside, by operand.
+      eqns: the equations that compute the other constants.
+    """
+
+    def __init__(self, jaxpr: _jax.Jaxpr, constants: Mapping[_jax.Var, Atom]) -> None:
+        self._made_by = _makers(jaxpr)
+        self.outside: dict[_jax.Var, Atom] = {}
+        self.inside: dict[_jax.Var, _jax.Var] = {}
+        self.eqns: list[_jax.JaxprEqn] = []
+        for v, operand in constants.items():
+            self._add(v, operand)
+
+    def _add(self, v: _jax.Var, operand: Atom) -> None:
+        if _jax.is_var(operand):
+            self.inside.setdefault(operand, v)
+            eqn = self._made_by.get(operand)
+            if eqn is not None and _broadcasts(eqn):
+                invars = [self._variable(u) if _jax.is_var(u) else u for u in eqn.invars]
+                self.eqns.append(eqn.replace(invars=invars, outvars=[v]))
+                return
+        self.outside[v] = operand
+
+    def _variable(self, operand: _jax.Var) -> _jax.Var:
+        if operand not in self.inside:
+            self._add(_jax.new_var(operand.aval), operand)
+        return self.inside[operand]
+
+
+@_jax.weakref_lru_cache
+def _makers(jaxpr: _jax.Jaxpr) -> dict[_jax.Var, _jax.JaxprEqn]:
+    """Return the equation that computes each variable."""
+    return {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+
+
+def _broadcasts(eqn: _jax.JaxprEqn) -> bool:
+    """Return whether compilers compute an equation where it is read, from fewer bytes than it makes."""
+    return (
+        len(eqn.outvars) == 1
+        and is_fusible(eqn)
+        and is_repeatable(eqn)
+        and 2 * sum(size_of(v.aval) for v in eqn.invars) < size_of(eqn.outvars[0].aval)
+    )
