@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import pathlib
+import pickle
 import pydoc
 import subprocess
 import sys
@@ -209,6 +210,31 @@ def test_a_repr_is_one_short_line_that_says_what_it_is(make, expected):
     text = repr(make())
     assert text.startswith(expected)
     assert len(text) <= 120 and text.isprintable()
+
+
+@remat.checkpoint
+def decorated(x):
+    return jnp.sin(x)
+
+
+class WithMethod:
+    @remat.checkpoint(static_argnums=0)
+    def method(self, x):
+        return jnp.sin(x)
+
+
+def test_a_checkpointed_function_pickles_and_is_a_function_to_inspect():
+    assert pickle.loads(pickle.dumps(decorated)) is decorated
+    assert inspect.isfunction(decorated)
+    assert decorated.__name__ == decorated.__qualname__ == "decorated"
+    assert decorated.__module__ == __name__
+    assert decorated.__wrapped__(1.0) == decorated(1.0)
+    assert list(inspect.signature(decorated).parameters) == ["x"]
+
+
+def test_a_checkpointed_function_in_a_class_is_a_method():
+    assert inspect.isfunction(WithMethod.__dict__["method"])
+    assert WithMethod().method(1.0) == jnp.sin(1.0)
 
 
 def test_remat_is_checkpoint():

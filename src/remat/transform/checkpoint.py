@@ -136,6 +136,9 @@ def checkpoint(
     cse = _normalize_prevent_cse(prevent_cse)
     statics = Statics.of(fun, static_argnums, static_argnames)
 
+    # A function as `jax.checkpoint` returns one, so its repr is Python's: `<function f at 0x...>`. An object
+    # with a repr of its own would not be a method where a class is inspected (`haiku.Module` wraps only what
+    # `inspect.isfunction` accepts), and another `__qualname__` would keep decorated functions from pickling.
     @_jax.wraps(fun)
     @_jax.api_boundary
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
