@@ -12,9 +12,8 @@ import pytest
 
 import remat_command
 
-_INTERRUPTED = """
+_INTERRUPT_AT_JAX = """
 import importlib.abc, os, signal, sys, time
-import remat_command
 
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
@@ -24,6 +23,11 @@ class Finder(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Finder())
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+"""
+
+_INTERRUPTED = f"""
+import remat_command
+{_INTERRUPT_AT_JAX}
 remat_command.main()
 """
 
@@ -40,17 +44,9 @@ def test_an_interrupt_while_jax_loads_ends_the_process_without_a_traceback():
     assert (out.returncode, out.stdout, out.stderr) == (-signal.SIGINT, "", "")
 
 
-_INTERRUPTED_MODULE = """
-import importlib.abc, os, runpy, signal, sys, time
-
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name == "jax":
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(60)
-
-sys.meta_path.insert(0, Finder())
-signal.signal(signal.SIGINT, signal.default_int_handler)
+_INTERRUPTED_MODULE = f"""
+import runpy
+{_INTERRUPT_AT_JAX}
 sys.argv, sys.orig_argv = ["-m"], [sys.executable, "-m", "remat"]  # as Python sets them for `python -m remat`
 runpy.run_module("remat", run_name="__main__")
 """
