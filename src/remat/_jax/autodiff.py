@@ -40,22 +40,23 @@ from remat._jax.compat import (
 )
 from remat._jax.equations import has_lasting_effects
 from remat._jax.tracing import trace
+from remat.aliases import Array, Aval, AxisData, Dim, TreeDef
 
 
-def is_zero(tangent: Any) -> bool:
+def is_zero(tangent: Array) -> bool:
     return type(tangent) is Zero
 
 
-def zero_tangent(primal: Any) -> Zero:
+def zero_tangent(primal: Array) -> Zero:
     return _ad_util.p2tz(primal)
 
 
-def batched_type(aval: Any, axis_data: Any) -> Any:
+def batched_type(aval: Aval, axis_data: AxisData) -> Any:
     """Return the type of an array with the axis of a `vmap` in front."""
     return _core.unmapped_aval(axis_data.size, 0, aval, axis_data.explicit_mesh_axis)
 
 
-def batched(x: Any, dim: int | None, axis_data: Any) -> Any:
+def batched(x: Any, dim: int | None, axis_data: AxisData) -> Any:
     """Return an array with the axis of a `vmap` in front, sharded as the others are that have it."""
     if dim is None:
         return _batching.broadcast(x, axis_data.size, 0, axis_data.explicit_mesh_axis)
@@ -120,7 +121,7 @@ class Transposed(NamedTuple):
     jaxpr: Jaxpr
     consts: tuple[Any, ...]
     ins_zero: list[bool]
-    out_tree: Any
+    out_tree: TreeDef
 
 
 def transpose(
@@ -174,7 +175,7 @@ def transpose(
     return Transposed(result, consts, seen["ins_zero"], seen["out_tree"])
 
 
-def _backward(jaxpr: Jaxpr, args: Sequence[Any], cts: Sequence[Any]) -> tuple[list[Any], dict]:
+def _backward(jaxpr: Jaxpr, args: Sequence[Array], cts: Sequence[Array]) -> tuple[list[Any], dict]:
     # 0.11 added logs of the backward pass; delete the second half with 0.10.
     if JAX_VERSION >= (0, 11):
         return _ad_src.backward_pass(jaxpr, False, (), args, cts, return_logs=True)
@@ -182,7 +183,7 @@ def _backward(jaxpr: Jaxpr, args: Sequence[Any], cts: Sequence[Any]) -> tuple[li
 
 
 def batch_jaxpr(
-    jaxpr: Jaxpr, axis_data: Any, dims: Sequence[Any]
+    jaxpr: Jaxpr, axis_data: AxisData, dims: Sequence[Dim]
 ) -> tuple[Jaxpr, tuple[Any, ...], list[int | None]]:
     """Return the jaxpr under `vmap`, its constants, and each result's batch axis: 0, or None."""
     closed, batched = _batching_src.batch_jaxpr_axes(
@@ -202,7 +203,7 @@ def known_values(tracers: Sequence[Any]) -> list[Any]:
 def stage_eqn(
     trace_: Any,
     primitive: Primitive,
-    residuals: Sequence[Any],
+    residuals: Sequence[Array],
     tracers: Sequence[Any],
     jaxpr: Jaxpr,
     params: dict,
@@ -256,7 +257,7 @@ def _on_arrays(rule: Callable) -> Callable:
     JAX passes Python's numbers on as primals and tangents, as in `jax.jacfwd(jax.grad(f))(0.5)`.
     """
 
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    def jvp(primals: Sequence[Array], tangents: Sequence[Array], **params: Any) -> Any:
         return rule([*map(_as_array, primals)], [*map(_as_array, tangents)], **params)
 
     return jvp

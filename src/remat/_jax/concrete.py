@@ -15,6 +15,7 @@ from jax.interpreters import partial_eval as _pe
 
 from remat._jax.compat import Jaxpr, Var
 from remat._jax.tracing import flatten_arguments
+from remat.aliases import Aval, TreeDef
 
 
 def concrete_value(x: Any) -> Any:
@@ -88,7 +89,7 @@ class _ConcreteTrace(_pe_src.DynamicJaxprTrace):
         plain = super().var_to_tracer(var, source_info, parent)
         return self._concrete(plain)
 
-    def new_arg(self, aval: Any, source_info: Any) -> Any:
+    def new_arg(self, aval: Aval, source_info: Any) -> Any:
         return self._concrete(super().new_arg(aval, source_info))
 
     def _concrete(self, plain: Any) -> Any:
@@ -96,7 +97,7 @@ class _ConcreteTrace(_pe_src.DynamicJaxprTrace):
             return plain
         return _ConcreteTracer(self, plain.aval, plain.val, plain._line_info, plain.parent)
 
-    def argument(self, aval: Any, value: Any, source_info: Any) -> Any:
+    def argument(self, aval: Aval, value: Any, source_info: Any) -> Any:
         tracer = self.new_arg(aval, source_info)
         if value is not None:
             self._values[tracer.val] = value
@@ -142,7 +143,7 @@ class _ConcreteTrace(_pe_src.DynamicJaxprTrace):
 
 
 def trace_concretely(
-    fun: Callable, in_tree: Any, avals: Sequence[Any], values: Sequence[Any], debug: Any
+    fun: Callable, in_tree: TreeDef, avals: Sequence[Aval], values: Sequence[Any], debug: Any
 ) -> tuple[Jaxpr, tuple[Any, ...], Any]:
     """Trace like `trace`, where Python control flow may depend on the arguments' `values`.
 

@@ -36,6 +36,7 @@ from remat._jax.compat import (
     name_p,
     open_jaxpr,
 )
+from remat.aliases import Atom, Aval
 
 try:
     from jax._src import flattree as _flattree
@@ -47,12 +48,12 @@ except ImportError:  # delete with JAX 0.10, where parameters of a scan have oth
 # Building equations and jaxprs
 
 
-def new_var(aval: Any) -> Var:
+def new_var(aval: Aval) -> Var:
     return _excore.Var(aval)
 
 
 def new_eqn(
-    invars: Sequence[Any],
+    invars: Sequence[Atom],
     outvars: Sequence[Var],
     primitive: Primitive,
     params: dict,
@@ -69,7 +70,7 @@ def new_eqn(
 
 def new_body_eqn(
     like: JaxprEqn,
-    invars: Sequence[Any],
+    invars: Sequence[Atom],
     outvars: Sequence[Var],
     params: dict,
     runs: Sequence[tuple[Any, Sequence[Any]]],
@@ -109,7 +110,7 @@ def rebuild(
     jaxpr: Jaxpr,
     *,
     invars: Sequence[Var] | None = None,
-    outvars: Sequence[Any] | None = None,
+    outvars: Sequence[Atom] | None = None,
     eqns: Sequence[JaxprEqn] | None = None,
 ) -> Jaxpr:
     """Return the jaxpr with some of its parts replaced.
@@ -129,7 +130,7 @@ def rebuild(
 
 
 def jaxpr_of(
-    invars: Sequence[Var], outvars: Sequence[Any], eqns: Sequence[JaxprEqn], like: Jaxpr
+    invars: Sequence[Var], outvars: Sequence[Atom], eqns: Sequence[JaxprEqn], like: Jaxpr
 ) -> Jaxpr:
     """Return a jaxpr of these equations, with the function name of `like` in its debug information."""
     effects = _pe_src.make_jaxpr_effects((), invars, outvars, eqns)
@@ -339,12 +340,12 @@ def with_scan_arity(params: dict, n_consts: int, n_carry: int) -> dict:
     )
 
 
-def stacked(length: int, aval: Any) -> Any:
+def stacked(length: int, aval: Aval) -> Any:
     """Return the type of `length` values of a type, stacked along a new first axis."""
     return _core.unmapped_leading_aval(length, aval)
 
 
-def empty(aval: Any) -> Any:
+def empty(aval: Aval) -> Any:
     """Return an array of a type with arbitrary contents."""
     return _ad_util.empty_like_aval(aval)
 
@@ -368,7 +369,7 @@ def hoist_constants(jaxpr: Jaxpr) -> tuple[Jaxpr, list[Any]]:
 
     Returns the jaxpr, whose plain `jit` equations have no constants, and the values of the new inputs.
     """
-    invars: list[Any] = []
+    invars: list[Atom] = []
     values: list[Any] = []
     eqns = []
     for eqn in jaxpr.eqns:
@@ -481,7 +482,7 @@ def inside_shard_map(eqn: JaxprEqn) -> Iterator[None]:
         yield
 
 
-def shard_map_residual(eqn: JaxprEqn, aval: Any) -> tuple[Any, Any]:
+def shard_map_residual(eqn: JaxprEqn, aval: Aval) -> tuple[Any, Any]:
     """Return the type that a value of a `shard_map`'s body has outside, and its partition spec.
 
     Outside, the devices' values are concatenated along the first axis.

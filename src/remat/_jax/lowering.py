@@ -21,6 +21,7 @@ from remat._jax.compat import (
     weakref_lru_cache,
 )
 from remat._jax.equations import rebuild
+from remat.aliases import Aval
 
 LoweringContext: TypeAlias = _mlir.LoweringRuleContext
 
@@ -157,7 +158,7 @@ def has_unreduced(jaxpr: Jaxpr) -> bool:
     return any(_is_unreduced(v.aval) for v in (*jaxpr.invars, *jaxpr.outvars))
 
 
-def _is_unreduced(aval: Any) -> bool:
+def _is_unreduced(aval: Aval) -> bool:
     return isinstance(aval, jax.core.ShapedArray) and bool(aval.sharding.spec.unreduced)
 
 
@@ -199,7 +200,7 @@ def n_devices(ctx: LoweringContext) -> int:
     return int(axes.num_devices if mesh is None else mesh.size)
 
 
-def lower_barrier(ctx: LoweringContext, avals: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def lower_barrier(ctx: LoweringContext, avals: Sequence[Aval], args: Sequence[Any]) -> list[Any]:
     """Emit an optimization barrier: no result is available before all inputs are computed."""
     flat, _ = _mlir.ir_tree_registry.flatten(list(args))
     if not flat:

@@ -26,19 +26,20 @@ from remat._jax.compat import (
     detach_consts,
     eval_jaxpr,
 )
+from remat.aliases import Array, Aval, Leaf, PyTree, TreeDef
 
 try:
     from jax._src.flattree import treedef_args_to_ft as _flat_tree
 except ImportError:  # delete with JAX 0.10, where FlatTree is in tree_util
 
-    def _flat_tree(in_tree: Any, avals: Sequence[Any]) -> Any:
+    def _flat_tree(in_tree: TreeDef, avals: Sequence[Aval]) -> Any:
         return _tree_util.FlatTree(tuple(avals), in_tree, False)
 
 
 _JITTED = type(jax.jit(lambda: None))
 
 
-def flatten_arguments(tree: Any) -> tuple[list[Any], Any]:
+def flatten_arguments(tree: PyTree) -> tuple[list[Any], Any]:
     """Flatten a call's `(args, kwargs)` as JAX's own transformations do."""
     return _tree_util.tracing_registry.flatten(tree)
 
@@ -139,7 +140,7 @@ def abstractify(x: Any) -> Any:
     return jax.api_util.shaped_abstractify(x)
 
 
-def check_ref_arguments(debug: Any, avals: Sequence[Any], leaves: Sequence[Any]) -> None:
+def check_ref_arguments(debug: Any, avals: Sequence[Aval], leaves: Sequence[Leaf]) -> None:
     """Refuse refs that are passed twice or belong to a transformation under way."""
     _api_util.check_no_transformed_refs_args(lambda: debug, leaves)
     # 0.11: only then can a jaxpr check it; delete the condition with 0.10.
@@ -147,14 +148,14 @@ def check_ref_arguments(debug: Any, avals: Sequence[Any], leaves: Sequence[Any])
         _api_util.check_no_aliased_ref_args(lambda: debug, avals, leaves)
 
 
-def check_captured_refs(debug: Any, consts: Sequence[Any], leaves: Sequence[Any]) -> None:
+def check_captured_refs(debug: Any, consts: Sequence[Any], leaves: Sequence[Leaf]) -> None:
     """Refuse a ref that is both an argument and closed over."""
     if JAX_VERSION >= (0, 11) and _config.mutable_array_checks.value:
         _api_util._check_no_aliased_closed_over_refs(debug, consts, leaves)
 
 
 def trace(
-    fun: Callable, in_tree: Any, avals: Sequence[Any], debug: Any
+    fun: Callable, in_tree: TreeDef, avals: Sequence[Aval], debug: Any
 ) -> tuple[Jaxpr, tuple[Any, ...], Any]:
     """Trace `fun` to a jaxpr whose closed-over values are its leading inputs.
 
@@ -176,7 +177,7 @@ def trace_call(fun: Callable, *args: Any) -> tuple[Jaxpr, list[Any], Any]:
     return jaxpr, list(consts), out
 
 
-def call_jaxpr(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
+def call_jaxpr(jaxpr: Jaxpr, args: Sequence[Array]) -> list[Any]:
     return eval_jaxpr(jaxpr, (), *args)
 
 
@@ -245,7 +246,7 @@ def slice_types(xs: Sequence[Any]) -> list[Any]:
     return out_avals(jaxpr)
 
 
-def zeros(aval: Any, leading: Sequence[Any] = ()) -> Any:
+def zeros(aval: Aval, leading: Sequence[Any] = ()) -> Any:
     """Return zeros of a type, with its sharding and varying axes, and these further leading axes."""
     for size in reversed(leading):
         aval = _core.unmapped_aval(size, 0, aval)

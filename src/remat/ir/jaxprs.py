@@ -106,7 +106,7 @@ def replace_body(eqn: _jax.JaxprEqn, old: JaxprLike, new_equations: _jax.Jaxpr) 
 def scan_of_step(
     eqn: _jax.JaxprEqn,
     step: _jax.Jaxpr,
-    invars: Sequence[Any],
+    invars: Sequence[Atom],
     outvars: Sequence[_jax.Var],
     n_consts: int,
     n_carry: int,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from remat import _jax
+from remat.aliases import Atom
 from remat.ir import jaxprs
 from remat.ir.equations import is_repeatable, plain_call
 
@@ -32,7 +33,7 @@ class Around(NamedTuple):
       inside: the first body's constants, by operand.
     """
 
-    operands: Mapping[_jax.Var, Any]
+    operands: Mapping[_jax.Var, Atom]
     eqns: Sequence[_jax.JaxprEqn]
     inside: Mapping[_jax.Var, _jax.Var]
 
@@ -40,7 +41,7 @@ class Around(NamedTuple):
 def without_repetitions(
     first: Sequence[_jax.JaxprEqn],
     second: Sequence[_jax.JaxprEqn],
-    names: dict[_jax.Var, Any],
+    names: dict[_jax.Var, Atom],
     around: Around | None = None,
 ) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
     """Return two consecutive programs, the second without what the first computes.
@@ -91,7 +92,7 @@ def without_repetitions(
 
 def without_repeated(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     """Return a program that computes each common subexpression once; it may have dead equations."""
-    names: dict[_jax.Var, Any] = {}
+    names: dict[_jax.Var, Atom] = {}
     _, eqns = without_repetitions([], jaxpr.eqns, names)
     if not names:
         return jaxpr
@@ -106,7 +107,7 @@ def step_of(eqn: _jax.JaxprEqn) -> _jax.Jaxpr:
 def on_own_variables(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     """Return a program with plain calls inlined, on new variables."""
     body = jaxprs.inline_calls(jaxpr, plain_call)
-    names: dict[_jax.Var, Any] = {v: _jax.new_var(v.aval) for v in body.invars}
+    names: dict[_jax.Var, Atom] = {v: _jax.new_var(v.aval) for v in body.invars}
     eqns = []
     for inner in body.eqns:
         names.update((v, jaxprs.fresh(v)) for v in inner.outvars)
@@ -127,7 +128,7 @@ class _Shared:
     """Equations by what they compute."""
 
     def __init__(self) -> None:
-        self._same_value: dict[_jax.Var, Any] = {}
+        self._same_value: dict[_jax.Var, Atom] = {}
         self._equations: dict[Any, list[_jax.JaxprEqn]] = {}
 
     def add(self, eqn: _jax.JaxprEqn) -> None:
@@ -159,7 +160,7 @@ class _Shared:
         """Say that a variable has the value of another, or of a literal."""
         self._same_value[v] = self.canonical(other)
 
-    def canonical(self, v: Any) -> Any:
+    def canonical(self, v: Atom) -> Any:
         return self._same_value.get(v, v) if _jax.is_var(v) else _literal(v)
 
     def _key(self, eqn: _jax.JaxprEqn) -> Any:
@@ -176,7 +177,7 @@ def _numbers(eqn: _jax.JaxprEqn) -> tuple[Any, ...]:
     return tuple((k, value) for k, value in sorted(eqn.params.items()) if is_number(value))
 
 
-def _literal(v: Any) -> tuple[Any, ...]:
+def _literal(v: Atom) -> tuple[Any, ...]:
     value = np.asarray(v.val)
     return v.aval, str(value.dtype), value.shape, value.tobytes()
 
@@ -228,7 +229,7 @@ def _same_program(a: _jax.Jaxpr, b: _jax.Jaxpr) -> bool:
         return False
     of_b = dict(zip(a.invars, b.invars))
 
-    def same(v: Any, u: Any) -> bool:
+    def same(v: Atom, u: Atom) -> bool:
         if _jax.is_var(v) != _jax.is_var(u) or v.aval != u.aval:
             return False
         return of_b.get(v) is u if _jax.is_var(v) else _literal(v) == _literal(u)
@@ -284,7 +285,7 @@ def _merged(
     f, b = step_of(first), step_of(second)
     consts, carry, xs = _jax.split_list(f.invars, [n_consts, n_carry])
     own_consts, own_carry, own_xs = _jax.split_list(b.invars, [n_own, n_carry])
-    names: dict[_jax.Var, Any] = dict(zip(own_carry, carry))
+    names: dict[_jax.Var, Atom] = dict(zip(own_carry, carry))
     more_consts = _unify(consts, first.invars, own_consts, second.invars, canonical, names)
     more_xs = _unify(
         xs,
@@ -319,11 +320,11 @@ def _merged(
 
 def _unify(
     inside: Sequence[_jax.Var],
-    operands: Sequence[Any],
+    operands: Sequence[Atom],
     own: Sequence[_jax.Var],
     own_operands: Sequence[Any],
     canonical: Callable[[Any], Any],
-    names: dict[_jax.Var, Any],
+    names: dict[_jax.Var, Atom],
 ) -> list[tuple[_jax.Var, Any]]:
     """Name inputs with equal operands alike; return the second program's other inputs and operands."""
     of_operand = {canonical(operand): v for v, operand in zip(inside, operands)}

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import jax
 
 from remat import _jax
-from remat.aliases import Arrays, Aval
+from remat.aliases import Array, Arrays, Aval
 from remat.loops.loop import Inputs, merge, select
 from remat.loops.sizes import n_bytes
 
@@ -135,7 +135,7 @@ def temporary_bytes(
     def inputs(values: Arrays) -> Inputs:
         return Inputs(values[:first], values[first:last], values[last:past_xs], values[past_xs:])
 
-    def gradient(values: Arrays, cotangents: Sequence[Any]) -> Any:
+    def gradient(values: Arrays, cotangents: Sequence[Array]) -> Any:
         def of_marked(marked: Arrays) -> tuple[Arrays, Arrays]:
             carry, ys = run(inputs(merge(values, mask, marked)))
             outs = [*carry, *ys]

@@ -141,7 +141,7 @@ def split_step(body: _jax.Jaxpr, masks: Masks) -> Halves:
 
 
 def _stacked(
-    jaxpr: _jax.Jaxpr, residuals: Sequence[Any], first_carry: int, first_x: int
+    jaxpr: _jax.Jaxpr, residuals: Sequence[Array], first_carry: int, first_x: int
 ) -> list[Aval]:
     """Return the types of the residuals that differ from step to step."""
     fixed = _fixed(jaxpr, jaxpr.invars[:first_carry])

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from remat import _jax
+from remat.aliases import Atom, Aval
 from remat.errors import PlanError
 from remat.ir import jaxprs
 from remat.ir.equations import fusion_of, has_effects, is_repeatable, transparent_call
@@ -41,7 +42,7 @@ _jax.exclude_from_tracebacks(__file__)
 _LEAST_ROWS = 2  # of a stack
 
 
-def stack_rows(avals: Iterable[Any]) -> dict[str, int]:
+def stack_rows(avals: Iterable[Aval]) -> dict[str, int]:
     """Return the number of rows of each stack that holds values of these types."""
     counts = collections.Counter(str(aval) for aval in avals)
     return {key: max(_LEAST_ROWS, n) for key, n in counts.items()}
@@ -132,7 +133,7 @@ class _Writer:
         self.taken: collections.Counter[str] = collections.Counter()
         self.row: dict[int, int] = {}
         #: What values are called from where their copies are read.
-        self.names: dict[_jax.Var, Any] = {}
+        self.names: dict[_jax.Var, Atom] = {}
         self.copied: dict[int, Any] = {}
         self.zero: Any = None
         self.waited = 0  # the place up to which `zero` waits for everything
@@ -228,7 +229,7 @@ class _Writer:
                 (v, out) for v, out in zip(eqn.outvars, outs) if not _jax.is_dropped(v)
             )
 
-    def _add(self, fun: Any, operands: Sequence[Any], like: _jax.JaxprEqn) -> list[Any]:
+    def _add(self, fun: Any, operands: Sequence[Atom], like: _jax.JaxprEqn) -> list[Any]:
         """Append the equations of a function as ones that must not be computed again."""
         jaxpr, consts, _ = _jax.trace_call(fun, *(v.aval for v in operands))
         assert not consts
@@ -254,7 +255,7 @@ def _leads_on(jaxpr: _jax.Jaxpr) -> set[_jax.Var]:
     return found
 
 
-def _new_stack(aval: Any, n_rows: int) -> Any:
+def _new_stack(aval: Aval, n_rows: int) -> Any:
     return jax.device_put(_jax.zeros(aval, (n_rows,)), jax.memory.Space.Host)
 
 

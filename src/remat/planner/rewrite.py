@@ -33,6 +33,7 @@ from typing import Any
 import jax
 
 from remat import _jax
+from remat.aliases import Atom
 from remat.ir import jaxprs
 from remat.ir.equations import has_effects, transparent_call
 from remat.ir.repetitions import without_repeated
@@ -333,14 +334,14 @@ class _Writer:
         self.current.update(zip(eqn.outvars, outs))
         self.live.update(dict.fromkeys(eqn.outvars))
 
-    def _emit(self, number: int, operands: Sequence[Any]) -> Sequence[_jax.Var]:
+    def _emit(self, number: int, operands: Sequence[Atom]) -> Sequence[_jax.Var]:
         eqn, outs = _copy(self.jaxpr.eqns[number], operands)
         self.eqns.append(eqn)
         latest = max([number, *(self.latest.get(v, -1) for v in operands if _jax.is_var(v))])
         self.latest.update((v, latest) for v in outs)
         return outs
 
-    def _outside(self, v: Any) -> Any:
+    def _outside(self, v: Atom) -> Any:
         """Return the variable that has a value outside of units; compute it if it is not stored."""
         number = self.producer.get(v) if _jax.is_var(v) else None
         if number is None:
@@ -512,7 +513,7 @@ class _Unit:
         self.inside.clear()
         self.last = max(self.last, number)
 
-    def value(self, v: Any) -> Any:
+    def value(self, v: Atom) -> Any:
         if not _jax.is_var(v):
             return v
         if v in self.local:
@@ -535,7 +536,7 @@ class _Unit:
         return v
 
 
-def _copy(eqn: _jax.JaxprEqn, operands: Sequence[Any]) -> tuple[_jax.JaxprEqn, list[_jax.Var]]:
+def _copy(eqn: _jax.JaxprEqn, operands: Sequence[Atom]) -> tuple[_jax.JaxprEqn, list[_jax.Var]]:
     # Effects name the refs that they read and write, so refs keep their variables.
     keeps = has_effects(eqn)
     outs = [v if keeps else jaxprs.fresh(v) for v in eqn.outvars]

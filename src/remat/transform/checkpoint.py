@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from remat import _jax
+from remat.aliases import Aval, Leaf, PolicyLike, PyTree, TreeDef
 from remat.errors import PreventCseError
 from remat.transform import policies, primitive
 from remat.transform.refs import with_values
@@ -34,7 +35,7 @@ def checkpoint(
     *,
     concrete: bool = ...,
     prevent_cse: Any = ...,
-    policy: Any = ...,
+    policy: PolicyLike = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Iterable[str] = ...,
 ) -> Callable[P, R]: ...
@@ -47,7 +48,7 @@ def checkpoint(
     *,
     concrete: bool = ...,
     prevent_cse: Any = ...,
-    policy: Any = ...,
+    policy: PolicyLike = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Iterable[str] = ...,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
@@ -60,7 +61,7 @@ def checkpoint(
     *,
     concrete: bool = False,
     prevent_cse: Any = True,
-    policy: Any = None,
+    policy: PolicyLike = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
 ) -> Callable:
@@ -141,7 +142,7 @@ def checkpoint(
     # `inspect.isfunction` accepts), and another `__qualname__` would keep decorated functions from pickling.
     @_jax.wraps(fun)
     @_jax.api_boundary
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+    def checkpointed(*args: PyTree, **kwargs: PyTree) -> Any:
         argnums, argnames = statics.in_call(args, kwargs)
         debug = _jax.debug_info(fun, args, kwargs, argnums, argnames)
         traced, args, kwargs = without_statics(fun, args, kwargs, argnums, argnames)
@@ -181,9 +182,9 @@ def _as_array(x: Any) -> Any:
 
 def _trace(
     fun: Callable,
-    in_tree: Any,
-    avals: tuple[Any, ...],
-    leaves: Sequence[Any],
+    in_tree: TreeDef,
+    avals: tuple[Aval, ...],
+    leaves: Sequence[Leaf],
     debug: Any,
     concrete: bool,
 ) -> tuple[_jax.Jaxpr, tuple[Any, ...], Any]:

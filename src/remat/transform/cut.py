@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from remat import _jax
+from remat.aliases import Aval
 from remat.ir.operations import names_where
 from remat.ir.split import split
 
@@ -157,7 +158,7 @@ def _is_no_larger(a: Any, b: Any) -> bool:
     return _jax.decided(lambda: _n_bytes(a) <= _n_bytes(b)) is True
 
 
-def _n_bytes(aval: Any) -> Any:
+def _n_bytes(aval: Aval) -> Any:
     return aval.size * _jax.itemsize_bytes(aval)
 
 
@@ -189,7 +190,7 @@ def round_residuals(
     return _jax.rebuild(forward, eqns=eqns)
 
 
-def _is_rounded_type(aval: Any, most_bytes: int | None) -> bool:
+def _is_rounded_type(aval: Aval, most_bytes: int | None) -> bool:
     if not isinstance(aval, _jax.ShapedArray) or str(aval.dtype) not in ROUNDED_TYPES:
         return False
     return most_bytes is None or aval.dtype.itemsize <= most_bytes

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from remat import _jax
+from remat.aliases import Array, Atom, Dim
 from remat.ir import jaxprs
 
 _jax.exclude_from_tracebacks(__file__)
@@ -27,12 +28,12 @@ mark_p.def_impl(lambda x, **_: x)
 mark_p.def_abstract_eval(lambda aval, **_: aval)
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+def _jvp(primals: Sequence[Array], tangents: Sequence[Array], **params: Any) -> tuple[Any, Any]:
     (x,), (t,) = primals, tangents
     return mark_p.bind(x, **params), t
 
 
-def _batch(_: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+def _batch(_: Any, args: Sequence[Array], dims: Sequence[Dim], **params: Any) -> tuple[Any, Any]:
     return mark_p.bind(args[0], **params), dims[0]
 
 
@@ -74,10 +75,10 @@ def rewrite(jaxpr: _jax.Jaxpr, path: str, decide: Decide) -> _jax.Jaxpr:
     """
     marks_of = decide(jaxpr)
     eqns: list[_jax.JaxprEqn] = []
-    same: dict[_jax.Var, Any] = {}  # results of dropped marks
+    same: dict[_jax.Var, Atom] = {}  # results of dropped marks
     changed = False
 
-    def look(v: Any) -> Any:
+    def look(v: Atom) -> Any:
         return same.get(v, v) if not isinstance(v, _jax.Literal) else v
 
     for eqn in jaxpr.eqns:

@@ -37,6 +37,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from remat import _jax
+from remat.aliases import Array, Atom, AxisData, Dim, PolicyLike
 from remat.errors import EffectError, LinearizationError
 from remat.ir import jaxprs
 from remat.ir.split import (
@@ -70,7 +71,7 @@ remat_p.multiple_results = True
 def parameters(
     jaxpr: _jax.Jaxpr,
     *,
-    policy: Any = None,
+    policy: PolicyLike = None,
     prevent_cse: PreventCse = False,
     differentiated: bool = False,
     names_pending: bool = False,
@@ -87,7 +88,7 @@ def parameters(
     }
 
 
-def bind(args: Sequence[Any], jaxpr: _jax.Jaxpr, **options: Any) -> list[Any]:
+def bind(args: Sequence[Array], jaxpr: _jax.Jaxpr, **options: Any) -> list[Array]:
     """Apply a region's jaxpr to its arguments, as one equation with these `parameters`."""
     params = parameters(jaxpr, **options)
     prevent_cse = params["prevent_cse"]
@@ -96,7 +97,7 @@ def bind(args: Sequence[Any], jaxpr: _jax.Jaxpr, **options: Any) -> list[Any]:
 
 
 def region_equation(
-    invars: Sequence[Any],
+    invars: Sequence[Atom],
     outvars: Sequence[_jax.Var],
     jaxpr: _jax.Jaxpr,
     *,
@@ -107,7 +108,9 @@ def region_equation(
     return _jax.new_eqn(invars, outvars, remat_p, parameters(jaxpr, **options), like)
 
 
-def _rebind(args: Sequence[Any], jaxpr: _jax.Jaxpr, added: int | None, params: dict) -> list[Any]:
+def _rebind(
+    args: Sequence[Array], jaxpr: _jax.Jaxpr, added: int | None, params: dict
+) -> list[Array]:
     """Bind the primitive again after a transformation changed a region's inputs.
 
     It put `added` inputs before the old ones; None if its inputs do not correspond to the old ones.
@@ -143,7 +146,7 @@ def _append(prevent_cse: PreventCse, n: int) -> PreventCse:
 
 
 @remat_p.def_impl
-def _impl(*args: Any, jaxpr: _jax.Jaxpr, **_: Any) -> list[Any]:
+def _impl(*args: Array, jaxpr: _jax.Jaxpr, **_: Any) -> list[Array]:
     return _jax.eval_jaxpr(jaxpr, (), *args)
 
 
@@ -157,13 +160,13 @@ def _abstract_eval(*_: Any, jaxpr: _jax.Jaxpr, **__: Any) -> tuple[list[Any], An
 
 
 def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: _jax.Jaxpr, **params: Any
-) -> tuple[list[Any], list[Any]]:
+    primals: Sequence[Array], tangents: Sequence[Array], *, jaxpr: _jax.Jaxpr, **params: Any
+) -> tuple[list[Array], list[Array]]:
     nonzero = [type(t) is not _jax.Zero for t in tangents]
     derived = _derive(jaxpr, nonzero, params)
     given = [t for t in tangents if type(t) is not _jax.Zero]
 
-    def apply(body: _jax.Jaxpr, args: Sequence[Any], added: int) -> list[Any]:
+    def apply(body: _jax.Jaxpr, args: Sequence[Array], added: int) -> list[Array]:
         flags = _prepend(added, derived.params["prevent_cse"])
         return bind(args, body, **{**derived.params, "prevent_cse": flags})
 
@@ -182,7 +185,7 @@ class _Derived(NamedTuple):
     """The derivative of a region: (constants, primals, nonzero tangents) -> (primals, tangents)."""
 
     jaxpr: _jax.Jaxpr
-    consts: tuple[Any, ...]
+    consts: tuple[Array, ...]
     outs_nonzero: Sequence[bool]
     params: dict[str, Any]  # of its equation, all but the jaxpr
 
@@ -209,7 +212,7 @@ _jax.register_jvp(remat_p, _jvp)
 
 def _linearize(
     nonzero: Sequence[bool],
-    primals: Sequence[Any],
+    primals: Sequence[Array],
     *,
     jaxpr: _jax.Jaxpr,
     **params: Any,
@@ -217,9 +220,9 @@ def _linearize(
     """Take steps 1 and 2 at once: return the results, and the linear program on the tangents."""
     derived = _derive(jaxpr, nonzero, params)
     values, n_tangents = [*derived.consts, *primals], sum(nonzero)
-    runs: list[tuple[_Forward, list[Any]]] = []
+    runs: list[tuple[_Forward, list[Array]]] = []
 
-    def run(body: _jax.Jaxpr, args: Sequence[Any], added: int) -> list[Any]:
+    def run(body: _jax.Jaxpr, args: Sequence[Array], added: int) -> list[Array]:
         known = args[: len(args) - n_tangents]
         unknown = (False,) * len(known) + (True,) * n_tangents
         flags = _prepend(added, derived.params["prevent_cse"])
@@ -242,7 +245,7 @@ def _linearize(
     is_unknown = iter(forward.cut.outs_unknown[len(jaxpr.outvars) :])
     outs_nonzero = [nz and next(is_unknown) for nz in derived.outs_nonzero]
 
-    def apply(residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    def apply(residuals: Sequence[Array], tangents: Sequence[Array]) -> list[Array]:
         later = [t for t, u in zip(tangents, used) if u]
         return remat_p.bind(*residuals, *later, **forward.backward)
 
@@ -280,15 +283,15 @@ class _Forward(NamedTuple):
     """What a region's forward pass leaves."""
 
     cut: Cut
-    outs: list[Any]  # the known results
-    saved: list[Any]  # the residuals
+    outs: list[Array]  # the known results
+    saved: list[Array]  # the residuals
     backward: dict[str, Any]  # the parameters of the equation that is left
 
 
 def _run_forward(
     jaxpr: _jax.Jaxpr,
     unknown: tuple[bool, ...],
-    values: Sequence[Any],
+    values: Sequence[Array],
     params: Mapping[str, Any],
 ) -> _Forward:
     """Cut a region and run its forward half on the known inputs' values."""
@@ -305,7 +308,7 @@ def _run_forward(
     return _Forward(c, known_outs, saved, backward)
 
 
-def _partial_eval(trace: Any, *tracers: Any, jaxpr: _jax.Jaxpr, **params: Any) -> list[Any]:
+def _partial_eval(trace: Any, *tracers: Any, jaxpr: _jax.Jaxpr, **params: Any) -> list[Array]:
     """Take step 2 alone, for equations that JAX differentiates by partial evaluation."""
     unknown = tuple(not k for k in _jax.known_tracers(tracers))
     values = _jax.known_values(tracers)
@@ -318,7 +321,7 @@ def _partial_eval(trace: Any, *tracers: Any, jaxpr: _jax.Jaxpr, **params: Any) -
 _jax.register_partial_eval(remat_p, _partial_eval)
 
 
-def cut_region(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Any) -> Cut:
+def cut_region(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: PolicyLike) -> Cut:
     """Cut a region's jaxpr where its policy (None: nothing is saved) says."""
     marked, decide = policies.resolve(policy, jaxpr)
     return cut(marked, ins_unknown, decide)
@@ -435,7 +438,7 @@ _jax.register_split(remat_p, _split_in_jax_region)
 
 
 def _transpose(
-    cts: Sequence[Any],
+    cts: Sequence[Array],
     *args: Any,
     jaxpr: _jax.Jaxpr,
     prevent_cse: PreventCse,
@@ -486,8 +489,13 @@ _jax.register_transpose(remat_p, _transpose)
 
 
 def _batch(
-    axis_data: Any, args: Sequence[Any], dims: Sequence[Any], *, jaxpr: _jax.Jaxpr, **params: Any
-) -> tuple[list[Any], list[int | None]]:
+    axis_data: AxisData,
+    args: Sequence[Array],
+    dims: Sequence[Dim],
+    *,
+    jaxpr: _jax.Jaxpr,
+    **params: Any,
+) -> tuple[list[Array], list[Dim]]:
     body, consts, out_dims = _jax.batch_jaxpr(jaxpr, axis_data, dims)
     if params["names_pending"]:
         params["names_pending"] = policies.check_names(params["policy"], body)

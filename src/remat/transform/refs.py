@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from remat import _jax
+from remat.aliases import Array
 
 _jax.exclude_from_tracebacks(__file__)
 
@@ -19,7 +20,7 @@ Arrays = list[Any]
 
 
 def with_values(
-    jaxpr: _jax.Jaxpr, args: Sequence[Any], run: Callable[[_jax.Jaxpr, Arrays, int], Arrays]
+    jaxpr: _jax.Jaxpr, args: Sequence[Array], run: Callable[[_jax.Jaxpr, Arrays, int], Arrays]
 ) -> Arrays:
     """Apply a jaxpr through `run(jaxpr, args, n_added)`, which need not know of refs.
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from remat import _jax, units
+from remat.aliases import Atom, Aval, PyTree
 from remat.printing import printable
 from remat.transform import marks, policies
 
@@ -39,7 +40,7 @@ class Residual:
     name_stack: str
     offloaded: bool
     origin: str  # where it comes from, in JAX's words
-    aval: Any
+    aval: Aval
 
     def __repr__(self) -> str:
         return f"Residual({self})"
@@ -105,7 +106,7 @@ class Residuals:
         return "\n".join(lines)
 
 
-def residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Residuals:
+def residuals(f: Callable[..., Any], /, *args: PyTree, **kwargs: PyTree) -> Residuals:
     """Return what `f` keeps for its backward pass at these arguments, without running it.
 
     >>> import jax.numpy as jnp, remat
@@ -146,7 +147,9 @@ def residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Residuals:
     return Residuals(tuple(describe(jaxpr, n_kept, names)))
 
 
-def saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[tuple[Any, str]]:
+def saved_residuals(
+    f: Callable[..., Any], /, *args: PyTree, **kwargs: PyTree
+) -> list[tuple[Aval, str]]:
     """Return the residuals of `f` as pairs of an abstract value and where it comes from.
 
     >>> import jax.numpy as jnp, remat
@@ -158,7 +161,7 @@ def saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list
     return [(r.aval, r.origin) for r in residuals(f, *args, **kwargs)]
 
 
-def print_saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+def print_saved_residuals(f: Callable[..., Any], /, *args: PyTree, **kwargs: PyTree) -> None:
     """Print the residuals of `f`, a line each.
 
     >>> import jax.numpy as jnp, remat
@@ -199,7 +202,7 @@ def describe(
                 yield _computed(made, kept[v].aval, v, eqn)
 
 
-def _computed(made: _Made, aval: Any, v: Any, eqn: _jax.JaxprEqn) -> Residual:
+def _computed(made: _Made, aval: Aval, v: Atom, eqn: _jax.JaxprEqn) -> Residual:
     names, at = made.names(v)
     line = _jax.source_line_of(at)
     if names:
@@ -237,7 +240,7 @@ class _Made:
         self._named = policies.names_of_values(jaxpr)
         self._marked: dict[Any, _jax.JaxprEqn] = {}
 
-    def source(self, v: Any) -> Any:
+    def source(self, v: Atom) -> Any:
         """Return the value that `v` is a rounded, marked or moved copy of."""
         while (eqn := self.producer.get(v)) is not None and eqn.primitive.name in _LOOK_THROUGH:
             inner = eqn.invars[eqn.outvars.index(v)]
@@ -250,7 +253,7 @@ class _Made:
             v = inner
         return v
 
-    def names(self, v: Any) -> tuple[tuple[str, ...], _jax.JaxprEqn]:
+    def names(self, v: Atom) -> tuple[tuple[str, ...], _jax.JaxprEqn]:
         """Return the names of a value, and the equation that gave them; without names, its producer."""
         eqn = self.producer[v]
         given = _jax.checkpoint_name_of(eqn)
@@ -263,7 +266,7 @@ class _Made:
         return (), eqn
 
 
-def _inside(eqn: _jax.JaxprEqn, v: Any) -> tuple[_jax.Jaxpr, Any] | None:
+def _inside(eqn: _jax.JaxprEqn, v: Atom) -> tuple[_jax.Jaxpr, Any] | None:
     """Return the body of a loop or called function, and the value in it that becomes `v` outside."""
     bodies = [_jax.open_jaxpr(body) for body in _jax.jaxprs_of(eqn)]
     if len(bodies) != 1 or len(bodies[0].outvars) != len(eqn.outvars):
@@ -273,7 +276,7 @@ def _inside(eqn: _jax.JaxprEqn, v: Any) -> tuple[_jax.Jaxpr, Any] | None:
 
 
 def _residual(
-    aval: Any,
+    aval: Aval,
     kind: str,
     origin: str,
     *,

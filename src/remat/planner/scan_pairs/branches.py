@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from remat import _jax
+from remat.aliases import Atom
 from remat.ir import jaxprs
 from remat.ir.equations import has_effects, is_repeatable
 from remat.ir.repetitions import on_own_variables, without_repetitions
@@ -75,7 +76,7 @@ def _joint_of_branch(
     operands, own_operands = forward.invars[1:], backward.invars[1:]
     inside = dict(zip(forward.outvars, f.outvars))
     of_operand = by_operand(f.invars, operands)
-    names: dict[_jax.Var, Any] = {}
+    names: dict[_jax.Var, Atom] = {}
     for v, operand in zip(b.invars, own_operands):
         source = inside.get(operand, of_operand.get(operand)) if _jax.is_var(operand) else None
         if source is not None:

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from remat import _jax
+from remat.aliases import Atom
 from remat.ir import jaxprs
 from remat.ir.equations import has_effects, is_fusible
 from remat.planner.scan_pairs.joint import Joint
@@ -57,7 +58,7 @@ class Emitted:
         """Return what is stacked for B: the kept values, or their copies in the host's memory."""
         return [self.copies[v].var if v in self.copies else v for v in self.kept]
 
-    def forward_step(self, results: Sequence[Any]) -> _jax.Jaxpr:
+    def forward_step(self, results: Sequence[Atom]) -> _jax.Jaxpr:
         """Return F's step with other results after its carry."""
         joint = self.joint
         invars = joint.jaxpr.invars[: len(joint.consts) + len(joint.carry) + len(joint.xs)]
@@ -110,7 +111,7 @@ class Emitted:
 
 def _protected(
     invars: Sequence[_jax.Var],
-    results: Sequence[Any],
+    results: Sequence[Atom],
     eqns: Sequence[_jax.JaxprEqn],
     joint: Joint,
 ) -> _jax.Jaxpr:
@@ -120,7 +121,7 @@ def _protected(
     operands = [v for v in invars if v in read]
     inside = list(dict.fromkeys(v for v in results if _jax.is_var(v) and v in made))
     body = _jax.jaxpr_of(operands, inside, eqns, joint.jaxpr)
-    names: dict[_jax.Var, Any] = {v: _jax.new_var(v.aval) for v in inside}
+    names: dict[_jax.Var, Atom] = {v: _jax.new_var(v.aval) for v in inside}
     of_backward = {*joint.backward_consts, *joint.backward_carry, *joint.backward_xs}
     region = region_equation(
         operands,

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from remat import _jax
+from remat.aliases import Array, Atom, PyTree
 from remat.ir import jaxprs
 from remat.planner.scan_pairs.emission import Emitted, init_of, outside, slices_of
 
@@ -35,16 +35,16 @@ def in_groups(emitted: Emitted, group: int) -> tuple[list[_jax.JaxprEqn], list[_
     keeping = emitted.forward_step(emitted.kept)
     step = emitted.backward_step()
 
-    def fold(x: Any) -> Any:
+    def fold(x: PyTree) -> PyTree:
         return x.reshape(n_groups, group, *x.shape[1:])
 
-    def unfold(y: Any) -> Any:
+    def unfold(y: PyTree) -> PyTree:
         return y.reshape(length, *y.shape[2:])
 
-    def run_forward(args: Sequence[Any]) -> list[Any]:
+    def run_forward(args: Sequence[Array]) -> list[Array]:
         consts, init, xs = _jax.split_list(list(args), [n_consts, n_carry])
 
-        def of_group(carry: Any, xs: Any) -> tuple[Any, Any]:
+        def of_group(carry: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
             outs = _bind(forward, bare, (*consts, *carry, *xs), n_consts, n_carry, group)
             after, ys = _jax.split_list(outs, [n_carry])
             return after, (list(carry), ys)
@@ -58,13 +58,13 @@ def in_groups(emitted: Emitted, group: int) -> tuple[list[_jax.JaxprEqn], list[_
     n_own = len(joint.backward_carry)
     own = _jax.scan_arity(backward)[0]
 
-    def run_backward(args: Sequence[Any]) -> list[Any]:
+    def run_backward(args: Sequence[Array]) -> list[Array]:
         f_consts, consts, init, starts, f_xs, xs = _jax.split_list(
             list(args),
             [n_consts, len(emitted.consts), n_own, n_carry, len(joint.xs)],
         )
 
-        def of_group(carry: Any, slices: Any) -> tuple[Any, Any]:
+        def of_group(carry: PyTree, slices: PyTree) -> tuple[PyTree, PyTree]:
             start, f_xs, xs = slices
             outs = _bind(forward, keeping, (*f_consts, *start, *f_xs), n_consts, n_carry, group)
             given = (*consts, *carry, *outs[n_carry:], *xs)
@@ -172,16 +172,16 @@ class _TwoLoops:
         return self.group > 1
 
     @property
-    def begins(self) -> Any:
+    def begins(self) -> Array:
         """Return the first time of each group."""
         return self.group * jnp.arange(self.n_first // self.group)
 
-    def index(self, time: Any) -> Any:
+    def index(self, time: Array) -> Array:
         """Return where the slices of a step are in stacks."""
         joint = self.first.joint
         return joint.length - 1 - time if joint.forward.params["reverse"] else time
 
-    def run_forward(self, args: Sequence[Any]) -> list[Any]:
+    def run_forward(self, args: Sequence[Array]) -> list[Array]:
         """Return the results of F, and what it keeps of its first steps and of the others."""
         joint, group, n_first = self.first.joint, self.group, self.n_first
         n_carry, stacked = len(joint.carry), [v for _, v in joint.kept]
@@ -192,21 +192,21 @@ class _TwoLoops:
             [*(v for _, v in self.rest.joint.kept), *self.rest.passed]
         )
 
-        def one(state: Any, time: Any, body: _jax.Jaxpr) -> tuple[Any, Any]:
+        def one(state: PyTree, time: Array, body: _jax.Jaxpr) -> tuple[PyTree, PyTree]:
             carry, stacks = state
             at = self.index(time)
             outs = _jax.eval_jaxpr(body, (), *consts, *carry, *_at(xs, at))
             after, ys, kept = _jax.split_list(outs, [n_carry, len(stacks)])
             return (after, _written(stacks, at, ys)), kept
 
-        def run(state: Any, times: Any, body: _jax.Jaxpr) -> tuple[Any, Any]:
+        def run(state: PyTree, times: Array, body: _jax.Jaxpr) -> tuple[PyTree, PyTree]:
             return jax.lax.scan(lambda state, time: one(state, time, body), state, times)
 
-        def of_group(state: Any, begin: Any) -> tuple[Any, Any]:
+        def of_group(state: PyTree, begin: Array) -> tuple[PyTree, PyTree]:
             after, _ = run(state, begin + jnp.arange(group), bare)
             return after, state[0]
 
-        state: Any = (list(init), [_jax.zeros(v.aval, (joint.length,)) for v in stacked])
+        state: PyTree = (list(init), [_jax.zeros(v.aval, (joint.length,)) for v in stacked])
         if self.is_grouped:
             state, kept_first = jax.lax.scan(of_group, state, self.begins)
         else:
@@ -214,7 +214,7 @@ class _TwoLoops:
         (carry, stacks), kept = run(state, jnp.arange(n_first, joint.length), saving_rest)
         return [*carry, *stacks, *kept_first, *kept]
 
-    def run_backward(self, args: Sequence[Any]) -> list[Any]:
+    def run_backward(self, args: Sequence[Array]) -> list[Array]:
         """Return the results of B."""
         joint, first, rest = self.first.joint, self.first, self.rest
         n_own, length = len(joint.backward_carry), joint.length
@@ -234,10 +234,10 @@ class _TwoLoops:
         )
         own_of = own[:2], own[2:]
 
-        def run(state: Any, times: Any, kept: Any, part: int) -> Any:
+        def run(state: PyTree, times: Array, kept: PyTree, part: int) -> PyTree:
             consts, xs = own_of[part]
 
-            def one(state: Any, now: Any) -> tuple[Any, None]:
+            def one(state: PyTree, now: Array) -> tuple[PyTree, None]:
                 (carry, stacks), (time, kept) = state, now
                 at = self.index(time)
                 outs = _jax.eval_jaxpr(steps[part], (), *consts, *carry, *kept, *_at(xs, at))
@@ -246,25 +246,25 @@ class _TwoLoops:
 
             return jax.lax.scan(one, state, (times, kept), reverse=goes_back)[0]
 
-        def again(carry: Any, time: Any) -> tuple[Any, Any]:
+        def again(carry: PyTree, time: Array) -> tuple[PyTree, PyTree]:
             at = self.index(time)
             outs = _jax.eval_jaxpr(keeping, (), *f_consts, *carry, *_at(f_xs, at))
             after, kept = _jax.split_list(outs, [len(joint.carry)])
             return after, kept
 
-        def of_group(state: Any, begin_and_start: Any) -> tuple[Any, None]:
+        def of_group(state: PyTree, begin_and_start: PyTree) -> tuple[PyTree, None]:
             begin, start = begin_and_start
             times = begin + jnp.arange(self.group)
             _, kept = jax.lax.scan(again, start, times)
             return run(state, times, kept, 0), None
 
-        def of_first(state: Any) -> Any:
+        def of_first(state: PyTree) -> PyTree:
             kept = list(of_first_steps)
             if not self.is_grouped:
                 return run(state, jnp.arange(self.n_first), kept, 0)
             return jax.lax.scan(of_group, state, (self.begins, kept), reverse=goes_back)[0]
 
-        def of_rest(state: Any) -> Any:
+        def of_rest(state: PyTree) -> PyTree:
             return run(state, jnp.arange(self.n_first, length), list(of_others), 1)
 
         state = list(init), [_jax.zeros(v.aval, (length,)) for v in joint.backward_results[n_own:]]
@@ -272,11 +272,11 @@ class _TwoLoops:
         return [*carry, *stacks]
 
 
-def _at(arrays: Sequence[Any], index: Any) -> list[Any]:
+def _at(arrays: Sequence[Array], index: Array) -> list[Array]:
     return [jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False) for x in arrays]
 
 
-def _written(stacks: Sequence[Any], index: Any, slices: Sequence[Any]) -> list[Any]:
+def _written(stacks: Sequence[Array], index: Array, slices: Sequence[Array]) -> list[Array]:
     return [
         jax.lax.dynamic_update_index_in_dim(stack, y, index, 0) for stack, y in zip(stacks, slices)
     ]
@@ -285,11 +285,11 @@ def _written(stacks: Sequence[Any], index: Any, slices: Sequence[Any]) -> list[A
 def _bind(
     like: _jax.JaxprEqn,
     step: _jax.Jaxpr,
-    args: Sequence[Any],
+    args: Sequence[Array],
     n_consts: int,
     n_carry: int,
     length: int,
-) -> list[Any]:
+) -> list[Array]:
     """Apply a scan like another, with another step and length."""
     body = _jax.with_equations(like.params["jaxpr"], step)
     params = _jax.with_scan_arity(dict(like.params, jaxpr=body), n_consts, n_carry)
@@ -297,8 +297,8 @@ def _bind(
 
 
 def _traced(
-    run: Callable[[Sequence[Any]], list[Any]],
-    invars: Sequence[Any],
+    run: Callable[[Sequence[Array]], list[Array]],
+    invars: Sequence[Atom],
     outvars: Sequence[_jax.Var],
     like: _jax.JaxprEqn,
 ) -> list[_jax.JaxprEqn]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from remat import _jax
+from remat.aliases import Atom
 from remat.ir import jaxprs
 from remat.ir.flops import WHILE_TRIPS
 from remat.planner.host_memory import Transfer
@@ -171,7 +172,7 @@ def _is_free(scope: Scope, joint: Joint, v: _jax.Var, place: int) -> bool:
     return _lives_until(scope, joint.outside[v], place)
 
 
-def _lives_until(scope: Scope, v: Any, place: int) -> bool:
+def _lives_until(scope: Scope, v: Atom, place: int) -> bool:
     return not _jax.is_var(v) or v in scope.free or scope.last_use(v) >= place
 
 

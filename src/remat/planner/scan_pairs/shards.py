@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from remat import _jax
+from remat.aliases import Atom
 from remat.ir import jaxprs
 from remat.ir.repetitions import step_of, without_repetitions
 from remat.ir.split import Crossing, crossing, shard_map_of
@@ -88,7 +89,7 @@ def shards_of(jaxpr: _jax.Jaxpr, match: Match) -> Shards:
         for v, operand, spec in zip(f.invars, forward.invars, forward.params["in_specs"])
         if _jax.is_var(operand)
     }
-    names: dict[_jax.Var, Any] = {}
+    names: dict[_jax.Var, Atom] = {}
     outside = dict(zip(f.invars, zip(forward.invars, forward.params["in_specs"])))
     for v, operand, spec in zip(b.invars, backward.invars, backward.params["in_specs"]):
         if not _jax.is_var(operand):
@@ -140,7 +141,7 @@ def emit_in_two(
     pair: Shards,
     f_eqns: Sequence[_jax.JaxprEqn],
     b_eqns: Sequence[_jax.JaxprEqn],
-    outvars: Sequence[Any],
+    outvars: Sequence[Atom],
 ) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
     """Return both equations, with these bodies.
 
@@ -195,7 +196,7 @@ def emit_in_two(
 
 
 def _without_dead(
-    eqns: Sequence[_jax.JaxprEqn], results: Sequence[Any], like: _jax.Jaxpr
+    eqns: Sequence[_jax.JaxprEqn], results: Sequence[Atom], like: _jax.Jaxpr
 ) -> Sequence[_jax.JaxprEqn]:
     """Return the equations on which results depend, or that have effects."""
     made = {v for eqn in eqns for v in eqn.outvars}
