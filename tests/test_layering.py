@@ -245,6 +245,20 @@ def test_tests_use_public_names(path):
     assert private_names_in(path) <= allowed
 
 
+@pytest.mark.parametrize(
+    "path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS))
+)
+def test_tests_replace_no_private_names_by_string(path):
+    names = {
+        str(arg.value)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("setattr", "getattr"))
+        for arg in node.args[:2]
+        if isinstance(arg, ast.Constant)
+    }
+    assert not {name for name in names if re.match(r"_(?!_)", name.split(".")[-1])}
+
+
 # Underscored names that are public: of our API, of Python and of JAX's jitted functions.
 PUBLIC_UNDERSCORES = {"_asdict", "_cache_size", "_fields", "_jax", "_replace", "_repr_html_"}
 

@@ -96,10 +96,11 @@ def missing_packages() -> list[str]:
     """Return the pinned packages of which no version is installed."""
     pinned = (pathlib.Path(__file__).parent / "requirements.txt").read_text().splitlines()
     names = [line.split("==")[0] for line in pinned if not line.startswith("#")]
-    return [name for name in names if not _is_installed(name)]
+    return [name for name in names if not is_installed(name)]
 
 
-def _is_installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
+    """Return whether a package is installed, by its name in requirements."""
     try:
         importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

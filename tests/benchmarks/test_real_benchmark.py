@@ -39,7 +39,7 @@ def test_every_package_is_pinned() -> None:
 
 
 def test_all_cases_run_only_where_their_packages_are(monkeypatch) -> None:
-    monkeypatch.setattr(real, "_is_installed", lambda name: name != "keras")
+    monkeypatch.setattr(real, "is_installed", lambda name: name != "keras")
     assert real.missing_packages() == ["keras"]
     with pytest.raises(ImportError, match=r"1 of the packages are missing, among them keras"):
         real.main()

@@ -278,7 +278,7 @@ def test_all_processes_end_if_the_first_is_killed(tmp_path):
 
 def test_a_silent_first_process_is_given_up(monkeypatch):
     entries = {"remat/plans/7/beat": "3 compiling"}
-    monkeypatch.setattr(processes, "_SILENCE_S", 0.0)
+    monkeypatch.setattr(processes, "SILENCE_S", 0.0)
     monkeypatch.setattr("remat._jax.published", lambda key, wait_s=0.0: entries.get(key))
     with pytest.raises(remat.PlanError, match=r"not responded for .*'compiling'"):
         processes.wait_for_first("remat/plans/7", print)

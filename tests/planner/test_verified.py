@@ -244,7 +244,7 @@ def test_a_plan_is_within_its_budget_as_it_will_run(name, monkeypatch, tmp_path)
 
 def test_slow_confirmations_are_left_out_unless_asked_for(monkeypatch, tmp_path):
     levels = needing_more_as_run(1.0, monkeypatch)
-    monkeypatch.setattr(programs, "_MAX_CONFIRMATION_S", -1.0)
+    monkeypatch.setattr(programs, "MAX_CONFIRMATION_S", -1.0)
     options = {"target": TWO_LEVELS, "budget": "100%", "progress": False, "cache": Cache(tmp_path)}
     step = STEPS["a whole step"]
     made = remat.plan(step, *arguments(), **options)

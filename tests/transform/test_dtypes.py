@@ -23,7 +23,7 @@ def check(f, *args, policy=None, wrap=lambda f: jax.value_and_grad(f, allow_int=
 
 @POLICY
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_floats(dtype, policy):
+def test_gradients_of_every_float_type_are_those_without(dtype, policy):
     def f(x):
         y = jnp.sin(x.astype(jnp.float32) * 2).astype(x.dtype)
         return jnp.sum(jnp.sin(y.astype(jnp.float32)))
@@ -84,7 +84,7 @@ def test_residuals_are_rounded_only_where_rounding_changes_no_value():
 
 
 @POLICY
-def test_complex(policy):
+def test_gradients_of_complex_numbers_are_those_without(policy):
     def f(z):
         return jnp.sum(jnp.abs(jnp.sin(z) * jnp.exp(z)) ** 2)
 
@@ -116,7 +116,7 @@ def test_integers_and_bools_have_float0_cotangents(dtype, policy):
 
 @POLICY
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
-def test_random_keys(policy, impl):
+def test_random_keys_can_be_arguments_results_and_batched(policy, impl):
     def f(x, key):
         key, sub = jax.random.split(key)
         y = jnp.sin(x * jax.random.normal(sub, x.shape))
@@ -159,7 +159,7 @@ def test_a_key_as_residual_between_regions(policy):
 
 
 @POLICY
-def test_64_bits(policy):
+def test_gradients_with_64_bits_are_those_without(policy):
     with jax.enable_x64(True):
         x = jnp.array([0.1, 0.2], jnp.float64)
         check(lambda x: jnp.sum(jnp.sin(jnp.sin(x))), x, policy=policy)

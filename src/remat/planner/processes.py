@@ -5,7 +5,7 @@ collectives. The plan travels through the key-value store of `jax.distributed`. 
 those of the CPU give up after 30 seconds, and planning may take an hour.
 
 While process 0 plans it writes, every second, what it is doing. The others show that. If it fails they fail
-with its message; if it falls silent, they stop waiting after `_SILENCE_S`.
+with its message; if it falls silent, they stop waiting after `SILENCE_S`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger("remat")
 _BEAT_S = 1.0  # seconds between two signs of life of process 0
 # Seconds without a sign of life after which process 0 counts as dead. A process that traces a large
 # program may be late by a few.
-_SILENCE_S = 20.0
+SILENCE_S = 20.0
 _PART = 2**20  # characters of a plan per entry of the store
 
 # Every process asks for plans in the same order, so that equal numbers mean the same plan.
@@ -97,7 +97,7 @@ def _make_for_all(
         raise
     finally:
         done.set()
-        thread.join(_SILENCE_S)
+        thread.join(SILENCE_S)
 
 
 def wait_for_first(prefix: str, show: Callable[[str], None]) -> Plan:
@@ -111,10 +111,10 @@ def wait_for_first(prefix: str, show: Callable[[str], None]) -> Plan:
                 what = str(now).partition(" ")[2]
                 _log.debug("remat: process 0 is %s", what)
                 show(f"waiting for process 0: {what}")
-            elif beat is not None and time.monotonic() - since > _SILENCE_S:
+            elif beat is not None and time.monotonic() - since > SILENCE_S:
                 raise PlanError(
                     f"process 0 was planning for all processes and has not responded for "
-                    f"{_SILENCE_S:.0f} s; the last that it did was {beat.partition(' ')[2]!r}. See its "
+                    f"{SILENCE_S:.0f} s; the last that it did was {beat.partition(' ')[2]!r}. See its "
                     "output, and start all processes again."
                 )
         found = json.loads(answer)

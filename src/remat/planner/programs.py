@@ -26,7 +26,7 @@ from remat.program.from_jaxpr import n_bytes
 
 _log = logging.getLogger("remat")
 
-_MAX_CONFIRMATION_S = 180.0  # a compilation expected to take longer is left out unless asked for
+MAX_CONFIRMATION_S = 180.0  # a compilation expected to take longer is left out unless asked for
 _SLOWER_AS_RUN = 12.0  # a TPU's default level against its fast one: 6 to 14 times (measured)
 
 _T = TypeVar("_T")
@@ -163,7 +163,7 @@ class Programs:
         if platform == "cpu" or verify == FAST:
             return False  # CPU compilers have one level, and no rematerialization of their own
         slower = _SLOWER_AS_RUN if platform == "tpu" else 1.0
-        return verify == AS_RUN or self.compile_s * slower <= _MAX_CONFIRMATION_S
+        return verify == AS_RUN or self.compile_s * slower <= MAX_CONFIRMATION_S
 
     def _following(self, decisions: StepDecisions) -> TracedStep:
         return self.step.trace_following(decisions, self.unplanned.donated)
