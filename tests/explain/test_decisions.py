@@ -97,3 +97,27 @@ def test_flops_of_a_planned_step_are_those_of_one_device():
     without = after.totals.flops - after.totals.recompute_flops
     assert without == pytest.approx(before.totals.flops, rel=0.02)
     assert "on all 8 devices" in plan.explain()
+
+
+def test_the_path_of_a_recomputed_value_names_each_module_once():
+    def scoped(weights, x):
+        for i, w in enumerate(weights):
+            with jax.named_scope(f"net/block_{i}"):
+                x = layer(w, x)
+        return jnp.mean(x**2)
+
+    def looped(weights, x):
+        def body(x, w):
+            with jax.named_scope("net/first"):
+                x = layer(w, x)
+            with jax.named_scope("net/second"):
+                return layer(w, x), None
+
+        return jnp.mean(jax.lax.scan(body, x, weights)[0] ** 2)
+
+    for loss in (scoped, looped):
+        fitted = remat.fit(jax.value_and_grad(loss), budget="60%", cache=False)
+        found = remat.explain(fitted, *DEEP_ARGS, compile=False)
+        assert any(value.kind == "recomputed" for value in found.values)
+        for value in found.values:
+            assert value.path.count("net/") <= 1, value.path

@@ -155,6 +155,7 @@ from remat._jax.equations import (
     with_scan_arity as with_scan_arity,
     without_axis_effects as without_axis_effects,
     without_marks as without_marks,
+    without_scopes as without_scopes,
 )
 from remat._jax.lowering import (
     FAST_COMPILATION as FAST_COMPILATION,

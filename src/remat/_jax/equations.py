@@ -215,6 +215,7 @@ def _scopes(eqn: JaxprEqn) -> list[str]:
 # Name scopes that tell the planner where it may recompute. Everything that JAX makes of an equation (its
 # derivative, its transpose, its batched form) stays in the equation's scopes. Users never see them.
 _MARKED, _FIXED = "<remat.auto ", "<remat.fixed>"
+_RECOMPUTATION = "rematted_computation"  # JAX's scope of what a checkpoint computes again
 
 
 def _is_mark(scope: str) -> bool:
@@ -252,6 +253,22 @@ def without_marks(eqn: JaxprEqn) -> JaxprEqn:
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
 
 
+def without_scopes(eqn: JaxprEqn) -> JaxprEqn:
+    """Return the equation without the scopes and modules that name it; transformations and marks stay.
+
+    An equation like this one may run others that have all of their own scopes, which would otherwise stand
+    inside of these.
+    """
+    stack = eqn.source_info.name_stack
+    kept = tuple(
+        entry
+        for entry in stack.stack
+        if type(entry).__name__ != "Scope" or _is_mark(entry.name) or entry.name == _RECOMPUTATION
+    )
+    stack = type(stack)(kept)
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+
+
 def is_transposed(eqn: JaxprEqn) -> bool:
     """Return whether the equation computes cotangents: JAX made it by transposing a linear equation."""
     return any(
@@ -263,7 +280,7 @@ def is_transposed(eqn: JaxprEqn) -> bool:
 def is_recomputation(eqn: JaxprEqn) -> bool:
     """Return whether the equation is a recomputation by JAX's partial evaluation of a checkpoint."""
     return any(
-        type(entry).__name__ == "Scope" and entry.name == "rematted_computation"
+        type(entry).__name__ == "Scope" and entry.name == _RECOMPUTATION
         for entry in eqn.source_info.name_stack.stack
     )
 

@@ -405,7 +405,7 @@ class _Writer:
         results = [*unit.local.values(), *([] if passed is None else [passed])]
         outvars = [_jax.new_var(v.aval) for v in results]
         body = _jax.jaxpr_of(operands, results, unit.eqns, self.jaxpr)
-        like = self.jaxpr.eqns[start]
+        like = _jax.without_scopes(self.jaxpr.eqns[start])
         self.eqns.append(
             region_equation(
                 operands, outvars, body, like=like, differentiated=True, prevent_cse=True

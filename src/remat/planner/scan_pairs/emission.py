@@ -130,7 +130,7 @@ def _protected(
         prevent_cse=True,
         differentiated=True,
         cotangents=tuple(v in of_backward for v in operands),
-        like=joint.late[0] if joint.late else eqns[0],
+        like=_jax.without_scopes(joint.late[0] if joint.late else eqns[0]),
     )
     return _jax.jaxpr_of(invars, [jaxprs.look(names, v) for v in results], [region], joint.jaxpr)
 
