@@ -6,9 +6,14 @@ import bisect
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from remat.explain.findings.facts import Facts, saved_values
-from remat.explain.findings.stacks import differentiated_body, stacks_of
+from remat.explain.findings.stacks import (
+    differentiated_body,
+    loops_lose_their_carry,
+    stacks_of,
+)
 from remat.explain.phases import PhasedProgram
 from remat.report.groups import groups
 from remat.report.model import Value
@@ -30,8 +35,14 @@ def budget_text(n_bytes: int) -> str:
 
 
 def suggested_share(facts: Facts) -> int:
-    """Return a budget in per cent of the peak that leaves half of the temporaries; 0 if none helps."""
-    return _share_of(facts, lowest_budget_bytes(facts) / max(1, facts.predicted.peak_bytes))
+    """Return a budget in per cent of the peak that leaves half of the temporaries; 0 if none helps.
+
+    None helps if almost the whole forward pass had to be recomputed and what is live meanwhile left no room.
+    """
+    share = _share_of(facts, lowest_budget_bytes(facts) / max(1, facts.predicted.peak_bytes))
+    low, high = _estimated_ends(facts, share / 100)
+    needs_all = low is None or low.flops_share >= _ALMOST_ALL * _forward_share(facts)
+    return 0 if high is None and needs_all else share
 
 
 def share_for_recomputed(facts: Facts) -> int:
@@ -125,6 +136,11 @@ def little_to_gain(facts: Facts) -> str:
 
 # The share of the peak that a step may need while it recomputes, which the estimate leaves out.
 _WHILE_RECOMPUTING = 0.1
+# Plans weigh time, too, and recompute some operations between the cheapest ones. The upper end is this many
+# times the FLOPs of the cheapest (an LSTM's plan takes 1.3 times as many), and at least this share of the
+# step's (a U-Net's plan takes 1.0 %, the cheapest are 0.2 %).
+_OVER_CHEAPEST, _LEAST_HIGH = 1.5, 0.02
+_ALMOST_ALL = 0.9  # share of the forward pass's FLOPs
 
 
 def cost_of(facts: Facts, share: float) -> str:
@@ -132,16 +148,19 @@ def cost_of(facts: Facts, share: float) -> str:
 
     The lower end recomputes the saved values that take the fewest FLOPs per byte, each once in every life,
     until the rest fits. What is live while a step recomputes is left out of it, so the upper end is the same
-    for a smaller share.
+    for a smaller share. Where loops keep none of what their iterations hand on, an iteration can only be
+    recomputed after those before it: the upper end is then the forward pass's FLOPs for the same share of the
+    saved bytes.
     """
     most = _forward_share(facts)
-    low, high = (
-        _estimated_share(facts, of) for of in (share, max(0.0, share - _WHILE_RECOMPUTING))
-    )
-    if low is None or low > most:
+    low, high = _estimated_ends(facts, share)
+    if low is None or low.flops_share > most:
         return f"at most {cost_of_all(facts)} (those of the forward pass)"
-    ends = (_percent(low), _percent(most if high is None else min(high, most)))
-    said = " to ".join(dict.fromkeys(ends))
+    highest = most
+    if high is not None:
+        chained = most * high.bytes_share if loops_lose_their_carry(facts.sides) else 0.0
+        highest = min(max(_OVER_CHEAPEST * high.flops_share, chained, _LEAST_HIGH), most)
+    said = " to ".join(dict.fromkeys((_percent(low.flops_share), _percent(highest))))
     return f"an estimated {said} % more FLOPs ({100 * most:.0f} % at most)"
 
 
@@ -149,8 +168,20 @@ def _percent(share: float) -> str:
     return f"{100 * share:{'.0f' if share >= 0.01 else '.1g'}}"
 
 
-def _estimated_share(facts: Facts, share: float) -> float | None:
-    """Return the FLOPs of recomputing the cheapest values so that the rest fits, as a share of the step's.
+class _Recomputed(NamedTuple):
+    """What a plan recomputes, as shares of the step's FLOPs and of the saved bytes."""
+
+    flops_share: float
+    bytes_share: float
+
+
+def _estimated_ends(facts: Facts, share: float) -> tuple[_Recomputed | None, _Recomputed | None]:
+    """Return the estimate without and with room for what is live while a step recomputes."""
+    return _estimate(facts, share), _estimate(facts, max(0.0, share - _WHILE_RECOMPUTING))
+
+
+def _estimate(facts: Facts, share: float) -> _Recomputed | None:
+    """Return the cost of recomputing the cheapest values so that the rest fits.
 
     None if it does not fit with all of them recomputed.
     """
@@ -165,7 +196,11 @@ def _estimated_share(facts: Facts, share: float) -> float | None:
     if n > len(saved):
         return None
     flops = sum(value.flops * max(1, len(value.lifetimes)) for value in saved[:n])
-    return flops / max(1.0, facts.account.flops)
+    n_bytes = sum(value.n_bytes for value in saved)
+    return _Recomputed(
+        flops / max(1.0, facts.account.flops),
+        sum(value.n_bytes for value in saved[:n]) / max(1, n_bytes),
+    )
 
 
 def cost_of_all(facts: Facts) -> str:

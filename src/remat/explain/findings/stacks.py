@@ -47,6 +47,32 @@ def largest_loop(sides: PhasedProgram, *, at_least: float) -> tuple[_jax.JaxprEq
     return largest, stacked[largest]
 
 
+def loops_lose_their_carry(sides: PhasedProgram) -> bool:
+    """Return whether most bytes that loops stack are of loops that keep nothing that iterations hand on."""
+    lost = kept = 0
+    for stack in _kept(sides):
+        if _keeps_a_carry(stack.loop):
+            kept += stack.n_bytes
+        else:
+            lost += stack.n_bytes
+    return lost > kept
+
+
+def _keeps_a_carry(loop: _jax.JaxprEqn) -> bool:
+    """Return whether a `scan` stacks one of its carries; with no carry, its iterations need no other."""
+    body = _jax.open_jaxpr(loop.params["jaxpr"])
+    n_consts, n_carry = _jax.scan_arity(loop)
+    made = {v for eqn in body.eqns for v in eqn.outvars}
+    read = {v for eqn in body.eqns for v in eqn.invars if _jax.is_var(v)}
+    carries = [
+        (v, new)
+        for v, new in zip(body.invars[n_consts : n_consts + n_carry], body.outvars)
+        if v in read and new in made
+    ]
+    stacked = {v for v in body.outvars[n_carry:] if _jax.is_var(v)}
+    return not carries or any(not stacked.isdisjoint(pair) for pair in carries)
+
+
 def _kept(sides: PhasedProgram) -> Iterator[LargeStack]:
     """Yield what loops stack for the backward pass, also where both are in the body of another loop."""
     read = _read_backward(sides)
