@@ -43,6 +43,15 @@ def needs(n):
 def wrong():
     return 3
 
+def flat():
+    return loss, {"w": w}, x
+
+def longer():
+    return loss, w, x, 3
+
+def frameless():
+    return jax.jit(jnp.dot), (w, x)
+
 def broken():
     raise ValueError("no data\\nat all")
 

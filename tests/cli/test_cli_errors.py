@@ -151,3 +151,10 @@ def test_an_error_of_the_users_module_comes_with_its_line(run):
         '    raise ValueError("no data\\nat all")'
     )
     assert f"at training.py:{line}, in broken; --debug shows the traceback" in said
+
+
+def test_an_error_without_a_line_of_the_users_names_the_option_for_its_traceback(run):
+    result = run("explain", "training:frameless")
+    assert result.exit_code == 1
+    assert "TypeError" in result.stderr
+    assert result.stderr.rstrip().endswith("(--debug shows the traceback)")

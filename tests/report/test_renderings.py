@@ -22,7 +22,7 @@ from remat.printing import printable
 from remat.report import Decision, Explanation, Finding, Memory, ParetoPoint, Step, Totals, Value
 from remat.report.document import Paragraph, Table
 from remat.report.markdown import to_markdown
-from remat.report.outline import flops_of_decisions
+from remat.report.outline import decisions_table, flops_of_decisions
 from remat.report.text import to_text
 from remat.units import format_bytes
 
@@ -456,6 +456,16 @@ def test_a_type_stands_below_its_value_where_a_row_does_not_fit_in_a_line():
     assert "dot_product_attention" in narrow
 
 
+def test_long_module_paths_of_a_plan_are_not_broken_within_a_word_at_80_columns():
+    path, source = "ViT/block_0…5/MultiHeadDotProductAttention_0", "flax/linen/normalization.py:223"
+    value, from_ = f"{path}: div of softmax", f"{source}, from vit.py:7"
+    decision = Decision("recompute", value, "f32[8,4,144,144]", from_, 6, 2**20)
+    table = decisions_table(dataclasses.replace(EXPLANATION, decisions=(decision,)), 6)
+    lines = to_text([table], width=80).splitlines()
+    for name in ("MultiHeadDotProductAttention_0", source):
+        assert any(name in line for line in lines)
+
+
 def test_a_prediction_that_is_off_by_a_tenth_is_said_to_be():
     step = Step("a: dot", "forward", 1.0)
     values = (Value(0, "saved", "f32[25]", 100, ((0, 0),)),)
@@ -493,7 +503,7 @@ def test_a_peak_in_the_forward_pass_has_its_reason():
         "100 % of what the forward pass saves is held there, and the backward pass, which frees it"
     )
     assert held in said(saved, small)
-    assert "Most of it are temporaries" in said(saved, large)
+    assert "More than half of it is temporaries" in said(saved, large)
 
 
 def test_the_platform_is_not_said_twice():
@@ -539,7 +549,7 @@ def test_a_peak_says_why_it_is_there():
     said = Explanation("step", values=(saved, gradient), steps=steps).to_text(width=300)
     assert "100 % of what the forward pass saves is still held there" in said
     said = Explanation("step", values=(saved, gradient, argument), steps=steps).to_text(width=300)
-    assert "Most of it are arguments and results" in said
+    assert "More than half of it is arguments and results" in said
 
 
 def test_two_plans_are_a_table_and_three_a_chart():

@@ -162,7 +162,9 @@ def in_options(error: RematError) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Return where in the user's code an error of it was raised; empty for errors of the library."""
+    """Return where in the user's code an error was raised, and how to see the traceback.
+
+    Empty for errors of the library."""
     if isinstance(error, RematError):
         return ""
     frames = [
@@ -170,8 +172,8 @@ def place_of(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if is_own(frame.filename) and frame.lineno
     ]
-    if not frames:
-        return ""
+    if not frames:  # a step that JAX made, such as jax.shard_map(...), has no frame of its own
+        return " (--debug shows the traceback)"
     at = frames[-1]
     return f" (at {relative(at.filename)}:{at.lineno}, in {at.name}; --debug shows the traceback)"
 

@@ -96,13 +96,13 @@ def load_subject(spec: str) -> Subject:
     if not isinstance(made, (tuple, list)) or len(made) not in (2, 3) or not callable(made[0]):
         raise click.UsageError(
             f"{spec} must return (step, args) or (step, args, kwargs) with a function as its step, "
-            f"not {_shortly(made)}."
+            f"such as `return step, (params, batch)`, not {_made(made)}."
         )
     step, args, kwargs = (*made, {})[:3]
     if not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
         raise click.UsageError(
-            f"{spec} must return a tuple of arguments after the step, and then a dict if any, "
-            f"not {_shortly(args)}."
+            f"{spec} must return the step's arguments as one tuple, and keywords, if any, as a dict "
+            f"after it, such as `return step, (params, batch)`, not {_made(made)}."
         )
     with user_code():
         step, args, kwargs = of_arrays(step, tuple(args), kwargs)
@@ -170,6 +170,14 @@ def _check_needs_no_arguments(function: Callable[..., Any], spec: str) -> None:
             f"{spec} needs arguments ({', '.join(needed)}): name a function without, which returns "
             "(step, args)."
         )
+
+
+def _made(value: object) -> str:
+    """Return what a function returned in place of a step and its arguments: of a tuple, its types."""
+    if not isinstance(value, (tuple, list)) or not value:
+        return _shortly(value)
+    few = ", ".join(type(item).__name__ for item in value[:5])
+    return f"({few}{', ...' if len(value) > 5 else ''})"
 
 
 def _shortly(value: object) -> str:

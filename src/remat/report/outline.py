@@ -106,7 +106,7 @@ def decisions_table(explanation: ExplanationData, most: int) -> Table:
             n_values = counted(sum(d.count for d in rest), "more value")
             rows.append((action, n_bytes, n_values, "", "", _flops_text(rest, flops)))
     columns = ("plan", "bytes", "value", "type", "source", "extra FLOPs")
-    return Table(columns, tuple(rows), (1, 5), optional=(3,), below=(3, 2))
+    return Table(columns, tuple(rows), (1, 5), optional=(3,), below=(4, 2))
 
 
 def flops_of_decisions(explanation: ExplanationData) -> dict[Decision, float]:
@@ -218,10 +218,10 @@ def percent(share: float) -> str:
 def counted(n: int, what: str) -> str:
     """Return a number with its noun, in the singular or plural.
 
-    >>> counted(1, "group"), counted(2, "group")
-    ('1 group', '2 groups')
+    >>> counted(1, "group"), counted(5198, "value")
+    ('1 group', '5,198 values')
     """
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
 
 
 def signed_bytes(n_bytes: int) -> str:
@@ -279,10 +279,10 @@ def _why(explanation: ExplanationData, line: Timeline) -> str:
     saved = sum(value.n_bytes for value in explanation.values if value.kind == "saved")
     fixed = int(line.bytes_of("argument")[step] + line.bytes_of("output")[step])
     if 2 * fixed >= line.peak_bytes:
-        return " Most of it are arguments and results, which are there throughout."
+        return " More than half of it is arguments and results, which are there throughout."
     for kind, said in _OF_WHAT.items():
         if 2 * int(line.bytes_of(kind)[step]) >= line.peak_bytes:
-            return f" Most of it are {said}."
+            return f" More than half of it is {said}."
     if 4 * held < line.peak_bytes:
         return ""
     share = f" {100 * held / saved:.0f} % of what the forward pass saves is"
