@@ -40,6 +40,8 @@ CASES: Mapping[str, tuple[str, str, str]] = {
     "llama-70b": ("decoder:llama_70b", "tpu:v5p:2x2x2", "tpu:v5p:8x8x8"),
     "gpipe": ("others:gpipe", "tpu:v5p:2x2x2", "tpu:v5p:4x4x4"),
     "gpipe-unrolled": ("others:unrolled_gpipe", "tpu:v5p:2x2x2", "tpu:v5p:4x4x4"),
+    "1f1b": ("others:one_forward_one_backward", "tpu:v5p:2x2x2", "tpu:v5p:4x4x4"),
+    "1f1b-unrolled": ("others:unrolled_1f1b", "tpu:v5p:2x2x2", "tpu:v5p:4x4x4"),
     "pipeline-vmap": ("others:pipeline_by_vmap", "tpu:v5p:2x2x2", "tpu:v5p:4x4x4"),
     "mamba": ("others:mamba", "tpu:v6e:2x2", "tpu:v6e:4x4"),
     "blockwise": ("others:blockwise", "tpu:v5p:2x2x1", "tpu:v5p:4x4x4"),

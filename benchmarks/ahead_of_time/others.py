@@ -265,6 +265,10 @@ _PIPELINES = {  # layers per stage, width, microbatches, rows of each, per data 
 }
 
 
+_TICKS = {  # of 1F1B: layers per stage, width, microbatches, rows of each, per data shard
+    "small": (3, 512, 8, 8192),
+    "full": (12, 8192, 32, 16384),
+}
 _STAGES = 4
 
 
@@ -283,9 +287,15 @@ def _descending(loss: Callable) -> Callable:
     return step
 
 
-def _pipeline(build: Callable[[Wrap], Callable], mesh: Mesh, size: str) -> Case:
+def _pipeline(
+    build: Callable[[Wrap], Callable],
+    mesh: Mesh,
+    size: str,
+    sizes: tuple[int, int, int, int] | None = None,
+    small_budgets: tuple[str, str] = ("60%", "35%"),
+) -> Case:
     """Return the case of a pipeline of layers with two weights each."""
-    per_stage, width, n_micro, n_rows = _PIPELINES[size]
+    per_stage, width, n_micro, n_rows = sizes or _PIPELINES[size]
     params = {
         "up": typed(mesh, (_STAGES, per_stage, width, 4 * width), P("stage")),
         "down": typed(mesh, (_STAGES, per_stage, 4 * width, width), P("stage")),
@@ -295,7 +305,7 @@ def _pipeline(build: Callable[[Wrap], Callable], mesh: Mesh, size: str) -> Case:
     return Case(
         build,
         (params, x),
-        ("60%", "35%") if size == "small" else ("90GiB", "45GiB"),
+        small_budgets if size == "small" else ("90GiB", "45GiB"),
         {"donate_argnums": (0,)},
     )
 
@@ -348,6 +358,78 @@ def gpipe(target: Target, size: str, *, is_unrolled: bool = False) -> Case:
         return _descending(loss)
 
     return _pipeline(build, mesh, size)
+
+
+def one_forward_one_backward(target: Target, size: str, *, is_unrolled: bool = False) -> Case:
+    """1F1B in a `shard_map` over stages: in each tick, every stage runs one microbatch in each direction.
+
+    The gradient is computed inside, with `jax.vjp`. A stage keeps the inputs of the microbatches that
+    have not come back yet, at most two for each stage behind it.
+    """
+    per_stage, width, n_micro, n_rows = _TICKS[size]
+    stages = _STAGES
+    n_ticks, n_kept = n_micro + 2 * (stages - 1), 2 * stages - 1
+    mesh = mesh_of(target, data=target.n_devices // stages, stage=stages)
+
+    def build(wrap: Wrap) -> Callable:
+        layer = wrap(_gelu_layer)
+
+        def through(params: Any, x: jax.Array) -> jax.Array:
+            return jax.lax.scan(layer, x, params)[0]
+
+        def local(params: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+            params = jax.tree.map(lambda p: p[0], params)
+            stage = jax.lax.axis_index("stage")
+            is_last = stage == stages - 1
+
+            def at(values: jax.Array, k: Any) -> jax.Array:
+                return jax.lax.dynamic_index_in_dim(values, k, keepdims=False)
+
+            def tick(carry: Any, t: Any) -> tuple[Any, None]:
+                arrived, cotangent, inputs, total, value = carry
+                forward, backward = t - stage, t - 2 * (stages - 1) + stage
+                first = at(x, jnp.clip(forward, 0, n_micro - 1))
+                here = jnp.where(stage == 0, first, arrived)
+                inputs = jax.lax.dynamic_update_index_in_dim(inputs, here, forward % n_kept, 0)
+                there = through(params, here)
+                y, pull = jax.vjp(through, params, at(inputs, backward % n_kept))
+                of_params, of_input = pull(jnp.where(is_last, y / x.size, cotangent))
+                is_real = (backward >= 0) & (backward < n_micro)
+                total = jax.tree.map(lambda a, b: a + jnp.where(is_real, b, 0), total, of_params)
+                squares = jnp.sum(y.astype(jnp.float32) ** 2)
+                value = value + jnp.where(is_real & is_last, squares, 0)
+                arrived = jax.lax.ppermute(there, "stage", [(i, i + 1) for i in range(stages - 1)])
+                back = [(i + 1, i) for i in range(stages - 1)]
+                cotangent = jax.lax.ppermute(of_input, "stage", back)
+                return (arrived, cotangent, inputs, total, value), None
+
+            zeros = jnp.zeros_like(x[0])
+            start = (
+                zeros,
+                zeros,
+                jnp.zeros((n_kept, *zeros.shape), zeros.dtype),
+                jax.tree.map(jnp.zeros_like, params),
+                jnp.zeros(()),
+            )
+            if is_unrolled:
+                carry = start
+                for t in range(n_ticks):
+                    carry, _ = tick(carry, t)
+            else:
+                carry, _ = jax.lax.scan(tick, start, jnp.arange(n_ticks))
+            *_, total, value = carry
+            total = jax.lax.psum(total, "data")
+            params = jax.tree.map(lambda p, g: (p - 1e-3 * g)[None], params, total)
+            return params, jax.lax.psum(value, ("stage", "data"))
+
+        specs = P("stage"), P(None, "data")
+        return jax.shard_map(
+            local, mesh=mesh, in_specs=specs, out_specs=(P("stage"), P()), check_vma=False
+        )
+
+    return _pipeline(
+        build, mesh, size, _TICKS[size], ("65%", "58%") if is_unrolled else ("60%", "40%")
+    )
 
 
 def pipeline_by_vmap(target: Target, size: str) -> Case:
@@ -479,3 +561,4 @@ def chain(target: Target, size: str) -> Case:
 
 
 unrolled_gpipe = functools.partial(gpipe, is_unrolled=True)
+unrolled_1f1b = functools.partial(one_forward_one_backward, is_unrolled=True)

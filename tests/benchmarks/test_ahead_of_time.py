@@ -16,7 +16,7 @@ FOLDER = pathlib.Path(ahead_of_time.__file__).parent
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="no libtpu")
 
 #: Cases that take seconds; the others take a minute or more.
-FAST = ("chain", "mlp-2d", "fsdp-shard-map")
+FAST = ("chain", "mlp-2d", "fsdp-shard-map", "1f1b")
 
 
 def test_the_examples_run() -> None:
