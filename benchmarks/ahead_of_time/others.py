@@ -366,7 +366,7 @@ def one_forward_one_backward(target: Target, size: str, *, is_unrolled: bool = F
     The gradient is computed inside, with `jax.vjp`. A stage keeps the inputs of the microbatches that
     have not come back yet, at most two for each stage behind it.
     """
-    per_stage, width, n_micro, n_rows = _TICKS[size]
+    _, _, n_micro, _ = _TICKS[size]
     stages = _STAGES
     n_ticks, n_kept = n_micro + 2 * (stages - 1), 2 * stages - 1
     mesh = mesh_of(target, data=target.n_devices // stages, stage=stages)
