@@ -76,6 +76,7 @@ HOMES = {
     "planner/candidates": "planner/test_plan",
     "planner/checked": "planner/test_plan_file",
     "planner/copy_windows": "planner/test_host_copies",
+    "planner/host_updates": "planner/test_host_state",
     "planner/decisions": "planner/test_whole_step_file",
     "planner/fit_modules": "adapters/test_fit_modules",
     "planner/host_memory": "planner/test_offload",

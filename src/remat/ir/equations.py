@@ -161,6 +161,24 @@ def is_fusible(eqn: _jax.JaxprEqn) -> bool:
     return fusion_of(eqn) in FUSIBLE
 
 
+def is_elementwise(eqn: _jax.JaxprEqn) -> bool:
+    """Return whether each element of the result depends on nothing but its own element of each operand.
+
+    Operands are numbers or have the result's shape. Data movement is not elementwise, even within a shape.
+    """
+    if len(eqn.outvars) != 1 or has_effects(eqn) or jaxprs.has_body(eqn) or not eqn.invars:
+        return False
+    name = eqn.primitive.name
+    row = operation(name)
+    if row is None:
+        return False
+    computes = row.fusion in (Fusion.CHEAP, Fusion.COSTLY) and row.flops != 0
+    shape = getattr(eqn.outvars[0].aval, "shape", None)
+    return (computes or (row.is_copy and name != "optimization_barrier")) and all(
+        getattr(v.aval, "shape", None) in (shape, ()) for v in eqn.invars
+    )
+
+
 def is_collective(eqn: _jax.JaxprEqn) -> bool:
     """Return whether an equation communicates between devices."""
     row = operation(eqn.primitive.name)

@@ -8,6 +8,8 @@ flows, from a step to proposals of what to recompute:
     host_memory  the values that a loop's steps keep in host memory, and the cost of the copies
     copy_windows which values of unrolled code are kept there, and when their copies run
     host_copies  these copies, written into the program
+    host_state   steps whose optimizer state stays in host memory
+    host_updates the loops that update this state there, chunk by chunk
     scan_pairs   what forward scans keep for backward scans, in a differentiated step
     bodies       loops and branches that hold a whole gradient: their bodies are scheduled like a step
     rewrite      recomputation outside of loops, written into the program

@@ -34,6 +34,13 @@ from remat.errors import BudgetError, PlanError
 from remat.module_steps import check_loses_no_updates, check_takes_arrays
 from remat.planner.auto import WITH_MARKS, WITHOUT_MARKS, tracing
 from remat.planner.decisions import applied
+from remat.planner.host_state import (
+    OPTIMIZER,
+    HostState,
+    find_host_state,
+    parse_offload,
+    type_on_device,
+)
 from remat.planner.plan import plan as make_plan, versions
 from remat.planner.plan_file import AS_RUN, FAST, MadeFor, Plan
 from remat.planner.processes import receive_plan
@@ -57,7 +64,7 @@ def fit(
     budget: units.Number | None = None,
     plan: Plan | None = None,
     target: str | Target | None = None,
-    offload: bool = True,
+    offload: bool | str = True,
     host_budget: units.Number | None = None,
     cache: Cache | bool | str | os.PathLike[str] = True,
     costs: str | Costs = "roofline",
@@ -85,7 +92,8 @@ def fit(
       budget: the largest peak on one device that the compiler may report, see `remat.plan`.
       plan: a plan to follow instead (from `remat.plan` or `Plan.load`). It must be for this program.
       target: the device to plan for, see `remat.plan`; by default the device at hand.
-      offload: whether values may be kept in host memory, see `remat.plan`. Ignored with `plan`.
+      offload: what may be kept in host memory, see `remat.plan`. Ignored with `plan`. With "optimizer",
+        state on the device is moved to host memory by the first call, and results are there.
       host_budget: the most host memory per device, see `remat.plan`. Ignored with `plan`.
       cache: whether to use the user's cache directory; or a cache or a folder to use instead.
       costs: the cost model of recomputation, see `remat.plan`.
@@ -114,6 +122,7 @@ def fit(
         units.parse_budget(budget)
     if host_budget is not None:
         units.parse_bytes(host_budget)
+    parse_offload(offload)
     check_costs(costs)
     if not isinstance(cache, bool):
         cache = find_cache(cache)
@@ -156,7 +165,7 @@ class Fitted:
             if ready is None:
                 raise _NoPlan(signature)
             if self._given is None:
-                return _following(step, ready.plan, args, kwargs)
+                return _following(ready.hosted(step), ready.plan, args, kwargs)
             return self._follow_given(ready, args, kwargs)
 
         self._jitted = jax.jit(planned, **jit_options)
@@ -182,6 +191,8 @@ class Fitted:
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Return the types of the results, like the method of a `jax.jit` function. It does not plan."""
+        if self._has_host_state:
+            args, kwargs = jax.tree.map(type_on_device, (args, kwargs))
         return self._without_plan.eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
@@ -250,17 +261,45 @@ class Fitted:
             finally:
                 # Nothing is left behind where JAX did not trace after all.
                 self._ready.pop(signature, None)
+            state = self._host_state(args, kwargs)
+            if state is not None and not state.is_moved(args, kwargs):
+                args, kwargs = state.moved(args, kwargs, find_target(self._options["target"]))
+                continue
             made = self._plan_for(args, kwargs)
             if run is self._jitted:
-                made = self._confirmed(signature, made, args, kwargs)
+                made = self._confirmed(signature, made, args, kwargs, state)
             if self._given is None:
                 peak = units.format_bytes(made.peak_bytes or 0)
                 _log.info("remat.fit: %r planned, peak %s: %s", self, peak, made)
                 self._plans.append(made)
-            self._ready[signature] = _Ready(made, args, kwargs)
+            self._ready[signature] = _Ready(made, args, kwargs, state)
+
+    @property
+    def _has_host_state(self) -> bool:
+        if self._given is not None:
+            return bool(self._given.host_arguments)
+        return OPTIMIZER in parse_offload(self._options["offload"])
+
+    def _host_state(self, args: tuple, kwargs: Mapping[str, Any]) -> HostState | None:
+        """Return which arguments are state in the host's memory; None if nothing is kept there."""
+        if not self._has_host_state:
+            return None
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, dict(kwargs)))):
+            raise PlanError(
+                f"{self!r} keeps optimizer state in the host's memory, so its arguments must be arrays: call "
+                "it outside of other JAX transformations."
+            )
+        at = find_target(self._options["target"])
+        found = find_host_state(self._step, args, kwargs, at, self._jit_options)
+        return found if self._given is None else found.only(self._given.host_arguments)
 
     def _confirmed(
-        self, signature: Any, made: Plan, args: tuple, kwargs: Mapping[str, Any]
+        self,
+        signature: Any,
+        made: Plan,
+        args: tuple,
+        kwargs: Mapping[str, Any],
+        state: HostState | None,
     ) -> Plan:
         """Return a plan with which the compiled step, the one that will run, is within the budget.
 
@@ -272,7 +311,7 @@ class Fitted:
             return made
         budget = limit = made.budget_bytes
         for _ in range(_MAX_PLANS):
-            self._ready[signature] = _Ready(made, args, kwargs)
+            self._ready[signature] = _Ready(made, args, kwargs, state)
             try:
                 lowered = self._jitted.lower(*args, **kwargs)
                 memory = compile_for_analysis(lowered, at, as_run=True)
@@ -360,7 +399,7 @@ class Fitted:
                 "peak differs. Plan again for this device, or pass the target= that the plan is for."
             )
         try:
-            outs = _following(self._step, plan, args, kwargs)
+            outs = _following(ready.hosted(self._step), plan, args, kwargs)
             self._check_program(ready, at)
         except PlanError as error:
             other = _other_versions(plan, at)
@@ -382,7 +421,8 @@ class Fitted:
         args, kwargs = jax.tree.map(
             lambda x: x.aval if isinstance(x, jax.core.Tracer) else x, given
         )
-        traced = TargetStep(self._step, args, kwargs, at, self._jit_options).trace()
+        step = ready.hosted(self._step)
+        traced = TargetStep(step, args, kwargs, at, self._jit_options).trace()
         if is_known and plan.made_for is not None:
             _check_devices(plan.made_for, traced.made_for())
         here, planned_for = traced.program.partition("-"), plan.program.partition("-")
@@ -423,11 +463,16 @@ def _following(step: Callable, plan: Plan, args: tuple, kwargs: Mapping[str, Any
 
 
 class _Ready(NamedTuple):
-    """The plan for a call, and the call's arguments."""
+    """The plan for a call, the call's arguments, and which of them are state in the host's memory."""
 
     plan: Plan
     args: tuple
     kwargs: Mapping[str, Any]
+    state: HostState | None
+
+    def hosted(self, step: Callable) -> Callable:
+        """Return the step as one whose state is in the host's memory, if any is."""
+        return step if self.state is None else self.state.hosted(step)
 
 
 class _NoPlan(Exception):

@@ -44,6 +44,13 @@ from remat.ir.restriction import marks_of
 from remat.module_steps import of_arrays
 from remat.planner.candidates import StepModel
 from remat.planner.host_memory import Transfer
+from remat.planner.host_state import (
+    ACTIVATIONS,
+    OPTIMIZER,
+    HostState,
+    find_host_state,
+    parse_offload,
+)
 from remat.planner.plan_file import AS_RUN, FAST, Attempt, Plan
 from remat.planner.programs import Candidate, Programs
 from remat.planner.progress import Progress
@@ -79,7 +86,7 @@ def plan(
     *args: Any,
     budget: units.Number | None = None,
     target: str | Target | None = None,
-    offload: bool = True,
+    offload: bool | str = True,
     host_budget: units.Number | None = None,
     kwargs: Mapping[str, Any] | None = None,
     cache: Cache | bool | str | os.PathLike[str] = True,
@@ -112,11 +119,14 @@ def plan(
         rematerialization such as "60%", or None for all of the device's memory.
       target: None for the device at hand; "tpu:v5e:16x16", "gpu:h100" and the like for a device that
         is not attached (see `remat.program.targets`).
-      offload: whether values may be kept in host memory, if the target supports that. That is done
-        where it takes less time than recomputing, or where no other plan fits. Nothing is offloaded
+      offload: what may be kept in host memory, if the target supports that: "activations" (also True),
+        "optimizer", "activations|optimizer", or False for nothing. Activations are where it takes less
+        time than recomputing, or where no other plan fits. No activation is offloaded
         on a CPU, whose memory is the host's, or on a GPU, where XLA has miscompiled scans with
         offloaded residuals. If the compiler fails on all plans with offloading, the step is planned
-        without.
+        without. Of the optimizer's state, what the step only updates elementwise is an argument and a
+        result in host memory and is updated there chunk by chunk; shares in `budget` are of the peak
+        with that state on the host.
       host_budget: the most host memory per device that the compiler may report: bytes, or a text such
         as "48GiB". None for the share of a host's memory that a device of this kind has, where that is
         known (TPUs).
@@ -139,7 +149,8 @@ def plan(
       BudgetError: no plan fits. The message has the smallest peak that was reached and its largest
         parts.
       PlanError: the step cannot be analysed on the target, or `costs` is invalid, or
-        "measured" for a device that is not attached; or `verify` is invalid.
+        "measured" for a device that is not attached; or `verify` or `offload` is invalid, or there is no
+        optimizer state that can be in host memory.
       UnitsError: the budget is neither a number of bytes nor a share.
     """
     check_step(step)
@@ -147,11 +158,16 @@ def plan(
     step, jit_options = unfitted(step, jit_options)
     if verify not in (None, AS_RUN, FAST):
         raise PlanError(f"verify={shown(verify)} must be {AS_RUN!r}, {FAST!r} or None.")
+    kinds = parse_offload(offload)
     host_limit = None if host_budget is None else units.parse_bytes(host_budget)
     limit = None if budget is None else units.parse_budget(budget)
     at = find_target(target)
     if limit is None:
         limit = _all_memory(at)
+    state = None
+    if OPTIMIZER in kinds:
+        state = find_host_state(step, args, kwargs, at, jit_options)
+        step, (args, kwargs) = state.hosted(step), state.moved(args, kwargs, at)
     planned = TargetStep(step, args, kwargs, at, jit_options)
     store = find_cache(cache)
     here = None if at.ahead_of_time else at.devices[0]
@@ -164,7 +180,8 @@ def plan(
             store,
             show,
             priced,
-            offload=offload,
+            offload=ACTIVATIONS in kinds,
+            state=state,
             host_limit=host_limit,
             verify=verify,
         ).run()
@@ -187,12 +204,14 @@ class _Planning:
         costs: Costs,
         *,
         offload: bool,
+        state: HostState | None = None,
         host_limit: int | None = None,
         verify: str | None = None,
     ) -> None:
         self.step = step
         self.verify = verify
-        self.offload = bool(offload) and step.target.can_offload
+        self.offload = offload and step.target.can_offload
+        self.state = state
         known = step.target.device.host_memory_bytes or None
         #: Bytes of host memory per device; None for no limit.
         self.host_limit = known if host_limit is None else host_limit
@@ -272,15 +291,27 @@ class _Planning:
             raise refusal(self._refused())
         assert self._fits(best)
         made = self._plan(best)
-        if made.transfer_seconds > _SLOW_COPIES * made.seconds:
+        self._warn_of_slow_copies(best.transfer_seconds)
+        self._remember(made)
+        return made
+
+    def _warn_of_slow_copies(self, transfer_seconds: float) -> None:
+        of_activations, of_state = (
+            100 * s / self._model.seconds for s in (transfer_seconds, self._state_seconds())
+        )
+        if of_activations > 100 * _SLOW_COPIES:
             _log.warning(
                 "remat: copies to the host and back are predicted to make the step %.0f %% slower than "
                 "without recomputation; of the plans compared, none that recomputes instead is "
                 "predicted to be faster",
-                100 * made.transfer_seconds / made.seconds,
+                of_activations,
             )
-        self._remember(made)
-        return made
+        if of_state > 100 * _SLOW_COPIES:
+            _log.warning(
+                "remat: copies of the optimizer's state to the device and back are predicted to make the "
+                "step %.0f %% slower; a larger batch, or accumulating gradients, makes that share smaller",
+                of_state,
+            )
 
     def _confirmed(self) -> Candidate | None:
         """Return the best candidate whose peak is within the budget as it will run, too.
@@ -409,6 +440,7 @@ class _Planning:
     def _plan(self, best: Candidate) -> Plan:
         assert isinstance(best.memory, CompiledMemory)
         decisions = best.decisions
+        state_s = self._state_seconds()
         return Plan(
             program=self.unplanned.program,
             target=self.step.target.name,
@@ -419,9 +451,9 @@ class _Planning:
             peak_bytes_without_remat=self.programs.base_peak_bytes,
             flops=self.programs.flops,
             extra_flops=max(0.0, best.extra_flops),
-            extra_seconds=best.extra_seconds,
+            extra_seconds=best.extra_seconds + state_s,
             seconds=self._model.seconds,
-            lower_bound_seconds=best.lower_bound_seconds,
+            lower_bound_seconds=best.lower_bound_seconds + state_s,
             attempts=tuple(
                 Attempt(
                     p.predicted_bytes,
@@ -435,12 +467,19 @@ class _Planning:
             is_verified=True,
             costs=self.costs.name,
             host_bytes=max(0, best.memory.host_bytes),
-            transfer_seconds=best.transfer_seconds,
+            transfer_seconds=best.transfer_seconds + state_s,
             whole_step=None if decisions is None else whole_step_plan(self._flat, decisions),
             made_for=self.unplanned.made_for(),
             verified_level=best.verified_level,
             marked=self.unplanned.marked,
+            host_arguments=() if self.state is None else self.state.leaves,
         )
+
+    def _state_seconds(self) -> float:
+        """Return the time in which state in the host's memory is copied to the device and back."""
+        if self.state is None:
+            return 0.0
+        return 2 * Roofline(self.step.target.device).transfer_seconds(self.state.n_bytes)
 
     # The cache
 

@@ -124,6 +124,8 @@ class Plan(Checked):
       verified_level: how the program was compiled that confirmed `peak_bytes`: "as run", with the options
         with which it will run, or "fast", at a TPU compiler's fast level.
       marked: the names of the functions marked by `remat.auto`, if any: it recomputes only inside of these.
+      host_arguments: the arguments that are optimizer state in the host's memory, as arguments and as
+        results, counted like the donated ones.
 
     Raises:
       PlanError: a field has a wrong type or a number out of range, or fields contradict each other.
@@ -150,6 +152,7 @@ class Plan(Checked):
     made_for: MadeFor | None = None
     verified_level: str = AS_RUN
     marked: tuple[str, ...] = ()
+    host_arguments: tuple[int, ...] = ()
 
     def _check(self) -> None:
         names = [name for name, _ in self.versions]

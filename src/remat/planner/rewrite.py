@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -172,37 +172,84 @@ def following(
 
     @_jax.wraps(step)
     def run(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _jax.Tracer)]
-
-        def of_traced(*arrays: Any) -> Any:
-            full = list(leaves)
-            for i, array in zip(traced, arrays):
-                full[i] = array
-            args, kwargs = jax.tree.unflatten(tree, full)
-            return step(*args, **kwargs)
-
-        arrays = [leaves[i] for i in traced]
-        static = {i: id(leaf) for i, leaf in enumerate(leaves) if i not in set(traced)}
-        key = tree, tuple(array.aval for array in arrays), tuple(static.items())
-        if key not in known:
-            jaxpr, consts, out = _jax.trace_call(of_traced, *arrays)
-            jaxpr, more = _jax.hoist_constants(jaxpr)
-            consts = [*more, *consts]
-            # The static values are kept with their numbers, which are theirs as long as they live.
-            known[key] = (
-                flattened(jaxpr, [len(consts) + leaf for leaf in donated]),
-                consts,
-                jax.tree.structure(out),
-                [leaves[i] for i in static],
-            )
-        flat, consts, out_tree, _ = known[key]
-        new = change(flat)
-        if has_marks(flat):
+        found = traced_flat(step, args, kwargs, donated, known)
+        new = change(found.jaxpr)
+        if has_marks(found.jaxpr):
             new = without_marks(new)
-        return jax.tree.unflatten(out_tree, _jax.eval_jaxpr(new, (), *consts, *arrays))
+        return found.called(new)
 
     return run
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedCall:
+    """A call of a step under `jax.jit`, traced as a flat jaxpr.
+
+    Args:
+      jaxpr: takes `consts`, then `arrays`.
+      consts: what the step closes over.
+      arrays: the arguments that are traced.
+      out_tree: the structure of the step's result.
+    """
+
+    jaxpr: _jax.Jaxpr
+    consts: Sequence[Any]
+    arrays: Sequence[Any]
+    out_tree: Any
+
+    def called(self, jaxpr: _jax.Jaxpr) -> Any:
+        """Return the step's result as another jaxpr with the same inputs computes it."""
+        outs = _jax.eval_jaxpr(jaxpr, (), *self.consts, *self.arrays)
+        return jax.tree.unflatten(self.out_tree, outs)
+
+
+def traced_flat(
+    step: Callable,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    donated: Iterable[int],
+    known: dict[Any, Any] | None = None,
+    on_device: Collection[int] = (),
+) -> TracedCall:
+    """Trace a step for the arguments of a call under `jax.jit`.
+
+    Args:
+      step: the step.
+      args, kwargs: the call's arguments. Those that are not traced are static.
+      donated: as for `following`.
+      known: as `traces` for `following`.
+      on_device: arguments in the host's memory that are traced as arrays on the device, counted as `donated`.
+    """
+    leaves, tree = jax.tree.flatten((args, dict(kwargs)))
+    traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _jax.Tracer)]
+
+    def of_traced(*arrays: Any) -> Any:
+        full = list(leaves)
+        for i, array in zip(traced, arrays):
+            full[i] = array
+        args, kwargs = jax.tree.unflatten(tree, full)
+        return step(*args, **kwargs)
+
+    arrays = [leaves[i] for i in traced]
+    static = {i: id(leaf) for i, leaf in enumerate(leaves) if i not in set(traced)}
+    key = tree, tuple(array.aval for array in arrays), tuple(static.items())
+    if known is None or key not in known:
+        types = [
+            array.aval.update(memory_space=jax.memory.Space.Device) if i in on_device else array
+            for i, array in enumerate(arrays)
+        ]
+        jaxpr, consts, out = _jax.trace_call(of_traced, *types)
+        jaxpr, more = _jax.hoist_constants(jaxpr)
+        consts = [*more, *consts]
+        flat = flattened(jaxpr, [len(consts) + leaf for leaf in donated])
+        # The static values are kept with their numbers, which are theirs as long as they live.
+        found = flat, consts, jax.tree.structure(out), [leaves[i] for i in static]
+        if known is not None:
+            known[key] = found
+    else:
+        found = known[key]
+    flat, consts, out_tree, _ = found
+    return TracedCall(flat, consts, arrays, out_tree)
 
 
 def rewritten(jaxpr: _jax.Jaxpr, decisions: Decisions) -> _jax.Jaxpr:

@@ -41,6 +41,7 @@ class TracedStep:
 
     Attributes:
       marked: the names of the functions marked by `remat.auto` that it calls.
+      positions: the place of each argument that is not static among the leaves of all arguments.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class TracedStep:
         target: Target,
         compiler_options: Mapping[str, Any] | None = None,
         marked: Iterable[str] = (),
+        positions: Iterable[int] = (),
     ) -> None:
         self.marked = tuple(marked)
+        self.positions = tuple(positions)
         self._traced = traced
         self._compiler_options = compiler_options
         self._target = target
@@ -61,12 +64,15 @@ class TracedStep:
     def shards(self) -> list[int]:
         """Return the shard count of each input of the jaxpr."""
         of_consts, of_arguments = _jax.split_list(self.jaxpr.invars, [len(self.consts)])
-        shardings = _jax.argument_shardings(self._traced)
         divided = [
             n_shards(getattr(v.aval, "shape", ()), s) if hasattr(s, "shard_shape") else 1
-            for v, s in zip(of_arguments, shardings, strict=True)
+            for v, s in zip(of_arguments, self.argument_shardings(), strict=True)
         ]
         return [1] * len(of_consts) + divided
+
+    def argument_shardings(self) -> list[Any]:
+        """Return the sharding of each argument that is not static; None if it is unspecified."""
+        return _jax.argument_shardings(self._traced)
 
     @property
     def donated(self) -> tuple[int, ...]:
@@ -99,7 +105,7 @@ class TracedStep:
     def layout(self) -> tuple[list[str], list[str]]:
         """Return the shardings of arguments and results as texts."""
         _, of_arguments = _jax.split_list(_jax.in_avals(self.jaxpr), [len(self.consts)])
-        shardings = (_jax.argument_shardings(self._traced), _jax.result_shardings(self._traced))
+        shardings = (self.argument_shardings(), _jax.result_shardings(self._traced))
         avals = (of_arguments, _jax.out_avals(self.jaxpr))
         arguments, results = (
             [_jax.sharding_text(s, len(getattr(aval, "shape", ()))) for s, aval in zip(*both)]
@@ -170,11 +176,16 @@ class TargetStep:
         # A new function each time, since JAX caches traces by function.
         @_jax.wraps(self.fun)
         def step(*args: Any, **kwargs: Any) -> Any:
+            leaves = jax.tree.leaves((args, kwargs))
+            positions[:] = [i for i, x in enumerate(leaves) if isinstance(x, _jax.Tracer)]
             return fun(*args, **kwargs)
+
+        positions: list[int] = []
 
         with tracing(WITH_MARKS), names_of_marked() as marked:
             traced = jax.jit(step, **self.jit_options).trace(*self.args, **self.kwargs)
-        return TracedStep(traced, self.target, self.jit_options.get("compiler_options"), marked)
+        options = self.jit_options.get("compiler_options")
+        return TracedStep(traced, self.target, options, marked, positions)
 
 
 def unfitted(step: Any, jit_options: Mapping[str, Any]) -> tuple[Callable, dict[str, Any]]:
