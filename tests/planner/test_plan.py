@@ -215,7 +215,14 @@ def test_calls_that_hold_constants_are_planned_too():
     step = jax.value_and_grad(loss)
     made = remat.plan(step, WEIGHTS, X, budget="60%", **OPTIONS)
     assert made.n_recomputed and made.peak_bytes <= 0.6 * made.peak_bytes_without_remat
-    assert_identical(remat.fit(step, plan=made)(WEIGHTS, X), jax.jit(step)(WEIGHTS, X))
+    # Kernels end elsewhere in a planned step, so that products and sums are rounded elsewhere.
+    pairs = zip(
+        jax.tree.leaves(remat.fit(step, plan=made)(WEIGHTS, X)),
+        jax.tree.leaves(jax.jit(step)(WEIGHTS, X)),
+        strict=True,
+    )
+    for ours, theirs in pairs:
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6 * float(jnp.abs(theirs).max()))
 
 
 def checkpointed(policy=None):

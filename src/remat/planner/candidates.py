@@ -7,7 +7,7 @@ its options, in the order of their prices per byte. The program outside of the l
 values that its kernels write to memory (`program.fusion`); a solver schedules it, and the schedule is read
 as decisions (`rewrite`).
 
-What a compiler makes of the program cannot be predicted exactly, so there are two variants of the model:
+What a compiler makes of the program cannot be predicted exactly, so there are two models of fusion:
 
 * `written`: a cheap value that several kernels need is written to memory once, unless the plan recomputes
   it. XLA for CPU does so.
@@ -18,9 +18,11 @@ that read them, so there the first variant is
 
 * `inlined`: as `fused`, and a matrix product computes the elementwise values that it needs.
 
-Compilers also choose the order of operations. Where theirs needs far more memory than the schedule, a third
-variant, `ordered`, leaves them less choice. And they compute a sum of many values in one kernel, which keeps
-all of them; where that takes much memory, partial sums are written (`bodies.with_partial_sums`).
+Compilers also choose the order of operations. A third variant, `ordered`, follows the first model and leaves
+them less choice. On CPU most programs then need what the model says, so it is tried first; elsewhere it is
+tried where the compiler needs far more than the model says. Compilers also compute a sum of many values in
+one kernel, which keeps all of them; where that takes much memory, partial sums are written
+(`bodies.with_partial_sums`).
 """
 
 from __future__ import annotations
@@ -85,6 +87,9 @@ _SPREAD = 6
 # What is live around a body, as a share of that in the program as it is written: bodies are scheduled for
 # what remains of the budget. Less leaves more recomputation to the program around them.
 _SHARES_AROUND = (1.0, 0.5, 0.0)
+# The share of time in the cost of a proposal where FLOPs are compared. A larger one saves more time of cheap
+# kernels, and costs FLOPs.
+_SHARE_OF_TIME = 0.01
 # Where results' buffers hold temporaries, schedules within larger budgets fit, too: how many of these are
 # tried, and the share of the budget that may be left.
 _MOST_LARGER, _LEFT = 4, 0.01
@@ -100,13 +105,13 @@ class StepModel:
       slowdown: measured slowdown of kernels.
       solver: finds the schedules.
       into_products: whether matrix products compute the elementwise values that they read.
+      by_flops: whether proposals are compared by their FLOPs, and by time only where FLOPs are alike. Models
+        of fusion disagree about the time of cheap kernels, which a compiler may compute again in any case.
       transfer: the time of a copy to the host's memory or back; None if nothing may be offloaded.
       host_limit: bytes that may be kept there; None for no limit.
       copies: whether values outside of loops may be kept there, too.
       donated: the bytes of each donated argument; results are written in their place.
     """
-
-    exact_variants = (ORDERED,)
 
     def __init__(
         self,
@@ -117,6 +122,7 @@ class StepModel:
         solver: Solver | None = None,
         *,
         into_products: bool = False,
+        by_flops: bool = False,
         transfer: Transfer | None = None,
         host_limit: int | None = None,
         copies: bool = False,
@@ -128,7 +134,11 @@ class StepModel:
         self.host_limit = host_limit
         self.flat = flat
         self.into_products = into_products
-        self.variants = (INLINED, FUSED) if into_products else (WRITTEN, FUSED)
+        self.by_flops = by_flops
+        #: The variants that are models of fusion, the most accurate first.
+        self.fusions = (INLINED, FUSED) if into_products else (WRITTEN, FUSED)
+        self.variants = (ORDERED, *self.fusions) if by_flops else self.fusions
+        self.exact_variants = () if by_flops else (ORDERED,)
         self.price = price
         self.shards = shards
         self.slowdown = slowdown
@@ -167,10 +177,13 @@ class StepModel:
             raise problem
         return self._fastest(found)
 
-    def exceeds(self, variant: str, n_bytes: int, seconds: float) -> bool:
-        """Return whether the proposal within these bytes is known to recompute for more than a time."""
-        return not self.copies and all(
-            level.exceeds(variant, n_bytes, seconds)
+    def exceeds(self, variant: str, n_bytes: int, cost: float) -> bool:
+        """Return whether the proposal within these bytes is known to cost more than a time.
+
+        What is known are bounds on times, which say nothing where FLOPs are compared.
+        """
+        return not (self.copies or self.by_flops) and all(
+            level.exceeds(variant, n_bytes, cost)
             for options in self._body_choices(variant, n_bytes)
             for level in self._levels_within(variant, n_bytes, options)
         )
@@ -200,13 +213,17 @@ class StepModel:
         more than once in any case, so the schedule's time does not count this.
         """
         decisions = proposal.decisions
-        if decisions.outside.change_nothing and not decisions.loops.bodies:
+        if decisions.outside.change_nothing and not decisions.loops.bodies and not self.by_flops:
             return proposal
         if decisions not in self._flops:
             self._flops[decisions] = flops_of_program(applied(self.flat, decisions))
         as_written = self._flops_as_written
-        seconds = (self._flops[decisions] / as_written - 1) * self.seconds if as_written else 0.0
-        return dataclasses.replace(proposal, extra_seconds=max(proposal.extra_seconds, seconds))
+        of_flops = (self._flops[decisions] / as_written - 1) * self.seconds if as_written else 0.0
+        seconds = max(proposal.extra_seconds, of_flops)
+        cost = seconds
+        if self.by_flops and as_written:
+            cost = (1 - _SHARE_OF_TIME) * max(0.0, of_flops) + _SHARE_OF_TIME * seconds
+        return dataclasses.replace(proposal, extra_seconds=seconds, cost=cost)
 
     @functools.cached_property
     def _flops_as_written(self) -> float:
@@ -220,9 +237,9 @@ class StepModel:
     def as_written(self, variant: str) -> Proposal:
         """Return the step as it is written as a proposal."""
         unchanged = StepDecisions(LoopDecisions(), Decisions(frozenset(), ()))
-        fused = without_partial_sums(self.program, self.price, _fusing(variant))
+        fused = without_partial_sums(self.program, self.price, _fusing(self.model_of(variant)))
         n_bytes = self.peak_bytes(fused, range(len(fused.graph)))
-        return Proposal(variant, n_bytes, 0.0, 0.0, unchanged)
+        return Proposal(variant, n_bytes, 0.0, 0.0, decisions=unchanged)
 
     def peak_bytes(self, fused: Fused, order: Sequence[int]) -> int:
         """Return the bytes of temporaries if the places of a graph are computed in this order."""
@@ -313,7 +330,7 @@ class StepModel:
         Bodies do not run at the same time, so each may fill what is left of the budget.
         """
         found = []
-        at = self.variants.index(self.model_of(variant))
+        at = self.fusions.index(self.model_of(variant))
         for body, around in zip(self._loops.bodies, self._loops.around):
             room = n_bytes - int(share * around)
             options = body.options[at]
@@ -323,7 +340,7 @@ class StepModel:
 
     def model_of(self, variant: str) -> str:
         """Return the variant whose model of fusion a variant uses."""
-        return self.variants[0] if variant == ORDERED else variant
+        return self.fusions[0] if variant == ORDERED else variant
 
     def _levels_within(
         self, variant: str, n_bytes: int, options: tuple[BodyOption, ...]
@@ -418,7 +435,7 @@ class LoopLevel:
 
         transfer = self.model.transfer
         assert transfer is not None
-        fused = self._timed(self.model.variants[0])
+        fused = self._timed(self.model.fusions[0])
         return Windows(self.program, fused, transfer, lambda v: v in avals, host_bytes)
 
     @property
@@ -544,7 +561,7 @@ class LoopLevel:
             self._peak_of(variant, found),
             self.loop_seconds + self._extra_seconds(variant, found),
             self.loop_seconds + max(0.0, float(found.lower_bound - fused.graph.time)),
-            StepDecisions(
+            decisions=StepDecisions(
                 self._loops_of(variant),
                 decisions_of(self.program, fused, found.steps, ordered=variant == ORDERED),
             ),
@@ -630,7 +647,7 @@ def _loops(model: StepModel, source: _jax.Jaxpr) -> _Loops:
     program = model.program_of(source)
     graph = fuse(program, price, apart=True).graph
     peak = no_remat(graph).peak_bytes
-    fusing = [_fusing(variant) for variant in model.variants]
+    fusing = [_fusing(variant) for variant in model.fusions]
     inside = bodies(source, price, model.solver, peak, model.slowdown, fusing)
     around = _around(program, graph, inside) if inside else ()
     as_written = sum(pair.as_written.seconds for pair in found)

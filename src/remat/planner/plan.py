@@ -405,6 +405,7 @@ class _Planning:
             self.unplanned.shards(),
             slowdowns(self.costs),
             into_products=self.step.target.platform == "tpu",
+            by_flops=self.step.target.platform == "cpu",
             transfer=self._transfer,
             host_limit=self.host_limit,
             copies=self.unplanned.made_for().n_devices == 1,

@@ -3,7 +3,7 @@
 A model answers "what recomputes least if temporaries take at most so many bytes?", in one variant or
 in several, each with its own view of what the compiler does. A compiler answers with the bytes that
 the program takes in fact. The search aims each variant at the bytes for which the compiler is expected
-to need the budget, compiles the proposal that recomputes least, and corrects the expectation by the
+to need the budget, compiles the proposal that costs least, and corrects the expectation by the
 answer. It ends when no variant proposes anything better than the best that fits.
 
 The search knows neither JAX nor what a proposal's decisions are. It keeps nothing from one call to the
@@ -30,6 +30,7 @@ class Proposal:
       extra_seconds: time of recomputation.
       lower_bound_seconds: proven lower bound of `extra_seconds` within the model's budget.
       decisions: comparable by `==`.
+      cost: what is to be small, in seconds, comparable between variants; `extra_seconds` if not given.
     """
 
     variant: str
@@ -37,6 +38,11 @@ class Proposal:
     extra_seconds: float
     lower_bound_seconds: float
     decisions: Any
+    cost: float = math.nan
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.cost):
+            object.__setattr__(self, "cost", self.extra_seconds)
 
 
 class Model(Protocol):
@@ -62,8 +68,8 @@ class Model(Protocol):
           BudgetError: no proposal within these bytes was found.
         """
 
-    def exceeds(self, variant: str, n_bytes: int, seconds: float) -> bool:
-        """Return whether the proposal within these bytes, if any, is known to recompute for more than a time.
+    def exceeds(self, variant: str, n_bytes: int, cost: float) -> bool:
+        """Return whether the proposal within these bytes, if any, is known to cost more.
 
         Models that would have to find the proposal answer False.
         """
@@ -99,7 +105,7 @@ class CompileLimits:
       max_compiles: programs to compile; more may find a plan that recomputes less.
       max_more: further programs to compile while each is expected to recompute much less than the best.
       close: share of the budget. A plan that fills more of it is improved only where much is to be gained.
-      negligible_seconds: a plan that recomputes less than this is not improved.
+      negligible_seconds: a plan that costs less than this is not improved, nor one by less than this.
       max_below: further programs to compile if none fits.
       max_after: further programs to compile once one of these fits.
     """
@@ -126,8 +132,8 @@ def search(
     ...     variants, exact_variants = ("only",), ()
     ...     def within(self, variant, n_bytes):
     ...         return Proposal(variant, n_bytes, max(0, 100 - n_bytes), 0.0, n_bytes)
-    ...     def exceeds(self, variant, n_bytes, seconds):
-    ...         return 100 - n_bytes > seconds
+    ...     def exceeds(self, variant, n_bytes, cost):
+    ...         return 100 - n_bytes > cost
     ...     def smallest(self, variant):
     ...         return self.within(variant, 1)
     >>> best, compiled = search(Halves(), lambda proposal, _: proposal.decisions + 10, 60)
@@ -168,8 +174,10 @@ _GAIN, _GAIN_OF_FULL = 0.02, 0.08
 # The same after `max_compiles` programs.
 _GAIN_OF_MORE = 0.15
 # Where a proposal that is expected to need this share more than the budget would save that share of the best
-# one's time, it is compiled: expectations err by as much.
-_OVER, _GAIN_OF_OVER = 0.06, 0.4
+# one's cost, the second if the best one fills the budget, one such is compiled: expectations err by as much.
+_OVER, _GAIN_OF_OVER, _GAIN_OF_OVER_IF_FULL = 0.06, 0.2, 0.4
+# It has to save this many times what is negligible, too.
+_LEAST_GAIN_OF_OVER = 5
 # Compiled bytes of the program as it is written over those of a variant of the model, above which the
 # variant's other proposals are expected to need as many times what it says. In between the ratio says
 # little about programs that recompute.
@@ -209,7 +217,7 @@ class _Search:
                 break
             # Of equal proposals one of a variant that was not tried, else the first.
             tried = {c.proposal.variant for c in self.compiled}
-            self._compile(min(proposals, key=lambda p: (p.extra_seconds, p.variant in tried)))
+            self._compile(min(proposals, key=lambda p: (p.cost, p.variant in tried)))
         if self._best() is None:
             self._search_below()
             self._improve()
@@ -229,62 +237,67 @@ class _Search:
 
     def _best(self) -> Compiled | None:
         fitting = [c for c in self.compiled if c.compiled_bytes <= self.budget]
-        return min(
-            fitting, key=lambda c: (c.proposal.extra_seconds, c.compiled_bytes), default=None
-        )
+        return min(fitting, key=lambda c: (c.proposal.cost, c.compiled_bytes), default=None)
 
     def _is_done(self) -> bool:
         best = self._best()
-        return best is not None and best.proposal.extra_seconds <= self.effort.negligible_seconds
+        return best is not None and best.proposal.cost <= self.effort.negligible_seconds
 
     def _proposals(self) -> list[Proposal]:
         """Return proposals to compile next: the one that recomputes least, and maybe others."""
         found: list[Proposal] = []
         for variant in self._variants():
-            least = min((p.extra_seconds for p in found), default=math.inf)
+            least = min((p.cost for p in found), default=math.inf)
             proposal = self._propose(variant, least)
             found += [] if proposal is None else [proposal]
         return found
 
-    def _propose(self, variant: str, at_most_seconds: float) -> Proposal | None:
+    def _propose(self, variant: str, at_most_cost: float) -> Proposal | None:
         """Return a proposal to compile next; None if the variant has none that would be better.
 
-        It may also be None where the proposal recomputes for more than `at_most_seconds`.
+        It may also be None where the proposal recomputes for more than `at_most_cost`.
         """
         best = self._best()
         if best is None:
-            return self._new_proposal(variant, at_most_seconds=at_most_seconds)
+            return self._new_proposal(variant, at_most_cost=at_most_cost)
         is_full = best.compiled_bytes >= self.effort.close * self.budget
         gain_within = _GAIN_OF_FULL if is_full else _GAIN
         if len(self.compiled) >= self.effort.max_compiles:
             gain_within = _GAIN_OF_MORE
-        for over, gain in ((0.0, gain_within), (_OVER, _GAIN_OF_OVER)):
+        gain_over = _GAIN_OF_OVER_IF_FULL if is_full else _GAIN_OF_OVER
+        cost, negligible = best.proposal.cost, self.effort.negligible_seconds
+        for over, gain, least in (
+            (0.0, gain_within, negligible),
+            (_OVER, gain_over, _LEAST_GAIN_OF_OVER * negligible),
+        ):
+            if over and any(c.expected_bytes > self.budget for c in self.compiled):
+                continue  # tried before
             aim = int((1 + over) * self._aim(variant))
-            most = (1 - gain) * best.proposal.extra_seconds
+            most = min((1 - gain) * cost, cost - least)
             if self._exceeds(variant, aim, most):
                 continue
             proposal = self._proposal_within(variant, aim)
-            if proposal.extra_seconds < most and not self._is_known(proposal):
+            if proposal.cost < most and not self._is_known(proposal):
                 return proposal
-        most = (1 - _GAIN_OF_MORE) * best.proposal.extra_seconds
+        most = min((1 - _GAIN_OF_MORE) * cost, cost - negligible)
         aim = int(self._aim(variant))
-        if self._exceeds(variant, aim, min(most, at_most_seconds)):
+        if self._exceeds(variant, aim, min(most, at_most_cost)):
             return None
         if not self._is_known(self._proposal_within(variant, aim)):
             return None
         # What was expected to fit exceeded the budget. A smaller one may still be much better than the best.
-        smaller = self._new_proposal(variant, at_most_seconds=min(most, at_most_seconds))
-        return smaller if smaller is not None and smaller.extra_seconds < most else None
+        smaller = self._new_proposal(variant, at_most_cost=min(most, at_most_cost))
+        return smaller if smaller is not None and smaller.cost < most else None
 
-    def _exceeds(self, variant: str, aim: int, seconds: float) -> bool:
-        return math.isfinite(seconds) and self.model.exceeds(variant, max(aim, 0), seconds)
+    def _exceeds(self, variant: str, aim: int, cost: float) -> bool:
+        return math.isfinite(cost) and self.model.exceeds(variant, max(aim, 0), cost)
 
     def _new_proposal(
-        self, variant: str, margin: float | None = None, *, at_most_seconds: float = math.inf
+        self, variant: str, margin: float | None = None, *, at_most_cost: float = math.inf
     ) -> Proposal | None:
         """Return a proposal that was not compiled and is expected to fit; None if there is none.
 
-        It may also be None where the proposal recomputes for more than `at_most_seconds`.
+        It may also be None where the proposal recomputes for more than `at_most_cost`.
 
         Each proposal that exceeded the budget lowers the aim, unless the margin is given. If a compiled
         proposal is near the aim, the aim is lowered at most by the distance between the two, or by `_MARGIN`
@@ -300,13 +313,13 @@ class _Search:
         while True:
             # Finding the smallest proposal takes long, so it is found only where nothing is within the aim.
             lower = int(aim * max(0.0, 1 - margin))
-            if self._exceeds(variant, lower, at_most_seconds):
+            if self._exceeds(variant, lower, at_most_cost):
                 return None
             proposal, is_smallest = self._offer_within(variant, lower)
-            if proposal.extra_seconds > at_most_seconds:
+            if proposal.cost > at_most_cost:
                 return None
             if is_smallest and (near := self._slightly_smaller(variant)) is not None:
-                proposal = min(near, proposal, key=lambda p: p.extra_seconds)
+                proposal = min(near, proposal, key=lambda p: p.cost)
             if not self._is_known(proposal):
                 return proposal
             if margin >= 1 or is_smallest:
@@ -355,9 +368,7 @@ class _Search:
                 break
             # Of those that may well fit, the one that recomputes least; else the one of the fewest bytes.
             nearly = int((1 + _OVER) * self.budget)
-            self._compile(
-                min(proposals, key=lambda p: (max(self._expected(p), nearly), p.extra_seconds))
-            )
+            self._compile(min(proposals, key=lambda p: (max(self._expected(p), nearly), p.cost)))
             if self._best() is not None:
                 return
         for variant in self.model.variants:
@@ -374,7 +385,7 @@ class _Search:
             proposals = self._proposals()
             if not proposals:
                 return
-            self._compile(min(proposals, key=lambda p: p.extra_seconds))
+            self._compile(min(proposals, key=lambda p: p.cost))
 
     def _search_above(self) -> None:
         """Compile proposals of more bytes if those so far nearly fit.
@@ -426,7 +437,7 @@ class _Search:
             proposals = [proposal for proposal in near if proposal is not None]
             if self._best() is not None or not proposals:
                 return
-            self._compile(min(proposals, key=lambda p: (self._expected(p), p.extra_seconds)))
+            self._compile(min(proposals, key=lambda p: (self._expected(p), p.cost)))
 
     # What the compiler is expected to need
 
