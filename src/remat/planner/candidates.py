@@ -1,4 +1,4 @@
-"""Candidates for the plan of a step without marked functions: what to keep and what to recompute.
+"""Candidates for the plan of a step: what to keep and what to recompute.
 
 The loops are decided first, and the bodies of loops and branches that are scheduled by themselves
 (`bodies`). From the program as it is written, or with the checkpoints in its loops opened, a sequence of
@@ -105,8 +105,8 @@ class StepModel:
       slowdown: measured slowdown of kernels.
       solver: finds the schedules.
       into_products: whether matrix products compute the elementwise values that they read.
-      by_flops: whether proposals are compared by their FLOPs, and by time only where FLOPs are alike. Models
-        of fusion disagree about the time of cheap kernels, which a compiler may compute again in any case.
+      by_flops: whether proposals of different variants are compared nearly by FLOPs alone. Models of fusion
+        disagree about the time of cheap kernels, which a compiler may compute again in any case.
       transfer: the time of a copy to the host's memory or back; None if nothing may be offloaded.
       host_limit: bytes that may be kept there; None for no limit.
       copies: whether values outside of loops may be kept there, too.

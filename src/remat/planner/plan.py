@@ -2,10 +2,10 @@
 
 The search proposes, compiles and corrects: a model of the step's memory proposes decisions
 (`candidates`), the compiler reports their peak (`programs`), and what it reports corrects the next proposal
-(`search`). A few rounds are enough. Of all candidates within the budget, the plan is the one that takes the
-least extra time. Only candidates whose peak the compiler has reported are returned. A step that fits as it
-is needs no candidate, unless the user's own checkpoints cost time that the budget makes unnecessary
-(`_with_fewer_checkpoints`).
+(`search`). A few rounds are enough. Of all candidates within the budget, the plan is the one of the least
+cost: extra time, or on CPUs nearly FLOPs alone (`candidates`). Only candidates whose peak the compiler has
+reported are returned. A step that fits as it is needs no candidate, unless the user's own checkpoints cost
+time that the budget makes unnecessary (`_with_fewer_checkpoints`).
 
 Where the compiler fails, or only the host's memory is exceeded, all is repeated without offloading
 (`_stop_offloading`).
