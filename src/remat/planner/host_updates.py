@@ -64,7 +64,7 @@ def chunk_shape(shape: Sequence[int], itemsize: int) -> tuple[int, ...] | None:
     """Return the shape of an array as a stack of chunks; None if it should not be divided.
 
     >>> chunk_shape((4096, 4096), 4), chunk_shape((32, 1024, 100), 4), chunk_shape((4096,), 4)
-    ((8, 512, 4096), (4, 8192, 100), None)
+    ((8, 512, 4096), (2, 16384, 100), None)
 
     Args:
       shape: on one device.
