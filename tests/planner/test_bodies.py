@@ -136,21 +136,46 @@ def test_scheduled_bodies_give_the_same_bits_in_less_memory(step):
     (body,) = bodies(jaxpr, price, GridSearch(), 10 * n_bytes(jaxpr.invars[1].aval))
     plain = run(jaxpr).lower(W, X).compile()
     (options,) = body.options
-    option = next(o for o in options[::-1] if o.bytes < 0.65 * options[-1].bytes)
-    assert option.seconds > 0 and options[-1].seconds == 0
+    as_written = options.as_written
+    option = options.within(int(0.65 * as_written.bytes))
+    assert option.seconds > 0 and as_written.seconds == 0
     changed = run(with_bodies(jaxpr, {body.id: option.decisions})).lower(W, X).compile()
     for a, b in zip(changed(W, X), plain(W, X), strict=True):
         np.testing.assert_array_equal(a, b)
     saved = (
         plain.memory_analysis().temp_size_in_bytes - changed.memory_analysis().temp_size_in_bytes
     )
-    assert saved > 0.5 * (options[-1].bytes - option.bytes)
+    assert saved > 0.5 * (as_written.bytes - option.bytes)
 
 
 def test_options_need_fewer_bytes_for_more_time():
     ((options,),) = (body.options for body in bodies(flat(descended), price, GridSearch(), 0))
-    for few, many in itertools.pairwise(options):
-        assert few.bytes < many.bytes and few.seconds >= many.seconds
+    plain = options.as_written.bytes
+    budgets = [plain * share // 100 for share in (100, 90, 75, 60)]
+    found = [options.within(budget) for budget in budgets]
+    assert found[0] == options.as_written
+    for budget, option in zip(budgets, found, strict=True):
+        assert option.bytes <= budget
+    for many, few in itertools.pairwise(found):
+        assert few.bytes < many.bytes and few.seconds > many.seconds
+
+
+def test_the_smallest_option_is_given_where_none_fits():
+    ((options,),) = (body.options for body in bodies(flat(descended), price, GridSearch(), 0))
+    assert options.within(1) == options.smallest
+    assert options.smallest.bytes < options.within(options.as_written.bytes * 3 // 4).bytes
+
+
+def test_options_do_not_depend_on_those_asked_for_before():
+    def answers(shares):
+        ((options,),) = (body.options for body in bodies(flat(descended), price, GridSearch(), 0))
+        plain = options.as_written.bytes
+        return {share: options.within(plain * share // 100) for share in shares}
+
+    shares = (95, 80, 65, 50, 30)
+    forwards = answers(shares)
+    assert len(set(map(repr, forwards.values()))) > 2
+    assert forwards == answers(shares[::-1])
 
 
 def test_a_body_has_options_for_each_model_of_fusion():
@@ -166,8 +191,9 @@ def test_a_body_has_options_for_each_model_of_fusion():
     fusing = (Fusing(duplicates=False), Fusing(duplicates=True))
     (body,) = bodies(flat(step), price, GridSearch(), 0, fusing=fusing)
     written, duplicated = body.options
-    assert written[-1].decisions == duplicated[-1].decisions
-    assert written[0].decisions.stored > duplicated[0].decisions.stored  # sin(y), cos(y) read y
+    assert written.as_written.decisions == duplicated.as_written.decisions
+    # sin(y) and cos(y) read y.
+    assert written.smallest.decisions.stored > duplicated.smallest.decisions.stored
 
 
 def test_partial_sums_are_written_only_where_they_free_memory():

@@ -14,6 +14,7 @@ decided by themselves.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -40,8 +41,9 @@ from remat.program.program import Program
 from remat.solvers.simulate import no_remat
 from remat.solvers.solver import Answers, Schedule, Solver
 
-# Neighbouring options differ by this ratio of bytes; a larger one gives more options.
-_RATIO = 0.95
+# Bodies are scheduled for budgets that differ by this ratio of bytes. A larger one leaves less of the memory
+# that there is unused, and lets fewer proposals share their schedules.
+_RATIO = 0.97
 # Share of what is around it. A body that needs less is not scheduled; if it needs more than the second
 # share, what is around it is not.
 _SMALL, _LARGE = 0.1, 0.5
@@ -76,6 +78,62 @@ class BodyOption:
     decisions: Decisions
 
 
+class BodyOptions:
+    """The options of a body in one model of fusion. Each is scheduled when it is first asked for.
+
+    Args:
+      program: the body.
+      n_bytes: what the body needs at its peak as it is written.
+      fused: its graph.
+      answers: the schedules of that graph.
+      times: runs of the body.
+    """
+
+    def __init__(
+        self, program: Program, n_bytes: int, fused: Fused, answers: Answers, times: int
+    ) -> None:
+        self.program = program
+        self.fused = fused
+        self.answers = answers
+        self.times = times
+        self.as_written = BodyOption(n_bytes, 0.0, Decisions(frozenset(), ()))
+        self._within: dict[int, BodyOption] = {}
+
+    def within(self, n_bytes: int) -> BodyOption:
+        """Return the option that recomputes least of those within these bytes; the smallest if none is."""
+        if self.as_written.bytes <= n_bytes:
+            return self.as_written
+        budget = self.as_written.bytes
+        while budget > max(n_bytes, 1):
+            budget = int(_RATIO * budget)
+        if budget not in self._within:
+            self._within[budget] = self._scheduled(budget)
+        return self._within[budget]
+
+    def _scheduled(self, budget: int) -> BodyOption:
+        try:
+            schedule = self.answers.within(budget)
+        except BudgetError:
+            return self.smallest
+        return self.smallest if takes_too_long(self.fused, schedule) else self._option(schedule)
+
+    @functools.cached_property
+    def smallest(self) -> BodyOption:
+        """The option of the fewest bytes that does not take too long."""
+        found = self._option(smallest_reasonable(self.fused, self.answers))
+        return min(found, self.as_written, key=lambda option: option.bytes)
+
+    @functools.cached_property
+    def is_smaller(self) -> bool:
+        """Whether there is an option that needs less than the body as it is written."""
+        return self.within(self.as_written.bytes - 1).bytes < self.as_written.bytes
+
+    def _option(self, found: Schedule) -> BodyOption:
+        seconds = self.times * float(found.time - self.fused.graph.time)
+        decisions = decisions_of(self.program, self.fused, found.steps)
+        return BodyOption(int(found.peak_bytes), seconds, decisions)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Body:
     """A body with its options.
@@ -83,11 +141,11 @@ class Body:
     Args:
       id: the path to the body: for each equation around it its place and the number of its body.
         "7.0/12.1/" is body 1 of equation 12 in body 0 of equation 7. Users see it in plans (`whole_step`).
-      options: for each model of fusion, by ascending bytes; the last is the body as it is written.
+      options: for each model of fusion.
     """
 
     id: str
-    options: tuple[tuple[BodyOption, ...], ...]
+    options: tuple[BodyOptions, ...]
 
     @property
     def place(self) -> int:
@@ -245,39 +303,10 @@ def _of_body(
     options = []
     for fusing, peak in zip(costing.fusing, peaks):
         fused = with_partial_sums(program, costing.price, fusing)
-        options.append(tuple(_options(program, peak, fused, costing.solver, times))[::-1])
-    if max(map(len, options)) > 1:
+        answers = costing.solver.answers(fused.graph, fused.once)
+        options.append(BodyOptions(program, peak, fused, answers, times))
+    if any(of_one.is_smaller for of_one in options):
         yield Body(id, tuple(options))
-
-
-def _options(
-    program: Program, plain: int, fused: Fused, solver: Solver, times: int
-) -> Iterator[BodyOption]:
-    """Yield the options of a body, by descending bytes, the first as it is written with `plain` bytes."""
-    yield BodyOption(plain, 0.0, Decisions(frozenset(), ()))
-    answers = solver.answers(fused.graph, fused.once)
-
-    def option(found: Schedule) -> BodyOption:
-        seconds = times * float(found.time - fused.graph.time)
-        decisions = decisions_of(program, fused, found.steps)
-        return BodyOption(int(found.peak_bytes), seconds, decisions)
-
-    last, n_bytes = plain, plain
-    while True:
-        n_bytes = int(_RATIO * n_bytes)
-        try:
-            schedule = answers.within(n_bytes)
-            if takes_too_long(fused, schedule):
-                return
-            found = option(schedule)
-        except BudgetError:
-            found = option(smallest_reasonable(fused, answers))
-            n_bytes = 0
-        if found.bytes < last:
-            yield found
-        last = min(last, found.bytes)
-        if n_bytes <= 1:
-            return
 
 
 def with_partial_sums(program: Program, price: Price, fusing: Fusing) -> Fused:

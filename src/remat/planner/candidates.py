@@ -63,7 +63,7 @@ from remat.planner.host_copies import HostCopy, stack_rows
 from remat.planner.host_memory import Transfer
 from remat.planner.rewrite import Decisions, decisions_of
 from remat.planner.search import Proposal
-from remat.planner.tradeoffs import fastest, settings_of, undominated
+from remat.planner.tradeoffs import settings_of, undominated
 from remat.program import result_buffers
 from remat.program.from_jaxpr import Slowdown, no_slowdown
 from remat.program.fusion import Fused, Price, fuse
@@ -332,10 +332,7 @@ class StepModel:
         found = []
         at = self.fusions.index(self.model_of(variant))
         for body, around in zip(self._loops.bodies, self._loops.around):
-            room = n_bytes - int(share * around)
-            options = body.options[at]
-            fitting = [option for option in options if option.bytes <= room]
-            found.append(fastest(fitting) if fitting else options[0])
+            found.append(body.options[at].within(n_bytes - int(share * around)))
         return tuple(found)
 
     def model_of(self, variant: str) -> str:
