@@ -66,13 +66,20 @@ def with_loops(source: _jax.Jaxpr, loops: LoopDecisions) -> _jax.Jaxpr:
     Raises:
       PlanError: the program has no such loops, or no such values to copy.
     """
-    new = with_bodies(source, dict(loops.bodies)) if loops.bodies else source
+    new = _with_bodies(source, loops.bodies) if loops.bodies else source
     if loops.choices:
         new = scan_pairs.rewrite(new, dict(loops.choices))
     if loops.copies:
         numbers = equation_numbers(source, new)
         new = with_host_copies(new, loops.copies, {n: at for at, n in enumerate(numbers)})
     return new
+
+
+# Kept because many proposals differ in their pairs of loops alone. They share the rewritten bodies, of which
+# costs are known then.
+@_jax.weakref_lru_cache
+def _with_bodies(source: _jax.Jaxpr, decided: tuple[tuple[str, Decisions], ...]) -> _jax.Jaxpr:
+    return with_bodies(source, dict(decided))
 
 
 def equation_numbers(source: _jax.Jaxpr, flat: _jax.Jaxpr) -> list[int]:
