@@ -1,10 +1,10 @@
-"""The search for a plan: it proposes, compiles and corrects. Model and compiler are arguments.
+"""The search for a plan: propose, compile, correct. The model and the compiler are arguments.
 
-A model answers "what recomputes least if temporaries take at most so many bytes?", in one variant or
-in several, each with its own view of what the compiler does. A compiler answers with the bytes that
-the program takes in fact. The search aims each variant at the bytes for which the compiler is expected
-to need the budget, compiles the proposal that costs least, and corrects the expectation by the
-answer. It ends when no variant proposes anything better than the best that fits.
+The model answers "which decisions recompute least if temporaries take at most n bytes?", in one variant
+or several, each with its own assumptions about the compiler. The compiler answers with the bytes that
+the compiled program takes. For each variant the search estimates the n for which the compiler will need
+exactly the budget (the *aim*), compiles the proposal that costs least, and corrects the estimates by
+the compiler's answer. It ends when no variant proposes anything better than the best that fits.
 
 The search knows neither JAX nor what a proposal's decisions are. It keeps nothing from one call to the
 next, so the same question has the same answer.
@@ -30,7 +30,7 @@ class Proposal:
       extra_seconds: time of recomputation.
       lower_bound_seconds: proven lower bound of `extra_seconds` within the model's budget.
       decisions: comparable by `==`.
-      cost: what is to be small, in seconds, comparable between variants; `extra_seconds` if not given.
+      cost: the quantity to minimize, in seconds, comparable between variants; `extra_seconds` by default.
     """
 
     variant: str
@@ -46,7 +46,7 @@ class Proposal:
 
 
 class Model(Protocol):
-    """What the search asks for proposals."""
+    """The interface through which the search obtains proposals."""
 
     @property
     def variants(self) -> Sequence[str]:
@@ -54,9 +54,9 @@ class Model(Protocol):
 
     @property
     def exact_variants(self) -> Sequence[str]:
-        """Return the names of variants whose programs keep closer to the model, at some other cost.
+        """Return the names of variants whose programs the model predicts better, but which cost more.
 
-        They are used once a program of another variant took far more bytes than the model said.
+        They are used once a program of another variant took far more bytes than the model predicted.
         """
 
     def within(self, variant: str, n_bytes: int) -> Proposal:
@@ -71,7 +71,7 @@ class Model(Protocol):
     def exceeds(self, variant: str, n_bytes: int, cost: float) -> bool:
         """Return whether the proposal within these bytes, if any, is known to cost more.
 
-        Models that would have to find the proposal answer False.
+        A model that would have to compute the proposal to know answers False.
         """
 
     def smallest(self, variant: str) -> Proposal:
@@ -104,10 +104,10 @@ class CompileLimits:
     Args:
       max_compiles: programs to compile; more may find a plan that recomputes less.
       max_more: further programs to compile while each is expected to recompute much less than the best.
-      close: share of the budget. A plan that fills more of it is improved only where much is to be gained.
-      negligible_seconds: a plan that costs less than this is not improved, nor one by less than this.
+      close: share of the budget. A plan that fills more of it is improved only if much can be gained.
+      negligible_seconds: a plan that costs less is not improved, and smaller improvements are not tried.
       max_below: further programs to compile if none fits.
-      max_after: further programs to compile once one of these fits.
+      max_after: further programs to compile once one of the `max_below` fits.
     """
 
     max_compiles: int = 4
@@ -145,10 +145,9 @@ def search(
       compiler: reports the bytes of their temporaries.
       budget: bytes of temporaries.
       effort: when the search ends.
-      known: what the compiler has said about proposals above the budget before. Expectations start
-        from it.
-      as_written: what it has said about the program as it is written, which is above the budget. It is
-        not compiled again, and expectations about variants that misjudge it start from it.
+      known: proposals compiled earlier that exceed the budget. Estimates start from them.
+      as_written: the program as it is written, compiled earlier, which exceeds the budget. It is not
+        compiled again, and estimates for variants that misjudge it start from it.
 
     Returns:
       The best compiled proposal that fits, or None; and all that were compiled, in order.
@@ -159,36 +158,37 @@ def search(
     return found.run()
 
 
-# Compiled bytes for one more byte in the model. A line through two compiled proposals is used if its
-# slope is within these limits.
+# Compiled bytes for each further byte in the model. The line through two compiled proposals is used for
+# estimates if its slope is within these limits; wider limits trust more of the lines.
 _MIN_SLOPE, _MAX_SLOPE = 0.3, 4.0
-# Compiled bytes over those of the model, before anything was compiled. A larger ratio makes the first
-# proposal more likely to fit, and lets it recompute more.
+# Assumed ratio of compiled bytes to the model's before anything was compiled. A larger ratio makes the
+# first proposal more likely to fit, and makes it recompute more.
 _FIRST_RATIO = 1.03
-# Share of the aim by which the search aims lower after a proposal that exceeds the budget; twice as much
-# after each further one.
+# Share of the aim by which it is lowered after a proposal that exceeds the budget; doubled after each
+# further one. A larger share finds a proposal that fits sooner, and one that recomputes more.
 _MARGIN = 0.01
-# Share of the best proposal's time. A proposal that saves less is not compiled, the second if the best one
-# fills the budget.
+# Shares of the best proposal's cost; the second applies if the best one fills the budget. A proposal that
+# reduces the cost by less is not compiled, so larger shares end the search earlier.
 _GAIN, _GAIN_OF_FULL = 0.02, 0.08
-# The same after `max_compiles` programs.
+# The same share after `max_compiles` programs.
 _GAIN_OF_MORE = 0.15
-# Where a proposal that is expected to need this share more than the budget would save that share of the best
-# one's cost, the second if the best one fills the budget, one such is compiled: expectations err by as much.
+# One proposal that is expected to exceed the budget by up to `_OVER` (a share of it) is compiled all the
+# same, because estimates err by as much, if it would reduce the best cost by a share of `_GAIN_OF_OVER`
+# (`_GAIN_OF_OVER_IF_FULL` if the best one fills the budget).
 _OVER, _GAIN_OF_OVER, _GAIN_OF_OVER_IF_FULL = 0.06, 0.2, 0.4
-# It has to save this many times what is negligible, too.
+# It must also reduce the cost by this multiple of `negligible_seconds`.
 _LEAST_GAIN_OF_OVER = 5
-# Compiled bytes of the program as it is written over those of a variant of the model, above which the
-# variant's other proposals are expected to need as many times what it says. In between the ratio says
-# little about programs that recompute.
+# Ratio of the compiled bytes of the program as it is written to those that a variant predicts. Above it
+# the variant's other proposals are expected to exceed its predictions by the same ratio; a smaller ratio
+# says little about programs that recompute.
 _MISJUDGED = 1.5
-# Compiled bytes over those of the model above which exact variants are used.
+# Ratio of compiled bytes to the model's above which `exact_variants` are used; a larger one uses them less.
 _FAR = 1.08
 
-# Where no proposal fits, and the nearest one needs at most this share of the budget: the aims that are tried,
-# as shares of the one that was expected to fit.
+# If no proposal fits and the nearest one needs at most `_NEARLY` times the budget: the aims to try, as
+# multiples of the aim that was expected to fit.
 _NEARLY, _ABOVE = 1.2, (1.1, 1.25, 1.5)
-# The same where it needs more: the aims that are tried, as shares of the smallest proposal's bytes.
+# If it needs more than that: the aims to try, as multiples of the smallest proposal's bytes.
 _ABOVE_SMALLEST = (1.15, 1.35, 1.6)
 
 
@@ -215,7 +215,7 @@ class _Search:
             proposals = self._proposals()
             if not proposals:
                 break
-            # Of equal proposals one of a variant that was not tried, else the first.
+            # Among equal proposals, prefer one of a variant that was not tried, then the first.
             tried = {c.proposal.variant for c in self.compiled}
             self._compile(min(proposals, key=lambda p: (p.cost, p.variant in tried)))
         if self._best() is None:
@@ -255,7 +255,7 @@ class _Search:
     def _propose(self, variant: str, at_most_cost: float) -> Proposal | None:
         """Return a proposal to compile next; None if the variant has none that would be better.
 
-        It may also be None where the proposal recomputes for more than `at_most_cost`.
+        It may also be None if the proposal costs more than `at_most_cost`.
         """
         best = self._best()
         if best is None:
@@ -285,7 +285,8 @@ class _Search:
             return None
         if not self._is_known(self._proposal_within(variant, aim)):
             return None
-        # What was expected to fit exceeded the budget. A smaller one may still be much better than the best.
+        # The proposal that was expected to fit exceeded the budget. A smaller one may still be much better
+        # than the best.
         smaller = self._new_proposal(variant, at_most_cost=min(most, at_most_cost))
         return smaller if smaller is not None and smaller.cost < most else None
 
@@ -297,11 +298,11 @@ class _Search:
     ) -> Proposal | None:
         """Return a proposal that was not compiled and is expected to fit; None if there is none.
 
-        It may also be None where the proposal recomputes for more than `at_most_cost`.
+        It may also be None if the proposal costs more than `at_most_cost`.
 
-        Each proposal that exceeded the budget lowers the aim, unless the margin is given. If a compiled
-        proposal is near the aim, the aim is lowered at most by the distance between the two, or by `_MARGIN`
-        if that is more.
+        Unless `margin` is given, each proposal that exceeded the budget lowers the aim. If a compiled
+        proposal is near the aim, the aim is lowered by at most the distance between the two, or by `_MARGIN`
+        if that is larger.
         """
         by_failures = _MARGIN * (2 ** len(self.compiled) - 1)
         margin = by_failures if margin is None else margin
@@ -311,7 +312,7 @@ class _Search:
             away = min(abs(model - aim) for model, _ in samples) / max(1.0, aim)
             margin = min(margin, max(_MARGIN, away))
         while True:
-            # Finding the smallest proposal takes long, so it is found only where nothing is within the aim.
+            # Finding the smallest proposal takes long, so it is asked for only if nothing is within the aim.
             lower = int(aim * max(0.0, 1 - margin))
             if self._exceeds(variant, lower, at_most_cost):
                 return None
@@ -327,7 +328,7 @@ class _Search:
             margin = 2 * margin + _MARGIN
 
     def _slightly_smaller(self, variant: str) -> Proposal | None:
-        """Return a proposal that takes little less than a compiled one that nearly fits, if there is one."""
+        """Return a proposal slightly smaller than a compiled one that nearly fits, if there is one."""
         near = [
             c.proposal.model_bytes
             for c in self.compiled
@@ -345,7 +346,7 @@ class _Search:
         return self._offer_within(variant, aim)[0]
 
     def _offer_within(self, variant: str, aim: int) -> tuple[Proposal, bool]:
-        """Return the same proposal, and whether it is the smallest one for lack of another."""
+        """Return that proposal, and whether it is the smallest because none is within the aim."""
         try:
             return self.model.within(variant, max(aim, 0)), False
         except BudgetError:
@@ -361,12 +362,12 @@ class _Search:
         self.compiled.append(Compiled(proposal, expected, compiled))
 
     def _search_below(self) -> None:
-        """Aim lower and lower until a proposal fits or none is smaller."""
+        """Lower the aim until a proposal fits or none is smaller."""
         for _ in range(self.effort.max_below):
             proposals = [p for v in self._variants() if (p := self._new_proposal(v)) is not None]
             if not proposals:
                 break
-            # Of those that may well fit, the one that recomputes least; else the one of the fewest bytes.
+            # Among those that probably fit, take the one that recomputes least; else the smallest.
             nearly = int((1 + _OVER) * self.budget)
             self._compile(min(proposals, key=lambda p: (max(self._expected(p), nearly), p.cost)))
             if self._best() is not None:
@@ -378,7 +379,7 @@ class _Search:
         self._search_above()
 
     def _improve(self) -> None:
-        """Compile proposals that recompute much less than the one that was found at last, if any."""
+        """Compile proposals that recompute much less than the one found by `_search_below`, if any."""
         for _ in range(self.effort.max_after):
             if self._best() is None or self._is_done():
                 return
@@ -388,9 +389,9 @@ class _Search:
             self._compile(min(proposals, key=lambda p: p.cost))
 
     def _search_above(self) -> None:
-        """Compile proposals of more bytes if those so far nearly fit.
+        """Compile larger proposals if those so far nearly fit.
 
-        The model may be wrong about the order of two proposals, so one that recomputes less may need less.
+        The model may misjudge which of two proposals is larger, so one that recomputes less may fit.
         """
         if self._best() is not None or not self.compiled:
             return
@@ -408,10 +409,10 @@ class _Search:
                 return
 
     def _search_smallest(self) -> None:
-        """Compile proposals of more bytes than the smallest while they need less of the compiler.
+        """Compile larger proposals than the smallest while their compiled bytes decrease.
 
-        Where a compiler needs far more for the smallest proposal than the model says, what needs least is
-        larger. Users learn from it which budget to ask for.
+        If the smallest proposal compiles to far more bytes than the model predicts, a larger one may compile
+        to fewer. The fewest compiled bytes appear in the error, as the budget to ask for.
         """
         nearest = min(self.compiled, key=lambda c: c.compiled_bytes)
         variant = nearest.proposal.variant
@@ -431,7 +432,7 @@ class _Search:
                 return
 
     def _search_near(self) -> None:
-        """Compile smaller proposals than one that nearly fits."""
+        """Compile proposals slightly smaller than one that nearly fits."""
         for _ in range(self.effort.max_after):
             near = (self._new_proposal(variant, _MARGIN) for variant in self._variants())
             proposals = [proposal for proposal in near if proposal is not None]
@@ -439,13 +440,13 @@ class _Search:
                 return
             self._compile(min(proposals, key=lambda p: (self._expected(p), p.cost)))
 
-    # What the compiler is expected to need
+    # Estimates of compiled bytes
 
     def _samples(self, variant: str) -> list[tuple[int, int]]:
-        """Return modelled and compiled bytes of a variant's proposals; of all if it has none.
+        """Return modelled and compiled bytes of a variant's proposals; of all proposals if it has none.
 
-        Where a compiler needs more for a proposal than for one of more bytes in the model, the model is
-        wrong about the smaller one, which then says nothing about others.
+        A proposal is left out if another that is larger in the model compiles to fewer bytes: the model
+        misjudges it, so it says nothing about others.
         """
         compiled = [c for c in (*self.known, *self.compiled) if c.proposal.variant == variant]
         if not compiled and variant not in self.model.exact_variants:
@@ -466,7 +467,7 @@ class _Search:
             return model + (self.budget - compiled) / slope
         if samples:
             ratio = samples[0][1] / max(1, samples[0][0])
-            # That a compiler needs less than one variant says does not hold for the others.
+            # If the compiler needs less than one variant predicts, that says nothing about other variants.
             is_own = any(c.proposal.variant == variant for c in self.compiled)
             return self.budget / max(ratio if is_own else max(ratio, _FIRST_RATIO), 1e-9)
         return self.budget / _FIRST_RATIO
@@ -485,7 +486,7 @@ class _Search:
 
 
 def _line(samples: Sequence[tuple[int, int]]) -> float | None:
-    """Return the slope of a line through the first sample and the next that gives a sound one.
+    """Return the slope of the line through the first sample and the next one with a plausible slope.
 
     The compiler needs some memory whatever is recomputed, so a ratio alone converges slowly.
     """
