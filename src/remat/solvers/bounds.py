@@ -31,7 +31,7 @@ def cut_bound(arrays: Arrays, moment: int, budget: int) -> float:
     """Return a bound on extra time from what can cross the first computation of one node.
 
     Raises:
-      BudgetError: nothing within the budget can.
+      BudgetError: no set of values within the budget can cross it.
     """
     held = [moment, *arrays.operands[moment]]
     n_bytes = arrays.bytes[:moment].copy()
@@ -51,13 +51,13 @@ def cut_bound(arrays: Arrays, moment: int, budget: int) -> float:
 
 
 def peak_bound(plain: Liveness, budget: int) -> float:
-    """Return the cut bound at the peak of the order without recomputation; 0 where there is none."""
+    """Return the cut bound at the peak of the order without recomputation; 0 if that bounds nothing."""
     if plain.peak_bytes <= budget:
         return 0.0
     try:
         return max(0.0, cut_bound(plain.arrays, int(np.argmax(plain.live_bytes)), budget))
     except BudgetError:
-        return 0.0  # up to rounding, which is no proof
+        return 0.0  # infeasible only up to rounding, which proves nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ class ProofEffort:
     """The work that `prove` may spend.
 
     Args:
-      max_variables: of a program; more boundaries than that are not added.
+      max_variables: of one 0-1 program; boundaries that would exceed it are not added.
       max_nodes: of branch and bound, for one program.
       max_programs: how many programs are solved.
     """
@@ -90,8 +90,8 @@ class ProofEffort:
     max_programs: int = 30
 
 
-_SPREAD = 0.02  # of the nodes: violated moments that are closer wait for the next program
-_MOST_NEW = 4  # boundaries that one solution may add
+_SPREAD = 0.02  # share of the nodes; of violated moments closer than this only one joins a program
+_MOST_NEW = 4  # boundaries that one solution may add; more need fewer but larger programs
 
 
 def prove(
@@ -129,7 +129,7 @@ def prove(
         program = frontier.frontier(arrays, budget, stages, inner, at_most=at_most)
         answer = frontier.solve(program, max_nodes=effort.max_nodes)
         if answer.is_infeasible:
-            # Nothing is as good as the best order (or anything at all, if none is known).
+            # Proven: no schedule is faster than the best order (or none fits, if no order is known).
             return Proof(best, at_most if best is not None else 0.0, best is None)
         # After a program that is too hard to solve, the next ones are larger and take longer still.
         is_too_hard = not answer.is_proven and answer.extra_lower_bound <= proven
@@ -165,8 +165,8 @@ def _add_violated(
 ) -> bool:
     """Add the steps at which an order exceeds the budget most; return whether there were any.
 
-    A first computation becomes a boundary. For a repeated one the nodes around it do, and if they
-    are boundaries, the moment joins the program by itself.
+    A first computation becomes a boundary. For a repeated one the neighbouring nodes become
+    boundaries; if they are already, the moment itself joins the program.
     """
     over = np.flatnonzero(meant.live_bytes > budget)
     stage = np.cumsum(meant.is_first)  # the number of first computations so far

@@ -1,8 +1,8 @@
 """Chains of stages: which stage inputs to keep and which option each stage runs as, optimally.
 
 A long network is a chain of stages (blocks). Within one, `mincut` offers several options: what to
-save between its forward and its backward, and what the backward then takes. Between them, the
-dynamic program of *rotor* decides (Beaumont et al., "Optimal checkpointing for heterogeneous
+save between its forward and its backward, and the time and memory of the backward then. Between stages,
+the dynamic program of *rotor* decides (Beaumont et al., "Optimal checkpointing for heterogeneous
 chains: how to train deep neural networks with limited memory", 2019; several options per stage as
 in Zhao et al., "Rockmate", ICML 2023). Let C(m, s, t) be the least time of the forwards and
 backwards of stages s..t within m bytes, not counting the input of s, which stays live. Either s
@@ -43,7 +43,7 @@ class ChainTable:
     Args:
       chain: the stages.
       budget: bytes; the table answers for smaller ones as well.
-      n_slots: into how many slots of memory the budget is divided.
+      n_slots: the number of slots of memory into which the budget is divided; more round sizes up by less.
     """
 
     def __init__(self, chain: Chain, budget: int, n_slots: int) -> None:
@@ -109,7 +109,7 @@ class ChainTable:
                 int(x[s + 1] + x[s]) + option.backward_temporary_bytes,
             )
             times = np.full(len(slots), np.inf)
-            # The inner stages have `kept` slots less.
+            # The inner stages have `kept` fewer slots.
             kept = self._slots(option.saved_bytes) if e > s + 1 else 0
             fits = slots >= max(self._slots(held), kept)
             times[fits] = option.forward_time + option.backward_time

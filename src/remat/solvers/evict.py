@@ -28,10 +28,10 @@ from remat.solvers.liveness import Arrays, Floats, Ints
 def evict(
     arrays: Arrays, budget: int, *, distance_power: float, max_steps: int
 ) -> list[int] | None:
-    """Return an order of computation that stays within the budget where the rule can.
+    """Return an order of computation that stays within the budget wherever the rule can achieve it.
 
-    What must not be computed again may be evicted after its last use in the graph, and be needed by a
-    recomputation after that. Then it stays, and the order may exceed the budget.
+    A value that must not be computed again would be evicted after its last use in the graph, but a later
+    recomputation may need it. Then it stays live, and the order may exceed the budget.
 
     Args:
       arrays: the graph.
@@ -109,7 +109,7 @@ class _Memory:
             self.evicted_time[value] = 0.0
 
     def evict_one(self) -> bool:
-        # Evicting what has no use left costs nothing.
+        # Evicting a value without remaining uses costs nothing.
         is_over = self.next_use >= 4 * len(self.arrays)
         may_go = ~self.arrays.once | is_over
         candidates = np.flatnonzero(

@@ -44,8 +44,8 @@ import scipy
 
 from remat.solvers.liveness import Arrays, Floats, Ints
 
-# HiGHS accepts rows that are broken by 1e-6 of their scale (rows here are of scale 1) and
-# reports its dual bound as computed; this share of the total time is given away for both.
+# Share of the total time subtracted from bounds: HiGHS accepts rows that are violated by 1e-6 of their
+# scale (1 here) and reports its dual bound without a margin for rounding.
 _MARGIN = 1e-6
 
 
@@ -123,7 +123,7 @@ def frontier(
     for k, (before, end) in enumerate(zip(begins, boundaries)):
         n_old = before + 1
         s, r = first[k], first[k] + n_old
-        # Operands, older than the stage, of v: kept or computed again.
+        # Operands of v that are older than the stage: kept or computed again.
         old_edges = slice(0, int(arrays.start[n_old]))
         user = np.repeat(np.arange(n_old), np.diff(arrays.start[: n_old + 1]))
         operand = arrays.dep[old_edges]

@@ -48,8 +48,8 @@ class Node:
       time: of one computation, in any unit (seconds, FLOPs) that is the same for all nodes.
       bytes: that the value occupies from its computation until it is freed.
       deps: ids of its operands, all of them earlier in the graph's order.
-      name: for people.
-      backward: whether it belongs to the backward pass; for people too, no solver reads it.
+      name: for display.
+      backward: whether it belongs to the backward pass; for display, no solver reads it.
     """
 
     id: int
@@ -242,16 +242,16 @@ def _what_is_wrong(node: Node, known: set[int]) -> tuple[str, str] | None:
 def _what_is_wrong_with_sums(nodes: tuple[Node, ...]) -> str | None:
     n_bytes = sum(node.bytes for node in nodes)
     if n_bytes > _MOST_BYTES:
-        return f"the values take {n_bytes} bytes together; at most {_MOST_BYTES} can be planned."
+        return f"the values take {n_bytes} bytes in total; at most {_MOST_BYTES} are supported."
     if not _is_finite(sum(node.time for node in nodes)):
-        return "the times add up to no finite number; choose a larger unit."
+        return "the sum of the times is not finite; choose a larger unit."
     return None
 
 
 def _is_finite(number: int | float) -> bool:
     try:
         return math.isfinite(number)
-    except OverflowError:  # a whole number beyond the doubles
+    except OverflowError:  # an integer too large for a double
         return False
 
 
@@ -267,7 +267,7 @@ class _Reader(Reader):
         for key in self.members("the file must hold one JSON object"):
             if key == "nodes":
                 if nodes is not None:
-                    self.fail("the key 'nodes' stands here for the second time.")
+                    self.fail("the key 'nodes' appears a second time.")
                 nodes = self.nodes()
             else:
                 header[key] = self.value()

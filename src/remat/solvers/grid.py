@@ -44,19 +44,27 @@ from remat.solvers.segments import Segments
 from remat.solvers.simulate import floor_bytes
 from remat.solvers.solver import Answers, Schedule, Solver, checked, refusal
 
-_RATIO = 0.7  # of neighbouring grid budgets; a larger one makes a finer grid and more searches
-_CLOSE = 1e-4  # share of the graph's time; a search ends when it is so close to the lower bound
+_RATIO = 0.7  # between neighbouring grid budgets; a larger one makes a finer grid and more searches
+_CLOSE = 1e-4  # share of the graph's time; a search ends when this close to the lower bound
 _RELIEF = Relief()
 _CUTS = CutParameters(fill=1.0, height=1.0)
 _CUTS_WITH_ROOM = CutParameters(fill=0.9, height=1.0)
-_GAP = 0.03  # share of the lower bound; orders that are closer do without the costly searches
-_DESCENT = 0.95  # of neighbouring peaks in a descent; more makes smaller steps and takes longer
-_DESCENT_EFFORT = 20  # of a descent, as a multiple of the allowance of a budget
-_DISTANCE_POWER = 0.5  # of eviction; more prefers values whose next use is far away
+_GAP = (
+    0.03  # share of the lower bound; costly searches run only for orders farther above it than this
+)
+_DESCENT = (
+    0.95  # ratio of successive peaks in a descent; larger makes smaller steps and takes longer
+)
+_DESCENT_EFFORT = 20  # allowance of a descent, as a multiple of that of one budget
+_DISTANCE_POWER = (
+    0.5  # exponent in `evict`; larger prefers to evict values whose next use is far away
+)
 _MOST_REPEATS = 6  # computations per node after which a pass of eviction ends without an order
 _IDLE_ROUNDS = 60  # rounds of improvement without success after which a search ends
-_UNFINISHED = 1.5  # as a multiple of the most extra time: what an unfinished order may take
-_SMALL_VARIABLES = 2_000  # of the exact program (40 nodes); up to here each search solves it
+_UNFINISHED = 1.5  # multiple of the most extra time at which an unfinished order is abandoned
+_SMALL_VARIABLES = (
+    2_000  # of the 0-1 program (some 40 nodes); each search solves programs up to this size
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +120,7 @@ class _GridAnswers(Answers):
         self._bounds: dict[int, float] = {}  # on extra time, by budget
         self._fastest: dict[int, Liveness | None] = {}  # by index in the grid
         self._middles: dict[tuple[int, int], Liveness | None] = {}
-        #: By the order at their start: the orders of descents, and the effort that is left at each.
+        #: By the order at which a descent starts: its orders, and the effort that remained at each.
         self._descents: dict[bytes, list[tuple[Liveness, int]]] = {}
         whole = [node.time for node in graph.nodes if isinstance(node.time, int)]
         #: All times are multiples of it; 0 if some are not whole numbers.
@@ -131,7 +139,7 @@ class _GridAnswers(Answers):
         return checked(self.graph, found.order.tolist(), budget, self._lower_bound(found, budget))
 
     def exceeds(self, budget: int, time: float) -> bool:
-        # What double precision may have added to either.
+        # Double precision may have added a rounding error to either.
         extra = time - self.graph.time + 1e-9 * self._arrays.total_time
         if self._bound(budget) > extra:
             return True
@@ -172,8 +180,8 @@ class _GridAnswers(Answers):
         return self._bounds[budget]
 
     def _rounded_up(self, extra: float) -> int | float:
-        """Return a bound on extra time in the graph's numbers: whole times have whole sums."""
-        # What double precision may have put on top of the bound.
+        """Return a bound on extra time, rounded up to a multiple of the unit if all times are integers."""
+        # Double precision may have added a rounding error to the bound.
         extra = max(0.0, extra - 1e-9 * self._arrays.total_time)
         return math.ceil(extra / self._unit) * self._unit if self._unit else extra
 
@@ -252,7 +260,7 @@ class _GridAnswers(Answers):
     def _order_between(
         self, low: int, high: int, low_order: Liveness | None, high_order: Liveness
     ) -> Liveness | None:
-        """Return the order for the middle of an interval; `low_order` unless a better one counts."""
+        """Return the order for the middle of an interval: `low_order`, or a better one if it is monotone."""
         if (low, high) not in self._middles:
             middle = (low + high) // 2
             if high_order.peak_bytes <= middle:
@@ -368,10 +376,10 @@ class _GridAnswers(Answers):
             yield self._relieved(found, budget, self._construction())
 
     def _descended(self, above: Liveness, budget: int) -> Liveness:
-        """Return the order that small steps from that of a larger budget reach, at best within a budget.
+        """Return the order reached by small steps from the order of a larger budget; it may not fit yet.
 
-        Cuts far below the peak of an order recompute long chains several times. In small steps, what is
-        recomputed needlessly is kept again before the next cut builds on it.
+        Cuts far below the peak of an order recompute long chains several times. Between small steps,
+        needless recomputations are dropped before the next cut builds on them.
         """
         key = above.order.tobytes()
         if key not in self._descents:

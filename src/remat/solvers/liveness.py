@@ -2,8 +2,8 @@
 
 Searches measure thousands of orders; this takes a millisecond for a thousand nodes where executing
 the steps (`simulate`) takes twenty. An order is an array of places in the graph, repeats allowed.
-Each use of a value is served by the latest computation of it before, and a value is freed right
-after the last use of that computation, which is optimal for the order.
+Each use of a value is served by the latest computation of it before the use, and a value is freed
+right after the last use of that computation, which is optimal for the order.
 """
 
 from __future__ import annotations

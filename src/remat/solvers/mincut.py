@@ -48,8 +48,8 @@ class CutProblem:
       time: of recomputing each value; `math.inf` if it must not be recomputed.
       deps: for each value the places of its operands, all of them smaller than its own.
       needed: the places of the values that are needed later.
-      transfer: time of offloading each value to the host's memory instead, where it occupies no
-        device memory; `math.inf` if it must not be offloaded. Empty means `math.inf` for all.
+      transfer: time of offloading each value to the host, where it occupies no device memory;
+        `math.inf` if it must not be offloaded. Empty means `math.inf` for all.
     """
 
     bytes: tuple[int, ...]
@@ -170,7 +170,7 @@ class Network:
         place[by_place] = np.arange(2 * n_edges)
         bytes_of = np.array(problem.bytes, np.float64)
         total_time = float(time[:n].sum())
-        # Where it does not come from a value the edge costs no bytes.
+        # An edge that does not stand for a value costs no bytes.
         value = np.minimum(tails // 2, n - 1)
         return cls(
             problem=problem,
@@ -237,7 +237,7 @@ def _cut(
     recomputed: NDArray[np.bool_],
     offloaded: NDArray[np.bool_] | None = None,
 ) -> MinimumCut:
-    """Return a cut without the values that ties of the minimum cut left in it needlessly.
+    """Return a cut without the values that a tie between minimum cuts left in it needlessly.
 
     Values that are not recomputed are saved, on the host if `offloaded` says so.
     """
@@ -287,8 +287,8 @@ def min_cut(problem: CutProblem, price: float) -> MinimumCut:
 def hull(problem: CutProblem, *, max_cuts: int = 10_000) -> Hull:
     """Return the lower convex hull of (bytes, time) over all choices.
 
-    Two maximum flows for each vertex; after `max_cuts` flows the remaining vertices are left out,
-    and `slack` grows so that the bounds hold nevertheless.
+    It takes two maximum flows for each vertex. After `max_cuts` flows the remaining vertices are left
+    out, and `slack` grows so that the bounds still hold.
 
     >>> chain = CutProblem(bytes=(8, 8), time=(3.0, 1.0), deps=((), (0,)), needed=(1,))
     >>> [(cut.bytes, cut.time) for cut in hull(chain).cuts]
@@ -332,7 +332,7 @@ def between(
       places: at how many places to try.
 
     Returns:
-      Those that lie strictly between the two in bytes, in no order; none if nothing does.
+      The cuts whose bytes lie strictly between those of the two, in no particular order.
     """
     differ = sorted(set(few.saved) ^ set(many.saved))
     if len(differ) < 2 or many.bytes <= few.bytes:
@@ -364,7 +364,7 @@ def at_budget(problem: CutProblem, budget: int, *, max_flows: int = 60) -> tuple
     if high.bytes <= budget:
         return high, 0.0
     network = Network.of(problem)
-    # Mostly it is enough to recompute all that can be; no flow is needed to know that.
+    # Usually the fewest bytes fit: recompute everything that can be, which needs no flow.
     low = _cut(problem, np.isfinite(problem.time))
     if low.bytes > budget:
         low, high, _ = _ends(network)
@@ -399,7 +399,7 @@ def _between(
     line = low.time + price * low.bytes
     cut, bound = network.cheapest(price)
     is_below = cut.time + price * cut.bytes < line * (1 - 1e-12)
-    # Besides a vertex in between, only one that saves as little as `low` in less time is new.
+    # A cut is new only if it is a vertex in between, or saves as little as `low` in less time.
     is_new = is_below and low.bytes <= cut.bytes < high.bytes
     return (cut if is_new else None), max(0.0, line - bound)
 
@@ -424,6 +424,6 @@ def _ends(network: Network) -> tuple[MinimumCut, MinimumCut, int]:
 
 def _refuse(budget: int, fewest: int) -> NoReturn:
     raise BudgetError(
-        f"no choice of saved values fits in {budget} bytes; the fewest found are {fewest}. "
+        f"no choice of saved values fits in {budget} bytes; the smallest found takes {fewest}. "
         "Raise the budget to that."
     )

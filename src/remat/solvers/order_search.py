@@ -28,10 +28,10 @@ from remat.solvers.effort import Effort
 from remat.solvers.liveness import Bools, Floats, Ints, Liveness
 from remat.solvers.mincut import CutProblem, at_budget
 
-_REACH = 300  # ancestors that a cut considers beside three per needed value; more find better cuts
-_PATIENCE = (
-    12  # cuts in a row that do not lower the peak, after which a search ends; more rarely help
-)
+# Ancestors that a cut considers beside three per needed value; more find better cuts and take longer.
+_REACH = 300
+# Cuts in a row that do not lower the peak, after which a search ends; more rarely help.
+_PATIENCE = 12
 
 
 def replay_order(
@@ -71,11 +71,11 @@ class CutParameters:
     """How a search makes its cuts; different parameters lead to different orders.
 
     Args:
-      fill: the fraction of the free bytes at the moment of a cut that it may fill; less leaves room
-        for what is computed again later.
-      height: the moment of a cut is the first whose live bytes are this fraction of the way from
-        the budget to the peak; 1 is the peak itself, less goes through the order more in its own
-        direction and makes more of the recomputation nested.
+      fill: the fraction of the free bytes at the moment of a cut that it may fill; less leaves memory
+        for later recomputations.
+      height: a cut is made at the first moment whose live bytes are this fraction of the way from
+        the budget to the peak. 1 is the peak itself; smaller values cut earlier moments first and
+        nest more of the recomputation.
     """
 
     fill: float = 1.0
@@ -97,7 +97,7 @@ def refine(
     arrays = measured.arrays
     best = measured
     stale = 0
-    seen: set[bytes] = set()  # orders since the best one; from one that recurs, cuts go in a circle
+    seen: set[bytes] = set()  # orders since the best one; if one recurs, the cuts would cycle
     longest = 20 * len(arrays) + 1000
     while not effort.is_spent:
         if measured.peak_bytes <= budget or stale > _PATIENCE or len(measured.order) > longest:
@@ -140,7 +140,7 @@ def _cut_at(
     latest[before] = np.arange(moment)
     lives_until = measured.last_use[latest]
     is_needed = lives_until > moment
-    # A dead value may be kept alive up to here where memory allows that on the whole way.
+    # A dead value may be kept alive up to here if memory allows that at every step in between.
     peak_since = np.maximum.accumulate(live_bytes[:moment][::-1])[::-1]
     peak_since = np.append(peak_since, 0)
     fits = peak_since[np.minimum(lives_until + 1, moment)] + arrays.bytes[:n_values] <= budget
@@ -154,7 +154,7 @@ def _cut_at(
     reach = 3 * len(needed) + _REACH
     while True:
         near = _ancestors(operands, needed, reach, arrays.once)
-        # Some four maximum flows; on a few values two milliseconds, most of it scipy's overhead.
+        # About four maximum flows: two milliseconds for a few values, mostly SciPy's overhead.
         effort.spend(60 * len(near) + 8_000)
         try:
             part = _part(operands, near, n_bytes, arrays.time, needed, arrays.once)

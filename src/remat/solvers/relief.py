@@ -18,7 +18,7 @@ The rule resembles the eviction heuristic of dynamic tensor rematerialization (K
 every excess, before and after the gap, and which operands are at hand.
 
 Known limits: prices are those of single bytes at single steps, so where only long chains recomputed
-together help (deep chains at small budgets), `order_search` cuts find better orders.
+together help (deep chains at small budgets), the cuts of `order_search` find better orders.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class Relief:
     noise: float = 0.0
 
 
-_ALIKE = 0.5  # share of the best worth; candidates of less wait for a later round with new prices
+_NEAR_BEST = (
+    0.5  # share of the best worth; candidates below it wait for a later round with new prices
+)
 _USEFUL = 0.6  # share of a relief that must still be needed when others of its round are inserted
 _SMALL_TIME = 1e-3  # share of the mean time, added to all times so that each worth is finite
 _OPERAND_RATE = 0.3  # share of the best worth at which recomputing an operand as well pays
@@ -76,7 +78,7 @@ def relieve(
       relief: how to choose.
       effort: ends the search when it is spent.
       random: source of noise; needed if `relief` has some.
-      at_most_time: extra time above which the order is not taken further.
+      at_most_time: extra time above which the order is not developed further.
     """
     barred = np.zeros(len(measured.arrays), np.bool_)
     excess = _excess(measured, budget, relief.power)
@@ -105,7 +107,7 @@ def relieve(
 
 
 def _excess(measured: Liveness, budget: int, power: float) -> float:
-    """Return the excess over the budget, summed over the steps at its own prices."""
+    """Return the excess over the budget, summed over the steps, each weighted by its price."""
     over = np.maximum(measured.live_bytes - budget, 0) / max(budget, 1)
     return float((over ** (1.0 + power)).sum())
 
@@ -158,7 +160,7 @@ class _Candidates:
       gap: the row of the gap.
       step: the step before which the value is computed again.
       net: bytes relieved minus bytes held, at the prices of their steps.
-      time: what the recomputation takes, that of its operands included.
+      time: of the recomputation, that of its operands included.
       operands: for some rows the operands that are recomputed as well.
     """
 
@@ -217,7 +219,7 @@ def _candidates(measured: Liveness, gaps: _Gaps, total_price: Floats, small: flo
     row, operand = arrays.uses(gaps.value)
     server = measured.latest(operand, gaps.before[row])
     freed = measured.last_use[server] + 1
-    # At least at this step all operands have been computed.
+    # From this step on all operands have been computed.
     earliest = gaps.after + 1
     np.maximum.at(earliest, row, server + 1)
     step = np.append(np.minimum(freed, gaps.before[row]), gaps.before)
@@ -329,7 +331,7 @@ def _insert(
         if candidates.net[row] <= 0:
             continue
         best = max(best, float(worth[row]))
-        if worth[row] < _ALIKE * best:
+        if worth[row] < _NEAR_BEST * best:
             break
         gap, step = int(candidates.gap[row]), int(candidates.step[row])
         value, after = int(gaps.value[gap]), int(gaps.after[gap])
@@ -422,7 +424,7 @@ def _droppable(measured: Liveness, budget: int) -> list[int]:
 
 
 def _used_before(measured: Liveness, server: Ints, step: Ints) -> Ints:
-    """Return for computations and steps that use them the use before, or the computation itself."""
+    """Return for computations and steps that use them the previous use, or the computation itself."""
     n_steps = len(measured.order)
     key = np.sort(
         np.append(
@@ -439,7 +441,9 @@ def _used_before(measured: Liveness, server: Ints, step: Ints) -> Ints:
 
 _POWERS = (0.0, 0.5, 1.0, 2.0)
 _NOISES = (0.1, 0.3, 0.6)
-_TOLERANCE = 0.002  # share of the extra time by which an order may be worse and be searched on
+_TOLERANCE = (
+    0.002  # share of the extra time; the search continues from orders that are worse by less
+)
 _OVERSHOOT = 0.02  # share of the graph's time by which an unfinished order may exceed the best
 
 
