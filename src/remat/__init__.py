@@ -5,9 +5,9 @@ The packages, in the order of the data flow; the docstring of each lists its mod
     ir          jaxprs as data; a table of what each primitive computes and moves
     transform   `remat.checkpoint`: a region as one primitive, policies, the cut into saved and recomputed
     loops       `remat.scan`, `fori_loop`, `while_loop`, `remat_scan`; `loops.schedules`
-    program     from a step to a priced graph: operations, fusion, costs, devices, targets
+    program     from a step to a graph with costs: operations, fusion, costs, devices, targets
     solvers     schedules on plain graphs (import remat.solvers)
-    planner     `remat.auto`, `remat.plan`, `remat.Plan`, `remat.fit`, `remat.largest`: a plan within a budget
+    planner     `remat.auto`, `remat.plan`, `remat.Plan`, `remat.fit`, `remat.largest`: plans within a budget
     linen, nnx, equinox, haiku, brainstate   adapters with the signatures of module systems
     toggle      rematerialization of submodules by path, without editing the model
     explain     analysis of what a step saves, recomputes and holds, and why
@@ -15,13 +15,13 @@ The packages, in the order of the data flow; the docstring of each lists its mod
     cli         the command `remat`
     testing     assertions on gradients and on the compiler's memory figures
 
-What these share:
+Shared by these:
 
     _jax          the only package that uses JAX's internals
     aliases       names for types in signatures
     errors        all exceptions
     units, printing, json_lines   bytes and FLOPs as text; safe printing; JSON with the line of a mistake
-    files, paths, cache           whole files; source files as users know them; plans on disk
+    files, paths, cache           atomic reads and writes; source paths as users know them; plans on disk
     globs         patterns of names and paths
     selection     the modules and methods that `rematted` selects
     array_leaves, module_steps    pytrees and steps with leaves that are not arrays

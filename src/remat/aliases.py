@@ -1,9 +1,9 @@
 """Names for the types in signatures that a type checker cannot check.
 
-To a type checker all but `PolicyLike` are `Any`, since JAX accepts many classes there, or keeps the classes
-to itself; to a reader they say which of the many things that are `Any` is meant. jaxtyping is not used:
-the public functions take pytrees and functions of any shapes, so it could say no more than these names,
-and it would be one more package to install and import.
+To a type checker all but `PolicyLike` are `Any`, since JAX accepts many classes there, or does not export
+the classes; to a reader they say what is meant. jaxtyping is not used: the public functions take pytrees
+and functions of any shapes, so it could say no more than these names, and it would be one more package to
+install and import.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 PyTree: TypeAlias = Any  # nested dicts, lists, tuples and other registered containers of leaves
-Leaf: TypeAlias = Any  # what is in a pytree: an array, or anything else
+Leaf: TypeAlias = Any  # a leaf of a pytree: an array or any other object
 Array: TypeAlias = Any  # an array or a number, or a tracer of one
 Arrays: TypeAlias = list[Any]  # the leaves of a pytree of arrays; None where there is no cotangent
 Aval: TypeAlias = Any  # an abstract value of JAX, with a shape, a dtype and a sharding
@@ -25,4 +25,6 @@ JaxprLike: TypeAlias = Any  # a jaxpr, open or closed
 AxisData: TypeAlias = Any  # the axis that a batching rule adds: its size and names
 Dim: TypeAlias = int | None  # which axis of a value is batched, None for none
 
-PolicyLike: TypeAlias = Callable[..., Any] | None  # a policy of `remat.policies`, or of JAX's kind
+PolicyLike: TypeAlias = (
+    Callable[..., Any] | None
+)  # a policy of `remat.policies` or a callable in JAX's form

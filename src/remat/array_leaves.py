@@ -82,7 +82,7 @@ def call(
     is_traced: Callable[[Leaf], bool] = is_array,
     is_leaf: Callable[[Leaf], bool] | None = None,
 ) -> PyTree:
-    """Call `method(module, *args, **kwargs)` lifted; values that are not arrays pass untraced.
+    """Call `method(module, *args, **kwargs)` under `lift`; values that are not arrays stay untraced.
 
     Args:
       lift: a transformation of functions of a module and arrays.

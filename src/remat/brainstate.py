@@ -35,7 +35,7 @@ from remat.units import Number
 
 __all__ = ["checkpoint", "fit", "remat"]
 
-_STATES = "values of States"  # no keyword of a step can have spaces
+_STATES = "values of States"  # contains spaces, so it cannot be a keyword of the step
 
 _jax.exclude_from_tracebacks(__file__)
 
@@ -45,7 +45,7 @@ def __dir__() -> list[str]:
 
 
 def checkpoint(
-    fun: Any = Missing(),  # noqa: B008  # brainstate's own mark of an argument left out
+    fun: Any = Missing(),  # noqa: B008  # brainstate's own sentinel for an omitted argument
     *,
     prevent_cse: bool = True,
     policy: PolicyLike = None,
@@ -89,7 +89,7 @@ def checkpoint(
         raise TargetError(f"remat.brainstate.remat takes a function or a module, not {fun!r}.")
     statics = Statics.of(fun, _as_argnums(static_argnums), ())
     lift = functools.partial(_checkpoint, prevent_cse=prevent_cse, policy=policy)
-    lift(fun)  # refuses wrong options now
+    lift(fun)  # raises now if an option is invalid
 
     @_jax.api_boundary
     @functools.wraps(fun)
@@ -121,7 +121,7 @@ def fit(
 ) -> FittedModules:
     """Compile a training step that reads and writes States so that it fits a memory budget.
 
-    It takes the place of `brainstate.transform.jit`. In all else it is `remat.fit`.
+    It replaces `brainstate.transform.jit`, and otherwise behaves like `remat.fit`.
 
     >>> import brainstate, jax, jax.numpy as jnp
     >>> import remat.brainstate

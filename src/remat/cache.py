@@ -9,13 +9,13 @@ format's version and a SHA-256 of the rest, and then JSON::
 
 * Writing is atomic (`remat.files.replace`). The next writer removes temporary files of a writer that was
   killed.
-* `update` reads, merges and writes under a lock on a file (`filelock`), which the system releases when
-  a process ends in any way.
+* `update` reads, merges and writes under a file lock (`filelock`), which the operating system releases
+  even if the process is killed.
 * A file that is not a valid entry (damaged, truncated, of another version, larger than 64 MiB, nested too
   deeply, with NaN or repeated keys) is renamed to `*.damaged`, with a warning, and counts as missing.
   Nothing is deleted, and loading runs no code.
-* If the folder cannot be written to, or the disk is full, there is one warning, and from then on the cache
-  finds and keeps nothing.
+* If the folder cannot be written to, or the disk is full, the cache warns once, and from then on finds and
+  keeps nothing.
 
 Known limit: the lock is advisory and local; over a network file system two hosts may lose each
 other's updates (never damage an entry).
@@ -47,7 +47,7 @@ _MOST_BYTES = 64 * 2**20
 
 
 class CacheWarning(UserWarning):
-    """An entry of the cache was damaged and put aside, or the cache cannot be used."""
+    """An entry of the cache was damaged and renamed, or the cache cannot be used."""
 
 
 class Cache:
@@ -90,7 +90,7 @@ class Cache:
         return f"Cache({None if self.folder is None else str(self.folder)!r})"
 
     def get(self, kind: str, key: str) -> dict[str, Any] | None:
-        """Return the data of an entry; None if there is none, or none that can be trusted."""
+        """Return the data of an entry; None if there is none, or it is damaged."""
         path = self._path(kind, key)
         if path is None:
             return None
@@ -105,7 +105,7 @@ class Cache:
             return None
 
     def put(self, kind: str, key: str, data: Mapping[str, Any]) -> None:
-        """Write the data of an entry, in place of what was there.
+        """Write the data of an entry, replacing the previous data.
 
         Raises:
           PlanError: the data is not plain JSON (strings, finite numbers, lists, dicts with string keys).
@@ -120,7 +120,7 @@ class Cache:
     def update(
         self, kind: str, key: str, merge: Callable[[dict[str, Any] | None], Mapping[str, Any]]
     ) -> dict[str, Any]:
-        """Replace the data of an entry by what `merge` makes of it; no other process comes between.
+        """Replace the data of an entry by what `merge` makes of it, atomically among processes.
 
         >>> import tempfile
         >>> cache = Cache(tempfile.mkdtemp())
@@ -134,7 +134,7 @@ class Cache:
             cache itself.
 
         Returns:
-          What `merge` returned, also where nothing can be kept.
+          What `merge` returned, even if it cannot be stored.
 
         Raises:
           PlanError: as for `put`.
@@ -176,7 +176,7 @@ class Cache:
 
     def _write(self, path: Path, text: bytes) -> None:
         try:
-            # Under the lock no other process writes here: these files are of writers that were killed.
+            # Under the lock no other process writes here, so these files are left from killed writers.
             for left in path.parent.glob("*.partial"):
                 left.unlink(missing_ok=True)
             files.replace(path, text, mode=0o600)
@@ -185,7 +185,7 @@ class Cache:
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[bool]:
-        """Hold the folder's lock; False where it cannot be had."""
+        """Hold the folder's lock; yield False if it cannot be acquired."""
         assert self.folder is not None
         lock = filelock.FileLock(self.folder / "lock", self.lock_timeout_s, mode=0o600)
         try:
@@ -195,7 +195,10 @@ class Cache:
             self._give_up(
                 TimeoutError(f"another process has held the lock for {self.lock_timeout_s:.0f} s")
             )
-        except (OSError, NotImplementedError) as error:  # the latter where files cannot be locked
+        except (
+            OSError,
+            NotImplementedError,
+        ) as error:  # the latter if the system cannot lock files
             self._give_up(error)
         try:
             yield lock.is_locked
@@ -213,7 +216,7 @@ class Cache:
 
 
 def find_cache(cache: Cache | bool | str | os.PathLike[str]) -> Cache:
-    """Return the cache that an option `cache=` means.
+    """Return the cache that the option `cache=` stands for.
 
     Args:
       cache: whether to use the one in the user's cache directory; a cache, or its folder.
@@ -234,14 +237,14 @@ def find_cache(cache: Cache | bool | str | os.PathLike[str]) -> Cache:
 
 
 def default_folder() -> Path | None:
-    """Return the folder in which the system wants this user's cache; None if the user has no home."""
+    """Return the platform's cache folder of this user; None if the user has no home directory."""
     try:
         folder = platformdirs.user_cache_path("remat", appauthor=False)
     except RuntimeError:
         return None
     return (
         folder if folder.is_absolute() else None
-    )  # older platformdirs leave a "~" that leads nowhere
+    )  # older versions of platformdirs return an unexpanded "~"
 
 
 def _warn(message: str) -> None:

@@ -111,7 +111,7 @@ def _as_pytree(fun: Callable) -> PyTree:
 
 
 # --------------------------------------------------------------------------------------------------
-# With a plan
+# Steps with a budget or a plan
 
 
 def fit(
@@ -119,8 +119,8 @@ def fit(
 ) -> FittedModules:
     """Compile a training step on Equinox modules so that it fits a memory budget.
 
-    It takes the place of `equinox.filter_jit`: arrays in the arguments are traced, and the step is
-    compiled for the other leaves. In all else it is `remat.fit`.
+    It replaces `equinox.filter_jit`: arrays in the arguments are traced, and the step is compiled for
+    the other leaves. Otherwise it behaves like `remat.fit`.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp
     >>> import remat.equinox
@@ -173,7 +173,7 @@ def fit(
 
 
 # --------------------------------------------------------------------------------------------------
-# By path
+# Submodules selected by path
 
 
 def with_remat(
@@ -188,8 +188,8 @@ def with_remat(
     """Return a copy of a model with the modules at some paths rematerialized.
 
     The modules become instances of a subclass of their class, with that class's name and fields. So
-    the leaves of the model and their paths stay the same, and `without_remat` undoes it, also on a
-    model that was trained in between.
+    the leaves of the model and their paths stay the same, and `without_remat` restores the classes, also
+    of a model that was trained in between.
 
     >>> import equinox as eqx, jax
     >>> import remat.equinox
@@ -236,7 +236,7 @@ def _with_remat(
 
 
 def without_remat(model: PyTree) -> PyTree:
-    """Return a model with each module that `with_remat` or `rematted` changed in its old class."""
+    """Return a model in which each module changed by `with_remat` or `rematted` has its original class."""
     return _map_modules(lambda _, module: _as_instance_of(_plain(module), module), model, "")
 
 
@@ -250,8 +250,8 @@ def rematted(
 ) -> Iterator[PyTree]:
     """Yield a changed copy of a model, for `remat.rematted`.
 
-    A module does not change, so there is nothing to undo in the end; `without_remat` gives back the
-    plain form of the copy or of what was trained from it.
+    Equinox modules are immutable, so nothing has to be undone at the end; `without_remat` restores the
+    original classes of the copy, or of a model trained from it.
     """
     yield _with_remat(selection, model, policy, prevent_cse)
 
@@ -259,7 +259,7 @@ def rematted(
 def _map_modules(
     change: Callable[[str, eqx.Module], eqx.Module], tree: PyTree, path: str
 ) -> PyTree:
-    """Replace each module below the root, the innermost first, by `change(path, module)`."""
+    """Replace each module below the root, innermost first, by `change(path, module)`."""
 
     def is_inner(x: PyTree) -> bool:
         return x is not tree and isinstance(x, eqx.Module)
@@ -295,7 +295,7 @@ def _as_instance_of(cls: type, module: Any) -> Any:
     return copy
 
 
-# The latest 1024 classes. Equal arguments need the same class: pytrees of two classes differ.
+# Cached (1024 classes), since equal arguments must give the same class: pytrees of two classes differ.
 @functools.lru_cache(maxsize=1024)
 def _rematted_class(
     cls: type, methods: tuple[str, ...], policy: PolicyLike, prevent_cse: bool

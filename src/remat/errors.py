@@ -115,11 +115,11 @@ class SavedValuesError(RematError, AssertionError):
 
 
 class UnitsError(RematError, ValueError):
-    """A size or budget is not a number of bytes, or not in the range that is possible."""
+    """A size or budget is not a number of bytes, or is outside the possible range."""
 
 
 class ScheduleError(RematError, ValueError):
-    """A checkpointing schedule that was asked for cannot exist."""
+    """The requested checkpointing schedule cannot exist."""
 
 
 class StoreError(RematError, OSError):
@@ -127,7 +127,7 @@ class StoreError(RematError, OSError):
 
 
 class StepLimitError(RematError, RuntimeError):
-    """A loop's condition still holds after the most steps that it was given."""
+    """A loop's condition still holds after `max_steps` steps."""
 
 
 class GraphError(RematError, ValueError):

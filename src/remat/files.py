@@ -1,13 +1,13 @@
-"""Whole files, read and written; every failure is one typed error that names the path.
+"""Reading and atomic writing of whole files; every failure is one typed error that names the path.
 
-Writing is all or nothing: the text goes to a temporary file in the same folder, which then takes the
-old one's place, so that a reader sees the old text or the new one. The temporary file's name cannot
-be predicted. This process creates it or fails (``O_EXCL``, which follows no link), and removes it
-whatever goes wrong; only a process that is killed leaves it behind.
+Writing is atomic: the text goes to a temporary file in the same folder, which then replaces the old
+one, so that a reader sees either the old text or the new one. The temporary file's name cannot be
+predicted. It is created with ``O_EXCL``, which fails if the name exists and follows no link, and is
+removed on every error; only a process that is killed leaves it behind.
 
-Only a regular file is replaced, and its mode is kept. A symbolic link stays, and the file that it
-leads to is replaced, unless another user left the link in a folder such as /tmp. Anything else, such
-as a pipe or a device, is written to, as a shell's ``>`` does.
+Only a regular file is replaced, and its mode is kept. A symbolic link stays, and its target is
+replaced, unless another user created the link in a folder that all users may write to, such as /tmp.
+Anything else, such as a pipe or a device, is opened and written to, as a shell's ``>`` does.
 
 Known limits: a file that is replaced loses its other hard links and its access control list, and its
 owner unless the process may set it.
@@ -25,12 +25,12 @@ from typing import BinaryIO
 
 from remat.errors import RematError
 
-# To open a pipe must not wait for its other end, and a terminal must not become the process's own.
-# Windows has none of these, and needs O_BINARY.
+# Opening a pipe must not wait for its other end (O_NONBLOCK), and a terminal must not become the process's
+# controlling one (O_NOCTTY). Windows has neither flag, and needs O_BINARY.
 _OPEN = sum(getattr(os, name, 0) for name in ("O_BINARY", "O_CLOEXEC", "O_NOCTTY", "O_NONBLOCK"))
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | _OPEN
 
-#: What `os` raises for a path: a `ValueError` for a name that no file can have, with a NUL for one.
+#: The exceptions that `os` raises for a path; a `ValueError` is for an impossible name, such as one with NUL.
 PROBLEMS = (OSError, ValueError, TypeError)
 
 
@@ -45,8 +45,8 @@ def read_text(
 
     Args:
       path: the file.
-      error: raised where it cannot be read; its message names the line that is not UTF-8.
-      most_bytes: a longer file is refused, and not read to its end.
+      error: the type to raise if it cannot be read; the message names the line that is not UTF-8.
+      most_bytes: a longer file is an error, and is not read to its end.
     """
     try:
         with open_regular(path) as file:
@@ -57,7 +57,7 @@ def read_text(
     if most_bytes is not None and len(content) > most_bytes:
         raise error(f"{path}: longer than {most_bytes} bytes, as no such file is; check the path.")
     try:
-        return content.decode("utf-8-sig")  # some editors begin a file with a mark
+        return content.decode("utf-8-sig")  # some editors write a byte order mark
     except UnicodeDecodeError as problem:
         line = problem.object[: problem.start].count(b"\n") + 1
         why = f"{path}, line {line}: not UTF-8 text ({problem.reason}); save it in that encoding."
@@ -65,7 +65,7 @@ def read_text(
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file for reading; anything else is an `OSError`, also a pipe, at once."""
+    """Open a regular file for reading; anything else, a pipe too, raises an `OSError` without blocking."""
     handle = os.open(checked(path), os.O_RDONLY | _OPEN)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -74,12 +74,12 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def write_text(path: str | os.PathLike[str], text: str, error: type[RematError]) -> Path:
-    """Write a text in UTF-8, all or nothing, and return the path.
+    """Write a text in UTF-8, atomically, and return the path.
 
     Args:
       path: the file, see the module's docstring.
       text: what to write.
-      error: raised where it cannot be written; a file that was there is left as it was.
+      error: the type to raise if it cannot be written; an existing file is then unchanged.
     """
     try:
         why = refusal(path)
@@ -123,13 +123,13 @@ def refusal(path: str | os.PathLike[str]) -> str | None:
 def replace(
     path: Path, content: bytes, *, mode: int = 0o666, like: os.stat_result | None = None
 ) -> None:
-    """Put a new file in the place of whatever has this name, all or nothing.
+    """Replace the file or link at a path by a new file, atomically.
 
     Args:
-      path: its name; a link of that name is replaced as well.
-      content: what it holds.
-      mode: of the new file, less the process's umask.
-      like: of a file whose mode and owner it shall have instead.
+      path: where; a link is itself replaced, not its target.
+      content: of the new file.
+      mode: of the new file, before the process's umask is applied.
+      like: the status of a file whose mode and owner the new file gets instead.
     """
     partial = path.parent / f".remat-{secrets.token_hex(8)}.partial"
     try:
@@ -139,15 +139,15 @@ def replace(
             file.flush()
             if like is not None and hasattr(os, "fchmod"):
                 _make_like(handle, like)
-            os.fsync(handle)  # or a crash could leave the new name with no content
+            os.fsync(handle)  # otherwise a crash could leave an empty file under the new name
         os.replace(partial, path)
     finally:
-        with contextlib.suppress(OSError):  # it is there if something went wrong
+        with contextlib.suppress(OSError):  # it still exists only if an error occurred
             partial.unlink()
 
 
 def _make_like(handle: int, other: os.stat_result) -> None:
-    """Give an open file the owner of another as far as the process may, and its mode."""
+    """Give an open file the mode of another, and its owner if the process may set it."""
     for owner in ((-1, other.st_gid), (other.st_uid, -1)):
         with contextlib.suppress(OSError):
             os.fchown(handle, *owner)
@@ -164,7 +164,7 @@ def _write(name: str, content: bytes) -> None:
     if stat.S_ISREG(status.st_mode):
         os.close(handle)
         target = os.path.realpath(name)
-        os.stat(target)  # a link in /proc/self/fd may lead to a file that has no name any more
+        os.stat(target)  # a link in /proc/self/fd may lead to a file that was deleted
         replace(Path(target), content, like=status)
         return
     with open(handle, "wb") as file:
@@ -192,7 +192,7 @@ def _folder_refusal(folder: str) -> str | None:
 
 
 def checked(path: str | os.PathLike[str]) -> str:
-    """Return a path as a text, once it is known that a file could have it.
+    """Return a path as a string after checking that a file could have it.
 
     Raises:
       ValueError, TypeError: it is empty, holds a NUL or cannot be encoded; it is not a path.
@@ -212,7 +212,7 @@ def _called(path: object) -> str:
 
 
 def reason(problem: Exception) -> str:
-    """Return what the system says of an error, without its number and path."""
+    """Return the operating system's message for an error, without its number and path."""
     if isinstance(problem, OSError) and problem.errno == errno.ENXIO:
         return "no process reads from it"
     return str(getattr(problem, "strerror", None) or problem)

@@ -5,8 +5,8 @@ A *name* is what `checkpoint_name` gives a value. A pattern selects a name if it
 
 A *path* is the names of the scopes (modules, `jax.named_scope`s) around something, from the root,
 `encoder/layers_3`; positions in containers are names too, `layers/3`. In a pattern of paths each part
-between slashes is matched against one name of a path, and `**` stands for any number of names, also
-none.
+between slashes is matched against one name of a path, and `**` stands for any number of names, zero
+included.
 
 * A pattern selects a scope if it matches the end of its path: `layers_*` selects `encoder/layers_3`.
 * A leading `/` anchors the pattern at the root: `/layers_*` selects only `layers_3`.
@@ -49,7 +49,7 @@ def path_matches(pattern: str, path: str) -> bool:
     return bool(_ends(pattern, path))
 
 
-# A function of two texts: the latest 4096 answers.
+# Cached, since plans and explanations match the same paths many times.
 @functools.lru_cache(maxsize=4096)
 def _ends(pattern: str, path: str) -> frozenset[int]:
     """Return the lengths of the beginnings of a path that a pattern selects, in names."""

@@ -22,7 +22,7 @@ _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 
 
 class Reader:
-    """Stands at a place in a JSON text, and reads from there.
+    """A position in a JSON text, from which values are read one after another.
 
     >>> reader = Reader("sizes.json", '{"a": [1, 2],\\n "b": 3}', RematError)
     >>> for key in reader.members():
@@ -32,9 +32,9 @@ class Reader:
 
     Args:
       origin: the file's name, for errors.
-      text: what is in it.
-      error: what to raise.
-      advice: what to do about an error, added to each.
+      text: the file's content.
+      error: the type of exception to raise.
+      advice: the next step for the user, appended to each message.
     """
 
     def __init__(self, origin: str, text: str, error: type[RematError], advice: str = "") -> None:
@@ -46,7 +46,7 @@ class Reader:
         self._strict = json.JSONDecoder(
             parse_constant=self._constant, object_pairs_hook=self._pairs_without_repeats
         )
-        # What is skipped is read again, and judged then.
+        # Skipped values are read again later, with all checks.
         self._lenient = json.JSONDecoder(parse_int=len, parse_float=len, parse_constant=len)
 
     def members(self, rule: str = "an object is needed here") -> Iterator[str]:

@@ -1,6 +1,6 @@
-"""Which functions marked by `remat.auto` a trace runs, for those who only want to know.
+"""Records which functions marked by `remat.auto` are called during a trace.
 
-A mark outside of a plan changes nothing in the traced program, so it is noted where it is passed.
+Outside of planning, a mark adds nothing to the traced program, so that the call itself is recorded.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A training step may take more than arrays: an Equinox module holds activation functions beside its
 weights, and a step on Flax NNX modules updates them in place. A `ModuleStep` is such a step as a
 function of arrays. `arrays` turns the arguments of a call into pytrees of arrays, one for each argument,
-so that options of `jax.jit` that count arguments mean what they say. The step itself is called with
-these pytrees while it is traced, and `Call.finish` makes the caller's results of what it returned.
+so that the argument numbers in options of `jax.jit` stay valid. The step itself is called with these
+pytrees while it is traced, and `Call.finish` converts what it returned into the caller's results.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Words(NamedTuple):
     """The names of functions for steps of a kind.
 
     Args:
-      fit: what compiles a step within a budget.
-      gradient: what gives a loss's value and gradient.
+      fit: the function that compiles a step within a budget.
+      gradient: the function that returns a loss's value and gradient.
       donation: the option that donates arguments.
     """
 
@@ -50,7 +50,7 @@ class Call(NamedTuple):
 
     Args:
       args, kwargs: the arguments as pytrees of arrays.
-      finish: makes the caller's results of the results, and writes updates to the caller's modules.
+      finish: converts the step's results into the caller's, and writes updates to the caller's modules.
     """
 
     args: tuple[PyTree, ...]
@@ -84,12 +84,14 @@ class ModuleStep(ABC):
 def of_arrays(
     step: Callable, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
 ) -> tuple[Callable, tuple[PyTree, ...], dict[str, PyTree]]:
-    """Return a step and its arguments as a function of arrays, for an analysis that runs nothing.
+    """Return a step and its arguments as a function of arrays, for an analysis that does not run it.
 
-    A step whose arguments JAX takes as they are is returned unchanged.
+    A step whose arguments JAX accepts as they are is returned unchanged.
     """
     fitted: Any = step
-    if hasattr(step, "unplanned"):  # made by `remat.fit`, which takes what `jax.jit` takes
+    if hasattr(
+        step, "unplanned"
+    ):  # made by `remat.fit`, which takes the arguments that `jax.jit` takes
         return step, args, dict(kwargs)
     if hasattr(fitted, "on_arrays"):  # made by an adapter's `fit`
         call = fitted.call(args, kwargs)
@@ -125,7 +127,7 @@ def with_fixed_leaves(
 def _donated_by_filter_jit(step: Callable, n_args: int, names: Iterable[str]) -> dict[str, Any]:
     """Return what `eqx.filter_jit(step, donate=...)` donates, as options of `jax.jit`.
 
-    It donates the first argument, the others, or all of them, and keeps this in two attributes.
+    It can donate the first argument, the others, or all of them, and stores which in two attributes.
     """
     first = bool(getattr(step, "donate_first", False))
     rest = bool(getattr(step, "donate_rest", False))
@@ -140,7 +142,7 @@ def _donated_by_filter_jit(step: Callable, n_args: int, names: Iterable[str]) ->
 def check_takes_arrays(
     step: Callable, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], error: TypeError
 ) -> None:
-    """Refuse Equinox modules with leaves that are not arrays, which `jax.jit` has refused."""
+    """Raise for Equinox modules with leaves that are not arrays, which `jax.jit` has rejected."""
     if "equinox" not in sys.modules or isinstance(step, ModuleStep):
         return
     module = sys.modules["equinox"].Module
@@ -158,7 +160,7 @@ def check_takes_arrays(
 def check_loses_no_updates(
     step: Callable, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
 ) -> None:
-    """Refuse a step that updates NNX modules among its arguments without returning them."""
+    """Raise for a step that updates NNX modules among its arguments without returning them."""
     if "flax.nnx" in sys.modules and not isinstance(step, ModuleStep):
         importlib.import_module("remat.nnx.steps").check_loses_no_updates(step, args, kwargs)
 
@@ -173,7 +175,7 @@ def words_for(step: Callable) -> Words:
 
 
 def _is_traceable(leaf: Leaf) -> bool:
-    """Return whether `jax.jit` takes a leaf: an array, its type, or a number."""
+    """Return whether `jax.jit` accepts a leaf: an array, its type, or a number."""
     return is_array_like(leaf) or isinstance(leaf, (bool, int, float, complex))
 
 
@@ -183,14 +185,13 @@ def is_array_like(leaf: Leaf) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Leaves that are not arrays are fixed
+# Steps compiled for their leaves that are not arrays
 
 
 class FilteredStep(ModuleStep):
     """A step whose arguments and results have arrays and other leaves.
 
-    Other leaves of arguments are part of what the step is compiled for, like static arguments: the
-    step is compiled again for other ones.
+    The other leaves of arguments are like static arguments: the step is compiled again for other values.
     """
 
     def __init__(self, step: Callable, is_traced: Callable[[Leaf], bool] = is_array_like) -> None:
@@ -238,11 +239,11 @@ class FilteredStep(ModuleStep):
 
 
 class Structure:
-    """What a pytree of arrays is compiled for: fixed values, and the paths of the arrays.
+    """The static part of a pytree of arrays: the other leaves' values, and the paths of the arrays.
 
-    Equal values of different types are different, as for `jax.jit`. The fixed values tell which paths
-    there are, so that paths do not take part in comparisons. With `may_be_unhashable`, fixed values that
-    cannot be hashed are compared only, as `jax.jit` compares those of pytrees.
+    Equal values of different types differ, as for `jax.jit`. The static values determine the paths, which
+    therefore take no part in comparisons. With `may_be_unhashable`, values that cannot be hashed are only
+    compared, as `jax.jit` does with static data of pytrees.
     """
 
     def __init__(
@@ -303,7 +304,7 @@ class Filtered:
 
 @dataclasses.dataclass(frozen=True)
 class Path:
-    """Several keys as one key of a pytree."""
+    """Several keys of nested pytrees as one key."""
 
     keys: tuple[Any, ...]
 
@@ -312,7 +313,7 @@ class Path:
 
 
 def keyed(paths: tuple[Any, ...], leaves: list[Leaf]) -> list[tuple[Any, Leaf]]:
-    """Return leaves with their paths as keys, as JAX asks pytrees for them."""
+    """Return leaves with their paths as keys, in the form of JAX's `tree_flatten_with_keys`."""
     return [(Path(path), leaf) for path, leaf in zip(paths, leaves, strict=True)]
 
 

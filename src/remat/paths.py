@@ -1,4 +1,4 @@
-"""Files of Python code, as their users know them: relative to a package, and whether they are their own."""
+"""Paths of source files as users know them: relative to a package; and whether a file is the user's own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OURS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 
 
 def is_own(file: str) -> bool:
-    """Return whether a file is the user's own code: not installed, not of Python, not of this library."""
+    """Return whether a file is the user's code: not installed, not part of Python or of this library."""
     if file.startswith("<"):
         return False
     parts = file.split(os.sep)

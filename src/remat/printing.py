@@ -1,7 +1,7 @@
 """Text of unknown origin, made safe to print.
 
-Region keys, names, paths, files and the messages of exceptions hold whatever their author, or an
-attacker, put into them. On a terminal an escape sequence moves the cursor or sets the title, a
+Region keys, names, paths, files and the messages of exceptions may hold any characters, also an
+attacker's. On a terminal an escape sequence moves the cursor or sets the title, a
 bidirectional control reorders the line, and an invisible character makes two different names look the
 same. `printable` writes every such character as its Python escape.
 """
@@ -53,7 +53,7 @@ def shown(value: object) -> str:
         text = repr(value)
     except RecursionError:
         return "something deeply nested"
-    except Exception:  # a repr is anybody's code; an int's refuses more than 4,300 digits
+    except Exception:  # a repr may run any code; that of an int raises above 4,300 digits
         return "a very large number" if type(value) is int else f"<{type(value).__name__}>"
     text = printable(text if len(text) <= 1000 else text[:1000])
     return text if len(text) <= 60 else text[:57] + "..."
@@ -63,12 +63,12 @@ def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 
 
-# A number that ends a word: that of block_3, layers[3] and Dense_0, not that of conv2d.
+# A number at the end of a word: as in block_3, layers[3] and Dense_0, but not in conv2d.
 _NUMBER = re.compile(r"[0-9]+(?![0-9A-Za-z])")
 
 
 def without_numbers(path: str) -> str:
-    """Return a path with each number that ends a word replaced, as a key of what is alike.
+    """Return a path with each number at the end of a word replaced, as a key to group similar paths.
 
     >>> without_numbers("net2/block_3/mlp") == without_numbers("net2/block_47/mlp")
     True
@@ -77,7 +77,7 @@ def without_numbers(path: str) -> str:
 
 
 def with_ranges(paths: Sequence[str]) -> str:
-    """Return paths that differ in such numbers only as one, with the first and last of each number.
+    """Return paths that differ only in such numbers as one path, with the first and last of each number.
 
     >>> with_ranges(["net2/block_0/mlp", "net2/block_1/mlp", "net2/block_2/mlp"])
     'net2/block_0…2/mlp'

@@ -1,6 +1,6 @@
 """The modules and methods that a call of `rematted` selects: patterns of paths, names of methods.
 
-What a pattern means is said in `globs.py`.
+`globs.py` defines what a pattern matches.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Selection:
         *,
         strict: bool = True,
     ) -> Selection:
-        """Return the selection that a call means: one pattern or several, one method or several.
+        """Return the selection for the arguments of a call: one or several patterns, one or several methods.
 
         Raises:
           PolicyError: if there is no pattern, or one is empty or not a string.
@@ -50,7 +50,7 @@ class Selection:
         return self.matches(path) and any(has_method(cls, name) for name in self.methods)
 
     def check(self, classes: Mapping[str, type]) -> None:
-        """Refuse a pattern that matches no module, or only modules without any of the methods.
+        """Raise for a pattern that matches no module, or only modules without any of the methods.
 
         Args:
           classes: the classes of a model's modules by path.
@@ -110,5 +110,5 @@ def _as_methods(given: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def has_method(cls: type, name: str) -> bool:
-    """Return whether a class itself has a method. (Its metaclass has `__call__` in any case.)"""
+    """Return whether a class itself has a method (`hasattr` would find `__call__` of its metaclass)."""
     return any(name in vars(base) for base in cls.__mro__) and callable(getattr(cls, name, None))

@@ -290,7 +290,7 @@ def assert_saves_only(
 
 
 def _line(text: str, sizes: list[int]) -> str:
-    """Return a line about values that are alike: their bytes together, how many, and what they are."""
+    """Return a line for values with one description: their total bytes, their number, the description."""
     times = f"{len(sizes)} × " if len(sizes) > 1 else ""
     return f"{units.format_bytes(sum(sizes)):>12}  {times}{text}"
 
@@ -302,7 +302,7 @@ def _jitted(step: Callable[..., Any]) -> Any:
 def _platform(compiled: jax.stages.Compiled) -> str:
     try:
         return next(iter(compiled.runtime_executable().local_devices())).platform
-    except Exception:  # compiled ahead of time for devices that are not here
+    except Exception:  # compiled ahead of time for devices that are not attached
         return getattr(jax.local_devices()[0], "platform", "cpu")
 
 
@@ -312,7 +312,7 @@ _CLEAR_REFS = pathlib.Path("/proc/self/clear_refs")
 
 def _growth_bytes(run: Callable[[], PyTree]) -> int:
     """Return the largest growth of the resident memory during a call."""
-    jax.block_until_ready(run())  # what only the first run needs
+    jax.block_until_ready(run())  # memory that only the first run allocates
     try:
         before = _settled_bytes()
         _CLEAR_REFS.write_text("5")  # reset the high-water mark
@@ -328,7 +328,7 @@ def _growth_bytes(run: Callable[[], PyTree]) -> int:
 
 
 def device_growth_bytes(device: Any, run: Callable[..., PyTree], args: tuple[PyTree, ...]) -> int:
-    """Return the growth of a device's memory during a call whose arguments are there."""
+    """Return the growth of a device's memory during a call whose arguments are already on it."""
     jax.block_until_ready(args)
     before = device.memory_stats()
     if not before or "peak_bytes_in_use" not in before:
@@ -345,7 +345,7 @@ def device_growth_bytes(device: Any, run: Callable[..., PyTree], args: tuple[PyT
 
 
 def _settled_bytes() -> int:
-    """Return the resident memory after memory of earlier work has been released.
+    """Return the resident memory after that of earlier work has been released.
 
     The runtime frees a finished program's memory in another thread, and the allocator keeps freed pages,
     whose reuse would not count as growth.

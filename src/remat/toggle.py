@@ -1,4 +1,4 @@
-"""`remat.rematted`: rematerialization of a model's submodules without an edit of the model.
+"""`remat.rematted`: rematerialization of a model's submodules without editing the model.
 
 Each adapter has a function `rematted` that finds submodules by path as its framework requires. This
 module only chooses the adapter by the class of the model, so that no framework is imported before it
@@ -16,7 +16,7 @@ from remat.errors import TargetError
 from remat.selection import Selection
 from remat.transform.policies import check_policy
 
-# By the package that defines a framework's `Module`: the adapter that has its `rematted`.
+# The package that defines a framework's `Module` → the adapter module that has its `rematted`.
 ADAPTERS = {
     "flax.linen": "remat.linen.by_path",
     "flax.nnx": "remat.nnx.by_path",
@@ -33,7 +33,7 @@ def rematted(
     methods: str | Iterable[str] = ("__call__",),
     strict: bool = True,
 ) -> AbstractContextManager[PyTree]:
-    """Rematerialize the submodules at some paths, without an edit to the model.
+    """Rematerialize the submodules at some paths, without editing the model.
 
     Names of parameters, their initial values and the random numbers that are drawn stay the same.
 

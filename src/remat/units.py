@@ -19,7 +19,7 @@ from typing import Any, SupportsIndex
 from remat.errors import UnitsError
 from remat.printing import shown
 
-#: What is taken as a size; NumPy's numbers are among the protocols'.
+#: The types accepted as a size; NumPy's numbers satisfy the protocols.
 Number = str | int | float | SupportsIndex
 
 _BINARY = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -30,9 +30,9 @@ _NUMBER = re.compile(
     re.IGNORECASE | re.ASCII,
 )
 _UNITS_IN_WORDS = "B, KiB, MiB, GiB, TiB, KB, MB, GB or TB"
-_MOST_BYTES = 2**63 - 1  # of an array, for NumPy and XLA
-_MOST_BUDGET_BYTES = 2**53  # whole numbers up to here are exact in every reader of a plan's JSON
-_MOST_SHARE = 10  # of the peak without rematerialization; a larger one is a typing error
+_MOST_BYTES = 2**63 - 1  # the largest size of an array for NumPy and XLA
+_MOST_BUDGET_BYTES = 2**53  # integers up to here are exact in every reader of a plan's JSON
+_MOST_SHARE = 10  # of the peak without rematerialization; a larger one is taken for a typing error
 
 
 def parse_bytes(value: Number, option: str = "") -> int:
@@ -43,7 +43,7 @@ def parse_bytes(value: Number, option: str = "") -> int:
 
     Args:
       value: a number, or a text of a number and a unit.
-      option: what stands before the value in an error, such as "limit=".
+      option: the prefix of the value in an error, such as "limit=".
 
     Raises:
       UnitsError: for anything that is not a finite number of bytes, at least 0 and less than 8 EiB.
@@ -65,7 +65,7 @@ class Budget:
     is_share: bool = False
 
     def bytes_of(self, peak_bytes: int) -> int:
-        """Return the limit in bytes, where a share is one of this peak.
+        """Return the limit in bytes; a share is taken of this peak.
 
         >>> parse_budget("60%").bytes_of(1000), parse_budget("1KiB").bytes_of(1000)
         (600, 1024)
@@ -81,7 +81,7 @@ def parse_budget(value: Number, option: str = "budget=") -> Budget:
 
     Args:
       value: the budget.
-      option: what stands before the value in an error, such as "--budget ".
+      option: the prefix of the value in an error, such as "--budget ".
 
     Raises:
       UnitsError: it is neither, or is below 1 byte, above 8 PiB or above 1000%.
@@ -122,15 +122,15 @@ def _read(value: object, option: str, advice: str) -> tuple[Fraction, str]:
 
 
 def _exact(text: str) -> Fraction:
-    """Return a number that is written in decimal digits, however many there are."""
+    """Return the exact value of a number in decimal digits, however many there are."""
     number = decimal.Decimal(text)
     if number.adjusted() > 30:
-        return Fraction(10) ** 30  # beyond every limit; 10**999999 would take long
+        return Fraction(10) ** 30  # exceeds every limit; computing 10**999999 would take long
     return Fraction(number) if number.adjusted() > -30 else Fraction(0)
 
 
 def _of_number(value: object) -> Fraction | None:
-    """Return a finite number of Python or NumPy; None for anything else."""
+    """Return a finite Python or NumPy number as a fraction; None for anything else."""
     try:
         if isinstance(value, numbers.Rational):
             return Fraction(int(value.numerator), int(value.denominator))
@@ -153,9 +153,9 @@ def _within(n_bytes: Fraction, most: int, value: object, option: str) -> int:
 
 
 def format_bytes(n_bytes: Any) -> str:
-    """Print a number of bytes in the largest binary unit that leaves at least 1.
+    """Format a number of bytes in the largest binary unit in which it is at least 1.
 
-    The bytes of an array with symbolic dimensions are printed as the expression that they are.
+    The bytes of an array with symbolic dimensions are an expression, and formatted as such.
 
     >>> format_bytes(0), format_bytes(1536), format_bytes(-3 * 2**30)
     ('0 B', '1.5 KiB', '-3.0 GiB')
@@ -171,7 +171,7 @@ def format_bytes(n_bytes: Any) -> str:
 
 
 def format_flops(flops: int | float) -> str:
-    """Print a count of floating-point operations.
+    """Format a count of floating-point operations.
 
     >>> format_flops(950), format_flops(2.5e12)
     ('950 FLOP', '2.50 TFLOP')
@@ -180,7 +180,7 @@ def format_flops(flops: int | float) -> str:
 
 
 def format_seconds(time_s: float) -> str:
-    """Print a duration.
+    """Format a duration.
 
     >>> format_seconds(0.0000125), format_seconds(0.25), format_seconds(75)
     ('12.5 µs', '250.0 ms', '75.0 s')
@@ -203,7 +203,7 @@ _FACTORS = {
 def in_one_unit(
     numbers: Sequence[float], show: Callable[[Any], str], *, signed: bool = False
 ) -> tuple[str, ...]:
-    """Print numbers that are to be compared in one unit, that of the smallest but for 0.
+    """Format numbers for comparison in one unit: that of the smallest number other than 0.
 
     >>> in_one_unit((1354760000, 249660000), format_bytes)
     ('1,292.0 MiB', '238.1 MiB')
