@@ -113,10 +113,10 @@ def of_arrays(
 def with_fixed_leaves(
     step: Callable, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
 ) -> tuple[Callable, tuple[PyTree, ...], dict[str, PyTree]]:
-    """Return a step and its arguments as a function of the leaves that JAX takes."""
+    """Return a step and its arguments as a function of the leaves that JAX accepts."""
     leaves = jax.tree.leaves((args, dict(kwargs)))
     donated = _donated_by_filter_jit(step, len(args), kwargs)
-    # A jitted function says itself which arguments are static.
+    # A jitted function itself knows which arguments are static.
     if hasattr(step, "trace") or (not donated and all(map(_is_traceable, leaves))):
         return step, args, dict(kwargs)
     filtered = FilteredStep(step, _is_traceable)

@@ -3,26 +3,26 @@
 Read `plan` first: it calls `search`, which asks `candidates` for proposals. In the order in which data
 flows, from a step to proposals of what to recompute:
 
-    step         the training step: traced, and compiled to read off the memory that it needs
-    tradeoffs    choosing among ways to run a loop by what each costs in bytes and seconds
-    host_memory  the values that a loop's steps keep in host memory, and the cost of the copies
-    copy_windows which values of unrolled code are kept there, and when their copies run
+    step         the training step: traced, and compiled to learn its memory
+    tradeoffs    choosing among the options of loops by their costs in bytes and seconds
+    host_memory  which values the steps of a loop keep in host memory, and the cost of the copies
+    copy_windows which values of unrolled code are kept in host memory, and when their copies run
     host_copies  these copies, written into the program
     host_state   steps whose optimizer state stays in host memory
-    host_updates the loops that update this state there, chunk by chunk
+    host_updates the loops that update this state in host memory, chunk by chunk
     scan_pairs   what forward scans keep for backward scans, in a differentiated step
     bodies       loops and branches that hold a whole gradient: their bodies are scheduled like a step
     rewrite      recomputation outside of loops, written into the program
     decisions    all decisions about a step (`scan_pairs`, `bodies`, `rewrite`), written in their order
     candidates   proposals: loops decided, then a schedule of the program outside of them
-    search       which proposals are compiled, and what the compiler's answers change
+    search       which proposals to compile, and corrections by the compiler's answers
     auto         `remat.auto`: recompute only inside of marked functions (`ir.restriction`)
 
 The plan:
 
     plan             `remat.plan`: the search for a plan whose compiled peak is within the budget
     programs         the programs that it compiles
-    refusal          the error that no plan fits
+    refusal          the error for a budget that no plan fits
     progress         the status line while planning
     checked          dataclasses that check the types of their fields
     plan_decisions   the decisions of a plan as data

@@ -1,9 +1,9 @@
-"""`remat.auto`: marking a function inside of which a plan may recompute.
+"""`remat.auto`: marking functions to which recomputation is restricted.
 
-A marked function is called as it is. Only while the planner, or a step that follows a plan, traces
-(`tracing`), its equations get a name scope (`_jax.marked_scope`), from which `ir.restriction` reads what may
-be computed again. The context is part of the keys of JAX's caches (`jax.make_user_context`), so nothing
-that is traced with marks is used without them.
+A marked function is called unchanged. Only in traces of the planner, and of steps that follow a plan
+(`tracing`), do its equations get a name scope (`_jax.marked_scope`), from which `ir.restriction` derives
+what may be recomputed. The context is part of the keys of JAX's caches (`jax.make_user_context`), so a
+trace with marks is never reused without them.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def auto(
 def auto(fun: Callable | None = None, /, *, name: str | None = None) -> Callable:
     """Mark a function, so that a plan recomputes only inside of marked functions.
 
-    By itself it changes nothing, and a step needs no marks: where none of its functions is marked,
-    `remat.fit` and `remat.plan` may recompute any operation. Where some are, they recompute operations of
-    these and of their derivatives, however the functions are differentiated, vectorized or looped over.
-    All else stays as it is written: what loops keep, and checkpoints. Checkpoints inside are left to the
-    planner.
+    By itself it changes nothing, and a step needs no marks: if none of its functions is marked,
+    `remat.fit` and `remat.plan` may recompute any operation. If some are, only operations of these and of
+    their derivatives are recomputed, however the functions are differentiated, vectorized or looped over.
+    Everything outside of them stays as it is written, the residuals of loops and checkpoints included.
+    Checkpoints inside of them are left to the planner.
 
     >>> import jax, jax.numpy as jnp, remat
     >>> @remat.auto
@@ -61,7 +61,7 @@ def auto(fun: Callable | None = None, /, *, name: str | None = None) -> Callable
 
     Args:
       fun: the function.
-      name: what messages call it; the function's name by default.
+      name: its name in messages; by default the function's.
     """
     if fun is None:
         return lambda f: auto(f, name=name)

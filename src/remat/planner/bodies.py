@@ -1,14 +1,14 @@
 """Bodies of loops, branches and `shard_map`s that are scheduled by themselves.
 
 Some loops are not half of a pair of scans: gradient accumulation runs a whole forward and backward pass in
-each step, and an optimizer's line search evaluates a gradient in a `while_loop`. What such a body needs at
-its peak is the loop's workspace. So its jaxpr is scheduled like a step's, and written back by `rewrite`.
+each step, and an optimizer's line search evaluates a gradient in a `while_loop`. The peak of such a body is
+the loop's workspace. So its jaxpr is scheduled like a step's, and written back by `rewrite`.
 
-The body of a `shard_map` is scheduled, too, with the bytes of one device. Where a `shard_map` was
+The body of a `shard_map` is scheduled, too, with the bytes of one device. If a `shard_map` was
 differentiated, its forward and its backward half are scheduled as one program, and written back as two.
 
-A body is scheduled if it contains no pair of scans and no other body of nearly its own size: these are
-decided by themselves.
+A body is scheduled if it contains no pair of scans and no other body of nearly its own size, since
+separate decisions are made about these.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from remat.program.program import Program
 from remat.solvers.simulate import no_remat
 from remat.solvers.solver import Answers, Schedule, Solver
 
-# Bodies are scheduled for budgets that differ by this ratio of bytes. A larger one leaves less of the memory
-# that there is unused, and lets fewer proposals share their schedules.
+# Ratio of the budgets that bodies are scheduled for. A larger one leaves less of the memory unused, and lets
+# fewer proposals share their schedules.
 _RATIO = 0.97
-# Share of what is around it. A body that needs less is not scheduled; if it needs more than the second
-# share, what is around it is not.
+# Shares of the peak of the program around a body. A body that needs less than the first is not scheduled.
+# If it needs more than the second, the body around it is not scheduled.
 _SMALL, _LARGE = 0.1, 0.5
-# Share of a program's peak. A sum whose terms take less is computed as a whole.
+# Share of a program's peak. Partial sums are written only if their terms take more: larger writes fewer.
 _SMALL_SUM = 0.05
-# Time of recomputation over that of the program without it. Schedules near the floor of memory may compute
-# values hundreds of times; those above this ratio are not offered.
+# Ratio of the time of recomputation to the program's time without it. Schedules near the lower bound of
+# memory may compute values hundreds of times; those above this ratio are not offered.
 MOST_AGAIN = 2
-# Ratio of bytes by which a schedule may be larger if the one below takes too long.
+# Ratio of budgets: if a schedule takes too long, one within a budget larger by this ratio is tried.
 _STEP_UP = 1.1
 
 
@@ -68,7 +68,7 @@ class BodyOption:
     """One way to run a body.
 
     Args:
-      bytes: what the body needs at its peak.
+      bytes: the body's peak.
       seconds: time of recomputation, all runs together.
       decisions: about the body's equations.
     """
@@ -167,7 +167,7 @@ def bodies(
       jaxpr: the program, with plain calls inlined.
       price: the time of a kernel.
       solver: finds the schedules.
-      n_bytes: what the program needs at its peak; bodies that need much less are left out.
+      n_bytes: the program's peak; bodies that need much less are left out.
       slowdown: of kernels, as in `program.from_jaxpr`.
       fusing: the models of fusion.
     """
@@ -177,7 +177,7 @@ def bodies(
 
 @dataclasses.dataclass(frozen=True)
 class _Costing:
-    """The time of a kernel, the slowdown of those that take longer, what fuses, what finds schedules."""
+    """The parameters that price and schedule bodies; see `bodies`."""
 
     price: Price
     slowdown: Slowdown
@@ -317,7 +317,7 @@ def with_partial_sums(program: Program, price: Price, fusing: Fusing) -> Fused:
     as_written = without_partial_sums(program, price, fusing)
     peak = no_remat(as_written.graph).peak_bytes
     with_large = _graph(program, price, fusing, partial_sums=int(_SMALL_SUM * peak))
-    # Where all terms are there before the first of them is added, partial sums free nothing.
+    # If all terms are computed before the first addition, partial sums free nothing.
     return with_large if no_remat(with_large.graph).peak_bytes <= peak else as_written
 
 
@@ -342,7 +342,8 @@ def _graph(
 def takes_too_long(fused: Fused, found: Schedule) -> bool:
     """Return whether a schedule recomputes so much that it is not offered.
 
-    A kernel with several results is several nodes, each with its time: recomputing one takes as long as all.
+    A kernel with several results is several nodes, each with the kernel's time, since recomputing one result
+    takes as long as recomputing all.
     """
     return bool(found.time - fused.graph.time > MOST_AGAIN * sum(fused.seconds.values()))
 

@@ -4,25 +4,25 @@ The loops are decided first, and the bodies of loops and branches that are sched
 (`bodies`). From the program as it is written, or with the checkpoints in its loops opened, a sequence of
 *levels* leads to loops that keep as little as they can: from level to level one of them takes the next of
 its options, in the order of their prices per byte. The program outside of the loops becomes a graph of the
-values that its kernels write to memory (`program.fusion`); a solver schedules it, and the schedule is read
-as decisions (`rewrite`).
+values that its kernels write to memory (`program.fusion`); a solver schedules it, and the schedule is
+converted to decisions (`rewrite`).
 
-What a compiler makes of the program cannot be predicted exactly, so there are two models of fusion:
+How a compiler fuses the program cannot be predicted exactly, so there are two models of fusion:
 
 * `written`: a cheap value that several kernels need is written to memory once, unless the plan recomputes
   it. XLA for CPU does so.
-* `fused`: every kernel that needs such a value computes it for itself.
+* `fused`: every kernel that needs such a value computes it itself.
 
 Compilers lie between the two. Those for TPUs also compute elementwise values inside the matrix products
-that read them, so there the first variant is
+that read them, so for TPUs the first variant is
 
 * `inlined`: as `fused`, and a matrix product computes the elementwise values that it needs.
 
 Compilers also choose the order of operations. A third variant, `ordered`, follows the first model and leaves
-them less choice. On CPU most programs then need what the model says, so it is tried first; elsewhere it is
-tried where the compiler needs far more than the model says. Compilers also compute a sum of many values in
-one kernel, which keeps all of them; where that takes much memory, partial sums are written
-(`bodies.with_partial_sums`).
+the compiler less freedom. On CPU the memory of most programs then agrees with the model, so it is tried
+first; elsewhere it is tried if the compiler needs far more than the model predicts. Compilers also compute a
+sum of many values in one kernel, which keeps all of them; if that takes much memory, partial sums are
+written (`bodies.with_partial_sums`).
 """
 
 from __future__ import annotations
@@ -76,22 +76,23 @@ from remat.solvers.solver import Answers, Schedule, Solver
 
 WRITTEN, FUSED, INLINED, ORDERED = "written", "fused", "inlined", "ordered"
 
-# Levels of the loops; more make the steps between them smaller and the search longer.
+# Number of levels of the loops; more make the steps between them smaller and the search longer.
 _MAX_LEVELS = 256
-# Levels before the first at which the loops leave enough memory. At these the program outside of the loops
-# recomputes to make room; more of them find more.
+# Number of levels to try before the first one at which the loops leave enough memory. At these the program
+# outside of the loops must recompute; more find better plans and take longer.
 _LEVELS_BEFORE = 2
-# Levels to try among all of them where the program outside of the loops recomputes at any level; more of
-# them find more.
+# Number of levels to try, spread over all, if the program outside of the loops must recompute at every
+# level; more find better plans and take longer.
 _SPREAD = 6
-# What is live around a body, as a share of that in the program as it is written: bodies are scheduled for
-# what remains of the budget. Less leaves more recomputation to the program around them.
+# Shares of the bytes that are live around a body in the program as it is written. Each is tried as an
+# assumption: bodies are scheduled within the rest of the budget. Smaller shares leave more recomputation to
+# the program around the bodies.
 _SHARES_AROUND = (1.0, 0.5, 0.0)
-# The share of time in the cost of a proposal where FLOPs are compared. A larger one saves more time of cheap
+# Weight of time in the cost of proposals that are compared by FLOPs. A larger one saves more time of cheap
 # kernels, and costs FLOPs.
 _SHARE_OF_TIME = 0.01
-# Where results' buffers hold temporaries, schedules within larger budgets fit, too: how many of these are
-# tried, and the share of the budget that may be left.
+# If results' buffers hold temporaries, schedules within larger budgets fit, too: the number of larger budgets
+# to try, and the share of the budget that may remain unused. More tries use more of the budget.
 _MOST_LARGER, _LEFT = 4, 0.01
 
 
@@ -110,7 +111,7 @@ class StepModel:
       transfer: the time of a copy to the host's memory or back; None if nothing may be offloaded.
       host_limit: bytes that may be kept there; None for no limit.
       copies: whether values outside of loops may be kept there, too.
-      donated: the bytes of each donated argument; results are written in their place.
+      donated: the bytes of each donated argument; results reuse their buffers.
     """
 
     def __init__(
@@ -178,9 +179,9 @@ class StepModel:
         return self._fastest(found)
 
     def exceeds(self, variant: str, n_bytes: int, cost: float) -> bool:
-        """Return whether the proposal within these bytes is known to cost more than a time.
+        """Return whether the proposal within these bytes is known to cost more.
 
-        What is known are bounds on times, which say nothing where FLOPs are compared.
+        Only bounds on times are known, which say nothing if proposals are compared by FLOPs.
         """
         return not (self.copies or self.by_flops) and all(
             level.exceeds(variant, n_bytes, cost)
@@ -189,14 +190,14 @@ class StepModel:
         )
 
     def smallest(self, variant: str) -> Proposal:
-        """Return the proposal with the fewest bytes where all loops keep least."""
+        """Return the proposal with the fewest bytes at the level at which all loops keep least."""
         options = self._body_options(variant, 0, 1.0)
         return self._with_flops(self._level(-1, options).smallest(variant))
 
     def _fastest(self, found: Sequence[Proposal]) -> Proposal:
-        """Return the proposal that takes least time, FLOPs counted.
+        """Return the proposal of the least cost, with the FLOPs of its program counted.
 
-        Counting takes long, so it ends where those left take longer even by their schedules.
+        Counting takes long, so it ends once all other proposals take longer by their schedules alone.
         """
         ordered = sorted(found, key=lambda p: (p.extra_seconds, p.model_bytes))
         best = self._with_flops(ordered[0])
@@ -207,10 +208,10 @@ class StepModel:
         return best
 
     def _with_flops(self, proposal: Proposal) -> Proposal:
-        """Return a proposal that takes no smaller share of the step's time than of its FLOPs.
+        """Return a proposal whose `extra_seconds` and `cost` count the FLOPs of its program.
 
-        What is not stored is computed in every unit of the program that uses it. Kernels would compute it
-        more than once in any case, so the schedule's time does not count this.
+        A value that is not stored is computed in every unit of the program that uses it. Kernels would
+        compute it more than once in any case, so the schedule's time does not count this.
         """
         decisions = proposal.decisions
         if decisions.outside.change_nothing and not decisions.loops.bodies and not self.by_flops:
@@ -248,7 +249,7 @@ class StepModel:
     def buffers(self, fused: Fused) -> dict[int, list[int]]:
         """Return the bytes of results' buffers that may hold temporaries, by the nodes that write them."""
         if self.into_products:
-            return {}  # compilers for TPUs assign buffers in another way
+            return {}  # compilers for TPUs assign buffers differently
         donated = collections.Counter(self.donated)
         free: dict[int, list[int]] = {}
         for id, sizes in fused.output_buffers.items():
@@ -261,7 +262,7 @@ class StepModel:
 
     @property
     def seconds_of_checkpoints(self) -> float:
-        """Return the time that the user's own checkpoints take, which a plan may recompute without."""
+        """Return the time of recomputation in the user's own checkpoints, which a plan may remove."""
         if not self._is_opened:
             return 0.0
         return next(seconds for loops, seconds in self._loops.levels if not loops.opened)
@@ -277,11 +278,12 @@ class StepModel:
 
     @functools.cached_property
     def price_of_recomputation(self) -> Price:
-        """Return the price of kernels in schedules outside of loops: half of it is time, and half FLOPs.
+        """Return the price of kernels in schedules outside of loops: the mean of time and scaled FLOPs.
 
-        The time of a kernel is known roughly, its FLOPs exactly. By time alone, schedules compute matrix
-        products again to save cheap kernels that move about as many bytes. Both halves have the same sum over
-        the step, so lower bounds of the price are lower bounds of the larger one, which proposals state.
+        The time of a kernel is known roughly, its FLOPs exactly. By time alone, schedules would recompute
+        matrix products to avoid cheap kernels that move about as many bytes. FLOPs are scaled so that both
+        have the same sum over the step. The mean is at most the larger of the two, which proposals state, so
+        lower bounds on it are lower bounds on that.
         """
         per_flop = self.seconds_per_flop
 
@@ -312,7 +314,7 @@ class StepModel:
                 for body, option in zip(self._loops.bodies, options)
                 if not option.decisions.change_nothing
             )
-            # The program as it is written stays so.
+            # This level is the program as it is written.
             if chosen and loops.opened == self._is_opened:
                 loops = dataclasses.replace(loops, bodies=tuple(sorted(chosen, key=lambda c: c[0])))
                 seconds += sum(option.seconds for option in options)
@@ -327,7 +329,7 @@ class StepModel:
     def _body_options(self, variant: str, n_bytes: int, share: float) -> tuple[BodyOption, ...]:
         """Return the fastest option of each body that fits beside a share of the bytes live around it.
 
-        Bodies do not run at the same time, so each may fill what is left of the budget.
+        Bodies do not run at the same time, so each may use the rest of the budget.
         """
         found = []
         at = self.fusions.index(self.model_of(variant))
@@ -342,7 +344,7 @@ class StepModel:
     def _levels_within(
         self, variant: str, n_bytes: int, options: tuple[BodyOption, ...]
     ) -> Iterator[LoopLevel]:
-        """Yield the levels that may recompute least within these bytes."""
+        """Yield the levels among which the one that recomputes least within these bytes is expected."""
         n_levels = len(self._loops.levels)
         first = bisect.bisect_left(
             range(n_levels - 1),
@@ -399,7 +401,7 @@ class LoopLevel:
     def with_copies(self, variant: str, n_bytes: int) -> LoopLevel | None:
         """Return this level with values outside of loops in the host's memory; None if that gains nothing.
 
-        As many are copied as make these bytes enough, or as the link has time for.
+        Values are copied until these bytes suffice or the link's time is used up.
         """
         if not self.model.copies or self.peak_bytes(variant) <= n_bytes:
             return None
@@ -437,7 +439,7 @@ class LoopLevel:
 
     @property
     def _host_limit(self) -> int | None:
-        """Return the host memory that the loops leave."""
+        """Return the bytes of host memory that the loops leave free; None for no limit."""
         limit = self.model.host_limit
         taken = sum(option.host_bytes for _, option in self.loops.choices)
         return None if limit is None else limit - taken
@@ -463,7 +465,7 @@ class LoopLevel:
 
     @functools.cached_property
     def _numbers(self) -> tuple[list[int], list[int]]:
-        """Return the equations' numbers in plans, and the places of those that loops have not added."""
+        """Return the equations' numbers in plans, and the places of those not added by rewritten loops."""
         source = self._source
         numbers = equation_numbers(source, self._flat)
         return numbers, [at for at, n in enumerate(numbers) if n < len(source.eqns)]
@@ -485,7 +487,7 @@ class LoopLevel:
         if seconds < 0 or self.peak_bytes(variant) <= n_bytes:
             return seconds < 0
         fused, answers = self._solved(variant)
-        # By the graph alone a schedule takes at most the bytes more that results' buffers hold.
+        # The graph does not count the reuse of results' buffers, so it overestimates by at most their bytes.
         in_buffers = sum(map(sum, self.model.buffers(fused).values()))
         return answers.exceeds(n_bytes + in_buffers, float(fused.graph.time) + seconds)
 
@@ -497,7 +499,7 @@ class LoopLevel:
     def _schedule_within(self, variant: str, n_bytes: int) -> Schedule:
         """Return a schedule within these bytes.
 
-        A schedule may need more bytes by the graph alone, which does not count what results' buffers hold.
+        By the graph alone it may need more, since the graph does not count the reuse of results' buffers.
 
         Raises:
           BudgetError: none was found.
@@ -522,7 +524,7 @@ class LoopLevel:
         raise problem or BudgetError(f"no schedule within {n_bytes} bytes is offered.")
 
     def _filling(self, variant: str, found: Schedule, n_bytes: int) -> Schedule:
-        """Return the schedule within a larger budget that fits where results' buffers hold temporaries."""
+        """Return the schedule within a larger budget that fits because results' buffers hold temporaries."""
         _, answers = self._solved(variant)
         budget = max(n_bytes, found.peak_bytes)
         left = n_bytes - self._peak_of(variant, found)
@@ -627,8 +629,8 @@ class _Loops:
 def _loops(model: StepModel, source: _jax.Jaxpr) -> _Loops:
     """Return the choices about a step's loops.
 
-    The program as it is written is one of the levels, the first one unless its checkpoints are opened in the
-    others. Then it is placed by its time of recomputation, before the first level that takes as long.
+    The program as it is written is one of the levels. It is the first, unless checkpoints are opened in the
+    others: then its time of recomputation decides its place, before the first level that takes as long.
     """
     flat, price = model.flat, model.price
     opened = source is not flat
@@ -649,7 +651,7 @@ def _loops(model: StepModel, source: _jax.Jaxpr) -> _Loops:
     around = _around(program, graph, inside) if inside else ()
     as_written = sum(pair.as_written.seconds for pair in found)
     if opened:
-        # The seconds of options are those of all recomputation, so the user's own checkpoints count, too.
+        # An option's seconds are those of all recomputation, that of the user's own checkpoints included.
         extra_flops = flops_of_program(flat) - flops_of_program(source)
         as_written += price(max(0.0, extra_flops), 0, "float32") - price(0.0, 0, "float32")
     settings = list(settings_of(options_of))
@@ -669,9 +671,9 @@ def _loops(model: StepModel, source: _jax.Jaxpr) -> _Loops:
 def _within_host_memory(
     pairs: Sequence[scan_pairs.ScanPair], limit: int | None
 ) -> dict[str, Sequence[scan_pairs.ScanOption]]:
-    """Return the options of each pair by its id, without those that take more than their share of a limit.
+    """Return the options of each pair by its id, without those that exceed the pair's share of a limit.
 
-    Each pair's share is in proportion to the most that its options keep in the host's memory.
+    Shares are in proportion to the most host memory that an option of each pair takes.
     """
     most = {pair.id: max(option.host_bytes for option in pair.options) for pair in pairs}
     scale = 1.0 if limit is None else min(1.0, limit / max(1, sum(most.values())))

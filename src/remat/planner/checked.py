@@ -1,6 +1,6 @@
 """Dataclasses that check on construction that their fields fit their annotations.
 
-So a plan that was edited by hand is refused where it is read, and the reader of its file adds the line.
+An invalid edit of a plan's file is thus detected when the file is read, and the reader adds the line.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 from remat.errors import PlanError
 from remat.printing import shown
 
-# The largest integer in a file. Doubles, which many tools use to read JSON, are exact up to here.
+# The largest integer in a file. Doubles, as which many tools read JSON numbers, are exact up to here.
 _MOST = 2**53
-# The largest float in a file: beyond any program's costs, and small enough that sums and products of
-# such numbers are finite.
+# The largest float in a file: larger than any program's costs, and small enough that sums and products
+# of such numbers are finite.
 _MOST_FLOAT = 1e30
 
 
@@ -50,7 +50,7 @@ def hints_of(cls: type) -> dict[str, Any]:
 
 
 def fitting(hint: Any, value: Any, field: str, item: int | None = None) -> Any:
-    """Return a value converted to its annotation (lists to tuples, ints to floats), or refuse it."""
+    """Return a value converted to its annotation (lists to tuples, ints to floats), or raise."""
     parts = typing.get_args(hint)
     if isinstance(hint, types.UnionType):  # X | None is the only one
         return None if value is None else fitting(parts[0], value, field)

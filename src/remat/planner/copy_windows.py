@@ -7,12 +7,12 @@ direction, so each copy waits for the one before it:
     there   in the order in which the values are computed, each as early as the link allows
     back    in the opposite order of their uses, each as late as the link allows
 
-In between, the *window*, the value takes no memory on the device. Copies are assumed to hide behind
-`HIDDEN_SHARE` of the computation that they run beside, so a window is counted as if they took longer by that.
+In between, the *window*, the value takes no memory on the device. Copies are assumed to hide behind a
+share of concurrent computation, `HIDDEN_SHARE`, so windows are computed with copies longer by its inverse.
 
-Values are chosen one after another: at the peak of what is live, the value whose window covers most of the
-places above the target, as long as the link has time for it. Recomputation takes over where no window covers
-the peak any more.
+Values are chosen one after another: among the values whose windows cover the peak, the one whose window
+covers the most places above the target, as long as the link has time for it. If no window covers the peak
+any more, recomputation reduces it further.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Gap:
       made: the node that computes it.
       last: the last node that reads it before the gap; `made` if none does.
       next: the first node that reads it after the gap.
-      operation, result: the operation that computes it, and of its results.
+      operation, result: the operation that computes it, and the number of the result.
       before: the operation of `next`.
-      again: operations before that one which kernels after the gap compute from the value.
+      again: operations before `before` that kernels after the gap compute from the value.
     """
 
     value: int
@@ -71,7 +71,7 @@ class Window:
 
 
 class Windows:
-    """The windows that the link to the host has time for.
+    """Windows whose copies the link to the host has time for.
 
     Args:
       program: flat, with one operation for each equation.
@@ -101,7 +101,7 @@ class Windows:
         self.gaps = [gap for gap in self._gaps(movable) if self._of([gap])]
 
     def within(self, n_bytes: int, host_limit: int | None = None) -> tuple[Window, ...]:
-        """Return windows after which these bytes suffice, or the peak has no more windows."""
+        """Return windows with which these bytes suffice, or until no window covers the peak."""
         chosen: list[Gap] = []
         windows: list[Window] = []
         left = {gap.value: gap for gap in self.gaps}
@@ -192,7 +192,7 @@ class Windows:
                 yield Gap(v, sizes[v], made, last, next, i, result, before, again)
 
     def _again(self, v: int, places: Sequence[int], before: int) -> tuple[int, ...] | None:
-        """Return what kernels compute from a value in earlier operations; None if they must not."""
+        """Return the earlier operations that kernels recompute from a value; None if they must not."""
         ops = self.program.ops
         members = sorted({x for at in places for x in self.fused.ops[self.ids[at]] if x < before})
         derived, again = {v}, []
@@ -215,7 +215,7 @@ class Windows:
         return found
 
     def last_operation(self, place: int, allowed: Sequence[int]) -> int | None:
-        """Return the last of some operations, in order, that nodes up to a place compute."""
+        """Return the last of these operations (in order) that nodes up to a place compute."""
         while place >= 0 and self.ids[place] >= len(self.program.ops):
             place -= 1  # a node for workspace, or for other results of an operation
         at = bisect.bisect_right(allowed, self.ids[place]) - 1 if place >= 0 else -1

@@ -27,7 +27,7 @@ from remat.transform.primitive import region_equation
 
 @dataclasses.dataclass(frozen=True)
 class LoopDecisions:
-    """What a step's loops keep, and what is kept in the host's memory outside of them.
+    """Decisions about a step's loops, and about values outside of them that are kept in host memory.
 
     Args:
       opened: whether the checkpoints in loops are inlined first.
@@ -57,7 +57,7 @@ def program_to_plan(flat: _jax.Jaxpr, opened: bool) -> _jax.Jaxpr:
 
 
 def with_loops(source: _jax.Jaxpr, loops: LoopDecisions) -> _jax.Jaxpr:
-    """Return a step whose loops do as decided, and with the copies to the host's memory.
+    """Return a step whose loops follow the decisions, with the copies to the host's memory.
 
     Args:
       source: the program that the decisions refer to (`program_to_plan`).
@@ -85,7 +85,8 @@ def _with_bodies(source: _jax.Jaxpr, decided: tuple[tuple[str, Decisions], ...])
 def equation_numbers(source: _jax.Jaxpr, flat: _jax.Jaxpr) -> list[int]:
     """Return the number of each equation of a step whose loops were rewritten, as a plan counts them.
 
-    An equation that computes a result of one of `source` has that one's number. The others follow.
+    An equation that computes a result of an equation of `source` has that equation's number. Others are
+    numbered after those.
     """
     of_result = {v: i for i, eqn in enumerate(source.eqns) for v in eqn.outvars}
     of_equation = {id(eqn): i for i, eqn in enumerate(source.eqns)}
@@ -114,7 +115,7 @@ def applied(flat: _jax.Jaxpr, decisions: StepDecisions) -> _jax.Jaxpr:
 
 
 def _apart(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """Return a step whose operations with index arrays are regions, which XLA for CPU does not mix."""
+    """Return a step whose operations with index arrays are regions, which XLA for CPU does not fuse."""
 
     def region(eqn: _jax.JaxprEqn) -> _jax.JaxprEqn:
         body = alone(eqn, jaxpr)

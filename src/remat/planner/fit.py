@@ -2,11 +2,10 @@
 
 A fitted step is one `jax.jit` of a function that asks for a plan when it is traced. So tracing, donation,
 static arguments, shardings, the cache of compiled programs and the speed of a compiled call are those of
-`jax.jit`. The first call with a signature plans; a call with a new signature plans again and logs that.
+`jax.jit`. The first call with a signature plans; a call with a new signature plans again and logs it.
 
-A plan depends on the shardings of the arguments, and JAX gives the function that it traces tracers, whose
-types do not have them. So a trace without a plan raises `_NoPlan`, the call plans from its own arguments,
-and the step is traced again.
+A plan depends on the shardings of the arguments, which the types of tracers do not have. So a trace
+without a plan raises `_NoPlan`, the call plans from its own arguments, and the step is traced again.
 
 In two contexts a fitted step does not plan. Under `jax.disable_jit` nothing is compiled, so the step
 runs without a plan. Inside a step that is itself planned or fitted, a fitted step is part of the outer
@@ -154,7 +153,7 @@ class Fitted:
         self._options = dict(options)
         self._jit_options = dict(jit_options)
         self._plans: list[Plan] = []
-        # What calls hand to the traces that asked for it, by the signatures of the traces.
+        # Plans passed from calls to the traces that asked for them, by the signatures of the traces.
         self._ready: dict[Any, _Ready] = {}
         functools.update_wrapper(self, step, updated=())
 
@@ -259,7 +258,7 @@ class Fitted:
                 check_takes_arrays(self._step, args, kwargs, error)
                 raise
             finally:
-                # Nothing is left behind where JAX did not trace after all.
+                # Removed here, too, in case JAX did not trace after all.
                 self._ready.pop(signature, None)
             state = self._host_state(args, kwargs)
             if state is not None and not state.is_moved(args, kwargs):
@@ -301,9 +300,9 @@ class Fitted:
         kwargs: Mapping[str, Any],
         state: HostState | None,
     ) -> Plan:
-        """Return a plan with which the compiled step, the one that will run, is within the budget.
+        """Return a plan with which the step, compiled as it will run, is within the budget.
 
-        JAX keeps what is compiled here, so that the call does not compile again.
+        JAX caches the program that is compiled here, so that the call does not compile again.
         """
         at = find_target(self._options["target"])
         leaves = jax.tree.leaves((args, dict(kwargs)))
@@ -344,7 +343,7 @@ class Fitted:
 
     def _warn_above_budget(self, plan: Plan, peak_bytes: int, at: Target) -> None:
         if not plan.is_verified:
-            return  # nothing was promised
+            return  # an unverified plan promises no peak
         settings = plan.made_for.settings if plan.made_for is not None else ()
         how = ", ".join(f"{name}={value}" for name, value in settings) or "the default options"
         other = _other_versions(plan, at)
@@ -366,7 +365,7 @@ class Fitted:
         kwargs: Mapping[str, Any],
         progress: bool | Callable[[str], None],
     ) -> Plan:
-        # The program that runs is confirmed where this process alone decides.
+        # Only a process that plans alone can confirm the program that runs.
         verify = FAST if jax.process_count() == 1 else None
         options = self._options | {"progress": progress}
         return make_plan(self, *args, kwargs=kwargs, budget=budget, verify=verify, **options)
@@ -390,7 +389,7 @@ class Fitted:
         )
 
     def _follow_given(self, ready: _Ready, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Trace the step as the user's own plan says; refuse the plan if it is for something else."""
+        """Trace the step following the user's own plan; raise if the plan is for another program."""
         plan = ready.plan
         at = find_target(self._options["target"])
         if plan.made_for is not None and plan.made_for.device != at.kind:
@@ -412,9 +411,9 @@ class Fitted:
         return outs
 
     def _check_program(self, ready: _Ready, at: Target) -> None:
-        """Refuse a plan that was made for another program than the one that is traced.
+        """Raise for a plan that was made for another program than the one that is traced.
 
-        The program is traced once more to compare it, as in planning.
+        The program is traced once more for the comparison, as in planning.
         """
         plan, given = ready.plan, (ready.args, dict(ready.kwargs))
         is_known = not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given))
@@ -440,7 +439,7 @@ class Fitted:
 
 
 def by_name(fitted: Any) -> str:
-    """Return the name under which a module has a fitted step, for pickling; "" if none has."""
+    """Return the name of a fitted step in its module, for pickling; "" if it has none."""
     name: str = getattr(fitted, "__qualname__", "")
     with contextlib.suppress(AttributeError, KeyError):
         if operator.attrgetter(name)(sys.modules[fitted.__module__]) is fitted:
@@ -490,7 +489,7 @@ def _signature(args: tuple, kwargs: Mapping[str, Any]) -> Any:
         leaves, tree = jax.tree.flatten(arg)
         if all(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             return tree, tuple(leaf.aval for leaf in leaves)
-        # Static, and so hashable. JAX tells 1, 1.0 and True apart as well.
+        # Static, and so hashable. Like JAX, distinguish 1, 1.0 and True.
         return type(arg), arg
 
     return tuple(map(of, args)), tuple((name, of(kwargs[name])) for name in sorted(kwargs))
@@ -504,7 +503,7 @@ def _other_versions(plan: Plan, at: Target) -> str:
 
 
 def _check_devices(planned: MadeFor, here: MadeFor) -> None:
-    """Refuse a plan for another number of devices, or for donated arguments that are not donated."""
+    """Raise for a plan for other devices, or one that counts on donated arguments that are not donated."""
     if planned.n_devices != here.n_devices:
         raise PlanError(
             f"the plan is for {planned}, and this step runs on {here}. Plan again, with arguments or "

@@ -1,4 +1,4 @@
-"""A fitted step on modules: what `fit` of the adapters for module systems returns."""
+"""Fitted steps on modules, returned by the `fit` of each adapter to a module system."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _jax.exclude_from_tracebacks(__file__)
 class FittedModules:
     """A step on modules, compiled so that it follows a plan.
 
-    It is a `remat.Fitted` of the step as a function of arrays, between two conversions.
+    It converts arguments to arrays, calls a `remat.Fitted` of the step as a function of arrays, and converts
+    the results back.
     """
 
     def __init__(self, step: ModuleStep, options: Mapping[str, Any]) -> None:

@@ -4,18 +4,18 @@ A value that is used again much later is copied to the host's memory when it is 
 before that use. Two things make this work in unrolled code (both measured on XLA for TPU):
 
 * XLA's schedulers count a host buffer like one on the device, so a copy back seems to cost nothing and is
-  made as soon as its operands are there. Optimization barriers do not prevent that: they are gone when
-  programs are scheduled. Only data dependence does. So values of one type are rows of one stack, and the row
-  to read is a number *plus a zero that XLA cannot see*, which is computed from a value that must be
-  there before the copy begins (`_zero`, `_wait`).
+  scheduled as soon as its operands are available. Optimization barriers do not prevent that: they are
+  removed before scheduling. Only data dependence does. So values of one type are rows of one stack, and the
+  index of the row to read is a number *plus a zero that XLA cannot simplify*, which is computed from a value
+  that must be available before the copy begins (`_zero`, `_wait`).
 * The copy to the host is delayed for the same reason, until the value is read again. A barrier over the
   stack and a value that is used soon prevents that (`_hold`).
 
 XLA for TPU postpones the gradients of weights, which read the copies, as far as its own limit of memory
-allows. That is the device's memory; below it, the compiler option
-`xla_tpu_scheduler_percent_shared_memory_limit` lowers the limit.
+allows. That limit is the device's memory; the compiler option
+`xla_tpu_scheduler_percent_shared_memory_limit` lowers it.
 
-A stack has at least two rows, since XLA takes a slice of the only row for the stack itself.
+A stack has at least two rows, since XLA would replace a slice of a single row by the stack itself.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def with_host_copies(
 
     Args:
       jaxpr: flat, without dead equations.
-      copies: what is copied.
-      places: the place of each equation by the number that `copies` have for it.
+      copies: the values to copy, and when.
+      places: the place of each equation, by its number in `copies`.
 
     Raises:
       PlanError: the program has no such values or equations, or they are in another order.
@@ -132,7 +132,7 @@ class _Writer:
         self.stacks: dict[str, Any] = {}  # the newest variable of each stack
         self.taken: collections.Counter[str] = collections.Counter()
         self.row: dict[int, int] = {}
-        #: What values are called from where their copies are read.
+        #: The variable that has each value's copy, once it is read.
         self.names: dict[_jax.Var, Atom] = {}
         self.copied: dict[int, Any] = {}
         self.zero: Any = None
@@ -170,7 +170,7 @@ class _Writer:
         )
 
     def _hold(self, eqn: _jax.JaxprEqn, keys: set[str]) -> None:
-        """Let the first result of an equation be used only after what is written into some stacks."""
+        """Let the first result of an equation be used only after some stacks have been written."""
         v = eqn.outvars[0]
         if not _can_be_waited_for(v) or v in self.outvars:
             return
@@ -215,7 +215,7 @@ class _Writer:
         )
 
     def _read_copies(self, place: int) -> None:
-        """Name the copies that are read from here on, and compute again what is to be."""
+        """Read the copies that are used from here on, and recompute from them what the plan says."""
         again: set[int] = set()
         for k in self.read.get(place, ()):
             self.names[self.values[k]] = self.copied[k]
@@ -230,7 +230,7 @@ class _Writer:
             )
 
     def _add(self, fun: Any, operands: Sequence[Atom], like: _jax.JaxprEqn) -> list[Any]:
-        """Append the equations of a function as ones that must not be computed again."""
+        """Append the equations of a function, marked as ones that must not be recomputed."""
         jaxpr, consts, _ = _jax.trace_call(fun, *(v.aval for v in operands))
         assert not consts
         jaxpr = jaxprs.inline_calls(jaxpr, transparent_call)

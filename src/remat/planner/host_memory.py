@@ -1,6 +1,6 @@
-"""Which values a loop's steps keep in the host's memory, and what the copies cost.
+"""Which values a loop's steps keep in the host's memory, and the cost of the copies.
 
-Where the device can copy to host memory, a step can keep values there, its carry too (which the loop
+If the device can copy to host memory, a step can keep values there, its carry included (which the loop
 would otherwise keep on the device). Offloading costs
 
 * 2 x bytes of traffic in device memory, and
@@ -37,7 +37,7 @@ MIN_OFFLOAD_BYTES = 2**18
 # Share of a step's computation time that copies can hide behind; a larger share makes offloading
 # cheaper in the model.
 HIDDEN_SHARE = 0.5
-# Shares of the link's time that cuts are charged for; more shares find more options.
+# Shares of the link's time that are added to the cost of offloading in cuts; more shares find more options.
 _LINK_SHARES = (0.0, *(2.0**-k for k in range(8, -1, -1)))
 # Prices per device byte of these cuts, as multiples of the cost of offloading a byte. A higher price
 # offloads values instead of saving them.
@@ -46,12 +46,12 @@ _PRICE_FACTORS = (1.01, 10.0, 1000.0)
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """What copies to the host and back cost in each step of a loop.
+    """The cost of copies to the host and back in each step of a loop.
 
     Args:
       price: the time of a kernel.
       transfer: the time of a copy in one direction.
-      forward_s, backward_s: of a step, without recomputation.
+      forward_s, backward_s: the times of a step's two halves, without recomputation.
     """
 
     price: Price
@@ -60,7 +60,7 @@ class Copies:
     backward_s: float
 
     def seconds(self, sizes: Sequence[int]) -> float:
-        """Return what the copies of values of these bytes add to a step."""
+        """Return the seconds that the copies of values of these bytes add to a step."""
         return sum(map(self.traffic_s, sizes)) + self.exposed_s(sizes)
 
     def traffic_s(self, n_bytes: int) -> float:

@@ -1,7 +1,7 @@
 """Steps whose optimizer state stays in the host's memory between and during calls.
 
 The user writes the step for arrays on the device. A *hosted* step takes and returns the state in the host's
-memory and updates it there chunk by chunk (`host_updates`). It is planned like any step.
+memory and updates it chunk by chunk (`host_updates`). It is planned like any other step.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _HOST = "pinned_host"
 
 
 def parse_offload(offload: Any) -> frozenset[str]:
-    """Return what may be kept in the host's memory.
+    """Return the kinds of values that an option `offload=` allows in the host's memory.
 
     >>> sorted(parse_offload("activations|optimizer")), sorted(parse_offload(True))
     (['activations', 'optimizer'], ['activations'])
 
     Raises:
-      PlanError: with what is possible.
+      PlanError: the option is invalid; the message lists the possible values.
     """
     if isinstance(offload, bool):
         return frozenset({ACTIVATIONS} if offload else ())

@@ -3,18 +3,18 @@
 An optimizer's state, such as the moments of Adam, is read and written once in a step, so it can stay in
 the host's memory if it is copied in small parts. Copies of whole arrays do not work on TPUs: XLA's scheduler
 counts a host buffer like one on the device, so at its default level it fetches all state first (12 layers of
-width 4096 on v5e: 3395 MiB, and 2976 with the state on the device). A loop is a bound that the scheduler
-cannot cross: in each iteration one chunk is fetched, updated and written back (1526 MiB).
+width 4096 on v5e: 3395 MiB, and 2976 with the state on the device). The scheduler cannot move copies across
+the iterations of a loop: in each, one chunk is fetched, updated and written back (1526 MiB).
 
-An argument can stay on the host if it is *state*: donated, read only by elementwise operations, and a
-result of its type is an elementwise function of it and of values that do not depend on it. Parameters are no
-state, since the gradient depends on them. All operations that depend on state elementwise run in the loop:
-updates that share values in one loop. What other operations read of them is written to the device, chunk by
-chunk.
+An argument can stay on the host if it is *state*: it is donated, read only by elementwise operations, and a
+result of its type is an elementwise function of it and of values that do not depend on it. Parameters are
+not state, since the gradient depends on them. All operations that depend on state elementwise run in the
+loop; updates that share values run in one loop. Values that other operations read are written to the device,
+chunk by chunk.
 
 In sharded programs the loop runs in a `shard_map`, in which each device updates its own shard.
 
-Known limits: arrays of one dimension and small ones stay on the device; nothing else hides the copies.
+Known limits: arrays of one dimension and small ones stay on the device; copies hide only behind the updates.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from remat.ir.equations import is_elementwise, transparent_call
 
 _jax.exclude_from_tracebacks(__file__)
 
-# Bytes of an array on one device. Smaller ones stay there: larger limits leave more state on the device.
+# Bytes of an array on one device. Smaller arrays stay on the device; a larger limit leaves more there.
 _LEAST_BYTES = 2**20
 # Bytes of a chunk of one array. Larger chunks need more memory and fewer iterations.
 _CHUNK_BYTES = 8 * 2**20
-# Rows of a chunk are a multiple of this, so that it consists of whole tiles in the layouts of TPUs.
+# A chunk's number of rows is a multiple of this, so that it consists of whole tiles in the layouts of TPUs.
 _TILE_ROWS = 32
 
 
@@ -61,7 +61,7 @@ class Update:
 
 
 def chunk_shape(shape: Sequence[int], itemsize: int) -> tuple[int, ...] | None:
-    """Return the shape of an array as a stack of chunks; None if it should not be divided.
+    """Return the shape of an array as a stack of chunks; None if it should stay whole.
 
     >>> chunk_shape((4096, 4096), 4), chunk_shape((32, 1024, 100), 4), chunk_shape((4096,), 4)
     ((8, 512, 4096), (2, 16384, 100), None)
@@ -181,10 +181,10 @@ class _Finder:
         return members, candidates
 
     def _paired(self, candidates: Mapping[_jax.Var, list[_jax.Var]]) -> dict[_jax.Var, _jax.Var]:
-        """Return the new value of each state: what depends on the fewest donated arguments.
+        """Return the new value of each state: the candidate that depends on the fewest donated arguments.
 
-        A new moment depends on one moment, new parameters on all of them and on the old parameters. Where
-        this decides nothing, arguments and results correspond in their order.
+        A new moment depends on one moment, new parameters on all of them and on the old parameters. If
+        several candidates are equal in this, arguments and results correspond in their order.
         """
         choices = [(v, r) for v, results in candidates.items() for r in results]
         choices.sort(
@@ -206,7 +206,7 @@ class _Finder:
         return found
 
     def _in_order(self, given: Sequence[_jax.Var]) -> dict[_jax.Var, _jax.Var | None]:
-        """Return the result that has the place of each donated argument among those of its type."""
+        """Return for the k-th donated argument of each type the k-th result of that type."""
         results = list(filter(_jax.is_var, self.jaxpr.outvars))
         found: dict[_jax.Var, _jax.Var | None] = {}
         for v in given:
@@ -216,7 +216,7 @@ class _Finder:
         return found
 
     def _grouped(self, found: Mapping[_jax.Var, _jax.Var], members: set[int]) -> list[Update]:
-        """Return the updates: equations that share values, and what only they read."""
+        """Return the updates: equations that share values, with the equations that only they read."""
         root: dict[Any, Any] = {}
 
         def find(x: Any) -> Any:
@@ -278,7 +278,7 @@ def with_state_on_host(
     donated: Iterable[int],
     shardings: Mapping[int, Any],
 ) -> _jax.Jaxpr:
-    """Return the program with state that it takes and returns in the host's memory.
+    """Return the program, rewritten to take and return state in the host's memory.
 
     Args:
       jaxpr: flat, without dead equations.
@@ -303,7 +303,7 @@ class _Writer:
         self.made = {v: n for n, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
         self.of_eqn = {n: k for k, update in enumerate(updates) for n in update.eqns}
         self.donated = {jaxpr.invars[at] for at in donated}
-        #: What inputs and results in the host's memory are called.
+        #: The variables of the new program for inputs and results in the host's memory.
         self.on_host: dict[_jax.Var, _jax.Var] = {}
         for update in updates:
             for at in update.leaves:
@@ -323,9 +323,10 @@ class _Writer:
         return _jax.jaxpr_of(invars, outvars, eqns, self.jaxpr)
 
     def _order(self) -> list[int]:
-        """Return the equations that stay, by number, and the updates k, as -1 - k, in a possible order.
+        """Return a possible order of the remaining equations (by number) and the updates (k as -1 - k).
 
-        Each is as early as its place in the program, an update as its first equation, and its operands allow.
+        Each is as early as its operands allow, but not before its place in the program. The place of an
+        update is that of its first equation.
         """
 
         def node(number: int) -> int:
@@ -358,7 +359,7 @@ class _Writer:
         return order
 
     def _loop(self, update: Update, results: dict[int, _jax.Var]) -> list[_jax.JaxprEqn]:
-        """Return the equations of the loop, and note what its results in the host's memory are called."""
+        """Return the equations of the loop, and record the variables of its results in host memory."""
         eqns = [self.jaxpr.eqns[n] for n in update.eqns]
         inside = set(update.eqns)
         state = [self.jaxpr.invars[at] for at in update.leaves]
@@ -397,7 +398,7 @@ class _Writer:
         return renamed
 
     def _spread_number(self, v: _jax.Var) -> Any:
-        """Return the number of which all elements of an array are copies, else None."""
+        """Return the scalar of which an array is a broadcast; None if it is not one."""
         made = self.made.get(v)
         eqn = None if made is None else self.jaxpr.eqns[made]
         if eqn is None or eqn.primitive.name != "broadcast_in_dim" or len(eqn.invars) != 1:
@@ -441,11 +442,11 @@ class _Writer:
 
 @dataclasses.dataclass(frozen=True)
 class _Loop:
-    """The loop over the chunks of an update, as a function of whole arrays and numbers.
+    """The loop over the chunks of an update, as a function of whole arrays and scalars.
 
     Args:
-      body: the update; it takes state, arrays that are written in place, other arrays and numbers.
-      n_state, n_in_place, n_arrays: how many.
+      body: the update; it takes state, arrays that are written in place, other arrays and scalars.
+      n_state, n_in_place, n_arrays: the numbers of these.
       sharding: of the arrays.
     """
 
@@ -513,10 +514,10 @@ def bytes_on_host(
 
 
 def check_updates(found: Collection[int], wanted: Iterable[int]) -> None:
-    """Refuse a program in which arguments that are to stay on the host are not state.
+    """Raise if arguments that are to stay on the host are not state.
 
     Raises:
-      PlanError: with the arguments that are not.
+      PlanError: the message names the arguments that are not.
     """
     wrong = sorted(set(wanted).difference(found))
     if wrong:

@@ -1,9 +1,9 @@
 """`remat.largest`: the largest size of a training step whose plan fits a budget.
 
-Sizes are ordered by need: batches, sequence lengths or numbers of layers that grow, or targets with fewer
-and fewer devices. A larger size needs more memory, so a bisection finds the last one that fits with at most
-log2(n + 1) plans, rounded up. Plans are kept in the cache like all others, so that a second search, or the
-run itself, compiles nothing again.
+Sizes are ordered by memory need: growing batches, sequence lengths or numbers of layers, or targets with a
+falling number of devices. A larger size needs more memory, so a bisection finds the last one that fits with
+at most log2(n + 1) plans, rounded up. Plans are cached as usual, so that a second search, or the run itself,
+does not compile again.
 
 Known limit: the bisection assumes that a size fits if a larger one does.
 """
@@ -26,7 +26,7 @@ _log = logging.getLogger("remat")
 
 @dataclasses.dataclass(frozen=True)
 class Largest:
-    """The largest size that fits, and what was tried.
+    """The largest size that fits, and the sizes that were tried.
 
     Args:
       size: the size, as in `sizes`.
@@ -86,7 +86,7 @@ def largest(
         has options of `remat.plan` for this size, such as `{"target": size}` where sizes are targets.
       sizes: in the order of growing need of memory per device: batches that grow, or topologies that
         shrink.
-      budget: as for `remat.plan`; a share would be one of each size's own peak.
+      budget: as for `remat.plan`; a share is taken of each size's own peak.
       options: of `remat.plan`, and of `jax.jit`.
 
     Returns:

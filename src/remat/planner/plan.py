@@ -1,13 +1,13 @@
 """`remat.plan`: search for a plan of a step whose compiled peak is within a budget.
 
 The search proposes, compiles and corrects: a model of the step's memory proposes decisions
-(`candidates`), the compiler reports their peak (`programs`), and what it reports corrects the next proposal
+(`candidates`), the compiler reports their peak (`programs`), and its reports correct the next proposal
 (`search`). A few rounds are enough. Of all candidates within the budget, the plan is the one of the least
 cost: extra time, or on CPUs nearly FLOPs alone (`candidates`). Only candidates whose peak the compiler has
-reported are returned. A step that fits as it is needs no candidate, unless the user's own checkpoints cost
-time that the budget makes unnecessary (`_with_fewer_checkpoints`).
+reported are returned. A step that fits as it is written needs no candidate, unless the user's own
+checkpoints recompute more than the budget requires (`_with_fewer_checkpoints`).
 
-Where the compiler fails, or only the host's memory is exceeded, all is repeated without offloading
+If the compiler fails, or only the host's memory is exceeded, the search is repeated without offloading
 (`_stop_offloading`).
 
 The whole step is compiled:
@@ -65,15 +65,15 @@ from remat.program.targets import Target, target as find_target
 
 _log = logging.getLogger("remat")
 
-# Share of the time of the user's own checkpoints. A plan that recomputes less than this takes their place
-# where the step as it is written fits, too.
+# Share of the recomputation time of the user's own checkpoints. If the step fits as it is written, a plan
+# replaces them only if it recomputes less than this; a larger share replaces them more often.
 _FEWER = 0.98
 # Share of the step's FLOPs. The search ends with a plan that recomputes at most this much; a larger
 # share ends it earlier.
 _NEGLIGIBLE_FLOPS = 0.001
-# Share of the step's time. Where copies to the host take more, a warning says so; a larger share warns later.
+# Share of the step's time above which copies to the host cause a warning; a larger share warns less often.
 _SLOW_COPIES = 0.1
-# Compilations of plans as they will run; the search is repeated with a lower limit in between.
+# The most compilations of plans as they will run; between them the search is repeated with a lower limit.
 _MAX_CONFIRMATIONS = 4
 
 # The packages that compile for platforms other than the CPU.
@@ -120,12 +120,12 @@ def plan(
       target: None for the device at hand; "tpu:v5e:16x16", "gpu:h100" and the like for a device that
         is not attached (see `remat.program.targets`).
       offload: what may be kept in host memory, if the target supports that: "activations" (also True),
-        "optimizer", "activations|optimizer", or False for nothing. Activations are where it takes less
-        time than recomputing, or where no other plan fits. No activation is offloaded
+        "optimizer", "activations|optimizer", or False for nothing. Activations are offloaded if that
+        takes less time than recomputing them, or if no other plan fits. No activation is offloaded
         on a CPU, whose memory is the host's, or on a GPU, where XLA has miscompiled scans with
         offloaded residuals. If the compiler fails on all plans with offloading, the step is planned
-        without. Of the optimizer's state, what the step only updates elementwise is an argument and a
-        result in host memory and is updated there chunk by chunk; shares in `budget` are of the peak
+        without. Optimizer state that the step only updates elementwise becomes an argument and a
+        result in host memory and is updated chunk by chunk; shares in `budget` are of the peak
         with that state on the host.
       host_budget: the most host memory per device that the compiler may report: bytes, or a text such
         as "48GiB". None for the share of a host's memory that a device of this kind has, where that is
@@ -138,8 +138,8 @@ def plan(
         takes minutes for large programs on TPUs; "fast" relies on the fast level at which the search
         compiles there. None confirms as run where that is expected to take less than three minutes. On
         CPUs both are the same. `Plan.verified_level` says what was done.
-      progress: whether to show the progress on a terminal; or a function to call with each text that
-        would be shown there.
+      progress: whether to show the progress on a terminal; or a function that is called with each
+        status text instead.
       jit_options: options of `jax.jit`: donation, static arguments, shardings.
 
     Returns:
@@ -235,7 +235,7 @@ class _Planning:
         self.budget = budget.bytes_of(self._base_bytes(budget))
         #: The largest peak of a plan; `_confirmed` may lower it.
         self.limit = self.budget
-        #: Candidates of a search with offloading that was given up.
+        #: Candidates of an abandoned search with offloading.
         self.earlier: list[Candidate] = []
 
     # Before the search
@@ -247,7 +247,7 @@ class _Planning:
     @property
     def _transfer(self) -> Transfer | None:
         """Return the time of a copy to the host's memory or back; None if nothing may be offloaded."""
-        # Transfers always cost what the roofline says: the link to the host is not measured.
+        # Transfers always have the roofline's cost: the link to the host is not measured.
         return Roofline(self.step.target.device).transfer_seconds if self.offload else None
 
     def _base_bytes(self, budget: units.Budget) -> int:
@@ -314,10 +314,10 @@ class _Planning:
             )
 
     def _confirmed(self) -> Candidate | None:
-        """Return the best candidate whose peak is within the budget as it will run, too.
+        """Return the best candidate whose peak is within the budget also when compiled as it will run.
 
-        The search compiles at a fast level. Where the level that runs needs more, the search is
-        repeated with a limit that is lower by as much.
+        The search compiles at a fast level. If the candidate needs more at the level that runs, the search
+        is repeated with a limit that is lower by the difference.
         """
         self.limit = self.budget
         for _ in range(_MAX_CONFIRMATIONS):
@@ -351,7 +351,7 @@ class _Planning:
         return best if best is not None and best.extra_seconds < _FEWER * seconds else None
 
     def _fails_by_host(self, candidate: Candidate) -> bool:
-        """Return whether the compiler failed on a candidate, or it only takes too much host memory."""
+        """Return whether the compiler failed on a candidate, or it exceeds only the host's memory."""
         memory = candidate.memory
         if isinstance(memory, CompiledMemory):
             return memory.peak_bytes <= self.limit and not self._is_within(memory)
@@ -379,18 +379,18 @@ class _Planning:
             found = self.programs.candidate(proposal, fixed_bytes + expected_bytes)
             made.append(found)
             temporaries = max(0, found.compiled_bytes - fixed_bytes)
-            # A refusal may name fewer bytes than the budget, and a failure names none.
+            # An out-of-memory error may name fewer bytes than the budget, and other failures name none.
             return temporaries if self._fits(found) else max(temporaries, room + 1)
 
         made: list[Candidate] = []
         effort = CompileLimits(negligible_seconds=_NEGLIGIBLE_FLOPS * self._model.seconds)
         as_written: list[Compiled] = []
         if isinstance(self.base, OutOfMemory | CompiledMemory):
-            # A refusal by the compiler names the bytes that it needs.
+            # The compiler's out-of-memory error names the bytes that the program needs.
             needed = max(0, self.base.peak_bytes - fixed_bytes)
             written = map(self._model.as_written, self._model.variants)
             as_written = [Compiled(w, w.model_bytes, needed) for w in written]
-        # What the step needs as it is written corrects the model, above all where its bytes depend on
+        # The compiled bytes of the step as it is written correct the model, above all if they depend on
         # shardings.
         is_sharded = any(n > 1 for n in self.unplanned.shards())
         known = as_written if is_sharded or isinstance(self.base, OutOfMemory) else []

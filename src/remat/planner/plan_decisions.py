@@ -1,9 +1,9 @@
-"""The decisions of a plan as data: what is stored and computed again, in a step, its loops and bodies.
+"""The decisions of a plan as data: the values to store and to recompute, in a step, its loops and bodies.
 
-They are a part of the plan's file (`plan_file.py`). What loops keep (`ScanOption`) and what is copied to
-the host (`HostCopy`) is the same data in a plan and in the planner. Decisions about single equations are not:
-a plan numbers equations as they stand before loops are rewritten, the planner by their place afterwards.
-`whole_step_file.py` converts the numbers.
+They are a part of the plan's file (`plan_file.py`). Plans and the planner share the dataclasses for what
+loops keep (`ScanOption`) and for copies to the host (`HostCopy`). Decisions about single equations have two
+forms: a plan numbers equations as they stand before loops are rewritten, the planner by their place
+afterwards. `whole_step_file.py` converts the numbers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Recomputation(Checked):
     Args:
       before: the number of the equation that is computed next for the first time.
       again: the numbers of the equations that are computed again, in order.
-      values: what these compute, for readers: type, scope and primitive. Nothing depends on it.
-      source: the line of the equation that is computed next.
+      values: the values that these compute, for display: type, scope and primitive.
+      source: the source line of the equation that is computed next, for display.
     """
 
     before: int
@@ -45,23 +45,23 @@ class Recomputation(Checked):
 class ScanOption(Checked):
     """One way to run a forward scan and the backward scan that reads its results, or two conditionals.
 
-    Plans and the planner hold these in pairs with an id, which is made of the places of the two equations
-    in the program, and of those around them.
+    Plans and the planner pair each option with an id, which consists of the places of the two equations
+    in the program and of the equations around them.
 
     Args:
-      saved: which values each step keeps for the backward scan: places among the variables of both bodies
-        together, after the choices in `inner`. Empty for a pair of conditionals.
-      bytes: the most bytes that are kept at once, all steps together, and those of inner pairs.
+      saved: the values that each step keeps for the backward scan: their places among the variables of
+        the joint program of both bodies, after `inner` was applied. Empty for a pair of conditionals.
+      bytes: the most bytes that are kept at once, for all steps, with those of inner pairs.
       seconds, flops: the costs of recomputation, all steps together.
       group: steps that are recomputed together; 1 if they are not grouped.
-      groups: the number of groups with which the forward scan begins, or of steps if they are not grouped.
-        0: as many as fit.
+      groups: the number of groups at the beginning of the forward scan, or of steps if they are not
+        grouped; 0 for as many as the loop's length allows.
       rest: which values the steps after these keep; None for `saved`.
-      inner: the options of pairs inside the two bodies, with their ids. Of a pair of conditionals: one
-        for each branch.
-      rest_inner: those in the steps after the first ones; None for `inner`.
+      inner: the options of pairs inside the two bodies, with their ids; for a pair of conditionals, one
+        option for each branch.
+      rest_inner: the same for the steps after the first ones; None for `inner`.
       offloaded, rest_offloaded: which of the values in `saved` and in `rest` are kept in the host's memory.
-      host_bytes: what is kept there, all steps together.
+      host_bytes: the bytes kept there, for all steps.
       transfer_seconds: the part of `seconds` for copies to the host and back.
     """
 
@@ -140,7 +140,7 @@ class BodyPlan(Checked):
     """Decisions about the body of a loop or branch, such as a scan whose step computes a gradient.
 
     Args:
-      id: the places of the equations around the body, and which of their bodies it is: "7.0/".
+      id: the places of the equations around the body, each with the number of its body: "7.0/".
       n_equations, stored, recomputations, ordered, partial_sums: as of a whole step.
     """
 
@@ -161,14 +161,14 @@ class HostCopy(Checked):
 
     Args:
       equation, result: the value: the number of the equation that computes it, and of its result.
-      there: the number of an equation whose first result is used only after the copy to the host.
+      there: the number of an equation whose first result may be used only after the copy to the host.
       after: the number of the equation after which the copy back begins.
       before: the number of the first equation that reads the copy. All later ones read it, too.
       again: the numbers of equations before that one, which are computed again from the copy: views and
         elementwise operations that compilers compute inside of the kernels that use them.
       bytes: of the value on one device; 0 until the copy is written into a plan.
-      value: its type, scope and primitive; "" until then. Both are for readers: nothing depends on them,
-        and copies that differ only in them are equal.
+      value: its type, scope and primitive; "" until then. Both are for display, and copies that differ
+        only in them are equal.
     """
 
     equation: int
@@ -201,12 +201,12 @@ class WholeStep(Checked):
         computed inside of the kernels that use them.
       recomputations: in the order of the program.
       ordered: whether every few stored equations wait for those before them, so that the compiler cannot
-        reorder them; before the first recomputation only those that it could compute much earlier.
-      opened: whether the checkpoints in loops are written out, so that the plan decides about them.
+        reorder them. Before the first recomputation only those wait that could be computed much earlier.
+      opened: whether the checkpoints in loops are inlined, so that the plan decides about them.
       loops: the options of pairs of scans or conditionals, with their ids; others stay as they are.
       bodies: the decisions about bodies of other loops and of branches; others stay as they are.
       partial_sums: stored equations whose results are computed before the equations after them begin, so
-        that what they sum up is not kept until the whole sum is computed.
+        that their terms are not kept until the whole sum is computed.
       n_added: the number of equations that `loops` add around loops, such as reshapes into groups, and
         `copies` to copy. Their numbers follow those of the step.
       copies: the values outside of loops that are kept in the host's memory between two uses.
@@ -229,7 +229,7 @@ class WholeStep(Checked):
         check_once(values, "copies", lambda v: f"result {v[1]} of equation {v[0]} is copied twice")
 
 
-# In words
+# The description of decisions as text
 
 
 def explained(whole: WholeStep) -> Iterable[str]:
@@ -244,8 +244,8 @@ def explained(whole: WholeStep) -> Iterable[str]:
         yield f"Outside of {what} nothing is recomputed"
     if whole.partial_sums:
         yield (
-            f"  {len(whole.partial_sums)} partial sums are computed as soon as their terms are there, which "
-            "frees the terms"
+            f"  {len(whole.partial_sums)} partial sums are computed as soon as their terms are, which frees "
+            "the terms"
         )
     if whole.copies:
         n_bytes = sum(copy.bytes for copy in whole.copies)

@@ -46,7 +46,7 @@ AS_RUN, FAST = "as run", "fast"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MadeFor(Checked):
-    """What a plan's peak holds for, besides the program and the shardings of its arguments.
+    """The conditions under which a plan's peak holds, besides the program and its arguments' shardings.
 
     Args:
       device: the kind of the devices, such as "v5e".
@@ -68,7 +68,7 @@ class MadeFor(Checked):
 class Attempt(Checked):
     """A candidate that was compiled while planning: its predicted and its compiled peak.
 
-    Where the compiler failed, `failure` is the reason and `compiled_bytes` is 0.
+    If the compiler failed, `failure` is the reason and `compiled_bytes` is 0.
     """
 
     predicted_bytes: int
@@ -106,13 +106,13 @@ class Plan(Checked):
       budget_bytes: the limit of the peak.
       peak_bytes: the compiler's peak of the step on one device; None if the plan is not verified.
       predicted_bytes: the peak according to the planner's model.
-      peak_bytes_without_remat: the compiler's peak of the step that saves everything.
-        0 if the compiler failed on it.
+      peak_bytes_without_remat: the compiler's peak of the step without rematerialization; 0 if the
+        compiler failed on it.
       flops, seconds: costs of the step without recomputation.
       extra_flops, extra_seconds: costs of recomputation.
       lower_bound_seconds: proven lower bound of `extra_seconds`, by the same cost model, for plans
         whose loops run as in this one and whose temporaries fit the model's budget. It includes the
-        recomputation in these loops. For plans with other decisions about loops nothing is proven.
+        recomputation in these loops. It proves nothing about plans with other decisions about loops.
       attempts: the candidates that were compiled, in order.
       is_verified: whether the compiler confirmed `peak_bytes`.
       costs: the name of the cost model: "roofline", "measured", or a custom one's name.
@@ -121,11 +121,12 @@ class Plan(Checked):
       whole_step: the decisions; None if nothing is recomputed that is not in the step as written.
       made_for: the devices and the donated arguments that the peak holds for; None in files of
         earlier versions, where nothing is known about them.
-      verified_level: how the program was compiled that confirmed `peak_bytes`: "as run", with the options
+      verified_level: how the program that confirmed `peak_bytes` was compiled: "as run", with the options
         with which it will run, or "fast", at a TPU compiler's fast level.
-      marked: the names of the functions marked by `remat.auto`, if any: it recomputes only inside of these.
-      host_arguments: the arguments that are optimizer state in the host's memory, as arguments and as
-        results, counted like the donated ones.
+      marked: the names of the functions marked by `remat.auto`, if any: the plan recomputes only inside of
+        these.
+      host_arguments: the arguments that are optimizer state, in the host's memory both as arguments and as
+        results; counted like `made_for.donated`.
 
     Raises:
       PlanError: a field has a wrong type or a number out of range, or fields contradict each other.
@@ -179,7 +180,7 @@ class Plan(Checked):
 
     @property
     def n_recomputed(self) -> int:
-        """Return how many equations are computed again; one counts once per place."""
+        """Return the number of recomputed equations, each counted once for each recomputation."""
         whole = self.whole_step
         parts: list[WholeStep | BodyPlan] = [] if whole is None else [whole, *whole.bodies]
         return sum(len(r.again) for part in parts for r in part.recomputations)
@@ -261,7 +262,7 @@ def _written(plan: Plan) -> str:
 
 
 def _text_with_lists(fields: dict[str, Any], keys: Iterable[str]) -> str:
-    """Return a JSON object on one line, but for the lists of these keys, with one item per line."""
+    """Return a JSON object on one line, except that the lists at these keys have one item per line."""
     lists = {key: [_text(item) for item in fields.pop(key)] for key in keys}
     head = _text(fields).removesuffix("}")
     lines = [f"   {_text(key)}: {_list_text(items, '   ')}" for key, items in lists.items()]
@@ -417,7 +418,7 @@ class _PlanReader(Reader):
         places: dict[str, int] = {}
         for key in self.members(rule):
             if key in places:
-                self.fail(f"the key {shown(key)} stands here for the second time; remove one.")
+                self.fail(f"the key {shown(key)} appears a second time; remove one.")
             places[key] = self.at
             self.skip()
         return start, places

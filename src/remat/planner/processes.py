@@ -1,11 +1,11 @@
 """One plan for all processes of a run: process 0 makes it, the others wait for it.
 
-Two hosts' compilers may find different plans, and different programs would deadlock in their
-collectives. The plan travels through the key-value store of `jax.distributed`. A collective would not do:
-those of the CPU give up after 30 seconds, and planning may take an hour.
+The searches on two hosts could find different plans, and different programs would deadlock in their
+collectives. The plan is passed through the key-value store of `jax.distributed`. A collective is not
+suitable: those of the CPU time out after 30 seconds, and planning may take an hour.
 
-While process 0 plans it writes, every second, what it is doing. The others show that. If it fails they fail
-with its message; if it falls silent, they stop waiting after `SILENCE_S`.
+While process 0 plans, it publishes every second what it is doing, and the others show that. If it fails,
+they fail with its message; if it no longer publishes, they stop waiting after `SILENCE_S`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from remat.planner.progress import Progress
 
 _log = logging.getLogger("remat")
 
-_BEAT_S = 1.0  # seconds between two signs of life of process 0
-# Seconds without a sign of life after which process 0 counts as dead. A process that traces a large
-# program may be late by a few.
+_BEAT_S = 1.0  # seconds between two heartbeats of process 0
+# Seconds without a heartbeat after which process 0 counts as dead. Tracing a large program may delay
+# heartbeats by a few seconds.
 SILENCE_S = 20.0
-_PART = 2**20  # characters of a plan per entry of the store
+_PART = 2**20  # characters of a plan in one entry of the store
 
 # Every process asks for plans in the same order, so that equal numbers mean the same plan.
 _numbers = itertools.count()
@@ -42,7 +42,7 @@ def receive_plan(
     """Return the plan for all processes of a run.
 
     Args:
-      make: makes the plan, in process 0 only. It takes what `remat.plan` takes as `progress`.
+      make: makes the plan, in process 0 only. Its argument is `progress` as in `remat.plan`.
       progress: whether to show the progress on a terminal.
 
     Raises:
@@ -66,7 +66,7 @@ def receive_plan(
 def _make_for_all(
     make: Callable[[Callable[[str], None]], Plan], prefix: str, show: Callable[[str], None]
 ) -> Plan:
-    """Make the plan and publish it, or why it could not be made."""
+    """Make the plan and publish it, or the error."""
     doing = ["planning"]
 
     def tell(what: str) -> None:
@@ -130,7 +130,7 @@ def wait_for_first(prefix: str, show: Callable[[str], None]) -> Plan:
 
 
 def _same_error(name: str, message: str) -> RematError:
-    """Return an error of the same class, where the class is one of the library's."""
+    """Return an error of the same class if the class is one of the library's, else a `RematError`."""
     kind = getattr(errors, name, PlanError)
     is_ours = isinstance(kind, type) and issubclass(kind, RematError)
     text = f"process 0 could not make a plan: {name}: {message}"

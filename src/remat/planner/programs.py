@@ -1,8 +1,8 @@
 """The programs that a search compiles: the step as it is written, and candidates for a plan.
 
 All are compiled for the memory analysis only (`program.compiled`), without XLA's own rematerialization and
-as quickly as the analysis allows: on TPU at level O0, on CPU without LLVM's optimization. A plan is confirmed
-with the options with which it will run, where that says more.
+as quickly as the analysis allows: on TPU at level O0, on CPU without LLVM's optimization. If the options with
+which a plan will run can give another peak, it is confirmed by compiling with those.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from remat.program.from_jaxpr import n_bytes
 
 _log = logging.getLogger("remat")
 
-MAX_CONFIRMATION_S = 180.0  # a compilation expected to take longer is left out unless asked for
-_SLOWER_AS_RUN = 12.0  # a TPU's default level against its fast one: 6 to 14 times (measured)
+# Seconds. A confirmation expected to take longer is skipped unless `verify="as run"`; more skips fewer.
+MAX_CONFIRMATION_S = 180.0
+# Ratio of compile times of a TPU's default level and its fast one: 6 to 14 were measured.
+_SLOWER_AS_RUN = 12.0
 
 _T = TypeVar("_T")
 
@@ -91,11 +93,11 @@ class Programs:
       step: the step.
       unplanned: its trace without a plan.
       show: receives texts about the progress.
-      known_base: what the compiler said about the step as it is written; None to compile it.
+      known_base: the compiler's answer for the step as it is written; None to compile it.
 
     Attributes:
-      base: what the compiler said about the step as it is written.
-      fixed_bytes: what every plan needs: arguments and results, less aliased ones.
+      base: the compiler's answer for the step as it is written.
+      fixed_bytes: the bytes that every plan needs: arguments and results, less aliased ones.
       candidates: those compiled so far, in order.
       compile_s: the time of the slowest compilation so far.
     """
@@ -158,7 +160,7 @@ class Programs:
         return found
 
     def is_to_be_confirmed(self, verify: str | None) -> bool:
-        """Return whether a candidate is to be compiled again, with the options with which it will run."""
+        """Return whether a candidate must be compiled again, with the options with which it will run."""
         platform = self.step.target.platform
         if platform == "cpu" or verify == FAST:
             return False  # CPU compilers have one level, and no rematerialization of their own
@@ -169,7 +171,7 @@ class Programs:
         return self.step.trace_following(decisions, self.unplanned.donated)
 
     def as_run(self, candidate: Candidate) -> Answer:
-        """Return what the compiler says about a candidate with the options with which it will run."""
+        """Return the compiler's answer for a candidate, with the options with which it will run."""
         self.show("compiling the plan as it will run")
         decisions = candidate.decisions
         traced = self.unplanned if decisions is None else self._following(decisions)

@@ -1,4 +1,4 @@
-"""The status line that shows on a terminal what planning is doing."""
+"""The status line that shows the progress of planning on a terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.console import Console
 
 
 class Progress:
-    """A status line on the terminal, or a function that gets its texts instead."""
+    """A status line on the terminal, or a function that receives its texts instead."""
 
     def __init__(self, wanted: bool | Callable[[str], None]) -> None:
         console = Console(stderr=True)

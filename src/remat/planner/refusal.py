@@ -15,14 +15,14 @@ from remat.units import format_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
-    """What is known when no plan fits.
+    """The facts for the error message when no plan fits.
 
     Args:
       budget: the largest peak.
       host_limit: bytes of host memory per device; None for no limit.
       tried: the candidates that were compiled.
-      base: what the compiler said about the step as it is written.
-      fixed_bytes: what every plan needs: arguments and results, less aliased ones.
+      base: the compiler's answer for the step as it is written.
+      fixed_bytes: the bytes that every plan needs: arguments and results, less aliased ones.
       program: the step as it is written.
       marked: the names of functions marked by `remat.auto`.
       could_offload: whether values could be kept in the host's memory, but were not allowed to.
@@ -39,7 +39,7 @@ class Refused:
 
 
 def refusal(refused: Refused) -> BudgetError:
-    """Return the error that no plan fits."""
+    """Return the error for a budget that no plan fits."""
     budget, fixed = refused.budget, refused.fixed_bytes
     base = 0 if isinstance(refused.base, CompilerFailure) else refused.base.peak_bytes
     if fixed >= budget and not refused.tried:
@@ -86,7 +86,7 @@ def _mark_more(refused: Refused) -> str:
 
 
 def _other_reasons(refused: Refused) -> str:
-    """Return the part of the message about plans that do not fail by the device's memory."""
+    """Return the part of the message about plans that failed for reasons other than the device's memory."""
     text, limit = "", refused.host_limit
     on_host = [p.memory.host_bytes for p in refused.tried if isinstance(p.memory, CompiledMemory)]
     if limit is not None and max(on_host, default=0) > limit:

@@ -1,4 +1,4 @@
-"""Writing a schedule back: a step's jaxpr with recomputation where the schedule has it.
+"""Rewriting a step's jaxpr so that it recomputes where a schedule does.
 
 A step is one flat jaxpr, already differentiated: calls are inlined, loops and branches are single
 equations. Its equations are numbered in order. A schedule computes each of them in this order, and
@@ -8,19 +8,19 @@ equations it recomputes.
 A burst and the equations that it serves become one *unit*: an equation of the library's primitive,
 which `transform/barrier.py` protects from being merged with the first computation or started early.
 A unit takes the values that it reads from memory and returns those that are used after it. Values that
-a compiler computes inside the kernels that use them (`Decisions.stored` names all others) are computed
-in each unit anew.
+a compiler computes inside the kernels that use them (all that `Decisions.stored` does not list) are
+computed again in each unit.
 
-A unit must not start before the schedule reaches it. As a rule it takes a value that was computed just
+A unit must not start before the schedule reaches it. Usually it takes a value that was computed just
 before, such as a cotangent. If it takes none, the value that was computed last is passed through it:
 later equations read the unit's result in place of the value, so that the unit must have begun.
 
-Compilers order the equations of a unit, and those between units, as they see fit, and may keep more alive
-than the schedule does: products of all steps' inputs, say, which depend on nothing before them. So
+Compilers may reorder the equations of a unit, and those between units, and may keep more values alive than
+the schedule does: for example products of all steps' inputs, which depend on nothing before them. So
 `Decisions.ordered` makes a new unit of every few stored equations after the first burst or partial sum, and
-one before each earlier equation that could be computed long before its turn. Compilers also compute a sum
-of many values in one kernel, which keeps all these values until the last one is there; a new unit after each
-of `Decisions.partial_sums` frees them earlier.
+one before each earlier equation that could be computed long before its place. Compilers also compute a sum
+of many values in one kernel, which keeps all these values until the last one is computed; a new unit after
+each of `Decisions.partial_sums` frees them earlier.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class Decisions:
     """What a flat program recomputes, and when.
 
     Args:
-      stored: the numbers of the equations whose results are stored in memory. Kernels that use the
-        results of other equations compute them again.
+      stored: the numbers of the equations whose results are stored in memory. The results of other
+        equations are computed inside of the kernels that use them.
       bursts: recomputations, in the order of the program.
-      ordered: whether every few stored equations wait for those before them; those before the first
-        unit only where they depend on nothing that was stored just before.
-      partial_sums: the numbers of stored equations after which a unit begins, so that what they sum up
-        is not kept until the whole sum is computed in one kernel.
+      ordered: whether every few stored equations wait for those before them. Equations before the first
+        unit wait only if they depend on nothing that was stored just before.
+      partial_sums: the numbers of stored equations after which a unit begins, so that their terms are
+        not kept until the whole sum is computed in one kernel.
     """
 
     stored: frozenset[int]
@@ -84,8 +84,8 @@ class Decisions:
         return not self.bursts and not self.partial_sums
 
 
-# Stored equations in one unit of an ordered program. Fewer keep closer to the schedule, and leave the
-# compiler less to fuse and to choose.
+# Number of stored equations in one unit of an ordered program. A larger one lets the compiler fuse more, and
+# deviate more from the schedule.
 _UNIT_SIZE = 4
 
 
@@ -107,7 +107,7 @@ def decisions_of(
             continue
         here = sorted(members.get(node, {node}))
         if node in seen:
-            # All results of an operation are there when it runs for one of them.
+            # An operation computes all of its results when it runs for one of them.
             burst += [i for i in here if now.setdefault(i, node) == node]
             continue
         seen.add(node)
@@ -120,7 +120,7 @@ def decisions_of(
     if not bursts and not fused.partial_sums:
         return Decisions(frozenset(), ())
     stored = {i for group in members.values() for i in group}
-    # What must not be computed again is not computed where it is used, either.
+    # A value that must not be recomputed is not computed inside the kernels that use it, either.
     stored.update(i for i, op in enumerate(program.ops) if not op.repeatable)
     return Decisions(
         frozenset(stored),
@@ -134,10 +134,9 @@ def flattened(jaxpr: _jax.Jaxpr, donated: Iterable[int] = ()) -> _jax.Jaxpr:
     """Return a step's jaxpr with plain calls inlined, without dead or repeated equations; its inputs stay.
 
     Calls with shardings, layouts or donation of their own, checkpoints and functions with derivative
-    rules stay single equations. What such equations and barriers do not keep apart, compilers compute
-    once if a step computes it twice. Donated arguments are updated as soon as they can be
-    (`ir.updates`). Where functions are marked, all that is outside of them is fixed
-    (`ir.restriction`) and keeps its order.
+    rules stay single equations. Repeated equations are merged, as compilers would, unless such equations
+    or barriers separate them. Donated arguments are updated as soon as possible (`ir.updates`). If functions
+    are marked, all equations outside of them are fixed (`ir.restriction`) and keep their order.
 
     Args:
       jaxpr: the step.
@@ -157,15 +156,15 @@ def following(
     traces: dict[Any, Any] | None = None,
     donated: Iterable[int] = (),
 ) -> Callable:
-    """Return the step as a function that runs what `change` makes of its flat jaxpr.
+    """Return a function that runs the step's flat jaxpr after `change` was applied to it.
 
     Call it under `jax.jit` only: arguments that are not traced there are static.
 
     Args:
       step: the step.
-      change: from its flat jaxpr to one that computes the same.
-      traces: a dictionary that keeps the traces of this step, so that it is traced once for arguments of
-        the same types. What the step closes over must not change as long as the dictionary is used.
+      change: maps the flat jaxpr to one that computes the same.
+      traces: a dictionary that caches the traces of this step, so that it is traced once for arguments of
+        the same types. Values that the step closes over must not change while the dictionary is used.
       donated: the donated arguments, counted as leaves of all arguments that are not static.
     """
     known: dict[Any, Any] = {} if traces is None else traces
@@ -187,7 +186,7 @@ class TracedCall:
 
     Args:
       jaxpr: takes `consts`, then `arrays`.
-      consts: what the step closes over.
+      consts: the values that the step closes over.
       arrays: the arguments that are traced.
       out_tree: the structure of the step's result.
     """
@@ -198,7 +197,7 @@ class TracedCall:
     out_tree: Any
 
     def called(self, jaxpr: _jax.Jaxpr) -> Any:
-        """Return the step's result as another jaxpr with the same inputs computes it."""
+        """Return the step's result, computed by another jaxpr with the same inputs."""
         outs = _jax.eval_jaxpr(jaxpr, (), *self.consts, *self.arrays)
         return jax.tree.unflatten(self.out_tree, outs)
 
@@ -242,7 +241,7 @@ def traced_flat(
         jaxpr, more = _jax.hoist_constants(jaxpr)
         consts = [*more, *consts]
         flat = flattened(jaxpr, [len(consts) + leaf for leaf in donated])
-        # The static values are kept with their numbers, which are theirs as long as they live.
+        # The static values are stored too, so that their ids stay valid.
         found = flat, consts, jax.tree.structure(out), [leaves[i] for i in static]
         if known is not None:
             known[key] = found
@@ -265,13 +264,13 @@ def rewritten(jaxpr: _jax.Jaxpr, decisions: Decisions) -> _jax.Jaxpr:
 
 
 def _by_start(decisions: Decisions) -> dict[int, tuple[int, ...]]:
-    """Return what is recomputed first in each unit, by the number of the unit's first new equation."""
+    """Return the equations that each unit recomputes, by the number of the unit's first new equation."""
     after_sums = {i + 1: () for i in decisions.partial_sums}
     return after_sums | {burst.before: burst.again for burst in decisions.bursts}
 
 
 def _with_fences(jaxpr: _jax.Jaxpr, decisions: Decisions) -> dict[int, tuple[int, ...]]:
-    """Return the bursts, and empty ones where a unit would become too large or might begin too early."""
+    """Return the bursts, with empty ones where a unit would become too large or might begin too early."""
     found = _by_start(decisions)
     first, size = min(found), 0
     for number in _early(jaxpr, decisions.stored):
@@ -334,7 +333,7 @@ class _Writer:
         self.eqns: list[_jax.JaxprEqn] = []
         #: The variable that has the latest computation of each stored value.
         self.current: dict[_jax.Var, _jax.Var] = {}
-        #: The stored values among which a trigger may be; dead ones are removed as units are written.
+        #: The stored values that may serve as triggers; dead ones are removed as units are written.
         self.live: dict[_jax.Var, None] = {}
         #: Equations outside of units, by their number and operands.
         self.outside: dict[tuple[Any, ...], Sequence[_jax.Var]] = {}
@@ -354,7 +353,7 @@ class _Writer:
         after = dict(itertools.pairwise([*starts, n_eqns]))
         at = 0
         while at < n_eqns:
-            # A unit that ends at once, before an equation with effects, comes back to the same equation.
+            # `_unit` may end at once, before an equation with effects; then this equation is visited again.
             if at >= self.n_first and not self.is_second:
                 self._begin_second()
             if at in self.bursts:
@@ -497,7 +496,7 @@ class _Writer:
         return None if newest is None else self.current[newest]
 
     def _inner_bytes(self, start: int, end: int) -> int:
-        """Return the bytes of what these equations store, without results of the step."""
+        """Return the bytes that these equations store, without results of the step."""
         return sum(
             n_bytes(v.aval)
             for number in range(start, end)
@@ -517,9 +516,9 @@ class _Writer:
         return found
 
     def _results_through_views(self) -> set[_jax.Var]:
-        """Return the step's results, and what they are computed from without being stored.
+        """Return the step's results, and the values of which they are views.
 
-        A barrier over a result may cost a copy.
+        A barrier over any of them may cost a copy.
         """
         found: set[_jax.Var] = set()
         stack = [v for v in self.jaxpr.outvars if _jax.is_var(v)]
@@ -535,7 +534,7 @@ class _Writer:
 
 
 class _Unit:
-    """The equations of a burst and of what it serves.
+    """The equations of a burst and those that use its values.
 
     Attributes:
       inputs: the variables that the unit takes.
@@ -556,7 +555,7 @@ class _Unit:
         new, outs = _copy(eqn, [self.value(v) for v in eqn.invars])
         self.eqns.append(new)
         self.local.update((v, out) for v, out in zip(eqn.outvars, outs) if not _jax.is_dropped(v))
-        # What was derived from earlier computations of these values is derived anew.
+        # Values derived from earlier computations of these are derived again.
         self.inside.clear()
         self.last = max(self.last, number)
 

@@ -80,7 +80,7 @@ class TracedStep:
         return tuple(i for i, is_so in enumerate(_jax.donated_arguments(self._traced)) if is_so)
 
     def flat(self) -> _jax.Jaxpr:
-        """Return the program by whose equations plans say what they recompute."""
+        """Return the flat program, to whose equations the numbers in plans refer."""
         return flattened(self.jaxpr, [len(self.consts) + leaf for leaf in self.donated])
 
     def donated_bytes(self) -> list[int]:
@@ -98,7 +98,7 @@ class TracedStep:
         """
         layout = hashlib.sha256(repr(self.layout()).encode()).hexdigest()[:8]
         jaxpr = jaxprs.inline_calls(self.jaxpr, undifferentiated_call)
-        # Where something is marked, the marks decide which numbers a plan may have.
+        # If functions are marked, the marks determine which equations a plan may recompute.
         marks = [found] if (found := marks_of(jaxpr)) else []
         return f"{fingerprint(jaxpr, *marks, literals=False)}-{layout}"
 
@@ -114,7 +114,7 @@ class TracedStep:
         return arguments, results
 
     def made_for(self) -> MadeFor:
-        """Return what the compiler's memory analysis of the step holds for."""
+        """Return the conditions under which the compiler's memory analysis of the step holds."""
         return MadeFor(
             self._target.kind,
             _jax.device_count(self._traced),
@@ -123,7 +123,7 @@ class TracedStep:
         )
 
     def memory(self, *, as_run: bool = False) -> CompiledMemory | OutOfMemory | CompilerFailure:
-        """Return the memory that the compiler reports for the step, or that it failed.
+        """Return the memory that the compiler reports for the step, or its failure.
 
         Args:
           as_run: compile with the options with which the step will run.
@@ -162,7 +162,7 @@ class TargetStep:
         return self._trace(self.fun)
 
     def trace_following(self, decisions: StepDecisions, donated: Iterable[int]) -> TracedStep:
-        """Trace the step as one that follows decisions about its flat program.
+        """Trace the step so that it follows decisions about its flat program.
 
         Args:
           decisions: about the program `TracedStep.flat`.
@@ -191,9 +191,9 @@ class TargetStep:
 def unfitted(step: Any, jit_options: Mapping[str, Any]) -> tuple[Callable, dict[str, Any]]:
     """Return the step of a fitted or jitted function, and the options with which to jit it.
 
-    The options of the function hold where none of the same kind is given: what it donates, which
-    arguments are static, shardings, the compiler's options. So a plan is the same for a step, for the
-    jitted step, and for the step with the options of `jax.jit`.
+    The function's own options (donation, static arguments, shardings, compiler options) hold unless one of
+    the same kind is given. So a plan is the same for a jitted step, and for the step with the same options
+    of `jax.jit`.
     """
     fun, own = getattr(step, "unplanned", None) or _jax.unjitted(step)
     for kind in ("donate", "static"):
@@ -204,6 +204,6 @@ def unfitted(step: Any, jit_options: Mapping[str, Any]) -> tuple[Callable, dict[
 
 
 def check_step(fun: Any) -> None:
-    """Refuse a step that is not callable."""
+    """Raise for a step that is not callable."""
     if not callable(fun):
         raise PlanError(f"the first argument must be the training step, a function, not {fun!r}.")

@@ -14,10 +14,10 @@ from remat.ir.operations import FUSIBLE, Fusion
 from remat.program.fusion import Price, seconds_of_kernels
 from remat.program.program import Op, Program
 
-# Ratio of bytes of an option and the next larger one. An option is kept if its ratio is below; with a
-# larger limit more options remain.
+# Ratio of an option's bytes to those of the next larger option. Options with a higher ratio are dropped; a
+# larger limit keeps more options.
 _MAX_BYTES_RATIO = 0.97
-# Longer loops try recomputing k/6 of their groups; a larger number tries more.
+# Number of fractions k/n of a loop's groups that are tried for recomputation; a larger n tries more of them.
 _N_SPLITS = 6
 
 
@@ -62,7 +62,7 @@ def undominated(options: Iterable[T]) -> list[T]:
 
 
 def thinned(options: Sequence[T]) -> list[T]:
-    """Return the options without those that save hardly any bytes against the next; the ends stay."""
+    """Return the options without those that take hardly fewer bytes than the next; the ends stay."""
     kept = [options[-1]]
     for option in reversed(options[1:-1]):
         if option.bytes < _MAX_BYTES_RATIO * kept[-1].bytes:
@@ -71,14 +71,14 @@ def thinned(options: Sequence[T]) -> list[T]:
 
 
 def fastest(options: Iterable[T]) -> T:
-    """Return the option that takes the least time; of equal ones the smallest."""
+    """Return the option that takes the least time; among equal ones the smallest."""
     return min(options, key=lambda o: (o.seconds, o.bytes))
 
 
 def settings_of(options: Mapping[str, Sequence[T]]) -> Iterator[dict[str, T]]:
-    """Yield choices of one option each, from the fastest ones to the smallest.
+    """Yield choices of one option for each key, from all the fastest to all the smallest.
 
-    From each to the next, one thing takes the next of its options, in the order of their prices per byte.
+    From each choice to the next, one key changes to its next option, in the order of prices per byte.
     """
     chosen = {id: fastest(of) for id, of in options.items()}
     changes = sorted(
@@ -96,10 +96,9 @@ def settings_of(options: Mapping[str, Sequence[T]]) -> Iterator[dict[str, T]]:
 
 
 def _changes(options: Sequence[T]) -> Iterator[tuple[float, T]]:
-    """Yield the options below the fastest one, by falling bytes, each with a price per byte.
+    """Yield the options smaller than the fastest one, by falling bytes, each with a price per byte.
 
-    Options between two vertices of the hull have the price of the hull there, so that the price never
-    falls.
+    Options between two vertices of the hull have the price of that edge, so that prices never fall.
     """
     hull = lower_hull(options)[::-1]
     for many, few in itertools.pairwise(hull):
@@ -119,13 +118,13 @@ def group_sizes(length: int, carry_bytes: int, step_bytes: int) -> list[int]:
     Args:
       length: the number of steps.
       carry_bytes: bytes of the carry, which is kept at each group's start.
-      step_bytes: bytes that each step of the group that is under way keeps.
+      step_bytes: bytes that each step of the group being reversed keeps.
     """
     if length < 4 or not carry_bytes:
         return []
     best = math.sqrt(length * carry_bytes / step_bytes)
     found = {round(best * factor) for factor in (0.5, 1.0, 2.0)}
-    # With a divisor of the length there are no steps after the groups, which would be copied.
+    # A divisor of the length leaves no remaining steps, whose arrays would have to be copied.
     divisors = [d for d in range(2, length) if length % d == 0]
     nearest = {min(divisors, key=lambda d: abs(math.log(d / max(g, 1)))) for g in found if divisors}
     close = {d for d in nearest if any(0.4 <= d / max(g, 1) <= 2.5 for g in found)}
@@ -133,7 +132,7 @@ def group_sizes(length: int, carry_bytes: int, step_bytes: int) -> list[int]:
 
 
 def partial_group_counts(groups: int, n_splits: int = _N_SPLITS) -> list[int]:
-    """Return the numbers of groups to try besides all of them: about `n_splits` of them."""
+    """Return about `n_splits` numbers of groups to recompute, besides all of them."""
     return sorted({round(groups * k / n_splits) for k in range(1, n_splits)} - {0, groups})
 
 
@@ -143,8 +142,8 @@ def seconds_of(program: Program, op: Op, price: Price) -> float:
     if op.fusion in (Fusion.KERNEL, Fusion.REDUCE):
         moved += sum(program.bytes[v] for v in op.operands)
     seconds = seconds_of_kernels(op, op.flops, moved, price)
-    # An operation inside a fused kernel has no launch cost, and a cheap one costs next to nothing. It
-    # must cost something, so that of two ways to compute a value the shorter one is chosen.
+    # An operation inside a fused kernel has no launch cost, and a cheap one costs almost nothing. Its cost
+    # must be positive, so that the shorter of two ways to compute a value is chosen.
     if op.fusion in FUSIBLE:
         seconds -= min(price(0.0, 1, op.dtype), 0.95 * seconds)
     share = 0.05 if op.fusion in (Fusion.CHEAP, Fusion.VIEW) else 1.0

@@ -1,10 +1,10 @@
 """Converts decisions about a step to the `whole_step` of a plan file, and back.
 
 A plan file numbers equations as they stand before loops are rewritten, so that removing a loop's line
-leaves the numbers of all others. Equations that a loop's groups add are numbered after those.
+does not change the numbers. Equations that a loop's groups add are numbered after those.
 
-Checked here is whether the numbers are of this program, and whether equations may be computed again. What
-loops and bodies keep is checked where they are rewritten (`scan_pairs.rewriting`, `bodies`).
+This module checks whether the numbers are of this program, and whether the equations may be recomputed.
+`scan_pairs.rewriting` and `bodies` check what loops and bodies keep.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from remat.program.from_jaxpr import joined, n_bytes, type_text
 
 
 def whole_step_plan(flat: _jax.Jaxpr, decisions: StepDecisions) -> WholeStep:
-    """Return decisions about a step's flat jaxpr as a plan holds them."""
+    """Return decisions about a step's flat jaxpr in the form of a plan."""
     loops = decisions.loops
     source = program_to_plan(flat, loops.opened)
     found = bodies_by_id(source, [id for id, _ in loops.bodies])
@@ -61,7 +61,7 @@ def whole_step_plan(flat: _jax.Jaxpr, decisions: StepDecisions) -> WholeStep:
 
 
 def decisions_of_plan(whole: WholeStep, flat: _jax.Jaxpr) -> StepDecisions:
-    """Return the decisions that a plan holds about a step, whose flat jaxpr is this one.
+    """Return the decisions of a plan about a step with this flat jaxpr.
 
     Raises:
       PlanError: the plan is for another program, or computes an equation with effects again.
@@ -108,9 +108,9 @@ def _recomputations(
 
 
 def _decisions(plan: WholeStep | BodyPlan, places: Mapping[int, int]) -> Decisions:
-    """Return decisions about the equations at these places; `places` are by numbers in the plan.
+    """Return decisions about equations by place, from a plan's by number; `places` maps the numbers.
 
-    Equations that are not there any more were added by loops, and nothing is decided about them.
+    Numbers without a place are those of equations that loops no longer add; they are ignored.
     """
     bursts = sorted(
         (Burst(places[r.before], tuple(places[n] for n in r.again)) for r in plan.recomputations),
@@ -138,7 +138,7 @@ def _check_count(n_equations: int, jaxpr: _jax.Jaxpr, what: str) -> None:
 
 
 def _check_added(whole: WholeStep, numbers: Sequence[int], n_added: int) -> None:
-    """Refuse recomputations around equations that the plan's loops do not add any more."""
+    """Raise for recomputations of or before equations that the plan's loops do not add any more."""
     left = set(numbers)
     if n_added != whole.n_added:
         left -= set(range(whole.n_equations, whole.n_equations + n_added))
@@ -146,15 +146,15 @@ def _check_added(whole: WholeStep, numbers: Sequence[int], n_added: int) -> None
     if gone:
         raise PlanError(
             f"the plan recomputes equations, or before equations, that its loops do not add any more: "
-            f"{', '.join(map(str, sorted(gone)))}. Remove these numbers from its recomputations, or take "
-            "back the edit of its loops."
+            f"{', '.join(map(str, sorted(gone)))}. Remove these numbers from its recomputations, or undo "
+            "the edit of its loops."
         )
 
 
 def _check_repeatable(
     plan: WholeStep | BodyPlan, jaxpr: _jax.Jaxpr, numbers: Sequence[int]
 ) -> None:
-    """Refuse recomputations of what must not be computed twice."""
+    """Raise for recomputations of equations that must not be computed twice."""
     eqn_of = dict(zip(numbers, jaxpr.eqns))
     for recomputation in plan.recomputations:
         for n in recomputation.again:
@@ -172,7 +172,7 @@ def _check_repeatable(
 
 
 def _for_readers(copy: HostCopy, source: _jax.Jaxpr) -> HostCopy:
-    """Return a copy with what a plan says about its value."""
+    """Return a copy with the description of its value for display in a plan."""
     eqn = source.eqns[copy.equation]
     size = n_bytes(eqn.outvars[copy.result].aval)
     return dataclasses.replace(copy, bytes=size, value=_described(eqn))

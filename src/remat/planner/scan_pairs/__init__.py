@@ -1,22 +1,22 @@
 """Rematerialization in the loops of a differentiated step: a pass from jaxpr to jaxpr.
 
 `pairs` finds each forward scan whose stacked results a backward scan reads, and each forward conditional
-whose residuals a backward one reads, with the options of what to keep and what to recompute. `rewrite`
-writes chosen options into the program. `opened` returns the program with the user's own checkpoints in such
-loops inlined, so that the options decide what these recompute, too.
+whose residuals a backward one reads, with their options: which values to keep and which to recompute.
+`rewrite` writes chosen options into the program. `opened` returns the program with the user's own checkpoints
+in such loops inlined, so that the options decide what these recompute, too.
 
     matching     which equations form pairs
     inside       the programs inside equations
     joint        the two bodies as one program
     shards       pairs of `shard_map`s with such scans inside
     branches     pairs of conditionals, joined branch by branch
-    emission     the two scans of a pair that keeps some values
-    groups       the same in groups of steps
+    emission     writing the two scans of a pair that keeps some values
+    groups       writing them in groups of steps
     rewriting    the program with options chosen
     scope        programs with the bytes of their values and the seconds of their equations
-    pair_options which options a pair has: minimum cuts, groups of steps
+    pair_options the options of one pair: minimum cuts, groups of steps
     options      the pairs in a program, with their options
-    opening      checkpoints in the bodies, inlined
+    opening      inlining of checkpoints in the bodies
 
 Known limits: a scan belongs to one pair; a `while` loop to none.
 """

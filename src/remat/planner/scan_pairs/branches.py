@@ -1,10 +1,10 @@
 """Pairs of conditionals: a forward and a backward one on the same index, joined branch by branch.
 
-Differentiated, a conditional becomes two. The forward one returns the residuals of all branches, and the
-backward one reads them. Each branch of the one with the same branch of the other is a program like that of
-a pair of scans of one step, without a carry: a cut of it says which residuals remain, and the backward
-branch recomputes the others from the operands of the forward one. Pairs inside the branches are pairs of
-that program.
+Differentiation turns a conditional into two. The forward one returns the residuals of all branches, and the
+backward one reads them. Each branch of the forward one, joined with the same branch of the backward one, is
+a program like that of a pair of scans with one step and no carry: a cut of it says which residuals are kept,
+and the backward branch recomputes the others from the operands of the forward conditional. Pairs inside the
+branches are pairs of that program.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def emit_branches(
 
 
 def _read_outside(emitted: Emitted) -> Mapping[Any, _jax.Var]:
-    """Return what a backward branch reads of the forward one's operands and remaining results."""
+    """Return the forward conditional's operands and kept results that a backward branch reads."""
     joint = emitted.joint
     found: dict[Any, _jax.Var] = {}
     for v in dict.fromkeys((*joint.stacked, *joint.consts)):
@@ -182,5 +182,5 @@ def _outside(joint: Joint, v: _jax.Var) -> Any:
 
 
 def _wrapped(eqn: _jax.JaxprEqn, branches: Sequence[_jax.Jaxpr]) -> list[Any]:
-    """Return branches in the form that those of an equation have."""
+    """Return branches in the form in which an equation holds them."""
     return [_jax.with_equations(old, new) for old, new in zip(eqn.params["branches"], branches)]

@@ -1,11 +1,11 @@
-"""The two scans of a pair that keeps some values, and recomputes the others.
+"""Writes the two scans of a pair that keeps some values and recomputes the others.
 
-The forward scan stacks the kept values alone. The step of the backward scan computes what it needs and is
-not kept, from the forward scan's constants, that step's slices, and the kept values. Recomputation and the
-late equations that it serves become one equation of the primitive, so that `transform.barrier` keeps
+The forward scan stacks only the kept values. The step of the backward scan recomputes the other values that
+it needs, from the forward scan's constants, that step's slices, and the kept values. The recomputation and
+the late equations that use it become one equation of the primitive, so that `transform.barrier` keeps
 compilers from undoing it where they could: a loop of one step is inlined beside the forward pass, an
-unrolled loop could start all recomputations before the first cotangent, and what is the same in all
-steps is moved out of a loop.
+unrolled loop could start all recomputations before the first cotangent, and loop-invariant code is moved
+out of a loop.
 
 A kept value may be *offloaded*: then the forward step copies it to the host's memory, where it is stacked,
 and the backward step copies its slice back.
@@ -33,8 +33,8 @@ class Emitted:
 
     Args:
       kept: the values that are stacked for B, in order.
-      recomputed: the equations that a step of B repeats or computes in F's place.
-      read: what B's step reads of F: kept values, stacks that exist anyway, constants and slices.
+      recomputed: the equations that a step of B repeats, or computes instead of F.
+      read: the values of F that B's step reads: kept values, stacks that exist anyway, constants, slices.
       copies: of the kept values that are offloaded.
     """
 
@@ -55,7 +55,7 @@ class Emitted:
 
     @property
     def passed(self) -> list[_jax.Var]:
-        """Return what is stacked for B: the kept values, or their copies in the host's memory."""
+        """Return the values that are stacked for B: the kept values, or their copies in host memory."""
         return [self.copies[v].var if v in self.copies else v for v in self.kept]
 
     def forward_step(self, results: Sequence[Atom]) -> _jax.Jaxpr:
@@ -67,7 +67,7 @@ class Emitted:
         given = set(invars)
         of_inputs = [c.store for v, c in self.copies.items() if v in given]
         of_others = [c.store for v, c in self.copies.items() if v not in given]
-        # An input that is copied first is not needed any longer.
+        # An input whose copy is passed is not needed any longer.
         eqns = [*of_inputs, *joint.known, *of_others]
         whole = _jax.jaxpr_of(invars, outvars, eqns, joint.jaxpr)
         return _jax.dce(whole, [True] * len(outvars), keep=[True] * len(invars))[0]
@@ -105,7 +105,7 @@ class Emitted:
             return False
         params = self.joint.backward.params
         is_inlined = self.joint.length == 1 or params.get("unroll", 1) != 1
-        # What fuses is computed inside of the kernels that use it; a fence would prevent that.
+        # Fusible equations are computed inside of the kernels that use them; a barrier would prevent that.
         return is_inlined or not all(map(is_fusible, self.recomputed))
 
 

@@ -1,8 +1,8 @@
 """The two scans of a pair that runs in groups of steps.
 
 The forward scan runs over the groups and stacks the carry at each group's start. An iteration of the
-backward scan runs the forward scan over its group from there, which stacks the kept values of the group's
-steps, and then the backward scan over the group.
+backward scan first runs the forward scan over its group from that carry, which stacks the kept values of the
+group's steps, and then the backward scan over the group.
 
 If F's first steps keep other values than the rest, each of the two scans becomes two loops. Both loops read
 slices of the same arrays by index, and write to the same arrays, which are part of the carry: splitting these
@@ -108,10 +108,10 @@ def in_two_loops(
     """Return both scans as two loops each: over F's first steps, and over those after them.
 
     Args:
-      first: what F's first steps keep; within their groups, if these have several steps.
+      first: the values that F's first steps keep; within their groups, if these have several steps.
       group: the number of steps in a group, which divides `n_first`.
-      n_first: how many steps are the first.
-      rest: what the steps after them keep.
+      n_first: the number of first steps.
+      rest: the values that the steps after them keep.
     """
     loops = _TwoLoops(first, group, n_first, rest)
     joint = first.joint
@@ -182,7 +182,7 @@ class _TwoLoops:
         return joint.length - 1 - time if joint.forward.params["reverse"] else time
 
     def run_forward(self, args: Sequence[Array]) -> list[Array]:
-        """Return the results of F, and what it keeps of its first steps and of the others."""
+        """Return the results of F, and the stacks of its first steps and of the others."""
         joint, group, n_first = self.first.joint, self.group, self.n_first
         n_carry, stacked = len(joint.carry), [v for _, v in joint.kept]
         consts, init, xs = _jax.split_list(list(args), [len(joint.consts), n_carry])
@@ -219,7 +219,7 @@ class _TwoLoops:
         joint, first, rest = self.first.joint, self.first, self.rest
         n_own, length = len(joint.backward_carry), joint.length
         n_kept_first = len(joint.carry if self.is_grouped else first.passed)
-        # Time is F's. B goes back in it, as a rule.
+        # Times are numbered in F's order. B usually runs through them backwards.
         goes_back = joint.backward.params["reverse"] != joint.forward.params["reverse"]
         keeping = first.forward_step(first.kept)
         steps = first.backward_step(), rest.backward_step()
@@ -306,7 +306,7 @@ def _traced(
     types = [v.aval for v in invars]
     jaxpr, consts, _ = _jax.trace_call(run, types)
     if not jaxprs.makes_its_results(jaxpr):
-        # A carry that no step changes is no result of an equation.
+        # A carry that no step changes is not computed by an equation.
         jaxpr, consts, _ = _jax.trace_call(lambda args: list(map(jnp.copy, run(args))), types)
     assert not consts, consts
     eqns = jaxprs.written_out(jaxpr, invars, outvars)

@@ -1,8 +1,8 @@
-"""The programs inside equations: walking them, and preparing an equation so that its bodies can be decided.
+"""The programs inside equations: walking them, and preparing their bodies for decisions.
 
-Before a body is decided, plain calls in it are inlined, and a constant that is a broadcast of something
-smaller is computed inside the step, from that. (JAX's partial evaluation moves what is the same in all steps
-out of a loop, at whatever size.)
+Before decisions about a body are made, plain calls in it are inlined, and a constant that is a broadcast of a
+smaller value is computed inside the step. (JAX's partial evaluation moves loop-invariant values out of a
+loop, whatever their size.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Replacements = dict[int, list[_jax.JaxprEqn]]
 def inner_programs(eqn: _jax.JaxprEqn) -> list[tuple[JaxprLike, int]]:
     """Return the jaxprs without constants that an equation runs, and how often it runs each.
 
-    Loops inside of functions with derivative rules and of linear solves are decided, and the rules stay.
+    They include those of functions with derivative rules and of linear solves; the rules stay unchanged.
     """
     length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
     times = length if isinstance(length, int) else 1
@@ -48,12 +48,12 @@ def replaced(jaxpr: _jax.Jaxpr, new: Mapping[int, Sequence[_jax.JaxprEqn]]) -> _
 
 
 def places_without(jaxpr: _jax.Jaxpr, ids: Iterable[str], prefix: str) -> list[int]:
-    """Return the places of the equations inside of which there is nothing with one of these ids.
+    """Return the places of the equations that contain no pair or body with one of these ids.
 
     Args:
       jaxpr: the program.
       ids: of pairs of scans, or of bodies; each starts with the places of the equations around it.
-      prefix: the program's own.
+      prefix: the beginning of ids in this program.
     """
     wanted = {id[len(prefix) :].partition(".")[0] for id in ids if id.startswith(prefix)}
     return [i for i in range(len(jaxpr.eqns)) if str(i) not in wanted]
@@ -69,9 +69,9 @@ def walk_inside(
 
     Args:
       jaxpr: the program.
-      skipped: the places of equations that are left alone.
-      change: returns the same object where it changes nothing.
-      prefix: the program's own; those of inner programs start with it.
+      skipped: the places of equations that stay unchanged.
+      change: returns the same object if it changes nothing.
+      prefix: the beginning of ids in this program; those of inner programs start with it.
     """
     left = set(skipped)
     new: Replacements = {}
@@ -160,7 +160,7 @@ def _makers(jaxpr: _jax.Jaxpr) -> dict[_jax.Var, _jax.JaxprEqn]:
 
 
 def _broadcasts(eqn: _jax.JaxprEqn) -> bool:
-    """Return whether compilers compute an equation where it is read, from fewer bytes than it makes."""
+    """Return whether compilers fuse an equation into its readers, and its operands take fewer bytes."""
     return (
         len(eqn.outvars) == 1
         and is_fusible(eqn)

@@ -4,16 +4,16 @@ In a differentiated step the forward scan F stacks values for the backward scan 
 the stacks, a step of B reads what a step of F computed, in whichever order the two scans run. So the
 two bodies can be joined: B's slice of a stack *is* F's value. In the joint program
 
-* *known* values are those that depend on nothing of B's own (its carry, its other slices and constants).
-  F computes them, or can: a step of B may recompute each of them from F's constants and slices, and
+* *known* values are those that do not depend on B's own inputs (its carry, its other slices and constants).
+  F computes them, or could: a step of B may recompute each of them from F's constants and slices, and
   from F's carry at that step.
 * All other equations of B are *late*. They need some known values.
 
-B may compute known values, too: derivatives of elementwise functions, and all that a checkpoint in the
-body recomputes. Where such an equation repeats one of F (the same primitive on the same operands with
+B may compute known values, too: derivatives of elementwise functions, and everything that a checkpoint in
+the body recomputes. If such an equation repeats one of F (the same primitive on the same operands with
 the same parameters), the joint program has it once.
 
-A constant that is a broadcast of something smaller is computed inside the steps (`inside`).
+A constant that is a broadcast of a smaller value is computed inside the steps (`inside`).
 
 Loops inside the bodies form pairs in the joint program: it is a program like the one around it.
 
@@ -23,10 +23,10 @@ Terms, most of them attributes of `Joint`:
     late         the equations that only B can run: they read its own inputs, or must not be repeated
     needed       the known values that late equations and B's results read
     constant     the known equations that compute the same in every step and are fused into their readers
-    kept         F's stacks that stay whatever is decided, since not only B reads them
-    linked       F's stacks that only B reads: an option decides which values are stacked in their place
+    kept         F's stacks that stay under any option, since not only B reads them
+    linked       F's stacks that only B reads: an option replaces them by stacks of other values
     stacked      the values of kept stacks that B can read at no cost
-    at_hand      the known values that a step of B can read whatever is decided
+    at_hand      the known values that a step of B can read under any option
     backward_*   B's inputs and results that do not come from F
 """
 
@@ -50,7 +50,7 @@ from remat.planner.scan_pairs.matching import Match, only_read_by, slices
 
 _jax.exclude_from_tracebacks(__file__)
 
-# Equations before a loop among which those are looked for that the backward scan repeats; more find
+# Number of equations before a loop that are searched for ones that the backward scan repeats; more find
 # longer chains.
 _MAX_ANCESTORS = 200
 
@@ -67,13 +67,13 @@ class Joint:
       forward, backward: the scans' equations.
       jaxpr: the joint program: from F's inputs and B's own to F's results, without stacks that B alone
         reads, and B's results.
-      n_forward: how many of its equations are F's; they come first.
-      n_inputs: how many of its inputs are F's.
+      n_forward: the number of its equations that are F's; they come first.
+      n_inputs: the number of its inputs that are F's.
       outside: the operand for each constant and slice, by the variable inside.
       consts, carry, xs: F's inputs.
       backward_consts, backward_carry, backward_xs: B's own inputs.
-      n_results: how many of its results are F's.
-      kept: F's stacks that stay whatever is decided: (place among F's results, variable inside).
+      n_results: the number of its results that are F's.
+      kept: F's stacks that stay under any option: (place among F's results, variable inside).
       linked: F's stacks that only B reads: (variable inside, variable outside).
       stacked: by the variable inside, the stack outside of each value whose stack is kept and read by B or
         returned by the program, so that B can read it at no cost.
@@ -107,7 +107,7 @@ class Joint:
 
     @property
     def results(self) -> Sequence[Atom]:
-        """Return F's results that remain whatever is decided."""
+        """Return F's results that remain under any option."""
         return self.jaxpr.outvars[: self.n_results]
 
     @property
@@ -122,7 +122,7 @@ class Joint:
 
     @functools.cached_property
     def number(self) -> dict[_jax.Var, int]:
-        """Return the place of each variable among them."""
+        """Return the place of each variable in `variables`."""
         return {v: i for i, v in enumerate(self.variables)}
 
     @functools.cached_property
@@ -140,7 +140,7 @@ class Joint:
 
     @functools.cached_property
     def known(self) -> list[_jax.JaxprEqn]:
-        """Return the other equations, in order."""
+        """Return the equations that are not late, in order."""
         late = set(map(id, self.late))
         return [eqn for eqn in self.jaxpr.eqns if id(eqn) not in late]
 
@@ -154,7 +154,7 @@ class Joint:
 
     @functools.cached_property
     def constant(self) -> list[_jax.JaxprEqn]:
-        """Return the known, fusible equations that compute the same in every step."""
+        """Return the known, fusible equations whose results are the same in every step."""
         varies = {*self.carry, *self.xs}
         found = []
         for eqn in self.known:
@@ -166,13 +166,13 @@ class Joint:
 
     @functools.cached_property
     def at_hand(self) -> frozenset[_jax.Var]:
-        """Return the known values that a step of B can read whatever is decided."""
+        """Return the known values that a step of B can read under any option."""
         return frozenset((*self.consts, *self.xs, *self.stacked))
 
     def closure(
         self, wanted: Iterable[Atom], available: frozenset[_jax.Var]
     ) -> tuple[list[_jax.JaxprEqn], list[_jax.Var]]:
-        """Return the known equations that compute values from available ones, and which these read.
+        """Return the known equations that compute values from available ones, and the available ones read.
 
         F's inputs count as available.
         """

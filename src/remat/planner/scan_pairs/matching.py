@@ -19,7 +19,7 @@ class Match(NamedTuple):
 def matches(jaxpr: _jax.Jaxpr) -> list[Match]:
     """Return the pairs of scans of a jaxpr, each scan in at most one, in the order of the first.
 
-    Of several scans that a scan could form a pair with, the one with the most bytes in between counts.
+    If a scan could form several pairs, the one in which the second reads the most bytes is taken.
     """
 
     def stacked_bytes(i: int, j: int) -> int:
@@ -40,8 +40,8 @@ def in_pairs(
 
     Args:
       jaxpr: the program.
-      is_candidate: which equations form pairs.
-      bytes_between: of the first's results that the second reads; 0 if the two form no pair.
+      is_candidate: whether an equation may be in a pair.
+      bytes_between: the bytes of the first's results that the second reads; 0 if the two form no pair.
     """
     made_by = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     found: dict[Match, int] = {}
@@ -72,7 +72,7 @@ def slices(eqn: _jax.JaxprEqn) -> Sequence[Atom]:
 
 
 def only_read_by(jaxpr: _jax.Jaxpr, i: int, j: int) -> list[int]:
-    """Return which results of equation i only j reads; of two scans, only stacks that j reads in slices."""
+    """Return the results of equation i that only j reads; for scans, only stacks that j reads in slices."""
     forward, backward = jaxpr.eqns[i], jaxpr.eqns[j]
     readers = _readers(jaxpr)
     n_carry = n_whole = 0

@@ -1,9 +1,9 @@
 """Opening the user's checkpoints, so that the plan decides what they recompute.
 
 After differentiation a checkpoint is one equation of the backward pass, which recomputes values of the
-forward pass and runs its own backward pass. Opened, its equations stand in the program around it. In a
-pair of scans those that repeat equations of the forward scan are recognized when the pair is joined;
-elsewhere they are removed at once.
+forward pass and runs its own backward pass. Opening inlines its equations into the program around it. In a
+pair of scans, those that repeat equations of the forward scan are recognized when the pair is joined;
+elsewhere they are removed immediately.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from remat.planner.scan_pairs.shards import shard_matches
 
 
 def opened(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """Return the program with its checkpoints written out.
+    """Return the program with its checkpoints inlined.
 
     In pairs of scans nothing protects the recomputation until `rewrite` chooses an option of the pair.
     Elsewhere nothing is recomputed until a schedule says so.
@@ -72,7 +72,7 @@ def _opened_body(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
 
 
 def written_out(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """Return a program with its checkpoints written out, those in bodies of loops included."""
+    """Return a program with its checkpoints inlined, those in bodies of loops included."""
     changed = jaxpr
     if any(_opened_body(eqn) is not None for eqn in jaxpr.eqns):
         changed = jaxprs.inline_calls(jaxpr, _opened_body)

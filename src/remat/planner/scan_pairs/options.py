@@ -43,8 +43,8 @@ def pairs(
       shards: the shard count of each argument; 1 if not given.
       slowdown: of kernels, as in `program.from_jaxpr`.
       transfer: the time of a copy to the host's memory or back; None if nothing may be offloaded.
-      seconds_per_flop: of the whole step. Recomputation takes at least as much per FLOP: in loops whose
-        kernels move more than they compute, the times of options hardly differ, and their FLOPs decide.
+      seconds_per_flop: of the whole step, as the least cost of recomputation per FLOP. In memory-bound
+        loops the times of options hardly differ, so that FLOPs decide.
     """
     scope = Scope.of(jaxpr, Costing(price, slowdown, transfer, seconds_per_flop), shards)
     return tuple(_pairs_in(scope, "", "", 1))
@@ -61,7 +61,7 @@ def _pairs_in(scope: Scope, prefix: str, path: str, times: int) -> list[ScanPair
     for match in matches(jaxpr):
         joint = joint_of(jaxpr, match)
         if all(map(_jax.is_fixed, joint.jaxpr.eqns)):
-            continue  # nothing of it may be recomputed
+            continue  # no part of it may be recomputed
         paired.update(match)
         key = pair_id(prefix, match)
         eqn = joint.forward
@@ -126,7 +126,7 @@ def _pair_of_branches(scope: Scope, match: Match, prefix: str, path: str, times:
             scope, joint, match.backward, id, inner, times
         ).found()
         written.append((id, as_written))
-    # All branches are given the same bytes; each does the best within them.
+    # All branches get the same bytes; each takes its best option within them.
     limits = sorted({option.bytes for options in of_branch.values() for option in options})
     least = max(min(option.bytes for option in options) for options in of_branch.values())
     options = [
@@ -151,7 +151,7 @@ def _pair_of_branches(scope: Scope, match: Match, prefix: str, path: str, times:
 
 
 def _of_branches(chosen: Sequence[tuple[str, ScanOption]]) -> ScanOption:
-    """Return the option of two conditionals whose branches do as chosen: only one of them runs."""
+    """Return the option of two conditionals with these options of branches, only one of which runs."""
     return ScanOption(
         (),
         max(option.bytes for _, option in chosen),

@@ -8,11 +8,11 @@ Keeping costs no bytes for F's constants and slices that are live until B runs i
 whose stacks have other readers. F's carry can be kept but not recomputed. Recomputing costs no time for an
 equation that F computes only for B: B computes it in F's place.
 
-A cut's cost is then counted exactly: the equations that are computed in both scans.
+The cost of a cut is then computed exactly, from the equations that run in both scans.
 
-Where loops inside the bodies form pairs, too, they are decided first, at about the same price per byte;
+If loops inside the bodies form pairs, too, their options are chosen first, at about the same price per byte;
 for each of a few such choices the cuts of the outer pair are found. A stack of an inner pair is one
-value for the outer pair: it is kept at every outer step, or recomputed at one step at a time.
+value for the outer pair: it is kept at every outer step, or recomputed one step at a time.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ from remat.planner.tradeoffs import (
 from remat.program.from_jaxpr import workspace_bytes
 from remat.solvers.mincut import CutProblem, MinimumCut, between, hull
 
-# Ratio of bytes of neighbours on the hull. With a ratio below, options are looked for between them; a
-# larger limit finds more.
+# Ratio of bytes of neighbours on the hull. Between neighbours with a smaller ratio further options are
+# searched; a larger limit finds more.
 _GAP_RATIO = 0.9
 # Share of a step's forward time. Neighbours on the hull that differ by less in recomputation have no
 # options between them; a larger share leaves fewer options.
 _NEGLIGIBLE = 0.002
-# Steps. A shorter loop has either all of its steps in groups or none: a larger bound leaves fewer
+# Number of steps. In a shorter loop either all steps are in groups or none; a larger bound gives fewer
 # options.
 _MIN_SPLIT_LENGTH = 16
-# Steps. A shorter loop is never divided into two: a larger bound leaves fewer options.
+# Number of steps. A shorter loop is never split into two; a larger bound gives fewer options.
 _MIN_MIXED_LENGTH = 4
-# Share of a loop's largest option: by how much neighbouring mixtures of two options differ. A larger share
-# leaves fewer options.
+# The difference between neighbouring mixtures of two options, as a share of the loop's largest option; and
+# the least number of mixtures between two options. A larger share gives fewer options.
 _MIXTURE_STEP, _MIN_SPLITS = 0.025, 4
-# Choices for inner pairs that are combined with the cuts of the outer pair: at one price, and others where
-# bytes differ most between these. More of them find more.
+# Numbers of choices for inner pairs that are combined with the cuts of the outer pair: at one price for all
+# pairs, and others in the widest gaps between these. More find more options and take longer.
 _MAX_INNER_CHOICES, _MAX_OTHER_CHOICES = 8, 8
 
 
@@ -68,13 +68,13 @@ class ScanPair:
     """A forward scan and a backward scan that reads its stacked results.
 
     Args:
-      id: what choices refer to the pair by.
+      id: the id by which choices refer to the pair.
       name: the name scopes of the forward scan.
       source: the source line of the forward scan.
       length: the number of steps.
-      times: how often the pair runs, because of loops around it.
+      times: how often the pair runs, which depends on the loops around it.
       options: the Pareto-optimal options in bytes and seconds, by ascending bytes.
-      as_written: what the program does as it is written.
+      as_written: the option that describes the program as it is written.
     """
 
     id: str
@@ -122,7 +122,7 @@ class PairOptions:
         self.times = times
 
     def found(self) -> tuple[list[ScanOption], ScanOption]:
-        """Return the options, and what the program does as it is written."""
+        """Return the options, and the one that describes the program as it is written."""
         unchanged = _OptionsOfCuts(self, self.joint, ())
         written = unchanged.as_written()
         given = [unchanged]
@@ -138,7 +138,7 @@ class PairOptions:
         return best, written
 
     def _choices_inside(self) -> list[_Choice]:
-        """Return options of the pairs inside: at one price for all of them, and some between these."""
+        """Return choices for the pairs inside: at one price for all of them, and some between these."""
         options = {pair.id: pair.options for pair in self.inner}
         values = sorted({p for of in options.values() for p in prices(of)})
         found = dict.fromkeys(
@@ -197,7 +197,7 @@ class _OptionsOfCuts:
         self.scope = joint_scope(outer.scope, joint, outer.place)
         self.number = joint.number
         place = {id(eqn): i for i, eqn in enumerate(joint.jaxpr.eqns)}
-        # Equations of branches that share a body are different objects all the same.
+        # Equations of branches that share a body are nevertheless different objects.
         self.cost = {i: self._cost_at(i) for i in place.values()}
         self.place = place
         everything, _ = joint.closure(joint.results, frozenset())
@@ -311,7 +311,7 @@ class _OptionsOfCuts:
                 *(partial_group_counts(n_most) if length >= _MIN_SPLIT_LENGTH else ()),
             ]
             for n_groups in counts:
-                # Compilers inline a loop over one group, and start its recomputation at once.
+                # Compilers inline a loop over one group, and could start its recomputation too early.
                 if n_groups == 1:
                     continue
                 n_grouped = n_groups * group
@@ -319,8 +319,8 @@ class _OptionsOfCuts:
                     n_grouped * repeated.seconds + length * each.seconds,
                     n_grouped * repeated.flops + length * each.flops,
                 )
-                # What a group keeps while it is reversed is not kept between the two scans, where the
-                # peak may be as well.
+                # The bytes that a group keeps while it is reversed are not live between the two scans, where
+                # the peak may be instead.
                 stacked = max(length - n_grouped, group // 2) * per_step
                 most = n_groups * carry + stacked + fixed
                 groups = 0 if n_groups == n_most else n_groups
@@ -348,18 +348,18 @@ class _OptionsOfCuts:
         return sum(self.scope.bytes_of(v) for v in emitted.kept if v not in emitted.copies)
 
     def fixed_bytes(self, emitted: Emitted) -> int:
-        """Return the bytes that the option keeps once: F's operands that B reads, inner stacks."""
+        """Return the bytes that do not grow with the steps: F's operands that B reads, inner stacks."""
         borrowed = [v for v in emitted.read if v in self.joint.outside and v not in self.scope.free]
         n_bytes_lent = sum(self.joint.length * self._borrowed_bytes(v) for v in borrowed)
         return n_bytes_lent + self._transient_bytes(emitted)
 
     def _borrowed_bytes(self, v: _jax.Var) -> int:
-        """Return the bytes for each step of an operand of F that lives longer if B reads it."""
+        """Return the bytes, per step, of an operand of F that lives longer if B reads it."""
         size = self.scope.bytes_of(v)
         return size if v in self.joint.xs else -(-size // self.joint.length)
 
     def _transient_bytes(self, emitted: Emitted) -> int:
-        """Return the bytes of what inner scans and conditionals keep during one step alone."""
+        """Return the bytes that inner scans and conditionals keep only during one step."""
         repeated = {id(eqn) for eqn in emitted.recomputed}
         eqns = self.joint.jaxpr.eqns
         stacks = [eqn for eqn in eqns if eqn.primitive.name in ("scan", "cond")]
@@ -374,7 +374,7 @@ class _OptionsOfCuts:
             for v in eqn.outvars
             if v in forward and v in read_late and v not in kept
         )
-        # What a branch of a backward conditional computes again has its own stacks.
+        # Values that a branch of a backward conditional recomputes have their own stacks.
         of_branches = (
             workspace_bytes(eqn, [self.scope.shards_of(v) for v in eqn.invars])
             for eqn in stacks
@@ -412,8 +412,8 @@ class _OptionsOfCuts:
         for eqn in joint.known:
             used = [v for v in eqn.outvars if v in read]
             operands = {place[v] for v in eqn.invars if _jax.is_var(v) and v in place}
-            # What F computes for B alone costs the same in either scan. A stack of what is the same
-            # in all steps is never worth its bytes.
+            # Values that F computes for B alone cost the same in either scan. A stack of a loop-invariant
+            # value is never worth its bytes.
             is_once = id(eqn) in self.always and id(eqn) not in constant
             time = self.cost_of([eqn]).seconds if is_once else 0.0
             whole = add(
@@ -435,15 +435,15 @@ class _OptionsOfCuts:
 def _best(
     found: Sequence[tuple[ScanOption, _OptionsOfCuts]], written: ScanOption
 ) -> list[ScanOption]:
-    """Return the options that are worth a choice, mixtures and the program as it is written among them."""
+    """Return the options that are worth offering, with mixtures and the program as it is written."""
     options = (option for option, _ in found)
     return thinned(undominated([*options, *_mixtures(found), written]))
 
 
 def _mixtures(found: Sequence[tuple[ScanOption, _OptionsOfCuts]]) -> Iterator[ScanOption]:
-    """Yield options whose first steps do as one vertex of the hull says, and the others as the next.
+    """Yield options whose first steps follow one vertex of the hull, and the other steps the next.
 
-    The first steps keep less: when they are reversed, what the others kept is freed.
+    The first steps keep less: when they are reversed, the values kept by the others are already freed.
     """
     of = {id(option): cuts for option, cuts in found}
     joint = found[0][1].joint if found else None
@@ -493,7 +493,7 @@ def _mixtures(found: Sequence[tuple[ScanOption, _OptionsOfCuts]]) -> Iterator[Sc
 
 
 def _kept_by(eqn: _jax.JaxprEqn) -> Sequence[_jax.Var]:
-    """Return the results of a loop or of branches that another one may read as residuals."""
+    """Return the results of a loop or conditional that another one may read as residuals."""
     return eqn.outvars[_jax.scan_arity(eqn)[1] :] if eqn.primitive.name == "scan" else eqn.outvars
 
 

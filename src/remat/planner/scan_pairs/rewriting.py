@@ -1,4 +1,4 @@
-"""Rewriting a program so that its pairs of scans and conditionals do as chosen options say."""
+"""Rewriting a program so that its pairs of scans and conditionals follow chosen options."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ Choices = Mapping[str, ScanOption]
 
 
 def pair_id(prefix: str, match: Match) -> str:
-    """Return how choices refer to a pair: by the places of its equations, and of those around it."""
+    """Return the id of a pair: the places of its equations, after those of the equations around it."""
     return f"{prefix}{match.forward}-{match.backward}"
 
 
 def branch_id(key: str, number: int) -> str:
-    """Return how an option of a pair of conditionals refers to one of its branches."""
+    """Return the id of a branch of a pair of conditionals."""
     return f"{key}.{number}"
 
 
@@ -65,7 +65,7 @@ def rewrite(jaxpr: _jax.Jaxpr, choices: Choices) -> _jax.Jaxpr:
 def _rewritten(
     jaxpr: _jax.Jaxpr, choices: Choices, prefix: str, left: set[str] | None = None
 ) -> Replacements:
-    """Return what becomes of a jaxpr's equations; ids that were found are taken from `left`."""
+    """Return the new equations for those of a jaxpr; remove the ids that were found from `left`."""
     if not any(key.startswith(prefix) for key in choices):
         return {}
     new: Replacements = {}

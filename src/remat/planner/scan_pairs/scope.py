@@ -27,7 +27,7 @@ from remat.program.fusion import Price
 
 
 class _Writer(FlatWriter):
-    """Writes equations as if loops and branches were one kernel: what they run is priced by `Scope`."""
+    """Writes each loop or conditional as if it were one kernel; `Scope` prices the equations inside."""
 
     def workspace_bytes(self, eqn: _jax.JaxprEqn) -> int:
         return 0
@@ -38,9 +38,9 @@ class _Writer(FlatWriter):
 
 @dataclasses.dataclass(frozen=True)
 class Costing:
-    """The time of a kernel, the slowdown of those that take longer, and the time of copies to the host.
+    """The time of kernels, their measured slowdown, and the time of copies to the host.
 
-    What is recomputed takes at least `seconds_per_flop`.
+    Recomputation costs at least `seconds_per_flop`.
     """
 
     price: Price
@@ -60,10 +60,10 @@ class Scope:
 
     Args:
       jaxpr: the program.
-      costing: what kernels cost.
-      writer: has written it.
+      costing: the costs of kernels.
+      writer: the writer that has written the program.
       free: inputs that live throughout the program.
-      known: the seconds of programs inside, by their identity and shard counts; shared by all scopes.
+      known: the seconds of programs inside, by their ids and shard counts; shared by all scopes.
     """
 
     jaxpr: _jax.Jaxpr
@@ -96,7 +96,7 @@ class Scope:
 
     @functools.cached_property
     def seconds(self) -> list[float]:
-        """Return the seconds of each equation, with all that it runs inside."""
+        """Return the seconds of each equation, the programs inside it included."""
         program = self.writer.program(())
         return [
             self._seconds_inside(eqn) or seconds_of(program, op, self.costing.price)
@@ -115,13 +115,13 @@ class Scope:
     def _seconds_of_body(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> float:
         key = id(body), tuple(self._shards_inside(eqn, body) or ())
         if key not in self.known:
-            # The program is kept with its number, which is its own as long as it lives.
+            # The program is stored too, so that its id stays valid.
             self.known[key] = body, sum(self.inside(eqn, body).seconds)
         return self.known[key][1]
 
     def inside(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> Scope:
         """Return the scope of a program that an equation runs."""
-        # Copies in branches and in shard_maps were not tried.
+        # Copies in branches and in shard_maps have not been tested, so they are not offered.
         is_loop = eqn.primitive.name in ("scan", "while")
         costing = self.costing if is_loop else self.costing.on_device
         return Scope.of(body, costing, self._shards_inside(eqn, body), known=self.known)
@@ -131,7 +131,7 @@ class Scope:
         sharded = [self.shards_of(v) for v in operands]
         if eqn.primitive.name == "shard_map":
             sharded = [automatic_shards(eqn, n) for n in sharded]
-        # The test of a while loop takes other operands than the last ones; it has no pairs.
+        # The condition of a while loop takes other operands than the last ones; it has no pairs.
         return sharded if len(sharded) == len(body.invars) else None
 
     def last_use(self, v: _jax.Var) -> int:
@@ -158,7 +158,7 @@ def joint_scope(scope: Scope, joint: Joint, place: int) -> Scope:
 
 
 def _operand(joint: Joint, v: _jax.Var) -> object:
-    """Return the operand outside that an input of the joint program is, or starts as."""
+    """Return the operand outside that an input of the joint program is (for a carry, initially)."""
     if v in joint.outside:
         return joint.outside[v]
     for eqn, carry in ((joint.forward, joint.carry), (joint.backward, joint.backward_carry)):
@@ -168,7 +168,7 @@ def _operand(joint: Joint, v: _jax.Var) -> object:
 
 
 def _is_free(scope: Scope, joint: Joint, v: _jax.Var, place: int) -> bool:
-    """Return whether a constant or slice of F lives until B runs, whatever is decided."""
+    """Return whether a constant or slice of F lives until B runs, under any option."""
     return _lives_until(scope, joint.outside[v], place)
 
 

@@ -1,9 +1,9 @@
 """Pairs of `shard_map`s: a forward and a backward one, whose bodies are joined for the scans inside.
 
-Where a function with a `shard_map` in it is differentiated, the forward scan stands in one `shard_map` and
-the backward scan in another, and the stacks leave the first and enter the second. Joined, the two bodies
-are one program, in which the scans form pairs. Afterwards all values that cross from the first part to
-the second leave and enter as residuals do.
+If a function with a `shard_map` in it is differentiated, the forward scan is in one `shard_map` and the
+backward scan in another, and the stacks are results of the first and operands of the second. The two bodies
+are joined to one program, in which the scans form pairs. Afterwards all values that cross from the first
+part to the second become results and operands, as residuals do.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Shards:
     Args:
       forward, backward: the equations.
       jaxpr: the program on one device: from both bodies' inputs to the results that remain.
-      n_forward: how many of its equations are the first body's; they come first.
+      n_forward: the number of its equations that are the first body's; they come first.
       inputs: the first body's inputs.
       own: the second body's own inputs.
       outside: (operand, partition spec) of each input.
@@ -198,7 +198,7 @@ def emit_in_two(
 def _without_dead(
     eqns: Sequence[_jax.JaxprEqn], results: Sequence[Atom], like: _jax.Jaxpr
 ) -> Sequence[_jax.JaxprEqn]:
-    """Return the equations on which results depend, or that have effects."""
+    """Return the equations that have effects or on which results depend."""
     made = {v for eqn in eqns for v in eqn.outvars}
     read = [v for eqn in eqns for v in eqn.invars if _jax.is_var(v) and v not in made]
     program = _jax.jaxpr_of(list(dict.fromkeys(read)), results, eqns, like)
