@@ -1,8 +1,8 @@
-"""The only package that uses JAX's internals. It offers what `remat` needs of them under stable names.
+"""The only package that uses JAX's internals. It exports those that `remat` needs under stable names.
 
 Everything else in the library imports from here, so a change in JAX requires an edit in one place.
-Where JAX 0.10 and 0.12 differ there is one short function, which says with which JAX version its older
-branch can be deleted.
+Each difference between JAX 0.10 and 0.12 is in one short function, which says with which JAX version its
+older branch can be deleted.
 
 * `compat`: JAX's version, names that every supported version has, properties of types.
 * `tracing`: tracing functions to jaxprs; the types of values.
@@ -211,5 +211,5 @@ from remat._jax.tracing import (
     zeros as zeros,
 )
 
-# The whole folder: source lines of operations and frames of tracebacks should be the user's.
+# For the whole folder, so that source lines of operations and frames of tracebacks are the user's.
 exclude_from_tracebacks(os.path.dirname(__file__))

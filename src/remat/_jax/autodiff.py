@@ -57,7 +57,7 @@ def batched_type(aval: Aval, axis_data: AxisData) -> Any:
 
 
 def batched(x: Any, dim: int | None, axis_data: AxisData) -> Any:
-    """Return an array with the axis of a `vmap` in front, sharded as the others are that have it."""
+    """Return an array with the axis of a `vmap` in front, sharded like the other arrays with that axis."""
     if dim is None:
         return _batching.broadcast(x, axis_data.size, 0, axis_data.explicit_mesh_axis)
     return jax.numpy.moveaxis(x, dim, 0)
@@ -66,7 +66,7 @@ def batched(x: Any, dim: int | None, axis_data: AxisData) -> Any:
 def is_differentiated(x: Any) -> bool:
     """Return whether a value is a tracer of a derivative that is being traced.
 
-    A value without one may be differentiated nevertheless, from outside of a `jax.jit`.
+    A value that is not one may still be differentiated, from outside of a `jax.jit`.
     """
     if isinstance(x, _batching_src.BatchTracer):
         return is_differentiated(x.val)
@@ -92,7 +92,7 @@ def jvp_of_jaxpr(
 ) -> tuple[Jaxpr, tuple[Any, ...], Sequence[bool]]:
     """Return the JVP of a jaxpr: from primals and nonzero tangents to primals and nonzero tangents.
 
-    Also its constants, and which results have a nonzero tangent.
+    Also return its constants, and which results have a nonzero tangent.
     """
     closed, out_nonzeros = _ad_src.jvp_jaxpr(close(jaxpr), list(nonzeros), False)
     return (*detach_consts(closed), out_nonzeros)
@@ -101,9 +101,9 @@ def jvp_of_jaxpr(
 def dce(
     jaxpr: Jaxpr, used: Sequence[bool], *, keep: Sequence[bool] | None = None
 ) -> tuple[Jaxpr, list[bool]]:
-    """Drop what the used results do not need.
+    """Return a jaxpr without the equations that the used results do not need.
 
-    Return the jaxpr, and which inputs remain: those that are needed, and those in `keep`.
+    Also return which inputs remain: those that are needed, and those in `keep`.
     """
     return _pe.dce_jaxpr(jaxpr, list(used), False if keep is None else list(keep))
 
@@ -252,9 +252,9 @@ def register_jvp(primitive: Primitive, rule: Callable) -> None:
 
 
 def _on_arrays(rule: Callable) -> Callable:
-    """Return a rule for derivatives that is given arrays.
+    """Return a derivative rule whose arguments are converted to arrays.
 
-    JAX passes Python's numbers on as primals and tangents, as in `jax.jacfwd(jax.grad(f))(0.5)`.
+    JAX passes Python numbers unconverted as primals and tangents, as in `jax.jacfwd(jax.grad(f))(0.5)`.
     """
 
     def jvp(primals: Sequence[Array], tangents: Sequence[Array], **params: Any) -> Any:
@@ -315,7 +315,7 @@ def register_batching(primitive: Primitive, rule: Callable) -> None:
 def register_partial_eval(primitive: Primitive, rule: Callable) -> None:
     """Register `rule(trace, *tracers, **params)`, by which JAX itself evaluates an equation partially.
 
-    That happens where JAX splits a program with a derivative in it, such as the body of its scans.
+    JAX does so when it splits a program with a derivative in it, such as the body of its scans.
     """
     rules = getattr(_pe, "custom_partial_eval_rules", None)
     if rules is not None:  # JAX will remove the table together with the tracers that use it

@@ -11,8 +11,8 @@ from jax._src import source_info_util as _source_frames
 from remat._jax.compat import JaxprEqn
 from remat._jax.equations import source_frames_of
 
-# Files of JAX whose functions are known to users by their names. Operators, and functions that are named like
-# their primitive, say no more than the primitive does.
+# Files of JAX whose functions users know by name. Operators, and functions with the name of their primitive,
+# are left out: they add nothing to the primitive.
 _KNOWN_FILES = tuple(
     os.path.join("jax", "_src", *where)
     for where in (
@@ -28,12 +28,12 @@ _KNOWN_FILES = tuple(
 
 
 def function_called_at(eqn: JaxprEqn, callers: Sequence[JaxprEqn] = ()) -> str:
-    """Return the function of JAX's that was called to compute an equation, such as ``gelu``; or "".
+    """Return the JAX function that the user called to compute an equation, such as ``gelu``; or "".
 
     Args:
       eqn: the equation.
-      callers: the calls that it is in, the outermost first. A function that JAX itself has jitted is one of
-        them; what is in it has no line of the user's.
+      callers: the calls around it, outermost first. They include functions that JAX itself jits, whose
+        equations have no source line of the user's.
     """
     primitive = eqn.primitive.name
     for called in (eqn, *reversed(callers)):
@@ -49,7 +49,7 @@ def function_called_at(eqn: JaxprEqn, callers: Sequence[JaxprEqn] = ()) -> str:
 
 
 def _function_in(traceback: Any) -> str:
-    """Return the outermost function of a known file that the innermost line of the user's leads to."""
+    """Return the outermost function of a known file that was called by the innermost line of user code."""
     found = ""
     for frame in traceback.frames if traceback is not None else ():
         if _source_frames.is_user_filename(frame.file_name):

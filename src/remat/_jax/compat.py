@@ -47,7 +47,7 @@ JAXLIB_VERSION = version_tuple(jaxlib.__version__)
 # Always true from 0.12 on: delete this and the branches for False together with JAX < 0.12.
 _JAXPRS_CARRY_CONSTS = not hasattr(_core, "ClosedJaxpr") or _core.ClosedJaxpr is _excore.Jaxpr
 
-# Whether what JAX evaluates partially loses the rules of `jax.custom_jvp`. Delete with JAX 0.11.
+# Whether JAX's partial evaluation drops the rules of `jax.custom_jvp`. Delete with JAX 0.11.
 PARTIAL_EVALUATION_DROPS_RULES = JAX_VERSION < (0, 12)
 
 # --------------------------------------------------------------------------------------------------
@@ -73,8 +73,8 @@ typeof = jax.typeof
 eval_jaxpr = jax.core.eval_jaxpr
 check_jaxpr = _excore.check_jaxpr
 positional_effects = _core.positional_effects
-# A cache of a pure function of a jaxpr or a function, which is held weakly. An entry goes with it, or
-# after 2048 newer ones. JAX's tracing context is part of the key. A value must not refer to its key.
+# A cache of a pure function of a jaxpr or a function, with a weak reference to it. An entry is dropped with
+# it, or after 2048 newer ones. JAX's tracing context is part of the key. A value must not refer to its key.
 weakref_lru_cache = _util.weakref_lru_cache
 merge_lists = _util.merge_lists
 split_list = _util.split_list
@@ -89,7 +89,7 @@ dot_general_p = _primitives.dot_general_p
 conv_general_dilated_p = _primitives.conv_general_dilated_p
 reduce_precision_p = _primitives.reduce_precision_p
 
-# The text of this JAX version's own error, so that code which matches it keeps working.
+# The text of this JAX version's own error, so that code that matches it keeps working.
 EFFECTS_NOT_SUPPORTED = (
     "Effects not supported in AD of `checkpoint`/`remat`"
     if JAX_VERSION >= (0, 11)
@@ -164,7 +164,7 @@ def stays_in_memory(primitive: Primitive, operands: Sequence[Any], kind: str) ->
 
 
 def can_be_on_host(aval: Any) -> bool:
-    """Return whether values of this type can be copied to the host's memory and back: arrays on a device."""
+    """Return whether values of this type are arrays on a device, which can be copied to the host and back."""
     if getattr(aval, "memory_space", None) is not jax.memory.Space.Device:
         return False
     return not jnp.issubdtype(aval.dtype, jax.dtypes.extended)

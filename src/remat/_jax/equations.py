@@ -157,7 +157,7 @@ def host_copy(v: Var, like: JaxprEqn | None) -> HostCopy:
 
 
 def offloaded_copy(v: Var, case: Offloadable, like: JaxprEqn) -> HostCopy | None:
-    """Return a copy of an array as a policy's `Offloadable` says; None if it is not in `case.src`."""
+    """Return the copy of an array that a policy's `Offloadable` requests; None if it is not in `case.src`."""
     source, target = (_core.mem_kind_to_space(kind) for kind in (case.src, case.dst))
     if getattr(v.aval, "memory_space", None) is not source:
         return None
@@ -212,10 +212,10 @@ def _scopes(eqn: JaxprEqn) -> list[str]:
     return [entry.name for entry in stack if type(entry).__name__ == "Scope"]
 
 
-# Name scopes that tell the planner where it may recompute. Everything that JAX makes of an equation (its
-# derivative, its transpose, its batched form) stays in the equation's scopes. Users never see them.
+# Name scopes that tell the planner where it may recompute. Equations that JAX derives from an equation (its
+# derivative, its transpose, its batched form) stay in the equation's scopes. Users never see them.
 _MARKED, _FIXED = "<remat.auto ", "<remat.fixed>"
-_RECOMPUTATION = "rematted_computation"  # JAX's scope of what a checkpoint computes again
+_RECOMPUTATION = "rematted_computation"  # JAX's scope of a checkpoint's recomputation
 
 
 def _is_mark(scope: str) -> bool:
@@ -228,7 +228,7 @@ def marked_scope(name: str) -> Any:
 
 
 def is_marked(eqn: JaxprEqn) -> bool:
-    """Return whether an equation itself is marked; what it runs inside is then, too."""
+    """Return whether an equation itself is marked; the programs inside it are then marked, too."""
     return any(name.startswith(_MARKED) for name in _scopes(eqn))
 
 
@@ -244,7 +244,7 @@ def fixed(eqn: JaxprEqn) -> JaxprEqn:
 
 
 def without_marks(eqn: JaxprEqn) -> JaxprEqn:
-    """Return the equation without the scopes that only the planner knows."""
+    """Return the equation without the scopes that only the planner uses."""
     stack = eqn.source_info.name_stack
     kept = tuple(entry for entry in stack.stack if not _is_mark(entry.name))
     if len(kept) == len(stack.stack):
@@ -256,8 +256,8 @@ def without_marks(eqn: JaxprEqn) -> JaxprEqn:
 def without_scopes(eqn: JaxprEqn) -> JaxprEqn:
     """Return the equation without the scopes and modules that name it; transformations and marks stay.
 
-    An equation like this one may run others that have all of their own scopes, which would otherwise stand
-    inside of these.
+    A new equation with the context of this one may contain equations with complete scopes of their own, which
+    would otherwise be nested in these.
     """
     stack = eqn.source_info.name_stack
     kept = tuple(
@@ -288,7 +288,7 @@ def is_recomputation(eqn: JaxprEqn) -> bool:
 def source_of_caller() -> Any:
     """Return a context in which equations have the source line of this call, wherever they are traced.
 
-    In traces inside of a trace JAX knows the innermost frames only, and these may all be the library's.
+    In nested traces JAX records only the innermost frames, which may all be the library's.
     """
     return _source_info.user_context(_source_info.current().traceback)
 
@@ -310,8 +310,8 @@ def source_frames_of(eqn: JaxprEqn) -> tuple[tuple[str, int, str], ...]:
 def with_lines_of(eqn: JaxprEqn, callers: Sequence[JaxprEqn]) -> JaxprEqn:
     """Return an equation with the source lines of the innermost of its callers that has any.
 
-    Only an equation without lines gets them: one of a function that JAX itself has jitted, such as
-    `jnp.var`, of which JAX does not know where it was called.
+    Only an equation without lines gets them: JAX does not record where a function that it jits itself, such
+    as `jnp.var`, was called.
     """
     if source_frames_of(eqn):
         return eqn
@@ -323,7 +323,7 @@ def with_lines_of(eqn: JaxprEqn, callers: Sequence[JaxprEqn]) -> JaxprEqn:
 
 
 def has_hidden_rules(eqn: JaxprEqn) -> bool:
-    """Return whether differentiating the equation runs user code that its jaxpr does not show."""
+    """Return whether differentiating the equation runs user code that is not in its jaxpr."""
     return eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
@@ -448,7 +448,7 @@ _CALL_DCE_RULE = _pe.dce_jaxpr_closed_call_rule
 
 
 def is_high_primitive(eqn: JaxprEqn) -> bool:
-    """Return whether an equation is one of JAX's coming primitives: a parameter has its rules."""
+    """Return whether an equation is a high-level primitive of JAX, with its rules in a parameter."""
     return eqn.primitive.name == "call_hi_primitive"
 
 
@@ -464,11 +464,11 @@ def has_lasting_effects(effects: Any) -> bool:
 
 
 def only_names_axes(effects: Any) -> bool:
-    """Return whether these effects say nothing but the axes over which collectives communicate."""
+    """Return whether these effects only name the axes over which collectives communicate."""
     return all(isinstance(effect, _core.NamedAxisEffect) for effect in effects)
 
 
-# By parameter of a call: the entry for an operand or a result that is added to the call.
+# Parameters of a call with one entry per operand or result → the entry for an added operand or result.
 ADDED_OPERAND = {
     "in_shardings": _unspecified,
     "in_layouts": None,

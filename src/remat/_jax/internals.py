@@ -1,12 +1,12 @@
-"""All names of JAX's internals that the library uses, and what would replace each if JAX removed it.
+"""All names of JAX's internals that the library uses, and the replacement for each if JAX removes it.
 
 A test reads the code of this package. It fails on an internal name that is not listed and on a listed
 name that is not used. The list has names of `jax._src`, of `jax.interpreters` and `jax.extend` (public,
-but without a promise of stability), of private modules of `jax.experimental`, and private attributes of
+but without a guarantee of stability), of private modules of `jax.experimental`, and private attributes of
 JAX's objects.
 
 The library does not use JAX's partial evaluation of jaxprs: `remat.ir.split` splits programs. The rows
-about partial evaluation are for rules that JAX calls where it evaluates partially itself.
+about partial evaluation are for rules that JAX calls when it evaluates partially itself.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Internal(NamedTuple):
     Attributes:
       where: the module, or `attribute` for private attributes of JAX's objects.
       names: the names that are used.
-      purpose: what they are used for.
-      replacement: what would replace them.
+      purpose: their use here.
+      replacement: their replacement if JAX removes them.
       versions: the JAX versions that have them, unless all supported ones do.
     """
 
@@ -170,7 +170,7 @@ INTERNALS = (
     Internal(
         "jax._src.config",
         ("mutable_array_checks", "_check_vma"),
-        "options that hold where a program is traced",
+        "options that are in effect while a program is traced",
         "`jax.config`, and tracing inside of `jax.shard_map`",
     ),
     Internal(
@@ -295,13 +295,13 @@ INTERNALS = (
         "jax._src.interpreters.ad",
         ("JVPTracer", "LinearizeTracer"),
         "which values of a loop are differentiated while it is traced",
-        "taking all values to be",
+        "assuming that all values are",
     ),
     Internal(
         "jax._src.interpreters.batching",
         ("BatchTracer",),
         "the same under `vmap`",
-        "taking all values to be",
+        "assuming that all values are",
     ),
     Internal(
         "jax.interpreters.ad",
@@ -333,8 +333,8 @@ INTERNALS = (
         "recognizing call primitives of other libraries",
         "nothing: only the calls that `ir.jaxprs` lists are split",
     ),
-    # Rules that JAX calls where it evaluates partially itself. They are not registered where JAX no
-    # longer has the tables for them.
+    # Rules that JAX calls when it evaluates partially itself. They are not registered in versions of JAX
+    # that no longer have the tables for them.
     Internal(
         "jax.interpreters.partial_eval",
         ("custom_partial_eval_rules", "partial_eval_jaxpr_custom_rules"),
@@ -467,7 +467,7 @@ INTERNALS = (
     Internal(
         "attribute",
         ("_to_xla_hlo_sharding",),
-        "telling the layouts of arrays apart, whatever a mesh's axes are called",
+        "comparing the layouts of arrays independently of the names of mesh axes",
         "`Sharding.shard_shape` and the names in a `PartitionSpec`",
     ),
     Internal(

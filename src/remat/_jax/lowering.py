@@ -29,7 +29,7 @@ LoweringContext: TypeAlias = _mlir.LoweringRuleContext
 FAST_COMPILATION: dict[str, dict[str, Any]] = {
     # O0 of XLA's effort levels. JAX 0.12 takes its name too, 0.10 only the number.
     "tpu": {"optimization_level": 9},
-    # Buffers are assigned before LLVM compiles the kernels, so the memory is the same whatever LLVM does.
+    # Buffers are assigned before LLVM compiles the kernels, so LLVM's optimizations do not change the memory.
     "cpu": {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
 }
 
@@ -51,7 +51,7 @@ def register_lowering(primitive: Primitive, rule: Callable, **by_platform: Calla
             ctx.set_tokens_out(listed.tokens_out)
         return outs
 
-    # Not cacheable: the rules depend on where the equation stands, so they run for each occurrence.
+    # Not cacheable: the rules depend on the program around the equation, so they run for each occurrence.
     _mlir.register_lowering(primitive, choose, cacheable=False)
 
 
@@ -165,8 +165,8 @@ def _is_unreduced(aval: Aval) -> bool:
 def _declare_shardings(ctx: LoweringContext, function: Any, avals_out: Sequence[Any]) -> None:
     """Declare in a function's signature which arguments and results are unreduced, and over which axes.
 
-    The partitioner assumes that an argument without such a declaration is reduced. It would sum it
-    before the call, and the caller, for whom the result is unreduced, would sum again.
+    The partitioner assumes that an argument without such a declaration is reduced: it would sum the argument
+    before the call, and the caller, which treats the result as unreduced, would sum again.
     """
     sides = (
         ("arg_attrs", function.type.inputs, ctx.avals_in),
@@ -229,7 +229,7 @@ def primitive_names() -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1)
 def _primitive_names(_: int) -> frozenset[str]:
-    # The argument is the number of rules: the names are collected again after one is registered.
+    # The argument is the number of rules, so that names are collected again after a registration.
     return frozenset(p.name for rules in _rules_of_primitives() for p in list(rules))
 
 

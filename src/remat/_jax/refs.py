@@ -51,7 +51,7 @@ class WithoutRefs(NamedTuple):
     is_written: tuple[bool, ...]
 
 
-# The same jaxpr each time, since JAX caches what it does by jaxpr object.
+# Cached, since JAX's own caches are keyed by jaxpr object.
 @weakref_lru_cache
 def without_refs(jaxpr: Jaxpr) -> WithoutRefs | None:
     """Rewrite a jaxpr that reads or writes refs as one on their values; None if that is unsupported.
@@ -115,7 +115,7 @@ def _has_own_rules(eqn: JaxprEqn) -> bool:
 
 
 def _passes_refs_to_own_rules(jaxpr: Jaxpr) -> bool:
-    """Return whether equations with derivative rules take part in what is rewritten."""
+    """Return whether the rewriting would involve equations with derivative rules."""
     return any(
         _has_own_rules(eqn) or any(_passes_refs_to_own_rules(open_jaxpr(j)) for j in jaxprs_of(eqn))
         for eqn in jaxpr.eqns
@@ -126,8 +126,8 @@ def _passes_refs_to_own_rules(jaxpr: Jaxpr) -> bool:
 # Equations without refs
 #
 # JAX rewrites the jaxprs of loops, branches and calls by tracing them with everything lowered, which
-# inlines functions with derivative rules and drops the rules. So an equation that does not take part
-# in the rewriting becomes one that JAX does not look into, until the rewriting is done.
+# inlines functions with derivative rules and drops the rules. So an equation that uses no refs is replaced
+# by an opaque one until the rewriting is done.
 
 _hidden_p = _excore.Primitive("remat_hidden")
 _hidden_p.multiple_results = True

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 from jax._src import core as _core
 
-_TYPICAL_DIMENSION = 256  # the value assumed for each symbol where sizes are only compared
-_MOST_BYTES = 2**63  # more than any array has
+_TYPICAL_DIMENSION = 256  # the value assumed for each symbol when sizes are compared
+_MOST_BYTES = 2**63  # larger than any array
 
 
 def is_symbolic(size: Any) -> bool:

@@ -80,9 +80,9 @@ def static_arguments(fun: Callable) -> tuple[tuple[int, ...], tuple[str, ...]]:
 
 
 def options_of_jit(fun: Any) -> dict[str, Any]:
-    """Return which arguments of a jitted function are donated or static; {} of other functions.
+    """Return which arguments of a jitted function are donated or static; {} for other functions.
 
-    Those of a bound method are counted without `self`.
+    The arguments of a bound method are counted without `self`.
     """
     info = getattr(fun, "_jit_info", None)
     if info is None:
@@ -105,8 +105,8 @@ def options_of_jit(fun: Any) -> dict[str, Any]:
 def unjitted(fun: Any) -> tuple[Callable, dict[str, Any]]:
     """Return the function in a jitted function, and the options with which it was jitted.
 
-    Other functions are returned with the options that they carry from a jitted one, if any. So are
-    those whose layouts are given, or, of methods, shardings: what stands for `self` is not known there.
+    Other functions are returned unchanged, with the options that they carry from a jitted one, if any. So are
+    jitted functions with layouts, and jitted methods with shardings, whose entry for `self` is unknown.
     """
     info, is_method = getattr(fun, "_jit_info", None), inspect.ismethod(fun)
     itself = fun.__func__ if is_method else fun
@@ -141,7 +141,7 @@ def abstractify(x: Any) -> Any:
 
 
 def check_ref_arguments(debug: Any, avals: Sequence[Aval], leaves: Sequence[Leaf]) -> None:
-    """Refuse refs that are passed twice or belong to a transformation under way."""
+    """Raise for refs that are passed twice or belong to an active transformation."""
     _api_util.check_no_transformed_refs_args(lambda: debug, leaves)
     # 0.11: only then can a jaxpr check it; delete the condition with 0.10.
     if JAX_VERSION >= (0, 11) and _config.mutable_array_checks.value:
@@ -149,7 +149,7 @@ def check_ref_arguments(debug: Any, avals: Sequence[Aval], leaves: Sequence[Leaf
 
 
 def check_captured_refs(debug: Any, consts: Sequence[Any], leaves: Sequence[Leaf]) -> None:
-    """Refuse a ref that is both an argument and closed over."""
+    """Raise for a ref that is both an argument and closed over."""
     if JAX_VERSION >= (0, 11) and _config.mutable_array_checks.value:
         _api_util._check_no_aliased_closed_over_refs(debug, consts, leaves)
 
@@ -167,7 +167,7 @@ def trace(
 
 
 def trace_call(fun: Callable, *args: Any) -> tuple[Jaxpr, list[Any], Any]:
-    """Return `fun` as a jaxpr, the values that it closes over, and its result as a tree of types.
+    """Return `fun` as a jaxpr, the values that it closes over, and the types of its result as a pytree.
 
     The jaxpr takes the closed-over values as leading inputs. `args` are pytrees of arrays or types.
     """
@@ -192,7 +192,7 @@ def argument_shardings(traced: Any) -> list[Any]:
 
 
 def result_shardings(traced: Any) -> list[Any]:
-    """Return what `out_shardings` says of each result of `jax.jit(f).trace(...)`; None if nothing."""
+    """Return the `out_shardings` of each result of `jax.jit(f).trace(...)`; None if unspecified."""
     return [None if s is _unspecified else s for s in traced._params["out_shardings"]]
 
 
@@ -214,9 +214,9 @@ def _n_devices(sharding: Any) -> int:
 
 
 def sharding_text(sharding: Any, ndim: int) -> str:
-    """Return how an array is sharded over devices in order, as HLO writes it; "" where it is whole.
+    """Return an array's sharding over the devices in order, as HLO writes it; "" if it is not sharded.
 
-    Equal texts mean equal layouts, whatever a mesh's axes are called.
+    Equal texts mean equal layouts, whatever the names of the mesh axes.
     """
     if sharding is None or not hasattr(sharding, "_to_xla_hlo_sharding"):
         return ""
@@ -234,7 +234,7 @@ def out_avals(jaxpr: Jaxpr) -> list[Any]:
 
 
 def slice_types(xs: Sequence[Any]) -> list[Any]:
-    """Return the types of these arrays' slices along their first axis, shardings and all.
+    """Return the types of these arrays' slices along their first axis, with their shardings.
 
     These are the types that a loop's step reads, with their varying axes of a `shard_map`.
     """
@@ -264,7 +264,7 @@ def has_explicit_axes() -> bool:
 
 
 def in_mesh(x: Any) -> Any:
-    """Return a constant with the mesh in use in its type, from which JAX leaves it out.
+    """Return a constant whose type has the mesh in use, which JAX does not add to constants.
 
     Without it, JAX cannot batch loops and branches over an explicit axis of the mesh.
     """
@@ -280,6 +280,6 @@ def varying_axes(*values: Any) -> frozenset[str]:
 
 
 def varying_as(x: Any, *others: Any) -> Any:
-    """Return an array as one that also varies over the axes that others vary over."""
+    """Return an array whose type also varies over the axes that the others vary over."""
     axes = varying_axes(*others) - varying_axes(x)
     return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x

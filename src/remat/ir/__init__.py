@@ -1,13 +1,13 @@
 """Programs as data: jaxprs and what their equations mean, without JAX's internals.
 
-operations   a table of JAX's primitives: fusion, work, and whether they may be recomputed
+operations   a table of JAX's primitives: fusion, cost, and whether they may be recomputed
 formulas     FLOP counts of primitives whose work is not proportional to their result
 jaxprs       jaxprs inside equations: bodies, inlining, substitution, dependence
 equations    properties of single equations, from the table
 flops        FLOPs and bytes of equations and programs
 repetitions  common subexpressions: equations of one program that repeat those of another
-updates      updates of donated arguments, moved to where gradients are ready
+updates      updates of donated arguments, moved to the place where their gradients are ready
 fingerprint  fingerprints of jaxprs, independent of names
-restriction  programs in which only what is in marked functions may be computed again (`remat.auto`)
+restriction  programs in which only equations of marked functions may be recomputed (`remat.auto`)
 split/       a program split into a forward and a backward half, with its loops and branches
 """

@@ -53,8 +53,8 @@ def has_derivative_rule(eqn: _jax.JaxprEqn) -> bool:
 def programs_of(eqn: _jax.JaxprEqn) -> list[Any]:
     """Return the jaxprs that an equation runs, each once.
 
-    That of a function with a derivative rule is one, and of a linear solve the one that solves. What only
-    derivatives run is left out.
+    They include the body of a function with a derivative rule, and of a linear solve the program that solves.
+    Jaxprs that only derivatives run are left out.
     """
     bodies = list(jaxprs.bodies_of(eqn))
     if has_derivative_rule(eqn):
@@ -65,7 +65,7 @@ def programs_of(eqn: _jax.JaxprEqn) -> list[Any]:
 
 
 def solve_operands(eqn: _jax.JaxprEqn, operands: Sequence[T]) -> list[T]:
-    """Return what the program that solves takes of what belongs to a linear solve's operands.
+    """Return the items for the operands of the solving program, from those for a linear solve's operands.
 
     These are the constants of the product, of the transposed product, of the solve and of the transposed
     solve, and then the right-hand side.
@@ -77,9 +77,9 @@ def solve_operands(eqn: _jax.JaxprEqn, operands: Sequence[T]) -> list[T]:
 
 
 def transparent_call(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
-    """Return the body of a call that says nothing but what its equations say, else None.
+    """Return the body of a call that is equivalent to its equations, else None.
 
-    Calls with shardings, layouts, donation or derivative rules of their own say more.
+    Calls with shardings, layouts, donation or derivative rules of their own are not.
     """
     is_transparent = _jax.is_plain_jit(eqn) or eqn.primitive.name in _TRANSPARENT_CALLS
     return _without_constants(eqn) if is_transparent else None
@@ -92,10 +92,10 @@ def undifferentiated_call(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
 
 
 def plain_call(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
-    """Return the body of a call whose equations can stand in its place, else None.
+    """Return the body of a call that can be inlined, else None.
 
-    These are calls that tell the compiler nothing more than their equations do, in programs that are
-    not differentiated again. A checkpointed function is such a call until it is differentiated.
+    In programs that are not differentiated again, these are the calls that mean the same to the compiler as
+    their equations. A checkpointed function is such a call until it is differentiated.
     """
     has_rules = eqn.primitive.name in _CALLS_WITH_RULES
     return _without_constants(eqn) if has_rules else undifferentiated_call(eqn)
@@ -140,7 +140,7 @@ def fusion_of(eqn: _jax.JaxprEqn) -> Fusion:
 def _is_outer_product(eqn: _jax.JaxprEqn) -> bool:
     """Return whether an equation is a matrix product that sums over one term, or none.
 
-    XLA makes it an elementwise multiplication. A gradient of weights for a single example is one.
+    XLA computes it as an elementwise multiplication. A gradient of weights for a single example is one.
     """
     if eqn.primitive.name != "dot_general":
         return False
@@ -162,9 +162,9 @@ def is_fusible(eqn: _jax.JaxprEqn) -> bool:
 
 
 def is_elementwise(eqn: _jax.JaxprEqn) -> bool:
-    """Return whether each element of the result depends on nothing but its own element of each operand.
+    """Return whether each element of the result depends only on the same element of each operand.
 
-    Operands are numbers or have the result's shape. Data movement is not elementwise, even within a shape.
+    Operands are scalars or have the result's shape. Data movement is not elementwise, even within a shape.
     """
     if len(eqn.outvars) != 1 or has_effects(eqn) or jaxprs.has_body(eqn) or not eqn.invars:
         return False
@@ -188,7 +188,7 @@ def is_collective(eqn: _jax.JaxprEqn) -> bool:
 def has_effects(eqn: _jax.JaxprEqn) -> bool:
     """Return whether an equation does more than compute its results, or must keep its place.
 
-    That of a collective names the axis over which it communicates.
+    The effect of a collective, which only names its axes, does not count.
     """
     return bool(eqn.effects) and not _jax.only_names_axes(eqn.effects)
 

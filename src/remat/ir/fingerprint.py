@@ -65,7 +65,7 @@ def _add_jaxpr(digest: Any, jaxpr: _jax.Jaxpr, literals: bool) -> None:
         ignored = _OF_NO_EFFECT.get(eqn.primitive.name, ())
         for key in sorted(eqn.params):
             if key == "policy" or key in ignored:
-                continue  # the program shows what the policy decided
+                continue  # the program already reflects the policy's decisions
             digest.update(f";{key}=".encode())
             _add_value(digest, eqn.params[key], literals)
     digest.update(("->" + ",".join(map(name, jaxpr.outvars))).encode())

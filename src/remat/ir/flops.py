@@ -1,4 +1,4 @@
-"""The work of an equation, FLOPs and bytes, counted from its types.
+"""FLOPs and bytes of equations, counted from their types.
 
 Policies and the planner use the same counts. Under `shard_map` they are per device, since the types
 there are those of one device. The conventions are (`ir.operations` has the numbers of each primitive):
@@ -67,7 +67,7 @@ def flops_of(eqn: _jax.JaxprEqn, *, transcendental: int = TRANSCENDENTAL) -> int
     return through_bodies(eqn, own, _flops_of_body if is_default else None)
 
 
-# A number that depends on the immutable jaxpr alone; kept for bodies that several equations run.
+# Cached, since several equations may run the same body, and the count depends on the immutable jaxpr alone.
 @_jax.weakref_lru_cache
 def _flops_of_body(jaxpr: _jax.Jaxpr) -> Any:
     return sum(map(flops_of, jaxpr.eqns))
@@ -99,7 +99,7 @@ def through_bodies(
     Args:
       eqn: an equation of a jaxpr.
       own: the cost of an equation that runs no others.
-      of_body: the cost of a program inside, if it is known otherwise.
+      of_body: the cost of a program inside, if it is computed in another way.
     """
 
     def of_jaxpr(jaxpr: JaxprLike) -> Any:
@@ -188,7 +188,7 @@ def _bytes_of_one(eqn: _jax.JaxprEqn) -> int:
     if traffic is Traffic.REPLACE_2:
         return 2 * of_operand[2] + of_operand[1]
     if traffic is Traffic.COMBINE_2:
-        # The update is read, and what it is combined with is read and written.
+        # The update is read, and the part that it is combined with is read and written.
         return 3 * of_operand[2] + of_operand[1]
     read = {id(v): _n_bytes(v.aval) for v in eqn.invars if _jax.is_var(v)}
     return written + sum(read.values())

@@ -26,9 +26,9 @@ TRANSCENDENTAL = 10
 
 
 def size(aval: Aval) -> Size:
-    """Return the number of elements of a type; 0 for what is not an array.
+    """Return the number of elements of a type; 0 if it is not an array's.
 
-    It is an expression where the type has symbolic dimensions.
+    It is an expression if the type has symbolic dimensions.
     """
     n = getattr(aval, "size", None)
     return 0 if n is None else int(n) if isinstance(n, numbers.Integral) else n

@@ -48,7 +48,7 @@ def bodies_of(eqn: _jax.JaxprEqn) -> Iterator[JaxprLike]:
 
 
 def has_body(eqn: _jax.JaxprEqn) -> bool:
-    """Return whether the equation runs jaxprs (a loop, branches, a call), which are cut with it."""
+    """Return whether the equation runs jaxprs (a loop, branches, a call), which are split with it."""
     return bool(body_keys(eqn))
 
 
@@ -57,8 +57,8 @@ def equations(
 ) -> Iterator[_jax.JaxprEqn]:
     """Yield the equations of a jaxpr at any depth, each before those inside it.
 
-    `inside(eqn)` gives the jaxprs of an equation that are looked into: by default all, those that are
-    not run included; `bodies_of` gives those that are run.
+    `inside(eqn)` gives the jaxprs of an equation to walk: by default all, even those that are not run;
+    `bodies_of` gives those that are run.
     """
     for eqn in jaxpr.eqns:
         yield eqn
@@ -118,10 +118,10 @@ def scan_of_step(
 
 
 def inline_calls(jaxpr: _jax.Jaxpr, is_call: Callable[[_jax.JaxprEqn], Any]) -> _jax.Jaxpr:
-    """Write calls out, at the top level and inside each other.
+    """Inline calls, at the top level and inside each other.
 
-    `is_call(eqn)` is the jaxpr to write in place of an equation, or None. Operations keep the names
-    of the scopes that their calls stand in.
+    `is_call(eqn)` is the jaxpr to inline in place of an equation, or None. Operations keep the names
+    of the scopes around their calls.
     """
     eqns: list[_jax.JaxprEqn] = []
 
@@ -172,7 +172,7 @@ def inlined(
     return eqns, [look(names, v) for v in jaxpr.outvars]
 
 
-def written_out(
+def equations_on(
     jaxpr: _jax.Jaxpr, invars: Sequence[Atom], outvars: Sequence[_jax.Var]
 ) -> list[_jax.JaxprEqn]:
     """Return the equations of a jaxpr on other operands and with other result variables."""
@@ -205,7 +205,7 @@ def renamed(eqn: _jax.JaxprEqn, names: Mapping[_jax.Var, Atom], stack: Any = Non
 
 
 def last_uses(jaxpr: _jax.Jaxpr) -> dict[_jax.Var, int]:
-    """Return the place of the last equation that uses each value; the results are used after all."""
+    """Return the place of the last equation that uses each value; results are used after all equations."""
     found = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if _jax.is_var(v)}
     found.update((v, len(jaxpr.eqns)) for v in jaxpr.outvars if _jax.is_var(v))
     return found

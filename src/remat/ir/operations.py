@@ -1,10 +1,10 @@
 """A table of JAX's primitives: how each fuses, what it computes and moves, whether it may be recomputed.
 
 All properties of operations in this library come from this table: which values XLA writes to memory
-(`fusion`), FLOPs and bytes (`flops`, `traffic`), what the planner may recompute (`is_repeatable`), which
-values a cut does not save twice (`is_rearrangement`), what a benchmark can run alone (`runs_alone`), what
-is a function of its own on CPUs (`has_index_arrays`). A test fails on a primitive of the installed JAX
-without a row.
+(`fusion`), FLOPs and bytes (`flops`, `traffic`), which operations the planner may recompute
+(`is_repeatable`), which values a cut does not save twice (`is_rearrangement`), which operations can be
+measured alone (`runs_alone`), which become separate functions on CPUs (`has_index_arrays`). A test fails on a
+primitive of the installed JAX without a row.
 
 To add a primitive, write its name into its group below. For a primitive without a row, `ir.equations`
 derives the properties from the equation, which is correct for elementwise ones.
@@ -49,21 +49,21 @@ class Traffic(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """What is known of a primitive.
+    """The properties of a primitive.
 
     Args:
-      fusion: what it means to a compiler that fuses loops.
+      fusion: how a compiler that fuses loops treats it.
       flops: FLOPs per element of the largest operand or result, or a formula that counts them.
       traffic: which bytes it reads and writes.
       is_rearrangement: whether its result is its first operand reordered, repeated or cast, so that
         computing it again costs no arithmetic.
       is_copy: whether its result has the value of its first operand, at the same type.
-      is_expansion: whether its result is larger than what it is made from, as a rule.
+      is_expansion: whether its result is usually larger than its operands.
       is_random: whether it draws random numbers.
       is_collective: whether it communicates between devices.
       is_repeatable: whether computing it again gives the same result and has no other effect.
-      runs_alone: whether running it alone, on made-up operands, says what it costs.
-      has_index_arrays: whether XLA for CPU makes arrays of indices for it, as large as its operand.
+      runs_alone: whether its time can be measured by running it alone, on arbitrary operands.
+      has_index_arrays: whether XLA for CPU creates arrays of indices for it, as large as its operand.
     """
 
     fusion: Fusion
@@ -104,7 +104,7 @@ def writes_into_operand(name: str) -> bool:
 
 
 def names_where(attribute: str) -> frozenset[str]:
-    """Return the primitives for which a yes-or-no column of the table says yes.
+    """Return the primitives for which a Boolean column of the table is true.
 
     >>> "transpose" in names_where("is_rearrangement"), "sin" in names_where("is_collective")
     (True, False)
@@ -287,12 +287,12 @@ _rows(
     unreduced_psum unreduced_pmax unreduced_pmin unreduced_reduce_scatter pbroadcast_dynamic
     """,
 )
-# They describe an array otherwise and send nothing.
+# They change the description of an array and send nothing.
 _rows(
     dataclasses.replace(_COLLECTIVE, is_collective=False),
     "global_array_to_host_local_array host_local_array_to_global_array",
 )
-# Halves of one communication: the second takes what the first began.
+# Halves of one communication: the second completes what the first started.
 _rows(
     dataclasses.replace(_COLLECTIVE, is_repeatable=False),
     """
@@ -320,7 +320,7 @@ _rows(
     """,
 )
 _rows(Operation(Fusion.KERNEL), "remat_body custom_lin")
-# User code decides what these do. JAX sees no effect, so they may be recomputed.
+# They run user code that JAX does not see. JAX attributes no effect to them, so they may be recomputed.
 _rows(Operation(Fusion.KERNEL, runs_alone=False), "pure_callback custom_partitioning")
 _rows(Operation(Fusion.KERNEL), "ffi_call tpu_custom_call mosaic_gpu_p pallas_call")
 _rows(Operation(Fusion.KERNEL, 0, is_repeatable=False, runs_alone=False), "inspect_sharding")
@@ -333,7 +333,7 @@ _rows(
 )
 
 # --------------------------------------------------------------------------------------------------
-# Mutable state: refs, boxes and logs. What they read depends on when they run.
+# Mutable state: refs, boxes and logs. The values that they read depend on when they run.
 
 _STATE = Operation(Fusion.KERNEL, 0, Traffic.PART, is_repeatable=False, runs_alone=False)
 _rows(

@@ -2,7 +2,7 @@
 
 An equation repeats another if it applies the same primitive to the same operands with the same
 parameters. A loop that runs another one's steps and stacks more of their values repeats it, too: the two
-become one loop, which stacks what either does.
+become one loop, which stacks the values of both.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _jax.exclude_from_tracebacks(__file__)
 class Around(NamedTuple):
     """The program around two bodies of loops.
 
-    JAX's partial evaluation computes before a loop what is the same in all of its steps, but not what a
-    checkpoint in its body recomputes.
+    JAX's partial evaluation moves loop-invariant values out of a loop, but not those that a checkpoint in its
+    body recomputes.
 
     Attributes:
       operands: the operand for each constant of a body, by the variable inside.
@@ -52,7 +52,7 @@ def without_repetitions(
       second: the equations of the second, on other variables than those of the first.
       names: for inputs of the second, the variables of the first that they equal. Results of the second that
         the first computes are added.
-      around: what is known of the program around, if the two are bodies of loops.
+      around: the program around, if the two are bodies of loops.
     """
     around = around or Around({}, (), {})
     merged = list(first)

@@ -34,13 +34,13 @@ def has_marks(jaxpr: _jax.Jaxpr) -> bool:
 
 
 def restricted(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """Return a program in which all that is outside of marked functions is fixed, if any is marked."""
+    """Return a program in which all equations outside of marked functions are fixed, if any is marked."""
     marks = _Marks()
     return _Fixing(marks).program(jaxpr) if marks.inside(jaxpr) else jaxpr
 
 
 def marks_of(jaxpr: _jax.Jaxpr) -> str:
-    """Return a text that says which equations are marked; "" if none is."""
+    """Return a text that identifies the marked equations; "" if there are none."""
     marks = _Marks()
     return marks.text(jaxpr) if marks.inside(jaxpr) else ""
 
@@ -54,7 +54,7 @@ class _Marks:
     """Which programs have marks. Jaxprs that several equations run are read once."""
 
     def __init__(self) -> None:
-        # Jaxprs are kept with their numbers, which are theirs as long as they live.
+        # Jaxprs are stored with their ids, so that these stay valid.
         self._inside: dict[int, tuple[_jax.Jaxpr, bool]] = {}
 
     def inside(self, jaxpr: _jax.Jaxpr) -> bool:

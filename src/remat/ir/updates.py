@@ -1,18 +1,18 @@
 """Updates of donated arguments, moved from the end of a step to where their operands are ready.
 
 An optimizer is written after the gradient of the whole step, so a step computes all updates at its end and
-keeps all gradients until then. The update of a donated argument is written in that argument's place: computed
-as soon as its gradient is there, it takes no memory, and the gradient can go.
+keeps all gradients until then. The update of a donated argument reuses that argument's buffer: computed as
+soon as its gradient is ready, it takes no memory, and the gradient can be freed.
 
-What moves are *updates*: operations that are fused into loops, reductions and random numbers, if all that
-they lead to is results in the place of donated arguments, or values of a few bytes, such as norms and
-metrics. Updates that share values that are not small move together, to the place after which
+The operations that move are *updates*: operations that are fused into loops, reductions and random numbers,
+if they lead only to results in the buffers of donated arguments, or to values of a few bytes, such as norms
+and metrics. Updates that share values that are not small move together, to the place after which
 
-* all that they read has been computed,
-* nothing but updates reads the values and the donated arguments that they read.
+* all values that they read have been computed,
+* only updates read the values and the donated arguments that they read.
 
-An equation that stands before that place stays. Small values that updates need, such as a learning rate by
-the number of the step, are computed as soon as they can be. The equations that do not move keep their order.
+Equations before that place stay. Small values that updates need, such as a learning rate that depends on the
+number of the step, are computed as soon as possible. The equations that do not move keep their order.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from remat import _jax
 from remat.ir.equations import fusion_of, has_effects
 from remat.ir.operations import FUSIBLE, Fusion, operation
 
-# Bytes of a value that costs nothing to keep: a number, a key, a flag. Larger ones would move updates
-# together that have only a small array in common less often.
+# Bytes up to which keeping a value costs nothing: a number, a key, a flag. With a larger limit, updates that
+# share only a small array move independently.
 _SMALL_BYTES = 64
 
 
 def with_early_updates(jaxpr: _jax.Jaxpr, donated: Sequence[bool]) -> _jax.Jaxpr:
-    """Return a program that updates its donated arguments as soon as it can.
+    """Return a program that updates its donated arguments as soon as possible.
 
     Args:
       jaxpr: flat, without dead equations.
-      donated: for each of its inputs whether a result may take over its memory.
+      donated: for each of its inputs, whether a result may reuse its buffer.
     """
     given = [v for v, is_so in zip(jaxpr.invars, donated, strict=True) if is_so]
     in_place = _in_place(jaxpr, given)
@@ -48,7 +48,7 @@ def with_early_updates(jaxpr: _jax.Jaxpr, donated: Sequence[bool]) -> _jax.Jaxpr
 
 
 def _in_place(jaxpr: _jax.Jaxpr, given: Iterable[_jax.Var]) -> set[_jax.Var]:
-    """Return the results that take over a donated argument's memory: the first ones of its type."""
+    """Return the results that reuse a donated argument's buffer: the first ones of its type."""
     free = collections.Counter(_type_of(v) for v in given)
     found = set()
     for v in jaxpr.outvars:
@@ -63,7 +63,7 @@ def _type_of(v: _jax.Var) -> tuple[object, object]:
 
 
 class _Moving:
-    """Where the equations of a program move.
+    """Computes where the equations of a program move.
 
     Args:
       jaxpr: the program.
@@ -159,7 +159,7 @@ class _Moving:
         return found
 
     def _last_read(self, v: _jax.Var) -> int:
-        """Return the last equation but updates that reads a value that updates free or overwrite."""
+        """Return the last equation other than updates that reads a value that updates free or overwrite."""
         made = self.producer.get(v)
         stays = v not in self.donated if made is None else self.is_update[made]
         if stays or _is_small(v):

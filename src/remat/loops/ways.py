@@ -46,8 +46,8 @@ class Scanned(NamedTuple):
         """Return the scan without its policy. Regions that the user's body makes stay."""
         body = self.traced.body
         bodies = {id(eqn): eqn.params["jaxpr"] for eqn in body.eqns if is_region(eqn)}
-        written_out = jaxprs.inline_calls(body, lambda eqn: bodies.get(id(eqn)))
-        return self._replace(traced=self.traced._replace(body=written_out), has_policy=False)
+        inlined = jaxprs.inline_calls(body, lambda eqn: bodies.get(id(eqn)))
+        return self._replace(traced=self.traced._replace(body=inlined), has_policy=False)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""From a training step to a priced graph: operations, what is fused, what each costs, and where.
+"""From a training step to a graph with costs: operations, fusion, costs and devices.
 
 program         a program as plain data: operations on numbered values
 from_jaxpr      a jaxpr as such a program
@@ -9,5 +9,5 @@ costs           seconds per equation, from figures of a device or measured
 devices         figures of devices: FLOP/s, bandwidths, memory
 targets         the devices that a program is planned for, present or described ahead of time
 compiled        the compiler's memory analysis
-settings        settings that change what the compiler makes of a program
+settings        settings of the compiler that change a compiled program
 """

@@ -5,10 +5,10 @@ Which figure is the peak differs between platforms (measured):
 * CPU and GPU: arguments + temporaries + results - aliased. On CPU the reported
   `peak_memory_in_bytes` leaves the temporaries out.
 * TPU: the smaller of `peak_memory_in_bytes`, which counts arguments and results, and of arguments +
-  temporaries + results - aliased. Both are upper bounds of what is alive in HBM. At the default level
-  the first also counts values in VMEM (184 MiB where 124 MiB are needed without VMEM). The second leaves
-  these out, but `temp_size_in_bytes` may count more than is ever alive at once. The first also counts
-  values on the host: those of arguments that become results are there throughout, and are subtracted.
+  temporaries + results - aliased. Both are upper bounds of the live bytes in HBM. At the default level
+  the first also counts values in VMEM (184 MiB where 124 MiB are needed without VMEM). The second does not
+  count these, but `temp_size_in_bytes` may count more bytes than are ever live at once. The first also
+  counts values on the host: arguments that become results are there throughout, and are subtracted.
 
 XLA's own rematerialization pass is off, so that a verified peak is due to the plan alone: on GPU
 that pass reduced a program of 72 GiB to 56 GiB under the limit of an H100. A *compiler option* of the
@@ -63,10 +63,10 @@ class CompiledMemory:
 
 @dataclasses.dataclass(frozen=True)
 class OutOfMemory:
-    """The compiler's refusal of a program that does not fit the device.
+    """The compiler's error for a program that does not fit the device.
 
     Args:
-      needed_bytes: what the compiler says it needs, arguments included; a lower bound.
+      needed_bytes: the bytes that the compiler says it needs, arguments included; a lower bound.
       limit_bytes: the memory of the device.
     """
 
@@ -107,7 +107,7 @@ class CompilerFailure:
         return CompilerFailure(first.strip()[:_LONGEST_REASON])
 
 
-_LONGEST_REASON = 300  # characters of a compiler's message that are kept
+_LONGEST_REASON = 300  # characters of a compiler's message that are kept; more make errors longer
 
 
 def memory_of(compiled: jax.stages.Compiled, target: Target) -> CompiledMemory:
@@ -172,10 +172,10 @@ def compile_for_analysis(
       target: decides which figure is the peak.
       as_run: compile as JAX would for running, with XLA's own rematerialization. Slower on TPU. The
         arguments below have no effect then.
-      default_level: compile at JAX's level of optimization. It is slower: else TPU programs are compiled
-        at level O0, and CPU kernels are not optimized.
-      compiler_options: as `jax.jit` takes them. `xla_disable_hlo_passes` is added to; it replaces
-        what a `jax.jit` that has the same option says.
+      default_level: compile at JAX's level of optimization, which is slower. Otherwise TPU programs are
+        compiled at level O0, and CPU kernels are not optimized.
+      compiler_options: as for `jax.jit`. A pass is added to `xla_disable_hlo_passes`, and the result
+        replaces that option of the `jax.jit` of the program.
 
     Returns:
       `CompiledMemory`, or `OutOfMemory` where the compiler refuses the program; both have `peak_bytes` and
@@ -202,7 +202,7 @@ def compile_plainly(
     default_level: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> jax.stages.Compiled:
-    """Compile with the same arguments for the program itself, or `OutOfMemory`, not its analysis."""
+    """Compile as `compile_for_analysis` does, and return the program itself, or `OutOfMemory`."""
     if as_run:
         return _compile(lowered, None)
     options = dict(compiler_options or {})
@@ -239,7 +239,7 @@ _OUT_OF_MEMORY = (
 
 
 def parse_out_of_memory(text: str) -> OutOfMemory | None:
-    """Parse the compiler's refusal; return None for other errors, such as a kernel's VMEM.
+    """Parse the compiler's out-of-memory error; return None for others, such as one about VMEM.
 
     >>> parse_out_of_memory("RESOURCE_EXHAUSTED: Used 20.00G of 15.75G hbm. Exceeded by 4.25G.")
     OutOfMemory(needed_bytes=21474836480, limit_bytes=16911433728)

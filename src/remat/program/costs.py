@@ -4,10 +4,10 @@ The planner prices kernels (`Costs.seconds`). An operation that is not part of a
 a separate kernel, whose price is multiplied by the measured `Costs.slowdown`.
 
 The roofline (Williams, Waterman & Patterson, CACM 52(4), 2009): an operation takes as long as the
-slower of its arithmetic and its memory traffic, plus the time to launch it,
-`Device.launch_s`. A collective takes as long as its bytes take on the links between devices.
-Fused operations share their traffic, which only the caller knows: it passes the
-FLOPs and bytes of a whole fusion to `seconds`. `remat.ir.flops` counts those of an equation.
+slower of its arithmetic and its memory traffic, plus the time to launch it, `Device.launch_s`. A
+collective takes as long as sending its bytes on the links between devices. Fused operations share their
+traffic, so the caller passes the FLOPs and bytes of a whole fusion to `seconds`. `remat.ir.flops` counts
+those of an equation.
 
 A measurement compiles each distinct equation (primitive, parameters, types) alone, runs it a few
 times and caches the median, less the time of an empty program. Loops and calls are not run: the
@@ -18,7 +18,7 @@ chain of `tanh` and on a sum of two arrays larger than any cache.
 Equations that cannot be run alone are priced by the roofline: those with effects, collectives,
 callbacks, equations too large for the device, and those that fail.
 
-Known limits: arrays are filled with ones and zeros, so times that depend on values are those of that
+Known limits: arrays are filled with ones and zeros, so times that depend on values are those for such
 data; devices described ahead of time are not measured.
 """
 
@@ -70,7 +70,7 @@ class Costs(Protocol):
         """Return the time of one kernel."""
 
     def slowdown(self, eqn: _jax.JaxprEqn) -> float:
-        """Return the ratio of an unfused equation's time to that price."""
+        """Return the ratio of an unfused equation's time to the price of its FLOPs and bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Roofline:
 def slowdowns(costs: Costs) -> Callable[[_jax.JaxprEqn], float]:
     """Return the ratio of an equation's time to the price of its FLOPs and bytes, as a function.
 
-    It is 1 for what fuses, `Costs.slowdown` for kernels, and their average over a loop's body.
+    It is 1 for fusible equations, `Costs.slowdown` for kernels, and their average over a loop's body.
     """
 
     def priced_s(eqn: _jax.JaxprEqn) -> float:
@@ -237,7 +237,7 @@ class Measured:
         return self.of_fusions.seconds(flops, bytes_moved, dtype)
 
     def slowdown(self, eqn: _jax.JaxprEqn) -> float:
-        """Return the ratio of an equation's measured time to that of a fusion of as much work."""
+        """Return the ratio of an equation's measured time to that of a fusion with its FLOPs and bytes."""
         expected_s = self.seconds(flops_of(eqn), bytes_moved(eqn), dtype_of(eqn))
         return self.seconds_of(eqn) / expected_s if expected_s else 1.0
 
@@ -255,7 +255,7 @@ class Measured:
         return Roofline(measured)
 
     def _rate(self, what: str, fun: Callable, amount: float, n_args: int) -> float | None:
-        """Return how much of `amount` a program does per second; None if it cannot be run."""
+        """Return `amount` over a program's measured seconds; None if it cannot be run."""
         if what not in self.times_s:
             args = [jax.ShapeDtypeStruct((ELEMENTS,), jnp.float32)] * n_args
             eqn = _jax.open_jaxpr(jax.make_jaxpr(jax.jit(fun))(*args)).eqns[0]
@@ -357,7 +357,7 @@ def _processor() -> str:
 
 
 def _key(eqn: _jax.JaxprEqn) -> str | None:
-    """Return a text equal for equal work; None if the equation cannot be measured alone."""
+    """Return a key that is equal for equal computations; None if the equation cannot be measured alone."""
     name = eqn.primitive.name
     row = operation(name)
     if eqn.effects or (row is not None and not row.runs_alone):
@@ -365,7 +365,9 @@ def _key(eqn: _jax.JaxprEqn) -> str | None:
     params = sorted((key, str(value)) for key, value in eqn.params.items())
     operands = [str(v if not _jax.is_var(v) else v.aval) for v in eqn.invars]
     text = repr((name, params, operands, [str(v.aval) for v in eqn.outvars]))
-    if _ADDRESS.search(text):  # a function among the parameters: another process could not tell it
+    if _ADDRESS.search(
+        text
+    ):  # a function among the parameters, which another process cannot identify
         return None
     return f"{name} {hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
@@ -398,16 +400,16 @@ def _median_s(program: Callable[..., Any], args: list[jax.Array]) -> float:
     return statistics.median(times)
 
 
-# By name
+# Costs by name
 
 _NAMES = ("roofline", "measured")
 
 
 def check_costs(costs: Any) -> None:
-    """Refuse a value that does not price kernels.
+    """Check that a value is a cost model or the name of one.
 
     Raises:
-      PlanError: with what is possible.
+      PlanError: it is not; the message lists the possible names.
     """
     if isinstance(costs, str):
         if costs not in _NAMES:
@@ -424,7 +426,7 @@ def check_costs(costs: Any) -> None:
 def find_costs(
     costs: str | Costs, of: Device, at_hand: jax.Device | None, cache: Cache | None
 ) -> Costs:
-    """Return the costs of a name, for a device.
+    """Return the cost model with a name, for a device.
 
     >>> find_costs("roofline", device("h100"), None, None).device.name
     'h100'
@@ -432,7 +434,7 @@ def find_costs(
     Args:
       costs: "roofline", "measured", or costs as they are.
       of: the device's figures.
-      at_hand: the device itself, if it is here.
+      at_hand: the device itself, if it is attached.
       cache: where measurements are kept.
 
     Raises:

@@ -1,23 +1,23 @@
 """Figures of devices: FLOP/s, bandwidths and memory.
 
-`DEVICES` has an entry for each. What else a new device needs, such as a new TPU generation, is in the recipe
-"A device" in CONTRIBUTING.md. `device` looks one up by its name or by the `device_kind` that JAX reports.
+`DEVICES` has an entry for each. The recipe "A device" in CONTRIBUTING.md lists what else a new device needs,
+such as a new TPU generation. `device` looks one up by its name or by the `device_kind` that JAX reports.
 
 * FLOP/s are those of a matrix product whose operands have the dtype, dense, at JAX's default
-  precision: TPUs multiply float32 in one pass of bfloat16, GPUs of NVIDIA in TF32. Elementwise work
-  is bound by memory on all of these devices, so its own rate is not kept.
-* `memory_bytes` is what a program may use. For TPUs it is the compiler's limit, which its error names
-  when a program does not fit (`compiled.OutOfMemory.limit_bytes`); for GPUs the memory of the device, of
+  precision: TPUs multiply float32 in one pass of bfloat16, GPUs of NVIDIA in TF32. Elementwise operations
+  are memory-bound on all of these devices, so they have no rate here.
+* `memory_bytes` is the memory that a program may use. For TPUs it is the compiler's limit, which its error
+  names when a program does not fit (`compiled.OutOfMemory.limit_bytes`); for GPUs the device's memory, of
   which JAX takes 75 % in advance by default; for CPUs it is unknown, written as 0. On a CPU the host's
   memory is the device's, so offloading saves nothing.
-* Programs do not reach the vendors' peaks. But ratios of predicted times are right, and the choice
-  between saving and recomputing depends on those only.
+* Programs do not reach the vendors' peak rates. But the ratios of predicted times are right, and the choice
+  between saving and recomputing depends only on those.
 
 * `host_memory_bytes` is a device's share of its host's memory: that of Google's smallest machine with
   this TPU, divided by its chips. Compilers allow 128 GiB per device (measured). Machines with GPUs have
   no common figure; theirs is 0, unknown.
 
-* `link_bytes_per_s` is what a device sends in a collective over one axis of a mesh: on TPUs both
+* `link_bytes_per_s` is the rate at which a device sends in a collective over one axis of a mesh: on TPUs both
   directions of one axis of the torus, on GPUs NVLink in one direction. On a CPU all devices are
   threads of one process, and a collective copies memory.
 
@@ -51,13 +51,13 @@ class Device:
       flops: FLOP/s of a matrix product by the dtype of its operands.
       bandwidth_bytes_per_s: of the device's memory.
       host_link_bytes_per_s: between the device's and the host's memory, in one direction.
-      link_bytes_per_s: what a device sends to others in a collective.
-      memory_bytes: what a program may use; 0 if unknown.
+      link_bytes_per_s: the rate at which it sends to other devices in a collective.
+      memory_bytes: the memory that a program may use; 0 if unknown.
       has_host_memory: whether values can be offloaded to the host's memory.
       launch_s: time to start a kernel, however small; a larger value favours fewer kernels.
-      host_memory_bytes: what a program may use of the host's memory per device; 0 if unknown.
-      source: where the figures are from.
-      topology_options: further arguments for describing its topology ahead of time. They are needed where the
+      host_memory_bytes: the host memory that a program may use per device; 0 if unknown.
+      source: the source of the figures.
+      topology_options: further arguments for describing its topology ahead of time. They are needed if the
         description without them has other devices than JAX shows on the hardware (v4: two for each chip).
     """
 
@@ -169,8 +169,8 @@ _AMPERE = _rates(bfloat16=312, float32=156, float64=19.5, int8=624)
 _MEASURED = _rates(float32=0.175, bfloat16=0.386, float16=0.195, float64=0.092)
 _HERE = "measured on 2 cores of an AMD EPYC (AVX-512, bf16) with jaxlib 0.12.0.1: benchmarks/device_cpu.py"
 
-# A chip of v4 is one device, as JAX runs it; described otherwise, it is two. A chip of tpu7x is two devices
-# for both; its figures are halves of the chip's. Its host link is not published: v6e's is assumed.
+# A chip of v4 is one device in JAX, but two in a topology without "megacore". A chip of tpu7x is two devices
+# in both; its figures are halves of the chip's. Its host link is not published: that of v6e is assumed.
 _MEGACORE = (("chip_config_name", "megacore"),)
 
 # fmt: off
@@ -205,7 +205,7 @@ def device(name_or_kind: str, platform: str | None = None) -> Device:
         A100 on `"gpu"`, of a v5e on `"tpu"`, of the machine that measured them on `"cpu"`.
 
     Raises:
-      PlanError: neither the kind nor the platform is known; names the closest that is.
+      PlanError: neither the kind nor the platform is known; the message has the closest known one.
     """
     name = kind_of(name_or_kind)
     if name in DEVICES:

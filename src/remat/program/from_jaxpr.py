@@ -7,8 +7,8 @@ Bytes are per device. Inside `shard_map` types are local already; elsewhere a va
 divided by its shard count, which is propagated from the arguments: a result is sharded as the operand
 with the most shards is, unless a sharding constraint says otherwise.
 
-`ProgramWriter` is the one reader of jaxprs; who needs to know more of an operation than its `Op` holds
-(in which pass it stands, to which region it belongs) extends its methods.
+`ProgramWriter` is the one reader of jaxprs. A subclass extends its methods to learn more about operations
+than `Op` holds, such as their pass or region.
 
 Known limits: sharding is followed by counts, not by axes; layouts and padding are not modelled.
 """
@@ -38,8 +38,8 @@ from remat.program.program import Op, Program, without_dead
 from remat.program.targets import n_shards
 from remat.solvers.simulate import no_remat
 
-# Bytes up to which a value counts as a number rather than an array: numbers are not sharded, and what
-# is computed from numbers alone is sharded as the arrays around it are.
+# Bytes up to which a value counts as a number rather than an array: numbers are not sharded, and arrays
+# computed from numbers alone are sharded like the arrays around them.
 _MOST_BYTES_OF_A_NUMBER = 16
 
 #: The ratio of an equation's time to the price of its FLOPs and bytes.
@@ -47,7 +47,7 @@ Slowdown = Callable[[_jax.JaxprEqn], float]
 
 
 def no_slowdown(_: _jax.JaxprEqn) -> float:
-    """Return 1: an equation takes as long as its FLOPs and bytes are priced."""
+    """Return 1: an equation takes exactly the price of its FLOPs and bytes."""
     return 1.0
 
 
@@ -150,7 +150,7 @@ class ProgramWriter:
             if operand is None:
                 self.inputs.add(self.new_value(v, 1))
             elif is_local:
-                # Types in a shard_map are divided by the manual axes already.
+                # Types in a shard_map are already those of one shard along the manual axes.
                 shards = automatic_shards(eqn, self.shards[operand])
                 self.ids[v] = operand
                 self.bytes[operand] = -(-n_bytes(v.aval) // shards)
@@ -227,7 +227,7 @@ def result_shards(v: _jax.Var, shards: int) -> int:
 
 
 def automatic_shards(eqn: _jax.JaxprEqn, shards: int) -> int:
-    """Return the shard count inside of a `shard_map`, whose types are divided by its manual axes already.
+    """Return the shard count inside of a `shard_map` over its automatic axes alone.
 
     Args:
       eqn: the `shard_map`.
@@ -239,7 +239,7 @@ def automatic_shards(eqn: _jax.JaxprEqn, shards: int) -> int:
 
 
 def _manual_shards_of_results(eqn: _jax.JaxprEqn) -> list[int]:
-    """Return into how many parts the manual axes of a `shard_map` divide each of its results."""
+    """Return the shard count of each result of a `shard_map` over its manual axes."""
     sizes = dict(eqn.params["mesh"].shape)
     return [
         math.prod(
@@ -288,7 +288,7 @@ def workspace_bytes(
 
 
 def _inits(eqn: _jax.JaxprEqn) -> Sequence[_jax.Var | _jax.Literal]:
-    """Return what a loop's carry is at first; its results start with the carry."""
+    """Return the operands that are a loop's first carry; its results start with the carry."""
     if eqn.primitive.name == "scan":
         n_consts, n_carry = _jax.scan_arity(eqn)
         return eqn.invars[n_consts : n_consts + n_carry]
@@ -322,18 +322,18 @@ class _Work(NamedTuple):
     kernels: int
 
 
-# Numbers that depend on the immutable jaxpr alone; kept for bodies that several equations run.
+# Cached, since several equations may run the same body, and the numbers depend on the immutable jaxpr alone.
 @_jax.weakref_lru_cache
 def _body_work(
     jaxpr: _jax.Jaxpr, into_products: bool = False, shards: tuple[int, ...] = ()
 ) -> _Work:
     writer = ProgramWriter(into_products=into_products)
-    # The test of a while loop takes other operands than the last ones.
+    # The condition of a while loop takes other operands than the last ones.
     writer.enter(jaxpr.invars, shards if len(shards) == len(jaxpr.invars) else None)
     writer.enter(jaxpr.constvars, None)
     writer.write(jaxpr, "")
     program = without_dead(writer.program(jaxpr.outvars))
-    # A kernel takes a second.
+    # Times are irrelevant here: each kernel takes one second.
     fused = fuse(program, lambda *_: 1.0, into_products=into_products, apart=True)
     return _Work(no_remat(fused.graph).peak_bytes, int(sum(fused.seconds.values())))
 
@@ -347,7 +347,7 @@ def _dtype(eqn: _jax.JaxprEqn) -> str:
 
 
 def _extra_bytes(eqn: _jax.JaxprEqn) -> int:
-    """Return what a loop moves besides its operands and results: its carry, at every step."""
+    """Return the bytes that a loop moves besides its operands and results: its carry, at every step."""
     if eqn.primitive.name != "scan":
         return 0
     carry = eqn.outvars[: _jax.scan_arity(eqn)[1]]

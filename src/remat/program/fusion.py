@@ -1,28 +1,28 @@
 """A model of fusion: from operations to the values that kernels write to memory.
 
-Chains of elementwise operations become one kernel, and what stays inside a kernel occupies no memory
-and no bandwidth. The model follows XLA's fusion passes:
+Chains of elementwise operations become one kernel, and values inside a kernel occupy no memory and no
+bandwidth. The model follows XLA's fusion passes:
 
 * A `KERNEL` (a matmul, convolution, sort, loop) reads its operands from memory and writes
   its results; a `REDUCE` operation fuses with the producers of its operands and writes its result.
-* A `VIEW` is its operand.
+* A `VIEW` is the same buffer as its operand.
 * An elementwise result is written if a `KERNEL` reads it, if it is an output of the program, if it is
   `COSTLY` and several kernels need it, or if several kernels need it and would read more bytes to
-  compute it than it has itself. Otherwise every kernel that needs it computes it from what *is*
+  compute it than it has itself. Otherwise every kernel that needs it computes it from values that *are*
   written. With `into_products`, matrix products compute elementwise operands like other kernels.
-* A loop updates its carry in place: what starts as a constant that only the loop reads is in the
-  constant's memory, also if loops follow one another.
+* A loop updates its carry in place: a carry that starts as a constant that only the loop reads is in the
+  constant's memory, also through several loops in a row.
 * Output-buffer reuse: an elementwise kernel may write its result into the buffer of an operand that is
   not needed any more. So a value that only the next, elementwise kernel reads makes one node with it,
   and so do the reductions in between that only this kernel reads, as in softmax.
-* A sum of many values is one kernel, which keeps all of them alive until the last one is computed: the
-  gradients of a weight that many layers share, for instance. With `partial_sums`, partial sums are
-  written. A program does so if it fences them (`Fused.partial_sums`).
+* A sum of many values is one kernel, which keeps all of them alive until the last one is computed: for
+  example the gradients of a weight that many layers share. With `partial_sums`, partial sums are
+  written; a program must then put barriers around them (`Fused.partial_sums`).
 
 The result is a `Graph` whose nodes are the written values; solvers schedule it.
 
 Several results of one kernel (of a loop) are one node, or with `apart` one node for all results that the
-same kernels read. Each of these takes the kernel's whole time, for it is run again for any of them.
+same kernels read. Each of these takes the kernel's whole time, since the kernel runs again for any of them.
 
 Known limits: the sizes of kernels are not limited, layouts are not modelled, and recomputing several nodes
 of one kernel at once is priced as if it ran for each of them.
@@ -45,8 +45,8 @@ _PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
 
 _SUMS = frozenset(("add", "add_any", "sub"))
 
-# Large values in a sum from which its partial sums are written. Fewer save little memory, and each partial
-# sum costs bandwidth.
+# The number of large values in a sum from which partial sums are written. A larger one writes fewer of them,
+# and each costs bandwidth; sums of fewer values save little memory.
 _MANY_VALUES = 6
 
 
@@ -61,9 +61,9 @@ class Fused:
       seconds: for each node the time of one computation.
       holds: for each written value the node that holds it. Of several nodes of one operation the
         largest has its number, and the others have numbers above those of all operations.
-      partial_sums: operations that are written so that what they sum up is no longer needed.
-      output_buffers: for each node that writes outputs the bytes of each one's buffer, which count nothing in
-        the graph.
+      partial_sums: operations whose results are written so that their terms are no longer needed.
+      output_buffers: for each node that writes outputs, the bytes of each one's buffer, which the graph does
+        not count.
     """
 
     graph: Graph
@@ -90,15 +90,15 @@ def fuse(
     Args:
       program: without dead operations.
       price: the time of a kernel.
-      duplicates: whether each of several kernels computes a shared cheap value for itself. On CPU
-        such values are written.
+      duplicates: whether each of several kernels computes a shared cheap value itself. On CPU such values
+        are written.
       into_products: whether a matrix product or a convolution computes the elementwise values that it
         reads, costly ones, too. Compilers for TPUs do so.
       apart: whether results of one operation that different kernels read are nodes of their own.
-      partial_sums: partial sums are written where the terms of a sum take at least this many bytes; None
-        for nowhere.
-      alone: which operations, by number, are nodes of their own even if the next kernel writes in the
-        place of their results.
+      partial_sums: partial sums are written if the terms of a sum take at least this many bytes; None
+        for never.
+      alone: which operations, by number, are nodes of their own even if the next kernel reuses the
+        buffers of their results.
     """
     fusion = _Fusion(program, price, duplicates, into_products, partial_sums)
     return fusion.result(apart, alone)
@@ -175,7 +175,7 @@ class _Fusion:
             elif op.fusion is not Fusion.VIEW:
                 opaque = any(map(self._reads_from_memory, users[i]))
                 costly = op.fusion is Fusion.COSTLY and len(users[i]) > 1 and not self.into_products
-                # What must not be computed again is written where it would be.
+                # A value that must not be recomputed is written where it would be.
                 shared = not op.repeatable and (
                     len(users[i]) > 1 or any(ops[u].repeatable for u in users[i])
                 )
@@ -192,7 +192,7 @@ class _Fusion:
             if not written[i] and op.fusion is Fusion.CHEAP and len(users[i]) > 1 and self.size[i]:
                 large = [s for s in found if 2 * self._source_size(s) >= self.size[i]]
                 written[i] = len(large) > 1
-            if len(found) > 64:  # no kernel reads this many
+            if len(found) > 64:  # kernels read fewer values
                 written[i] = written[i] or op.fusion is not Fusion.VIEW
             sources.append(frozenset((i,)) if written[i] else frozenset(found))
         return written
@@ -202,7 +202,7 @@ class _Fusion:
         return op.fusion is Fusion.KERNEL and not (self.into_products and op.name in _PRODUCTS)
 
     def _write_shared(self) -> None:
-        """Write the cheap values, too, that are made from large ones and that several kernels need."""
+        """Also write the cheap values that are computed from large ones and that several kernels need."""
         ops, sizes = self.program.ops, self.program.bytes
         kernels: list[set[int]] = [set() for _ in ops]  # kernels that compute a value or read it
         for i in reversed(range(len(ops))):
@@ -233,7 +233,7 @@ class _Fusion:
         return frozenset(found)
 
     def _large_terms(self) -> list[frozenset[int]]:
-        """Return for each operation the written values in its kernel of at least half its size."""
+        """Return for each operation the written values that its kernel reads, of at least half its size."""
         found: list[frozenset[int]] = []
         for i, op in enumerate(self.program.ops):
             inside: set[int] = set()
@@ -265,7 +265,7 @@ class _Fusion:
         return [self.producer[v] for v in op.operands if v in self.producer]
 
     def _buffers(self) -> dict[int, int]:
-        """Return the operation that made the memory of each value that a loop has updated in place."""
+        """Return the operation that allocated the memory of each value that a loop has updated in place."""
         ops, sizes = self.program.ops, self.program.bytes
         uses = collections.Counter(v for op in ops for v in op.operands)
         outputs = set(self.program.outputs)
@@ -347,7 +347,7 @@ class _Fusion:
                 deps = {holds[v] for v in values} | (made_memory & deps)
                 deps.discard(i)
             of_node = parts.get(i, (whole,))
-            # What nothing reads is there while the kernel runs.
+            # A result that nothing reads is live only while the kernel runs.
             workspace += whole.bytes - sum(part.bytes for part in of_node)
             name = ops[i].label or ops[i].path or ops[i].name
             if workspace:
@@ -387,7 +387,7 @@ class _Fusion:
     def _parts(self, nodes: dict[int, _Group]) -> dict[int, tuple[_Part, ...]]:
         """Return the parts of nodes whose results different nodes read, the one with the node's number last.
 
-        All parts are there when the kernel ends, so they follow one another.
+        The kernel computes all parts at once, so they follow one another.
         """
         ops, sizes = self.program.ops, self.program.bytes
         readers: dict[int, set[int]] = {}
@@ -427,7 +427,7 @@ class _Fusion:
         return op.workspace_bytes + sum(self.program.bytes[v] for v in copied)
 
     def _is_copied(self, v: int) -> bool:
-        """Return whether a value is written before it is transposed, not in the other order at once."""
+        """Return whether a value is written and then copied, not directly written in the other order."""
         ops = self.program.ops
         i = self.producer.get(v)
         while i is not None and ops[i].fusion is Fusion.VIEW:
@@ -435,11 +435,11 @@ class _Fusion:
         return i is None or ops[i].fusion not in FUSIBLE or len(self._users(i)) > 1
 
     def _in_place(self, i: int) -> int:
-        """Return the bytes of a loop's results that are in the memory of what they start as."""
+        """Return the bytes of a loop's results that are in the memory of its first carry."""
         return sum(self.program.bytes[v] for v in self.program.ops[i].results if v in self.buffer)
 
     def _output_buffers(self, values: Iterable[int]) -> tuple[int, ...]:
-        """Return the bytes of each output among a kernel's results whose memory it writes first."""
+        """Return the bytes of each output among a kernel's results whose buffer it is the first to write."""
         first = (v for v in values if v in self.output_values and v not in self.buffer)
         return tuple(self.program.bytes[v] for v in first)
 
@@ -473,7 +473,7 @@ class _Group:
 def _merge(
     fusion: _Fusion, nodes: dict[int, _Group], alone: Callable[[int], bool]
 ) -> dict[int, int]:
-    """Merge values into the one kernel that reads them and may write in their place."""
+    """Merge values into the only kernel that reads them if it may reuse their buffers."""
     ops = fusion.program.ops
     users: dict[int, set[int]] = {i: set() for i in nodes}
     for i, group in nodes.items():
@@ -481,7 +481,7 @@ def _merge(
             users[d].add(i)
     into: dict[int, int] = {}
     for end in sorted(nodes):
-        # The kernels of a node write to one buffer, one after the other; this is the first of them.
+        # The kernels of a node write to one buffer in turn; this is the first of them.
         first = end
         while end in nodes and ops[first].fusion in FUSIBLE:
             for d in sorted(fusion.sources[first] & nodes[end].deps, reverse=True):

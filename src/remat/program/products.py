@@ -1,10 +1,10 @@
 """Which operands of a matrix product a compiler copies into another order of dimensions.
 
-XLA computes products of matrices, in batches or not. Where an operand of `dot_general` has several dimensions
-of a kind, or its batch dimensions are not the first ones, XLA's pass DotDecomposer transposes the operands to
-(batch, kept, contracted) and (batch, contracted, kept). On a CPU this is a copy: the gradient of the weights
-of a dense layer on f32[batch, length, width] copies one of its two operands, which is often the largest value
-of the layer. Compilers for TPUs and GPUs choose the layouts of operands instead.
+XLA computes products of matrices, batched or not. If an operand of `dot_general` has several kept or
+contracted dimensions, or its batch dimensions are not the first ones, XLA's pass DotDecomposer transposes the
+operands to (batch, kept, contracted) and (batch, contracted, kept). On a CPU this is a copy: the gradient of
+the weights of a dense layer on f32[batch, length, width] copies one of its two operands, which is often the
+largest value of the layer. Compilers for TPUs and GPUs choose the layouts of operands instead.
 """
 
 from __future__ import annotations
@@ -40,6 +40,6 @@ def transposed_operands(eqn: _jax.JaxprEqn) -> tuple[int, ...]:
 
 
 def _is_matrix(shape: Sequence[int], over: Sequence[int], of_batch: Sequence[int]) -> bool:
-    """Return whether an operand is a matrix, or a batch of matrices, as it is."""
+    """Return whether an operand is already a matrix or a batch of matrices."""
     is_leading = list(of_batch) == list(range(len(of_batch)))
     return is_leading and len(over) == 1 and len(shape) <= len(of_batch) + 2

@@ -1,10 +1,10 @@
 """Temporaries in the buffers of results, which are allocated when a step starts.
 
-On CPU and GPU a result that takes over no donated argument has a buffer from the start on. Until it is
-written, XLA puts temporaries into it: its buffer assignment goes through all of them, the largest first, and
-gives each a buffer that is large enough and whose other contents are live at other times. So a step that
+On CPU and GPU a result that reuses no donated argument has a buffer from the beginning of the step. Until it
+is written, XLA puts temporaries into it: its buffer assignment visits all temporaries, largest first, and
+assigns to each a buffer that is large enough and whose other contents are live at other times. So a step that
 returns gradients needs less memory for temporaries while few gradients have been computed: at the end of its
-forward pass, where temporaries are many.
+forward pass, when there are many temporaries.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 from remat.solvers.graph import Graph
 from remat.solvers.liveness import Arrays, liveness
 
-# Share of the peak; smaller values and buffers are left out of `peak_bytes`, which takes less time.
+# Share of the peak; `peak_bytes` ignores smaller values and buffers. A larger share is faster and less exact.
 _SMALL = 1e-3
-# Values that `peak_bytes` assigns, the largest first; more take longer.
+# The most values that `peak_bytes` assigns, largest first; more are more exact and take longer.
 _MOST_VALUES = 4_000
 
 
@@ -104,7 +104,7 @@ def peak_bytes(graph: Graph, order: Sequence[int], buffers: Mapping[int, Sequenc
 
 
 class _Contents:
-    """What a result's buffer holds before the result is written."""
+    """The temporaries in a result's buffer before the result is written."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
@@ -112,7 +112,7 @@ class _Contents:
         self._dies: list[int] = []
 
     def take(self, value: Temporary) -> bool:
-        """Hold a value if nothing else is there during its life; return whether it does."""
+        """Add a value if the buffer is free during its life; return whether it was."""
         may_overwrite = self.buffer.in_place and self.buffer.n_bytes == value.n_bytes
         if value.dies > self.buffer.written - (0 if may_overwrite else 1):
             return False

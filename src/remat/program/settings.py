@@ -1,7 +1,7 @@
-"""The settings that decide, besides a program, what the compiler makes of it.
+"""The compiler's settings that change a compiled program.
 
 A peak that the compiler confirmed under one set of XLA flags says little about another. Plans and the
-cache's keys have the settings here, by name. Flags that only write dumps or create host devices are left
+cache's keys contain these settings, by name. Flags that only write dumps or create host devices are left
 out, and so are settings at JAX's defaults.
 """
 
@@ -55,7 +55,7 @@ def compiler_settings(
 
 
 def _flags(text: str) -> str:
-    """Return flags in order, without those of no effect. XLA reads what is not a flag as a file's name."""
+    """Return flags sorted, without those that change nothing. XLA reads any other word as a file of flags."""
     if text and not text.lstrip().startswith("-"):
         try:
             with files.open_regular(Path(text)) as file:

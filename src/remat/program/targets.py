@@ -11,9 +11,9 @@ CUDA plugin) but no accelerator::
     shape of TPU = AxB or AxBxC, chips: "16x16"               (default: one chip)
     shape of GPU = AxBxC, partitions x hosts x GPUs each: "1x1x4", or a number of GPUs of one host
 
-What the compilers of JAX 0.10.2 and 0.12 need (measured):
+Requirements of the compilers of JAX 0.10.2 and 0.12 (measured):
 
-* libtpu reads its environment when it is loaded. Off a TPU machine it would ask a metadata server
+* libtpu reads its environment when it is loaded. Outside of a TPU machine it would ask a metadata server
   and write to stderr and `/tmp`; the variables below stop that. A second process that loads it
   aborts over a lock file unless `ALLOW_MULTIPLE_LIBTPU_LOAD` is set; the lock protects a TPU, and
   describing a topology opens none. Each variable is set only if unset, and only around the call.
@@ -85,8 +85,8 @@ class Target:
     def can_offload(self) -> bool:
         """Return whether plans may keep values of loops in the host's memory.
 
-        Not on GPUs: XLA has compiled scans with offloaded residuals to silently wrong gradients there
-        (openxla/xla#46231), and no jaxlib of which this is known to be mended has been released.
+        They may not on GPUs, where XLA has compiled scans with offloaded residuals to silently wrong
+        gradients (openxla/xla#46231); no released jaxlib is known to have this fixed.
         """
         return self.device.has_host_memory and self.platform != "gpu"
 
@@ -125,7 +125,7 @@ class Target:
         return Mesh(np.array(self.devices[:size], dtype=object).reshape(shape), names)
 
     def _mesh_problem(self, shape: tuple[int, ...]) -> str:
-        """Return why JAX makes no mesh of this shape: an axis must not be a part of a physical one."""
+        """Return why JAX makes no mesh of this shape: an axis must consist of whole physical axes."""
         largest = np.max(
             [getattr(d, "coords", (self.n_devices - 1,)) for d in self.devices], axis=0
         )
@@ -166,10 +166,10 @@ def target(name: str | Target | None = None) -> Target:
 
 
 def check_name(name: str) -> None:
-    """Refuse a target's name that is malformed or names no known device; JAX is not asked.
+    """Check that a target's name is well-formed and names a known device, without asking JAX.
 
     Raises:
-      PlanError: with what is wrong and what a target is.
+      PlanError: it is not; the message says why and has the grammar of targets.
     """
     if not isinstance(name, str):
         raise PlanError(f"{name!r} is not a target. {_GRAMMAR}")
@@ -215,10 +215,10 @@ def _limit_bytes(at_hand: jax.Device) -> int | None:
     return int(stats["bytes_limit"]) if stats and stats.get("bytes_limit") else None
 
 
-# Ahead of time
+# Devices described ahead of time
 
-# The environment in which libtpu describes devices without looking for any. TPU_ACCELERATOR_TYPE says what
-# machine libtpu is on, not what it compiles for.
+# The environment in which libtpu describes devices without looking for any. TPU_ACCELERATOR_TYPE is the
+# machine that libtpu assumes to run on, not the one that it compiles for.
 QUIET_LIBTPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -340,7 +340,7 @@ def place(args: PyTree, target: Target) -> PyTree:
       and axis names of the target's devices;
     * any other array is replicated over that mesh, or placed on the target's first device if no leaf
       has one;
-    * what is not an array (a Python number, a string) is left alone: it may be a static argument.
+    * other leaves (a Python number, a string) stay unchanged: they may be static arguments.
 
     >>> import jax.numpy as jnp
     >>> place({"x": jnp.ones(3), "n": 2}, target("cpu"))

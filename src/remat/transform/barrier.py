@@ -1,14 +1,14 @@
-"""What keeps XLA from undoing rematerialization, per backend and version: the one place that chooses.
+"""Protection of recomputations from XLA's optimizations: the only module that chooses it, by platform.
 
 A recomputation repeats operations of the forward pass on the same operands, which is what a
 compiler's common-subexpression elimination (CSE) looks for. If it merges the two, the forward values
 live until the backward pass and no memory is saved. So CSE must not see that the operations are
-repeated. They also must not start before the cotangents are there, or their results would live as long
+repeated. They also must not start before the cotangents are computed, or their results would live as long
 as saved values.
 
 `BARRIER`
-    An `optimization_barrier` over the saved values *and* the cotangents gives both, where the
-    compiler keeps it until its last CSE pass: on TPU, on GPU, and on CPU from jaxlib 0.11.1 on.
+    An `optimization_barrier` over the saved values *and* the cotangents ensures both if the compiler
+    keeps it until its last CSE pass: on TPU, on GPU, and on CPU from jaxlib 0.11.1 on.
 `CALL`
     Older CPU compilers expand the barrier before CSE runs. There the recomputation and its backward
     pass become a function, and the call of it has the attribute `inlineable="false"`. CSE does not
@@ -25,9 +25,9 @@ XLA's partitioner sees only the signature of a function. In a `shard_map` over s
 a signature cannot say which values are unreduced or depend on the device's index. There only the
 barrier is used (`_can_be_function`), and CPU compilers before 0.11.1 undo the recomputation.
 
-In the body of a loop the forward pass is usually in another loop's body, and there is nothing to merge
-with. The protection stays, for three reasons: a loop of one step is inlined beside the forward pass; an
-unrolled loop could start all recomputations of an iteration before the first cotangent; loop-invariant
+In the body of a loop the forward pass is usually in another loop's body, so that nothing can be merged. The
+protection stays, for three reasons: a loop of one step is inlined beside the forward pass; an unrolled
+loop could start all recomputations of an iteration before the first cotangent; loop-invariant
 recomputations would be moved out of the loop. `prevent_cse=False` removes it.
 """
 
@@ -55,7 +55,7 @@ class Protection(enum.Enum):
 
 
 def protection(platform: str, jaxlib_version: tuple[int, ...]) -> Protection:
-    """Return what protects a recomputation on a platform.
+    """Return the protection of recomputations on a platform.
 
     >>> protection("cpu", (0, 10, 2)), protection("cpu", (0, 11, 1)), protection("tpu", (0, 10, 2))
     (<Protection.CALL: 'call'>, <Protection.BARRIER: 'barrier'>, <Protection.BARRIER: 'barrier'>)
@@ -76,7 +76,7 @@ def lower_protected(
 
     Args:
       ctx: the context of the lowering.
-      jaxpr: the recomputation and the backward pass that it serves.
+      jaxpr: the recomputation and the backward pass that uses it.
       args: the values of its inputs.
       fenced: for each input, whether the barrier includes it. `prevent_cse=False` and the
         False leaves of a `prevent_cse` prefix leave inputs out.
@@ -95,10 +95,10 @@ def lower_protected(
 
 
 def _can_be_function(ctx: _jax.LoweringContext, jaxpr: _jax.Jaxpr) -> bool:
-    """Return whether a jaxpr means the same to XLA's partitioner as a function of its own.
+    """Return whether XLA's partitioner handles a jaxpr in a separate function as it does inline.
 
-    In a `shard_map` over some axes of a mesh it does not know in a function which axes are manual:
-    a function cannot say there what a device's index is, or over which devices a value is unreduced.
+    In a `shard_map` over some axes of a mesh, the partitioner does not know which axes are manual in a
+    function, so the function cannot express a device's index, or over which devices a value is unreduced.
     """
     if not _jax.is_partly_manual(ctx):
         return True
@@ -113,8 +113,8 @@ def _overwritten(jaxpr: _jax.Jaxpr) -> tuple[int, ...]:
     unless the kernel reads another input in the same buffer in another order. So the inputs that are read
     in another order are returned: then nothing is written to their buffers before the end.
 
-    If these are all inputs of a group, say (w, x, g), one of them need not be returned: whichever two of them
-    share a buffer, one is returned. It is the last one, g, since cotangents come last and are dead early. If
+    If these are all inputs of a group, say (w, x, g), one of them need not be returned: of any two that share
+    a buffer, at least one is. The last one, g, is left out, since cotangents come last and are dead early. If
     the group has an input y that is read in order, g and y may share a buffer, and g is returned, too.
     """
     groups: dict[int, list[int]] = {}
@@ -129,17 +129,17 @@ def _overwritten(jaxpr: _jax.Jaxpr) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-# Kernels that write no result over an operand, and loops, for whose values XLA inserts copies.
+# Kernels that never overwrite an operand, and loops, for whose values XLA inserts copies.
 _APART = frozenset({"dot_general", "conv_general_dilated", "scan", "while"})
 
 
 def _read_in_another_order(jaxpr: _jax.Jaxpr) -> set[_jax.Var]:
-    """Return the variables of which a fused kernel may read other elements than the one it writes."""
+    """Return the variables from which a fused kernel may read other elements than the one it writes."""
     reordered: set[_jax.Var] = set()
     for eqn in reversed(jaxpr.eqns):
         name = eqn.primitive.name
         row = operation(name)
-        # A view, or elementwise; what moves elements computes nothing.
+        # A view, or elementwise; data movement computes nothing.
         in_order = (
             row is not None and row.fusion in FUSIBLE and (row.fusion is Fusion.VIEW or row.flops)
         )

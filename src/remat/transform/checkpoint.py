@@ -67,10 +67,10 @@ def checkpoint(
 ) -> Callable:
     """Make a function recompute its linearization points when it is differentiated.
 
-    Differentiation in reverse needs the points at which the function's operations were linearized.
-    Without `checkpoint` they are stored from the forward pass on; with it the function's inputs are
-    stored, and what else is needed is recomputed when the cotangents arrive. Values and gradients are
-    the same. The compiler's own figures show the difference:
+    Reverse-mode differentiation needs the points at which the function's operations were linearized.
+    Without `checkpoint` they are stored in the forward pass; with it only the function's inputs are stored,
+    and the other points are recomputed when the cotangents arrive. Values and gradients are the same. The
+    compiler's own figures show the difference:
 
     >>> import jax, jax.numpy as jnp, remat
     >>> def block(x, w):
@@ -95,28 +95,26 @@ def checkpoint(
       fun: the function. Its array arguments and results may be in any pytree.
       concrete: whether `fun` may branch in Python on the values of its arguments (`if x > 0`). It
         works wherever the values are known: outside `jit`, also under `grad`, `vjp`, `jvp` and
-        `linearize`. What a branch depends on is evaluated twice, and `fun` is traced on every call.
+        `linearize`. Values that a branch depends on are computed twice, and `fun` is traced in every call.
       prevent_cse: whether to keep the compiler from merging recomputation with the forward pass,
         which would undo the effect. It costs nothing where it is not needed (in bodies of `scan`).
-        A pytree prefix of the (non-static) arguments with bool leaves says it for each argument.
+        A pytree prefix of the (non-static) arguments with bool leaves chooses for each argument.
       policy: what may be saved: one of `remat.policies` or of `jax.checkpoint_policies`, or a
         callable `(primitive, *avals, **params)` that returns a bool, `Saveable`, `Recompute` or
-        `Offloadable`. None saves nothing but the inputs. It reaches into loops, branches and
-        jitted functions inside `fun`.
+        `Offloadable`. None saves only the inputs. The policy also applies to loops, branches and jitted
+        functions inside `fun`.
       static_argnums: positions of arguments that are not traced but specialize the function, as in
         `jax.jit`; negative ones count from the end. They apply to arguments given by keyword or
         left at their defaults, too. Values need not be hashable, but `fun` is traced again in every call
         if one of them is not.
-      static_argnames: the same by name. Each of the two implies the other where `fun`'s signature
-        tells the names.
+      static_argnames: the same by name. Each of the two implies the other if `fun` has a signature.
 
     Returns:
       A function with the same signature and results as `fun`.
 
     Raises:
       StaticArgumentError: for static arguments that `fun` or a call does not have.
-      PolicyError: for a policy that cannot mean what it says, such as one that selects a name that
-        no value has.
+      PolicyError: for an invalid policy, such as one that selects a name that no value has.
       PreventCseError: for a `prevent_cse` that is not a prefix of the arguments.
       EffectError: when it is differentiated and has an effect that must not happen twice.
     """
@@ -137,9 +135,9 @@ def checkpoint(
     cse = _normalize_prevent_cse(prevent_cse)
     statics = Statics.of(fun, static_argnums, static_argnames)
 
-    # A function as `jax.checkpoint` returns one, so its repr is Python's: `<function f at 0x...>`. An object
-    # with a repr of its own would not be a method where a class is inspected (`haiku.Module` wraps only what
-    # `inspect.isfunction` accepts), and another `__qualname__` would keep decorated functions from pickling.
+    # Like `jax.checkpoint`, this returns a function, so its repr is Python's: `<function f at 0x...>`. An
+    # object with a repr of its own would not count as a method (`haiku.Module` wraps only what
+    # `inspect.isfunction` accepts), and another `__qualname__` would prevent pickling of decorated functions.
     @_jax.wraps(fun)
     @_jax.api_boundary
     def checkpointed(*args: PyTree, **kwargs: PyTree) -> Any:
@@ -200,7 +198,7 @@ def _trace(
         raise
 
 
-# One trace for each function, structure and types of its arguments, for as long as the function lives.
+# Cached: one trace for each function and structure and types of its arguments, while the function lives.
 _cached_trace = _jax.weakref_lru_cache(_jax.trace)
 
 _STATIC_HELP = (

@@ -1,8 +1,8 @@
-"""The cut of a differentiated region: what the forward pass computes and saves, what is recomputed.
+"""The cut of a differentiated region: which values the forward pass saves and which are recomputed.
 
 After differentiation a region is a known part K (primal values and the coefficients of the linear
 part) and a linear part on tangents that needs some values of K. Saving is choosing a cut of K: the
-values on the cut are the residuals; what the linear part needs beyond them is recomputed from them
+values on the cut are the residuals; the other values that the linear part needs are recomputed from them
 and from the region's inputs, which are always available. A policy is one way to choose the cut.
 
 Three things make a cut smaller than what a policy alone would choose:
@@ -13,9 +13,9 @@ Three things make a cut smaller than what a policy alone would choose:
 * the forward part computes only what its results and the residuals need.
 
 Residuals of a floating-point type that the forward part uses as well pass through `reduce_precision`:
-compilers may carry intermediate results in more precision than their type has, and the backward
-pass must see the numbers that the forward pass saw. Types on whose values `reduce_precision` is not
-the identity are left alone (see `ROUNDED_TYPES`).
+compilers may carry intermediate results in higher precision than their type has, and the backward
+pass must see the numbers that the forward pass saw. Types for whose values `reduce_precision` is not
+the identity are excluded (see `ROUNDED_TYPES`).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from remat.ir.split import split
 
 _REARRANGEMENTS = names_where("is_rearrangement")
 
-# The types of which `reduce_precision` with their own numbers of bits returns every value unchanged.
-# It stands for an IEEE format, which has infinities, so it makes infinity or NaN of the largest
-# values of e4m3fn and the fnuz types; and it flushes the subnormal numbers of types whose arithmetic
-# the compiler does in one with more exponent bits, which loses those of e4m3 and e3m4.
+# The types for which `reduce_precision` with their own numbers of bits returns every value unchanged.
+# It assumes an IEEE format, which has infinities, so it turns the largest values of e4m3fn and the fnuz
+# types into infinity or NaN. It also flushes subnormal numbers of types whose arithmetic the compiler does
+# in a type with more exponent bits: those of e4m3 and e3m4 would be lost.
 ROUNDED_TYPES = frozenset({"float8_e5m2", "float16", "bfloat16", "float32", "float64"})
 
 
@@ -55,17 +55,17 @@ class Cut(NamedTuple):
     n_residuals: int
 
 
-# The same jaxprs each time, since JAX lowers each jaxpr object once; a policy is asked once.
+# Cached: JAX lowers each jaxpr object once, and a policy is asked only once.
 @_jax.weakref_lru_cache
 def cut(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Callable[..., Any]) -> Cut:
-    """Cut a region where `policy(primitive, *avals, **params)` says.
+    """Cut a region as `policy(primitive, *avals, **params)` decides.
 
     Args:
       jaxpr: the region after differentiation.
       ins_unknown: which inputs are not known in the forward pass. They are all available later.
-      policy: in JAX's form. It is asked about each known operation: save, offload, or recompute. For a
-        policy of `remat.policies` that was decided before, by `policies.resolve`, whose callable only
-        reads the marks in the jaxpr.
+      policy: in JAX's form. It is asked about each known operation: save, offload, or recompute. A policy of
+        `remat.policies` was evaluated before, by `policies.resolve`; this is then a callable that only reads
+        the marks in the jaxpr.
     """
     parts = split(jaxpr, ins_unknown, policy)
     wanted = [u for u, staged in zip(parts.outs_unknown, parts.outs_staged) if staged]
@@ -78,7 +78,7 @@ def cut(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Callable[..., 
     inputs = [v for v, unknown in zip(jaxpr.invars, ins_unknown) if not unknown]
     kept, derivations = _drop_derivable(forward, residuals, inputs, set(backward.invars))
     staged_inputs = parts.staged.invars[parts.n_residuals :]
-    # What the backward part repeats anyway has the same variables there.
+    # Values that the backward part repeats anyway have the same variables there.
     derived = {v for eqn in derivations for v in eqn.outvars}
     others = [eqn for eqn in backward.eqns if derived.isdisjoint(eqn.outvars)]
     backward = _jax.rebuild(backward, invars=[*kept, *staged_inputs], eqns=[*derivations, *others])
@@ -106,8 +106,8 @@ _EXPANDING = names_where("is_expansion")
 def save_compact(prim: _jax.Primitive, /, *_: Any, **__: Any) -> bool:
     """Return False for operations that make a large value from a small one, and True for others.
 
-    JAX moves what is the same in every step out of a loop, and cuts the forward half of the body to do
-    so. Masks and constants as large as activations would then exist during the whole loop.
+    JAX moves loop-invariant values out of a loop, and splits the forward half of the body for that. Masks and
+    constants as large as activations would then be live during the whole loop.
     """
     return prim.name not in _EXPANDING
 
@@ -136,8 +136,8 @@ def _drop_derivable(
                 break
         if not chain or source is v:
             continue
-        # An input that the backward part does not use otherwise is only worth keeping alive if it
-        # is no larger than what it replaces.
+        # An input that the backward part does not use otherwise is worth keeping alive only if it is no
+        # larger than the residual that it replaces.
         free = source in saved or source in used_later
         if free or (source in available and _is_no_larger(source.aval, v.aval)):
             del saved[v]
@@ -167,7 +167,7 @@ def round_residuals(
 ) -> _jax.Jaxpr:
     """Return the forward part in which all readers of a residual get it rounded to its type.
 
-    With `most_bytes`, residuals of larger types (bytes per element) are left alone.
+    With `most_bytes`, residuals of larger types (bytes per element) stay unchanged.
     """
     used = {v for eqn in forward.eqns for v in eqn.invars if not isinstance(v, _jax.Literal)}
     n_known = len(forward.outvars) - n_residuals

@@ -1,4 +1,4 @@
-"""What a jaxpr does not show: the rules that run when it is differentiated or batched.
+"""The rules that run when a jaxpr is differentiated or batched, which the jaxpr itself does not contain.
 
 A call of a function with `custom_jvp`, `custom_vjp` or `custom_vmap` is one equation of a jaxpr. The
 function's rules are Python functions, which JAX calls when the jaxpr is differentiated or batched, so names
@@ -6,7 +6,7 @@ that `checkpoint_name` gives inside a rule are not in the jaxpr. To find them, e
 transformed as JAX would transform it, on abstract values: rules are traced, and nothing is computed.
 
 A rule may call functions that have rules: that of `jax.nn.relu` calls `relu` again. So the rules in the
-program that a rule traces to are traced, too, once: this covers second derivatives.
+program to which a rule is traced are traced once, too, which covers second derivatives.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from remat import _jax
 
 _jax.exclude_from_tracebacks(__file__)
 
-# How deep rules within rules are traced; a larger number covers higher derivatives.
+# Depth to which rules within rules are traced; a larger number covers higher derivatives.
 _DEPTH = 2
 
 # The primitives whose rules run in forward mode, in reverse mode, in transposition, and in batching.
@@ -46,7 +46,7 @@ def _revealed(jaxpr: _jax.Jaxpr, depth: int) -> Iterator[_jax.Jaxpr | None]:
         for trace in _traces(eqn):
             try:
                 shown = trace()
-            except Exception:  # whatever a rule of the user's may raise
+            except Exception:  # the user's rule may raise anything
                 yield None
                 continue
             yield shown

@@ -1,15 +1,15 @@
 """Marks: a decision about one value, written into the jaxpr that computes it.
 
-JAX's own machinery asks a policy about an equation, and shows it the primitive, the operands' types
-and the parameters. What `remat.policies` decide on is more (all names of a value, its size, where in
-the model it is), and it is about values, not equations. So such a policy is evaluated on the whole
-jaxpr, bodies of loops and called functions included, and each value that is to be saved or offloaded
-gets an identity behind it that says so:
+A policy in JAX's form is asked about an equation, and gets the primitive, the operands' types and the
+parameters. Those of `remat.policies` need more (all names of a value, its size, its place in the model),
+and decide about values, not equations. So such a policy is evaluated on the whole jaxpr, with the bodies of
+loops and called functions, and each value to save or offload gets an identity operation after it that holds
+the decision:
 
     y = dot_general a b              y' = dot_general a b
                             ==>      y  = remat_mark[case=Saveable] y'
 
-The machinery then needs one fixed policy: do what the marks say, recompute everything else.
+One fixed policy in JAX's form then suffices: follow the marks, and recompute all other values.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def rewrite(jaxpr: _jax.Jaxpr, path: str, decide: Decide) -> _jax.Jaxpr:
     """Replace all marks in a jaxpr, at every depth.
 
     Args:
-      jaxpr: what to rewrite. It is returned as it is if nothing changes.
+      jaxpr: the jaxpr to rewrite; the same object is returned if nothing changes.
       path: the name stack that its equations' own stacks continue.
       decide: `decide(jaxpr)` is a function of an equation and its path, which gives the marks for
         its results.

@@ -1,14 +1,14 @@
-"""Operations that XLA for CPU expands into index arrays, as functions of their own.
+"""Outlining of operations that XLA for CPU expands into index arrays into separate functions.
 
 XLA for CPU has no kernel for the backward pass of max-pooling. It compares arrays of indices, four of them as
 large as the pooled array. They depend on no operand, so they may be computed at any time. In a program with
 barriers XLA computes them at the start, and they live until the backward pass: 28 MiB of 76 MiB in a U-Net.
 
-A function's operations run when it is called, so each such operation becomes a function. The call has the
-attribute `inlineable="false"`, which keeps XLA from inlining it before it has chosen the order of operations.
+The operations of a function run when it is called, so each such operation becomes a function. The call has
+the attribute `inlineable="false"`, which keeps XLA from inlining it before it schedules operations.
 
-Elsewhere, and in programs of several devices, whose partitioner sees only the signature of a function,
-such operations stay as they are.
+On other platforms, and in programs for several devices, whose partitioner sees only the signature of a
+function, such operations stay inline.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def needs_outlining(eqn: _jax.JaxprEqn) -> bool:
 
 @_jax.weakref_lru_cache
 def outlined(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """Return a jaxpr, to be lowered next, whose equations of this kind are functions on CPUs."""
+    """Return a jaxpr, ready for lowering, whose equations of this kind become functions on CPUs."""
     if not any(map(needs_outlining, jaxpr.eqns)):
         return jaxpr
     eqns = [_as_function(eqn, jaxpr) if needs_outlining(eqn) else eqn for eqn in jaxpr.eqns]
@@ -42,7 +42,7 @@ def outlined(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
 
 
 def alone(eqn: _jax.JaxprEqn, jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """Return an equation of a jaxpr as a jaxpr of its own, whose inputs are the equation's operands."""
+    """Return a jaxpr of a single equation of another jaxpr, whose inputs are the equation's operands."""
     operands = list(dict.fromkeys(v for v in eqn.invars if _jax.is_var(v)))
     results = [jaxprs.fresh(v) for v in eqn.outvars]
     return _jax.jaxpr_of(operands, results, [eqn.replace(outvars=results)], jaxpr)

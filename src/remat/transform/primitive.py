@@ -6,27 +6,28 @@ A *region* is one equation that holds the jaxpr of a function:
 
     outs = remat[jaxpr, policy, prevent_cse, differentiated] args
 
-Until somebody differentiates, the equation is a plain call. Differentiation takes three steps, and
-the equation is there in each of them:
+Before differentiation, the equation is a plain call. Differentiation takes three steps, each of which
+handles the equation:
 
 1. *JVP*: the body becomes its own derivative, (primals, tangents) -> (primals, tangents).
 2. *The cut*, primals known and tangents not: the body is cut in two (see `cut.py`). The
    forward part is inlined, so the forward pass is not a region anymore; it returns the residuals
-   that the policy saves. What the tangents need beyond them stays inside a new equation on
-   residuals, inputs and tangents, which is linear in the tangents: `differentiated=True`.
+   that the policy saves. The rest of the body, which computes everything else that the tangents need,
+   becomes a new equation on residuals, inputs and tangents. It is linear in the tangents:
+   `differentiated=True`.
 3. *Transposition*: the new equation's body becomes: recompute the known values from residuals and
    inputs, then run the linear part backwards on the cotangents. It is one equation again, on
    residuals, inputs and cotangents.
 
-So recomputation and the use that it serves stand in one equation until lowering, which is where
-`barrier.py` keeps them from being merged with the forward pass. Higher derivatives need nothing
-more: each rule's result is made of the primitive again.
+So the recomputation and the equations that use it are in one equation until lowering, when
+`barrier.py` keeps them from being merged with the forward pass. Higher derivatives need no further rules:
+the result of each rule uses the primitive again.
 
-`policy` says what to save (see `cut_region` and `policies.resolve`). `prevent_cse` is a bool, or one
-bool for each of the equation's inputs. `names_pending` says that the policy selects names that were not
-found yet: a derivative or batching rule of the user's, which runs in step 1 or when the region is
-batched, may introduce them. `cotangents` says which inputs are cotangents (empty where that is no longer
-known): recomputation depends on the other inputs only.
+`policy` decides what to save (see `cut_region` and `policies.resolve`). `prevent_cse` is a bool, or one
+bool for each of the equation's inputs. `names_pending` is true if the policy selects names that were not
+found yet: the user's derivative or batching rules, which run in step 1 or when the region is batched, may
+introduce them. `cotangents` says which inputs are cotangents (empty if that is no longer known): the
+recomputation depends only on the other inputs.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ from remat.transform.outlining import outlined
 from remat.transform.refs import with_values
 
 _jax.exclude_from_tracebacks(__file__)
-# What is saved is logged when JAX's option `jax_log_checkpoint_residuals` asks for it, so it goes
-# where JAX's own messages of that option go, and what a user set up for those holds.
+# Saved values are logged if JAX's option `jax_log_checkpoint_residuals` is set, so they go to the logger of
+# JAX's own messages for that option, with the user's settings for it.
 _logger = logging.getLogger("jax._src.ad_checkpoint")
 
 PreventCse = bool | tuple[bool, ...]
@@ -77,7 +78,7 @@ def parameters(
     names_pending: bool = False,
     cotangents: tuple[bool, ...] = (),
 ) -> dict[str, Any]:
-    """Return the parameters of a region's equation; the module's docstring says what they mean."""
+    """Return the parameters of a region's equation; the module's docstring explains them."""
     return {
         "jaxpr": jaxpr,
         "policy": policy,
@@ -113,7 +114,7 @@ def _rebind(
 ) -> list[Array]:
     """Bind the primitive again after a transformation changed a region's inputs.
 
-    It put `added` inputs before the old ones; None if its inputs do not correspond to the old ones.
+    `added` is the number of new inputs before the old ones; None if the inputs do not correspond.
     """
     prevent_cse = params["prevent_cse"]
     if isinstance(prevent_cse, tuple):
@@ -266,7 +267,7 @@ def _why_unknown(jaxpr: _jax.Jaxpr, unknown: Sequence[bool], n_outs: int) -> str
         if any(v in wanted for v in eqn.outvars):
             wanted.update(v for v in eqn.invars if _jax.is_var(v))
             on_the_way.append(eqn)
-    # What mixes values and tangents returns both; an operation on tangents alone returns one value.
+    # An equation that mixes values and tangents returns both; an operation on tangents returns one value.
     mixing = [eqn for eqn in on_the_way if len(eqn.outvars) > 1] or on_the_way
     made_by = "".join(f": `{e.primitive}` at {_jax.source_line_of(e)}" for e in mixing[-1:])
     return (
@@ -280,12 +281,12 @@ _jax.register_linearization(remat_p, _linearize)
 
 
 class _Forward(NamedTuple):
-    """What a region's forward pass leaves."""
+    """The results of a region's forward pass, and its equation for the backward pass."""
 
     cut: Cut
     outs: list[Array]  # the known results
     saved: list[Array]  # the residuals
-    backward: dict[str, Any]  # the parameters of the equation that is left
+    backward: dict[str, Any]  # the parameters of the remaining equation
 
 
 def _run_forward(
@@ -322,7 +323,7 @@ _jax.register_partial_eval(remat_p, _partial_eval)
 
 
 def cut_region(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: PolicyLike) -> Cut:
-    """Cut a region's jaxpr where its policy (None: nothing is saved) says."""
+    """Cut a region's jaxpr as its policy decides (None: nothing is saved)."""
     marked, decide = policies.resolve(policy, jaxpr)
     return cut(marked, ins_unknown, decide)
 
@@ -401,7 +402,7 @@ def _split_by_own_policy(eqn: _jax.JaxprEqn, unknown: tuple[bool, ...]) -> Parts
     results = [v for v, u in zip(eqn.outvars, c.outs_unknown) if not u]
     made = [*results, *residuals]
     if jaxprs.makes_its_results(c.forward):
-        # As where it is run at once: the forward pass is no longer a region.
+        # As in `_run_forward`, the forward pass is no longer a region.
         called = {v: r for v, r in zip(c.forward.outvars, made) if not _jax.is_dropped(r)}
         forward, _ = jaxprs.inlined(c.forward, known, eqn, called)
     else:
@@ -459,7 +460,7 @@ def _transpose(
     return logs or None
 
 
-# The same jaxpr each time, since JAX traces and lowers each jaxpr object once.
+# Cached, since JAX traces and lowers each jaxpr object once.
 @_jax.weakref_lru_cache
 def _transposed(
     jaxpr: _jax.Jaxpr, linear: tuple[bool, ...], outs_zero: tuple[bool, ...]

@@ -1,9 +1,9 @@
 """Programs that read and write refs, as programs on the values of the refs.
 
 JAX differentiates straight-line code that writes a ref, but not a region or a loop body that does:
-what is written there is lost, or written again when it is recomputed. So the value of a ref is read
-before a region or a loop, becomes an input and a result of it, and is written after it. What
-depends on a ref is then seen as any other dependence.
+its writes are lost, or repeated by the recomputation. So the value of a ref is read before a region or a
+loop, becomes an input and a result of it, and is written after it. Dependence on a ref is then handled like
+any other.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Arrays = list[Any]
 def with_values(
     jaxpr: _jax.Jaxpr, args: Sequence[Array], run: Callable[[_jax.Jaxpr, Arrays, int], Arrays]
 ) -> Arrays:
-    """Apply a jaxpr through `run(jaxpr, args, n_added)`, which need not know of refs.
+    """Apply a jaxpr through `run(jaxpr, args, n_added)`, which need not support refs.
 
-    The jaxpr that `run` is given takes the values of refs, behind `n_added` constants. A jaxpr that
-    uses no refs, or that cannot be rewritten, is run as it is.
+    The jaxpr that is passed to `run` takes the values of refs, after `n_added` constants. A jaxpr that
+    uses no refs, or that cannot be rewritten, is passed unchanged.
     """
     pure = _jax.without_refs(jaxpr)
     if pure is None:

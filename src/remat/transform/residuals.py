@@ -1,8 +1,8 @@
-"""What a function keeps from its forward pass for its backward pass.
+"""The values that a function keeps from its forward pass for its backward pass.
 
-The function is linearized on abstract values and the program of its forward pass is looked at: the
-residuals are what the backward pass gets from it. `saved_residuals` and `print_saved_residuals` have
-the shape and the wording of JAX's functions of that name; `residuals` is the same as data.
+The function is linearized on abstract values; the residuals are the values that the program of its forward
+pass returns for the backward pass. `saved_residuals` and `print_saved_residuals` have the results and the
+wording of JAX's functions of these names; `residuals` returns the same as data.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _jax.exclude_from_tracebacks(__file__)
 class Residual:
     """One value that is kept from the forward to the backward pass.
 
-    For a value that leaves a loop or a called function, `primitive`, `names`, `source_line` and
-    `name_stack` are those of the equation inside that computes it.
+    For a result of a loop or a called function, `primitive`, `names`, `source_line` and `name_stack` are
+    those of the equation inside that computes it.
     """
 
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Residual:
     n_bytes: int  # of the whole array, as traced
     kind: str  # "argument", "constant", "literal" or "computed"
     argument: str | None  # the path of the argument: "params['w']"
-    primitive: str | None  # what computes it
+    primitive: str | None  # the primitive that computes it
     names: tuple[str, ...]  # given by checkpoint_name
     source_line: str | None
     name_stack: str
@@ -71,7 +71,7 @@ class Residuals:
 
     @property
     def saved_bytes(self) -> int:
-        """Return the bytes of those that were computed and stay on the device, which can be recomputed."""
+        """Return the bytes of computed values on the device: those that could be recomputed."""
         return self._sum(lambda r: r.kind == "computed" and not r.offloaded)
 
     @property
@@ -107,7 +107,7 @@ class Residuals:
 
 
 def residuals(f: Callable[..., Any], /, *args: PyTree, **kwargs: PyTree) -> Residuals:
-    """Return what `f` keeps for its backward pass at these arguments, without running it.
+    """Return the values that `f` keeps for its backward pass at these arguments, without running it.
 
     >>> import jax.numpy as jnp, remat
     >>> def f(x):
@@ -162,7 +162,7 @@ def saved_residuals(
 
 
 def print_saved_residuals(f: Callable[..., Any], /, *args: PyTree, **kwargs: PyTree) -> None:
-    """Print the residuals of `f`, a line each.
+    """Print the residuals of `f`, one per line.
 
     >>> import jax.numpy as jnp, remat
     >>> remat.print_saved_residuals(remat.checkpoint(jnp.sin), jnp.ones((2, 3)))
@@ -174,7 +174,7 @@ def print_saved_residuals(f: Callable[..., Any], /, *args: PyTree, **kwargs: PyT
 
 # --------------------------------------------------------------------------------------------------
 
-# What a residual goes through without becoming another value.
+# Operations after which a residual is still the same value.
 _LOOK_THROUGH = ("reduce_precision", "remat_mark", "device_put")
 
 
@@ -241,7 +241,7 @@ class _Made:
         self._marked: dict[Any, _jax.JaxprEqn] = {}
 
     def source(self, v: Atom) -> Any:
-        """Return the value that `v` is a rounded, marked or moved copy of."""
+        """Return the value of which `v` is a rounded, marked or moved copy."""
         while (eqn := self.producer.get(v)) is not None and eqn.primitive.name in _LOOK_THROUGH:
             inner = eqn.invars[eqn.outvars.index(v)]
             if isinstance(inner, _jax.Literal):

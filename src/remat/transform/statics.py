@@ -20,7 +20,7 @@ _jax.exclude_from_tracebacks(__file__)
 
 
 class Statics:
-    """Which arguments of a function are static, by position and by name."""
+    """The static arguments of a function, by position and by name."""
 
     def __init__(self, argnums: tuple[int, ...], argnames: tuple[str, ...], signature: Any):
         self.argnums = argnums
@@ -84,7 +84,7 @@ class Statics:
             if 0 <= position < len(args):
                 positions.add(position)
             elif 0 <= position < n_declared:
-                # Given by keyword, or left at its default, which is static as it is.
+                # Given by keyword, or left at its default, which is static anyway.
                 names |= {positional[position].name} & set(kwargs)
             else:
                 raise StaticArgumentError(
@@ -155,11 +155,11 @@ class _Specialization(NamedTuple):
     filled: Callable
 
 
-# Found again by the function, held weakly, and by the static values, so that each is traced once. A
-# specialization must not keep its function alive either, nor objects that are equal to nothing but
-# themselves, so it has weak references to them; the call in progress keeps them valid. Several threads
-# may use the cache at once: each step on a dictionary is one operation of it (list(d), unlike a loop
-# over d, lets no other thread or finalizer in), and two that add the same take what was added first.
+# Keyed by the function (referenced weakly) and by the static values, so that each is traced once. A
+# specialization must not keep alive its function, nor objects that are equal only to themselves, so it has
+# weak references to them; the call in progress keeps them valid. Several threads may use the cache at
+# once: each access to a dictionary is a single operation (list(d), unlike a loop over d, is not
+# interrupted by other threads or finalizers), and if two threads add the same key, the first entry is used.
 _specializations: weakref.WeakKeyDictionary[Callable, dict[Any, _Specialization]] = (
     weakref.WeakKeyDictionary()
 )
@@ -169,7 +169,7 @@ _MAX_SPECIALIZATIONS = 256
 def _specialized(fun: Callable, static: tuple[tuple[Any, Any], ...], n_args: int) -> Callable:
     values = {where: _hold(value) for where, value in static}
     try:
-        # Equal functions (two bound methods) do not live equally long.
+        # Equal functions (two bound methods) may have different lifetimes.
         key = (id(fun), n_args, tuple((where, _key(held)) for where, held in values.items()))
         hash(key)
         known = _specializations.setdefault(fun, {})
@@ -183,13 +183,13 @@ def _specialized(fun: Callable, static: tuple[tuple[Any, Any], ...], n_args: int
         _make_room(known)
         new = _Specialization(fun_held, _fill_in(fun_held, values, n_args))
         found = known.setdefault(key, new)
-        if found.fun() is not fun:  # of a function that is gone, whose id this one has now
+        if found.fun() is not fun:  # the entry is of a deleted function whose id was reused
             found = known[key] = new
     return found.filled
 
 
 def _make_room(known: dict[Any, _Specialization]) -> None:
-    """Remove specializations whose function or values are gone, and the oldest if there are too many."""
+    """Remove specializations whose function or values were deleted, and the oldest if there are too many."""
     keys = list(known)
     for key in keys:
         entry = known.get(key)
@@ -200,7 +200,7 @@ def _make_room(known: dict[Any, _Specialization]) -> None:
 
 
 class _Strong:
-    """A value in the place of a weak reference to it."""
+    """A strong reference with the interface of a weak one."""
 
     def __init__(self, value: Any):
         self.value = value

@@ -64,7 +64,7 @@ def _cond(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
 def _split_branches(
     branches: Sequence[_jax.Jaxpr], operands: Operands, policy: Policy
 ) -> list[Split]:
-    """Split branches so that what is unknown, or repeated, in one of them is in all."""
+    """Split branches so that a result that is unknown, or repeated, in one of them is so in all."""
     outs_unknown: Flags = (False,) * len(branches[0].outvars)
     outs_staged = outs_unknown
     while True:
@@ -111,8 +111,8 @@ def shared_slots(residuals: Sequence[Sequence[_jax.Var]]) -> Slots:
 def _copies(halves: Sequence[Split], slots: Slots, eqn: _jax.JaxprEqn) -> dict[int, _jax.HostCopy]:
     """Return the copies to the host's memory that are made outside of the branches, by their slots.
 
-    Under `vmap` branches become a selection of their results, and in reverse mode the cotangents of
-    their operands are summed. Both need all of them in the device's memory.
+    Under `vmap` branches become a selection of their results, and in reverse mode the cotangents of their
+    operands are summed. Both require results and operands in the device's memory.
     """
     kept = set()
     for half, places in zip(halves, slots.places):

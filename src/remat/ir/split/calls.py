@@ -77,7 +77,7 @@ def _call_again(
     return _jax.new_body_eqn(eqn, invars, outvars, params, [(body, invars)])
 
 
-# Calls of the same body get the same halves, since JAX lowers each jaxpr object once.
+# Cached, so that calls of the same body get the same halves: JAX lowers each jaxpr object once.
 @_jax.weakref_lru_cache
 def _returning(jaxpr: _jax.Jaxpr, n_results: int, added: Flags) -> _jax.Jaxpr:
     residuals = only(jaxpr.outvars[n_results:], added)

@@ -22,7 +22,7 @@ class Mode(enum.Enum):
 
 SAVE, HOIST = Mode.SAVE, Mode.HOIST
 
-# A policy of JAX's kind: `policy(primitive, *operand_types, **params)`.
+# A policy in JAX's form: `policy(primitive, *operand_types, **params)`.
 T = TypeVar("T")
 Policy = Callable[..., Any] | Mode
 Flags = tuple[bool, ...]
@@ -37,7 +37,7 @@ class Split(NamedTuple):
       ins_unknown: which inputs are unknown.
       outs_unknown: which results are unknown.
       outs_staged: which results `staged` returns: the unknown ones, and those that it repeats.
-      n_residuals: how many there are.
+      n_residuals: the number of residuals.
     """
 
     known: _jax.Jaxpr
@@ -62,10 +62,10 @@ def split(
     Args:
       jaxpr: the program.
       ins_unknown: for each input, whether it is unknown.
-      policy: what the staged half repeats of the known operations.
-      ins_staged: inputs of the staged half, by default all. Other ones are residuals if needed.
-      outs_unknown: results that are to be treated as unknown even if they are known.
-      outs_staged: results that the staged half is to return even if it does not compute them.
+      policy: which known operations the staged half repeats.
+      ins_staged: inputs of the staged half, by default all. Others become residuals if needed.
+      outs_unknown: results to treat as unknown even if they are known.
+      outs_staged: results that the staged half returns even if it does not compute them.
     """
     n_ins, n_outs = len(jaxpr.invars), len(jaxpr.outvars)
     return _split(
@@ -78,7 +78,7 @@ def split(
     )
 
 
-# The same halves each time, since JAX lowers each jaxpr object once; a policy is asked once.
+# Cached: JAX lowers each jaxpr object once, and a policy is asked only once.
 @_jax.weakref_lru_cache
 def _split(
     jaxpr: _jax.Jaxpr,
@@ -97,7 +97,7 @@ def _split(
 def without_unused(halves: Split, *, repeated: bool = False) -> Split:
     """Return the halves with only the residuals that the staged half needs.
 
-    It returns the unknown results alone, unless repeated ones are wanted, too. Inputs stay.
+    The staged half returns only the unknown results, with `repeated` also those that it repeats. Inputs stay.
     """
     n = halves.n_residuals
     flags = zip(halves.outs_staged, halves.outs_unknown)
@@ -115,22 +115,22 @@ def without_unused(halves: Split, *, repeated: bool = False) -> Split:
 
 
 def results_and_residuals(halves: Split) -> tuple[list[Atom], list[_jax.Var]]:
-    """Return what the known half returns: the program's known results, and the residuals."""
+    """Return the two kinds of results of the known half: the program's known results, and the residuals."""
     return _jax.split_list(halves.known.outvars, [len(halves.known.outvars) - halves.n_residuals])
 
 
 class Operands(NamedTuple):
-    """What is known of an equation's operands, a flag for each."""
+    """Properties of an equation's operands, one flag for each operand."""
 
     unknown: Flags
     available: Flags  # in the staged half, without being a residual
 
 
 class Parts(NamedTuple):
-    """What becomes of an equation: equations of either half, and which results are unknown.
+    """The split of one equation: the equations of either half, and which results are unknown.
 
-    Results that the staged equations compute under their own names are repeated, other ones are
-    residuals if they are needed.
+    Results that the staged equations compute under the same variables are repeated; others become residuals
+    if they are needed.
     """
 
     known: Sequence[_jax.JaxprEqn]
@@ -154,7 +154,7 @@ class _Halves:
         self._available = {*self._inputs, *jaxpr.constvars}
 
     def add(self, eqn: _jax.JaxprEqn, policy: Policy) -> None:
-        """Add what becomes of an equation."""
+        """Add the parts of an equation to the halves."""
         unknown = tuple(_jax.is_var(v) and v in self._unknown for v in eqn.invars)
         available = tuple(not _jax.is_var(v) or v in self._available for v in eqn.invars)
         is_whole = isinstance(policy, Mode) and not any(unknown)
@@ -200,13 +200,13 @@ class _Halves:
 # Rules
 
 _RULES: dict[str, Rule] = {}
-# Registered in place of a primitive's name: the rule of all equations that run one jaxpr once, on
-# their operands.
+# The key, in place of a primitive's name, for the rule of all equations that run one jaxpr once, on their
+# operands.
 ANY_CALL = "any call"
 
 
 def register(primitive: str, rule: Rule) -> None:
-    """Let a rule split the equations of a primitive."""
+    """Register the rule that splits the equations of a primitive."""
     _RULES[primitive] = rule
 
 
@@ -276,7 +276,7 @@ def _debug(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
 
 
 class Leaving(NamedTuple):
-    """How residuals leave the known half of a body: those that are results, too, leave only once."""
+    """How residuals become results of the known half of a body; those that are results already do so once."""
 
     outside: list[_jax.Var]  # the variable of each residual outside
     added: list[_jax.Var]  # residuals that are additional results
@@ -288,7 +288,7 @@ def leave(
     results: Iterable[tuple[Atom, _jax.Var]],
     type_outside: Callable[[_jax.Var], Aval] = lambda v: v.aval,
 ) -> Leaving:
-    """Let residuals leave a body whose known results are these (inside, outside)."""
+    """Return how residuals become results of a body whose known results are these (inside, outside)."""
     place = {
         inner: outer
         for inner, outer in results
@@ -309,7 +309,7 @@ def known_only(values: Sequence[T], unknown: Sequence[bool]) -> list[T]:
 
 
 def parts_of(halves: Split, known: Sequence[_jax.JaxprEqn], staged: _jax.JaxprEqn) -> Parts:
-    """Return the parts of an equation whose body was split, without halves that compute nothing."""
+    """Return the parts of an equation whose body was split; halves that compute nothing are left out."""
     return Parts(_working(known), _working([staged]), halves.outs_unknown)
 
 

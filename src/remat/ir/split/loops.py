@@ -1,9 +1,9 @@
 """Splitting loops.
 
-A `scan` becomes two. Of the values that the policy saves in the body, those that the second loop needs
-leave the first one stacked over the steps; `_hoist` moves those that are equal in all steps in front of
-it, so they are not stacked. `_split_step` finds which carries are unknown. A `while` loop has no stacked
-residuals: it is recomputed as a whole.
+A `scan` becomes two. Of the values that the policy saves in the body, those that the second loop needs are
+stacked by the first one; `_hoist` moves those that are equal in all steps in front of it, so that they are
+not stacked. `_split_step` finds which carries are unknown. A `while` loop has no stacked residuals: it is
+recomputed as a whole.
 """
 
 from __future__ import annotations
@@ -117,9 +117,9 @@ def _staged_operands(unknown: Flags, policy: Policy, n_consts: int, n_carry: int
 
 
 class _Loop(NamedTuple):
-    """The known half of a loop, without what is the same in each step."""
+    """The known half of a loop, without its loop-invariant equations."""
 
-    before: list[_jax.JaxprEqn]  # compute that, before the loop
+    before: list[_jax.JaxprEqn]  # the loop-invariant equations
     step: _jax.Jaxpr
     consts: list[Atom]  # the step's leading operands
     constant: dict[_jax.Var, Atom]  # residuals that are the same in each step; their values outside
@@ -128,7 +128,7 @@ class _Loop(NamedTuple):
 def _hoist(
     eqn: _jax.JaxprEqn, step: _jax.Jaxpr, operands: list[Atom], n_consts: int, n_residuals: int
 ) -> _Loop:
-    """Take what is the same in each step out of the known half of a loop."""
+    """Move loop-invariant equations out of the known half of a loop."""
     consts, n_results = operands[:n_consts], len(step.outvars) - n_residuals
     varies = [i >= n_consts for i in range(len(step.invars))]
     if not n_residuals or step.constvars:
@@ -148,7 +148,7 @@ def _hoist(
 
 def _while(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
     if not any(operands.unknown):
-        assert not isinstance(policy, Mode), "known operations are whole there"
+        assert not isinstance(policy, Mode), "without a policy, known operations are not split"
         saves = isinstance(decide(policy, eqn), _jax.SaveableType)
         return known_part(eqn) if saves else both_parts(eqn)
     test, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]

@@ -65,7 +65,7 @@ def _shard_map(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
 
 
 class Crossing(NamedTuple):
-    """A value that leaves one `shard_map` and enters another one, over the same axes.
+    """A value that is returned from one `shard_map` and passed to another one, over the same axes.
 
     Attributes:
       inside: the variable that the first returns and the second takes.
@@ -81,7 +81,7 @@ class Crossing(NamedTuple):
 
 
 def crossing(eqn: _jax.JaxprEqn, v: _jax.Var) -> Crossing:
-    """Return how a value of a `shard_map`'s body can leave it and enter another one."""
+    """Return how a value of a `shard_map`'s body can be returned from it and passed to another one."""
     if v.aval.shape:
         return Crossing(v, *_jax.shard_map_residual(eqn, v.aval), (), ())
     # The devices' values are concatenated along their first axis, so a scalar gets one.
@@ -92,8 +92,8 @@ def crossing(eqn: _jax.JaxprEqn, v: _jax.Var) -> Crossing:
     return Crossing(
         inside,
         *_jax.shard_map_residual(eqn, inside.aval),
-        jaxprs.written_out(column, [v], [inside]),
-        jaxprs.written_out(scalar, [inside], [v]),
+        jaxprs.equations_on(column, [v], [inside]),
+        jaxprs.equations_on(scalar, [inside], [v]),
     )
 
 

@@ -309,5 +309,5 @@ def _traced(
         # A carry that no step changes is not computed by an equation.
         jaxpr, consts, _ = _jax.trace_call(lambda args: list(map(jnp.copy, run(args))), types)
     assert not consts, consts
-    eqns = jaxprs.written_out(jaxpr, invars, outvars)
+    eqns = jaxprs.equations_on(jaxpr, invars, outvars)
     return [eqn.replace(source_info=like.source_info) for eqn in eqns]

@@ -34,7 +34,7 @@ def _opened_in(jaxpr: _jax.Jaxpr) -> Replacements:
     for i in paired:
         eqn = jaxpr.eqns[i]
         body = _jax.open_jaxpr(eqn.params["jaxpr"])
-        inner = written_out(body)
+        inner = inline_checkpoints(body)
         if inner is not body:
             new[i] = [jaxprs.replace_body(eqn, eqn.params["jaxpr"], inner)]
 
@@ -71,10 +71,10 @@ def _opened_body(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
     return None if is_kept else called_body(eqn)
 
 
-def written_out(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+def inline_checkpoints(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     """Return a program with its checkpoints inlined, those in bodies of loops included."""
     changed = jaxpr
     if any(_opened_body(eqn) is not None for eqn in jaxpr.eqns):
         changed = jaxprs.inline_calls(jaxpr, _opened_body)
-    new = walk_inside(changed, (), lambda inner, _: written_out(inner), "")
+    new = walk_inside(changed, (), lambda inner, _: inline_checkpoints(inner), "")
     return replaced(changed, new) if new else changed

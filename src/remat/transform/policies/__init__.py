@@ -20,16 +20,15 @@ the primitive that made it: `recompute("scores") >> everything_saveable` recompu
 
 Every name of `jax.checkpoint_policies` is here, too, with the same meaning, except where JAX's own does
 not do what its name says (`save_anything_except_these_names` saves everything there, and
-`save_from_both_policies` refuses offloading policies). A name that no value of the region has is an
-error, also where derivative and batching rules could hide it (see `derivative_rules`); `strict=False` allows
-it.
+`save_from_both_policies` does not accept offloading policies). A name that no value of the region has is an
+error; names in derivative and batching rules count (see `derivative_rules`). `strict=False` allows it.
 
 In the order in which data flows:
 
     selector   which values a part of a policy decides about
     algebra    `save`, `recompute`, `offload`, and how policies combine
     jax_names  every name of `jax.checkpoint_policies`
-    check      errors about policies that mean nothing, or that select what a region does not have
+    check      errors about invalid policies, and about selected names that a region does not have
     resolve    which values of a region a policy saves
 """
 

@@ -1,4 +1,4 @@
-"""What a policy is, how policies combine, and `save`, `recompute` and `offload`."""
+"""The base class of policies, their combinations, and `save`, `recompute` and `offload`."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Policy:
         yield self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Copied and unpickled policies equal the original: JAX's decisions are objects without a value
-        # of their own, of which there must be no copies.
+        # JAX's decisions are compared by identity, so they must not be copied: only then do copied and
+        # unpickled policies equal the original.
         singletons = {_jax.SaveableType: _jax.Saveable, _jax.RecomputeType: _jax.Recompute}
         self.__dict__.update({name: singletons.get(type(v), v) for name, v in state.items()})
 
@@ -74,7 +74,7 @@ class Policy:
         return First.of(as_policy(other), self)
 
 
-# A function of a frozen value: the latest 256 answers.
+# Cached, since a policy is asked about many equations.
 @functools.lru_cache(maxsize=256)
 def _needs_more_than_one_equation(policy: Policy) -> str | None:
     """Return why a policy cannot be asked about single equations; None if it can.
@@ -100,7 +100,7 @@ def _negates(policy: Policy) -> bool:
 
 
 class _OneEquation(NamedTuple):
-    """What JAX tells a policy about an equation, with an equation's attributes."""
+    """An equation as JAX describes it to a policy, with an equation's attributes."""
 
     primitive: Any
     avals: tuple[Any, ...]
@@ -112,7 +112,7 @@ class _OneEquation(NamedTuple):
 
     @property
     def outvars(self) -> list[_Typed]:
-        # JAX does not tell the result's type; the largest operand's is used for counting.
+        # JAX does not pass the result's type; that of the largest operand is used for counting.
         return [_Typed(max(self.avals, key=lambda a: getattr(a, "size", 0)))] if self.avals else []
 
 
@@ -128,8 +128,8 @@ class Select(Policy):
     selector: Selector
 
     def opinion(self, value: RegionValue) -> Any:
-        # What depends on symbolic dimensions and cannot be decided is recomputed, which never needs
-        # more memory than was asked for.
+        # If symbolic dimensions leave the condition undecided, the value is recomputed, which never needs
+        # more memory than requested.
         undecided = isinstance(self.case, _jax.RecomputeType)
         return self.case if self.selector.selects(value, undecided) else None
 
@@ -258,7 +258,7 @@ class Foreign(Policy):
         if isinstance(case, _jax.Offloadable) and not _jax.stays_in_memory(
             primitive, avals, case.src
         ):
-            return _jax.Recompute  # a copy in another memory: copied again if needed
+            return _jax.Recompute  # a copy to another memory: copied again if needed
         return case
 
     def _check_signature(
@@ -290,18 +290,18 @@ class Foreign(Policy):
 
 
 def keeps_most(case: Any) -> int:
-    """Return how much a decision keeps: 2 for a value on the device, 1 in another memory, 0 for none."""
+    """Return a rank of how much a decision keeps: 2 on the device, 1 in another memory, 0 for nothing."""
     if isinstance(case, _jax.Offloadable):
         return 1
     return 2 if isinstance(case, _jax.SaveableType) else 0
 
 
 def as_policy(policy: Any) -> Policy:
-    """Return anything that `jax.checkpoint` takes as a policy as one that combines with others.
+    """Convert anything that `jax.checkpoint` accepts as a policy to one that combines with others.
 
     Raises:
-      PolicyError: for the name of a policy, a class, a function that makes policies, and what cannot be
-        called.
+      PolicyError: for the name of a policy, a class, a function that makes policies, or an object that is
+        not callable.
     """
     if isinstance(policy, Policy):
         return policy
@@ -354,7 +354,7 @@ def _offer(name: str) -> str:
 
 
 def _name_of_maker(function: Any) -> str | None:
-    """Return the name of a function of ours or JAX's that returns policies; None for another one."""
+    """Return the name of a function of this library or JAX that returns policies; None for others."""
     for name, ours in _public.items():
         if isinstance(ours, Policy):
             continue
@@ -372,7 +372,7 @@ _Maker = TypeVar("_Maker", bound=Callable[..., Policy])
 
 
 def _with_selectors(make: _Maker) -> _Maker:
-    """Show the selectors one by one in a function's signature, as `help` prints it."""
+    """Give a function a signature that lists the selectors one by one, for `help`."""
     names, *own, _ = inspect.signature(make).parameters.values()
     types = {name: ref.__forward_arg__ for name, ref in Selectors.__annotations__.items()}
     selectors = [
@@ -406,8 +406,8 @@ def save(*names: str, **selectors: Unpack[Selectors]) -> Policy:
       min_flops_per_byte: a bound on the operations that made it, per byte of it.
         A value for which symbolic dimensions (`jax.export`) leave a bound undecided is not saved;
         constraints in `jax.export.symbolic_shape` decide more.
-      strict: whether it is an error that names or a path match nothing in the region, or that JAX has
-        no primitive of a name.
+      strict: whether it is an error if names or a path match nothing in the region, or if JAX has no
+        primitive with a name.
 
     Returns:
       A frozen policy, which combines with others by `|`, `&`, `~` and `>>`.

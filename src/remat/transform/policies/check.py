@@ -1,4 +1,4 @@
-"""Refusing policies that mean nothing, or that select what a region does not have."""
+"""Errors about invalid policies, and about selected names that a region does not have."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _jax.exclude_from_tracebacks(__file__)
 
 
 def check_policy(policy: Any) -> None:
-    """Refuse a value that is not a policy, before anything is traced.
+    """Raise for a value that is not a policy, before anything is traced.
 
     Raises:
       PolicyError: if it is not callable or not hashable.
@@ -49,7 +49,7 @@ def _offloads(policy: Any) -> Iterator[Any]:
 
 
 class Contents(NamedTuple):
-    """What there is in a jaxpr, at any depth, for a policy to select."""
+    """The names, paths and primitives in a jaxpr, at any depth, that a policy can select."""
 
     names: frozenset[str]  # given by checkpoint_name
     paths: frozenset[str]
@@ -68,18 +68,17 @@ class _Absent(NamedTuple):
 
 
 def check_names(policy: Any, jaxpr: _jax.Jaxpr) -> bool:
-    """Refuse a policy that selects names or a path that no value of the region has.
+    """Raise for a policy that selects names or a path that no value of the region has.
 
-    Values that only derivative and batching rules of the user's bring in count as well: such rules are
-    traced if something is not found without them. Primitives need not be in the region, but must be
-    known to JAX.
+    Values in the user's derivative and batching rules count, too: rules are traced if something is not found
+    without them. Primitives need not be in the region, but must be known to JAX.
 
     Returns:
-      Whether something was not found and there are rules that cannot be traced alone. Then the check is
-      to be made again when the region is differentiated or batched.
+      Whether something was not found and there are rules that cannot be traced alone. The check must then
+      be repeated when the region is differentiated or batched.
 
     Raises:
-      UnknownNameError: with the names or paths that there are.
+      UnknownNameError: the message lists the existing names or paths.
     """
     if not isinstance(policy, Policy):
         return False
@@ -117,7 +116,7 @@ def _offer(absent: _Absent, contents: Contents) -> str:
 
 
 def _absent(parts: Iterable[Select], contents: Contents) -> _Absent | None:
-    """Return the first thing that the parts of a policy select and that is not there."""
+    """Return the first name, path or primitive that the parts of a policy select and that is absent."""
     for part in parts:
         for pattern in part.selector.names:
             if not any_name_matches(pattern, contents.names):
@@ -131,7 +130,7 @@ def _absent(parts: Iterable[Select], contents: Contents) -> _Absent | None:
     return None
 
 
-# Names in an immutable jaxpr, which each region that calls the same function asks for.
+# Cached, since every region that calls the same function asks for its names.
 @_jax.weakref_lru_cache
 def _contents(jaxpr: _jax.Jaxpr) -> Contents:
     names: set[str] = set()
@@ -151,12 +150,12 @@ def _contents(jaxpr: _jax.Jaxpr) -> Contents:
     return Contents(frozenset(names), frozenset(paths - {""}), frozenset(primitives))
 
 
-# Tracing rules of derivatives is slow, and what they contain does not change.
+# Cached, since tracing derivative rules is slow.
 @_jax.weakref_lru_cache
 def _contents_with_rules(jaxpr: _jax.Jaxpr, wanted: tuple[Select, ...]) -> tuple[Contents, bool]:
-    """Return what there is once rules are traced, until all that is wanted is found.
+    """Return the contents of a jaxpr and of its rules, which are traced until all that is wanted is found.
 
-    Returns also whether a rule could not be traced.
+    Also return whether a rule could not be traced.
     """
     contents = _contents(jaxpr)
     untraced = False

@@ -1,7 +1,7 @@
-"""Every name of `jax.checkpoint_policies`, with that meaning.
+"""Every name of `jax.checkpoint_policies`, with the same meaning.
 
-The exceptions are those that do not do there what their names say: `save_anything_except_these_names`
-saves everything, and `save_from_both_policies` refuses policies that offload.
+The exceptions are those that do not do in JAX what their names say: `save_anything_except_these_names`
+saves everything there, and `save_from_both_policies` does not accept policies that offload.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _jax.exclude_from_tracebacks(__file__)
 
 @dataclasses.dataclass(frozen=True)
 class Dots(Policy):
-    """Matrix products and convolutions, which are dear to recompute."""
+    """Saves matrix products and convolutions, which are expensive to recompute."""
 
     batched: bool  # those with batch dimensions as well
     case: Any
@@ -66,7 +66,7 @@ checkpoint_dots_with_no_batch_dims = public(
 
 @maker
 def offload_dot_with_no_batch_dims(offload_src: str, offload_dst: str) -> Policy:
-    """Offload what `dots_with_no_batch_dims_saveable` saves of matrix products."""
+    """Offload the matrix products that `dots_with_no_batch_dims_saveable` saves."""
     check_strings((offload_src, offload_dst), "kinds of memory")
     return Dots(batched=False, case=_jax.Offloadable(offload_src, offload_dst))
 

@@ -34,13 +34,13 @@ def _recompute_all(*_: Any, **__: Any) -> bool:
     return False
 
 
-# The same jaxpr each time, since `cut` and JAX cache by jaxpr object.
+# Cached, since the caches of `cut` and JAX are keyed by jaxpr object.
 @_jax.weakref_lru_cache
 def _unmarked(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     return marks.without_marks(jaxpr)
 
 
-# The same jaxpr each time, since `cut` and JAX cache by jaxpr object.
+# Cached, since the caches of `cut` and JAX are keyed by jaxpr object.
 @_jax.weakref_lru_cache
 def _marked(jaxpr: _jax.Jaxpr, policy: Policy) -> _jax.Jaxpr:
     # `rewrite` may return the jaxpr itself; a cached value must not keep its own key alive.
@@ -57,7 +57,7 @@ def _decide(policy: Policy, jaxpr: _jax.Jaxpr) -> Callable[..., dict[_jax.Var, m
         for value, var in values_of(eqn, path, named):
             case = policy.opinion(value)
             if isinstance(case, _jax.Offloadable) and not _jax.is_in_memory(value.aval, case.src):
-                continue  # a copy in another memory: copied again from the original if needed
+                continue  # a copy to another memory: copied again from the original if needed
             if keeps_most(case):
                 like = named[var].eqn if var in named else eqn
                 found[var] = marks.Mark(case, tuple(sorted(value.names)), like)
@@ -84,8 +84,8 @@ def names_of_values(jaxpr: _jax.Jaxpr) -> dict[_jax.Var, Named]:
             for v in (inner, outer):
                 names |= named[v].names if v in named else frozenset()
             named[inner] = Named(names, eqn)
-    # Naming an input: the input is available anyway, so the name belongs to the named copy, which
-    # an offloading policy puts in the input's place.
+    # If an input is named, the input is available anyway, so the name belongs to the named copy, by which
+    # an offloading policy replaces the input.
     for v in jaxpr.invars:
         named.pop(v, None)
     return named
@@ -96,8 +96,8 @@ def values_of(
 ) -> Iterator[tuple[RegionValue, _jax.Var]]:
     """Yield the values that an equation computes, and their variables.
 
-    `checkpoint_name` computes none, except on an input of the jaxpr. Refs are not values: what they hold
-    changes, so there is nothing to save.
+    `checkpoint_name` computes none, except on an input of the jaxpr. Refs are not values: their contents
+    change, so they cannot be saved.
     """
     name = _jax.checkpoint_name_of(eqn)
     if name is not None and eqn.invars[0] in named:

@@ -25,8 +25,8 @@ class RegionValue(NamedTuple):
     primitive: str
     path: str  # the name stack: "encoder/layer_0/attention"
     aval: Any
-    eqn: Any  # the equation that makes it
-    is_result_of_body: bool  # made by a loop, branch or called function, whose body has it too
+    eqn: Any  # the equation that computes it
+    is_result_of_body: bool  # computed by a loop, branch or called function, whose body has it, too
 
     @property
     def n_bytes(self) -> Any:
@@ -123,7 +123,7 @@ class Selector:
         return holds(lambda: value.flops * n_bytes >= flops * _jax.largest(value.n_bytes, 1))
 
     def arguments(self) -> list[str]:
-        """Return the arguments of a call that makes this selector, as they are written."""
+        """Return the arguments of a call that makes this selector, as source code."""
         keywords = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -140,7 +140,7 @@ class Selector:
 
 
 def check_strings(given: Iterable[Any], what: str) -> None:
-    """Refuse anything but non-empty strings."""
+    """Raise unless all items are non-empty strings."""
     for item in given:
         if isinstance(item, str) and item:
             continue
@@ -153,7 +153,7 @@ def check_strings(given: Iterable[Any], what: str) -> None:
 
 
 def _as_items(given: Any) -> tuple[Any, ...]:
-    """Return the selected items as a tuple: of one item, of several, or of none for None."""
+    """Return one or several selected items as a tuple; an empty one for None."""
     if given is None:
         return ()
     if isinstance(given, (set, frozenset)):
