@@ -41,7 +41,7 @@ class Seconds(NamedTuple):
 
 
 def chain(n_blocks: int) -> tuple[Callable, tuple]:
-    """`x = x + tanh(x a) b`, written out block by block."""
+    """Unrolled blocks of `x = x + tanh(x a) b`."""
 
     def loss(weights, x):
         for a, b in weights:

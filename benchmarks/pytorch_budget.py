@@ -1,6 +1,6 @@
 """The same decoder under PyTorch's `activation_memory_budget` and under plans of `remat`.
 
-16 layers, 256 wide, 256 long, batch 4, float32, attention written out. PyTorch's half needs an environment
+16 layers, 256 wide, 256 long, batch 4, float32, explicit attention. PyTorch's half needs an environment
 with `torch==2.13.0` and without JAX, so this is not one of `python -m benchmarks`:
 
     python benchmarks/pytorch_budget.py pytorch

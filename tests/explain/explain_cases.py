@@ -17,7 +17,7 @@ def layer(w, x):
 
 
 def deep(wrap, n=8):
-    """A stack of layers, written out."""
+    """A stack of unrolled layers."""
     body = wrap(layer)
 
     def loss(w, x):

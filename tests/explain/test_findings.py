@@ -130,7 +130,7 @@ def test_what_the_compiler_undoes_is_named():
         return deep(remat.checkpoint, 4)(w, half)
 
     found = finding(remat.explain(in_part, *DEEP_ARGS), "undone_by_compiler")
-    assert "4 of its 8 regions written out" in found.message
+    assert "4 of its 8 regions inlined" in found.message
     assert step in found.next_step
 
     def mlp(w, x):
@@ -446,7 +446,7 @@ def test_no_budget_is_suggested_where_gradients_are_the_peak():
 
     explanation = remat.explain(loss, struct(16, 8192), struct(2048, 16), compile=False)
     found = finding(explanation, "no_regions")
-    assert "A plan has little to gain" in found.next_step
+    assert "A plan can gain little" in found.next_step
     assert "f32[2048,8192]" in found.next_step
     assert "test_findings.py" in found.next_step
     assert "budget=" not in found.next_step
@@ -524,6 +524,6 @@ def test_no_budget_is_suggested_that_all_recomputation_together_would_hardly_rea
     said = finding(remat.explain(loss, *args), "no_regions").next_step
     budget = re.search(r'budget="(\d+%)"', said)
     if budget is None:
-        assert "A plan has little to gain" in said
+        assert "A plan can gain little" in said
     else:
         assert remat.plan(jax.value_and_grad(loss), *args, budget=budget[1], cache=False)

@@ -5,22 +5,22 @@ In the order in which data flows:
     step           a function as a traced training step on a target
     unrolled       loops that JAX unrolls completely
     phases         its program, with the forward, recomputed, backward and update phases told apart
-    replaced       which arguments results are the new values of
-    roles          which argument a value is the gradient of
+    replaced       arguments whose new values are results of the step
+    roles          gradients, and the arguments that they belong to
     sources        the lines of the user's program that equations come from
     runs           the operations that loops and branches run
     loops          loops and branches on the timeline of the step around them
-    labels         what operations and regions are called
-    recomputation  what is computed again, and what the backward pass reads
-    segments       the parts that are computed again, and what each saves
+    labels         names of operations and regions
+    recomputation  recomputed FLOPs, and the bytes that the backward pass reads
+    segments       the recomputed parts, and the bytes that each saves
     lifetimes      when each value is live
     origins        kind, origin and cost of a value
     account        the values that are written, their lifetimes and kinds, the timeline
-    hlo            what the compiled program holds at its peak
-    decisions      what a plan recomputes, offloads and keeps
+    hlo            the arrays that the compiled program holds at its peak
+    decisions      the values that a plan recomputes, offloads and keeps
     difference     why the prediction and the compiler differ
-    regions        what policies and regions did, as facts
-    findings       what the reader should know, with the next step to take
+    regions        facts about the effects of policies and regions
+    findings       conclusions for the user, each with the next step
     stages         all of these in order
 
 `remat.report` renders the explanation. The stages are loaded at the first call, so that `import remat`
@@ -68,9 +68,9 @@ def explain(
     (0, True)
 
     Args:
-      f: a training step, or a function to be differentiated with respect to its first argument: it is
-        explained as `jax.value_and_grad(f)` is run (with a cotangent of ones, if its result is not
-        one number). Jitted or not; also what `remat.fit` returns.
+      f: a training step, or a function to differentiate with respect to its first argument: the explanation
+        is then that of `jax.value_and_grad(f)` (with a cotangent of ones, if its result is not one number).
+        It may be jitted, or fitted by `remat.fit`.
       *args, **kwargs: its arguments, or `jax.ShapeDtypeStruct`s in their place.
       target: the device to explain it for, at hand or ahead of time: `"gpu:h100"`, `"tpu:v5e:2x2"`.
       compile: also ask the compiler for its figures.

@@ -1,16 +1,16 @@
-"""The values that a step writes to memory, when each is live, and what it is for.
+"""The values that a step writes to memory, with their lifetimes and kinds.
 
-The values are those that fusion leaves: what is computed on the way inside a kernel occupies nothing.
-A step of the timeline is one kernel. A value lives from the kernel that writes it to the last that
-reads it; arguments live throughout, and so do results on CPU and GPU, whose compilers reserve them
-from the start. Loops and branches are laid out as what they run (`explain.loops`). The kind of a
-value follows from where it is written and read:
+The values are those that remain after fusion: intermediate values inside a kernel occupy no memory. A step
+of the timeline is one kernel. A value lives from the kernel that writes it to the last that reads it;
+arguments live throughout, and so do results on CPU and GPU, whose compilers allocate them at the start.
+Loops and branches are replaced on the timeline by the operations that they run (`explain.loops`). The kind
+of a value follows from where it is written and read:
 
     saved        written in the forward pass, read in the backward pass
-    recomputed   written in a region's backward half from what was saved; its first life too
+    recomputed   written in a region's backward half from saved values; its lifetime in the forward pass, too
     offloaded    kept in the host's memory between the two
     gradient     written in the backward pass
-    temporary    all else, also what loops and branches need while they run
+    temporary    all others, also the workspace of loops and branches
     reserved     memory of a loop's stack before its slice is written or after its last use
 """
 
@@ -56,10 +56,10 @@ class Account:
 
     Args:
       opaque_values, opaque_steps: the same with each loop as one step and its workspace as one value.
-      alias_bytes: of results that take over a donated argument's memory.
-      saved_bytes, saved_argument_bytes: what the backward pass reads of what the forward pass
-        computed, and of the arguments, before anything is fused.
-      undone_bytes: temporaries of the program that is left if nothing is recomputed.
+      alias_bytes: of results that reuse a donated argument's buffer.
+      saved_bytes, saved_argument_bytes: the bytes that the backward pass reads of values of the forward
+        pass, and of the arguments, without fusion.
+      undone_bytes: temporaries of the program in which nothing is recomputed.
     """
 
     values: tuple[Value, ...]
@@ -90,9 +90,9 @@ def account_of(
     """Return a step's values, timeline and sums.
 
     Args:
-      results: what the results are called, as far as that is known; "" for others.
-      results_from_start: whether the memory of results is there from the start.
-      duplicates: whether kernels compute cheap values for themselves, as in `fusion.fuse`.
+      results: the names of the results that are known; "" for others.
+      results_from_start: whether the memory of results is allocated at the start.
+      duplicates: whether each kernel computes shared cheap values itself, as in `fusion.fuse`.
     """
     made = _Accounting(merged(sides), price, duplicates, MOST_EQUATIONS, before=sides)
     return made.account(names, donated, results, results_from_start)
@@ -115,7 +115,7 @@ class _Accounting:
         before: PhasedProgram | None = None,
         run: Run | None = None,
     ) -> None:
-        self.before = before or sides  # as it was written, with what it computes twice
+        self.before = before or sides  # as it was written, with repeated operations
         self.sides = sides
         self.price = price
         self.program = sides.program
@@ -142,8 +142,8 @@ class _Accounting:
         self.segments = RecomputedSegments(sides, self.fused, self.lives)
         self.bodies = self._bodies(most_equations)
         self.origins = Origins(sides, self.fused, self.lives, self.bodies, stacked)
-        self._gradients: dict[int, str] = {}  # what values are the gradients of
-        self._places: dict[int, int] = {}  # of the values of `_written`, in what it returns
+        self._gradients: dict[int, str] = {}  # value → the argument of which it is the gradient
+        self._places: dict[int, int] = {}  # value → its place in the result of `_written`
 
     def account(
         self,
@@ -163,7 +163,7 @@ class _Accounting:
         outputs, alias_bytes = self._outputs(result_names, donated, last, results_from_start)
         values += outputs
         first = len(values)
-        # Donated memory is that of an argument until it is a result's.
+        # Donated memory belongs to an argument until a result is written into it.
         is_reserved = results_from_start and not any(donated)
         in_results = self.lives.in_results() if is_reserved else set()
         if results_from_start:
@@ -280,7 +280,9 @@ class _Accounting:
         """
         outputs = {v for v in self.roots if v is not None}
         moved = self._moved()
-        first_life: dict[int, int] = {}  # a value of the forward pass -> its place in what is found
+        first_life: dict[
+            int, int
+        ] = {}  # value of the forward pass → its place in the list of values
         found: list[Value] = []
         for v, use in self.uses.items():
             if v in outputs or v in self.in_carry or v in moved.values():
@@ -312,7 +314,7 @@ class _Accounting:
         return found
 
     def _moved(self) -> dict[int, int]:
-        """Return the values that are offloaded: from the value to the fetched copy of it."""
+        """Return the offloaded values: a mapping from each value to the copy that is fetched back."""
         ops, host = self.program.ops, self.sides.host_bytes
         sent = {
             op.results[0]: op.operands[0]
@@ -326,7 +328,7 @@ class _Accounting:
         return found
 
     def _workspaces(self, *, opaque: bool = False) -> list[Value]:
-        """Return the workspace of loops and branches, only of those that are not laid out if not opaque."""
+        """Return the workspace of loops and branches: of all if `opaque`, else of those not laid out."""
         found = []
         for kernel in self.kernels:
             op = self.program.ops[kernel]
@@ -362,7 +364,7 @@ class _Accounting:
         )
 
     def _reader(self, v: int, i: int | None) -> str:
-        """Return in words which operation reads a value, inside a loop if it reads slices there."""
+        """Return the name of the operation that reads a value, inside a loop if that reads slices."""
         if i is None:
             return ""
         body = self.bodies.get(i)
@@ -377,7 +379,7 @@ class _Accounting:
     # Loops and branches
 
     def _bodies(self, most_equations: int) -> dict[int, DrawnBody]:
-        """Return what loops and branches run, by kernel."""
+        """Return the programs that loops and branches run, by kernel."""
         ops, eqns = self.program.ops, self.sides.eqns
         of_kernels = {kernel: run_of(ops[kernel], eqns[kernel]) for kernel in self.kernels}
         runs = {kernel: run for kernel, run in of_kernels.items() if run is not None}
@@ -432,7 +434,7 @@ class _Accounting:
             made = root
             if root is None:
                 at = carried.get(behind(v, self.program, self.producer), -1)
-                if 0 <= at < run.n_carry:  # what the iteration before handed on
+                if 0 <= at < run.n_carry:  # a carry from the previous iteration
                     made = ids[at][1]
             origin = self.origins.origin(made) if made is not None else None
             if origin is not None and origin.count == 1:
@@ -453,7 +455,7 @@ class _Accounting:
         return {self.step_of[kernel]: body for kernel, body in self.bodies.items()}
 
     def _first_steps(self) -> list[int]:
-        """Return for each kernel its first step on the timeline on which its loops are laid out."""
+        """Return for each kernel its first step on the timeline with loops laid out."""
         found, n = [], 0
         for kernel in self.kernels:
             found.append(n)

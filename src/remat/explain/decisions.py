@@ -1,8 +1,8 @@
-"""What a plan decides, in terms of the values that the step saves without it.
+"""A plan's decisions, in terms of the values that the step saves without it.
 
 A planned step recomputes most values inside of fused kernels, so that its own timeline does not list them.
-What the plan changes shows beside the step without the plan: a value that is saved there and not in the
-planned step is recomputed. Values are matched by path, name, primitive, dtype and shape.
+The decisions follow from a comparison with the step without the plan: a value that is saved there and not in
+the planned step is recomputed. Values are matched by path, name, primitive, dtype and shape.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from remat.report.model import Action, Decision, Value
 
 
 def explained_decisions(without: Account, planned: Account) -> tuple[Decision, ...]:
-    """Return what a plan recomputes, offloads and keeps: in this order, each the largest first.
+    """Return the values that a plan recomputes, offloads and keeps: in this order, each largest first.
 
     Args:
       without, planned: the step without and with the plan.

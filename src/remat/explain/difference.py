@@ -38,7 +38,7 @@ def difference(
     peak = hlo.peak_of(program.as_text() or "")
     if peak is not None:
         reasons += _held(account, compiled, peak)
-    # What explains most of the difference, in its direction.
+    # The reason that explains most of the difference, with its sign.
     alike = [(abs(d), text) for d, text in reasons if d * by > 0 and abs(d) >= 0.2 * abs(by)]
     why = max(alike, default=(0, ""))[1]
     return (

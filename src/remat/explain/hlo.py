@@ -1,10 +1,10 @@
 """The arrays that are live at a compiled program's peak, parsed from the compiler's text.
 
 The text of a compiled program (`compiled.as_text()`) lists its instructions in the order in which they
-run, so the live arrays can be counted there: a buffer lives from the instruction that writes it to the
-last that reads it. Tuples, views and loops pass buffers on, and an instruction may reuse the buffer of an
-operand of the same size after its last use. What loops and calls need inside counts while they run. So the
-text shows *which* values the compiler holds and the prediction does not, and the reverse.
+run, so the live arrays can be counted: a buffer lives from the instruction that writes it to the last that
+reads it. Tuples, views and loops return the buffers of their operands, and an instruction may reuse the
+buffer of an operand of the same size after its last use. The memory inside of loops and calls counts while
+they run. So the text shows *which* values the compiler holds and the prediction does not, and the reverse.
 
 Known limits: the allocator's fragmentation and scratch memory of libraries are not in the text.
 """
@@ -101,12 +101,14 @@ class _Counting:
 
     def peak(self, name: str) -> Peak:
         if name not in self._known:
-            self._known[name] = Peak(0, ())  # for what calls itself
+            self._known[name] = Peak(
+                0, ()
+            )  # ends the recursion of computations that call themselves
             self._known[name] = self._count(self.computations.get(name, []))
         return self._known[name]
 
     def _count(self, instructions: list[_Instruction]) -> Peak:
-        buffers: dict[str, list[list[int]]] = {}  # of each element of a value, those it is made of
+        buffers: dict[str, list[list[int]]] = {}  # value → for each of its elements, its buffers
         made: dict[int, HeldBuffer] = {}
         last: dict[int, int] = {}
         born: list[list[int]] = [[] for _ in instructions]

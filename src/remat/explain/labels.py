@@ -1,4 +1,4 @@
-"""What operations and regions are called: by the user's modules and functions."""
+"""Names of operations and regions, by the user's modules and functions."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def label(op: Op, source: str, function: str) -> str:
 
 
 def region_label(path: str, function: str, number: int) -> str:
-    """Return what a region is called: its modules, or else the function that it is in."""
+    """Return the name of a region: its modules, or else the function that it is in."""
     names = [name for name in path.split("/") if name and not _JAX_SCOPE.fullmatch(name)]
     return "/".join(names) or function or f"region {number}"

@@ -1,7 +1,7 @@
-"""When the values are live that kernels write, and which of them are in the memory of others.
+"""The lifetimes of the values that kernels write, and which values reuse the memory of others.
 
-A value lives from the kernel that writes it to the last that reads it. What updates a part of an array, and
-the carry of a loop, may be written into the memory of what it replaces; temporaries may be in the buffers
+A value lives from the kernel that writes it to the last that reads it. Updates of a part of an array, and
+the carries of loops, may reuse the memory of the value that they replace; temporaries may be in the buffers
 of results that are not written yet.
 """
 
@@ -20,7 +20,7 @@ from remat.report.model import Value
 
 @dataclasses.dataclass
 class Use:
-    """The steps of the timeline between which a written value is live, and what reads it."""
+    """The steps of the timeline between which a written value is live, and its readers."""
 
     born: int
     dies: int
@@ -75,15 +75,15 @@ class Lifetimes:
                     uses[v].dies = max(uses[v].born, at - 1)
                     updated.setdefault(v, at)
         for v, at in updated.items():
-            # If it is read later, it is a copy that is updated.
+            # If the value is read later, the compiler updates a copy of it.
             if uses[v].readers[-1] != self.kernels[at]:
                 uses[v].dies = max(uses[v].dies, at)
         return uses
 
     def _updated_in_place(self, kernel: int) -> list[tuple[int, int]]:
-        """Return values that results may take over the memory of, with these results.
+        """Return pairs of a value and a result that may reuse its memory.
 
-        They are the initial values of a while loop, and arrays of which a part is written.
+        The values are the initial values of a while loop, and arrays of which a part is written.
         """
         op = self.program.ops[kernel]
         pairs = op.in_place if op.name == "while" else ()

@@ -1,10 +1,10 @@
 """Loops and branches, laid out on the timeline of the step around them.
 
-A loop is one kernel of the program around it. On the timeline it is its body, once for each iteration,
-or, in a long loop, once for each block of consecutive iterations. What a body computes and does not hand
-on lives within an iteration, in the same memory each time. What it stacks is one value for each block:
-a slice of a stack that is allocated as a whole. A slice is live from the step that writes it to the step
-of the other loop that reads it; before and after, its memory is reserved.
+A loop is one kernel of the program around it. On the timeline its body appears once for each iteration,
+or, in a long loop, once for each block of consecutive iterations. Values that a body does not return live
+within an iteration, in the same memory each time. A stacked value is one value for each block: a slice of a
+stack that is allocated as a whole. A slice is live from the step that writes it to the step of the other loop
+that reads it; before and after, its memory is reserved.
 
 A block holds its slices from its first write on, so that the timeline is never below the true one.
 """
@@ -23,12 +23,12 @@ MOST_EQUATIONS = 60_000
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """What computes a value, where that is not the operation that returns it but one inside it.
+    """The operation inside a loop or branch that computes a value which the loop or branch returns.
 
     Args:
       primitive, source, name, path, aval, function: of the value that is computed there.
       flops, time_s: of computing all of it once.
-      count: how many such values there are: one for each iteration that stacks one.
+      count: the number of such values: one for each iteration that stacks one.
     """
 
     primitive: str
@@ -50,7 +50,7 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """The last read of a value in a body: the step, and what reads it there, in words."""
+    """The last read of a value in a body: the step, and the name of the reader."""
 
     step: int
     consumer: str
@@ -61,12 +61,12 @@ class DrawnBody:
     """One iteration of a loop, or one branch.
 
     Args:
-      name: "iteration" of a loop of known length; otherwise all that is said of it.
-      length: the number of iterations; 1 where it is unknown.
-      blocks: how many iterations each block has, in the order of the stacks.
+      name: "iteration" for a loop of known length; otherwise the complete title.
+      length: the number of iterations; 1 if it is unknown.
+      blocks: the number of iterations in each block, in the order of the stacks.
       reverse: whether the loop runs from the last slice to the first.
       steps, values: of one iteration, with step numbers from 0.
-      results: for each result of the loop where it comes from; None if it is an input of the body.
+      results: the origin of each result of the loop; None if it is an input of the body.
       born: for each result the step that computes it.
       stacked_from: the number of the first result that is stacked.
       reads: for each input that is a slice of a stack, its last read, by the number of the operand.
@@ -84,11 +84,11 @@ class DrawnBody:
     reads: Mapping[int, Read]
 
     def position(self, block: int) -> int:
-        """Return when a block of the stacks runs: 0 for first."""
+        """Return the position in time of a block of the stacks, from 0."""
         return len(self.blocks) - 1 - block if self.reverse else block
 
     def title(self, block: int) -> str:
-        """Return what the steps of a block say of the iteration."""
+        """Return the title of a block's steps: the iterations that they stand for."""
         if self.name != "iteration":
             return self.name
         first = sum(self.blocks[:block]) + 1
@@ -134,7 +134,7 @@ def laid_out(
     stacks: Mapping[int, Stack],
     segments: Sequence[Segment] = (),
 ) -> tuple[tuple[Step, ...], tuple[Value, ...], tuple[Segment, ...]]:
-    """Return a timeline in which loops and branches are replaced by what they run.
+    """Return a timeline in which loops and branches are replaced by the operations that they run.
 
     Args:
       steps, values, segments: with loops as single steps.
@@ -170,7 +170,7 @@ def laid_out(
 
 def _steps_of(step: Step, body: DrawnBody) -> list[Step]:
     once_s = sum(inner.time_s for inner in body.steps)
-    # The loop takes as long as the planner's costs say; its body divides that time.
+    # The loop's time is that of the planner's cost model; it is divided among the steps of its body.
     whole_s = body.length * once_s
     scale = step.time_s / whole_s if whole_s else 0.0
     drawn = []

@@ -1,8 +1,7 @@
 """Where the values that a step writes come from: their kind, operation and cost.
 
-The kind follows from the phases in which a value is written and read (`account` lists the kinds). A saved
-value costs what has to be computed again if it is not saved: its kernel, and those between it and other
-saved values.
+The kind follows from the phases in which a value is written and read (`account` lists the kinds). The cost of
+a saved value is that of recomputing it: its kernel, and the kernels between it and other saved values.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from remat.ir import jaxprs
 from remat.program.fusion import Fused
 from remat.report.model import Kind, Phase
 
-# Kernels between saved values that the cost of recomputing one adds up; further ones are left out.
+# The most kernels whose costs are added for recomputing one saved value; more are left out.
 _MOST_KERNELS = 500
 # Primitives that only give an array another shape, if its size stays.
 _RESHAPES = frozenset({"reshape", "broadcast_in_dim", "squeeze", "expand_dims"})
@@ -33,8 +32,8 @@ class Origins:
       sides: the program, by phases.
       fused: its kernels.
       lives: when its values are live.
-      bodies: what its loops and branches run, by kernel.
-      stacked: the values that a loop stacks whose step this program is.
+      bodies: the bodies of its loops and branches, by kernel.
+      stacked: if this program is the body of a loop, the values that the loop stacks.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Origins:
         return "temporary"
 
     def origin(self, v: int) -> Origin:
-        """Return what computes a value, inside a loop or branch if one returns it."""
+        """Return the origin of a value, inside a loop or branch if one returns it."""
         i = self._lives.producer[v]
         op, body = self._program.ops[i], self._bodies.get(i)
         at = op.results.index(v)
@@ -86,7 +85,7 @@ class Origins:
         )
 
     def _reshaped_from(self, i: int) -> int:
-        """Return the operation that computes what an operation only gives another shape, in its kernel."""
+        """Return the operation in the same kernel whose result an operation only reshapes."""
         ops, sizes = self._program.ops, self._program.bytes
         while ops[i].name in _RESHAPES and len(ops[i].operands) == 1:
             v = ops[i].operands[0]
@@ -106,8 +105,8 @@ class Origins:
     def _cost_of(self, v: int) -> tuple[float, float]:
         """Return the FLOPs and seconds of computing a value: a saved one from other saved values.
 
-        What lies between saved values and is not saved itself has to be computed again as well. Every
-        other value costs what its kernel does.
+        Unsaved values between saved ones must be recomputed as well. Every other value has the cost of its
+        kernel.
         """
         kernels = {self._lives.producer[v]}
         if v in self._kept or self._is_forward_result(v):

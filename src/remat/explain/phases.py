@@ -2,16 +2,16 @@
 
 The rule, for each operation:
 
-* Inside a region's backward half (an equation that rematerialization left, with `differentiated`
-  set): what depends on the cotangents is *backward*; what does not is *recomputed*.
-* Outside: what JAX made by transposition is *backward* (the name stack says so). Other operations that
-  depend on backward ones come after the gradient: *update*. So do those that follow the first backward
-  operation and that no backward operation needs. All others are *forward*.
+* Inside a region's backward half (an equation of rematerialization with `differentiated` set): operations
+  that depend on the cotangents are *backward*; others are *recomputed*.
+* Outside: operations that JAX made by transposition are *backward* (their name stack shows it). Other
+  operations that depend on backward ones come after the gradient: *update*. So do those that follow the
+  first backward operation and that no backward operation needs. All others are *forward*.
 
-A recomputed operation is the same as one of the forward pass if it is the same primitive, at the same
-source line, on the same operands (saved values and their rounded copies count as what they are copies
-of). `PhasedProgram.same` says so value by value: it is how a recomputed value finds its first life, and how
-the program is found that a compiler is left with when it undoes rematerialization.
+A recomputed operation repeats one of the forward pass if it is the same primitive, at the same source line,
+on the same operands (copies and rounded copies of saved values count as the values). `PhasedProgram.same`
+maps each recomputed value to the repeated one. It connects the lifetimes of both, and gives the program that
+remains if a compiler undoes rematerialization.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from remat.program.program import Op, Program, without_dead
 from remat.report.model import Phase
 
 _REGIONS = ("remat", "remat2", "checkpoint", "remat_linear")
-# Around the loops of `remat.scan` and its like.
+# Scopes around the loops of `remat.scan` and the other loops of this library.
 _LOOP_CALLS = ("remat_keep_rules", "remat_linear")
 # Primitives whose result has the value of their operand.
 _COPIES = names_where("is_copy")
@@ -41,8 +41,8 @@ class Region:
 
     Args:
       eqn: the equation that holds it.
-      path: where it is.
-      operands: what it reads: residuals, inputs and cotangents.
+      path: its name scope.
+      operands: the values that it reads: residuals, inputs and cotangents.
     """
 
     eqn: _jax.JaxprEqn
@@ -55,11 +55,11 @@ class PhasedProgram:
     """A program, and the phase of each of its operations.
 
     Args:
-      program: without what is not needed.
-      phases, regions, eqns, functions: for each operation its part, the number of its region (-1: none),
-        what it was, and the function of JAX's that it was traced in.
+      program: without dead code.
+      phases, regions, eqns, functions: for each operation its phase, the number of its region (-1: none),
+        its equation, and the JAX function that it was traced in.
       all_regions: the regions, in the order in which their backward halves run.
-      same: of a recomputed value, the value of the forward pass that it is again.
+      same: for each recomputed value, the value of the forward pass that it repeats.
       inputs: the program's numbers of the jaxpr's inputs.
       host_bytes: of values that are in the host's memory.
       shards: the shard count of each value.
@@ -77,7 +77,7 @@ class PhasedProgram:
     shards: tuple[int, ...]
 
     def undone(self) -> Program:
-        """Return the program that is left if all recomputation is merged with the forward pass."""
+        """Return the program that remains if all recomputation is merged with the forward pass."""
         copies = self.same
 
         def first(v: int) -> int:
@@ -132,10 +132,10 @@ def phased_program(
 
     Args:
       path: of the loop.
-      within: the phase of the loop. In the backward pass its body recomputes or is backward, and what
-        else it does is of that phase.
+      within: the phase of the loop. In the backward pass, operations of its body are recomputed or backward;
+        others have the phase of the loop.
     """
-    # Dead code goes; effects and inputs stay.
+    # Dead code is removed; effects and inputs stay.
     live, used = _jax.dce(jaxpr, [True] * len(jaxpr.outvars))
     reader = _Reader()
     reader.enter(jaxpr.invars, shards)
@@ -182,7 +182,7 @@ class _Note:
 class _Where:
     region: int = -1
     transposed: bool = False
-    again: bool = False  # in the part of a region that is computed once more
+    again: bool = False  # in the recomputed part of a region
 
 
 class _Reader(ProgramWriter):
@@ -301,7 +301,7 @@ class _Reader(ProgramWriter):
 
 
 def _with_repetitions(program: Program, notes: Sequence[_Note], reader: _Reader) -> Sequence[_Note]:
-    """Return the notes with operations as recomputed that a plan repeats in the backward pass."""
+    """Return the notes, with the operations that a plan repeats in the backward pass marked as recomputed."""
     first: set[tuple[str, str, tuple[str, ...]]] = set()
     fences = {i for i, region in enumerate(reader.regions) if _is_fence(region.eqn)}
     found = list(notes)
@@ -319,7 +319,7 @@ def _with_repetitions(program: Program, notes: Sequence[_Note], reader: _Reader)
 def _phases(program: Program, notes: Sequence[_Note]) -> tuple[Phase, ...]:
     """Return the phases, with operations that only the update needs taken from the forward pass.
 
-    A loop over microbatches that has both passes in its body remains what it is.
+    A loop over microbatches with both passes in its body keeps its phase.
     """
     phases: list[Phase] = [note.phase for note in notes]
     gradients = [
@@ -357,9 +357,9 @@ def is_traced_region(eqn: _jax.JaxprEqn) -> bool:
 
 
 def _is_fence(eqn: _jax.JaxprEqn) -> bool:
-    """Return whether an equation only keeps a compiler from mixing its body with what is around it.
+    """Return whether an equation only keeps a compiler from mixing its body with the code around it.
 
-    Plans make such equations, of the forward pass too; a backward half says which operands are cotangents.
+    Plans make such equations, of the forward pass, too. Unlike these, a backward half has cotangents.
     """
     flags = eqn.params.get("cotangents")
     return is_traced_region(eqn) and flags is not None and not any(flags)

@@ -1,4 +1,4 @@
-"""What a step computes again, and what its backward pass reads of the forward pass."""
+"""The recomputed FLOPs of a step, and the values of the forward pass that its backward pass reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from remat.report.model import Phase
 
 
 def recompute_flops(sides: PhasedProgram) -> float:
-    """Return the FLOPs that a step computes again, in loops and branches, too."""
+    """Return the FLOPs that a step recomputes, in loops and branches, too."""
     ops = sides.program.ops
     outside = sum(op.flops for op, p in zip(ops, sides.phases) if p == "recompute")
     inside = sum(
@@ -25,15 +25,15 @@ def recompute_flops(sides: PhasedProgram) -> float:
 
 
 def recompute_share(eqn: _jax.JaxprEqn) -> float:
-    """Return which part of the FLOPs of a loop or branches is recomputation; 0 for others."""
+    """Return the recomputed share of the FLOPs of a loop or conditional; 0 for other equations."""
     whole = flops_of(eqn) if jaxprs.has_body(eqn) else 0
     return min(1.0, recomputed_inside(eqn) / whole) if whole else 0.0
 
 
 def residual_bytes(sides: PhasedProgram) -> tuple[int, int]:
-    """Return the bytes that the backward pass reads of what the forward pass computed, and of the inputs.
+    """Return the bytes of the forward pass's values, and of the inputs, that the backward pass reads.
 
-    Nothing is fused.
+    Fusion is not considered.
     """
     program, phases = sides.program, sides.phases
     producer = {v: i for i, op in enumerate(program.ops) for v in op.results}
@@ -66,7 +66,7 @@ def _recomputed_in_region(eqn: _jax.JaxprEqn) -> int:
 
 
 def behind(v: int, program: Program, producer: Mapping[int, int]) -> int:
-    """Return the value that another is a view or a copy of."""
+    """Return the value of which another is a view or a copy."""
     while (i := producer.get(v)) is not None and passes_on(program.ops[i]):
         v = program.ops[i].operands[0]
     return v

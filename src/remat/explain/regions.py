@@ -1,9 +1,9 @@
 """Facts about policies and regions, read from jaxprs.
 
-After differentiation a region is its backward half: what it recomputes, and the part that depends on
-the cotangents. What its policy saved is not in there any more. So whether a policy matched anything is
-looked up where the forward pass stands, and whether an inner policy was overridden shows in what the
-outer region's backward half computes once more.
+After differentiation only the backward half of a region remains: its recomputation, and the part that
+depends on the cotangents. It does not contain the values that the policy saved. So whether a policy matched
+anything is read from the forward pass, and whether an inner policy was overridden from the values that the
+outer region's backward half recomputes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Found:
     Args:
       eqn: the equation.
       times: how often the step runs it.
-      outer: the region's backward half that it is in, if it is in one.
+      outer: the backward half of the region around it, if any.
       in_loop: whether it is in the body of a loop, where a compiler does not merge its two halves.
     """
 
@@ -125,15 +125,15 @@ def names_in(jaxpr: _jax.Jaxpr) -> dict[str, str]:
 
 
 def hides_names(jaxpr: _jax.Jaxpr) -> bool:
-    """Return whether a jaxpr calls a custom derivative, whose values the jaxpr does not show."""
+    """Return whether a jaxpr calls a custom derivative, whose values are not in the jaxpr."""
     return any(map(_jax.has_hidden_rules, jaxprs.equations(jaxpr)))
 
 
-_ANY_NAME = "any other name"  # which no program gives
+_ANY_NAME = "any other name"  # a name that no program uses
 
 
 def names_wanted(policy: Any) -> tuple[str, ...]:
-    """Return the names that a policy mentions and saves, where it exposes them."""
+    """Return the names that a policy mentions and saves, if it exposes them."""
     if isinstance(policy, policies.Policy):
         parts = [getattr(part, "names", ()) for part in policy.parts()]
         return tuple(dict.fromkeys(name for names in parts for name in names))
@@ -151,7 +151,7 @@ def _saves_name(policy: Any, name: str) -> bool:
     """Return whether a policy in JAX's form saves or offloads values of a name, or cannot be asked."""
     try:
         case = policy(_jax.name_p, _jax.abstractify(1.0), name=name)
-    except Exception:  # it expects more of an equation
+    except Exception:  # it reads further properties of an equation
         return True
     return case is not None and case is not False and case is not _jax.Recompute
 

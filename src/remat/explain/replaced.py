@@ -1,12 +1,12 @@
-"""Which arguments a step replaces: whose memory its results can take over if they are donated.
+"""Which arguments a step replaces, so that results can reuse their memory if they are donated.
 
 A result is the new value of the arguments nearest to it in elementwise operations on its shape: the
-new `p` is `p - lr * m`, and the new `m` does not depend on `p`. The carry of a loop is the new value of what
-it begins with. Equal shapes alone mean nothing: predictions may have the shape of the batch.
+new `p` is `p - lr * m`, and the new `m` does not depend on `p`. The last carry of a loop is the new value of
+its first one. Equal shapes alone prove nothing: predictions may have the shape of the batch.
 
-Arguments that are donated claim results first. What remains is certain where one argument is nearest to
-a result, or where as many results as arguments are left. A result of the forward pass may be a new value
-or not: running averages are, `x + f(x)` need not be.
+Donated arguments are matched with results first. The other matches are certain if one argument is nearest to
+a result, or if as many results as arguments remain. A result of the forward pass may or may not be a new
+value: running averages are, `x + f(x)` need not be.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from remat.ir import jaxprs
 from remat.ir.operations import Fusion, writes_into_operand
 
 ELEMENTWISE = (Fusion.CHEAP, Fusion.COSTLY, Fusion.VIEW)
-#: Values of an update's arithmetic on one parameter that are looked at; more are not followed.
+#: The most values of an update's arithmetic on one parameter that are examined; more follow longer updates.
 MOST_VALUES = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Replaced:
-    """Arguments that results are new values of, as numbers of values of the program.
+    """Arguments whose new values are results, as numbers of values of the program.
 
     Args:
       surely: those that the step replaces.
@@ -122,7 +122,7 @@ class _Matching:
 
 
 def is_forward(i: int, sides: PhasedProgram) -> bool:
-    """Return whether an operation is one of the forward pass alone."""
+    """Return whether an operation belongs only to the forward pass."""
     bodies = map(_jax.open_jaxpr, jaxprs.run_by(sides.eqns[i]))
     return sides.phases[i] == "forward" and not any(map(holds_gradient, bodies))
 
@@ -132,7 +132,7 @@ def nearest_arguments(
 ) -> tuple[int, ...]:
     """Return the arguments of a result's type that are nearest to it in elementwise operations.
 
-    Numbers are new values only where the update computes them: a loss is not the new learning rate.
+    Scalars are new values only if the update computes them: a loss is not the new learning rate.
 
     Args:
       producer: the operation that computes each value.
@@ -158,7 +158,7 @@ def nearest_arguments(
 
 
 def _predecessors(v: int, i: int, sides: PhasedProgram) -> Sequence[int]:
-    """Return the values that a result of an operation may be the next value of."""
+    """Return the values of which an operation's result may be the next value."""
     op = sides.program.ops[i]
     if op.fusion in ELEMENTWISE:
         return op.operands

@@ -1,8 +1,8 @@
-"""Which argument a value of a step is the gradient of, or a result is the new value of.
+"""Gradients and new values: the argument to which a value of a step belongs.
 
-JAX does not say so. A gradient is an array of the backward pass that the update combines, elementwise,
-with an argument of the same type: a parameter. Which argument a result is the new value of,
-`explain.replaced` says.
+A jaxpr does not contain this. A gradient is an array of the backward pass that the update combines,
+elementwise, with an argument of the same type: a parameter. `explain.replaced` finds the arguments whose new
+values are results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _REARRANGEMENTS = names_where("is_rearrangement")
 
 
 def gradients_of(sides: PhasedProgram, names: Sequence[str]) -> dict[int, str]:
-    """Return the gradients that the update reads, and the leaves of the first argument that they are of."""
+    """Return the gradients that the update reads, each with its leaf of the first argument."""
     roots = {name: argument_of(name) for name in names}
     of_input = {
         v: name for v, name in zip(sides.inputs, names) if names and roots[name] == roots[names[0]]
@@ -42,7 +42,7 @@ def gradients_of(sides: PhasedProgram, names: Sequence[str]) -> dict[int, str]:
 
 
 def _rearranged(v: int, ops: Sequence[Op], made: Mapping[int, int]) -> list[int]:
-    """Return a value and those that it is a transposition or a conversion of."""
+    """Return a value and the values of which it is a transpose or conversion."""
     found = [v]
     while (i := made.get(found[-1])) is not None and ops[i].name in _REARRANGEMENTS:
         found.append(ops[i].operands[0])
@@ -64,9 +64,9 @@ def _reached(v: int, sides: PhasedProgram, readers: Mapping[int, Sequence[int]])
 def results_called(
     sides: PhasedProgram, names: Sequence[str], results: Sequence[str]
 ) -> tuple[str, ...]:
-    """Return what each result is called: the new value of an argument, a gradient, or its place.
+    """Return the name of each result: the new value of an argument, a gradient, or its place.
 
-    A gradient stands in the results where its argument stands among the arguments: ``result[1]['w']``.
+    A gradient has the place among the results that its argument has among the arguments: ``result[1]['w']``.
 
     Args:
       results: the places, such as ``result[0]``, or names that are known; one for each result, or none.
@@ -98,7 +98,7 @@ def _leaf(name: str) -> str:
 def _replaced(
     result: int, sides: PhasedProgram, name_of: Mapping[int, str], made: Mapping[int, int]
 ) -> str:
-    """Return the argument that a result is the new value of; "" for none or several."""
+    """Return the argument whose new value a result is; "" for none or several."""
     nearest = nearest_arguments(result, sides, made)
     return name_of.get(nearest[0], "") if len(nearest) == 1 else ""
 

@@ -1,4 +1,4 @@
-"""What loops, branches and other operations with a body run."""
+"""The programs that loops, branches and other operations with a body run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from remat.program.program import Op
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Run:
-    """What a loop or branch runs.
+    """The program that a loop or branch runs.
 
     Args:
       name, length, reverse: as in `Body`.
       jaxpr: of one iteration.
-      first_carry, n_carry: which of its inputs the iteration before hands on.
+      first_carry, n_carry: which of its inputs are carries from the previous iteration.
       first_slice: the first of its inputs that is a slice of a stack.
-      skipped: how many operands of the equation come before those of the jaxpr.
+      skipped: the number of operands of the equation before those of the jaxpr.
       returns: whether its results are those of the equation.
     """
 
@@ -37,7 +37,7 @@ class Run:
 
 
 def run_of(op: Op, eqn: _jax.JaxprEqn) -> Run | None:
-    """Return what an operation runs; None if it has no body of its own."""
+    """Return the program that an operation runs; None if it has no body."""
     if eqn.primitive.name == "scan":
         n_consts, n_carry = _jax.scan_arity(eqn)
         return Run(

@@ -1,4 +1,4 @@
-"""The parts of a step that are computed again: regions, and loops whose backward body recomputes."""
+"""The recomputed parts of a step: regions, and loops whose backward body recomputes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RecomputedSegments:
                 for k, n in kernels.items()
                 if n == number and sides.phases[k] == "forward" and k in self.lives.step_of
             ]
-            if not ours:  # all of it was fused: where its operands are made
+            if not ours:  # all of it was fused: use the kernels that compute its operands
                 ours = [
                     self.lives.uses[v].born
                     for v in region.operands

@@ -1,4 +1,4 @@
-"""Where an equation comes from, as the user would say it.
+"""The source of an equation, as a user knows it.
 
 The innermost frame is often in a library: ``flax/linen/attention.py:146 (dot_product_attention)``. It is
 given relative to its package, with the first frame of the user's own code beside it.
@@ -13,7 +13,7 @@ from remat.paths import is_own, relative
 
 
 def user_source_of(eqn: _jax.JaxprEqn) -> str:
-    """Return where an equation was written: ``net.py:12 (mlp)``, or a library's line and the user's.
+    """Return the source of an equation: ``net.py:12 (mlp)``, or a library's line and the user's.
 
     For a library's line the first frame of the user's own code follows, as in
     ``flax/linen/attention.py:146 (softmax), from train.py:31 (loss)``.
@@ -21,7 +21,7 @@ def user_source_of(eqn: _jax.JaxprEqn) -> str:
     return _text_of(_jax.source_frames_of(eqn))
 
 
-# One entry for each distinct stack of frames; traces of equal layers share theirs.
+# Cached by the stack of frames, which traces of equal layers share.
 @functools.lru_cache(maxsize=4096)
 def _text_of(frames: tuple[tuple[str, int, str], ...]) -> str:
     if not frames:

@@ -1,12 +1,12 @@
-"""The stages of `remat.explain`, in order: trace, tell phases apart, account, compile, find.
+"""The stages of `remat.explain`, in order: trace, find phases, account, compile, derive findings.
 
-The step is traced as `jax.jit` would trace it; nothing is run. Its phases are told apart (forward,
-recomputed, backward, update; the rule is in `explain.phases`), fusion is modelled, and what is left
-are values with lifetimes. The compiler is asked for its own figures, and where they differ from the
-prediction, the text of the compiled program says which arrays it holds (`explain.difference`).
+The step is traced as `jax.jit` would trace it; nothing is run. Each operation gets a phase (forward,
+recomputed, backward, update; the rule is in `explain.phases`), fusion is modelled, and the remaining values
+get lifetimes. The compiler is asked for its own figures, and if they differ from the prediction, the text of
+the compiled program shows which arrays it holds (`explain.difference`).
 
-Known limits: sharding is known of arguments that carry it, and is propagated from operands to results;
-only the largest branch of a conditional is shown, and one iteration of a while loop.
+Known limits: shardings are those of the arguments, propagated from operands to results; only the largest
+branch of a conditional is shown, and one iteration of a while loop.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _account(step: ExplainedStep, sides: PhasedProgram, on: targets.Target) -> A
 def _plan_followed_by(
     f: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
 ) -> Followed | None:
-    """Return the plan of what `remat.fit` returned; None for other functions."""
+    """Return the plan of a step fitted by `remat.fit`; None for other functions."""
     made = getattr(f, "plans", None)
     if not isinstance(made, tuple) or not hasattr(f, "plan") or len(made) > 1:
         return None
@@ -135,7 +135,7 @@ def _plan_followed_by(
 
 
 def _with_costs_of(plan: Followed, account: Account, *, on_all_devices: bool) -> Account:
-    """Return the account with the costs that the plan states, so that both say the same.
+    """Return the account with the costs that the plan states, so that both agree.
 
     Args:
       on_all_devices: whether the plan's FLOPs are those of several devices; an account's are of one.
@@ -144,7 +144,7 @@ def _with_costs_of(plan: Followed, account: Account, *, on_all_devices: bool) ->
     share = account.flops / whole if on_all_devices and whole else 1.0
     whole_s = plan.seconds + plan.extra_seconds
     scale = whole_s / account.time_s if account.time_s else 0.0
-    # A plan in which nothing is marked recomputes in many places, few of which are segments.
+    # A plan without marked functions recomputes in many places, few of which are segments.
     listed = sum(segment.recompute_flops for segment in account.segments if not segment.level)
     if listed < plan.extra_flops / 2:
         steps = tuple(dataclasses.replace(step, segment=-1) for step in account.steps)

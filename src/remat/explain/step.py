@@ -1,8 +1,8 @@
 """Trace a function or training step as `jax.jit` would trace it for a target.
 
-A function that holds no gradient of its own is explained with one: it is run forward, and backward
-from a cotangent of ones to its first argument. That is `jax.value_and_grad` where the result is one
-number, and it is defined for any other result.
+A function that computes no gradient is explained with one: its forward pass, and its backward pass from a
+cotangent of ones to its first argument. If the result is one number, that is `jax.value_and_grad`; it is also
+defined for other results.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class ExplainedStep:
     Args:
       title: the function's name.
       jaxpr: of the whole step; closed-over values are its leading inputs.
-      undifferentiated: of the function that was given, where the gradient was added to it.
-      names: what the inputs are called.
-      results: what the results are called that are arrays, as far as that is known; "" for others.
-      shards: for each input over how many devices it is divided.
-      donated: for each input whether its memory is given away.
-      residuals: of the function that was given, where the gradient was added to it.
+      undifferentiated: the jaxpr of the given function, if the gradient was added to it.
+      names: the names of the inputs.
+      results: the names of the results that are arrays, as far as they are known; "" for others.
+      shards: the shard count of each input.
+      donated: for each input, whether it is donated.
+      residuals: those of the given function, if the gradient was added to it.
       marked: the functions marked by `remat.auto` that it calls.
-      inputs: for each input an array, or its shape, type and sharding.
-      lower: gives what compiles.
+      inputs: for each input, an array or its shape, type and sharding.
+      lower: returns the lowered step.
       words: the names of functions for such a step.
-      not_differentiable: why JAX does not differentiate the function; "" if that was not tried or it does.
+      not_differentiable: why JAX cannot differentiate the function; "" if it can or that was not tried.
     """
 
     title: str
@@ -106,7 +106,7 @@ def traced_step(
 def unplanned_step(
     f: Callable, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], target: Target
 ) -> ExplainedStep:
-    """Return what `remat.fit` or an adapter's `fit` returned as the step that it was given."""
+    """Return the step that was given to `remat.fit` or an adapter's `fit`, from the fitted step."""
     f, args, kwargs = of_arrays(f, args, kwargs)
     fun, options = getattr(f, "unplanned", (f, {}))
     return traced_step(jax.jit(fun, **options), args, kwargs, target)
@@ -175,7 +175,7 @@ def _trace(f: Callable, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> 
         f = jax.jit(f, **_jax.options_of_jit(f))
     if hasattr(f, "trace"):
         traced = f.trace(*args, **kwargs)
-        if hasattr(traced, "jaxpr"):  # `nnx.jit` keeps it to itself
+        if hasattr(traced, "jaxpr"):  # `nnx.jit` does not expose it
             return traced
     return jax.jit(f).trace(*args, **kwargs)
 
@@ -246,7 +246,7 @@ def _made(
 
 
 def _results(traced: jax.stages.Traced, jaxpr: _jax.Jaxpr) -> tuple[str, ...]:
-    """Return where in what a function returns its results are: ``result[0]['w']``."""
+    """Return the paths of the results in a function's return value: ``result[0]['w']``."""
     leaves = jax.tree_util.tree_leaves_with_path(traced.out_info)
     if len(leaves) != len(jaxpr.outvars):
         return ()
@@ -255,7 +255,7 @@ def _results(traced: jax.stages.Traced, jaxpr: _jax.Jaxpr) -> tuple[str, ...]:
 
 
 def _results_and_gradients(jaxpr: _jax.Jaxpr, arguments: _Arguments) -> tuple[str, ...]:
-    """Return what the results of `value_and_gradient` are called: the last are gradients."""
+    """Return the names of the results of `value_and_gradient`; the last are gradients."""
     leaves = jax.tree.leaves(arguments.dynamic[0][0])
     names = arguments.names(len(jax.tree.leaves(arguments.dynamic)))
     gradients = [f"gradient of {name}" for x, name in zip(leaves, names) if _is_inexact(x)]

@@ -15,12 +15,12 @@ from remat import _jax
 from remat.aliases import Aval
 from remat.ir import jaxprs
 
-# Equations of a loop, written out, up to which it is; a longer loop is shown as a loop.
+# The most equations of an unrolled loop; a larger loop is shown as a loop.
 _MOST_EQUATIONS = 20_000
 
 
 class Inlined(NamedTuple):
-    """A jaxpr, and the equation that it stands for: of its operands and results."""
+    """A jaxpr, and an equation with its operands and results."""
 
     eqn: _jax.JaxprEqn
     jaxpr: _jax.Jaxpr
@@ -38,7 +38,7 @@ def is_unrolled(eqn: _jax.JaxprEqn) -> bool:
 
 
 class Unrolled:
-    """A loop as its body repeated, with slices of what it reads and stacks of what it writes.
+    """A loop as its body repeated, with slices of its inputs and stacks of its results.
 
     Args:
       eqn: the loop.
@@ -75,7 +75,7 @@ class Unrolled:
         return Inlined(self._with([stack], [result]), jaxpr)
 
     def stack_of(self, number: int) -> Inlined:
-        """Return the stack of what the iterations write."""
+        """Return the stack of a result of all iterations."""
         elements, result = self.elements[number], self.stacked[number]
         aval = result.aval
         stack = (

@@ -1,11 +1,11 @@
-"""Findings: what the reader of an explanation should know, each with the next step to take.
+"""Findings: conclusions for the user of an explanation, each with the next step to take.
 
-Most are reasons why rematerialization had less effect than was hoped for. Each is found from what the
-step does, not from how it is written. The modules have one subject each:
+Most are reasons why rematerialization had less effect than expected. Each is derived from the traced step,
+not from its source code. The modules have one subject each:
 
-    facts           what findings are derived from
-    stacks          what loops stack for the backward pass
-    budgets         which budgets to suggest, and what a plan has to gain
+    facts           the facts that findings are derived from
+    stacks          values that loops stack for the backward pass
+    budgets         which budgets to suggest, and how much a plan can gain
     by_hand         what to rematerialize without a plan
     unplanned       steps without rematerialization
     planned         steps that follow a plan
@@ -13,7 +13,7 @@ step does, not from how it is written. The modules have one subject each:
     gradients       functions without a gradient, and losses with one inside
     arguments       arguments and results, and steps that do not fit
     policies        policies that save nothing
-    recomputation   regions that are recomputed in vain
+    recomputation   recomputation that does not reduce the peak
 
 The codes, which are for programs:
 
@@ -22,17 +22,17 @@ The codes, which are for programs:
     no_regions                   nothing is rematerialized
     follows_plan                 the step follows a plan of `remat.fit`
     fitted_without_gradient      `remat.fit` was given a function that is not differentiated
-    checkpointed_loop            a loop repeats steps, and only running it shows how many
+    checkpointed_loop            a loop repeats steps; their number is known only at run time
     undone_by_compiler           the compiled step needs as much memory as without its regions
-    policy_matched_nothing       no value is what a policy wants to save
-    policy_name_unknown          some of a policy's names are given to nothing, others are
-    does_not_fit                 the compiler refuses the step for the device
+    policy_matched_nothing       a policy selects no value of its region
+    policy_name_unknown          no value has some of the names in a policy
+    does_not_fit                 the step does not fit the device, according to the compiler
     arguments_dominate           most of the peak are arguments and results
     arguments_not_donated        arguments that the step replaces, or may replace, are not donated
     scan_recomputed_at_once      a region recomputes all steps of a loop before it uses the first
     region_recomputed_at_once    a region recomputes so much at once that the peak stays
-    saves_as_much                what regions save is as much as what they recompute
-    inner_policy_overridden      an outer region computes again what an inner policy saves
+    saves_as_much                regions save as many bytes as they recompute
+    inner_policy_overridden      an outer region recomputes values that an inner policy saves
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _findings_of(facts: Facts) -> tuple[Finding, ...]:
     elif not loops and not found:
         made += [no_regions(facts)]
     made += [*undone(facts, found), *matched_nothing(facts, found)]
-    if facts.plan is None:  # which regions a plan makes, and of what, is not the user's choice
+    if facts.plan is None:  # the regions that a plan makes are not the user's choice
         made += at_once(facts, found)
     made += [*overridden(found), *arguments_of(facts, found)]
     return tuple(dict.fromkeys(made))

@@ -40,11 +40,13 @@ def does_not_fit(facts: Facts, refused: compiling.OutOfMemory) -> Finding:
     )
 
 
-_SMALL_BYTES = 64 * 2**10  # a peak below which it does not matter what is in it
+_SMALL_BYTES = (
+    64 * 2**10
+)  # smaller peaks get no finding about arguments; more suppresses more findings
 
 
 def arguments_of(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
-    """Yield the finding that arguments dominate, or the one that none of those replaced is donated."""
+    """Yield the finding that arguments dominate, or that replaced arguments are not donated."""
     memory = facts.predicted
     if memory.peak_bytes < _SMALL_BYTES:
         return
@@ -68,7 +70,7 @@ def arguments_of(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
     )
 
 
-_LARGE = 0.02  # share of the peak; what frees less is not reported by itself
+_LARGE = 0.02  # share of the peak; donations that free less are not reported by themselves
 
 
 def _not_donated(facts: Facts) -> Iterator[Finding]:
@@ -78,7 +80,7 @@ def _not_donated(facts: Facts) -> Iterator[Finding]:
 
 
 def smaller_arguments(facts: Facts, fixed_bytes: int) -> str:
-    """Return the ways in which arguments and results of this size take less memory, with what each frees."""
+    """Return the ways to reduce the memory of arguments and results of this size, with the bytes of each."""
     ways = []
     if facts.step.undifferentiated is not None:
         ways.append(f"In the training step donate what it replaces ({donating_option(facts)}).")

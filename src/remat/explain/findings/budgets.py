@@ -1,4 +1,4 @@
-"""Which budgets to suggest, and what a plan has to gain."""
+"""Which budgets to suggest, and how much a plan can gain."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def budget_text(n_bytes: int) -> str:
 def suggested_share(facts: Facts) -> int:
     """Return a budget in per cent of the peak that leaves half of the temporaries; 0 if none helps.
 
-    None helps if almost the whole forward pass had to be recomputed and what is live meanwhile left no room.
+    None helps if almost the whole forward pass would have to be recomputed, and the values live meanwhile
+    leave too little memory.
     """
     share = _share_of(facts, lowest_budget_bytes(facts) / max(1, facts.predicted.peak_bytes))
     low, high = _estimated_ends(facts, share / 100)
@@ -46,7 +47,7 @@ def suggested_share(facts: Facts) -> int:
 
 
 def share_for_recomputed(facts: Facts) -> int:
-    """Return such a budget where recomputed values take the memory: a plan decides about these, too."""
+    """Return such a budget for a step whose recomputed values take the memory, which a plan also handles."""
     return _share_of(facts, 0.0)
 
 
@@ -60,7 +61,7 @@ def _share_of(facts: Facts, lowest: float) -> int:
 
 
 def lowest_budget_bytes(facts: Facts) -> int:
-    """Return the predicted peak if saved values were live only where they are written and read last."""
+    """Return the predicted peak if saved values were live only when they are written and last read."""
     return _peak_without(facts, {value.id for value in saved_values(facts)}, _stacked(facts))
 
 
@@ -86,9 +87,9 @@ def peak_by_part(facts: Facts, parts: Sequence[Sequence[Value]]) -> int:
 
 
 def _peak_without(facts: Facts, recomputed: set[int], stacked: set[str]) -> int:
-    """Return the predicted peak if these saved values were live only where they are written and read last.
+    """Return the predicted peak if these saved values were live only when they are written and last read.
 
-    What a loop in a branch stacks is written and read slice by slice, so it doesn't count at all.
+    The stacks of a loop in a branch are written and read slice by slice, so they do not count at all.
     """
     needed = []
     for value in facts.account.values:
@@ -105,7 +106,7 @@ def _peak_without(facts: Facts, recomputed: set[int], stacked: set[str]) -> int:
 
 
 def _stacked(facts: Facts) -> set[str]:
-    """Return the types of what loops stack."""
+    """Return the types of values that loops stack."""
     found = set()
     for op, eqn in zip(facts.sides.program.ops, facts.sides.eqns):
         number = dict(zip(eqn.outvars, op.results))
@@ -115,26 +116,25 @@ def _stacked(facts: Facts) -> set[str]:
 
 
 def little_to_gain(facts: Facts) -> str:
-    """Return why a plan has little to gain: what is live at the peak besides values that are saved."""
+    """Return why a plan can gain little: the values live at the peak that are not saved ones."""
     values, steps = facts.account.values, facts.account.steps
     at = timeline(values, steps).peak_step or 0
     live = [v for v in live_at(values, at) if v.kind not in ("saved", "argument", "output")]
     if 2 * facts.fixed_bytes >= facts.peak_bytes or not live:
-        return (
-            "A plan has little to gain: what is live at the peak are mostly arguments and results."
-        )
+        return "A plan can gain little: most of the peak is arguments and results."
     n = sum(value.n_bytes for value in live)
     largest = max(groups(live), key=lambda group: group.n_bytes)
     where = f" at {largest.source}" if largest.source else ""
     return (
-        f"A plan has little to gain: {format_bytes(n)} of the peak are gradients and temporaries, which "
-        f"are needed there, the largest {largest.aval} ({format_bytes(largest.n_bytes)}){where}. Compute "
+        f"A plan can gain little: {format_bytes(n)} of the peak are gradients and temporaries that are "
+        f"needed there, the largest {largest.aval} ({format_bytes(largest.n_bytes)}){where}. Compute "
         "that part for a slice of the batch at a time, such as with jax.lax.map over a checkpointed "
         "function, or take a smaller batch."
     )
 
 
-# The share of the peak that a step may need while it recomputes, which the estimate leaves out.
+# Share of the peak that recomputation itself may need, which the estimate leaves out. A larger share widens
+# the range of the estimate.
 _WHILE_RECOMPUTING = 0.1
 # Plans weigh time, too, and recompute some operations between the cheapest ones. The upper end is this many
 # times the FLOPs of the cheapest (an LSTM's plan takes 1.3 times as many), and at least this share of the
@@ -144,13 +144,13 @@ _ALMOST_ALL = 0.9  # share of the forward pass's FLOPs
 
 
 def cost_of(facts: Facts, share: float) -> str:
-    """Return a first estimate of the FLOPs that a plan for a share of the peak adds, as a range.
+    """Return an estimate of the FLOPs that a plan for a share of the peak adds, as a range.
 
-    The lower end recomputes the saved values that take the fewest FLOPs per byte, each once in every life,
-    until the rest fits. What is live while a step recomputes is left out of it, so the upper end is the same
-    for a smaller share. Where loops keep none of what their iterations hand on, an iteration can only be
-    recomputed after those before it: the upper end is then the forward pass's FLOPs for the same share of the
-    saved bytes.
+    The lower end recomputes the saved values that take the fewest FLOPs per byte, each once per lifetime,
+    until the rest fits. It ignores the memory of recomputation itself, so the upper end is the same estimate
+    for a smaller share. If loops keep none of their carries, an iteration can only be recomputed after those
+    before it: the upper end is then the forward pass's FLOPs, times the share of the saved bytes that is
+    recomputed.
     """
     most = _forward_share(facts)
     low, high = _estimated_ends(facts, share)
@@ -169,14 +169,14 @@ def _percent(share: float) -> str:
 
 
 class _Recomputed(NamedTuple):
-    """What a plan recomputes, as shares of the step's FLOPs and of the saved bytes."""
+    """The recomputation of a plan, as shares of the step's FLOPs and of the saved bytes."""
 
     flops_share: float
     bytes_share: float
 
 
 def _estimated_ends(facts: Facts, share: float) -> tuple[_Recomputed | None, _Recomputed | None]:
-    """Return the estimate without and with room for what is live while a step recomputes."""
+    """Return the estimates without and with memory for the recomputation itself."""
     return _estimate(facts, share), _estimate(facts, max(0.0, share - _WHILE_RECOMPUTING))
 
 

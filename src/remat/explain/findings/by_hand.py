@@ -17,7 +17,7 @@ from remat.report.groups import own_function
 from remat.report.model import Value
 from remat.units import format_bytes
 
-# The packages whose layers modules call, and what rematerializes such a module.
+# Packages with layers → the function that rematerializes modules that call them.
 _WRAPPERS = (
     ("flax/linen/", "remat.linen.remat"),
     ("flax/nnx/", "remat.nnx.remat"),
@@ -27,7 +27,7 @@ _WRAPPERS = (
 
 
 def by_hand(facts: Facts) -> str:
-    """Return what to rematerialize without a plan, a loop, modules or layers, and what that does."""
+    """Return what to rematerialize without a plan (a loop, modules or layers), and its effect."""
     saved = saved_values(facts)
     most = sum(value.n_bytes for value in saved) / 2
     loop, n_bytes = largest_loop(facts.sides, at_least=most)
@@ -36,7 +36,7 @@ def by_hand(facts: Facts) -> str:
         left = n * carry_bytes + n_bytes // n
         return (
             f"make the loop{at_line(loop)} a remat.scan, or wrap its body in remat.checkpoint, which keeps "
-            f"only what iterations hand on{_effect(facts, facts.predicted.peak_bytes - n_bytes + left)}."
+            f"only the carries{_effect(facts, facts.predicted.peak_bytes - n_bytes + left)}."
         )
     modules, of_modules = _numbered_modules(saved, at_least=most)
     if not modules:
@@ -50,11 +50,11 @@ def by_hand(facts: Facts) -> str:
 
 
 def _effect(facts: Facts, predicted_bytes: int) -> str:
-    """Return what recomputing all in loops or modules leaves and adds, as the end of a sentence.
+    """Return the peak and the FLOPs if loops or modules are recomputed, as the end of a sentence.
 
     Args:
-      predicted_bytes: the predicted peak with them recomputed. That of the step as it is differs from the
-        compiler's by a factor, which is taken to stay.
+      predicted_bytes: the predicted peak with them recomputed. The ratio of the compiler's peak to the
+        predicted one is assumed to be that of the present step.
     """
     least = lowest_budget_bytes(facts)
     factor = facts.peak_bytes / max(1, facts.predicted.peak_bytes)
@@ -70,7 +70,7 @@ def _carry_bytes(loop: _jax.JaxprEqn) -> int:
 
 
 def _numbered_modules(saved: list[Value], *, at_least: float) -> tuple[list[str], list[Value]]:
-    """Return the modules that differ in a number and save `at_least` this many bytes, and what they save."""
+    """Return modules that differ in a number and save `at_least` this many bytes, and their saved values."""
     found: dict[str, list[tuple[str, Value]]] = {}
     for value in saved:
         names = value.path.split("/")
@@ -86,7 +86,7 @@ def _numbered_modules(saved: list[Value], *, at_least: float) -> tuple[list[str]
 
 
 def _handed_on_bytes(facts: Facts, modules: list[str]) -> int:
-    """Return the bytes that modules hand on to each other: checkpoints around them save these inputs."""
+    """Return the bytes that modules pass to each other: checkpoints around them save these inputs."""
     program = facts.sides.program
     producer = {v: i for i, op in enumerate(program.ops) for v in op.results}
     module_of = [
@@ -110,10 +110,10 @@ def _first_numbered(names: list[str]) -> int | None:
 
 
 def _wrapper_of(facts: Facts, saved: list[Value]) -> str:
-    """Return what rematerializes the modules that compute most of these values.
+    """Return the function that rematerializes the modules that compute most of these values.
 
-    JAX leaves the frames of a framework's module calls out of tracebacks. So a method is a module's if a
-    layer of the framework is called in it; with Haiku plain functions are, too.
+    JAX leaves the frames of a framework's module calls out of tracebacks. So a method counts as a module's if
+    it calls a layer of the framework; with Haiku plain functions count, too.
     """
     of_function: dict[str, str] = {}
     for eqn, phase in zip(facts.sides.eqns, facts.sides.phases):
@@ -134,9 +134,9 @@ def _is_method(source: str) -> bool:
 
 
 def largest_parts(saved: list[Value]) -> str:
-    """Return which modules or functions save most, with their bytes: at most two, of a quarter each.
+    """Return the modules or functions that save most, with their bytes: at most two, of a quarter each.
 
-    The line that saves at least half of a part's bytes is said, too.
+    The text includes the line that saves at least half of a part's bytes.
     """
     parts: dict[str, list[Value]] = {}
     for value in saved:
@@ -147,7 +147,7 @@ def largest_parts(saved: list[Value]) -> str:
         if part
     }
     sizes = {part: sum(value.n_bytes for value in values) for part, values in named.items()}
-    # The bytes of a module are those of its own lines, which would be taken for those of all in it.
+    # Left out: the bytes of a module with submodules are only those of its own lines, which would mislead.
     sizes = {
         part: n for part, n in sizes.items() if not any(p.startswith(f"{part}/") for p in sizes)
     }

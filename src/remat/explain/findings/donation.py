@@ -13,7 +13,7 @@ from remat.units import format_bytes
 
 
 class Donation(NamedTuple):
-    """What can be donated: the bytes, why, and how; 0 and "" for nothing."""
+    """The arguments that can be donated: their bytes, the reason, and how; 0 and "" for none."""
 
     n_bytes: int = 0
     reason: str = ""
@@ -37,7 +37,7 @@ def donation(facts: Facts) -> Donation:
         )
     if perhaps:
         reasons.append(
-            f"The step returns arrays that could take over the memory of {', '.join(perhaps)}: "
+            f"The step returns arrays that could reuse the memory of {', '.join(perhaps)}: "
             f"{_total(perhaps)}."
         )
         which = f"whichever of {', '.join(perhaps)}" if len(perhaps) > 1 else next(iter(perhaps))
@@ -53,8 +53,8 @@ def donation(facts: Facts) -> Donation:
 def donatable(facts: Facts) -> tuple[dict[str, int], dict[str, int]]:
     """Return the arguments that the step replaces, and those that it may replace, with bytes.
 
-    An argument of several arrays is replaced if all its arrays are, numbers aside. Beside parameters
-    that are, running averages of the forward pass are taken for replaced.
+    An argument of several arrays is replaced if all its arrays are, scalars excepted. If parameters are
+    replaced, running averages of the forward pass are assumed to be, too.
     """
     program, inputs = facts.sides.program, facts.sides.inputs
     found = replaced_arguments(facts.sides, facts.step.donated)

@@ -33,9 +33,9 @@ class Facts:
 
     Args:
       compiled: the compiler's figures, if it was asked.
-      compiled_inlined: asks it for the temporaries of the step with some of its regions written out.
-      plan: the plan that the step follows, if it does.
-      refused: what the compiler said, if the step does not fit the device.
+      compiled_inlined: asks it for the temporaries of the step with some of its regions inlined.
+      plan: the plan that the step follows, if any.
+      refused: the compiler's error, if the step does not fit the device.
     """
 
     step: ExplainedStep

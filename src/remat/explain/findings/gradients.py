@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from remat.explain.findings.facts import Facts
 from remat.report.model import Finding
 
-_MOST_CHARACTERS = 200  # of an error of JAX's
+_MOST_CHARACTERS = 200  # of JAX's error message that are quoted
 
 
 def no_gradient(facts: Facts) -> Finding:
@@ -36,7 +36,7 @@ def _shortened(text: str) -> str:
 
 
 def gradient_inside(facts: Facts) -> Iterator[Finding]:
-    """Yield the finding on a function that is taken for a step though it may be a loss."""
+    """Yield the finding on a function that is treated as a step although it may be a loss."""
     step, program = facts.step, facts.sides.program
     if step.undifferentiated is not None or facts.plan is not None:
         return

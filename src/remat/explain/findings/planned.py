@@ -11,7 +11,7 @@ from remat.units import format_bytes
 
 
 def follows_plan(facts: Facts, plan: Followed) -> Iterator[Finding]:
-    """Yield what the plan achieves and what another budget would change, or that it plans no gradient."""
+    """Yield the finding on the plan's figures and other budgets, or that no gradient is planned."""
     if facts.step.undifferentiated is not None:
         yield Finding(
             "fitted_without_gradient",
@@ -38,7 +38,7 @@ def follows_plan(facts: Facts, plan: Followed) -> Iterator[Finding]:
 
 
 def _after_plan(facts: Facts, plan: Followed, share: float) -> str:
-    """Return what can be done next about a step that follows a plan."""
+    """Return the next step for a step that follows a plan."""
     peak = plan.peak_bytes or facts.peak_bytes
     at_most = plan.without_remat_bytes
     if facts.refused is not None:  # whose finding has the budget

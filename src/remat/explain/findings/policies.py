@@ -43,7 +43,7 @@ def matched_nothing(facts: Facts, found: list[regions.Found]) -> Iterator[Findin
 def _names_unknown(facts: Facts, policy: object) -> Iterator[Finding]:
     """Return the finding on names that a JAX policy saves and the step does not have.
 
-    Our own policies refuse unknown names unless `strict=False`.
+    The policies of this library raise for unknown names unless `strict=False`.
     """
     if isinstance(policy, policies.Policy):
         return
@@ -63,12 +63,13 @@ def _names_unknown(facts: Facts, policy: object) -> Iterator[Finding]:
 
 
 def _known_names(unknown: str, known: Iterable[str]) -> str:
-    """Return the sentences that say which names there are, the closest first."""
+    """Return the sentences that list the known names, the closest first."""
     said = closest(unknown, known)
     return said[0].upper() + said[1:]
 
 
-# Classes of policies, by what `jax.checkpoint_policies` calls their instances or what makes them.
+# Classes of policies → the name in `jax.checkpoint_policies` of their instances or of the function that
+# makes them.
 _NAMES_OF_CLASSES = {
     "SaveOnlyTheseNames": "save_only_these_names",
     "SaveAnyNamesButThese": "save_any_names_but_these",
@@ -91,10 +92,10 @@ def _nothing_like(policy: object, known: dict[str, str], theirs: bool) -> Findin
     if discarded and theirs:
         where = ", ".join(f"{name!r} at {known[name]}" for name in discarded)
         said = (
-            f"saves {names}, but the result of checkpoint_name is not used ({where}): it names a copy that "
-            "nobody reads, so nothing is saved by it."
+            f"saves {names}, but the result of checkpoint_name is not used ({where}): only a copy that is "
+            "never read has the name, so nothing is saved."
         )
-        step = "Write x = checkpoint_name(x, name) and go on with that x; remat.checkpoint names x itself."
+        step = "Write x = checkpoint_name(x, name) and use that x; remat.checkpoint names x itself."
     elif excluded:
         said = (
             f"saves values of all names but {', '.join(map(repr, excluded))}, and the region that it is "

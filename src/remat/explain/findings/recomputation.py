@@ -1,4 +1,4 @@
-"""The findings on regions that are recomputed in vain."""
+"""The findings on recomputation that does not reduce the peak."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def checkpointed_loops(loops: list[_jax.JaxprEqn]) -> Iterator[Finding]:
         yield Finding(
             "checkpointed_loop",
             "info",
-            f"A loop{at_line(eqn)} keeps some of its states and runs the iterations between once more in the "
-            "backward pass. How often is not in its type: FLOPs and seconds here count the body once.",
+            f"A loop{at_line(eqn)} keeps some of its states and repeats the iterations between them in the "
+            "backward pass. How many is known only at run time: FLOPs and seconds here count the body once.",
             "Set checkpoints= of the loop: more of them take more memory and repeat fewer iterations.",
         )
 
@@ -33,7 +33,7 @@ def undone(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
     on_host = sum(v.n_bytes for v in facts.account.values if v.kind == "offloaded")
     if compiled.temp_bytes < 1.15 * (predicted + on_host):
         return
-    # The prediction is not exact enough to tell, so the step is compiled with those regions inlined that
+    # The prediction is not exact enough to decide, so the step is compiled with those regions inlined that
     # the compiler may merge; other regions stay, so that they do not hide the difference.
     outside = [f.eqn for f in found if not f.in_loop]
     exposed = [eqn for eqn in outside if _is_exposed(eqn)]
@@ -41,7 +41,7 @@ def undone(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
     # Compilers schedule inlined code slightly differently, so a small difference proves nothing.
     if inlined is None or compiled.temp_bytes < (0.9 if exposed else 0.97) * inlined:
         return
-    # What makes a step larger than without regions is something else, such as copies to the host.
+    # If the step needs more than without regions, the reason is another, such as copies to the host.
     if compiled.temp_bytes > 1.15 * inlined:
         return
     if any(not _prevents(eqn) for eqn in outside):
@@ -59,7 +59,7 @@ def undone(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
         "undone_by_compiler",
         "error",
         f"The compiler undoes rematerialization: the step needs {format_bytes(compiled.temp_bytes)} of "
-        f"temporaries, and {format_bytes(inlined)} with {which} written out; about "
+        f"temporaries, and {format_bytes(inlined)} with {which} inlined; about "
         f"{format_bytes(predicted)} were expected.",
         step,
     )
@@ -105,7 +105,7 @@ def at_once(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
 
 
 def _no_gain(facts: Facts, found: list[regions.Found], percent: float) -> Finding:
-    """Return why the peak is no lower although values are recomputed, from what is live there."""
+    """Return the reason why recomputation does not lower the peak, from the values live there."""
     at = timeline(facts.account.values, facts.account.steps).peak_step or 0
     live = live_at(facts.account.values, at)
     saved, again = (sum(v.n_bytes for v in live if v.kind == k) for k in ("saved", "recomputed"))
@@ -119,8 +119,8 @@ def _no_gain(facts: Facts, found: list[regions.Found], percent: float) -> Findin
         return Finding(
             "region_recomputed_at_once",
             "warning",
-            f"What is recomputed is live all at once: {costs}",
-            f"Checkpoint smaller parts, each layer by itself{plan}.",
+            f"All recomputed values are live at once: {costs}",
+            f"Checkpoint smaller parts, such as each layer{plan}.",
         )
     if any(regions.chooses(one.policy) for one in found):
         step = "Save less: choose a policy that saves fewer values, or none"
@@ -129,14 +129,13 @@ def _no_gain(facts: Facts, found: list[regions.Found], percent: float) -> Findin
     return Finding(
         "saves_as_much",
         "warning",
-        f"What the regions save, {format_bytes(saved)} at the peak, is as much as what they recompute: "
-        f"{costs}",
+        f"The regions save as many bytes as they recompute, {format_bytes(saved)} at the peak: {costs}",
         f"{step}{_or_plan(facts, 'chooses what to save')}.",
     )
 
 
 def _or_plan(facts: Facts, does: str) -> str:
-    """Return the alternative that a plan is, if there is a budget within which it may help."""
+    """Return the suggestion to plan, as the end of a sentence; "" if no budget is likely to help."""
     share = share_for_recomputed(facts)
     call = facts.fit_call(f'"{share}%"')
     return f"; or {call} {does}" if share else ""

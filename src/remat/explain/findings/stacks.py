@@ -1,4 +1,4 @@
-"""What loops stack for the backward pass."""
+"""The values that loops stack for the backward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from remat.program.from_jaxpr import n_bytes
 
 
 class LargeStack(NamedTuple):
-    """What a loop stacks, as the result of the equation that it is or is in."""
+    """A stack of a loop, as a result of the loop's equation or of the equation around it."""
 
     loop: _jax.JaxprEqn
     result: _jax.Var
@@ -22,7 +22,7 @@ class LargeStack(NamedTuple):
 
 
 def stacks_of(eqn: _jax.JaxprEqn) -> Iterator[LargeStack]:
-    """Yield what the loops that an equation runs stack and return."""
+    """Yield the stacks that the loops in an equation return."""
     if eqn.primitive.name == "scan":
         for v in eqn.outvars[_jax.scan_arity(eqn)[1] :]:
             yield LargeStack(eqn, v, n_bytes(v.aval))
@@ -37,7 +37,7 @@ def stacks_of(eqn: _jax.JaxprEqn) -> Iterator[LargeStack]:
 
 
 def largest_loop(sides: PhasedProgram, *, at_least: float) -> tuple[_jax.JaxprEqn | None, int]:
-    """Return the loop that stacks the most bytes for the backward pass, and these: `at_least` this many."""
+    """Return the loop that stacks the most bytes for the backward pass, `at_least` so many, and the bytes."""
     stacked: dict[_jax.JaxprEqn, int] = {}
     for stack in _kept(sides):
         stacked[stack.loop] = stacked.get(stack.loop, 0) + stack.n_bytes
@@ -48,7 +48,7 @@ def largest_loop(sides: PhasedProgram, *, at_least: float) -> tuple[_jax.JaxprEq
 
 
 def loops_lose_their_carry(sides: PhasedProgram) -> bool:
-    """Return whether most bytes that loops stack are of loops that keep nothing that iterations hand on."""
+    """Return whether most of the stacked bytes belong to loops that keep no carry."""
     lost = kept = 0
     for stack in _kept(sides):
         if _keeps_a_carry(stack.loop):
@@ -59,7 +59,7 @@ def loops_lose_their_carry(sides: PhasedProgram) -> bool:
 
 
 def _keeps_a_carry(loop: _jax.JaxprEqn) -> bool:
-    """Return whether a `scan` stacks one of its carries; with no carry, its iterations need no other."""
+    """Return whether a `scan` stacks a carry, or has none, so that iterations are independent."""
     body = _jax.open_jaxpr(loop.params["jaxpr"])
     n_consts, n_carry = _jax.scan_arity(loop)
     made = {v for eqn in body.eqns for v in eqn.outvars}
@@ -74,7 +74,7 @@ def _keeps_a_carry(loop: _jax.JaxprEqn) -> bool:
 
 
 def _kept(sides: PhasedProgram) -> Iterator[LargeStack]:
-    """Yield what loops stack for the backward pass, also where both are in the body of another loop."""
+    """Yield the stacks of loops for the backward pass, also of loops in the body of another loop."""
     read = _read_backward(sides)
     for i, (op, phase, eqn) in enumerate(zip(sides.program.ops, sides.phases, sides.eqns)):
         if phase == "forward":
