@@ -25,7 +25,7 @@ class WithInputs(nn.Module):
     [
         ((X,), {}, "without in_axes= the layers take one argument, the carry, but the call has 2"),
         ((jnp.ones(7),), {}, "without in_axes="),
-        ((False,), {}, "nn.broadcast for what all layers get"),
+        ((False,), {}, "nn.broadcast for arguments of all layers"),
         ((), {"extra": X}, "'extra' came by keyword"),
     ],
 )

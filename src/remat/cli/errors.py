@@ -19,8 +19,10 @@ from remat.errors import RematError
 from remat.paths import is_own, relative
 from remat.printing import printable
 
-_ERROR = 1  # exit code of every error but a wrong command line, whose code is 2
-_AGAIN_S = 0.2  # seconds until an interrupt that was lost is repeated, outside of what lost it
+_ERROR = 1  # exit code of every error except an invalid command line, whose code is 2
+_AGAIN_S = (
+    0.2  # seconds until a lost interrupt is repeated; less may interrupt the same callback again
+)
 
 
 class OneLineError(click.ClickException):
@@ -33,7 +35,7 @@ class OneLineError(click.ClickException):
 
 
 class _OneLineUsageError(OneLineError):
-    """A wrong command line, with the command that shows its help."""
+    """An invalid command line, with the command that shows its help."""
 
     exit_code = 2
 
@@ -46,8 +48,8 @@ class _OneLineUsageError(OneLineError):
 def run(command: click.Command) -> None:
     """Run a command as the only task of a process.
 
-    A process that is interrupted while XLA compiles can crash when the interpreter ends, and then has
-    another exit code than 1. It therefore ends without the interpreter's last steps.
+    A process that is interrupted while XLA compiles can crash during the interpreter's shutdown, with an exit
+    code other than 1. It therefore exits without the shutdown.
     """
     previous, sys.unraisablehook = sys.unraisablehook, _interrupt_again
     try:
@@ -70,13 +72,13 @@ def run(command: click.Command) -> None:
 def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
     """Interrupt the main thread again if Ctrl-C was lost in a callback that cannot raise.
 
-    Python runs the signal's handler wherever it is, such as in JAX's callback of the garbage collector.
-    There it prints the traceback of `KeyboardInterrupt`, and the command would go on.
+    Python runs the signal handler at any point of the main thread, such as in JAX's callback of the garbage
+    collector. There it only prints the traceback of `KeyboardInterrupt`, and the command would continue.
     """
     if not issubclass(unraisable.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(unraisable)
         return
-    # `threading.Thread.start` would wait for the thread, and be interrupted here, where it is lost again.
+    # `threading.Thread.start` would wait for the thread, so that the interrupt would be lost here again.
     _thread.start_new_thread(_interrupt_soon, ())
 
 
@@ -111,7 +113,7 @@ class Commands(click.Group):
             raise
         except (
             BrokenPipeError
-        ):  # the reader of the output has ended, as `| head` does; click exits quietly
+        ):  # the reader of the output has exited, as in `| head`; click exits quietly
             raise
         except Exception as error:
             if ctx.meta.get("remat.debug"):
@@ -143,7 +145,7 @@ debug_option = click.option(
 )
 
 
-# How the library's errors name Python's options, and what the command line calls them.
+# Patterns of Python options in the library's errors → the options of the command line.
 _OPTIONS_BY_PATTERN = (
     (r"\b(budget|target|costs|policy|plan)=(?!\w|['\"])", r"--\1"),
     (r"\b(budget|target|costs)=", r"--\1 "),
@@ -164,7 +166,8 @@ def in_options(error: RematError) -> str:
 def place_of(error: BaseException) -> str:
     """Return where in the user's code an error was raised, and how to see the traceback.
 
-    Empty for errors of the library."""
+    The text is empty for errors of the library.
+    """
     if isinstance(error, RematError):
         return ""
     frames = [
@@ -172,7 +175,7 @@ def place_of(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if is_own(frame.filename) and frame.lineno
     ]
-    if not frames:  # a step that JAX made, such as jax.shard_map(...), has no frame of its own
+    if not frames:  # a step made by JAX, such as jax.shard_map(...), has no frame of user code
         return " (--debug shows the traceback)"
     at = frames[-1]
     return f" (at {relative(at.filename)}:{at.lineno}, in {at.name}; --debug shows the traceback)"

@@ -1,4 +1,4 @@
-"""The commands: their arguments, help texts and what each of them does."""
+"""The commands: their arguments, help texts and actions."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def main() -> None:
     """Rematerialization for JAX: see what a training step keeps in memory, and plan it.
 
     MODULE:FUNCTION (or FILE.py:FUNCTION) names a function without required arguments that returns
-    (step, args): a loss or a whole training step, and arguments to call it with. Shapes will do:
+    (step, args): a loss or a whole training step, and arguments to call it with. Shapes are sufficient:
 
     \b
         # train.py
@@ -81,7 +81,7 @@ def main() -> None:
         remat report train:problem -o report.html
         remat compare before.json after.json
 
-    Exit codes: 0 done; 1 the budget is not met, another error, or interrupted; 2 wrong command line.
+    Exit codes: 0 done; 1 the budget is not met, another error, or interrupted; 2 invalid command line.
 
     Completion: eval "$(_REMAT_COMPLETE=bash_source remat)"  (or zsh_source, fish_source)
     """
@@ -155,8 +155,8 @@ def plan(
 ) -> None:
     """Choose what to save and recompute so that the compiler's peak is within a budget.
 
-    A loss is planned as one region. In a training step remat.auto marks what may be recomputed; if
-    nothing is marked, any operation may be. Without --budget the device's memory is the budget.
+    A loss is planned together with its gradient. Any operation may be recomputed; if functions are marked
+    by remat.auto, only theirs. Without --budget the device's memory is the budget.
 
     \b
         remat plan train:problem --budget 8GiB -o plan.json
@@ -209,7 +209,7 @@ def report(
 ) -> None:
     """Write a page on a step, with the plans and standard policies to choose from.
 
-    With --budget the page is on the step under that plan, and shows all that was compiled for it.
+    With --budget the page is about the step under that plan, and shows all programs compiled for it.
 
     \b
         remat report train:problem

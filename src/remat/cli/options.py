@@ -28,7 +28,7 @@ POLICIES = {
 
 
 class OutputFile(click.ParamType):
-    """A file to write. One that cannot be written is refused before any work is done."""
+    """A file to write. If it cannot be written, this is an error before any work is done."""
 
     name = "file"
 
@@ -62,7 +62,7 @@ class Explained(InputFile):
 
 
 class BudgetText(click.ParamType):
-    """A valid budget, kept as the text that was written."""
+    """A valid budget, as the user's text."""
 
     name = "bytes"
 
@@ -86,7 +86,7 @@ class BudgetList(BudgetText):
 
 
 class TargetName(click.ParamType):
-    """A target's name. Whether it can be compiled for shows once the user's module is loaded."""
+    """A target's name. Whether its compiler is available is checked after the user's module is loaded."""
 
     name = "target"
 
@@ -106,7 +106,7 @@ class TargetName(click.ParamType):
 
 
 class PolicyName(click.ParamType):
-    """A policy by its name, or `names:A,B` for one that saves the values of these names."""
+    """A policy by its name, or `names:A,B` for one that saves the values with these names."""
 
     name = "policy"
 

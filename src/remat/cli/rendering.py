@@ -29,9 +29,9 @@ from remat.report.model import ParetoPoint
 from remat.report.outline import decisions_table, percent, plan_in_words
 from remat.report.text import to_text
 
-_FEW_LINES = 6  # rows of a table on one screen
-_MOST_LINES = 10_000  # rows of a table with --all
-_PIPED_COLUMNS = 220  # columns where the output is not a terminal
+_FEW_LINES = 6  # rows of each table in output for one screen; more no longer fit it
+_MOST_LINES = 10_000  # rows of each table with --all
+_PIPED_COLUMNS = 220  # columns if the output is not a terminal; fewer would break long rows
 
 
 class _Rendered(Protocol):
@@ -49,7 +49,7 @@ def say(text: str) -> None:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Return a text with longer lines broken; what follows a break is indented by four more columns.
+    """Return a text with longer lines broken; continuation lines are indented by four more columns.
 
     >>> print(wrapped("  one two three", 9))
       one two
@@ -69,7 +69,7 @@ def wrapped(text: str, width: int) -> str:
 
 
 def say_written(path: str) -> None:
-    """Print the name of a written file to standard error; standard output has the result only."""
+    """Print the name of a written file to standard error; standard output has only the result."""
     click.echo(printable(f"wrote {path}"), err=True)
 
 
@@ -80,9 +80,9 @@ def write_page(path: str, page: str) -> None:
 
 
 def show(found: _Rendered, *, as_json: bool, html: str | None, all: bool) -> None:
-    """Show a result as the options of a command ask for: text, JSON, or only a page in a file.
+    """Show a result in the form that the options request: text, JSON, or only a page in a file.
 
-    Without `all` the text is that of one screen.
+    Without `all` the text fits one screen.
     """
     if html is not None:
         write_page(html, found.to_html())
@@ -109,7 +109,7 @@ def working(on: str) -> Iterator[None]:
 def width() -> int:
     """Return the number of columns to write, at least 60.
 
-    What is piped is wide, so that each row of a table is one line.
+    Piped output is wide, so that each row of a table is one line.
     """
     if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
         return _PIPED_COLUMNS
@@ -122,7 +122,7 @@ def color() -> bool:
 
 
 def decisions_as_text(explanation: Explanation, *, all: bool) -> str:
-    """Return what a plan recomputes, offloads and keeps, as a table of all groups or the largest ones."""
+    """Return a table of the values that a plan recomputes, offloads and keeps: all groups or the largest."""
     if not explanation.decisions:
         return ""
     blocks: list[Block] = [
@@ -138,7 +138,7 @@ def decisions_as_text(explanation: Explanation, *, all: bool) -> str:
 
 
 def points_of_plan(plan: Plan, label: str) -> tuple[ParetoPoint, ...]:
-    """Return what a plan is to be compared with: the step without remat; then the plan itself."""
+    """Return two points to compare: the step without rematerialization, and the plan."""
 
     def point(peak_bytes: int, flops: float, seconds: float, what: str) -> ParetoPoint:
         share = flops / plan.flops if plan.flops else 0.0
@@ -157,7 +157,7 @@ def points_of_plan(plan: Plan, label: str) -> tuple[ParetoPoint, ...]:
 def point_of_explanation(
     explanation: Explanation, label: str, *, chosen: bool = False
 ) -> ParetoPoint:
-    """Return the compiled peak of a step, or the predicted one if it wasn't compiled."""
+    """Return the point of a step with its compiled peak, or the predicted one if it was not compiled."""
     totals = explanation.totals
     memory = totals.compiled or totals.predicted
     return ParetoPoint(
@@ -170,7 +170,7 @@ def point_of_explanation(
     )
 
 
-_SAME_TIME = 1.01  # ratio of extra times up to which a plan with a lower peak is the better one
+_SAME_TIME = 1.01  # ratio of extra times up to which the lower peak decides; more hides more plans
 
 
 def is_better(one: ParetoPoint, other: ParetoPoint) -> bool:
@@ -183,9 +183,9 @@ def _takes_no_longer(one: ParetoPoint, other: ParetoPoint) -> bool:
 
 
 def worth_choosing(points: Sequence[ParetoPoint]) -> dict[ParetoPoint, ParetoPoint | None]:
-    """Return for each point the one that is to be taken in its place; None if it is worth choosing.
+    """Return for each point a better one to choose instead; None if it is worth choosing itself.
 
-    The chosen one, and what is not a plan (without extra time), always stay.
+    The chosen point, and points that are not plans (without extra time), always stay.
     """
     found: dict[ParetoPoint, ParetoPoint | None] = {}
     for i, point in enumerate(points):
@@ -205,7 +205,7 @@ def with_points(
 ) -> Explanation:
     """Return an explanation with the plans to choose from.
 
-    Where one of them has a lower peak than the plan that the step follows, it is what to try next.
+    If one of them has a lower peak than the plan that the step follows, it is suggested as the next step.
 
     Args:
       budgets: of the plans among the points, by label.
@@ -239,7 +239,7 @@ def with_points(
 
 
 def target_of(device: Device) -> str:
-    """Return the text that `--target` takes for a device."""
+    """Return the text for a device as the value of `--target`."""
     return device.name if device.platform == "cpu" else f"{device.platform}:{device.name}"
 
 

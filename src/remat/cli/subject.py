@@ -38,12 +38,12 @@ class Subject:
 
     @functools.cached_property
     def is_step(self) -> bool:
-        """Return whether it computes its gradient itself, as a training step does and a loss doesn't."""
+        """Return whether it computes its gradient itself, as a training step does and a loss does not."""
         with user_code():
             return has_gradient(self.step, self.args, self.kwargs)
 
     def to_plan(self) -> Callable[..., Any]:
-        """Return the step to plan: that of a loss takes its gradient."""
+        """Return the step to plan; for a loss, the function that computes its value and gradient."""
         return self.step if self.is_step else value_and_gradient(self.step)
 
     def under(self, policy: policies.Policy | None) -> Callable[..., Any]:
@@ -59,7 +59,7 @@ class Subject:
 
 @contextlib.contextmanager
 def user_code() -> Iterator[None]:
-    """Keep what the user's code prints out of the output, and make an error of its `sys.exit`."""
+    """Redirect output of the user's code to standard error, and turn its `sys.exit` into an error."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
@@ -70,19 +70,18 @@ def user_code() -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        # pytest's Skipped, for one, is not an Exception. A broken pipe in the user's code is an error,
-        # while that of our own output is not.
+        # Some errors, such as pytest's Skipped, are not Exceptions. A broken pipe in the user's code is an
+        # error, but that of our own output is not.
         if isinstance(error, Exception) and not isinstance(error, BrokenPipeError):
             raise
         raise OneLineError(message_of(error) + place_of(error)) from error
 
 
 def load_subject(spec: str) -> Subject:
-    """Load what MODULE:FUNCTION or FILE.py:FUNCTION names and return what the function returns.
+    """Call the function that MODULE:FUNCTION or FILE.py:FUNCTION names, and return its step and arguments.
 
     Raises:
-      click.UsageError: if there is no such function, or it returns something else than a step with
-        its arguments.
+      click.UsageError: if there is no such function, or it does not return a step with its arguments.
     """
     module, colon, name = spec.rpartition(":")
     if not colon or not module or not name:
@@ -173,7 +172,7 @@ def _check_needs_no_arguments(function: Callable[..., Any], spec: str) -> None:
 
 
 def _made(value: object) -> str:
-    """Return what a function returned in place of a step and its arguments: of a tuple, its types."""
+    """Return a description of an invalid return value; for a tuple, the types of its items."""
     if not isinstance(value, (tuple, list)) or not value:
         return _shortly(value)
     few = ", ".join(type(item).__name__ for item in value[:5])

@@ -9,12 +9,12 @@ pytrees, and takes the changed variables back. `remat.checkpoint` is applied to 
 So collections, `sow`, batch statistics and dropout need no special rules. The modules implement what the
 signatures require:
 
-    checkpoint  which methods are lifted, which of their arguments are static, the class's name
-    scan        layers in nested loops; what varies by layer, and what all layers share
+    checkpoint  lifted methods, their static arguments, the name of the lifted class
+    scan        layers in nested loops, with variables of each layer and shared ones
     axes        where variables, inputs and outputs are stacked
     rng         the random keys of repeated layers
     targets     classes, modules, methods and functions as targets
-    by_path     `remat.rematted`: modules chosen by path
+    by_path     `remat.rematted`: modules selected by path
 
 Each module imports the undocumented names of `flax` that it uses at its top.
 """

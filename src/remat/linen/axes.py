@@ -30,7 +30,7 @@ Axes: TypeAlias = Any  # a pytree of ints and `nn.broadcast`, a prefix of the ar
 def as_axes(name: str, axes: Axes) -> Axes:
     """Return `in_axes` or `out_axes` with a tuple in place of its outermost list.
 
-    Inputs are a tuple too, and `jax.tree.map` takes a list and a tuple for different structures.
+    Inputs are a tuple, too, and for `jax.tree.map` a list and a tuple are different structures.
 
     Raises:
       OptionError: if an entry is neither an axis nor `nn.broadcast`.
@@ -47,7 +47,7 @@ def as_axes(name: str, axes: Axes) -> Axes:
 
 
 def check_mappings(variable_axes: Any, split_rngs: Any, metadata_params: Any) -> None:
-    """Refuse options of `remat_scan` that are not mappings to axes, bools and metadata."""
+    """Raise for options of `remat_scan` that are not mappings to axes, bools and metadata."""
     given = {
         "variable_axes": variable_axes,
         "split_rngs": split_rngs,
@@ -67,14 +67,14 @@ def check_mappings(variable_axes: Any, split_rngs: Any, metadata_params: Any) ->
 
 
 def check_call(args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], in_axes: Axes) -> None:
-    """Refuse a call of repeated layers that does not say how its arguments reach the layers.
+    """Raise for a call of repeated layers whose arguments do not match `in_axes`.
 
     Args:
       in_axes: None if the layers take only the carry.
     """
     help = (
-        "in_axes= says how further arguments enter: nn.broadcast for what all layers get, an axis "
-        "for what is stacked. The target then returns (carry, output)."
+        "in_axes= defines how further arguments are passed: nn.broadcast for arguments of all layers, an "
+        "axis for stacked ones. The target then returns (carry, output)."
     )
     if kwargs:
         names = ", ".join(map(repr, kwargs))
@@ -103,7 +103,7 @@ def check_call(args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], in_axes: 
 
 
 def n_layers(division: Division, stacked: PyTree, in_axes: Axes, inputs: tuple[PyTree, ...]) -> int:
-    """Return the number of layers, and refuse variables and inputs of another number."""
+    """Return the number of layers; raise for variables and inputs with another number."""
     sizes = {}
     for axis, keys, x in _stacked(in_axes, inputs):
         where, shape = f"inputs{keys}", jnp.shape(x)
@@ -127,11 +127,11 @@ def n_layers(division: Division, stacked: PyTree, in_axes: Axes, inputs: tuple[P
 
 
 def as_pair(result: PyTree, out_axes: Axes) -> tuple[PyTree, PyTree]:
-    """Return the carry and the output of a layer, and refuse a result of another structure."""
+    """Return the carry and the output of a layer; raise for a result of another structure."""
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         raise TargetError(
             "with in_axes= or out_axes= the target of remat_scan returns (carry, output), but "
-            f"returned {jax.tree.structure(result)}. Where there is no output, return (carry, None)."
+            f"returned {jax.tree.structure(result)}. If there is no output, return (carry, None)."
         )
     carry, output = result
     if not _is_prefix(out_axes, output):
@@ -145,7 +145,7 @@ def as_pair(result: PyTree, out_axes: Axes) -> tuple[PyTree, PyTree]:
 
 
 def _check_axis(option: str, axis: int, shape: tuple[int, ...]) -> None:
-    """Refuse an axis at which arrays of a shape, one of each layer, cannot be stacked."""
+    """Raise for an axis at which arrays of a shape, one of each layer, cannot be stacked."""
     n = len(shape)
     if not -n - 1 <= axis <= n:
         raise OptionError(
@@ -180,7 +180,7 @@ def axis_of(axis: Any) -> int:
 
 
 def map_axes(f: Callable[[int, jax.Array], jax.Array], axes: Axes, tree: PyTree) -> PyTree:
-    """Return the tree of `f(axis, array)`, with `()` in place of what is broadcast."""
+    """Return the tree of `f(axis, array)`, with `()` in place of broadcast arrays."""
 
     def one(axis: Any, part: Any) -> Any:
         return () if axis is nn.broadcast else jax.tree.map(lambda x: f(axis, x), part)
@@ -189,7 +189,7 @@ def map_axes(f: Callable[[int, jax.Array], jax.Array], axes: Axes, tree: PyTree)
 
 
 def choose(axes: Axes, fixed: PyTree, moving: PyTree) -> PyTree:
-    """Return `fixed` where it is broadcast and `moving` where there is an axis."""
+    """Return the leaves of `fixed` for broadcast arrays and those of `moving` for arrays with an axis."""
     return jax.tree.map(
         lambda axis, if_fixed, if_moving: if_fixed if axis is nn.broadcast else if_moving,
         axes,
@@ -235,7 +235,7 @@ def unstack(
 def stack(
     group: PyTree, axis: int, given: tuple[int, ...] | None, metadata_params: Mapping[Any, Any]
 ) -> PyTree:
-    """Return variables with the first axis divided into the layers' axes: undo `unstack`."""
+    """Return variables with the first axis split into the layers' axes: undo `unstack`."""
     n_axes = len(given) if given else 1
 
     def one(x: jax.Array) -> jax.Array:

@@ -3,14 +3,14 @@
 Linen lets a context intercept every call of a module's method. The interceptor here computes the
 path of the module and, if a pattern selects it, runs the method as a region, by `remat.linen.remat`
 on a function of the module. The module keeps its scope, so parameters and random keys are those of
-the model without it.
+the model without the context.
 
 Linen executes clones of a model, not the user's object. To tell them from the clones of other
 models, the context gives the model a subclass of its class, which its clones inherit.
 
-`jax.jit`'s cache key does not include interceptors, but it does include JAX's user contexts. So one is
-set along with the interceptor: a function that was compiled outside of the context is traced again
-inside, and vice versa.
+`jax.jit`'s cache key does not include interceptors, but it does include JAX's user contexts. So a user
+context is set together with the interceptor: a function that was compiled outside of the context is traced
+again inside, and vice versa.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def rematted(
     """Rematerialize the Linen modules at some paths while the context lasts.
 
     See `remat.rematted`. With a model, paths start at it, also where it is a submodule of another.
-    The patterns are checked when the context ends; a context in which no module ran, because all
-    that ran was compiled before in an equal context, has nothing to check.
+    The patterns are checked when the context ends. They are not checked if no module was called, because
+    all functions had been compiled in an equal context before.
     """
     lift = functools.partial(remat, policy=policy, prevent_cse=prevent_cse)
     seen: dict[str, type] = {}
@@ -82,7 +82,7 @@ def rematted(
 
 
 # --------------------------------------------------------------------------------------------------
-# Which model
+# Recognizing the model
 
 
 class _Only:
@@ -158,8 +158,8 @@ def _path_below(is_model: Callable[[Any], bool], module: nn.Module) -> tuple[str
 def _on_another_instance(intercept: Any, context: InterceptorContext) -> Any:
     """Return the intercepted method, with the interceptors after ours, for the lifted instance.
 
-    Linen's wrapper around methods isn't called a second time, since it records intermediate values
-    and calls. What else it does, making the module the parent of new submodules, is done here.
+    Linen's wrapper around methods is not called a second time, since it records intermediate values and
+    calls. Its other effect, making the module the parent of new submodules, is done here.
     """
     method = context.orig_method.func
     later = list(itertools.takewhile(lambda i: i is not intercept, _global_interceptor_stack))
@@ -184,6 +184,6 @@ def _apply_interceptor(interceptor: Any, fun: Any, context: Any, *args: Any, **k
 
 
 def _as_wrapped(fun: Any) -> Any:
-    """Mark a function so that Linen doesn't wrap it again, and return it."""
+    """Mark a function so that Linen does not wrap it again, and return it."""
     fun.method_handler_wrapped = True
     return fun

@@ -52,8 +52,8 @@ def checkpoint(
 ) -> Target:
     """Make a module recompute its linearization points when it is differentiated.
 
-    Without it every block of a deep model stores what its backward pass needs; with it a block
-    stores its inputs. Values, gradients and mutated variables are the same:
+    Without it every block of a deep model stores the residuals of its backward pass; with it a block
+    stores only its inputs. Values, gradients and mutated variables are the same:
 
     >>> import jax, jax.numpy as jnp, flax.linen as nn
     >>> import remat.linen
@@ -81,8 +81,8 @@ def checkpoint(
       target: a module class (the result is a class), a module (a module with the same fields,
         parent and name), a method (as a decorator in a class, over or under `nn.compact`), or a
         function that takes a module first.
-      variables: the collections that are lifted: True, a name, names, or a `DenyList`. Others do
-        not exist inside.
+      variables: the collections that are lifted: True, a name, names, or a `DenyList`. Other collections
+        are not available inside.
       rngs: the sequences of random keys that are lifted, in the same way.
       concrete: whether Python may branch on the values of arguments; see `remat.checkpoint`.
       prevent_cse: whether to keep the compiler from merging the recomputation with the forward
@@ -96,12 +96,12 @@ def checkpoint(
       static_argnames: the same as `static_argnums` by name. A name applies to the lifted methods
         that have an argument of that name.
       keep_names: whether submodules of the lifted class are named after the original class
-        (`Block_0`) and not, as Flax does, after the lifted one (`CheckpointBlock_0`). Names decide
-        where parameters are and which random keys initialize them, so with `keep_names=True` both
+        (`Block_0`) and not, as Flax does, after the lifted one (`CheckpointBlock_0`). Names determine
+        the paths of parameters and the random keys that initialize them, so with `keep_names=True` both
         are those of the model without `remat`.
 
     Returns:
-      What `target` is, lifted.
+      The lifted target, of the same kind: a class, module, method or function.
 
     Raises:
       TargetError: for a target of another kind.
@@ -152,7 +152,7 @@ def _lift_class(target: Any, methods: Any, options: dict[str, Any]) -> Any:
 
 
 def _share_out_argnames(cls: Any, by_method: dict[str, dict[str, Any]]) -> None:
-    """Give each method those static names that it has, and refuse a name that no method has."""
+    """Give each method those static names that it has; raise for a name that no method has."""
     known = {name: _names_of_arguments(_method_of(cls, name)) for name in by_method}
     everywhere = frozenset().union(*(names or () for names in known.values()))
     for method, own in by_method.items():
@@ -277,7 +277,7 @@ def _as_mapping(methods: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def _method_of(cls: Any, name: str) -> Any:
-    """Return a method of a class, and refuse a name that is not a method's."""
+    """Return a method of a class; raise for a name that is not a method's."""
 
     def is_method(name: str) -> bool:
         return has_method(cls, name) and name not in cls.__dataclass_fields__

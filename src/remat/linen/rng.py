@@ -14,8 +14,8 @@ class Counters:
     """The counters of random keys, with the values that Flax's nested scans give them.
 
     A scope counts the keys that were drawn from it while its body is traced, and a key depends on
-    the count. Flax traces the body of a scan twice, the first time to find what is the same in all
-    iterations, so it traces the body of d nested scans t = 2^d times, and executes the last trace.
+    the count. Flax traces the body of a scan twice, the first time to find loop-invariant values,
+    so it traces the body of d nested scans t = 2^d times, and executes the last trace.
     The loops here trace the body a different number of times. So each trace starts from the counts
     with which Flax's last trace starts: δ₁ + (t - 2)·δ, if the first trace draws δ₁ keys and each
     later one δ.
@@ -81,7 +81,7 @@ def _set_counts(counters: dict[Any, Any], counts: Counter[Any], path: tuple[Any,
 
 
 def split_keys(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return one key a layer on one axis, split loop by loop as Flax's nested scans split it."""
+    """Return one key per layer on one axis, split loop by loop as in Flax's nested scans."""
     keys = jax.random.split(jax.random.clone(key), shape[0])
     for n in shape[1:]:
         # Not by `vmap`: some generators split differently under it.

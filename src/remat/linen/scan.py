@@ -67,7 +67,7 @@ def remat_scan(
     >>> variables["params"]["dense_stack"]["kernel"].shape
     (10, 10, 8, 8)
 
-    Any number of layers, divided so that least is stored, parameters stacked as `nn.scan` does:
+    Any number of layers, nested so that the fewest bytes are stored; parameters are stacked as by `nn.scan`:
 
     >>> class Deep(nn.Module):
     ...     @nn.compact
@@ -83,33 +83,33 @@ def remat_scan(
         first, with one further argument, which it returns changed: the carry.
       lengths: the lengths of the nested loops, the outermost first, or `"auto"`; see
         `remat.remat_scan`.
-      policy: what may be saved besides; see `remat.checkpoint`.
+      policy: what may be saved in addition; see `remat.checkpoint`.
       variable_broadcast: the collections that all layers share.
-      variable_carry: the collections that one layer hands to the next.
-      variable_axes: the collections of which each layer has its own, and at which axis they are
+      variable_carry: the collections that one layer passes to the next.
+      variable_axes: the collections that each layer has separately, and the axis at which they are
         stacked: an int, `nn.In(axis)` or `nn.Out(axis)`.
       split_rngs: the sequences of random keys that are lifted, and whether each layer has its own.
       length: with `"auto"`, the number of layers.
       levels: with `"auto"`, the number of nested loops.
       budget: with `"auto"`, the bytes that the loops may hold.
       in_axes: for inputs beside the carry, a prefix of the tuple of them: the axis at which the
-        layers' inputs are stacked, or `nn.broadcast` for what all layers get. With `in_axes` or
-        `out_axes` the target is that of `nn.scan`: `(module, carry, *inputs) -> (carry, output)`.
+        layers' inputs are stacked, or `nn.broadcast` for inputs of all layers. With `in_axes` or
+        `out_axes` the target has the form of `nn.scan`: `(module, carry, *inputs) -> (carry, output)`.
       out_axes: the axis at which outputs are stacked (0 if None), or `nn.broadcast`.
       params_layout: `"nested"` gives variables one axis for each loop, as Flax does; `"flat"` gives
         one axis of length n, which is the layout of `nn.scan` and has its initial values, whatever
         the loops. None is `"nested"` for given lengths and `"flat"` for `"auto"`.
-      metadata_params: what `nn.Partitioned` and other metadata are told about the axes, as in
+      metadata_params: parameters of the axes for `nn.Partitioned` and other metadata, as in
         `nn.scan`: `{nn.PARTITION_NAME: "layers"}`.
 
     Returns:
-      What `target` is, lifted.
+      The lifted target, of the same kind: a class, module, method or function.
 
     Raises:
       TargetError: for a target of another kind.
-      ScheduleError: for lengths that cannot be, or that do not fit the variables or inputs.
+      ScheduleError: for invalid lengths, or lengths that do not fit the variables or inputs.
       OptionError: for axes, or arguments of a call, that do not fit.
-      BudgetError: for a budget that no division reaches, with the smallest one.
+      BudgetError: for a budget that no nesting fits; the message has the smallest one.
       PolicyError: as in `remat.checkpoint`.
 
     Reference: `flax.linen.remat_scan`, which has no `"auto"`, no further inputs and no flat layout.
@@ -221,7 +221,7 @@ def _core_remat_scan(
                 else:
                     carry, y = fn(scopes, carry), ()
             shared_out, carried, *variables = repack_fn(scopes)
-            # Flax returns only mutable collections, but the layers need all.
+            # Flax returns only mutable collections, but the layers need all collections.
             for group, group_out in zip(shared, shared_out):
                 group_out.update({k: v for k, v in group.items() if k not in group_out})
             return shared_out, (carried, carry), (y, variables)
@@ -243,7 +243,7 @@ def _core_remat_scan(
             _, state, (y, variables) = layer(shared, state, x)
             return state, (map_axes(lambda _, leaf: leaf, out_axes, y), variables)
 
-        # Initialization isn't differentiated, and there are no variables yet to divide over loops.
+        # Initialization is not differentiated, and there are no variables yet to distribute over loops.
         is_init = jax.tree.leaves(made) and not jax.tree.leaves((stacked, shared, carried))
         with counters.looping():
             nest = (
@@ -269,7 +269,7 @@ def _core_remat_scan(
         (variable_broadcast, variable_carry, *written),
         tuple(split_rngs),
         name="remat_scan",
-        enable_kwargs=True,  # only to refuse them; Flax would drop them
+        enable_kwargs=True,  # only to raise an error for them; Flax would drop them
     )
 
 
@@ -284,10 +284,9 @@ def _hoist(
     out_axes: Axes,
     variable_broadcast: Filter,
 ) -> tuple[PyTree, PyTree]:
-    """Return the shared variables, created if they are new, and the outputs that don't vary.
+    """Return the shared variables, created if they are new, and the outputs that do not vary.
 
-    Flax finds by tracing what is the same in every iteration. A scan of length 0 makes it do that
-    and nothing else.
+    Flax finds loop-invariant values by tracing. With a scan of length 0 it does only that.
     """
     varies = [axis is not nn.broadcast for axis in jax.tree.leaves(out_axes)]
     if variable_broadcast is False and all(varies):

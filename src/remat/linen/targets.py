@@ -1,4 +1,4 @@
-"""What a lifted transform of Linen takes: a module class, a module, a method or a function."""
+"""The targets of a lifted transform of Linen: a module class, a module, a method or a function."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def is_bound_method(target: Any) -> bool:
 def lift_instance(module: Any, lift_class: Callable[[Any], Any]) -> Any:
     """Return a module with the same fields, parent, name and scope, of the lifted class.
 
-    A copy made by the constructor would ask its parent for a second name, so the state is copied as
-    it is and only the class changes.
+    A copy made by the constructor would get a second name from its parent, so the state is copied and only
+    the class changes.
     """
     lifted = object.__new__(lift_class(type(module)))
     vars(lifted).update(vars(module))

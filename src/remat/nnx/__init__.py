@@ -8,15 +8,15 @@ recomputation reads the same inputs, repeats no update and draws the same random
 
 Flax has three modes, chosen by `graph` and `graph_updates`: graphs whose structure may change (the
 default), graphs of fixed structure, and trees without shared Variables. The first is implemented here
-with Flax's `flatten` and `unflatten`. Flax's own composition refuses keyword arguments, traces defaults
-(so that `train: bool = True` could not be left out), and rebuilds every object of the caller, changed or
-not. The other two modes are Flax's own function between two conversions.
+with Flax's `flatten` and `unflatten`: Flax's own composition does not accept keyword arguments, traces
+defaults (so that `train: bool = True` could not be left out), and rebuilds every object of the caller,
+changed or not. The other two modes call Flax's own function, with a conversion before and after it.
 
     targets     functions, and errors about classes and methods of instances
-    graphs      modules as pytrees, and what a function changes in them
+    graphs      modules as pytrees, and a function's changes of them
     checkpoint  `remat`: functions of modules as regions
     steps       `fit`: training steps on modules
-    by_path     `remat.rematted`: modules chosen by path
+    by_path     `remat.rematted`: modules selected by path
 
 Known limits: a Variable that belongs to another trace level (one that a function under `jax.jit`
 closes over) cannot be changed, as in every transformation of Flax. It can be read.

@@ -1,4 +1,4 @@
-"""`remat.rematted` for NNX: modules chosen by their paths in a model."""
+"""`remat.rematted` for NNX: modules selected by their paths in a model."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def rematted(
 ) -> Iterator[PyTree]:
     """Rematerialize the NNX modules at some paths of a model while the context lasts.
 
-    See `remat.rematted`. A path is made of attribute names and positions in lists, `layers/0`; a
-    module that is at several paths is known by the first. While the context lasts the modules are
-    of a subclass of their class, with that class's name. So a model that is split in the context is
-    rematerialized after `nnx.merge`, wherever that happens, and one that was split before is not.
+    See `remat.rematted`. A path is made of attribute names and positions in lists, `layers/0`; for a
+    module at several paths the first one counts. During the context the modules are instances of a subclass
+    with the name of their class. So a model that is split in the context is rematerialized after `nnx.merge`,
+    wherever that happens, and one that was split before is not.
     """
     modules = {"/".join(map(str, path)): m for path, m in nnx.iter_modules(model) if path}
     selection.check({path: type(module) for path, module in modules.items()})
@@ -51,7 +51,7 @@ def _set_class(module: Any, cls: Any) -> None:
     object.__setattr__(module, "__class__", cls)
 
 
-# The latest 1024 classes. Equal arguments need the same class: pytrees of two classes differ.
+# Cached (1024 classes), since equal arguments must give the same class: pytrees of two classes differ.
 @functools.lru_cache(maxsize=1024)
 def _rematted_class(
     cls: Any, methods: tuple[str, ...], policy: PolicyLike, prevent_cse: bool

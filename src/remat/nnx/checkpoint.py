@@ -60,7 +60,7 @@ def remat(
       prevent_cse: whether to keep the compiler from merging recomputation with the forward pass.
       static_argnums: positions of arguments that are not traced; in a method, `self` is 0. They
         hold for arguments given by keyword or left at their defaults, too. A module or Variable
-        among them is traced all the same.
+        among them is nevertheless traced.
       policy: what may be saved, as in `remat.checkpoint`.
       graph: whether modules are graphs, which may share Variables, or trees; None is Flax's
         setting `nnx.set_graph_mode`.
@@ -146,7 +146,7 @@ def _regions(f: Any, inner: Callable, options: dict[str, Any]) -> Callable[[tupl
     """
     statics = Statics.of(f, options["static_argnums"], ())
 
-    # As many entries as combinations of static arguments; gone with the wrapped function.
+    # One entry for each combination of static arguments; deleted with the wrapped function.
     @functools.cache
     def region(argnums: tuple[int, ...], argnames: tuple[str, ...]) -> Callable:
         return checkpoint(inner, **dict(options, static_argnums=argnums, static_argnames=argnames))

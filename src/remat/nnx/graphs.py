@@ -1,10 +1,10 @@
-"""Graphs of NNX modules as pytrees, and what a function changes in them.
+"""Graphs of NNX modules as pytrees, and a function's changes of them.
 
 Modules and Variables are numbered in the order in which they are first reached from the arguments. A
 region rebuilds them from arrays and, after the function has run, compares each with its previous
-contents. Only changed objects are returned and written back. So a call that changes nothing also works
-on objects that may not be changed, such as a model that a function under `jax.jit` closes over. All
-changes are checked before the first is made, so that an error changes nothing.
+contents. Only changed objects are returned and written back. So a call without changes also works on
+objects that must not be changed, such as a model that a function under `jax.jit` closes over. All changes
+are checked before the first is made, so that an error leaves everything unchanged.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def write_back(
 
 
 def check_may_change(x: Any, cls: Any = None) -> None:
-    """Refuse a change that Flax would refuse later, after other changes, or without `remat`."""
+    """Raise for a change for which Flax would raise later, after other changes, or without `remat`."""
     if isinstance(x, nnx.Variable):
         x._check_can_update()
         return
@@ -170,7 +170,7 @@ def check_may_change(x: Any, cls: Any = None) -> None:
 
 
 def check_same_class(inside: Any, before: Any) -> None:
-    """Refuse an object whose class the function changed."""
+    """Raise for an object whose class the function changed."""
     if inside is not before:
         raise TargetError(
             f"remat.nnx: a {before.__name__} became a {inside.__name__} inside. Give the module "

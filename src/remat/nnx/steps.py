@@ -1,7 +1,7 @@
 """Training steps on NNX modules as functions of arrays, for `remat.fit` and for analyses.
 
-`fit` takes the place of `nnx.jit`: what a step changes in its modules is a result of the function of
-arrays, and is written back to the caller's objects.
+`fit` replaces `nnx.jit`: the step's changes of its modules are results of the function of arrays, and are
+written back to the caller's objects.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def fit(
 ) -> FittedModules:
     """Compile a training step on NNX modules so that it fits a memory budget.
 
-    It takes the place of `nnx.jit`: what the step changes in its modules, optimizers, metrics and
-    random streams is changed in the caller's. In all else it is `remat.fit`.
+    It replaces `nnx.jit`: the step's changes of its modules, optimizers, metrics and random streams are
+    made in the caller's. Otherwise it behaves like `remat.fit`.
 
     >>> import jax.numpy as jnp, optax
     >>> from flax import nnx
@@ -60,8 +60,8 @@ def fit(
     Args:
       step: the training step. Modules are among its arguments. If it raises, nothing is changed.
       budget, plan: see `remat.fit`.
-      options: those of `remat.fit` and `jax.jit`. What is donated is returned, changed or not, so that
-        a donated module stays usable.
+      options: those of `remat.fit` and `jax.jit`. All Variables of a donated module are returned, changed
+        or not, so that it stays usable.
 
     Returns:
       A callable with the arguments, results and updates of the step, and the methods of a
@@ -69,7 +69,7 @@ def fit(
 
     Raises:
       TargetError: for a bound method, a module or a class.
-      OptionError: an option of `nnx.jit` that `jax.jit` has not.
+      OptionError: an option of `nnx.jit` that `jax.jit` does not have.
       StaticArgumentError: when called: a static argument holds a module.
       PlanError, BudgetError, UnitsError: as for `remat.fit`.
     """
@@ -98,16 +98,16 @@ def module_step(
     Args:
       options: which arguments are donated or static, as in `jax.jit`.
     """
-    # What `arrays` made is not looked into: it holds Variables.
+    # Graphs made by `arrays` are leaves here, although they hold Variables.
     is_leaf = lambda x: is_graph(x) or isinstance(x, ModuleGraph)  # noqa: E731
     leaves = jax.tree.leaves((args, dict(kwargs)), is_leaf=is_leaf)
     return _Step(step, **options) if any(map(is_graph, leaves)) else None
 
 
 def check_loses_no_updates(step: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a step whose updates of modules would be lost, since it does not return the modules.
+    """Raise for a step whose updates of modules would be lost, since it does not return the modules.
 
-    `jax.jit` takes modules as pytrees, so that a function changes copies of them.
+    `jax.jit` treats modules as pytrees, so that a function changes copies of them.
     """
     on_arrays = module_step(step, args, kwargs, {})
     if not isinstance(on_arrays, _Step):
@@ -145,7 +145,7 @@ def _argument_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Step(ModuleStep):
-    """A step on modules as a function of their arrays; it returns what it changes in them."""
+    """A step on modules as a function of their arrays, which also returns its changes of them."""
 
     words = Words("remat.nnx.fit", "nnx.value_and_grad")
 

@@ -1,4 +1,4 @@
-"""What `remat.nnx` can be applied to: functions, not classes or methods of instances."""
+"""The targets of `remat.nnx`: functions, not classes or methods of instances."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from remat.errors import TargetError
 
 
 def check_target(f: Any, name_of_ours: str = "remat.nnx.remat") -> None:
-    """Refuse classes, methods of module instances, and what is not callable."""
+    """Raise for classes, methods of module instances, and objects that are not callable."""
     target = f
     while isinstance(target, functools.partial):
         target = target.func
