@@ -1,6 +1,6 @@
 """Loops with reverse-mode memory that the user chooses.
 
-What users call:
+Public functions:
 
     scan         `remat.scan`
     while_loop   `remat.while_loop`, and `remat.fori_loop`
@@ -18,8 +18,8 @@ A loop that follows a schedule:
     tracing      the user's body as a jaxpr
     halves       one step in two halves: forward with its residuals, and reversed
     choice       the choice of a schedule, by checkpoints, a budget or levels of storage
-    fitting      what the compiler needs for the gradient of a loop, and the way that fits a budget
-    loop         a loop as data, and what all ways to reverse it share
+    fitting      the compiler's memory for the gradient of a loop, and the choice that fits a budget
+    loop         a loop as data, and code shared by all ways to reverse it
     states       a loop that keeps states only: running it, and reversing it
     mixed        a loop of known length that keeps states and residuals
     online       the same for unknown length
@@ -36,7 +36,7 @@ Memory:
     buffers      buffers that states and residuals share
     rows         rows of arrays in host memory, also under `jax.vmap`
     stacked      one layer of stacked parameters, read without copies of the others
-    times        the time that a step is expected to take, run or reversed
+    times        estimates of the time to run and to reverse a step
     sizes        the bytes that a loop keeps, compared with a budget
     arguments    checks of the integers that users pass
 """
@@ -45,5 +45,5 @@ import os
 
 from remat import _jax
 
-# The whole folder: the source lines of a loop's operations should be the user's.
+# For the whole folder, so that the source lines of a loop's operations are the user's.
 _jax.exclude_from_tracebacks(os.path.dirname(__file__))

@@ -3,8 +3,8 @@
 The states that are held at a moment, and above them the residuals, form one stack. A buffer has rows of one
 type; each value of that type in a state or in a step's residuals is one row. So a row that holds part of a
 state now can hold a residual later. Values of different shapes cannot share such rows, but on a single
-device their elements can: then a buffer has rows of one element. (An array that is sharded keeps its shape,
-which the compiler shards rows by.)
+device their elements can: then a buffer has rows of one element. (A sharded array keeps its shape, by
+which the compiler shards rows.)
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from remat.loops.schedules import Hierarchical, Level
 from remat.loops.schedules.mixed import EMPTY, MOST_FREE, Mixed, blocks_of
 from remat.loops.sizes import n_bytes
 
-# Numbers of states that are tried where states and residuals share only part of their rows. More find a
+# How many numbers of states are tried if states and residuals share only part of their rows. More find a
 # schedule closer to the best one, and take longer to trace a loop.
 _TRIED = 16
-_TRIED_WITH_LEVELS = 2  # the same with slower levels, where a schedule takes longer to find
-_MOST_PARTS = 10_000  # of a loop with a single state; more take seconds to trace
+_TRIED_WITH_LEVELS = 2  # the same with slower levels, for which finding a schedule takes longer
+_MOST_PARTS = 10_000  # parts of a loop with a single state; more take seconds to trace
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Rows:
 
     Attributes:
       row: the type of a row: a value, or one element of it.
-      state, residuals: how many rows a state and a step's residuals have.
+      state, residuals: the numbers of rows of a state and of a step's residuals.
     """
 
     row: Aval
@@ -128,7 +128,7 @@ class Layout:
         tree = schedule.tree
         blocks = [part for part in range(len(tree.steps)) if tree.first[part] < 0 and part != EMPTY]
         held = [(schedule.slots - int(tree.level[b]), int(tree.steps[b])) for b in blocks]
-        # A state can be read even where none is held.
+        # Reading a state must be possible even if none is held.
         return self.rows_of([(min(schedule.peak_slots, 1), 0), *held])
 
     def rows_of(self, held: Sequence[tuple[int, int]]) -> list[int]:
@@ -144,7 +144,7 @@ class Layout:
         return self.buffers(self.sizes(schedule))
 
     def buffers(self, sizes: Sequence[int]) -> Arrays:
-        """Return buffers of these numbers of rows; one row stands for all where rows are empty arrays."""
+        """Return buffers with these numbers of rows; if rows are empty arrays, one represents all."""
         return [
             _jax.zeros(r.row, (min(s, 1) if 0 in r.row.shape else s,))
             for s, r in zip(sizes, self.rows)
@@ -238,9 +238,9 @@ def _layout(state: Sequence[Aval], residuals: Sequence[Aval], keys: Sequence[Ava
 def _may_be_index(t: Aval) -> bool:
     """Return whether a value gets a buffer of its own, which `jax.vmap` batches only if it must.
 
-    What shares a buffer with batched values is batched. A batched count of steps makes a loop run all
-    lanes until the last one ends, and a batched index makes a slice a gather. JAX cannot even batch
-    reading a constant table at a batched index where the batch lies on an explicit axis of the mesh.
+    A value that shares a buffer with batched values is batched. A batched number of steps makes a loop run
+    all lanes until the last one ends, and a batched index turns a slice into a gather. JAX cannot even batch
+    reading a constant table at a batched index if the batch is on an explicit axis of the mesh.
     """
     is_index = not jnp.issubdtype(t.dtype, jnp.inexact)
     return is_index and (not t.shape or _jax.has_explicit_axes())
@@ -251,7 +251,7 @@ def _type_of(t: Aval) -> Aval:
 
 
 def _element_of(t: Aval) -> Aval:
-    """Return the type of a row that is one element, where elements of different arrays can be mixed."""
+    """Return the type of a row of one element if elements of different arrays can be mixed, else the type."""
     extended = jnp.issubdtype(t.dtype, jax.dtypes.extended)
     if extended or not t.sharding.mesh.empty or _jax.varying_axes(t):
         return _type_of(t)

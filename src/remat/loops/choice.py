@@ -1,8 +1,8 @@
 """Which schedule a loop takes (`remat.scan.explain` prints it).
 
-`choose` takes the way with the least recomputation for a number of checkpoints or a budget: one of
-those that `scan.py` describes, or one for several levels of storage. A budget is compared with what the
-compiler says that the gradient of the loop occupies (`fitting.py`).
+`choose` returns the schedule with the least recomputation for a number of checkpoints or a budget: one of
+those that `scan.py` describes, or one for several levels of storage. A budget is compared with the memory
+that the compiler reports for the gradient of the loop (`fitting.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DEFAULT_CHECKPOINTS = 64
 # The most states that a loop of unknown length keeps within a budget, however large that is.
 _MOST_SLOTS = 100_000
 
-# (scanned, choice, of_consts) -> the temporaries of the scan's gradient, in bytes; see `temporary_bytes`.
+# (scanned, choice, of_consts) → the temporaries of the scan's gradient, in bytes; see `temporary_bytes`.
 Measure: TypeAlias = Callable[[Scanned, Choice, bool], int | None]
 
 
@@ -49,7 +49,7 @@ def choose(
 
     With several levels of storage, these are the capacity of the device, and the least time counts. With a
     budget and a policy, all residuals of a step are kept instead of the policy's if that takes less time.
-    A budget is compared with what `measure` says, too.
+    A budget is also compared with the result of `measure`.
     """
     checkpoints, budget, storages = _of_device(checkpoints, budget, storages)
     refuse_both(checkpoints, budget)
@@ -72,7 +72,7 @@ def choose(
     try:
         by_policy = _within(scanned, halves, budget, measure)
     except BudgetError:
-        # The inputs that a policy keeps for recomputation may be larger than the residuals.
+        # The inputs that a policy keeps for recomputation may take more memory than the residuals.
         with contextlib.suppress(BudgetError):
             found = _within(everything, differentiated(everything.traced), budget, measure)
             return dataclasses.replace(found, all_residuals=True)
@@ -84,7 +84,7 @@ def _may_keep_all(scanned: Scanned, halves: Halves) -> bool:
     """Return whether a scan has a policy in place of which all residuals may be kept on the device."""
     if not scanned.has_policy or has_symbolic_types(scanned.traced.body):
         return False
-    # A policy that offloads says where values are to be.
+    # A policy that offloads decides where values are kept, so it is followed.
     return all(_jax.is_in_memory(t, "device") for t in (*halves.kept, *halves.stacked))
 
 
@@ -118,7 +118,7 @@ def _faster_way(
 def expected_steps(choice: Choice, scanned: Scanned, halves: Halves) -> float:
     """Return the time that a gradient is expected to take, in units of running a step once.
 
-    It is that of the steps that are run again, and n times that of running a step and reversing it.
+    It is the time of the steps that run again, and n times that of running and reversing a step.
     """
     body, n = scanned.traced.body, choice.n
     times = times_of_step(body, halves, len(scanned.traced.carry))
@@ -147,10 +147,10 @@ def _by_default(ways: Ways) -> Choice:
 
 
 def _within(scanned: Scanned, halves: Halves | None, budget: str | int, measure: Measure) -> Choice:
-    """Return the way with the least recomputation that fits a budget, as the compiler says.
+    """Return the way with the least recomputation that fits a budget, by the compiler's figures.
 
-    Where none does, the way that keeps least is taken if it fits without the gradient of what the body is
-    closed over, which may not be asked for.
+    If none does, the way that keeps least is taken if it fits without the gradient of closed-over values,
+    which may not be needed.
     """
     ways = Ways(scanned, halves, budget)
     limit = parse_bytes(budget, "budget=")
@@ -160,7 +160,7 @@ def _within(scanned: Scanned, halves: Halves | None, budget: str | int, measure:
         assert found is not None
         return found
 
-    # Counters and tables do not make a budget too small that the states and residuals fit.
+    # A budget that the states and residuals fit must not fail because of counters and tables.
     is_enough = limit >= ways.least_bytes
 
     def beyond(way: Choice, needed: int | None) -> int:
@@ -174,8 +174,8 @@ def _within(scanned: Scanned, halves: Halves | None, budget: str | int, measure:
     most, unit = limit - ways.least_bytes, max(1, min(ways.state, limit // 16))
     found = [fitted(limit, most, unit, choose, excess_bytes)]
     if choose(min(0, most)).kind == "binomial":
-        # Room is left for a step's residuals there. The compiler may need little of it, where it computes
-        # them in one fused operation with what reads them: there may be more states.
+        # This leaves memory for a step's residuals. The compiler may need little of it if it fuses them into
+        # their readers; then there is memory for more states.
 
         def of_states(reserved: int) -> Choice:
             slots = max(1, (limit - reserved) // max(ways.state, 1))
@@ -259,7 +259,7 @@ def _hierarchical(
 
 
 def _in_addition(ways: Ways, measure: Measure) -> int:
-    """Return the bytes that a step takes beside what is kept, measured where the loop keeps least."""
+    """Return the bytes that a step takes beside the kept values, measured with the way that keeps least."""
     least = ways.within(ways.least_bytes)
     assert least is not None
     needed = measure(ways.scanned, least, True)
@@ -268,7 +268,7 @@ def _in_addition(ways: Ways, measure: Measure) -> int:
 
 
 def refuse_both(checkpoints: int | None, budget: str | int | None) -> None:
-    """Refuse a number of checkpoints together with a budget."""
+    """Raise for a number of checkpoints together with a budget."""
     if checkpoints is not None and budget is not None:
         raise ScheduleError(
             f"checkpoints={checkpoints} and budget={budget!r} exclude each other. Pass one of them."
@@ -320,7 +320,7 @@ def slots_of_unknown_length(
     if needed is None or 0 <= needed - least <= bookkeeping_bytes(1):
         needed = least
     else:
-        kept.append("what the compiler needs beside them")
+        kept.append("the compiler's further temporaries")
     raise BudgetError(
         f"no schedule fits {format_bytes(limit)}; the smallest keeps {listed(kept)}: "
         f"{format_bytes(needed)} ({needed} bytes). Raise budget=, or save less in a step with policy=."

@@ -25,12 +25,12 @@ them, and its rule differentiates through x; so their own derivative is declared
 they include residuals of steps, they belong to the inputs that are differentiated: a further
 derivative, with respect to others, sweeps again.
 
-Where the body calls a function with a `jax.custom_vjp`, forward mode is not defined; `forward_mode.py`
-says what becomes of the rules.
+If the body calls a function with a `jax.custom_vjp`, forward mode is not defined; `forward_mode.py`
+explains how the rules are handled.
 
-Forward mode alone pays for this generality: it runs the primal loop twice, once by itself and once
-along with the tangents. The first of these is the sweep; XLA removes the buffers that nothing reads then,
-except where they pass through a loop in a loop with the carry, as those of `online.sweep` do.
+Only forward mode pays for this generality: it runs the primal loop twice, once alone and once together with
+the tangents. The first of these is the sweep; XLA removes its buffers, which nothing reads then, unless they
+pass through a loop in a loop together with the carry, as those of `online.sweep` do.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _with_forward_rules(loop: Loop) -> tuple[Loop, Arrays]:
     """Return L in which functions compute their values by their custom rules, and its new constants.
 
     As in JAX, the value of a function with a `jax.custom_vjp` is that of its forward rule, and the value of
-    one with a `jax.custom_jvp` is that which its rule returns. A further derivative differentiates the
+    one with a `jax.custom_jvp` is the one that its rule returns. A further derivative differentiates the
     rules and not the functions. The new constants come first.
     """
     if not (uses_custom_vjp(loop.body) or uses_custom_jvp(loop.body)):
@@ -215,7 +215,7 @@ def _derivative_map(loop: Loop, mask: Mask, held_tree: TreeDef) -> LinearMap:
 
     def jvp(residuals: Arrays, v: Arrays, d_residuals: Arrays, d_v: Arrays) -> Arrays:
         if not _derivative_has_forward_mode(loop, mask, residuals[:n_inputs], v):
-            return apply(residuals, v)  # not defined either, and of the same types
+            return apply(residuals, v)  # undefined as well, and of the same types
         return _jvp(
             lambda x, v: _pushed(loop, mask, x, v),
             (residuals[:n_inputs], v),
@@ -333,7 +333,7 @@ def _moved_transpose(
     opened, added = _with_forward_rules(loop)
     marks = (*[False] * len(added), *either)
     augmented, inputs = _augmented(opened, marks, [*added, *x], select(directions, either))
-    # What stands for the pullback of a step reads its state.
+    # The replacement for the pullback of a step reads its state.
     augmented = dataclasses.replace(augmented, memory=None)
     _, held = sweep(augmented, inputs)
 
@@ -435,7 +435,7 @@ def _augmented(
         n_consts=len(constants) + len(inputs.consts) + len(d_consts),
         n_carry=loop.n_carry + len(d_carry),
         test_reads=(first + len(constants), last + len(constants), n_carry),
-        # It would have to invert the tangents, too.
+        # An inverse of L₁ would have to invert the tangents, too.
         inverse=None,
     )
     return augmented, Inputs(
@@ -537,7 +537,7 @@ def _zero_tangent(x: Array) -> Array:
     """Return zeros as an array, as the rules of `jax.custom_jvp` must."""
     if _jax.has_tangent(x):
         zeros = jnp.zeros_like(x)
-        # Where a value is in the host's memory, so is its tangent.
+        # A tangent is in the same memory as its value.
         on_host = _jax.is_on_host(jax.typeof(x))
         return jax.device_put(zeros, jax.memory.Space.Host) if on_host else zeros
     # Symbolic: an array of float0 has no type that varies over the axes of a mesh.

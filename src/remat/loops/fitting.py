@@ -1,8 +1,8 @@
-"""What the compiler says that the gradient of a loop occupies, and the choice of a loop that fits a budget.
+"""The compiler's memory for the gradient of a loop, and the choice of a schedule that fits a budget.
 
-The bytes of states and residuals are known from their types. What a step takes while it is run or reversed is
-not: the scores of attention, the buffers of an FFT, copies that change a layout. So a loop with a budget is
-compiled, by itself, when it is traced, and what it occupies beyond the budget is reserved.
+The bytes of states and residuals are known from their types. The memory of a step while it is run or
+reversed is not: the scores of attention, the buffers of an FFT, copies that change a layout. So a loop with a
+budget is compiled separately when it is traced, and the bytes that it takes beyond the budget are reserved.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from remat.loops.sizes import n_bytes
 
 Way = TypeVar("Way")
 
-# How often a loop is compiled at most. Each time costs as long as compiling the loop; more times fill a
-# budget better where the compiler needs another number of bytes for each schedule.
+# The most compilations of a loop. Each takes as long as compiling the loop; more use the budget better if the
+# compiler's further bytes differ between schedules.
 _MOST_COMPILES = 5
 
 # The part of a budget that may stay unused. A smaller one recomputes less, and compiles more often.
 _MAY_BE_UNUSED = 0.03
 
-# What counters, tables and alignment may take beyond a budget, in bytes, besides those of each state.
+# Bytes that counters, tables and alignment may take beyond a budget, besides those of each state. A larger
+# number accepts larger excesses.
 _BOOKKEEPING_BYTES = 4096
 _BOOKKEEPING_BYTES_OF_A_STATE = 16
 
@@ -47,8 +48,8 @@ def fitted(
 ) -> Way | None:
     """Return a way that fits a limit and leaves little of it unused; None if none was found.
 
-    What is counted may be less than what a way takes, and more. So bytes are reserved, or added, until it
-    fits and either little is unused or more memory leads to the same way.
+    A way may take more or fewer bytes than counted. So bytes are reserved, or added, until it fits and
+    either little is unused or more memory leads to the same way.
 
     >>> fitted(100, 90, 1, lambda reserved: 100 - reserved, lambda way: way + 7 - 100)
     93
@@ -56,14 +57,14 @@ def fitted(
     Args:
       limit: bytes.
       most: the most bytes with which there is a way to choose; it may be negative.
-      unit: bytes by which ways differ. What is reserved beyond the first time is a multiple of it.
+      unit: bytes by which ways differ. After the first time, reserved bytes grow by multiples of it.
       choose: returns the way that recomputes least within the limit, with this number of its bytes reserved.
-      excess_bytes: what a way takes beyond the limit; negative where it takes less.
+      excess_bytes: the bytes that a way takes beyond the limit; negative if it takes less.
     """
     found: Way | None = None
     reserved = min(0, most)
-    too_few: int | None = None  # with which it did not fit
-    enough: int | None = None  # with which `found` was chosen
+    too_few: int | None = None  # reserved bytes with which the way did not fit
+    enough: int | None = None  # reserved bytes with which `found` was chosen
     for _ in range(_MOST_COMPILES):
         way = choose(reserved)
         if way == found:
@@ -92,10 +93,10 @@ def types_of(inputs: Inputs) -> Inputs:
 
 
 def may_be_differentiated(inputs: Inputs) -> list[bool]:
-    """Return which consts of a loop may be differentiated, as far as JAX says while the loop is traced.
+    """Return which consts of a loop may be differentiated, as far as this is known during tracing.
 
-    Arrays are not. Where a derivative of the loop is being traced, tracers without one are not, either; in a
-    `jax.jit` that is differentiated as a whole, all tracers look alike.
+    Arrays are not. While a derivative of the loop is traced, tracers without a tangent are not, either; in a
+    `jax.jit` that is differentiated as a whole, tracers cannot be distinguished.
     """
     known = any(map(_jax.is_differentiated, itertools.chain(*inputs)))
     return [
@@ -113,14 +114,14 @@ def temporary_bytes(
     are subtracted.
 
     Args:
-      run: the inputs of the loop -> its last carry and its ys. It is called with tracers of `types`.
+      run: maps the inputs of the loop to its last carry and its ys. It is called with tracers of `types`.
       types: of the inputs. Those of the carry and the xs that can be are differentiated.
       of_consts: which of the consts are differentiated, too.
 
     Returns:
-      Bytes, for the default backend; None where the loop cannot be compiled without what is around it:
-      in a `shard_map`, with named axes of a `vmap`, or with types of symbolic or explicitly sharded shapes;
-      and under `jax.disable_jit`, where nothing is compiled.
+      Bytes, for the default backend; None if the loop cannot be compiled separately from its context: in a
+      `shard_map`, with named axes of a `vmap`, or with types of symbolic or explicitly sharded shapes; and
+      under `jax.disable_jit`, when nothing is compiled.
     """
     flat = [t for group in types for t in group]
     if jax.config.jax_disable_jit or any(map(_depends_on_context, flat)):

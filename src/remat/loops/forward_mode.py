@@ -2,10 +2,10 @@
 
 A function with a `jax.custom_vjp` has a rule for Jᵀ·w and none for J·v. A loop needs J·v in two places:
 
-- In forward mode, which JAX does not define either. `refused` stands for its result: it raises where
-  the value is asked for, which a derivative in reverse mode never does.
+- In forward mode, which JAX does not define either. `refused` is a placeholder for its result: it raises when
+  the value is computed, which a derivative in reverse mode never requires.
 - In the second derivatives of reverse mode, which the loop finds as the gradient of ⟨w, J·v⟩ (see
-  `derivative.py`). The rule for Jᵀ·w is linear in w, as a rule, so its transpose is J.
+  `derivative.py`). The rule for Jᵀ·w is usually linear in w, so its transpose is J.
 
 A rule that is not linear in w (one that clips its cotangent, or adds to it) has no transpose. JAX
 transposes some of these silently, so `push` looks at the equations first.
@@ -61,7 +61,7 @@ def push(fun: Callable, primals: Sequence[Arrays], tangents: Sequence[Arrays]) -
 
 
 # --------------------------------------------------------------------------------------------------
-# What stands for a tangent that is not defined
+# The placeholder for an undefined tangent
 
 refused_p = _jax.Primitive("remat_no_forward_mode")
 
@@ -72,13 +72,13 @@ def refused(operands: Arrays, types: Sequence[Aval]) -> Arrays:
 
 
 def has_forward_mode(jaxpr: _jax.Jaxpr) -> bool:
-    """Return whether a derivative can be run: nothing in it stands for an undefined tangent."""
+    """Return whether a derivative can be run: it has no placeholders for undefined tangents."""
     # custom_lin: a custom_vjp that JAX differentiated forward.
     return not any(jaxprs.applies(jaxpr, name) for name in ("custom_lin", refused_p.name))
 
 
 def surely_has_forward_mode(body: _jax.Jaxpr) -> bool:
-    """Return whether the derivative of a body has forward mode; False where only tracing it can tell.
+    """Return whether the derivative of a body has forward mode; False if only tracing it can decide.
 
     An undefined tangent comes from a `jax.custom_vjp`, from an undefined tangent, or from the linear map
     of a loop, whose own derivative is not in the jaxpr. A loop that is not differentiated shows its body.
@@ -123,7 +123,7 @@ _jax.register(
 # --------------------------------------------------------------------------------------------------
 # Linearity
 
-# What a value is, as a function of the cotangents.
+# The kind of a value as a function of the cotangents.
 _ZERO, _CONSTANT, _LINEAR = "zero", "constant", "linear"
 
 _TOGETHER = frozenset(
@@ -166,7 +166,7 @@ def _check_linear(jaxpr: _jax.Jaxpr, n_consts: int) -> None:
 
 
 def _kinds_of_results(jaxpr: JaxprLike, kinds: Sequence[str]) -> list[str]:
-    """Return what the results of a jaxpr are, given what its inputs are."""
+    """Return the kinds of a jaxpr's results, given those of its inputs."""
     jaxpr = _jax.open_jaxpr(jaxpr)
     kind = dict.fromkeys(jaxpr.constvars, _CONSTANT) | dict(zip(jaxpr.invars, kinds, strict=True))
 

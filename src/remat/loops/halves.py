@@ -1,4 +1,4 @@
-"""One step of a loop in two halves: forward, with what its reversal reads, and the reversal.
+"""One step of a loop in two halves: forward, with the residuals for its reversal, and the reversal.
 
 The residuals of a step are the leaves of the function that `jax.vjp` returns. Those that are inputs of the
 whole loop (constants, scanned values), or that depend on the constants alone, are the same at every
@@ -37,12 +37,12 @@ class Halves(NamedTuple):
 
     Attributes:
       forward: (*added, *consts, *carry, *x) -> (*carry, *y, *kept)
-      added: what tracing the derivative closed over.
+      added: the values that tracing the derivative closed over.
       fixed: (*added, *consts) -> residuals that are the same in every step.
       leaves: where each leaf of the reversal comes from.
       tree: the structure of the reversal, a function of the cotangents of the marked (carry, ys).
       kept: the types of the residuals that are kept for a step.
-      stacked: the types of those that `lax.scan` keeps, which it may keep twice.
+      stacked: the types of those that `lax.scan` keeps, some possibly twice.
       keeps_state: whether these are values of its carry alone.
     """
 

@@ -3,9 +3,9 @@
     sweep:     run the loop; keep its last state, and the state before every block but the first
     backward:  for each block, from the state behind it: invert a step; reverse it at the state found
 
-An inverse in floating-point numbers does not find the same state, and what it is off by may grow from step
-to step; in a dissipative system it grows exponentially. Each block begins from a state that was kept, so
-that errors grow over the steps of one block only.
+An inverse in floating-point arithmetic does not find exactly the same state, and its error may grow from step
+to step; in a dissipative system it grows exponentially. Each block begins at a state that was kept, so that
+errors grow only over the steps of one block.
 """
 
 from __future__ import annotations
@@ -107,5 +107,5 @@ def backward(loop: Loop, inputs: Inputs, held: Kept, cotangents: Results, marked
 
 
 def _block(loop: Loop) -> int:
-    """Return how many steps are inverted from a state that was kept."""
+    """Return the number of steps that are inverted from one kept state."""
     return -(-loop.length // loop.slots)

@@ -1,9 +1,9 @@
-"""Calls whose derivative rules outlive JAX's partial evaluation.
+"""Calls whose derivative rules survive JAX's partial evaluation.
 
 The loops are `jax.custom_jvp` functions. When JAX 0.10 linearizes a `lax.scan`, it evaluates the body
-partially to move what depends on constants only out of the loop, and what it cannot move, it inlines
-without its rule. The next derivative in reverse then finds a `lax.while_loop`, which has no transpose.
-Partial evaluation does not look into the equation of a primitive, so this one stands around the calls.
+partially to move loop-invariant code out of the loop, and inlines the rest without its rules. The next
+reverse-mode derivative then finds a `lax.while_loop`, which has no transpose. Partial evaluation does not
+look into the equation of a primitive, so the calls are wrapped in this one.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A linear map that brings its own transpose and its own derivative.
+"""A linear map with its own transpose and its own derivative.
 
 The derivative of a loop is a linear map of the tangents: run the differentiated loop forward. Its
-transpose must not be found by transposing that program, which would keep what every step needs,
-but be the checkpointed backward loop. `jax.custom_vjp` can say this but forbids forward mode;
+transpose must not be found by transposing that program, which would keep the residuals of every step,
+but must be the checkpointed backward loop. `jax.custom_vjp` can define this but forbids forward mode;
 `jax.custom_derivatives.linear_call` allows both but cannot be differentiated with respect to its
-residuals or be batched, so second derivatives and `vmap` end there. Hence this primitive: it is
+residuals or be batched, so it supports neither second derivatives nor `vmap`. This primitive is
 `linear_call` with those two rules.
 
 A map reads *residuals*, on which it may depend in any way, and *operands*, in which it is linear.
@@ -108,7 +108,7 @@ def _jvp(
     n_residuals: int,
     **params: Any,
 ) -> tuple[Arrays, Arrays]:
-    # The constants are what tracing turned up (index tables), not values of the program.
+    # The constants come from tracing (index tables); they are not values of the program.
     sizes = {"n_consts": n_consts, "n_residuals": n_residuals}
     out = linear_p.bind(*primals, linear_map=linear_map, **sizes, **params)
     residuals, operands = _split(primals, **sizes)
@@ -130,7 +130,7 @@ def _transpose(
         for ct, aval in zip(cotangents, _jax.out_avals(jaxpr), strict=True)
     ]
     results = linear_call(linear_map.T, residuals, cotangents)
-    # An operand that is known here is a zero that was written out: nothing flows back to it.
+    # An operand that is known here is an instantiated zero, which needs no cotangent.
     return [None] * (n_consts + n_residuals) + [
         ct if _jax.is_undefined(operand) else None
         for ct, operand in zip(results, operands, strict=True)
@@ -195,9 +195,9 @@ _jax.register(
 # --------------------------------------------------------------------------------------------------
 # Batch axes
 #
-# JAX batches a `jax.custom_jvp` and its rule separately, and where both stand in a jaxpr it takes the
-# batch axes of one for those of the other. A loop and its rule run different programs, whose results
-# need not have the batch in the same place, or at all.
+# JAX batches a `jax.custom_jvp` and its rule separately, and if both are in a jaxpr it assumes the batch axes
+# of one for the other. A loop and its rule run different programs, whose results need not have the same batch
+# axes, or any.
 
 align_p = _jax.Primitive("remat_align")
 

@@ -1,4 +1,4 @@
-"""A loop as data, how it runs, and what all ways to reverse it share."""
+"""A loop as data, how it runs, and code shared by all ways to reverse it."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Loop:
 
     Attributes:
       body: a jaxpr without constants: (*consts, *carry, *x) -> (*carry, *y).
-      n_consts: how many inputs of the body are the same in every step.
-      n_carry: how many inputs of the body are its carry.
+      n_consts: the number of inputs of the body that are the same in every step.
+      n_carry: the number of inputs of the body that are its carry.
       slots: the states to keep, state 0 included.
       length: the number of steps, or None where it is known only at run time; an expression where
         it is a symbolic dimension.
@@ -68,8 +68,8 @@ class Loop:
       reverse: whether the scanned values are read and written from their end.
       unroll: see `jax.lax.scan`.
       store: where the states are kept.
-      memory: for a loop that may keep residuals in place of states (`mixed.py`), the bytes that there are
-        beside those of `slots` states, which may be negative; None if only states are kept.
+      memory: for a loop that may keep residuals in place of states (`mixed.py`), the bytes available in
+        addition to those of `slots` states, which may be negative; None if only states are kept.
       levels: for such a loop, slower levels of storage that hold states, too.
       inverse: a jaxpr without constants, (*consts, *carry, *x) -> carry, from the carry behind a step to
         the one before it; None if there is none. `slots` is the number of blocks of `inverse.py` then.
@@ -238,7 +238,7 @@ def first_cotangents(
 
 
 def unless_uncounted(loop: Loop, count: Array, ct_carry: Arrays) -> Arrays:
-    """Return NaN where a loop ran for more steps than its counter holds: it cannot be reversed."""
+    """Return the cotangents, or NaN if a loop ran for more steps than its counter can hold."""
     uncounted = count == loop.most_steps
     return [jnp.where(uncounted, jnp.full_like(ct, jnp.nan), ct) for ct in ct_carry]
 
@@ -288,11 +288,11 @@ def merge(values: Sequence[Array], mask: Sequence[bool], marked: Sequence[Array]
 
 
 def check_varying(loop: Loop, inputs: Inputs, marked: Inputs) -> None:
-    """Refuse to sum gradients over devices in each step where devices run different numbers of steps."""
+    """Raise if gradients would be summed over devices in each step while devices run different numbers."""
     decides = inputs.steps if loop.test is None else [_jax.out_avals(loop.test)[0]]
     axes = _jax.varying_axes(*decides) if loop.length is None else frozenset()
     reversed_ = [*select(inputs.consts, marked.consts), *select(inputs.carry, marked.carry)]
-    # The states of a loop that counts its steps beforehand are found by what varies.
+    # For a loop whose number of steps is known when it starts, the varying axes of its states decide.
     states = inputs.carry if loop.test is None else []
     fixed = next((x for x in [*reversed_, *states] if axes - _jax.varying_axes(x)), None)
     if fixed is not None:

@@ -10,15 +10,15 @@ The schedule's tree (`schedules.mixed`) is a table of the program, and a part of
         take the newest state; descend from its part as above
 
 With slower levels of storage (`schedules.hierarchical`), the state at hand is kept in the level of its part.
-What only some parts do, such as writing to a slower level, is a loop of one iteration or none: XLA passes
-buffers through a loop in place, and may copy them around a branch.
+Operations of only some parts, such as writing to a slower level, are a loop of one iteration or none: XLA
+updates buffers that pass through a loop in place, and may copy them around a branch.
 
 So the body appears twice in the sweep (with its residuals, and without) and three times in the backward
 pass (the same, and reversed). Under `jax.grad` the sweep runs every step once; it ends with the residuals of
 the last block, so that the backward pass begins without running a step again.
 
-The tree is chosen when the loop is differentiated: only then is it known which inputs are, and so which
-residuals the steps have.
+The tree is chosen when the loop is differentiated: only then are the differentiated inputs known, and so the
+residuals of the steps.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ class Reversal(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What is kept when the forward pass ends.
+    """The values that are kept when the forward pass ends.
 
     Attributes:
       buffers: of the reversal's layout: states, and above them the residuals of the last block.
       starts, parts: the first step and the part of each state, from entry 1; entry 0 is the end.
-      top: how many states are kept.
+      top: the number of states that are kept.
       slower: the rows of the slower levels.
-      tops: how many states are kept in each of these.
+      tops: the number of states in each of these.
     """
 
     buffers: Arrays
@@ -117,7 +117,7 @@ def reversal_of(loop: Loop, marked: Inputs) -> Reversal | online.Reversal | None
         reversal_with(loop, halves) if loop.test is None else online.reversal_with(loop, halves)
     )
     if not halves.added:
-        # Values that are closed over may belong to the trace at hand.
+        # Closed-over values may belong to the current trace.
         loop.reversals[consts, carry, xs] = reversal
     return reversal
 
@@ -145,7 +145,7 @@ def reversal_with(loop: Loop, halves: Halves) -> Reversal | None:
 
 
 def sweep(loop: Loop, inputs: Inputs, marked: Inputs) -> tuple[Results, PyTree]:
-    """Run the loop, and keep what `backward` with the same marked inputs needs."""
+    """Run the loop, and keep the values that `backward` with the same marked inputs needs."""
     if loop.inverse is not None:
         return inverse.sweep(loop, inputs)
     reversal = reversal_of(loop, marked)

@@ -122,8 +122,8 @@ def best_nest(
       levels: the number of nested loops; None for any number.
       budget_bytes: the most bytes that the nest may hold. The one that recomputes least within it is
         chosen. Without a budget, the nest that holds the fewest bytes is chosen.
-      compiled_bytes: what a nest takes as compiled, which a budget is compared with; None where that is
-        unknown, and `peak_bytes` is what counts.
+      compiled_bytes: the compiled bytes of a nest, with which a budget is compared; None if they are
+        unknown, and `peak_bytes` counts.
 
     Raises:
       BudgetError: no nest fits; the message has the smallest.
@@ -173,7 +173,7 @@ def _best_of_each_depth(n_layers: int, layer: LayerBytes, levels: int | None) ->
             inner, inner_lengths = factorized.best(group, depth - 1)
             rest, rest_lengths = factorized.best_up_to(left, depth) if left else (0, ())
             held = layer.carry_bytes * n_groups + max(inner, rest)
-            # Of two nests that hold the same bytes, prefer the one without a rest.
+            # Among nests that hold the same bytes, prefer one without a rest.
             if best is None or (held, left) < best[:2]:
                 nest = Nest((n_groups, *inner_lengths), Nest(rest_lengths) if left else None)
                 best = (held, left, nest)

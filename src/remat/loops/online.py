@@ -38,9 +38,9 @@ from remat.loops.reversal import Block, layout_of, reverse_blocks
 from remat.loops.schedules import INT32_MAX, Binomial, OnlineMixed
 from remat.loops.schedules.online_mixed import lengths_of_phases
 
-_MOST_SLOTS = 1000  # states that are kept; more save hardly a step
+_MOST_SLOTS = 1000  # the most states that are kept; more hardly reduce the steps
 _TRIED = 16  # numbers of states that are tried; more find a schedule closer to the best one
-# Steps of the loops by which schedules are compared; more take longer to trace.
+# Lengths, in steps, of the loops by which schedules are compared; more of them take longer to trace.
 _LONGEST_TRIED = 5000
 
 
@@ -63,14 +63,14 @@ class Reversal(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What is kept when the loop ends.
+    """The values that are kept when the loop ends.
 
     Attributes:
       buffers: of the reversal's layout.
       starts: the first step of each state.
       top: how many states are kept.
       block: the block of the last run.
-      left_over: what is left of the block before it.
+      left_over: the remaining steps of the block before it.
       count: the number of steps.
     """
 
@@ -91,7 +91,7 @@ def reversal_with(loop: Loop, halves: Halves) -> Reversal | None:
         return None
     longest = INT32_MAX if loop.max_steps is None else min(max(loop.max_steps, 1), INT32_MAX)
     if not where.residual_bytes:
-        # Rows are counted in 32 bits. An empty residual takes a row all the same.
+        # Rows are counted in 32 bits. An empty residual also takes a row.
         reversal = Reversal((min(int(loop.most_steps), INT32_MAX),), halves, where)
         return reversal if max(reversal.sizes, default=0) <= INT32_MAX else None
     memory = max(0, loop.slots * where.state_bytes + loop.memory)
@@ -192,7 +192,7 @@ def backward(
 
     ct_consts, ct_carry, ct_xs = first_cotangents(inputs, cotangents, marked, carry_mask)
     ct_carry = unless_uncounted(loop, held.count, ct_carry)
-    # The state of the last run has been of use only if the loop had gone on.
+    # The state of the last run would have been useful only if the loop had continued.
     held = held._replace(top=jnp.maximum(held.top - 1, 0))
     _, cts = reverse_blocks(
         loop,
@@ -258,7 +258,7 @@ def _split(loop: Loop, reversal: Reversal, level: Array, length: Array) -> Array
     longest = INT32_MAX if loop.max_steps is None else loop.max_steps
     lengths = lengths_of_phases(reversal.blocks, max(longest, 1))
     table = _jax.in_mesh(jnp.asarray(np.minimum(lengths, loop.most_steps).astype(loop.counter)))
-    # It is also asked for lanes of a batch that have no steps to run, where it must be few.
+    # It is also computed for lanes of a batch that have no steps to run; the result must be small there.
     length = jnp.maximum(length, 2)
     row, below = entry(table, level), entry(table, jnp.maximum(level - 1, 0))
     phase = jnp.maximum(jnp.sum(row < length, dtype=jnp.int32), 1)

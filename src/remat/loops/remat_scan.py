@@ -77,13 +77,13 @@ def remat_scan(
       lengths: the lengths of the loops, the outermost first; their product is the number of layers.
         The layers of the innermost loop save their residuals, so `(n,)` is a plain scan and `(n, 1)`
         recomputes every layer separately. `"auto"` determines the bytes of the carry and of one layer's
-        residuals, and takes the lengths with the least memory, for any number of layers.
+        residuals, and chooses the lengths with the least memory, for any number of layers.
       length: with `"auto"`, the number of layers. It is optional if there are parameters.
-      levels: with `"auto"`, the number of nested loops. Each but one costs an extra forward pass. By
-        default there are as many as save memory.
+      levels: with `"auto"`, the number of nested loops. Each level after the first costs an extra forward
+        pass. By default there are as many as reduce memory.
       budget: with `"auto"`, the bytes that the gradient of the loops may take beside its arguments and
-        results, a number or a text such as "8MiB". The lengths that recompute least within it are taken, as
-        the compiler says: the gradient is compiled for one number of nested loops after the other.
+        results, a number or a text such as "8MiB". The lengths that recompute least within it are chosen by
+        the compiler's figures: the gradient is compiled for one number of nested loops after another.
       policy: what may be saved in addition, see `remat.checkpoint`.
 
     Returns:
@@ -132,7 +132,7 @@ def nested_scan(
 def _traced(
     body: Body, nest: Nest, carry: PyTree, xs: PyTree, policy: PolicyLike
 ) -> tuple[_jax.Jaxpr, Arrays, PyTree]:
-    """Return the loops of a nest as a jaxpr, what they are closed over, and the types of their results."""
+    """Return the loops of a nest as a jaxpr, their closed-over values, and the types of their results."""
     leaves, tree = jax.tree.flatten((carry, xs))
 
     def loops(*leaves: Array) -> tuple[PyTree, PyTree]:
@@ -346,7 +346,7 @@ def measure_layer(body: Body, carry: PyTree, x: PyTree) -> LayerBytes:
 
     carry, x = jax.tree.map(_jax.abstractify, (carry, x))
     kept = residuals(layer, carry, x)
-    # Parameters that are residuals cost nothing more: the loops read them from the stacked arrays.
+    # Parameters that are residuals cost nothing: the loops read them from the stacked arrays.
     carries = [r for r in kept if r.kind == "argument" and str(r.argument).startswith("carry")]
     params = [leaf for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return LayerBytes(

@@ -26,8 +26,8 @@ class Block(NamedTuple):
     """Steps whose residuals are kept.
 
     Attributes:
-      base: how many states their residuals lie above.
-      low, kept: the first of them that is still there, and one past the last.
+      base: the number of states below their residuals in the buffers.
+      low, kept: the first step whose residuals are still kept, and one past the last.
     """
 
     base: Array
@@ -35,7 +35,7 @@ class Block(NamedTuple):
     kept: Array
 
 
-# What is kept, with its `buffers`, and the steps that are left -> the same, and the next block.
+# (kept values with their `buffers`, remaining steps) → (kept values, the next block).
 NextBlock = Callable[[Any, Array], tuple[Any, Block]]
 
 
@@ -50,12 +50,12 @@ def reverse_blocks(
     sums: tuple[Arrays, Arrays, Arrays],
     next_block: NextBlock,
 ) -> tuple[Any, tuple[Arrays, Arrays, Arrays]]:
-    """Reverse all steps; return what is kept at the end, and the cotangents of consts, carry and xs.
+    """Reverse all steps; return the values kept at the end, and the cotangents of consts, carry and xs.
 
     Args:
       loop, inputs, cotangents, marked: see `loop.backward`.
-      halves, layout: of a step, and of what is kept.
-      state: what is kept, with its `buffers`; the steps to reverse; the last block of them.
+      halves, layout: of a step, and of the kept values.
+      state: the kept values with their `buffers`; the steps to reverse; the last block of them.
       sums: the cotangents before any step is reversed.
       next_block: runs the steps of the next block, and keeps their residuals.
     """

@@ -1,9 +1,9 @@
 """Reading and writing one row of an array in the host's memory, also under `jax.vmap`.
 
 JAX batches `lax.dynamic_slice` as a gather and `lax.dynamic_update_slice` as a scatter. Those need all
-operands in one memory, so neither takes rows on the host and an index on the device. The slices
-themselves take both, and a slice of a batch at one index is a slice again. So these two primitives are
-batched as slices; where each lane of a batch has an index of its own, they loop over the lanes.
+operands in one memory, so neither accepts rows on the host and an index on the device. The slices
+themselves do, and a slice of a batch at one index is again a slice. So these two primitives are batched as
+slices; if each lane of a batch has its own index, they loop over the lanes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def write_row(rows: Array, state: Array, row: Array) -> Array:
 
 
 # --------------------------------------------------------------------------------------------------
-# Rules. The operands behind the arrays are indices, one for each of the axes, which are leading.
+# Rules. The operands after the arrays are indices, one for each of the leading axes.
 
 read_p = _jax.Primitive("remat_read_row")
 write_p = _jax.Primitive("remat_write_row")

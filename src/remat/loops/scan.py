@@ -1,6 +1,6 @@
 """`remat.scan`: `jax.lax.scan` with reverse-mode memory that the user chooses.
 
-There are two ways to trade memory for recomputation. `choice.py` takes one:
+There are two ways to trade memory for recomputation. `choice.py` chooses one:
 
 - *nested*: nested scans whose inner blocks are recomputed. With two levels, and the residuals of one
   block kept, it costs one extra forward sweep and memory that grows as √n. It consists of `lax.scan`
@@ -9,7 +9,7 @@ There are two ways to trade memory for recomputation. `choice.py` takes one:
   possible with it (`schedules.Mixed`), interpreted at run time (`mixed.py`). `checkpoints=` selects it.
   Where the memory never holds residuals of more than one step, it is *binomial* (`states.py`).
 
-With `budget=`, the one with the least recomputation that fits is taken.
+With `budget=`, the one with the least recomputation that fits is chosen.
 
 With `policy=`, the body is a region with that policy, which chooses the residuals
 (`tracing.trace_body`). A plain `lax.scan` inside a region is split by `ir/split/loops.py`.
@@ -85,23 +85,23 @@ def scan(
       xs: a pytree of arrays with the same leading axis, of `length`; or None.
       length: the number of steps, required if `xs` has no leaves.
       checkpoints: the memory for the backward pass, as a number of carries. It holds carries, and
-        residuals of steps where that saves more; the residuals of one step more are held in addition.
+        residuals of steps where that saves more; the residuals of one further step are held in addition.
         The number of recomputed steps is the least possible. With another `store`, it is the number of
         carries kept, including the initial one.
       budget: the bytes that the gradient of the loop may take beside its arguments and results, as a number
         or as "2GiB". The schedule that recomputes least within it is chosen. For that, the gradient of the
-        loop is compiled while the loop is traced; `docs/loops.md` says where it cannot be. Without `budget`
+        loop is compiled while the loop is traced; `docs/loops.md` lists the exceptions. Without `budget`
         and `checkpoints`, the schedule is the one of least memory that costs at most one extra forward
         sweep; if the length is a symbolic dimension (`jax.export`), it is that of `checkpoints=64`.
-      policy: what a step saves while it is reversed, as for `remat.checkpoint`. With `budget`, it is
-        what a step saves at least: all residuals of a step are kept where they fit and that is expected
-        to take less time, unless the policy offloads values. `explain` says so.
+      policy: what a step saves while it is reversed, as for `remat.checkpoint`. With `budget`, a step
+        saves at least that: all residuals of a step are kept if they fit and that is expected to take
+        less time, unless the policy offloads values. `explain` says so.
       reverse: whether to run from the last x to the first.
       unroll: as for `jax.lax.scan`; it has no effect on a gradient with `checkpoints`.
       inverse: for a step that can be inverted, (carry after the step, x) -> the carry before it. The
-        backward pass then finds the carries with it, and keeps none. Rounding errors of the inverse add
-        up; with `checkpoints=s` the scan keeps s carries at equal distances, and each is where the
-        inversion of the steps before it starts afresh. Derivatives of the gradient keep carries.
+        backward pass then computes the carries with it, and keeps none. Rounding errors of the inverse
+        accumulate; with `checkpoints=s` the scan keeps s carries at equal distances, at each of which the
+        inversion starts again. Derivatives of the gradient keep carries.
       store: where the carries are kept: in device memory, in host memory, or in a file. The last two
         require `checkpoints`. A file costs one extra forward sweep. It has no name, so nothing remains
         in the directory. Or a list of `remat.Storage`, from the fastest to the slowest: the
@@ -173,8 +173,8 @@ def explain(
 ) -> Choice:
     """Return what `remat.scan` with the same arguments keeps and recomputes, and why.
 
-    With `budget`, call it where the loop is differentiated: arrays that the body is closed over have no
-    gradient here, and that of weights needs memory, too.
+    With `budget`, call it in the function that is differentiated: here closed-over arrays have no gradient,
+    and the gradient of weights needs memory, too.
 
     >>> print(explain(lambda x, _: (x * x, x), jnp.ones(4), length=100, checkpoints=5))
     mixed: 100 steps, 5 checkpoints, or up to 6 steps' residuals: 352 forward steps (3.52 per step)

@@ -158,8 +158,8 @@ def _online_update(loop: Loop, step: Array, top: Array, order: Array, starts: Ar
     slots = loop.slots
     if slots == 1:
         return order, starts, jnp.minimum(top + 1, 1)
-    # The choice depends on the step alone. It is looked up for the first steps, since weighing it
-    # takes longer than a small body does, and weighed for those behind once the stack is full.
+    # The choice depends only on the step. For the first steps it is looked up in a table, since computing it
+    # takes longer than a small body does; for later steps it is computed once the stack is full.
     known = np.array(_online_choices(slots, ONLINE_STEPS_KNOWN), np.int32)
 
     def weigh(step: Array, starts: Array) -> Array:
@@ -182,11 +182,12 @@ def _online_update(loop: Loop, step: Array, top: Array, order: Array, starts: Ar
     return order[source], starts[source], jnp.minimum(top + 1, slots)
 
 
-# How many choices are computed when a loop is traced: some ten milliseconds of NumPy.
+# The number of choices computed when a loop is traced, in some ten milliseconds of NumPy; more make the
+# choice free for more steps.
 ONLINE_STEPS_KNOWN = 1024
 
 
-# At most ONLINE_STEPS_KNOWN numbers each, which depend on the arguments alone.
+# Cached: at most ONLINE_STEPS_KNOWN numbers each.
 @lru_cache(maxsize=64)
 def _online_choices(slots: int, steps: int) -> tuple[int, ...]:
     """Return a table of `online_choice` at the steps 0, 1, ..., and `slots` while the stack has room."""
@@ -212,8 +213,8 @@ def _without(np_: ModuleType, slots: int, choice: Array) -> Array:
 def online_choice(np_: ModuleType, starts: Array, step: Array, slots: int) -> Array:
     """Return the entry, 1..slots, to drop from a full stack so that reversal is cheapest.
 
-    Entry `slots` is the newcomer. `np_` is `numpy` or `jax.numpy`; in a compiled loop this runs at
-    every step, so it is written as few operations on short vectors.
+    Entry `slots` is the new state. `np_` is `numpy` or `jax.numpy`; in a compiled loop this runs at every
+    step, so it consists of few operations on short vectors.
     """
     savings, slopes = _online_tables(slots)
     # The parts between states 0..slots-1 and the newcomer, which is entry `slots`, and three lists
@@ -231,7 +232,7 @@ def online_choice(np_: ModuleType, starts: Array, step: Array, slots: int) -> Ar
     return np_.argmin(np_.concatenate([before + joined + behind, keep_all])).astype(np.int32) + 1
 
 
-# Tables that depend on `slots` alone; nobody writes to them.
+# Cached; the tables are never written to.
 @lru_cache(maxsize=64)
 def _online_tables(slots: int) -> tuple[np.ndarray, np.ndarray]:
     """Return tables of savings and slopes, for the costs of the parts that `_online_update` weighs.
@@ -287,7 +288,7 @@ def backward(
       held: the states that `sweep` kept.
       cotangents: of the results; None where zero.
       marked: which inputs are differentiated, as lists of bools.
-      pullback: what stands for the transposed derivative of a step, if anything.
+      pullback: a replacement for the transposed derivative of a step, if any.
     """
     consts = inputs.consts
     check_varying(loop, inputs, marked)
@@ -317,8 +318,8 @@ def backward(
 
     def reverse(state: tuple) -> tuple:
         done, top, starts, rows, ct_consts, ct_carry, ct_xs = state
-        # Under `vmap`, lanes without steps left are run along with the others. An unsigned counter must
-        # not wrap around there: the descent below would take billions of steps.
+        # Under `vmap`, lanes without remaining steps run along with the others. Their unsigned counter must
+        # not wrap around: the descent below would take billions of steps.
         step = jnp.maximum(held.count - done, 1) - 1
         top_start = starts[top]
         rows, carry = loop.store.read(rows, entry(held.order, top), inputs.carry)
@@ -328,7 +329,7 @@ def backward(
             split = _split(loop, jnp.maximum(step, start) + 1 - start, loop.slots - top)
             carry = run_steps(loop, inputs, start, start + split, carry)
             start = start + split
-            # The state of `step` itself is written, too, above the stack, where nothing is.
+            # The state of `step` itself is written, too, to the unused row above the stack.
             rows = loop.store.write(rows, entry(held.order, top + 1), carry)
             starts = starts.at[top + 1].set(start)
             return start, top + (start < step).astype(jnp.int32), starts, rows, carry
@@ -344,8 +345,8 @@ def backward(
     ct_consts, ct_carry, ct_xs = first_cotangents(inputs, cotangents, marked, carry_mask)
     if loop.test is not None:
         ct_carry = unless_uncounted(loop, held.count, ct_carry)
-    # It counts up: the CPU compiler of jaxlib 0.10 runs too few iterations, or aborts, where an
-    # unsigned counter counts down from a number that it knows.
+    # It counts up: the CPU compiler of jaxlib 0.10 runs too few iterations, or aborts, if an unsigned
+    # counter counts down from a constant.
     *_, rows, ct_consts, ct_carry, ct_xs = lax.while_loop(
         lambda state: state[0] < held.count,
         reverse,
@@ -377,8 +378,8 @@ def _steps(loop: Loop, inputs: Inputs) -> Array:
 def _split(loop: Loop, length: Size, free: Array) -> Array:
     """Return `schedules.binomial_split` at run time: `length` ≥ 2 steps from a state with `free` slots.
 
-    Outside that domain, and where the table is too narrow, the answer only has to be a step
-    count that makes progress, and few: it is also asked for lanes of a `vmap` that are done.
+    Outside that domain, and where the table is too narrow, the result only has to be a small number of
+    steps that makes progress: it is also computed for lanes of a `vmap` that are done.
     """
     length = jnp.maximum(length, 2)
     if loop.slots == 1:

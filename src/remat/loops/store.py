@@ -5,18 +5,18 @@ to the next are the store's `rows`: arrays for memory, a ticket for a file.
 
 The disk store works through callbacks to the host. Each takes the ticket and returns a new one, so
 that they happen in the order of the program. Its file lives as long as one backward pass, which
-fills it, reads it and closes it, because nothing tells a program when a file that a forward pass
-left behind is no longer needed. That costs one more forward sweep. The system writes the file, and reads the
-state below the one that was read, while the program goes on computing. The file has no name from the
-moment it is opened, so nothing is left in the directory however the program ends.
+fills it, reads it and closes it, because a program cannot know when a file of a forward pass is no longer
+needed. That costs one further forward sweep. The operating system writes the file, and reads ahead the
+state below the one that was read, while the program computes. The file has no name once it is open, so
+nothing remains in the directory however the program ends.
 
 Known limit: the file of a compiled backward pass that fails stays open, and its space in use, until
-the compiled function is dropped. The next pass cannot reclaim it, because when a file is opened nothing
-tells the failed execution from one that is still running. Executions of one program overlap (JAX
+the compiled function is dropped. The next pass cannot reclaim it, because when a file is opened the failed
+execution cannot be distinguished from one that is still running. Executions of one program overlap (JAX
 dispatches them asynchronously, and from several threads), their callbacks run on threads of the
 runtime, and under `vmap` or on several devices one execution has a file for each lane and device. A
 number for each execution could only come from outside of the program, as an argument of the function
-that the user compiles: one that a callback draws within the program is drawn by each lane and device.
+that the user compiles: a callback within the program would draw one for each lane and device.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class DeviceStore:
 
 
 DEVICE = DeviceStore()
-_PAGE = mmap.ALLOCATIONGRANULARITY  # bytes; a divisor would not do
+_PAGE = mmap.ALLOCATIONGRANULARITY  # bytes; maps must begin at multiples of it
 
 
 @dataclass(frozen=True)
@@ -185,10 +185,10 @@ class DiskStore:
 
     @contextlib.contextmanager
     def errors_of_callbacks(self) -> Iterator[None]:
-        """Raise what a callback of this store raised, which JAX turns into a `JaxRuntimeError`.
+        """Raise the error of a callback of this store, which JAX turns into a `JaxRuntimeError`.
 
-        Files of a program that is traced and fails here are closed. One that is compiled and called
-        later has no such place: what it opened and did not close stays as long as it does.
+        If a program that is traced here fails, its files are closed. A program that is compiled here and
+        called later has no such context: files that it did not close stay open as long as it exists.
         """
         opened: set[int] = set()
         self._failures.clear()

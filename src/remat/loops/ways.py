@@ -1,6 +1,6 @@
-"""The ways to reverse a scan: what each keeps, and how many steps it runs again.
+"""The ways to reverse a scan: the values that each keeps, and the number of steps that it repeats.
 
-`Ways` has those of one scan; `choice.py` takes one of them.
+`Ways` has those of one scan; `choice.py` chooses one of them.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Choice:
       residual_bytes: bytes of one step's residuals, without inputs of the scan.
       kept_bytes: bytes that are kept at the peak of the backward pass.
       why: the reason for the choice, in words.
-      slots: of "mixed" and "binomial": how many states there is memory for.
-      spare_bytes: the bytes that there are beside these; a mixed schedule uses them, too. None if only
+      slots: of "mixed" and "binomial": the number of states that fit the memory.
+      spare_bytes: the remaining bytes of the memory; a mixed schedule uses them, too. None if only
         states are kept.
       levels: the slower levels of storage, of "hierarchical".
-      all_residuals: whether all residuals of a step are kept, and not those of `policy=`, with which the
-        budget would be met in more time.
+      all_residuals: whether all residuals of a step are kept instead of those of `policy=`, which would take
+        more time within the budget.
     """
 
     kind: Literal["plain", "nested", "mixed", "binomial", "hierarchical"]
@@ -87,7 +87,7 @@ class Choice:
         """Return how often a gradient evaluates the body, including once in each reversed step."""
         if self.schedule is None:
             return self.n
-        # A file is filled in the backward pass, which runs the loop once more.
+        # A file is filled in the backward pass, which runs the loop again.
         again = self.n if any(stored.store.one_pass for stored in self.levels) else 0
         return self.schedule.grad_forward_steps + again
 
@@ -226,14 +226,14 @@ class Ways:
 
         Args:
           limit: the budget in bytes.
-          as_compiled: what the way that keeps least occupies, if the compiler says another number.
+          as_compiled: the compiler's bytes for the way that keeps least, if they differ from those counted.
         """
         least = self.least_bytes if as_compiled is None else as_compiled
         parts = [f"the smallest keeps {min(self._least_kept)[1]}"]
         if self.at_hand_bytes:
             parts.append(f"{format_bytes(self.at_hand_bytes)} of a state at hand and its cotangent")
         if as_compiled is not None:
-            parts.append("what the compiler needs beside them")
+            parts.append("the compiler's further temporaries")
         return BudgetError(
             f"no schedule of {self.n} steps fits {format_bytes(limit)}; {listed(parts)}: "
             f"{format_bytes(least)} ({least} bytes). Raise budget=, or save less in a step with policy=."

@@ -35,8 +35,8 @@ from remat.loops.schedules import beta
 from remat.loops.store import DEVICE, Storage, make_store
 from remat.loops.tracing import TracedBody, after_unused, trace_body, values_of_refs
 
-# Values that a while loop keeps at most if the user gives `max_steps` alone, which is often far above the
-# steps that are run. More recompute less where a loop really runs more than 500,000 steps.
+# The most values that a while loop keeps if the user gives only `max_steps`, which is often far larger than
+# the number of steps that run. More recompute less in loops of more than 500,000 steps.
 _MOST_BY_DEFAULT = 1000
 
 # API
@@ -120,7 +120,7 @@ def fori_loop(
     index, end = _jax.in_mesh(index), _jax.in_mesh(end)
     axes = _jax.varying_axes(end)
     if axes and all(axes <= _jax.varying_axes(x) for x in jax.tree.leaves(init)):
-        # The states of the loop then vary as the number of steps does.
+        # The states of the loop then vary over the same axes as the number of steps.
         index = _jax.varying_as(index, end)
     traced = trace_body(step, (index, init), None, policy)
     if traced is None:
@@ -273,7 +273,7 @@ def _refuse(exceeded: Array, max_steps: int, how: str) -> None:
         return
 
     def fail(exceeded: Array) -> None:
-        # Checked again: what turns a cond into a select runs both branches.
+        # Checked again, since both branches run if a cond is turned into a select.
         if exceeded:
             raise StepLimitError(message)
 
@@ -284,8 +284,8 @@ def _any_example(axis: Any, args: Any, dims: Any) -> tuple[list[Any], list[None]
     return any_example_p.bind(jnp.any(args[0], dims[0])), [None]
 
 
-#: Returns its operand, a bool; under `vmap`, whether it is true for any example. JAX would call a
-#: callback for each example, with a slice of the batch, which it refuses if that is sharded explicitly.
+#: Returns its operand, a bool; under `vmap`, whether it is true for any example. JAX would call a callback
+#: for each example with a slice of the batch, which is an error if the batch is sharded explicitly.
 any_example_p = _jax.Primitive("remat_any_example")
 _jax.register(
     any_example_p,

@@ -2,10 +2,10 @@
 
 A loop of `n` steps is reversed from its last step to its first, and reversing step `i` needs state
 `i`, the value of the loop's carry before that step. `slots` states can be kept at a time; all
-others are recomputed from the nearest kept state before them. A schedule says what is kept when.
+others are recomputed from the nearest kept state before them. A schedule determines what is kept when.
 It is a frozen value that knows its exact cost, lists its actions and prints itself as a picture.
 
-Six of them, most from the literature:
+There are six, most from the literature:
 
 - `Mixed`: the fewest steps possible for a known `n`, where the memory also holds residuals of steps,
   which are then not run again (Maddison, "Step-based checkpointing with high-level algorithmic
@@ -25,16 +25,16 @@ Six of them, most from the literature:
 Counting. `forward_steps` counts every evaluation of the loop's body, the one inside each reversed
 step included: the convention of revolve's authors plus one evaluation for each reversed step.
 There the first sweep ends at state n-1, which is all that reversing needs. Under `jax.grad` the
-loop's result is needed too, and that is one step more: `grad_forward_steps`. `recomputed_steps`
-is what exceeds one evaluation of each step. The state at hand (the one being advanced) is in no
-slot; state 0 is in one. A mixed schedule evaluates a step whose residuals are kept as it keeps them, not as
-it reverses it; its first sweep runs the last step, so `jax.grad` adds no step.
+loop's result is needed too, which takes one further step: `grad_forward_steps`. `recomputed_steps`
+are the evaluations beyond one for each step. The state at hand (the one being advanced) is in no
+slot; state 0 is in one. A mixed schedule evaluates a step whose residuals are kept when it keeps them, not
+when it reverses the step; its first sweep runs the last step, so `jax.grad` adds no step.
 
 These files do not import JAX. The compiled loops read tables from them: `binomial_rows`, `online_rows`,
-the `tree` of `Mixed` and of `Hierarchical`, and the lengths of the phases of `OnlineMixed`. What depends on
-values at run time, such as `online_update`, they do in JAX operations. Tests compare the loops with the
-schedules, action by action. Each schedule has a file (`binomial`, `mixed`, `hierarchical`, `multilevel`,
-`online`, `online_mixed`); `actions` defines what schedules do, `shared` what they have in common.
+the `tree` of `Mixed` and of `Hierarchical`, and the lengths of the phases of `OnlineMixed`. Decisions that
+depend on values at run time, such as `online_update`, are JAX operations in the loops. Tests compare the
+loops with the schedules, action by action. Each schedule has a file (`binomial`, `mixed`, `hierarchical`,
+`multilevel`, `online`, `online_mixed`); `actions` defines actions, `shared` the common base class.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Actions: what a schedule does, one after the other, with their count and their picture.
+"""The actions of a schedule, in order, with their costs and their picture.
 
-`replay` carries actions out on step numbers instead of states. It is how the tests hold every schedule
-to the cost that it states.
+`replay` executes actions on step numbers instead of states. The tests use it to check the cost that every
+schedule states.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Kind = Literal["store", "free", "restore", "advance", "keep", "forget", "reverse
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that a schedule does.
+    """One action of a schedule.
 
     Attributes:
       kind: `store` and `restore` copy the state between hand and slot, `free` empties a slot,
         `advance` runs the steps `start..stop-1`, `keep` runs the step `start` and keeps its residuals,
         `forget` drops these, `reverse` reverses the step `start`: from its residuals where they are kept,
         else from its state.
-      start: the step whose state is meant, or the first step to run.
-      stop: one past the last step to run; `start` where no step is run.
-      slot: the slot, counted from 0, of a state or of residuals; -1 where none is meant.
+      start: the step of the state, or the first step to run.
+      stop: one past the last step to run; `start` if no step is run.
+      slot: the slot, counted from 0, of a state or of residuals; -1 for none.
       level: the level of storage that a state's slot lies in; 0 is the fastest. Slots are counted
         separately in each.
     """
@@ -63,7 +63,7 @@ def block_actions(start: int, stop: int, first_slot: int = 0) -> Iterator[Action
 
 @dataclass(frozen=True)
 class Replay:
-    """What a list of actions costs, found by carrying it out.
+    """The costs of a list of actions, found by executing it.
 
     Attributes:
       forward_steps: evaluations of the body, the one inside each reversed step included.
@@ -84,7 +84,7 @@ class Replay:
 
 
 def replay(actions: Iterable[Action], n: int) -> Replay:
-    """Carry out the actions on step numbers instead of states, and count.
+    """Execute the actions on step numbers instead of states, and count.
 
     >>> from remat.loops.schedules import Binomial
     >>> replay(Binomial(10, 3).actions(), 10).forward_steps

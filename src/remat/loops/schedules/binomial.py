@@ -24,7 +24,7 @@ def beta(slots: int, repetitions: int) -> int:
     return math.comb(slots + repetitions, slots) if repetitions >= 0 else 0
 
 
-# Exact integers from integers: the latest 4096 answers.
+# Cached, since schedules ask for the same values many times.
 @lru_cache(maxsize=4096)
 def repetitions(n: int, slots: int) -> int:
     """Return the smallest r with β(slots, r) ≥ n."""
@@ -50,7 +50,7 @@ def binomial_advances(n: int, slots: int) -> int:
 
 
 def binomial_split(n: int, slots: int) -> int:
-    """Return how far to advance from state 0 before the next state is stored, for `n` ≥ 2 steps.
+    """Return the number of steps from state 0 to the next stored state, for `n` ≥ 2 steps.
 
     The part before the new state is reversed with all `slots` slots and r−1 repetitions, the part
     after it with one slot less and r. Every m with β(s, r−2) ≤ m ≤ β(s, r−1) and

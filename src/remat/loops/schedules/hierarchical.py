@@ -54,16 +54,16 @@ from remat.loops.schedules.mixed import (
 )
 from remat.loops.schedules.shared import check_counts, checkpoints_text, cost_text
 
-# Limits of the dynamic program: sums to compare, which take 0.3 s, and groups of steps. Larger limits
-# find better schedules for long loops, and take more time to trace a loop.
+# Limits of the dynamic program: the number of sums to compare, which take 0.3 s, and of groups of steps.
+# Larger limits find better schedules for long loops, and take more time to trace a loop.
 MOST_SUMS = 60_000_000
 MOST_GROUPS = 1500
-MOST_PARTS = 10_000  # of equal length; more make the tables of the program larger
+MOST_PARTS = 10_000  # the most parts of equal length; more make the tables of the program larger
 
 
 @dataclass(frozen=True)
 class Level:
-    """A level of storage behind the fastest one.
+    """A level of storage slower than the fastest one.
 
     Attributes:
       slots: the states that it holds.
@@ -385,7 +385,7 @@ def _grouped(
         return len(tables[k - 1].fresh) - 1 if k else 0
 
     def resolved(key: _Key) -> _Key:
-        """Return the level in which a part is really split; 0 for the fastest."""
+        """Return the level at which a part is split; 0 for the fastest."""
         k, m, length, is_last, at = key
         while k:
             table = tables[k - 1]

@@ -55,8 +55,8 @@ from remat.loops.schedules.shared import check_counts, checkpoints_text, cost_te
 EXACT_STEPS = 1500
 EXACT_CELLS = 30_000
 
-MOST_FREE = 1000  # states of no bytes; more save hardly a step
-_MANY = 1 << 40  # more steps than any loop has; numbers of tree nodes end here
+MOST_FREE = 1000  # the most states if they take no bytes; more hardly reduce the steps
+_MANY = 1 << 40  # more steps than any loop has; numbers of tree nodes are limited to this
 
 
 class Tree(NamedTuple):
@@ -120,7 +120,7 @@ class TreeSchedule(ListedSchedule):
 
 
 def check_blocks(blocks: tuple[int, ...]) -> None:
-    """Refuse numbers of steps of blocks that no memory gives."""
+    """Raise for numbers of steps of blocks that no memory can have."""
     rising = all(a <= b for a, b in itertools.pairwise(blocks))
     if not blocks or blocks[0] < 1 or not rising:
         raise ScheduleError(f"blocks must be positive and must not fall: {blocks}.")
@@ -257,7 +257,7 @@ Part = tuple[int, int]
 
 
 def splits_of(n: int, blocks: tuple[int, ...], limits: tuple[int, int]) -> tuple[Split, int]:
-    """Return how far parts of loops of at most `n` steps advance, and the lowest level that is used."""
+    """Return the steps by which parts of loops of at most `n` steps advance, and the lowest level used."""
     if n <= blocks[-1]:
         return _no_split, 0
     order = order_of(n, blocks)
@@ -384,15 +384,15 @@ def solved(n: int, blocks: tuple[int, ...]) -> tuple[Split, np.ndarray]:
 
 
 def order_of(n: int, blocks: tuple[int, ...]) -> Order | OneState:
-    """Return by which order leaves are replaced in loops of at most `n` steps."""
+    """Return the order in which leaves are replaced in loops of at most `n` steps."""
     return OneState(blocks) if len(blocks) == 2 else Order(n, blocks)
 
 
 class OneState:
     """The splits of a loop with a single state, where `Order` would take time and memory that grow as `n`.
 
-    Behind the state, only a block fits. The steps that are run are the sum of the distances from the state
-    to the blocks, which is least if each block but the first one is as long as fits.
+    Beside the state, only a block fits. The steps that run are the sum of the distances from the state to the
+    blocks, which is least if each block but the first is as long as fits.
     """
 
     is_optimal = True
@@ -438,7 +438,7 @@ class Order:
         groups.sort(key=lambda group: (group[1] / group[0], -group[0]))
         table = np.array(groups, np.int64).reshape(-1, 4)
         self.sizes, self.charges, self.low, self.high = table.T
-        #: Found by comparison with the recurrence, not proven; see the module.
+        #: Whether the order has the recurrence's cost: found by comparison, not proven; see the module.
         self.is_optimal = bool(np.all(self.charges <= 1))
         # paths[ℓ][d]: how often a tree has, d levels below its root, a node of repetition ℓ.
         self.paths = [np.ones(top + 1, np.int64)]

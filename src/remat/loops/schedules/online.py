@@ -14,12 +14,12 @@ from remat.loops.schedules.actions import Action, ListedSchedule
 from remat.loops.schedules.binomial import binomial_advances, binomial_rows, reverse_actions
 from remat.loops.schedules.shared import check_counts, checkpoints_text, cost_text
 
-# The online choice looks at no more repetitions than this. A compiled loop makes the choice at
-# every step, so it has to be short; with 3 slots it is enough for 45,000 steps, with 4 for 700,000.
+# The most repetitions that the online choice considers. A compiled loop makes the choice at every step, so it
+# has to be short; with 3 slots this is enough for 45,000 steps, with 4 for 700,000.
 ONLINE_COLUMNS = 64
 
 
-# A table of `slots` rows of at most 64 numbers, which depends on `slots` alone.
+# Cached: a table of `slots` rows of at most 64 numbers.
 @lru_cache(maxsize=256)
 def online_rows(slots: int) -> tuple[tuple[int, ...], ...]:
     """Return the rows of `binomial_rows` by which an online loop weighs its choices.
@@ -38,10 +38,10 @@ def online_cost(length: int, slots: int, rows: tuple[tuple[int, ...], ...]) -> i
 def online_update(held: tuple[int, ...], reached: int, slots: int) -> tuple[int, ...]:
     """Return the states to hold when the loop is at state `reached` and will do at least one more step.
 
-    The newcomer is state `reached - 1`, which by now is known not to be the last that reversing
-    needs at hand. While slots are free it is stored. Else one of these is chosen, whichever would
-    make the reversal cheapest if the loop ended after the next step, the first of equals:
-    to drop the newcomer, or to drop held state 1, 2, ... in its favour. State 0 is always held.
+    The new state is state `reached - 1`, which is now known not to be the last one, from which reversing
+    begins. While slots are free it is stored. Otherwise either the new state is dropped, or held state 1, 2,
+    ... is replaced by it: whichever makes the reversal cheapest if the loop ends after the next step (the
+    first among equals). State 0 is always held.
     """
     newcomer = reached - 1
     if len(held) < slots:
@@ -56,7 +56,7 @@ def online_update(held: tuple[int, ...], reached: int, slots: int) -> tuple[int,
         again = online_cost(last, 1, rows) - (last - 1)
         return again + sum(online_cost(part, slots - k, rows) for k, part in enumerate(lengths))
 
-    # Dropping comes before keeping, so that equals go to the move that makes progress.
+    # Dropping comes before keeping, so that among equals the choice that makes progress is taken.
     choices = [(*held[:k], *held[k + 1 :], newcomer) for k in range(1, slots)]
     return min((*choices, held), key=cost)
 
@@ -105,7 +105,7 @@ class Online(ListedSchedule):
         lengths = [stop - start for start, stop in zip(held, (*held[1:], self.n))]
         total = self.n - 1 + self.n
         for k, length in enumerate(lengths):
-            # What is run to reverse each part; the sweep has run the last part once already.
+            # The steps run to reverse each part; the sweep has run the last part once already.
             total += binomial_advances(length, self.slots - k)
         return total - (lengths[-1] - 1)
 
@@ -144,7 +144,7 @@ class Online(ListedSchedule):
         return f"online: {self.n} steps, {kept}: {cost_text(self.forward_steps, self.n)}"
 
 
-# At most `slots` numbers each, which depend on the arguments alone.
+# Cached: at most `slots` numbers each.
 @lru_cache(maxsize=64)
 def _online_positions(n: int, slots: int) -> tuple[int, ...]:
     if n == 0:

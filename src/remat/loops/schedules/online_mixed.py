@@ -54,7 +54,7 @@ _MOST_PHASES = 4096  # columns of a table; with 2 levels, more are reached after
 
 
 class Ended(NamedTuple):
-    """What is kept when the loop ends.
+    """The states and residuals that are kept when the loop ends.
 
     Attributes:
       starts: the first steps of the runs; their states are kept.
@@ -78,8 +78,8 @@ class OnlineMixed(ListedSchedule):
     Attributes:
       n: steps that the loop turns out to have.
       blocks: as of `Mixed`; the schedule holds one state more.
-      state_steps: of how many steps the residuals take the memory of a state; the left-over residuals depend
-        on it.
+      state_steps: the number of steps whose residuals take the memory of a state; the left-over residuals
+        depend on it.
 
     Raises:
       ScheduleError: for fewer than 0 steps or blocks that no memory gives.

@@ -1,4 +1,4 @@
-"""What all schedules share: counts, checks of their arguments, and how they print counts."""
+"""The base class of all schedules, checks of their arguments, and the text of their counts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Schedule(ABC):
 
 
 def check_counts(n: int, slots: int) -> None:
-    """Refuse numbers of steps and slots that no schedule has."""
+    """Raise for numbers of steps and slots that no schedule can have."""
     for name, value, least in (("steps", n, 0), ("slots", slots, 1)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise ScheduleError(f"the number of {name} is an int, not {value!r}.")
