@@ -1,4 +1,4 @@
-"""The budget of a loop is compared with the compiler's further temporaries for the loop's gradient."""
+"""The budget of a loop is compared with the memory that the compiler reports for the loop's gradient."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class OutputFile(click.ParamType):
 
     name = "file"
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         why = files.refusal(value)
         if why is not None:
             self.fail(f"{value!r} cannot be written: {why}.", param, ctx)
@@ -44,7 +44,7 @@ class InputFile(click.ParamType):
 
     name = "file"
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
             files.open_regular(value).close()
         except files.PROBLEMS as error:
@@ -57,7 +57,7 @@ class Explained(InputFile):
 
     name = "explained"
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return super().convert(value, param, ctx) if value.endswith(".json") else value
 
 
@@ -66,7 +66,7 @@ class BudgetText(click.ParamType):
 
     name = "bytes"
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
             units.parse_budget(value, "")
         except UnitsError as error:
@@ -79,7 +79,7 @@ class BudgetList(BudgetText):
 
     name = "list"
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         names = value if isinstance(value, tuple) else value.split(",")
         given = [name for n in names if (name := n.strip())]
         return tuple(super(BudgetList, self).convert(name, param, ctx) for name in given)
@@ -90,7 +90,7 @@ class TargetName(click.ParamType):
 
     name = "target"
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value:
             try:
                 check_name(value)
@@ -110,7 +110,9 @@ class PolicyName(click.ParamType):
 
     name = "policy"
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> policies.Policy:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> policies.Policy:
         if isinstance(value, policies.Policy):
             return value
         if value in POLICIES:

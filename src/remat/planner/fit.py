@@ -22,12 +22,13 @@ import logging
 import operator
 import os
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
 from remat import _jax, units
+from remat.aliases import Leaf, PyTree
 from remat.cache import Cache, find_cache
 from remat.errors import BudgetError, PlanError
 from remat.module_steps import check_loses_no_updates, check_takes_arrays
@@ -52,6 +53,7 @@ from remat.program.costs import Costs, check_costs
 from remat.program.targets import Target, target as find_target
 
 _log = logging.getLogger("remat")
+_Signature: TypeAlias = tuple[Hashable, ...]  # of a call: see `_signature`
 _MAX_PLANS = 4  # plans for a signature, each within fewer bytes, until the program that runs fits
 _jax.exclude_from_tracebacks(__file__)
 
@@ -154,11 +156,11 @@ class Fitted:
         self._jit_options = dict(jit_options)
         self._plans: list[Plan] = []
         # Plans passed from calls to the traces that asked for them, by the signatures of the traces.
-        self._ready: dict[Any, _Ready] = {}
+        self._ready: dict[_Signature | None, _Ready] = {}
         functools.update_wrapper(self, step, updated=())
 
         @_jax.wraps(step)
-        def planned(*args: Any, **kwargs: Any) -> Any:
+        def planned(*args: PyTree, **kwargs: PyTree) -> PyTree:
             signature = _signature(args, kwargs)
             ready = self._ready.pop(signature, None)
             if ready is None:
@@ -170,7 +172,7 @@ class Fitted:
         self._jitted = jax.jit(planned, **jit_options)
         self._without_plan = jax.jit(step, **jit_options)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if jax.config.jax_disable_jit:
             return self._step(*args, **kwargs)
         if tracing.value is not None:
@@ -178,17 +180,17 @@ class Fitted:
             return self._without_plan(*args, **kwargs)
         return self._with_plan(self._jitted, args, kwargs)
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
+    def lower(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Lowered:
         """Lower the step for these arguments, like the method of a `jax.jit` function."""
         with jax.disable_jit(False):
             return self._with_plan(self._jitted.lower, args, kwargs)
 
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
+    def trace(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Traced:
         """Trace the step for these arguments, like the method of a `jax.jit` function."""
         with jax.disable_jit(False):
             return self._with_plan(self._jitted.trace, args, kwargs)
 
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+    def eval_shape(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Return the types of the results, like the method of a `jax.jit` function. It does not plan."""
         if self._has_host_state:
             args, kwargs = jax.tree.map(type_on_device, (args, kwargs))
@@ -211,7 +213,7 @@ class Fitted:
         step = copy.deepcopy(self._step, memo)
         return Fitted(step, self._budget, self._given, self._options, self._jit_options)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> str | tuple[type[Fitted], tuple[Any, ...]]:
         """Pickle by name if a module has the fitted step under its name, else the step and its options.
 
         Compiled programs are not pickled. The cache on disk has the plan.
@@ -221,7 +223,7 @@ class Fitted:
         made = Fitted, (self._step, self._budget, self._given, options, self._jit_options)
         return by_name(self) or made
 
-    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+    def plan(self, *args: PyTree, **kwargs: PyTree) -> Plan:
         """Return the plan for these arguments; it is made now if there is none yet. Nothing is run."""
         if self._given is not None:
             return self._given
@@ -241,14 +243,16 @@ class Fitted:
         name = getattr(self._step, "__qualname__", f"a {type(self._step).__qualname__}")
         return printable(f"<remat.fit of {name}>")
 
-    def __get__(self, instance: Any, owner: Any) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> Callable:
         return self if instance is None else functools.partial(self, instance)
 
     # Planning
 
-    def _with_plan(self, run: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    def _with_plan(
+        self, run: Callable, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
+    ) -> Any:
         """Call a method of the jitted function; make the plan that it asks for, and call it again."""
-        signature: Any = None
+        signature: _Signature | None = None
         while True:
             try:
                 return run(*args, **kwargs)
@@ -279,7 +283,9 @@ class Fitted:
             return bool(self._given.host_arguments)
         return OPTIMIZER in parse_offload(self._options["offload"])
 
-    def _host_state(self, args: tuple, kwargs: Mapping[str, Any]) -> HostState | None:
+    def _host_state(
+        self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
+    ) -> HostState | None:
         """Return which arguments are state in the host's memory; None if nothing is kept there."""
         if not self._has_host_state:
             return None
@@ -294,10 +300,10 @@ class Fitted:
 
     def _confirmed(
         self,
-        signature: Any,
+        signature: _Signature,
         made: Plan,
-        args: tuple,
-        kwargs: Mapping[str, Any],
+        args: tuple[PyTree, ...],
+        kwargs: Mapping[str, PyTree],
         state: HostState | None,
     ) -> Plan:
         """Return a plan with which the step, compiled as it will run, is within the budget.
@@ -360,9 +366,9 @@ class Fitted:
 
     def _made(
         self,
-        budget: Any,
-        args: tuple,
-        kwargs: Mapping[str, Any],
+        budget: units.Number | None,
+        args: tuple[PyTree, ...],
+        kwargs: Mapping[str, PyTree],
         progress: bool | Callable[[str], None],
     ) -> Plan:
         # Only a process that plans alone can confirm the program that runs.
@@ -370,7 +376,7 @@ class Fitted:
         options = self._options | {"progress": progress}
         return make_plan(self, *args, kwargs=kwargs, budget=budget, verify=verify, **options)
 
-    def _plan_for(self, args: tuple, kwargs: Mapping[str, Any]) -> Plan:
+    def _plan_for(self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> Plan:
         """Return the plan of a signature. JAX asks for it when it traces, so once per signature."""
         check_loses_no_updates(self._step, args, kwargs)
         if self._given is not None:
@@ -388,7 +394,9 @@ class Fitted:
             progress=self._options["progress"],
         )
 
-    def _follow_given(self, ready: _Ready, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    def _follow_given(
+        self, ready: _Ready, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
+    ) -> PyTree:
         """Trace the step following the user's own plan; raise if the plan is for another program."""
         plan = ready.plan
         at = find_target(self._options["target"])
@@ -438,7 +446,7 @@ class Fitted:
             )
 
 
-def by_name(fitted: Any) -> str:
+def by_name(fitted: object) -> str:
     """Return the name of a fitted step in its module, for pickling; "" if it has none."""
     name: str = getattr(fitted, "__qualname__", "")
     with contextlib.suppress(AttributeError, KeyError):
@@ -447,7 +455,9 @@ def by_name(fitted: Any) -> str:
     return ""
 
 
-def _following(step: Callable, plan: Plan, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+def _following(
+    step: Callable, plan: Plan, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
+) -> PyTree:
     """Call the step as one that follows a plan."""
     whole = plan.whole_step
     if whole is None:
@@ -465,8 +475,8 @@ class _Ready(NamedTuple):
     """The plan for a call, the call's arguments, and which of them are state in the host's memory."""
 
     plan: Plan
-    args: tuple
-    kwargs: Mapping[str, Any]
+    args: tuple[PyTree, ...]
+    kwargs: Mapping[str, PyTree]
     state: HostState | None
 
     def hosted(self, step: Callable) -> Callable:
@@ -477,15 +487,15 @@ class _Ready(NamedTuple):
 class _NoPlan(Exception):
     """A signature is traced and no plan is ready for it."""
 
-    def __init__(self, signature: Any) -> None:
+    def __init__(self, signature: _Signature) -> None:
         super().__init__("no plan is ready")
         self.signature = signature
 
 
-def _signature(args: tuple, kwargs: Mapping[str, Any]) -> Any:
+def _signature(args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> _Signature:
     """Return what identifies the arguments of a traced function: types of tracers, static values."""
 
-    def of(arg: Any) -> Any:
+    def of(arg: PyTree) -> Hashable:
         leaves, tree = jax.tree.flatten(arg)
         if all(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             return tree, tuple(leaf.aval for leaf in leaves)
@@ -517,7 +527,7 @@ def _check_devices(planned: MadeFor, here: MadeFor) -> None:
         )
 
 
-def _as_type(leaf: Any) -> Any:
+def _as_type(leaf: Leaf) -> Leaf:
     """Return a tracer's type; any other leaf unchanged."""
     if not isinstance(leaf, jax.core.Tracer):
         return leaf

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar, Unpack
 import jax
 
 from remat import _jax
+from remat.aliases import Aval, Decision, PolicyLike
 from remat.errors import PolicyError, closest
 from remat.transform.policies.selector import RegionValue, Selector, Selectors, check_strings
 
@@ -25,7 +26,7 @@ class Policy:
     Called like that it sees only one equation, and raises `PolicyError` if it needs more to decide.
     """
 
-    def opinion(self, value: RegionValue) -> Any:
+    def opinion(self, value: RegionValue) -> Decision:
         """Return `Saveable`, `Recompute`, an `Offloadable`, or None if it does not decide about a value."""
         raise NotImplementedError
 
@@ -39,7 +40,7 @@ class Policy:
         singletons = {_jax.SaveableType: _jax.Saveable, _jax.RecomputeType: _jax.Recompute}
         self.__dict__.update({name: singletons.get(type(v), v) for name, v in state.items()})
 
-    def __call__(self, primitive: Any, /, *avals: Any, **params: Any) -> Any:
+    def __call__(self, primitive: _jax.Primitive, /, *avals: Aval, **params: Any) -> Decision:
         eqn = _OneEquation(primitive, avals, params)
         problem = _needs_more_than_one_equation(self)
         if problem is not None:
@@ -52,25 +53,25 @@ class Policy:
         value = RegionValue(names, primitive.name, "", avals[0] if avals else None, eqn, False)
         return _jax.Recompute if (case := self.opinion(value)) is None else case
 
-    def __or__(self, other: Any) -> Policy:
+    def __or__(self, other: PolicyLike) -> Policy:
         return Either.of(self, as_policy(other))
 
-    def __ror__(self, other: Any) -> Policy:
+    def __ror__(self, other: PolicyLike) -> Policy:
         return Either.of(as_policy(other), self)
 
-    def __and__(self, other: Any) -> Policy:
+    def __and__(self, other: PolicyLike) -> Policy:
         return Both.of(self, as_policy(other))
 
-    def __rand__(self, other: Any) -> Policy:
+    def __rand__(self, other: PolicyLike) -> Policy:
         return Both.of(as_policy(other), self)
 
     def __invert__(self) -> Policy:
         return Not(self)
 
-    def __rshift__(self, other: Any) -> Policy:
+    def __rshift__(self, other: PolicyLike) -> Policy:
         return First.of(self, as_policy(other))
 
-    def __rrshift__(self, other: Any) -> Policy:
+    def __rrshift__(self, other: PolicyLike) -> Policy:
         return First.of(as_policy(other), self)
 
 
@@ -102,8 +103,8 @@ def _negates(policy: Policy) -> bool:
 class _OneEquation(NamedTuple):
     """An equation as JAX describes it to a policy, with an equation's attributes."""
 
-    primitive: Any
-    avals: tuple[Any, ...]
+    primitive: _jax.Primitive
+    avals: tuple[Aval, ...]
     params: dict[str, Any]
 
     @property
@@ -117,17 +118,17 @@ class _OneEquation(NamedTuple):
 
 
 class _Typed(NamedTuple):
-    aval: Any
+    aval: Aval
 
 
 @dataclasses.dataclass(frozen=True)
 class Select(Policy):
     """One decision for all values that are selected."""
 
-    case: Any
+    case: Decision
     selector: Selector
 
-    def opinion(self, value: RegionValue) -> Any:
+    def opinion(self, value: RegionValue) -> Decision:
         # If symbolic dimensions leave the condition undecided, the value is recomputed, which never needs
         # more memory than requested.
         undecided = isinstance(self.case, _jax.RecomputeType)
@@ -143,7 +144,7 @@ class Select(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class Everything(Policy):
-    def opinion(self, value: RegionValue) -> Any:
+    def opinion(self, value: RegionValue) -> Decision:
         return None if value.is_result_of_body else _jax.Saveable
 
     def __repr__(self) -> str:
@@ -152,7 +153,7 @@ class Everything(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class Nothing(Policy):
-    def opinion(self, value: RegionValue) -> Any:
+    def opinion(self, value: RegionValue) -> Decision:
         return None
 
     def __repr__(self) -> str:
@@ -171,7 +172,7 @@ class _Combined(Policy):
         inner = (p.policies if isinstance(p, cls) else (p,) for p in policies)
         return cls(tuple(itertools.chain.from_iterable(inner)))
 
-    def opinions(self, value: RegionValue) -> Iterator[Any]:
+    def opinions(self, value: RegionValue) -> Iterator[Decision]:
         return (p.opinion(value) for p in self.policies)
 
     def parts(self) -> Iterator[Policy]:
@@ -186,7 +187,7 @@ class _Combined(Policy):
 class Either(_Combined):
     operator = "|"
 
-    def opinion(self, value: RegionValue) -> Any:
+    def opinion(self, value: RegionValue) -> Decision:
         given = [case for case in self.opinions(value) if case is not None]
         return max(given, key=keeps_most) if given else None
 
@@ -194,7 +195,7 @@ class Either(_Combined):
 class Both(_Combined):
     operator = "&"
 
-    def opinion(self, value: RegionValue) -> Any:
+    def opinion(self, value: RegionValue) -> Decision:
         given = list(self.opinions(value))
         if None in given:
             # A policy that does not decide about a value does not save it, so not all do.
@@ -205,7 +206,7 @@ class Both(_Combined):
 class First(_Combined):
     operator = ">>"
 
-    def opinion(self, value: RegionValue) -> Any:
+    def opinion(self, value: RegionValue) -> Decision:
         return next((case for case in self.opinions(value) if case is not None), None)
 
 
@@ -213,7 +214,7 @@ class First(_Combined):
 class Not(Policy):
     inner: Policy
 
-    def opinion(self, value: RegionValue) -> Any:
+    def opinion(self, value: RegionValue) -> Decision:
         if value.is_result_of_body and not value.names:
             return None
         return _jax.Recompute if keeps_most(self.inner.opinion(value)) else _jax.Saveable
@@ -230,7 +231,7 @@ class Not(Policy):
 class Foreign(Policy):
     """A callable in JAX's form. It decides about the values that it saves or offloads."""
 
-    function: Callable[..., Any]
+    function: Callable[..., Decision]
 
     @functools.cached_property
     def _own_names(self) -> tuple[str, ...]:
@@ -242,7 +243,7 @@ class Foreign(Policy):
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         return tuple(p.name for p in parameters if p.kind in kinds)
 
-    def __call__(self, primitive: Any, /, *avals: Any, **params: Any) -> Any:
+    def __call__(self, primitive: _jax.Primitive, /, *avals: Aval, **params: Any) -> Decision:
         """Return the function's decision about one equation.
 
         The equation's parameters with the names of the function's own positional parameters (`prim`,
@@ -262,7 +263,11 @@ class Foreign(Policy):
         return case
 
     def _check_signature(
-        self, error: TypeError, primitive: Any, avals: tuple[Any, ...], params: dict[str, Any]
+        self,
+        error: TypeError,
+        primitive: _jax.Primitive,
+        avals: tuple[Aval, ...],
+        params: dict[str, Any],
     ) -> None:
         try:
             inspect.signature(self.function).bind(primitive, *avals, **params)
@@ -275,7 +280,7 @@ class Foreign(Policy):
                 "it is a policy, let it take **params."
             ) from error
 
-    def opinion(self, value: RegionValue) -> Any:
+    def opinion(self, value: RegionValue) -> Decision:
         primitive, params = value.eqn.primitive, value.eqn.params
         avals = [v.aval for v in value.eqn.invars]
         case = _jax.as_case(self(primitive, *avals, **params))
@@ -289,14 +294,14 @@ class Foreign(Policy):
         return getattr(self.function, "__name__", repr(self.function))
 
 
-def keeps_most(case: Any) -> int:
+def keeps_most(case: Decision) -> int:
     """Return a rank of how much a decision keeps: 2 on the device, 1 in another memory, 0 for nothing."""
     if isinstance(case, _jax.Offloadable):
         return 1
     return 2 if isinstance(case, _jax.SaveableType) else 0
 
 
-def as_policy(policy: Any) -> Policy:
+def as_policy(policy: object) -> Policy:
     """Convert anything that `jax.checkpoint` accepts as a policy to one that combines with others.
 
     Raises:
@@ -353,7 +358,7 @@ def _offer(name: str) -> str:
     return f"write remat.policies.{name}{call}."
 
 
-def _name_of_maker(function: Any) -> str | None:
+def _name_of_maker(function: object) -> str | None:
     """Return the name of a function of this library or JAX that returns policies; None for others."""
     for name, ours in _public.items():
         if isinstance(ours, Policy):
