@@ -25,9 +25,7 @@ JaxprLike: TypeAlias = Any  # a jaxpr, open or closed
 AxisData: TypeAlias = Any  # the axis that a batching rule adds: its size and names
 Dim: TypeAlias = int | None  # which axis of a value is batched, None for none
 
-Decision: TypeAlias = (
-    Any  # about a value: JAX's `Saveable` or `Recompute`, an `Offloadable`, a bool, or None
-)
-PolicyLike: TypeAlias = (
-    Callable[..., Any] | None
-)  # a policy of `remat.policies` or a callable in JAX's form
+# About a value: JAX's `Saveable` or `Recompute`, an `Offloadable`, a bool, or None.
+Decision: TypeAlias = Any
+# A policy of `remat.policies`, or a callable in JAX's form.
+PolicyLike: TypeAlias = Callable[..., Decision] | None

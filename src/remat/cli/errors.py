@@ -20,9 +20,8 @@ from remat.paths import is_own, relative
 from remat.printing import printable
 
 _ERROR = 1  # exit code of every error except an invalid command line, whose code is 2
-_AGAIN_S = (
-    0.2  # seconds until a lost interrupt is repeated; less may interrupt the same callback again
-)
+# Seconds until a lost interrupt is repeated; less may interrupt the same callback again.
+_AGAIN_S = 0.2
 
 
 class OneLineError(click.ClickException):

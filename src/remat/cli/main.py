@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-from typing import Any
 
 import click
 import jax
@@ -328,13 +327,13 @@ def devices(as_json: bool) -> None:
 # The built-in step of `remat demo`
 
 
-def _demo_loss(weights: Any, x: Any) -> Any:
+def _demo_loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
     for w in weights:
         with jax.named_scope("layer"):
             x = x + jnp.tanh(jnp.tanh(x @ w) @ w)
     return jnp.mean(x * x)
 
 
-def _demo_arguments() -> tuple[Any, ...]:
+def _demo_arguments() -> tuple[list[jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]:
     weights = [jax.ShapeDtypeStruct((128, 128), jnp.float32)] * 12
     return weights, jax.ShapeDtypeStruct((4096, 128), jnp.float32)

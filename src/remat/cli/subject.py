@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 
+from remat.aliases import PyTree
 from remat.cli.errors import OneLineError, message_of, place_of
 from remat.errors import closest
 from remat.explain.step import has_gradient, value_and_gradient
@@ -33,8 +34,8 @@ class Subject:
 
     name: str
     step: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
 
     @functools.cached_property
     def is_step(self) -> bool:

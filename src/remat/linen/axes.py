@@ -46,7 +46,7 @@ def as_axes(name: str, axes: Axes) -> Axes:
     return tuple(axes) if isinstance(axes, list) else axes
 
 
-def check_mappings(variable_axes: Any, split_rngs: Any, metadata_params: Any) -> None:
+def check_mappings(variable_axes: Any, split_rngs: Any, metadata_params: object) -> None:
     """Raise for options of `remat_scan` that are not mappings to axes, bools and metadata."""
     given = {
         "variable_axes": variable_axes,
@@ -154,11 +154,11 @@ def _check_axis(option: str, axis: int, shape: tuple[int, ...]) -> None:
         )
 
 
-def _is_axis(x: Any) -> bool:
+def _is_axis(x: object) -> bool:
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
-def _is_none(x: Any) -> bool:
+def _is_none(x: object) -> bool:
     return x is None
 
 
@@ -182,7 +182,7 @@ def axis_of(axis: Any) -> int:
 def map_axes(f: Callable[[int, jax.Array], jax.Array], axes: Axes, tree: PyTree) -> PyTree:
     """Return the tree of `f(axis, array)`, with `()` in place of broadcast arrays."""
 
-    def one(axis: Any, part: Any) -> Any:
+    def one(axis: Axes, part: PyTree) -> PyTree:
         return () if axis is nn.broadcast else jax.tree.map(lambda x: f(axis, x), part)
 
     return jax.tree.map(one, axes, tree)
@@ -211,7 +211,10 @@ def _stacked(axes: Axes, tree: PyTree) -> Iterator[tuple[int, str, jax.Array]]:
 
 
 def unstack(
-    group: PyTree, axis: int, given: tuple[int, ...] | None, metadata_params: Mapping[Any, Any]
+    group: PyTree,
+    axis: int,
+    given: tuple[int, ...] | None,
+    metadata_params: Mapping[object, object],
 ) -> PyTree:
     """Return variables with the layers' axes merged into one, the first."""
     n_axes = len(given) if given else 1
@@ -233,7 +236,10 @@ def unstack(
 
 
 def stack(
-    group: PyTree, axis: int, given: tuple[int, ...] | None, metadata_params: Mapping[Any, Any]
+    group: PyTree,
+    axis: int,
+    given: tuple[int, ...] | None,
+    metadata_params: Mapping[object, object],
 ) -> PyTree:
     """Return variables with the first axis split into the layers' axes: undo `unstack`."""
     n_axes = len(given) if given else 1

@@ -31,7 +31,7 @@ from flax.linen.module import (
 )
 
 from remat import array_leaves
-from remat.aliases import PolicyLike
+from remat.aliases import PolicyLike, PyTree
 from remat.linen.checkpoint import remat
 from remat.selection import Selection
 
@@ -55,7 +55,12 @@ def rematted(
     lift = functools.partial(remat, policy=policy, prevent_cse=prevent_cse)
     seen: dict[str, type] = {}
 
-    def intercept(next_fun: Any, args: Any, kwargs: Any, context: InterceptorContext) -> Any:
+    def intercept(
+        next_fun: Any,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        context: InterceptorContext,
+    ) -> PyTree:
         module = context.module
         if module.scope is None:
             return next_fun(*args, **kwargs)
@@ -69,7 +74,7 @@ def rematted(
         method = _on_another_instance(intercept, context)
         return array_leaves.call(lambda f: lift(_as_wrapped(f)), method, module, args, kwargs)
 
-    is_of_model: Callable[[Any], bool]
+    is_of_model: Callable[[object], bool]
     setting = (selection, policy, prevent_cse, None if model is None else _Only(model))
     with contextlib.ExitStack() as stack:
         if model is not None:
@@ -94,14 +99,14 @@ class _Only:
     def __hash__(self) -> int:
         return self.id
 
-    def __eq__(self, other: Any) -> bool:
+    def __eq__(self, other: object) -> bool:
         return self is other or (
             isinstance(other, _Only) and self.model() is not None and self.model() is other.model()
         )
 
 
 @contextlib.contextmanager
-def _told_apart(model: nn.Module) -> Iterator[Callable[[Any], bool]]:
+def _told_apart(model: nn.Module) -> Iterator[Callable[[object], bool]]:
     """Give the clones of a model a marked class, and yield the predicate that recognizes them.
 
     The module inside a lifted class (`nn.jit(Model)`) is a new object of the class that was lifted,
@@ -136,7 +141,7 @@ def _is_lifted_from(cls: type, base: type) -> bool:
     )
 
 
-def _path_below(is_model: Callable[[Any], bool], module: nn.Module) -> tuple[str, ...] | None:
+def _path_below(is_model: Callable[[object], bool], module: nn.Module) -> tuple[str, ...] | None:
     """Return the path from a model to a module that is called in it, or None in another model.
 
     The enclosing modules are the parents and, where a lifted transform has removed those, the
@@ -164,7 +169,7 @@ def _on_another_instance(intercept: Any, context: InterceptorContext) -> Any:
     method = context.orig_method.func
     later = list(itertools.takewhile(lambda i: i is not intercept, _global_interceptor_stack))
 
-    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
         fun = functools.partial(method, module)
         own = InterceptorContext(module, context.method_name, fun)
         for interceptor in later:

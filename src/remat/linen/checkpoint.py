@@ -173,7 +173,7 @@ def _lift_function(target: Any, options: dict[str, Any]) -> Any:
         return lifted
 
     @functools.wraps(lifted)
-    def method(*args: Any, **kwargs: Any) -> Any:
+    def method(*args: PyTree, **kwargs: PyTree) -> PyTree:
         # `nn.compact` over `remat` sets an attribute here, but Flax reads that of the lifted one.
         if hasattr(method, "compact"):
             return lift_transform(_core_checkpoint, compact, **transform_options)(*args, **kwargs)
@@ -181,13 +181,13 @@ def _lift_function(target: Any, options: dict[str, Any]) -> Any:
 
     @nn.compact
     @functools.wraps(target)
-    def compact(*args: Any, **kwargs: Any) -> Any:
+    def compact(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return target(*args, **kwargs)
 
     return method
 
 
-def _transform_options(fun: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _transform_options(fun: Callable, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of `_core_checkpoint` for one method or function."""
     options = dict(options)
     argnums, argnames = options.pop("static_argnums"), options.pop("static_argnames")
@@ -253,7 +253,7 @@ _core_checkpoint.__name__ = "checkpoint"  # Flax names a lifted class after the 
 # Methods
 
 
-def _as_mapping(methods: Any) -> dict[str, Mapping[str, Any]]:
+def _as_mapping(methods: object) -> dict[str, Mapping[str, Any]]:
     """Return the methods to lift, and the options that differ for each."""
     if methods is None:
         return {"__call__": {}}
@@ -289,7 +289,7 @@ def _method_of(cls: Any, name: str) -> Any:
     return getattr(cls, name)
 
 
-def _names_of_arguments(fun: Any) -> frozenset[str] | None:
+def _names_of_arguments(fun: Callable) -> frozenset[str] | None:
     """Return the names of a function's parameters, or None if it takes any or has no signature."""
     try:
         parameters = inspect.signature(fun).parameters.values()

@@ -13,7 +13,7 @@ from flax.ids import uuid as new_module_id
 Filter: TypeAlias = Any  # which collections or sequences of keys: a bool, a name, names, a DenyList
 
 
-def is_module_class(target: Any) -> bool:
+def is_module_class(target: object) -> bool:
     """Return whether a target is a module class, or a `functools.partial` of one."""
     cls = class_of(target)
     return inspect.isclass(cls) and issubclass(cls, nn.Module)
@@ -24,12 +24,12 @@ def class_of(target: Any) -> Any:
     return target.func if isinstance(target, functools.partial) else target
 
 
-def is_bound_method(target: Any) -> bool:
+def is_bound_method(target: object) -> bool:
     """Return whether a target is the method of a module."""
     return inspect.ismethod(target) and isinstance(target.__self__, nn.Module)
 
 
-def lift_instance(module: Any, lift_class: Callable[[Any], Any]) -> Any:
+def lift_instance(module: nn.Module, lift_class: Callable[[type], Any]) -> nn.Module:
     """Return a module with the same fields, parent, name and scope, of the lifted class.
 
     A copy made by the constructor would get a second name from its parent, so the state is copied and only

@@ -151,7 +151,7 @@ def _regions(f: Any, inner: Callable, options: dict[str, Any]) -> Callable[[tupl
     def region(argnums: tuple[int, ...], argnames: tuple[str, ...]) -> Callable:
         return checkpoint(inner, **dict(options, static_argnums=argnums, static_argnames=argnames))
 
-    def region_for(args: tuple, kwargs: dict[str, Any]) -> Callable:
+    def region_for(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Callable:
         argnums, argnames = statics.in_call(args, kwargs)
         is_static = functools.partial(_is_static, f, statics)
         return region(
@@ -162,7 +162,7 @@ def _regions(f: Any, inner: Callable, options: dict[str, Any]) -> Callable[[tupl
     return region_for
 
 
-def _is_static(f: Any, statics: Statics, where: str, value: Any) -> bool:
+def _is_static(f: object, statics: Statics, where: str, value: object) -> bool:
     if is_graph(value):
         return False
     found = [x for x in jax.tree.leaves(value, is_leaf=is_graph) if is_graph(x)]

@@ -98,7 +98,7 @@ def as_objects(tree: PyTree, known: Any, outer: Any = None) -> PyTree:
     return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, ModuleGraph))
 
 
-def contents(x: Any) -> tuple[list[Any], Any]:
+def contents(x: object) -> tuple[list[Any], Any]:
     """Return the parts of an object that are compared by identity, and those compared by equality."""
     if isinstance(x, nnx.Variable):
         return jax.tree.flatten(x)
@@ -156,7 +156,7 @@ def write_back(
     return out
 
 
-def check_may_change(x: Any, cls: Any = None) -> None:
+def check_may_change(x: object, cls: type | None = None) -> None:
     """Raise for a change for which Flax would raise later, after other changes, or without `remat`."""
     if isinstance(x, nnx.Variable):
         x._check_can_update()
@@ -169,7 +169,7 @@ def check_may_change(x: Any, cls: Any = None) -> None:
         check_same_class(cls, type(x))
 
 
-def check_same_class(inside: Any, before: Any) -> None:
+def check_same_class(inside: type, before: type) -> None:
     """Raise for an object whose class the function changed."""
     if inside is not before:
         raise TargetError(
@@ -179,7 +179,11 @@ def check_same_class(inside: Any, before: Any) -> None:
 
 
 def run_on_copies(
-    f: Callable, args: tuple, kwargs: dict[str, Any], objects: list[Any], returned: frozenset[int]
+    f: Callable,
+    args: tuple,
+    kwargs: dict[str, PyTree],
+    objects: list[Any],
+    returned: frozenset[int],
 ) -> PyTree:
     """Call a function with copies of the caller's objects; return its changes of them and its result.
 

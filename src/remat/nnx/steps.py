@@ -91,7 +91,10 @@ def fit(
 
 
 def module_step(
-    step: Callable, args: tuple, kwargs: Mapping[str, Any], options: Mapping[str, Any]
+    step: Callable,
+    args: tuple[PyTree, ...],
+    kwargs: Mapping[str, PyTree],
+    options: Mapping[str, Any],
 ) -> ModuleStep | None:
     """Return a step as a function of arrays if modules are among its arguments, else None.
 
@@ -104,7 +107,9 @@ def module_step(
     return _Step(step, **options) if any(map(is_graph, leaves)) else None
 
 
-def check_loses_no_updates(step: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
+def check_loses_no_updates(
+    step: Callable, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
+) -> None:
     """Raise for a step whose updates of modules would be lost, since it does not return the modules.
 
     `jax.jit` treats modules as pytrees, so that a function changes copies of them.
@@ -197,7 +202,9 @@ class _Step(ModuleStep):
         return frozenset(n for n in found if n is not None)
 
 
-def _chosen(which: Statics, args: tuple, kwargs: dict[str, Any]) -> tuple[int | str, ...]:
+def _chosen(
+    which: Statics, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> tuple[int | str, ...]:
     positions, names = which.in_call(args, kwargs)
     return (*positions, *names)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
 
 from flax import nnx
 
 from remat.errors import TargetError
 
 
-def check_target(f: Any, name_of_ours: str = "remat.nnx.remat") -> None:
+def check_target(f: object, name_of_ours: str = "remat.nnx.remat") -> None:
     """Raise for classes, methods of module instances, and objects that are not callable."""
     target = f
     while isinstance(target, functools.partial):

@@ -49,22 +49,18 @@ _CLOSE = 1e-4  # share of the graph's time; a search ends when this close to the
 _RELIEF = Relief()
 _CUTS = CutParameters(fill=1.0, height=1.0)
 _CUTS_WITH_ROOM = CutParameters(fill=0.9, height=1.0)
-_GAP = (
-    0.03  # share of the lower bound; costly searches run only for orders farther above it than this
-)
-_DESCENT = (
-    0.95  # ratio of successive peaks in a descent; larger makes smaller steps and takes longer
-)
+# Share of the lower bound; costly searches run only for orders farther above it than this.
+_GAP = 0.03
+# Ratio of successive peaks in a descent; larger makes smaller steps and takes longer.
+_DESCENT = 0.95
 _DESCENT_EFFORT = 20  # allowance of a descent, as a multiple of that of one budget
-_DISTANCE_POWER = (
-    0.5  # exponent in `evict`; larger prefers to evict values whose next use is far away
-)
+# Exponent in `evict`; larger prefers to evict values whose next use is far away.
+_DISTANCE_POWER = 0.5
 _MOST_REPEATS = 6  # computations per node after which a pass of eviction ends without an order
 _IDLE_ROUNDS = 60  # rounds of improvement without success after which a search ends
 _UNFINISHED = 1.5  # multiple of the most extra time at which an unfinished order is abandoned
-_SMALL_VARIABLES = (
-    2_000  # of the 0-1 program (some 40 nodes); each search solves programs up to this size
-)
+# Of the 0-1 program (some 40 nodes); each search solves programs up to this size.
+_SMALL_VARIABLES = 2_000
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,9 +51,8 @@ class Relief:
     noise: float = 0.0
 
 
-_NEAR_BEST = (
-    0.5  # share of the best worth; candidates below it wait for a later round with new prices
-)
+# Share of the best worth; candidates below it wait for a later round with new prices.
+_NEAR_BEST = 0.5
 _USEFUL = 0.6  # share of a relief that must still be needed when others of its round are inserted
 _SMALL_TIME = 1e-3  # share of the mean time, added to all times so that each worth is finite
 _OPERAND_RATE = 0.3  # share of the best worth at which recomputing an operand as well pays
@@ -441,9 +440,8 @@ def _used_before(measured: Liveness, server: Ints, step: Ints) -> Ints:
 
 _POWERS = (0.0, 0.5, 1.0, 2.0)
 _NOISES = (0.1, 0.3, 0.6)
-_TOLERANCE = (
-    0.002  # share of the extra time; the search continues from orders that are worse by less
-)
+# Share of the extra time; the search continues from orders that are worse by less.
+_TOLERANCE = 0.002
 _OVERSHOOT = 0.02  # share of the graph's time by which an unfinished order may exceed the best
 
 

@@ -40,9 +40,8 @@ def does_not_fit(facts: Facts, refused: compiling.OutOfMemory) -> Finding:
     )
 
 
-_SMALL_BYTES = (
-    64 * 2**10
-)  # smaller peaks get no finding about arguments; more suppresses more findings
+# Smaller peaks get no finding about arguments; more suppresses more findings.
+_SMALL_BYTES = 64 * 2**10
 
 
 def arguments_of(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
 
 from remat import _jax
+from remat.aliases import Decision, PolicyLike
 from remat.errors import PolicyError
 from remat.transform.policies.algebra import (
     EVERYTHING,
@@ -33,9 +33,9 @@ class Dots(Policy):
     """Saves matrix products and convolutions, which are expensive to recompute."""
 
     batched: bool  # those with batch dimensions as well
-    case: Any
+    case: Decision
 
-    def opinion(self, value: RegionValue) -> Any:
+    def opinion(self, value: RegionValue) -> Decision:
         eqn = value.eqn
         if value.primitive == "dot_general":
             _, (batch, _) = eqn.params["dimension_numbers"]
@@ -96,7 +96,7 @@ def save_only_these_names(*names_which_can_be_saved: str, strict: bool = True) -
 
 
 @maker
-def save_from_both_policies(policy_1: Any, policy_2: Any) -> Policy:
+def save_from_both_policies(policy_1: PolicyLike, policy_2: PolicyLike) -> Policy:
     """Save what either policy saves; offload what one offloads and the other does not save."""
     return as_policy(policy_1) | as_policy(policy_2)
 
