@@ -58,7 +58,7 @@ SOLVERS = [
     GridSearch(effort=0.1, resolution=0.1),
     GridSearch(effort=0.5, proof=ProofEffort()),
 ]
-_each_solver = pytest.mark.parametrize("solver", SOLVERS, ids=["toy", "grid", "coarse", "proven"])
+_each_solver = pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: type(solver).__name__)
 
 
 def _check(graph: Graph, found: Schedule, budget: int) -> None:
