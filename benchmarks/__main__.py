@@ -1,7 +1,7 @@
 """Run all benchmarks, or those named: `python -m benchmarks [NAME ...]`.
 
-Options behind one name are that benchmark's own: `python -m benchmarks planner --quick`. Such a run
-is for looking and leaves the stored results as they are.
+Options after a single name are those of that benchmark: `python -m benchmarks planner --quick`. Such a run
+only prints and does not change the stored results.
 """
 
 from __future__ import annotations

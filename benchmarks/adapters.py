@@ -1,8 +1,8 @@
 """Temporaries of a 24-layer transformer's gradient in NNX and Equinox, unrolled.
 
-Each model is written once, with the function that wraps a layer as a parameter: nothing, the
-framework's own, ours, and ours by path (`rematted`) on the model without any. The figures are those
-of the compiler (`temp_size_in_bytes`), so one run says all; nothing is executed.
+Each model is written once, with the function that wraps a layer as a parameter: none, the framework's
+own, that of this library, and this library's by path (`rematted`) on the model without any. The figures are
+the compiler's (`temp_size_in_bytes`), so one run is enough; nothing is executed.
 """
 
 from __future__ import annotations

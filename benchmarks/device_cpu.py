@@ -1,4 +1,4 @@
-"""Measures what `planner/devices.py` says of the CPU: python -m benchmarks.device_cpu"""
+"""Measures the figures of the CPU in `program/devices.py`: python -m benchmarks.device_cpu"""
 
 from __future__ import annotations
 

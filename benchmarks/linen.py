@@ -1,4 +1,4 @@
-"""Flax Linen: what remat saves of an unrolled transformer, and what remat_scan costs with depth.
+"""Flax Linen: the memory of an unrolled transformer with remat, and the cost of remat_scan by depth.
 
     python benchmarks/linen.py
 

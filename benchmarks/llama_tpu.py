@@ -3,8 +3,8 @@
     python -m benchmarks llama_tpu          # needs libtpu: pip install 'remat[tpu]'
 
 Training step with Adam, sequences of 4096, one per device, fully sharded (FSDP) over `tpu:v5e:16x16`.
-The peak is what the TPU compiler says of one device. FLOPs are of all devices, on the jaxpr. The
-opponents are jax.checkpoint around the body of the scan over layers, with JAX's policies.
+The peak is the TPU compiler's, of one device. FLOPs are those of all devices, counted on the jaxpr. The
+baselines are jax.checkpoint around the body of the scan over layers, with JAX's policies.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Layers in loops: temporaries with each layer recomputed, and what its protection costs a step.
+"""Layers in loops: temporaries with each layer recomputed, and the cost of protecting the recomputation.
 
-A compiler writes a loop of one step in place of it, copies the body of an unrolled one, and moves
-out of a loop what is the same in every step. In each of these a recomputation may meet the forward
-pass again and be merged with it. The first table has the compiler's temporaries of such programs; in
-the second, recomputation in the body of a `scan` is protected as by default, and not at all.
+A compiler inlines a loop of one step, copies the body of an unrolled one, and moves loop-invariant code out
+of a loop. In each case a recomputation may be merged with the forward pass. The first table has the
+compiler's temporaries of such programs; in the second, recomputation in the body of a `scan` is protected as
+by default, and not protected.
 """
 
 from __future__ import annotations

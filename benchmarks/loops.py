@@ -1,10 +1,9 @@
 """Checkpointed loops: remat against Equinox and jax.lax.scan, memory and time in one run.
 
-Gradients of n steps of bodies from one that does nearly nothing to matrix products. The ways take
-turns, so that the machine's load meets all of them; times are ratios to Equinox's internal
-checkpointed while loop with as many checkpoints. Steps are counted by a callback in the body, in
-programs of their own. Without Equinox installed, the ratios are to `jax.lax.scan` with
-`jax.checkpoint` on each step.
+Gradients of n steps of bodies from a few elementwise operations to matrix products. The alternatives run in
+turn, so that the machine's load affects all of them; times are ratios to Equinox's internal checkpointed
+while loop with the same number of checkpoints. Steps are counted by a callback in the body, in separate
+programs. Without Equinox installed, the ratios are to `jax.lax.scan` with `jax.checkpoint` on each step.
 """
 
 from __future__ import annotations

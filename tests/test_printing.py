@@ -40,7 +40,7 @@ def test_each_hostile_character_is_written_as_its_escape(text):
 
 
 @given(st.text(st.characters(exclude_categories=())))
-def test_what_is_shown_of_any_text_is_visible_and_shown_the_same_again(text):
+def test_printable_text_is_visible_and_printable_again_unchanged(text):
     shown = printable(text)
     assert shown.isprintable()
     shown.encode("utf-8")
@@ -104,7 +104,7 @@ def test_plans_and_logs_of_hostile_names_can_be_printed(caplog):
     assert all(line.isprintable() for text in texts for line in text.splitlines())
 
 
-def test_what_is_printed_of_residuals_can_be_printed(capsys):
+def test_residuals_print_as_printable_text(capsys):
     f, w, x = hostile_step(), jnp.eye(8), jnp.ones((16, 8))
     remat.print_saved_residuals(f, w, x)
     texts = [capsys.readouterr().out, str(remat.residuals(f, w, x))]

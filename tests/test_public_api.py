@@ -306,7 +306,7 @@ def test_it_is_a_decorator_and_a_maker_of_decorators():
 
 
 @pytest.mark.parametrize("bad", [3, "f", None.__class__])
-def test_what_is_no_function_is_refused(bad):
+def test_a_step_that_is_not_callable_is_an_error(bad):
     if bad is None.__class__:
         return
     with pytest.raises(TypeError, match="takes a function"):

@@ -51,7 +51,7 @@ def test_assertions_are_fixtures(run):
     result.assert_outcomes(passed=3)
 
 
-def test_saving_more_than_the_names_fails_with_what_is_saved(run):
+def test_saving_more_than_the_names_fails_with_the_saved_values(run):
     result = run(
         "def test_names(assert_saves_only):\n    assert_saves_only(loss, w, x, names=['hidden'])\n"
     )
@@ -113,7 +113,7 @@ def test_failures_show_the_test_and_not_the_library(run):
     result.stdout.no_fnmatch_line("*remat_pytest*")
 
 
-def test_saved_values_that_are_alike_are_one_line(run):
+def test_saved_values_with_one_description_are_one_line(run):
     result = run(
         "def deep(ws, x):\n"
         "    for w in ws:\n"

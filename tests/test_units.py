@@ -24,7 +24,7 @@ def test_bytes_are_read(text, n_bytes):
 
 @pytest.mark.parametrize("bad", ["", "GiB", "8 GiBi", "-1", -1, float("nan"), float("inf"), None,
                                  True, "1 2", "0x10", [8], "8 bananas"])  # fmt: skip
-def test_what_is_no_number_of_bytes_is_refused(bad):
+def test_an_invalid_number_of_bytes_is_an_error(bad):
     with pytest.raises(UnitsError):
         units.parse_bytes(bad)
 
@@ -50,7 +50,7 @@ NO_SIZES = ["1e400", "1e999999", "9" * 5000, "1__0", "1_0", "_1", "1_0KiB", "+5"
 @pytest.mark.parametrize(
     "bad", [*NO_SIZES, "", True, None, float("nan"), -1], ids=lambda bad: ascii(bad)[:20]
 )
-def test_what_is_no_size_is_one_short_typed_error_that_names_the_option(parse, bad):
+def test_an_invalid_size_is_one_short_typed_error_that_names_the_option(parse, bad):
     with pytest.raises(UnitsError) as refused:
         parse(bad, "--budget ")
     assert str(refused.value).startswith("--budget ")
@@ -77,7 +77,7 @@ def test_a_share_is_exact_however_large_the_peak():
      (0, "at least 1 byte"), ("0", "at least 1 byte"), ("0GiB", "at least 1 byte"),
      ("0.0001KiB", "at least 1 byte"), (2**53 + 1, "8 PiB"), ("9000TiB", "8 PiB"), (-1, "negative")],
 )  # fmt: skip
-def test_what_is_no_budget_is_refused(bad, said):
+def test_an_invalid_budget_is_an_error(bad, said):
     with pytest.raises(UnitsError, match=said):
         units.parse_budget(bad)
 

@@ -1,8 +1,8 @@
 """The script `remat`, which loads the library.
 
 It is a separate package, because importing anything of `remat` imports JAX, which takes
-seconds. Ctrl-C in these seconds would end in a traceback out of JAX's modules, or be lost in one of its
-extensions; here it ends the process at once, as the shell expects.
+seconds. Ctrl-C in these seconds would give a traceback from JAX's modules, or be lost in one of its
+extensions; here it ends the process immediately, as the shell expects.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def main() -> None:
 
 
 def end_quietly_on_interrupt() -> None:
-    """Let Ctrl-C end the process without a traceback, unless it does something else than raise.
+    """Let Ctrl-C end the process without a traceback, unless its handler is not Python's default.
 
-    A background job of a shell ignores Ctrl-C, and goes on to.
+    A background job of a shell ignores Ctrl-C, and continues to.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -6,7 +6,7 @@ imports JAX. This package imports JAX only when a test requests a fixture.
     def test_fits(assert_peak_below):
         assert_peak_below(step, *args, limit="2GiB")
 
-    def test_saves_the_attention_alone(assert_saves_only):
+    def test_saves_only_the_attention(assert_saves_only):
         assert_saves_only(loss, *args, names=["attn_*"])
 
     def test_memory(remat_snapshot):
@@ -42,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Show the peaks of tests, the largest first, and how they differ from the snapshots' ones."""
+    """Show the peaks of tests, the largest first, and their differences from the snapshots."""
     if not config.getoption(_PEAKS):
         return
     peaks = []
@@ -99,7 +99,7 @@ def _place(request: pytest.FixtureRequest) -> Path:
 
 
 def _note_peak(request: pytest.FixtureRequest, peak: int) -> None:
-    """Note the largest peak of a test in its report, with that of the last --remat-update."""
+    """Record the largest peak of a test in its report, with that of the last --remat-update."""
     properties = dict(request.node.user_properties)
     peak = max(peak, properties.get(_PEAK, 0))
     path = _place(request)
@@ -124,7 +124,7 @@ class Snapshot:
         self._n_taken = 0
 
     def __call__(self, f: Any, *args: Any, **kwargs: Any) -> None:
-        """Compare what a function saves, or an explanation, with the snapshot.
+        """Compare the saved values of a function, or an explanation, with the snapshot.
 
         Args:
           f: a function or step as for `remat.explain`, or an explanation.
@@ -164,7 +164,7 @@ def snapshot_text(explanation: Any) -> str:
 
 
 def _line(group: Any) -> str:
-    """Return the line of a snapshot about values that are alike: "saved  3 × mlp: tanh  f32[8]  96 B"."""
+    """Return the line of a snapshot for a group of values: "saved  3 × mlp: tanh  f32[8]  96 B"."""
     printable: Callable[[str], str] = importlib.import_module("remat.printing").printable
     return printable(f"{group.kind:<10}  {group}")
 

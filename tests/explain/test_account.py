@@ -246,7 +246,7 @@ def test_a_difference_says_what_is_saved_more():
     assert before.diff(after).saved_bytes > 0
 
 
-def test_it_survives_json():
+def test_an_explanation_is_equal_after_json():
     explanation = remat.explain(deep(remat.checkpoint), *DEEP_ARGS, compile=False)
     assert Explanation.from_json(explanation.to_json()) == explanation
 

@@ -112,7 +112,7 @@ def test_fitted_steps_are_explained_as_they_run():
     assert "no_regions" not in codes(explanation)
 
 
-def test_what_is_no_function_is_refused():
+def test_a_step_that_is_not_callable_is_an_error():
     with pytest.raises(TypeError, match=r"remat\.explain takes a function"):
         remat.explain(3)
 

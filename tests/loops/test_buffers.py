@@ -22,7 +22,7 @@ def devices(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     return request.param
 
 
-def test_what_is_written_is_read_again(devices: int) -> None:
+def test_written_states_are_read_back(devices: int) -> None:
     state = [jnp.arange(6, dtype=F32).reshape(2, 3), jnp.int32(7), jax.random.key(3)]
     residuals = [jnp.ones(5, BF16), jnp.array([True, False]), jnp.arange(4, dtype=jnp.int16) - 2]
     residuals += [jnp.full((2, 2), 1 + 2j, jnp.complex64), jnp.zeros((0, 3), F32), jnp.float32(2)]
@@ -49,7 +49,7 @@ def test_empty_arrays_have_one_row_however_many_steps_are_kept(devices: int) -> 
     assert [len(b) for b in empty] == ([1] if devices > 1 else [])
 
 
-def test_a_count_in_the_residuals_is_not_batched_by_what_else_is_kept(devices: int) -> None:
+def test_a_count_in_the_residuals_is_not_batched_by_other_kept_values(devices: int) -> None:
     types = [jax.typeof(jnp.zeros((), jnp.int32)), jax.typeof(jnp.zeros(2, F32))]
     where = layout(types[1:], [*types, types[0]])
     schedule = where.schedule(4, 100)

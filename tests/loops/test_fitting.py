@@ -34,7 +34,7 @@ W = jnp.eye(128) * 0.9
     workspace=st.integers(-40, 40),
     unit=st.integers(1, 20),
 )
-def test_what_is_found_fits_and_leaves_little_unused(
+def test_the_chosen_way_fits_and_leaves_little_unused(
     limit: int, least: int, workspace: int, unit: int
 ) -> None:
     """A way takes its counted bytes, in whole units, and a workspace."""
@@ -55,7 +55,7 @@ def test_what_is_found_fits_and_leaves_little_unused(
     assert len(compiled) <= 4
 
 
-def test_a_jump_of_what_the_compiler_needs_is_searched_by_bisection() -> None:
+def test_a_jump_in_compiled_bytes_is_searched_by_bisection() -> None:
     """Ways of more than 500 bytes take twice as much."""
 
     def excess_bytes(way: int) -> int:
@@ -245,7 +245,7 @@ def test_the_smallest_budget_that_an_error_names_is_kept(body: Callable) -> None
         loss(X, int(0.98 * least))
 
 
-def test_a_small_budget_is_kept_without_the_gradient_of_what_the_body_is_closed_over() -> None:
+def test_a_small_budget_is_kept_without_the_gradient_of_closed_over_values() -> None:
     """Weights that are 16 times as large as a state, and are not differentiated."""
     weights, x = jnp.ones((256, 256)) / 256, jnp.ones((16, 256))
     budget = 8 * x.nbytes

@@ -68,7 +68,7 @@ def test_ragged_nests_agree_with_a_scan():
     )
 
 
-def test_layers_may_branch_on_what_varies_over_the_devices_of_shard_map():
+def test_layers_may_branch_on_values_that_vary_over_the_devices_of_shard_map():
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("d")
 

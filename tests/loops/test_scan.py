@@ -187,7 +187,7 @@ def test_random_bodies_have_the_gradients_of_lax_scan(
 
 
 @pytest.mark.parametrize("way", [{"checkpoints": 2}, {}], ids=str)
-def test_random_keys_can_be_carried_and_are_drawn_again_alike(way: dict[str, Any]) -> None:
+def test_random_keys_can_be_carried_and_recomputation_draws_the_same(way: dict[str, Any]) -> None:
     def loss(scan: Callable, **way: Any) -> Callable:
         def run(x: Any) -> Any:
             def step(carry: Any, _: None) -> Any:
@@ -373,7 +373,7 @@ def test_the_default_needs_the_memory_of_about_the_square_root() -> None:
     assert ours <= plain / 15
 
 
-def test_what_explain_says_is_kept_is_what_the_compiler_says() -> None:
+def test_explain_reports_the_bytes_that_the_compiler_keeps() -> None:
     x = jnp.ones(30_000)
     step = lambda c, _: (jnp.sin(c) * jnp.cos(c), None)  # noqa: E731
     for way in ({"checkpoints": 20}, {}, {"budget": "6MiB"}):
@@ -497,7 +497,7 @@ def test_residuals_from_which_a_step_is_recomputed_are_not_kept_in_place_of_stat
     assert explain(square, jnp.ones(3), None, 100, checkpoints=10).kind == "mixed"
 
 
-def test_a_step_that_is_linear_in_what_is_differentiated_runs_once() -> None:
+def test_a_step_that_is_linear_in_the_differentiated_inputs_runs_once() -> None:
     ran: list[int] = []
 
     def loss(x: Any, w: Any) -> Any:

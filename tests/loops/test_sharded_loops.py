@@ -44,7 +44,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("transform", [jax.grad, jvp, reverse_over_reverse])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_loops_keep_the_explicit_sharding_of_what_they_carry(
+def test_loops_keep_the_explicit_sharding_of_their_carry(
     options: dict[str, Any], transform: Callable, tmp_path: pathlib.Path
 ) -> None:
     if options["store"] == "disk":

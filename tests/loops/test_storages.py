@@ -126,7 +126,7 @@ def body_of_sin(c: Any, _: None) -> tuple[Any, None]:
     return jnp.sin(c), None
 
 
-def test_the_device_alone_is_what_checkpoints_say() -> None:
+def test_a_device_level_alone_equals_checkpoints() -> None:
     for way in ({"checkpoints": 4}, {"budget": "400B"}):
         alone = explain(body_of_sin, jnp.ones(3), length=50, store=[Storage("device", **way)])
         assert alone == explain(body_of_sin, jnp.ones(3), length=50, **way)

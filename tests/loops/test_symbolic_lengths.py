@@ -97,7 +97,7 @@ def test_a_budget_for_a_symbolic_size_without_bound_is_refused(f: Callable) -> N
         exported(f)
 
 
-def test_what_needs_numbers_is_refused_by_name(tmp_path: pathlib.Path) -> None:
+def test_symbolic_sizes_raise_an_error_that_names_the_dimension(tmp_path: pathlib.Path) -> None:
     with pytest.raises(StoreError, match=r"shape \(b, 3\)"):
         exported(over_time(remat.scan, checkpoints=2, store="disk", directory=tmp_path))
     with pytest.raises(ScheduleError, match="the number of steps, b, is a symbolic dimension"):

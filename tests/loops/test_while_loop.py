@@ -146,7 +146,7 @@ def test_the_compiled_online_choice_is_that_of_the_schedule(
         assert int(held.starts[int(held.top)]) == n - 1
 
 
-def test_no_choice_is_weighed_while_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_choice_is_computed_while_slots_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
     weighed: list[int] = []
     choice = states.online_choice
 
@@ -504,7 +504,7 @@ def test_exceeding_max_steps_can_be_checked_by_checkify() -> None:
     assert "max_steps=5" in str(checked(X, 6)[0].get())
 
 
-def test_truncation_is_what_the_user_asked_for() -> None:
+def test_truncate_returns_the_value_after_max_steps() -> None:
     f = lambda x: steps_of_sin(x, 9, max_steps=5, on_max_steps="truncate")  # noqa: E731
     assert_close(jax.value_and_grad(f)(X), jax.value_and_grad(lambda x: sin_by_scan(x, 5))(X))
 

@@ -143,7 +143,7 @@ def test_arguments_may_be_types():
     assert plan(step, *types, budget="60%") == plan_at("60%")
 
 
-def test_what_is_no_function_is_refused():
+def test_a_step_that_is_not_callable_is_an_error():
     for call in (remat.plan, remat.fit):
         with pytest.raises(remat.PlanError, match="a function, not 3"):
             call(3, budget="60%")
@@ -548,7 +548,7 @@ def test_plan_is_of_the_dimension_that_is_sharded():
     fit(step, plan=made).lower(W, jax.device_put(X, rows))
 
 
-def test_plan_is_of_one_kind_of_device_and_of_what_is_donated(tmp_path):
+def test_a_plan_is_for_one_kind_of_device_and_one_set_of_donated_arguments(tmp_path):
     made = plan(update, W, X, budget="100%", donate_argnums=0)
     assert made.made_for == MadeFor("cpu", 1, (0,))
     path = tmp_path / "plan.json"
@@ -568,7 +568,7 @@ def test_plan_is_of_one_kind_of_device_and_of_what_is_donated(tmp_path):
     fit(update, plan=remat.Plan.load(path)).lower(W, X)
 
 
-def test_donation_and_results_shardings_are_no_others_cache_entry(tmp_path):
+def test_donation_and_result_shardings_are_part_of_the_cache_key(tmp_path):
     cache = Cache(tmp_path)
     peaks = [
         remat.plan(update, W, X, budget="100%", cache=cache, progress=False, **options).peak_bytes

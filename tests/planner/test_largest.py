@@ -71,7 +71,7 @@ def test_no_size_that_fits_is_a_budget_error_with_the_reason(monkeypatch):
 
 
 @pytest.mark.parametrize("made", [None, (1,), (1, [2]), (1, (), []), [1, ()]])
-def test_what_make_step_returns_is_checked(made):
+def test_the_result_of_make_step_is_checked(made):
     with pytest.raises(remat.PlanError, match=r"make_step\(3\) must return a step"):
         remat.largest(lambda _: made, [3])
 

@@ -255,7 +255,7 @@ def test_own_checkpoints_are_opened_where_memory_allows():
     assert remat.Plan.from_json(plan.to_json()) == plan
 
 
-def test_own_checkpoints_are_no_limit_below_their_peak():
+def test_budgets_below_the_peak_of_own_checkpoints_are_met():
     step = checkpointed()
     args = (WEIGHTS, X)
     written = peak_bytes(jax.jit(step).lower(*args).compile())

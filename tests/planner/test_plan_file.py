@@ -145,7 +145,7 @@ def test_a_saved_plan_loads_as_it_was(tmp_path_factory: pytest.TempPathFactory, 
 
 
 @given(plans())
-def test_what_is_shown_of_any_plan_can_be_printed(plan: Plan) -> None:
+def test_any_plan_prints_as_printable_text(plan: Plan) -> None:
     lines = [str(plan), *plan.explain().splitlines()]
     assert all(line.isprintable() for line in lines)
     assert all(line.encode() for line in lines if line)
@@ -167,7 +167,7 @@ def test_plans_of_an_earlier_version_are_refused_with_the_advice_to_plan_again()
         Plan.from_json(newer)
 
 
-def test_what_is_offloaded_is_said_and_counted() -> None:
+def test_offloaded_values_are_named_and_counted() -> None:
     text = PLAN.explain()
     assert "host memory  144 B; of the extra time 250.0 ns for copies there and back" in text
     assert "64 B in all and 144 B in the host's memory" in text
@@ -232,7 +232,7 @@ def test_loops_whose_last_steps_choose_otherwise_inside_are_read() -> None:
         Plan.from_json(text.replace('"rest": [1]', '"rest": [1, 1]'))
 
 
-def test_an_edited_value_is_what_the_file_says() -> None:
+def test_an_edited_file_loads_with_the_edited_value() -> None:
     plan = Plan.from_json(TEXT.replace("[5, 6]", "[5, 6, 4]").replace('"group": 4', '"group": 8'))
     assert plan.whole_step is not None
     assert plan.whole_step.recomputations[0].again == (5, 6, 4)
@@ -337,7 +337,7 @@ _NO_PLANS = {
 
 
 @pytest.mark.parametrize("case", _NO_PLANS)
-def test_what_is_no_plan_is_refused_with_its_line(tmp_path: Path, case: str) -> None:
+def test_an_invalid_plan_is_an_error_that_names_the_line(tmp_path: Path, case: str) -> None:
     content, line = _NO_PLANS[case]
     path = tmp_path / "other.json"
     path.write_bytes(content)
@@ -511,14 +511,14 @@ def test_plans_made_by_hand_are_checked_too() -> None:
             dataclasses.replace(data, **change)
 
 
-def test_lists_and_whole_numbers_become_what_the_annotations_say() -> None:
+def test_lists_and_whole_numbers_are_converted_to_their_annotations() -> None:
     made = dataclasses.replace(PLAN, attempts=[*PLAN.attempts], flops=10**6)  # type: ignore[arg-type]
     assert made == PLAN
     assert type(made.flops) is float
     assert hash(made) == hash(PLAN)
 
 
-def test_totals_count_what_is_saved_and_recomputed() -> None:
+def test_totals_count_saved_and_recomputed_values() -> None:
     assert PLAN.saved_bytes == 64 + 144
     assert PLAN.n_recomputed == 4
     assert PLAN.extra_flops_share == pytest.approx(0.02)
@@ -551,7 +551,7 @@ def test_an_explanation_says_what_was_asked_and_reached() -> None:
     assert "more than the budget" in beyond.explain()
 
 
-def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
+def test_a_file_that_is_not_regular_is_an_error_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path / "link", tmp_path, Path("/dev/null")):

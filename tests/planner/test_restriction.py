@@ -114,7 +114,7 @@ def within_reach(step, args):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_only_what_is_marked_is_computed_again(name):
+def test_only_marked_functions_are_recomputed(name):
     args = arguments()
     step = jax.value_and_grad(lambda ws, x: MODELS[name](remat.auto(inner), ws, x), (0, 1))
     marked = flat(step, *args)
@@ -127,7 +127,7 @@ def test_only_what_is_marked_is_computed_again(name):
 
 
 @pytest.mark.parametrize("name", ["unrolled", "scanned", "jitted_inside", "mapped_by_vmap"])
-def test_plans_of_marked_functions_compute_nothing_else_again(name):
+def test_plans_recompute_nothing_outside_of_marked_functions(name):
     args = arguments()
     step = jax.value_and_grad(lambda ws, x: MODELS[name](remat.auto(inner), ws, x), (0, 1))
     plain = jax.jit(step)
@@ -188,7 +188,7 @@ def test_checkpoints_and_loops_outside_of_marks_stay_as_they_are():
         remat.plan(step, *args, budget="40%", **ALONE)
 
 
-def test_checkpoints_that_hold_nothing_else_than_a_marked_function_are_left_to_the_planner():
+def test_checkpoints_that_contain_only_a_marked_function_are_left_to_the_planner():
     def loss(of_inner, ws, x):
         for w in ws:
             x = jax.checkpoint(of_inner)(w, x)

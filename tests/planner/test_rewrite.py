@@ -56,7 +56,7 @@ def assert_equal(actual, expected, rounding=1e-6):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_results_do_not_depend_on_what_is_computed_again(name):
+def test_results_do_not_depend_on_recomputation(name):
     """Two random schedules of the whole step, and one of what `remat.auto` marks in it."""
     step, args = CASES[name]()
     flat, leaves = flat_of(step, *args)
@@ -346,7 +346,7 @@ def test_a_loop_that_is_run_again_for_two_results_stands_in_the_burst_once():
 
 
 @pytest.mark.parametrize("n_second", [0, 1, 3])
-def test_what_the_second_part_recomputes_stands_in_it(n_second):
+def test_recomputation_for_the_second_part_is_in_the_second_part(n_second):
     def step(x):
         y = jnp.sin(x)
         z = jnp.exp(y)

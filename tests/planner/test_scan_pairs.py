@@ -278,7 +278,7 @@ def test_groups_in_a_shard_map_change_no_bit():
 
 @pytest.mark.parametrize("length", [17, 20])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_two_loops_in_place_of_one_change_no_bit(length, reverse):
+def test_splitting_a_loop_in_two_changes_no_bit(length, reverse):
     def loss(w, v, x):
         def body(carry, w):
             i, c = carry

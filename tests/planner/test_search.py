@@ -88,7 +88,7 @@ def test_the_second_compilation_corrects_a_wrong_model():
     assert best.compiled_bytes >= 480 and len(compiled) <= 3
 
 
-def test_what_is_known_of_the_program_as_written_corrects_the_first_proposal():
+def test_the_compiled_program_as_written_corrects_the_first_proposal():
     model = Staircase(STEPS)
     written = model.within("only", 1000)
     known = [Compiled(written, 1000, 28_000)]
@@ -132,7 +132,7 @@ def test_a_proposal_that_was_found_at_last_is_improved():
     assert better.compiled_bytes <= 500
 
 
-def test_expected_bytes_follow_what_the_compiler_said():
+def test_expected_bytes_follow_the_compiled_bytes():
     expected = []
 
     def compiler(proposal, expected_bytes):
@@ -181,7 +181,7 @@ def test_exact_variants_are_used_where_the_compiler_is_far_from_the_model():
     assert not any(c.proposal.variant == "exact" for c in compiled)
 
 
-def test_the_search_goes_on_while_much_is_to_be_gained():
+def test_the_search_continues_while_much_can_be_gained():
     """The first proposal that fits is far below the budget, because the compiler jumps."""
 
     def compiler(proposal, _):
@@ -284,7 +284,7 @@ def test_answers_do_not_depend_on_earlier_questions(data):
     st.integers(0, 100),
     st.integers(1, 2000),
 )
-def test_what_is_returned_fits_whatever_the_compiler_says(steps, factor, offset, budget):
+def test_the_returned_plan_fits_for_any_compiler(steps, factor, offset, budget):
     n_bytes = list(itertools.accumulate(b for b, _ in steps))
     seconds = list(itertools.accumulate(s for _, s in steps))[::-1]
     model = Staircase(list(zip(n_bytes, seconds)))

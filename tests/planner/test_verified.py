@@ -135,7 +135,7 @@ def failing(is_failing: Callable[[int, Any], bool], error: Exception, monkeypatc
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_planning_goes_on_after_a_failure_of_the_compiler(name, monkeypatch):
+def test_planning_continues_after_a_failure_of_the_compiler(name, monkeypatch):
     budget = int(0.9 * peak_without_remat(STEPS[name]))
     failing(lambda n, _: n == 1, INTERNAL, monkeypatch)
     made = remat.plan(STEPS[name], *arguments(), budget=budget, **QUIET)

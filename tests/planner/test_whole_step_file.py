@@ -132,7 +132,7 @@ def test_a_plan_of_another_number_of_equations_is_refused(flat, decided):
         ({"offloaded": (0,), "saved": ()}, "add 0 to its saved ones"),
     ],
 )
-def test_a_loop_edited_wrongly_is_refused_with_what_to_change(flat, decided, change, said):
+def test_an_invalid_edit_of_a_loop_is_an_error_with_the_next_step(flat, decided, change, said):
     whole = whole_step_plan(flat, decided)
     ((id, option),) = whole.loops
     id, fields = change.get("id", id), {k: v for k, v in change.items() if k != "id"}

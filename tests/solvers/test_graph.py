@@ -34,7 +34,7 @@ def test_a_saved_graph_loads_as_it_was(
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_equal_graphs_are_equal_and_hash_alike() -> None:
+def test_equal_graphs_are_equal_and_have_equal_hashes() -> None:
     one, other = (Graph([Node(7, 1.5, 3)]) for _ in range(2))  # type: ignore[arg-type]
     assert one == other
     assert hash(one) == hash(other)

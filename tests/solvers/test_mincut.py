@@ -123,7 +123,7 @@ def test_a_value_that_cannot_be_recomputed_is_saved() -> None:
     ]
 
 
-def test_what_is_there_anyway_is_saved_for_nothing() -> None:
+def test_values_that_stay_live_are_saved_at_no_cost() -> None:
     problem = CutProblem((0, 8), (5.0, 1.0), ((), (0,)), (1,))
     assert hull(problem).cuts[0].saved == (0,)
     assert hull(problem).cuts[0].time == 1.0

@@ -104,7 +104,7 @@ def test_answers_are_schedules_and_bounds_hold(
 @_each_solver
 @settings(deadline=None, max_examples=25)
 @given(graph=graphs(), data=st.data())
-def test_what_is_computed_once_is_not_computed_again(
+def test_values_marked_once_are_not_recomputed(
     solver: Solver, graph: Graph, data: st.DataObject
 ) -> None:
     once = data.draw(st.sets(st.sampled_from([node.id for node in graph.nodes])))
@@ -147,7 +147,7 @@ def test_time_never_falls_and_the_peak_never_rises_as_the_budget_falls(
 
 
 @_each_solver
-def test_an_answer_does_not_depend_on_what_was_asked_before(solver: Solver) -> None:
+def test_an_answer_does_not_depend_on_earlier_questions(solver: Solver) -> None:
     graph = training_graph(12, skips=0.2)
     peak = no_remat(graph).peak_bytes
     budgets = [percent * peak // 100 for percent in (92, 68, 50, 84, 31, 76)]

@@ -2,8 +2,8 @@
 
 In the order in which data flows:
 
-    model        what an explanation says: values, steps, segments, findings, totals
-    codec        the same as JSON and back, every type checked
+    model        an explanation as dataclasses: values, steps, segments, findings, totals
+    codec        explanations to JSON and back, with all types checked
     timeline     live bytes at each step, the peak
     groups       values that differ only in the numbers of their paths
     document     a report as headings, paragraphs, tables and a chart
@@ -13,8 +13,8 @@ In the order in which data flows:
     html         an explanation as one self-contained, interactive page, with this data and `static/`
     perfetto     its timeline as a trace for https://ui.perfetto.dev
     plot         its timeline as a matplotlib figure (`remat[report]`)
-    difference   what changed between two explanations
-    explanation  the data with all of this as methods
+    difference   the differences of two explanations
+    explanation  the data with all renderings as methods
 """
 
 from remat.report.difference import Difference as Difference, difference as difference

@@ -1,9 +1,9 @@
 """Explanations and differences as JSON: written from the dataclasses, every type checked on reading.
 
 The file is one object with `format`, `version` and the fields of the dataclass; each value and
-each step stands on a line of its own, so that files can be compared line by line. A reader meets
-damaged files, files of other programs and files of a later `remat`: each is a `ReportError` that
-names the place (`values[3].kind`) and what was expected there.
+each step is on its own line, so that files can be compared line by line. Damaged files, files of other
+programs and files of a later `remat` raise a `ReportError` that names the place (`values[3].kind`) and what
+was expected there.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def loads(text: str, cls: type[T], format: str) -> T:
         content = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_constant)
     except _DamagedError as error:
         raise ReportError(f"this is not a valid {format}: {error.problem}.") from error
-    except (ValueError, RecursionError) as error:  # a ValueError for a number of too many digits
+    except (ValueError, RecursionError) as error:  # a ValueError if a number has too many digits
         raise ReportError(f"this is not JSON, so it is not a {format} ({error}).") from error
     if not isinstance(content, dict) or content.pop("format", None) != format:
         raise ReportError(
@@ -91,7 +91,7 @@ def _plain(item: Any) -> Any:
 
 
 class _DamagedError(Exception):
-    """What is wrong and, added on the way out, where."""
+    """An invalid value; readers of the objects around it add its place."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem)
@@ -124,7 +124,7 @@ def _constant(text: str) -> NoReturn:
 Reader = Callable[[Any], Any]
 
 
-# One entry for each annotation in the dataclasses of `model`.
+# Cached by annotation of the dataclasses of `model`.
 @functools.cache
 def _reader_of(kind: Any) -> Reader:
     """Return the function that checks and converts JSON for a type of the model's annotations."""

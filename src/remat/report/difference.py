@@ -1,9 +1,9 @@
-"""What changed between two explanations: values that came, went, or have another fate.
+"""The differences of two explanations: values that appeared, vanished, or changed their kind.
 
 Ids and line numbers change whenever a program is edited, so values are matched by path, name,
-primitive and dtype and shape; among equals the one of the same kind is preferred, then the order of
-the program decides. A value that a loop recomputes in each iteration is one value, and it is what became
-of all the values that the iterations saved before.
+primitive, dtype and shape; among equals one of the same kind is preferred, then the order of the program
+decides. A value that a loop recomputes in each iteration is one value, which matches all the values that the
+iterations saved before.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _TOTALS = {
     "time_s": "time, predicted",
     "recompute_time_s": "recomputation time",
 }
-_FIRST_CHANGES = 12  # rows of the table of changes above the picture; all stand below
-_MOST_POINTS = 300  # corners of each curve; more draw it finer
+_FIRST_CHANGES = 12  # rows of the table of changes above the picture; the full table is below
+_MOST_POINTS = 300  # corners of each curve; more draw it more exactly
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -72,7 +72,7 @@ class Difference:
 
     @property
     def saved_bytes(self) -> int:
-        """Return how many more bytes are saved on the device than before."""
+        """Return the change of the bytes saved on the device."""
         after = [*self.appeared, *{new.id: new for _, new in self.changed}.values()]
         before = [*self.vanished, *{old.id: old for old, _ in self.changed}.values()]
         return _saved_bytes(after) - _saved_bytes(before)
@@ -231,7 +231,7 @@ def _blocks(d: Difference, most: int, *, brief: bool = False) -> list[Block]:
 
 @dataclasses.dataclass(frozen=True)
 class _Change:
-    """What happened to a group of values: in words, by how many bytes, and the group."""
+    """The change of a group of values: as text, in bytes, and the group."""
 
     what: str
     n_bytes: int
@@ -240,7 +240,7 @@ class _Change:
 
 
 def _changes(d: Difference) -> list[_Change]:
-    """Return what changed by groups, the most bytes first."""
+    """Return the changes by groups, the most bytes first."""
     by_kinds: dict[tuple[str, str], list[Value]] = {}
     for old, new in d.changed:
         by_kinds.setdefault((old.kind, new.kind), []).append(old)
@@ -268,12 +268,12 @@ def _changes(d: Difference) -> list[_Change]:
 
 
 def _sign(old: str, new: str) -> int:
-    """Return whether bytes of one kind that become another are fewer (-1) or more (1) between the passes."""
+    """Return whether a change of kind keeps fewer (-1) or more (1) bytes between the passes."""
     return -1 if old == "saved" else 1
 
 
 def _in_words(d: Difference, changes: list[_Change]) -> str:
-    """Return the change of the peak and of what is saved, and the largest change, in sentences."""
+    """Return sentences on the change of the peak and of the saved bytes, and on the largest change."""
     before, after = d.totals_before, d.totals_after
     both = before.compiled is not None and after.compiled is not None
     old = before.compiled if both and before.compiled else before.predicted
@@ -309,7 +309,7 @@ def _in_words(d: Difference, changes: list[_Change]) -> str:
 def _changes_table(changes: list[_Change], most: int) -> Table:
     rows: list[tuple[str, ...]] = []
     for change in changes[:most]:
-        # What is neither saved before nor after is as large as before; only its kind is another.
+        # Values that are saved neither before nor after are as large as before; only their kind changed.
         is_kind = "→" in change.what and "saved" not in change.what
         n_bytes = format_bytes(change.n_bytes) if is_kind else signed_bytes(change.n_bytes)
         source = places_of(change.group.source, change.group.called)

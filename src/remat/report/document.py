@@ -1,10 +1,10 @@
-"""A report as a sequence of blocks, between what is said and how it looks.
+"""A report as a sequence of blocks, which separate content from format.
 
-`outline` turns an explanation into blocks, `difference` does the same for a comparison, and each of
-`text`, `markdown` and `fragment` draws the blocks its way: what is said is decided once.
+`outline` turns an explanation into blocks, `difference` does the same for a comparison, and `text`,
+`markdown` and `fragment` render the blocks, so that all formats have the same content.
 
-Texts in blocks may come from user code and hold anything. Each renderer passes them through
-`remat.printing.printable` and escapes what is special to its format.
+Texts in blocks may come from user code and contain any characters. Each renderer passes them through
+`remat.printing.printable` and escapes the special characters of its format.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Paragraph:
 
 @dataclasses.dataclass(frozen=True)
 class Note:
-    """A finding: how bad, what was found, and what to do."""
+    """A finding: its severity, the message, and the next step."""
 
     severity: Severity
     text: str
@@ -42,10 +42,10 @@ class Note:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of texts; `numbers` are the columns that are set to the right.
+    """Rows of texts; `numbers` are the columns that are aligned to the right.
 
-    Where there is no room, `optional` columns are left out, and texts of the column `below[0]` stand under
-    those of the column `below[1]`.
+    If the table is too wide, `optional` columns are left out, and texts of the column `below[0]` are put
+    under those of the column `below[1]`.
     """
 
     columns: tuple[str, ...]

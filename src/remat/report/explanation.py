@@ -1,4 +1,4 @@
-"""An explanation: the data, with all the ways to look at it."""
+"""An explanation: the data, with all renderings as methods."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Explanation(ExplanationData):
         return codec.loads(text, cls, FORMAT)
 
     def diff(self, other: ExplanationData) -> Difference:
-        """Return what changes from this explanation to another."""
+        """Return the differences from this explanation to another."""
         return difference(self, other)
 
     def plot(self, *, width: float = 9.0, height: float = 4.0) -> Figure:
@@ -118,7 +118,7 @@ class Explanation(ExplanationData):
         Raises:
           MissingExtraError: matplotlib is not installed.
         """
-        # Loaded here, so that matplotlib is needed by those who plot alone.
+        # Loaded here, so that only plotting needs matplotlib.
         try:
             drawing = importlib.import_module("remat.report.plot")
         except ModuleNotFoundError as error:

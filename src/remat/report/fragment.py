@@ -1,7 +1,7 @@
 """Blocks as a piece of HTML without scripts, for notebooks and for comparisons.
 
-Notebook viewers strip scripts and have themes of their own, so colours are inherited where they can
-be and the chart is a drawing. The interactive page is `html`.
+Notebook viewers strip scripts and have themes of their own, so colours are inherited if possible and the
+chart is an SVG. The interactive page is `html`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from remat.report.model import KINDS, Kind, Phase
 from remat.report.timeline import thinned_samples
 from remat.units import format_bytes, format_seconds
 
-# The colours of Okabe and Ito, which people who confuse red and green tell apart.
+# The colours of Okabe and Ito, which can be distinguished with red-green colour blindness.
 COLORS: dict[Kind, str] = {
     "argument": "#9aa3ad",
     "saved": "#0072b2",
@@ -83,7 +83,7 @@ def to_page(document: Document, *, title: str) -> str:
 
 
 def user_text(text: str) -> str:
-    """Return any text escaped, printable, and isolated so that it can't reorder what is around it.
+    """Return a text escaped, printable, and isolated so that it cannot reorder the text around it.
 
     >>> user_text("<b>")
     '<bdi>&lt;b&gt;</bdi>'

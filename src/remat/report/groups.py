@@ -1,4 +1,4 @@
-"""Values of the same kind, told apart only by the numbers in their paths, as one line.
+"""Groups of values of the same kind that differ only in the numbers of their paths.
 
 A stack of 48 equal layers saves 48 equal values; a reader wants
 ``48 × encoder/block_0…47/mlp/gelu  bf16[8,1024,4096]  3.0 GiB``. Values are grouped when kind, dtype
@@ -56,7 +56,7 @@ class Group:
 
     @property
     def called(self) -> str:
-        """Return what the values are called: where they are computed, and what is."""
+        """Return the name of the values: where they are computed, and by which operation."""
         return called(self.pattern, self.source, self.names, self.primitive, self.function)
 
     @property
@@ -99,7 +99,7 @@ def groups(values: Sequence[Value]) -> tuple[Group, ...]:
 
 
 def called(path: str, source: str, names: Sequence[str], primitive: str, function: str = "") -> str:
-    """Return what a value is called: its modules or else the user's function, and what is computed there.
+    """Return the name of a value: its modules or else the user's function, and its operation.
 
     >>> called("GPT/block_3", "net.py:12 (Block.__call__)", (), "mul", "gelu")
     'GPT/block_3: mul of gelu'

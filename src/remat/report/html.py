@@ -1,14 +1,13 @@
 """An explanation as one self-contained, interactive HTML page.
 
-Everything is in the file: styles, scripts, uPlot (which draws the chart) and the data; its content
-security policy forbids whatever would come from elsewhere. The headline, the findings, the
-comparison with the compiler and the plans to choose from are written here and need no scripts. The
-timeline and the table are drawn by the scripts in `static/`, whose README lists them, from the JSON that
-`payload` returns.
+The file contains everything: styles, scripts, uPlot (which draws the chart) and the data; its content
+security policy forbids loading anything else. The headline, the findings, the comparison with the compiler
+and the plans to choose from are written here and need no scripts. The timeline and the table are drawn by
+the scripts in `static/`, whose README lists them, from the JSON that `payload` returns.
 
 Texts that come from user code reach the page in two ways: escaped in HTML (`user_text`), or inside
-JSON whose ``<``, ``>`` and ``&`` are escaped, from where the scripts make text nodes of them. No text
-is ever part of markup, of a script or of a style.
+JSON whose ``<``, ``>`` and ``&`` are escaped, from which the scripts make text nodes. No such text is ever
+part of markup, of a script or of a style.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def to_page(explanation: ExplanationData) -> str:
         "uplot": f"/*! {_static('uPlot.LICENSE.txt')}\n*/\n{_static('uPlot.iife.min.js')}",
         "js": f'(() => {{\n"use strict";\n{scripts}\n}})();',
     }
-    # One pass over the template, so that nothing inside a slot is taken for a slot.
+    # One pass over the template, so that text in a slot is never interpreted as a slot.
     return _SLOT.sub(lambda match: slots[match[1]], _static("page.html"))
 
 
@@ -118,7 +117,7 @@ def _tiles(explanation: ExplanationData) -> str:
 
 
 def _recomputation(totals: Totals) -> tuple[str, str]:
-    """Return what recomputation takes: its time, and the rest of it."""
+    """Return the costs of recomputation: its time, and further figures."""
     if not totals.recompute_flops and not totals.recompute_time_s:
         return "none", ""
     seconds, flops = format_seconds(totals.recompute_time_s), percent(totals.extra_flops_share)
@@ -130,7 +129,7 @@ def _bytes_of(explanation: ExplanationData, kind: str) -> int:
 
 
 def _peak(explanation: ExplanationData) -> str:
-    """Return where the peak is, why, and what it consists of."""
+    """Return the section on the peak: its place, the reason, and its parts."""
     line = timeline(explanation.values, explanation.steps)
     if line.peak_step is None:
         return ""
@@ -155,11 +154,11 @@ def _findings(explanation: ExplanationData) -> str:
     )
 
 
-_MOST_DECISIONS = 4  # rows of each kind that are open; more stand behind a disclosure
+_MOST_DECISIONS = 4  # rows of each kind that are visible; further ones are behind a disclosure
 
 
 def _decisions(explanation: ExplanationData) -> str:
-    """Return what a plan recomputes, offloads and keeps."""
+    """Return the section on the values that a plan recomputes, offloads and keeps."""
     if not explanation.decisions:
         return ""
     flops = flops_of_decisions(explanation)

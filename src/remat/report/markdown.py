@@ -10,7 +10,7 @@ from remat.report.document import Block, Chart, Document, columns_of_chart
 
 # Markdown ignores an underscore inside a word.
 _SPECIAL = re.compile(r"([\\`*\[\]<>|~&$]|(?<!\w)_|_(?!\w))")
-# What begins a list, a heading or a rule, at the start of a paragraph.
+# Characters that begin a list, a heading or a rule at the start of a paragraph.
 _AT_START = re.compile(r"^(\s*)([-+#=]|[0-9]+[.)](?=\s|$))")
 _EIGHTHS = "▁▂▃▄▅▆▇█"
 _SIGNS = {"error": "❌", "warning": "⚠️", "info": "ℹ️"}

@@ -1,21 +1,21 @@
-"""What an explanation says, as data: values, the steps of the timeline, segments, findings, totals.
+"""An explanation as data: values, the steps of the timeline, segments, findings, totals.
 
-Whoever traces a step fills these classes; everything else in `remat.report` reads them. Nothing
-here knows JAX, so a report can be made, saved, compared and drawn from a file alone.
+`remat.explain` creates instances of these classes; everything else in `remat.report` reads them. Nothing
+here uses JAX, so a report can be made, saved, compared and drawn from a file alone.
 
 A *step* of the timeline is one operation of the program in the order in which it runs: forward,
 backward, recomputed or part of the update. A `Value` is held in memory during the steps of its
-`lifetimes`, the step that makes it and its last one included; a recomputed value has one for each
-time it is made. Bytes are per device. For an offloaded value the lifetimes are those on the device.
+`lifetimes`, the step that computes it and its last one included; a recomputed value has one lifetime for each
+computation. Bytes are per device. For an offloaded value the lifetimes are those on the device.
 
-A loop stacks what its iterations hand on, and its stack is allocated as a whole. Each slice of a stack is
-a value of its own; the steps in which its memory is held without its content being needed are `reserved`,
-which is also the kind of such memory on the timeline.
+A loop's stack for values of its iterations is allocated as a whole. Each slice of a stack is a separate
+value; the steps in which its memory is held although its content is not needed are `reserved`, which is also
+the kind of such memory on the timeline.
 
-Memory is divided as the compilers' analyses divide it: arguments, outputs, temporaries (all else),
-and alias bytes, those of outputs that take over an argument's memory. Their peak is at most
-``argument_bytes + output_bytes + temp_bytes - alias_bytes``, and exactly that where all outputs
-are reserved from the start, as on CPU and GPU.
+Memory has the parts of the compilers' analyses: arguments, outputs, temporaries (all other values), and alias
+bytes, those of outputs that reuse an argument's buffer. Their peak is at most
+``argument_bytes + output_bytes + temp_bytes - alias_bytes``, and exactly that if all outputs are
+allocated at the start, as on CPU and GPU.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ class Value:
 
     Args:
       id: a whole number, unique in its explanation.
-      kind: what becomes of it.
+      kind: one of `KINDS`.
       aval: dtype and shape, "bf16[8,1024,4096]"; "bf16[8,1024,4096]/8" is sharded over 8 devices.
       n_bytes: on one device.
       lifetimes: pairs (born, dies) of step numbers, both included, in order and without overlap.
-      primitive: what computes it.
+      primitive: the primitive that computes it.
       source: "model.py:12 (attention)".
       name: given by `checkpoint_name`.
       path: of the module or name stack, "encoder/block_3/mlp".
-      function: the function of JAX's that it is computed in, "gelu", if it is known by name.
-      consumer: what needs it, in words.
-      flops: of computing it once more; a saved value from the arguments and other saved values.
+      function: the JAX function that computes it, such as "gelu", if known.
+      consumer: a description of the operation that reads it.
+      flops: of recomputing it; a saved value from the arguments and other saved values.
       time_s: the same in predicted seconds.
-      count: how many arrays it stands for: slices that iterations of a loop stack.
+      count: the number of arrays that it stands for: slices that iterations of a loop stack.
       reserved: pairs of step numbers like `lifetimes`, in which only its memory is held.
     """
 
@@ -85,7 +85,7 @@ class Step:
     """One operation of the timeline.
 
     Args:
-      label: for people.
+      label: for display.
       phase: the pass that it belongs to.
       time_s: predicted; of all iterations that it stands for.
       source: "model.py:12 (attention)".
@@ -107,9 +107,9 @@ class Segment:
 
     Args:
       number: unique in its explanation; steps refer to it.
-      label: for people.
+      label: for display.
       first, last: its first and last step of the forward pass.
-      saved_bytes: what it keeps from forward to backward.
+      saved_bytes: the bytes that it keeps from forward to backward.
       recompute_flops: of recomputing the rest.
       level: 0, or how deeply it is nested in other segments.
     """
@@ -125,7 +125,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that the reader should know, with the next step to take.
+    """A conclusion about the step, with the next step for the user.
 
     `code` is for programs, lower case with underscores: "policy_matched_nothing".
     """
@@ -153,15 +153,15 @@ class Totals:
 
     Args:
       predicted: memory from the lifetimes of the values (`timeline.predicted_memory`).
-      compiled: memory from the compiler's own analysis, where the step was compiled.
-      difference: why the two differ, in words.
+      compiled: memory from the compiler's own analysis, if the step was compiled.
+      difference: the reasons why the two differ, as text.
       flops: of the whole step, recomputation included.
       recompute_flops: of recomputation alone.
       time_s: predicted seconds of the whole step, recomputation included.
       recompute_time_s: of recomputation alone.
-      residual_bytes: what the backward pass reads of what the forward pass computed, on the device
-        and before anything is fused (`remat.residuals`).
-      residual_argument_bytes: what it reads of the arguments.
+      residual_bytes: the bytes of the forward pass's values on the device that the backward pass reads,
+        without fusion (`remat.residuals`).
+      residual_argument_bytes: the bytes of the arguments that it reads.
     """
 
     predicted: Memory = Memory()
@@ -202,15 +202,15 @@ def _extra(extra: float, whole: float) -> float:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decision:
-    """What a plan does with a group of values that are needed in the backward pass.
+    """The decision of a plan about a group of values that are needed in the backward pass.
 
     Args:
       action: to recompute them there, to offload them, or to keep them on the device.
-      value: what the values are called.
+      value: the name of the values.
       aval: dtype and shape of each.
       source: the line that computes them.
-      count: how many there are.
-      n_bytes: of all together: those that recomputation spares, or that are kept.
+      count: the number of values.
+      n_bytes: of all of them: the bytes that recomputation avoids, or that are kept.
       flops: of computing each of them once in the step without the plan; a plan that keeps an operand
         takes less.
     """
@@ -295,7 +295,7 @@ class ExplanationData:
             _check_number(decision.flops, where, "flops")
 
 
-# What contradicts itself
+# Checks for contradictions
 
 
 def _check_values(values: tuple[Value, ...], n_steps: int) -> None:

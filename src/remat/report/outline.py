@@ -1,4 +1,4 @@
-"""What an explanation says in words and tables, the most important first."""
+"""An explanation as sentences and tables, the most important first."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def outline(
 
 
 def plan_in_words(explanation: ExplanationData) -> str:
-    """Return what a plan recomputes, offloads and keeps, with the bytes and the costs, in sentences."""
+    """Return sentences on what a plan recomputes, offloads and keeps, with bytes and costs."""
     n_bytes = {
         action: sum(d.n_bytes for d in explanation.decisions if d.action == action)
         for action in ACTIONS
@@ -94,7 +94,7 @@ def plan_in_words(explanation: ExplanationData) -> str:
 
 
 def decisions_table(explanation: ExplanationData, most: int) -> Table:
-    """Return the table of what a plan decides: of each kind of decision the largest groups."""
+    """Return the table of a plan's decisions: the largest groups of each kind."""
     rows: list[tuple[str, ...]] = []
     flops = flops_of_decisions(explanation)
     for action in ACTIONS:

@@ -50,7 +50,7 @@ def test_binomial_is_optimal_by_brute_force() -> None:
 
 @given(n=st.integers(0, 300), slots=st.integers(1, 40))
 @settings(max_examples=60, deadline=None)
-def test_binomial_actions_cost_what_the_schedule_says(n: int, slots: int) -> None:
+def test_binomial_actions_have_the_cost_that_the_schedule_states(n: int, slots: int) -> None:
     schedule = Binomial(n, slots)
     found = replay(schedule.actions(), n)
     assert found.forward_steps == schedule.forward_steps

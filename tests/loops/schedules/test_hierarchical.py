@@ -81,7 +81,7 @@ def check_actions(schedule: Hierarchical) -> None:
         (80, 2, 20, 0.5, 8, 363.5),
     ],
 )
-def test_two_levels_cost_what_h_revolve_does(
+def test_two_levels_have_the_cost_of_h_revolve(
     n: int, slots: int, far: int, write: float, read: float, cost: float
 ) -> None:
     schedule = Hierarchical.of_states(n, slots, [Level(far, write, read)])
@@ -102,7 +102,7 @@ def test_two_levels_cost_what_h_revolve_does(
         (0.5, 8, (63366.0, 47853.5, 41231.0, 35217.0, 30204.0)),
     ],
 )
-def test_two_levels_cost_what_h_revolve_does_in_thousands_of_loops(
+def test_two_levels_have_the_cost_of_h_revolve_in_thousands_of_loops(
     write: float, read: float, sums: tuple[float, ...]
 ) -> None:
     for slots, expected in zip((1, 2, 3, 5, 8), sums, strict=True):
@@ -129,7 +129,7 @@ def test_three_levels_are_the_optimum_where_the_middle_one_is_written_to_for_fre
         assert Hierarchical(n, (1, 1), levels).cost == least_cost(n, (1, 1), levels)
 
 
-def test_every_state_and_residual_of_short_loops_is_there_and_fits() -> None:
+def test_states_and_residuals_of_short_loops_are_available_and_fit() -> None:
     for n, slots, far in itertools.product(range(13), range(7), range(7)):
         if slots + far == 0 and n > 1:
             continue
@@ -152,7 +152,7 @@ def test_every_state_and_residual_of_short_loops_is_there_and_fits() -> None:
     sums=st.sampled_from([10**4, 10**6]),
 )
 @settings(max_examples=60, deadline=None)
-def test_every_state_and_residual_is_there_and_fits(
+def test_states_and_residuals_are_available_and_fit(
     n: int, slots: int, residuals: int, levels: list[Level], sums: int
 ) -> None:
     blocks = tuple(1 + j // residuals for j in range(slots + 1))

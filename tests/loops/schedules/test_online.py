@@ -25,7 +25,7 @@ def test_online_stays_near_the_optimum_beyond_its_bound(slots: int, most: float)
 
 @given(n=st.integers(0, 120), slots=st.integers(1, 9))
 @settings(max_examples=60, deadline=None)
-def test_online_actions_cost_what_the_schedule_says(n: int, slots: int) -> None:
+def test_online_actions_have_the_cost_that_the_schedule_states(n: int, slots: int) -> None:
     schedule = Online(n, slots)
     found = replay(schedule.actions(), n)
     assert found.forward_steps == schedule.forward_steps

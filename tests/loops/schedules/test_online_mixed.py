@@ -61,7 +61,7 @@ def _phases(blocks: tuple[int, ...], n: int) -> list[int]:
 
 
 @pytest.mark.parametrize("state, residuals", SIZES)
-def test_every_state_and_residual_of_short_loops_is_there_and_fits(
+def test_states_and_residuals_of_short_loops_are_available_and_fit(
     state: int, residuals: int
 ) -> None:
     for n, slots in itertools.product(range(13), range(1, 7)):
@@ -75,7 +75,7 @@ def test_every_state_and_residual_of_short_loops_is_there_and_fits(
     residuals=st.integers(1, 12),
 )
 @settings(max_examples=60, deadline=None)
-def test_every_state_and_residual_is_there_and_fits(
+def test_states_and_residuals_are_available_and_fit(
     n: int, memory: int, state: int, residuals: int
 ) -> None:
     _check(n, max(memory, state), state, residuals)
@@ -89,7 +89,7 @@ def _check(n: int, memory: int, state: int, residuals: int) -> None:
         assert states * state + max(0, steps - 1) * residuals <= memory + state
 
 
-def test_what_is_kept_does_not_depend_on_what_follows() -> None:
+def test_kept_states_do_not_depend_on_later_steps() -> None:
     blocks = (1, 2, 3, 4)
     short, long = (list(OnlineMixed(n, blocks).sweep()) for n in (40, 80))
     assert short[:-1] == long[: len(short) - 1]
