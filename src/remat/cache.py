@@ -62,7 +62,7 @@ class Cache:
 
     Args:
       folder: created when first written to.
-      lock_timeout_s: how long to wait for another process that writes; then the cache is given up.
+      lock_timeout_s: seconds to wait for another process that writes; after that the cache is not used.
 
     Raises:
       PlanError: `folder` cannot be a path.

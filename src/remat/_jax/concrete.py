@@ -19,12 +19,12 @@ from remat.aliases import Aval, TreeDef
 
 
 def concrete_value(x: Any) -> Any:
-    """Return the value of an argument, that of a differentiated tracer too; None where it is unknown."""
+    """Return the value of an argument, also of a differentiated tracer; None if it is unknown."""
     return _core.to_concrete_value(x)
 
 
 class _ConcreteTracer(_pe.DynamicJaxprTracer):
-    """A tracer that Python may ask for its value (`if x > 0`, `int(n)`, `np.asarray(x)`)."""
+    """A tracer whose value Python may read (`if x > 0`, `int(n)`, `np.asarray(x)`)."""
 
     __slots__ = ()
 
@@ -73,7 +73,7 @@ class _Unavailable(Exception):
 
 
 class _ConcreteTrace(_pe_src.DynamicJaxprTrace):
-    """Traces a function to a jaxpr and evaluates the values that Python asks for, and only those.
+    """Traces a function to a jaxpr and evaluates only the values that Python reads.
 
     A tracer knows the equation that computes it, so its value is found by evaluating that equation
     and those before it that it depends on, each at most once.
@@ -145,7 +145,7 @@ class _ConcreteTrace(_pe_src.DynamicJaxprTrace):
 def trace_concretely(
     fun: Callable, in_tree: TreeDef, avals: Sequence[Aval], values: Sequence[Any], debug: Any
 ) -> tuple[Jaxpr, tuple[Any, ...], Any]:
-    """Trace like `trace`, where Python control flow may depend on the arguments' `values`.
+    """Trace like `trace`, but let Python control flow depend on the arguments' `values`.
 
     A value of None is unknown. The jaxpr contains the branches that these values take.
     """

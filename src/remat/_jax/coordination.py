@@ -1,7 +1,7 @@
 """The key-value store that the processes of a distributed run share.
 
-Collectives wait for all processes and give up after a while (30 seconds on CPU). The store is a plain
-service beside them, so one process may work for an hour while others wait.
+Collectives wait for all processes and time out (after 30 seconds on CPU). The store is a separate service, so
+one process may work for an hour while others wait.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def has_store() -> bool:
 
 
 def publish(key: str, text: str) -> None:
-    """Write a text under a key for all processes, in place of what was there."""
+    """Write a text under a key for all processes, replacing the previous text."""
     _client().key_value_set(key, text, allow_overwrite=True)
 
 

@@ -44,7 +44,7 @@ def without_repetitions(
     names: dict[_jax.Var, Atom],
     around: Around | None = None,
 ) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
-    """Return two consecutive programs, the second without what the first computes.
+    """Return two consecutive programs, the second without equations that repeat those of the first.
 
     Args:
       first: the equations of the first. A loop among them gets more results if one of the second runs the
@@ -125,7 +125,7 @@ def on_own_variables(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
 
 
 class _Shared:
-    """Equations by what they compute."""
+    """Finds equations that compute the same."""
 
     def __init__(self) -> None:
         self._same_value: dict[_jax.Var, Atom] = {}
@@ -157,7 +157,7 @@ class _Shared:
         return None
 
     def alias(self, v: _jax.Var, other: Any) -> None:
-        """Say that a variable has the value of another, or of a literal."""
+        """Record that a variable has the value of another, or of a literal."""
         self._same_value[v] = self.canonical(other)
 
     def canonical(self, v: Atom) -> Any:
@@ -194,7 +194,7 @@ def _keeps_value(eqn: _jax.JaxprEqn) -> bool:
 def _same_params(a: _jax.JaxprEqn, b: _jax.JaxprEqn) -> bool:
     """Return whether two equations of one primitive have the same parameters.
 
-    The name of a call is the name of a Python function. Elsewhere it may mean anything.
+    The name of a call is the name of a Python function, and is ignored; elsewhere names count.
     """
     is_call = jaxprs.has_body(a) and jaxprs.has_body(b)
     keys = [k for k in a.params if not (is_call and k == "name")]
@@ -269,7 +269,7 @@ def _is_loop(eqn: _jax.JaxprEqn) -> bool:
 def _merged(
     first: _jax.JaxprEqn, second: _jax.JaxprEqn, canonical: Callable[[Any], Any]
 ) -> _Both | None:
-    """Return one loop that does what two do, or None if their carries differ."""
+    """Return one loop that computes the results of both, or None if their carries differ."""
     if not _is_loop(first):
         return None
     n_consts, n_carry = _jax.scan_arity(first)
@@ -326,7 +326,7 @@ def _unify(
     canonical: Callable[[Any], Any],
     names: dict[_jax.Var, Atom],
 ) -> list[tuple[_jax.Var, Any]]:
-    """Name inputs with equal operands alike; return the second program's other inputs and operands."""
+    """Identify inputs with equal operands; return the second program's other inputs and operands."""
     of_operand = {canonical(operand): v for v, operand in zip(inside, operands)}
     more = []
     for v, operand in zip(own, own_operands):

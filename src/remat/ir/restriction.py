@@ -1,20 +1,19 @@
-"""Restricting recomputation to what is inside of marked functions (`remat.auto`).
+"""Restricting recomputation to equations of marked functions (`remat.auto`).
 
-The equations of a marked function have a name scope that says so (`_jax.marked_scope`), and so has what JAX
-makes of them: derivatives, transposes, batched forms. What a marked equation runs inside, such as the body
-of a loop, is marked with it.
+The equations of a marked function have a special name scope (`_jax.marked_scope`), and so have the equations
+that JAX derives from them: derivatives, transposes, batched forms. The program inside a marked equation, such
+as the body of a loop, is marked with it.
 
-`restricted` turns this around. In a program with marks it gives all other equations a scope that says that
-they are *fixed*: `is_repeatable` is False for them, so they are treated like those with effects. A scan
-outside of marks keeps what it keeps, and a checkpoint outside stays as it is. A program without marks
-stays the same.
+`restricted` derives the complement. In a program with marks it gives all other equations a scope that makes
+them *fixed*: `is_repeatable` is False for them, so they are treated like those with effects. The residuals of
+a scan outside of marks, and a checkpoint outside, do not change. A program without marks stays the same.
 
 Four kinds of equations outside are not fixed:
 
-* Views and those without operands that vary, which cost nothing.
+* Views, and equations on constants alone, which cost nothing.
 * Sums of cotangents, which JAX adds without a scope, if one of their terms is from a marked function.
-* Calls that hold marked equations. They are inlined, and what they hold would inherit the scope.
-* What holds marked equations only, such as a checkpoint around a marked function.
+* Calls that contain marked equations. They are inlined, and their equations would inherit the scope.
+* Equations that contain only marked equations, such as a checkpoint around a marked function.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def without_marks(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
 
 
 class _Marks:
-    """Which programs have marks. Jaxprs that several equations run are read once."""
+    """Finds programs with marks. Jaxprs that several equations run are read once."""
 
     def __init__(self) -> None:
         # Jaxprs are stored with their ids, so that these stay valid.

@@ -285,7 +285,7 @@ class Storage:
                 )
 
     def slots(self, state_bytes: int) -> int:
-        """Return how many states of this size fit."""
+        """Return the number of states of this size that fit."""
         if self.budget is None:
             return int(self.checkpoints or 0)
         return parse_bytes(self.budget, "budget=") // max(state_bytes, 1)
@@ -308,7 +308,7 @@ def make_store(store: str | Sequence[Storage], directory: str | os.PathLike | No
     """Return the store that a user named.
 
     Raises:
-      ScheduleError: the name is invalid, or `directory` is missing or has no use.
+      ScheduleError: the name is invalid, or `directory` is missing or not applicable.
       StoreError: the directory does not exist or cannot be written to.
     """
     if not isinstance(store, str):

@@ -1,7 +1,7 @@
 """The time that a step of a loop is expected to take, run or reversed, from its FLOPs and bytes.
 
-Times are counted in bytes that the processor moves meanwhile. They order schedules, and ways to keep a
-step; nothing is measured, so a loop has the same schedule on every machine.
+The unit of time is the time to move one byte. Times are used to compare schedules and choices of residuals;
+nothing is measured, so a loop has the same schedule on every machine.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from remat.ir.operations import Fusion, operation
 from remat.loops.halves import Halves
 from remat.loops.sizes import n_bytes
 
-# What a processor computes while it moves a byte, and what it moves while it starts a kernel. A larger
-# first number makes steps cheaper, and a larger second one small residuals dearer.
+# The FLOPs of a processor in the time of moving one byte, and the bytes that it moves in the time of starting
+# a kernel. A larger first number makes steps cheaper, a larger second one small residuals more expensive.
 _FLOPS_PER_BYTE = 5
 _BYTES_PER_KERNEL = 3000
 
@@ -36,7 +36,7 @@ class StepTimes(NamedTuple):
 def time_to_keep(body: _jax.Jaxpr, n_residuals: int, residual_bytes: int) -> float:
     """Return the time to write and read the residuals of a step, in units of running it once.
 
-    A step with side effects or of symbolic shapes is taken to last much longer than that.
+    A step with side effects or symbolic shapes is assumed to take much longer than that.
     """
     if body.effects or has_symbolic_types(body):
         return 0.0
@@ -46,7 +46,7 @@ def time_to_keep(body: _jax.Jaxpr, n_residuals: int, residual_bytes: int) -> flo
 def times_of_step(body: _jax.Jaxpr, halves: Halves, n_carry: int) -> StepTimes:
     """Return the times of a step whose halves are given, and whose sizes are numbers.
 
-    What a policy recomputes while a step is reversed is part of them.
+    They include the recomputation by a policy while a step is reversed.
     """
     types = _jax.in_avals(body)
     n_consts = len(_jax.in_avals(halves.fixed)) - len(halves.added)
@@ -80,7 +80,7 @@ def _time_of(body: _jax.Jaxpr) -> float:
 
 
 def _time_inside(program: _jax.Jaxpr) -> float:
-    """Return the time of a program in which all is fused but matrix products, loops and the like.
+    """Return the time of a program in which everything except matrix products, loops and the like is fused.
 
     These read their operands and write their results. The program's own inputs and results do not count.
     """

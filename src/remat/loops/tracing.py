@@ -51,7 +51,7 @@ def trace_body(
 ) -> TracedBody | None:
     """Trace `f(carry, x) -> (carry, y)`; return None if the carry changes its structure or type.
 
-    `x` is a pytree of types. With a policy, a step that is reversed saves what the policy says.
+    `x` is a pytree of types. With a policy, a step saves the values that the policy selects.
     """
     body = f if policy is None else checkpointed(f, policy)
     carry, carry_tree = jax.tree.flatten(init)
@@ -155,7 +155,7 @@ def differentiated(traced: TracedBody) -> Halves | None:
 
 
 def body_residual_bytes(halves: Halves | None) -> Size:
-    """Return the bytes of one step's residuals, without what every step shares and its slice of the xs.
+    """Return the bytes of one step's residuals, without values shared by all steps and its slice of the xs.
 
     A body without reverse-mode derivative has 0 bytes: such a loop can still be run.
     """

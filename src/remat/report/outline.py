@@ -110,10 +110,10 @@ def decisions_table(explanation: ExplanationData, most: int) -> Table:
 
 
 def flops_of_decisions(explanation: ExplanationData) -> dict[Decision, float]:
-    """Return the FLOPs that a plan adds for each group that it recomputes; together all that it adds.
+    """Return the plan's extra FLOPs, divided among the groups that it recomputes.
 
-    What a group takes depends on what else is recomputed, so the plan's FLOPs are divided in proportion to
-    those of computing each group once.
+    The FLOPs of a group depend on the other recomputed groups, so the plan's FLOPs are divided in proportion
+    to those of computing each group once.
     """
     found = [d for d in explanation.decisions if d.action == "recompute"]
     each_once = sum(d.flops for d in found)
@@ -156,7 +156,7 @@ def setting(explanation: ExplanationData) -> str:
 
 
 def headline(totals: Totals, *, brief: bool = False) -> str:
-    """Return what a step saves and its peak, in one sentence or two."""
+    """Return one or two sentences on a step's peak and costs."""
     figure, prediction = peak_figures(totals)
     said = f"Peak {figure}"
     if totals.compiled is None:
@@ -179,7 +179,7 @@ def headline(totals: Totals, *, brief: bool = False) -> str:
 
 
 def peak_figures(totals: Totals) -> tuple[str, str]:
-    """Return the peak as text, the compiler's where it is known, and how the prediction differs from it.
+    """Return the peak as text, the compiler's if it is known, and the difference of the prediction.
 
     >>> peak_figures(Totals(Memory(115), Memory(100)))
     ('100 B', 'predicted 115 B, 15 % more')
@@ -193,7 +193,9 @@ def peak_figures(totals: Totals) -> tuple[str, str]:
     return format_bytes(compiled), f"predicted {format_bytes(predicted)}{differs}"
 
 
-_CLOSE = 0.1  # share of the compiler's peak up to which a difference of the prediction is not pointed out
+_CLOSE = (
+    0.1  # share of the compiler's peak; smaller differences of the prediction are not mentioned
+)
 
 
 def caution(totals: Totals) -> str:
@@ -294,7 +296,7 @@ def _why(explanation: ExplanationData, line: Timeline) -> str:
     )
 
 
-# Why most of a peak is of one kind.
+# Kinds of values → the reason why most of a peak may be of this kind.
 _OF_WHAT: dict[Kind, str] = {
     "temporary": "temporaries, which operations there read or write",
     "gradient": "gradients, which are held until they are used",
@@ -318,7 +320,7 @@ def _kinds_in_words(line: Timeline) -> str:
 
 
 def place_of(explanation: ExplanationData, number: int) -> str:
-    """Return where a step is, in the words of the model: its module, its pass, its loop.
+    """Return the place of a step in the model: its module, its pass, its loop.
 
     >>> steps = (Step("mlp: dot", "forward"), Step("mlp: mul", "backward"), Step("mlp: add_any", "backward"))
     >>> place_of(ExplanationData("loss", steps=steps), 1)
@@ -353,7 +355,7 @@ def _module_of(step: Step) -> str:
 
 
 def _part_of_pass(steps: tuple[Step, ...], number: int) -> str:
-    """Return in which part of the step's backward pass a step is, or of that of its module."""
+    """Return the part of the whole step's backward pass, or of its module's, to which a step belongs."""
     backward = [i for i, step in enumerate(steps) if step.phase == "backward"]
     if number in (backward[0], backward[-1]) or len(backward) > 9:
         times = [max(0.0, steps[i].time_s) for i in backward]
@@ -378,7 +380,7 @@ def _part_of_pass(steps: tuple[Step, ...], number: int) -> str:
 
 
 def values_table(values: tuple[Value, ...], most: int) -> Table:
-    """Return a table of values by group, the largest first; its last line sums up those beyond `most`."""
+    """Return a table of values by group, the largest first; the last line sums up the groups after `most`."""
     found = groups(values)
     rows: list[tuple[str, ...]] = [
         (

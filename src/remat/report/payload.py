@@ -2,9 +2,8 @@
 
 `html` writes it into the page as JSON, where `static/data.js` reads it. A program of equal layers repeats
 its texts thousands of times. As columns of positions in one list, run-length encoded, 5,000 values take a
-few hundred kilobytes. The chart has at most
-`MOST_POINTS` points and always the peak. The page lists the `MOST_VALUES` largest values; sums are
-over all.
+few hundred kilobytes. The chart has at most `MOST_POINTS` points, the peak among them. The page lists the
+`MOST_VALUES` largest values; sums are over all values.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from remat.units import format_bytes
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _ROWS, _MOST_COLUMNS = 7, 72
 _LABEL = 12  # columns left of the chart
-_NARROW = 100  # columns of the console below which tables leave out what is optional
+_NARROW = 100  # columns of the console below which tables omit optional columns
 _MOST_OF_A_LINE = 110  # columns of a paragraph; tables are as wide as the console
 _ENDLESS = 10_000  # columns of a table whose lines are not broken
 _STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
@@ -76,7 +76,7 @@ def _drawn(block: Block) -> RenderableType:
         case doc.Table() | doc.Chart():
             return _Drawn(block)
         case doc.Curves():
-            return Group()  # lines over each other need more than characters
+            return Group()  # overlapping lines cannot be drawn with characters
 
 
 def _table(table: doc.Table) -> RichTable:
