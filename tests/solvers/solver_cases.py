@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import heapq
-import itertools
-import math
-import random
 from pathlib import Path
 
-from benchmarks.solver import layered
+from benchmarks.solver import layered, random_layers as random_layers
 from hypothesis import strategies as st
 
 from remat.solvers import Graph, Node
-
-# Mean and standard deviation of the sizes of values, in tens of bytes.
-_SIZES = ((50, 40), (200, 100), (350, 150), (500, 100))
 
 GRAPHS = Path(__file__).parent / "graphs"
 
@@ -50,62 +44,6 @@ def orders(draw: st.DrawFn, graph: Graph) -> list[int]:
 def training_graph(n_layers: int, seed: int = 0, skips: float = 0.0) -> Graph:
     """Layers, a loss, and the layers back, each using its own input, output and gradient."""
     return layered(2 * n_layers + 1, skips=skips, seed=seed)
-
-
-def random_layers(n_nodes: int, *, order: str = "random", seed: int = 0) -> Graph:
-    """Layers of random width, each node used by some of the next layer, and one use in seven later.
-
-    The shape is that of the random layered graphs of Gagrani et al., "Neural topological ordering for
-    computation graphs" (NeurIPS 2022), on which MOCCASIN was measured: each layer is about a third as
-    wide as there are layers, and sizes and times are independent. `order` is a random topological
-    one, or layer by layer.
-    """
-    draw = random.Random(seed)
-    n_layers = round(math.sqrt((n_nodes - 2) / 0.31))
-    width = (n_nodes - 2) / n_layers
-    widths = [max(1, round(draw.uniform(0.25 * width, 1.75 * width))) for _ in range(n_layers)]
-    while (missing := n_nodes - 2 - sum(widths)) != 0:
-        layer = draw.randrange(n_layers)
-        widths[layer] = max(1, widths[layer] + (1 if missing > 0 else -1))
-    ends = list(itertools.accumulate(widths, initial=1))
-    layers = [range(1), *itertools.starmap(range, itertools.pairwise(ends))]
-    layers.append(range(n_nodes - 1, n_nodes))
-    operands: list[set[int]] = [set() for _ in range(n_nodes)]
-    for before, after in itertools.pairwise(layers):
-        n_users = min(len(after), 1 + round(0.2 * len(after)))
-        for i, u in enumerate(before):
-            centre = (i + 0.5) / len(before) * len(after) - n_users / 2
-            first = max(0, min(len(after) - n_users, round(centre)))
-            for v in after[first : first + n_users]:
-                operands[v].add(u)
-        for j, v in enumerate(after):
-            if operands[v].isdisjoint(before):
-                operands[v].add(before[int((j + 0.5) / len(after) * len(before))])
-    for _ in range(round(sum(map(len, operands)) * 0.14 / 0.86)):
-        layer = draw.randrange(1, n_layers - 1)
-        later = draw.randrange(layer + 2, n_layers + 2)
-        operands[draw.choice(layers[later])].add(draw.choice(layers[layer]))
-    sizes = [10 * max(3, int(abs(draw.gauss(*draw.choice(_SIZES))))) for _ in range(n_nodes)]
-    times = [0, *(draw.randint(0, 1000) for _ in range(n_nodes - 2)), 0]
-    users: list[list[int]] = [[] for _ in operands]
-    for v, us in enumerate(operands):
-        for u in sorted(us):
-            users[u].append(v)
-    n_missing = [len(us) for us in operands]
-    place: dict[int, int] = {}
-    ready = [0]
-    while ready:
-        v = ready.pop(draw.randrange(len(ready)) if order == "random" else ready.index(min(ready)))
-        place[v] = len(place)
-        for user in users[v]:
-            n_missing[user] -= 1
-            if not n_missing[user]:
-                ready.append(user)
-    nodes = [
-        Node(k, times[v], sizes[v], tuple(sorted(place[u] for u in operands[v])))
-        for v, k in place.items()
-    ]
-    return Graph(tuple(nodes), f"random-layers-{n_nodes}")
 
 
 def least_time(graph: Graph, budget: int) -> int | float | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from solver_cases import GRAPHS, graphs, least_time
+from solver_cases import GRAPHS, graphs, least_time, random_layers
 
 from remat.solvers import Graph
-from remat.solvers.frontier import frontier, solve
+from remat.solvers.frontier import frontier, relax, solve
 from remat.solvers.liveness import Arrays
 from remat.solvers.simulate import no_remat
 
@@ -31,6 +31,24 @@ def test_bounds_are_below_the_least_time(graph: Graph, data: st.DataObject) -> N
     extra = least - graph.time
     assert not whole.is_infeasible
     assert whole.extra_lower_bound <= extra + 1e-9
+    plain = relax(program)
+    with_windows = frontier(Arrays.of(graph), budget, boundaries, moments, windows=True)
+    tight = relax(with_windows)
+    assert not plain.is_infeasible and not tight.is_infeasible
+    margin = 1e-5 * graph.time
+    assert plain.extra_lower_bound - margin <= tight.extra_lower_bound <= extra + 1e-9
+    assert solve(with_windows, max_nodes=1000).extra_lower_bound <= extra + 1e-9
+
+
+def test_windows_tighten_the_relaxation_of_random_layers() -> None:
+    graph = random_layers(250)
+    budget = int(0.8 * no_remat(graph).peak_bytes)
+    boundaries = [140, 160, 180, 192, 205, 249]
+    loose, tight = (
+        relax(frontier(Arrays.of(graph), budget, boundaries, windows=windows)).extra_lower_bound
+        for windows in (False, True)
+    )
+    assert tight > 1.2 * loose > 0
 
 
 @settings(deadline=None, max_examples=60)

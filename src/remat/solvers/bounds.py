@@ -90,6 +90,11 @@ class ProofEffort:
     max_programs: int = 30
 
 
+# Variables of a program, up to which branch and bound takes seconds at most; a larger number proves more and
+# may take minutes.
+_EXACT_VARIABLES = 2_500
+# Fractional variables of a program's relaxation, above which branch and bound gains nothing in minutes.
+_MOST_FRACTIONAL = 300
 _SPREAD = 0.02  # share of the nodes; of violated moments closer than this only one joins a program
 _MOST_NEW = 4  # boundaries that one solution may add; more need fewer but larger programs
 
@@ -127,12 +132,21 @@ def prove(
         at_most = math.inf if best is None else best.extra_time
         inner = sorted((stages.index(end), v) for end, v in moments)
         program = frontier.frontier(arrays, budget, stages, inner, at_most=at_most)
-        answer = frontier.solve(program, max_nodes=effort.max_nodes)
+        is_hard = (
+            frontier.n_variables(stages) > _EXACT_VARIABLES
+            and frontier.relax(program).n_fractional > _MOST_FRACTIONAL
+        )
+        if is_hard:
+            answer = frontier.relax(
+                frontier.frontier(arrays, budget, stages, inner, at_most=at_most, windows=True)
+            )
+        else:
+            answer = frontier.solve(program, max_nodes=effort.max_nodes)
         if answer.is_infeasible:
             # Proven: no schedule is faster than the best order (or none fits, if no order is known).
             return Proof(best, at_most if best is not None else 0.0, best is None)
         # After a program that is too hard to solve, the next ones are larger and take longer still.
-        is_too_hard = not answer.is_proven and answer.extra_lower_bound <= proven
+        is_too_hard = not is_hard and not answer.is_proven and answer.extra_lower_bound <= proven
         proven = max(proven, min(answer.extra_lower_bound, at_most))
         if answer.recomputed is None or is_too_hard:
             break

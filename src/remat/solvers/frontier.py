@@ -27,7 +27,18 @@ budget::
     K[k, i] >= S[k+1, i] - R[k, i]     i survives the stage and is not computed in it,
                                        so it is live throughout
 
-The bound is HiGHS's own dual bound, minus a margin for its tolerances.
+`windows` adds rows that tighten the linear relaxation, which otherwise lets half of u in two stages
+serve all of v. For stages j to m taken as one, with W[i] = 1 where i is computed again in any of them::
+
+    W[i] <= R[j, i] + ... + R[m, i]
+    W[v] <= W[u] + S[j, u]             for each operand u of v
+    1    <= W[u] + S[j, u]             ... v is first computed in the window
+    S[m+1, i] <= S[j, i] + W[i]
+
+They hold for every schedule (`W` as defined), hence change no 0-1 solution.
+
+The bound of `solve` is HiGHS's own dual bound, minus a margin for its tolerances; that of `relax`
+is the Lagrangian bound of its dual values, valid for whatever values these are.
 
 Known limits: 2 variables for each (stage, older value); the caller keeps that number small by
 choosing few boundaries, which weakens the bound but never makes it wrong.
@@ -81,12 +92,14 @@ class FrontierAnswer:
       recomputed: for each stage the places computed again, or None if none was found.
       is_infeasible: whether it was proven that no schedule fits.
       is_proven: whether `recomputed` is optimal for this program.
+      n_fractional: variables of a relaxation that are neither 0 nor 1.
     """
 
     extra_lower_bound: float
     recomputed: tuple[tuple[int, ...], ...] | None = None
     is_infeasible: bool = False
     is_proven: bool = False
+    n_fractional: int = 0
 
 
 def n_variables(boundaries: Sequence[int]) -> int:
@@ -101,6 +114,7 @@ def frontier(
     moments: Sequence[tuple[int, int]] = (),
     *,
     at_most: float = math.inf,
+    windows: bool = False,
 ) -> Frontier:
     """Return the program of a graph and a budget; the last boundary is always the last node.
 
@@ -110,6 +124,7 @@ def frontier(
       boundaries: places of the nodes that end a stage, increasing.
       moments: (stage, place) of recomputations whose live bytes are bounded as well.
       at_most: extra time of a known schedule; slower ones are excluded.
+      windows: whether to add the rows of all windows of two stages or more.
     """
     builder = _Rows()
     n_bytes = arrays.bytes / max(budget, 1)
@@ -160,18 +175,48 @@ def frontier(
                 1.0,
             )
         n_kept += n_old
-    cost = np.zeros(n_columns + n_kept)
+    n_all = n_columns + n_kept
+    if windows:
+        n_all = _add_windows(builder, arrays, boundaries, first, n_all)
+    cost = np.zeros(n_all)
     total_time = max(float(arrays.time.sum()), 1e-300)
     share = arrays.time / total_time
-    most = np.ones(n_columns + n_kept)
+    most = np.ones(n_all)
     for k, before in enumerate(begins):
         n_old = before + 1
         most[first[k] + n_old : first[k] + 2 * n_old][arrays.once[:n_old]] = 0.0
         cost[first[k] + n_old : first[k] + 2 * n_old] = share[:n_old]
     if math.isfinite(at_most):
         builder.add_one(np.flatnonzero(cost), cost[cost > 0], at_most / total_time + _MARGIN)
-    rows, upper = builder.finish(n_columns + n_kept)
+    rows, upper = builder.finish(n_all)
     return Frontier(arrays, budget, tuple(boundaries), cost, rows, upper, tuple(first), most)
+
+
+def _add_windows(
+    builder: _Rows, arrays: Arrays, boundaries: Sequence[int], first: Sequence[int], n_columns: int
+) -> int:
+    """Add the rows of all windows of two stages or more; return the number of columns with theirs."""
+    n_stages = len(boundaries)
+    for j in range(1, n_stages):
+        n_old = boundaries[j - 1] + 1
+        old = np.arange(n_old)
+        user = np.repeat(old, np.diff(arrays.start[: n_old + 1]))
+        operand = arrays.dep[: int(arrays.start[n_old])]
+        s = first[j]
+        for m in range(j + 1, n_stages):
+            w = n_columns
+            n_columns += n_old
+            again = [
+                (first[k] + (first[k + 1] - first[k]) // 2 + old, -1.0) for k in range(j, m + 1)
+            ]
+            builder.add([(w + old, 1.0), *again], 0.0)
+            builder.add([(w + user, 1.0), (w + operand, -1.0), (s + operand, -1.0)], 0.0)
+            new = arrays.dep[int(arrays.start[n_old]) : int(arrays.start[boundaries[m] + 1])]
+            required = np.unique(new[new < n_old])
+            builder.add([(w + required, -1.0), (s + required, -1.0)], -1.0)
+            if m + 1 < n_stages:
+                builder.add([(first[m + 1] + old, 1.0), (s + old, -1.0), (w + old, -1.0)], 0.0)
+    return n_columns
 
 
 class _Rows:
@@ -236,9 +281,38 @@ def solve(program: Frontier, *, max_nodes: int) -> FrontierAnswer:
         bound = max(0.0, float(result.mip_dual_bound) - _MARGIN) * program.total_time
     if result.x is None:
         return FrontierAnswer(bound)
-    chosen = result.x > 0.5
-    recomputed = tuple(
+    return FrontierAnswer(bound, _recomputed(program, result.x), is_proven=result.status == 0)
+
+
+def relax(program: Frontier) -> FrontierAnswer:
+    """Solve the linear relaxation by an interior point method; what it recomputes is rounded."""
+    if not program.cost.size:
+        return solve(program, max_nodes=0)
+    result = scipy.optimize.linprog(
+        program.cost,
+        A_ub=program.rows,
+        b_ub=program.upper,
+        bounds=np.stack([np.zeros(len(program.cost)), program.most], axis=1),
+        method="highs-ipm",
+    )
+    if result.status == 2:
+        return FrontierAnswer(0.0, is_infeasible=True)
+    if result.x is None or result.ineqlin.marginals is None:
+        return FrontierAnswer(0.0)
+    price = np.maximum(0.0, -result.ineqlin.marginals)
+    reduced = program.cost + program.rows.T @ price
+    bound = float(np.minimum(reduced, 0.0) @ program.most - price @ program.upper)
+    return FrontierAnswer(
+        max(0.0, bound - _MARGIN) * program.total_time,
+        _recomputed(program, result.x),
+        n_fractional=int((np.abs(result.x - np.round(result.x)) > 1e-4).sum()),
+    )
+
+
+def _recomputed(program: Frontier, point: Floats) -> tuple[tuple[int, ...], ...]:
+    """Return for each stage the places that a point recomputes, rounded."""
+    chosen = point > 0.5
+    return tuple(
         tuple(int(i) for i in np.flatnonzero(chosen[(begin + end) // 2 : end]))
         for begin, end in zip(program.first, program.first[1:])
     )
-    return FrontierAnswer(bound, recomputed, is_proven=result.status == 0)
