@@ -20,10 +20,11 @@ from remat import units
 from remat.errors import MissingExtraError, ReportError
 from remat.printing import printable
 from remat.report import Decision, Explanation, Finding, Memory, ParetoPoint, Step, Totals, Value
-from remat.report.document import Paragraph, Table
+from remat.report.document import Chart, Paragraph, Table
 from remat.report.markdown import to_markdown
 from remat.report.outline import decisions_table, flops_of_decisions
-from remat.report.text import to_text
+from remat.report.text import renderable, to_text
+from remat.report.timeline import timeline
 from remat.units import format_bytes
 
 EXPLANATION = samples.transformer(4)
@@ -208,6 +209,21 @@ def test_rich_prints_it_with_colours_at_the_terminals_width():
     plain = re.sub(r"\x1b\[[0-9;]*m", "", captured.get())
     assert "\x1b[" in captured.get()
     assert max(map(len, plain.splitlines())) <= 70
+
+
+def test_the_chart_marks_one_column_where_a_loop_reserves_the_same_in_all_of_its_steps():
+    values = [
+        Value(0, "argument", "f32[256]", 1024, ((0, 9),)),
+        Value(1, "saved", "f32[256]", 1024, ((2, 2),), reserved=((0, 1), (3, 9))),
+    ]
+    steps = [Step(str(i), "backward", 1.0) for i in range(10)]
+    console = rich.console.Console(
+        width=70, force_terminal=True, color_system="standard", _environ={}
+    )
+    with console.capture() as captured:
+        console.print(renderable([Chart(timeline(values, steps), tuple(steps))]))
+    rows = [row for row in captured.get().splitlines() if "┤" in row]
+    assert [row.count("\x1b[1;31m") for row in rows][-1] == 1
 
 
 def test_markdown_tables_have_as_many_cells_in_every_row():

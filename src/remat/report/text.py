@@ -184,16 +184,18 @@ def _chart(chart: Chart, width: int) -> RenderableType:
     columns = columns_of_chart(chart, min(_MOST_COLUMNS, width - _LABEL))
     top = max([n_bytes for n_bytes, _, _ in columns], default=0) or 1
     drawn = Text()
+    # A loop may reserve as much in all of its iterations: the peak is the first of them, as in the text.
+    peak = next((i for i, (n_bytes, _, _) in enumerate(columns) if n_bytes == top), None)
     for row in reversed(range(_ROWS)):
         label = format_bytes(top) if row == _ROWS - 1 else ("0 B" if row == 0 else "")
         drawn.append(f"{label:>10} ┤")
-        for n_bytes, used_bytes, _ in columns:
+        for i, (n_bytes, used_bytes, _) in enumerate(columns):
             used, height = (round(n / top * _ROWS * 8) - 8 * row for n in (used_bytes, n_bytes))
             if used <= 0 < height:
                 drawn.append("░", "dim")
             else:
                 mark = _EIGHTHS[min(8, max(0, used))]
-                drawn.append(mark, "bold red" if n_bytes == top else "cyan")
+                drawn.append(mark, "bold red" if i == peak else "cyan")
         drawn.append("\n")
     drawn.append(" " * _LABEL)
     for _, _, step in columns:
