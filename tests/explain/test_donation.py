@@ -10,13 +10,11 @@ import pytest
 from explain_cases import codes, f32, struct
 
 import remat
+from remat.units import parse_bytes
 
-W, X = struct(256, 256), struct(512, 256)
+# A small batch: the peak is where the new values are beside the old ones.
+W, X = struct(256, 256), struct(16, 256)
 PAIR = {"a": W, "b": W}
-
-
-def loss(w, x):
-    return jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w) ** 2)
 
 
 def of_pair(params, x):
@@ -35,7 +33,7 @@ def advice(step, *args, **options):
     """Return what an explanation says on donation."""
     explanation = remat.explain(jax.jit(step, **options), *args, compile=False)
     steps = " ".join(finding.next_step for finding in explanation.findings)
-    return " ".join(re.findall(r"Donate [^:]*: up to [^:]*? less\.", steps))
+    return " ".join(re.findall(r"Donate [^:]*: up to [^:]*? less at the peak\.", steps))
 
 
 def replaced(step, *args, **options):
@@ -47,38 +45,42 @@ def replaced(step, *args, **options):
 
 
 def distilled(teacher, student, x):
-    return student - jax.grad(lambda s: (loss(s, x) - loss(teacher, x)) ** 2)(student)
+    def loss(student):
+        return (of_pair(student, x) - of_pair(teacher, x)) ** 2
+
+    return descended(student, jax.grad(loss)(student))
 
 
 def test_frozen_parameters_of_the_shapes_of_trained_ones_are_not_to_be_donated():
-    assert replaced(distilled, W, W, X) == "student"
-    assert advice(distilled, W, W, X, donate_argnums=1) == ""
+    assert replaced(distilled, PAIR, PAIR, X) == "student"
+    assert advice(distilled, PAIR, PAIR, X, donate_argnums=1) == ""
 
 
 def test_a_batch_of_the_shape_of_the_predictions_is_not_to_be_donated():
     def step(params, x):
         def predicted(params):
-            y = jnp.tanh(jnp.tanh(x @ params) @ params)
+            y = jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"])
             return jnp.mean(y**2), y
 
         (_, y), gradient = jax.value_and_grad(predicted, has_aux=True)(params)
-        return params - gradient, y
+        return descended(params, gradient), y
 
-    assert replaced(step, W, X) == "params"
-    assert "x" not in advice(step, W, X).replace("which", "")
+    assert replaced(step, PAIR, X) == "params"
+    assert "Donate x" not in advice(step, PAIR, X)
 
 
 def test_an_argument_added_to_its_prediction_is_to_be_donated_if_it_is_not_needed_again():
     def step(params, x):
         def denoised(params):
-            y = x + jnp.tanh(x @ params)
+            y = x + jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"])
             return jnp.mean(y**2), y
 
         (_, y), gradient = jax.value_and_grad(denoised, has_aux=True)(params)
-        return params - gradient, y
+        return descended(params, gradient), y
 
-    assert replaced(step, W, X) == "params"
-    assert "Donate x if you do not need it again" in advice(step, W, X)
+    large = struct(4096, 256)
+    assert replaced(step, PAIR, X) == "params"
+    assert "Donate x if you do not need it again" in advice(step, PAIR, large)
 
 
 def test_where_one_of_two_arguments_is_replaced_either_may_be_donated():
@@ -177,21 +179,67 @@ def test_steps_of_filter_jit_are_told_of_its_own_option():
     eqx = pytest.importorskip("equinox")
 
     def said(step, *shapes, **options):
-        args = [jnp.ones(shape.shape) for shape in shapes]
+        args = jax.tree.map(lambda shape: jnp.ones(shape.shape), shapes)
         explanation = remat.explain(eqx.filter_jit(step, **options), *args, compile=False)
         return " ".join(finding.next_step for finding in explanation.findings)
 
-    first = said(lambda w, x: w - 0.1 * jax.grad(loss)(w, x), W, X)
+    first = said(lambda w, x: descended(w, jax.grad(of_pair)(w, x)), PAIR, X)
     assert 'Donate w (donate="all", which also donates x), which the step replaces' in first
-    assert 'Donate student (donate="all-except-first"' in said(distilled, W, W, X)
-    assert "Donate" not in said(distilled, W, W, X, donate="all-except-first")
+    assert 'Donate student (donate="all-except-first"' in said(distilled, PAIR, PAIR, X)
+    assert "Donate" not in said(distilled, PAIR, PAIR, X, donate="all-except-first")
 
     def step(w, m, x):
-        m = 0.9 * m + jax.grad(loss)(w, x)
-        return w - 0.1 * m, m
+        m = averaged(m, jax.grad(of_pair)(w, x))
+        return descended(w, m), m
 
-    assert 'Donate w (donate="all"), which' in said(step, W, W, X, donate="all-except-first")
-    assert "donate_argnums" not in said(loss, W, X)
+    assert 'Donate w (donate="all"), which' in said(step, PAIR, PAIR, X, donate="all-except-first")
+    assert "donate_argnums" not in said(of_pair, PAIR, X)
+
+
+LAYERS = [struct(512, 512)] * 8
+
+
+def trained(params, x):
+    def loss(params):
+        y = x
+        for w in params:
+            y = jnp.tanh(jnp.sin(y @ w))
+        return jnp.mean(y**2)
+
+    return descended(params, jax.grad(loss)(params))
+
+
+def trained_with_average(params, average, x):
+    params = trained(params, x)
+    return params, averaged(average, params)
+
+
+@pytest.mark.parametrize(
+    "step, args",
+    [
+        (trained, (LAYERS, struct(16, 512))),
+        (trained_with_average, (LAYERS, LAYERS, struct(16, 512))),
+    ],
+)
+def test_donation_frees_at_the_peak_what_is_said(step, args):
+    n = len(args) - 1
+    said = re.search("up to ([^ ]* [^ ]*) less at the peak", advice(step, *args))
+    peak, donating = (
+        remat.testing.peak_bytes(jax.jit(step, donate_argnums=donated), *args)
+        for donated in ((), tuple(range(n)))
+    )
+    assert said and parse_bytes(said[1]) == pytest.approx(peak - donating, rel=0.15)
+
+
+def test_donation_is_not_advised_where_gradients_take_the_memory_of_results():
+    # All values of the forward pass are there beside the first gradient, and gradients take their place.
+    args = LAYERS, struct(512, 512)
+    peaks = [
+        remat.testing.peak_bytes(jax.jit(trained, donate_argnums=donated), *args)
+        for donated in ((), (0,))
+    ]
+    assert peaks[0] == peaks[1]
+    assert advice(trained, *args) == ""
 
 
 def test_the_arguments_of_steps_on_numbers_are_no_finding():

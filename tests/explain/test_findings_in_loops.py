@@ -67,14 +67,17 @@ def test_the_costs_of_a_loop_with_both_passes_in_it_are_those_of_its_forward_pas
 
 
 def test_arguments_that_are_replaced_and_not_donated_are_named_though_they_do_not_dominate():
-    def step(params, x):
-        return params - 0.1 * jax.grad(deep(lambda f: f))(params, x)
+    def step(params, average, x):
+        gradients = jax.grad(deep(lambda f: f))(params, x)
+        average = jax.tree.map(lambda m, g: 0.9 * m + g, average, gradients)
+        return jax.tree.map(lambda p, m: p - 0.1 * m, params, average), average
 
-    args = (struct(8, 256, 256), struct(2048, 256))
+    layers = [struct(256, 256)] * 8
+    args = (layers, layers, struct(2048, 256))
     found = finding(remat.explain(step, *args, compile=False), "arguments_not_donated")
-    assert "2.0 MiB are there twice" in found.message
-    assert "Donate params (donate_argnums)" in found.next_step
-    donated = remat.explain(jax.jit(step, donate_argnums=0), *args, compile=False)
+    assert "4.0 MiB are there twice" in found.message
+    assert "Donate params, average (donate_argnums)" in found.next_step
+    donated = remat.explain(jax.jit(step, donate_argnums=(0, 1)), *args, compile=False)
     assert "arguments_not_donated" not in codes(donated)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,8 +25,9 @@ from remat.explain.account import Account, account_of
 from remat.explain.decisions import explained_decisions
 from remat.explain.difference import difference
 from remat.explain.findings import Facts, Followed, findings_of
-from remat.explain.phases import PhasedProgram, phased_program
+from remat.explain.phases import PhasedProgram, phased_program, with_early_updates
 from remat.explain.regions import inlined
+from remat.explain.roles import argument_of
 from remat.explain.step import ExplainedStep, traced_step, unplanned_step
 from remat.ir.jaxprs import applies
 from remat.program import compiled as compiling, targets
@@ -70,6 +71,7 @@ def explanation_of(
         predicted,
         memory,
         lambda chosen: _inlined(step, on, chosen),
+        lambda names: _predicted_donating(step, sides, on, names),
         plan,
         refused,
     )
@@ -113,6 +115,17 @@ def _account(step: ExplainedStep, sides: PhasedProgram, on: targets.Target) -> A
         results_from_start=on.platform != "tpu",
         duplicates=on.platform != "cpu",
     )
+
+
+def _predicted_donating(
+    step: ExplainedStep, sides: PhasedProgram, on: targets.Target, names: Collection[str]
+) -> int:
+    """Return the predicted peak of a step that donates the arguments with these names, too."""
+    donated = tuple(
+        given or argument_of(name) in names for given, name in zip(step.donated, step.names)
+    )
+    account = _account(dataclasses.replace(step, donated=donated), with_early_updates(sides), on)
+    return predicted_memory(account.values, account.steps).peak_bytes
 
 
 def _plan_followed_by(

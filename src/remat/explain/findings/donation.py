@@ -13,7 +13,7 @@ from remat.units import format_bytes
 
 
 class Donation(NamedTuple):
-    """The arguments that can be donated: their bytes, the reason, and how; 0 and "" for none."""
+    """The arguments to donate: by how much the peak falls, the reason, and how; 0 and "" for none."""
 
     n_bytes: int = 0
     reason: str = ""
@@ -21,21 +21,30 @@ class Donation(NamedTuple):
 
 
 def donation(facts: Facts) -> Donation:
-    """Return the arguments to donate: those that the step replaces, and those that it may replace."""
+    """Return the arguments to donate: those that the step replaces, and those that it may replace.
+
+    Results whose memory is there from the start hold temporaries until they are written, above all their
+    gradients. So the peak falls by less than the results' bytes, and the model says by how much; arguments
+    whose donation leaves it are not named.
+    """
     if facts.step.undifferentiated is not None:
         return Donation()
     surely, perhaps = donatable(facts)
     reasons, steps = [], []
-    if surely:
+    peak_bytes = facts.predicted.peak_bytes
+    less = _less(facts, surely, peak_bytes, surely)
+    if less:
+        peak_bytes -= less
         reasons.append(
             f"The step returns new values of {', '.join(surely)}, with the same shapes, and keeps the old "
-            f"ones: {_total(surely)} are there twice, also at the peak."
+            f"ones: {_total(surely)} are there twice."
         )
         steps.append(
             f"Donate {', '.join(surely)} ({_how(facts, surely)}), which the step replaces: up to "
-            f"{_total(surely)} less."
+            f"{format_bytes(less)} less at the peak."
         )
-    if perhaps:
+    less_of_others = _less(facts, [*surely, *perhaps], peak_bytes, perhaps)
+    if less_of_others:
         reasons.append(
             f"The step returns arrays that could reuse the memory of {', '.join(perhaps)}: "
             f"{_total(perhaps)}."
@@ -44,10 +53,19 @@ def donation(facts: Facts) -> Donation:
         steps.append(
             f"Donate {which} {'you' if len(perhaps) > 1 else 'if you'} do not need "
             f"{'' if len(perhaps) > 1 else 'it '}again ({_how(facts, perhaps)}): up to "
-            f"{_total(perhaps)} less."
+            f"{format_bytes(less_of_others)} less at the peak."
         )
-    n_bytes = sum(surely.values()) + sum(perhaps.values())
-    return Donation(n_bytes, " ".join(reasons), " ".join(steps))
+    return Donation(less + less_of_others, " ".join(reasons), " ".join(steps))
+
+
+def _less(
+    facts: Facts, donated: Iterable[str], peak_bytes: int, replaced: Mapping[str, int]
+) -> int:
+    """Return by how many bytes a predicted peak falls if arguments are donated, some of them replaced."""
+    if not replaced:
+        return 0
+    less = peak_bytes - facts.predicted_donating(frozenset(donated))
+    return max(0, min(less, sum(replaced.values())))
 
 
 def donatable(facts: Facts) -> tuple[dict[str, int], dict[str, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from remat import _jax
 from remat.explain.account import Account
@@ -34,6 +34,7 @@ class Facts:
     Args:
       compiled: the compiler's figures, if it was asked.
       compiled_inlined: asks it for the temporaries of the step with some of its regions inlined.
+      predicted_donating: predicts the peak of the step if it donates these arguments, too.
       plan: the plan that the step follows, if any.
       refused: the compiler's error, if the step does not fit the device.
     """
@@ -44,6 +45,7 @@ class Facts:
     predicted: Memory
     compiled: Memory | None
     compiled_inlined: Callable[[Callable[[_jax.JaxprEqn], bool]], int | None]
+    predicted_donating: Callable[[Collection[str]], int]
     plan: Followed | None = None
     refused: compiling.OutOfMemory | None = None
 
