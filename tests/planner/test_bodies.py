@@ -98,8 +98,20 @@ def around_a_shard_map(w, x, check_vma=True):
     )(w, x)  # fmt: skip
 
 
+def averaged_around_a_shard_map(w, x):
+    def local(w, x):
+        return jax.lax.pmean(gathered(w, x), "data")
+
+    return jax.shard_map(local, mesh=mesh(), in_specs=SHARDED, out_specs=P(), check_vma=False)(w, x)
+
+
 @pytest.mark.parametrize(
-    "step", [with_its_gradient_in_a_shard_map, jax.value_and_grad(around_a_shard_map)]
+    "step",
+    [
+        with_its_gradient_in_a_shard_map,
+        jax.value_and_grad(around_a_shard_map),
+        jax.value_and_grad(averaged_around_a_shard_map),
+    ],
 )
 def test_shard_maps_are_scheduled_by_the_bytes_of_one_device(step, tmp_path):
     args = [jax.device_put(a, NamedSharding(mesh(), s)) for a, s in zip((W, X), SHARDED)]

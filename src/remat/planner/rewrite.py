@@ -335,6 +335,8 @@ class _Writer:
         self.current: dict[_jax.Var, _jax.Var] = {}
         #: The stored values that may serve as triggers; dead ones are removed as units are written.
         self.live: dict[_jax.Var, None] = {}
+        #: The results of the first part, once it ends.
+        self.first_results: dict[_jax.Var, _jax.Var] = {}
         #: Equations outside of units, by their number and operands.
         self.outside: dict[tuple[Any, ...], Sequence[_jax.Var]] = {}
         #: For each variable of the new program, the number of the latest equation it depends on.
@@ -364,9 +366,18 @@ class _Writer:
             at += 1
         if not self.is_second:
             self._begin_second()
-        return [self._outside(v) for v in self.jaxpr.outvars]
+        return [
+            self.first_results.get(v) or self._outside(v) if _jax.is_var(v) else v
+            for v in self.jaxpr.outvars
+        ]
 
     def _begin_second(self) -> None:
+        # The first part returns its own results: what the second computes again is not there yet.
+        self.first_results = {
+            v: self._outside(v)
+            for v in self.jaxpr.outvars
+            if _jax.is_var(v) and self.producer.get(v, self.n_first) < self.n_first
+        }
         self.is_second = True
         self.n_before = len(self.eqns)
         self.outside.clear()
