@@ -64,8 +64,8 @@ _WIDE_GAP = 0.25
 # Share of the peak. Orders for budgets in narrower intervals are not improved for longer: those of the
 # interval's ends were.
 _WIDE_INTERVAL = 1 / 64
-# Nodes of the graphs whose orders are improved for longer. Proofs solve smaller ones, and on larger ones a round
-# of improvement takes so long that more of them do not pay.
+# Nodes of the graphs whose orders are improved for longer. Proofs solve smaller ones, and on larger ones a
+# round of improvement takes so long that more of them do not pay.
 _IMPROVED = range(200, 4_001)
 _UNFINISHED = 1.5  # multiple of the most extra time at which an unfinished order is abandoned
 # Of the 0-1 program (some 40 nodes); each search solves programs up to this size.
