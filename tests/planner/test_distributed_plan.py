@@ -136,6 +136,25 @@ def test_plan_under_in_shardings_is_that_of_arrays_that_have_them():
 
 
 @pytest.mark.slow
+def test_a_differentiated_shard_map_recomputes_no_more_than_the_budget_asks_for():
+    # Both halves of the shard_map are one body, and the residuals between them are around it as written.
+    def inner(params, x):
+        for w, v in params:
+            x = x + jnp.tanh(jax.nn.gelu(x @ w) @ v)
+        return jax.lax.pmean(jnp.mean(x**2), "data")
+
+    loss = jax.shard_map(inner, mesh=mesh(), in_specs=(P(), P("data")), out_specs=P())
+    abstract = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    everywhere = NamedSharding(mesh(), P())
+    weights = [abstract(s, sharding=everywhere) for s in ((64, 256), (256, 64))]
+    x = abstract((N * 1024, 64), sharding=NamedSharding(mesh(), P("data")))
+    step = jax.value_and_grad(loss)
+    args = [tuple(weights)] * 6, x
+    made = remat.plan(step, *args, budget="60%", cache=False, progress=False)
+    assert made.peak_bytes <= made.budget_bytes
+    assert made.extra_flops < 0.1 * made.flops  # the whole forward pass would be a third
+
+
 def test_shard_map_is_planned_for_by_device():
     params = [normal(32, 32, seed=i) for i in range(12)]
     x = normal(N * 64, 32)

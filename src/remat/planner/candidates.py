@@ -84,10 +84,9 @@ _LEVELS_BEFORE = 2
 # Number of levels to try, spread over all, if the program outside of the loops must recompute at every
 # level; more find better plans and take longer.
 _SPREAD = 6
-# Shares of the bytes that are live around a body in the program as it is written. Each is tried as an
-# assumption: bodies are scheduled within the rest of the budget. Smaller shares leave more recomputation to
-# the program around the bodies.
-_SHARES_AROUND = (1.0, 0.5, 0.0)
+# Number of corrections of the bytes that bodies are scheduled for, by the peak of the program around them. More
+# come closer to the budget, and each prices a program.
+_MOST_CORRECTIONS = 4
 # Weight of time in the cost of proposals that are compared by FLOPs. A larger one saves more time of cheap
 # kernels, and costs FLOPs.
 _SHARE_OF_TIME = 0.01
@@ -191,7 +190,7 @@ class StepModel:
 
     def smallest(self, variant: str) -> Proposal:
         """Return the proposal with the fewest bytes at the level at which all loops keep least."""
-        options = self._body_options(variant, 0, 1.0)
+        options = self._body_options(variant, [0] * len(self._loops.bodies))
         return self._with_flops(self._level(-1, options).smallest(variant))
 
     def _fastest(self, found: Sequence[Proposal]) -> Proposal:
@@ -323,19 +322,40 @@ class StepModel:
 
     def _body_choices(self, variant: str, n_bytes: int) -> list[tuple[BodyOption, ...]]:
         """Return the options of the bodies to try, one for each body, without repetitions."""
-        choices = (self._body_options(variant, n_bytes, share) for share in _SHARES_AROUND)
+        beside = [n_bytes - around for around in self._loops.around]
+        alone = [n_bytes] * len(beside)
+        choices = (
+            self._body_options(variant, beside),
+            self._corrected_options(variant, n_bytes),
+            self._body_options(variant, alone),
+        )
         return list(dict.fromkeys(choices))
 
-    def _body_options(self, variant: str, n_bytes: int, share: float) -> tuple[BodyOption, ...]:
-        """Return the fastest option of each body that fits beside a share of the bytes live around it.
+    def _corrected_options(self, variant: str, n_bytes: int) -> tuple[BodyOption, ...]:
+        """Return the options with which the program takes these bytes without recomputation around bodies.
 
-        Bodies do not run at the same time, so each may use the rest of the budget.
+        What is live around a body in the program as it is written may depend on the body's option: both
+        halves of a `shard_map` are one body, and the residuals between them are around it.
         """
-        found = []
+        n_bodies = len(self._loops.bodies)
+        lower = 0
+        options = self._body_options(variant, [n_bytes] * n_bodies)
+        for _ in range(_MOST_CORRECTIONS if n_bodies else 0):
+            over = self._level(-1, options).peak_bytes(variant) - n_bytes
+            if over <= 0:
+                break
+            lower += over
+            options = self._body_options(variant, [n_bytes - lower] * n_bodies)
+        return options
+
+    def _body_options(self, variant: str, room: Sequence[int]) -> tuple[BodyOption, ...]:
+        """Return the fastest option of each body within its bytes.
+
+        Bodies do not run at the same time, so each may fill what is left of the budget.
+        """
         at = self.fusions.index(self.model_of(variant))
-        for body, around in zip(self._loops.bodies, self._loops.around):
-            found.append(body.options[at].within(n_bytes - int(share * around)))
-        return tuple(found)
+        bodies = zip(self._loops.bodies, room, strict=True)
+        return tuple(body.options[at].within(n_bytes) for body, n_bytes in bodies)
 
     def model_of(self, variant: str) -> str:
         """Return the variant whose model of fusion a variant uses."""
