@@ -84,8 +84,8 @@ _LEVELS_BEFORE = 2
 # Number of levels to try, spread over all, if the program outside of the loops must recompute at every
 # level; more find better plans and take longer.
 _SPREAD = 6
-# Number of corrections of the bytes that bodies are scheduled for, by the peak of the program around them. More
-# come closer to the budget, and each prices a program.
+# Number of corrections of the bytes that bodies are scheduled for, by the peak of the program around them.
+# More come closer to the budget, and each prices a program.
 _MOST_CORRECTIONS = 4
 # Weight of time in the cost of proposals that are compared by FLOPs. A larger one saves more time of cheap
 # kernels, and costs FLOPs.
