@@ -135,7 +135,6 @@ def test_plan_under_in_shardings_is_that_of_arrays_that_have_them():
         remat.fit(step, plan=told, in_shardings=(whole, whole))(params, x)
 
 
-@pytest.mark.slow
 def test_a_differentiated_shard_map_recomputes_no_more_than_the_budget_asks_for():
     # Both halves of the shard_map are one body, and the residuals between them are around it as written.
     def inner(params, x):
@@ -155,6 +154,7 @@ def test_a_differentiated_shard_map_recomputes_no_more_than_the_budget_asks_for(
     assert made.extra_flops < 0.1 * made.flops  # the whole forward pass would be a third
 
 
+@pytest.mark.slow
 def test_shard_map_is_planned_for_by_device():
     params = [normal(32, 32, seed=i) for i in range(12)]
     x = normal(N * 64, 32)
