@@ -380,3 +380,17 @@ def test_values_in_a_partly_manual_shard_map_are_divided_by_the_other_axes():
     assert automatic_shards(eqn, 1) == 1
     whole, divided = (program_of_jaxpr(jaxpr, [shards]) for shards in (2, 8))
     assert [4 * n for n in divided.bytes[1:]] == list(whole.bytes[1:])
+
+
+def test_stacks_of_inner_loops_take_memory_of_their_own():
+    def stacks(x):
+        def outer(x, _):
+            return jax.lax.scan(lambda c, _: (jnp.sin(c), jnp.cos(c)), x, None, length=4)
+
+        return jax.lax.scan(outer, x, None, length=8)
+
+    x = jnp.ones(1024)
+    op = program_of_jaxpr(jax.make_jaxpr(stacks)(x).jaxpr).ops[-1]
+    compiled = jax.jit(stacks).lower(x).compile().memory_analysis()
+    assert op.workspace_bytes >= 4 * x.nbytes
+    assert abs(op.workspace_bytes - compiled.temp_size_in_bytes) < 2 * x.nbytes

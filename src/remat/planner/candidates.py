@@ -143,7 +143,7 @@ class StepModel:
         self.shards = shards
         self.slowdown = slowdown
         self.solver = solver or GridSearch(most_extra=MOST_AGAIN)
-        self._levels: dict[tuple[int, tuple[BodyOption, ...]], LoopLevel] = {}
+        self._levels: dict[tuple[LoopDecisions, tuple[BodyOption, ...]], LoopLevel] = {}
         #: FLOPs of the programs that follow decisions.
         self._flops: dict[StepDecisions, float] = {}
 
@@ -306,8 +306,14 @@ class StepModel:
     def _level(self, at: int, options: tuple[BodyOption, ...]) -> LoopLevel:
         """Return a level of the pairs of loops with these options of the bodies."""
         at %= len(self._loops.levels)
-        if (at, options) not in self._levels:
-            loops, seconds = self._loops.levels[at]
+        return self._level_of(self._loops.levels[at], options)
+
+    def _level_of(
+        self, decided: tuple[LoopDecisions, float], options: tuple[BodyOption, ...]
+    ) -> LoopLevel:
+        key = decided[0], options
+        if key not in self._levels:
+            loops, seconds = decided
             chosen = tuple(
                 (body.id, option.decisions)
                 for body, option in zip(self._loops.bodies, options)
@@ -317,8 +323,8 @@ class StepModel:
             if chosen and loops.opened == self._is_opened:
                 loops = dataclasses.replace(loops, bodies=tuple(sorted(chosen, key=lambda c: c[0])))
                 seconds += sum(option.seconds for option in options)
-            self._levels[at, options] = LoopLevel(self, loops, seconds)
-        return self._levels[at, options]
+            self._levels[key] = LoopLevel(self, loops, seconds)
+        return self._levels[key]
 
     def _body_choices(self, variant: str, n_bytes: int) -> list[tuple[BodyOption, ...]]:
         """Return the options of the bodies to try, one for each body, without repetitions."""
@@ -376,6 +382,10 @@ class StepModel:
             tried.update(round(k * (n_levels - 1) / _SPREAD) for k in range(_SPREAD))
         for at in sorted(tried):
             yield self._level(at, options)
+        if self._loops.by_step is not None:
+            by_step = self._level_of(self._loops.by_step, options)
+            if by_step.peak_bytes(variant) <= n_bytes:
+                yield by_step
 
 
 def _fusing(variant: str) -> Fusing:
@@ -637,11 +647,14 @@ class _Loops:
     Args:
       levels: the decisions about pairs of loops and the seconds of recomputation in them, the level that
         keeps most first.
+      by_step: the same of the level at which all pairs compute their steps again one by one; None if there
+        are no pairs.
       bodies: those that are scheduled by themselves.
       around: for each body the bytes that are live while its loop runs in the program as it is written.
     """
 
     levels: tuple[tuple[LoopDecisions, float], ...]
+    by_step: tuple[LoopDecisions, float] | None
     bodies: tuple[Body, ...]
     around: tuple[int, ...]
 
@@ -685,7 +698,11 @@ def _loops(model: StepModel, source: _jax.Jaxpr) -> _Loops:
             levels.append((LoopDecisions(opened, tuple(sorted(chosen.items()))), seconds))
     at = bisect.bisect_left([s for _, s in levels], as_written) if opened else 0
     levels.insert(at, (LoopDecisions(), as_written))
-    return _Loops(tuple(levels), inside, tuple(around))
+    by_step = None
+    if found:
+        each = LoopDecisions(opened, tuple(sorted((pair.id, pair.by_step) for pair in found)))
+        by_step = each, sum(pair.by_step.seconds for pair in found)
+    return _Loops(tuple(levels), by_step, inside, tuple(around))
 
 
 def _within_host_memory(

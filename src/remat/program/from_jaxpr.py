@@ -16,7 +16,7 @@ Known limits: sharding is followed by counts, not by axes; layouts and padding a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from remat import _jax
@@ -213,6 +213,18 @@ class ProgramWriter:
             )
         )
 
+    def copy_stacks(self, values: Collection[int]) -> None:
+        """Copy those of these values that loops made, and let their variables mean the copies."""
+        made_by_loops = {v for op in self.ops if op.name in ("scan", "while") for v in op.results}
+        copies: dict[int, int] = {}
+        for v in sorted(made_by_loops.intersection(values)):
+            copies[v] = len(self.bytes)
+            self.bytes.append(self.bytes[v])
+            self.types.append(self.types[v])
+            self.shards.append(self.shards[v])
+            self.ops.append(Op("copy", Fusion.CHEAP, (v,), (copies[v],)))
+        self.ids = {var: copies.get(v, v) for var, v in self.ids.items()}
+
 
 class FlatWriter(ProgramWriter):
     """Writes each equation as one operation, calls too."""
@@ -280,8 +292,14 @@ def workspace_bytes(
         shards = solve_operands(eqn, shards)
     if eqn.primitive.name == "shard_map" and shards is not None:
         shards = [automatic_shards(eqn, n) for n in shards]
+    n_stacked = len(eqn.outvars) - _jax.scan_arity(eqn)[1] if eqn.primitive.name == "scan" else 0
     of_bodies = (
-        body_peak_bytes(b, tuple(shards or ())[-len(b.invars) :], into_products=into_products)
+        body_peak_bytes(
+            b,
+            tuple(shards or ())[-len(b.invars) :],
+            into_products=into_products,
+            n_stacked=n_stacked,
+        )
         for b in bodies
     )
     return max(of_bodies, default=0)
@@ -310,11 +328,23 @@ def n_kernels(eqn: _jax.JaxprEqn) -> int:
 
 
 def body_peak_bytes(
-    jaxpr: _jax.Jaxpr, shards: tuple[int, ...] = (), *, into_products: bool = False
+    jaxpr: _jax.Jaxpr,
+    shards: tuple[int, ...] = (),
+    *,
+    into_products: bool = False,
+    n_stacked: int = 0,
 ) -> int:
-    """Return the bytes that one run of a body occupies besides its inputs and results."""
+    """Return the bytes that one run of a body occupies besides its inputs and results.
+
+    Args:
+      jaxpr: the body.
+      shards: the shard count of each input; 1 if not given.
+      into_products: as in `fusion.fuse`.
+      n_stacked: the number of last results that the loop stacks. A stack that a loop inside makes takes
+        memory of its own before it is copied into the outer one.
+    """
     known = shards if any(n > 1 for n in shards) else ()
-    return int(_body_work(jaxpr, into_products, known).peak_bytes)
+    return int(_body_work(jaxpr, into_products, known, n_stacked).peak_bytes)
 
 
 class _Work(NamedTuple):
@@ -325,13 +355,18 @@ class _Work(NamedTuple):
 # Cached, since several equations may run the same body, and the numbers depend on the immutable jaxpr alone.
 @_jax.weakref_lru_cache
 def _body_work(
-    jaxpr: _jax.Jaxpr, into_products: bool = False, shards: tuple[int, ...] = ()
+    jaxpr: _jax.Jaxpr,
+    into_products: bool = False,
+    shards: tuple[int, ...] = (),
+    n_stacked: int = 0,
 ) -> _Work:
     writer = ProgramWriter(into_products=into_products)
     # The condition of a while loop takes other operands than the last ones.
     writer.enter(jaxpr.invars, shards if len(shards) == len(jaxpr.invars) else None)
     writer.enter(jaxpr.constvars, None)
     writer.write(jaxpr, "")
+    stacked = jaxpr.outvars[len(jaxpr.outvars) - n_stacked :]
+    writer.copy_stacks({writer.ids[v] for v in stacked if _jax.is_var(v)})
     program = without_dead(writer.program(jaxpr.outvars))
     # Times are irrelevant here: each kernel takes one second.
     fused = fuse(program, lambda *_: 1.0, into_products=into_products, apart=True)

@@ -69,7 +69,9 @@ def _pairs_in(scope: Scope, prefix: str, path: str, times: int) -> list[ScanPair
         inner = []
         if _has_loops_or_branches(joint.jaxpr):
             inner = _pairs_in(joint_scope(scope, joint, match.backward), f"{key}/", name, 1)
-        options, as_written = PairOptions(scope, joint, match.backward, key, inner, times).found()
+        options, as_written, by_step = PairOptions(
+            scope, joint, match.backward, key, inner, times
+        ).found()
         found[match.forward] = [
             ScanPair(
                 key,
@@ -79,6 +81,7 @@ def _pairs_in(scope: Scope, prefix: str, path: str, times: int) -> list[ScanPair
                 times,
                 tuple(options),
                 as_written,
+                by_step,
             )
         ]
     for match in branch_matches(jaxpr):
@@ -117,15 +120,17 @@ def _pair_of_branches(scope: Scope, match: Match, prefix: str, path: str, times:
     name = joined(path, _jax.name_stack_of(eqn))
     of_branch: dict[str, list[ScanOption]] = {}
     written: list[tuple[str, ScanOption]] = []
+    by_step: list[tuple[str, ScanOption]] = []
     for k, joint in enumerate(branches_of(scope.jaxpr, match)):
         id = branch_id(key, k)
         inner = []
         if _has_loops_or_branches(joint.jaxpr):
             inner = _pairs_in(joint_scope(scope, joint, match.backward), f"{id}/", name, 1)
-        of_branch[id], as_written = PairOptions(
+        of_branch[id], as_written, again = PairOptions(
             scope, joint, match.backward, id, inner, times
         ).found()
         written.append((id, as_written))
+        by_step.append((id, again))
     # All branches get the same bytes; each takes its best option within them.
     limits = sorted({option.bytes for options in of_branch.values() for option in options})
     least = max(min(option.bytes for option in options) for options in of_branch.values())
@@ -147,6 +152,7 @@ def _pair_of_branches(scope: Scope, match: Match, prefix: str, path: str, times:
         times,
         tuple(undominated(options)),
         _of_branches(written),
+        _of_branches(by_step),
     )
 
 

@@ -75,6 +75,9 @@ class ScanPair:
       times: how often the pair runs, which depends on the loops around it.
       options: the Pareto-optimal options in bytes and seconds, by ascending bytes.
       as_written: the option that describes the program as it is written.
+      by_step: the option with the fewest bytes that computes each step again as a whole, as
+        `jax.checkpoint` around the body does. Where the compiler needs less for it than for groups of
+        steps, it is better than options that the model prefers to it.
     """
 
     id: str
@@ -84,6 +87,7 @@ class ScanPair:
     times: int
     options: tuple[ScanOption, ...]
     as_written: ScanOption
+    by_step: ScanOption
 
 
 #: Options of the pairs inside, by their ids.
@@ -121,8 +125,8 @@ class PairOptions:
         self.inner = inner
         self.times = times
 
-    def found(self) -> tuple[list[ScanOption], ScanOption]:
-        """Return the options, and the one that describes the program as it is written."""
+    def found(self) -> tuple[list[ScanOption], ScanOption, ScanOption]:
+        """Return the options, that of the program as it is written, and `by_step`, as in `ScanPair`."""
         unchanged = _OptionsOfCuts(self, self.joint, ())
         written = unchanged.as_written()
         given = [unchanged]
@@ -135,7 +139,13 @@ class PairOptions:
             # Host memory may be limited, and the compiler may fail on offloading.
             on_device = [(option, cuts) for option, cuts in found if not option.host_bytes]
             best = list(dict.fromkeys((*best, *_best(on_device, written))))
-        return best, written
+        of_steps = [
+            option
+            for option, cuts in found
+            if cuts is unchanged and option.group == 1 and not option.host_bytes
+        ]
+        by_step = min(of_steps, key=lambda o: (o.bytes, o.seconds), default=written)
+        return best, written, by_step
 
     def _choices_inside(self) -> list[_Choice]:
         """Return choices for the pairs inside: at one price for all of them, and some between these."""
