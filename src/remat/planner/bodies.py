@@ -119,13 +119,13 @@ class BodyOptions:
 
     @functools.cached_property
     def smallest(self) -> BodyOption:
-        """The option of the fewest bytes that does not take too long."""
+        """Return the option of the fewest bytes that does not take too long."""
         found = self._option(smallest_reasonable(self.fused, self.answers))
         return min(found, self.as_written, key=lambda option: option.bytes)
 
     @functools.cached_property
     def is_smaller(self) -> bool:
-        """Whether there is an option that needs less than the body as it is written."""
+        """Return whether there is an option that needs less than the body as it is written."""
         return self.within(self.as_written.bytes - 1).bytes < self.as_written.bytes
 
     def _option(self, found: Schedule) -> BodyOption:
