@@ -94,37 +94,6 @@ class PhasedProgram:
         return without_dead(dataclasses.replace(self.program, ops=tuple(ops), outputs=outputs))
 
 
-def with_early_updates(sides: PhasedProgram) -> PhasedProgram:
-    """Return the program with each operation of its update as early as its operands allow.
-
-    A new value in the memory of an argument frees its gradient, and compilers compute it early. It waits
-    for what reads the argument in the forward and backward pass.
-    """
-    ready = dict.fromkeys(sides.inputs, 0)
-    for at, (op, phase) in enumerate(zip(sides.program.ops, sides.phases)):
-        if phase != "update":
-            ready.update({v: at for v in op.operands if v in sides.program.inputs})
-    times = []
-    for at, (op, phase) in enumerate(zip(sides.program.ops, sides.phases)):
-        operands = (ready[v] for v in op.operands if v in ready)
-        times.append(max(operands, default=0) if phase == "update" else at)
-        ready.update(dict.fromkeys(op.results, times[-1]))
-    order = sorted(range(len(times)), key=lambda at: (times[at], at))
-    return _with_operations(sides, order, [sides.program.ops[at] for at in order])
-
-
-def _with_operations(sides: PhasedProgram, kept: Sequence[int], ops: Sequence[Op]) -> PhasedProgram:
-    """Return the program with some of its operations, in this order, as they are in `ops`."""
-    return dataclasses.replace(
-        sides,
-        program=dataclasses.replace(sides.program, ops=tuple(ops)),
-        phases=tuple(sides.phases[i] for i in kept),
-        regions=tuple(sides.regions[i] for i in kept),
-        eqns=tuple(sides.eqns[i] for i in kept),
-        functions=tuple(sides.functions[i] for i in kept),
-    )
-
-
 def merged(sides: PhasedProgram) -> PhasedProgram:
     """Merge repeated operations outside of regions, as compilers do."""
     program = sides.program
@@ -145,10 +114,13 @@ def merged(sides: PhasedProgram) -> PhasedProgram:
         kept.append(i)
         ops.append(op)
     outputs = tuple(of.get(v, v) for v in program.outputs)
-    left = _with_operations(sides, kept, ops)
     return dataclasses.replace(
-        left,
-        program=dataclasses.replace(left.program, outputs=outputs),
+        sides,
+        program=dataclasses.replace(program, ops=tuple(ops), outputs=outputs),
+        phases=tuple(sides.phases[i] for i in kept),
+        regions=tuple(sides.regions[i] for i in kept),
+        eqns=tuple(sides.eqns[i] for i in kept),
+        functions=tuple(sides.functions[i] for i in kept),
         same={v: of.get(w, w) for v, w in sides.same.items() if v not in of},
     )
 

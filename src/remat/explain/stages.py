@@ -12,8 +12,9 @@ branch of a conditional is shown, and one iteration of a while loop.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,11 +26,13 @@ from remat.explain.account import Account, account_of
 from remat.explain.decisions import explained_decisions
 from remat.explain.difference import difference
 from remat.explain.findings import Facts, Followed, findings_of
-from remat.explain.phases import PhasedProgram, phased_program, with_early_updates
+from remat.explain.phases import PhasedProgram, phased_program
 from remat.explain.regions import inlined
 from remat.explain.roles import argument_of
 from remat.explain.step import ExplainedStep, traced_step, unplanned_step
-from remat.ir.jaxprs import applies
+from remat.ir.equations import transparent_call
+from remat.ir.jaxprs import applies, inline_calls
+from remat.ir.updates import with_early_updates
 from remat.program import compiled as compiling, targets
 from remat.program.costs import Roofline
 from remat.report.explanation import Explanation
@@ -71,7 +74,7 @@ def explanation_of(
         predicted,
         memory,
         lambda chosen: _inlined(step, on, chosen),
-        lambda names: _predicted_donating(step, sides, on, names),
+        functools.cache(lambda names: _predicted_donating(step, on, names)),
         plan,
         refused,
     )
@@ -117,14 +120,18 @@ def _account(step: ExplainedStep, sides: PhasedProgram, on: targets.Target) -> A
     )
 
 
-def _predicted_donating(
-    step: ExplainedStep, sides: PhasedProgram, on: targets.Target, names: Collection[str]
-) -> int:
-    """Return the predicted peak of a step that donates the arguments with these names, too."""
+def _predicted_donating(step: ExplainedStep, on: targets.Target, names: frozenset[str]) -> int:
+    """Return the predicted peak of a step that donates the arguments with these names, too.
+
+    A new value in the memory of an argument frees its gradient, and compilers compute it early.
+    """
     donated = tuple(
         given or argument_of(name) in names for given, name in zip(step.donated, step.names)
     )
-    account = _account(dataclasses.replace(step, donated=donated), with_early_updates(sides), on)
+    flat = inline_calls(step.jaxpr, transparent_call)
+    alive, _ = _jax.dce(flat, [True] * len(flat.outvars), keep=[True] * len(flat.invars))
+    sides = phased_program(with_early_updates(alive, donated), step.shards)
+    account = _account(dataclasses.replace(step, donated=donated), sides, on)
     return predicted_memory(account.values, account.steps).peak_bytes
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from remat import _jax
 from remat.explain.account import Account
@@ -45,7 +45,7 @@ class Facts:
     predicted: Memory
     compiled: Memory | None
     compiled_inlined: Callable[[Callable[[_jax.JaxprEqn], bool]], int | None]
-    predicted_donating: Callable[[Collection[str]], int]
+    predicted_donating: Callable[[frozenset[str]], int]
     plan: Followed | None = None
     refused: compiling.OutOfMemory | None = None
 
