@@ -123,7 +123,7 @@ class BodyOptions:
         found = self._option(smallest_reasonable(self.fused, self.answers))
         return min(found, self.as_written, key=lambda option: option.bytes)
 
-    @functools.cached_property
+    @property
     def is_smaller(self) -> bool:
         """Return whether there is an option that needs less than the body as it is written."""
         return self.within(self.as_written.bytes - 1).bytes < self.as_written.bytes

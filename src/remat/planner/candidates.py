@@ -328,6 +328,8 @@ class StepModel:
 
     def _body_choices(self, variant: str, n_bytes: int) -> list[tuple[BodyOption, ...]]:
         """Return the options of the bodies to try, one for each body, without repetitions."""
+        if not self._loops.bodies:
+            return [()]
         beside = [n_bytes - around for around in self._loops.around]
         alone = [n_bytes] * len(beside)
         choices = (
@@ -346,7 +348,7 @@ class StepModel:
         n_bodies = len(self._loops.bodies)
         lower = 0
         options = self._body_options(variant, [n_bytes] * n_bodies)
-        for _ in range(_MOST_CORRECTIONS if n_bodies else 0):
+        for _ in range(_MOST_CORRECTIONS):
             over = self._level(-1, options).peak_bytes(variant) - n_bytes
             if over <= 0:
                 break
@@ -647,8 +649,8 @@ class _Loops:
     Args:
       levels: the decisions about pairs of loops and the seconds of recomputation in them, the level that
         keeps most first.
-      by_step: the same of the level at which all pairs compute their steps again one by one; None if there
-        are no pairs.
+      by_step: the same of the level at which all pairs recompute their steps one by one; None without
+        pairs.
       bodies: those that are scheduled by themselves.
       around: for each body the bytes that are live while its loop runs in the program as it is written.
     """

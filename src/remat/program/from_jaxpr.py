@@ -16,7 +16,7 @@ Known limits: sharding is followed by counts, not by axes; layouts and padding a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from remat import _jax
@@ -213,17 +213,14 @@ class ProgramWriter:
             )
         )
 
-    def copy_stacks(self, values: Collection[int]) -> None:
-        """Copy those of these values that loops made, and let their variables mean the copies."""
+    def copy_stacks(self, variables: Iterable[_jax.Var | _jax.Literal]) -> None:
+        """Copy the values of those of these variables that loops made; the variables mean the copies then."""
         made_by_loops = {v for op in self.ops if op.name in ("scan", "while") for v in op.results}
-        copies: dict[int, int] = {}
-        for v in sorted(made_by_loops.intersection(values)):
-            copies[v] = len(self.bytes)
-            self.bytes.append(self.bytes[v])
-            self.types.append(self.types[v])
-            self.shards.append(self.shards[v])
-            self.ops.append(Op("copy", Fusion.CHEAP, (v,), (copies[v],)))
-        self.ids = {var: copies.get(v, v) for var, v in self.ids.items()}
+        for variable in filter(_jax.is_var, variables):
+            v = self.ids[variable]
+            if v in made_by_loops:
+                copy = self.new_value(variable, self.shards[v])
+                self.ops.append(Op("copy", Fusion.CHEAP, (v,), (copy,)))
 
 
 class FlatWriter(ProgramWriter):
@@ -365,8 +362,7 @@ def _body_work(
     writer.enter(jaxpr.invars, shards if len(shards) == len(jaxpr.invars) else None)
     writer.enter(jaxpr.constvars, None)
     writer.write(jaxpr, "")
-    stacked = jaxpr.outvars[len(jaxpr.outvars) - n_stacked :]
-    writer.copy_stacks({writer.ids[v] for v in stacked if _jax.is_var(v)})
+    writer.copy_stacks(jaxpr.outvars[len(jaxpr.outvars) - n_stacked :])
     program = without_dead(writer.program(jaxpr.outvars))
     # Times are irrelevant here: each kernel takes one second.
     fused = fuse(program, lambda *_: 1.0, into_products=into_products, apart=True)
