@@ -280,9 +280,8 @@ class _Accounting:
         """
         outputs = {v for v in self.roots if v is not None}
         moved = self._moved()
-        first_life: dict[
-            int, int
-        ] = {}  # value of the forward pass → its place in the list of values
+        # From values of the forward pass to their places in the list of values.
+        first_life: dict[int, int] = {}
         found: list[Value] = []
         for v, use in self.uses.items():
             if v in outputs or v in self.in_carry or v in moved.values():

@@ -137,20 +137,10 @@ def frontier(
     first.append(n_columns)
     for k, (before, end) in enumerate(zip(begins, boundaries)):
         n_old = before + 1
-        s, r = first[k], first[k] + n_old
-        # Operands of v that are older than the stage: kept or computed again.
-        old_edges = slice(0, int(arrays.start[n_old]))
-        user = np.repeat(np.arange(n_old), np.diff(arrays.start[: n_old + 1]))
-        operand = arrays.dep[old_edges]
-        builder.add([(r + user, 1.0), (r + operand, -1.0), (s + operand, -1.0)], 0.0)
-        new = arrays.dep[int(arrays.start[n_old]) : int(arrays.start[end + 1])]
-        required = np.unique(new[new < n_old])
-        builder.add([(r + required, -1.0), (s + required, -1.0)], -1.0)
-        if k + 1 == len(boundaries):
+        later = first[k + 1] if k + 1 < len(boundaries) else None
+        _add_stage(builder, arrays, n_old, end, first[k], first[k] + n_old, later)
+        if later is None:
             continue
-        later = first[k + 1]
-        old = np.arange(n_old)
-        builder.add([(later + old, 1.0), (s + old, -1.0), (r + old, -1.0)], 0.0)
         needed = arrays.dep[arrays.start[end] : arrays.start[end + 1]]
         held = float(n_bytes[end] + n_bytes[needed].sum())
         other = np.setdiff1d(np.arange(end), needed)
@@ -158,7 +148,7 @@ def frontier(
     n_kept = 0
     for k in sorted({k for k, _ in moments}):
         n_old, end = begins[k] + 1, boundaries[k]
-        s, r, kept = first[k], first[k] + n_old, n_columns + n_kept
+        r, kept = first[k] + n_old, n_columns + n_kept
         old = np.arange(n_old)
         if k + 1 < len(boundaries):
             builder.add([(first[k + 1] + old, 1.0), (r + old, -1.0), (kept + old, -1.0)], 0.0)
@@ -192,6 +182,32 @@ def frontier(
     return Frontier(arrays, budget, tuple(boundaries), cost, rows, upper, tuple(first), most)
 
 
+def _add_stage(
+    builder: _Rows, arrays: Arrays, n_old: int, end: int, kept: int, again: int, later: int | None
+) -> None:
+    """Add the rows that let a stage, or a window of several, compute its nodes.
+
+    Args:
+      builder: collects the rows.
+      arrays: the graph.
+      n_old: the number of nodes before it.
+      end: the place of its last node.
+      kept: the column of the first old node that is kept until then.
+      again: the column of the first old node that is computed again in it.
+      later: the column of the first old node that is kept until after it, if anything follows.
+    """
+    old = np.arange(n_old)
+    # Operands of v that are older than the stage: kept or computed again.
+    user = np.repeat(old, np.diff(arrays.start[: n_old + 1]))
+    operand = arrays.dep[: int(arrays.start[n_old])]
+    builder.add([(again + user, 1.0), (again + operand, -1.0), (kept + operand, -1.0)], 0.0)
+    new = arrays.dep[int(arrays.start[n_old]) : int(arrays.start[end + 1])]
+    required = np.unique(new[new < n_old])
+    builder.add([(again + required, -1.0), (kept + required, -1.0)], -1.0)
+    if later is not None:
+        builder.add([(later + old, 1.0), (kept + old, -1.0), (again + old, -1.0)], 0.0)
+
+
 def _add_windows(
     builder: _Rows, arrays: Arrays, boundaries: Sequence[int], first: Sequence[int], n_columns: int
 ) -> int:
@@ -200,9 +216,6 @@ def _add_windows(
     for j in range(1, n_stages):
         n_old = boundaries[j - 1] + 1
         old = np.arange(n_old)
-        user = np.repeat(old, np.diff(arrays.start[: n_old + 1]))
-        operand = arrays.dep[: int(arrays.start[n_old])]
-        s = first[j]
         for m in range(j + 1, n_stages):
             w = n_columns
             n_columns += n_old
@@ -210,12 +223,8 @@ def _add_windows(
                 (first[k] + (first[k + 1] - first[k]) // 2 + old, -1.0) for k in range(j, m + 1)
             ]
             builder.add([(w + old, 1.0), *again], 0.0)
-            builder.add([(w + user, 1.0), (w + operand, -1.0), (s + operand, -1.0)], 0.0)
-            new = arrays.dep[int(arrays.start[n_old]) : int(arrays.start[boundaries[m] + 1])]
-            required = np.unique(new[new < n_old])
-            builder.add([(w + required, -1.0), (s + required, -1.0)], -1.0)
-            if m + 1 < n_stages:
-                builder.add([(first[m + 1] + old, 1.0), (s + old, -1.0), (w + old, -1.0)], 0.0)
+            later = first[m + 1] if m + 1 < n_stages else None
+            _add_stage(builder, arrays, n_old, boundaries[m], first[j], w, later)
     return n_columns
 
 

@@ -324,17 +324,13 @@ class _GridAnswers(Answers):
             return None
         good_enough = bound + self._close
         best: Liveness | None = None
-        is_long = False
+        units = self._units if below is None else self._units // 2
         for ways, gap in ((self._cheap, 0.0), (self._costly, _GAP * bound)):
             if best is not None and best.extra_time <= good_enough + gap:
                 break
-            is_long = (
-                self._improvement > 1
-                and best is not None
-                and below is not None
-                and best.extra_time > (1 + _WIDE_GAP) * good_enough
-            )
-            if is_long:
+            if best is not None and below is not None and self._improves_long(best, good_enough):
+                if width >= _WIDE_INTERVAL * self._plain.peak_bytes:
+                    units = int(self._improvement * self._units)
                 break
             for found in ways(above, budget, below):
                 if found.peak_bytes > budget:
@@ -357,13 +353,7 @@ class _GridAnswers(Answers):
             best = improve(
                 best,
                 budget,
-                Effort(
-                    int(self._improvement * self._units)
-                    if is_long and width >= _WIDE_INTERVAL * self._plain.peak_bytes
-                    else self._units
-                    if below is None
-                    else self._units // 2
-                ),
+                Effort(units),
                 good_enough=good_enough,
                 max_idle=int(self._effort * _IDLE_ROUNDS),
                 seed=0,
@@ -380,6 +370,10 @@ class _GridAnswers(Answers):
             )
             best = proof.best
         return best if best is not None and best.extra_time <= self._most_extra else None
+
+    def _improves_long(self, best: Liveness, good_enough: float) -> bool:
+        """Return whether an order is so far from the bound that it is improved for longer."""
+        return self._improvement > 1 and best.extra_time > (1 + _WIDE_GAP) * good_enough
 
     def _cheap(self, above: Liveness, budget: int, below: Liveness | None) -> Iterator[Liveness]:
         """Yield orders that may fit a budget, those that take the least work first."""
