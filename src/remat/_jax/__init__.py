@@ -94,6 +94,7 @@ from remat._jax.compat import (
     open_jaxpr as open_jaxpr,
     positional_effects as positional_effects,
     reduce_precision_p as reduce_precision_p,
+    residuals_logger as residuals_logger,
     split_list as split_list,
     stays_in_memory as stays_in_memory,
     typeof as typeof,

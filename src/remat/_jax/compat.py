@@ -7,6 +7,7 @@ turns them into leading inputs.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -110,6 +111,10 @@ def checks_enabled() -> bool:
 def logs_residuals() -> bool:
     """Return whether the user asked JAX to log what checkpointed functions save."""
     return bool(jax.config.jax_log_checkpoint_residuals)
+
+
+#: The logger of JAX's own messages for that option, with the user's settings for it.
+residuals_logger = logging.getLogger("jax._src.ad_checkpoint")
 
 
 # --------------------------------------------------------------------------------------------------

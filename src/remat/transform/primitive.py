@@ -59,9 +59,6 @@ from remat.transform.outlining import outlined
 from remat.transform.refs import with_values
 
 _jax.exclude_from_tracebacks(__file__)
-# Saved values are logged if JAX's option `jax_log_checkpoint_residuals` is set, so they go to the logger of
-# JAX's own messages for that option, with the user's settings for it.
-_logger = logging.getLogger("jax._src.ad_checkpoint")
 
 PreventCse = bool | tuple[bool, ...]
 
@@ -354,7 +351,7 @@ def _check_effects(jaxpr: _jax.Jaxpr) -> None:
 
 def _log_residuals(c: Cut, known: Sequence[bool]) -> None:
     level = logging.WARNING if _jax.logs_residuals() else logging.DEBUG
-    if not _logger.isEnabledFor(level):
+    if not _jax.residuals_logger.isEnabledFor(level):
         return
     flags = [k for k, used in zip(known, c.backward_inputs) if used]
     inputs = [v for v, k in zip(c.backward.invars[c.n_residuals :], flags) if k]
@@ -367,7 +364,9 @@ def _log_residuals(c: Cut, known: Sequence[bool]) -> None:
         conjunction = "and " if inputs else ""
         lines.append(f"{conjunction}saving these intermediates:")
         lines += [f"  {r.aval.str_short()} from {r.origin}" for r in computed]
-    _logger.log(level, "remat-decorated function %s", "\n".join(lines) or "saving nothing")
+    _jax.residuals_logger.log(
+        level, "remat-decorated function %s", "\n".join(lines) or "saving nothing"
+    )
 
 
 def _split_region(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
