@@ -17,6 +17,7 @@ from remat.errors import PlanError
 from remat.planner.candidates import StepModel
 from remat.planner.decisions import LoopDecisions, StepDecisions, applied
 from remat.planner.host_copies import HostCopy, with_host_copies
+from remat.planner.priced_step import PricedStep
 from remat.planner.rewrite import Decisions, flattened
 from remat.planner.step import TargetStep
 from remat.planner.whole_step_file import decisions_of_plan, whole_step_plan
@@ -58,13 +59,14 @@ def large():
 
 def model_of(args, fun=step, **options):
     figures = Roofline(device("v5e"))
-    return StepModel(
+    priced = PricedStep(
         flat_step(*args, fun=fun),
         figures.seconds,
         into_products=True,
         transfer=figures.transfer_seconds,
         **options,
     )
+    return StepModel(priced)
 
 
 def run(jaxpr, args):

@@ -19,6 +19,7 @@ from remat.planner.auto import WITH_MARKS, tracing
 from remat.planner.bodies import program_of_flat
 from remat.planner.candidates import StepModel
 from remat.planner.decisions import applied
+from remat.planner.priced_step import PricedStep
 from remat.planner.rewrite import (
     Burst,
     Decisions,
@@ -210,7 +211,7 @@ def test_static_arguments_stay_static():
 
 def test_the_program_as_written_writes_no_partial_sums():
     flat, _ = flat_of(jax.value_and_grad(lambda w, x: loss([w] * 16, x)), W[0], X[:2])
-    model = StepModel(flat, lambda flops, moved, dtype: flops + moved)
+    model = StepModel(PricedStep(flat, lambda flops, moved, dtype: flops + moved))
     for variant in model.variants:
         assert model.as_written(variant).model_bytes > 2 * model.within(variant, 10**6).model_bytes
 
@@ -218,7 +219,7 @@ def test_the_program_as_written_writes_no_partial_sums():
 def test_fewer_bytes_take_more_recomputation():
     deep, wide = [np.eye(64, dtype=np.float32)] * 8, np.ones((500, 64), np.float32)
     flat, _ = flat_of(jax.value_and_grad(loss), deep, wide)
-    model = StepModel(flat, lambda flops, moved, dtype: flops + moved)
+    model = StepModel(PricedStep(flat, lambda flops, moved, dtype: flops + moved))
     for variant in model.variants:
         smallest = model.smallest(variant)
         found = []
@@ -245,14 +246,14 @@ def test_proposals_take_no_smaller_share_of_the_time_than_of_the_flops():
 
     deep, wide = [np.eye(32, dtype=np.float32) * 1e-2] * 6, np.ones((500, 32), np.float32)
     flat, _ = flat_of(jax.value_and_grad(shared), deep, wide)
-    model = StepModel(flat, lambda flops, moved, dtype: flops * 1e-3 + moved)
+    model = StepModel(PricedStep(flat, lambda flops, moved, dtype: flops * 1e-3 + moved))
     least = model.smallest("fused").model_bytes
     seen = []
     for n_bytes in range(int(1.1 * least), 3 * least, least // 4):
         proposal = model.within("fused", n_bytes)
         if not proposal.decisions.outside.change_nothing:
             extra = flops_of_program(applied(flat, proposal.decisions)) / flops_of_program(flat) - 1
-            assert proposal.extra_seconds >= 0.999 * extra * model.seconds
+            assert proposal.extra_seconds >= 0.999 * extra * model.step.seconds
             seen.append(extra)
     assert max(seen) > 0
 
@@ -380,6 +381,8 @@ def test_variants_that_agree_about_the_kernels_are_solved_once():
     solved = []
     weights = [(np.ones((6, 24), np.float32), np.ones((24, 6), np.float32))] * 8
     flat, _ = flat_of(jax.value_and_grad(chain), weights, np.ones((100, 6), np.float32))
-    model = StepModel(flat, lambda flops, moved, dtype: flops + moved, solver=Counting())
+    model = StepModel(
+        PricedStep(flat, lambda flops, moved, dtype: flops + moved, solver=Counting())
+    )
     assert [model.smallest(v).variant for v in model.variants] == ["written", "fused"]
     assert len(solved) == 1

@@ -16,6 +16,7 @@ from remat import _jax
 from remat.cache import Cache
 from remat.ir.flops import bytes_moved, flops_of
 from remat.planner.candidates import StepModel
+from remat.planner.priced_step import PricedStep
 from remat.planner.rewrite import flattened
 from remat.planner.step import TargetStep
 from remat.program import costs
@@ -311,7 +312,7 @@ def recomputed_by(given):
     """How often primitives are recomputed, at 60 % of what the step's temporaries need."""
     step = TargetStep(jax.value_and_grad(loss), (W2, X2), {}, target(None), {})
     flat = flattened(step.trace().jaxpr)
-    model = StepModel(flat, given.seconds, slowdown=costs.slowdowns(given))
+    model = StepModel(PricedStep(flat, given.seconds, slowdown=costs.slowdowns(given)))
     aim = int(0.6 * model.as_written(model.variants[0]).model_bytes)
     proposal = model.within(model.variants[0], aim)
     under = collections.Counter(every(step.trace_following(proposal.decisions, ()).jaxpr))

@@ -14,7 +14,10 @@ flows, from a step to proposals of what to recompute:
     bodies       loops and branches that hold a whole gradient: their bodies are scheduled like a step
     rewrite      recomputation outside of loops, written into the program
     decisions    all decisions about a step (`scan_pairs`, `bodies`, `rewrite`), written in their order
-    candidates   proposals: loops decided, then a schedule of the program outside of them
+    priced_step  the step with the costs of its kernels, under several models of fusion
+    loop_choices the loops of a step: a sequence of decisions, from most to least memory
+    loop_level   one of these decisions, and a schedule of the program outside of the loops
+    candidates   proposals: which combinations of the two to try within a budget
     search       which proposals to compile, and corrections by the compiler's answers
     auto         `remat.auto`: recompute only inside of marked functions (`ir.restriction`)
 

@@ -52,6 +52,7 @@ from remat.planner.host_state import (
     parse_offload,
 )
 from remat.planner.plan_file import AS_RUN, FAST, Attempt, Plan
+from remat.planner.priced_step import PricedStep
 from remat.planner.programs import Candidate, Programs
 from remat.planner.progress import Progress
 from remat.planner.refusal import Refused, refusal
@@ -297,7 +298,7 @@ class _Planning:
 
     def _warn_of_slow_copies(self, transfer_seconds: float) -> None:
         of_activations, of_state = (
-            100 * s / self._model.seconds for s in (transfer_seconds, self._state_seconds())
+            100 * s / self._model.step.seconds for s in (transfer_seconds, self._state_seconds())
         )
         if of_activations > 100 * _SLOW_COPIES:
             _log.warning(
@@ -345,7 +346,7 @@ class _Planning:
     def _with_fewer_checkpoints(self) -> Candidate | None:
         """Return a plan that recomputes less than the user's own checkpoints do; None if there is none."""
         seconds = self._model.seconds_of_checkpoints
-        if seconds <= _NEGLIGIBLE_FLOPS * self._model.seconds:
+        if seconds <= _NEGLIGIBLE_FLOPS * self._model.step.seconds:
             return None
         best = self._search()
         return best if best is not None and best.extra_seconds < _FEWER * seconds else None
@@ -383,7 +384,7 @@ class _Planning:
             return temporaries if self._fits(found) else max(temporaries, room + 1)
 
         made: list[Candidate] = []
-        effort = CompileLimits(negligible_seconds=_NEGLIGIBLE_FLOPS * self._model.seconds)
+        effort = CompileLimits(negligible_seconds=_NEGLIGIBLE_FLOPS * self._model.step.seconds)
         as_written: list[Compiled] = []
         if isinstance(self.base, OutOfMemory | CompiledMemory):
             # The compiler's out-of-memory error names the bytes that the program needs.
@@ -399,7 +400,7 @@ class _Planning:
 
     @functools.cached_property
     def _model(self) -> StepModel:
-        return StepModel(
+        step = PricedStep(
             self._flat,
             self.costs.seconds,
             self.unplanned.shards(),
@@ -411,6 +412,7 @@ class _Planning:
             copies=self.unplanned.made_for().n_devices == 1,
             donated=self.unplanned.donated_bytes(),
         )
+        return StepModel(step)
 
     @functools.cached_property
     def _flat(self) -> _jax.Jaxpr:
@@ -431,7 +433,7 @@ class _Planning:
             (*self.earlier, *self._candidates),
             self.base,
             self.programs.fixed_bytes,
-            self._model.program,
+            self._model.step.program,
             self.unplanned.marked,
             could_offload=self.step.target.can_offload and not self.offload,
         )
@@ -453,7 +455,7 @@ class _Planning:
             flops=self.programs.flops,
             extra_flops=max(0.0, best.extra_flops),
             extra_seconds=best.extra_seconds + state_s,
-            seconds=self._model.seconds,
+            seconds=self._model.step.seconds,
             lower_bound_seconds=best.lower_bound_seconds + state_s,
             attempts=tuple(
                 Attempt(

@@ -1,0 +1,118 @@
+"""The loops of a step: a sequence of decisions, from those that keep most to those that keep least.
+
+From the program as it is written, or with the checkpoints in its loops opened, a sequence of *levels* leads
+to loops that keep as little as they can: from level to level one of them takes the next of its options
+(`scan_pairs`), in the order of their prices per byte. Bodies of loops and branches that are scheduled by
+themselves (`bodies`) are decided separately.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from remat.ir.flops import flops_of_program
+from remat.planner import scan_pairs
+from remat.planner.bodies import Body, bodies
+from remat.planner.decisions import LoopDecisions
+from remat.planner.priced_step import PricedStep, fusing
+from remat.planner.tradeoffs import settings_of, undominated
+from remat.program.fusion import fuse
+from remat.program.program import Program
+from remat.solvers.graph import Graph
+from remat.solvers.liveness import Arrays, liveness
+from remat.solvers.simulate import no_remat
+
+# Number of levels of the loops; more make the steps between them smaller and the search longer.
+_MAX_LEVELS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopChoices:
+    """The choices about a step's loops.
+
+    Args:
+      levels: the decisions about pairs of loops and the seconds of recomputation in them, the level that
+        keeps most first.
+      by_step: the same of the level at which all pairs recompute their steps one by one; None without
+        pairs.
+      bodies: those that are scheduled by themselves.
+      around: for each body the bytes that are live while its loop runs in the program as it is written.
+    """
+
+    levels: tuple[tuple[LoopDecisions, float], ...]
+    by_step: tuple[LoopDecisions, float] | None
+    bodies: tuple[Body, ...]
+    around: tuple[int, ...]
+
+
+def loop_choices(step: PricedStep) -> LoopChoices:
+    """Return the choices about a step's loops.
+
+    The program as it is written is one of the levels. It is the first, unless checkpoints are opened in the
+    others: then its time of recomputation decides its place, before the first level that takes as long.
+    """
+    flat, source, price, opened = step.flat, step.source, step.price, step.is_opened
+    found = scan_pairs.pairs(
+        source,
+        price,
+        shards=step.shards,
+        slowdown=step.slowdown,
+        transfer=step.transfer,
+        seconds_per_flop=step.seconds_per_flop,
+    )
+    options_of = _within_host_memory(found, step.host_limit)
+    program = step.program_of(source)
+    graph = fuse(program, price, apart=True).graph
+    peak = no_remat(graph).peak_bytes
+    models = [fusing(variant) for variant in step.fusions]
+    inside = bodies(source, price, step.solver, peak, step.slowdown, models)
+    around = _around(program, graph, inside) if inside else ()
+    as_written = sum(pair.as_written.seconds for pair in found)
+    if opened:
+        # An option's seconds are those of all recomputation, that of the user's own checkpoints included.
+        extra_flops = flops_of_program(flat) - flops_of_program(source)
+        as_written += price(max(0.0, extra_flops), 0, "float32") - price(0.0, 0, "float32")
+    settings = list(settings_of(options_of))
+    plain = {pair.id: pair.as_written for pair in found}
+    stride = max(1, -(-(len(settings) - 1) // _MAX_LEVELS))
+    levels: list[tuple[LoopDecisions, float]] = []
+    for n, chosen in enumerate(settings):
+        is_as_written = not opened and chosen == plain
+        if (n % stride == 0 or n == len(settings) - 1) and not is_as_written:
+            seconds = sum(option.seconds for option in chosen.values())
+            levels.append((LoopDecisions(opened, tuple(sorted(chosen.items()))), seconds))
+    at = bisect.bisect_left([s for _, s in levels], as_written) if opened else 0
+    levels.insert(at, (LoopDecisions(), as_written))
+    by_step = None
+    if found:
+        each = LoopDecisions(opened, tuple(sorted((pair.id, pair.by_step) for pair in found)))
+        by_step = each, sum(pair.by_step.seconds for pair in found)
+    return LoopChoices(tuple(levels), by_step, inside, tuple(around))
+
+
+def _within_host_memory(
+    pairs: Sequence[scan_pairs.ScanPair], limit: int | None
+) -> dict[str, Sequence[scan_pairs.ScanOption]]:
+    """Return the options of each pair by its id, without those that exceed the pair's share of a limit.
+
+    Shares are in proportion to the most host memory that an option of each pair takes.
+    """
+    most = {pair.id: max(option.host_bytes for option in pair.options) for pair in pairs}
+    scale = 1.0 if limit is None else min(1.0, limit / max(1, sum(most.values())))
+    return {
+        pair.id: undominated(o for o in pair.options if o.host_bytes <= scale * most[pair.id])
+        for pair in pairs
+    }
+
+
+def _around(program: Program, graph: Graph, inside: Sequence[Body]) -> Iterator[int]:
+    """Yield the bytes that are live while the operation around each body runs, without its workspace."""
+    measured = liveness(Arrays.of(graph), np.arange(len(graph)))
+    place = {node.id: at for at, node in enumerate(graph.nodes)}
+    for body in inside:
+        live = int(measured.live_bytes[place[body.place]])
+        yield max(0, live - program.ops[body.place].workspace_bytes)

@@ -1,0 +1,165 @@
+"""A step with the costs of its kernels, under several models of fusion.
+
+The program outside of the loops becomes a graph of the values that its kernels write to memory
+(`program.fusion`). How a compiler fuses the program cannot be predicted exactly, so there are two models of
+fusion:
+
+* `written`: a cheap value that several kernels need is written to memory once, unless the plan recomputes
+  it. XLA for CPU does so.
+* `fused`: every kernel that needs such a value computes it itself.
+
+Compilers lie between the two. Those for TPUs also compute elementwise values inside the matrix products
+that read them, so for TPUs the first variant is
+
+* `inlined`: as `fused`, and a matrix product computes the elementwise values that it needs.
+
+Compilers also choose the order of operations. A third variant, `ordered`, follows the first model and leaves
+the compiler less freedom. On CPU the memory of most programs then agrees with the model, so it is tried
+first; elsewhere it is tried if the compiler needs far more than the model predicts. Compilers also compute a
+sum of many values in one kernel, which keeps all of them; if that takes much memory, partial sums are
+written (`bodies.with_partial_sums`).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+from remat import _jax
+from remat.ir.flops import flops_of_program
+from remat.planner import scan_pairs
+from remat.planner.bodies import MOST_AGAIN, Fusing, program_of_flat, with_partial_sums
+from remat.planner.host_memory import Transfer
+from remat.program import result_buffers
+from remat.program.from_jaxpr import Slowdown, no_slowdown
+from remat.program.fusion import Fused, Price
+from remat.program.program import Program
+from remat.solvers.grid import GridSearch
+from remat.solvers.solver import Solver
+
+WRITTEN, FUSED, INLINED, ORDERED = "written", "fused", "inlined", "ordered"
+
+_DEFAULT_SOLVER = GridSearch(most_extra=MOST_AGAIN)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PricedStep:
+    """A flat step, what its kernels cost, and what a plan of it may use.
+
+    Args:
+      flat: the step.
+      price: the time of a kernel.
+      shards: the shard count of each argument; 1 if not given.
+      slowdown: measured slowdown of kernels.
+      solver: finds the schedules.
+      into_products: whether matrix products compute the elementwise values that they read.
+      by_flops: whether proposals of different variants are compared nearly by FLOPs alone. Models of fusion
+        disagree about the time of cheap kernels, which a compiler may compute again in any case.
+      transfer: the time of a copy to the host's memory or back; None if nothing may be offloaded.
+      host_limit: bytes that may be kept there; None for no limit.
+      copies: whether values outside of loops may be kept there, too.
+      donated: the bytes of each donated argument; results reuse their buffers.
+    """
+
+    flat: _jax.Jaxpr = dataclasses.field(repr=False)
+    price: Price
+    shards: Sequence[int] | None = None
+    slowdown: Slowdown = no_slowdown
+    solver: Solver = _DEFAULT_SOLVER
+    _: dataclasses.KW_ONLY
+    into_products: bool = False
+    by_flops: bool = False
+    transfer: Transfer | None = None
+    host_limit: int | None = None
+    copies: bool = False
+    donated: Sequence[int] = ()
+
+    @property
+    def fusions(self) -> tuple[str, str]:
+        """Return the variants that are models of fusion, the most accurate first."""
+        return (INLINED, FUSED) if self.into_products else (WRITTEN, FUSED)
+
+    @property
+    def copies_outside(self) -> bool:
+        """Return whether a plan may keep values outside of loops in the host's memory."""
+        return self.copies and self.transfer is not None
+
+    def model_of(self, variant: str) -> str:
+        """Return the variant whose model of fusion a variant uses."""
+        return self.fusions[0] if variant == ORDERED else variant
+
+    @functools.cached_property
+    def source(self) -> _jax.Jaxpr:
+        """Return the program that the decisions start from: the user's checkpoints are opened."""
+        return scan_pairs.opened(self.flat)
+
+    @property
+    def is_opened(self) -> bool:
+        """Return whether there are checkpoints to open."""
+        return self.source is not self.flat
+
+    @functools.cached_property
+    def program(self) -> Program:
+        """Return the step as it is written."""
+        return self.program_of(self.flat)
+
+    def program_of(self, flat: _jax.Jaxpr) -> Program:
+        """Return a flat program with the costs of this model."""
+        return program_of_flat(flat, self.shards, self.slowdown, into_products=self.into_products)
+
+    @functools.cached_property
+    def flops(self) -> float:
+        """Return the FLOPs of the step as it is written."""
+        return flops_of_program(self.flat)
+
+    @functools.cached_property
+    def seconds(self) -> float:
+        """Return the time of the step without recomputation."""
+        fused = with_partial_sums(self.program, self.price, fusing(FUSED))
+        return float(sum(fused.seconds.values()))
+
+    @property
+    def seconds_per_flop(self) -> float:
+        """Return the time of the step over its FLOPs, without recomputation; 0 if it has none."""
+        return self.seconds / self.flops if self.flops else 0.0
+
+    @functools.cached_property
+    def price_of_recomputation(self) -> Price:
+        """Return the price of kernels in schedules outside of loops: the mean of time and scaled FLOPs.
+
+        The time of a kernel is known roughly, its FLOPs exactly. By time alone, schedules would recompute
+        matrix products to avoid cheap kernels that move about as many bytes. FLOPs are scaled so that both
+        have the same sum over the step. The mean is at most the larger of the two, which proposals state, so
+        lower bounds on it are lower bounds on that.
+        """
+        per_flop = self.seconds_per_flop
+
+        def price(flops: float, moved: int, dtype: str) -> float:
+            return 0.5 * (self.price(flops, moved, dtype) + per_flop * flops)
+
+        return price
+
+    def peak_bytes(self, fused: Fused, order: Sequence[int]) -> int:
+        """Return the bytes of temporaries if the places of a graph are computed in this order."""
+        return result_buffers.peak_bytes(fused.graph, order, self.buffers(fused))
+
+    def buffers(self, fused: Fused) -> dict[int, list[int]]:
+        """Return the bytes of results' buffers that may hold temporaries, by the nodes that write them."""
+        if self.into_products:
+            return {}  # compilers for TPUs assign buffers differently
+        donated = collections.Counter(self.donated)
+        free: dict[int, list[int]] = {}
+        for id, sizes in fused.output_buffers.items():
+            for size in sizes:
+                if donated[size]:
+                    donated[size] -= 1
+                else:
+                    free.setdefault(id, []).append(size)
+        return free
+
+
+def fusing(variant: str) -> Fusing:
+    """Return the model of fusion of a variant."""
+    return Fusing(duplicates=variant != WRITTEN, into_products=variant == INLINED)
