@@ -1,5 +1,5 @@
-"""Speed and memory, as ratios against the alternatives measured in the same run.
+"""Benchmarks of speed and memory, as ratios to the alternatives measured in the same run.
 
-`python -m benchmarks` (`make bench`) runs every module here that has a `main(results)` and writes
-what it measured, with the versions and the machine, to `results/NAME.json`.
+`python -m benchmarks` (`make bench`) runs every module here that has a `main(results)`. It writes the
+measurements, with the versions of packages and a description of the machine, to `results/NAME.json`.
 """

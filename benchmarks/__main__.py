@@ -36,7 +36,7 @@ def environment() -> dict[str, str]:
 
 
 def write(name: str, measured: dict) -> pathlib.Path:
-    """Write results in one step, so that an interrupted run leaves the old ones whole."""
+    """Write results atomically, so that an interrupted run leaves the old ones intact."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}-jaxlib{jaxlib.__version__}.json"
     text = json.dumps({"environment": environment(), **measured}, indent=2) + "\n"

@@ -1,8 +1,8 @@
-"""Temporaries of a 24-layer transformer's gradient in NNX and Equinox, unrolled.
+"""Temporaries of the gradient of an unrolled 24-layer transformer in NNX and Equinox.
 
-Each model is written once, with the function that wraps a layer as a parameter: none, the framework's
-own, that of this library, and this library's by path (`rematted`) on the model without any. The figures are
-the compiler's (`temp_size_in_bytes`), so one run is enough; nothing is executed.
+Each model is written once, and the function that wraps its layers is a parameter: none, the framework's
+checkpoint, this library's, and this library's selection by path (`rematted`) of the model without wrappers.
+The figures are the compiler's (`temp_size_in_bytes`), so one run is enough. Nothing is executed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measures the figures of the CPU in `program/devices.py`: python -m benchmarks.device_cpu"""
+"""Measure the figures of the CPU in `program/devices.py`: python -m benchmarks.device_cpu"""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main():
         product = jax.jit(jnp.matmul)
         rate = 2 * n**3 / seconds(lambda x=x, f=product: f(x, x).block_until_ready())
         print(f"{dtype:9} product of {n} x {n}: {rate / 1e9:6.0f} GFLOP/s")
-    # In place, as within a program's arena: fresh pages from the system cost several times more.
+    # In place, as in the buffer that a program reuses: newly mapped pages cost several times more.
     state = {"x": jnp.ones(2**26, jnp.float32)}
     y = jnp.ones(2**26, jnp.float32)
     add = jax.jit(jnp.add, donate_argnums=0)

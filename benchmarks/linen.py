@@ -2,8 +2,8 @@
 
     python benchmarks/linen.py
 
-Bytes are the compiler's `temp_size_in_bytes` of a jitted gradient, seconds the processor time that
-tracing and compiling it takes.
+Bytes are the compiler's `temp_size_in_bytes` of a jitted gradient; seconds are the CPU time of tracing and
+compiling it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Deep(nn.Module):
 
 
 def compiled(model: nn.Module, x: Any) -> tuple[int, float]:
-    """Temporaries in bytes, and the time to trace and compile in seconds."""
+    """Return the temporaries in bytes, and the time to trace and compile in seconds."""
     variables = jax.eval_shape(model.init, KEY, x)
     step = jax.jit(jax.grad(lambda v, x: model.apply(v, x).sum()))
     start = time.process_time()
@@ -93,7 +93,7 @@ def scanned() -> None:
                 continue
             sizes, times = [], []
             for depth in DEPTHS:
-                # The best of five: compile times vary more than they grow.
+                # The least of five, since compile times vary by more than they grow from depth to depth.
                 runs = [compiled(Deep(remat_scan, by_depth[depth]), x) for _ in range(5)]
                 sizes.append(runs[0][0])
                 times.append(min(seconds for _, seconds in runs))
@@ -109,7 +109,7 @@ def scanned() -> None:
 
 
 def exponent(depths: tuple[int, ...], sizes: list[int]) -> float:
-    """The slope of log bytes over log n, by least squares."""
+    """Return the least-squares slope of log bytes over log n."""
     xs, ys = [math.log(n) for n in depths], [math.log(s) for s in sizes]
     x_mean, y_mean = sum(xs) / len(xs), sum(ys) / len(ys)
     return sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys)) / sum(

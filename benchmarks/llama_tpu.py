@@ -1,10 +1,11 @@
-"""Planning a Llama-style model of 8 B parameters for 256 TPUs on a machine that has none.
+"""Plans of a Llama-style model of 8 B parameters for 256 TPUs, made on a machine without TPUs.
 
     python -m benchmarks llama_tpu          # needs libtpu: pip install 'remat[tpu]'
 
-Training step with Adam, sequences of 4096, one per device, fully sharded (FSDP) over `tpu:v5e:16x16`.
-The peak is the TPU compiler's, of one device. FLOPs are those of all devices, counted on the jaxpr. The
-baselines are jax.checkpoint around the body of the scan over layers, with JAX's policies.
+The step is a training step with Adam, on one sequence of 4096 tokens per device, fully sharded (FSDP) over
+`tpu:v5e:16x16`. Peaks are those of one device, according to the TPU compiler. FLOPs are those of all devices,
+counted on the jaxpr. The baselines wrap the body of the scan over layers in `jax.checkpoint` with JAX's
+policies.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ POLICIES = {
 
 
 def sharded(tree: Any, target: Target) -> Any:
-    """Every array divided over all devices along its first axis that they divide."""
+    """Return types sharded over all devices along the first dimension that the device count divides."""
     mesh = target.mesh((target.n_devices,), ("data",))
 
     def of(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -49,7 +50,7 @@ def sharded(tree: Any, target: Target) -> Any:
 
 
 def arguments(target: Target) -> tuple[Any, ...]:
-    """Parameters, the two moments, the step's number and the batch, as types on the target."""
+    """Return the types of the parameters, both moments, the step number and the batch, on the target."""
     params, batch = model("real").arguments()
     batch = jax.ShapeDtypeStruct((BATCH, *batch.shape[1:]), batch.dtype)
     state = jax.eval_shape(train_step_state, params)
@@ -62,7 +63,7 @@ def train_step_state(params: Any) -> tuple[Any, ...]:
 
 
 def by_batch(mesh: Mesh) -> Callable:
-    """Say of each layer's input that it is divided by sequences, as people do under FSDP."""
+    """Constrain each layer's input to be sharded by sequence, as is common with FSDP."""
     sharding = NamedSharding(mesh, PartitionSpec("data"))
 
     def divided(layer: Callable) -> Callable:

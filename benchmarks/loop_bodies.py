@@ -1,9 +1,9 @@
 """Layers in loops: temporaries with each layer recomputed, and the cost of protecting the recomputation.
 
-A compiler inlines a loop of one step, copies the body of an unrolled one, and moves loop-invariant code out
-of a loop. In each case a recomputation may be merged with the forward pass. The first table has the
-compiler's temporaries of such programs; in the second, recomputation in the body of a `scan` is protected as
-by default, and not protected.
+A compiler inlines a loop of one step, copies the body of an unrolled loop, and moves loop-invariant code out
+of loops. In each case it may merge a recomputation with the forward pass. The first table has the compiler's
+temporaries of such programs. The second compares the time of a `scan` whose body protects its recomputation,
+as is the default, with one that does not.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def stack(layers: int, rows: int, width: int) -> tuple[Any, Any]:
     return jax.random.normal(keys[1], (rows, width)), ws
 
 
-# Losses of a stack of layers: each takes what wraps a layer and returns a function of x and the weights.
+# Losses of a stack of layers: each takes the function that wraps a layer, and returns a function of x and the
+# weights.
 
 
 def _total(x: Any) -> Any:
@@ -86,7 +87,7 @@ def regions_in_regions(wrap: Wrap) -> Loss:
 
 
 def from_a_constant(wrap: Wrap) -> Loss:
-    """What a step recomputes is the same in each of them."""
+    """Return a loss in which all iterations recompute the same values."""
     f = wrap(layer)
 
     def loss(x, ws):
@@ -105,7 +106,7 @@ def two_regions_a_step(wrap: Wrap) -> Loss:
     return loss
 
 
-# Steps: gradients of a loss alone, mapped, and inside an outer loop.
+# Steps: the gradient of a loss by itself, in `lax.map`, and inside other outer loops.
 
 
 def gradient(loss: Loss) -> Step:
@@ -113,7 +114,7 @@ def gradient(loss: Loss) -> Step:
 
 
 def accumulated(loss: Loss) -> Step:
-    """Three microbatches in a scan that adds up the gradients."""
+    """Return a step that accumulates the gradients of three microbatches in a scan."""
 
     def step(x, ws):
         def microbatch(total, scale):
@@ -184,16 +185,16 @@ WAYS: dict[str, Wrap] = {
 
 
 def temporaries(program: str, way: str, x: Any, ws: Any) -> int:
-    """Bytes of temporaries of the compiled program."""
+    """Return the bytes of temporaries of the compiled program."""
     step = jax.jit(PROGRAMS[program](WAYS[way]))
     return int(step.lower(x, ws).compile().memory_analysis().temp_size_in_bytes)
 
 
-# What protection costs in the body of a scan.
+# The cost of protection in the body of a scan.
 
 
 def _body(name: str) -> tuple[Callable, Any, Any]:
-    """A body `(carry, x) -> carry`, its first carry, and what it scans over."""
+    """Return a body `(carry, x) -> carry`, its first carry, and the arrays that it scans over."""
     if name.endswith("numbers, sin·cos"):
         n = int(name.split()[0].replace(",", ""))
         advance = lambda c, w: jnp.sin(c) * jnp.cos(c) * w  # noqa: E731
@@ -219,7 +220,7 @@ def _summed(f: Callable) -> Loss:
 
 
 def protection_cost(name: str) -> dict[str, float]:
-    """Step times with recomputation protected, relative to the step without protection."""
+    """Return step times with recomputation protected, as ratios to the step without protection."""
     body, init, xs = _body(name)
     programs = {}
     for way, wrap in (("jax.checkpoint", jax.checkpoint), ("remat.checkpoint", remat.checkpoint)):
@@ -228,7 +229,7 @@ def protection_cost(name: str) -> dict[str, float]:
             step = jax.jit(jax.grad(_summed(f), (0, 1)))
             programs[way, prevent_cse] = step.lower(init, xs).compile()
     seconds = seconds_in_turns(programs, (init, xs), ROUNDS)
-    # The smallest of each: other processes only ever add to a time.
+    # The least of each, since other processes can only add to a time.
     best = {key: min(times) for key, times in seconds.items()}
     typical = {key: statistics.median(times) for key, times in seconds.items()}
     row = {"seconds": best["remat.checkpoint", False]}

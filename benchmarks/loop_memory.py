@@ -1,6 +1,6 @@
-"""Compiled temporaries of gradients of `remat.scan` against the budget, at several sizes of residuals.
+"""Compiled temporaries of gradients of `remat.scan` relative to the budget, at several sizes of residuals.
 
-A body of k nonlinear functions has residuals k times as large as its state. Nothing is run.
+The residuals of a body of k nonlinear functions are k times as large as its state. Nothing is executed.
 
     python -m benchmarks loop_memory
 """
@@ -24,7 +24,7 @@ LENGTHS = (300, 3000, 30_000)
 
 
 def body_of(k: int) -> Callable:
-    """Return a body that has residuals of k states: all of its sines are differentiated."""
+    """Return a body whose residuals are as large as k states, one for each of its sines."""
 
     def body(x: Any, _: None) -> tuple[Any, None]:
         for i in range(k):

@@ -1,10 +1,11 @@
-"""Plans of steps around one loop, against what can be written by hand in that loop.
+"""Plans of steps that contain one loop, compared with checkpoints placed by hand in that loop.
 
     python -m benchmarks loop_plans
 
-By hand: `jax.checkpoint` of the loop's body with JAX's policies, and of groups of 2, 4 and √n steps. A plan
-should be below the lower hull of these options and the step as written: the line between two of them is
-what mixing them gives. Nothing is executed; FLOPs are counted on the jaxprs.
+The alternatives by hand are `jax.checkpoint` of the loop's body with JAX's policies, and of groups of 2, 4
+and √n iterations. A plan should be below the lower hull of these alternatives and the step as written: a
+point on the line between two of them is what a mixture of both would reach. Nothing is executed; FLOPs are
+counted on the jaxprs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Loop(NamedTuple):
     Attributes:
       step: `step(run, *args)`.
       args: its arguments, arrays or their shapes.
-      n: the number of steps of the loop.
+      n: the number of iterations of the loop.
     """
 
     step: Callable
@@ -83,7 +84,7 @@ def lstm(n: int = 200, batch: int = 32, width: int = 128) -> Loop:
 
 
 def pde(n: int = 200, size: int = 96) -> Loop:
-    """A reaction-diffusion equation, three explicit stages a step."""
+    """A reaction-diffusion equation, with three explicit stages per step."""
 
     def step(run: Run, rate: Any, start: Any) -> Any:
         def loss(rate: Any) -> Any:
@@ -123,7 +124,7 @@ def _in_groups(size: int) -> Run:
 
 
 def by_hand(n: int) -> Iterator[tuple[str, Run]]:
-    """Yield what can be written by hand in a loop of n steps."""
+    """Yield the alternatives by hand in a loop of n iterations."""
     policies = jax.checkpoint_policies
     yield "nothing", _checkpointed(None)
     yield "dots", _checkpointed(policies.dots_saveable)
@@ -144,7 +145,7 @@ class Point(NamedTuple):
 
 
 def hull(points: Sequence[Point], peak: float) -> float | None:
-    """Return the least extra FLOPs of mixtures of two points with at most this peak, if there are any."""
+    """Return the least extra FLOPs of a mixture of two points with at most this peak; None without one."""
     mixtures = [p.extra for p in points if p.peak <= peak]
     for low in points:
         for high in points:
@@ -155,7 +156,7 @@ def hull(points: Sequence[Point], peak: float) -> float | None:
 
 
 class Planned(NamedTuple):
-    """A plan at a share of the peak as written; None where it was refused."""
+    """A plan within a share of the peak as written; None if the planner found none."""
 
     percent: int
     plan: Point | None
@@ -163,7 +164,7 @@ class Planned(NamedTuple):
 
 
 def measure(loop: Loop, percents: Sequence[int] = PERCENTS) -> tuple[list[Point], list[Planned]]:
-    """Return what can be written by hand, the step as written first, and the plans."""
+    """Return the alternatives by hand, the step as written first, and the plans."""
 
     def of(run: Run) -> Callable:
         return lambda *args: loop.step(run, *args)

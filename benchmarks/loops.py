@@ -1,9 +1,10 @@
-"""Checkpointed loops: remat against Equinox and jax.lax.scan, memory and time in one run.
+"""Checkpointed loops: memory and time of remat, Equinox and `jax.lax.scan`, measured in one run.
 
-Gradients of n steps of bodies from a few elementwise operations to matrix products. The alternatives run in
-turn, so that the machine's load affects all of them; times are ratios to Equinox's internal checkpointed
-while loop with the same number of checkpoints. Steps are counted by a callback in the body, in separate
-programs. Without Equinox installed, the ratios are to `jax.lax.scan` with `jax.checkpoint` on each step.
+The programs are gradients of loops of n steps, with bodies from a few elementwise operations to matrix
+products. The alternatives run in turn, so that the machine's load affects all of them. Times are ratios to
+Equinox's internal checkpointed while loop with the same number of checkpoints or, if Equinox is not
+installed, to `jax.lax.scan` with `jax.checkpoint` on each step. A callback in the body counts the steps, in
+separate programs.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def _sin_cos(x: Any) -> Any:
     return jnp.sin(x) * jnp.cos(x)
 
 
-# Each: a body, its argument, and (n, checkpoints).
+# Each is a body, its argument, and pairs of n and the number of checkpoints.
 BODIES: dict[str, tuple[Callable, Any, tuple[tuple[int, int], ...]]] = {
     "8 numbers, sin·cos": (_sin_cos, jnp.ones(8), ((20_000, 10),)),
     "10⁴ numbers, sin·cos": (_sin_cos, jnp.ones(10_000), ((500, 10),)),
@@ -47,7 +48,7 @@ BODIES: dict[str, tuple[Callable, Any, tuple[tuple[int, int], ...]]] = {
     ),
 }
 
-# Each: (body, x, n, checkpoints) -> the final x
+# Each is a function (body, x, n, checkpoints) -> the final x.
 
 
 def by_remat_scan(body: Callable, x: Any, n: int, s: int) -> Any:
@@ -105,7 +106,7 @@ WAYS: dict[str, Callable] = {
 if eqxi is None:
     del WAYS["equinox, checkpoints"]
 REFERENCE = "equinox, checkpoints" if eqxi else "lax.scan, each step"
-# Pairs with as many checkpoints, and so with about the same memory.
+# Pairs with equal numbers of checkpoints, and therefore about equal memory.
 EQUAL_MEMORY = (
     ("remat.scan, checkpoints", "equinox, checkpoints"),
     ("remat.while_loop, checkpoints", "equinox, checkpoints"),
@@ -125,7 +126,7 @@ def measure(body: Callable, x: Any, n: int, s: int) -> dict[str, dict[str, float
         way: {
             "temporaries": program.memory_analysis().temp_size_in_bytes,
             "seconds": round(min(seconds[way]), 6),
-            # Ratios of the least times of rounds in turns: other work on the machine only adds time.
+            # Ratios of the least times over all rounds, since other work on the machine can only add time.
             "time_ratio": round(min(seconds[way]) / min(reference), 3),
         }
         for way, program in programs.items()
@@ -133,7 +134,7 @@ def measure(body: Callable, x: Any, n: int, s: int) -> dict[str, dict[str, float
 
 
 def at_equal_memory(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """The time and the temporaries of a way as ratios to those of one with as many checkpoints."""
+    """Return time and temporaries as ratios to those of an alternative with as many checkpoints."""
     return {
         f"{ours} to {theirs}": {
             "time": round(rows[ours]["seconds"] / rows[theirs]["seconds"], 3),
@@ -145,14 +146,14 @@ def at_equal_memory(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, fl
 
 
 def count_steps(way: str, n: int, s: int) -> int:
-    """Evaluations of the body in one gradient."""
+    """Return the number of evaluations of the body in one gradient."""
     ran = []
 
     def body(x: Any) -> Any:
         jax.debug.callback(lambda _: ran.append(1), x)
         return jnp.sin(x)
 
-    # Large beside the counter of the steps, which some loops carry, too.
+    # Much larger than the step counter that some loops carry besides it.
     x = jnp.ones(256)
     jax.block_until_ready(compile_gradient(way, body, x, n, s)(x))
     jax.effects_barrier()

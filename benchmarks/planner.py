@@ -1,14 +1,14 @@
-"""The planner on the model zoo: compiled peak, recomputation against JAX's policies, prediction.
+"""Plans of the model zoo: compiled peaks, recomputation compared with JAX's policies, prediction errors.
 
     python -m benchmarks planner                    # every model at 75, 50, 35 and 25 %
     python -m benchmarks planner --model gpt unet --quick
-    python -m benchmarks planner --baselines        # JAX's policies alone, without a planner
+    python -m benchmarks planner --baselines        # only JAX's policies, without a planner
     python -m benchmarks planner --targets          # only the 16-layer decoder, with step times
 
-A budget is a share of the compiled peak without rematerialization. Extra FLOPs are relative to the
-step without, counted on the jaxpr; the opponent is the cheapest of JAX's standard policies, on each
-block or around the whole loss, that needs no more memory than the plan does. Nothing is executed
-but in `--targets`. Nothing in the steps is marked. Runs with options print only.
+A budget is a share of the compiled peak without rematerialization. Extra FLOPs are relative to the step
+without rematerialization, counted on the jaxpr. The baseline is the cheapest of JAX's standard policies, on
+each block or around the whole loss, that needs no more memory than the plan. Only `--targets` executes
+anything. Nothing in the steps is marked. Runs with options print only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ROUNDS = 5
 
 
 class Planned(NamedTuple):
-    """What planning gave."""
+    """A plan, compiled."""
 
     peak_bytes: int  # of the compiled step
     temporary_bytes: int
@@ -50,7 +50,7 @@ class Planned(NamedTuple):
 
 
 def planned(step: Callable, args: Sequence[Any], budget: int | str) -> Planned:
-    """Plan and compile a step; the only place that knows the planner's interface."""
+    """Plan and compile a step. No other function here uses the planner's interface."""
     begin = time.perf_counter()
     plan = remat.plan(step, *args, budget=budget, cache=False)
     seconds = time.perf_counter() - begin
@@ -71,7 +71,7 @@ def planned(step: Callable, args: Sequence[Any], budget: int | str) -> Planned:
 
 @dataclass(frozen=True)
 class Row:
-    """One model at one budget. Without a plan all that comes from it is None."""
+    """One model at one budget. Fields that describe the plan are None if there is none."""
 
     model: str
     percent: int
@@ -88,7 +88,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Our recomputation in that of the best baseline, where there is one that recomputes."""
+        """Return our extra FLOPs over those of the best baseline; None without one that recomputes."""
         return self.extra_flops / self.baseline_extra_flops if self.baseline_extra_flops else None
 
     @property
@@ -97,7 +97,7 @@ class Row:
 
 
 def row(model: Model, percent: int, points: Sequence[Point]) -> Row:
-    """Plan for a share of the peak of the first point, which is without rematerialization."""
+    """Return the plan for a share of the peak of the first point, which has no rematerialization."""
     base, args = points[0], model.arguments()
     found = Row(model.name, percent, base.peak_bytes * percent // 100)
     try:
@@ -153,7 +153,7 @@ HEADER = (
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table with its columns aligned.
+    """Return a Markdown table with its columns aligned.
 
     >>> print(markdown(["a", "bb"], [["1", "2"]]))
     | a | bb |
@@ -170,7 +170,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def prediction(rows: Sequence[Row]) -> dict[str, float]:
-    """How far predictions are from the compiler: median and 95th percentile of the absolute error."""
+    """Return the median and the 95th percentile of the predictions' absolute error."""
     errors = sorted(abs(row.prediction_error) for row in rows if row.peak_bytes)
     if not errors:
         return {"pairs": 0}
@@ -179,7 +179,7 @@ def prediction(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def sweep(names: Sequence[str], percents: Sequence[int]) -> dict:
-    """Baselines and plans of models, printed model by model."""
+    """Measure and print baselines and plans, model by model."""
     rows, measured = [], {}
     for name in names:
         model = ZOO[name]("cpu")
@@ -203,7 +203,7 @@ def sweep(names: Sequence[str], percents: Sequence[int]) -> dict:
 
 
 def opponents(names: Sequence[str]) -> dict:
-    """JAX's standard policies on models, printed model by model."""
+    """Measure and print JAX's standard policies, model by model."""
     header = ("", "compiled peak", "of it", "extra FLOPs", "of matmuls", "compile")
     measured = {}
     for name in names:
@@ -230,8 +230,8 @@ def opponents(names: Sequence[str]) -> dict:
 # --------------------------------------------------------------------------------------------------
 # The 16-layer decoder
 
-# Temporaries at most (shares of those without), extra matmul FLOPs at most, and what is reached
-# by hand. The last is the floor: below it no plan is asked to get.
+# Upper limits of temporaries, as a share of those without rematerialization, and of extra matmul FLOPs, and
+# what policies placed by hand reach. The last row is the smallest peak for which a plan is required.
 TARGETS: tuple[tuple[float, float | None, str], ...] = (
     (0.38, 0.0, "dots on blocks: 41 % at 0"),
     (0.27, 0.033, "dots, no batch dims: 27 % at 4.8 %"),
@@ -242,7 +242,7 @@ TARGETS: tuple[tuple[float, float | None, str], ...] = (
 
 
 def targets() -> dict:
-    """Plans of the decoder at the shares asked for, and their step times in turns."""
+    """Plan the decoder at the shares of `TARGETS`, and time the steps in turns."""
     model = ZOO["decoder"]("cpu")
     args, base = model.arguments(), without(model)
     fixed = base.peak_bytes - base.temporary_bytes
@@ -286,7 +286,7 @@ def target_cells(reached: dict[str, dict]) -> Iterator[list[str]]:
 
 
 def time_ratios(steps: dict[str, Callable], args: Sequence[Any]) -> list[tuple[str, float]]:
-    """Step times over that of the first, which take turns so that the load meets all of them."""
+    """Return step times as ratios to the first. Steps take turns, so the load affects all of them."""
     compiled = {label: fun.lower(*args).compile() for label, fun in steps.items()}
     seconds = seconds_in_turns(compiled, args, ROUNDS)
     medians = {label: statistics.median(times) for label, times in seconds.items()}

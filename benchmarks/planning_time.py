@@ -1,11 +1,11 @@
-"""What planning takes beside compiling: steps of 1,000 and 10,000 equations, scans of 2 and 32 layers.
+"""Planning time without compilation: steps of 1,000 and 10,000 equations, scans of 2 and 32 layers.
 
     python -m benchmarks planning_time
     python -m benchmarks planning_time --small
 
-Seconds of processor time, which other work on the machine changes little, and of the clock, at four
-budgets (shares of the compiled peak without rematerialization); compiling and lowering are taken out.
-A budget that is refused counts like any other. Nothing is marked, and nothing is executed.
+The table has seconds of CPU time, which other work on the machine changes little, and of wall-clock time, at
+four budgets (shares of the compiled peak without rematerialization). Compiling and lowering are subtracted.
+A budget that the planner refuses counts like any other. Nothing is marked, and nothing is executed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WIDTH, ROWS = 64, 1000
 
 
 class Seconds(NamedTuple):
-    """Processor time and time of the clock."""
+    """CPU time and wall-clock time."""
 
     cpu: float
     wall: float
@@ -41,7 +41,7 @@ class Seconds(NamedTuple):
 
 
 def chain(n_blocks: int) -> tuple[Callable, tuple]:
-    """Unrolled blocks of `x = x + tanh(x a) b`."""
+    """Return the loss of unrolled blocks `x = x + tanh(x a) b`."""
 
     def loss(weights, x):
         for a, b in weights:
@@ -54,7 +54,7 @@ def chain(n_blocks: int) -> tuple[Callable, tuple]:
 
 
 def scanned(n_layers: int) -> tuple[Callable, tuple]:
-    """The same blocks in a loop."""
+    """Return the loss of the same blocks in a loop."""
 
     def loss(weights, x):
         def layer(x, ab):
@@ -72,7 +72,7 @@ def scanned(n_layers: int) -> tuple[Callable, tuple]:
 
 
 def measure(step: Callable, args: tuple, percent: int) -> dict[str, Any]:
-    """Plan once, with the seconds of all compilations taken out."""
+    """Plan once; return the time, from which that of all compilations is subtracted."""
     compiling = Seconds(0.0, 0.0)
     inner = TracedStep.memory
 
@@ -105,7 +105,7 @@ def main(options: Sequence[str] = ()) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="planning_time", description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="without the 10,000 equations")
     small = parser.parse_args(list(options)).small
-    # A block is 15 equations, forward and backward.
+    # A block has 15 equations, those of the backward pass included.
     cases = {"1,000 equations": chain(66)}
     if not small:
         cases["10,000 equations"] = chain(666)

@@ -1,14 +1,15 @@
-"""The same decoder under PyTorch's `activation_memory_budget` and under plans of `remat`.
+"""One decoder under PyTorch's `activation_memory_budget` and under plans of `remat`.
 
-16 layers, 256 wide, 256 long, batch 4, float32, explicit attention. PyTorch's half needs an environment
-with `torch==2.13.0` and without JAX, so this is not one of `python -m benchmarks`:
+The decoder has 16 layers of width 256 with explicit attention, and a batch of 4 sequences of length 256 in
+float32. PyTorch's half needs an environment with `torch==2.13.0` and without JAX, so this script is not part
+of `python -m benchmarks`:
 
     python benchmarks/pytorch_budget.py pytorch
     PYTHONPATH=src python benchmarks/pytorch_budget.py remat
 
-Of PyTorch the two graphs are measured that its partitioner emits. The forward graph also hands on transposed
-views of parameters; they are no activations and are not counted (with them the saved bytes are 50 MB, 15 to
-30 %, higher). Peaks are without parameters in both halves.
+PyTorch's figures are those of the two graphs that its partitioner emits. The forward graph also passes
+transposed views of parameters to the backward graph. They are not activations and are not counted; with them
+the saved bytes would be 50 MB (15 to 30 %) higher. Peaks exclude parameters in both halves.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def of_pytorch(budget: float) -> tuple[float, float, float]:
     both = {name: list(module.graph.nodes) for name, module in graphs.items()}
     given = [n for n in both["forward"] if n.op == "placeholder" and n.name.startswith("primals")]
     parameters = {key for node in given for key, _ in storages(node)}
-    returned = both["forward"][-1].args[0][1:]  # after the loss: what the backward pass is given
+    returned = both["forward"][-1].args[0][
+        1:
+    ]  # after the loss: the values passed to the backward graph
     handed = {node.name: list(storages(node)) for node in returned if hasattr(node, "op")}
     views = {name for name, of in handed.items() if any(key in parameters for key, _ in of)}
     saved = {key: n for name, of in handed.items() if name not in views for key, n in of}

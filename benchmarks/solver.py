@@ -1,11 +1,10 @@
-"""The general solver on the published graphs and on large ones: extra time, bound, seconds.
+"""The general solver on published graphs and on large ones: extra time, lower bound, solution time.
 
     python -m benchmarks solver              # published graphs, 10,000 nodes, random layers
     python -m benchmarks solver --sizes 100 1000 10000 --random 500
 
-Extra time is relative to computing every node once. `optimum` was proven by a mixed-integer program
-(Checkmate's formulation). Set OMP_NUM_THREADS=1 for figures of one core; seconds are those of
-this machine.
+Extra time is relative to computing every node once. A mixed-integer program (Checkmate's formulation) proved
+`optimum`. Set OMP_NUM_THREADS=1 for figures of one core. Seconds depend on the machine.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _SIZES = ((50, 40), (200, 100), (350, 150), (500, 100))
 
 
 def layered(n_nodes: int, *, skips: float, seed: int = 0) -> Graph:
-    """A training step of random layers: forward, loss, backward; some layers skip back."""
+    """Return a training step of random layers: forward, loss, backward; some layers have skip connections."""
     draw = random.Random(seed)
     n = (n_nodes - 1) // 2
     sizes = [draw.choice((1, 2, 4, 8)) * 2**20 for _ in range(n)]
@@ -60,12 +59,12 @@ def layered(n_nodes: int, *, skips: float, seed: int = 0) -> Graph:
 
 
 def random_layers(n_nodes: int, *, order: str = "random", seed: int = 0) -> Graph:
-    """Layers of random width, each node used by some of the next layer, and one use in seven later.
+    """Return a graph of layers of random width; most uses are in the next layer, one in seven is later.
 
     The shape is that of the random layered graphs of Gagrani et al., "Neural topological ordering for
-    computation graphs" (NeurIPS 2022), on which MOCCASIN was measured: each layer is about a third as
-    wide as there are layers, and sizes and times are independent. `order` is a random topological
-    one, or layer by layer.
+    computation graphs" (NeurIPS 2022), on which MOCCASIN was measured: the width of a layer is about a third
+    of the number of layers, and sizes and times are independent. `order` is a random topological order, or
+    layer by layer.
     """
     draw = random.Random(seed)
     n_layers = round(math.sqrt((n_nodes - 2) / 0.31))
@@ -116,7 +115,7 @@ def random_layers(n_nodes: int, *, order: str = "random", seed: int = 0) -> Grap
 
 
 def measure(graph: Graph, share: float, optimum: float | None) -> dict[str, Any]:
-    """One line of the table."""
+    """Return one line of the table."""
     budget = int(share * no_remat(graph).peak_bytes)
     found: dict[str, Any] = {"graph": graph.name, "share": share, "optimum_percent": optimum}
     begin = time.perf_counter()

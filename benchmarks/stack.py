@@ -1,8 +1,9 @@
-"""Gradient of 24 unrolled blocks: temporaries, the process's real peak, and step time.
+"""Gradient of 24 unrolled blocks: temporaries, measured peak of the process, and step time.
 
-A block is three matrix products, tanh, gelu, sin·cos and a residual connection, with D=512.
-Memory at B=4096 from the compiler and, in a process of its own for each way, from the resident set;
-time at B=1024, the ways taking turns in one process so that the machine's load meets all of them.
+A block has three matrix products, tanh, gelu, sin·cos and a residual connection, with D=512. Memory at
+B=4096 is the compiler's and, in one process for each alternative, that of the resident set. Times at B=1024
+are measured in one process in which the alternatives take turns, so that the machine's load affects all of
+them.
 """
 
 from __future__ import annotations

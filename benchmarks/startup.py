@@ -1,6 +1,7 @@
 """The CPU time of `import remat`, as a ratio to `import jax`.
 
-Each is the median over processes that take turns. Python's bytecode is cached, as in an installed package.
+Each time is the median over processes that take turns. Python's bytecode is cached, as in an installed
+package.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import tempfile
 from typing import Any
 
-RUNS = 15  # of each; more give a steadier ratio
+RUNS = 15  # processes for each module; more give a steadier ratio
 
 
 def cpu_seconds(code: str, cache: str) -> float:

@@ -1,4 +1,4 @@
-"""Times of programs that take turns, so that a busy moment of the machine meets all of them."""
+"""Times of programs that take turns, so that the machine's load affects all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ K = TypeVar("K")
 def seconds_in_turns(
     programs: Mapping[K, Callable], args: Sequence[Any], rounds: int
 ) -> dict[K, list[float]]:
-    """Seconds of each call, by program, after one call of each that warms up.
+    """Return the seconds of each call, by program, after one warm-up call of each.
 
     >>> [len(s) for s in seconds_in_turns({"a": sum, "b": max}, [(1, 2)], 3).values()]
     [3, 3]

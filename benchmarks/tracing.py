@@ -1,7 +1,7 @@
 """Trace, lower and compile time of the gradient of a 48-layer unrolled transformer.
 
-`remat.checkpoint` against `jax.checkpoint` on every layer, taking turns in one process. JAX's caches
-are cleared before each trace; within one trace, the layers share what the caches hold, as in use.
+`remat.checkpoint` and `jax.checkpoint` on every layer take turns in one process. JAX's caches are cleared
+before each trace. Within one trace, the layers share cache entries, as they do in use.
 """
 
 from __future__ import annotations

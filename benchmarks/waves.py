@@ -1,9 +1,9 @@
-"""Gradient of a wave simulation with respect to its medium: mixed schedule against states alone.
+"""Gradient of a wave simulation with respect to its medium: checkpoints with and without residuals.
 
-The simulation is that of `examples/wave_equation.py`. The loops get the same memory: states and residuals
-together, or states alone (the binomial schedule, which `store="host"` runs: on a CPU the host's memory is
-the device's). A leapfrog step can be inverted, and then keeps no states. `lax.scan` with
-`jax.checkpoint` of the body keeps every state. The ways take turns; times are ratios to the binomial
+The simulation is that of `examples/wave_equation.py`. All loops have the same memory. The mixed schedule
+keeps states and residuals; the binomial schedule keeps only states (`store="host"` selects it; on a CPU the
+host's memory is the device's). A leapfrog step can be inverted, and then no states are kept. `lax.scan` with
+`jax.checkpoint` of the body keeps every state. The alternatives take turns; times are ratios to the binomial
 schedule.
 
     python -m benchmarks waves
@@ -30,7 +30,7 @@ REFERENCE = "states alone"
 
 
 def other_side(medium: Any, side: Any, now: Any, amplitude: Any) -> Any:
-    """The field after `now` from the one before it, or the one before from the one after."""
+    """Return the field after `now` from the one before it, or the reverse: the equation is symmetric."""
     padded = jnp.pad(now, 1)
     laplacian = (
         padded[:-2, 1:-1] + padded[2:, 1:-1] + padded[1:-1, :-2] + padded[1:-1, 2:] - 4 * now
@@ -40,7 +40,7 @@ def other_side(medium: Any, side: Any, now: Any, amplitude: Any) -> Any:
 
 
 def step(medium: Any, fields: tuple[Any, Any], amplitude: Any) -> tuple[Any, Any]:
-    """One leapfrog step of u_tt = c² Δu + source; returns a row of samples."""
+    """Take a leapfrog step of u_tt = c² Δu + source; return the fields and a row of samples."""
     before, now = fields
     after = other_side(medium, before, now, amplitude)
     return (now, after), after[GRID // 8]

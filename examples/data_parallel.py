@@ -1,7 +1,7 @@
 """Train data-parallel on 8 devices of this CPU, within a budget for each device.
 
-The batch is sharded over the devices, the parameters are on each of them. `remat.fit` reads the shardings
-from the arguments; its budget and the compiler's peak are those of one device.
+The batch is sharded over the devices, and the parameters are replicated. `remat.fit` reads the shardings from
+the arguments. Its budget and the compiler's peak are those of one device.
 
     python examples/data_parallel.py
 """
@@ -22,7 +22,7 @@ LAYERS, WIDTH, BATCH = 12, 128, 8192
 
 
 def step(params: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
-    """One step of gradient descent on a residual network."""
+    """Take a step of gradient descent on a residual network."""
 
     def loss(params: Any) -> jax.Array:
         h = x
@@ -68,6 +68,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # Before JAX starts its backend: split this CPU into 8 devices.
+    # Must be set before JAX initializes its backend: splits this CPU into 8 devices.
     jax.config.update("jax_num_cpu_devices", 8)
     main()

@@ -1,11 +1,10 @@
 """Train a small transformer on this machine's CPU three ways, and compare memory, time and loss.
 
 The model is a decoder-only transformer of 12 unrolled layers on bytes; the text is the source code of
-Python's own standard library. It is trained without rematerialization, with `jax.checkpoint` on each
-layer and with `remat.checkpoint` on each layer, each in a process of its own, so that the process's
-peak memory is that of one way. The one line that differs is in `loss_fn`. Then `remat.fit` trains it
-within budgets: shares of the compiler's peak without rematerialization. At the end there is a page on one
-of these plans, `build/demo.html`.
+Python's standard library. It is trained without rematerialization, with `jax.checkpoint` on each layer, and
+with `remat.checkpoint` on each layer, each in a process of its own, whose peak memory is reported. They
+differ in one line, in `loss_fn`. Then `remat.fit` trains the model within budgets: shares of the compiler's
+peak without rematerialization. The script also writes a page about one of these plans, `build/demo.html`.
 
     python examples/demo.py                the comparison
     python examples/demo.py --steps 100    a longer one
@@ -27,7 +26,7 @@ from typing import Any
 WAYS = ("without", "jax.checkpoint", "remat.checkpoint")
 BUDGETS = ("100%", "75%", "50%", "35%")
 BUDGET_STEPS = 8
-PAGE_BUDGET, PAGE = "50%", pathlib.Path("build/demo.html")  # the plan that a page is written on
+PAGE_BUDGET, PAGE = "50%", pathlib.Path("build/demo.html")  # the plan that the page explains
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH = 12, 192, 4, 192, 6
 LEARNING_RATE = 1e-3
 MIB = 2**20
@@ -65,7 +64,7 @@ def init_params(key: Any) -> dict[str, Any]:
 
 
 def block(params: dict[str, Any], x: Any) -> Any:
-    """One layer: attention and a feed-forward network, each on normalized input; x is [B, T, D]."""
+    """Apply attention and a feed-forward network, each to normalized input; x is [B, T, D]."""
     import jax
     import jax.numpy as jnp
 
@@ -135,7 +134,7 @@ def train_step(way: str) -> Callable[..., Any]:
 
 
 def batches(steps: int) -> Iterator[Any]:
-    """Byte windows of the standard library's source, the same in every run: [BATCH, CONTEXT + 1]."""
+    """Yield windows [BATCH, CONTEXT + 1] of the standard library's source, the same in every run."""
     import numpy as np
 
     files = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -147,7 +146,7 @@ def batches(steps: int) -> Iterator[Any]:
 
 
 def work(way: str, steps: int) -> None:
-    """Train one way and report on standard output, one JSON object a line."""
+    """Train in one way, and write results to standard output, one JSON object per line."""
     import jax
     import jax.numpy as jnp
 
@@ -237,7 +236,7 @@ def run_worker(way: str, steps: int, on_progress: Callable[[int], Any]) -> dict[
 
 
 def print_budgets(planned: dict[str, dict[str, Any]], base: dict[str, Any]) -> bool:
-    """One line for each budget; whether all hold and the losses agree."""
+    """Print a line for each budget; return whether all plans are within theirs and the losses agree."""
     print(
         f"\n{'remat.fit':>18}{'budget':>14}{'compiled peak':>15}{'real peak':>14}{'step time':>12}"
         f"{'extra FLOPs':>13}"
@@ -262,7 +261,7 @@ def print_budgets(planned: dict[str, dict[str, Any]], base: dict[str, Any]) -> b
 
 
 def print_table(reports: dict[str, dict[str, Any]]) -> bool:
-    """One line for each way to train; whether the losses agree."""
+    """Print a line for each way to train; return whether the losses agree."""
     base = reports["without"]
     print(f"\n{'':>18}{'temporaries':>14}{'real peak':>14}{'step time':>12}{'final loss':>13}")
     for way, report in reports.items():

@@ -1,7 +1,7 @@
 """Train a small diffusion model in Equinox within a memory budget.
 
 The data are points on a spiral; the model learns to predict the noise that was added to them.
-`remat.equinox.fit` takes the place of `eqx.filter_jit` around the training step.
+`remat.equinox.fit` replaces `eqx.filter_jit` around the training step.
 
     python examples/equinox_diffusion.py
     remat explain examples/equinox_diffusion.py:problem
@@ -25,7 +25,7 @@ BATCH = 2048
 
 
 class Denoiser(eqx.Module):
-    """A residual network on a point and a time."""
+    """A residual network of a point and a time."""
 
     enter: eqx.nn.Linear
     layers: list[eqx.nn.MLP]
@@ -75,7 +75,7 @@ def step(model: Denoiser, state: Any, key: jax.Array) -> tuple[Denoiser, Any, ja
 
 
 def problem() -> tuple[Callable, tuple[Any, ...]]:
-    """The step and its arguments, for the command line."""
+    """Return the step and its arguments, for the command line."""
     return step, (*make(), jax.random.key(0))
 
 

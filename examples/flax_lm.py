@@ -1,10 +1,10 @@
 """Train a small language model in Flax NNX within a memory budget, with checkpoints that resume.
 
-The text is the source of Python's own standard library. `remat.nnx.fit` takes the place of `nnx.jit` around
-the training step; nothing in the model speaks of memory.
+The text is the source of Python's standard library. `remat.nnx.fit` replaces `nnx.jit` around the training
+step; the model itself has no annotations.
 
     python examples/flax_lm.py                     200 steps
-    python examples/flax_lm.py --save state.npz    go on where the last run stopped
+    python examples/flax_lm.py --save state.npz    resume where the last run stopped
     remat explain examples/flax_lm.py:problem      what the step keeps in memory, and why
 """
 
@@ -29,7 +29,7 @@ CONTEXT, BATCH = 128, 8
 
 
 class Block(nnx.Module):
-    """Attention and a multilayer perceptron, each beside a residual connection."""
+    """Attention and a multilayer perceptron, each with a residual connection."""
 
     def __init__(self, width: int, heads: int, rngs: nnx.Rngs) -> None:
         self.before_attention = nnx.LayerNorm(width, rngs=rngs)
@@ -79,13 +79,13 @@ def step(model: LanguageModel, optimizer: nnx.Optimizer, text: jax.Array) -> jax
 
 
 def problem() -> tuple[Callable, tuple[Any, ...]]:
-    """The step and the types of its arguments, for `remat explain` and `remat plan`."""
+    """Return the step and the types of its arguments, for `remat explain` and `remat plan`."""
     text = jax.ShapeDtypeStruct((BATCH, CONTEXT + 1), jnp.int32)
     return nnx.jit(step, donate_argnums=(0, 1)), (*make(), text)
 
 
 def batches(seed: int) -> Any:
-    """Yield batches of the text: stretches of `CONTEXT + 1` bytes."""
+    """Yield batches of windows of `CONTEXT + 1` bytes of the text."""
     library = pathlib.Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(library.glob("*.py"))[:100])
     data = np.frombuffer(text, np.uint8).astype(np.int32)
@@ -103,7 +103,7 @@ def save(path: pathlib.Path, model: LanguageModel, optimizer: nnx.Optimizer, don
 
 
 def load(path: pathlib.Path, model: LanguageModel, optimizer: nnx.Optimizer) -> int:
-    """Read what `save` wrote into the model and its optimizer; return the number of steps done."""
+    """Load the state that `save` wrote into the model and its optimizer; return the number of steps done."""
     leaves, tree = jax.tree.flatten(nnx.state((model, optimizer)))
     with np.load(path) as file:
         read = [jnp.asarray(file[str(i)]) for i in range(len(leaves))]

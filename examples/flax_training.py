@@ -1,7 +1,7 @@
 """A Flax model's training step for the command line: `remat explain examples/flax_training.py:problem`.
 
-The command line takes a function without arguments that returns a step and what it is called with.
-The model is as people have it, without a word about rematerialization.
+The command line takes a function without arguments that returns a step and the step's arguments. The model is
+an ordinary one, without annotations for rematerialization.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Encoder(nn.Module):
 
 
 def problem() -> tuple[Callable, tuple[Any, ...]]:
-    """The gradient step and the types of its arguments."""
+    """Return the gradient step and the types of its arguments."""
     model = Encoder()
 
     def loss(params: Any, x: jax.Array, labels: jax.Array) -> jax.Array:

@@ -1,12 +1,12 @@
 """Train a recurrent network through 10,000 steps without truncating the gradient.
 
-The task needs the whole length: the first symbol has to be named after 10,000 steps of noise. A
-gated cell with a forget gate near 1 can carry it, if the gradient reaches back. `jax.lax.scan`
-keeps what every step needs; `remat.scan` keeps about a square root of it, with one argument
-changed or none.
+The task depends on the whole sequence: the network must name the first symbol after 10,000 steps of noise. A
+gated cell with a forget gate near 1 can remember it, if the gradient reaches the first step. `jax.lax.scan`
+keeps the residuals of every step; `remat.scan` keeps about the square root of that, with one argument changed
+or none.
 
-    python examples/long_rnn.py                  the memory of four ways, and some training
-    python examples/long_rnn.py --steps 1000     shorter
+    python examples/long_rnn.py                  the memory of four variants, and some training
+    python examples/long_rnn.py --steps 1000     a shorter sequence
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def init_params(key: Any, width: int) -> dict[str, Any]:
     return {
         "input": jax.random.normal(keys[0], (SYMBOLS, 3 * width)) * 0.5,
         "hidden": jax.random.normal(keys[1], (width, 3 * width)) * width**-0.5 * 0.1,
-        # The update gate begins nearly closed, so that the state is held for long.
+        # The update gate is nearly closed at first, so that the state is kept for many steps.
         "bias": jnp.concatenate([jnp.full(width, -14.0), jnp.zeros(2 * width)]),
         "output": jax.random.normal(keys[2], (width, SYMBOLS)) * width**-0.5,
     }
 
 
 def cell(params: dict[str, Any], h: Any, x: Any) -> tuple[Any, None]:
-    """A gated recurrent unit; the first symbol is marked and opens the gate."""
+    """Apply a gated recurrent unit; the first symbol is marked and opens the gate."""
     symbol, mark = x
     update_i, reset_i, new_i = jnp.split(params["input"][symbol] + params["bias"], 3, axis=-1)
     update_i = update_i + 18.0 * mark
@@ -46,7 +46,10 @@ def cell(params: dict[str, Any], h: Any, x: Any) -> tuple[Any, None]:
 
 
 def loss(params: dict[str, Any], symbols: Any, run: Callable) -> Any:
-    """Cross-entropy of the first symbol, named from the last state; symbols: (steps, batch)."""
+    """Return the cross-entropy of the first symbol, predicted from the last state.
+
+    Symbols are (steps, batch).
+    """
     h = jnp.zeros((symbols.shape[1], params["hidden"].shape[0]))
     marks = jnp.zeros(symbols.shape[0]).at[0].set(1.0)
     h, _ = run(lambda h, x: cell(params, h, x), h, (symbols, marks))
@@ -88,7 +91,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     @jax.jit
     def train(params: Any, data: Any) -> tuple[Any, Any]:
         value, slope = jax.value_and_grad(loss)(params, data, scan)
-        # A gradient through so many steps varies in length by orders of magnitude: use its sign.
+        # The norm of a gradient through so many steps varies by orders of magnitude, so use its sign.
         return jax.tree.map(lambda p, g: p - 0.01 * jnp.sign(g), params, slope), value
 
     history = []

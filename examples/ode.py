@@ -1,8 +1,8 @@
 """Fit an ordinary differential equation through a fixed-step Runge-Kutta solver.
 
-The solver is a `fori_loop` whose number of steps is an argument of the compiled program, so that one
-program serves all of them: `jax.lax.fori_loop` refuses to be reversed there. Predators and prey
-(Lotka-Volterra) are observed at one time; their four rates are found from it and from a guess.
+The solver is a `fori_loop` whose number of steps is an argument of the compiled program, so one program is
+enough for all of them. `jax.lax.fori_loop` cannot be reverse-differentiated with such a bound. Predators and
+prey (Lotka-Volterra) are observed at one time; the fit starts at a guess of their four rates.
 
     python examples/ode.py                    20,000 steps
     python examples/ode.py --steps 500        fewer
@@ -31,7 +31,7 @@ def lotka_volterra(rates: Any, state: Any) -> Any:
 
 
 def solve(rates: Any, first: Any, duration: Any, steps: Any, checkpoints: int = 32) -> Any:
-    """The state after `duration`, by `steps` steps of the classical method of order 4."""
+    """Return the state after `duration`, by `steps` steps of the classical method of order 4."""
     h = duration / steps
 
     def step(_: Any, y: Any) -> Any:
@@ -45,7 +45,7 @@ def solve(rates: Any, first: Any, duration: Any, steps: Any, checkpoints: int = 
 
 
 def misfit(rates: Any, firsts: Any, observed: Any, steps: Any) -> Any:
-    """Over several initial states at once: the solver is batched by `jax.vmap`."""
+    """Return the mean squared error over several initial states; `jax.vmap` batches the solver."""
     ends = jax.vmap(lambda first: solve(rates, first, 3.0, steps))(firsts)
     return jnp.mean((ends - observed) ** 2)
 
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
     @jax.jit
     def gauss_newton(rates: Any, steps: Any) -> tuple[Any, Any]:
-        """One step; the Jacobian comes from reverse mode."""
+        """Take one Gauss-Newton step, with the Jacobian by reverse mode."""
 
         def residuals(rates: Any) -> Any:
             ends = jax.vmap(lambda first: solve(rates, first, 3.0, steps))(firsts)
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
     compiled = gauss_newton.lower(rates, options.steps).compile()
     print(f"temporaries {format_bytes(compiled.memory_analysis().temp_size_in_bytes)}")
-    # One compiled program for any number of steps; the coarse one gives a first answer.
+    # One program is compiled for any number of steps; a coarse integration gives a first estimate.
     history = []
     for steps in [options.steps // 10, *[options.steps] * options.iterations]:
         rates, value = compiled(rates, steps)

@@ -1,8 +1,9 @@
-"""Solve the heat equation with a physics-informed network, with the derivatives of derivatives recomputed.
+"""Solve the heat equation with a physics-informed network, recomputing the values of nested derivatives.
 
-The loss holds the second derivative of the network by its input, so its gradient is a third derivative: the
-values of all the passes below it are kept, unless they are recomputed. One `remat.checkpoint` around the
-residual of the equation does it, inside and outside of `jax.jacfwd`, `jax.hessian` and `jax.vmap`.
+The loss contains the second derivative of the network with respect to its input, so its gradient is a third
+derivative, which keeps the values of all passes of the inner derivatives. One `remat.checkpoint` around the
+residual of the equation makes the gradient recompute them. It may be inside or outside of `jax.jacfwd`,
+`jax.hessian` and `jax.vmap`.
 
     python examples/pinn.py
 """
@@ -40,7 +41,7 @@ def residual(params: Any, t: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def loss(residual: Any, params: Any, points: jax.Array) -> jax.Array:
-    """Return the mean squares of the residual and of the error at the time 0."""
+    """Return the sum of the mean squares of the residual and of the error at time 0."""
     inside = jax.vmap(lambda p: residual(params, p[0], p[1]))(points)
     start = jax.vmap(lambda x: network(params, 0.0 * x, x) - jnp.sin(jnp.pi * x))(points[:, 1])
     return jnp.mean(inside**2) + 10 * jnp.mean(start**2)

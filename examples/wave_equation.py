@@ -1,10 +1,10 @@
 """Source inversion with the adjoint of a 2-D acoustic wave simulation, in little memory.
 
-A point source with an unknown signature w(t) excites waves in a medium of two velocities; receivers
-on a line record them. The gradient of the misfit runs the simulation in reverse. 20,000 steps on a
-512×512 grid have 39 GiB of states. With respect to the medium, `remat.scan(checkpoints=200)` would keep
-states and residuals of steps in the memory of 200 states, and recompute the rest. With respect to w(t), in
-which the waves are linear, it keeps nothing and runs no step twice.
+A point source with an unknown signature w(t) excites waves in a medium with two velocities; receivers on a
+line record them. The gradient of the misfit runs the simulation in reverse. The states of 20,000 steps on a
+512×512 grid take 39 GiB. For a gradient with respect to the medium, `remat.scan(checkpoints=200)` would keep
+states and residuals of steps in the memory of 200 states, and recompute the rest. The waves are linear in
+w(t), so for a gradient with respect to w(t) it keeps nothing and runs no step twice.
 
     python examples/wave_equation.py                                   a few minutes, under 2 GiB
     python examples/wave_equation.py --grid 64 --steps 400 --iterations 20    the inversion itself
@@ -25,7 +25,7 @@ from remat.units import format_bytes
 
 
 class Experiment(NamedTuple):
-    """Where waves are excited and recorded, and how fast they travel."""
+    """The positions of the source and the receivers, and the velocities of the medium."""
 
     courant: Any  # (grid, grid): (velocity · dt / dx)², at most 1/2 for stability
     damping: Any  # (grid, grid): 1 inside, less in a sponge at the border
@@ -45,7 +45,7 @@ def make_experiment(grid: int) -> Experiment:
 
 
 def step(experiment: Experiment, fields: tuple[Any, Any], amplitude: Any) -> tuple[Any, Any]:
-    """One leapfrog step of u_tt = c² Δu + source; returns the receivers' samples."""
+    """Take a leapfrog step of u_tt = c² Δu + source; return the fields and the receivers' samples."""
     before, now = fields
     padded = jnp.pad(now, 1)
     laplacian = (
@@ -57,13 +57,13 @@ def step(experiment: Experiment, fields: tuple[Any, Any], amplitude: Any) -> tup
 
 
 def wavelet(steps: int) -> Any:
-    """A Ricker wavelet, the signature to be found."""
+    """Return a Ricker wavelet, the signature to be found."""
     t = (jnp.arange(steps) - 60.0) / 15.0
     return (1 - 2 * t**2) * jnp.exp(-(t**2))
 
 
 def record(experiment: Experiment, signature: Any, checkpoints: int | None) -> Any:
-    """Run the simulation; (steps, receivers)."""
+    """Run the simulation; return the recording (steps, receivers)."""
     quiet = jnp.zeros_like(experiment.courant)
     run = lambda fields, amplitude: step(experiment, fields, amplitude)  # noqa: E731
     return scan(run, (quiet, quiet), signature, checkpoints=checkpoints)[1]
@@ -76,7 +76,7 @@ def misfit(signature: Any, experiment: Experiment, observed: Any, checkpoints: i
 def invert(
     experiment: Experiment, observed: Any, steps: int, checkpoints: int | None, iterations: int
 ) -> tuple[Any, list[float]]:
-    """Conjugate gradients on the linear least-squares problem for the signature."""
+    """Solve the linear least-squares problem for the signature by conjugate gradients."""
     gradient = jax.jit(lambda w, data: jax.grad(misfit)(w, experiment, data, checkpoints))
     silence = jnp.zeros_like(observed)
     signature = jnp.zeros(steps)
@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     start = time.perf_counter()
     value, slope = jax.block_until_ready(compiled(guess))
     seconds = time.perf_counter() - start
-    # The misfit is quadratic and zero at the truth: along the line there, its slope is known.
+    # The misfit is quadratic and zero at the true signature, so its slope along the line to it is known.
     expected, along = -4 * float(value), float(jnp.vdot(slope, truth))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(f"gradient in {seconds:.0f} s; slope along the truth {along:.6g}, exact {expected:.6g}")

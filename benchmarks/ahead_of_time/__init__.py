@@ -1,4 +1,4 @@
-"""Plans for TPUs and GPUs that are not attached, against checkpoints placed by hand.
+"""Plans for TPUs and GPUs that are not attached, compared with checkpoints placed by hand.
 
     python -m benchmarks ahead_of_time                       # every case, in small shapes
     python -m benchmarks ahead_of_time --size full           # the true sizes: hours
@@ -64,7 +64,7 @@ def case_of(name: str, size: str) -> tuple[Case, Target]:
 
 
 def run(name: str, size: str, budgets: Sequence[str], *, offload: bool) -> dict[str, Any]:
-    """Measure a case in a process of its own; what it printed before it died is kept."""
+    """Measure a case in a process of its own; if it dies, the results that it printed before are kept."""
     may = "offload" if offload else "device"
     command = [sys.executable, "-m", "benchmarks.ahead_of_time.measure", name, size, may, *budgets]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -101,7 +101,7 @@ def run(name: str, size: str, budgets: Sequence[str], *, offload: bool) -> dict[
 
 
 def compare(plan: dict[str, Any], alternatives: Sequence[Mapping[str, Any]]) -> None:
-    """Add to a plan what is wrong with it, and the best alternative by hand within its budget.
+    """Add to a plan its failures, and the best alternative by hand within its budget.
 
     >>> by_hand = [{"label": "full", "fits": True, "peak_bytes": 80, "extra_flops": 0.3}]
     >>> plan = {"budget_bytes": 100, "peak_bytes": 120, "extra_flops": 0.4,

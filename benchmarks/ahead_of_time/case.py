@@ -1,4 +1,4 @@
-"""What a case of the ahead-of-time benchmark is, and the alternatives that people write by hand."""
+"""The cases of the ahead-of-time benchmark, and the alternatives that people write by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from remat.program.targets import Target
 
 Wrap: TypeAlias = Callable[[Callable], Callable]
 
-#: What a checkpoint around each natural block keeps.
+#: The policies of checkpoints around each natural block, by label.
 POLICIES: Mapping[str, Any] = {
     "full": None,
     "dots": jax.checkpoint_policies.dots_saveable,
@@ -29,11 +29,11 @@ class Case:
     """A training step for devices that are not attached.
 
     Attributes:
-      build: from a transformation of the step's natural blocks to the step.
+      build: returns the step for a transformation of its natural blocks.
       args: types with shardings on the target.
       options: of `jax.jit`.
-      blocks: further ways to wrap the blocks, by label.
-      budgets: for each plan, bytes as a text or a share of the peak without rematerialization.
+      blocks: further transformations of the blocks, by label.
+      budgets: for each plan, bytes as text or a share of the peak without rematerialization.
     """
 
     build: Callable[[Wrap], Callable]
@@ -92,7 +92,7 @@ def fully_sharded(tree: Any, mesh: Mesh, axis: str = "data") -> Any:
 
 
 def constrained(mesh: Mesh, *axes: Any) -> Callable[[jax.Array], jax.Array]:
-    """Return a function that says how a value is sharded."""
+    """Return a function that constrains how a value is sharded."""
     sharding = NamedSharding(mesh, P(*axes))
     return lambda x: jax.lax.with_sharding_constraint(x, sharding)
 
@@ -103,5 +103,5 @@ def mesh_of(target: Target, **axes: int) -> Mesh:
 
 
 def adam_state(params: Any) -> tuple[Any, Any, Any]:
-    """Return the types of parameters, moments and the number of the step, sharded as the parameters."""
+    """Return the types of parameters, moments and step number, sharded as the parameters are."""
     return params, (params, params), jax.ShapeDtypeStruct((), jnp.int32)

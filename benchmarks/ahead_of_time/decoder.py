@@ -82,10 +82,10 @@ def loss(
 
     Args:
       config: the sizes.
-      wrap: what is applied to the body of the scan over layers.
-      rows: says how activations are sharded.
-      inner: says how the MLP's hidden activations are sharded.
-      attend: the attention of (batch, length, heads, features).
+      wrap: transforms the body of the scan over layers.
+      rows: constrains how activations are sharded.
+      inner: constrains how the MLP's hidden activations are sharded.
+      attend: computes attention of (batch, length, heads, features).
     """
 
     @wrap

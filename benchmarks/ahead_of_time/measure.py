@@ -49,7 +49,7 @@ def counted(step: Callable, case: Case) -> int:
 
 
 def recompiled(name: str, size: str, plan: remat.Plan) -> dict[str, Any]:
-    """Compile a plan in another process; return what that process says."""
+    """Compile a plan in another process; return the results of that process."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "plan.json"
         plan.save(path)

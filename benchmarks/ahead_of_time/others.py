@@ -294,7 +294,7 @@ def _pipeline(
     sizes: tuple[int, int, int, int] | None = None,
     small_budgets: tuple[str, str] = ("60%", "35%"),
 ) -> Case:
-    """Return the case of a pipeline of layers with two weights each."""
+    """Return the case of a pipeline whose layers have two weights each."""
     per_stage, width, n_micro, n_rows = sizes or _PIPELINES[size]
     params = {
         "up": typed(mesh, (_STAGES, per_stage, width, 4 * width), P("stage")),

@@ -1,7 +1,7 @@
 """Compile a plan from its file: `python -m benchmarks.ahead_of_time.recompile NAME SIZE PLAN`.
 
-Prints the peak as JSON. JAX compiles the step that follows the plan; the planner takes no part, and the
-peak is added up here.
+Prints the peak as JSON. JAX compiles the step that follows the plan. The planner is not used, and the peak is
+computed here from the compiler's figures.
 """
 
 from __future__ import annotations

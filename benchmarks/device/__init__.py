@@ -1,14 +1,14 @@
-"""What only a machine with an accelerator can tell: real peaks, step times, transfers, gradients.
+"""Measurements that need an accelerator: allocator peaks, step times, transfer rates, gradients.
 
     python -m benchmarks device                     # on a machine with a GPU or a TPU; writes JSON
-    python -m benchmarks device --on-cpu --size tiny    # that the scripts run, without an accelerator
+    python -m benchmarks device --on-cpu --size tiny    # checks that the scripts run, on a CPU
 
-* `plans`: for each model and budget the compiler's peak and the allocator's, the time of a step as a ratio to
-  the step without rematerialization, the ratio that the plan predicts, and whether the gradients agree.
-* `transfers`: rates of copies between the device's memory and the host's, beside the figures in
+* `plans`: for each model and budget, the compiler's peak and the allocator's, the time of a step as a ratio
+  to the step without rematerialization, the ratio that the plan predicts, and whether the gradients agree.
+* `transfers`: rates of copies between the device's memory and the host's, and the figures of
   `remat.program.devices`.
-* `offload`: a scan whose residuals a policy moves to the host: gradients and time beside those of the scan
-  that keeps them (XLA for GPUs has miscompiled such scans: openxla/xla#46231).
+* `offload`: gradients and time of a scan whose policy offloads residuals to the host, compared with the scan
+  that keeps them on the device (XLA for GPUs has miscompiled such scans: openxla/xla#46231).
 
 Each measurement runs in a process of its own, since allocators report the peak of a process. NO RESULTS OF
 THESE SCRIPTS ARE IN THE REPOSITORY: they have run on CPUs only, where allocators report nothing.
@@ -52,7 +52,7 @@ def main(options: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _child(*arguments: str) -> dict[str, Any]:
-    """Run one measurement in a process of its own; return what it says, or why it died."""
+    """Run one measurement in a process of its own; return its results, or the error that ended it."""
     command = [sys.executable, "-m", "benchmarks.device.measure", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]

@@ -35,7 +35,7 @@ def device() -> dict[str, Any]:
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """Return the median time of a call, after one that compiles."""
+    """Return the median time of a call, after a first one that compiles."""
     jax.block_until_ready(run())
     times = []
     for _ in range(ROUNDS):
@@ -46,13 +46,13 @@ def seconds(run: Callable[[], Any]) -> float:
 
 
 def allocated_peak_bytes() -> int | None:
-    """Return the allocator's peak in this process; None where it reports none, as on CPUs."""
+    """Return the allocator's peak in this process; None if it reports none, as on CPUs."""
     stats = jax.devices()[0].memory_stats()
     return None if stats is None else stats.get("peak_bytes_in_use")
 
 
 def plans(name: str, size: str, percent: str) -> dict[str, Any]:
-    """Measure one plan, or with 100 the step as it is written."""
+    """Measure one plan or, at 100 percent, the step as it is written."""
     model: Model = importlib.import_module(f"benchmarks.zoo.{name}").model(size)
     args = model.example()
     written = step(model.loss())
@@ -73,7 +73,7 @@ def plans(name: str, size: str, percent: str) -> dict[str, Any]:
     row["planned_peak_bytes"] = plan.peak_bytes
     row["predicted_ratio"] = 1 + plan.extra_seconds / plan.seconds
     row["extra_flops"] = plan.extra_flops / plan.flops
-    # Before the step without a plan runs, whose peak is larger.
+    # Read before the step without a plan runs, since that raises the peak of the process.
     row["allocated_peak_bytes"] = allocated_peak_bytes()
     plain = jax.jit(written)
     row["ratio"] = row["step_s"] / seconds(lambda: plain(*args))
@@ -81,7 +81,7 @@ def plans(name: str, size: str, percent: str) -> dict[str, Any]:
 
 
 def difference(got: Any, expected: Any) -> float:
-    """Return the largest difference of two trees, as a share of the leaf's largest value."""
+    """Return the largest difference of two pytrees, as a share of the leaf's largest magnitude."""
     return max(
         float(np.max(np.abs(a - b), initial=0.0) / max(np.max(np.abs(b), initial=0.0), 1e-30))
         for a, b in zip(

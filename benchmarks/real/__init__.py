@@ -1,14 +1,14 @@
-"""Plans of unmodified models of other packages, against what their users would place by hand.
+"""Plans of unmodified models of other packages, compared with checkpoints that users would place by hand.
 
     make corpus-env                                              # packages, pinned, into .venv-real
     .venv-real/bin/python -m benchmarks real                     # every case at 75, 50, 35 and 25 %
     .venv-real/bin/python -m benchmarks real --case gpt2 --budgets 50 25
 
-A budget is a share of the compiled peak of the step as written. Every case runs in a process of its own.
-For each budget: whether an independent compile holds it, whether the results of a run are those of the
-step as written, the extra FLOPs, the cheapest alternative by hand within the same budget, and the
-processor time of planning as a multiple of one trace and compile of the step as written. Runs with
-options print only, or add to the file of `--json`.
+A budget is a share of the compiled peak of the step as written. Every case runs in a process of its own. The
+results for each budget are: whether the peak is within the budget when the plan is compiled independently,
+whether a run returns the results of the step as written, the extra FLOPs, the cheapest alternative by hand
+within the same budget, and the CPU time of planning as a multiple of one trace and compile of the step as
+written. Runs with options print only, or add to the file of `--json`.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ CASES: Mapping[str, str] = {
     "jraph-network": "science:jraph_network",
 }
 
-# Results may differ by rounding where the compiler fuses the same operations differently. In units of
-# the last place of a leaf's largest value; more accept larger differences.
+# Largest accepted difference of results, in units in the last place of a leaf's largest value; a larger limit
+# accepts larger differences. Results differ by rounding if the compiler fuses operations differently.
 TOLERANCE_ULPS = 2000
 
 
 def run(name: str, percents: Sequence[int]) -> dict[str, Any]:
-    """Measure a case in a process of its own; what it printed before it died is kept."""
+    """Measure a case in a process of its own; if it dies, the results that it printed before are kept."""
     command = [sys.executable, "-m", "benchmarks.real.measure", name, *map(str, percents)]
     found: dict[str, Any] = {"alternatives": [], "failed_alternatives": [], "plans": []}
     begin = time.perf_counter()
@@ -93,7 +93,7 @@ def run(name: str, percents: Sequence[int]) -> dict[str, Any]:
 
 
 def missing_packages() -> list[str]:
-    """Return the pinned packages of which no version is installed."""
+    """Return the pinned packages that are not installed in any version."""
     pinned = (pathlib.Path(__file__).parent / "requirements.txt").read_text().splitlines()
     names = [line.split("==")[0] for line in pinned if not line.startswith("#")]
     return [name for name in names if not is_installed(name)]
@@ -109,7 +109,7 @@ def is_installed(name: str) -> bool:
 
 
 def compare(plan: dict[str, Any], base: dict[str, Any], alternatives: Sequence[dict]) -> None:
-    """Add to a plan the best alternative within its budget, and the hull of all of them there."""
+    """Add to a plan the best alternative within its budget, and the hull of all alternatives at it."""
     budget = plan["budget_bytes"]
     same = [a for a in alternatives if a["ulps"] <= TOLERANCE_ULPS]
     fitting = [a for a in same if a["peak_bytes"] <= budget]
@@ -122,7 +122,7 @@ def compare(plan: dict[str, Any], base: dict[str, Any], alternatives: Sequence[d
 
 
 def on_hull(points: Sequence[tuple[int, float]], peak_bytes: int) -> float:
-    """Return the least extra FLOPs at a peak of all mixtures of two points.
+    """Return the least extra FLOPs that a mixture of two points has at this peak.
 
     >>> on_hull([(100, 0.0), (50, 0.2), (20, 0.5)], 75)
     0.1
@@ -183,7 +183,7 @@ def cells(plan: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
 
 
 def show(name: str, found: Mapping[str, Any]) -> None:
-    """Print the table of a case and what went wrong."""
+    """Print the table of a case and its failures."""
     from benchmarks.planner import markdown
 
     base = found.get("base")
@@ -280,7 +280,7 @@ def main(options: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def with_environment(cases: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a run without options stores."""
+    """Return the results as a run without options stores them."""
     from benchmarks.__main__ import environment
 
     return {"environment": environment(), **_stored(cases)}

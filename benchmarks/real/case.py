@@ -1,9 +1,9 @@
-"""What a case of the corpus is, and the ways in which people place checkpoints in others' code.
+"""The cases of the corpus, and the ways in which users place checkpoints in the code of a package.
 
-A case is a step of an unmodified package, its arguments, and the steps that a user of the package would
-write to save memory: with the package's own options, with `jax.checkpoint` on each layer or scan body,
-or around the whole loss. Code inside a package is reached by replacing one of its functions while the
-step is traced.
+A case is a step of an unmodified package, its arguments, and the steps that a user of the package would write
+to save memory: with the package's own options, with `jax.checkpoint` on each layer or scan body, or around
+the whole loss. To place a checkpoint inside a package, one of its functions is replaced while the step is
+traced.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Case:
     """A step of a package.
 
     Attributes:
-      step: the step as its users write it, with nothing marked.
+      step: the step as the package's users write it, with nothing marked.
       args: arrays to call it with.
       alternatives: steps with the same results that need less memory, by label.
     """
@@ -42,7 +42,7 @@ class Case:
 
 
 def unchanged(fun: Callable) -> Callable:
-    """Return the function as it is."""
+    """Return the function unchanged."""
     return fun
 
 
@@ -53,13 +53,13 @@ def checkpoints() -> Iterator[tuple[str, Wrap]]:
 
 
 def whole(make: Callable[[Wrap], Step]) -> dict[str, Step]:
-    """Return the steps that wrap all of the loss, where `make` takes what wraps the loss."""
+    """Return the steps that wrap the whole loss; `make` takes the function that wraps it."""
     labels = ("nothing", "dots")
     return {f"whole loss, {label}": make(w) for label, w in checkpoints() if label in labels}
 
 
 def replaced(step: Step, owner: Any, name: str, replace: Wrap) -> Step:
-    """Return a step that is traced with `owner.name` replaced."""
+    """Return a step during whose tracing `owner.name` is replaced."""
 
     @functools.wraps(step)
     def traced(*args: Any) -> Any:
@@ -76,7 +76,8 @@ def layers(step: Step, owner: Any, name: str = "__call__", *, wrap: Any = None) 
       step: the step without checkpoints.
       owner: the class of the layers, or a module.
       name: the method, or the function in the module.
-      wrap: from a policy to what wraps the method; by default `jax.checkpoint` of the array arguments.
+      wrap: returns for a policy the function that wraps the method; by default `jax.checkpoint` of the array
+        arguments.
     """
     wrap = wrap or (lambda policy: functools.partial(on_arrays, policy=policy))
     return {
@@ -90,7 +91,7 @@ def layers(step: Step, owner: Any, name: str = "__call__", *, wrap: Any = None) 
 def on_arrays(fun: Callable, *, policy: Any = None) -> Callable:
     """Return the function with `jax.checkpoint` applied to the arrays among its arguments.
 
-    Everything else (modules with methods only, flags, None, strings) is closed over.
+    All other arguments (modules that have only methods, flags, None, strings) are closed over.
     """
 
     @functools.wraps(fun)
@@ -122,7 +123,7 @@ def on_arrays(fun: Callable, *, policy: Any = None) -> Callable:
 def scan_bodies(step: Step, *, group: int | None = None, owner: Any = jax.lax) -> dict[str, Step]:
     """Return the steps in which the body of every `owner.scan` is checkpointed.
 
-    With `group`, also one in which that many steps at a time are checkpointed, as in a nested scan.
+    With `group`, one more step checkpoints groups of that many iterations, as a nested scan does.
     """
     made = {
         f"scan bodies, {label}": replaced(step, owner, "scan", _body_wrapper(wrap))

@@ -1,9 +1,9 @@
 """FLOPs of one call, with iterations of while loops and branches of conditionals counted as they run.
 
-`zoo.flops` counts a jaxpr without running it, so a `while_loop` whose length is not a constant counts
-once, and a `cond` as its dearest branch. Here the function is evaluated, equation by equation, beside a
-counter: such loops and conditionals carry it, everything else adds the static count. The arguments are
-arrays.
+`zoo.flops` counts a jaxpr without running it, so a `while_loop` of unknown length counts once, and a `cond`
+as its most expensive branch. Here the function is evaluated equation by equation, with a counter: loops of
+unknown length and conditionals carry the counter, and every other equation adds its static count. The
+arguments are arrays.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.zoo import flops
 from remat import _jax
 
 _SCALE = 1e6  # the counter is in MFLOP, so that single precision holds it
-Counters = tuple[jax.Array, jax.Array]  # MFLOP of matrix products and of everything
+Counters = tuple[jax.Array, jax.Array]  # MFLOP of matrix products, and of all operations
 
 
 def count(fun: Callable, *args: Any) -> flops.Flops:
@@ -43,13 +43,13 @@ def count(fun: Callable, *args: Any) -> flops.Flops:
 
 
 def varies(fun: Callable, *args: Any) -> bool:
-    """Return whether the FLOPs of a call depend on its arguments' values."""
+    """Return whether the FLOPs of a call depend on the values of its arguments."""
     jaxpr = _jax.open_jaxpr(jax.make_jaxpr(fun)(*args))
     return bool(flops.of_jaxpr(jaxpr).n_unknown_loops) or any(map(_has_branches, jaxpr.eqns))
 
 
 def _has_branches(eqn: Any) -> bool:
-    """Return whether there is a `cond` in an equation."""
+    """Return whether an equation contains a `cond`."""
     bodies = (_jax.open_jaxpr(body) for body in _jax.jaxprs_of(eqn))
     return eqn.primitive.name == "cond" or any(_has_branches(e) for b in bodies for e in b.eqns)
 
@@ -63,7 +63,7 @@ def _plus(counters: Counters, found: flops.Flops) -> Counters:
 
 
 def _body(jaxpr: Any) -> Callable[[Sequence[Any], Counters], tuple[list[Any], Counters]]:
-    """Return the evaluation of a jaxpr in an equation's parameters."""
+    """Return the function that evaluates a jaxpr in an equation's parameters."""
     return lambda values, n: _evaluate(
         _jax.open_jaxpr(jaxpr), getattr(jaxpr, "consts", ()), values, n
     )

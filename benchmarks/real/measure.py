@@ -2,8 +2,8 @@
 
     python -m benchmarks.real.measure NAME PERCENT ...
 
-A process of its own for each case keeps apart what packages change on import (netket enables double
-precision) and what a crash would end.
+Each case has a process of its own because importing a package may change global settings (netket enables
+double precision), and because a case may crash.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def load(name: str) -> Case:
 
 
 def compiled_point(step: Callable, args: Sequence[Any]) -> tuple[dict[str, Any], Any]:
-    """Return what the compiler and the jaxpr say of a step, and the compiled step."""
+    """Return the figures of a step by its compiler and its jaxpr, and the compiled step."""
     jax.clear_caches()
     begin = time.process_time()
     compiled = (step if hasattr(step, "lower") else jax.jit(step)).lower(*args).compile()
@@ -58,14 +58,14 @@ def compiled_point(step: Callable, args: Sequence[Any]) -> tuple[dict[str, Any],
 
 
 def count(step: Callable, args: Sequence[Any]) -> flops.Flops:
-    """Return the FLOPs of a call; loops of unknown length and branches count as they run."""
+    """Return the FLOPs of a call; loops of unknown length and branches are counted as they run."""
     jax.clear_caches()
     counted = executed_flops if executed_flops.varies(step, *args) else flops
     return counted.count(step, *args)
 
 
 def step_s(compiled: Callable, args: Sequence[Any]) -> float:
-    """Return the median time of a few calls after a first one."""
+    """Return the median time of a few calls, after a warm-up call."""
     times = []
     for _ in range(ROUNDS + 1):
         begin = time.perf_counter()
@@ -77,10 +77,10 @@ def step_s(compiled: Callable, args: Sequence[Any]) -> float:
 def difference(ours: Any, theirs: Any) -> tuple[float, int]:
     """Return the largest difference of two results in units in the last place, and the unequal leaves.
 
-    Leaves are compared one by one, in units of their largest value. A leaf that is zero but for rounding,
-    such as the gradient of a bias that a softmax ignores, has no correct digits; so values below the
-    precision of the largest value of all leaves are compared in units of that precision. A difference in
-    structure, in integers or in what is finite counts as infinite.
+    Leaves are compared one by one, in units in the last place of their largest value. A leaf that is zero up
+    to rounding, such as the gradient of a bias that a softmax ignores, has no correct digits. Therefore
+    values below the precision of the largest value of all leaves are compared in units of that precision. A
+    difference in structure, in integers, or in which values are finite counts as infinite.
     """
     if jax.tree.structure(ours) != jax.tree.structure(theirs):
         return math.inf, -1
@@ -156,7 +156,7 @@ def main(name: str, percents: Sequence[int]) -> None:
     seen = set()
     for label, step in case.alternatives.items():
         try:
-            # Policies about matrix products are all the same where there are none.
+            # Without matrix products, all policies about them are equivalent.
             key = (label.split(",")[0], count(step, case.args))
             if key in seen:
                 continue

@@ -1,4 +1,4 @@
-"""Ten models and a decoder with known results, each in one file with `model(size) -> Model`."""
+"""Ten models, and a decoder with known results, each in one file that defines `model(size) -> Model`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What JAX users have today: a standard policy on each block by hand, or around the whole loss.
+"""The baselines: JAX's standard policies, placed by hand on each block or around the whole loss.
 
-On CPU up to jaxlib 0.11.0 `jax.checkpoint` has no effect in unrolled code (`transform/barrier.py`), so
-there the opponent is `remat.checkpoint` with the same policies, which saves what JAX's would.
+On CPU up to jaxlib 0.11.0 `jax.checkpoint` has no effect in unrolled code (`transform/barrier.py`). There the
+baseline is `remat.checkpoint` with the same policies, which saves the same values as JAX's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ POLICIES = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveab
 
 @dataclass(frozen=True)
 class Point:
-    """One way to compute the loss and its gradient, measured."""
+    """The figures of one way to compute the loss and its gradient."""
 
     label: str
     peak_bytes: int  # arguments + temporaries + results - aliased
@@ -34,23 +34,23 @@ class Point:
     compile_s: float = 0.0
 
     def extra_flops(self, base: Point) -> float:
-        """All operations beyond those of `base`, as a fraction of its own."""
+        """Return the FLOPs in excess of those of `base`, as a share of the latter."""
         return self.flops / base.flops - 1
 
     def extra_matmul_flops(self, base: Point) -> float:
-        """The same of matrix products and convolutions; 0 where there are none."""
+        """Return the same of matrix products and convolutions; 0 if there are none."""
         return self.matmul_flops / base.matmul_flops - 1 if base.matmul_flops else 0.0
 
 
 def checkpoint() -> Callable:
-    """`jax.checkpoint`, or ours where the compiler undoes it."""
+    """Apply `jax.checkpoint`, or `remat.checkpoint` where the compiler undoes JAX's."""
     version = tuple(int(part) for part in jaxlib.__version__.split(".")[:3])
     undone = jax.default_backend() == "cpu" and version < (0, 11, 1)
     return remat.checkpoint if undone else jax.checkpoint
 
 
 def measure(label: str, fun: Callable, *args: Any) -> Point:
-    """Compile and count, without running; the arguments may be `jax.ShapeDtypeStruct`s."""
+    """Compile a step and count its FLOPs without running it; arguments may be `jax.ShapeDtypeStruct`s."""
     begin = time.perf_counter()
     compiled = jax.jit(fun).lower(*args).compile()
     seconds = time.perf_counter() - begin
@@ -66,12 +66,12 @@ def measure(label: str, fun: Callable, *args: Any) -> Point:
 
 
 def without(model: Model) -> Point:
-    """The step without rematerialization."""
+    """Measure the step without rematerialization."""
     return measure("without", step(model.loss()), *model.arguments())
 
 
 def losses(model: Model) -> dict[str, Loss]:
-    """The standard opponents by label, policy by policy."""
+    """Yield the losses with the standard policies, by label."""
     found = {}
     for policy in POLICIES:
         wrap = partial(checkpoint(), policy=getattr(jax.checkpoint_policies, policy))
@@ -81,14 +81,14 @@ def losses(model: Model) -> dict[str, Loss]:
 
 
 def baselines(model: Model) -> list[Point]:
-    """No rematerialization, then every standard opponent, measured."""
+    """Measure the step without rematerialization, then with each standard policy."""
     args = model.arguments()
     measured = [measure(label, step(loss), *args) for label, loss in losses(model).items()]
     return [without(model), *measured]
 
 
 def best_baseline(points: Iterable[Point], peak_bytes: int) -> Point | None:
-    """Of those that need no more than a peak, the one with the fewest FLOPs; None if there is none.
+    """Return the point with the fewest FLOPs of those with at most this peak; None if there is none.
 
     >>> cheap, small = Point("a", 10, 8, 5, 6), Point("b", 5, 3, 7, 8)
     >>> best_baseline([cheap, small], 10).label, best_baseline([cheap, small], 9).label

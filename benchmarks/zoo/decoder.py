@@ -1,7 +1,7 @@
 """A decoder of 16 layers, with which PyTorch's memory budgets and JAX's policies were measured.
 
-Pre-norm blocks of explicit causal attention and an MLP of 4 D, unrolled; normalization without
-weights, the batch is the embedded input and the loss a mean of squares: the blocks are all there is.
+The blocks are unrolled and pre-norm, with explicit causal attention and an MLP of width 4 D. There is nothing
+but blocks: normalization has no weights, the batch is the embedded input, and the loss is a mean of squares.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A diffusion transformer in Equinox: blocks modulated by the time of diffusion and the class.
+"""A diffusion transformer in Equinox, whose blocks are modulated by the diffusion time and the class.
 
-The conditioning is used by every block, so it crosses all of them. Peebles & Xie, 2023.
+All blocks use the conditioning, so it stays live across all of them. Peebles & Xie, 2023.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SIZES = {
 
 
 def modulated(x, shift, scale):
-    """Normalize (tokens, width), then shift and scale by what the conditioning says."""
+    """Normalize (tokens, width), then shift and scale by the conditioning."""
     return standardize(x).astype(x.dtype) * (1 + scale) + shift
 
 
@@ -59,7 +59,7 @@ class Block(eqx.Module):
         self.down = eqx.nn.Linear(4 * width, width, key=down)
 
     def __call__(self, x, c):
-        """One image: (tokens, width), conditioned on (width,)."""
+        """Apply the block to one image, (tokens, width), conditioned on (width,)."""
         shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = jnp.split(
             self.condition(jax.nn.silu(c)), 6
         )
@@ -70,7 +70,7 @@ class Block(eqx.Module):
 
 
 class Ends(eqx.Module):
-    """What stands before and behind the blocks."""
+    """The layers before and after the blocks."""
 
     patches: eqx.nn.Linear
     positions: jax.Array
@@ -88,7 +88,7 @@ class Ends(eqx.Module):
         self.output = eqx.nn.Linear(width, pixels, key=output)
 
     def condition(self, time, label):
-        """Embed a time in [0, 1] by sines of many periods, and a class."""
+        """Embed a time in [0, 1], by sines of many periods, and a class."""
         rates = 1000 * 10_000.0 ** -jnp.linspace(0, 1, self.positions.shape[1] // 2)
         waves = jnp.concatenate([jnp.sin(time * rates), jnp.cos(time * rates)])
         return self.times(waves.astype(self.positions.dtype)) + self.classes[label]
@@ -106,7 +106,7 @@ def model(size: str) -> Model:
         ends, *blocks = jax.random.split(key, config.layers + 1)
         return Ends(config, ends), [Block(config, k) for k in blocks]
 
-    # What is no array in the modules, activation functions for instance, is no parameter.
+    # Only arrays are parameters; other leaves of the modules, such as activation functions, are static.
     shapes = eqx.filter_eval_shape(modules, jax.random.key(0))
     _, (static_ends, static_blocks) = eqx.partition(shapes, _is_array)
 

@@ -1,15 +1,15 @@
 """FLOPs of a function, counted on its jaxpr.
 
-The compiler's own count (`cost_analysis`) takes the body of a loop once, however often it runs, and
-is missing on some backends. Here a body counts as often as it runs, and what is in the jaxpr of a
-rematerialized region counts where the region stands, so the difference to the count without
-rematerialization is what is computed again. Dead code is removed first, as the compiler would.
+The compiler's own count (`cost_analysis`) includes the body of a loop once, however often it runs, and is
+missing on some backends. Here a body counts as often as it runs, and the jaxpr of a rematerialized region
+counts wherever the region's equation is, so the difference to the count without rematerialization is the
+recomputation. Dead code is removed first, as a compiler does.
 
-Matrix products and convolutions are counted apart, at two operations per multiply-add; what moves
-data costs nothing, reductions one operation per element read, all else one per element written.
+Matrix products and convolutions are counted separately, at two operations per multiply-add. Moving data costs
+nothing, a reduction one operation per element read, and any other operation one per element written.
 
-Limits: a while loop counts `n` times only where it counts up to a constant `n`; others count once,
-and `n_unknown_loops` says how many there are. Of the branches of a `cond` the dearest counts.
+Limits: a while loop counts `n` times only if it counts up to a constant `n`; other while loops count once,
+and `n_unknown_loops` is their number. A `cond` counts as its most expensive branch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from remat import _jax
 
 @dataclass(frozen=True)
 class Flops:
-    """Operations: of matrix products and convolutions, and of everything."""
+    """FLOPs of matrix products and convolutions, and of all operations."""
 
     matmul: int = 0
     total: int = 0
@@ -44,7 +44,7 @@ class Flops:
 
 
 def count(fun: Callable, *args: Any) -> Flops:
-    """FLOPs of one call; the arguments may be `jax.ShapeDtypeStruct`s.
+    """Return the FLOPs of one call; the arguments may be `jax.ShapeDtypeStruct`s.
 
     >>> a = jax.ShapeDtypeStruct((8, 4), "float32")
     >>> count(lambda a: jax.numpy.tanh(a @ a.T), a)
@@ -56,11 +56,11 @@ def count(fun: Callable, *args: Any) -> Flops:
 
 
 def of_jaxpr(jaxpr: Any) -> Flops:
-    """FLOPs of a jaxpr as it stands, its dead code included."""
+    """Return the FLOPs of a jaxpr, its dead code included."""
     return sum((of_equation(eqn) for eqn in _jax.open_jaxpr(jaxpr).eqns), Flops())
 
 
-# The primitives whose jaxpr combines two scalars and is not run as it stands.
+# Primitives whose jaxpr combines two scalars and is applied to many elements.
 _COMBINERS = ("scatter", "reduce", "sort", "select_and_scatter")
 _MOVING_DATA = """
 bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy copy_p
@@ -72,7 +72,7 @@ _FREE = frozenset(_MOVING_DATA.split())
 
 
 def of_equation(eqn: Any) -> Flops:
-    """FLOPs of one equation, with all that its jaxprs do."""
+    """Return the FLOPs of one equation, those of its jaxprs included."""
     name = eqn.primitive.name
     if name == "dot_general":
         return _of_dot(eqn)
@@ -104,9 +104,9 @@ def _of_dot(eqn: Any) -> Flops:
 
 
 def _of_convolution(eqn: Any) -> Flops:
-    """Every output element reads one kernel; zeros that dilate the input are not multiplied.
+    """Return the FLOPs of a convolution, without products with zeros that dilate the input.
 
-    What the padding adds is counted, so a small image is slightly overestimated.
+    Products with zeros of the padding are counted, so small images are slightly overestimated.
     """
     kernel, out = eqn.invars[1].aval, eqn.outvars[0].aval
     out_features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
@@ -122,7 +122,7 @@ def _of_while(eqn: Any) -> Flops:
 
 
 def _trips(eqn: Any) -> int | None:
-    """How often a loop runs that counts one of its carried values up by one to a constant."""
+    """Return the trip count of a loop that increments a carried value by one up to a constant."""
     cond = _jax.open_jaxpr(eqn.params["cond_jaxpr"])
     body = _jax.open_jaxpr(eqn.params["body_jaxpr"])
     if len(cond.eqns) != 1 or cond.eqns[0].primitive.name != "lt":

@@ -9,18 +9,18 @@ import jax.numpy as jnp
 
 
 def normal(key: jax.Array, *shape: int, fan_in: int | None = None) -> jax.Array:
-    """Float32 weights with variance 1 / fan-in, by default of the last dimension but one."""
+    """Return float32 weights with variance 1 / fan-in; the default fan-in is the second-to-last size."""
     return jax.random.normal(key, shape, jnp.float32) * (fan_in or shape[-2]) ** -0.5
 
 
 def normals(key: jax.Array, shapes: dict[str, tuple[int, ...]]) -> dict[str, jax.Array]:
-    """Return such weights by name, each from a key of its own."""
+    """Return such weights by name, each with a key of its own."""
     keys = jax.random.split(key, len(shapes))
     return {name: normal(k, *shape) for k, (name, shape) in zip(keys, shapes.items())}
 
 
 def dense(x: jax.Array, weights: jax.Array) -> jax.Array:
-    """A product with weights cast to the activations' type."""
+    """Multiply by weights, which are cast to the activations' dtype."""
     return x @ weights.astype(x.dtype)
 
 
@@ -31,7 +31,7 @@ def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def standardize(x: jax.Array, axes: int | Sequence[int] = -1) -> jax.Array:
-    """Mean 0 and variance 1 along axes, in float32."""
+    """Normalize to mean 0 and variance 1 along axes, in float32."""
     h = x.astype(jnp.float32)
     mean, variance = jnp.mean(h, axes, keepdims=True), jnp.var(h, axes, keepdims=True)
     return (h - mean) * jax.lax.rsqrt(variance + 1e-6)
@@ -42,7 +42,7 @@ def layer_norm(x: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
 
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
-    """Explicit softmax attention of (batch, length, heads, features), scores in float32.
+    """Compute explicit softmax attention of (batch, length, heads, features), with scores in float32.
 
     `k` and `v` may have fewer heads than `q`: each serves a group of its heads.
     """
@@ -57,13 +57,13 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Mean over all positions of the negative log-likelihood."""
+    """Return the mean over all positions of the negative log-likelihood."""
     scores = jax.nn.log_softmax(logits.astype(jnp.float32))
     return -jnp.mean(jnp.take_along_axis(scores, labels[..., None], -1))
 
 
 def convolution(x: jax.Array, kernel: jax.Array, *, stride: int = 1) -> jax.Array:
-    """A two-dimensional convolution of images (batch, height, width, channels), padded to SAME."""
+    """Convolve images (batch, height, width, channels) in two dimensions, with SAME padding."""
     return jax.lax.conv_general_dilated(
         x,
         kernel.astype(x.dtype),

@@ -32,7 +32,7 @@ SIZES = {
 
 
 def rotary(x: jax.Array) -> jax.Array:
-    """Rotate pairs of features by an angle that grows with the position. Su et al., 2021."""
+    """Rotate pairs of features by an angle proportional to the position. Su et al., 2021."""
     _, length, _, features = x.shape
     rates = 500_000.0 ** (-jnp.arange(0, features, 2) / features)
     angles = jnp.arange(length)[:, None, None] * rates

@@ -1,6 +1,6 @@
-"""A language model of stacked LSTM layers: a scan over time in each.
+"""A language model of stacked LSTM layers, each a scan over time.
 
-The block is one step in time. Hochreiter & Schmidhuber, 1997, with forget gates.
+The block is one time step. Hochreiter & Schmidhuber, 1997, with forget gates.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SIZES = {
 
 
 def cell(weights, state, x):
-    """One step: (weights, (hidden, memory), input) to the new state and the output."""
+    """Take one step: from (weights, (hidden, memory), input) to the new state and the output."""
     hidden, memory = state
     gates = dense(jnp.concatenate([x, hidden], -1), weights["kernel"])
     gates = gates + weights["bias"].astype(x.dtype)

@@ -1,8 +1,8 @@
-"""What a model of the zoo is: a loss with its natural blocks, and what it is called with.
+"""Models of the zoo: a loss with its natural blocks, and its arguments.
 
-A model gives one training loss in two forms. `loss(region)` puts all of it into one region, which
-is how a planner is used; `blocks(wrap)` wraps each block (a layer, a residual block, the body of a
-scan), which is how people place `jax.checkpoint` by hand. Both compute the same.
+A model has one training loss in two forms, which compute the same. `loss(region)` wraps the whole loss.
+`blocks(wrap)` wraps each block (a layer, a residual block, the body of a scan), as is common with
+`jax.checkpoint` by hand.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SIZES = ("tiny", "cpu", "real")
 
 
 def unchanged(fun: Callable) -> Callable:
-    """The transformation that does nothing."""
+    """Return the function unchanged."""
     return fun
 
 
@@ -30,10 +30,10 @@ class Model:
     """A training problem.
 
     Attributes:
-      name: of the architecture, and its size.
-      build: from a transformation of blocks to the loss.
-      init: from a random key to the parameters.
-      batch: from a random key to the arrays of one batch.
+      name: the name of the architecture, and its size.
+      build: returns the loss for a transformation of blocks.
+      init: returns the parameters for a random key.
+      batch: returns the arrays of one batch for a random key.
     """
 
     name: str
@@ -42,39 +42,39 @@ class Model:
     batch: Callable[[jax.Array], Any]
 
     def loss(self, region: Transformation = unchanged) -> Loss:
-        """The training loss, all of it inside one `region`."""
+        """Return the training loss, wrapped as a whole by `region`."""
         return region(self.build(unchanged))
 
     def blocks(self, wrap: Transformation) -> Loss:
-        """The same loss with every block inside `wrap`."""
+        """Return the same loss with every block wrapped by `wrap`."""
         return self.build(wrap)
 
     def arguments(self) -> tuple[Any, Any]:
-        """Shapes and types of the parameters and of a batch; nothing is allocated."""
+        """Return the types of the parameters and of a batch; nothing is allocated."""
         key = jax.eval_shape(lambda: _key(0))
         return jax.eval_shape(self.init, key), jax.eval_shape(self.batch, key)
 
     def example(self, seed: int = 0) -> tuple[Any, Any]:
-        """Parameters and a batch as arrays."""
+        """Return parameters and a batch as arrays."""
         params, batch = jax.random.split(_key(seed))
         return jax.jit(self.init)(params), jax.jit(self.batch)(batch)
 
 
 def _key(seed: int) -> jax.Array:
-    """A key of the generator that is one operation, and compiles fast where there are many weights."""
+    """Return a key of the generator that is one operation and compiles fast with many weights."""
     return jax.random.key(seed, impl="rbg")
 
 
 def step(loss: Loss) -> Callable[[Any, Any], tuple[jax.Array, Any]]:
-    """The part of a training step in which activations live: the loss and its gradient."""
+    """Return the part of a training step in which activations are live: the loss and its gradient."""
     return jax.value_and_grad(loss)
 
 
 def train_step(loss: Loss, *, rate: float = 1e-3) -> Callable:
-    """A whole step with Adam: (parameters, moments, number of the step, batch) to the new ones.
+    """Return a training step with Adam: from (parameters, moments, step number, batch) to the new ones.
 
-    `moments` is a pair of trees like the parameters (`jax.tree.map(jnp.zeros_like, params)`). Donate
-    the first two arguments to update them in place. Kingma & Ba, 2015, algorithm 1.
+    `moments` is a pair of pytrees like the parameters (`jax.tree.map(jnp.zeros_like, params)`). Donate the
+    first two arguments to update them in place. Kingma & Ba, 2015, algorithm 1.
     """
     decay, decay_squares, epsilon = 0.9, 0.999, 1e-8
 

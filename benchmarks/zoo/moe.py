@@ -1,8 +1,7 @@
 """Transformer layers whose MLP is a mixture of experts, two of them for each token.
 
-Tokens go to their experts by a product with a one-hot tensor, each expert up to its capacity, as in
-GShard (Lepikhin et al., 2021). A layer has two results: the activations and the loss that balances
-the experts' load.
+A product with a one-hot tensor dispatches tokens to experts, each up to its capacity, as in GShard (Lepikhin
+et al., 2021). A layer has two results: the activations, and the loss that balances the experts' load.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Config:
 
     @property
     def capacity(self) -> int:
-        """Tokens of one sequence that an expert takes: a quarter more than its share."""
+        """Return the most tokens of one sequence that an expert takes: 1.25 times its even share."""
         return max(1, 2 * self.length * 5 // (4 * self.experts))
 
 
@@ -42,11 +41,11 @@ SIZES = {
 
 
 def route(config: Config, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """From (batch, length, expert) scores: weights (batch, length, expert, slot), balancing loss."""
+    """Return weights (batch, length, expert, slot) and balancing loss for scores (batch, length, expert)."""
     probabilities = jax.nn.softmax(scores.astype(jnp.float32))
     weights, experts = jax.lax.top_k(probabilities, 2)
     chosen = jax.nn.one_hot(experts, config.experts, dtype=int)  # batch, length, choice, expert
-    # All first choices are served before any second one.
+    # First choices of all tokens take slots before second choices.
     queue = chosen.swapaxes(1, 2).reshape(config.batch, -1, config.experts)
     slot = jnp.sum((jnp.cumsum(queue, 1) - queue) * queue, -1)
     slot = slot.reshape(config.batch, 2, config.length).swapaxes(1, 2)

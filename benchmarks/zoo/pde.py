@@ -1,7 +1,7 @@
-"""A flow through time: the viscous Burgers equation on a periodic square, stepped by Runge-Kutta 4.
+"""The viscous Burgers equation on a periodic square, integrated by Runge-Kutta 4.
 
-The problem is inverse: which initial velocity and viscosity lead to the observed final velocity?
-No products of matrices, a state as large as what a step computes. The block is one step in time.
+The problem is inverse: which initial velocity and viscosity lead to the observed final velocity? There are no
+matrix products, and the state is as large as the values that a step computes. The block is one time step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIZES = {
 
 
 def rate(velocity: jax.Array, viscosity: jax.Array, spacing: float) -> jax.Array:
-    """The change in time of (2, batch, grid, grid): transport by itself, and diffusion."""
+    """Return the time derivative of a velocity (2, batch, grid, grid): advection and diffusion."""
     ahead = [jnp.roll(velocity, -1, axis) for axis in (2, 3)]
     behind = [jnp.roll(velocity, 1, axis) for axis in (2, 3)]
     along_x, along_y = ((a - b) / (2 * spacing) for a, b in zip(ahead, behind))
@@ -61,7 +61,7 @@ def model(size: str) -> Model:
         step = wrap(advance(config))
 
         def loss(params, observed):
-            # One flow for every initial velocity of the batch; the viscosity is shared.
+            # The initial velocities of the batch evolve independently, with one viscosity.
             viscosity = jax.nn.softplus(params["viscosity"])
             final, _ = jax.lax.scan(
                 lambda v, _: (step(v, viscosity), None),
@@ -73,7 +73,7 @@ def model(size: str) -> Model:
         return loss
 
     def smooth(key):
-        """A random sum of a few long waves."""
+        """Return a random sum of a few long waves."""
         x = 2 * jnp.pi * jnp.arange(config.grid) / config.grid
         waves = jnp.stack([jnp.sin(x), jnp.cos(x), jnp.sin(2 * x), jnp.cos(2 * x)])
         weights = jax.random.normal(key, (2, config.batch, 4, 4)) / 4

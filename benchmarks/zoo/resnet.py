@@ -1,7 +1,7 @@
 """ResNet-50 in Flax Linen: convolutions of many shapes, and batch normalization.
 
-The running averages do not enter the training loss, so they are not among its results here. The
-block is a bottleneck with its shortcut. He et al., 2016, with the stride on the 3 × 3 convolution.
+The training loss does not depend on the running averages, so they are not returned here. The block is a
+bottleneck with its shortcut. He et al., 2016, with the stride on the 3 × 3 convolution.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SIZES = {
 
 
 class Normalized(nn.Module):
-    """A convolution and the batch normalization behind it."""
+    """A convolution followed by batch normalization."""
 
     features: int
     size: int
@@ -78,7 +78,7 @@ class Bottleneck(nn.Module):
 
 
 def applied(module: nn.Module):
-    """A module as a function of its parameters and an input."""
+    """Return a module as a function of its parameters and an input."""
 
     def apply(params, x):
         y, _ = module.apply({"params": params}, x, mutable=["batch_stats"])

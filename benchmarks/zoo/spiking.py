@@ -1,7 +1,7 @@
 """A spiking network: leaky integrate-and-fire neurons, one scan over time.
 
-A spike is a step function; its derivative is replaced by a smooth surrogate through `custom_jvp`
-(SuperSpike: Zenke & Ganguli, 2018). The block is one step in time of all layers.
+A spike is a step function, whose derivative `custom_jvp` replaces by a smooth surrogate (SuperSpike: Zenke &
+Ganguli, 2018). The block is one time step of all layers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SIZES = {
 
 @jax.custom_jvp
 def spike(potential: jax.Array) -> jax.Array:
-    """1 where the threshold is passed, 0 elsewhere."""
+    """Return 1 where the threshold is exceeded, 0 elsewhere."""
     return (potential > 0).astype(potential.dtype)
 
 
@@ -48,7 +48,7 @@ def _(primals, tangents):
 
 def advance(config: Config):
     def apply(params, state, spikes):
-        """One step: leak, integrate what the layer below fired, fire, reset."""
+        """Take one step: leak, integrate the spikes of the layer below, fire, reset."""
         potentials, readout = state
         new = []
         for weights, potential in zip(params["layers"], potentials):
@@ -83,7 +83,7 @@ def model(size: str) -> Model:
         *layers, readout = jax.random.split(key, config.layers + 1)
         widths = [config.inputs] + [config.width] * config.layers
         return {
-            # Wide enough that neurons fire.
+            # The factor 3 makes the weights large enough that neurons fire.
             "layers": [3 * normal(k, *shape) for k, *shape in zip(layers, widths, widths[1:])],
             "readout": normal(readout, config.width, config.classes),
         }

@@ -1,7 +1,7 @@
-"""A U-Net for segmentation: what each level computes on the way down is used again on the way up.
+"""A U-Net for segmentation: the expanding path reads the activations of the contracting path.
 
-The skip connections make the graph no chain: they live across everything between. Ronneberger et
-al., 2015, with group normalization and same padding. The block is a pair of convolutions.
+The graph is not a chain: values of skip connections stay live across all levels in between. Ronneberger et
+al., 2015, with group normalization and SAME padding. The block is a pair of convolutions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SIZES = {
 
 
 def pair(config: Config):
-    """Twice: convolution, normalization, ReLU."""
+    """Apply convolution, normalization and ReLU twice."""
 
     def apply(params, x):
         for kernel, scale, shift in params:

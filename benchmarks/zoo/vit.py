@@ -1,7 +1,7 @@
-"""A vision transformer in Flax Linen, with dropout: regions that contain random numbers.
+"""A vision transformer in Flax Linen with dropout, so that regions contain random numbers.
 
-Every block is a module with parameters of its own, applied as a function, so that any transformation
-of functions can wrap it. Dosovitskiy et al., 2021; mean pooling in place of a class token.
+Every block is a module with parameters of its own, applied as a function, so any transformation of functions
+can wrap it. Dosovitskiy et al., 2021, with mean pooling in place of a class token.
 """
 
 from __future__ import annotations

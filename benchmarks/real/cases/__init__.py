@@ -1,1 +1,1 @@
-"""The cases, one module for each package. A module imports its packages: import it when it is needed."""
+"""The cases, by package. A module imports the packages of its cases, so import it only to run them."""

@@ -75,6 +75,6 @@ def flowjax_autoregressive() -> Case:
         return jax.value_and_grad(wrap(lambda weights, x: loss(weights, static, x)))
 
     step = make(unchanged)
-    # The module has its own name for `jax.lax.scan`.
+    # flowjax imports `jax.lax.scan` by name, so the name in its module is replaced.
     scans = scan_bodies(step, owner=jax_transforms)
     return Case(step, (weights, x), scans | whole(make))

@@ -42,10 +42,10 @@ def _compiled(build: Callable[[], keras.Model], x: Any, y: Any) -> keras.Model:
 
 
 def _case(build: Callable[[], keras.Model], x: Any, y: Any, kinds: tuple[type, ...]) -> Case:
-    """Return the train step as `fit` runs it, and what Keras and JAX offer to save its memory.
+    """Return the train step as `fit` runs it, with the checkpoints that Keras and JAX offer for it.
 
-    `RematScope` fails on layers that take `training`, so some alternatives checkpoint layers of `kinds`,
-    which do not, or the loss.
+    `RematScope` fails on layers that take `training`, so some alternatives checkpoint the layers of `kinds`,
+    which do not take it, or the loss.
     """
     model = _compiled(build, x, y)
     step = model.train_step

@@ -68,7 +68,7 @@ def lbfgs() -> Case:
 
 
 def multisteps() -> Case:
-    """Four microbatches in a scan, of which the last updates the parameters."""
+    """Four microbatches in a scan; the last one updates the parameters."""
     optimizer = optax.MultiSteps(optax.adamw(1e-3), every_k_schedule=4)
 
     def step_of(loss: Callable) -> Callable:

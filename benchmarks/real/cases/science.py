@@ -92,7 +92,7 @@ def e3nn_points() -> Case:
 
 
 def netket_autoregressive() -> Case:
-    """Gradient of the energy of a spin chain: local energies of samples under an autoregressive model."""
+    """Gradient of the energy of a spin chain, from local energies of samples of an autoregressive model."""
     import netket as nk
 
     n, samples = 16, 64
@@ -187,7 +187,7 @@ def jraph_network() -> Case:
 
 
 def brax_ppo() -> Case:
-    """The loss of proximal policy optimization: a policy, values, and advantages in a scan."""
+    """The loss of proximal policy optimization: a policy, a value function, and advantages in a scan."""
     from brax.training.agents.ppo import losses, networks
     from brax.training.types import Transition
 

@@ -15,7 +15,7 @@ from benchmarks.real.case import Case, Wrap, layers, unchanged, whole
 
 
 def lifted(policy: Any) -> Wrap:
-    """Return what checkpoints the method of a Linen module, with everything but the first argument fixed."""
+    """Return a checkpoint for the method of a Linen module; all arguments but the first are closed over."""
 
     def replace(call: Callable) -> Callable:
         @functools.wraps(call)
@@ -29,7 +29,7 @@ def lifted(policy: Any) -> Wrap:
 
 
 def _case(loss: Callable, args: tuple, block: type[nn.Module], own: Callable | None = None) -> Case:
-    """Return the gradient of a loss; `own` is the loss with the package's option for checkpoints."""
+    """Return the gradient of a loss as a case; `own` is the loss with the package's checkpoint option."""
 
     def make(wrap: Wrap) -> Callable:
         return jax.value_and_grad(wrap(loss))
@@ -59,7 +59,7 @@ def gpt2() -> Case:
 
 
 def bert() -> Case:
-    """BERT without dropout: masked language model, whose package has an option for checkpoints."""
+    """BERT without dropout: the loss of a masked language model; the package has a checkpoint option."""
     from transformers.models.bert.modeling_flax_bert import FlaxBertLayer
 
     config = transformers.BertConfig(

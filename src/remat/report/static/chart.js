@@ -1,7 +1,8 @@
-// The live bytes over the step, stacked by kind, drawn by uPlot.
+// Draws the live bytes over the step with uPlot, stacked by kind.
 //
-// Each kind is drawn as the sum of itself and all below it, from the highest sum down, so that it
-// covers what is not its own. Points are steps; each holds from its start to the next one's.
+// The series of a kind is the sum of its bytes and those of all kinds below it. The highest sum is drawn
+// first, and each lower one covers the part of it that belongs to other kinds. A point is an operation, whose
+// bytes are live from its start to the start of the next point.
 
 function makeChart(root, onShow, onScale) {
   const at = data.chart.at;
@@ -23,14 +24,14 @@ function makeChart(root, onShow, onScale) {
   stack();
   const totals = at.map((_, p) => kinds.reduce((sum, _, k) => sum + data.chart.live[k][p], 0));
   let byTime = timed;
-  let selected = data.peak; // what the panel shows when nothing is pointed at
+  let selected = data.peak; // the operation that the panel shows while the pointer is outside of the chart
   let hovered = null;
 
   const edge = (step) => (byTime ? starts[step] : step);
   const edges = () => [...at.map(edge), edge(nSteps)];
   const columns = () => [edges(), ...[...sums].reverse().map((sum) => [...sum, sum[sum.length - 1]])];
 
-  // The point whose stretch holds x.
+  // The point whose interval contains x.
   function pointAt(x) {
     let low = 0;
     let high = at.length - 1;
@@ -42,7 +43,7 @@ function makeChart(root, onShow, onScale) {
   }
   const pointOf = (step) => Math.max(0, at.findIndex((s, i) => s <= step && (i + 1 === at.length || at[i + 1] > step)));
 
-  // Ticks lie at quarters of a unit too: 1.25 GiB.
+  // Up to two decimals, since ticks can be at quarters of a unit: 1.25 GiB.
   const axisBytes = (n) => {
     const [left, unit] = scaled(n, byteUnits, 1024);
     return `${Number(left.toFixed(2))} ${unit}`;
@@ -108,7 +109,7 @@ function makeChart(root, onShow, onScale) {
     ctx.textAlign = "left";
     ctx.textBaseline = "alphabetic";
     ctx.lineWidth = ratio;
-    // What the compiler counts, as a line.
+    // The peak that the compiler reports, as a horizontal line.
     if (data.compiledPeak && withArguments) {
       const y = Math.round(u.valToPos(data.compiledPeak, "y", true)) + 0.5;
       ctx.strokeStyle = color("muted");
@@ -119,13 +120,13 @@ function makeChart(root, onShow, onScale) {
       ctx.stroke();
       ctx.setLineDash([]);
       ctx.fillStyle = color("text");
-      // At the end of the line that is farther from the dot of the peak.
+      // Write the label at the end of the line that is farther from the dot of the peak.
       const dot = data.peak === null ? bbox.left + bbox.width : u.valToPos(edge(at[pointOf(data.peak)]), "x", true);
       const isLeft = dot - bbox.left > bbox.width / 2;
       ctx.textAlign = isLeft ? "left" : "right";
       ctx.fillText(`compiled ${formatBytes(data.compiledPeak)}`, isLeft ? bbox.left + 6 * ratio : bbox.left + bbox.width - 6 * ratio, y - 5 * ratio);
     }
-    // The peak, and the step that the panel stays at.
+    // The peak, and the selected operation.
     const mark = (step, fill, radius) => {
       const p = pointOf(step);
       const x = u.valToPos(edge(at[p]), "x", true);
@@ -216,7 +217,7 @@ function makeChart(root, onShow, onScale) {
     keys[event.key]();
   });
   chart.over.addEventListener("click", () => { if (hovered !== null) select(at[hovered]); });
-  // A finger moves the line; a drag across is no zoom there.
+  // On touch screens, a drag selects an operation instead of zooming.
   chart.over.addEventListener("pointermove", (event) => {
     if (event.pointerType !== "touch") return;
     select(at[pointAt(chart.posToVal(event.clientX - chart.over.getBoundingClientRect().left, "x"))]);

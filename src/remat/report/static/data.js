@@ -1,9 +1,9 @@
-// The data of the page, as payload.py wrote it, and small helpers: numbers as text, elements whose texts
-// are never markup.
+// Reads the data of the page, which payload.py wrote, and defines helpers: numbers as text, and elements
+// whose texts are never parsed as markup.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 
-// A column that repeats itself comes as [content, times, content, times, ...].
+// Expands the columns that are run-length encoded as [content, count, content, count, ...].
 function unpack(columns) {
   for (const [name, column] of Object.entries(columns)) {
     if (Array.isArray(column)) continue;
@@ -25,17 +25,17 @@ const lives = {
   reserved: Uint8Array.from(data.lives.reserved),
 };
 
-// When each step starts, and the end; by number where no times are predicted.
+// The start of each operation and the end of the last one, in seconds; all 0 if no times are predicted.
 const starts = new Float64Array(nSteps + 1);
 data.steps.time.forEach((time, i) => { starts[i + 1] = starts[i] + time; });
 const timed = nSteps > 0 && starts[nSteps] > 0;
 
-// Where the lifetimes of each value begin in `lives`, which is in the order of the values.
+// The index in `lives`, which is sorted by value, of each value's first lifetime.
 const livesFrom = new Uint32Array(values.group.length + 1);
 lives.value.forEach((value) => { livesFrom[value + 1] += 1; });
 for (let i = 0; i < values.group.length; i++) livesFrom[i + 1] += livesFrom[i];
 
-// Where the values of each group begin; the values stand in the order of their groups.
+// The index of each group's first value; values are sorted by group.
 const groupFrom = new Uint32Array(groups.count.length + 1);
 groups.shown.forEach((n, i) => { groupFrom[i + 1] = groupFrom[i] + n; });
 
@@ -66,7 +66,7 @@ function formatSeconds(s) {
   return `${(s * 1e9).toFixed(1)} ns`;
 }
 
-// An element; a text child is a text node whatever it holds, and `undefined` is left out.
+// Returns an element. Strings become text nodes, so they are never parsed as markup; `undefined` is skipped.
 function el(tag, attributes = {}, ...children) {
   const made = tag.startsWith("svg:")
     ? document.createElementNS("http://www.w3.org/2000/svg", tag.slice(4))
@@ -80,10 +80,10 @@ function el(tag, attributes = {}, ...children) {
   return made;
 }
 
-// A text from user code, kept from reordering what stands around it.
+// Returns a text from user code, isolated so that right-to-left characters do not reorder the text around it.
 function user(index) {
   const made = el("bdi", { title: strings[index] });
-  // A long path may go on in the next line after each of its slashes.
+  // A long path may be broken after each slash.
   strings[index].split(/(?<=\/)/).forEach((part, i) => made.append(...(i ? [el("wbr"), part] : [part])));
   return made;
 }
@@ -96,7 +96,7 @@ function groupTitle(g) {
   return strings[groups.pattern[g]];
 }
 
-// For each value whether its memory is held at a step, live or reserved: 1 or 0.
+// Returns for each value 1 if its memory is live or reserved at an operation, else 0.
 function liveAt(step) {
   const live = new Uint8Array(values.group.length);
   for (let i = 0; i < lives.value.length; i++) {

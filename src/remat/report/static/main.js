@@ -1,4 +1,4 @@
-// Puts the parts together.
+// Creates the chart, the strip, the panel and the table, and connects their events.
 
 const section = document.getElementById("values");
 const byId = (id) => document.getElementById(id);
@@ -7,7 +7,7 @@ const table = makeTable(section, () => (chart ? chart.step() : data.peak));
 
 if (nSteps > 0) {
   byId("reserved").hidden = !data.chart.live[kinds.indexOf("reserved")].some((n) => n > 0);
-  // Results below 1 % of the peak can't be seen.
+  // Results below 1 % of the peak are too small to be visible.
   const most = data.chart.at.reduce((max, _, i) => Math.max(max, data.chart.live.reduce((sum, ofKind) => sum + ofKind[i], 0)), 0);
   byId("outputs").hidden = data.chart.live[kinds.indexOf("output")][0] <= most / 100;
   const panel = makePanel(byId("panel"), listLive);

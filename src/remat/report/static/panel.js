@@ -1,4 +1,4 @@
-// Beside the chart: the step that is pointed at, its bytes by kind and its largest values.
+// The panel beside the chart: the operation under the pointer, the live bytes by kind, and the largest values.
 
 function makePanel(root, onList) {
   const LARGEST = 5;
@@ -20,7 +20,8 @@ function makePanel(root, onList) {
   const button = el("button", { type: "button", onclick: () => onList() }, "List what is live here");
   root.append(el("div", { class: "when" }, number, badge), loop, op, where, live, list, el("h3", {}, "Largest here"), largest, button);
 
-  // The groups with most bytes: [group, arrays, bytes, earliest birth, latest death, value, whether reserved].
+  // Returns the groups with most live bytes:
+  // [group, number of arrays, bytes, first operation, last operation, one of the values, whether reserved].
   function largestAt(step) {
     const found = new Map();
     for (let i = 0; i < lives.value.length; i++) {
@@ -64,7 +65,7 @@ function makePanel(root, onList) {
     }));
   }
 
-  // From the chart's points, whose sums are over all values, also those that the page leaves out.
+  // Reads the chart's points, which also count the small values that are not in the page.
   function liveByKind(step) {
     let point = data.chart.at.findIndex((s) => s > step) - 1;
     if (point < 0) point = data.chart.at.length - 1;

@@ -1,5 +1,5 @@
-// Below the chart and aligned with it: the phases, and the plan's segments over the program, each
-// where its forward pass runs and where it is computed again.
+// The strip below the chart, aligned with it: the phases of the step, and the segments of the program, each
+// where its forward pass runs and where it is recomputed.
 
 function makeStrip(root) {
   const ROW = 16;
@@ -10,7 +10,7 @@ function makeStrip(root) {
   const height = 4 + ROW * (1 + levels) + 2 * levels;
   svg.setAttribute("height", height);
 
-  // Stretches of equal phase and segment.
+  // Runs of consecutive operations with one phase and one segment.
   const runs = [];
   for (let i = 0; i < nSteps; i++) {
     const last = runs[runs.length - 1];
@@ -28,7 +28,7 @@ function makeStrip(root) {
     if (last && last.title === phase) last.after = run.after;
     else phaseStretches.push({ first: run.first, after: run.after, fill: `var(--${phase})`, title: phase, text: phase });
   }
-  // Forward and again, in the order of the steps; neighbours differ in shade.
+  // Segments in the forward pass and in recomputation, in program order; neighbours differ in shade.
   const shade = new Map(segments.map((segment, i) => [segment.number, i % 2 ? "odd" : ""]));
   const segmentStretches = [
     ...segments.map((segment) => ({
@@ -56,8 +56,8 @@ function makeStrip(root) {
 
   const place = (step) => bounds.left + (bounds.edge(step) - bounds.low) / (bounds.high - bounds.low) * bounds.width;
 
-  // Draws stretches { first, after, className, fill, title, text, segment } in one row. Those that are
-  // too narrow to be seen are joined with their neighbours; the longest among them gives the colour.
+  // Draws intervals { first, after, className, fill, title, text, segment } in one row. Those that are too
+  // narrow to be visible are merged with their neighbours and have the colour of the longest among them.
   function drawRow(row, stretches) {
     const SEEN = 1.5;
     const right = bounds.left + bounds.width;
@@ -69,7 +69,7 @@ function makeStrip(root) {
       else {
         const { first, last, n, longest } = joined;
         const text = longest.fill ? longest.text : `${first.text} … ${last.text}`;
-        rect(row, joined.from, joined.to, { ...longest, segment: null, text, title: `${first.title} … ${last.title} (${n} stretches)` });
+        rect(row, joined.from, joined.to, { ...longest, segment: null, text, title: `${first.title} … ${last.title} (${n} intervals)` });
       }
       joined = null;
     };

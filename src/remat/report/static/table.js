@@ -1,4 +1,4 @@
-// The values by group: sorted, filtered, and opened to see each one.
+// The table of values by group: sorted and filtered. A click on a group lists its values.
 
 function makeTable(root, step) {
   const AT_ONCE = 60;
@@ -21,17 +21,17 @@ function makeTable(root, step) {
   const chips = root.querySelector("#kinds");
   const sorting = { key: "bytes", descending: true };
   const chosen = new Set();
-  const open = new Map(); // group -> how many of its values are shown
-  let at = null; // only what is live at this step
+  const open = new Map(); // expanded group -> number of its values that are shown
+  let at = null; // if not null, only values that are live at this operation are shown
   let rows = [];
   let limit = AT_ONCE;
 
-  // What sorts first among texts, computed once: the place of each string in alphabetical order.
+  // The rank of each string in alphabetical order, computed once, by which rows are sorted.
   const collator = new Intl.Collator("en", { numeric: true });
   const places = new Uint32Array(strings.length);
   strings.map((_, i) => i).sort((a, b) => collator.compare(strings[a], strings[b])).forEach((i, place) => { places[i] = place; });
 
-  const bornOf = (value) => (livesFrom[value] < livesFrom[value + 1] ? lives.born[livesFrom[value]] : nSteps); // lifetimes come first
+  const bornOf = (value) => (livesFrom[value] < livesFrom[value + 1] ? lives.born[livesFrom[value]] : nSteps); // live intervals precede reserved ones
 
   function matcher() {
     const words = box.value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -44,7 +44,7 @@ function makeTable(root, step) {
     };
   }
 
-  // The groups as filtered now, each with those of its values that remain.
+  // Computes the rows: the groups that pass the filters, each with its values that pass.
   function compute() {
     const matches = matcher();
     const live = at === null ? null : liveAt(at);
@@ -107,7 +107,7 @@ function makeTable(root, step) {
     const own = row.values ? row.values[0] : groupFrom[g];
     const expand = el("button", { type: "button", class: "expand", "aria-expanded": String(expanded), onclick: () => { toggle(g); } },
       el("span", {}, times ? el("span", { class: "times" }, `${times} `) : undefined, user(groups.pattern[g])));
-    // A sample of the lifetimes: 24 values say as much as 2,000.
+    // Draw the lifetimes of at most 24 values; more would overlap.
     const members = row.values || Array.from({ length: groupFrom[g + 1] - groupFrom[g] }, (_, i) => groupFrom[g] + i);
     const every = Math.max(1, Math.ceil(members.length / 24));
     const sample = members.filter((_, i) => i % every === 0).flatMap(intervalsOf);
@@ -144,7 +144,7 @@ function makeTable(root, step) {
       if (left > 0) {
         cell.append(el("button", { type: "button", onclick: () => { open.set(g, open.get(g) + 10 * INNER_AT_ONCE); draw(); } },
           `Show ${Math.min(left, 10 * INNER_AT_ONCE)} of ${left} more`));
-      } else cell.append(`${missing} smaller ones are not in this page; to_json() has all.`);
+      } else cell.append(`${missing} smaller values are not in this page; to_json() lists all of them.`);
       drawn.push(el("tr", { class: `child k-${kind}` }, cell));
     }
     return drawn;
