@@ -1,4 +1,4 @@
-"""The cache: processes at once, killed writers, damage, and folders that cannot be used."""
+"""The cache: concurrent processes, killed writers, damage, and folders that cannot be used."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_documentation_examples_print_what_they_say(page):
     assert not failed
 
 
-# What a first line begins with that names a thing and does not say what is returned or done.
+# First words of a first line that names a thing instead of saying what is returned or done.
 NO_VERB = re.compile(
     r"[^A-Z]|(The|A|An|All|Any|Each|Every|For|How|What|Where|Whether|Which|With)\b"
 )

@@ -1,4 +1,4 @@
-"""Whole files: what is replaced, what is written to, what is refused, and what is left behind."""
+"""Atomic writes of files: which are replaced, which are written in place, what is refused, what remains."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_link_to_a_folder_or_a_device_never_becomes_a_file(here):
 def test_a_pipe_is_written_to_and_stays_a_pipe(here):
     os.mkfifo("pipe")
     got = []
-    text = "x" * 200_000  # more than a pipe holds
+    text = "x" * 200_000  # more than a pipe buffers
 
     def reader():
         with open("pipe") as pipe:
@@ -158,7 +158,7 @@ def test_a_pipe_is_written_to_and_stays_a_pipe(here):
 
     thread = threading.Thread(target=reader)
     thread.start()
-    while not got:  # until the reader is there
+    while not got:  # until the reader has opened the pipe
         with contextlib.suppress(PlanError):
             write("pipe", text)
             break
@@ -178,7 +178,7 @@ def test_a_pipe_without_a_reader_is_refused_at_once(here):
 
 @pytest.fixture
 def full(here):
-    """A device like /dev/full, which nothing else needs."""
+    """Return a device like /dev/full that nothing else uses."""
     try:
         os.mknod("full", 0o666 | stat.S_IFCHR, os.makedev(1, 7))
         with open("full", "wb"):
@@ -226,7 +226,7 @@ def test_the_temporary_file_is_private_new_and_not_guessable(here, monkeypatch):
     for name, flags, mode in opened:
         assert re.fullmatch(r"\.remat-[0-9a-f]{16}\.partial", name)
         assert flags & os.O_EXCL and flags & os.O_NOFOLLOW
-        assert mode == 0o600  # the old file's mode only once it is complete
+        assert mode == 0o600  # it gets the old file's mode only once it is complete
 
 
 @pytest.mark.parametrize("path", [b"bytes", pathlib.Path("path"), "text", "\udcff"], ids=ascii)
@@ -240,7 +240,7 @@ def test_a_name_as_long_as_the_system_allows_is_written(here):
     assert read("x" * 255) == "new"
 
 
-# The package's own __init__ would import JAX, which takes seconds.
+# The package's own `__init__` would import JAX, which takes seconds.
 _WRITER = """
 import os, sys, types
 sys.modules["remat"] = types.ModuleType("remat")
@@ -264,6 +264,6 @@ def test_a_writer_that_is_killed_leaves_the_old_file_and_nothing_in_the_way(here
             process.send_signal(signal.SIGKILL)
         assert read("file") == "here before"
     left = [name for name in names(here) if name != "file"]
-    assert len(left) == 2  # each of its own random name
+    assert len(left) == 2  # each with its own random name
     write("file")
     assert read("file") == "new" and set(left) < set(names(here))

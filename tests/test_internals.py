@@ -1,4 +1,4 @@
-"""The list of JAX's internals that the library uses, against the code that uses them."""
+"""The list of JAX's internals that the library uses, compared with the code that uses them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_internal(name: str) -> bool:
 
 
 def aliases(tree: ast.AST) -> dict[str, str]:
-    """The full names of what a module imports from JAX, by the names that it gives them."""
+    """Return the full names of the objects that a module imports from JAX, by their local names."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "jax":
@@ -34,7 +34,7 @@ def aliases(tree: ast.AST) -> dict[str, str]:
 
 
 def attributes(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
-    """Every attribute that is read or asked for, and what it is an attribute of."""
+    """Return every attribute that is read, and the object of which it is an attribute."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             yield node.value, node.attr
@@ -44,15 +44,15 @@ def attributes(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
 
 
 def module_of(owner: ast.expr, known: dict[str, str]) -> str:
-    """The module of JAX that an expression stands for, or nothing: an alias or `jax.….module`."""
+    """Return the module of JAX that an expression denotes, an alias or `jax.….module`; None for others."""
     text = ast.unparse(owner)
     name = known.get(text, text if text.split(".")[0] == "jax" else "")
-    # Members of what is no module, such as a class, belong to their owner's row.
+    # Members of an object that is not a module, such as a class, belong to their owner's row.
     return name if name.rsplit(".", 1)[-1].islower() else ""
 
 
 def names_used(source: str) -> set[str]:
-    """The internal names that a module uses: members of modules, and private attributes."""
+    """Return the internal names that a module uses: members of modules, and private attributes."""
     tree = ast.parse(source)
     known = aliases(tree)
     used, modules = set(), set()
@@ -68,7 +68,7 @@ def names_used(source: str) -> set[str]:
 
 
 def own_attributes(tree: ast.AST) -> set[str]:
-    """The attributes that a module's own classes have."""
+    """Return the attributes of a module's own classes."""
     return {
         node.attr
         for node in ast.walk(tree)

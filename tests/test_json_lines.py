@@ -1,4 +1,4 @@
-"""The reader of JSON files: values, and the line of every mistake."""
+"""The reader of JSON files: values, and the line number of every error."""
 
 from __future__ import annotations
 

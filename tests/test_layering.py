@@ -1,4 +1,4 @@
-"""The layering: which module may import which, and who may touch what."""
+"""The layering: which module may import which, and which may use JAX's internals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SRC = pathlib.Path(__file__).parents[1] / "src" / "remat"
 MODULES = sorted(SRC.rglob("*.py"))
 FRAMEWORKS = ("flax", "equinox", "haiku", "brainstate")
 
-# In flow order: a module imports only from those above it.
+# In dependency order: a module imports only from its own row and rows above it.
 LAYERS = [
     ("aliases", "printing"),
     ("errors",),
@@ -185,7 +185,7 @@ def imports_of(path: pathlib.Path) -> set[str]:
 
 
 def of_remat(path: pathlib.Path) -> set[str]:
-    """The modules of ours that a module imports, without the names taken from them."""
+    """Return the modules of this library that a module imports, without the names taken from them."""
     known = {name_of(p) for p in MODULES}
     found = set()
     for imported in imports_of(path):
@@ -217,7 +217,7 @@ def test_pure_modules_do_not_import_jax(path):
 
 
 def private_names_in(path: pathlib.Path) -> set[str]:
-    """Return the private names of modules and classes of ours that a test imports or reads."""
+    """Return the private names of this library's modules and classes that a test imports or reads."""
     tree = ast.parse(path.read_text())
     imports = [
         alias
@@ -243,7 +243,7 @@ TESTS = pathlib.Path(__file__).parent
     "path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS))
 )
 def test_tests_use_public_names(path):
-    # One name of a primitive must not stand in two groups: only the module's own function says so.
+    # The name of a primitive may be in one group only; the module's own function checks that.
     allowed = {"operations._rows"} if path.name == "test_operations.py" else set()
     assert private_names_in(path) <= allowed
 
@@ -262,7 +262,7 @@ def test_tests_replace_no_private_names_by_string(path):
     assert not {name for name in names if re.match(r"_(?!_)", name.split(".")[-1])}
 
 
-# Underscored names that are public: of our API, of Python and of JAX's jitted functions.
+# Underscored names that are public: of this library's API, of Python and of JAX's jitted functions.
 PUBLIC_UNDERSCORES = {"_asdict", "_cache_size", "_fields", "_jax", "_replace", "_repr_html_"}
 
 
@@ -293,7 +293,7 @@ def test_the_docstring_of_a_package_names_its_modules(path):
 
 def test_modules_import_only_from_the_layers_before_them():
     level = {name: i for i, layer in enumerate(LAYERS) for name in layer}
-    # The package itself imports what it exports; two of its packages import `_jax` at most.
+    # The package itself imports what it exports; at most two of its packages import `_jax`.
     in_no_layer = {name_of(path) for path in MODULES} - set(level)
     assert in_no_layer == {"__init__", "loops", "transform"}
     for path in MODULES:
@@ -335,6 +335,6 @@ def test_packages_do_not_know_those_that_are_built_on_them(package, never):
 
 
 def test_files_of_tests_have_different_names():
-    """Pytest takes the second of two files of one name for the first."""
+    """Pytest mistakes the second of two files with one name for the first."""
     names = [path.name for path in pathlib.Path(__file__).parent.rglob("*.py")]
     assert not {n for n in names if names.count(n) > 1} - {"conftest.py", "__init__.py"}

@@ -1,4 +1,4 @@
-"""Files of code as their users know them."""
+"""Paths of source files as users know them."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Nothing that a user, a file or another library named reaches a terminal as a control character."""
+"""No text of a user, a file or another library reaches a terminal with a control character."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HOSTILE = [
     "\u3164\u115f\ufe0f\u2800\u034f",  # drawn as nothing
     "\u2028\u2029\x85",  # end a line
     "\ud800\udcff",
-    "\ue000\uffff",  # private, and no character
+    "\ue000\uffff",  # private use, and not a character
 ]
 
 

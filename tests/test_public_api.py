@@ -44,7 +44,7 @@ def test_public_names_are_pinned():
         assert getattr(remat, name) is getattr(remat, name)
 
 
-# What the frameworks' adapters and the other public modules offer, beside submodules.
+# The public names of the adapters and of other public modules, without submodules.
 MODULES = {
     "solvers": "Answers Graph GridSearch Node Schedule Solver Usage no_remat schedule simulate smallest_peak",
     "testing": "assert_peak_below assert_same_gradients assert_saves_only peak_bytes",
@@ -120,7 +120,7 @@ def test_the_function_explain_stays_the_attribute_when_its_package_is_loaded():
 
 FUNCTIONS = [
     name
-    for name in sorted(PUBLIC - {"remat", "checkpoint_name"})  # another name, and JAX's own
+    for name in sorted(PUBLIC - {"remat", "checkpoint_name"})  # an alias, and a function of JAX
     if inspect.isfunction(getattr(remat, name))
 ]
 
@@ -246,13 +246,13 @@ def test_a_misspelt_name_is_an_error_with_the_closest_one():
         _ = remat.chekpoint
     with pytest.raises(ImportError) as error:
         exec("from remat import chekpoint")
-    if sys.version_info >= (3, 12):  # Python itself offers the closest name from then on
+    if sys.version_info >= (3, 12):  # Python suggests the closest name from 3.12 on
         assert "'checkpoint'?" in "".join(traceback.format_exception(error.value))
 
 
 def test_a_module_that_is_not_loaded_is_an_error_that_says_so():
     with pytest.raises(AttributeError, match=r"write `import remat\.linen`"):
-        remat.__getattr__("linen")  # what Python calls while remat.linen is not loaded
+        remat.__getattr__("linen")  # Python calls this while remat.linen is not loaded
 
 
 def test_a_function_may_have_a_parameter_f():
@@ -266,7 +266,7 @@ def test_checkpoint_name_is_that_of_jax():
 
 
 def test_every_policy_of_jax_is_there():
-    # From 0.11 on it is a module, with classes that are no policies among its names.
+    # From 0.11 on it is a module, whose names include classes that are not policies.
     for name, policy in vars(jax.checkpoint_policies).items():
         if callable(policy) and not isinstance(policy, type) and name.islower():
             assert hasattr(remat.policies, name), name

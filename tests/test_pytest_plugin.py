@@ -25,7 +25,7 @@ MODEL = """
 """
 
 
-# An installed plugin is loaded by its entry point, one of a bare checkout is not.
+# An installed plugin is loaded by its entry point; that of a plain checkout is not.
 INSTALLED = any(e.value == "remat_pytest" for e in entry_points(group="pytest11"))
 LOADED = () if INSTALLED else ("-p", "remat_pytest")
 

@@ -127,7 +127,7 @@ def test_a_peak_above_the_limit_is_an_error_with_the_numbers():
 
 
 class _Device:
-    """A device whose allocator reports these peaks, one after the other."""
+    """A device whose allocator reports these peaks, one after another."""
 
     def __init__(self, *peaks):
         self.peaks = list(peaks)

@@ -39,7 +39,7 @@ def test_numbers_of_numpy_and_long_texts_are_exact(value, n_bytes):
     assert units.parse_bytes(value) == n_bytes
 
 
-# What no size can be, as text and as a number.
+# Invalid sizes, as text and as numbers.
 NO_SIZES = ["1e400", "1e999999", "9" * 5000, "1__0", "1_0", "_1", "1_0KiB", "+5", "\u0661", "\u0661KiB",
             "8\u212aiB", "8GG", "8\xa0GiB", "1e", "1e1e1", "nan", "inf", "\x1b[2J8", 10**30, 10**400,
             -(10**400), np.float64("nan"), np.float32("inf"), np.bool_(True), np.array(True),

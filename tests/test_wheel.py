@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def required(name: str, found: dict[str, importlib.metadata.Distribution]) -> None:
-    """Add a distribution and what it requires, without extras, to those found."""
+    """Add a distribution and its requirements, without extras, to those found."""
     key = re.sub(r"[-_.]+", "-", name).lower()
     if key in found:
         return
@@ -34,7 +34,7 @@ def required(name: str, found: dict[str, importlib.metadata.Distribution]) -> No
 def link_packages(
     distributions: dict[str, importlib.metadata.Distribution], target: pathlib.Path
 ) -> None:
-    """Make distributions of this environment importable from another one."""
+    """Make distributions of this environment importable from another environment."""
     for distribution in distributions.values():
         for path in distribution.files or ():
             top = path.parts[0]
@@ -45,7 +45,7 @@ def link_packages(
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory) -> pathlib.Path:
-    """An environment with the wheel of this source and its base dependencies."""
+    """Return an environment with the wheel of this source and its base dependencies."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("*.egg-info"))

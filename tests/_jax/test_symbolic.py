@@ -1,4 +1,4 @@
-"""Sizes with symbolic dimensions: comparisons that have an answer for every value of the symbols."""
+"""Sizes with symbolic dimensions: comparisons that hold for every value of the symbols."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparing pytrees of results: same structure, shapes and dtypes, values up to rounding."""
+"""Comparisons of pytrees of results: equal structure, shapes and dtypes, values equal up to rounding."""
 
 import jax
 import numpy as np
@@ -23,6 +23,6 @@ def temporaries(step, *args):
 
 
 def regions(fun, *args):
-    """How many regions of ours the jaxpr of a function has, at any depth."""
+    """Return the number of regions of this library in the jaxpr of a function, at any depth."""
     text = str(jax.make_jaxpr(fun)(*args))
     return text.count("remat[")

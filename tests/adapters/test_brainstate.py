@@ -1,4 +1,4 @@
-"""remat.brainstate against brainstate.transform."""
+"""`remat.brainstate` compared with `brainstate.transform`."""
 
 import jax
 import jax.numpy as jnp
@@ -195,7 +195,7 @@ def test_a_state_that_changes_its_shape_is_traced_again(lift):
 
 
 # --------------------------------------------------------------------------------------------------
-# What a function reads besides its arguments
+# Values that a function reads besides its arguments
 
 
 def test_a_later_environment_decides_what_dropout_does():

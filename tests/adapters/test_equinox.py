@@ -1,4 +1,4 @@
-"""remat.equinox.filter_checkpoint against equinox.filter_checkpoint, and what only ours does."""
+"""`remat.equinox.filter_checkpoint` compared with `equinox.filter_checkpoint`, and its additions."""
 
 import functools
 import gc
@@ -167,13 +167,13 @@ def test_the_wrapper_is_a_module_with_the_arrays_of_what_it_wraps():
 
 
 # --------------------------------------------------------------------------------------------------
-# What a function reads besides its arguments: all of it in each call, as by Equinox's own
+# Values that a function reads besides its arguments: it reads all of them in each call, as with Equinox's
 
 SCALE = 1.0
 
 
 class Scaling:
-    """A callable that is no module."""
+    """A callable that is not a module."""
 
     factor = 1.0
 
@@ -191,7 +191,8 @@ class ReadsGlobal(eqx.Module):
         return y * SCALE * self.config.factor
 
 
-# Each gives a function of y that multiplies by what it reads, and a way to change that.
+# Each returns a function of y that multiplies by a value that it reads, and a function that changes the
+# value.
 
 
 def closure():
@@ -263,7 +264,7 @@ READS = [
 def test_a_change_of_what_a_function_reads_is_seen_in_the_next_call(lift, make, transform):
     @transform
     def total(y):
-        """The sum of f(y) as what f reads becomes 1, 2 and 3."""
+        """Return the sum of f(y) while the value that f reads becomes 1, 2 and 3."""
         f, change = make()
         lifted, values = lift(f), []
         for i in (1.0, 2.0, 3.0):

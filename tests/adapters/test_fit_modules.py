@@ -42,7 +42,7 @@ class Net(nnx.Module):
         self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(4)])
         self.layers[3].kernel = self.layers[0].kernel  # one Variable in two places
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.scale = nnx.Cache(jnp.ones(16))  # read only
+        self.scale = nnx.Cache(jnp.ones(16))  # only read
 
     def __call__(self, x):
         for layer in self.layers:
@@ -68,7 +68,7 @@ def arrays_of(*graphs):
 
 
 class Marked(Net):
-    """A plan recomputes in all layers but the first one."""
+    """A model all of whose layers but the first are marked for recomputation."""
 
     def __call__(self, x):
         x = jnp.sin(self.layers[0](x))
@@ -186,7 +186,7 @@ def test_a_plan_of_an_nnx_step_is_that_of_the_fitted_step():
     state = nnx_state()
     plan = remat.plan(nnx_step, *state, X, budget="80%", cache=False, progress=False)
     followed = remat.nnx.fit(nnx_step, plan=plan)
-    assert float(followed(*state, X)) >= 0  # and not refused as the plan of another program
+    assert float(followed(*state, X)) >= 0  # the plan is not refused as that of another program
     assert int(state[1].step[...]) == 1
 
 

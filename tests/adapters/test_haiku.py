@@ -1,4 +1,4 @@
-"""remat.haiku.remat against haiku.remat."""
+"""`remat.haiku.remat` compared with `haiku.remat`."""
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +70,7 @@ def train(model, lift, jit):
     return params, state, jax.value_and_grad(loss, has_aux=True)(params, state)
 
 
-# Operation by operation the large models take long to compile and say nothing new.
+# The large models are not run eagerly: their compilation takes long, and they test nothing new.
 @pytest.mark.parametrize(
     ("model", "jit"), [*((m, True) for m in MODELS), (shared, False), (counting, False)]
 )

@@ -1,4 +1,4 @@
-"""Axes and arguments of `remat.linen.remat_scan` that do not fit."""
+"""Invalid axes and arguments of `remat.linen.remat_scan`."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""`remat.linen.remat` on the ground that Flax's tests of `nn.remat` cover, and beyond it."""
+"""`remat.linen.remat`: the cases that Flax's tests of `nn.remat` cover, and further ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def assert_trees_equal(a, b, atol=0.0):
 
 
 # --------------------------------------------------------------------------------------------------
-# Models, each a function of the remat to use
+# Models: each is a function of the remat to use
 
 
 def mlp(remat_fn):
@@ -234,7 +234,7 @@ def test_partial_class_is_a_target(remat_fn):
     assert lifted(use_bias=False).init(KEY, X)["params"]["kernel"].shape == (4, 3)
 
 
-# Flax does not look through its own wrapper for `nn.compact`.
+# Flax does not look for `nn.compact` inside its own wrapper.
 @pytest.mark.parametrize(
     ("remat_fn", "over"), [(nn.remat, True), (remat.linen.remat, True), (remat.linen.remat, False)]
 )
@@ -614,7 +614,7 @@ def test_other_transforms_work_with_it(name):
     assert_trees_equal(variables, theirs.init(KEY, X))
 
     def result(model):
-        if name == "while_loop":  # has no gradient in reverse
+        if name == "while_loop":  # has no reverse-mode derivative
             return jax.jit(lambda v: model.apply(v, X))(variables)
         return jax.jit(jax.value_and_grad(lambda v: (model.apply(v, X) ** 2).sum()))(variables)
 

@@ -1,4 +1,4 @@
-"""`remat.linen.remat_scan` against `flax.linen.remat_scan` and `nn.scan`."""
+"""`remat.linen.remat_scan` compared with `flax.linen.remat_scan` and `nn.scan`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def assert_trees_equal(a, b, atol=0.0):
 
 
 class Block(nn.Module):
-    """Parameters of its own, in a submodule, batch statistics, dropout and a sown value."""
+    """A block with parameters, also in a submodule, batch statistics, dropout and a sown value."""
 
     train: bool = False
 
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class DrawsKeys(nn.Module):
-    """Draws keys at its own scope, where the count of traces decides which."""
+    """A module that draws keys in its own scope, where the number of traces determines the keys."""
 
     @nn.compact
     def __call__(self, x):
@@ -206,7 +206,7 @@ def test_broadcast_parameters_equal_flax(lengths):
 
 
 class Shares(nn.Module):
-    """A parameter that all layers share, one of each layer's own, and a counter that is carried."""
+    """A parameter that all layers share, one parameter per layer, and a counter that is carried."""
 
     @nn.compact
     def __call__(self, x):
@@ -230,7 +230,7 @@ def test_broadcast_carry_and_own_variables_equal_flax(lengths):
     keys = {"params": KEY, "shared": jax.random.key(5)}
     ours = stack(remat.linen.remat_scan, Shares, lengths, **options)
     theirs = stack(nn.remat_scan, Shares, lengths, **options)
-    # Flax cannot create a carried variable in the loop: it must be there before.
+    # Flax cannot create a carried variable in the loop, so it must exist before.
     start = {"counters": {"stack": {"count": jnp.zeros((), jnp.int32)}}}
 
     def made(model):
@@ -275,7 +275,7 @@ def test_module_instance_is_a_target():
 
 
 # --------------------------------------------------------------------------------------------------
-# What Flax's own does not have
+# Features that Flax's own remat_scan lacks
 
 
 def scanned(length, **options):

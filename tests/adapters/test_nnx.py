@@ -1,4 +1,4 @@
-"""remat.nnx.remat against flax.nnx.remat, and what only ours does."""
+"""`remat.nnx.remat` compared with `flax.nnx.remat`, and its additions."""
 
 import functools
 
@@ -52,7 +52,7 @@ class TransformerBlock(nnx.Module):
 
 
 class Shared(nnx.Module):
-    """Two layers with one kernel: the gradient is the sum."""
+    """Two layers with one kernel: its gradient is the sum of both."""
 
     def __init__(self, rngs):
         self.first, self.second = nnx.Linear(6, 6, rngs=rngs), nnx.Linear(6, 6, rngs=rngs)
@@ -75,7 +75,7 @@ MODELS = [MLP, ResNetBlock, TransformerBlock, Shared, Counting]
 
 
 def train(cls, lift, mode, jit, order=1):
-    """Value, gradients and all state after two calls."""
+    """Return value, gradients and the whole state after two calls."""
     graph, updates = MODES[mode]
     options = {"graph": graph, "graph_updates": updates}
     model = cls(nnx.Rngs(0))
@@ -280,7 +280,7 @@ class Labelling(MLP):
 
 
 def everything_in(model):
-    """The objects of a model, its attributes and Variables, to be compared by identity."""
+    """Return the objects of a model, its attributes and Variables, for comparisons by identity."""
     return [
         (path, x, list(vars(x).items()) if isinstance(x, nnx.Module) else None)
         for path, x in nnx.iter_graph(model)
@@ -295,7 +295,7 @@ def test_a_model_that_is_closed_over_works_where_nothing_changes(transform):
         TRANSFORMS[transform](lambda x: f(model, x)), TRANSFORMS[transform](lambda x: model(x))
     )
     assert everything_in(model)[0] == before[0]
-    assert_same(f(model, X), model(X))  # the trace that was made inside serves outside, too
+    assert_same(f(model, X), model(X))  # the trace made inside is reused outside
 
 
 @pytest.mark.parametrize("cls", [Counting, TransformerBlock, ResNetBlock, Renaming, Labelling])

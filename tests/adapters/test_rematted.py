@@ -1,4 +1,4 @@
-"""Rematerialization by path: same parameters, values and gradients, regions at the paths."""
+"""Rematerialization by path: equal parameters, values and gradients, and regions at the paths."""
 
 import contextlib
 import sys
@@ -109,7 +109,7 @@ def test_linen_regions_are_at_the_paths(linen):
         with rematted(globs):
             return regions(lambda v: linen.apply(v, X, train=False), variables)
 
-    assert count("encoder/layers_*") == 6  # three layers, the encoder is called twice
+    assert count("encoder/layers_*") == 6  # three layers; the encoder is called twice
     assert count(["encoder/layers_0", "Block_0"]) == 3
     assert count("encoder") == 2
     assert count("**/Dense_*") == 2 * 7
@@ -126,7 +126,7 @@ def test_linen_compiled_functions_follow_the_context(linen):
 
     step(variables)
     assert regions(step, variables) == 0
-    for _ in range(3):  # an equal context finds the compiled function again
+    for _ in range(3):  # an equal context reuses the compiled function
         with rematted("Block_0", policy=remat.policies.dots_saveable):
             step(variables)
             assert regions(step, variables) == 1

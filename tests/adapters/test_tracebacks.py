@@ -1,4 +1,4 @@
-"""Errors of users' code: the frames of the adapters are hidden, and shown, as the frameworks' are."""
+"""Tracebacks of errors in users' code: frames of the adapters are hidden, as frames of the frameworks are."""
 
 import traceback
 
@@ -28,7 +28,7 @@ def fail(x):
 
 
 def frames_of(f):
-    """The files of the traceback that a user sees, without JAX's and the hidden ones."""
+    """Return the files of the traceback that a user sees, without JAX's frames and hidden ones."""
     with pytest.raises(UserError) as info:
         f()
     files = [frame.filename for frame in traceback.extract_tb(info.value.__traceback__)]

@@ -1,4 +1,4 @@
-"""The benchmark of plans for devices that are not attached: its registry, comparison, and small cases."""
+"""The benchmark of plans for devices that are not attached: its registry, its comparison, small cases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOLDER = pathlib.Path(ahead_of_time.__file__).parent
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="no libtpu")
 
-#: Cases that take seconds; the others take a minute or more.
+#: Cases that take seconds; other cases take a minute or more.
 FAST = ("chain", "mlp-2d", "fsdp-shard-map", "1f1b")
 
 

@@ -1,4 +1,4 @@
-"""Plans of loops are below what mixtures of checkpoints by hand give."""
+"""Plans of loops need fewer FLOPs than mixtures of checkpoints placed by hand."""
 
 import pytest
 from benchmarks.loop_plans import Point, gru, hull, lstm, measure, pde

@@ -1,4 +1,4 @@
-"""What the planner's benchmark reports of a plan, with plans made by hand."""
+"""The report of the planner's benchmark, with hand-made plans."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODEL = ZOO["decoder"]("tiny")
 
 @pytest.fixture
 def _plans(monkeypatch):
-    """Planning is full rematerialization of each block, predicted 10 % too high."""
+    """Replace planning by full rematerialization of each block, predicted 10 % too high."""
     rematerialized = jax.jit(step(MODEL.loss(remat.checkpoint)))
     monkeypatch.setattr(remat, "fit", lambda step, plan: rematerialized)
 

@@ -106,7 +106,7 @@ def test_loops_of_unknown_length_and_branches_are_counted_as_they_run() -> None:
 
     one = executed_flops.count(scanned, 1, jnp.ones((4, 4)))
     five = executed_flops.count(scanned, 5, jnp.ones((4, 4)))
-    assert (one.matmul, five.matmul) == (0, 3 * 3 * 128)  # the product is only in the first branch
+    assert (one.matmul, five.matmul) == (0, 3 * 3 * 128)  # only the first branch has the product
     static = flops.count(scanned, 1, jnp.ones((4, 4)))
     assert static.n_unknown_loops
 

@@ -1,4 +1,4 @@
-"""The zoo's models are what the benchmarks take them for, and FLOPs are counted right."""
+"""The models of the zoo have the structure that benchmarks assume, and FLOPs are counted correctly."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_convolution_counts_its_kernel_once_per_output() -> None:
     for stride, outputs in ((1, 64), (2, 16)):
         forward = 2 * (2 * outputs * 5) * (3 * 3 * 3)
         assert flops.count(lambda x, k, s=stride: convolve(x, k, s), x, k).matmul == forward
-        # The gradients of input and kernel do the same work each.
+        # The gradients of input and kernel take equal FLOPs.
         both = flops.count(
             lambda x, k, y, s=stride: jax.vjp(lambda x, k: convolve(x, k, s), x, k)[1](y),
             x,
@@ -179,8 +179,8 @@ def test_recomputation_is_counted(checkpoint) -> None:
     args = shape(4, 4), shape(4, 4)
     plain = flops.count(gradient(layer), *args)
     again = flops.count(gradient(checkpoint(layer)), *args)
-    # Forward, the two gradients of the second product, and the first's of `a`; then both once more,
-    # for the derivative of tanh.
+    # The forward pass, both gradients of the second product, and the gradient of the first one by `a`; then
+    # both products again, for the derivative of tanh.
     assert (plain.matmul, again.matmul) == (5 * 128, 7 * 128)
 
 

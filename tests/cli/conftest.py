@@ -1,4 +1,4 @@
-"""A module to name on the command line, and the command run in its folder."""
+"""A module to name on the command line, and a function that runs the command in its folder."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def run(tmp_path, monkeypatch):
 
 @pytest.fixture
 def refused(run):
-    """Run a wrong command line and return its error, one line; nothing has been written."""
+    """Run an invalid command line and return its error, one line; nothing may have been written."""
 
     def invoke(*arguments):
         result = run(*arguments)
@@ -131,7 +131,7 @@ def refused(run):
 
 @pytest.fixture
 def full_device(run):
-    """A device in the current folder that is like /dev/full, and that nothing else uses."""
+    """Return a device in the current folder that behaves like /dev/full and that nothing else uses."""
     try:
         os.mknod("full", 0o666 | stat.S_IFCHR, os.makedev(1, 7))
         open("full", "wb").close()

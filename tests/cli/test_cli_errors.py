@@ -1,4 +1,4 @@
-"""Errors: their exit codes, and one line each."""
+"""Errors of the command line: exit codes, and messages of one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values of options, which are refused before any work is done."""
+"""Values of options are checked before any work is done."""
 
 from __future__ import annotations
 

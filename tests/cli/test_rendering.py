@@ -1,4 +1,4 @@
-"""What is written, and how names and texts are printed."""
+"""Files that are written, and how names and texts are printed."""
 
 from __future__ import annotations
 

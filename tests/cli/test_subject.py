@@ -1,4 +1,4 @@
-"""MODULE:FUNCTION and FILE.py:FUNCTION."""
+"""Subjects of commands: MODULE:FUNCTION and FILE.py:FUNCTION."""
 
 from __future__ import annotations
 

@@ -17,14 +17,14 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture(autouse=True)
 def strict_types() -> None:
-    """The examples are written as their readers would, with JAX's usual conversions."""
+    """Allow JAX's usual conversions, since the examples are written for users."""
 
 
 def example(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look for their annotations
+    sys.modules[name] = module  # dataclasses look up annotations there
     try:
         spec.loader.exec_module(module)
     except ModuleNotFoundError as error:

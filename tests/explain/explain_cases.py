@@ -1,4 +1,4 @@
-"""Programs to explain, and what is asked of their explanations."""
+"""Programs to explain, and queries about their explanations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def layer(w, x):
 
 
 def deep(wrap, n=8):
-    """A stack of unrolled layers."""
+    """Return the loss of a stack of unrolled layers."""
     body = wrap(layer)
 
     def loss(w, x):

@@ -1,4 +1,4 @@
-"""An explanation's figures against JAX's and the compiler's."""
+"""Figures of explanations compared with JAX's and the compiler's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def agrees_or_says_why(explanation):
     error = abs(totals.difference_bytes) / totals.compiled.peak_bytes
     if error > 0.05:
         assert f"{100 * error:.0f} % of its peak" in totals.difference
-        # Which arrays: so many of this size, with their types.
+        # The numbers of arrays of each size, with their types.
         assert "holds" in totals.difference
         assert "iB" in totals.difference
 
@@ -133,7 +133,7 @@ def test_values_without_modules_are_named_by_the_functions_that_compute_them():
     explanation = remat.explain(loss, struct(64, 64), struct(64, 64), compile=False)
     called = {group.called for group in explanation.groups()}
     assert {"attend: div of softmax", "loss: logistic of silu", "loss: tanh of gelu"} <= called
-    assert "loss: dot_general" in called  # of an operator, which is named like its primitive
+    assert "loss: dot_general" in called  # an operator, which is named after its primitive
 
 
 def test_gradients_and_results_are_named_by_the_arguments_they_belong_to():
@@ -181,7 +181,7 @@ def test_closed_over_constants_explain_the_compilers_arguments():
     assert "512.0 KiB are closed over" in explanation.totals.difference
 
 
-# What becomes of values
+# Kinds of values: saved, recomputed, offloaded, temporary
 
 
 def test_saved_recomputed_and_offloaded_values_are_told_apart():
@@ -222,7 +222,7 @@ def test_segments_are_the_regions_in_the_forward_pass():
     assert len(explanation.segments) == 4
     spans = sorted((s.first, s.last) for s in explanation.segments)
     assert all(a[1] < b[0] for a, b in itertools.pairwise(spans))
-    # Two of three products are computed again.
+    # Two of three products are recomputed.
     assert all(s.recompute_flops >= 2 * 2 * 2048 * 64 * 64 for s in explanation.segments)
 
 
@@ -296,13 +296,13 @@ def test_residuals_of_sharded_steps_are_those_of_one_device():
     )
     one = remat.explain(whole, *DEEP_ARGS, compile=False).totals.residual_bytes
     layers = 7 * 2048 * 64 * 4
-    slices = one - layers  # of the weights: they are on each device
+    slices = one - layers  # of the weights, which are replicated
     x = jax.ShapeDtypeStruct((2048, 64), f32, sharding=jax.sharding.NamedSharding(mesh, rows))
     for explanation in (
         remat.explain(whole, DEEP_ARGS[0], x, compile=False),
         remat.explain(each, *DEEP_ARGS, compile=False),
     ):
-        assert abs(explanation.totals.residual_bytes - layers // 4 - slices) <= 4  # a number
+        assert abs(explanation.totals.residual_bytes - layers // 4 - slices) <= 4  # a scalar
 
 
 def _scanned_layers(ws, x):

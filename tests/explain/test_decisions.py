@@ -1,4 +1,4 @@
-"""What a plan decides, in terms of the step without it."""
+"""The decisions of a plan, in terms of the step without it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def scanned(weights, x):
 
 @pytest.fixture(scope="module", params=["unrolled", "scanned", "a marked loss"])
 def planned(request):
-    """A step without and with a plan."""
+    """Return a step without and with a plan."""
     loss = deep(lambda f: f) if request.param == "unrolled" else scanned
     if request.param == "a marked loss":
         loss = remat.auto(loss)

@@ -1,4 +1,4 @@
-"""Which arguments an explanation says to donate."""
+"""Arguments that explanations suggest donating."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from explain_cases import codes, f32, struct
 import remat
 from remat.units import parse_bytes
 
-# A small batch: the peak is where the new values are beside the old ones.
+# The batch is small, so the peak is where the new values and the old ones are live.
 W, X = struct(256, 256), struct(16, 256)
 PAIR = {"a": W, "b": W}
 
@@ -30,14 +30,14 @@ def averaged(old, new):
 
 
 def advice(step, *args, **options):
-    """Return what an explanation says on donation."""
+    """Return an explanation's advice on donation."""
     explanation = remat.explain(jax.jit(step, **options), *args, compile=False)
     steps = " ".join(finding.next_step for finding in explanation.findings)
     return " ".join(re.findall(r"Donate [^:]*: up to [^:]*? less at the peak\.", steps))
 
 
 def replaced(step, *args, **options):
-    """Return the arguments that an explanation says the step replaces."""
+    """Return the arguments that the step replaces, according to its explanation."""
     found = re.search(
         r"Donate ([^(]*) \(.*\), which the step replaces", advice(step, *args, **options)
     )
@@ -232,7 +232,7 @@ def test_donation_frees_at_the_peak_what_is_said(step, args):
 
 
 def test_donation_is_not_advised_where_gradients_take_the_memory_of_results():
-    # All values of the forward pass are there beside the first gradient, and gradients take their place.
+    # At the first gradient all values of the forward pass are live; later gradients replace them.
     args = LAYERS, struct(512, 512)
     peaks = [
         remat.testing.peak_bytes(jax.jit(trained, donate_argnums=donated), *args)

@@ -1,4 +1,4 @@
-"""What can be explained: losses, steps, wrapped and fitted functions, other targets."""
+"""Subjects of explanations: losses, steps, wrapped and fitted functions, other targets."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_linear_solve_in_a_loop_is_no_gradient():
 
 
 class Model:
-    """Losses and steps as methods that are jitted in their class."""
+    """A model whose loss and step are methods that are jitted in the class body."""
 
     depth = 3
 

@@ -1,4 +1,4 @@
-"""Each finding for its cause."""
+"""Findings, each on a program with its cause."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_a_discarded_name_is_named():
 
 
 def of_named(policy, *, used=True, compile=False):
-    """Return the explanation of a function with a name, under a policy of JAX's."""
+    """Return the explanation of a named function under a policy of JAX's."""
 
     def f(w, x):
         h = jnp.tanh(x @ w)
@@ -398,7 +398,7 @@ def test_the_line_that_saves_most_of_a_part_is_named():
 
 def test_the_loop_named_is_one_that_stacks_values_for_the_backward_pass():
     def prepared(weights, x):
-        # Stacks 8 times the bytes of `x`, and nothing of it is differentiated.
+        # Stacks 8 times the bytes of `x`, and none of it is differentiated.
         _, stacked = jax.lax.scan(lambda c, _: (c + 1, c), jax.lax.stop_gradient(x), length=8)
         return deep(lambda f: f)(weights, x * stacked.mean(0))
 
@@ -442,7 +442,9 @@ def test_the_wrapper_is_that_of_the_modules_that_compute_most_of_what_is_saved()
 
 def test_no_budget_is_suggested_where_gradients_are_the_peak():
     def loss(w, x):
-        return -jax.nn.log_softmax(x @ w)[:, 0].mean()  # one large layer: its gradient is the peak
+        return -jax.nn.log_softmax(x @ w)[
+            :, 0
+        ].mean()  # one large layer, whose gradient is the peak
 
     explanation = remat.explain(loss, struct(16, 8192), struct(2048, 16), compile=False)
     found = finding(explanation, "no_regions")
@@ -484,7 +486,7 @@ def lstm(w, x):
 
 
 def wave(velocity):
-    """Nested loops whose carries the backward pass does not read, since they are linear in them."""
+    """Return the loss of nested loops, linear in their carries, which the backward pass does not read."""
 
     def one(carry, t):
         now, before = carry

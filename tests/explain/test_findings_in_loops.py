@@ -1,4 +1,4 @@
-"""Findings on steps whose loops are in other loops, on donation, and on the budgets that are suggested."""
+"""Findings on steps with nested loops, on donation, and on suggested budgets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiler's text of a program."""
+"""The parser of the compiler's text of a program."""
 
 from __future__ import annotations
 

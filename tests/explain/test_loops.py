@@ -1,4 +1,4 @@
-"""Loops and branches on the timeline of an explanation, and where their values come from."""
+"""Loops and branches on the timeline of an explanation, and the origins of their values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def explanation():
 
 
 def stacked(explanation, primitive):
-    """Return the slices that a loop stacks of what a primitive computes."""
+    """Return the slices that a loop stacks of the results of a primitive."""
     return [v for v in explanation.values if v.kind == "saved" and v.primitive == primitive]
 
 

@@ -1,4 +1,4 @@
-"""Fingerprints of programs: the same in every process, and others for other programs."""
+"""Fingerprints of programs are equal in every process, and differ between programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations and bytes of equations, against numbers counted by hand."""
+"""FLOPs and bytes of equations, compared with numbers counted by hand."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ COUNTS = {
         lambda x: lax.ragged_dot(jnp.ones((6, 3)), jnp.ones((2, 3, 5)), jnp.array([2, 4])),
         2 * 6 * 3 * 5,
     ),
-    # 5 inputs, 3 taps: 3 positions of 3; padded by 1 on both sides: 2 + 3 + 3 + 3 + 2.
+    # 5 inputs and 3 taps: 3 positions with 3 products each; padded by 1 on both sides: 2 + 3 + 3 + 3 + 2.
     "a convolution": (conv((1, 2, 5), (7, 2, 3)), 2 * 2 * 7 * 9),
     "a padded convolution": (conv((1, 2, 5), (7, 2, 3), padding="SAME"), 2 * 2 * 7 * 13),
     "a strided convolution": (conv((1, 1, 5), (1, 1, 3), window_strides=(2,)), 2 * 6),
-    # x 0 x 0 x against 3 taps: 2 + 1 + 2 meet data.
+    # x 0 x 0 x with 3 taps: 2 + 1 + 2 products with data.
     "a transposed convolution": (
         conv((1, 1, 3), (1, 1, 3), lhs_dilation=(2,), padding=((0, 0),)),
         2 * 5,
@@ -116,7 +116,7 @@ def test_operations_are_those_counted_by_hand(name):
     fun, expected = COUNTS[name]
     kinds = ("dot_general", "ragged_dot_general", "conv_general_dilated", "cholesky")
     eqns = jax.make_jaxpr(fun)(X).eqns
-    # Making the operands and cutting off a triangle are equations of their own.
+    # Constructing the operands and masking a triangle are separate equations.
     of_interest = [eqn for eqn in eqns if eqn.primitive.name in kinds] or eqns
     assert sum(map(flops_of, of_interest)) == expected
 

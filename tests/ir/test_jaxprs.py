@@ -1,4 +1,4 @@
-"""Programs inside programs: walking, inlining, substitution and dependence of jaxprs."""
+"""Sub-jaxprs: walking, inlining, substitution and dependence."""
 
 from __future__ import annotations
 

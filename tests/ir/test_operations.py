@@ -1,4 +1,4 @@
-"""The table of primitives, against the primitives of the installed JAX."""
+"""The table of primitives, compared with the primitives of the installed JAX."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from remat.ir.equations import fusion_of, is_collective, is_fusible, is_repeatab
 from remat.ir.formulas import TRANSCENDENTAL
 from remat.ir.operations import FUSIBLE, Fusion, Traffic, names_where, operation
 
-# Modules that define primitives and that `import jax` alone does not load.
+# Modules that define primitives and that `import jax` does not load.
 MODULES = (
     "jax._src.callback",
     "jax._src.compute_on",
@@ -49,7 +49,7 @@ MODULES = (
 
 
 def primitives_of_jax() -> list[str]:
-    """The names of all primitives that are attributes of one of JAX's modules."""
+    """Return the names of all primitives that are attributes of one of JAX's modules."""
     for name in MODULES:
         with contextlib.suppress(ImportError, DeprecationWarning):  # not in this version
             importlib.import_module(name)
@@ -155,7 +155,7 @@ def test_collectives_are_known_by_their_row():
 
 
 def test_a_product_that_sums_over_one_term_is_elementwise() -> None:
-    """Such is the gradient of weights for a single example."""
+    """The gradient of weights for a single example is such a product."""
 
     def gradients(w, xs):
         return jax.vmap(jax.grad(lambda w, x: jnp.tanh(x[None] @ w).sum()), (None, 0))(w, xs)

@@ -1,4 +1,4 @@
-"""Splitting a program: together, the halves compute what the program computes."""
+"""Splitting a program into halves: together they compute the results of the program."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def program(f, *args):
 
 
 def run(halves: Split, args):
-    """The program's results, by its halves; None for those that nobody returns."""
+    """Return the program's results, computed by its halves; None for results that neither half returns."""
     known_args = [x for x, u in zip(args, halves.ins_unknown) if not u]
     known = _jax.call_jaxpr(halves.known, known_args)
     results = iter(known[: len(known) - halves.n_residuals])

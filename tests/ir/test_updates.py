@@ -1,4 +1,4 @@
-"""Updates of donated arguments move to where their operands are ready; all else keeps its order."""
+"""Updates of donated arguments move to where their operands are ready; other equations keep their order."""
 
 import collections
 import itertools
@@ -32,7 +32,7 @@ def descend(weights, x):
 
 
 def flat(step, *args):
-    """The step's program without moves, and its inputs."""
+    """Return the step's program without moves, and its inputs."""
     jaxpr, consts, _ = _jax.trace_call(step, *args)
     assert not consts
     return flattened(jaxpr), jax.tree.leaves(args)
@@ -44,7 +44,7 @@ def bits(value):
 
 
 def moved(step, args, n_donated):
-    """The program before and after; the first arguments are donated."""
+    """Return the program before and after the moves; the first arguments are donated."""
     before, leaves = flat(step, *args)
     n = len(jax.tree.leaves(args[:n_donated]))
     after = with_early_updates(before, [at < n for at in range(len(before.invars))])
@@ -60,7 +60,7 @@ def places(jaxpr, primitive):
 
 
 def most_live(jaxpr, n_donated):
-    """The most values of a matrix's size that are live, without arguments and what is in their place."""
+    """Return the most matrices that are live at once, without arguments and the values in their buffers."""
     last = jaxprs.last_uses(jaxpr)
     in_place = set(jaxpr.outvars[:n_donated])
     live, most = set(), 0
@@ -97,7 +97,7 @@ def test_a_result_that_is_not_in_a_donated_argument_stays():
         return gradient, [w - 0.1 * g for w, g in zip(weights, gradient)], value
 
     _, after = moved(step, (WEIGHTS, BATCH), 1)
-    # The gradients come first, so they are what is written into the donated weights.
+    # The gradients come first, so they are the values written into the donated weights.
     assert min(places(after, "sub")[-LAYERS:]) > places(after, "dot_general")[-1]
 
 
@@ -177,7 +177,7 @@ def test_effects_and_barriers_keep_their_order():
 
 
 def test_what_reads_an_updated_value_stays_behind_it():
-    """A second network is trained on the first one's new weights, which are updated before that."""
+    """A second network is trained on the new weights of the first, which are updated before that."""
 
     def step(one, two, x):
         gradient = jax.grad(loss)(one, x)
@@ -190,7 +190,7 @@ def test_what_reads_an_updated_value_stays_behind_it():
 
 
 def random_step(rng):
-    """A program of products and elementwise operations whose results replace some of its arguments."""
+    """Return a program of products and elementwise operations whose results replace some of its arguments."""
     kinds = ["product", "add", "mul", "tanh", "norm", "scale"]
     recipe = [(rng.choice(kinds), *rng.integers(0, 1000, 2)) for _ in range(24)]
     picked = rng.integers(0, 1000, 5)

@@ -1,4 +1,4 @@
-"""What compilers report of memory, at hand and ahead of time."""
+"""Memory that compilers report, for attached devices and ahead of time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def step(x, w):
 
 
 def gradient_of_a_stack(x, w):
-    """Keeps 36 values for the backward pass that XLA may recompute."""
+    """Return a gradient that keeps 36 values for the backward pass, which XLA may recompute."""
 
     def loss(w):
         y = x
@@ -53,7 +53,7 @@ def gradient_of_a_stack(x, w):
     return jax.grad(loss)(w)
 
 
-# At hand
+# Attached devices
 
 
 def test_the_peak_on_cpu_is_arguments_temporaries_and_results_without_the_aliased():
@@ -108,7 +108,7 @@ def test_other_errors_of_the_compiler_are_not_hidden():
         compile_for_analysis(Lowered(), target("cpu"))
 
 
-# Wordings of refusals
+# Texts of compilers' refusals
 
 _BEFORE = "the total memory required for HLO temporaries ({}) exceeds available HBM ({})."
 
@@ -171,7 +171,7 @@ def test_the_peak_on_tpu_counts_arguments_and_results():
         compile_for_analysis(f.lower(*place((x, x), there)), there)
         for f in (jax.jit(two_products), step)
     )
-    # Two arguments, the first product, the result.
+    # Two arguments, the first product, and the result.
     assert (kept.argument_bytes, kept.output_bytes, kept.peak_bytes) == (8 * MIB, 4 * MIB, 16 * MIB)
     assert (donated.alias_bytes, donated.peak_bytes) == (4 * MIB, 12 * MIB)
 
@@ -203,7 +203,9 @@ def test_what_does_not_fit_a_tpu_is_a_result_with_the_bytes_needed():
     there = target("tpu:v5e")
     lowered = jax.jit(lambda *xs: sum(xs)).lower(*place([struct(2**28)] * 20, there))
     refused = compile_for_analysis(lowered, there)
-    assert refused == OutOfMemory(21 * 2**30, there.device.memory_bytes)  # 20 arguments, a result
+    assert refused == OutOfMemory(
+        21 * 2**30, there.device.memory_bytes
+    )  # 20 arguments and a result
     assert not refused.fits and refused.peak_bytes == 21 * 2**30
 
 
@@ -250,8 +252,8 @@ def test_values_in_the_hosts_memory_are_counted_apart():
 
 @needs_cuda_plugin
 def test_rematerialization_of_the_compiler_is_off_while_analysing():
-    # Too large for an H100: XLA would recompute by itself. Compiled with it first, so that nothing
-    # remembered of that compilation may come back.
+    # Too large for an H100, so XLA would recompute by itself. It is compiled with XLA's rematerialization
+    # first, to check that no cached result of that compilation is returned.
     there = target("gpu:h100")
     lowered = jax.jit(gradient_of_a_stack).lower(
         *place((struct(2**17, 4096), struct(4096, 4096)), there)

@@ -1,4 +1,4 @@
-"""Prices: by roofline, and measured on the device at hand."""
+"""Costs of kernels: by roofline, and measured on the attached device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def eqns_of(fun, *args):
 
 
 class Timer:
-    """Runs equations and notes which."""
+    """A timer that runs equations and records which."""
 
     def __init__(self):
         self.ran = []
@@ -51,7 +51,7 @@ def timer():
 
 @pytest.fixture
 def runs(timer):
-    """The equations that were run."""
+    """Return the equations that were run."""
     return timer.ran
 
 
@@ -209,7 +209,7 @@ def test_a_terminal_gets_a_progress_bar_that_goes_away(tmp_path, monkeypatch, ca
     assert "measuring equations" in capsys.readouterr().err
 
 
-# What a planner is told
+# Costs as planners see them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +232,7 @@ class OneIsDear:
 
 @pytest.fixture
 def clock(measured):
-    """Fake times by primitive, in seconds; any other program takes 1 ms. Counts what is timed."""
+    """Fake times in seconds by primitive, 1 ms for other programs, and a list of the programs timed."""
     times, timed = {"empty": 0.0}, []
 
     def time_s(eqn):
@@ -256,7 +256,7 @@ def test_a_kernel_takes_as_long_as_it_was_measured(measured, clock):
 
 def test_fusions_are_priced_by_rates_that_were_measured(measured, clock):
     times, timed = clock
-    times["jit"] = 0.25  # of each of the two programs that find the rates
+    times["jit"] = 0.25  # for each of the two programs that measure the rates
     rates = measured.of_fusions.device
     assert rates.flops_per_s("float32") == costs.CHAIN_FLOPS / 0.25
     assert rates.flops_per_s("float64") == costs.CHAIN_FLOPS / 0.5
@@ -286,7 +286,7 @@ def test_operations_and_loops_know_how_slow_they_are():
     program = program_of_jaxpr(inner, [1], costs.slowdowns(OneIsDear("dot_general")))
     slow = {op.name: op.slowdown for op in program.ops}
     assert slow["dot_general"] == 100 and slow["sort"] == slow["tanh"] == 1
-    assert 10 < slow["scan"] < 100  # its product, and the sine of it as before
+    assert 10 < slow["scan"] < 100  # its product, and the sine as before
     as_it_is = program_of_jaxpr(inner, [1], costs.slowdowns(Roofline(device("cpu"))))
     assert {op.slowdown for op in as_it_is.ops} == {1.0}
 
@@ -309,7 +309,7 @@ def every(jaxpr):
 
 
 def recomputed_by(given):
-    """How often primitives are recomputed, at 60 % of what the step's temporaries need."""
+    """Return how often primitives are recomputed at 60 % of the bytes of the step's temporaries."""
     step = TargetStep(jax.value_and_grad(loss), (W2, X2), {}, target(None), {})
     flat = flattened(step.trace().jaxpr)
     model = StepModel(PricedStep(flat, given.seconds, slowdown=costs.slowdowns(given)))

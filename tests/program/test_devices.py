@@ -35,7 +35,7 @@ def test_figures_are_complete_and_of_the_right_magnitude(known):
     assert known.host_link_bytes_per_s <= known.bandwidth_bytes_per_s < 1e14
     assert known.memory_bytes == 0 or 2**33 < known.memory_bytes < 2**38
     assert 0 < known.launch_s < 1e-4
-    # What the balance between computing and moving rests on: FLOPs per byte of bfloat16.
+    # The ratio of compute to bandwidth: FLOPs per byte of bfloat16.
     assert 5 < known.flops["bfloat16"] / known.bandwidth_bytes_per_s < 1000
 
 

@@ -1,4 +1,4 @@
-"""What compilers will make of hand-made programs."""
+"""The model of how compilers fuse, on hand-made programs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fused(p, **options):
 
 
 def nodes(f, p):
-    """The values that are written, by number."""
+    """Return the values that are written, by number."""
     return sorted(f.holds)
 
 
@@ -51,7 +51,7 @@ def test_elementwise_chain_between_matmuls_is_one_written_value():
     )
     f = fused(p)
     assert nodes(f, p) == [1, 4, 5]
-    # The chain may be written where the matmul's result was.
+    # The result of the chain may reuse the matmul's buffer.
     assert [node.id for node in f.graph.nodes if node.bytes] == [3]
     assert f.holds[1] == 3
     assert f.ops[3] == (0, 1, 2, 3)
@@ -89,13 +89,13 @@ def test_cheap_value_that_two_kernels_use_is_written_where_they_do_not_duplicate
         return nodes(fused(p, duplicates=False), p)
 
     assert written(program(ops, [3, 4], {3: 8, 4: 8})) == [2, 3, 4]
-    # One kernel computes it on the way, and so does each what is made from something small.
+    # One kernel computes it inline, and so does each kernel that reads a value computed from something small.
     assert written(program(ops[:2], [3], {3: 8})) == [3]
     assert written(program(ops, [3, 4], {0: 8, 3: 8, 4: 8})) == [3, 4]
 
 
 def test_residual_stream_is_written_where_reading_its_terms_costs_more():
-    # x + f(x) is used by two kernels: each would have to read both terms.
+    # Two kernels use x + f(x); each would have to read both terms.
     p = program(
         [
             op(Fusion.KERNEL, [0], 1),
@@ -108,13 +108,13 @@ def test_residual_stream_is_written_where_reading_its_terms_costs_more():
         {4: 8, 5: 8},
     )
     assert 3 in fused(p).holds
-    # With one large term only, each kernel computes it from there.
+    # With only one large term, each kernel computes it from that term.
     p = dataclasses.replace(p, bytes=(MB, MB, 8, MB, 8, 8))
     assert 3 not in fused(p).holds
 
 
 def test_softmax_is_one_kernel():
-    # max, exp(x - max), sum, division: the matmul's result is overwritten.
+    # max, exp(x - max), sum, division: the division overwrites the matmul's result.
     p = program(
         [
             op(Fusion.KERNEL, [0], 1),
@@ -143,7 +143,7 @@ def test_a_matmul_does_not_write_in_place_of_its_operands():
 
 
 def sum_of_matmuls(n):
-    """Return a program of matmuls whose results are added up, each as soon as it is there."""
+    """Return a program of matmuls whose results are added up, each as soon as it is computed."""
     ops = [op(Fusion.KERNEL, [0], 1)]
     total = 1
     for i in range(1, n):
@@ -155,7 +155,7 @@ def sum_of_matmuls(n):
 
 def test_a_sum_of_many_values_keeps_all_of_them_unless_partial_sums_are_written():
     p = sum_of_matmuls(10)
-    # The sum may be in the buffer of one of the values.
+    # The sum may reuse the buffer of one of the values.
     plain = fused(p)
     assert not plain.partial_sums and no_remat(plain.graph).peak_bytes == 10 * MB
     split = fused(p, partial_sums=0)
@@ -195,14 +195,14 @@ def test_loops_in_a_row_update_one_buffer_that_starts_as_zeros():
     def peak(of, **sizes):
         return no_remat(fused(of, **sizes).graph).peak_bytes
 
-    # 1 is filled; two loops add to it; the last kernel reads it.
+    # 1 is initialized, two loops add to it, and the last kernel reads it.
     ops = [op(Fusion.CHEAP, [], 1), op(Fusion.KERNEL, [0, 1], 2, in_place=((1, 2),)),
            op(Fusion.KERNEL, [0, 2], 3, in_place=((2, 3),)), op(Fusion.KERNEL, [3], 4)]  # fmt: skip
     assert peak(program(ops, [4])) == MB
     assert 0 in fused(program(ops, [4])).once
-    # The buffer is the result's.
+    # The buffer is that of the result.
     assert peak(program(ops[:3], [3])) == 0
-    # What another kernel reads must not be overwritten, nor a value that was computed from others.
+    # A value that another kernel reads must not be overwritten, nor a value that was computed from others.
     assert peak(program([*ops, op(Fusion.KERNEL, [2], 5)], [4, 5])) == 2 * MB
     ops[0] = op(Fusion.KERNEL, [0], 1)
     assert peak(program(ops, [4])) == 2 * MB
@@ -252,7 +252,7 @@ def test_kernel_reads_what_is_written_and_inputs():
         [op(Fusion.KERNEL, [0], 1), op(Fusion.CHEAP, [1, 0], 2), op(Fusion.KERNEL, [2, 0], 3)], [3]
     )
     f = fused(p)
-    assert f.seconds[2] == 3 * MB  # reads 2 and the input, writes 3
+    assert f.seconds[2] == 3 * MB  # reads value 2 and the input, writes value 3
 
 
 def test_dead_operations_are_left_out():
@@ -302,7 +302,7 @@ def test_loops_update_what_starts_as_a_constant_in_its_memory():
 
 
 def with_loop_of_two_results(**more):
-    """Return a program whose loop has a small result that is read last, and a large one that is not."""
+    """Return a program whose loop has a small result, read last, and a large one, read earlier."""
     return program(
         [
             op(Fusion.KERNEL, [0], 1, 2, **more),
@@ -344,7 +344,7 @@ def test_other_results_of_a_loop_count_beside_one_that_is_an_output():
 
 def test_kernels_read_only_the_results_of_a_loop_that_they_use():
     f = fused(with_loop_of_two_results())
-    assert f.seconds[3] == 3 * MB  # reads two values of a MB, writes one
+    assert f.seconds[3] == 3 * MB  # reads two values of one MB, writes one
 
 
 def test_operations_whose_results_nothing_reads_stay_in_the_graph():

@@ -40,7 +40,7 @@ def test_operands_are_transposed_to_batch_kept_and_contracted(
 
 @pytest.mark.parametrize("reads", [1, 2])
 def test_a_model_counts_the_copy_that_the_compiler_makes(reads: int) -> None:
-    # What only the product reads is written in its order at once.
+    # A value that only the product reads is written in the product's order at once.
     def step(x, w, g):
         h = jnp.tanh(g)
         weights = jnp.einsum("btf,btd->fd", h, x)

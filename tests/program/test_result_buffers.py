@@ -1,4 +1,4 @@
-"""Temporaries in the buffers of results."""
+"""Temporaries that use the buffers of results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHAIN = Graph(
     [
         ({}, 18),
         ({4: (8,)}, 10),  # holds the first value, which node 3 is the last to read
-        ({3: (8,)}, 12),  # is written when that value is read: holds the second one
+        ({3: (8,)}, 12),  # is written when that value is read, so it holds the second value
         ({4: (7,)}, 12),  # too small for the first value
         ({4: (8, 6)}, 4),
         ({4: (8,), 3: (6,)}, 4),
@@ -59,7 +59,7 @@ def test_a_value_that_is_computed_again_is_two_values() -> None:
 
 
 def test_gradients_of_checkpointed_layers_hold_what_is_kept() -> None:
-    # Inputs of layers, which are kept, are as large as the gradients of their weights.
+    # Inputs of layers, which are kept, are as large as the gradients of the layers' weights.
     @remat.checkpoint
     def layer(x, w):
         for _ in range(6):

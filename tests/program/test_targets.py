@@ -31,7 +31,7 @@ def struct(*shape, dtype=jnp.float32, sharding=None):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-# At hand
+# Attached devices
 
 
 def test_the_target_without_a_name_is_the_devices_at_hand():
@@ -104,7 +104,7 @@ def test_meshes_of_tpus_follow_their_links():
         there.mesh((8, 8), ("a", "b"))
 
 
-# Names that are no targets
+# Names that are not targets
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_platform_that_is_not_at_hand_is_refused():
         target("tpu" if jax.default_backend() != "tpu" else "gpu")
 
 
-# Of shapes that no other test names, since targets are described once in a process.
+# Shapes that no other test names, since a process describes each target once.
 @pytest.mark.parametrize(
     ("name", "raised", "message"),
     [
@@ -278,7 +278,7 @@ def test_two_processes_compile_at_once_and_write_nothing_to_stderr(tmp_path):
         [sys.executable, str(script)], check=False, capture_output=True, text=True, env=environment
     )
     assert out.stdout.split() == ["4096", "4096"], out.stderr
-    # JAX 0.10's CUDA plugin, where it is installed, says at import that there is no driver.
+    # JAX 0.10's CUDA plugin, if installed, warns at import that there is no driver.
     said = [x for x in out.stderr.splitlines() if "cudart" not in x and "InitializeLog" not in x]
     assert said == []
 

@@ -21,7 +21,7 @@ _FLOPS_PER_S = 197e12 * 0.55
 _BYTES_PER_S = 819e9
 _B, _S, _D, _H = 8, 1024, 1024, 16
 
-# Name, shape, FLOPs, line, operands within the layer; "" is the layer's input.
+# Name, shape, FLOPs, line, and operands within the layer; "" is the layer's input.
 _LAYER = [
     ("ln_1", (_B, _S, _D), 8 * _B * _S * _D, 41, ("",)),
     ("attn/qkv", (_B, _S, 3 * _D), 6 * _B * _S * _D * _D, 22, ("ln_1",)),
@@ -43,12 +43,12 @@ _WEIGHTS = [
 _PRIMITIVES = {
     "ln": "mul", "attn/softmax": "div", "add": "add", "mlp/gelu": "mul",
 }  # fmt: skip
-VALUES_PER_LAYER = 44  # about
+VALUES_PER_LAYER = 44  # approximately
 
 
 @dataclasses.dataclass
 class _Making:
-    """The step while it is written down."""
+    """A step under construction."""
 
     steps: list[Step] = dataclasses.field(default_factory=list)
     values: list[dict] = dataclasses.field(default_factory=list)
@@ -80,7 +80,7 @@ def _primitive(name: str) -> str:
 def transformer(
     layers: int = 16, *, save_attention: bool = True, offload: bool = False
 ) -> Explanation:
-    """A training step with Adam; each layer is a segment."""
+    """Return the explanation of a training step with Adam, in which each layer is a segment."""
     m = _Making()
     weights, moments = {}, []
     for layer in range(layers):
@@ -252,12 +252,12 @@ def _pareto(peak_bytes: int, time_s: float) -> tuple[ParetoPoint, ...]:
 
 
 def of_size(n_values: int) -> Explanation:
-    """A transformer of about that many values."""
+    """Return the explanation of a transformer with about that many values."""
     return transformer(max(1, round(n_values / VALUES_PER_LAYER)))
 
 
 def hostile() -> Explanation:
-    """A small explanation in which every text that comes from a user attacks the renderings."""
+    """Return a small explanation in which every text from a user attacks the renderings."""
     step, *_ = HOSTILE
     pick = [HOSTILE[i % len(HOSTILE)] for i in range(40)]
     values = tuple(
@@ -284,7 +284,7 @@ def hostile() -> Explanation:
 
 
 def untimed(explanation: Explanation) -> Explanation:
-    """The same without predicted times, as for a device that is not known."""
+    """Return an explanation without predicted times, as for an unknown device."""
     return dataclasses.replace(
         explanation,
         values=tuple(dataclasses.replace(value, time_s=0.0) for value in explanation.values),

@@ -1,4 +1,4 @@
-"""Explanations of any content for property tests, strings that attack included."""
+"""Random valid explanations for property tests, with hostile strings among their texts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOSTILE = (
     "<!--slot:data--> @import url(https://example.com/x.css)",
 )
 
-# Lone surrogates too: Python's strings from damaged file names have them.
+# Includes lone surrogates, which Python's strings from damaged file names have.
 texts = st.sampled_from(HOSTILE) | st.text(st.characters(exclude_categories=()), max_size=12)
 numbers = st.floats(0, 1e18, allow_nan=False) | st.integers(0, 10**20)
 sizes = st.integers(0, 2**40)
@@ -40,7 +40,7 @@ memories = st.builds(Memory, sizes, sizes, sizes, sizes, sizes)
 
 @st.composite
 def lifetimes(draw: st.DrawFn, n_steps: int) -> tuple[tuple[int, int], ...]:
-    """Up to two intervals within the steps."""
+    """Draw up to two intervals within the steps."""
     ends = draw(st.lists(st.integers(0, n_steps - 1), max_size=4, unique=True)) if n_steps else []
     ends = sorted(ends[: len(ends) // 2 * 2])
     return tuple(zip(ends[::2], ends[1::2]))
@@ -48,7 +48,7 @@ def lifetimes(draw: st.DrawFn, n_steps: int) -> tuple[tuple[int, int], ...]:
 
 @st.composite
 def explanations(draw: st.DrawFn) -> Explanation:
-    """Any explanation that does not contradict itself."""
+    """Draw an explanation that is consistent."""
     n_steps = draw(st.integers(0, 12))
     n_segments = draw(st.integers(0, 3)) if n_steps else 0
     segments = []

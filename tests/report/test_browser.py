@@ -1,4 +1,4 @@
-"""The page in headless Chromium: no errors, no network, and everything works by mouse and by keys.
+"""The page in headless Chromium: no errors, no network, and every control works by mouse and by keyboard.
 
 Needs Debian's `chromium` and `chromium-driver` (or what is called `chromium`, `google-chrome` and
 `chromedriver` elsewhere) and selenium; skipped where one is missing.
@@ -72,7 +72,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def page(chromium, files):
-    """Opens a page; after the test, nothing may have been logged or asked of the network."""
+    """Open a page; after the test, check that nothing was logged or requested from the network."""
 
     def log(kind):
         return [entry["message"] for entry in chromium.get_log(kind)]
@@ -123,7 +123,7 @@ STYLE = "return getComputedStyle(document.documentElement).getPropertyValue(argu
 
 
 def colours(p) -> set[str]:
-    """Of the chart's pixels."""
+    """Return the colours of the chart's pixels."""
     return set(
         p.run(
             "const c = document.querySelector('#chart canvas'); const seen = new Set();"
@@ -235,7 +235,7 @@ def test_zooming_by_keys_and_by_dragging(page):
     p.run("document.getElementById('chart').focus()")
     keys(p, "+", "+")
     assert whole.is_enabled()
-    # Walking out of sight moves what is shown.
+    # Moving the selection out of view scrolls the chart.
     keys(p, Keys.HOME)
     assert numbers_of_step(p) == 0
     assert p.run("return document.querySelector('#strip .at').getAttribute('x1') > 0")
@@ -253,7 +253,7 @@ def test_arguments_can_be_left_out_of_the_chart(page):
     assert argument in colours(p)
     p.one("#arguments").click()
     assert argument not in colours(p) and p.run(STYLE, "--saved") in colours(p)
-    assert "the peak" in p.one("#panel .live").text  # whose sums stay those of everything
+    assert "the peak" in p.one("#panel .live").text  # sums are over all values
     p.one("#arguments").click()
     assert argument in colours(p)
 
@@ -382,7 +382,7 @@ def test_large_programs_stay_usable(page, name):
     n_layers = len(p.explanation.segments)
     assert p.one("#count").text.startswith(f"{2 * n_layers:,} values in 2 groups")
     p.run("document.querySelector('#table .expand').click()")
-    assert len(p.texts("tr.child")) == 41  # 40 and the button for more
+    assert len(p.texts("tr.child")) == 41  # 40 values and the button for more
     assert p.run("return document.querySelectorAll('*').length") < 5000
 
 

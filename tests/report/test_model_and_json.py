@@ -1,4 +1,4 @@
-"""The data: what contradicts itself is refused, and JSON gives back what it was given."""
+"""The data model: inconsistent data is refused, and JSON round-trips."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text, Markdown, HTML, traces and figures: what they say, and that no text can break them."""
+"""Text, Markdown, HTML, traces and figures: their content, and that no text can break them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VOID = {"meta", "link", "br", "input", "img"}
 
 
 class Page(html.parser.HTMLParser):
-    """Elements, attributes and texts of a page, and whether each element that opens is closed."""
+    """Parse the elements, attributes and texts of a page, and check that each opened element is closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -69,7 +69,7 @@ def shape(page: Page) -> list[str]:
 
 
 def harmless(explanation: Explanation) -> Explanation:
-    """The same with every text replaced by one of letters."""
+    """Return the explanation with every text replaced by letters."""
 
     def clean(item):
         if isinstance(item, str):
@@ -370,7 +370,7 @@ def test_a_notebook_shows_the_picture_before_the_tables_with_axes_phases_and_the
 
 
 def recomputing() -> Explanation:
-    """The sample with everything recomputed that was saved."""
+    """Return the sample with all saved values recomputed."""
     values = tuple(
         dataclasses.replace(v, kind="recomputed") if v.kind == "saved" else v
         for v in EXPLANATION.values
@@ -514,7 +514,7 @@ def test_a_peak_in_the_forward_pass_has_its_reason():
     saved = Value(0, "saved", "f32[3]", 12, ((0, 4),))
     small, large = (
         Value(1, "temporary", f"f32[{n}]", 4 * n, ((3, 3),)) for n in (1, 10)
-    )  # of a kernel near the end of the pass
+    )  # of a kernel near the end of the backward pass
     held = (
         "100 % of what the forward pass saves is held there, and the backward pass, which frees it"
     )

@@ -1,4 +1,4 @@
-"""Live bytes against a count of each step, the peak under thinning, and grouping."""
+"""Live bytes compared with a count at each step, the peak after downsampling, and grouping."""
 
 from __future__ import annotations
 

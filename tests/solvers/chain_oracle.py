@@ -1,4 +1,4 @@
-"""Plans of chains of stages, executed: the truth that `ChainTable` is compared with."""
+"""Plans of chains of stages, executed: the reference that `ChainTable` is compared with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from remat.units import format_bytes
 
 @dataclasses.dataclass(frozen=True)
 class ChainPlan:
-    """Steps for `simulate_chain`, and what they take."""
+    """Steps for `simulate_chain`, and their costs."""
 
     steps: tuple[ChainStep, ...]
     peak_bytes: int
@@ -48,7 +48,7 @@ def plan_chain(chain: Chain, budget: int, *, n_slots: int = 500) -> ChainPlan:
 
 
 def _plan(table: ChainTable) -> ChainPlan | None:
-    """Return the plan of the table's whole budget, if one fits."""
+    """Return the plan for the table's whole budget, if one fits."""
     steps = table.steps()
     if steps is None:
         return None
@@ -57,8 +57,8 @@ def _plan(table: ChainTable) -> ChainPlan | None:
 
 
 def _smallest(chain: Chain, n_slots: int) -> ChainPlan:
-    """Return the plan of the smallest feasible budget, by bisection."""
-    # So many slots that rounding alone never makes a large budget infeasible.
+    """Return the plan for the smallest feasible budget, by bisection."""
+    # Enough slots that rounding alone never makes a large budget infeasible.
     n_slots = max(n_slots, 500, 8 * (len(chain) + 2))
     low, high = 0, n_slots
     while not ChainTable(chain, high, n_slots).is_feasible:
@@ -132,7 +132,7 @@ def simulate_chain(chain: Chain, steps: Iterable[ChainStep]) -> Usage:
 
 
 def uniform_chain(n_stages: int) -> Graph:
-    """A chain whose backward steps read the input, the output and the gradient of their stage.
+    """Return a chain whose backward steps read the input, the output and the gradient of their stage.
 
     The input, node 0, comes from outside: it takes no time. The output, the loss, takes no bytes.
     """
@@ -145,14 +145,14 @@ def uniform_chain(n_stages: int) -> Graph:
 
 
 def least_extra_forwards(n_stages: int, budget: int) -> float:
-    """The fewest repeated forwards of `uniform_chain`, if what is kept stays until its backward.
+    """Return the fewest repeated forwards of `uniform_chain`, if what is kept stays until its backward.
 
     Every choice of a stage whose input is kept, over all lengths and numbers of bytes.
     """
 
     @functools.cache
     def inner(n: int, n_bytes: int) -> float:
-        # The input, the output and its gradient are live beside `n_bytes`.
+        # The input, the output and its gradient are live besides `n_bytes`.
         if n == 1:
             return 0 if n_bytes >= 1 else math.inf
         splits = (j for j in range(1, n) if n_bytes >= min(j, 2))
@@ -162,7 +162,7 @@ def least_extra_forwards(n_stages: int, budget: int) -> float:
 
     @functools.cache
     def first(n: int, n_bytes: int) -> float:
-        # The first sweep over the last stages: only their input is live beside `n_bytes`.
+        # The first sweep over the last stages: only their input is live besides `n_bytes`.
         if n == 1:
             return 1 if n_bytes >= 1 else math.inf
         splits = (j for j in range(1, n) if n_bytes >= min(j, 2))

@@ -1,4 +1,4 @@
-"""Graphs for the planner's tests, and the slow truths that its answers are compared with."""
+"""Graphs for the planner's tests, and slow exact answers that the solvers' are compared with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GRAPHS = Path(__file__).parent / "graphs"
 
 @st.composite
 def graphs(draw: st.DrawFn, max_nodes: int = 8) -> Graph:
-    """Random DAGs: any operands, or a chain forward and back as training has it."""
+    """Draw random DAGs: with any operands, or a chain forward and backward as in training."""
     n = draw(st.integers(1, max_nodes))
     is_training = draw(st.booleans())
     nodes = []
@@ -34,7 +34,7 @@ def graphs(draw: st.DrawFn, max_nodes: int = 8) -> Graph:
 
 @st.composite
 def orders(draw: st.DrawFn, graph: Graph) -> list[int]:
-    """First computations in order, any repeats in between."""
+    """Draw an order of first computations with any repeats in between."""
     order: list[int] = []
     for v in range(len(graph)):
         order += [*draw(st.lists(st.integers(0, v - 1), max_size=2) if v else st.just([])), v]
@@ -42,12 +42,12 @@ def orders(draw: st.DrawFn, graph: Graph) -> list[int]:
 
 
 def training_graph(n_layers: int, seed: int = 0, skips: float = 0.0) -> Graph:
-    """Layers, a loss, and the layers back, each using its own input, output and gradient."""
+    """Return layers, a loss, and backward nodes that each read a layer's input, output and gradient."""
     return layered(2 * n_layers + 1, skips=skips, seed=seed)
 
 
 def least_time(graph: Graph, budget: int) -> int | float | None:
-    """The least time of any schedule within the budget, by Dijkstra over all states of memory."""
+    """Return the least time of any schedule within the budget, by Dijkstra over all states of memory."""
     n = len(graph)
     operands = [sum(1 << u for u in us) for us in graph.operands()]
 

@@ -1,4 +1,4 @@
-"""The dynamic program against every plan that its recursion can write."""
+"""The dynamic program compared with every plan that its recursion can express."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_uniform_stages_take_what_the_binomial_schedule_takes(
     # r n - C(s + r, s + 1) + n with the smallest r for which C(s + r, s) >= n.
     saved = 1000
     stage = Stage(1, 1.0, (StageOption(saved, 1.0, 0.0),))
-    budget = s + 1 + saved + 2  # checkpoints, the state at hand, what is saved, both gradients
+    budget = s + 1 + saved + 2  # checkpoints, the current state, the saved values, both gradients
     plan = plan_chain(Chain((stage,) * n, output_bytes=1), budget, n_slots=budget)
     assert plan.time == forwards
 

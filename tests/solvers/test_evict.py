@@ -1,4 +1,4 @@
-"""One pass of eviction: legal orders, within the budget it was given unless operands fill it."""
+"""One pass of eviction: orders are legal and within the budget, unless operands alone exceed it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The frontier program never cuts off a schedule: its bounds against the least time there is."""
+"""The frontier program excludes no schedule: its bounds are at most the least time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_bounds_are_below_the_least_time(graph: Graph, data: st.DataObject) -> N
     chosen = data.draw(st.sets(st.integers(0, n - 1)))
     boundaries = sorted({*chosen, n - 1})
     starts = [-1, *boundaries[:-1]]
-    # Any recomputations at all may be singled out: their rows hold for all schedules.
+    # Any set of recomputations may be singled out: its rows hold for all schedules.
     possible = [(k, v) for k, start in enumerate(starts) for v in range(start + 1)]
     moments = data.draw(st.lists(st.sampled_from(possible), max_size=6)) if possible else []
     program = frontier(Arrays.of(graph), budget, boundaries, moments)

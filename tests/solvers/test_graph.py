@@ -1,4 +1,4 @@
-"""Graphs: what they accept, and what their file says when it is damaged."""
+"""Graphs: the inputs that they accept, and the errors of damaged files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The solver that plans are made with: close to the best, monotone, at every budget."""
+"""The planner's solver: close to the optimum, monotone, at every budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The solvers stand on NumPy, SciPy and five small modules, and cost little to import."""
+"""The solvers import NumPy, SciPy and five small modules, and are fast to import."""
 
 from __future__ import annotations
 

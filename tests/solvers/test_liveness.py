@@ -1,4 +1,4 @@
-"""The fast measurement of an order against executing its steps."""
+"""The fast measurement of an order, compared with executing its steps."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from remat.solvers.simulate import steps_of
 @given(graphs(), st.data())
 def test_fast_liveness_equals_simulated_steps(graph: Graph, data: st.DataObject) -> None:
     order = data.draw(orders(graph))
-    # A repeat of a value that is still live would be no step; liveness ends it before.
+    # Repeating a value that is still live would not be a step, so liveness ends it before.
     measured = liveness(Arrays.of(graph), order)
     usage = simulate(graph, steps_of(graph, order))
     assert measured.peak_bytes == usage.peak_bytes
     assert usage.time == sum(graph.nodes[v].time for v in order)
     assert measured.extra_time == usage.time - graph.time
-    # Nothing stays live at the end, and every value that is computed is freed once.
+    # Nothing is live at the end, and every value that is computed is freed once.
     kinds = [kind for kind, _ in steps_of(graph, order)]
     assert kinds.count("free") == kinds.count("compute") == len(order)
 

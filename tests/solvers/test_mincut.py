@@ -1,4 +1,4 @@
-"""Minimum cuts against all choices there are."""
+"""Minimum cuts compared with all possible choices."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def problems(draw: st.DrawFn) -> CutProblem:
 
 
 def _all_choices(problem: CutProblem) -> list[tuple[int, float]]:
-    """(bytes, time) of every choice of saved and offloaded values."""
+    """Yield (bytes, time) of every choice of saved and offloaded values."""
     n = len(problem)
     choices = set()
     for chosen in itertools.product(range(3 if problem.transfer else 2), repeat=n):
@@ -143,7 +143,7 @@ def test_cuts_between_vertices_are_choices_between_them(problem, places):
             have = {*cut.saved, *cut.recomputed, *cut.offloaded}
             assert set(problem.needed) <= have
             assert all(u in have for v in cut.recomputed for u in problem.deps[v])
-            # The hull's line is a bound on it.
+            # The hull's line is a lower bound on it.
             assert cut.time >= found.lower_bound(cut.bytes) - 1e-9
 
 

@@ -1,4 +1,4 @@
-"""Cuts keep what they promise: orders stay legal and approach the budget."""
+"""Cuts in the order search: orders stay legal and approach the budget."""
 
 from __future__ import annotations
 

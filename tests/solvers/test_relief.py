@@ -1,4 +1,4 @@
-"""Insertions relieve, removals keep within the budget, and improvement only improves."""
+"""Insertions lower the peak, removals keep within the budget, and improvement never makes an order slower."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""schedule(): against the least time there is, and against the published graphs."""
+"""`schedule()` compared with the least possible time, and with the published graphs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_an_impossible_budget_names_the_smallest_peak_found() -> None:
     budget = int(0.8 * no_remat(graph).peak_bytes)
     with pytest.raises(BudgetError) as refused:
         schedule(graph, budget)
-    # The working set of one node, and a schedule reaches it.
+    # The working set of one node, which a schedule reaches.
     assert str(floor_bytes(graph)) == "13153337344"
     assert "smallest peak that was found is 13153337344 bytes" in str(refused.value)
     assert "is proven" in str(refused.value)

@@ -1,4 +1,4 @@
-"""The accountant against an interpreter written independently of it, and its refusals."""
+"""The simulator compared with an independent interpreter, and its refusals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from remat.solvers.simulate import floor_bytes, no_remat
 
 
 def _interpret(graph: Graph, steps: list[tuple[str, int]]) -> tuple[int, int | float] | None:
-    """(peak bytes, time), or None where a rule is broken; from the rules' text, one by one."""
+    """Return (peak bytes, time), or None if a rule is violated, by the text of the rules one by one."""
     nodes = {node.id: node for node in graph.nodes}
     order = [node.id for node in graph.nodes]
     computed: list[int] = []
@@ -40,7 +40,7 @@ def _interpret(graph: Graph, steps: list[tuple[str, int]]) -> tuple[int, int | f
 
 @given(graphs(5), st.data())
 def test_simulation_agrees_with_a_plain_interpreter(graph: Graph, data: st.DataObject) -> None:
-    # Steps that are mostly legal, so that both outcomes are common.
+    # Most steps are legal, so that both outcomes are common.
     steps: list[tuple[str, int]] = []
     live: set[int] = set()
     for _ in range(data.draw(st.integers(0, 14))):

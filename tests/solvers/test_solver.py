@@ -1,4 +1,4 @@
-"""What every solver promises, one of a test's own among them."""
+"""Properties of every solver, including a toy solver defined here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from remat.solvers.solver import checked, refusal
 
 @dataclasses.dataclass(frozen=True)
 class Toy(Solver):
-    """Evicts, for each of a few fixed budgets, and answers with the best that fits."""
+    """A solver that evicts, for each of a few fixed budgets, and returns the best schedule that fits."""
 
     n_budgets: int = 8
 
@@ -165,7 +165,7 @@ def test_answers_do_not_depend_on_the_clock(
     graph = training_graph(12, skips=0.2)
     budgets = [int(share * no_remat(graph).peak_bytes) for share in (0.7, 0.4)]
     found = [_within(solver.answers(graph), budget) for budget in budgets]
-    # A machine on which every look at the clock says that an hour went by.
+    # A clock by which an hour passes between any two reads.
     now = iter(range(0, 10**9, 3600))
     for clock in ("monotonic", "perf_counter", "process_time", "time"):
         monkeypatch.setattr(time, clock, lambda: float(next(now)))
