@@ -1,6 +1,6 @@
-"""Every example in docstrings and in the documentation runs and prints what it says.
+"""Every example in docstrings and in the documentation runs and prints the output that it shows.
 
-Whether the site builds is `make docs`; here is what can be said without its generator.
+`make docs` tests whether the site builds; the tests here do not need its generator.
 """
 
 from __future__ import annotations

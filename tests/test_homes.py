@@ -1,7 +1,7 @@
 """Every module has a file of tests: `tests/a/test_b.py` for `a/b.py`, or one of those named here.
 
-A module without a file of its own is a part of something that is tested by what users see of it. The table
-says where: add a test of the module there.
+A module without a file of its own is tested through its effects for users. The table says where; add
+a test of the module there.
 """
 
 from __future__ import annotations

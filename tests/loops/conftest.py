@@ -8,6 +8,6 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def strict_types() -> Iterator[None]:
-    """No silent conversions between types or ranks, in the library either."""
+    """Forbid implicit conversions between types or ranks, also in the library."""
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield

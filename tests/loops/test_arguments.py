@@ -1,4 +1,4 @@
-"""Integers that a user passes to a loop."""
+"""Integer arguments of loops."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_a_count_in_the_residuals_is_not_batched_by_other_kept_values(devices: i
         return buffers[where.residuals[0][0]]
 
     rows = jax.vmap(run, out_axes=None)(jnp.ones((3, 2)), jnp.arange(3, dtype=jnp.int32))
-    assert int(rows[0]) == 7  # `out_axes=None` takes what is not batched
+    assert int(rows[0]) == 7  # `out_axes=None` accepts only values that are not batched
 
 
 def test_values_of_different_shapes_share_bytes_on_a_single_device(

@@ -1,4 +1,4 @@
-"""Loops whose body calls a function with a `jax.custom_jvp` that is not its derivative."""
+"""Loops whose body calls a function with a `jax.custom_jvp` rule that is not its derivative."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def scanning(scan: Callable, **options: Any) -> Callable:
 
 
 def while_scan(step: Callable, x: Any, zs: Any, **options: Any) -> Any:
-    """A scan without rows of results, as a while loop."""
+    """Run a scan without stacked results as a while loop."""
     advance = lambda s: (s[0] + 1, step(s[1], zs[s[0]])[0])  # noqa: E731
     state = (jnp.int32(0), x)
     return remat.while_loop(lambda s: s[0] < len(zs), advance, state, **options)[1], jnp.zeros(2)

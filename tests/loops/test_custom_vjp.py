@@ -1,4 +1,4 @@
-"""Loops whose body calls a function with a `jax.custom_vjp`."""
+"""Loops whose body calls a function with a `jax.custom_vjp` rule."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ X = jnp.array([0.3, 0.5])
 
 
 def with_rule(rule: Callable[[Any, Any], Any]) -> Callable:
-    """sin(x) · Σx whose backward rule is `rule(x, cotangent)`."""
+    """Return sin(x) · Σx with `rule(x, cotangent)` as its backward rule."""
     plain = lambda x: jnp.sin(x) * x.sum()  # noqa: E731
     f = jax.custom_vjp(plain)
     f.defvjp(lambda x: (plain(x), x), lambda x, ct: (rule(x, ct),))
     return f
 
 
-# Linear, and not the derivative: what tells the rule from any other.
+# Linear, and not the derivative, so that a result shows which rule was used.
 linear = with_rule(lambda x, ct: 1.5 * ct * jnp.cos(x) + jnp.where(x > 0, ct, 0)[::-1] / 2)
 clipping = with_rule(lambda x, ct: jnp.clip(ct, -0.5, 0.5) * jnp.cos(x))
 adding = with_rule(lambda x, ct: ct * jnp.cos(x) + 0.1 * x)
@@ -42,7 +42,7 @@ def scanning(scan: Callable, f: Callable, **options: Any) -> Callable:
 
 def in_while(f: Callable, steps: int, **options: Any) -> Callable:
     def run(x: Any) -> Any:
-        last = jnp.where(x[0] < 9, steps, 0)  # known at run time only
+        last = jnp.where(x[0] < 9, steps, 0)  # known only at run time
         step = lambda s: (s[0] + 1, f(s[1]) + s[1] / 2)  # noqa: E731
         state = (jnp.int32(0), x)
         return remat.while_loop(lambda s: s[0] < last, step, state, **options)[1].sum()
@@ -75,7 +75,7 @@ def test_gradients_of_mapped_while_loops_follow_the_rule(
 def test_reverse_over_reverse_follows_linear_rules() -> None:
     def hessian(scan: Callable, **options: Any) -> Any:
         run = scanning(scan, linear, **options)
-        # Of the value, what is differentiated is the forward rule.
+        # The value's derivative is that of the forward rule.
         both = lambda x: jax.value_and_grad(run)(x)[1] + jax.value_and_grad(run)(x)[0]  # noqa: E731
         return jax.jit(jax.jacrev(both))(X)
 

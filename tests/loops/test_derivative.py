@@ -1,4 +1,4 @@
-"""How often the derivatives of loops trace the body, and what of it they differentiate."""
+"""How often derivatives of loops trace the body, and which part of it they differentiate."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _counted_jvp(primals: Any, tangents: Any) -> Any:
 ad.primitive_jvps[counted_p] = _counted_jvp
 
 
-# How often JAX differentiates the jaxpr of a body, which calls nothing of the user but rules.
+# How often JAX differentiates the jaxpr of a body, which calls only rules of the user's functions.
 @pytest.mark.parametrize(
     ("derivative", "most"),
     [("grad", 3), ("jvp", 3), ("hessian", 18), ("grad of grad", 10), ("grad of jvp", 7)],
@@ -88,7 +88,7 @@ _reverse_only.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (jnp.cos(x) * ct,)
     ("body", "surely"),
     [
         (jnp.sin, True),
-        (jax.nn.relu, True),  # has a jax.custom_jvp
+        (jax.nn.relu, True),  # has a jax.custom_jvp rule
         (_reverse_only, False),
         (lambda x: LOOPS["scan"](jnp.sin, x), True),
         (lambda x: LOOPS["scan"](_reverse_only, x), False),
@@ -110,7 +110,7 @@ def _by_scan(x: Any, n: int, **way: Any) -> Any:
 
 
 def _by_fori_loop(x: Any, n: int, **way: Any) -> Any:
-    # The bound is traced: it depends on a value.
+    # The bound is traced, since it depends on a value.
     return remat.fori_loop(0, jnp.where(x[0] > 0, n, 3), lambda _, c: _step(c), x, **way)
 
 
@@ -125,7 +125,7 @@ def _by_while_loop(x: Any, n: int, **way: Any) -> Any:
         (_by_scan, {"checkpoints": 10}, 2),
         (_by_fori_loop, {"checkpoints": 10}, 2),
         (_by_while_loop, {"checkpoints": 10, "store": "host"}, 2),
-        # XLA does not remove buffers that pass through a loop in a loop along with the carry.
+        # XLA does not remove unused buffers that pass through a nested loop with the carry.
         (_by_while_loop, {"checkpoints": 10}, 15),
     ],
 )
@@ -162,6 +162,6 @@ def _scalar_while_loop(x: Any) -> Any:
 def test_second_derivatives_at_a_number_of_python(
     f: Callable, first: Callable, second: Callable
 ) -> None:
-    """JAX passes the number itself to the rules of a primitive, and a number has no dtype."""
+    """JAX passes the Python number itself to the rules of a primitive, and a number has no dtype."""
     expected = second(first(f))(jnp.float32(0.3))
     assert abs(second(first(f))(0.3) - expected) <= 1e-5 * abs(expected)

@@ -1,4 +1,4 @@
-"""The examples on real problems, at a small size."""
+"""The examples on loops, at a small size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture(autouse=True)
 def strict_types() -> None:
-    """The examples are written as their readers would, with JAX's usual conversions."""
+    """Allow JAX's usual conversions, since the examples are written for users."""
 
 
 def example(name: str) -> Callable:

@@ -37,7 +37,7 @@ W = jnp.eye(128) * 0.9
 def test_the_chosen_way_fits_and_leaves_little_unused(
     limit: int, least: int, workspace: int, unit: int
 ) -> None:
-    """A way takes its counted bytes, in whole units, and a workspace."""
+    """A choice takes its counted bytes, in whole units, and a workspace."""
     compiled = []
 
     def choose(reserved: int) -> int:
@@ -56,7 +56,7 @@ def test_the_chosen_way_fits_and_leaves_little_unused(
 
 
 def test_a_jump_in_compiled_bytes_is_searched_by_bisection() -> None:
-    """Ways of more than 500 bytes take twice as much."""
+    """Choices of more than 500 bytes take twice as much."""
 
     def excess_bytes(way: int) -> int:
         return (2 * way if way > 500 else way) - 900
@@ -150,12 +150,12 @@ by_name = pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__
 
 
 def differentiated(body: Callable) -> tuple[Any, ...]:
-    """Return the `argnums` to test: those of the weights where the body uses them, and once where not."""
+    """Return the `argnums` to test: also those of the weights if the body uses them."""
     return (0, (0, 1), 1) if body in (products, gated, attention) else (0,)
 
 
 def loss_of(body: Callable, loop: Callable) -> Callable:
-    """Return a function of the initial carry, and of what the body is closed over."""
+    """Return a function of the initial carry and of the values that the body closes over."""
     return lambda x, w: loop(lambda c: body(c, w), x).sum()
 
 
@@ -176,7 +176,7 @@ def test_the_temporaries_of_a_scan_fill_its_budget(body: Callable, n: int) -> No
     peaks = [temporaries(loss, argnums, X, W) for argnums in differentiated(body)]
     assert max(peaks) <= 1.05 * budget
     choice = explain(lambda c, _: (body(c, W), None), X, None, n, budget=budget)
-    # Keeping all states, and running each step twice, may be faster than what needs more memory.
+    # Keeping all states and running each step twice may be faster than a choice that needs more memory.
     assert choice.kind == "nested" or max(peaks) >= 0.75 * budget
 
 
@@ -246,7 +246,7 @@ def test_the_smallest_budget_that_an_error_names_is_kept(body: Callable) -> None
 
 
 def test_a_small_budget_is_kept_without_the_gradient_of_closed_over_values() -> None:
-    """Weights that are 16 times as large as a state, and are not differentiated."""
+    """Weights are 16 times as large as a state, and are not differentiated."""
     weights, x = jnp.ones((256, 256)) / 256, jnp.ones((16, 256))
     budget = 8 * x.nbytes
 
@@ -256,11 +256,11 @@ def test_a_small_budget_is_kept_without_the_gradient_of_closed_over_values() -> 
     assert temporaries(loss, 0, x, weights) <= 1.05 * budget
 
 
-# Where a loop is not compiled by itself
+# Loops that are not compiled by themselves
 
 
 def test_budgets_in_every_transformation() -> None:
-    """Gradients are those of `lax.scan` where the loop can be compiled by itself, and where it cannot."""
+    """Gradients are those of `lax.scan`, whether or not the loop can be compiled by itself."""
     x, n = jnp.linspace(0.0, 1.0, 64).reshape(8, 8), 20
 
     def loss(loop: Callable, **options: Any) -> Callable:

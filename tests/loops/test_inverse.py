@@ -17,7 +17,7 @@ STEP = 0.01
 
 
 def leapfrog(stiffness: Any, state: Any, push: Any) -> tuple[Any, Any]:
-    """One step of a pendulum, pushed; returns its angle."""
+    """Take a step of a driven pendulum; return its angle."""
     q, p, k = state
     p = p - STEP * (stiffness * jnp.sin(q) - push)
     q = q + STEP * p
@@ -115,7 +115,7 @@ def test_each_step_of_a_reversible_scan_runs_twice() -> None:
 
 
 def test_states_that_are_kept_limit_the_drift_of_an_inverse() -> None:
-    """Inverting damping multiplies rounding errors by a constant in every step."""
+    """Inverting damping amplifies rounding errors by a constant factor in every step."""
 
     def gradient(scan: Callable, **way: Any) -> Any:
         def run(x: Any) -> Any:
@@ -126,7 +126,7 @@ def test_states_that_are_kept_limit_the_drift_of_an_inverse() -> None:
         return jax.jit(jax.grad(run))(jnp.linspace(0.5, 2.0, 5))
 
     def back(c: Any, _: None) -> Any:
-        """Newton's iteration for the state before a step."""
+        """Find the state before a step by Newton's iteration."""
         x = c
         for _ in range(6):
             x = x - (0.8 * x + 0.2 * jnp.cos(x) - c) / (0.8 - 0.2 * jnp.sin(x))

@@ -1,4 +1,4 @@
-"""Linear maps with a transpose and derivatives of their own."""
+"""Linear maps with transposes and derivatives of their own."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_derivatives_to_second_order_are_those_of_the_product() -> None:
     calls: list[str] = []
     ours = loss(lambda m, v: linear_call(matmul(calls), [m], [v])[0])
     theirs = loss(lambda m, v: m @ v)
-    # JAX transposes the products of `jvp` itself.
+    # JAX itself transposes the products of `jvp`.
     for f in (
         lambda g: jax.grad(g, (0, 1)),
         lambda g: jax.hessian(g, 1),

@@ -1,4 +1,4 @@
-"""Refs in the bodies of loops: values and derivatives are those of the program without refs."""
+"""Refs in the bodies of loops: values and derivatives equal those of the program without refs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LOOPS: dict[str, Callable] = {
 
 
 def with_refs(loop: Callable) -> Callable:
-    """A ref that each step makes, one that it only reads and one that it reads and writes."""
+    """Use a ref that each step creates, one that it only reads, and one that it reads and writes."""
 
     def f(x: Any, w: Any) -> Any:
         read, written = jax.new_ref(w), jax.new_ref(jnp.float32(0.7))

@@ -1,4 +1,4 @@
-"""`remat.remat_scan`, its division of layers, and its memory."""
+"""`remat.remat_scan`, its factorization of the number of layers, and its memory."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_adopt_accumulates_the_gradient_of_repeated_reads():
 
 @pytest.mark.parametrize("axes", [(0, 0), (None, 0), (0, None)])
 def test_each_lane_may_adopt_a_layer_of_its_own(axes):
-    # All lanes are mapped twice: over an index that they share, and over one of their own.
+    # All examples are batched twice: over an index that they share, and over one of their own.
     ws = (
         jnp.stack([make_params(3)["w"], make_params(3)["w"] + 1])
         if axes[0] == 0
@@ -251,7 +251,7 @@ def _adopting(w):
 
 
 # --------------------------------------------------------------------------------------------------
-# The division of layers
+# The factorization of the number of layers
 
 
 @settings(max_examples=60, deadline=None)
@@ -291,7 +291,7 @@ def test_budget_is_kept_with_the_fewest_levels(n, residuals, budget):
 
 
 def factorizations(n, depth):
-    """Products of at most `depth` lengths, none of them 1 but the last."""
+    """Yield products of at most `depth` lengths, of which only the last may be 1."""
     yield (n,)
     if depth > 1:
         for first in range(2, n + 1):
@@ -346,7 +346,7 @@ def test_parameters_that_do_not_fit_are_errors():
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory, by the compiler's own analysis
+# Memory, by the compiler's analysis
 
 
 def temporaries(n, lengths, batch=512, width=8, **options):
@@ -379,7 +379,7 @@ def test_auto_divides_primes(n):
 
 
 def test_parameters_are_not_copied_with_their_groups():
-    # Parameters are 16 carries large. In nested scans, a group's slices and gradients are copies:
+    # Parameters are 16 times as large as a carry. In nested scans, a group's slices and gradients are copies:
     # 2 * 16 layers of them here.
     width = 64
     layer_bytes = 4 * (width * width + width)

@@ -1,4 +1,4 @@
-"""`remat.scan` against `jax.lax.scan`, the schedules' counts and the compiler's memory analysis."""
+"""`remat.scan` compared with `jax.lax.scan`, the schedules' counts and the compiler's memory analysis."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def assert_close(a: Any, b: Any) -> None:
 
 
 def rnn(scan: Callable, **options: Any) -> Callable:
-    """A loss over a loop with integer and float carry, xs, ys and a closed-over matrix."""
+    """Return a loss over a loop with integer and float carry, xs, ys and a closed-over matrix."""
 
     def loss(w: Any, h: Any, xs: Any) -> Any:
         def step(carry: Any, x: Any) -> Any:
@@ -51,7 +51,7 @@ def rnn_inputs(n: int, width: int = 3) -> tuple[Any, Any, Any]:
     return jax.random.normal(keys[0], (width, width)) * 0.5, jnp.ones(width), xs
 
 
-# The nested way is made of JAX's own parts, so it is tried with the hardest ones only.
+# The nested schedule consists of JAX's own loops, so it is tested only with the hardest cases.
 HARDEST = ("hessian", "grad of vmap of grad")
 
 WAYS: list[dict[str, Any]] = [
@@ -230,7 +230,7 @@ def test_the_compiled_gradient_runs_exactly_the_optimal_number_of_steps(n: int, 
 
 
 def steps_of_gradient(n: int, state: int, residuals: int, **way: Any) -> int:
-    """Steps that a gradient runs, of a body with so many arrays in a state and in its residuals."""
+    """Return the steps that a gradient runs, given the number of arrays in state and residuals."""
     ran: list[int] = []
 
     def loss(x: Any) -> Any:
@@ -311,11 +311,11 @@ def test_peak_memory_depends_on_checkpoints_and_not_on_length() -> None:
         loss = lambda x: scan(step, x, None, n, checkpoints=10)[0].sum()  # noqa: E731
         return jax.jit(jax.grad(loss)).lower(x).as_text()
 
-    # The program to compile is as long; only numbers and the tables of the splits differ.
+    # The program has the same length; only numbers and the tables of splits differ.
     assert abs(len(program(1_000)) - len(program(100_000))) <= 0.25 * len(program(1_000))
     few = [peak(n, 10) for n in (1_000, 10_000, 100_000)]
     assert max(few) <= 1.01 * min(few)
-    # 10 states, one step's residuals, which are as large as four, and the two states of one step.
+    # 10 states, one step's residuals, which are as large as four states, and the two states of one step.
     assert max(few) <= (10 + 4 + 2.1) * state
     assert 39 * state <= peak(1_000, 50) - few[0] <= 41 * state
 
@@ -339,7 +339,7 @@ def test_temporaries_are_within_a_twentieth_of_the_budget(sines: int) -> None:
         for n in (500, 5_000)
     ]
     assert max(peaks) <= 1.05 * budget
-    # A multiple of the residuals need not fill it.
+    # The budget need not be a multiple of the residuals.
     assert min(peaks) >= budget - (sines + 4) * x.nbytes
 
 
@@ -357,7 +357,7 @@ def test_temporaries_of_short_loops_are_within_the_budget(n: int) -> None:
         kinds.append(explain(step, x, None, n, **options).kind)
         peak = temp_bytes(lambda x, o=options: scan(step, x, None, n, **o)[0].sum(), x)
         assert peak <= 1.02 * states * x.nbytes
-    # All residuals, beside the state at hand and its cotangent.
+    # All residuals, the current state and its cotangent.
     assert kinds[-1] == "plain"
     assert n == 2 or "plain" not in kinds[:-1]
 
@@ -379,7 +379,7 @@ def test_explain_reports_the_bytes_that_the_compiler_keeps() -> None:
     for way in ({"checkpoints": 20}, {}, {"budget": "6MiB"}):
         choice = explain(step, x, None, 900, **way)
         temp = temp_bytes(lambda x, way=way: scan(step, x, None, 900, **way)[0].sum(), x)
-        # Within a few states: what the compiler fuses inside one step is not foreseen.
+        # Within a few states, since the compiler's fusions inside of one step are not predicted.
         assert abs(temp - choice.kept_bytes) <= 6 * choice.state_bytes, choice
 
 
@@ -517,12 +517,12 @@ def test_a_step_that_is_linear_in_the_differentiated_inputs_runs_once() -> None:
     "inside", [jax.checkpoint, jax.jit, lambda f: f], ids=["checkpoint", "jit", "plain"]
 )
 def test_batched_loops_inside_of_another_loop_or_call_are_reversed(inside: Callable) -> None:
-    """JAX batches the loop there before it asks for its derivative."""
+    """JAX batches the loop before it differentiates it."""
 
     def gradient(scan: Callable, **way: Any) -> Callable:
         def each(x: Any, w: Any) -> Any:
             def step(carry: Any, _: None) -> Any:
-                h, g = carry  # g is the same in every lane
+                h, g = carry  # g is the same in all examples
                 return (jnp.sin(h) * g, jnp.sin(g)), (h, g)
 
             def inner(c: Any, _: None) -> Any:
@@ -544,7 +544,7 @@ def test_loops_run_inside_shard_map(way: dict[str, Any]) -> None:
 
     def gradient(scan: Callable, **way: Any) -> Callable:
         def local(w: Any, x: Any, ks: Any) -> Any:
-            # The matrix is the same on all devices, the carry is not.
+            # The matrix is replicated over devices, the carry is not.
             step = lambda c, k: (jnp.sin(w @ c) * k, c.sum())  # noqa: E731
             c, ys = scan(step, x, ks, **way)
             return lax.psum(c.sum() + ys.sum(), "d")
@@ -613,7 +613,7 @@ def test_the_real_peak_of_the_process_does_not_depend_on_length() -> None:
 
     growths = [growth_kib(n) for n in (1_000, 10_000, 100_000)]
     assert max(growths) <= 1.1 * min(growths)
-    # 20 states and some copies, where jax.lax.scan would keep 1,000 to 100,000 of them.
+    # 20 states and some copies; jax.lax.scan would keep 1,000 to 100,000 of them.
     assert max(growths) <= 40 * 4 * 200_000 / 1024
 
 

@@ -1,4 +1,4 @@
-"""Loops over several levels of storage at run time: gradients, counted steps, transfers and capacities."""
+"""Loops over several levels of storage: gradients, counted steps, transfers and capacities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States on the host and on disk: the same gradients, nothing left behind, typed errors."""
+"""States on the host and on disk: equal gradients, no leftovers, typed errors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_lanes_of_a_batch_read_their_own_states_on_the_host(order: str) -> None:
         one = jax.grad(loop) if order == "vmap of grad" else loop
         batched = jax.vmap(
             jax.vmap(one, (0, None))
-        )  # lanes of one number of steps, and of different
+        )  # examples with one number of steps, and with different ones
         if order == "vmap of grad":
             return jax.jit(batched)(xs, counts)
         return jax.jit(jax.grad(lambda xs: batched(xs, counts).sum()))(xs)
@@ -200,7 +200,7 @@ def test_a_directory_that_vanishes_is_a_store_error_of_eager_calls(
     directory.rmdir()
     with pytest.raises(StoreError, match=r"no file can be made in .*states.*directory="):
         pull(out)
-    # A compiled program has no place to raise it from: JAX makes text of it.
+    # A compiled program cannot raise it as such: JAX converts it to text.
     with pytest.raises(jax.errors.JaxRuntimeError, match="StoreError: no file can be made"):
         jax.block_until_ready(compiled(out))
 

@@ -19,20 +19,20 @@ WEIGHTS = jnp.ones((6, 3, 3)) / 3
 
 
 def exported(f: Callable, *constraints: str) -> Callable:
-    """The gradient of a function of one array whose leading dimension is a symbol."""
+    """Export the gradient of a function of one array whose leading dimension is symbolic."""
     (b,) = jax.export.symbolic_shape("b", constraints=constraints)
     export = jax.export.export(jax.jit(jax.grad(f)))
     return export(jax.ShapeDtypeStruct((b, 3), X.dtype)).call
 
 
 def over_time(scan: Callable, **options: Any) -> Callable:
-    """The sum of a scan of five steps over a batch."""
+    """Return the sum of a scan of five steps over a batch."""
     body = lambda c, _: (jnp.sin(c) * c, c)  # noqa: E731
     return lambda x: scan(body, x, length=5, **options)[1].sum()
 
 
 def over_rows(scan: Callable, **options: Any) -> Callable:
-    """The sum of a scan over the rows of an array."""
+    """Return the sum of a scan over the rows of an array."""
     body = lambda c, row: (jnp.sin(c) * row + 1, c * row)  # noqa: E731
     return lambda x: scan(body, x[0], x, **options)[1].sum()
 

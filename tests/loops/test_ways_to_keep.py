@@ -1,4 +1,4 @@
-"""With a budget and a policy, a loop keeps the policy's residuals or all, whichever takes less time."""
+"""With a budget and a policy, a loop keeps the policy's residuals or all of them, whichever is faster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ N = 60
 
 
 def layers(count: int, w: Any = W) -> Callable:
-    """Return a step of matrix products, beside which nothing takes time. Each keeps one array."""
+    """Return a step of matrix products, whose time dominates. Each product keeps one array."""
 
     def step(x: Any, _: None) -> Any:
         for _ in range(count):
@@ -36,7 +36,7 @@ def layers(count: int, w: Any = W) -> Callable:
 
 
 def by_hand(step: Callable, policy: Any) -> Callable:
-    """Return the step as a user checkpoints it: that is no option, but what the loop runs."""
+    """Return the step as a user checkpoints it, which is the body of the loop and not an option."""
     return remat.checkpoint(step, policy=policy, prevent_cse=False)
 
 
@@ -48,7 +48,7 @@ def choice_of(step: Callable, budget: int, **way: Any) -> Choice | None:
 
 
 def steps_to_reverse(step: Callable) -> float:
-    """FLOPs of running a step and reversing it, in units of those of running it."""
+    """Return the FLOPs of running and reversing a step, in units of those of running it."""
 
     def reversed_(x: Any, w: Any) -> Any:
         out, pull = jax.vjp(lambda x: step(x, None)[0], x)
@@ -62,8 +62,8 @@ def steps_to_reverse(step: Callable) -> float:
 
 
 def time_of(found: Choice, step: Callable, follows_policy: bool) -> float:
-    """Steps that are run again, and n steps that are run and reversed."""
-    # A step that is reversed from its state alone, and recomputed there, is not run before that.
+    """Return the time of the steps that run again, and of n steps that run and are reversed."""
+    # A step that is reversed from its state, and recomputed there, does not run before.
     once = 1 if found.kind == "binomial" and follows_policy else 0
     return found.forward_steps - N + N * (steps_to_reverse(step) - once)
 
@@ -87,7 +87,7 @@ def test_the_way_with_less_time_is_taken(count: int) -> None:
             continue
         seen.add(found.all_residuals)
         assert found.forward_steps == ways[found.all_residuals].forward_steps  # type: ignore[union-attr]
-        # Elementwise operations and traffic are worth less than this.
+        # The time of elementwise operations and traffic is less than this.
         assert times[found.all_residuals] <= 1.15 * min(times.values()), states
     assert seen == {True, False}
 
@@ -133,7 +133,7 @@ def test_gradients_are_the_same_and_the_budget_is_kept(states: int, policy: Any)
     expected = jax.grad(lambda x: (lax.scan(step, x, length=N)[0] ** 2).sum())(X)
     np.testing.assert_allclose(compiled(X), expected, rtol=2e-3, atol=1e-5)
     if explain(step, X, length=N, budget=budget, policy=policy).all_residuals:
-        # The products in the reversed step are beside the budget (docs/loops.md, Limits).
+        # The products in the reversed step are not in the budget (docs/loops.md, Limits).
         aside = 2 * X.nbytes
         assert compiled.memory_analysis().temp_size_in_bytes <= 1.05 * budget + aside
 
@@ -177,7 +177,7 @@ def test_a_policy_is_followed_where_the_user_says_where_values_are_or_gives_no_b
         step, X, length=N, budget="1GiB", policy=remat.policies.everything_saveable
     )
     assert not everything.all_residuals
-    # The same in a checkpoint of the user's own, which no option takes away.
+    # The same in a checkpoint of the user's own, which no option removes.
     own = explain(by_hand(step, NOTHING), X, length=N, budget="1GiB", policy=NOTHING)
     assert own.residual_bytes == own.state_bytes
 

@@ -27,7 +27,7 @@ X = jnp.array([0.4, 1.1])
 
 
 def steps_of_sin(x: Any, n: Any, **options: Any) -> Any:
-    """`n` steps of x ← sin(x), the number found out by a condition."""
+    """Iterate x ← sin(x) for `n` steps; a condition determines the number."""
     unfinished = lambda state: state[0] < n  # noqa: E731
     step = lambda state: (state[0] + 1, jnp.sin(state[1]))  # noqa: E731
     return while_loop(unfinished, step, (jnp.int32(0), x), **options)[1].sum()
@@ -89,7 +89,7 @@ def test_the_compiled_online_schedule_runs_as_many_steps_as_its_residuals_say(
         x = state[1]
         for _ in range(sines):
             x = jnp.sin(x)
-        # What is carried along makes a state larger than its residuals.
+        # The values that are carried make a state larger than its residuals.
         return state[0] + 1, x, state[2]
 
     def loss(x: Any, n: Any) -> Any:
@@ -133,7 +133,7 @@ def test_a_loop_of_unknown_length_that_is_linear_runs_each_step_once() -> None:
 def test_the_compiled_online_choice_is_that_of_the_schedule(
     slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Half of the steps look the choice up, half weigh it.
+    # Half of the steps read the choice from the table, half compute it.
     monkeypatch.setattr(states, "ONLINE_STEPS_KNOWN", 40)
     state = jnp.float32(1.0)
     test, _, _ = internals.trace_call(lambda c: c[0] < 1.0, [state])
@@ -167,7 +167,7 @@ def test_no_choice_is_computed_while_slots_are_free(monkeypatch: pytest.MonkeyPa
 
 def test_gradients_of_a_while_loop_agree_with_finite_differences() -> None:
     def loss(a: Any, b: Any) -> Any:
-        # How often the body runs depends on the values; the matrix is closed over.
+        # The number of iterations depends on the values; the matrix is closed over.
         matrix = jnp.array([[0.8, 0.3], [-0.2, 0.9]]) * b
         run = lambda v: jnp.tanh(matrix @ v) * 0.95  # noqa: E731
         out = while_loop(lambda v: jnp.sum(v**2) > 0.05, run, a, max_steps=200, checkpoints=4)
@@ -206,7 +206,7 @@ def test_second_derivatives_of_a_loop_in_the_body_of_a_scan_agree_with_a_scan(in
             step = lambda c, _: ((c[0] * jnp.sin(c[1]), steps(c[1])), None)  # noqa: E731
             return lax.scan(step, (a, b), None, 2)[0][0].sum()
 
-        # With inner=0 the first derivative leaves the loop as it is, and the second finds it there.
+        # With inner=0 the first derivative does not involve the loop, and the second one does.
         first = lambda b: jax.grad(outer, inner)(X, b).sum()  # noqa: E731
         return jax.vmap(jax.grad(first))(jnp.stack([X, 2 * X]))
 
@@ -302,7 +302,7 @@ WIDE = ["int32", "uint32", "int64", "uint64"]
 
 
 def counted(fori: Callable) -> Callable:
-    """The number of steps and the last index, and what the body was told of the index's type."""
+    """Return the number of steps, the last index, and the types of the index that the body saw."""
 
     def run(first: Any, last: Any) -> Any:
         types: list[Any] = []
@@ -323,7 +323,7 @@ def test_fori_loops_run_the_steps_of_lax_for_every_integer_type(dtype: str) -> N
     spans += [(least, most), (least + 1, most)] if dtype in SMALL else []
     with jax.enable_x64(dtype.endswith("64")):
         for fori in (fori_loop, lax.fori_loop):
-            # Compiled once, for all spans.
+            # Compiled once for all ranges.
             found: Any = jax.jit(lambda a, b, f=fori: counted(f)(a, b)[0])
             counts = [found(jnp.asarray(a, dtype), jnp.asarray(b, dtype)) for a, b in spans]
             if fori is fori_loop:
@@ -449,7 +449,7 @@ def test_temporaries_of_a_while_loop_are_within_its_budget(sines: int, states: f
 
     found = jax.jit(jax.grad(loss)).lower(x, 10**6).compile().memory_analysis()
     assert 0.9 * budget <= found.temp_size_in_bytes <= 1.05 * budget
-    # One state less than the smallest loop needs: it does not pretend to fit.
+    # One state less than the smallest loop needs, so it is refused.
     with pytest.raises(BudgetError, match="four times a state"):
         while_loop(lambda y: y.sum() < 0, jnp.sin, x, budget=4 * 80_000)
 
@@ -493,7 +493,7 @@ def test_exceeding_max_steps_is_an_error_outside_and_inside_of_jit() -> None:
         ):
             jax.block_until_ready(jax.jit(lambda x, n, f=f: f(x, n, **limit))(X, 6))
             jax.effects_barrier()
-    # Exactly the limit is no error.
+    # Reaching exactly the limit is not an error.
     assert_close(jax.jit(lambda x, n: steps_of_sin(x, n, **limit))(X, 5), sin_by_scan(X, 5))
 
 

@@ -9,7 +9,7 @@ from remat.planner.rewrite import Burst, Decisions
 
 
 def random_decisions(jaxpr, seed):
-    """Store at random, compute again at random what can be computed again."""
+    """Store values at random, and recompute at random those that may be recomputed."""
     rng = random.Random(seed)
     stored = {
         i

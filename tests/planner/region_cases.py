@@ -1,4 +1,4 @@
-"""Steps with marked functions: whatever a planner decides, values stay."""
+"""Steps with marked functions: whatever a planner decides, their values do not change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CASES: dict[str, Callable[[], tuple[Callable, tuple]]] = {}
 
 
 def case(make: Callable) -> Callable:
-    """A maker of (step, arguments)."""
+    """Register a function that makes (step, arguments), by its name."""
     CASES[make.__name__] = make
     return make
 

@@ -54,7 +54,7 @@ def in_a_branch(w, x):
 
 
 def nested(w, x):
-    """A gradient in a branch of a step of a loop."""
+    """Return a gradient in a branch in a step of a loop."""
 
     def body(w, x):
         return w - in_a_branch(w, x), None
@@ -70,7 +70,7 @@ def mesh():
 
 
 def gathered(w, x):
-    """A loss with weights that each device gathers, as in fully sharded data parallelism by hand."""
+    """Return a loss with weights that each device gathers, as fully sharded data parallelism by hand does."""
     for i in range(6):
         x = jnp.tanh(jnp.sin(x @ jax.lax.all_gather(w[i], "data", tiled=True)) * 2) + x
     return (x**2).mean()

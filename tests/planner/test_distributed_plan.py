@@ -1,4 +1,4 @@
-"""Plans for several devices: bytes are of one device, and all processes follow one plan."""
+"""Plans for several devices: bytes are those of one device, and all processes follow one plan."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def loss(params, x):
 
 
 def sharded(how):
-    """Parameters and a batch: data-parallel, or the parameters divided too (FSDP)."""
+    """Return parameters and a batch: data-parallel, or with sharded parameters, too (FSDP)."""
     params = [normal(32, 32, seed=i) for i in range(12)]
     x = normal(N * 64, 32)
     of_params = P() if how == "data" else P("data")
@@ -57,7 +57,7 @@ def test_shardings_are_planned_for_by_device(how):
     compiled = fitted.lower(params, x).compile()
     peak = compiler.memory_of(compiled, target(None)).peak_bytes
     assert peak == made.peak_bytes <= made.budget_bytes
-    # All activations of one device, and less than those of all devices.
+    # All activations of one device, and fewer bytes than those of all devices.
     assert made.peak_bytes_without_remat < 2**17 * 6
     assert made.whole_step is not None
 
@@ -98,7 +98,7 @@ def test_shardings_that_jit_is_told_count_for_arrays_of_the_host():
         assert shards_of(step, *args, in_shardings=(whole, rows)) == [1, 1, N]
         assert shards_of(step, *args, in_shardings=([columns, rows], None)) == [N, N, 1]
         assert shards_of(step, *args, in_shardings=rows) == [N, N, N]
-    # An array that has a sharding keeps it where jit is told none.
+    # An array with a sharding keeps it if jit is given none.
     args = given[0], jax.device_put(given[1], rows)
     assert shards_of(step, *args, in_shardings=([whole, rows], None)) == [1, N, N]
 
@@ -136,7 +136,8 @@ def test_plan_under_in_shardings_is_that_of_arrays_that_have_them():
 
 
 def test_a_differentiated_shard_map_recomputes_no_more_than_the_budget_asks_for():
-    # Both halves of the shard_map are one body, and the residuals between them are around it as written.
+    # Both halves of the shard_map are one body; in the program as written, the residuals between them are
+    # live around it.
     def inner(params, x):
         for w, v in params:
             x = x + jnp.tanh(jax.nn.gelu(x @ w) @ v)
@@ -151,7 +152,9 @@ def test_a_differentiated_shard_map_recomputes_no_more_than_the_budget_asks_for(
     args = [tuple(weights)] * 6, x
     made = remat.plan(step, *args, budget="60%", cache=False, progress=False)
     assert made.peak_bytes <= made.budget_bytes
-    assert made.extra_flops < 0.1 * made.flops  # the whole forward pass would be a third
+    assert (
+        made.extra_flops < 0.1 * made.flops
+    )  # recomputing the whole forward pass would take a third
 
 
 @pytest.mark.slow
@@ -231,7 +234,7 @@ np.testing.assert_allclose(g.addressable_data(0), expected.addressable_data(0), 
 import hashlib
 print("PLAN", hashlib.sha256(made.to_json().encode()).hexdigest(), made.peak_bytes, made.n_recomputed)
 """
-#: Seconds that process 0 takes for a plan. A collective on CPU gives up after 30: try SLOW=60.
+#: Seconds that process 0 takes for a plan. A collective on CPU times out after 30: try SLOW=60.
 SLOW_S = float(os.environ.get("SLOW", "2"))
 
 
@@ -291,7 +294,7 @@ def test_all_processes_end_if_the_first_is_killed(tmp_path):
     (status, _, _), other = run_workers(tmp_path, 2, "killed", 1)
     assert status == -9
     assert other[0] != 0
-    # JAX ends the process by itself, or the store cannot be reached before that.
+    # JAX ends the process by itself, or the key-value store is unreachable before that.
     assert "process 0 was planning" in other[2] or "distributed" in other[2].lower()
 
 

@@ -1,4 +1,4 @@
-"""`remat.fit` is `jax.jit` with a budget, and `remat.plan` what it plans with."""
+"""`remat.fit` behaves like `jax.jit` with a budget, and follows the plans of `remat.plan`."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_marked_function_that_is_only_linearized():
     assert_same(fit(both, plan=made)(W, X), jax.jit(both)(W, X), within=1e-5)
 
 
-# As jax.jit
+# Behaviour of jax.jit
 
 
 def test_fitted_step_returns_what_the_step_returns():
@@ -215,7 +215,9 @@ def test_given_plan_is_followed_without_planning():
     fitted = fit(counted, plan=plan_at("60%"))
     assert_same(fitted(W, X), jax.jit(step)(W, X), within=1e-5)
     fitted(W, X)
-    assert len(traced) == 2  # once to follow the plan, once to see that it is of this program
+    assert (
+        len(traced) == 2
+    )  # once to follow the plan, once to check that it is a plan of this program
     assert fitted.plan(W, X) is plan_at("60%")
     assert peak_of(fitted.lower(W, X).compile()) == plan_at("60%").peak_bytes
 
@@ -352,7 +354,7 @@ def test_a_fitted_step_runs_in_jit_and_scan():
     assert_same(total, jax.jit(step)(W, X)[0], within=1e-5)
 
 
-# Copies, other contexts
+# Copies and other tracing contexts
 
 
 def test_cache_size_is_that_of_jit():
@@ -366,7 +368,7 @@ def test_cache_size_is_that_of_jit():
 
 
 class Scaled:
-    """A step with a state."""
+    """A step with an attribute that it reads."""
 
     def __init__(self):
         self.scale = [2.0]
@@ -430,7 +432,7 @@ def test_without_jit_the_step_runs_as_it_is_and_nothing_is_planned():
             assert_same(fitted(W, X), expected, within=1e-5)
             assert fitted.plans == ()
         assert seen == [False, False]
-        # What is lowered or planned is a compiled program, here too.
+        # Lowering or planning from inside of a trace uses a compiled program, too.
         lowered = fit(scanned, plan=made).lower(W, X)
         assert plan(scanned, W, X, budget="100%").program == made.program
     assert_same(lowered.compile()(W, X), expected, within=1e-5)
@@ -482,7 +484,9 @@ def test_plan_of_a_step_that_differs_outside_of_its_regions_is_refused(budget):
     assert (made.whole_step is not None) == (budget == "60%")
     assert_same(fit(update, plan=made)(W, X), jax.jit(update)(W, X), within=1e-5)
     fit(update, plan=made, donate_argnums=0).lower(W, X)
-    fit(functools.partial(update, rate=0.2), plan=made).lower(W, X)  # a number is no other program
+    fit(functools.partial(update, rate=0.2), plan=made).lower(
+        W, X
+    )  # another number is not another program
     for other in (functools.partial(update, momentum=True), step):
         with pytest.raises(remat.PlanError, match=r"(?i)of another program.* plan again"):
             fit(other, plan=made).lower(W, X)
@@ -524,7 +528,7 @@ def test_plan_of_a_sharded_step_is_of_its_shardings():
     made = plan(step, jax.ShapeDtypeStruct(W.shape, W.dtype), x, budget="100%")
     fitted = fit(step, plan=made)
     assert_same(fitted(w, x), jax.jit(step)(W, X), within=1e-5)
-    jax.jit(lambda w, x: fitted(w, x)).lower(w, x)  # where nobody knows the shardings
+    jax.jit(lambda w, x: fitted(w, x)).lower(w, x)  # where the shardings are unknown
     columns = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
     for other in ((w, jax.device_put(X, whole)), (jax.device_put(W, columns), x)):
         with pytest.raises(remat.PlanError, match="sharded in another way"):

@@ -52,7 +52,7 @@ def flat_step(*args, fun=step):
 
 
 def large():
-    """A step whose products hide copies, as types."""
+    """Return the types of a step whose matrix products are long enough to hide copies."""
     shapes = [jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)] * 11
     return shapes[1:], shapes[0]
 
@@ -75,7 +75,7 @@ def run(jaxpr, args):
 
 
 def first_activation(flat):
-    """The copy of the first `tanh` result, for its last reader in the backward pass."""
+    """Return the copy of the first `tanh` result, for its last reader in the backward pass."""
     value = next(i for i, eqn in enumerate(flat.eqns) if eqn.primitive.name == "tanh")
     v = flat.eqns[value].outvars[0]
     readers = [i for i, eqn in enumerate(flat.eqns) if v in eqn.invars]
@@ -87,7 +87,7 @@ def is_on_host(v):
 
 
 def test_a_step_with_copies_returns_the_same_bits():
-    # The planner's own choice for large arrays: the program has the same equations.
+    # The planner's own choice is that for large arrays: the program has the same equations.
     model = model_of(large(), copies=True)
     proposal = model.within("inlined", int(0.9 * model.as_written("inlined").model_bytes))
     copies = proposal.decisions.loops.copies
@@ -125,7 +125,7 @@ def test_later_uses_read_the_copy():
         if v in [x for x in eqn.invars if _jax.is_var(x)] and eqn.primitive.name != "device_put"
     ]
     before = [eqn for eqn in flat.eqns[: copy.before] if v in eqn.invars]
-    # What is left reads the value before the copy is there: the forward pass and the barrier's stack.
+    # The remaining readers run before the copy: the forward pass and the barrier's stack.
     assert len(late) <= len(before) + 1
 
 
@@ -171,7 +171,7 @@ def test_copies_wait_for_each_other_on_the_link():
     n_bytes = int(0.9 * model.as_written("inlined").model_bytes)
     copies = model.within("inlined", n_bytes).decisions.loops.copies
     assert len(copies) > 1
-    # The first value to be computed is the last one to come back.
+    # The first value that is computed is the last one that is read.
     for one, other in itertools.pairwise(copies):
         assert one.equation < other.equation
         assert one.there <= other.there < other.after <= one.after
@@ -201,7 +201,7 @@ def test_a_tpu_needs_less_memory_with_copies():
 
 
 def products(weights, x):
-    """A step whose gradients are all live at the end, which is as high a peak as the one before it."""
+    """Return a step whose gradients are all live at its end, where the peak is as high as the one before."""
 
     def loss(weights):
         h = x

@@ -1,4 +1,4 @@
-"""Optimizer state in the host's memory: what can be there, what the step computes, what the plan says."""
+"""Optimizer state in the host's memory: which leaves, the results of the step, and the plan."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def adam(p, g, m, v, n):
 
 
 def step(weights, state, x, *, ratio=False):
-    """A step of AdamW; with `ratio`, of LAMB, whose rate is a norm of the update's."""
+    """Take a step of AdamW or, with `ratio`, of LAMB, whose rate depends on a norm of the update."""
     moments, n = state
     value, gradient = jax.value_and_grad(loss)(weights, x)
     norm = jnp.sqrt(sum(jnp.sum(g**2) for g in gradient))
@@ -55,7 +55,7 @@ def arguments(width=512, rows=64):
 
 
 def with_host_memory():
-    """The CPU as if its programs could copy to another memory, which they compile but do not need."""
+    """Treat the CPU as a device with host memory: programs compile copies that they do not need."""
     cpu = target("cpu")
     return dataclasses.replace(cpu, device=dataclasses.replace(cpu.device, has_host_memory=True))
 
@@ -83,7 +83,7 @@ def test_a_step_with_its_moments_on_the_host_computes_the_same(ratio):
 
     args = arguments()
     found = find_host_state(fun, args, {}, with_host_memory(), DONATED)
-    assert found.leaves == (2, 3, 4, 5)  # not the weights, not the number of the step
+    assert found.leaves == (2, 3, 4, 5)  # neither the weights nor the step number
     spaces = []
     hosted, plain = returned_to_the_device(found, fun, spaces), jax.jit(fun)
     one, other = args[:2], args[:2]

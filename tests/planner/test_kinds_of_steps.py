@@ -1,4 +1,4 @@
-"""Plans of steps of many kinds, with nothing marked: several gradients, gradients of gradients, solvers."""
+"""Plans of many kinds of steps with nothing marked: several gradients, nested gradients, solvers."""
 
 import functools
 
@@ -150,7 +150,7 @@ def frozen_teacher():
 
 
 def returns_in_a_scan():
-    """Learn a policy and the value of states, whose returns a scan computes backwards in time."""
+    """Train a policy and a value function, whose returns a scan computes backwards in time."""
 
     def step(weights, seen, rewards):
         def loss(weights):
@@ -178,7 +178,7 @@ def returns_in_a_scan():
 
 
 def implicit_layer():
-    """Find a fixed point in a loop, and the derivative of it in another."""
+    """Find a fixed point in a loop, and its derivative in another loop."""
 
     def update(w, h, z):
         return jnp.tanh(z @ w + h)
@@ -219,7 +219,7 @@ def implicit_layer():
 
 
 def microbatches(optimizer=None):
-    """Add up gradients of a scanned decoder, where results' buffers hold much of the temporaries."""
+    """Add up gradients of a scanned decoder; results' buffers hold a large part of the temporaries."""
     optimizer = optimizer or optax.sgd(1e-3, momentum=0.9)
     width, hidden, heads, vocabulary = 64, 192, 4, 128
 
@@ -271,7 +271,7 @@ def microbatches_with_adam():
 
 
 def newton_step():
-    """Solve for a Newton step by conjugate gradients, whose matrix is a Hessian of a network's loss."""
+    """Solve for a Newton step by conjugate gradients, whose matrix is the Hessian of a network's loss."""
     inputs = numbers(20, 2048, WIDTH)
     weights = [numbers(i, WIDTH, WIDTH) * 0.3 for i in range(8)]
 
@@ -293,7 +293,7 @@ def newton_step():
 
 
 def message_passing():
-    """Pass messages along edges; gathers move as many bytes as matrix products, which compute more."""
+    """Pass messages along edges: gathers move as many bytes as matrix products, which compute more."""
     weights = [numbers(i, WIDTH, WIDTH) * 0.3 for i in range(8)]
     senders, receivers = jax.random.randint(jax.random.key(4), (2, 4000), 0, 500)
 
@@ -347,7 +347,7 @@ def test_a_plan_holds_recomputes_little_and_changes_nothing(kind, percent, extra
 
 
 def test_updates_at_the_end_of_a_step_do_not_keep_all_gradients():
-    """Weights are donated and as large as activations, so their updates take no memory."""
+    """Weights are donated and as large as activations, so updating them takes no memory."""
     n_layers, width = 10, 256
 
     def step(weights, x):

@@ -1,4 +1,4 @@
-"""`remat.largest`: the last of several sizes whose plan fits."""
+"""`remat.largest`: the largest of several sizes whose plan fits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from remat.planner import largest as searching
 
 
 def fitting_up_to(limit, monkeypatch):
-    """Have steps be planned without compiling: a step is its size, and takes as many seconds."""
+    """Replace planning by a rule without compiling: a step is its size, and takes as many seconds."""
     asked = []
 
     def make_plan(step, *args, budget, **options):

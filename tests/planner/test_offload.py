@@ -53,7 +53,7 @@ def of_tpu(length, width, rows):
 
 
 def unmarked(length=8, width=512, rows=2**15):
-    """A step with nothing marked, for one v5e, and its options."""
+    """Return a step with nothing marked, for one v5e, and its options."""
 
     def loss(weights, x):
         def layer(x, w):
@@ -101,10 +101,10 @@ def test_offloading_meets_a_budget_with_fewer_operations(tmp_path):
     budget = 11 * 2**30
     plan = remat.plan(step, *args, budget=budget, **options)
     assert plan.is_verified and plan.peak_bytes <= budget
-    # The compiler puts on the host what the plan says.
+    # The compiler allocates on the host what the plan offloads.
     assert plan.host_bytes == sum(loop.host_bytes for _, loop in plan.whole_step.loops) > 0
     assert remat.Plan.from_json(plan.to_json()) == plan
-    # The cache knows the two apart.
+    # The cache distinguishes the two.
     without = remat.plan(step, *args, budget=budget, offload=False, **options)
     assert without.host_bytes == 0
     assert without.extra_flops > 1.3 * plan.extra_flops

@@ -1,4 +1,4 @@
-"""Plans of steps in which nothing is marked: any operation may be computed again."""
+"""Plans of steps in which nothing is marked: any operation may be recomputed."""
 
 import json
 
@@ -175,7 +175,7 @@ def test_nested_scans_recompute_no_more_than_a_checkpoint_around_each_step():
 
     args = jnp.ones((8, 64, 64)), jnp.ones((256, 64))
     step, alternative = jax.value_and_grad(loss), jax.value_and_grad(by_hand)
-    # On jaxlib 0.10.2 the program of the plan needs some bytes more.
+    # On jaxlib 0.10.2 the program of the plan needs a few bytes more.
     budget = int(1.05 * peak_bytes(alternative, *args))
     made = remat.plan(step, *args, budget=budget, cache=False, progress=False)
     assert made.peak_bytes <= budget < 0.5 * made.peak_bytes_without_remat
@@ -197,7 +197,7 @@ def test_effects_happen_once():
 
 
 def test_gradients_inside_of_the_loss_are_recomputed_too():
-    """Model-agnostic meta-learning: the loss has a gradient step in it."""
+    """Model-agnostic meta-learning: the loss contains a gradient step."""
 
     def meta(weights, x):
         inner = jax.grad(loss)(weights, x)
@@ -208,7 +208,7 @@ def test_gradients_inside_of_the_loss_are_recomputed_too():
     assert made.peak_bytes <= made.budget_bytes and made.n_recomputed
     got, expected = remat.fit(outer, plan=made)(WEIGHTS, X), jax.jit(outer)(WEIGHTS, X)
     for a, e in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-9)  # kernels fuse in other ways
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-9)  # kernels are fused differently
 
 
 def test_dropout_masks_are_the_same_when_computed_again():
@@ -226,7 +226,7 @@ def test_dropout_masks_are_the_same_when_computed_again():
 
 
 def test_calls_that_hold_constants_are_planned_too():
-    """A jitted function that closes over an array, as `eqx.filter_jit` makes them."""
+    """A jitted function that closes over an array, as `eqx.filter_jit` creates them."""
     table = jnp.linspace(0.5, 1.5, 64)
     inner = jax.jit(lambda w, x: jnp.tanh(x @ w) * jax.jit(lambda y: y * table)(table))
 
@@ -239,7 +239,7 @@ def test_calls_that_hold_constants_are_planned_too():
     step = jax.value_and_grad(loss)
     made = remat.plan(step, WEIGHTS, X, budget="60%", **OPTIONS)
     assert made.n_recomputed and made.peak_bytes <= 0.6 * made.peak_bytes_without_remat
-    # Kernels end elsewhere in a planned step, so that products and sums are rounded elsewhere.
+    # Kernels of a planned step have other boundaries, so products and sums are rounded elsewhere.
     pairs = zip(
         jax.tree.leaves(remat.fit(step, plan=made)(WEIGHTS, X)),
         jax.tree.leaves(jax.jit(step)(WEIGHTS, X)),
@@ -250,7 +250,7 @@ def test_calls_that_hold_constants_are_planned_too():
 
 
 def checkpointed(policy=None):
-    """Return the step with a checkpoint around each layer, by the user's hand."""
+    """Return the step with a user's checkpoint around each layer."""
     layer = jax.checkpoint(lambda w, x: jax.nn.relu(jnp.tanh(jnp.sin(x @ w))), policy=policy)
 
     def loss(weights, x):

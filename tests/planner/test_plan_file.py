@@ -1,4 +1,4 @@
-"""A plan's file: read back as it was, or refused with the line and why; never anything else."""
+"""A plan's file is read back unchanged, or refused with the line and the reason."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_an_edited_file_loads_as_a_plan_that_nobody_compiled(edit: str) -> None:
     assert edit in ("peak", "no peak") or plan != unverified(PLAN)
     assert "not verified" in plan.explain()
     assert "not verified" in str(plan)
-    # It does not become verified by being saved again.
+    # Saving it again does not make it verified.
     assert Plan.from_json(plan.to_json()) == plan
 
 
@@ -247,7 +247,7 @@ def test_a_verified_mark_that_is_made_up_verifies_nothing() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Damaged: (what in the file, what instead, which text is on the line that is named, why)
+# Damaged files: (text in the file, its replacement, text on the line that is named, reason)
 
 _SAVED = '{"number": 3, "type": "float32[8,16]", "bytes": 512'
 _DAMAGED: dict[str, tuple[str, str, str, str]] = {

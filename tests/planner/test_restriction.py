@@ -1,4 +1,4 @@
-"""Marked functions: a plan recomputes inside of them only, wherever they are called."""
+"""Marked functions: a plan recomputes only inside of them, wherever they are called."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def branched(of_inner, ws, x):
 
 
 def checkpointed(of_inner, ws, x):
-    """The user's own checkpoints, around what is not marked."""
+    """Return a step with the user's own checkpoints around functions that are not marked."""
     for w in ws:
         x = jax.checkpoint(outer)(w, of_inner(w, x))
     return jnp.mean(x**2)
@@ -91,7 +91,7 @@ def flat(step, *args):
 
 
 def counts(jaxpr):
-    """How often a program computes each primitive."""
+    """Return how often a program computes each primitive."""
     found = collections.Counter()
     for eqn in _jax.open_jaxpr(jaxpr).eqns:
         found[eqn.primitive.name] += 1
@@ -102,7 +102,7 @@ def counts(jaxpr):
 
 
 def within_reach(step, args):
-    """The plan of the smallest budget out of a few for which there is one."""
+    """Return the plan within the smallest of a few budgets for which there is one."""
     found = None
     for share in (90, 80, 70, 60):
         try:

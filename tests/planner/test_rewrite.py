@@ -1,4 +1,4 @@
-"""Writing schedules back into a step's program: the same results, whatever is computed again."""
+"""Schedules written into a step's program: results do not depend on recomputation."""
 
 import jax
 import jax.extend
@@ -58,7 +58,7 @@ def assert_equal(actual, expected, rounding=1e-6):
 
 @pytest.mark.parametrize("name", CASES)
 def test_results_do_not_depend_on_recomputation(name):
-    """Two random schedules of the whole step, and one of what `remat.auto` marks in it."""
+    """Two random schedules of the whole step, and one of the part that `remat.auto` marks."""
     step, args = CASES[name]()
     flat, leaves = flat_of(step, *args)
     with tracing(WITH_MARKS):
@@ -138,7 +138,7 @@ def test_effects_happen_once_and_in_order():
 
 
 def test_a_unit_that_could_start_early_waits_for_a_value_that_passes_through_it():
-    """Recomputing from the arguments alone depends on nothing that came before."""
+    """Recomputation from arguments alone depends on no earlier operation."""
 
     def step(x, y):
         a = jnp.sin(x)
@@ -158,7 +158,7 @@ def test_a_unit_that_could_start_early_waits_for_a_value_that_passes_through_it(
 
 
 def test_recomputation_for_a_second_gradient_waits_for_the_first():
-    """Only results are left of the first gradient, so the unit takes one of these."""
+    """Only results remain of the first gradient, so the unit depends on one of these."""
 
     def step(weights, x):
         y = jnp.cos(x)
@@ -236,7 +236,7 @@ def test_fewer_bytes_take_more_recomputation():
 
 def test_proposals_take_no_smaller_share_of_the_time_than_of_the_flops():
     def shared(weights, x):
-        """A loss with cheap values that many products read, each of which may compute them anew."""
+        """Return a loss with cheap values that many products read, each of which may recompute them."""
         total = 0.0
         for w in weights:
             y = ((((x * 2 + 1) * x - 1) * x + 2) * x - 3) * x
@@ -259,7 +259,7 @@ def test_proposals_take_no_smaller_share_of_the_time_than_of_the_flops():
 
 
 def inputs_of_all_steps(n):
-    """A loss whose products with the inputs could all be computed first."""
+    """Return a loss whose products with the inputs could all be computed first."""
 
     def loss(w, v, xs):
         h = jnp.zeros_like(xs[0])

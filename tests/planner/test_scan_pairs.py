@@ -1,4 +1,4 @@
-"""Pairs of scans in differentiated steps: their options, and the programs that do as chosen."""
+"""Pairs of scans in differentiated steps: their options, and the programs that follow a choice."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def price(flops, moved, dtype):
 
 
 def flat(fun, *args):
-    """A function's program with plain calls inlined, and its arguments as a list."""
+    """Return a function's program with plain calls inlined, and its arguments as a list."""
     jaxpr, consts, _ = _jax.trace_call(fun, *args)
     return jaxprs.inline_calls(jaxpr, plain_call), [*consts, *jax.tree.leaves(args)]
 
@@ -116,7 +116,7 @@ def with_returned_stack(w, x):
 
 
 def sharded(w, x):
-    """Gradients inside of a shard_map."""
+    """Return gradients that are computed inside of a shard_map."""
     none, rows = PartitionSpec(), PartitionSpec("data")
 
     def step(w, x):
@@ -129,7 +129,7 @@ def sharded(w, x):
 
 
 def around_shards(body, w, x):
-    """A loss with a shard_map in it."""
+    """Return gradients of a loss that contains a shard_map."""
     none, rows = PartitionSpec(), PartitionSpec("data")
 
     def loss(w, x, scale):
@@ -146,7 +146,7 @@ def branched(w, x, flag):
 
 
 def nested_pair(w, x):
-    """A loop in a loop, where the inner one's weights are slices of the outer one's."""
+    """Return gradients of nested loops, where the inner loop's weights are slices of the outer one's."""
     return stack(w.reshape(2, 2, 8, 8), x, lambda c, w: (jax.lax.scan(layer, c, w)[0], None))
 
 
@@ -176,7 +176,7 @@ def with_branches(w, x):
 
 
 def chosen(w, x, k):
-    """A conditional with loops and without in its branches, and residuals of several types."""
+    """Return gradients of a conditional with loops in some branches, and residuals of several types."""
 
     def few(x):
         return x.sum(), x.astype(jnp.bfloat16)
@@ -190,7 +190,7 @@ def chosen(w, x, k):
 
 
 def bounded(w, x):
-    """A while loop with a bound, as Equinox writes it: nested loops of conditionals, checkpointed."""
+    """Return a bounded while loop as Equinox writes it: nested loops of conditionals, checkpointed."""
 
     def body(c):
         return c[0] + 1, layer(c[1], w[0])[0]
@@ -245,7 +245,7 @@ STEPS = {name: (jax.value_and_grad(fun), args) for name, (fun, args) in GRADIENT
 
 
 def some(options):
-    """The option with the fewest bytes, one in the middle, and one in groups."""
+    """Return the option with the fewest bytes, one in the middle, and one in groups."""
     groups = [o for o in options if o.group > 1]
     return dict.fromkeys([options[0], options[len(options) // 2], *groups[-1:]])
 
@@ -303,7 +303,7 @@ def test_splitting_a_loop_in_two_changes_no_bit(length, reverse):
 
 
 def test_loops_whose_backward_scan_passes_a_carry_on_are_rewritten():
-    """The cotangent of a sum over all steps is the same in each."""
+    """The cotangent of a sum over all steps is the same in each step."""
 
     def loss(w, x):
         def body(carry, w):
@@ -338,7 +338,7 @@ def test_steps_that_mix_choices_inside_change_no_bit():
 
 
 def with_copies():
-    """A program with one pair of loops, its arguments, and the options that keep values on the host."""
+    """Return a program with one pair of loops, its arguments, and the options that offload values."""
 
     def loss(w, x):
         return stack(jnp.concatenate([w, w]), x, layer)
@@ -379,7 +379,7 @@ def test_copies_are_cheap_as_long_as_computation_hides_them():
     (slow,) = pairs(jaxpr, price, transfer=lambda n: 1e-3 * n)
     assert all(o.seconds > 100 for o in slow.options if o.offloaded)
     assert not any(o.offloaded for o in pairs(jaxpr, price)[0].options)
-    # Where all that is kept is copied, nothing is left on the device, and hardly anything is recomputed.
+    # If everything that is kept is copied, nothing is left on the device, and hardly anything is recomputed.
     (plain,) = pairs(jaxpr, price)
     smallest = min(found, key=lambda o: o.bytes)
     assert smallest.bytes < plain.options[0].bytes
@@ -506,12 +506,12 @@ def test_flops_of_recomputation_are_those_that_the_program_gains():
     assert any(o.group > 1 for o in pair.options)
     for option in pair.options:
         gained = total(rewrite(jaxpr, {pair.id: option})) - total(jaxpr)
-        # Two loops in place of one compute the places of their slices.
+        # Two loops instead of one compute the indices of their slices.
         assert gained == pytest.approx(option.flops, abs=100 if option.groups else 1)
 
 
 def layer_with_table(c, w):
-    """What is the same in all steps is computed before the loop, unless there is a checkpoint."""
+    """Values that do not depend on the step are computed before the loop, unless they are in a checkpoint."""
     table = jnp.cos(jnp.arange(8.0) / 8)[None]
     return (c @ w * table + jnp.sin(c @ w) * table) @ w, None
 
@@ -525,12 +525,12 @@ def test_opened_checkpoint_has_the_options_of_the_loop_without(wrap, body):
         return pair
 
     plain, checkpointed = options(body), options(wrap(body))
-    # The backward scan reads the table, too, if it recomputes what the forward scan uses it for.
+    # The backward scan reads the table, too, if it recomputes the values for which the forward scan uses it.
     table_bytes = 8 * 4
     assert [o.seconds for o in plain.options] == [o.seconds for o in checkpointed.options]
     for one, other in zip(plain.options, checkpointed.options):
         assert 0 <= other.bytes - one.bytes <= table_bytes
-    # As it is written, the carry is kept and everything else recomputed.
+    # As written, the carry is kept and everything else is recomputed.
     assert 0 <= checkpointed.as_written.bytes - W.shape[0] * X.size * 4 <= table_bytes
     assert checkpointed.as_written.seconds > 0
 
@@ -610,7 +610,7 @@ def deep_layer(c, w):
 
 @st.composite
 def bodies(draw):
-    """Bodies of a few random operations, on a carry, a slice and a constant."""
+    """Draw bodies of a few random operations, on a carry, a slice and a constant."""
     ops = draw(
         st.lists(
             st.tuples(st.integers(0, 5), st.integers(0, 9), st.integers(0, 9)),

@@ -10,7 +10,7 @@ from remat.planner.search import Compiled, CompileLimits, Proposal, search
 
 
 class Staircase:
-    """A model of proposals that take fewer bytes and more seconds step by step."""
+    """A model whose proposals take fewer bytes and more seconds from step to step."""
 
     exact_variants = ()
 
@@ -144,7 +144,7 @@ def test_expected_bytes_follow_the_compiled_bytes():
 
 
 def test_the_better_variant_is_returned():
-    """The compiler takes twice what one of the variants says."""
+    """The compiler takes twice the bytes that one of the variants predicts."""
     best, _ = search(
         Staircase(STEPS, ("wrong", "right")),
         lambda p, _: p.model_bytes if p.variant == "right" else 2 * p.model_bytes,
@@ -182,7 +182,7 @@ def test_exact_variants_are_used_where_the_compiler_is_far_from_the_model():
 
 
 def test_the_search_continues_while_much_can_be_gained():
-    """The first proposal that fits is far below the budget, because the compiler jumps."""
+    """The first proposal that fits is far below the budget, because the compiler's bytes jump."""
 
     def compiler(proposal, _):
         return int(proposal.model_bytes * (1.9 if proposal.model_bytes > 400 else 1.0))
@@ -196,7 +196,7 @@ def test_the_search_continues_while_much_can_be_gained():
 
 
 def test_a_near_miss_is_followed_by_a_small_step_down():
-    """Every proposal takes 1 or 3 % more than the model says: the plan fills the budget none the less."""
+    """Every proposal takes 1 or 3 % more than predicted; nevertheless the plan fills the budget."""
     best, compiled = search(
         Staircase(STEPS),
         lambda p, _: int(p.model_bytes * (1.03 if p.model_bytes % 20 else 1.01)),
@@ -206,7 +206,7 @@ def test_a_near_miss_is_followed_by_a_small_step_down():
 
 
 def test_a_much_better_proposal_is_tried_although_it_is_expected_to_need_a_little_more():
-    """The compiler takes 5 % less than the model says for one proposal, which costs next to nothing."""
+    """The compiler takes 5 % less than predicted for one proposal, which costs next to nothing."""
     steps = [(90, 100.0), (100, 1.0), (200, 0.0)]
     best, compiled = search(
         Staircase(steps), lambda p, _: 95 if p.model_bytes == 100 else p.model_bytes, 96
@@ -215,7 +215,7 @@ def test_a_much_better_proposal_is_tried_although_it_is_expected_to_need_a_littl
 
 
 def test_proposals_above_the_aim_are_tried_where_the_smallest_does_not_fit():
-    """The compiler takes more for what recomputes most."""
+    """The compiler takes more for the proposals that recompute most."""
     best, _ = search(
         Staircase([(60, 9.0), (100, 1.0), (200, 0.0)]),
         lambda p, _: 101 if p.model_bytes == 60 else p.model_bytes - 10,
@@ -230,7 +230,7 @@ def test_a_refusal_compiles_the_smallest_proposal_and_no_larger_one_twice():
 
 
 def test_a_refusal_knows_that_the_smallest_proposal_does_not_need_least():
-    """The compiler takes many times the bytes of what recomputes most."""
+    """The compiler takes many times the bytes for the proposals that recompute most."""
     steps = [(100, 9.0), (115, 5.0), (135, 2.0), (160, 1.0), (300, 0.0)]
     needed = {100: 900, 115: 500, 135: 200, 160: 220, 300: 300}
     best, compiled = search(Staircase(steps), lambda p, _: needed[p.model_bytes], 80)
@@ -238,7 +238,7 @@ def test_a_refusal_knows_that_the_smallest_proposal_does_not_need_least():
 
 
 def test_a_smallest_proposal_that_needs_more_than_larger_ones_does_not_mislead():
-    """The compiler takes more for what recomputes most; a fifth larger proposals take less than it does."""
+    """The compiler takes more for the proposals that recompute most; larger ones, by a fifth, take less."""
     steps = [(152, 78.0), (156, 33.0), (166, 32.0), (168, 30.0), (181, 28.0), (240, 15.0)]
     needed = {152: 171, 156: 118, 166: 123, 168: 133, 181: 141, 240: 200}
     least = {132: 33.0, 156: 28.0, 126: 33.0}
@@ -296,7 +296,7 @@ def test_the_returned_plan_fits_for_any_compiler(steps, factor, offset, budget):
 
 
 def test_a_poor_plan_that_fits_is_improved_below_proposals_that_exceed_the_budget():
-    # (the model's bytes, seconds, the compiler's bytes); of a decoder of 16 layers, in 10 kB
+    # (the model's bytes, seconds, the compiler's bytes) of a decoder of 16 layers, in units of 10 kB
     steps = {
         "written": [(2960, 1.29, 3102), (4229, 0.95, 4202), (4661, 0.144, 4703)],
         "fused": [

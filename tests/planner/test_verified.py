@@ -1,4 +1,4 @@
-"""What the compiler says is the last word about a plan, whatever it says and however it says it."""
+"""The compiler's peak decides about a plan, whatever it is and however the compiler reports it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def arguments(n_layers: int = 5) -> tuple:
 
 
 def refusing_above(limit: int, monkeypatch: Any) -> list:
-    """Have the compiler refuse what needs more, as a TPU's does; return the list of its answers."""
+    """Make the compiler refuse larger programs, as a TPU's does; return the list of its answers."""
     real = planned_step.compile_for_analysis
     answers: list = []
 
@@ -123,7 +123,7 @@ HOST = jax.errors.JaxRuntimeError(
 
 
 def failing(is_failing: Callable[[int, Any], bool], error: Exception, monkeypatch: Any) -> None:
-    """Have the compiler fail on some programs: `is_failing(number of compilations, lowered)`."""
+    """Make the compiler fail on some programs: `is_failing(number of compilations, lowered)`."""
     real, count = planned_step.compile_for_analysis, itertools.count()
 
     def compile(lowered: Any, *args: Any, **options: Any) -> Any:
@@ -183,7 +183,7 @@ def test_a_compiler_without_host_memory_for_offloading_gives_a_plan_without(
     reason = "out of host memory: Used 146.08G of 128.00G host"
     assert made.attempts[0].failure == reason
     assert again in caplog.text
-    # What is known is not found out again.
+    # Known peaks are not measured again.
     failing(lambda n, _: True, HOST, monkeypatch)
     assert remat.plan(step, *arguments(), **options) == made
 
@@ -202,15 +202,15 @@ def test_host_memory_is_a_budget_of_its_own(name, monkeypatch):
         remat.plan(step, *arguments(2), budget="100%", host_budget="2MiB", **QUIET)
 
 
-# As it will run
+# Verification with the settings of the run
 
 CPU = target("cpu")
-#: A target whose compiler has a fast level, as a TPU's; its programs are compiled for the CPU.
+#: A target whose compiler has a fast level, as a TPU's does; its programs are compiled for the CPU.
 TWO_LEVELS = dataclasses.replace(CPU, device=dataclasses.replace(CPU.device, platform="tpu"))
 
 
 def needing_more_as_run(factor: float, monkeypatch: Any) -> list[bool]:
-    """Have programs need more memory as they will run; return for each compilation whether it is one."""
+    """Make programs need more memory with the settings of the run; return which compilations use these."""
     real = planned_step.compile_for_analysis
     levels: list[bool] = []
 
@@ -235,7 +235,7 @@ def test_a_plan_is_within_its_budget_as_it_will_run(name, monkeypatch, tmp_path)
     made = remat.plan(STEPS[name], *arguments(), **options)
     assert made.verified_level == "as run" and "at its fast level" not in made.explain()
     assert levels[-1] and made.peak_bytes <= made.budget_bytes
-    # What is confirmed serves every question.
+    # A verified plan answers every request.
     known = len(levels)
     for verify in (None, "as run", "fast"):
         assert remat.plan(STEPS[name], *arguments(), verify=verify, **options) == made
@@ -264,7 +264,7 @@ def test_a_step_that_never_fits_as_it_will_run_is_refused(monkeypatch):
 def test_a_fitted_step_is_within_its_budget_as_it_runs(monkeypatch):
     step = STEPS["a whole step"]
     real, peaks = fitting.compile_for_analysis, []
-    factors: list[float] = []  # what the program needs as it runs, in what the plan says
+    factors: list[float] = []  # the memory of the program as it runs, in units of the plan's peak
     budget = 9 * remat.testing.peak_bytes(jax.jit(step).lower(*arguments()).compile()) // 10
 
     def compile(*args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Decisions about a whole step in a plan: each line of the file can be edited by itself."""
+"""Decisions about a whole step in a plan's file: each line can be edited by itself."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def places(jaxpr, primitive):
 
 @pytest.fixture
 def decided(flat):
-    """The loop in groups of two, and `cos(h * h)` computed again for the backward pass."""
+    """Return decisions: the loop in groups of two, and `cos(h * h)` recomputed for the backward pass."""
     (pair,) = pairs(flat, lambda flops, moved, dtype: 1e-9 + flops / 1e9 + moved / 1e10)
     option = dataclasses.replace(
         min(pair.options, key=lambda option: option.bytes), group=2, groups=0

@@ -1,9 +1,8 @@
 """Explanations to draw: the training step of a transformer, of any number of layers.
 
-The lifetimes are those of a real step: every layer's forward, the loss, then for each layer from
-the last to the first what is recomputed and the backward pass, and the update at the end. Each
-layer saves its input and the attention's output, offloads nothing or (`offload=True`) its input, and
-recomputes the rest.
+The lifetimes are those of a real step: the forward pass of every layer, the loss, recomputation and backward
+pass of each layer from the last to the first, and the update at the end. Each layer saves its input and the
+attention's output, and recomputes the rest; with `offload=True` it offloads its input.
 """
 
 from __future__ import annotations

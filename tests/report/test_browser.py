@@ -1,7 +1,7 @@
 """The page in headless Chromium: no errors, no network, and every control works by mouse and by keyboard.
 
-Needs Debian's `chromium` and `chromium-driver` (or what is called `chromium`, `google-chrome` and
-`chromedriver` elsewhere) and selenium; skipped where one is missing.
+Needs Debian's `chromium` and `chromium-driver` (elsewhere named `chromium`, `google-chrome` and
+`chromedriver`) and selenium; skipped if one is missing.
 """
 
 from __future__ import annotations

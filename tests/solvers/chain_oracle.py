@@ -28,8 +28,8 @@ def plan_chain(chain: Chain, budget: int, *, n_slots: int = 500) -> ChainPlan:
 
     Args:
       chain: the stages.
-      budget: bytes, everything that is live at once included.
-      n_slots: into how many slots of memory the budget is divided.
+      budget: bytes, for all values that are live at once.
+      n_slots: the number of slots of memory into which the budget is divided.
 
     Raises:
       BudgetError: no plan fits.
@@ -77,10 +77,10 @@ def _smallest(chain: Chain, n_slots: int) -> ChainPlan:
 def simulate_chain(chain: Chain, steps: Iterable[ChainStep]) -> Usage:
     """Execute the steps of a chain and measure them.
 
-    ("forward", k, 0) computes the input of stage k + 1 and nothing else; ("free", k, 0) frees the
-    input of stage k; ("save", k, o) runs stage k's forward as option o and keeps what that saves,
-    the input of stage k + 1 among it; ("backward", k, 0) turns the gradient of stage k's output
-    into that of its input, and what the stage had saved is freed.
+    ("forward", k, 0) computes only the input of stage k + 1. ("free", k, 0) frees the input of stage k.
+    ("save", k, o) runs stage k's forward pass as option o and keeps the values that this saves, among them
+    the input of stage k + 1. ("backward", k, 0) computes the gradient of stage k's input from that of its
+    output, and frees the values that the stage had saved.
 
     Raises:
       ScheduleError: a step lacks what it needs, repeats what is live, or backwards are missing.
@@ -134,7 +134,7 @@ def simulate_chain(chain: Chain, steps: Iterable[ChainStep]) -> Usage:
 def uniform_chain(n_stages: int) -> Graph:
     """Return a chain whose backward steps read the input, the output and the gradient of their stage.
 
-    The input, node 0, comes from outside: it takes no time. The output, the loss, takes no bytes.
+    The input, node 0, is an argument and takes no time. The output, the loss, takes no bytes.
     """
     nodes = [Node(0, 0, 1)]
     nodes += [Node(k + 1, 1, int(k + 1 < n_stages), (k,)) for k in range(n_stages)]
@@ -147,7 +147,7 @@ def uniform_chain(n_stages: int) -> Graph:
 def least_extra_forwards(n_stages: int, budget: int) -> float:
     """Return the fewest repeated forwards of `uniform_chain`, if what is kept stays until its backward.
 
-    Every choice of a stage whose input is kept, over all lengths and numbers of bytes.
+    Tries every choice of a stage whose input is kept, for all lengths and numbers of bytes.
     """
 
     @functools.cache

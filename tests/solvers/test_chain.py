@@ -79,8 +79,8 @@ def test_coarse_slots_never_exceed_the_budget(chain: Chain, budget: int, n_slots
 def test_uniform_stages_take_what_the_binomial_schedule_takes(
     n: int, s: int, forwards: int
 ) -> None:
-    # Griewank & Walther's revolve: s checkpoints, the start among them. So much is saved by the
-    # forward before a backward that it happens for one stage at a time. The forwards are
+    # Griewank & Walther's revolve: s checkpoints, the initial state among them. The forward pass before a
+    # backward one saves so much that it runs for one stage at a time. The number of forwards is
     # r n - C(s + r, s + 1) + n with the smallest r for which C(s + r, s) >= n.
     saved = 1000
     stage = Stage(1, 1.0, (StageOption(saved, 1.0, 0.0),))

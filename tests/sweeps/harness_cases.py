@@ -1,11 +1,10 @@
-"""JAX's harnesses of its primitives, in every form of rematerialization, against the plain function.
+"""JAX's harnesses of its primitives in every form of rematerialization, compared with the plain function.
 
-Each harness is a small function with arguments (`jax._src.internal_test_util.test_harnesses`). All
-forms of one case, with their values, forward and reverse derivatives, are one compiled program, so
-that XLA shares what they have in common; compiled with little optimization, a case takes about 0.3
-seconds of CPU time. What a form computes must be what the plain function computes. Where
-it is not, the counterpart that uses `jax.checkpoint` is run as well: a difference that JAX has too is
-explained, any other one is ours.
+Each harness is a small function with arguments (`jax._src.internal_test_util.test_harnesses`). All forms of
+one case, with their values, forward and reverse derivatives, are compiled as one program, so that XLA shares
+their common parts. Compiled with little optimization, a case takes about 0.3 seconds of CPU time. A form must
+return the results of the plain function. If it does not, its counterpart with `jax.checkpoint` is run as
+well: a difference that JAX has, too, counts as explained; any other one is an error of this library.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ _QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_pas
 
 Form = Callable[[Callable], Callable]
 
-#: Steps of the loop in which a case is the body. A power of two, so that cotangents divide exactly.
+#: Iterations of the loop whose body is the case; a power of two, so that cotangents divide exactly.
 STEPS = 4
 
-#: The policies that cases take in turn.
+#: Policies, which cases use in turn.
 POLICIES = (
     policies.dots_saveable,
     jax.checkpoint_policies.dots_saveable,
@@ -63,7 +62,7 @@ POLICIES = (
 
 
 def _in_loop(scan: Callable, f: Callable, turn: int) -> Callable:
-    """Return the function as the body of a loop: arguments come by carry, by closure and by row."""
+    """Return the function as the body of a loop: arguments are carried, closed over, and scanned over."""
 
     def looped(*args: Any) -> Any:
         places = [(i + turn) % 3 for i in range(len(args))]
@@ -81,7 +80,7 @@ def _in_loop(scan: Callable, f: Callable, turn: int) -> Callable:
 
 
 def forms(turn: int) -> dict[str, tuple[Form, Form]]:
-    """Return the forms, each with its counterpart in plain JAX, for a case that has this number."""
+    """Return the forms of the case with this number, each with its counterpart in plain JAX."""
     policy = POLICIES[turn % len(POLICIES)]
     of_jax = jax.checkpoint_policies.dots_saveable
     with_checkpoints = functools.partial(remat.scan, checkpoints=2)
@@ -116,13 +115,13 @@ def is_inexact(x: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A harness as a function of arrays to a list of arrays, with what it is differentiated by.
+    """A harness as a function of arrays to a list of arrays, with its tangents and cotangents.
 
     Args:
-      fun: of all arguments.
-      args: arrays.
-      tangents: of the inexact ones among them.
-      cotangents: one for each result, of any value where a result has no derivative.
+      fun: the function of all arguments.
+      args: the arguments, arrays.
+      tangents: tangents of the inexact arguments.
+      cotangents: one for each result; ignored if a result has no derivative.
     """
 
     fun: Callable[..., list[Any]]
@@ -137,7 +136,7 @@ class Case:
 
 
 def of_harness(harness: test_harnesses.Harness) -> Case:
-    """Return the case of a harness. Raises what the plain function raises."""
+    """Return the case of a harness; raise what the plain function raises."""
     args = [jnp.asarray(a) for a in harness.dyn_args_maker(np.random.RandomState(0))]
     draw = np.random.RandomState(1)
 
@@ -161,7 +160,7 @@ Result = dict[str, list[Any]]
 
 
 def measured(g: Callable, args: Any, tangents: Any, cotangents: Any, *, what: Any) -> Result:
-    """Return a function's values, and its derivatives where they are asked for."""
+    """Return a function's values, and its derivatives if requested."""
     places = [i for i, a in enumerate(args) if is_inexact(a)]
 
     def by_inexact(*xs: Any) -> list[Any]:
@@ -185,19 +184,19 @@ def measured(g: Callable, args: Any, tangents: Any, cotangents: Any, *, what: An
         for out, ct in zip(found["forward"], cotangents, strict=True):
             if not is_inexact(out):
                 ct = np.zeros(out.shape, jax.dtypes.float0)
-            elif ct.shape != out.shape:  # the rows of a loop's results share the cotangent
+            elif ct.shape != out.shape:  # rows of a loop's stacked results share the cotangent
                 ct = jnp.stack([ct / STEPS] * STEPS)
             cts.append(ct)
         found["vjp"] = list(pull(cts))
     return found
 
 
-#: How far results may be apart, as a share of the largest: a few roundings.
+#: Largest difference of results, as a share of the largest value: a few roundings.
 _WITHIN = {"float64": 1e-12, "float32": 4e-6, "bfloat16": 3e-2, "float16": 4e-3}
 
 
 def difference(actual: Any, expected: Any) -> str | None:
-    """Return what is different in two arrays; None if nothing is."""
+    """Return the difference of two arrays as text; None if they are equal."""
     if actual.dtype != expected.dtype:
         return f"{actual.dtype} for {expected.dtype}"
     if jax.dtypes.issubdtype(expected.dtype, jax.dtypes.prng_key):
@@ -242,16 +241,16 @@ def differences(found: Result, expected: Result) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a case.
+    """The result of a case.
 
     Args:
-      name: of the harness.
-      checked: "values", "jvp" and "vjp", as far as the plain function has them.
-      lacking: what plain JAX raises for the others.
-      forms: those that were compared.
-      recomputed: whether the plan's program recomputes something.
-      different: by form, what is not as in the plain function.
-      explained: by form, the same where `jax.checkpoint` differs too, with what that gives.
+      name: the harness's name.
+      checked: those of "values", "jvp" and "vjp" that the plain function has.
+      lacking: the errors that plain JAX raises for the others.
+      forms: the forms that were compared.
+      recomputed: whether the plan's program recomputes anything.
+      different: by form, the difference from the plain function.
+      explained: by form, differences that `jax.checkpoint` has, too, with those.
     """
 
     name: str
@@ -266,7 +265,7 @@ class Outcome:
 def check(numbers: Sequence[int], *, plan: bool = True) -> list[Outcome]:
     """Compare every form of these harnesses with the plain function.
 
-    Those that have the same derivatives are one case, unless something is different in it.
+    Harnesses that have the same derivatives are one case, unless it differs.
     """
     with warnings.catch_warnings(), jax.enable_x64(True):
         warnings.simplefilter("ignore")
@@ -298,7 +297,7 @@ def check(numbers: Sequence[int], *, plan: bool = True) -> list[Outcome]:
 
 
 def capabilities(case: Case) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return what the plain function has, and what it raises for the rest."""
+    """Return the derivatives that the plain function has, and the errors of the others."""
     what, lacking = [], {}
     inputs = case.args, case.tangents, case.cotangents
     for one in ("values", "jvp", "vjp") if case.is_differentiated else ("values",):
@@ -414,8 +413,8 @@ def batches(groups: Iterable[str] = GROUPS, size: int = 16) -> Iterable[Sequence
 def representatives() -> list[int]:
     """Return a small case of every group, with 32-bit floating-point arguments if any has them.
 
-    JAX lists some groups' cases by iterating over sets of types, whose order may differ from process to
-    process. So names decide between equal cases.
+    JAX lists some groups' cases by iterating over sets of types, whose order may differ between processes, so
+    names decide between equal cases.
     """
     best: dict[str, tuple[bool, int, str, int]] = {}
     for number, harness in enumerate(HARNESSES):

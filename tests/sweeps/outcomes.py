@@ -1,4 +1,4 @@
-"""What the sweeps share."""
+"""Helpers that both sweeps use."""
 
 
 def described(error: BaseException) -> str:

@@ -1,17 +1,17 @@
-"""Random programs with loops, branches, refs, callbacks, shards; plain, and with regions placed in them.
+"""Random programs with loops, branches, refs, callbacks and shards, plain and with regions placed in them.
 
-A program is a tuple of instructions on vectors; some hold programs of their own, which also read the
-values around them. It is run in one of three ways:
+A program is a tuple of instructions on vectors. Some instructions contain programs, which also read values of
+the outer program. A program is run in one of three modes:
 
-    "plain"   no region; every loop is a `lax.scan`, also those of unknown length; no ref
-    "remat"   as placed: regions of `remat.checkpoint` with their policies, `remat.scan`,
-              `remat.while_loop`, `remat.fori_loop`, `remat.remat_scan`, refs
-    "jax"     as placed, with `jax.checkpoint` and `lax`'s loops in place of ours
+    "plain"   no regions; every loop is a `lax.scan`, also those of unknown length; no refs
+    "remat"   regions of `remat.checkpoint` with their policies, `remat.scan`, `remat.while_loop`,
+              `remat.fori_loop`, `remat.remat_scan`, and refs, where the program has them
+    "jax"     the same, with `jax.checkpoint` and `lax`'s loops instead of ours
 
-so that a difference between the first two that the third shows as well is one of JAX. Most programs
-are evaluated operation by operation and compile next to nothing (`transform.evaluator`); those with
-shards, and one of sixteen others, are compiled as a whole, which takes seconds where the rest takes
-tenths of one: they are less deep.
+A difference between the first two modes that the third mode has, too, is a difference of JAX. Most programs
+are evaluated operation by operation and compile almost nothing (`transform.evaluator`). Programs with shards,
+and one in sixteen others, are compiled as a whole. That takes seconds instead of tenths of a second, so they
+are less deep.
 """
 
 from __future__ import annotations
@@ -114,11 +114,11 @@ def policy(number: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Runner:
-    """How a program is run, and what is around an instruction.
+    """The way to run a program, and the context of an instruction.
 
     Args:
-      mode: see the module.
-      in_scan: whether a `lax.scan` is around, whose own derivatives are wrong with refs.
+      mode: see the docstring of the module.
+      in_scan: whether the instruction is in a `lax.scan`, whose own derivatives are wrong with refs.
     """
 
     mode: Mode
@@ -279,7 +279,7 @@ class Runner:
         def advance(i: Any, c: Any) -> Any:
             return 0.5 * like(runner.run(body, c, w, outer)[0], c) + i.astype(c.dtype) / 4
 
-        # As many steps as the sum of the vector says, one fewer than `upper` at the least.
+        # As many steps as the sum of the vector, but at least one fewer than `upper`.
         end = jnp.int32(upper) - (jnp.sum(x) > 0).astype(jnp.int32) if is_traced else upper
         if self.mode == "remat":
             return remat.fori_loop(
@@ -304,7 +304,7 @@ class Runner:
             k, c = state
             return k + 1, c + 0.5 * like(runner.run(body, c, w, outer)[0], c) + 0.5
 
-        # The count is made of the vector, so that it varies over devices as the vector does.
+        # The count is computed from the vector, so that it varies over devices as the vector does.
         init = jnp.sum(0 * x).astype(jnp.int32), x
         if self.mode == "remat":
             bound = None if checkpoints is None else most
@@ -324,7 +324,7 @@ class Runner:
         return lax.scan(masked, init, length=most)[0][1]
 
     def _count(self, x: Any, w: Any, outer: tuple) -> Any:
-        """Return the vector times a number that a loop without derivatives finds."""
+        """Return the vector times a number that a loop without derivatives computes."""
         bound = jnp.abs(jnp.floor(4 * lax.stop_gradient(jnp.sum(x)))) + 1
         n = lax.while_loop(
             lambda k: (k * k < bound) & (k < 5), lambda k: k + 1, jnp.zeros_like(bound)
@@ -427,12 +427,12 @@ SIMPLE: dict[str, Callable[[Any, Any, Any], Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A program and what is done with it.
+    """A program and the transformations applied to it.
 
     Args:
       program: the instructions.
-      dtype: of the vector that it takes.
-      around: what is around it, a name in `AROUND`, or "explicit" and "auto" shards of a batch.
+      dtype: the dtype of its vector argument.
+      around: the transformation around it, a name in `AROUND`; or "explicit" or "auto" shards of a batch.
       derivative: a name in `DERIVATIVES`.
       compiled: whether it is compiled as a whole.
     """
@@ -472,7 +472,7 @@ def draw_case(seed: int) -> Case:
 
 
 def _programs(draw: random.Random, depth: int, in_shard: bool = False) -> Iterator[Instruction]:
-    """Draw one to three instructions, which hold programs down to this depth."""
+    """Draw one to three instructions, which contain programs down to this depth."""
     for place in range(draw.randint(1, 3)):
         kind = None
         if depth and draw.random() < (0.8 if place == 0 else 0.3):
@@ -525,7 +525,7 @@ def _instruction(draw: random.Random, kind: str | None, depth: int) -> Instructi
 
 
 def bodies(instruction: Instruction) -> list[int]:
-    """Return the places of the programs that an instruction holds."""
+    """Return the positions of the programs that an instruction contains."""
     return [
         place
         for place, part in enumerate(instruction)
@@ -571,13 +571,13 @@ def minimized(case: Case, fails: Callable[[Case], bool]) -> Case:
 
 
 def minimized_difference(case: Case) -> Case:
-    """Return the smallest case that differs in the way that this one does."""
+    """Return the smallest case that differs in the same way as this one."""
     kind = _kind(check(case).different)
     return minimized(case, lambda c: _kind(check(c).different) == kind) if kind else case
 
 
 def _kind(different: str) -> str:
-    """Return the beginning of an error's text, or that values differ, whichever they are."""
+    """Return the beginning of an error's text, or that values differ."""
     return "result" if different.startswith("result ") else different[:25]
 
 
@@ -643,7 +643,7 @@ NEEDS_JVP = ("first", "forward over reverse", "reverse over forward", "linearize
 
 
 def function(case: Case, mode: Mode) -> Callable:
-    """Return what a case computes, as a function of the vector and the matrix."""
+    """Return a case as a function of the vector and the matrix."""
 
     def program(x: Any, w: Any) -> tuple[Any, Any]:
         y, u = Runner(mode).run(case.program, x, w)
@@ -656,7 +656,7 @@ def function(case: Case, mode: Mode) -> Callable:
 
 
 def results(case: Case, mode: Mode) -> list[Any]:
-    """Return what a case computes."""
+    """Return the results of a case."""
     with jax.enable_x64(True):
         x, w = jnp.asarray(X, case.dtype), jnp.asarray(W)
         if case.around in ("explicit", "auto"):
@@ -680,17 +680,17 @@ def _compiled(f: Callable, *args: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a case.
+    """The result of a case.
 
     Args:
       name: its seed.
-      lacking: what the plain program raises; then nothing was compared.
-      refused: the typed error of ours, for what is documented as unsupported.
-      different: in which way the program with regions is not the plain one.
-      explained: the same, where it is so with `jax.checkpoint` and `lax`'s loops too.
-      rounded: the same, where the plain program is as far from its results in 64 bits, in which the
-        two agree.
-      is_telling: whether any result is neither zero nor infinite nor not a number.
+      lacking: the error of the plain program, after which nothing was compared.
+      refused: this library's typed error for an unsupported operation.
+      different: the difference between the program with regions and the plain one.
+      explained: the difference, if `jax.checkpoint` and `lax`'s loops have it, too.
+      rounded: the difference, if the plain program differs as much from its results in 64 bits, in which both
+        programs agree.
+      is_telling: whether any result is finite and nonzero.
     """
 
     name: str
@@ -707,7 +707,7 @@ def check_seeds(seeds: Sequence[int]) -> list[Outcome]:
 
 
 def check(case: Case, name: str = "") -> Outcome:
-    """Compare a program that has regions with the plain one."""
+    """Compare a program with regions with the plain one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -752,7 +752,7 @@ def _is_rounding(case: Case, expected: list[Any]) -> bool:
 
 
 def _in_64_bits(program: Program) -> Program:
-    """Return the program with its casts to narrower numbers made casts to float64."""
+    """Return the program with its casts to narrower types replaced by casts to float64."""
     changed = []
     for instruction in program:
         parts = list(instruction)

@@ -1,11 +1,11 @@
-"""The sweeps run to their ends: resumable, in one process, with results in a file, one JSON line a case.
+"""Full runs of the sweeps: resumable, in one process, with one JSON line per case in a file of results.
 
     PYTHONPATH=src:tests python -m sweeps.run harnesses OUT.jsonl [--again]
     PYTHONPATH=src:tests python -m sweeps.run fuzz OUT.jsonl --seeds 0:5000 [--again]
     PYTHONPATH=src:tests python -m sweeps.run minimize SEED
 
-`--again` repeats the cases that differed. A case that is in the file is not run again otherwise.
-`minimize` prints the smallest program that differs as that of a seed does.
+`--again` repeats the cases that differed; other cases in the file are not run again. `minimize` prints the
+smallest program that differs in the same way as the program of a seed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Results are compared within tolerances that no optimization of XLA decides: single operations are
+# Results are compared within tolerances that do not depend on XLA's optimizations: single operations are
 # compiled without any, as whole programs are.
 _FLAGS = (
     "--xla_force_host_platform_device_count=8",
@@ -31,17 +31,17 @@ _FLAGS = (
     "--xla_llvm_disable_expensive_passes=true",
 )
 os.environ.setdefault("XLA_FLAGS", " ".join(_FLAGS))
-# The threads that call the host do not see what `jax.enable_x64` sets for another thread.
+# The threads that call the host do not see the setting that `jax.enable_x64` makes in another thread.
 os.environ.setdefault("JAX_ENABLE_X64", "1")
 
 import jax  # noqa: E402 (the flags come first)
 
-#: Seconds of CPU time between two clearings of JAX's caches, which keep every program otherwise; and
-#: the same for random programs, most of which share what they compile, single operations.
+#: Seconds of CPU time between two clearings of JAX's caches, which keep every program otherwise; a larger
+#: value takes more memory. The second is for random programs, most of which share their compiled operations.
 _CLEAR_EVERY_S = 30
 _CLEAR_RANDOM_EVERY_S = 300
 
-#: Seconds of CPU time between two collections of garbage, which Python would do far more often.
+#: Seconds of CPU time between two garbage collections, which Python would run far more often.
 _COLLECT_EVERY_S = 10
 
 
@@ -53,7 +53,7 @@ def sweep(
     again: bool,
     clear_every_s: float = _CLEAR_EVERY_S,
 ) -> None:
-    """Check every number that has no line in the file yet, and append a line for each."""
+    """Check every case that has no line in the file yet, and append a line for each."""
     known = rows(path) if path.exists() else {}
     done = {n for n, row in known.items() if not (again and row["different"])}
     started = cleared = collected = time.process_time()
@@ -92,7 +92,7 @@ def rows(path: pathlib.Path) -> dict[int, dict[str, Any]]:
 
 
 def summary(path: pathlib.Path) -> str:
-    """Return the counts of a file of results, the last line of each case counting."""
+    """Return the counts in a file of results; the last line of each case counts."""
     counts: collections.Counter[str] = collections.Counter()
     for row in rows(path).values():
         counts["cases"] += 1

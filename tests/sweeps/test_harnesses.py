@@ -1,4 +1,4 @@
-"""JAX's harnesses of its primitives: each form of rematerialization gives what the function gives."""
+"""JAX's harnesses of its primitives: each form of rematerialization returns what the function returns."""
 
 from __future__ import annotations
 

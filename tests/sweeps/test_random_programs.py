@@ -1,4 +1,4 @@
-"""Random programs with regions, loops, refs, callbacks and shards give what the plain ones give."""
+"""Random programs with regions, loops, refs, callbacks and shards return what the plain ones return."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from sweeps.random_programs import Case, check, check_seeds
 
-#: The smallest forms of programs that differed once.
+#: The smallest forms of programs that once differed.
 KEPT = {
     "an integer in the carry varies over devices": Case(
         program=(("shard_map", 2, (("while", 1, (("where", 4, 5),), 1, 1, 0),), "ppermute"),),

@@ -1,4 +1,4 @@
-"""Strict promotion: no silent conversions between types or ranks, in the library either."""
+"""Strict promotion: no implicit conversions between types or ranks, also in the library."""
 
 import jax
 import pytest

@@ -1,7 +1,7 @@
-"""An interpreter of jaxprs that compiles next to nothing: NumPy where that means the same.
+"""An interpreter of jaxprs that compiles almost nothing: it uses NumPy where that is equivalent.
 
-Loops, branches and calls are run by Python. What has no entry in `NUMPY` is bound, and so compiled by
-itself for every new shape.
+Python runs loops, branches and calls. A primitive without an entry in `NUMPY` is bound, and therefore
+compiled by itself for every new shape.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[
 
 
 def _array(x: Any) -> Any:
-    """Return a NumPy array, but for keys and refs, which have none."""
+    """Return a NumPy array; keys and refs, which have none, are returned as they are."""
     if isinstance(x, jax.Array) and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return np.asarray(x)
     return x
@@ -113,12 +113,12 @@ def _while(args: list[Any], params: dict[str, Any]) -> list[Any]:
         if not goes_on.any():
             return carry
         new = _call(params["body_jaxpr"], [*of_body, *carry])
-        # With a batched condition only some examples go on.
+        # With a batched condition only some examples continue.
         carry = [_where(goes_on, n, c) for n, c in zip(new, carry)] if goes_on.ndim else new
 
 
 def _where(goes_on: Any, new: Any, old: Any) -> Any:
-    is_key = jax.dtypes.issubdtype(new.dtype, jax.dtypes.extended)  # which NumPy has not
+    is_key = jax.dtypes.issubdtype(new.dtype, jax.dtypes.extended)  # NumPy has no such type
     where = jax.numpy.where if is_key else np.where
     return where(goes_on.reshape(goes_on.shape + (1,) * (new.ndim - goes_on.ndim)), new, old)
 
@@ -161,7 +161,7 @@ def _dot(a: Any, b: Any, *, dimension_numbers: Any, preferred_element_type: Any,
 
 
 def _rounded(x: Any, *, exponent_bits: int, mantissa_bits: int) -> Any:
-    """Round as asked where that changes nothing, as residuals are."""
+    """Return a value that already has the requested precision, as residuals do."""
     of = {"float64": (11, 52), "float32": (8, 23), "float16": (5, 10), "bfloat16": (8, 7)}
     return x if of.get(x.dtype.name) == (exponent_bits, mantissa_bits) else NotImplemented
 

@@ -97,7 +97,7 @@ WITH_WEIGHTS = {
 
 @functools.lru_cache
 def chance(seed):
-    """A policy of JAX's kind that looks at nothing but the name of the primitive."""
+    """Return a policy of JAX's kind that depends only on the name of the primitive."""
 
     def policy(primitive, *_, **params):
         text = f"{seed}{primitive.name}{params.get('name', '')}"

@@ -1,4 +1,4 @@
-"""What several tests of the transform share."""
+"""Helpers that several tests of the transform use."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import jax
 import numpy as np
 from jax._src import config
 
-# Whether this version of JAX has, besides its own remat, the one that is to replace it.
-# JAX 0.10 has the option, too, and an early state of what it stands for.
+# Whether this version of JAX has a second implementation of remat that is to replace the first. JAX 0.10 has
+# the option, too, with an early version of the implementation.
 HAS_REMAT3 = hasattr(config, "remat3") and jax.__version_info__ >= (0, 12)
 
 
 def remat3(on):
-    """With or without JAX's coming remat, whatever `JAX_REMAT3` says."""
+    """Enable or disable JAX's second implementation of remat, whatever `JAX_REMAT3` is."""
     return config.remat3(on) if HAS_REMAT3 else contextlib.nullcontext()
 
 
 def former_jax_checkpoint(f, **options):
-    """`jax.checkpoint` as it is without JAX's coming remat."""
+    """Return `jax.checkpoint` without JAX's second implementation."""
     checkpointed = jax.checkpoint(f, **options)
 
     @functools.wraps(f)
@@ -32,7 +32,7 @@ def former_jax_checkpoint(f, **options):
 
 
 def assert_same(actual, expected, *, rtol=2e-5, atol=2e-6):
-    """The same tree, types and (up to rounding) values."""
+    """Check for equal pytrees, types and (up to rounding) values."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         a, e = _comparable(a), _comparable(e)
@@ -57,7 +57,7 @@ def _comparable(x):
 
 
 def equations(jaxpr):
-    """Every equation of a jaxpr, bodies included."""
+    """Yield every equation of a jaxpr, those of sub-jaxprs included."""
     for eqn in jaxpr.eqns:
         yield eqn
         for value in eqn.params.values():

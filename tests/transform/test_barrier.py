@@ -1,4 +1,4 @@
-"""The compiler does not undo rematerialization: its own figures for temporaries say so."""
+"""The compiler does not undo rematerialization, according to its own figures for temporaries."""
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,7 @@ def _vmapped_inside(loss):
 
 
 def _in_loop_body(loss):
-    """Forward and backward pass stand in the same loop body: training steps in a scan."""
+    """Return training steps in a scan: forward and backward pass are in one loop body."""
     x, ws = arguments()
 
     def steps(x, ws):
@@ -268,8 +268,8 @@ LOOPS = [
 LOOP_IDS = ["scan", "closed-over weights", "outputs", "fori_loop", "reverse", "saved name"]
 
 
-# What compilers do with a recomputation in a loop that is run once, is unrolled, or computes the same
-# in every step.
+# How compilers treat a recomputation in a loop that runs once, is unrolled, or computes the same in every
+# step.
 
 _KEEPS_BARRIERS = barrier.protection("cpu", _jax.JAXLIB_VERSION) is barrier.Protection.BARRIER
 
@@ -297,7 +297,7 @@ def _unrolled(x, ws):
 
 
 def _on_a_constant(x, ws):
-    """The layer reads what the loop does not change, and so does an operation on what changes."""
+    """Return a scan whose layer reads only loop constants; another operation reads the carry."""
     step = lambda c, w: (c * remat.checkpoint(block)(x, ws[0]) * w[0, 0], None)  # noqa: E731
     return lax.scan(step, x, ws)[0]
 

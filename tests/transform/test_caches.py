@@ -1,4 +1,4 @@
-"""One trace for each function, signature and policy; nothing is kept alive."""
+"""One trace per function, signature and policy; caches keep nothing alive."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""What outer transformations drop does not change what a region means."""
+"""Dead-code elimination by outer transformations does not change a region's results."""
 
 import jax
 import jax.numpy as jnp

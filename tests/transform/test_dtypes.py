@@ -1,4 +1,4 @@
-"""Every dtype JAX has passes through a region, in and out, differentiated or not."""
+"""Every dtype of JAX passes into and out of a region, differentiated or not."""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ NARROW = ["float16", *(n for n in sorted(dir(ml_dtypes)) if n.startswith(("bfloa
 
 
 def finite_values(dtype):
-    """All finite values of a floating-point type of at most 16 bits, as float32."""
+    """Return all finite values of a floating-point type of at most 16 bits, as float32."""
     words = np.arange(1 << jnp.finfo(dtype).bits, dtype=f"uint{8 * dtype.itemsize}")
     with np.errstate(invalid="ignore"):  # ml_dtypes warns when it converts NaN
         values = words.view(dtype).astype(np.float32)
@@ -193,7 +193,7 @@ def test_gradients_have_the_type_of_their_argument(x):
 
 @POLICY
 def test_updates_and_solvers_have_bodies_that_are_no_regions(policy):
-    """The bodies of scatter, reduce and custom_linear_solve say how, not what is computed."""
+    """The bodies of scatter, reduce and custom_linear_solve parametrize the operation and are not regions."""
 
     def scattered(x):
         i = jnp.array([0, 2, 2])

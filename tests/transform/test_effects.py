@@ -1,4 +1,4 @@
-"""Effects in regions: prints, callbacks, refs, errors; and what they refuse."""
+"""Effects in regions: prints, callbacks, refs, errors; and unsupported ones."""
 
 import jax
 import jax.numpy as jnp
@@ -187,7 +187,7 @@ def test_differentiating_what_writes_a_ref_does_as_without_a_region(wrap):
 
 
 def _through_refs(ck):
-    """A ref made in the region, one that it only reads, and one that it reads and writes."""
+    """Use a ref made in the region, one that it only reads, and one that it reads and writes."""
 
     def f(x, w):
         read, written = jax.new_ref(w), jax.new_ref(jnp.ones(2))

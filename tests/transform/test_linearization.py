@@ -1,4 +1,4 @@
-"""Linearization of regions: what is computed from values alone, and what cannot be told apart."""
+"""Linearization of regions: which operations depend on values alone, and which cannot be separated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import remat
 
 
 def doubled():
-    """A primitive whose derivative computes value and tangent in one operation."""
+    """Return a primitive whose derivative computes value and tangent in one operation."""
     pair = Primitive("pair")
     pair.multiple_results = True
     pair.def_impl(lambda x, t: (2 * x, 2 * t))

@@ -1,6 +1,6 @@
 """One matrix: every transformation of JAX, every policy, compared with no rematerialization.
 
-`OUTSIDE` holds what may be done *to* a checkpointed function, `INSIDE` what may stand *in* one.
+`OUTSIDE` lists transformations *of* a checkpointed function, `INSIDE` operations *in* one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ POLICIES = {
 
 
 def block(x, w):
-    """Two results, one of which is an input of a kind that later code may not use."""
+    """Return two results, of which some transformations use only one."""
     h = checkpoint_name(jnp.tanh(x @ w), "hidden")
     y = jnp.sin(h) * jnp.cos(x) + jnp.sum(w * w)
     return y, jnp.exp(-x) * h
@@ -373,7 +373,7 @@ def _expected_outside(name):
     return OUTSIDE[name](block)(X, W)
 
 
-# Every transformation under two policies, the commonest under every policy.
+# Every transformation under two policies; the most common ones under every policy.
 _UNDER = [(name, policy) for name in OUTSIDE for policy in ("none", "named")]
 _UNDER += [
     (name, policy)
@@ -554,8 +554,8 @@ CASES = [
 ]
 
 
-# Run eagerly, these would compile every operation by itself, which took most of this file's time. The
-# cases of `OUTSIDE` run eagerly, and "jit of grad" compiles what stands inside.
+# Run eagerly, each of these would compile every operation by itself, which took most of this file's time. The
+# cases of `OUTSIDE` run eagerly, and "jit of grad" compiles those of `INSIDE`.
 _INTERPRETED = ("vmap of grad", "jvp", "reverse over reverse")
 
 

@@ -1,4 +1,4 @@
-"""Operations with index arrays are functions of their own on a CPU, so that the arrays live only there."""
+"""On a CPU, operations with index arrays are separate functions, so that the arrays are live only there."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What policies select, how they combine, and what is refused."""
+"""Which values policies select, how policies combine, and which arguments are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ X = jnp.ones((4, 4))
 
 
 def f(w, x):
-    """Values: dot (named 'product'), sin, cos (named 'wave'), in a scope, a jit, a scan."""
+    """Compute a dot (named 'product'), sin and cos (named 'wave'), in a scope, a jit and a scan."""
     h = remat.checkpoint_name(x @ w, "product")
     with jax.named_scope("encoder"), jax.named_scope("layer_0"):
         h = jnp.sin(h)
@@ -44,7 +44,7 @@ def f(w, x):
 
 
 def saved(policy, fun=f):
-    """(primitive, names) of what is computed and saved."""
+    """Return (primitive, names) of the values that are computed and saved."""
     found = remat.residuals(remat.checkpoint(fun, policy=policy), X, X)
     return sorted((r.primitive, r.names) for r in found if r.kind == "computed")
 
@@ -80,7 +80,7 @@ STEP = ("dot_general", ("step",))
         (policies.dots_saveable & policies.save("product"), [PRODUCT]),
         (policies.recompute("product") >> policies.dots_saveable, [STEP]),
         (policies.save_from_both_policies(policies.save("wave"), policies.save("step")), [WAVE, STEP]),
-        # exp's derivative is its value, so with it saved nobody needs its operand.
+        # The derivative of exp is its value, so if that is saved, its operand is not needed.
         (policies.save("wave") | policies.save("inner"), [INNER]),
         (jax.checkpoint_policies.dots_saveable | policies.save("wave"), [WAVE, PRODUCT, STEP]),
         (policies.save("wave") | jax.checkpoint_policies.dots_saveable, [WAVE, PRODUCT, STEP]),
@@ -100,7 +100,7 @@ def test_save_anything_except_these_names_does_not_save_these_names():
     without = saved(policies.save_anything_except_these_names("inner", "step"))
     assert INNER in everything and INNER not in without
     assert len(without) > 3
-    # The negation of a policy by name says the same.
+    # The negation of a policy by name is equivalent.
     assert saved(~policies.save("inner", "step")) == without
 
 
@@ -249,13 +249,13 @@ def test_foreign_policies_mean_what_they_mean_to_jax(remade, policy):
 
 
 def _of_scan(residual):
-    """The residual; JAX puts a scan that it splits into a call, with what it hoists out of the loop."""
+    """Return the residual of a scan. JAX splits a scan into a call and hoists operations out of the loop."""
     aval, origin = residual
     return aval, re.sub("closed_call|eval_jaxpr", "scan", origin)
 
 
 def scaled_sin():
-    """A primitive whose parameters are called as those of policies are."""
+    """Return a primitive whose parameters have the names of those of policies."""
     primitive = Primitive("scaled_sin")
     primitive.def_impl(lambda x, /, **_: jnp.sin(x))
     primitive.def_abstract_eval(lambda x, /, **_: x)
@@ -378,8 +378,10 @@ def test_names_in_rules_count_as_names_of_the_function(fun, name):
         remat.checkpoint(f, policy=policies.save(name + "s"))(x)
     if fun is transpose_rule and getattr(jax.config, "jax_remat3", False):
         with pytest.raises(NotImplementedError, match="linear_call"):
-            jax.grad(f)(x)  # names are high-level primitives there, which JAX's linear_call lacks
-    elif name == "slope":  # JAX differentiates custom_vmap in reverse only where it is batched
+            jax.grad(f)(
+                x
+            )  # names are high-level primitives there, which JAX's linear_call does not support
+    elif name == "slope":  # JAX differentiates custom_vmap in reverse only if it is batched
         jax.grad(remat.checkpoint(f, policy=policies.save(name)))(x)
 
 
@@ -408,7 +410,7 @@ def test_a_rule_that_cannot_be_traced_alone_is_awaited():
         return remat.checkpoint_name(jnp.sin(x), "three"), True
 
     checkpointed = remat.checkpoint(lambda x: f(x) * 2, policy=policies.save("tree"))
-    checkpointed(1.0)  # not known yet
+    checkpointed(1.0)  # the name is not known yet
     with pytest.raises(remat.UnknownNameError, match="did you mean 'three'"):
         jax.vmap(checkpointed)(jnp.arange(3.0))
 
@@ -433,7 +435,7 @@ def test_a_primitive_that_does_not_exist_is_an_error_with_the_closest_one():
         ):
             remat.checkpoint(f, policy=policies.save(primitive=(name, "cos")))(X, X)
     remat.checkpoint(f, policy=policies.save(primitive="sinn", strict=False))(X, X)
-    remat.checkpoint(f, policy=policies.save(primitive="cholesky"))(X, X)  # exists, though not here
+    remat.checkpoint(f, policy=policies.save(primitive="cholesky"))(X, X)  # exists, but not in f
 
 
 def test_offloaded_values_wait_in_host_memory():

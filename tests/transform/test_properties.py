@@ -1,8 +1,8 @@
-"""Random programs under random policies and transformations equal the plain function.
+"""Random programs under random policies and transformations return what the plain function returns.
 
-A program is a list of instructions on vectors; some hold programs of their own. What a case computes
-is staged out and evaluated by a small interpreter, so that nothing is compiled as a whole and every
-operation is compiled once for all cases; each eighth case is compiled by `jit` in place of that.
+A program is a list of instructions on vectors, some of which contain programs. A case is traced and evaluated
+by a small interpreter, so that nothing is compiled as a whole and every operation is compiled once for all
+cases. Every eighth case is compiled by `jit` instead.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ DERIVATIVES = {
     "reverse over reverse": _reverse_over_reverse,
     "gradient": lambda f: lambda x, w: (f(x, w), _gradient(f)(x, w)),
     "vmap of reverse over reverse": _per_example,
-    # A function with custom_vjp has no forward derivative; those below are not for it.
+    # A function with custom_vjp has no forward derivative, so those below are not applied to it.
     "forward over reverse": _forward_over_reverse,
     "reverse over forward": _reverse_over_forward,
     "linearize, transpose": _linearized_then_transposed,

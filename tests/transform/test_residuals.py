@@ -1,4 +1,4 @@
-"""What is said of residuals, as data and in JAX's words."""
+"""Residuals as data and in JAX's format."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_gradients_on_sharded_arguments_are_those_of_the_plain_function(kind, sp
 
 @pytest.mark.parametrize("ways", [1, 2], ids=["one region", "a region in a region"])
 def test_gradients_of_reduced_arguments_are_counted_once(ways):
-    """The cotangent of a reduced value is a sum that is still spread over devices."""
+    """The cotangent of a reduced value is a partial sum on each device."""
     with jax.set_mesh(mesh(AxisType.Explicit)):
         x = jax.device_put(np.arange(8.0, dtype=np.float32), P(reduced={"x"}))
 

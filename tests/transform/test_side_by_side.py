@@ -1,8 +1,8 @@
-"""What `jax.checkpoint` and `remat.checkpoint` do alike: each test runs with both.
+"""Behaviour that `jax.checkpoint` and `remat.checkpoint` share: each test runs with both.
 
-JAX has a second implementation since 0.12, `jax_remat3`, which is to replace the first. It differs; its
-own section below says in what, and what `remat.checkpoint` does. Where only the first implementation does
-what `remat.checkpoint` does, tests compare with that, also when `JAX_REMAT3=1` is set.
+Since 0.12 JAX has a second implementation, `jax_remat3`, which is to replace the first. A section below tests
+its differences, and what `remat.checkpoint` does. If only the first implementation agrees with
+`remat.checkpoint`, tests compare with the first, also if `JAX_REMAT3=1` is set.
 """
 
 import contextlib
@@ -252,7 +252,7 @@ def test_both_recompute_the_same_operations_when_nested(make, policy, around):
 @pytest.mark.parametrize(
     ("f", "policy", "sin", "cos"),
     [
-        # Of three nested sines the backward pass needs three cosines of two sines.
+        # The backward pass of three nested sines recomputes two sines and three cosines.
         (sin3, None, 2, 3),
         (sin3, P.everything_saveable, 0, 0),
         (sin3, save_sin, 0, 3),
@@ -271,7 +271,7 @@ def test_the_backward_pass_recomputes(ck, f, policy, sin, cos):
 
 
 # --------------------------------------------------------------------------------------------------
-# How often Python runs, and the program
+# How often Python functions run, and the program
 
 
 def _traces(ck, use):
@@ -453,7 +453,7 @@ def test_offloaded_residuals_give_the_same_gradient(ck, where):
 
 
 # --------------------------------------------------------------------------------------------------
-# What is saved
+# Saved values
 
 
 def _theirs(f, *args):
@@ -543,7 +543,7 @@ def test_static_argnums_out_of_range_is_a_value_error(ck):
 
 @pytest.mark.parametrize("prevent_cse", ["yes", 1.0, (), (True, "no"), (True,), (True, True, True)])
 def test_prevent_cse_that_is_no_bool_and_no_prefix_is_a_type_error(prevent_cse):
-    """JAX takes some of these silently."""
+    """JAX accepts some of these without an error."""
     with pytest.raises(TypeError, match="prevent_cse"):
         remat.checkpoint(lambda x, y: x, prevent_cse=prevent_cse)(1.0, 2.0)
 
@@ -570,13 +570,13 @@ def test_io_callbacks_that_are_ordered_are_refused_when_differentiated(ck):
 
 
 # --------------------------------------------------------------------------------------------------
-# JAX's coming remat
+# JAX's second implementation of remat
 
 WITH_REMAT3 = pytest.mark.skipif(not HAS_REMAT3, reason="this version of JAX has no jax_remat3")
-# It asks a policy about dot products, convolutions and names of the program before it is differentiated.
-# `remat.checkpoint` asks about every operation after differentiation, as JAX's first implementation
-# does: so `sin` can be saved, and so can what only exists in the derivative, here `cos`, or a name in
-# the forward rule of a `jax.custom_vjp`.
+# It asks a policy only about dot products, convolutions and names, and before differentiation. Like JAX's
+# first implementation, `remat.checkpoint` asks about every operation after differentiation. So `sin` can be
+# saved, and so can values that exist only in the derivative: `cos` here, or a name in the forward rule of a
+# `jax.custom_vjp`.
 ONLY_OURS_SAVES = ("sin", "cos")
 
 
@@ -585,7 +585,7 @@ ONLY_OURS_SAVES = ("sin", "cos")
 def test_gradients_compute_what_they_do_in_jax_remat3_or_less(policy):
     for f in PROGRAMS:
         ours, theirs = (ck(f, policy=POLICIES[policy]) for ck in (remat.checkpoint, jax.checkpoint))
-        # `remat.checkpoint` leaves unused operations out of the forward pass, too.
+        # `remat.checkpoint` removes unused operations from the forward pass, too.
         is_same = policy not in ONLY_OURS_SAVES and f not in (unused_work, named_vjp_rule)
         for view in (of_gradient, of_backward):
             with remat3(True):
@@ -611,7 +611,7 @@ def test_the_option_jax_remat3_changes_nothing_in_ours(policy):
 @WITH_REMAT3
 def test_second_derivatives_repeat_operations_that_compilers_merge():
     # The derivative of a region computes some cosines twice, for the recomputation and for its
-    # derivative, but next to each other. JAX's has a barrier between them.
+    # derivative, without a barrier between them. JAX's second implementation has one there.
     found = {}
     for ck in (remat.checkpoint, jax.checkpoint):
         with remat3(True):

@@ -53,7 +53,7 @@ def test_unhashable_values_are_closed_over():
 
 
 def _in_threads(n, run):
-    """Run a function in several threads that take turns as often as possible; raise what it raises."""
+    """Run a function in several threads that switch as often as possible; raise the errors that it raises."""
     errors = []
 
     def guarded(k):
@@ -88,4 +88,4 @@ def test_several_threads_may_use_the_cache_of_static_arguments_at_once():
         g(1.0, ("before", n))
     traces.clear()
     _in_threads(4, lambda k: [g(1.0, (i % 2 * k, i)) for i in range(50)])
-    assert len(traces) == len(set(traces)) == 25 + 4 * 25  # every value once
+    assert len(traces) == len(set(traces)) == 25 + 4 * 25  # each value once

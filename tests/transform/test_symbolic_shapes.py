@@ -16,7 +16,7 @@ X = jnp.arange(6, dtype=jnp.float32).reshape(2, 3)
 
 
 def computed(policy: Any, *constraints: str) -> list[str]:
-    """What a region on a symbolic batch saves, and check its exported gradient."""
+    """Return the values that a region on a symbolic batch saves, and check its exported gradient."""
 
     @remat.checkpoint(policy=policy)
     def region(x: Any) -> Any:
@@ -72,7 +72,7 @@ def test_flops_that_depend_on_symbols_are_recomputed() -> None:
 def test_an_input_of_incomparable_size_does_not_replace_a_residual() -> None:
     @remat.checkpoint(policy=save(primitive="broadcast_in_dim"))
     def region(x: Any, y: Any) -> Any:
-        rows = jnp.broadcast_to(y, x[1:].shape)  # none where x has one
+        rows = jnp.broadcast_to(y, x[1:].shape)  # no broadcast dimension if x has one
         return (jnp.sin(x[1:]) * rows).sum()
 
     (b,) = jax.export.symbolic_shape("b")

@@ -1,4 +1,4 @@
-"""The least cost of any way from a state to the end, by Dijkstra's algorithm."""
+"""The least cost of a path from a state to an end state, by Dijkstra's algorithm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def least_cost_from(
     is_end: Callable[[State], bool],
     moves: Callable[[State], Iterable[tuple[float, State]]],
 ) -> float | None:
-    """Return the least sum of costs of moves to an end; None if none is reached.
+    """Return the least sum of costs of moves to an end state; None if none is reachable.
 
     Args:
       start: the first state.

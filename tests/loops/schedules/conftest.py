@@ -1,4 +1,4 @@
-"""Counts of what finding a schedule computes."""
+"""Counts of the numbers that a search for a schedule computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from remat.loops.schedules import hierarchical, mixed
 
 @pytest.fixture
 def numbers_computed(monkeypatch: pytest.MonkeyPatch) -> Callable:
-    """Return a function that calls another one, and returns how many numbers its schedules compute."""
+    """Return a function that calls another one and returns how many numbers its schedules compute."""
     counted = [0]
 
     def count(module: Any, name: str, numbers: Callable) -> None:
@@ -42,7 +42,7 @@ def numbers_computed(monkeypatch: pytest.MonkeyPatch) -> Callable:
         counted[0] = 0
         with monkeypatch.context() as patched:
             for module, name in ((mixed, "tree_of"), (hierarchical, "grow")):
-                # What schedules remember of earlier ones would not be counted.
+                # Clear caches of earlier schedules, whose numbers would not be counted.
                 uncached = getattr(module, name).__wrapped__
                 patched.setattr(module, name, functools.lru_cache(uncached))
             make()

@@ -1,4 +1,4 @@
-"""Actions that are carried out, and their pictures."""
+"""Execution of schedules' actions, and their diagrams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The binomial schedule against the literature, brute force and an interpreter."""
+"""The binomial schedule compared with the literature, brute force and an interpreter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from remat.loops.schedules import (
 
 @lru_cache(None)
 def fewest_advances(n: int, slots: int) -> int:
-    """The recursion that the closed form solves (Griewank & Walther, eq. 2)."""
+    """Return the fewest advances by the recursion that the closed form solves (Griewank & Walther, eq. 2)."""
     if n <= 1:
         return 0
     if slots == 1:

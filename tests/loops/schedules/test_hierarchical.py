@@ -1,4 +1,4 @@
-"""The schedule over levels of storage: H-Revolve's costs, an exhaustive search, its actions as a model."""
+"""The schedule over levels of storage, compared with H-Revolve's costs and an exhaustive search."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def least_cost(n: int, blocks: tuple[int, ...], levels: tuple[Level, ...]) -> fl
         0,
         frozenset(),
         frozenset(),
-    )  # steps left, state at hand, (level, state)s, residuals
+    )  # steps left, current state, (level, state) pairs, residuals
     return least_cost_from(start, lambda at: not at[0], moves)
 
 
 def check_actions(schedule: Hierarchical) -> None:
-    """Carry out the actions: `replay` refuses reads of what is not there; count and capacities agree."""
+    """Execute the actions; `replay` refuses reads of values that are not there, and counts agree."""
     found = replay(schedule.actions(), schedule.n)
     assert found.forward_steps == schedule.forward_steps
     assert found.peak_slots == schedule.peak_slots

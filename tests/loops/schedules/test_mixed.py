@@ -1,4 +1,4 @@
-"""The mixed schedule against the recurrence, an exhaustive search, and counts of an independent package."""
+"""The mixed schedule compared with the recurrence, an exhaustive search and an independent package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MANY = 1 << 40
 
 
 def counts_by_recurrence(n: int, memory: int, state: int, residuals: int) -> np.ndarray:
-    """T(m, n) for all m up to `memory` and all lengths up to `n`, as Maddison has it for r = c."""
+    """Return T(m, n) for m up to `memory` and lengths up to `n`, by Maddison's recurrence for r = c."""
     counts = np.full((memory + 1, n + 1), _MANY, np.int64)
     counts[:, 1] = 1
     for m, length in itertools.product(range(memory + 1), range(2, n + 1)):
@@ -35,7 +35,7 @@ def counts_by_recurrence(n: int, memory: int, state: int, residuals: int) -> np.
 
 
 def fewest_steps(n: int, memory: int, state: int, residuals: int) -> float | None:
-    """The fewest evaluations of any sequence of actions."""
+    """Return the fewest evaluations of any sequence of actions."""
 
     def moves(at):
         left, hand, states, kept = at
@@ -53,12 +53,12 @@ def fewest_steps(n: int, memory: int, state: int, residuals: int) -> float | Non
         if hand >= 0 and used + state <= memory:
             yield 0, (left, hand, states | {hand}, kept)
 
-    start = (n, 0, frozenset(), frozenset())  # steps left, the state at hand, states, residuals
+    start = (n, 0, frozenset(), frozenset())  # steps left, the current state, states, residuals
     return least_cost_from(start, lambda at: not at[0], moves)
 
 
 def check_actions(schedule: Mixed, memory: int, state: int, residuals: int) -> None:
-    """Carry out the actions; at every one the memory suffices, beside the residuals in use."""
+    """Execute the actions; at each one, memory suffices besides the residuals in use."""
     found = replay(schedule.actions(), schedule.n)
     assert found.forward_steps == schedule.forward_steps
     assert found.peak_slots == schedule.peak_slots <= schedule.slots
@@ -212,7 +212,7 @@ LONG = [(1, 1), (1, 4), (1, 20), (3, 5), (7, 5), (3, 1), (20, 1)]
 def test_a_long_loop_with_many_levels_has_few_distinct_parts(state: int, residuals: int) -> None:
     for n in (10**5, 10**6):
         schedule = Mixed.of(n, 100 * state, state, residuals)
-        # The parts are a table of the program.
+        # The parts of the split are a table in the compiled program.
         assert len(schedule.tree.steps) < 700
         assert schedule.forward_steps < Binomial(n, 100).forward_steps
 
@@ -223,7 +223,7 @@ def test_the_work_for_a_schedule_is_bounded_for_any_loop(
 ) -> None:
     for n in (10**5, 10**6):
         work = numbers_computed(lambda n=n: Mixed.of(n, 100 * state, state, residuals).tree)
-        # Some numbers for each level and part; the recurrence itself would take 10¹² sums.
+        # A few numbers for each level and part; the recurrence itself would take 10¹² sums.
         assert 0 < work < 300_000
 
 
@@ -235,7 +235,7 @@ def test_a_single_state_has_the_counts_of_the_recurrence(numbers_computed: Calla
         assert np.array_equal(least_steps(lengths, blocks, (0, 0)), counts)
         for n in (1, 30, 77, 120):
             assert Mixed(n, blocks, (0, 0)).forward_steps == counts[n], (n, blocks)
-    # No order, which would have as many repetitions as blocks.
+    # No order of actions, which would have as many repetitions as blocks.
     assert numbers_computed(lambda: least_steps(np.array([10**6]), (1, 2), (0, 0))) == 0
 
 
@@ -271,7 +271,7 @@ def test_impossible_schedules_are_refused(make) -> None:  # type: ignore[no-unty
 
 
 def test_residuals_save_at_most_one_run_of_each_step() -> None:
-    """Each residual that is kept can be replaced by its step's state, from which the step is run again."""
+    """Any kept residual can be replaced by its step's state, from which the step is run again."""
     for n, slots, residuals in itertools.product((1, 2, 7, 20, 55, 120), (1, 2, 5, 9), (1, 2, 3)):
         fewest = Mixed.of(n, 2 * slots, 2, 2 * residuals).forward_steps
         assert fewest <= Binomial(n, slots).forward_steps <= fewest + n - 1

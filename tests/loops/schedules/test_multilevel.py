@@ -1,4 +1,4 @@
-"""Nested loops: lengths, memory, and the comparison with the binomial schedule."""
+"""Nested loops: lengths, memory, and comparison with the binomial schedule."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_residuals_weigh_against_states_when_levels_are_balanced() -> None:
 
 
 def test_nested_and_binomial_compare_as_published() -> None:
-    # n = 10,000: with 66 slots 2.77 sweeps against 3, with 30 slots 3.40 against 6.
+    # n = 10,000: 2.77 sweeps instead of 3 with 66 slots, 3.40 instead of 6 with 30 slots.
     assert Binomial(10_000, 66).recomputed_steps / 10_000 == pytest.approx(2.77, abs=0.01)
     assert Multilevel(10_000, (22, 22, 21)).recomputed_steps == pytest.approx(30_000, rel=0.05)
     assert Multilevel(10_000, (22, 22, 21)).peak_slots <= 66

@@ -1,4 +1,4 @@
-"""The online schedule against the binomial one and an interpreter."""
+"""The online schedule compared with the binomial schedule and an interpreter."""
 
 from __future__ import annotations
 

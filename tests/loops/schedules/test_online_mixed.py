@@ -1,4 +1,4 @@
-"""The online schedule with residuals against the optimum that knows the length, and an interpreter."""
+"""The online schedule with residuals compared with the optimum for a known length, and an interpreter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = [(1, 1), (1, 2), (2, 3), (1, 4), (3, 20), (2, 1), (4, 1)]
 
 
 def optimum(n: int, blocks: tuple[int, ...]) -> np.ndarray:
-    """The fewest evaluations of all loops of up to `n` steps, by the recurrence."""
+    """Return the fewest evaluations of all loops of up to `n` steps, by the recurrence."""
     lengths = np.arange(n + 1)
     below = np.where(lengths <= blocks[0], lengths, 1 << 40)
     for block in blocks[1:]:
@@ -53,7 +53,7 @@ def test_steps_are_within_the_proven_ratio_of_the_optimum(state: int, residuals:
 
 
 def _phases(blocks: tuple[int, ...], n: int) -> list[int]:
-    """N(s, 1), N(s, 2), ... until they exceed n."""
+    """Return N(s, 1), N(s, 2), ... until they exceed n."""
     rows = [blocks]
     while rows[-1][-1] <= n:
         rows.append(tuple(itertools.accumulate((blocks[0], *rows[-1][1:]))))

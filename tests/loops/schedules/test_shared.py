@@ -1,4 +1,4 @@
-"""What all schedules have in common: refusals, and how they print their cost."""
+"""Common behaviour of all schedules: refusals, and the printed cost."""
 
 from __future__ import annotations
 
