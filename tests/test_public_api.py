@@ -20,6 +20,8 @@ import remat
 from remat import errors, solvers
 from remat.loops import schedules
 from remat.loops.schedules import Binomial, Hierarchical, Level, Mixed, Multilevel, Online
+from remat.planner.plan_decisions import BodyPlan, Recomputation, ScanOption, WholeStep
+from remat.planner.plan_file import Attempt, MadeFor
 from remat.program.targets import target
 
 PUBLIC = {
@@ -196,6 +198,25 @@ def explained():
         (lambda: explained().timeline(), "Timeline("),
         (lambda: remat.scan.explain(scan_step, jnp.ones(2), length=9, checkpoints=2), "Choice(mixed: 9"),
         (lambda: remat.fit(Step()), "<remat.fit of a Step>"),
+        (
+            lambda: WholeStep(9, (2, 5, 6, 8), (Recomputation(8, (5, 6)),)),
+            "WholeStep(9 equations: 4 stored, 1 recomputation, 0 loops, 0 bodies, 0 copies)",
+        ),
+        (
+            lambda: Attempt(3900, 4000, 2e4, 1e-6),
+            "Attempt(predicted 3.8 KiB, compiled 3.9 KiB, 20.00 kFLOP more)",
+        ),
+        (
+            lambda: MadeFor("v5e", 8, (0, 1), (("flag", "x" * 200),)),
+            "MadeFor(8 x v5e, 2 donated arguments, 1 setting)",
+        ),
+        (lambda: ScanOption(tuple(range(99)), 2**20, 1e-3, 2e9), "ScanOption(99 saved values, 1.0 MiB, "),
+        (lambda: BodyPlan("7.0/", 9, tuple(range(9)), ()), "BodyPlan('7.0/', 9 equations: 9 stored"),
+        (lambda: explained().values[0], "Value(0: "),
+        (lambda: explained().steps[0], "Step("),
+        (lambda: explained().findings[0], "Finding("),
+        (lambda: explained().totals, "Totals(predicted peak "),
+        (lambda: GRAPH, "Graph("),
         (lambda: Binomial(10, 3), "Binomial(n=10, slots=3)"),
         (lambda: Mixed.of(10, 3, 1, 1), "Mixed(n=10, blocks=(1, 2, 3, 4))"),
         (

@@ -152,6 +152,15 @@ def _within(n_bytes: Fraction, most: int, value: object, option: str) -> int:
     return int(n_bytes)
 
 
+def counted(n: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun, in the singular or plural.
+
+    >>> counted(1, "group"), counted(5198, "value"), counted(2, "body", "bodies")
+    ('1 group', '5,198 values', '2 bodies')
+    """
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {plural or noun + 's'}"
+
+
 def format_bytes(n_bytes: Any) -> str:
     """Format a number of bytes in the largest binary unit in which it is at least 1.
 

@@ -50,7 +50,7 @@ from remat.report.model import Kind, Segment, Step, Value
 from remat.solvers.simulate import no_remat
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Account:
     """The values, timeline and segments of a step, and their sums.
 

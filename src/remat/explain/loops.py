@@ -56,7 +56,7 @@ class Read:
     consumer: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class DrawnBody:
     """One iteration of a loop, or one branch.
 

@@ -35,7 +35,7 @@ _LOOP_CALLS = ("remat_keep_rules", "remat_linear")
 _COPIES = names_where("is_copy")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Region:
     """A region's backward half, outside of all loops and other regions.
 
@@ -50,7 +50,7 @@ class Region:
     operands: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PhasedProgram:
     """A program, and the phase of each of its operations.
 
@@ -170,7 +170,7 @@ def _within(phase: Phase, note: _Note, outer: Phase) -> Phase:
     return "recompute" if again and outer == "backward" else outer
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Note:
     phase: Phase
     region: int

@@ -21,7 +21,7 @@ from remat.transform import policies
 from remat.transform.cut import save_compact
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Found:
     """A region's backward half, at any depth.
 

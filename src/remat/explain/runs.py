@@ -12,7 +12,7 @@ from remat.program.from_jaxpr import body_peak_bytes
 from remat.program.program import Op
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Run:
     """The program that a loop or branch runs.
 

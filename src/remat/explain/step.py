@@ -31,7 +31,7 @@ _jax.exclude_from_tracebacks(__file__)
 CLOSED_OVER = "closed-over constant"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ExplainedStep:
     """A step as JAX compiles it, with the names and shard counts of its inputs.
 

@@ -23,6 +23,7 @@ from remat.planner.plan_decisions import HostCopy, ScanOption
 from remat.planner.rewrite import Decisions, rewritten
 from remat.transform.outlining import alone, needs_outlining
 from remat.transform.primitive import region_equation
+from remat.units import counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,14 @@ class LoopDecisions:
     choices: tuple[tuple[str, ScanOption], ...] = ()
     bodies: tuple[tuple[str, Decisions], ...] = ()
     copies: tuple[HostCopy, ...] = ()
+
+    def __repr__(self) -> str:
+        counts = (
+            counted(len(self.choices), "pair"),
+            counted(len(self.bodies), "body", "bodies"),
+            counted(len(self.copies), "copy", "copies"),
+        )
+        return f"LoopDecisions({', '.join(counts)}{', opened' if self.opened else ''})"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -440,7 +440,7 @@ class _Writer:
         return taken, others
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class _Loop:
     """The loop over the chunks of an update, as a function of whole arrays and scalars.
 

@@ -25,6 +25,7 @@ from remat.program.program import Program
 from remat.solvers.graph import Graph
 from remat.solvers.liveness import Arrays, liveness
 from remat.solvers.simulate import no_remat
+from remat.units import counted
 
 # Number of levels of the loops; more make the steps between them smaller and the search longer.
 _MAX_LEVELS = 256
@@ -47,6 +48,10 @@ class LoopChoices:
     by_step: tuple[LoopDecisions, float] | None
     bodies: tuple[Body, ...]
     around: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        bodies = counted(len(self.bodies), "body", "bodies")
+        return f"LoopChoices({counted(len(self.levels), 'level')}, {bodies})"
 
 
 def loop_choices(step: PricedStep) -> LoopChoices:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from remat.paths import relative
 from remat.planner.checked import Checked, check_once, field_error
 from remat.printing import printable
-from remat.units import format_bytes, format_flops
+from remat.units import counted, format_bytes, format_flops
 
 _MOST_GROUPS = 8  # lines of loops, of bodies, and of values in one place; more make the text longer
 _MOST_PLACES = 8  # places of recomputation; more make the text longer
@@ -79,6 +79,11 @@ class ScanOption(Checked):
     host_bytes: int = 0
     transfer_seconds: float = 0.0
 
+    def __repr__(self) -> str:
+        kept = f"{counted(len(self.saved), 'saved value')}, {format_bytes(self.bytes)}"
+        groups = f", {self.groups} x {self.group} steps" if self.groups else ""
+        return f"ScanOption({kept}, {format_flops(self.flops)} recomputed{groups})"
+
     def _check(self) -> None:
         check_once(self.saved, "saved", lambda n: f"value {n} is listed twice")
         if self.rest is not None:
@@ -91,6 +96,12 @@ class ScanOption(Checked):
             raise field_error("rest_offloaded must be empty if rest is null.", "rest_offloaded")
         if self.group < 1:
             raise field_error("group must be at least 1 step.", "group")
+
+
+def _counts(plan: WholeStep | BodyPlan) -> str:
+    """Return the sizes of decisions about a program, for their reprs."""
+    equations = counted(plan.n_equations, "equation")
+    return f"{equations}: {len(plan.stored):,} stored, {counted(len(plan.recomputations), 'recomputation')}"
 
 
 def _check_decisions(plan: WholeStep | BodyPlan, n_added: int = 0) -> None:
@@ -150,6 +161,9 @@ class BodyPlan(Checked):
     recomputations: tuple[Recomputation, ...]
     ordered: bool = False
     partial_sums: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"BodyPlan({self.id!r}, {_counts(self)})"
 
     def _check(self) -> None:
         _check_decisions(self)
@@ -222,6 +236,11 @@ class WholeStep(Checked):
     partial_sums: tuple[int, ...] = ()
     n_added: int = 0
     copies: tuple[HostCopy, ...] = ()
+
+    def __repr__(self) -> str:
+        copies = counted(len(self.copies), "copy", "copies")
+        loops = f"{counted(len(self.loops), 'loop')}, {counted(len(self.bodies), 'body', 'bodies')}"
+        return f"WholeStep({_counts(self)}, {loops}, {copies})"
 
     def _check(self) -> None:
         _check_decisions(self, self.n_added)

@@ -30,7 +30,7 @@ from remat.json_lines import Reader
 from remat.planner.checked import Checked, check_once, field_error, hints_of
 from remat.planner.plan_decisions import BodyPlan, WholeStep, explained
 from remat.printing import printable, shown
-from remat.units import format_bytes, format_flops, format_seconds
+from remat.units import counted, format_bytes, format_flops, format_seconds
 
 _FORMAT = "remat plan"
 _VERSION = 3
@@ -63,6 +63,12 @@ class MadeFor(Checked):
     def __str__(self) -> str:
         return f"{self.n_devices} x {self.device}"
 
+    def __repr__(self) -> str:
+        return printable(
+            f"MadeFor({self}, {counted(len(self.donated), 'donated argument')}, "
+            f"{counted(len(self.settings), 'setting')})"
+        )
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attempt(Checked):
@@ -76,6 +82,11 @@ class Attempt(Checked):
     extra_flops: float
     extra_seconds: float
     failure: str = ""
+
+    def __repr__(self) -> str:
+        compiled = "failed" if self.failure else f"compiled {format_bytes(self.compiled_bytes)}"
+        more = format_flops(self.extra_flops)
+        return f"Attempt(predicted {format_bytes(self.predicted_bytes)}, {compiled}, {more} more)"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -38,6 +38,7 @@ from remat.program.fusion import Fused, Price
 from remat.program.program import Program
 from remat.solvers.grid import GridSearch
 from remat.solvers.solver import Solver
+from remat.units import counted
 
 WRITTEN, FUSED, INLINED, ORDERED = "written", "fused", "inlined", "ordered"
 
@@ -63,7 +64,7 @@ class PricedStep:
       donated: the bytes of each donated argument; results reuse their buffers.
     """
 
-    flat: _jax.Jaxpr = dataclasses.field(repr=False)
+    flat: _jax.Jaxpr
     price: Price
     shards: Sequence[int] | None = None
     slowdown: Slowdown = no_slowdown
@@ -75,6 +76,11 @@ class PricedStep:
     host_limit: int | None = None
     copies: bool = False
     donated: Sequence[int] = ()
+
+    def __repr__(self) -> str:
+        return (
+            f"PricedStep({counted(len(self.flat.eqns), 'equation')}, {' or '.join(self.fusions)})"
+        )
 
     @property
     def fusions(self) -> tuple[str, str]:

@@ -50,6 +50,12 @@ class Candidate:
     extra_flops: float
     verified_level: str = FAST
 
+    def __repr__(self) -> str:
+        variant = "as written" if self.proposal is None else self.proposal.variant
+        predicted = units.format_bytes(self.predicted_bytes)
+        compiled = "failed" if self.failure else units.format_bytes(self.compiled_bytes)
+        return f"Candidate({variant}: predicted {predicted}, compiled {compiled})"
+
     @property
     def decisions(self) -> StepDecisions | None:
         """Return the decisions that the program follows; None for the step as it is written."""

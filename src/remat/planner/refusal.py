@@ -13,7 +13,7 @@ from remat.program.program import Program
 from remat.units import format_bytes
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Refused:
     """The facts for the error message when no plan fits.
 

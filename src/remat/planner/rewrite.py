@@ -44,6 +44,7 @@ from remat.program.fusion import Fused
 from remat.program.program import Program
 from remat.solvers.simulate import Step
 from remat.transform.primitive import region_equation
+from remat.units import counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +78,13 @@ class Decisions:
     bursts: tuple[Burst, ...]
     ordered: bool = False
     partial_sums: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        stored, bursts = (
+            counted(len(self.stored), "stored result"),
+            counted(len(self.bursts), "burst"),
+        )
+        return f"Decisions({stored}, {bursts}{', ordered' if self.ordered else ''})"
 
     @property
     def change_nothing(self) -> bool:
@@ -180,7 +188,7 @@ def following(
     return run
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class TracedCall:
     """A call of a step under `jax.jit`, traced as a flat jaxpr.
 

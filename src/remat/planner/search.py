@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from remat.errors import BudgetError
+from remat.units import format_bytes, format_seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,12 @@ class Proposal:
     lower_bound_seconds: float
     decisions: Any
     cost: float = math.nan
+
+    def __repr__(self) -> str:
+        extra = format_seconds(self.extra_seconds)
+        return (
+            f"Proposal({self.variant}: {format_bytes(self.model_bytes)}, {extra} of recomputation)"
+        )
 
     def __post_init__(self) -> None:
         if math.isnan(self.cost):

@@ -74,6 +74,9 @@ class Fused:
     partial_sums: frozenset[int] = frozenset()
     output_buffers: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return f"Fused({self.graph!r}, {len(self.once)} of them computed once)"
+
 
 def fuse(
     program: Program,

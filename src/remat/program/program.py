@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from remat.ir.operations import Fusion
+from remat.units import counted, format_flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,9 @@ class Op:
     repeatable: bool = True
     slowdown: float = 1.0
 
+    def __repr__(self) -> str:
+        return f"Op({self.name!r}, {format_flops(self.flops)}, results {list(self.results)})"
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -66,6 +70,11 @@ class Program:
     types: tuple[str, ...]
     inputs: frozenset[int]
     outputs: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        return (
+            f"Program({counted(len(self.ops), 'operation')}, {counted(len(self.bytes), 'value')})"
+        )
 
     @property
     def flops(self) -> float:

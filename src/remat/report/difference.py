@@ -21,7 +21,6 @@ from remat.report.groups import Group, groups
 from remat.report.markdown import to_markdown
 from remat.report.model import ExplanationData, Finding, Totals, Value
 from remat.report.outline import (
-    counted,
     memory_rows,
     notes,
     peak_in_words,
@@ -32,7 +31,7 @@ from remat.report.outline import (
 )
 from remat.report.text import renderable, to_text
 from remat.report.timeline import thinned_samples, timeline
-from remat.units import format_bytes, format_flops, format_seconds, in_one_unit
+from remat.units import counted, format_bytes, format_flops, format_seconds, in_one_unit
 
 FORMAT = "remat.difference"
 _TOTALS = {

@@ -18,11 +18,11 @@ from remat.report.groups import Group, groups
 from remat.report.html import to_page
 from remat.report.markdown import to_markdown
 from remat.report.model import ExplanationData, Value
-from remat.report.outline import counted, outline
+from remat.report.outline import outline
 from remat.report.perfetto import to_trace
 from remat.report.text import renderable, to_text
 from remat.report.timeline import Timeline, live_at, timeline
-from remat.units import format_bytes
+from remat.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -30,7 +30,6 @@ from remat.report.model import (
 )
 from remat.report.outline import (
     caution,
-    counted,
     decision_row,
     flops_of_decisions,
     memory_rows,
@@ -44,7 +43,7 @@ from remat.report.outline import (
 )
 from remat.report.payload import MOST_VALUES, payload
 from remat.report.timeline import timeline
-from remat.units import format_bytes, format_flops, format_seconds
+from remat.units import counted, format_bytes, format_flops, format_seconds
 
 _SCRIPTS = ("data.js", "chart.js", "strip.js", "panel.js", "table.js", "main.js")
 _SLOT = re.compile(r"<!--slot:([a-z]+)-->")

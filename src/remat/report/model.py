@@ -27,6 +27,8 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 from remat.errors import ReportError, closest
+from remat.printing import printable, shown
+from remat.units import format_bytes, format_flops
 
 Kind = Literal[
     "argument", "saved", "offloaded", "recomputed", "gradient", "output", "temporary", "reserved"
@@ -79,6 +81,12 @@ class Value:
     reserved: tuple[tuple[int, int], ...] = ()
     function: str = ""
 
+    def __repr__(self) -> str:
+        times = f"{self.count} x " if self.count > 1 else ""
+        return printable(
+            f"Value({self.id}: {times}{self.kind} {self.aval}, {format_bytes(self.n_bytes)})"
+        )
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
@@ -99,6 +107,9 @@ class Step:
     source: str = ""
     segment: int = -1
     iteration: str = ""
+
+    def __repr__(self) -> str:
+        return f"Step({shown(self.label)}, {self.phase})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,6 +145,9 @@ class Finding:
     severity: Severity
     message: str
     next_step: str = ""
+
+    def __repr__(self) -> str:
+        return printable(f"Finding({self.code!r}, {self.severity})")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -173,6 +187,13 @@ class Totals:
     recompute_time_s: float = 0.0
     residual_bytes: int = 0
     residual_argument_bytes: int = 0
+
+    def __repr__(self) -> str:
+        peak = format_bytes(self.predicted.peak_bytes)
+        compiled = (
+            "" if self.compiled is None else f", compiled {format_bytes(self.compiled.peak_bytes)}"
+        )
+        return f"Totals(predicted peak {peak}{compiled}, {format_flops(self.flops)})"
 
     @property
     def difference_bytes(self) -> int | None:

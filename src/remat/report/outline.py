@@ -22,7 +22,7 @@ from remat.report.model import (
     Value,
 )
 from remat.report.timeline import Timeline, live_at, timeline
-from remat.units import format_bytes, format_flops, format_seconds
+from remat.units import counted, format_bytes, format_flops, format_seconds
 
 
 def outline(
@@ -215,15 +215,6 @@ def percent(share: float) -> str:
     ('12.8 %', '0.04 %')
     """
     return f"{share * 100:.1f} %" if share == 0 or abs(share) >= 0.001 else f"{share * 100:.2g} %"
-
-
-def counted(n: int, what: str) -> str:
-    """Return a number with its noun, in the singular or plural.
-
-    >>> counted(1, "group"), counted(5198, "value")
-    ('1 group', '5,198 values')
-    """
-    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
 
 
 def signed_bytes(n_bytes: int) -> str:

@@ -60,7 +60,7 @@ from remat.solvers.liveness import Arrays, Floats, Ints
 _MARGIN = 1e-6
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Frontier:
     """The program of one graph, one budget and chosen boundaries.
 

@@ -32,7 +32,8 @@ from typing import Any
 from remat.errors import GraphError
 from remat.files import read_text, write_text
 from remat.json_lines import Reader
-from remat.printing import shown
+from remat.printing import printable, shown
+from remat.units import counted, format_bytes
 
 # Sums of bytes are also taken in 64-bit integers and in doubles (by the solvers), both of which
 # are exact up to here: 8 PiB.
@@ -90,6 +91,10 @@ class Graph:
 
     def __len__(self) -> int:
         return len(self.nodes)
+
+    def __repr__(self) -> str:
+        name = f"{printable(repr(self.name))}, " if self.name else ""
+        return f"Graph({name}{counted(len(self), 'node')}, time {self.time:g})"
 
     @property
     def time(self) -> int | float:
@@ -203,6 +208,9 @@ class Chain:
 
     def __len__(self) -> int:
         return len(self.stages)
+
+    def __repr__(self) -> str:
+        return f"Chain({counted(len(self), 'stage')}, output {format_bytes(self.output_bytes)})"
 
     def boundary_bytes(self, k: int) -> int:
         """Return the bytes of the input of stage k; of the last output for k = len(chain)."""

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remat.solvers.graph import Graph
+from remat.units import counted, format_bytes
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -52,6 +53,9 @@ class Arrays:
 
     def __len__(self) -> int:
         return len(self.bytes)
+
+    def __repr__(self) -> str:
+        return f"Arrays({counted(len(self), 'node')})"
 
     @functools.cached_property
     def total_time(self) -> float:
@@ -100,6 +104,10 @@ class Liveness:
     server: Ints
     by_value: Ints
     _key: Ints
+
+    def __repr__(self) -> str:
+        n_steps = counted(len(self.order), "computation")
+        return f"Liveness({n_steps}, peak {format_bytes(self.peak_bytes)})"
 
     @functools.cached_property
     def peak_bytes(self) -> int:

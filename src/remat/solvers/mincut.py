@@ -116,7 +116,7 @@ class Hull:
         return fitting[-1]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Network:
     """The flow network of a `CutProblem`, built once and solved for many Lagrange multipliers.
 

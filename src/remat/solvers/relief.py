@@ -111,7 +111,7 @@ def _excess(measured: Liveness, budget: int, power: float) -> float:
     return float((over ** (1.0 + power)).sum())
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Gaps:
     """Stretches in which a computed value is only held, one row each.
 
@@ -151,7 +151,7 @@ def _gaps(measured: Liveness, barred: Bools) -> _Gaps:
     return _Gaps(computation, after, before, value, time, is_postponed)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Candidates:
     """Recomputations that may be inserted, one row each.
 

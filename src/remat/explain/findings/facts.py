@@ -27,7 +27,7 @@ class Followed:
     extra_seconds: float
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Facts:
     """The facts that findings are derived from.
 

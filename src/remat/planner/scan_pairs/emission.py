@@ -27,7 +27,7 @@ from remat.transform.primitive import region_equation
 _jax.exclude_from_tracebacks(__file__)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Emitted:
     """The steps of a pair that keeps some values.
 

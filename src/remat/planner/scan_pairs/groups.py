@@ -155,7 +155,7 @@ def in_two_loops(
     return new_forward, new_backward
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _TwoLoops:
     """The functions that compute both scans of a pair as two loops; the arguments of `in_two_loops`.
 

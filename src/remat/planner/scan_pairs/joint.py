@@ -59,7 +59,7 @@ _MAX_ANCESTORS = 200
 # The joint program
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Joint:
     """A pair of scans as one program.
 

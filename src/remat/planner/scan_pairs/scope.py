@@ -54,7 +54,7 @@ class Costing:
         return dataclasses.replace(self, transfer=None)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Scope:
     """A program with the bytes of its values and the cost of its equations.
 

@@ -53,7 +53,7 @@ def _enters_as_it_left(forward: _jax.JaxprEqn, backward: _jax.JaxprEqn, v: _jax.
     return all(spec == own for operand, own in specs if operand is v)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Shards:
     """A pair of `shard_map`s as one program.
 
