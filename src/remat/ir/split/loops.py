@@ -38,6 +38,7 @@ from remat.ir.split.halves import (
 
 
 def _scan(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
+    """Split a scan into a known one, which stacks the residuals, and a staged one, which reads them."""
     n_consts, n_carry = _jax.scan_arity(eqn)
     body, length = eqn.params["jaxpr"], eqn.params["length"]
     halves = _split_step(_jax.open_jaxpr(body), operands, policy, n_consts, n_carry)

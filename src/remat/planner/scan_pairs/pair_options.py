@@ -193,7 +193,10 @@ def _thinned_evenly(items: Sequence[Any], n: int) -> Sequence[Any]:
 
 
 class _OptionsOfCuts:
-    """The options of one pair, given the choices for the pairs inside."""
+    """The options of one pair, given the choices for the pairs inside.
+
+    An option names the values that each step of the forward scan keeps: a minimum cut of the joint program.
+    """
 
     def __init__(
         self, outer: PairOptions, joint: Joint, inner: tuple[tuple[str, ScanOption], ...]
