@@ -7,6 +7,7 @@ turns them into leading inputs.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Sequence
@@ -184,7 +185,11 @@ def zero_keys(aval: Any) -> Any:
 
 def itemsize_bytes(aval: Any) -> int:
     """Return the bytes of one element, also of PRNG keys and of 4-bit types (rounded up to one)."""
-    dtype = aval.dtype
+    return _itemsize_bytes(aval.dtype)
+
+
+@functools.cache  # few types exist, and each is asked for often
+def _itemsize_bytes(dtype: Any) -> int:
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return 4 * math.prod(dtype._impl.key_shape)
     if dtype == jax.dtypes.float0:

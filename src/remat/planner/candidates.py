@@ -50,6 +50,8 @@ class StepModel:
         self._levels: dict[tuple[LoopDecisions, tuple[BodyOption, ...]], LoopLevel] = {}
         #: FLOPs of the programs that follow decisions.
         self._flops: dict[StepDecisions, float] = {}
+        #: The number of the level at which a search for one starts; 0 for none.
+        self._found_before = 0
 
     def within(self, variant: str, n_bytes: int) -> Proposal:
         """Return the proposal that recomputes least within these bytes of temporaries.
@@ -211,11 +213,7 @@ class StepModel:
     ) -> Iterator[LoopLevel]:
         """Yield the levels among which the one that recomputes least within these bytes is expected."""
         n_levels = len(self._loops.levels)
-        first = bisect.bisect_left(
-            range(n_levels - 1),
-            True,
-            key=lambda at: self._level(at, options).peak_bytes(variant) <= n_bytes,
-        )
+        first = self._first_within(variant, n_bytes, options)
         tried = set(range(max(0, first - _LEVELS_BEFORE), first + 1))
         if self._level(first, options).peak_bytes(variant) > n_bytes:
             tried.update(round(k * (n_levels - 1) / _SPREAD) for k in range(_SPREAD))
@@ -225,3 +223,29 @@ class StepModel:
             by_step = self._level_of(self._loops.by_step, options)
             if by_step.peak_bytes(variant) <= n_bytes:
                 yield by_step
+
+    def _first_within(self, variant: str, n_bytes: int, options: tuple[BodyOption, ...]) -> int:
+        """Return the number of the first level that takes these bytes without more recomputation.
+
+        It is the last level if none does. Each level's program takes long to price, so the ends are tried
+        first: often all levels take the same bytes, because the peak is elsewhere. Then the search starts at
+        the level that it found before, since other options of the bodies and other budgets move it little.
+        """
+
+        def fits(at: int) -> bool:
+            return self._level(at, options).peak_bytes(variant) <= n_bytes
+
+        does_not, does = 0, len(self._loops.levels) - 1
+        if not fits(does):
+            return does
+        if fits(does_not):
+            return does_not
+        at, distance = self._found_before, 1
+        while does_not < at < does:
+            if fits(at):
+                does, at = at, at - distance
+            else:
+                does_not, at = at, at + distance
+            distance *= 2
+        self._found_before = bisect.bisect_left(range(does), True, does_not + 1, does, key=fits)
+        return self._found_before

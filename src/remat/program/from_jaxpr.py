@@ -15,9 +15,10 @@ Known limits: sharding is followed by counts, not by axes; layouts and padding a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from remat import _jax
 from remat.aliases import Aval
@@ -77,7 +78,7 @@ class ProgramWriter:
     """Writes jaxprs as operations on numbered values.
 
     `enter` the inputs, `write` one jaxpr or several, then take the `program`. Subclasses extend
-    `new_value`, `body_of`, `workspace_bytes`, `n_kernels`, `call` and `operation`.
+    `new_value`, `body_of`, `inside_of`, `call` and `operation`.
     """
 
     def __init__(self, slowdown: Slowdown = no_slowdown, *, into_products: bool = False) -> None:
@@ -127,14 +128,10 @@ class ProgramWriter:
             else:
                 self.call(eqn, body, here)
 
-    def workspace_bytes(self, eqn: _jax.JaxprEqn) -> int:
-        """Return the bytes that an equation's bodies occupy while they run, on one device."""
+    def inside_of(self, eqn: _jax.JaxprEqn) -> Inside:
+        """Return what an equation's bodies take on one device."""
         shards = [self.shards[self.ids[v]] if _jax.is_var(v) else 1 for v in eqn.invars]
-        return workspace_bytes(eqn, shards, into_products=self.into_products)
-
-    def n_kernels(self, eqn: _jax.JaxprEqn) -> int:
-        """Return how many kernels an equation launches."""
-        return n_kernels(eqn)
+        return inside_of(eqn, shards, into_products=self.into_products)
 
     def call(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr, path: str) -> None:
         """Write an equation's body in its place."""
@@ -184,6 +181,7 @@ class ProgramWriter:
         results = tuple(map(self.new_value, eqn.outvars, of_results))
         fusion = fusion_of(eqn)
         is_kernel = fusion in (Fusion.KERNEL, Fusion.REDUCE)
+        inside = self.inside_of(eqn)
         self.ops.append(
             Op(
                 name=eqn.primitive.name,
@@ -193,13 +191,13 @@ class ProgramWriter:
                 flops=flops_of(eqn) / shards,
                 dtype=_dtype(eqn),
                 extra_bytes=_extra_bytes(eqn),
-                workspace_bytes=self.workspace_bytes(eqn),
+                workspace_bytes=inside.workspace_bytes,
                 transposed=tuple(
                     self.ids[v]
                     for v in (eqn.invars[k] for k in transposed_operands(eqn))
                     if _jax.is_var(v)
                 ),
-                kernels=self.n_kernels(eqn),
+                kernels=inside.kernels,
                 in_place=tuple(
                     (self.ids[v], self.ids[eqn.outvars[k]])
                     for k, v in enumerate(_inits(eqn))
@@ -271,35 +269,56 @@ def _constrained_shards(eqn: _jax.JaxprEqn) -> int:
         return 0
 
 
-def workspace_bytes(
-    eqn: _jax.JaxprEqn, shards: Sequence[int] | None = None, *, into_products: bool = False
-) -> int:
-    """Return the bytes that the bodies of a loop or of branches occupy while they run.
+class Inside(NamedTuple):
+    """What the bodies of an equation take.
 
     Args:
-      eqn: the loop, the branches or the call.
+      workspace_bytes: the bytes that the largest body occupies while it runs, on one device.
+      kernels: how many kernels the equation launches, a loop in all its steps; 1 for other equations.
+    """
+
+    workspace_bytes: int = 0
+    kernels: int = 1
+
+
+def inside_of(
+    eqn: _jax.JaxprEqn, shards: Sequence[int] | None = None, *, into_products: bool = False
+) -> Inside:
+    """Return what the bodies of a loop, of branches or of a call take.
+
+    Args:
+      eqn: any equation.
       shards: the shard count of each operand; 1 if not given. The bytes are those of one device.
       into_products: as in `fusion.fuse`.
     """
     body = inline_body(eqn)
     if body is not None and is_fusible(eqn):
-        return 0
+        return Inside()
     bodies = [body] if body is not None else list(map(_jax.open_jaxpr, programs_of(eqn)))
-    if jaxprs.is_linear_solve(eqn) and shards is not None:
+    if not bodies:
+        return Inside()
+    if shards is not None and jaxprs.is_linear_solve(eqn):
         shards = solve_operands(eqn, shards)
-    if eqn.primitive.name == "shard_map" and shards is not None:
+    if shards is not None and eqn.primitive.name == "shard_map":
         shards = [automatic_shards(eqn, n) for n in shards]
     n_stacked = len(eqn.outvars) - _jax.scan_arity(eqn)[1] if eqn.primitive.name == "scan" else 0
-    of_bodies = (
-        body_peak_bytes(
-            b,
-            tuple(shards or ())[-len(b.invars) :],
-            into_products=into_products,
-            n_stacked=n_stacked,
-        )
+    of_bodies = [
+        _body_work(b, into_products, _known(tuple(shards or ())[-len(b.invars) :]), n_stacked)
         for b in bodies
-    )
-    return max(of_bodies, default=0)
+    ]
+    kernels = _kernels(eqn, [work.kernels for work in of_bodies])
+    return Inside(int(max(work.peak_bytes for work in of_bodies)), kernels)
+
+
+def _kernels(eqn: _jax.JaxprEqn, of_bodies: Sequence[int]) -> int:
+    """Return how many kernels an equation launches, from those that each of its bodies launches."""
+    name = eqn.primitive.name
+    if name == "cond":
+        return max(1, *of_bodies)
+    if name not in ("scan", "while"):
+        return 1
+    length = eqn.params["length"] if name == "scan" else WHILE_TRIPS
+    return max(1, length * sum(of_bodies)) if isinstance(length, int) else 1
 
 
 def _inits(eqn: _jax.JaxprEqn) -> Sequence[_jax.Var | _jax.Literal]:
@@ -312,36 +331,14 @@ def _inits(eqn: _jax.JaxprEqn) -> Sequence[_jax.Var | _jax.Literal]:
     return ()
 
 
-def n_kernels(eqn: _jax.JaxprEqn) -> int:
-    """Return how many kernels an equation launches, a loop in all its steps; 1 for other primitives."""
-    name, params = eqn.primitive.name, eqn.params
-    if name not in ("scan", "while", "cond"):
-        return 1
-    of_bodies = [_body_work(_jax.open_jaxpr(body)).kernels for body in jaxprs.bodies_of(eqn)]
-    if name == "cond":
-        return max(1, *of_bodies)
-    length = params["length"] if name == "scan" else WHILE_TRIPS
-    return max(1, length * sum(of_bodies)) if isinstance(length, int) else 1
+def body_peak_bytes(jaxpr: _jax.Jaxpr) -> int:
+    """Return the bytes that one run of a body occupies besides its inputs and results, unsharded."""
+    return int(_body_work(jaxpr).peak_bytes)
 
 
-def body_peak_bytes(
-    jaxpr: _jax.Jaxpr,
-    shards: tuple[int, ...] = (),
-    *,
-    into_products: bool = False,
-    n_stacked: int = 0,
-) -> int:
-    """Return the bytes that one run of a body occupies besides its inputs and results.
-
-    Args:
-      jaxpr: the body.
-      shards: the shard count of each input; 1 if not given.
-      into_products: as in `fusion.fuse`.
-      n_stacked: the number of last results that the loop stacks. A stack that a loop inside makes takes
-        memory of its own before it is copied into the outer one.
-    """
-    known = shards if any(n > 1 for n in shards) else ()
-    return int(_body_work(jaxpr, into_products, known, n_stacked).peak_bytes)
+def _known(shards: tuple[int, ...]) -> tuple[int, ...]:
+    """Return shard counts; none if nothing is sharded, so that cached figures are found again."""
+    return shards if any(n > 1 for n in shards) else ()
 
 
 class _Work(NamedTuple):
@@ -357,6 +354,15 @@ def _body_work(
     shards: tuple[int, ...] = (),
     n_stacked: int = 0,
 ) -> _Work:
+    """Return what one run of a body takes besides its inputs and results.
+
+    Args:
+      jaxpr: the body.
+      into_products: as in `fusion.fuse`.
+      shards: the shard count of each input; 1 if not given.
+      n_stacked: the number of last results that the loop stacks. A stack that a loop inside makes takes
+        memory of its own before it is copied into the outer one.
+    """
     writer = ProgramWriter(into_products=into_products)
     # The condition of a while loop takes other operands than the last ones.
     writer.enter(jaxpr.invars, shards if len(shards) == len(jaxpr.invars) else None)
@@ -371,10 +377,17 @@ def _body_work(
 
 def _dtype(eqn: _jax.JaxprEqn) -> str:
     for v in (*eqn.invars, *eqn.outvars):
-        dtype = getattr(v.aval, "dtype", None)
-        if dtype is not None and str(dtype).startswith(("float", "bfloat", "complex")):
-            return str(dtype)
+        name = _inexact_name(getattr(v.aval, "dtype", None))
+        if name:
+            return name
     return "float32"
+
+
+@functools.cache  # texts of types take long, and few types exist
+def _inexact_name(dtype: Any) -> str:
+    """Return the name of a type of real or complex numbers; "" for others."""
+    name = str(dtype)
+    return name if name.startswith(("float", "bfloat", "complex")) else ""
 
 
 def _extra_bytes(eqn: _jax.JaxprEqn) -> int:

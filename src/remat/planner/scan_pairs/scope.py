@@ -18,6 +18,7 @@ from remat.planner.scan_pairs.shards import Shards
 from remat.planner.tradeoffs import seconds_of
 from remat.program.from_jaxpr import (
     FlatWriter,
+    Inside,
     ProgramWriter,
     Slowdown,
     automatic_shards,
@@ -29,11 +30,8 @@ from remat.program.fusion import Price
 class _Writer(FlatWriter):
     """Writes each loop or conditional as if it were one kernel; `Scope` prices the equations inside."""
 
-    def workspace_bytes(self, eqn: _jax.JaxprEqn) -> int:
-        return 0
-
-    def n_kernels(self, eqn: _jax.JaxprEqn) -> int:
-        return 1
+    def inside_of(self, eqn: _jax.JaxprEqn) -> Inside:
+        return Inside()
 
 
 @dataclasses.dataclass(frozen=True)
