@@ -18,10 +18,14 @@ Arrays: TypeAlias = list[Any]  # the leaves of a pytree of arrays; None where th
 Aval: TypeAlias = Any  # an abstract value of JAX, with a shape, a dtype and a sharding
 Size: TypeAlias = Any  # a number of steps, elements or bytes: an int, or an expression in symbols
 TreeDef: TypeAlias = Any  # the structure of a pytree
+Sharding: TypeAlias = Any  # a sharding of JAX, or what JAX has where none is given
 
 Atom: TypeAlias = Any  # an operand or a result of an equation: a variable or a literal
 Eqn: TypeAlias = Any  # an equation: it has `invars`, `outvars` and `params`
 JaxprLike: TypeAlias = Any  # a jaxpr, open or closed
+DebugInfo: TypeAlias = Any  # names of a traced function's arguments and results, for error messages
+SourceInfo: TypeAlias = Any  # the traceback and name stack of an equation
+IrValue: TypeAlias = Any  # a value of MLIR, or several of them
 AxisData: TypeAlias = Any  # the axis that a batching rule adds: its size and names
 Dim: TypeAlias = int | None  # which axis of a value is batched, None for none
 

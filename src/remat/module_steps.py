@@ -292,7 +292,7 @@ class Filtered:
         return self.leaves, self.structure
 
     @classmethod
-    def tree_unflatten(cls, structure: Structure, leaves: Any) -> Filtered:
+    def tree_unflatten(cls, structure: Structure, leaves: Iterable[Leaf]) -> Filtered:
         """Return the argument with these arrays."""
         return cls(list(leaves), structure)
 

@@ -28,6 +28,7 @@ from remat._jax.compat import (
     Jaxpr,
     JaxprEqn,
     Primitive,
+    Tracer,
     Zero,
     close,
     detach_consts,
@@ -40,7 +41,7 @@ from remat._jax.compat import (
 )
 from remat._jax.equations import has_lasting_effects
 from remat._jax.tracing import trace
-from remat.aliases import Array, Aval, AxisData, Dim, TreeDef
+from remat.aliases import Array, Arrays, Aval, AxisData, Dim, TreeDef
 
 
 def is_zero(tangent: Array) -> bool:
@@ -51,12 +52,12 @@ def zero_tangent(primal: Array) -> Zero:
     return _ad_util.p2tz(primal)
 
 
-def batched_type(aval: Aval, axis_data: AxisData) -> Any:
+def batched_type(aval: Aval, axis_data: AxisData) -> Aval:
     """Return the type of an array with the axis of a `vmap` in front."""
     return _core.unmapped_aval(axis_data.size, 0, aval, axis_data.explicit_mesh_axis)
 
 
-def batched(x: Any, dim: int | None, axis_data: AxisData) -> Any:
+def batched(x: Array, dim: int | None, axis_data: AxisData) -> Array:
     """Return an array with the axis of a `vmap` in front, sharded like the other arrays with that axis."""
     if dim is None:
         return _batching.broadcast(x, axis_data.size, 0, axis_data.explicit_mesh_axis)
@@ -89,7 +90,7 @@ def disallowed_effects(jaxpr: Jaxpr) -> set[Any]:
 
 def jvp_of_jaxpr(
     jaxpr: Jaxpr, nonzeros: Sequence[bool]
-) -> tuple[Jaxpr, tuple[Any, ...], Sequence[bool]]:
+) -> tuple[Jaxpr, tuple[Array, ...], Sequence[bool]]:
     """Return the JVP of a jaxpr: from primals and nonzero tangents to primals and nonzero tangents.
 
     Also return its constants, and which results have a nonzero tangent.
@@ -119,7 +120,7 @@ class Transposed(NamedTuple):
     """
 
     jaxpr: Jaxpr
-    consts: tuple[Any, ...]
+    consts: tuple[Array, ...]
     ins_zero: list[bool]
     out_tree: TreeDef
 
@@ -175,7 +176,7 @@ def transpose(
     return Transposed(result, consts, seen["ins_zero"], seen["out_tree"])
 
 
-def _backward(jaxpr: Jaxpr, args: Sequence[Array], cts: Sequence[Array]) -> tuple[list[Any], dict]:
+def _backward(jaxpr: Jaxpr, args: Sequence[Array], cts: Sequence[Array]) -> tuple[Arrays, dict]:
     # 0.11 added logs of the backward pass; delete the second half with 0.10.
     if JAX_VERSION >= (0, 11):
         return _ad_src.backward_pass(jaxpr, False, (), args, cts, return_logs=True)
@@ -184,7 +185,7 @@ def _backward(jaxpr: Jaxpr, args: Sequence[Array], cts: Sequence[Array]) -> tupl
 
 def batch_jaxpr(
     jaxpr: Jaxpr, axis_data: AxisData, dims: Sequence[Dim]
-) -> tuple[Jaxpr, tuple[Any, ...], list[int | None]]:
+) -> tuple[Jaxpr, tuple[Array, ...], list[int | None]]:
     """Return the jaxpr under `vmap`, its constants, and each result's batch axis: 0, or None."""
     closed, batched = _batching_src.batch_jaxpr_axes(
         close(jaxpr), axis_data, dims, [_batching_src.zero_if_mapped] * len(jaxpr.outvars)
@@ -192,11 +193,11 @@ def batch_jaxpr(
     return (*detach_consts(closed), [0 if b else None for b in batched])
 
 
-def known_tracers(tracers: Sequence[Any]) -> list[bool]:
+def known_tracers(tracers: Sequence[Tracer]) -> list[bool]:
     return [t.is_known() for t in tracers]
 
 
-def known_values(tracers: Sequence[Any]) -> list[Any]:
+def known_values(tracers: Sequence[Tracer]) -> Arrays:
     return [t.pval.get_known() for t in tracers if t.is_known()]
 
 
@@ -204,10 +205,10 @@ def stage_eqn(
     trace_: Any,
     primitive: Primitive,
     residuals: Sequence[Array],
-    tracers: Sequence[Any],
+    tracers: Sequence[Tracer],
     jaxpr: Jaxpr,
     params: dict,
-) -> list[Any]:
+) -> list[Tracer]:
     """Stage one equation on residuals and tracers into the linear program that is being built."""
     ins = [trace_.new_instantiated_const(r) for r in residuals]
     ins += [trace_.instantiate_const(t) for t in tracers]
@@ -263,7 +264,7 @@ def _on_arrays(rule: Callable) -> Callable:
     return jvp
 
 
-def _as_array(x: Any) -> Any:
+def _as_array(x: Array) -> Array:
     return jax.numpy.asarray(x) if isinstance(x, bool | int | float | complex) else x
 
 
@@ -283,7 +284,7 @@ def register_linearization(primitive: Primitive, rule: Callable) -> None:
         outs, outs_nonzero, residuals, apply = rule(nonzero, primals, **params)
         zeros = [_ad_util.p2tz(out) for out in outs]
 
-        def linearized(residuals: Any, *tangents: Any) -> list[Any]:
+        def linearized(residuals: Arrays, *tangents: Array) -> Arrays:
             tangents = tangents[-len(nonzero) :]
             found = iter(apply(residuals, [t for t, n in zip(tangents, nonzero) if n]))
             return [next(found) if n else zero for n, zero in zip(outs_nonzero, zeros)]

@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,8 @@ from jax._src.state.types import AbstractRef as AbstractRef
 from jax.extend import core as _excore, source_info_util as _source_info
 from jax.extend.core import primitives as _primitives
 from jax.interpreters import ad as _ad
+
+from remat.aliases import Array, Atom, Aval, JaxprLike
 
 
 def version_tuple(version: str) -> tuple[int, ...]:
@@ -122,18 +124,18 @@ residuals_logger = logging.getLogger("jax._src.ad_checkpoint")
 # Jaxprs with and without constants
 
 
-def detach_consts(closed: Any) -> tuple[Jaxpr, tuple[Any, ...]]:
+def detach_consts(closed: JaxprLike) -> tuple[Jaxpr, tuple[Array, ...]]:
     """Return a jaxpr with its constants as leading inputs, and the constants."""
     inner = closed if _JAXPRS_CARRY_CONSTS else closed.jaxpr
     return _pe_src.convert_constvars_jaxpr(inner), tuple(closed.consts)
 
 
-def close(jaxpr: Jaxpr) -> Any:
+def close(jaxpr: Jaxpr) -> JaxprLike:
     """Return the jaxpr as a closed jaxpr without constants."""
     return _pe_src.close_jaxpr(jaxpr)
 
 
-def open_jaxpr(jaxpr: Any) -> Jaxpr:
+def open_jaxpr(jaxpr: JaxprLike) -> Jaxpr:
     """Return the open jaxpr of one that may be closed."""
     return jaxpr if isinstance(jaxpr, _excore.Jaxpr) else jaxpr.jaxpr
 
@@ -147,43 +149,43 @@ def memory_kinds() -> tuple[str, ...]:
     return tuple(sorted(memory.kind for memory in jax.devices()[0].addressable_memories()))
 
 
-def is_on_host(aval: Any) -> bool:
+def is_on_host(aval: Aval) -> bool:
     """Return whether a value's type says that it lives in host memory."""
     return getattr(aval, "memory_space", None) is jax.memory.Space.Host
 
 
-def is_array(aval: Any) -> bool:
+def is_array(aval: Aval) -> bool:
     """Return whether values of this type are arrays (or random keys), rather than refs or tokens."""
     return isinstance(aval, jax.core.ShapedArray)
 
 
-def is_in_memory(aval: Any, kind: str) -> bool:
+def is_in_memory(aval: Aval, kind: str) -> bool:
     """Return whether a type says that its values are in memory of this kind."""
     return getattr(aval, "memory_space", None) is _core.mem_kind_to_space(kind)
 
 
-def stays_in_memory(primitive: Primitive, operands: Sequence[Any], kind: str) -> bool:
+def stays_in_memory(primitive: Primitive, operands: Sequence[Aval], kind: str) -> bool:
     """Return whether all operands of an equation are in memory of this kind, and it is not a copy."""
     return primitive is not _primitives.device_put_p and all(
         is_in_memory(aval, kind) for aval in operands if is_array(aval)
     )
 
 
-def can_be_on_host(aval: Any) -> bool:
+def can_be_on_host(aval: Aval) -> bool:
     """Return whether values of this type are arrays on a device, which can be copied to the host and back."""
     if getattr(aval, "memory_space", None) is not jax.memory.Space.Device:
         return False
     return not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
-def zero_keys(aval: Any) -> Any:
+def zero_keys(aval: Aval) -> Array:
     """Return random keys of a type whose data are zeros, for any key implementation."""
     impl = aval.dtype._impl
     words = jnp.zeros((*aval.shape, *impl.key_shape), jnp.uint32)
     return jax.random.wrap_key_data(words, impl=impl)
 
 
-def itemsize_bytes(aval: Any) -> int:
+def itemsize_bytes(aval: Aval) -> int:
     """Return the bytes of one element, also of PRNG keys and of 4-bit types (rounded up to one)."""
     return _itemsize_bytes(aval.dtype)
 
@@ -197,16 +199,16 @@ def _itemsize_bytes(dtype: Any) -> int:
     return int(getattr(dtype, "itemsize", 1))
 
 
-def has_tangent(aval: Any) -> bool:
+def has_tangent(aval: Aval) -> bool:
     """Return whether values of this type can have a derivative: real and complex numbers."""
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-def is_var(v: Any) -> bool:
+def is_var(v: Atom) -> bool:
     """Return whether an operand or a result of a jaxpr is a variable rather than a literal."""
     return not isinstance(v, _excore.Literal)
 
 
-def is_dropped(v: Any) -> bool:
+def is_dropped(v: Atom) -> bool:
     """Return whether a result of an equation is dropped (`_` in a printed jaxpr)."""
     return isinstance(v, _excore.DropVar)

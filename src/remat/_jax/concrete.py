@@ -13,12 +13,12 @@ from jax._src.interpreters import partial_eval as _pe_src
 from jax.extend import core as _excore, source_info_util as _source_info
 from jax.interpreters import partial_eval as _pe
 
-from remat._jax.compat import Jaxpr, Var
+from remat._jax.compat import Jaxpr, Tracer, Var
 from remat._jax.tracing import flatten_arguments
-from remat.aliases import Aval, TreeDef
+from remat.aliases import Array, Aval, DebugInfo, SourceInfo, TreeDef
 
 
-def concrete_value(x: Any) -> Any:
+def concrete_value(x: Array) -> Array:
     """Return the value of an argument, also of a differentiated tracer; None if it is unknown."""
     return _core.to_concrete_value(x)
 
@@ -81,36 +81,36 @@ class _ConcreteTrace(_pe_src.DynamicJaxprTrace):
 
     __slots__ = ("_values",)
 
-    def __init__(self, debug: Any, parent_trace: Any):
+    def __init__(self, debug: DebugInfo, parent_trace: Any):
         super().__init__(debug, parent_trace=parent_trace)
-        self._values: dict[Var, Any] = {}
+        self._values: dict[Var, Array] = {}
 
-    def var_to_tracer(self, var: Any, source_info: Any, parent: Any = None) -> Any:
+    def var_to_tracer(self, var: Var, source_info: SourceInfo, parent: Any = None) -> Tracer:
         plain = super().var_to_tracer(var, source_info, parent)
         return self._concrete(plain)
 
-    def new_arg(self, aval: Aval, source_info: Any) -> Any:
+    def new_arg(self, aval: Aval, source_info: SourceInfo) -> Tracer:
         return self._concrete(super().new_arg(aval, source_info))
 
-    def _concrete(self, plain: Any) -> Any:
+    def _concrete(self, plain: Tracer) -> Tracer:
         if getattr(plain, "mutable_qdd", None) is not None:
             return plain
         return _ConcreteTracer(self, plain.aval, plain.val, plain._line_info, plain.parent)
 
-    def argument(self, aval: Aval, value: Any, source_info: Any) -> Any:
+    def argument(self, aval: Aval, value: Array, source_info: SourceInfo) -> Tracer:
         tracer = self.new_arg(aval, source_info)
         if value is not None:
             self._values[tracer.val] = value
         return tracer
 
-    def value_of(self, tracer: Any) -> Any:
+    def value_of(self, tracer: Tracer) -> Array:
         try:
             with jax.core.eval_context():
                 return self._evaluate(tracer)
         except _Unavailable:
             return None
 
-    def _evaluate(self, tracer: Any) -> Any:
+    def _evaluate(self, tracer: Tracer) -> Array:
         # An explicit stack: a chain of equations may be longer than Python's recursion limit.
         todo = [tracer]
         while todo:
@@ -132,7 +132,7 @@ class _ConcreteTrace(_pe_src.DynamicJaxprTrace):
             self._values.update(zip(eqn.outvars, outs))
         return self._known(tracer)
 
-    def _known(self, tracer: Any) -> Any:
+    def _known(self, tracer: Tracer) -> Array:
         atom = tracer.val
         if isinstance(atom, _excore.Literal):
             return atom.val
@@ -143,8 +143,12 @@ class _ConcreteTrace(_pe_src.DynamicJaxprTrace):
 
 
 def trace_concretely(
-    fun: Callable, in_tree: TreeDef, avals: Sequence[Aval], values: Sequence[Any], debug: Any
-) -> tuple[Jaxpr, tuple[Any, ...], Any]:
+    fun: Callable,
+    in_tree: TreeDef,
+    avals: Sequence[Aval],
+    values: Sequence[Array],
+    debug: DebugInfo,
+) -> tuple[Jaxpr, tuple[Array, ...], TreeDef]:
     """Trace like `trace`, but let Python control flow depend on the arguments' `values`.
 
     A value of None is unknown. The jaxpr contains the branches that these values take.

@@ -36,7 +36,7 @@ from remat._jax.compat import (
     name_p,
     open_jaxpr,
 )
-from remat.aliases import Atom, Aval
+from remat.aliases import Array, Atom, Aval, JaxprLike
 
 try:
     from jax._src import flattree as _flattree
@@ -93,7 +93,7 @@ def new_body_eqn(
     )
 
 
-def with_equations(body: Any, opened: Jaxpr) -> Any:
+def with_equations(body: JaxprLike, opened: Jaxpr) -> JaxprLike:
     """Return `opened` with the constants of `body`, if that is a closed jaxpr."""
     return opened if isinstance(body, _excore.Jaxpr) else body.replace(jaxpr=opened)
 
@@ -357,12 +357,12 @@ def with_scan_arity(params: dict, n_consts: int, n_carry: int) -> dict:
     )
 
 
-def stacked(length: int, aval: Aval) -> Any:
+def stacked(length: int, aval: Aval) -> Aval:
     """Return the type of `length` values of a type, stacked along a new first axis."""
     return _core.unmapped_leading_aval(length, aval)
 
 
-def empty(aval: Aval) -> Any:
+def empty(aval: Aval) -> Array:
     """Return an array of a type with arbitrary contents."""
     return _ad_util.empty_like_aval(aval)
 
@@ -381,13 +381,13 @@ def is_plain_jit(eqn: JaxprEqn) -> bool:
     return unspecified and layouts and not any(params.get("donated_invars", ()))
 
 
-def hoist_constants(jaxpr: Jaxpr) -> tuple[Jaxpr, list[Any]]:
+def hoist_constants(jaxpr: Jaxpr) -> tuple[Jaxpr, list[Array]]:
     """Move the constants of plain `jit` equations, also inside each other, to the front of the inputs.
 
     Returns the jaxpr, whose plain `jit` equations have no constants, and the values of the new inputs.
     """
     invars: list[Atom] = []
-    values: list[Any] = []
+    values: list[Array] = []
     eqns = []
     for eqn in jaxpr.eqns:
         if not is_plain_jit(eqn):
@@ -420,7 +420,7 @@ def hoist_constants(jaxpr: Jaxpr) -> tuple[Jaxpr, list[Any]]:
 # Jaxprs inside equations
 
 
-def jaxprs_of(eqn: JaxprEqn) -> Iterator[Any]:
+def jaxprs_of(eqn: JaxprEqn) -> Iterator[JaxprLike]:
     """Yield all jaxprs in an equation's parameters."""
     for value in eqn.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
@@ -428,7 +428,7 @@ def jaxprs_of(eqn: JaxprEqn) -> Iterator[Any]:
                 yield item
 
 
-def is_jaxpr(value: Any) -> bool:
+def is_jaxpr(value: object) -> bool:
     """Return whether a parameter is a jaxpr, open or closed."""
     return isinstance(value, _excore.Jaxpr) or (
         hasattr(value, "jaxpr") and hasattr(value, "consts")

@@ -21,7 +21,7 @@ from remat._jax.compat import (
     weakref_lru_cache,
 )
 from remat._jax.equations import rebuild
-from remat.aliases import Aval
+from remat.aliases import Aval, IrValue
 
 LoweringContext: TypeAlias = _mlir.LoweringRuleContext
 
@@ -55,7 +55,7 @@ def register_lowering(primitive: Primitive, rule: Callable, **by_platform: Calla
     _mlir.register_lowering(primitive, choose, cacheable=False)
 
 
-def lower_inline(ctx: LoweringContext, jaxpr: Jaxpr, args: Sequence[Any]) -> Sequence[Any]:
+def lower_inline(ctx: LoweringContext, jaxpr: Jaxpr, args: Sequence[IrValue]) -> Sequence[IrValue]:
     """Emit a jaxpr's operations in place, under the name scope `checkpoint`.
 
     A jaxpr is lowered once, as one equation of a cacheable primitive; JAX copies it afterwards.
@@ -64,8 +64,8 @@ def lower_inline(ctx: LoweringContext, jaxpr: Jaxpr, args: Sequence[Any]) -> Seq
 
 
 def _write(
-    ctx: LoweringContext, jaxpr: Jaxpr, args: Sequence[Any], name_stack: Any
-) -> Sequence[Any]:
+    ctx: LoweringContext, jaxpr: Jaxpr, args: Sequence[IrValue], name_stack: Any
+) -> Sequence[IrValue]:
     outs, tokens = _mlir.jaxpr_subcomp(
         ctx.module_context,
         jaxpr,
@@ -104,7 +104,7 @@ def _as_equation(jaxpr: Jaxpr) -> Jaxpr:
     )
 
 
-def _lower_body(ctx: LoweringContext, *args: Any, jaxpr: Jaxpr) -> Sequence[Any]:
+def _lower_body(ctx: LoweringContext, *args: IrValue, jaxpr: Jaxpr) -> Sequence[IrValue]:
     return _write(ctx, jaxpr, args, ctx.name_stack.extend("checkpoint"))
 
 
@@ -114,10 +114,10 @@ _mlir.register_lowering(_body_p, _lower_body)
 def lower_call(
     ctx: LoweringContext,
     jaxpr: Jaxpr,
-    args: Sequence[Any],
+    args: Sequence[IrValue],
     attributes: dict[str, str],
     returned: tuple[int, ...] = (),
-) -> Sequence[Any]:
+) -> Sequence[IrValue]:
     """Emit a jaxpr as a separate function and a call of it with these frontend attributes.
 
     The function also returns its inputs at the positions `returned`; those results are dropped.
@@ -162,7 +162,7 @@ def _is_unreduced(aval: Aval) -> bool:
     return isinstance(aval, jax.core.ShapedArray) and bool(aval.sharding.spec.unreduced)
 
 
-def _declare_shardings(ctx: LoweringContext, function: Any, avals_out: Sequence[Any]) -> None:
+def _declare_shardings(ctx: LoweringContext, function: Any, avals_out: Sequence[Aval]) -> None:
     """Declare in a function's signature which arguments and results are unreduced, and over which axes.
 
     The partitioner assumes that an argument without such a declaration is reduced: it would sum the argument
@@ -200,7 +200,9 @@ def n_devices(ctx: LoweringContext) -> int:
     return int(axes.num_devices if mesh is None else mesh.size)
 
 
-def lower_barrier(ctx: LoweringContext, avals: Sequence[Aval], args: Sequence[Any]) -> list[Any]:
+def lower_barrier(
+    ctx: LoweringContext, avals: Sequence[Aval], args: Sequence[IrValue]
+) -> list[IrValue]:
     """Emit an optimization barrier: no result is available before all inputs are computed."""
     flat, _ = _mlir.ir_tree_registry.flatten(list(args))
     if not flat:

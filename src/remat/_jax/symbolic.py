@@ -12,11 +12,13 @@ from typing import Any
 import jax
 from jax._src import core as _core
 
+from remat.aliases import Size
+
 _TYPICAL_DIMENSION = 256  # the value assumed for each symbol when sizes are compared
 _MOST_BYTES = 2**63  # larger than any array
 
 
-def is_symbolic(size: Any) -> bool:
+def is_symbolic(size: Size) -> bool:
     """Return whether a size or dimension is an expression in symbols."""
     return _core.is_symbolic_dim(size)
 
@@ -29,7 +31,7 @@ def decided(compare: Callable[[], Any]) -> bool | None:
         return None
 
 
-def largest(*sizes: Any) -> Any:
+def largest(*sizes: Size) -> Size:
     """Return the largest of several sizes, which may be an expression itself."""
     result, *others = sizes or (0,)
     for size in others:
@@ -37,14 +39,14 @@ def largest(*sizes: Any) -> Any:
     return result
 
 
-def typical(size: Any) -> int:
+def typical(size: Size) -> int:
     """Return a size with `_TYPICAL_DIMENSION` in place of each symbol."""
     if not is_symbolic(size):
         return int(size)
     return int(size._evaluate(dict.fromkeys(size._get_vars(), _TYPICAL_DIMENSION)))
 
 
-def upper_bound(size: Any) -> int | None:
+def upper_bound(size: Size) -> int | None:
     """Return the least provable upper bound of a size over all values of its symbols, or None.
 
     The constraints of `jax.export.symbolic_shape` are taken into account.

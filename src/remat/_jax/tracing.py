@@ -26,20 +26,20 @@ from remat._jax.compat import (
     detach_consts,
     eval_jaxpr,
 )
-from remat.aliases import Array, Aval, Leaf, PyTree, TreeDef
+from remat.aliases import Array, Arrays, Aval, DebugInfo, Leaf, PyTree, Sharding, Size, TreeDef
 
 try:
     from jax._src.flattree import treedef_args_to_ft as _flat_tree
 except ImportError:  # delete with JAX 0.10, where FlatTree is in tree_util
 
-    def _flat_tree(in_tree: TreeDef, avals: Sequence[Aval]) -> Any:
+    def _flat_tree(in_tree: TreeDef, avals: Sequence[Aval]) -> PyTree:
         return _tree_util.FlatTree(tuple(avals), in_tree, False)
 
 
 _JITTED = type(jax.jit(lambda: None))
 
 
-def flatten_arguments(tree: PyTree) -> tuple[list[Any], Any]:
+def flatten_arguments(tree: PyTree) -> tuple[list[Leaf], TreeDef]:
     """Flatten a call's `(args, kwargs)` as JAX's own transformations do."""
     return _tree_util.tracing_registry.flatten(tree)
 
@@ -136,11 +136,11 @@ def unjitted(fun: Any) -> tuple[Callable, dict[str, Any]]:
     return types.MethodType(inner, fun.__self__) if is_method else inner, options
 
 
-def abstractify(x: Any) -> Any:
+def abstractify(x: Array) -> Aval:
     return jax.api_util.shaped_abstractify(x)
 
 
-def check_ref_arguments(debug: Any, avals: Sequence[Aval], leaves: Sequence[Leaf]) -> None:
+def check_ref_arguments(debug: DebugInfo, avals: Sequence[Aval], leaves: Sequence[Leaf]) -> None:
     """Raise for refs that are passed twice or belong to an active transformation."""
     _api_util.check_no_transformed_refs_args(lambda: debug, leaves)
     # 0.11: only then can a jaxpr check it; delete the condition with 0.10.
@@ -148,15 +148,15 @@ def check_ref_arguments(debug: Any, avals: Sequence[Aval], leaves: Sequence[Leaf
         _api_util.check_no_aliased_ref_args(lambda: debug, avals, leaves)
 
 
-def check_captured_refs(debug: Any, consts: Sequence[Any], leaves: Sequence[Leaf]) -> None:
+def check_captured_refs(debug: DebugInfo, consts: Sequence[Array], leaves: Sequence[Leaf]) -> None:
     """Raise for a ref that is both an argument and closed over."""
     if JAX_VERSION >= (0, 11) and _config.mutable_array_checks.value:
         _api_util._check_no_aliased_closed_over_refs(debug, consts, leaves)
 
 
 def trace(
-    fun: Callable, in_tree: TreeDef, avals: Sequence[Aval], debug: Any
-) -> tuple[Jaxpr, tuple[Any, ...], Any]:
+    fun: Callable, in_tree: TreeDef, avals: Sequence[Aval], debug: DebugInfo
+) -> tuple[Jaxpr, tuple[Array, ...], TreeDef]:
     """Trace `fun` to a jaxpr whose closed-over values are its leading inputs.
 
     Returns the jaxpr, the closed-over values, and the tree of the result.
@@ -166,7 +166,7 @@ def trace(
     return jaxpr, consts, out.tree
 
 
-def trace_call(fun: Callable, *args: Any) -> tuple[Jaxpr, list[Any], Any]:
+def trace_call(fun: Callable, *args: PyTree) -> tuple[Jaxpr, Arrays, TreeDef]:
     """Return `fun` as a jaxpr, the values that it closes over, and the types of its result as a pytree.
 
     The jaxpr takes the closed-over values as leading inputs. `args` are pytrees of arrays or types.
@@ -177,11 +177,11 @@ def trace_call(fun: Callable, *args: Any) -> tuple[Jaxpr, list[Any], Any]:
     return jaxpr, list(consts), out
 
 
-def call_jaxpr(jaxpr: Jaxpr, args: Sequence[Array]) -> list[Any]:
+def call_jaxpr(jaxpr: Jaxpr, args: Sequence[Array]) -> Arrays:
     return eval_jaxpr(jaxpr, (), *args)
 
 
-def argument_shardings(traced: Any) -> list[Any]:
+def argument_shardings(traced: Any) -> list[Sharding]:
     """Return the sharding of each argument of `jax.jit(f).trace(...)`; None if it is unspecified.
 
     `in_shardings` takes precedence over the argument's own sharding. Static arguments are left out.
@@ -191,7 +191,7 @@ def argument_shardings(traced: Any) -> list[Any]:
     return [b if a is _unspecified else a for a, b in zip(asked, own, strict=True)]
 
 
-def result_shardings(traced: Any) -> list[Any]:
+def result_shardings(traced: Any) -> list[Sharding]:
     """Return the `out_shardings` of each result of `jax.jit(f).trace(...)`; None if unspecified."""
     return [None if s is _unspecified else s for s in traced._params["out_shardings"]]
 
@@ -208,12 +208,12 @@ def device_count(traced: Any) -> int:
     return max([1, traced._params["ctx_mesh"].size, *sizes])
 
 
-def _n_devices(sharding: Any) -> int:
+def _n_devices(sharding: Sharding) -> int:
     mesh = getattr(sharding, "mesh", None)
     return len(getattr(sharding, "device_set", ())) if mesh is None else int(mesh.size)
 
 
-def sharding_text(sharding: Any, ndim: int) -> str:
+def sharding_text(sharding: Sharding, ndim: int) -> str:
     """Return an array's sharding over the devices in order, as HLO writes it; "" if it is not sharded.
 
     Equal texts mean equal layouts, whatever the names of the mesh axes.
@@ -225,15 +225,15 @@ def sharding_text(sharding: Any, ndim: int) -> str:
     return ("" if of_hlo.is_replicated() else str(of_hlo)) + on_host
 
 
-def in_avals(jaxpr: Jaxpr) -> list[Any]:
+def in_avals(jaxpr: Jaxpr) -> list[Aval]:
     return [v.aval for v in jaxpr.invars]
 
 
-def out_avals(jaxpr: Jaxpr) -> list[Any]:
+def out_avals(jaxpr: Jaxpr) -> list[Aval]:
     return [v.aval for v in jaxpr.outvars]
 
 
-def slice_types(xs: Sequence[Any]) -> list[Any]:
+def slice_types(xs: Sequence[Array]) -> list[Aval]:
     """Return the types of these arrays' slices along their first axis, with their shardings.
 
     These are the types that a loop's step reads, with their varying axes of a `shard_map`.
@@ -246,7 +246,7 @@ def slice_types(xs: Sequence[Any]) -> list[Any]:
     return out_avals(jaxpr)
 
 
-def zeros(aval: Aval, leading: Sequence[Any] = ()) -> Any:
+def zeros(aval: Aval, leading: Sequence[Size] = ()) -> Array:
     """Return zeros of a type, with its sharding and varying axes, and these further leading axes."""
     for size in reversed(leading):
         aval = _core.unmapped_aval(size, 0, aval)
@@ -263,7 +263,7 @@ def has_explicit_axes() -> bool:
     return bool(jax.sharding.get_abstract_mesh().explicit_axes)
 
 
-def in_mesh(x: Any) -> Any:
+def in_mesh(x: Array) -> Array:
     """Return a constant whose type has the mesh in use, which JAX does not add to constants.
 
     Without it, JAX cannot batch loops and branches over an explicit axis of the mesh.
@@ -273,13 +273,13 @@ def in_mesh(x: Any) -> Any:
     return x ^ False if x.dtype == bool else x + jax.numpy.zeros_like(x)
 
 
-def varying_axes(*values: Any) -> frozenset[str]:
+def varying_axes(*values: Array) -> frozenset[str]:
     """Return the axes of a `shard_map` that any of the values (or types) varies over."""
     types = (x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x) for x in values)
     return frozenset().union(*(t.mat.varying for t in types if hasattr(t, "mat")))
 
 
-def varying_as(x: Any, *others: Any) -> Any:
+def varying_as(x: Array, *others: Array) -> Array:
     """Return an array whose type also varies over the axes that the others vary over."""
     axes = varying_axes(*others) - varying_axes(x)
     return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x

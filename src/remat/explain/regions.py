@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from remat import _jax
+from remat.aliases import PolicyLike
 from remat.explain.phases import is_traced_region, parts
 from remat.explain.unrolled import is_unrolled
 from remat.ir import jaxprs
@@ -38,7 +39,7 @@ class Found:
     in_loop: bool
 
     @property
-    def policy(self) -> Any:
+    def policy(self) -> PolicyLike:
         return self.eqn.params.get("policy")
 
 
@@ -65,7 +66,7 @@ def checkpointed_loops(jaxpr: _jax.Jaxpr) -> Iterator[_jax.JaxprEqn]:
             yield eqn
 
 
-def chooses(policy: Any) -> bool:
+def chooses(policy: PolicyLike) -> bool:
     """Return whether a policy is the user's own and meant to save something."""
     if policy is None or policy is save_compact or policy is policies.nothing_saveable:
         return False
@@ -81,7 +82,9 @@ class RegionMatch:
     source: str
 
 
-def region_matches(policy: Any, jaxpr: _jax.Jaxpr, *, times: int = 1) -> Iterator[RegionMatch]:
+def region_matches(
+    policy: PolicyLike, jaxpr: _jax.Jaxpr, *, times: int = 1
+) -> Iterator[RegionMatch]:
     """Return the values of a jaxpr that a policy saves, at any depth, backward halves left out."""
     opinion = policies.as_policy(policy).opinion
     named = policies.names_of_values(jaxpr)
@@ -101,7 +104,7 @@ def region_matches(policy: Any, jaxpr: _jax.Jaxpr, *, times: int = 1) -> Iterato
             yield from region_matches(policy, _jax.open_jaxpr(body), times=more)
 
 
-def regions_with(policy: Any, jaxpr: _jax.Jaxpr) -> Iterator[_jax.JaxprEqn]:
+def regions_with(policy: PolicyLike, jaxpr: _jax.Jaxpr) -> Iterator[_jax.JaxprEqn]:
     """Return the regions with this policy of a function that was not differentiated."""
     for eqn in jaxprs.equations(jaxpr):
         if "prevent_cse" in eqn.params and eqn.params.get("policy") is policy:
@@ -132,7 +135,7 @@ def hides_names(jaxpr: _jax.Jaxpr) -> bool:
 _ANY_NAME = "any other name"  # a name that no program uses
 
 
-def names_wanted(policy: Any) -> tuple[str, ...]:
+def names_wanted(policy: PolicyLike) -> tuple[str, ...]:
     """Return the names that a policy mentions and saves, if it exposes them."""
     if isinstance(policy, policies.Policy):
         parts = [getattr(part, "names", ()) for part in policy.parts()]
@@ -140,7 +143,7 @@ def names_wanted(policy: Any) -> tuple[str, ...]:
     return tuple(text for text in dict.fromkeys(_texts(policy)) if _saves_name(policy, text))
 
 
-def names_excluded(policy: Any) -> tuple[str, ...]:
+def names_excluded(policy: PolicyLike) -> tuple[str, ...]:
     """Return the names that a policy does not save, if it saves all others."""
     if isinstance(policy, policies.Policy) or not _saves_name(policy, _ANY_NAME):
         return ()
@@ -156,7 +159,7 @@ def _saves_name(policy: Any, name: str) -> bool:
     return case is not None and case is not False and case is not _jax.Recompute
 
 
-def _texts(policy: Any) -> Iterator[str]:
+def _texts(policy: PolicyLike) -> Iterator[str]:
     """Yield the strings that a policy holds: names, but also kinds of memory, for example."""
     # JAX's policy functions hold them in their closure, its newer policies as attributes.
     held = [cell.cell_contents for cell in getattr(policy, "__closure__", None) or ()]

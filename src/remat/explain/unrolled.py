@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from remat import _jax
-from remat.aliases import Aval
+from remat.aliases import Atom, Aval
 from remat.ir import jaxprs
 
 # The most equations of an unrolled loop; a larger loop is shown as a loop.
@@ -90,7 +90,7 @@ class Unrolled:
         same = _jax.jaxpr_of(copies, copies, [], like)
         return Inlined(self._with(self._carry, self._final), same)
 
-    def _with(self, invars: Sequence[Any], outvars: Sequence[Any]) -> _jax.JaxprEqn:
+    def _with(self, invars: Sequence[Atom], outvars: Sequence[Atom]) -> _jax.JaxprEqn:
         return self.eqn.replace(invars=list(invars), outvars=list(outvars))
 
 

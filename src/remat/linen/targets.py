@@ -19,7 +19,7 @@ def is_module_class(target: object) -> bool:
     return inspect.isclass(cls) and issubclass(cls, nn.Module)
 
 
-def class_of(target: Any) -> Any:
+def class_of(target: object) -> Any:
     """Return the class of a target that is one, or a partial of one."""
     return target.func if isinstance(target, functools.partial) else target
 

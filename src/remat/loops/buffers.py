@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -160,12 +159,12 @@ class Layout:
         """Return the buffers with residuals on top of these states and the residuals of `below` steps."""
         return self._write(buffers, self.residuals, self._bases(states, below), residuals)
 
-    def read_state(self, buffers: Arrays, below: Array, like: Sequence[Any]) -> Arrays:
+    def read_state(self, buffers: Arrays, below: Array, like: Sequence[Aval]) -> Arrays:
         """Return the state on top of `below` states."""
         return self._read(buffers, self.state, self._bases(below, 0), like)
 
     def read_residuals(
-        self, buffers: Arrays, states: Array, below: Array, like: Sequence[Any]
+        self, buffers: Arrays, states: Array, below: Array, like: Sequence[Aval]
     ) -> Arrays:
         """Return the residuals on top of these states and the residuals of `below` steps."""
         return self._read(buffers, self.residuals, self._bases(states, below), like)
@@ -190,7 +189,7 @@ class Layout:
         buffers: Arrays,
         places: Sequence[tuple[int, int]],
         bases: Arrays,
-        like: Sequence[Any],
+        like: Sequence[Aval],
     ) -> Arrays:
         found = []
         for (where, offset), x in zip(places, like, strict=True):

@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 
 from remat import _jax
-from remat.aliases import Array, Arrays, Aval
+from remat.aliases import Array, Arrays, Aval, Sharding
 from remat.loops.loop import Inputs, merge, select
 from remat.loops.sizes import n_bytes
 
@@ -136,7 +136,7 @@ def temporary_bytes(
     def inputs(values: Arrays) -> Inputs:
         return Inputs(values[:first], values[first:last], values[last:past_xs], values[past_xs:])
 
-    def gradient(values: Arrays, cotangents: Sequence[Array]) -> Any:
+    def gradient(values: Arrays, cotangents: Sequence[Array]) -> tuple[Arrays, Arrays, Arrays]:
         def of_marked(marked: Arrays) -> tuple[Arrays, Arrays]:
             carry, ys = run(inputs(merge(values, mask, marked)))
             outs = [*carry, *ys]
@@ -181,7 +181,7 @@ def _temporaries_of(lowered: jax.stages.Lowered) -> int | None:
 
 def _depends_on_context(aval: Aval) -> bool:
     """Return whether values of a type exist only in a mesh, or have shapes that are not numbers."""
-    sharding: Any = getattr(aval, "sharding", None)
+    sharding: Sharding = getattr(aval, "sharding", None)
     in_mesh = sharding is not None and not sharding.mesh.empty
     return in_mesh or _jax.is_symbolic(aval.size) or bool(_jax.varying_axes(aval))
 

@@ -92,7 +92,7 @@ def uses_custom_vjp(jaxpr: _jax.Jaxpr) -> bool:
     return any(e.primitive.name.startswith("custom_vjp_call") for e in jaxprs.equations(jaxpr))
 
 
-def uses_custom_jvp(jaxpr: Any) -> bool:
+def uses_custom_jvp(jaxpr: JaxprLike) -> bool:
     """Return whether a jaxpr calls a function with a `jax.custom_jvp`, loops of this library aside."""
     found = (e for e in jaxprs.equations(jaxpr) if e.primitive.name == "custom_jvp_call")
     bodies = (_jax.open_jaxpr(body) for e in found for body in _jax.jaxprs_of(e))

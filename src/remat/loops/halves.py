@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from remat import _jax
-from remat.aliases import Array, Arrays, Aval, TreeDef
+from remat.aliases import Array, Arrays, Atom, Aval, TreeDef
 from remat.ir import jaxprs
 from remat.ir.equations import is_region
 from remat.ir.repetitions import without_repeated
@@ -83,7 +83,7 @@ def split_step(body: _jax.Jaxpr, masks: Masks) -> Halves:
     marks = (*masks.consts, *masks.carry, *masks.xs)
     out_marks = (*masks.carry, *masks.ys)
 
-    def forward(*values: Array) -> tuple[Arrays, Any]:
+    def forward(*values: Array) -> tuple[Arrays, TreeDef]:
         def step(*marked: Array) -> tuple[Any, Arrays]:
             replacements = iter(marked)
             given = [next(replacements) if m else v for v, m in zip(values, marks)]
@@ -150,7 +150,7 @@ def _stacked(
     return [v.aval for v in dict.fromkeys(filter(_jax.is_var, residuals)) if v not in known]
 
 
-def _fixed(jaxpr: _jax.Jaxpr, inputs: Sequence[Any]) -> list[_jax.JaxprEqn]:
+def _fixed(jaxpr: _jax.Jaxpr, inputs: Sequence[Atom]) -> list[_jax.JaxprEqn]:
     """Return the equations without effects that compute something from these inputs alone."""
     known = set(inputs) | set(jaxpr.constvars)
     found = []

@@ -254,7 +254,7 @@ def _pop(
     slower = list(stack.slower)
     for k, store in enumerate(reversal.stores):
 
-        def read(held: Any, store: Store = store, row: Array = tops[k]) -> Any:
+        def read(held: PyTree, store: Store = store, row: Array = tops[k]) -> PyTree:
             return store.read(held[0], row, inputs.carry)
 
         slower[k], carry = _if(is_next & (level == k + 1), read, (slower[k], carry))
@@ -262,7 +262,7 @@ def _pop(
     return stack._replace(slower=slower), start, part, fresh, carry
 
 
-def _if(condition: Array, change: Callable[[Any], Any], value: Any) -> Any:
+def _if(condition: Array, change: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
     """Return the value, changed if the condition holds."""
     return lax.while_loop(
         lambda state: state[0],
@@ -293,7 +293,7 @@ def _push(reversal: Reversal, stack: Kept, part: Array, fresh: Array, carry: Arr
     slower = list(stack.slower)
     for k, store in enumerate(reversal.stores):
 
-        def write(rows: Any, store: Store = store, row: Array = stack.tops[k]) -> Any:
+        def write(rows: PyTree, store: Store = store, row: Array = stack.tops[k]) -> PyTree:
             return store.write(rows, row, carry)
 
         slower[k] = _if(fresh & (level == k + 1), write, slower[k])

@@ -205,7 +205,7 @@ def _nested_scan(
         ]
         indices = start + jnp.arange(n, dtype=jnp.int32)
 
-        def step(state: PyTree, at: Any) -> tuple[PyTree, PyTree]:
+        def step(state: PyTree, at: Array) -> tuple[PyTree, PyTree]:
             (carry, handles), (index, slices) = state, at
             return layer(carry, handles, index, slices)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax import lax
 
 from remat import _jax
-from remat.aliases import Array, Arrays
+from remat.aliases import Array, Arrays, PyTree
 from remat.loops.buffers import Layout, layout
 from remat.loops.halves import Halves
 from remat.loops.loop import Inputs, Loop, Results, add_step, cotangents_of_y
@@ -36,7 +36,7 @@ class Block(NamedTuple):
 
 
 # (kept values with their `buffers`, remaining steps) → (kept values, the next block).
-NextBlock = Callable[[Any, Array], tuple[Any, Block]]
+NextBlock = Callable[[PyTree, Array], tuple[PyTree, Block]]
 
 
 def reverse_blocks(
@@ -46,10 +46,10 @@ def reverse_blocks(
     layout: Layout,
     cotangents: Results,
     marked: Inputs,
-    state: tuple[Any, Array, Block],
+    state: tuple[PyTree, Array, Block],
     sums: tuple[Arrays, Arrays, Arrays],
     next_block: NextBlock,
-) -> tuple[Any, tuple[Arrays, Arrays, Arrays]]:
+) -> tuple[PyTree, tuple[Arrays, Arrays, Arrays]]:
     """Reverse all steps; return the values kept at the end, and the cotangents of consts, carry and xs.
 
     Args:

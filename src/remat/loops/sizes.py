@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from remat import _jax
-from remat.aliases import Array, Aval, Size
+from remat.aliases import Array, Aval, Sharding, Size
 from remat.errors import BudgetError
 from remat.units import Number, format_bytes
 
@@ -18,7 +17,7 @@ def n_bytes(x: Array | Aval) -> Size:
     nothing of automatic sharding while it traces.
     """
     size = x.size if _jax.is_symbolic(x.size) else int(x.size)
-    sharding: Any = getattr(getattr(x, "aval", x), "sharding", None)
+    sharding: Sharding = getattr(getattr(x, "aval", x), "sharding", None)
     mesh = getattr(sharding, "mesh", None)
     if mesh is not None and not mesh.empty and not _jax.is_symbolic(size):
         parts = [(part,) if isinstance(part, str) else part or () for part in sharding.spec]

@@ -31,7 +31,7 @@ import jax
 from jax import lax
 
 from remat import _jax
-from remat.aliases import Array, Arrays, Aval, AxisData, Dim
+from remat.aliases import Array, Arrays, Aval, AxisData, Dim, IrValue, PyTree
 
 _jax.exclude_from_tracebacks(__file__)
 
@@ -78,7 +78,7 @@ def _primitive(name: str, evaluate: Callable[..., Arrays]) -> _jax.Primitive:
     def _(*avals: Aval, **params: int) -> Arrays:
         return [v.aval for v in jaxpr_of(avals, params).outvars]
 
-    def lower(ctx: _jax.LoweringContext, *args: Array, **params: int) -> Sequence[Any]:
+    def lower(ctx: _jax.LoweringContext, *args: Array, **params: int) -> Sequence[IrValue]:
         return _jax.lower_inline(ctx, jaxpr_of(ctx.avals_in, params), args)
 
     _jax.register_lowering(primitive, lower)
@@ -106,7 +106,9 @@ def _zeros(outs: Sequence[Array]) -> Arrays:
     return [_jax.zero_tangent(out) for out in outs]
 
 
-def _adopt_jvp(primals: Sequence[Array], tangents: Sequence[Array], **where: int) -> Any:
+def _adopt_jvp(
+    primals: Sequence[Array], tangents: Sequence[Array], **where: int
+) -> tuple[PyTree, PyTree]:
     layer, handle, index = primals
     outs = [handle, layer]
     if _is_zero(tangents[1]):
@@ -114,14 +116,18 @@ def _adopt_jvp(primals: Sequence[Array], tangents: Sequence[Array], **where: int
     return outs, take_p.bind(tangents[1], index, **where)
 
 
-def _take_jvp(primals: Sequence[Array], tangents: Sequence[Array], **where: int) -> Any:
+def _take_jvp(
+    primals: Sequence[Array], tangents: Sequence[Array], **where: int
+) -> tuple[PyTree, PyTree]:
     outs = take_p.bind(*primals, **where)
     if _is_zero(tangents[0]):
         return outs, _zeros(outs)
     return outs, take_p.bind(tangents[0], primals[1], **where)
 
 
-def _put_jvp(primals: Sequence[Array], tangents: Sequence[Array], **where: int) -> Any:
+def _put_jvp(
+    primals: Sequence[Array], tangents: Sequence[Array], **where: int
+) -> tuple[PyTree, PyTree]:
     outs = put_p.bind(*primals, **where)
     stack, layer, _ = tangents
     if _is_zero(stack) and _is_zero(layer):

@@ -351,7 +351,7 @@ def _bound(value: Any, name: str) -> int | None:
     raise ScheduleError(f"{name} must be an integer without axes, not {value!r}.")
 
 
-def _index_type(lower: Array, upper: Array) -> Any:
+def _index_type(lower: Array, upper: Array) -> np.dtype:
     """Return the type of the index of `jax.lax.fori_loop`.
 
     JAX refuses incompatible types with an error that its users know.

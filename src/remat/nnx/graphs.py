@@ -10,7 +10,7 @@ are checked before the first is made, so that an error leaves everything unchang
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -48,7 +48,7 @@ class ModuleGraph:
         return self.leaves, self.structure
 
     @classmethod
-    def tree_unflatten(cls, structure: Structure, leaves: Any) -> ModuleGraph:
+    def tree_unflatten(cls, structure: Structure, leaves: Iterable[Leaf]) -> ModuleGraph:
         return cls(structure, list(leaves))
 
 

@@ -209,5 +209,5 @@ def _chosen(
     return (*positions, *names)
 
 
-def _finish(objects: dict[int, Any], results: PyTree) -> PyTree:
+def _finish(objects: dict[int, object], results: PyTree) -> PyTree:
     return write_back(objects, *results)

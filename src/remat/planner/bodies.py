@@ -17,9 +17,10 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from remat import _jax
+from remat.aliases import Atom
 from remat.errors import BudgetError, PlanError
 from remat.planner.rewrite import Decisions, decisions_of, rewritten, rewritten_in_two
 from remat.planner.scan_pairs.branches import branch_matches
@@ -225,7 +226,7 @@ def bodies_by_id(jaxpr: _jax.Jaxpr, ids: Sequence[str]) -> dict[str, _jax.Jaxpr]
 
 
 #: The equations of a body, those of its second half if it has two, and its results.
-_Parts: TypeAlias = tuple[Sequence[_jax.JaxprEqn], Sequence[_jax.JaxprEqn], Sequence[Any]]
+_Parts: TypeAlias = tuple[Sequence[_jax.JaxprEqn], Sequence[_jax.JaxprEqn], Sequence[Atom]]
 #: `change(body, its id, the number of the second half's first equation)`: None for no change.
 _Change: TypeAlias = Callable[[_jax.Jaxpr, str, int | None], _Parts | None]
 

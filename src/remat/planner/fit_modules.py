@@ -78,5 +78,5 @@ class FittedModules:
     def __repr__(self) -> str:
         return repr(self._fitted)
 
-    def __get__(self, instance: Any, owner: Any) -> Callable:
+    def __get__(self, instance: object, owner: type | None) -> Callable:
         return self if instance is None else functools.partial(self, instance)

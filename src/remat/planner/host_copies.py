@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from remat import _jax
-from remat.aliases import Atom, Aval
+from remat.aliases import Array, Atom, Aval
 from remat.errors import PlanError
 from remat.ir import jaxprs
 from remat.ir.equations import fusion_of, has_effects, is_repeatable, transparent_call
@@ -134,8 +134,8 @@ class _Writer:
         self.row: dict[int, int] = {}
         #: The variable that has each value's copy, once it is read.
         self.names: dict[_jax.Var, Atom] = {}
-        self.copied: dict[int, Any] = {}
-        self.zero: Any = None
+        self.copied: dict[int, Atom] = {}
+        self.zero: Atom = None
         self.waited = 0  # the place up to which `zero` waits for everything
 
     def written(self) -> _jax.Jaxpr:
@@ -229,7 +229,7 @@ class _Writer:
                 (v, out) for v, out in zip(eqn.outvars, outs) if not _jax.is_dropped(v)
             )
 
-    def _add(self, fun: Any, operands: Sequence[Atom], like: _jax.JaxprEqn) -> list[Any]:
+    def _add(self, fun: Callable, operands: Sequence[Atom], like: _jax.JaxprEqn) -> list[Atom]:
         """Append the equations of a function, marked as ones that must not be recomputed."""
         jaxpr, consts, _ = _jax.trace_call(fun, *(v.aval for v in operands))
         assert not consts
@@ -255,11 +255,11 @@ def _leads_on(jaxpr: _jax.Jaxpr) -> set[_jax.Var]:
     return found
 
 
-def _new_stack(aval: Aval, n_rows: int) -> Any:
+def _new_stack(aval: Aval, n_rows: int) -> Array:
     return jax.device_put(_jax.zeros(aval, (n_rows,)), jax.memory.Space.Host)
 
 
-def _zero(x: Any) -> Any:
+def _zero(x: Array) -> Array:
     """Return zero, computed from the first element of an array in a way that XLA does not simplify."""
     first = lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))
     if jnp.issubdtype(first.dtype, jnp.complexfloating):

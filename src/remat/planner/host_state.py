@@ -14,6 +14,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from remat import _jax
+from remat.aliases import Leaf, Sharding
 from remat.errors import PlanError, closest
 from remat.planner.host_updates import (
     bytes_on_host,
@@ -69,7 +70,7 @@ class HostState:
     """
 
     leaves: tuple[int, ...]
-    shardings: tuple[Any, ...]
+    shardings: tuple[Sharding, ...]
     donated: tuple[int, ...]
     positions: tuple[int, ...]
     n_bytes: int
@@ -168,11 +169,11 @@ def find_host_state(
     )
 
 
-def _n_devices(shardings: Iterable[Any]) -> int:
+def _n_devices(shardings: Iterable[Sharding]) -> int:
     return max(len(sharding.device_set) for sharding in shardings)
 
 
-def _in_memory(leaf: Any, kind: str | None, target: Target) -> Any:
+def _in_memory(leaf: Leaf, kind: str | None, target: Target) -> Leaf:
     """Return an array or type in memory of a kind; None for the device's own."""
     sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(target.devices[0])
     if getattr(leaf, "sharding", None) is not None and sharding.memory_kind == kind:
@@ -186,7 +187,7 @@ def _in_memory(leaf: Any, kind: str | None, target: Target) -> Any:
     return jax.device_put(leaf, moved, donate=isinstance(leaf, jax.Array))
 
 
-def type_on_device(leaf: Any) -> Any:
+def type_on_device(leaf: Leaf) -> Leaf:
     """Return the type on the device of an array or type in the host's memory; any other leaf unchanged."""
     sharding = getattr(leaf, "sharding", None)
     if sharding is None or sharding.memory_kind != _HOST:

@@ -31,6 +31,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from remat import _jax
+from remat.aliases import Array, Arrays, Atom, Aval, Sharding
 from remat.errors import PlanError
 from remat.ir import jaxprs
 from remat.ir.equations import is_elementwise, transparent_call
@@ -89,7 +90,7 @@ def chunk_shape(shape: Sequence[int], itemsize: int) -> tuple[int, ...] | None:
 
 
 def find_updates(
-    jaxpr: _jax.Jaxpr, donated: Collection[int], shardings: Mapping[int, Any], n_devices: int
+    jaxpr: _jax.Jaxpr, donated: Collection[int], shardings: Mapping[int, Sharding], n_devices: int
 ) -> list[Update]:
     """Return the updates of all state in a program, in the order of their first equations.
 
@@ -107,7 +108,7 @@ class _Finder:
         self,
         jaxpr: _jax.Jaxpr,
         donated: Iterable[int],
-        shardings: Mapping[int, Any],
+        shardings: Mapping[int, Sharding],
         n_devices: int,
     ) -> None:
         self.jaxpr = jaxpr
@@ -116,7 +117,7 @@ class _Finder:
             for v in dict.fromkeys(filter(_jax.is_var, eqn.invars)):
                 self.readers.setdefault(v, []).append(number)
         self.elementwise = [is_elementwise(eqn) for eqn in jaxpr.eqns]
-        self.n_results: dict[Any, int] = {}
+        self.n_results: dict[_jax.Var, int] = {}
         for v in filter(_jax.is_var, jaxpr.outvars):
             self.n_results[v] = self.n_results.get(v, 0) + 1
         self.places = {
@@ -256,7 +257,7 @@ def _is_like(r: _jax.Var, v: _jax.Var) -> bool:
     return (r.aval.shape, r.aval.dtype) == (v.aval.shape, v.aval.dtype)
 
 
-def _local_chunks(aval: Any, sharding: Any, n_devices: int) -> tuple[int, ...] | None:
+def _local_chunks(aval: Aval, sharding: Sharding, n_devices: int) -> tuple[int, ...] | None:
     """Return the shape of a device's shard of an array as a stack of chunks; None if it has none."""
     if not _jax.is_array(aval) or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return None
@@ -276,7 +277,7 @@ def with_state_on_host(
     jaxpr: _jax.Jaxpr,
     updates: Sequence[Update],
     donated: Iterable[int],
-    shardings: Mapping[int, Any],
+    shardings: Mapping[int, Sharding],
 ) -> _jax.Jaxpr:
     """Return the program, rewritten to take and return state in the host's memory.
 
@@ -295,7 +296,7 @@ class _Writer:
         jaxpr: _jax.Jaxpr,
         updates: Sequence[Update],
         donated: Iterable[int],
-        shardings: Mapping[int, Any],
+        shardings: Mapping[int, Sharding],
     ) -> None:
         self.jaxpr = jaxpr
         self.updates = updates
@@ -397,7 +398,7 @@ class _Writer:
         assert len(called) == len(in_place) + len(others)
         return renamed
 
-    def _spread_number(self, v: _jax.Var) -> Any:
+    def _spread_number(self, v: _jax.Var) -> Atom:
         """Return the scalar of which an array is a broadcast; None if it is not one."""
         made = self.made.get(v)
         eqn = None if made is None else self.jaxpr.eqns[made]
@@ -454,9 +455,9 @@ class _Loop:
     n_state: int
     n_in_place: int
     n_arrays: int
-    sharding: Any
+    sharding: Sharding
 
-    def __call__(self, *operands: Any) -> Any:
+    def __call__(self, *operands: Array) -> Sequence[Array]:
         sharding = self.sharding
         if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
             return self._local(*operands)
@@ -470,7 +471,7 @@ class _Loop:
             check_vma=False,
         )(*operands)
 
-    def _local(self, *operands: Any) -> tuple[Any, ...]:
+    def _local(self, *operands: Array) -> tuple[Array, ...]:
         shape = operands[0].shape
         stacked = chunk_shape(shape, _jax.itemsize_bytes(self.body.invars[0].aval))
         assert stacked is not None
@@ -481,7 +482,7 @@ class _Loop:
             views[self.n_state + self.n_in_place :],
         )
 
-        def one(kept: Sequence[Any], at: tuple[Any, ...]) -> tuple[list[Any], Any]:
+        def one(kept: Sequence[Array], at: tuple[Array, ...]) -> tuple[Arrays, Any]:
             i, *rows = at
             old = [lax.dynamic_index_in_dim(x, i, keepdims=False) for x in kept]
             old[: self.n_state] = jax.device_put(old[: self.n_state], jax.memory.Space.Device)
@@ -502,7 +503,7 @@ class _Loop:
 
 
 def bytes_on_host(
-    jaxpr: _jax.Jaxpr, updates: Iterable[Update], shardings: Mapping[int, Any]
+    jaxpr: _jax.Jaxpr, updates: Iterable[Update], shardings: Mapping[int, Sharding]
 ) -> int:
     """Return the bytes of the state of some updates on one device's host."""
     total = 0

@@ -37,6 +37,7 @@ import jax
 import jaxlib
 
 from remat import _jax, units
+from remat.aliases import PyTree
 from remat.cache import Cache, find_cache
 from remat.errors import PlanError
 from remat.ir.fingerprint import fingerprint
@@ -84,7 +85,7 @@ _COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda12-pjrt", "jax-cuda13-pjrt", 
 def plan(
     step: Callable,
     /,
-    *args: Any,
+    *args: PyTree,
     budget: units.Number | None = None,
     target: str | Target | None = None,
     offload: bool | str = True,

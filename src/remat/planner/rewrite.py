@@ -33,7 +33,7 @@ from typing import Any
 import jax
 
 from remat import _jax
-from remat.aliases import Atom
+from remat.aliases import Array, Arrays, Atom, PyTree, TreeDef
 from remat.ir import jaxprs
 from remat.ir.equations import has_effects, transparent_call
 from remat.ir.repetitions import without_repeated
@@ -200,11 +200,11 @@ class TracedCall:
     """
 
     jaxpr: _jax.Jaxpr
-    consts: Sequence[Any]
-    arrays: Sequence[Any]
-    out_tree: Any
+    consts: Sequence[Array]
+    arrays: Sequence[Array]
+    out_tree: TreeDef
 
-    def called(self, jaxpr: _jax.Jaxpr) -> Any:
+    def called(self, jaxpr: _jax.Jaxpr) -> PyTree:
         """Return the step's result, computed by another jaxpr with the same inputs."""
         outs = _jax.eval_jaxpr(jaxpr, (), *self.consts, *self.arrays)
         return jax.tree.unflatten(self.out_tree, outs)
@@ -230,7 +230,7 @@ def traced_flat(
     leaves, tree = jax.tree.flatten((args, dict(kwargs)))
     traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _jax.Tracer)]
 
-    def of_traced(*arrays: Any) -> Any:
+    def of_traced(*arrays: Array) -> Arrays:
         full = list(leaves)
         for i, array in zip(traced, arrays):
             full[i] = array
@@ -296,7 +296,7 @@ def _early(jaxpr: _jax.Jaxpr, stored: frozenset[int]) -> list[int]:
     """Return the stored equations that depend on nothing that was stored just before them."""
     found: list[int] = []
     place = {number: at for at, number in enumerate(sorted(stored))}
-    latest: dict[Any, int] = {}  # the place of the latest stored equation that a value depends on
+    latest: dict[Atom, int] = {}  # the place of the latest stored equation that a value depends on
     for number, eqn in enumerate(jaxpr.eqns):
         last = max((latest.get(v, -1) for v in eqn.invars if _jax.is_var(v)), default=-1)
         if number in stored:
@@ -309,7 +309,7 @@ def _early(jaxpr: _jax.Jaxpr, stored: frozenset[int]) -> list[int]:
 
 def rewritten_in_two(
     jaxpr: _jax.Jaxpr, decisions: Decisions, n_first: int
-) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn], list[Any]]:
+) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn], list[Atom]]:
     """Return the equations of a program that follows the decisions, in two parts, and its results.
 
     The second part begins with the given equation, and with what is recomputed before it. Values that
@@ -356,7 +356,7 @@ class _Writer:
         alive, _ = _jax.dce(new, [True] * len(outvars), keep=[True] * len(new.invars))
         return alive
 
-    def write(self) -> list[Any]:
+    def write(self) -> list[Atom]:
         """Write all equations; return the results."""
         n_eqns = len(self.jaxpr.eqns)
         starts = sorted({*self.bursts, self.n_first})
@@ -406,7 +406,7 @@ class _Writer:
         self.latest.update((v, latest) for v in outs)
         return outs
 
-    def _outside(self, v: Atom) -> Any:
+    def _outside(self, v: Atom) -> Atom:
         """Return the variable that has a value outside of units; compute it if it is not stored."""
         number = self.producer.get(v) if _jax.is_var(v) else None
         if number is None:
@@ -578,7 +578,7 @@ class _Unit:
         self.inside.clear()
         self.last = max(self.last, number)
 
-    def value(self, v: Atom) -> Any:
+    def value(self, v: Atom) -> Atom:
         if not _jax.is_var(v):
             return v
         if v in self.local:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from remat import _jax
+from remat.aliases import Sharding
 from remat.errors import PlanError
 from remat.ir import jaxprs
 from remat.ir.equations import undifferentiated_call
@@ -70,7 +71,7 @@ class TracedStep:
         ]
         return [1] * len(of_consts) + divided
 
-    def argument_shardings(self) -> list[Any]:
+    def argument_shardings(self) -> list[Sharding]:
         """Return the sharding of each argument that is not static; None if it is unspecified."""
         return _jax.argument_shardings(self._traced)
 
@@ -203,7 +204,7 @@ def unfitted(step: Any, jit_options: Mapping[str, Any]) -> tuple[Callable, dict[
     return fun, own | dict(jit_options)
 
 
-def check_step(fun: Any) -> None:
+def check_step(fun: object) -> None:
     """Raise for a step that is not callable."""
     if not callable(fun):
         raise PlanError(f"the first argument must be the training step, a function, not {fun!r}.")

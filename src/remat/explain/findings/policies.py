@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from remat import _jax
+from remat.aliases import PolicyLike
 from remat.errors import closest
 from remat.explain import regions
 from remat.explain.findings.facts import Facts
@@ -40,7 +41,7 @@ def matched_nothing(facts: Facts, found: list[regions.Found]) -> Iterator[Findin
         yield _nothing_like(policy, known, theirs)
 
 
-def _names_unknown(facts: Facts, policy: object) -> Iterator[Finding]:
+def _names_unknown(facts: Facts, policy: PolicyLike) -> Iterator[Finding]:
     """Return the finding on names that a JAX policy saves and the step does not have.
 
     The policies of this library raise for unknown names unless `strict=False`.
@@ -82,7 +83,7 @@ def _called(policy: object) -> str:
     return (called or repr(policy)).split(".<locals>")[0]
 
 
-def _nothing_like(policy: object, known: dict[str, str], theirs: bool) -> Finding:
+def _nothing_like(policy: PolicyLike, known: dict[str, str], theirs: bool) -> Finding:
     """Return the finding on a policy that saves nothing, with the reason."""
     called = _called(policy)
     wanted, excluded = regions.names_wanted(policy), regions.names_excluded(policy)

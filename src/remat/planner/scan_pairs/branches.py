@@ -10,7 +10,6 @@ branches are pairs of that program.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from remat import _jax
 from remat.aliases import Atom
@@ -126,7 +125,7 @@ def emit_branches(
     slots = shared_slots([emitted.kept for emitted in branches])
     passed = [_jax.new_var(aval) for aval in slots.avals]
     read = [_read_outside(emitted) for emitted in branches]
-    operands: dict[Any, Any] = {}
+    operands: dict[Atom, Atom] = {}
     for emitted, places in zip(branches, read):
         operands.update((key, _outside(emitted.joint, v)) for key, v in places.items())
 
@@ -166,10 +165,10 @@ def emit_branches(
     return [new_forward], [new_backward]
 
 
-def _read_outside(emitted: Emitted) -> Mapping[Any, _jax.Var]:
+def _read_outside(emitted: Emitted) -> Mapping[Atom, _jax.Var]:
     """Return the forward conditional's operands and kept results that a backward branch reads."""
     joint = emitted.joint
-    found: dict[Any, _jax.Var] = {}
+    found: dict[Atom, _jax.Var] = {}
     for v in dict.fromkeys((*joint.stacked, *joint.consts)):
         if v in emitted.read:
             result = joint.stacked.get(v)
@@ -177,10 +176,10 @@ def _read_outside(emitted: Emitted) -> Mapping[Any, _jax.Var]:
     return found
 
 
-def _outside(joint: Joint, v: _jax.Var) -> Any:
+def _outside(joint: Joint, v: _jax.Var) -> Atom:
     return joint.stacked.get(v) or joint.outside[v]
 
 
-def _wrapped(eqn: _jax.JaxprEqn, branches: Sequence[_jax.Jaxpr]) -> list[Any]:
+def _wrapped(eqn: _jax.JaxprEqn, branches: Sequence[_jax.Jaxpr]) -> list[Atom]:
     """Return branches in the form in which an equation holds them."""
     return [_jax.with_equations(old, new) for old, new in zip(eqn.params["branches"], branches)]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from remat import _jax
 from remat.aliases import Atom
@@ -169,13 +168,13 @@ def in_steps(emitted: Emitted) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]
     return [new_forward], [new_backward]
 
 
-def init_of(joint: Joint) -> Sequence[Any]:
+def init_of(joint: Joint) -> Sequence[Atom]:
     """Return the operands that are F's carry before its first step."""
     n_consts, n_carry = _jax.scan_arity(joint.forward)
     return joint.forward.invars[n_consts : n_consts + n_carry]
 
 
-def slices_of(joint: Joint) -> list[Any]:
+def slices_of(joint: Joint) -> list[Atom]:
     """Return the operands of which F's steps read slices."""
     return [joint.outside[v] for v in joint.xs]
 
@@ -184,6 +183,6 @@ def _stack(joint: Joint, v: _jax.Var) -> _jax.Var:
     return _jax.new_var(_jax.stacked(joint.length, v.aval))
 
 
-def outside(emitted: Emitted, inside: Sequence[_jax.Var]) -> list[Any]:
+def outside(emitted: Emitted, inside: Sequence[_jax.Var]) -> list[Atom]:
     joint = emitted.joint
     return [joint.stacked.get(v) or joint.outside[v] for v in inside]

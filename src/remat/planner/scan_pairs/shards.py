@@ -74,7 +74,7 @@ class Shards:
     n_forward: int
     inputs: Sequence[_jax.Var]
     own: Sequence[_jax.Var]
-    outside: Mapping[_jax.Var, tuple[Any, Any]]
+    outside: Mapping[_jax.Var, tuple[Atom, Any]]
     remaining: Sequence[tuple[_jax.Var, Any]]
     crossed: Mapping[_jax.Var, _jax.Var]
 
