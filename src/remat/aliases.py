@@ -16,7 +16,7 @@ Leaf: TypeAlias = Any  # a leaf of a pytree: an array or any other object
 Array: TypeAlias = Any  # an array or a number, or a tracer of one
 Arrays: TypeAlias = list[Any]  # the leaves of a pytree of arrays; None where there is no cotangent
 Aval: TypeAlias = Any  # an abstract value of JAX, with a shape, a dtype and a sharding
-Size: TypeAlias = Any  # a number of steps, elements or bytes: an int, or an expression in symbols
+Size: TypeAlias = Any  # a number of steps, elements, bytes or FLOPs, or an expression in symbols
 TreeDef: TypeAlias = Any  # the structure of a pytree
 Sharding: TypeAlias = Any  # a sharding of JAX, or what JAX has where none is given
 
@@ -25,6 +25,7 @@ Eqn: TypeAlias = Any  # an equation: it has `invars`, `outvars` and `params`
 JaxprLike: TypeAlias = Any  # a jaxpr, open or closed
 DebugInfo: TypeAlias = Any  # names of a traced function's arguments and results, for error messages
 SourceInfo: TypeAlias = Any  # the traceback and name stack of an equation
+NameStack: TypeAlias = Any  # the scopes and transformations that an equation is in
 IrValue: TypeAlias = Any  # a value of MLIR, or several of them
 AxisData: TypeAlias = Any  # the axis that a batching rule adds: its size and names
 Dim: TypeAlias = int | None  # which axis of a value is batched, None for none

@@ -32,7 +32,7 @@ class Constant:
 class TracedParts:
     """A pytree without its traced leaves."""
 
-    tree: Any
+    tree: PyTree
     is_traced: tuple[bool, ...]
     untraced: tuple[Leaf, ...]  # the other leaves, in order
 
@@ -76,7 +76,7 @@ def split(
 def call(
     lift: Callable[[Callable], Callable],
     method: Callable,
-    module: Any,
+    module: PyTree,
     args: tuple,
     kwargs: dict[str, PyTree],
     is_traced: Callable[[Leaf], bool] = is_array,
@@ -90,7 +90,7 @@ def call(
     """
     traced, parts = split((args, kwargs), is_traced, is_leaf)
 
-    def on_arrays(module: Any, *traced: Leaf) -> PyTree:
+    def on_arrays(module: PyTree, *traced: Leaf) -> PyTree:
         args, kwargs = parts.join(traced)
         traced_out, rest = split(method(module, *args, **kwargs), is_traced, is_leaf)
         return traced_out, Constant(rest)

@@ -247,7 +247,7 @@ class Structure:
     """
 
     def __init__(
-        self, fixed: Any, paths: tuple[Any, ...], *, may_be_unhashable: bool = False
+        self, fixed: PyTree, paths: tuple[Any, ...], *, may_be_unhashable: bool = False
     ) -> None:
         self.fixed = fixed
         self.paths = paths

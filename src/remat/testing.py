@@ -327,7 +327,9 @@ def _growth_bytes(run: Callable[[], PyTree]) -> int:
     return max(peak - before, 0)
 
 
-def device_growth_bytes(device: Any, run: Callable[..., PyTree], args: tuple[PyTree, ...]) -> int:
+def device_growth_bytes(
+    device: jax.Device, run: Callable[..., PyTree], args: tuple[PyTree, ...]
+) -> int:
     """Return the growth of a device's memory during a call whose arguments are already on it."""
     jax.block_until_ready(args)
     before = device.memory_stats()

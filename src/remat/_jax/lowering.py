@@ -21,7 +21,7 @@ from remat._jax.compat import (
     weakref_lru_cache,
 )
 from remat._jax.equations import rebuild
-from remat.aliases import Aval, IrValue
+from remat.aliases import Aval, IrValue, NameStack
 
 LoweringContext: TypeAlias = _mlir.LoweringRuleContext
 
@@ -64,7 +64,7 @@ def lower_inline(ctx: LoweringContext, jaxpr: Jaxpr, args: Sequence[IrValue]) ->
 
 
 def _write(
-    ctx: LoweringContext, jaxpr: Jaxpr, args: Sequence[IrValue], name_stack: Any
+    ctx: LoweringContext, jaxpr: Jaxpr, args: Sequence[IrValue], name_stack: NameStack
 ) -> Sequence[IrValue]:
     outs, tokens = _mlir.jaxpr_subcomp(
         ctx.module_context,

@@ -8,9 +8,10 @@ separate kernel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from remat import _jax
+from remat.aliases import JaxprLike
 from remat.ir import jaxprs
 from remat.ir.operations import FUSIBLE, Fusion, operation
 
@@ -50,7 +51,7 @@ def has_derivative_rule(eqn: _jax.JaxprEqn) -> bool:
     return eqn.primitive.name in _CALLS_WITH_RULES and _jax.is_jaxpr(eqn.params.get("call_jaxpr"))
 
 
-def programs_of(eqn: _jax.JaxprEqn) -> list[Any]:
+def programs_of(eqn: _jax.JaxprEqn) -> list[JaxprLike]:
     """Return the jaxprs that an equation runs, each once.
 
     They include the body of a function with a derivative rule, and of a linear solve the program that solves.

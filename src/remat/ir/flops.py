@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
 from remat import _jax
-from remat.aliases import Aval, Eqn, JaxprLike
+from remat.aliases import Aval, Eqn, JaxprLike, Size
 from remat.ir import jaxprs
 from remat.ir.formulas import TRANSCENDENTAL as TRANSCENDENTAL, size
 from remat.ir.operations import Traffic, operation
@@ -69,7 +68,7 @@ def flops_of(eqn: _jax.JaxprEqn, *, transcendental: int = TRANSCENDENTAL) -> int
 
 # Cached, since several equations may run the same body, and the count depends on the immutable jaxpr alone.
 @_jax.weakref_lru_cache
-def _flops_of_body(jaxpr: _jax.Jaxpr) -> Any:
+def _flops_of_body(jaxpr: _jax.Jaxpr) -> Size:
     return sum(map(flops_of, jaxpr.eqns))
 
 
@@ -91,9 +90,9 @@ def bytes_moved(eqn: _jax.JaxprEqn) -> int:
 
 def through_bodies(
     eqn: _jax.JaxprEqn,
-    own: Callable[[_jax.JaxprEqn], Any],
-    of_body: Callable[[_jax.Jaxpr], Any] | None = None,
-) -> Any:
+    own: Callable[[_jax.JaxprEqn], Size],
+    of_body: Callable[[_jax.Jaxpr], Size] | None = None,
+) -> Size:
     """Return a cost summed over all equations that one equation runs, as often as it runs them.
 
     Args:
@@ -102,7 +101,7 @@ def through_bodies(
       of_body: the cost of a program inside, if it is computed in another way.
     """
 
-    def of_jaxpr(jaxpr: JaxprLike) -> Any:
+    def of_jaxpr(jaxpr: JaxprLike) -> Size:
         if of_body is not None:
             return of_body(_jax.open_jaxpr(jaxpr))
         return sum(through_bodies(inner, own) for inner in _jax.open_jaxpr(jaxpr).eqns)
@@ -127,7 +126,7 @@ def through_bodies(
     return own(eqn)
 
 
-def _of_formula(formula: Callable[[Eqn], Any], eqn: _jax.JaxprEqn) -> Any:
+def _of_formula(formula: Callable[[Eqn], Size], eqn: _jax.JaxprEqn) -> Size:
     try:
         return formula(eqn)
     except (AttributeError, NotImplementedError) as error:

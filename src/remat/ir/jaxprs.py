@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from remat import _jax
-from remat.aliases import Atom, JaxprLike
+from remat.aliases import Atom, JaxprLike, NameStack
 
 _jax.exclude_from_tracebacks(__file__)
 
@@ -126,7 +126,10 @@ def inline_calls(jaxpr: _jax.Jaxpr, is_call: Callable[[_jax.JaxprEqn], Any]) -> 
     eqns: list[_jax.JaxprEqn] = []
 
     def write(
-        body: _jax.Jaxpr, names: dict[_jax.Var, Atom], wanted: dict[_jax.Var, _jax.Var], stack: Any
+        body: _jax.Jaxpr,
+        names: dict[_jax.Var, Atom],
+        wanted: dict[_jax.Var, _jax.Var],
+        stack: NameStack,
     ) -> None:
         for eqn in body.eqns:
             outvars = [
@@ -193,7 +196,9 @@ def look(names: Mapping[_jax.Var, Atom], v: Atom) -> Atom:
     return names.get(v, v) if _jax.is_var(v) else v
 
 
-def renamed(eqn: _jax.JaxprEqn, names: Mapping[_jax.Var, Atom], stack: Any = None) -> _jax.JaxprEqn:
+def renamed(
+    eqn: _jax.JaxprEqn, names: Mapping[_jax.Var, Atom], stack: NameStack | None = None
+) -> _jax.JaxprEqn:
     """Return an equation on other operands and results, in the scopes of a call (None: no call)."""
     changed: dict[str, Any] = {
         "invars": [look(names, v) for v in eqn.invars],
@@ -216,7 +221,7 @@ def fresh(v: _jax.Var) -> _jax.Var:
     return v if _jax.is_dropped(v) else _jax.new_var(v.aval)
 
 
-def _joined(stack: Any, eqn: _jax.JaxprEqn) -> Any:
+def _joined(stack: NameStack, eqn: _jax.JaxprEqn) -> NameStack:
     own = eqn.source_info.name_stack
     return own if stack is None else stack + own
 

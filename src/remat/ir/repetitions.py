@@ -156,11 +156,11 @@ class _Shared:
                 return other
         return None
 
-    def alias(self, v: _jax.Var, other: Any) -> None:
+    def alias(self, v: _jax.Var, other: Atom) -> None:
         """Record that a variable has the value of another, or of a literal."""
         self._same_value[v] = self.canonical(other)
 
-    def canonical(self, v: Atom) -> Any:
+    def canonical(self, v: Atom) -> Atom:
         return self._same_value.get(v, v) if _jax.is_var(v) else _literal(v)
 
     def _key(self, eqn: _jax.JaxprEqn) -> Any:
@@ -267,7 +267,7 @@ def _is_loop(eqn: _jax.JaxprEqn) -> bool:
 
 
 def _merged(
-    first: _jax.JaxprEqn, second: _jax.JaxprEqn, canonical: Callable[[Any], Any]
+    first: _jax.JaxprEqn, second: _jax.JaxprEqn, canonical: Callable[[Atom], Atom]
 ) -> _Both | None:
     """Return one loop that computes the results of both, or None if their carries differ."""
     if not _is_loop(first):
@@ -322,10 +322,10 @@ def _unify(
     inside: Sequence[_jax.Var],
     operands: Sequence[Atom],
     own: Sequence[_jax.Var],
-    own_operands: Sequence[Any],
-    canonical: Callable[[Any], Any],
+    own_operands: Sequence[Atom],
+    canonical: Callable[[Atom], Atom],
     names: dict[_jax.Var, Atom],
-) -> list[tuple[_jax.Var, Any]]:
+) -> list[tuple[_jax.Var, Atom]]:
     """Identify inputs with equal operands; return the second program's other inputs and operands."""
     of_operand = {canonical(operand): v for v, operand in zip(inside, operands)}
     more = []

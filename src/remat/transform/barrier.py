@@ -35,9 +35,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Any
 
 from remat import _jax
+from remat.aliases import IrValue
 from remat.ir import jaxprs
 from remat.ir.operations import FUSIBLE, Fusion, operation
 from remat.transform.outlining import NOT_INLINED
@@ -68,10 +68,10 @@ def protection(platform: str, jaxlib_version: tuple[int, ...]) -> Protection:
 def lower_protected(
     ctx: _jax.LoweringContext,
     jaxpr: _jax.Jaxpr,
-    args: Sequence[Any],
+    args: Sequence[IrValue],
     fenced: Sequence[bool],
     how: Protection,
-) -> Sequence[Any]:
+) -> Sequence[IrValue]:
     """Lower a recomputation so that XLA does not merge it with the operations before it.
 
     Args:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from remat import _jax
-from remat.aliases import Aval, Leaf, PolicyLike, PyTree, TreeDef
+from remat.aliases import Array, Aval, DebugInfo, Leaf, PolicyLike, PyTree, TreeDef
 from remat.errors import PreventCseError
 from remat.transform import policies, primitive
 from remat.transform.refs import with_values
@@ -140,7 +140,7 @@ def checkpoint(
     # `inspect.isfunction` accepts), and another `__qualname__` would prevent pickling of decorated functions.
     @_jax.wraps(fun)
     @_jax.api_boundary
-    def checkpointed(*args: PyTree, **kwargs: PyTree) -> Any:
+    def checkpointed(*args: PyTree, **kwargs: PyTree) -> PyTree:
         argnums, argnames = statics.in_call(args, kwargs)
         debug = _jax.debug_info(fun, args, kwargs, argnums, argnames)
         traced, args, kwargs = without_statics(fun, args, kwargs, argnums, argnames)
@@ -165,7 +165,7 @@ def checkpoint(
     return checkpointed
 
 
-def _as_array(x: Any) -> Any:
+def _as_array(x: Array) -> Array:
     """Return a result as an array; evaluated eagerly, a constant result is a literal of its jaxpr."""
     if isinstance(x, (bool, int, float, complex)) or (
         isinstance(x, np.ndarray) and x.dtype != jax.dtypes.float0
@@ -183,9 +183,9 @@ def _trace(
     in_tree: TreeDef,
     avals: tuple[Aval, ...],
     leaves: Sequence[Leaf],
-    debug: Any,
+    debug: DebugInfo,
     concrete: bool,
-) -> tuple[_jax.Jaxpr, tuple[Any, ...], Any]:
+) -> tuple[_jax.Jaxpr, tuple[Array, ...], TreeDef]:
     try:
         if concrete:
             values = [_jax.concrete_value(leaf) for leaf in leaves]

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from remat import _jax
-from remat.aliases import Aval
+from remat.aliases import Aval, Size
 from remat.ir.operations import names_where
 from remat.ir.split import split
 
@@ -154,11 +154,11 @@ def _rearranges(eqn: _jax.JaxprEqn) -> bool:
     )
 
 
-def _is_no_larger(a: Any, b: Any) -> bool:
+def _is_no_larger(a: Size, b: Size) -> bool:
     return _jax.decided(lambda: _n_bytes(a) <= _n_bytes(b)) is True
 
 
-def _n_bytes(aval: Aval) -> Any:
+def _n_bytes(aval: Aval) -> Size:
     return aval.size * _jax.itemsize_bytes(aval)
 
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from remat import _jax
+from remat.aliases import Array, PyTree
 
 _jax.exclude_from_tracebacks(__file__)
 
@@ -99,7 +99,7 @@ def _forward(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
 def _reverse(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     """Return the forward and the backward pass as one jaxpr."""
 
-    def run(*args: Any) -> Any:
+    def run(*args: Array) -> PyTree:
         outs, pullback = jax.vjp(lambda *args: _jax.call_jaxpr(jaxpr, args), *args)
         return outs, pullback([_ones(out) for out in outs])
 
@@ -109,7 +109,7 @@ def _reverse(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
 def _transposed(jaxpr: _jax.Jaxpr, linear: list[bool]) -> _jax.Jaxpr:
     """Return the transpose with respect to the inputs that the jaxpr is linear in."""
 
-    def run(*args: Any) -> Any:
+    def run(*args: Array) -> PyTree:
         fixed = [x for x, lin in zip(args, linear) if not lin]
         rest = [x for x, lin in zip(args, linear) if lin]
         apply = lambda *rest: _jax.call_jaxpr(jaxpr, _jax.merge_lists(linear, fixed, rest))  # noqa: E731
@@ -118,7 +118,7 @@ def _transposed(jaxpr: _jax.Jaxpr, linear: list[bool]) -> _jax.Jaxpr:
     return _jax.trace_call(run, *_jax.in_avals(jaxpr))[0]
 
 
-def _ones(out: Any) -> Any:
+def _ones(out: Array) -> Array:
     if _jax.has_tangent(out):
         return jnp.ones_like(out)
     return np.zeros(out.shape, jax.dtypes.float0)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from remat import _jax
-from remat.aliases import Array, Atom, Dim
+from remat.aliases import Array, Atom, Decision, Dim
 from remat.ir import jaxprs
 
 _jax.exclude_from_tracebacks(__file__)
@@ -56,7 +56,7 @@ def without_marks(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
 class Mark(NamedTuple):
     """The decision about a value, its names, and an equation with its place in the source."""
 
-    case: Any  # Saveable or an Offloadable
+    case: Decision  # Saveable or an Offloadable
     names: tuple[str, ...]
     like: _jax.JaxprEqn
 

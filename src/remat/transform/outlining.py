@@ -13,9 +13,10 @@ function, such operations stay inline.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from remat import _jax
+from remat.aliases import IrValue
 from remat.ir import jaxprs
 from remat.ir.operations import names_where
 
@@ -53,11 +54,15 @@ def _as_function(eqn: _jax.JaxprEqn, jaxpr: _jax.Jaxpr) -> _jax.JaxprEqn:
     return _jax.new_eqn(body.invars, eqn.outvars, outline_p, {"jaxpr": body}, eqn)
 
 
-def _lower_inline(ctx: _jax.LoweringContext, *args: Any, jaxpr: _jax.Jaxpr) -> Any:
+def _lower_inline(
+    ctx: _jax.LoweringContext, *args: IrValue, jaxpr: _jax.Jaxpr
+) -> Sequence[IrValue]:
     return _jax.lower_inline(ctx, jaxpr, args)
 
 
-def _lower_on_cpu(ctx: _jax.LoweringContext, *args: Any, jaxpr: _jax.Jaxpr) -> Any:
+def _lower_on_cpu(
+    ctx: _jax.LoweringContext, *args: IrValue, jaxpr: _jax.Jaxpr
+) -> Sequence[IrValue]:
     if _jax.n_devices(ctx) > 1:
         return _jax.lower_inline(ctx, jaxpr, args)
     return _jax.lower_call(ctx, jaxpr, args, NOT_INLINED)

@@ -38,7 +38,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from remat import _jax
-from remat.aliases import Array, Atom, AxisData, Dim, PolicyLike
+from remat.aliases import Array, Atom, AxisData, Dim, IrValue, PolicyLike
 from remat.errors import EffectError, LinearizationError
 from remat.ir import jaxprs
 from remat.ir.split import (
@@ -439,7 +439,7 @@ _jax.register_split(remat_p, _split_in_jax_region)
 
 def _transpose(
     cts: Sequence[Array],
-    *args: Any,
+    *args: Array,
     jaxpr: _jax.Jaxpr,
     prevent_cse: PreventCse,
     **params: Any,
@@ -474,7 +474,9 @@ def _transposed(
     return _jax.transpose(jaxpr, known, halves.staged, linear, outs_zero, halves.outs_unknown)
 
 
-def _accumulate(targets: Sequence[Any], zeros: Sequence[bool], nonzero_cts: Sequence[Any]) -> None:
+def _accumulate(
+    targets: Sequence[Any], zeros: Sequence[bool], nonzero_cts: Sequence[Array]
+) -> None:
     remaining = iter(nonzero_cts)
     for target, zero in zip(targets, zeros):
         if not zero:
@@ -530,12 +532,12 @@ _jax.register_hijax(remat_p, _rebind)
 def _lower(
     how: barrier.Protection,
     ctx: _jax.LoweringContext,
-    *args: Any,
+    *args: IrValue,
     jaxpr: _jax.Jaxpr,
     prevent_cse: PreventCse,
     differentiated: bool,
     **_: Any,
-) -> Sequence[Any]:
+) -> Sequence[IrValue]:
     jaxpr = outlined(jaxpr)
     if not differentiated:
         return _jax.lower_inline(ctx, jaxpr, args)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from remat import _jax, units
-from remat.aliases import Atom, Aval, PyTree
+from remat.aliases import Array, Arrays, Atom, Aval, PyTree
 from remat.printing import printable
 from remat.transform import marks, policies
 
@@ -133,8 +133,8 @@ def residuals(f: Callable[..., Any], /, *args: PyTree, **kwargs: PyTree) -> Resi
     """
     leaves, in_tree = jax.tree.flatten((args, kwargs))
 
-    def forward(*leaves: Any) -> Any:
-        def call(*inner: Any) -> Any:
+    def forward(*leaves: Array) -> Arrays:
+        def call(*inner: Array) -> PyTree:
             call_args, call_kwargs = jax.tree.unflatten(in_tree, inner)
             return f(*call_args, **call_kwargs)
 
@@ -183,7 +183,7 @@ def describe(
 ) -> Iterator[Residual]:
     """Yield descriptions of the residuals, which are the last results of a forward pass's jaxpr."""
     made = _Made(jaxpr)
-    kept: dict[Any, Any] = {}  # the value behind each residual -> the residual itself
+    kept: dict[Atom, Any] = {}  # the value behind each residual -> the residual itself
     for v in jaxpr.outvars[len(jaxpr.outvars) - n_residuals :]:
         if isinstance(v, _jax.Literal):
             yield _residual(v.aval, "literal", "from a literal")
@@ -238,7 +238,7 @@ class _Made:
     def __init__(self, jaxpr: _jax.Jaxpr):
         self.producer = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         self._named = policies.names_of_values(jaxpr)
-        self._marked: dict[Any, _jax.JaxprEqn] = {}
+        self._marked: dict[Atom, _jax.JaxprEqn] = {}
 
     def source(self, v: Atom) -> Any:
         """Return the value of which `v` is a rounded, marked or moved copy."""
@@ -266,7 +266,7 @@ class _Made:
         return (), eqn
 
 
-def _inside(eqn: _jax.JaxprEqn, v: Atom) -> tuple[_jax.Jaxpr, Any] | None:
+def _inside(eqn: _jax.JaxprEqn, v: Atom) -> tuple[_jax.Jaxpr, Atom] | None:
     """Return the body of a loop or called function, and the value in it that becomes `v` outside."""
     bodies = [_jax.open_jaxpr(body) for body in _jax.jaxprs_of(eqn)]
     if len(bodies) != 1 or len(bodies[0].outvars) != len(eqn.outvars):

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from remat import _jax, units
+from remat.aliases import Aval, Eqn, Size
 from remat.errors import PolicyError, closest
 from remat.globs import any_name_matches, path_matches
 from remat.ir import flops
@@ -24,16 +25,16 @@ class RegionValue(NamedTuple):
     names: frozenset[str]  # given by checkpoint_name
     primitive: str
     path: str  # the name stack: "encoder/layer_0/attention"
-    aval: Any
-    eqn: Any  # the equation that computes it
+    aval: Aval
+    eqn: Eqn  # the equation that computes it
     is_result_of_body: bool  # computed by a loop, branch or called function, whose body has it, too
 
     @property
-    def n_bytes(self) -> Any:
+    def n_bytes(self) -> Size:
         return self.aval.size * _jax.itemsize_bytes(self.aval)
 
     @property
-    def flops(self) -> Any:
+    def flops(self) -> Size:
         # A loop or a call has none of its own: the operations in its body have them.
         return 0 if self.is_result_of_body else flops.flops_of(self.eqn, transcendental=1)
 
