@@ -7,7 +7,7 @@ region. Around it the values are read from the States and written back, once.
 A function is traced in each call, since its result may depend on more than its arguments: on the
 settings of `brainstate.environ` (`fit`, `precision`, `dt`, also with traced values), on attributes of
 modules, and on values that it closes over. A step given to `fit` is traced once for each signature, like one
-given to `brainstate.transform.jit`: the values of its States are one more argument of what is compiled.
+given to `brainstate.transform.jit`: the values of its States are one more argument of the compiled program.
 
 Known limits: negative `static_argnums` are refused, as in `brainstate.transform`.
 """

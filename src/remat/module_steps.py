@@ -16,7 +16,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 
@@ -230,7 +230,7 @@ class FilteredStep(ModuleStep):
         paths = tuple(path for (path, _), is_traced in zip(found, flags) if is_traced)
         leaves = [leaf for (_, leaf), is_traced in zip(found, flags) if is_traced]
         try:
-            return Filtered(leaves, Structure((structure, flags, fixed), paths))
+            return Filtered(Structure((structure, flags, fixed), paths), leaves)
         except TypeError as error:
             raise StaticArgumentTypeError(
                 f"{name} has static fields that are not hashable ({error}): the step is compiled for "
@@ -275,26 +275,30 @@ def _types(fixed: Any) -> Any:
     return tuple(map(_types, fixed)) if type(fixed) is tuple else type(fixed)
 
 
-@jax.tree_util.register_pytree_with_keys_class
-class Filtered:
-    """An argument without its fixed leaves, as a pytree of its arrays under their own paths."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class LeavesWithPaths:
+    """A pytree of leaves under their own paths; its subclasses are registered with JAX."""
 
-    def __init__(self, leaves: list[Leaf], structure: Structure) -> None:
-        self.leaves = leaves
-        self.structure = structure
+    structure: Structure
+    leaves: list[Leaf]
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Leaf]], Structure]:
-        """Return the arrays with their paths, and the structure."""
+        """Return the leaves with their paths, and the structure."""
         return keyed(self.structure.paths, self.leaves), self.structure
 
     def tree_flatten(self) -> tuple[list[Leaf], Structure]:
-        """Return the arrays and the structure."""
+        """Return the leaves and the structure."""
         return self.leaves, self.structure
 
     @classmethod
-    def tree_unflatten(cls, structure: Structure, leaves: Iterable[Leaf]) -> Filtered:
-        """Return the argument with these arrays."""
-        return cls(list(leaves), structure)
+    def tree_unflatten(cls, structure: Structure, leaves: Iterable[Leaf]) -> Self:
+        """Return the pytree with these leaves."""
+        return cls(structure, list(leaves))
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Filtered(LeavesWithPaths):
+    """An argument without its fixed leaves."""
 
     def joined(self) -> PyTree:
         """Return the argument as the step takes it."""

@@ -20,9 +20,9 @@ from remat.cli.options import (
     all_option,
     budget_option,
     costs_option,
+    explanation_options,
     html_option,
     json_option,
-    no_compile_option,
     plan_option,
     policy_option,
     spec_argument,
@@ -91,11 +91,7 @@ def main() -> None:
 @budget_option
 @plan_option
 @policy_option
-@target_option
-@no_compile_option
-@json_option
-@html_option
-@all_option
+@explanation_options
 @debug_option
 def explain(
     spec: str,
@@ -254,11 +250,7 @@ def report(
 @main.command()
 @click.argument("before", type=Explained())
 @click.argument("after", type=Explained())
-@target_option
-@no_compile_option
-@json_option
-@html_option
-@all_option
+@explanation_options
 @debug_option
 def compare(
     before: str,

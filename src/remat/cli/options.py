@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import click
@@ -182,3 +182,11 @@ all_option = click.option(
     is_flag=True,
     help="Show all tables, with every value; not one screen of them.",
 )
+
+
+def explanation_options(command: Callable) -> Callable:
+    """Add the options of commands that explain steps: where, and how the result is shown."""
+    options = (target_option, no_compile_option, json_option, html_option, all_option)
+    for option in reversed(options):  # a decorator's option is listed before those below it
+        command = option(command)
+    return command

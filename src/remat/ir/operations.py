@@ -44,7 +44,7 @@ class Traffic(enum.Enum):
     PART = "part"  # reads only as much of its first operand as it writes
     REPLACE_1 = "replace 1"  # writes operand 1 into operand 0 in place
     REPLACE_2 = "replace 2"  # writes operand 2 into operand 0 in place, at the indices in operand 1
-    COMBINE_2 = "combine 2"  # the same, combined with what is there
+    COMBINE_2 = "combine 2"  # the same, combined with the previous values there
 
 
 @dataclasses.dataclass(frozen=True)

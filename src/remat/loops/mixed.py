@@ -217,8 +217,7 @@ def backward(
     held, cts = reverse_blocks(
         loop,
         inputs,
-        reversal.halves,
-        reversal.layout,
+        reversal,
         cotangents,
         marked,
         (held, loop.count(reversal.schedule.n), block),

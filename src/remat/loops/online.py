@@ -197,8 +197,7 @@ def backward(
     _, cts = reverse_blocks(
         loop,
         inputs,
-        reversal.halves,
-        reversal.layout,
+        reversal,
         cotangents,
         marked,
         (held, held.count, held.block),

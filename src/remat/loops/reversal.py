@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from jax import lax
 
@@ -35,6 +35,16 @@ class Block(NamedTuple):
     kept: Array
 
 
+class HasResiduals(Protocol):
+    """How a loop that keeps residuals is reversed: its step in two halves, and where values are kept."""
+
+    @property
+    def halves(self) -> Halves: ...
+
+    @property
+    def layout(self) -> Layout: ...
+
+
 # (kept values with their `buffers`, remaining steps) → (kept values, the next block).
 NextBlock = Callable[[PyTree, Array], tuple[PyTree, Block]]
 
@@ -42,8 +52,7 @@ NextBlock = Callable[[PyTree, Array], tuple[PyTree, Block]]
 def reverse_blocks(
     loop: Loop,
     inputs: Inputs,
-    halves: Halves,
-    layout: Layout,
+    reversal: HasResiduals,
     cotangents: Results,
     marked: Inputs,
     state: tuple[PyTree, Array, Block],
@@ -54,13 +63,14 @@ def reverse_blocks(
 
     Args:
       loop, inputs, cotangents, marked: see `loop.backward`.
-      halves, layout: of a step, and of the kept values.
+      reversal: how the loop is reversed.
       state: the kept values with their `buffers`; the steps to reverse; the last block of them.
       sums: the cotangents before any step is reversed.
       next_block: runs the steps of the next block, and keeps their residuals.
     """
     carry_mask, y_mask = loop.spread(*map(tuple, marked[:3]))
     sizes = [sum(mask) for mask in (marked.consts, carry_mask)]
+    halves, layout = reversal.halves, reversal.layout
     fixed = halves.fixed_residuals(inputs.consts)
 
     def reverse(state: tuple) -> tuple:

@@ -9,8 +9,7 @@ are checked before the first is made, so that an error leaves everything unchang
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from flax.nnx import graphlib
 from remat import array_leaves
 from remat.aliases import Leaf, PyTree
 from remat.errors import TargetError
-from remat.module_steps import Structure, keyed
+from remat.module_steps import LeavesWithPaths, Structure
 
 
 def is_graph(x: Leaf) -> bool:
@@ -29,27 +28,13 @@ def is_graph(x: Leaf) -> bool:
 
 
 @jax.tree_util.register_pytree_with_keys_class
-@dataclasses.dataclass(frozen=True)
-class ModuleGraph:
+class ModuleGraph(LeavesWithPaths):
     """A graph as a pytree: its structure, and its Variables and arrays in order, under their paths."""
-
-    structure: Structure
-    leaves: list[Leaf]
 
     @property
     def graphdef(self) -> graphlib.GraphDef:
         graphdef: graphlib.GraphDef = self.structure.fixed
         return graphdef
-
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Leaf]], Structure]:
-        return keyed(self.structure.paths, self.leaves), self.structure
-
-    def tree_flatten(self) -> tuple[list[Leaf], Structure]:
-        return self.leaves, self.structure
-
-    @classmethod
-    def tree_unflatten(cls, structure: Structure, leaves: Iterable[Leaf]) -> ModuleGraph:
-        return cls(structure, list(leaves))
 
 
 def as_graphs(tree: PyTree, index_of: Any, outer_index_of: Any = None) -> PyTree:

@@ -184,8 +184,8 @@ def _notes_on_decisions(explanation: ExplanationData) -> str:
         return ""
     return (
         '<p class="hint">The extra FLOPs of the plan are divided among the groups in proportion to what '
-        "computing each once takes. Most of what is recomputed stays inside of fused kernels; what is "
-        "written to memory again is listed below as recomputed.</p>"
+        "computing each once takes. Most recomputed values stay inside of fused kernels; those that are "
+        "written to memory again are listed below as recomputed.</p>"
     )
 
 

@@ -100,8 +100,8 @@ def predicted_memory(
 ) -> Memory:
     """Return the predicted memory in the compiler's terms, with the timeline's peak.
 
-    The temporaries are the most that is live at once of what is neither argument nor output.
-    `alias_bytes` are those of outputs that take over an argument's memory.
+    Temporaries are the largest number of live bytes of values that are neither arguments nor outputs.
+    `alias_bytes` are the bytes of outputs that reuse an argument's memory.
 
     >>> steps = [Step("a", "forward"), Step("b", "forward")]
     >>> values = [Value(0, "argument", "f32[1]", 4, ((0, 1),)), Value(1, "saved", "f32[2]", 8, ((1, 1),))]

@@ -37,7 +37,7 @@ def stacks_of(eqn: _jax.JaxprEqn) -> Iterator[LargeStack]:
 
 
 def largest_loop(sides: PhasedProgram, *, at_least: float) -> tuple[_jax.JaxprEqn | None, int]:
-    """Return the loop that stacks the most bytes for the backward pass, `at_least` so many, and the bytes."""
+    """Return the loop that stacks the most bytes for the backward pass, None below a limit, and the bytes."""
     stacked: dict[_jax.JaxprEqn, int] = {}
     for stack in _kept(sides):
         stacked[stack.loop] = stacked.get(stack.loop, 0) + stack.n_bytes
