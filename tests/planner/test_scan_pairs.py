@@ -276,6 +276,25 @@ def test_groups_in_a_shard_map_change_no_bit():
     assert_equal(results(rewrite(jaxpr, {pair.id: option}), args), results(jaxpr, args))
 
 
+def test_loops_in_a_loop_of_a_shard_map_are_mixed():
+    # Mixtures of the inner loop are traced while the outer one's options are found.
+    def ticks(c, w):
+        return jax.lax.scan(lambda c, _: (jax.lax.scan(layer, c, w)[0], None), c, None, length=3)[0]
+
+    def loss(w, x):
+        return jax.lax.psum(ticks(x, w).sum(), "data")
+
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    specs = {"in_specs": (PartitionSpec(), PartitionSpec("data")), "out_specs": PartitionSpec()}
+    step = jax.value_and_grad(jax.shard_map(loss, mesh=mesh, **specs))
+    jaxpr, args = flat(step, jnp.concatenate([W, W]), X)
+    (pair,) = pairs(jaxpr, price)
+    option = next(
+        o for o in pair.options if any(i.groups or i.rest is not None for _, i in o.inner)
+    )
+    assert_equal(results(rewrite(jaxpr, {pair.id: option}), args), results(jaxpr, args))
+
+
 @pytest.mark.parametrize("length", [17, 20])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_splitting_a_loop_in_two_changes_no_bit(length, reverse):

@@ -12,7 +12,7 @@ from remat import _jax
 from remat.planner.host_memory import Transfer
 from remat.planner.plan_decisions import ScanOption
 from remat.planner.scan_pairs.branches import branch_matches, branches_of
-from remat.planner.scan_pairs.inside import inner_programs, prepared
+from remat.planner.scan_pairs.inside import inner_programs, inside_of, prepared
 from remat.planner.scan_pairs.joint import joint_of
 from remat.planner.scan_pairs.matching import Match, matches
 from remat.planner.scan_pairs.pair_options import PairOptions, ScanPair
@@ -97,7 +97,8 @@ def _pairs_in(scope: Scope, prefix: str, path: str, times: int) -> list[ScanPair
             free_shards(scope, shards, match.backward),
             scope.known,
         )
-        found[match.forward] = _pairs_in(inside, f"{key}/", name, times)
+        with inside_of(shards.forward):
+            found[match.forward] = _pairs_in(inside, f"{key}/", name, times)
         if found[match.forward]:
             paired.update(match)
     for i, eqn in enumerate(jaxpr.eqns):
@@ -108,9 +109,9 @@ def _pairs_in(scope: Scope, prefix: str, path: str, times: int) -> list[ScanPair
         for k, (body, runs) in enumerate(inner_programs(whole)):
             if _may_have_pairs(body):
                 inside = scope.inside(whole, _jax.open_jaxpr(body))
-                found.setdefault(i, []).extend(
-                    _pairs_in(inside, f"{prefix}{i}.{k}/", name, times * runs)
-                )
+                with inside_of(whole):
+                    within = _pairs_in(inside, f"{prefix}{i}.{k}/", name, times * runs)
+                found.setdefault(i, []).extend(within)
     return [pair for i in sorted(found) for pair in found[i]]
 
 
