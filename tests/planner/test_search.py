@@ -13,6 +13,7 @@ class Staircase:
     """A model whose proposals take fewer bytes and more seconds from step to step."""
 
     exact_variants = ()
+    by_hand = ()
 
     def __init__(self, steps, variants=("only",)):
         self.steps = steps  # (bytes, seconds), by ascending bytes
@@ -309,7 +310,7 @@ def test_a_poor_plan_that_fits_is_improved_below_proposals_that_exceed_the_budge
     }
 
     class Decoder:
-        variants, exact_variants = ("written", "fused"), ()
+        variants, exact_variants, by_hand = ("written", "fused"), (), ()
 
         def within(self, variant, n_bytes):
             fitting = [step for step in steps[variant] if step[0] <= n_bytes]
@@ -326,6 +327,19 @@ def test_a_poor_plan_that_fits_is_improved_below_proposals_that_exceed_the_budge
 
     best, _ = search(Decoder(), lambda proposal, _: proposal.decisions, 4432)
     assert best.proposal.extra_seconds == 0.2
+
+
+def test_what_people_write_by_hand_is_compiled_before_the_search_gives_up():
+    """The compiler takes far more than the model says for all that the search finds by itself."""
+
+    class Misjudged(Staircase):
+        by_hand = (Proposal("only", 400, 50.0, 0.0, "by hand"),)
+
+    def compiler(proposal, _):
+        return 480 if proposal.decisions == "by hand" else proposal.model_bytes + 700
+
+    best, _ = search(Misjudged(STEPS), compiler, 500)
+    assert best.proposal.decisions == "by hand"
 
 
 @settings(deadline=None, max_examples=100)

@@ -89,6 +89,15 @@ class StepModel:
         options = self._body_options(variant, [0] * len(self._loops.bodies))
         return self._with_flops(self._level(-1, options).smallest(variant))
 
+    @property
+    def by_hand(self) -> list[Proposal]:
+        """Return the step with all loops recomputed step by step, and nothing recomputed outside of them."""
+        if self._loops.by_step is None:
+            return []
+        variant = self.step.fusions[0]
+        options = tuple(body.options[0].as_written for body in self._loops.bodies)
+        return [self._with_flops(self._level_of(self._loops.by_step, options).once(variant))]
+
     def _fastest(self, found: Sequence[Proposal]) -> Proposal:
         """Return the proposal of the least cost, with the FLOPs of its program counted.
 

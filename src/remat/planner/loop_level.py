@@ -143,6 +143,10 @@ class LoopLevel:
             found = self._filling(variant, self._schedule_within(variant, n_bytes), n_bytes)
         return self._proposal(variant, found)
 
+    def once(self, variant: str) -> Proposal:
+        """Return the proposal that recomputes nothing outside of loops."""
+        return self._proposal(variant, self._once(variant))
+
     def exceeds(self, variant: str, n_bytes: int, seconds: float) -> bool:
         """Return whether the proposal within these bytes is known to recompute for more than a time."""
         seconds -= self.loop_seconds

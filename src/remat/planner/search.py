@@ -13,6 +13,7 @@ next, so the same question has the same answer.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -84,6 +85,14 @@ class Model(Protocol):
     def smallest(self, variant: str) -> Proposal:
         """Return the proposal with the fewest bytes."""
 
+    @property
+    def by_hand(self) -> Sequence[Proposal]:
+        """Return what people would write by hand.
+
+        It is compiled before the search gives up, since the model may misjudge what the compiler needs for
+        all other proposals.
+        """
+
 
 #: `compiler(proposal, expected bytes)`: the bytes of temporaries of the compiled program.
 Compiler = Callable[[Proposal, int], int]
@@ -143,6 +152,7 @@ def search(
     ...         return 100 - n_bytes > cost
     ...     def smallest(self, variant):
     ...         return self.within(variant, 1)
+    ...     by_hand = ()
     >>> best, compiled = search(Halves(), lambda proposal, _: proposal.decisions + 10, 60)
     >>> best.compiled_bytes, len(compiled)
     (60, 2)
@@ -371,7 +381,9 @@ class _Search:
     def _search_below(self) -> None:
         """Lower the aim until a proposal fits or none is smaller."""
         for _ in range(self.effort.max_below):
-            proposals = [p for v in self._variants() if (p := self._new_proposal(v)) is not None]
+            found = (self._new_proposal(variant) for variant in self._variants())
+            proposals = [proposal for proposal in found if proposal is not None]
+            proposals += [p for p in self.model.by_hand if not self._is_known(p)]
             if not proposals:
                 break
             # Among those that probably fit, take the one that recomputes least; else the smallest.
@@ -379,10 +391,12 @@ class _Search:
             self._compile(min(proposals, key=lambda p: (max(self._expected(p), nearly), p.cost)))
             if self._best() is not None:
                 return
-        for variant in self.model.variants:
-            smallest = self.model.smallest(variant)
-            if self._best() is None and self.effort.max_below and not self._is_known(smallest):
-                self._compile(smallest)
+        smallest = map(self.model.smallest, self.model.variants)
+        for proposal in itertools.chain(self.model.by_hand, smallest):
+            if self._best() is not None or not self.effort.max_below:
+                break
+            if not self._is_known(proposal):
+                self._compile(proposal)
         self._search_above()
 
     def _improve(self) -> None:
