@@ -619,3 +619,11 @@ def test_plan_file_round_trip_follows_the_same_decisions(tmp_path):
     loaded = remat.Plan.load(tmp_path / "plan.json")
     assert loaded == made
     assert peak_of(fit(step, plan=loaded).lower(W, X).compile()) == made.peak_bytes
+
+
+@pytest.mark.parametrize("step", [lambda x: (), lambda x: x, lambda x: x[:0]])
+def test_steps_that_compute_nothing_are_planned(step):
+    fitted = remat.fit(step, budget="100%", cache=False)
+    x = jnp.ones((4, 4))
+    jax.tree.map(np.testing.assert_array_equal, fitted(x), step(x))
+    assert fitted.plans[0].extra_seconds == 0

@@ -298,8 +298,11 @@ class _Planning:
         return made
 
     def _warn_of_slow_copies(self, transfer_seconds: float) -> None:
+        step_s = self._model.step.seconds
+        if not step_s:
+            return  # the step computes nothing
         of_activations, of_state = (
-            100 * s / self._model.step.seconds for s in (transfer_seconds, self._state_seconds())
+            100 * s / step_s for s in (transfer_seconds, self._state_seconds())
         )
         if of_activations > 100 * _SLOW_COPIES:
             _log.warning(
