@@ -18,7 +18,7 @@ FRAMEWORKS = ("flax", "equinox", "haiku", "brainstate")
 LAYERS = [
     ("aliases", "printing"),
     ("errors",),
-    ("units", "files", "globs", "paths", "marked"),
+    ("units", "files", "globs", "paths", "marked", "versions"),
     ("json_lines", "cache"),
     ("solvers.graph",),
     ("solvers.liveness",),

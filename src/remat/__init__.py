@@ -26,6 +26,7 @@ Shared by these:
     selection     the modules and methods that `rematted` selects
     array_leaves, module_steps    pytrees and steps with leaves that are not arrays
     marked        the functions marked by `remat.auto` that a trace runs
+    versions      versions of installed packages
 
 CONTRIBUTING.md has a table of where to find answers.
 """

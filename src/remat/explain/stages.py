@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +37,7 @@ from remat.program.costs import Roofline
 from remat.report.explanation import Explanation
 from remat.report.model import Decision, Memory, Totals
 from remat.report.timeline import predicted_memory
+from remat.versions import own_version
 
 _jax.exclude_from_tracebacks(__file__)
 
@@ -183,7 +183,7 @@ def _versions() -> tuple[tuple[str, str], ...]:
     return (
         ("jax", jax.__version__),
         ("jaxlib", jaxlib.__version__),
-        ("remat", importlib.metadata.version("remat")),
+        ("remat", own_version()),
     )
 
 

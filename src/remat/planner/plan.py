@@ -24,10 +24,8 @@ The whole step is compiled:
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import importlib.metadata
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -64,6 +62,7 @@ from remat.printing import shown
 from remat.program.compiled import CompiledMemory, CompilerFailure, OutOfMemory
 from remat.program.costs import Costs, Roofline, find_costs, slowdowns
 from remat.program.targets import Target, target as find_target
+from remat.versions import own_version, version_of
 
 _log = logging.getLogger("remat")
 
@@ -526,11 +525,12 @@ class _Planning:
 def versions(platform: str) -> tuple[tuple[str, str], ...]:
     """Return the versions of the libraries that determine a program and its peak on a platform."""
     found = [
-        ("remat", importlib.metadata.version("remat")),
+        ("remat", own_version()),
         ("jax", jax.__version__),
         ("jaxlib", jaxlib.__version__),
     ]
     for name in _COMPILERS.get(platform, ()):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append((name, importlib.metadata.version(name)))
+        version = version_of(name)
+        if version is not None:
+            found.append((name, version))
     return tuple(found)
