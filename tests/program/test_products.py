@@ -1,4 +1,4 @@
-"""Operands of matrix products that are copied into another order of dimensions."""
+"""Operands of products and convolutions that are copied into another order of dimensions."""
 
 from __future__ import annotations
 
@@ -36,6 +36,31 @@ def test_operands_are_transposed_to_batch_kept_and_contracted(
     if product.invars == list(reversed(jaxpr.jaxpr.invars)):
         transposed = tuple(1 - at for at in transposed)
     assert transposed_operands(product) == transposed
+
+
+@pytest.mark.parametrize(
+    ("x", "kernel", "result", "transposed"),
+    [
+        ("NHWC", "HWIO", "NHWC", ()),
+        ("NCHW", "OIHW", "NCHW", (0, 1)),
+        ("CHWN", "IHWO", "NHWC", (0, 1)),  # the gradient of a kernel
+        ("NHWC", "OIHW", "NHWC", (1,)),
+    ],
+)
+def test_operands_of_convolutions_are_transposed_to_space_before_features(
+    x: str, kernel: str, result: str, transposed: tuple[int, ...]
+) -> None:
+    sizes = dict(zip("NHWCIO", (2, 8, 8, 3, 3, 4)))
+    window = dict(sizes, H=3, W=3)
+    args = (
+        jax.ShapeDtypeStruct([sizes[d] for d in x], jnp.float32),
+        jax.ShapeDtypeStruct([window[d] for d in kernel], jnp.float32),
+    )
+    numbers = x, kernel, result
+    jaxpr = jax.make_jaxpr(
+        lambda x, k: jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=numbers)
+    )(*args)
+    assert transposed_operands(jaxpr.eqns[0]) == transposed
 
 
 @pytest.mark.parametrize("reads", [1, 2])

@@ -85,6 +85,7 @@ from remat._jax.compat import (
     is_dropped as is_dropped,
     is_in_memory as is_in_memory,
     is_on_host as is_on_host,
+    is_threefry as is_threefry,
     is_var as is_var,
     itemsize_bytes as itemsize_bytes,
     logs_residuals as logs_residuals,

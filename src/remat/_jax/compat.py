@@ -178,6 +178,12 @@ def can_be_on_host(aval: Aval) -> bool:
     return not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
+def is_threefry(aval: Aval) -> bool:
+    """Return whether values of this type are keys of JAX's default random generator."""
+    impl = getattr(aval.dtype, "_impl", None)
+    return getattr(impl, "name", None) == "threefry2x32"
+
+
 def zero_keys(aval: Aval) -> Array:
     """Return random keys of a type whose data are zeros, for any key implementation."""
     impl = aval.dtype._impl

@@ -64,6 +64,8 @@ class Operation:
       is_repeatable: whether computing it again gives the same result and has no other effect.
       runs_alone: whether its time can be measured by running it alone, on arbitrary operands.
       has_index_arrays: whether XLA for CPU creates arrays of indices for it, as large as its operand.
+      is_written_on_cpu: whether XLA for CPU writes its operands and its result to memory, where compilers for
+        other devices fuse it.
     """
 
     fusion: Fusion
@@ -77,6 +79,7 @@ class Operation:
     is_repeatable: bool = True
     runs_alone: bool = True
     has_index_arrays: bool = False
+    is_written_on_cpu: bool = False
 
 
 _TABLE: dict[str, Operation] = {}
@@ -159,7 +162,8 @@ _rows(
     "broadcast_in_dim broadcast_to",
 )
 _rows(dataclasses.replace(_MOVE, is_expansion=True), "iota full zeros_like empty empty2 empty_ref")
-_rows(_MOVE, "pad concatenate tile stack unstack roll")
+_rows(_MOVE, "pad tile stack unstack roll")
+_rows(dataclasses.replace(_MOVE, is_written_on_cpu=True), "concatenate")
 _rows(dataclasses.replace(_MOVE, traffic=Traffic.PART), "slice dynamic_slice split remat_read_row")
 _rows(
     Operation(Fusion.COSTLY, TRANSCENDENTAL),

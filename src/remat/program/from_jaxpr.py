@@ -10,7 +10,8 @@ with the most shards is, unless a sharding constraint says otherwise.
 `ProgramWriter` is the one reader of jaxprs. A subclass extends its methods to learn more about operations
 than `Op` holds, such as their pass or region.
 
-Known limits: sharding is followed by counts, not by axes; layouts and padding are not modelled.
+Known limits: sharding is followed by counts, not by axes; layouts and padding are not modelled; what XLA for
+CPU writes to memory, as `concatenate`, counts as written on a GPU as well.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from remat.ir.equations import (
     solve_operands,
 )
 from remat.ir.flops import WHILE_TRIPS, flops_of
-from remat.ir.operations import Fusion
+from remat.ir.operations import Fusion, operation
+from remat.program.expansion import expanded_bytes
 from remat.program.fusion import fuse
 from remat.program.products import transposed_operands
 from remat.program.program import Op, Program, without_dead
@@ -133,6 +135,15 @@ class ProgramWriter:
         shards = [self.shards[self.ids[v]] if _jax.is_var(v) else 1 for v in eqn.invars]
         return inside_of(eqn, shards, into_products=self.into_products)
 
+    def _fusion(self, eqn: _jax.JaxprEqn) -> Fusion:
+        row = operation(eqn.primitive.name)
+        is_written = row is not None and row.is_written_on_cpu and not self.into_products
+        return Fusion.KERNEL if is_written else fusion_of(eqn)
+
+    def _own_workspace_bytes(self, eqn: _jax.JaxprEqn) -> int:
+        # Compilers for TPUs have instructions for what others expand.
+        return 0 if self.into_products else expanded_bytes(eqn)
+
     def call(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr, path: str) -> None:
         """Write an equation's body in its place."""
         # A body can be written several times (JAX shares jaxprs between calls), so the previous values
@@ -179,7 +190,7 @@ class ProgramWriter:
         else:
             of_results = [result_shards(v, shards) for v in eqn.outvars]
         results = tuple(map(self.new_value, eqn.outvars, of_results))
-        fusion = fusion_of(eqn)
+        fusion = self._fusion(eqn)
         is_kernel = fusion in (Fusion.KERNEL, Fusion.REDUCE)
         inside = self.inside_of(eqn)
         self.ops.append(
@@ -191,7 +202,7 @@ class ProgramWriter:
                 flops=flops_of(eqn) / shards,
                 dtype=_dtype(eqn),
                 extra_bytes=_extra_bytes(eqn),
-                workspace_bytes=inside.workspace_bytes,
+                workspace_bytes=inside.workspace_bytes + self._own_workspace_bytes(eqn) // shards,
                 transposed=tuple(
                     self.ids[v]
                     for v in (eqn.invars[k] for k in transposed_operands(eqn))
