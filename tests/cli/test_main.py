@@ -51,6 +51,14 @@ def test_plan_meets_the_budget_and_is_written(run, name):
     assert Explanation.from_json(applied.stdout).totals.compiled.peak_bytes == made.peak_bytes
 
 
+def test_kinds_of_offloaded_values_reach_the_planner(run):
+    command = ("plan", "training:problem", "--budget", "100%", "--offload")
+    assert run(*command, "activations").exit_code == 0
+    result = run(*command, "activations,optimizer")  # a CPU has no other memory
+    assert result.exit_code == 1
+    assert "--offload optimizer needs memory of the host" in result.stderr
+
+
 def test_costs_are_those_that_were_asked_for(run):
     for asked in ("roofline", "measured"):
         result = run("plan", "training:problem", "--budget", "100%", "--costs", asked)

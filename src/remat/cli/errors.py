@@ -149,6 +149,11 @@ _OPTIONS_BY_PATTERN = (
     (r"\b(budget|target|costs|policy|plan)=(?!\w|['\"])", r"--\1"),
     (r"\b(budget|target|costs)=", r"--\1 "),
     (r"\ballow offload=True\b", "leave out --no-offload"),
+    (
+        r"'activations' \(as True\), 'optimizer', and 'activations\|optimizer'",
+        "activations, optimizer, and activations,optimizer",
+    ),
+    (r"\boffload='([\w|, ]*)'", r"--offload \1"),
     (r"A target is None \(the devices at hand\)", "A target is left out (the devices at hand)"),
     (r" Pass strict=False if it may be absent\.", ""),
 )

@@ -23,6 +23,8 @@ from remat.cli.options import (
     explanation_options,
     html_option,
     json_option,
+    no_offload_option,
+    offload_option,
     plan_option,
     policy_option,
     spec_argument,
@@ -132,8 +134,8 @@ def explain(
 @click.option("-o", "--output", type=OutputFile(), metavar="FILE", help="Write the plan here.")
 @click.option("--html", type=OutputFile(), metavar="FILE",
               help="Write a page on the step under the plan.")  # fmt: skip
-@click.option("--offload/--no-offload", default=True, show_default=True,
-              help="Let loops keep values in the host's memory, if the target has one.")  # fmt: skip
+@offload_option
+@no_offload_option
 @all_option
 @json_option
 @debug_option
@@ -144,7 +146,8 @@ def plan(
     costs: str,
     output: str | None,
     html: str | None,
-    offload: bool,
+    offload: str | None,
+    no_offload: bool,
     show_all: bool,
     as_json: bool,
 ) -> None:
@@ -157,8 +160,10 @@ def plan(
         remat plan train:problem --budget 8GiB -o plan.json
         remat plan train:problem --budget 60% --target gpu:h100
     """
+    if offload is not None and no_offload:
+        raise click.UsageError("--offload and --no-offload exclude each other.")
     subject = load_subject(spec)
-    made = plan_subject(subject, budget, target, costs, offload=offload)
+    made = plan_subject(subject, budget, target, costs, offload=offload or not no_offload)
     if output is not None:
         made.save(output)
         say_written(output)

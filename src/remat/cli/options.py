@@ -11,6 +11,7 @@ from remat import files, units
 from remat.cli.errors import in_options
 from remat.cli.rendering import target_of
 from remat.errors import PlanError, PolicyError, UnitsError, closest
+from remat.planner.host_state import parse_offload
 from remat.program.devices import DEVICES
 from remat.program.targets import check_name
 from remat.transform import policies
@@ -105,6 +106,20 @@ class TargetName(click.ParamType):
         return _completions(["cpu", *others], incomplete)
 
 
+class OffloadedKinds(click.ParamType):
+    """Kinds of values that may be kept in the host's memory, separated by commas or bars."""
+
+    name = "kinds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        kinds = value.replace(",", "|")
+        try:
+            parse_offload(kinds)
+        except PlanError as error:
+            self.fail(in_options(error), param, ctx)
+        return kinds
+
+
 class PolicyName(click.ParamType):
     """A policy by its name, or `names:A,B` for one that saves the values with these names."""
 
@@ -161,6 +176,16 @@ costs_option = click.option(
     default="roofline",
     show_default=True,
     help="The cost model of recomputation: the device's figures, or timings on the device at hand.",
+)
+offload_option = click.option(
+    "--offload",
+    type=OffloadedKinds(),
+    metavar="KINDS",
+    help="What may be kept in the host's memory, if the target has one: activations (by default), "
+    "optimizer, or both, separated by a comma.",
+)
+no_offload_option = click.option(
+    "--no-offload", is_flag=True, help="Keep nothing in the host's memory."
 )
 budget_option = click.option(
     "--budget",

@@ -25,9 +25,13 @@ def plan_subject(
     target: str | None,
     costs: str = "roofline",
     *,
-    offload: bool = True,
+    offload: bool | str = True,
 ) -> Plan:
-    """Return a plan of a subject for a budget, or for the device's memory if there is none."""
+    """Return a plan of a subject for a budget, or for the device's memory if there is none.
+
+    Args:
+      offload: as of `remat.plan`.
+    """
     at = find_target(target)
     if budget is None and not at.device.memory_bytes:
         raise click.UsageError(
