@@ -95,6 +95,17 @@ def test_a_step_with_its_moments_on_the_host_computes_the_same(ratio):
     assert spaces[0] == [DEVICE] * 2 + [HOST] * 4 + [DEVICE] * 2
 
 
+def test_state_on_one_device_has_types_in_the_hosts_memory():
+    # JAX's types do not say that an array with a `SingleDeviceSharding` is in the host's memory.
+    args, spaces = jax.eval_shape(arguments), []
+    found = find_host_state(step, args, {}, with_host_memory(), DONATED)
+    moved, _ = found.moved(args, {}, with_host_memory())
+    jax.jit(lambda *a: spaces.extend(jax.typeof(x).memory_space for x in jax.tree.leaves(a))).trace(
+        *moved
+    )
+    assert [at for at, space in enumerate(spaces) if space == HOST] == list(found.leaves)
+
+
 def test_state_that_is_not_donated_or_read_by_more_than_updates_stays_on_the_device():
     def reads_more(weights, state, x):
         m = state[0][0][0]

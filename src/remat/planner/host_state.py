@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import SingleDeviceSharding
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from remat import _jax
 from remat.aliases import Leaf, Sharding
@@ -178,6 +179,10 @@ def _in_memory(leaf: Leaf, kind: str | None, target: Target) -> Leaf:
     sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(target.devices[0])
     if getattr(leaf, "sharding", None) is not None and sharding.memory_kind == kind:
         return leaf
+    if isinstance(sharding, SingleDeviceSharding):
+        # JAX sees the kind of memory in the types of arrays that are sharded over a mesh alone.
+        mesh = Mesh(np.array(list(sharding.device_set)), ("device",))
+        sharding = NamedSharding(mesh, PartitionSpec())
     moved = sharding.with_memory_kind(kind)
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(
