@@ -161,3 +161,14 @@ def test_a_plan_for_tpu_with_the_moments_on_the_host_needs_less_as_it_will_run(n
     kinds = [s.memory_kind for s in jax.tree.leaves(compiled.output_shardings)]
     assert [k == "pinned_host" for k in kinds] == [False] * 2 + [True] * 4 + [False] * 2
     assert "dynamic-update-slice-start" in compiled.as_text()
+
+
+@needs_libtpu
+def test_a_plan_for_one_tpu_without_a_mesh_is_followed():
+    args = jax.eval_shape(lambda: arguments(1024, 512))
+    options = {"target": "tpu:v5e:1x1", **DONATED}
+    plan = remat.plan(
+        step, *args, budget="100%", offload="optimizer", verify="fast", **options, **ALONE
+    )
+    assert plan.host_arguments == (2, 3, 4, 5)
+    remat.fit(step, plan=plan, **options).lower(*args)

@@ -103,7 +103,8 @@ class HostState:
         leaves, tree = jax.tree.flatten(place((args, dict(kwargs)), target))
         for at in self.positions:
             leaves[at] = _in_memory(leaves[at], _HOST, target)
-        moved: tuple[tuple, dict[str, Any]] = jax.tree.unflatten(tree, leaves)
+        # The mesh of the state may be the only one: planning places all arguments on it.
+        moved: tuple[tuple, dict[str, Any]] = place(jax.tree.unflatten(tree, leaves), target)
         return moved
 
     def hosted(self, step: Callable) -> Callable:
