@@ -386,3 +386,20 @@ def test_variants_that_agree_about_the_kernels_are_solved_once():
     )
     assert [model.smallest(v).variant for v in model.variants] == ["written", "fused"]
     assert len(solved) == 1
+
+
+def test_values_that_are_not_stored_are_visited_once():
+    """Each of them reads the one before twice, so there are 2**60 paths."""
+
+    def step(x):
+        first = jnp.sin(x)
+        y = first
+        for _ in range(60):
+            y = y * y
+        return jnp.cos(y) * first
+
+    jaxpr, args = flat_of(step, X)
+    last = len(jaxpr.eqns) - 1
+    new = rewritten(jaxpr, Decisions(frozenset({0, last - 1, last}), (Burst(last, (0,)),)))
+    assert_equal(run(new, args), [step(X)])
+    assert len(new.eqns) <= len(jaxpr.eqns)

@@ -347,6 +347,8 @@ class _Writer:
         self.first_results: dict[_jax.Var, _jax.Var] = {}
         #: Equations outside of units, by their number and operands.
         self.outside: dict[tuple[Any, ...], Sequence[_jax.Var]] = {}
+        #: The variables of values outside of units that are not stored, until a unit changes their operands.
+        self.derived: dict[_jax.Var, _jax.Var] = {}
         #: For each variable of the new program, the number of the latest equation it depends on.
         self.latest: dict[_jax.Var, int] = {}
 
@@ -389,6 +391,7 @@ class _Writer:
         self.is_second = True
         self.n_before = len(self.eqns)
         self.outside.clear()
+        self.derived.clear()
 
     # Outside of units
 
@@ -413,12 +416,15 @@ class _Writer:
             return v
         if v in self.current:
             return self.current[v]
+        if v in self.derived:
+            return self.derived[v]
         eqn = self.jaxpr.eqns[number]
         operands = [self._outside(x) for x in eqn.invars]
         key = (number, *(x if _jax.is_var(x) else id(x) for x in operands))
         if key not in self.outside:
             self.outside[key] = self._emit(number, operands)
-        return self.outside[key][list(eqn.outvars).index(v)]
+        self.derived.update(zip(eqn.outvars, self.outside[key]))
+        return self.derived[v]
 
     # Units
 
@@ -479,6 +485,7 @@ class _Writer:
         latest = max([unit.last, *(self.latest.get(v, -1) for v in operands)])
         self.latest.update((v, latest) for v in outvars)
         self.current.update(zip(unit.local, outvars))
+        self.derived.clear()
         self.live.update(dict.fromkeys(unit.local))
         if passed is not None:
             # One variable may have several values: the results of an equation that is a view.
