@@ -80,7 +80,7 @@ class ProgramWriter:
     """Writes jaxprs as operations on numbered values.
 
     `enter` the inputs, `write` one jaxpr or several, then take the `program`. Subclasses extend
-    `new_value`, `body_of`, `inside_of`, `call` and `operation`.
+    `new_value`, `body_of`, `inside_of`, `fusion_of`, `call` and `operation`.
     """
 
     def __init__(self, slowdown: Slowdown = no_slowdown, *, into_products: bool = False) -> None:
@@ -135,7 +135,7 @@ class ProgramWriter:
         shards = [self.shards[self.ids[v]] if _jax.is_var(v) else 1 for v in eqn.invars]
         return inside_of(eqn, shards, into_products=self.into_products)
 
-    def _fusion(self, eqn: _jax.JaxprEqn) -> Fusion:
+    def fusion_of(self, eqn: _jax.JaxprEqn) -> Fusion:
         row = operation(eqn.primitive.name)
         is_written = row is not None and row.is_written_on_cpu and not self.into_products
         return Fusion.KERNEL if is_written else fusion_of(eqn)
@@ -190,7 +190,7 @@ class ProgramWriter:
         else:
             of_results = [result_shards(v, shards) for v in eqn.outvars]
         results = tuple(map(self.new_value, eqn.outvars, of_results))
-        fusion = self._fusion(eqn)
+        fusion = self.fusion_of(eqn)
         is_kernel = fusion in (Fusion.KERNEL, Fusion.REDUCE)
         inside = self.inside_of(eqn)
         self.ops.append(

@@ -10,7 +10,9 @@ from typing import Any
 from remat import _jax
 from remat.aliases import Atom
 from remat.ir import jaxprs
+from remat.ir.equations import fusion_of
 from remat.ir.flops import WHILE_TRIPS
+from remat.ir.operations import Fusion
 from remat.planner.host_memory import Transfer
 from remat.planner.scan_pairs.inside import inner_programs
 from remat.planner.scan_pairs.joint import Joint
@@ -32,6 +34,11 @@ class _Writer(FlatWriter):
 
     def inside_of(self, eqn: _jax.JaxprEqn) -> Inside:
         return Inside()
+
+    def fusion_of(self, eqn: _jax.JaxprEqn) -> Fusion:
+        # What XLA for CPU writes is priced as if it were fused: as kernels of their own, rolled arrays would
+        # seem worth keeping in place of the products that they are made from (measured on jax-cfd).
+        return fusion_of(eqn)
 
 
 @dataclasses.dataclass(frozen=True)
