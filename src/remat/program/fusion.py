@@ -427,7 +427,11 @@ class _Fusion:
         """Return the bytes that an operation occupies while it runs, with copies of its operands."""
         op = self.program.ops[i]
         copied = () if self.into_products else filter(self._is_copied, op.transposed)
-        return op.workspace_bytes + sum(self.program.bytes[v] for v in copied)
+        copies = [self.program.bytes[v] for v in copied]
+        if op.name == "conv_general_dilated" and len(copies) > 1:
+            # The first operand is usually freed once it is copied, before the second is.
+            copies.remove(min(copies))
+        return op.workspace_bytes + sum(copies)
 
     def _is_copied(self, v: int) -> bool:
         """Return whether a value is written and then copied, not directly written in the other order."""
