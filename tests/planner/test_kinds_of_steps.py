@@ -308,6 +308,21 @@ def message_passing():
     return jax.value_and_grad(loss), (weights, numbers(1, 500, WIDTH) * 0.3, senders, receivers)
 
 
+def unrolled_stencil():
+    """Differentiate an unrolled simulation whose steps shift arrays: nothing but elementwise operations."""
+
+    def advance(u):
+        transport = u * (jnp.roll(u, -1, 0) - jnp.roll(u, 1, 0))
+        return u - 0.1 * transport + 0.05 * jnp.tanh(jnp.roll(u, 1, 1) * u)
+
+    def loss(u):
+        for _ in range(12):
+            u = advance(u)
+        return jnp.sum(jnp.sin(u))
+
+    return jax.value_and_grad(loss), (0.1 * numbers(0, 128, 128),)
+
+
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 #: Budgets as shares of the peak, and the most extra FLOPs. Computing all layers again, each by itself, takes
 #: a third more. Those that take longest to plan have a sibling here that is not slow: another derivative of a
@@ -323,6 +338,8 @@ KINDS = [
     (implicit_layer, 70, 0.2),
     (newton_step, 60, 0.2),
     (message_passing, 50, 0.07),  # `dots_saveable` on each layer takes 7.5 % within 43 %
+    (unrolled_stencil, 80, 0.01),
+    (unrolled_stencil, 30, 0.12),  # `jax.checkpoint` on each step takes a third
     (microbatches, 75, 0.05),
     slow(microbatches, 65, 0.15),
     slow(microbatches_with_adam, 75, 0.05),

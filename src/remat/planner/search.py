@@ -169,8 +169,10 @@ def search(
     Returns:
       The best compiled proposal that fits, or None; and all that were compiled, in order.
     """
-    misjudged = (c for c in as_written if c.compiled_bytes > _MISJUDGED * c.proposal.model_bytes)
-    found = _Search(model, compiler, budget, effort or CompileLimits(), (*known, *misjudged))
+    found = _Search(model, compiler, budget, effort or CompileLimits(), tuple(known))
+    found.misjudged = [
+        c for c in as_written if c.compiled_bytes > _MISJUDGED * c.proposal.model_bytes
+    ]
     found.above += [c.proposal.decisions for c in as_written]
     return found.run()
 
@@ -224,6 +226,9 @@ class _Search:
         self.budget = budget
         self.effort = effort
         self.compiled: list[Compiled] = []
+        #: Programs as written that need far more than the model says. A program that recomputes is fused in
+        #: another way, so they count only until one was compiled.
+        self.misjudged: list[Compiled] = []
         #: Decisions that are known to exceed the budget.
         self.above: list[Any] = []
 
@@ -469,7 +474,10 @@ class _Search:
         A proposal is left out if another that is larger in the model compiles to fewer bytes: the model
         misjudges it, so it says nothing about others.
         """
-        compiled = [c for c in (*self.known, *self.compiled) if c.proposal.variant == variant]
+        first = () if self.compiled else self.misjudged
+        compiled = [
+            c for c in (*self.known, *first, *self.compiled) if c.proposal.variant == variant
+        ]
         if not compiled and variant not in self.model.exact_variants:
             compiled = [c for c in self.compiled if c.proposal.variant in self.model.variants]
         samples = [(c.proposal.model_bytes, c.compiled_bytes) for c in compiled]

@@ -45,6 +45,15 @@ _PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
 
 _SUMS = frozenset(("add", "add_any", "sub"))
 
+# The number of large values that kernels which reuse a buffer may read to be one node. All are live while the
+# node runs. A larger number keeps the values of a long chain of such kernels from being recomputed one after
+# the other; a smaller one counts the buffer more often.
+_MOST_OPERANDS = 6
+
+# The number of positions for one result at which a kernel computes a value that is fused into it, above which
+# XLA writes the value. Slices and padding read a value at several positions, and again what it is made from.
+_MOST_POSITIONS = 15
+
 # The number of large values in a sum from which partial sums are written. A larger one writes fewer of them,
 # and each costs bandwidth; sums of fewer values save little memory.
 _MANY_VALUES = 6
@@ -115,6 +124,11 @@ def seconds_of_kernels(op: Op, flops: float, moved: float, price: Price) -> floa
     return seconds * op.slowdown
 
 
+def _moves(op: Op) -> bool:
+    """Return whether an operation that fuses reads its operands at other positions than its own."""
+    return op.fusion is Fusion.CHEAP and not op.flops
+
+
 class _Fusion:
     def __init__(
         self,
@@ -139,6 +153,7 @@ class _Fusion:
         self.output_values = self._outputs_through_views()
         self.is_output = [any(v in self.output_values for v in op.results) for op in ops]
         self.written = self._written()
+        self._write_often_computed()
         if not duplicates:
             self._write_shared()
         self.partial_sums = (
@@ -199,6 +214,26 @@ class _Fusion:
                 written[i] = written[i] or op.fusion is not Fusion.VIEW
             sources.append(frozenset((i,)) if written[i] else frozenset(found))
         return written
+
+    def _write_often_computed(self) -> None:
+        """Also write the values that one kernel would compute at too many positions for one result."""
+        ops = self.program.ops
+        # For each value the positions at which the kernels that it is fused into compute it.
+        positions: list[dict[int, int]] = [{} for _ in ops]
+        for i in reversed(range(len(ops))):
+            if ops[i].fusion is Fusion.VIEW or self.written[i]:
+                continue
+            own: collections.Counter[int] = collections.Counter()
+            moved: collections.Counter[int] = collections.Counter()
+            for u in self._users(i):
+                of_user = {u: 1} if self.written[u] else positions[u]
+                if _moves(ops[u]):
+                    moved.update(of_user)
+                else:  # all elementwise users compute it at their own position
+                    own |= collections.Counter(of_user)
+            found = own + moved
+            self.written[i] = max(found.values(), default=0) > _MOST_POSITIONS
+            positions[i] = {} if self.written[i] else found
 
     def _reads_from_memory(self, i: int) -> bool:
         op = self.program.ops[i]
@@ -502,6 +537,7 @@ def _merge(
                     and all(ops[c].fusion is Fusion.REDUCE for c in inner)
                     and 2 * fusion.size[d] > fusion.size[end]
                     and (fusion.size[d] <= 2 * fusion.size[end])
+                    and not _keeps_many(fusion, nodes, end, (d, *inner))
                 ):
                     for c in (*sorted(inner), d):
                         _absorb(nodes, users, end, c)
@@ -514,6 +550,17 @@ def _merge(
         while into[i] in into:
             into[i] = into[into[i]]
     return into
+
+
+def _keeps_many(fusion: _Fusion, nodes: dict[int, _Group], end: int, merged: Sequence[int]) -> bool:
+    """Return whether a node would keep many large values alive, some of them longer than they are read."""
+    of_end = nodes[end].deps.difference(merged)
+    earlier = set().union(*(nodes[i].deps for i in merged)).difference(merged, of_end)
+
+    def n_large(values: Iterable[int]) -> int:
+        return sum(2 * fusion.size[d] >= fusion.size[end] for d in values)
+
+    return n_large(earlier) > 0 and n_large(of_end | earlier) > _MOST_OPERANDS
 
 
 def _adjacent(nodes: dict[int, _Group], d: int, end: int, inner: set[int]) -> bool:
