@@ -3,7 +3,8 @@
 program         a program as plain data: operations on numbered values
 from_jaxpr      a jaxpr as such a program
 fusion          the values that kernels write to memory, as a graph
-products        operands of matrix products that a compiler copies into another order
+products        operands of products and convolutions that a compiler copies into another order
+expansion       the memory of operations that a compiler expands into several
 result_buffers  temporaries in the buffers of results
 costs           seconds per equation, from figures of a device or measured
 devices         figures of devices: FLOP/s, bandwidths, memory
