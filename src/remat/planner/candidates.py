@@ -89,7 +89,7 @@ class StepModel:
         options = self._body_options(variant, [0] * len(self._loops.bodies))
         return self._with_flops(self._level(-1, options).smallest(variant))
 
-    @property
+    @functools.cached_property
     def by_hand(self) -> list[Proposal]:
         """Return the step with all loops recomputed step by step, and nothing recomputed outside of them."""
         if self._loops.by_step is None:

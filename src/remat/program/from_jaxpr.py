@@ -80,7 +80,7 @@ class ProgramWriter:
     """Writes jaxprs as operations on numbered values.
 
     `enter` the inputs, `write` one jaxpr or several, then take the `program`. Subclasses extend
-    `new_value`, `body_of`, `inside_of`, `fusion_of`, `call` and `operation`.
+    `new_value`, `body_of`, `work_of_bodies`, `fusion_of`, `call` and `operation`.
     """
 
     def __init__(self, slowdown: Slowdown = no_slowdown, *, into_products: bool = False) -> None:
@@ -130,10 +130,10 @@ class ProgramWriter:
             else:
                 self.call(eqn, body, here)
 
-    def inside_of(self, eqn: _jax.JaxprEqn) -> Inside:
+    def work_of_bodies(self, eqn: _jax.JaxprEqn) -> Work:
         """Return what an equation's bodies take on one device."""
         shards = [self.shards[self.ids[v]] if _jax.is_var(v) else 1 for v in eqn.invars]
-        return inside_of(eqn, shards, into_products=self.into_products)
+        return work_of_bodies(eqn, shards, into_products=self.into_products)
 
     def fusion_of(self, eqn: _jax.JaxprEqn) -> Fusion:
         row = operation(eqn.primitive.name)
@@ -192,7 +192,7 @@ class ProgramWriter:
         results = tuple(map(self.new_value, eqn.outvars, of_results))
         fusion = self.fusion_of(eqn)
         is_kernel = fusion in (Fusion.KERNEL, Fusion.REDUCE)
-        inside = self.inside_of(eqn)
+        work = self.work_of_bodies(eqn)
         self.ops.append(
             Op(
                 name=eqn.primitive.name,
@@ -202,13 +202,13 @@ class ProgramWriter:
                 flops=flops_of(eqn) / shards,
                 dtype=_dtype(eqn),
                 extra_bytes=_extra_bytes(eqn),
-                workspace_bytes=inside.workspace_bytes + self._own_workspace_bytes(eqn) // shards,
+                workspace_bytes=work.peak_bytes + self._own_workspace_bytes(eqn) // shards,
                 transposed=tuple(
                     self.ids[v]
                     for v in (eqn.invars[k] for k in transposed_operands(eqn))
                     if _jax.is_var(v)
                 ),
-                kernels=inside.kernels,
+                kernels=work.kernels,
                 in_place=tuple(
                     (self.ids[v], self.ids[eqn.outvars[k]])
                     for k, v in enumerate(_inits(eqn))
@@ -280,21 +280,21 @@ def _constrained_shards(eqn: _jax.JaxprEqn) -> int:
         return 0
 
 
-class Inside(NamedTuple):
-    """What the bodies of an equation take.
+class Work(NamedTuple):
+    """What a body takes, or all bodies of an equation.
 
     Args:
-      workspace_bytes: the bytes that the largest body occupies while it runs, on one device.
-      kernels: how many kernels the equation launches, a loop in all its steps; 1 for other equations.
+      peak_bytes: the bytes that the largest body occupies while it runs, on one device.
+      kernels: how many kernels are launched, by a loop in all its steps; 1 for an equation without bodies.
     """
 
-    workspace_bytes: int = 0
+    peak_bytes: int = 0
     kernels: int = 1
 
 
-def inside_of(
+def work_of_bodies(
     eqn: _jax.JaxprEqn, shards: Sequence[int] | None = None, *, into_products: bool = False
-) -> Inside:
+) -> Work:
     """Return what the bodies of a loop, of branches or of a call take.
 
     Args:
@@ -304,10 +304,10 @@ def inside_of(
     """
     body = inline_body(eqn)
     if body is not None and is_fusible(eqn):
-        return Inside()
+        return Work()
     bodies = [body] if body is not None else list(map(_jax.open_jaxpr, programs_of(eqn)))
     if not bodies:
-        return Inside()
+        return Work()
     if shards is not None and jaxprs.is_linear_solve(eqn):
         shards = solve_operands(eqn, shards)
     if shards is not None and eqn.primitive.name == "shard_map":
@@ -318,7 +318,7 @@ def inside_of(
         for b in bodies
     ]
     kernels = _kernels(eqn, [work.kernels for work in of_bodies])
-    return Inside(int(max(work.peak_bytes for work in of_bodies)), kernels)
+    return Work(max(work.peak_bytes for work in of_bodies), kernels)
 
 
 def _kernels(eqn: _jax.JaxprEqn, of_bodies: Sequence[int]) -> int:
@@ -344,17 +344,12 @@ def _inits(eqn: _jax.JaxprEqn) -> Sequence[_jax.Var | _jax.Literal]:
 
 def body_peak_bytes(jaxpr: _jax.Jaxpr) -> int:
     """Return the bytes that one run of a body occupies besides its inputs and results, unsharded."""
-    return int(_body_work(jaxpr).peak_bytes)
+    return _body_work(jaxpr).peak_bytes
 
 
 def _known(shards: tuple[int, ...]) -> tuple[int, ...]:
     """Return shard counts; none if nothing is sharded, so that cached figures are found again."""
     return shards if any(n > 1 for n in shards) else ()
-
-
-class _Work(NamedTuple):
-    peak_bytes: int
-    kernels: int
 
 
 # Cached, since several equations may run the same body, and the numbers depend on the immutable jaxpr alone.
@@ -364,7 +359,7 @@ def _body_work(
     into_products: bool = False,
     shards: tuple[int, ...] = (),
     n_stacked: int = 0,
-) -> _Work:
+) -> Work:
     """Return what one run of a body takes besides its inputs and results.
 
     Args:
@@ -383,7 +378,7 @@ def _body_work(
     program = without_dead(writer.program(jaxpr.outvars))
     # Times are irrelevant here: each kernel takes one second.
     fused = fuse(program, lambda *_: 1.0, into_products=into_products, apart=True)
-    return _Work(no_remat(fused.graph).peak_bytes, int(sum(fused.seconds.values())))
+    return Work(int(no_remat(fused.graph).peak_bytes), int(sum(fused.seconds.values())))
 
 
 def _dtype(eqn: _jax.JaxprEqn) -> str:

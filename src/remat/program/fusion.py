@@ -148,6 +148,8 @@ class _Fusion:
             for v in dict.fromkeys(op.operands):
                 if v in self.producer:
                     self.readers[self.producer[v]].append(i)
+        #: For each operation those that use a result, directly or through views.
+        self.users = [self._users(i) for i in range(len(ops))]
         self.size = [sum(program.bytes[v] for v in op.results) for op in ops]
         #: Values whose memory is that of an output: these, and what outputs are views of.
         self.output_values = self._outputs_through_views()
@@ -172,7 +174,6 @@ class _Fusion:
         return found
 
     def _users(self, i: int) -> list[int]:
-        """Return the operations that use a result, directly or through views."""
         found: dict[int, None] = {}
         stack = list(self.readers[i])
         while stack:
@@ -186,7 +187,7 @@ class _Fusion:
     def _written(self) -> list[bool]:
         ops = self.program.ops
         written = [False] * len(ops)
-        users = [self._users(i) for i in range(len(ops))]
+        users = self.users
         for i, op in enumerate(ops):
             if op.fusion in (Fusion.KERNEL, Fusion.REDUCE):
                 written[i] = True
@@ -225,7 +226,7 @@ class _Fusion:
                 continue
             own: collections.Counter[int] = collections.Counter()
             moved: collections.Counter[int] = collections.Counter()
-            for u in self._users(i):
+            for u in self.users[i]:
                 of_user = {u: 1} if self.written[u] else positions[u]
                 if _moves(ops[u]):
                     moved.update(of_user)
@@ -246,7 +247,7 @@ class _Fusion:
         for i in reversed(range(len(ops))):
             if ops[i].fusion is Fusion.VIEW:
                 continue
-            users = self._users(i)
+            users = self.users[i]
             for u in users:
                 kernels[i] |= {u} if self.written[u] else kernels[u]
             if not self.written[i] and ops[i].fusion is Fusion.CHEAP and self.size[i]:
@@ -267,7 +268,7 @@ class _Fusion:
             is_long = len(sums) >= _MANY_VALUES - 1 and len(terms[end]) >= _MANY_VALUES
             if not is_long or n_bytes < least:
                 continue
-            found.update(i for i in sums[:-1] if len(self._users(i)) == 1)
+            found.update(i for i in sums[:-1] if len(self.users[i]) == 1)
         return frozenset(found)
 
     def _large_terms(self) -> list[frozenset[int]]:
@@ -474,7 +475,7 @@ class _Fusion:
         i = self.producer.get(v)
         while i is not None and ops[i].fusion is Fusion.VIEW:
             i = self.producer.get(ops[i].operands[0])
-        return i is None or ops[i].fusion not in FUSIBLE or len(self._users(i)) > 1
+        return i is None or ops[i].fusion not in FUSIBLE or len(self.users[i]) > 1
 
     def _in_place(self, i: int) -> int:
         """Return the bytes of a loop's results that are in the memory of its first carry."""

@@ -41,7 +41,7 @@ from remat.planner.tradeoffs import (
     thinned,
     undominated,
 )
-from remat.program.from_jaxpr import inside_of
+from remat.program.from_jaxpr import work_of_bodies
 from remat.solvers.mincut import CutProblem, MinimumCut, between, hull
 
 # Ratio of bytes of neighbours on the hull. Between neighbours with a smaller ratio further options are
@@ -389,7 +389,7 @@ class _OptionsOfCuts:
         )
         # Values that a branch of a backward conditional recomputes have their own stacks.
         of_branches = (
-            inside_of(eqn, [self.scope.shards_of(v) for v in eqn.invars]).workspace_bytes
+            work_of_bodies(eqn, [self.scope.shards_of(v) for v in eqn.invars]).peak_bytes
             for eqn in stacks
             if id(eqn) in late and eqn.primitive.name == "cond"
         )

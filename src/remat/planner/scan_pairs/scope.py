@@ -20,9 +20,9 @@ from remat.planner.scan_pairs.shards import Shards
 from remat.planner.tradeoffs import seconds_of
 from remat.program.from_jaxpr import (
     FlatWriter,
-    Inside,
     ProgramWriter,
     Slowdown,
+    Work,
     automatic_shards,
     no_slowdown,
 )
@@ -32,8 +32,8 @@ from remat.program.fusion import Price
 class _Writer(FlatWriter):
     """Writes each loop or conditional as if it were one kernel; `Scope` prices the equations inside."""
 
-    def inside_of(self, eqn: _jax.JaxprEqn) -> Inside:
-        return Inside()
+    def work_of_bodies(self, eqn: _jax.JaxprEqn) -> Work:
+        return Work()
 
     def fusion_of(self, eqn: _jax.JaxprEqn) -> Fusion:
         # What XLA for CPU writes is priced as if it were fused: as kernels of their own, rolled arrays would
