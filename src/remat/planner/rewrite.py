@@ -17,8 +17,8 @@ later equations read the unit's result in place of the value, so that the unit m
 
 Compilers may reorder the equations of a unit, and those between units, and may keep more values alive than
 the schedule does: for example products of all steps' inputs, which depend on nothing before them. So
-`Decisions.ordered` makes a new unit of every few stored equations after the first burst or partial sum, and
-one before each earlier equation that could be computed long before its place. Compilers also compute a sum
+`Decisions.ordered` begins new units after the first burst or partial sum, and one before each earlier
+equation that could be computed long before its place (`fences`). Compilers also compute a sum
 of many values in one kernel, which keeps all these values until the last one is computed; a new unit after
 each of `Decisions.partial_sums` frees them earlier.
 """
@@ -39,6 +39,7 @@ from remat.ir.equations import has_effects, transparent_call
 from remat.ir.repetitions import without_repeated
 from remat.ir.restriction import has_marks, restricted, without_marks
 from remat.ir.updates import with_early_updates
+from remat.planner.fences import units_of
 from remat.program.from_jaxpr import n_bytes
 from remat.program.fusion import Fused
 from remat.program.program import Program
@@ -90,11 +91,6 @@ class Decisions:
     def change_nothing(self) -> bool:
         """Return whether the program stays as it is."""
         return not self.bursts and not self.partial_sums
-
-
-# Number of stored equations in one unit of an ordered program. A larger one lets the compiler fuse more, and
-# deviate more from the schedule.
-_UNIT_SIZE = 4
 
 
 def decisions_of(
@@ -277,36 +273,6 @@ def _by_start(decisions: Decisions) -> dict[int, tuple[int, ...]]:
     return after_sums | {burst.before: burst.again for burst in decisions.bursts}
 
 
-def _with_fences(jaxpr: _jax.Jaxpr, decisions: Decisions) -> dict[int, tuple[int, ...]]:
-    """Return the bursts, with empty ones where a unit would become too large or might begin too early."""
-    found = _by_start(decisions)
-    first, size = min(found), 0
-    for number in _early(jaxpr, decisions.stored):
-        if number < first:
-            found[number] = ()
-    for number in sorted(n for n in decisions.stored if n >= first):
-        size = 1 if number in found else size + 1
-        if size > _UNIT_SIZE:
-            found[number] = ()
-            size = 1
-    return found
-
-
-def _early(jaxpr: _jax.Jaxpr, stored: frozenset[int]) -> list[int]:
-    """Return the stored equations that depend on nothing that was stored just before them."""
-    found: list[int] = []
-    place = {number: at for at, number in enumerate(sorted(stored))}
-    latest: dict[Atom, int] = {}  # the place of the latest stored equation that a value depends on
-    for number, eqn in enumerate(jaxpr.eqns):
-        last = max((latest.get(v, -1) for v in eqn.invars if _jax.is_var(v)), default=-1)
-        if number in stored:
-            if place[number] - last > _UNIT_SIZE:
-                found.append(number)
-            last = place[number]
-        latest.update(dict.fromkeys(eqn.outvars, last))
-    return found
-
-
 def rewritten_in_two(
     jaxpr: _jax.Jaxpr, decisions: Decisions, n_first: int
 ) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn], list[Atom]]:
@@ -334,7 +300,12 @@ class _Writer:
         self.n_before = 0  # new equations before those of the second part
         self.is_second = False  # whether the second part has begun
         self.stored = decisions.stored
-        self.bursts = _with_fences(jaxpr, decisions) if decisions.ordered else _by_start(decisions)
+        self.ordered = decisions.ordered
+        bursts = _by_start(decisions)
+        #: What the units that begin before an equation recompute, each of them.
+        self.units = {number: [again] for number, again in bursts.items()}
+        if decisions.ordered:
+            self.units = units_of(jaxpr, decisions.stored, bursts)
         self.producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
         self.last_use = self._last_uses()
         self.results = self._results_through_views()
@@ -361,14 +332,14 @@ class _Writer:
     def write(self) -> list[Atom]:
         """Write all equations; return the results."""
         n_eqns = len(self.jaxpr.eqns)
-        starts = sorted({*self.bursts, self.n_first})
+        starts = sorted({*self.units, self.n_first})
         after = dict(itertools.pairwise([*starts, n_eqns]))
         at = 0
         while at < n_eqns:
             # `_unit` may end at once, before an equation with effects; then this equation is visited again.
             if at >= self.n_first and not self.is_second:
                 self._begin_second()
-            if at in self.bursts:
+            if at in self.units:
                 at = self._unit(at, after[at])
                 continue
             if at in self.stored or has_effects(self.jaxpr.eqns[at]):
@@ -432,19 +403,22 @@ class _Writer:
         """Write the unit of the burst before an equation; return the first equation after the unit.
 
         The unit ends before `end`, where the next burst stands, and before the first equation with
-        effects. The last unit ends with the last equation that reads a value of its burst.
+        effects. Unless the program is ordered, the last unit ends with the last equation that reads a value
+        of its burst.
         """
-        unit = _Unit(self)
-        again = self.bursts.pop(start)
-        for number in again:
-            unit.compute(number)
+        *before, again = self.units.pop(start)
+        for numbers in before:
+            self._append(self._recomputing(numbers), start)
+        unit = self._recomputing(again)
         fresh = {v for number in again for v in self.jaxpr.eqns[number].outvars}
         stop = start
         for number in range(start, end):
             eqn = self.jaxpr.eqns[number]
             if has_effects(eqn):
                 break
-            if number in self.stored and (end in self.bursts or self._reads(eqn, fresh)):
+            if number in self.stored and (
+                self.ordered or end in self.units or self._reads(eqn, fresh)
+            ):
                 stop = number + 1
         for number in range(start, stop):
             if number in self.stored:
@@ -452,6 +426,12 @@ class _Writer:
         if unit.eqns:
             self._append(unit, start)
         return stop
+
+    def _recomputing(self, numbers: Iterable[int]) -> _Unit:
+        unit = _Unit(self)
+        for number in numbers:
+            unit.compute(number)
+        return unit
 
     def _reads(self, eqn: _jax.JaxprEqn, values: set[_jax.Var]) -> bool:
         """Return whether an equation reads one of these values, also through values not stored."""

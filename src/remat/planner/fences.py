@@ -1,0 +1,116 @@
+"""Where an ordered program begins new units, so that a compiler keeps its order.
+
+Compilers may reorder the equations of a unit, and those between units (`rewrite`). So a unit of an ordered
+program has few equations, and it ends before its equations could take more memory in another order than the
+whole schedule does: at the peak, a product that frees a large value stays before one that allocates another.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import numpy as np
+
+from remat import _jax
+from remat.aliases import Atom
+from remat.ir.equations import is_fusible
+from remat.program.from_jaxpr import n_bytes
+from remat.solvers.liveness import Arrays, Ints, Liveness, liveness
+
+# Number of stored equations in one unit of an ordered program. A larger one lets the compiler fuse more, and
+# deviate more from the schedule.
+_UNIT_SIZE = 4
+# Share of the schedule's peak by which a unit may exceed it in the worst order. A larger one makes larger
+# units near the peak.
+_SLACK = 0.02
+
+Bursts = Mapping[int, tuple[int, ...]]
+
+
+def units_of(
+    jaxpr: _jax.Jaxpr, stored: frozenset[int], bursts: Bursts
+) -> dict[int, list[tuple[int, ...]]]:
+    """Return where the units of an ordered program begin, and what each of them recomputes.
+
+    Args:
+      jaxpr: flat, without dead equations.
+      stored: the numbers of the equations whose results are stored.
+      bursts: the equations that are recomputed, by the number of the equation that is computed next.
+
+    Returns:
+      By the number of an equation, what is recomputed by each of the units that begin before it. The last
+      of these units computes the equation, too.
+    """
+    first = min(bursts)
+    must_begin = {number for number in _early(jaxpr, stored) if number < first} | set(bursts)
+    numbers = sorted(stored)
+    order = [(again, number) for number in numbers for again in (*bursts.get(number, ()), number)]
+    arrays = _stored_arrays(jaxpr, numbers)
+    place = {number: at for at, number in enumerate(numbers)}
+    measured = liveness(arrays, [place[computed] for computed, _ in order])
+    n_bytes = arrays.bytes[measured.order]
+    is_elementwise = np.array([is_fusible(jaxpr.eqns[computed]) for computed, _ in order])
+    live = measured.live_bytes - np.where(is_elementwise, _reused(measured), 0)
+    most = (1 + _SLACK) * live.max()
+    found: dict[int, list[tuple[int, ...]]] = {}
+    size, needed = 0, 0
+    for step, (computed, number) in enumerate(order):
+        is_new = computed == number
+        is_full = is_new and number >= first and size == _UNIT_SIZE
+        begins = number in must_begin and number not in found
+        if begins or is_full or needed + n_bytes[step] > most:
+            found.setdefault(number, []).append(())
+            size, needed = 0, int(measured.live_bytes[step] - n_bytes[step])
+        size, needed = size + is_new, needed + int(n_bytes[step])
+        if not is_new:
+            found[number][-1] += (computed,)
+    return found
+
+
+def _reused(measured: Liveness) -> Ints:
+    """Return for each step the bytes of its result if it can replace an operand that is not read again."""
+    sizes = measured.arrays.bytes[measured.order]
+    found = np.zeros_like(sizes)
+    is_last = measured.last_use[measured.server] == measured.user
+    user, server = measured.user[is_last], measured.server[is_last]
+    np.maximum.at(found, user, np.where(sizes[server] >= sizes[user], sizes[user], 0))
+    return found
+
+
+def _stored_arrays(jaxpr: _jax.Jaxpr, numbers: list[int]) -> Arrays:
+    """Return the graph of stored equations. Values that are not stored are computed by their users."""
+    place = {number: at for at, number in enumerate(numbers)}
+    read_through: dict[Atom, frozenset[int]] = {}  # the stored equations that a value needs
+    operands: list[list[int]] = []
+    sizes: list[int] = []
+    for number, eqn in enumerate(jaxpr.eqns):
+        read = [read_through[v] for v in eqn.invars if _jax.is_var(v) and v in read_through]
+        these = frozenset[int]().union(*read)
+        if number in place:
+            operands.append(sorted(these))
+            sizes.append(sum(n_bytes(v.aval) for v in eqn.outvars))
+            these = frozenset((place[number],))
+        read_through.update(dict.fromkeys(eqn.outvars, these))
+    return Arrays(
+        bytes=np.array(sizes, np.int64),
+        time=np.zeros(len(sizes)),
+        start=np.cumsum([0, *map(len, operands)]),
+        dep=np.array([*itertools.chain.from_iterable(operands)], np.int64),
+        once=np.zeros(len(sizes), np.bool_),
+    )
+
+
+def _early(jaxpr: _jax.Jaxpr, stored: frozenset[int]) -> list[int]:
+    """Return the stored equations that depend on nothing that was stored just before them."""
+    found: list[int] = []
+    place = {number: at for at, number in enumerate(sorted(stored))}
+    latest: dict[Atom, int] = {}  # the place of the latest stored equation that a value depends on
+    for number, eqn in enumerate(jaxpr.eqns):
+        last = max((latest.get(v, -1) for v in eqn.invars if _jax.is_var(v)), default=-1)
+        if number in stored:
+            if place[number] - last > _UNIT_SIZE:
+                found.append(number)
+            last = place[number]
+        latest.update(dict.fromkeys(eqn.outvars, last))
+    return found

@@ -1,0 +1,114 @@
+"""Fences of ordered programs: units end where another order could exceed the schedule's peak."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from remat import _jax
+from remat.planner.fences import units_of
+from remat.planner.rewrite import flattened
+
+X = np.linspace(0, 1, 64 * 64, dtype=np.float32).reshape(64, 64)
+
+
+def flat_of(step, *args):
+    jaxpr, _, _ = _jax.trace_call(step, *args)
+    return flattened(jaxpr)
+
+
+def numbers(flat, primitive):
+    return [i for i, eqn in enumerate(flat.eqns) if eqn.primitive.name == primitive]
+
+
+def frees_then_allocates(x):
+    a = jnp.sin(x)
+    freed = a[:1] @ a  # the last use of `a`
+    b = x @ x
+    for _ in range(6):
+        freed = jnp.tanh(freed)
+    return freed, jnp.sum(b @ x[:, :1])
+
+
+def test_a_unit_ends_before_it_could_hold_what_the_schedule_has_freed():
+    flat = flat_of(frees_then_allocates, X)
+    stored = frozenset(range(len(flat.eqns)))
+    first, second, _ = numbers(flat, "dot_general")
+    tanhs = numbers(flat, "tanh")
+    fences = units_of(flat, stored, {tanhs[-1]: (tanhs[-2],)})
+    assert any(first < number <= second for number in fences)
+
+
+def test_units_have_up_to_four_equations_where_memory_is_not_scarce():
+    def step(x):
+        y = x[:1] @ jnp.sin(x)
+        for _ in range(6):
+            y = jnp.tanh(y)
+        return y
+
+    flat = flat_of(step, X)
+    stored = frozenset(range(len(flat.eqns)))
+    tanhs = numbers(flat, "tanh")
+    fences = units_of(flat, stored, {tanhs[1]: (tanhs[0],)})
+    assert [n for n in tanhs if n in fences] == [tanhs[1], tanhs[5]]
+
+
+def test_a_burst_at_the_peak_becomes_several_units():
+    def step(x):
+        small = jnp.sin(x)[:1] @ x
+        large = x @ x
+        return jnp.sum(small @ large)
+
+    flat = flat_of(step, X)
+    stored = frozenset(range(len(flat.eqns)))
+    _, large, last = numbers(flat, "dot_general")
+    again = (*range(large + 1),)
+    units = units_of(flat, stored, {last: again})[last]
+    assert sum(units, ()) == again
+    assert len(units) > 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_unit_fits_in_the_worst_order(seed):
+    random = np.random.default_rng(seed)
+
+    def step(x):
+        values = [x]
+        for _ in range(12):
+            i, j = random.integers(len(values), size=2)
+            rows = int(random.integers(1, 64))
+            values.append(values[i][:, :rows] @ values[j][:rows])
+        return jnp.sum(values[-1])
+
+    flat = flat_of(jax.value_and_grad(step), X)
+    stored = frozenset(numbers(flat, "dot_general"))
+    last = max(stored)
+    fences = units_of(flat, stored, {last: ()})
+    live, peak = live_bytes(flat, stored)
+    units = [min(stored), *sorted(fences), last + 1]
+    for start, end in itertools.pairwise(units):
+        inside = [n for n in stored if start <= n < end]
+        needed = live[start] + sum(size(flat.eqns[n]) for n in inside)
+        assert len(inside) <= 1 or needed <= 1.02 * peak
+    assert len(fences) > 1 or len(stored) < 5
+
+
+def size(eqn):
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars)
+
+
+def live_bytes(flat, stored):
+    """Return the stored bytes that are live before each stored equation, and the peak."""
+    sources, last_use = {}, {}
+    for n, eqn in enumerate(flat.eqns):
+        read = set().union(*(sources.get(v, set()) for v in eqn.invars if _jax.is_var(v)))
+        if n in stored:
+            last_use.update(dict.fromkeys([n, *read], n))
+            read = {n}
+        sources.update(dict.fromkeys(eqn.outvars, read))
+    live = {
+        n: sum(size(flat.eqns[m]) for m in stored if m < n <= last_use[m]) for n in sorted(stored)
+    }
+    return live, max(live[n] + size(flat.eqns[n]) for n in stored)
