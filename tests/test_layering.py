@@ -92,6 +92,7 @@ LAYERS = [
     ("planner.auto",),
     ("planner.checked",),
     ("planner.plan_decisions",),
+    ("planner.fences",),
     ("planner.plan_file", "planner.search", "planner.rewrite", "planner.progress"),
     ("planner",),
     ("planner.tradeoffs", "planner.host_memory"),

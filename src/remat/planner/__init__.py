@@ -12,6 +12,7 @@ flows, from a step to proposals of what to recompute:
     host_updates the loops that update this state in host memory, chunk by chunk
     scan_pairs   what forward scans keep for backward scans, in a differentiated step
     bodies       loops and branches that hold a whole gradient: their bodies are scheduled like a step
+    fences       where a program is cut into units, so that compilers keep its order
     rewrite      recomputation outside of loops, written into the program
     decisions    all decisions about a step (`scan_pairs`, `bodies`, `rewrite`), written in their order
     priced_step  the step with the costs of its kernels, under several models of fusion
