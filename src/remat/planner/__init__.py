@@ -14,6 +14,8 @@ flows, from a step to proposals of what to recompute:
     bodies       loops and branches that hold a whole gradient: their bodies are scheduled like a step
     fences       where a program is cut into units, so that compilers keep its order
     rewrite      recomputation outside of loops, written into the program
+    traced_loops loops written by tracing a function that runs scans
+    stacks       loops that start from arrays of their own, which compilers do not merge
     decisions    all decisions about a step (`scan_pairs`, `bodies`, `rewrite`), written in their order
     priced_step  the step with the costs of its kernels, under several models of fusion
     loop_choices the loops of a step: a sequence of decisions, from most to least memory

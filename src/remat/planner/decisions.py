@@ -21,6 +21,7 @@ from remat.planner.bodies import with_bodies
 from remat.planner.host_copies import with_host_copies
 from remat.planner.plan_decisions import HostCopy, ScanOption
 from remat.planner.rewrite import Decisions, rewritten
+from remat.planner.stacks import with_own_arrays
 from remat.transform.outlining import alone, needs_outlining
 from remat.transform.primitive import region_equation
 from remat.units import counted
@@ -120,7 +121,7 @@ def applied(flat: _jax.Jaxpr, decisions: StepDecisions) -> _jax.Jaxpr:
     new = rewritten(with_loops(source, decisions.loops), decisions.outside)
     if decisions.loops.copies:
         new = without_marks(new)  # the scopes of equations that copy
-    return new if new is flat else _apart(new)
+    return new if new is flat else with_own_arrays(_apart(new))
 
 
 def _apart(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:

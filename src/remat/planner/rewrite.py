@@ -35,13 +35,14 @@ import jax
 from remat import _jax
 from remat.aliases import Array, Arrays, Atom, PyTree, TreeDef
 from remat.ir import jaxprs
-from remat.ir.equations import has_effects, transparent_call
+from remat.ir.equations import has_effects, is_fusible, transparent_call
 from remat.ir.repetitions import without_repeated
 from remat.ir.restriction import has_marks, restricted, without_marks
 from remat.ir.updates import with_early_updates
 from remat.planner.fences import units_of
 from remat.program.from_jaxpr import n_bytes
 from remat.program.fusion import Fused
+from remat.program.products import transposed_operands
 from remat.program.program import Program
 from remat.solvers.simulate import Step
 from remat.transform.primitive import region_equation
@@ -309,6 +310,7 @@ class _Writer:
         self.producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
         self.last_use = self._last_uses()
         self.results = self._results_through_views()
+        self.needed_before = self._needed_before()
         self.eqns: list[_jax.JaxprEqn] = []
         #: The variable that has the latest computation of each stored value.
         self.current: dict[_jax.Var, _jax.Var] = {}
@@ -476,10 +478,9 @@ class _Writer:
     def _trigger(self, start: int, inputs: Iterable[_jax.Var]) -> _jax.Var | None:
         """Return the value to pass through a unit; None if the unit cannot start too early.
 
-        It is the newest live value that is neither a result of the step nor a part of one, since a barrier
-        over a result may cost a copy. The unit may then start before the equations after that value. If
-        these store more bytes than the smallest of the newer results has (in the backward pass of another
-        gradient, say), that result is passed through instead.
+        The unit may start before the equations between that value and its place, and then what these store is
+        live together with its results. A barrier over a result of the step, or over a part of one, may cost a
+        copy. So it is the value for which the sum of these bytes is smallest.
         """
         begun = max((self.latest.get(v, -1) for v in inputs), default=-1)
         self.live = {
@@ -491,25 +492,41 @@ class _Writer:
             and not _jax.is_on_host(v.aval)
         }
         newer = [v for v in self.live if begun < self.producer[v] < start]
-        inner = [v for v in newer if v not in self.results]
-        newest = max(inner, key=lambda v: self.producer[v], default=None)
-        covered = begun if newest is None else self.producer[newest]
-        results = [v for v in newer if self.producer[v] > covered]
-        if results:
-            smallest = min(results, key=lambda v: (n_bytes(v.aval), -self.producer[v]))
-            if self._inner_bytes(covered + 1, start) > n_bytes(smallest.aval):
-                newest = smallest
-        return None if newest is None else self.current[newest]
 
-    def _inner_bytes(self, start: int, end: int) -> int:
-        """Return the bytes that these equations store, without results of the step."""
-        return sum(
-            n_bytes(v.aval)
-            for number in range(start, end)
-            if number in self.stored
-            for v in self.jaxpr.eqns[number].outvars
-            if v not in self.results
-        )
+        def cost(v: _jax.Var) -> int:
+            copied = n_bytes(v.aval) if v in self.results else 0
+            return copied + self._inner_bytes(self.producer[v], start)
+
+        best = min(newer, key=lambda v: (cost(v), -self.producer[v]), default=None)
+        if best in self.results and cost(best) >= self._inner_bytes(begun, start):
+            return None
+        return None if best is None else self.current[best]
+
+    def _inner_bytes(self, after: int, end: int) -> int:
+        """Return the bytes that the equations between two need, without those of the step's results."""
+        return self.needed_before[end] - self.needed_before[after + 1]
+
+    def _needed_before(self) -> list[int]:
+        """Return for each equation the bytes that those before it need, the step's results not counted.
+
+        An equation stores its results, and its kernel takes memory for operands that are not stored or
+        that it transposes.
+        """
+        return [0, *itertools.accumulate(map(self._needed_by, range(len(self.jaxpr.eqns))))]
+
+    def _needed_by(self, number: int) -> int:
+        eqn = self.jaxpr.eqns[number]
+        if number not in self.stored:
+            return 0
+        needed = [v for v in eqn.outvars if v not in self.results]
+        if not is_fusible(eqn):
+            needed += [eqn.invars[at] for at in transposed_operands(eqn)]
+            needed += [v for v in eqn.invars if self._is_computed_inside(v)]
+        return sum(n_bytes(v.aval) for v in needed)
+
+    def _is_computed_inside(self, v: Atom) -> bool:
+        number = self.producer.get(v) if _jax.is_var(v) else None
+        return number is not None and number not in self.stored
 
     def _last_uses(self) -> dict[_jax.Var, int]:
         """Return the number of the last equation that reads each value, also through values not stored."""

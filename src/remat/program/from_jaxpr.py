@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from remat import _jax
@@ -33,7 +33,7 @@ from remat.ir.equations import (
     solve_operands,
 )
 from remat.ir.flops import WHILE_TRIPS, flops_of
-from remat.ir.operations import Fusion, operation
+from remat.ir.operations import FUSIBLE, Fusion, operation
 from remat.program.expansion import expanded_bytes
 from remat.program.fusion import fuse
 from remat.program.products import transposed_operands
@@ -44,6 +44,9 @@ from remat.solvers.simulate import no_remat
 # Bytes up to which a value counts as a number rather than an array: numbers are not sharded, and arrays
 # computed from numbers alone are sharded like the arrays around them.
 _MOST_BYTES_OF_A_NUMBER = 16
+
+# The name of operations that copy a new carry into the memory of the previous one.
+_COPY_OF_CARRY = "copy of a carry"
 
 #: The ratio of an equation's time to the price of its FLOPs and bytes.
 Slowdown = Callable[[_jax.JaxprEqn], float]
@@ -136,8 +139,7 @@ class ProgramWriter:
         return work_of_bodies(eqn, shards, into_products=self.into_products)
 
     def fusion_of(self, eqn: _jax.JaxprEqn) -> Fusion:
-        row = operation(eqn.primitive.name)
-        is_written = row is not None and row.is_written_on_cpu and not self.into_products
+        is_written = _is_written_on_cpu(eqn.primitive.name) and not self.into_products
         return Fusion.KERNEL if is_written else fusion_of(eqn)
 
     def _own_workspace_bytes(self, eqn: _jax.JaxprEqn) -> int:
@@ -222,6 +224,43 @@ class ProgramWriter:
             )
         )
 
+    def take_slices(self, variables: Iterable[_jax.Var]) -> None:
+        """Take the values of these inputs from larger arrays, in the kernels that use them if possible."""
+        for variable in variables:
+            whole = self.ids[variable]
+            self.bytes[whole], of_slice = 0, self.bytes[whole]
+            part = self.new_value(variable, self.shards[whole])
+            self.bytes[part] = of_slice
+            self.ops.append(Op("dynamic_slice", Fusion.CHEAP, (whole,), (part,)))
+
+    def copy_products(self, variables: Iterable[_jax.Var | _jax.Literal]) -> None:
+        """Copy the values of those of these variables that are elementwise of a kernel's result.
+
+        The memory of a loop's carry holds the previous step's values until this kernel has run, so its result
+        takes memory of its own.
+        """
+        made_by = {v: op for op in self.ops for v in op.results}
+        for variable in dict.fromkeys(filter(_jax.is_var, variables)):
+            v = self.ids[variable]
+            if self._is_of_kernel(v, made_by):
+                copy = self.new_value(variable, self.shards[v])
+                self.ops.append(Op(_COPY_OF_CARRY, Fusion.KERNEL, (v,), (copy,)))
+
+    def _is_of_kernel(self, value: int, made_by: Mapping[int, Op]) -> bool:
+        """Return whether a value is elementwise of a kernel's result of at least half its size."""
+        least, stack, seen = self.bytes[value] / 2, [value], set[int]()
+        while stack:
+            v = stack.pop()
+            op = made_by.get(v)
+            if op is None or v in seen or self.bytes[v] < least:
+                continue
+            seen.add(v)
+            if op.fusion is Fusion.KERNEL and not _is_written_on_cpu(op.name):
+                return op.name not in ("scan", "while")  # these update their carries in place
+            if op.fusion in FUSIBLE and (op.flops or op.fusion is not Fusion.CHEAP):
+                stack += op.operands
+        return False
+
     def copy_stacks(self, variables: Iterable[_jax.Var | _jax.Literal]) -> None:
         """Copy the values of those of these variables that loops made; the variables mean the copies then."""
         made_by_loops = {v for op in self.ops if op.name in ("scan", "while") for v in op.results}
@@ -237,6 +276,11 @@ class FlatWriter(ProgramWriter):
 
     def body_of(self, eqn: _jax.JaxprEqn) -> None:
         return None
+
+
+def _is_written_on_cpu(name: str) -> bool:
+    row = operation(name)
+    return row is not None and row.is_written_on_cpu
 
 
 def result_shards(v: _jax.Var, shards: int) -> int:
@@ -312,13 +356,25 @@ def work_of_bodies(
         shards = solve_operands(eqn, shards)
     if shards is not None and eqn.primitive.name == "shard_map":
         shards = [automatic_shards(eqn, n) for n in shards]
-    n_stacked = len(eqn.outvars) - _jax.scan_arity(eqn)[1] if eqn.primitive.name == "scan" else 0
+    n_carry, n_slices = _carry_and_slices(eqn)
     of_bodies = [
-        _body_work(b, into_products, _known(tuple(shards or ())[-len(b.invars) :]), n_stacked)
+        _body_work(
+            b, into_products, _known(tuple(shards or ())[-len(b.invars) :]), n_carry, n_slices
+        )
         for b in bodies
     ]
     kernels = _kernels(eqn, [work.kernels for work in of_bodies])
     return Work(max(work.peak_bytes for work in of_bodies), kernels)
+
+
+def _carry_and_slices(eqn: _jax.JaxprEqn) -> tuple[int, int]:
+    """Return how many first results of a loop's body are its carry, and how many last inputs are slices."""
+    if eqn.primitive.name == "while":
+        return len(eqn.outvars), 0
+    if eqn.primitive.name != "scan":
+        return 0, 0
+    n_consts, n_carry = _jax.scan_arity(eqn)
+    return n_carry, len(eqn.invars) - n_consts - n_carry
 
 
 def _kernels(eqn: _jax.JaxprEqn, of_bodies: Sequence[int]) -> int:
@@ -358,7 +414,8 @@ def _body_work(
     jaxpr: _jax.Jaxpr,
     into_products: bool = False,
     shards: tuple[int, ...] = (),
-    n_stacked: int = 0,
+    n_carry: int = 0,
+    n_slices: int = 0,
 ) -> Work:
     """Return what one run of a body takes besides its inputs and results.
 
@@ -366,19 +423,25 @@ def _body_work(
       jaxpr: the body.
       into_products: as in `fusion.fuse`.
       shards: the shard count of each input; 1 if not given.
-      n_stacked: the number of last results that the loop stacks. A stack that a loop inside makes takes
-        memory of its own before it is copied into the outer one.
+      n_carry: the number of first results that are a loop's carry; the loop stacks the others. A stack that
+        a loop inside makes takes memory of its own before it is copied into the outer one.
+      n_slices: the number of last inputs that are slices of stacks.
     """
     writer = ProgramWriter(into_products=into_products)
     # The condition of a while loop takes other operands than the last ones.
     writer.enter(jaxpr.invars, shards if len(shards) == len(jaxpr.invars) else None)
     writer.enter(jaxpr.constvars, None)
+    writer.take_slices(jaxpr.invars[len(jaxpr.invars) - n_slices :])
     writer.write(jaxpr, "")
-    writer.copy_stacks(jaxpr.outvars[len(jaxpr.outvars) - n_stacked :])
+    if n_carry or n_slices:
+        writer.copy_stacks(jaxpr.outvars[n_carry:])
+        writer.copy_products(jaxpr.outvars[:n_carry])
     program = without_dead(writer.program(jaxpr.outvars))
     # Times are irrelevant here: each kernel takes one second.
     fused = fuse(program, lambda *_: 1.0, into_products=into_products, apart=True)
-    return Work(int(no_remat(fused.graph).peak_bytes), int(sum(fused.seconds.values())))
+    copies = {i for i, op in enumerate(program.ops) if op.name == _COPY_OF_CARRY}
+    kernels = sum(seconds for i, seconds in fused.seconds.items() if i not in copies)
+    return Work(int(no_remat(fused.graph).peak_bytes), int(kernels))
 
 
 def _dtype(eqn: _jax.JaxprEqn) -> str:

@@ -12,15 +12,15 @@ arrays, or concatenating two parts of them, would copy them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from remat import _jax
-from remat.aliases import Array, Atom, PyTree
-from remat.ir import jaxprs
+from remat.aliases import Array, PyTree
 from remat.planner.scan_pairs.emission import Emitted, init_of, outside, slices_of
+from remat.planner.traced_loops import bind_scan, equations_of
 
 _jax.exclude_from_tracebacks(__file__)
 
@@ -45,7 +45,7 @@ def in_groups(emitted: Emitted, group: int) -> tuple[list[_jax.JaxprEqn], list[_
         consts, init, xs = _jax.split_list(list(args), [n_consts, n_carry])
 
         def of_group(carry: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
-            outs = _bind(forward, bare, (*consts, *carry, *xs), n_consts, n_carry, group)
+            outs = bind_scan(forward, bare, (*consts, *carry, *xs), n_consts, n_carry, group)
             after, ys = _jax.split_list(outs, [n_carry])
             return after, (list(carry), ys)
 
@@ -66,9 +66,9 @@ def in_groups(emitted: Emitted, group: int) -> tuple[list[_jax.JaxprEqn], list[_
 
         def of_group(carry: PyTree, slices: PyTree) -> tuple[PyTree, PyTree]:
             start, f_xs, xs = slices
-            outs = _bind(forward, keeping, (*f_consts, *start, *f_xs), n_consts, n_carry, group)
+            outs = bind_scan(forward, keeping, (*f_consts, *start, *f_xs), n_consts, n_carry, group)
             given = (*consts, *carry, *outs[n_carry:], *xs)
-            outs = _bind(backward, step, given, len(consts), n_own, group)
+            outs = bind_scan(backward, step, given, len(consts), n_own, group)
             after, ys = _jax.split_list(outs, [n_own])
             return after, ys
 
@@ -80,13 +80,13 @@ def in_groups(emitted: Emitted, group: int) -> tuple[list[_jax.JaxprEqn], list[_
 
     remaining = [forward.outvars[k] for k, _ in joint.kept]
     constants = [joint.outside[v] for v in joint.consts]
-    new_forward = _traced(
+    new_forward = equations_of(
         run_forward,
         [*constants, *init_of(joint), *slices_of(joint)],
         [*forward.outvars[:n_carry], *remaining, *starts],
         forward,
     )
-    new_backward = _traced(
+    new_backward = equations_of(
         run_backward,
         [
             *constants,
@@ -122,7 +122,7 @@ def in_two_loops(
     ]
     kept = [_jax.new_var(_jax.stacked(joint.length - n_first, v.aval)) for v in rest.passed]
     constants = [joint.outside[v] for v in joint.consts]
-    new_forward = _traced(
+    new_forward = equations_of(
         loops.run_forward,
         [*constants, *init_of(joint), *slices_of(joint)],
         [
@@ -134,7 +134,7 @@ def in_two_loops(
         forward,
     )
     own = _jax.scan_arity(backward)[0]
-    new_backward = _traced(
+    new_backward = equations_of(
         loops.run_backward,
         [
             *constants,
@@ -280,34 +280,3 @@ def _written(stacks: Sequence[Array], index: Array, slices: Sequence[Array]) -> 
     return [
         jax.lax.dynamic_update_index_in_dim(stack, y, index, 0) for stack, y in zip(stacks, slices)
     ]
-
-
-def _bind(
-    like: _jax.JaxprEqn,
-    step: _jax.Jaxpr,
-    args: Sequence[Array],
-    n_consts: int,
-    n_carry: int,
-    length: int,
-) -> list[Array]:
-    """Apply a scan like another, with another step and length."""
-    body = _jax.with_equations(like.params["jaxpr"], step)
-    params = _jax.with_scan_arity(dict(like.params, jaxpr=body), n_consts, n_carry)
-    return list(like.primitive.bind(*args, **{**params, "length": length}))
-
-
-def _traced(
-    run: Callable[[Sequence[Array]], list[Array]],
-    invars: Sequence[Atom],
-    outvars: Sequence[_jax.Var],
-    like: _jax.JaxprEqn,
-) -> list[_jax.JaxprEqn]:
-    """Return the equations of a function of these operands, with the source and names of `like`."""
-    types = [v.aval for v in invars]
-    jaxpr, consts, _ = _jax.trace_call(run, types)
-    if not jaxprs.makes_its_results(jaxpr):
-        # A carry that no step changes is not computed by an equation.
-        jaxpr, consts, _ = _jax.trace_call(lambda args: list(map(jnp.copy, run(args))), types)
-    assert not consts, consts
-    eqns = jaxprs.equations_on(jaxpr, invars, outvars)
-    return [eqn.replace(source_info=like.source_info) for eqn in eqns]

@@ -1,0 +1,193 @@
+"""Loops whose stacks and first carries are arrays of their own.
+
+A `scan` writes the values that it stacks into an array of zeros, and a loop that adds up gradients starts
+from zeros, too. Compilers merge such constant arrays of one type: the array is made at the beginning of the
+program, copied for each loop, often at once, and kept until the last of the loops starts. In a program with
+a loop in every layer that is one more stack of each type all the time, or one for each loop.
+
+Here a loop carries its stacks, and each of its constant arrays is made of a number that passes a barrier
+together with an operand of the loop. So compilers can neither merge the arrays of two loops nor make them
+before this operand.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from remat import _jax
+from remat.aliases import Array, Aval
+from remat.ir import jaxprs
+from remat.ir.equations import is_region
+from remat.planner.traced_loops import bind_scan, equations_of
+
+# What compilers merge constant arrays by.
+Type = tuple[tuple[int, ...], str]
+
+
+def with_own_arrays(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+    """Return a jaxpr in which no two loops share the constant arrays that they start from."""
+    counts = collections.Counter(t for loop in _loops(jaxpr) for t in loop.types)
+    shared = {t for t, n in counts.items() if n > 1}
+    return _written(jaxpr, shared) if shared else jaxpr
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """A scan, and the constants of its jaxpr: the numbers that fill arrays, by the arrays' variables."""
+
+    eqn: _jax.JaxprEqn
+    constants: Mapping[_jax.Var, Any]
+
+    @property
+    def stacks(self) -> list[_jax.Var]:
+        _, n_carry = _jax.scan_arity(self.eqn)
+        return list(self.eqn.outvars[n_carry:])
+
+    @property
+    def carry(self) -> list[_jax.Var]:
+        """Return the constant arrays that the loop's carry starts from."""
+        n_consts, n_carry = _jax.scan_arity(self.eqn)
+        carry = self.eqn.invars[n_consts : n_consts + n_carry]
+        return [v for v in carry if _jax.is_var(v) and v in self.constants]
+
+    @property
+    def types(self) -> list[Type]:
+        """Return the types of the constant arrays that the loop starts from."""
+        return [_type(v.aval) for v in (*self.stacks, *self.carry) if _is_array(v.aval)]
+
+    def operands(self) -> list[_jax.Var]:
+        """Return the arrays beside which constants may pass a barrier."""
+        return [
+            v
+            for v in self.eqn.invars
+            if _jax.is_var(v) and v not in self.constants and _is_array(v.aval)
+        ]
+
+
+def _type(aval: Aval) -> Type:
+    return aval.shape, str(aval.dtype)
+
+
+def _is_array(aval: Aval) -> bool:
+    """Return whether a type is that of an array on the device that any array of numbers can replace."""
+    return (
+        isinstance(aval, _jax.ShapedArray)
+        and (jnp.issubdtype(aval.dtype, jnp.number) or aval.dtype == jnp.bool_)
+        and not _jax.is_on_host(aval)
+        and not getattr(aval, "vma", None)
+    )
+
+
+def _constants(jaxpr: _jax.Jaxpr) -> dict[_jax.Var, Any]:
+    """Return the numbers that fill constant arrays, by the arrays' variables."""
+    return {
+        eqn.outvars[0]: eqn.invars[0].val
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "broadcast_in_dim"
+        and len(eqn.invars) == 1
+        and not _jax.is_var(eqn.invars[0])
+        and _is_array(eqn.outvars[0].aval)
+    }
+
+
+def _loops(jaxpr: _jax.Jaxpr) -> Iterator[_Loop]:
+    """Yield the loops that run in the same computation."""
+    constants = _constants(jaxpr)
+    for eqn in jaxpr.eqns:
+        if _jax.scan_body(eqn) is not None:
+            yield _Loop(eqn, constants)
+        elif is_region(eqn):
+            for body in jaxprs.bodies_of(eqn):
+                yield from _loops(_jax.open_jaxpr(body))
+
+
+def _written(jaxpr: _jax.Jaxpr, shared: set[Type]) -> _jax.Jaxpr:
+    depth, constants = _depths(jaxpr), _constants(jaxpr)
+    eqns: list[_jax.JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        if is_region(eqn):
+            for body in jaxprs.bodies_of(eqn):
+                inside = _written(_jax.open_jaxpr(body), shared)
+                eqn = jaxprs.replace_body(eqn, body, inside)
+        loop = None if _jax.scan_body(eqn) is None else _Loop(eqn, constants)
+        if loop is None or eqn.effects or shared.isdisjoint(loop.types) or not loop.operands():
+            eqns.append(eqn)
+        else:
+            eqns += _carrying(loop, shared, depth)
+    return _jax.rebuild(jaxpr, eqns=eqns)
+
+
+def _depths(jaxpr: _jax.Jaxpr) -> dict[_jax.Var, int]:
+    """Return how many equations, one after the other, lead to each value."""
+    depth: dict[_jax.Var, int] = {}
+    for eqn in jaxpr.eqns:
+        before = max((depth.get(v, 0) for v in eqn.invars if _jax.is_var(v)), default=0)
+        depth.update(dict.fromkeys(eqn.outvars, before + 1))
+    return depth
+
+
+def _carrying(loop: _Loop, shared: set[Type], depth: Mapping[_jax.Var, int]) -> list[_jax.JaxprEqn]:
+    """Return equations in place of a loop, which carries its stacks of the shared types."""
+    eqn = loop.eqn
+    n_consts, n_carry = _jax.scan_arity(eqn)
+    moves = [_is_array(v.aval) and _type(v.aval) in shared for v in loop.stacks]
+    moved = [v for v, is_moved in zip(loop.stacks, moves) if is_moved]
+    others = [v for v, is_moved in zip(loop.stacks, moves) if not is_moved]
+    carry = [v for v in dict.fromkeys(loop.carry) if _type(v.aval) in shared]
+    step = _carrying_step(eqn, moves)
+    latest = max(loop.operands(), key=lambda v: depth.get(v, 0))
+    invars = list(dict.fromkeys(v for v in eqn.invars if _jax.is_var(v)))
+    numbers = [*(0 for _ in moved), *(loop.constants[v] for v in carry)]
+
+    def run(args: Sequence[Array]) -> list[Array]:
+        known = dict(zip(invars, args))
+        types = [v.aval for v in (*moved, *carry)]
+        scalars = [jnp.asarray(x, t.dtype) for x, t in zip(numbers, types)]
+        scalars, known[latest] = lax.optimization_barrier((scalars, known[latest]))
+        arrays = [lax.broadcast(x, t.shape) for x, t in zip(scalars, types)]
+        known.update(zip(carry, arrays[len(moved) :]))
+        given = [known[v] if _jax.is_var(v) else v.val for v in eqn.invars]
+        args = [*given[:n_consts], jnp.int32(0), *arrays[: len(moved)], *given[n_consts:]]
+        length = eqn.params["length"]
+        return bind_scan(eqn, step, args, n_consts, 1 + len(moved) + n_carry, length)[1:]
+
+    return equations_of(run, invars, [*moved, *eqn.outvars[:n_carry], *others], eqn)
+
+
+def _carrying_step(eqn: _jax.JaxprEqn, moves: Sequence[bool]) -> _jax.Jaxpr:
+    """Return the step of a loop that takes and returns, before its carry, a count and the moved stacks."""
+    body = _jax.scan_body(eqn)
+    assert body is not None
+    n_consts, n_carry = _jax.scan_arity(eqn)
+    length, reverse = eqn.params["length"], eqn.params["reverse"]
+    stacks = [v.aval for v, is_moved in zip(eqn.outvars[n_carry:], moves) if is_moved]
+    ys = body.outvars[n_carry:]
+    moved = [y for y, is_moved in zip(ys, moves) if is_moved]
+    others = [y for y, is_moved in zip(ys, moves) if not is_moved]
+
+    def written(args: Sequence[Array]) -> list[Array]:
+        i, before, values = args[0], args[1 : 1 + len(stacks)], args[1 + len(stacks) :]
+        row = length - 1 - i if reverse else i
+        return [i + 1, *(_with_row(stack, y, row) for stack, y in zip(before, values))]
+
+    count = _jax.ShapedArray((), jnp.dtype("int32"))
+    taken = [_jax.new_var(aval) for aval in (count, *stacks)]
+    given = [_jax.new_var(aval) for aval in (count, *stacks)]
+    writes = equations_of(written, [*taken, *moved], given, eqn)
+    return _jax.jaxpr_of(
+        [*body.invars[:n_consts], *taken, *body.invars[n_consts:]],
+        [*given, *body.outvars[:n_carry], *others],
+        [*body.eqns, *writes],
+        body,
+    )
+
+
+def _with_row(stack: Array, value: Array, row: Array) -> Array:
+    starts = (row, *[jnp.zeros((), row.dtype)] * value.ndim)
+    return lax.dynamic_update_slice(stack, value[None], starts)

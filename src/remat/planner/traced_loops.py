@@ -1,0 +1,42 @@
+"""Loops written by tracing a function that runs scans like one of the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+
+from remat import _jax
+from remat.aliases import Array, Atom
+from remat.ir import jaxprs
+
+
+def bind_scan(
+    like: _jax.JaxprEqn,
+    step: _jax.Jaxpr,
+    args: Sequence[Array],
+    n_consts: int,
+    n_carry: int,
+    length: int,
+) -> list[Array]:
+    """Apply a scan like another, with another step and length."""
+    body = _jax.with_equations(like.params["jaxpr"], step)
+    params = _jax.with_scan_arity(dict(like.params, jaxpr=body), n_consts, n_carry)
+    return list(like.primitive.bind(*args, **{**params, "length": length}))
+
+
+def equations_of(
+    run: Callable[[Sequence[Array]], list[Array]],
+    invars: Sequence[Atom],
+    outvars: Sequence[_jax.Var],
+    like: _jax.JaxprEqn,
+) -> list[_jax.JaxprEqn]:
+    """Return the equations of a function of these operands, with the source and names of `like`."""
+    types = [v.aval for v in invars]
+    jaxpr, consts, _ = _jax.trace_call(run, types)
+    if not jaxprs.makes_its_results(jaxpr):
+        # A carry that no step changes is not computed by an equation.
+        jaxpr, consts, _ = _jax.trace_call(lambda args: list(map(jnp.copy, run(args))), types)
+    assert not consts, consts
+    eqns = jaxprs.equations_on(jaxpr, invars, outvars)
+    return [eqn.replace(source_info=like.source_info) for eqn in eqns]
