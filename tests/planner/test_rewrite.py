@@ -189,6 +189,27 @@ def test_ordered_programs_have_small_units():
     assert_equal(run(new, leaves), run(flat, leaves))
 
 
+def test_costly_values_that_are_not_stored_are_computed_again_in_units():
+    """The backward pass computes exponentials from the products, without any burst."""
+
+    def residual(weights, x):
+        for w in weights:
+            x = x + jnp.exp(x @ w - 1)
+        return jnp.mean(jnp.tanh(x))
+
+    flat, leaves = flat_of(jax.value_and_grad(residual), W, X)
+    program = program_of_flat(flat)
+    fused = fuse(program, lambda *_: 1.0, costly_inside=True, apart=True)
+    steps = [("compute", node.id) for node in fused.graph.nodes]
+    decisions = decisions_of(program, fused, steps, computes_again=True)
+    costly = {i for i, eqn in enumerate(flat.eqns) if eqn.primitive.name == "exp"}
+    assert costly - decisions.stored
+    assert not decisions.change_nothing
+    new = rewritten(flat, decisions)
+    assert any(eqn.primitive.name == "remat" for eqn in new.eqns)
+    assert_equal(run(new, leaves), run(flat, leaves))
+
+
 def test_following_decisions_gives_the_results_of_the_step():
     step = jax.value_and_grad(loss)
     follow = following(step, lambda flat: rewritten(flat, random_decisions(flat, 1)))

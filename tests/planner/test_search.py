@@ -13,6 +13,7 @@ class Staircase:
     """A model whose proposals take fewer bytes and more seconds from step to step."""
 
     exact_variants = ()
+    smaller_variants = ()
     by_hand = ()
 
     def __init__(self, steps, variants=("only",)):
@@ -178,6 +179,33 @@ def test_a_model_that_is_far_off_is_followed_down():
     assert best is not None and best.compiled_bytes <= 500
 
 
+def test_smaller_variants_are_used_where_nothing_else_fits():
+    least = {"only": 70, "lean": 40}
+
+    class Model:
+        variants, exact_variants, smaller_variants, by_hand = ("only",), (), ("lean",), ()
+
+        def within(self, variant, n_bytes):
+            if n_bytes < least[variant]:
+                raise BudgetError("none")
+            seconds = 200.0 - n_bytes
+            return Proposal(variant, n_bytes, seconds, seconds, decisions=(variant, n_bytes))
+
+        def exceeds(self, variant, n_bytes, seconds):
+            return False
+
+        def smallest(self, variant):
+            return self.within(variant, least[variant])
+
+    def compiler(proposal, _):
+        return proposal.model_bytes
+
+    best, compiled = search(Model(), compiler, 80)
+    assert best is not None and {c.proposal.variant for c in compiled} == {"only"}
+    best, _ = search(Model(), compiler, 50)
+    assert best is not None and best.proposal.variant == "lean"
+
+
 def test_exact_variants_are_used_where_the_compiler_is_far_from_the_model():
     def compiler(proposal, _):
         return proposal.model_bytes if proposal.variant == "exact" else 2 * proposal.model_bytes
@@ -319,6 +347,7 @@ def test_a_poor_plan_that_fits_is_improved_below_proposals_that_exceed_the_budge
 
     class Decoder:
         variants, exact_variants, by_hand = ("written", "fused"), (), ()
+        smaller_variants = ()
 
         def within(self, variant, n_bytes):
             fitting = [step for step in steps[variant] if step[0] <= n_bytes]

@@ -72,6 +72,21 @@ def test_view_of_a_value_that_is_returned_is_an_output():
     assert fused(p).output_buffers == {0: (MB,)}
 
 
+def test_costly_value_is_computed_by_kernels_far_from_each_other():
+    def chain(length):
+        between = [op(Fusion.KERNEL, [3 + n], 4 + n) for n in range(length)]
+        end = op(Fusion.CHEAP, [2, 3 + length], 4 + length)
+        ops = [op(Fusion.KERNEL, [0], 1), op(Fusion.COSTLY, [1], 2), op(Fusion.KERNEL, [1], 3)]
+        return program(
+            [*ops, op(Fusion.REDUCE, [2], 5 + length), *between, end], [4 + length, 5 + length]
+        )
+
+    far, near = chain(20), chain(2)
+    assert 2 in nodes(fused(far), far)
+    assert 2 not in nodes(fused(far, costly_inside=True), far)
+    assert 2 in nodes(fused(near, costly_inside=True), near)
+
+
 def test_costly_value_that_two_kernels_use_is_written():
     for kind, expected in ((Fusion.COSTLY, [2, 3, 4]), (Fusion.CHEAP, [3, 4])):
         p = program(

@@ -58,10 +58,11 @@ _STEP_UP = 1.1
 
 
 class Fusing(NamedTuple):
-    """A model of fusion: `duplicates` and `into_products` as in `fusion.fuse`."""
+    """A model of fusion: arguments of `fusion.fuse`."""
 
     duplicates: bool = False
     into_products: bool = False
+    costly_inside: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +92,19 @@ class BodyOptions:
     """
 
     def __init__(
-        self, program: Program, n_bytes: int, fused: Fused, answers: Answers, times: int
+        self,
+        program: Program,
+        n_bytes: int,
+        fused: Fused,
+        answers: Answers,
+        times: int,
+        computes_again: bool = False,
     ) -> None:
         self.program = program
         self.fused = fused
         self.answers = answers
         self.times = times
+        self.computes_again = computes_again
         self.as_written = BodyOption(n_bytes, 0.0, Decisions(frozenset(), ()))
         self._within: dict[int, BodyOption] = {}
 
@@ -131,7 +139,9 @@ class BodyOptions:
 
     def _option(self, found: Schedule) -> BodyOption:
         seconds = self.times * float(found.time - self.fused.graph.time)
-        decisions = decisions_of(self.program, self.fused, found.steps)
+        decisions = decisions_of(
+            self.program, self.fused, found.steps, computes_again=self.computes_again
+        )
         return BodyOption(int(found.peak_bytes), seconds, decisions)
 
 
@@ -292,7 +302,8 @@ def _of_body(
     into_products = any(f.into_products for f in costing.fusing)
     program = program_of_flat(jaxpr, slowdown=costing.slowdown, into_products=into_products)
     graphs = (
-        without_partial_sums(program, costing.price, fusing).graph for fusing in costing.fusing
+        without_partial_sums(program, costing.price, fusing._replace(costly_inside=False)).graph
+        for fusing in costing.fusing
     )
     peaks = [int(no_remat(graph).peak_bytes) for graph in graphs]
     if max(peaks) < least:
@@ -305,7 +316,7 @@ def _of_body(
     for fusing, peak in zip(costing.fusing, peaks):
         fused = with_partial_sums(program, costing.price, fusing)
         answers = costing.solver.answers(fused.graph, fused.once)
-        options.append(BodyOptions(program, peak, fused, answers, times))
+        options.append(BodyOptions(program, peak, fused, answers, times, fusing.costly_inside))
     if any(of_one.is_smaller for of_one in options):
         yield Body(id, tuple(options))
 
@@ -335,6 +346,7 @@ def _graph(
         price,
         duplicates=fusing.duplicates,
         into_products=fusing.into_products,
+        costly_inside=fusing.costly_inside,
         apart=True,
         partial_sums=partial_sums,
     )

@@ -18,7 +18,7 @@ from remat.planner.bodies import BodyOption, without_partial_sums
 from remat.planner.decisions import LoopDecisions, StepDecisions, applied
 from remat.planner.loop_choices import LoopChoices, loop_choices
 from remat.planner.loop_level import LoopLevel
-from remat.planner.priced_step import ORDERED, PricedStep, fusing
+from remat.planner.priced_step import LEAN, ORDERED, PricedStep, fusing
 from remat.planner.rewrite import Decisions
 from remat.planner.search import Proposal
 
@@ -45,7 +45,9 @@ class StepModel:
 
     def __init__(self, step: PricedStep) -> None:
         self.step = step
-        self.variants = (ORDERED, *step.fusions) if step.by_flops else step.fusions
+        fusions = tuple(fusion for fusion in step.fusions if fusion != LEAN)
+        self.variants = (ORDERED, *fusions) if step.by_flops else fusions
+        self.smaller_variants = tuple(fusion for fusion in step.fusions if fusion == LEAN)
         self.exact_variants = () if step.by_flops else (ORDERED,)
         self._levels: dict[tuple[LoopDecisions, tuple[BodyOption, ...]], LoopLevel] = {}
         #: FLOPs of the programs that follow decisions.

@@ -14,7 +14,8 @@ import numpy as np
 
 from remat import _jax
 from remat.aliases import Atom
-from remat.ir.equations import is_fusible
+from remat.ir.equations import fusion_of, is_fusible
+from remat.ir.operations import Fusion
 from remat.program.from_jaxpr import n_bytes
 from remat.solvers.liveness import Arrays, Ints, Liveness, liveness
 
@@ -42,8 +43,10 @@ def units_of(
       By the number of an equation, what is recomputed by each of the units that begin before it. The last
       of these units computes the equation, too.
     """
-    first = min(bursts)
-    must_begin = {number for number in _early(jaxpr, stored) if number < first} | set(bursts)
+    again = _computed_again(jaxpr, stored)
+    must_begin = set(bursts) if again is None else {*bursts, again}
+    first = min(must_begin, default=len(jaxpr.eqns))
+    must_begin.update(number for number in _early(jaxpr, stored) if number < first)
     numbers = sorted(stored)
     order = [(again, number) for number in numbers for again in (*bursts.get(number, ()), number)]
     arrays = _stored_arrays(jaxpr, numbers)
@@ -66,6 +69,27 @@ def units_of(
         if not is_new:
             found[number][-1] += (computed,)
     return found
+
+
+def _computed_again(jaxpr: _jax.Jaxpr, stored: frozenset[int]) -> int | None:
+    """Return the first stored equation that needs a costly value which another one computed, too.
+
+    Compilers would store this value for both, if the second one were not in a unit.
+    """
+    derived: dict[Atom, frozenset[int]] = {}  # the costly equations that are computed for a value
+    seen: set[int] = set()
+    for number, eqn in enumerate(jaxpr.eqns):
+        inside = [derived[v] for v in eqn.invars if _jax.is_var(v) and v in derived]
+        these = frozenset[int]().union(*inside)
+        if number in stored:
+            if not seen.isdisjoint(these):
+                return number
+            seen |= these
+            continue
+        if fusion_of(eqn) is Fusion.COSTLY:
+            these |= {number}
+        derived.update(dict.fromkeys(eqn.outvars, these))
+    return None
 
 
 def _reused(measured: Liveness) -> Ints:

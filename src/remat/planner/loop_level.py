@@ -16,7 +16,7 @@ from remat.planner.bodies import smallest_reasonable, takes_too_long, with_parti
 from remat.planner.copy_windows import Window, Windows
 from remat.planner.decisions import LoopDecisions, StepDecisions, equation_numbers, with_loops
 from remat.planner.host_copies import HostCopy, stack_rows
-from remat.planner.priced_step import ORDERED, PricedStep, fusing
+from remat.planner.priced_step import LEAN, ORDERED, PricedStep, fusing
 from remat.planner.rewrite import decisions_of
 from remat.planner.search import Proposal
 from remat.program.fusion import Fused, Price
@@ -228,7 +228,13 @@ class LoopLevel:
             self.loop_seconds + max(0.0, float(found.lower_bound - fused.graph.time)),
             decisions=StepDecisions(
                 self._loops_of(variant),
-                decisions_of(self.program, fused, found.steps, ordered=variant == ORDERED),
+                decisions_of(
+                    self.program,
+                    fused,
+                    found.steps,
+                    ordered=variant == ORDERED,
+                    computes_again=variant == LEAN,
+                ),
             ),
         )
 

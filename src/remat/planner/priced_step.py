@@ -15,9 +15,14 @@ that read them, so for TPUs the first variant is
 
 Compilers also choose the order of operations. A third variant, `ordered`, follows the first model and leaves
 the compiler less freedom. On CPU the memory of most programs then agrees with the model, so it is tried
-first; elsewhere it is tried if the compiler needs far more than the model predicts. Compilers also compute a
-sum of many values in one kernel, which keeps all of them; if that takes much memory, partial sums are
-written (`bodies.with_partial_sums`).
+first; elsewhere it is tried if the compiler needs far more than the model predicts. If no proposal fits, a
+last one is tried, except for TPUs:
+
+* `lean`: as `fused`, and kernels that are far from each other compute costly values (exp, tanh), too. So the
+  backward pass computes them inside of its kernels, from what matrix products wrote.
+
+Compilers also compute a sum of many values in one kernel, which keeps all of them; if that takes much memory,
+partial sums are written (`bodies.with_partial_sums`).
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ from remat.solvers.grid import GridSearch
 from remat.solvers.solver import Solver
 from remat.units import counted
 
-WRITTEN, FUSED, INLINED, ORDERED = "written", "fused", "inlined", "ordered"
+WRITTEN, FUSED, INLINED, ORDERED, LEAN = "written", "fused", "inlined", "ordered", "lean"
 
 _DEFAULT_SOLVER = GridSearch(most_extra=MOST_AGAIN)
 
@@ -83,9 +88,9 @@ class PricedStep:
         )
 
     @property
-    def fusions(self) -> tuple[str, str]:
+    def fusions(self) -> tuple[str, ...]:
         """Return the variants that are models of fusion, the most accurate first."""
-        return (INLINED, FUSED) if self.into_products else (WRITTEN, FUSED)
+        return (INLINED, FUSED) if self.into_products else (WRITTEN, FUSED, LEAN)
 
     @property
     def copies_outside(self) -> bool:
@@ -168,4 +173,4 @@ class PricedStep:
 
 def fusing(variant: str) -> Fusing:
     """Return the model of fusion of a variant."""
-    return Fusing(duplicates=variant != WRITTEN, into_products=variant == INLINED)
+    return Fusing(variant != WRITTEN, variant == INLINED, variant == LEAN)

@@ -91,13 +91,26 @@ class Decisions:
     @property
     def change_nothing(self) -> bool:
         """Return whether the program stays as it is."""
-        return not self.bursts and not self.partial_sums
+        return not self.bursts and not self.partial_sums and not self.ordered
 
 
 def decisions_of(
-    program: Program, fused: Fused, steps: Iterable[Step], *, ordered: bool = False
+    program: Program,
+    fused: Fused,
+    steps: Iterable[Step],
+    *,
+    ordered: bool = False,
+    computes_again: bool = False,
 ) -> Decisions:
-    """Return the decisions of a schedule of a fused program."""
+    """Return the decisions of a schedule of a fused program.
+
+    Args:
+      program, fused: the program and its graph.
+      steps: the schedule.
+      ordered: as in `Decisions`.
+      computes_again: whether values that are not stored are costly, so that compilers would store them for
+        kernels far from each other. Then the program is ordered, and changes even without bursts.
+    """
     producer = {v: i for i, op in enumerate(program.ops) for v in op.results}
     members: dict[int, set[int]] = {}
     for value, node in fused.holds.items():
@@ -122,7 +135,7 @@ def decisions_of(
             now = {}
             bursts.append(Burst(here[0], tuple(burst)))
             burst = []
-    if not bursts and not fused.partial_sums:
+    if not bursts and not fused.partial_sums and not computes_again:
         return Decisions(frozenset(), ())
     stored = {i for group in members.values() for i in group}
     # A value that must not be recomputed is not computed inside the kernels that use it, either.
@@ -130,7 +143,7 @@ def decisions_of(
     return Decisions(
         frozenset(stored),
         tuple(bursts),
-        ordered and bool(bursts),
+        (ordered and bool(bursts)) or computes_again,
         tuple(sorted(fused.partial_sums)),
     )
 

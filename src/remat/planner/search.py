@@ -67,6 +67,13 @@ class Model(Protocol):
         They are used once a program of another variant took far more bytes than the model predicted.
         """
 
+    @property
+    def smaller_variants(self) -> Sequence[str]:
+        """Return the names of variants whose programs may need less than all others, but cost more.
+
+        They are used once no other proposal fits.
+        """
+
     def within(self, variant: str, n_bytes: int) -> Proposal:
         """Return the proposal that recomputes least within these bytes of temporaries.
 
@@ -145,7 +152,7 @@ def search(
     """Return the best proposal whose compiled temporaries are within the budget, and all compiled ones.
 
     >>> class Halves:  # every byte below 100 costs a second; the compiler takes 10 bytes more
-    ...     variants, exact_variants = ("only",), ()
+    ...     variants, exact_variants, smaller_variants = ("only",), (), ()
     ...     def within(self, variant, n_bytes):
     ...         return Proposal(variant, n_bytes, max(0, 100 - n_bytes), 0.0, n_bytes)
     ...     def exceeds(self, variant, n_bytes, cost):
@@ -229,6 +236,8 @@ class _Search:
         #: Programs as written that need far more than the model says. A program that recomputes is fused in
         #: another way, so they count only until one was compiled.
         self.misjudged: list[Compiled] = []
+        #: Whether no proposal of the other variants fits, so that those of smaller ones are tried.
+        self.is_below = False
         #: Decisions that are known to exceed the budget.
         self.above: list[Any] = []
 
@@ -250,7 +259,9 @@ class _Search:
         if not self.compiled:
             return self.model.variants[:1]
         is_far = any(c.compiled_bytes > _FAR * c.proposal.model_bytes for c in self.compiled)
-        return [*self.model.variants, *(self.model.exact_variants if is_far else ())]
+        exact = self.model.exact_variants if is_far else ()
+        smaller = self.model.smaller_variants if self.is_below else ()
+        return [*self.model.variants, *exact, *smaller]
 
     def _max_compiles(self) -> int:
         """Return how many programs may be compiled; more if one of them fits than if none does."""
@@ -385,6 +396,7 @@ class _Search:
 
     def _search_below(self) -> None:
         """Lower the aim until a proposal fits or none is smaller."""
+        self.is_below = True
         for _ in range(self.effort.max_below):
             found = (self._new_proposal(variant) for variant in self._variants())
             proposals = [proposal for proposal in found if proposal is not None]
@@ -396,7 +408,8 @@ class _Search:
             self._compile(min(proposals, key=lambda p: (max(self._expected(p), nearly), p.cost)))
             if self._best() is not None:
                 return
-        smallest = map(self.model.smallest, self.model.variants)
+        variants = (*self.model.variants, *self.model.smaller_variants)
+        smallest = map(self.model.smallest, variants)
         for proposal in itertools.chain(self.model.by_hand, smallest):
             if self._best() is not None or not self.effort.max_below:
                 break

@@ -126,7 +126,7 @@ def _decisions(plan: WholeStep | BodyPlan, places: Mapping[int, int]) -> Decisio
             )
     stored = frozenset(places[n] for n in plan.stored if n in places)
     partial_sums = sorted(places[n] for n in plan.partial_sums if n in places)
-    return Decisions(stored, tuple(bursts), plan.ordered and bool(bursts), tuple(partial_sums))
+    return Decisions(stored, tuple(bursts), plan.ordered, tuple(partial_sums))
 
 
 def _check_count(n_equations: int, jaxpr: _jax.Jaxpr, what: str) -> None:

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Container, Iterable, Sequence
 
 from remat.ir.operations import FUSIBLE, Fusion
@@ -53,6 +54,9 @@ _MOST_OPERANDS = 6
 # The number of positions for one result at which a kernel computes a value that is fused into it, above which
 # XLA writes the value. Slices and padding read a value at several positions, and again what it is made from.
 _MOST_POSITIONS = 15
+
+# The number of operations between two kernels from which on they are far from each other.
+_FAR = 16
 
 # The number of large values in a sum from which partial sums are written. A larger one writes fewer of them,
 # and each costs bandwidth; sums of fewer values save little memory.
@@ -96,6 +100,7 @@ def fuse(
     apart: bool = False,
     partial_sums: int | None = None,
     alone: Callable[[int], bool] = lambda _: False,
+    costly_inside: bool = False,
 ) -> Fused:
     """Return the graph of the values that a program's kernels write.
 
@@ -112,7 +117,7 @@ def fuse(
       alone: which operations, by number, are nodes of their own even if the next kernel reuses the
         buffers of their results.
     """
-    fusion = _Fusion(program, price, duplicates, into_products, partial_sums)
+    fusion = _Fusion(program, price, duplicates, into_products, partial_sums, costly_inside)
     return fusion.result(apart, alone)
 
 
@@ -137,8 +142,10 @@ class _Fusion:
         duplicates: bool,
         into_products: bool,
         partial_sums: int | None,
+        costly_inside: bool,
     ) -> None:
         self.program = program
+        self.costly_inside = costly_inside
         self.into_products = into_products
         self.price = price
         ops = program.ops
@@ -155,6 +162,8 @@ class _Fusion:
         self.output_values = self._outputs_through_views()
         self.is_output = [any(v in self.output_values for v in op.results) for op in ops]
         self.written = self._written()
+        if costly_inside:
+            self._write_costly_of_near_kernels()
         self._write_often_computed()
         if not duplicates:
             self._write_shared()
@@ -193,7 +202,8 @@ class _Fusion:
                 written[i] = True
             elif op.fusion is not Fusion.VIEW:
                 opaque = any(map(self._reads_from_memory, users[i]))
-                costly = op.fusion is Fusion.COSTLY and len(users[i]) > 1 and not self.into_products
+                inside = self.into_products or self.costly_inside
+                costly = op.fusion is Fusion.COSTLY and len(users[i]) > 1 and not inside
                 # A value that must not be recomputed is written where it would be.
                 shared = not op.repeatable and (
                     len(users[i]) > 1 or any(ops[u].repeatable for u in users[i])
@@ -235,6 +245,19 @@ class _Fusion:
             found = own + moved
             self.written[i] = max(found.values(), default=0) > _MOST_POSITIONS
             positions[i] = {} if self.written[i] else found
+
+    def _write_costly_of_near_kernels(self) -> None:
+        """Also write the costly values that several kernels near each other would compute."""
+        ops = self.program.ops
+        kernels: list[set[int]] = [set() for _ in ops]
+        for i in reversed(range(len(ops))):
+            if ops[i].fusion is Fusion.VIEW:
+                continue
+            for u in self.users[i]:
+                kernels[i] |= {u} if self.written[u] else kernels[u]
+            if not self.written[i] and ops[i].fusion is Fusion.COSTLY:
+                places = sorted(kernels[i])
+                self.written[i] = any(b - a < _FAR for a, b in itertools.pairwise(places))
 
     def _reads_from_memory(self, i: int) -> bool:
         op = self.program.ops[i]
