@@ -90,6 +90,7 @@ HOMES = {
     "planner/refusal": "planner/test_plan",
     "planner/scan_pairs/*": "planner/test_scan_pairs",
     "planner/step": "planner/test_kinds_of_steps",
+    "planner/traced_loops": "planner/test_scan_pairs",
     "planner/tradeoffs": "planner/test_scan_pairs",
     "program/from_jaxpr": "program/test_fusion",
     "program/program": "program/test_fusion",
