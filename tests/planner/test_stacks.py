@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
 
 from remat import _jax
 from remat.ir.jaxprs import equations
@@ -66,6 +67,24 @@ def test_stacks_of_many_loops_take_the_memory_of_two():
     before = compiled(jaxpr, args).memory_analysis().temp_size_in_bytes
     after = compiled(with_own_arrays(jaxpr), args).memory_analysis().temp_size_in_bytes
     assert after < 2.5 * XS.nbytes < 3.5 * XS.nbytes < before
+
+
+def test_explicit_shardings_stay():
+    with jax.set_mesh(jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))):
+
+        def step(ws, xs):
+            for w in ws:
+                first = jnp.zeros_like(xs[0])
+                xs = lax.scan(lambda c, x, w=w: 2 * (jnp.tanh(c @ w + x),), first, jnp.sin(xs))[1]
+            return xs
+
+        xs = jax.device_put(XS, P(None, "x"))
+        jaxpr, args = opened(step, WS, xs)
+        new = with_own_arrays(jaxpr)
+        assert new is not jaxpr
+        _jax.check_jaxpr(new)
+        assert new.outvars[0].aval.sharding == jaxpr.outvars[0].aval.sharding
+        assert_same(list(compiled(new, args)(*args)), [jax.jit(step)(WS, xs)])
 
 
 def test_a_single_loop_stays():

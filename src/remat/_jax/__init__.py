@@ -195,6 +195,7 @@ from remat._jax.tracing import (
     debug_info as debug_info,
     device_count as device_count,
     donated_arguments as donated_arguments,
+    filled as filled,
     flatten_arguments as flatten_arguments,
     has_explicit_axes as has_explicit_axes,
     in_avals as in_avals,

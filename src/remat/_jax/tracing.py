@@ -252,10 +252,23 @@ def zeros(aval: Aval, leading: Sequence[Size] = ()) -> Array:
         aval = _core.unmapped_aval(size, 0, aval)
     if jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended):
         return jax.lax.full(aval.shape, 0, aval.dtype)
-    # JAX 0.12 drops a sharding whose mesh is not the one in use.
-    mesh = aval.sharding.mesh
-    with contextlib.nullcontext() if mesh.empty else jax.sharding.use_abstract_mesh(mesh):
+    with _mesh_of(aval):
         return _ad_util.zeros_like_aval(aval.update(weak_type=False))
+
+
+def filled(aval: Aval, number: Array) -> Array:
+    """Return an array of a type, with its sharding, that a number fills."""
+    is_sharded = not aval.sharding.mesh.empty
+    with _mesh_of(aval):
+        return jax.lax.broadcast(
+            number, aval.shape, out_sharding=aval.sharding if is_sharded else None
+        )
+
+
+def _mesh_of(aval: Aval) -> contextlib.AbstractContextManager[Any]:
+    """Use the mesh of a type: JAX 0.12 drops a sharding whose mesh is not the one in use."""
+    mesh = aval.sharding.mesh
+    return contextlib.nullcontext() if mesh.empty else jax.sharding.use_abstract_mesh(mesh)
 
 
 def has_explicit_axes() -> bool:

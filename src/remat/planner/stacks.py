@@ -24,7 +24,7 @@ from remat import _jax
 from remat.aliases import Array, Aval
 from remat.ir import jaxprs
 from remat.ir.equations import is_region
-from remat.planner.traced_loops import bind_scan, equations_of
+from remat.planner.traced_loops import bind_scan, equations_of, with_rows
 
 # What compilers merge constant arrays by.
 Type = tuple[tuple[int, ...], str]
@@ -61,6 +61,7 @@ class _Loop:
         """Return the types of the constant arrays that the loop starts from."""
         return [_type(v.aval) for v in (*self.stacks, *self.carry) if _is_array(v.aval)]
 
+    @property
     def operands(self) -> list[_jax.Var]:
         """Return the arrays beside which constants may pass a barrier."""
         return [
@@ -80,7 +81,7 @@ def _is_array(aval: Aval) -> bool:
         isinstance(aval, _jax.ShapedArray)
         and (jnp.issubdtype(aval.dtype, jnp.number) or aval.dtype == jnp.bool_)
         and not _jax.is_on_host(aval)
-        and not getattr(aval, "vma", None)
+        and not _jax.varying_axes(aval)
     )
 
 
@@ -116,7 +117,7 @@ def _written(jaxpr: _jax.Jaxpr, shared: set[Type]) -> _jax.Jaxpr:
                 inside = _written(_jax.open_jaxpr(body), shared)
                 eqn = jaxprs.replace_body(eqn, body, inside)
         loop = None if _jax.scan_body(eqn) is None else _Loop(eqn, constants)
-        if loop is None or eqn.effects or shared.isdisjoint(loop.types) or not loop.operands():
+        if loop is None or eqn.effects or shared.isdisjoint(loop.types) or not loop.operands:
             eqns.append(eqn)
         else:
             eqns += _carrying(loop, shared, depth)
@@ -141,7 +142,7 @@ def _carrying(loop: _Loop, shared: set[Type], depth: Mapping[_jax.Var, int]) -> 
     others = [v for v, is_moved in zip(loop.stacks, moves) if not is_moved]
     carry = [v for v in dict.fromkeys(loop.carry) if _type(v.aval) in shared]
     step = _carrying_step(eqn, moves)
-    latest = max(loop.operands(), key=lambda v: depth.get(v, 0))
+    latest = max(loop.operands, key=lambda v: depth.get(v, 0))
     invars = list(dict.fromkeys(v for v in eqn.invars if _jax.is_var(v)))
     numbers = [*(0 for _ in moved), *(loop.constants[v] for v in carry)]
 
@@ -150,7 +151,7 @@ def _carrying(loop: _Loop, shared: set[Type], depth: Mapping[_jax.Var, int]) -> 
         types = [v.aval for v in (*moved, *carry)]
         scalars = [jnp.asarray(x, t.dtype) for x, t in zip(numbers, types)]
         scalars, known[latest] = lax.optimization_barrier((scalars, known[latest]))
-        arrays = [lax.broadcast(x, t.shape) for x, t in zip(scalars, types)]
+        arrays = [_jax.filled(t, x) for x, t in zip(scalars, types)]
         known.update(zip(carry, arrays[len(moved) :]))
         given = [known[v] if _jax.is_var(v) else v.val for v in eqn.invars]
         args = [*given[:n_consts], jnp.int32(0), *arrays[: len(moved)], *given[n_consts:]]
@@ -174,7 +175,7 @@ def _carrying_step(eqn: _jax.JaxprEqn, moves: Sequence[bool]) -> _jax.Jaxpr:
     def written(args: Sequence[Array]) -> list[Array]:
         i, before, values = args[0], args[1 : 1 + len(stacks)], args[1 + len(stacks) :]
         row = length - 1 - i if reverse else i
-        return [i + 1, *(_with_row(stack, y, row) for stack, y in zip(before, values))]
+        return [i + 1, *with_rows(before, row, values)]
 
     count = _jax.ShapedArray((), jnp.dtype("int32"))
     taken = [_jax.new_var(aval) for aval in (count, *stacks)]
@@ -186,8 +187,3 @@ def _carrying_step(eqn: _jax.JaxprEqn, moves: Sequence[bool]) -> _jax.Jaxpr:
         [*body.eqns, *writes],
         body,
     )
-
-
-def _with_row(stack: Array, value: Array, row: Array) -> Array:
-    starts = (row, *[jnp.zeros((), row.dtype)] * value.ndim)
-    return lax.dynamic_update_slice(stack, value[None], starts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
+from jax import lax
 
 from remat import _jax
 from remat.aliases import Array, Atom
@@ -23,6 +24,13 @@ def bind_scan(
     body = _jax.with_equations(like.params["jaxpr"], step)
     params = _jax.with_scan_arity(dict(like.params, jaxpr=body), n_consts, n_carry)
     return list(like.primitive.bind(*args, **{**params, "length": length}))
+
+
+def with_rows(stacks: Sequence[Array], index: Array, rows: Sequence[Array]) -> list[Array]:
+    """Return stacks in which the row at an index is replaced."""
+    return [
+        lax.dynamic_update_index_in_dim(stack, row, index, 0) for stack, row in zip(stacks, rows)
+    ]
 
 
 def equations_of(

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from remat import _jax
 from remat.aliases import Array, PyTree
 from remat.planner.scan_pairs.emission import Emitted, init_of, outside, slices_of
-from remat.planner.traced_loops import bind_scan, equations_of
+from remat.planner.traced_loops import bind_scan, equations_of, with_rows
 
 _jax.exclude_from_tracebacks(__file__)
 
@@ -197,7 +197,7 @@ class _TwoLoops:
             at = self.index(time)
             outs = _jax.eval_jaxpr(body, (), *consts, *carry, *_at(xs, at))
             after, ys, kept = _jax.split_list(outs, [n_carry, len(stacks)])
-            return (after, _written(stacks, at, ys)), kept
+            return (after, with_rows(stacks, at, ys)), kept
 
         def run(state: PyTree, times: Array, body: _jax.Jaxpr) -> tuple[PyTree, PyTree]:
             return jax.lax.scan(lambda state, time: one(state, time, body), state, times)
@@ -242,7 +242,7 @@ class _TwoLoops:
                 at = self.index(time)
                 outs = _jax.eval_jaxpr(steps[part], (), *consts, *carry, *kept, *_at(xs, at))
                 after, ys = _jax.split_list(outs, [n_own])
-                return (after, _written(stacks, at, ys)), None
+                return (after, with_rows(stacks, at, ys)), None
 
             return jax.lax.scan(one, state, (times, kept), reverse=goes_back)[0]
 
@@ -274,9 +274,3 @@ class _TwoLoops:
 
 def _at(arrays: Sequence[Array], index: Array) -> list[Array]:
     return [jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False) for x in arrays]
-
-
-def _written(stacks: Sequence[Array], index: Array, slices: Sequence[Array]) -> list[Array]:
-    return [
-        jax.lax.dynamic_update_index_in_dim(stack, y, index, 0) for stack, y in zip(stacks, slices)
-    ]
