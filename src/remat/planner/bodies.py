@@ -89,6 +89,7 @@ class BodyOptions:
       fused: its graph.
       answers: the schedules of that graph.
       times: runs of the body.
+      computes_again: as in `rewrite.decisions_of`.
     """
 
     def __init__(

@@ -43,16 +43,15 @@ def units_of(
       By the number of an equation, what is recomputed by each of the units that begin before it. The last
       of these units computes the equation, too.
     """
-    again = _computed_again(jaxpr, stored)
-    must_begin = set(bursts) if again is None else {*bursts, again}
+    must_begin = {*bursts, *_first_computed_again(jaxpr, stored)}
     first = min(must_begin, default=len(jaxpr.eqns))
     must_begin.update(number for number in _early(jaxpr, stored) if number < first)
     numbers = sorted(stored)
-    order = [(again, number) for number in numbers for again in (*bursts.get(number, ()), number)]
+    order = [(computed, n) for n in numbers for computed in (*bursts.get(n, ()), n)]
     arrays = _stored_arrays(jaxpr, numbers)
     place = {number: at for at, number in enumerate(numbers)}
     measured = liveness(arrays, [place[computed] for computed, _ in order])
-    n_bytes = arrays.bytes[measured.order]
+    sizes = arrays.bytes[measured.order]
     is_elementwise = np.array([is_fusible(jaxpr.eqns[computed]) for computed, _ in order])
     live = measured.live_bytes - np.where(is_elementwise, _reused(measured), 0)
     most = (1 + _SLACK) * live.max()
@@ -62,17 +61,17 @@ def units_of(
         is_new = computed == number
         is_full = is_new and number >= first and size == _UNIT_SIZE
         begins = number in must_begin and number not in found
-        if begins or is_full or needed + n_bytes[step] > most:
+        if begins or is_full or needed + sizes[step] > most:
             found.setdefault(number, []).append(())
-            size, needed = 0, int(measured.live_bytes[step] - n_bytes[step])
-        size, needed = size + is_new, needed + int(n_bytes[step])
+            size, needed = 0, int(measured.live_bytes[step] - sizes[step])
+        size, needed = size + is_new, needed + int(sizes[step])
         if not is_new:
             found[number][-1] += (computed,)
     return found
 
 
-def _computed_again(jaxpr: _jax.Jaxpr, stored: frozenset[int]) -> int | None:
-    """Return the first stored equation that needs a costly value which another one computed, too.
+def _first_computed_again(jaxpr: _jax.Jaxpr, stored: frozenset[int]) -> list[int]:
+    """Return the first stored equation that needs a costly value which another one computed, if there is one.
 
     Compilers would store this value for both, if the second one were not in a unit.
     """
@@ -83,13 +82,13 @@ def _computed_again(jaxpr: _jax.Jaxpr, stored: frozenset[int]) -> int | None:
         these = frozenset[int]().union(*inside)
         if number in stored:
             if not seen.isdisjoint(these):
-                return number
+                return [number]
             seen |= these
             continue
         if fusion_of(eqn) is Fusion.COSTLY:
             these |= {number}
         derived.update(dict.fromkeys(eqn.outvars, these))
-    return None
+    return []
 
 
 def _reused(measured: Liveness) -> Ints:

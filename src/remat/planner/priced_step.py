@@ -173,4 +173,8 @@ class PricedStep:
 
 def fusing(variant: str) -> Fusing:
     """Return the model of fusion of a variant."""
-    return Fusing(variant != WRITTEN, variant == INLINED, variant == LEAN)
+    return Fusing(
+        duplicates=variant != WRITTEN,
+        into_products=variant == INLINED,
+        costly_inside=variant == LEAN,
+    )

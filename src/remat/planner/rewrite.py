@@ -17,10 +17,9 @@ later equations read the unit's result in place of the value, so that the unit m
 
 Compilers may reorder the equations of a unit, and those between units, and may keep more values alive than
 the schedule does: for example products of all steps' inputs, which depend on nothing before them. So
-`Decisions.ordered` begins new units after the first burst or partial sum, and one before each earlier
-equation that could be computed long before its place (`fences`). Compilers also compute a sum
-of many values in one kernel, which keeps all these values until the last one is computed; a new unit after
-each of `Decisions.partial_sums` frees them earlier.
+`Decisions.ordered` begins more units (`fences`). Compilers also compute a sum of many values in one kernel,
+which keeps all these values until the last one is computed; a new unit after each of
+`Decisions.partial_sums` frees them earlier.
 """
 
 from __future__ import annotations
@@ -70,8 +69,9 @@ class Decisions:
       stored: the numbers of the equations whose results are stored in memory. The results of other
         equations are computed inside of the kernels that use them.
       bursts: recomputations, in the order of the program.
-      ordered: whether every few stored equations wait for those before them. Equations before the first
-        unit wait only if they depend on nothing that was stored just before.
+      ordered: whether stored equations wait for those before them, every few of them and wherever another
+        order could exceed the peak (`fences`). Equations before the first unit wait only there, or if they
+        depend on nothing that was stored just before.
       partial_sums: the numbers of stored equations after which a unit begins, so that their terms are
         not kept until the whole sum is computed in one kernel.
     """

@@ -243,8 +243,7 @@ class ProgramWriter:
         for variable in dict.fromkeys(filter(_jax.is_var, variables)):
             v = self.ids[variable]
             if self._is_of_kernel(v, made_by):
-                copy = self.new_value(variable, self.shards[v])
-                self.ops.append(Op(_COPY_OF_CARRY, Fusion.KERNEL, (v,), (copy,)))
+                self._copy(variable, _COPY_OF_CARRY, Fusion.KERNEL)
 
     def _is_of_kernel(self, value: int, made_by: Mapping[int, Op]) -> bool:
         """Return whether a value is elementwise of a kernel's result of at least half its size."""
@@ -267,8 +266,13 @@ class ProgramWriter:
         for variable in filter(_jax.is_var, variables):
             v = self.ids[variable]
             if v in made_by_loops:
-                copy = self.new_value(variable, self.shards[v])
-                self.ops.append(Op("copy", Fusion.CHEAP, (v,), (copy,)))
+                self._copy(variable, "copy", Fusion.CHEAP)
+
+    def _copy(self, variable: _jax.Var, name: str, fusion: Fusion) -> None:
+        """Copy a variable's value; the variable means the copy then."""
+        v = self.ids[variable]
+        copy = self.new_value(variable, self.shards[v])
+        self.ops.append(Op(name, fusion, (v,), (copy,)))
 
 
 class FlatWriter(ProgramWriter):

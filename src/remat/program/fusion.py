@@ -116,6 +116,7 @@ def fuse(
         for never.
       alone: which operations, by number, are nodes of their own even if the next kernel reuses the
         buffers of their results.
+      costly_inside: whether kernels that are far from each other compute a shared costly value themselves.
     """
     fusion = _Fusion(program, price, duplicates, into_products, partial_sums, costly_inside)
     return fusion.result(apart, alone)
@@ -248,16 +249,14 @@ class _Fusion:
 
     def _write_costly_of_near_kernels(self) -> None:
         """Also write the costly values that several kernels near each other would compute."""
-        ops = self.program.ops
-        kernels: list[set[int]] = [set() for _ in ops]
-        for i in reversed(range(len(ops))):
-            if ops[i].fusion is Fusion.VIEW:
-                continue
-            for u in self.users[i]:
-                kernels[i] |= {u} if self.written[u] else kernels[u]
-            if not self.written[i] and ops[i].fusion is Fusion.COSTLY:
-                places = sorted(kernels[i])
-                self.written[i] = any(b - a < _FAR for a, b in itertools.pairwise(places))
+
+        def is_near(i: int, kernels: set[int]) -> bool:
+            pairs = itertools.pairwise(sorted(kernels))
+            return self.program.ops[i].fusion is Fusion.COSTLY and any(
+                b - a < _FAR for a, b in pairs
+            )
+
+        self._write_by_kernels(is_near)
 
     def _reads_from_memory(self, i: int) -> bool:
         op = self.program.ops[i]
@@ -266,18 +265,25 @@ class _Fusion:
     def _write_shared(self) -> None:
         """Also write the cheap values that are computed from large ones and that several kernels need."""
         ops, sizes = self.program.ops, self.program.bytes
-        kernels: list[set[int]] = [set() for _ in ops]  # kernels that compute a value or read it
+
+        def is_shared(i: int, kernels: set[int]) -> bool:
+            if ops[i].fusion is not Fusion.CHEAP or not self.size[i]:
+                return False
+            large = any(2 * sizes[v] >= self.size[i] for v in ops[i].operands)
+            return large and len(self.users[i]) > 1 and len(kernels) > 1
+
+        self._write_by_kernels(is_shared)
+
+    def _write_by_kernels(self, is_written: Callable[[int, set[int]], bool]) -> None:
+        """Also write the values for which `is_written(operation, kernels that compute it or read it)`."""
+        ops = self.program.ops
+        kernels: list[set[int]] = [set() for _ in ops]
         for i in reversed(range(len(ops))):
             if ops[i].fusion is Fusion.VIEW:
                 continue
-            users = self.users[i]
-            for u in users:
+            for u in self.users[i]:
                 kernels[i] |= {u} if self.written[u] else kernels[u]
-            if not self.written[i] and ops[i].fusion is Fusion.CHEAP and self.size[i]:
-                large = any(2 * sizes[v] >= self.size[i] for v in ops[i].operands)
-                self.written[i] = large and len(users) > 1 and len(kernels[i]) > 1
-            if self.written[i]:
-                kernels[i] = set()
+            self.written[i] = self.written[i] or is_written(i, kernels[i])
 
     def _partial_sums(self, least: int) -> frozenset[int]:
         """Return the partial sums to write. Each is read only by the next one, or by the whole sum."""
