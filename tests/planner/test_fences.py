@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from remat import _jax
-from remat.planner.fences import units_of
+from remat.planner.fences import units_of, workspace_bytes
 from remat.planner.rewrite import flattened
 
+NHWC = ("NHWC", "HWIO", "NHWC")
 X = np.linspace(0, 1, 64 * 64, dtype=np.float32).reshape(64, 64)
 
 
@@ -112,3 +113,24 @@ def live_bytes(flat, stored):
         n: sum(size(flat.eqns[m]) for m in stored if m < n <= last_use[m]) for n in sorted(stored)
     }
     return live, max(live[n] + size(flat.eqns[n]) for n in stored)
+
+
+def test_a_unit_ends_before_a_kernel_could_copy_its_operands_beside_other_results():
+    """The gradient of a kernel copies both operands into another order."""
+
+    def step(x, w):
+        def loss(x, w):
+            y = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=NHWC)
+            return jnp.sum(jnp.sin(y))
+
+        return jax.grad(loss, (0, 1))(x, w)
+
+    flat = flat_of(step, np.ones((4, 16, 16, 8), np.float32), np.ones((3, 3, 8, 8), np.float32))
+    stored = frozenset(range(len(flat.eqns)))
+    _, of_kernel, of_operand = numbers(flat, "conv_general_dilated")
+    producer = {v: number for number, eqn in enumerate(flat.eqns) for v in eqn.outvars}
+    copied = workspace_bytes(flat.eqns[of_kernel], producer, stored)
+    assert copied == 2 * 4 * 16 * 16 * 8 * 4
+    cos = numbers(flat, "cos")[0]
+    fences = units_of(flat, stored, {of_kernel: (cos,)})
+    assert any(of_kernel < number <= of_operand for number in fences)

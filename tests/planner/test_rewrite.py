@@ -157,6 +157,31 @@ def test_a_unit_that_could_start_early_waits_for_a_value_that_passes_through_it(
     assert_equal(run(rewritten(flat, decisions), leaves), run(flat, leaves))
 
 
+def test_constant_arrays_of_units_wait_for_their_units():
+    """They are filled with a number that the unit takes, so nothing can make them before it."""
+
+    def step(x):
+        y = jnp.sin(x)
+        for _ in range(3):
+            y = jnp.tanh(y @ x.T) @ x
+        return jnp.zeros((8, *y.shape)).at[3].add(y) + jnp.sin(x)
+
+    flat, leaves = flat_of(step, X)
+    sin = next(i for i, eqn in enumerate(flat.eqns) if eqn.primitive.name == "sin")
+    last = max(i for i, eqn in enumerate(flat.eqns) if eqn.primitive.name == "dot_general")
+    stored = frozenset(range(len(flat.eqns)))
+    new = rewritten(flat, Decisions(stored, (Burst(last, (sin,)),), ordered=True))
+    zeros = [
+        (inner.invars[0], body)
+        for body in (eqn.params["jaxpr"] for eqn in new.eqns if eqn.primitive.name == "remat")
+        for inner in body.eqns
+        if inner.primitive.name == "broadcast_in_dim"
+        and inner.outvars[0].aval.shape == (8, *X.shape)
+    ]
+    assert zeros and all(v in body.invars for v, body in zeros)
+    assert_equal(run(new, leaves), run(flat, leaves))
+
+
 def test_recomputation_for_a_second_gradient_waits_for_the_first():
     """Only results remain of the first gradient, so the unit depends on one of these."""
 
@@ -176,6 +201,28 @@ def test_recomputation_for_a_second_gradient_waits_for_the_first():
     computed = {v for v in unit.invars if _jax.is_var(v)} - set(flat.invars)
     assert any(v.aval.shape == W[0].shape for v in computed), "the unit takes no gradient"
     assert_equal(run(rewritten(flat, decisions), leaves), run(flat, leaves))
+
+
+def test_a_unit_waits_for_equations_that_free_a_large_value():
+    """The first unit's result is a result of the step, but the value that it frees is larger."""
+    x = np.ones((64, 64), np.float32)
+
+    def step(x, y):
+        large = jnp.sin(x)
+        small = large[0] @ y
+        again = jnp.cos(y) @ x
+        return small, jnp.sum(again)
+
+    flat, leaves = flat_of(step, x, x)
+    stored = frozenset(range(len(flat.eqns)))
+    first, second = (i for i, e in enumerate(flat.eqns) if e.primitive.name == "dot_general")
+    (sin,) = (i for i, e in enumerate(flat.eqns) if e.primitive.name == "sin")
+    (cos,) = (i for i, e in enumerate(flat.eqns) if e.primitive.name == "cos")
+    bursts = (Burst(first, (sin,)), Burst(second, (cos,)))
+    new = rewritten(flat, Decisions(stored, bursts))
+    one, two = (eqn for eqn in new.eqns if eqn.primitive.name == "remat")
+    assert set(one.outvars) & set(two.invars), "the second unit may start before the first"
+    assert_equal(run(new, leaves), run(flat, leaves), rounding=1e-4)
 
 
 def test_ordered_programs_have_small_units():

@@ -1,5 +1,6 @@
 """The search for a plan, with fake models and fake compilers: it needs neither JAX nor a device."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -179,31 +180,65 @@ def test_a_model_that_is_far_off_is_followed_down():
     assert best is not None and best.compiled_bytes <= 500
 
 
+class TwoModels:
+    """A model whose second variant needs less and costs more."""
+
+    variants, exact_variants, smaller_variants, by_hand = ("only",), (), ("lean",), ()
+    least = {"only": 70, "lean": 40}  # noqa: RUF012
+
+    def __init__(self, seconds):
+        self.seconds = seconds  # of each variant, for each byte below 200
+
+    def within(self, variant, n_bytes):
+        if n_bytes < self.least[variant]:
+            raise BudgetError("none")
+        seconds = self.seconds[variant] * (200.0 - n_bytes)
+        return Proposal(variant, n_bytes, seconds, seconds, decisions=(variant, n_bytes))
+
+    def exceeds(self, variant, n_bytes, seconds):
+        return False
+
+    def smallest(self, variant):
+        return self.within(variant, self.least[variant])
+
+
 def test_smaller_variants_are_used_where_nothing_else_fits():
-    least = {"only": 70, "lean": 40}
+    def compiler(proposal, _):
+        return proposal.model_bytes
 
-    class Model:
-        variants, exact_variants, smaller_variants, by_hand = ("only",), (), ("lean",), ()
+    model = TwoModels({"only": 1, "lean": 1})
+    best, compiled = search(model, compiler, 80)
+    assert best is not None and {c.proposal.variant for c in compiled} == {"only"}
+    best, _ = search(model, compiler, 50)
+    assert best is not None and best.proposal.variant == "lean"
 
-        def within(self, variant, n_bytes):
-            if n_bytes < least[variant]:
-                raise BudgetError("none")
-            seconds = 200.0 - n_bytes
-            return Proposal(variant, n_bytes, seconds, seconds, decisions=(variant, n_bytes))
+
+@pytest.mark.parametrize(("much", "expected"), [(100, "lean"), (150, "only")])
+def test_smaller_variants_are_used_where_the_best_plan_costs_much(much, expected):
+    model = TwoModels({"only": 1, "lean": 0.5})
+    effort = CompileLimits(much_seconds=much)
+    best, _ = search(model, lambda p, _: p.model_bytes, 80, effort)
+    assert best is not None and best.proposal.variant == expected
+
+
+def test_a_variant_that_was_not_tried_is_expected_to_need_a_little_more():
+    """The second variant seems a little better; the first one is known to be accurate."""
+
+    def compiler(proposal, _):
+        return proposal.model_bytes if proposal.variant == "first" else 2 * proposal.model_bytes
+
+    class Model(Staircase):
+        def _proposal(self, variant, step):
+            proposal = super()._proposal(variant, step)
+            seconds = (0.9 if variant == "second" else 1.0) * proposal.extra_seconds
+            return dataclasses.replace(proposal, extra_seconds=seconds, cost=seconds)
 
         def exceeds(self, variant, n_bytes, seconds):
             return False
 
-        def smallest(self, variant):
-            return self.within(variant, least[variant])
-
-    def compiler(proposal, _):
-        return proposal.model_bytes
-
-    best, compiled = search(Model(), compiler, 80)
-    assert best is not None and {c.proposal.variant for c in compiled} == {"only"}
-    best, _ = search(Model(), compiler, 50)
-    assert best is not None and best.proposal.variant == "lean"
+    best, compiled = search(Model(STEPS, ("first", "second")), compiler, 505)
+    assert best.compiled_bytes >= 490
+    assert {c.proposal.variant for c in compiled} == {"first"}
 
 
 def test_exact_variants_are_used_where_the_compiler_is_far_from_the_model():

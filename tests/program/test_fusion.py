@@ -97,6 +97,18 @@ def test_costly_value_that_two_kernels_use_is_written():
         assert nodes(fused(p), p) == expected
 
 
+def test_values_that_one_kernel_uses_twice_are_not_written():
+    """XLA computes such a value once inside of the kernel, whatever it costs."""
+    kernels = [op(Fusion.KERNEL, [0], 1), op(Fusion.KERNEL, [0], 2)]
+    uses = [op(Fusion.CHEAP, [3], 4), op(Fusion.CHEAP, [3], 5), op(Fusion.REDUCE, [4, 5], 6)]
+    for first in (op(Fusion.CHEAP, [1, 2], 3), op(Fusion.COSTLY, [1], 3)):
+        once = program([*kernels, first, *uses], [6], {6: 8})
+        twice = program([*once.ops, op(Fusion.REDUCE, [3], 7)], [6, 7], {6: 8, 7: 8})
+        for duplicates in (True, False):
+            assert 3 not in nodes(fused(once, duplicates=duplicates), once)
+            assert 3 in nodes(fused(twice, duplicates=duplicates), twice)
+
+
 def test_cheap_value_that_two_kernels_use_is_written_where_they_do_not_duplicate():
     ops = [op(Fusion.CHEAP, [0], 2), op(Fusion.REDUCE, [2], 3), op(Fusion.REDUCE, [2], 4)]
 

@@ -8,7 +8,7 @@ whole schedule does: at the peak, a product that frees a large value stays befor
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from remat.aliases import Atom
 from remat.ir.equations import fusion_of, is_fusible
 from remat.ir.operations import Fusion
 from remat.program.from_jaxpr import n_bytes
+from remat.program.products import transposed_operands
 from remat.solvers.liveness import Arrays, Ints, Liveness, liveness
 
 # Number of stored equations in one unit of an ordered program. A larger one lets the compiler fuse more, and
@@ -51,10 +52,15 @@ def units_of(
     arrays = _stored_arrays(jaxpr, numbers)
     place = {number: at for at, number in enumerate(numbers)}
     measured = liveness(arrays, [place[computed] for computed, _ in order])
-    sizes = arrays.bytes[measured.order]
     is_elementwise = np.array([is_fusible(jaxpr.eqns[computed]) for computed, _ in order])
     live = measured.live_bytes - np.where(is_elementwise, _reused(measured), 0)
-    most = (1 + _SLACK) * live.max()
+    producer = {v: number for number, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    workspace = np.array([
+        workspace_bytes(jaxpr.eqns[computed], producer, stored) for computed, _ in order
+    ])  # fmt: skip
+    results = arrays.bytes[measured.order]
+    sizes = results + workspace
+    most = (1 + _SLACK) * (live + workspace).max()
     found: dict[int, list[tuple[int, ...]]] = {}
     size, needed = 0, 0
     for step, (computed, number) in enumerate(order):
@@ -63,11 +69,29 @@ def units_of(
         begins = number in must_begin and number not in found
         if begins or is_full or needed + sizes[step] > most:
             found.setdefault(number, []).append(())
-            size, needed = 0, int(measured.live_bytes[step] - sizes[step])
+            size, needed = 0, int(measured.live_bytes[step] - results[step])
         size, needed = size + is_new, needed + int(sizes[step])
         if not is_new:
             found[number][-1] += (computed,)
     return found
+
+
+def workspace_bytes(
+    eqn: _jax.JaxprEqn, producer: Mapping[Atom, int], stored: Container[int]
+) -> int:
+    """Return the bytes that a kernel takes for operands that are not stored or that it transposes.
+
+    Args:
+      eqn: the kernel, or an elementwise equation, which takes none.
+      producer: the number of the equation that computes a value; inputs have none.
+      stored: the numbers of the equations whose results are stored.
+    """
+    if is_fusible(eqn):
+        return 0
+    needed = [eqn.invars[at] for at in transposed_operands(eqn)]
+    computed = (v for v in eqn.invars if _jax.is_var(v) and v in producer)
+    needed += [v for v in computed if producer[v] not in stored]
+    return sum(n_bytes(v.aval) for v in needed)
 
 
 def _first_computed_again(jaxpr: _jax.Jaxpr, stored: frozenset[int]) -> list[int]:

@@ -72,6 +72,9 @@ _FEWER = 0.98
 # Share of the step's FLOPs. The search ends with a plan that recomputes at most this much; a larger
 # share ends it earlier.
 _NEGLIGIBLE_FLOPS = 0.001
+# Share of the step's FLOPs. If a plan recomputes more, the variants of the model that need least memory are
+# tried, too; a larger share tries them less often.
+_MANY_FLOPS = 0.03
 # Share of the step's time above which copies to the host cause a warning; a larger share warns less often.
 _SLOW_COPIES = 0.1
 # The most compilations of plans as they will run; between them the search is repeated with a lower limit.
@@ -387,7 +390,10 @@ class _Planning:
             return temporaries if self._fits(found) else max(temporaries, room + 1)
 
         made: list[Candidate] = []
-        effort = CompileLimits(negligible_seconds=_NEGLIGIBLE_FLOPS * self._model.step.seconds)
+        seconds = self._model.step.seconds
+        effort = CompileLimits(
+            negligible_seconds=_NEGLIGIBLE_FLOPS * seconds, much_seconds=_MANY_FLOPS * seconds
+        )
         as_written: list[Compiled] = []
         if isinstance(self.base, OutOfMemory | CompiledMemory):
             # The compiler's out-of-memory error names the bytes that the program needs.

@@ -11,6 +11,9 @@ A unit takes the values that it reads from memory and returns those that are use
 a compiler computes inside the kernels that use them (all that `Decisions.stored` does not list) are
 computed again in each unit.
 
+A unit also takes the numbers that fill its constant arrays. Otherwise a compiler could make such an array
+when the program starts, or share it with other units, and keep it for as long.
+
 A unit must not start before the schedule reaches it. Usually it takes a value that was computed just
 before, such as a cotangent. If it takes none, the value that was computed last is passed through it:
 later equations read the unit's result in place of the value, so that the unit must have begun.
@@ -30,18 +33,20 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from remat import _jax
 from remat.aliases import Array, Arrays, Atom, PyTree, TreeDef
 from remat.ir import jaxprs
-from remat.ir.equations import has_effects, is_fusible, transparent_call
+from remat.ir.equations import has_effects, transparent_call
 from remat.ir.repetitions import without_repeated
 from remat.ir.restriction import has_marks, restricted, without_marks
+from remat.ir.slices import with_slices
 from remat.ir.updates import with_early_updates
-from remat.planner.fences import units_of
+from remat.planner.fences import units_of, workspace_bytes
+from remat.planner.traced_loops import equations_of
 from remat.program.from_jaxpr import n_bytes
 from remat.program.fusion import Fused
-from remat.program.products import transposed_operands
 from remat.program.program import Program
 from remat.solvers.simulate import Step
 from remat.transform.primitive import region_equation
@@ -152,15 +157,16 @@ def flattened(jaxpr: _jax.Jaxpr, donated: Iterable[int] = ()) -> _jax.Jaxpr:
     """Return a step's jaxpr with plain calls inlined, without dead or repeated equations; its inputs stay.
 
     Calls with shardings, layouts or donation of their own, checkpoints and functions with derivative
-    rules stay single equations. Repeated equations are merged, as compilers would, unless such equations
-    or barriers separate them. Donated arguments are updated as soon as possible (`ir.updates`). If functions
-    are marked, all equations outside of them are fixed (`ir.restriction`) and keep their order.
+    rules stay single equations. Each part of a split array is an equation of its own (`ir.slices`). Repeated
+    equations are merged, as compilers would, unless such equations or barriers separate them. Donated arguments
+    are updated as soon as possible (`ir.updates`). If functions are marked, all equations outside of them are
+    fixed (`ir.restriction`) and keep their order.
 
     Args:
       jaxpr: the step.
       donated: the places of the inputs that are donated.
     """
-    flat = without_repeated(jaxprs.inline_calls(jaxpr, transparent_call))
+    flat = without_repeated(with_slices(jaxprs.inline_calls(jaxpr, transparent_call)))
     alive, _ = _jax.dce(flat, [True] * len(flat.outvars), keep=[True] * len(flat.invars))
     if has_marks(alive):
         return restricted(alive)
@@ -323,7 +329,7 @@ class _Writer:
         self.producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
         self.last_use = self._last_uses()
         self.results = self._results_through_views()
-        self.needed_before = self._needed_before()
+        self.inner_before = self._inner_before()
         self.eqns: list[_jax.JaxprEqn] = []
         #: The variable that has the latest computation of each stored value.
         self.current: dict[_jax.Var, _jax.Var] = {}
@@ -335,6 +341,8 @@ class _Writer:
         self.outside: dict[tuple[Any, ...], Sequence[_jax.Var]] = {}
         #: The variables of values outside of units that are not stored, until a unit changes their operands.
         self.derived: dict[_jax.Var, _jax.Var] = {}
+        #: The variables that have the values of literals, by the literals' ids.
+        self.numbers: dict[int, _jax.Var] = {}
         #: For each variable of the new program, the number of the latest equation it depends on.
         self.latest: dict[_jax.Var, int] = {}
 
@@ -387,6 +395,14 @@ class _Writer:
         outs = self._emit(number, [self._outside(v) for v in eqn.invars])
         self.current.update(zip(eqn.outvars, outs))
         self.live.update(dict.fromkeys(eqn.outvars))
+
+    def number(self, literal: Atom, like: _jax.JaxprEqn) -> _jax.Var:
+        """Return a variable that has the value of a literal, which a unit can take."""
+        if id(literal) not in self.numbers:
+            v = _jax.new_var(literal.aval)
+            self.eqns += equations_of(lambda args: [jnp.copy(args[0])], [literal], [v], like)
+            self.numbers[id(literal)] = v
+        return self.numbers[id(literal)]
 
     def _emit(self, number: int, operands: Sequence[Atom]) -> Sequence[_jax.Var]:
         eqn, outs = _copy(self.jaxpr.eqns[number], operands)
@@ -491,9 +507,10 @@ class _Writer:
     def _trigger(self, start: int, inputs: Iterable[_jax.Var]) -> _jax.Var | None:
         """Return the value to pass through a unit; None if the unit cannot start too early.
 
-        The unit may start before the equations between that value and its place, and then what these store is
-        live together with its results. A barrier over a result of the step, or over a part of one, may cost a
-        copy. So it is the value for which the sum of these bytes is smallest.
+        The unit may start before the equations between that value and its place. Then what these store is
+        live together with its results, and what these free is live while it runs. A barrier over a result of
+        the step, or over a part of one, may cost a copy. So it is the value for which the sum of these bytes
+        is smallest.
         """
         begun = max((self.latest.get(v, -1) for v in inputs), default=-1)
         self.live = {
@@ -516,30 +533,28 @@ class _Writer:
         return None if best is None else self.current[best]
 
     def _inner_bytes(self, after: int, end: int) -> int:
-        """Return the bytes that the equations between two need, without those of the step's results."""
-        return self.needed_before[end] - self.needed_before[after + 1]
+        """Return the bytes that the equations between two need or free; the step's results do not count."""
+        return self.inner_before[end] - self.inner_before[after + 1]
 
-    def _needed_before(self) -> list[int]:
-        """Return for each equation the bytes that those before it need, the step's results not counted.
+    def _inner_before(self) -> list[int]:
+        """Return for each equation the bytes that those before it need or free, without the step's results.
 
         An equation stores its results, and its kernel takes memory for operands that are not stored or
-        that it transposes.
+        that it transposes. It frees the values that no later one reads.
         """
-        return [0, *itertools.accumulate(map(self._needed_by, range(len(self.jaxpr.eqns))))]
+        found = list(map(self._needed_by, range(len(self.jaxpr.eqns))))
+        for v, last in self.last_use.items():
+            is_freed = self.producer.get(v) in self.stored and last < len(found)
+            if is_freed and v not in self.results:
+                found[last] += n_bytes(v.aval)
+        return [0, *itertools.accumulate(found)]
 
     def _needed_by(self, number: int) -> int:
         eqn = self.jaxpr.eqns[number]
         if number not in self.stored:
             return 0
-        needed = [v for v in eqn.outvars if v not in self.results]
-        if not is_fusible(eqn):
-            needed += [eqn.invars[at] for at in transposed_operands(eqn)]
-            needed += [v for v in eqn.invars if self._is_computed_inside(v)]
-        return sum(n_bytes(v.aval) for v in needed)
-
-    def _is_computed_inside(self, v: Atom) -> bool:
-        number = self.producer.get(v) if _jax.is_var(v) else None
-        return number is not None and number not in self.stored
+        made = sum(n_bytes(v.aval) for v in eqn.outvars if v not in self.results)
+        return made + workspace_bytes(eqn, self.producer, self.stored)
 
     def _last_uses(self) -> dict[_jax.Var, int]:
         """Return the number of the last equation that reads each value, also through values not stored."""
@@ -588,7 +603,10 @@ class _Unit:
 
     def compute(self, number: int) -> None:
         eqn = self.writer.jaxpr.eqns[number]
-        new, outs = _copy(eqn, [self.value(v) for v in eqn.invars])
+        operands = [self.value(v) for v in eqn.invars]
+        if _fills_array(eqn):
+            operands = [self.take(self.writer.number(operands[0], eqn))]
+        new, outs = _copy(eqn, operands)
         self.eqns.append(new)
         self.local.update((v, out) for v, out in zip(eqn.outvars, outs) if not _jax.is_dropped(v))
         # Values derived from earlier computations of these are derived again.
@@ -616,6 +634,20 @@ class _Unit:
     def take(self, v: _jax.Var) -> _jax.Var:
         self.inputs[v] = None
         return v
+
+
+def _fills_array(eqn: _jax.JaxprEqn) -> bool:
+    """Return whether an equation fills an array with a number of the program.
+
+    If the number passes a barrier, the array is not made before it, nor merged with equal arrays.
+    """
+    operands = eqn.invars
+    return (
+        eqn.primitive.name == "broadcast_in_dim"
+        and len(operands) == 1
+        and not _jax.is_var(operands[0])
+        and eqn.outvars[0].aval.ndim > 0
+    )
 
 
 def _copy(eqn: _jax.JaxprEqn, operands: Sequence[Atom]) -> tuple[_jax.JaxprEqn, list[_jax.Var]]:

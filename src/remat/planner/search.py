@@ -69,9 +69,9 @@ class Model(Protocol):
 
     @property
     def smaller_variants(self) -> Sequence[str]:
-        """Return the names of variants whose programs may need less than all others, but cost more.
+        """Return the names of variants whose programs may need less than all others, but may cost more.
 
-        They are used once no other proposal fits.
+        They are used once no other proposal fits, or the best one costs much.
         """
 
     def within(self, variant: str, n_bytes: int) -> Proposal:
@@ -129,6 +129,7 @@ class CompileLimits:
       max_more: further programs to compile while each is expected to recompute much less than the best.
       close: share of the budget. A plan that fills more of it is improved only if much can be gained.
       negligible_seconds: a plan that costs less is not improved, and smaller improvements are not tried.
+      much_seconds: a plan that costs more is compared with those of `Model.smaller_variants`.
       max_below: further programs to compile if none fits.
       max_after: further programs to compile once one of the `max_below` fits.
     """
@@ -137,6 +138,7 @@ class CompileLimits:
     max_more: int = 4
     close: float = 0.97
     negligible_seconds: float = 0.0
+    much_seconds: float = math.inf
     max_below: int = 5
     max_after: int = 3
 
@@ -190,6 +192,9 @@ _MIN_SLOPE, _MAX_SLOPE = 0.3, 4.0
 # Assumed ratio of compiled bytes to the model's before anything was compiled. A larger ratio makes the
 # first proposal more likely to fit, and makes it recompute more.
 _FIRST_RATIO = 1.03
+# Variants are ordered by accuracy. The ratio of one that was not tried is assumed to be larger by this factor
+# than that of the variant before it. A larger factor prefers variants that were tried.
+_RATIO_OF_NEXT = 1.03
 # Share of the aim by which it is lowered after a proposal that exceeds the budget; doubled after each
 # further one. A larger share finds a proposal that fits sooner, and one that recomputes more.
 _MARGIN = 0.01
@@ -198,10 +203,10 @@ _MARGIN = 0.01
 _GAIN, _GAIN_OF_FULL = 0.02, 0.08
 # The same share after `max_compiles` programs.
 _GAIN_OF_MORE = 0.15
-# One proposal that is expected to exceed the budget by up to `_OVER` (a share of it) is compiled all the
-# same, because estimates err by as much, if it would reduce the best cost by a share of `_GAIN_OF_OVER`
-# (`_GAIN_OF_OVER_IF_FULL` if the best one fills the budget).
-_OVER, _GAIN_OF_OVER, _GAIN_OF_OVER_IF_FULL = 0.06, 0.2, 0.4
+# One proposal of the first variant that is expected to exceed the budget by up to `_OVER` (a share of it) is
+# compiled all the same, because estimates may err by as much, if it would reduce the best cost by a share of
+# `_GAIN_OF_OVER` (`_GAIN_OF_OVER_IF_FULL` if the best one fills the budget).
+_OVER, _GAIN_OF_OVER, _GAIN_OF_OVER_IF_FULL = 0.06, 0.5, 0.7
 # It must also reduce the cost by this multiple of `negligible_seconds`.
 _LEAST_GAIN_OF_OVER = 5
 # Ratio of the compiled bytes of the program as it is written to those that a variant predicts. Above it
@@ -260,7 +265,9 @@ class _Search:
             return self.model.variants[:1]
         is_far = any(c.compiled_bytes > _FAR * c.proposal.model_bytes for c in self.compiled)
         exact = self.model.exact_variants if is_far else ()
-        smaller = self.model.smaller_variants if self.is_below else ()
+        best = self._best()
+        is_costly = best is not None and best.proposal.cost > self.effort.much_seconds
+        smaller = self.model.smaller_variants if self.is_below or is_costly else ()
         return [*self.model.variants, *exact, *smaller]
 
     def _max_compiles(self) -> int:
@@ -303,8 +310,9 @@ class _Search:
             (0.0, gain_within, negligible),
             (_OVER, gain_over, _LEAST_GAIN_OF_OVER * negligible),
         ):
-            if over and any(c.expected_bytes > self.budget for c in self.compiled):
-                continue  # tried before
+            was_tried = any(c.expected_bytes > self.budget for c in self.compiled)
+            if over and (was_tried or variant != self.model.variants[0]):
+                continue
             aim = int((1 + over) * self._aim(variant))
             most = min((1 - gain) * cost, cost - least)
             if self._exceeds(variant, aim, most):
@@ -482,48 +490,69 @@ class _Search:
     # Estimates of compiled bytes
 
     def _samples(self, variant: str) -> list[tuple[int, int]]:
-        """Return modelled and compiled bytes of a variant's proposals; of all proposals if it has none.
+        """Return modelled and compiled bytes of a variant's proposals, or of another's if it was not tried.
 
         A proposal is left out if another that is larger in the model compiles to fewer bytes: the model
         misjudges it, so it says nothing about others.
         """
+        similar = self._similar(variant)
         first = () if self.compiled else self.misjudged
-        compiled = [
-            c for c in (*self.known, *first, *self.compiled) if c.proposal.variant == variant
+        samples = [
+            (c.proposal.model_bytes, c.compiled_bytes)
+            for c in (*self.known, *first, *self.compiled)
+            if c.proposal.variant == similar
         ]
-        if not compiled and variant not in self.model.exact_variants:
-            compiled = [c for c in self.compiled if c.proposal.variant in self.model.variants]
-        samples = [(c.proposal.model_bytes, c.compiled_bytes) for c in compiled]
         return [
             (model, needed)
             for model, needed in samples
             if not any(larger > model and less < needed for larger, less in samples)
         ]
 
+    def _similar(self, variant: str) -> str:
+        """Return the variant whose proposals say most about a variant's: itself if it was tried.
+
+        Otherwise it is the last one before it that was tried.
+        """
+        tried = {c.proposal.variant for c in (*self.known, *self.compiled)}
+        if variant in tried or variant in self.model.exact_variants:
+            return variant
+        before = itertools.takewhile(lambda v: v != variant, self.model.variants)
+        return next((v for v in reversed([*before]) if v in tried), variant)
+
+    def _ratio_to_similar(self, variant: str) -> float:
+        """Return how much more memory than its similar variant, for each byte in the model, one is to need."""
+        similar = self._similar(variant)
+        if similar == variant:
+            return 1.0
+        order = [*self.model.variants, *self.model.smaller_variants]
+        return float(_RATIO_OF_NEXT ** (order.index(variant) - order.index(similar)))
+
     def _aim(self, variant: str) -> float:
         """Return the model's bytes for which the compiler is expected to need the budget."""
-        samples = sorted(self._samples(variant), key=lambda s: (abs(s[1] - self.budget), s))
+        budget = self.budget / self._ratio_to_similar(variant)
+        samples = sorted(self._samples(variant), key=lambda s: (abs(s[1] - budget), s))
         line = _line(samples)
         if line is not None:
             (model, compiled), slope = samples[0], line
-            return model + (self.budget - compiled) / slope
+            return model + (budget - compiled) / slope
         if samples:
             ratio = samples[0][1] / max(1, samples[0][0])
             # If the compiler needs less than one variant predicts, that says nothing about other variants.
             is_own = any(c.proposal.variant == variant for c in self.compiled)
-            return self.budget / max(ratio if is_own else max(ratio, _FIRST_RATIO), 1e-9)
-        return self.budget / _FIRST_RATIO
+            return budget / max(ratio if is_own else max(ratio, _FIRST_RATIO), 1e-9)
+        return budget / _FIRST_RATIO
 
     def _expected(self, proposal: Proposal) -> int:
         """Return the bytes that the compiler is expected to need for a proposal."""
         wanted = proposal.model_bytes
         samples = sorted(self._samples(proposal.variant), key=lambda s: (abs(s[0] - wanted), s))
+        more = self._ratio_to_similar(proposal.variant)
         line = _line(samples)
         if line is not None:
             (model, compiled), slope = samples[0], line
-            return max(0, int(compiled + (wanted - model) * slope))
+            return max(0, int(more * (compiled + (wanted - model) * slope)))
         if samples:
-            return int(wanted * samples[0][1] / max(1, samples[0][0]))
+            return int(more * wanted * samples[0][1] / max(1, samples[0][0]))
         return int(wanted * _FIRST_RATIO)
 
 

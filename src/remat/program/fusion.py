@@ -55,6 +55,9 @@ _MOST_OPERANDS = 6
 # XLA writes the value. Slices and padding read a value at several positions, and again what it is made from.
 _MOST_POSITIONS = 15
 
+# The number of written values from which one kernel computes a value at most.
+_MOST_SOURCES = 64
+
 # The number of operations between two kernels from which on they are far from each other.
 _FAR = 16
 
@@ -162,7 +165,9 @@ class _Fusion:
         #: Values whose memory is that of an output: these, and what outputs are views of.
         self.output_values = self._outputs_through_views()
         self.is_output = [any(v in self.output_values for v in op.results) for op in ops]
-        self.written = self._written()
+        self.written = self._written_in_any_case()
+        self._write_expensive()
+        self._write_of_many()
         if costly_inside:
             self._write_costly_of_near_kernels()
         self._write_often_computed()
@@ -194,38 +199,63 @@ class _Fusion:
                 found[user] = None
         return list(found)
 
-    def _written(self) -> list[bool]:
-        ops = self.program.ops
+    def _written_in_any_case(self) -> list[bool]:
+        """Return what is written whatever else is."""
+        ops, users = self.program.ops, self.users
         written = [False] * len(ops)
-        users = self.users
         for i, op in enumerate(ops):
             if op.fusion in (Fusion.KERNEL, Fusion.REDUCE):
                 written[i] = True
             elif op.fusion is not Fusion.VIEW:
                 opaque = any(map(self._reads_from_memory, users[i]))
-                inside = self.into_products or self.costly_inside
-                costly = op.fusion is Fusion.COSTLY and len(users[i]) > 1 and not inside
                 # A value that must not be recomputed is written where it would be.
                 shared = not op.repeatable and (
                     len(users[i]) > 1 or any(ops[u].repeatable for u in users[i])
                 )
-                written[i] = self.is_output[i] or opaque or costly or shared
-        # Several kernels would have to read more than one operand of this size each.
+                written[i] = self.is_output[i] or opaque or shared
+        return written
+
+    def _write_expensive(self) -> None:
+        """Also write what several kernels need and would compute at a higher cost than that of reading it."""
+        ops = self.program.ops
+        keeps_costly = not (self.into_products or self.costly_inside)
+        # Kernels read what is written in any case, and costly values if they are written.
+        sources = self._sources_if(
+            [w or (keeps_costly and op.fusion is Fusion.COSTLY) for w, op in zip(self.written, ops)]
+        )
+
+        def is_expensive(i: int, kernels: set[int]) -> bool:
+            if len(kernels) < 2 or not self.size[i]:
+                return False
+            if ops[i].fusion is not Fusion.CHEAP:
+                return keeps_costly and ops[i].fusion is Fusion.COSTLY
+            # Several kernels would have to read more than one operand of this size each.
+            return sum(2 * self._source_size(s) >= self.size[i] for s in sources[i]) > 1
+
+        self._write_by_kernels(is_expensive)
+
+    def _write_of_many(self) -> None:
+        """Also write what is computed from many values; kernels read fewer."""
+        self._sources_if(self.written, at_most=_MOST_SOURCES)
+
+    def _sources_if(self, written: list[bool], at_most: int | None = None) -> list[frozenset[int]]:
+        """Return for each operation the written ones that its kernel reads; -1 - v for an input v.
+
+        With `at_most`, results that are computed from more values are written, too.
+        """
         sources: list[frozenset[int]] = []
-        for i, op in enumerate(ops):
+        for i, op in enumerate(self.program.ops):
             found: set[int] = set()
             for v in op.operands:
                 if v in self.producer:
-                    found |= sources[self.producer[v]]
+                    made_by = self.producer[v]
+                    found |= {made_by} if written[made_by] else sources[made_by]
                 else:
                     found.add(-1 - v)
-            if not written[i] and op.fusion is Fusion.CHEAP and len(users[i]) > 1 and self.size[i]:
-                large = [s for s in found if 2 * self._source_size(s) >= self.size[i]]
-                written[i] = len(large) > 1
-            if len(found) > 64:  # kernels read fewer values
+            if at_most is not None and len(found) > at_most:
                 written[i] = written[i] or op.fusion is not Fusion.VIEW
-            sources.append(frozenset((i,)) if written[i] else frozenset(found))
-        return written
+            sources.append(frozenset(found))
+        return sources
 
     def _write_often_computed(self) -> None:
         """Also write the values that one kernel would compute at too many positions for one result."""
