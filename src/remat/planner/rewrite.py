@@ -158,9 +158,9 @@ def flattened(jaxpr: _jax.Jaxpr, donated: Iterable[int] = ()) -> _jax.Jaxpr:
 
     Calls with shardings, layouts or donation of their own, checkpoints and functions with derivative
     rules stay single equations. Each part of a split array is an equation of its own (`ir.slices`). Repeated
-    equations are merged, as compilers would, unless such equations or barriers separate them. Donated arguments
-    are updated as soon as possible (`ir.updates`). If functions are marked, all equations outside of them are
-    fixed (`ir.restriction`) and keep their order.
+    equations are merged, as compilers would, unless such equations or barriers separate them. Donated
+    arguments are updated as soon as possible (`ir.updates`). If functions are marked, all equations outside
+    of them are fixed (`ir.restriction`) and keep their order.
 
     Args:
       jaxpr: the step.

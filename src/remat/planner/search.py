@@ -520,7 +520,7 @@ class _Search:
         return next((v for v in reversed([*before]) if v in tried), variant)
 
     def _ratio_to_similar(self, variant: str) -> float:
-        """Return how much more memory than its similar variant, for each byte in the model, one is to need."""
+        """Return the factor by which a variant is assumed to need more memory than its similar variant."""
         similar = self._similar(variant)
         if similar == variant:
             return 1.0
