@@ -11,6 +11,9 @@ A unit takes the values that it reads from memory and returns those that are use
 a compiler computes inside the kernels that use them (all that `Decisions.stored` does not list) are
 computed again in each unit.
 
+A unit's barrier leaves out arguments of the program that are read only together with values that pass it.
+Otherwise a compiler would copy those that are updated in place, such as a loop's carry.
+
 A unit also takes the numbers that fill its constant arrays. Otherwise a compiler could make such an array
 when the program starts, or share it with other units, and keep it for as long.
 
@@ -326,6 +329,7 @@ class _Writer:
         self.units = {number: [again] for number, again in bursts.items()}
         if decisions.ordered:
             self.units = units_of(jaxpr, decisions.stored, bursts)
+        self.computed_once = self._computed_once({n for again in bursts.values() for n in again})
         self.producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
         self.last_use = self._last_uses()
         self.results = self._results_through_views()
@@ -488,9 +492,15 @@ class _Writer:
         outvars = [_jax.new_var(v.aval) for v in results]
         body = _jax.jaxpr_of(operands, results, unit.eqns, self.jaxpr)
         like = _jax.without_scopes(self.jaxpr.eqns[start])
+        fenced = self._fenced(unit, passed)
         self.eqns.append(
             region_equation(
-                operands, outvars, body, like=like, differentiated=True, prevent_cse=True
+                operands,
+                outvars,
+                body,
+                like=like,
+                differentiated=True,
+                prevent_cse=all(fenced) or fenced,
             )
         )
         latest = max([unit.last, *(self.latest.get(v, -1) for v in operands)])
@@ -503,6 +513,49 @@ class _Writer:
             for v in self.live:
                 if self.current[v] is passed:
                     self.current[v] = outvars[-1]
+
+    def _fenced(self, unit: _Unit, passed: _jax.Var | None) -> tuple[bool, ...]:
+        """Return which inputs of a unit the barrier includes.
+
+        It leaves out the program's own inputs that are read only together with values that passed it: a loop
+        or a step updates its carry or a donated argument in place, and a barrier over these costs copies.
+        """
+        own = set(self.jaxpr.invars)
+        late = {v for v in unit.inputs if v not in own or v is passed}
+        included = set(late)
+        #: The inputs that values depend on which nothing has delayed yet.
+        early = {v: {v} for v in unit.inputs if v not in late}
+        for number, eqn in zip(unit.numbers, unit.eqns):
+            read = [v for v in eqn.invars if _jax.is_var(v)]
+            if late.isdisjoint(read):
+                sources = set[_jax.Var]().union(*(early.get(v, ()) for v in read))
+                if number in self.computed_once or not read:
+                    early.update(dict.fromkeys(eqn.outvars, sources))
+                    continue
+                included |= sources
+            late.update(eqn.outvars)
+        return tuple(v in included for v in unit.inputs)
+
+    def _computed_once(self, again: Collection[int]) -> set[int]:
+        """Return the equations that are computed inside of one kernel, so that nothing is merged with them.
+
+        Args:
+          again: the equations that bursts compute again.
+        """
+        readers: dict[_jax.Var, list[int]] = {}
+        for number, eqn in enumerate(self.jaxpr.eqns):
+            for v in filter(_jax.is_var, eqn.invars):
+                readers.setdefault(v, []).append(number)
+        results = set(filter(_jax.is_var, self.jaxpr.outvars))
+        found: set[int] = set()
+        for number, eqn in reversed(list(enumerate(self.jaxpr.eqns))):
+            of_eqn = {reader for v in eqn.outvars for reader in readers.get(v, ())}
+            if number in self.stored or len(of_eqn) != 1 or not results.isdisjoint(eqn.outvars):
+                continue
+            (reader,) = of_eqn
+            if reader in found or (reader in self.stored and reader not in again):
+                found.add(number)
+        return found
 
     def _trigger(self, start: int, inputs: Iterable[_jax.Var]) -> _jax.Var | None:
         """Return the value to pass through a unit; None if the unit cannot start too early.
@@ -588,6 +641,7 @@ class _Unit:
     """The equations of a burst and those that use its values.
 
     Attributes:
+      numbers: of its equations, in the program.
       inputs: the variables that the unit takes.
       local: the variables that have the values computed in the unit.
       last: the number of the last equation of the unit.
@@ -596,6 +650,7 @@ class _Unit:
     def __init__(self, writer: _Writer) -> None:
         self.writer = writer
         self.eqns: list[_jax.JaxprEqn] = []
+        self.numbers: list[int] = []
         self.inputs: dict[_jax.Var, None] = {}
         self.local: dict[_jax.Var, _jax.Var] = {}
         self.inside: dict[_jax.Var, _jax.Var] = {}  # values that are not stored
@@ -606,8 +661,7 @@ class _Unit:
         operands = [self.value(v) for v in eqn.invars]
         if _fills_array(eqn):
             operands = [self.take(self.writer.number(operands[0], eqn))]
-        new, outs = _copy(eqn, operands)
-        self.eqns.append(new)
+        outs = self._append(number, operands)
         self.local.update((v, out) for v, out in zip(eqn.outvars, outs) if not _jax.is_dropped(v))
         # Values derived from earlier computations of these are derived again.
         self.inside.clear()
@@ -626,10 +680,15 @@ class _Unit:
         if number in self.writer.stored:
             return self.take(self.writer.current[v])
         eqn = self.writer.jaxpr.eqns[number]
-        new, outs = _copy(eqn, [self.value(x) for x in eqn.invars])
-        self.eqns.append(new)
+        outs = self._append(number, [self.value(x) for x in eqn.invars])
         self.inside.update(zip(eqn.outvars, outs))
         return self.inside[v]
+
+    def _append(self, number: int, operands: Sequence[Atom]) -> Sequence[_jax.Var]:
+        new, outs = _copy(self.writer.jaxpr.eqns[number], operands)
+        self.eqns.append(new)
+        self.numbers.append(number)
+        return outs
 
     def take(self, v: _jax.Var) -> _jax.Var:
         self.inputs[v] = None
