@@ -177,6 +177,27 @@ def test_arguments_that_are_read_together_with_fenced_values_are_not_fenced():
     assert fenced((tanh,), stored | {scaled}) == {m}
 
 
+def test_arguments_of_which_kernels_make_copies_are_fenced():
+    """The gradient of a kernel copies its operands, and the copy of an argument could be made at any time."""
+    x = np.ones((2, 8, 8, 3), np.float32)
+    kernel = np.ones((3, 3, 3, 3), np.float32)
+
+    def step(kernel, x):
+        y = jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return jnp.sum(jnp.tanh(y) ** 2)
+
+    flat, leaves = flat_of(jax.grad(step), kernel, x)
+    last = max(i for i, e in enumerate(flat.eqns) if e.primitive.name == "conv_general_dilated")
+    (tanh,) = (i for i, e in enumerate(flat.eqns) if e.primitive.name == "tanh")
+    decisions = Decisions(frozenset(range(len(flat.eqns))), (Burst(last, (tanh,)),), ordered=True)
+    units = [e for e in rewritten(flat, decisions).eqns if e.primitive.name == "remat"]
+    readers = [unit for unit in units if flat.invars[1] in unit.invars]
+    assert readers and all(flat.invars[1] in fenced_inputs(unit) for unit in readers)
+    assert_equal(run(rewritten(flat, decisions), leaves), run(flat, leaves), rounding=1e-4)
+
+
 def test_a_unit_that_could_start_early_waits_for_a_value_that_passes_through_it():
     """Recomputation from arguments alone depends on no earlier operation."""
 

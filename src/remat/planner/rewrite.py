@@ -50,6 +50,7 @@ from remat.planner.fences import units_of, workspace_bytes
 from remat.planner.traced_loops import equations_of
 from remat.program.from_jaxpr import n_bytes
 from remat.program.fusion import Fused
+from remat.program.products import transposed_operands
 from remat.program.program import Program
 from remat.solvers.simulate import Step
 from remat.transform.primitive import region_equation
@@ -527,12 +528,14 @@ class _Writer:
         early = {v: {v} for v in unit.inputs if v not in late}
         for number, eqn in zip(unit.numbers, unit.eqns):
             read = [v for v in eqn.invars if _jax.is_var(v)]
+            sources = set[_jax.Var]().union(*(early.get(v, ()) for v in read))
+            if late.isdisjoint(read) and (number in self.computed_once or not read):
+                early.update(dict.fromkeys(eqn.outvars, sources))
+                continue
             if late.isdisjoint(read):
-                sources = set[_jax.Var]().union(*(early.get(v, ()) for v in read))
-                if number in self.computed_once or not read:
-                    early.update(dict.fromkeys(eqn.outvars, sources))
-                    continue
                 included |= sources
+            copied = [eqn.invars[at] for at in transposed_operands(eqn)]  # maybe early
+            included.update(*(early.get(v, ()) for v in copied if _jax.is_var(v)))
             late.update(eqn.outvars)
         return tuple(v in included for v in unit.inputs)
 
