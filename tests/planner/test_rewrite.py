@@ -496,6 +496,28 @@ def test_recomputation_for_the_second_part_is_in_the_second_part(n_second):
     assert not any(eqn.effects for eqn in first) or n_second < 3
 
 
+def test_each_part_has_the_numbers_that_fill_its_constant_arrays():
+    """Nothing but stored values passes from the first part to the second."""
+
+    def step(x):
+        y = jnp.sin(x)
+        z = jnp.zeros((3, *x.shape)).at[1].add(y)
+        return jnp.zeros((4, *x.shape)).at[:3].add(jnp.cos(z)) + y
+
+    flat, _ = flat_of(step, X)
+    (sin,) = (i for i, e in enumerate(flat.eqns) if e.primitive.name == "sin")
+    filled = [
+        i
+        for i, e in enumerate(flat.eqns)
+        if e.primitive.name == "broadcast_in_dim" and e.outvars[0].aval.ndim == 3
+    ]
+    stored = frozenset(range(len(flat.eqns)))
+    decisions = Decisions(stored, tuple(Burst(i, (sin,)) for i in filled), ordered=True)
+    first, second, _ = rewritten_in_two(flat, decisions, filled[1])
+    made = {v for eqn in first for v in eqn.outvars if v.aval.ndim == 0}
+    assert made and made.isdisjoint(v for eqn in second for v in eqn.invars if _jax.is_var(v))
+
+
 def test_variants_that_agree_about_the_kernels_are_solved_once():
     class Counting(GridSearch):
         def answers(self, graph, once=()):

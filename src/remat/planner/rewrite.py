@@ -37,6 +37,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from remat import _jax
 from remat.aliases import Array, Arrays, Atom, PyTree, TreeDef
@@ -346,8 +347,8 @@ class _Writer:
         self.outside: dict[tuple[Any, ...], Sequence[_jax.Var]] = {}
         #: The variables of values outside of units that are not stored, until a unit changes their operands.
         self.derived: dict[_jax.Var, _jax.Var] = {}
-        #: The variables that have the values of literals, by the literals' ids.
-        self.numbers: dict[int, _jax.Var] = {}
+        #: The variables that have the values of literals, by the literals' types and bytes.
+        self.numbers: dict[tuple[Any, bytes], _jax.Var] = {}
         #: For each variable of the new program, the number of the latest equation it depends on.
         self.latest: dict[_jax.Var, int] = {}
 
@@ -391,6 +392,7 @@ class _Writer:
         self.n_before = len(self.eqns)
         self.outside.clear()
         self.derived.clear()
+        self.numbers.clear()
 
     # Outside of units
 
@@ -403,11 +405,12 @@ class _Writer:
 
     def number(self, literal: Atom, like: _jax.JaxprEqn) -> _jax.Var:
         """Return a variable that has the value of a literal, which a unit can take."""
-        if id(literal) not in self.numbers:
+        key = literal.aval, np.asarray(literal.val).tobytes()
+        if key not in self.numbers:
             v = _jax.new_var(literal.aval)
             self.eqns += equations_of(lambda args: [jnp.copy(args[0])], [literal], [v], like)
-            self.numbers[id(literal)] = v
-        return self.numbers[id(literal)]
+            self.numbers[key] = v
+        return self.numbers[key]
 
     def _emit(self, number: int, operands: Sequence[Atom]) -> Sequence[_jax.Var]:
         eqn, outs = _copy(self.jaxpr.eqns[number], operands)
