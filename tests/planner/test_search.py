@@ -25,16 +25,16 @@ class Staircase:
         fitting = [step for step in self.steps if step[0] <= n_bytes]
         if not fitting:
             raise BudgetError("none")
-        return self._proposal(variant, fitting[-1])
+        return self.proposal(variant, fitting[-1])
 
     def exceeds(self, variant, n_bytes, seconds):
         fitting = [s for n, s in self.steps if n <= n_bytes]
         return bool(fitting) and fitting[-1] > seconds
 
     def smallest(self, variant):
-        return self._proposal(variant, self.steps[0])
+        return self.proposal(variant, self.steps[0])
 
-    def _proposal(self, variant, step):
+    def proposal(self, variant, step):
         n_bytes, seconds = step
         return Proposal(variant, n_bytes, seconds, 0.0, (variant, n_bytes))
 
@@ -228,8 +228,8 @@ def test_a_variant_that_was_not_tried_is_expected_to_need_a_little_more():
         return proposal.model_bytes if proposal.variant == "first" else 2 * proposal.model_bytes
 
     class Model(Staircase):
-        def _proposal(self, variant, step):
-            proposal = super()._proposal(variant, step)
+        def proposal(self, variant, step):
+            proposal = super().proposal(variant, step)
             seconds = (0.9 if variant == "second" else 1.0) * proposal.extra_seconds
             return dataclasses.replace(proposal, extra_seconds=seconds, cost=seconds)
 

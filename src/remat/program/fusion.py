@@ -178,6 +178,8 @@ class _Fusion:
         )
         for i in self.partial_sums:
             self.written[i] = True
+        if self.partial_sums:  # more kernels, which may need the same values
+            self._write_expensive()
         self.buffer = self._buffers()
         self.reads = self._reads()
 
