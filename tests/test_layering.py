@@ -42,7 +42,7 @@ LAYERS = [
     ("ir.split.branches", "ir.split.calls", "ir.split.loops", "ir.split.shards"),
     ("ir.split",),
     ("ir", "ir.equations", "ir.flops", "ir.fingerprint"),
-    ("ir.repetitions", "ir.restriction", "ir.slices", "ir.updates"),
+    ("ir.repetitions", "ir.restriction", "ir.updates"),
     ("transform.outlining",),
     (
         "transform.barrier",

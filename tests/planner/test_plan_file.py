@@ -159,10 +159,10 @@ def test_the_file_holds_one_recomputation_loop_and_body_a_line() -> None:
 
 
 def test_plans_of_an_earlier_version_are_refused_with_the_advice_to_plan_again() -> None:
-    old = TEXT.replace('"version": 4', '"version": 3')
-    with pytest.raises(PlanError, match=r"a plan of version 3, .* reads version 4\. Plan again\."):
+    old = TEXT.replace('"version": 3', '"version": 2')
+    with pytest.raises(PlanError, match=r"a plan of version 2, .* reads version 3\. Plan again\."):
         Plan.from_json(old)
-    newer = TEXT.replace('"version": 4', '"version": 5')
+    newer = TEXT.replace('"version": 3', '"version": 4')
     with pytest.raises(PlanError, match="Load it with the remat that wrote it"):
         Plan.from_json(newer)
 
@@ -255,10 +255,10 @@ _DAMAGED: dict[str, tuple[str, str, str, str]] = {
     "no comma outside": ('16x16",\n', '16x16"\n', '"versions"', "',' or '}' was expected"),
     "another format": ('"remat plan"', '"remat report"', "remat report", "this is not a plan"),
     "format no text": ('"remat plan"', "[]", '"format"', "this is not a plan"),
-    "newer": ('"version": 4', '"version": 5', '"version": 5', "version 5, and this remat reads"),
-    "version true": ('"version": 4', '"version": true', '"version": true', "version True"),
-    "version text": ('"version": 4', '"version": "1"', '"version"', "version '1'"),
-    "no version": (' "version": 4,\n', "", "{", "version None"),
+    "newer": ('"version": 3', '"version": 4', '"version": 4', "version 4, and this remat reads"),
+    "version true": ('"version": 3', '"version": true', '"version": true', "version True"),
+    "version text": ('"version": 3', '"version": "1"', '"version"', "version '1'"),
+    "no version": (' "version": 3,\n', "", "{", "version None"),
     "verified": ('"verified": ', '"verified": 3, "x": ', '"verified"', "unknown key 'x'"),
     "misspelt": ('"group"', '"gruop"', '"gruop"', "did you mean 'group'?"),
     "misspelt outside": ('"budget_bytes"', '"buget_bytes"', "buget", "did you mean 'budget_bytes'?"),

@@ -6,7 +6,6 @@ jaxprs       jaxprs inside equations: bodies, inlining, substitution, dependence
 equations    properties of single equations, from the table
 flops        FLOPs and bytes of equations and programs
 repetitions  common subexpressions: equations of one program that repeat those of another
-slices       arrays that are split, as one slice for each part
 updates      updates of donated arguments, moved to the place where their gradients are ready
 fingerprint  fingerprints of jaxprs, independent of names
 restriction  programs in which only equations of marked functions may be recomputed (`remat.auto`)

@@ -45,7 +45,6 @@ from remat.ir import jaxprs
 from remat.ir.equations import has_effects, transparent_call
 from remat.ir.repetitions import without_repeated
 from remat.ir.restriction import has_marks, restricted, without_marks
-from remat.ir.slices import with_slices
 from remat.ir.updates import with_early_updates
 from remat.planner.fences import units_of, workspace_bytes
 from remat.planner.traced_loops import equations_of
@@ -162,16 +161,15 @@ def flattened(jaxpr: _jax.Jaxpr, donated: Iterable[int] = ()) -> _jax.Jaxpr:
     """Return a step's jaxpr with plain calls inlined, without dead or repeated equations; its inputs stay.
 
     Calls with shardings, layouts or donation of their own, checkpoints and functions with derivative
-    rules stay single equations. Each part of a split array is an equation of its own (`ir.slices`). Repeated
-    equations are merged, as compilers would, unless such equations or barriers separate them. Donated
-    arguments are updated as soon as possible (`ir.updates`). If functions are marked, all equations outside
-    of them are fixed (`ir.restriction`) and keep their order.
+    rules stay single equations. Repeated equations are merged, as compilers would, unless such equations
+    or barriers separate them. Donated arguments are updated as soon as possible (`ir.updates`). If functions
+    are marked, all equations outside of them are fixed (`ir.restriction`) and keep their order.
 
     Args:
       jaxpr: the step.
       donated: the places of the inputs that are donated.
     """
-    flat = without_repeated(with_slices(jaxprs.inline_calls(jaxpr, transparent_call)))
+    flat = without_repeated(jaxprs.inline_calls(jaxpr, transparent_call))
     alive, _ = _jax.dce(flat, [True] * len(flat.outvars), keep=[True] * len(flat.invars))
     if has_marks(alive):
         return restricted(alive)
