@@ -180,6 +180,15 @@ def is_elementwise(eqn: _jax.JaxprEqn) -> bool:
     )
 
 
+def fills_array(eqn: _jax.JaxprEqn) -> bool:
+    """Return whether an equation fills an array with a number that the program states."""
+    return (
+        eqn.primitive.name == "broadcast_in_dim"
+        and len(eqn.invars) == 1
+        and not _jax.is_var(eqn.invars[0])
+    )
+
+
 def is_collective(eqn: _jax.JaxprEqn) -> bool:
     """Return whether an equation communicates between devices."""
     row = operation(eqn.primitive.name)

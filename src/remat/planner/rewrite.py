@@ -42,7 +42,7 @@ import numpy as np
 from remat import _jax
 from remat.aliases import Array, Arrays, Atom, PyTree, TreeDef
 from remat.ir import jaxprs
-from remat.ir.equations import has_effects, transparent_call
+from remat.ir.equations import fills_array, has_effects, transparent_call
 from remat.ir.repetitions import without_repeated
 from remat.ir.restriction import has_marks, restricted, without_marks
 from remat.ir.updates import with_early_updates
@@ -329,6 +329,7 @@ class _Writer:
         self.units = {number: [again] for number, again in bursts.items()}
         if decisions.ordered:
             self.units = units_of(jaxpr, decisions.stored, bursts)
+        self.arguments = frozenset(jaxpr.invars)
         self.computed_once = self._computed_once({n for again in bursts.values() for n in again})
         self.producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
         self.last_use = self._last_uses()
@@ -522,18 +523,18 @@ class _Writer:
         It leaves out the program's own inputs that are read only together with values that passed it: a loop
         or a step updates its carry or a donated argument in place, and a barrier over these costs copies.
         """
-        own = set(self.jaxpr.invars)
-        late = {v for v in unit.inputs if v not in own or v is passed}
+        late = {v for v in unit.inputs if v not in self.arguments or v is passed}
         included = set(late)
-        #: The inputs that values depend on which nothing has delayed yet.
+        # The inputs that values depend on which nothing has delayed yet.
         early = {v: {v} for v in unit.inputs if v not in late}
         for number, eqn in zip(unit.numbers, unit.eqns):
             read = [v for v in eqn.invars if _jax.is_var(v)]
             sources = set[_jax.Var]().union(*(early.get(v, ()) for v in read))
-            if late.isdisjoint(read) and (number in self.computed_once or not read):
+            is_early = late.isdisjoint(read)
+            if is_early and (number in self.computed_once or not read):
                 early.update(dict.fromkeys(eqn.outvars, sources))
                 continue
-            if late.isdisjoint(read):
+            if is_early:
                 included |= sources
             copied = [eqn.invars[at] for at in transposed_operands(eqn)]  # maybe early
             included.update(*(early.get(v, ()) for v in copied if _jax.is_var(v)))
@@ -663,9 +664,10 @@ class _Unit:
     def compute(self, number: int) -> None:
         eqn = self.writer.jaxpr.eqns[number]
         operands = [self.value(v) for v in eqn.invars]
-        if _fills_array(eqn):
+        if fills_array(eqn) and eqn.outvars[0].aval.ndim:
+            # The number passes the barrier, so the array is not made before it, nor merged with equal ones.
             operands = [self.take(self.writer.number(operands[0], eqn))]
-        outs = self._append(number, operands)
+        outs = self._emit(number, operands)
         self.local.update((v, out) for v, out in zip(eqn.outvars, outs) if not _jax.is_dropped(v))
         # Values derived from earlier computations of these are derived again.
         self.inside.clear()
@@ -684,11 +686,11 @@ class _Unit:
         if number in self.writer.stored:
             return self.take(self.writer.current[v])
         eqn = self.writer.jaxpr.eqns[number]
-        outs = self._append(number, [self.value(x) for x in eqn.invars])
+        outs = self._emit(number, [self.value(x) for x in eqn.invars])
         self.inside.update(zip(eqn.outvars, outs))
         return self.inside[v]
 
-    def _append(self, number: int, operands: Sequence[Atom]) -> Sequence[_jax.Var]:
+    def _emit(self, number: int, operands: Sequence[Atom]) -> Sequence[_jax.Var]:
         new, outs = _copy(self.writer.jaxpr.eqns[number], operands)
         self.eqns.append(new)
         self.numbers.append(number)
@@ -697,20 +699,6 @@ class _Unit:
     def take(self, v: _jax.Var) -> _jax.Var:
         self.inputs[v] = None
         return v
-
-
-def _fills_array(eqn: _jax.JaxprEqn) -> bool:
-    """Return whether an equation fills an array with a number of the program.
-
-    If the number passes a barrier, the array is not made before it, nor merged with equal arrays.
-    """
-    operands = eqn.invars
-    return (
-        eqn.primitive.name == "broadcast_in_dim"
-        and len(operands) == 1
-        and not _jax.is_var(operands[0])
-        and eqn.outvars[0].aval.ndim > 0
-    )
 
 
 def _copy(eqn: _jax.JaxprEqn, operands: Sequence[Atom]) -> tuple[_jax.JaxprEqn, list[_jax.Var]]:

@@ -23,7 +23,7 @@ from jax import lax
 from remat import _jax
 from remat.aliases import Array, Aval
 from remat.ir import jaxprs
-from remat.ir.equations import is_region
+from remat.ir.equations import fills_array, is_region
 from remat.planner.traced_loops import bind_scan, equations_of, with_rows
 
 # What compilers merge constant arrays by.
@@ -90,10 +90,7 @@ def _constants(jaxpr: _jax.Jaxpr) -> dict[_jax.Var, Any]:
     return {
         eqn.outvars[0]: eqn.invars[0].val
         for eqn in jaxpr.eqns
-        if eqn.primitive.name == "broadcast_in_dim"
-        and len(eqn.invars) == 1
-        and not _jax.is_var(eqn.invars[0])
-        and _is_array(eqn.outvars[0].aval)
+        if fills_array(eqn) and _is_array(eqn.outvars[0].aval)
     }
 
 

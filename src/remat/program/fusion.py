@@ -222,9 +222,12 @@ class _Fusion:
         ops = self.program.ops
         keeps_costly = not (self.into_products or self.costly_inside)
         # Kernels read what is written in any case, and costly values if they are written.
-        sources = self._sources_if(
-            [w or (keeps_costly and op.fusion is Fusion.COSTLY) for w, op in zip(self.written, ops)]
-        )
+        written = [
+            w or (keeps_costly and op.fusion is Fusion.COSTLY) for w, op in zip(self.written, ops)
+        ]
+        sources: list[set[int]] = []
+        for op in ops:
+            sources.append(self._sources_of(op, written, sources))
 
         def is_expensive(i: int, kernels: set[int]) -> bool:
             if len(kernels) < 2 or not self.size[i]:
@@ -238,26 +241,29 @@ class _Fusion:
 
     def _write_of_many(self) -> None:
         """Also write what is computed from many values; kernels read fewer."""
-        self._sources_if(self.written, at_most=_MOST_SOURCES)
-
-    def _sources_if(self, written: list[bool], at_most: int | None = None) -> list[frozenset[int]]:
-        """Return for each operation the written ones that its kernel reads; -1 - v for an input v.
-
-        With `at_most`, results that are computed from more values are written, too.
-        """
-        sources: list[frozenset[int]] = []
+        sources: list[set[int]] = []
         for i, op in enumerate(self.program.ops):
-            found: set[int] = set()
-            for v in op.operands:
-                if v in self.producer:
-                    made_by = self.producer[v]
-                    found |= {made_by} if written[made_by] else sources[made_by]
-                else:
-                    found.add(-1 - v)
-            if at_most is not None and len(found) > at_most:
-                written[i] = written[i] or op.fusion is not Fusion.VIEW
-            sources.append(frozenset(found))
-        return sources
+            found = self._sources_of(op, self.written, sources)
+            if len(found) > _MOST_SOURCES and op.fusion is not Fusion.VIEW:
+                self.written[i] = True
+            sources.append(found)
+
+    def _sources_of(self, op: Op, written: Sequence[bool], sources: Sequence[set[int]]) -> set[int]:
+        """Return the written operations that an operation's kernel reads, and -1 - v for each input v.
+
+        Args:
+          op: the operation.
+          written: the operations that are written.
+          sources: the result for each operation before this one.
+        """
+        found: set[int] = set()
+        for v in op.operands:
+            made_by = self.producer.get(v)
+            if made_by is None:
+                found.add(-1 - v)
+            else:
+                found |= {made_by} if written[made_by] else sources[made_by]
+        return found
 
     def _write_often_computed(self) -> None:
         """Also write the values that one kernel would compute at too many positions for one result."""
