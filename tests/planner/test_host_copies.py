@@ -14,12 +14,12 @@ import pytest
 from planner.random_decisions import random_decisions
 from remat import _jax
 from remat.errors import PlanError
-from remat.planner.candidates import StepModel
 from remat.planner.decisions import LoopDecisions, StepDecisions, applied
 from remat.planner.host_copies import HostCopy, with_host_copies
 from remat.planner.priced_step import PricedStep
 from remat.planner.rewrite import Decisions, flattened
 from remat.planner.step import TargetStep
+from remat.planner.step_model import StepModel
 from remat.planner.whole_step_file import decisions_of_plan, whole_step_plan
 from remat.program.costs import Roofline
 from remat.program.devices import device

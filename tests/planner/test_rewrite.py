@@ -17,7 +17,6 @@ from remat.ir.jaxprs import equations
 from remat.ir.restriction import without_marks
 from remat.planner.auto import WITH_MARKS, tracing
 from remat.planner.bodies import program_of_flat
-from remat.planner.candidates import StepModel
 from remat.planner.decisions import applied
 from remat.planner.priced_step import PricedStep
 from remat.planner.rewrite import (
@@ -29,6 +28,7 @@ from remat.planner.rewrite import (
     rewritten,
     rewritten_in_two,
 )
+from remat.planner.step_model import StepModel
 from remat.program.fusion import fuse
 from remat.solvers.grid import GridSearch
 from transform.support import assert_same
@@ -309,10 +309,10 @@ def test_costly_values_that_are_not_stored_are_computed_again_in_units():
     program = program_of_flat(flat)
     fused = fuse(program, lambda *_: 1.0, costly_inside=True, apart=True)
     steps = [("compute", node.id) for node in fused.graph.nodes]
-    decisions = decisions_of(program, fused, steps, computes_again=True)
+    decisions = decisions_of(program, fused, steps, recomputes_costly=True)
     costly = {i for i, eqn in enumerate(flat.eqns) if eqn.primitive.name == "exp"}
     assert costly - decisions.stored
-    assert not decisions.change_nothing
+    assert not decisions.changes_nothing
     new = rewritten(flat, decisions)
     assert any(eqn.primitive.name == "remat" for eqn in new.eqns)
     assert_equal(run(new, leaves), run(flat, leaves))
@@ -380,7 +380,7 @@ def test_proposals_take_no_smaller_share_of_the_time_than_of_the_flops():
     seen = []
     for n_bytes in range(int(1.1 * least), 3 * least, least // 4):
         proposal = model.within("fused", n_bytes)
-        if not proposal.decisions.outside.change_nothing:
+        if not proposal.decisions.outside.changes_nothing:
             extra = flops_of_program(applied(flat, proposal.decisions)) / flops_of_program(flat) - 1
             assert proposal.extra_seconds >= 0.999 * extra * model.step.seconds
             seen.append(extra)

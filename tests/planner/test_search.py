@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from remat.errors import BudgetError
-from remat.planner.search import Compiled, CompileLimits, Proposal, search
+from remat.planner.search import CompiledProposal, CompileLimits, Proposal, search
 
 
 class Staircase:
@@ -27,7 +27,7 @@ class Staircase:
             raise BudgetError("none")
         return self.proposal(variant, fitting[-1])
 
-    def exceeds(self, variant, n_bytes, seconds):
+    def costs_more(self, variant, n_bytes, seconds):
         fitting = [s for n, s in self.steps if n <= n_bytes]
         return bool(fitting) and fitting[-1] > seconds
 
@@ -94,7 +94,7 @@ def test_the_second_compilation_corrects_a_wrong_model():
 def test_the_compiled_program_as_written_corrects_the_first_proposal():
     model = Staircase(STEPS)
     written = model.within("only", 1000)
-    known = [Compiled(written, 1000, 28_000)]
+    known = [CompiledProposal(written, 1000, 28_000)]
     best, compiled = search(model, lambda p, _: 28 * p.model_bytes, 2800, known=known)
     assert [c.proposal.model_bytes for c in compiled] == [100] and best == compiled[0]
     assert compiled[0].expected_bytes == 2800
@@ -103,12 +103,12 @@ def test_the_compiled_program_as_written_corrects_the_first_proposal():
 
 
 def test_the_program_as_written_is_not_compiled_again():
-    model, effort = Staircase(STEPS), CompileLimits(8, close=1.0)
-    as_written = [Compiled(model.within("only", 500), 500, 700)]
-    best, compiled = search(model, lambda p, _: p.model_bytes, 505, effort, as_written=as_written)
+    model, limits = Staircase(STEPS), CompileLimits(8, nearly_full=1.0)
+    as_written = [CompiledProposal(model.within("only", 500), 500, 700)]
+    best, compiled = search(model, lambda p, _: p.model_bytes, 505, limits, as_written=as_written)
     assert 500 not in [c.proposal.model_bytes for c in compiled]
     assert best.compiled_bytes == 490
-    assert search(model, lambda p, _: p.model_bytes, 505, effort)[0].compiled_bytes == 500
+    assert search(model, lambda p, _: p.model_bytes, 505, limits)[0].compiled_bytes == 500
 
 
 def test_a_variant_that_misjudges_the_program_as_written_is_corrected():
@@ -117,7 +117,7 @@ def test_a_variant_that_misjudges_the_program_as_written_is_corrected():
     def compiler(proposal, _):
         return proposal.model_bytes * (1 if proposal.variant == "right" else 3)
 
-    as_written = [Compiled(model.within("wrong", 1000), 1000, 3000)]
+    as_written = [CompiledProposal(model.within("wrong", 1000), 1000, 3000)]
     _, compiled = search(model, compiler, 500, as_written=as_written)
     assert compiled[0].compiled_bytes <= 500
     _, compiled = search(model, compiler, 500)
@@ -127,7 +127,7 @@ def test_a_variant_that_misjudges_the_program_as_written_is_corrected():
 def test_a_misjudged_program_as_written_says_nothing_about_later_proposals():
     # Without barriers XLA keeps what the model does not; programs that recompute are as modelled.
     model = Staircase(STEPS)
-    as_written = [Compiled(model.within("only", 1000), 1000, 1700)]
+    as_written = [CompiledProposal(model.within("only", 1000), 1000, 1700)]
     best, _ = search(model, lambda proposal, _: proposal.model_bytes, 990, as_written=as_written)
     assert best.compiled_bytes >= 950
 
@@ -136,9 +136,11 @@ def test_a_proposal_that_was_found_at_last_is_improved():
     def compiler(proposal, _):
         return proposal.model_bytes + (600 if proposal.model_bytes > 200 else 0)
 
-    few = CompileLimits(max_compiles=1, max_after=0)
+    few = CompileLimits(max_compiles=1, max_improvements=0)
     first, _ = search(Staircase(STEPS), compiler, 500, few)
-    better, _ = search(Staircase(STEPS), compiler, 500, CompileLimits(max_compiles=1, max_after=3))
+    better, _ = search(
+        Staircase(STEPS), compiler, 500, CompileLimits(max_compiles=1, max_improvements=3)
+    )
     assert better.proposal.extra_seconds < first.proposal.extra_seconds
     assert better.compiled_bytes <= 500
 
@@ -160,14 +162,17 @@ def test_the_better_variant_is_returned():
         Staircase(STEPS, ("wrong", "right")),
         lambda p, _: p.model_bytes if p.variant == "right" else 2 * p.model_bytes,
         500,
-        CompileLimits(4, close=1.0),
+        CompileLimits(4, nearly_full=1.0),
     )
     assert best.proposal.extra_seconds == min(s for n, s in STEPS if n <= 500)
 
 
 def test_nothing_is_returned_if_nothing_fits_and_the_smallest_was_tried():
     best, compiled = search(
-        Staircase(STEPS), lambda p, _: p.model_bytes + 1000, 500, CompileLimits(4, max_below=20)
+        Staircase(STEPS),
+        lambda p, _: p.model_bytes + 1000,
+        500,
+        CompileLimits(4, max_if_none_fits=20),
     )
     assert best is None
     assert min(c.proposal.model_bytes for c in compiled) == STEPS[0][0]
@@ -195,7 +200,7 @@ class TwoModels:
         seconds = self.seconds[variant] * (200.0 - n_bytes)
         return Proposal(variant, n_bytes, seconds, seconds, decisions=(variant, n_bytes))
 
-    def exceeds(self, variant, n_bytes, seconds):
+    def costs_more(self, variant, n_bytes, seconds):
         return False
 
     def smallest(self, variant):
@@ -216,8 +221,8 @@ def test_smaller_variants_are_used_where_nothing_else_fits():
 @pytest.mark.parametrize(("much", "expected"), [(100, "lean"), (150, "only")])
 def test_smaller_variants_are_used_where_the_best_plan_costs_much(much, expected):
     model = TwoModels({"only": 1, "lean": 0.5})
-    effort = CompileLimits(much_seconds=much)
-    best, _ = search(model, lambda p, _: p.model_bytes, 80, effort)
+    limits = CompileLimits(much_seconds=much)
+    best, _ = search(model, lambda p, _: p.model_bytes, 80, limits)
     assert best is not None and best.proposal.variant == expected
 
 
@@ -233,7 +238,7 @@ def test_a_variant_that_was_not_tried_is_expected_to_need_a_little_more():
             seconds = (0.9 if variant == "second" else 1.0) * proposal.extra_seconds
             return dataclasses.replace(proposal, extra_seconds=seconds, cost=seconds)
 
-        def exceeds(self, variant, n_bytes, seconds):
+        def costs_more(self, variant, n_bytes, seconds):
             return False
 
     best, compiled = search(Model(STEPS, ("first", "second")), compiler, 505)
@@ -247,7 +252,7 @@ def test_exact_variants_are_used_where_the_compiler_is_far_from_the_model():
 
     model = Staircase(STEPS)
     model.exact_variants = ("exact",)
-    best, _ = search(model, compiler, 500, CompileLimits(4, close=1.0))
+    best, _ = search(model, compiler, 500, CompileLimits(4, nearly_full=1.0))
     assert best.proposal.variant == "exact" and best.proposal.model_bytes >= 470
     _, compiled = search(model, lambda p, _: p.model_bytes, 500)
     assert not any(c.proposal.variant == "exact" for c in compiled)
@@ -327,9 +332,9 @@ def test_a_budget_for_the_whole_program_ends_the_search_at_once():
 
 def test_the_compiler_is_asked_at_most_as_often_as_allowed():
     for n in range(1, 7):
-        effort = CompileLimits(max_compiles=n, max_below=0, close=1.0)
+        limits = CompileLimits(max_compiles=n, max_if_none_fits=0, nearly_full=1.0)
         _, compiled = search(
-            Staircase(STEPS), lambda p, _: COMPILERS["noisy"](p.model_bytes), 333, effort
+            Staircase(STEPS), lambda p, _: COMPILERS["noisy"](p.model_bytes), 333, limits
         )
         assert len(compiled) <= n
 
@@ -391,7 +396,7 @@ def test_a_poor_plan_that_fits_is_improved_below_proposals_that_exceed_the_budge
             size, seconds, compiled = fitting[-1]
             return Proposal(variant, size, seconds, 0.0, compiled)
 
-        def exceeds(self, variant, n_bytes, seconds):
+        def costs_more(self, variant, n_bytes, seconds):
             return False
 
         def smallest(self, variant):
@@ -430,12 +435,12 @@ def test_bounds_on_seconds_save_searches_and_change_no_answer(compiler, budget, 
             factor = worse if variant == "worse" else 1.0
             return super().within(variant, int(n_bytes / factor))
 
-        def exceeds(self, variant, n_bytes, seconds):
+        def costs_more(self, variant, n_bytes, seconds):
             factor = worse if variant == "worse" else 1.0
-            return super().exceeds(variant, int(n_bytes / factor), seconds)
+            return super().costs_more(variant, int(n_bytes / factor), seconds)
 
     class WithoutBounds(TwoVariants):
-        def exceeds(self, variant, n_bytes, seconds):
+        def costs_more(self, variant, n_bytes, seconds):
             return False
 
     found = []

@@ -15,10 +15,10 @@ import remat
 from remat import _jax
 from remat.cache import Cache
 from remat.ir.flops import bytes_moved, flops_of
-from remat.planner.candidates import StepModel
 from remat.planner.priced_step import PricedStep
 from remat.planner.rewrite import flattened
 from remat.planner.step import TargetStep
+from remat.planner.step_model import StepModel
 from remat.program import costs
 from remat.program.costs import Measured, Roofline, dtype_of, find_costs, time_alone_s
 from remat.program.devices import device

@@ -100,7 +100,7 @@ def test_what_is_known_to_exceed_a_time_does(graph: Graph) -> None:
     for percent in range(20, 100, 8):
         budget = percent * peak // 100
         is_known = {
-            share: asked_before.exceeds(budget, share * graph.time)
+            share: asked_before.costs_more(budget, share * graph.time)
             for share in (1.0, 1.02, 1.1, 1.5)
         }
         n_known += sum(is_known.values())

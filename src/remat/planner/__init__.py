@@ -1,6 +1,6 @@
 """From a memory budget to a plan of what to save, recompute or offload.
 
-Read `plan` first: it calls `search`, which asks `candidates` for proposals. In the order in which data
+Read `plan` first: it calls `search`, which asks `step_model` for proposals. In the order in which data
 flows, from a step to proposals of what to recompute:
 
     step         the training step: traced, and compiled to learn its memory
@@ -12,7 +12,7 @@ flows, from a step to proposals of what to recompute:
     host_updates the loops that update this state in host memory, chunk by chunk
     scan_pairs   what forward scans keep for backward scans, in a differentiated step
     bodies       loops and branches that hold a whole gradient: their bodies are scheduled like a step
-    fences       where a program is cut into units, so that compilers keep its order
+    unit_starts  where the units of a program begin, so that compilers keep its order
     rewrite      recomputation outside of loops, written into the program
     traced_loops loops written by tracing a function that runs scans
     stacks       loops that start from arrays of their own, which compilers do not merge
@@ -20,7 +20,7 @@ flows, from a step to proposals of what to recompute:
     priced_step  the step with the costs of its kernels, under several models of fusion
     loop_choices the loops of a step: a sequence of decisions, from most to least memory
     loop_level   one of these decisions, and a schedule of the program outside of the loops
-    candidates   proposals: which combinations of the two to try within a budget
+    step_model   proposals: which combinations of the two to try within a budget
     search       which proposals to compile, and corrections by the compiler's answers
     auto         `remat.auto`: recompute only inside of marked functions (`ir.restriction`)
 

@@ -89,7 +89,7 @@ class BodyOptions:
       fused: its graph.
       answers: the schedules of that graph.
       times: runs of the body.
-      computes_again: as in `rewrite.decisions_of`.
+      recomputes_costly: as in `rewrite.decisions_of`.
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class BodyOptions:
         fused: Fused,
         answers: Answers,
         times: int,
-        computes_again: bool = False,
+        recomputes_costly: bool = False,
     ) -> None:
         self.program = program
         self.fused = fused
         self.answers = answers
         self.times = times
-        self.computes_again = computes_again
+        self.recomputes_costly = recomputes_costly
         self.as_written = BodyOption(n_bytes, 0.0, Decisions(frozenset(), ()))
         self._within: dict[int, BodyOption] = {}
 
@@ -141,7 +141,7 @@ class BodyOptions:
     def _option(self, found: Schedule) -> BodyOption:
         seconds = self.times * float(found.time - self.fused.graph.time)
         decisions = decisions_of(
-            self.program, self.fused, found.steps, computes_again=self.computes_again
+            self.program, self.fused, found.steps, recomputes_costly=self.recomputes_costly
         )
         return BodyOption(int(found.peak_bytes), seconds, decisions)
 

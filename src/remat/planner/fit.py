@@ -246,7 +246,8 @@ class Fitted:
     def __get__(self, instance: object, owner: type | None = None) -> Callable:
         return self if instance is None else functools.partial(self, instance)
 
-    # Planning
+    # Planning: JAX traces `planned`, which raises `_NoPlan` because `_ready` has no plan for these arguments.
+    # `_with_plan` makes one, puts it in `_ready`, and calls again; the second trace takes it from there.
 
     def _with_plan(
         self, run: Callable, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
@@ -270,7 +271,7 @@ class Fitted:
                 continue
             made = self._plan_for(args, kwargs)
             if run is self._jitted:
-                made = self._confirmed(signature, made, args, kwargs, state)
+                made = self._confirmed_as_run(signature, made, args, kwargs, state)
             if self._given is None:
                 peak = units.format_bytes(made.peak_bytes or 0)
                 _log.info("remat.fit: %r planned, peak %s: %s", self, peak, made)
@@ -298,7 +299,7 @@ class Fitted:
         found = find_host_state(self._step, args, kwargs, at, self._jit_options)
         return found if self._given is None else found.only(self._given.host_arguments)
 
-    def _confirmed(
+    def _confirmed_as_run(
         self,
         signature: _Signature,
         made: Plan,

@@ -147,7 +147,7 @@ class LoopLevel:
         """Return the proposal that recomputes nothing outside of loops."""
         return self._proposal(variant, self._once(variant))
 
-    def exceeds(self, variant: str, n_bytes: int, seconds: float) -> bool:
+    def costs_more(self, variant: str, n_bytes: int, seconds: float) -> bool:
         """Return whether the proposal within these bytes is known to recompute for more than a time."""
         seconds -= self.loop_seconds
         if seconds < 0 or self.peak_bytes(variant) <= n_bytes:
@@ -155,7 +155,7 @@ class LoopLevel:
         fused, answers = self._solved(variant)
         # The graph does not count the reuse of results' buffers, so it overestimates by at most their bytes.
         in_buffers = sum(map(sum, self.step.buffers(fused).values()))
-        return answers.exceeds(n_bytes + in_buffers, float(fused.graph.time) + seconds)
+        return answers.costs_more(n_bytes + in_buffers, float(fused.graph.time) + seconds)
 
     def _once(self, variant: str) -> Schedule:
         """Return the schedule that computes everything once."""
@@ -233,7 +233,7 @@ class LoopLevel:
                     fused,
                     found.steps,
                     ordered=variant == ORDERED,
-                    computes_again=variant == LEAN,
+                    recomputes_costly=variant == LEAN,
                 ),
             ),
         )

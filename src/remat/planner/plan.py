@@ -1,11 +1,11 @@
 """`remat.plan`: search for a plan of a step whose compiled peak is within a budget.
 
-The search proposes, compiles and corrects: a model of the step's memory proposes decisions
-(`candidates`), the compiler reports their peak (`programs`), and its reports correct the next proposal
-(`search`). A few rounds are enough. Of all candidates within the budget, the plan is the one of the least
-cost: extra time, or on CPUs nearly FLOPs alone (`candidates`). Only candidates whose peak the compiler has
-reported are returned. A step that fits as it is written needs no candidate, unless the user's own
-checkpoints recompute more than the budget requires (`_with_fewer_checkpoints`).
+The search proposes, compiles and corrects: a model of the step's memory proposes decisions (`step_model`),
+the compiler reports their peak (`programs`), and its reports correct the next proposal (`search`). Of all
+candidates within the budget, the plan is the one of the least cost: extra time, or on CPUs nearly FLOPs
+alone (`step_model`). Only candidates whose peak the compiler has reported are returned. A step that fits as
+it is written needs no candidate, unless the user's own checkpoints recompute more than the budget requires
+(`_with_fewer_checkpoints`).
 
 If the compiler fails, or only the host's memory is exceeded, the search is repeated without offloading
 (`_stop_offloading`).
@@ -13,13 +13,17 @@ If the compiler fails, or only the host's memory is exceeded, the search is repe
 The whole step is compiled:
 
 * once without rematerialization; its memory is cached;
-* once for each candidate;
+* once for each candidate. `search.CompileLimits` has the numbers: at most four, and four more while each is
+  expected to recompute much less than the best. If none of the first four fits, up to five smaller ones are
+  compiled, then the smallest of each variant and the one by hand, and a few that are larger. One to three are
+  usual;
 * once more for the best candidate, with the options with which it will run (`_confirmed`). If that peak
   exceeds the budget, the search is repeated with a lower limit, at most `_MAX_CONFIRMATIONS` times in all.
   On CPU this is not needed; elsewhere `verify=` decides, and by default the time that it would take.
 
-`remat.fit` then compiles the planned step to run it. `costs="measured"` also compiles single equations
-(`program.costs`).
+`remat.fit` passes `verify="fast"`: it compiles the planned step to run it in any case, compares the peak of
+that program with the budget, and plans again if it is above (`Fitted._confirmed_as_run`).
+`costs="measured"` also compiles single equations (`program.costs`).
 """
 
 from __future__ import annotations
@@ -41,7 +45,6 @@ from remat.errors import PlanError
 from remat.ir.fingerprint import fingerprint
 from remat.ir.restriction import marks_of
 from remat.module_steps import of_arrays
-from remat.planner.candidates import StepModel
 from remat.planner.host_memory import Transfer
 from remat.planner.host_state import (
     ACTIVATIONS,
@@ -55,8 +58,9 @@ from remat.planner.priced_step import PricedStep
 from remat.planner.programs import Candidate, Programs
 from remat.planner.progress import Progress
 from remat.planner.refusal import Refused, refusal
-from remat.planner.search import Compiled, CompileLimits, Proposal, search
+from remat.planner.search import CompiledProposal, CompileLimits, Proposal, search
 from remat.planner.step import TargetStep, TracedStep, check_step, unfitted
+from remat.planner.step_model import StepModel
 from remat.planner.whole_step_file import whole_step_plan
 from remat.printing import shown
 from remat.program.compiled import CompiledMemory, CompilerFailure, OutOfMemory
@@ -293,7 +297,7 @@ class _Planning:
             best = self._confirmed()
         if best is None:
             raise refusal(self._refused())
-        assert self._fits(best)
+        assert isinstance(best.memory, CompiledMemory) and self._is_within(best.memory, self.budget)
         made = self._plan(best)
         self._warn_of_slow_copies(best.transfer_seconds)
         self._remember(made)
@@ -333,11 +337,10 @@ class _Planning:
                 break
             memory = self.programs.as_run(best)
             needed = 0 if isinstance(memory, CompilerFailure) else memory.peak_bytes
-            self.limit, lower = self.budget, self.limit
-            if isinstance(memory, CompiledMemory) and self._is_within(memory):
+            if isinstance(memory, CompiledMemory) and self._is_within(memory, self.budget):
                 return dataclasses.replace(best, memory=memory, verified_level=AS_RUN)
             share = min(1.0, self.budget / max(needed, 1))
-            self.limit = min(lower, int(0.995 * share * best.compiled_bytes))
+            self.limit = min(self.limit, int(0.995 * share * best.compiled_bytes))
         else:
             return None
         if best is not None and self.step.target.platform == "cpu":
@@ -345,7 +348,7 @@ class _Planning:
         return best
 
     def _best(self) -> Candidate | None:
-        if isinstance(self.base, CompiledMemory) and self._is_within(self.base):
+        if isinstance(self.base, CompiledMemory) and self._is_within(self.base, self.limit):
             return self._with_fewer_checkpoints() or self.programs.as_written()
         return self._search() if self._room > 0 else None
 
@@ -361,7 +364,7 @@ class _Planning:
         """Return whether the compiler failed on a candidate, or it exceeds only the host's memory."""
         memory = candidate.memory
         if isinstance(memory, CompiledMemory):
-            return memory.peak_bytes <= self.limit and not self._is_within(memory)
+            return memory.peak_bytes <= self.limit and not self._is_within(memory, self.limit)
         return isinstance(memory, CompilerFailure)
 
     def _stop_offloading(self) -> None:
@@ -391,20 +394,20 @@ class _Planning:
 
         made: list[Candidate] = []
         seconds = self._model.step.seconds
-        effort = CompileLimits(
+        limits = CompileLimits(
             negligible_seconds=_NEGLIGIBLE_FLOPS * seconds, much_seconds=_MANY_FLOPS * seconds
         )
-        as_written: list[Compiled] = []
+        as_written: list[CompiledProposal] = []
         if isinstance(self.base, OutOfMemory | CompiledMemory):
             # The compiler's out-of-memory error names the bytes that the program needs.
             needed = max(0, self.base.peak_bytes - fixed_bytes)
             written = map(self._model.as_written, self._model.variants)
-            as_written = [Compiled(w, w.model_bytes, needed) for w in written]
+            as_written = [CompiledProposal(w, w.model_bytes, needed) for w in written]
         # The compiled bytes of the step as it is written correct the model, above all if they depend on
         # shardings.
         is_sharded = any(n > 1 for n in self.unplanned.shards())
         known = as_written if is_sharded or isinstance(self.base, OutOfMemory) else []
-        best, attempts = search(self._model, compiled_bytes, room, effort, known, as_written)
+        best, attempts = search(self._model, compiled_bytes, room, limits, known, as_written)
         return None if best is None else made[attempts.index(best)]
 
     @functools.cached_property
@@ -428,12 +431,13 @@ class _Planning:
         return self.unplanned.flat()
 
     def _fits(self, candidate: Candidate) -> bool:
-        return isinstance(candidate.memory, CompiledMemory) and self._is_within(candidate.memory)
+        memory = candidate.memory
+        return isinstance(memory, CompiledMemory) and self._is_within(memory, self.limit)
 
-    def _is_within(self, memory: CompiledMemory) -> bool:
+    def _is_within(self, memory: CompiledMemory, limit: int) -> bool:
         """Return whether the compiler's figures are within the budgets; nothing else decides."""
         fits_host = self.host_limit is None or memory.host_bytes <= self.host_limit
-        return memory.peak_bytes <= self.limit and fits_host
+        return memory.peak_bytes <= limit and fits_host
 
     def _refused(self) -> Refused:
         return Refused(

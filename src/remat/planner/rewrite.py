@@ -11,20 +11,21 @@ A unit takes the values that it reads from memory and returns those that are use
 a compiler computes inside the kernels that use them (all that `Decisions.stored` does not list) are
 computed again in each unit.
 
-A unit's barrier leaves out arguments of the program that are read only together with values that pass it.
-Otherwise a compiler would copy those that are updated in place, such as a loop's carry.
+A unit's barrier leaves out an argument of the program if everything that reads it also reads a value that
+passes the barrier, and so waits anyway. A compiler would copy arguments in the barrier that are updated in
+place, such as a loop's carry.
 
-A unit also takes the numbers that fill its constant arrays. Otherwise a compiler could make such an array
-when the program starts, or share it with other units, and keep it for as long.
+A unit also takes the scalars that fill its constant arrays. Otherwise a compiler could make such an array
+when the program starts, or share one between units, and keep it in memory throughout.
 
 A unit must not start before the schedule reaches it. Usually it takes a value that was computed just
-before, such as a cotangent. If it takes none, the value that was computed last is passed through it:
-later equations read the unit's result in place of the value, so that the unit must have begun.
+before, such as a cotangent. If it takes none, a value that was computed recently, its *trigger*, is passed
+through it: later equations read the unit's result in place of the value, so that the unit must have begun.
 
 Compilers may reorder the equations of a unit, and those between units, and may keep more values alive than
-the schedule does: for example products of all steps' inputs, which depend on nothing before them. So
-`Decisions.ordered` begins more units (`fences`). Compilers also compute a sum of many values in one kernel,
-which keeps all these values until the last one is computed; a new unit after each of
+the schedule does: for example matrix products of the inputs of all time steps, which could all run at once.
+If `Decisions.ordered` is set, further units begin (`unit_starts`). Compilers also compute a sum of many
+values in one kernel, which keeps all these values until the last one is computed; a new unit after each of
 `Decisions.partial_sums` frees them earlier.
 """
 
@@ -46,8 +47,8 @@ from remat.ir.equations import fills_array, has_effects, transparent_call
 from remat.ir.repetitions import without_repeated
 from remat.ir.restriction import has_marks, restricted, without_marks
 from remat.ir.updates import with_early_updates
-from remat.planner.fences import units_of, workspace_bytes
 from remat.planner.traced_loops import equations_of
+from remat.planner.unit_starts import unit_starts, workspace_bytes
 from remat.program.from_jaxpr import n_bytes
 from remat.program.fusion import Fused
 from remat.program.products import transposed_operands
@@ -78,9 +79,9 @@ class Decisions:
       stored: the numbers of the equations whose results are stored in memory. The results of other
         equations are computed inside of the kernels that use them.
       bursts: recomputations, in the order of the program.
-      ordered: whether stored equations wait for those before them, every few of them and wherever another
-        order could exceed the peak (`fences`). Equations before the first unit wait only there, or if they
-        depend on nothing that was stored just before.
+      ordered: whether further units keep the schedule's order: one begins every few stored equations, and one
+        wherever another order could exceed the peak (`unit_starts`). Before the first recomputation, units
+        begin only at the latter places and at equations that depend on nothing recent.
       partial_sums: the numbers of stored equations after which a unit begins, so that their terms are
         not kept until the whole sum is computed in one kernel.
     """
@@ -98,7 +99,7 @@ class Decisions:
         return f"Decisions({stored}, {bursts}{', ordered' if self.ordered else ''})"
 
     @property
-    def change_nothing(self) -> bool:
+    def changes_nothing(self) -> bool:
         """Return whether the program stays as it is."""
         return not self.bursts and not self.partial_sums and not self.ordered
 
@@ -109,7 +110,7 @@ def decisions_of(
     steps: Iterable[Step],
     *,
     ordered: bool = False,
-    computes_again: bool = False,
+    recomputes_costly: bool = False,
 ) -> Decisions:
     """Return the decisions of a schedule of a fused program.
 
@@ -117,8 +118,9 @@ def decisions_of(
       program, fused: the program and its graph.
       steps: the schedule.
       ordered: as in `Decisions`.
-      computes_again: whether values that are not stored are costly, so that compilers would store them for
-        kernels far from each other. Then the program is ordered, and changes even without bursts.
+      recomputes_costly: whether costly values, such as exponentials, are among those that are not stored.
+        Compilers would store these for kernels far from each other, so the program is ordered even without
+        bursts.
     """
     producer = {v: i for i, op in enumerate(program.ops) for v in op.results}
     members: dict[int, set[int]] = {}
@@ -127,8 +129,8 @@ def decisions_of(
     seen: set[int] = set()
     bursts: list[Burst] = []
     burst: list[int] = []
-    begun: set[int] = set()  # operations of which one node was computed
-    now: dict[int, int] = {}  # the node for which the burst computes an operation
+    begun: set[int] = set()  # operations that have run for one of their nodes; some have several
+    now: dict[int, int] = {}  # for each operation of the burst the node for which it runs
     for kind, node in steps:
         if kind != "compute" or (node >= len(program.ops) and node not in members):
             continue
@@ -144,7 +146,7 @@ def decisions_of(
             now = {}
             bursts.append(Burst(here[0], tuple(burst)))
             burst = []
-    if not bursts and not fused.partial_sums and not computes_again:
+    if not bursts and not fused.partial_sums and not recomputes_costly:
         return Decisions(frozenset(), ())
     stored = {i for group in members.values() for i in group}
     # A value that must not be recomputed is not computed inside the kernels that use it, either.
@@ -152,7 +154,7 @@ def decisions_of(
     return Decisions(
         frozenset(stored),
         tuple(bursts),
-        (ordered and bool(bursts)) or computes_again,
+        (ordered and bool(bursts)) or recomputes_costly,
         tuple(sorted(fused.partial_sums)),
     )
 
@@ -285,7 +287,7 @@ def rewritten(jaxpr: _jax.Jaxpr, decisions: Decisions) -> _jax.Jaxpr:
       jaxpr: flat, without dead equations and without constants.
       decisions: about the jaxpr's equations, by number.
     """
-    if decisions.change_nothing:
+    if decisions.changes_nothing:
         return jaxpr
     return _Writer(jaxpr, decisions).written()
 
@@ -325,10 +327,10 @@ class _Writer:
         self.stored = decisions.stored
         self.ordered = decisions.ordered
         bursts = _by_start(decisions)
-        #: What the units that begin before an equation recompute, each of them.
+        #: By the number of an equation: the units that begin before it, each as the equations it recomputes.
         self.units = {number: [again] for number, again in bursts.items()}
         if decisions.ordered:
-            self.units = units_of(jaxpr, decisions.stored, bursts)
+            self.units = unit_starts(jaxpr, decisions.stored, bursts)
         self.arguments = frozenset(jaxpr.invars)
         self.computed_once = self._computed_once({n for again in bursts.values() for n in again})
         self.producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
@@ -512,7 +514,7 @@ class _Writer:
         self.derived.clear()
         self.live.update(dict.fromkeys(unit.local))
         if passed is not None:
-            # One variable may have several values: the results of an equation that is a view.
+            # Several values may have one variable: the results of an equation that is a view.
             for v in self.live:
                 if self.current[v] is passed:
                     self.current[v] = outvars[-1]
@@ -520,12 +522,12 @@ class _Writer:
     def _fenced(self, unit: _Unit, passed: _jax.Var | None) -> tuple[bool, ...]:
         """Return which inputs of a unit the barrier includes.
 
-        It leaves out the program's own inputs that are read only together with values that passed it: a loop
-        or a step updates its carry or a donated argument in place, and a barrier over these costs copies.
+        It leaves out the program's own inputs if all their readers also read values that pass it: a loop or a
+        step updates its carry or a donated argument in place, and a barrier over these costs copies.
         """
         late = {v for v in unit.inputs if v not in self.arguments or v is passed}
         included = set(late)
-        # The inputs that values depend on which nothing has delayed yet.
+        # For each value that could be computed before the barrier: the inputs that it depends on.
         early = {v: {v} for v in unit.inputs if v not in late}
         for number, eqn in zip(unit.numbers, unit.eqns):
             read = [v for v in eqn.invars if _jax.is_var(v)]
@@ -542,7 +544,9 @@ class _Writer:
         return tuple(v in included for v in unit.inputs)
 
     def _computed_once(self, again: Collection[int]) -> set[int]:
-        """Return the equations that are computed inside of one kernel, so that nothing is merged with them.
+        """Return the equations whose results are computed inside of exactly one kernel.
+
+        A compiler has no second computation of these to merge with.
 
         Args:
           again: the equations that bursts compute again.
@@ -565,10 +569,10 @@ class _Writer:
     def _trigger(self, start: int, inputs: Iterable[_jax.Var]) -> _jax.Var | None:
         """Return the value to pass through a unit; None if the unit cannot start too early.
 
-        The unit may start before the equations between that value and its place. Then what these store is
-        live together with its results, and what these free is live while it runs. A barrier over a result of
-        the step, or over a part of one, may cost a copy. So it is the value for which the sum of these bytes
-        is smallest.
+        If a unit depends on a value, the compiler may run the unit at any time after that value is computed:
+        before the equations in between, whose results are then live together with the unit's, and before
+        they free their operands. The cost of a value is these bytes, and those of a copy if it is a result
+        of the step or a part of one. The value of the least cost is chosen.
         """
         begun = max((self.latest.get(v, -1) for v in inputs), default=-1)
         self.live = {

@@ -2,9 +2,9 @@
 
 The model answers "which decisions recompute least if temporaries take at most n bytes?", in one variant
 or several, each with its own assumptions about the compiler. The compiler answers with the bytes that
-the compiled program takes. For each variant the search estimates the n for which the compiler will need
-exactly the budget (the *aim*), compiles the proposal that costs least, and corrects the estimates by
-the compiler's answer. It ends when no variant proposes anything better than the best that fits.
+the compiled program takes. For each variant the search estimates the *aim*: the n at which the compiled
+program should just fill the budget. It compiles the proposal that costs least, and corrects the estimates
+by the compiler's answer. It ends when no variant proposes anything better than the best that fits.
 
 The search knows neither JAX nor what a proposal's decisions are. It keeps nothing from one call to the
 next, so the same question has the same answer.
@@ -83,7 +83,7 @@ class Model(Protocol):
           BudgetError: no proposal within these bytes was found.
         """
 
-    def exceeds(self, variant: str, n_bytes: int, cost: float) -> bool:
+    def costs_more(self, variant: str, n_bytes: int, cost: float) -> bool:
         """Return whether the proposal within these bytes, if any, is known to cost more.
 
         A model that would have to compute the proposal to know answers False.
@@ -106,7 +106,7 @@ Compiler = Callable[[Proposal, int], int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiled:
+class CompiledProposal:
     """A proposal that was compiled.
 
     Args:
@@ -127,37 +127,37 @@ class CompileLimits:
     Args:
       max_compiles: programs to compile; more may find a plan that recomputes less.
       max_more: further programs to compile while each is expected to recompute much less than the best.
-      close: share of the budget. A plan that fills more of it is improved only if much can be gained.
+      nearly_full: share of the budget. A plan that fills more of it is improved only if much can be gained.
       negligible_seconds: a plan that costs less is not improved, and smaller improvements are not tried.
       much_seconds: a plan that costs more is compared with those of `Model.smaller_variants`.
-      max_below: further programs to compile if none fits.
-      max_after: further programs to compile once one of the `max_below` fits.
+      max_if_none_fits: further programs to compile if none fits.
+      max_improvements: further programs to compile once one of the `max_if_none_fits` fits.
     """
 
     max_compiles: int = 4
     max_more: int = 4
-    close: float = 0.97
+    nearly_full: float = 0.97
     negligible_seconds: float = 0.0
     much_seconds: float = math.inf
-    max_below: int = 5
-    max_after: int = 3
+    max_if_none_fits: int = 5
+    max_improvements: int = 3
 
 
 def search(
     model: Model,
     compiler: Compiler,
     budget: int,
-    effort: CompileLimits | None = None,
-    known: Sequence[Compiled] = (),
-    as_written: Sequence[Compiled] = (),
-) -> tuple[Compiled | None, tuple[Compiled, ...]]:
+    limits: CompileLimits | None = None,
+    known: Sequence[CompiledProposal] = (),
+    as_written: Sequence[CompiledProposal] = (),
+) -> tuple[CompiledProposal | None, tuple[CompiledProposal, ...]]:
     """Return the best proposal whose compiled temporaries are within the budget, and all compiled ones.
 
     >>> class Halves:  # every byte below 100 costs a second; the compiler takes 10 bytes more
     ...     variants, exact_variants, smaller_variants = ("only",), (), ()
     ...     def within(self, variant, n_bytes):
     ...         return Proposal(variant, n_bytes, max(0, 100 - n_bytes), 0.0, n_bytes)
-    ...     def exceeds(self, variant, n_bytes, cost):
+    ...     def costs_more(self, variant, n_bytes, cost):
     ...         return 100 - n_bytes > cost
     ...     def smallest(self, variant):
     ...         return self.within(variant, 1)
@@ -170,27 +170,29 @@ def search(
       model: makes the proposals.
       compiler: reports the bytes of their temporaries.
       budget: bytes of temporaries.
-      effort: when the search ends.
+      limits: when the search ends.
       known: proposals compiled earlier that exceed the budget. Estimates start from them.
-      as_written: the program as it is written, compiled earlier, which exceeds the budget. It is not
-        compiled again, and estimates for variants that misjudge it start from it.
+      as_written: the program as it is written, compiled earlier. It is never proposed, whether it fits or
+        not, and estimates for variants that misjudge it start from it.
 
     Returns:
       The best compiled proposal that fits, or None; and all that were compiled, in order.
     """
-    found = _Search(model, compiler, budget, effort or CompileLimits(), tuple(known))
+    found = _Search(model, compiler, budget, limits or CompileLimits(), tuple(known))
     found.misjudged = [
         c for c in as_written if c.compiled_bytes > _MISJUDGED * c.proposal.model_bytes
     ]
-    found.above += [c.proposal.decisions for c in as_written]
+    found.excluded += [c.proposal.decisions for c in as_written]
     return found.run()
 
 
-# Compiled bytes for each further byte in the model. The line through two compiled proposals is used for
-# estimates if its slope is within these limits; wider limits trust more of the lines.
+# A *ratio* is compiled bytes / modelled bytes; a *slope* is the change of compiled bytes per modelled byte.
+
+# The line through two compiled proposals is used for estimates if its slope is within these limits; wider
+# limits trust more of the lines.
 _MIN_SLOPE, _MAX_SLOPE = 0.3, 4.0
-# Assumed ratio of compiled bytes to the model's before anything was compiled. A larger ratio makes the
-# first proposal more likely to fit, and makes it recompute more.
+# Assumed ratio before anything was compiled. A larger ratio makes the first proposal more likely to fit,
+# and makes it recompute more.
 _FIRST_RATIO = 1.03
 # Variants are ordered by accuracy. The ratio of one that was not tried is assumed to be larger by this factor
 # than that of the variant before it. A larger factor prefers variants that were tried.
@@ -201,23 +203,23 @@ _MARGIN = 0.01
 # Shares of the best proposal's cost; the second applies if the best one fills the budget. A proposal that
 # reduces the cost by less is not compiled, so larger shares end the search earlier.
 _GAIN, _GAIN_OF_FULL = 0.02, 0.08
-# The same share after `max_compiles` programs.
+# As `_GAIN`, once `max_compiles` programs were compiled.
 _GAIN_OF_MORE = 0.15
-# One proposal of the first variant that is expected to exceed the budget by up to `_OVER` (a share of it) is
-# compiled all the same, because estimates may err by as much, if it would reduce the best cost by a share of
-# `_GAIN_OF_OVER` (`_GAIN_OF_OVER_IF_FULL` if the best one fills the budget).
+# Estimates can be off by `_OVER`, a share of the budget. So once per search a proposal of the first variant
+# that is expected to exceed the budget by at most that is compiled all the same, if it would reduce the
+# best cost by a share of `_GAIN_OF_OVER` (`_GAIN_OF_OVER_IF_FULL` if the best one fills the budget). A
+# larger `_OVER` finds more plans that the model wrongly excludes; smaller gains try that more often.
 _OVER, _GAIN_OF_OVER, _GAIN_OF_OVER_IF_FULL = 0.06, 0.5, 0.7
 # It must also reduce the cost by this multiple of `negligible_seconds`.
 _LEAST_GAIN_OF_OVER = 5
-# Ratio of the compiled bytes of the program as it is written to those that a variant predicts. Above it
-# the variant's other proposals are expected to exceed its predictions by the same ratio; a smaller ratio
-# says little about programs that recompute.
+# The ratio of the program as it is written above which a variant misjudges it, and its other proposals are
+# expected to have the same ratio. A smaller one says little about programs that recompute.
 _MISJUDGED = 1.5
-# Ratio of compiled bytes to the model's above which `exact_variants` are used; a larger one uses them less.
-_FAR = 1.08
+# The ratio above which `exact_variants` are used; a larger one uses them less.
+_MISPREDICTED = 1.08
 
 # If no proposal fits and the nearest one needs at most `_NEARLY` times the budget: the aims to try, as
-# multiples of the aim that was expected to fit.
+# multiples of the current or the first aim, whichever is larger.
 _NEARLY, _ABOVE = 1.2, (1.1, 1.25, 1.5)
 # If it needs more than that: the aims to try, as multiples of the smallest proposal's bytes.
 _ABOVE_SMALLEST = (1.15, 1.35, 1.6)
@@ -229,33 +231,33 @@ class _Search:
         model: Model,
         compiler: Compiler,
         budget: int,
-        effort: CompileLimits,
-        known: tuple[Compiled, ...] = (),
+        limits: CompileLimits,
+        known: tuple[CompiledProposal, ...] = (),
     ) -> None:
         self.known = known
         self.model = model
         self.compiler = compiler
         self.budget = budget
-        self.effort = effort
-        self.compiled: list[Compiled] = []
-        #: Programs as written that need far more than the model says. A program that recomputes is fused in
-        #: another way, so they count only until one was compiled.
-        self.misjudged: list[Compiled] = []
+        self.limits = limits
+        self.compiled: list[CompiledProposal] = []
+        #: Programs as written that need far more than the model says. A program that recomputes is fused
+        #: differently, so these samples are used only until such a program was compiled.
+        self.misjudged: list[CompiledProposal] = []
         #: Whether no proposal of the other variants fits, so that those of smaller ones are tried.
-        self.is_below = False
-        #: Decisions that are known to exceed the budget.
-        self.above: list[Any] = []
+        self.none_fits = False
+        #: Decisions that are never proposed.
+        self.excluded: list[Any] = []
 
-    def run(self) -> tuple[Compiled | None, tuple[Compiled, ...]]:
+    def run(self) -> tuple[CompiledProposal | None, tuple[CompiledProposal, ...]]:
         while len(self.compiled) < self._max_compiles() and not self._is_done():
-            proposals = self._proposals()
+            proposals = self._improvements()
             if not proposals:
                 break
             # Among equal proposals, prefer one of a variant that was not tried, then the first.
             tried = {c.proposal.variant for c in self.compiled}
             self._compile(min(proposals, key=lambda p: (p.cost, p.variant in tried)))
         if self._best() is None:
-            self._search_below()
+            self._search_smaller()
             self._improve()
         return self._best(), tuple(self.compiled)
 
@@ -263,49 +265,51 @@ class _Search:
         """Return the variants to choose from: at first the most accurate one."""
         if not self.compiled:
             return self.model.variants[:1]
-        is_far = any(c.compiled_bytes > _FAR * c.proposal.model_bytes for c in self.compiled)
+        is_far = any(
+            c.compiled_bytes > _MISPREDICTED * c.proposal.model_bytes for c in self.compiled
+        )
         exact = self.model.exact_variants if is_far else ()
         best = self._best()
-        is_costly = best is not None and best.proposal.cost > self.effort.much_seconds
-        smaller = self.model.smaller_variants if self.is_below or is_costly else ()
+        is_costly = best is not None and best.proposal.cost > self.limits.much_seconds
+        smaller = self.model.smaller_variants if self.none_fits or is_costly else ()
         return [*self.model.variants, *exact, *smaller]
 
     def _max_compiles(self) -> int:
         """Return how many programs may be compiled; more if one of them fits than if none does."""
-        more = 0 if self._best() is None else self.effort.max_more
-        return self.effort.max_compiles + more
+        more = 0 if self._best() is None else self.limits.max_more
+        return self.limits.max_compiles + more
 
-    def _best(self) -> Compiled | None:
+    def _best(self) -> CompiledProposal | None:
         fitting = [c for c in self.compiled if c.compiled_bytes <= self.budget]
         return min(fitting, key=lambda c: (c.proposal.cost, c.compiled_bytes), default=None)
 
     def _is_done(self) -> bool:
         best = self._best()
-        return best is not None and best.proposal.cost <= self.effort.negligible_seconds
+        return best is not None and best.proposal.cost <= self.limits.negligible_seconds
 
-    def _proposals(self) -> list[Proposal]:
+    def _improvements(self) -> list[Proposal]:
         """Return proposals to compile next: the one that recomputes least, and maybe others."""
         found: list[Proposal] = []
         for variant in self._variants():
             least = min((p.cost for p in found), default=math.inf)
-            proposal = self._propose(variant, least)
+            proposal = self._improvement_of(variant, least)
             found += [] if proposal is None else [proposal]
         return found
 
-    def _propose(self, variant: str, at_most_cost: float) -> Proposal | None:
+    def _improvement_of(self, variant: str, at_most_cost: float) -> Proposal | None:
         """Return a proposal to compile next; None if the variant has none that would be better.
 
         It may also be None if the proposal costs more than `at_most_cost`.
         """
         best = self._best()
         if best is None:
-            return self._new_proposal(variant, at_most_cost=at_most_cost)
-        is_full = best.compiled_bytes >= self.effort.close * self.budget
+            return self._uncompiled_within(variant, at_most_cost=at_most_cost)
+        is_full = best.compiled_bytes >= self.limits.nearly_full * self.budget
         gain_within = _GAIN_OF_FULL if is_full else _GAIN
-        if len(self.compiled) >= self.effort.max_compiles:
+        if len(self.compiled) >= self.limits.max_compiles:
             gain_within = _GAIN_OF_MORE
         gain_over = _GAIN_OF_OVER_IF_FULL if is_full else _GAIN_OF_OVER
-        cost, negligible = best.proposal.cost, self.effort.negligible_seconds
+        cost, negligible = best.proposal.cost, self.limits.negligible_seconds
         for over, gain, least in (
             (0.0, gain_within, negligible),
             (_OVER, gain_over, _LEAST_GAIN_OF_OVER * negligible),
@@ -315,38 +319,38 @@ class _Search:
                 continue
             aim = int((1 + over) * self._aim(variant))
             most = min((1 - gain) * cost, cost - least)
-            if self._exceeds(variant, aim, most):
+            if self._costs_more(variant, aim, most):
                 continue
-            proposal = self._proposal_within(variant, aim)
+            proposal = self._best_within(variant, aim)
             if proposal.cost < most and not self._is_known(proposal):
                 return proposal
         most = min((1 - _GAIN_OF_MORE) * cost, cost - negligible)
         aim = int(self._aim(variant))
-        if self._exceeds(variant, aim, min(most, at_most_cost)):
+        if self._costs_more(variant, aim, min(most, at_most_cost)):
             return None
-        if not self._is_known(self._proposal_within(variant, aim)):
+        if not self._is_known(self._best_within(variant, aim)):
             return None
         # The proposal that was expected to fit exceeded the budget. A smaller one may still be much better
         # than the best.
-        smaller = self._new_proposal(variant, at_most_cost=min(most, at_most_cost))
+        smaller = self._uncompiled_within(variant, at_most_cost=min(most, at_most_cost))
         return smaller if smaller is not None and smaller.cost < most else None
 
-    def _exceeds(self, variant: str, aim: int, cost: float) -> bool:
-        return math.isfinite(cost) and self.model.exceeds(variant, max(aim, 0), cost)
+    def _costs_more(self, variant: str, aim: int, cost: float) -> bool:
+        return math.isfinite(cost) and self.model.costs_more(variant, max(aim, 0), cost)
 
-    def _new_proposal(
+    def _uncompiled_within(
         self, variant: str, margin: float | None = None, *, at_most_cost: float = math.inf
     ) -> Proposal | None:
         """Return a proposal that was not compiled and is expected to fit; None if there is none.
 
         It may also be None if the proposal costs more than `at_most_cost`.
 
-        Unless `margin` is given, each proposal that exceeded the budget lowers the aim. If a compiled
-        proposal is near the aim, the aim is lowered by at most the distance between the two, or by `_MARGIN`
-        if that is larger.
+        Unless `margin` is given, the aim is lowered by a margin that grows with each program compiled so far.
+        If a compiled proposal is near the aim, the margin is at most the distance between the two, or
+        `_MARGIN` if that is larger.
         """
-        by_failures = _MARGIN * (2 ** len(self.compiled) - 1)
-        margin = by_failures if margin is None else margin
+        by_count = _MARGIN * (2 ** len(self.compiled) - 1)
+        margin = by_count if margin is None else margin
         aim = self._aim(variant)
         samples = self._samples(variant)
         if len(samples) > 1 and self.compiled:
@@ -355,9 +359,9 @@ class _Search:
         while True:
             # Finding the smallest proposal takes long, so it is asked for only if nothing is within the aim.
             lower = int(aim * max(0.0, 1 - margin))
-            if self._exceeds(variant, lower, at_most_cost):
+            if self._costs_more(variant, lower, at_most_cost):
                 return None
-            proposal, is_smallest = self._offer_within(variant, lower)
+            proposal, is_smallest = self._best_or_smallest_within(variant, lower)
             if proposal.cost > at_most_cost:
                 return None
             if is_smallest and (near := self._slightly_smaller(variant)) is not None:
@@ -382,11 +386,11 @@ class _Search:
             return None
         return None if found is None or self._is_known(found) else found
 
-    def _proposal_within(self, variant: str, aim: int) -> Proposal:
+    def _best_within(self, variant: str, aim: int) -> Proposal:
         """Return the variant's proposal within these bytes; its smallest if there is none."""
-        return self._offer_within(variant, aim)[0]
+        return self._best_or_smallest_within(variant, aim)[0]
 
-    def _offer_within(self, variant: str, aim: int) -> tuple[Proposal, bool]:
+    def _best_or_smallest_within(self, variant: str, aim: int) -> tuple[Proposal, bool]:
         """Return that proposal, and whether it is the smallest because none is within the aim."""
         try:
             return self.model.within(variant, max(aim, 0)), False
@@ -395,18 +399,18 @@ class _Search:
 
     def _is_known(self, proposal: Proposal) -> bool:
         compiled = (c.proposal.decisions for c in self.compiled)
-        return any(known == proposal.decisions for known in (*self.above, *compiled))
+        return any(known == proposal.decisions for known in (*self.excluded, *compiled))
 
     def _compile(self, proposal: Proposal) -> None:
         expected = self._expected(proposal)
         compiled = self.compiler(proposal, expected)
-        self.compiled.append(Compiled(proposal, expected, compiled))
+        self.compiled.append(CompiledProposal(proposal, expected, compiled))
 
-    def _search_below(self) -> None:
+    def _search_smaller(self) -> None:
         """Lower the aim until a proposal fits or none is smaller."""
-        self.is_below = True
-        for _ in range(self.effort.max_below):
-            found = (self._new_proposal(variant) for variant in self._variants())
+        self.none_fits = True
+        for _ in range(self.limits.max_if_none_fits):
+            found = (self._uncompiled_within(variant) for variant in self._variants())
             proposals = [proposal for proposal in found if proposal is not None]
             proposals += [p for p in self.model.by_hand if not self._is_known(p)]
             if not proposals:
@@ -419,23 +423,23 @@ class _Search:
         variants = (*self.model.variants, *self.model.smaller_variants)
         smallest = map(self.model.smallest, variants)
         for proposal in itertools.chain(self.model.by_hand, smallest):
-            if self._best() is not None or not self.effort.max_below:
+            if self._best() is not None or not self.limits.max_if_none_fits:
                 break
             if not self._is_known(proposal):
                 self._compile(proposal)
-        self._search_above()
+        self._search_larger()
 
     def _improve(self) -> None:
-        """Compile proposals that recompute much less than the one found by `_search_below`, if any."""
-        for _ in range(self.effort.max_after):
+        """Compile proposals that recompute much less than the one found by `_search_smaller`, if any."""
+        for _ in range(self.limits.max_improvements):
             if self._best() is None or self._is_done():
                 return
-            proposals = self._proposals()
+            proposals = self._improvements()
             if not proposals:
                 return
             self._compile(min(proposals, key=lambda p: p.cost))
 
-    def _search_above(self) -> None:
+    def _search_larger(self) -> None:
         """Compile larger proposals if those so far nearly fit.
 
         The model may misjudge which of two proposals is larger, so one that recomputes less may fit.
@@ -445,10 +449,10 @@ class _Search:
         if min(c.compiled_bytes for c in self.compiled) > _NEARLY * self.budget:
             self._search_smallest()
             return
-        for factor in _ABOVE[: self.effort.max_below]:
+        for factor in _ABOVE[: self.limits.max_if_none_fits]:
             for variant in self._variants():
                 aim = factor * max(self._aim(variant), self.budget / _FIRST_RATIO)
-                proposal = self._proposal_within(variant, int(aim))
+                proposal = self._best_within(variant, int(aim))
                 if not self._is_known(proposal):
                     self._compile(proposal)
                     break
@@ -464,10 +468,10 @@ class _Search:
         nearest = min(self.compiled, key=lambda c: c.compiled_bytes)
         variant = nearest.proposal.variant
         least = self.model.smallest(variant).model_bytes
-        for factor in _ABOVE_SMALLEST[: self.effort.max_below]:
-            if nearest.compiled_bytes <= _FAR * nearest.proposal.model_bytes:
+        for factor in _ABOVE_SMALLEST[: self.limits.max_if_none_fits]:
+            if nearest.compiled_bytes <= _MISPREDICTED * nearest.proposal.model_bytes:
                 return
-            proposal = self._proposal_within(variant, int(factor * least))
+            proposal = self._best_within(variant, int(factor * least))
             if self._is_known(proposal):
                 continue
             self._compile(proposal)
@@ -480,8 +484,8 @@ class _Search:
 
     def _search_near(self) -> None:
         """Compile proposals slightly smaller than one that nearly fits."""
-        for _ in range(self.effort.max_after):
-            near = (self._new_proposal(variant, _MARGIN) for variant in self._variants())
+        for _ in range(self.limits.max_improvements):
+            near = (self._uncompiled_within(variant, _MARGIN) for variant in self._variants())
             proposals = [proposal for proposal in near if proposal is not None]
             if self._best() is not None or not proposals:
                 return
@@ -531,7 +535,7 @@ class _Search:
         """Return the model's bytes for which the compiler is expected to need the budget."""
         budget = self.budget / self._ratio_to_similar(variant)
         samples = sorted(self._samples(variant), key=lambda s: (abs(s[1] - budget), s))
-        line = _line(samples)
+        line = _slope(samples)
         if line is not None:
             (model, compiled), slope = samples[0], line
             return model + (budget - compiled) / slope
@@ -547,7 +551,7 @@ class _Search:
         wanted = proposal.model_bytes
         samples = sorted(self._samples(proposal.variant), key=lambda s: (abs(s[0] - wanted), s))
         more = self._ratio_to_similar(proposal.variant)
-        line = _line(samples)
+        line = _slope(samples)
         if line is not None:
             (model, compiled), slope = samples[0], line
             return max(0, int(more * (compiled + (wanted - model) * slope)))
@@ -556,7 +560,7 @@ class _Search:
         return int(wanted * _FIRST_RATIO)
 
 
-def _line(samples: Sequence[tuple[int, int]]) -> float | None:
+def _slope(samples: Sequence[tuple[int, int]]) -> float | None:
     """Return the slope of the line through the first sample and the next one with a plausible slope.
 
     The compiler needs some memory whatever is recomputed, so a ratio alone converges slowly.

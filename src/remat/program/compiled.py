@@ -201,7 +201,7 @@ def compile_plainly(
     as_run: bool = False,
     default_level: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
-) -> jax.stages.Compiled:
+) -> jax.stages.Compiled | OutOfMemory:
     """Compile as `compile_for_analysis` does, and return the program itself, or `OutOfMemory`."""
     if as_run:
         return _compile(lowered, None)

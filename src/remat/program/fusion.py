@@ -7,14 +7,15 @@ bandwidth. The model follows XLA's fusion passes:
   its results; a `REDUCE` operation fuses with the producers of its operands and writes its result.
 * A `VIEW` is the same buffer as its operand.
 * An elementwise result is written if a `KERNEL` reads it, if it is an output of the program, if it is
-  `COSTLY` and several kernels need it, or if several kernels need it and would read more bytes to
-  compute it than it has itself. Otherwise every kernel that needs it computes it from values that *are*
-  written. With `into_products`, matrix products compute elementwise operands like other kernels.
-* A loop updates its carry in place: a carry that starts as a constant that only the loop reads is in the
-  constant's memory, also through several loops in a row.
-* Output-buffer reuse: an elementwise kernel may write its result into the buffer of an operand that is
-  not needed any more. So a value that only the next, elementwise kernel reads makes one node with it,
-  and so do the reductions in between that only this kernel reads, as in softmax.
+  `COSTLY` and several kernels need it, or if several kernels need it and would each read two or more
+  operands of at least half its size to compute it. Otherwise every kernel that needs it computes it from
+  values that *are* written. With `into_products`, matrix products compute elementwise operands like other
+  kernels.
+* A loop updates its carry in place. If only the loop reads the constant from which a carry starts, the carry
+  is in the constant's buffer; so are the carries of further loops to which it is passed on.
+* Kernels in place: an elementwise kernel may write its result into the buffer of an operand that is not
+  needed any more. So a value that only the next elementwise kernel reads is one node with it. Reductions
+  between the two that only this kernel reads belong to the node, too, as in softmax.
 * A sum of many values is one kernel, which keeps all of them alive until the last one is computed: for
   example the gradients of a weight that many layers share. With `partial_sums`, partial sums are
   written; a program must then put barriers around them (`Fused.partial_sums`).
@@ -46,20 +47,21 @@ _PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
 
 _SUMS = frozenset(("add", "add_any", "sub"))
 
-# The number of large values that kernels which reuse a buffer may read to be one node. All are live while the
-# node runs. A larger number keeps the values of a long chain of such kernels from being recomputed one after
-# the other; a smaller one counts the buffer more often.
+# Kernels that write to one buffer in turn are one node only if they read at most this many large values,
+# all of which are live while the node runs. A larger number keeps the values of a long chain of such
+# kernels from being recomputed one after the other; a smaller one counts the buffer more often.
 _MOST_OPERANDS = 6
 
-# The number of positions for one result at which a kernel computes a value that is fused into it, above which
-# XLA writes the value. Slices and padding read a value at several positions, and again what it is made from.
+# If a kernel computed a value that is fused into it at more than this many positions for one element of the
+# result, XLA writes the value instead. Slices and padding read a value at several positions, and again what
+# it is made from.
 _MOST_POSITIONS = 15
 
 # The number of written values from which one kernel computes a value at most.
 _MOST_SOURCES = 64
 
 # The number of operations between two kernels from which on they are far from each other.
-_FAR = 16
+_FAR_APART = 16
 
 # The number of large values in a sum from which partial sums are written. A larger one writes fewer of them,
 # and each costs bandwidth; sums of fewer values save little memory.
@@ -71,12 +73,13 @@ class Fused:
     """A program's graph of written values, and the operations of its nodes.
 
     Args:
-      graph: nodes have the number of the operation that writes them.
+      graph: for n operations, a node has the number of the operation that writes it; node n is the end, which
+        reads all results; nodes from n + 1 to 2 n are workspaces, and those from 2 (n + 1) on are the smaller
+        ones of several nodes of an operation.
       ops: for each node its operations, in order; cheap ones that several nodes share are in each.
       once: nodes that must not be recomputed.
       seconds: for each node the time of one computation.
-      holds: for each written value the node that holds it. Of several nodes of one operation the
-        largest has its number, and the others have numbers above those of all operations.
+      holds: for each written value the node that holds it.
       partial_sums: operations whose results are written so that their terms are no longer needed.
       output_buffers: for each node that writes outputs, the bytes of each one's buffer, which the graph does
         not count.
@@ -166,20 +169,20 @@ class _Fusion:
         self.output_values = self._outputs_through_views()
         self.is_output = [any(v in self.output_values for v in op.results) for op in ops]
         self.written = self._written_in_any_case()
-        self._write_expensive()
-        self._write_of_many()
+        self._mark_expensive()
+        self._mark_of_many()
         if costly_inside:
-            self._write_costly_of_near_kernels()
-        self._write_often_computed()
+            self._mark_costly_of_near_kernels()
+        self._mark_often_computed()
         if not duplicates:
-            self._write_shared()
+            self._mark_shared()
         self.partial_sums = (
             frozenset() if partial_sums is None else self._partial_sums(partial_sums)
         )
         for i in self.partial_sums:
             self.written[i] = True
         if self.partial_sums:  # more kernels, which may need the same values
-            self._write_expensive()
+            self._mark_expensive()
         self.buffer = self._buffers()
         self.reads = self._reads()
 
@@ -202,7 +205,7 @@ class _Fusion:
         return list(found)
 
     def _written_in_any_case(self) -> list[bool]:
-        """Return what is written whatever else is."""
+        """Return what is written regardless of which other values are."""
         ops, users = self.program.ops, self.users
         written = [False] * len(ops)
         for i, op in enumerate(ops):
@@ -210,14 +213,14 @@ class _Fusion:
                 written[i] = True
             elif op.fusion is not Fusion.VIEW:
                 opaque = any(map(self._reads_from_memory, users[i]))
-                # A value that must not be recomputed is written where it would be.
+                # A value that must not be recomputed is written if kernels would compute it more than once.
                 shared = not op.repeatable and (
                     len(users[i]) > 1 or any(ops[u].repeatable for u in users[i])
                 )
                 written[i] = self.is_output[i] or opaque or shared
         return written
 
-    def _write_expensive(self) -> None:
+    def _mark_expensive(self) -> None:
         """Also write what several kernels need and would compute at a higher cost than that of reading it."""
         ops = self.program.ops
         keeps_costly = not (self.into_products or self.costly_inside)
@@ -237,9 +240,9 @@ class _Fusion:
             # Several kernels would have to read more than one operand of this size each.
             return sum(2 * self._source_size(s) >= self.size[i] for s in sources[i]) > 1
 
-        self._write_by_kernels(is_expensive)
+        self._mark_by_kernels(is_expensive)
 
-    def _write_of_many(self) -> None:
+    def _mark_of_many(self) -> None:
         """Also write what is computed from many values; kernels read fewer."""
         sources: list[set[int]] = []
         for i, op in enumerate(self.program.ops):
@@ -265,7 +268,7 @@ class _Fusion:
                 found |= {made_by} if written[made_by] else sources[made_by]
         return found
 
-    def _write_often_computed(self) -> None:
+    def _mark_often_computed(self) -> None:
         """Also write the values that one kernel would compute at too many positions for one result."""
         ops = self.program.ops
         # For each value the positions at which the kernels that it is fused into compute it.
@@ -285,22 +288,22 @@ class _Fusion:
             self.written[i] = max(found.values(), default=0) > _MOST_POSITIONS
             positions[i] = {} if self.written[i] else found
 
-    def _write_costly_of_near_kernels(self) -> None:
+    def _mark_costly_of_near_kernels(self) -> None:
         """Also write the costly values that several kernels near each other would compute."""
 
         def is_near(i: int, kernels: set[int]) -> bool:
             pairs = itertools.pairwise(sorted(kernels))
             return self.program.ops[i].fusion is Fusion.COSTLY and any(
-                b - a < _FAR for a, b in pairs
+                b - a < _FAR_APART for a, b in pairs
             )
 
-        self._write_by_kernels(is_near)
+        self._mark_by_kernels(is_near)
 
     def _reads_from_memory(self, i: int) -> bool:
         op = self.program.ops[i]
         return op.fusion is Fusion.KERNEL and not (self.into_products and op.name in _PRODUCTS)
 
-    def _write_shared(self) -> None:
+    def _mark_shared(self) -> None:
         """Also write the cheap values that are computed from large ones and that several kernels need."""
         ops, sizes = self.program.ops, self.program.bytes
 
@@ -310,9 +313,9 @@ class _Fusion:
             large = any(2 * sizes[v] >= self.size[i] for v in ops[i].operands)
             return large and len(self.users[i]) > 1 and len(kernels) > 1
 
-        self._write_by_kernels(is_shared)
+        self._mark_by_kernels(is_shared)
 
-    def _write_by_kernels(self, is_written: Callable[[int, set[int]], bool]) -> None:
+    def _mark_by_kernels(self, is_written: Callable[[int, set[int]], bool]) -> None:
         """Also write the values for which `is_written(operation, kernels that compute it or read it)`."""
         ops = self.program.ops
         kernels: list[set[int]] = [set() for _ in ops]
@@ -381,7 +384,8 @@ class _Fusion:
                 made_by = found.get(v, self.producer.get(v))
                 if made_by is None or uses[v] > 1 or v in outputs:
                     continue
-                # The memory of other values may be reused in any case, and they may be computed again.
+                # Only carries that start as constants are tracked. Liveness alone reuses the buffers of
+                # others, and these values stay repeatable.
                 is_constant = ops[made_by].fusion in FUSIBLE and not self._reads_large(made_by)
                 is_same = sizes[v] == sizes[result] and self.written[made_by]
                 if is_same and (v in found or is_constant):

@@ -148,7 +148,7 @@ class _GridAnswers(Answers):
             found = smallest
         return checked(self.graph, found.order.tolist(), budget, self._lower_bound(found, budget))
 
-    def exceeds(self, budget: int, time: float) -> bool:
+    def costs_more(self, budget: int, time: float) -> bool:
         # Double precision may have added a rounding error to either.
         extra = time - self.graph.time + 1e-9 * self._arrays.total_time
         if self._bound(budget) > extra:

@@ -72,7 +72,7 @@ class Answers(abc.ABC):
             that was, and whether the budget is proven to be impossible.
         """
 
-    def exceeds(self, budget: int, time: float) -> bool:
+    def costs_more(self, budget: int, time: float) -> bool:
         """Return whether the schedule within a budget, if any, is known to take more than a time.
 
         By default, False: it is not known before the schedule is.

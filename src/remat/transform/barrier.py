@@ -1,4 +1,9 @@
-"""Protection of recomputations from XLA's optimizations: the only module that chooses it, by platform.
+"""Protection of recomputations from XLA's optimizations, which is lowered here and depends on the platform.
+
+`transform/primitive.py` calls it for every region that is to be protected: those of `remat.checkpoint`, and
+the ones that a plan writes (`region_equation`). Which inputs a barrier includes is decided where the region
+is made: for plans in `planner/rewrite.py` (units) and `planner/scan_pairs/emission.py` (bodies of loops,
+which need no protection if only fusible operations are recomputed).
 
 A recomputation repeats operations of the forward pass on the same operands, which is what a
 compiler's common-subexpression elimination (CSE) looks for. If it merges the two, the forward values

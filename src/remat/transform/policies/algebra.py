@@ -189,7 +189,7 @@ class Either(_Combined):
 
     def opinion(self, value: RegionValue) -> Decision:
         given = [case for case in self.opinions(value) if case is not None]
-        return max(given, key=keeps_most) if given else None
+        return max(given, key=keep_rank) if given else None
 
 
 class Both(_Combined):
@@ -200,7 +200,7 @@ class Both(_Combined):
         if None in given:
             # A policy that does not decide about a value does not save it, so not all do.
             return None if not any(case is not None for case in given) else _jax.Recompute
-        return min(given, key=keeps_most)
+        return min(given, key=keep_rank)
 
 
 class First(_Combined):
@@ -217,7 +217,7 @@ class Not(Policy):
     def opinion(self, value: RegionValue) -> Decision:
         if value.is_result_of_body and not value.names:
             return None
-        return _jax.Recompute if keeps_most(self.inner.opinion(value)) else _jax.Saveable
+        return _jax.Recompute if keep_rank(self.inner.opinion(value)) > 0 else _jax.Saveable
 
     def parts(self) -> Iterator[Policy]:
         yield self
@@ -285,16 +285,16 @@ class Foreign(Policy):
         avals = [v.aval for v in value.eqn.invars]
         case = _jax.as_case(self(primitive, *avals, **params))
         for name in sorted(value.names):
-            if keeps_most(case):
+            if keep_rank(case) > 0:
                 break
             case = _jax.as_case(self(_jax.name_p, value.aval, name=name))
-        return case if keeps_most(case) else None
+        return case if keep_rank(case) > 0 else None
 
     def __repr__(self) -> str:
         return getattr(self.function, "__name__", repr(self.function))
 
 
-def keeps_most(case: Decision) -> int:
+def keep_rank(case: Decision) -> int:
     """Return a rank of how much a decision keeps: 2 on the device, 1 in another memory, 0 for nothing."""
     if isinstance(case, _jax.Offloadable):
         return 1

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from remat import _jax
 from remat.ir import jaxprs
 from remat.transform import marks
-from remat.transform.policies.algebra import Foreign, Policy, keeps_most
+from remat.transform.policies.algebra import Foreign, Policy, keep_rank
 from remat.transform.policies.selector import RegionValue
 
 
@@ -58,7 +58,7 @@ def _decide(policy: Policy, jaxpr: _jax.Jaxpr) -> Callable[..., dict[_jax.Var, m
             case = policy.opinion(value)
             if isinstance(case, _jax.Offloadable) and not _jax.is_in_memory(value.aval, case.src):
                 continue  # a copy to another memory: copied again from the original if needed
-            if keeps_most(case):
+            if keep_rank(case) > 0:
                 like = named[var].eqn if var in named else eqn
                 found[var] = marks.Mark(case, tuple(sorted(value.names)), like)
         return found

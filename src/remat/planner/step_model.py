@@ -1,4 +1,4 @@
-"""Candidates for the plan of a step: what to keep and what to recompute.
+"""The model of a step, which proposes what to keep and what to recompute.
 
 The step with its costs (`priced_step`) offers choices about its loops (`loop_choices`), which are decided
 first, and then a schedule of the program outside of them (`loop_level`). A budget may be met by several
@@ -75,13 +75,13 @@ class StepModel:
             raise problem
         return self._fastest(found)
 
-    def exceeds(self, variant: str, n_bytes: int, cost: float) -> bool:
+    def costs_more(self, variant: str, n_bytes: int, cost: float) -> bool:
         """Return whether the proposal within these bytes is known to cost more.
 
         Only bounds on times are known, which say nothing if proposals are compared by FLOPs.
         """
         return not (self.step.copies_outside or self.step.by_flops) and all(
-            level.exceeds(variant, n_bytes, cost)
+            level.costs_more(variant, n_bytes, cost)
             for options in self._body_choices(variant, n_bytes)
             for level in self._levels_within(variant, n_bytes, options)
         )
@@ -121,7 +121,7 @@ class StepModel:
         """
         decisions = proposal.decisions
         if (
-            decisions.outside.change_nothing
+            decisions.outside.changes_nothing
             and not decisions.loops.bodies
             and not self.step.by_flops
         ):
@@ -171,7 +171,7 @@ class StepModel:
             chosen = tuple(
                 (body.id, option.decisions)
                 for body, option in zip(self._loops.bodies, options)
-                if not option.decisions.change_nothing
+                if not option.decisions.changes_nothing
             )
             # This level is the program as it is written.
             if chosen and loops.opened == self.step.is_opened:

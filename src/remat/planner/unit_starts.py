@@ -1,8 +1,9 @@
-"""Where an ordered program begins new units, so that a compiler keeps its order.
+"""Where the units of an ordered program begin, so that a compiler keeps its order.
 
-Compilers may reorder the equations of a unit, and those between units (`rewrite`). So a unit of an ordered
-program has few equations, and it ends before its equations could take more memory in another order than the
-whole schedule does: at the peak, a product that frees a large value stays before one that allocates another.
+A unit is a group of equations behind one optimization barrier (`rewrite`). Compilers may reorder the
+equations of a unit, and those between units. So a unit of an ordered program has few equations, and it ends
+before any order of its equations could exceed the peak of the schedule: at the peak, a product that frees a
+large value stays before one that allocates another.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _SLACK = 0.02
 Bursts = Mapping[int, tuple[int, ...]]
 
 
-def units_of(
+def unit_starts(
     jaxpr: _jax.Jaxpr, stored: frozenset[int], bursts: Bursts
 ) -> dict[int, list[tuple[int, ...]]]:
     """Return where the units of an ordered program begin, and what each of them recomputes.
@@ -62,6 +63,7 @@ def units_of(
     sizes = results + workspace
     most = (1 + _SLACK) * (live + workspace).max()
     found: dict[int, list[tuple[int, ...]]] = {}
+    # Of the present unit: the number of new equations, and the bytes that it needs if it frees nothing.
     size, needed = 0, 0
     for step, (computed, number) in enumerate(order):
         is_new = computed == number
@@ -149,7 +151,7 @@ def _stored_arrays(jaxpr: _jax.Jaxpr, numbers: list[int]) -> Arrays:
 
 
 def _early(jaxpr: _jax.Jaxpr, stored: frozenset[int]) -> list[int]:
-    """Return the stored equations that depend on nothing that was stored just before them."""
+    """Return the stored equations that depend on none of the `_UNIT_SIZE` stored equations before them."""
     found: list[int] = []
     place = {number: at for at, number in enumerate(sorted(stored))}
     latest: dict[Atom, int] = {}  # the place of the latest stored equation that a value depends on

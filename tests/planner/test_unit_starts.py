@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from remat import _jax
-from remat.planner.fences import units_of, workspace_bytes
 from remat.planner.rewrite import flattened
+from remat.planner.unit_starts import unit_starts, workspace_bytes
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 X = np.linspace(0, 1, 64 * 64, dtype=np.float32).reshape(64, 64)
@@ -38,7 +38,7 @@ def test_a_unit_ends_before_it_could_hold_what_the_schedule_has_freed():
     stored = frozenset(range(len(flat.eqns)))
     first, second, _ = numbers(flat, "dot_general")
     tanhs = numbers(flat, "tanh")
-    fences = units_of(flat, stored, {tanhs[-1]: (tanhs[-2],)})
+    fences = unit_starts(flat, stored, {tanhs[-1]: (tanhs[-2],)})
     assert any(first < number <= second for number in fences)
 
 
@@ -52,7 +52,7 @@ def test_units_have_up_to_four_equations_where_memory_is_not_scarce():
     flat = flat_of(step, X)
     stored = frozenset(range(len(flat.eqns)))
     tanhs = numbers(flat, "tanh")
-    fences = units_of(flat, stored, {tanhs[1]: (tanhs[0],)})
+    fences = unit_starts(flat, stored, {tanhs[1]: (tanhs[0],)})
     assert [n for n in tanhs if n in fences] == [tanhs[1], tanhs[5]]
 
 
@@ -66,7 +66,7 @@ def test_a_burst_at_the_peak_becomes_several_units():
     stored = frozenset(range(len(flat.eqns)))
     _, large, last = numbers(flat, "dot_general")
     again = (*range(large + 1),)
-    units = units_of(flat, stored, {last: again})[last]
+    units = unit_starts(flat, stored, {last: again})[last]
     assert sum(units, ()) == again
     assert len(units) > 1
 
@@ -86,7 +86,7 @@ def test_every_unit_fits_in_the_worst_order(seed):
     flat = flat_of(jax.value_and_grad(step), X)
     stored = frozenset(numbers(flat, "dot_general"))
     last = max(stored)
-    fences = units_of(flat, stored, {last: ()})
+    fences = unit_starts(flat, stored, {last: ()})
     live, peak = live_bytes(flat, stored)
     units = [min(stored), *sorted(fences), last + 1]
     for start, end in itertools.pairwise(units):
@@ -132,5 +132,5 @@ def test_a_unit_ends_before_a_kernel_could_copy_its_operands_beside_other_result
     copied = workspace_bytes(flat.eqns[of_kernel], producer, stored)
     assert copied == 2 * 4 * 16 * 16 * 8 * 4
     cos = numbers(flat, "cos")[0]
-    fences = units_of(flat, stored, {of_kernel: (cos,)})
+    fences = unit_starts(flat, stored, {of_kernel: (cos,)})
     assert any(of_kernel < number <= of_operand for number in fences)
