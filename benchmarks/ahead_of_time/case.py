@@ -9,9 +9,11 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks.zoo.model import unchanged
+from remat.errors import PlanError
 from remat.program.targets import Target
 
 Wrap: TypeAlias = Callable[[Callable], Callable]
@@ -98,8 +100,15 @@ def constrained(mesh: Mesh, *axes: Any) -> Callable[[jax.Array], jax.Array]:
 
 
 def mesh_of(target: Target, **axes: int) -> Mesh:
-    """Return a mesh of the target's devices with axes of these names and sizes."""
-    return target.mesh(tuple(axes.values()), tuple(axes))
+    """Return a mesh of the target's devices with axes of these names and sizes.
+
+    If the axes do not follow the links, neighbours in the order of the devices are neighbours on the last axis.
+    """
+    shape, names = tuple(axes.values()), tuple(axes)
+    try:
+        return target.mesh(shape, names)
+    except PlanError:
+        return Mesh(np.array(target.devices).reshape(shape), names)
 
 
 def adam_state(params: Any) -> tuple[Any, Any, Any]:

@@ -17,7 +17,7 @@ from remat.planner.copy_windows import Window, Windows
 from remat.planner.decisions import LoopDecisions, StepDecisions, equation_numbers, with_loops
 from remat.planner.host_copies import HostCopy, stack_rows
 from remat.planner.priced_step import LEAN, ORDERED, PricedStep, fusing
-from remat.planner.rewrite import decisions_of
+from remat.planner.rewrite import Decisions, decisions_of
 from remat.planner.search import Proposal
 from remat.program.fusion import Fused, Price
 from remat.program.program import Program
@@ -234,6 +234,7 @@ class LoopLevel:
                     found.steps,
                     ordered=variant == ORDERED,
                     recomputes_costly=variant == LEAN,
+                    fences_arguments=self.step.is_sharded,
                 ),
             ),
         )
@@ -246,12 +247,15 @@ class LoopLevel:
         return max(0.0, float(time), float(found.time - self._fused(variant).graph.time))
 
     def _loops_of(self, variant: str) -> LoopDecisions:
-        if variant != ORDERED:
-            return self.loops
-        bodies = (
-            (id, dataclasses.replace(d, ordered=bool(d.bursts))) for id, d in self.loops.bodies
-        )
-        return dataclasses.replace(self.loops, bodies=tuple(bodies))
+        def of_body(decided: Decisions) -> Decisions:
+            return dataclasses.replace(
+                decided,
+                ordered=decided.ordered or (variant == ORDERED and bool(decided.bursts)),
+                fences_arguments=self.step.is_sharded,
+            )
+
+        bodies = tuple((id, of_body(decided)) for id, decided in self.loops.bodies)
+        return dataclasses.replace(self.loops, bodies=bodies)
 
     def _solved(self, variant: str) -> tuple[Fused, Answers]:
         """Return the graph of a variant and the solver's answers; variants with equal graphs share them."""

@@ -152,7 +152,7 @@ class BodyPlan(Checked):
 
     Args:
       id: the places of the equations around the body, each with the number of its body: "7.0/".
-      n_equations, stored, recomputations, ordered, partial_sums: as of a whole step.
+      n_equations, stored, recomputations, ordered, partial_sums, fences_arguments: as of a whole step.
     """
 
     id: str
@@ -161,6 +161,7 @@ class BodyPlan(Checked):
     recomputations: tuple[Recomputation, ...]
     ordered: bool = False
     partial_sums: tuple[int, ...] = ()
+    fences_arguments: bool = False
 
     def __repr__(self) -> str:
         return f"BodyPlan({self.id!r}, {_counts(self)})"
@@ -224,6 +225,8 @@ class WholeStep(Checked):
       n_added: the number of equations that `loops` add around loops, such as reshapes into groups, and
         `copies` to copy. Their numbers follow those of the step.
       copies: the values outside of loops that are kept in the host's memory between two uses.
+      fences_arguments: whether recomputations wait together with all arguments that they read, because
+        compilers may gather these from other devices.
     """
 
     n_equations: int
@@ -236,6 +239,7 @@ class WholeStep(Checked):
     partial_sums: tuple[int, ...] = ()
     n_added: int = 0
     copies: tuple[HostCopy, ...] = ()
+    fences_arguments: bool = False
 
     def __repr__(self) -> str:
         copies = counted(len(self.copies), "copy", "copies")

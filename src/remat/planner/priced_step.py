@@ -93,6 +93,11 @@ class PricedStep:
         return (INLINED, FUSED) if self.into_products else (WRITTEN, FUSED, LEAN)
 
     @property
+    def is_sharded(self) -> bool:
+        """Return whether an argument is spread over several devices."""
+        return any(n > 1 for n in self.shards or ())
+
+    @property
     def copies_outside(self) -> bool:
         """Return whether a plan may keep values outside of loops in the host's memory."""
         return self.copies and self.transfer is not None

@@ -13,7 +13,8 @@ computed again in each unit.
 
 A unit's barrier leaves out an argument of the program if everything that reads it also reads a value that
 passes the barrier, and so waits anyway. A compiler would copy arguments in the barrier that are updated in
-place, such as a loop's carry.
+place, such as a loop's carry. If arguments are sharded, the barrier includes them all: the partitioner may
+gather one, which is an operation on it that a compiler could start early (`Decisions.fences_arguments`).
 
 A unit also takes the scalars that fill its constant arrays. Otherwise a compiler could make such an array
 when the program starts, or share one between units, and keep it in memory throughout.
@@ -84,12 +85,15 @@ class Decisions:
         begin only at the latter places and at equations that depend on nothing recent.
       partial_sums: the numbers of stored equations after which a unit begins, so that their terms are
         not kept until the whole sum is computed in one kernel.
+      fences_arguments: whether the barriers of units include all arguments of the program. If arguments are
+        sharded, the partitioner may gather them, and only a barrier delays that.
     """
 
     stored: frozenset[int]
     bursts: tuple[Burst, ...]
     ordered: bool = False
     partial_sums: tuple[int, ...] = ()
+    fences_arguments: bool = False
 
     def __repr__(self) -> str:
         stored, bursts = (
@@ -111,13 +115,14 @@ def decisions_of(
     *,
     ordered: bool = False,
     recomputes_costly: bool = False,
+    fences_arguments: bool = False,
 ) -> Decisions:
     """Return the decisions of a schedule of a fused program.
 
     Args:
       program, fused: the program and its graph.
       steps: the schedule.
-      ordered: as in `Decisions`.
+      ordered, fences_arguments: as in `Decisions`.
       recomputes_costly: whether costly values, such as exponentials, are among those that are not stored.
         Compilers would store these for kernels far from each other, so the program is ordered even without
         bursts.
@@ -156,6 +161,7 @@ def decisions_of(
         tuple(bursts),
         (ordered and bool(bursts)) or recomputes_costly,
         tuple(sorted(fused.partial_sums)),
+        fences_arguments,
     )
 
 
@@ -331,7 +337,8 @@ class _Writer:
         self.units = {number: [again] for number, again in bursts.items()}
         if decisions.ordered:
             self.units = unit_starts(jaxpr, decisions.stored, bursts)
-        self.arguments = frozenset(jaxpr.invars)
+        #: The arguments that barriers may leave out.
+        self.arguments = frozenset(() if decisions.fences_arguments else jaxpr.invars)
         self.computed_once = self._computed_once({n for again in bursts.values() for n in again})
         self.producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
         self.last_use = self._last_uses()

@@ -50,6 +50,7 @@ def whole_step_plan(flat: _jax.Jaxpr, decisions: StepDecisions) -> WholeStep:
                 _recomputations(found[id], of_body, range(len(found[id].eqns))),
                 of_body.ordered,
                 of_body.partial_sums,
+                of_body.fences_arguments,
             )
             for id, of_body in loops.bodies
         ),
@@ -57,6 +58,7 @@ def whole_step_plan(flat: _jax.Jaxpr, decisions: StepDecisions) -> WholeStep:
         tuple(sorted(numbers[i] for i in outside.partial_sums)),
         _n_added(source, numbers),
         tuple(_for_readers(copy, source) for copy in loops.copies),
+        outside.fences_arguments,
     )
 
 
@@ -126,7 +128,9 @@ def _decisions(plan: WholeStep | BodyPlan, places: Mapping[int, int]) -> Decisio
             )
     stored = frozenset(places[n] for n in plan.stored if n in places)
     partial_sums = sorted(places[n] for n in plan.partial_sums if n in places)
-    return Decisions(stored, tuple(bursts), plan.ordered, tuple(partial_sums))
+    return Decisions(
+        stored, tuple(bursts), plan.ordered, tuple(partial_sums), plan.fences_arguments
+    )
 
 
 def _check_count(n_equations: int, jaxpr: _jax.Jaxpr, what: str) -> None:

@@ -33,7 +33,7 @@ from remat.ir.equations import (
     solve_operands,
 )
 from remat.ir.flops import WHILE_TRIPS, flops_of
-from remat.ir.operations import FUSIBLE, Fusion, operation
+from remat.ir.operations import FUSIBLE, Fusion, operation, writes_into_operand
 from remat.program.expansion import expanded_bytes
 from remat.program.fusion import fuse
 from remat.program.products import transposed_operands
@@ -254,6 +254,9 @@ class ProgramWriter:
             if op is None or v in seen or self.bytes[v] < least:
                 continue
             seen.add(v)
+            if writes_into_operand(op.name):  # in place, if that is the carry
+                stack.append(op.operands[0])
+                continue
             if op.fusion is Fusion.KERNEL and not _is_written_on_cpu(op.name):
                 return op.name not in ("scan", "while")  # these update their carries in place
             if op.fusion in FUSIBLE and (op.flops or op.fusion is not Fusion.CHEAP):

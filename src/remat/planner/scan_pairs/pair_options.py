@@ -372,7 +372,11 @@ class _OptionsOfCuts:
         return size if v in self.joint.xs else -(-size // self.joint.length)
 
     def _transient_bytes(self, emitted: Emitted) -> int:
-        """Return the bytes that inner scans and conditionals keep only during one step."""
+        """Return the bytes that inner scans and conditionals take only during one step of B.
+
+        They are stacks that one of them writes and another reads, and the workspace of the one that needs
+        most, such as the stacks of loops inside of it.
+        """
         repeated = {id(eqn) for eqn in emitted.recomputed}
         eqns = self.joint.jaxpr.eqns
         stacks = [eqn for eqn in eqns if eqn.primitive.name in ("scan", "cond")]
@@ -387,13 +391,12 @@ class _OptionsOfCuts:
             for v in eqn.outvars
             if v in forward and v in read_late and v not in kept
         )
-        # Values that a branch of a backward conditional recomputes have their own stacks.
-        of_branches = (
+        of_bodies = (
             work_of_bodies(eqn, [self.scope.shards_of(v) for v in eqn.invars]).peak_bytes
             for eqn in stacks
-            if id(eqn) in late and eqn.primitive.name == "cond"
+            if id(eqn) in late or id(eqn) in repeated
         )
-        return n_between + max(of_branches, default=0)
+        return n_between + max(of_bodies, default=0)
 
     def _nodes(self) -> _Nodes:
         """Return the cut problem: which known values to keep for B."""
