@@ -102,7 +102,7 @@ def constrained(mesh: Mesh, *axes: Any) -> Callable[[jax.Array], jax.Array]:
 def mesh_of(target: Target, **axes: int) -> Mesh:
     """Return a mesh of the target's devices with axes of these names and sizes.
 
-    If the axes do not follow the links, neighbours in the order of the devices are neighbours on the last axis.
+    If the axes do not follow the links, devices that follow one another are neighbours on the last axis.
     """
     shape, names = tuple(axes.values()), tuple(axes)
     try:

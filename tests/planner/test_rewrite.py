@@ -177,6 +177,29 @@ def test_arguments_that_are_read_together_with_fenced_values_are_not_fenced():
     assert fenced((tanh,), stored | {scaled}) == {m}
 
 
+def test_arguments_that_may_be_gathered_are_fenced():
+    """A gather that the partitioner inserts depends on the argument alone, so only a barrier delays it."""
+
+    def step(x, w):
+        y = jnp.tanh(x @ w)
+        return (jnp.sin(y) @ w) * y
+
+    flat, leaves = flat_of(step, X[:, :5], W[0][:5, :5])
+    (tanh,) = (i for i, e in enumerate(flat.eqns) if e.primitive.name == "tanh")
+    last = max(i for i, e in enumerate(flat.eqns) if e.primitive.name == "mul")
+    stored = frozenset(range(len(flat.eqns)))
+    for fences_arguments in (False, True):
+        decisions = Decisions(
+            stored, (Burst(last, (tanh,)),), ordered=True, fences_arguments=fences_arguments
+        )
+        new = rewritten(flat, decisions)
+        units = [e for e in new.eqns if e.primitive.name == "remat" and flat.invars[1] in e.invars]
+        assert units
+        for unit in units:
+            assert (flat.invars[1] in fenced_inputs(unit)) == fences_arguments
+        assert_equal(run(new, leaves), run(flat, leaves))
+
+
 def test_arguments_of_which_kernels_make_copies_are_fenced():
     """The gradient of a kernel copies its operands, and the copy of an argument could be made at any time."""
     x = np.ones((2, 8, 8, 3), np.float32)

@@ -22,6 +22,9 @@ from remat.ir import jaxprs
 from remat.ir.equations import plain_call
 from remat.ir.flops import flops_of
 from remat.planner.scan_pairs import ScanOption, at_price, opened, pairs, prices, rewrite
+from remat.program.from_jaxpr import program_of_jaxpr
+from remat.program.fusion import fuse
+from remat.solvers import no_remat
 
 KEY = jax.random.key(0)
 
@@ -405,6 +408,32 @@ def test_copies_are_cheap_as_long_as_computation_hides_them():
     assert smallest.seconds < plain.options[0].seconds
 
 
+def test_options_count_the_stacks_of_loops_in_loops_in_loops():
+    """In the backward pass, an iteration of the middle loop needs the stacks of the inner one."""
+
+    def scanned(body, x, xs):
+        return jax.lax.scan(body, x, xs)[0]
+
+    def inner(x, w):
+        return jnp.tanh(jnp.sin(x) * w), None
+
+    def middle(x, w):
+        return scanned(inner, jnp.cos(x), jnp.broadcast_to(w, (32, *w.shape))), None
+
+    def outer(x, w):
+        return scanned(middle, jnp.exp(-x), jnp.broadcast_to(w, (4, *w.shape))), None
+
+    def loss(w, x):
+        return jnp.sum(scanned(outer, x, w))
+
+    jaxpr, _ = flat(jax.grad(loss), jnp.ones((4, 256)), jnp.ones(256))
+    (pair,) = pairs(jaxpr, price)
+    for option in pair.options:
+        program = program_of_jaxpr(rewrite(jaxpr, {pair.id: option}))
+        peak = no_remat(fuse(program, price).graph).peak_bytes
+        assert peak <= 1.3 * option.bytes + 2**15
+
+
 def test_options_that_offload_what_they_do_not_keep_are_refused():
     jaxpr, _, pair, found = with_copies()
     kept = found[0].saved
@@ -423,7 +452,7 @@ def test_residuals_of_branches_are_recomputed_in_the_backward_branch():
     forward, _ = (eqn for eqn in changed.eqns if eqn.primitive.name == "cond")
     _, _, carries = forward.outvars
     assert carries.aval.shape[1:] == X.shape
-    assert pair.options[0].bytes < pair.as_written.bytes / 4
+    assert pair.options[0].bytes < pair.as_written.bytes / 2
     with pytest.raises(PlanError, match=r"branches 2-6\.0, 2-6\.1, 2-6\.2"):
         rewrite(jaxpr, {pair.id: ScanOption((), 0, 0.0, 0.0)})
 

@@ -42,6 +42,12 @@ def momentum(state, w):
     return (x - 0.1 * m, m), None
 
 
+def written(state, w):
+    x, rows, i = state
+    x = jnp.tanh(x @ w)
+    return (x, lax.dynamic_update_index_in_dim(rows, x, i, 0), i + 1), None
+
+
 def gradient_of(step, xs):
     return jax.grad(lambda xs, x: jnp.sum(jnp.sin(over(step, xs, x))))(xs, X)
 
@@ -55,6 +61,7 @@ STEPS = {
     "a carry that is stacked, too": lambda xs: lax.scan(rnn, X, xs),
     "a residual": lambda xs: over(residual, xs, X),
     "two carries, updated in place": lambda xs: over(momentum, xs, (X, X)),
+    "rows of a carry are written": lambda xs: over(written, xs, (X, jnp.zeros_like(xs), 0)),
     "two carries, multiplied": lambda xs: over(
         lambda s, w: ((s[0] @ s[1], s[1] @ s[0]), None), xs, (X, X)
     ),

@@ -60,7 +60,7 @@ _MIN_MIXED_LENGTH = 4
 _MIXTURE_STEP, _MIN_SPLITS = 0.025, 4
 # Numbers of choices for inner pairs that are combined with the cuts of the outer pair: at one price for all
 # pairs, and others in the widest gaps between these. More find more options and take longer.
-_MAX_INNER_CHOICES, _MAX_OTHER_CHOICES = 8, 8
+_MAX_INNER_CHOICES, _MAX_OTHER_CHOICES = 8, 16
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
