@@ -247,7 +247,7 @@ def llama_70b(target: Target, size: str) -> Case:
     return Case(
         build,
         (*adam_state(params), tokens(config, mesh, "fsdp")),
-        ("60%", "40%") if size == "small" else ("95.7GiB", "84GiB"),
+        ("60%", "40%") if size == "small" else ("40GiB", "20GiB"),
         {"donate_argnums": (0, 1)},
         {"gate": keeping("gate")},
     )

@@ -261,7 +261,7 @@ def blockwise(target: Target, size: str) -> Case:
 
 _PIPELINES = {  # layers per stage, width, microbatches, rows of each, per data shard
     "small": (3, 512, 8, 1024),
-    "full": (12, 8192, 32, 8192),
+    "full": (12, 8192, 32, 2048),
 }
 
 
