@@ -47,6 +47,35 @@ def step(weights, state, x, *, ratio=False):
     return new_weights, (new_moments, n + 1), value
 
 
+def scanned_loss(weights, x):
+    def layer(x, w):
+        return x + jnp.tanh(x @ w["up"]) @ w["down"] + w["bias"], None
+
+    return jnp.mean(jax.lax.scan(layer, x, weights)[0] ** 2)
+
+
+def scanned_step(weights, moments, x, *, clip=False):
+    """Take a step of SGD with momentum for layers in a scan; with `clip` the gradient's norm is limited."""
+    value, gradient = jax.value_and_grad(scanned_loss)(weights, x)
+    if clip:
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(gradient)))
+        gradient = jax.tree.map(lambda g: g / jnp.maximum(norm, 1.0), gradient)
+    moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, gradient)
+    weights = jax.tree.map(lambda w, m: 0.999 * w - 0.01 * m, weights, moments)
+    return weights, moments, value
+
+
+def scanned_arguments(layers=3, width=256, rows=32):
+    keys = iter(jax.random.split(jax.random.key(0), 3))
+    shapes = {"up": (width, 2 * width), "down": (2 * width, width), "bias": (width,)}
+    weights = {
+        name: 0.05 * jax.random.normal(next(keys), (layers, *shape))
+        for name, shape in shapes.items()
+    }
+    x = jnp.linspace(-1, 1, rows * width).reshape(rows, width)
+    return weights, jax.tree.map(jnp.zeros_like, weights), x
+
+
 def arguments(width=512, rows=64):
     weights = [jnp.full((width, width), 0.01 * k) for k in (1, 2)]
     zero = [(jnp.zeros_like(w), jnp.zeros_like(w)) for w in weights]
@@ -93,6 +122,49 @@ def test_a_step_with_its_moments_on_the_host_computes_the_same(ratio):
     for a, b in zip(jax.tree.leaves((one, value)), jax.tree.leaves((other, expected))):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
     assert spaces[0] == [DEVICE] * 2 + [HOST] * 4 + [DEVICE] * 2
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize(
+    ("kinds", "leaves"),
+    [({"weights"}, (1, 2)), ({"optimizer"}, (4, 5)), ({"optimizer", "weights"}, (1, 2, 4, 5))],
+)
+def test_a_step_with_its_weights_on_the_host_computes_the_same(kinds, leaves, clip):
+    """Weights that a scan reads layer by layer are fetched in its iterations. The biases are too small."""
+
+    def fun(*args):
+        return scanned_step(*args, clip=clip)
+
+    args = scanned_arguments()
+    found = find_host_state(fun, args, {}, with_host_memory(), DONATED, kinds)
+    assert found.leaves == leaves
+    spaces = []
+    hosted, plain = returned_to_the_device(found, fun, spaces), jax.jit(fun)
+    one, other = args[:2], args[:2]
+    for _ in range(2):
+        *one, value = hosted(*one, args[2])
+        *other, expected = plain(*other, args[2])
+    for a, b in zip(jax.tree.leaves((one, value)), jax.tree.leaves((other, expected))):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert [at for at, space in enumerate(spaces[0]) if space == HOST] == list(leaves)
+
+
+def test_weights_that_more_than_loops_and_updates_read_stay_on_the_device():
+    def decayed(weights, moments, x):
+        *new, value = scanned_step(weights, moments, x)
+        return *new, value + jnp.sum(weights["up"][0] @ weights["down"][0])
+
+    def cast(weights, moments, x):
+        half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
+        value, gradient = jax.value_and_grad(scanned_loss)(half, x.astype(jnp.bfloat16))
+        return jax.tree.map(lambda w, g: w - g.astype(w.dtype), weights, gradient), moments, value
+
+    args = scanned_arguments()
+    for fun, given in ((decayed, args), (cast, args), (step, arguments())):
+        with pytest.raises(
+            PlanError, match=r"offload='weights' found no weights: .*slice by slice"
+        ):
+            find_host_state(fun, given, {}, with_host_memory(), DONATED, {"weights"})
 
 
 def test_state_on_one_device_has_types_in_the_hosts_memory():
@@ -161,6 +233,31 @@ def test_a_plan_for_tpu_with_the_moments_on_the_host_needs_less_as_it_will_run(n
     kinds = [s.memory_kind for s in jax.tree.leaves(compiled.output_shardings)]
     assert [k == "pinned_host" for k in kinds] == [False] * 2 + [True] * 4 + [False] * 2
     assert "dynamic-update-slice-start" in compiled.as_text()
+
+
+@needs_libtpu
+@pytest.mark.parametrize("n_devices", [1, 4])
+def test_a_plan_for_tpu_with_the_weights_on_the_host_needs_less_as_it_will_run(n_devices):
+    at = target("tpu:v5e:1x1" if n_devices == 1 else "tpu:v5e:2x2")
+    mesh = at.mesh((n_devices,), ("data",))
+
+    def typed(leaf):
+        spec = (None, "data")[: leaf.ndim] if leaf.ndim > 2 else ()
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    args = jax.tree.map(typed, jax.eval_shape(lambda: scanned_arguments(4, 2048, 1024)))
+    options = {"budget": "1GiB", "target": at, "verify": "as run", **DONATED, **ALONE}
+    device = remat.plan(scanned_step, *args, offload=False, **options)
+    plan = remat.plan(scanned_step, *args, offload="optimizer|weights", **options)
+    of_arrays = 2 * 4 * 2 * 2 * 2048 * 2048 * 4 // n_devices
+    assert plan.host_arguments == (1, 2, 4, 5) and plan.host_bytes >= of_arrays
+    assert plan.peak_bytes < device.peak_bytes - of_arrays // 2
+    fitted = remat.fit(
+        scanned_step, plan=remat.Plan.from_json(plan.to_json()), target=at, **DONATED
+    )
+    kinds = [s.memory_kind for s in jax.tree.leaves(fitted.lower(*args).compile().output_shardings)]
+    assert [at for at, kind in enumerate(kinds) if kind == "pinned_host"] == [1, 2, 4, 5]
 
 
 @needs_libtpu

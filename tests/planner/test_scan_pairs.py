@@ -434,6 +434,36 @@ def test_options_count_the_stacks_of_loops_in_loops_in_loops():
         assert peak <= 1.3 * option.bytes + 2**15
 
 
+def test_weights_of_inner_loops_live_longer_once_for_all_steps_of_the_outer_loop():
+    """To compute `h` again, the backward pass needs weights that are computed before both loops."""
+    n_ticks, n_layers, n_rows, width = 16, 4, 8, 64
+
+    def loss(scale, w, back, x):
+        w = jnp.cos(w)
+
+        def layer(x, slices):
+            w, scale = slices
+            h = jax.lax.stop_gradient(x @ w)
+            return x + jnp.sin(h * scale) @ back, None
+
+        def tick(carry, _):
+            x, large = carry
+            return (jax.lax.scan(layer, jnp.sin(x), (w, scale))[0], 0.9 * large), None
+
+        # Groups of ticks would keep the whole carry.
+        carry = x, jnp.zeros((200 * n_rows, width))
+        return jnp.sum(jax.lax.scan(tick, carry, None, n_ticks)[0][0])
+
+    scale, back = jnp.ones((n_layers, 4 * width)), jnp.ones((4 * width, width))
+    w, x = jnp.ones((n_layers, width, 4 * width)), jnp.ones((n_rows, width))
+    jaxpr, _ = flat(jax.grad(loss), scale, w, back, x)
+    (pair,) = pairs(jaxpr, price)
+    n_runs = n_ticks * n_layers
+    of_h = n_runs * 4 * x.nbytes
+    flops = n_runs * 2 * n_rows * width * 4 * width
+    assert any(o.bytes < of_h and o.flops <= 1.1 * flops for o in pair.options)
+
+
 def test_options_that_offload_what_they_do_not_keep_are_refused():
     jaxpr, _, pair, found = with_copies()
     kept = found[0].saved

@@ -182,7 +182,7 @@ offload_option = click.option(
     type=OffloadedKinds(),
     metavar="KINDS",
     help="What may be kept in the host's memory, if the target has one: activations (by default), "
-    "optimizer, or both, separated by a comma.",
+    "optimizer, weights, or several of them, separated by commas.",
 )
 no_offload_option = click.option(
     "--no-offload", is_flag=True, help="Keep nothing in the host's memory."

@@ -36,9 +36,11 @@ from remat.planner.auto import WITH_MARKS, WITHOUT_MARKS, tracing
 from remat.planner.decisions import applied
 from remat.planner.host_state import (
     OPTIMIZER,
+    WEIGHTS,
     HostState,
     find_host_state,
     parse_offload,
+    state_kinds,
     type_on_device,
 )
 from remat.planner.plan import plan as make_plan, versions
@@ -93,8 +95,8 @@ def fit(
       budget: the largest peak on one device that the compiler may report, see `remat.plan`.
       plan: a plan to follow instead (from `remat.plan` or `Plan.load`). It must be for this program.
       target: the device to plan for, see `remat.plan`; by default the device at hand.
-      offload: what may be kept in host memory, see `remat.plan`. Ignored with `plan`. With "optimizer",
-        state on the device is moved to host memory by the first call, and results are there.
+      offload: what may be kept in host memory, see `remat.plan`. Ignored with `plan`. With "optimizer"
+        or "weights", these arguments are moved to host memory by the first call, and results are there.
       host_budget: the most host memory per device, see `remat.plan`. Ignored with `plan`.
       cache: whether to use the user's cache directory; or a cache or a folder to use instead.
       costs: the cost model of recomputation, see `remat.plan`.
@@ -282,7 +284,7 @@ class Fitted:
     def _has_host_state(self) -> bool:
         if self._given is not None:
             return bool(self._given.host_arguments)
-        return OPTIMIZER in parse_offload(self._options["offload"])
+        return bool(state_kinds(self._options["offload"]))
 
     def _host_state(
         self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
@@ -292,11 +294,13 @@ class Fitted:
             return None
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, dict(kwargs)))):
             raise PlanError(
-                f"{self!r} keeps optimizer state in the host's memory, so its arguments must be arrays: call "
+                f"{self!r} keeps arguments in the host's memory, so its arguments must be arrays: call "
                 "it outside of other JAX transformations."
             )
         at = find_target(self._options["target"])
-        found = find_host_state(self._step, args, kwargs, at, self._jit_options)
+        options = self._options["offload"]
+        kinds = state_kinds(options) if self._given is None else (OPTIMIZER, WEIGHTS)
+        found = find_host_state(self._step, args, kwargs, at, self._jit_options, kinds)
         return found if self._given is None else found.only(self._given.host_arguments)
 
     def _confirmed_as_run(

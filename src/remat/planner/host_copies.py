@@ -36,6 +36,7 @@ from remat.ir import jaxprs
 from remat.ir.equations import fusion_of, has_effects, is_repeatable, transparent_call
 from remat.ir.operations import Fusion
 from remat.planner.plan_decisions import HostCopy as HostCopy
+from remat.planner.traced_loops import new_stack
 
 _jax.exclude_from_tracebacks(__file__)
 
@@ -158,7 +159,8 @@ class _Writer:
         v = self.values[k]
         key = str(v.aval)
         if key not in self.stacks:
-            (self.stacks[key],) = self._add(lambda: _new_stack(v.aval, self.n_rows[key]), (), like)
+            on_host = v.aval.update(memory_space=jax.memory.Space.Host)
+            (self.stacks[key],) = self._add(lambda: new_stack(on_host, self.n_rows[key]), (), like)
         row = self.row[k] = self.taken[key]
         self.taken[key] += 1
         (self.stacks[key],) = self._add(
@@ -253,10 +255,6 @@ def _leads_on(jaxpr: _jax.Jaxpr) -> set[_jax.Var]:
         if is_kernel or not found.isdisjoint(eqn.outvars):
             found.update(v for v in eqn.invars if _jax.is_var(v))
     return found
-
-
-def _new_stack(aval: Aval, n_rows: int) -> Array:
-    return jax.device_put(_jax.zeros(aval, (n_rows,)), jax.memory.Space.Host)
 
 
 def _zero(x: Array) -> Array:

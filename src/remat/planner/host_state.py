@@ -1,13 +1,13 @@
-"""Steps whose optimizer state stays in the host's memory between and during calls.
+"""Steps whose optimizer state, or weights, stay in the host's memory between and during calls.
 
-The user writes the step for arrays on the device. A *hosted* step takes and returns the state in the host's
+The user writes the step for arrays on the device. A *hosted* step takes and returns this state in the host's
 memory and updates it chunk by chunk (`host_updates`). It is planned like any other step.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -18,8 +18,10 @@ from remat import _jax
 from remat.aliases import Leaf, Sharding
 from remat.errors import PlanError, closest
 from remat.planner.host_updates import (
-    bytes_on_host,
+    OPTIMIZER as OPTIMIZER,
+    WEIGHTS as WEIGHTS,
     check_updates,
+    copied_bytes,
     find_updates,
     with_state_on_host,
 )
@@ -30,7 +32,8 @@ from remat.program.targets import Target, place
 
 _jax.exclude_from_tracebacks(__file__)
 
-ACTIVATIONS, OPTIMIZER = "activations", "optimizer"
+ACTIVATIONS = "activations"
+_KINDS = (ACTIVATIONS, OPTIMIZER, WEIGHTS)
 _HOST = "pinned_host"
 
 
@@ -48,14 +51,22 @@ def parse_offload(offload: Any) -> frozenset[str]:
     if not isinstance(offload, str):
         raise PlanError(f"offload={shown(offload)} must be True, False or a text. {_POSSIBLE}")
     names = frozenset(name.strip() for name in offload.split("|"))
-    unknown = sorted(names - {ACTIVATIONS, OPTIMIZER})
+    unknown = sorted(names.difference(_KINDS))
     if unknown:
-        near = closest(unknown[0], (ACTIVATIONS, OPTIMIZER))
+        near = closest(unknown[0], _KINDS)
         raise PlanError(f"offload={shown(offload)}: unknown {unknown[0]!r}; {near} {_POSSIBLE}")
     return names
 
 
-_POSSIBLE = "Possible are 'activations' (as True), 'optimizer', and 'activations|optimizer'."
+_POSSIBLE = (
+    "Possible are 'activations' (as True), 'optimizer' and 'weights', and several of them joined as in "
+    "'activations|optimizer'."
+)
+
+
+def state_kinds(offload: Any) -> frozenset[str]:
+    """Return those of the kinds that an option `offload=` allows which are arguments of the step."""
+    return parse_offload(offload) - {ACTIVATIONS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,14 +78,14 @@ class HostState:
       shardings: of these leaves, in the device's memory.
       donated: all donated leaves.
       positions: the places of the leaves among those of all arguments.
-      n_bytes: on one device's host.
+      copied_bytes: what one device copies to its host and back in one step.
     """
 
     leaves: tuple[int, ...]
     shardings: tuple[Sharding, ...]
     donated: tuple[int, ...]
     positions: tuple[int, ...]
-    n_bytes: int
+    copied_bytes: int
 
     def only(self, leaves: Iterable[int]) -> HostState:
         """Return the state of these leaves alone.
@@ -134,15 +145,21 @@ def find_host_state(
     kwargs: Mapping[str, Any],
     target: Target,
     jit_options: Mapping[str, Any],
+    kinds: Collection[str] = (OPTIMIZER,),
 ) -> HostState:
-    """Return the optimizer state of a step that can stay in the host's memory.
+    """Return the optimizer state and the weights of a step that can stay in the host's memory.
+
+    Args:
+      step, args, kwargs, jit_options: the step, its arguments, and its options of `jax.jit`.
+      target: the device to plan for.
+      kinds: which of the two, `OPTIMIZER` and `WEIGHTS`.
 
     Raises:
       PlanError: the target has no host memory for it, or there is no such state.
     """
     if not target.can_offload:
         raise PlanError(
-            f"offload='optimizer' needs memory of the host that {target.name!r} can copy from and to: a "
+            f"offload={_text(kinds)} needs memory of the host that {target.name!r} can copy from and to: a "
             "TPU's. Leave it out."
         )
     args, kwargs = jax.tree.map(type_on_device, (args, dict(kwargs)))
@@ -154,21 +171,32 @@ def find_host_state(
         if leaf in set(traced.donated)
     }
     n_devices = traced.made_for().n_devices
-    updates = find_updates(jaxpr, shardings, shardings, n_devices)
+    updates = find_updates(jaxpr, shardings, shardings, n_devices, kinds)
     leaves = sorted(at - n_consts for update in updates for at in update.leaves)
     if not leaves:
+        found = " and ".join(_FOUND[kind] for kind in sorted(kinds))
         raise PlanError(
-            "offload='optimizer' found no optimizer state: no donated array of at least 1 MiB per device "
-            "and two dimensions that the step only updates elementwise. Donate the state "
-            "(donate_argnums=), or leave offload='optimizer' out."
+            f"offload={_text(kinds)} found {found}. Donate the arguments that the step replaces "
+            f"(donate_argnums=), or leave {_text(kinds)} out."
         )
     return HostState(
         tuple(leaves),
         tuple(shardings[n_consts + leaf] for leaf in leaves),
         traced.donated,
         tuple(traced.positions[leaf] for leaf in leaves),
-        bytes_on_host(jaxpr, updates, shardings),
+        copied_bytes(jaxpr, updates, shardings),
     )
+
+
+_FOUND = {
+    OPTIMIZER: "no optimizer state: no donated array of at least 1 MiB per device and two dimensions that "
+    "the step only updates elementwise",
+    WEIGHTS: "no weights: no such array that loops read slice by slice besides",
+}
+
+
+def _text(kinds: Iterable[str]) -> str:
+    return repr("|".join(sorted(kinds)))
 
 
 def _n_devices(shardings: Iterable[Sharding]) -> int:

@@ -1,4 +1,4 @@
-"""Updates of optimizer state that stays in the host's memory, chunk by chunk.
+"""Optimizer state and weights that stay in the host's memory, updated chunk by chunk.
 
 An optimizer's state, such as the moments of Adam, is read and written once in a step, so it can stay in
 the host's memory if it is copied in small parts. Copies of whole arrays do not work on TPUs: XLA's scheduler
@@ -7,14 +7,19 @@ width 4096 on v5e: 3395 MiB, and 2976 with the state on the device). The schedul
 the iterations of a loop: in each, one chunk is fetched, updated and written back (1526 MiB).
 
 An argument can stay on the host if it is *state*: it is donated, read only by elementwise operations, and a
-result of its type is an elementwise function of it and of values that do not depend on it. Parameters are
-not state, since the gradient depends on them. All operations that depend on state elementwise run in the
-loop; updates that share values run in one loop. Values that other operations read are written to the device,
-chunk by chunk.
+result of its type is an elementwise function of it and of values that do not depend on it. All operations
+that depend on state elementwise run in the loop; updates that share values run in one loop. Values that
+other operations read are written to the device, chunk by chunk.
+
+*Weights* can stay on the host if loops read them slice by slice, as a scan over layers does: each iteration
+fetches its slice, which the scheduler cannot move to another iteration. They are state in all else; that
+other values depend on them through these loops does not matter, since the loops read them from the host.
+Their gradients, which loops stack, stay on the host as well if only the update reads them.
 
 In sharded programs the loop runs in a `shard_map`, in which each device updates its own shard.
 
-Known limits: arrays of one dimension and small ones stay on the device; copies hide only behind the updates.
+Known limits: arrays of one dimension and small ones stay on the device, and so do weights that other
+operations read, such as those of layers that are not in a loop; copies of updates hide only behind these.
 """
 
 from __future__ import annotations
@@ -34,7 +39,8 @@ from remat import _jax
 from remat.aliases import Array, Arrays, Atom, Aval, Sharding
 from remat.errors import PlanError
 from remat.ir import jaxprs
-from remat.ir.equations import is_elementwise, transparent_call
+from remat.ir.equations import has_effects, is_elementwise, transparent_call
+from remat.planner.traced_loops import equations_of
 
 _jax.exclude_from_tracebacks(__file__)
 
@@ -42,6 +48,8 @@ _jax.exclude_from_tracebacks(__file__)
 _LEAST_BYTES = 2**20
 # Bytes of a chunk of one array. Larger chunks need more memory and fewer iterations.
 _CHUNK_BYTES = 8 * 2**20
+OPTIMIZER, WEIGHTS = "optimizer", "weights"
+
 # A chunk's number of rows is a multiple of this, so that it consists of whole tiles in the layouts of TPUs.
 _TILE_ROWS = 32
 
@@ -54,11 +62,15 @@ class Update:
       leaves: the inputs that are state, by their places in the program's inputs.
       results: for each of them the place of its new value in the program's results.
       eqns: the numbers of the equations, in order.
+      reads: for each of the leaves, how many loops read it slice by slice.
+      stacks: stacked results of loops that only these equations read, and that stay on the host as well.
     """
 
     leaves: tuple[int, ...]
     results: tuple[int, ...]
     eqns: tuple[int, ...]
+    reads: tuple[int, ...]
+    stacks: tuple[_jax.Var, ...] = ()
 
 
 def chunk_shape(shape: Sequence[int], itemsize: int) -> tuple[int, ...] | None:
@@ -90,7 +102,11 @@ def chunk_shape(shape: Sequence[int], itemsize: int) -> tuple[int, ...] | None:
 
 
 def find_updates(
-    jaxpr: _jax.Jaxpr, donated: Collection[int], shardings: Mapping[int, Sharding], n_devices: int
+    jaxpr: _jax.Jaxpr,
+    donated: Collection[int],
+    shardings: Mapping[int, Sharding],
+    n_devices: int,
+    kinds: Collection[str] = (OPTIMIZER, WEIGHTS),
 ) -> list[Update]:
     """Return the updates of all state in a program, in the order of their first equations.
 
@@ -99,8 +115,24 @@ def find_updates(
       donated: the places of the inputs that are donated.
       shardings: of those that may be state.
       n_devices: the number of devices that the program runs on.
+      kinds: of state to find.
     """
-    return _Finder(jaxpr, donated, shardings, n_devices).updates()
+    return _Finder(jaxpr, donated, shardings, n_devices, kinds).updates()
+
+
+def _slices(eqn: _jax.JaxprEqn) -> set[_jax.Var]:
+    """Return the operands that a loop reads slice by slice only."""
+    if eqn.primitive.name != "scan" or has_effects(eqn):
+        return set()
+    n = sum(_jax.scan_arity(eqn))
+    return set(filter(_jax.is_var, eqn.invars[n:])).difference(filter(_jax.is_var, eqn.invars[:n]))
+
+
+def _stacks(eqn: _jax.JaxprEqn) -> Sequence[_jax.Var]:
+    """Return the results that a loop writes slice by slice."""
+    if eqn.primitive.name != "scan" or has_effects(eqn):
+        return ()
+    return eqn.outvars[_jax.scan_arity(eqn)[1] :]
 
 
 class _Finder:
@@ -110,13 +142,20 @@ class _Finder:
         donated: Iterable[int],
         shardings: Mapping[int, Sharding],
         n_devices: int,
+        kinds: Collection[str],
     ) -> None:
         self.jaxpr = jaxpr
+        self.n_devices = n_devices
         self.readers: dict[_jax.Var, list[int]] = {}
         for number, eqn in enumerate(jaxpr.eqns):
             for v in dict.fromkeys(filter(_jax.is_var, eqn.invars)):
                 self.readers.setdefault(v, []).append(number)
         self.elementwise = [is_elementwise(eqn) for eqn in jaxpr.eqns]
+        #: The loops that read a value slice by slice.
+        self.loops: dict[_jax.Var, set[int]] = {}
+        for number, eqn in enumerate(jaxpr.eqns):
+            for v in _slices(eqn):
+                self.loops.setdefault(v, set()).add(number)
         self.n_results: dict[_jax.Var, int] = {}
         for v in filter(_jax.is_var, jaxpr.outvars):
             self.n_results[v] = self.n_results.get(v, 0) + 1
@@ -127,7 +166,9 @@ class _Finder:
             if at in shardings
             and _local_chunks(v.aval, shardings[at], n_devices) is not None
             and not self.n_results.get(v)
+            and (WEIGHTS if v in self.loops else OPTIMIZER) in kinds
         }
+        self.shardings = {jaxpr.invars[at]: sharding for at, sharding in shardings.items()}
         given = [jaxpr.invars[at] for at in donated]
         self.sources = self._sources(given)
         self.in_order = self._in_order(given)
@@ -153,7 +194,7 @@ class _Finder:
         of: dict[_jax.Var, frozenset[_jax.Var]] = {v: frozenset([v]) for v in state}
         other: set[_jax.Var] = set()
         members: set[int] = set()
-        waiting = [n for v in state for n in self.readers.get(v, ())]
+        waiting = [n for v in state for n in self._other_readers(v)]
         heapq.heapify(waiting)
         done = -1
         while waiting:
@@ -175,11 +216,15 @@ class _Finder:
         candidates: dict[_jax.Var, list[_jax.Var]] = {v: [] for v in state}
         results = [v for v in self.jaxpr.outvars if _jax.is_var(v) and self.n_results[v] == 1]
         for v in state:
-            if all(reader in members for reader in self.readers.get(v, ())):
+            if members.issuperset(self._other_readers(v)):
                 candidates[v] = [
                     r for r in results if v in of.get(r, ()) and r is not v and _is_like(r, v)
                 ]
         return members, candidates
+
+    def _other_readers(self, v: _jax.Var) -> list[int]:
+        """Return the equations that read a value, without the loops that read it slice by slice."""
+        return [n for n in self.readers.get(v, ()) if n not in self.loops.get(v, ())]
 
     def _paired(self, candidates: Mapping[_jax.Var, list[_jax.Var]]) -> dict[_jax.Var, _jax.Var]:
         """Return the new value of each state: the candidate that depends on the fewest donated arguments.
@@ -246,11 +291,29 @@ class _Finder:
         for group in dict.fromkeys(find(v) for v in found):
             leaves = [v for v in found if find(v) == group]
             eqns = tuple(sorted(n for n, g in of_eqn.items() if g == group))
-            numbered = sorted((self.places[v], places[found[v]]) for v in leaves)
-            updates.append(
-                Update(tuple(a for a, _ in numbered), tuple(b for _, b in numbered), eqns)
+            numbered = sorted(
+                (self.places[v], places[found[v]], len(self.loops.get(v, ()))) for v in leaves
             )
+            at, of, reads = zip(*numbered)
+            updates.append(Update(at, of, eqns, reads, self._stacks_for(leaves, eqns)))
         return sorted(updates, key=lambda update: update.eqns)
+
+    def _stacks_for(self, leaves: Sequence[_jax.Var], eqns: Sequence[int]) -> tuple[_jax.Var, ...]:
+        """Return the stacks of loops that only an update of weights reads, in the shape of the weights."""
+        if not any(v in self.loops for v in leaves):
+            return ()
+        inside = set(eqns)
+        like, sharding = leaves[0], self.shardings[leaves[0]]
+        return tuple(
+            v
+            for eqn in self.jaxpr.eqns
+            for v in _stacks(eqn)
+            if v in self.readers
+            and v.aval.shape == like.aval.shape
+            and inside.issuperset(self.readers[v])
+            and not self.n_results.get(v)
+            and _local_chunks(v.aval, sharding, self.n_devices) is not None
+        )
 
 
 def _is_like(r: _jax.Var, v: _jax.Var) -> bool:
@@ -309,19 +372,45 @@ class _Writer:
         for update in updates:
             for at in update.leaves:
                 v = jaxpr.invars[at]
-                self.on_host[v] = _jax.new_var(v.aval.update(memory_space=jax.memory.Space.Host))
+                self.on_host[v] = _jax.new_var(_on_host(v.aval))
+            self.on_host.update((v, _jax.new_var(_on_host(v.aval))) for v in update.stacks)
 
     def written(self) -> _jax.Jaxpr:
         eqns: list[_jax.JaxprEqn] = []
         results: dict[int, _jax.Var] = {}
         for node in self._order():
             if node >= 0:
-                eqns.append(self.jaxpr.eqns[node])
+                eqns.append(self._with_slices_on_host(self.jaxpr.eqns[node]))
             else:
                 eqns += self._loop(self.updates[-1 - node], results)
         outvars = [results.get(at, v) for at, v in enumerate(self.jaxpr.outvars)]
         invars = [self.on_host.get(v, v) for v in self.jaxpr.invars]
         return _jax.jaxpr_of(invars, outvars, eqns, self.jaxpr)
+
+    def _with_slices_on_host(self, eqn: _jax.JaxprEqn) -> _jax.JaxprEqn:
+        """Return an equation; loops read slices of weights from the host and write their gradients there."""
+        read = [k for k, v in enumerate(eqn.invars) if _jax.is_var(v) and v in self.on_host]
+        written = [k for k, v in enumerate(eqn.outvars) if v in self.on_host]
+        if not read and not written:
+            return eqn
+        n_consts, n_carry = _jax.scan_arity(eqn)
+        body = _jax.open_jaxpr(eqn.params["jaxpr"])
+        invars, outvars = list(body.invars), list(body.outvars)
+        eqns = list(body.eqns)
+        for k in read:
+            invars[k] = _jax.new_var(_on_host(invars[k].aval))
+            eqns[:0] = _copied(invars[k], body.invars[k], jax.memory.Space.Device, eqn)
+        for k in written:
+            outvars[k] = _jax.new_var(_on_host(body.outvars[k].aval))
+            eqns += _copied(body.outvars[k], outvars[k], jax.memory.Space.Host, eqn)
+        return jaxprs.scan_of_step(
+            eqn,
+            _jax.jaxpr_of(invars, outvars, eqns, body),
+            [self.on_host[v] if k in read else v for k, v in enumerate(eqn.invars)],
+            [self.on_host.get(v, v) for v in eqn.outvars],
+            n_consts,
+            n_carry,
+        )
 
     def _order(self) -> list[int]:
         """Return a possible order of the remaining equations (by number) and the updates (k as -1 - k).
@@ -374,6 +463,7 @@ class _Writer:
         needed = self._needed_outside(update)
         in_place, others = self._in_place(arrays, needed)
         arrays = [v for v in arrays if v not in in_place]
+        arrays.sort(key=lambda v: v not in self.on_host)  # those on the host first
         body = _jax.jaxpr_of(
             [*state, *in_place, *arrays, *numbers],
             [*new_state, *in_place.values(), *others],
@@ -381,9 +471,15 @@ class _Writer:
             self.jaxpr,
         )
         run = _Loop(
-            body, len(state), len(in_place), len(arrays), self.shardings.get(update.leaves[0])
+            body,
+            len(state),
+            len(in_place),
+            sum(v in self.on_host for v in arrays),
+            len(arrays),
+            self.shardings.get(update.leaves[0]),
         )
         numbers = [spread.get(v, v) for v in numbers]
+        arrays = [self.on_host.get(v, v) for v in arrays]
         operands = [*map(self.on_host.__getitem__, state), *in_place, *arrays, *numbers]
         traced, consts, _ = _jax.trace_call(run, *(v.aval for v in operands))
         assert not consts
@@ -448,12 +544,14 @@ class _Loop:
     Args:
       body: the update; it takes state, arrays that are written in place, other arrays and scalars.
       n_state, n_in_place, n_arrays: the numbers of these.
+      n_fetched: the number of other arrays that are on the host; they come first.
       sharding: of the arrays.
     """
 
     body: _jax.Jaxpr
     n_state: int
     n_in_place: int
+    n_fetched: int
     n_arrays: int
     sharding: Sharding
 
@@ -486,6 +584,7 @@ class _Loop:
             i, *rows = at
             old = [lax.dynamic_index_in_dim(x, i, keepdims=False) for x in kept]
             old[: self.n_state] = jax.device_put(old[: self.n_state], jax.memory.Space.Device)
+            rows[: self.n_fetched] = jax.device_put(rows[: self.n_fetched], jax.memory.Space.Device)
             filled = [
                 jnp.broadcast_to(x, old[0].shape) if v.aval.shape else x
                 for x, v in zip(numbers, self.body.invars[n:])
@@ -502,15 +601,30 @@ class _Loop:
         return tuple(x.reshape(shape) for x in (*kept, *rest))
 
 
-def bytes_on_host(
+def _on_host(aval: Aval) -> Aval:
+    return aval.update(memory_space=jax.memory.Space.Host)
+
+
+def _copied(v: Atom, to: _jax.Var, space: Any, like: _jax.JaxprEqn) -> list[_jax.JaxprEqn]:
+    """Return the equations that copy a value to a variable in another memory."""
+    return equations_of(lambda args: [jax.device_put(args[0], space)], [v], [to], like)
+
+
+def copied_bytes(
     jaxpr: _jax.Jaxpr, updates: Iterable[Update], shardings: Mapping[int, Sharding]
 ) -> int:
-    """Return the bytes of the state of some updates on one device's host."""
+    """Return the bytes that one device copies to its host and back in one step.
+
+    State is fetched and stored once, and weights are fetched by every loop that reads them. Gradients on the
+    host are stored by one loop, and fetched by the update.
+    """
     total = 0
-    for at in (at for update in updates for at in update.leaves):
-        aval, sharding = jaxpr.invars[at].aval, shardings.get(at)
-        shape = aval.shape if sharding is None else sharding.shard_shape(aval.shape)
-        total += math.prod(shape) * _jax.itemsize_bytes(aval)
+    for update in updates:
+        sharding = shardings.get(update.leaves[0])
+        given = [(jaxpr.invars[at].aval, 2 + n) for at, n in zip(update.leaves, update.reads)]
+        for aval, times in (*given, *((v.aval, 2) for v in update.stacks)):
+            shape = aval.shape if sharding is None else sharding.shard_shape(aval.shape)
+            total += times * math.prod(shape) * _jax.itemsize_bytes(aval)
     return total
 
 

@@ -48,10 +48,10 @@ from remat.module_steps import of_arrays
 from remat.planner.host_memory import Transfer
 from remat.planner.host_state import (
     ACTIVATIONS,
-    OPTIMIZER,
     HostState,
     find_host_state,
     parse_offload,
+    state_kinds,
 )
 from remat.planner.plan_file import AS_RUN, FAST, Attempt, Plan
 from remat.planner.priced_step import PricedStep
@@ -128,13 +128,14 @@ def plan(
       target: None for the device at hand; "tpu:v5e:16x16", "gpu:h100" and the like for a device that
         is not attached (see `remat.program.targets`).
       offload: what may be kept in host memory, if the target supports that: "activations" (also True),
-        "optimizer", "activations|optimizer", or False for nothing. Activations are offloaded if that
-        takes less time than recomputing them, or if no other plan fits. No activation is offloaded
-        on a CPU, whose memory is the host's, or on a GPU, where XLA has miscompiled scans with
-        offloaded residuals. If the compiler fails on all plans with offloading, the step is planned
-        without. Optimizer state that the step only updates elementwise becomes an argument and a
-        result in host memory and is updated chunk by chunk; shares in `budget` are of the peak
-        with that state on the host.
+        "optimizer", "weights", several of these as in "activations|optimizer", or False for nothing.
+        Activations are offloaded if that takes less time than recomputing them, or if no other plan fits.
+        No activation is offloaded on a CPU, whose memory is the host's, or on a GPU, where XLA has
+        miscompiled scans with offloaded residuals. If the compiler fails on all plans with offloading, the
+        step is planned without. Optimizer state that the step only updates elementwise becomes an argument
+        and a result in host memory and is updated chunk by chunk. So do weights that, besides, only loops
+        read, slice by slice: a scan over layers fetches those of one layer in each iteration. Shares in
+        `budget` are of the peak with these arguments on the host.
       host_budget: the most host memory per device that the compiler may report: bytes, or a text such
         as "48GiB". None for the share of a host's memory that a device of this kind has, where that is
         known (TPUs).
@@ -157,8 +158,8 @@ def plan(
       BudgetError: no plan fits. The message has the smallest peak that was reached and its largest
         parts.
       PlanError: the step cannot be analysed on the target, or `costs` is invalid, or
-        "measured" for a device that is not attached; or `verify` or `offload` is invalid, or there is no
-        optimizer state that can be in host memory.
+        "measured" for a device that is not attached; or `verify` or `offload` is invalid, or no argument
+        of these kinds can be in host memory.
       UnitsError: the budget is neither a number of bytes nor a share.
     """
     check_step(step)
@@ -173,8 +174,8 @@ def plan(
     if limit is None:
         limit = _all_memory(at)
     state = None
-    if OPTIMIZER in kinds:
-        state = find_host_state(step, args, kwargs, at, jit_options)
+    if state_kinds(offload):
+        state = find_host_state(step, args, kwargs, at, jit_options, state_kinds(offload))
         step, (args, kwargs) = state.hosted(step), state.moved(args, kwargs, at)
     planned = TargetStep(step, args, kwargs, at, jit_options)
     store = find_cache(cache)
@@ -495,7 +496,7 @@ class _Planning:
         """Return the time in which state in the host's memory is copied to the device and back."""
         if self.state is None:
             return 0.0
-        return 2 * Roofline(self.step.target.device).transfer_seconds(self.state.n_bytes)
+        return Roofline(self.step.target.device).transfer_seconds(self.state.copied_bytes)
 
     # The cache
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from remat import _jax
-from remat.aliases import Array, Atom
+from remat.aliases import Array, Atom, Aval
 from remat.ir import jaxprs
 
 
@@ -24,6 +25,12 @@ def bind_scan(
     body = _jax.with_equations(like.params["jaxpr"], step)
     params = _jax.with_scan_arity(dict(like.params, jaxpr=body), n_consts, n_carry)
     return list(like.primitive.bind(*args, **{**params, "length": length}))
+
+
+def new_stack(aval: Aval, length: int) -> Array:
+    """Return a stack of rows of a type, filled with zeros, in the memory of that type."""
+    zeros = _jax.zeros(aval, (length,))
+    return jax.device_put(zeros, jax.memory.Space.Host) if _jax.is_on_host(aval) else zeros
 
 
 def with_rows(stacks: Sequence[Array], index: Array, rows: Sequence[Array]) -> list[Array]:

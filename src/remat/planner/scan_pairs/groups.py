@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from remat import _jax
 from remat.aliases import Array, PyTree
 from remat.planner.scan_pairs.emission import Emitted, init_of, outside, slices_of
-from remat.planner.traced_loops import bind_scan, equations_of, with_rows
+from remat.planner.traced_loops import bind_scan, equations_of, new_stack, with_rows
 
 _jax.exclude_from_tracebacks(__file__)
 
@@ -206,7 +206,7 @@ class _TwoLoops:
             after, _ = run(state, begin + jnp.arange(group), bare)
             return after, state[0]
 
-        state: PyTree = (list(init), [_jax.zeros(v.aval, (joint.length,)) for v in stacked])
+        state: PyTree = (list(init), [new_stack(v.aval, joint.length) for v in stacked])
         if self.is_grouped:
             state, kept_first = jax.lax.scan(of_group, state, self.begins)
         else:
@@ -267,7 +267,7 @@ class _TwoLoops:
         def of_rest(state: PyTree) -> PyTree:
             return run(state, jnp.arange(self.n_first, length), list(of_others), 1)
 
-        state = list(init), [_jax.zeros(v.aval, (length,)) for v in joint.backward_results[n_own:]]
+        state = list(init), [new_stack(v.aval, length) for v in joint.backward_results[n_own:]]
         carry, stacks = of_first(of_rest(state)) if goes_back else of_rest(of_first(state))
         return [*carry, *stacks]
 

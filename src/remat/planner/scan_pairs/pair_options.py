@@ -368,8 +368,7 @@ class _OptionsOfCuts:
 
     def _borrowed_bytes(self, v: _jax.Var) -> int:
         """Return the bytes, per step, of an operand of F that lives longer if B reads it."""
-        size = self.scope.bytes_of(v)
-        return size if v in self.joint.xs else -(-size // self.joint.length)
+        return -(-self.scope.bytes_of(v) // self.scope.runs.get(v, 1))
 
     def _transient_bytes(self, emitted: Emitted) -> int:
         """Return the bytes that inner scans and conditionals take only during one step of B.

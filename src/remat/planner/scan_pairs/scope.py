@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from remat import _jax
@@ -69,6 +69,8 @@ class Scope:
       writer: the writer that has written the program.
       free: inputs that live throughout the program.
       known: the seconds of programs inside, by their ids and shard counts; shared by all scopes.
+      runs: for the inputs that several runs of the program share, how many: the steps of the loops around it
+        for which the input is a constant. If it lives longer, its bytes count once for all of these.
     """
 
     jaxpr: _jax.Jaxpr
@@ -76,6 +78,7 @@ class Scope:
     writer: ProgramWriter
     free: frozenset[_jax.Var]
     known: dict[Any, tuple[_jax.Jaxpr, float]]
+    runs: Mapping[_jax.Var, int] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
@@ -85,13 +88,16 @@ class Scope:
         shards: Sequence[int] | None,
         free: Iterable[_jax.Var] | None = None,
         known: dict[Any, tuple[_jax.Jaxpr, float]] | None = None,
+        runs: Mapping[_jax.Var, int] | None = None,
     ) -> Scope:
         writer = _Writer(costing.slowdown)
         writer.enter(jaxpr.invars, shards)
         writer.enter(jaxpr.constvars, None)
         writer.write(jaxpr, "")
         given = (*jaxpr.invars, *jaxpr.constvars) if free is None else free
-        return cls(jaxpr, costing, writer, frozenset(given), {} if known is None else known)
+        return cls(
+            jaxpr, costing, writer, frozenset(given), {} if known is None else known, runs or {}
+        )
 
     def bytes_of(self, v: _jax.Var) -> int:
         return self.writer.bytes[self.writer.ids[v]]
@@ -159,7 +165,12 @@ def joint_scope(scope: Scope, joint: Joint, place: int) -> Scope:
     free.update(joint.backward_carry)
     free.update(v for v in (*joint.consts, *joint.xs) if _is_free(scope, joint, v, place))
     shards = [scope.shards_of(_operand(joint, v)) for v in joint.jaxpr.invars]
-    return Scope.of(joint.jaxpr, scope.costing.on_device, shards, free, scope.known)
+    runs = {
+        v: (joint.length if v in joint.consts else 1) * scope.runs.get(joint.outside[v], 1)
+        for v in (*joint.consts, *joint.xs)
+        if _jax.is_var(joint.outside[v])
+    }
+    return Scope.of(joint.jaxpr, scope.costing.on_device, shards, free, scope.known, runs)
 
 
 def _operand(joint: Joint, v: _jax.Var) -> object:
