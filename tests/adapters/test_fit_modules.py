@@ -145,6 +145,19 @@ def test_whatever_raises_leaves_donated_modules_as_they_were():
     assert type(model) is Net
 
 
+def test_a_plan_of_a_step_on_the_state_of_nnx_modules_is_followed_by_fit():
+    """The Variables in a State are data, as in `jax.jit`: those that do not change are results, too."""
+    graphdef, state = nnx.split(nnx_state())
+
+    def step(state, x):
+        model, optimizer = nnx.merge(graphdef, state)
+        value = nnx_step(model, optimizer, x)
+        return nnx.state((model, optimizer)), value
+
+    plan = remat.plan(step, state, X, budget="80%", cache=False, progress=False)
+    assert_same(remat.fit(step, plan=plan)(state, X), jax.jit(step)(state, X))
+
+
 def test_static_arguments_of_an_nnx_step_are_those_of_jit():
     state = nnx_state()
     train = nnx_fit(nnx_step, budget="100%", static_argnames="power")

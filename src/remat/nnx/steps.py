@@ -98,11 +98,14 @@ def module_step(
 ) -> ModuleStep | None:
     """Return a step as a function of arrays if modules are among its arguments, else None.
 
+    The Variables in an `nnx.State` are data, as in `jax.jit`: a step on the State of a module merges it
+    with the module's structure and returns the new State.
+
     Args:
       options: which arguments are donated or static, as in `jax.jit`.
     """
     # Graphs made by `arrays` are leaves here, although they hold Variables.
-    is_leaf = lambda x: is_graph(x) or isinstance(x, ModuleGraph)  # noqa: E731
+    is_leaf = lambda x: is_graph(x) or isinstance(x, (ModuleGraph, nnx.State))  # noqa: E731
     leaves = jax.tree.leaves((args, dict(kwargs)), is_leaf=is_leaf)
     return _Step(step, **options) if any(map(is_graph, leaves)) else None
 

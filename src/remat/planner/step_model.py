@@ -25,8 +25,11 @@ from remat.planner.search import Proposal
 # Number of levels to try before the first one at which the loops leave enough memory. At these the program
 # outside of the loops must recompute; more find better plans and take longer.
 _LEVELS_BEFORE = 2
-# Number of levels to try, spread over all, if the program outside of the loops must recompute at every
-# level; more find better plans and take longer.
+# Number of further levels before that one that are tried if they leave enough memory as well: the peak need
+# not fall from level to level. More find more of them, and each prices a program.
+_LEVELS_CHECKED = 6
+# Number of levels to try, spread over all: recomputation outside of the loops may cost less than in them. More
+# find better plans and take longer.
 _SPREAD = 6
 # Number of corrections of the bytes that bodies are scheduled for, by the peak of the program around them.
 # More come closer to the budget, and each prices a program.
@@ -225,9 +228,14 @@ class StepModel:
         """Yield the levels among which the one that recomputes least within these bytes is expected."""
         n_levels = len(self._loops.levels)
         first = self._first_within(variant, n_bytes, options)
-        tried = set(range(max(0, first - _LEVELS_BEFORE), first + 1))
-        if self._level(first, options).peak_bytes(variant) > n_bytes:
-            tried.update(round(k * (n_levels - 1) / _SPREAD) for k in range(_SPREAD))
+        nearest = max(0, first - _LEVELS_BEFORE)
+        tried = set(range(nearest, first + 1))
+        tried.update(
+            at
+            for at in range(max(0, nearest - _LEVELS_CHECKED), nearest)
+            if self._level(at, options).peak_bytes(variant) <= n_bytes
+        )
+        tried.update(round(k * (n_levels - 1) / _SPREAD) for k in range(_SPREAD))
         for at in sorted(tried):
             yield self._level(at, options)
         if self._loops.by_step is not None:
