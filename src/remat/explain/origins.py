@@ -70,11 +70,11 @@ class Origins:
         at = op.results.index(v)
         inner = body.results[at] if body is not None and at < len(body.results) else None
         if body is not None and inner is not None:
-            if body.stacks(at, self._program.bytes[v]):
-                return inner.times(body.length)
-            return (
-                dataclasses.replace(inner, aval=self.type_of(v)) if at in body.row_bytes else inner
-            )
+            if n := self._rows_of(v):
+                return inner.times(n // inner.count)
+            if at in body.row_bytes:
+                return dataclasses.replace(inner, aval=self.type_of(v), count=1)
+            return inner
         flops, time_s = self._cost_of(v)
         i = self._reshaped_from(i)
         op = self._program.ops[i]

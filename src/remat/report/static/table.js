@@ -106,6 +106,15 @@ function makeTable(root, step) {
       (left > 0 ? ` and ${left.toLocaleString("en")} more time${left === 1 ? "" : "s"}` : "");
   }
 
+  // Returns a source; of a library's line and the user's only the lines, without functions.
+  function place(index) {
+    const made = user(index);
+    if (!strings[index].includes(", from ")) return made;
+    const parts = [...made.childNodes].filter((node) => node.nodeType === Node.TEXT_NODE);
+    parts.forEach((part) => { part.data = part.data.replace(/ \([^()]*\)/g, ""); });
+    return made;
+  }
+
   // Draws when values are live, or says where they are if they have no memory of their own.
   function drawLife(intervals, sample, value) {
     if (intervals.length === 0) return el("span", { class: "muted" }, strings[values.held[value]] || "not in memory by itself");
@@ -135,7 +144,7 @@ function makeTable(root, step) {
       el("td", { class: "n" }, row.peak ? formatBytes(row.peak) : "–", el("span", { class: "share", style: { width: `${100 * row.peak / most}%` } })),
       el("td", { class: "n" }, formatBytes(row.bytes)),
       el("td", { class: "code" }, user(groups.aval[g])),
-      el("td", {}, user(groups.source[g])),
+      el("td", {}, place(groups.source[g])),
       el("td", { class: "n again" }, cost(row.flops, row.time)),
       el("td", { class: "wide" }, own === undefined ? "" : drawLife(intervals, sample, own)))];
     if (expanded) drawn.push(...drawValues(g, kind, members, all));
