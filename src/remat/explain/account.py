@@ -49,7 +49,8 @@ from remat.program.program import Program
 from remat.report.model import Kind, Segment, Step, Value
 from remat.solvers.simulate import no_remat
 
-_WRITES_ROW = "dynamic_update_slice"
+# Primitives that write rows into their first operand → the operand that is written.
+_ROW_OPERANDS = {"dynamic_update_slice": 1, "scatter": 2}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -491,7 +492,8 @@ class _Accounting:
         if root is None or root not in self.in_carry:
             return None
         op = self.program.ops[self.producer[root]]
-        return self.origins.before_reshape(op.operands[1]) if op.name == _WRITES_ROW else None
+        at = _ROW_OPERANDS.get(op.name)
+        return None if at is None else self.origins.before_reshape(op.operands[at])
 
     def row_bytes(self, run: Run) -> dict[int, int]:
         """Return for each carry into which an iteration writes rows, with loops inside, their bytes."""
