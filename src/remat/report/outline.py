@@ -64,7 +64,7 @@ def outline(
             Heading("Memory over the step"),
             *([] if picture_first else [Chart(line, explanation.steps)]),
             Paragraph(peak_in_words(explanation, line)),
-            values_table(live, min(most, 8)),
+            values_table(live, min(most, 5 if brief else 8)),
         ]
     if brief:
         return blocks
