@@ -104,7 +104,8 @@ def _effect_of_plan(explanation: ExplanationData) -> str:
     if plan is None:
         return ""
     before = plan.without_remat_bytes
-    after = (totals.compiled or totals.predicted).peak_bytes
+    planned = plan.peak_bytes or totals.predicted.peak_bytes
+    after = planned if totals.compiled is None else totals.compiled.peak_bytes
     less = f"{signed_bytes(after - before)}, {_signed_percent(after, before)}"
     spare = plan.budget_bytes - after
     budget = f"budget {format_bytes(plan.budget_bytes)} "
