@@ -99,7 +99,7 @@ def _class(
             (v.path, v.primitive): v.source for v in values if v.n_bytes // v.count == n_bytes
         }
         common = Counter(
-            _array(h.type, h.op_name, sources)
+            array_in_words(h.type, h.op_name, sources)
             for h in peak.held
             if h.n_bytes == n_bytes and not h.inside
         )
@@ -116,18 +116,17 @@ def _class(
 
 
 _MOST_NAMED = 2  # kinds of arrays that are named; more make the sentence longer
-# What JAX's transformations add around a scope: ``jvp(mlp)``.
-_TRANSFORMED = re.compile(r"\w+\((.*)\)")
+# What JAX's calls and transformations add to the scopes of an operation: ``jit(step)/jvp(mlp)/mul``.
+_CALL = re.compile(r"\bjit\([^()]*\)/")
+_TRANSFORMED = re.compile(r"\w+\(|\)")
 
 
-def _array(type_: str, op_name: str, sources: Mapping[tuple[str, str], str]) -> str:
+def array_in_words(type_: str, op_name: str, sources: Mapping[tuple[str, str], str]) -> str:
     """Return an array of the compiler's by type, primitive and, if it is known, source."""
-    names = op_name.split("/")
-    scopes = [name for name in names[:-1] if not name.startswith("jit(")]
-    while any(_TRANSFORMED.fullmatch(name) for name in scopes):
-        scopes = [m[1] if (m := _TRANSFORMED.fullmatch(name)) else name for name in scopes]
-    source = sources.get(("/".join(filter(None, scopes)), names[-1]), "")
-    return f"{type_} from {names[-1]}{_at(source)}"
+    scopes, _, primitive = op_name.rpartition("/")
+    path = _TRANSFORMED.sub("", _CALL.sub("", f"{scopes}/")).strip("/")
+    source = sources.get((path, primitive), "")
+    return f"{type_} from {primitive}{_at(source)}"
 
 
 def _at(source: str) -> str:
