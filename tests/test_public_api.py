@@ -50,8 +50,9 @@ def test_public_names_are_pinned():
 MODULES = {
     "solvers": "Answers Graph GridSearch Node Schedule Solver Usage no_remat schedule simulate smallest_peak",
     "testing": "assert_peak_below assert_same_gradients assert_saves_only peak_bytes",
-    "report": "KINDS PHASES Decision Difference Explanation ExplanationData Finding Group Memory ParetoPoint "
-    "Segment Step Timeline Totals Value difference groups live_at predicted_memory timeline",
+    "report": "KINDS PHASES Decision Difference Explanation ExplanationData Finding Group LoopPart Memory "
+    "Option ParetoPoint PlanSummary PlannedLoop Segment Step Timeline Totals Value difference groups live_at "
+    "predicted_memory timeline",
     "linen": "checkpoint remat remat_scan",
     "nnx": "fit remat",
     "equinox": "filter_checkpoint fit with_remat without_remat",

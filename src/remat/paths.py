@@ -25,6 +25,11 @@ def is_own(file: str) -> bool:
     return not (is_installed or file.startswith((*_LIBRARIES, _OURS)))
 
 
+def is_of_remat(file: str) -> bool:
+    """Return whether a file is a part of this library."""
+    return file.startswith(_OURS)
+
+
 def relative(file: str) -> str:
     """Return a file's path relative to the current directory or to where it is imported from.
 

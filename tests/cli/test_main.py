@@ -170,9 +170,7 @@ def test_plan_fits_the_columns_of_a_terminal(run, monkeypatch):
 def test_plan_says_what_is_recomputed_in_the_words_of_the_model(run):
     said = run("plan", "training:problem", "--budget", "70%").stdout
     table = said.partition("What the plan does")[2]
-    assert re.search(
-        r"^recompute +\S+ [KM]iB +loss: .*training.py:8 +\S+ [kM]?FLOP$", table, re.MULTILINE
-    )
+    assert re.search(r"^recompute +\S+ [KM]iB +loss: .*training.py:8$", table, re.MULTILINE)
     assert re.search(r"^keep +\S+ [KM]iB ", table, re.MULTILINE)
     assert "operations" not in said and "equation" not in said
 

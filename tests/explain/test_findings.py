@@ -13,7 +13,7 @@ from explain_cases import DEEP_ARGS, codes, deep, finding, layer, struct
 
 import remat
 from remat.program.compiled import OutOfMemory
-from remat.units import format_bytes, parse_bytes
+from remat.units import format_bytes
 
 BARRIER_HOLDS = tuple(int(x) for x in jaxlib.__version__.split(".")[:3]) >= (0, 11, 1)
 
@@ -46,8 +46,12 @@ def test_no_gradient_and_no_regions_are_said():
     peak = explanation.totals.predicted.peak_bytes
     share = int(re.search(r'budget="(\d+)%"', found.next_step)[1])
     assert 50 <= share <= 90
-    assert format_bytes(share * peak // 100) in found.next_step
-    assert "more FLOPs" in found.next_step
+    as_written, fitted, by_hand = found.options
+    assert (as_written.peak_bytes, as_written.code) == (peak, "")
+    assert (fitted.peak_bytes, fitted.precision) == (share * peak // 100, "at most")
+    assert fitted.code == f'step = remat.fit(jax.value_and_grad(loss), budget="{share}%")'
+    assert by_hand.peak_bytes < fitted.peak_bytes
+    assert fitted.most_extra_flops_share < by_hand.most_extra_flops_share
 
 
 def test_a_marked_loss_is_not_told_to_be_marked():
@@ -295,7 +299,7 @@ def test_a_checkpoint_around_a_whole_scan_is_named(wrap):
     assert "scan of 8 iterations" in found.message
     assert "body" in found.next_step
     each = remat.explain(loss(lambda f: f, wrap), *DEEP_ARGS, compile=False)
-    assert codes(each) == set()
+    assert codes(each) == {"has_regions"}
 
 
 def test_a_region_that_recomputes_everything_at_once_is_named():
@@ -305,7 +309,7 @@ def test_a_region_that_recomputes_everything_at_once_is_named():
         r'; or remat\.fit\(jax\.value_and_grad\(loss\), budget="\d+%"\) recomputes', step
     )
     layers = remat.explain(deep(remat.checkpoint), *DEEP_ARGS, compile=False)
-    assert codes(layers) == set()
+    assert codes(layers) == {"has_regions"}
 
 
 @pytest.mark.parametrize("wrap", [jax.checkpoint, remat.checkpoint])
@@ -348,11 +352,11 @@ def test_the_step_by_hand_names_what_repeats():
     assert re.search(
         r"make the loop at \S+test_findings.py:\d+ \(.*\) a remat.scan", next_step(scanned)
     )
-    assert re.search(
-        r"Or wrap net/block_0…2 in remat.checkpoint: a peak of about \S+ MiB, for up to 3\d % more FLOPs.$",
-        next_step(modules()),
+    assert next_step(modules()).endswith("Or wrap net/block_0…2 in remat.checkpoint.")
+    line = layer.__code__.co_firstlineno + 1
+    assert next_step(deep(lambda f: f)).endswith(
+        f"explain_cases.py:{line}), which the step calls 8 times, in remat.checkpoint."
     )
-    assert next_step(deep(lambda f: f)).endswith("Or wrap the layers in remat.checkpoint.")
 
 
 @pytest.mark.parametrize("kind", ["loop", "modules"])
@@ -374,11 +378,12 @@ def test_the_peak_that_recomputing_by_hand_leaves_is_about_that_of_the_compiler(
         return loss
 
     found = finding(remat.explain(step(lambda f: f), weights, x), "no_regions")
-    said = re.search(r"a peak of about (\S+ \w+), for up to", found.next_step)
-    assert said is not None
+    said = next(option for option in found.options if option.label == "by hand")
+    assert said.precision == "about"
+    assert 0.25 < said.most_extra_flops_share < 0.5
     by_hand = jax.value_and_grad(step(remat.checkpoint))
     compiled = remat.testing.peak_bytes(by_hand, weights, x)
-    assert parse_bytes(said[1].replace(" ", "")) == pytest.approx(compiled, rel=0.25)
+    assert said.peak_bytes == pytest.approx(compiled, rel=0.25)
 
 
 def test_the_line_that_saves_most_of_a_part_is_named():
@@ -405,7 +410,8 @@ def test_the_loop_named_is_one_that_stacks_values_for_the_backward_pass():
     def next_step(loss):
         return finding(remat.explain(loss, *DEEP_ARGS, compile=False), "no_regions").next_step
 
-    assert next_step(prepared).endswith("Or wrap the layers in remat.checkpoint.")
+    assert "loop" not in next_step(prepared)
+    assert "Or wrap layer " in next_step(prepared)
 
     def branch(weights, x):
         def scanned():
@@ -510,10 +516,10 @@ def wave(velocity):
     ],
 )
 def test_the_cost_of_a_plan_is_near_the_estimated_range(loss, args):
-    said = finding(remat.explain(loss, *args), "no_regions").next_step
-    budget = re.search(r'budget="(\d+%)"', said)[1]
-    ends = re.search(r"an estimated (\S+)(?: to (\S+))? % more FLOPs", said).groups()
-    low, high = (float(end or ends[0]) / 100 for end in ends)
+    options = finding(remat.explain(loss, *args), "no_regions").options
+    said = next(option for option in options if option.label == "remat.fit")
+    budget = re.search(r'budget="(\d+%)"', said.code)[1]
+    low, high = said.extra_flops_share, said.most_extra_flops_share
     plan = remat.plan(jax.value_and_grad(loss), *args, budget=budget, cache=False)
     assert low * plan.flops / 3 < plan.extra_flops < high * plan.flops * 1.1
 

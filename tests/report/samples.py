@@ -13,7 +13,19 @@ import math
 from strategies import HOSTILE
 
 from remat.report.explanation import Explanation
-from remat.report.model import Decision, Finding, ParetoPoint, Segment, Step, Totals, Value
+from remat.report.model import (
+    Decision,
+    Finding,
+    LoopPart,
+    Option,
+    ParetoPoint,
+    PlannedLoop,
+    PlanSummary,
+    Segment,
+    Step,
+    Totals,
+    Value,
+)  # fmt: skip
 from remat.report.timeline import predicted_memory
 
 _FLOPS_PER_S = 197e12 * 0.55
@@ -273,7 +285,13 @@ def hostile() -> Explanation:
         values=values,
         steps=steps,
         segments=(Segment(0, pick[1], 0, 3, 5, 1.0, 0), Segment(1, pick[5], 2, 3, 5, 1.0, 1)),
-        findings=tuple(Finding("code", "warning", text, text) for text in HOSTILE),
+        findings=tuple(
+            Finding("code", "warning", text, text, (Option(text, text, 2**20),)) for text in HOSTILE
+        ),
+        description=step,
+        plan=PlanSummary(
+            2**20, 2**20, 2**21, (PlannedLoop(step, step, 3, (LoopPart(1, 3, 0, (step,), 8),)),)
+        ),
         totals=Totals(predicted_memory(values, steps), None, step, 10.0, 1.0, 1.0, 0.1),
         pareto=tuple(
             ParetoPoint(2**20 * i, i / 10, i * 0.1, text) for i, text in enumerate(HOSTILE)

@@ -13,6 +13,7 @@ from remat.report.model import (
     Decision,
     Finding,
     Memory,
+    Option,
     ParetoPoint,
     Segment,
     Step,
@@ -103,7 +104,15 @@ def explanations(draw: st.DrawFn) -> Explanation:
         findings=tuple(
             draw(
                 st.lists(
-                    st.builds(Finding, texts, st.sampled_from(SEVERITIES), texts, texts), max_size=3
+                    st.builds(
+                        Finding,
+                        texts,
+                        st.sampled_from(SEVERITIES),
+                        texts,
+                        texts,
+                        st.lists(st.builds(Option, texts, texts, sizes), max_size=2).map(tuple),
+                    ),
+                    max_size=3,
                 )
             )
         ),

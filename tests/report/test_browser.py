@@ -15,7 +15,8 @@ import samples
 from strategies import HOSTILE
 
 from remat.printing import printable
-from remat.report import Explanation
+from remat.report import Explanation, Step, Value, groups as report_groups
+from remat.units import format_bytes
 
 selenium = pytest.importorskip("selenium", reason="needs selenium: pip install -e '.[dev]'")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -41,7 +42,20 @@ MADE = {
     "huge": lambda: samples.of_size(100_000),
     "untimed": lambda: samples.untimed(samples.transformer(2)),
     "bare": lambda: Explanation("nothing known"),
+    "lives": lambda: of_lives(),
 }
+
+
+def of_lives() -> Explanation:
+    """Return an explanation with values that live many times, once more than is shown, and never."""
+    quarter = 2**20 + 2**18  # 1.25 MiB is halfway between two numbers of one decimal
+    values = (
+        Value(0, "recomputed", "f32[1]", quarter, tuple((i, i) for i in range(0, 24, 2)), path="often"),
+        Value(1, "recomputed", "f32[2]", 8, tuple((i, i) for i in range(0, 10, 2)), path="five"),
+        Value(2, "gradient", "f32[3]", 8, path="nowhere", held_in="in the memory of a result"),
+    )  # fmt: skip
+    steps = tuple(Step(f"step {i}", "forward" if i < 12 else "backward", 1.0) for i in range(24))
+    return Explanation("lives", values=values, steps=steps)
 
 
 @pytest.fixture(scope="module")
@@ -171,11 +185,16 @@ def test_texts_stand_out_from_their_background(page, scheme):
             assert (high + 0.05) / (low + 0.05) >= 4.5, (text, ground)
 
 
+def operation(p):
+    """Return the operation that the panel shows; its path is an element of its own, to be clipped."""
+    return p.one("#panel .op").get_attribute("textContent")
+
+
 def test_it_starts_at_the_peak(page):
     p = page()
     assert numbers_of_step(p) == p.explanation.timeline().peak_step
     assert "the peak" in p.one("#panel .live").text
-    assert "attn/softmax" in p.one("#panel .op").text
+    assert "attn/softmax" in operation(p)
 
 
 def test_hovering_shows_the_step_and_its_largest_values(page):
@@ -185,7 +204,7 @@ def test_hovering_shows_the_step_and_its_largest_values(page):
     step = numbers_of_step(p)
     live = p.explanation.live_at(step)
     assert step != p.explanation.timeline().peak_step
-    assert p.one("#panel .op").text == p.explanation.steps[step].label
+    assert operation(p) == p.explanation.steps[step].label
     largest = p.texts("#panel li")
     assert len(largest) == 5
     assert any(value.source in largest[0] for value in live)
@@ -290,11 +309,16 @@ def test_segments_are_drawn_over_the_program(page):
 def test_sorting_by_every_column(page):
     p = page()
     groups = p.explanation.groups()
-    assert p.texts("#table tr.group td:nth-child(3)")[0].startswith("4.0 GiB")
+    peak = p.explanation.timeline().peak_step
+    at_peak = max(report_groups(p.explanation.live_at(peak)), key=lambda group: group.n_bytes)
+    assert p.texts("#table tr.group td:nth-child(3)")[0] == format_bytes(at_peak.n_bytes)
+    p.one('#table [data-key="bytes"]').click()
+    assert p.one("th[aria-sort]").get_attribute("aria-sort") == "descending"
+    assert p.texts("#table tr.group td:nth-child(4)")[0] == "4.0 GiB"
     p.one('#table [data-key="bytes"]').click()
     assert p.one("th[aria-sort]").get_attribute("aria-sort") == "ascending"
-    assert p.texts("#table tr.group td:nth-child(3)")[0] == "4 B"
-    for key, column in (("what", 1), ("aval", 4), ("source", 5)):
+    assert p.texts("#table tr.group td:nth-child(4)")[0] == "4 B"
+    for key, column in (("what", 1), ("aval", 5), ("source", 6)):
         p.one(f'#table [data-key="{key}"]').click()
         shown = p.texts(f"#table tr.group td:nth-child({column}) bdi")
         assert len(shown) == len(groups)
@@ -306,6 +330,27 @@ def test_sorting_by_every_column(page):
     assert p.texts("#table tr.group td:nth-child(1) bdi")[0] == slowest.called
 
 
+def test_lives_are_counted_and_values_without_one_say_where_they_are(page):
+    p = page("lives")
+    rows = {
+        p.run("return arguments[0].cells[0].textContent", row): p.run(
+            "const [cell] = [...arguments[0].cells].slice(-1);"
+            "return cell.querySelector('[title]')?.title ?? cell.textContent",
+            row,
+        )
+        for row in p.run("return [...document.querySelectorAll('#table tr.group')]")
+    }
+    assert rows["often"] == "operations 1–1, 3–3, 5–5, 7–7 and 8 more times"
+    assert rows["five"].endswith("7–7 and 1 more time")
+    assert rows["nowhere"] == "in the memory of a result"
+
+
+def test_numbers_are_rounded_as_in_the_texts_around_them(page):
+    p = page("lives")
+    live = p.explanation.live_at(0)[0]
+    assert p.texts("#panel li b")[0] == format_bytes(live.n_bytes) == "1.2 MiB"
+
+
 def test_filtering_by_text_and_by_kind(page):
     p = page()
     box = p.one("#filter")
@@ -314,13 +359,15 @@ def test_filtering_by_text_and_by_kind(page):
     assert {name.partition(":")[0] for name in shown} == {"decoder/block_0…15/mlp/gelu"}
     assert p.one("#count").text.startswith("32 values in 2 groups")
     p.one('#kinds [data-kind="gradient"]').click()
-    assert p.one("#count").text == "16 values in 1 group, 1.0 GiB together"
+    assert (
+        p.one("#count").text == "16 values in 1 group; sum over the step 1.0 GiB, not all at once"
+    )
     assert p.one('#kinds [data-kind="gradient"]').get_attribute("aria-pressed") == "true"
     box.clear()
     box.send_keys("block_3/mlp/gelu")
     assert p.texts("#table tr.group td:nth-child(1) .times") == ["1 of 16 × "]
     box.send_keys(" nothing like it")
-    assert p.one("#count").text == "0 values in 0 groups, 0 B together"
+    assert p.one("#count").text == "0 values in 0 groups"
 
 
 def test_groups_open_by_keys_and_keep_the_focus(page):
@@ -353,7 +400,7 @@ def test_a_phone_sorts_by_a_menu(page):
     menu = p.one("#sort")
     assert menu.is_displayed() and not p.one("#table thead").is_displayed()
     menu.send_keys("source")
-    shown = p.texts("#table tr.group td:nth-child(5) bdi")
+    shown = p.texts("#table tr.group td:nth-child(6) bdi")
     assert shown[0] == "model.py:22 (attn)"
 
 
@@ -396,4 +443,4 @@ def test_without_predicted_times_the_axis_counts_steps(page):
 def test_without_a_timeline_the_rest_is_there(page):
     p = page("bare")
     assert not p.one("#memory").is_displayed()
-    assert p.one("#count").text == "0 values in 0 groups, 0 B together"
+    assert p.one("#count").text == "0 values in 0 groups"

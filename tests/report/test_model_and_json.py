@@ -70,6 +70,28 @@ def damaged(change) -> str:
     return json.dumps(content)
 
 
+def test_a_file_of_version_2_has_the_defaults_of_later_fields():
+    def earlier(c):
+        c["version"] = 2
+        for name in ("description", "plan"):
+            del c[name]
+        del c["totals"]["at_most"]
+        later = {
+            "values": ("first_kind", "held_in"),
+            "steps": ("recompute_share",),
+            "findings": ("options",),
+        }
+        for part, names in later.items():
+            for item in c[part]:
+                for name in names:
+                    del item[name]
+
+    expected = samples.transformer(1)
+    assert Explanation.from_json(damaged(earlier)) == expected
+    with pytest.raises(ReportError, match="unknown field 'plan'"):
+        Explanation.from_json(damaged(lambda c: c.update(version=2)))
+
+
 @pytest.mark.parametrize(
     "text, said",
     [
@@ -78,7 +100,7 @@ def damaged(change) -> str:
         ("{}", "have the format 'remat.explanation'"),
         ("[" * 100_000, "not JSON"),
         ('{"format": "remat.explanation", "format": 1}', "'format' is there twice"),
-        (damaged(lambda c: c.update(version=3)), "version 3; this remat reads version 2"),
+        (damaged(lambda c: c.update(version=4)), "version 4; this remat reads versions 2 to 3"),
         (damaged(lambda c: c.update(version=True)), "version True"),
         (damaged(lambda c: c.update(title=3)), "title: a text expected, not 3"),
         (damaged(lambda c: c.pop("pareto")), r"fields are missing: \['pareto'\]"),

@@ -19,16 +19,29 @@ import remat.report
 from remat import units
 from remat.errors import MissingExtraError, ReportError
 from remat.printing import printable
-from remat.report import Decision, Explanation, Finding, Memory, ParetoPoint, Step, Totals, Value
+from remat.report import (
+    Decision,
+    Explanation,
+    Finding,
+    LoopPart,
+    Memory,
+    Option,
+    ParetoPoint,
+    PlannedLoop,
+    PlanSummary,
+    Step,
+    Totals,
+    Value,
+)  # fmt: skip
 from remat.report.document import Chart, Paragraph, Table
 from remat.report.markdown import to_markdown
-from remat.report.outline import decisions_table, flops_of_decisions
+from remat.report.outline import decisions_table
 from remat.report.text import renderable, to_text
 from remat.report.timeline import timeline
 from remat.units import format_bytes
 
 EXPLANATION = samples.transformer(4)
-VOID = {"meta", "link", "br", "input", "img"}
+VOID = {"meta", "link", "br", "input", "img", "wbr"}
 
 
 class Page(html.parser.HTMLParser):
@@ -39,11 +52,15 @@ class Page(html.parser.HTMLParser):
         self.open: list[str] = []
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.texts: dict[str, list[str]] = {}
+        self.is_broken = False
         self.feed(text)
         self.close()
         assert not self.open
 
     def handle_starttag(self, tag, attributes):
+        self.is_broken = tag == "wbr"  # a place where a line may be broken, in one text
+        if self.is_broken:
+            return
         self.elements.append((tag, dict(attributes)))
         if tag not in VOID:
             self.open.append(tag)
@@ -55,7 +72,12 @@ class Page(html.parser.HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        self.texts.setdefault(self.open[-1] if self.open else "", []).append(data)
+        parts = self.texts.setdefault(self.open[-1] if self.open else "", [])
+        if self.is_broken and parts:
+            parts[-1] += data
+        else:
+            parts.append(data)
+        self.is_broken = False
 
 
 def visible(page: Page) -> str:
@@ -77,7 +99,7 @@ def harmless(explanation: Explanation) -> Explanation:
         if isinstance(item, tuple):
             return tuple(clean(part) for part in item)
         if dataclasses.is_dataclass(item):
-            words = {"kind", "phase", "severity", "action"}
+            words = {"kind", "first_kind", "phase", "severity", "action", "precision"}
             changes = {
                 f.name: clean(getattr(item, f.name))
                 for f in dataclasses.fields(item)
@@ -111,7 +133,7 @@ def test_no_text_becomes_markup_in_a_notebook(explanation):
     assert "script" not in shape(page)
     assert {tag for tag, _ in page.elements} <= {
         "div", "style", "h1", "h2", "p", "bdi", "b", "br", "small", "code", "table", "thead", "tbody",
-        "tr", "th", "td", "svg", "path", "span", "i", "rect", "title", "circle", "text",
+        "tr", "th", "td", "pre", "ul", "li", "svg", "path", "span", "i", "rect", "title", "circle", "text",
     }  # fmt: skip
     assert not [
         name for _, attributes in page.elements for name in attributes if name.startswith("on")
@@ -547,14 +569,97 @@ def test_the_peak_is_placed_in_the_backward_pass_of_the_step_and_not_of_one_line
     assert "Live there: 8 B saved, 4 B gradients. The largest:" in said
 
 
-def test_the_extra_flops_of_decisions_add_up_to_those_of_the_plan():
-    decisions = tuple(
-        Decision("recompute", f"mlp_{i}", n_bytes=8, flops=n) for i, n in enumerate((1.0, 3.0))
+def test_a_plan_is_said_by_its_peaks_its_budget_and_its_loops():
+    loops = (
+        PlannedLoop(
+            "cell", "net.py:57", 512,
+            (LoopPart(1, 96, 32, ("cell: mul",), 2**20), LoopPart(97, 512, 0, ("cell: tanh",), 2**24)),
+        ),
+    )  # fmt: skip
+    explanation = Explanation(
+        "step",
+        decisions=(Decision("recompute", "cell: mul", n_bytes=2**25, flops=3.0),),
+        totals=Totals(Memory(2**27), Memory(2**26), flops=100.0, recompute_flops=2.0),
+        plan=PlanSummary(2**26 + 2**20, 2**26, 2**28, loops),
     )
-    totals = Totals(flops=100.0, recompute_flops=2.0)
-    explanation = Explanation("step", decisions=(*decisions, Decision("keep", "x")), totals=totals)
-    assert [*flops_of_decisions(explanation).values()] == [0.5, 1.5]
-    assert "2 FLOP" in explanation.to_text() and "extra FLOPs" in explanation.to_text()
+    for said in (explanation.to_text(), explanation.to_markdown(), _text_of_page(explanation)):
+        said = " ".join(said.replace("\\", "").split())
+        assert "Peak 256.0 MiB → 64.0 MiB (-192.0 MiB, -75 %)" in said
+        assert "budget 65.0 MiB met, 1.0 MiB to spare" in said
+        assert "1–96 are recomputed in 3 groups of 32" in said
+        assert "97–512 keep 16.0 MiB (of each: cell: tanh)" in said
+        assert "extra FLOPs" not in said
+
+
+def _text_of_page(explanation):
+    return "".join("".join(texts) for texts in Page(explanation.to_html()).texts.values())
+
+
+def test_the_options_of_a_finding_are_code_to_copy_and_a_table_in_80_columns():
+    options = (
+        Option("as written", "", 2**28, extra_flops_share=0.0),
+        Option("remat.fit", 'step = remat.fit(step, budget="55%")', 2**27, "at most", 0.003, 0.04),
+        Option("by hand", "# net.py:3\nblock = remat.checkpoint(block)", 2**26, "about", 0.0, 0.35),
+    )
+    found = Finding("no_regions", "info", "Nothing is rematerialized.", "Fit it.", options)
+    explanation = Explanation("step", findings=(found,))
+    text = explanation.to_text(width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    for line in (
+        '    step = remat.fit(step, budget="55%")',
+        "    block = remat.checkpoint(block)",
+    ):
+        assert line in text.splitlines()
+    assert re.search(r"remat\.fit +at most 128\.0 MiB +\+0\.3 to 4 %", text)
+    assert re.search(r"by hand +about 64\.0 MiB +up to \+35 %", text)
+    assert '```python\nstep = remat.fit(step, budget="55%")\n```' in explanation.to_markdown()
+    for page in (explanation.to_html(), explanation._repr_html_()):
+        assert "step = remat.fit(step, budget=&quot;55%&quot;)</code></pre>" in page
+    assert Explanation.from_json(explanation.to_json()) == explanation
+
+
+def test_a_height_that_is_reached_again_is_said_and_drawn():
+    steps = [Step("loss: dot", "forward", 1.0)]
+    steps += [Step("mlp: dot", "backward", 1.0, "", -1, f"iteration {i + 1}/9") for i in range(9)]
+    values = [
+        Value(i, "saved", "f32[1]", 64, ((0, 9 - i),), reserved=((10 - i, 9),) if i else ())
+        for i in range(9)
+    ]
+    values += [
+        Value(9 + i, "gradient", "f32[1]", 8, ((i, i),)) for i in (1, 3, 5, 7, 9)
+    ]  # fmt: skip
+    explanation = Explanation("step", values=tuple(values), steps=tuple(steps))
+    said = " ".join(explanation.to_text().split())
+    assert "The same height is reached 5 times from 1.0 s to 9.0 s into the step." in said
+    assert "little by little" not in said
+    assert "stay allocated as a whole until the backward loop has ended" in said
+    data = json.loads(Page(explanation.to_html()).texts["script"][0])
+    assert (data["peak"], data["sameHeight"]) == (1, [1, 9])
+
+
+def test_an_upper_bound_is_said_to_be_one():
+    totals = Totals(
+        flops=1e9, time_s=1.0, at_most="the largest branch of each conditional is counted"
+    )
+    explanation = Explanation("step", totals=totals)
+    said = " ".join(explanation.to_text().split())
+    assert (
+        "Step at most 1.0 s, 1.00 GFLOP (the largest branch" in said or "Step at most 1.0 s" in said
+    )
+    assert "Step, predicted, at most" in explanation.to_html()
+
+
+def test_a_recomputed_value_is_temporary_before():
+    steps = tuple(Step(str(i), phase, 1.0) for i, phase in enumerate(("forward", "recompute")))
+    value = Value(0, "recomputed", "f32[2]", 8, ((0, 0), (1, 1)), first_kind="temporary")
+    line = timeline([value], steps)
+    assert line.bytes_of("temporary").tolist() == [8, 0]
+    assert line.bytes_of("recomputed").tolist() == [0, 8]
+    explanation = Explanation("step", values=(value,), steps=steps)
+    assert [v.kind for step in (0, 1) for v in explanation.live_at(step)] == [
+        "temporary",
+        "recomputed",
+    ]
 
 
 def test_a_peak_says_why_it_is_there():

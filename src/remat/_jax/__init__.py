@@ -150,6 +150,7 @@ from remat._jax.equations import (
     shard_map_residual as shard_map_residual,
     source_frames_of as source_frames_of,
     source_line_of as source_line_of,
+    source_of as source_of,
     source_of_caller as source_of_caller,
     stacked as stacked,
     with_equations as with_equations,

@@ -293,6 +293,11 @@ def source_of_caller() -> Any:
     return _source_info.user_context(_source_info.current().traceback)
 
 
+def source_of(eqn: JaxprEqn) -> Any:
+    """Return a context in which equations have the source line of another, also in nested traces."""
+    return _source_info.user_context(eqn.source_info.traceback)
+
+
 def source_line_of(eqn: JaxprEqn) -> str:
     """Return `file:line:column (function)` of the user's code that an equation was traced from."""
     return _source_info.summarize(eqn.source_info)

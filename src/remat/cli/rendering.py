@@ -23,10 +23,10 @@ from remat.errors import ReportError
 from remat.planner.plan_file import Plan
 from remat.printing import printable
 from remat.program.devices import Device
-from remat.report.document import Block, Heading, Paragraph
+from remat.report.document import Block, Heading, Items, Paragraph
 from remat.report.explanation import Explanation
 from remat.report.model import ParetoPoint
-from remat.report.outline import decisions_table, percent, plan_in_words
+from remat.report.outline import decisions_table, loops_in_words, percent, plan_in_words
 from remat.report.text import to_text
 
 _FEW_LINES = 6  # rows of each table in output for one screen; more no longer fit it
@@ -128,6 +128,7 @@ def decisions_as_text(explanation: Explanation, *, all: bool) -> str:
     blocks: list[Block] = [
         Heading("What the plan does"),
         Paragraph(plan_in_words(explanation)),
+        Items(loops_in_words(explanation)),
         decisions_table(explanation, _MOST_LINES if all else _FEW_LINES),
     ]
     return to_text(blocks, width=width(), color=color())

@@ -8,6 +8,7 @@ In the order in which data flows:
     replaced       arguments whose new values are results of the step
     roles          gradients, and the arguments that they belong to
     sources        the lines of the user's program that equations come from
+    calls          the calls of the user's functions
     runs           the operations that loops and branches run
     loops          loops and branches on the timeline of the step around them
     labels         names of operations and regions
@@ -17,7 +18,9 @@ In the order in which data flows:
     origins        kind, origin and cost of a value
     account        the values that are written, their lifetimes and kinds, the timeline
     hlo            the arrays that the compiled program holds at its peak
+    description    what the step computes, in a sentence
     decisions      the values that a plan recomputes, offloads and keeps
+    planned_loops  the loops of a step as a plan runs them
     difference     why the prediction and the compiler differ
     regions        facts about the effects of policies and regions
     findings       conclusions for the user, each with the next step

@@ -49,6 +49,9 @@ from remat.program.program import Program
 from remat.report.model import Kind, Segment, Step, Value
 from remat.solvers.simulate import no_remat
 
+# Primitives that write rows into their first operand → the operand that is written.
+_ROW_OPERANDS = {"dynamic_update_slice": 1, "scatter": 2}
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Account:
@@ -60,6 +63,9 @@ class Account:
       saved_bytes, saved_argument_bytes: the bytes that the backward pass reads of values of the forward
         pass, and of the arguments, without fusion.
       undone_bytes: temporaries of the program in which nothing is recomputed.
+      sides: the program of the kernels, with each operation once.
+      producers: for each value the number of the operation of `sides` that computes it; -1 for arguments and
+        values inside of loops.
     """
 
     values: tuple[Value, ...]
@@ -75,6 +81,8 @@ class Account:
     saved_bytes: int
     saved_argument_bytes: int
     undone_bytes: int
+    sides: PhasedProgram
+    producers: tuple[int, ...]
 
 
 def account_of(
@@ -176,11 +184,6 @@ class _Accounting:
         drawn, values_, segments_ = laid_out(
             steps, values, self._bodies_by_step(), stacks, segments
         )
-        eqns = self.sides.eqns
-        again_s = sum(
-            step.time_s * (1.0 if step.phase == "recompute" else recompute_share(eqns[kernel]))
-            for step, kernel in zip(steps, self.kernels)
-        )
         saved, of_arguments = residual_bytes(self.before)
         return Account(
             values=_numbered(values_),
@@ -190,12 +193,24 @@ class _Accounting:
             opaque_steps=tuple(steps),
             alias_bytes=alias_bytes,
             flops=self.before.program.flops,
-            recompute_flops=recompute_flops(self.before),
+            recompute_flops=max(recompute_flops(self.before), self._recomputed_in_bodies()),
             time_s=sum(step.time_s for step in steps),
-            recompute_time_s=again_s,
+            recompute_time_s=sum(step.time_s * step.recompute_share for step in drawn),
             saved_bytes=saved,
             saved_argument_bytes=of_arguments,
             undone_bytes=self._undone_bytes(),
+            sides=self.sides,
+            producers=tuple(value.id for value in values_),
+        )
+
+    def _recomputed_in_bodies(self) -> float:
+        """Return the FLOPs that are recomputed, those inside of loops and branches by their operations."""
+        inside = {
+            kernel: body.length * body.recompute_flops for kernel, body in self.bodies.items()
+        }
+        return sum(
+            op.flops if phase == "recompute" else inside.get(i, 0.0)
+            for i, (op, phase) in enumerate(zip(self.program.ops, self.sides.phases))
         )
 
     def _undone_bytes(self) -> int:
@@ -217,6 +232,9 @@ class _Accounting:
             self.fused.seconds[kernel],
             user_source_of(self.sides.eqns[kernel]),
             segment,
+            recompute_share=1.0
+            if self.sides.phases[kernel] == "recompute"
+            else recompute_share(self.sides.eqns[kernel]),
         )
 
     def _label(self, i: int) -> str:
@@ -257,14 +275,15 @@ class _Accounting:
         for v, root, name in zip(self.program.outputs, self.roots, names):
             born = 0 if results_from_start or root is None else self.uses_of(root)
             lifetimes: tuple[tuple[int, int], ...] = ((born, last),)
-            consumer = "the caller"
+            consumer, held_in = "the caller", ""
             if self.program.types[v] in given and self.program.bytes[v]:
                 given.remove(self.program.types[v])
                 alias_bytes += self.program.bytes[v]
-                lifetimes, consumer = (), "the caller, in a donated argument's memory"
+                lifetimes, held_in = (), "in the memory of a donated argument"
             made = self._value(root if root is not None else v, "output", lifetimes, path=name)
             found.append(dataclasses.replace(
-                made, aval=self.origins.type_of(v), n_bytes=self.program.bytes[v], consumer=consumer
+                made, aval=self.origins.type_of(v), n_bytes=self.program.bytes[v], consumer=consumer,
+                count=1, held_in=held_in,
             ))  # fmt: skip
         return found, alias_bytes
 
@@ -288,8 +307,12 @@ class _Accounting:
                 continue
             kind = self.origins.kind(v)
             lives: tuple[tuple[int, int], ...] = ((use.born, use.dies),)
+            held_in = ""
             if kind == "offloaded" or v in in_results:
                 lives = ()
+                held_in = (
+                    "in the host's memory" if kind == "offloaded" else "in the memory of a result"
+                )
             elif v in moved:
                 kind = "offloaded"
                 back = self.uses.get(moved[v])
@@ -299,7 +322,12 @@ class _Accounting:
                 at = first_life.get(self.sides.same.get(v, -1))
                 if at is not None and found[at].lifetimes[-1][1] < use.born:
                     lives = (*found[at].lifetimes, *lives)
-                    found[at] = dataclasses.replace(found[at], kind="recomputed", lifetimes=lives)
+                    found[at] = dataclasses.replace(
+                        found[at],
+                        kind="recomputed",
+                        lifetimes=lives,
+                        first_kind="temporary",
+                    )
                     continue
             if kind == "temporary" and lives:
                 first_life[v] = len(found)
@@ -309,7 +337,8 @@ class _Accounting:
                 use.readers[0] if use.readers else None,
             )
             consumer = self._reader(v, reader)
-            found.append(self._value(v, kind, lives, consumer=consumer))
+            made = self._value(v, kind, lives, consumer=consumer)
+            found.append(dataclasses.replace(made, held_in=held_in))
         return found
 
     def _moved(self) -> dict[int, int]:
@@ -334,7 +363,7 @@ class _Accounting:
             if op.workspace_bytes and (opaque or kernel not in self.bodies):
                 at = self.step_of[kernel]
                 found.append(Value(
-                    0, "temporary", "workspace", op.workspace_bytes, ((at, at),), op.name,
+                    -1, "temporary", "workspace", op.workspace_bytes, ((at, at),), op.name,
                     user_source_of(self.sides.eqns[kernel]), op.label, path_of(op),
                     f"the body of {op.name}",
                 ))  # fmt: skip
@@ -346,12 +375,18 @@ class _Accounting:
     ) -> Value:  # fmt: skip
         i = self.producer.get(v)
         n_bytes = self.sides.host_bytes.get(v, self.program.bytes[v])
-        common = (0, kind, self.origins.type_of(v), n_bytes, lives)
         if i is None:
-            return Value(*common, path=path, consumer=consumer)
+            return Value(
+                -1, kind, self.origins.type_of(v), n_bytes, lives, path=path, consumer=consumer
+            )
         origin = self.origins.origin(v)
+        # Until all values are numbered, the id is the number of the operation.
         return Value(
-            *common,
+            i,
+            kind,
+            origin.aval if origin.count > 1 else self.origins.type_of(v),
+            n_bytes,
+            lives,
             primitive=origin.primitive,
             source=origin.source,
             name=origin.name,
@@ -359,6 +394,7 @@ class _Accounting:
             consumer=consumer,
             flops=origin.flops,
             time_s=origin.time_s,
+            count=origin.count,
             function=origin.function,
         )
 
@@ -400,6 +436,7 @@ class _Accounting:
         sides = program_of(run, self.sides, kernel)
         inner = _Accounting(sides, self.price, True, most_equations, run=run)
         results, born = inner.results(run) if run.returns else ((), ())
+        row_bytes = inner.row_bytes(run) if run.name == "iteration" else {}
         reads = {
             at_operand[at]: read
             for at, v in enumerate(sides.inputs)
@@ -419,7 +456,8 @@ class _Accounting:
             reads = {at: dataclasses.replace(r, step=last[r.step]) for at, r in reads.items()}
         return DrawnBody(
             run.name, run.length, blocks, run.reverse, drawn, laid, results, born,
-            run.n_carry if run.name == "iteration" else len(results), reads,
+            run.n_carry if run.name == "iteration" else len(results), reads, row_bytes,
+            inner._recomputed_in_bodies(),
         )  # fmt: skip
 
     def results(self, run: Run) -> tuple[tuple[Origin | None, ...], tuple[int, ...]]:
@@ -427,20 +465,57 @@ class _Accounting:
         outputs = iter(zip(self.program.outputs, self.roots))
         ids = [next(outputs) if _jax.is_var(v) else (-1, None) for v in run.jaxpr.outvars]
         carried = {v: at - run.first_carry for at, v in enumerate(self.sides.inputs)}
+
+        def computed(v: int) -> int | None:
+            """Return the value that a kernel writes, of a carry that of the previous iteration."""
+            if v in self.producer:
+                return v
+            at = carried.get(v, -1)
+            return ids[at][1] if 0 <= at < run.n_carry else None
+
         origins: list[Origin | None] = []
-        born = []
         for v, root in ids:
-            made = root
-            if root is None:
-                at = carried.get(behind(v, self.program, self.producer), -1)
-                if 0 <= at < run.n_carry:  # a carry from the previous iteration
-                    made = ids[at][1]
-            origin = self.origins.origin(made) if made is not None else None
+            row = self._row_written(root)
+            shown = row if row is not None else behind(v, self.program, self.producer)
+            made = computed(shown) if root is None or row is not None else root
+            inside = root is not None and root in self.in_carry
+            origin = self.origins.rows_inside(root) if inside and root is not None else None
+            if origin is None and made is not None:
+                origin = self.origins.origin(made)
             if origin is not None and origin.count == 1:
-                origin = dataclasses.replace(origin, aval=self.origins.type_of(v))
+                origin = dataclasses.replace(origin, aval=self.origins.type_of(shown))
             origins.append(origin)
-            born.append(self.uses_of(root) if root is not None else 0)
-        return tuple(origins), tuple(born)
+        return tuple(origins), tuple(self.uses_of(r) if r is not None else 0 for _, r in ids)
+
+    def _row_written(self, root: int | None) -> int | None:
+        """Return the value that an operation writes into a carry; None if it writes no carry in place."""
+        if root is None or root not in self.in_carry:
+            return None
+        op = self.program.ops[self.producer[root]]
+        at = _ROW_OPERANDS.get(op.name)
+        return None if at is None else self.origins.before_reshape(op.operands[at])
+
+    def row_bytes(self, run: Run) -> dict[int, int]:
+        """Return for each carry into which an iteration writes rows, with loops inside, their bytes."""
+        found = {}
+        for at, root in enumerate(self._carry_roots(run)):
+            row = self._row_written(root)
+            if row is not None:
+                found[at] = self.program.bytes[row]
+            elif root is not None and root in self.in_carry:
+                kernel = self.producer[root]
+                body = self.bodies.get(kernel)
+                inside = body.row_bytes if body is not None else {}
+                n_bytes = inside.get(self.program.ops[kernel].results.index(root), 0)
+                if body is not None and n_bytes:
+                    found[at] = body.length * n_bytes
+        return found
+
+    def _carry_roots(self, run: Run) -> list[int | None]:
+        """Return for each carry the value that a kernel of an iteration writes for it."""
+        roots = iter(self.roots)
+        found = [next(roots) if _jax.is_var(v) else None for v in run.jaxpr.outvars]
+        return found[: run.n_carry]
 
     def last_read(self, v: int) -> Read | None:
         """Return the last read of an input; None if nothing reads it."""
@@ -471,7 +546,7 @@ class _Accounting:
             if body is None:
                 continue
             at = self.program.ops[kernel].results.index(v)
-            if at < body.stacked_from or at >= len(body.results):
+            if at >= len(body.results) or not body.stacks(at, self.program.bytes[v]):
                 continue
             origin = body.results[at]
             if origin is None:

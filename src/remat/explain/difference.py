@@ -6,7 +6,9 @@ with the predicted ones by size, and the largest difference is named.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from remat.explain import hlo
@@ -78,23 +80,54 @@ def _held(account: Account, compiled: Memory, peak: hlo.Peak) -> list[tuple[int,
     for n in sorted({*theirs, *mine}):
         more = theirs[n] - mine[n]
         if more:
-            reasons.append((n * more, f"it holds {_class(n, more, peak, ours)}"))
+            reasons.append((n * more, f"it holds {_class(n, more, peak, ours, account.values)}"))
     rest = compiled.temp_bytes - peak.n_bytes
     reasons.append((rest, "of how it places arrays in memory"))
     return reasons
 
 
-def _class(n_bytes: int, more: int, peak: hlo.Peak, ours: list[Value]) -> str:
-    """Return the difference in the number of arrays of one size, with the most common of them."""
+def _class(
+    n_bytes: int, more: int, peak: hlo.Peak, ours: list[Value], values: Sequence[Value]
+) -> str:
+    """Return the difference in the number of arrays of one size, with the most common of them.
+
+    Args:
+      values: all of the step, from which the compiler's arrays have their source lines.
+    """
     if more > 0:
+        sources = {
+            (v.path, v.primitive): v.source for v in values if v.n_bytes // v.count == n_bytes
+        }
         common = Counter(
-            f"{h.type} from {h.op_name.rpartition('/')[2]}"
+            array_in_words(h.type, h.op_name, sources)
             for h in peak.held
             if h.n_bytes == n_bytes and not h.inside
         )
     else:
-        common = Counter(f"{v.aval} from {v.primitive}" for v in ours if v.n_bytes == n_bytes)
-    what = common.most_common(1)[0][0]
+        common = Counter(
+            f"{v.aval} from {v.primitive}{_at(v.source)}" for v in ours if v.n_bytes == n_bytes
+        )
+    found = [f"{n} × {what}" if n > 1 else what for what, n in common.most_common(_MOST_NAMED)]
+    others = sum(common.values()) - sum(n for _, n in common.most_common(_MOST_NAMED))
+    found += [f"{others} others"] if others else []
     arrays = "array" if abs(more) == 1 else "arrays"
     count = f"{abs(more)} {'more' if more > 0 else 'fewer'} {arrays}"
-    return f"{count} of {format_bytes(n_bytes)}, such as {what}"
+    return f"{count} of {format_bytes(n_bytes)} (there: {', '.join(found)})"
+
+
+_MOST_NAMED = 2  # kinds of arrays that are named; more make the sentence longer
+# What JAX's calls and transformations add to the scopes of an operation: ``jit(step)/jvp(mlp)/mul``.
+_CALL = re.compile(r"\bjit\([^()]*\)/")
+_TRANSFORMED = re.compile(r"\w+\(|\)")
+
+
+def array_in_words(type_: str, op_name: str, sources: Mapping[tuple[str, str], str]) -> str:
+    """Return an array of the compiler's by type, primitive and, if it is known, source."""
+    scopes, _, primitive = op_name.rpartition("/")
+    path = _TRANSFORMED.sub("", _CALL.sub("", f"{scopes}/")).strip("/")
+    source = sources.get((path, primitive), "")
+    return f"{type_} from {primitive}{_at(source)}"
+
+
+def _at(source: str) -> str:
+    return f" at {source.partition(' (')[0]}" if source else ""

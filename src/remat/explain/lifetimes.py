@@ -2,15 +2,18 @@
 
 A value lives from the kernel that writes it to the last that reads it. Updates of a part of an array, and
 the carries of loops, may reuse the memory of the value that they replace; temporaries may be in the buffers
-of results that are not written yet.
+of results that are not written yet. An array that is filled with a constant and that only a loop reads, which
+writes its rows, is in the memory of the loop's result, also if several loops write it in turn.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from remat.explain.phases import is_view
+from remat.explain.recomputation import behind
 from remat.ir.operations import FUSIBLE, writes_into_operand
 from remat.program.fusion import Fused
 from remat.program.program import Program
@@ -46,6 +49,7 @@ class Lifetimes:
         self.kernels = [node.id for node in fused.graph.nodes if node.id < len(ops)]
         self.step_of = {kernel: at for at, kernel in enumerate(self.kernels)}
         self.roots = self._roots()
+        self._filled = self._filled_values()
         self.uses = self._uses()
 
     def _roots(self) -> list[int | None]:
@@ -80,16 +84,49 @@ class Lifetimes:
                 uses[v].dies = max(uses[v].dies, at)
         return uses
 
-    def _updated_in_place(self, kernel: int) -> list[tuple[int, int]]:
-        """Return pairs of a value and a result that may reuse its memory.
+    def _filled_values(self) -> frozenset[int]:
+        """Return the arrays that are filled with a constant, also if operations have written rows since then.
 
-        The values are the initial values of a while loop, and arrays of which a part is written.
+        Only those count whose memory no other operation reads: `fusion` has the same rule.
+        """
+        ops, outputs = self.program.ops, set(self.program.outputs)
+        n_uses = Counter(v for op in ops for v in op.operands)
+        found: set[int] = set()
+        for i, op in enumerate(ops):
+            is_constant = op.fusion in FUSIBLE and not self._reads_large(i)
+            found.update(op.results if is_constant else ())
+            for v, result in self._pairs_in_place(i):
+                before = behind(v, self.program, self.producer)
+                if before in found and n_uses[v] == 1 and v not in outputs:
+                    found.add(result)
+        return frozenset(found)
+
+    def _reads_large(self, i: int) -> bool:
+        op, sizes = self.program.ops[i], self.program.bytes
+        size = sum(sizes[v] for v in op.results)
+        return any(2 * sizes[v] > size for v in op.operands)
+
+    def _pairs_in_place(self, i: int) -> tuple[tuple[int, int], ...]:
+        """Return pairs of an operand and a result of an operation that may be in the same memory."""
+        op = self.program.ops[i]
+        if writes_into_operand(op.name):
+            return ((op.operands[0], op.results[0]),)
+        return op.in_place
+
+    def _updated_in_place(self, kernel: int) -> list[tuple[int, int]]:
+        """Return pairs of a value and a result that reuses its memory if nothing else reads the value.
+
+        The values are arrays of which a part is written, the initial values of a while loop, and the initial
+        values of other loops that are filled with a constant.
         """
         op = self.program.ops[kernel]
-        pairs = op.in_place if op.name == "while" else ()
-        if writes_into_operand(op.name):
-            pairs = ((op.operands[0], op.results[0]),)
-        return [(before, after) for before, after in pairs if op.operands.count(before) == 1]
+        found = []
+        for v, after in self._pairs_in_place(kernel):
+            before = behind(v, self.program, self.producer)
+            is_reused = op.name == "while" or writes_into_operand(op.name) or before in self._filled
+            if is_reused and op.operands.count(v) == 1:
+                found.append((before, after))
+        return found
 
     def in_carry(self, carried: Sequence[int]) -> set[int]:
         """Return the values that are written into the carry of the loop that runs this program.
@@ -105,8 +142,10 @@ class Lifetimes:
                 last.update(dict.fromkeys(self.program.ops[i].operands, kernel))
         carry_of = {v: v for v in carried if v not in self.program.outputs}
         for kernel in self.kernels:
-            for before, after in self._updated_in_place(kernel):
-                if before in carry_of and last[before] == kernel:
+            operands = self.program.ops[kernel].operands
+            for v, after in self._pairs_in_place(kernel):
+                before = behind(v, self.program, self.producer)
+                if before in carry_of and last[before] == kernel and operands.count(v) == 1:
                     carry_of[after] = carry_of[before]
         updated = {carry_of[v] for v in self.roots if v in carry_of}
         return {v for v, carry in carry_of.items() if carry in updated}

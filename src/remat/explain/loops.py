@@ -12,6 +12,7 @@ A block holds its slices from its first write on, so that the timeline is never 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 
 from remat.report.model import Segment, Step, Value
@@ -70,6 +71,8 @@ class DrawnBody:
       born: for each result the step that computes it.
       stacked_from: the number of the first result that is stacked.
       reads: for each input that is a slice of a stack, its last read, by the number of the operand.
+      row_bytes: for each carry into which an iteration writes rows, their bytes.
+      recompute_flops: of the recomputation in one iteration.
     """
 
     name: str
@@ -82,6 +85,15 @@ class DrawnBody:
     born: tuple[int, ...]
     stacked_from: int
     reads: Mapping[int, Read]
+    row_bytes: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    recompute_flops: float = 0.0
+
+    def stacks(self, at: int, n_bytes: int) -> bool:
+        """Return whether a result of this size is a stack of what the iterations compute.
+
+        That is a result that the loop stacks, or a carry of which the iterations write all rows.
+        """
+        return at >= self.stacked_from or self.length * self.row_bytes.get(at, 0) == n_bytes > 0
 
     def position(self, block: int) -> int:
         """Return the position in time of a block of the stacks, from 0."""
@@ -94,8 +106,8 @@ class DrawnBody:
         first = sum(self.blocks[:block]) + 1
         last = first + self.blocks[block] - 1
         if first == last:
-            return f"iteration {first:,} of {self.length:,}"
-        return f"iterations {first:,}–{last:,} of {self.length:,}"
+            return f"iteration {first:,}/{self.length:,}"
+        return f"iterations {first:,}–{last:,}/{self.length:,}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,17 +190,28 @@ def _steps_of(step: Step, body: DrawnBody) -> list[Step]:
         block = body.position(position)
         title = body.title(block)
         for inner in body.steps:
-            both = dict.fromkeys(filter(None, (title, inner.iteration)))
-            iteration = ", ".join(both)
             drawn.append(
                 dataclasses.replace(
                     inner,
                     time_s=inner.time_s * scale * body.blocks[block],
                     segment=step.segment,
-                    iteration=iteration,
+                    iteration=_nested(title, inner.iteration),
                 )
             )
     return drawn
+
+
+def _nested(outer: str, inner: str) -> str:
+    """Return where in nested loops a step is: ``iteration 3/4 > 5–7/7``.
+
+    Branches are named outside of loops only: in a loop, each iteration may take another.
+    """
+    if outer == inner and "/" not in outer:  # such as bodies of shard_map
+        return outer
+    parts = inner.split(" > ")
+    if outer.startswith("iteration"):
+        parts = [re.sub("^iterations? ", "", p) for p in parts if not p.startswith("branch ")]
+    return " > ".join(filter(None, (outer, *parts)))
 
 
 def _in_each_iteration(value: Value, body: DrawnBody, first: int) -> Value:
@@ -196,6 +219,7 @@ def _in_each_iteration(value: Value, body: DrawnBody, first: int) -> Value:
     starts = [first + position * len(body.steps) for position in range(len(body.blocks))]
     return dataclasses.replace(
         value,
+        id=-1,
         lifetimes=_shifted(value.lifetimes, starts),
         reserved=_shifted(value.reserved, starts),
     )

@@ -6,6 +6,7 @@ a saved value is that of recomputing it: its kernel, and the kernels between it 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 
@@ -13,7 +14,7 @@ from remat.explain.labels import path_of
 from remat.explain.lifetimes import Lifetimes
 from remat.explain.loops import DrawnBody, Origin
 from remat.explain.phases import PhasedProgram
-from remat.explain.recomputation import passes_on
+from remat.explain.recomputation import behind, passes_on
 from remat.explain.sources import user_source_of
 from remat.ir import jaxprs
 from remat.program.fusion import Fused
@@ -69,7 +70,11 @@ class Origins:
         at = op.results.index(v)
         inner = body.results[at] if body is not None and at < len(body.results) else None
         if body is not None and inner is not None:
-            return inner.times(body.length) if at >= body.stacked_from else inner
+            if n := self._rows_of(v):
+                return inner.times(n // inner.count)
+            if at in body.row_bytes:
+                return dataclasses.replace(inner, aval=self.type_of(v), count=1)
+            return inner
         flops, time_s = self._cost_of(v)
         i = self._reshaped_from(i)
         op = self._program.ops[i]
@@ -84,6 +89,38 @@ class Origins:
             function=self._sides.functions[i],
         )
 
+    def _rows_of(self, v: int) -> int:
+        """Return the number of values that loops stack in a value; 0 if it is not all rows of loops.
+
+        Several loops may write rows of one array in turn.
+        """
+        n_rows = n_bytes = 0
+        size = self._program.bytes[v]
+        while (i := self._lives.producer.get(v)) is not None and i in self._bodies:
+            body, op = self._bodies[i], self._program.ops[i]
+            at = op.results.index(v)
+            inner = body.results[at] if at < len(body.results) else None
+            if inner is None:
+                return 0
+            n_rows += body.length * inner.count
+            if at >= body.stacked_from:
+                return n_rows
+            if at not in body.row_bytes:
+                return 0
+            n_bytes += body.length * body.row_bytes[at]
+            if n_bytes >= size:
+                break
+            v = next((before for before, after in op.in_place if after == v), -1)
+            v = behind(v, self._program, self._lives.producer)
+        return n_rows if n_bytes == size > 0 else 0
+
+    def rows_inside(self, v: int) -> Origin | None:
+        """Return the origin of the rows that a loop writes into a carry of the loop around it, if it does."""
+        i = self._lives.producer[v]
+        body, at = self._bodies.get(i), self._program.ops[i].results.index(v)
+        inner = body.results[at] if body is not None and at in body.row_bytes else None
+        return None if body is None or inner is None else inner.times(body.length)
+
     def _reshaped_from(self, i: int) -> int:
         """Return the operation in the same kernel whose result an operation only reshapes."""
         ops, sizes = self._program.ops, self._program.bytes
@@ -96,6 +133,17 @@ class Origins:
                 break
             i = before
         return i
+
+    def before_reshape(self, v: int) -> int:
+        """Return the value that has the elements of another in another shape, or is a copy of it."""
+        producer, sizes = self._lives.producer, self._program.bytes
+        while (i := producer.get(v)) is not None:
+            op = self._program.ops[i]
+            is_reshape = op.name in _RESHAPES and len(op.operands) == 1
+            if not passes_on(op) and not (is_reshape and sizes[op.operands[0]] == sizes[v]):
+                break
+            v = op.operands[0]
+        return v
 
     def type_of(self, v: int) -> str:
         """Return a value's type, with the number of devices that it is sharded over: ``f32[32,256]/8``."""

@@ -63,6 +63,7 @@ class PhasedProgram:
       inputs: the program's numbers of the jaxpr's inputs.
       host_bytes: of values that are in the host's memory.
       shards: the shard count of each value.
+      cotangents: the inputs of a body in the backward pass that depend on cotangents.
     """
 
     program: Program
@@ -75,6 +76,7 @@ class PhasedProgram:
     inputs: tuple[int, ...]
     host_bytes: dict[int, int]
     shards: tuple[int, ...]
+    cotangents: frozenset[int] = frozenset()
 
     def undone(self) -> Program:
         """Return the program that remains if all recomputation is merged with the forward pass."""
@@ -126,7 +128,12 @@ def merged(sides: PhasedProgram) -> PhasedProgram:
 
 
 def phased_program(
-    jaxpr: _jax.Jaxpr, shards: Sequence[int], *, path: str = "", within: Phase = "forward"
+    jaxpr: _jax.Jaxpr,
+    shards: Sequence[int],
+    *,
+    path: str = "",
+    within: Phase = "forward",
+    cotangents: Sequence[bool] = (),
 ) -> PhasedProgram:
     """Return the program of a step, or of a loop's body in it, and the phases of its operations.
 
@@ -134,6 +141,7 @@ def phased_program(
       path: of the loop.
       within: the phase of the loop. In the backward pass, operations of its body are recomputed or backward;
         others have the phase of the loop.
+      cotangents: for each input of a body in the backward pass, whether it depends on cotangents.
     """
     # Dead code is removed; effects and inputs stay.
     live, used = _jax.dce(jaxpr, [True] * len(jaxpr.outvars))
@@ -148,11 +156,14 @@ def phased_program(
     program = without_dead(reader.program(live.outvars))
     notes = _with_repetitions(program, [reader.notes[op.results] for op in program.ops], reader)
     phases = _phases(program, notes)
+    if within != "forward":
+        phases = tuple(_within(p, n, within) for p, n in zip(phases, notes))
+    dependent = {v for v, flag in zip(inputs, cotangents) if flag}
+    if within == "backward" and cotangents:
+        phases = _with_recomputation(program, phases, dependent)
     return PhasedProgram(
         program,
-        phases
-        if within == "forward"
-        else tuple(_within(p, n, within) for p, n in zip(phases, notes)),
+        phases,
         tuple(note.region for note in notes),
         tuple(note.eqn for note in notes),
         tuple(note.function for note in notes),
@@ -161,7 +172,40 @@ def phased_program(
         inputs,
         reader.host_bytes,
         tuple(reader.shards),
+        frozenset(dependent),
     )
+
+
+# Share of a body's FLOPs. If operations that do not depend on cotangents take less, they are not called
+# recomputation: such as indices, which each backward loop computes.
+_RECOMPUTES = 0.01
+
+
+def _with_recomputation(
+    program: Program, phases: tuple[Phase, ...], dependent: set[int]
+) -> tuple[Phase, ...]:
+    """Return the phases of a backward body, with operations that no cotangent reaches as recomputation.
+
+    JAX computes such values in the forward pass and stacks them. A loop that recomputes them computes them in
+    its backward body, from what it keeps.
+
+    Args:
+      dependent: the inputs that depend on cotangents.
+    """
+    reached = set(dependent)
+    free = []
+    for i, op in enumerate(program.ops):
+        if reached.isdisjoint(op.operands):
+            free.append(i)
+        else:
+            reached.update(op.results)
+    flops = sum(program.ops[i].flops for i in free)
+    if flops < _RECOMPUTES * sum(op.flops for op in program.ops) or not flops:
+        return phases
+    found = list(phases)
+    for i in free:
+        found[i] = "recompute"
+    return tuple(found)
 
 
 def _within(phase: Phase, note: _Note, outer: Phase) -> Phase:

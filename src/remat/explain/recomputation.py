@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from remat import _jax
 from remat.explain.phases import PhasedProgram, is_traced_region, is_view, parts
 from remat.ir import jaxprs
-from remat.ir.flops import flops_of
+from remat.ir.flops import flops_of, flops_of_program
 from remat.program.program import Op, Program
 from remat.report.model import Phase
 
@@ -63,6 +63,45 @@ def recomputed_inside(eqn: _jax.JaxprEqn) -> int:
 def _recomputed_in_region(eqn: _jax.JaxprEqn) -> int:
     again, later = parts(eqn, _jax.open_jaxpr(eqn.params["jaxpr"]))
     return sum(map(flops_of, again)) + sum(map(recomputed_inside, later))
+
+
+# Share of a step's FLOPs that may not be computed at run time; a larger one mentions it less often.
+_UNCERTAIN = 0.02
+
+
+def counted_at_most(jaxpr: _jax.Jaxpr) -> str:
+    """Return why a step may compute fewer FLOPs than are counted; "" if it computes all of them."""
+    whole = flops_of_program(jaxpr)
+    live, _ = _jax.dce(jaxpr, [True] * len(jaxpr.outvars))
+    least = sum(map(_least_flops, live.eqns))
+    if least >= (1 - _UNCERTAIN) * whole:
+        return ""
+    if any(map(_is_loop_of_branches, jaxprs.equations(jaxpr))):
+        return "every iteration is counted with its largest branch, also in loops that stop early at run time"
+    return "the largest branch of each conditional is counted"
+
+
+def _least_flops(eqn: _jax.JaxprEqn) -> float:
+    """Return the FLOPs of an equation if all conditionals in it take their cheapest branch."""
+    name = eqn.primitive.name
+    if not jaxprs.has_body(eqn) or not (
+        name in ("cond", "scan") or any(e.primitive.name == "cond" for e in _inside(eqn))
+    ):
+        return flops_of(eqn)
+    bodies = [_jax.open_jaxpr(body) for body in jaxprs.bodies_of(eqn)]
+    each = [sum(map(_least_flops, body.eqns)) for body in bodies]
+    if name == "cond":
+        return min(each, default=0)
+    return sum(each) * (eqn.params["length"] if name == "scan" else 1)
+
+
+def _inside(eqn: _jax.JaxprEqn) -> Iterator[_jax.JaxprEqn]:
+    for body in jaxprs.bodies_of(eqn):
+        yield from jaxprs.equations(_jax.open_jaxpr(body), jaxprs.bodies_of)
+
+
+def _is_loop_of_branches(eqn: _jax.JaxprEqn) -> bool:
+    return eqn.primitive.name == "scan" and any(e.primitive.name == "cond" for e in _inside(eqn))
 
 
 def behind(v: int, program: Program, producer: Mapping[int, int]) -> int:

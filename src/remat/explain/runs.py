@@ -54,7 +54,7 @@ def run_of(op: Op, eqn: _jax.JaxprEqn) -> Run | None:
         branches = [_jax.open_jaxpr(branch) for branch in eqn.params["branches"]]
         sizes = [(body_peak_bytes(b), sum(map(flops_of, b.eqns))) for b in branches]
         largest = sizes.index(max(sizes))
-        name = f"branch {largest + 1} of {len(branches)}, the largest"
+        name = f"branch {largest + 1}/{len(branches)}"
         return Run(name, branches[largest], skipped=1)
     if op.workspace_bytes and jaxprs.has_body(eqn):
         bodies = [_jax.open_jaxpr(body) for body in jaxprs.bodies_of(eqn)]
@@ -82,4 +82,30 @@ def program_of(run: Run, sides: PhasedProgram, number: int) -> PhasedProgram:
     shards = [1] * len(run.jaxpr.invars)
     for at, operand in operands_of(run, eqn).items():
         shards[at] = sides.shards[op.operands[operand]]
-    return phased_program(run.jaxpr, shards, path=op.path, within=sides.phases[number])
+    within = sides.phases[number]
+    return phased_program(
+        run.jaxpr,
+        shards,
+        path=op.path,
+        within=within,
+        cotangents=_cotangents(run, sides, number) if within == "backward" else (),
+    )
+
+
+def _cotangents(run: Run, sides: PhasedProgram, number: int) -> list[bool]:
+    """Return for each input of a body in the backward pass whether it depends on cotangents.
+
+    Carries do: those of a backward loop are cotangents and sums of them. Indices do not.
+    """
+    dependent = {
+        v
+        for op, phase in zip(sides.program.ops, sides.phases)
+        if phase == "backward"
+        for v in op.results
+    } | sides.cotangents
+    found = [False] * len(run.jaxpr.invars)
+    for at, operand in operands_of(run, sides.eqns[number]).items():
+        found[at] = sides.program.ops[number].operands[operand] in dependent
+    for at in range(run.first_carry, run.first_carry + run.n_carry):
+        found[at] = _jax.has_tangent(run.jaxpr.invars[at].aval)
+    return found

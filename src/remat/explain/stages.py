@@ -23,9 +23,12 @@ from remat import _jax
 from remat.aliases import PyTree
 from remat.explain.account import Account, account_of
 from remat.explain.decisions import explained_decisions
+from remat.explain.description import description
 from remat.explain.difference import difference
 from remat.explain.findings import Facts, Followed, findings_of
 from remat.explain.phases import PhasedProgram, phased_program
+from remat.explain.planned_loops import planned_loops
+from remat.explain.recomputation import counted_at_most
 from remat.explain.regions import inlined
 from remat.explain.roles import argument_of
 from remat.explain.step import ExplainedStep, traced_step, unplanned_step
@@ -35,7 +38,7 @@ from remat.ir.updates import with_early_updates
 from remat.program import compiled as compiling, targets
 from remat.program.costs import Roofline
 from remat.report.explanation import Explanation
-from remat.report.model import Decision, Memory, Totals
+from remat.report.model import Decision, Memory, PlanSummary, Step, Totals
 from remat.report.timeline import predicted_memory
 from remat.versions import own_version
 
@@ -62,21 +65,26 @@ def explanation_of(
     if program is not None and refused is None:
         memory = _memory(compiling.memory_of(program, on))
     decisions: tuple[Decision, ...] = ()
+    summary: PlanSummary | None = None
+    before: Facts | None = None
     if plan is not None:
         account = _with_costs_of(plan, account, on_all_devices=any(n > 1 for n in step.shards))
         without = unplanned_step(f, tuple(args), dict(kwargs), on)
-        of_step = _account(without, phased_program(without.jaxpr, without.shards), on)
-        decisions = explained_decisions(of_step, account)
-    facts = Facts(
-        step,
-        sides,
-        account,
-        predicted,
-        memory,
-        lambda chosen: _inlined(step, on, chosen),
-        functools.cache(lambda names: _predicted_donating(step, on, names)),
-        plan,
-        refused,
+        before = _facts(without, phased_program(without.jaxpr, without.shards), on)
+        decisions = explained_decisions(before.account, account)
+        summary = PlanSummary(
+            plan.budget_bytes,
+            plan.peak_bytes,
+            plan.without_remat_bytes,
+            planned_loops(before.account, account),
+        )
+    facts = dataclasses.replace(
+        _facts(step, sides, on, account),
+        predicted=predicted,
+        compiled=memory,
+        plan=plan,
+        refused=refused,
+        without_plan=before,
     )
     findings = findings_of(facts)
     # JAX reports the bytes of all devices together.
@@ -92,6 +100,8 @@ def explanation_of(
         segments=account.segments,
         findings=findings,
         decisions=decisions,
+        description=_description(facts if before is None else before),
+        plan=summary,
         totals=Totals(
             predicted=predicted,
             compiled=memory,
@@ -104,7 +114,28 @@ def explanation_of(
             recompute_flops=min(account.recompute_flops, account.flops),
             time_s=account.time_s,
             recompute_time_s=min(account.recompute_time_s, account.time_s),
+            at_most=counted_at_most(step.jaxpr),
         ),
+    )
+
+
+def _description(facts: Facts) -> str:
+    return description(facts.step, facts.sides, facts.account.values)
+
+
+def _facts(
+    step: ExplainedStep, sides: PhasedProgram, on: targets.Target, account: Account | None = None
+) -> Facts:
+    """Return the facts about a step that is not compiled."""
+    account = _account(step, sides, on) if account is None else account
+    return Facts(
+        step,
+        sides,
+        account,
+        predicted_memory(account.values, account.steps, alias_bytes=account.alias_bytes),
+        None,
+        lambda chosen: _inlined(step, on, chosen),
+        functools.cache(lambda names: _predicted_donating(step, on, names)),
     )
 
 
@@ -163,7 +194,6 @@ def _with_costs_of(plan: Followed, account: Account, *, on_all_devices: bool) ->
     whole = plan.flops + plan.extra_flops
     share = account.flops / whole if on_all_devices and whole else 1.0
     whole_s = plan.seconds + plan.extra_seconds
-    scale = whole_s / account.time_s if account.time_s else 0.0
     # A plan without marked functions recomputes in many places, few of which are segments.
     listed = sum(segment.recompute_flops for segment in account.segments if not segment.level)
     if listed < plan.extra_flops / 2:
@@ -175,8 +205,26 @@ def _with_costs_of(plan: Followed, account: Account, *, on_all_devices: bool) ->
         recompute_flops=share * plan.extra_flops,
         time_s=whole_s,
         recompute_time_s=plan.extra_seconds,
-        steps=tuple(dataclasses.replace(s, time_s=s.time_s * scale) for s in account.steps),
+        steps=_scaled(account.steps, whole_s, plan.extra_seconds),
     )
+
+
+def _scaled(steps: Sequence[Step], whole_s: float, again_s: float) -> tuple[Step, ...]:
+    """Return steps with other times in all and for recomputation, in the same proportions otherwise."""
+    present_s = sum(step.time_s for step in steps)
+    of_again = sum(step.time_s * step.recompute_share for step in steps)
+    of_others = present_s - of_again
+    if not of_again or not of_others:
+        scale = whole_s / present_s if present_s else 0.0
+        return tuple(dataclasses.replace(s, time_s=s.time_s * scale) for s in steps)
+    again, others = again_s / of_again, (whole_s - again_s) / of_others
+    made = []
+    for step in steps:
+        own_s = step.time_s * step.recompute_share
+        time_s = again * own_s + others * (step.time_s - own_s)
+        share = again * own_s / time_s if time_s else 0.0
+        made.append(dataclasses.replace(step, time_s=time_s, recompute_share=share))
+    return tuple(made)
 
 
 def _versions() -> tuple[tuple[str, str], ...]:

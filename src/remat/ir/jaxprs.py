@@ -121,7 +121,7 @@ def inline_calls(jaxpr: _jax.Jaxpr, is_call: Callable[[_jax.JaxprEqn], Any]) -> 
     """Inline calls, at the top level and inside each other.
 
     `is_call(eqn)` is the jaxpr to inline in place of an equation, or None. Operations keep the names
-    of the scopes around their calls.
+    of the scopes around their calls, and have the source lines of the calls if they have none.
     """
     eqns: list[_jax.JaxprEqn] = []
 
@@ -130,8 +130,10 @@ def inline_calls(jaxpr: _jax.Jaxpr, is_call: Callable[[_jax.JaxprEqn], Any]) -> 
         names: dict[_jax.Var, Atom],
         wanted: dict[_jax.Var, _jax.Var],
         stack: NameStack,
+        calls: tuple[_jax.JaxprEqn, ...],
     ) -> None:
         for eqn in body.eqns:
+            eqn = _jax.with_lines_of(eqn, calls) if calls else eqn
             outvars = [
                 wanted.get(v, v) if v in wanted or body is jaxpr else fresh(v) for v in eqn.outvars
             ]
@@ -146,12 +148,12 @@ def inline_calls(jaxpr: _jax.Jaxpr, is_call: Callable[[_jax.JaxprEqn], Any]) -> 
             for v, final in zip(inner.outvars, outvars):
                 if _jax.is_var(v) and v in made and not _jax.is_dropped(final):
                     inner_wanted.setdefault(v, final)
-            write(inner, inner_names, inner_wanted, _joined(stack, eqn))
+            write(inner, inner_names, inner_wanted, _joined(stack, eqn), (*calls, eqn))
             for outer, v in zip(eqn.outvars, inner.outvars):
                 names[outer] = look(inner_names, v)
 
     names: dict[_jax.Var, Atom] = {}
-    write(jaxpr, names, {}, None)
+    write(jaxpr, names, {}, None, ())
     outvars = [look(names, v) for v in jaxpr.outvars]
     return _jax.jaxpr_of(jaxpr.invars, outvars, eqns, jaxpr)
 

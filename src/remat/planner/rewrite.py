@@ -58,6 +58,8 @@ from remat.solvers.simulate import Step
 from remat.transform.primitive import region_equation
 from remat.units import counted
 
+_jax.exclude_from_tracebacks(__file__)
+
 
 @dataclasses.dataclass(frozen=True)
 class Burst:

@@ -12,6 +12,8 @@ from remat import _jax
 from remat.aliases import Array, Atom, Aval
 from remat.ir import jaxprs
 
+_jax.exclude_from_tracebacks(__file__)
+
 
 def bind_scan(
     like: _jax.JaxprEqn,
@@ -48,10 +50,11 @@ def equations_of(
 ) -> list[_jax.JaxprEqn]:
     """Return the equations of a function of these operands, with the source and names of `like`."""
     types = [v.aval for v in invars]
-    jaxpr, consts, _ = _jax.trace_call(run, types)
-    if not jaxprs.makes_its_results(jaxpr):
-        # A carry that no step changes is not computed by an equation.
-        jaxpr, consts, _ = _jax.trace_call(lambda args: list(map(jnp.copy, run(args))), types)
+    with _jax.source_of(like):  # for equations inside of loops, too
+        jaxpr, consts, _ = _jax.trace_call(run, types)
+        if not jaxprs.makes_its_results(jaxpr):
+            # A carry that no step changes is not computed by an equation.
+            jaxpr, consts, _ = _jax.trace_call(lambda args: list(map(jnp.copy, run(args))), types)
     assert not consts, consts
     eqns = jaxprs.equations_on(jaxpr, invars, outvars)
     return [eqn.replace(source_info=like.source_info) for eqn in eqns]

@@ -19,7 +19,10 @@ from typing import Any, NoReturn, TypeVar
 
 from remat.errors import ReportError, closest
 
-VERSION = 2
+VERSION = 3
+_OLDEST = (
+    2  # the earliest version that can be read: its fields are all known, and others have defaults
+)
 
 T = TypeVar("T")
 
@@ -64,16 +67,16 @@ def loads(text: str, cls: type[T], format: str) -> T:
             f"this JSON does not have the format {format!r}; write such a file with to_json()."
         )
     version = content.pop("version", None)
-    if version != VERSION or type(version) is not int:
+    if type(version) is not int or not _OLDEST <= version <= VERSION:
         raise ReportError(
-            f"a {format} of version {version!r}; this remat reads version {VERSION}. "
+            f"a {format} of version {version!r}; this remat reads versions {_OLDEST} to {VERSION}. "
             "Read it with the remat that wrote it, or write it again."
         )
     versions = content.get("versions")
     if isinstance(versions, dict):
         content["versions"] = [list(item) for item in versions.items()]
     try:
-        return typing.cast(T, _reader_of(typing.cast(Any, cls))(content))
+        return typing.cast(T, _reader_of(typing.cast(Any, cls), version)(content))
     except _DamagedError as error:
         raise ReportError(f"a damaged {format}: {error}.") from error
 
@@ -126,26 +129,26 @@ Reader = Callable[[Any], Any]
 
 # Cached by annotation of the dataclasses of `model`.
 @functools.cache
-def _reader_of(kind: Any) -> Reader:
-    """Return the function that checks and converts JSON for a type of the model's annotations."""
+def _reader_of(kind: Any, version: int) -> Reader:
+    """Return the function that checks and converts a version's JSON for a type of the model's annotations."""
     if dataclasses.is_dataclass(kind):
-        return _reader_of_dataclass(typing.cast(type, kind))
+        return _reader_of_dataclass(typing.cast(type, kind), version)
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
         return functools.partial(_word, parts)
-    if origin is types.UnionType:  # X | None is the only one
-        return functools.partial(_optional, _reader_of(parts[0]))
+    if origin in (types.UnionType, typing.Union):  # X | None is the only one
+        return functools.partial(_optional, _reader_of(parts[0], version))
     if origin is tuple and parts[-1] is ...:
-        return functools.partial(_sequence, _reader_of(parts[0]))
+        return functools.partial(_sequence, _reader_of(parts[0], version))
     if origin is tuple:
-        return functools.partial(_fixed, tuple(_reader_of(part) for part in parts))
+        return functools.partial(_fixed, tuple(_reader_of(part, version) for part in parts))
     return {int: _whole, float: _number, str: _text, bool: _flag}[kind]
 
 
-def _reader_of_dataclass(kind: type) -> Reader:
+def _reader_of_dataclass(kind: type, version: int) -> Reader:
     hints = typing.get_type_hints(kind)
-    fields = dataclasses.fields(kind)
-    readers = [(field.name, _reader_of(hints[field.name])) for field in fields]
+    fields = [f for f in dataclasses.fields(kind) if f.metadata.get("since", 0) <= version]
+    readers = [(field.name, _reader_of(hints[field.name], version)) for field in fields]
     names = {field.name for field in fields}
 
     def read(content: Any) -> Any:

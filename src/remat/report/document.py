@@ -41,6 +41,20 @@ class Note:
 
 
 @dataclasses.dataclass(frozen=True)
+class Code:
+    """Lines of Python to copy."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Items:
+    """A list of sentences."""
+
+    texts: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Table:
     """Rows of texts; `numbers` are the columns that are aligned to the right.
 
@@ -71,7 +85,7 @@ class Curves:
     curves: tuple[tuple[tuple[float, int], ...], ...]
 
 
-Block = Heading | Paragraph | Note | Table | Chart | Curves
+Block = Heading | Paragraph | Note | Code | Items | Table | Chart | Curves
 Document = Sequence[Block]
 
 

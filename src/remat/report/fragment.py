@@ -7,6 +7,7 @@ chart is an SVG. The interactive page is `html`.
 from __future__ import annotations
 
 import itertools
+import re
 from html import escape
 
 import numpy as np
@@ -47,6 +48,8 @@ _STYLE = """<style>
 .remat th,.remat td{padding:.15em .8em .15em 0;text-align:left;vertical-align:top}
 .remat th,.remat td{border-bottom:1px solid #8884}
 .remat td.n,.remat th.n{text-align:right;white-space:nowrap}
+.remat ul{margin:.3em 0;padding-left:1.3em}
+.remat pre{margin:.4em 0;padding:.4em .7em;background:#8881;border-radius:5px;overflow-x:auto}
 .remat p{margin:.3em 0}.remat .note{border-left:3px solid;padding-left:.7em;margin:.5em 0}
 .remat .scroll{overflow-x:auto}.remat bdi{overflow-wrap:break-word}
 .remat .legend span{display:inline-block;white-space:nowrap;margin-right:1em}
@@ -91,6 +94,20 @@ def user_text(text: str) -> str:
     return f"<bdi>{escape(printable(text))}</bdi>"
 
 
+def breakable(text: str) -> str:
+    """Return a text like `user_text`, whose long paths may be broken after slashes.
+
+    >>> breakable("net/mlp")
+    '<bdi>net/<wbr>mlp</bdi>'
+    """
+    return f"<bdi>{re.sub(r'/(?=[^0-9])', '/<wbr>', escape(printable(text)))}</bdi>"
+
+
+def code_block(text: str) -> str:
+    """Return lines of Python as an element whose text can be selected and copied as it is."""
+    return f'<pre class="code"><code>{escape(printable(text, keep=chr(10)))}</code></pre>'
+
+
 def _drawn(block: Block) -> str:
     match block:
         case doc.Heading(text, level):
@@ -103,6 +120,10 @@ def _drawn(block: Block) -> str:
             return (
                 f'<div class="note" style="border-color:{_SEVERITY_COLORS[severity]}">{said}</div>'
             )
+        case doc.Code(text):
+            return code_block(text)
+        case doc.Items(texts):
+            return f"<ul>{''.join(f'<li>{user_text(text)}</li>' for text in texts)}</ul>"
         case doc.Table(columns, rows, numbers, _):
             head = _cells("th", columns, numbers)
             body = "\n".join(f"<tr>{_cells('td', row, numbers)}</tr>" for row in rows)
@@ -160,6 +181,10 @@ def _chart(chart: Chart) -> str:
         )
         first = after
     peak_x = edges[line.peak_step] / edges[-1] * _WIDTH
+    first_x, last_x = (edges[i] / edges[-1] * _WIDTH for i in line.same_height[1:])
+    if last_x - first_x > 20:  # the height is reached several times
+        bracket = f"M{first_x:.1f} -4v8m0 -4H{last_x:.1f}m0 -4v8"
+        drawn.append(f'<path d="{bracket}" fill="none" stroke="currentColor"/>')
     anchor = "start" if peak_x < _WIDTH / 2 else "end"
     drawn.append(
         f'<circle cx="{peak_x:.1f}" cy="0" r="3.5" fill="currentColor"/>'

@@ -14,25 +14,27 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
 from remat.printing import printable
-from remat.report.fragment import user_text
+from remat.report.fragment import breakable, code_block, user_text
 from remat.report.model import (
     ACTIONS,
     SEVERITIES,
     Decision,
     ExplanationData,
+    Finding,
     ParetoPoint,
     Totals,
 )
 from remat.report.outline import (
     caution,
     decision_row,
-    flops_of_decisions,
+    loops_in_words,
     memory_rows,
+    option_row,
     peak_figures,
     peak_in_words,
     percent,
@@ -62,9 +64,11 @@ def to_page(explanation: ExplanationData) -> str:
         "css": _static("uPlot.min.css") + "\n" + _static("page.css"),
         "heading": user_text(title),
         "setting": user_text(setting(explanation)),
+        "description": breakable(explanation.description),
         "tiles": _tiles(explanation),
+        "first": _plan(explanation) or _findings(explanation),
+        "second": _findings(explanation) if _plan(explanation) else "",
         "decisions": _decisions(explanation),
-        "findings": _findings(explanation),
         "peak": _peak(explanation),
         "compiled": _compiled(explanation),
         "pareto": _pareto(explanation),
@@ -97,20 +101,31 @@ def _tiles(explanation: ExplanationData) -> str:
         where = place_of(explanation, line.peak_step)
         own = explanation.steps[line.peak_step].source.rpartition(", from ")[2]
         where += f", at {own.partition(' (')[0]}" if own else ""
+    if caution(totals):
+        where += ". Where the compiler's own peak is, is not known"
+    is_exact = totals.compiled is None or totals.compiled.peak_bytes == totals.predicted.peak_bytes
     tiles = [
         ("Peak, predicted" if totals.compiled is None else "Peak", *peak_figures(totals)),
-        ("The peak is at", format_seconds(float(line.start_s[line.peak_step or 0])), where),
+        (
+            "The peak is at" if is_exact else "The predicted peak is at",
+            format_seconds(float(line.start_s[line.peak_step or 0])),
+            where,
+        ),
         (
             "Saved for the backward pass",
             format_bytes(saved),
             f"offloaded {format_bytes(offloaded)}" if offloaded else "",
         ),
         ("Recomputation", *_recomputation(totals)),
-        ("Step, predicted", format_seconds(totals.time_s), format_flops(totals.flops)),
+        (
+            f"Step, predicted{', at most' if totals.at_most else ''}",
+            format_seconds(totals.time_s),
+            "; ".join(filter(None, (format_flops(totals.flops), totals.at_most))),
+        ),
     ]
     return "".join(
         f'<div class="tile"><div class="label">{escape(label)}</div>'
-        f'<div class="figure">{escape(figure)}</div><div class="more">{user_text(more)}</div></div>'
+        f'<div class="figure">{escape(figure)}</div><div class="more">{breakable(more)}</div></div>'
         for label, figure, more in tiles
     )
 
@@ -134,7 +149,7 @@ def _peak(explanation: ExplanationData) -> str:
         return ""
     said = peak_in_words(explanation, line).removesuffix(" The largest:")
     differs = caution(explanation.totals)
-    return "".join(f'<p class="said">{user_text(text)}</p>' for text in (said, differs) if text)
+    return "".join(f'<p class="said">{breakable(text)}</p>' for text in (said, differs) if text)
 
 
 def _findings(explanation: ExplanationData) -> str:
@@ -142,10 +157,10 @@ def _findings(explanation: ExplanationData) -> str:
         return ""
     items = []
     for finding in sorted(explanation.findings, key=lambda f: SEVERITIES.index(f.severity)):
-        then = f'<p class="next">{user_text(finding.next_step)}</p>' if finding.next_step else ""
+        then = f'<p class="next">{breakable(finding.next_step)}</p>' if finding.next_step else ""
         items.append(
             f'<li class="{finding.severity}"><span class="severity">{finding.severity}</span>'
-            f"<div>{user_text(finding.message)}{then}</div></li>"
+            f"<div>{breakable(finding.message)}{then}</div>{_options(finding)}</li>"
         )
     return (
         '<section aria-labelledby="findings-h"><h2 id="findings-h">Findings</h2>'
@@ -156,11 +171,45 @@ def _findings(explanation: ExplanationData) -> str:
 _MOST_DECISIONS = 4  # rows of each kind that are visible; further ones are behind a disclosure
 
 
+def _options(finding: Finding) -> str:
+    """Return the ways to take a finding's next step: a table of costs, and the code of each."""
+    if not finding.options:
+        return ""
+    rows = []
+    for option in finding.options:
+        label, peak, flops = option_row(option)
+        code = code_block(option.code) if option.code else ""
+        rows.append(
+            f'<tr><th scope="row">{user_text(label)}</th><td class="n">{peak}</td><td class="n">{flops}</td>'
+            f"<td>{code}</td></tr>"
+        )
+    return (
+        '<div class="scroll"><table class="plain options"><thead><tr><th scope="col">Option</th>'
+        '<th scope="col" class="n">Peak</th><th scope="col" class="n">More FLOPs</th>'
+        f'<th scope="col">Code</th></tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    )
+
+
+_MOST_DECISIONS = 4  # rows of each kind that are visible; further ones are behind a disclosure
+
+
+def _plan(explanation: ExplanationData) -> str:
+    """Return the section on the effect of a plan and on its loops."""
+    if not explanation.decisions and explanation.plan is None:
+        return ""
+    items = "".join(f"<li>{breakable(text)}</li>" for text in loops_in_words(explanation))
+    list_ = f'<ul class="said">{items}</ul>' if items else ""
+    return (
+        '<section aria-labelledby="plan-h"><h2 id="plan-h">What the plan does</h2>'
+        f'<p class="said">{user_text(plan_in_words(explanation))}</p>'
+        f"{list_}</section>"
+    )
+
+
 def _decisions(explanation: ExplanationData) -> str:
     """Return the section on the values that a plan recomputes, offloads and keeps."""
     if not explanation.decisions:
         return ""
-    flops = flops_of_decisions(explanation)
     first, rest = [], []
     for action in ACTIONS:
         found = [d for d in explanation.decisions if d.action == action]
@@ -171,11 +220,10 @@ def _decisions(explanation: ExplanationData) -> str:
         n_bytes = format_bytes(sum(d.n_bytes for d in rest))
         n_values = counted(sum(d.count for d in rest), "smaller value")
         summary = f'<summary class="muted">{n_values}, {n_bytes}</summary>'
-        more = f"<details>{summary}{_decision_rows(rest, flops)}</details>"
+        more = f"<details>{summary}{_decision_rows(rest)}</details>"
     return (
-        '<section aria-labelledby="decisions-h"><h2 id="decisions-h">What the plan does</h2>'
-        f'<p class="said">{user_text(plan_in_words(explanation))}</p>'
-        f"{_decision_rows(first, flops)}{more}{_notes_on_decisions(explanation)}</section>"
+        '<section aria-labelledby="decisions-h"><h2 id="decisions-h">What is recomputed and kept</h2>'
+        f"{_decision_rows(first)}{more}{_notes_on_decisions(explanation)}</section>"
     )
 
 
@@ -183,26 +231,25 @@ def _notes_on_decisions(explanation: ExplanationData) -> str:
     if not explanation.totals.recompute_flops:
         return ""
     return (
-        '<p class="hint">The extra FLOPs of the plan are divided among the groups in proportion to what '
-        "computing each once takes. Most recomputed values stay inside of fused kernels; those that are "
-        "written to memory again are listed below as recomputed.</p>"
+        '<p class="hint">Most recomputed values stay inside of fused kernels; those that are written to '
+        "memory again are listed below as recomputed.</p>"
     )
 
 
-def _decision_rows(decisions: Sequence[Decision], flops: Mapping[Decision, float]) -> str:
+def _decision_rows(decisions: Sequence[Decision]) -> str:
     rows = []
     for decision in decisions:
-        action, n_bytes, value, aval, source, extra = decision_row(decision, flops)
+        action, n_bytes, value, aval, source = decision_row(decision)
         kind = {"recompute": "recomputed", "offload": "offloaded", "keep": "saved"}[action]
         rows.append(
             f'<tr class="k-{kind}"><td><i class="swatch"></i>{action}</td><td class="n">{n_bytes}</td>'
-            f'<th scope="row">{user_text(value)}</th><td class="code">{user_text(aval)}</td>'
-            f'<td>{user_text(source)}</td><td class="n">{extra}</td></tr>'
+            f'<th scope="row">{breakable(value)}</th><td class="code">{user_text(aval)}</td>'
+            f"<td>{breakable(source)}</td></tr>"
         )
     return (
         '<div class="scroll"><table class="plain decisions"><thead><tr><th scope="col">Plan</th>'
         '<th scope="col" class="n">Bytes</th><th scope="col">Value</th><th scope="col">Type</th>'
-        '<th scope="col">Source</th><th scope="col" class="n">Extra FLOPs</th></tr></thead>'
+        '<th scope="col">Source</th></tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
 

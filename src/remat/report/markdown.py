@@ -53,6 +53,12 @@ def _drawn(block: Block) -> str:
         case doc.Note(severity, text, next_step):
             said = f"- {_SIGNS[severity]} **{severity}**: {escaped(text)}"
             return said + (f"<br>→ {escaped(next_step)}" if next_step else "")
+        case doc.Code(text):
+            fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+            shown = printable(text, keep="\n")
+            return f"{fence}python\n{shown}\n{fence}"
+        case doc.Items(texts):
+            return "\n".join(f"- {escaped(text)}" for text in texts)
         case doc.Table(columns, rows, numbers, _):
             rule = ["---:" if i in numbers else "---" for i in range(len(columns))]
             lines = [[escaped(c) for c in columns], rule, *([escaped(c) for c in r] for r in rows)]

@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
 
 from remat.errors import ReportError, closest
@@ -36,11 +36,17 @@ Kind = Literal[
 Phase = Literal["forward", "backward", "recompute", "update"]
 Severity = Literal["error", "warning", "info"]
 Action = Literal["recompute", "offload", "keep"]
+Precision = Literal["exactly", "about", "at most"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 PHASES: tuple[Phase, ...] = get_args(Phase)
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 ACTIONS: tuple[Action, ...] = get_args(Action)
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+
+
+# The metadata of a field that files of version 2 of the format lack: it has its default then.
+_SINCE_3 = {"since": 3}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,12 +63,15 @@ class Value:
       source: "model.py:12 (attention)".
       name: given by `checkpoint_name`.
       path: of the module or name stack, "encoder/block_3/mlp".
-      function: the JAX function that computes it, such as "gelu", if known.
       consumer: a description of the operation that reads it.
       flops: of recomputing it; a saved value from the arguments and other saved values.
       time_s: the same in predicted seconds.
       count: the number of arrays that it stands for: slices that iterations of a loop stack.
       reserved: pairs of step numbers like `lifetimes`, in which only its memory is held.
+      function: the JAX function that computes it, such as "gelu", if known.
+      first_kind: the kind during the first lifetime if it is another: a value of the forward pass that is
+        recomputed in the backward pass is temporary before.
+      held_in: where the value is if it has no lifetime of its own: "in a result's memory".
     """
 
     id: int
@@ -80,6 +89,15 @@ class Value:
     count: int = 1
     reserved: tuple[tuple[int, int], ...] = ()
     function: str = ""
+    first_kind: Kind | None = dataclasses.field(default=None, metadata=_SINCE_3)
+    held_in: str = dataclasses.field(default="", metadata=_SINCE_3)
+
+    def held(self) -> Iterator[tuple[Kind, int, int]]:
+        """Yield the kind and the first and last step of each interval in which its memory is held."""
+        for i, (born, dies) in enumerate(self.lifetimes):
+            yield (self.first_kind or self.kind) if i == 0 else self.kind, born, dies
+        for born, dies in self.reserved:
+            yield "reserved", born, dies
 
     def __repr__(self) -> str:
         times = f"{self.count} x " if self.count > 1 else ""
@@ -98,7 +116,8 @@ class Step:
       time_s: predicted; of all iterations that it stands for.
       source: "model.py:12 (attention)".
       segment: the number of its segment, -1 for none.
-      iteration: of the loops that it is in, the outermost first: "iteration 3 of 24".
+      iteration: of the loops that it is in, the outermost first: "iteration 3/24".
+      recompute_share: the share of its time that is recomputation.
     """
 
     label: str
@@ -107,6 +126,7 @@ class Step:
     source: str = ""
     segment: int = -1
     iteration: str = ""
+    recompute_share: float = dataclasses.field(default=0.0, metadata=_SINCE_3)
 
     def __repr__(self) -> str:
         return f"Step({shown(self.label)}, {self.phase})"
@@ -135,16 +155,39 @@ class Segment:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Option:
+    """One way to run the step, among those that a finding compares.
+
+    Args:
+      label: "as written", "remat.fit", "by hand".
+      code: what to write for it, as lines of Python; "" for the step as it is.
+      peak_bytes: on one device; None if it is not known.
+      precision: of the peak.
+      extra_flops_share: recomputation as a share of the present step's FLOPs; None if it is not known.
+      most_extra_flops_share: the upper end, if the costs are a range; otherwise 0.
+    """
+
+    label: str
+    code: str = ""
+    peak_bytes: int | None = None
+    precision: Precision = "exactly"
+    extra_flops_share: float | None = None
+    most_extra_flops_share: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
     """A conclusion about the step, with the next step for the user.
 
-    `code` is for programs, lower case with underscores: "policy_matched_nothing".
+    `code` is for programs, lower case with underscores: "policy_matched_nothing". `options` are the ways to
+    take the next step, with their costs.
     """
 
     code: str
     severity: Severity
     message: str
     next_step: str = ""
+    options: tuple[Option, ...] = dataclasses.field(default=(), metadata=_SINCE_3)
 
     def __repr__(self) -> str:
         return printable(f"Finding({self.code!r}, {self.severity})")
@@ -176,6 +219,7 @@ class Totals:
       residual_bytes: the bytes of the forward pass's values on the device that the backward pass reads,
         without fusion (`remat.residuals`).
       residual_argument_bytes: the bytes of the arguments that it reads.
+      at_most: why the step may take fewer FLOPs and less time than stated here; "" if they are exact.
     """
 
     predicted: Memory = Memory()
@@ -187,6 +231,7 @@ class Totals:
     recompute_time_s: float = 0.0
     residual_bytes: int = 0
     residual_argument_bytes: int = 0
+    at_most: str = dataclasses.field(default="", metadata=_SINCE_3)
 
     def __repr__(self) -> str:
         peak = format_bytes(self.predicted.peak_bytes)
@@ -246,6 +291,59 @@ class Decision:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LoopPart:
+    """Consecutive iterations of a loop that a plan treats alike.
+
+    Args:
+      first, last: the iterations, from 1.
+      group: the iterations of a group, if they are recomputed in groups from the carry at each group's start;
+        0 if they are not.
+      kept: the names of the values that each iteration keeps for the backward pass.
+      kept_bytes: of these values, all iterations together.
+    """
+
+    first: int
+    last: int
+    group: int = 0
+    kept: tuple[str, ...] = ()
+    kept_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedLoop:
+    """A loop of the step as a plan runs it.
+
+    Args:
+      label: what its iterations run.
+      source: the line of the loop.
+      length: the number of its iterations.
+      parts: of the iterations, in order.
+    """
+
+    label: str
+    source: str
+    length: int
+    parts: tuple[LoopPart, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanSummary:
+    """The plan that a step follows.
+
+    Args:
+      budget_bytes: the plan's budget.
+      peak_bytes: confirmed by the compiler when the step was planned; None if it was not.
+      without_remat_bytes: the peak without the plan.
+      loops: those that the plan changes.
+    """
+
+    budget_bytes: int
+    peak_bytes: int | None
+    without_remat_bytes: int
+    loops: tuple[PlannedLoop, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ParetoPoint:
     """One plan among those to choose from.
 
@@ -273,6 +371,8 @@ _PARTS = ("values", "steps", "segments", "findings", "pareto", "decisions")
 class ExplanationData:
     """All that an explanation holds; `remat.report.Explanation` adds the renderings.
 
+    `description` says in a sentence what the step computes; `plan` is the plan that it follows.
+
     Raises:
       ReportError: what it says contradicts itself: a lifetime outside of the timeline, two values
         of one id, a step of an unknown segment, a kind that does not exist, a negative number.
@@ -289,6 +389,8 @@ class ExplanationData:
     totals: Totals = Totals()
     pareto: tuple[ParetoPoint, ...] = ()
     decisions: tuple[Decision, ...] = ()
+    description: str = dataclasses.field(default="", metadata=_SINCE_3)
+    plan: PlanSummary | None = dataclasses.field(default=None, metadata=_SINCE_3)
 
     def __post_init__(self) -> None:
         for field in (*_PARTS, "versions"):
@@ -301,8 +403,10 @@ class ExplanationData:
         for i, step in enumerate(self.steps):
             _check_number(step.time_s, f"step {i} ({step.label!r})", "time_s")
             _check_word(step.phase, PHASES, f"step {i} ({step.label!r})", "phase")
+            _check_number(step.recompute_share, f"step {i} ({step.label!r})", "recompute_share")
         for finding in self.findings:
             _check_word(finding.severity, SEVERITIES, f"finding {finding.code!r}", "severity")
+            _check_options(finding)
         for point in self.pareto:
             where = f"Pareto point {point.label!r}"
             _check_whole(point.peak_bytes, where, "peak_bytes")
@@ -314,6 +418,8 @@ class ExplanationData:
             _check_whole(decision.count, where, "count")
             _check_whole(decision.n_bytes, where, "n_bytes")
             _check_number(decision.flops, where, "flops")
+        if self.plan is not None:
+            _check_plan(self.plan)
 
 
 # Checks for contradictions
@@ -327,6 +433,8 @@ def _check_values(values: tuple[Value, ...], n_steps: int) -> None:
             raise ReportError(f"{where} is there twice; give each value an id of its own.")
         seen.add(value.id)
         _check_word(value.kind, KINDS, where, "kind")
+        if value.first_kind is not None:
+            _check_word(value.first_kind, KINDS, where, "first_kind")
         _check_whole(value.n_bytes, where, "n_bytes")
         _check_number(value.flops, where, "flops")
         _check_number(value.time_s, where, "time_s")
@@ -350,6 +458,38 @@ def _check_intervals(intervals: Sequence[tuple[int, int]], where: str, n_steps: 
                 f"order, without overlap, within the {n_steps} steps of the timeline."
             )
         earliest = dies + 1
+
+
+def _check_options(finding: Finding) -> None:
+    for option in finding.options:
+        where = f"option {option.label!r} of finding {finding.code!r}"
+        _check_texts(option)
+        _check_word(option.precision, PRECISIONS, where, "precision")
+        if option.peak_bytes is not None:
+            _check_whole(option.peak_bytes, where, "peak_bytes")
+        _check_number(option.extra_flops_share or 0, where, "extra_flops_share")
+        _check_number(option.most_extra_flops_share, where, "most_extra_flops_share")
+
+
+def _check_plan(plan: PlanSummary) -> None:
+    _check_whole(plan.budget_bytes, "the plan", "budget_bytes")
+    _check_whole(plan.without_remat_bytes, "the plan", "without_remat_bytes")
+    if plan.peak_bytes is not None:
+        _check_whole(plan.peak_bytes, "the plan", "peak_bytes")
+    for loop in plan.loops:
+        where = f"loop {loop.label!r} of the plan"
+        _check_texts(loop)
+        _check_whole(loop.length, where, "length")
+        done = 0
+        for part in loop.parts:
+            _check_whole(part.group, where, "group")
+            _check_whole(part.kept_bytes, where, "kept_bytes")
+            if not done < part.first <= part.last <= loop.length:
+                raise ReportError(
+                    f"{where}: iterations {part.first} to {part.last} of {loop.length}; parts are in order, "
+                    "without overlap."
+                )
+            done = part.last
 
 
 def _check_segments(segments: tuple[Segment, ...], steps: tuple[Step, ...]) -> None:

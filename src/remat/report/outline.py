@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
 
-from remat.report.document import Block, Chart, Heading, Note, Paragraph, Table
+from remat.report.document import Block, Chart, Code, Heading, Items, Note, Paragraph, Table
 from remat.report.groups import groups, own_function
 from remat.report.model import (
     ACTIONS,
@@ -16,7 +15,10 @@ from remat.report.model import (
     ExplanationData,
     Finding,
     Kind,
+    LoopPart,
     Memory,
+    Option,
+    PlannedLoop,
     Step,
     Totals,
     Value,
@@ -39,12 +41,14 @@ def outline(
     """
     line = timeline(explanation.values, explanation.steps)
     blocks: list[Block] = [Heading(explanation.title, 1)]
-    blocks += [Paragraph(setting(explanation))] if setting(explanation) else []
+    blocks += [Paragraph(text) for text in (setting(explanation), explanation.description) if text]
     blocks.append(Paragraph(headline(explanation.totals, brief=brief)))
     if brief and caution(explanation.totals):
         blocks.append(Paragraph(caution(explanation.totals)))
     if explanation.decisions:
         blocks += [Heading("What the plan does"), Paragraph(plan_in_words(explanation))]
+        if loops := loops_in_words(explanation):
+            blocks.append(Items(loops))
         blocks.append(decisions_table(explanation, min(most, 4) if brief else most))
     if picture_first and line.peak_step is not None:
         blocks.append(Chart(line, explanation.steps))
@@ -60,7 +64,7 @@ def outline(
             Heading("Memory over the step"),
             *([] if picture_first else [Chart(line, explanation.steps)]),
             Paragraph(peak_in_words(explanation, line)),
-            values_table(live, min(most, 8)),
+            values_table(live, min(most, 5 if brief else 8)),
         ]
     if brief:
         return blocks
@@ -74,76 +78,147 @@ def outline(
 
 
 def plan_in_words(explanation: ExplanationData) -> str:
-    """Return sentences on what a plan recomputes, offloads and keeps, with bytes and costs."""
+    """Return sentences on a plan: its peak and budget, its costs, and what it recomputes and keeps."""
     n_bytes = {
         action: sum(d.n_bytes for d in explanation.decisions if d.action == action)
         for action in ACTIONS
     }
     totals = explanation.totals
-    said = ["The plan recomputes nothing"]
+    said = ["the plan recomputes nothing"]
     if n_bytes["recompute"]:
         said = [
-            f"The plan recomputes {format_bytes(n_bytes['recompute'])} in the backward pass, which the step "
-            f"would otherwise save, for {format_flops(totals.recompute_flops)} more "
+            f"the plan recomputes {format_bytes(n_bytes['recompute'])} in the backward pass, for "
+            f"{format_flops(totals.recompute_flops)} more "
             f"(+{percent(totals.extra_flops_share)}; +{percent(totals.extra_time_share)} time)"
         ]
     if n_bytes["offload"]:
         said.append(f"moves {format_bytes(n_bytes['offload'])} to the host's memory and back")
     said.append(f"keeps {format_bytes(n_bytes['keep'])} on the device")
-    return f"{', '.join(said[:-1])}{',' if len(said) > 2 else ''} and {said[-1]}."
+    does = f"{', '.join(said[:-1])}{',' if len(said) > 2 else ''} and {said[-1]}."
+    return f"{_effect_of_plan(explanation)}{does[0].upper()}{does[1:]}"
+
+
+def _effect_of_plan(explanation: ExplanationData) -> str:
+    """Return a sentence on the peaks without and with the plan, and on its budget."""
+    plan, totals = explanation.plan, explanation.totals
+    if plan is None:
+        return ""
+    before = plan.without_remat_bytes
+    planned = plan.peak_bytes or totals.predicted.peak_bytes
+    after = planned if totals.compiled is None else totals.compiled.peak_bytes
+    less = f"{signed_bytes(after - before)}, {_signed_percent(after, before)}"
+    spare = plan.budget_bytes - after
+    budget = f"budget {format_bytes(plan.budget_bytes)} "
+    budget += f"met, {format_bytes(spare)} to spare" if spare >= 0 else "not met"
+    return f"Peak {format_bytes(before)} → {format_bytes(after)} ({less}); {budget}. "
+
+
+def _signed_percent(after: int, before: int) -> str:
+    return f"{round(100 * (after / before - 1)) if before else 0:+d} %"
+
+
+def loops_in_words(explanation: ExplanationData) -> tuple[str, ...]:
+    """Return for each loop that a plan changes a sentence on its iterations."""
+    loops = explanation.plan.loops if explanation.plan is not None else ()
+    places = [(loop.source, loop.label) for loop in loops]
+    said = []
+    for i, (loop, place) in enumerate(zip(loops, places)):
+        n = places.count(place)
+        which = f"{places[: i + 1].count(place)} of {n}" if n > 1 else ""
+        said.append(_loop_in_words(loop, which))
+    return tuple(said)
+
+
+def _loop_in_words(loop: PlannedLoop, which: str) -> str:
+    where = f" at {loop.source}" if loop.source else ""
+    told = ", ".join(filter(None, (loop.label, which)))
+    named = f" ({told})" if told else ""
+    parts = "; ".join(_part_in_words(part, loop.length) for part in loop.parts)
+    return f"The loop{where}{named}, {counted(loop.length, 'iteration')}: {parts}."
+
+
+def _part_in_words(part: LoopPart, length: int) -> str:
+    n = part.last - part.first + 1
+    which = f"{part.first:,}–{part.last:,}" if n > 1 else f"{part.first:,}"
+    said = "all" if n == length else which
+    if part.group:
+        groups = f"{counted(n // part.group, 'group')} of {part.group:,}"
+        return (
+            f"{said} are recomputed in {groups} from the carry at the start of each "
+            f"({format_bytes(part.kept_bytes)} kept)"
+        )
+    if not part.kept:
+        return f"{said} keep nothing"
+    return f"{said} keep {format_bytes(part.kept_bytes)} (of each: {', '.join(part.kept)})"
 
 
 def decisions_table(explanation: ExplanationData, most: int) -> Table:
     """Return the table of a plan's decisions: the largest groups of each kind."""
     rows: list[tuple[str, ...]] = []
-    flops = flops_of_decisions(explanation)
     for action in ACTIONS:
         found = [d for d in explanation.decisions if d.action == action]
-        rows += [decision_row(d, flops) for d in found[:most]]
+        rows += [decision_row(d) for d in found[:most]]
         if len(found) > most:
             rest = found[most:]
             n_bytes = format_bytes(sum(d.n_bytes for d in rest))
-            n_values = counted(sum(d.count for d in rest), "more value")
-            rows.append((action, n_bytes, n_values, "", "", _flops_text(rest, flops)))
-    columns = ("plan", "bytes", "value", "type", "source", "extra FLOPs")
-    return Table(columns, tuple(rows), (1, 5), optional=(3,), below=(4, 2))
+            rows.append(
+                (action, n_bytes, counted(sum(d.count for d in rest), "more value"), "", "")
+            )
+    columns = ("plan", "bytes", "value", "type", "source")
+    return Table(columns, tuple(rows), (1,), optional=(3,), below=(4, 2))
 
 
-def flops_of_decisions(explanation: ExplanationData) -> dict[Decision, float]:
-    """Return the plan's extra FLOPs, divided among the groups that it recomputes.
-
-    The FLOPs of a group depend on the other recomputed groups, so the plan's FLOPs are divided in proportion
-    to those of computing each group once.
-    """
-    found = [d for d in explanation.decisions if d.action == "recompute"]
-    each_once = sum(d.flops for d in found)
-    share = explanation.totals.recompute_flops / each_once if each_once else 0.0
-    return {d: share * d.flops for d in found}
-
-
-def _flops_text(decisions: Sequence[Decision], flops: Mapping[Decision, float]) -> str:
-    known = [flops[d] for d in decisions if d in flops]
-    return format_flops(sum(known)) if known else ""
-
-
-def decision_row(decision: Decision, flops: Mapping[Decision, float]) -> tuple[str, ...]:
-    """Return a decision as texts: action, bytes, value, type, source and the FLOPs that it adds."""
+def decision_row(decision: Decision) -> tuple[str, ...]:
+    """Return a decision as texts: action, bytes, value, type and source."""
     return (
         decision.action,
         format_bytes(decision.n_bytes),
         f"{decision.count:,} × {decision.value}" if decision.count > 1 else decision.value,
         decision.aval,
         places_of(decision.source, decision.value),
-        _flops_text([decision], flops),
     )
 
 
-def notes(findings: tuple[Finding, ...]) -> list[Note]:
-    """Return findings as notes, the most severe first."""
-    return [
-        Note(f.severity, f.message, f.next_step)
-        for f in sorted(findings, key=lambda f: SEVERITIES.index(f.severity))
-    ]
+def notes(findings: tuple[Finding, ...]) -> list[Block]:
+    """Return findings as notes, the most severe first, each with the code of its options and their costs."""
+    blocks: list[Block] = []
+    for finding in sorted(findings, key=lambda f: SEVERITIES.index(f.severity)):
+        blocks.append(Note(finding.severity, finding.message, finding.next_step))
+        blocks += [Code(option.code) for option in finding.options if option.code]
+        if finding.options:
+            rows = tuple(map(option_row, finding.options))
+            blocks.append(Table(("option", "peak", "more FLOPs"), rows, (1, 2)))
+    return blocks
+
+
+def option_row(option: Option) -> tuple[str, str, str]:
+    """Return an option as texts: label, peak, and the FLOPs that it adds.
+
+    >>> option_row(Option("remat.fit", "", 2**20, "at most", 0.003, 0.04))
+    ('remat.fit', 'at most 1.0 MiB', '+0.3 to 4 %')
+    >>> option_row(Option("by hand", "", 2**20, "about", 0.0, 0.35))
+    ('by hand', 'about 1.0 MiB', 'up to +35 %')
+    """
+    peak = "not estimated"
+    if option.peak_bytes is not None:
+        exactly = option.precision == "exactly"
+        peak = f"{'' if exactly else f'{option.precision} '}{format_bytes(option.peak_bytes)}"
+    return option.label, peak, _extra_flops(option)
+
+
+def _extra_flops(option: Option) -> str:
+    low, high = option.extra_flops_share, option.most_extra_flops_share
+    if low is None:
+        return "not estimated"
+    if not high:
+        return f"+{percent(low)}" if low else ""
+    if not low:
+        return f"up to +{_rounded_percent(high)} %"
+    return f"+{' to '.join(dict.fromkeys((_rounded_percent(low), _rounded_percent(high))))} %"
+
+
+def _rounded_percent(share: float) -> str:
+    return f"{100 * share:{'.0f' if share >= 0.01 else '.1g'}}"
 
 
 def setting(explanation: ExplanationData) -> str:
@@ -163,7 +238,9 @@ def headline(totals: Totals, *, brief: bool = False) -> str:
         said += " predicted"
     else:
         said += f" compiled, {prediction}"
-    said += f". Step {format_seconds(totals.time_s)}, {format_flops(totals.flops)}"
+    bound = "at most " if totals.at_most else ""
+    said += f". Step {bound}{format_seconds(totals.time_s)}, {format_flops(totals.flops)}"
+    said += f" ({totals.at_most})" if totals.at_most else ""
     if totals.recompute_flops or totals.recompute_time_s:
         said += (
             f"; recomputation adds {percent(totals.extra_flops_share)} FLOPs "
@@ -271,26 +348,52 @@ def _why(explanation: ExplanationData, line: Timeline) -> str:
     held = int(line.bytes_of("saved")[step])
     saved = sum(value.n_bytes for value in explanation.values if value.kind == "saved")
     fixed = int(line.bytes_of("argument")[step] + line.bytes_of("output")[step])
+    again = _same_height(line)
     if 2 * fixed >= line.peak_bytes:
         return " More than half of it is arguments and results, which are there throughout."
     for kind, said in _OF_WHAT.items():
         if 2 * int(line.bytes_of(kind)[step]) >= line.peak_bytes:
-            return f" More than half of it is {said}."
+            return f" More than half of it is {said}.{again}"
     if 4 * held < line.peak_bytes:
-        return ""
+        return again
     share = f" {100 * held / saved:.0f} % of what the forward pass saves is"
     if explanation.steps[step].phase == "forward":
-        return f"{share} held there, and the backward pass, which frees it, has not begun."
+        return f"{share} held there, and the backward pass, which frees it, has not begun.{again}"
+    if again and _stays_reserved(line):
+        return (
+            f"{share} still needed there. The loops' stacks stay allocated as a whole until the backward "
+            f"loop has ended, also rows that are not needed any more.{again}"
+        )
     return (
-        f"{share} still held there: the backward pass frees it little by little, and needs memory for "
-        "gradients as well."
+        f"{share} still held there: the backward pass frees it from here on, and needs memory for "
+        f"gradients as well.{again}"
     )
+
+
+_LATER = 0.05  # share of the step's time; a height that is reached only within it is one peak
+
+
+def _same_height(line: Timeline) -> str:
+    """Return how often and how long the height of the peak is reached, as a sentence after another."""
+    n_times, first, last = line.same_height
+    first_s, last_s = float(line.start_s[first]), float(line.start_s[last])
+    if last_s - first_s <= _LATER * float(line.start_s[-1]):
+        return ""
+    times = f" {n_times:,} times" if n_times > 1 else ""
+    between = f"from {format_seconds(first_s)} to {format_seconds(last_s)} into the step"
+    return f" The same height is reached{times} {between}."
+
+
+def _stays_reserved(line: Timeline) -> bool:
+    """Return whether most of the last of several equal peaks is memory that loops only reserve."""
+    return 2 * int(line.bytes_of("reserved")[line.same_height[2]]) >= line.peak_bytes
 
 
 # Kinds of values → the reason why most of a peak may be of this kind.
 _OF_WHAT: dict[Kind, str] = {
     "temporary": "temporaries, which operations there read or write",
     "gradient": "gradients, which are held until they are used",
+    "recomputed": "values that the backward pass computes again, all of them before it reads the first",
 }
 
 
@@ -329,7 +432,8 @@ def place_of(explanation: ExplanationData, number: int) -> str:
             said = "the results of the step" if step.label == "results" else f"the update{named}"
         case "backward":
             said = f"the gradient{named}, {_part_of_pass(explanation.steps, number)}"
-    return f"{said} ({step.iteration})" if step.iteration else said
+    together = ", drawn together" if "–" in step.iteration else ""
+    return f"{said} ({step.iteration}{together})" if step.iteration else said
 
 
 def _module_of(step: Step) -> str:

@@ -45,6 +45,7 @@ def payload(explanation: ExplanationData) -> dict[str, Any]:
         "phases": PHASES,
         "peak": line.peak_step,
         "peakBytes": line.peak_bytes,
+        "sameHeight": line.same_height[1:],
         "compiledPeak": compiled.peak_bytes if compiled is not None else None,
         "steps": _steps(explanation, texts),
         "chart": {"at": at.tolist(), "live": line.live_bytes[:, at].tolist()},
@@ -71,7 +72,8 @@ def _steps(explanation: ExplanationData, texts: _Texts) -> dict[str, Any]:
         "label": [texts(step.label) for step in steps],
         "phase": [PHASES.index(step.phase) for step in steps],
         "source": [texts(step.source) for step in steps],
-        "time": [_rounded(step.time_s) for step in steps],
+        # More digits, since the times are added up.
+        "time": [float(f"{step.time_s:.8g}") for step in steps],
         "segment": [step.segment for step in steps],
         "iteration": [texts(step.iteration) for step in steps],
     }
@@ -83,8 +85,8 @@ def _values(explanation: ExplanationData, texts: _Texts) -> dict[str, Any]:
     largest = sorted(explanation.values, key=lambda v: -v.n_bytes)[:MOST_VALUES]
     listed = {value.id for value in largest}
     groups_ = _columns("kind aval pattern source primitive count shown hidden bytes flops time")
-    values = _columns("group what name consumer count bytes flops time")
-    lives = _columns("value born dies reserved")
+    values = _columns("group what name consumer held count bytes flops time")
+    lives = _columns("value born dies kind")
     for number, group in enumerate(groups(explanation.values)):
         shown = [value for value in group.values if value.id in listed]
         _append(
@@ -102,17 +104,16 @@ def _values(explanation: ExplanationData, texts: _Texts) -> dict[str, Any]:
             time=_rounded(group.time_s),
         )
         for value in shown:
-            for intervals, reserved in ((value.lifetimes, 0), (value.reserved, 1)):
-                for born, dies in intervals:
-                    _append(
-                        lives, value=len(values["group"]), born=born, dies=dies, reserved=reserved
-                    )
+            for kind, born, dies in value.held():
+                number_of = len(values["group"])
+                _append(lives, value=number_of, born=born, dies=dies, kind=KINDS.index(kind))
             _append(
                 values,
                 group=number,
                 what=texts(_name_of(value)),
                 name=texts(value.name),
                 consumer=texts(value.consumer),
+                held=texts(value.held_in),
                 count=value.count,
                 bytes=value.n_bytes,
                 flops=_rounded(value.flops),

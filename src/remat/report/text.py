@@ -73,6 +73,11 @@ def _drawn(block: Block) -> RenderableType:
             if next_step:
                 said.append(f"\n→ {printable(next_step)}")
             return Constrain(Padding(said, (0, 0, 0, 2)), _MOST_OF_A_LINE)
+        case doc.Code(text):
+            return Padding(Text(printable(text, keep="\n"), "bold"), (0, 0, 0, 4))
+        case doc.Items(texts):
+            items = [Padding(Text(printable(text)), (0, 0, 0, 2)) for text in texts]
+            return Constrain(Group(*items), _MOST_OF_A_LINE)
         case doc.Table() | doc.Chart():
             return _Drawn(block)
         case doc.Curves():

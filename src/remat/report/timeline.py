@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from remat.report.model import KINDS, Kind, Memory, Step, Value
 from remat.units import format_bytes
 
+# Share of the peak from which on a height counts as the same: a smaller one finds it more often.
+_AS_HIGH = 0.995
 _PLACE = {kind: i for i, kind in enumerate(KINDS)}
-RESERVED: Kind = "reserved"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,13 +48,27 @@ class Timeline:
 
     @property
     def peak_step(self) -> int | None:
-        """Return the first step with the most live bytes; None without steps."""
-        return int(self.total_bytes.argmax()) if self.live_bytes.shape[1] else None
+        """Return the first step with the most live bytes; None without steps.
+
+        If loops reserve memory, that is the one of these steps with the least memory only reserved.
+        """
+        if not self.live_bytes.shape[1]:
+            return None
+        highest = np.flatnonzero(self.total_bytes == self.peak_bytes)
+        return int(highest[self.bytes_of("reserved")[highest].argmin()])
 
     @property
     def peak_bytes(self) -> int:
         """Return the live bytes at the peak."""
         return int(self.total_bytes.max(initial=0))
+
+    @property
+    def same_height(self) -> tuple[int, int, int]:
+        """Return how many times the peak's height is reached, and the first and last step that reach it."""
+        reached = np.flatnonzero(self.total_bytes >= _AS_HIGH * self.peak_bytes)
+        if not len(reached):
+            return 0, 0, 0
+        return 1 + int((np.diff(reached) > 1).sum()), int(reached[0]), int(reached[-1])
 
 
 def timeline(values: Sequence[Value], steps: Sequence[Step]) -> Timeline:
@@ -68,8 +83,7 @@ def timeline(values: Sequence[Value], steps: Sequence[Step]) -> Timeline:
     lives = [
         (_PLACE[kind], born, dies + 1, value.n_bytes)
         for value in values
-        for kind, intervals in ((value.kind, value.lifetimes), (RESERVED, value.reserved))
-        for born, dies in intervals
+        for kind, born, dies in value.held()
     ]
     change = np.zeros((len(KINDS), len(steps) + 1), np.int64)
     if lives:
@@ -84,15 +98,15 @@ def timeline(values: Sequence[Value], steps: Sequence[Step]) -> Timeline:
 def live_at(values: Sequence[Value], step: int) -> tuple[Value, ...]:
     """Return the values that are live at a step, the largest first.
 
-    Of a value whose memory is only reserved at that step, the kind is "reserved".
+    Of a value whose memory is only reserved at that step, the kind is "reserved"; of one that is recomputed
+    later, its first kind.
     """
-    live = [v for v in values if _holds(v.lifetimes, step)]
-    live += [dataclasses.replace(v, kind=RESERVED) for v in values if _holds(v.reserved, step)]
+    live = []
+    for value in values:
+        kind = next((kind for kind, born, dies in value.held() if born <= step <= dies), None)
+        if kind is not None:
+            live.append(value if kind == value.kind else dataclasses.replace(value, kind=kind))
     return tuple(sorted(live, key=lambda v: (-v.n_bytes, v.id)))
-
-
-def _holds(intervals: tuple[tuple[int, int], ...], step: int) -> bool:
-    return any(born <= step <= dies for born, dies in intervals)
 
 
 def predicted_memory(

@@ -32,6 +32,7 @@ The codes, which are for programs:
     scan_recomputed_at_once      a region recomputes all steps of a loop before it uses the first
     region_recomputed_at_once    a region recomputes so much at once that the peak stays
     saves_as_much                regions save as many bytes as they recompute
+    has_regions                  the step rematerializes: what its peak consists of, if no other finding does
     inner_policy_overridden      an outer region recomputes values that an inner policy saves
 """
 
@@ -43,7 +44,13 @@ from remat.explain.findings.facts import Facts as Facts, Followed as Followed
 from remat.explain.findings.gradients import gradient_inside, no_gradient
 from remat.explain.findings.planned import follows_plan
 from remat.explain.findings.policies import matched_nothing
-from remat.explain.findings.recomputation import at_once, checkpointed_loops, overridden, undone
+from remat.explain.findings.recomputation import (
+    at_once,
+    checkpointed_loops,
+    has_regions,
+    overridden,
+    undone,
+)
 from remat.explain.findings.unplanned import no_regions
 from remat.report.model import Finding
 
@@ -68,5 +75,12 @@ def _findings_of(facts: Facts) -> tuple[Finding, ...]:
     made += [*undone(facts, found), *matched_nothing(facts, found)]
     if facts.plan is None:  # the regions that a plan makes are not the user's choice
         made += at_once(facts, found)
+        if (found or loops) and facts.refused is None and not any(map(_is_advice, made)):
+            made += [has_regions(facts)]
     made += [*overridden(found), *arguments_of(facts, found)]
     return tuple(dict.fromkeys(made))
+
+
+def _is_advice(finding: Finding) -> bool:
+    """Return whether a finding says how to lower the peak; one on a loop's own options is not enough."""
+    return bool(finding.next_step) and finding.code != "checkpointed_loop"

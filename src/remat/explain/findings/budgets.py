@@ -16,7 +16,7 @@ from remat.explain.findings.stacks import (
 )
 from remat.explain.phases import PhasedProgram
 from remat.report.groups import groups
-from remat.report.model import Value
+from remat.report.model import Option, Value
 from remat.report.timeline import live_at, timeline
 from remat.units import format_bytes
 
@@ -42,7 +42,7 @@ def suggested_share(facts: Facts) -> int:
     """
     share = _share_of(facts, lowest_budget_bytes(facts) / max(1, facts.predicted.peak_bytes))
     low, high = _estimated_ends(facts, share / 100)
-    needs_all = low is None or low.flops_share >= _ALMOST_ALL * _forward_share(facts)
+    needs_all = low is None or low.flops_share >= _ALMOST_ALL * forward_share(facts)
     return 0 if high is None and needs_all else share
 
 
@@ -86,7 +86,7 @@ def peak_by_part(facts: Facts, parts: Sequence[Sequence[Value]]) -> int:
     return timeline(values, facts.account.steps).peak_bytes
 
 
-def _peak_without(facts: Facts, recomputed: set[int], stacked: set[str]) -> int:
+def _peak_without(facts: Facts, recomputed: set[int], stacked: set[int]) -> int:
     """Return the predicted peak if these saved values were live only when they are written and last read.
 
     The stacks of a loop in a branch are written and read slice by slice, so they do not count at all.
@@ -94,25 +94,28 @@ def _peak_without(facts: Facts, recomputed: set[int], stacked: set[str]) -> int:
     needed = []
     for value in facts.account.values:
         if value.id in recomputed:
-            ends = (
-                []
-                if value.aval.partition("/")[0] in stacked
-                else [{*lives} for lives in value.lifetimes]
-            )
+            ends = [] if value.id in stacked else [{*lives} for lives in value.lifetimes]
             lifetimes = tuple((at, at) for steps in ends for at in sorted(steps))
             value = dataclasses.replace(value, lifetimes=lifetimes, reserved=())
         needed.append(value)
     return timeline(needed, facts.account.steps).peak_bytes
 
 
-def _stacked(facts: Facts) -> set[str]:
-    """Return the types of values that loops stack."""
-    found = set()
-    for op, eqn in zip(facts.sides.program.ops, facts.sides.eqns):
-        number = dict(zip(eqn.outvars, op.results))
-        types = facts.sides.program.types
-        found |= {types[number[s.result]] for s in stacks_of(eqn) if s.result in number}
-    return found
+def _stacked(facts: Facts) -> set[int]:
+    """Return the values that loops in branches stack: the ids of those that are shown as a whole."""
+    sides = facts.account.sides
+    sizes: dict[int, set[int]] = {}
+    for number, (op, eqn) in enumerate(zip(sides.program.ops, sides.eqns)):
+        result = dict(zip(eqn.outvars, op.results))
+        for stack in stacks_of(eqn):
+            if stack.result in result:
+                n_bytes = sides.program.bytes[result[stack.result]]
+                sizes.setdefault(number, set()).add(n_bytes)
+    return {
+        value.id
+        for value, number in zip(facts.account.values, facts.account.producers)
+        if value.n_bytes in sizes.get(number, ())
+    }
 
 
 def little_to_gain(facts: Facts) -> str:
@@ -143,29 +146,38 @@ _OVER_CHEAPEST, _LEAST_HIGH = 1.5, 0.02
 _ALMOST_ALL = 0.9  # share of the forward pass's FLOPs
 
 
-def cost_of(facts: Facts, share: float) -> str:
-    """Return an estimate of the FLOPs that a plan for a share of the peak adds, as a range.
+def cost_of(facts: Facts, share: float) -> tuple[float, float]:
+    """Return an estimate of the FLOPs that a plan for a share of the peak adds: both ends, as shares.
 
     The lower end recomputes the saved values that take the fewest FLOPs per byte, each once per lifetime,
     until the rest fits. It ignores the memory of recomputation itself, so the upper end is the same estimate
     for a smaller share. If loops keep none of their carries, an iteration can only be recomputed after those
     before it: the upper end is then the forward pass's FLOPs, times the share of the saved bytes that is
-    recomputed.
+    recomputed. At most the forward pass is recomputed once; only this is known if the lower end is above.
     """
-    most = _forward_share(facts)
+    most = forward_share(facts)
     low, high = _estimated_ends(facts, share)
     if low is None or low.flops_share > most:
-        return f"at most {cost_of_all(facts)} (those of the forward pass)"
+        return 0.0, most
     highest = most
     if high is not None:
         chained = most * high.bytes_share if loops_lose_their_carry(facts.sides) else 0.0
         highest = min(max(_OVER_CHEAPEST * high.flops_share, chained, _LEAST_HIGH), most)
-    said = " to ".join(dict.fromkeys((_percent(low.flops_share), _percent(highest))))
-    return f"an estimated {said} % more FLOPs ({100 * most:.0f} % at most)"
+    return low.flops_share, highest
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:{'.0f' if share >= 0.01 else '.1g'}}"
+def plan_option(facts: Facts, share: int) -> Option:
+    """Return the option of a plan for a budget in per cent of the peak."""
+    low, high = cost_of(facts, share / 100)
+    call = facts.fit_call(f'"{share}%"')
+    return Option(
+        "remat.fit",
+        f"step = {call}",
+        int(share / 100 * facts.peak_bytes),
+        "at most",
+        low,
+        high,
+    )
 
 
 class _Recomputed(NamedTuple):
@@ -203,12 +215,8 @@ def _estimate(facts: Facts, share: float) -> _Recomputed | None:
     )
 
 
-def cost_of_all(facts: Facts) -> str:
-    """Return the FLOPs that recomputing the whole forward pass once adds."""
-    return f"{100 * _forward_share(facts):.0f} % more FLOPs"
-
-
-def _forward_share(facts: Facts) -> float:
+def forward_share(facts: Facts) -> float:
+    """Return the FLOPs of the forward pass as a share of the step's: what recomputing all of it once adds."""
     return _forward_flops(facts.sides) / max(1.0, facts.sides.program.flops)
 
 

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from remat import _jax
-from remat.explain.findings.budgets import cost_of_all, lowest_budget_bytes, peak_by_part
+from remat.explain.calls import (
+    Calls,
+    body_function,
+    common_function,
+    name_of_function,
+    repeated_calls,
+)
+from remat.explain.findings.budgets import lowest_budget_bytes, peak_by_part
 from remat.explain.findings.facts import Facts, at_line, saved_values
 from remat.explain.findings.stacks import largest_loop
 from remat.explain.labels import path_of
+from remat.explain.phases import PhasedProgram
 from remat.explain.recomputation import behind
-from remat.explain.sources import user_source_of
+from remat.explain.sources import Frame, user_frames_of, user_source_of
+from remat.paths import is_own, relative
 from remat.printing import with_ranges, without_numbers
 from remat.program.from_jaxpr import n_bytes as n_bytes_of
 from remat.report.groups import own_function
@@ -26,31 +37,158 @@ _WRAPPERS = (
 )
 
 
-def by_hand(facts: Facts) -> str:
-    """Return what to rematerialize without a plan (a loop, modules or layers), and its effect."""
+class ByHand(NamedTuple):
+    """What to rematerialize without a plan.
+
+    Args:
+      text: what to do, as the part of a sentence after "or".
+      code: the lines to write.
+      peak_bytes: the estimated peak; None if it is not lower or not known.
+    """
+
+    text: str
+    code: str = ""
+    peak_bytes: int | None = None
+
+
+def by_hand(facts: Facts) -> ByHand:
+    """Return what to rematerialize without a plan: the body of a loop, modules, or a function."""
     saved = saved_values(facts)
     most = sum(value.n_bytes for value in saved) / 2
     loop, n_bytes = largest_loop(facts.sides, at_least=most)
     if loop is not None:
-        n, carry_bytes = loop.params["length"], _carry_bytes(loop)
-        left = n * carry_bytes + n_bytes // n
-        return (
-            f"make the loop{at_line(loop)} a remat.scan, or wrap its body in remat.checkpoint, which keeps "
-            f"only the carries{_effect(facts, facts.predicted.peak_bytes - n_bytes + left)}."
-        )
+        return _body_of(facts, loop, n_bytes)
     modules, of_modules = _numbered_modules(saved, at_least=most)
-    if not modules:
-        return f"wrap the layers in {_wrapper_of(facts, saved)}."
+    if modules:
+        return _modules(facts, modules, of_modules)
+    return _function(facts, at_least=most) or ByHand(
+        f"wrap the layers in {_wrapper_of(facts, saved)}."
+    )
+
+
+def _body_of(facts: Facts, loop: _jax.JaxprEqn, n_bytes: int) -> ByHand:
+    """Return the advice to recompute the iterations of a loop that stacks so many bytes."""
+    n, carry_bytes = loop.params["length"], _carry_bytes(loop)
+    left = n * carry_bytes + n_bytes // n
+    body = name_of_function(body_function(loop))
+    named = body if body.isidentifier() else "body"
+    where = user_source_of(loop).rpartition(", from ")[2].partition(" (")[0]
+    code = f"{named} = remat.checkpoint({named})"
+    code = f"# The loop at {where}:\n{code}" if where else code
+    return ByHand(
+        f"make the loop{at_line(loop)} a remat.scan, or wrap its body"
+        f"{f' ({named})' if named == body else ''} in remat.checkpoint, which keeps only the carries.",
+        code,
+        _peak_with(facts, facts.predicted.peak_bytes - n_bytes + left),
+    )
+
+
+def _modules(facts: Facts, modules: list[str], saved: list[Value]) -> ByHand:
+    """Return the advice to recompute modules that save these values."""
     parts = [
-        [value for value in of_modules if f"{value.path}/".startswith(f"{module}/")]
+        [value for value in saved if f"{value.path}/".startswith(f"{module}/")]
         for module in modules
     ]
-    effect = _effect(facts, peak_by_part(facts, parts) + _handed_on_bytes(facts, modules))
-    return f"wrap {with_ranges(modules)} in {_wrapper_of(facts, of_modules)}{effect}."
+    numbers = _operations_of_modules(facts.sides, modules)
+    handed_on = _handed_on_bytes(facts.sides, numbers)
+    peak_bytes = _peak_with(facts, peak_by_part(facts, parts) + handed_on)
+    eqns = [facts.sides.eqns[i] for i, part in enumerate(numbers) if part >= 0]
+    wrapper, named = _wrapper_of_modules(eqns) or _wrapper_of(facts, saved), with_ranges(modules)
+    # The method that computes the modules: the innermost in which all of their operations are traced.
+    frame = common_function(eqns)
+    names = frame[2].split(".") if frame is not None else []
+    if frame is None or len(names) < 2 or names[-2] == "<locals>":
+        return ByHand(f"wrap {named} in {wrapper}.", peak_bytes=peak_bytes)
+    module, line = names[-2], f"{relative(frame[0])}:{frame[1]}"
+    if is_own(frame[0]) or wrapper != "remat.linen.remat":
+        text = f"wrap {module} ({line}), the modules {named}, in {wrapper}."
+        return ByHand(text, f"# {line}\n{module} = {wrapper}({module})", peak_bytes)
+    last = re.sub(r"\d+", "*", modules[0].rpartition("/")[2])
+    text = (
+        f"rematerialize {module} ({line}, the code of a library), the modules {named}, with remat.rematted "
+        "around the call of the step."
+    )
+    code = f'with remat.rematted("{_glob_of(modules[0], last)}"):\n    ...  # call the step'
+    return ByHand(text, code, peak_bytes)
 
 
-def _effect(facts: Facts, predicted_bytes: int) -> str:
-    """Return the peak and the FLOPs if loops or modules are recomputed, as the end of a sentence.
+def _glob_of(module: str, last: str) -> str:
+    """Return a pattern for modules that differ in the number of the last name of their path."""
+    above = module.rpartition("/")[0].rpartition("/")[2]
+    return f"{above}/{last}" if last == "*" else last
+
+
+def _wrapper_of_modules(eqns: Sequence[_jax.JaxprEqn]) -> str:
+    """Return the function that rematerializes modules, by the package that most of them call; "" for none."""
+    found: dict[str, int] = {}
+    for eqn in eqns:
+        files = {relative(file) for file, _, _ in user_frames_of(eqn)}
+        for package, wrapper in _WRAPPERS:
+            found[wrapper] = found.get(wrapper, 0) + any(f.startswith(package) for f in files)
+    most = max(found, key=lambda wrapper: found[wrapper], default="")
+    return most if found.get(most) else ""
+
+
+def _operations_of_modules(sides: PhasedProgram, modules: list[str]) -> list[int]:
+    """Return for each operation of the forward pass the number of its module; -1 for others."""
+    paths = [f"{path_of(op)}/" for op in sides.program.ops]
+    return [
+        next((n for n, m in enumerate(modules) if path.startswith(f"{m}/")), -1)
+        if phase == "forward"
+        else -1
+        for path, phase in zip(paths, sides.phases)
+    ]
+
+
+def _function(facts: Facts, *, at_least: float) -> ByHand | None:
+    """Return the advice to recompute the function whose calls save so much that the peak is lowest.
+
+    None if no function that is called several times saves `at_least` this many bytes, or the peak would stay.
+    """
+    account = facts.account
+    best: tuple[int, Calls] | None = None
+    for calls in repeated_calls(account.sides):
+        call_of = {i: n for n, numbers in enumerate(calls.calls) for i in numbers}
+        parts: list[list[Value]] = [[] for _ in calls.calls]
+        for value, i in zip(account.values, account.producers):
+            if value.kind == "saved" and i in call_of:
+                parts[call_of[i]].append(value)
+        if sum(value.n_bytes for part in parts for value in part) < at_least:
+            continue
+        of_ops = [call_of.get(i, -1) for i in range(len(account.sides.program.ops))]
+        handed_on = _handed_on_bytes(account.sides, of_ops)
+        peak_bytes = peak_by_part(facts, [part for part in parts if part]) + handed_on
+        if best is None or peak_bytes < best[0]:
+            best = peak_bytes, calls
+    peak = _peak_with(facts, best[0]) if best is not None else None
+    if best is None or peak is None:
+        return None
+    frame, n = best[1].frame, len(best[1].calls)
+    eqns = [account.sides.eqns[i] for numbers in best[1].calls for i in numbers]
+    what, code = _wrapped(frame, _wrapper_of_modules(eqns))
+    where = f"({relative(frame[0])}:{frame[1]}), which the step calls {n} times,"
+    return ByHand(f"{what.format(where=where)}.", code, peak)
+
+
+def _wrapped(frame: Frame, wrapper: str) -> tuple[str, str]:
+    """Return what to wrap to rematerialize a function or method, with a slot for its line, and the code."""
+    names, place = frame[2].split("."), f"# {relative(frame[0])}:{frame[1]}"
+    name = names[-1]
+    if len(names) < 2 or names[-2] == "<locals>":
+        code = f"{place}\n{name} = remat.checkpoint({name})"
+        return f"wrap {name} {{where}} in remat.checkpoint", code
+    module, wrapper = names[-2], wrapper or "remat.checkpoint"
+    if wrapper == "remat.linen.remat":
+        return f"wrap {module} {{where}} in {wrapper}", f"{place}\n{module} = {wrapper}({module})"
+    if wrapper == "remat.equinox.filter_checkpoint":
+        code = f"{place}\n{wrapper}(module)(...)  # for each {module} that is called"
+        return f"call each {module} {{where}} through {wrapper}", code
+    code = f"{place}\n@{wrapper}\ndef {name}(self, ...):"
+    return f"decorate {module}.{name} {{where}} with {wrapper}", code
+
+
+def _peak_with(facts: Facts, predicted_bytes: int) -> int | None:
+    """Return the peak if loops, modules or functions are recomputed; None if it is not lower.
 
     Args:
       predicted_bytes: the predicted peak with them recomputed. The ratio of the compiler's peak to the
@@ -59,9 +197,7 @@ def _effect(facts: Facts, predicted_bytes: int) -> str:
     least = lowest_budget_bytes(facts)
     factor = facts.peak_bytes / max(1, facts.predicted.peak_bytes)
     peak_bytes = int(factor * max(least, predicted_bytes))
-    if peak_bytes >= facts.peak_bytes:
-        return ""
-    return f": a peak of about {format_bytes(peak_bytes)}, for up to {cost_of_all(facts)}"
+    return peak_bytes if peak_bytes < facts.peak_bytes else None
 
 
 def _carry_bytes(loop: _jax.JaxprEqn) -> int:
@@ -85,22 +221,20 @@ def _numbered_modules(saved: list[Value], *, at_least: float) -> tuple[list[str]
     return [], []
 
 
-def _handed_on_bytes(facts: Facts, modules: list[str]) -> int:
-    """Return the bytes that modules pass to each other: checkpoints around them save these inputs."""
-    program = facts.sides.program
+def _handed_on_bytes(sides: PhasedProgram, part_of: Sequence[int]) -> int:
+    """Return the bytes that parts pass to each other: checkpoints around them save these inputs.
+
+    Args:
+      part_of: for each operation the number of its part; -1 for none.
+    """
+    program = sides.program
     producer = {v: i for i, op in enumerate(program.ops) for v in op.results}
-    module_of = [
-        next((m for m in modules if f"{path_of(op)}/".startswith(f"{m}/")), "")
-        for op in program.ops
-    ]
     found = set()
-    for i, (op, phase) in enumerate(zip(program.ops, facts.sides.phases)):
-        if phase == "forward" and module_of[i]:
+    for i, (op, phase) in enumerate(zip(program.ops, sides.phases)):
+        if phase == "forward" and part_of[i] >= 0:
             made = {behind(v, program, producer) for v in op.operands}
             found |= {
-                v
-                for v in made
-                if v in producer and module_of[producer[v]] not in ("", module_of[i])
+                v for v in made if v in producer and part_of[producer[v]] not in (-1, part_of[i])
             }
     return sum(program.bytes[v] for v in found)
 

@@ -37,6 +37,7 @@ class Facts:
       predicted_donating: predicts the peak of the step if it donates these arguments, too.
       plan: the plan that the step follows, if any.
       refused: the compiler's error, if the step does not fit the device.
+      without_plan: of the step without the plan that it follows.
     """
 
     step: ExplainedStep
@@ -48,6 +49,7 @@ class Facts:
     predicted_donating: Callable[[frozenset[str]], int]
     plan: Followed | None = None
     refused: compiling.OutOfMemory | None = None
+    without_plan: Facts | None = None
 
     @property
     def peak_bytes(self) -> int:

@@ -6,9 +6,14 @@ from collections.abc import Iterator
 
 from remat import _jax
 from remat.explain import regions
-from remat.explain.findings.budgets import share_for_recomputed
+from remat.explain.findings.budgets import little_to_gain, plan_option, share_for_recomputed
+from remat.explain.findings.by_hand import largest_parts
 from remat.explain.findings.facts import Facts, at_line
-from remat.report.model import Finding
+from remat.explain.findings.stacks import stacks_of
+from remat.explain.sources import user_frames_of
+from remat.paths import is_own
+from remat.report.groups import groups
+from remat.report.model import Finding, Option
 from remat.report.timeline import live_at, timeline
 from remat.units import format_bytes
 
@@ -82,26 +87,125 @@ def at_once(facts: Facts, found: list[regions.Found]) -> Iterator[Finding]:
         again, later = regions.split_regions(one.eqn)
         read = {v for eqn in later for v in eqn.invars if _jax.is_var(v)}
         for eqn in again:
-            if eqn.primitive.name != "scan" or eqn.params["length"] < 2:
-                continue
-            stacked = eqn.outvars[_jax.scan_arity(eqn)[1] :]
-            size = sum(v.aval.size * _jax.itemsize_bytes(v.aval) for v in stacked if v in read)
+            stacks = [s for s in stacks_of(eqn) if s.result in read and s.loop.params["length"] > 1]
+            size = sum(stack.n_bytes for stack in stacks)
             if size >= 0.1 * predicted and size:
                 by_loops = True
-                n = eqn.params["length"]
-                yield Finding(
-                    "scan_recomputed_at_once",
-                    "warning",
-                    f"The checkpoint is around a whole scan of {n} iterations{at_line(eqn)}: "
-                    f"its backward pass recomputes all of them at once and holds {format_bytes(size)}, "
-                    "as much as was not saved before.",
-                    "Checkpoint the body of the scan in its place (remat.checkpoint(body)), or use "
-                    "remat.scan with checkpoints=.",
-                )
+                yield _scan_at_once(facts, max(stacks, key=lambda s: s.n_bytes).loop, size)
     before = facts.account.undone_bytes
     share = facts.account.recompute_flops / max(facts.account.flops, 1.0)
     if before and not by_loops and share and predicted >= 0.9 * before:
         yield _no_gain(facts, found, 100 * share)
+
+
+def _scan_at_once(facts: Facts, loop: _jax.JaxprEqn, n_bytes: int) -> Finding:
+    """Return the finding that a region recomputes all iterations of a loop at once."""
+    said = (
+        f"The checkpoint is around a whole scan of {loop.params['length']} iterations{at_line(loop)}: "
+        f"its backward pass recomputes all of them at once and holds {format_bytes(n_bytes)}, "
+        f"as much as was not saved before.{_largest_recomputed(facts)}"
+    )
+    frames = user_frames_of(loop)
+    if not frames or is_own(frames[0][0]):
+        step = (
+            "Checkpoint the body of the scan in its place (remat.checkpoint(body)), or use "
+            "remat.scan with checkpoints=."
+        )
+        return Finding("scan_recomputed_at_once", "warning", said, step)
+    # A loop of a library: its body cannot be changed, but what it calls can.
+    step, options = _around_library(facts)
+    return Finding("scan_recomputed_at_once", "warning", said, step, options)
+
+
+def _largest_recomputed(facts: Facts) -> str:
+    """Return the largest recomputed values at the peak, as a sentence after another; "" if there are none."""
+    at = timeline(facts.account.values, facts.account.steps).peak_step or 0
+    live = [v for v in live_at(facts.account.values, at) if v.kind == "recomputed"]
+    return f" The largest at the peak: {groups(live)[0]}." if live else ""
+
+
+def _around_library(facts: Facts) -> tuple[str, tuple[Option, ...]]:
+    """Return what to do about values that a library's loops recompute: checkpoint what they call, or plan."""
+    options = [Option("as written", peak_bytes=facts.peak_bytes, extra_flops_share=0.0)]
+    steps = []
+    share = share_for_recomputed(facts)
+    if share:
+        call = facts.fit_call(f'"{share}%"')
+        steps.append(f"{call} chooses what to recompute")
+        budget_bytes = int(share / 100 * facts.peak_bytes)
+        options.append(Option("remat.fit", f"step = {call}", budget_bytes, "at most"))
+    name, line, n_bytes = _called_most(facts)
+    if name:
+        steps.append(f"wrap {name} ({line}), which the loop calls, in remat.checkpoint")
+        factor = facts.peak_bytes / max(1, facts.predicted.peak_bytes)
+        peak_bytes = int(factor * (facts.predicted.peak_bytes - n_bytes))
+        code = f"# {line}\n{name} = remat.checkpoint({name})"
+        options.append(Option("by hand", code, peak_bytes, "about"))
+    steps.append("use the option of the library that keeps fewer states, if it has one")
+    text = "; or ".join(steps)
+    return f"{text[0].upper() if not share else text[0]}{text[1:]}.", tuple(options)
+
+
+def _called_most(facts: Facts) -> tuple[str, str, int]:
+    """Return the user's function that computes most recomputed bytes at the peak, its line, and the bytes."""
+    at = timeline(facts.account.values, facts.account.steps).peak_step or 0
+    sizes: dict[str, int] = {}
+    for value in live_at(facts.account.values, at):
+        own = value.source.rpartition(", from ")[2]
+        if value.kind == "recomputed" and own:
+            sizes[own] = sizes.get(own, 0) + value.n_bytes
+    if not sizes:
+        return "", "", 0
+    most = max(sizes, key=lambda own: sizes[own])
+    line, _, function = most.partition(" (")
+    name = function.rstrip(")").rpartition(".")[2]
+    if not name.isidentifier() or 4 * sizes[most] < facts.predicted.peak_bytes:
+        return "", "", 0
+    return name, line, sizes[most]
+
+
+def has_regions(facts: Facts) -> Finding:
+    """Return the finding on a step that rematerializes: what its peak consists of, and what helps."""
+    values, steps = facts.account.values, facts.account.steps
+    line = timeline(values, steps)
+    at = line.peak_step or 0
+    live = live_at(values, at)
+    sizes = {kind: sum(v.n_bytes for v in live if v.kind == kind) for kind in _CAUSES}
+    cause = max(sizes, key=lambda kind: sizes[kind])
+    parts = largest_parts([v for v in live if v.kind == cause])
+    said = (
+        "The step rematerializes already. At its peak "
+        f"{format_bytes(sizes[cause])} of {format_bytes(line.peak_bytes)} are {_CAUSES[cause]}{parts}."
+    )
+    if 2 * facts.fixed_bytes >= facts.peak_bytes or sizes[cause] < _LITTLE * line.peak_bytes:
+        return Finding("has_regions", "info", said, little_to_gain(facts))
+    if cause == "recomputed":
+        step, options = _around_library(facts)
+        return Finding("has_regions", "info", said, step, options)
+    share = share_for_recomputed(facts)
+    if not share or cause != "saved":
+        return Finding("has_regions", "info", said, little_to_gain(facts))
+    call = facts.fit_call(f'"{share}%"')
+    return Finding(
+        "has_regions",
+        "info",
+        said,
+        f"{call} chooses what to recompute in place of the step's own checkpoints.",
+        (
+            Option("as written", peak_bytes=facts.peak_bytes, extra_flops_share=0.0),
+            plan_option(facts, share),
+        ),
+    )
+
+
+_LITTLE = 0.25  # share of the peak; recomputing a cause below it would gain little
+# Kinds of values that may dominate a peak, in words.
+_CAUSES = {
+    "recomputed": "recomputed values",
+    "saved": "values saved for the backward pass",
+    "gradient": "gradients",
+    "temporary": "temporaries",
+}
 
 
 def _no_gain(facts: Facts, found: list[regions.Found], percent: float) -> Finding:

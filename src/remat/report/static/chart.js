@@ -119,12 +119,16 @@ function makeChart(root, onShow, onScale) {
       ctx.lineTo(bbox.left + bbox.width, y);
       ctx.stroke();
       ctx.setLineDash([]);
-      ctx.fillStyle = color("text");
       // Write the label at the end of the line that is farther from the dot of the peak.
       const dot = data.peak === null ? bbox.left + bbox.width : u.valToPos(edge(at[pointOf(data.peak)]), "x", true);
       const isLeft = dot - bbox.left > bbox.width / 2;
-      ctx.textAlign = isLeft ? "left" : "right";
-      ctx.fillText(`compiled ${formatBytes(data.compiledPeak)}`, isLeft ? bbox.left + 6 * ratio : bbox.left + bbox.width - 6 * ratio, y - 5 * ratio);
+      const text = `compiled ${formatBytes(data.compiledPeak)}`;
+      const width = ctx.measureText(text).width + 8 * ratio;
+      const x = isLeft ? bbox.left + 4 * ratio : bbox.left + bbox.width - width - 4 * ratio;
+      ctx.fillStyle = color("bg");
+      ctx.fillRect(x, y - 18 * ratio, width, 15 * ratio);
+      ctx.fillStyle = color("text");
+      ctx.fillText(text, x + 4 * ratio, y - 7 * ratio);
     }
     // The peak, and the selected operation.
     const mark = (step, fill, radius) => {
@@ -149,7 +153,24 @@ function makeChart(root, onShow, onScale) {
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
     }
-    if (data.peak !== null) mark(data.peak, color("text"), 4);
+    if (data.peak !== null) {
+      // A bracket from the first to the last operation that reaches the same height.
+      const y = u.valToPos(top[pointOf(data.peak)], "y", true);
+      const [from, to] = data.sameHeight.map((step) => u.valToPos(edge(at[pointOf(step)]), "x", true));
+      if (to - from > 12 * ratio) {
+        ctx.strokeStyle = color("text");
+        ctx.lineWidth = 1.5 * ratio;
+        ctx.beginPath();
+        ctx.moveTo(from, y);
+        ctx.lineTo(to, y);
+        for (const end of [from, to]) {
+          ctx.moveTo(end, y - 4 * ratio);
+          ctx.lineTo(end, y + 4 * ratio);
+        }
+        ctx.stroke();
+      }
+      mark(data.peak, color("text"), 4);
+    }
     ctx.restore();
   }
 

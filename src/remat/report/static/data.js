@@ -16,13 +16,14 @@ function unpack(columns) {
 }
 [data.steps, data.groups, data.values, data.lives].forEach(unpack);
 
+const RESERVED = data.kinds.indexOf("reserved");
 const { kinds, phases, strings, segments, groups, values } = data;
 const nSteps = data.steps.label.length;
 const lives = {
   value: Uint32Array.from(data.lives.value),
   born: Uint32Array.from(data.lives.born),
   dies: Uint32Array.from(data.lives.dies),
-  reserved: Uint8Array.from(data.lives.reserved),
+  kind: Uint8Array.from(data.lives.kind),
 };
 
 // The start of each operation and the end of the last one, in seconds; all 0 if no times are predicted.
@@ -48,14 +49,22 @@ function scaled(number, units, base) {
 
 const byteUnits = ["B", "KiB", "MiB", "GiB", "TiB"];
 
+// Rounds like the texts that Python wrote: a number halfway between two goes to the even one.
+function rounded(x, digits) {
+  const scale = 10 ** digits;
+  const below = Math.floor(x * scale);
+  const isHalf = x * scale - below === 0.5 && Number.isInteger(x * 1024);
+  return (isHalf ? (below + below % 2) / scale : x).toFixed(digits);
+}
+
 function formatBytes(n) {
   const [left, unit, level] = scaled(n, byteUnits, 1024);
-  return `${left.toFixed(level ? 1 : 0)} ${unit}`;
+  return `${rounded(left, level ? 1 : 0)} ${unit}`;
 }
 
 function formatFlops(n) {
   const [left, unit, level] = scaled(n, ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"], 1000);
-  return `${left.toFixed(level ? 1 : 0)} ${unit}`;
+  return `${rounded(left, level ? 1 : 0)} ${unit}`;
 }
 
 function formatSeconds(s) {
@@ -88,12 +97,27 @@ function user(index) {
   return made;
 }
 
+// Returns the name of a value whose path is clipped at its end if there is no room for it, and the last module and
+// the operation are not.
+function clipped(text) {
+  const colon = text.lastIndexOf(": ");
+  const slash = text.lastIndexOf("/", colon < 0 ? text.length : colon);
+  const path = text.slice(0, slash + 1);
+  return el("bdi", { title: text, class: "clipped" }, path ? el("span", { class: "path" }, path) : undefined, el("span", {}, text.slice(slash + 1)));
+}
+
 function color(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
 
 function groupTitle(g) {
   return strings[groups.pattern[g]];
+}
+
+// For each value the bytes that it holds at the peak.
+const atPeak = new Float64Array(values.group.length);
+for (let i = 0; i < lives.value.length; i++) {
+  if (lives.born[i] <= data.peak && data.peak <= lives.dies[i]) atPeak[lives.value[i]] = values.bytes[lives.value[i]];
 }
 
 // Returns for each value 1 if its memory is live or reserved at an operation, else 0.

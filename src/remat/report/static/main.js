@@ -6,7 +6,12 @@ let chart = null;
 const table = makeTable(section, () => (chart ? chart.step() : data.peak));
 
 if (nSteps > 0) {
-  byId("reserved").hidden = !data.chart.live[kinds.indexOf("reserved")].some((n) => n > 0);
+  byId("reserved").hidden = !data.chart.live[RESERVED].some((n) => n > 0);
+  byId("again").hidden = starts[data.sameHeight[1]] - starts[data.sameHeight[0]] <= 0.05 * starts[nSteps];
+  byId("blocks").hidden = !strings.some((text) => /^iterations? .*–/.test(text));
+  byId("parts").hidden = segments.length === 0;
+  byId("phases").append(...phases.flatMap((phase, i) => (data.steps.phase.includes(i)
+    ? [el("span", { class: `p-${phase}` }, el("i", { class: "swatch" }), phase)] : [])));
   // Results below 1 % of the peak are too small to be visible.
   const most = data.chart.at.reduce((max, _, i) => Math.max(max, data.chart.live.reduce((sum, ofKind) => sum + ofKind[i], 0)), 0);
   byId("outputs").hidden = data.chart.live[kinds.indexOf("output")][0] <= most / 100;

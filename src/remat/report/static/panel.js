@@ -17,27 +17,33 @@ function makePanel(root, onList) {
   const where = el("div", { class: "where" });
   const live = el("p", { class: "live" });
   const largest = el("ol");
+  const title = el("h3");
   const button = el("button", { type: "button", onclick: () => onList() }, "List what is live here");
-  root.append(el("div", { class: "when" }, number, badge), loop, op, where, live, list, el("h3", {}, "Largest here"), largest, button);
+  root.append(el("div", { class: "when" }, number, badge), loop, op, where, live, list, title, largest, button);
 
   // Returns the groups with most live bytes:
-  // [group, number of arrays, bytes, first operation, last operation, one of the values, whether reserved].
+  // [group, number of arrays, bytes, first operation, last operation, one of the values, kind].
   function largestAt(step) {
     const found = new Map();
     for (let i = 0; i < lives.value.length; i++) {
       if (lives.born[i] > step || step > lives.dies[i]) continue;
       const value = lives.value[i];
       const g = values.group[value];
-      const reserved = lives.reserved[i];
-      const key = 2 * g + reserved;
+      const key = kinds.length * g + lives.kind[i];
       let entry = found.get(key);
-      if (!entry) found.set(key, entry = [g, 0, 0, Infinity, 0, value, reserved]);
+      if (!entry) found.set(key, entry = [g, 0, 0, Infinity, 0, value, lives.kind[i]]);
       entry[1] += values.count[value];
       entry[2] += values.bytes[value];
       entry[3] = Math.min(entry[3], lives.born[i]);
       entry[4] = Math.max(entry[4], lives.dies[i]);
     }
     return [...found.values()].sort((a, b) => b[2] - a[2]).slice(0, LARGEST);
+  }
+
+  // Returns the user's line that all of these groups of library code are called from; "" if they have none.
+  function commonCaller(entries) {
+    const callers = new Set(entries.map(([g]) => strings[groups.source[g]].split(", from ")[1]).filter(Boolean));
+    return callers.size === 1 ? [...callers][0] : "";
   }
 
   function show(step) {
@@ -47,7 +53,7 @@ function makePanel(root, onList) {
     badge.textContent = phase;
     loop.replaceChildren(user(data.steps.iteration[step]));
     loop.hidden = !strings[data.steps.iteration[step]];
-    op.replaceChildren(user(data.steps.label[step]));
+    op.replaceChildren(clipped(strings[data.steps.label[step]]));
     where.replaceChildren(user(data.steps.source[step]));
     const bytes = liveByKind(step);
     live.replaceChildren(formatBytes(bytes.reduce((a, b) => a + b, 0)), " ",
@@ -56,12 +62,17 @@ function makePanel(root, onList) {
       cell.textContent = formatBytes(bytes[k]);
       row.classList.toggle("none", bytes[k] === 0);
     }
-    largest.replaceChildren(...largestAt(step).map(([g, n, total, born, dies, value, reserved]) => {
-      const what = n > 1 ? groups.pattern[g] : values.what[value];
-      const source = groups.source[g];
-      return el("li", { class: `k-${reserved ? "reserved" : kinds[groups.kind[g]]}` },
-        el("div", { class: "first" }, el("b", {}, formatBytes(total)), n > 1 ? el("span", {}, `${n.toLocaleString("en")} ×`) : undefined, user(what)),
-        el("div", { class: "second" }, reserved ? "reserved for a loop · " : "", user(source), strings[source] ? " · " : "", `operations ${born + 1}–${dies + 1} · `, user(groups.aval[g])));
+    const entries = largestAt(step);
+    const caller = commonCaller(entries);
+    title.replaceChildren("Largest here", ...(caller ? [", library code called from ", el("bdi", {}, caller)] : []));
+    largest.replaceChildren(...entries.map(([g, n, total, born, dies, value, kind]) => {
+      const what = strings[n > 1 ? groups.pattern[g] : values.what[value]];
+      const full = strings[groups.source[g]];
+      const source = caller ? full.replace(`, from ${caller}`, "") : full;
+      return el("li", { class: `k-${kinds[kind]}` },
+        el("div", { class: "first" }, el("b", {}, formatBytes(total)), n > 1 ? el("span", {}, `${n.toLocaleString("en")} ×`) : undefined, clipped(what)),
+        el("div", { class: "second" }, kind === RESERVED ? "reserved for a loop · " : "", el("bdi", { title: full }, source), source ? " · " : "", `operations ${born + 1}–${dies + 1}`),
+        el("div", { class: "second code" }, user(groups.aval[g])));
     }));
   }
 

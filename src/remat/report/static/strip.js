@@ -45,6 +45,7 @@ function makeStrip(root) {
   ].sort((a, b) => a.first - b.first);
   let drawn = new Map(); // segment number -> its rectangles
   let line = null;
+  let texts = [];
   let bounds = null;
 
   const stepsOf = ({ first, last }) => (first === last ? `operation ${first + 1}` : `operations ${first + 1}–${last + 1}`);
@@ -98,7 +99,7 @@ function makeStrip(root) {
     }, el("svg:title", {}, title));
     svg.append(shape);
     if (to - from >= 7.2 * text.length + 8) {
-      svg.append(el("svg:text", { x: from + 6, y: y + 12, class: fill ? "on-phase" : "" }, text));
+      texts.push(el("svg:text", { x: from + 6, y: y + 12, class: fill ? "on-phase" : "" }, text));
     }
     if (segment) {
       shape.addEventListener("pointerenter", () => { mark(segment.number); say(segment); });
@@ -115,12 +116,13 @@ function makeStrip(root) {
     bounds = next;
     svg.replaceChildren();
     drawn = new Map();
+    texts = [];
     rowName(0, "phase");
     drawRow(0, phaseStretches);
     if (levels) rowName(1, "segments");
     for (let level = 0; level < levels; level++) drawRow(1 + level, segmentStretches.filter((s) => s.segment.level === level));
     line = el("svg:line", { class: "at", y1: 0, y2: height, x1: -9, x2: -9 });
-    svg.append(line);
+    svg.append(line, ...texts); // texts stay legible where the line crosses them
   }
 
   function mark(number) {

@@ -6,9 +6,10 @@ function makeTable(root, step) {
   const columns = [
     { key: "what", title: "Value", width: "25%", descending: false },
     { key: "kind", title: "Kind", width: "124px", descending: false },
-    { key: "bytes", title: "Bytes", width: "98px", number: true, descending: true },
-    { key: "aval", title: "Type", width: "16%", descending: false },
-    { key: "source", title: "Source", width: "26%", descending: false },
+    { key: "peak", title: "At the peak", width: "118px", number: true, descending: true },
+    { key: "bytes", title: "All", width: "92px", number: true, descending: true },
+    { key: "aval", title: "Type", width: "14%", descending: false },
+    { key: "source", title: "Source", width: "23%", descending: false },
     { key: "time", title: "To recompute", width: "134px", number: true, descending: true },
     { key: "born", title: "Lifetime", width: "12%", descending: false },
   ];
@@ -19,7 +20,7 @@ function makeTable(root, step) {
   const box = root.querySelector("#filter");
   const menu = root.querySelector("#sort");
   const chips = root.querySelector("#kinds");
-  const sorting = { key: "bytes", descending: true };
+  const sorting = { key: "peak", descending: true };
   const chosen = new Set();
   const open = new Map(); // expanded group -> number of its values that are shown
   let at = null; // if not null, only values that are live at this operation are shown
@@ -32,6 +33,10 @@ function makeTable(root, step) {
   strings.map((_, i) => i).sort((a, b) => collator.compare(strings[a], strings[b])).forEach((i, place) => { places[i] = place; });
 
   const bornOf = (value) => (livesFrom[value] < livesFrom[value + 1] ? lives.born[livesFrom[value]] : nSteps); // live intervals precede reserved ones
+
+  // For each group the bytes that it holds at the peak.
+  const groupAtPeak = new Float64Array(groups.count.length);
+  values.group.forEach((g, value) => { groupAtPeak[g] += atPeak[value]; });
 
   function matcher() {
     const words = box.value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -53,13 +58,14 @@ function makeTable(root, step) {
     for (let g = 0; g < groups.count.length; g++) {
       if (chosen.size && !chosen.has(groups.kind[g])) continue;
       if (!filtered) {
-        rows.push({ g, n: groups.count[g], bytes: groups.bytes[g], flops: groups.flops[g], time: groups.time[g], born: bornOf(groupFrom[g]), values: null });
+        rows.push({ g, n: groups.count[g], peak: groupAtPeak[g], bytes: groups.bytes[g], flops: groups.flops[g], time: groups.time[g], born: bornOf(groupFrom[g]), values: null });
         continue;
       }
-      const row = { g, n: 0, bytes: 0, flops: 0, time: 0, born: nSteps, values: [] };
+      const row = { g, n: 0, peak: 0, bytes: 0, flops: 0, time: 0, born: nSteps, values: [] };
       for (let value = groupFrom[g]; value < groupFrom[g + 1]; value++) {
         if ((live && !live[value]) || (matches && !matches(value))) continue;
         row.n += values.count[value];
+        row.peak += atPeak[value];
         row.bytes += values.bytes[value];
         row.flops += values.flops[value];
         row.time += values.time[value];
@@ -70,7 +76,7 @@ function makeTable(root, step) {
     }
     const sign = sorting.descending ? -1 : 1;
     const by = {
-      what: (r) => places[groups.pattern[r.g]], kind: (r) => groups.kind[r.g], bytes: (r) => r.bytes,
+      what: (r) => places[groups.pattern[r.g]], kind: (r) => groups.kind[r.g], bytes: (r) => r.bytes, peak: (r) => r.peak,
       aval: (r) => places[groups.aval[r.g]], source: (r) => places[groups.source[r.g]],
       time: (r) => (r.time || r.flops / 1e30), born: (r) => r.born,
     }[sorting.key];
@@ -80,8 +86,8 @@ function makeTable(root, step) {
   function lifetime(intervals) {
     const bar = el("span", { class: "life" });
     const place = (n) => `${100 * n / nSteps}%`;
-    for (const [born, dies] of intervals) {
-      bar.append(el("i", { style: { left: place(born), width: place(dies + 1 - born) } }));
+    for (const [born, dies, kind] of intervals) {
+      bar.append(el("i", { class: `k-${kinds[kind]}`, style: { left: place(born), width: place(dies + 1 - born) } }));
     }
     const mark = step();
     if (mark !== null) bar.append(el("b", { style: { left: place(mark) } }));
@@ -90,11 +96,31 @@ function makeTable(root, step) {
 
   function intervalsOf(value) {
     const found = [];
-    for (let i = livesFrom[value]; i < livesFrom[value + 1]; i++) if (!lives.reserved[i]) found.push([lives.born[i], lives.dies[i]]);
+    for (let i = livesFrom[value]; i < livesFrom[value + 1]; i++) if (lives.kind[i] !== RESERVED) found.push([lives.born[i], lives.dies[i], lives.kind[i]]);
     return found;
   }
 
-  const inWords = (intervals) => intervals.slice(0, 4).map(([born, dies]) => `${born + 1}–${dies + 1}`).join(", ") + (intervals.length > 4 ? ` and ${intervals.length - 4} more times` : "");
+  function inWords(intervals) {
+    const left = intervals.length - 4;
+    return `operations ${intervals.slice(0, 4).map(([born, dies]) => `${born + 1}–${dies + 1}`).join(", ")}` +
+      (left > 0 ? ` and ${left.toLocaleString("en")} more time${left === 1 ? "" : "s"}` : "");
+  }
+
+  // Returns a source; of a library's line and the user's only the lines, without functions.
+  function place(index) {
+    const made = user(index);
+    if (!strings[index].includes(", from ")) return made;
+    const parts = [...made.childNodes].filter((node) => node.nodeType === Node.TEXT_NODE);
+    parts.forEach((part) => { part.data = part.data.replace(/ \([^()]*\)/g, ""); });
+    return made;
+  }
+
+  // Draws when values are live, or says where they are if they have no memory of their own.
+  function drawLife(intervals, sample, value) {
+    if (intervals.length === 0) return el("span", { class: "muted" }, strings[values.held[value]] || "not in memory by itself");
+    return el("span", { title: inWords(intervals) }, lifetime(sample));
+  }
+
   const cost = (flops, time) => (flops || time ? el("span", { title: formatFlops(flops) }, formatSeconds(time)) : "");
 
   function drawGroup(row, most) {
@@ -111,14 +137,16 @@ function makeTable(root, step) {
     const members = row.values || Array.from({ length: groupFrom[g + 1] - groupFrom[g] }, (_, i) => groupFrom[g] + i);
     const every = Math.max(1, Math.ceil(members.length / 24));
     const sample = members.filter((_, i) => i % every === 0).flatMap(intervalsOf);
+    const intervals = members.flatMap(intervalsOf);
     const drawn = [el("tr", { class: `group k-${kind}`, "data-group": g },
       el("td", {}, expand),
       el("td", {}, el("i", { class: "swatch" }), kind),
-      el("td", { class: "n" }, formatBytes(row.bytes), el("span", { class: "share", style: { width: `${100 * row.bytes / most}%` } })),
+      el("td", { class: "n" }, row.peak ? formatBytes(row.peak) : "–", el("span", { class: "share", style: { width: `${100 * row.peak / most}%` } })),
+      el("td", { class: "n" }, formatBytes(row.bytes)),
       el("td", { class: "code" }, user(groups.aval[g])),
-      el("td", {}, user(groups.source[g])),
+      el("td", {}, place(groups.source[g])),
       el("td", { class: "n again" }, cost(row.flops, row.time)),
-      el("td", { class: "wide" }, el("span", { title: own === undefined ? "" : `operations ${inWords(sample.slice(0, 6))}` }, lifetime(sample))))];
+      el("td", { class: "wide" }, own === undefined ? "" : drawLife(intervals, sample, own)))];
     if (expanded) drawn.push(...drawValues(g, kind, members, all));
     return drawn;
   }
@@ -132,10 +160,11 @@ function makeTable(root, step) {
       return el("tr", { class: `child k-${kind}` },
         el("td", {}, values.count[value] > 1 ? `${values.count[value].toLocaleString("en")} × ` : "", user(values.what[value]), strings[name] ? el("span", { class: "tag" }, user(name)) : undefined),
         el("td", {}, strings[groups.primitive[g]] ? user(groups.primitive[g]) : ""),
+        el("td", { class: "n" }, atPeak[value] ? formatBytes(atPeak[value]) : "–"),
         el("td", { class: "n" }, formatBytes(values.bytes[value])),
         el("td", { colspan: 2 }, strings[consumer] ? "needed by " : "", strings[consumer] ? user(consumer) : ""),
         el("td", { class: "n again" }, cost(values.flops[value], values.time[value])),
-        el("td", { class: "wide" }, el("span", {}, intervals.length ? `operations ${inWords(intervals)}` : "", lifetime(intervals))));
+        el("td", { class: "wide" }, intervals.length ? inWords(intervals) : "", drawLife(intervals, intervals, value)));
     });
     const left = members.length - shown.length;
     const missing = groups.hidden[g];
@@ -157,13 +186,13 @@ function makeTable(root, step) {
   }
 
   function draw() {
-    const most = Math.max(1, ...rows.slice(0, 20000).map((row) => row.bytes));
+    const most = Math.max(1, ...rows.slice(0, 20000).map((row) => row.peak));
     body.replaceChildren(...rows.slice(0, limit).flatMap((row) => drawGroup(row, most)));
     more.hidden = rows.length <= limit;
     more.textContent = `Show more (${(rows.length - limit).toLocaleString("en")} groups left)`;
     const n = rows.reduce((sum, row) => sum + row.n, 0);
     const bytes = rows.reduce((sum, row) => sum + row.bytes, 0);
-    count.textContent = `${n.toLocaleString("en")} value${n === 1 ? "" : "s"} in ${rows.length.toLocaleString("en")} group${rows.length === 1 ? "" : "s"}, ${formatBytes(bytes)} together`;
+    count.textContent = `${n.toLocaleString("en")} value${n === 1 ? "" : "s"} in ${rows.length.toLocaleString("en")} group${rows.length === 1 ? "" : "s"}${n > 1 ? `; sum over the step ${formatBytes(bytes)}, not all at once` : n ? `, ${formatBytes(bytes)}` : ""}`;
   }
 
   function drawHead() {
