@@ -4,7 +4,6 @@ import json
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 import pytest
 
@@ -183,7 +182,7 @@ def test_nested_scans_recompute_no_more_than_a_checkpoint_around_each_step():
     assert made.extra_flops < 0.36 * made.flops  # a checkpoint recomputes a third
 
 
-@pytest.mark.skipif(jaxlib.__version_info__ < (0, 11), reason="the compiler needs more for it")
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the compiler needs more for it")
 def test_loops_may_keep_more_where_the_program_around_them_takes_less():
     """Of the options of this ConvLSTM's scan, some that keep more bytes for less time have a smaller peak."""
     n_steps, n_images, size, channels = 10, 2, 24, 12

@@ -28,8 +28,8 @@ _LEVELS_BEFORE = 2
 # Number of further levels before that one that are tried if they leave enough memory as well: the peak need
 # not fall from level to level. More find more of them, and each prices a program.
 _LEVELS_CHECKED = 6
-# Number of levels to try, spread over all: recomputation outside of the loops may cost less than in them. More
-# find better plans and take longer.
+# Number of levels to try, spread over all: recomputation outside of the loops may cost less than in them.
+# More find better plans and take longer.
 _SPREAD = 6
 # Number of corrections of the bytes that bodies are scheduled for, by the peak of the program around them.
 # More come closer to the budget, and each prices a program.
