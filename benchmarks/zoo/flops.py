@@ -6,7 +6,8 @@ counts wherever the region's equation is, so the difference to the count without
 recomputation. Dead code is removed first, as a compiler does.
 
 Matrix products and convolutions are counted separately, at two operations per multiply-add. Moving data costs
-nothing, a reduction one operation per element read, and any other operation one per element written.
+nothing, a reduction one operation per element read, and any other operation one per element written. Fourier
+transforms, sorting and factorizations of matrices have the usual counts (Golub & Van Loan, 2013).
 
 Limits: a while loop counts `n` times only if it counts up to a constant `n`; other while loops count once,
 and `n_unknown_loops` is their number. A `cond` counts as its most expensive branch.
@@ -93,7 +94,36 @@ def of_equation(eqn: Any) -> Flops:
         return Flops(0, eqn.invars[0].aval.size)
     if name.startswith("scatter"):
         return Flops(0, eqn.invars[2].aval.size)  # operand, indices, updates
-    return Flops(0, max(v.aval.size for v in eqn.outvars))
+    if name in ("fft", "sort"):
+        return _of_transform(eqn)
+    if name in _FACTORIZATIONS:
+        *batch, m, n = eqn.invars[0].aval.shape
+        return Flops(0, int(math.prod(batch) * _FACTORIZATIONS[name] * max(m, n) * min(m, n) ** 2))
+    if name == "triangular_solve":
+        return Flops(0, eqn.invars[0].aval.shape[-1] * eqn.outvars[0].aval.size)
+    return Flops(0, max((v.aval.size for v in eqn.outvars), default=0))
+
+
+# Operations of a factorization of an m x n matrix, as a multiple of max(m, n) min(m, n)^2.
+_FACTORIZATIONS = {
+    "cholesky": 1 / 3,
+    "lu": 2 / 3,
+    "qr": 4 / 3,
+    "geqrf": 4 / 3,
+    "householder_product": 4 / 3,
+    "eigh": 9,
+    "svd": 14,
+}
+
+
+def _of_transform(eqn: Any) -> Flops:
+    """Return the FLOPs of a Fourier transform, 5 n log2(n), or of sorting, n log2(n)."""
+    operand = max((v.aval for v in (*eqn.invars, *eqn.outvars)), key=lambda aval: aval.size)
+    if eqn.primitive.name == "sort":
+        n, factor = operand.shape[eqn.params["dimension"]], 1
+    else:
+        n, factor = math.prod(eqn.params["fft_lengths"]), 5
+    return Flops(0, int(factor * operand.size * math.log2(max(n, 2))))
 
 
 def _of_dot(eqn: Any) -> Flops:
