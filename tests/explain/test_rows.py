@@ -119,3 +119,9 @@ def test_jitted_functions_of_jax_keep_their_lines_in_a_planned_step():
     line = f"test_rows.py:{loss.__code__.co_firstlineno + 3} "
     found = [s for s in explanation.steps if s.label.rpartition(": ")[2] == "exp"]
     assert found and all(line in s.source for s in found)
+
+
+def test_constants_that_a_loop_fills_are_in_its_result_and_not_values_of_their_own():
+    explanation = remat.explain(filled, NUMBERS, compile=False)
+    (zeros,) = [v for v in explanation.values if v.primitive == "broadcast_in_dim"]
+    assert (zeros.lifetimes, zeros.held_in) == ((), "in the memory of a loop's result")

@@ -298,6 +298,7 @@ class _Accounting:
           in_results: values that are in the memory of results, which is counted there.
         """
         outputs = {v for v in self.roots if v is not None}
+        in_loops = self.lives.in_loop_results()
         moved = self._moved()
         # From values of the forward pass to their places in the list of values.
         first_life: dict[int, int] = {}
@@ -308,7 +309,9 @@ class _Accounting:
             kind = self.origins.kind(v)
             lives: tuple[tuple[int, int], ...] = ((use.born, use.dies),)
             held_in = ""
-            if kind == "offloaded" or v in in_results:
+            if v in in_loops:
+                lives, held_in = (), "in the memory of a loop's result"
+            elif kind == "offloaded" or v in in_results:
                 lives = ()
                 held_in = (
                     "in the host's memory" if kind == "offloaded" else "in the memory of a result"

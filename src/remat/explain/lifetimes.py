@@ -150,6 +150,21 @@ class Lifetimes:
         updated = {carry_of[v] for v in self.roots if v in carry_of}
         return {v for v, carry in carry_of.items() if carry in updated}
 
+    def in_loop_results(self) -> set[int]:
+        """Return the arrays filled with a constant that are in the memory of the result of the next loop."""
+        ops = self.program.ops
+        found = set()
+        for kernel in self.kernels:
+            if ops[kernel].name not in ("scan", "while"):
+                continue
+            for before, _ in self._updated_in_place(kernel):
+                if before not in self._filled or before not in self.uses:
+                    continue
+                is_fill = ops[self.producer[before]].fusion in FUSIBLE
+                if is_fill and self.uses[before].dies < self.step_of[kernel]:
+                    found.add(before)
+        return found
+
     def in_results(self) -> set[int]:
         """Return the values that become results in their own memory."""
         roots = {v for v in self.roots if v is not None}
