@@ -353,7 +353,7 @@ def test_the_step_by_hand_names_what_repeats():
         r"make the loop at \S+test_findings.py:\d+ \(.*\) a remat.scan", next_step(scanned)
     )
     assert next_step(modules()).endswith("Or wrap net/block_0…2 in remat.checkpoint.")
-    line = layer.__code__.co_firstlineno + 1
+    line = layer.__code__.co_firstlineno
     assert next_step(deep(lambda f: f)).endswith(
         f"explain_cases.py:{line}), which the step calls 8 times, in remat.checkpoint."
     )

@@ -111,6 +111,24 @@ def _statements(file: str) -> Mapping[int, _Statement]:
     return found
 
 
+def definition_line(frame: Frame) -> int:
+    """Return the line of the `def` of a frame's function; the frame's own line if it is not found."""
+    file, line, function = frame
+    name = function.rpartition(".")[2]
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError, RecursionError):
+        return line
+    around = [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.name == name
+        and node.lineno <= line <= (node.end_lineno or node.lineno)
+    ]
+    return max(around, default=line)  # the innermost one
+
+
 def common_function(eqns: Iterable[_jax.JaxprEqn]) -> Frame | None:
     """Return the innermost function that all these equations are traced in; None if there is none."""
     common: dict[tuple[str, str], Frame] | None = None

@@ -74,7 +74,8 @@ def results_called(
     program = sides.program
     name_of = {v: name for v, name in zip(sides.inputs, names) if name != CLOSED_OVER}
     made = {v: i for i, op in enumerate(program.ops) for v in op.results}
-    first = [name for name in names if argument_of(name) == argument_of(names[0])]
+    given = [name for name in names if name != CLOSED_OVER]
+    first = [name for name in given if argument_of(name) == argument_of(given[0])]
     found = []
     for at, v in enumerate(program.outputs):
         place = results[at] if len(results) == len(program.outputs) else ""

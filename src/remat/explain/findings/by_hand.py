@@ -11,6 +11,7 @@ from remat.explain.calls import (
     Calls,
     body_function,
     common_function,
+    definition_line,
     name_of_function,
     repeated_calls,
 )
@@ -72,9 +73,13 @@ def _body_of(facts: Facts, loop: _jax.JaxprEqn, n_bytes: int) -> ByHand:
     left = n * carry_bytes + n_bytes // n
     body = name_of_function(body_function(loop))
     named = body if body.isidentifier() else "body"
-    where = user_source_of(loop).rpartition(", from ")[2].partition(" (")[0]
-    code = f"{named} = remat.checkpoint({named})"
-    code = f"# The loop at {where}:\n{code}" if where else code
+    frame = body_function(loop)
+    if frame is not None and named == body and is_own(frame[0]):
+        code = _decorated(frame)
+    else:
+        where = user_source_of(loop).rpartition(", from ")[2].partition(" (")[0]
+        code = f"{named} = remat.checkpoint({named})"
+        code = f"# The loop at {where}:\n{code}" if where else code
     return ByHand(
         f"make the loop{at_line(loop)} a remat.scan, or wrap its body"
         f"{f' ({named})' if named == body else ''} in remat.checkpoint, which keeps only the carries.",
@@ -166,17 +171,18 @@ def _function(facts: Facts, *, at_least: float) -> ByHand | None:
     frame, n = best[1].frame, len(best[1].calls)
     eqns = [account.sides.eqns[i] for numbers in best[1].calls for i in numbers]
     what, code = _wrapped(frame, _wrapper_of_modules(eqns))
-    where = f"({relative(frame[0])}:{frame[1]}), which the step calls {n} times,"
+    where = f"({relative(frame[0])}:{definition_line(frame)}), which the step calls {n} times,"
     return ByHand(f"{what.format(where=where)}.", code, peak)
 
 
 def _wrapped(frame: Frame, wrapper: str) -> tuple[str, str]:
     """Return what to wrap to rematerialize a function or method, with a slot for its line, and the code."""
-    names, place = frame[2].split("."), f"# {relative(frame[0])}:{frame[1]}"
+    names, place = frame[2].split("."), f"# {relative(frame[0])}:{definition_line(frame)}"
     name = names[-1]
+    if not name.isidentifier():
+        return "wrap the function {where} in remat.checkpoint", ""
     if len(names) < 2 or names[-2] == "<locals>":
-        code = f"{place}\n{name} = remat.checkpoint({name})"
-        return f"wrap {name} {{where}} in remat.checkpoint", code
+        return f"wrap {name} {{where}} in remat.checkpoint", _decorated(frame)
     module, wrapper = names[-2], wrapper or "remat.checkpoint"
     if wrapper == "remat.linen.remat":
         return f"wrap {module} {{where}} in {wrapper}", f"{place}\n{module} = {wrapper}({module})"
@@ -185,6 +191,12 @@ def _wrapped(frame: Frame, wrapper: str) -> tuple[str, str]:
         return f"call each {module} {{where}} through {wrapper}", code
     code = f"{place}\n@{wrapper}\ndef {name}(self, ...):"
     return f"decorate {module}.{name} {{where}} with {wrapper}", code
+
+
+def _decorated(frame: Frame) -> str:
+    """Return the code that rematerializes a function of the user."""
+    name = frame[2].rpartition(".")[2]
+    return f"# {relative(frame[0])}:{definition_line(frame)}\n@remat.checkpoint\ndef {name}(...):"
 
 
 def _peak_with(facts: Facts, predicted_bytes: int) -> int | None:
@@ -296,14 +308,14 @@ def largest_parts(saved: list[Value]) -> str:
 
 
 def _main_line(values: list[Value]) -> str:
-    """Return the user's line that saves at least half of these values' bytes, as the end of a phrase."""
+    """Return the user's line that saves more than half of these values' bytes, as the end of a phrase."""
     sizes: dict[str, int] = {}
     for value in values:
         line = value.source.rpartition(", from ")[2].partition(" (")[0]
         sizes[line] = sizes.get(line, 0) + value.n_bytes
     whole = sum(sizes.values())
     largest = max(sizes, key=lambda line: sizes[line])
-    if not largest or 2 * sizes[largest] < whole:
+    if not largest or 2 * sizes[largest] <= whole:
         return ""
     return f" at {largest}" if sizes[largest] == whole else f", most of it at {largest}"
 

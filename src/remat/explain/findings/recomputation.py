@@ -139,7 +139,7 @@ def _around_library(facts: Facts) -> tuple[str, tuple[Option, ...]]:
         steps.append(f"wrap {name} ({line}), which the loop calls, in remat.checkpoint")
         factor = facts.peak_bytes / max(1, facts.predicted.peak_bytes)
         peak_bytes = int(factor * (facts.predicted.peak_bytes - n_bytes))
-        code = f"# {line}\n{name} = remat.checkpoint({name})"
+        code = f"# {line.rpartition(':')[0]}\n@remat.checkpoint\ndef {name}(...):"
         options.append(Option("by hand", code, peak_bytes, "about"))
     steps.append("use the option of the library that keeps fewer states, if it has one")
     text = "; or ".join(steps)
