@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from typing import IO, Any
 
 import click
@@ -145,15 +146,16 @@ debug_option = click.option(
 
 
 # Patterns of Python options in the library's errors → the options of the command line.
-_OPTIONS_BY_PATTERN = (
+_OPTIONS_BY_PATTERN: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"\b(budget|target|costs|policy|plan)=(?!\w|['\"])", r"--\1"),
     (r"\b(budget|target|costs)=", r"--\1 "),
     (r"\ballow offload=True\b", "leave out --no-offload"),
     (
-        r"'activations' \(as True\), 'optimizer', and 'activations\|optimizer'",
-        "activations, optimizer, and activations,optimizer",
+        r"'activations' \(as True\), 'optimizer' and 'weights', and several of them joined as in "
+        r"'activations\|optimizer'",
+        "activations, optimizer and weights, and several of them as in activations,optimizer",
     ),
-    (r"\boffload='([\w|, ]*)'", r"--offload \1"),
+    (r"\boffload='([\w|, ]*)'", lambda match: f"--offload {match[1].replace('|', ',')}"),
     (r"A target is None \(the devices at hand\)", "A target is left out (the devices at hand)"),
     (r" Pass strict=False if it may be absent\.", ""),
 )
