@@ -88,7 +88,7 @@ def test_a_file_of_version_2_has_the_defaults_of_later_fields():
 
     expected = samples.transformer(1)
     assert Explanation.from_json(damaged(earlier)) == expected
-    with pytest.raises(ReportError, match="unknown field 'plan'"):
+    with pytest.raises(ReportError, match="unknown field 'description'"):
         Explanation.from_json(damaged(lambda c: c.update(version=2)))
 
 

@@ -149,15 +149,16 @@ def _reader_of_dataclass(kind: type, version: int) -> Reader:
     hints = typing.get_type_hints(kind)
     fields = [f for f in dataclasses.fields(kind) if f.metadata.get("since", 0) <= version]
     readers = [(field.name, _reader_of(hints[field.name], version)) for field in fields]
-    names = {field.name for field in fields}
+    names = [field.name for field in fields]
 
     def read(content: Any) -> Any:
         if type(content) is not dict:
             _damaged("an object", content)
-        if content.keys() != names:
-            for key in content.keys() - names:
-                raise _DamagedError(f"unknown field {key!r}; {closest(key, names)}")
-            raise _DamagedError(f"fields are missing: {sorted(names - content.keys())}")
+        if content.keys() != set(names):
+            unknown = next((key for key in content if key not in names), None)
+            if unknown is not None:
+                raise _DamagedError(f"unknown field {unknown!r}; {closest(unknown, names)}")
+            raise _DamagedError(f"fields are missing: {sorted(set(names) - content.keys())}")
         arguments = {}
         for name, reader in readers:
             try:
