@@ -105,6 +105,19 @@ def returned_to_the_device(found, fun, spaces):
     return jax.jit(run)
 
 
+def assert_same_results(found, fun, args, n_steps, atol):
+    """Compare a hosted step with the step itself; return the memory of each of its results."""
+    spaces = []
+    hosted, plain = returned_to_the_device(found, fun, spaces), jax.jit(fun)
+    one, other = args[:2], args[:2]
+    for _ in range(n_steps):
+        *one, value = hosted(*one, args[2])
+        *other, expected = plain(*other, args[2])
+    for a, b in zip(jax.tree.leaves((one, value)), jax.tree.leaves((other, expected))):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=atol)
+    return spaces[0]
+
+
 @pytest.mark.parametrize("ratio", [False, True])
 def test_a_step_with_its_moments_on_the_host_computes_the_same(ratio):
     def fun(*args):
@@ -113,15 +126,8 @@ def test_a_step_with_its_moments_on_the_host_computes_the_same(ratio):
     args = arguments()
     found = find_host_state(fun, args, {}, with_host_memory(), DONATED)
     assert found.leaves == (2, 3, 4, 5)  # neither the weights nor the step number
-    spaces = []
-    hosted, plain = returned_to_the_device(found, fun, spaces), jax.jit(fun)
-    one, other = args[:2], args[:2]
-    for _ in range(3):
-        *one, value = hosted(*one, args[2])
-        *other, expected = plain(*other, args[2])
-    for a, b in zip(jax.tree.leaves((one, value)), jax.tree.leaves((other, expected))):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
-    assert spaces[0] == [DEVICE] * 2 + [HOST] * 4 + [DEVICE] * 2
+    spaces = assert_same_results(found, fun, args, 3, 1e-7)
+    assert spaces == [DEVICE] * 2 + [HOST] * 4 + [DEVICE] * 2
 
 
 @pytest.mark.parametrize("clip", [False, True])
@@ -138,15 +144,8 @@ def test_a_step_with_its_weights_on_the_host_computes_the_same(kinds, leaves, cl
     args = scanned_arguments()
     found = find_host_state(fun, args, {}, with_host_memory(), DONATED, kinds)
     assert found.leaves == leaves
-    spaces = []
-    hosted, plain = returned_to_the_device(found, fun, spaces), jax.jit(fun)
-    one, other = args[:2], args[:2]
-    for _ in range(2):
-        *one, value = hosted(*one, args[2])
-        *other, expected = plain(*other, args[2])
-    for a, b in zip(jax.tree.leaves((one, value)), jax.tree.leaves((other, expected))):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-    assert [at for at, space in enumerate(spaces[0]) if space == HOST] == list(leaves)
+    spaces = assert_same_results(found, fun, args, 2, 1e-6)
+    assert [at for at, space in enumerate(spaces) if space == HOST] == list(leaves)
 
 
 def test_weights_that_more_than_loops_and_updates_read_stay_on_the_device():

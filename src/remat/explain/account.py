@@ -44,13 +44,11 @@ from remat.explain.runs import Run, operands_of, program_of, run_of
 from remat.explain.segments import RecomputedSegments
 from remat.explain.sources import user_source_of
 from remat.ir import jaxprs
+from remat.ir.operations import written_rows
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Program
 from remat.report.model import Kind, Segment, Step, Value
 from remat.solvers.simulate import no_remat
-
-# Primitives that write rows into their first operand → the operand that is written.
-_ROW_OPERANDS = {"dynamic_update_slice": 1, "scatter": 2}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -495,7 +493,7 @@ class _Accounting:
         if root is None or root not in self.in_carry:
             return None
         op = self.program.ops[self.producer[root]]
-        at = _ROW_OPERANDS.get(op.name)
+        at = written_rows(op.name)
         return None if at is None else self.origins.before_reshape(op.operands[at])
 
     def row_bytes(self, run: Run) -> dict[int, int]:

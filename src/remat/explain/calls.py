@@ -38,9 +38,8 @@ class Calls:
 def repeated_calls(sides: PhasedProgram) -> list[Calls]:
     """Return the user's functions that the forward pass calls several times."""
     lines: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    order: dict[
-        int, int
-    ] = {}  # the place of an operation among those of the forward pass with a source
+    # The place of an operation among those of the forward pass with a source.
+    order: dict[int, int] = {}
     for number, (eqn, phase) in enumerate(zip(sides.eqns, sides.phases)):
         frames = user_frames_of(eqn) if phase == "forward" else ()
         if frames:
@@ -53,7 +52,7 @@ def repeated_calls(sides: PhasedProgram) -> list[Calls]:
             lines.setdefault(function_of, []).append((number, line))
     found = []
     for (file, function), operations in lines.items():
-        calls = _separated(operations, order, _statements(file))
+        calls = _separated(operations, order, _statements(_text(file)))
         if len(calls) > 1:
             found.append(Calls((file, operations[0][1], function), calls))
     return found
@@ -85,10 +84,24 @@ class _Statement:
     is_in_loop: bool
 
 
-# Cached by file; a program's functions are in few.
+def _text(file: str) -> str:
+    """Return the source of a file; "" if it is not known."""
+    return "".join(linecache.getlines(file))
+
+
+# Cached by a file's text, which may be edited; a program's functions are in few files.
 @functools.lru_cache(maxsize=64)
-def _statements(file: str) -> Mapping[int, _Statement]:
-    """Return the innermost statement of each line of a file; nothing if its source is not known."""
+def _parsed(text: str) -> ast.Module:
+    """Return the syntax tree of a file; an empty one if it cannot be read."""
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return ast.Module([], [])
+
+
+@functools.lru_cache(maxsize=64)
+def _statements(text: str) -> Mapping[int, _Statement]:
+    """Return the innermost statement of each line of a file; nothing if it cannot be read."""
     found: dict[int, _Statement] = {}
 
     def read(node: ast.AST, is_in_loop: bool) -> None:
@@ -105,8 +118,8 @@ def _statements(file: str) -> Mapping[int, _Statement]:
             read(child, inside)
 
     try:
-        read(ast.parse("".join(linecache.getlines(file))), False)
-    except (SyntaxError, ValueError, RecursionError):
+        read(_parsed(text), False)
+    except RecursionError:
         return {}
     return found
 
@@ -115,13 +128,9 @@ def definition_line(frame: Frame) -> int:
     """Return the line of the `def` of a frame's function; the frame's own line if it is not found."""
     file, line, function = frame
     name = function.rpartition(".")[2]
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError, RecursionError):
-        return line
     around = [
         node.lineno
-        for node in ast.walk(tree)
+        for node in ast.walk(_parsed(_text(file)))
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         and node.name == name
         and node.lineno <= line <= (node.end_lineno or node.lineno)

@@ -9,6 +9,7 @@ from remat.explain.phases import PhasedProgram, is_view
 from remat.explain.roles import argument_of
 from remat.explain.sources import user_source_of
 from remat.explain.step import ExplainedStep
+from remat.report.groups import own_line
 from remat.report.model import Value
 from remat.units import counted, format_bytes
 
@@ -74,7 +75,7 @@ def _loops(sides: PhasedProgram) -> Iterator[str]:
         if phase == "forward" and _is_loop(eqn):
             is_scan = eqn.primitive.name == "scan"
             said = f"of {counted(eqn.params['length'], 'iteration')}" if is_scan else ""
-            place = user_source_of(eqn).rpartition(", from ")[2].partition(" (")[0]
+            place = own_line(user_source_of(eqn))
             found[said, place] = found.get((said, place), 0) + 1
     for (said, place), n in found.items():
         what = "a loop" if n == 1 else f"{n} loops"

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from remat.explain.phases import is_view
 from remat.explain.recomputation import behind
 from remat.ir.operations import FUSIBLE, writes_into_operand
-from remat.program.fusion import Fused
+from remat.program.fusion import Fused, fills
 from remat.program.program import Program
 from remat.program.result_buffers import Buffer, Temporary, in_buffers
 from remat.report.model import Value
@@ -93,18 +93,12 @@ class Lifetimes:
         n_uses = Counter(v for op in ops for v in op.operands)
         found: set[int] = set()
         for i, op in enumerate(ops):
-            is_constant = op.fusion in FUSIBLE and not self._reads_large(i)
-            found.update(op.results if is_constant else ())
+            found.update(op.results if fills(op, self.program.bytes) else ())
             for v, result in self._pairs_in_place(i):
                 before = behind(v, self.program, self.producer)
                 if before in found and n_uses[v] == 1 and v not in outputs:
                     found.add(result)
         return frozenset(found)
-
-    def _reads_large(self, i: int) -> bool:
-        op, sizes = self.program.ops[i], self.program.bytes
-        size = sum(sizes[v] for v in op.results)
-        return any(2 * sizes[v] > size for v in op.operands)
 
     def _pairs_in_place(self, i: int) -> tuple[tuple[int, int], ...]:
         """Return pairs of an operand and a result of an operation that may be in the same memory."""

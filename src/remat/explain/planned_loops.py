@@ -15,7 +15,7 @@ from remat import _jax
 from remat.explain.account import Account
 from remat.explain.calls import body_function, name_of_function
 from remat.explain.sources import user_source_of
-from remat.report.groups import groups
+from remat.report.groups import groups, own_line
 from remat.report.model import LoopPart, PlannedLoop, Value
 
 _MOST_NAMES = 4  # names of kept values; more make the sentence longer
@@ -48,8 +48,7 @@ def planned_loops(without: Account, planned: Account) -> tuple[PlannedLoop, ...]
         before = sum(v.n_bytes for v in kept_before.get(number, []))
         if any(p.group for p in parts) or sum(p.kept_bytes for p in parts) != before:
             body = name_of_function(body_function(loop))
-            line = source.rpartition(", from ")[2].partition(" (")[0]
-            found.append(PlannedLoop(body, line, length, tuple(parts)))
+            found.append(PlannedLoop(body, own_line(source), length, tuple(parts)))
     return tuple(found)
 
 

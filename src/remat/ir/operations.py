@@ -106,6 +106,16 @@ def writes_into_operand(name: str) -> bool:
     )  # fmt: skip
 
 
+def written_rows(name: str) -> int | None:
+    """Return the operand that a primitive writes into its first one as rows; None if it does not.
+
+    >>> written_rows("dynamic_update_slice"), written_rows("scatter"), written_rows("scatter-add")
+    (1, 2, None)
+    """
+    row = operation(name)
+    return {Traffic.REPLACE_1: 1, Traffic.REPLACE_2: 2}.get(row.traffic) if row else None
+
+
 def names_where(attribute: str) -> frozenset[str]:
     """Return the primitives for which a Boolean column of the table is true.
 

@@ -40,7 +40,6 @@ from remat.aliases import Array, Arrays, Atom, Aval, Sharding
 from remat.errors import PlanError
 from remat.ir import jaxprs
 from remat.ir.equations import has_effects, is_elementwise, transparent_call
-from remat.planner.traced_loops import equations_of
 
 _jax.exclude_from_tracebacks(__file__)
 
@@ -370,10 +369,8 @@ class _Writer:
         #: The variables of the new program for inputs and results in the host's memory.
         self.on_host: dict[_jax.Var, _jax.Var] = {}
         for update in updates:
-            for at in update.leaves:
-                v = jaxpr.invars[at]
-                self.on_host[v] = _jax.new_var(_on_host(v.aval))
-            self.on_host.update((v, _jax.new_var(_on_host(v.aval))) for v in update.stacks)
+            for v in (*(jaxpr.invars[at] for at in update.leaves), *update.stacks):
+                self.on_host[v] = _jax.new_var(v.aval.update(memory_space=jax.memory.Space.Host))
 
     def written(self) -> _jax.Jaxpr:
         eqns: list[_jax.JaxprEqn] = []
@@ -398,11 +395,13 @@ class _Writer:
         invars, outvars = list(body.invars), list(body.outvars)
         eqns = list(body.eqns)
         for k in read:
-            invars[k] = _jax.new_var(_on_host(invars[k].aval))
-            eqns[:0] = _copied(invars[k], body.invars[k], jax.memory.Space.Device, eqn)
+            host = _jax.host_copy(invars[k], eqn)
+            invars[k] = host.var
+            eqns.insert(0, host.fetch)
         for k in written:
-            outvars[k] = _jax.new_var(_on_host(body.outvars[k].aval))
-            eqns += _copied(body.outvars[k], outvars[k], jax.memory.Space.Host, eqn)
+            host = _jax.host_copy(outvars[k], eqn)
+            outvars[k] = host.var
+            eqns.append(host.store)
         return jaxprs.scan_of_step(
             eqn,
             _jax.jaxpr_of(invars, outvars, eqns, body),
@@ -599,15 +598,6 @@ class _Loop:
 
         kept, rest = lax.scan(one, kept, (jnp.arange(stacked[0]), *arrays))
         return tuple(x.reshape(shape) for x in (*kept, *rest))
-
-
-def _on_host(aval: Aval) -> Aval:
-    return aval.update(memory_space=jax.memory.Space.Host)
-
-
-def _copied(v: Atom, to: _jax.Var, space: Any, like: _jax.JaxprEqn) -> list[_jax.JaxprEqn]:
-    """Return the equations that copy a value to a variable in another memory."""
-    return equations_of(lambda args: [jax.device_put(args[0], space)], [v], [to], like)
 
 
 def copied_bytes(

@@ -167,15 +167,15 @@ def plan(
     step, jit_options = unfitted(step, jit_options)
     if verify not in (None, AS_RUN, FAST):
         raise PlanError(f"verify={shown(verify)} must be {AS_RUN!r}, {FAST!r} or None.")
-    kinds = parse_offload(offload)
+    kinds, of_state = parse_offload(offload), state_kinds(offload)
     host_limit = None if host_budget is None else units.parse_bytes(host_budget)
     limit = None if budget is None else units.parse_budget(budget)
     at = find_target(target)
     if limit is None:
         limit = _all_memory(at)
     state = None
-    if state_kinds(offload):
-        state = find_host_state(step, args, kwargs, at, jit_options, state_kinds(offload))
+    if of_state:
+        state = find_host_state(step, args, kwargs, at, jit_options, of_state)
         step, (args, kwargs) = state.hosted(step), state.moved(args, kwargs, at)
     planned = TargetStep(step, args, kwargs, at, jit_options)
     store = find_cache(cache)
@@ -406,7 +406,7 @@ class _Planning:
             as_written = [CompiledProposal(w, w.model_bytes, needed) for w in written]
         # The compiled bytes of the step as it is written correct the model, above all if they depend on
         # shardings.
-        is_sharded = any(n > 1 for n in self.unplanned.shards())
+        is_sharded = self._model.step.is_sharded
         known = as_written if is_sharded or isinstance(self.base, OutOfMemory) else []
         best, attempts = search(self._model, compiled_bytes, room, limits, known, as_written)
         return None if best is None else made[attempts.index(best)]

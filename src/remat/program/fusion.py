@@ -136,6 +136,16 @@ def seconds_of_kernels(op: Op, flops: float, moved: float, price: Price) -> floa
     return seconds * op.slowdown
 
 
+def fills(op: Op, sizes: Sequence[int]) -> bool:
+    """Return whether an operation makes arrays of much smaller values, such as of a constant.
+
+    Args:
+      sizes: the bytes of the program's values.
+    """
+    size = sum(sizes[v] for v in op.results)
+    return op.fusion in FUSIBLE and all(2 * sizes[v] <= size for v in op.operands)
+
+
 def _moves(op: Op) -> bool:
     """Return whether an operation that fuses reads its operands at other positions than its own."""
     return op.fusion is Fusion.CHEAP and not op.flops
@@ -386,16 +396,13 @@ class _Fusion:
                     continue
                 # Only carries that start as constants are tracked. Liveness alone reuses the buffers of
                 # others, and these values stay repeatable.
-                is_constant = ops[made_by].fusion in FUSIBLE and not self._reads_large(made_by)
+                is_constant = fills(ops[made_by], sizes)
                 is_same = sizes[v] == sizes[result] and self.written[made_by]
                 if is_same and (v in found or is_constant):
                     found[result] = made_by
         returned = {made_by for v, made_by in found.items() if v in self.output_values}
         self.output_values.update(v for i in returned for v in ops[i].results)
         return found
-
-    def _reads_large(self, i: int) -> bool:
-        return any(2 * self.program.bytes[v] > self.size[i] for v in self.program.ops[i].operands)
 
     def _source_size(self, source: int) -> int:
         return self.size[source] if source >= 0 else 0  # inputs are always in memory

@@ -20,9 +20,8 @@ from typing import Any, NoReturn, TypeVar
 from remat.errors import ReportError, closest
 
 VERSION = 3
-_OLDEST = (
-    2  # the earliest version that can be read: its fields are all known, and others have defaults
-)
+# The earliest version that can be read: its fields are all known, and others have defaults.
+_OLDEST = 2
 
 T = TypeVar("T")
 

@@ -113,6 +113,15 @@ def called(path: str, source: str, names: Sequence[str], primitive: str, functio
     return ": ".join(filter(None, (where, made))) or "unnamed"
 
 
+def own_line(source: str) -> str:
+    """Return the user's line in a source.
+
+    >>> own_line("flax/linen/linear.py:278 (Dense.__call__), from net.py:12 (Block.__call__)")
+    'net.py:12'
+    """
+    return source.rpartition(", from ")[2].partition(" (")[0]
+
+
 def own_function(source: str) -> str:
     """Return the user's function in a source, of a module's call the module's class.
 

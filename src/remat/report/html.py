@@ -20,6 +20,7 @@ from importlib import resources
 
 from remat.printing import printable
 from remat.report.fragment import breakable, code_block, user_text
+from remat.report.groups import own_line
 from remat.report.model import (
     ACTIONS,
     SEVERITIES,
@@ -99,8 +100,8 @@ def _tiles(explanation: ExplanationData) -> str:
     where = ""
     if line.peak_step is not None:
         where = place_of(explanation, line.peak_step)
-        own = explanation.steps[line.peak_step].source.rpartition(", from ")[2]
-        where += f", at {own.partition(' (')[0]}" if own else ""
+        own = own_line(explanation.steps[line.peak_step].source)
+        where += f", at {own}" if own else ""
     if caution(totals):
         where += ". Where the compiler's own peak is, is not known"
     is_exact = totals.compiled is None or totals.compiled.peak_bytes == totals.predicted.peak_bytes
@@ -166,9 +167,6 @@ def _findings(explanation: ExplanationData) -> str:
         '<section aria-labelledby="findings-h"><h2 id="findings-h">Findings</h2>'
         f'<ul class="findings">{"".join(items)}</ul></section>'
     )
-
-
-_MOST_DECISIONS = 4  # rows of each kind that are visible; further ones are behind a disclosure
 
 
 def _options(finding: Finding) -> str:

@@ -166,9 +166,13 @@ def cost_of(facts: Facts, share: float) -> tuple[float, float]:
     return low.flops_share, highest
 
 
-def plan_option(facts: Facts, share: int) -> Option:
-    """Return the option of a plan for a budget in per cent of the peak."""
-    low, high = cost_of(facts, share / 100)
+def plan_option(facts: Facts, share: int, cost: tuple[float, float] | None) -> Option:
+    """Return the option of a plan for a budget in per cent of the peak.
+
+    Args:
+      cost: as from `cost_of`; None if it is not estimated.
+    """
+    low, high = (None, 0.0) if cost is None else cost
     call = facts.fit_call(f'"{share}%"')
     return Option(
         "remat.fit",

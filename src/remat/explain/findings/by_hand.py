@@ -25,7 +25,7 @@ from remat.explain.sources import Frame, user_frames_of, user_source_of
 from remat.paths import is_own, relative
 from remat.printing import with_ranges, without_numbers
 from remat.program.from_jaxpr import n_bytes as n_bytes_of
-from remat.report.groups import own_function
+from remat.report.groups import own_function, own_line
 from remat.report.model import Value
 from remat.units import format_bytes
 
@@ -71,13 +71,13 @@ def _body_of(facts: Facts, loop: _jax.JaxprEqn, n_bytes: int) -> ByHand:
     """Return the advice to recompute the iterations of a loop that stacks so many bytes."""
     n, carry_bytes = loop.params["length"], _carry_bytes(loop)
     left = n * carry_bytes + n_bytes // n
-    body = name_of_function(body_function(loop))
-    named = body if body.isidentifier() else "body"
     frame = body_function(loop)
+    body = name_of_function(frame)
+    named = body if body.isidentifier() else "body"
     if frame is not None and named == body and is_own(frame[0]):
         code = _decorated(frame)
     else:
-        where = user_source_of(loop).rpartition(", from ")[2].partition(" (")[0]
+        where = own_line(user_source_of(loop))
         code = f"{named} = remat.checkpoint({named})"
         code = f"# The loop at {where}:\n{code}" if where else code
     return ByHand(
@@ -194,9 +194,13 @@ def _wrapped(frame: Frame, wrapper: str) -> tuple[str, str]:
 
 
 def _decorated(frame: Frame) -> str:
-    """Return the code that rematerializes a function of the user."""
-    name = frame[2].rpartition(".")[2]
-    return f"# {relative(frame[0])}:{definition_line(frame)}\n@remat.checkpoint\ndef {name}(...):"
+    place = f"{relative(frame[0])}:{definition_line(frame)}"
+    return decorated(place, name_of_function(frame))
+
+
+def decorated(place: str, name: str) -> str:
+    """Return the code that rematerializes a function of the user, which is defined at a place."""
+    return f"# {place}\n@remat.checkpoint\ndef {name}(...):"
 
 
 def _peak_with(facts: Facts, predicted_bytes: int) -> int | None:
@@ -311,7 +315,7 @@ def _main_line(values: list[Value]) -> str:
     """Return the user's line that saves more than half of these values' bytes, as the end of a phrase."""
     sizes: dict[str, int] = {}
     for value in values:
-        line = value.source.rpartition(", from ")[2].partition(" (")[0]
+        line = own_line(value.source)
         sizes[line] = sizes.get(line, 0) + value.n_bytes
     whole = sum(sizes.values())
     largest = max(sizes, key=lambda line: sizes[line])

@@ -6,8 +6,13 @@ from collections.abc import Iterator
 
 from remat import _jax
 from remat.explain import regions
-from remat.explain.findings.budgets import little_to_gain, plan_option, share_for_recomputed
-from remat.explain.findings.by_hand import largest_parts
+from remat.explain.findings.budgets import (
+    cost_of,
+    little_to_gain,
+    plan_option,
+    share_for_recomputed,
+)
+from remat.explain.findings.by_hand import decorated, largest_parts
 from remat.explain.findings.facts import Facts, at_line
 from remat.explain.findings.stacks import stacks_of
 from remat.explain.sources import user_frames_of
@@ -132,14 +137,13 @@ def _around_library(facts: Facts) -> tuple[str, tuple[Option, ...]]:
     if share:
         call = facts.fit_call(f'"{share}%"')
         steps.append(f"{call} chooses what to recompute")
-        budget_bytes = int(share / 100 * facts.peak_bytes)
-        options.append(Option("remat.fit", f"step = {call}", budget_bytes, "at most"))
+        options.append(plan_option(facts, share, None))
     name, line, n_bytes = _called_most(facts)
     if name:
         steps.append(f"wrap {name} ({line}), which the loop calls, in remat.checkpoint")
         factor = facts.peak_bytes / max(1, facts.predicted.peak_bytes)
         peak_bytes = int(factor * (facts.predicted.peak_bytes - n_bytes))
-        code = f"# {line.rpartition(':')[0]}\n@remat.checkpoint\ndef {name}(...):"
+        code = decorated(line.rpartition(":")[0], name)
         options.append(Option("by hand", code, peak_bytes, "about"))
     steps.append("use the option of the library that keeps fewer states, if it has one")
     text = "; or ".join(steps)
@@ -193,7 +197,7 @@ def has_regions(facts: Facts) -> Finding:
         f"{call} chooses what to recompute in place of the step's own checkpoints.",
         (
             Option("as written", peak_bytes=facts.peak_bytes, extra_flops_share=0.0),
-            plan_option(facts, share),
+            plan_option(facts, share, cost_of(facts, share / 100)),
         ),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from remat.explain.findings.budgets import (
+    cost_of,
     forward_share,
     little_to_gain,
     plan_option,
@@ -58,7 +59,7 @@ def _options(facts: Facts, share: int, manual: ByHand) -> tuple[Option, ...]:
     """Return the step as it is, with a plan for a budget in per cent (0: none), and changed by hand."""
     found = [Option("as written", peak_bytes=facts.peak_bytes, extra_flops_share=0.0)]
     if share:
-        found.append(plan_option(facts, share))
+        found.append(plan_option(facts, share, cost_of(facts, share / 100)))
     if manual.code or manual.peak_bytes is not None:
         found.append(
             Option(
