@@ -19,7 +19,7 @@ from benchmarks.zoo.model import Model, step
 from remat.program.devices import device as figures_of
 
 ROUNDS = 10
-BYTES = {"tiny": 2**20, "cpu": 2**28}  # of one transfer
+BYTES = {"tiny": 2**20, "cpu": 2**28, "gpu": 2**30}  # of one transfer
 
 
 def device() -> dict[str, Any]:
@@ -51,30 +51,69 @@ def allocated_peak_bytes() -> int | None:
     return None if stats is None else stats.get("peak_bytes_in_use")
 
 
-def plans(name: str, size: str, percent: str) -> dict[str, Any]:
-    """Measure one plan or, at 100 percent, the step as it is written."""
-    model: Model = importlib.import_module(f"benchmarks.zoo.{name}").model(size)
+def _model(name: str, size: str) -> tuple[Model, dict[str, Any]]:
+    return importlib.import_module(f"benchmarks.zoo.{name}").model(size), {
+        "model": name,
+        "size": size,
+    }
+
+
+def _measured(compiled: Any, args: tuple[Any, Any]) -> dict[str, Any]:
+    """Return the time of a step and its peaks by the compiler and the allocator, of a fresh process."""
+    return {
+        "step_s": seconds(lambda: compiled(*args)),
+        "peak_bytes": remat.testing.peak_bytes(compiled),
+        "allocated_peak_bytes": allocated_peak_bytes(),
+    }
+
+
+def by_hand(name: str, size: str, alternative: str) -> dict[str, Any]:
+    """Measure the step as written, or with every block checkpointed."""
+    model, row = _model(name, size)
+    args = model.example()
+    policies = jax.checkpoint_policies
+    wrap = {
+        "written": lambda block: block,
+        "nothing saved": jax.checkpoint,
+        "dots saved": lambda block: jax.checkpoint(
+            block, policy=policies.dots_with_no_batch_dims_saveable
+        ),
+    }[alternative]
+    compiled = jax.jit(step(model.blocks(wrap))).lower(*args).compile()
+    return row | {"alternative": alternative} | _measured(compiled, args)
+
+
+def plan(name: str, size: str, percent: str, path: str) -> dict[str, Any]:
+    """Plan the step for a share of its peak, and write the plan to a file."""
+    model, row = _model(name, size)
+    args = model.arguments()
+    row["percent"] = int(percent)
+    begin = time.perf_counter()
+    try:
+        found = remat.plan(
+            step(model.loss()), *args, budget=f"{percent}%", cache=False, progress=False
+        )
+    except remat.BudgetError as error:
+        return row | {"refused": str(error), "planning_s": time.perf_counter() - begin}
+    found.save(path)
+    return row | {
+        "planning_s": time.perf_counter() - begin,
+        "budget_bytes": found.budget_bytes,
+        "planned_peak_bytes": found.peak_bytes,
+        "predicted_s": found.seconds,
+        "predicted_ratio": 1 + found.extra_seconds / found.seconds,
+        "extra_flops": found.extra_flops / found.flops,
+    }
+
+
+def planned(name: str, size: str, path: str) -> dict[str, Any]:
+    """Measure the step with a plan, and compare its results with those of the step as written."""
+    model, _ = _model(name, size)
     args = model.example()
     written = step(model.loss())
-    row: dict[str, Any] = {"model": name, "size": size, "percent": int(percent)}
-    if percent == "100":
-        compiled = jax.jit(written).lower(*args).compile()
-        row["step_s"] = seconds(lambda: compiled(*args))
-        row["peak_bytes"] = remat.testing.peak_bytes(compiled)
-        row["allocated_peak_bytes"] = allocated_peak_bytes()
-        return row
-    try:
-        plan = remat.plan(written, *args, budget=f"{percent}%", cache=False, progress=False)
-    except remat.BudgetError as error:
-        return row | {"refused": str(error)}
-    compiled = remat.fit(written, plan=plan).lower(*args).compile()
-    row["step_s"] = seconds(lambda: compiled(*args))
-    row["peak_bytes"] = remat.testing.peak_bytes(compiled)
-    row["planned_peak_bytes"] = plan.peak_bytes
-    row["predicted_ratio"] = 1 + plan.extra_seconds / plan.seconds
-    row["extra_flops"] = plan.extra_flops / plan.flops
-    # Read before the step without a plan runs, since that raises the peak of the process.
-    row["allocated_peak_bytes"] = allocated_peak_bytes()
+    compiled = remat.fit(written, plan=remat.Plan.load(path)).lower(*args).compile()
+    # Measured before the step without a plan runs, since that raises the peak of the process.
+    row = _measured(compiled, args)
     plain = jax.jit(written)
     row["ratio"] = row["step_s"] / seconds(lambda: plain(*args))
     return row | {"largest_difference": difference(compiled(*args), plain(*args))}
@@ -114,7 +153,7 @@ def transfers(size: str) -> dict[str, Any]:
 
 
 def offload(size: str) -> dict[str, Any]:
-    layers, width = {"tiny": (3, 16), "cpu": (24, 2048)}[size]
+    layers, width = {"tiny": (3, 16), "cpu": (24, 2048), "gpu": (24, 2048)}[size]
     keys = jax.random.split(jax.random.key(0))
     weights = jax.random.normal(keys[0], (layers, width, width)) / width**0.5
     x = jax.random.normal(keys[1], (4 * width, width))
@@ -146,7 +185,14 @@ def offload(size: str) -> dict[str, Any]:
     }
 
 
-PARTS = {"device": device, "plans": plans, "transfers": transfers, "offload": offload}
+PARTS = {
+    "device": device,
+    "by_hand": by_hand,
+    "plan": plan,
+    "planned": planned,
+    "transfers": transfers,
+    "offload": offload,
+}
 
 if __name__ == "__main__":
     print(json.dumps(PARTS[sys.argv[1]](*sys.argv[2:])))

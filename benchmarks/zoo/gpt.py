@@ -25,6 +25,7 @@ class Config:
 SIZES = {
     "tiny": Config(2, 8, 2, 16, 2, 8),
     "cpu": Config(12, 128, 4, 512, 8, 128),
+    "gpu": Config(12, 1024, 16, 50304, 16, 1024, "bfloat16"),
     "real": Config(48, 1600, 25, 50304, 8, 1024, "bfloat16"),  # GPT-2 XL
 }
 

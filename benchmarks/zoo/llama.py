@@ -27,6 +27,7 @@ class Config:
 SIZES = {
     "tiny": Config(2, 16, 4, 2, 32, 16, 2, 8),
     "cpu": Config(12, 128, 8, 2, 384, 512, 4, 256),
+    "gpu": Config(16, 2048, 16, 8, 5632, 32000, 8, 1024, "bfloat16"),
     "real": Config(32, 4096, 32, 8, 14336, 128256, 1, 4096, "bfloat16"),  # Llama 3, 8 B
 }
 

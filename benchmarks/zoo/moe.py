@@ -36,6 +36,7 @@ class Config:
 SIZES = {
     "tiny": Config(2, 8, 2, 16, 4, 16, 2, 8),
     "cpu": Config(6, 64, 4, 192, 8, 256, 16, 128),
+    "gpu": Config(8, 1024, 16, 2816, 8, 32000, 16, 512, "bfloat16"),
     "real": Config(32, 4096, 32, 14336, 8, 32000, 8, 4096, "bfloat16"),  # Mixtral 8 × 7 B
 }
 

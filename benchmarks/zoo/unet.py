@@ -28,6 +28,7 @@ class Config:
 SIZES = {
     "tiny": Config((8, 16), 4, 2, 8),
     "cpu": Config((16, 32, 64, 128), 8, 4, 128),
+    "gpu": Config((64, 128, 256, 512), 21, 8, 512, dtype="bfloat16"),
     "real": Config((64, 128, 256, 512, 1024), 21, 16, 512, dtype="bfloat16"),
 }
 

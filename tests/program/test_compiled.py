@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 
@@ -19,6 +20,7 @@ from remat.program.compiled import (
     memory_of,
     parse_out_of_memory,
 )
+from remat.program.devices import device
 from remat.program.targets import place, target
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="no libtpu")
@@ -66,17 +68,30 @@ def test_the_peak_on_cpu_is_arguments_temporaries_and_results_without_the_aliase
     assert memory == memory_of(step.lower(x, x).compile(), target("cpu"))
 
 
-def test_options_of_the_caller_are_kept():
-    class Lowered:
-        def compile(self, compiler_options):
-            self.options = compiler_options
-            return step.lower(struct(8, 8), struct(8, 8)).compile()
+class Lowered:
+    """A lowered program that records the options with which it is compiled."""
 
+    def compile(self, compiler_options):
+        self.options = compiler_options
+        return step.lower(struct(8, 8), struct(8, 8)).compile()
+
+
+def test_options_of_the_caller_are_kept():
     given, lowered = {"xla_disable_hlo_passes": "cse", "xla_cpu_enable_fast_math": True}, Lowered()
     compile_for_analysis(lowered, target("cpu"), compiler_options=given)
     wanted = given | {"xla_disable_hlo_passes": "cse,rematerialization"}
     assert lowered.options.items() >= wanted.items()
     assert given["xla_disable_hlo_passes"] == "cse"
+
+
+def test_a_compiler_for_gpus_tries_out_no_kernels_until_the_step_is_compiled_to_run():
+    """Trials need the memory of their operands on the device, so that large steps could not be planned."""
+    gpu = dataclasses.replace(target("cpu"), device=device("h100"))
+    lowered = Lowered()
+    compile_for_analysis(lowered, gpu)
+    assert lowered.options["xla_gpu_autotune_level"] == 0
+    compile_for_analysis(lowered, gpu, as_run=True)
+    assert not lowered.options
 
 
 @pytest.mark.skipif(_jax.JAXLIB_VERSION >= (0, 11, 1), reason="barriers survive CSE there")
@@ -100,12 +115,12 @@ def test_an_option_of_the_caller_takes_effect_beside_ours():
 
 
 def test_other_errors_of_the_compiler_are_not_hidden():
-    class Lowered:
+    class Failing:
         def compile(self, compiler_options):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: scoped vmem of a kernel")
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="vmem"):
-        compile_for_analysis(Lowered(), target("cpu"))
+        compile_for_analysis(Failing(), target("cpu"))
 
 
 # Texts of compilers' refusals

@@ -31,6 +31,10 @@ FAST_COMPILATION: dict[str, dict[str, Any]] = {
     "tpu": {"optimization_level": 9},
     # Buffers are assigned before LLVM compiles the kernels, so LLVM's optimizations do not change the memory.
     "cpu": {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
+    # No kernels are tried out on the device. Trials take the memory of their operands beside that of the
+    # arguments, so that the compiler fails on steps that fill the device, and they may choose differently
+    # each time. What the chosen kernels need is confirmed with the options with which the step will run.
+    "gpu": {"xla_gpu_autotune_level": 0},
 }
 
 

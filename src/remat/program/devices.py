@@ -173,12 +173,14 @@ _HERE = "measured on 2 cores of an AMD EPYC (AVX-512, bf16) with jaxlib 0.12.0.1
 # in both; its figures are halves of the chip's. Its host link is not published: that of v6e is assumed.
 _MEGACORE = (("chip_config_name", "megacore"),)
 
+# The host link of Hopper is measured on an H100 (benchmarks/results/device-*.json); PCIe 5 has 64 GB/s.
+
 # fmt: off
 DEVICES: Mapping[str, Device] = MappingProxyType({d.name: d for d in (
     Device("cpu", ("cpu",), "cpu", _MEASURED, 38e9, 38e9, 38e9, 0, False, 5e-6, _HERE),
     _gpu("a100", _AMPERE, 2.039, 32, 300, 85100068864, _A100),
-    _gpu("h100", _HOPPER, 3.35, 64, 450, 84929347584, _H100),
-    _gpu("h200", _HOPPER, 4.8, 64, 450, 151397597184, _H200),
+    _gpu("h100", _HOPPER, 3.35, 52, 450, 84929347584, _H100),
+    _gpu("h200", _HOPPER, 4.8, 52, 450, 151397597184, _H200),
     _tpu("v4", ("TPU v4",), (275, 275), 1.228, 16, 90, 30.75, 101, topology_options=_MEGACORE),
     _tpu("v5e", ("TPU v5 ?lite", "TPU v5e"), (197, 394), 0.819, 16, 90, 15.75, 48),
     _tpu("v5p", ("TPU v5", "TPU v5p"), (459, 918), 2.765, 32, 180, 95.73, 112),
