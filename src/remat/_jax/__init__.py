@@ -145,6 +145,7 @@ from remat._jax.equations import (
     offloaded_copy as offloaded_copy,
     only_names_axes as only_names_axes,
     rebuild as rebuild,
+    row_type as row_type,
     scan_arity as scan_arity,
     scan_body as scan_body,
     shard_map_residual as shard_map_residual,

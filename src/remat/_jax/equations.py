@@ -367,6 +367,11 @@ def stacked(length: int, aval: Aval) -> Aval:
     return _core.unmapped_leading_aval(length, aval)
 
 
+def row_type(aval: Aval) -> Aval:
+    """Return the type of one of the values that are stacked along the first axis of a type."""
+    return _core.mapped_aval(aval.shape[0], 0, aval)
+
+
 def empty(aval: Aval) -> Array:
     """Return an array of a type with arbitrary contents."""
     return _ad_util.empty_like_aval(aval)

@@ -2,7 +2,8 @@
 
 The step is one flat jaxpr. The decisions are applied in this order:
 
-1. The user's own checkpoints in loops are inlined, or stay (`scan_pairs.opened`).
+1. The user's own checkpoints in loops are inlined, and loops convert the weights that they read in slices; or
+   both stay as they are (`program_to_plan`).
 2. Loops and branches are rewritten: bodies that are scheduled by themselves (`bodies`), then what forward
    loops keep for backward ones (`scan_pairs`).
 3. Values outside of loops are copied to the host's memory and back (`host_copies`).
@@ -32,7 +33,7 @@ class LoopDecisions:
     """Decisions about a step's loops, and about values outside of them that are kept in host memory.
 
     Args:
-      opened: whether the checkpoints in loops are inlined first.
+      opened: whether the checkpoints in loops are inlined first, and conversions of weights done in loops.
       choices: options by the ids of pairs of scans; other pairs stay as they are.
       bodies: decisions by the ids of bodies of loops and branches; other bodies stay as they are.
       copies: values outside of loops that are copied to the host's memory. Equations are numbered as they
@@ -62,8 +63,12 @@ class StepDecisions:
 
 
 def program_to_plan(flat: _jax.Jaxpr, opened: bool) -> _jax.Jaxpr:
-    """Return the program that decisions about loops refer to: a flat step, its checkpoints opened or not."""
-    return scan_pairs.opened(flat) if opened else flat
+    """Return the program that decisions about loops refer to.
+
+    It is the flat step, or that step with its checkpoints opened and conversions of weights in the loops that
+    read them.
+    """
+    return scan_pairs.sunk(scan_pairs.opened(flat)) if opened else flat
 
 
 def with_loops(source: _jax.Jaxpr, loops: LoopDecisions) -> _jax.Jaxpr:

@@ -81,6 +81,7 @@ def loop_choices(step: PricedStep) -> LoopChoices:
         # An option's seconds are those of all recomputation, that of the user's own checkpoints included.
         extra_flops = flops_of_program(flat) - flops_of_program(source)
         as_written += price(max(0.0, extra_flops), 0, "float32") - price(0.0, 0, "float32")
+    more = step.seconds_of_conversions
     settings = list(settings_of(options_of))
     plain = {pair.id: pair.as_written for pair in found}
     stride = max(1, -(-(len(settings) - 1) // _MAX_LEVELS))
@@ -88,14 +89,14 @@ def loop_choices(step: PricedStep) -> LoopChoices:
     for n, chosen in enumerate(settings):
         is_as_written = not opened and chosen == plain
         if (n % stride == 0 or n == len(settings) - 1) and not is_as_written:
-            seconds = sum(option.seconds for option in chosen.values())
+            seconds = more + sum(option.seconds for option in chosen.values())
             levels.append((LoopDecisions(opened, tuple(sorted(chosen.items()))), seconds))
     at = bisect.bisect_left([s for _, s in levels], as_written) if opened else 0
     levels.insert(at, (LoopDecisions(), as_written))
     by_step = None
     if found:
         each = LoopDecisions(opened, tuple(sorted((pair.id, pair.by_step) for pair in found)))
-        by_step = each, sum(pair.by_step.seconds for pair in found)
+        by_step = each, more + sum(pair.by_step.seconds for pair in found)
     return LoopChoices(tuple(levels), by_step, inside, tuple(around))
 
 

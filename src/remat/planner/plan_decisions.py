@@ -217,7 +217,8 @@ class WholeStep(Checked):
       recomputations: in the order of the program.
       ordered: whether every few stored equations wait for those before them, so that the compiler cannot
         reorder them. Before the first recomputation only those wait that could be computed much earlier.
-      opened: whether the checkpoints in loops are inlined, so that the plan decides about them.
+      opened: whether the checkpoints in loops are inlined, so that the plan decides about them, and weights
+        that loops read slice by slice are converted in these loops.
       loops: the options of pairs of scans or conditionals, with their ids; others stay as they are.
       bodies: the decisions about bodies of other loops and of branches; others stay as they are.
       partial_sums: stored equations whose results are computed before the equations after them begin, so

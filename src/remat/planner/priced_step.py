@@ -108,13 +108,28 @@ class PricedStep:
 
     @functools.cached_property
     def source(self) -> _jax.Jaxpr:
-        """Return the program that the decisions start from: the user's checkpoints are opened."""
+        """Return the program that the decisions start from (`decisions.program_to_plan`)."""
+        return scan_pairs.sunk(self._opened)
+
+    @functools.cached_property
+    def _opened(self) -> _jax.Jaxpr:
         return scan_pairs.opened(self.flat)
 
     @property
     def is_opened(self) -> bool:
-        """Return whether there are checkpoints to open."""
+        """Return whether there are checkpoints to open, or conversions to move into loops."""
         return self.source is not self.flat
+
+    @functools.cached_property
+    def seconds_of_conversions(self) -> float:
+        """Return the time that conversions of weights take in loops beyond their time outside of them."""
+        if self.source is self._opened:
+            return 0.0
+        return max(0.0, self._time(self.source) - self._time(self._opened))
+
+    def _time(self, flat: _jax.Jaxpr) -> float:
+        fused = with_partial_sums(self.program_of(flat), self.price, fusing(FUSED))
+        return float(sum(fused.seconds.values()))
 
     @functools.cached_property
     def program(self) -> Program:
@@ -133,8 +148,7 @@ class PricedStep:
     @functools.cached_property
     def seconds(self) -> float:
         """Return the time of the step without recomputation."""
-        fused = with_partial_sums(self.program, self.price, fusing(FUSED))
-        return float(sum(fused.seconds.values()))
+        return self._time(self.flat)
 
     @property
     def seconds_per_flop(self) -> float:

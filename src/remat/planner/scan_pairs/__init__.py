@@ -3,7 +3,8 @@
 `pairs` finds each forward scan whose stacked results a backward scan reads, and each forward conditional
 whose residuals a backward one reads, with their options: which values to keep and which to recompute.
 `rewrite` writes chosen options into the program. `opened` returns the program with the user's own checkpoints
-in such loops inlined, so that the options decide what these recompute, too.
+in such loops inlined, so that the options decide what these recompute, too. In the program that `sunk`
+returns, loops convert the slices of weights that they read.
 
     matching     which equations form pairs
     inside       the programs inside equations
@@ -17,6 +18,7 @@ in such loops inlined, so that the options decide what these recompute, too.
     pair_options the options of one pair: minimum cuts, groups of steps
     options      the pairs in a program, with their options
     opening      inlining of checkpoints in the bodies
+    sinking      converting weights slice by slice, in the loops that read them
 
 Known limits: a scan belongs to one pair; a `while` loop to none.
 """
@@ -26,4 +28,5 @@ from remat.planner.scan_pairs.opening import opened as opened
 from remat.planner.scan_pairs.options import pairs as pairs
 from remat.planner.scan_pairs.pair_options import ScanPair as ScanPair
 from remat.planner.scan_pairs.rewriting import rewrite as rewrite
+from remat.planner.scan_pairs.sinking import sunk as sunk
 from remat.planner.tradeoffs import at_price as at_price, prices as prices

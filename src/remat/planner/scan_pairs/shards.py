@@ -9,12 +9,14 @@ part to the second become results and operands, as residuals do.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from remat import _jax
 from remat.aliases import Atom
 from remat.ir import jaxprs
+from remat.ir.equations import fusion_of
+from remat.ir.operations import Fusion
 from remat.ir.repetitions import step_of, without_repetitions
 from remat.ir.split import Crossing, crossing, shard_map_of
 from remat.planner.scan_pairs.matching import Match, in_pairs, only_read_by, size_of
@@ -154,7 +156,7 @@ def emit_in_two(
     forward, backward = pair.forward, pair.backward
     remaining = list(zip((outer for outer, _ in pair.remaining), outvars))
     results = outvars[len(remaining) :]
-    b_eqns = _without_dead(b_eqns, results, pair.jaxpr)
+    b_eqns = _without_dead([*_views_of_inputs(pair, f_eqns), *b_eqns], results, pair.jaxpr)
     there = {*pair.own, *(v for eqn in b_eqns for v in eqn.outvars)}
     read = [v for v in (*(v for eqn in b_eqns for v in eqn.invars), *results) if _jax.is_var(v)]
     crossing_over = list(dict.fromkeys(v for v in read if v not in there))
@@ -193,6 +195,15 @@ def emit_in_two(
         backward.params["out_specs"],
     )
     return [new_forward], [new_backward]
+
+
+def _views_of_inputs(pair: Shards, eqns: Sequence[_jax.JaxprEqn]) -> Iterator[_jax.JaxprEqn]:
+    """Yield the equations that only view inputs, which the second body can do as well as the first."""
+    known = set(pair.inputs)
+    for eqn in eqns:
+        if fusion_of(eqn) is Fusion.VIEW and known.issuperset(filter(_jax.is_var, eqn.invars)):
+            known.update(eqn.outvars)
+            yield eqn
 
 
 def _without_dead(
