@@ -41,7 +41,7 @@ from remat._jax.compat import (
 )
 from remat._jax.equations import has_lasting_effects
 from remat._jax.tracing import trace
-from remat.aliases import Array, Arrays, Aval, AxisData, Dim, TreeDef
+from remat.aliases import Array, Arrays, Aval, AxisData, Dim, Effect, TreeDef
 
 
 def is_zero(tangent: Array) -> bool:
@@ -64,7 +64,7 @@ def batched(x: Array, dim: int | None, axis_data: AxisData) -> Array:
     return jax.numpy.moveaxis(x, dim, 0)
 
 
-def is_differentiated(x: Any) -> bool:
+def is_differentiated(x: object) -> bool:
     """Return whether a value is a tracer of a derivative that is being traced.
 
     A value that is not one may still be differentiated, from outside of a `jax.jit`.
@@ -74,16 +74,16 @@ def is_differentiated(x: Any) -> bool:
     return isinstance(x, _ad_src.JVPTracer | _ad_src.LinearizeTracer)
 
 
-def is_undefined(x: Any) -> bool:
+def is_undefined(x: object) -> bool:
     """Return whether an operand of an equation that is being transposed is a linear one."""
     return _ad.is_undefined_primal(x)
 
 
-def is_linear_input(x: Any) -> bool:
+def is_linear_input(x: object) -> bool:
     return isinstance(x, _ad_src.GradAccum)
 
 
-def disallowed_effects(jaxpr: Jaxpr) -> set[Any]:
+def disallowed_effects(jaxpr: Jaxpr) -> set[Effect]:
     """Return the effects of a jaxpr that forbid recomputing it, as `jax.checkpoint` defines them."""
     return set(_effects.remat_allowed_effects.filter_not_in(jaxpr.effects))
 
@@ -147,7 +147,7 @@ def transpose(
     ct_avals = [v.aval.to_ct_aval() for v, zero in zip(jaxpr.outvars, outs_zero) if not zero]
     seen: dict[str, Any] = {}
 
-    def transposed(*args: Any) -> Any:
+    def transposed(*args: Array) -> Arrays:
         nonlinear, cts_given = split_list(args, [len(nonlinear_avals)])
         with extend_name_stack("rematted_computation"):
             residuals = eval_jaxpr(known, (), *nonlinear)
@@ -258,7 +258,9 @@ def _on_arrays(rule: Callable) -> Callable:
     JAX passes Python numbers unconverted as primals and tangents, as in `jax.jacfwd(jax.grad(f))(0.5)`.
     """
 
-    def jvp(primals: Sequence[Array], tangents: Sequence[Array], **params: Any) -> Any:
+    def jvp(
+        primals: Sequence[Array], tangents: Sequence[Array], **params: Any
+    ) -> tuple[Arrays, Arrays]:
         return rule([*map(_as_array, primals)], [*map(_as_array, tangents)], **params)
 
     return jvp
@@ -276,7 +278,7 @@ def register_linearization(primitive: Primitive, rule: Callable) -> None:
     primals' nonzero tangents to those of the results.
     """
 
-    def linearization(_: Any, nonzero: Sequence[bool], *primals: Any, **params: Any) -> Any:
+    def linearization(_: object, nonzero: Sequence[bool], *primals: Array, **params: Any) -> tuple:
         types = [typeof(x).to_tangent_aval() for x in primals]
         nonzero = [
             n and getattr(t, "dtype", None) != jax.dtypes.float0 for n, t in zip(nonzero, types)
@@ -335,7 +337,9 @@ def register_split(
     if rules is None:  # JAX will remove the table together with the `jax.checkpoint` that uses it
         return
 
-    def custom_rule(saveable: Callable, unknown: Any, staged: Any, eqn: JaxprEqn) -> Any:
+    def custom_rule(
+        saveable: Callable, unknown: Sequence[bool], staged: Sequence[bool], eqn: JaxprEqn
+    ) -> tuple:
         known_eqns, staged_eqns, outs_unknown = rule(eqn, unknown, saveable)
         repeated = {v for e in staged_eqns for v in e.outvars}
         there = {v for v, s in zip(eqn.invars, staged) if s and is_var(v)}
@@ -396,7 +400,7 @@ def register_discharge(primitive: Primitive, bind: Callable) -> None:
     arguments.
     """
 
-    def rule(*args: Any, jaxpr: Jaxpr, **params: Any) -> tuple[list[Any], list[Any]]:
+    def rule(*args: Any, jaxpr: Jaxpr, **params: Any) -> tuple[Arrays, Arrays]:
         # 0.11 passes a context in place of the two tuples of avals; delete the latter with 0.10.
         if hasattr(args[0], "in_avals"):
             context, *values = args
@@ -446,7 +450,7 @@ def register_checkify(primitive: Primitive, bind: Callable) -> None:
 def register_key_reuse(primitive: Primitive) -> None:
     """Register with the key-reuse checker, so that a recomputation does not count as a second use."""
 
-    def signature(eqn: JaxprEqn) -> Any:
+    def signature(eqn: JaxprEqn) -> _key_reuse.KeyReuseSignature:
         if eqn.params["differentiated"]:
             return _key_reuse.KeyReuseSignature()
         return _key_reuse.jaxpr_type_signature(eqn.params["jaxpr"])
@@ -457,10 +461,10 @@ def register_key_reuse(primitive: Primitive) -> None:
 def register_hijax(primitive: Primitive, bind: Callable) -> None:
     """Register a rule that replaces operands of high-level types by the arrays that they consist of."""
 
-    def is_high(*_: Any, jaxpr: Jaxpr, **__: Any) -> bool:
+    def is_high(*_: Aval, jaxpr: Jaxpr, **__: object) -> bool:
         return jaxpr.is_high
 
-    def to_lojax(*args: Any, jaxpr: Jaxpr, **params: Any) -> Any:
+    def to_lojax(*args: Array, jaxpr: Jaxpr, **params: Any) -> Arrays:
         body, consts = detach_consts(_pe_src.lower_jaxpr2(close(jaxpr)))
         # 0.11 did away with mutable high types; delete the first half with 0.10.
         if JAX_VERSION >= (0, 11):

@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from jax._src.state.types import AbstractRef as AbstractRef
 from jax.extend import core as _excore, source_info_util as _source_info
 from jax.extend.core import primitives as _primitives
 from jax.interpreters import ad as _ad
+from jax.typing import DTypeLike
 
 from remat.aliases import Array, Atom, Aval, JaxprLike
 
@@ -197,7 +198,7 @@ def itemsize_bytes(aval: Aval) -> int:
 
 
 @functools.cache  # few types exist, and each is asked for often
-def _itemsize_bytes(dtype: Any) -> int:
+def _itemsize_bytes(dtype: DTypeLike) -> int:
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return 4 * math.prod(dtype._impl.key_shape)
     if dtype == jax.dtypes.float0:

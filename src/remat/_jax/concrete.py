@@ -28,10 +28,10 @@ class _ConcreteTracer(_pe.DynamicJaxprTracer):
 
     __slots__ = ()
 
-    def to_concrete_value(self) -> Any:
+    def to_concrete_value(self) -> Array:
         return self._trace.value_of(self)
 
-    def _number(self) -> Any:
+    def _number(self) -> np.ndarray | None:
         """Return the value as a NumPy array of the traced type, or None if it is unknown."""
         value = self.to_concrete_value()
         if value is None or jnp.issubdtype(self.aval.dtype, jax.dtypes.extended):

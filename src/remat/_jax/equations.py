@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,7 +36,7 @@ from remat._jax.compat import (
     name_p,
     open_jaxpr,
 )
-from remat.aliases import Array, Atom, Aval, JaxprLike
+from remat.aliases import Array, Atom, Aval, Effect, JaxprLike, MemorySpace, Params
 
 try:
     from jax._src import flattree as _flattree
@@ -73,7 +73,7 @@ def new_body_eqn(
     invars: Sequence[Atom],
     outvars: Sequence[Var],
     params: dict,
-    runs: Sequence[tuple[Any, Sequence[Any]]],
+    runs: Sequence[tuple[JaxprLike, Sequence[Atom]]],
 ) -> JaxprEqn:
     """Return an equation like another, but of other jaxprs and with their effects.
 
@@ -83,7 +83,7 @@ def new_body_eqn(
       params: the parameters.
       runs: each jaxpr that the equation runs, with the operands that this jaxpr takes.
     """
-    effects: set[Any] = set()
+    effects: set[Effect] = set()
     for body, operands in runs:
         effects |= _core.eqn_effects(body, list(operands))
     if "mesh" in params:  # a shard_map binds the names of its mesh
@@ -164,14 +164,16 @@ def offloaded_copy(v: Var, case: Offloadable, like: JaxprEqn) -> HostCopy | None
     return _copy_elsewhere(v, target, source, like)
 
 
-def _copy_elsewhere(v: Var, target: Any, source: Any, like: JaxprEqn | None) -> HostCopy:
+def _copy_elsewhere(
+    v: Var, target: MemorySpace, source: MemorySpace, like: JaxprEqn | None
+) -> HostCopy:
     copy = new_var(v.aval.update(memory_space=target))
     store = new_eqn([v], [copy], _primitives.device_put_p, _copy_params(source, target), like)
     fetch = new_eqn([copy], [v], _primitives.device_put_p, _copy_params(target, source), like)
     return HostCopy(copy, store, fetch)
 
 
-def _copy_params(source: Any, target: Any) -> dict[str, Any]:
+def _copy_params(source: MemorySpace, target: MemorySpace) -> Params:
     # `device_put`'s transpose rule copies the cotangent to `srcs`.
     semantics = (_ArrayCopySemantics.ALWAYS_COPY,)
     return {"devices": (target,), "srcs": (source,), "copy_semantics": semantics}
@@ -222,7 +224,7 @@ def _is_mark(scope: str) -> bool:
     return scope == _FIXED or scope.startswith(_MARKED)
 
 
-def marked_scope(name: str) -> Any:
+def marked_scope(name: str) -> contextlib.AbstractContextManager[object]:
     """Return a context in which equations are marked as those of a function with this name."""
     return jax.named_scope(f"{_MARKED}{name}>")
 
@@ -285,7 +287,7 @@ def is_recomputation(eqn: JaxprEqn) -> bool:
     )
 
 
-def source_of_caller() -> Any:
+def source_of_caller() -> contextlib.AbstractContextManager[object]:
     """Return a context in which equations have the source line of this call, wherever they are traced.
 
     In nested traces JAX records only the innermost frames, which may all be the library's.
@@ -293,7 +295,7 @@ def source_of_caller() -> Any:
     return _source_info.user_context(_source_info.current().traceback)
 
 
-def source_of(eqn: JaxprEqn) -> Any:
+def source_of(eqn: JaxprEqn) -> contextlib.AbstractContextManager[object]:
     """Return a context in which equations have the source line of another, also in nested traces."""
     return _source_info.user_context(eqn.source_info.traceback)
 
@@ -467,13 +469,13 @@ def is_high_checkpoint(eqn: JaxprEqn) -> bool:
     return is_high_primitive(eqn) and type(eqn.params.get("_prim")).__name__ == "RematTraced"
 
 
-def has_lasting_effects(effects: Any) -> bool:
+def has_lasting_effects(effects: Iterable[Effect]) -> bool:
     """Return whether some of these effects are visible outside of the program that has them."""
     passing = (_core.NamedAxisEffect, _core.InternalMutableArrayEffect)
     return any(not isinstance(effect, passing) for effect in effects)
 
 
-def only_names_axes(effects: Any) -> bool:
+def only_names_axes(effects: Iterable[Effect]) -> bool:
     """Return whether these effects only name the axes over which collectives communicate."""
     return all(isinstance(effect, _core.NamedAxisEffect) for effect in effects)
 
@@ -509,7 +511,7 @@ def inside_shard_map(eqn: JaxprEqn) -> Iterator[None]:
         yield
 
 
-def shard_map_residual(eqn: JaxprEqn, aval: Aval) -> tuple[Any, Any]:
+def shard_map_residual(eqn: JaxprEqn, aval: Aval) -> tuple[Aval, jax.sharding.PartitionSpec]:
     """Return the type that a value of a `shard_map`'s body has outside, and its partition spec.
 
     Outside, the devices' values are concatenated along the first axis.

@@ -26,7 +26,7 @@ from remat.aliases import Aval, IrValue, NameStack
 LoweringContext: TypeAlias = _mlir.LoweringRuleContext
 
 #: Compiler options with which a program is compiled for its memory analysis alone, by platform.
-FAST_COMPILATION: dict[str, dict[str, Any]] = {
+FAST_COMPILATION: dict[str, dict[str, int | bool]] = {
     # O0 of XLA's effort levels. JAX 0.12 takes its name too, 0.10 only the number.
     "tpu": {"optimization_level": 9},
     # Buffers are assigned before LLVM compiles the kernels, so LLVM's optimizations do not change the memory.
@@ -41,7 +41,7 @@ FAST_COMPILATION: dict[str, dict[str, Any]] = {
 def register_lowering(primitive: Primitive, rule: Callable, **by_platform: Callable) -> None:
     """Register the lowering `rule(ctx, *args, **params)`; keywords name rules of single platforms."""
 
-    def choose(ctx: LoweringContext, *args: Any, **params: Any) -> Any:
+    def choose(ctx: LoweringContext, *args: IrValue, **params: Any) -> Sequence[IrValue]:
         if not by_platform:
             return rule(ctx, *args, **params)
         # JAX 0.10 raises an error for platform-specific rules of a non-cacheable primitive in a
@@ -166,7 +166,7 @@ def _is_unreduced(aval: Aval) -> bool:
     return isinstance(aval, jax.core.ShapedArray) and bool(aval.sharding.spec.unreduced)
 
 
-def _declare_shardings(ctx: LoweringContext, function: Any, avals_out: Sequence[Aval]) -> None:
+def _declare_shardings(ctx: LoweringContext, function: IrValue, avals_out: Sequence[Aval]) -> None:
     """Declare in a function's signature which arguments and results are unreduced, and over which axes.
 
     The partitioner assumes that an argument without such a declaration is reduced: it would sum the argument
@@ -239,6 +239,6 @@ def _primitive_names(_: int) -> frozenset[str]:
     return frozenset(p.name for rules in _rules_of_primitives() for p in list(rules))
 
 
-def _rules_of_primitives() -> list[dict[Primitive, Any]]:
+def _rules_of_primitives() -> list[dict[Primitive, Callable]]:
     by_platform = list(_mlir._platform_specific_lowerings.values())
     return [_mlir._lowerings, _ad.primitive_jvps, *by_platform]

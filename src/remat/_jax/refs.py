@@ -32,6 +32,7 @@ from remat._jax.equations import (
     rebuild,
     with_equations,
 )
+from remat.aliases import Array
 
 
 class WithoutRefs(NamedTuple):
@@ -46,7 +47,7 @@ class WithoutRefs(NamedTuple):
     """
 
     jaxpr: Jaxpr
-    constants: tuple[Any, ...]
+    constants: tuple[Array, ...]
     is_ref: tuple[bool, ...]
     is_written: tuple[bool, ...]
 
@@ -100,7 +101,7 @@ def has_ref_effects(x: Jaxpr | JaxprEqn) -> bool:
     return any(isinstance(e, (_RefEffect, _core.InternalMutableArrayEffect)) for e in x.effects)
 
 
-def is_ref(x: Any) -> bool:
+def is_ref(x: object) -> bool:
     """Return whether a value, traced or not, is a ref."""
     return isinstance(getattr(x, "aval", None), AbstractRef)
 

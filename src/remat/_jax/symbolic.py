@@ -7,7 +7,6 @@ and the result depends on the values of the symbols. The functions here return a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax._src import core as _core
@@ -23,7 +22,7 @@ def is_symbolic(size: Size) -> bool:
     return _core.is_symbolic_dim(size)
 
 
-def decided(compare: Callable[[], Any]) -> bool | None:
+def decided(compare: Callable[[], object]) -> bool | None:
     """Return whether a comparison of sizes holds, or None where that depends on the symbols."""
     try:
         return bool(compare())

@@ -46,7 +46,7 @@ def flatten_arguments(tree: PyTree) -> tuple[list[Leaf], TreeDef]:
 
 def debug_info(
     fun: Callable, args: Sequence, kwargs: dict, argnums: Sequence[int], argnames: Sequence[str]
-) -> Any:
+) -> DebugInfo:
     """Return JAX's debug information of a call: the function's source and its arguments' names."""
     return jax.api_util.debug_info(
         "checkpoint / remat",
@@ -181,7 +181,7 @@ def call_jaxpr(jaxpr: Jaxpr, args: Sequence[Array]) -> Arrays:
     return eval_jaxpr(jaxpr, (), *args)
 
 
-def argument_shardings(traced: Any) -> list[Sharding]:
+def argument_shardings(traced: jax.stages.Traced) -> list[Sharding]:
     """Return the sharding of each argument of `jax.jit(f).trace(...)`; None if it is unspecified.
 
     `in_shardings` takes precedence over the argument's own sharding. Static arguments are left out.
@@ -191,18 +191,18 @@ def argument_shardings(traced: Any) -> list[Sharding]:
     return [b if a is _unspecified else a for a, b in zip(asked, own, strict=True)]
 
 
-def result_shardings(traced: Any) -> list[Sharding]:
+def result_shardings(traced: jax.stages.Traced) -> list[Sharding]:
     """Return the `out_shardings` of each result of `jax.jit(f).trace(...)`; None if unspecified."""
     return [None if s is _unspecified else s for s in traced._params["out_shardings"]]
 
 
-def donated_arguments(traced: Any) -> tuple[bool, ...]:
+def donated_arguments(traced: jax.stages.Traced) -> tuple[bool, ...]:
     """Return for each argument of `jax.jit(f).trace(...)` that is not static whether it is donated."""
     donated: tuple[bool, ...] = traced._params["donated_invars"]
     return donated
 
 
-def device_count(traced: Any) -> int:
+def device_count(traced: jax.stages.Traced) -> int:
     """Return the number of devices that `jax.jit(f).trace(...)` names by shardings or a mesh."""
     sizes = [_n_devices(s) for s in (*argument_shardings(traced), *result_shardings(traced))]
     return max([1, traced._params["ctx_mesh"].size, *sizes])
@@ -265,7 +265,7 @@ def filled(aval: Aval, number: Array) -> Array:
         )
 
 
-def _mesh_of(aval: Aval) -> contextlib.AbstractContextManager[Any]:
+def _mesh_of(aval: Aval) -> contextlib.AbstractContextManager[object]:
     """Use the mesh of a type: JAX 0.12 drops a sharding whose mesh is not the one in use."""
     mesh = aval.sharding.mesh
     return contextlib.nullcontext() if mesh.empty else jax.sharding.use_abstract_mesh(mesh)
