@@ -11,13 +11,15 @@ from __future__ import annotations
 import enum
 import hashlib
 import re
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from remat import _jax
 from remat.aliases import Atom
+
+Digest: TypeAlias = Any  # a hash object of `hashlib`, which does not export its class
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _SET = re.compile(r"\{([^{}]*)\}")
@@ -28,7 +30,7 @@ _OF_NO_EFFECT = {
 } | {"sharding_constraint": frozenset(("context_mesh",))}
 
 
-def fingerprint(jaxpr: _jax.Jaxpr, *more: Any, literals: bool = True) -> str:
+def fingerprint(jaxpr: _jax.Jaxpr, *more: object, literals: bool = True) -> str:
     """Return twenty hexadecimal digits that identify a program.
 
     Args:
@@ -42,7 +44,7 @@ def fingerprint(jaxpr: _jax.Jaxpr, *more: Any, literals: bool = True) -> str:
     return digest.hexdigest()[:20]
 
 
-def _add_jaxpr(digest: Any, jaxpr: _jax.Jaxpr, literals: bool) -> None:
+def _add_jaxpr(digest: Digest, jaxpr: _jax.Jaxpr, literals: bool) -> None:
     number: dict[_jax.Var, int] = {}
     types: dict[_jax.Var, str] = {}
 
@@ -89,7 +91,7 @@ def _stable(text: str) -> str:
     return _SET.sub(lambda found: "{" + ", ".join(sorted(found[1].split(", "))) + "}", text)
 
 
-def _add_value(digest: Any, value: Any, literals: bool) -> None:
+def _add_value(digest: Digest, value: object, literals: bool) -> None:
     if isinstance(value, tuple | list):
         digest.update(b"(")
         for item in value:

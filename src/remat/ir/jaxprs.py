@@ -117,7 +117,9 @@ def scan_of_step(
     return _jax.new_body_eqn(eqn, invars, outvars, params, [(body, invars)])
 
 
-def inline_calls(jaxpr: _jax.Jaxpr, is_call: Callable[[_jax.JaxprEqn], Any]) -> _jax.Jaxpr:
+def inline_calls(
+    jaxpr: _jax.Jaxpr, is_call: Callable[[_jax.JaxprEqn], JaxprLike | None]
+) -> _jax.Jaxpr:
     """Inline calls, at the top level and inside each other.
 
     `is_call(eqn)` is the jaxpr to inline in place of an equation, or None. Operations keep the names

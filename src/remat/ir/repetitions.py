@@ -7,14 +7,14 @@ become one loop, which stacks the values of both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from remat import _jax
-from remat.aliases import Atom
+from remat.aliases import Atom, Aval
 from remat.ir import jaxprs
 from remat.ir.equations import is_repeatable, plain_call
 
@@ -129,7 +129,7 @@ class _Shared:
 
     def __init__(self) -> None:
         self._same_value: dict[_jax.Var, Atom] = {}
-        self._equations: dict[Any, list[_jax.JaxprEqn]] = {}
+        self._equations: dict[Hashable, list[_jax.JaxprEqn]] = {}
 
     def add(self, eqn: _jax.JaxprEqn) -> None:
         if not is_repeatable(eqn):
@@ -163,21 +163,21 @@ class _Shared:
     def canonical(self, v: Atom) -> Atom:
         return self._same_value.get(v, v) if _jax.is_var(v) else _literal(v)
 
-    def _key(self, eqn: _jax.JaxprEqn) -> Any:
+    def _key(self, eqn: _jax.JaxprEqn) -> Hashable:
         operands = tuple(self.canonical(v) for v in eqn.invars)
         return eqn.primitive, operands, tuple(v.aval for v in eqn.outvars), _numbers(eqn)
 
 
-def _numbers(eqn: _jax.JaxprEqn) -> tuple[Any, ...]:
+def _numbers(eqn: _jax.JaxprEqn) -> tuple[tuple[str, object], ...]:
     """Return the parameters that are numbers or tuples of numbers, such as where a slice starts."""
 
-    def is_number(value: Any) -> bool:
+    def is_number(value: object) -> bool:
         return type(value) is int or (type(value) is tuple and all(map(is_number, value)))
 
     return tuple((k, value) for k, value in sorted(eqn.params.items()) if is_number(value))
 
 
-def _literal(v: Atom) -> tuple[Any, ...]:
+def _literal(v: Atom) -> tuple[Aval, str, tuple[int, ...], bytes]:
     value = np.asarray(v.val)
     return v.aval, str(value.dtype), value.shape, value.tobytes()
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from remat import _jax
-from remat.aliases import Atom, Aval
+from remat.aliases import Atom, Aval, Decision
 from remat.ir import jaxprs
 
 
@@ -24,7 +24,7 @@ SAVE, HOIST = Mode.SAVE, Mode.HOIST
 
 # A policy in JAX's form: `policy(primitive, *operand_types, **params)`.
 T = TypeVar("T")
-Policy = Callable[..., Any] | Mode
+Policy = Callable[..., Decision] | Mode
 Flags = tuple[bool, ...]
 
 
@@ -233,7 +233,7 @@ def operation(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Parts:
     return both_parts(eqn) if isinstance(case, _jax.RecomputeType) else known_part(eqn)
 
 
-def decide(policy: Callable[..., Any], eqn: _jax.JaxprEqn) -> Any:
+def decide(policy: Callable[..., Decision], eqn: _jax.JaxprEqn) -> Decision:
     """Return a policy's answer about an equation, in the form that all JAX versions' policies expect."""
     avals = [v.aval for v in eqn.invars]
     name = _jax.checkpoint_name_of(eqn)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from jax.sharding import PartitionSpec
 
 from remat import _jax
-from remat.aliases import Array, Atom
+from remat.aliases import Array, Atom, Aval
 from remat.ir import jaxprs
 from remat.ir.split.halves import (
     Operands,
@@ -74,8 +76,8 @@ class Crossing(NamedTuple):
     """
 
     inside: _jax.Var
-    type_outside: Any
-    spec: Any
+    type_outside: Aval
+    spec: PartitionSpec
     leaving: Sequence[_jax.JaxprEqn]
     entering: Sequence[_jax.JaxprEqn]
 
@@ -102,8 +104,8 @@ def shard_map_of(
     body: _jax.Jaxpr,
     invars: Sequence[Atom],
     outvars: Sequence[_jax.Var],
-    in_specs: Sequence[Any],
-    out_specs: Sequence[Any],
+    in_specs: Sequence[PartitionSpec],
+    out_specs: Sequence[PartitionSpec],
 ) -> _jax.JaxprEqn:
     """Return a `shard_map` over the same axes as another, of another body, operands and results."""
     body = _jax.without_axis_effects(body, eqn)
