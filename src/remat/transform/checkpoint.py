@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def checkpoint(
     /,
     *,
     concrete: bool = ...,
-    prevent_cse: Any = ...,
+    prevent_cse: PyTree = ...,
     policy: PolicyLike = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Iterable[str] = ...,
@@ -47,7 +47,7 @@ def checkpoint(
     /,
     *,
     concrete: bool = ...,
-    prevent_cse: Any = ...,
+    prevent_cse: PyTree = ...,
     policy: PolicyLike = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Iterable[str] = ...,
@@ -60,7 +60,7 @@ def checkpoint(
     /,
     *,
     concrete: bool = False,
-    prevent_cse: Any = True,
+    prevent_cse: PyTree = True,
     policy: PolicyLike = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
@@ -217,7 +217,7 @@ _CONCRETIZATION_HELP = {
 # prevent_cse
 
 
-def _normalize_prevent_cse(given: Any) -> Any:
+def _normalize_prevent_cse(given: PyTree) -> PyTree:
     if isinstance(given, bool):
         return given
     leaves = jax.tree.leaves(given)
@@ -229,7 +229,9 @@ def _normalize_prevent_cse(given: Any) -> Any:
     return tuple(given) if isinstance(given, list) else given
 
 
-def _flat_prevent_cse(given: Any, args: tuple, kwargs: dict, n_consts: int) -> Any:
+def _flat_prevent_cse(
+    given: PyTree, args: tuple, kwargs: dict, n_consts: int
+) -> primitive.PreventCse:
     if isinstance(given, bool):
         return given
     arguments = (tuple(args), kwargs) if kwargs else tuple(args)

@@ -21,12 +21,12 @@ the identity are excluded (see `ROUNDED_TYPES`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from remat import _jax
-from remat.aliases import Aval, Size
+from remat.aliases import Aval, Decision, Size
 from remat.ir.operations import names_where
 from remat.ir.split import split
 
@@ -57,7 +57,7 @@ class Cut(NamedTuple):
 
 # Cached: JAX lowers each jaxpr object once, and a policy is asked only once.
 @_jax.weakref_lru_cache
-def cut(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Callable[..., Any]) -> Cut:
+def cut(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Callable[..., Decision]) -> Cut:
     """Cut a region as `policy(primitive, *avals, **params)` decides.
 
     Args:
@@ -103,7 +103,7 @@ def cut(jaxpr: _jax.Jaxpr, ins_unknown: tuple[bool, ...], policy: Callable[..., 
 _EXPANDING = names_where("is_expansion")
 
 
-def save_compact(prim: _jax.Primitive, /, *_: Any, **__: Any) -> bool:
+def save_compact(prim: _jax.Primitive, /, *_: object, **__: object) -> bool:
     """Return False for operations that make a large value from a small one, and True for others.
 
     JAX moves loop-invariant values out of a loop, and splits the forward half of the body for that. Masks and

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from remat import _jax
-from remat.aliases import Array, Atom, Decision, Dim
+from remat.aliases import Array, Atom, Aval, AxisData, Decision, Dim
 from remat.ir import jaxprs
 
 _jax.exclude_from_tracebacks(__file__)
@@ -28,12 +28,14 @@ mark_p.def_impl(lambda x, **_: x)
 mark_p.def_abstract_eval(lambda aval, **_: aval)
 
 
-def _jvp(primals: Sequence[Array], tangents: Sequence[Array], **params: Any) -> tuple[Any, Any]:
+def _jvp(primals: Sequence[Array], tangents: Sequence[Array], **params: Any) -> tuple[Array, Array]:
     (x,), (t,) = primals, tangents
     return mark_p.bind(x, **params), t
 
 
-def _batch(_: Any, args: Sequence[Array], dims: Sequence[Dim], **params: Any) -> tuple[Any, Any]:
+def _batch(
+    _: AxisData, args: Sequence[Array], dims: Sequence[Dim], **params: Any
+) -> tuple[Array, Dim]:
     return mark_p.bind(args[0], **params), dims[0]
 
 
@@ -43,7 +45,7 @@ _jax.register_linear_transpose(mark_p, lambda ct, _, **__: [ct])
 _jax.register_lowering(mark_p, lambda _, x, **__: [x])
 
 
-def decide_by_marks(primitive: _jax.Primitive, /, *_: Any, **params: Any) -> Any:
+def decide_by_marks(primitive: _jax.Primitive, /, *_: Aval, **params: Any) -> Decision:
     """Return the decision of a mark; recompute all other values. This is a policy in JAX's form."""
     return params["case"] if primitive is mark_p else _jax.Recompute
 
@@ -78,7 +80,7 @@ def rewrite(jaxpr: _jax.Jaxpr, path: str, decide: Decide) -> _jax.Jaxpr:
     same: dict[_jax.Var, Atom] = {}  # results of dropped marks
     changed = False
 
-    def look(v: Atom) -> Any:
+    def look(v: Atom) -> Atom:
         return same.get(v, v) if not isinstance(v, _jax.Literal) else v
 
     for eqn in jaxpr.eqns:

@@ -34,11 +34,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from remat import _jax
-from remat.aliases import Array, Atom, AxisData, Dim, IrValue, PolicyLike
+from remat.aliases import Array, Atom, Aval, AxisData, Dim, Effect, IrValue, Params, PolicyLike
 from remat.errors import EffectError, LinearizationError
 from remat.ir import jaxprs
 from remat.ir.split import (
@@ -74,7 +74,7 @@ def parameters(
     differentiated: bool = False,
     names_pending: bool = False,
     cotangents: tuple[bool, ...] = (),
-) -> dict[str, Any]:
+) -> Params:
     """Return the parameters of a region's equation; the module's docstring explains them."""
     return {
         "jaxpr": jaxpr,
@@ -144,12 +144,12 @@ def _append(prevent_cse: PreventCse, n: int) -> PreventCse:
 
 
 @remat_p.def_impl
-def _impl(*args: Array, jaxpr: _jax.Jaxpr, **_: Any) -> list[Array]:
+def _impl(*args: Array, jaxpr: _jax.Jaxpr, **_: object) -> list[Array]:
     return _jax.eval_jaxpr(jaxpr, (), *args)
 
 
 @remat_p.def_effectful_abstract_eval
-def _abstract_eval(*_: Any, jaxpr: _jax.Jaxpr, **__: Any) -> tuple[list[Any], Any]:
+def _abstract_eval(*_: Aval, jaxpr: _jax.Jaxpr, **__: object) -> tuple[list[Aval], set[Effect]]:
     return [v.aval for v in jaxpr.outvars], _jax.positional_effects(jaxpr)
 
 
@@ -185,7 +185,7 @@ class _Derived(NamedTuple):
     jaxpr: _jax.Jaxpr
     consts: tuple[Array, ...]
     outs_nonzero: Sequence[bool]
-    params: dict[str, Any]  # of its equation, all but the jaxpr
+    params: Params  # of its equation, all but the jaxpr
 
 
 def _derive(jaxpr: _jax.Jaxpr, nonzero: Sequence[bool], params: Mapping[str, Any]) -> _Derived:
@@ -214,7 +214,7 @@ def _linearize(
     *,
     jaxpr: _jax.Jaxpr,
     **params: Any,
-) -> tuple[list[Any], list[bool], list[Any], Any]:
+) -> tuple[list[Array], list[bool], list[Array], Callable[..., list[Array]]]:
     """Take steps 1 and 2 at once: return the results, and the linear program on the tangents."""
     derived = _derive(jaxpr, nonzero, params)
     values, n_tangents = [*derived.consts, *primals], sum(nonzero)
@@ -283,7 +283,7 @@ class _Forward(NamedTuple):
     cut: Cut
     outs: list[Array]  # the known results
     saved: list[Array]  # the residuals
-    backward: dict[str, Any]  # the parameters of the remaining equation
+    backward: Params  # the parameters of the remaining equation
 
 
 def _run_forward(
@@ -306,7 +306,9 @@ def _run_forward(
     return _Forward(c, known_outs, saved, backward)
 
 
-def _partial_eval(trace: Any, *tracers: Any, jaxpr: _jax.Jaxpr, **params: Any) -> list[Array]:
+def _partial_eval(
+    trace: Any, *tracers: _jax.Tracer, jaxpr: _jax.Jaxpr, **params: Any
+) -> list[Array]:
     """Take step 2 alone, for equations that JAX differentiates by partial evaluation."""
     unknown = tuple(not k for k in _jax.known_tracers(tracers))
     values = _jax.known_values(tracers)
@@ -378,7 +380,7 @@ def _split_region(eqn: _jax.JaxprEqn, operands: Operands, policy: Policy) -> Par
     if isinstance(policy, Mode):
         return _split_by_own_policy(eqn, operands.unknown)
     parts = split_call(eqn, operands, policy)
-    changed: dict[str, Any] = {}
+    changed: Params = {}
     if eqn.primitive is remat_p:
         changed = {"names_pending": False, "cotangents": ()}
     return parts._replace(
@@ -408,7 +410,7 @@ def _split_by_own_policy(eqn: _jax.JaxprEqn, unknown: tuple[bool, ...]) -> Parts
         forward = [region_equation(known, made, c.forward, like=eqn, policy=save_compact)]
     later = [v for v, used in zip(eqn.invars, c.backward_inputs) if used]
     unknown_results = [v for v, u in zip(eqn.outvars, c.outs_unknown) if u]
-    changed: dict[str, Any] = {"jaxpr": c.backward, "differentiated": True}
+    changed: Params = {"jaxpr": c.backward, "differentiated": True}
     changed["prevent_cse"] = _later_flags(params["prevent_cse"], c)
     if eqn.primitive is remat_p:
         changed |= {"names_pending": False, "cotangents": ()}
@@ -421,7 +423,7 @@ def _split_by_own_policy(eqn: _jax.JaxprEqn, unknown: tuple[bool, ...]) -> Parts
 
 def _split_in_jax_region(
     eqn: _jax.JaxprEqn, unknown: Sequence[bool], policy: Policy
-) -> tuple[Any, Any, Sequence[bool]]:
+) -> tuple[Sequence[_jax.JaxprEqn], Sequence[_jax.JaxprEqn], Sequence[bool]]:
     """Split a region inside one of `jax.checkpoint`."""
     none = (False,) * len(eqn.invars)
     parts = _split_region(eqn, Operands(tuple(unknown), none), policy)
@@ -536,7 +538,7 @@ def _lower(
     jaxpr: _jax.Jaxpr,
     prevent_cse: PreventCse,
     differentiated: bool,
-    **_: Any,
+    **_: object,
 ) -> Sequence[IrValue]:
     jaxpr = outlined(jaxpr)
     if not differentiated:

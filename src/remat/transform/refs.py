@@ -9,14 +9,11 @@ any other.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from remat import _jax
-from remat.aliases import Array
+from remat.aliases import Array, Arrays
 
 _jax.exclude_from_tracebacks(__file__)
-
-Arrays = list[Any]
 
 
 def with_values(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 
@@ -106,7 +105,7 @@ class Residuals:
         return "\n".join(lines)
 
 
-def residuals(f: Callable[..., Any], /, *args: PyTree, **kwargs: PyTree) -> Residuals:
+def residuals(f: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> Residuals:
     """Return the values that `f` keeps for its backward pass at these arguments, without running it.
 
     >>> import jax.numpy as jnp, remat
@@ -148,7 +147,7 @@ def residuals(f: Callable[..., Any], /, *args: PyTree, **kwargs: PyTree) -> Resi
 
 
 def saved_residuals(
-    f: Callable[..., Any], /, *args: PyTree, **kwargs: PyTree
+    f: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree
 ) -> list[tuple[Aval, str]]:
     """Return the residuals of `f` as pairs of an abstract value and where it comes from.
 
@@ -161,7 +160,7 @@ def saved_residuals(
     return [(r.aval, r.origin) for r in residuals(f, *args, **kwargs)]
 
 
-def print_saved_residuals(f: Callable[..., Any], /, *args: PyTree, **kwargs: PyTree) -> None:
+def print_saved_residuals(f: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> None:
     """Print the residuals of `f`, one per line.
 
     >>> import jax.numpy as jnp, remat
@@ -183,7 +182,7 @@ def describe(
 ) -> Iterator[Residual]:
     """Yield descriptions of the residuals, which are the last results of a forward pass's jaxpr."""
     made = _Made(jaxpr)
-    kept: dict[Atom, Any] = {}  # the value behind each residual -> the residual itself
+    kept: dict[Atom, Atom] = {}  # the value behind each residual -> the residual itself
     for v in jaxpr.outvars[len(jaxpr.outvars) - n_residuals :]:
         if isinstance(v, _jax.Literal):
             yield _residual(v.aval, "literal", "from a literal")
@@ -240,7 +239,7 @@ class _Made:
         self._named = policies.names_of_values(jaxpr)
         self._marked: dict[Atom, _jax.JaxprEqn] = {}
 
-    def source(self, v: Atom) -> Any:
+    def source(self, v: Atom) -> Atom:
         """Return the value of which `v` is a rounded, marked or moved copy."""
         while (eqn := self.producer.get(v)) is not None and eqn.primitive.name in _LOOK_THROUGH:
             inner = eqn.invars[eqn.outvars.index(v)]

@@ -10,7 +10,7 @@ import inspect
 import math
 import operator
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from remat import _jax
@@ -22,14 +22,19 @@ _jax.exclude_from_tracebacks(__file__)
 class Statics:
     """The static arguments of a function, by position and by name."""
 
-    def __init__(self, argnums: tuple[int, ...], argnames: tuple[str, ...], signature: Any):
+    def __init__(
+        self,
+        argnums: tuple[int, ...],
+        argnames: tuple[str, ...],
+        signature: inspect.Signature | None,
+    ):
         self.argnums = argnums
         self.argnames = argnames
         self.parameters = list(signature.parameters.values()) if signature else []
         self.any = bool(argnums or argnames)
 
     @staticmethod
-    def of(fun: Callable, argnums: Any, argnames: Any) -> Statics:
+    def of(fun: Callable, argnums: object, argnames: object) -> Statics:
         nums, names = as_argnums(argnums), as_argnames(argnames)
         signature = None
         if nums or names:
@@ -46,7 +51,7 @@ class Statics:
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         return [p for p in self.parameters if p.kind in kinds]
 
-    def _has(self, kind: Any) -> bool:
+    def _has(self, kind: object) -> bool:
         return any(p.kind is kind for p in self.parameters)
 
     def _check_against_signature(self, fun: Callable) -> None:
@@ -99,7 +104,7 @@ class Statics:
         return tuple(sorted(positions)), tuple(sorted(names))
 
 
-def as_argnums(given: Any) -> tuple[int, ...]:
+def as_argnums(given: object) -> tuple[int, ...]:
     items = given if isinstance(given, (tuple, list, range, set, frozenset)) else (given,)
     numbers = []
     for item in items:
@@ -116,7 +121,7 @@ def as_argnums(given: Any) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def as_argnames(given: Any) -> tuple[str, ...]:
+def as_argnames(given: object) -> tuple[str, ...]:
     if isinstance(given, str):
         return (given,)
     if not isinstance(given, Iterable):
@@ -155,25 +160,30 @@ class _Specialization(NamedTuple):
     filled: Callable
 
 
+# The id of the function, the number of arguments, and each static argument with the key of its value.
+_Key = tuple[int, int, tuple[tuple[int | str, object], ...]]
+
 # Keyed by the function (referenced weakly) and by the static values, so that each is traced once. A
 # specialization must not keep alive its function, nor objects that are equal only to themselves, so it has
 # weak references to them; the call in progress keeps them valid. Several threads may use the cache at
 # once: each access to a dictionary is a single operation (list(d), unlike a loop over d, is not
 # interrupted by other threads or finalizers), and if two threads add the same key, the first entry is used.
-_specializations: weakref.WeakKeyDictionary[Callable, dict[Any, _Specialization]] = (
+_specializations: weakref.WeakKeyDictionary[Callable, dict[_Key, _Specialization]] = (
     weakref.WeakKeyDictionary()
 )
 _MAX_SPECIALIZATIONS = 256
 
 
-def _specialized(fun: Callable, static: tuple[tuple[Any, Any], ...], n_args: int) -> Callable:
+def _specialized(
+    fun: Callable, static: tuple[tuple[int | str, object], ...], n_args: int
+) -> Callable:
     values = {where: _hold(value) for where, value in static}
     try:
         # Equal functions (two bound methods) may have different lifetimes.
         key = (id(fun), n_args, tuple((where, _key(held)) for where, held in values.items()))
         hash(key)
         known = _specializations.setdefault(fun, {})
-        fun_held: Any = weakref.ref(fun)
+        fun_held = weakref.ref(fun)
     except TypeError:
         known = None
     if known is None or any(isinstance(value, _jax.Tracer) for _, value in static):
@@ -188,7 +198,7 @@ def _specialized(fun: Callable, static: tuple[tuple[Any, Any], ...], n_args: int
     return found.filled
 
 
-def _make_room(known: dict[Any, _Specialization]) -> None:
+def _make_room(known: dict[_Key, _Specialization]) -> None:
     """Remove specializations whose function or values were deleted, and the oldest if there are too many."""
     keys = list(known)
     for key in keys:
@@ -202,14 +212,14 @@ def _make_room(known: dict[Any, _Specialization]) -> None:
 class _Strong:
     """A strong reference with the interface of a weak one."""
 
-    def __init__(self, value: Any):
+    def __init__(self, value: object):
         self.value = value
 
-    def __call__(self) -> Any:
+    def __call__(self) -> object:
         return self.value
 
 
-def _hold(value: Any) -> Any:
+def _hold(value: object) -> _Strong | weakref.ref:
     """Return a reference to a static value: a weak one if only the value itself is equal to it."""
     if type(value).__eq__ is object.__eq__ and not isinstance(value, type):
         try:
@@ -219,11 +229,11 @@ def _hold(value: Any) -> Any:
     return _Strong(value)
 
 
-def _key(held: Any) -> Any:
+def _key(held: _Strong | weakref.ref) -> object:
     return _typed(held.value) if isinstance(held, _Strong) else held
 
 
-def _typed(value: Any) -> Any:
+def _typed(value: object) -> object:
     """Return a key that differs for values that are equal but not the same: 1, 1.0 and True, 0.0 and -0.0."""
     if isinstance(value, float):
         return (type(value), value, math.copysign(1.0, value))
@@ -232,11 +242,13 @@ def _typed(value: Any) -> Any:
     return (type(value), value)
 
 
-def _is_dead(part: Any) -> bool:
+def _is_dead(part: object) -> bool:
     return isinstance(part, weakref.ref) and part() is None
 
 
-def _fill_in(get_fun: Callable[[], Any], static: dict[Any, Any], n_args: int) -> Callable:
+def _fill_in(
+    get_fun: Callable[[], Any], static: Mapping[int | str, Callable[[], object]], n_args: int
+) -> Callable:
     def filled(*dynamic: Any, **kwargs: Any) -> Any:
         rest = iter(dynamic)
         args = [static[n]() if n in static else next(rest) for n in range(n_args)]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar, Unpack
 import jax
 
 from remat import _jax
-from remat.aliases import Aval, Decision, PolicyLike
+from remat.aliases import Aval, Decision, Params, PolicyLike
 from remat.errors import PolicyError, closest
 from remat.transform.policies.selector import RegionValue, Selector, Selectors, check_strings
 
@@ -34,7 +34,7 @@ class Policy:
         """Yield the policies that this one consists of, itself first."""
         yield self
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         # JAX's decisions are compared by identity, so they must not be copied: only then do copied and
         # unpickled policies equal the original.
         singletons = {_jax.SaveableType: _jax.Saveable, _jax.RecomputeType: _jax.Recompute}
@@ -105,7 +105,7 @@ class _OneEquation(NamedTuple):
 
     primitive: _jax.Primitive
     avals: tuple[Aval, ...]
-    params: dict[str, Any]
+    params: Params
 
     @property
     def invars(self) -> list[_Typed]:
@@ -267,7 +267,7 @@ class Foreign(Policy):
         error: TypeError,
         primitive: _jax.Primitive,
         avals: tuple[Aval, ...],
-        params: dict[str, Any],
+        params: Params,
     ) -> None:
         try:
             inspect.signature(self.function).bind(primitive, *avals, **params)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from remat import _jax
+from remat.aliases import PolicyLike
 from remat.errors import MemoryKindError, PolicyError, UnknownNameError, closest
 from remat.globs import any_name_matches, path_matches
 from remat.transform import derivative_rules, marks
@@ -15,7 +16,7 @@ from remat.transform.policies.algebra import Policy, Select, as_policy
 _jax.exclude_from_tracebacks(__file__)
 
 
-def check_policy(policy: Any) -> None:
+def check_policy(policy: object) -> None:
     """Raise for a value that is not a policy, before anything is traced.
 
     Raises:
@@ -41,7 +42,7 @@ def check_policy(policy: Any) -> None:
                 )
 
 
-def _offloads(policy: Any) -> Iterator[Any]:
+def _offloads(policy: object) -> Iterator[_jax.Offloadable]:
     for part in policy.parts() if isinstance(policy, Policy) else ():
         case = getattr(part, "case", None)
         if isinstance(case, _jax.Offloadable):
@@ -67,7 +68,7 @@ class _Absent(NamedTuple):
     wanted: str
 
 
-def check_names(policy: Any, jaxpr: _jax.Jaxpr) -> bool:
+def check_names(policy: PolicyLike, jaxpr: _jax.Jaxpr) -> bool:
     """Raise for a policy that selects names or a path that no value of the region has.
 
     Values in the user's derivative and batching rules count, too: rules are traced if something is not found

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from remat import _jax
+from remat.aliases import Decision, PolicyLike
 from remat.ir import jaxprs
 from remat.transform import marks
 from remat.transform.policies.algebra import Foreign, Policy, keep_rank
 from remat.transform.policies.selector import RegionValue
 
 
-def resolve(policy: Any, jaxpr: _jax.Jaxpr) -> tuple[_jax.Jaxpr, Callable[..., Any]]:
+def resolve(policy: PolicyLike, jaxpr: _jax.Jaxpr) -> tuple[_jax.Jaxpr, Callable[..., Decision]]:
     """Return a region's jaxpr and a policy in JAX's form, from a policy in any form.
 
     The decisions of a policy of `remat.policies` become marks in the jaxpr, at every depth. A callable
@@ -30,7 +31,7 @@ def resolve(policy: Any, jaxpr: _jax.Jaxpr) -> tuple[_jax.Jaxpr, Callable[..., A
     return jaxpr, _recompute_all if policy is None else Foreign(policy)
 
 
-def _recompute_all(*_: Any, **__: Any) -> bool:
+def _recompute_all(*_: object, **__: object) -> bool:
     return False
 
 

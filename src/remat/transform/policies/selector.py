@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from remat import _jax, units
 from remat.aliases import Aval, Eqn, Size
@@ -43,7 +44,7 @@ class Selectors(TypedDict, total=False):
     """The keywords by which `save`, `recompute` and `offload` select values."""
 
     primitive: str | Iterable[str]
-    dtype: Any
+    dtype: DTypeLike | Iterable[DTypeLike] | None
     path: str | None
     min_bytes: int | str | None
     max_bytes: int | str | None
@@ -109,7 +110,7 @@ class Selector:
         )
 
     def _is_within_bounds(self, value: RegionValue, undecided: bool) -> bool:
-        def holds(compare: Callable[[], Any]) -> bool:
+        def holds(compare: Callable[[], object]) -> bool:
             answer = _jax.decided(compare)
             return undecided if answer is None else answer
 
@@ -140,7 +141,7 @@ class Selector:
 # Arguments
 
 
-def check_strings(given: Iterable[Any], what: str) -> None:
+def check_strings(given: Iterable[object], what: str) -> None:
     """Raise unless all items are non-empty strings."""
     for item in given:
         if isinstance(item, str) and item:
@@ -163,17 +164,17 @@ def _as_items(given: Any) -> tuple[Any, ...]:
     return tuple(given) if several else (given,)
 
 
-def _primitives(given: Any) -> tuple[str, ...]:
+def _primitives(given: object) -> tuple[str, ...]:
     primitives = _as_items(given)
     check_strings(primitives, "names of primitives")
     return primitives
 
 
-def _dtypes(given: Any) -> tuple[str, ...]:
+def _dtypes(given: object) -> tuple[str, ...]:
     return tuple(_dtype_name(d) for d in _as_items(given))
 
 
-def _dtype_name(given: Any) -> str:
+def _dtype_name(given: DTypeLike) -> str:
     if given in (bool, int, float, complex):  # of the size that JAX gives such values now
         return str(jax.dtypes.canonicalize_dtype(given))
     try:
@@ -211,7 +212,7 @@ def _path(given: Any) -> str | None:
     return given
 
 
-def _as_bool(given: Any) -> bool:
+def _as_bool(given: object) -> bool:
     if not isinstance(given, bool):
         raise PolicyError(f"strict is a bool, not {given!r}.")
     return given
