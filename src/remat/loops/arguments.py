@@ -34,7 +34,7 @@ def whole_number(value: Any, name: str, least: int) -> int:
     return number
 
 
-def unroll_factor(unroll: Any) -> int | bool:
+def unroll_factor(unroll: object) -> int | bool:
     """Return `unroll=` in the form that `jax.lax.scan` takes: a bool or a positive int.
 
     Raises:

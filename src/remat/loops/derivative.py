@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -110,7 +109,7 @@ def _sweeping(loop: Loop, mask: Mask) -> Callable:
         results, held = mixed.sweep(loop, split_inputs(loop, flat), split_inputs(loop, mask))
         return align(_flat(results), flat), held
 
-    def rule(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+    def rule(primals: tuple, tangents: tuple) -> tuple[PyTree, PyTree]:
         (flat,), (flat_tangents,) = primals, tangents
         flat = as_arrays(flat)
         results, held = keep_rules(function)(flat)

@@ -14,7 +14,7 @@ transposes some of these silently, so `push` looks at the equations first.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NoReturn
 
 import jax
 import numpy as np
@@ -99,7 +99,7 @@ def uses_custom_jvp(jaxpr: JaxprLike) -> bool:
     return any(all(e.primitive is not align_p for e in body.eqns) for body in bodies)
 
 
-def _refuse(*_: Any, **__: Any) -> Any:
+def _refuse(*_: object, **__: object) -> NoReturn:
     raise ForwardModeError(_NOT_DEFINED)
 
 

@@ -9,7 +9,7 @@ cosine of the derivative of a sine, is kept once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 
@@ -49,7 +49,7 @@ class Halves(NamedTuple):
     forward: _jax.Jaxpr
     added: Arrays
     fixed: _jax.Jaxpr
-    leaves: tuple[tuple[Source, Any], ...]
+    leaves: tuple[tuple[Source, int | Array], ...]
     tree: TreeDef
     kept: list[Aval]
     stacked: list[Aval]
@@ -84,7 +84,7 @@ def split_step(body: _jax.Jaxpr, masks: Masks) -> Halves:
     out_marks = (*masks.carry, *masks.ys)
 
     def forward(*values: Array) -> tuple[Arrays, TreeDef]:
-        def step(*marked: Array) -> tuple[Any, Arrays]:
+        def step(*marked: Array) -> tuple[tuple[Arrays, Arrays], Arrays]:
             replacements = iter(marked)
             given = [next(replacements) if m else v for v, m in zip(values, marks)]
             out = _jax.call_jaxpr(body, given)
@@ -105,15 +105,15 @@ def split_step(body: _jax.Jaxpr, masks: Masks) -> Halves:
     inputs = jaxpr.invars
     first_carry = n_fixed
     first_x = first_carry + n_carry
-    sources: dict[Any, tuple[Source, Any]] = {
+    sources: dict[Atom, tuple[Source, int]] = {
         v: ("const", i) for i, v in enumerate(inputs[:first_carry])
     }
     sources |= {v: ("x", i) for i, v in enumerate(inputs[first_x:])}
     fixed_eqns = _fixed(jaxpr, inputs[:first_carry])
     is_fixed = {v for eqn in fixed_eqns for v in eqn.outvars}
-    kept: list[Any] = []
-    fixed: list[Any] = []
-    leaves: list[tuple[Source, Any]] = []
+    kept: list[Atom] = []
+    fixed: list[Atom] = []
+    leaves: list[tuple[Source, int | Array]] = []
     for v in jaxpr.outvars[n_out:]:
         if not _jax.is_var(v):
             leaves.append(("literal", v.val))
@@ -141,7 +141,7 @@ def split_step(body: _jax.Jaxpr, masks: Masks) -> Halves:
 
 
 def _stacked(
-    jaxpr: _jax.Jaxpr, residuals: Sequence[Array], first_carry: int, first_x: int
+    jaxpr: _jax.Jaxpr, residuals: Sequence[Atom], first_carry: int, first_x: int
 ) -> list[Aval]:
     """Return the types of the residuals that differ from step to step."""
     fixed = _fixed(jaxpr, jaxpr.invars[:first_carry])

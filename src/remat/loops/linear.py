@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from remat import _jax
-from remat.aliases import Array, Arrays, AxisData, Dim
+from remat.aliases import Array, Arrays, Aval, AxisData, Dim, Effect
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,11 +91,11 @@ def _split(args: Sequence[Array], n_consts: int, n_residuals: int) -> tuple[Arra
     return list(args[:n_residuals]), list(args[n_residuals:])
 
 
-def _evaluate(*args: Array, jaxpr: _jax.Jaxpr, **_: Any) -> Arrays:
+def _evaluate(*args: Array, jaxpr: _jax.Jaxpr, **_: object) -> Arrays:
     return _jax.call_jaxpr(jaxpr, args)
 
 
-def _abstract(*_: Any, jaxpr: _jax.Jaxpr, **__: Any) -> tuple[Arrays, Any]:
+def _abstract(*_: Aval, jaxpr: _jax.Jaxpr, **__: object) -> tuple[list[Aval], set[Effect]]:
     return _jax.out_avals(jaxpr), jaxpr.effects
 
 

@@ -24,11 +24,12 @@ residuals of the steps.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from remat import _jax
 from remat.aliases import Array, Arrays, PyTree
@@ -275,7 +276,7 @@ def _one_at(level: Array, n_levels: int) -> Array:
     return (jnp.arange(1, n_levels + 1, dtype=jnp.int32) == level).astype(jnp.int32)
 
 
-def _table(column: np.ndarray, dtype: Any) -> Array:
+def _table(column: np.ndarray, dtype: DTypeLike) -> Array:
     return _jax.in_mesh(jnp.asarray(column.astype(dtype)))
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -245,7 +244,13 @@ class Division:
         self.budget_bytes = budget_bytes
 
     @staticmethod
-    def of(lengths: Any, *, length: Any, levels: Any, budget: Any) -> Division:
+    def of(
+        lengths: Sequence[int] | str,
+        *,
+        length: int | None,
+        levels: int | None,
+        budget: units.Number | None,
+    ) -> Division:
         if length is not None:
             length = whole_number(length, "length", 1)
         if isinstance(lengths, str):

@@ -9,13 +9,13 @@ slices; if each lane of a batch has its own index, they loop over the lanes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax.numpy as jnp
 from jax import lax
 
 from remat import _jax
-from remat.aliases import Array, Arrays, Aval, AxisData, Dim
+from remat.aliases import Array, Arrays, Aval, AxisData, Dim, Effect
 
 Axes = tuple[int, ...]
 
@@ -83,12 +83,12 @@ def _batch_write(
     return [lax.fori_loop(jnp.int32(0), jnp.int32(axis.size), lane, rows)], [0]
 
 
-def _no_derivative(*_: Any, **__: Any) -> NoReturn:
+def _no_derivative(*_: object, **__: object) -> NoReturn:
     raise AssertionError("checkpoints have no derivative")
 
 
 def _register(primitive: _jax.Primitive, evaluate: Callable, batch: Callable) -> None:
-    def abstract(*types: Aval, axes: Axes) -> tuple[Arrays, Any]:
+    def abstract(*types: Aval, axes: Axes) -> tuple[list[Aval], set[Effect]]:
         jaxpr, _, _ = _jax.trace_call(lambda *args: evaluate(*args, axes=axes), *types)
         return _jax.out_avals(jaxpr), set()
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax import lax
@@ -165,10 +164,10 @@ _jax.register_jvp(put_p, _put_jvp)
 # the batch is `n_lanes` leading axes of all operands, and the axis is that of one lane's stack.
 
 
-def _batch_in_front(primitive: _jax.Primitive) -> Callable[..., Any]:
+def _batch_in_front(primitive: _jax.Primitive) -> Callable:
     def rule(
         axis_data: AxisData, args: Sequence[Array], dims: Sequence[Dim], *, axis: int, n_lanes: int
-    ) -> Any:
+    ) -> tuple[Arrays, list[Dim]]:
         if all(dim is None for dim in dims):
             outs = primitive.bind(*args, axis=axis, n_lanes=n_lanes)
             return outs, [None] * len(outs)

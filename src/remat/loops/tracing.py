@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ class TracedBody(NamedTuple):
     carry: Arrays
     carry_tree: TreeDef
     y_tree: TreeDef
-    refs: list[Any]
+    refs: Arrays
 
     def finish(self, carry: Arrays) -> PyTree:
         """Write the final values of the refs, and return the user's part of a final carry."""

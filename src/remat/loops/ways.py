@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -27,6 +27,8 @@ from remat.loops.store import DEVICE, Store
 from remat.loops.times import time_to_keep
 from remat.loops.tracing import TracedBody, body_residual_bytes, stacked_bytes
 from remat.units import format_bytes
+
+Kind = Literal["plain", "nested", "mixed", "binomial", "hierarchical"]
 
 
 class Scanned(NamedTuple):
@@ -70,7 +72,7 @@ class Choice:
         more time within the budget.
     """
 
-    kind: Literal["plain", "nested", "mixed", "binomial", "hierarchical"]
+    kind: Kind
     schedule: Multilevel | Mixed | Binomial | Hierarchical | None
     n: int
     state_bytes: Size
@@ -250,8 +252,8 @@ class Ways:
 
     def _choice(
         self,
-        kind: Any,
-        schedule: Any,
+        kind: Kind,
+        schedule: Multilevel | Mixed | Binomial | Hierarchical | None,
         kept_bytes: Size,
         why: str,
         slots: int = 0,

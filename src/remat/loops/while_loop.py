@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import checkify
 
 from remat import _jax
-from remat.aliases import Array, Arrays, PolicyLike, PyTree
+from remat.aliases import Array, Arrays, AxisData, Dim, PolicyLike, PyTree
 from remat.errors import EffectError, ScheduleError, StepLimitError
 from remat.loops.arguments import unroll_factor, whole_number
 from remat.loops.choice import DEFAULT_CHECKPOINTS, slots_of_unknown_length
@@ -280,7 +280,9 @@ def _refuse(exceeded: Array, max_steps: int, how: str) -> None:
     lax.cond(exceeded, lambda e: jax.debug.callback(fail, e), lambda e: None, exceeded)
 
 
-def _any_example(axis: Any, args: Any, dims: Any) -> tuple[list[Any], list[None]]:
+def _any_example(
+    axis: AxisData, args: Sequence[Array], dims: Sequence[Dim]
+) -> tuple[Arrays, list[None]]:
     return any_example_p.bind(jnp.any(args[0], dims[0])), [None]
 
 
@@ -339,7 +341,7 @@ def _test_of_values(
     return _jax.rebuild(jaxpr, invars=invars), select(values, fixed)
 
 
-def _bound(value: Any, name: str) -> int | None:
+def _bound(value: Array, name: str) -> int | None:
     """Return a bound as a Python int, or None if it is traced."""
     with contextlib.suppress(TypeError):
         return operator.index(value)
