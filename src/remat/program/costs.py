@@ -33,7 +33,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ from rich.console import Console
 from rich.progress import track
 
 from remat import _jax
-from remat.aliases import Aval
+from remat.aliases import Aval, PyTree
 from remat.cache import Cache
 from remat.errors import PlanError, closest
 from remat.ir import jaxprs
@@ -390,7 +390,7 @@ def _filled(aval: Aval) -> jax.Array:
     return jnp.full(aval.shape, fill, aval.dtype)
 
 
-def _median_s(program: Callable[..., Any], args: list[jax.Array]) -> float:
+def _median_s(program: Callable[..., PyTree], args: list[jax.Array]) -> float:
     jax.block_until_ready(program(*args))
     times = []
     for _ in range(_REPEATS):
@@ -405,7 +405,7 @@ def _median_s(program: Callable[..., Any], args: list[jax.Array]) -> float:
 _NAMES = ("roofline", "measured")
 
 
-def check_costs(costs: Any) -> None:
+def check_costs(costs: object) -> None:
     """Check that a value is a cost model or the name of one.
 
     Raises:

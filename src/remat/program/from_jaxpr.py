@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from remat import _jax
 from remat.aliases import Aval
@@ -460,7 +460,7 @@ def _dtype(eqn: _jax.JaxprEqn) -> str:
 
 
 @functools.cache  # texts of types take long, and few types exist
-def _inexact_name(dtype: Any) -> str:
+def _inexact_name(dtype: object) -> str:
     """Return the name of a type of real or complex numbers; "" for others."""
     name = str(dtype)
     return name if name.startswith(("float", "bfloat", "complex")) else ""
