@@ -9,11 +9,12 @@ trace with marks is never reused without them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import ParamSpec, TypeVar, overload
 
 import jax
 
 from remat import _jax
+from remat.aliases import PyTree
 from remat.marked import note
 
 _jax.exclude_from_tracebacks(__file__)
@@ -70,7 +71,7 @@ def auto(fun: Callable | None = None, /, *, name: str | None = None) -> Callable
     called = name or str(getattr(fun, "__qualname__", type(fun).__qualname__))
 
     @_jax.wraps(fun)
-    def marked(*args: Any, **kwargs: Any) -> Any:
+    def marked(*args: PyTree, **kwargs: PyTree) -> PyTree:
         note(called)
         if tracing.value != WITH_MARKS:
             return fun(*args, **kwargs)

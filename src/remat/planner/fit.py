@@ -210,12 +210,12 @@ class Fitted:
     def __copy__(self) -> Fitted:
         return Fitted(self._step, self._budget, self._given, self._options, self._jit_options)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Fitted:
+    def __deepcopy__(self, memo: dict[int, object]) -> Fitted:
         # All other fields are immutable, and a target's devices cannot be copied.
         step = copy.deepcopy(self._step, memo)
         return Fitted(step, self._budget, self._given, self._options, self._jit_options)
 
-    def __reduce__(self) -> str | tuple[type[Fitted], tuple[Any, ...]]:
+    def __reduce__(self) -> str | tuple[type[Fitted], tuple]:
         """Pickle by name if a module has the fitted step under its name, else the step and its options.
 
         Compiled programs are not pickled. The cache on disk has the plan.
@@ -253,7 +253,7 @@ class Fitted:
 
     def _with_plan(
         self, run: Callable, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
-    ) -> Any:
+    ) -> PyTree:
         """Call a method of the jitted function; make the plan that it asks for, and call it again."""
         signature: _Signature | None = None
         while True:

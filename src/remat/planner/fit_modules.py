@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from remat import _jax
+from remat.aliases import PyTree
 from remat.module_steps import Call, ModuleStep
 from remat.planner.fit import Fitted, by_name, fit
 from remat.planner.plan_file import Plan
@@ -29,23 +30,23 @@ class FittedModules:
         self._fitted: Fitted = fit(step, **options)
         functools.update_wrapper(self, step.step, updated=())
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if jax.config.jax_disable_jit:
             return self._step.step(*args, **kwargs)
         call = self.call(args, kwargs)
         return call.finish(self._fitted(*call.args, **call.kwargs))
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
+    def lower(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Lowered:
         """Lower the step as a function of arrays for these arguments. No module is changed."""
         call = self.call(args, kwargs)
         return self._fitted.lower(*call.args, **call.kwargs)
 
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
+    def trace(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Traced:
         """Trace the step as a function of arrays for these arguments. No module is changed."""
         call = self.call(args, kwargs)
         return self._fitted.trace(*call.args, **call.kwargs)
 
-    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+    def plan(self, *args: PyTree, **kwargs: PyTree) -> Plan:
         """Return the plan for these arguments; it is made now if there is none yet. Nothing is run."""
         call = self.call(args, kwargs)
         return self._fitted.plan(*call.args, **call.kwargs)
@@ -60,7 +61,7 @@ class FittedModules:
         """Return the fitted step as a function of arrays."""
         return self._fitted
 
-    def call(self, args: tuple, kwargs: Mapping[str, Any]) -> Call:
+    def call(self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> Call:
         """Return a call of the step as one of the function of arrays."""
         return self._step.arrays(args, kwargs)
 
@@ -71,7 +72,7 @@ class FittedModules:
     def __copy__(self) -> FittedModules:
         return FittedModules(self._step, self._options)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> str | tuple:
         """Pickle by name if a module has the fitted step under its name, else the step and its options."""
         return by_name(self) or (FittedModules, (self._step, self._options))
 

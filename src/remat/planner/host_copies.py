@@ -23,7 +23,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -130,7 +129,7 @@ class _Writer:
         self.leads_on = _leads_on(jaxpr)
         self.outvars = {v for v in jaxpr.outvars if _jax.is_var(v)}
         self.n_rows = stack_rows(v.aval for v in self.values)
-        self.stacks: dict[str, Any] = {}  # the newest variable of each stack
+        self.stacks: dict[str, _jax.Var] = {}  # the newest variable of each stack
         self.taken: collections.Counter[str] = collections.Counter()
         self.row: dict[int, int] = {}
         #: The variable that has each value's copy, once it is read.

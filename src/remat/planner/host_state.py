@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from remat import _jax
-from remat.aliases import Leaf, Sharding
+from remat.aliases import Leaf, PyTree, Sharding
 from remat.errors import PlanError, closest
 from remat.planner.host_updates import (
     OPTIMIZER as OPTIMIZER,
@@ -37,7 +37,7 @@ _KINDS = (ACTIVATIONS, OPTIMIZER, WEIGHTS)
 _HOST = "pinned_host"
 
 
-def parse_offload(offload: Any) -> frozenset[str]:
+def parse_offload(offload: object) -> frozenset[str]:
     """Return the kinds of values that an option `offload=` allows in the host's memory.
 
     >>> sorted(parse_offload("activations|optimizer")), sorted(parse_offload(True))
@@ -64,7 +64,7 @@ _POSSIBLE = (
 )
 
 
-def state_kinds(offload: Any) -> frozenset[str]:
+def state_kinds(offload: object) -> frozenset[str]:
     """Return those of the kinds that an option `offload=` allows which are arguments of the step."""
     return parse_offload(offload) - {ACTIVATIONS}
 
@@ -101,21 +101,21 @@ class HostState:
         )
         return dataclasses.replace(self, leaves=wanted, shardings=shardings, positions=positions)
 
-    def is_moved(self, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    def is_moved(self, args: tuple, kwargs: Mapping[str, PyTree]) -> bool:
         """Return whether the state is in the host's memory."""
         leaves = jax.tree.leaves((args, dict(kwargs)))
         kinds = (getattr(leaves[at], "sharding", None) for at in self.positions)
         return all(getattr(sharding, "memory_kind", None) == _HOST for sharding in kinds)
 
     def moved(
-        self, args: tuple, kwargs: Mapping[str, Any], target: Target
-    ) -> tuple[tuple, dict[str, Any]]:
+        self, args: tuple, kwargs: Mapping[str, PyTree], target: Target
+    ) -> tuple[tuple, dict[str, PyTree]]:
         """Return arguments with the state in the host's memory: arrays are copied, types get its kind."""
         leaves, tree = jax.tree.flatten(place((args, dict(kwargs)), target))
         for at in self.positions:
             leaves[at] = _in_memory(leaves[at], _HOST, target)
         # The mesh of the state may be the only one: planning places all arguments on it.
-        moved: tuple[tuple, dict[str, Any]] = place(jax.tree.unflatten(tree, leaves), target)
+        moved: tuple[tuple, dict[str, PyTree]] = place(jax.tree.unflatten(tree, leaves), target)
         return moved
 
     def hosted(self, step: Callable) -> Callable:
@@ -126,7 +126,7 @@ class HostState:
         shardings = dict(zip(self.leaves, self.shardings))
 
         @_jax.wraps(step)
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
             found = traced_flat(step, args, kwargs, self.donated, on_device=self.leaves)
             n_consts = len(found.consts)
             here = {n_consts + leaf: sharding for leaf, sharding in shardings.items()}
@@ -142,7 +142,7 @@ class HostState:
 def find_host_state(
     step: Callable,
     args: tuple,
-    kwargs: Mapping[str, Any],
+    kwargs: Mapping[str, PyTree],
     target: Target,
     jit_options: Mapping[str, Any],
     kinds: Collection[str] = (OPTIMIZER,),

@@ -27,8 +27,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -262,9 +261,9 @@ class _Finder:
 
     def _grouped(self, found: Mapping[_jax.Var, _jax.Var], members: set[int]) -> list[Update]:
         """Return the updates: equations that share values, with the equations that only they read."""
-        root: dict[Any, Any] = {}
+        root: dict[Hashable, Hashable] = {}
 
-        def find(x: Any) -> Any:
+        def find(x: Hashable) -> Hashable:
             root.setdefault(x, x)
             while root[x] != x:
                 root[x] = root[root[x]]
@@ -579,7 +578,7 @@ class _Loop:
             views[self.n_state + self.n_in_place :],
         )
 
-        def one(kept: Sequence[Array], at: tuple[Array, ...]) -> tuple[Arrays, Any]:
+        def one(kept: Sequence[Array], at: tuple[Array, ...]) -> tuple[Arrays, Arrays]:
             i, *rows = at
             old = [lax.dynamic_index_in_dim(x, i, keepdims=False) for x in kept]
             old[: self.n_state] = jax.device_put(old[: self.n_state], jax.memory.Space.Device)

@@ -121,7 +121,7 @@ def largest(
     return Largest(sizes[fitting], found, tuple((sizes[i], tried[i]) for i in sorted(tried)))
 
 
-def _parts(made: Any, size: Any) -> tuple[Callable, tuple, Mapping[str, Any]]:
+def _parts(made: Any, size: object) -> tuple[Callable, tuple, Mapping[str, Any]]:
     if isinstance(made, tuple) and len(made) == 2:
         made = (*made, {})
     is_valid = isinstance(made, tuple) and len(made) == 3

@@ -96,7 +96,7 @@ def plan(
     target: str | Target | None = None,
     offload: bool | str = True,
     host_budget: units.Number | None = None,
-    kwargs: Mapping[str, Any] | None = None,
+    kwargs: Mapping[str, PyTree] | None = None,
     cache: Cache | bool | str | os.PathLike[str] = True,
     costs: str | Costs = "roofline",
     verify: str | None = None,

@@ -24,6 +24,7 @@ import typing
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from remat.aliases import Json
 from remat.errors import PlanError, closest
 from remat.files import read_text, write_text
 from remat.json_lines import Reader
@@ -272,7 +273,7 @@ def _written(plan: Plan) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def _text_with_lists(fields: dict[str, Any], keys: Iterable[str]) -> str:
+def _text_with_lists(fields: dict[str, Json], keys: Iterable[str]) -> str:
     """Return a JSON object on one line, except that the lists at these keys have one item per line."""
     lists = {key: [_text(item) for item in fields.pop(key)] for key in keys}
     head = _text(fields).removesuffix("}")
@@ -286,11 +287,11 @@ def _list_text(items: Sequence[str], indent: str) -> str:
     return f"[\n{indent} {between.join(items)}\n{indent}]" if items else "[]"
 
 
-def _text(content: Any) -> str:
+def _text(content: Json) -> str:
     return json.dumps(content, allow_nan=False)
 
 
-def _plain(data: Any) -> Any:
+def _plain(data: object) -> Json:
     if dataclasses.is_dataclass(data):
         fields = {f.name: _plain(getattr(data, f.name)) for f in dataclasses.fields(data)}
         return fields | {"versions": dict(fields["versions"])} if "versions" in fields else fields
@@ -301,7 +302,7 @@ def _plain(data: Any) -> Any:
     return [_plain(item) for item in data] if isinstance(data, tuple) else data
 
 
-def _identified(kind: Any) -> type | None:
+def _identified(kind: object) -> type | None:
     """Return the dataclass if an annotation says that each item is a pair of an id and a dataclass.
 
     In a file such a pair is one object, which has the id as its first field.
@@ -311,7 +312,7 @@ def _identified(kind: Any) -> type | None:
     return parts[1] if is_pair else None
 
 
-def _checksum(fields: dict[str, Any]) -> str:
+def _checksum(fields: dict[str, Json]) -> str:
     """Return the checksum of all fields but `is_verified`."""
     known = {key: value for key, value in fields.items() if key != "is_verified"}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
@@ -359,7 +360,7 @@ class _PlanReader(Reader):
 
     def made(self, cls: type, places: dict[str, int], start: int) -> Any:
         """Return the dataclass whose fields are at these positions."""
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         items: dict[str, list[int]] = {}
         for name, place in places.items():
             self.at = place
@@ -375,7 +376,7 @@ class _PlanReader(Reader):
             why = str(error)
         self.fail(why, at)
 
-    def field(self, hint: Any, name: str) -> tuple[Any, list[int]]:
+    def field(self, hint: Any, name: str) -> tuple[object, list[int]]:
         """Return the value at the current position, and the positions of its items if it is a list."""
         if name == "versions":
             return self.versions()
@@ -396,7 +397,7 @@ class _PlanReader(Reader):
             found.append(self.item(kind, name) if is_item else self.value())
         return tuple(found), places
 
-    def item(self, kind: Any, name: str) -> Any:
+    def item(self, kind: Any, name: str) -> object:
         """Return the dataclass, or the pair of its id and a dataclass, at the current position."""
         start, places = self.places(f"each item of {name} must be an object")
         after = self.at
@@ -415,7 +416,7 @@ class _PlanReader(Reader):
         self.at = after
         return made
 
-    def versions(self) -> tuple[tuple[tuple[str, Any], ...], list[int]]:
+    def versions(self) -> tuple[tuple[tuple[str, Json], ...], list[int]]:
         found, places = [], []
         for key in self.members("versions must be an object"):
             places.append(self.at)
@@ -444,7 +445,7 @@ class _PlanReader(Reader):
         for key in sorted(needed - places.keys()):
             self.fail(f"the key {key!r} is missing.", start)
 
-    def value_at(self, place: int) -> Any:
+    def value_at(self, place: int) -> Json:
         self.at = place
         return self.value()
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -42,7 +41,7 @@ class _Loop:
     """A scan, and the constants of its jaxpr: the numbers that fill arrays, by the arrays' variables."""
 
     eqn: _jax.JaxprEqn
-    constants: Mapping[_jax.Var, Any]
+    constants: Mapping[_jax.Var, Array]
 
     @property
     def stacks(self) -> list[_jax.Var]:
@@ -85,7 +84,7 @@ def _is_array(aval: Aval) -> bool:
     )
 
 
-def _constants(jaxpr: _jax.Jaxpr) -> dict[_jax.Var, Any]:
+def _constants(jaxpr: _jax.Jaxpr) -> dict[_jax.Var, Array]:
     """Return the numbers that fill constant arrays, by the arrays' variables."""
     return {
         eqn.outvars[0]: eqn.invars[0].val

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from remat import _jax
-from remat.aliases import Sharding
+from remat.aliases import PyTree, Sharding
 from remat.errors import PlanError
 from remat.ir import jaxprs
 from remat.ir.equations import undifferentiated_call
@@ -47,7 +47,7 @@ class TracedStep:
 
     def __init__(
         self,
-        traced: Any,
+        traced: jax.stages.Traced,
         target: Target,
         compiler_options: Mapping[str, Any] | None = None,
         marked: Iterable[str] = (),
@@ -147,7 +147,7 @@ class TargetStep:
         self,
         fun: Callable,
         args: tuple,
-        kwargs: Mapping[str, Any],
+        kwargs: Mapping[str, PyTree],
         target: Target,
         jit_options: Mapping[str, Any],
     ) -> None:
@@ -176,7 +176,7 @@ class TargetStep:
     def _trace(self, fun: Callable) -> TracedStep:
         # A new function each time, since JAX caches traces by function.
         @_jax.wraps(self.fun)
-        def step(*args: Any, **kwargs: Any) -> Any:
+        def step(*args: PyTree, **kwargs: PyTree) -> PyTree:
             leaves = jax.tree.leaves((args, kwargs))
             positions[:] = [i for i, x in enumerate(leaves) if isinstance(x, _jax.Tracer)]
             return fun(*args, **kwargs)
@@ -189,7 +189,7 @@ class TargetStep:
         return TracedStep(traced, self.target, options, marked, positions)
 
 
-def unfitted(step: Any, jit_options: Mapping[str, Any]) -> tuple[Callable, dict[str, Any]]:
+def unfitted(step: Callable, jit_options: Mapping[str, Any]) -> tuple[Callable, dict[str, Any]]:
     """Return the step of a fitted or jitted function, and the options with which to jit it.
 
     The function's own options (donation, static arguments, shardings, compiler options) hold unless one of
