@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from remat import _jax
 from remat.aliases import PyTree
@@ -47,7 +47,7 @@ _jax.exclude_from_tracebacks(__file__)
 
 
 def explain(
-    f: Callable[..., Any],
+    f: Callable[..., PyTree],
     *args: PyTree,
     target: str | Target | None = None,
     compile: bool = True,

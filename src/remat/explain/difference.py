@@ -21,7 +21,11 @@ from remat.units import format_bytes
 
 
 def difference(
-    account: Account, predicted: Memory, compiled: Memory | None, program: Any, on: Target
+    account: Account,
+    predicted: Memory,
+    compiled: Memory | None,
+    program: Any,
+    on: Target,
 ) -> str:
     """Return the differences as text: empty if nothing was compiled."""
     if compiled is None:

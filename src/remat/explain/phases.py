@@ -17,8 +17,7 @@ remains if a compiler undoes rematerialization.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 from remat import _jax
 from remat.explain.unrolled import Unrolled, is_unrolled
@@ -99,7 +98,7 @@ class PhasedProgram:
 def merged(sides: PhasedProgram) -> PhasedProgram:
     """Merge repeated operations outside of regions, as compilers do."""
     program = sides.program
-    first: dict[Any, tuple[int, ...]] = {}
+    first: dict[Hashable, tuple[int, ...]] = {}
     of: dict[int, int] = {}
     kept: list[int] = []
     ops: list[Op] = []
@@ -430,7 +429,7 @@ def parts(eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> tuple[list[_jax.JaxprEqn], li
 
 def _same(program: Program, notes: Sequence[_Note], literals_of: dict[int, str]) -> dict[int, int]:
     copy_of: dict[int, int] = {}
-    first: dict[Any, Op] = {}
+    first: dict[Hashable, Op] = {}
     same: dict[int, int] = {}
     for op, note in zip(program.ops, notes):
         operands = tuple(copy_of.get(v, v) for v in op.operands)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jaxlib
@@ -46,7 +45,7 @@ _jax.exclude_from_tracebacks(__file__)
 
 
 def explanation_of(
-    f: Callable[..., Any],
+    f: Callable[..., PyTree],
     args: Sequence[PyTree],
     kwargs: Mapping[str, PyTree],
     target: str | targets.Target | None,
@@ -167,7 +166,7 @@ def _predicted_donating(step: ExplainedStep, on: targets.Target, names: frozense
 
 
 def _plan_followed_by(
-    f: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+    f: Callable[..., PyTree], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
 ) -> Followed | None:
     """Return the plan of a step fitted by `remat.fit`; None for other functions."""
     made = getattr(f, "plans", None)

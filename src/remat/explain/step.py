@@ -11,7 +11,6 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -205,7 +204,7 @@ def _hashable(f: Callable) -> Callable:
 def _made(
     title: str,
     arguments: _Arguments,
-    traced: Any,
+    traced: jax.stages.Traced,
     jaxpr: _jax.Jaxpr,
     consts: Sequence[jax.Array],
     undifferentiated: _jax.Jaxpr | None,

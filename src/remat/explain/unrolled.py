@@ -6,7 +6,7 @@ JAX does so for a `lax.scan` whose unroll factor reaches its length, and for one
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ class Unrolled:
         self.length: int = eqn.params["length"]
         self.sliced = eqn.invars[n_consts + n_carry :]
         self.stacked = eqn.outvars[n_carry:]
-        self.elements: list[list[Any]] = [[None] * self.length for _ in self.stacked]
+        self.elements: list[list[Atom]] = [[None] * self.length for _ in self.stacked]
         self._consts = eqn.invars[:n_consts]
         self._carry = list(eqn.invars[n_consts : n_consts + n_carry])
         self._final = eqn.outvars[:n_carry]
@@ -69,7 +69,7 @@ class Unrolled:
             for elements, v in zip(self.elements, results[len(self._carry) :]):
                 elements[at] = v
 
-    def slice_of(self, stack: Any, at: int, result: _jax.Var) -> Inlined:
+    def slice_of(self, stack: Atom, at: int, result: _jax.Var) -> Inlined:
         """Return the slice of a stack that an iteration reads."""
         jaxpr = _traced(lambda xs: jax.lax.index_in_dim(xs, at, keepdims=False), [stack.aval])
         return Inlined(self._with([stack], [result]), jaxpr)
