@@ -17,6 +17,7 @@ import typing
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
+from remat.aliases import Json
 from remat.errors import ReportError, closest
 
 VERSION = 3
@@ -80,7 +81,7 @@ def loads(text: str, cls: type[T], format: str) -> T:
         raise ReportError(f"a damaged {format}: {error}.") from error
 
 
-def _plain(item: Any) -> Any:
+def _plain(item: object) -> Json:
     """Return a dataclass as a dict, for `json.dumps` to call again for the dataclasses inside."""
     if dataclasses.is_dataclass(item):
         return {f.name: _plain(getattr(item, f.name)) for f in dataclasses.fields(item)}
@@ -104,14 +105,14 @@ class _DamagedError(Exception):
         return f"{self.place.lstrip('.')}: {self.problem}" if self.place else self.problem
 
 
-def _damaged(expected: str, found: Any) -> NoReturn:
+def _damaged(expected: str, found: Json) -> NoReturn:
     text = json.dumps(found)
     raise _DamagedError(
         f"{expected} expected, not {text if len(text) <= 60 else text[:57] + '...'}"
     )
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_repeats(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     content = dict(pairs)
     if len(content) != len(pairs):
         keys = [key for key, _ in pairs]
@@ -123,7 +124,7 @@ def _constant(text: str) -> NoReturn:
     raise _DamagedError(f"{text} is not a JSON number")
 
 
-Reader = Callable[[Any], Any]
+Reader = Callable[[Json], Any]
 
 
 # Cached by annotation of the dataclasses of `model`.
@@ -150,7 +151,7 @@ def _reader_of_dataclass(kind: type, version: int) -> Reader:
     readers = [(field.name, _reader_of(hints[field.name], version)) for field in fields]
     names = [field.name for field in fields]
 
-    def read(content: Any) -> Any:
+    def read(content: Json) -> object:
         if type(content) is not dict:
             _damaged("an object", content)
         if content.keys() != set(names):
@@ -170,7 +171,7 @@ def _reader_of_dataclass(kind: type, version: int) -> Reader:
     return read
 
 
-def _sequence(reader: Reader, content: Any) -> tuple[Any, ...]:
+def _sequence(reader: Reader, content: Json) -> tuple[object, ...]:
     if type(content) is not list:
         _damaged("a list", content)
     items = []
@@ -183,41 +184,41 @@ def _sequence(reader: Reader, content: Any) -> tuple[Any, ...]:
     return tuple(items)
 
 
-def _fixed(readers: tuple[Reader, ...], content: Any) -> tuple[Any, ...]:
+def _fixed(readers: tuple[Reader, ...], content: Json) -> tuple[object, ...]:
     if type(content) is not list or len(content) != len(readers):
         _damaged(f"a list of {len(readers)}", content)
     return tuple(reader(item) for reader, item in zip(readers, content))
 
 
-def _optional(reader: Reader, content: Any) -> Any:
+def _optional(reader: Reader, content: Json) -> object:
     return None if content is None else reader(content)
 
 
-def _word(words: tuple[str, ...], content: Any) -> str:
+def _word(words: tuple[str, ...], content: Json) -> str:
     if type(content) is not str or content not in words:
         _damaged("one of " + ", ".join(words), content)
     return content
 
 
-def _whole(content: Any) -> int:
+def _whole(content: Json) -> int:
     if type(content) is not int:
         _damaged("a whole number", content)
     return content
 
 
-def _number(content: Any) -> float:
+def _number(content: Json) -> float:
     if type(content) not in (int, float) or not (type(content) is int or math.isfinite(content)):
         _damaged("a finite number", content)
     return typing.cast(float, content)
 
 
-def _text(content: Any) -> str:
+def _text(content: Json) -> str:
     if type(content) is not str:
         _damaged("a text", content)
     return content
 
 
-def _flag(content: Any) -> bool:
+def _flag(content: Json) -> bool:
     if type(content) is not bool:
         _damaged("true or false", content)
     return content

@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from remat.errors import ReportError, closest
 from remat.printing import printable, shown
@@ -544,12 +544,12 @@ def _check_whole(number: int, where: str, field: str) -> None:
 
 # One entry for each dataclass of this module.
 @functools.cache
-def _names_of_texts(cls: Any) -> tuple[str, ...]:
+def _names_of_texts(cls: type) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(cls) if field.type == "str")
 
 
-def _check_texts(part: Any) -> None:
-    cls: Any = type(part)
+def _check_texts(part: object) -> None:
+    cls: type = type(part)
     for name in _names_of_texts(cls):
         if not isinstance(getattr(part, name), str):
             raise ReportError(

@@ -9,8 +9,8 @@ few hundred kilobytes. The chart has at most `MOST_POINTS` points, the peak amon
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
+from remat.aliases import Json
 from remat.printing import printable
 from remat.report.groups import called, groups
 from remat.report.model import KINDS, PHASES, ExplanationData, Value
@@ -30,7 +30,7 @@ class _Texts:
         return self.places.setdefault(printable(text), len(self.places))
 
 
-def payload(explanation: ExplanationData) -> dict[str, Any]:
+def payload(explanation: ExplanationData) -> dict[str, Json]:
     """Return the data that the page's scripts read.
 
     >>> payload(ExplanationData("step"))["chart"]["at"]
@@ -66,9 +66,9 @@ def payload(explanation: ExplanationData) -> dict[str, Any]:
     return {**content, "strings": list(texts.places)}
 
 
-def _steps(explanation: ExplanationData, texts: _Texts) -> dict[str, Any]:
+def _steps(explanation: ExplanationData, texts: _Texts) -> dict[str, Json]:
     steps = explanation.steps
-    columns: dict[str, list[Any]] = {
+    columns: dict[str, list[Json]] = {
         "label": [texts(step.label) for step in steps],
         "phase": [PHASES.index(step.phase) for step in steps],
         "source": [texts(step.source) for step in steps],
@@ -80,7 +80,7 @@ def _steps(explanation: ExplanationData, texts: _Texts) -> dict[str, Any]:
     return _packed(columns)
 
 
-def _values(explanation: ExplanationData, texts: _Texts) -> dict[str, Any]:
+def _values(explanation: ExplanationData, texts: _Texts) -> dict[str, Json]:
     """Return columns of the groups, of the values by group, and of the values' lifetimes."""
     largest = sorted(explanation.values, key=lambda v: -v.n_bytes)[:MOST_VALUES]
     listed = {value.id for value in largest}
@@ -127,18 +127,18 @@ def _name_of(value: Value) -> str:
     return called(value.path, value.source, names, value.primitive, value.function)
 
 
-def _columns(names: str) -> dict[str, list[Any]]:
+def _columns(names: str) -> dict[str, list[Json]]:
     return {name: [] for name in names.split()}
 
 
-def _append(columns: dict[str, list[Any]], **row: Any) -> None:
+def _append(columns: dict[str, list[Json]], **row: Json) -> None:
     for key, content in row.items():
         columns[key].append(content)
 
 
-def _packed(columns: dict[str, list[Any]]) -> dict[str, Any]:
+def _packed(columns: dict[str, list[Json]]) -> dict[str, Json]:
     """Return columns, with a run-length encoding of those that repeat values."""
-    packed: dict[str, Any] = {}
+    packed: dict[str, Json] = {}
     for key, column in columns.items():
         runs = [part for x, run in itertools.groupby(column) for part in (x, len(list(run)))]
         packed[key] = {"runs": runs} if len(runs) < len(column) else column

@@ -8,10 +8,10 @@ largest values as asynchronous slices. Times are predicted; a step without one i
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import numpy as np
 
+from remat.aliases import Json
 from remat.printing import printable
 from remat.report.model import KINDS, PHASES, ExplanationData, Value
 from remat.report.timeline import timeline
@@ -61,7 +61,7 @@ def to_trace(explanation: ExplanationData, *, largest: int = _LARGEST) -> str:
     return json.dumps(content, separators=(",", ":"), allow_nan=False)
 
 
-def _names(title: str) -> list[dict[str, Any]]:
+def _names(title: str) -> list[dict[str, Json]]:
     named = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": printable(title)}}]
     for i, phase in enumerate(PHASES):
         common = {"ph": "M", "pid": 1, "tid": 1 + i}
@@ -70,11 +70,11 @@ def _names(title: str) -> list[dict[str, Any]]:
     return named
 
 
-def _counter(at_us: float, live_bytes: dict[str, int]) -> dict[str, Any]:
+def _counter(at_us: float, live_bytes: dict[str, int]) -> dict[str, Json]:
     return {"ph": "C", "pid": 1, "name": "live bytes", "ts": at_us, "args": live_bytes}
 
 
-def _lifetimes(value: Value, at_us: list[float]) -> list[dict[str, Any]]:
+def _lifetimes(value: Value, at_us: list[float]) -> list[dict[str, Json]]:
     name = printable(value.path or value.name or value.primitive or f"value {value.id}")
     common = {"pid": 1, "cat": f"values: {value.kind}", "name": name, "id": value.id}
     about = {
@@ -83,7 +83,7 @@ def _lifetimes(value: Value, at_us: list[float]) -> list[dict[str, Any]]:
         "source": printable(value.source),
         "consumer": printable(value.consumer),
     }
-    events: list[dict[str, Any]] = []
+    events: list[dict[str, Json]] = []
     for born, dies in value.lifetimes:
         events.append({"ph": "b", "ts": at_us[born], **common, "args": about})
         events.append({"ph": "e", "ts": at_us[dies + 1], **common})

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
@@ -58,7 +58,7 @@ def figure(explanation: ExplanationData, *, width: float = 9.0, height: float = 
     tick_bytes = 2 ** max(0, math.ceil(math.log2(max(line.peak_bytes, 1) / 8)))
     axes.set_yticks(range(0, line.peak_bytes + tick_bytes, tick_bytes))
     axes.set_ylim(-0.05 * max(line.peak_bytes, 1), 1.15 * max(line.peak_bytes, 1))
-    first, phases = 0, dict[str, Any]()
+    first, phases = 0, dict[str, Artist]()
     for phase, run in itertools.groupby(explanation.steps, key=lambda step: step.phase):
         after = first + len(list(run))
         span = axes.axvspan(
