@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from brainstate import State
@@ -169,7 +169,12 @@ class _Step(ModuleStep):
 
     words = Words("remat.brainstate.fit", "brainstate.transform.grad")
 
-    def __init__(self, step: Callable, static_argnums: Any = (), static_argnames: Any = ()) -> None:
+    def __init__(
+        self,
+        step: Callable,
+        static_argnums: int | Sequence[int] | None = (),
+        static_argnames: str | Iterable[str] | None = (),
+    ) -> None:
         super().__init__(step)
         names = (
             (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames or ())
@@ -208,7 +213,7 @@ def _is_traced(x: Leaf) -> bool:
 
 
 def _as_argnums(
-    given: Any, fun: str = "remat.brainstate.checkpoint", name: str = "static_argnums"
+    given: object, fun: str = "remat.brainstate.checkpoint", name: str = "static_argnums"
 ) -> tuple[int, ...]:
     items = () if given is None else given if isinstance(given, (tuple, list)) else (given,)
     try:

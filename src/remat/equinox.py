@@ -99,7 +99,7 @@ class _Checkpointed(eqx.Module):
         arrays_out, rest = lifted(arrays)
         return rest.value.join(arrays_out)
 
-    def __get__(self, instance: Any, owner: Any) -> Any:
+    def __get__(self, instance: eqx.Module | None, owner: type | None) -> Callable:
         return self if instance is None else eqx.Partial(self, instance)
 
 
@@ -286,11 +286,11 @@ def _plain(module: eqx.Module) -> type:
     return cls._plain_class if issubclass(cls, _Rematted) else cls
 
 
-def _as_instance_of(cls: type, module: Any) -> Any:
+def _as_instance_of(cls: type, module: eqx.Module) -> eqx.Module:
     """Return a module with the same values of another class with the same fields."""
     if type(module) is cls:
         return module
-    copy: Any = object.__new__(cls)
+    copy: eqx.Module = object.__new__(cls)
     vars(copy).update(vars(module))
     return copy
 
@@ -302,7 +302,7 @@ def _rematted_class(
 ) -> type:
     """Return a subclass whose methods are regions; one class for equal arguments."""
     lift = functools.partial(filter_checkpoint, policy=policy, prevent_cse=prevent_cse)
-    namespace: dict[str, Any] = {
+    namespace: dict[str, object] = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
@@ -313,10 +313,10 @@ def _rematted_class(
     return made
 
 
-def _rematted_method(cls: type, name: str, lift: Callable) -> Any:
+def _rematted_method(cls: type, name: str, lift: Callable) -> Callable:
     @_jax.api_boundary
     @functools.wraps(getattr(cls, name))
-    def rematted_method(self: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
+    def rematted_method(self: eqx.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return lift(getattr(_as_instance_of(cls, self), name))(*args, **kwargs)
 
     return rematted_method

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Self
 import jax
 
 from remat import _jax, array_leaves
-from remat.aliases import Leaf, PyTree
+from remat.aliases import Key, Leaf, PyTree
 from remat.errors import StaticArgumentTypeError, TargetError
 from remat.printing import shown
 
@@ -247,7 +247,7 @@ class Structure:
     """
 
     def __init__(
-        self, fixed: PyTree, paths: tuple[Any, ...], *, may_be_unhashable: bool = False
+        self, fixed: PyTree, paths: tuple[tuple[Key, ...], ...], *, may_be_unhashable: bool = False
     ) -> None:
         self.fixed = fixed
         self.paths = paths
@@ -271,7 +271,7 @@ class Structure:
         return _types(self.fixed) == _types(other.fixed)
 
 
-def _types(fixed: Any) -> Any:
+def _types(fixed: object) -> object:
     return tuple(map(_types, fixed)) if type(fixed) is tuple else type(fixed)
 
 
@@ -282,7 +282,7 @@ class LeavesWithPaths:
     structure: Structure
     leaves: list[Leaf]
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Leaf]], Structure]:
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Key, Leaf]], Structure]:
         """Return the leaves with their paths, and the structure."""
         return keyed(self.structure.paths, self.leaves), self.structure
 
@@ -310,13 +310,13 @@ class Filtered(LeavesWithPaths):
 class Path:
     """Several keys of nested pytrees as one key."""
 
-    keys: tuple[Any, ...]
+    keys: tuple[Key, ...]
 
     def __str__(self) -> str:
         return jax.tree_util.keystr(self.keys)
 
 
-def keyed(paths: tuple[Any, ...], leaves: list[Leaf]) -> list[tuple[Any, Leaf]]:
+def keyed(paths: tuple[tuple[Key, ...], ...], leaves: list[Leaf]) -> list[tuple[Key, Leaf]]:
     """Return leaves with their paths as keys, in the form of JAX's `tree_flatten_with_keys`."""
     return [(Path(path), leaf) for path, leaf in zip(paths, leaves, strict=True)]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from remat.errors import MethodError, PolicyError, TargetError, UnknownNameError, closest
 from remat.globs import scope_matches
@@ -100,8 +99,10 @@ def _as_patterns(given: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def _as_methods(given: str | Iterable[str]) -> tuple[str, ...]:
-    is_one = isinstance(given, str) or not isinstance(given, Iterable)
-    names: tuple[Any, ...] = (given,) if is_one else tuple(given)
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        names: tuple[str, ...] = (given,)
+    else:
+        names = tuple(given)
     if not all(isinstance(name, str) and name for name in names):
         raise MethodError(f"methods has names of methods, such as '__call__', not {given!r}.")
     if not names:

@@ -46,7 +46,11 @@ def as_axes(name: str, axes: Axes) -> Axes:
     return tuple(axes) if isinstance(axes, list) else axes
 
 
-def check_mappings(variable_axes: Any, split_rngs: Any, metadata_params: object) -> None:
+def check_mappings(
+    variable_axes: Mapping[Any, Axes],
+    split_rngs: Mapping[Any, bool],
+    metadata_params: object,
+) -> None:
     """Raise for options of `remat_scan` that are not mappings to axes, bools and metadata."""
     given = {
         "variable_axes": variable_axes,
@@ -174,7 +178,7 @@ def _is_prefix(axes: Axes, tree: PyTree) -> bool:
 # Arrays with and without an axis
 
 
-def axis_of(axis: Any) -> int:
+def axis_of(axis: int | lift.In | lift.Out) -> int:
     """Return the axis of an int, `nn.In(axis)` or `nn.Out(axis)`."""
     return axis.axis if isinstance(axis, (lift.In, lift.Out)) else axis
 

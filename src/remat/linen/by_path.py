@@ -45,7 +45,7 @@ def rematted(
     *,
     policy: PolicyLike,
     prevent_cse: bool,
-) -> Iterator[Any]:
+) -> Iterator[PyTree]:
     """Rematerialize the Linen modules at some paths while the context lasts.
 
     See `remat.rematted`. With a model, paths start at it, also where it is a submodule of another.
@@ -56,7 +56,7 @@ def rematted(
     seen: dict[str, type] = {}
 
     def intercept(
-        next_fun: Any,
+        next_fun: Callable[..., PyTree],
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
         context: InterceptorContext,
@@ -114,9 +114,11 @@ def _told_apart(model: nn.Module) -> Iterator[Callable[[object], bool]]:
     """
     plain: Any = type(model)
     inside = [base for base in plain.__mro__[1:] if _is_lifted_from(plain, base)]
-    members: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary({id(model): model})
+    members: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary(
+        {id(model): model}
+    )
 
-    def new(cls: Any, *_: Any, **__: Any) -> Any:
+    def new(cls: type, *_: object, **__: object) -> nn.Module:
         made = plain.__new__(cls)
         members[id(made)] = made
         return made
@@ -160,7 +162,7 @@ def _path_below(is_model: Callable[[object], bool], module: nn.Module) -> tuple[
     return None
 
 
-def _on_another_instance(intercept: Any, context: InterceptorContext) -> Any:
+def _on_another_instance(intercept: Callable, context: InterceptorContext) -> Callable:
     """Return the intercepted method, with the interceptors after ours, for the lifted instance.
 
     Linen's wrapper around methods is not called a second time, since it records intermediate values and
@@ -184,7 +186,13 @@ def _on_another_instance(intercept: Any, context: InterceptorContext) -> Any:
     return run
 
 
-def _apply_interceptor(interceptor: Any, fun: Any, context: Any, *args: Any, **kwargs: Any) -> Any:
+def _apply_interceptor(
+    interceptor: Callable,
+    fun: Callable,
+    context: InterceptorContext,
+    *args: PyTree,
+    **kwargs: PyTree,
+) -> PyTree:
     return interceptor(fun, args, kwargs, context)
 
 

@@ -141,7 +141,7 @@ def checkpoint(
 remat = checkpoint
 
 
-def _lift_class(target: Any, methods: Any, options: dict[str, Any]) -> Any:
+def _lift_class(target: Target, methods: object, options: dict[str, Any]) -> Target:
     cls = class_of(target)
     by_method = {name: {**options, **own} for name, own in _as_mapping(methods).items()}
     if len(by_method) > 1:
@@ -151,7 +151,7 @@ def _lift_class(target: Any, methods: Any, options: dict[str, Any]) -> Any:
     return lift_transform(_core_checkpoint, target, methods=by_method)
 
 
-def _share_out_argnames(cls: Any, by_method: dict[str, dict[str, Any]]) -> None:
+def _share_out_argnames(cls: type, by_method: dict[str, dict[str, Any]]) -> None:
     """Give each method those static names that it has; raise for a name that no method has."""
     known = {name: _names_of_arguments(_method_of(cls, name)) for name in by_method}
     everywhere = frozenset().union(*(names or () for names in known.values()))
@@ -166,7 +166,7 @@ def _share_out_argnames(cls: Any, by_method: dict[str, dict[str, Any]]) -> None:
         own["static_argnames"] = tuple(name for name in names if has is None or name in has)
 
 
-def _lift_function(target: Any, options: dict[str, Any]) -> Any:
+def _lift_function(target: Callable, options: dict[str, Any]) -> Any:
     transform_options = _transform_options(target, options)
     lifted = lift_transform(_core_checkpoint, target, **transform_options)
     if hasattr(target, "compact"):
@@ -218,8 +218,8 @@ def _core_checkpoint(
     """Checkpoint a function of scopes, as `flax.core.lift.checkpoint` does."""
 
     def inner(
-        scope_fn: Any,
-        repack_fn: Any,
+        scope_fn: Callable,
+        repack_fn: Callable,
         variables: PyTree,
         rngs: PyTree,
         *args: PyTree,
@@ -276,7 +276,7 @@ def _as_mapping(methods: object) -> dict[str, Mapping[str, Any]]:
     )
 
 
-def _method_of(cls: Any, name: str) -> Any:
+def _method_of(cls: type[nn.Module], name: str) -> Callable:
     """Return a method of a class; raise for a name that is not a method's."""
 
     def is_method(name: str) -> bool:
@@ -300,7 +300,7 @@ def _names_of_arguments(fun: Callable) -> frozenset[str] | None:
     return frozenset(p.name for p in parameters)
 
 
-def _named_after(original: Any, lifted: Any) -> Any:
+def _named_after(original: object, lifted: Target) -> Target:
     """Return the lifted class under the original's name, since Flax names submodules by class."""
     cls, name = class_of(lifted), class_of(original)
     cls.__name__, cls.__qualname__, cls.__module__ = (

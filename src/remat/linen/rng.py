@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import jax
+
+from remat.aliases import PyTree
+
+# The path of a counter: the names of the scopes above it, and its own.
+Path: TypeAlias = tuple[Hashable, ...]
 
 
 class Counters:
@@ -28,8 +33,8 @@ class Counters:
         self.n_traces = n_traces
         self.n_earlier = 0  # how many traces Flax would have made before the current one
         self.is_learning = False
-        self.at_start: list[Counter[Any]] | None = None
-        self.drawn: list[list[Counter[Any]]] = []
+        self.at_start: list[Counter[Path]] | None = None
+        self.drawn: list[list[Counter[Path]]] = []
 
     @contextlib.contextmanager
     def learning(self) -> Iterator[None]:
@@ -45,7 +50,7 @@ class Counters:
         yield
 
     @contextlib.contextmanager
-    def of(self, scopes: Any) -> Iterator[None]:
+    def of(self, scopes: PyTree) -> Iterator[None]:
         """Set the counters of these scopes for the trace of the body inside."""
         dicts = [scope.rng_counters for scope in jax.tree.leaves(scopes)]
         if self.at_start is None:
@@ -61,9 +66,9 @@ class Counters:
             self.drawn.append([_counts_in(c) - counts for c, counts in zip(dicts, start)])
 
 
-def _counts_in(counters: Mapping[Any, Any], path: tuple[Any, ...] = ()) -> Counter[Any]:
+def _counts_in(counters: Mapping[Hashable, Any], path: Path = ()) -> Counter[Path]:
     """Return the counters of a scope and of the scopes below it, by path."""
-    counts: Counter[Any] = Counter()
+    counts: Counter[Path] = Counter()
     for name, value in counters.items():
         if isinstance(value, dict):
             counts.update(_counts_in(value, (*path, name)))
@@ -72,7 +77,7 @@ def _counts_in(counters: Mapping[Any, Any], path: tuple[Any, ...] = ()) -> Count
     return counts
 
 
-def _set_counts(counters: dict[Any, Any], counts: Counter[Any], path: tuple[Any, ...] = ()) -> None:
+def _set_counts(counters: dict[Hashable, Any], counts: Counter[Path], path: Path = ()) -> None:
     for name, value in counters.items():
         if isinstance(value, dict):
             _set_counts(value, counts, (*path, name))

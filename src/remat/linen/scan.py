@@ -51,7 +51,7 @@ def remat_scan(
     in_axes: Axes = None,
     out_axes: Axes = None,
     params_layout: str | None = None,
-    metadata_params: Mapping[Any, Any] = FrozenDict(),
+    metadata_params: Mapping[Any, object] = FrozenDict(),
 ) -> Target:
     """Repeat a module in nested, rematerialized loops: one compiled layer, and little memory.
 
@@ -175,7 +175,7 @@ def _core_remat_scan(
     with_inputs: bool,
     in_axes: Axes,
     out_axes: Axes,
-    metadata_params: Mapping[Any, Any],
+    metadata_params: Mapping[Any, object],
 ) -> Callable[..., PyTree]:
     """Repeat a function of scopes in nested loops, as `flax.core.lift.scan` does in one."""
     read = {k: axis_of(a) for k, a in variable_axes.items() if not isinstance(a, lift.Out)}
@@ -184,8 +184,8 @@ def _core_remat_scan(
     given = division.lengths if nested_layout else None
 
     def inner(
-        scope_fn: Any,
-        repack_fn: Any,
+        scope_fn: Callable,
+        repack_fn: Callable,
         groups: PyTree,
         rngs: PyTree,
         /,

@@ -29,13 +29,13 @@ def is_bound_method(target: object) -> bool:
     return inspect.ismethod(target) and isinstance(target.__self__, nn.Module)
 
 
-def lift_instance(module: nn.Module, lift_class: Callable[[type], Any]) -> nn.Module:
+def lift_instance(module: nn.Module, lift_class: Callable[[type], type]) -> nn.Module:
     """Return a module with the same fields, parent, name and scope, of the lifted class.
 
     A copy made by the constructor would get a second name from its parent, so the state is copied and only
     the class changes.
     """
-    lifted = object.__new__(lift_class(type(module)))
+    lifted: nn.Module = object.__new__(lift_class(type(module)))
     vars(lifted).update(vars(module))
     object.__setattr__(lifted, "_id", new_module_id())
     return lifted

@@ -33,7 +33,7 @@ def rematted(
     """
     modules = {"/".join(map(str, path)): m for path, m in nnx.iter_modules(model) if path}
     selection.check({path: type(module) for path, module in modules.items()})
-    chosen: list[tuple[Any, Any]] = [
+    chosen: list[tuple[nnx.Module, type]] = [
         (module, type(module))
         for path, module in modules.items()
         if selection.selects(path, type(module))
@@ -47,7 +47,7 @@ def rematted(
             _set_class(module, cls)
 
 
-def _set_class(module: Any, cls: Any) -> None:
+def _set_class(module: nnx.Module, cls: type) -> None:
     object.__setattr__(module, "__class__", cls)
 
 
@@ -58,17 +58,17 @@ def _rematted_class(
 ) -> type:
     """Return a subclass of the same name whose methods are regions; one class for equal arguments."""
     lift = functools.partial(remat, policy=policy, prevent_cse=prevent_cse)
-    namespace: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    namespace: dict[str, object] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     for name in methods:
         if has_method(cls, name):
             namespace[name] = _rematted_method(getattr(cls, name), lift)
     return type(cls)(cls.__name__, (cls,), namespace, pytree=cls._pytree__is_pytree)
 
 
-def _rematted_method(method: Any, lift: Callable) -> Any:
+def _rematted_method(method: Callable, lift: Callable) -> Callable:
     @_jax.api_boundary
     @functools.wraps(method)
-    def rematted_method(self: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
+    def rematted_method(self: nnx.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return array_leaves.call(lift, method, self, args, kwargs, _is_traced, is_graph)
 
     return rematted_method

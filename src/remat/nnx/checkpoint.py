@@ -139,7 +139,9 @@ def _without_updates(f: Callable, graph: bool, options: dict[str, Any]) -> Calla
     return rematted
 
 
-def _regions(f: Any, inner: Callable, options: dict[str, Any]) -> Callable[[tuple, dict], Callable]:
+def _regions(
+    f: Callable, inner: Callable, options: dict[str, Any]
+) -> Callable[[tuple, dict], Callable]:
     """Return a function that makes the region for a call; modules and Variables are never static.
 
     A static module is therefore traced, as by `nnx.remat`: it can change, and be differentiated.
@@ -176,7 +178,7 @@ def _is_static(f: object, statics: Statics, where: str, value: object) -> bool:
     return True
 
 
-def _of_instance(module: Any, options: dict[str, Any]) -> Callable:
+def _of_instance(module: nnx.Module, options: dict[str, Any]) -> Callable:
     """Return a module's `__call__` with the module as an argument, so that it may change."""
     method = type(module).__call__
     given = options["static_argnums"]

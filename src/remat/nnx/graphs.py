@@ -9,15 +9,14 @@ are checked before the first is made, so that an error leaves everything unchang
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
 
 import jax
 from flax import nnx
 from flax.nnx import graphlib
 
 from remat import array_leaves
-from remat.aliases import Leaf, PyTree
+from remat.aliases import Key, Leaf, PyTree
 from remat.errors import TargetError
 from remat.module_steps import LeavesWithPaths, Structure
 
@@ -37,7 +36,9 @@ class ModuleGraph(LeavesWithPaths):
         return graphdef
 
 
-def as_graphs(tree: PyTree, index_of: Any, outer_index_of: Any = None) -> PyTree:
+def as_graphs(
+    tree: PyTree, index_of: graphlib.RefMap, outer_index_of: graphlib.RefMap | None = None
+) -> PyTree:
     """Replace the graphs in a pytree; objects that `index_of` knows become references to them.
 
     Args:
@@ -58,14 +59,16 @@ def as_graphs(tree: PyTree, index_of: Any, outer_index_of: Any = None) -> PyTree
     return jax.tree.map(one, tree, is_leaf=is_graph)
 
 
-def _key_of(name: Any) -> Any:
+def _key_of(name: Hashable) -> Key:
     if isinstance(name, int):
         return jax.tree_util.SequenceKey(name)
     is_attribute = isinstance(name, str) and name.isidentifier()
     return jax.tree_util.GetAttrKey(name) if is_attribute else jax.tree_util.DictKey(name)
 
 
-def as_objects(tree: PyTree, known: Any, outer: Any = None) -> PyTree:
+def as_objects(
+    tree: PyTree, known: graphlib.IndexMap, outer: graphlib.IndexMap | None = None
+) -> PyTree:
     """Return a pytree with objects in place of graphs: undo `as_graphs`.
 
     Args:
@@ -83,7 +86,7 @@ def as_objects(tree: PyTree, known: Any, outer: Any = None) -> PyTree:
     return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, ModuleGraph))
 
 
-def contents(x: object) -> tuple[list[Any], Any]:
+def contents(x: object) -> tuple[list[Leaf], object]:
     """Return the parts of an object that are compared by identity, and those compared by equality."""
     if isinstance(x, nnx.Variable):
         return jax.tree.flatten(x)
@@ -91,7 +94,7 @@ def contents(x: object) -> tuple[list[Any], Any]:
     if node is None:  # a Ref, which the region itself writes to
         return [], None
     attributes, metadata = node.flatten(x)
-    parts: list[Any] = []
+    parts: list[Leaf] = []
     structure = []
     for name, value in attributes:
         if isinstance(value, graphlib.StaticElem):
@@ -104,7 +107,7 @@ def contents(x: object) -> tuple[list[Any], Any]:
     return parts, (structure, metadata)
 
 
-def is_same(before: tuple[list[Any], Any], after: tuple[list[Any], Any]) -> bool:
+def is_same(before: tuple[list[Leaf], object], after: tuple[list[Leaf], object]) -> bool:
     """Return whether two results of `contents` are those of an unchanged object."""
     (old, old_structure), (new, new_structure) = before, after
     return (
@@ -114,7 +117,7 @@ def is_same(before: tuple[list[Any], Any], after: tuple[list[Any], Any]) -> bool
     )
 
 
-def changes(objects: list[Any], is_kept: list[bool], out: PyTree) -> PyTree:
+def changes(objects: list[Leaf], is_kept: list[bool], out: PyTree) -> PyTree:
     """Return the numbers of the unchanged objects, the changed ones, and the result."""
     kept = [n for n, same in enumerate(is_kept) if same]
     index_of, outer_index_of = graphlib.RefMap(), graphlib.RefMap()
@@ -127,7 +130,7 @@ def changes(objects: list[Any], is_kept: list[bool], out: PyTree) -> PyTree:
 
 
 def write_back(
-    objects: dict[int, Any], kept: Any, changed: list[ModuleGraph], out: PyTree
+    objects: dict[int, Leaf], kept: array_leaves.Constant, changed: list[ModuleGraph], out: PyTree
 ) -> PyTree:
     """Write what `changes` returned to the caller's objects, and return the result."""
     for graph in changed:
@@ -167,7 +170,7 @@ def run_on_copies(
     f: Callable,
     args: tuple,
     kwargs: dict[str, PyTree],
-    objects: list[Any],
+    objects: list[Leaf],
     returned: frozenset[int],
 ) -> PyTree:
     """Call a function with copies of the caller's objects; return its changes of them and its result.

@@ -7,7 +7,7 @@ written back to the caller's objects.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -160,10 +160,10 @@ class _Step(ModuleStep):
     def __init__(
         self,
         step: Callable,
-        donate_argnums: Any = (),
-        donate_argnames: Any = (),
-        static_argnums: Any = (),
-        static_argnames: Any = (),
+        donate_argnums: int | Sequence[int] = (),
+        donate_argnames: str | Iterable[str] = (),
+        static_argnums: int | Sequence[int] = (),
+        static_argnames: str | Iterable[str] = (),
     ) -> None:
         super().__init__(step)
         self._donated = Statics.of(step, donate_argnums, donate_argnames)
