@@ -30,7 +30,7 @@ class OneLineError(click.ClickException):
 
     exit_code = _ERROR
 
-    def show(self, file: IO[Any] | None = None) -> None:
+    def show(self, file: IO[str] | None = None) -> None:
         click.echo(as_line(self.message), file=file, err=file is None)
 
 
@@ -104,7 +104,7 @@ class Commands(click.Group):
         except click.UsageError as error:
             raise _in_one_line(error) from None
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
         except click.UsageError as error:

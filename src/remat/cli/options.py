@@ -33,7 +33,7 @@ class OutputFile(click.ParamType):
 
     name = "file"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         why = files.refusal(value)
         if why is not None:
             self.fail(f"{value!r} cannot be written: {why}.", param, ctx)
@@ -45,7 +45,7 @@ class InputFile(click.ParamType):
 
     name = "file"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         try:
             files.open_regular(value).close()
         except files.PROBLEMS as error:
@@ -58,7 +58,7 @@ class Explained(InputFile):
 
     name = "explained"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         return super().convert(value, param, ctx) if value.endswith(".json") else value
 
 
@@ -91,7 +91,7 @@ class TargetName(click.ParamType):
 
     name = "target"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if value:
             try:
                 check_name(value)
@@ -111,7 +111,7 @@ class OffloadedKinds(click.ParamType):
 
     name = "kinds"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         kinds = value.replace(",", "|")
         try:
             parse_offload(kinds)

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import click
 
@@ -33,7 +32,7 @@ class Subject:
     """A loss or training step and the arguments to call it with."""
 
     name: str
-    step: Callable[..., Any]
+    step: Callable[..., PyTree]
     args: tuple[PyTree, ...]
     kwargs: dict[str, PyTree]
 
@@ -43,11 +42,11 @@ class Subject:
         with user_code():
             return has_gradient(self.step, self.args, self.kwargs)
 
-    def to_plan(self) -> Callable[..., Any]:
+    def to_plan(self) -> Callable[..., PyTree]:
         """Return the step to plan; for a loss, the function that computes its value and gradient."""
         return self.step if self.is_step else value_and_gradient(self.step)
 
-    def under(self, policy: policies.Policy | None) -> Callable[..., Any]:
+    def under(self, policy: policies.Policy | None) -> Callable[..., PyTree]:
         """Return the loss as one region under a policy, or the step unchanged if it is None."""
         if policy is None:
             return self.step
@@ -141,7 +140,7 @@ def _load_file(name: str) -> ModuleType:
     return loaded
 
 
-def _function_named(name: str, module: ModuleType, spec: str) -> Callable[..., Any]:
+def _function_named(name: str, module: ModuleType, spec: str) -> Callable[..., PyTree]:
     try:
         found = operator.attrgetter(name)(module)
     except AttributeError as error:
@@ -153,11 +152,11 @@ def _function_named(name: str, module: ModuleType, spec: str) -> Callable[..., A
         ) from error
     if not callable(found):
         raise click.UsageError(f"{spec} is not a function but {_shortly(found)}.")
-    checked: Callable[..., Any] = found
+    checked: Callable[..., PyTree] = found
     return checked
 
 
-def _check_needs_no_arguments(function: Callable[..., Any], spec: str) -> None:
+def _check_needs_no_arguments(function: Callable[..., PyTree], spec: str) -> None:
     empty = inspect.Parameter.empty
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [
