@@ -32,12 +32,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import filelock
 import platformdirs
 
 from remat import files
+from remat.aliases import Json
 from remat.errors import PlanError
 from remat.printing import printable, shown
 
@@ -89,7 +90,7 @@ class Cache:
     def __repr__(self) -> str:
         return f"Cache({None if self.folder is None else str(self.folder)!r})"
 
-    def get(self, kind: str, key: str) -> dict[str, Any] | None:
+    def get(self, kind: str, key: str) -> dict[str, Json] | None:
         """Return the data of an entry; None if there is none, or it is damaged."""
         path = self._path(kind, key)
         if path is None:
@@ -104,7 +105,7 @@ class Cache:
             self._give_up(error)
             return None
 
-    def put(self, kind: str, key: str, data: Mapping[str, Any]) -> None:
+    def put(self, kind: str, key: str, data: Mapping[str, Json]) -> None:
         """Write the data of an entry, replacing the previous data.
 
         Raises:
@@ -118,8 +119,8 @@ class Cache:
                     self._write(path, text)
 
     def update(
-        self, kind: str, key: str, merge: Callable[[dict[str, Any] | None], Mapping[str, Any]]
-    ) -> dict[str, Any]:
+        self, kind: str, key: str, merge: Callable[[dict[str, Json] | None], Mapping[str, Json]]
+    ) -> dict[str, Json]:
         """Replace the data of an entry by what `merge` makes of it, atomically among processes.
 
         >>> import tempfile
@@ -156,7 +157,7 @@ class Cache:
             return None
         return self.folder / f"{_hash(f'{_VERSION} {len(kind)} {kind} {key}'.encode())}.json"
 
-    def _read_or_put_aside(self, path: Path, kind: str, key: str) -> dict[str, Any] | None:
+    def _read_or_put_aside(self, path: Path, kind: str, key: str) -> dict[str, Json] | None:
         """Read an entry under the lock."""
         try:
             return _read(path, kind, key)
@@ -262,7 +263,7 @@ class _Damaged(Exception):
     """A file is not a valid entry; the message says why."""
 
 
-def _text(kind: str, key: str, data: Mapping[str, Any]) -> bytes:
+def _text(kind: str, key: str, data: Mapping[str, Json]) -> bytes:
     try:
         body = json.dumps(
             {"data": dict(data), "key": key, "kind": kind}, allow_nan=False, ensure_ascii=True
@@ -274,7 +275,7 @@ def _text(kind: str, key: str, data: Mapping[str, Any]) -> bytes:
     return f"remat-cache {_VERSION} {_hash(body)}\n".encode() + body
 
 
-def _read(path: Path, kind: str, key: str) -> dict[str, Any] | None:
+def _read(path: Path, kind: str, key: str) -> dict[str, Json] | None:
     try:
         with files.open_regular(path) as file:
             n_bytes = os.fstat(file.fileno()).st_size
@@ -308,7 +309,7 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not a number")
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_repeats(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     result = dict(pairs)
     if len(result) < len(pairs):
         raise ValueError("a key stands twice")

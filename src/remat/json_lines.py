@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from remat.aliases import Json
 from remat.errors import RematError
 
 _DEEPEST = 100
@@ -59,7 +60,7 @@ class Reader:
         self.expect("[", rule)
         return self._each("]")
 
-    def value(self) -> Any:
+    def value(self) -> Json:
         """Read the value at the current position."""
         return self._decode(self._strict)
 
@@ -112,7 +113,7 @@ class Reader:
             if mark == end:
                 return
 
-    def _decode(self, decoder: json.JSONDecoder) -> Any:
+    def _decode(self, decoder: json.JSONDecoder) -> Json:
         self.skip_space()
         try:
             value, self.at = decoder.raw_decode(self.text, self.at)
@@ -137,7 +138,7 @@ class Reader:
     def _constant(self, text: str) -> NoReturn:
         self.fail(f"{text} is not a JSON number.", max(self.at, self.text.find(text, self.at)))
 
-    def _pairs_without_repeats(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def _pairs_without_repeats(self, pairs: list[tuple[str, Json]]) -> dict[str, Json]:
         fields = dict(pairs)
         if len(fields) < len(pairs):
             self.fail("an object holds the same key twice.")

@@ -34,8 +34,8 @@ def __dir__() -> list[str]:
 
 
 def assert_same_gradients(
-    f: Callable[..., Any],
-    g: Callable[..., Any],
+    f: Callable[..., PyTree],
+    g: Callable[..., PyTree],
     *args: PyTree,
     order: int = 1,
     rtol: float | None = None,
@@ -81,7 +81,7 @@ def assert_same_gradients(
             _compare(f"{what}{jax.tree_util.keystr(path)}", a, b, rtol, atol)
 
 
-def _values_and_gradients(fun: Callable, args: tuple, order: int, seed: int) -> dict[str, Any]:
+def _values_and_gradients(fun: Callable, args: tuple, order: int, seed: int) -> dict[str, PyTree]:
     leaves, tree = jax.tree.flatten(args)
     chosen = [i for i, x in enumerate(leaves) if _is_inexact(x)]
 
@@ -163,7 +163,7 @@ def _compare(path: str, a: Leaf, b: Leaf, rtol: float | None, atol: float) -> No
 _MOST_LINES = 10  # lines of saved values in an error; more make the message longer
 
 
-def peak_bytes(step: Callable[..., Any], *args: PyTree, real: bool = False) -> int:
+def peak_bytes(step: Callable[..., PyTree], *args: PyTree, real: bool = False) -> int:
     """Return the peak memory of a step on one device: arguments, results and temporaries.
 
     >>> import jax, jax.numpy as jnp, remat
@@ -209,7 +209,7 @@ def peak_bytes(step: Callable[..., Any], *args: PyTree, real: bool = False) -> i
 
 
 def assert_peak_below(
-    step: Callable[..., Any], *args: PyTree, limit: str | int, real: bool = False
+    step: Callable[..., PyTree], *args: PyTree, limit: str | int, real: bool = False
 ) -> None:
     """Assert that a step needs no more memory than a limit (see `peak_bytes`).
 
@@ -240,7 +240,7 @@ def check_peak(peak: int, limit: str | int) -> None:
 
 
 def assert_saves_only(
-    f: Callable[..., Any],
+    f: Callable[..., PyTree],
     *args: PyTree,
     names: Iterable[str] = (),
     limit: str | int = 0,
@@ -295,7 +295,7 @@ def _line(text: str, sizes: list[int]) -> str:
     return f"{units.format_bytes(sum(sizes)):>12}  {times}{text}"
 
 
-def _jitted(step: Callable[..., Any]) -> Any:
+def _jitted(step: Callable[..., PyTree]) -> Any:
     return step if hasattr(step, "lower") else jax.jit(step)
 
 

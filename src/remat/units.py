@@ -14,8 +14,9 @@ import operator
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
+from remat.aliases import Size
 from remat.errors import UnitsError
 from remat.printing import shown
 
@@ -161,7 +162,7 @@ def counted(n: int, noun: str, plural: str = "") -> str:
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {plural or noun + 's'}"
 
 
-def format_bytes(n_bytes: Any) -> str:
+def format_bytes(n_bytes: Size) -> str:
     """Format a number of bytes in the largest binary unit in which it is at least 1.
 
     The bytes of an array with symbolic dimensions are an expression, and formatted as such.
@@ -210,7 +211,7 @@ _FACTORS = {
 
 
 def in_one_unit(
-    numbers: Sequence[float], show: Callable[[Any], str], *, signed: bool = False
+    numbers: Sequence[float], show: Callable[[float], str], *, signed: bool = False
 ) -> tuple[str, ...]:
     """Format numbers for comparison in one unit: that of the smallest number other than 0.
 
