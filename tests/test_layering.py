@@ -247,9 +247,7 @@ TESTS = pathlib.Path(__file__).parent
     "path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS))
 )
 def test_tests_use_public_names(path):
-    # The name of a primitive may be in one group only; the module's own function checks that.
-    allowed = {"operations._rows"} if path.name == "test_operations.py" else set()
-    assert private_names_in(path) <= allowed
+    assert not private_names_in(path)
 
 
 @pytest.mark.parametrize(
@@ -281,8 +279,7 @@ def test_tests_read_no_private_attributes_of_other_objects(path):
         if node.attr not in PUBLIC_UNDERSCORES
         if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
     }
-    allowed = {"operations._rows"} if path.name == "test_operations.py" else set()
-    assert {name for name in attributes if not name.startswith("jax.")} <= allowed
+    assert not {name for name in attributes if not name.startswith("jax.")}
 
 
 PACKAGES = sorted(path for path in MODULES if path.name == "__init__.py")

@@ -13,10 +13,9 @@ from jax import lax
 from jax._src import core
 
 from remat import _jax
-from remat.ir import operations
 from remat.ir.equations import fusion_of, is_collective, is_fusible, is_repeatable
 from remat.ir.formulas import TRANSCENDENTAL
-from remat.ir.operations import FUSIBLE, Fusion, Traffic, names_where, operation
+from remat.ir.operations import FUSIBLE, Fusion, Traffic, add_rows, names_where, operation
 
 # Modules that define primitives and that `import jax` does not load.
 MODULES = (
@@ -67,7 +66,35 @@ def test_every_primitive_of_jax_has_a_row():
 
 def test_a_name_cannot_have_two_rows():
     with pytest.raises(AssertionError, match="tanh has two rows"):
-        operations._rows(operation("tanh"), "tanh")
+        add_rows(operation("tanh"), "tanh")
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "shapes"),
+    [
+        ("sub", lax.sub, [(3,), (3,)]),
+        ("reduce_sum", lambda x: jnp.sum(x), [(2, 3)]),
+        ("div", lax.div, [(3,), (3,)]),
+        ("dynamic_update_slice", lambda x, y: lax.dynamic_update_slice(x, y, (1,)), [(4,), (2,)]),
+        ("sin", lax.sin, [(3,)]),
+        ("max", lax.max, [(3,), (3,)]),
+    ],
+)
+def test_a_primitive_is_linear_in_the_operands_of_its_row(name, function, shapes):
+    places = operation(name).linear_in
+    places = range(len(shapes)) if places is None else places
+    a, b = (
+        [jax.random.normal(jax.random.key(n + i), s) for i, s in enumerate(shapes)] for n in (0, 9)
+    )
+    b = [y if i in places else x for i, (x, y) in enumerate(zip(a, b))]
+    both = [x + y if i in places else x for i, (x, y) in enumerate(zip(a, b))]
+    is_linear = jnp.allclose(function(*both), function(*a) + function(*b), atol=1e-5)
+    assert is_linear == bool(places)
+
+
+@pytest.mark.parametrize("name", sorted(names_where("is_bilinear")))
+def test_a_product_is_not_linear_in_its_operands_together(name):
+    assert operation(name).linear_in == ()
 
 
 def test_views_compute_and_move_nothing():

@@ -3,7 +3,8 @@
 All properties of operations in this library come from this table: which values XLA writes to memory
 (`fusion`), FLOPs and bytes (`flops`, `traffic`), which operations the planner may recompute
 (`is_repeatable`), which values a cut does not save twice (`is_rearrangement`), which operations can be
-measured alone (`runs_alone`), which become separate functions on CPUs (`has_index_arrays`). A test fails on a
+measured alone (`runs_alone`), which become separate functions on CPUs (`has_index_arrays`), which may be
+applied to a cotangent (`linear_in`). A test fails on a
 primitive of the installed JAX without a row.
 
 To add a primitive, write its name into its group below. For a primitive without a row, `ir.equations`
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from typing import Any
 
 from remat.ir import formulas
 from remat.ir.formulas import TRANSCENDENTAL, Formula
@@ -66,6 +68,8 @@ class Operation:
       has_index_arrays: whether XLA for CPU creates arrays of indices for it, as large as its operand.
       is_written_on_cpu: whether XLA for CPU writes its operands and its result to memory, where compilers for
         other devices fuse it.
+      linear_in: the numbers of the operands in which, taken together, it is linear; None for all operands.
+      is_bilinear: whether it is a product, linear in each of its two operands.
     """
 
     fusion: Fusion
@@ -80,6 +84,8 @@ class Operation:
     runs_alone: bool = True
     has_index_arrays: bool = False
     is_written_on_cpu: bool = False
+    linear_in: tuple[int, ...] | None = ()
+    is_bilinear: bool = False
 
 
 _TABLE: dict[str, Operation] = {}
@@ -125,7 +131,8 @@ def names_where(attribute: str) -> frozenset[str]:
     return frozenset(name for name, row in _TABLE.items() if getattr(row, attribute))
 
 
-def _rows(row: Operation, names: str) -> None:
+def add_rows(row: Operation, names: str) -> None:
+    """Give these primitives this row; a primitive has only one."""
     for name in names.split():
         assert name not in _TABLE, f"{name} has two rows"
         _TABLE[name] = row
@@ -136,9 +143,9 @@ def _rows(row: Operation, names: str) -> None:
 
 _VIEW = Operation(Fusion.VIEW, 0, Traffic.NONE)
 _COPY = dataclasses.replace(_VIEW, is_rearrangement=True, is_copy=True)
-_rows(_COPY, "copy copy_p name remat_mark optimization_barrier pvary pcast")
-_rows(dataclasses.replace(_VIEW, is_rearrangement=True), "reshape squeeze expand_dims")
-_rows(
+add_rows(_COPY, "copy copy_p name remat_mark optimization_barrier pvary pcast")
+add_rows(dataclasses.replace(_VIEW, is_rearrangement=True), "reshape squeeze expand_dims")
+add_rows(
     _VIEW,
     """
     remat_align remat_any_example stop_gradient sharding_constraint layout_constraint bitcast
@@ -154,7 +161,7 @@ _rows(
 # Elementwise operations, and data movement that fuses like them
 
 _CHEAP = Operation(Fusion.CHEAP)
-_rows(
+add_rows(
     _CHEAP,
     """
     add add_any sub mul mulhi neg max min abs sign floor ceil round square integer_pow polynomial
@@ -163,19 +170,23 @@ _rows(
     real imag complex conj stochastic_round pack_elementwise unpack_elementwise
     """,
 )
-_rows(dataclasses.replace(_CHEAP, is_rearrangement=True), "convert_element_type")
-_rows(dataclasses.replace(_CHEAP, is_rearrangement=True, is_copy=True), "reduce_precision")
+add_rows(dataclasses.replace(_CHEAP, is_rearrangement=True), "convert_element_type")
+add_rows(dataclasses.replace(_CHEAP, is_rearrangement=True, is_copy=True), "reduce_precision")
 _MOVE = Operation(Fusion.CHEAP, 0)
-_rows(dataclasses.replace(_MOVE, is_rearrangement=True), "transpose rev")
-_rows(
+add_rows(dataclasses.replace(_MOVE, is_rearrangement=True), "transpose rev")
+add_rows(
     dataclasses.replace(_MOVE, is_rearrangement=True, is_expansion=True),
     "broadcast_in_dim broadcast_to",
 )
-_rows(dataclasses.replace(_MOVE, is_expansion=True), "iota full zeros_like empty empty2 empty_ref")
-_rows(_MOVE, "pad tile stack unstack roll")
-_rows(dataclasses.replace(_MOVE, is_written_on_cpu=True), "concatenate")
-_rows(dataclasses.replace(_MOVE, traffic=Traffic.PART), "slice dynamic_slice split remat_read_row")
-_rows(
+add_rows(
+    dataclasses.replace(_MOVE, is_expansion=True), "iota full zeros_like empty empty2 empty_ref"
+)
+add_rows(_MOVE, "pad tile stack unstack roll")
+add_rows(dataclasses.replace(_MOVE, is_written_on_cpu=True), "concatenate")
+add_rows(
+    dataclasses.replace(_MOVE, traffic=Traffic.PART), "slice dynamic_slice split remat_read_row"
+)
+add_rows(
     Operation(Fusion.COSTLY, TRANSCENDENTAL),
     """
     exp exp2 expm1 log log1p log2 logistic sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh
@@ -183,24 +194,24 @@ _rows(
     igamma igammac igamma_grad_a random_gamma_grad regularized_incomplete_beta
     """,
 )
-_rows(Operation(Fusion.COSTLY), "div rem")
+add_rows(Operation(Fusion.COSTLY), "div rem")
 
 # --------------------------------------------------------------------------------------------------
 # Reductions
 
-_rows(
+add_rows(
     Operation(Fusion.REDUCE, formulas.reduction),
     """
     reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or reduce_xor argmax argmin
     """,
 )
-_rows(
+add_rows(
     Operation(Fusion.REDUCE, formulas.window),
     "reduce_window_sum reduce_window_max reduce_window_min",
 )
-_rows(Operation(Fusion.KERNEL, formulas.reduction), "reduce approx_top_k")
-_rows(Operation(Fusion.KERNEL, formulas.window), "reduce_window select_and_gather_add")
-_rows(
+add_rows(Operation(Fusion.KERNEL, formulas.reduction), "reduce approx_top_k")
+add_rows(Operation(Fusion.KERNEL, formulas.window), "reduce_window select_and_gather_add")
+add_rows(
     Operation(Fusion.KERNEL, formulas.scatter_window, has_index_arrays=True),
     "select_and_scatter_add select_and_scatter",
 )
@@ -208,11 +219,11 @@ _rows(
 # --------------------------------------------------------------------------------------------------
 # Separate kernels
 
-_rows(Operation(Fusion.KERNEL, formulas.dot_general), "dot_general")
-_rows(Operation(Fusion.KERNEL, formulas.ragged_dot), "ragged_dot_general")
-_rows(Operation(Fusion.KERNEL, formulas.convolution), "conv_general_dilated")
-_rows(Operation(Fusion.KERNEL), "scaled_dot scaled_matmul scaled_matmul_wrapper conv")
-_rows(
+add_rows(Operation(Fusion.KERNEL, formulas.dot_general), "dot_general")
+add_rows(Operation(Fusion.KERNEL, formulas.ragged_dot), "ragged_dot_general")
+add_rows(Operation(Fusion.KERNEL, formulas.convolution), "conv_general_dilated")
+add_rows(Operation(Fusion.KERNEL), "scaled_dot scaled_matmul scaled_matmul_wrapper conv")
+add_rows(
     Operation(Fusion.KERNEL, formulas.attention),
     """
     dot_product_attention_fwd dot_product_attention_fwd_wrapper dot_product_attention_bwd
@@ -221,24 +232,24 @@ _rows(
     dot_product_attention_fp8_bwd_wrapper
     """,
 )
-_rows(Operation(Fusion.KERNEL), "rnn_fwd rnn_bwd cudnn_fusion spsolve")
-_rows(Operation(Fusion.KERNEL, formulas.sort), "sort")
-_rows(Operation(Fusion.KERNEL, formulas.top_k), "top_k")
-_rows(Operation(Fusion.KERNEL, formulas.fft), "fft")
-_rows(Operation(Fusion.KERNEL, formulas.cumulative), "cumsum cumprod cummax cummin")
-_rows(Operation(Fusion.KERNEL, formulas.cumulative_transcendental), "cumlogsumexp")
-_rows(Operation(Fusion.KERNEL, 0, Traffic.PART), "gather")
-_rows(Operation(Fusion.KERNEL, 0, Traffic.REPLACE_1), "dynamic_update_slice remat_write_row")
-_rows(Operation(Fusion.KERNEL, 0, Traffic.REPLACE_2), "scatter")
-_rows(
+add_rows(Operation(Fusion.KERNEL), "rnn_fwd rnn_bwd cudnn_fusion spsolve")
+add_rows(Operation(Fusion.KERNEL, formulas.sort), "sort")
+add_rows(Operation(Fusion.KERNEL, formulas.top_k), "top_k")
+add_rows(Operation(Fusion.KERNEL, formulas.fft), "fft")
+add_rows(Operation(Fusion.KERNEL, formulas.cumulative), "cumsum cumprod cummax cummin")
+add_rows(Operation(Fusion.KERNEL, formulas.cumulative_transcendental), "cumlogsumexp")
+add_rows(Operation(Fusion.KERNEL, 0, Traffic.PART), "gather")
+add_rows(Operation(Fusion.KERNEL, 0, Traffic.REPLACE_1), "dynamic_update_slice remat_write_row")
+add_rows(Operation(Fusion.KERNEL, 0, Traffic.REPLACE_2), "scatter")
+add_rows(
     Operation(Fusion.KERNEL, formulas.scatter_updates, Traffic.COMBINE_2),
     """
     scatter-add scatter_add scatter-sub scatter_sub scatter-mul scatter_mul scatter-min scatter_min
     scatter-max scatter_max scatter-update
     """,
 )
-_rows(Operation(Fusion.KERNEL, 0, runs_alone=False), "device_put")
-_rows(Operation(Fusion.KERNEL), "lu_pivots_to_permutation iota_2x32_shape")
+add_rows(Operation(Fusion.KERNEL, 0, runs_alone=False), "device_put")
+add_rows(Operation(Fusion.KERNEL), "lu_pivots_to_permutation iota_2x32_shape")
 
 for _name, _formula in {
     "cholesky": formulas.cholesky,
@@ -259,10 +270,10 @@ for _name, _formula in {
     "triangular_solve": formulas.triangular_solve,
     "tridiagonal_solve": formulas.tridiagonal_solve,
 }.items():
-    _rows(Operation(Fusion.KERNEL, _formula), _name)
+    add_rows(Operation(Fusion.KERNEL, _formula), _name)
 
 # Sparse arrays: their primitives are lowered to gathers, scatters and products.
-_rows(
+add_rows(
     Operation(Fusion.KERNEL),
     """
     bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices
@@ -276,24 +287,26 @@ _rows(
 # Random numbers: a function of their key, so a repetition draws the same
 
 _RANDOM = Operation(Fusion.KERNEL, formulas.threefry, is_random=True)
-_rows(
+add_rows(
     _RANDOM,
     """
     threefry2x32 threefry4x32 philox2x32 philox4x32 random_bits random_split random_fold_in random_seed
     prng_random_bits prng_split prng_join prng_seed
     """,
 )
-_rows(dataclasses.replace(_RANDOM, flops=formulas.gamma), "random_gamma")
-_rows(dataclasses.replace(_RANDOM, flops=formulas.device_bits), "rng_bit_generator")
+add_rows(dataclasses.replace(_RANDOM, flops=formulas.gamma), "random_gamma")
+add_rows(dataclasses.replace(_RANDOM, flops=formulas.device_bits), "rng_bit_generator")
 # Its state is the device's: a repetition draws other numbers.
-_rows(dataclasses.replace(_RANDOM, flops=formulas.device_bits, is_repeatable=False), "rng_uniform")
+add_rows(
+    dataclasses.replace(_RANDOM, flops=formulas.device_bits, is_repeatable=False), "rng_uniform"
+)
 
 # --------------------------------------------------------------------------------------------------
 # Communication between devices
 
 # Recomputing one is correct, since every device does it, but costs the communication again.
 _COLLECTIVE = Operation(Fusion.KERNEL, is_collective=True, runs_alone=False)
-_rows(
+add_rows(
     _COLLECTIVE,
     """
     psum psum2 psum_invariant pmax pmin ppermute pbroadcast pgather all_to_all
@@ -302,12 +315,12 @@ _rows(
     """,
 )
 # They change the description of an array and send nothing.
-_rows(
+add_rows(
     dataclasses.replace(_COLLECTIVE, is_collective=False),
     "global_array_to_host_local_array host_local_array_to_global_array",
 )
 # Halves of one communication: the second completes what the first started.
-_rows(
+add_rows(
     dataclasses.replace(_COLLECTIVE, is_repeatable=False),
     """
     all_gather_start all_gather_done all_gather_reduced_start all_to_all_start all_to_all_done
@@ -316,14 +329,14 @@ _rows(
     unreduced_reduce_scatter_start
     """,
 )
-_rows(dataclasses.replace(_COLLECTIVE, is_repeatable=False), "psend precv")
-_rows(Operation(Fusion.CHEAP, 0, runs_alone=False), "axis_index platform_index")
+add_rows(dataclasses.replace(_COLLECTIVE, is_repeatable=False), "psend precv")
+add_rows(Operation(Fusion.CHEAP, 0, runs_alone=False), "axis_index platform_index")
 
 # --------------------------------------------------------------------------------------------------
 # Calls, loops, branches
 
 _CALL = Operation(Fusion.CALL)
-_rows(
+add_rows(
     _CALL,
     """
     jit pjit closed_call core_call core_closed_call call jaxpr_call eval_jaxpr remat remat2 remat_opt
@@ -333,12 +346,12 @@ _rows(
     call_hi_primitive call_hi_primitive_linearized call_exported
     """,
 )
-_rows(Operation(Fusion.KERNEL), "remat_body custom_lin")
+add_rows(Operation(Fusion.KERNEL), "remat_body custom_lin")
 # They run user code that JAX does not see. JAX attributes no effect to them, so they may be recomputed.
-_rows(Operation(Fusion.KERNEL, runs_alone=False), "pure_callback custom_partitioning")
-_rows(Operation(Fusion.KERNEL), "ffi_call tpu_custom_call mosaic_gpu_p pallas_call")
-_rows(Operation(Fusion.KERNEL, 0, is_repeatable=False, runs_alone=False), "inspect_sharding")
-_rows(
+add_rows(Operation(Fusion.KERNEL, runs_alone=False), "pure_callback custom_partitioning")
+add_rows(Operation(Fusion.KERNEL), "ffi_call tpu_custom_call mosaic_gpu_p pallas_call")
+add_rows(Operation(Fusion.KERNEL, 0, is_repeatable=False, runs_alone=False), "inspect_sharding")
+add_rows(
     Operation(Fusion.KERNEL, 1, is_repeatable=False, runs_alone=False),
     """
     io_callback debug_callback debug_print buffer_callback check dce_sink after_all unreachable consume
@@ -350,7 +363,7 @@ _rows(
 # Mutable state: refs, boxes and logs. The values that they read depend on when they run.
 
 _STATE = Operation(Fusion.KERNEL, 0, Traffic.PART, is_repeatable=False, runs_alone=False)
-_rows(
+add_rows(
     _STATE,
     """
     get swap addupdate accum_grad_in_ref new_ref free_ref freeze new_box box_get box_set new_log
@@ -361,7 +374,7 @@ _rows(
 # --------------------------------------------------------------------------------------------------
 # Primitives inside of Pallas kernels: they occur only in kernels' bodies, not in planned programs
 
-_rows(
+add_rows(
     Operation(Fusion.KERNEL, 0, is_repeatable=False, runs_alone=False),
     """
     atomic_cas atomic_rmw core_map debug_barrier debug_barrier_p delay dma_start dma_wait
@@ -370,3 +383,27 @@ _rows(
     num_programs program_id run_scoped semaphore_read semaphore_signal semaphore_wait stage
     """,
 )
+
+# --------------------------------------------------------------------------------------------------
+# Linearity: a column of the rows above
+
+
+def _set_columns(names: str, **columns: Any) -> None:
+    for name in names.split():
+        _TABLE[name] = dataclasses.replace(_TABLE[name], **columns)
+
+
+_set_columns(
+    """
+    add add_any sub neg concatenate pad reshape broadcast_in_dim transpose rev squeeze expand_dims copy
+    copy_p convert_element_type reduce_sum cumsum reduce_window_sum real imag complex conj slice
+    reduce_precision optimization_barrier sharding_constraint device_put psum psum_invariant
+    all_gather reduce_scatter all_to_all ppermute pvary pcast reshard name
+    """,
+    linear_in=None,
+)
+_set_columns("div gather dynamic_slice", linear_in=(0,))
+_set_columns("triangular_solve", linear_in=(1,))
+_set_columns("dynamic_update_slice", linear_in=(0, 1))
+_set_columns("scatter-add scatter_add", linear_in=(0, 2))
+_set_columns("mul dot_general conv_general_dilated", is_bilinear=True)

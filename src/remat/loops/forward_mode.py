@@ -23,6 +23,7 @@ from remat import _jax
 from remat.aliases import Array, Arrays, Atom, Aval, AxisData, Dim, Eqn, JaxprLike, PyTree
 from remat.errors import ForwardModeError
 from remat.ir import jaxprs
+from remat.ir.operations import names_where, operation
 from remat.loops.linear import align_p
 
 _NOT_DEFINED = (
@@ -126,25 +127,7 @@ _jax.register(
 # The kind of a value as a function of the cotangents.
 _ZERO, _CONSTANT, _LINEAR = "zero", "constant", "linear"
 
-_TOGETHER = frozenset(
-    """
-    add add_any sub neg concatenate pad reshape broadcast_in_dim transpose rev squeeze expand_dims copy
-    copy_p convert_element_type reduce_sum cumsum reduce_window_sum real imag complex conj slice
-    reduce_precision optimization_barrier sharding_constraint device_put psum psum_invariant
-    all_gather reduce_scatter all_to_all ppermute pvary pcast reshard name
-    """.split()  # noqa: SIM905
-)
-# Primitives that are linear in some of their operands together, with the places of these; None: in
-# all. The others must not depend on the cotangents.
-_LINEAR_IN: dict[str, tuple[int, ...] | None] = {
-    **dict.fromkeys(_TOGETHER),
-    **dict.fromkeys(("div", "gather", "dynamic_slice"), (0,)),
-    "dynamic_update_slice": (0, 1),
-    "scatter-add": (0, 2),
-    "scatter_add": (0, 2),
-    "triangular_solve": (1,),
-}
-_BILINEAR = ("mul", "dot_general", "conv_general_dilated")
+_BILINEAR = names_where("is_bilinear")
 _CALLS = frozenset(
     """
     jit pjit closed_call custom_jvp_call custom_vjp_call remat checkpoint remat_keep_rules
@@ -205,10 +188,9 @@ def _kinds_of_equation(eqn: Eqn, kinds: list[str]) -> list[str]:
         if kinds.count(_LINEAR) > 1:
             raise _NotLinear(f"it multiplies it with itself, {name}")
         return [_ZERO if _ZERO in kinds else _LINEAR] * n_results
-    places = tuple(range(1, len(kinds))) if name == "select_n" else _LINEAR_IN.get(name, ())
-    together = range(len(kinds)) if places is None else places
+    together = range(1, len(kinds)) if name == "select_n" else _linear_in(name, len(kinds))
     if any((k == _CONSTANT) if i in together else (k == _LINEAR) for i, k in enumerate(kinds)):
-        mixed = name in _LINEAR_IN and _CONSTANT in kinds
+        mixed = name != "select_n" and bool(together) and _CONSTANT in kinds
         raise _NotLinear(f"it adds to it with {name}" if mixed else f"it computes {name} of it")
     return [_LINEAR] * n_results
 
@@ -219,10 +201,16 @@ def _is_zero(name: str, kinds: list[str]) -> bool:
         return _ZERO in kinds
     if name == "select_n":
         return set(kinds[1:]) == {_ZERO}
-    if name not in _LINEAR_IN or not kinds:
-        return False
-    places = _LINEAR_IN[name]
-    return all(kinds[i] == _ZERO for i in (range(len(kinds)) if places is None else places))
+    together = _linear_in(name, len(kinds))
+    return bool(together) and all(kinds[i] == _ZERO for i in together)
+
+
+def _linear_in(name: str, n_operands: int) -> Sequence[int]:
+    """Return the operands in which, taken together, a primitive is linear; the others must be constant."""
+    row = operation(name)
+    if row is None:
+        return ()
+    return range(n_operands) if row.linear_in is None else row.linear_in
 
 
 def _kinds_of_scan(eqn: Eqn, kinds: list[str]) -> list[str]:
