@@ -53,13 +53,12 @@ def remat_scan(
     A hundred dense layers, in ten groups of ten. Ten carries and one group's residuals are saved:
 
     >>> import jax, jax.numpy as jnp, remat
-    >>> from remat.loops.remat_scan import remat_scan
     >>> def layer(x, params):
     ...     return jnp.tanh(x @ params["w"] + params["b"])
     >>> params = {"w": jnp.ones((100, 8, 8)) / 8, "b": jnp.zeros((100, 8))}
     >>> x = jnp.ones((256, 8))
     >>> def temporaries(lengths):
-    ...     loss = lambda params: remat_scan(layer, lengths)(x, params).sum()
+    ...     loss = lambda params: remat.remat_scan(layer, lengths)(x, params).sum()
     ...     step = jax.jit(jax.grad(loss)).lower(params).compile()
     ...     return step.memory_analysis().temp_size_in_bytes
     >>> temporaries((10, 10)) < 0.3 * temporaries((100,))
@@ -67,7 +66,7 @@ def remat_scan(
 
     Any number of layers, divided so that the fewest bytes are saved:
 
-    >>> remat_scan(layer, "auto")(x, jax.tree.map(lambda p: p[:97], params)).shape
+    >>> remat.remat_scan(layer, "auto")(x, jax.tree.map(lambda p: p[:97], params)).shape
     (256, 8)
 
     Args:

@@ -71,11 +71,10 @@ def scan(
 ) -> tuple[PyTree, PyTree]:
     """Scan like `jax.lax.scan`, with reverse-mode memory that you choose.
 
-    >>> import jax, jax.numpy as jnp
-    >>> from remat.loops.scan import scan
+    >>> import jax, jax.numpy as jnp, remat
     >>> def loss(x):
     ...     step = lambda x, _: (jnp.sin(x), None)
-    ...     return scan(step, x, length=1000, checkpoints=10)[0].sum()
+    ...     return remat.scan(step, x, length=1000, checkpoints=10)[0].sum()
     >>> jax.grad(loss)(jnp.ones(3)).shape
     (3,)
 

@@ -57,10 +57,9 @@ def fori_loop(
 ) -> PyTree:
     """Run a loop like `jax.lax.fori_loop`, also reversible with traced bounds, in memory you choose.
 
-    >>> import jax, jax.numpy as jnp
-    >>> from remat.loops.while_loop import fori_loop
+    >>> import jax, jax.numpy as jnp, remat
     >>> def power(x, n):
-    ...     return fori_loop(0, n, lambda i, y: y * x, jnp.ones_like(x), checkpoints=4)
+    ...     return remat.fori_loop(0, n, lambda i, y: y * x, jnp.ones_like(x), checkpoints=4)
     >>> float(jax.jit(jax.grad(power))(2.0, 10))
     5120.0
 
@@ -160,11 +159,10 @@ def while_loop(
 ) -> PyTree:
     """Run a loop like `jax.lax.while_loop`, with reverse-mode derivatives.
 
-    >>> import jax, jax.numpy as jnp
-    >>> from remat.loops.while_loop import while_loop
+    >>> import jax, jax.numpy as jnp, remat
     >>> def root(a):  # Newton's iteration for the square root
     ...     unfinished = lambda x: jnp.abs(x * x - a) > 1e-5 * a
-    ...     return while_loop(unfinished, lambda x: (x + a / x) / 2, a, max_steps=50)
+    ...     return remat.while_loop(unfinished, lambda x: (x + a / x) / 2, a, max_steps=50)
     >>> print(f"{jax.grad(root)(9.0):.5f}")
     0.16667
 
