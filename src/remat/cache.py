@@ -42,9 +42,9 @@ from remat.aliases import Json
 from remat.errors import PlanError
 from remat.printing import printable, shown
 
-_VERSION = 1
+_VERSION = 1  # of the format; entries of another version are put aside
 _HEADER = re.compile(rb"remat-cache ([0-9]{1,9}) ([0-9a-f]{64})\n")
-_MOST_BYTES = 64 * 2**20
+_MOST_BYTES = 64 * 2**20  # larger files are damaged; a plan of a large step has a few MiB
 
 
 class CacheWarning(UserWarning):

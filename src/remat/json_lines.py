@@ -17,7 +17,9 @@ from typing import NoReturn
 from remat.aliases import Json
 from remat.errors import RematError
 
-_DEEPEST = 100
+_DEEPEST = (
+    100  # brackets inside each other; deeper ones are named as the cause of a `RecursionError`
+)
 _SPACE = re.compile(r"[ \t\r\n]*")
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 

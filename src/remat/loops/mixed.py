@@ -47,11 +47,10 @@ from remat.loops.loop import (
     plain,
 )
 from remat.loops.reversal import Block, layout_of, reverse_blocks
+from remat.loops.schedules.binomial import INT32_MAX
 from remat.loops.schedules.hierarchical import Hierarchical
 from remat.loops.schedules.mixed import EMPTY, ROOT, Mixed
 from remat.loops.store import Store
-
-_INT32_MAX = 2**31 - 1  # the largest row of a buffer
 
 
 class Reversal(NamedTuple):
@@ -139,7 +138,7 @@ def reversal_with(loop: Loop, halves: Halves) -> Reversal | None:
         schedule = where.schedule_of_levels(n, room, tuple(stored.level for stored in loop.levels))
     else:
         schedule = where.schedule(n, room)
-    if schedule is None or max(where.sizes(schedule)) > _INT32_MAX:
+    if schedule is None or max(where.sizes(schedule)) > INT32_MAX:
         return None
     reversal = Reversal(schedule, halves, where, tuple(stored.store for stored in loop.levels))
     return None if reversal.is_binomial else reversal

@@ -39,7 +39,9 @@ from remat.planner.traced_loops import new_stack
 
 _jax.exclude_from_tracebacks(__file__)
 
-_LEAST_ROWS = 2  # of a stack
+_LEAST_ROWS = (
+    2  # of a stack: in a stack of one row XLA knows the index and copies it back too early
+)
 
 
 def stack_rows(avals: Iterable[Aval]) -> dict[str, int]:

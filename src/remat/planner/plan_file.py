@@ -34,7 +34,7 @@ from remat.printing import printable, shown
 from remat.units import counted, format_bytes, format_flops, format_seconds
 
 _FORMAT = "remat plan"
-_VERSION = 3
+_VERSION = 3  # of the format; plans of other versions are refused
 _MOST_FILE_BYTES = 64 * 2**20  # larger files are refused
 _ADVICE = "Correct it there, or plan again."
 

@@ -328,7 +328,8 @@ class Measured:
 
 
 # Two fusions that measure the device's rates: one computes, one moves more bytes than caches hold. They
-# run in place, as within a program: fresh pages from the system cost several times more.
+# run in place, as within a program: fresh pages from the system cost several times more. More elements, and
+# more operations on each (`_DEPTH`), make the measurement longer and the time of a launch count less.
 ELEMENTS = 2**23
 _DEPTH = 8
 CHAIN_FLOPS = _DEPTH * ELEMENTS * TRANSCENDENTAL

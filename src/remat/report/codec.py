@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 from remat.aliases import Json
 from remat.errors import ReportError, closest
 
-VERSION = 3
+VERSION = 3  # of the format; later versions are refused
 # The earliest version that can be read: its fields are all known, and others have defaults.
 _OLDEST = 2
 

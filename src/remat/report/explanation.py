@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMAT = "remat.explanation"
-_MOST_FILE_BYTES = 2**30
+_MOST_FILE_BYTES = 2**30  # larger files are refused
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -270,9 +270,8 @@ def peak_figures(totals: Totals) -> tuple[str, str]:
     return format_bytes(compiled), f"predicted {format_bytes(predicted)}{differs}"
 
 
-_CLOSE = (
-    0.1  # share of the compiler's peak; smaller differences of the prediction are not mentioned
-)
+# Share of the compiler's peak; smaller differences of the prediction are not mentioned.
+_CLOSE = 0.1
 
 
 def caution(totals: Totals) -> str:

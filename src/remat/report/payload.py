@@ -16,8 +16,10 @@ from remat.report.groups import called, groups
 from remat.report.model import KINDS, PHASES, ExplanationData, Value
 from remat.report.timeline import thinned_samples, timeline
 
-MOST_POINTS = 2400
-MOST_VALUES = 100_000
+MOST_POINTS = (
+    2400  # corners of the chart's curves; more draw it more exactly and make the page larger
+)
+MOST_VALUES = 100_000  # values in the table, the largest first; more make the page larger
 
 
 class _Texts:

@@ -16,7 +16,7 @@ from remat.printing import printable
 from remat.report.model import KINDS, PHASES, ExplanationData, Value
 from remat.report.timeline import timeline
 
-_LARGEST = 200
+_LARGEST = 200  # values whose lifetimes are shown; more make the trace larger
 
 
 def to_trace(explanation: ExplanationData, *, largest: int = _LARGEST) -> str:

@@ -20,7 +20,7 @@ from remat.report.model import KINDS, ExplanationData
 from remat.report.timeline import thinned_samples, timeline
 from remat.units import format_bytes, format_seconds
 
-_POINTS = 4000
+_POINTS = 4000  # corners of the curves; more draw them more exactly and make an SVG larger
 
 
 def figure(explanation: ExplanationData, *, width: float = 9.0, height: float = 4.0) -> Figure:

@@ -171,7 +171,7 @@ _Key = tuple[int, int, tuple[tuple[int | str, object], ...]]
 _specializations: weakref.WeakKeyDictionary[Callable, dict[_Key, _Specialization]] = (
     weakref.WeakKeyDictionary()
 )
-_MAX_SPECIALIZATIONS = 256
+_MAX_SPECIALIZATIONS = 256  # of one function; more keep more functions traced, and more memory
 
 
 def _specialized(

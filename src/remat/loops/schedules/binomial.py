@@ -13,7 +13,7 @@ from functools import lru_cache
 from remat.loops.schedules.actions import Action, ListedSchedule
 from remat.loops.schedules.shared import check_counts, checkpoints_text, cost_text
 
-INT32_MAX = 2**31 - 1
+INT32_MAX = 2**31 - 1  # the largest step number of a loop whose schedule is computed at run time
 
 
 def beta(slots: int, repetitions: int) -> int:
