@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from remat import _jax
 from remat.explain.phases import PhasedProgram, is_traced_region, is_view, parts
 from remat.ir import jaxprs
-from remat.ir.flops import flops_of, flops_of_program
+from remat.ir.flops import flops_of, flops_of_program, through_bodies
 from remat.program.program import Op, Program
 from remat.report.model import Phase
 
@@ -51,13 +51,9 @@ def recomputed_inside(eqn: _jax.JaxprEqn) -> int:
     """Return the FLOPs that one equation recomputes, times its trip counts."""
     if is_traced_region(eqn):
         return _recomputed_in_region(eqn)
-    if not jaxprs.has_body(eqn):
-        return 0
-    bodies = [_jax.open_jaxpr(body) for body in jaxprs.bodies_of(eqn)]
-    each = [sum(recomputed_inside(inner) for inner in body.eqns) for body in bodies]
-    if eqn.primitive.name == "scan":
-        return int(eqn.params["length"]) * sum(each)
-    return max(each, default=0) if eqn.primitive.name == "cond" else sum(each)
+    return int(
+        through_bodies(eqn, lambda _: 0, lambda body: sum(map(recomputed_inside, body.eqns)))
+    )
 
 
 def _recomputed_in_region(eqn: _jax.JaxprEqn) -> int:
@@ -71,6 +67,8 @@ _UNCERTAIN = 0.02
 
 def counted_at_most(jaxpr: _jax.Jaxpr) -> str:
     """Return why a step may compute fewer FLOPs than are counted; "" if it computes all of them."""
+    if not jaxprs.applies(jaxpr, "cond"):
+        return ""
     whole = flops_of_program(jaxpr)
     live, _ = _jax.dce(jaxpr, [True] * len(jaxpr.outvars))
     least = sum(map(_least_flops, live.eqns))
@@ -83,16 +81,9 @@ def counted_at_most(jaxpr: _jax.Jaxpr) -> str:
 
 def _least_flops(eqn: _jax.JaxprEqn) -> float:
     """Return the FLOPs of an equation if all conditionals in it take their cheapest branch."""
-    name = eqn.primitive.name
-    if not jaxprs.has_body(eqn) or not (
-        name in ("cond", "scan") or any(e.primitive.name == "cond" for e in _inside(eqn))
-    ):
-        return flops_of(eqn)
-    bodies = [_jax.open_jaxpr(body) for body in jaxprs.bodies_of(eqn)]
-    each = [sum(map(_least_flops, body.eqns)) for body in bodies]
-    if name == "cond":
-        return min(each, default=0)
-    return sum(each) * (eqn.params["length"] if name == "scan" else 1)
+    if eqn.primitive.name == "cond":
+        return min(sum(map(_least_flops, _jax.open_jaxpr(b).eqns)) for b in jaxprs.bodies_of(eqn))
+    return through_bodies(eqn, flops_of, lambda body: sum(map(_least_flops, body.eqns)))
 
 
 def _inside(eqn: _jax.JaxprEqn) -> Iterator[_jax.JaxprEqn]:
