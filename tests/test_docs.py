@@ -68,7 +68,7 @@ def test_docstrings_of_functions_begin_with_a_verb(path):
 
 
 @pytest.mark.slow
-def test_ahead_of_time_example(tmp_path, monkeypatch):
+def test_the_ahead_of_time_example_runs_as_written(tmp_path, monkeypatch):
     pytest.importorskip("libtpu")
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs/distributed.md").read_text(encoding="utf-8")

@@ -60,7 +60,7 @@ def train_cell(lift, jit, order=1):
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("order", [1, 2])
-def test_a_spiking_cell_under_for_loop(jit, order):
+def test_a_spiking_cell_under_for_loop_has_the_same_gradients(jit, order):
     ours = train_cell(OURS, jit, order)
     assert_same(ours, train_cell(THEIRS, jit, order))
     assert_same(ours, train_cell(none, jit, order))
@@ -138,14 +138,14 @@ def test_left_out_the_function_makes_a_decorator(lift):
 
 
 @both
-def test_positional_and_keyword_arguments(lift):
+def test_arguments_may_be_positional_or_keywords(lift):
     f = lift(lambda x, y=2.0, *, z: {"out": x * y + z["a"]})
     assert_same(f(X, z={"a": 1.0}), {"out": X * 2.0 + 1.0})
     assert_same(f(x=X, y=X, z={"a": X}), {"out": X * X + X})
 
 
 @both
-def test_the_first_documented_example(lift):
+def test_static_arguments_choose_a_branch_as_documented(lift):
     @lift(static_argnums=(1,))
     def foo(x, is_training):
         if is_training:
@@ -157,7 +157,7 @@ def test_the_first_documented_example(lift):
 
 
 @both
-def test_the_second_documented_example(lift):
+def test_a_static_argument_may_be_compared_at_compile_time_as_documented(lift):
     @lift(static_argnums=(1,))
     def foo_with_eval(x, y):
         with jax.ensure_compile_time_eval():

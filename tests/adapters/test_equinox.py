@@ -111,7 +111,7 @@ def test_batch_norm_state_comes_out():
     assert_same(train(OURS), train(lambda m: m))
 
 
-def test_an_lstm_cell_under_scan():
+def test_an_lstm_cell_under_scan_has_the_same_gradients():
     cell, xs = eqx.nn.LSTMCell(6, 5, key=KEY), jax.random.normal(KEY, (4, 6))
 
     def loss(lift, cell):
@@ -137,7 +137,7 @@ def test_other_things_than_arrays_pass_through(lift):
 
 
 @both
-def test_a_decorated_method_and_its_attributes(lift):
+def test_a_decorated_method_keeps_its_attributes(lift):
     class Model(eqx.Module):
         w: jax.Array
 

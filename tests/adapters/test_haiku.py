@@ -120,7 +120,7 @@ def test_modules_made_inside_and_outside_have_haikus_names(lift):
     assert sorted(f.init(KEY, X)) == ["inside", "inside_1", "linear"]
 
 
-def test_an_lstm_cell_under_scan():
+def test_an_lstm_cell_under_scan_has_the_same_gradients():
     def gradient(lift):
         def f(xs):
             cell = hk.LSTM(5)

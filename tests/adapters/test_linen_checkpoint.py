@@ -238,7 +238,7 @@ def test_partial_class_is_a_target(remat_fn):
 @pytest.mark.parametrize(
     ("remat_fn", "over"), [(nn.remat, True), (remat.linen.remat, True), (remat.linen.remat, False)]
 )
-def test_decorator_over_and_under_compact(remat_fn, over):
+def test_the_decorator_works_over_and_under_compact(remat_fn, over):
     class Model(nn.Module):
         def hidden(self, x):
             return nn.Dense(3)(jnp.sin(x))
@@ -396,7 +396,7 @@ def test_static_argnums_count_self_as_zero(remat_fn):
 
 
 @both
-def test_static_argnums_of_a_decorator(remat_fn):
+def test_a_decorator_takes_static_argnums(remat_fn):
     class Model(nn.Module):
         @functools.partial(remat_fn, static_argnums=(2,))
         @nn.compact
@@ -622,7 +622,7 @@ def test_other_transforms_work_with_it(name):
 
 
 @both
-def test_share_scope_and_nowrap(remat_fn):
+def test_share_scope_and_nowrap_keep_their_effect(remat_fn):
     class Inner(nn.Module):
         @nn.nowrap
         def scale(self):
@@ -660,7 +660,7 @@ def test_partitioned_metadata_passes(remat_fn):
 
 
 @both
-def test_submodules_in_containers_and_pytree_arguments(remat_fn):
+def test_submodules_may_be_in_containers_and_arguments_may_be_pytrees(remat_fn):
     class Model(nn.Module):
         layers: tuple[nn.Module, ...]
 
@@ -677,7 +677,7 @@ def test_submodules_in_containers_and_pytree_arguments(remat_fn):
 
 
 @both
-def test_setup_with_several_rematted_submodules(remat_fn):
+def test_rematted_submodules_of_setup_keep_their_names(remat_fn):
     class Model(nn.Module):
         def setup(self):
             self.layers = [remat_fn(nn.Dense)(4) for _ in range(2)]

@@ -178,7 +178,7 @@ def test_attributes_made_inside_come_out(lift):
 
 
 @both
-def test_an_lstm_cell_under_scan(lift):
+def test_an_lstm_cell_under_scan_has_the_same_gradients(lift):
     cell = nnx.LSTMCell(6, 5, rngs=nnx.Rngs(0))
     carry = cell.initialize_carry((2, 6), nnx.Rngs(1))
 

@@ -63,7 +63,7 @@ def test_timeline_agrees_with_the_compiler_or_says_why(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("name", ZOO)
-def test_timeline_of_every_model(name, blocks):
+def test_the_timeline_of_every_model_agrees_with_the_compiler_or_says_why(name, blocks):
     model = ZOO[name]("cpu")
     loss = model.blocks(remat.checkpoint) if blocks else model.loss()
     agrees_or_says_why(remat.explain(loss, *model.arguments()))

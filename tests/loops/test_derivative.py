@@ -159,7 +159,7 @@ def _scalar_while_loop(x: Any) -> Any:
 @pytest.mark.parametrize("first", [jax.jacfwd, jax.grad], ids=["forward", "reverse"])
 @pytest.mark.parametrize("second", [jax.jacfwd, jax.grad], ids=["forward", "reverse"])
 @pytest.mark.parametrize("f", [_scalar_scan, _scalar_closure, _scalar_while_loop])
-def test_second_derivatives_at_a_number_of_python(
+def test_second_derivatives_exist_at_a_number_of_python(
     f: Callable, first: Callable, second: Callable
 ) -> None:
     """JAX passes the Python number itself to the rules of a primitive, and a number has no dtype."""

@@ -259,7 +259,7 @@ def test_a_small_budget_is_kept_without_the_gradient_of_closed_over_values() -> 
 # Loops that are not compiled by themselves
 
 
-def test_budgets_in_every_transformation() -> None:
+def test_budgets_keep_gradients_in_every_transformation() -> None:
     """Gradients are those of `lax.scan`, whether or not the loop can be compiled by itself."""
     x, n = jnp.linspace(0.0, 1.0, 64).reshape(8, 8), 20
 

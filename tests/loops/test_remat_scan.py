@@ -156,7 +156,7 @@ def test_parameters_may_have_an_axis_for_each_loop():
     assert with_ys(X, params)[1].shape == (6, *X.shape)
 
 
-def test_no_parameters_and_a_length():
+def test_a_length_replaces_parameters():
     halved = remat_scan(lambda x, _: x / 2, "auto", length=5)(X)
     assert_close(halved, X / 32)
 

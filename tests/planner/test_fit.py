@@ -238,7 +238,7 @@ def test_donated_arguments_are_deleted_and_the_budget_is_kept():
     assert analysis.alias_size_in_bytes == W.nbytes
 
 
-def test_static_arguments_and_keywords():
+def test_static_arguments_may_be_given_by_number_and_name():
     @remat.auto
     def deep(w, x, n, *, act):
         for _ in range(n):

@@ -47,7 +47,7 @@ def test_arguments_at_hand_are_left_as_they_are():
     assert place(args, target("cpu")) is args
 
 
-def test_a_mesh_of_the_devices_at_hand():
+def test_a_mesh_needs_the_number_of_devices_at_hand():
     mesh = target("cpu").mesh((2, 4), ("data", "model"))
     assert dict(mesh.shape) == {"data": 2, "model": 4}
     with pytest.raises(PlanError, match=r"has 16 devices and the target 'cpu' has 8"):

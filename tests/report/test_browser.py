@@ -247,7 +247,7 @@ def test_keys_walk_the_timeline_and_list_what_is_live(page):
     assert p.one("#count").text.startswith(f"{len(p.explanation.values)} values in ")
 
 
-def test_zooming_by_keys_and_by_dragging(page):
+def test_keys_and_dragging_zoom_the_chart(page):
     p = page()
     whole = p.one("#unzoom")
     assert not whole.is_enabled()
@@ -306,7 +306,7 @@ def test_segments_are_drawn_over_the_program(page):
     assert len(p.texts("#strip .on")) == 2
 
 
-def test_sorting_by_every_column(page):
+def test_a_click_on_a_column_sorts_by_it(page):
     p = page()
     groups = p.explanation.groups()
     peak = p.explanation.timeline().peak_step
@@ -351,7 +351,7 @@ def test_numbers_are_rounded_as_in_the_texts_around_them(page):
     assert p.texts("#panel li b")[0] == format_bytes(live.n_bytes) == "1.2 MiB"
 
 
-def test_filtering_by_text_and_by_kind(page):
+def test_text_and_kinds_filter_the_table(page):
     p = page()
     box = p.one("#filter")
     box.send_keys("GELU bf16")

@@ -188,7 +188,7 @@ def test_temporaries_fall_by_more_than_half(situation):
 
 @pytest.mark.parametrize("wrap", [w for w in WRAPS if w != "checkpoint"])
 @pytest.mark.parametrize("situation", ["under plain jit", "in a loop body"])
-def test_temporaries_fall_by_more_than_half_with(situation, wrap):
+def test_temporaries_fall_by_more_than_half_with_other_wrappers(situation, wrap):
     assert _ratio(situation, wrap) <= 0.4
 
 

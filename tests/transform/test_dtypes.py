@@ -135,13 +135,13 @@ def test_random_keys_can_be_arguments_results_and_batched(policy, impl):
     )
 
 
-def test_old_style_keys():
+def test_old_style_keys_keep_gradients():
     f = lambda x, key: jnp.sum(jnp.sin(x * jax.random.normal(key, x.shape)))  # noqa: E731
     check(f, jnp.arange(3.0), jax.random.PRNGKey(0))
 
 
 @POLICY
-def test_a_key_as_residual_between_regions(policy):
+def test_a_key_may_be_a_residual_between_regions(policy):
     def f(x, key):
         for _ in range(3):
             key, sub = jax.random.split(key)

@@ -90,7 +90,7 @@ def test_checkify_finds_nans_inside(errors):
     assert "nan" in checked(0.5)[0].get()
 
 
-def test_checkify_of_index_errors_inside_a_loop_inside():
+def test_checkify_finds_index_errors_in_a_loop_in_a_region():
     @remat.checkpoint
     def f(x):
         step = lambda c, i: (jnp.sin(c) * x.at[i].get(mode="fill"), None)  # noqa: E731
@@ -144,7 +144,7 @@ def test_a_ref_in_the_closure_is_written():
     np.testing.assert_allclose(ref[...], [np.sin(1.0), 0.0], rtol=1e-6)
 
 
-def test_refs_in_a_loop_of_regions():
+def test_a_loop_of_regions_may_write_to_refs():
     def run(wrap, xs):
         ref = jax.new_ref(jnp.zeros(()))
 
