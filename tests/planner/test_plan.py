@@ -109,7 +109,7 @@ def test_an_edited_plan_is_followed(plan):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda r: r.update(again=[]), "no equation to compute again"),
+        (lambda r: r.update(again=[]), "no equation to recompute"),
         (lambda r: r.update(again=[10**6]), "not among the stored ones"),
         (lambda r: r.update(before=min(r["again"])), "has not been computed before"),
         (lambda r: r.update(before=10**6), "no equation 1000000"),

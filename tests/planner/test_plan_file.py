@@ -296,7 +296,7 @@ _DAMAGED: dict[str, tuple[str, str, str, str]] = {
     "too late": ('"before": 9', '"before": 6', '"before": 6', "has not been computed before"),
     "beyond": ('"before": 12', '"before": 20', '"before": 20', "has no equation 20"),
     "two before": ('"before": 12', '"before": 9', '"again": [3]', "two recomputations are before"),
-    "nothing again": ('"again": [3]', '"again": []', '"again": []', "no equation to compute again"),
+    "nothing again": ('"again": [3]', '"again": []', '"again": []', "no equation to recompute"),
     "negative": ("[5, 6]", "[5, -6]", "-6", "in again must be"),
     "no list": ("[5, 6]", "5", '"again": 5', "again must be a list"),
 }  # fmt: skip

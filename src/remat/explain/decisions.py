@@ -28,7 +28,7 @@ def explained_decisions(without: Account, planned: Account) -> tuple[Decision, .
     # Lines are compared first: several values of a function may differ in nothing else.
     again, left = _without(saved, [*kept, *offloaded], _key_with_source)
     recomputed, _ = _without(again, left, _key)
-    # Values that are computed again although the step did not save them, such as an operand of others.
+    # Values that are recomputed although the step did not save them, such as an operand of others.
     more, _ = _without(
         [v for v in planned.values if v.kind == "recomputed" and v.first_kind], recomputed, _key
     )

@@ -204,9 +204,9 @@ def has_effects(eqn: _jax.JaxprEqn) -> bool:
 
 
 def is_repeatable(eqn: _jax.JaxprEqn) -> bool:
-    """Return whether computing an equation again gives the same result and has no other effect.
+    """Return whether recomputing an equation gives the same result and has no other effect.
 
-    Looks into the bodies that the equation runs. An equation may also be kept from being computed again
+    Looks into the bodies that the equation runs. An equation may also be kept from being recomputed
     (`ir.restriction`).
     """
     row = operation(eqn.primitive.name)

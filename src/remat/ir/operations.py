@@ -58,12 +58,12 @@ class Operation:
       flops: FLOPs per element of the largest operand or result, or a formula that counts them.
       traffic: which bytes it reads and writes.
       is_rearrangement: whether its result is its first operand reordered, repeated or cast, so that
-        computing it again costs no arithmetic.
+        recomputing it costs no arithmetic.
       is_copy: whether its result has the value of its first operand, at the same type.
       is_expansion: whether its result is usually larger than its operands.
       is_random: whether it draws random numbers.
       is_collective: whether it communicates between devices.
-      is_repeatable: whether computing it again gives the same result and has no other effect.
+      is_repeatable: whether recomputing it gives the same result and has no other effect.
       runs_alone: whether its time can be measured by running it alone, on arbitrary operands.
       has_index_arrays: whether XLA for CPU creates arrays of indices for it, as large as its operand.
       is_written_on_cpu: whether XLA for CPU writes its operands and its result to memory, where compilers for

@@ -2,7 +2,7 @@
 
 The residuals of a step are the leaves of the function that `jax.vjp` returns. Those that are inputs of the
 whole loop (constants, scanned values), or that depend on the constants alone, are the same at every
-evaluation; only the others are kept for a step. A value that the derivative computes again, such as the
+evaluation; only the others are kept for a step. A value that the derivative recomputes, such as the
 cosine of the derivative of a sine, is kept once.
 """
 

@@ -99,13 +99,13 @@ def _placed(copy: HostCopy, jaxpr: _jax.Jaxpr, places: Mapping[int, int]) -> Hos
     wrong = [n for n in copy.again if places[n] >= at.before]
     if wrong:
         raise PlanError(
-            f"{named} equation {wrong[0]}, which is to be computed again from the copy, is not before "
+            f"{named} equation {wrong[0]}, which is to be recomputed from the copy, is not before "
             f"equation {copy.before}. Remove that copy."
         )
     for n in copy.again:
         if not is_repeatable(jaxpr.eqns[places[n]]):
             raise PlanError(
-                f"{named} equation {n} cannot be computed again from the copy: it has other effects or "
+                f"{named} equation {n} cannot be recomputed from the copy: it has other effects or "
                 "gives another result. Remove that copy."
             )
     return at

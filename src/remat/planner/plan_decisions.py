@@ -22,11 +22,11 @@ _MOST_PLACES = 8  # places of recomputation; more make the text longer
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recomputation(Checked):
-    """Equations of a step that are computed again before another equation.
+    """Equations of a step that are recomputed before another equation.
 
     Args:
       before: the number of the equation that is computed next for the first time.
-      again: the numbers of the equations that are computed again, in order.
+      again: the numbers of the equations that are recomputed, in order.
       values: the values that these compute, for display: type, scope and primitive.
       source: the source line of the equation that is computed next, for display.
     """
@@ -38,7 +38,7 @@ class Recomputation(Checked):
 
     def _check(self) -> None:
         if not self.again:
-            raise field_error("there is no equation to compute again; remove the line.", "again")
+            raise field_error("there is no equation to recompute; remove the line.", "again")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ def _check_decisions(plan: WholeStep | BodyPlan, n_added: int = 0) -> None:
         if late:
             raise field_error(
                 f"equation {late[0]} has not been computed before equation {recomputation.before}, so it "
-                "cannot be computed again there.",
+                "cannot be recomputed there.",
                 "recomputations",
                 i,
             )
@@ -179,7 +179,7 @@ class HostCopy(Checked):
       there: the number of an equation whose first result may be used only after the copy to the host.
       after: the number of the equation after which the copy back begins.
       before: the number of the first equation that reads the copy. All later ones read it, too.
-      again: the numbers of equations before that one, which are computed again from the copy: views and
+      again: the numbers of equations before that one, which are recomputed from the copy: views and
         elementwise operations that compilers compute inside of the kernels that use them.
       bytes: of the value on one device; 0 until the copy is written into a plan.
       value: its type, scope and primitive; "" until then. Both are for display, and copies that differ

@@ -62,7 +62,7 @@ class PricedStep:
       solver: finds the schedules.
       into_products: whether matrix products compute the elementwise values that they read.
       by_flops: whether proposals of different variants are compared nearly by FLOPs alone. Models of fusion
-        disagree about the time of cheap kernels, which a compiler may compute again in any case.
+        disagree about the time of cheap kernels, which a compiler may recompute in any case.
       transfer: the time of a copy to the host's memory or back; None if nothing may be offloaded.
       host_limit: bytes that may be kept there; None for no limit.
       copies: whether values outside of loops may be kept there, too.

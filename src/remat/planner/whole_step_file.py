@@ -123,7 +123,7 @@ def _decisions(plan: WholeStep | BodyPlan, places: Mapping[int, int]) -> Decisio
             numbers = {place: n for n, place in places.items()}
             raise PlanError(
                 f"equation {numbers[max(burst.again)]} has not been computed before equation "
-                f"{numbers[burst.before]}, so it cannot be computed again there. Remove its number from "
+                f"{numbers[burst.before]}, so it cannot be recomputed there. Remove its number from "
                 "the plan's recomputations."
             )
     stored = frozenset(places[n] for n in plan.stored if n in places)
@@ -167,7 +167,7 @@ def _check_repeatable(
             why = (
                 "it is outside of the functions that are marked by remat.auto"
                 if _jax.is_fixed(eqn_of[n])
-                else "computing it again has other effects or gives another result"
+                else "recomputing it has other effects or gives another result"
             )
             raise PlanError(
                 f"the plan computes equation {n} again ({_described(eqn_of[n])}), but {why}. "

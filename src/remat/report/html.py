@@ -409,7 +409,7 @@ def _footer(explanation: ExplanationData) -> str:
             f"The table lists the {MOST_VALUES:,} largest of {len(explanation.values):,} values. "
         )
     return (
-        f"<p>{said}A value that is computed again has a lifetime for each time. Made by remat; "
+        f"<p>{said}A value that is recomputed has a lifetime for each time. Made by remat; "
         "the chart is drawn by uPlot (MIT licence, in this file's source). This file loads nothing "
         "from the network.</p>"
     )

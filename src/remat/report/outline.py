@@ -392,7 +392,7 @@ def _stays_reserved(line: Timeline) -> bool:
 _OF_WHAT: dict[Kind, str] = {
     "temporary": "temporaries, which operations there read or write",
     "gradient": "gradients, which are held until they are used",
-    "recomputed": "values that the backward pass computes again, all of them before it reads the first",
+    "recomputed": "values that the backward pass recomputes, all of them before it reads the first",
 }
 
 
