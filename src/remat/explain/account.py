@@ -34,10 +34,10 @@ from remat.explain.loops import (
 from remat.explain.origins import Origins
 from remat.explain.phases import PhasedProgram, merged
 from remat.explain.recomputation import (
-    behind,
     recompute_flops,
     recompute_share,
     residual_bytes,
+    value_behind,
 )
 from remat.explain.roles import gradients_of, results_called
 from remat.explain.runs import Run, operands_of, program_of, run_of
@@ -159,7 +159,7 @@ class _Accounting:
         results_from_start: bool,
     ) -> Account:
         self._gradients = {
-            behind(v, self.program, self.producer): f"gradient of {name}"
+            value_behind(v, self.program, self.producer): f"gradient of {name}"
             for v, name in gradients_of(self.sides, names).items()
         }
         steps = self._steps()
@@ -477,7 +477,7 @@ class _Accounting:
         origins: list[Origin | None] = []
         for v, root in ids:
             row = self._row_written(root)
-            shown = row if row is not None else behind(v, self.program, self.producer)
+            shown = row if row is not None else value_behind(v, self.program, self.producer)
             made = computed(shown) if root is None or row is not None else root
             inside = root is not None and root in self.in_carry
             origin = self.origins.rows_inside(root) if inside and root is not None else None
@@ -567,7 +567,9 @@ class _Accounting:
         if body is None or body.blocks != writer.blocks or use.dies == use.born:
             return stack
         operands = self.program.ops[kernel].operands
-        mine = [at for at, x in enumerate(operands) if behind(x, self.program, self.producer) == v]
+        mine = [
+            at for at, x in enumerate(operands) if value_behind(x, self.program, self.producer) == v
+        ]
         reads = [body.reads[at] for at in mine if at in body.reads]
         if not mine or len(reads) < len(mine):
             return stack

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from remat.explain.phases import is_view
-from remat.explain.recomputation import behind
+from remat.explain.recomputation import value_behind
 from remat.ir.operations import FUSIBLE, writes_into_operand
 from remat.program.fusion import Fused, fills
 from remat.program.program import Program
@@ -95,7 +95,7 @@ class Lifetimes:
         for i, op in enumerate(ops):
             found.update(op.results if fills(op, self.program.bytes) else ())
             for v, result in self._pairs_in_place(i):
-                before = behind(v, self.program, self.producer)
+                before = value_behind(v, self.program, self.producer)
                 if before in found and n_uses[v] == 1 and v not in outputs:
                     found.add(result)
         return frozenset(found)
@@ -116,7 +116,7 @@ class Lifetimes:
         op = self.program.ops[kernel]
         found = []
         for v, after in self._pairs_in_place(kernel):
-            before = behind(v, self.program, self.producer)
+            before = value_behind(v, self.program, self.producer)
             is_reused = op.name == "while" or writes_into_operand(op.name) or before in self._filled
             if is_reused and op.operands.count(v) == 1:
                 found.append((before, after))
@@ -138,7 +138,7 @@ class Lifetimes:
         for kernel in self.kernels:
             operands = self.program.ops[kernel].operands
             for v, after in self._pairs_in_place(kernel):
-                before = behind(v, self.program, self.producer)
+                before = value_behind(v, self.program, self.producer)
                 if before in carry_of and last[before] == kernel and operands.count(v) == 1:
                     carry_of[after] = carry_of[before]
         updated = {carry_of[v] for v in self.roots if v in carry_of}

@@ -14,7 +14,7 @@ from remat.explain.labels import path_of
 from remat.explain.lifetimes import Lifetimes
 from remat.explain.loops import DrawnBody, Origin
 from remat.explain.phases import PhasedProgram
-from remat.explain.recomputation import behind, passes_on
+from remat.explain.recomputation import passes_on, value_behind
 from remat.explain.sources import user_source_of
 from remat.ir import jaxprs
 from remat.program.fusion import Fused
@@ -111,7 +111,7 @@ class Origins:
             if n_bytes >= size:
                 break
             v = next((before for before, after in op.in_place if after == v), -1)
-            v = behind(v, self._program, self._lives.producer)
+            v = value_behind(v, self._program, self._lives.producer)
         return n_rows if n_bytes == size > 0 else 0
 
     def rows_inside(self, v: int) -> Origin | None:

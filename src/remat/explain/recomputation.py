@@ -39,7 +39,7 @@ def residual_bytes(sides: PhasedProgram) -> tuple[int, int]:
     producer = {v: i for i, op in enumerate(program.ops) for v in op.results}
     later: tuple[Phase, ...] = ("backward", "recompute")
     read = {v for op, phase in zip(program.ops, phases) if phase in later for v in op.operands}
-    roots = {behind(v, program, producer) for v in read}
+    roots = {value_behind(v, program, producer) for v in read}
     saved = sum(
         program.bytes[v] for v in roots if v in producer and phases[producer[v]] == "forward"
     )
@@ -95,7 +95,7 @@ def _is_loop_of_branches(eqn: _jax.JaxprEqn) -> bool:
     return eqn.primitive.name == "scan" and any(e.primitive.name == "cond" for e in _inside(eqn))
 
 
-def behind(v: int, program: Program, producer: Mapping[int, int]) -> int:
+def value_behind(v: int, program: Program, producer: Mapping[int, int]) -> int:
     """Return the value of which another is a view or a copy."""
     while (i := producer.get(v)) is not None and passes_on(program.ops[i]):
         v = program.ops[i].operands[0]

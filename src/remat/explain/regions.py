@@ -66,7 +66,7 @@ def checkpointed_loops(jaxpr: _jax.Jaxpr) -> Iterator[_jax.JaxprEqn]:
             yield eqn
 
 
-def chooses(policy: PolicyLike) -> bool:
+def is_meant_to_save(policy: PolicyLike) -> bool:
     """Return whether a policy is the user's own and meant to save something."""
     if policy is None or policy is save_compact or policy is policies.nothing_saveable:
         return False

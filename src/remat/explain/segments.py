@@ -5,7 +5,7 @@ from __future__ import annotations
 from remat.explain.labels import path_of, region_label
 from remat.explain.lifetimes import Lifetimes
 from remat.explain.phases import PhasedProgram
-from remat.explain.recomputation import behind, recomputed_inside
+from remat.explain.recomputation import recomputed_inside, value_behind
 from remat.explain.sources import user_source_of
 from remat.program.fusion import Fused
 from remat.report.groups import own_function
@@ -101,7 +101,7 @@ class RecomputedSegments:
     def _saved_by(self, number: int) -> int:
         """Return the bytes of the forward pass that a region's backward half reads."""
         operands = dict.fromkeys(self.sides.all_regions[number].operands)
-        roots = {behind(v, self.sides.program, self.lives.producer) for v in operands}
+        roots = {value_behind(v, self.sides.program, self.lives.producer) for v in operands}
         return sum(
             self.sides.program.bytes[v]
             for v in roots

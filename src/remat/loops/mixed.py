@@ -256,12 +256,12 @@ def _pop(
         def read(held: PyTree, store: Store = store, row: Array = tops[k]) -> PyTree:
             return store.read(held[0], row, inputs.carry)
 
-        slower[k], carry = _if(is_next & (level == k + 1), read, (slower[k], carry))
+        slower[k], carry = _changed_if(is_next & (level == k + 1), read, (slower[k], carry))
     fresh = entry(source, part) != entry(target, part)
     return stack._replace(slower=slower), start, part, fresh, carry
 
 
-def _if(condition: Array, change: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
+def _changed_if(condition: Array, change: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
     """Return the value, changed if the condition holds."""
     return lax.while_loop(
         lambda state: state[0],
@@ -295,7 +295,7 @@ def _push(reversal: Reversal, stack: Kept, part: Array, fresh: Array, carry: Arr
         def write(rows: PyTree, store: Store = store, row: Array = stack.tops[k]) -> PyTree:
             return store.write(rows, row, carry)
 
-        slower[k] = _if(fresh & (level == k + 1), write, slower[k])
+        slower[k] = _changed_if(fresh & (level == k + 1), write, slower[k])
     tops = stack.tops + _one_at(level, len(reversal.stores))
     return stack._replace(slower=slower, tops=tops)
 

@@ -98,7 +98,7 @@ class Windows:
         self.end = np.cumsum([float(node.time) for node in graph.nodes])
         self.begin = self.end - np.array([float(node.time) for node in graph.nodes])
         self.live = liveness(Arrays.of(graph), np.arange(len(graph))).live_bytes
-        self.gaps = [gap for gap in self._gaps(movable) if self._of([gap])]
+        self.gaps = [gap for gap in self._gaps(movable) if self._windows_of([gap])]
 
     def within(self, n_bytes: int, host_limit: int | None = None) -> tuple[Window, ...]:
         """Return windows with which these bytes suffice, or until no window covers the peak."""
@@ -113,12 +113,12 @@ class Windows:
                 (int(excess[w.after + 1] - excess[w.free]), gap.bytes, -gap.value, gap)
                 for gap in left.values()
                 if gap.last < peak < gap.next
-                for w in self._of([gap])
+                for w in self._windows_of([gap])
                 if w.free <= peak <= w.after
             ]
             added = False
             for *_, gap in sorted(covering, reverse=True):
-                trial = self._of([*chosen, gap])
+                trial = self._windows_of([*chosen, gap])
                 values = [w.gap.value for w in trial]
                 is_within = host_limit is None or self.host_bytes(values) <= host_limit
                 covers = any(w.gap is gap and w.free <= peak <= w.after for w in trial)
@@ -135,7 +135,7 @@ class Windows:
                 live[w.free : w.after + 1] -= w.gap.bytes
         return tuple(sorted(windows, key=lambda w: w.gap.operation))
 
-    def _of(self, gaps: Sequence[Gap]) -> list[Window]:
+    def _windows_of(self, gaps: Sequence[Gap]) -> list[Window]:
         """Return the windows of gaps that share the link, without those that have none."""
         there: dict[int, float] = {}
         clock = 0.0
@@ -186,12 +186,14 @@ class Windows:
             )
             last, next = uses[at], uses[at + 1]
             before = self.ids[next]
-            again = self._again(v, uses[at + 1 :], before)
+            again = self._recomputed_from(v, uses[at + 1 :], before)
             if again is not None and before < len(ops):
                 result = ops[i].results.index(v)
                 yield Gap(v, sizes[v], made, last, next, i, result, before, again)
 
-    def _again(self, v: int, places: Sequence[int], before: int) -> tuple[int, ...] | None:
+    def _recomputed_from(
+        self, v: int, places: Sequence[int], before: int
+    ) -> tuple[int, ...] | None:
         """Return the earlier operations that kernels recompute from a value; None if they must not."""
         ops = self.program.ops
         members = sorted({x for at in places for x in self.fused.ops[self.ids[at]] if x < before})

@@ -126,10 +126,10 @@ def applied(flat: _jax.Jaxpr, decisions: StepDecisions) -> _jax.Jaxpr:
     new = rewritten(with_loops(source, decisions.loops), decisions.outside)
     if decisions.loops.copies:
         new = without_marks(new)  # the scopes of equations that copy
-    return new if new is flat else with_own_arrays(_apart(new))
+    return new if new is flat else with_own_arrays(_index_arrays_apart(new))
 
 
-def _apart(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+def _index_arrays_apart(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     """Return a step whose operations with index arrays are regions, which XLA for CPU does not fuse."""
 
     def region(eqn: _jax.JaxprEqn) -> _jax.JaxprEqn:

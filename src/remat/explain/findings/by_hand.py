@@ -20,7 +20,7 @@ from remat.explain.findings.facts import Facts, at_line, saved_values
 from remat.explain.findings.stacks import largest_loop
 from remat.explain.labels import path_of
 from remat.explain.phases import PhasedProgram
-from remat.explain.recomputation import behind
+from remat.explain.recomputation import value_behind
 from remat.explain.sources import Frame, user_frames_of, user_source_of
 from remat.paths import is_own, relative
 from remat.printing import with_ranges, without_numbers
@@ -248,7 +248,7 @@ def _handed_on_bytes(sides: PhasedProgram, part_of: Sequence[int]) -> int:
     found = set()
     for i, (op, phase) in enumerate(zip(program.ops, sides.phases)):
         if phase == "forward" and part_of[i] >= 0:
-            made = {behind(v, program, producer) for v in op.operands}
+            made = {value_behind(v, program, producer) for v in op.operands}
             found |= {
                 v for v in made if v in producer and part_of[producer[v]] not in (-1, part_of[i])
             }

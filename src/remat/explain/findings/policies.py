@@ -17,7 +17,7 @@ def matched_nothing(facts: Facts, found: list[regions.Found]) -> Iterator[Findin
     seen: list[object] = []
     for one in found:
         policy = one.policy
-        if not regions.chooses(policy) or any(policy is p for p in seen):
+        if not regions.is_meant_to_save(policy) or any(policy is p for p in seen):
             continue
         seen.append(policy)
         given = facts.step.undifferentiated

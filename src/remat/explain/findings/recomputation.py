@@ -230,7 +230,7 @@ def _no_gain(facts: Facts, found: list[regions.Found], percent: float) -> Findin
             f"All recomputed values are live at once: {costs}",
             f"Checkpoint smaller parts, such as each layer{plan}.",
         )
-    if any(regions.chooses(one.policy) for one in found):
+    if any(regions.is_meant_to_save(one.policy) for one in found):
         step = "Save less: choose a policy that saves fewer values, or none"
     else:
         step = "Put more into each region, whose inputs are saved"
@@ -252,7 +252,7 @@ def _or_plan(facts: Facts, does: str) -> str:
 def overridden(found: list[regions.Found]) -> Iterator[Finding]:
     for one in found:
         outer, policy = one.outer, one.policy
-        if outer is None or not regions.chooses(policy) or policy is outer.policy:
+        if outer is None or not regions.is_meant_to_save(policy) or policy is outer.policy:
             continue
         while outer.outer is not None:
             outer = outer.outer
