@@ -231,7 +231,7 @@ def _made(
         undifferentiated,
         (CLOSED_OVER,) * n_consts + names,
         results,
-        (1,) * n_consts + (tuple(map(_divided, leaves)) if known else (1,) * n_inputs),
+        (1,) * n_consts + (tuple(map(_shard_count, leaves)) if known else (1,) * n_inputs),
         (False,) * n_consts
         + (
             tuple(info.donated for info in infos) if len(infos) == n_inputs else (False,) * n_inputs
@@ -266,7 +266,7 @@ def _struct(v: _jax.Var) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
 
 
-def _divided(leaf: Leaf) -> int:
+def _shard_count(leaf: Leaf) -> int:
     sharding, shape = getattr(leaf, "sharding", None), tuple(np.shape(leaf))
     if sharding is None or not all(shape):
         return 1

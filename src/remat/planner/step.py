@@ -65,11 +65,11 @@ class TracedStep:
     def shards(self) -> list[int]:
         """Return the shard count of each input of the jaxpr."""
         of_consts, of_arguments = _jax.split_list(self.jaxpr.invars, [len(self.consts)])
-        divided = [
+        counts = [
             n_shards(getattr(v.aval, "shape", ()), s) if hasattr(s, "shard_shape") else 1
             for v, s in zip(of_arguments, self.argument_shardings(), strict=True)
         ]
-        return [1] * len(of_consts) + divided
+        return [1] * len(of_consts) + counts
 
     def argument_shardings(self) -> list[Sharding]:
         """Return the sharding of each argument that is not static; None if it is unspecified."""
