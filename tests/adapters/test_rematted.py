@@ -9,7 +9,6 @@ import pytest
 from agreement import assert_same, regions
 
 import remat
-from remat.selection import Selection
 from remat.toggle import rematted
 
 KEY = jax.random.key(0)
@@ -17,13 +16,7 @@ X = jax.random.normal(jax.random.key(9), (4, 6))
 
 
 # --------------------------------------------------------------------------------------------------
-# Patterns
-
-
-@pytest.mark.parametrize("given", ["", "/", (), 3 * ("",), (3,)])
-def test_patterns_that_are_none_are_refused(given):
-    with pytest.raises(remat.PolicyError, match="path"):
-        Selection.of(given)
+# Models
 
 
 def test_an_unknown_model_is_refused():

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from remat.ir.operations import Fusion
 from remat.program.from_jaxpr import automatic_shards, program_of_jaxpr
 from remat.program.fusion import fuse
-from remat.program.program import Op, Program, without_dead
+from remat.program.program import Op, Program
 from remat.solvers.simulate import no_remat
 
 MB = 1_000_000
@@ -280,13 +280,6 @@ def test_kernel_reads_what_is_written_and_inputs():
     )
     f = fused(p)
     assert f.seconds[2] == 3 * MB  # reads value 2 and the input, writes value 3
-
-
-def test_dead_operations_are_left_out():
-    p = program(
-        [op(Fusion.KERNEL, [0], 1), op(Fusion.KERNEL, [0], 2), op(Fusion.CHEAP, [2], 3)], [1]
-    )
-    assert [o.results for o in without_dead(p).ops] == [(1,)]
 
 
 def test_loop_costs_the_kernels_of_all_its_steps():

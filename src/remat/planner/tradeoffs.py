@@ -137,7 +137,7 @@ def partial_group_counts(groups: int, n_splits: int = _N_SPLITS) -> list[int]:
 
 
 def seconds_of(program: Program, op: Op, price: Price) -> float:
-    """Return the seconds of computing one operation again, beside others in fused kernels."""
+    """Return the seconds of recomputing one operation, beside others in fused kernels."""
     moved = op.extra_bytes + sum(program.bytes[v] for v in op.results)
     if op.fusion in (Fusion.KERNEL, Fusion.REDUCE):
         moved += sum(program.bytes[v] for v in op.operands)
