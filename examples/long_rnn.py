@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from remat.loops.scan import explain, scan
+import remat
 from remat.units import format_bytes
 
 SYMBOLS = 4
@@ -74,8 +74,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "jax.lax.scan, jax.checkpoint on the cell": lambda f, h, xs: jax.lax.scan(
             jax.checkpoint(f, prevent_cse=False), h, xs
         ),
-        "remat.scan": scan,
-        "remat.scan, checkpoints=50": lambda f, h, xs: scan(f, h, xs, checkpoints=50),
+        "remat.scan": remat.scan,
+        "remat.scan, checkpoints=50": lambda f, h, xs: remat.scan(f, h, xs, checkpoints=50),
     }
     data = symbols(jax.random.key(1))
     temporaries = {}
@@ -86,11 +86,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         print(f"{name:42} temporaries {format_bytes(temporaries[name])}")
     h = jnp.zeros((options.batch, options.width))
     marks = jnp.zeros(options.steps)
-    print(explain(lambda h, x: cell(params, h, x), h, (data, marks)))
+    print(remat.scan.explain(lambda h, x: cell(params, h, x), h, (data, marks)))
 
     @jax.jit
     def train(params: Any, data: Any) -> tuple[Any, Any]:
-        value, slope = jax.value_and_grad(loss)(params, data, scan)
+        value, slope = jax.value_and_grad(loss)(params, data, remat.scan)
         # The norm of a gradient through so many steps varies by orders of magnitude, so use its sign.
         return jax.tree.map(lambda p, g: p - 0.01 * jnp.sign(g), params, slope), value
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from remat.loops.while_loop import fori_loop
+import remat
 from remat.units import format_bytes
 
 
@@ -41,7 +41,7 @@ def solve(rates: Any, first: Any, duration: Any, steps: Any, checkpoints: int = 
         k4 = lotka_volterra(rates, y + h * k3)
         return y + h / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
 
-    return fori_loop(0, steps, step, first, checkpoints=checkpoints)
+    return remat.fori_loop(0, steps, step, first, checkpoints=checkpoints)
 
 
 def misfit(rates: Any, firsts: Any, observed: Any, steps: Any) -> Any:

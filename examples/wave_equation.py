@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from remat.loops.scan import explain, scan
+import remat
 from remat.units import format_bytes
 
 
@@ -66,7 +66,7 @@ def record(experiment: Experiment, signature: Any, checkpoints: int | None) -> A
     """Run the simulation; return the recording (steps, receivers)."""
     quiet = jnp.zeros_like(experiment.courant)
     run = lambda fields, amplitude: step(experiment, fields, amplitude)  # noqa: E731
-    return scan(run, (quiet, quiet), signature, checkpoints=checkpoints)[1]
+    return remat.scan(run, (quiet, quiet), signature, checkpoints=checkpoints)[1]
 
 
 def misfit(signature: Any, experiment: Experiment, observed: Any, checkpoints: int | None) -> Any:
@@ -104,7 +104,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     truth = wavelet(options.steps)
     quiet = jnp.zeros_like(experiment.courant)
     run = lambda fields, amplitude: step(experiment, fields, amplitude)  # noqa: E731
-    print(explain(run, (quiet, quiet), truth, checkpoints=options.checkpoints))
+    print(remat.scan.explain(run, (quiet, quiet), truth, checkpoints=options.checkpoints))
     print(f"all states: {format_bytes(options.steps * 2 * quiet.nbytes)}")
     observed = jax.jit(lambda w: record(experiment, w, None))(truth)
     if options.iterations:
