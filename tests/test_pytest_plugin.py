@@ -9,6 +9,10 @@ from importlib.metadata import entry_points
 
 import pytest
 
+# A run inside of this process drops the modules that it imports, and JAX cannot be imported twice.
+import remat.explain
+import remat.testing  # noqa: F401
+
 pytest_plugins = ["pytester"]
 
 MODEL = """
