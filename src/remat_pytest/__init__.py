@@ -23,9 +23,12 @@ import importlib
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from remat.report import Explanation, Group
 
 _UPDATE = "--remat-update"
 _PEAKS = "--remat-peaks"
@@ -41,7 +44,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     """Show the peaks of tests, the largest first, and their differences from the snapshots."""
     if not config.getoption(_PEAKS):
         return
@@ -152,7 +157,7 @@ class Snapshot:
 _KINDS = ("saved", "offloaded", "recomputed")
 
 
-def snapshot_text(explanation: Any) -> str:
+def snapshot_text(explanation: Explanation) -> str:
     """Return the text of the values that are saved, offloaded or recomputed, without source lines."""
     lines = [_total(explanation, kind) for kind in _KINDS]
     described = sorted(
@@ -163,24 +168,24 @@ def snapshot_text(explanation: Any) -> str:
     return "\n".join([*lines, "", *(line for _, _, line in described)]).rstrip() + "\n"
 
 
-def _line(group: Any) -> str:
+def _line(group: Group) -> str:
     """Return the line of a snapshot for a group of values: "saved  3 × mlp: tanh  f32[8]  96 B"."""
     printable: Callable[[str], str] = importlib.import_module("remat.printing").printable
     return printable(f"{group.kind:<10}  {group}")
 
 
-def _total(explanation: Any, kind: str) -> str:
+def _total(explanation: Explanation, kind: str) -> str:
     n_bytes = _sum(explanation, kind)
     shown = importlib.import_module("remat.units").format_bytes(n_bytes)
     return f"{kind} in all: {shown}" + ("" if n_bytes < 1024 else f" ({n_bytes} bytes)")
 
 
-def _sources(explanation: Any) -> dict[str, str]:
+def _sources(explanation: Explanation) -> dict[str, str]:
     """Return for each line of a snapshot's text where its values are computed."""
     return {_line(group): group.source for group in explanation.groups()}
 
 
-def _sum(explanation: Any, kind: str) -> int:
+def _sum(explanation: Explanation, kind: str) -> int:
     return sum(value.n_bytes for value in explanation.values if value.kind == kind)
 
 
