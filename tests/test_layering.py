@@ -103,7 +103,11 @@ LAYERS = [
     ("planner.scan_pairs.shards", "planner.scan_pairs.emission"),
     ("planner.scan_pairs.branches",),
     ("planner.scan_pairs.groups",),
-    ("planner.scan_pairs.opening", "planner.scan_pairs.rewriting"),
+    (
+        "planner.scan_pairs.opening",
+        "planner.scan_pairs.rewriting",
+        "planner.scan_pairs.sinking",
+    ),
     ("planner.scan_pairs.scope",),
     ("planner.scan_pairs.pair_options",),
     ("planner.scan_pairs.options",),
