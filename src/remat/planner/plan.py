@@ -77,8 +77,8 @@ _FEWER = 0.98
 # share ends it earlier.
 _NEGLIGIBLE_FLOPS = 0.001
 # Share of the step's FLOPs. If a plan recomputes more, the variants of the model that need least memory are
-# tried, too (not for CPUs, where they take long and gain little); a larger share tries them less often.
-_MANY_FLOPS = 0.03
+# tried, too; a larger share tries them less often. For CPUs they take longer and gain less.
+_MANY_FLOPS, _MANY_FLOPS_ON_CPU = 0.03, 0.3
 # Share of the step's time above which copies to the host cause a warning; a larger share warns less often.
 _SLOW_COPIES = 0.1
 # The most compilations of plans as they will run; between them the search is repeated with a lower limit.
@@ -395,9 +395,10 @@ class _Planning:
 
         made: list[Candidate] = []
         seconds = self._model.step.seconds
-        limits = CompileLimits(negligible_seconds=_NEGLIGIBLE_FLOPS * seconds)
-        if not self._model.step.by_flops:
-            limits = dataclasses.replace(limits, much_seconds=_MANY_FLOPS * seconds)
+        many = _MANY_FLOPS_ON_CPU if self._model.step.by_flops else _MANY_FLOPS
+        limits = CompileLimits(
+            negligible_seconds=_NEGLIGIBLE_FLOPS * seconds, much_seconds=many * seconds
+        )
         as_written: list[CompiledProposal] = []
         if isinstance(self.base, OutOfMemory | CompiledMemory):
             # The compiler's out-of-memory error names the bytes that the program needs.

@@ -15,9 +15,9 @@ that read them, so for TPUs the first variant is
 
 Compilers also choose the order of operations. A third variant, `ordered`, follows the first model and leaves
 the compiler less freedom. On CPU the memory of most programs then agrees with the model, so it is tried
-first, and `fused` only if no proposal fits; elsewhere `ordered` is tried if the compiler needs far more than
-the model predicts. If no proposal fits, or, elsewhere than on CPU, if the best one costs much, a last one is
-tried, except for TPUs:
+first, and `fused` only if no proposal fits or the best one costs much; elsewhere `ordered` is tried if the
+compiler needs far more than the model predicts. If no proposal fits, or the best one costs much, a last one
+is tried, except for TPUs:
 
 * `lean`: as `fused`, and kernels that are far from each other compute costly values (exp, tanh), too. So the
   backward pass computes them inside of its kernels, from what matrix products wrote.
