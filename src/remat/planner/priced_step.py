@@ -48,7 +48,9 @@ from remat.units import counted
 
 WRITTEN, FUSED, INLINED, ORDERED, LEAN = "written", "fused", "inlined", "ordered", "lean"
 
-_DEFAULT_SOLVER = GridSearch(most_extra=MOST_AGAIN)
+SOLVER = GridSearch(most_extra=MOST_AGAIN)
+#: For devices whose programs compile in seconds, where the standard effort takes as long as compiling.
+QUICK_SOLVER = dataclasses.replace(SOLVER, effort=0.5)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,7 +76,7 @@ class PricedStep:
     price: Price
     shards: Sequence[int] | None = None
     slowdown: Slowdown = no_slowdown
-    solver: Solver = _DEFAULT_SOLVER
+    solver: Solver = SOLVER
     _: dataclasses.KW_ONLY
     into_products: bool = False
     by_flops: bool = False
