@@ -54,7 +54,7 @@ from remat.planner.host_state import (
     state_kinds,
 )
 from remat.planner.plan_file import AS_RUN, FAST, Attempt, Plan
-from remat.planner.priced_step import QUICK_SOLVER, SOLVER, PricedStep
+from remat.planner.priced_step import PricedStep
 from remat.planner.programs import Candidate, Programs
 from remat.planner.progress import Progress
 from remat.planner.refusal import Refused, refusal
@@ -77,8 +77,8 @@ _FEWER = 0.98
 # share ends it earlier.
 _NEGLIGIBLE_FLOPS = 0.001
 # Share of the step's FLOPs. If a plan recomputes more, the variants of the model that need least memory are
-# tried, too; a larger share tries them less often. For CPUs they take longer and gain less.
-_MANY_FLOPS, _MANY_FLOPS_ON_CPU = 0.03, 0.3
+# tried, too; a larger share tries them less often.
+_MANY_FLOPS = 0.03
 # Share of the step's time above which copies to the host cause a warning; a larger share warns less often.
 _SLOW_COPIES = 0.1
 # The most compilations of plans as they will run; between them the search is repeated with a lower limit.
@@ -395,9 +395,8 @@ class _Planning:
 
         made: list[Candidate] = []
         seconds = self._model.step.seconds
-        many = _MANY_FLOPS_ON_CPU if self._model.step.by_flops else _MANY_FLOPS
         limits = CompileLimits(
-            negligible_seconds=_NEGLIGIBLE_FLOPS * seconds, much_seconds=many * seconds
+            negligible_seconds=_NEGLIGIBLE_FLOPS * seconds, much_seconds=_MANY_FLOPS * seconds
         )
         as_written: list[CompiledProposal] = []
         if isinstance(self.base, OutOfMemory | CompiledMemory):
@@ -414,15 +413,13 @@ class _Planning:
 
     @functools.cached_property
     def _model(self) -> StepModel:
-        is_cpu = self.step.target.platform == "cpu"
         step = PricedStep(
             self._flat,
             self.costs.seconds,
             self.unplanned.shards(),
             slowdowns(self.costs),
-            QUICK_SOLVER if is_cpu else SOLVER,
             into_products=self.step.target.platform == "tpu",
-            by_flops=is_cpu,
+            by_flops=self.step.target.platform == "cpu",
             transfer=self._transfer,
             host_limit=self.host_limit,
             copies=self.unplanned.made_for().n_devices == 1,

@@ -15,9 +15,8 @@ that read them, so for TPUs the first variant is
 
 Compilers also choose the order of operations. A third variant, `ordered`, follows the first model and leaves
 the compiler less freedom. On CPU the memory of most programs then agrees with the model, so it is tried
-first, and `fused` only if no proposal fits or the best one costs much; elsewhere `ordered` is tried if the
-compiler needs far more than the model predicts. If no proposal fits, or the best one costs much, a last one
-is tried, except for TPUs:
+first; elsewhere it is tried if the compiler needs far more than the model predicts. If no proposal fits, or
+the best one costs much, a last one is tried, except for TPUs:
 
 * `lean`: as `fused`, and kernels that are far from each other compute costly values (exp, tanh), too. So the
   backward pass computes them inside of its kernels, from what matrix products wrote.
@@ -48,9 +47,7 @@ from remat.units import counted
 
 WRITTEN, FUSED, INLINED, ORDERED, LEAN = "written", "fused", "inlined", "ordered", "lean"
 
-SOLVER = GridSearch(most_extra=MOST_AGAIN)
-#: For devices whose programs compile in seconds, where the standard effort takes as long as compiling.
-QUICK_SOLVER = dataclasses.replace(SOLVER, effort=0.5)
+_DEFAULT_SOLVER = GridSearch(most_extra=MOST_AGAIN)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,7 +73,7 @@ class PricedStep:
     price: Price
     shards: Sequence[int] | None = None
     slowdown: Slowdown = no_slowdown
-    solver: Solver = SOLVER
+    solver: Solver = _DEFAULT_SOLVER
     _: dataclasses.KW_ONLY
     into_products: bool = False
     by_flops: bool = False

@@ -315,10 +315,10 @@ class _Search:
             (_OVER, gain_over, _LEAST_GAIN_OF_OVER * negligible),
         ):
             was_tried = any(c.expected_bytes > self.budget for c in self.compiled)
-            most = min((1 - gain) * cost, cost - least)
-            if over and (was_tried or variant != self.model.variants[0] or most <= 0):
+            if over and (was_tried or variant != self.model.variants[0]):
                 continue
             aim = int((1 + over) * self._aim(variant))
+            most = min((1 - gain) * cost, cost - least)
             if self._costs_more(variant, aim, most):
                 continue
             proposal = self._best_within(variant, aim)

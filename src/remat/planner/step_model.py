@@ -48,13 +48,9 @@ class StepModel:
 
     def __init__(self, step: PricedStep) -> None:
         self.step = step
-        n_last = 1 if LEAN in step.fusions else 0
-        if step.by_flops:
-            # XLA for CPU fuses as the first model says, so plans of the others are rarely better.
-            n_last = len(step.fusions) - 1
-        usual, last = step.fusions[: -n_last or None], step.fusions[len(step.fusions) - n_last :]
-        self.variants = (ORDERED, *usual) if step.by_flops else usual
-        self.smaller_variants = last
+        fusions = tuple(fusion for fusion in step.fusions if fusion != LEAN)
+        self.variants = (ORDERED, *fusions) if step.by_flops else fusions
+        self.smaller_variants = tuple(fusion for fusion in step.fusions if fusion == LEAN)
         self.exact_variants = () if step.by_flops else (ORDERED,)
         self._levels: dict[tuple[LoopDecisions, tuple[BodyOption, ...]], LoopLevel] = {}
         #: FLOPs of the programs that follow decisions.
