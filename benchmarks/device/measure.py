@@ -52,10 +52,8 @@ def allocated_peak_bytes() -> int | None:
 
 
 def _model(name: str, size: str) -> tuple[Model, dict[str, Any]]:
-    return importlib.import_module(f"benchmarks.zoo.{name}").model(size), {
-        "model": name,
-        "size": size,
-    }
+    model = importlib.import_module(f"benchmarks.zoo.{name}").model(size)
+    return model, {"model": name, "size": size}
 
 
 def _measured(compiled: Any, args: tuple[Any, Any]) -> dict[str, Any]:

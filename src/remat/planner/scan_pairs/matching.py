@@ -28,7 +28,7 @@ def matches(jaxpr: _jax.Jaxpr) -> list[Match]:
             return 0
         return sum(size_of(forward.outvars[k].aval) for k in only_read_by(jaxpr, i, j))
 
-    return in_pairs(jaxpr, _is_loop, stacked_bytes)
+    return in_pairs(jaxpr, is_loop, stacked_bytes)
 
 
 def in_pairs(
@@ -61,7 +61,8 @@ def in_pairs(
     return sorted(chosen)
 
 
-def _is_loop(eqn: _jax.JaxprEqn) -> bool:
+def is_loop(eqn: _jax.JaxprEqn) -> bool:
+    """Return whether an equation is a scan of a known number of steps."""
     # A symbolic length is not an int.
     return _jax.scan_body(eqn) is not None and isinstance(eqn.params["length"], int)
 

@@ -19,7 +19,7 @@ from remat.ir import jaxprs
 from remat.ir.equations import fusion_of, is_elementwise, is_fusible, is_repeatable, plain_call
 from remat.ir.operations import Fusion
 from remat.planner.scan_pairs.inside import Replacements, inside_of, replaced, walk_inside
-from remat.planner.scan_pairs.matching import size_of
+from remat.planner.scan_pairs.matching import is_loop, size_of, slices
 from remat.planner.scan_pairs.shards import emit_shards, shard_matches, shards_of
 
 _jax.exclude_from_tracebacks(__file__)
@@ -56,17 +56,13 @@ def _sunk_in(jaxpr: _jax.Jaxpr) -> Replacements:
     for i, eqn in enumerate(jaxpr.eqns):
         if eqn.outvars and all(v in sinking or _jax.is_dropped(v) for v in eqn.outvars):
             new[i] = []
-        elif _is_loop(eqn) and not sinking.isdisjoint(filter(_jax.is_var, eqn.invars)):
+        elif is_loop(eqn) and not sinking.isdisjoint(filter(_jax.is_var, eqn.invars)):
             new[i] = [_with_slices_inside(eqn, stacks, sinking)]
     return new
 
 
 def _size(v: _jax.Var) -> int:
     return size_of(v.aval)
-
-
-def _is_loop(eqn: _jax.JaxprEqn) -> bool:
-    return _jax.scan_body(eqn) is not None and isinstance(eqn.params["length"], int)
 
 
 class _Stacks:
@@ -79,19 +75,21 @@ class _Stacks:
         self._present = set(jaxpr.invars)
         self._computed: set[_jax.Var] = set()
         for eqn in jaxpr.eqns:
-            if fusion_of(eqn) is Fusion.VIEW and self._reads_only(eqn, self._present):
+            if fusion_of(eqn) is Fusion.VIEW and self._present.issuperset(
+                filter(_jax.is_var, eqn.invars)
+            ):
                 self._present.update(eqn.outvars)
             if self._is_row_by_row(eqn):
                 self._computed.update(v for v in eqn.outvars if not _jax.is_dropped(v))
 
-    def _reads_only(self, eqn: _jax.JaxprEqn, values: set[_jax.Var]) -> bool:
-        return all(not _jax.is_var(v) or v in values for v in eqn.invars)
-
     def _is_row_by_row(self, eqn: _jax.JaxprEqn) -> bool:
         """Return whether each row of the results is a cheap function of rows that can be computed."""
-        if not is_repeatable(eqn) or not self._reads_only(eqn, self._present | self._computed):
+        readable = all(
+            not _jax.is_var(v) or v in self._present or v in self._computed for v in eqn.invars
+        )
+        if not readable or not is_repeatable(eqn):
             return False
-        if _is_loop(eqn):
+        if is_loop(eqn):
             n_consts, n_carry = _jax.scan_arity(eqn)
             body = _jax.open_jaxpr(eqn.params["jaxpr"])
             made = {v for inner in body.eqns for v in inner.outvars}
@@ -139,7 +137,7 @@ class _Stacks:
           consts: the same for whole values.
         """
         eqn = self._made_by[stack]
-        n_consts = _jax.scan_arity(eqn)[0] if _is_loop(eqn) else 0
+        n_consts = _jax.scan_arity(eqn)[0] if is_loop(eqn) else 0
         eqns: list[_jax.JaxprEqn] = []
         operands: list[Atom] = []
         for k, v in enumerate(eqn.invars):
@@ -152,7 +150,7 @@ class _Stacks:
             else:
                 operands.append(_jax.new_var(_jax.row_type(v.aval)))
                 eqns += self.rows(v, operands[-1], rows, consts)
-        if not _is_loop(eqn):
+        if not is_loop(eqn):
             return [*eqns, eqn.replace(invars=operands, outvars=[row], params=_of_row(eqn))]
         body = _jax.open_jaxpr(eqn.params["jaxpr"])
         wanted = [v is stack for v in eqn.outvars]
@@ -170,7 +168,7 @@ def _may_read(eqn: _jax.JaxprEqn, stack: _jax.Var, sinking: set[_jax.Var]) -> bo
     """Return whether an equation reads a stack in slices only, or computes stacks that are read so."""
     if all(v in sinking or _jax.is_dropped(v) for v in eqn.outvars):
         return True
-    if not _is_loop(eqn):
+    if not is_loop(eqn):
         return False
     n_consts, n_carry = _jax.scan_arity(eqn)
     if any(v is stack for v in eqn.invars[n_consts : n_consts + n_carry]):
@@ -180,7 +178,7 @@ def _may_read(eqn: _jax.JaxprEqn, stack: _jax.Var, sinking: set[_jax.Var]) -> bo
     if any(_jax.is_var(v) and v in inside for v in step.outvars):
         return False
     return all(
-        _is_loop(inner)
+        is_loop(inner)
         and not any(
             _jax.is_var(v) and v in inside for v in inner.invars[: sum(_jax.scan_arity(inner))]
         )
@@ -242,7 +240,7 @@ def _reading_rows(
     """
     n_consts, n_carry = _jax.scan_arity(eqn)
     step = _jax.open_jaxpr(eqn.params["jaxpr"])
-    xs = list(zip(step.invars, eqn.invars))[n_consts + n_carry :]
+    xs = zip(step.invars[n_consts + n_carry :], slices(eqn))
     rows: dict[_jax.Var, _jax.Var] = {}
     consts: dict[_jax.Var, _jax.Var] = {}
     computed: list[_jax.JaxprEqn] = []
