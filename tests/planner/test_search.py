@@ -31,6 +31,9 @@ class Staircase:
         fitting = [s for n, s in self.steps if n <= n_bytes]
         return bool(fitting) and fitting[-1] > seconds
 
+    def may_gain(self, variant, n_bytes, than):
+        return True
+
     def smallest(self, variant):
         return self.proposal(variant, self.steps[0])
 
@@ -203,6 +206,9 @@ class TwoModels:
     def costs_more(self, variant, n_bytes, seconds):
         return False
 
+    def may_gain(self, variant, n_bytes, than):
+        return True
+
     def smallest(self, variant):
         return self.within(variant, self.least[variant])
 
@@ -224,6 +230,38 @@ def test_smaller_variants_are_used_where_the_best_plan_costs_much(much, expected
     limits = CompileLimits(much_seconds=much)
     best, _ = search(model, lambda p, _: p.model_bytes, 80, limits)
     assert best is not None and best.proposal.variant == expected
+
+
+class Hopeless(Staircase):
+    """A model of two variants, of which the second one is known to gain nothing."""
+
+    def __init__(self):
+        super().__init__(STEPS, ("first", "second"))
+        self.computed = set()
+
+    def may_gain(self, variant, n_bytes, than):
+        assert isinstance(than, Proposal) and n_bytes >= 0
+        return variant == "first"
+
+    def within(self, variant, n_bytes):
+        self.computed.add(variant)
+        return super().within(variant, n_bytes)
+
+
+def test_a_variant_that_cannot_gain_is_not_computed_while_another_one_fits():
+    model = Hopeless()
+    best, _ = search(model, lambda p, _: p.model_bytes, 505)
+    assert best is not None and model.computed == {"first"}
+
+
+def test_a_variant_that_cannot_gain_is_tried_if_nothing_else_fits():
+    model = Hopeless()
+
+    def compiler(proposal, _):
+        return 1000 if proposal.variant == "first" else proposal.model_bytes
+
+    best, _ = search(model, compiler, 505)
+    assert best is not None and best.proposal.variant == "second"
 
 
 def test_a_variant_that_was_not_tried_is_expected_to_need_a_little_more():
@@ -398,6 +436,9 @@ def test_a_poor_plan_that_fits_is_improved_below_proposals_that_exceed_the_budge
 
         def costs_more(self, variant, n_bytes, seconds):
             return False
+
+        def may_gain(self, variant, n_bytes, than):
+            return True
 
         def smallest(self, variant):
             return self.within(variant, steps[variant][0][0])

@@ -111,6 +111,25 @@ def test_what_is_known_to_exceed_a_time_does(graph: Graph) -> None:
     assert n_known >= 10
 
 
+@pytest.mark.parametrize("graph", [training_graph(40, skips=0.2), random_layers(80)])
+def test_no_schedule_takes_less_than_the_lower_bound(graph: Graph) -> None:
+    answers, peak = GridSearch().answers(graph), no_remat(graph).peak_bytes
+    bounds = [answers.lower_bound(percent * peak // 100) for percent in range(30, 101, 10)]
+    assert bounds == sorted(bounds, reverse=True) and bounds[0] > bounds[-1] == graph.time
+    for percent, bound in zip(range(30, 101, 10), bounds):
+        found = _within(answers, percent * peak // 100)
+        assert found is None or bound <= found.time
+
+
+def test_schedules_are_found_where_segments_are_not_tried() -> None:
+    graph = uniform_chain(50)
+    peak = no_remat(graph).peak_bytes
+    plain, without = GridSearch(), GridSearch(segments_below=0.0)
+    for percent in (80, 40):
+        extra = [s(graph, percent * peak // 100).time - graph.time for s in (plain, without)]
+        assert extra[0] <= extra[1] <= 1.3 * extra[0]
+
+
 def _within(answers: Answers, budget: int) -> Schedule | None:
     try:
         return answers.within(budget)

@@ -122,11 +122,24 @@ def applied(flat: _jax.Jaxpr, decisions: StepDecisions) -> _jax.Jaxpr:
     Raises:
       PlanError: the program has no such loops.
     """
-    source = program_to_plan(flat, decisions.loops.opened)
+    new = applied_to(program_to_plan(flat, decisions.loops.opened), decisions)
+    return new if new is flat else with_own_arrays(_index_arrays_apart(new))
+
+
+def applied_to(source: _jax.Jaxpr, decisions: StepDecisions) -> _jax.Jaxpr:
+    """Return a program that follows the decisions, without what only its compilation needs.
+
+    Args:
+      source: the program that the decisions refer to (`program_to_plan`).
+      decisions: the decisions.
+
+    Raises:
+      PlanError: the program has no such loops.
+    """
     new = rewritten(with_loops(source, decisions.loops), decisions.outside)
     if decisions.loops.copies:
         new = without_marks(new)  # the scopes of equations that copy
-    return new if new is flat else with_own_arrays(_index_arrays_apart(new))
+    return new
 
 
 def _index_arrays_apart(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:

@@ -54,7 +54,7 @@ class LoopLevel:
 
     @property
     def _source(self) -> _jax.Jaxpr:
-        return self.step.source if self.loops.opened else self.step.flat
+        return self.step.source_of(self.loops.opened)
 
     @functools.cached_property
     def _flat(self) -> _jax.Jaxpr:
@@ -157,6 +157,22 @@ class LoopLevel:
         in_buffers = sum(map(sum, self.step.buffers(fused).values()))
         return answers.costs_more(n_bytes + in_buffers, float(fused.graph.time) + seconds)
 
+    def least_price(self, variant: str, n_bytes: int) -> float:
+        """Return the least price of a proposal within these bytes.
+
+        Schedules are assumed to use results' buffers as much as that without recomputation does.
+        """
+        if self.peak_bytes(variant) <= n_bytes:
+            return self.loop_seconds
+        fused, answers = self._solved(variant)
+        bound = answers.lower_bound(n_bytes + self._bytes_in_buffers(variant))
+        return self.loop_seconds + max(0.0, float(bound - fused.graph.time))
+
+    def _bytes_in_buffers(self, variant: str) -> int:
+        """Return the bytes that results' buffers hold at the peak if everything is computed once."""
+        once = self._once(variant)
+        return once.peak_bytes - self._peak_of(variant, once)
+
     def _once(self, variant: str) -> Schedule:
         """Return the schedule that computes everything once."""
         fused, answers = self._solved(variant)
@@ -171,8 +187,7 @@ class LoopLevel:
           BudgetError: none was found.
         """
         fused, answers = self._solved(variant)
-        once = self._once(variant)
-        in_buffers = once.peak_bytes - self._peak_of(variant, once)
+        in_buffers = self._bytes_in_buffers(variant)
         ways = (
             lambda: answers.within(n_bytes),
             lambda: answers.within(n_bytes + in_buffers),
@@ -226,6 +241,7 @@ class LoopLevel:
             self._peak_of(variant, found),
             self.loop_seconds + self._extra_seconds(variant, found),
             self.loop_seconds + max(0.0, float(found.lower_bound - fused.graph.time)),
+            price=self.loop_seconds + max(0.0, float(found.time - fused.graph.time)),
             decisions=StepDecisions(
                 self._loops_of(variant),
                 decisions_of(

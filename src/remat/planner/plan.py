@@ -54,7 +54,7 @@ from remat.planner.host_state import (
     state_kinds,
 )
 from remat.planner.plan_file import AS_RUN, FAST, Attempt, Plan
-from remat.planner.priced_step import PricedStep
+from remat.planner.priced_step import QUICK_SOLVER, SOLVER, PricedStep
 from remat.planner.programs import Candidate, Programs
 from remat.planner.progress import Progress
 from remat.planner.refusal import Refused, refusal
@@ -413,13 +413,15 @@ class _Planning:
 
     @functools.cached_property
     def _model(self) -> StepModel:
+        is_cpu = self.step.target.platform == "cpu"
         step = PricedStep(
             self._flat,
             self.costs.seconds,
             self.unplanned.shards(),
             slowdowns(self.costs),
+            QUICK_SOLVER if is_cpu else SOLVER,
             into_products=self.step.target.platform == "tpu",
-            by_flops=self.step.target.platform == "cpu",
+            by_flops=is_cpu,
             transfer=self._transfer,
             host_limit=self.host_limit,
             copies=self.unplanned.made_for().n_devices == 1,

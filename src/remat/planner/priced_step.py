@@ -47,7 +47,9 @@ from remat.units import counted
 
 WRITTEN, FUSED, INLINED, ORDERED, LEAN = "written", "fused", "inlined", "ordered", "lean"
 
-_DEFAULT_SOLVER = GridSearch(most_extra=MOST_AGAIN)
+SOLVER = GridSearch(most_extra=MOST_AGAIN)
+#: For devices whose programs compile in seconds, where the standard effort takes as long as compiling.
+QUICK_SOLVER = dataclasses.replace(SOLVER, effort=0.5, resolution=1 / 256, segments_below=0.7)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,7 +75,7 @@ class PricedStep:
     price: Price
     shards: Sequence[int] | None = None
     slowdown: Slowdown = no_slowdown
-    solver: Solver = _DEFAULT_SOLVER
+    solver: Solver = SOLVER
     _: dataclasses.KW_ONLY
     into_products: bool = False
     by_flops: bool = False
@@ -110,6 +112,10 @@ class PricedStep:
     def source(self) -> _jax.Jaxpr:
         """Return the program that the decisions start from (`decisions.program_to_plan`)."""
         return scan_pairs.sunk(self._opened)
+
+    def source_of(self, opened: bool) -> _jax.Jaxpr:
+        """Return the program that decisions refer to (`decisions.program_to_plan`)."""
+        return self.source if opened else self.flat
 
     @functools.cached_property
     def _opened(self) -> _jax.Jaxpr:

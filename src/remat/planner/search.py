@@ -33,6 +33,8 @@ class Proposal:
       lower_bound_seconds: proven lower bound of `extra_seconds` within the model's budget.
       decisions: comparable by `==`.
       cost: the quantity to minimize, in seconds, comparable between variants; `extra_seconds` by default.
+      price: the quantity that the variant's schedules minimize, of which lower bounds are known, in seconds;
+        `extra_seconds` by default.
     """
 
     variant: str
@@ -41,6 +43,7 @@ class Proposal:
     lower_bound_seconds: float
     decisions: Any
     cost: float = math.nan
+    price: float = math.nan
 
     def __repr__(self) -> str:
         extra = format_seconds(self.extra_seconds)
@@ -49,8 +52,9 @@ class Proposal:
         )
 
     def __post_init__(self) -> None:
-        if math.isnan(self.cost):
-            object.__setattr__(self, "cost", self.extra_seconds)
+        for name in ("cost", "price"):
+            if math.isnan(getattr(self, name)):
+                object.__setattr__(self, name, self.extra_seconds)
 
 
 class Model(Protocol):
@@ -87,6 +91,12 @@ class Model(Protocol):
         """Return whether the proposal within these bytes, if any, is known to cost more.
 
         A model that would have to compute the proposal to know answers False.
+        """
+
+    def may_gain(self, variant: str, n_bytes: int, than: Proposal) -> bool:
+        """Return whether the variant's proposal within these bytes may be much better than another one.
+
+        A model that would have to compute the proposal to know answers True.
         """
 
     def smallest(self, variant: str) -> Proposal:
@@ -159,6 +169,8 @@ def search(
     ...         return Proposal(variant, n_bytes, max(0, 100 - n_bytes), 0.0, n_bytes)
     ...     def costs_more(self, variant, n_bytes, cost):
     ...         return 100 - n_bytes > cost
+    ...     def may_gain(self, variant, n_bytes, than):
+    ...         return True
     ...     def smallest(self, variant):
     ...         return self.within(variant, 1)
     ...     by_hand = ()
@@ -290,11 +302,21 @@ class _Search:
     def _improvements(self) -> list[Proposal]:
         """Return proposals to compile next: the one that recomputes least, and maybe others."""
         found: list[Proposal] = []
+        best = self._best()
         for variant in self._variants():
-            least = min((p.cost for p in found), default=math.inf)
+            cheapest = min(found, key=lambda p: p.cost, default=None)
+            if not self._may_gain(variant, cheapest if best is None else best.proposal):
+                continue
+            least = math.inf if cheapest is None else cheapest.cost
             proposal = self._improvement_of(variant, least)
             found += [] if proposal is None else [proposal]
         return found
+
+    def _may_gain(self, variant: str, than: Proposal | None) -> bool:
+        """Return whether a variant may be much better than a proposal; always, if it was tried."""
+        if than is None or any(c.proposal.variant == variant for c in self.compiled):
+            return True
+        return self.model.may_gain(variant, max(0, int(self._aim(variant))), than)
 
     def _improvement_of(self, variant: str, at_most_cost: float) -> Proposal | None:
         """Return a proposal to compile next; None if the variant has none that would be better.

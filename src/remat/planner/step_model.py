@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from remat.errors import BudgetError
 from remat.ir.flops import flops_of_program
 from remat.planner.bodies import BodyOption, without_partial_sums
-from remat.planner.decisions import LoopDecisions, StepDecisions, applied
+from remat.planner.decisions import LoopDecisions, StepDecisions, applied_to
 from remat.planner.loop_choices import LoopChoices, loop_choices
 from remat.planner.loop_level import LoopLevel
 from remat.planner.priced_step import LEAN, ORDERED, PricedStep, fusing
@@ -31,6 +31,9 @@ _LEVELS_CHECKED = 6
 # Number of levels to try, spread over all: recomputation outside of the loops may cost less than in them.
 # More find better plans and take longer.
 _SPREAD = 6
+# Share of a proposal's price by which that of another variant must be able to fall, by its lower bound. Costs
+# of variants differ little where both are near their bounds, and a larger share tries fewer of them.
+_MUCH = 0.1
 # Number of corrections of the bytes that bodies are scheduled for, by the peak of the program around them.
 # More come closer to the budget, and each prices a program.
 _MOST_CORRECTIONS = 4
@@ -89,6 +92,19 @@ class StepModel:
             for level in self._levels_within(variant, n_bytes, options)
         )
 
+    def may_gain(self, variant: str, n_bytes: int, than: Proposal) -> bool:
+        """Return whether the proposal within these bytes may have a much lower price than another one.
+
+        Where compiling takes long, other variants are worth computing in any case.
+        """
+        if not self.step.by_flops or self.step.copies_outside:
+            return True
+        return any(
+            level.least_price(variant, n_bytes) < (1 - _MUCH) * than.price
+            for options in self._body_choices(variant, n_bytes)
+            for level in self._levels_within(variant, n_bytes, options)
+        )
+
     def smallest(self, variant: str) -> Proposal:
         """Return the proposal with the fewest bytes at the level at which all loops keep least."""
         options = self._body_options(variant, [0] * len(self._loops.bodies))
@@ -130,7 +146,8 @@ class StepModel:
         ):
             return proposal
         if decisions not in self._flops:
-            self._flops[decisions] = flops_of_program(applied(self.step.flat, decisions))
+            source = self.step.source_of(decisions.loops.opened)
+            self._flops[decisions] = flops_of_program(applied_to(source, decisions))
         as_written = self.step.flops
         more = self._flops[decisions] / as_written - 1 if as_written else 0.0
         of_flops = more * self.step.seconds

@@ -88,6 +88,8 @@ class GridSearch(Solver):
       effort: the work spent on each budget, as a multiple of the standard allowance, which is some
         tenths of a second for a thousand nodes.
       resolution: share of the peak; budgets that differ by less may have one answer.
+      segments_below: share of the peak. The program for chains is not tried for larger budgets, where other
+        searches mostly find as good an order; on graphs of some tens of nodes it takes longest.
       most_extra: the most extra time of an order, as a share of the graph's time. Budgets that require more
         are refused without a long search.
       improvement: the work spent on ruin and recreate, as a multiple of the allowance of a budget,
@@ -99,6 +101,7 @@ class GridSearch(Solver):
 
     effort: float = 1.0
     resolution: float = 1 / 512
+    segments_below: float = 1.0
     most_extra: float = math.inf
     improvement: float = 1.0
     proof: ProofEffort | None = None
@@ -113,6 +116,7 @@ class _GridAnswers(Answers):
     def __init__(self, solver: GridSearch, graph: Graph, once: Collection[int]) -> None:
         self.graph = graph
         self.resolution = solver.resolution
+        self._segments_below = solver.segments_below
         self.proof = solver.proof
         self.floor_bytes = floor_bytes(graph, once)
         self._arrays = Arrays.of(graph, once)
@@ -161,6 +165,9 @@ class _GridAnswers(Answers):
             if found is None or found.extra_time > extra:
                 return found is not None
         return False
+
+    def lower_bound(self, budget: int) -> float:
+        return self.graph.time + self._bound(budget)
 
     def smallest(self) -> Schedule:
         found = self._smallest
@@ -392,8 +399,9 @@ class _GridAnswers(Answers):
         yield self._refined(self._plain, budget, _CUTS_WITH_ROOM, self._construction())
         if below is None:
             yield from self._evicted(budget)
-        for found in self._segments.near(budget):
-            yield self._relieved(found, budget, self._construction())
+        if budget <= self._segments_below * self._plain.peak_bytes:
+            for found in self._segments.near(budget):
+                yield self._relieved(found, budget, self._construction())
 
     def _descended(self, above: Liveness, budget: int) -> Liveness:
         """Return the order reached by small steps from the order of a larger budget; it may not fit yet.

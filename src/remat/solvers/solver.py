@@ -79,6 +79,13 @@ class Answers(abc.ABC):
         """
         return False
 
+    def lower_bound(self, budget: int) -> float:
+        """Return a lower bound on the time of any schedule within a budget.
+
+        It takes less work than a schedule. By default, 0: none is known.
+        """
+        return 0.0
+
     @abc.abstractmethod
     def smallest(self) -> Schedule:
         """Return the schedule of the smallest peak that is found, whatever its time."""
