@@ -4,6 +4,7 @@
     python -m benchmarks planner --model gpt unet --quick
     python -m benchmarks planner --baselines        # only JAX's policies, without a planner
     python -m benchmarks planner --targets          # only the 16-layer decoder, with step times
+    python -m benchmarks planner --layers 16 96     # CPU times of planning and compiling, by number of layers
 
 A budget is a share of the compiled peak without rematerialization. Extra FLOPs are relative to the step
 without rematerialization, counted on the jaxpr. The baseline is the cheapest of JAX's standard policies, on
@@ -26,7 +27,7 @@ import jax
 
 import remat
 from benchmarks.timing import seconds_in_turns
-from benchmarks.zoo import ZOO, flops
+from benchmarks.zoo import ZOO, decoder, flops, gpt, vit
 from benchmarks.zoo.baselines import Point, baselines, best_baseline, without
 from benchmarks.zoo.model import Model, step
 from remat.units import format_bytes
@@ -228,6 +229,58 @@ def opponents(names: Sequence[str]) -> dict:
 
 
 # --------------------------------------------------------------------------------------------------
+# Numbers of layers
+
+LAYERED = {"decoder": decoder.model, "gpt": gpt.model, "vit": vit.model}
+
+
+def compile_cpu_s(step: Any, args: Sequence[Any]) -> float:
+    """Return the CPU time to trace, lower and compile a jitted or fitted step."""
+    jax.clear_caches()
+    begin = time.process_time()
+    step.lower(*args).compile()
+    return time.process_time() - begin
+
+
+def by_layers(names: Sequence[str], counts: Sequence[int], percents: Sequence[int]) -> dict:
+    """Measure and print CPU times of planning and of compiling plans, as multiples of compiling without."""
+    header = ("layers", "without", "budget", "planning", "", "planned step")
+    measured: dict[str, list[dict[str, Any]]] = {}
+    for name in names:
+        found, table = measured.setdefault(name, []), []
+        for n, percent in itertools.product(counts, percents):
+            model = LAYERED[name]("cpu", n)
+            fun, args = step(model.loss()), model.arguments()
+            plain_s = compile_cpu_s(jax.jit(fun), args)
+            jax.clear_caches()
+            begin = time.process_time()
+            plan = remat.plan(fun, *args, budget=f"{percent}%", cache=False)
+            planning_s = time.process_time() - begin
+            planned_s = compile_cpu_s(remat.fit(fun, plan=plan), args)
+            found.append(
+                {
+                    "layers": n,
+                    "percent": percent,
+                    "without_cpu_s": plain_s,
+                    "planning_cpu_s": planning_s,
+                    "planned_cpu_s": planned_s,
+                }
+            )
+            table.append(
+                [
+                    str(n),
+                    f"{plain_s:.1f} s",
+                    f"{percent} %",
+                    f"{planning_s:.1f} s",
+                    f"{planning_s / plain_s:.1f} x",
+                    f"{planned_s / plain_s:.2f} x",
+                ]
+            )
+        print(f"\n{name}\n{markdown(header, table)}", flush=True)
+    return {"by_layers": measured}
+
+
+# --------------------------------------------------------------------------------------------------
 # The 16-layer decoder
 
 # Upper limits of temporaries, as a share of those without rematerialization, and of extra matmul FLOPs, and
@@ -300,9 +353,13 @@ def main(options: Sequence[str] = ()) -> dict:
     parser.add_argument("--quick", action="store_true", help="two budgets in place of four")
     parser.add_argument("--targets", action="store_true", help="only the 16-layer decoder")
     parser.add_argument("--baselines", action="store_true", help="JAX's policies alone")
+    parser.add_argument("--layers", nargs="+", type=int, metavar="N", help="models of N layers")
     asked = parser.parse_args(list(options))
     if asked.baselines:
         return opponents(asked.model)
+    if asked.layers:
+        names = [name for name in asked.model if name in LAYERED]
+        return by_layers(names, asked.layers, QUICK_PERCENTS)
     if not hasattr(remat, "plan"):
         raise ImportError("remat.plan does not exist in this version")
     if asked.targets:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -77,6 +77,7 @@ def loss(
     rows: Callable[[jax.Array], jax.Array] = unchanged,
     inner: Callable[[jax.Array], jax.Array] = unchanged,
     attend: Callable[..., jax.Array] = _causal,
+    names: Collection[str] = ("gate",),
 ) -> Callable:
     """Return the loss of (parameters, batch of tokens).
 
@@ -86,21 +87,28 @@ def loss(
       rows: constrains how activations are sharded.
       inner: constrains how the MLP's hidden activations are sharded.
       attend: computes attention of (batch, length, heads, features).
+      names: the values of a layer that have names, of query, key, value, context, out, gate, up and down.
     """
+
+    def named(x: jax.Array, name: str) -> jax.Array:
+        return checkpoint_name(x, name) if name in names else x
 
     @wrap
     def layer(x: jax.Array, params: Any) -> tuple[jax.Array, None]:
         batch, length, _ = x.shape
         x = rows(x)
         h = rms_norm(x, params["scale_1"])
-        q = dense(h, params["q"]).reshape(batch, length, config.heads, -1)
-        k, v = (dense(h, params[n]).reshape(batch, length, config.key_heads, -1) for n in "kv")
+        q = named(dense(h, params["q"]), "query").reshape(batch, length, config.heads, -1)
+        k, v = (
+            named(dense(h, params[name[0]]), name).reshape(batch, length, config.key_heads, -1)
+            for name in ("key", "value")
+        )
         attended = attend(rotary(q), rotary(k), v).reshape(batch, length, config.width)
-        x = rows(x + dense(attended, params["out"]))
+        x = rows(x + named(dense(named(attended, "context"), params["out"]), "out"))
         h = rms_norm(x, params["scale_2"])
-        gate = checkpoint_name(inner(dense(h, params["gate"])), "gate")
-        h = jax.nn.silu(gate) * inner(dense(h, params["up"]))
-        return rows(x + dense(h, params["down"])), None
+        gate = named(inner(dense(h, params["gate"])), "gate")
+        h = jax.nn.silu(gate) * named(inner(dense(h, params["up"])), "up")
+        return rows(x + named(dense(h, params["down"]), "down")), None
 
     def of(params: Any, batch: jax.Array) -> jax.Array:
         inputs, labels = batch[:, :-1], batch[:, 1:]
@@ -136,11 +144,10 @@ LLAMA_7B = {
 }
 
 
-def llama_8b(target: Target, size: str) -> Case:
+def llama_8b(target: Target, size: str, **options: Any) -> Case:
     """Llama 3 8 B, parameters and batch sharded over all chips."""
-    return _fully_sharded(
-        LLAMA_8B[size], target, ("60%", "35%") if size == "small" else ("15.75GiB", "8GiB")
-    )
+    budgets = ("60%", "35%") if size == "small" else ("15.75GiB", "8GiB")
+    return _fully_sharded(LLAMA_8B[size], target, budgets, **options)
 
 
 def llama_7b_gpu(target: Target, size: str) -> Case:
@@ -150,11 +157,19 @@ def llama_7b_gpu(target: Target, size: str) -> Case:
     )
 
 
-def _fully_sharded(config: Config, target: Target, budgets: tuple[str, ...]) -> Case:
+def _fully_sharded(
+    config: Config,
+    target: Target,
+    budgets: tuple[str, ...],
+    *,
+    batch: int | None = None,
+    names: Collection[str] = ("gate",),
+) -> Case:
     mesh = mesh_of(target, data=target.n_devices)
+    config = replace(config, batch=batch or config.batch)
 
     def build(wrap: Wrap) -> Callable:
-        return train_step(loss(config, wrap, rows=constrained(mesh, "data")))
+        return train_step(loss(config, wrap, rows=constrained(mesh, "data"), names=names))
 
     state = adam_state(fully_sharded(shapes(config), mesh))
     return Case(
@@ -202,11 +217,18 @@ def llama_13b(target: Target, size: str) -> Case:
     )
 
 
-def llama_70b(target: Target, size: str) -> Case:
+def llama_70b(
+    target: Target,
+    size: str,
+    *,
+    batch: int | None = None,
+    names: Collection[str] = ("gate",),
+) -> Case:
     """Llama 3 70 B with a Pallas kernel for attention, fully sharded and tensor-parallel."""
     from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 
     config = LLAMA_70B[size]
+    config = replace(config, batch=batch or config.batch)
     n_tensor = 4 if size == "full" else 2
     mesh = mesh_of(target, fsdp=target.n_devices // n_tensor, tensor=n_tensor)
     by_head = P("fsdp", None, "tensor")
@@ -231,6 +253,7 @@ def llama_70b(target: Target, size: str) -> Case:
             rows=constrained(mesh, "fsdp"),
             inner=constrained(mesh, "fsdp", None, "tensor"),
             attend=attend,
+            names=names,
         )
         return train_step(of)
 

@@ -6,7 +6,7 @@ but blocks: normalization has no weights, the batch is the embedded input, and t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +43,8 @@ def block(config: Config):
     return apply
 
 
-def model(size: str) -> Model:
-    config = SIZES[size]
+def model(size: str, layers: int | None = None) -> Model:
+    config = replace(SIZES[size], layers=layers or SIZES[size].layers)
     width = config.width
 
     def build(wrap):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +44,8 @@ def block(config: Config):
     return apply
 
 
-def model(size: str) -> Model:
-    config = SIZES[size]
+def model(size: str, layers: int | None = None) -> Model:
+    config = replace(SIZES[size], layers=layers or SIZES[size].layers)
     width = config.width
 
     def build(wrap):

@@ -6,7 +6,7 @@ can wrap it. Dosovitskiy et al., 2021, with mean pooling in place of a class tok
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import flax.linen as nn
 import jax
@@ -70,8 +70,8 @@ class Head(nn.Module):
         return nn.Dense(self.config.classes, dtype=self.config.dtype)(jnp.mean(x, 1))
 
 
-def model(size: str) -> Model:
-    config = SIZES[size]
+def model(size: str, layers: int | None = None) -> Model:
+    config = replace(SIZES[size], layers=layers or SIZES[size].layers)
     stem, block, head = Stem(config), Block(config), Head(config)
     image_shape = (config.batch, config.image, config.image, 3)
 
