@@ -254,7 +254,12 @@ def by_layers(names: Sequence[str], counts: Sequence[int], percents: Sequence[in
             plain_s = compile_cpu_s(jax.jit(fun), args)
             jax.clear_caches()
             begin = time.process_time()
-            plan = remat.plan(fun, *args, budget=f"{percent}%", cache=False)
+            try:
+                plan = remat.plan(fun, *args, budget=f"{percent}%", cache=False)
+            except remat.BudgetError as error:
+                found.append({"layers": n, "percent": percent, "refusal": str(error)})
+                table.append([str(n), f"{plain_s:.1f} s", f"{percent} %", "refused", "", ""])
+                continue
             planning_s = time.process_time() - begin
             planned_s = compile_cpu_s(remat.fit(fun, plan=plan), args)
             found.append(
