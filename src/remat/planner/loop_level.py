@@ -166,7 +166,11 @@ class LoopLevel:
             return self.loop_seconds
         fused, answers = self._solved(variant)
         bound = answers.lower_bound(n_bytes + self._bytes_in_buffers(variant))
-        return self.loop_seconds + max(0.0, float(bound - fused.graph.time))
+        return self._with_loops(fused, bound)
+
+    def _with_loops(self, fused: Fused, time: float) -> float:
+        """Return the price of recomputation in the loops and in a schedule that takes a time."""
+        return self.loop_seconds + max(0.0, float(time - fused.graph.time))
 
     def _bytes_in_buffers(self, variant: str) -> int:
         """Return the bytes that results' buffers hold at the peak if everything is computed once."""
@@ -240,8 +244,8 @@ class LoopLevel:
             variant,
             self._peak_of(variant, found),
             self.loop_seconds + self._extra_seconds(variant, found),
-            self.loop_seconds + max(0.0, float(found.lower_bound - fused.graph.time)),
-            price=self.loop_seconds + max(0.0, float(found.time - fused.graph.time)),
+            self._with_loops(fused, found.lower_bound),
+            price=self._with_loops(fused, found.time),
             decisions=StepDecisions(
                 self._loops_of(variant),
                 decisions_of(

@@ -69,13 +69,12 @@ class StepModel:
         """
         found: list[Proposal] = []
         problem: BudgetError | None = None
-        for options in self._body_choices(variant, n_bytes):
-            for level in self._levels_within(variant, n_bytes, options):
-                for one in (level, level.with_copies(variant, n_bytes)):
-                    try:
-                        found += [] if one is None else [one.within(variant, n_bytes)]
-                    except BudgetError as error:
-                        problem = error
+        for level in self._levels_to_try(variant, n_bytes):
+            for one in (level, level.with_copies(variant, n_bytes)):
+                try:
+                    found += [] if one is None else [one.within(variant, n_bytes)]
+                except BudgetError as error:
+                    problem = error
         if not found:
             assert problem is not None
             raise problem
@@ -88,8 +87,7 @@ class StepModel:
         """
         return not (self.step.copies_outside or self.step.by_flops) and all(
             level.costs_more(variant, n_bytes, cost)
-            for options in self._body_choices(variant, n_bytes)
-            for level in self._levels_within(variant, n_bytes, options)
+            for level in self._levels_to_try(variant, n_bytes)
         )
 
     def may_gain(self, variant: str, n_bytes: int, than: Proposal) -> bool:
@@ -101,8 +99,7 @@ class StepModel:
             return True
         return any(
             level.least_price(variant, n_bytes) < (1 - _MUCH) * than.price
-            for options in self._body_choices(variant, n_bytes)
-            for level in self._levels_within(variant, n_bytes, options)
+            for level in self._levels_to_try(variant, n_bytes)
         )
 
     def smallest(self, variant: str) -> Proposal:
@@ -238,6 +235,11 @@ class StepModel:
         at = self.step.fusions.index(self.step.model_of(variant))
         bodies = zip(self._loops.bodies, room, strict=True)
         return tuple(body.options[at].within(n_bytes) for body, n_bytes in bodies)
+
+    def _levels_to_try(self, variant: str, n_bytes: int) -> Iterator[LoopLevel]:
+        """Yield the levels to try within these bytes, with all options of the bodies to try."""
+        for options in self._body_choices(variant, n_bytes):
+            yield from self._levels_within(variant, n_bytes, options)
 
     def _levels_within(
         self, variant: str, n_bytes: int, options: tuple[BodyOption, ...]
