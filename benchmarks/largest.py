@@ -30,7 +30,7 @@ from unittest import mock
 import jax
 
 import remat
-from benchmarks.ahead_of_time import decoder
+from benchmarks.ahead_of_time import SIZES, decoder
 from benchmarks.ahead_of_time.case import Case
 from benchmarks.ahead_of_time.measure import counted
 from remat.program.compiled import compile_for_analysis
@@ -43,7 +43,6 @@ CASES: Mapping[str, tuple[Callable[..., Case], str, str]] = {
     "llama-8b": (decoder.llama_8b, "tpu:v5p:2x2x1", "tpu:v5p:4x4x4"),
     "llama-70b": (decoder.llama_70b, "tpu:v5p:2x2x2", "tpu:v5p:8x8x8"),
 }
-SIZES = ("small", "full")
 N_BATCHES = 24  # the batches are this many multiples of the number of devices
 ROOM = 1.25  # a larger budget lets larger batches fit, and both searches take longer
 
@@ -100,7 +99,7 @@ class Problem:
 
     Args:
       name: of the case.
-      size: of `SIZES`.
+      size: of `ahead_of_time.SIZES`.
     """
 
     def __init__(self, name: str, size: str) -> None:
@@ -131,10 +130,6 @@ class Problem:
             found = Measured(memory.peak_bytes, memory.host_bytes, counted(step, case))
             self._measured[policy, batch] = found
         return self._measured[policy, batch]
-
-    @property
-    def n_compiles(self) -> int:
-        return len(self._measured)
 
     def rows_per_s(self, batch: int, matmul_flops: float, host_bytes: int) -> float:
         device = self.target.device
@@ -191,11 +186,11 @@ def counting_compiles() -> Iterator[list[None]]:
     found: list[None] = []
     compile = jax.stages.Lowered.compile
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counting(*args: Any, **kwargs: Any) -> Any:
         found.append(None)
         return compile(*args, **kwargs)
 
-    with mock.patch.object(jax.stages.Lowered, "compile", counted):
+    with mock.patch.object(jax.stages.Lowered, "compile", counting):
         yield found
 
 
@@ -208,20 +203,21 @@ def measured(name: str, size: str) -> dict[str, Any]:
         return case.step, case.args, dict(case.options)
 
     begin = time.perf_counter()
-    with counting_compiles() as compiles:
+    with counting_compiles() as own_compiles:
         found = remat.largest(make_step, problem.batches, **problem.options)
     ours_s = time.perf_counter() - begin
     print(
-        f"  remat.largest: {found.size} rows, {len(compiles)} compiles, {len(found.tried)} sizes, "
+        f"  remat.largest: {found.size} rows, {len(own_compiles)} compiles, {len(found.tried)} sizes, "
         f"{format_seconds(ours_s)}",
         flush=True,
     )
     begin = time.perf_counter()
-    answers = named_search(problem)
+    with counting_compiles() as named_compiles:
+        answers = named_search(problem)
     named_s = time.perf_counter() - begin
-    n_named = problem.n_compiles - 1
+    named_batch = max(problem.batches[at] for _, at in answers)
     print(
-        f"  named values: {max(problem.batches[at] for _, at in answers)} rows, {n_named} compiles, "
+        f"  named values: {named_batch} rows, {len(named_compiles)} compiles, "
         f"{format_seconds(named_s)}",
         flush=True,
     )
@@ -229,14 +225,14 @@ def measured(name: str, size: str) -> dict[str, Any]:
         "budget_bytes": problem.budget,
         "batches": problem.batches,
         "named": {
-            "batch": max(problem.batches[at] for _, at in answers),
-            "compiles": n_named,
+            "batch": named_batch,
+            "compiles": len(named_compiles),
             "seconds": named_s,
         },
         "largest": {
             "batch": found.size,
             "peak_bytes": found.plan.peak_bytes,
-            "compiles": len(compiles),
+            "compiles": len(own_compiles),
             "sizes": len(found.tried),
             "seconds": ours_s,
         },

@@ -248,39 +248,31 @@ def by_layers(names: Sequence[str], counts: Sequence[int], percents: Sequence[in
     measured: dict[str, list[dict[str, Any]]] = {}
     for name in names:
         found, table = measured.setdefault(name, []), []
-        for n, percent in itertools.product(counts, percents):
+        for n in counts:
             model = LAYERED[name]("cpu", n)
             fun, args = step(model.loss()), model.arguments()
             plain_s = compile_cpu_s(jax.jit(fun), args)
-            jax.clear_caches()
-            begin = time.process_time()
-            try:
-                plan = remat.plan(fun, *args, budget=f"{percent}%", cache=False)
-            except remat.BudgetError as error:
-                found.append({"layers": n, "percent": percent, "refusal": str(error)})
-                table.append([str(n), f"{plain_s:.1f} s", f"{percent} %", "refused", "", ""])
-                continue
-            planning_s = time.process_time() - begin
-            planned_s = compile_cpu_s(remat.fit(fun, plan=plan), args)
-            found.append(
-                {
+            for percent in percents:
+                of_plan: dict[str, Any] = {
                     "layers": n,
                     "percent": percent,
                     "without_cpu_s": plain_s,
-                    "planning_cpu_s": planning_s,
-                    "planned_cpu_s": planned_s,
                 }
-            )
-            table.append(
-                [
-                    str(n),
-                    f"{plain_s:.1f} s",
-                    f"{percent} %",
-                    f"{planning_s:.1f} s",
-                    f"{planning_s / plain_s:.1f} x",
-                    f"{planned_s / plain_s:.2f} x",
-                ]
-            )
+                found.append(of_plan)
+                begins = [str(n), f"{plain_s:.1f} s", f"{percent} %"]
+                jax.clear_caches()
+                begin = time.process_time()
+                try:
+                    plan = remat.plan(fun, *args, budget=f"{percent}%", cache=False)
+                except remat.BudgetError as error:
+                    of_plan["refusal"] = str(error)
+                    table.append([*begins, "refused", "", ""])
+                    continue
+                planning_s = time.process_time() - begin
+                planned_s = compile_cpu_s(remat.fit(fun, plan=plan), args)
+                of_plan |= {"planning_cpu_s": planning_s, "planned_cpu_s": planned_s}
+                ratios = f"{planning_s / plain_s:.1f} x", f"{planned_s / plain_s:.2f} x"
+                table.append([*begins, f"{planning_s:.1f} s", *ratios])
         print(f"\n{name}\n{markdown(header, table)}", flush=True)
     return {"by_layers": measured}
 
