@@ -74,6 +74,7 @@ HOMES = {
     "module_steps": "adapters/test_fit_modules",
     "nnx/*": "adapters/test_nnx",
     "planner/auto": "planner/test_restriction",
+    "planner/planning": "planner/test_plan",
     "planner/step_model": "planner/test_plan",
     "planner/checked": "planner/test_plan_file",
     "planner/copy_windows": "planner/test_host_copies",

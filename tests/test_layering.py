@@ -121,6 +121,7 @@ LAYERS = [
     ("planner.host_state",),
     ("planner.programs",),
     ("planner.refusal",),
+    ("planner.planning",),
     ("planner.plan",),
     ("planner.processes", "planner.largest"),
     ("planner.fit",),

@@ -1,6 +1,6 @@
 """From a memory budget to a plan of what to save, recompute or offload.
 
-Read `plan` first: it calls `search`, which asks `step_model` for proposals. In the order in which data
+Read `planning` first: it calls `search`, which asks `step_model` for proposals. In the order in which data
 flows, from a step to proposals of what to recompute:
 
     step         the training step: traced, and compiled to learn its memory
@@ -26,7 +26,8 @@ flows, from a step to proposals of what to recompute:
 
 The plan:
 
-    plan             `remat.plan`: the search for a plan whose compiled peak is within the budget
+    plan             `remat.plan`: its options, checked
+    planning         the search for a plan whose compiled peak is within the budget
     programs         the programs that it compiles
     refusal          the error for a budget that no plan fits
     progress         the status line while planning

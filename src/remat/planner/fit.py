@@ -43,8 +43,9 @@ from remat.planner.host_state import (
     state_kinds,
     type_on_device,
 )
-from remat.planner.plan import plan as make_plan, versions
+from remat.planner.plan import plan as make_plan
 from remat.planner.plan_file import AS_RUN, FAST, MadeFor, Plan
+from remat.planner.planning import versions
 from remat.planner.processes import receive_plan
 from remat.planner.rewrite import following
 from remat.planner.step import TargetStep, check_step, unfitted

@@ -22,7 +22,6 @@ from remat.planner.plan_file import AS_RUN, FAST
 from remat.planner.search import Proposal
 from remat.planner.step import TargetStep, TracedStep
 from remat.program.compiled import CompiledMemory, CompilerFailure, OutOfMemory
-from remat.program.from_jaxpr import n_bytes
 
 _log = logging.getLogger("remat")
 
@@ -102,9 +101,7 @@ class Programs:
       known_base: the compiler's answer for the step as it is written; None to compile it.
 
     Attributes:
-      base: the compiler's answer for the step as it is written.
-      fixed_bytes: the bytes that every plan needs: arguments and results, less aliased ones.
-      candidates: those compiled so far, in order.
+      candidates: those compiled since the last `restart`, in order.
       compile_s: the time of the slowest compilation so far.
     """
 
@@ -119,11 +116,35 @@ class Programs:
         self.unplanned = unplanned
         self.show = show
         self.compile_s = 0.0
+        self.known_base = known_base
         self.candidates: list[Candidate] = []
-        if known_base is None:
-            show("compiling without rematerialization")
-        self.base: Answer = known_base or self._timed(unplanned.memory)
-        self.fixed_bytes = self._fixed_bytes()
+        #: All on which the compiler did not fail, by their decisions.
+        self._compiled: dict[StepDecisions, Candidate] = {}
+        #: The first of the candidates that the compiler did not fail on.
+        self._first: CompiledMemory | None = None
+
+    def restart(self) -> None:
+        """Forget the candidates, but not the bytes that the compiler reported for them."""
+        self.candidates, self._first = [], None
+
+    @functools.cached_property
+    def base(self) -> Answer:
+        """Return the compiler's answer for the step as it is written."""
+        if self.known_base is not None:
+            return self.known_base
+        self.show("compiling without rematerialization")
+        return self._timed(self.unplanned.memory)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Return the bytes that every plan needs: arguments and results, less aliased ones.
+
+        If the step as it is written runs out of memory, the first candidate that compiles says it.
+        """
+        memory = self._first if isinstance(self.base, OutOfMemory) else self.base
+        if isinstance(memory, CompiledMemory):
+            return memory.argument_bytes + memory.output_bytes - memory.alias_bytes
+        return self.unplanned.argument_bytes()
 
     @property
     def base_peak_bytes(self) -> int:
@@ -144,25 +165,32 @@ class Programs:
         for known in self.candidates:
             if known.decisions == proposal.decisions:
                 return known
+        found = self._compiled.get(proposal.decisions)
+        if found is None:
+            found = self._compile(proposal, predicted_bytes)
+        if not isinstance(found.memory, CompilerFailure):
+            self._compiled[proposal.decisions] = found
+        self.candidates.append(found)
+        if self._first is None and isinstance(found.memory, CompiledMemory):
+            self._first = found.memory
+        if isinstance(found.memory, CompilerFailure) and isinstance(self.base, CompilerFailure):
+            raise PlanError(
+                f"the compiler for {self.step.target.name} fails on the step, without rematerialization "
+                f"({self.base.reason}) and with ({found.memory.reason}). Compile the step by itself first."
+            )
+        return found
+
+    def _compile(self, proposal: Proposal, predicted_bytes: int) -> Candidate:
         traced = self._following(proposal.decisions)
         self.show(f"compiling a plan predicted to need {units.format_bytes(predicted_bytes)}")
         memory = self._timed(traced.memory)
-        is_first = not any(isinstance(c.memory, CompiledMemory) for c in self.candidates)
-        if is_first and isinstance(self.base, OutOfMemory) and isinstance(memory, CompiledMemory):
-            self.fixed_bytes = memory.argument_bytes + memory.output_bytes - memory.alias_bytes
         found = Candidate(proposal, predicted_bytes, memory, traced.flops() - self.flops)
-        self.candidates.append(found)
         _log.debug(
             "remat: predicted %d bytes, compiled %s, %.3g FLOPs recomputed",
             predicted_bytes,
             found.failure or found.compiled_bytes,
             found.extra_flops,
         )
-        if isinstance(memory, CompilerFailure) and isinstance(self.base, CompilerFailure):
-            raise PlanError(
-                f"the compiler for {self.step.target.name} fails on the step, without rematerialization "
-                f"({self.base.reason}) and with ({memory.reason}). Compile the step by itself first."
-            )
         return found
 
     def is_to_be_confirmed(self, verify: str | None) -> bool:
@@ -185,13 +213,6 @@ class Programs:
         needed = 0 if isinstance(memory, CompilerFailure) else memory.peak_bytes
         _log.debug("remat: %d bytes as it will run, %d before", needed, candidate.compiled_bytes)
         return memory
-
-    def _fixed_bytes(self) -> int:
-        if isinstance(self.base, CompiledMemory):
-            return self.base.argument_bytes + self.base.output_bytes - self.base.alias_bytes
-        shards = self.unplanned.shards()
-        jaxpr = self.unplanned.jaxpr
-        return sum(n_bytes(v.aval) // n for v, n in zip(jaxpr.invars, shards))
 
     def _timed(self, compile: Callable[[], _T]) -> _T:
         start = time.perf_counter()

@@ -19,9 +19,9 @@ class Progress:
     def __enter__(self) -> Callable[[str], None]:
         if self._status is not None:
             self._status.start()
-        return self._show
+        return self.show
 
-    def _show(self, what: str) -> None:
+    def show(self, what: str) -> None:
         if self._status is not None:
             self._status.update(f"remat: {what}")
         if self._tell is not None:

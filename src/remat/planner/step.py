@@ -71,6 +71,10 @@ class TracedStep:
         ]
         return [1] * len(of_consts) + counts
 
+    def argument_bytes(self) -> int:
+        """Return the bytes of the arguments and constants on one device."""
+        return sum(n_bytes(v.aval) // n for v, n in zip(self.jaxpr.invars, self.shards()))
+
     def argument_shardings(self) -> list[Sharding]:
         """Return the sharding of each argument that is not static; None if it is unspecified."""
         return _jax.argument_shardings(self._traced)

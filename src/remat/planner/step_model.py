@@ -61,6 +61,10 @@ class StepModel:
         #: The number of the level at which a search for one starts; 0 for none.
         self._found_before = 0
 
+    def restart(self) -> None:
+        """Answer from now on as if nothing had been asked before."""
+        self._found_before = 0
+
     def within(self, variant: str, n_bytes: int) -> Proposal:
         """Return the proposal that recomputes least within these bytes of temporaries.
 
