@@ -192,7 +192,7 @@ def test_a_tpu_needs_less_memory_with_copies():
     n_bytes = int(0.9 * model.as_written("inlined").model_bytes)
     decisions = model.within("inlined", n_bytes).decisions
     of_tpu = TargetStep(step, large(), {}, target("tpu:v5e:1x1"), {"donate_argnums": (0,)})
-    copied = of_tpu.trace_following(decisions, ())
+    copied = of_tpu.trace_following(decisions, of_tpu.trace())
     one = 8192 * 8192 * 2
     for as_run in (False, True):
         without, memory = (t.memory(as_run=as_run) for t in (of_tpu.trace(), copied))

@@ -315,7 +315,7 @@ def recomputed_by(given):
     model = StepModel(PricedStep(flat, given.seconds, slowdown=costs.slowdowns(given)))
     aim = int(0.6 * model.as_written(model.variants[0]).model_bytes)
     proposal = model.within(model.variants[0], aim)
-    under = collections.Counter(every(step.trace_following(proposal.decisions, ()).jaxpr))
+    under = collections.Counter(every(step.trace_following(proposal.decisions, step.trace()).jaxpr))
     under.subtract(every(flat))
     return under
 

@@ -44,11 +44,12 @@ from remat.planner.host_state import (
     type_on_device,
 )
 from remat.planner.plan import plan as make_plan
+from remat.planner.plan_decisions import WholeStep
 from remat.planner.plan_file import AS_RUN, FAST, MadeFor, Plan
 from remat.planner.planning import versions
 from remat.planner.processes import receive_plan
 from remat.planner.rewrite import following
-from remat.planner.step import TargetStep, check_step, unfitted
+from remat.planner.step import TargetStep, TracedStep, check_step, unfitted
 from remat.planner.whole_step_file import decisions_of_plan
 from remat.printing import printable
 from remat.program.compiled import CompiledMemory, compile_for_analysis
@@ -412,8 +413,14 @@ class Fitted:
                 "peak differs. Plan again for this device, or pass the target= that the plan is for."
             )
         try:
-            outs = _following(ready.hosted(self._step), plan, args, kwargs)
-            self._check_program(ready, at)
+            traced = self._checked(ready, at)
+            whole = plan.whole_step
+            if whole is None:
+                return _following(ready.hosted(self._step), plan, args, kwargs)
+            donated = None if plan.made_for is None else plan.made_for.donated
+            with tracing(WITH_MARKS):
+                follow = traced.following(_change(whole), donated)
+                return follow(*args, **kwargs)
         except PlanError as error:
             other = _other_versions(plan, at)
             if not other:
@@ -422,13 +429,9 @@ class Fitted:
                 f"the plan was made with {other}, and it does not fit the program that these versions "
                 f"make of the step. Plan again here. ({error})"
             ) from error
-        return outs
 
-    def _check_program(self, ready: _Ready, at: Target) -> None:
-        """Raise for a plan that was made for another program than the one that is traced.
-
-        The program is traced once more for the comparison, as in planning.
-        """
+    def _checked(self, ready: _Ready, at: Target) -> TracedStep:
+        """Trace the step without a plan, as in planning; raise if the plan was made for another program."""
         plan, given = ready.plan, (ready.args, dict(ready.kwargs))
         is_known = not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given))
         args, kwargs = jax.tree.map(
@@ -450,6 +453,7 @@ class Fitted:
                 "peak differs; plan again, with arguments or shapes that have the shardings of this "
                 "call."
             )
+        return traced
 
 
 def by_name(fitted: object) -> str:
@@ -471,10 +475,12 @@ def _following(
             return step(*args, **kwargs)
     donated = () if plan.made_for is None else plan.made_for.donated
     with tracing(WITH_MARKS):
-        follow = following(
-            step, lambda flat: applied(flat, decisions_of_plan(whole, flat)), donated=donated
-        )
-        return follow(*args, **kwargs)
+        return following(step, _change(whole), donated)(*args, **kwargs)
+
+
+def _change(whole: WholeStep) -> Callable[[_jax.Jaxpr], _jax.Jaxpr]:
+    """Return what applies a plan's decisions to the flat program."""
+    return lambda flat: applied(flat, decisions_of_plan(whole, flat))
 
 
 class _Ready(NamedTuple):

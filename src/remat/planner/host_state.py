@@ -164,7 +164,7 @@ def find_host_state(
         )
     args, kwargs = jax.tree.map(type_on_device, (args, dict(kwargs)))
     traced = TargetStep(step, args, kwargs, target, jit_options).trace()
-    jaxpr, n_consts = traced.flat(), len(traced.consts)
+    jaxpr, n_consts = traced.flat, len(traced.consts)
     shardings = {
         n_consts + leaf: sharding
         for leaf, sharding in enumerate(traced.argument_shardings())

@@ -429,9 +429,9 @@ class Planning:
         )
         return StepModel(step)
 
-    @functools.cached_property
+    @property
     def _flat(self) -> _jax.Jaxpr:
-        return self.unplanned.flat()
+        return self.unplanned.flat
 
     def _fits(self, candidate: Candidate) -> bool:
         memory = candidate.memory

@@ -202,7 +202,7 @@ class Programs:
         return verify == AS_RUN or self.compile_s * slower <= MAX_CONFIRMATION_S
 
     def _following(self, decisions: StepDecisions) -> TracedStep:
-        return self.step.trace_following(decisions, self.unplanned.donated)
+        return self.step.trace_following(decisions, self.unplanned)
 
     def as_run(self, candidate: Candidate) -> Answer:
         """Return the compiler's answer for a candidate, with the options with which it will run."""

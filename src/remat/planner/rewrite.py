@@ -190,7 +190,6 @@ def flattened(jaxpr: _jax.Jaxpr, donated: Iterable[int] = ()) -> _jax.Jaxpr:
 def following(
     step: Callable,
     change: Callable[[_jax.Jaxpr], _jax.Jaxpr],
-    traces: dict[Any, Any] | None = None,
     donated: Iterable[int] = (),
 ) -> Callable:
     """Return a function that runs the step's flat jaxpr after `change` was applied to it.
@@ -200,19 +199,12 @@ def following(
     Args:
       step: the step.
       change: maps the flat jaxpr to one that computes the same.
-      traces: a dictionary that caches the traces of this step, so that it is traced once for arguments of
-        the same types. Values that the step closes over must not change while the dictionary is used.
       donated: the donated arguments, counted as leaves of all arguments that are not static.
     """
-    known: dict[Any, Any] = {} if traces is None else traces
 
     @_jax.wraps(step)
     def run(*args: Any, **kwargs: Any) -> Any:
-        found = traced_flat(step, args, kwargs, donated, known)
-        new = change(found.jaxpr)
-        if has_marks(found.jaxpr):
-            new = without_marks(new)
-        return found.called(new)
+        return traced_flat(step, args, kwargs, donated).changed(change)
 
     return run
 
@@ -233,6 +225,11 @@ class TracedCall:
     arrays: Sequence[Array]
     out_tree: TreeDef
 
+    def changed(self, change: Callable[[_jax.Jaxpr], _jax.Jaxpr]) -> PyTree:
+        """Return the step's result, computed by its jaxpr after `change` was applied to it."""
+        new = change(self.jaxpr)
+        return self.called(without_marks(new) if has_marks(self.jaxpr) else new)
+
     def called(self, jaxpr: _jax.Jaxpr) -> PyTree:
         """Return the step's result, computed by another jaxpr with the same inputs."""
         outs = _jax.eval_jaxpr(jaxpr, (), *self.consts, *self.arrays)
@@ -244,7 +241,6 @@ def traced_flat(
     args: tuple,
     kwargs: Mapping[str, Any],
     donated: Iterable[int],
-    known: dict[Any, Any] | None = None,
     on_device: Collection[int] = (),
 ) -> TracedCall:
     """Trace a step for the arguments of a call under `jax.jit`.
@@ -253,7 +249,6 @@ def traced_flat(
       step: the step.
       args, kwargs: the call's arguments. Those that are not traced are static.
       donated: as for `following`.
-      known: as `traces` for `following`.
       on_device: arguments in the host's memory that are traced as arrays on the device, counted as `donated`.
     """
     leaves, tree = jax.tree.flatten((args, dict(kwargs)))
@@ -267,25 +262,15 @@ def traced_flat(
         return step(*args, **kwargs)
 
     arrays = [leaves[i] for i in traced]
-    static = {i: id(leaf) for i, leaf in enumerate(leaves) if i not in set(traced)}
-    key = tree, tuple(array.aval for array in arrays), tuple(static.items())
-    if known is None or key not in known:
-        types = [
-            array.aval.update(memory_space=jax.memory.Space.Device) if i in on_device else array
-            for i, array in enumerate(arrays)
-        ]
-        jaxpr, consts, out = _jax.trace_call(of_traced, *types)
-        jaxpr, more = _jax.hoist_constants(jaxpr)
-        consts = [*more, *consts]
-        flat = flattened(jaxpr, [len(consts) + leaf for leaf in donated])
-        # The static values are stored too, so that their ids stay valid.
-        found = flat, consts, jax.tree.structure(out), [leaves[i] for i in static]
-        if known is not None:
-            known[key] = found
-    else:
-        found = known[key]
-    flat, consts, out_tree, _ = found
-    return TracedCall(flat, consts, arrays, out_tree)
+    types = [
+        array.aval.update(memory_space=jax.memory.Space.Device) if i in on_device else array
+        for i, array in enumerate(arrays)
+    ]
+    jaxpr, consts, out = _jax.trace_call(of_traced, *types)
+    jaxpr, more = _jax.hoist_constants(jaxpr)
+    consts = [*more, *consts]
+    flat = flattened(jaxpr, [len(consts) + leaf for leaf in donated])
+    return TracedCall(flat, consts, arrays, jax.tree.structure(out))
 
 
 def rewritten(jaxpr: _jax.Jaxpr, decisions: Decisions) -> _jax.Jaxpr:

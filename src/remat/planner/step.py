@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from remat.marked import names_of_marked
 from remat.planner.auto import WITH_MARKS, tracing
 from remat.planner.decisions import StepDecisions, applied
 from remat.planner.plan_file import MadeFor
-from remat.planner.rewrite import flattened, following
+from remat.planner.rewrite import TracedCall, flattened
 from remat.program.compiled import (
     CompiledMemory,
     CompilerFailure,
@@ -84,9 +84,34 @@ class TracedStep:
         """Return which arguments are donated, counted as leaves of all arguments that are not static."""
         return tuple(i for i, is_so in enumerate(_jax.donated_arguments(self._traced)) if is_so)
 
+    @functools.cached_property
     def flat(self) -> _jax.Jaxpr:
         """Return the flat program, to whose equations the numbers in plans refer."""
-        return flattened(self.jaxpr, [len(self.consts) + leaf for leaf in self.donated])
+        return self._flat(self.donated)
+
+    def _flat(self, donated: Iterable[int]) -> _jax.Jaxpr:
+        return flattened(self.jaxpr, [len(self.consts) + leaf for leaf in donated])
+
+    def following(
+        self, change: Callable[[_jax.Jaxpr], _jax.Jaxpr], donated: Sequence[int] | None = None
+    ) -> Callable:
+        """Return a function that runs the flat program after `change` was applied to it.
+
+        Call it under `jax.jit` with arguments of the types for which the step was traced.
+
+        Args:
+          change: maps the flat program to one that computes the same.
+          donated: the arguments that count as donated; those that are donated by default.
+        """
+        flat = self.flat if donated is None else self._flat(donated)
+        out_tree = jax.tree.structure(self._traced.out_info)
+
+        def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
+            leaves = jax.tree.leaves((args, kwargs))
+            arrays = [leaves[i] for i in self.positions]
+            return TracedCall(flat, self.consts, arrays, out_tree).changed(change)
+
+        return run
 
     def donated_bytes(self) -> list[int]:
         """Return the bytes of each donated argument on one device."""
@@ -160,22 +185,18 @@ class TargetStep:
         self.jit_options = dict(jit_options)
         self.args, self.kwargs = place((args, dict(kwargs)), target)
 
-        self._flat_traces: dict[Any, Any] = {}
-
     def trace(self) -> TracedStep:
         """Trace the step as it is written, with the marks of `remat.auto`."""
         return self._trace(self.fun)
 
-    def trace_following(self, decisions: StepDecisions, donated: Iterable[int]) -> TracedStep:
+    def trace_following(self, decisions: StepDecisions, unplanned: TracedStep) -> TracedStep:
         """Trace the step so that it follows decisions about its flat program.
 
         Args:
-          decisions: about the program `TracedStep.flat`.
-          donated: the donated arguments (`TracedStep.donated`).
+          decisions: about `TracedStep.flat`.
+          unplanned: the trace of the step as it is written.
         """
-        return self._trace(
-            following(self.fun, lambda flat: applied(flat, decisions), self._flat_traces, donated)
-        )
+        return self._trace(unplanned.following(lambda flat: applied(flat, decisions)))
 
     def _trace(self, fun: Callable) -> TracedStep:
         # A new function each time, since JAX caches traces by function.
