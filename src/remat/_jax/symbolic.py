@@ -32,6 +32,8 @@ def decided(compare: Callable[[], object]) -> bool | None:
 
 def largest(*sizes: Size) -> Size:
     """Return the largest of several sizes, which may be an expression itself."""
+    if sizes and all(type(size) is int for size in sizes):
+        return max(sizes)
     result, *others = sizes or (0,)
     for size in others:
         result = _core.max_dim(result, size)

@@ -212,8 +212,10 @@ def is_repeatable(eqn: _jax.JaxprEqn) -> bool:
     row = operation(eqn.primitive.name)
     if has_effects(eqn) or (row is not None and not row.is_repeatable) or _jax.is_fixed(eqn):
         return False
-    return all(
-        is_repeatable(inner)
-        for body in jaxprs.bodies_of(eqn)
-        for inner in _jax.open_jaxpr(body).eqns
-    )
+    return all(_is_body_repeatable(_jax.open_jaxpr(body)) for body in jaxprs.bodies_of(eqn))
+
+
+# Cached, since loops and calls are asked often, and the answer depends on the immutable jaxpr alone.
+@_jax.weakref_lru_cache
+def _is_body_repeatable(jaxpr: _jax.Jaxpr) -> bool:
+    return all(map(is_repeatable, jaxpr.eqns))

@@ -9,6 +9,7 @@ This module imports no JAX: an equation is anything with `invars`, `outvars` and
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Callable, Iterable
@@ -25,6 +26,7 @@ Formula = Callable[[Eqn], int]
 TRANSCENDENTAL = 10
 
 
+@functools.lru_cache(4096)  # programs have few types, and many values
 def size(aval: Aval) -> Size:
     """Return the number of elements of a type; 0 if it is not an array's.
 

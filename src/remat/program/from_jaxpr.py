@@ -86,6 +86,9 @@ class ProgramWriter:
     `new_value`, `body_of`, `work_of_bodies`, `fusion_of`, `call` and `operation`.
     """
 
+    #: Whether operations have source lines, which only explanations show.
+    has_sources = True
+
     def __init__(self, slowdown: Slowdown = no_slowdown, *, into_products: bool = False) -> None:
         self.slowdown = slowdown
         self.into_products = into_products
@@ -216,7 +219,7 @@ class ProgramWriter:
                     for k, v in enumerate(_inits(eqn))
                     if _jax.is_var(v)
                 ),
-                source=_jax.source_line_of(eqn),
+                source=_jax.source_line_of(eqn) if self.has_sources else "",
                 path=path,
                 label=_jax.checkpoint_name_of(eqn) or "",
                 repeatable=is_repeatable(eqn),
@@ -280,6 +283,8 @@ class ProgramWriter:
 
 class FlatWriter(ProgramWriter):
     """Writes each equation as one operation, calls too."""
+
+    has_sources = False
 
     def body_of(self, eqn: _jax.JaxprEqn) -> None:
         return None
@@ -435,6 +440,7 @@ def _body_work(
       n_slices: the number of last inputs that are slices of stacks.
     """
     writer = ProgramWriter(into_products=into_products)
+    writer.has_sources = False
     # The condition of a while loop takes other operands than the last ones.
     writer.enter(jaxpr.invars, shards if len(shards) == len(jaxpr.invars) else None)
     writer.enter(jaxpr.constvars, None)
@@ -474,6 +480,7 @@ def _extra_bytes(eqn: _jax.JaxprEqn) -> int:
     return 2 * eqn.params["length"] * sum(n_bytes(v.aval) for v in carry)
 
 
+@functools.lru_cache(4096)  # programs have few types, and many values
 def n_bytes(aval: Aval) -> int:
     """Return the bytes of a type in device memory; 0 on the host and for types other than arrays."""
     size = getattr(aval, "size", None)
@@ -482,6 +489,7 @@ def n_bytes(aval: Aval) -> int:
     return int(size) * _jax.itemsize_bytes(aval)
 
 
+@functools.lru_cache(4096)
 def type_text(aval: Aval) -> str:
     """Return a type as text, such as `f32[8,1024]`."""
     return aval.str_short(short_dtypes=True)
