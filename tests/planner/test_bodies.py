@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from remat.planner.bodies import (
     with_partial_sums,
 )
 from remat.planner.rewrite import flattened
+from remat.planner.step_model import StepModel
 from remat.program.from_jaxpr import n_bytes
 from remat.solvers.grid import GridSearch
 
@@ -236,7 +238,7 @@ def test_partial_sums_are_written_only_where_they_free_memory():
 
 
 def test_small_bodies_are_left_alone():
-    assert not bodies(flat(descended), price, GridSearch(), 100 * n_bytes(jnp.zeros((6, 256, 256))))
+    assert not bodies(flat(descended), price, GridSearch(), 100 * jnp.zeros((6, 256, 256)).nbytes)
 
 
 def test_a_plan_of_a_gradient_in_a_loop_holds_and_survives_its_file():
@@ -260,3 +262,16 @@ def test_a_plan_of_a_body_that_the_program_does_not_have_is_refused():
         whole = dataclasses.replace(plan.whole_step, bodies=(wrong,))
         with pytest.raises(PlanError, match="lan again"):
             remat.fit(accumulated, plan=dataclasses.replace(plan, whole_step=whole))(W, X)
+
+
+def test_bodies_are_lowered_until_the_program_around_them_fits(monkeypatch):
+    # With bodies of more than 950 bytes the program needs 1003, little more than the 1000 that there are.
+    def level(at, options):
+        return types.SimpleNamespace(peak_bytes=lambda variant: 1003 if options[0] > 950 else 990)
+
+    model = object.__new__(StepModel)
+    loops = types.SimpleNamespace(bodies=[None])
+    monkeypatch.setattr(StepModel, "_loops", loops)
+    monkeypatch.setattr(model, "_body_options", lambda variant, room: tuple(room), raising=False)
+    monkeypatch.setattr(model, "_level", level, raising=False)
+    assert 900 < model._corrected_options("ordered", 1000)[0] <= 950

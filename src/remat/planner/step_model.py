@@ -26,17 +26,21 @@ from remat.planner.search import Proposal
 # outside of the loops must recompute; more find better plans and take longer.
 _LEVELS_BEFORE = 2
 # Number of further levels before that one that are tried if they leave enough memory as well: the peak need
-# not fall from level to level. More find more of them, and each prices a program.
-_LEVELS_CHECKED = 6
+# not fall from level to level. More find more of them, and each prices a program. Where compiling takes only
+# seconds, fewer are tried.
+_LEVELS_CHECKED, _QUICK_LEVELS_CHECKED = 6, 2
 # Number of levels to try, spread over all: recomputation outside of the loops may cost less than in them.
 # More find better plans and take longer.
-_SPREAD = 6
+_SPREAD, _QUICK_SPREAD = 6, 3
 # Share of a proposal's price by which that of another variant must be able to fall, by its lower bound. Costs
 # of variants differ little where both are near their bounds, and a larger share tries fewer of them.
 _MUCH = 0.1
 # Number of corrections of the bytes that bodies are scheduled for, by the peak of the program around them.
 # More come closer to the budget, and each prices a program.
 _MOST_CORRECTIONS = 4
+# If these do not suffice, the shares of the bytes by which further ones lower them at least. Bodies have few
+# options, so smaller shares may give the same ones again; larger ones leave more unused.
+_LARGE_CORRECTIONS = 0.02, 0.04, 0.08
 # Weight of time in the cost of proposals that are compared by FLOPs. A larger one saves more time of cheap
 # kernels, and costs FLOPs.
 _SHARE_OF_TIME = 0.01
@@ -223,11 +227,11 @@ class StepModel:
         n_bodies = len(self._loops.bodies)
         lower = 0
         options = self._body_options(variant, [n_bytes] * n_bodies)
-        for _ in range(_MOST_CORRECTIONS):
+        for least in (0.0,) * _MOST_CORRECTIONS + _LARGE_CORRECTIONS:
             over = self._level(-1, options).peak_bytes(variant) - n_bytes
             if over <= 0:
                 break
-            lower += over
+            lower += max(over, int(least * n_bytes))
             options = self._body_options(variant, [n_bytes - lower] * n_bodies)
         return options
 
@@ -250,15 +254,18 @@ class StepModel:
     ) -> Iterator[LoopLevel]:
         """Yield the levels among which the one that recomputes least within these bytes is expected."""
         n_levels = len(self._loops.levels)
+        is_quick = self.step.by_flops
+        n_checked = _QUICK_LEVELS_CHECKED if is_quick else _LEVELS_CHECKED
+        n_spread = _QUICK_SPREAD if is_quick else _SPREAD
         first = self._first_within(variant, n_bytes, options)
         nearest = max(0, first - _LEVELS_BEFORE)
         tried = set(range(nearest, first + 1))
         tried.update(
             at
-            for at in range(max(0, nearest - _LEVELS_CHECKED), nearest)
+            for at in range(max(0, nearest - n_checked), nearest)
             if self._level(at, options).peak_bytes(variant) <= n_bytes
         )
-        tried.update(round(k * (n_levels - 1) / _SPREAD) for k in range(_SPREAD))
+        tried.update(round(k * (n_levels - 1) / n_spread) for k in range(n_spread))
         for at in sorted(tried):
             yield self._level(at, options)
         if self._loops.by_step is not None:
