@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from remat.planner.bodies import (
     with_partial_sums,
 )
 from remat.planner.rewrite import flattened
-from remat.planner.step_model import StepModel
+from remat.planner.step_model import lowered
 from remat.program.from_jaxpr import n_bytes
 from remat.solvers.grid import GridSearch
 
@@ -264,14 +263,8 @@ def test_a_plan_of_a_body_that_the_program_does_not_have_is_refused():
             remat.fit(accumulated, plan=dataclasses.replace(plan, whole_step=whole))(W, X)
 
 
-def test_bodies_are_lowered_until_the_program_around_them_fits(monkeypatch):
-    # With bodies of more than 950 bytes the program needs 1003, little more than the 1000 that there are.
-    def level(at, options):
-        return types.SimpleNamespace(peak_bytes=lambda variant: 1003 if options[0] > 950 else 990)
-
-    model = object.__new__(StepModel)
-    loops = types.SimpleNamespace(bodies=[None])
-    monkeypatch.setattr(StepModel, "_loops", loops)
-    monkeypatch.setattr(model, "_body_options", lambda variant, room: tuple(room), raising=False)
-    monkeypatch.setattr(model, "_level", level, raising=False)
-    assert 900 < model._corrected_options("ordered", 1000)[0] <= 950
+def test_bodies_are_lowered_until_the_program_around_them_fits():
+    # With bodies of more than 950 bytes the program takes 1003, little more than the 1000 that there are.
+    found = lowered(1000, lambda room: room, lambda option: 3 if option > 950 else -10)
+    assert 900 < found <= 950
+    assert lowered(1000, lambda room: room, lambda option: option - 990) == 990

@@ -10,7 +10,8 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from remat.errors import BudgetError
 from remat.ir.flops import flops_of_program
@@ -44,6 +45,8 @@ _LARGE_CORRECTIONS = 0.02, 0.04, 0.08
 # Weight of time in the cost of proposals that are compared by FLOPs. A larger one saves more time of cheap
 # kernels, and costs FLOPs.
 _SHARE_OF_TIME = 0.01
+
+_T = TypeVar("_T")
 
 
 class StepModel:
@@ -225,15 +228,11 @@ class StepModel:
         halves of a `shard_map` are one body, and the residuals between them are around it.
         """
         n_bodies = len(self._loops.bodies)
-        lower = 0
-        options = self._body_options(variant, [n_bytes] * n_bodies)
-        for least in (0.0,) * _MOST_CORRECTIONS + _LARGE_CORRECTIONS:
-            over = self._level(-1, options).peak_bytes(variant) - n_bytes
-            if over <= 0:
-                break
-            lower += max(over, int(least * n_bytes))
-            options = self._body_options(variant, [n_bytes - lower] * n_bodies)
-        return options
+        return lowered(
+            n_bytes,
+            lambda room: self._body_options(variant, [room] * n_bodies),
+            lambda options: self._level(-1, options).peak_bytes(variant) - n_bytes,
+        )
 
     def _body_options(self, variant: str, room: Sequence[int]) -> tuple[BodyOption, ...]:
         """Return the fastest option of each body within its bytes.
@@ -298,3 +297,24 @@ class StepModel:
             distance *= 2
         self._found_before = bisect.bisect_left(range(does), True, does_not + 1, does, key=fits)
         return self._found_before
+
+
+def lowered(
+    n_bytes: int, options_within: Callable[[int], _T], excess_of: Callable[[_T], int]
+) -> _T:
+    """Return options of bodies with which the program around them fits, or the last that were tried.
+
+    Args:
+      n_bytes: what the program may take.
+      options_within: the options of bodies that take at most these bytes.
+      excess_of: the bytes by which the program with some options is too large; not positive if it fits.
+    """
+    room = n_bytes
+    options = options_within(room)
+    for least in (0.0,) * _MOST_CORRECTIONS + _LARGE_CORRECTIONS:
+        excess = excess_of(options)
+        if excess <= 0:
+            break
+        room -= max(excess, int(least * n_bytes))
+        options = options_within(room)
+    return options
