@@ -417,10 +417,8 @@ class Fitted:
             whole = plan.whole_step
             if whole is None:
                 return _following(ready.hosted(self._step), plan, args, kwargs)
-            donated = None if plan.made_for is None else plan.made_for.donated
             with tracing(WITH_MARKS):
-                follow = traced.following(_change(whole), donated)
-                return follow(*args, **kwargs)
+                return traced.following(_change(whole), _donated(plan))(*args, **kwargs)
         except PlanError as error:
             other = _other_versions(plan, at)
             if not other:
@@ -473,9 +471,13 @@ def _following(
     if whole is None:
         with tracing(WITHOUT_MARKS):
             return step(*args, **kwargs)
-    donated = () if plan.made_for is None else plan.made_for.donated
     with tracing(WITH_MARKS):
-        return following(step, _change(whole), donated)(*args, **kwargs)
+        return following(step, _change(whole), _donated(plan))(*args, **kwargs)
+
+
+def _donated(plan: Plan) -> tuple[int, ...]:
+    """Return the arguments that count as donated in the flat program of a plan."""
+    return () if plan.made_for is None else plan.made_for.donated
 
 
 def _change(whole: WholeStep) -> Callable[[_jax.Jaxpr], _jax.Jaxpr]:

@@ -111,7 +111,7 @@ def largest(
         raise PlanError("there are no sizes to choose from; pass at least one.")
     search = _Search(make_step, sizes, {"budget": budget, **options})
     at = search.last_fitting()
-    while at is not None and search.improved(at) is None:
+    while at is not None and not search.improve(at):
         at = search.last_fitting()
     if at is None:
         problem = search.problems[0]
@@ -160,15 +160,14 @@ class _Search:
             self._try(min(max(self._guess(), stop - 1 - most), start + most))
         return self._open.start - 1 if self._open.start else None
 
-    def improved(self, at: int) -> Plan | None:
-        """Return the best plan of a size; None if it no longer fits when compiled as it will run."""
+    def improve(self, at: int) -> bool:
+        """Search the best plan of a size; return whether it also fits when compiled as it will run."""
         try:
             self.fitting[at] = self._planning(at).run()
         except BudgetError as error:
             del self.fitting[at]
             self.problems[at] = error
-            return None
-        return self.fitting[at]
+        return at in self.fitting
 
     def _try(self, at: int) -> None:
         try:
