@@ -22,7 +22,7 @@ from remat.planner.step_model import StepModel
 from remat.program import costs
 from remat.program.costs import Measured, Roofline, dtype_of, find_costs, time_alone_s
 from remat.program.devices import device
-from remat.program.from_jaxpr import program_of_jaxpr
+from remat.program.from_jaxpr import Execution, program_of_jaxpr
 from remat.program.targets import target
 
 X = jnp.ones((16, 16))
@@ -283,11 +283,11 @@ def test_operations_and_loops_know_how_slow_they_are():
 
     jaxpr = jax.make_jaxpr(f)(X)
     inner, _ = _jax.detach_consts(jaxpr)
-    program = program_of_jaxpr(inner, [1], costs.slowdowns(OneIsDear("dot_general")))
+    program = program_of_jaxpr(inner, [1], Execution(costs.slowdowns(OneIsDear("dot_general"))))
     slow = {op.name: op.slowdown for op in program.ops}
     assert slow["dot_general"] == 100 and slow["sort"] == slow["tanh"] == 1
     assert 10 < slow["scan"] < 100  # its product, and the sine as before
-    as_it_is = program_of_jaxpr(inner, [1], costs.slowdowns(Roofline(device("cpu"))))
+    as_it_is = program_of_jaxpr(inner, [1], Execution(costs.slowdowns(Roofline(device("cpu")))))
     assert {op.slowdown for op in as_it_is.ops} == {1.0}
 
 
@@ -312,7 +312,7 @@ def recomputed_by(given):
     """Return how often primitives are recomputed at 60 % of the bytes of the step's temporaries."""
     step = TargetStep(jax.value_and_grad(loss), (W2, X2), {}, target(None), {})
     flat = flattened(step.trace().jaxpr)
-    model = StepModel(PricedStep(flat, given.seconds, slowdown=costs.slowdowns(given)))
+    model = StepModel(PricedStep(flat, given.seconds, execution=Execution(costs.slowdowns(given))))
     aim = int(0.6 * model.as_written(model.variants[0]).model_bytes)
     proposal = model.within(model.variants[0], aim)
     under = collections.Counter(every(step.trace_following(proposal.decisions, step.trace()).jaxpr))

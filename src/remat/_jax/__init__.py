@@ -14,6 +14,7 @@ older branch can be deleted.
 * `symbolic`: sizes with symbolic dimensions.
 * `coordination`: the key-value store that the processes of a run share.
 * `lowering`: lowering rules: from equations to operations of a StableHLO module.
+* `partitioning`: how the partitioner divides a lowered program among devices.
 * `internals`: a list of every internal name in use, and what would replace it if JAX removed it.
 """
 
@@ -124,6 +125,7 @@ from remat._jax.equations import (
     has_lasting_effects as has_lasting_effects,
     hoist_constants as hoist_constants,
     host_copy as host_copy,
+    in_scope as in_scope,
     inside_shard_map as inside_shard_map,
     is_call as is_call,
     is_copy as is_copy,
@@ -154,12 +156,14 @@ from remat._jax.equations import (
     source_of as source_of,
     source_of_caller as source_of_caller,
     stacked as stacked,
+    traceback_of as traceback_of,
     with_equations as with_equations,
     with_lines_of as with_lines_of,
     with_scan_arity as with_scan_arity,
     without_axis_effects as without_axis_effects,
     without_marks as without_marks,
     without_scopes as without_scopes,
+    without_traceback as without_traceback,
 )
 from remat._jax.lowering import (
     FAST_COMPILATION as FAST_COMPILATION,
@@ -172,6 +176,11 @@ from remat._jax.lowering import (
     n_devices as n_devices,
     primitive_names as primitive_names,
     register_lowering as register_lowering,
+)
+from remat._jax.partitioning import (
+    Divided as Divided,
+    NotPartitionedError as NotPartitionedError,
+    partitioned as partitioned,
 )
 from remat._jax.refs import (
     WithoutRefs as WithoutRefs,

@@ -241,8 +241,23 @@ def is_fixed(eqn: JaxprEqn) -> bool:
 
 def fixed(eqn: JaxprEqn) -> JaxprEqn:
     """Return the equation as one that must stay the only computation of its results."""
-    stack = eqn.source_info.name_stack.extend(_FIXED)
+    return in_scope(eqn, _FIXED)
+
+
+def in_scope(eqn: JaxprEqn, scope: str) -> JaxprEqn:
+    """Return the equation in a name scope inside of its own."""
+    stack = eqn.source_info.name_stack.extend(scope)
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+
+
+def traceback_of(eqn: JaxprEqn) -> object:
+    """Return where the equation was traced: equal objects for the same calls of the same lines."""
+    return eqn.source_info.traceback
+
+
+def without_traceback(eqn: JaxprEqn) -> JaxprEqn:
+    """Return the equation as if JAX did not know where it was traced."""
+    return eqn.replace(source_info=eqn.source_info.replace(traceback=None))
 
 
 def without_marks(eqn: JaxprEqn) -> JaxprEqn:

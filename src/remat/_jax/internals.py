@@ -429,9 +429,21 @@ INTERNALS = (
     ),
     Internal(
         "jax._src.lib.mlir.ir",
-        ("ArrayAttr", "DictAttr", "FlatSymbolRefAttr", "StringAttr"),
+        ("ArrayAttr", "DictAttr", "FlatSymbolRefAttr", "InsertionPoint", "StringAttr"),
         "attributes of functions and calls",
         "`jaxlib.mlir.ir`",
+    ),
+    Internal(
+        "jax._src.lib.mlir.ir",
+        ("MLIRError", "Module", "OpResult", "ComplexType", "RankedTensorType", "WalkResult"),
+        "reading the program that the partitioner's passes made",
+        "`jaxlib.mlir.ir`",
+    ),
+    Internal(
+        "jax._src.lib.mlir.passmanager",
+        ("PassManager",),
+        "running the partitioner's passes",
+        "`jaxlib.mlir.passmanager`; without them, no communication is priced",
     ),
     Internal(
         "jax._src.lib.mlir.dialects.hlo",

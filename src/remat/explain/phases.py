@@ -23,7 +23,8 @@ from remat import _jax
 from remat.explain.unrolled import Unrolled, is_unrolled
 from remat.ir import jaxprs
 from remat.ir.operations import Fusion, names_where
-from remat.program.from_jaxpr import ProgramWriter
+from remat.program.from_jaxpr import Execution, ProgramWriter
+from remat.program.partition import UNKNOWN, Partition
 from remat.program.program import Op, Program, without_dead
 from remat.report.model import Phase
 
@@ -63,6 +64,7 @@ class PhasedProgram:
       host_bytes: of values that are in the host's memory.
       shards: the shard count of each value.
       cotangents: the inputs of a body in the backward pass that depend on cotangents.
+      partition: how equations are divided among devices.
     """
 
     program: Program
@@ -76,6 +78,7 @@ class PhasedProgram:
     host_bytes: dict[int, int]
     shards: tuple[int, ...]
     cotangents: frozenset[int] = frozenset()
+    partition: Partition = UNKNOWN
 
     def undone(self) -> Program:
         """Return the program that remains if all recomputation is merged with the forward pass."""
@@ -133,6 +136,7 @@ def phased_program(
     path: str = "",
     within: Phase = "forward",
     cotangents: Sequence[bool] = (),
+    partition: Partition = UNKNOWN,
 ) -> PhasedProgram:
     """Return the program of a step, or of a loop's body in it, and the phases of its operations.
 
@@ -141,10 +145,11 @@ def phased_program(
       within: the phase of the loop. In the backward pass, operations of its body are recomputed or backward;
         others have the phase of the loop.
       cotangents: for each input of a body in the backward pass, whether it depends on cotangents.
+      partition: how equations are divided among devices.
     """
     # Dead code is removed; effects and inputs stay.
     live, used = _jax.dce(jaxpr, [True] * len(jaxpr.outvars))
-    reader = _Reader()
+    reader = _Reader(Execution(partition=partition))
     reader.enter(jaxpr.invars, shards)
     reader.enter(live.constvars, [1] * len(live.constvars))
     inputs = tuple(reader.ids[v] for v in jaxpr.invars)
@@ -172,6 +177,7 @@ def phased_program(
         reader.host_bytes,
         tuple(reader.shards),
         frozenset(dependent),
+        partition,
     )
 
 
@@ -231,8 +237,8 @@ class _Where:
 class _Reader(ProgramWriter):
     """Writes a step as a program, and notes the phase and the region of each operation."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, execution: Execution) -> None:
+        super().__init__(execution)
         self.notes: dict[tuple[int, ...], _Note] = {}
         self.regions: list[Region] = []
         self.host_bytes: dict[int, int] = {}

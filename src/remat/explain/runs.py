@@ -89,6 +89,7 @@ def program_of(run: Run, sides: PhasedProgram, number: int) -> PhasedProgram:
         path=op.path,
         within=within,
         cotangents=_cotangents(run, sides, number) if within == "backward" else (),
+        partition=sides.partition,
     )
 
 

@@ -55,7 +55,7 @@ def explanation_of(
     on = targets.target(target)
     step = traced_step(f, tuple(args), dict(kwargs), on)
     plan = _plan_followed_by(f, args, kwargs)
-    sides = phased_program(step.jaxpr, step.shards)
+    sides = phased_program(step.jaxpr, step.shards, partition=step.partition)
     account = _account(step, sides, on)
     predicted = predicted_memory(account.values, account.steps, alias_bytes=account.alias_bytes)
     program = compiling.compile_plainly(step.lower(), on) if compile else None
@@ -69,7 +69,8 @@ def explanation_of(
     if plan is not None:
         account = _with_costs_of(plan, account, on_all_devices=any(n > 1 for n in step.shards))
         without = unplanned_step(f, tuple(args), dict(kwargs), on)
-        before = _facts(without, phased_program(without.jaxpr, without.shards), on)
+        sides_before = phased_program(without.jaxpr, without.shards, partition=without.partition)
+        before = _facts(without, sides_before, on)
         decisions = explained_decisions(before.account, account)
         summary = PlanSummary(
             plan.budget_bytes,
@@ -160,7 +161,8 @@ def _predicted_donating(step: ExplainedStep, on: targets.Target, names: frozense
     )
     flat = inline_calls(step.jaxpr, transparent_call)
     alive, _ = _jax.dce(flat, [True] * len(flat.outvars), keep=[True] * len(flat.invars))
-    sides = phased_program(with_early_updates(alive, donated), step.shards)
+    early = with_early_updates(alive, donated)
+    sides = phased_program(early, step.shards, partition=step.partition)
     account = _account(dataclasses.replace(step, donated=donated), sides, on)
     return predicted_memory(account.values, account.steps).peak_bytes
 

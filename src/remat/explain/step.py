@@ -8,6 +8,7 @@ defined for other results.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from remat.aliases import Leaf, PyTree
 from remat.explain.phases import holds_gradient
 from remat.marked import names_of_marked
 from remat.module_steps import Words, of_arrays, words_for
+from remat.program.partition import UNKNOWN, Partition, partition_of_program
 from remat.program.targets import Target, n_shards, place
 from remat.transform.residuals import Residuals, residuals
 
@@ -63,6 +65,12 @@ class ExplainedStep:
     lower: Callable[[], jax.stages.Lowered]
     words: Words
     not_differentiable: str = ""
+
+    @functools.cached_property
+    def partition(self) -> Partition:
+        """Return how the step is divided among devices."""
+        is_sharded = any(n > 1 for n in self.shards)
+        return partition_of_program(self.jaxpr, self.inputs) if is_sharded else UNKNOWN
 
 
 def traced_step(

@@ -8,6 +8,7 @@ flops        FLOPs and bytes of equations and programs
 repetitions  common subexpressions: equations of one program that repeat those of another
 updates      updates of donated arguments, moved to the place where their gradients are ready
 fingerprint  fingerprints of jaxprs, independent of names
+rewriting    changing the equations of a program at any depth
 restriction  programs in which only equations of marked functions may be recomputed (`remat.auto`)
 split/       a program split into a forward and a backward half, with its loops and branches
 """

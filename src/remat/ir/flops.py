@@ -158,7 +158,7 @@ def link_bytes(eqn: _jax.JaxprEqn) -> int:
     row = operation(name)
     if row is None or not row.is_collective or name.endswith("_done"):
         return 0
-    read, written = (sum(_n_bytes(v.aval) for v in vs) for vs in (eqn.invars, eqn.outvars))
+    read, written = (sum(n_bytes(v.aval) for v in vs) for vs in (eqn.invars, eqn.outvars))
     is_all_reduce = name.startswith(_ALL_REDUCES) and not name.startswith("psum_scatter")
     return 2 * written if is_all_reduce else max(read, written)
 
@@ -166,7 +166,8 @@ def link_bytes(eqn: _jax.JaxprEqn) -> int:
 _ALL_REDUCES = ("psum", "pmax", "pmin", "unreduced_p")
 
 
-def _n_bytes(aval: Aval) -> int:
+def n_bytes(aval: Aval) -> int:
+    """Return the bytes of a type; 0 for types other than arrays."""
     return size(aval) * _jax.itemsize_bytes(aval) if hasattr(aval, "dtype") else 0
 
 
@@ -175,8 +176,8 @@ def _bytes_of_one(eqn: _jax.JaxprEqn) -> int:
         return int(eqn.params["cost_estimate"].bytes_accessed)
     row = operation(eqn.primitive.name)
     traffic = Traffic.ALL if row is None else row.traffic
-    of_operand = [_n_bytes(v.aval) for v in eqn.invars]
-    written = sum(_n_bytes(v.aval) for v in eqn.outvars)
+    of_operand = [n_bytes(v.aval) for v in eqn.invars]
+    written = sum(n_bytes(v.aval) for v in eqn.outvars)
     if traffic is Traffic.NONE:
         return 0
     if traffic is Traffic.PART:
@@ -189,5 +190,5 @@ def _bytes_of_one(eqn: _jax.JaxprEqn) -> int:
     if traffic is Traffic.COMBINE_2:
         # The update is read, and the part that it is combined with is read and written.
         return 3 * of_operand[2] + of_operand[1]
-    read = {id(v): _n_bytes(v.aval) for v in eqn.invars if _jax.is_var(v)}
+    read = {id(v): n_bytes(v.aval) for v in eqn.invars if _jax.is_var(v)}
     return written + sum(read.values())

@@ -25,6 +25,7 @@ from remat import _jax
 from remat.ir import jaxprs
 from remat.ir.equations import fusion_of, plain_call, programs_of
 from remat.ir.operations import Fusion
+from remat.ir.rewriting import Rewriting
 
 
 def has_marks(jaxpr: _jax.Jaxpr) -> bool:
@@ -78,34 +79,7 @@ class _Marks:
         return digest.hexdigest()[:20]
 
 
-class _Rewriting:
-    """Changes equations of programs at any depth; jaxprs that several equations run stay shared."""
-
-    def __init__(self) -> None:
-        self._programs: dict[int, tuple[_jax.Jaxpr, _jax.Jaxpr]] = {}
-
-    def program(self, jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-        if id(jaxpr) not in self._programs:
-            eqns = self.equations(jaxpr.eqns)
-            is_same = all(a is b for a, b in zip(eqns, jaxpr.eqns))
-            new = jaxpr if is_same else _jax.rebuild(jaxpr, eqns=eqns)
-            self._programs[id(jaxpr)] = jaxpr, new
-        return self._programs[id(jaxpr)][1]
-
-    def equations(self, eqns: Sequence[_jax.JaxprEqn]) -> list[_jax.JaxprEqn]:
-        raise NotImplementedError
-
-    def within(self, eqn: _jax.JaxprEqn) -> _jax.JaxprEqn:
-        """Return an equation whose bodies are changed."""
-        for body in programs_of(eqn):
-            inner = _jax.open_jaxpr(body)
-            new = self.program(inner)
-            if new is not inner:
-                eqn = jaxprs.replace_body(eqn, body, new)
-        return eqn
-
-
-class _Fixing(_Rewriting):
+class _Fixing(Rewriting):
     def __init__(self, marks: _Marks) -> None:
         super().__init__()
         self.marks = marks
@@ -133,7 +107,7 @@ class _Fixing(_Rewriting):
         return new if is_open else _jax.fixed(new)
 
 
-class _Unmarking(_Rewriting):
+class _Unmarking(Rewriting):
     def equations(self, eqns: Sequence[_jax.JaxprEqn]) -> list[_jax.JaxprEqn]:
         return [_jax.without_marks(self.within(eqn)) for eqn in eqns]
 

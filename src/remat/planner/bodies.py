@@ -36,7 +36,7 @@ from remat.planner.scan_pairs.inside import (
 from remat.planner.scan_pairs.matching import Match, matches
 from remat.planner.scan_pairs.rewriting import pair_id
 from remat.planner.scan_pairs.shards import Shards, emit_in_two, shard_matches, shards_of
-from remat.program.from_jaxpr import FlatWriter, Slowdown, no_slowdown
+from remat.program.from_jaxpr import PLAIN, Execution, FlatWriter
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Program
 from remat.solvers.simulate import no_remat
@@ -170,7 +170,7 @@ def bodies(
     price: Price,
     solver: Solver,
     n_bytes: int,
-    slowdown: Slowdown = no_slowdown,
+    execution: Execution = PLAIN,
     fusing: Sequence[Fusing] = (Fusing(),),
 ) -> tuple[Body, ...]:
     """Return the bodies in a program that can be scheduled, with their options.
@@ -180,10 +180,10 @@ def bodies(
       price: the time of a kernel.
       solver: finds the schedules.
       n_bytes: the program's peak; bodies that need much less are left out.
-      slowdown: of kernels, as in `program.from_jaxpr`.
+      execution: how equations run on a device.
       fusing: the models of fusion.
     """
-    costing = _Costing(price, slowdown, tuple(fusing), solver)
+    costing = _Costing(price, execution, tuple(fusing), solver)
     return tuple(_found(jaxpr, costing, int(_SMALL * n_bytes), "", 1))
 
 
@@ -192,7 +192,7 @@ class _Costing:
     """The parameters that price and schedule bodies; see `bodies`."""
 
     price: Price
-    slowdown: Slowdown
+    execution: Execution
     fusing: tuple[Fusing, ...]
     solver: Solver
 
@@ -301,7 +301,7 @@ def _of_body(
     if not jaxpr.eqns:
         return
     into_products = any(f.into_products for f in costing.fusing)
-    program = program_of_flat(jaxpr, slowdown=costing.slowdown, into_products=into_products)
+    program = program_of_flat(jaxpr, execution=costing.execution, into_products=into_products)
     graphs = (
         without_partial_sums(program, costing.price, fusing._replace(costly_inside=False)).graph
         for fusing in costing.fusing
@@ -375,12 +375,12 @@ def smallest_reasonable(fused: Fused, answers: Answers) -> Schedule:
 def program_of_flat(
     jaxpr: _jax.Jaxpr,
     shards: Sequence[int] | None = None,
-    slowdown: Slowdown = no_slowdown,
+    execution: Execution = PLAIN,
     *,
     into_products: bool = False,
 ) -> Program:
     """Return a flat jaxpr as a program with one operation for each equation, in their order."""
-    writer = FlatWriter(slowdown, into_products=into_products)
+    writer = FlatWriter(execution, into_products=into_products)
     writer.enter(jaxpr.invars, shards)
     writer.write(jaxpr, "")
     return writer.program(jaxpr.outvars)

@@ -65,7 +65,7 @@ def loop_choices(step: PricedStep) -> LoopChoices:
         source,
         price,
         shards=step.shards,
-        slowdown=step.slowdown,
+        execution=step.execution,
         transfer=step.transfer,
         seconds_per_flop=step.seconds_per_flop,
     )
@@ -74,7 +74,7 @@ def loop_choices(step: PricedStep) -> LoopChoices:
     graph = fuse(program, price, apart=True).graph
     peak = no_remat(graph).peak_bytes
     models = [fusing(variant) for variant in step.fusions]
-    inside = bodies(source, price, step.solver, peak, step.slowdown, models)
+    inside = bodies(source, price, step.solver, peak, step.execution, models)
     around = _around(program, graph, inside) if inside else ()
     as_written = sum(pair.as_written.seconds for pair in found)
     if opened:

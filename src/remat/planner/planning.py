@@ -59,6 +59,7 @@ from remat.planner.step_model import StepModel
 from remat.planner.whole_step_file import whole_step_plan
 from remat.program.compiled import CompiledMemory, CompilerFailure, OutOfMemory
 from remat.program.costs import Costs, Roofline, slowdowns
+from remat.program.from_jaxpr import Execution
 from remat.versions import own_version, version_of
 
 _log = logging.getLogger("remat")
@@ -414,11 +415,12 @@ class Planning:
     @functools.cached_property
     def _model(self) -> StepModel:
         is_cpu = self.step.target.platform == "cpu"
+        partition = self.step.partition(self.unplanned)
         step = PricedStep(
             self._flat,
             self.costs.seconds,
             self.unplanned.shards(),
-            slowdowns(self.costs),
+            Execution(slowdowns(self.costs, self.step.target.device, partition), partition),
             QUICK_SOLVER if is_cpu else SOLVER,
             into_products=self.step.target.platform == "tpu",
             by_flops=is_cpu,

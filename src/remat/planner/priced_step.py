@@ -38,7 +38,7 @@ from remat.planner import scan_pairs
 from remat.planner.bodies import MOST_AGAIN, Fusing, program_of_flat, with_partial_sums
 from remat.planner.host_memory import Transfer
 from remat.program import result_buffers
-from remat.program.from_jaxpr import Slowdown, no_slowdown
+from remat.program.from_jaxpr import PLAIN, Execution
 from remat.program.fusion import Fused, Price
 from remat.program.program import Program
 from remat.solvers.grid import GridSearch
@@ -60,7 +60,7 @@ class PricedStep:
       flat: the step.
       price: the time of a kernel.
       shards: the shard count of each argument; 1 if not given.
-      slowdown: measured slowdown of kernels.
+      execution: how equations run on a device.
       solver: finds the schedules.
       into_products: whether matrix products compute the elementwise values that they read.
       by_flops: whether proposals of different variants are compared nearly by FLOPs alone. Models of fusion
@@ -74,7 +74,7 @@ class PricedStep:
     flat: _jax.Jaxpr
     price: Price
     shards: Sequence[int] | None = None
-    slowdown: Slowdown = no_slowdown
+    execution: Execution = PLAIN
     solver: Solver = SOLVER
     _: dataclasses.KW_ONLY
     into_products: bool = False
@@ -144,7 +144,7 @@ class PricedStep:
 
     def program_of(self, flat: _jax.Jaxpr) -> Program:
         """Return a flat program with the costs of this model."""
-        return program_of_flat(flat, self.shards, self.slowdown, into_products=self.into_products)
+        return program_of_flat(flat, self.shards, self.execution, into_products=self.into_products)
 
     @functools.cached_property
     def flops(self) -> float:

@@ -22,6 +22,7 @@ from remat.ir.fingerprint import fingerprint
 from remat.ir.flops import flops_of_program
 from remat.ir.restriction import marks_of
 from remat.marked import names_of_marked
+from remat.planner import scan_pairs
 from remat.planner.auto import WITH_MARKS, tracing
 from remat.planner.decisions import StepDecisions, applied
 from remat.planner.plan_file import MadeFor
@@ -33,6 +34,7 @@ from remat.program.compiled import (
     compile_for_analysis,
 )
 from remat.program.from_jaxpr import n_bytes
+from remat.program.partition import UNKNOWN, Partition, numbered, partition_of
 from remat.program.settings import compiler_settings
 from remat.program.targets import Target, n_shards, place
 
@@ -158,11 +160,14 @@ class TracedStep:
         Args:
           as_run: compile with the options with which the step will run.
         """
-        lowered = self._traced.lower()
         try:
-            return compile_for_analysis(lowered, self._target, as_run=as_run)
+            return compile_for_analysis(self.lowered(), self._target, as_run=as_run)
         except jax.errors.JaxRuntimeError as error:
             return CompilerFailure.of(error)
+
+    def lowered(self) -> jax.stages.Lowered:
+        """Return the step as a program for the target's compiler."""
+        return self._traced.lower()
 
     def flops(self) -> float:
         """Return the FLOPs of one execution, without dead code and with recomputation."""
@@ -197,6 +202,19 @@ class TargetStep:
           unplanned: the trace of the step as it is written.
         """
         return self._trace(unplanned.following(lambda flat: applied(flat, decisions)))
+
+    def partition(self, unplanned: TracedStep) -> Partition:
+        """Return how the step's equations are divided among the target's devices.
+
+        Args:
+          unplanned: the trace of the step as it is written.
+        """
+        if unplanned.made_for().n_devices == 1:
+            return UNKNOWN
+        # The model's programs are made from the one without checkpoints.
+        program, eqns = numbered(scan_pairs.opened(unplanned.flat))
+        traced = self._trace(unplanned.following(lambda _: program))
+        return partition_of(traced.lowered(), eqns)
 
     def _trace(self, fun: Callable) -> TracedStep:
         # A new function each time, since JAX caches traces by function.

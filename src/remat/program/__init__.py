@@ -7,6 +7,7 @@ products        operands of products and convolutions that a compiler copies int
 expansion       the memory of operations that a compiler expands into several
 result_buffers  temporaries in the buffers of results
 costs           seconds per equation, from figures of a device or measured
+partition       how a sharded step is divided among devices
 devices         figures of devices: FLOP/s, bandwidths, memory
 targets         the devices that a program is planned for, present or described ahead of time
 compiled        the compiler's memory analysis

@@ -47,10 +47,18 @@ from remat.cache import Cache
 from remat.errors import PlanError, closest
 from remat.ir import jaxprs
 from remat.ir.equations import fusion_of, is_collective
-from remat.ir.flops import TRANSCENDENTAL, bytes_moved, flops_of, link_bytes, through_bodies
+from remat.ir.flops import (
+    TRANSCENDENTAL,
+    bytes_moved,
+    flops_of,
+    link_bytes,
+    n_bytes,
+    through_bodies,
+)
 from remat.ir.operations import Fusion, operation
 from remat.printing import printable
 from remat.program.devices import Device, device
+from remat.program.partition import UNKNOWN, Partition
 
 _log = logging.getLogger(__name__)
 
@@ -137,24 +145,55 @@ class Roofline:
         return max(local_s, self.link_seconds(sent)) if sent else local_s
 
 
-def slowdowns(costs: Costs) -> Callable[[_jax.JaxprEqn], float]:
+def slowdowns(
+    costs: Costs, sender: Device | None = None, partition: Partition = UNKNOWN
+) -> Callable[[_jax.JaxprEqn], float]:
     """Return the ratio of an equation's time to the price of its FLOPs and bytes, as a function.
 
     It is 1 for fusible equations, `Costs.slowdown` for kernels, and their average over a loop's body.
+
+    Args:
+      costs: the cost model.
+      sender: the device that sends what the partition requires.
+      partition: how equations are divided among devices.
     """
 
-    def priced_s(eqn: _jax.JaxprEqn) -> float:
-        return costs.seconds(flops_of(eqn), bytes_moved(eqn), dtype_of(eqn))
+    def priced_s(eqn: _jax.JaxprEqn, n_devices: int = 1) -> float:
+        flops, moved = flops_of(eqn), bytes_moved(eqn)
+        if (
+            not flops and not moved and partition.sent(eqn) is not None
+        ):  # a view, unless it is distributed anew
+            moved = sum(n_bytes(v.aval) for v in (*eqn.invars, *eqn.outvars))
+        return costs.seconds(flops / n_devices, moved / n_devices, dtype_of(eqn))
 
     def taken_s(eqn: _jax.JaxprEqn) -> float:
         is_kernel = fusion_of(eqn) in (Fusion.KERNEL, Fusion.REDUCE)
-        return priced_s(eqn) * (costs.slowdown(eqn) if is_kernel else 1.0)
+        alone_s = priced_s(eqn) * (costs.slowdown(eqn) if is_kernel else 1.0)
+        of_eqn = partition.sent(eqn)
+        if of_eqn is None or sender is None:
+            return alone_s
+        # Costs are of the whole equation; each device computes its part and then sends.
+        part_s = priced_s(eqn, of_eqn.n_devices)
+        link_s = Roofline(sender).link_seconds(of_eqn.n_bytes) if of_eqn.n_bytes else 0.0
+        return alone_s * (1 + link_s / part_s) if part_s else alone_s
+
+    # Programs are stored with their sums, so that their ids stay valid.
+    sums: dict[tuple[int, bool], tuple[_jax.Jaxpr, float]] = {}
+
+    def total_s(eqn: _jax.JaxprEqn, *, taken: bool) -> float:
+        def of_body(jaxpr: _jax.Jaxpr) -> float:
+            key = id(jaxpr), taken
+            if key not in sums:
+                sums[key] = jaxpr, sum(total_s(inner, taken=taken) for inner in jaxpr.eqns)
+            return sums[key][1]
+
+        return float(through_bodies(eqn, taken_s if taken else priced_s, of_body))
 
     def slowdown(eqn: _jax.JaxprEqn) -> float:
-        if isinstance(costs, Roofline) and not _communicates(eqn):
+        if not partition.is_known and isinstance(costs, Roofline) and not _communicates(eqn):
             return 1.0
-        priced = through_bodies(eqn, priced_s)
-        return float(through_bodies(eqn, taken_s) / priced) if priced else 1.0
+        priced = total_s(eqn, taken=False)
+        return total_s(eqn, taken=True) / priced if priced else 1.0
 
     return slowdown
 

@@ -4,18 +4,20 @@ Calls and the bodies of `shard_map` are inlined. Loops and branches stay operati
 the memory that their bodies need as workspace.
 
 Bytes are per device. Inside `shard_map` types are local already; elsewhere a value's bytes are
-divided by its shard count, which is propagated from the arguments: a result is sharded as the operand
-with the most shards is, unless a sharding constraint says otherwise.
+divided by its shard count, which the partitioner says (`program.partition`). Where it does not, the count is
+propagated from the arguments: a result is sharded as the operand with the most shards is, unless a sharding
+constraint says otherwise. The results of loops that plans make are sharded as those of their bodies.
 
 `ProgramWriter` is the one reader of jaxprs. A subclass extends its methods to learn more about operations
 than `Op` holds, such as their pass or region.
 
-Known limits: sharding is followed by counts, not by axes; layouts and padding are not modelled; what XLA for
+Known limits: layouts and padding are not modelled; what XLA for
 CPU writes to memory, as `concatenate`, counts as written on a GPU as well.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,6 +38,7 @@ from remat.ir.flops import WHILE_TRIPS, flops_of
 from remat.ir.operations import FUSIBLE, Fusion, operation, writes_into_operand
 from remat.program.expansion import expanded_bytes
 from remat.program.fusion import fuse
+from remat.program.partition import UNKNOWN, Partition
 from remat.program.products import transposed_operands
 from remat.program.program import Op, Program, without_dead
 from remat.program.targets import n_shards
@@ -48,17 +51,30 @@ _MOST_BYTES_OF_A_NUMBER = 16
 # The name of operations that copy a new carry into the memory of the previous one.
 _COPY_OF_CARRY = "copy of a carry"
 
-#: The ratio of an equation's time to the price of its FLOPs and bytes.
-Slowdown = Callable[[_jax.JaxprEqn], float]
 
-
-def no_slowdown(_: _jax.JaxprEqn) -> float:
-    """Return 1: an equation takes exactly the price of its FLOPs and bytes."""
+def _no_slowdown(_: _jax.JaxprEqn) -> float:
     return 1.0
 
 
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """How equations run on a device, beyond what their types say.
+
+    Args:
+      slowdown: the ratio of an equation's time to the price of its FLOPs and bytes.
+      partition: how equations are divided among devices.
+    """
+
+    slowdown: Callable[[_jax.JaxprEqn], float] = _no_slowdown
+    partition: Partition = UNKNOWN
+
+
+#: Equations take exactly the price of their FLOPs and bytes.
+PLAIN = Execution()
+
+
 def program_of_jaxpr(
-    jaxpr: _jax.Jaxpr, shards: Sequence[int] | None = None, slowdown: Slowdown = no_slowdown
+    jaxpr: _jax.Jaxpr, shards: Sequence[int] | None = None, execution: Execution = PLAIN
 ) -> Program:
     """Return a jaxpr as a program.
 
@@ -70,9 +86,9 @@ def program_of_jaxpr(
     Args:
       jaxpr: the step; its constants are inputs, like its arguments.
       shards: the shard count of each argument; 1 if not given.
-      slowdown: for equations that are kernels of their own.
+      execution: how equations run.
     """
-    writer = ProgramWriter(slowdown)
+    writer = ProgramWriter(execution)
     writer.enter(jaxpr.invars, shards)
     writer.enter(jaxpr.constvars, None)
     writer.write(jaxpr, "")
@@ -89,8 +105,8 @@ class ProgramWriter:
     #: Whether operations have source lines, which only explanations show.
     has_sources = True
 
-    def __init__(self, slowdown: Slowdown = no_slowdown, *, into_products: bool = False) -> None:
-        self.slowdown = slowdown
+    def __init__(self, execution: Execution = PLAIN, *, into_products: bool = False) -> None:
+        self.execution = execution
         self.into_products = into_products
         self.ops: list[Op] = []
         self.bytes: list[int] = []
@@ -139,7 +155,9 @@ class ProgramWriter:
     def work_of_bodies(self, eqn: _jax.JaxprEqn) -> Work:
         """Return what an equation's bodies take on one device."""
         shards = [self.shards[self.ids[v]] if _jax.is_var(v) else 1 for v in eqn.invars]
-        return work_of_bodies(eqn, shards, into_products=self.into_products)
+        return work_of_bodies(
+            eqn, shards, into_products=self.into_products, partition=self.execution.partition
+        )
 
     def fusion_of(self, eqn: _jax.JaxprEqn) -> Fusion:
         is_written = _is_written_on_cpu(eqn.primitive.name) and not self.into_products
@@ -189,14 +207,20 @@ class ProgramWriter:
         arrays = [v for v in operands if self.bytes[v] > _MOST_BYTES_OF_A_NUMBER]
         shards = max((self.shards[v] for v in arrays), default=self.most_shards)
         shards = _constrained_shards(eqn) or shards
-        if eqn.primitive.name == "shard_map":
+        known = self._known_shards(eqn)
+        if known is not None:
+            sent = self.execution.partition.sent(eqn)
+            shards = max(known, default=1) if sent is None else sent.n_devices
+            of_results = list(known)
+        elif eqn.primitive.name == "shard_map":
             shards = automatic_shards(eqn, shards)
             of_results = [shards * n for n in _manual_shards_of_results(eqn)]
         else:
             of_results = [result_shards(v, shards) for v in eqn.outvars]
         results = tuple(map(self.new_value, eqn.outvars, of_results))
-        fusion = self.fusion_of(eqn)
-        is_kernel = fusion in (Fusion.KERNEL, Fusion.REDUCE)
+        fusion, slowdown = self.fusion_of(eqn), self.execution.slowdown(eqn)
+        if fusion not in (Fusion.KERNEL, Fusion.REDUCE) and slowdown > 1:
+            fusion = Fusion.KERNEL  # devices communicate for it
         work = self.work_of_bodies(eqn)
         self.ops.append(
             Op(
@@ -223,9 +247,24 @@ class ProgramWriter:
                 path=path,
                 label=_jax.checkpoint_name_of(eqn) or "",
                 repeatable=is_repeatable(eqn),
-                slowdown=self.slowdown(eqn) if is_kernel else 1.0,
+                slowdown=slowdown,
             )
         )
+
+    def _known_shards(self, eqn: _jax.JaxprEqn) -> Sequence[int] | None:
+        """Return the shard count of each result, if the partitioner says it of the equation or its body."""
+        partition = self.execution.partition
+        if not partition.is_known:
+            return None
+        known = partition.parts(eqn)
+        if known is not None or eqn.primitive.name == "shard_map" or not jaxprs.has_body(eqn):
+            return known
+        body = _jax.open_jaxpr(list(jaxprs.bodies_of(eqn))[-1])
+        shards = [self.shards[self.ids[v]] if _jax.is_var(v) else 1 for v in eqn.invars]
+        of_body = result_shards_of_body(
+            body, tuple(shards[len(shards) - len(body.invars) :]), partition
+        )
+        return of_body if len(of_body) == len(eqn.outvars) else None
 
     def take_slices(self, variables: Iterable[_jax.Var]) -> None:
         """Take the values of these inputs from larger arrays, in the kernels that use them if possible."""
@@ -349,7 +388,11 @@ class Work(NamedTuple):
 
 
 def work_of_bodies(
-    eqn: _jax.JaxprEqn, shards: Sequence[int] | None = None, *, into_products: bool = False
+    eqn: _jax.JaxprEqn,
+    shards: Sequence[int] | None = None,
+    *,
+    into_products: bool = False,
+    partition: Partition = UNKNOWN,
 ) -> Work:
     """Return what the bodies of a loop, of branches or of a call take.
 
@@ -357,6 +400,7 @@ def work_of_bodies(
       eqn: any equation.
       shards: the shard count of each operand; 1 if not given. The bytes are those of one device.
       into_products: as in `fusion.fuse`.
+      partition: how equations are divided among devices.
     """
     body = inline_body(eqn)
     if body is not None and is_fusible(eqn):
@@ -371,7 +415,12 @@ def work_of_bodies(
     n_carry, n_slices = _carry_and_slices(eqn)
     of_bodies = [
         _body_work(
-            b, into_products, _known(tuple(shards or ())[-len(b.invars) :]), n_carry, n_slices
+            b,
+            into_products,
+            _known(tuple(shards or ())[-len(b.invars) :]),
+            n_carry,
+            n_slices,
+            partition,
         )
         for b in bodies
     ]
@@ -410,6 +459,24 @@ def _inits(eqn: _jax.JaxprEqn) -> Sequence[_jax.Var | _jax.Literal]:
     return ()
 
 
+@_jax.weakref_lru_cache
+def result_shards_of_body(
+    jaxpr: _jax.Jaxpr, shards: tuple[int, ...], partition: Partition
+) -> tuple[int, ...]:
+    """Return the shard count of each result of a body.
+
+    Args:
+      jaxpr: the body.
+      shards: the shard count of each input.
+      partition: how equations are divided among devices.
+    """
+    writer = FlatWriter(Execution(partition=partition))
+    writer.enter(jaxpr.invars, shards if len(shards) == len(jaxpr.invars) else None)
+    writer.enter(jaxpr.constvars, None)
+    writer.write(jaxpr, "")
+    return tuple(writer.shards[writer.ids[v]] if _jax.is_var(v) else 1 for v in jaxpr.outvars)
+
+
 def body_peak_bytes(jaxpr: _jax.Jaxpr) -> int:
     """Return the bytes that one run of a body occupies besides its inputs and results, unsharded."""
     return _body_work(jaxpr).peak_bytes
@@ -428,6 +495,7 @@ def _body_work(
     shards: tuple[int, ...] = (),
     n_carry: int = 0,
     n_slices: int = 0,
+    partition: Partition = UNKNOWN,
 ) -> Work:
     """Return what one run of a body takes besides its inputs and results.
 
@@ -438,8 +506,9 @@ def _body_work(
       n_carry: the number of first results that are a loop's carry; the loop stacks the others. A stack that
         a loop inside makes takes memory of its own before it is copied into the outer one.
       n_slices: the number of last inputs that are slices of stacks.
+      partition: how equations are divided among devices.
     """
-    writer = ProgramWriter(into_products=into_products)
+    writer = ProgramWriter(Execution(partition=partition), into_products=into_products)
     writer.has_sources = False
     # The condition of a while loop takes other operands than the last ones.
     writer.enter(jaxpr.invars, shards if len(shards) == len(jaxpr.invars) else None)

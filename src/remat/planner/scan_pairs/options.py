@@ -20,7 +20,7 @@ from remat.planner.scan_pairs.rewriting import branch_id, pair_id
 from remat.planner.scan_pairs.scope import Costing, Scope, free_shards, joint_scope
 from remat.planner.scan_pairs.shards import shard_matches, shards_of
 from remat.planner.tradeoffs import undominated
-from remat.program.from_jaxpr import Slowdown, joined, no_slowdown
+from remat.program.from_jaxpr import PLAIN, Execution, joined
 from remat.program.fusion import Price
 
 
@@ -29,7 +29,7 @@ def pairs(
     price: Price,
     *,
     shards: Sequence[int] | None = None,
-    slowdown: Slowdown = no_slowdown,
+    execution: Execution = PLAIN,
     transfer: Transfer | None = None,
     seconds_per_flop: float = 0.0,
 ) -> tuple[ScanPair, ...]:
@@ -41,12 +41,12 @@ def pairs(
       jaxpr: the program, with plain calls inlined.
       price: the time of a kernel.
       shards: the shard count of each argument; 1 if not given.
-      slowdown: of kernels, as in `program.from_jaxpr`.
+      execution: how equations run on a device.
       transfer: the time of a copy to the host's memory or back; None if nothing may be offloaded.
       seconds_per_flop: of the whole step, as the least cost of recomputation per FLOP. In memory-bound
         loops the times of options hardly differ, so that FLOPs decide.
     """
-    scope = Scope.of(jaxpr, Costing(price, slowdown, transfer, seconds_per_flop), shards)
+    scope = Scope.of(jaxpr, Costing(price, execution, transfer, seconds_per_flop), shards)
     return tuple(_pairs_in(scope, "", "", 1))
 
 

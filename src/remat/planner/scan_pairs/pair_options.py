@@ -391,7 +391,11 @@ class _OptionsOfCuts:
             if v in forward and v in read_late and v not in kept
         )
         of_bodies = (
-            work_of_bodies(eqn, [self.scope.shards_of(v) for v in eqn.invars]).peak_bytes
+            work_of_bodies(
+                eqn,
+                [self.scope.shards_of(v) for v in eqn.invars],
+                partition=self.scope.costing.execution.partition,
+            ).peak_bytes
             for eqn in stacks
             if id(eqn) in late or id(eqn) in repeated
         )

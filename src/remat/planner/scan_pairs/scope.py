@@ -19,12 +19,12 @@ from remat.planner.scan_pairs.joint import Joint
 from remat.planner.scan_pairs.shards import Shards
 from remat.planner.tradeoffs import seconds_of
 from remat.program.from_jaxpr import (
+    PLAIN,
+    Execution,
     FlatWriter,
     ProgramWriter,
-    Slowdown,
     Work,
     automatic_shards,
-    no_slowdown,
 )
 from remat.program.fusion import Price
 
@@ -43,13 +43,13 @@ class _Writer(FlatWriter):
 
 @dataclasses.dataclass(frozen=True)
 class Costing:
-    """The time of kernels, their measured slowdown, and the time of copies to the host.
+    """The time of kernels, how equations run on a device, and the time of copies to the host.
 
     Recomputation costs at least `seconds_per_flop`.
     """
 
     price: Price
-    slowdown: Slowdown = no_slowdown
+    execution: Execution = PLAIN
     transfer: Transfer | None = None
     seconds_per_flop: float = 0.0
 
@@ -90,7 +90,7 @@ class Scope:
         known: dict[Any, tuple[_jax.Jaxpr, float]] | None = None,
         runs: Mapping[_jax.Var, int] | None = None,
     ) -> Scope:
-        writer = _Writer(costing.slowdown)
+        writer = _Writer(costing.execution)
         writer.enter(jaxpr.invars, shards)
         writer.enter(jaxpr.constvars, None)
         writer.write(jaxpr, "")

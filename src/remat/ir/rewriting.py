@@ -1,0 +1,36 @@
+"""Changing the equations of a program at any depth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from remat import _jax
+from remat.ir import jaxprs
+from remat.ir.equations import programs_of
+
+
+class Rewriting:
+    """Changes equations of programs at any depth; jaxprs that several equations run stay shared."""
+
+    def __init__(self) -> None:
+        self._programs: dict[int, tuple[_jax.Jaxpr, _jax.Jaxpr]] = {}
+
+    def program(self, jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+        if id(jaxpr) not in self._programs:
+            eqns = self.equations(jaxpr.eqns)
+            is_same = all(a is b for a, b in zip(eqns, jaxpr.eqns))
+            new = jaxpr if is_same else _jax.rebuild(jaxpr, eqns=eqns)
+            self._programs[id(jaxpr)] = jaxpr, new
+        return self._programs[id(jaxpr)][1]
+
+    def equations(self, eqns: Sequence[_jax.JaxprEqn]) -> list[_jax.JaxprEqn]:
+        raise NotImplementedError
+
+    def within(self, eqn: _jax.JaxprEqn) -> _jax.JaxprEqn:
+        """Return an equation whose bodies are changed."""
+        for body in programs_of(eqn):
+            inner = _jax.open_jaxpr(body)
+            new = self.program(inner)
+            if new is not inner:
+                eqn = jaxprs.replace_body(eqn, body, new)
+        return eqn
