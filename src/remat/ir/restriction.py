@@ -19,7 +19,6 @@ Four kinds of equations outside are not fixed:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 
 from remat import _jax
 from remat.ir import jaxprs
@@ -84,10 +83,10 @@ class _Fixing(Rewriting):
         super().__init__()
         self.marks = marks
 
-    def equations(self, eqns: Sequence[_jax.JaxprEqn]) -> list[_jax.JaxprEqn]:
+    def equations(self, jaxpr: _jax.Jaxpr) -> list[_jax.JaxprEqn]:
         found = []
         marked: set[_jax.Var] = set()
-        for eqn in eqns:
+        for eqn in jaxpr.eqns:
             is_sum = eqn.primitive.name == "add_any"
             if _jax.is_marked(eqn) or (is_sum and not marked.isdisjoint(_variables(eqn))):
                 marked.update(eqn.outvars)
@@ -108,8 +107,8 @@ class _Fixing(Rewriting):
 
 
 class _Unmarking(Rewriting):
-    def equations(self, eqns: Sequence[_jax.JaxprEqn]) -> list[_jax.JaxprEqn]:
-        return [_jax.without_marks(self.within(eqn)) for eqn in eqns]
+    def equations(self, jaxpr: _jax.Jaxpr) -> list[_jax.JaxprEqn]:
+        return [_jax.without_marks(self.within(eqn)) for eqn in jaxpr.eqns]
 
 
 def _variables(eqn: _jax.JaxprEqn) -> list[_jax.Var]:

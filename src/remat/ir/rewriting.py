@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
 
 from remat import _jax
 from remat.ir import jaxprs
@@ -17,13 +17,13 @@ class Rewriting:
 
     def program(self, jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
         if id(jaxpr) not in self._programs:
-            eqns = self.equations(jaxpr.eqns)
-            is_same = all(a is b for a, b in zip(eqns, jaxpr.eqns))
+            eqns = self.equations(jaxpr)
+            is_same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
             new = jaxpr if is_same else _jax.rebuild(jaxpr, eqns=eqns)
             self._programs[id(jaxpr)] = jaxpr, new
         return self._programs[id(jaxpr)][1]
 
-    def equations(self, eqns: Sequence[_jax.JaxprEqn]) -> list[_jax.JaxprEqn]:
+    def equations(self, jaxpr: _jax.Jaxpr) -> list[_jax.JaxprEqn]:
         raise NotImplementedError
 
     def within(self, eqn: _jax.JaxprEqn) -> _jax.JaxprEqn:

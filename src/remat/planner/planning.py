@@ -346,7 +346,7 @@ class Planning:
     def _with_fewer_checkpoints(self) -> Candidate | None:
         """Return a plan that recomputes less than the user's own checkpoints do; None if there is none."""
         seconds = self._model.seconds_of_checkpoints
-        if seconds <= _NEGLIGIBLE_FLOPS * self._model.step.seconds:
+        if seconds <= _NEGLIGIBLE_FLOPS * self._model.step.computing_seconds:
             return None
         best = self._search()
         return best if best is not None and best.extra_seconds < _FEWER * seconds else None
@@ -394,7 +394,7 @@ class Planning:
             return temporaries if self._fits(found) else max(temporaries, room + 1)
 
         made: list[Candidate] = []
-        seconds = self._model.step.seconds
+        seconds = self._model.step.computing_seconds
         limits = CompileLimits(
             negligible_seconds=max(enough_seconds, _NEGLIGIBLE_FLOPS * seconds),
             much_seconds=_MANY_FLOPS * seconds,
@@ -420,7 +420,11 @@ class Planning:
             self._flat,
             self.costs.seconds,
             self.unplanned.shards(),
-            Execution(slowdowns(self.costs, self.step.target.device, partition), partition),
+            Execution(
+                slowdowns(self.costs, self.step.target.device, partition),
+                partition,
+                slowdowns(self.costs) if partition.is_known else None,
+            ),
             QUICK_SOLVER if is_cpu else SOLVER,
             into_products=self.step.target.platform == "tpu",
             by_flops=is_cpu,

@@ -156,10 +156,18 @@ class PricedStep:
         """Return the time of the step without recomputation."""
         return self._time(self.flat)
 
+    @functools.cached_property
+    def computing_seconds(self) -> float:
+        """Return the time of the step without recomputation and without what the partitioner adds."""
+        alone = self.execution.without_communication
+        return (
+            dataclasses.replace(self, execution=alone).seconds if alone.computing else self.seconds
+        )
+
     @property
     def seconds_per_flop(self) -> float:
-        """Return the time of the step over its FLOPs, without recomputation; 0 if it has none."""
-        return self.seconds / self.flops if self.flops else 0.0
+        """Return the computing time of the step over its FLOPs; 0 if it has none."""
+        return self.computing_seconds / self.flops if self.flops else 0.0
 
     @functools.cached_property
     def price_of_recomputation(self) -> Price:

@@ -47,6 +47,7 @@ from remat.ir import jaxprs
 from remat.ir.equations import fills_array, has_effects, transparent_call
 from remat.ir.repetitions import without_repeated
 from remat.ir.restriction import has_marks, restricted, without_marks
+from remat.ir.swapped import with_swapped_products
 from remat.ir.updates import with_early_updates
 from remat.planner.traced_loops import equations_of
 from remat.planner.unit_starts import unit_starts, workspace_bytes
@@ -172,8 +173,9 @@ def flattened(jaxpr: _jax.Jaxpr, donated: Iterable[int] = ()) -> _jax.Jaxpr:
 
     Calls with shardings, layouts or donation of their own, checkpoints and functions with derivative
     rules stay single equations. Repeated equations are merged, as compilers would, unless such equations
-    or barriers separate them. Donated arguments are updated as soon as possible (`ir.updates`). If functions
-    are marked, all equations outside of them are fixed (`ir.restriction`) and keep their order.
+    or barriers separate them. Products that are transposed have swapped operands (`ir.swapped`). Donated
+    arguments are updated as soon as possible (`ir.updates`). If functions are marked, all equations outside
+    of them are fixed (`ir.restriction`) and keep their order.
 
     Args:
       jaxpr: the step.
@@ -181,6 +183,7 @@ def flattened(jaxpr: _jax.Jaxpr, donated: Iterable[int] = ()) -> _jax.Jaxpr:
     """
     flat = without_repeated(jaxprs.inline_calls(jaxpr, transparent_call))
     alive, _ = _jax.dce(flat, [True] * len(flat.outvars), keep=[True] * len(flat.invars))
+    alive = with_swapped_products(alive)
     if has_marks(alive):
         return restricted(alive)
     places = set(donated)

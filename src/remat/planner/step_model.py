@@ -157,7 +157,7 @@ class StepModel:
             self._flops[decisions] = flops_of_program(applied_to(source, decisions))
         as_written = self.step.flops
         more = self._flops[decisions] / as_written - 1 if as_written else 0.0
-        of_flops = more * self.step.seconds
+        of_flops = more * self.step.computing_seconds
         seconds = max(proposal.extra_seconds, of_flops)
         cost = seconds
         if self.step.by_flops and as_written:

@@ -63,10 +63,19 @@ class Execution:
     Args:
       slowdown: the ratio of an equation's time to the price of its FLOPs and bytes.
       partition: how equations are divided among devices.
+      computing: the slowdown without the communication that the partition adds; the same if None.
     """
 
     slowdown: Callable[[_jax.JaxprEqn], float] = _no_slowdown
     partition: Partition = UNKNOWN
+    computing: Callable[[_jax.JaxprEqn], float] | None = None
+
+    @property
+    def without_communication(self) -> Execution:
+        """Return the same without the communication that the partition adds."""
+        return (
+            self if self.computing is None else dataclasses.replace(self, slowdown=self.computing)
+        )
 
 
 #: Equations take exactly the price of their FLOPs and bytes.

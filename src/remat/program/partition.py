@@ -87,9 +87,9 @@ class _Numbering(Rewriting):
         super().__init__()
         self.numbered: list[_jax.JaxprEqn] = []
 
-    def equations(self, eqns: Sequence[_jax.JaxprEqn]) -> list[_jax.JaxprEqn]:
+    def equations(self, jaxpr: _jax.Jaxpr) -> list[_jax.JaxprEqn]:
         found = []
-        for eqn in eqns:
+        for eqn in jaxpr.eqns:
             scope = f"{_SCOPE}{len(self.numbered)}"
             self.numbered.append(eqn)
             found.append(_jax.in_scope(_jax.without_traceback(self.within(eqn)), scope))
