@@ -139,12 +139,13 @@ def test_a_sum_over_devices_takes_the_time_of_the_links():
     assert slowdown(scan) > 1
 
 
+@pytest.mark.parametrize("before", [jnp.cos, lambda x: x], ids=["computed", "an_argument"])
 @pytest.mark.parametrize("to", [(None, "tensor"), ("tensor", None), (None, None)])
-def test_a_constraint_that_redistributes_a_value_is_a_kernel(to):
+def test_a_constraint_that_redistributes_a_value_is_a_kernel(to, before):
     on = mesh(4)
 
     def step(x):
-        return jnp.sin(jax.lax.with_sharding_constraint(jnp.cos(x), NamedSharding(on, P(*to))))
+        return jnp.sin(jax.lax.with_sharding_constraint(before(x), NamedSharding(on, P(*to))))
 
     jaxpr, partition, unplanned = partitioned(step, typed(on, (ROWS, WIDTH), "tensor"))
     ((sent, _),) = found(jaxpr, partition, "sharding_constraint")
@@ -158,6 +159,38 @@ def test_a_constraint_that_redistributes_a_value_is_a_kernel(to):
         assert sent.n_bytes == 4 * ROWS * WIDTH // n_parts
         assert op.slowdown > 1 and op.fusion.name == "KERNEL"
         assert program.bytes[op.results[0]] == 4 * ROWS * WIDTH // n_parts
+
+
+def test_the_readers_of_a_constrained_value_may_gather_it():
+    """The partitioner writes what a reader needs at the value that it reads."""
+    on = mesh(4)
+
+    def step(x):
+        divided = jax.lax.with_sharding_constraint(x, NamedSharding(on, P("tensor")))
+        whole = jax.lax.with_sharding_constraint(divided, NamedSharding(on, P()))
+        return jnp.sin(divided), whole
+
+    jaxpr, partition, _ = partitioned(step, typed(on, (ROWS, WIDTH), "tensor"))
+    first, second = found(jaxpr, partition, "sharding_constraint")
+    assert first == (None, (4,))
+    assert second[0].n_bytes == 4 * ROWS * WIDTH and second[1] == (1,)
+
+
+def test_a_carry_that_is_redistributed_is_sent_in_each_step():
+    on = mesh(4)
+
+    def step(x):
+        def body(x, _):
+            whole = jax.lax.with_sharding_constraint(x, NamedSharding(on, P()))
+            return jax.lax.with_sharding_constraint(
+                jnp.sin(whole), NamedSharding(on, P("tensor"))
+            ), None
+
+        return jax.lax.scan(body, x, length=3)[0]
+
+    jaxpr, partition, _ = partitioned(step, typed(on, (ROWS, WIDTH), "tensor"))
+    (gathered, _), (divided, _) = found(jaxpr, partition, "sharding_constraint")
+    assert gathered.n_bytes == 4 * ROWS * WIDTH and divided is None
 
 
 def test_equations_in_functions_that_are_called_several_times_are_recognized():

@@ -435,7 +435,15 @@ INTERNALS = (
     ),
     Internal(
         "jax._src.lib.mlir.ir",
-        ("MLIRError", "Module", "OpResult", "ComplexType", "RankedTensorType", "WalkResult"),
+        (
+            "MLIRError",
+            "Module",
+            "OpResult",
+            "BlockArgument",
+            "ComplexType",
+            "RankedTensorType",
+            "WalkResult",
+        ),
         "reading the program that the partitioner's passes made",
         "`jaxlib.mlir.ir`",
     ),

@@ -154,27 +154,38 @@ def _divided(op: Any, sizes: Mapping[str, int]) -> Divided:
 
 def _sent_for(value: Any, after: _Sharding, sizes: Mapping[str, int]) -> int:
     """Return the bytes that are sent for another sharding; 0 if each device has its new part already."""
-    # The value may have got this sharding already, for the equation that asks for it.
-    while isinstance(value, _ir.OpResult) and value.owner.name == _REDISTRIBUTION:
-        value = value.owner.operands[0]
     before = _sharding_of(value, sizes)
+    if before == after and isinstance(value, _ir.OpResult) and value.owner.name == _REDISTRIBUTION:
+        # The value got this sharding before, for the equation that asks for it.
+        value = value.owner.operands[0]
+        before = _sharding_of(value, sizes)
     if before is None or all(new[: len(old)] == old for old, new in zip(before, after)):
         return 0
     return _n_bytes(value) // min(_n_parts(before), _n_parts(after))
 
 
 def _sharding_of(value: Any, sizes: Mapping[str, int]) -> _Sharding | None:
-    """Return the sharding of the value of an operation; None for inputs of functions, loops and branches."""
-    if not isinstance(value, _ir.OpResult):
-        return None
-    op = value.owner
+    """Return the sharding of a value; None for inputs of `shard_map`s."""
+    whole: _Sharding = [[] for _ in _ir.RankedTensorType(value.type).shape]
+    if isinstance(value, _ir.OpResult):
+        op, number = value.owner, value.result_number
+    else:
+        argument = _ir.BlockArgument(value)
+        op, number = argument.owner.owner.operation, argument.arg_number
+        if op.name == "func.func":
+            given = op.attributes["arg_attrs"][number] if "arg_attrs" in op.attributes else {}
+            return (
+                _dimensions(str(given["sdy.sharding"]), sizes) if "sdy.sharding" in given else whole
+            )
+        if op.name != "stablehlo.while":  # whose inputs are divided as its results are
+            return None
     for name in ("sharding", "out_sharding"):
         if op.name.startswith("sdy.") and name in op.attributes:
             return _dimensions(str(op.attributes[name]), sizes)
     if "sdy.sharding" not in op.attributes:
-        return [[] for _ in _ir.RankedTensorType(value.type).shape]
+        return whole
     of_results = str(op.attributes["sdy.sharding"]).split("<@")[1:]
-    return _dimensions(of_results[value.result_number], sizes)
+    return _dimensions(of_results[number], sizes)
 
 
 def _dimensions(sharding: str, sizes: Mapping[str, int]) -> _Sharding:

@@ -154,13 +154,16 @@ def _number_of(location: str) -> int | None:
 
 
 def _sent_by(eqn: _jax.JaxprEqn, operations: Sequence[_jax.Divided]) -> Sent:
-    asks = eqn.primitive.name in _REDISTRIBUTING
-    counted = [one for one in operations if one.n_devices or (asks and one.is_redistribution)]
-    n_devices = max((max(one.n_devices, *one.parts) for one in counted), default=1)
+    if eqn.primitive.name in _REDISTRIBUTING:
+        # Further redistributions are for equations that read the value.
+        (first, *_) = operations
+        return Sent(first.sent_bytes, max(first.parts))
+    sums = [one for one in operations if one.n_devices]
+    n_devices = max((one.n_devices for one in sums), default=1)
     # The equation of a function that is called several times has the operations of all calls.
     kinds = collections.Counter((one.name, one.shapes) for one in operations if one.name)
     n_calls = min(kinds.values(), default=1)
-    return Sent(sum(one.sent_bytes for one in counted) / n_calls, n_devices)
+    return Sent(sum(one.sent_bytes for one in sums) / n_calls, n_devices)
 
 
 def _parts_by(eqn: _jax.JaxprEqn, operations: Sequence[_jax.Divided]) -> tuple[int, ...] | None:
@@ -170,11 +173,19 @@ def _parts_by(eqn: _jax.JaxprEqn, operations: Sequence[_jax.Divided]) -> tuple[i
     the value, unless it scatters a sum over devices.
     """
     shapes = tuple(getattr(v.aval, "shape", None) for v in eqn.outvars)
-    asks = eqn.primitive.name in _REDISTRIBUTING
-    found, is_sum = None, False
-    for one in operations:
-        if one.shapes[-len(shapes) :] == shapes and (not one.is_redistribution or is_sum or asks):
-            found, is_sum = one.parts[-len(shapes) :], is_sum or bool(one.n_devices)
+    n_results = len(shapes)
+    fitting = [one for one in operations if one.shapes[-n_results:] == shapes]
+    if eqn.primitive.name in _REDISTRIBUTING:
+        return fitting[0].parts if fitting else None
+    found: tuple[int, ...] | None = None
+    is_sum = False
+    for one in fitting:
+        parts = one.parts[-n_results:]
+        if not one.is_redistribution:
+            found = parts
+        elif is_sum and found is not None:
+            found = max(found, parts)
+        is_sum = is_sum or one.n_devices > 0
     return found
 
 
