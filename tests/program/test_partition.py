@@ -243,3 +243,20 @@ def test_a_partition_does_not_change_the_step(caplog):
     before = unplanned.lowered().as_text()
     step.partition(unplanned)
     assert unplanned.lowered().as_text() == before and not caplog.records
+
+
+def test_with_another_partitioner_nothing_is_known():
+    loss, args = tensor_parallel(mesh(2, 4))
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        _, partition, _ = partitioned(loss, *args)
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
+    assert not partition.is_known
+
+
+def test_a_program_that_the_passes_cannot_read_is_planned_without_its_partition(monkeypatch):
+    loss, args = tensor_parallel(mesh(2, 4))
+    monkeypatch.setattr("remat._jax.partitioning._PASSES", "builtin.module(no-such-pass)")
+    _, partition, _ = partitioned(loss, *args)
+    assert partition is UNKNOWN
