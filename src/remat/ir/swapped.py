@@ -1,9 +1,12 @@
 """Matrix products whose results are transposed, as products with their operands swapped.
 
-JAX computes a weight's gradient as a product of cotangents and inputs, and transposes it. Compilers swap
-the operands instead. They cannot do so if a plan separates the two equations: the transposed matrix would
-be copied, and the product, with its operands in another order, could differ in the last digits from that
-of the step as it is written.
+JAX computes a weight's gradient as a product of cotangents and inputs, and transposes it. Compilers swap the
+operands instead. They cannot do so if a plan separates the two equations: the transposed matrix would be
+copied, and the product, with its operands in another order, could differ in the last digits from that of the
+step as it is written.
+
+Only products of two matrices are changed. If an operand has more dimensions, compilers first copy the first
+one into another order; swapping would decide which operand that is.
 """
 
 from __future__ import annotations
@@ -63,11 +66,10 @@ def _swaps_dimensions(eqn: _jax.JaxprEqn) -> bool:
 
 
 def _is_product_of_matrices(eqn: _jax.JaxprEqn) -> bool:
-    """Return whether an equation multiplies arrays along all dimensions but one of each."""
+    """Return whether an equation multiplies two matrices, along one dimension of each."""
     if eqn.primitive.name != "dot_general":
         return False
-    _, (of_lhs, of_rhs) = eqn.params["dimension_numbers"]
-    return not of_lhs and not of_rhs and len(eqn.outvars[0].aval.shape) == 2
+    return all(len(v.aval.shape) == 2 for v in (*eqn.invars, *eqn.outvars))
 
 
 def _swapped(product: _jax.JaxprEqn, outvars: Sequence[_jax.Var]) -> _jax.JaxprEqn:
