@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
+from remat import _jax
 from remat.ir import jaxprs
 from remat.planner import scan_pairs
 from remat.planner.step import TargetStep
@@ -257,6 +258,10 @@ def test_with_another_partitioner_nothing_is_known():
 
 def test_a_program_that_the_passes_cannot_read_is_planned_without_its_partition(monkeypatch):
     loss, args = tensor_parallel(mesh(2, 4))
-    monkeypatch.setattr("remat._jax.partitioning._PASSES", "builtin.module(no-such-pass)")
+
+    def refused(lowered):
+        raise _jax.NotPartitionedError("a pass failed")
+
+    monkeypatch.setattr(_jax, "partitioned", refused)
     _, partition, _ = partitioned(loss, *args)
     assert partition is UNKNOWN
