@@ -52,7 +52,7 @@ class Divided(NamedTuple):
 
 
 def partitioned(lowered: jax.stages.Lowered) -> list[Divided]:
-    """Return the operations of a program with several results' or values' shardings, in the program's order.
+    """Return the operations of a program whose results are arrays, in the program's order.
 
     As in `ir.flops.link_bytes`, a sum over devices sends the bytes of its result on one device twice.
 
@@ -140,7 +140,7 @@ def _divided(op: Any, sizes: Mapping[str, int]) -> Divided:
     location = str(op.location)
     name = "" if op.name in (_SUM, _REDISTRIBUTION) else str(op.name)
     shapes = tuple(tuple(_ir.RankedTensorType(v.type).shape) for v in op.results)
-    sharded = [_sharding_of(v, sizes) or [] for v in op.results]
+    sharded = [_sharding_of_result(op, number, sizes) for number in range(len(op.results))]
     parts = tuple(map(_n_parts, sharded))
     if op.name == _SUM:
         sent = 2 * _n_bytes(op.results[0]) // parts[0]
@@ -166,26 +166,32 @@ def _sent_for(value: Any, after: _Sharding, sizes: Mapping[str, int]) -> int:
 
 def _sharding_of(value: Any, sizes: Mapping[str, int]) -> _Sharding | None:
     """Return the sharding of a value; None for inputs of `shard_map`s."""
-    whole: _Sharding = [[] for _ in _ir.RankedTensorType(value.type).shape]
     if isinstance(value, _ir.OpResult):
-        op, number = value.owner, value.result_number
-    else:
-        argument = _ir.BlockArgument(value)
-        op, number = argument.owner.owner.operation, argument.arg_number
-        if op.name == "func.func":
-            given = op.attributes["arg_attrs"][number] if "arg_attrs" in op.attributes else {}
-            return (
-                _dimensions(str(given["sdy.sharding"]), sizes) if "sdy.sharding" in given else whole
-            )
-        if op.name != "stablehlo.while":  # whose inputs are divided as its results are
-            return None
+        return _sharding_of_result(value.owner, value.result_number, sizes)
+    argument = _ir.BlockArgument(value)
+    op, number = argument.owner.owner.operation, argument.arg_number
+    if op.name == "stablehlo.while":  # whose inputs are divided as its results are
+        return _sharding_of_result(op, number, sizes)
+    if op.name != "func.func":
+        return None
+    given = op.attributes["arg_attrs"][number] if "arg_attrs" in op.attributes else {}
+    return (
+        _dimensions(str(given["sdy.sharding"]), sizes) if "sdy.sharding" in given else _whole(value)
+    )
+
+
+def _sharding_of_result(op: Any, number: int, sizes: Mapping[str, int]) -> _Sharding:
     for name in ("sharding", "out_sharding"):
         if op.name.startswith("sdy.") and name in op.attributes:
             return _dimensions(str(op.attributes[name]), sizes)
     if "sdy.sharding" not in op.attributes:
-        return whole
+        return _whole(op.results[number])
     of_results = str(op.attributes["sdy.sharding"]).split("<@")[1:]
     return _dimensions(of_results[number], sizes)
+
+
+def _whole(value: Any) -> _Sharding:
+    return [[] for _ in _ir.RankedTensorType(value.type).shape]
 
 
 def _dimensions(sharding: str, sizes: Mapping[str, int]) -> _Sharding:

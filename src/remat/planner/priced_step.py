@@ -159,10 +159,10 @@ class PricedStep:
     @functools.cached_property
     def computing_seconds(self) -> float:
         """Return the time of the step without recomputation and without what the partitioner adds."""
-        alone = self.execution.without_communication
-        return (
-            dataclasses.replace(self, execution=alone).seconds if alone.computing else self.seconds
-        )
+        if self.execution.computing is None:
+            return self.seconds
+        alone = dataclasses.replace(self.execution, slowdown=self.execution.computing)
+        return dataclasses.replace(self, execution=alone).seconds
 
     @property
     def seconds_per_flop(self) -> float:

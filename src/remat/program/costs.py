@@ -160,9 +160,8 @@ def slowdowns(
 
     def priced_s(eqn: _jax.JaxprEqn, n_devices: int = 1) -> float:
         flops, moved = flops_of(eqn), bytes_moved(eqn)
-        if (
-            not flops and not moved and partition.sent(eqn) is not None
-        ):  # a view, unless it is distributed anew
+        if not flops and not moved and partition.sent(eqn) is not None:
+            # A view becomes a copy where its value is distributed anew.
             moved = sum(n_bytes(v.aval) for v in (*eqn.invars, *eqn.outvars))
         return costs.seconds(flops / n_devices, moved / n_devices, dtype_of(eqn))
 
@@ -174,7 +173,7 @@ def slowdowns(
             return alone_s
         # Costs are of the whole equation; each device computes its part and then sends.
         part_s = priced_s(eqn, of_eqn.n_devices)
-        link_s = Roofline(sender).link_seconds(of_eqn.n_bytes) if of_eqn.n_bytes else 0.0
+        link_s = Roofline(sender).link_seconds(of_eqn.n_bytes)
         return alone_s * (1 + link_s / part_s) if part_s else alone_s
 
     # Programs are stored with their sums, so that their ids stay valid.

@@ -11,8 +11,8 @@ constraint says otherwise. The results of loops that plans make are sharded as t
 `ProgramWriter` is the one reader of jaxprs. A subclass extends its methods to learn more about operations
 than `Op` holds, such as their pass or region.
 
-Known limits: layouts and padding are not modelled; what XLA for
-CPU writes to memory, as `concatenate`, counts as written on a GPU as well.
+Known limits: layouts and padding are not modelled; what XLA for CPU writes to memory, as `concatenate`,
+counts as written on a GPU as well.
 """
 
 from __future__ import annotations
@@ -69,13 +69,6 @@ class Execution:
     slowdown: Callable[[_jax.JaxprEqn], float] = _no_slowdown
     partition: Partition = UNKNOWN
     computing: Callable[[_jax.JaxprEqn], float] | None = None
-
-    @property
-    def without_communication(self) -> Execution:
-        """Return the same without the communication that the partition adds."""
-        return (
-            self if self.computing is None else dataclasses.replace(self, slowdown=self.computing)
-        )
 
 
 #: Equations take exactly the price of their FLOPs and bytes.
@@ -163,10 +156,15 @@ class ProgramWriter:
 
     def work_of_bodies(self, eqn: _jax.JaxprEqn) -> Work:
         """Return what an equation's bodies take on one device."""
-        shards = [self.shards[self.ids[v]] if _jax.is_var(v) else 1 for v in eqn.invars]
         return work_of_bodies(
-            eqn, shards, into_products=self.into_products, partition=self.execution.partition
+            eqn,
+            self._operand_shards(eqn),
+            into_products=self.into_products,
+            partition=self.execution.partition,
         )
+
+    def _operand_shards(self, eqn: _jax.JaxprEqn) -> list[int]:
+        return [self.shards[self.ids[v]] if _jax.is_var(v) else 1 for v in eqn.invars]
 
     def fusion_of(self, eqn: _jax.JaxprEqn) -> Fusion:
         is_written = _is_written_on_cpu(eqn.primitive.name) and not self.into_products
@@ -227,8 +225,11 @@ class ProgramWriter:
         else:
             of_results = [result_shards(v, shards) for v in eqn.outvars]
         results = tuple(map(self.new_value, eqn.outvars, of_results))
-        fusion, slowdown = self.fusion_of(eqn), self.execution.slowdown(eqn)
-        if fusion not in (Fusion.KERNEL, Fusion.REDUCE) and slowdown > 1:
+        fusion = self.fusion_of(eqn)
+        is_kernel = fusion in (Fusion.KERNEL, Fusion.REDUCE)
+        may_be_slow = is_kernel or self.execution.partition.is_known
+        slowdown = self.execution.slowdown(eqn) if may_be_slow else 1.0
+        if not is_kernel and slowdown > 1:
             fusion = Fusion.KERNEL  # devices communicate for it
         work = self.work_of_bodies(eqn)
         self.ops.append(
@@ -269,10 +270,8 @@ class ProgramWriter:
         if known is not None or eqn.primitive.name == "shard_map" or not jaxprs.has_body(eqn):
             return known
         body = _jax.open_jaxpr(list(jaxprs.bodies_of(eqn))[-1])
-        shards = [self.shards[self.ids[v]] if _jax.is_var(v) else 1 for v in eqn.invars]
-        of_body = result_shards_of_body(
-            body, tuple(shards[len(shards) - len(body.invars) :]), partition
-        )
+        of_inputs = self._operand_shards(eqn)[len(eqn.invars) - len(body.invars) :]
+        of_body = _result_shards_of_body(body, tuple(of_inputs), partition)
         return of_body if len(of_body) == len(eqn.outvars) else None
 
     def take_slices(self, variables: Iterable[_jax.Var]) -> None:
@@ -469,7 +468,7 @@ def _inits(eqn: _jax.JaxprEqn) -> Sequence[_jax.Var | _jax.Literal]:
 
 
 @_jax.weakref_lru_cache
-def result_shards_of_body(
+def _result_shards_of_body(
     jaxpr: _jax.Jaxpr, shards: tuple[int, ...], partition: Partition
 ) -> tuple[int, ...]:
     """Return the shard count of each result of a body.
