@@ -181,7 +181,7 @@ def test_the_temporaries_of_a_scan_fill_its_budget(body: Callable, n: int) -> No
 
 
 @by_name
-@pytest.mark.parametrize("loop", ["while", "fori"])
+@pytest.mark.parametrize("loop", ["while", pytest.param("fori", marks=pytest.mark.slow)])
 def test_the_temporaries_of_a_loop_of_unknown_length_fit_its_budget(
     body: Callable, loop: str
 ) -> None:

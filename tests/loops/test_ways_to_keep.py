@@ -68,7 +68,7 @@ def time_of(found: Choice, step: Callable, follows_policy: bool) -> float:
     return found.forward_steps - N + N * (steps_to_reverse(step) - once)
 
 
-@pytest.mark.parametrize("count", [1, 3, 6])
+@pytest.mark.parametrize("count", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 6))])
 def test_the_way_with_less_time_is_taken(count: int) -> None:
     step = layers(count)
     seen = set()

@@ -326,7 +326,7 @@ def unrolled_stencil():
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 #: Budgets as shares of the peak, and the most extra FLOPs. Computing all layers again, each by itself, takes
 #: a third more. Those that take longest to plan have a sibling here that is not slow: another derivative of a
-#: gradient, and microbatches of another optimizer. `test_bodies.py` has gradients in loops.
+#: gradient, another budget, and microbatches of another optimizer. `test_bodies.py` has gradients in loops.
 KINDS = [
     (two_losses, 75, 0.1),
     (gradient_in_the_loss, 60, 0.12),
@@ -336,9 +336,9 @@ KINDS = [
     (frozen_teacher, 65, 0.2),
     (returns_in_a_scan, 82, 0.2),
     (implicit_layer, 70, 0.2),
-    (newton_step, 60, 0.2),
+    slow(newton_step, 60, 0.2),
     (message_passing, 50, 0.07),  # `dots_saveable` on each layer takes 7.5 % within 43 %
-    (unrolled_stencil, 80, 0.01),
+    slow(unrolled_stencil, 80, 0.01),
     (unrolled_stencil, 30, 0.12),  # `jax.checkpoint` on each step takes a third
     (microbatches, 75, 0.05),
     slow(microbatches, 65, 0.15),

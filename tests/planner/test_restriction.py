@@ -104,7 +104,7 @@ def counts(jaxpr):
 def within_reach(step, args):
     """Return the plan within the smallest of a few budgets for which there is one."""
     found = None
-    for share in (90, 80, 70, 60):
+    for share in (80, 65):
         try:
             made = remat.plan(step, *args, budget=f"{share}%", **ALONE)
         except remat.BudgetError:
@@ -126,7 +126,15 @@ def test_only_marked_functions_are_recomputed(name):
     assert all(is_repeatable(e) for e in jaxprs.equations(whole) if e.primitive.name in names)
 
 
-@pytest.mark.parametrize("name", ["unrolled", "scanned", "jitted_inside", "mapped_by_vmap"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "unrolled",
+        "scanned",
+        "jitted_inside",
+        pytest.param("mapped_by_vmap", marks=pytest.mark.slow),
+    ],
+)
 def test_plans_recompute_nothing_outside_of_marked_functions(name):
     args = arguments()
     step = jax.value_and_grad(lambda ws, x: MODELS[name](remat.auto(inner), ws, x), (0, 1))

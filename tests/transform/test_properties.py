@@ -286,12 +286,12 @@ def search(seed, n_examples):
     hypothesis.seed(seed)(settings(hypothesis.given(**CASES)(check)))()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_programs_are_unchanged(seed):
     search(seed, 100)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [3, 4, *range(100, 140)])
+@pytest.mark.parametrize("seed", [2, 3, 4, *range(100, 140)])
 def test_more_random_programs_are_unchanged(seed):
     search(seed, 500)
