@@ -128,6 +128,12 @@ def _counted(eqn: Any, given: Sequence[Any], n: Counters) -> tuple[list[Any], Co
     if name == "cond":
         branches = [_body(branch) for branch in params["branches"]]
         return lax.switch(given[0], branches, given[1:], n)
+    if name == "custom_linear_solve":
+        # Operands: the constants of its four functions, of which only the solver runs, and the right side.
+        lengths = params["const_lengths"]
+        before = lengths.matvec + lengths.vecmat
+        of_solve = given[before : before + lengths.solve]
+        return _body(params["jaxprs"].solve)([*of_solve, *given[sum(lengths) :]], n)
     bodies = list(_jax.jaxprs_of(eqn))
     if not bodies or len(_jax.open_jaxpr(bodies[0]).invars) != len(given):
         raise NotImplementedError(f"a loop of unknown length or branches in {name}")

@@ -111,6 +111,26 @@ def test_loops_of_unknown_length_and_branches_are_counted_as_they_run() -> None:
     assert static.n_unknown_loops
 
 
+def test_only_the_solver_of_a_linear_solve_is_counted() -> None:
+    def solve(n, a, b):
+        def iterated(matvec, b):
+            advance = lambda x: b - matvec(x) + x  # noqa: E731
+            return jax.lax.fori_loop(0, n, lambda _, x: advance(x), jnp.zeros_like(b))
+
+        return jax.lax.custom_linear_solve(lambda x: a @ x, b, iterated, symmetric=True)
+
+    def gradient(n, a, b):
+        return jax.grad(lambda a: solve(n, a, b).sum())(a)
+
+    a, b = 0.9 * jnp.eye(4), jnp.ones(4)
+    for n in (1, 5):
+        # A solver of n products, which the derivative runs again on the transposed matrix.
+        product = 2 * 4 * 4
+        assert executed_flops.varies(solve, n, a, b)
+        assert executed_flops.count(solve, n, a, b).matmul == n * product
+        assert executed_flops.count(gradient, n, a, b).matmul >= 2 * n * product
+
+
 def test_differences_are_counted_in_units_in_the_last_place() -> None:
     a = {"x": jnp.ones(3), "n": jnp.arange(3), "nan": jnp.array([jnp.nan, 1.0])}
     assert measure.difference(a, a) == (0.0, 0)
