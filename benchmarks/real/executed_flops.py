@@ -17,6 +17,8 @@ from jax import lax
 
 from benchmarks.zoo import flops
 from remat import _jax
+from remat.ir import jaxprs
+from remat.ir.equations import solve_operands
 
 _SCALE = 1e6  # the counter is in MFLOP, so that single precision holds it
 Counters = tuple[jax.Array, jax.Array]  # MFLOP of matrix products, and of all operations
@@ -128,12 +130,8 @@ def _counted(eqn: Any, given: Sequence[Any], n: Counters) -> tuple[list[Any], Co
     if name == "cond":
         branches = [_body(branch) for branch in params["branches"]]
         return lax.switch(given[0], branches, given[1:], n)
-    if name == "custom_linear_solve":
-        # Operands: the constants of its four functions, of which only the solver runs, and the right side.
-        lengths = params["const_lengths"]
-        before = lengths.matvec + lengths.vecmat
-        of_solve = given[before : before + lengths.solve]
-        return _body(params["jaxprs"].solve)([*of_solve, *given[sum(lengths) :]], n)
+    if jaxprs.is_linear_solve(eqn):
+        return _body(params["jaxprs"].solve)(solve_operands(eqn, given), n)
     bodies = list(_jax.jaxprs_of(eqn))
     if not bodies or len(_jax.open_jaxpr(bodies[0]).invars) != len(given):
         raise NotImplementedError(f"a loop of unknown length or branches in {name}")

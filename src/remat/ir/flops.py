@@ -115,7 +115,7 @@ def through_bodies(
         return WHILE_TRIPS * (of_jaxpr(params["cond_jaxpr"]) + of_jaxpr(params["body_jaxpr"]))
     if name == "cond":
         return _jax.largest(*(of_jaxpr(branch) for branch in params["branches"]))
-    if name == "custom_linear_solve":
+    if jaxprs.is_linear_solve(eqn):
         return of_jaxpr(params["jaxprs"].solve)
     # A call runs its function, not the rules of its custom derivative.
     call = params.get("call_jaxpr")
