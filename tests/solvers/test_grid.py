@@ -130,6 +130,23 @@ def test_schedules_are_found_where_segments_are_not_tried() -> None:
         assert extra[0] <= extra[1] <= 1.3 * extra[0]
 
 
+@pytest.mark.parametrize("graph", [training_graph(40, skips=0.2), random_layers(80)])
+def test_nothing_is_searched_between_orders_within_the_tolerance(graph: Graph) -> None:
+    close = GridSearch(tolerance=0.03).answers(graph)
+    answers, peak = GridSearch().answers(graph), no_remat(graph).peak_bytes
+    times: set[float] = set()
+    finer: set[float] = set()
+    for percent in range(40, 100, 2):
+        found, best = (_within(a, percent * peak // 100) for a in (close, answers))
+        if found is None or best is None:
+            assert found is best
+            continue
+        times.add(found.time)
+        finer.add(best.time)
+        assert found.time <= best.time + 0.04 * graph.time
+    assert 2 <= len(times) < len(finer)
+
+
 def _within(answers: Answers, budget: int) -> Schedule | None:
     try:
         return answers.within(budget)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from typing import Any
 
 import pytest
+import scipy
 from hypothesis import example, given, settings, strategies as st
 
 from remat.errors import BudgetError
-from remat.solvers.mincut import CutProblem, at_budget, between, hull, min_cut
+from remat.solvers.mincut import CutProblem, RecentNetworks, at_budget, between, hull, min_cut
 
 
 @st.composite
@@ -98,15 +100,38 @@ def test_bounds_hold_and_choices_fit_their_budget(problem: CutProblem, budget: i
     assert bound <= least + 1e-9
 
 
-def test_a_hull_that_is_cut_short_still_bounds() -> None:
+def _long_chain() -> CutProblem:
     draw = random.Random(0)
     n = 120
-    problem = CutProblem(
+    return CutProblem(
         tuple(draw.randint(1, 10**6) for _ in range(n)),
         tuple(draw.random() for _ in range(n)),
         tuple((v - 1,) if v else () for v in range(n)),
         tuple(range(n)),
     )
+
+
+def test_recent_networks_change_the_work_but_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, recent = _long_chain(), RecentNetworks()
+    budgets = [sum(problem.bytes) * tenths // 10 for tenths in (9, 3, 5, 3)]
+    flows: list[float] = []
+    solve = scipy.sparse.csgraph.maximum_flow
+
+    def counted(network: Any, source: int, sink: int) -> Any:
+        flows.append(float(network.data.sum()))
+        return solve(network, source, sink)
+
+    monkeypatch.setattr(scipy.sparse.csgraph, "maximum_flow", counted)
+    alone = [at_budget(problem, budget) for budget in budgets]
+    n_alone = len(flows)
+    assert [at_budget(problem, budget, recent=recent) for budget in budgets] == alone
+    n_shared = len(flows) - n_alone
+    assert [at_budget(problem, budget, recent=recent) for budget in budgets] == alone
+    assert n_shared < n_alone and len(flows) == n_alone + n_shared
+
+
+def test_a_hull_that_is_cut_short_still_bounds() -> None:
+    problem = _long_chain()
     whole, short = hull(problem), hull(problem, max_cuts=5)
     assert len(short.cuts) < len(whole.cuts)
     for tenth in range(11):

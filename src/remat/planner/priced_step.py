@@ -49,7 +49,17 @@ WRITTEN, FUSED, INLINED, ORDERED, LEAN = "written", "fused", "inlined", "ordered
 
 SOLVER = GridSearch(most_extra=MOST_AGAIN)
 #: For devices whose programs compile in seconds, where the standard effort takes as long as compiling.
-QUICK_SOLVER = dataclasses.replace(SOLVER, effort=0.5, resolution=1 / 256, segments_below=0.7)
+#: What a longer search gains there, some thousandths of the step's time, is less than planning then costs.
+QUICK_SOLVER = dataclasses.replace(
+    SOLVER,
+    effort=0.5,
+    resolution=1 / 256,
+    segments_below=0.7,
+    patience=30,
+    close=0.005,
+    tolerance=0.002,
+    thorough_between=False,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

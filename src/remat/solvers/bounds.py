@@ -22,13 +22,17 @@ from remat.errors import BudgetError
 from remat.solvers import frontier
 from remat.solvers.effort import Effort
 from remat.solvers.liveness import Arrays, Liveness, liveness
-from remat.solvers.mincut import CutProblem, at_budget
+from remat.solvers.mincut import CutProblem, RecentNetworks, at_budget
 from remat.solvers.order_search import replay_order
 from remat.solvers.relief import Relief, keep, relieve
 
 
-def cut_bound(arrays: Arrays, moment: int, budget: int) -> float:
+def cut_bound(
+    arrays: Arrays, moment: int, budget: int, recent: RecentNetworks | None = None
+) -> float:
     """Return a bound on extra time from what can cross the first computation of one node.
+
+    Bounds at the same moment share work if they share `recent`.
 
     Raises:
       BudgetError: no set of values within the budget can cross it.
@@ -47,15 +51,19 @@ def cut_bound(arrays: Arrays, moment: int, budget: int) -> float:
         tuple(() if fixed else us for fixed, us in zip(once.tolist(), arrays.operands)),
         tuple(np.flatnonzero(needed).tolist()),
     )
-    return at_budget(cut_problem, budget - int(arrays.bytes[held].sum()))[1]
+    return at_budget(cut_problem, budget - int(arrays.bytes[held].sum()), recent=recent)[1]
 
 
-def peak_bound(plain: Liveness, budget: int) -> float:
-    """Return the cut bound at the peak of the order without recomputation; 0 if that bounds nothing."""
+def peak_bound(plain: Liveness, budget: int, recent: RecentNetworks | None = None) -> float:
+    """Return the cut bound at the peak of the order without recomputation; 0 if that bounds nothing.
+
+    Bounds of several budgets share work if they share `recent`.
+    """
     if plain.peak_bytes <= budget:
         return 0.0
     try:
-        return max(0.0, cut_bound(plain.arrays, int(np.argmax(plain.live_bytes)), budget))
+        moment = int(np.argmax(plain.live_bytes))
+        return max(0.0, cut_bound(plain.arrays, moment, budget, recent))
     except BudgetError:
         return 0.0  # infeasible only up to rounding, which proves nothing
 

@@ -38,6 +38,7 @@ from remat.solvers.effort import Effort
 from remat.solvers.evict import evict
 from remat.solvers.graph import Graph
 from remat.solvers.liveness import Arrays, Liveness, liveness
+from remat.solvers.mincut import RecentNetworks
 from remat.solvers.order_search import CutParameters, refine
 from remat.solvers.relief import Relief, improve, keep, relieve
 from remat.solvers.segments import Segments
@@ -45,7 +46,6 @@ from remat.solvers.simulate import floor_bytes
 from remat.solvers.solver import Answers, Schedule, Solver, checked, refusal
 
 _RATIO = 0.7  # between neighbouring grid budgets; a larger one makes a finer grid and more searches
-_CLOSE = 1e-4  # share of the graph's time; a search ends when this close to the lower bound
 _RELIEF = Relief()
 _CUTS = CutParameters(fill=1.0, height=1.0)
 _CUTS_WITH_ROOM = CutParameters(fill=0.9, height=1.0)
@@ -57,7 +57,6 @@ _DESCENT_EFFORT = 20  # allowance of a descent, as a multiple of that of one bud
 # Exponent in `evict`; larger prefers to evict values whose next use is far away.
 _DISTANCE_POWER = 0.5
 _MOST_REPEATS = 6  # computations per node after which a pass of eviction ends without an order
-_IDLE_ROUNDS = 60  # rounds of improvement without success after which a search ends
 # Share of the lower bound. Orders farther above it are improved for longer, which finds more than the costly
 # searches do.
 _WIDE_GAP = 0.25
@@ -95,6 +94,12 @@ class GridSearch(Solver):
       improvement: the work spent on ruin and recreate, as a multiple of the allowance of a budget,
         between two budgets whose orders are known and far above the lower bound. It then replaces
         the costly searches, on graphs of 200 to 4,000 nodes; 1 keeps these and adds nothing.
+      patience: rounds of ruin and recreate without success after which a search ends, at effort 1.
+      close: share of the graph's time; a search ends when its order is this close to the lower bound.
+      tolerance: share of the graph's time. Nothing is searched between two budgets whose orders differ by
+        less; the order of the smaller one answers.
+      thorough_between: whether all costly searches run between two budgets whose orders are known. Descents
+        always do; the others rarely find a faster order there.
       proof: the work spent on lower bounds and, on graphs of some 40 nodes, on exact solutions; if
         None, lower bounds are those of minimum cuts.
     """
@@ -104,6 +109,10 @@ class GridSearch(Solver):
     segments_below: float = 1.0
     most_extra: float = math.inf
     improvement: float = 1.0
+    patience: int = 60
+    close: float = 1e-4
+    tolerance: float = 1e-5
+    thorough_between: bool = True
     proof: ProofEffort | None = None
 
     def answers(self, graph: Graph, once: Collection[int] = ()) -> Answers:
@@ -117,16 +126,20 @@ class _GridAnswers(Answers):
         self.graph = graph
         self.resolution = solver.resolution
         self._segments_below = solver.segments_below
+        self._thorough_between = solver.thorough_between
         self.proof = solver.proof
         self.floor_bytes = floor_bytes(graph, once)
         self._arrays = Arrays.of(graph, once)
-        self._effort = solver.effort
+        self._most_idle = int(solver.effort * solver.patience)
         self._improvement = solver.improvement if len(graph) in _IMPROVED else 1.0
         self._units = int(solver.effort * (200_000 + 100 * len(graph)))
+        self._recent = RecentNetworks()
+        self._at_peak = RecentNetworks()
         self._plain = liveness(self._arrays, np.arange(len(graph)))
         self._segments = Segments(self._plain)
         self._is_small = frontier.n_variables(range(len(graph))) <= _SMALL_VARIABLES
-        self._close = _CLOSE * self._arrays.total_time
+        self._close = solver.close * self._arrays.total_time
+        self._tolerance = solver.tolerance * self._arrays.total_time
         self._most_extra = solver.most_extra * max(self._arrays.total_time, math.ulp(0.0))
         self._most_unfinished = _UNFINISHED * self._most_extra
         self._grid = self._grid_budgets()
@@ -193,7 +206,7 @@ class _GridAnswers(Answers):
 
     def _bound(self, budget: int) -> int | float:
         if budget not in self._bounds:
-            self._bounds[budget] = self._rounded_up(peak_bound(self._plain, budget))
+            self._bounds[budget] = self._rounded_up(peak_bound(self._plain, budget, self._at_peak))
         return self._bounds[budget]
 
     def _rounded_up(self, extra: float) -> int | float:
@@ -272,7 +285,7 @@ class _GridAnswers(Answers):
         return max(1, int(self.resolution * self._plain.peak_bytes))
 
     def _is_close(self, low_order: Liveness, high_order: Liveness) -> bool:
-        return low_order.extra_time - high_order.extra_time <= 0.1 * self._close
+        return low_order.extra_time - high_order.extra_time <= self._tolerance
 
     def _order_between(
         self, low: int, high: int, low_order: Liveness | None, high_order: Liveness
@@ -362,7 +375,7 @@ class _GridAnswers(Answers):
                 budget,
                 Effort(units),
                 good_enough=good_enough,
-                max_idle=int(self._effort * _IDLE_ROUNDS),
+                max_idle=self._most_idle,
                 seed=0,
             )
         if self.proof is not None and self._is_small:
@@ -396,6 +409,8 @@ class _GridAnswers(Answers):
     def _costly(self, above: Liveness, budget: int, below: Liveness | None) -> Iterator[Liveness]:
         """Yield further orders, for budgets at which recomputation nests."""
         yield self._descended(above, budget)
+        if below is not None and not self._thorough_between:
+            return
         yield self._refined(self._plain, budget, _CUTS_WITH_ROOM, self._construction())
         if below is None:
             yield from self._evicted(budget)
@@ -445,7 +460,7 @@ class _GridAnswers(Answers):
             budget,
             Effort(self._units // 10),
             good_enough=float(self._bound(budget)) + self._close,
-            max_idle=int(self._effort * _IDLE_ROUNDS) // 4,
+            max_idle=self._most_idle // 4,
             seed=0,
         )
 
@@ -469,7 +484,14 @@ class _GridAnswers(Answers):
     def _refined(
         self, start: Liveness, budget: int, parameters: CutParameters, effort: Effort
     ) -> Liveness:
-        return refine(start, budget, parameters, effort, at_most_time=self._most_unfinished)
+        return refine(
+            start,
+            budget,
+            parameters,
+            effort,
+            at_most_time=self._most_unfinished,
+            recent=self._recent,
+        )
 
     def _evicted(self, budget: int) -> Iterable[Liveness]:
         order = evict(

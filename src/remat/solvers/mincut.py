@@ -26,6 +26,7 @@ stay valid, and a cut is optimal up to that rounding.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import NoReturn
@@ -137,6 +138,7 @@ class Network:
     bytes: NDArray[np.float64]
     needed: NDArray[np.int64]
     total_time: float
+    _by_price: dict[float, tuple[MinimumCut, float]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, problem: CutProblem) -> Network:
@@ -188,8 +190,10 @@ class Network:
 
     def cheapest(self, price: float) -> tuple[MinimumCut, float]:
         """Return the cheapest cut at a price per saved byte, and a lower bound on its cost."""
-        upper = price * float(self.bytes[self.needed].sum())
-        return self._least(np.full(len(self.problem), price), upper)
+        if price not in self._by_price:
+            upper = price * float(self.bytes[self.needed].sum())
+            self._by_price[price] = self._least(np.full(len(self.problem), price), upper)
+        return self._by_price[price]
 
     def cheapest_of(self, price: NDArray[np.float64]) -> MinimumCut:
         """Return the cheapest cut when each value has its own price per byte."""
@@ -352,10 +356,23 @@ def between(
     return list(found.values())
 
 
-def at_budget(problem: CutProblem, budget: int, *, max_flows: int = 60) -> tuple[MinimumCut, float]:
+class RecentNetworks:
+    """Networks of the problems that were solved last, so that solving them again takes fewer flows."""
+
+    def __init__(self) -> None:
+        self.of = functools.lru_cache(maxsize=16)(Network.of)
+
+
+def at_budget(
+    problem: CutProblem,
+    budget: int,
+    *,
+    max_flows: int = 60,
+    recent: RecentNetworks | None = None,
+) -> tuple[MinimumCut, float]:
     """Return the vertex of the hull that fits a budget, and a lower bound on the time of any choice.
 
-    It takes a few maximum flows.
+    It takes a few maximum flows; fewer if `recent` remembers some for the same problem.
 
     Raises:
       BudgetError: even the fewest bytes are too many.
@@ -363,7 +380,7 @@ def at_budget(problem: CutProblem, budget: int, *, max_flows: int = 60) -> tuple
     high = _cut(problem, np.zeros(len(problem), np.bool_))
     if high.bytes <= budget:
         return high, 0.0
-    network = Network.of(problem)
+    network = Network.of(problem) if recent is None else recent.of(problem)
     # Usually the fewest bytes fit: recompute everything that can be, which needs no flow.
     low = _cut(problem, np.isfinite(problem.time))
     if low.bytes > budget:

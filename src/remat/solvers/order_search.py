@@ -26,7 +26,7 @@ import numpy as np
 from remat.errors import BudgetError
 from remat.solvers.effort import Effort
 from remat.solvers.liveness import Bools, Floats, Ints, Liveness
-from remat.solvers.mincut import CutProblem, at_budget
+from remat.solvers.mincut import CutProblem, RecentNetworks, at_budget
 
 # Ancestors that a cut considers beside three per needed value; more find better cuts and take longer.
 _REACH = 300
@@ -89,10 +89,12 @@ def refine(
     effort: Effort,
     *,
     at_most_time: float = math.inf,
+    recent: RecentNetworks | None = None,
 ) -> Liveness:
     """Cut the order at its peak until it fits or no cut helps; return the order of the lowest peak.
 
-    An order of more extra time than `at_most_time` is not cut further.
+    An order of more extra time than `at_most_time` is not cut further. Searches that share `recent` and
+    start from the same order share the work of their first cuts.
     """
     arrays = measured.arrays
     best = measured
@@ -106,7 +108,7 @@ def refine(
             break
         high = budget + parameters.height * (measured.peak_bytes - budget)
         moment = int(np.argmax(measured.live_bytes >= high))
-        after = _cut_at(measured, moment, budget, parameters.fill, effort)
+        after = _cut_at(measured, moment, budget, parameters.fill, effort, recent)
         if after is None:
             break
         effort.spend(4 * len(after))
@@ -123,7 +125,12 @@ def refine(
 
 
 def _cut_at(
-    measured: Liveness, moment: int, budget: int, fill: float, effort: Effort
+    measured: Liveness,
+    moment: int,
+    budget: int,
+    fill: float,
+    effort: Effort,
+    recent: RecentNetworks | None,
 ) -> list[int] | None:
     """Return the order after a minimum cut at one of its steps, or None if no cut fits the budget."""
     arrays, operands = measured.arrays, measured.arrays.operands
@@ -158,7 +165,7 @@ def _cut_at(
         effort.spend(60 * len(near) + 8_000)
         try:
             part = _part(operands, near, n_bytes, arrays.time, needed, arrays.once)
-            cut, _ = at_budget(part, int(room * fill))
+            cut, _ = at_budget(part, int(room * fill), recent=recent)
             break
         except BudgetError:
             if len(near) < reach:
