@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 from remat.errors import BudgetError
 
 _RESOLUTION = 2**30  # capacities and flows of `maximum_flow` are 32-bit
+_MOST_REMEMBERED = 1_000_000  # values in the cuts that a network remembers: some 40 MB at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,10 +191,14 @@ class Network:
 
     def cheapest(self, price: float) -> tuple[MinimumCut, float]:
         """Return the cheapest cut at a price per saved byte, and a lower bound on its cost."""
-        if price not in self._by_price:
-            upper = price * float(self.bytes[self.needed].sum())
-            self._by_price[price] = self._least(np.full(len(self.problem), price), upper)
-        return self._by_price[price]
+        known = self._by_price.get(price)
+        if known is not None:
+            return known
+        upper = price * float(self.bytes[self.needed].sum())
+        found = self._least(np.full(len(self.problem), price), upper)
+        if len(self.problem) * len(self._by_price) < _MOST_REMEMBERED:
+            self._by_price[price] = found
+        return found
 
     def cheapest_of(self, price: NDArray[np.float64]) -> MinimumCut:
         """Return the cheapest cut when each value has its own price per byte."""
