@@ -115,6 +115,14 @@ class GridSearch(Solver):
     thorough_between: bool = True
     proof: ProofEffort | None = None
 
+    def __repr__(self) -> str:
+        changed = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)
+            if field.name in ("effort", "resolution") or getattr(self, field.name) != field.default
+        ]
+        return f"GridSearch({', '.join(changed)})"
+
     def answers(self, graph: Graph, once: Collection[int] = ()) -> Answers:
         return _GridAnswers(self, graph, once)
 
