@@ -32,8 +32,10 @@ values in one kernel, which keeps all these values until the last one is compute
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -337,8 +339,10 @@ class _Writer:
         self.eqns: list[_jax.JaxprEqn] = []
         #: The variable that has the latest computation of each stored value.
         self.current: dict[_jax.Var, _jax.Var] = {}
-        #: The stored values that may serve as triggers; dead ones are removed as units are written.
-        self.live: dict[_jax.Var, None] = {}
+        #: The stored values by the variable that has them. Several have one: the results of a view.
+        self.held: dict[_jax.Var, list[_jax.Var]] = {}
+        #: The equations whose results may serve as triggers, in order; dead ones are removed as met.
+        self.triggers: list[int] = []
         #: The results of the first part, once it ends.
         self.first_results: dict[_jax.Var, _jax.Var] = {}
         #: Equations outside of units, by their number and operands.
@@ -398,8 +402,16 @@ class _Writer:
         """Compute an equation for the first time, outside of units."""
         eqn = self.jaxpr.eqns[number]
         outs = self._emit(number, [self._outside(v) for v in eqn.invars])
-        self.current.update(zip(eqn.outvars, outs))
-        self.live.update(dict.fromkeys(eqn.outvars))
+        self._hold(zip(eqn.outvars, outs))
+
+    def _hold(self, computed: Iterable[tuple[_jax.Var, _jax.Var]]) -> None:
+        """Note the variables that have the latest computations of stored values."""
+        for v, variable in computed:
+            self.current[v] = variable
+            self.held.setdefault(variable, []).append(v)
+            at = bisect.bisect_left(self.triggers, self.producer[v])
+            if self.triggers[at : at + 1] != [self.producer[v]]:
+                self.triggers.insert(at, self.producer[v])
 
     def number(self, literal: Atom, like: _jax.JaxprEqn) -> _jax.Var:
         """Return a variable that has the value of a literal, which a unit can take."""
@@ -507,14 +519,11 @@ class _Writer:
         )
         latest = max([unit.last, *(self.latest.get(v, -1) for v in operands)])
         self.latest.update((v, latest) for v in outvars)
-        self.current.update(zip(unit.local, outvars))
+        self._hold(zip(unit.local, outvars))
         self.derived.clear()
-        self.live.update(dict.fromkeys(unit.local))
         if passed is not None:
-            # Several values may have one variable: the results of an equation that is a view.
-            for v in self.live:
-                if self.current[v] is passed:
-                    self.current[v] = outvars[-1]
+            held = [v for v in self.held.pop(passed) if self.current[v] is passed]
+            self._hold((v, outvars[-1]) for v in held)
 
     def _fenced(self, unit: _Unit, passed: _jax.Var | None) -> tuple[bool, ...]:
         """Return which inputs of a unit the barrier includes.
@@ -572,24 +581,35 @@ class _Writer:
         of the step or a part of one. The value of the least cost is chosen.
         """
         begun = max((self.latest.get(v, -1) for v in inputs), default=-1)
-        self.live = {
-            v: None
-            for v in self.live
-            if self.last_use.get(v, -1) >= start
+        best, least = None, math.inf
+        at = bisect.bisect_left(self.triggers, start)
+        # From the newest on: the bytes between an equation and the unit never fall.
+        while at and self.triggers[at - 1] > begun:
+            at -= 1
+            number = self.triggers[at]
+            inner = self._inner_bytes(number, start)
+            if inner >= least:
+                break
+            alive = [v for v in self.jaxpr.eqns[number].outvars if self._can_trigger(v, start)]
+            if not alive:
+                del self.triggers[at]
+            for v in alive:
+                cost = inner + (n_bytes(v.aval) if v in self.results else 0)
+                if cost < least:
+                    best, least = v, cost
+        if best in self.results and least >= self._inner_bytes(begun, start):
+            return None
+        return None if best is None else self.current[best]
+
+    def _can_trigger(self, v: _jax.Var, start: int) -> bool:
+        """Return whether a value is computed, on the device, and read by an equation from `start` on."""
+        return (
+            v in self.current
+            and self.last_use.get(v, -1) >= start
             and not _jax.is_dropped(v)
             and not isinstance(v.aval, _jax.AbstractRef)
             and not _jax.is_on_host(v.aval)
-        }
-        newer = [v for v in self.live if begun < self.producer[v] < start]
-
-        def cost(v: _jax.Var) -> int:
-            copied = n_bytes(v.aval) if v in self.results else 0
-            return copied + self._inner_bytes(self.producer[v], start)
-
-        best = min(newer, key=lambda v: (cost(v), -self.producer[v]), default=None)
-        if best in self.results and cost(best) >= self._inner_bytes(begun, start):
-            return None
-        return None if best is None else self.current[best]
+        )
 
     def _inner_bytes(self, after: int, end: int) -> int:
         """Return the bytes that the equations between two need or free; the step's results do not count."""
