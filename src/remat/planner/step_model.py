@@ -32,9 +32,11 @@ _LEVELS_CHECKED = 6
 # Number of levels to try, spread over all: recomputation outside of the loops may cost less than in them.
 # More find better plans and take longer. Where compiling takes only seconds, fewer are tried.
 _SPREAD, _QUICK_SPREAD = 6, 3
-# Share of a proposal's price by which that of another variant must be able to fall, by its lower bound. Costs
-# of variants differ little where both are near their bounds, and a larger share tries fewer of them.
+# Share by which the lower bound of another variant's price must be below that of a proposal: schedules of one
+# step are about as far above their bounds in every variant. A larger share tries fewer variants.
 _MUCH = 0.1
+# Share of a proposal's price below which its lower bound says little.
+_INFORMATIVE = 0.5
 # Number of corrections of the bytes that bodies are scheduled for, by the peak of the program around them.
 # More come closer to the budget, and each prices a program.
 _MOST_CORRECTIONS = 4
@@ -107,8 +109,9 @@ class StepModel:
         """
         if not self.step.by_flops or self.step.copies_outside:
             return True
+        bound = max(than.lower_bound_seconds, _INFORMATIVE * than.price)
         return any(
-            level.least_price(variant, n_bytes) < (1 - _MUCH) * than.price
+            level.least_price(variant, n_bytes) < (1 - _MUCH) * bound
             for level in self._levels_to_try(variant, n_bytes)
         )
 

@@ -7,8 +7,8 @@ guarantees neither. `GridSearch` therefore searches only within budgets that are
 
 * A geometric grid runs from the peak without recomputation down to the floor. The search at each
   grid budget starts from the order of the next larger one and from the graph's own order. The order
-  *of* a grid budget is the fastest that was found for it and for all smaller grid budgets. A smaller
-  budget is not searched once its proven lower bound exceeds the time of the order at hand.
+  *of* a grid budget is the fastest that was found for it and for smaller grid budgets, down to the first
+  whose proven lower bound exceeds the time of the order at hand, or whose order takes much longer.
 * Intervals of the grid are bisected down to a share of the peak, the `resolution`. The search at the middle
   starts from the orders of both ends. Its order replaces that of the lower end only if its time and
   peak lie between those of the two ends.
@@ -66,6 +66,10 @@ _WIDE_INTERVAL = 1 / 64
 # Nodes of the graphs whose orders are improved for longer. Proofs solve smaller ones, and on larger ones a
 # round of improvement takes so long that more of them do not pay.
 _IMPROVED = range(200, 4_001)
+# Ratio of extra times at which the search for a smaller budget is so much slower than that for a larger one
+# that no still smaller budget is searched for a faster order. None was ever found beyond 1; a larger ratio
+# searches more of them.
+_SLOWER = 1.25
 _UNFINISHED = 1.5  # multiple of the most extra time at which an unfinished order is abandoned
 # Of the 0-1 program (some 40 nodes); each search solves programs up to this size.
 _SMALL_VARIABLES = 2_000
@@ -240,7 +244,7 @@ class _GridAnswers(Answers):
         return self._searched[index]
 
     def _order_at(self, index: int) -> Liveness | None:
-        """Return the fastest order that was found for a grid budget and all smaller ones."""
+        """Return the fastest order that was found for a grid budget and smaller ones."""
         if index not in self._fastest:
             self._fastest[index] = self._fastest_from(index)
         return self._fastest[index]
@@ -252,7 +256,7 @@ class _GridAnswers(Answers):
             if self._bound(self._grid[index]) >= best.extra_time:
                 break
             smaller = self._found_at(index)
-            if smaller is None:
+            if smaller is None or smaller.extra_time > _SLOWER * best.extra_time + self._tolerance:
                 break
             best = min(best, smaller, key=_time_and_peak)
         return best
