@@ -390,6 +390,49 @@ def test_fewer_bytes_take_more_recomputation():
             model.within(variant, 1000)
 
 
+def test_variants_that_are_not_computed_would_gain_little():
+    deep, wide = [np.eye(64, dtype=np.float32)] * 10, np.ones((500, 64), np.float32)
+    flat, _ = flat_of(jax.value_and_grad(loss), deep, wide)
+    price = lambda flops, moved, dtype: flops * 0.02 + moved
+    model = StepModel(PricedStep(flat, price, by_flops=True))
+    first, *others = model.variants
+    least = model.smallest(first).model_bytes
+    n_skipped = 0
+    for n_bytes in range(least, model.as_written(first).model_bytes, 2**17):
+        than = model.within(first, n_bytes)
+        for other in (*others, *model.smaller_variants):
+            if than.price and not model.may_gain(other, n_bytes, than):
+                assert model.within(other, n_bytes).price >= 0.8 * than.price
+                n_skipped += 1
+    assert n_skipped >= 4
+
+
+def test_writing_a_program_does_not_look_at_all_live_values_for_each_unit(monkeypatch):
+    n_looked_at = 0
+    is_dropped = _jax.is_dropped
+
+    def counting(v):
+        nonlocal n_looked_at
+        n_looked_at += 1
+        return is_dropped(v)
+
+    def looked_at(n_layers):
+        """Return how many values are looked at when a program is written that takes half of the memory."""
+        nonlocal n_looked_at
+        deep = [np.eye(64, dtype=np.float32)] * n_layers
+        flat, _ = flat_of(jax.value_and_grad(loss), deep, np.ones((500, 64), np.float32))
+        model = StepModel(PricedStep(flat, lambda flops, moved, dtype: flops + moved))
+        half = model.within("written", model.as_written("written").model_bytes // 2)
+        n_looked_at = 0
+        rewritten(flat, half.decisions.outside)
+        assert len(half.decisions.outside.bursts) >= 5
+        return n_looked_at
+
+    monkeypatch.setattr(_jax, "is_dropped", counting)
+    few, many = looked_at(20), looked_at(80)
+    assert 20 <= few <= many <= 6 * few
+
+
 def test_proposals_take_no_smaller_share_of_the_time_than_of_the_flops():
     def shared(weights, x):
         """Return a loss with cheap values that many products read, each of which may recompute them."""
