@@ -69,7 +69,7 @@ _IMPROVED = range(200, 4_001)
 # Ratio of extra times at which the search for a smaller budget is so much slower than that for a larger one
 # that no still smaller budget is searched for a faster order. None was ever found beyond 1; a larger ratio
 # searches more of them.
-_SLOWER = 1.25
+_SLOWER = 1.1
 _UNFINISHED = 1.5  # multiple of the most extra time at which an unfinished order is abandoned
 # Of the 0-1 program (some 40 nodes); each search solves programs up to this size.
 _SMALL_VARIABLES = 2_000
