@@ -193,8 +193,8 @@ class LoopLevel:
         fused, answers = self._solved(variant)
         in_buffers = self._bytes_in_buffers(variant)
         ways = (
-            lambda: answers.within(n_bytes),
             lambda: answers.within(n_bytes + in_buffers),
+            lambda: answers.within(n_bytes),
             lambda: smallest_reasonable(fused, answers),
         )
         problem: BudgetError | None = None
