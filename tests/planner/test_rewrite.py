@@ -393,8 +393,9 @@ def test_fewer_bytes_take_more_recomputation():
 def test_variants_that_are_not_computed_would_gain_little():
     deep, wide = [np.eye(64, dtype=np.float32)] * 10, np.ones((500, 64), np.float32)
     flat, _ = flat_of(jax.value_and_grad(loss), deep, wide)
-    price = lambda flops, moved, dtype: flops * 0.02 + moved
-    model = StepModel(PricedStep(flat, price, by_flops=True))
+    model = StepModel(
+        PricedStep(flat, lambda flops, moved, dtype: flops * 0.02 + moved, by_flops=True)
+    )
     first, *others = model.variants
     least = model.smallest(first).model_bytes
     n_skipped = 0
