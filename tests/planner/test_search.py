@@ -31,7 +31,7 @@ class Staircase:
         fitting = [s for n, s in self.steps if n <= n_bytes]
         return bool(fitting) and fitting[-1] > seconds
 
-    def may_gain(self, variant, n_bytes, than):
+    def may_gain(self, variant, n_bytes, than, *, is_full):
         return True
 
     def smallest(self, variant):
@@ -206,7 +206,7 @@ class TwoModels:
     def costs_more(self, variant, n_bytes, seconds):
         return False
 
-    def may_gain(self, variant, n_bytes, than):
+    def may_gain(self, variant, n_bytes, than, *, is_full):
         return True
 
     def smallest(self, variant):
@@ -239,7 +239,7 @@ class Hopeless(Staircase):
         super().__init__(STEPS, ("first", "second"))
         self.computed = set()
 
-    def may_gain(self, variant, n_bytes, than):
+    def may_gain(self, variant, n_bytes, than, *, is_full):
         assert isinstance(than, Proposal) and n_bytes >= 0
         return variant == "first"
 
@@ -437,7 +437,7 @@ def test_a_poor_plan_that_fits_is_improved_below_proposals_that_exceed_the_budge
         def costs_more(self, variant, n_bytes, seconds):
             return False
 
-        def may_gain(self, variant, n_bytes, than):
+        def may_gain(self, variant, n_bytes, than, *, is_full):
             return True
 
         def smallest(self, variant):
@@ -445,6 +445,21 @@ def test_a_poor_plan_that_fits_is_improved_below_proposals_that_exceed_the_budge
 
     best, _ = search(Decoder(), lambda proposal, _: proposal.decisions, 4432)
     assert best.proposal.extra_seconds == 0.2
+
+
+@pytest.mark.parametrize(("sizes", "expected"), [((600, 990), True), ((600,), False)])
+def test_the_model_learns_whether_the_best_proposal_fills_the_budget(sizes, expected):
+    told = []
+
+    class Listening(Staircase):
+        def may_gain(self, variant, n_bytes, than, *, is_full):
+            told.append(is_full)
+            return False
+
+    model = Listening([(n, 1000 / n) for n in sizes], ("first", "second"))
+    best, _ = search(model, lambda proposal, _: proposal.model_bytes, 1000)
+    assert best.proposal.model_bytes == sizes[-1]
+    assert told[-1] is expected
 
 
 def test_what_people_write_by_hand_is_compiled_before_the_search_gives_up():

@@ -93,10 +93,16 @@ class Model(Protocol):
         A model that would have to compute the proposal to know answers False.
         """
 
-    def may_gain(self, variant: str, n_bytes: int, than: Proposal) -> bool:
+    def may_gain(self, variant: str, n_bytes: int, than: Proposal, *, is_full: bool) -> bool:
         """Return whether the variant's proposal within these bytes may be much better than another one.
 
         A model that would have to compute the proposal to know answers True.
+
+        Args:
+          variant: the variant.
+          n_bytes: what its proposal may take.
+          than: the other proposal.
+          is_full: whether the other one fills its budget. If not, more than its schedule may be improved.
         """
 
     def smallest(self, variant: str) -> Proposal:
@@ -169,7 +175,7 @@ def search(
     ...         return Proposal(variant, n_bytes, max(0, 100 - n_bytes), 0.0, n_bytes)
     ...     def costs_more(self, variant, n_bytes, cost):
     ...         return 100 - n_bytes > cost
-    ...     def may_gain(self, variant, n_bytes, than):
+    ...     def may_gain(self, variant, n_bytes, than, *, is_full):
     ...         return True
     ...     def smallest(self, variant):
     ...         return self.within(variant, 1)
@@ -215,6 +221,9 @@ _MARGIN = 0.01
 # Shares of the best proposal's cost; the second applies if the best one fills the budget. A proposal that
 # reduces the cost by less is not compiled, so larger shares end the search earlier.
 _GAIN, _GAIN_OF_FULL = 0.02, 0.08
+# Share of the budget. If the best proposal fills less, its variant misses what fits, and others may not: they
+# are tried more readily. A larger share tries them more often.
+_FILLED = 0.9
 # As `_GAIN`, once `max_compiles` programs were compiled.
 _GAIN_OF_MORE = 0.15
 # Estimates can be off by `_OVER`, a share of the budget. So once per search a proposal of the first variant
@@ -316,7 +325,9 @@ class _Search:
         """Return whether a variant may be much better than a proposal; always, if it was tried."""
         if than is None or any(c.proposal.variant == variant for c in self.compiled):
             return True
-        return self.model.may_gain(variant, max(0, int(self._aim(variant))), than)
+        best = self._best()
+        is_full = best is None or best.compiled_bytes >= _FILLED * self.budget
+        return self.model.may_gain(variant, max(0, int(self._aim(variant))), than, is_full=is_full)
 
     def _improvement_of(self, variant: str, at_most_cost: float) -> Proposal | None:
         """Return a proposal to compile next; None if the variant has none that would be better.

@@ -32,8 +32,9 @@ _LEVELS_CHECKED = 6
 # Number of levels to try, spread over all: recomputation outside of the loops may cost less than in them.
 # More find better plans and take longer. Where compiling takes only seconds, fewer are tried.
 _SPREAD, _QUICK_SPREAD = 6, 3
-# Share by which the lower bound of another variant's price must be below that of a proposal: schedules of one
-# step are about as far above their bounds in every variant. A larger share tries fewer variants.
+# Share by which the lower bound of another variant's price must be below that of a proposal that fills the
+# budget, since schedules of one step are about as far above their bounds in every variant, or below the price
+# of one that does not. A larger share tries fewer variants.
 _MUCH = 0.1
 # Share of a proposal's price below which its lower bound says little.
 _INFORMATIVE = 0.5
@@ -102,16 +103,18 @@ class StepModel:
             for level in self._levels_to_try(variant, n_bytes)
         )
 
-    def may_gain(self, variant: str, n_bytes: int, than: Proposal) -> bool:
+    def may_gain(self, variant: str, n_bytes: int, than: Proposal, *, is_full: bool) -> bool:
         """Return whether the proposal within these bytes may have a much lower price than another one.
 
         Where compiling takes long, other variants are worth computing in any case.
         """
         if not self.step.by_flops or self.step.copies_outside:
             return True
-        bound = max(than.lower_bound_seconds, _INFORMATIVE * than.price)
+        compared = than.price
+        if is_full:
+            compared = max(than.lower_bound_seconds, _INFORMATIVE * than.price)
         return any(
-            level.least_price(variant, n_bytes) < (1 - _MUCH) * bound
+            level.least_price(variant, n_bytes) < (1 - _MUCH) * compared
             for level in self._levels_to_try(variant, n_bytes)
         )
 
