@@ -202,7 +202,7 @@ class LoopLevel:
             try:
                 found = way()
             except BudgetError as error:
-                problem = problem or error
+                problem = error
                 continue
             if self._peak_of(variant, found) <= n_bytes and not takes_too_long(fused, found):
                 return found
