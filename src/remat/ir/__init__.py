@@ -6,6 +6,7 @@ jaxprs       jaxprs inside equations: bodies, inlining, substitution, dependence
 equations    properties of single equations, from the table
 flops        FLOPs and bytes of equations and programs
 repetitions  common subexpressions: equations of one program that repeat those of another
+carries      loops without carried arrays that never change or that equal others
 swapped      products of matrices that are transposed, with swapped operands instead
 updates      updates of donated arguments, moved to the place where their gradients are ready
 fingerprint  fingerprints of jaxprs, independent of names

@@ -90,9 +90,16 @@ def without_repetitions(
     return merged, left
 
 
-def without_repeated(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """Return a program that computes each common subexpression once; it may have dead equations."""
-    names: dict[_jax.Var, Atom] = {}
+def without_repeated(
+    jaxpr: _jax.Jaxpr, equal: Mapping[_jax.Var, _jax.Var] | None = None
+) -> _jax.Jaxpr:
+    """Return a program that computes each common subexpression once; it may have dead equations.
+
+    Args:
+      jaxpr: the program.
+      equal: inputs that equal others, with those.
+    """
+    names: dict[_jax.Var, Atom] = dict(equal or {})
     _, eqns = without_repetitions([], jaxpr.eqns, names)
     if not names:
         return jaxpr

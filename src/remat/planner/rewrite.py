@@ -46,6 +46,7 @@ import numpy as np
 from remat import _jax
 from remat.aliases import Array, Arrays, Atom, PyTree, TreeDef
 from remat.ir import jaxprs
+from remat.ir.carries import without_redundant_carries
 from remat.ir.equations import fills_array, has_effects, transparent_call
 from remat.ir.repetitions import without_repeated
 from remat.ir.restriction import has_marks, restricted, without_marks
@@ -175,15 +176,17 @@ def flattened(jaxpr: _jax.Jaxpr, donated: Iterable[int] = ()) -> _jax.Jaxpr:
 
     Calls with shardings, layouts or donation of their own, checkpoints and functions with derivative
     rules stay single equations. Repeated equations are merged, as compilers would, unless such equations
-    or barriers separate them. Products that are transposed have swapped operands (`ir.swapped`). Donated
-    arguments are updated as soon as possible (`ir.updates`). If functions are marked, all equations outside
-    of them are fixed (`ir.restriction`) and keep their order.
+    or barriers separate them. Products that are transposed have swapped operands (`ir.swapped`). Loops carry
+    no array that never changes or that equals another one (`ir.carries`). Donated arguments are updated as
+    soon as possible (`ir.updates`). If functions are marked, all equations outside of them are fixed
+    (`ir.restriction`) and keep their order.
 
     Args:
       jaxpr: the step.
       donated: the places of the inputs that are donated.
     """
     flat = without_repeated(jaxprs.inline_calls(jaxpr, transparent_call))
+    flat = without_redundant_carries(flat)
     alive, _ = _jax.dce(flat, [True] * len(flat.outvars), keep=[True] * len(flat.invars))
     alive = with_swapped_products(alive)
     if has_marks(alive):
