@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import remat
 from remat.errors import PlanError
+from remat.planner import scan_pairs
 from remat.planner.bodies import (
     Fusing,
     bodies,
@@ -268,3 +269,108 @@ def test_bodies_are_lowered_until_the_program_around_them_fits():
     found = lowered(1000, lambda room: room, lambda option: 3 if option > 950 else -10)
     assert 900 < found <= 950
     assert lowered(1000, lambda room: room, lambda option: option - 990) == 990
+
+
+def with_a_conditional(w, x):
+    """Return a loss whose gradient has two conditionals, on numbers."""
+    for i in range(3):
+        x = jnp.tanh(jnp.sin(x @ w[i]) * 2) + x
+    scale = jax.lax.cond(x.mean() > 0, lambda s: jnp.sin(s) * jnp.exp(s), jnp.cos, x.mean())
+    for i in range(3, 6):
+        x = jnp.tanh(jnp.sin(x @ w[i]) * 2) + x * scale
+    return (x**2).mean()
+
+
+def with_a_small_loop(w, x):
+    x = jnp.tanh(x @ w[0])
+    total, _ = jax.lax.scan(lambda s, a: (jnp.tanh(s + a), None), 0.0, x[0, :8])
+    return mlp(w, x * total)
+
+
+def with_layers_in_a_loop(w, x):
+    """Return a loss whose loop over layers and whose other layers keep about as much."""
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(jnp.sin(x @ w) * 2) + x, None), x, w[:4])
+    return mlp(w, x)
+
+
+def averaged(loss):
+    """Return a step that adds the gradients of a loss for two halves of a batch."""
+
+    def step(w, x):
+        def body(total, x):
+            return total + jax.grad(loss)(w, x), None
+
+        return jax.lax.scan(body, jnp.zeros_like(w), jnp.stack([x, x + 1]))[0]
+
+    return step
+
+
+@pytest.mark.parametrize("loss", [with_a_conditional, with_a_small_loop, with_layers_in_a_loop])
+def test_bodies_with_pairs_of_loops_and_conditionals_are_scheduled_too(loss):
+    step = averaged(loss)
+    plan = remat.plan(step, W, X, budget="65%", cache=False)
+    assert plan.peak_bytes <= plan.budget_bytes
+    (body,) = plan.whole_step.bodies
+    assert body.recomputations
+    again = remat.Plan.from_json(plan.to_json())
+    assert again == plan
+    fitted = remat.fit(step, plan=again)
+    assert remat.testing.peak_bytes(fitted.lower(W, X).compile()) == plan.peak_bytes
+    np.testing.assert_allclose(fitted(W, X), jax.jit(step)(W, X), rtol=1e-4, atol=1e-6)
+
+
+def test_a_body_keeps_less_in_its_loops_if_it_must():
+    jaxpr = flat(averaged(with_layers_in_a_loop))
+    pairs = scan_pairs.pairs(jaxpr, price)
+    assert len(pairs) == 1
+    (body,) = bodies(jaxpr, price, GridSearch(), 0, pairs=pairs)
+    assert pairs[0].id.startswith(body.id)
+    (options,) = body.options
+    plain = options.as_written.bytes
+    shares = (90, 60, 30)
+    found = [options.within(plain * share // 100) for share in shares]
+    for share, option in zip(shares, found):
+        assert option.bytes <= plain * share // 100
+    kept = [dict(option.choices)[pairs[0].id].bytes for option in found]
+    assert kept[0] > kept[1] > kept[2]
+    seconds = [option.seconds for option in found]
+    assert seconds == sorted(seconds)
+    expected = run(jaxpr)(W, X)
+    for option in found:
+        changed = with_bodies(jaxpr, {body.id: option.decisions}, dict(option.choices))
+        for a, b in zip(run(changed)(W, X), expected, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_plans_of_loops_in_bodies_can_be_edited():
+    step = averaged(with_layers_in_a_loop)
+    plan = remat.plan(step, W, X, budget="50%", cache=False)
+    whole = plan.whole_step
+    (body,) = whole.bodies
+    ((key, option),) = whole.loops
+    assert key.startswith(body.id) and f"the loop {key}" in plan.explain()
+
+    def edited(**changes):
+        return dataclasses.replace(plan, whole_step=dataclasses.replace(whole, **changes))
+
+    grouped = (key, dataclasses.replace(option, group=2))
+    for loops in ((), (grouped,)):
+        got = remat.fit(step, plan=edited(loops=loops))(W, X)
+        np.testing.assert_array_equal(got, jax.jit(step)(W, X))
+
+    # With groups the loop adds equations; without them, there is none of this number.
+    added = dataclasses.replace(body.recomputations[0], before=body.n_equations)
+    wrong = dataclasses.replace(body, recomputations=(added,), n_added=1)
+    with pytest.raises(PlanError, match=f"do not add any more: {body.n_equations}"):
+        remat.fit(step, plan=edited(loops=(), bodies=(wrong,)))(W, X)
+
+
+def test_a_body_of_which_most_is_a_loop_is_left_to_the_loops_options():
+    def loss(w, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(jnp.sin(x @ w) * 2) + x, None), x, w)
+        return (x**2).mean()
+
+    jaxpr = flat(averaged(loss))
+    assert not bodies(jaxpr, price, GridSearch(), 0, pairs=scan_pairs.pairs(jaxpr, price))
+    plan = remat.plan(averaged(loss), W, X, budget="60%", cache=False)
+    assert plan.whole_step.loops and not plan.whole_step.bodies

@@ -7,8 +7,10 @@ the loop's workspace. So its jaxpr is scheduled like a step's, and written back 
 The body of a `shard_map` is scheduled, too, with the bytes of one device. If a `shard_map` was
 differentiated, its forward and its backward half are scheduled as one program, and written back as two.
 
-A body is scheduled if it contains no pair of scans and no other body of nearly its own size, since
-separate decisions are made about these.
+A body is scheduled if it contains no other body of nearly its own size, about which separate decisions are
+made. If it contains pairs of scans or conditionals (`scan_pairs`), they are decided first, and the body
+around them is scheduled then, for several choices of how much the pairs keep. If most of the body's memory is
+that of pairs, the body stays as it is, and separate decisions are made about the pairs.
 """
 
 from __future__ import annotations
@@ -16,12 +18,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from remat import _jax
 from remat.aliases import Atom
 from remat.errors import BudgetError, PlanError
+from remat.planner.plan_decisions import ScanOption
 from remat.planner.rewrite import Decisions, decisions_of, rewritten, rewritten_in_two
 from remat.planner.scan_pairs.branches import branch_matches
 from remat.planner.scan_pairs.inside import (
@@ -34,8 +37,10 @@ from remat.planner.scan_pairs.inside import (
     walk_inside,
 )
 from remat.planner.scan_pairs.matching import Match, matches
-from remat.planner.scan_pairs.rewriting import pair_id
+from remat.planner.scan_pairs.pair_options import ScanPair
+from remat.planner.scan_pairs.rewriting import pair_id, rewrite
 from remat.planner.scan_pairs.shards import Shards, emit_in_two, shard_matches, shards_of
+from remat.planner.tradeoffs import settings_of, undominated
 from remat.program.from_jaxpr import PLAIN, Execution, FlatWriter
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Program
@@ -48,6 +53,9 @@ _RATIO = 0.97
 # Shares of the peak of the program around a body. A body that needs less than the first is not scheduled.
 # If it needs more than the second, the body around it is not scheduled.
 _SMALL, _LARGE = 0.1, 0.5
+# Shares of a body's peak. If its pairs can save more than the first, the body around them is not scheduled.
+# If one choice for them saves less than the second beyond another one, it is not tried.
+_MOST_BY_PAIRS, _LEAST_BY_PAIRS = 0.5, 0.1
 # Share of a program's peak. Partial sums are written only if their terms take more: larger writes fewer.
 _SMALL_SUM = 0.05
 # Ratio of the time of recomputation to the program's time without it. Schedules near the lower bound of
@@ -55,6 +63,9 @@ _SMALL_SUM = 0.05
 MOST_AGAIN = 2
 # Ratio of budgets: if a schedule takes too long, one within a budget larger by this ratio is tried.
 _STEP_UP = 1.1
+
+
+PairChoices: TypeAlias = tuple[tuple[str, ScanOption], ...]
 
 
 class Fusing(NamedTuple):
@@ -72,40 +83,81 @@ class BodyOption:
     Args:
       bytes: the body's peak.
       seconds: time of recomputation, all runs together.
-      decisions: about the body's equations.
+      decisions: about the body's equations, after its pairs were rewritten.
+      choices: options of pairs in it, by id; other pairs stay as they are.
     """
 
     bytes: int
     seconds: float
     decisions: Decisions
+    choices: PairChoices = ()
+
+    @property
+    def changes_nothing(self) -> bool:
+        return self.decisions.changes_nothing and not self.choices
+
+
+class BodyLevel:
+    """A body whose pairs are decided.
+
+    Args:
+      jaxpr: the body with its pairs rewritten.
+      costing: how it is priced.
+      choices: options of pairs, by id; other pairs stay as they are.
+      seconds: time of recomputation in the pairs beyond that as they are written, all runs together.
+    """
+
+    def __init__(
+        self,
+        jaxpr: _jax.Jaxpr,
+        costing: _Costing,
+        choices: PairChoices = (),
+        seconds: float = 0.0,
+    ) -> None:
+        self.jaxpr = jaxpr
+        self.choices = choices
+        self.seconds = seconds
+        self._costing = costing
+        self._solved: dict[Fusing, tuple[Fused, Answers]] = {}
+
+    @functools.cached_property
+    def program(self) -> Program:
+        into_products = any(fusing.into_products for fusing in self._costing.fusing)
+        execution = self._costing.execution
+        return program_of_flat(self.jaxpr, execution=execution, into_products=into_products)
+
+    def peak_bytes(self, fusing: Fusing) -> int:
+        """Return what the body needs in a model of fusion without recomputation around its pairs."""
+        like_compilers = fusing._replace(costly_inside=False)
+        fused = without_partial_sums(self.program, self._costing.price, like_compilers)
+        return int(no_remat(fused.graph).peak_bytes)
+
+    def solved(self, fusing: Fusing) -> tuple[Fused, Answers]:
+        """Return the graph in a model of fusion, and its schedules."""
+        if fusing not in self._solved:
+            fused = with_partial_sums(self.program, self._costing.price, fusing)
+            answers = self._costing.solver.answers(fused.graph, fused.once)
+            self._solved[fusing] = fused, answers
+        return self._solved[fusing]
 
 
 class BodyOptions:
     """The options of a body in one model of fusion. Each is scheduled when it is first asked for.
 
     Args:
-      program: the body.
+      levels: the body with its pairs decided, the choices that take least time first. The first is the body
+        as it is written.
       n_bytes: what the body needs at its peak as it is written.
-      fused: its graph.
-      answers: the schedules of that graph.
+      fusing: the model of fusion.
       times: runs of the body.
-      recomputes_costly: as in `rewrite.decisions_of`.
     """
 
     def __init__(
-        self,
-        program: Program,
-        n_bytes: int,
-        fused: Fused,
-        answers: Answers,
-        times: int,
-        recomputes_costly: bool = False,
+        self, levels: Sequence[BodyLevel], n_bytes: int, fusing: Fusing, times: int
     ) -> None:
-        self.program = program
-        self.fused = fused
-        self.answers = answers
+        self.levels = levels
+        self.fusing = fusing
         self.times = times
-        self.recomputes_costly = recomputes_costly
         self.as_written = BodyOption(n_bytes, 0.0, Decisions(frozenset(), ()))
         self._within: dict[int, BodyOption] = {}
 
@@ -121,16 +173,26 @@ class BodyOptions:
         return self._within[budget]
 
     def _scheduled(self, budget: int) -> BodyOption:
-        try:
-            schedule = self.answers.within(budget)
-        except BudgetError:
-            return self.smallest
-        return self.smallest if takes_too_long(self.fused, schedule) else self._option(schedule)
+        best: BodyOption | None = None
+        for level in self.levels:
+            if best is not None and level.seconds >= best.seconds:
+                break
+            fused, answers = level.solved(self.fusing)
+            try:
+                schedule = answers.within(budget)
+            except BudgetError:
+                continue
+            if not takes_too_long(fused, schedule):
+                option = self._option(level, schedule)
+                if best is None or option.seconds < best.seconds:
+                    best = option
+        return best or self.smallest
 
     @functools.cached_property
     def smallest(self) -> BodyOption:
         """Return the option of the fewest bytes that does not take too long."""
-        found = self._option(smallest_reasonable(self.fused, self.answers))
+        level = self.levels[-1]
+        found = self._option(level, smallest_reasonable(*level.solved(self.fusing)))
         return min(found, self.as_written, key=lambda option: option.bytes)
 
     @property
@@ -138,12 +200,13 @@ class BodyOptions:
         """Return whether there is an option that needs less than the body as it is written."""
         return self.within(self.as_written.bytes - 1).bytes < self.as_written.bytes
 
-    def _option(self, found: Schedule) -> BodyOption:
-        seconds = self.times * float(found.time - self.fused.graph.time)
+    def _option(self, level: BodyLevel, found: Schedule) -> BodyOption:
+        fused, _ = level.solved(self.fusing)
+        seconds = self.times * float(found.time - fused.graph.time)
         decisions = decisions_of(
-            self.program, self.fused, found.steps, recomputes_costly=self.recomputes_costly
+            level.program, fused, found.steps, recomputes_costly=self.fusing.costly_inside
         )
-        return BodyOption(int(found.peak_bytes), seconds, decisions)
+        return BodyOption(int(found.peak_bytes), level.seconds + seconds, decisions, level.choices)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -172,6 +235,7 @@ def bodies(
     n_bytes: int,
     execution: Execution = PLAIN,
     fusing: Sequence[Fusing] = (Fusing(),),
+    pairs: Sequence[ScanPair] = (),
 ) -> tuple[Body, ...]:
     """Return the bodies in a program that can be scheduled, with their options.
 
@@ -182,8 +246,9 @@ def bodies(
       n_bytes: the program's peak; bodies that need much less are left out.
       execution: how equations run on a device.
       fusing: the models of fusion.
+      pairs: the pairs of scans in the program, with their options.
     """
-    costing = _Costing(price, execution, tuple(fusing), solver)
+    costing = _Costing(price, execution, tuple(fusing), solver, tuple(pairs))
     return tuple(_found(jaxpr, costing, int(_SMALL * n_bytes), "", 1))
 
 
@@ -195,14 +260,20 @@ class _Costing:
     execution: Execution
     fusing: tuple[Fusing, ...]
     solver: Solver
+    pairs: tuple[ScanPair, ...]
 
 
-def with_bodies(jaxpr: _jax.Jaxpr, decisions: Mapping[str, Decisions]) -> _jax.Jaxpr:
+def with_bodies(
+    jaxpr: _jax.Jaxpr,
+    decisions: Mapping[str, Decisions],
+    choices: Mapping[str, ScanOption] | None = None,
+) -> _jax.Jaxpr:
     """Return a program with some bodies scheduled.
 
     Args:
       jaxpr: the program that `bodies` was called on.
       decisions: by the ids of bodies.
+      choices: options of pairs in these bodies, by id; other pairs stay as they are.
 
     Raises:
       PlanError: the program has no such body.
@@ -213,7 +284,7 @@ def with_bodies(jaxpr: _jax.Jaxpr, decisions: Mapping[str, Decisions]) -> _jax.J
         left.discard(id)
         if n_first is not None:
             return rewritten_in_two(body, decisions[id], n_first)
-        new = rewritten(body, decisions[id])
+        new = rewritten(_with_pairs(body, choices or {}, id), decisions[id])
         return new.eqns, [], new.outvars
 
     found = _changed(jaxpr, decisions, changed, "")
@@ -225,15 +296,26 @@ def with_bodies(jaxpr: _jax.Jaxpr, decisions: Mapping[str, Decisions]) -> _jax.J
     return found
 
 
-def bodies_by_id(jaxpr: _jax.Jaxpr, ids: Sequence[str]) -> dict[str, _jax.Jaxpr]:
-    """Return the bodies of a program that have these ids; others are left out."""
-    found: dict[str, _jax.Jaxpr] = {}
+def bodies_by_id(
+    jaxpr: _jax.Jaxpr, ids: Sequence[str], choices: Mapping[str, ScanOption]
+) -> dict[str, tuple[_jax.Jaxpr, _jax.Jaxpr]]:
+    """Return the bodies of a program that have these ids, as written and with choices for the pairs in them.
+
+    Ids of which there is no body are left out.
+    """
+    found: dict[str, tuple[_jax.Jaxpr, _jax.Jaxpr]] = {}
 
     def seen(body: _jax.Jaxpr, id: str, n_first: int | None) -> None:
-        found[id] = body
+        found[id] = body, _with_pairs(body, choices, id)
 
     _changed(jaxpr, dict.fromkeys(ids), seen, "")
     return found
+
+
+def _with_pairs(body: _jax.Jaxpr, choices: Mapping[str, ScanOption], id: str) -> _jax.Jaxpr:
+    """Return a body with those of these choices that are about pairs in it."""
+    inside = {key: option for key, option in choices.items() if key.startswith(id)}
+    return rewrite(body, inside, id) if inside else body
 
 
 #: The equations of a body, those of its second half if it has two, and its results.
@@ -275,20 +357,21 @@ def _changed(
     return replaced(jaxpr, new) if new else jaxpr
 
 
-def _found(
-    jaxpr: _jax.Jaxpr, costing: _Costing, least: int, prefix: str, times: int
-) -> Iterator[Body]:
+def _found(jaxpr: _jax.Jaxpr, costing: _Costing, least: int, prefix: str, times: int) -> list[Body]:
+    found: list[Body] = []
     in_pairs = {i for match in _pairs_of(jaxpr) for i in match}
     for match in shard_matches(jaxpr):
         joined = shards_of(jaxpr, match)
         id = f"{pair_id(prefix, match)}/"
-        yield from _of_body(joined.jaxpr, costing, least, id, times)
+        found += _of_body(joined.jaxpr, costing, least, id, times, is_joined=True)
     for i, eqn in enumerate(jaxpr.eqns):
         if i in in_pairs:
             continue
         for k, (body, runs) in enumerate(inner_programs(prepared(jaxpr, eqn))):
             inner = _jax.open_jaxpr(body)
-            yield from _of_body(inner, costing, least, f"{prefix}{i}.{k}/", times * runs)
+            with inside_of(eqn):
+                found += _of_body(inner, costing, least, f"{prefix}{i}.{k}/", times * runs)
+    return found
 
 
 def _pairs_of(jaxpr: _jax.Jaxpr) -> list[Match]:
@@ -296,30 +379,65 @@ def _pairs_of(jaxpr: _jax.Jaxpr) -> list[Match]:
 
 
 def _of_body(
-    jaxpr: _jax.Jaxpr, costing: _Costing, least: int, id: str, times: int
-) -> Iterator[Body]:
+    jaxpr: _jax.Jaxpr,
+    costing: _Costing,
+    least: int,
+    id: str,
+    times: int,
+    *,
+    is_joined: bool = False,
+) -> list[Body]:
     if not jaxpr.eqns:
-        return
-    into_products = any(f.into_products for f in costing.fusing)
-    program = program_of_flat(jaxpr, execution=costing.execution, into_products=into_products)
-    graphs = (
-        without_partial_sums(program, costing.price, fusing._replace(costly_inside=False)).graph
-        for fusing in costing.fusing
-    )
-    peaks = [int(no_remat(graph).peak_bytes) for graph in graphs]
+        return []
+    as_written = BodyLevel(jaxpr, costing)
+    peaks = [as_written.peak_bytes(fusing) for fusing in costing.fusing]
     if max(peaks) < least:
-        return
-    inside = list(_found(jaxpr, costing, max(least, int(_LARGE * max(peaks))), id, times))
-    if inside or _pairs_of(jaxpr):
-        yield from inside
-        return
-    options = []
-    for fusing, peak in zip(costing.fusing, peaks):
-        fused = with_partial_sums(program, costing.price, fusing)
-        answers = costing.solver.answers(fused.graph, fused.once)
-        options.append(BodyOptions(program, peak, fused, answers, times, fusing.costly_inside))
-    if any(of_one.is_smaller for of_one in options):
-        yield Body(id, tuple(options))
+        return []
+    inside = _found(jaxpr, costing, max(least, int(_LARGE * max(peaks))), id, times)
+    if inside or (is_joined and _pairs_of(jaxpr)):
+        return inside
+    levels = [as_written]
+    pairs = [pair for pair in costing.pairs if pair.id.startswith(id)]
+    if pairs:
+        levels += _pair_levels(jaxpr, costing, pairs, id, max(peaks))
+        smallest = max(levels[-1].peak_bytes(fusing) for fusing in costing.fusing)
+        if smallest < (1 - _MOST_BY_PAIRS) * max(peaks):
+            return []
+    options = tuple(
+        BodyOptions(levels, peak, fusing, times) for fusing, peak in zip(costing.fusing, peaks)
+    )
+    return [Body(id, options)] if any(of_one.is_smaller for of_one in options) else []
+
+
+def _pair_levels(
+    jaxpr: _jax.Jaxpr, costing: _Costing, pairs: Sequence[ScanPair], id: str, peak: int
+) -> list[BodyLevel]:
+    """Return a body with choices for the pairs in it, from those that take least time to the smallest.
+
+    Each saves a share of the body's peak beyond the one before it.
+    """
+    on_device = {
+        pair.id: undominated(o for o in pair.options if not o.host_bytes) for pair in pairs
+    }
+    as_written = {pair.id: pair.as_written for pair in pairs}
+    levels = []
+    n_bytes, least = _bytes_of(as_written), int(_LEAST_BY_PAIRS * peak)
+    *others, smallest = settings_of(on_device)
+    for chosen in (*others, smallest):
+        saved = n_bytes - _bytes_of(chosen)
+        if saved < least or (
+            chosen is not smallest and n_bytes - saved - _bytes_of(smallest) < least
+        ):
+            continue
+        n_bytes -= saved
+        choices = tuple(sorted(chosen.items()))
+        more = sum(option.seconds - as_written[key].seconds for key, option in choices)
+        levels.append(BodyLevel(rewrite(jaxpr, chosen, id), costing, choices, more))
+    return levels
+
+
+def _bytes_of(chosen: Mapping[str, ScanOption]) -> int:
+    return sum(option.bytes for option in chosen.values())
 
 
 def with_partial_sums(program: Program, price: Price, fusing: Fusing) -> Fused:

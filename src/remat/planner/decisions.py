@@ -4,8 +4,8 @@ The step is one flat jaxpr. The decisions are applied in this order:
 
 1. The user's own checkpoints in loops are inlined, and loops convert the weights that they read in slices; or
    both stay as they are (`program_to_plan`).
-2. Loops and branches are rewritten: bodies that are scheduled by themselves (`bodies`), then what forward
-   loops keep for backward ones (`scan_pairs`).
+2. Loops and branches are rewritten: bodies that are scheduled by themselves (`bodies`), with what forward
+   loops in them keep for backward ones (`scan_pairs`), and then what others keep.
 3. Values outside of loops are copied to the host's memory and back (`host_copies`).
 4. Equations outside of loops are recomputed (`rewrite`).
 """
@@ -81,9 +81,17 @@ def with_loops(source: _jax.Jaxpr, loops: LoopDecisions) -> _jax.Jaxpr:
     Raises:
       PlanError: the program has no such loops, or no such values to copy.
     """
-    new = _with_bodies(source, loops.bodies) if loops.bodies else source
-    if loops.choices:
-        new = scan_pairs.rewrite(new, dict(loops.choices))
+    new, choices = source, dict(loops.choices)
+    if loops.bodies:
+        inside = {
+            key: option
+            for key, option in loops.choices
+            if any(key.startswith(id) for id, _ in loops.bodies)
+        }
+        new = _with_bodies(source, loops.bodies, tuple(inside.items()))
+        choices = {key: option for key, option in loops.choices if key not in inside}
+    if choices:
+        new = scan_pairs.rewrite(new, choices)
     if loops.copies:
         numbers = equation_numbers(source, new)
         new = with_host_copies(new, loops.copies, {n: at for at, n in enumerate(numbers)})
@@ -93,8 +101,12 @@ def with_loops(source: _jax.Jaxpr, loops: LoopDecisions) -> _jax.Jaxpr:
 # Kept because many proposals differ in their pairs of loops alone. They share the rewritten bodies, of which
 # costs are known then.
 @_jax.weakref_lru_cache
-def _with_bodies(source: _jax.Jaxpr, decided: tuple[tuple[str, Decisions], ...]) -> _jax.Jaxpr:
-    return with_bodies(source, dict(decided))
+def _with_bodies(
+    source: _jax.Jaxpr,
+    decided: tuple[tuple[str, Decisions], ...],
+    choices: tuple[tuple[str, ScanOption], ...],
+) -> _jax.Jaxpr:
+    return with_bodies(source, dict(decided), dict(choices))
 
 
 def equation_numbers(source: _jax.Jaxpr, flat: _jax.Jaxpr) -> list[int]:

@@ -69,21 +69,23 @@ def loop_choices(step: PricedStep) -> LoopChoices:
         transfer=step.transfer,
         seconds_per_flop=step.seconds_per_flop,
     )
-    options_of = _within_host_memory(found, step.host_limit)
     program = step.program_of(source)
     graph = fuse(program, price, apart=True).graph
     peak = no_remat(graph).peak_bytes
     models = [fusing(variant) for variant in step.fusions]
-    inside = bodies(source, price, step.solver, peak, step.execution, models)
+    inside = bodies(source, price, step.solver, peak, step.execution, models, found)
+    # The options of a body that is scheduled choose for the pairs in it.
+    apart = [pair for pair in found if not any(pair.id.startswith(body.id) for body in inside)]
+    options_of = _within_host_memory(apart, step.host_limit)
     around = _around(program, graph, inside) if inside else ()
-    as_written = sum(pair.as_written.seconds for pair in found)
+    as_written = sum(pair.as_written.seconds for pair in apart)
     if opened:
         # An option's seconds are those of all recomputation, that of the user's own checkpoints included.
         extra_flops = flops_of_program(flat) - flops_of_program(source)
         as_written += price(max(0.0, extra_flops), 0, "float32") - price(0.0, 0, "float32")
     more = step.seconds_of_conversions
     settings = list(settings_of(options_of))
-    plain = {pair.id: pair.as_written for pair in found}
+    plain = {pair.id: pair.as_written for pair in apart}
     stride = max(1, -(-(len(settings) - 1) // _MAX_LEVELS))
     levels: list[tuple[LoopDecisions, float]] = []
     for n, chosen in enumerate(settings):

@@ -104,8 +104,8 @@ def _counts(plan: WholeStep | BodyPlan) -> str:
     return f"{equations}: {len(plan.stored):,} stored, {counted(len(plan.recomputations), 'recomputation')}"
 
 
-def _check_decisions(plan: WholeStep | BodyPlan, n_added: int = 0) -> None:
-    n_equations = plan.n_equations + n_added
+def _check_decisions(plan: WholeStep | BodyPlan) -> None:
+    n_equations = plan.n_equations + plan.n_added
     stored, recomputations = plan.stored, plan.recomputations
     known = set(stored)
     check_once(plan.partial_sums, "partial_sums", lambda n: f"equation {n} is listed twice")
@@ -152,7 +152,8 @@ class BodyPlan(Checked):
 
     Args:
       id: the places of the equations around the body, each with the number of its body: "7.0/".
-      n_equations, stored, recomputations, ordered, partial_sums, fences_arguments: as of a whole step.
+      n_equations, stored, recomputations, ordered, partial_sums, fences_arguments, n_added: as of a whole
+        step.
     """
 
     id: str
@@ -162,6 +163,7 @@ class BodyPlan(Checked):
     ordered: bool = False
     partial_sums: tuple[int, ...] = ()
     fences_arguments: bool = False
+    n_added: int = 0
 
     def __repr__(self) -> str:
         return f"BodyPlan({self.id!r}, {_counts(self)})"
@@ -248,7 +250,7 @@ class WholeStep(Checked):
         return f"WholeStep({_counts(self)}, {loops}, {copies})"
 
     def _check(self) -> None:
-        _check_decisions(self, self.n_added)
+        _check_decisions(self)
         values = [(copy.equation, copy.result) for copy in self.copies]
         check_once(values, "copies", lambda v: f"result {v[1]} of equation {v[0]} is copied twice")
 

@@ -201,15 +201,27 @@ class StepModel:
         key = decided[0], options
         if key not in self._levels:
             loops, seconds = decided
-            chosen = tuple(
-                (body.id, option.decisions)
+            taken = [
+                (body.id, option)
                 for body, option in zip(self._loops.bodies, options)
-                if not option.decisions.changes_nothing
-            )
-            # This level is the program as it is written.
-            if chosen and loops.opened == self.step.is_opened:
-                loops = dataclasses.replace(loops, bodies=tuple(sorted(chosen, key=lambda c: c[0])))
-                seconds += sum(option.seconds for option in options)
+                if not option.changes_nothing
+            ]
+            # The other level is the program as it is written.
+            if taken and loops.opened == self.step.is_opened:
+                ids = tuple(id for id, _ in taken)
+                outside = [choice for choice in loops.choices if not choice[0].startswith(ids)]
+                inside = [choice for _, option in taken for choice in option.choices]
+                bodies = [
+                    (id, option.decisions)
+                    for id, option in taken
+                    if not option.decisions.changes_nothing
+                ]
+                loops = dataclasses.replace(
+                    loops,
+                    choices=tuple(sorted((*outside, *inside), key=lambda choice: choice[0])),
+                    bodies=tuple(sorted(bodies, key=lambda body: body[0])),
+                )
+                seconds += sum(option.seconds for _, option in taken)
             self._levels[key] = LoopLevel(self.step, loops, seconds)
         return self._levels[key]
 

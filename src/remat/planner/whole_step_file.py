@@ -32,7 +32,7 @@ def whole_step_plan(flat: _jax.Jaxpr, decisions: StepDecisions) -> WholeStep:
     """Return decisions about a step's flat jaxpr in the form of a plan."""
     loops = decisions.loops
     source = program_to_plan(flat, loops.opened)
-    found = bodies_by_id(source, [id for id, _ in loops.bodies])
+    found = bodies_by_id(source, [id for id, _ in loops.bodies], dict(loops.choices))
     new = with_loops(source, loops)
     numbers = equation_numbers(source, new)
     outside = decisions.outside
@@ -42,18 +42,7 @@ def whole_step_plan(flat: _jax.Jaxpr, decisions: StepDecisions) -> WholeStep:
         _recomputations(new, outside, numbers),
         loops.opened,
         loops.choices,
-        tuple(
-            BodyPlan(
-                id,
-                len(found[id].eqns),
-                tuple(sorted(of_body.stored)),
-                _recomputations(found[id], of_body, range(len(found[id].eqns))),
-                of_body.ordered,
-                of_body.partial_sums,
-                of_body.fences_arguments,
-            )
-            for id, of_body in loops.bodies
-        ),
+        tuple(_body_plan(id, of_body, *found[id]) for id, of_body in loops.bodies),
         outside.ordered,
         tuple(sorted(numbers[i] for i in outside.partial_sums)),
         _n_added(source, numbers),
@@ -70,25 +59,39 @@ def decisions_of_plan(whole: WholeStep, flat: _jax.Jaxpr) -> StepDecisions:
     """
     source = program_to_plan(flat, whole.opened)
     _check_count(whole.n_equations, source, "a step")
-    found = bodies_by_id(source, [body.id for body in whole.bodies])
+    found = bodies_by_id(source, [body.id for body in whole.bodies], dict(whole.loops))
+    bodies = []
     for body in whole.bodies:
-        if body.id in found:
-            _check_count(body.n_equations, found[body.id], f"the body {body.id}")
-            _check_repeatable(body, found[body.id], range(body.n_equations))
-    loops = LoopDecisions(
-        whole.opened,
-        whole.loops,
-        tuple(
-            (body.id, _decisions(body, {n: n for n in range(body.n_equations)}))
-            for body in whole.bodies
-        ),
-        whole.copies,
-    )
+        numbers: Sequence[int] = range(body.n_equations)
+        if body.id in found:  # otherwise `with_loops` raises
+            as_written, with_pairs = found[body.id]
+            _check_count(body.n_equations, as_written, f"the body {body.id}")
+            numbers = equation_numbers(as_written, with_pairs)
+            _check_added(body, numbers, _n_added(as_written, numbers))
+            _check_repeatable(body, with_pairs, numbers)
+        bodies.append((body.id, _decisions(body, {n: i for i, n in enumerate(numbers)})))
+    loops = LoopDecisions(whole.opened, whole.loops, tuple(bodies), whole.copies)
     new = with_loops(source, loops)
     numbers = equation_numbers(source, new)
     _check_added(whole, numbers, _n_added(source, numbers))
     _check_repeatable(whole, new, numbers)
     return StepDecisions(loops, _decisions(whole, {n: i for i, n in enumerate(numbers)}))
+
+
+def _body_plan(
+    id: str, decided: Decisions, as_written: _jax.Jaxpr, with_pairs: _jax.Jaxpr
+) -> BodyPlan:
+    numbers = equation_numbers(as_written, with_pairs)
+    return BodyPlan(
+        id,
+        len(as_written.eqns),
+        tuple(sorted(numbers[i] for i in decided.stored)),
+        _recomputations(with_pairs, decided, numbers),
+        decided.ordered,
+        tuple(sorted(numbers[i] for i in decided.partial_sums)),
+        decided.fences_arguments,
+        _n_added(as_written, numbers),
+    )
 
 
 def _n_added(source: _jax.Jaxpr, numbers: Sequence[int]) -> int:
@@ -141,7 +144,7 @@ def _check_count(n_equations: int, jaxpr: _jax.Jaxpr, what: str) -> None:
         )
 
 
-def _check_added(whole: WholeStep, numbers: Sequence[int], n_added: int) -> None:
+def _check_added(whole: WholeStep | BodyPlan, numbers: Sequence[int], n_added: int) -> None:
     """Raise for recomputations of or before equations that the plan's loops do not add any more."""
     left = set(numbers)
     if n_added != whole.n_added:

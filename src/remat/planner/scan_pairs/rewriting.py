@@ -38,18 +38,19 @@ def branch_id(key: str, number: int) -> str:
     return f"{key}.{number}"
 
 
-def rewrite(jaxpr: _jax.Jaxpr, choices: Choices) -> _jax.Jaxpr:
+def rewrite(jaxpr: _jax.Jaxpr, choices: Choices, prefix: str = "") -> _jax.Jaxpr:
     """Return the program with these options for pairs of scans; other pairs stay as they are written.
 
     Args:
-      jaxpr: the program that `pairs` was called on.
+      jaxpr: the program that `pairs` was called on, or a body in it.
       choices: options by the ids of their pairs.
+      prefix: the beginning of ids in this program.
 
     Raises:
       PlanError: the program has no such pair, or the option is not of this pair.
     """
     left = set(choices)
-    new = _rewritten(jaxpr, choices, "", left)
+    new = _rewritten(jaxpr, choices, prefix, left)
     if left:
         raise PlanError(
             f"the program has no loop {', '.join(sorted(left))}. Remove its line from the plan's loops; "
