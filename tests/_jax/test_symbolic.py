@@ -24,6 +24,7 @@ def test_a_comparison_is_decided_where_it_holds_or_fails_for_all_values() -> Non
 def test_the_largest_of_sizes_may_be_an_expression() -> None:
     assert _jax.largest() == 0
     assert _jax.largest(3, 5, 4) == 5
+    assert _jax.largest(1.5, 0, 2.5) == 2.5
     assert _jax.largest(B, B + 2) == B + 2
     assert _jax.decided(lambda: _jax.largest(BOUNDED, 65) == 65) is True
 

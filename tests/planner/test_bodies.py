@@ -107,19 +107,31 @@ def averaged_around_a_shard_map(w, x):
     return jax.shard_map(local, mesh=mesh(), in_specs=SHARDED, out_specs=P(), check_vma=False)(w, x)
 
 
+def with_a_small_loop_in_a_shard_map(w, x):
+    def local(w, x):
+        x = jnp.tanh(x @ jax.lax.all_gather(w[0], "data", tiled=True))
+        total, _ = jax.lax.scan(lambda s, a: (jnp.tanh(s + a), None), x[0, 0], x[0, 1:8])
+        scale = jax.lax.cond(total > 0, jnp.sin, lambda s: jnp.cos(s) + s, total)
+        return jax.lax.psum(gathered(w, x * scale), "data")
+
+    return jax.shard_map(local, mesh=mesh(), in_specs=SHARDED, out_specs=P(), check_vma=False)(w, x)
+
+
 @pytest.mark.parametrize(
-    "step",
+    ("step", "rtol"),
     [
-        with_its_gradient_in_a_shard_map,
-        jax.value_and_grad(around_a_shard_map),
-        jax.value_and_grad(averaged_around_a_shard_map),
+        (with_its_gradient_in_a_shard_map, 0),
+        (jax.value_and_grad(around_a_shard_map), 0),
+        # Its numbers are computed in other kernels.
+        (jax.value_and_grad(with_a_small_loop_in_a_shard_map), 1e-6),
+        (jax.value_and_grad(averaged_around_a_shard_map), 0),
     ],
 )
-def test_shard_maps_are_scheduled_by_the_bytes_of_one_device(step, tmp_path):
+def test_shard_maps_are_scheduled_by_the_bytes_of_one_device(step, rtol, tmp_path):
     args = [jax.device_put(a, NamedSharding(mesh(), s)) for a, s in zip((W, X), SHARDED)]
     fitted = remat.fit(step, budget="65%", cache=False, progress=False)
     for got, expected in zip(jax.tree.leaves(fitted(*args)), jax.tree.leaves(jax.jit(step)(*args))):
-        np.testing.assert_array_equal(got, expected)
+        np.testing.assert_allclose(got, expected, rtol=0, atol=rtol * np.abs(expected).max())
     (made,) = fitted.plans
     (body,) = made.whole_step.bodies
     assert body.recomputations
@@ -331,8 +343,8 @@ def test_a_body_keeps_less_in_its_loops_if_it_must():
     found = [options.within(plain * share // 100) for share in shares]
     for share, option in zip(shares, found):
         assert option.bytes <= plain * share // 100
-    kept = [dict(option.choices)[pairs[0].id].bytes for option in found]
-    assert kept[0] > kept[1] > kept[2]
+    kept = [dict(option.choices).get(pairs[0].id, pairs[0].as_written).bytes for option in found]
+    assert kept == sorted(kept, reverse=True) and kept[0] > kept[-1]
     seconds = [option.seconds for option in found]
     assert seconds == sorted(seconds)
     expected = run(jaxpr)(W, X)

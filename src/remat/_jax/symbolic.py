@@ -31,9 +31,9 @@ def decided(compare: Callable[[], object]) -> bool | None:
 
 
 def largest(*sizes: Size) -> Size:
-    """Return the largest of several sizes, which may be an expression itself."""
-    if sizes and all(type(size) is int for size in sizes):
-        return max(sizes)
+    """Return the largest of several sizes or costs, which may be an expression itself; 0 of none."""
+    if not any(map(is_symbolic, sizes)):
+        return max(sizes, default=0)
     result, *others = sizes or (0,)
     for size in others:
         result = _core.max_dim(result, size)

@@ -38,7 +38,7 @@ from remat.planner.scan_pairs.inside import (
 )
 from remat.planner.scan_pairs.matching import Match, matches
 from remat.planner.scan_pairs.pair_options import ScanPair
-from remat.planner.scan_pairs.rewriting import pair_id, rewrite
+from remat.planner.scan_pairs.rewriting import pair_id, rewrite, rewrite_in_two
 from remat.planner.scan_pairs.shards import Shards, emit_in_two, shard_matches, shards_of
 from remat.planner.tradeoffs import settings_of, undominated
 from remat.program.from_jaxpr import PLAIN, Execution, FlatWriter
@@ -282,9 +282,11 @@ def with_bodies(
 
     def changed(body: _jax.Jaxpr, id: str, n_first: int | None) -> _Parts:
         left.discard(id)
+        inside = _inside(id, choices or {})
         if n_first is not None:
+            body, n_first = rewrite_in_two(body, inside, id, n_first)
             return rewritten_in_two(body, decisions[id], n_first)
-        new = rewritten(_with_pairs(body, choices or {}, id), decisions[id])
+        new = rewritten(rewrite(body, inside, id), decisions[id])
         return new.eqns, [], new.outvars
 
     found = _changed(jaxpr, decisions, changed, "")
@@ -306,16 +308,15 @@ def bodies_by_id(
     found: dict[str, tuple[_jax.Jaxpr, _jax.Jaxpr]] = {}
 
     def seen(body: _jax.Jaxpr, id: str, n_first: int | None) -> None:
-        found[id] = body, _with_pairs(body, choices, id)
+        found[id] = body, rewrite(body, _inside(id, choices), id)
 
     _changed(jaxpr, dict.fromkeys(ids), seen, "")
     return found
 
 
-def _with_pairs(body: _jax.Jaxpr, choices: Mapping[str, ScanOption], id: str) -> _jax.Jaxpr:
-    """Return a body with those of these choices that are about pairs in it."""
-    inside = {key: option for key, option in choices.items() if key.startswith(id)}
-    return rewrite(body, inside, id) if inside else body
+def _inside(id: str, choices: Mapping[str, ScanOption]) -> dict[str, ScanOption]:
+    """Return those of these choices that are about pairs in a body."""
+    return {key: option for key, option in choices.items() if key.startswith(id)}
 
 
 #: The equations of a body, those of its second half if it has two, and its results.
@@ -363,7 +364,8 @@ def _found(jaxpr: _jax.Jaxpr, costing: _Costing, least: int, prefix: str, times:
     for match in shard_matches(jaxpr):
         joined = shards_of(jaxpr, match)
         id = f"{pair_id(prefix, match)}/"
-        found += _of_body(joined.jaxpr, costing, least, id, times, is_joined=True)
+        with inside_of(joined.forward):
+            found += _of_body(joined.jaxpr, costing, least, id, times)
     for i, eqn in enumerate(jaxpr.eqns):
         if i in in_pairs:
             continue
@@ -378,15 +380,7 @@ def _pairs_of(jaxpr: _jax.Jaxpr) -> list[Match]:
     return [*matches(jaxpr), *branch_matches(jaxpr), *shard_matches(jaxpr)]
 
 
-def _of_body(
-    jaxpr: _jax.Jaxpr,
-    costing: _Costing,
-    least: int,
-    id: str,
-    times: int,
-    *,
-    is_joined: bool = False,
-) -> list[Body]:
+def _of_body(jaxpr: _jax.Jaxpr, costing: _Costing, least: int, id: str, times: int) -> list[Body]:
     if not jaxpr.eqns:
         return []
     as_written = BodyLevel(jaxpr, costing)
@@ -394,7 +388,7 @@ def _of_body(
     if max(peaks) < least:
         return []
     inside = _found(jaxpr, costing, max(least, int(_LARGE * max(peaks))), id, times)
-    if inside or (is_joined and _pairs_of(jaxpr)):
+    if inside:
         return inside
     levels = [as_written]
     pairs = [pair for pair in costing.pairs if pair.id.startswith(id)]

@@ -49,6 +49,18 @@ def rewrite(jaxpr: _jax.Jaxpr, choices: Choices, prefix: str = "") -> _jax.Jaxpr
     Raises:
       PlanError: the program has no such pair, or the option is not of this pair.
     """
+    return rewrite_in_two(jaxpr, choices, prefix, len(jaxpr.eqns))[0]
+
+
+def rewrite_in_two(
+    jaxpr: _jax.Jaxpr, choices: Choices, prefix: str, n_first: int
+) -> tuple[_jax.Jaxpr, int]:
+    """Return what `rewrite` returns, and the number of the first equation of its second part.
+
+    Args:
+      jaxpr, choices, prefix: as of `rewrite`.
+      n_first: the number of the first equation of the program's second part.
+    """
     left = set(choices)
     new = _rewritten(jaxpr, choices, prefix, left)
     if left:
@@ -57,10 +69,12 @@ def rewrite(jaxpr: _jax.Jaxpr, choices: Choices, prefix: str = "") -> _jax.Jaxpr
             "if the program changed since the plan was made, plan again."
         )
     if not new:
-        return jaxpr
+        return jaxpr, n_first
+    first = replaced(_jax.rebuild(jaxpr, eqns=jaxpr.eqns[:n_first]), new)
+    made_first = {v for eqn in first.eqns for v in eqn.outvars}
     changed = replaced(jaxpr, new)
     live, _ = _jax.dce(changed, [True] * len(jaxpr.outvars), keep=[True] * len(jaxpr.invars))
-    return live
+    return live, sum(not made_first.isdisjoint(eqn.outvars) for eqn in live.eqns)
 
 
 def _rewritten(
