@@ -1,6 +1,7 @@
 """Bodies of loops and branches that are scheduled by themselves."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -14,6 +15,7 @@ from remat.errors import PlanError
 from remat.planner import scan_pairs
 from remat.planner.bodies import (
     Fusing,
+    backward_steps,
     bodies,
     program_of_flat,
     with_bodies,
@@ -386,3 +388,66 @@ def test_a_body_of_which_most_is_a_loop_is_left_to_the_loops_options():
     assert not bodies(jaxpr, price, GridSearch(), 0, pairs=scan_pairs.pairs(jaxpr, price))
     plan = remat.plan(averaged(loss), W, X, budget="60%", cache=False)
     assert plan.whole_step.loops and not plan.whole_step.bodies
+
+
+def over_microbatches(w, x, wrap=lambda f: f):
+    """Return the gradient of a sum of losses: a pair of loops, each step of which is a whole pass."""
+
+    def loss(w, x):
+        body = wrap(lambda total, x: (total + mlp(w, x), None))
+        return jax.lax.scan(body, 0.0, jnp.stack([x] * 4))[0]
+
+    return jax.grad(loss)(w, x)
+
+
+def over_blocks(w, x, wrap=lambda f: f):
+    """Return the gradient of a loss with a loop over blocks of layers."""
+
+    def block(x, w):
+        for i in range(2):
+            x = jnp.tanh(jnp.sin(x @ w[i]) * 2) + x
+        return x, None
+
+    def loss(w, x):
+        return (jax.lax.scan(wrap(block), x, w.reshape(3, 2, 32, 32))[0] ** 2).mean()
+
+    return jax.grad(loss)(w, x)
+
+
+@pytest.mark.parametrize("step", [over_microbatches, over_blocks], ids=lambda step: step.__name__)
+def test_steps_that_recompute_whole_passes_are_scheduled_if_they_must(step):
+    by_hand = jax.jit(functools.partial(step, wrap=jax.checkpoint))
+    least = remat.testing.peak_bytes(by_hand.lower(W, X).compile())
+    plan = remat.plan(step, W, X, budget=int(0.95 * least), cache=False)
+    assert plan.peak_bytes <= 0.95 * least
+    (body,) = plan.whole_step.bodies
+    ((key, option),) = plan.whole_step.loops
+    assert body.id == f"{key}/" and body.recomputations
+    assert f"the body {body.id}" in plan.explain()
+    again = remat.Plan.from_json(plan.to_json())
+    assert again == plan
+    fitted = remat.fit(step, plan=again)
+    assert remat.testing.peak_bytes(fitted.lower(W, X).compile()) == plan.peak_bytes
+    np.testing.assert_array_equal(fitted(W, X), jax.jit(step)(W, X))
+
+    def edited(**changes):
+        whole = dataclasses.replace(plan.whole_step, **changes)
+        return remat.fit(step, plan=dataclasses.replace(plan, whole_step=whole))
+
+    np.testing.assert_array_equal(edited(bodies=())(W, X), jax.jit(step)(W, X))
+    grouped = dataclasses.replace(option, group=2, groups=0)
+    with pytest.raises(PlanError, match=r"no loop recomputes one by one.*make the group"):
+        edited(loops=((key, grouped),))(W, X)
+    with pytest.raises(PlanError, match="lan again"):
+        edited(bodies=(dataclasses.replace(body, n_equations=body.n_equations + 1),))(W, X)
+
+
+def test_steps_that_compilers_inline_are_not_scheduled():
+    def loss(w, x, **options):
+        xs = jnp.stack([x] * 4)
+        return jax.lax.scan(lambda t, x: (t + mlp(w, x), None), 0.0, xs, **options)[0]
+
+    for options, is_scheduled in (({}, True), ({"unroll": 2}, False)):
+        jaxpr = flat(jax.grad(functools.partial(loss, **options)))
+        ((pair,),) = (scan_pairs.pairs(jaxpr, price),)
+        assert bool(backward_steps(jaxpr, {pair.id: pair.by_step})) == is_scheduled

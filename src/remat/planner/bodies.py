@@ -11,6 +11,9 @@ A body is scheduled if it contains no other body of nearly its own size, about w
 made. If it contains pairs of scans or conditionals (`scan_pairs`), they are decided first, and the body
 around them is scheduled then, for several choices of how much the pairs keep. If most of the body's memory is
 that of pairs, the body stays as it is, and separate decisions are made about the pairs.
+
+Where a pair of scans keeps only what its steps start from, its backward step is a whole pass, too. If the
+program does not fit otherwise, these steps are scheduled (`step_bodies`).
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from remat.planner.scan_pairs.inside import (
 )
 from remat.planner.scan_pairs.matching import Match, matches
 from remat.planner.scan_pairs.pair_options import ScanPair
-from remat.planner.scan_pairs.rewriting import pair_id, rewrite, rewrite_in_two
+from remat.planner.scan_pairs.rewriting import pair_id, rewrite, rewrite_in_two, step_id
 from remat.planner.scan_pairs.shards import Shards, emit_in_two, shard_matches, shards_of
 from remat.planner.tradeoffs import settings_of, undominated
 from remat.program.from_jaxpr import PLAIN, Execution, FlatWriter
@@ -56,6 +59,8 @@ _SMALL, _LARGE = 0.1, 0.5
 # Shares of a body's peak. If its pairs can save more than the first, the body around them is not scheduled.
 # If one choice for them saves less than the second beyond another one, it is not tried.
 _MOST_BY_PAIRS, _LEAST_BY_PAIRS = 0.5, 0.1
+# Share of a program's peak. Backward steps that need less are not scheduled.
+_LARGE_STEP = 0.25
 # Share of a program's peak. Partial sums are written only if their terms take more: larger writes fewer.
 _SMALL_SUM = 0.05
 # Ratio of the time of recomputation to the program's time without it. Schedules near the lower bound of
@@ -252,6 +257,51 @@ def bodies(
     return tuple(_found(jaxpr, costing, int(_SMALL * n_bytes), "", 1))
 
 
+def step_bodies(
+    jaxpr: _jax.Jaxpr,
+    choices: Mapping[str, ScanOption],
+    price: Price,
+    solver: Solver,
+    n_bytes: int,
+    execution: Execution = PLAIN,
+    fusing: Sequence[Fusing] = (Fusing(),),
+    *,
+    times: Mapping[str, int],
+) -> tuple[Body, ...]:
+    """Return the backward steps of scans that recompute in them, with their options.
+
+    Args:
+      jaxpr, price, solver, execution, fusing: as of `bodies`.
+      choices: the options of the pairs, by id.
+      n_bytes: the peak of the program with these options; steps that need much less are left out.
+      times: how many steps each pair runs, by id.
+    """
+    costing = _Costing(price, execution, tuple(fusing), solver, ())
+    found = []
+    for id, step in backward_steps(jaxpr, choices).items():
+        level = BodyLevel(step, costing)
+        peaks = [level.peak_bytes(model) for model in costing.fusing]
+        if max(peaks) >= _LARGE_STEP * n_bytes:
+            options = tuple(
+                BodyOptions([level], peak, model, times[id.removesuffix("/")])
+                for model, peak in zip(costing.fusing, peaks)
+            )
+            if any(of_one.is_smaller for of_one in options):
+                found.append(Body(id, options))
+    return tuple(found)
+
+
+def backward_steps(jaxpr: _jax.Jaxpr, choices: Mapping[str, ScanOption]) -> dict[str, _jax.Jaxpr]:
+    """Return the backward steps of pairs that recompute their steps one by one, by id."""
+    found: dict[str, _jax.Jaxpr] = {}
+
+    def seen(step: _jax.Jaxpr, id: str) -> None:
+        found[id] = step
+
+    rewrite(jaxpr, choices, change=seen)
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class _Costing:
     """The parameters that price and schedule bodies; see `bodies`."""
@@ -311,6 +361,8 @@ def bodies_by_id(
         found[id] = body, rewrite(body, _inside(id, choices), id)
 
     _changed(jaxpr, dict.fromkeys(ids), seen, "")
+    of_pairs = {key: option for key, option in choices.items() if step_id(key) in ids}
+    found |= {id: (step, step) for id, step in backward_steps(jaxpr, of_pairs).items()}
     return found
 
 

@@ -16,6 +16,7 @@ import dataclasses
 import itertools
 
 from remat import _jax
+from remat.errors import PlanError
 from remat.ir.restriction import without_marks
 from remat.planner import scan_pairs
 from remat.planner.bodies import with_bodies
@@ -35,7 +36,8 @@ class LoopDecisions:
     Args:
       opened: whether the checkpoints in loops are inlined first, and conversions of weights done in loops.
       choices: options by the ids of pairs of scans; other pairs stay as they are.
-      bodies: decisions by the ids of bodies of loops and branches; other bodies stay as they are.
+      bodies: decisions by the ids of bodies of loops and branches, and of backward steps of pairs; other
+        bodies stay as they are.
       copies: values outside of loops that are copied to the host's memory. Equations are numbered as they
         stand before loops are rewritten (`equation_numbers`).
     """
@@ -81,17 +83,28 @@ def with_loops(source: _jax.Jaxpr, loops: LoopDecisions) -> _jax.Jaxpr:
     Raises:
       PlanError: the program has no such loops, or no such values to copy.
     """
-    new, choices = source, dict(loops.choices)
-    if loops.bodies:
-        inside = {
-            key: option
-            for key, option in loops.choices
-            if any(key.startswith(id) for id, _ in loops.bodies)
-        }
-        new = _with_bodies(source, loops.bodies, tuple(inside.items()))
-        choices = {key: option for key, option in loops.choices if key not in inside}
+    choices = dict(loops.choices)
+    steps = {id: decided for id, decided in loops.bodies if id.removesuffix("/") in choices}
+    bodies = tuple((id, decided) for id, decided in loops.bodies if id not in steps)
+    new = source
+    if bodies:
+        ids = tuple(id for id, _ in bodies)
+        inside = {key: option for key, option in choices.items() if key.startswith(ids)}
+        new = _with_bodies(source, bodies, tuple(inside.items()))
+        choices = {key: option for key, option in choices.items() if key not in inside}
+    left = set(steps)
+
+    def scheduled(step: _jax.Jaxpr, id: str) -> _jax.Jaxpr | None:
+        left.discard(id)
+        return rewritten(step, steps[id]) if id in steps else None
+
     if choices:
-        new = scan_pairs.rewrite(new, choices)
+        new = scan_pairs.rewrite(new, choices, change=scheduled if steps else None)
+    if left:
+        raise PlanError(
+            f"the plan schedules steps that no loop recomputes one by one: {', '.join(sorted(left))}. Remove "
+            "their lines from the plan's bodies, or make the group of these loops 1."
+        )
     if loops.copies:
         numbers = equation_numbers(source, new)
         new = with_host_copies(new, loops.copies, {n: at for at, n in enumerate(numbers)})

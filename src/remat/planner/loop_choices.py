@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from remat.ir.flops import flops_of_program
 from remat.planner import scan_pairs
-from remat.planner.bodies import Body, bodies
-from remat.planner.decisions import LoopDecisions
+from remat.planner.bodies import Body, bodies, step_bodies
+from remat.planner.decisions import LoopDecisions, with_loops
 from remat.planner.priced_step import PricedStep, fusing
 from remat.planner.tradeoffs import settings_of, undominated
 from remat.program.fusion import fuse
@@ -42,12 +42,14 @@ class LoopChoices:
         pairs.
       bodies: those that are scheduled by themselves.
       around: for each body the bytes that are live while its loop runs in the program as it is written.
+      n_steps: the number of steps that each pair runs, by id.
     """
 
     levels: tuple[tuple[LoopDecisions, float], ...]
     by_step: tuple[LoopDecisions, float] | None
     bodies: tuple[Body, ...]
     around: tuple[int, ...]
+    n_steps: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
         bodies = counted(len(self.bodies), "body", "bodies")
@@ -99,7 +101,48 @@ def loop_choices(step: PricedStep) -> LoopChoices:
     if found:
         each = LoopDecisions(opened, tuple(sorted((pair.id, pair.by_step) for pair in found)))
         by_step = each, more + sum(pair.by_step.seconds for pair in found)
-    return LoopChoices(tuple(levels), by_step, inside, tuple(around))
+    n_steps = {pair.id: pair.length * pair.times for pair in found}
+    return LoopChoices(tuple(levels), by_step, inside, tuple(around), n_steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduledSteps:
+    """The backward steps of pairs that recompute their steps one by one, which are scheduled by themselves.
+
+    Args:
+      loops: the decisions about pairs of which these are the steps.
+      seconds: of recomputation in the pairs.
+      bodies: the steps.
+    """
+
+    loops: LoopDecisions
+    seconds: float
+    bodies: tuple[Body, ...]
+
+
+def scheduled_steps(step: PricedStep, choices: LoopChoices) -> ScheduledSteps:
+    """Return the steps to schedule where all pairs keep least, and the step of one of them needs much."""
+    (least, _), by_step = choices.levels[-1], choices.by_step
+    if by_step is None or least.opened != by_step[0].opened:
+        return ScheduledSteps(least, 0.0, ())
+    of_step = dict(by_step[0].choices)
+    chosen = {key: option if option.group == 1 else of_step[key] for key, option in least.choices}
+    loops = dataclasses.replace(least, choices=tuple(chosen.items()))
+    seconds = step.seconds_of_conversions + sum(option.seconds for option in chosen.values())
+    source = step.source_of(loops.opened)
+    program = step.program_of(with_loops(source, loops))
+    peak = int(no_remat(fuse(program, step.price, apart=True).graph).peak_bytes)
+    found = step_bodies(
+        source,
+        chosen,
+        step.price,
+        step.solver,
+        peak,
+        step.execution,
+        [fusing(variant) for variant in step.fusions],
+        times=choices.n_steps,
+    )
+    return ScheduledSteps(loops, seconds, found)
 
 
 def _within_host_memory(

@@ -151,7 +151,8 @@ class BodyPlan(Checked):
     """Decisions about the body of a loop or branch, such as a scan whose step computes a gradient.
 
     Args:
-      id: the places of the equations around the body, each with the number of its body: "7.0/".
+      id: the places of the equations around the body, each with the number of its body: "7.0/"; "3-9/" for
+        the backward step of the loop "3-9".
       n_equations, stored, recomputations, ordered, partial_sums, fences_arguments, n_added: as of a whole
         step.
     """

@@ -15,9 +15,9 @@ from typing import TypeVar
 
 from remat.errors import BudgetError
 from remat.ir.flops import flops_of_program
-from remat.planner.bodies import BodyOption, without_partial_sums
+from remat.planner.bodies import Body, BodyOption, without_partial_sums
 from remat.planner.decisions import LoopDecisions, StepDecisions, applied_to
-from remat.planner.loop_choices import LoopChoices, loop_choices
+from remat.planner.loop_choices import LoopChoices, ScheduledSteps, loop_choices, scheduled_steps
 from remat.planner.loop_level import LoopLevel
 from remat.planner.priced_step import LEAN, ORDERED, PricedStep, fusing
 from remat.planner.rewrite import Decisions
@@ -121,7 +121,11 @@ class StepModel:
     def smallest(self, variant: str) -> Proposal:
         """Return the proposal with the fewest bytes at the level at which all loops keep least."""
         options = self._body_options(variant, [0] * len(self._loops.bodies))
-        return self._with_flops(self._level(-1, options).smallest(variant))
+        levels = [self._level(-1, options)]
+        if self._steps.bodies:
+            levels.append(self._level_with_steps(variant, 0, options))
+        found = [level.smallest(variant) for level in levels]
+        return self._with_flops(min(found, key=lambda proposal: proposal.model_bytes))
 
     @functools.cached_property
     def by_hand(self) -> list[Proposal]:
@@ -190,6 +194,24 @@ class StepModel:
     def _loops(self) -> LoopChoices:
         return loop_choices(self.step)
 
+    @functools.cached_property
+    def _steps(self) -> ScheduledSteps:
+        return scheduled_steps(self.step, self._loops)
+
+    def _level_with_steps(
+        self, variant: str, n_bytes: int, options: tuple[BodyOption, ...]
+    ) -> LoopLevel:
+        """Return the level at which loops keep least, and their steps are scheduled within these bytes."""
+        steps = self._steps
+        found = self._options_of(steps.bodies, variant, [n_bytes] * len(steps.bodies))
+        bodies = tuple(
+            (body.id, option.decisions)
+            for body, option in zip(steps.bodies, found)
+            if not option.changes_nothing
+        )
+        seconds = steps.seconds + sum(option.seconds for option in found)
+        return self._level_of((dataclasses.replace(steps.loops, bodies=bodies), seconds), options)
+
     def _level(self, at: int, options: tuple[BodyOption, ...]) -> LoopLevel:
         """Return a level of the pairs of loops with these options of the bodies."""
         at %= len(self._loops.levels)
@@ -219,7 +241,7 @@ class StepModel:
                 loops = dataclasses.replace(
                     loops,
                     choices=tuple(sorted((*outside, *inside), key=lambda choice: choice[0])),
-                    bodies=tuple(sorted(bodies, key=lambda body: body[0])),
+                    bodies=tuple(sorted((*loops.bodies, *bodies), key=lambda body: body[0])),
                 )
                 seconds += sum(option.seconds for _, option in taken)
             self._levels[key] = LoopLevel(self.step, loops, seconds)
@@ -256,9 +278,16 @@ class StepModel:
 
         Bodies do not run at the same time, so each may fill what is left of the budget.
         """
+        return self._options_of(self._loops.bodies, variant, room)
+
+    def _options_of(
+        self, bodies: Sequence[Body], variant: str, room: Sequence[int]
+    ) -> tuple[BodyOption, ...]:
+        """Return the fastest option of each body within its bytes."""
         at = self.step.fusions.index(self.step.model_of(variant))
-        bodies = zip(self._loops.bodies, room, strict=True)
-        return tuple(body.options[at].within(n_bytes) for body, n_bytes in bodies)
+        return tuple(
+            body.options[at].within(n_bytes) for body, n_bytes in zip(bodies, room, strict=True)
+        )
 
     def _levels_to_try(self, variant: str, n_bytes: int) -> Iterator[LoopLevel]:
         """Yield the levels to try within these bytes, with all options of the bodies to try."""
@@ -286,6 +315,12 @@ class StepModel:
             by_step = self._level_of(self._loops.by_step, options)
             if by_step.peak_bytes(variant) <= n_bytes:
                 yield by_step
+        if self._level(-1, options).peak_bytes(variant) > n_bytes and self._steps.bodies:
+            yield lowered(
+                n_bytes,
+                lambda room: self._level_with_steps(variant, room, options),
+                lambda level: level.peak_bytes(variant) - n_bytes,
+            )
 
     def _first_within(self, variant: str, n_bytes: int, options: tuple[BodyOption, ...]) -> int:
         """Return the number of the first level that takes these bytes without more recomputation.

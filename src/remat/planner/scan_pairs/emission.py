@@ -35,6 +35,7 @@ class Emitted:
       recomputed: the equations that a step of B repeats, or computes instead of F.
       read: the values of F that B's step reads: kept values, stacks that exist anyway, constants, slices.
       copies: of the kept values that are offloaded.
+      scheduled: B's step, if it recomputes in an order of its own; see `backward_program`.
     """
 
     joint: Joint
@@ -42,6 +43,7 @@ class Emitted:
     recomputed: tuple[_jax.JaxprEqn, ...]
     read: frozenset[_jax.Var]
     copies: Mapping[_jax.Var, _jax.HostCopy] = dataclasses.field(default_factory=dict)
+    scheduled: _jax.Jaxpr | None = None
 
     @classmethod
     def of(cls, joint: Joint, saved: Sequence[int], offloaded: Sequence[int] = ()) -> Emitted:
@@ -84,28 +86,42 @@ class Emitted:
         slices = (*joint.stacked, *joint.xs)
         return [*dict.fromkeys(v for v in slices if v in self.read), *joint.backward_xs]
 
-    def backward_step(self) -> _jax.Jaxpr:
-        """Return B's step: (constants, carry, kept values and slices) to B's results."""
+    def backward_program(self) -> _jax.Jaxpr:
+        """Return B's step without protection: (constants, carry, kept values and slices) to B's results."""
         joint = self.joint
         invars = [*self.consts, *joint.backward_carry, *self.kept, *self.xs]
-        eqns, late = self.recomputed, joint.late
-        if self._needs_protection():
-            step = _protected(invars, joint.backward_results, [*eqns, *late], joint)
-        else:
-            step = _jax.jaxpr_of(invars, joint.backward_results, [*eqns, *late], joint.jaxpr)
+        eqns = [*self.recomputed, *joint.late]
+        return _jax.jaxpr_of(invars, joint.backward_results, eqns, joint.jaxpr)
+
+    @property
+    def can_be_scheduled(self) -> bool:
+        """Return whether B's step may recompute in another order: it has no effects and is not inlined."""
+        return bool(self.recomputed) and not self._is_inlined and not self._has_effects
+
+    def backward_step(self) -> _jax.Jaxpr:
+        """Return B's step: (constants, carry, kept values and slices) to B's results."""
+        joint, step = self.joint, self.scheduled or self.backward_program()
+        if self.scheduled is None and self._needs_protection():
+            step = _protected(step.invars, step.outvars, step.eqns, joint)
         if not self.copies:
             return step
         passed = [*self.consts, *joint.backward_carry, *self.passed, *self.xs]
         fetched = [c.fetch for c in self.copies.values()]
         return _jax.jaxpr_of(passed, step.outvars, [*fetched, *step.eqns], joint.jaxpr)
 
+    @property
+    def _is_inlined(self) -> bool:
+        return self.joint.length == 1 or self.joint.backward.params.get("unroll", 1) != 1
+
+    @property
+    def _has_effects(self) -> bool:
+        return any(map(has_effects, self.joint.late))
+
     def _needs_protection(self) -> bool:
-        if not self.recomputed or any(map(has_effects, self.joint.late)):
+        if not self.recomputed or self._has_effects:
             return False
-        params = self.joint.backward.params
-        is_inlined = self.joint.length == 1 or params.get("unroll", 1) != 1
         # Fusible equations are computed inside of the kernels that use them; a barrier would prevent that.
-        return is_inlined or not all(map(is_fusible, self.recomputed))
+        return self._is_inlined or not all(map(is_fusible, self.recomputed))
 
 
 def _protected(

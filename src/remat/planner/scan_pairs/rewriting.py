@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 
 from remat import _jax
 from remat.errors import PlanError
@@ -38,31 +39,47 @@ def branch_id(key: str, number: int) -> str:
     return f"{key}.{number}"
 
 
-def rewrite(jaxpr: _jax.Jaxpr, choices: Choices, prefix: str = "") -> _jax.Jaxpr:
+#: `change(backward step, id)`: the backward step to use, or None for the same.
+ChangeOfStep = Callable[[_jax.Jaxpr, str], _jax.Jaxpr | None]
+
+
+def step_id(key: str) -> str:
+    """Return the id of the backward step of a pair that recomputes its steps one by one."""
+    return f"{key}/"
+
+
+def rewrite(
+    jaxpr: _jax.Jaxpr, choices: Choices, prefix: str = "", change: ChangeOfStep | None = None
+) -> _jax.Jaxpr:
     """Return the program with these options for pairs of scans; other pairs stay as they are written.
 
     Args:
       jaxpr: the program that `pairs` was called on, or a body in it.
       choices: options by the ids of their pairs.
       prefix: the beginning of ids in this program.
+      change: is called on the backward steps of scans in which steps are recomputed one by one.
 
     Raises:
       PlanError: the program has no such pair, or the option is not of this pair.
     """
-    return rewrite_in_two(jaxpr, choices, prefix, len(jaxpr.eqns))[0]
+    return rewrite_in_two(jaxpr, choices, prefix, len(jaxpr.eqns), change)[0]
 
 
 def rewrite_in_two(
-    jaxpr: _jax.Jaxpr, choices: Choices, prefix: str, n_first: int
+    jaxpr: _jax.Jaxpr,
+    choices: Choices,
+    prefix: str,
+    n_first: int,
+    change: ChangeOfStep | None = None,
 ) -> tuple[_jax.Jaxpr, int]:
     """Return what `rewrite` returns, and the number of the first equation of its second part.
 
     Args:
-      jaxpr, choices, prefix: as of `rewrite`.
+      jaxpr, choices, prefix, change: as of `rewrite`.
       n_first: the number of the first equation of the program's second part.
     """
     left = set(choices)
-    new = _rewritten(jaxpr, choices, prefix, left)
+    new = _rewritten(jaxpr, choices, prefix, left, change)
     if left:
         raise PlanError(
             f"the program has no loop {', '.join(sorted(left))}. Remove its line from the plan's loops; "
@@ -78,7 +95,11 @@ def rewrite_in_two(
 
 
 def _rewritten(
-    jaxpr: _jax.Jaxpr, choices: Choices, prefix: str, left: set[str] | None = None
+    jaxpr: _jax.Jaxpr,
+    choices: Choices,
+    prefix: str,
+    left: set[str] | None = None,
+    change: ChangeOfStep | None = None,
 ) -> Replacements:
     """Return the new equations for those of a jaxpr; remove the ids that were found from `left`."""
     if not any(key.startswith(prefix) for key in choices):
@@ -88,7 +109,7 @@ def _rewritten(
         key = pair_id(prefix, match)
         if key in choices:
             new[match.forward], new[match.backward] = _emit(
-                joint_of(jaxpr, match), choices[key], key
+                joint_of(jaxpr, match), choices[key], key, change
             )
             (left if left is not None else set()).discard(key)
     for match in branch_matches(jaxpr):
@@ -101,16 +122,16 @@ def _rewritten(
     for match in shard_matches(jaxpr):
         pair = shards_of(jaxpr, match)
         with inside_of(pair.forward):
-            found = _rewritten(pair.jaxpr, choices, f"{pair_id(prefix, match)}/", left)
+            found = _rewritten(pair.jaxpr, choices, f"{pair_id(prefix, match)}/", left, change)
         if found:
             new[match.forward], new[match.backward] = emit_shards(pair, found)
 
-    def change(inner: _jax.Jaxpr, inner_prefix: str) -> _jax.Jaxpr:
-        found = _rewritten(inner, choices, inner_prefix, left)
+    def within(inner: _jax.Jaxpr, inner_prefix: str) -> _jax.Jaxpr:
+        found = _rewritten(inner, choices, inner_prefix, left, change)
         return replaced(inner, found) if found else inner
 
     others = places_without(jaxpr, choices, prefix)
-    return new | walk_inside(jaxpr, {*new, *others}, change, prefix)
+    return new | walk_inside(jaxpr, {*new, *others}, within, prefix)
 
 
 def with_inner(joint: Joint, inner: Sequence[tuple[str, ScanOption]], prefix: str) -> Joint:
@@ -123,7 +144,7 @@ def with_inner(joint: Joint, inner: Sequence[tuple[str, ScanOption]], prefix: st
 
 
 def _emit(
-    joint: Joint, option: ScanOption, key: str
+    joint: Joint, option: ScanOption, key: str, change: ChangeOfStep | None
 ) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
     first = _emitted(
         with_inner(joint, option.inner, f"{key}/"), option.saved, key, option.offloaded
@@ -140,6 +161,10 @@ def _emit(
             f"loop {key} has {joint.length} steps; the plan has {n_groups} groups of {option.group}. "
             "Choose groups of fewer steps, or fewer groups."
         )
+    is_by_step = option.group == 1 and n_first == joint.length
+    if change is not None and is_by_step and first.can_be_scheduled:
+        scheduled = change(first.backward_program(), step_id(key))
+        first = dataclasses.replace(first, scheduled=scheduled)
     if n_first == joint.length:
         return in_steps(first) if option.group == 1 else in_groups(first, option.group)
     rest = first
