@@ -274,16 +274,17 @@ def step_bodies(
       jaxpr, price, solver, execution, fusing: as of `bodies`.
       choices: the options of the pairs, by id.
       n_bytes: the peak of the program with these options; steps that need much less are left out.
-      times: how many steps each pair runs, by id.
+      times: how often each pair runs, by id.
     """
     costing = _Costing(price, execution, tuple(fusing), solver, ())
     found = []
-    for id, step in backward_steps(jaxpr, choices).items():
+    for id, (step, n_steps) in backward_steps(jaxpr, choices).items():
+        (of_pair,) = (n for key, n in times.items() if id.startswith(step_id(key)))
         level = BodyLevel(step, costing)
         peaks = [level.peak_bytes(model) for model in costing.fusing]
         if max(peaks) >= _LARGE_STEP * n_bytes:
             options = tuple(
-                BodyOptions([level], peak, model, times[id.removesuffix("/")])
+                BodyOptions([level], peak, model, of_pair * n_steps)
                 for model, peak in zip(costing.fusing, peaks)
             )
             if any(of_one.is_smaller for of_one in options):
@@ -291,12 +292,17 @@ def step_bodies(
     return tuple(found)
 
 
-def backward_steps(jaxpr: _jax.Jaxpr, choices: Mapping[str, ScanOption]) -> dict[str, _jax.Jaxpr]:
-    """Return the backward steps of pairs that recompute their steps one by one, by id."""
-    found: dict[str, _jax.Jaxpr] = {}
+def backward_steps(
+    jaxpr: _jax.Jaxpr, choices: Mapping[str, ScanOption]
+) -> dict[str, tuple[_jax.Jaxpr, int]]:
+    """Return the backward steps of pairs that recompute their steps one by one, by id.
 
-    def seen(step: _jax.Jaxpr, id: str) -> None:
-        found[id] = step
+    Each comes with how often it runs each time that the outermost pair around it runs.
+    """
+    found: dict[str, tuple[_jax.Jaxpr, int]] = {}
+
+    def seen(step: _jax.Jaxpr, id: str, steps: int) -> None:
+        found[id] = step, steps
 
     rewrite(jaxpr, choices, change=seen)
     return found
@@ -361,9 +367,13 @@ def bodies_by_id(
         found[id] = body, rewrite(body, _inside(id, choices), id)
 
     _changed(jaxpr, dict.fromkeys(ids), seen, "")
-    of_pairs = {key: option for key, option in choices.items() if step_id(key) in ids}
-    found |= {id: (step, step) for id, step in backward_steps(jaxpr, of_pairs).items()}
-    return found
+    of_pairs = {
+        key: option
+        for key, option in choices.items()
+        if any(id.startswith(step_id(key)) for id in ids)
+    }
+    steps = backward_steps(jaxpr, of_pairs)
+    return found | {id: (step, step) for id, (step, _) in steps.items() if id in ids}
 
 
 def _inside(id: str, choices: Mapping[str, ScanOption]) -> dict[str, ScanOption]:

@@ -84,7 +84,11 @@ def with_loops(source: _jax.Jaxpr, loops: LoopDecisions) -> _jax.Jaxpr:
       PlanError: the program has no such loops, or no such values to copy.
     """
     choices = dict(loops.choices)
-    steps = {id: decided for id, decided in loops.bodies if id.removesuffix("/") in choices}
+    steps = {
+        id: decided
+        for id, decided in loops.bodies
+        if any(id.startswith(scan_pairs.step_id(key)) for key in choices)
+    }
     bodies = tuple((id, decided) for id, decided in loops.bodies if id not in steps)
     new = source
     if bodies:
@@ -94,7 +98,7 @@ def with_loops(source: _jax.Jaxpr, loops: LoopDecisions) -> _jax.Jaxpr:
         choices = {key: option for key, option in choices.items() if key not in inside}
     left = set(steps)
 
-    def scheduled(step: _jax.Jaxpr, id: str) -> _jax.Jaxpr | None:
+    def scheduled(step: _jax.Jaxpr, id: str, _: int) -> _jax.Jaxpr | None:
         left.discard(id)
         return rewritten(step, steps[id]) if id in steps else None
 

@@ -42,14 +42,14 @@ class LoopChoices:
         pairs.
       bodies: those that are scheduled by themselves.
       around: for each body the bytes that are live while its loop runs in the program as it is written.
-      n_steps: the number of steps that each pair runs, by id.
+      times: how often each pair runs, by id.
     """
 
     levels: tuple[tuple[LoopDecisions, float], ...]
     by_step: tuple[LoopDecisions, float] | None
     bodies: tuple[Body, ...]
     around: tuple[int, ...]
-    n_steps: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    times: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
         bodies = counted(len(self.bodies), "body", "bodies")
@@ -101,8 +101,8 @@ def loop_choices(step: PricedStep) -> LoopChoices:
     if found:
         each = LoopDecisions(opened, tuple(sorted((pair.id, pair.by_step) for pair in found)))
         by_step = each, more + sum(pair.by_step.seconds for pair in found)
-    n_steps = {pair.id: pair.length * pair.times for pair in found}
-    return LoopChoices(tuple(levels), by_step, inside, tuple(around), n_steps)
+    times = {pair.id: pair.times for pair in found}
+    return LoopChoices(tuple(levels), by_step, inside, tuple(around), times)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +140,7 @@ def scheduled_steps(step: PricedStep, choices: LoopChoices) -> ScheduledSteps:
         peak,
         step.execution,
         [fusing(variant) for variant in step.fusions],
-        times=choices.n_steps,
+        times=choices.times,
     )
     return ScheduledSteps(loops, seconds, found)
 

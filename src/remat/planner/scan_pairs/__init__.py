@@ -27,6 +27,6 @@ from remat.planner.plan_decisions import ScanOption as ScanOption
 from remat.planner.scan_pairs.opening import opened as opened
 from remat.planner.scan_pairs.options import pairs as pairs
 from remat.planner.scan_pairs.pair_options import ScanPair as ScanPair
-from remat.planner.scan_pairs.rewriting import rewrite as rewrite
+from remat.planner.scan_pairs.rewriting import rewrite as rewrite, step_id as step_id
 from remat.planner.scan_pairs.sinking import sunk as sunk
 from remat.planner.tradeoffs import at_price as at_price, prices as prices

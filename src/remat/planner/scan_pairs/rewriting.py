@@ -39,8 +39,9 @@ def branch_id(key: str, number: int) -> str:
     return f"{key}.{number}"
 
 
-#: `change(backward step, id)`: the backward step to use, or None for the same.
-ChangeOfStep = Callable[[_jax.Jaxpr, str], _jax.Jaxpr | None]
+#: `change(backward step, id, steps)`: the backward step to use, or None for the same. The number of steps is
+#: that of the pair and of the pairs around it.
+ChangeOfStep = Callable[[_jax.Jaxpr, str, int], _jax.Jaxpr | None]
 
 
 def step_id(key: str) -> str:
@@ -116,7 +117,7 @@ def _rewritten(
         key = pair_id(prefix, match)
         if key in choices:
             new[match.forward], new[match.backward] = _emit_branches(
-                branches_of(jaxpr, match), choices[key], key
+                branches_of(jaxpr, match), choices[key], key, change
             )
             (left if left is not None else set()).discard(key)
     for match in shard_matches(jaxpr):
@@ -134,9 +135,22 @@ def _rewritten(
     return new | walk_inside(jaxpr, {*new, *others}, within, prefix)
 
 
-def with_inner(joint: Joint, inner: Sequence[tuple[str, ScanOption]], prefix: str) -> Joint:
+def with_inner(
+    joint: Joint,
+    inner: Sequence[tuple[str, ScanOption]],
+    prefix: str,
+    change: ChangeOfStep | None = None,
+) -> Joint:
     """Return a pair with these choices for the pairs inside."""
-    return joint.with_equations(_rewritten(joint.jaxpr, dict(inner), prefix)) if inner else joint
+    if not inner:
+        return joint
+
+    def inside(step: _jax.Jaxpr, id: str, steps: int) -> _jax.Jaxpr | None:
+        assert change is not None
+        return change(step, id, joint.length * steps)
+
+    new = _rewritten(joint.jaxpr, dict(inner), prefix, None, inside if change else None)
+    return joint.with_equations(new)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -146,9 +160,8 @@ def with_inner(joint: Joint, inner: Sequence[tuple[str, ScanOption]], prefix: st
 def _emit(
     joint: Joint, option: ScanOption, key: str, change: ChangeOfStep | None
 ) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
-    first = _emitted(
-        with_inner(joint, option.inner, f"{key}/"), option.saved, key, option.offloaded
-    )
+    inside = with_inner(joint, option.inner, f"{key}/", change)
+    first = _emitted(inside, option.saved, key, option.offloaded)
     if option.offloaded and option.group > 1:
         raise PlanError(
             f"loop {key} of the plan offloads values of groups, and only values of single steps can be "
@@ -163,7 +176,7 @@ def _emit(
         )
     is_by_step = option.group == 1 and n_first == joint.length
     if change is not None and is_by_step and first.can_be_scheduled:
-        scheduled = change(first.backward_program(), step_id(key))
+        scheduled = change(first.backward_program(), step_id(key), joint.length)
         first = dataclasses.replace(first, scheduled=scheduled)
     if n_first == joint.length:
         return in_steps(first) if option.group == 1 else in_groups(first, option.group)
@@ -177,7 +190,7 @@ def _emit(
 
 
 def _emit_branches(
-    joints: Sequence[Joint], option: ScanOption, key: str
+    joints: Sequence[Joint], option: ScanOption, key: str, change: ChangeOfStep | None
 ) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
     of_branch = dict(option.inner)
     ids = [branch_id(key, k) for k in range(len(joints))]
@@ -188,7 +201,9 @@ def _emit_branches(
         )
     return emit_branches(
         [
-            _emitted(with_inner(joint, of_branch[id].inner, f"{id}/"), of_branch[id].saved, id)
+            _emitted(
+                with_inner(joint, of_branch[id].inner, f"{id}/", change), of_branch[id].saved, id
+            )
             for joint, id in zip(joints, ids)
         ]
     )
