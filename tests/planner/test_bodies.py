@@ -444,7 +444,7 @@ def test_steps_that_recompute_whole_passes_are_scheduled_if_they_must(step):
     (body,) = plan.whole_step.bodies
     ((key, _),) = plan.whole_step.loops
     assert body.id.startswith(f"{key}/") and body.recomputations
-    assert f"the body {body.id}" in plan.explain()
+    assert f"the body {body.id} of a loop's backward pass" in plan.explain()
     again = remat.Plan.from_json(plan.to_json())
     assert again == plan
     fitted = remat.fit(step, plan=again)

@@ -99,7 +99,9 @@ class _Loop:
             n_consts, n_carry = _jax.scan_arity(eqn)
             last = n_consts + n_carry
             return cls(eqn, body, eqn.invars[:n_consts], eqn.invars[n_consts:last])
-        if eqn.primitive.name != "while":
+        if eqn.primitive.name != "while" or any(
+            getattr(program, "consts", None) for program in jaxprs.bodies_of(eqn)
+        ):
             return None
         first = eqn.params["cond_nconsts"]
         last = first + eqn.params["body_nconsts"]

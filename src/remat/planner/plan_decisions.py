@@ -294,8 +294,10 @@ def explained(whole: WholeStep) -> Iterable[str]:
         )
     for body in whole.bodies[:_MOST_GROUPS]:
         n_again = sum(len(recomputation.again) for recomputation in body.recomputations)
+        is_step = any(body.id.startswith(f"{id}/") for id, _ in whole.loops)
+        what = "a loop's backward pass" if is_step else "a call, loop or branch"
         yield (
-            f"  the body {printable(body.id)} of a call, loop or branch recomputes {n_again} of its "
+            f"  the body {printable(body.id)} of {what} recomputes {n_again} of its "
             f"{body.n_equations} operations, "
             f"in {len(body.recomputations)} places"
         )
