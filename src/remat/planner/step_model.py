@@ -36,8 +36,8 @@ _SPREAD, _QUICK_SPREAD = 6, 3
 # budget, since schedules of one step are about as far above their bounds in every variant, or below the price
 # of one that does not. A larger share tries fewer variants.
 _MUCH = 0.1
-# Share of a proposal's price below which its lower bound says little.
-_INFORMATIVE = 0.5
+# Share of a proposal's price below which its lower bound says little. A smaller one tries fewer variants.
+_INFORMATIVE = 0.75
 # Number of corrections of the bytes that bodies are scheduled for, by the peak of the program around them.
 # More come closer to the budget, and each prices a program.
 _MOST_CORRECTIONS = 4
