@@ -126,7 +126,7 @@ def with_a_small_loop_in_a_shard_map(w, x):
         (jax.value_and_grad(around_a_shard_map), 0),
         # Its numbers are computed in other kernels.
         (jax.value_and_grad(with_a_small_loop_in_a_shard_map), 1e-6),
-        (jax.value_and_grad(averaged_around_a_shard_map), 0),
+        pytest.param(jax.value_and_grad(averaged_around_a_shard_map), 0, marks=pytest.mark.slow),
     ],
 )
 def test_shard_maps_are_scheduled_by_the_bytes_of_one_device(step, rtol, tmp_path):
