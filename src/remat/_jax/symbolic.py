@@ -34,7 +34,7 @@ def largest(*sizes: Size) -> Size:
     """Return the largest of several sizes or costs, which may be an expression itself; 0 of none."""
     if not any(map(is_symbolic, sizes)):
         return max(sizes, default=0)
-    result, *others = sizes or (0,)
+    result, *others = sizes
     for size in others:
         result = _core.max_dim(result, size)
     return result

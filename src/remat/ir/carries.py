@@ -45,12 +45,7 @@ def without_redundant_carries(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
 
 
 class _Removing(Rewriting):
-    def program(self, jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-        if id(jaxpr) not in self._programs:
-            self._programs[id(jaxpr)] = jaxpr, self._changed(jaxpr)
-        return self._programs[id(jaxpr)][1]
-
-    def _changed(self, jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+    def changed(self, jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
         scope = _Scope([], {}, {})
         names: dict[_jax.Var, Atom] = {}
         eqns = []

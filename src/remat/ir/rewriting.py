@@ -17,11 +17,14 @@ class Rewriting:
 
     def program(self, jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
         if id(jaxpr) not in self._programs:
-            eqns = self.equations(jaxpr)
-            is_same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
-            new = jaxpr if is_same else _jax.rebuild(jaxpr, eqns=eqns)
-            self._programs[id(jaxpr)] = jaxpr, new
+            self._programs[id(jaxpr)] = jaxpr, self.changed(jaxpr)
         return self._programs[id(jaxpr)][1]
+
+    def changed(self, jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+        """Return a program with other equations, or the same program if they are the same."""
+        eqns = self.equations(jaxpr)
+        is_same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
+        return jaxpr if is_same else _jax.rebuild(jaxpr, eqns=eqns)
 
     def equations(self, jaxpr: _jax.Jaxpr) -> list[_jax.JaxprEqn]:
         raise NotImplementedError

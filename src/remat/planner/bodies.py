@@ -277,18 +277,13 @@ def step_bodies(
       times: how often each pair runs, by id.
     """
     costing = _Costing(price, execution, tuple(fusing), solver, ())
-    found = []
+    found: list[Body] = []
     for id, (step, n_steps) in backward_steps(jaxpr, choices).items():
         (of_pair,) = (n for key, n in times.items() if id.startswith(step_id(key)))
         level = BodyLevel(step, costing)
         peaks = [level.peak_bytes(model) for model in costing.fusing]
         if max(peaks) >= _LARGE_STEP * n_bytes:
-            options = tuple(
-                BodyOptions([level], peak, model, of_pair * n_steps)
-                for model, peak in zip(costing.fusing, peaks)
-            )
-            if any(of_one.is_smaller for of_one in options):
-                found.append(Body(id, options))
+            found += _body(id, [level], peaks, costing, of_pair * n_steps)
     return tuple(found)
 
 
@@ -359,7 +354,7 @@ def bodies_by_id(
 ) -> dict[str, tuple[_jax.Jaxpr, _jax.Jaxpr]]:
     """Return the bodies of a program that have these ids, as written and with choices for the pairs in them.
 
-    Ids of which there is no body are left out.
+    Ids without a body are omitted.
     """
     found: dict[str, tuple[_jax.Jaxpr, _jax.Jaxpr]] = {}
 
@@ -459,6 +454,13 @@ def _of_body(jaxpr: _jax.Jaxpr, costing: _Costing, least: int, id: str, times: i
         smallest = max(levels[-1].peak_bytes(fusing) for fusing in costing.fusing)
         if smallest < (1 - _MOST_BY_PAIRS) * max(peaks):
             return []
+    return _body(id, levels, peaks, costing, times)
+
+
+def _body(
+    id: str, levels: Sequence[BodyLevel], peaks: Sequence[int], costing: _Costing, times: int
+) -> list[Body]:
+    """Return the body with these levels and peaks, or none if no option is smaller than it is as written."""
     options = tuple(
         BodyOptions(levels, peak, fusing, times) for fusing, peak in zip(costing.fusing, peaks)
     )

@@ -63,21 +63,44 @@ def rewrite(
     Raises:
       PlanError: the program has no such pair, or the option is not of this pair.
     """
-    return rewrite_in_two(jaxpr, choices, prefix, len(jaxpr.eqns), change)[0]
+    return _with(jaxpr, _all_rewritten(jaxpr, choices, prefix, change))
 
 
 def rewrite_in_two(
-    jaxpr: _jax.Jaxpr,
-    choices: Choices,
-    prefix: str,
-    n_first: int,
-    change: ChangeOfStep | None = None,
+    jaxpr: _jax.Jaxpr, choices: Choices, prefix: str, n_first: int
 ) -> tuple[_jax.Jaxpr, int]:
     """Return what `rewrite` returns, and the number of the first equation of its second part.
 
     Args:
-      jaxpr, choices, prefix, change: as of `rewrite`.
+      jaxpr, choices, prefix: as of `rewrite`.
       n_first: the number of the first equation of the program's second part.
+    """
+    new = _all_rewritten(jaxpr, choices, prefix, None)
+    if not new:
+        return jaxpr, n_first
+    first = replaced(_jax.rebuild(jaxpr, eqns=jaxpr.eqns[:n_first]), new)
+    made_first = {v for eqn in first.eqns for v in eqn.outvars}
+    live = _with(jaxpr, new)
+    return live, sum(not made_first.isdisjoint(eqn.outvars) for eqn in live.eqns)
+
+
+def _with(jaxpr: _jax.Jaxpr, new: Replacements) -> _jax.Jaxpr:
+    """Return a program with these equations, without those that nothing reads then."""
+    if not new:
+        return jaxpr
+    live, _ = _jax.dce(
+        replaced(jaxpr, new), [True] * len(jaxpr.outvars), keep=[True] * len(jaxpr.invars)
+    )
+    return live
+
+
+def _all_rewritten(
+    jaxpr: _jax.Jaxpr, choices: Choices, prefix: str, change: ChangeOfStep | None
+) -> Replacements:
+    """Return the new equations for all choices.
+
+    Raises:
+      PlanError: the program has no such pair, or the option is not of this pair.
     """
     left = set(choices)
     new = _rewritten(jaxpr, choices, prefix, left, change)
@@ -86,13 +109,7 @@ def rewrite_in_two(
             f"the program has no loop {', '.join(sorted(left))}. Remove its line from the plan's loops; "
             "if the program changed since the plan was made, plan again."
         )
-    if not new:
-        return jaxpr, n_first
-    first = replaced(_jax.rebuild(jaxpr, eqns=jaxpr.eqns[:n_first]), new)
-    made_first = {v for eqn in first.eqns for v in eqn.outvars}
-    changed = replaced(jaxpr, new)
-    live, _ = _jax.dce(changed, [True] * len(jaxpr.outvars), keep=[True] * len(jaxpr.invars))
-    return live, sum(not made_first.isdisjoint(eqn.outvars) for eqn in live.eqns)
+    return new
 
 
 def _rewritten(
