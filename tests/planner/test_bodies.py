@@ -400,13 +400,15 @@ def over_microbatches(w, x, wrap=lambda f: f):
     return jax.grad(loss)(w, x)
 
 
+def block(x, w):
+    """Apply a block of layers, as a step of a loop over blocks."""
+    for matrix in w:
+        x = jnp.tanh(jnp.sin(x @ matrix) * 2) + x
+    return x, None
+
+
 def over_blocks(w, x, wrap=lambda f: f):
     """Return the gradient of a loss with a loop over blocks of layers."""
-
-    def block(x, w):
-        for i in range(2):
-            x = jnp.tanh(jnp.sin(x @ w[i]) * 2) + x
-        return x, None
 
     def loss(w, x):
         return (jax.lax.scan(wrap(block), x, w.reshape(3, 2, 32, 32))[0] ** 2).mean()
@@ -416,11 +418,6 @@ def over_blocks(w, x, wrap=lambda f: f):
 
 def over_blocks_and_microbatches(w, x, wrap=lambda f: f):
     """Return the gradient of a loss with a loop over blocks in a loop over microbatches."""
-
-    def block(x, w):
-        for i in range(3):
-            x = jnp.tanh(jnp.sin(x @ w[i]) * 2) + x
-        return x, None
 
     def loss(w, x):
         def add(total, x):
