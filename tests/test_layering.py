@@ -34,7 +34,7 @@ LAYERS = [
     ("ir.operations",),
     ("_jax.compat", "_jax.internals", "_jax.symbolic", "_jax.coordination"),
     ("_jax.tracing",),
-    ("_jax.equations",),
+    ("_jax.equations", "_jax.merging"),
     (
         "_jax.autodiff",
         "_jax.called",

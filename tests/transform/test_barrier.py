@@ -1,5 +1,7 @@
 """The compiler does not undo rematerialization, according to its own figures for temporaries."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -423,3 +425,42 @@ def test_saved_values_that_the_compiler_merges_are_not_overwritten(program, poli
     f = remat.checkpoint(program, policy=getattr(remat.policies, policy)(primitive="sin"))
     x = jnp.arange(1, 5.0) / 3
     np.testing.assert_allclose(jax.jit(jax.grad(f))(x), jax.grad(program)(x), rtol=1e-5, atol=1e-6)
+
+
+def _barriers_on_a_gpu(step, *args):
+    """Return the operands of each barrier of a step that is lowered for a GPU."""
+    lowered = jax.jit(step).trace(*args).lower(lowering_platforms=("cuda",))
+    lines = [line for line in lowered.as_text().splitlines() if "optimization_barrier" in line]
+    return [re.findall(r"%\w+", line.split("optimization_barrier")[1]) for line in lines]
+
+
+@pytest.mark.parametrize("program, n_values", [(_split, 3), (_chosen, 6), (_best, 4)])
+def test_on_gpus_saved_values_that_the_compiler_merges_pass_the_barrier_once(program, n_values):
+    f = remat.checkpoint(program, policy=remat.policies.save(primitive="sin"))
+    # The cotangent, 1, is among them.
+    before, after = _barriers_on_a_gpu(jax.grad(f), jnp.ones(4))
+    assert len(before) == len(set(before)) == n_values
+    assert len(after) == 1
+
+
+def test_on_gpus_results_of_a_recomputation_pass_a_barrier_together():
+    x, ws = arguments(8)
+    found = _barriers_on_a_gpu(jax.grad(stack(remat.checkpoint), (0, 1)), x, ws)
+    # Of each block the input, the weights and the cotangent, then the gradients of the first two.
+    assert [len(operands) for operands in found] == [3, 2] * DEPTH
+
+
+def test_on_gpus_inputs_that_are_results_pass_one_barrier():
+    # The cotangent of y is that of the result.
+    f = remat.checkpoint(lambda x, y: jnp.sin(x) * 2 + y)
+    step = lambda x, y, g: jax.vjp(f, x, y)[1](g)  # noqa: E731
+    found = _barriers_on_a_gpu(step, *[jnp.ones(4)] * 3)
+    assert [len(operands) for operands in found] == [2, 1]
+
+
+def test_on_gpus_values_beside_the_barrier_that_are_inside_too_come_from_it():
+    f = remat.checkpoint(lambda x, y: jnp.sin(x) * y[::-1], prevent_cse=(True, False))
+    step = lambda x, g: jax.vjp(lambda x: f(x, x), x)[1](g)  # noqa: E731
+    text = jax.jit(step).trace(*[jnp.ones(4)] * 2).lower(lowering_platforms=("cuda",)).as_text()
+    behind = text.split("optimization_barrier", 1)[1].split("optimization_barrier")[0]
+    assert not re.search(r"= stablehlo.*%arg", behind)

@@ -13,6 +13,7 @@ older branch can be deleted.
 * `refs`: rewriting jaxprs that read or write refs as jaxprs on values.
 * `symbolic`: sizes with symbolic dimensions.
 * `coordination`: the key-value store that the processes of a run share.
+* `merging`: values of a StableHLO module that the compiler will find to be one.
 * `lowering`: lowering rules: from equations to operations of a StableHLO module.
 * `partitioning`: how the partitioner divides a lowered program among devices.
 * `internals`: a list of every internal name in use, and what would replace it if JAX removed it.

@@ -448,6 +448,12 @@ INTERNALS = (
         "`jaxlib.mlir.ir`",
     ),
     Internal(
+        "jax._src.lib.mlir.ir",
+        ("Block", "IntegerAttr", "ShapedType"),
+        "which operation computes a value, and whether it only rounds to the type of its operand",
+        "`jaxlib.mlir.ir`",
+    ),
+    Internal(
         "jax._src.lib.mlir.passmanager",
         ("PassManager",),
         "running the partitioner's passes",
@@ -455,8 +461,8 @@ INTERNALS = (
     ),
     Internal(
         "jax._src.lib.mlir.dialects.hlo",
-        ("OptimizationBarrierOp",),
-        "the barrier",
+        ("OptimizationBarrierOp", "reshape"),
+        "the barrier, and reshapes of what passes through it",
         "`jaxlib.mlir.dialects.stablehlo`",
     ),
     Internal(

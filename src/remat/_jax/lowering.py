@@ -21,6 +21,7 @@ from remat._jax.compat import (
     weakref_lru_cache,
 )
 from remat._jax.equations import rebuild
+from remat._jax.merging import merged
 from remat.aliases import Aval, IrValue, NameStack
 
 LoweringContext: TypeAlias = _mlir.LoweringRuleContext
@@ -205,22 +206,48 @@ def n_devices(ctx: LoweringContext) -> int:
 
 
 def lower_barrier(
-    ctx: LoweringContext, avals: Sequence[Aval], args: Sequence[IrValue]
+    ctx: LoweringContext,
+    avals: Sequence[Aval],
+    args: Sequence[IrValue],
+    inside: Sequence[bool] | None = None,
+    merge: bool = False,
 ) -> list[IrValue]:
-    """Emit an optimization barrier: no result is available before all inputs are computed."""
-    flat, _ = _mlir.ir_tree_registry.flatten(list(args))
-    if not flat:
-        return list(args)
-    barrier = _hlo.OptimizationBarrierOp(flat)
+    """Emit an optimization barrier: no result is available before all inputs are computed.
+
+    Args:
+      ctx: the context of the lowering.
+      avals: the abstract values of `args`.
+      args: the values; the results replace them.
+      inside: for each value, whether it passes through the barrier (default: all do). The others are
+        returned as they are.
+      merge: whether what the compiler will find to be one value (`merged`) passes through the barrier
+        once. Also replaces values that are not inside, but that are the same as one that is.
+    """
     types = [_mlir_src._aval_to_ir_types(ctx.module_context, aval) for aval in avals]
-    _, tree = _mlir.ir_tree_registry.flatten(types)
-    flat_avals = [
-        aval for aval, ir in zip(avals, types) for _ in _mlir.ir_tree_registry.flatten(ir)[0]
-    ]
-    results = [
-        _mlir_src.lower_with_sharding_in_types(ctx, result, aval)
-        for result, aval in zip(barrier.results, flat_avals)
-    ]
+    flat, _ = _mlir.ir_tree_registry.flatten(list(args))
+    flat_types, tree = _mlir.ir_tree_registry.flatten(types)
+    parts = [len(_mlir.ir_tree_registry.flatten(ir)[0]) for ir in types]
+    flat_avals = [aval for aval, n in zip(avals, parts) for _ in range(n)]
+    through = [x for x, n in zip(inside or [True] * len(parts), parts) for _ in range(n)]
+    sources = merged(flat) if merge else range(len(flat))
+    positions: dict[Any, int] = {}
+    operands: list[IrValue] = []
+    for source, value, passes in zip(sources, flat, through):
+        if passes and source not in positions:
+            positions[source] = len(operands)
+            operands.append(value)
+    if not operands:
+        return list(args)
+    barrier = _hlo.OptimizationBarrierOp(operands)
+    results = []
+    for source, value, aval, ir_type in zip(sources, flat, flat_avals, flat_types):
+        if source not in positions:
+            results.append(value)
+            continue
+        result = barrier.results[positions[source]]
+        if result.type != ir_type:
+            result = _hlo.reshape(ir_type, result)
+        results.append(_mlir_src.lower_with_sharding_in_types(ctx, result, aval))
     return tree.unflatten(results)
 
 

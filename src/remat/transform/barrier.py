@@ -13,7 +13,18 @@ as saved values.
 
 `BARRIER`
     An `optimization_barrier` over the saved values *and* the cotangents ensures both if the compiler
-    keeps it until its last CSE pass: on TPU, on GPU, and on CPU from jaxlib 0.11.1 on.
+    keeps it until its last CSE pass: on TPU, and on CPU from jaxlib 0.11.1 on.
+`BARRIERS`
+    GPU compilers keep barriers, too. But they compute what only the end of the program needs, such as the
+    gradients of weights, as late as they can, and keep the recomputed values till then. So a second barrier
+    over the results has all of them computed with the recomputation. Training steps in a scan, 8 blocks of
+    three matrix products: 0.20 times the temporaries of the scan without rematerialization, 0.76 times
+    with the first barrier alone (jaxlib 0.12, H100).
+    Before jaxlib 0.12, GPU compilers also wrote the result of a fused kernel over an operand that it reads in
+    the order of the result, without checking that the kernel reads the same buffer in another order as well,
+    under the name of another result of the barrier (two saved values that CSE has merged, a value and its
+    reshape) or of the value before the barrier. So equal values pass through the barrier once,
+    and no kernel reads values from inside and from outside of the two barriers.
 `CALL`
     Older CPU compilers expand the barrier before CSE runs. There the recomputation and its backward
     pass become a function, and the call of it has the attribute `inlineable="false"`. CSE does not
@@ -47,6 +58,9 @@ from remat.ir import jaxprs
 from remat.ir.operations import FUSIBLE, Fusion, operation
 from remat.transform.outlining import NOT_INLINED
 
+#: JAX's names of platforms with GPUs.
+GPUS = ("cuda", "rocm")
+
 # The first jaxlib whose CPU compiler expands barriers after its last CSE pass.
 _CPU_KEEPS_BARRIERS = (0, 11, 1)
 
@@ -56,6 +70,7 @@ class Protection(enum.Enum):
 
     NONE = "none"
     BARRIER = "barrier"
+    BARRIERS = "barriers"
     CALL = "call"
 
 
@@ -64,7 +79,11 @@ def protection(platform: str, jaxlib_version: tuple[int, ...]) -> Protection:
 
     >>> protection("cpu", (0, 10, 2)), protection("cpu", (0, 11, 1)), protection("tpu", (0, 10, 2))
     (<Protection.CALL: 'call'>, <Protection.BARRIER: 'barrier'>, <Protection.BARRIER: 'barrier'>)
+    >>> protection("cuda", (0, 12, 0))
+    <Protection.BARRIERS: 'barriers'>
     """
+    if platform in GPUS:
+        return Protection.BARRIERS
     if platform == "cpu" and jaxlib_version < _CPU_KEEPS_BARRIERS:
         return Protection.CALL
     return Protection.BARRIER
@@ -87,16 +106,24 @@ def lower_protected(
         False leaves of a `prevent_cse` prefix leave inputs out.
       how: the platform's protection.
     """
-    inside = [arg for arg, fence in zip(args, fenced) if fence]
-    if not inside or how is Protection.NONE:
+    if how is Protection.NONE or not any(fenced):
         return _jax.lower_inline(ctx, jaxpr, args)
-    avals = [aval for aval, fence in zip(ctx.avals_in, fenced) if fence]
-    outside = [arg for arg, fence in zip(args, fenced) if not fence]
-    args = _jax.merge_lists(list(fenced), outside, _jax.lower_barrier(ctx, avals, inside))
+    both = how is Protection.BARRIERS
+    behind = _jax.lower_barrier(ctx, ctx.avals_in, args, fenced, merge=both)
     if how is Protection.CALL and _can_be_function(ctx, jaxpr):
         returned = _overwritten(jaxpr)
-        return _jax.lower_call(ctx, jaxpr, args, NOT_INLINED, returned)
-    return _jax.lower_inline(ctx, jaxpr, args)
+        return _jax.lower_call(ctx, jaxpr, behind, NOT_INLINED, returned)
+    outs = _jax.lower_inline(ctx, jaxpr, behind)
+    if not both:
+        return outs
+    # An input that is a result as well needs no barrier; through two of them it would have three names.
+    given = dict(zip(jaxpr.invars, args))
+    outs = [
+        out if isinstance(v, _jax.Literal) else given.get(v, out)
+        for v, out in zip(jaxpr.outvars, outs)
+    ]
+    computed = [not isinstance(v, _jax.Literal) and v not in given for v in jaxpr.outvars]
+    return _jax.lower_barrier(ctx, ctx.avals_out, outs, computed, merge=True)
 
 
 def _can_be_function(ctx: _jax.LoweringContext, jaxpr: _jax.Jaxpr) -> bool:

@@ -548,6 +548,9 @@ def _lower(
 
 
 _default = barrier.Protection.BARRIER
-_on_cpu = barrier.protection("cpu", _jax.JAXLIB_VERSION)
-_special = {} if _on_cpu is _default else {"cpu": functools.partial(_lower, _on_cpu)}
-_jax.register_lowering(remat_p, functools.partial(_lower, _default), **_special)
+_by_platform = {
+    platform: functools.partial(_lower, how)
+    for platform in ("cpu", *barrier.GPUS)
+    if (how := barrier.protection(platform, _jax.JAXLIB_VERSION)) is not _default
+}
+_jax.register_lowering(remat_p, functools.partial(_lower, _default), **_by_platform)
