@@ -37,14 +37,12 @@ CORE_ADAPTERS = linen_checkpoint nnx equinox haiku brainstate
 CORE_PLANNER = offload.py plan.py rewrite.py scan_pairs.py \
 	fit.py::test_fitted_step_returns_what_the_step_returns \
 	distributed_plan.py::test_all_processes_wait_for_the_plan_of_the_first
-SWEEPS = tests/transform/test_properties.py::test_random_programs_are_unchanged[1]
 
 test-newest: $(NEWEST)/.dev  ## the core tests on the newest JAX (needs a Python >= 3.12)
-	$(NEWEST)/bin/python -m pytest -n 2 -p no:cacheprovider $(CORE) $(SWEEPS:%=--deselect='%')
+	$(NEWEST)/bin/python -m pytest -n 2 -p no:cacheprovider $(CORE)
 
 test-remat3: $(NEWEST)/.dev  ## the tests of regions and loops with JAX's coming remat switched on
-	JAX_REMAT3=1 $(NEWEST)/bin/python -m pytest -n 2 -p no:cacheprovider tests/transform tests/loops \
-		$(SWEEPS:%=--deselect='%')
+	JAX_REMAT3=1 $(NEWEST)/bin/python -m pytest -n 2 -p no:cacheprovider tests/transform tests/loops
 
 bench: $(VENV)/.dev  ## speed and memory, as ratios against the alternatives in the same run
 	$(BIN)/python -m benchmarks

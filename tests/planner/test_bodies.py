@@ -123,7 +123,7 @@ def with_a_small_loop_in_a_shard_map(w, x):
     ("step", "rtol"),
     [
         (with_its_gradient_in_a_shard_map, 0),
-        (jax.value_and_grad(around_a_shard_map), 0),
+        pytest.param(jax.value_and_grad(around_a_shard_map), 0, marks=pytest.mark.slow),
         # Its numbers are computed in other kernels.
         (jax.value_and_grad(with_a_small_loop_in_a_shard_map), 1e-6),
         pytest.param(jax.value_and_grad(averaged_around_a_shard_map), 0, marks=pytest.mark.slow),

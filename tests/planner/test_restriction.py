@@ -131,7 +131,7 @@ def test_only_marked_functions_are_recomputed(name):
     [
         "unrolled",
         "scanned",
-        "jitted_inside",
+        pytest.param("jitted_inside", marks=pytest.mark.slow),
         pytest.param("mapped_by_vmap", marks=pytest.mark.slow),
     ],
 )

@@ -79,7 +79,7 @@ def test_answers_are_monotone_at_every_percent(graph: Graph) -> None:
         assert larger.peak_bytes >= smaller.peak_bytes
 
 
-@pytest.mark.parametrize("graph", [training_graph(40), random_layers(80)])
+@pytest.mark.parametrize("graph", [training_graph(40), random_layers(50)])
 def test_schedules_recompute_at_most_what_the_solver_may(graph: Graph) -> None:
     answers, unlimited = GridSearch(most_extra=0.3).answers(graph), GridSearch().answers(graph)
     peak = no_remat(graph).peak_bytes
@@ -92,7 +92,7 @@ def test_schedules_recompute_at_most_what_the_solver_may(graph: Graph) -> None:
         assert found is None or found.time <= 1.3 * graph.time
 
 
-@pytest.mark.parametrize("graph", [training_graph(40, skips=0.2), random_layers(80)])
+@pytest.mark.parametrize("graph", [training_graph(40, skips=0.2), random_layers(50)])
 def test_what_is_known_to_exceed_a_time_does(graph: Graph) -> None:
     answers, asked_before = GridSearch().answers(graph), GridSearch().answers(graph)
     peak = no_remat(graph).peak_bytes
@@ -130,7 +130,7 @@ def test_schedules_are_found_where_segments_are_not_tried() -> None:
         assert extra[0] <= extra[1] <= 1.3 * extra[0]
 
 
-@pytest.mark.parametrize("graph", [training_graph(40, skips=0.2), random_layers(80)])
+@pytest.mark.parametrize("graph", [training_graph(40, skips=0.2), random_layers(50)])
 def test_nothing_is_searched_between_orders_within_the_tolerance(graph: Graph) -> None:
     close = GridSearch(tolerance=0.03).answers(graph)
     answers, peak = GridSearch().answers(graph), no_remat(graph).peak_bytes
