@@ -1,4 +1,4 @@
-"""Settings for all tests. This module must set the flag before anything imports JAX."""
+"""Settings for all tests. This module must set the flag before JAX looks for devices."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 
+import jax
 from hypothesis import settings
 
 # Eight host devices, for tests of sharding.
@@ -18,16 +19,16 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 # Caches of this run alone: the user's are neither read nor written. The processes of a run have caches of
 # plans of their own, in the first one's folder. They share what JAX has compiled: most is single operations,
 # which each process would compile again, and again wherever checks for leaked tracers keep JAX from using its
-# caches.
+# caches. Programs that tests start do not, since JAX warns if an entry is still being written.
 if "PYTEST_XDIST_WORKER" in os.environ:
-    _CACHE = tempfile.mkdtemp(dir=os.environ["XDG_CACHE_HOME"])
+    _FOLDER = os.environ["XDG_CACHE_HOME"]
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(dir=_FOLDER)
 else:
-    _CACHE = tempfile.mkdtemp(prefix="remat-tests-")
-    atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{_CACHE}/jax"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-os.environ["XDG_CACHE_HOME"] = _CACHE
+    _FOLDER = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="remat-tests-")
+    atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
+jax.config.update("jax_compilation_cache_dir", os.path.join(_FOLDER, "jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # JAX makes many objects that stay. With Python's defaults, a twentieth of the time is spent in looking at
 # them.
