@@ -44,6 +44,10 @@ def test_what_the_compiler_merges_is_one_value(f):
         lambda x: (jnp.sin(x), jnp.cos(x)),
         lambda x: (jnp.sin(x), jnp.sin(x + 1)),
         lambda x: (x[:2], x[2:]),
+        lambda x: tuple(jnp.zeros((4, 4)) + x.reshape(shape) for shape in ((1, 4), (4, 1))),
+        lambda x: tuple(
+            jax.lax.broadcast_in_dim(x.reshape(shape), (4, 4), (0, 1)) for shape in ((1, 4), (4, 1))
+        ),
         lambda x: (x - jnp.sin(x), jnp.sin(x) - x),
         lambda x: (x, jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)),
         lambda x: (jnp.sum(x), jnp.max(x)),

@@ -33,7 +33,7 @@ def merged(values: Sequence[IrValue]) -> list[IrValue]:
     representatives: dict[Any, list[IrValue]] = {}
     known: dict[tuple[IrValue, int], Any] = {}
     found = []
-    for value in map(without_reshapes, values):
+    for value in map(_without_reshapes, values):
         alike = representatives.setdefault(_summary(value, _DEPTH, known), [])
         same = next((other for other in alike if _are_same(value, other, [_PAIRS])), None)
         if same is None:
@@ -42,7 +42,7 @@ def merged(values: Sequence[IrValue]) -> list[IrValue]:
     return found
 
 
-def without_reshapes(value: IrValue) -> IrValue:
+def _without_reshapes(value: IrValue) -> IrValue:
     """Return the value of which `value` is a reshape, or a rounding to its own type, or several of these."""
     while True:
         op = _operation(value)
@@ -74,7 +74,7 @@ def _operation(value: IrValue) -> Any:
 
 def _summary(value: IrValue, depth: int, known: dict[tuple[IrValue, int], Any]) -> Any:
     """Return what is equal for equal values, from the operations of the last `depth` levels."""
-    value = without_reshapes(value)
+    value = _without_reshapes(value)
     if (value, depth) not in known:
         op = _operation(value)
         if op is None:
@@ -86,7 +86,7 @@ def _summary(value: IrValue, depth: int, known: dict[tuple[IrValue, int], Any]) 
 
 
 def _are_same(a: IrValue, b: IrValue, pairs: list[int]) -> bool:
-    a, b = without_reshapes(a), without_reshapes(b)
+    a, b = _without_reshapes(a), _without_reshapes(b)
     if a == b:
         return True
     one, other = _operation(a), _operation(b)
@@ -106,6 +106,7 @@ def _may_merge(one: Any, other: Any) -> bool:
         and not len(one.regions)
         and not len(other.regions)
         and [x.type for x in one.results] == [x.type for x in other.results]
-        and len(one.operands) == len(other.operands)
+        # Of one value there may be reshapes to different shapes, such as a row and a column.
+        and [x.type for x in one.operands] == [x.type for x in other.operands]
         and dict(one.attributes.items()) == dict(other.attributes.items())
     )
