@@ -339,7 +339,7 @@ KINDS = [
     slow(newton_step, 60, 0.2),
     (message_passing, 50, 0.07),  # `dots_saveable` on each layer takes 7.5 % within 43 %
     slow(unrolled_stencil, 80, 0.01),
-    slow(unrolled_stencil, 30, 0.12),  # `jax.checkpoint` on each step takes a third
+    (unrolled_stencil, 30, 0.12),  # `jax.checkpoint` on each step takes a third
     (microbatches, 75, 0.05),
     slow(microbatches, 65, 0.15),
     slow(microbatches_with_adam, 75, 0.05),

@@ -209,8 +209,9 @@ def lower_barrier(
     ctx: LoweringContext,
     avals: Sequence[Aval],
     args: Sequence[IrValue],
-    inside: Sequence[bool] | None = None,
-    merge: bool = False,
+    inside: Sequence[bool],
+    *,
+    merge: bool,
 ) -> list[IrValue]:
     """Emit an optimization barrier: no result is available before all inputs are computed.
 
@@ -218,8 +219,7 @@ def lower_barrier(
       ctx: the context of the lowering.
       avals: the abstract values of `args`.
       args: the values; the results replace them.
-      inside: for each value, whether it passes through the barrier (default: all do). The others are
-        returned as they are.
+      inside: for each value, whether it passes through the barrier. The others are returned as they are.
       merge: whether what the compiler will find to be one value (`merged`) passes through the barrier
         once. Also replaces values that are not inside, but that are the same as one that is.
     """
@@ -228,7 +228,7 @@ def lower_barrier(
     flat_types, tree = _mlir.ir_tree_registry.flatten(types)
     parts = [len(_mlir.ir_tree_registry.flatten(ir)[0]) for ir in types]
     flat_avals = [aval for aval, n in zip(avals, parts) for _ in range(n)]
-    through = [x for x, n in zip(inside or [True] * len(parts), parts) for _ in range(n)]
+    through = [x for x, n in zip(inside, parts) for _ in range(n)]
     sources = merged(flat) if merge else range(len(flat))
     positions: dict[Any, int] = {}
     operands: list[IrValue] = []
