@@ -2,6 +2,7 @@
 
     python -m benchmarks planning_time
     python -m benchmarks planning_time --small
+    python -m benchmarks planning_time --large    # 100,000 equations, too, which compile for minutes
 
 The table has seconds of CPU time, which other work on the machine changes little, and of wall-clock time, at
 four budgets (shares of the compiled peak without rematerialization). Compiling and lowering are subtracted.
@@ -104,17 +105,22 @@ def measure(step: Callable, args: tuple, percent: int) -> dict[str, Any]:
 def main(options: Sequence[str] = ()) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="planning_time", description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="without the 10,000 equations")
-    small = parser.parse_args(list(options)).small
+    parser.add_argument(
+        "--large", action="store_true", help="with 100,000 equations, at half of the peak"
+    )
+    of_run = parser.parse_args(list(options))
     # A block has 15 equations, those of the backward pass included.
     cases = {"1,000 equations": chain(66)}
-    if not small:
+    if not of_run.small:
         cases["10,000 equations"] = chain(666)
+    if of_run.large:
+        cases["100,000 equations"] = chain(6666)
     cases |= {"scan of 2 layers": scanned(2), "scan of 32 layers": scanned(32)}
     print(f"{'':20}{'budget':>8}{'CPU':>9}{'clock':>9}{'compiling':>11}")
     result: dict[str, list[dict[str, Any]]] = {}
     for name, (step, args) in cases.items():
         result[name] = []
-        for percent in PERCENTS:
+        for percent in (50,) if name == "100,000 equations" else PERCENTS:
             row = measure(step, args, percent)
             result[name].append(row)
             print(

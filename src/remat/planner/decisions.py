@@ -13,6 +13,7 @@ The step is one flat jaxpr. The decisions are applied in this order:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 from remat import _jax
@@ -165,10 +166,21 @@ def applied_to(source: _jax.Jaxpr, decisions: StepDecisions) -> _jax.Jaxpr:
     Raises:
       PlanError: the program has no such loops.
     """
-    new = rewritten(with_loops(source, decisions.loops), decisions.outside)
-    if decisions.loops.copies:
-        new = without_marks(new)  # the scopes of equations that copy
-    return new
+    if decisions.outside.changes_nothing:
+        return _finished(with_loops(source, decisions.loops), decisions)
+    return _changed(source, decisions)
+
+
+# Kept because the FLOPs of a proposal are counted on its program, which is then compiled: in another tracing
+# context, but `source` was traced in one. Few programs are kept, since those of large steps are large.
+@functools.partial(_jax.weakref_lru_cache, maxsize=4, trace_context_in_key=False)
+def _changed(source: _jax.Jaxpr, decisions: StepDecisions) -> _jax.Jaxpr:
+    return _finished(rewritten(with_loops(source, decisions.loops), decisions.outside), decisions)
+
+
+def _finished(new: _jax.Jaxpr, decisions: StepDecisions) -> _jax.Jaxpr:
+    # Equations that copy to the host have scopes.
+    return without_marks(new) if decisions.loops.copies else new
 
 
 def _index_arrays_apart(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from remat.ir.equations import programs_of
 from remat.ir.flops import flops_of_program
 from remat.planner import scan_pairs
 from remat.planner.bodies import Body, bodies, step_bodies
@@ -63,6 +64,8 @@ def loop_choices(step: PricedStep) -> LoopChoices:
     others: then its time of recomputation decides its place, before the first level that takes as long.
     """
     flat, source, price, opened = step.flat, step.source, step.price, step.is_opened
+    if not opened and not any(map(programs_of, source.eqns)):
+        return LoopChoices(((LoopDecisions(), 0.0),), None, (), ())
     found = scan_pairs.pairs(
         source,
         price,

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 from remat import _jax
 from remat.errors import BudgetError
-from remat.planner.bodies import smallest_reasonable, takes_too_long, with_partial_sums
+from remat.planner.bodies import smallest_reasonable, takes_too_long
 from remat.planner.copy_windows import Window, Windows
 from remat.planner.decisions import LoopDecisions, StepDecisions, equation_numbers, with_loops
 from remat.planner.host_copies import HostCopy, stack_rows
-from remat.planner.priced_step import LEAN, ORDERED, PricedStep, fusing
+from remat.planner.priced_step import LEAN, ORDERED, PricedStep
 from remat.planner.rewrite import Decisions, decisions_of
 from remat.planner.search import Proposal
-from remat.program.fusion import Fused, Price
+from remat.program.fusion import Fused
 from remat.program.program import Program
 from remat.solvers.simulate import Step, no_remat
 from remat.solvers.solver import Answers, Schedule
@@ -289,14 +289,14 @@ class LoopLevel:
 
     def _fused(self, variant: str) -> Fused:
         """Return the graph of a variant whose nodes have the prices of their recomputation."""
-        return self._graph(variant, self._by_variant, self.step.price_of_recomputation)
+        return self._graph(variant, self._by_variant, timed=False)
 
     def _timed(self, variant: str) -> Fused:
         """Return the graph of a variant whose nodes have the times of their kernels."""
-        return self._graph(variant, self._timed_by_variant, self.step.price)
+        return self._graph(variant, self._timed_by_variant, timed=True)
 
-    def _graph(self, variant: str, known: dict[str, Fused], price: Price) -> Fused:
+    def _graph(self, variant: str, known: dict[str, Fused], *, timed: bool) -> Fused:
         variant = self.step.model_of(variant)
         if variant not in known:
-            known[variant] = with_partial_sums(self.program, price, fusing(variant))
+            known[variant] = self.step.fused(self.program, variant, timed=timed)
         return known[variant]

@@ -144,16 +144,41 @@ class PricedStep:
         return max(0.0, self._time(self.source) - self._time(self._opened))
 
     def _time(self, flat: _jax.Jaxpr) -> float:
-        fused = with_partial_sums(self.program_of(flat), self.price, fusing(FUSED))
+        fused = self.fused(self.program_of(flat), FUSED, timed=True)
         return float(sum(fused.seconds.values()))
 
     @functools.cached_property
     def program(self) -> Program:
         """Return the step as it is written."""
-        return self.program_of(self.flat)
+        return self._program_of(self.flat)
+
+    def fused(self, program: Program, variant: str, *, timed: bool = False) -> Fused:
+        """Return the graph of a program under a model of fusion. Large partial sums are written.
+
+        Args:
+          program: of this step.
+          variant: the model.
+          timed: whether nodes have the times of their kernels, and not the prices of their recomputation.
+        """
+        if program is not self.program:
+            return self._fused(program, variant, timed)
+        if (variant, timed) not in self._fused_as_written:
+            self._fused_as_written[variant, timed] = self._fused(program, variant, timed)
+        return self._fused_as_written[variant, timed]
+
+    def _fused(self, program: Program, variant: str, timed: bool) -> Fused:
+        price = self.price if timed else self.price_of_recomputation
+        return with_partial_sums(program, price, fusing(variant))
+
+    @functools.cached_property
+    def _fused_as_written(self) -> dict[tuple[str, bool], Fused]:
+        return {}
 
     def program_of(self, flat: _jax.Jaxpr) -> Program:
         """Return a flat program with the costs of this model."""
+        return self.program if flat is self.flat else self._program_of(flat)
+
+    def _program_of(self, flat: _jax.Jaxpr) -> Program:
         return program_of_flat(flat, self.shards, self.execution, into_products=self.into_products)
 
     @functools.cached_property

@@ -177,9 +177,10 @@ class StepModel:
     def as_written(self, variant: str) -> Proposal:
         """Return the step as it is written as a proposal."""
         unchanged = StepDecisions(LoopDecisions(), Decisions(frozenset(), ()))
-        fused = without_partial_sums(
-            self.step.program, self.step.price, fusing(self.step.model_of(variant))
-        )
+        step, model = self.step, self.step.model_of(variant)
+        fused = step.fused(step.program, model)
+        if fused.partial_sums:
+            fused = without_partial_sums(step.program, step.price, fusing(model))
         n_bytes = self.step.peak_bytes(fused, range(len(fused.graph)))
         return Proposal(variant, n_bytes, 0.0, 0.0, decisions=unchanged)
 

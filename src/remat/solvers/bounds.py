@@ -103,6 +103,12 @@ class ProofEffort:
 _EXACT_VARIABLES = 2_500
 # Fractional variables of a program's relaxation, above which branch and bound gains nothing in minutes.
 _MOST_FRACTIONAL = 300
+# Share of the best order's extra time. From relaxations with lower bounds than that, branch and bound did not
+# come close to the best order in minutes.
+_CLOSABLE = 0.9
+# Share of the difference between the best order and the bound by which a relaxation must raise the bound. The
+# ones after it are larger and raise it by still less.
+_LEAST_RAISE = 0.1
 _SPREAD = 0.02  # share of the nodes; of violated moments closer than this only one joins a program
 _MOST_NEW = 4  # boundaries that one solution may add; more need fewer but larger programs
 
@@ -140,10 +146,7 @@ def prove(
         at_most = math.inf if best is None else best.extra_time
         inner = sorted((stages.index(end), v) for end, v in moments)
         program = frontier.frontier(arrays, budget, stages, inner, at_most=at_most)
-        is_hard = (
-            frontier.n_variables(stages) > _EXACT_VARIABLES
-            and frontier.relax(program).n_fractional > _MOST_FRACTIONAL
-        )
+        is_hard = frontier.n_variables(stages) > _EXACT_VARIABLES and _is_too_hard(program, best)
         if is_hard:
             answer = frontier.relax(
                 frontier.frontier(arrays, budget, stages, inner, at_most=at_most, windows=True)
@@ -153,10 +156,11 @@ def prove(
         if answer.is_infeasible:
             # Proven: no schedule is faster than the best order (or none fits, if no order is known).
             return Proof(best, at_most if best is not None else 0.0, best is None)
-        # After a program that is too hard to solve, the next ones are larger and take longer still.
-        is_too_hard = not is_hard and not answer.is_proven and answer.extra_lower_bound <= proven
+        # After a program that proves little, the next ones are larger and take longer still.
+        least = _LEAST_RAISE * (at_most - proven) if is_hard and best is not None else 0.0
+        proves_little = not answer.is_proven and answer.extra_lower_bound <= proven + least
         proven = max(proven, min(answer.extra_lower_bound, at_most))
-        if answer.recomputed is None or is_too_hard:
+        if answer.recomputed is None or proves_little:
             break
         meant = liveness(arrays, _order(arrays, stages, answer.recomputed)).tidy()
         mended = relieve(meant, budget, Relief(), search_effort)
@@ -167,6 +171,47 @@ def prove(
         if not _add_violated(meant, budget, boundaries, moments):
             break
     return Proof(best, proven)
+
+
+def _is_too_hard(program: frontier.Frontier, best: Liveness | None) -> bool:
+    """Return whether branch and bound on a program is expected to prove little in minutes."""
+    relaxed = frontier.relax(program)
+    if relaxed.n_fractional > _MOST_FRACTIONAL:
+        return True
+    return best is not None and relaxed.extra_lower_bound < _CLOSABLE * best.extra_time
+
+
+def rounded(
+    plain: Liveness, budget: int, best: Liveness, max_variables: int, search_effort: Effort
+) -> Liveness | None:
+    """Return an order within the budget near the solution of a linear relaxation, if one is found.
+
+    The relaxation sees all values at a few moments at once, where searches go from one value to the next. So
+    its rounded solution is a good start for them, on graphs that are too large for an exact solution.
+
+    Args:
+      plain: the order without recomputation.
+      budget: bytes.
+      best: the best order that is known; slower ones are not of interest.
+      max_variables: of the relaxation; moments that would exceed it are not added.
+      search_effort: ends the repair of the rounded solution, which may exceed the budget.
+    """
+    arrays = plain.arrays
+    boundaries = {int(np.argmax(plain.live_bytes)), len(arrays) - 1}
+    found: Liveness | None = None
+    for windows in (False, True):
+        stages = sorted(boundaries)
+        if frontier.n_variables(stages) > max_variables:
+            break
+        answer = frontier.relax(
+            frontier.frontier(arrays, budget, stages, [], at_most=best.extra_time, windows=windows)
+        )
+        if answer.recomputed is None:
+            break
+        found = liveness(arrays, _order(arrays, stages, answer.recomputed)).tidy()
+        if not _add_violated(found, budget, boundaries, set()):
+            break
+    return None if found is None else relieve(found, budget, Relief(), search_effort)
 
 
 def _order(arrays: Arrays, stages: Sequence[int], recomputed: Sequence[Sequence[int]]) -> list[int]:

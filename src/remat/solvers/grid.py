@@ -34,7 +34,7 @@ from collections.abc import Collection, Iterable, Iterator
 import numpy as np
 
 from remat.solvers import frontier
-from remat.solvers.bounds import ProofEffort, peak_bound, prove
+from remat.solvers.bounds import ProofEffort, peak_bound, prove, rounded
 from remat.solvers.effort import Effort
 from remat.solvers.evict import evict
 from remat.solvers.graph import Graph
@@ -64,6 +64,12 @@ _WIDE_GAP = 0.25
 # Share of the peak. Orders for budgets in narrower intervals are not improved for longer: those of the
 # interval's ends were.
 _WIDE_INTERVAL = 1 / 64
+# Share of the peak. Orders for budgets in wider intervals, far from the budget at hand, are improved for
+# `_WIDEST` of the time of others. The others start from linear relaxations as well.
+_WIDEST_INTERVAL, _WIDEST = 1 / 12, 0.25
+_MENDING_EFFORT = (
+    20  # allowance to repair a rounded relaxation, as a multiple of that of one budget
+)
 # Nodes of the graphs whose orders are improved for longer. Proofs solve smaller ones, and on larger ones a
 # round of improvement takes so long that more of them do not pay.
 _IMPROVED = range(200, 4_001)
@@ -361,8 +367,12 @@ class _GridAnswers(Answers):
             if best is not None and best.extra_time <= good_enough + gap:
                 break
             if best is not None and below is not None and self._improves_long(best, good_enough):
-                if width >= _WIDE_INTERVAL * self._plain.peak_bytes:
+                share = width / self._plain.peak_bytes
+                if share >= _WIDEST_INTERVAL:
+                    units = int(_WIDEST * self._improvement * self._units)
+                elif share >= _WIDE_INTERVAL:
                     units = int(self._improvement * self._units)
+                    best = self._rounded(best, budget)
                 break
             for found in ways(above, budget, below):
                 if found.peak_bytes > budget:
@@ -406,6 +416,16 @@ class _GridAnswers(Answers):
     def _improves_long(self, best: Liveness, good_enough: float) -> bool:
         """Return whether an order is so far from the bound that it is improved for longer."""
         return self._improvement > 1 and best.extra_time > (1 + _WIDE_GAP) * good_enough
+
+    def _rounded(self, best: Liveness, budget: int) -> Liveness:
+        """Return an order near the solution of a linear relaxation if it is faster, or the best one."""
+        if self.proof is None:
+            return best
+        effort = Effort(_MENDING_EFFORT * self._units)
+        found = rounded(self._plain, budget, best, self.proof.max_variables, effort)
+        if found is None or found.peak_bytes > budget:
+            return best
+        return min(best, keep(found, budget, Effort(self._units)), key=_time_and_peak)
 
     def _cheap(self, above: Liveness, budget: int, below: Liveness | None) -> Iterator[Liveness]:
         """Yield orders that may fit a budget, those that take the least work first."""

@@ -34,7 +34,7 @@ from remat.solvers.grid import GridSearch
 from remat.solvers.solver import Schedule, Solver
 from remat.units import parse_bytes
 
-_PROVEN = GridSearch(effort=4.0, resolution=2**-14, improvement=20.0, proof=ProofEffort())
+_PROVEN = GridSearch(effort=4.0, resolution=2**-14, improvement=40.0, proof=ProofEffort())
 _QUICK = GridSearch()
 
 
