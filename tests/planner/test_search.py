@@ -508,3 +508,67 @@ def test_bounds_on_seconds_save_searches_and_change_no_answer(compiler, budget, 
     (answer, n_asked), (same, n_asked_without) = found
     assert answer == same
     assert n_asked <= n_asked_without
+
+
+class ByHand(Staircase):
+    by_hand = (Proposal("only", 550, 0.2, 0.0, "by hand"),)
+
+
+@pytest.mark.parametrize(("needs", "is_better"), [(480, True), (700, False)])
+def test_what_people_write_by_hand_is_compiled_where_the_best_costs_much_more(needs, is_better):
+    def compiler(proposal, _):
+        return needs if proposal.decisions == "by hand" else proposal.model_bytes
+
+    best, compiled = search(ByHand([(100, 9.0), (500, 1.0)]), compiler, 500)
+    assert "by hand" in [c.proposal.decisions for c in compiled]
+    assert (best.proposal.decisions == "by hand") is is_better
+
+
+@pytest.mark.parametrize(("seconds", "n_bytes"), [(0.2, 2000), (0.95, 550)])
+def test_what_people_write_by_hand_is_not_compiled_without_hope(seconds, n_bytes):
+    model = Staircase([(100, 9.0), (500, 1.0)])
+    model.by_hand = (Proposal("only", n_bytes, seconds, 0.0, "by hand"),)
+    _, compiled = search(model, lambda p, _: p.model_bytes, 500)
+    assert "by hand" not in [c.proposal.decisions for c in compiled]
+
+
+class OfVariants(Staircase):
+    """A model whose variants have steps of their own."""
+
+    def __init__(self, **steps):
+        super().__init__([], tuple(steps))
+        self.models = {variant: Staircase(of_one, (variant,)) for variant, of_one in steps.items()}
+
+    def within(self, variant, n_bytes):
+        return self.models[variant].within(variant, n_bytes)
+
+    def costs_more(self, variant, n_bytes, seconds):
+        return self.models[variant].costs_more(variant, n_bytes, seconds)
+
+    def may_gain(self, variant, n_bytes, than, *, is_full):
+        fitting = [seconds for n, seconds in self.models[variant].steps if n <= n_bytes]
+        return bool(fitting) and fitting[-1] < than.cost
+
+    def smallest(self, variant):
+        return self.models[variant].smallest(variant)
+
+
+def test_the_model_is_trusted_once_before_a_refusal():
+    """What the compiler needs for one variant's programs misleads about another one's."""
+    model = OfVariants(first=[(480, 2.0)], second=[(100, 9.0), (480, 3.0)])
+    needs = {("first", 480): 700, ("second", 100): 1500, ("second", 480): 490}
+    best, _ = search(model, lambda p, _: needs[p.decisions], 500)
+    assert best is not None and best.proposal.decisions == ("second", 480)
+
+
+def test_samples_that_disagree_say_nothing_about_another_variant():
+    """The compiler treats programs of the first variant in two ways."""
+    model = OfVariants(first=[(100, 9.0), (300, 5.0), (480, 4.0)], second=[(90, 12.0), (400, 1.0)])
+    needs = {100: 110, 300: 800, 480: 1300}
+
+    def compiler(proposal, _):
+        n_bytes = proposal.model_bytes
+        return n_bytes if proposal.variant == "second" else needs[n_bytes]
+
+    best, _ = search(model, compiler, 500)
+    assert best.proposal.decisions == ("second", 400)

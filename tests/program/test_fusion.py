@@ -119,6 +119,10 @@ def test_cheap_value_that_two_kernels_use_is_written_where_they_do_not_duplicate
     # One kernel computes it inline, and so does each kernel that reads a value computed from something small.
     assert written(program(ops[:2], [3], {3: 8})) == [3]
     assert written(program(ops, [3, 4], {0: 8, 3: 8, 4: 8})) == [3, 4]
+    # The differences of all pairs are made from two small values, and are written.
+    pairs = [op(Fusion.CHEAP, [0, 1], 2), *ops[1:]]
+    assert written(program(pairs, [3, 4], {0: 32, 1: 32, 3: 8, 4: 8})) == [2, 3, 4]
+    assert written(program(pairs, [3, 4], {0: 32, 1: 8, 3: 8, 4: 8})) == [3, 4]
 
 
 def test_residual_stream_is_written_where_reading_its_terms_costs_more():

@@ -236,6 +236,15 @@ _LEAST_GAIN_OF_OVER = 5
 # The ratio of the program as it is written above which a variant misjudges it, and its other proposals are
 # expected to have the same ratio. A smaller one says little about programs that recompute.
 _MISJUDGED = 1.5
+# Number of proposals that are compiled once none fits, because the model alone says that they do. More find
+# more plans and prolong refusals.
+_MOST_TRUSTED = 2
+# Multiple of the budget. What people write by hand is compiled if it costs much less than the best, even
+# if it is predicted to need that much. A larger one allows for more of the model's errors.
+_BY_HAND = 1.5
+# The quotient of two samples' ratios above which they say nothing about other variants. A larger one trusts
+# more of them.
+_DISAGREEING = 2.0
 # The ratio above which `exact_variants` are used; a larger one uses them less.
 _MISPREDICTED = 1.08
 
@@ -280,7 +289,19 @@ class _Search:
         if self._best() is None:
             self._search_smaller()
             self._improve()
+        self._compile_by_hand()
         return self._best(), tuple(self.compiled)
+
+    def _compile_by_hand(self) -> None:
+        """Compile what people would write by hand if it costs much less than the best and may fit."""
+        for proposal in self.model.by_hand:
+            best = self._best()
+            if best is None or self._is_known(proposal):
+                continue
+            gain = best.proposal.cost - proposal.cost
+            least = max(_GAIN_OF_MORE * best.proposal.cost, self.limits.negligible_seconds)
+            if gain > least and proposal.model_bytes <= _BY_HAND * self.budget:
+                self._compile(proposal)
 
     def _variants(self) -> Sequence[str]:
         """Return the variants to choose from: at first the most accurate one."""
@@ -460,7 +481,25 @@ class _Search:
                 break
             if not self._is_known(proposal):
                 self._compile(proposal)
+        self._trust_the_model()
         self._search_larger()
+
+    def _trust_the_model(self) -> None:
+        """Compile what the model says just fits, whatever the compiler said about smaller proposals.
+
+        Those recompute as much as they can, and compilers may need far more for them than the model predicts.
+        """
+        n_left = min(_MOST_TRUSTED, self.limits.max_if_none_fits)
+        for variant in (*self.model.variants, *self.model.smaller_variants):
+            if self._best() is not None or not n_left:
+                return
+            try:
+                proposal = self.model.within(variant, int(self.budget / _FIRST_RATIO))
+            except BudgetError:
+                continue
+            if not self._is_known(proposal):
+                self._compile(proposal)
+                n_left -= 1
 
     def _improve(self) -> None:
         """Compile proposals that recompute much less than the one found by `_search_smaller`, if any."""
@@ -539,6 +578,8 @@ class _Search:
             for c in (*self.known, *first, *self.compiled)
             if c.proposal.variant == similar
         ]
+        if similar != variant and _disagree(samples):
+            return []  # what they say about their own variant is unclear; about another one it is nothing
         return [
             (model, needed)
             for model, needed in samples
@@ -591,6 +632,12 @@ class _Search:
         if samples:
             return int(more * wanted * samples[0][1] / max(1, samples[0][0]))
         return int(wanted * _FIRST_RATIO)
+
+
+def _disagree(samples: Sequence[tuple[int, int]]) -> bool:
+    """Return whether the ratios of samples differ so much that the model misjudges some of them."""
+    ratios = [compiled / max(1, model) for model, compiled in samples]
+    return bool(ratios) and max(ratios) > _DISAGREEING * min(ratios)
 
 
 def _slope(samples: Sequence[tuple[int, int]]) -> float | None:

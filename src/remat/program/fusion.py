@@ -57,6 +57,8 @@ _MOST_OPERANDS = 6
 # it is made from.
 _MOST_POSITIONS = 15
 
+_SCALAR_BYTES = 16  # of the largest type of numbers
+
 # The number of written values from which one kernel computes a value at most.
 _MOST_SOURCES = 64
 
@@ -321,7 +323,9 @@ class _Fusion:
             if ops[i].fusion is not Fusion.CHEAP or not self.size[i]:
                 return False
             large = any(2 * sizes[v] >= self.size[i] for v in ops[i].operands)
-            return large and len(self.users[i]) > 1 and len(kernels) > 1
+            # Pairs of elements of several arrays, such as differences, are not a mere repetition of one.
+            of_pairs = len({v for v in ops[i].operands if sizes[v] > _SCALAR_BYTES}) > 1
+            return (large or of_pairs) and len(self.users[i]) > 1 and len(kernels) > 1
 
         self._mark_by_kernels(is_shared)
 
