@@ -241,7 +241,7 @@ _MISJUDGED = 1.5
 _MOST_TRUSTED = 2
 # Multiple of the budget. What people write by hand is compiled if it costs much less than the best, even
 # if it is predicted to need that much. A larger one allows for more of the model's errors.
-_BY_HAND = 1.5
+_BY_HAND = 1.25
 # The quotient of two samples' ratios above which they say nothing about other variants. A larger one trusts
 # more of them.
 _DISAGREEING = 2.0
