@@ -267,10 +267,11 @@ class StepModel:
         What is live around a body in the program as it is written may depend on the body's option: both
         halves of a `shard_map` are one body, and the residuals between them are around it.
         """
-        n_bodies = len(self._loops.bodies)
+        bodies = self._loops.bodies
         return lowered(
             n_bytes,
-            lambda room: self._body_options(variant, [room] * n_bodies),
+            self._most_room(bodies, variant, n_bytes),
+            lambda room: self._body_options(variant, [room] * len(bodies)),
             lambda options: self._level(-1, options).peak_bytes(variant) - n_bytes,
         )
 
@@ -285,10 +286,18 @@ class StepModel:
         self, bodies: Sequence[Body], variant: str, room: Sequence[int]
     ) -> tuple[BodyOption, ...]:
         """Return the fastest option of each body within its bytes."""
-        at = self.step.fusions.index(self.step.model_of(variant))
+        at = self._model_number(variant)
         return tuple(
             body.options[at].within(n_bytes) for body, n_bytes in zip(bodies, room, strict=True)
         )
+
+    def _most_room(self, bodies: Sequence[Body], variant: str, n_bytes: int) -> int:
+        """Return the bytes below which the first body changes, or `n_bytes` if that is less."""
+        at = self._model_number(variant)
+        return min(n_bytes, max(body.options[at].as_written.bytes for body in bodies))
+
+    def _model_number(self, variant: str) -> int:
+        return self.step.fusions.index(self.step.model_of(variant))
 
     def _levels_to_try(self, variant: str, n_bytes: int) -> Iterator[LoopLevel]:
         """Yield the levels to try within these bytes, with all options of the bodies to try."""
@@ -319,6 +328,7 @@ class StepModel:
         if self._level(-1, options).peak_bytes(variant) > n_bytes and self._steps.bodies:
             yield lowered(
                 n_bytes,
+                self._most_room(self._steps.bodies, variant, n_bytes),
                 lambda room: self._level_with_steps(variant, room, options),
                 lambda level: level.peak_bytes(variant) - n_bytes,
             )
@@ -351,16 +361,16 @@ class StepModel:
 
 
 def lowered(
-    n_bytes: int, options_within: Callable[[int], _T], excess_of: Callable[[_T], int]
+    n_bytes: int, room: int, options_within: Callable[[int], _T], excess_of: Callable[[_T], int]
 ) -> _T:
     """Return options of bodies with which the program around them fits, or the last that were tried.
 
     Args:
       n_bytes: what the program may take.
+      room: what the bodies may take at first.
       options_within: the options of bodies that take at most these bytes.
       excess_of: the bytes by which the program with some options is too large; not positive if it fits.
     """
-    room = n_bytes
     options = options_within(room)
     for least in (0.0,) * _MOST_CORRECTIONS + _LARGE_CORRECTIONS:
         excess = excess_of(options)
