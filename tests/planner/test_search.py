@@ -572,3 +572,11 @@ def test_samples_that_disagree_say_nothing_about_another_variant():
 
     best, _ = search(model, compiler, 500)
     assert best.proposal.decisions == ("second", 400)
+
+
+def test_a_smallest_proposal_that_was_expected_to_exceed_the_budget_is_no_attempt_to_exceed_it():
+    """The model predicts too much: its smallest proposal fits, and a better one above the aim does, too."""
+    needs = {704: 666, 712: 653, 776: 653}
+    model = Staircase([(704, 25.0), (712, 8.0), (776, 3.0)])
+    best, _ = search(model, lambda p, _: needs[p.model_bytes], 678)
+    assert best.proposal.model_bytes == 776

@@ -277,6 +277,8 @@ class _Search:
         self.none_fits = False
         #: Decisions that are never proposed.
         self.excluded: list[Any] = []
+        #: Decisions that were proposed although they are expected to exceed the budget a little.
+        self.over: list[Any] = []
 
     def run(self) -> tuple[CompiledProposal | None, tuple[CompiledProposal, ...]]:
         while len(self.compiled) < self._max_compiles() and not self._is_done():
@@ -368,7 +370,7 @@ class _Search:
             (0.0, gain_within, negligible),
             (_OVER, gain_over, _LEAST_GAIN_OF_OVER * negligible),
         ):
-            was_tried = any(c.expected_bytes > self.budget for c in self.compiled)
+            was_tried = any(c.proposal.decisions in self.over for c in self.compiled)
             if over and (was_tried or variant != self.model.variants[0]):
                 continue
             aim = int((1 + over) * self._aim(variant))
@@ -377,6 +379,7 @@ class _Search:
                 continue
             proposal = self._best_within(variant, aim)
             if proposal.cost < most and not self._is_known(proposal):
+                self.over += [proposal.decisions] if over else []
                 return proposal
         most = min((1 - _GAIN_OF_MORE) * cost, cost - negligible)
         aim = int(self._aim(variant))
