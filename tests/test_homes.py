@@ -102,7 +102,6 @@ HOMES = {
     "report/groups": "report/test_timeline_and_groups",
     "report/html": "report/test_browser",
     "report/payload": "report/test_browser",
-    "solvers/bounds": "solvers/test_schedule",
     "solvers/effort": "solvers/test_grid",
     "toggle": "adapters/test_rematted",
     "transform/checkpoint": "transform/test_matrix",

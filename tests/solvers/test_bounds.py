@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from solver_cases import graphs, least_time, random_layers
 
-from remat.solvers import GridSearch, bounds, frontier
+from remat.solvers import GridSearch, frontier
 from remat.solvers.bounds import ProofEffort, prove, rounded
 from remat.solvers.effort import Effort
 from remat.solvers.graph import Graph
@@ -87,8 +87,7 @@ def test_a_proof_ends_once_relaxations_raise_its_bound_little(
     monkeypatch.setattr(frontier, "frontier", noted)
     monkeypatch.setattr(frontier, "relax", counted)
     # Otherwise branch and bound solves the first programs of so small a graph.
-    monkeypatch.setattr(bounds, "_EXACT_VARIABLES", 100)
-    effort = ProofEffort(max_variables=100_000)
+    effort = ProofEffort(max_variables=100_000, exact_variables=100)
     proof = prove(plain_order(graph), budget, best, 0.0, effort, Effort(MUCH), close=0.0)
     assert 0 < proof.extra_lower_bound <= best.extra_time
     assert len(proven) >= 2

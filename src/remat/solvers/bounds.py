@@ -89,18 +89,18 @@ class ProofEffort:
 
     Args:
       max_variables: of one 0-1 program; boundaries that would exceed it are not added.
+      exact_variables: of a program, up to which branch and bound takes seconds at most; a larger number
+        proves more and may take minutes.
       max_nodes: of branch and bound, for one program.
       max_programs: how many programs are solved.
     """
 
     max_variables: int = 12_000
+    exact_variables: int = 2_500
     max_nodes: int = 500
     max_programs: int = 30
 
 
-# Variables of a program, up to which branch and bound takes seconds at most; a larger number proves more and
-# may take minutes.
-_EXACT_VARIABLES = 2_500
 # Fractional variables of a program's relaxation, above which branch and bound gains nothing in minutes.
 _MOST_FRACTIONAL = 300
 # Share of the best order's extra time. From relaxations with lower bounds than that, branch and bound did not
@@ -146,7 +146,8 @@ def prove(
         at_most = math.inf if best is None else best.extra_time
         inner = sorted((stages.index(end), v) for end, v in moments)
         program = frontier.frontier(arrays, budget, stages, inner, at_most=at_most)
-        is_hard = frontier.n_variables(stages) > _EXACT_VARIABLES and _is_too_hard(program, best)
+        is_large = frontier.n_variables(stages) > effort.exact_variables
+        is_hard = is_large and _is_too_hard(program, best)
         if is_hard:
             answer = frontier.relax(
                 frontier.frontier(arrays, budget, stages, inner, at_most=at_most, windows=True)
