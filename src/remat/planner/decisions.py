@@ -171,9 +171,9 @@ def applied_to(source: _jax.Jaxpr, decisions: StepDecisions) -> _jax.Jaxpr:
     return _changed(source, decisions)
 
 
-# Kept because the FLOPs of a proposal are counted on its program, which is then compiled: in another tracing
-# context, but `source` was traced in one. Few programs are kept, since those of large steps are large.
-@functools.partial(_jax.weakref_lru_cache, maxsize=4, trace_context_in_key=False)
+# Kept because the FLOPs of a proposal are counted on its program, which is then compiled. Few are kept, since
+# those of large steps are large.
+@functools.partial(_jax.weakref_lru_cache, maxsize=4)
 def _changed(source: _jax.Jaxpr, decisions: StepDecisions) -> _jax.Jaxpr:
     return _finished(rewritten(with_loops(source, decisions.loops), decisions.outside), decisions)
 

@@ -64,7 +64,7 @@ def loop_choices(step: PricedStep) -> LoopChoices:
     others: then its time of recomputation decides its place, before the first level that takes as long.
     """
     flat, source, price, opened = step.flat, step.source, step.price, step.is_opened
-    if not opened and not any(map(programs_of, source.eqns)):
+    if not opened and not any(map(programs_of, source.eqns)):  # no loops and branches
         return LoopChoices(((LoopDecisions(), 0.0),), None, (), ())
     found = scan_pairs.pairs(
         source,

@@ -42,8 +42,8 @@ class LoopLevel:
         self.step = step
         self.loops = loops
         self.loop_seconds = loop_seconds
-        self._by_variant: dict[str, Fused] = {}
-        self._timed_by_variant: dict[str, Fused] = {}
+        #: By variant, and whether nodes have the times of their kernels.
+        self._graphs: dict[tuple[str, bool], Fused] = {}
         self._answers: list[tuple[Fused, Answers]] = []
         self._with_copies: dict[tuple[HostCopy, ...], LoopLevel] = {}
         self._peaks: dict[tuple[str, tuple[Step, ...]], int] = {}
@@ -289,14 +289,14 @@ class LoopLevel:
 
     def _fused(self, variant: str) -> Fused:
         """Return the graph of a variant whose nodes have the prices of their recomputation."""
-        return self._graph(variant, self._by_variant, timed=False)
+        return self._graph(variant, timed=False)
 
     def _timed(self, variant: str) -> Fused:
         """Return the graph of a variant whose nodes have the times of their kernels."""
-        return self._graph(variant, self._timed_by_variant, timed=True)
+        return self._graph(variant, timed=True)
 
-    def _graph(self, variant: str, known: dict[str, Fused], *, timed: bool) -> Fused:
-        variant = self.step.model_of(variant)
-        if variant not in known:
-            known[variant] = self.step.fused(self.program, variant, timed=timed)
-        return known[variant]
+    def _graph(self, variant: str, *, timed: bool) -> Fused:
+        key = self.step.model_of(variant), timed
+        if key not in self._graphs:
+            self._graphs[key] = self.step.fused(self.program, key[0], timed=timed)
+        return self._graphs[key]

@@ -437,10 +437,7 @@ class _Search:
             if c.proposal.variant == variant
             and self.budget < c.compiled_bytes <= (1 + _OVER) * self.budget
         ]
-        try:
-            found = self.model.within(variant, int((1 - _MARGIN) * min(near))) if near else None
-        except BudgetError:
-            return None
+        found = self._within(variant, int((1 - _MARGIN) * min(near))) if near else None
         return None if found is None or self._is_known(found) else found
 
     def _best_within(self, variant: str, aim: int) -> Proposal:
@@ -449,10 +446,15 @@ class _Search:
 
     def _best_or_smallest_within(self, variant: str, aim: int) -> tuple[Proposal, bool]:
         """Return that proposal, and whether it is the smallest because none is within the aim."""
+        found = self._within(variant, max(aim, 0))
+        return (self.model.smallest(variant), True) if found is None else (found, False)
+
+    def _within(self, variant: str, n_bytes: int) -> Proposal | None:
+        """Return the variant's proposal within these bytes; None if there is none."""
         try:
-            return self.model.within(variant, max(aim, 0)), False
+            return self.model.within(variant, n_bytes)
         except BudgetError:
-            return self.model.smallest(variant), True
+            return None
 
     def _is_known(self, proposal: Proposal) -> bool:
         compiled = (c.proposal.decisions for c in self.compiled)
@@ -496,11 +498,8 @@ class _Search:
         for variant in (*self.model.variants, *self.model.smaller_variants):
             if self._best() is not None or not n_left:
                 return
-            try:
-                proposal = self.model.within(variant, int(self.budget / _FIRST_RATIO))
-            except BudgetError:
-                continue
-            if not self._is_known(proposal):
+            proposal = self._within(variant, int(self.budget / _FIRST_RATIO))
+            if proposal is not None and not self._is_known(proposal):
                 self._compile(proposal)
                 n_left -= 1
 

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from remat.errors import BudgetError
 from remat.ir.flops import flops_of_program
+from remat.planner.auto import WITH_MARKS, tracing
 from remat.planner.bodies import Body, BodyOption, without_partial_sums
 from remat.planner.decisions import LoopDecisions, StepDecisions, applied_to
 from remat.planner.loop_choices import LoopChoices, ScheduledSteps, loop_choices, scheduled_steps
@@ -164,7 +165,8 @@ class StepModel:
             return proposal
         if decisions not in self._flops:
             source = self.step.source_of(decisions.loops.opened)
-            self._flops[decisions] = flops_of_program(applied_to(source, decisions))
+            with tracing(WITH_MARKS):  # as when it is compiled, so that the program is made once
+                self._flops[decisions] = flops_of_program(applied_to(source, decisions))
         as_written = self.step.flops
         more = self._flops[decisions] / as_written - 1 if as_written else 0.0
         of_flops = more * self.step.computing_seconds

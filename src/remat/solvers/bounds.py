@@ -135,7 +135,7 @@ def prove(
       close: difference between order and bound at which they count as equal.
     """
     arrays = plain.arrays
-    boundaries = {int(np.argmax(plain.live_bytes)), len(arrays) - 1}
+    boundaries = _first_boundaries(plain)
     moments: set[tuple[int, int]] = set()
     for _ in range(effort.max_programs):
         if best is not None and best.extra_time <= proven + close:
@@ -163,7 +163,7 @@ def prove(
         proven = max(proven, min(answer.extra_lower_bound, at_most))
         if answer.recomputed is None or proves_little:
             break
-        meant = liveness(arrays, _order(arrays, stages, answer.recomputed)).tidy()
+        meant = _meant(arrays, stages, answer.recomputed)
         mended = relieve(meant, budget, Relief(), search_effort)
         if mended.peak_bytes <= budget:
             mended = keep(mended, budget, search_effort)
@@ -198,7 +198,7 @@ def rounded(
       search_effort: ends the repair of the rounded solution, which may exceed the budget.
     """
     arrays = plain.arrays
-    boundaries = {int(np.argmax(plain.live_bytes)), len(arrays) - 1}
+    boundaries = _first_boundaries(plain)
     found: Liveness | None = None
     for windows in (False, True):
         stages = sorted(boundaries)
@@ -209,13 +209,21 @@ def rounded(
         )
         if answer.recomputed is None:
             break
-        found = liveness(arrays, _order(arrays, stages, answer.recomputed)).tidy()
-        if not _add_violated(found, budget, boundaries, set()):
+        found = _meant(arrays, stages, answer.recomputed)
+        if windows or not _add_violated(found, budget, boundaries, set()):
             break
-    return None if found is None else relieve(found, budget, Relief(), search_effort)
+    if found is None:
+        return None
+    mended = relieve(found, budget, Relief(), search_effort)
+    return mended if mended.peak_bytes <= budget else None
 
 
-def _order(arrays: Arrays, stages: Sequence[int], recomputed: Sequence[Sequence[int]]) -> list[int]:
+def _first_boundaries(plain: Liveness) -> set[int]:
+    """Return the boundaries to begin with: the peak and the end."""
+    return {int(np.argmax(plain.live_bytes)), len(plain.arrays) - 1}
+
+
+def _meant(arrays: Arrays, stages: Sequence[int], recomputed: Sequence[Sequence[int]]) -> Liveness:
     """Return the order of a solution: each recomputation before its first use in its stage."""
     order: list[int] = []
     begin = 0
@@ -225,7 +233,7 @@ def _order(arrays: Arrays, stages: Sequence[int], recomputed: Sequence[Sequence[
         # The boundary's own operands, and what later stages use.
         order += [*sorted(missing), end]
         begin = end + 1
-    return order
+    return liveness(arrays, order).tidy()
 
 
 def _add_violated(

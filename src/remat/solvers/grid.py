@@ -67,9 +67,8 @@ _WIDE_INTERVAL = 1 / 64
 # Share of the peak. Orders for budgets in wider intervals, far from the budget at hand, are improved for
 # `_WIDEST` of the time of others. The others start from linear relaxations as well.
 _WIDEST_INTERVAL, _WIDEST = 1 / 12, 0.25
-_MENDING_EFFORT = (
-    20  # allowance to repair a rounded relaxation, as a multiple of that of one budget
-)
+# Allowance to repair a rounded relaxation, as a multiple of that of one budget; a larger one repairs more.
+_MENDING_EFFORT = 20
 # Nodes of the graphs whose orders are improved for longer. Proofs solve smaller ones, and on larger ones a
 # round of improvement takes so long that more of them do not pay.
 _IMPROVED = range(200, 4_001)
@@ -423,7 +422,7 @@ class _GridAnswers(Answers):
             return best
         effort = Effort(_MENDING_EFFORT * self._units)
         found = rounded(self._plain, budget, best, self.proof.max_variables, effort)
-        if found is None or found.peak_bytes > budget:
+        if found is None:
             return best
         return min(best, keep(found, budget, Effort(self._units)), key=_time_and_peak)
 
