@@ -206,6 +206,7 @@ class _OptionsOfCuts:
         chosen = dict(inner)
         self.inner_options = [chosen.get(pair.id, pair.as_written) for pair in outer.inner]
         self.times = outer.times
+        self.within_step = outer.scope.is_step
         self.transfer = outer.scope.costing.transfer
         self.scope = joint_scope(outer.scope, joint, outer.place)
         self.number = joint.number
@@ -298,7 +299,8 @@ class _OptionsOfCuts:
 
     def _in_steps(self, saved: tuple[int, ...], emitted: Emitted, cost: _Cost) -> ScanOption:
         steps = self.joint.length * self.times
-        kept = self.joint.length * self.kept_bytes(emitted) + self.fixed_bytes(emitted)
+        fixed = self.fixed_bytes(emitted, in_groups=False)
+        kept = self.joint.length * self.kept_bytes(emitted) + fixed
         return ScanOption(saved, kept, *_times(self._plus_inner(cost), steps), inner=self.inner)
 
     def _in_groups(
@@ -306,16 +308,18 @@ class _OptionsOfCuts:
     ) -> list[ScanOption]:
         joint, length = self.joint, self.joint.length
         carry = sum(self.scope.bytes_of(v) for v in joint.carry)
-        wanted = [*joint.carry_results, *emitted.kept]
-        again, _ = joint.closure(wanted, frozenset())
+        again, _ = self._again(emitted)
         # Values that must not be computed twice would have to be kept for all steps. Equations with effects
         # would run again even if nothing needs their results.
         does_more = any(map(has_effects, joint.known))
         if does_more or not self.once.isdisjoint(map(id, again)):
             return []
-        per_step, fixed = self.kept_bytes(emitted), self.fixed_bytes(emitted)
+        per_step, fixed = self.kept_bytes(emitted), self.fixed_bytes(emitted, in_groups=True)
         repeated = self.cost_of(again)
         each = self._plus_inner(twice)
+        # The bytes that a group keeps while it is reversed are not live between the two scans, where the peak
+        # may be instead. They are at the peak of a pair inside of another one's step.
+        share = 1 if self.within_step else 2
         found = []
         for group in group_sizes(length, carry, max(1, per_step)):
             n_most = length // group
@@ -332,9 +336,7 @@ class _OptionsOfCuts:
                     n_grouped * repeated.seconds + length * each.seconds,
                     n_grouped * repeated.flops + length * each.flops,
                 )
-                # The bytes that a group keeps while it is reversed are not live between the two scans, where
-                # the peak may be instead.
-                stacked = max(length - n_grouped, group // 2) * per_step
+                stacked = max(length - n_grouped, group // share) * per_step
                 most = n_groups * carry + stacked + fixed
                 groups = 0 if n_groups == n_most else n_groups
                 found.append(
@@ -360,9 +362,17 @@ class _OptionsOfCuts:
         """Return the bytes that one step keeps for B on the device."""
         return sum(self.scope.bytes_of(v) for v in emitted.kept if v not in emitted.copies)
 
-    def fixed_bytes(self, emitted: Emitted) -> int:
-        """Return the bytes that do not grow with the steps: F's operands that B reads, inner stacks."""
-        borrowed = [v for v in emitted.read if v in self.joint.outside and v not in self.scope.free]
+    def _again(self, emitted: Emitted) -> tuple[list[_jax.JaxprEqn], list[_jax.Var]]:
+        """Return the equations that F's run over a group of steps repeats, and the inputs that they read."""
+        return self.joint.closure([*self.joint.carry_results, *emitted.kept], frozenset())
+
+    def fixed_bytes(self, emitted: Emitted, *, in_groups: bool) -> int:
+        """Return the bytes that do not grow with the steps: F's operands that B reads, inner stacks.
+
+        If steps are in groups, B also reads what F's run over a group does.
+        """
+        read = emitted.read.union(self._again(emitted)[1] if in_groups else ())
+        borrowed = [v for v in read if v in self.joint.outside and v not in self.scope.free]
         n_bytes_lent = sum(self.joint.length * self._borrowed_bytes(v) for v in borrowed)
         return n_bytes_lent + self._transient_bytes(emitted)
 
@@ -477,7 +487,7 @@ def _mixtures(found: Sequence[tuple[ScanOption, _OptionsOfCuts]]) -> Iterator[Sc
         both = few, many
         emitted = [Emitted.of(c.joint, o.saved, o.offloaded) for c, o in zip(cuts, both)]
         kept = [c.kept_bytes(e) for c, e in zip(cuts, emitted)]
-        fixed = max(c.fixed_bytes(e) for c, e in zip(cuts, emitted))
+        fixed = max(c.fixed_bytes(e, in_groups=o.group > 1) for c, e, o in zip(cuts, emitted, both))
         is_same_inside = many.inner == few.inner
         is_same = is_same_inside and (many.saved, many.offloaded) == (few.saved, few.offloaded)
         share = (many.bytes - few.bytes) / most_bytes

@@ -71,6 +71,7 @@ class Scope:
       known: the seconds of programs inside, by their ids and shard counts; shared by all scopes.
       runs: for the inputs that several runs of the program share, how many: the steps of the loops around it
         for which the input is a constant. If it lives longer, its bytes count once for all of these.
+      is_step: whether the program runs in each step of a pair of loops, at the peak of the step around them.
     """
 
     jaxpr: _jax.Jaxpr
@@ -79,6 +80,7 @@ class Scope:
     free: frozenset[_jax.Var]
     known: dict[Any, tuple[_jax.Jaxpr, float]]
     runs: Mapping[_jax.Var, int] = dataclasses.field(default_factory=dict)
+    is_step: bool = False
 
     @classmethod
     def of(
@@ -89,15 +91,16 @@ class Scope:
         free: Iterable[_jax.Var] | None = None,
         known: dict[Any, tuple[_jax.Jaxpr, float]] | None = None,
         runs: Mapping[_jax.Var, int] | None = None,
+        *,
+        is_step: bool = False,
     ) -> Scope:
         writer = _Writer(costing.execution)
         writer.enter(jaxpr.invars, shards)
         writer.enter(jaxpr.constvars, None)
         writer.write(jaxpr, "")
         given = (*jaxpr.invars, *jaxpr.constvars) if free is None else free
-        return cls(
-            jaxpr, costing, writer, frozenset(given), {} if known is None else known, runs or {}
-        )
+        seconds = {} if known is None else known
+        return cls(jaxpr, costing, writer, frozenset(given), seconds, runs or {}, is_step)
 
     def bytes_of(self, v: _jax.Var) -> int:
         return self.writer.bytes[self.writer.ids[v]]
@@ -135,7 +138,8 @@ class Scope:
         # Copies in branches and in shard_maps have not been tested, so they are not offered.
         is_loop = eqn.primitive.name in ("scan", "while")
         costing = self.costing if is_loop else self.costing.on_device
-        return Scope.of(body, costing, self._shards_inside(eqn, body), known=self.known)
+        shards = self._shards_inside(eqn, body)
+        return Scope.of(body, costing, shards, known=self.known, is_step=self.is_step)
 
     def _shards_inside(self, eqn: _jax.JaxprEqn, body: _jax.Jaxpr) -> list[int] | None:
         operands = eqn.invars[len(eqn.invars) - len(body.invars) :]
@@ -170,7 +174,8 @@ def joint_scope(scope: Scope, joint: Joint, place: int) -> Scope:
         for v in (*joint.consts, *joint.xs)
         if _jax.is_var(joint.outside[v])
     }
-    return Scope.of(joint.jaxpr, scope.costing.on_device, shards, free, scope.known, runs)
+    costing = scope.costing.on_device
+    return Scope.of(joint.jaxpr, costing, shards, free, scope.known, runs, is_step=True)
 
 
 def _operand(joint: Joint, v: _jax.Var) -> object:
