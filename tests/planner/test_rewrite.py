@@ -270,6 +270,24 @@ def test_constant_arrays_of_units_wait_for_their_units():
     assert_equal(run(new, leaves), run(flat, leaves))
 
 
+def test_units_share_no_array_of_a_number_that_they_multiply_by():
+    """XLA for CPU would write the array once, from jaxlib 0.12 on, for sums of two units."""
+
+    def step(x):
+        y = jnp.sin(x)
+        differences = y[:, None] - y[None]
+        first = jnp.sum(2.0 * differences * y[:, None], 0)
+        return first, jnp.sum(2.0 * differences * y, 1)
+
+    flat, leaves = flat_of(step, np.linspace(0, 1, 256 * 16, dtype=np.float32).reshape(256, 16))
+    sin, *sums = (i for i, e in enumerate(flat.eqns) if e.primitive.name in ("sin", "reduce_sum"))
+    bursts = tuple(Burst(at, (sin,)) for at in sums)
+    new = rewritten(flat, Decisions(frozenset((sin, *sums)), bursts))
+    passed = jax.jit(lambda *xs: _jax.eval_jaxpr(new, (), *xs)).lower(*leaves).compile()
+    assert passed.memory_analysis().temp_size_in_bytes < 256 * 256 * 16 * 4
+    assert_equal(passed(*leaves), run(flat, leaves), rounding=1e-5)
+
+
 def test_recomputation_for_a_second_gradient_waits_for_the_first():
     """Only results remain of the first gradient, so the unit depends on one of these."""
 

@@ -16,8 +16,10 @@ passes the barrier, and so waits anyway. A compiler would copy arguments in the 
 place, such as a loop's carry. If arguments are sharded, the barrier includes them all: the partitioner may
 gather one, which is an operation on it that a compiler could start early (`Decisions.fences_arguments`).
 
-A unit also takes the scalars that fill its constant arrays. Otherwise a compiler could make such an array
-when the program starts, or share one between units, and keep it in memory throughout.
+A unit also takes the scalars that fill its constant arrays, and those that it combines arrays with, where
+that changes no bit (`ir.numbers`). Otherwise a compiler could make such an array when the program starts, or
+share one between units, and keep it in memory throughout: XLA for CPU does so from jaxlib 0.12 on if sums in
+two units read it.
 
 A unit must not start before the schedule reaches it. Usually it takes a value that was computed just
 before, such as a cotangent. If it takes none, a value that was computed recently, its *trigger*, is passed
@@ -48,6 +50,7 @@ from remat.aliases import Array, Arrays, Atom, PyTree, TreeDef
 from remat.ir import jaxprs
 from remat.ir.carries import without_redundant_carries
 from remat.ir.equations import fills_array, has_effects, transparent_call
+from remat.ir.numbers import unsimplified_numbers
 from remat.ir.repetitions import without_repeated
 from remat.ir.restriction import has_marks, restricted, without_marks
 from remat.ir.swapped import with_swapped_products
@@ -354,6 +357,8 @@ class _Writer:
         self.derived: dict[_jax.Var, _jax.Var] = {}
         #: The variables that have the values of literals, by the literals' types and bytes.
         self.numbers: dict[tuple[Any, bytes], _jax.Var] = {}
+        #: By the number of an equation, the places of the literals that pass the barriers of units.
+        self.passed_numbers = unsimplified_numbers(jaxpr)
         #: For each variable of the new program, the number of the latest equation it depends on.
         self.latest: dict[_jax.Var, int] = {}
 
@@ -715,7 +720,10 @@ class _Unit:
         return self.inside[v]
 
     def _emit(self, number: int, operands: Sequence[Atom]) -> Sequence[_jax.Var]:
-        new, outs = _copy(self.writer.jaxpr.eqns[number], operands)
+        eqn, operands = self.writer.jaxpr.eqns[number], list(operands)
+        for at in self.writer.passed_numbers.get(number, ()):
+            operands[at] = self.take(self.writer.number(eqn.invars[at], eqn))
+        new, outs = _copy(eqn, operands)
         self.eqns.append(new)
         self.numbers.append(number)
         return outs
