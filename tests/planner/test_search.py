@@ -532,6 +532,18 @@ def test_what_people_write_by_hand_is_not_compiled_without_hope(seconds, n_bytes
     assert "by hand" not in [c.proposal.decisions for c in compiled]
 
 
+def test_a_budget_of_which_little_is_used_is_filled_though_estimates_say_otherwise():
+    """The first answers suggest that only the smallest proposal fits."""
+    model = Staircase([(100, 9.0), (400, 2.5), (480, 1.0)])
+    needs = {100: 50, 400: 480, 480: 800}
+    found = {}
+    for much in (1.0, 10.0):
+        limits = CompileLimits(much_seconds=much)
+        best, _ = search(model, lambda p, _: needs[p.model_bytes], 500, limits)
+        found[much] = best.proposal.model_bytes
+    assert found == {1.0: 400, 10.0: 100}
+
+
 class OfVariants(Staircase):
     """A model whose variants have steps of their own."""
 

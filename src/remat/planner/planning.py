@@ -15,8 +15,8 @@ The whole step is compiled:
 * once without rematerialization; its memory is cached;
 * once for each candidate. `search.CompileLimits` has the numbers: at most four, and four more while each is
   expected to recompute much less than the best. If none of the first four fits, up to five smaller ones are
-  compiled, then the smallest of each variant and the one by hand, and a few that are larger. One to three are
-  usual;
+  compiled, then the smallest of each variant and the one by hand, and a few that are larger. If the best one
+  leaves much of the budget unused, up to two more are. One to three are usual;
 * once more for the best candidate, with the options with which it will run (`_confirmed`). If that peak
   exceeds the budget, the search is repeated with a lower limit, at most `_MAX_CONFIRMATIONS` times in all.
   On CPU this is not needed; elsewhere `verify=` decides, and by default the time that it would take.

@@ -242,6 +242,12 @@ _MOST_TRUSTED = 2
 # Multiple of the budget. What people write by hand is compiled if it costs much less than the best, even
 # if it is predicted to need that much. A larger one allows for more of the model's errors.
 _BY_HAND = 1.25
+# Shares of the budget. If the best proposal needs less than `_UNFILLED` and costs much, those within
+# `_SHARES_TO_FILL` by the model are compiled, at most `_MOST_FILLING` of them. More find more plans that
+# estimates miss, and prolong searches. Those that cost less than `_HARDLY_LESS` of one that needed too much
+# are left out; a larger share leaves out more.
+_UNFILLED, _SHARES_TO_FILL, _MOST_FILLING = 0.85, tuple(1 - k / 25 for k in range(11)), 2
+_HARDLY_LESS = 0.95
 # The quotient of two samples' ratios above which they say nothing about other variants. A larger one trusts
 # more of them.
 _DISAGREEING = 2.0
@@ -292,7 +298,33 @@ class _Search:
             self._search_smaller()
             self._improve()
         self._compile_by_hand()
+        self._fill()
         return self._best(), tuple(self.compiled)
+
+    def _fill(self) -> None:
+        """Compile proposals between the best and those that need too much, if the best leaves much unused.
+
+        Where the compiler's answers contradict each other, estimates from them may miss what lies between.
+        """
+        n_left = _MOST_FILLING
+        for share in _SHARES_TO_FILL:
+            best = self._best()
+            if best is None or best.compiled_bytes > _UNFILLED * self.budget:
+                return
+            most = (1 - _GAIN_OF_MORE) * best.proposal.cost
+            if most <= self.limits.much_seconds or not n_left:
+                return
+            variant, aim = self.model.variants[0], int(share * self.budget)
+            if self._costs_more(variant, aim, most):
+                continue
+            proposal = self._within(variant, aim)
+            if proposal is None or proposal.cost >= most or self._is_known(proposal):
+                continue
+            too_large = (c for c in self.compiled if c.compiled_bytes > self.budget)
+            costs = (c.proposal.cost for c in too_large if c.proposal.cost < most)
+            if proposal.cost > _HARDLY_LESS * max(costs, default=0.0):
+                n_left -= 1
+                self._compile(proposal)
 
     def _compile_by_hand(self) -> None:
         """Compile what people would write by hand if it costs much less than the best and may fit."""
