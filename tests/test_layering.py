@@ -50,7 +50,7 @@ LAYERS = [
     ("ir.split",),
     ("ir", "ir.equations", "ir.flops", "ir.fingerprint"),
     ("ir.repetitions", "ir.rewriting", "ir.updates"),
-    ("ir.carries", "ir.restriction", "ir.swapped"),
+    ("ir.carries", "ir.numbers", "ir.restriction", "ir.swapped"),
     ("transform.outlining",),
     (
         "transform.barrier",

@@ -534,6 +534,13 @@ def test_an_explanation_of_many_places_stays_short() -> None:
     assert len(explanation.splitlines()) < 35
 
 
+def test_an_explanation_says_what_is_computed_wherever_it_is_read() -> None:
+    ordered = WholeStep(200, (*range(50),), (), ordered=True)
+    explanation = dataclasses.replace(PLAN, whole_step=ordered).explain()
+    assert "150 operations whose results are not kept in memory" in explanation
+    assert "wherever" not in dataclasses.replace(PLAN, whole_step=WholeStep(9, (), ())).explain()
+
+
 def test_an_explanation_says_what_was_asked_and_reached() -> None:
     explanation = PLAN.explain()
     for part in (

@@ -288,6 +288,22 @@ def test_units_share_no_array_of_a_number_that_they_multiply_by():
     assert_equal(passed(*leaves), run(flat, leaves), rounding=1e-5)
 
 
+def test_a_unit_derives_a_value_once_from_the_same_computation():
+    def step(x):
+        tripled = 3 * jnp.sin(x)
+        return tripled @ x.T, tripled.T @ x
+
+    flat, leaves = flat_of(step, X)
+    sin, *dots = (i for i, e in enumerate(flat.eqns) if e.primitive.name in ("sin", "dot_general"))
+    for bursts, n_products in (
+        ((Burst(dots[0], (sin,)),), 1),
+        ((Burst(dots[0], (sin,)), Burst(dots[1], (sin,))), 2),
+    ):
+        new = rewritten(flat, Decisions(frozenset((sin, *dots)), bursts))
+        assert sum(e.primitive.name == "mul" for e in equations(new)) == n_products
+        assert_equal(run(new, leaves), run(flat, leaves))
+
+
 def test_recomputation_for_a_second_gradient_waits_for_the_first():
     """Only results remain of the first gradient, so the unit depends on one of these."""
 

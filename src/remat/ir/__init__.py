@@ -8,6 +8,7 @@ flops        FLOPs and bytes of equations and programs
 repetitions  common subexpressions: equations of one program that repeat those of another
 carries      loops without carried arrays that never change or that equal others
 swapped      products of matrices that are transposed, with swapped operands instead
+numbers      numbers of which a compiler need not know the values to round the same
 updates      updates of donated arguments, moved to the place where their gradients are ready
 fingerprint  fingerprints of jaxprs, independent of names
 rewriting    changing the equations of a program at any depth

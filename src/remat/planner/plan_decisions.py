@@ -269,6 +269,11 @@ def explained(whole: WholeStep) -> Iterable[str]:
     else:
         what = "the bodies below" if whole.bodies else "loops"
         yield f"Outside of {what} nothing is recomputed"
+    if whole.ordered and (n_inside := whole.n_equations - len(whole.stored)):
+        yield (
+            f"  {counted(n_inside, 'operation')} whose results are not kept in memory are computed wherever "
+            "these are read: the extra FLOPs include that"
+        )
     if whole.partial_sums:
         yield (
             f"  {len(whole.partial_sums)} partial sums are computed as soon as their terms are, which frees "

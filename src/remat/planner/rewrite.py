@@ -688,6 +688,9 @@ class _Unit:
         self.inputs: dict[_jax.Var, None] = {}
         self.local: dict[_jax.Var, _jax.Var] = {}
         self.inside: dict[_jax.Var, _jax.Var] = {}  # values that are not stored
+        self.derived: dict[
+            _jax.Var, list[_jax.Var]
+        ] = {}  # those by each value that they are made of
         self.last = -1
 
     def compute(self, number: int) -> None:
@@ -698,8 +701,7 @@ class _Unit:
             operands = [self.take(self.writer.number(operands[0], eqn))]
         outs = self._emit(number, operands)
         self.local.update((v, out) for v, out in zip(eqn.outvars, outs) if not _jax.is_dropped(v))
-        # Values derived from earlier computations of these are derived again.
-        self.inside.clear()
+        self._forget(eqn.outvars)
         self.last = max(self.last, number)
 
     def value(self, v: Atom) -> Atom:
@@ -717,7 +719,17 @@ class _Unit:
         eqn = self.writer.jaxpr.eqns[number]
         outs = self._emit(number, [self.value(x) for x in eqn.invars])
         self.inside.update(zip(eqn.outvars, outs))
+        for x in filter(_jax.is_var, eqn.invars):
+            self.derived.setdefault(x, []).extend(eqn.outvars)
         return self.inside[v]
+
+    def _forget(self, values: Iterable[_jax.Var]) -> None:
+        """Derive values from the latest computation of others again, if they are read again."""
+        stack = list(values)
+        while stack:
+            for v in self.derived.pop(stack.pop(), ()):
+                self.inside.pop(v, None)
+                stack.append(v)
 
     def _emit(self, number: int, operands: Sequence[Atom]) -> Sequence[_jax.Var]:
         eqn, operands = self.writer.jaxpr.eqns[number], list(operands)
