@@ -20,10 +20,10 @@ _OPERATIONS = _COMPARISONS | _SUMS | {"mul", "div"}
 
 
 def unsimplified_numbers(jaxpr: _jax.Jaxpr) -> dict[int, list[int]]:
-    """Return by the numbers of equations the places of the numbers that round the same if they are unknown.
+    """Return the places of numbers that round the same if they are unknown, by the number of the equation.
 
-    They are compared with elements of arrays, are powers of two as factors or divisors, or are added to or
-    subtracted from arrays that are no such sums and of which no such sums are made.
+    These are numbers that are compared with an array, powers of two as factors or divisors, and numbers that
+    are added to or subtracted from an array. In a chain of additions of numbers none is included.
 
     >>> import jax
     >>> jaxpr = jax.make_jaxpr(lambda x: jax.numpy.maximum(x * 2.0, 0.5) / 3.0)(jax.numpy.ones(4))
@@ -31,13 +31,12 @@ def unsimplified_numbers(jaxpr: _jax.Jaxpr) -> dict[int, list[int]]:
     {0: [1], 1: [1]}
     """
     sums = {n for n, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name in _SUMS and _numbers(eqn)}
-    of_sums = {v for n in sums for v in jaxpr.eqns[n].outvars}
-    summed = {v for n in sums for v in jaxpr.eqns[n].invars if _jax.is_var(v)}
+    results = {v for n in sums for v in jaxpr.eqns[n].outvars}
+    chained = {v for n in sums for v in jaxpr.eqns[n].invars if _jax.is_var(v) and v in results}
     found = {}
     for n, eqn in enumerate(jaxpr.eqns):
-        if n in sums and not (
-            of_sums.isdisjoint(filter(_jax.is_var, eqn.invars)) and (summed.isdisjoint(eqn.outvars))
-        ):
+        read = filter(_jax.is_var, eqn.invars)
+        if n in sums and not chained.isdisjoint((*read, *eqn.outvars)):
             continue
         places = [at for at in _numbers(eqn) if n in sums or _is_unsimplified(eqn, at)]
         if places:

@@ -688,9 +688,8 @@ class _Unit:
         self.inputs: dict[_jax.Var, None] = {}
         self.local: dict[_jax.Var, _jax.Var] = {}
         self.inside: dict[_jax.Var, _jax.Var] = {}  # values that are not stored
-        self.derived: dict[
-            _jax.Var, list[_jax.Var]
-        ] = {}  # those by each value that they are made of
+        #: The values of `inside` by each value that they are derived from.
+        self.derived_from: dict[_jax.Var, list[_jax.Var]] = {}
         self.last = -1
 
     def compute(self, number: int) -> None:
@@ -720,14 +719,14 @@ class _Unit:
         outs = self._emit(number, [self.value(x) for x in eqn.invars])
         self.inside.update(zip(eqn.outvars, outs))
         for x in filter(_jax.is_var, eqn.invars):
-            self.derived.setdefault(x, []).extend(eqn.outvars)
+            self.derived_from.setdefault(x, []).extend(eqn.outvars)
         return self.inside[v]
 
     def _forget(self, values: Iterable[_jax.Var]) -> None:
-        """Derive values from the latest computation of others again, if they are read again."""
+        """Drop what was derived from earlier computations of these values, so that it is derived again."""
         stack = list(values)
         while stack:
-            for v in self.derived.pop(stack.pop(), ()):
+            for v in self.derived_from.pop(stack.pop(), ()):
                 self.inside.pop(v, None)
                 stack.append(v)
 

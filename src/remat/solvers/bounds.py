@@ -214,8 +214,8 @@ def rounded(
             break
     if found is None:
         return None
-    mended = relieve(found, budget, Relief(), search_effort)
-    return mended if mended.peak_bytes <= budget else None
+    repaired = relieve(found, budget, Relief(), search_effort)
+    return repaired if repaired.peak_bytes <= budget else None
 
 
 def _first_boundaries(plain: Liveness) -> set[int]:

@@ -299,7 +299,7 @@ class _OptionsOfCuts:
 
     def _in_steps(self, saved: tuple[int, ...], emitted: Emitted, cost: _Cost) -> ScanOption:
         steps = self.joint.length * self.times
-        fixed = self.fixed_bytes(emitted, in_groups=False)
+        fixed = self.fixed_bytes(emitted)
         kept = self.joint.length * self.kept_bytes(emitted) + fixed
         return ScanOption(saved, kept, *_times(self._plus_inner(cost), steps), inner=self.inner)
 
@@ -308,13 +308,13 @@ class _OptionsOfCuts:
     ) -> list[ScanOption]:
         joint, length = self.joint, self.joint.length
         carry = sum(self.scope.bytes_of(v) for v in joint.carry)
-        again, _ = self._again(emitted)
+        again, read_again = self.again(emitted)
         # Values that must not be computed twice would have to be kept for all steps. Equations with effects
         # would run again even if nothing needs their results.
         does_more = any(map(has_effects, joint.known))
         if does_more or not self.once.isdisjoint(map(id, again)):
             return []
-        per_step, fixed = self.kept_bytes(emitted), self.fixed_bytes(emitted, in_groups=True)
+        per_step, fixed = self.kept_bytes(emitted), self.fixed_bytes(emitted, read_again)
         repeated = self.cost_of(again)
         each = self._plus_inner(twice)
         # The bytes that a group keeps while it is reversed are not live between the two scans, where the peak
@@ -362,16 +362,18 @@ class _OptionsOfCuts:
         """Return the bytes that one step keeps for B on the device."""
         return sum(self.scope.bytes_of(v) for v in emitted.kept if v not in emitted.copies)
 
-    def _again(self, emitted: Emitted) -> tuple[list[_jax.JaxprEqn], list[_jax.Var]]:
+    def again(self, emitted: Emitted) -> tuple[list[_jax.JaxprEqn], list[_jax.Var]]:
         """Return the equations that F's run over a group of steps repeats, and the inputs that they read."""
         return self.joint.closure([*self.joint.carry_results, *emitted.kept], frozenset())
 
-    def fixed_bytes(self, emitted: Emitted, *, in_groups: bool) -> int:
+    def fixed_bytes(self, emitted: Emitted, read_again: Iterable[_jax.Var] = ()) -> int:
         """Return the bytes that do not grow with the steps: F's operands that B reads, inner stacks.
 
-        If steps are in groups, B also reads what F's run over a group does.
+        Args:
+          emitted: the steps of the pair.
+          read_again: the inputs that F's run over a group of steps reads, if steps are in groups.
         """
-        read = emitted.read.union(self._again(emitted)[1] if in_groups else ())
+        read = emitted.read.union(read_again)
         borrowed = [v for v in read if v in self.joint.outside and v not in self.scope.free]
         n_bytes_lent = sum(self.joint.length * self._borrowed_bytes(v) for v in borrowed)
         return n_bytes_lent + self._transient_bytes(emitted)
@@ -487,7 +489,10 @@ def _mixtures(found: Sequence[tuple[ScanOption, _OptionsOfCuts]]) -> Iterator[Sc
         both = few, many
         emitted = [Emitted.of(c.joint, o.saved, o.offloaded) for c, o in zip(cuts, both)]
         kept = [c.kept_bytes(e) for c, e in zip(cuts, emitted)]
-        fixed = max(c.fixed_bytes(e, in_groups=o.group > 1) for c, e, o in zip(cuts, emitted, both))
+        fixed = max(
+            c.fixed_bytes(e, c.again(e)[1] if o.group > 1 else ())
+            for c, e, o in zip(cuts, emitted, both)
+        )
         is_same_inside = many.inner == few.inner
         is_same = is_same_inside and (many.saved, many.offloaded) == (few.saved, few.offloaded)
         share = (many.bytes - few.bytes) / most_bytes
