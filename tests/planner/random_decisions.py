@@ -9,7 +9,10 @@ from remat.planner.rewrite import Burst, Decisions
 
 
 def random_decisions(jaxpr, seed):
-    """Store values at random, and recompute at random those that may be recomputed."""
+    """Store values at random, and recompute at random those that may be recomputed.
+
+    Every third seed gives an ordered program (if it recomputes anything), the next one a separated program.
+    """
     rng = random.Random(seed)
     stored = {
         i
@@ -24,4 +27,5 @@ def random_decisions(jaxpr, seed):
             again = sorted(rng.sample(earlier, rng.randint(1, min(6, len(earlier)))))
             bursts.append(Burst(before, tuple(again)))
     sums = tuple(sorted(rng.sample(sorted(stored), len(stored) // 8)))
-    return Decisions(frozenset(stored), tuple(bursts), bool(bursts) and seed % 2 == 1, sums)
+    ordered, separated = bool(bursts) and seed % 3 == 1, seed % 3 == 2
+    return Decisions(frozenset(stored), tuple(bursts), ordered, sums, separated=separated)

@@ -324,9 +324,52 @@ def unrolled_stencil():
 
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
 #: Budgets as shares of the peak, and the most extra FLOPs. Computing all layers again, each by itself, takes
 #: a third more. Those that take longest to plan have a sibling here that is not slow: another derivative of a
 #: gradient, another budget, and microbatches of another optimizer. `test_bodies.py` has gradients in loops.
+def of_pairs(kernel):
+    """Differentiate sums over a kernel of all pairs of points."""
+
+    def loss(x, y):
+        return jnp.sum((kernel(x[:, None] - x[None]) @ y) ** 2)
+
+    return jax.value_and_grad(loss), (numbers(0, 512, 16), jnp.ones(512))
+
+
+def squared_exponential_kernel():
+    return of_pairs(lambda d: jnp.exp(-jnp.sum(d**2, -1)))
+
+
+def cauchy_kernel():
+    return of_pairs(lambda d: jnp.exp(-0.5 * jnp.sum(jnp.log1p(d**2), -1)))
+
+
+def matern_kernel():
+    def kernel(d):
+        scaled = 3**0.5 * jnp.sqrt(jnp.sum(d**2, -1) + 1e-6)
+        return (1 + scaled) * jnp.exp(-scaled)
+
+    return of_pairs(kernel)
+
+
+def steps_along_forces():
+    """Differentiate steps along the derivatives of an energy of pairs."""
+
+    def energy(x, scale):
+        d = x[:, None] - x[None]
+        s = scale / (jnp.sum(d * d, -1) + 1)
+        return jnp.sum(s**6 - s**3)
+
+    def loss(scale, x):
+        for _ in range(2):
+            x = x - 1e-3 * jax.grad(energy)(x, scale)
+        return jnp.sum(x * x)
+
+    return jax.value_and_grad(loss), (jnp.float32(1), 3 * numbers(0, 128, 3))
+
+
 KINDS = [
     (two_losses, 75, 0.1),
     (gradient_in_the_loss, 60, 0.12),
@@ -344,6 +387,10 @@ KINDS = [
     slow(microbatches, 65, 0.15),
     slow(microbatches_with_adam, 75, 0.05),
     slow(microbatches_with_adam, 60, 0.3),
+    (squared_exponential_kernel, 20, 0.15),  # `jax.checkpoint` on the kernel takes 12 %
+    (cauchy_kernel, 20, 0.2),  # 17 %
+    (matern_kernel, 25, 0.4),  # 37 %
+    (steps_along_forces, 45, 0.4),  # 24 %
 ]
 
 

@@ -366,3 +366,8 @@ def test_sums_of_many_values_do_not_keep_them(of, args, percent, extra):
 def test_partial_sums_that_make_no_sense_are_refused_with_their_line(plan):
     with pytest.raises(remat.PlanError, match=r"line \d+.*equation 1000 is not among the stored"):
         edited(plan, lambda whole: whole.update(partial_sums=[1000]))
+
+
+def test_a_plan_that_is_ordered_and_separated_is_refused_with_its_line(plan):
+    with pytest.raises(remat.PlanError, match=r"line \d+.*either ordered or separated"):
+        edited(plan, lambda whole: whole.update(ordered=True, separated=True))

@@ -95,6 +95,7 @@ def recomputations(draw: st.DrawFn) -> tuple[Recomputation, ...]:
 @st.composite
 def whole_steps(draw: st.DrawFn) -> WholeStep:
     bodies = st.builds(BodyPlan, text, st.just(30), st.just((*range(21),)), recomputations())
+    kind = draw(st.sampled_from(("", "ordered", "separated")))
     return WholeStep(
         30,
         (*range(21),),
@@ -102,8 +103,9 @@ def whole_steps(draw: st.DrawFn) -> WholeStep:
         draw(st.booleans()),
         tuple(draw(st.lists(st.tuples(text, scans), max_size=2))),
         tuple(draw(st.lists(bodies, max_size=2))),
-        draw(st.booleans()),
+        kind == "ordered",
         draw(numbers),
+        separated=kind == "separated",
     )
 
 
@@ -535,9 +537,10 @@ def test_an_explanation_of_many_places_stays_short() -> None:
 
 
 def test_an_explanation_says_what_is_computed_wherever_it_is_read() -> None:
-    ordered = WholeStep(200, (*range(50),), (), ordered=True)
-    explanation = dataclasses.replace(PLAN, whole_step=ordered).explain()
-    assert "150 operations whose results are not kept in memory" in explanation
+    for kind in ("ordered", "separated"):
+        whole = WholeStep(200, (*range(50),), (), **{kind: True})
+        explanation = dataclasses.replace(PLAN, whole_step=whole).explain()
+        assert "150 operations whose results are not kept in memory" in explanation
     assert "wherever" not in dataclasses.replace(PLAN, whole_step=WholeStep(9, (), ())).explain()
 
 

@@ -544,6 +544,18 @@ def test_a_budget_of_which_little_is_used_is_filled_though_estimates_say_otherwi
     assert found == {1.0: 400, 10.0: 100}
 
 
+@pytest.mark.parametrize(("cost", "expected"), [(4.0, 430), (7.0, 300)])
+def test_what_costs_half_as_much_is_tried_though_estimates_say_that_it_needs_too_much(
+    cost, expected
+):
+    """The next smaller proposal is of another kind, of which the compiler needs less."""
+    model = Staircase([(300, 9.0), (430, cost), (480, 3.0)])
+    needs = {300: 490, 430: 450, 480: 800}
+    limits = CompileLimits(much_seconds=1.0)
+    best, _ = search(model, lambda p, _: needs[p.model_bytes], 500, limits)
+    assert best.proposal.model_bytes == expected
+
+
 class OfVariants(Staircase):
     """A model whose variants have steps of their own."""
 

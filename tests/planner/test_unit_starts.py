@@ -1,4 +1,8 @@
-"""Fences of ordered programs: units end where another order could exceed the schedule's peak."""
+"""Where units begin.
+
+Those of ordered programs end where another order could exceed the schedule's peak, those of separated
+programs where a compiler would store a value that the schedule does not.
+"""
 
 import itertools
 
@@ -8,8 +12,9 @@ import numpy as np
 import pytest
 
 from remat import _jax
+from remat.ir.equations import is_fusible
 from remat.planner.rewrite import flattened
-from remat.planner.unit_starts import unit_starts, workspace_bytes
+from remat.planner.unit_starts import separated_starts, unit_starts, workspace_bytes
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 X = np.linspace(0, 1, 64 * 64, dtype=np.float32).reshape(64, 64)
@@ -134,3 +139,59 @@ def test_a_unit_ends_before_a_kernel_could_copy_its_operands_beside_other_result
     cos = numbers(flat, "cos")[0]
     fences = unit_starts(flat, stored, {of_kernel: (cos,)})
     assert any(of_kernel < number <= of_operand for number in fences)
+
+
+def squared_distances(x):
+    return jnp.sum((x[:, None] - x[None]) ** 2, -1)
+
+
+def kernel_sums(flat):
+    """Return the numbers of the sums over differences, and of all equations whose results are stored."""
+    stored = [
+        i for i, eqn in enumerate(flat.eqns) if not is_fusible(eqn) or eqn.primitive.name == "exp"
+    ]
+    is_large = {i: eqn.invars[0].aval.ndim == 3 for i, eqn in enumerate(flat.eqns)}
+    sums = [i for i in numbers(flat, "reduce_sum") if is_large[i] and i in stored]
+    return sums, frozenset(stored)
+
+
+def test_an_equation_that_computes_a_value_again_after_one_it_depends_on_is_separated():
+    def loss(x):
+        return jnp.sum((jnp.exp(-squared_distances(x)) @ x) ** 2)
+
+    flat = flat_of(jax.grad(loss), X[:, :8])
+    (forward, backward, *others), stored = kernel_sums(flat)
+    # The others read the same terms as the first one of the backward pass, and belong to its unit.
+    assert others
+    assert separated_starts(flat, stored, {}) == {backward: [()]}
+    # If everything is stored, compilers have nothing to share.
+    assert not separated_starts(flat, frozenset(range(len(flat.eqns))), {})
+    # A burst begins a unit. What depends on the equations that it recomputes is separated from them.
+    (exp,) = numbers(flat, "exp")
+    burst = {backward: (forward,)}
+    assert separated_starts(flat, stored, burst) == {backward: [(forward,)]}
+    burst = {backward: (forward, exp)}
+    assert separated_starts(flat, stored, burst) == {backward: [(forward, exp), ()]}
+
+
+def test_sums_that_do_not_depend_on_each_other_are_not_separated():
+    def step(x):
+        apart = x[:, None] - x[None]
+        return jnp.sum(apart**2, 0), jnp.sum(apart**2, 1), jnp.sum(jnp.abs(apart), 2)
+
+    flat = flat_of(step, X[:, :8])
+    assert not separated_starts(flat, kernel_sums(flat)[1], {})
+
+
+def test_small_values_are_not_separated():
+    def starts(size):
+        def step(x):
+            value = jnp.sqrt(x[0, :size])
+            return jnp.sum(value * value) * value, x @ x
+
+        flat = flat_of(step, X)
+        stored = [i for i, eqn in enumerate(flat.eqns) if eqn.primitive.name != "sqrt"]
+        return separated_starts(flat, frozenset(stored), {})
+
+    assert not starts(1)
+    assert starts(64)

@@ -87,6 +87,23 @@ def test_costly_value_is_computed_by_kernels_far_from_each_other():
     assert 2 in nodes(fused(near, costly_inside=True), near)
 
 
+def test_sums_that_may_be_joined_share_a_costly_value_that_is_not_written():
+    costly = op(Fusion.COSTLY, [0], 2)
+    sums = [op(Fusion.REDUCE, [2], 3), op(Fusion.REDUCE, [2], 4)]
+    p = program([costly, *sums], [3, 4], {3: 8, 4: 8})
+    assert 2 in nodes(fused(p), p)
+    assert 2 not in nodes(fused(p, joins_sums=True), p)
+    # The second sum depends on the first. A barrier may separate them, and then both compute the value.
+    scaled = op(Fusion.CHEAP, [2, 3], 5)
+    in_turn = program([costly, sums[0], scaled, op(Fusion.REDUCE, [5], 4)], [4], {3: 8, 4: 8})
+    assert 2 in nodes(fused(in_turn, joins_sums=True), in_turn)
+    assert 2 in nodes(fused(in_turn, costly_inside=True), in_turn)
+    assert 2 not in nodes(fused(in_turn, joins_sums=True, costly_inside=True), in_turn)
+    # A kernel that is not a sum does not join one.
+    other = program([costly, sums[0], op(Fusion.CHEAP, [2], 6)], [3, 6], {3: 8})
+    assert 2 in nodes(fused(other, joins_sums=True, costly_inside=True), other)
+
+
 def test_costly_value_that_two_kernels_use_is_written():
     for kind, expected in ((Fusion.COSTLY, [2, 3, 4]), (Fusion.CHEAP, [3, 4])):
         p = program(

@@ -44,10 +44,11 @@ from remat.planner.scan_pairs.pair_options import ScanPair
 from remat.planner.scan_pairs.rewriting import pair_id, rewrite, rewrite_in_two, step_id
 from remat.planner.scan_pairs.shards import Shards, emit_in_two, shard_matches, shards_of
 from remat.planner.tradeoffs import settings_of, undominated
+from remat.planner.unit_starts import separated_starts
 from remat.program.from_jaxpr import PLAIN, Execution, FlatWriter
 from remat.program.fusion import Fused, Price, fuse
 from remat.program.program import Program
-from remat.solvers.simulate import no_remat
+from remat.solvers.simulate import Step, no_remat
 from remat.solvers.solver import Answers, Schedule, Solver
 
 # Ratio of the budgets that bodies are scheduled for. A larger one leaves less of the memory unused, and lets
@@ -74,11 +75,23 @@ PairChoices: TypeAlias = tuple[tuple[str, ScanOption], ...]
 
 
 class Fusing(NamedTuple):
-    """A model of fusion: arguments of `fusion.fuse`."""
+    """A model of fusion: arguments of `fusion.fuse`.
+
+    Attributes:
+      duplicates, into_products, costly_inside: as of `fusion.fuse`.
+      separated: whether barriers keep kernels apart that depend on each other (`Decisions.separated`), which
+        means `joins_sums` for `fusion.fuse`.
+    """
 
     duplicates: bool = False
     into_products: bool = False
     costly_inside: bool = False
+    separated: bool = False
+
+    @property
+    def without_barriers(self) -> Fusing:
+        """Return the model of a program without barriers, in which compilers store costly values."""
+        return Fusing() if self.separated else self._replace(costly_inside=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +146,8 @@ class BodyLevel:
 
     def peak_bytes(self, fusing: Fusing) -> int:
         """Return what the body needs in a model of fusion without recomputation around its pairs."""
-        like_compilers = fusing._replace(costly_inside=False)
-        fused = without_partial_sums(self.program, self._costing.price, like_compilers)
+        price = self._costing.price
+        fused = without_partial_sums(self.program, price, fusing.without_barriers)
         return int(no_remat(fused.graph).peak_bytes)
 
     def solved(self, fusing: Fusing) -> tuple[Fused, Answers]:
@@ -208,9 +221,7 @@ class BodyOptions:
     def _option(self, level: BodyLevel, found: Schedule) -> BodyOption:
         fused, _ = level.solved(self.fusing)
         seconds = self.times * float(found.time - fused.graph.time)
-        decisions = decisions_of(
-            level.program, fused, found.steps, recomputes_costly=self.fusing.costly_inside
-        )
+        decisions = scheduled(level.jaxpr, level.program, fused, found.steps, self.fusing)
         return BodyOption(int(found.peak_bytes), level.seconds + seconds, decisions, level.choices)
 
 
@@ -524,8 +535,43 @@ def _graph(
         duplicates=fusing.duplicates,
         into_products=fusing.into_products,
         costly_inside=fusing.costly_inside,
+        joins_sums=fusing.separated,
         apart=True,
         partial_sums=partial_sums,
+    )
+
+
+def scheduled(
+    jaxpr: _jax.Jaxpr,
+    program: Program,
+    fused: Fused,
+    steps: Sequence[Step],
+    fusing: Fusing,
+    *,
+    ordered: bool = False,
+    fences_arguments: bool = False,
+) -> Decisions:
+    """Return the decisions of a schedule in a model of fusion.
+
+    Args:
+      jaxpr, program: the program.
+      fused, steps: its graph in this model, and the schedule.
+      fusing: the model.
+      ordered, fences_arguments: as in `Decisions`.
+    """
+    if fusing.separated:
+        found = decisions_of(
+            program, fused, steps, separated=True, fences_arguments=fences_arguments
+        )
+        if separated_starts(jaxpr, found.stored, found.by_start):
+            return found
+    return decisions_of(
+        program,
+        fused,
+        steps,
+        ordered=ordered,
+        recomputes_costly=fusing.costly_inside and not fusing.separated,
+        fences_arguments=fences_arguments,
     )
 
 

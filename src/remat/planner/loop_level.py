@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 from remat import _jax
 from remat.errors import BudgetError
-from remat.planner.bodies import smallest_reasonable, takes_too_long
+from remat.planner.bodies import scheduled, smallest_reasonable, takes_too_long
 from remat.planner.copy_windows import Window, Windows
 from remat.planner.decisions import LoopDecisions, StepDecisions, equation_numbers, with_loops
 from remat.planner.host_copies import HostCopy, stack_rows
-from remat.planner.priced_step import LEAN, ORDERED, PricedStep
-from remat.planner.rewrite import Decisions, decisions_of
+from remat.planner.priced_step import ORDERED, PricedStep, fusing
+from remat.planner.rewrite import Decisions
 from remat.planner.search import Proposal
 from remat.program.fusion import Fused
 from remat.program.program import Program
@@ -248,12 +248,13 @@ class LoopLevel:
             price=self._with_loops(fused, found.time),
             decisions=StepDecisions(
                 self._loops_of(variant),
-                decisions_of(
+                scheduled(
+                    self._flat,
                     self.program,
                     fused,
                     found.steps,
+                    fusing(self.step.model_of(variant)),
                     ordered=variant == ORDERED,
-                    recomputes_costly=variant == LEAN,
                     fences_arguments=self.step.is_sharded,
                 ),
             ),

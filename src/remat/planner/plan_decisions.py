@@ -108,6 +108,9 @@ def _check_decisions(plan: WholeStep | BodyPlan) -> None:
     n_equations = plan.n_equations + plan.n_added
     stored, recomputations = plan.stored, plan.recomputations
     known = set(stored)
+    if plan.ordered and plan.separated:
+        why = "a step is either ordered or separated, not both. Set one of them to false."
+        raise field_error(why, "separated")
     check_once(plan.partial_sums, "partial_sums", lambda n: f"equation {n} is listed twice")
     for i, number in enumerate(plan.partial_sums):
         if number not in known:
@@ -153,8 +156,8 @@ class BodyPlan(Checked):
     Args:
       id: the places of the equations around the body, each with the number of its body: "7.0/"; "3-9/" for
         the backward step of the loop "3-9".
-      n_equations, stored, recomputations, ordered, partial_sums, fences_arguments, n_added: as of a whole
-        step.
+      n_equations, stored, recomputations, ordered, partial_sums, fences_arguments, n_added, separated: as of
+        a whole step.
     """
 
     id: str
@@ -165,6 +168,7 @@ class BodyPlan(Checked):
     partial_sums: tuple[int, ...] = ()
     fences_arguments: bool = False
     n_added: int = 0
+    separated: bool = False
 
     def __repr__(self) -> str:
         return f"BodyPlan({self.id!r}, {_counts(self)})"
@@ -231,6 +235,8 @@ class WholeStep(Checked):
       copies: the values outside of loops that are kept in the host's memory between two uses.
       fences_arguments: whether recomputations wait together with all arguments that they read, because
         compilers may gather these from other devices.
+      separated: whether an equation that computes a value again which is not stored waits for those that it
+        depends on and that computed the value before, so that the compiler cannot store it for both.
     """
 
     n_equations: int
@@ -244,6 +250,7 @@ class WholeStep(Checked):
     n_added: int = 0
     copies: tuple[HostCopy, ...] = ()
     fences_arguments: bool = False
+    separated: bool = False
 
     def __repr__(self) -> str:
         copies = counted(len(self.copies), "copy", "copies")
@@ -269,7 +276,7 @@ def explained(whole: WholeStep) -> Iterable[str]:
     else:
         what = "the bodies below" if whole.bodies else "loops"
         yield f"Outside of {what} nothing is recomputed"
-    if whole.ordered and (n_inside := whole.n_equations - len(whole.stored)):
+    if (whole.ordered or whole.separated) and (n_inside := whole.n_equations - len(whole.stored)):
         yield (
             f"  {counted(n_inside, 'operation')} whose results are not kept in memory are computed wherever "
             "these are read: the extra FLOPs include that"

@@ -6,7 +6,8 @@ fusion:
 
 * `written`: a cheap value that several kernels need is written to memory once, unless the plan recomputes
   it. XLA for CPU does so.
-* `fused`: every kernel that needs such a value computes it itself.
+* `fused`: every kernel that needs such a value computes it itself. On CPU barriers see to that, and the
+  model is `separated` (`Decisions.separated`).
 
 Compilers lie between the two. Those for TPUs also compute elementwise values inside the matrix products
 that read them, so for TPUs the first variant is
@@ -19,7 +20,8 @@ first; elsewhere it is tried if the compiler needs far more than the model predi
 the best one costs much, a last one is tried, except for TPUs:
 
 * `lean`: as `fused`, and kernels that are far from each other compute costly values (exp, tanh), too. So the
-  backward pass computes them inside of its kernels, from what matrix products wrote.
+  backward pass computes them inside of its kernels, from what matrix products wrote. On CPU `separated lean`
+  is tried, too: it differs from `lean` as `separated` does from `ordered`.
 
 Compilers also compute a sum of many values in one kernel, which keeps all of them; if that takes much memory,
 partial sums are written (`bodies.with_partial_sums`).
@@ -46,6 +48,9 @@ from remat.solvers.solver import Solver
 from remat.units import counted
 
 WRITTEN, FUSED, INLINED, ORDERED, LEAN = "written", "fused", "inlined", "ordered", "lean"
+SEPARATED, SEPARATED_LEAN = "separated", "separated lean"
+
+_SMALLER = SEPARATED_LEAN, LEAN
 
 SOLVER = GridSearch(most_extra=MOST_AGAIN)
 #: For devices whose programs compile in seconds, where the standard effort takes as long as compiling.
@@ -102,7 +107,14 @@ class PricedStep:
     @property
     def fusions(self) -> tuple[str, ...]:
         """Return the variants that are models of fusion, the most accurate first."""
-        return (INLINED, FUSED) if self.into_products else (WRITTEN, FUSED, LEAN)
+        if self.into_products:
+            return INLINED, FUSED
+        return (WRITTEN, SEPARATED, *_SMALLER) if self.by_flops else (WRITTEN, FUSED, LEAN)
+
+    @property
+    def smaller_fusions(self) -> tuple[str, ...]:
+        """Return those of the variants whose programs may need less than all others, but may cost more."""
+        return tuple(fusion for fusion in self.fusions if fusion in _SMALLER)
 
     @property
     def is_sharded(self) -> bool:
@@ -244,5 +256,6 @@ def fusing(variant: str) -> Fusing:
     return Fusing(
         duplicates=variant != WRITTEN,
         into_products=variant == INLINED,
-        costly_inside=variant == LEAN,
+        costly_inside=variant in _SMALLER,
+        separated=variant in (SEPARATED, SEPARATED_LEAN),
     )

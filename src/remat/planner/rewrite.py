@@ -27,9 +27,10 @@ through it: later equations read the unit's result in place of the value, so tha
 
 Compilers may reorder the equations of a unit, and those between units, and may keep more values alive than
 the schedule does: for example matrix products of the inputs of all time steps, which could all run at once.
-If `Decisions.ordered` is set, further units begin (`unit_starts`). Compilers also compute a sum of many
-values in one kernel, which keeps all these values until the last one is computed; a new unit after each of
-`Decisions.partial_sums` frees them earlier.
+If `Decisions.ordered` is set, further units begin (`unit_starts`). If `Decisions.separated` is set, further
+units begin only where a compiler would store a value for several kernels that the schedule does not store.
+Compilers also compute a sum of many values in one kernel, which keeps all these values until the last one is
+computed; a new unit after each of `Decisions.partial_sums` frees them earlier.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from remat.ir.restriction import has_marks, restricted, without_marks
 from remat.ir.swapped import with_swapped_products
 from remat.ir.updates import with_early_updates
 from remat.planner.traced_loops import equations_of
-from remat.planner.unit_starts import unit_starts, workspace_bytes
+from remat.planner.unit_starts import separated_starts, unit_starts, workspace_bytes
 from remat.program.from_jaxpr import n_bytes
 from remat.program.fusion import Fused
 from remat.program.products import transposed_operands
@@ -96,6 +97,9 @@ class Decisions:
         not kept until the whole sum is computed in one kernel.
       fences_arguments: whether the barriers of units include all arguments of the program. If arguments are
         sharded, the partitioner may gather them, and only a barrier delays that.
+      separated: whether further units begin where a value that is not stored is computed again for an
+        equation that depends on the former one (`unit_starts.separated_starts`), and all units extend to the
+        next one. A program is not both ordered and separated.
     """
 
     stored: frozenset[int]
@@ -103,18 +107,26 @@ class Decisions:
     ordered: bool = False
     partial_sums: tuple[int, ...] = ()
     fences_arguments: bool = False
+    separated: bool = False
 
     def __repr__(self) -> str:
         stored, bursts = (
             counted(len(self.stored), "stored result"),
             counted(len(self.bursts), "burst"),
         )
-        return f"Decisions({stored}, {bursts}{', ordered' if self.ordered else ''})"
+        kind = ", ordered" if self.ordered else ", separated" if self.separated else ""
+        return f"Decisions({stored}, {bursts}{kind})"
 
     @property
     def changes_nothing(self) -> bool:
         """Return whether the program stays as it is."""
-        return not self.bursts and not self.partial_sums and not self.ordered
+        return not (self.bursts or self.partial_sums or self.ordered or self.separated)
+
+    @property
+    def by_start(self) -> dict[int, tuple[int, ...]]:
+        """Return what each unit recomputes, by the number of its first new equation."""
+        after_sums = {i + 1: () for i in self.partial_sums}
+        return after_sums | {burst.before: burst.again for burst in self.bursts}
 
 
 def decisions_of(
@@ -125,13 +137,14 @@ def decisions_of(
     ordered: bool = False,
     recomputes_costly: bool = False,
     fences_arguments: bool = False,
+    separated: bool = False,
 ) -> Decisions:
     """Return the decisions of a schedule of a fused program.
 
     Args:
       program, fused: the program and its graph.
       steps: the schedule.
-      ordered, fences_arguments: as in `Decisions`.
+      ordered, fences_arguments, separated: as in `Decisions`.
       recomputes_costly: whether costly values, such as exponentials, are among those that are not stored.
         Compilers would store these for kernels far from each other, so the program is ordered even without
         bursts.
@@ -160,7 +173,7 @@ def decisions_of(
             now = {}
             bursts.append(Burst(here[0], tuple(burst)))
             burst = []
-    if not bursts and not fused.partial_sums and not recomputes_costly:
+    if not (bursts or fused.partial_sums or recomputes_costly or separated):
         return Decisions(frozenset(), ())
     stored = {i for group in members.values() for i in group}
     # A value that must not be recomputed is not computed inside the kernels that use it, either.
@@ -171,6 +184,7 @@ def decisions_of(
         (ordered and bool(bursts)) or recomputes_costly,
         tuple(sorted(fused.partial_sums)),
         fences_arguments,
+        separated,
     )
 
 
@@ -296,12 +310,6 @@ def rewritten(jaxpr: _jax.Jaxpr, decisions: Decisions) -> _jax.Jaxpr:
     return _Writer(jaxpr, decisions).written()
 
 
-def _by_start(decisions: Decisions) -> dict[int, tuple[int, ...]]:
-    """Return the equations that each unit recomputes, by the number of the unit's first new equation."""
-    after_sums = {i + 1: () for i in decisions.partial_sums}
-    return after_sums | {burst.before: burst.again for burst in decisions.bursts}
-
-
 def rewritten_in_two(
     jaxpr: _jax.Jaxpr, decisions: Decisions, n_first: int
 ) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn], list[Atom]]:
@@ -329,12 +337,15 @@ class _Writer:
         self.n_before = 0  # new equations before those of the second part
         self.is_second = False  # whether the second part has begun
         self.stored = decisions.stored
-        self.ordered = decisions.ordered
-        bursts = _by_start(decisions)
+        #: Whether all units extend to the next one.
+        self.extends = decisions.ordered or decisions.separated
+        bursts = decisions.by_start
         #: By the number of an equation: the units that begin before it, each as the equations it recomputes.
         self.units = {number: [again] for number, again in bursts.items()}
         if decisions.ordered:
             self.units = unit_starts(jaxpr, decisions.stored, bursts)
+        elif decisions.separated:
+            self.units = separated_starts(jaxpr, decisions.stored, bursts)
         #: The arguments that barriers may leave out.
         self.arguments = frozenset(() if decisions.fences_arguments else jaxpr.invars)
         self.computed_once = self._computed_once({n for again in bursts.values() for n in again})
@@ -460,8 +471,8 @@ class _Writer:
         """Write the unit of the burst before an equation; return the first equation after the unit.
 
         The unit ends before `end`, where the next burst stands, and before the first equation with
-        effects. Unless the program is ordered, the last unit ends with the last equation that reads a value
-        of its burst.
+        effects. Unless the program is ordered or separated, the last unit ends with the last equation that
+        reads a value of its burst.
         """
         *before, again = self.units.pop(start)
         for numbers in before:
@@ -474,7 +485,7 @@ class _Writer:
             if has_effects(eqn):
                 break
             if number in self.stored and (
-                self.ordered or end in self.units or self._reads(eqn, fresh)
+                self.extends or end in self.units or self._reads(eqn, fresh)
             ):
                 stop = number + 1
         for number in range(start, stop):

@@ -242,10 +242,10 @@ _MOST_TRUSTED = 2
 # Multiple of the budget. What people write by hand is compiled if it costs much less than the best, even
 # if it is predicted to need that much. A larger one allows for more of the model's errors.
 _BY_HAND = 1.25
-# Shares of the budget. If the best proposal needs less than `_UNFILLED` and costs much, those within
-# `_SHARES_TO_FILL` by the model are compiled, at most `_MOST_FILLING` of them. More find more plans that
-# estimates miss, and prolong searches. Those that cost less than `_HARDLY_LESS` of one that needed too much
-# are left out; a larger share leaves out more.
+# Shares of the budget. If the best proposal costs much and needs less than `_UNFILLED`, or others may cost
+# less by a share of `_GAIN_OF_OVER`, those within `_SHARES_TO_FILL` by the model are compiled, at most
+# `_MOST_FILLING` of them. More find more plans that estimates miss, and prolong searches. Those that cost
+# less than `_HARDLY_LESS` of one that needed too much are left out; a larger share leaves out more.
 _UNFILLED, _SHARES_TO_FILL, _MOST_FILLING = 0.85, tuple(1 - k / 25 for k in range(11)), 2
 _HARDLY_LESS = 0.95
 # The quotient of two samples' ratios above which they say nothing about other variants. A larger one trusts
@@ -302,16 +302,19 @@ class _Search:
         return self._best(), tuple(self.compiled)
 
     def _fill(self) -> None:
-        """Compile proposals between the best and those that need too much, if the best leaves much unused.
+        """Compile proposals between the best and those that need too much.
 
         Where the compiler's answers contradict each other, estimates from them may miss what lies between.
+        That is likely if the best leaves much unused, and worth trying if much can be gained.
         """
         n_left = _MOST_FILLING
         for share in _SHARES_TO_FILL:
             best = self._best()
-            if best is None or best.compiled_bytes > _UNFILLED * self.budget:
+            if best is None:
                 return
-            most = (1 - _GAIN_OF_MORE) * best.proposal.cost
+            is_filled = best.compiled_bytes > _UNFILLED * self.budget
+            gain = _GAIN_OF_OVER if is_filled else _GAIN_OF_MORE
+            most = (1 - gain) * best.proposal.cost
             if most <= self.limits.much_seconds or not n_left:
                 return
             variant, aim = self.model.variants[0], int(share * self.budget)

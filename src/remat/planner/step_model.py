@@ -20,7 +20,7 @@ from remat.planner.bodies import Body, BodyOption, without_partial_sums
 from remat.planner.decisions import LoopDecisions, StepDecisions, applied_to
 from remat.planner.loop_choices import LoopChoices, ScheduledSteps, loop_choices, scheduled_steps
 from remat.planner.loop_level import LoopLevel
-from remat.planner.priced_step import LEAN, ORDERED, PricedStep, fusing
+from remat.planner.priced_step import ORDERED, PricedStep, fusing
 from remat.planner.rewrite import Decisions
 from remat.planner.search import Proposal
 
@@ -61,9 +61,9 @@ class StepModel:
 
     def __init__(self, step: PricedStep) -> None:
         self.step = step
-        fusions = tuple(fusion for fusion in step.fusions if fusion != LEAN)
+        self.smaller_variants = step.smaller_fusions
+        fusions = tuple(fusion for fusion in step.fusions if fusion not in self.smaller_variants)
         self.variants = (ORDERED, *fusions) if step.by_flops else fusions
-        self.smaller_variants = tuple(fusion for fusion in step.fusions if fusion == LEAN)
         self.exact_variants = () if step.by_flops else (ORDERED,)
         self._levels: dict[tuple[LoopDecisions, tuple[BodyOption, ...]], LoopLevel] = {}
         #: FLOPs of the programs that follow decisions.
@@ -114,6 +114,10 @@ class StepModel:
         compared = than.price
         if is_full:
             compared = max(than.lower_bound_seconds, _INFORMATIVE * than.price)
+        if variant in self.smaller_variants:
+            # The cost of the other one may be that of values that are computed wherever they are read. Prices
+            # do not count it.
+            compared = max(compared, than.cost)
         return any(
             level.least_price(variant, n_bytes) < (1 - _MUCH) * compared
             for level in self._levels_to_try(variant, n_bytes)

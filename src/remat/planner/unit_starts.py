@@ -1,9 +1,13 @@
-"""Where the units of an ordered program begin, so that a compiler keeps its order.
+"""Where the units of a program begin, so that a compiler keeps the order or the memory of its schedule.
 
 A unit is a group of equations behind one optimization barrier (`rewrite`). Compilers may reorder the
-equations of a unit, and those between units. So a unit of an ordered program has few equations, and it ends
+equations of a unit, and those between units. So a unit of an *ordered* program has few equations, and it ends
 before any order of its equations could exceed the peak of the schedule: at the peak, a product that frees a
 large value stays before one that allocates another.
+
+Compilers also compute a value once for several kernels of a unit, and store it, though the schedule does not.
+Units of a *separated* program end only where that would happen. They are as large as checkpoints that people
+place by hand, and let the compiler compute several sums of the same terms in one kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import numpy as np
 
 from remat import _jax
 from remat.aliases import Atom
-from remat.ir.equations import fusion_of, is_fusible
+from remat.ir.equations import fills_array, fusion_of, is_fusible
 from remat.ir.operations import Fusion
 from remat.program.from_jaxpr import n_bytes
 from remat.program.products import transposed_operands
@@ -27,6 +31,9 @@ _UNIT_SIZE = 4
 # Share of the schedule's peak by which a unit may exceed it in the worst order. A larger one makes larger
 # units near the peak.
 _SLACK = 0.02
+# Share of the schedule's peak. Values that take less may be stored though the schedule does not store them. A
+# larger one separates fewer kernels.
+_NEGLIGIBLE = 0.001
 
 Bursts = Mapping[int, tuple[int, ...]]
 
@@ -75,6 +82,74 @@ def unit_starts(
         size, needed = size + is_new, needed + int(sizes[step])
         if not is_new:
             found[number][-1] += (computed,)
+    return found
+
+
+def separated_starts(
+    jaxpr: _jax.Jaxpr, stored: frozenset[int], bursts: Bursts
+) -> dict[int, list[tuple[int, ...]]]:
+    """Return where the units of a separated program begin, and what each of them recomputes.
+
+    A unit begins at a burst, and wherever an equation computes a value that is not stored, which an equation
+    of the present unit computed before, on whose result this one depends. No kernel computes both, so without
+    a barrier between them the compiler would store the value.
+
+    Args:
+      jaxpr, stored, bursts: as of `unit_starts`.
+
+    Returns:
+      As `unit_starts`. It is empty if there is nothing to separate.
+    """
+    numbers = sorted(stored)
+    order = [(computed, n) for n in numbers for computed in (*bursts.get(n, ()), n)]
+    if not order:
+        return {}
+    arrays = _stored_arrays(jaxpr, numbers)
+    place = {number: at for at, number in enumerate(numbers)}
+    measured = liveness(arrays, [place[computed] for computed, _ in order])
+    inside = _computed_inside(jaxpr, stored, _NEGLIGIBLE * int(measured.live_bytes.max()))
+    found: dict[int, list[tuple[int, ...]]] = {}
+    # Of the present unit: the equations that each one depends on, and those that compute each value.
+    before: dict[int, set[int]] = {}
+    computing: dict[int, set[int]] = {}
+    for computed, number in order:
+        at = place[computed]
+        operands = arrays.dep[arrays.start[at] : arrays.start[at + 1]].tolist()
+        own = {numbers[k] for k in operands}.intersection(before)
+        needed = own.union(*(before[n] for n in own))
+        begins = number in bursts and number not in found
+        values = inside.get(computed, frozenset())
+        if begins or any(not needed.isdisjoint(computing.get(v, ())) for v in values):
+            found.setdefault(number, []).append(())
+            before, computing, needed = {}, {}, set()
+        before[computed] = needed
+        for v in values:
+            computing.setdefault(v, set()).add(computed)
+        if computed != number:
+            found[number][-1] += (computed,)
+    return found
+
+
+def _computed_inside(
+    jaxpr: _jax.Jaxpr, stored: frozenset[int], least: float
+) -> dict[int, frozenset[int]]:
+    """Return for each stored equation the values that are not stored and that its kernel computes, by number.
+
+    Only those of at least these bytes count that are computed from what is stored. An equation that computes
+    a value from one of these computes that one, too.
+    """
+    found: dict[int, frozenset[int]] = {}
+    derived: dict[Atom, frozenset[int]] = {}
+    for number, eqn in enumerate(jaxpr.eqns):
+        read = (derived[v] for v in eqn.invars if _jax.is_var(v) and v in derived)
+        these = frozenset[int]().union(*read)
+        if number in stored:
+            found[number] = these
+            continue
+        is_free = fusion_of(eqn) is Fusion.VIEW or fills_array(eqn)
+        if not these and not is_free and sum(n_bytes(v.aval) for v in eqn.outvars) >= least:
+            these = frozenset((number,))
+        derived.update(dict.fromkeys(eqn.outvars, these))
     return found
 
 

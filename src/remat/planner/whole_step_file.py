@@ -48,6 +48,7 @@ def whole_step_plan(flat: _jax.Jaxpr, decisions: StepDecisions) -> WholeStep:
         _n_added(source, numbers),
         tuple(_for_readers(copy, source) for copy in loops.copies),
         outside.fences_arguments,
+        outside.separated,
     )
 
 
@@ -91,6 +92,7 @@ def _body_plan(
         tuple(sorted(numbers[i] for i in decided.partial_sums)),
         decided.fences_arguments,
         _n_added(as_written, numbers),
+        decided.separated,
     )
 
 
@@ -132,7 +134,12 @@ def _decisions(plan: WholeStep | BodyPlan, places: Mapping[int, int]) -> Decisio
     stored = frozenset(places[n] for n in plan.stored if n in places)
     partial_sums = sorted(places[n] for n in plan.partial_sums if n in places)
     return Decisions(
-        stored, tuple(bursts), plan.ordered, tuple(partial_sums), plan.fences_arguments
+        stored,
+        tuple(bursts),
+        plan.ordered,
+        tuple(partial_sums),
+        plan.fences_arguments,
+        plan.separated,
     )
 
 

@@ -109,6 +109,7 @@ def fuse(
     partial_sums: int | None = None,
     alone: Callable[[int], bool] = lambda _: False,
     costly_inside: bool = False,
+    joins_sums: bool = False,
 ) -> Fused:
     """Return the graph of the values that a program's kernels write.
 
@@ -125,8 +126,13 @@ def fuse(
       alone: which operations, by number, are nodes of their own even if the next kernel reuses the
         buffers of their results.
       costly_inside: whether kernels that are far from each other compute a shared costly value themselves.
+      joins_sums: whether sums that do not depend on each other may be computed in one kernel, and barriers
+        keep kernels that depend on each other apart: then both compute a shared costly value themselves, if
+        `costly_inside` is set.
     """
-    fusion = _Fusion(program, price, duplicates, into_products, partial_sums, costly_inside)
+    fusion = _Fusion(
+        program, price, duplicates, into_products, partial_sums, costly_inside, joins_sums
+    )
     return fusion.result(apart, alone)
 
 
@@ -162,9 +168,11 @@ class _Fusion:
         into_products: bool,
         partial_sums: int | None,
         costly_inside: bool,
+        joins_sums: bool,
     ) -> None:
         self.program = program
         self.costly_inside = costly_inside
+        self.joins_sums = joins_sums
         self.into_products = into_products
         self.price = price
         ops = program.ops
@@ -248,7 +256,8 @@ class _Fusion:
             if len(kernels) < 2 or not self.size[i]:
                 return False
             if ops[i].fusion is not Fusion.CHEAP:
-                return keeps_costly and ops[i].fusion is Fusion.COSTLY
+                is_costly = ops[i].fusion is Fusion.COSTLY
+                return keeps_costly and is_costly and len(self._without_joined(kernels)) > 1
             # Several kernels would have to read more than one operand of this size each.
             return sum(2 * self._source_size(s) >= self.size[i] for s in sources[i]) > 1
 
@@ -304,12 +313,43 @@ class _Fusion:
         """Also write the costly values that several kernels near each other would compute."""
 
         def is_near(i: int, kernels: set[int]) -> bool:
-            pairs = itertools.pairwise(sorted(kernels))
-            return self.program.ops[i].fusion is Fusion.COSTLY and any(
-                b - a < _FAR_APART for a, b in pairs
+            if self.program.ops[i].fusion is not Fusion.COSTLY:
+                return False
+            near = (
+                (a, b)
+                for a, b in itertools.pairwise(self._without_joined(kernels))
+                if b - a < _FAR_APART
             )
+            return any(not (self.joins_sums and self._depends(b, a)) for a, b in near)
 
         self._mark_by_kernels(is_near)
+
+    def _without_joined(self, kernels: set[int]) -> list[int]:
+        """Return kernels in order, without sums that the kernel of the one before may compute."""
+        found: list[int] = []
+        for i in sorted(kernels):
+            if not (self.joins_sums and found and self._can_join(found[-1], i)):
+                found.append(i)
+        return found
+
+    def _can_join(self, a: int, b: int) -> bool:
+        """Return whether one kernel may compute two results, the first one of which is computed before."""
+        ops = self.program.ops
+        are_sums = ops[a].fusion is ops[b].fusion is Fusion.REDUCE
+        return are_sums and b - a < _FAR_APART and not self._depends(b, a)
+
+    def _depends(self, b: int, a: int) -> bool:
+        """Return whether an operation depends on an earlier one."""
+        stack, seen = [b], {b}
+        while stack:
+            for v in self.program.ops[stack.pop()].operands:
+                i = self.producer.get(v, -1)
+                if i == a:
+                    return True
+                if i > a and i not in seen:
+                    seen.add(i)
+                    stack.append(i)
+        return False
 
     def _reads_from_memory(self, i: int) -> bool:
         op = self.program.ops[i]
