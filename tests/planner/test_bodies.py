@@ -286,6 +286,15 @@ def test_bodies_are_lowered_until_the_program_around_them_fits():
     assert lowered(1000, 1000, lambda room: room, lambda option: option - 990) == 990
 
 
+def test_bodies_are_raised_again_if_the_program_around_smaller_ones_takes_more():
+    def excess(option):
+        return -10 if 800 <= option < 850 else 150
+
+    assert 800 <= lowered(1000, 1000, lambda room: room, excess, n_between=14) < 850
+    # At most these many others are tried.
+    assert excess(lowered(1000, 1000, lambda room: room, excess, n_between=2)) > 0
+
+
 def with_a_conditional(w, x):
     """Return a loss whose gradient has two conditionals, on numbers."""
     for i in range(3):

@@ -305,7 +305,8 @@ class _Search:
         """Compile proposals between the best and those that need too much.
 
         Where the compiler's answers contradict each other, estimates from them may miss what lies between.
-        That is likely if the best leaves much unused, and worth trying if much can be gained.
+        That is likely if the best leaves much unused. If it does not, proposals that cost much less are worth
+        trying if they are smaller than those that need too much.
         """
         n_left = _MOST_FILLING
         for share in _SHARES_TO_FILL:
@@ -323,8 +324,12 @@ class _Search:
             proposal = self._within(variant, aim)
             if proposal is None or proposal.cost >= most or self._is_known(proposal):
                 continue
-            too_large = (c for c in self.compiled if c.compiled_bytes > self.budget)
-            costs = (c.proposal.cost for c in too_large if c.proposal.cost < most)
+            too_large = [c.proposal for c in self.compiled if c.compiled_bytes > self.budget]
+            if is_filled and any(
+                p.variant == variant and p.model_bytes <= proposal.model_bytes for p in too_large
+            ):
+                continue
+            costs = (p.cost for p in too_large if p.cost < most)
             if proposal.cost > _HARDLY_LESS * max(costs, default=0.0):
                 n_left -= 1
                 self._compile(proposal)

@@ -45,6 +45,10 @@ _MOST_CORRECTIONS = 4
 # If these do not suffice, the shares of the bytes by which further ones lower them at least. Bodies have few
 # options, so smaller shares may give the same ones again; larger ones leave more unused.
 _LARGE_CORRECTIONS = 0.02, 0.04, 0.08
+# The program may take fewer bytes if its bodies may take more. So if none of these tries fits, this number
+# of others is tried, each with this share of the bytes of the one before. More find more plans near the
+# smallest.
+_MOST_BETWEEN, _SHARE_BETWEEN = 14, 0.97
 # Weight of time in the cost of proposals that are compared by FLOPs. A larger one saves more time of cheap
 # kernels, and costs FLOPs.
 _SHARE_OF_TIME = 0.01
@@ -337,6 +341,7 @@ class StepModel:
                 self._most_room(self._steps.bodies, variant, n_bytes),
                 lambda room: self._level_with_steps(variant, room, options),
                 lambda level: level.peak_bytes(variant) - n_bytes,
+                n_between=_MOST_BETWEEN,
             )
 
     def _first_within(self, variant: str, n_bytes: int, options: tuple[BodyOption, ...]) -> int:
@@ -367,7 +372,12 @@ class StepModel:
 
 
 def lowered(
-    n_bytes: int, room: int, options_within: Callable[[int], _T], excess_of: Callable[[_T], int]
+    n_bytes: int,
+    room: int,
+    options_within: Callable[[int], _T],
+    excess_of: Callable[[_T], int],
+    *,
+    n_between: int = 0,
 ) -> _T:
     """Return options of bodies with which the program around them fits, or the last that were tried.
 
@@ -376,7 +386,9 @@ def lowered(
       room: what the bodies may take at first.
       options_within: the options of bodies that take at most these bytes.
       excess_of: the bytes by which the program with some options is too large; not positive if it fits.
+      n_between: if no options fit, the number of others to try, for which bodies may take more again.
     """
+    most = room
     options = options_within(room)
     for least in (0.0,) * _MOST_CORRECTIONS + _LARGE_CORRECTIONS:
         excess = excess_of(options)
@@ -384,4 +396,8 @@ def lowered(
             break
         room -= max(excess, int(least * n_bytes))
         options = options_within(room)
+    if n_between and excess_of(options) > 0:
+        rooms = (int(most * _SHARE_BETWEEN**k) for k in range(1, n_between + 1))
+        others = (options_within(between) for between in rooms)
+        return next((found for found in others if excess_of(found) <= 0), options)
     return options
