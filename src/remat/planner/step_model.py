@@ -46,9 +46,9 @@ _MOST_CORRECTIONS = 4
 # options, so smaller shares may give the same ones again; larger ones leave more unused.
 _LARGE_CORRECTIONS = 0.02, 0.04, 0.08
 # The program may take fewer bytes if its bodies may take more. So if none of these tries fits, this number
-# of others is tried, each with this share of the bytes of the one before. More find more plans near the
-# smallest.
-_MOST_BETWEEN, _SHARE_BETWEEN = 14, 0.97
+# of others is tried for the most accurate variant, each with this share of the bytes of the one before. More
+# find more plans near the smallest.
+_MOST_BETWEEN, _SHARE_BETWEEN = 7, 0.95
 # Weight of time in the cost of proposals that are compared by FLOPs. A larger one saves more time of cheap
 # kernels, and costs FLOPs.
 _SHARE_OF_TIME = 0.01
@@ -341,7 +341,7 @@ class StepModel:
                 self._most_room(self._steps.bodies, variant, n_bytes),
                 lambda room: self._level_with_steps(variant, room, options),
                 lambda level: level.peak_bytes(variant) - n_bytes,
-                n_between=_MOST_BETWEEN,
+                n_between=_MOST_BETWEEN if variant == self.variants[0] else 0,
             )
 
     def _first_within(self, variant: str, n_bytes: int, options: tuple[BodyOption, ...]) -> int:
