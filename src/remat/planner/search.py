@@ -248,6 +248,9 @@ _BY_HAND = 1.25
 # less than `_HARDLY_LESS` of one that needed too much are left out; a larger share leaves out more.
 _UNFILLED, _SHARES_TO_FILL, _MOST_FILLING = 0.85, tuple(1 - k / 25 for k in range(11)), 2
 _HARDLY_LESS = 0.95
+# Multiple of `much_seconds`. If the best proposal needs more than `_UNFILLED`, those that cost half as much
+# are compiled only if that half is more than this. A smaller one compiles more of them.
+_VERY_MUCH = 5
 # The quotient of two samples' ratios above which they say nothing about other variants. A larger one trusts
 # more of them.
 _DISAGREEING = 2.0
@@ -314,9 +317,9 @@ class _Search:
             if best is None:
                 return
             is_filled = best.compiled_bytes > _UNFILLED * self.budget
-            gain = _GAIN_OF_OVER if is_filled else _GAIN_OF_MORE
+            gain, times = (_GAIN_OF_OVER, _VERY_MUCH) if is_filled else (_GAIN_OF_MORE, 1)
             most = (1 - gain) * best.proposal.cost
-            if most <= self.limits.much_seconds or not n_left:
+            if most <= times * self.limits.much_seconds or not n_left:
                 return
             variant, aim = self.model.variants[0], int(share * self.budget)
             if self._costs_more(variant, aim, most):
