@@ -326,9 +326,6 @@ def unrolled_stencil():
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-#: Budgets as shares of the peak, and the most extra FLOPs. Computing all layers again, each by itself, takes
-#: a third more. Those that take longest to plan have a sibling here that is not slow: another derivative of a
-#: gradient, another budget, and microbatches of another optimizer. `test_bodies.py` has gradients in loops.
 def of_pairs(kernel):
     """Differentiate sums over a kernel of all pairs of points."""
 
@@ -370,6 +367,9 @@ def steps_along_forces():
     return jax.value_and_grad(loss), (jnp.float32(1), 3 * numbers(0, 128, 3))
 
 
+#: Budgets as shares of the peak, and the most extra FLOPs. Computing all layers again, each by itself, takes
+#: a third more. Those that take longest to plan have a sibling here that is not slow: another derivative of a
+#: gradient, another budget, and microbatches of another optimizer. `test_bodies.py` has gradients in loops.
 KINDS = [
     (two_losses, 75, 0.1),
     (gradient_in_the_loss, 60, 0.12),

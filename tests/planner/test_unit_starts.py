@@ -195,3 +195,16 @@ def test_small_values_are_not_separated():
 
     assert not starts(1)
     assert starts(64)
+
+
+def test_what_is_recomputed_before_an_equation_that_is_not_stored_is_recomputed_before_the_next_one():
+    def step(x):
+        return jnp.sum(jnp.cos(jnp.sin(x) @ x))
+
+    flat = flat_of(step, X)
+    sin, dot = numbers(flat, "sin")[0], numbers(flat, "dot_general")[0]
+    (cos,), (total,) = numbers(flat, "cos"), numbers(flat, "reduce_sum")
+    assert separated_starts(flat, frozenset((sin, dot, total)), {cos: ()}) == {total: [()]}
+    assert separated_starts(flat, frozenset((sin, dot, total)), {cos: (sin, dot)}) == {
+        total: [(sin, dot)]
+    }

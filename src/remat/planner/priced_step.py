@@ -6,8 +6,7 @@ fusion:
 
 * `written`: a cheap value that several kernels need is written to memory once, unless the plan recomputes
   it. XLA for CPU does so.
-* `fused`: every kernel that needs such a value computes it itself. On CPU barriers see to that, and the
-  model is `separated` (`Decisions.separated`).
+* `fused`: every kernel that needs such a value computes it itself.
 
 Compilers lie between the two. Those for TPUs also compute elementwise values inside the matrix products
 that read them, so for TPUs the first variant is
@@ -20,8 +19,11 @@ first; elsewhere it is tried if the compiler needs far more than the model predi
 the best one costs much, a last one is tried, except for TPUs:
 
 * `lean`: as `fused`, and kernels that are far from each other compute costly values (exp, tanh), too. So the
-  backward pass computes them inside of its kernels, from what matrix products wrote. On CPU `separated lean`
-  is tried, too: it differs from `lean` as `separated` does from `ordered`.
+  backward pass computes them inside of its kernels, from what matrix products wrote.
+
+On CPU two more are tried then, in which barriers see to it that kernels compute what they need themselves
+(`Decisions.separated`): `separated` differs from `fused` by that, and `separated lean` from `lean`, which is
+ordered.
 
 Compilers also compute a sum of many values in one kernel, which keeps all of them; if that takes much memory,
 partial sums are written (`bodies.with_partial_sums`).
@@ -50,7 +52,7 @@ from remat.units import counted
 WRITTEN, FUSED, INLINED, ORDERED, LEAN = "written", "fused", "inlined", "ordered", "lean"
 SEPARATED, SEPARATED_LEAN = "separated", "separated lean"
 
-_SMALLER = SEPARATED_LEAN, LEAN
+_SMALLER = SEPARATED, SEPARATED_LEAN, LEAN
 
 SOLVER = GridSearch(most_extra=MOST_AGAIN)
 #: For devices whose programs compile in seconds, where the standard effort takes as long as compiling.
@@ -109,7 +111,8 @@ class PricedStep:
         """Return the variants that are models of fusion, the most accurate first."""
         if self.into_products:
             return INLINED, FUSED
-        return (WRITTEN, SEPARATED, *_SMALLER) if self.by_flops else (WRITTEN, FUSED, LEAN)
+        smaller = _SMALLER if self.by_flops else (LEAN,)
+        return WRITTEN, FUSED, *smaller
 
     @property
     def smaller_fusions(self) -> tuple[str, ...]:
@@ -256,6 +259,6 @@ def fusing(variant: str) -> Fusing:
     return Fusing(
         duplicates=variant != WRITTEN,
         into_products=variant == INLINED,
-        costly_inside=variant in _SMALLER,
+        costly_inside=variant in (SEPARATED_LEAN, LEAN),
         separated=variant in (SEPARATED, SEPARATED_LEAN),
     )

@@ -12,6 +12,8 @@ place by hand, and let the compiler compute several sums of the same terms in on
 
 from __future__ import annotations
 
+import bisect
+import collections
 import itertools
 from collections.abc import Container, Mapping
 
@@ -101,24 +103,34 @@ def separated_starts(
       As `unit_starts`. It is empty if there is nothing to separate.
     """
     numbers = sorted(stored)
-    order = [(computed, n) for n in numbers for computed in (*bursts.get(n, ()), n)]
+    # What is recomputed, by the number of the next equation whose results are stored.
+    again: dict[int, tuple[int, ...]] = {}
+    for number, of_burst in sorted(bursts.items()):
+        at = bisect.bisect_left(numbers, number)
+        if at < len(numbers):
+            again[numbers[at]] = again.get(numbers[at], ()) + of_burst
+    order = [(computed, n) for n in numbers for computed in (*again.get(n, ()), n)]
     if not order:
         return {}
     arrays = _stored_arrays(jaxpr, numbers)
     place = {number: at for at, number in enumerate(numbers)}
     measured = liveness(arrays, [place[computed] for computed, _ in order])
     inside = _computed_inside(jaxpr, stored, _NEGLIGIBLE * int(measured.live_bytes.max()))
+    # Values that one equation alone computes are never computed again, unless that is recomputed.
+    counts = collections.Counter(v for computed, _ in order for v in inside[computed])
+    shared = {n: [v for v in values if counts[v] > 1] for n, values in inside.items()}
     found: dict[int, list[tuple[int, ...]]] = {}
-    # Of the present unit: the equations that each one depends on, and those that compute each value.
+    # Of the present unit: for each equation those that it depends on and that compute shared values, and
+    # the equations that compute each value.
     before: dict[int, set[int]] = {}
     computing: dict[int, set[int]] = {}
     for computed, number in order:
         at = place[computed]
         operands = arrays.dep[arrays.start[at] : arrays.start[at + 1]].tolist()
         own = {numbers[k] for k in operands}.intersection(before)
-        needed = own.union(*(before[n] for n in own))
-        begins = number in bursts and number not in found
-        values = inside.get(computed, frozenset())
+        needed = {n for n in own if shared[n]}.union(*(before[n] for n in own))
+        begins = number in again and number not in found
+        values = shared[computed]
         if begins or any(not needed.isdisjoint(computing.get(v, ())) for v in values):
             found.setdefault(number, []).append(())
             before, computing, needed = {}, {}, set()
