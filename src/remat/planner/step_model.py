@@ -28,9 +28,8 @@ from remat.planner.search import Proposal
 # outside of the loops must recompute; more find better plans and take longer.
 _LEVELS_BEFORE = 2
 # Number of further levels before that one that are tried if they leave enough memory as well: the peak need
-# not fall from level to level. More find more of them, and each prices a program. Where compiling takes only
-# seconds, fewer are checked.
-_LEVELS_CHECKED, _QUICK_CHECKED = 6, 1
+# not fall from level to level. More find more of them, and each prices a program.
+_LEVELS_CHECKED = 6
 # Number of levels to try, spread over all: recomputation outside of the loops may cost less than in them.
 # More find better plans and take longer. Where compiling takes only seconds, fewer are tried.
 _SPREAD, _QUICK_SPREAD = 6, 3
@@ -320,15 +319,13 @@ class StepModel:
     ) -> Iterator[LoopLevel]:
         """Yield the levels among which the one that recomputes least within these bytes is expected."""
         n_levels = len(self._loops.levels)
-        is_quick = self.step.by_flops
-        n_spread = _QUICK_SPREAD if is_quick else _SPREAD
-        n_checked = _QUICK_CHECKED if is_quick else _LEVELS_CHECKED
+        n_spread = _QUICK_SPREAD if self.step.by_flops else _SPREAD
         first = self._first_within(variant, n_bytes, options)
         nearest = max(0, first - _LEVELS_BEFORE)
         tried = set(range(nearest, first + 1))
         tried.update(
             at
-            for at in range(max(0, nearest - n_checked), nearest)
+            for at in range(max(0, nearest - _LEVELS_CHECKED), nearest)
             if self._level(at, options).peak_bytes(variant) <= n_bytes
         )
         tried.update(round(k * (n_levels - 1) / n_spread) for k in range(n_spread))
