@@ -99,7 +99,7 @@ class Decisions:
         sharded, the partitioner may gather them, and only a barrier delays that.
       separated: whether further units begin where a value that is not stored is computed again for an
         equation that depends on the former one (`unit_starts.separated_starts`), and all units extend to the
-        next one. A program is not both ordered and separated.
+        next one or to an equation with effects. A program is not both ordered and separated.
     """
 
     stored: frozenset[int]

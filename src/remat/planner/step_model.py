@@ -393,7 +393,7 @@ def lowered(
     for least in (0.0,) * _MOST_CORRECTIONS + _LARGE_CORRECTIONS:
         excess = excess_of(options)
         if excess <= 0:
-            break
+            return options
         room -= max(excess, int(least * n_bytes))
         options = options_within(room)
     if n_between and excess_of(options) > 0:

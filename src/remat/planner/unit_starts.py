@@ -15,7 +15,7 @@ from __future__ import annotations
 import bisect
 import collections
 import itertools
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 
 import numpy as np
 
@@ -115,10 +115,16 @@ def separated_starts(
     arrays = _stored_arrays(jaxpr, numbers)
     place = {number: at for at, number in enumerate(numbers)}
     measured = liveness(arrays, [place[computed] for computed, _ in order])
-    inside = _computed_inside(jaxpr, stored, _NEGLIGIBLE * int(measured.live_bytes.max()))
+    least = _NEGLIGIBLE * int(measured.live_bytes.max())
+
+    def counts(eqn: _jax.JaxprEqn) -> bool:
+        is_free = fusion_of(eqn) is Fusion.VIEW or fills_array(eqn)
+        return not is_free and sum(n_bytes(v.aval) for v in eqn.outvars) >= least
+
+    inside = _computed_inside(jaxpr, stored, counts)
     # Values that one equation alone computes are never computed again, unless that is recomputed.
-    counts = collections.Counter(v for computed, _ in order for v in inside[computed])
-    shared = {n: [v for v in values if counts[v] > 1] for n, values in inside.items()}
+    times = collections.Counter(v for computed, _ in order for v in inside[computed])
+    shared = {n: [v for v in values if times[v] > 1] for n, values in inside.items()}
     found: dict[int, list[tuple[int, ...]]] = {}
     # Of the present unit: for each equation those that it depends on and that compute shared values, and
     # the equations that compute each value.
@@ -143,12 +149,16 @@ def separated_starts(
 
 
 def _computed_inside(
-    jaxpr: _jax.Jaxpr, stored: frozenset[int], least: float
+    jaxpr: _jax.Jaxpr, stored: frozenset[int], counts: Callable[[_jax.JaxprEqn], bool]
 ) -> dict[int, frozenset[int]]:
-    """Return for each stored equation the values that are not stored and that its kernel computes, by number.
+    """Return for each stored equation, by number, the equations that count and that its kernel computes.
 
-    Only those of at least these bytes count that are computed from what is stored. An equation that computes
-    a value from one of these computes that one, too.
+    Those that compute from the result of another one that counts are left out: whatever kernel computes them
+    computes that one, so kernels that share them share that one.
+
+    Args:
+      jaxpr, stored: as of `unit_starts`.
+      counts: which of the equations count whose results are not stored.
     """
     found: dict[int, frozenset[int]] = {}
     derived: dict[Atom, frozenset[int]] = {}
@@ -158,8 +168,7 @@ def _computed_inside(
         if number in stored:
             found[number] = these
             continue
-        is_free = fusion_of(eqn) is Fusion.VIEW or fills_array(eqn)
-        if not these and not is_free and sum(n_bytes(v.aval) for v in eqn.outvars) >= least:
+        if not these and counts(eqn):
             these = frozenset((number,))
         derived.update(dict.fromkeys(eqn.outvars, these))
     return found
@@ -188,19 +197,12 @@ def _first_computed_again(jaxpr: _jax.Jaxpr, stored: frozenset[int]) -> list[int
 
     Compilers would store this value for both, if the second one were not in a unit.
     """
-    derived: dict[Atom, frozenset[int]] = {}  # the costly equations that are computed for a value
     seen: set[int] = set()
-    for number, eqn in enumerate(jaxpr.eqns):
-        inside = [derived[v] for v in eqn.invars if _jax.is_var(v) and v in derived]
-        these = frozenset[int]().union(*inside)
-        if number in stored:
-            if not seen.isdisjoint(these):
-                return [number]
-            seen |= these
-            continue
-        if fusion_of(eqn) is Fusion.COSTLY:
-            these |= {number}
-        derived.update(dict.fromkeys(eqn.outvars, these))
+    inside = _computed_inside(jaxpr, stored, lambda eqn: fusion_of(eqn) is Fusion.COSTLY)
+    for number, values in inside.items():
+        if not seen.isdisjoint(values):
+            return [number]
+        seen |= values
     return []
 
 

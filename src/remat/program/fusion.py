@@ -313,14 +313,10 @@ class _Fusion:
         """Also write the costly values that several kernels near each other would compute."""
 
         def is_near(i: int, kernels: set[int]) -> bool:
-            if self.program.ops[i].fusion is not Fusion.COSTLY:
-                return False
-            near = (
-                (a, b)
+            return self.program.ops[i].fusion is Fusion.COSTLY and any(
+                b - a < _FAR_APART and not (self.joins_sums and self._depends(b, a))
                 for a, b in itertools.pairwise(self._without_joined(kernels))
-                if b - a < _FAR_APART
             )
-            return any(not (self.joins_sums and self._depends(b, a)) for a, b in near)
 
         self._mark_by_kernels(is_near)
 
