@@ -21,7 +21,9 @@ from remat.errors import PlanError
 from remat.ir import jaxprs
 from remat.ir.equations import plain_call
 from remat.ir.flops import flops_of, flops_of_program
+from remat.planner.priced_step import PricedStep
 from remat.planner.scan_pairs import ScanOption, at_price, opened, pairs, prices, rewrite
+from remat.planner.step_model import StepModel
 from remat.program.from_jaxpr import program_of_jaxpr
 from remat.program.fusion import fuse
 from remat.solvers import no_remat
@@ -625,6 +627,25 @@ def test_options_are_pareto_optimal_and_include_the_program_as_written():
     assert pair.options[-1].bytes <= pair.as_written.bytes
     least = at_price(pair.options, max(prices(pair.options)))
     assert least == pair.options[0] and at_price(pair.options, 0.0) == pair.options[-1]
+
+
+def test_options_of_long_loops_leave_little_of_a_budget_unused():
+    w = jax.ShapeDtypeStruct((48, 64, 64), jnp.float32)
+    jaxpr, _ = flat(jax.value_and_grad(stack), w, jnp.zeros((512, 64)))
+    (pair,) = pairs(jaxpr, price)
+    assert pair.between and not set(pair.between) & set(pair.options)
+    every = sorted((*pair.options, *pair.between), key=lambda o: o.bytes)
+    seconds = [o.seconds for o in every]
+    assert seconds == sorted(set(seconds), reverse=True)
+    model = StepModel(PricedStep(jaxpr, price))
+    least, most = model.smallest("written").model_bytes, model.as_written("written").model_bytes
+    budgets = [int(n) for n in np.linspace(1.1 * least, most, 40)]
+    found = [model.within("written", n) for n in budgets]
+    costs = [proposal.extra_seconds for proposal in found]
+    assert costs == sorted(costs, reverse=True)
+    left = [n - p.model_bytes for n, p in zip(budgets, found, strict=True) if p.extra_seconds]
+    # The median without the options between others is 0.86 layers.
+    assert np.median(left) < 0.6 * most / 48
 
 
 def test_bytes_are_those_of_the_stacks():

@@ -107,11 +107,11 @@ def test_the_compiled_program_as_written_corrects_the_first_proposal():
 
 def test_the_program_as_written_is_not_compiled_again():
     model, limits = Staircase(STEPS), CompileLimits(8, nearly_full=1.0)
-    as_written = [CompiledProposal(model.within("only", 500), 500, 700)]
-    best, compiled = search(model, lambda p, _: p.model_bytes, 505, limits, as_written=as_written)
-    assert 500 not in [c.proposal.model_bytes for c in compiled]
-    assert best.compiled_bytes == 490
-    assert search(model, lambda p, _: p.model_bytes, 505, limits)[0].compiled_bytes == 500
+    as_written = [CompiledProposal(model.within("only", 530), 530, 700)]
+    best, compiled = search(model, lambda p, _: p.model_bytes, 535, limits, as_written=as_written)
+    assert 530 not in [c.proposal.model_bytes for c in compiled]
+    assert 510 <= best.compiled_bytes < 530
+    assert search(model, lambda p, _: p.model_bytes, 535, limits)[0].compiled_bytes == 530
 
 
 def test_a_variant_that_misjudges_the_program_as_written_is_corrected():
@@ -350,6 +350,22 @@ def test_a_refusal_knows_that_the_smallest_proposal_does_not_need_least():
     needed = {100: 900, 115: 500, 135: 200, 160: 220, 300: 300}
     best, compiled = search(Staircase(steps), lambda p, _: needed[p.model_bytes], 80)
     assert best is None and min(c.compiled_bytes for c in compiled) == 200 and len(compiled) <= 4
+
+
+def test_proposals_slightly_larger_than_one_that_nearly_fits_are_tried_in_its_variant():
+    """The compiler takes more for what recomputes most, and that of the other variant is far too large."""
+
+    def compiler(proposal, _):
+        if proposal.variant == "first":
+            return 2 * proposal.model_bytes
+        return 505 if proposal.model_bytes < 420 else proposal.model_bytes + 50
+
+    model = Staircase([step for step in STEPS if step[0] >= 400], ("first", "second"))
+    best, compiled = search(model, compiler, 500, CompileLimits(1))
+    assert best is not None and best.proposal.variant == "second"
+    assert best.compiled_bytes <= 500 < min(c.compiled_bytes for c in compiled[:-1])
+    best, _ = search(model, lambda p, n: compiler(p, n) + 100, 500, CompileLimits(1))
+    assert best is None
 
 
 def test_a_smallest_proposal_that_needs_more_than_larger_ones_does_not_mislead():

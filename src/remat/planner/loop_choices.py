@@ -44,6 +44,7 @@ class LoopChoices:
       bodies: those that are scheduled by themselves.
       around: for each body the bytes that are live while its loop runs in the program as it is written.
       times: how often each pair runs, by id.
+      between: for each level, further ones between the level before and it.
     """
 
     levels: tuple[tuple[LoopDecisions, float], ...]
@@ -51,6 +52,7 @@ class LoopChoices:
     bodies: tuple[Body, ...]
     around: tuple[int, ...]
     times: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    between: tuple[tuple[tuple[LoopDecisions, float], ...], ...] = ((),)
 
     def __repr__(self) -> str:
         bodies = counted(len(self.bodies), "body", "bodies")
@@ -93,19 +95,50 @@ def loop_choices(step: PricedStep) -> LoopChoices:
     plain = {pair.id: pair.as_written for pair in apart}
     stride = max(1, -(-(len(settings) - 1) // _MAX_LEVELS))
     levels: list[tuple[LoopDecisions, float]] = []
+    between: list[tuple[tuple[LoopDecisions, float], ...]] = []
+    closer = {pair.id: pair.between for pair in apart}
+
+    def level_of(chosen: Mapping[str, scan_pairs.ScanOption]) -> tuple[LoopDecisions, float]:
+        seconds = more + sum(option.seconds for option in chosen.values())
+        return LoopDecisions(opened, tuple(sorted(chosen.items()))), seconds
+
     for n, chosen in enumerate(settings):
         is_as_written = not opened and chosen == plain
         if (n % stride == 0 or n == len(settings) - 1) and not is_as_written:
-            seconds = more + sum(option.seconds for option in chosen.values())
-            levels.append((LoopDecisions(opened, tuple(sorted(chosen.items()))), seconds))
+            levels.append(level_of(chosen))
+            before = _between(settings[n - 1], chosen, closer) if n else ()
+            between.append(tuple(level_of(other) for other in before))
     at = bisect.bisect_left([s for _, s in levels], as_written) if opened else 0
     levels.insert(at, (LoopDecisions(), as_written))
+    between.insert(at, ())
     by_step = None
     if found:
         each = LoopDecisions(opened, tuple(sorted((pair.id, pair.by_step) for pair in found)))
         by_step = each, more + sum(pair.by_step.seconds for pair in found)
     times = {pair.id: pair.times for pair in found}
-    return LoopChoices(tuple(levels), by_step, inside, tuple(around), times)
+    return LoopChoices(tuple(levels), by_step, inside, tuple(around), times, tuple(between))
+
+
+def _between(
+    before: Mapping[str, scan_pairs.ScanOption],
+    after: Mapping[str, scan_pairs.ScanOption],
+    closer: Mapping[str, Sequence[scan_pairs.ScanOption]],
+) -> Iterator[dict[str, scan_pairs.ScanOption]]:
+    """Yield the choices between two that differ in one pair, those that keep most first.
+
+    Args:
+      before, after: the choices, by the pairs' ids.
+      closer: further options of each pair.
+    """
+    for id in after:
+        many, few = before[id], after[id]
+        options = [
+            option
+            for option in closer[id]
+            if few.bytes < option.bytes < many.bytes and many.seconds < option.seconds < few.seconds
+        ]
+        for option in sorted(options, key=lambda o: -o.bytes):
+            yield {**after, id: option}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -220,7 +220,7 @@ _RATIO_OF_NEXT = 1.03
 _MARGIN = 0.01
 # Shares of the best proposal's cost; the second applies if the best one fills the budget. A proposal that
 # reduces the cost by less is not compiled, so larger shares end the search earlier.
-_GAIN, _GAIN_OF_FULL = 0.02, 0.08
+_GAIN, _GAIN_OF_FULL = 0.04, 0.08
 # Share of the budget. If the best proposal fills less, its variant misses what fits, and others may not: they
 # are tried more readily. A larger share tries them more often.
 _FILLED = 0.9
@@ -260,6 +260,9 @@ _MISPREDICTED = 1.08
 # If no proposal fits and the nearest one needs at most `_NEARLY` times the budget: the aims to try, as
 # multiples of the current or the first aim, whichever is larger.
 _NEARLY, _ABOVE = 1.2, (1.1, 1.25, 1.5)
+# Before those, if the nearest one needs far more than the model predicts: the aims to try in its variant, as
+# multiples of its bytes.
+_SLIGHTLY_ABOVE = (1.03, 1.1)
 # If it needs more than that: the aims to try, as multiples of the smallest proposal's bytes.
 _ABOVE_SMALLEST = (1.15, 1.35, 1.6)
 
@@ -566,6 +569,9 @@ class _Search:
         if min(c.compiled_bytes for c in self.compiled) > _NEARLY * self.budget:
             self._search_smallest()
             return
+        self._search_above_nearest()
+        if self._best() is not None:
+            return
         for factor in _ABOVE[: self.limits.max_if_none_fits]:
             for variant in self._variants():
                 aim = factor * max(self._aim(variant), self.budget / _FIRST_RATIO)
@@ -573,6 +579,22 @@ class _Search:
                 if not self._is_known(proposal):
                     self._compile(proposal)
                     break
+            if self._best() is not None or self.compiled[-1].compiled_bytes > _NEARLY * self.budget:
+                return
+
+    def _search_above_nearest(self) -> None:
+        """Compile proposals slightly larger than the nearest one if it needs more than the model predicts.
+
+        Recomputing as much as possible may cost memory that the model misses.
+        """
+        nearest = min(self.compiled, key=lambda c: c.compiled_bytes)
+        variant, n_bytes = nearest.proposal.variant, nearest.proposal.model_bytes
+        if nearest.compiled_bytes <= _MISPREDICTED * n_bytes:
+            return
+        for factor in _SLIGHTLY_ABOVE[: self.limits.max_if_none_fits]:
+            proposal = self._best_within(variant, int(factor * n_bytes))
+            if not self._is_known(proposal):
+                self._compile(proposal)
             if self._best() is not None:
                 return
 

@@ -331,6 +331,7 @@ class StepModel:
         tried.update(round(k * (n_levels - 1) / n_spread) for k in range(n_spread))
         for at in sorted(tried):
             yield self._level(at, options)
+        yield from self._just_before(first, variant, n_bytes, options)
         if self._loops.by_step is not None:
             by_step = self._level_of(self._loops.by_step, options)
             if by_step.peak_bytes(variant) <= n_bytes:
@@ -343,6 +344,16 @@ class StepModel:
                 lambda level: level.peak_bytes(variant) - n_bytes,
                 n_between=_MOST_BETWEEN if variant == self.variants[0] else 0,
             )
+
+    def _just_before(
+        self, at: int, variant: str, n_bytes: int, options: tuple[BodyOption, ...]
+    ) -> Iterator[LoopLevel]:
+        """Yield the level between one and the level before it that keeps most within these bytes, if any."""
+        levels = [self._level_of(decided, options) for decided in self._loops.between[at]]
+        first = bisect.bisect_left(
+            levels, True, key=lambda level: level.peak_bytes(variant) <= n_bytes
+        )
+        yield from levels[first : first + 1]
 
     def _first_within(self, variant: str, n_bytes: int, options: tuple[BodyOption, ...]) -> int:
         """Return the number of the first level that takes these bytes without more recomputation.

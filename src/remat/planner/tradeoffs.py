@@ -16,7 +16,7 @@ from remat.program.program import Op, Program
 
 # Ratio of an option's bytes to those of the next larger option. Options with a higher ratio are dropped; a
 # larger limit keeps more options.
-_MAX_BYTES_RATIO = 0.97
+MAX_BYTES_RATIO = 0.97
 # Number of fractions k/n of a loop's groups that are tried for recomputation; a larger n tries more of them.
 _N_SPLITS = 6
 
@@ -61,11 +61,16 @@ def undominated(options: Iterable[T]) -> list[T]:
     return kept
 
 
-def thinned(options: Sequence[T]) -> list[T]:
-    """Return the options without those that take hardly fewer bytes than the next; the ends stay."""
+def thinned(options: Sequence[T], ratio: float = MAX_BYTES_RATIO) -> list[T]:
+    """Return the options without those that take hardly fewer bytes than the next; the ends stay.
+
+    Args:
+      options: by ascending bytes.
+      ratio: of an option's bytes to those of the next, above which it is left out.
+    """
     kept = [options[-1]]
     for option in reversed(options[1:-1]):
-        if option.bytes < _MAX_BYTES_RATIO * kept[-1].bytes:
+        if option.bytes < ratio * kept[-1].bytes:
             kept.append(option)
     return [*options[:1], *reversed(kept)] if len(options) > 1 else kept
 

@@ -69,9 +69,7 @@ def _pairs_in(scope: Scope, prefix: str, path: str, times: int) -> list[ScanPair
         inner = []
         if _has_loops_or_branches(joint.jaxpr):
             inner = _pairs_in(joint_scope(scope, joint, match.backward), f"{key}/", name, 1)
-        options, as_written, by_step = PairOptions(
-            scope, joint, match.backward, key, inner, times
-        ).found()
+        of_pair = PairOptions(scope, joint, match.backward, key, inner, times).found()
         found[match.forward] = [
             ScanPair(
                 key,
@@ -79,9 +77,10 @@ def _pairs_in(scope: Scope, prefix: str, path: str, times: int) -> list[ScanPair
                 _jax.source_line_of(eqn),
                 joint.length,
                 times,
-                tuple(options),
-                as_written,
-                by_step,
+                tuple(of_pair.options),
+                of_pair.as_written,
+                of_pair.by_step,
+                tuple(of_pair.between),
             )
         ]
     for match in branch_matches(jaxpr):
@@ -127,11 +126,10 @@ def _pair_of_branches(scope: Scope, match: Match, prefix: str, path: str, times:
         inner = []
         if _has_loops_or_branches(joint.jaxpr):
             inner = _pairs_in(joint_scope(scope, joint, match.backward), f"{id}/", name, 1)
-        of_branch[id], as_written, again = PairOptions(
-            scope, joint, match.backward, id, inner, times
-        ).found()
-        written.append((id, as_written))
-        by_step.append((id, again))
+        of_pair = PairOptions(scope, joint, match.backward, id, inner, times).found()
+        of_branch[id] = of_pair.options
+        written.append((id, of_pair.as_written))
+        by_step.append((id, of_pair.by_step))
     # All branches get the same bytes; each takes its best option within them.
     limits = sorted({option.bytes for options in of_branch.values() for option in options})
     least = max(min(option.bytes for option in options) for options in of_branch.values())

@@ -58,6 +58,9 @@ _MIN_MIXED_LENGTH = 4
 # The difference between neighbouring mixtures of two options, as a share of the loop's largest option; and
 # the least number of mixtures between two options. A larger share gives fewer options.
 _MIXTURE_STEP, _MIN_SPLITS = 0.025, 4
+# The same difference for the options between others, and the ratio of their bytes to those of the next larger
+# ones. Smaller steps and a larger ratio leave less of a budget unused.
+_SMALL_STEP, _CLOSE_RATIO = 0.01, 0.985
 # Numbers of choices for inner pairs that are combined with the cuts of the outer pair: at one price for all
 # pairs, and others in the widest gaps between these. More find more options and take longer.
 _MAX_INNER_CHOICES, _MAX_OTHER_CHOICES = 8, 16
@@ -78,6 +81,7 @@ class ScanPair:
       by_step: the option with the fewest bytes that computes each step again as a whole, as
         `jax.checkpoint` around the body does. Where the compiler needs less for it than for groups of
         steps, it is better than options that the model prefers to it.
+      between: further options, each between two of the others.
     """
 
     id: str
@@ -88,6 +92,7 @@ class ScanPair:
     options: tuple[ScanOption, ...]
     as_written: ScanOption
     by_step: ScanOption
+    between: tuple[ScanOption, ...] = ()
 
 
 #: Options of the pairs inside, by their ids.
@@ -104,6 +109,15 @@ class _Nodes(NamedTuple):
 
     problem: CutProblem
     variables: list[list[_jax.Var]]
+
+
+class FoundOptions(NamedTuple):
+    """The options of one pair, as in `ScanPair`."""
+
+    options: list[ScanOption]
+    as_written: ScanOption
+    by_step: ScanOption
+    between: Sequence[ScanOption]
 
 
 class PairOptions:
@@ -125,8 +139,8 @@ class PairOptions:
         self.inner = inner
         self.times = times
 
-    def found(self) -> tuple[list[ScanOption], ScanOption, ScanOption]:
-        """Return the options, that of the program as it is written, and `by_step`, as in `ScanPair`."""
+    def found(self) -> FoundOptions:
+        """Return the options of the pair."""
         unchanged = _OptionsOfCuts(self, self.joint, ())
         written = unchanged.as_written()
         given = [unchanged]
@@ -145,7 +159,8 @@ class PairOptions:
             if cuts is unchanged and option.group == 1 and not option.host_bytes
         ]
         by_step = min(of_steps, key=lambda o: (o.bytes, o.seconds), default=written)
-        return best, written, by_step
+        between = () if len(best) < 2 else _between(found, best)
+        return FoundOptions(best, written, by_step, between)
 
     def _choices_inside(self) -> list[_Choice]:
         """Return choices for the pairs inside: at one price for all of them, and some between these."""
@@ -471,10 +486,27 @@ def _best(
     return thinned(undominated([*options, *_mixtures(found), written]))
 
 
-def _mixtures(found: Sequence[tuple[ScanOption, _OptionsOfCuts]]) -> Iterator[ScanOption]:
+def _between(
+    found: Sequence[tuple[ScanOption, _OptionsOfCuts]], best: Sequence[ScanOption]
+) -> list[ScanOption]:
+    """Return options between the best ones."""
+    on_device = [(option, cuts) for option, cuts in found if not option.host_bytes]
+    mixtures = _mixtures(on_device, _SMALL_STEP)
+    more = undominated([*best, *(option for option, _ in on_device), *mixtures])
+    known = set(best)
+    return [option for option in thinned(more, _CLOSE_RATIO) if option not in known]
+
+
+def _mixtures(
+    found: Sequence[tuple[ScanOption, _OptionsOfCuts]], step: float = _MIXTURE_STEP
+) -> Iterator[ScanOption]:
     """Yield options whose first steps follow one vertex of the hull, and the other steps the next.
 
     The first steps keep less: when they are reversed, the values kept by the others are already freed.
+
+    Args:
+      found: options, each with those of its cut.
+      step: the difference between neighbours, as a share of the largest option.
     """
     of = {id(option): cuts for option, cuts in found}
     joint = found[0][1].joint if found else None
@@ -496,7 +528,7 @@ def _mixtures(found: Sequence[tuple[ScanOption, _OptionsOfCuts]]) -> Iterator[Sc
         is_same_inside = many.inner == few.inner
         is_same = is_same_inside and (many.saved, many.offloaded) == (few.saved, few.offloaded)
         share = (many.bytes - few.bytes) / most_bytes
-        n_splits = max(_MIN_SPLITS, math.ceil(share / _MIXTURE_STEP))
+        n_splits = max(_MIN_SPLITS, math.ceil(share / step))
         for n_groups in partial_group_counts(joint.length // few.group, n_splits):
             n_first = n_groups * few.group
             n_rest = joint.length - n_first
