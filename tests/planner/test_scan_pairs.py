@@ -17,9 +17,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 import remat
 from remat import _jax
-from remat.errors import PlanError
+from remat.errors import BudgetError, PlanError
 from remat.ir import jaxprs
-from remat.ir.equations import plain_call
+from remat.ir.equations import plain_call, programs_of
 from remat.ir.flops import flops_of, flops_of_program
 from remat.planner.priced_step import PricedStep
 from remat.planner.scan_pairs import ScanOption, at_price, opened, pairs, prices, rewrite
@@ -646,6 +646,49 @@ def test_options_of_long_loops_leave_little_of_a_budget_unused():
     left = [n - p.model_bytes for n, p in zip(budgets, found, strict=True) if p.extra_seconds]
     # The median without the options between others is 0.86 layers.
     assert np.median(left) < 0.6 * most / 48
+
+
+def test_the_smallest_proposal_is_that_of_the_level_that_needs_least():
+    w = jax.ShapeDtypeStruct((80, 32, 32), jnp.float32)
+    jaxpr, _ = flat(jax.value_and_grad(stack), w, jnp.zeros((64, 32)))
+    model = StepModel(PricedStep(jaxpr, price))
+    smallest = model.smallest("written").model_bytes
+    for share in (0.5, 0.7, 0.9, 0.99):
+        with pytest.raises(BudgetError):
+            model.within("written", int(share * smallest))
+
+
+@pytest.mark.parametrize(
+    ("batched", "policy"),
+    [
+        (False, jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+        (True, jax.checkpoint_policies.dots_saveable),
+    ],
+)
+def test_options_that_keep_matrix_products_recompute_what_the_policies_do(batched, policy):
+    def attend(c, w):
+        scores = jnp.einsum("bqd,bkd->bqk", c @ w, c)
+        return c + jnp.tanh(jax.nn.softmax(scores) @ jnp.sin(c)), None
+
+    w, x = jnp.ones((6, 16, 16)), jnp.ones((2, 8, 16))
+    jaxpr, _ = flat(jax.grad(functools.partial(stack, body=attend)), w, x)
+    by_hand, _ = flat(
+        jax.grad(functools.partial(stack, body=jax.checkpoint(attend, policy=policy))), w, x
+    )
+    (pair,) = pairs(jaxpr, price)
+    option = pair.by_product[batched]
+    products = flops_of_products(rewrite(jaxpr, {pair.id: option}))
+    assert products == flops_of_products(by_hand) >= flops_of_products(jaxpr)
+    assert (products == flops_of_products(jaxpr)) == batched
+
+
+def flops_of_products(jaxpr):
+    total = 0
+    for eqn in jaxpr.eqns:
+        inside = sum(flops_of_products(_jax.open_jaxpr(body)) for body in programs_of(eqn))
+        total += eqn.params.get("length", 1) * inside
+        total += flops_of(eqn) if eqn.primitive.name == "dot_general" else 0
+    return total
 
 
 def test_bytes_are_those_of_the_stacks():

@@ -39,8 +39,8 @@ class LoopChoices:
     Args:
       levels: the decisions about pairs of loops and the seconds of recomputation in them, the level that
         keeps most first.
-      by_step: the same of the level at which all pairs recompute their steps one by one; None without
-        pairs.
+      by_hand: the same of levels at which all pairs recompute their steps one by one: all of them, and
+        without matrix products that have no batch dimensions, or any; empty without pairs.
       bodies: those that are scheduled by themselves.
       around: for each body the bytes that are live while its loop runs in the program as it is written.
       times: how often each pair runs, by id.
@@ -48,7 +48,7 @@ class LoopChoices:
     """
 
     levels: tuple[tuple[LoopDecisions, float], ...]
-    by_step: tuple[LoopDecisions, float] | None
+    by_hand: tuple[tuple[LoopDecisions, float], ...]
     bodies: tuple[Body, ...]
     around: tuple[int, ...]
     times: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -67,7 +67,7 @@ def loop_choices(step: PricedStep) -> LoopChoices:
     """
     flat, source, price, opened = step.flat, step.source, step.price, step.is_opened
     if not opened and not any(map(programs_of, source.eqns)):  # no loops and branches
-        return LoopChoices(((LoopDecisions(), 0.0),), None, (), ())
+        return LoopChoices(((LoopDecisions(), 0.0),), (), (), ())
     found = scan_pairs.pairs(
         source,
         price,
@@ -111,12 +111,19 @@ def loop_choices(step: PricedStep) -> LoopChoices:
     at = bisect.bisect_left([s for _, s in levels], as_written) if opened else 0
     levels.insert(at, (LoopDecisions(), as_written))
     between.insert(at, ())
-    by_step = None
-    if found:
-        each = LoopDecisions(opened, tuple(sorted((pair.id, pair.by_step) for pair in found)))
-        by_step = each, more + sum(pair.by_step.seconds for pair in found)
+    by_hand = (
+        {pair.id: pair.by_step for pair in found},
+        *({pair.id: pair.by_product[batched] for pair in found} for batched in (False, True)),
+    )
     times = {pair.id: pair.times for pair in found}
-    return LoopChoices(tuple(levels), by_step, inside, tuple(around), times, tuple(between))
+    return LoopChoices(
+        tuple(levels),
+        tuple(dict.fromkeys(map(level_of, by_hand))) if found else (),
+        inside,
+        tuple(around),
+        times,
+        tuple(between),
+    )
 
 
 def _between(
@@ -158,10 +165,10 @@ class ScheduledSteps:
 
 def scheduled_steps(step: PricedStep, choices: LoopChoices) -> ScheduledSteps:
     """Return the steps to schedule where all pairs keep least, and the step of one of them needs much."""
-    (least, _), by_step = choices.levels[-1], choices.by_step
-    if by_step is None or least.opened != by_step[0].opened:
+    least, _ = choices.levels[-1]
+    if not choices.by_hand or least.opened != choices.by_hand[0][0].opened:
         return ScheduledSteps(least, 0.0, ())
-    of_step = dict(by_step[0].choices)
+    of_step = dict(choices.by_hand[0][0].choices)
     chosen = {key: option if option.group == 1 else of_step[key] for key, option in least.choices}
     loops = dataclasses.replace(least, choices=tuple(chosen.items()))
     seconds = step.seconds_of_conversions + sum(option.seconds for option in chosen.values())

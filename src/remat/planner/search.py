@@ -110,10 +110,10 @@ class Model(Protocol):
 
     @property
     def by_hand(self) -> Sequence[Proposal]:
-        """Return what people would write by hand.
+        """Return what people would write by hand, the one that needs least memory first.
 
-        It is compiled before the search gives up, since the model may misjudge what the compiler needs for
-        all other proposals.
+        That one is compiled before the search gives up, since the model may misjudge what the compiler needs
+        for all other proposals.
         """
 
 
@@ -342,7 +342,7 @@ class _Search:
 
     def _compile_by_hand(self) -> None:
         """Compile what people would write by hand if it costs much less than the best and may fit."""
-        for proposal in self.model.by_hand:
+        for proposal in sorted(self.model.by_hand, key=lambda p: p.cost):
             best = self._best()
             if best is None or self._is_known(proposal):
                 continue
@@ -517,7 +517,7 @@ class _Search:
         for _ in range(self.limits.max_if_none_fits):
             found = (self._uncompiled_within(variant) for variant in self._variants())
             proposals = [proposal for proposal in found if proposal is not None]
-            proposals += [p for p in self.model.by_hand if not self._is_known(p)]
+            proposals += [p for p in self._by_hand_to_try() if not self._is_known(p)]
             if not proposals:
                 break
             # Among those that probably fit, take the one that recomputes least; else the smallest.
@@ -527,13 +527,19 @@ class _Search:
                 return
         variants = (*self.model.variants, *self.model.smaller_variants)
         smallest = map(self.model.smallest, variants)
-        for proposal in itertools.chain(self.model.by_hand, smallest):
+        for proposal in itertools.chain(self.model.by_hand[:1], smallest):
             if self._best() is not None or not self.limits.max_if_none_fits:
                 break
             if not self._is_known(proposal):
                 self._compile(proposal)
         self._trust_the_model()
         self._search_larger()
+
+    def _by_hand_to_try(self) -> list[Proposal]:
+        """Return what people would write by hand if it may fit, and in any case that with least memory."""
+        most = _BY_HAND * self.budget
+        others = (p for p in self.model.by_hand[1:] if self._expected(p) <= most)
+        return [*self.model.by_hand[:1], *others]
 
     def _trust_the_model(self) -> None:
         """Compile what the model says just fits, whatever the compiler said about smaller proposals.

@@ -30,6 +30,9 @@ _LEVELS_BEFORE = 2
 # Number of further levels before that one that are tried if they leave enough memory as well: the peak need
 # not fall from level to level. More find more of them, and each prices a program.
 _LEVELS_CHECKED = 6
+# Number of levels at the end of which the one that needs least is taken for the smallest: groups of steps
+# may need more than the loop keeps less. More find smaller ones, and each prices a program.
+_LAST = 3
 # Number of levels to try, spread over all: recomputation outside of the loops may cost less than in them.
 # More find better plans and take longer. Where compiling takes only seconds, fewer are tried.
 _SPREAD, _QUICK_SPREAD = 6, 3
@@ -87,8 +90,15 @@ class StepModel:
         """
         found: list[Proposal] = []
         problem: BudgetError | None = None
-        for level in self._levels_to_try(variant, n_bytes):
-            for one in (level, level.with_copies(variant, n_bytes)):
+        levels = [
+            (level.least_seconds(variant, n_bytes), level)
+            for level in self._levels_to_try(variant, n_bytes)
+        ]
+        for least, level in sorted(levels, key=lambda bound: bound[0]):
+            copied = level.with_copies(variant, n_bytes)
+            if found and copied is None and self._is_slower(least, found):
+                continue
+            for one in (level, copied):
                 try:
                     found += [] if one is None else [one.within(variant, n_bytes)]
                 except BudgetError as error:
@@ -97,6 +107,12 @@ class StepModel:
             assert problem is not None
             raise problem
         return self._fastest(found)
+
+    def _is_slower(self, seconds: float, found: Sequence[Proposal]) -> bool:
+        """Return whether a time is longer than that of the fastest proposal that was found."""
+        if seconds <= min(proposal.extra_seconds for proposal in found):
+            return False
+        return seconds > self._fastest(found).extra_seconds
 
     def costs_more(self, variant: str, n_bytes: int, cost: float) -> bool:
         """Return whether the proposal within these bytes is known to cost more.
@@ -128,9 +144,10 @@ class StepModel:
         )
 
     def smallest(self, variant: str) -> Proposal:
-        """Return the proposal with the fewest bytes at the level at which all loops keep least."""
+        """Return the proposal with the fewest bytes at the levels at which loops keep least."""
         options = self._body_options(variant, [0] * len(self._loops.bodies))
-        levels = [self._level(-1, options)]
+        last = [self._level(-1 - k, options) for k in range(min(_LAST, len(self._loops.levels)))]
+        levels = [min(last, key=lambda level: level.peak_bytes(variant))]
         if self._steps.bodies:
             levels.append(self._level_with_steps(variant, 0, options))
         found = [level.smallest(variant) for level in levels]
@@ -138,12 +155,14 @@ class StepModel:
 
     @functools.cached_property
     def by_hand(self) -> list[Proposal]:
-        """Return the step with all loops recomputed step by step, and nothing recomputed outside of them."""
-        if self._loops.by_step is None:
-            return []
+        """Return the step with all loops recomputed step by step, and nothing recomputed outside of them.
+
+        The first one keeps nothing of the steps, others what matrix products compute.
+        """
         variant = self.step.fusions[0]
         options = tuple(body.options[0].as_written for body in self._loops.bodies)
-        return [self._with_flops(self._level_of(self._loops.by_step, options).once(variant))]
+        levels = (self._level_of(decided, options) for decided in self._loops.by_hand)
+        return [self._with_flops(level.once(variant)) for level in levels]
 
     def _fastest(self, found: Sequence[Proposal]) -> Proposal:
         """Return the proposal of the least cost, with the FLOPs of its program counted.
@@ -332,8 +351,8 @@ class StepModel:
         for at in sorted(tried):
             yield self._level(at, options)
         yield from self._just_before(first, variant, n_bytes, options)
-        if self._loops.by_step is not None:
-            by_step = self._level_of(self._loops.by_step, options)
+        if self._loops.by_hand:
+            by_step = self._level_of(self._loops.by_hand[0], options)
             if by_step.peak_bytes(variant) <= n_bytes:
                 yield by_step
         if self._level(-1, options).peak_bytes(variant) > n_bytes and self._steps.bodies:

@@ -80,6 +80,7 @@ def _pairs_in(scope: Scope, prefix: str, path: str, times: int) -> list[ScanPair
                 tuple(of_pair.options),
                 of_pair.as_written,
                 of_pair.by_step,
+                of_pair.by_product,
                 tuple(of_pair.between),
             )
         ]
@@ -121,6 +122,7 @@ def _pair_of_branches(scope: Scope, match: Match, prefix: str, path: str, times:
     of_branch: dict[str, list[ScanOption]] = {}
     written: list[tuple[str, ScanOption]] = []
     by_step: list[tuple[str, ScanOption]] = []
+    by_product: list[tuple[str, tuple[ScanOption, ScanOption]]] = []
     for k, joint in enumerate(branches_of(scope.jaxpr, match)):
         id = branch_id(key, k)
         inner = []
@@ -130,6 +132,7 @@ def _pair_of_branches(scope: Scope, match: Match, prefix: str, path: str, times:
         of_branch[id] = of_pair.options
         written.append((id, of_pair.as_written))
         by_step.append((id, of_pair.by_step))
+        by_product.append((id, of_pair.by_product))
     # All branches get the same bytes; each takes its best option within them.
     limits = sorted({option.bytes for options in of_branch.values() for option in options})
     least = max(min(option.bytes for option in options) for options in of_branch.values())
@@ -152,6 +155,10 @@ def _pair_of_branches(scope: Scope, match: Match, prefix: str, path: str, times:
         tuple(undominated(options)),
         _of_branches(written),
         _of_branches(by_step),
+        (
+            _of_branches([(id, without_batched) for id, (without_batched, _) in by_product]),
+            _of_branches([(id, with_batched) for id, (_, with_batched) in by_product]),
+        ),
     )
 
 

@@ -81,6 +81,8 @@ class ScanPair:
       by_step: the option with the fewest bytes that computes each step again as a whole, as
         `jax.checkpoint` around the body does. Where the compiler needs less for it than for groups of
         steps, it is better than options that the model prefers to it.
+      by_product: those that keep what matrix products compute, without and with products that have batch
+        dimensions, as JAX's policies around the body do.
       between: further options, each between two of the others.
     """
 
@@ -92,6 +94,7 @@ class ScanPair:
     options: tuple[ScanOption, ...]
     as_written: ScanOption
     by_step: ScanOption
+    by_product: tuple[ScanOption, ScanOption]
     between: tuple[ScanOption, ...] = ()
 
 
@@ -117,6 +120,7 @@ class FoundOptions(NamedTuple):
     options: list[ScanOption]
     as_written: ScanOption
     by_step: ScanOption
+    by_product: tuple[ScanOption, ScanOption]
     between: Sequence[ScanOption]
 
 
@@ -160,7 +164,11 @@ class PairOptions:
         ]
         by_step = min(of_steps, key=lambda o: (o.bytes, o.seconds), default=written)
         between = () if len(best) < 2 else _between(found, best)
-        return FoundOptions(best, written, by_step, between)
+        by_product = (
+            unchanged.keeping_products(batched=False),
+            unchanged.keeping_products(batched=True),
+        )
+        return FoundOptions(best, written, by_step, by_product, between)
 
     def _choices_inside(self) -> list[_Choice]:
         """Return choices for the pairs inside: at one price for all of them, and some between these."""
@@ -248,6 +256,23 @@ class _OptionsOfCuts:
         numbers = tuple(sorted({self.number[v] for v in saved}))
         emitted = Emitted.of(self.joint, numbers)
         return self._in_steps(numbers, emitted, self.cost_of(self._twice(emitted)))
+
+    def keeping_products(self, *, batched: bool) -> ScanOption:
+        """Return the option that keeps what matrix products compute, and what must not be computed again.
+
+        Args:
+          batched: whether to keep products with batch dimensions, and convolutions.
+        """
+        joint = self.joint
+        computed = (
+            v
+            for eqn in joint.known
+            if id(eqn) in self.once or _is_product(eqn, batched)
+            for v in eqn.outvars
+        )
+        emitted = Emitted.of(joint, [self.number[v] for v in (*joint.carry, *computed)])
+        kept = tuple(sorted(self.number[v] for v in emitted.kept))
+        return self._in_steps(kept, emitted, self.cost_of(self._twice(emitted)))
 
     def options(self) -> list[ScanOption]:
         problem, variables = self._nodes()
@@ -556,6 +581,16 @@ def _mixtures(
                 int(share * few.host_bytes + (1 - share) * many.host_bytes),
                 share * few.transfer_seconds + (1 - share) * many.transfer_seconds,
             )
+
+
+def _is_product(eqn: _jax.JaxprEqn, batched: bool) -> bool:
+    """Return whether a policy for matrix products names an equation."""
+    if eqn.primitive.name == "conv_general_dilated":
+        return batched
+    if eqn.primitive.name != "dot_general":
+        return False
+    _, (of_lhs, _) = eqn.params["dimension_numbers"]
+    return batched or not of_lhs
 
 
 def _kept_by(eqn: _jax.JaxprEqn) -> Sequence[_jax.Var]:
