@@ -125,6 +125,21 @@ def test_impossible_budget_says_what_was_reached_and_what_is_in_the_way():
         plan(step, W, X, budget=fixed + 1000)
 
 
+def test_refusals_name_the_largest_values_inside_of_loops():
+    def pairs_of(x):
+        def near(total, i):
+            close = jnp.exp(-((x[:, None] - x[None]) ** 2).sum(-1) * i)
+            return total + jnp.linalg.solve(close + jnp.eye(len(x)), x).sum(), None
+
+        return jax.lax.scan(near, 0.0, jnp.arange(3.0))[0]
+
+    with pytest.raises(remat.BudgetError) as caught:
+        plan(pairs_of, jnp.arange(768.0).reshape(96, 8), budget="30%")
+    text = str(caught.value)
+    # Kernels never write the differences, which have eight times as many elements.
+    assert "the largest temporaries f32[96,96]" in text and "f32[96,96,8]" not in text
+
+
 def test_second_plan_comes_from_the_cache_without_a_compilation(tmp_path, monkeypatch):
     cache = Cache(tmp_path)
     first = remat.plan(step, W, X, budget="60%", cache=cache, progress=False)

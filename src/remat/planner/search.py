@@ -220,7 +220,7 @@ _RATIO_OF_NEXT = 1.03
 _MARGIN = 0.01
 # Shares of the best proposal's cost; the second applies if the best one fills the budget. A proposal that
 # reduces the cost by less is not compiled, so larger shares end the search earlier.
-_GAIN, _GAIN_OF_FULL = 0.04, 0.08
+_GAIN, _GAIN_OF_FULL = 0.03, 0.08
 # Share of the budget. If the best proposal fills less, its variant misses what fits, and others may not: they
 # are tried more readily. A larger share tries them more often.
 _FILLED = 0.9
@@ -342,6 +342,8 @@ class _Search:
 
     def _compile_by_hand(self) -> None:
         """Compile what people would write by hand if it costs much less than the best and may fit."""
+        if self._best() is None or self._is_done():
+            return
         for proposal in sorted(self.model.by_hand, key=lambda p: p.cost):
             best = self._best()
             if best is None or self._is_known(proposal):

@@ -209,6 +209,8 @@ class Joint:
         )
 
 
+# Kept because the program is rewritten for many options, and each starts from it.
+@_jax.weakref_lru_cache
 def joint_of(jaxpr: _jax.Jaxpr, match: Match) -> Joint:
     """Return the joint program of a pair of a jaxpr's scans."""
     forward, backward = (jaxpr.eqns[i] for i in match)
