@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 from chain_oracle import least_extra_forwards, uniform_chain
@@ -10,6 +11,7 @@ from solver_cases import GRAPHS, random_layers, training_graph
 
 from remat.errors import BudgetError
 from remat.solvers import Graph, GridSearch, Schedule, no_remat
+from remat.solvers.simulate import floor_bytes
 from remat.solvers.solver import Answers
 
 
@@ -119,6 +121,9 @@ def test_no_schedule_takes_less_than_the_lower_bound(graph: Graph) -> None:
     for percent, bound in zip(range(30, 101, 10), bounds):
         found = _within(answers, percent * peak // 100)
         assert found is None or bound <= found.time
+    floor = floor_bytes(graph)
+    assert answers.lower_bound(floor) < answers.lower_bound(floor - 1) == math.inf
+    assert _within(answers, floor - 1) is None
 
 
 def test_schedules_are_found_where_segments_are_not_tried() -> None:

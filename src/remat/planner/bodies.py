@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
@@ -196,6 +197,10 @@ class BodyOptions:
             if best is not None and level.seconds >= best.seconds:
                 break
             fused, answers = level.solved(self.fusing)
+            least = answers.lower_bound(budget) - float(fused.graph.time)
+            most = math.inf if best is None else best.seconds
+            if level.seconds + self.times * least >= most:
+                continue
             try:
                 schedule = answers.within(budget)
             except BudgetError:

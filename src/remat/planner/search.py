@@ -239,9 +239,10 @@ _MISJUDGED = 1.5
 # Number of proposals that are compiled once none fits, because the model alone says that they do. More find
 # more plans and prolong refusals.
 _MOST_TRUSTED = 2
-# Multiple of the budget. What people write by hand is compiled if it costs much less than the best, even
-# if it is predicted to need that much. A larger one allows for more of the model's errors.
-_BY_HAND = 1.25
+# Multiples of the budget. What people write by hand is compiled if it costs much less than the best, even if
+# the model says that it needs the first, and earlier programs that it needs the second. Larger ones allow for
+# more errors of the model.
+_BY_HAND, _BY_HAND_EXPECTED = 1.25, 1.5
 # Shares of the budget. If the best proposal costs much and needs less than `_UNFILLED`, or others may cost
 # less by a share of `_GAIN_OF_OVER`, those within `_SHARES_TO_FILL` by the model are compiled, at most
 # `_MOST_FILLING` of them. More find more plans that estimates miss, and prolong searches. Those that cost
@@ -350,7 +351,11 @@ class _Search:
                 continue
             gain = best.proposal.cost - proposal.cost
             least = max(_GAIN_OF_MORE * best.proposal.cost, self.limits.negligible_seconds)
-            if gain > least and proposal.model_bytes <= _BY_HAND * self.budget:
+            may_fit = (
+                proposal.model_bytes <= _BY_HAND * self.budget
+                and self._expected(proposal) <= _BY_HAND_EXPECTED * self.budget
+            )
+            if gain > least and may_fit:
                 self._compile(proposal)
 
     def _variants(self) -> Sequence[str]:

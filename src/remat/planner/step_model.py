@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -95,6 +96,9 @@ class StepModel:
             for level in self._levels_to_try(variant, n_bytes)
         ]
         for least, level in sorted(levels, key=lambda bound: bound[0]):
+            if math.isinf(least) and not self.step.copies_outside:
+                problem = problem or BudgetError(f"nothing takes at most {n_bytes} bytes.")
+                continue
             copied = level.with_copies(variant, n_bytes)
             if found and copied is None and self._is_slower(least, found):
                 continue

@@ -197,6 +197,8 @@ class _GridAnswers(Answers):
         return False
 
     def lower_bound(self, budget: int) -> float:
+        if budget < self.floor_bytes:
+            return math.inf
         return self.graph.time + self._bound(budget)
 
     def smallest(self) -> Schedule:

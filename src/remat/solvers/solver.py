@@ -80,9 +80,9 @@ class Answers(abc.ABC):
         return False
 
     def lower_bound(self, budget: int) -> float:
-        """Return a lower bound on the time of any schedule within a budget.
+        """Return a lower bound on the time of any schedule within a budget; infinity if none exists.
 
-        It takes less work than a schedule. By default, 0: none is known.
+        It takes less work than a schedule. By default, 0: no bound is known.
         """
         return 0.0
 
