@@ -682,12 +682,11 @@ def test_options_that_keep_matrix_products_recompute_what_the_policies_do(batche
 
 
 def flops_of_products(jaxpr):
-    total = 0
-    for eqn in jaxpr.eqns:
-        inside = sum(flops_of_products(_jax.open_jaxpr(body)) for body in programs_of(eqn))
-        total += eqn.params.get("length", 1) * inside
-        total += flops_of(eqn) if eqn.primitive.name == "dot_general" else 0
-    return total
+    return sum(
+        flops_of(eqn)
+        for eqn in jaxprs.equations(jaxpr, programs_of)
+        if eqn.primitive.name == "dot_general"
+    )
 
 
 def test_bytes_are_those_of_the_stacks():

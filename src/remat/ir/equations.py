@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from remat import _jax
-from remat.aliases import JaxprLike
+from remat.aliases import Eqn, JaxprLike
 from remat.ir import jaxprs
 from remat.ir.operations import FUSIBLE, Fusion, operation
 
@@ -160,6 +160,20 @@ def _fusion_of_call(body: _jax.Jaxpr) -> Fusion:
 def is_fusible(eqn: _jax.JaxprEqn) -> bool:
     """Return whether compilers compute an equation inside the kernel that uses its result."""
     return fusion_of(eqn) in FUSIBLE
+
+
+def is_product(eqn: Eqn, *, batched: bool) -> bool:
+    """Return whether an equation is a matrix product.
+
+    Products with batch dimensions, and convolutions, are only if `batched`.
+    """
+    name = eqn.primitive.name
+    if name == "dot_general":
+        _, (batch, _) = eqn.params["dimension_numbers"]
+        return batched or not batch
+    if name == "scaled_matmul_wrapper":  # cuDNN's, with a leading batch dimension
+        return batched or eqn.invars[0].aval.shape[0] == 1
+    return batched and name == "conv_general_dilated"
 
 
 def is_elementwise(eqn: _jax.JaxprEqn) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from remat import _jax
@@ -53,7 +53,7 @@ def has_body(eqn: _jax.JaxprEqn) -> bool:
 
 
 def equations(
-    jaxpr: _jax.Jaxpr, inside: Callable[[_jax.JaxprEqn], Iterator[JaxprLike]] = _jax.jaxprs_of
+    jaxpr: _jax.Jaxpr, inside: Callable[[_jax.JaxprEqn], Iterable[JaxprLike]] = _jax.jaxprs_of
 ) -> Iterator[_jax.JaxprEqn]:
     """Yield the equations of a jaxpr at any depth, each before those inside it.
 

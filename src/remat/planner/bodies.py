@@ -194,11 +194,11 @@ class BodyOptions:
     def _scheduled(self, budget: int) -> BodyOption:
         best: BodyOption | None = None
         for level in self.levels:
-            if best is not None and level.seconds >= best.seconds:
+            most = math.inf if best is None else best.seconds
+            if level.seconds >= most:
                 break
             fused, answers = level.solved(self.fusing)
             least = answers.lower_bound(budget) - float(fused.graph.time)
-            most = math.inf if best is None else best.seconds
             if level.seconds + self.times * least >= most:
                 continue
             try:
@@ -207,7 +207,7 @@ class BodyOptions:
                 continue
             if not takes_too_long(fused, schedule):
                 option = self._option(level, schedule)
-                if best is None or option.seconds < best.seconds:
+                if option.seconds < most:
                     best = option
         return best or self.smallest
 

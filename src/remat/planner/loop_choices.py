@@ -166,9 +166,10 @@ class ScheduledSteps:
 def scheduled_steps(step: PricedStep, choices: LoopChoices) -> ScheduledSteps:
     """Return the steps to schedule where all pairs keep least, and the step of one of them needs much."""
     least, _ = choices.levels[-1]
-    if not choices.by_hand or least.opened != choices.by_hand[0][0].opened:
+    by_step = choices.by_hand[0][0] if choices.by_hand else None
+    if by_step is None or least.opened != by_step.opened:
         return ScheduledSteps(least, 0.0, ())
-    of_step = dict(choices.by_hand[0][0].choices)
+    of_step = dict(by_step.choices)
     chosen = {key: option if option.group == 1 else of_step[key] for key, option in least.choices}
     loops = dataclasses.replace(least, choices=tuple(chosen.items()))
     seconds = step.seconds_of_conversions + sum(option.seconds for option in chosen.values())

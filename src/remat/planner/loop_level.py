@@ -153,18 +153,20 @@ class LoopLevel:
         if seconds < 0 or self.peak_bytes(variant) <= n_bytes:
             return seconds < 0
         fused, answers = self._solved(variant)
-        # The graph does not count the reuse of results' buffers, so it overestimates by at most their bytes.
-        in_buffers = sum(map(sum, self.step.buffers(fused).values()))
-        return answers.costs_more(n_bytes + in_buffers, float(fused.graph.time) + seconds)
+        n_bytes += self._most_in_buffers(fused)
+        return answers.costs_more(n_bytes, float(fused.graph.time) + seconds)
 
     def least_seconds(self, variant: str, n_bytes: int) -> float:
         """Return a lower bound on the time of recomputation of proposals within these bytes."""
         if self.peak_bytes(variant) <= n_bytes:
             return self.loop_seconds
         fused, answers = self._solved(variant)
-        # The graph does not count the reuse of results' buffers, so it overestimates by at most their bytes.
-        in_buffers = sum(map(sum, self.step.buffers(fused).values()))
-        return self._with_loops(fused, answers.lower_bound(n_bytes + in_buffers))
+        bound = answers.lower_bound(n_bytes + self._most_in_buffers(fused))
+        return self._with_loops(fused, bound)
+
+    def _most_in_buffers(self, fused: Fused) -> int:
+        """Return the bytes by which a graph overestimates at most: it does not count results' buffers."""
+        return sum(map(sum, self.step.buffers(fused).values()))
 
     def least_price(self, variant: str, n_bytes: int) -> float:
         """Return the least price of a proposal within these bytes.

@@ -52,7 +52,7 @@ from remat.planner.plan_file import AS_RUN, FAST, Attempt, Plan
 from remat.planner.priced_step import QUICK_SOLVER, SOLVER, PricedStep
 from remat.planner.programs import Candidate, Programs
 from remat.planner.progress import Progress
-from remat.planner.refusal import Refused, refusal, values_inside
+from remat.planner.refusal import Refused, refusal
 from remat.planner.search import CompiledProposal, CompileLimits, Proposal, search
 from remat.planner.step import TargetStep, TracedStep
 from remat.planner.step_model import StepModel
@@ -456,7 +456,7 @@ class Planning:
             self.base,
             self.programs.fixed_bytes,
             self._model.step.program,
-            {} if self._model.step.is_sharded else values_inside(self._model.step.flat),
+            None if self._model.step.is_sharded else self._model.step.flat,
             self.unplanned.marked,
             could_offload=self.step.target.can_offload and not self.offload,
         )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from remat import _jax
 from remat.errors import BudgetError
 from remat.ir.equations import programs_of
+from remat.ir.jaxprs import equations
 from remat.planner.programs import Answer, Candidate
 from remat.printing import printable
 from remat.program.compiled import CompiledMemory, CompilerFailure
@@ -27,7 +28,7 @@ class Refused:
       base: the compiler's answer for the step as it is written.
       fixed_bytes: the bytes that every plan needs: arguments and results, less aliased ones.
       program: the step as it is written.
-      inside: the bytes of the values that its loops, branches and calls compute inside, by their types.
+      flat: its jaxpr if it runs on one device; what loops and branches compute inside is named then, too.
       marked: the names of functions marked by `remat.auto`.
       could_offload: whether values could be kept in the host's memory, but were not allowed to.
     """
@@ -38,7 +39,7 @@ class Refused:
     base: Answer
     fixed_bytes: int
     program: Program
-    inside: Mapping[str, int]
+    flat: _jax.Jaxpr | None
     marked: Sequence[str]
     could_offload: bool
 
@@ -105,22 +106,13 @@ def _other_reasons(refused: Refused) -> str:
 
 def _largest(refused: Refused, peak: int) -> str:
     """Return the largest values that the smallest peak has room for: kernels never write larger ones."""
-    sizes, program = dict(refused.inside), refused.program
-    for op in program.ops:
-        for v in op.results:
-            sizes[program.types[v]] = max(sizes.get(program.types[v], 0), program.bytes[v])
+    program = refused.program
+    found = [(program.types[v], program.bytes[v]) for op in program.ops for v in op.results]
+    if refused.flat is not None:
+        inside = equations(refused.flat, programs_of)
+        found += [(type_text(v.aval), n_bytes(v.aval)) for eqn in inside for v in eqn.outvars]
+    sizes: dict[str, int] = {}
+    for name, size in found:
+        sizes[name] = max(sizes.get(name, 0), size)
     fitting = sorted((item for item in sizes.items() if item[1] <= peak), key=lambda item: -item[1])
     return ", ".join(f"{name} ({format_bytes(size)})" for name, size in fitting[:3])
-
-
-def values_inside(jaxpr: _jax.Jaxpr) -> dict[str, int]:
-    """Return the bytes of the values computed in the bodies of a program's equations, by their types.
-
-    Bytes are those of all devices.
-    """
-    sizes: dict[str, int] = {}
-    bodies = [_jax.open_jaxpr(body) for eqn in jaxpr.eqns for body in programs_of(eqn)]
-    for body in bodies:
-        sizes |= {type_text(v.aval): n_bytes(v.aval) for eqn in body.eqns for v in eqn.outvars}
-        sizes |= values_inside(body)
-    return sizes

@@ -380,6 +380,10 @@ class _Search:
         fitting = [c for c in self.compiled if c.compiled_bytes <= self.budget]
         return min(fitting, key=lambda c: (c.proposal.cost, c.compiled_bytes), default=None)
 
+    def _nearest(self) -> CompiledProposal:
+        """Return the compiled proposal of the fewest bytes."""
+        return min(self.compiled, key=lambda c: c.compiled_bytes)
+
     def _is_done(self) -> bool:
         best = self._best()
         return best is not None and best.proposal.cost <= self.limits.negligible_seconds
@@ -579,7 +583,7 @@ class _Search:
         """
         if self._best() is not None or not self.compiled:
             return
-        if min(c.compiled_bytes for c in self.compiled) > _NEARLY * self.budget:
+        if self._nearest().compiled_bytes > _NEARLY * self.budget:
             self._search_smallest()
             return
         self._search_above_nearest()
@@ -600,7 +604,7 @@ class _Search:
 
         Recomputing as much as possible may cost memory that the model misses.
         """
-        nearest = min(self.compiled, key=lambda c: c.compiled_bytes)
+        nearest = self._nearest()
         variant, n_bytes = nearest.proposal.variant, nearest.proposal.model_bytes
         if nearest.compiled_bytes <= _MISPREDICTED * n_bytes:
             return
@@ -617,7 +621,7 @@ class _Search:
         If the smallest proposal compiles to far more bytes than the model predicts, a larger one may compile
         to fewer. The fewest compiled bytes appear in the error, as the budget to ask for.
         """
-        nearest = min(self.compiled, key=lambda c: c.compiled_bytes)
+        nearest = self._nearest()
         variant = nearest.proposal.variant
         least = self.model.smallest(variant).model_bytes
         for factor in _ABOVE_SMALLEST[: self.limits.max_if_none_fits]:

@@ -6,7 +6,7 @@ of a differentiated `shard_map`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from remat import _jax
 from remat.planner.host_memory import Transfer
@@ -15,7 +15,7 @@ from remat.planner.scan_pairs.branches import branch_matches, branches_of
 from remat.planner.scan_pairs.inside import inner_programs, inside_of, prepared
 from remat.planner.scan_pairs.joint import joint_of
 from remat.planner.scan_pairs.matching import Match, matches
-from remat.planner.scan_pairs.pair_options import PairOptions, ScanPair
+from remat.planner.scan_pairs.pair_options import FoundOptions, PairOptions, ScanPair
 from remat.planner.scan_pairs.rewriting import branch_id, pair_id
 from remat.planner.scan_pairs.scope import Costing, Scope, free_shards, joint_scope
 from remat.planner.scan_pairs.shards import shard_matches, shards_of
@@ -119,33 +119,26 @@ def _pair_of_branches(scope: Scope, match: Match, prefix: str, path: str, times:
     """Return a pair of conditionals, whose options choose one for each of its branches."""
     key, eqn = pair_id(prefix, match), scope.jaxpr.eqns[match.forward]
     name = joined(path, _jax.name_stack_of(eqn))
-    of_branch: dict[str, list[ScanOption]] = {}
-    written: list[tuple[str, ScanOption]] = []
-    by_step: list[tuple[str, ScanOption]] = []
-    by_product: list[tuple[str, tuple[ScanOption, ScanOption]]] = []
+    of_branch: dict[str, FoundOptions] = {}
     for k, joint in enumerate(branches_of(scope.jaxpr, match)):
         id = branch_id(key, k)
         inner = []
         if _has_loops_or_branches(joint.jaxpr):
             inner = _pairs_in(joint_scope(scope, joint, match.backward), f"{id}/", name, 1)
-        of_pair = PairOptions(scope, joint, match.backward, id, inner, times).found()
-        of_branch[id] = of_pair.options
-        written.append((id, of_pair.as_written))
-        by_step.append((id, of_pair.by_step))
-        by_product.append((id, of_pair.by_product))
+        of_branch[id] = PairOptions(scope, joint, match.backward, id, inner, times).found()
     # All branches get the same bytes; each takes its best option within them.
-    limits = sorted({option.bytes for options in of_branch.values() for option in options})
-    least = max(min(option.bytes for option in options) for options in of_branch.values())
-    options = [
-        _of_branches(
-            [
-                (id, min((o for o in options if o.bytes <= limit), key=lambda o: o.seconds))
-                for id, options in of_branch.items()
-            ]
+    limits = sorted({option.bytes for of in of_branch.values() for option in of.options})
+    least = max(min(option.bytes for option in of.options) for of in of_branch.values())
+
+    def chosen(choose: Callable[[FoundOptions], ScanOption]) -> ScanOption:
+        return _of_branches([(id, choose(of)) for id, of in of_branch.items()])
+
+    def within(limit: int) -> ScanOption:
+        return chosen(
+            lambda of: min((o for o in of.options if o.bytes <= limit), key=lambda o: o.seconds)
         )
-        for limit in limits
-        if limit >= least
-    ]
+
+    options = [within(limit) for limit in limits if limit >= least]
     return ScanPair(
         key,
         name,
@@ -153,12 +146,9 @@ def _pair_of_branches(scope: Scope, match: Match, prefix: str, path: str, times:
         1,
         times,
         tuple(undominated(options)),
-        _of_branches(written),
-        _of_branches(by_step),
-        (
-            _of_branches([(id, without_batched) for id, (without_batched, _) in by_product]),
-            _of_branches([(id, with_batched) for id, (_, with_batched) in by_product]),
-        ),
+        chosen(lambda of: of.as_written),
+        chosen(lambda of: of.by_step),
+        (chosen(lambda of: of.by_product[0]), chosen(lambda of: of.by_product[1])),
     )
 
 

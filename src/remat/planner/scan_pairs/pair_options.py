@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from remat import _jax
-from remat.ir.equations import has_effects, is_repeatable
+from remat.ir.equations import has_effects, is_product, is_repeatable
 from remat.planner.host_memory import MIN_OFFLOAD_BYTES, Copies, cuts_with_copies
 from remat.planner.plan_decisions import ScanOption
 from remat.planner.scan_pairs.emission import Emitted
@@ -153,17 +153,13 @@ class PairOptions:
             given.append(_OptionsOfCuts(self, chosen, inner))
         found = [(option, cuts) for cuts in given for option in cuts.options()]
         best = _best(found, written)
+        on_device = [(option, cuts) for option, cuts in found if not option.host_bytes]
         if any(option.host_bytes for option in best):
             # Host memory may be limited, and the compiler may fail on offloading.
-            on_device = [(option, cuts) for option, cuts in found if not option.host_bytes]
             best = list(dict.fromkeys((*best, *_best(on_device, written))))
-        of_steps = [
-            option
-            for option, cuts in found
-            if cuts is unchanged and option.group == 1 and not option.host_bytes
-        ]
+        of_steps = [option for option, cuts in on_device if cuts is unchanged and option.group == 1]
         by_step = min(of_steps, key=lambda o: (o.bytes, o.seconds), default=written)
-        between = () if len(best) < 2 else _between(found, best)
+        between = () if len(best) < 2 else _between(on_device, best)
         by_product = (
             unchanged.keeping_products(batched=False),
             unchanged.keeping_products(batched=True),
@@ -267,7 +263,7 @@ class _OptionsOfCuts:
         computed = (
             v
             for eqn in joint.known
-            if id(eqn) in self.once or _is_product(eqn, batched)
+            if id(eqn) in self.once or is_product(eqn, batched=batched)
             for v in eqn.outvars
         )
         emitted = Emitted.of(joint, [self.number[v] for v in (*joint.carry, *computed)])
@@ -515,9 +511,8 @@ def _between(
     found: Sequence[tuple[ScanOption, _OptionsOfCuts]], best: Sequence[ScanOption]
 ) -> list[ScanOption]:
     """Return options between the best ones."""
-    on_device = [(option, cuts) for option, cuts in found if not option.host_bytes]
-    mixtures = _mixtures(on_device, _SMALL_STEP)
-    more = undominated([*best, *(option for option, _ in on_device), *mixtures])
+    options = (option for option, _ in found)
+    more = undominated([*best, *options, *_mixtures(found, _SMALL_STEP)])
     known = set(best)
     return [option for option in thinned(more, _CLOSE_RATIO) if option not in known]
 
@@ -581,16 +576,6 @@ def _mixtures(
                 int(share * few.host_bytes + (1 - share) * many.host_bytes),
                 share * few.transfer_seconds + (1 - share) * many.transfer_seconds,
             )
-
-
-def _is_product(eqn: _jax.JaxprEqn, batched: bool) -> bool:
-    """Return whether a policy for matrix products names an equation."""
-    if eqn.primitive.name == "conv_general_dilated":
-        return batched
-    if eqn.primitive.name != "dot_general":
-        return False
-    _, (of_lhs, _) = eqn.params["dimension_numbers"]
-    return batched or not of_lhs
 
 
 def _kept_by(eqn: _jax.JaxprEqn) -> Sequence[_jax.Var]:

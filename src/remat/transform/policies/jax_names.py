@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from remat import _jax
 from remat.aliases import Decision, PolicyLike
 from remat.errors import PolicyError
+from remat.ir.equations import is_product
 from remat.transform.policies.algebra import (
     EVERYTHING,
     NOTHING,
@@ -36,15 +37,7 @@ class Dots(Policy):
     case: Decision
 
     def opinion(self, value: RegionValue) -> Decision:
-        eqn = value.eqn
-        if value.primitive == "dot_general":
-            _, (batch, _) = eqn.params["dimension_numbers"]
-            return self.case if self.batched or not batch else None
-        if value.primitive == "conv_general_dilated":
-            return self.case if self.batched else None
-        if value.primitive == "scaled_matmul_wrapper":  # cuDNN's, with a leading batch dimension
-            return self.case if self.batched or eqn.invars[0].aval.shape[0] == 1 else None
-        return None
+        return self.case if is_product(value.eqn, batched=self.batched) else None
 
     def __repr__(self) -> str:
         if isinstance(self.case, _jax.Offloadable):
