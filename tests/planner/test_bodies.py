@@ -26,6 +26,7 @@ from remat.planner.rewrite import flattened
 from remat.planner.step_model import StepModel, lowered
 from remat.program.from_jaxpr import n_bytes
 from remat.solvers.grid import GridSearch
+from remat.solvers.solver import Answers, Solver
 
 KEY = jax.random.key(0)
 W = jax.random.normal(KEY, (6, 32, 32)) / 6
@@ -205,6 +206,51 @@ def test_options_do_not_depend_on_those_asked_for_before():
     forwards = answers(shares)
     assert len(set(map(repr, forwards.values()))) > 2
     assert forwards == answers(shares[::-1])
+
+
+def test_few_of_many_choices_for_the_loops_in_a_body_are_scheduled():
+    asked = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Counting(Solver):
+        def answers(self, graph, once=()):
+            found = GridSearch().answers(graph, once)
+
+            class Counted(Answers):
+                lower_bound = found.lower_bound
+                smallest = found.smallest
+
+                def within(self, budget):
+                    asked.append(budget)
+                    return found.within(budget)
+
+            return Counted()
+
+    def in_turn(w, x):
+        def loss(w, x):
+            wide = jnp.sin(jnp.tile(x, (1, 20)))
+            x = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+            return (x**2).sum() + (jnp.cos(wide) @ jnp.ones((640, 32)) * x).sum()
+
+        def body(gradient, x):
+            for i in range(16):
+                gradient = gradient + jax.grad(loss)(w + gradient, x + i)
+            return gradient, None
+
+        return jax.lax.scan(body, jnp.zeros_like(w), jnp.stack([x, x + 1]))[0]
+
+    jaxpr = flat(in_turn)
+    pairs = scan_pairs.pairs(jaxpr, price)
+    ((options,),) = (body.options for body in bodies(jaxpr, price, Counting(), 0, pairs=pairs))
+    assert len(options.levels) > 20
+    budgets = [options.as_written.bytes * percent // 100 for percent in (90, 80, 75, 70, 65)]
+    asked.clear()
+    found = [options.within(budget) for budget in budgets]
+    for budget, option in zip(budgets, found, strict=True):
+        assert option.bytes <= budget
+    for many, few in itertools.pairwise(found):
+        assert few.seconds >= many.seconds
+    assert len(asked) < len(budgets) * len(options.levels) / 2
 
 
 def test_a_body_has_options_for_each_model_of_fusion():

@@ -45,6 +45,20 @@ def test_nothing_is_recomputed_where_all_fits() -> None:
     assert keep(measured, 10**12, Effort(10**6)).order.tolist() == list(range(11))
 
 
+@pytest.mark.parametrize("n_layers", [30, 700])
+def test_nothing_is_recomputed_that_could_be_kept(n_layers: int) -> None:
+    arrays = Arrays.of(training_graph(n_layers))
+    plain = liveness(arrays, np.arange(len(arrays)))
+    smaller = relieve(plain, plain.peak_bytes // 3, Relief(), Effort(10**8))
+    budget = plain.peak_bytes // 2
+    kept = keep(smaller, budget, Effort(10**8))
+    assert kept.peak_bytes <= budget
+    repeated = np.flatnonzero(~kept.is_first)
+    assert 0 < len(repeated) < (~smaller.is_first).sum()
+    for step in repeated[:: max(1, len(repeated) // 40)]:
+        assert liveness(arrays, np.delete(kept.order, step)).peak_bytes > budget
+
+
 @pytest.mark.parametrize("order", ["random", "layers"])
 def test_dense_random_layers_fit_in_four_fifths_of_their_peak(order: str) -> None:
     graph = random_layers(250, order=order)

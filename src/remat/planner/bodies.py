@@ -61,6 +61,9 @@ _SMALL, _LARGE = 0.1, 0.5
 # Shares of a body's peak. If its pairs can save more than the first, the body around them is not scheduled.
 # If one choice for them saves less than the second beyond another one, it is not tried.
 _MOST_BY_PAIRS, _LEAST_BY_PAIRS = 0.5, 0.1
+# Number of choices for the pairs in a body, one after the other, that give no faster schedule, after which no
+# others are tried. More find better schedules and take longer.
+_MOST_IN_VAIN = 4
 # Share of a program's peak. Backward steps that need less are not scheduled.
 _LARGE_STEP = 0.25
 # Share of a program's peak. Partial sums are written only if their terms take more: larger writes fewer.
@@ -193,23 +196,40 @@ class BodyOptions:
 
     def _scheduled(self, budget: int) -> BodyOption:
         best: BodyOption | None = None
-        for level in self.levels:
-            most = math.inf if best is None else best.seconds
-            if level.seconds >= most:
+        n_in_vain = 0
+        for least, level in self._most_promising(budget):
+            if n_in_vain == _MOST_IN_VAIN or (best is not None and least >= best.seconds):
                 break
+            n_in_vain += 1
             fused, answers = level.solved(self.fusing)
-            least = answers.lower_bound(budget) - float(fused.graph.time)
-            if level.seconds + self.times * least >= most:
-                continue
             try:
                 schedule = answers.within(budget)
             except BudgetError:
                 continue
-            if not takes_too_long(fused, schedule):
-                option = self._option(level, schedule)
-                if option.seconds < most:
-                    best = option
+            if takes_too_long(fused, schedule):
+                continue
+            option = self._option(level, schedule)
+            if best is None or option.seconds < best.seconds:
+                best, n_in_vain = option, 0
         return best or self.smallest
+
+    def _most_promising(self, budget: int) -> list[tuple[float, BodyLevel]]:
+        """Return levels with lower bounds on their times within these bytes, the most promising first.
+
+        That is the first one with which nothing more is recomputed, and those after it take longer. If there
+        is none, it is the one that keeps least. The others follow by their lower bounds. Pairs in a body may
+        be many, of which few are live at once, so there may be far more levels than can be scheduled.
+        """
+        bounds: list[tuple[float, BodyLevel]] = []
+        for level in self.levels:
+            fused, answers = level.solved(self.fusing)
+            more = self.times * max(0.0, answers.lower_bound(budget) - float(fused.graph.time))
+            bounds.append((level.seconds + more, level))
+            if not more:
+                break
+        first = bounds.pop()
+        in_turn = [first, *sorted(bounds, key=lambda bound: bound[0])]
+        return [(least, level) for least, level in in_turn if math.isfinite(least)]
 
     @functools.cached_property
     def smallest(self) -> BodyOption:

@@ -57,6 +57,9 @@ _USEFUL = 0.6  # share of a relief that must still be needed when others of its 
 _SMALL_TIME = 1e-3  # share of the mean time, added to all times so that each worth is finite
 _OPERAND_RATE = 0.3  # share of the best worth at which recomputing an operand as well pays
 _MOST_ROUNDS = 2000  # rounds of insertions, after which a search ends
+# Lengths, in steps: of blocks whose maxima are known, and of slices for which these are read first. Longer
+# blocks tell less about slices and take less time.
+_BLOCK, _LONG = 64, 1024
 _LONGEST = 20  # computations per node; a search ends at an order that is longer
 
 
@@ -401,6 +404,9 @@ def _droppable(measured: Liveness, budget: int) -> list[int]:
     server = measured.latest(operand, repeated[index])
     ends_here = measured.last_use[server] == repeated[index]
     used_before = _used_before(measured, server, repeated[index])
+    weights = np.where(ends_here, arrays.bytes[operand], 0)
+    freed_bytes = np.bincount(index, weights=weights, minlength=len(repeated)).tolist()
+    most = _BlockMaxima(live_bytes) if len(live_bytes) > _LONG else None
     taken: set[int] = set()
     dropped: list[int] = []
     first_use = np.append(0, np.cumsum(np.bincount(index, minlength=len(repeated)))).tolist()
@@ -409,6 +415,10 @@ def _droppable(measured: Liveness, budget: int) -> list[int]:
         value = int(measured.order[at])
         if value in taken or not taken.isdisjoint(arrays.operands[value]):
             continue
+        if most is not None and at - since > _LONG:
+            least = most.inside(since, at) + int(arrays.bytes[value]) - freed_bytes[row]
+            if least > budget:
+                continue
         after = live_bytes[since:at] + arrays.bytes[value]
         for use in range(first_use[row], first_use[row + 1]):
             if ends_here[use]:
@@ -417,9 +427,36 @@ def _droppable(measured: Liveness, budget: int) -> list[int]:
         if int(after.max(initial=0)) > budget:
             continue
         live_bytes[since:at] = after
+        if most is not None:
+            most.update(since, at)
         taken |= {value, *arrays.operands[value]}
         dropped.append(at)
     return dropped
+
+
+class _BlockMaxima:
+    """The maxima of blocks of an array, from which lower bounds of slices' maxima are read quickly.
+
+    Args:
+      numbers: the array, none of them negative. After a change of a slice, `update` must be called.
+    """
+
+    def __init__(self, numbers: Ints) -> None:
+        self._numbers = numbers
+        self._maxima = np.zeros(-(-len(numbers) // _BLOCK), numbers.dtype)
+        self.update(0, len(numbers))
+
+    def update(self, begin: int, end: int) -> None:
+        """Read a slice of the array again."""
+        first, last = begin // _BLOCK, -(-end // _BLOCK)
+        starts = np.arange(0, min(last * _BLOCK, len(self._numbers)) - first * _BLOCK, _BLOCK)
+        if len(starts):
+            changed = self._numbers[first * _BLOCK : last * _BLOCK]
+            self._maxima[first:last] = np.maximum.reduceat(changed, starts)
+
+    def inside(self, begin: int, end: int) -> int:
+        """Return the largest number in those blocks that lie within a slice; 0 if none does."""
+        return int(self._maxima[-(-begin // _BLOCK) : end // _BLOCK].max(initial=0))
 
 
 def _used_before(measured: Liveness, server: Ints, step: Ints) -> Ints:
