@@ -81,6 +81,14 @@ def with_constants(w, v, x):
     return stack(w, x, lambda c, w: (jnp.tanh(c @ w) * jax.nn.gelu(c @ v), None))
 
 
+def with_distances(points, w, x):
+    def body(c, w):
+        distances = ((points[:, None] - points) ** 2).sum(-1)
+        return jnp.tanh(jnp.exp(-distances) @ jnp.sin(c @ w)), None
+
+    return stack(w, x, body)
+
+
 def with_integer_carry(w, x):
     def body(carry, w):
         i, c = carry
@@ -223,6 +231,7 @@ GRADIENTS = {
     "a checkpoint": (functools.partial(stack, body=remat.checkpoint(layer)), (W, X)),
     "a checkpoint of JAX": (functools.partial(stack, body=jax.checkpoint(layer)), (W, X)),
     "constants": (with_constants, (W, W[0], X)),
+    "constants that steps can compute": (with_distances, (X, W, X)),
     "an integer carry": (with_integer_carry, (W, X)),
     "around a shard_map": (functools.partial(around_shards, layer), (W, X)),
     "around a shard_map with a checkpoint": (
@@ -757,6 +766,29 @@ def test_broadcasts_that_were_moved_out_of_a_loop_are_not_kept_for_its_backward_
     assert any(v.aval.shape == (6, 8, 8) for eqn in jaxpr.eqns for v in eqn.outvars)
     for eqn in scans(rewrite(jaxpr, {pair.id: pair.options[0]})):
         assert all(v.aval.shape != (6, 8, 8) for v in eqn.invars)
+
+
+def test_constants_are_computed_in_steps_if_there_is_no_memory_for_them():
+    points, c = jnp.ones((200, 8)), jnp.ones((200, 4))
+    step = jax.value_and_grad(with_distances)
+    jaxpr, args = flat(step, points, jnp.ones((6, 4, 4)), c)
+
+    def reads_differences(program):
+        return any(v.aval.shape == (200, 200, 8) for eqn in scans(program) for v in eqn.invars)
+
+    (pair,) = pairs(jaxpr, price)
+    assert reads_differences(jaxpr)
+    assert not pair.options[-1].computes_constants
+    few, many = (
+        pair.options[0],
+        min((o for o in pair.options if not o.computes_constants), key=lambda o: o.bytes),
+    )
+    smaller, larger = (rewrite(jaxpr, {pair.id: option}) for option in (few, many))
+    assert reads_differences(larger) and not reads_differences(smaller)
+    assert few.seconds > many.seconds
+    assert temporaries(smaller, args) < 0.6 * temporaries(larger, args)
+    gained = sum(map(flops_of, smaller.eqns)) - sum(map(flops_of, jaxpr.eqns))
+    assert few.flops == pytest.approx(gained, rel=0.2)
 
 
 def stack_of(body, steps=8, width=64, rows=1024):

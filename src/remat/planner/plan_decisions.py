@@ -63,6 +63,8 @@ class ScanOption(Checked):
       offloaded, rest_offloaded: which of the values in `saved` and in `rest` are kept in the host's memory.
       host_bytes: the bytes kept there, for all steps.
       transfer_seconds: the part of `seconds` for copies to the host and back.
+      computes_constants: whether each step of both scans computes what are constants of theirs and cheap
+        functions of much smaller values, which takes their bytes only during a step.
     """
 
     saved: tuple[int, ...]
@@ -78,6 +80,7 @@ class ScanOption(Checked):
     rest_offloaded: tuple[int, ...] = ()
     host_bytes: int = 0
     transfer_seconds: float = 0.0
+    computes_constants: bool = False
 
     def __repr__(self) -> str:
         kept = f"{counted(len(self.saved), 'saved value')}, {format_bytes(self.bytes)}"

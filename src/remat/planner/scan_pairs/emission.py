@@ -121,7 +121,9 @@ class Emitted:
         if not self.recomputed or self._has_effects:
             return False
         # Fusible equations are computed inside of the kernels that use them; a barrier would prevent that.
-        return self._is_inlined or not all(map(is_fusible, self.recomputed))
+        # Constants that the steps compute would be moved out of the loop.
+        keeps_inside = self._is_inlined or self.joint.computes_constants
+        return keeps_inside or not all(map(is_fusible, self.recomputed))
 
 
 def _protected(

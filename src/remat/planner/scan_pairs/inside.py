@@ -8,7 +8,7 @@ loop, whatever their size.)
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from remat import _jax
 from remat.aliases import Atom, JaxprLike
@@ -19,6 +19,10 @@ from remat.planner.scan_pairs.matching import size_of
 _jax.exclude_from_tracebacks(__file__)
 
 Replacements = dict[int, list[_jax.JaxprEqn]]
+
+# A constant is computed inside of a step from values that take its bytes divided by this, in this number of
+# equations at most. A smaller ratio and more equations find more such constants.
+_SMALLER, _MOST_EQUATIONS = 4, 16
 
 
 def inner_programs(eqn: _jax.JaxprEqn) -> list[tuple[JaxprLike, int]]:
@@ -111,7 +115,7 @@ def _with_broadcasts_inside(jaxpr: _jax.Jaxpr, eqn: _jax.JaxprEqn) -> _jax.Jaxpr
     if body is None:
         return eqn
     n_consts, n_carry = _jax.scan_arity(eqn)
-    sunk = SunkBroadcasts(jaxpr, dict(zip(body.invars[:n_consts], eqn.invars)))
+    sunk = SunkConstants(jaxpr, dict(zip(body.invars[:n_consts], eqn.invars)))
     if not sunk.eqns:
         return eqn
     invars = [*sunk.outside, *body.invars[n_consts:]]
@@ -120,8 +124,14 @@ def _with_broadcasts_inside(jaxpr: _jax.Jaxpr, eqn: _jax.JaxprEqn) -> _jax.Jaxpr
     return jaxprs.scan_of_step(eqn, step, operands, eqn.outvars, len(sunk.outside), n_carry)
 
 
-class SunkBroadcasts:
-    """The broadcasts among the constants of a step, computed inside of it.
+class SunkConstants:
+    """The constants of a step that are computed inside of it: broadcasts, and others on request.
+
+    Args:
+      jaxpr: the program around.
+      constants: the operand for each constant.
+      computes: whether constants that are cheap functions of much smaller values are computed inside, too, in
+        several equations.
 
     Attributes:
       outside: the operand for each constant that is left, by the variable inside.
@@ -129,27 +139,39 @@ class SunkBroadcasts:
       eqns: the equations that compute the other constants.
     """
 
-    def __init__(self, jaxpr: _jax.Jaxpr, constants: Mapping[_jax.Var, Atom]) -> None:
+    def __init__(
+        self, jaxpr: _jax.Jaxpr, constants: Mapping[_jax.Var, Atom], *, computes: bool = False
+    ) -> None:
         self._made_by = _makers(jaxpr)
+        self._computes = computes
         self.outside: dict[_jax.Var, Atom] = {}
         self.inside: dict[_jax.Var, _jax.Var] = {}
         self.eqns: list[_jax.JaxprEqn] = []
         for v, operand in constants.items():
             self._add(v, operand)
 
-    def _add(self, v: _jax.Var, operand: Atom) -> None:
+    def compute(self, operand: _jax.Var, given: Container[_jax.Var]) -> None:
+        """Compute another constant inside, if that takes only values that are given."""
+        smaller = _smaller_values(operand, self._made_by)
+        if smaller is not None and all(v in given for v in smaller) and operand not in self.inside:
+            self._add(_jax.new_var(operand.aval), operand)
+
+    def _add(self, v: _jax.Var, operand: Atom, until: Container[_jax.Var] = ()) -> None:
         if _jax.is_var(operand):
             self.inside.setdefault(operand, v)
             eqn = self._made_by.get(operand)
-            if eqn is not None and _broadcasts(eqn):
-                invars = [self._variable(u) if _jax.is_var(u) else u for u in eqn.invars]
-                self.eqns.append(eqn.replace(invars=invars, outvars=[v]))
-                return
+            if operand not in until and eqn is not None:
+                smaller = _smaller_values(operand, self._made_by) if self._computes else None
+                if until or smaller is not None or _broadcasts(eqn):
+                    below = until or smaller or ()
+                    invars = [self._variable(u, below) if _jax.is_var(u) else u for u in eqn.invars]
+                    self.eqns.append(eqn.replace(invars=invars, outvars=[v]))
+                    return
         self.outside[v] = operand
 
-    def _variable(self, operand: _jax.Var) -> _jax.Var:
+    def _variable(self, operand: _jax.Var, until: Container[_jax.Var]) -> _jax.Var:
         if operand not in self.inside:
-            self._add(_jax.new_var(operand.aval), operand)
+            self._add(_jax.new_var(operand.aval), operand, until)
         return self.inside[operand]
 
 
@@ -161,9 +183,32 @@ def _makers(jaxpr: _jax.Jaxpr) -> dict[_jax.Var, _jax.JaxprEqn]:
 
 def _broadcasts(eqn: _jax.JaxprEqn) -> bool:
     """Return whether compilers fuse an equation into its readers, and its operands take fewer bytes."""
-    return (
-        len(eqn.outvars) == 1
-        and is_fusible(eqn)
-        and is_repeatable(eqn)
-        and 2 * sum(size_of(v.aval) for v in eqn.invars) < size_of(eqn.outvars[0].aval)
-    )
+    n_bytes = sum(size_of(v.aval) for v in eqn.invars)
+    return _is_fused(eqn) and 2 * n_bytes < size_of(eqn.outvars[0].aval)
+
+
+def _is_fused(eqn: _jax.JaxprEqn) -> bool:
+    return len(eqn.outvars) == 1 and is_fusible(eqn) and is_repeatable(eqn)
+
+
+def _smaller_values(
+    v: _jax.Var, made_by: Mapping[_jax.Var, _jax.JaxprEqn]
+) -> frozenset[_jax.Var] | None:
+    """Return much smaller values from which few fused equations compute a value; None if there are none."""
+    most = size_of(v.aval) // _SMALLER
+    found: set[_jax.Var] = set()
+    seen: set[_jax.Var] = set()
+    left = [v]
+    while left:
+        of = left.pop()
+        eqn = made_by.get(of)
+        if of in seen:
+            continue
+        if size_of(of.aval) <= most:
+            found.add(of)
+        elif eqn is None or not _is_fused(eqn) or len(seen) == _MOST_EQUATIONS:
+            return None
+        else:
+            seen.add(of)
+            left += [u for u in eqn.invars if _jax.is_var(u)]
+    return frozenset(found) if sum(size_of(u.aval) for u in found) <= most else None

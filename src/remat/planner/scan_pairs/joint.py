@@ -13,7 +13,8 @@ B may compute known values, too: derivatives of elementwise functions, and every
 the body recomputes. If such an equation repeats one of F (the same primitive on the same operands with
 the same parameters), the joint program has it once.
 
-A constant that is a broadcast of a smaller value is computed inside the steps (`inside`).
+A constant that is a broadcast of a smaller value is computed inside the steps (`inside`). On request other
+constants are, too, that are cheap functions of much smaller values.
 
 Loops inside the bodies form pairs in the joint program: it is a program like the one around it.
 
@@ -45,7 +46,7 @@ from remat.ir.repetitions import (
     step_of,
     without_repetitions,
 )
-from remat.planner.scan_pairs.inside import SunkBroadcasts
+from remat.planner.scan_pairs.inside import SunkConstants
 from remat.planner.scan_pairs.matching import Match, only_read_by, slices
 
 _jax.exclude_from_tracebacks(__file__)
@@ -77,6 +78,7 @@ class Joint:
       linked: F's stacks that only B reads: (variable inside, variable outside).
       stacked: by the variable inside, the stack outside of each value whose stack is kept and read by B or
         returned by the program, so that B can read it at no cost.
+      computes_constants: whether the steps compute constants that take several equations.
     """
 
     forward: _jax.JaxprEqn
@@ -94,6 +96,7 @@ class Joint:
     kept: Sequence[tuple[int, Atom]]
     linked: Sequence[tuple[Atom, _jax.Var]]
     stacked: Mapping[_jax.Var, _jax.Var]
+    computes_constants: bool = False
 
     @property
     def length(self) -> int:
@@ -211,8 +214,15 @@ class Joint:
 
 # Kept because the program is rewritten for many options, and each starts from it.
 @_jax.weakref_lru_cache
-def joint_of(jaxpr: _jax.Jaxpr, match: Match) -> Joint:
-    """Return the joint program of a pair of a jaxpr's scans."""
+def joint_of(jaxpr: _jax.Jaxpr, match: Match, *, computes: bool = False) -> Joint:
+    """Return the joint program of a pair of a jaxpr's scans.
+
+    Args:
+      jaxpr: the program around the scans.
+      match: their places.
+      computes: whether both compute in each step what are constants and cheap functions of much smaller
+        values.
+    """
     forward, backward = (jaxpr.eqns[i] for i in match)
     f, b = step_of(forward), step_of(backward)
     consts, carry, xs = _jax.split_list(f.invars, _jax.scan_arity(forward))
@@ -220,7 +230,12 @@ def joint_of(jaxpr: _jax.Jaxpr, match: Match) -> Joint:
         b.invars, _jax.scan_arity(backward)
     )
     names: dict[_jax.Var, Atom] = {}
-    sunk = SunkBroadcasts(jaxpr, dict(zip(consts, forward.invars)))
+    sunk = SunkConstants(jaxpr, dict(zip(consts, forward.invars)), computes=computes)
+    if computes:
+        given = _made_before(jaxpr, match.forward)
+        for operand in backward.invars[: len(backward_consts)]:
+            if _jax.is_var(operand):
+                sunk.compute(operand, given)
     f_eqns = [*sunk.eqns, *f.eqns]
 
     n_carry, n_own = len(carry), len(backward_consts) + len(backward_carry)
@@ -288,7 +303,14 @@ def joint_of(jaxpr: _jax.Jaxpr, match: Match) -> Joint:
         kept,
         linked,
         stacked,
+        computes,
     )
+
+
+def _made_before(jaxpr: _jax.Jaxpr, end: int) -> set[_jax.Var]:
+    """Return the inputs of a program, and what the equations before one compute."""
+    computed = (v for eqn in jaxpr.eqns[:end] for v in eqn.outvars)
+    return {*jaxpr.invars, *jaxpr.constvars, *computed}
 
 
 def _ancestors(jaxpr: _jax.Jaxpr, end: int, values: Iterable[_jax.Var]) -> list[_jax.JaxprEqn]:

@@ -69,7 +69,10 @@ def _pairs_in(scope: Scope, prefix: str, path: str, times: int) -> list[ScanPair
         inner = []
         if _has_loops_or_branches(joint.jaxpr):
             inner = _pairs_in(joint_scope(scope, joint, match.backward), f"{key}/", name, 1)
-        of_pair = PairOptions(scope, joint, match.backward, key, inner, times).found()
+        with_constants = None if inner else joint_of(jaxpr, match, computes=True)
+        of_pair = PairOptions(
+            scope, joint, match.backward, key, inner, times, with_constants
+        ).found()
         found[match.forward] = [
             ScanPair(
                 key,

@@ -61,6 +61,9 @@ _MIXTURE_STEP, _MIN_SPLITS = 0.025, 4
 # The same difference for the options between others, and the ratio of their bytes to those of the next larger
 # ones. Smaller steps and a larger ratio leave less of a budget unused.
 _SMALL_STEP, _CLOSE_RATIO = 0.01, 0.985
+# Share of the bytes that the program as it is written keeps. Steps compute constants only if these take more.
+# A larger one leaves more of them outside.
+_LEAST_HELD = 0.1
 # Numbers of choices for inner pairs that are combined with the cuts of the outer pair: at one price for all
 # pairs, and others in the widest gaps between these. More find more options and take longer.
 _MAX_INNER_CHOICES, _MAX_OTHER_CHOICES = 8, 16
@@ -125,7 +128,17 @@ class FoundOptions(NamedTuple):
 
 
 class PairOptions:
-    """The options of one pair."""
+    """The options of one pair.
+
+    Args:
+      scope: the program around.
+      joint: the pair.
+      place: of the backward scan in the program.
+      key: the pair's id.
+      inner: the pairs inside.
+      times: how often the pair runs.
+      computing: the pair with steps that compute constants of theirs; None if it has pairs inside.
+    """
 
     def __init__(
         self,
@@ -135,6 +148,7 @@ class PairOptions:
         key: str,
         inner: Sequence[ScanPair],
         times: int,
+        computing: Joint | None = None,
     ) -> None:
         self.scope = scope
         self.joint = joint
@@ -142,12 +156,24 @@ class PairOptions:
         self.key = key
         self.inner = inner
         self.times = times
+        self.held_bytes = 0 if computing is None else self._held_bytes(computing)
+        self.computing = computing if self.held_bytes else None
+
+    def _held_bytes(self, computing: Joint) -> int:
+        """Return the bytes of the values that are held for B as constants, unless its steps compute them."""
+        n_consts, _ = _jax.scan_arity(self.joint.backward)
+        constants = set(filter(_jax.is_var, self.joint.backward.invars[:n_consts]))
+        constants.difference_update(filter(_jax.is_var, computing.outside.values()))
+        ends = [v for v in constants if self.scope.last_use(v) <= self.place]
+        return sum(map(self.scope.bytes_of, ends))
 
     def found(self) -> FoundOptions:
         """Return the options of the pair."""
         unchanged = _OptionsOfCuts(self, self.joint, ())
         written = unchanged.as_written()
         given = [unchanged]
+        if self.computing is not None and self.held_bytes >= _LEAST_HELD * written.bytes:
+            given.append(_OptionsOfCuts(self, self.computing, ()))
         for inner in self._choices_inside():
             chosen = with_inner(self.joint, inner, f"{self.key}/")
             given.append(_OptionsOfCuts(self, chosen, inner))
@@ -225,6 +251,8 @@ class _OptionsOfCuts:
         chosen = dict(inner)
         self.inner_options = [chosen.get(pair.id, pair.as_written) for pair in outer.inner]
         self.times = outer.times
+        self.computes_constants = joint is outer.computing
+        self.held_bytes = 0 if self.computes_constants else outer.held_bytes
         self.within_step = outer.scope.is_step
         self.transfer = outer.scope.costing.transfer
         self.scope = joint_scope(outer.scope, joint, outer.place)
@@ -236,6 +264,8 @@ class _OptionsOfCuts:
         everything, _ = joint.closure(joint.results, frozenset())
         self.always = set(map(id, everything))
         self.once = {id(eqn) for eqn in joint.known if not is_repeatable(eqn)}
+        #: Of the constants that each step computes.
+        self.of_constants = self.cost_of(joint.constant if self.computes_constants else ())
 
     def _cost_at(self, i: int) -> _Cost:
         flops = self.scope.writer.ops[i].flops
@@ -337,7 +367,13 @@ class _OptionsOfCuts:
         steps = self.joint.length * self.times
         fixed = self.fixed_bytes(emitted)
         kept = self.joint.length * self.kept_bytes(emitted) + fixed
-        return ScanOption(saved, kept, *_times(self._plus_inner(cost), steps), inner=self.inner)
+        return ScanOption(
+            saved,
+            kept,
+            *_times(self._plus_inner(cost), steps),
+            inner=self.inner,
+            computes_constants=self.computes_constants,
+        )
 
     def _in_groups(
         self, saved: tuple[int, ...], emitted: Emitted, twice: _Cost
@@ -377,15 +413,22 @@ class _OptionsOfCuts:
                 groups = 0 if n_groups == n_most else n_groups
                 found.append(
                     ScanOption(
-                        saved, most, *_times(cost, self.times), group, groups, inner=self.inner
+                        saved,
+                        most,
+                        *_times(cost, self.times),
+                        group,
+                        groups,
+                        inner=self.inner,
+                        computes_constants=self.computes_constants,
                     )
                 )
         return found
 
     def _plus_inner(self, cost: _Cost) -> _Cost:
+        """Return the cost of a step, that of the pairs inside included, and of constants that it computes."""
         return _Cost(
-            cost.seconds + sum(o.seconds for o in self.inner_options),
-            cost.flops + sum(o.flops for o in self.inner_options),
+            cost.seconds + self.of_constants.seconds + sum(o.seconds for o in self.inner_options),
+            cost.flops + self.of_constants.flops + sum(o.flops for o in self.inner_options),
         )
 
     def _twice(self, emitted: Emitted) -> list[_jax.JaxprEqn]:
@@ -403,7 +446,7 @@ class _OptionsOfCuts:
         return self.joint.closure([*self.joint.carry_results, *emitted.kept], frozenset())
 
     def fixed_bytes(self, emitted: Emitted, read_again: Iterable[_jax.Var] = ()) -> int:
-        """Return the bytes that do not grow with the steps: F's operands that B reads, inner stacks.
+        """Return the bytes that do not grow with the steps: operands that are held for B, inner stacks.
 
         Args:
           emitted: the steps of the pair.
@@ -412,7 +455,7 @@ class _OptionsOfCuts:
         read = emitted.read.union(read_again)
         borrowed = [v for v in read if v in self.joint.outside and v not in self.scope.free]
         n_bytes_lent = sum(self.joint.length * self._borrowed_bytes(v) for v in borrowed)
-        return n_bytes_lent + self._transient_bytes(emitted)
+        return n_bytes_lent + self.held_bytes + self._transient_bytes(emitted)
 
     def _borrowed_bytes(self, v: _jax.Var) -> int:
         """Return the bytes, per step, of an operand of F that lives longer if B reads it."""
@@ -528,6 +571,7 @@ def _mixtures(
       found: options, each with those of its cut.
       step: the difference between neighbours, as a share of the largest option.
     """
+    found = [(option, cuts) for option, cuts in found if not option.computes_constants]
     of = {id(option): cuts for option, cuts in found}
     joint = found[0][1].joint if found else None
     if joint is None or joint.length < _MIN_MIXED_LENGTH:

@@ -126,9 +126,9 @@ def _rewritten(
     for match in matches(jaxpr):
         key = pair_id(prefix, match)
         if key in choices:
-            new[match.forward], new[match.backward] = _emit(
-                joint_of(jaxpr, match), choices[key], key, change
-            )
+            option = choices[key]
+            joint = joint_of(jaxpr, match, computes=option.computes_constants)
+            new[match.forward], new[match.backward] = _emit(joint, option, key, change)
             (left if left is not None else set()).discard(key)
     for match in branch_matches(jaxpr):
         key = pair_id(prefix, match)
