@@ -367,6 +367,25 @@ def steps_along_forces():
     return jax.value_and_grad(loss), (jnp.float32(1), 3 * numbers(0, 128, 3))
 
 
+def rule_that_closes_over_an_array():
+    """Differentiate a loop whose step has a backward rule with an array that is not its argument."""
+    scale = jnp.linspace(0.5, 1.5, 32)
+
+    @jax.custom_vjp
+    def sine(x):
+        return jnp.sin(x)
+
+    sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x) * scale,))
+
+    def layer(x, w):
+        return x + jnp.tanh(sine(x @ w) @ w), None
+
+    def loss(w, x):
+        return jnp.sum(jax.lax.scan(layer, x, w)[0] ** 2)
+
+    return jax.value_and_grad(loss), (numbers(0, 8, 32, 32) / 6, numbers(1, 1024, 32))
+
+
 #: Budgets as shares of the peak, and the most extra FLOPs. Computing all layers again, each by itself, takes
 #: a third more. Those that take longest to plan have a sibling here that is not slow: another derivative of a
 #: gradient, another budget, and microbatches of another optimizer. `test_bodies.py` has gradients in loops.
@@ -391,6 +410,7 @@ KINDS = [
     (cauchy_kernel, 20, 0.2),  # 17 %
     (matern_kernel, 25, 0.4),  # 37 %
     (steps_along_forces, 45, 0.4),  # 24 %
+    (rule_that_closes_over_an_array, 50, 0.25),  # `jax.checkpoint` on each step takes a third
 ]
 
 

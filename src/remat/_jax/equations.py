@@ -409,38 +409,85 @@ def is_plain_jit(eqn: JaxprEqn) -> bool:
 
 
 def hoist_constants(jaxpr: Jaxpr) -> tuple[Jaxpr, list[Array]]:
-    """Move the constants of plain `jit` equations, also inside each other, to the front of the inputs.
+    """Move the constants of jaxprs in equations to the front of the inputs.
 
-    Returns the jaxpr, whose plain `jit` equations have no constants, and the values of the new inputs.
+    JAX leaves constants in plain `jit` equations, and in transposed loops and conditionals those that the
+    backward rules of `jax.custom_vjp` functions close over.
+
+    Returns the jaxpr, in which plain `jit` equations, scans, conditionals and checkpoints have no constants,
+    also inside each other, and the values of the new inputs.
     """
     invars: list[Atom] = []
     values: list[Array] = []
     eqns = []
     for eqn in jaxpr.eqns:
-        if not is_plain_jit(eqn):
+        hoisted = _with_constants_outside(eqn)
+        if hoisted is None:
             eqns.append(eqn)
             continue
-        body, constants = detach_consts(eqn.params["jaxpr"])
-        body, more = hoist_constants(body)
-        constants = (*more, *constants)
-        if not constants:
-            eqns.append(eqn)
-            continue
-        new = [new_var(v.aval) for v in body.invars[: len(constants)]]
-        params = dict(eqn.params, jaxpr=close(body))
-        for name, value in (
-            ("in_shardings", _unspecified),
-            ("in_layouts", None),
-            ("donated_invars", False),
-        ):
-            if name in params:
-                params[name] = (*(value for _ in new), *params[name])
+        changed, new, constants = hoisted
         invars += new
         values += constants
-        eqns.append(eqn.replace(invars=[*new, *eqn.invars], params=params))
+        eqns.append(changed)
     if not values:
         return jaxpr, []
     return jaxpr_of([*invars, *jaxpr.invars], jaxpr.outvars, eqns, jaxpr), values
+
+
+def _with_constants_outside(eqn: JaxprEqn) -> tuple[JaxprEqn, list[Var], list[Array]] | None:
+    """Return an equation that has the constants of its jaxprs as operands, these operands and their values.
+
+    Returns None if there are no constants, or for other equations.
+    """
+    name = eqn.primitive.name
+    if name == "cond":
+        return _conditional_with_constants_outside(eqn)
+    is_checkpoint = name == "remat2" and isinstance(eqn.params["prevent_cse"], bool)
+    if not (is_checkpoint or name == "scan" or is_plain_jit(eqn)):
+        return None
+    body, constants = _without_constants(eqn.params["jaxpr"])
+    if not constants:
+        return None
+    new = [new_var(v.aval) for v in body.invars[: len(constants)]]
+    params = dict(eqn.params, jaxpr=body if is_checkpoint else close(body))
+    if name == "scan":
+        n_consts, n_carry = scan_arity(eqn)
+        params = with_scan_arity(params, len(new) + n_consts, n_carry)
+    elif not is_checkpoint:
+        for key in ("in_shardings", "in_layouts", "donated_invars"):
+            if key in params:
+                params[key] = (*(ADDED_OPERAND[key] for _ in new), *params[key])
+    return eqn.replace(invars=[*new, *eqn.invars], params=params), new, constants
+
+
+def _conditional_with_constants_outside(
+    eqn: JaxprEqn,
+) -> tuple[JaxprEqn, list[Var], list[Array]] | None:
+    """Return the same for a conditional, of which all branches take the constants of all."""
+    bodies, of_branches = zip(*map(_without_constants, eqn.params["branches"]))
+    constants = [value for of_branch in of_branches for value in of_branch]
+    if not constants:
+        return None
+    types = [v.aval for body, of in zip(bodies, of_branches) for v in body.invars[: len(of)]]
+    branches, begin = [], 0
+    for body, of_branch in zip(bodies, of_branches):
+        n_own = len(of_branch)
+        inputs = list(map(new_var, types))
+        inputs[begin : begin + n_own] = body.invars[:n_own]
+        branches.append(close(rebuild(body, invars=[*inputs, *body.invars[n_own:]])))
+        begin += n_own
+    new = list(map(new_var, types))
+    index, *operands = eqn.invars
+    params = dict(eqn.params, branches=tuple(branches))
+    return eqn.replace(invars=[index, *new, *operands], params=params), new, constants
+
+
+def _without_constants(body: JaxprLike) -> tuple[Jaxpr, list[Array]]:
+    """Return a jaxpr with its constants, and those of jaxprs in it, as its first inputs, and their values."""
+    has_own = bool(getattr(body, "consts", ()))
+    opened, constants = detach_consts(body) if has_own else (open_jaxpr(body), ())
+    opened, more = hoist_constants(opened)
+    return opened, [*more, *constants]
 
 
 # --------------------------------------------------------------------------------------------------
