@@ -10,6 +10,7 @@ from jax import lax
 
 from remat import _jax
 from remat.ir import jaxprs
+from remat.ir.equations import transparent_call
 
 X = jnp.array([0.3, -0.5, 0.7])
 
@@ -97,6 +98,14 @@ def test_inlined_calls_compute_what_the_calls_do(f):
     assert "jit" not in names(inlined.eqns)
     for a, b in zip(_jax.call_jaxpr(inlined, [X]), _jax.call_jaxpr(jaxpr, [X]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_calls_that_donate_are_inlined():
+    """Only the outermost jitted function can donate its arguments."""
+    donating = jax.jit(jnp.sin, donate_argnums=0)
+    jaxpr = jaxpr_of(lambda x: donating(2 * x), X)
+    assert any(any(eqn.params.get("donated_invars", ())) for eqn in jaxpr.eqns)
+    assert names(jaxprs.inline_calls(jaxpr, transparent_call).eqns) == ["mul", "sin"]
 
 
 def test_operations_of_inlined_calls_keep_the_scopes_of_the_call():

@@ -395,7 +395,10 @@ def empty(aval: Aval) -> Array:
 
 
 def is_plain_jit(eqn: JaxprEqn) -> bool:
-    """Return whether the equation is a `jit` without shardings, layouts or donation of its own."""
+    """Return whether the equation is a `jit` without shardings or layouts of its own.
+
+    JAX ignores the donation of arguments by a jitted function in another one.
+    """
     if eqn.primitive is not _primitives.jit_p:
         return False
     params = eqn.params
@@ -405,7 +408,7 @@ def is_plain_jit(eqn: JaxprEqn) -> bool:
     layouts = all(
         x is None for x in (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
     )
-    return unspecified and layouts and not any(params.get("donated_invars", ()))
+    return unspecified and layouts
 
 
 def hoist_constants(jaxpr: Jaxpr) -> tuple[Jaxpr, list[Array]]:

@@ -80,7 +80,7 @@ def solve_operands(eqn: _jax.JaxprEqn, operands: Sequence[T]) -> list[T]:
 def transparent_call(eqn: _jax.JaxprEqn) -> _jax.Jaxpr | None:
     """Return the body of a call that is equivalent to its equations, else None.
 
-    Calls with shardings, layouts, donation or derivative rules of their own are not.
+    Calls with shardings, layouts or derivative rules of their own are not.
     """
     is_transparent = _jax.is_plain_jit(eqn) or eqn.primitive.name in _TRANSPARENT_CALLS
     return _without_constants(eqn) if is_transparent else None

@@ -191,7 +191,7 @@ def decisions_of(
 def flattened(jaxpr: _jax.Jaxpr, donated: Iterable[int] = ()) -> _jax.Jaxpr:
     """Return a step's jaxpr with plain calls inlined, without dead or repeated equations; its inputs stay.
 
-    Calls with shardings, layouts or donation of their own, checkpoints and functions with derivative
+    Calls with shardings or layouts of their own, checkpoints and functions with derivative
     rules stay single equations. Repeated equations are merged, as compilers would, unless such equations
     or barriers separate them. Products that are transposed have swapped operands (`ir.swapped`). Loops carry
     no array that never changes or that equals another one (`ir.carries`). Donated arguments are updated as
