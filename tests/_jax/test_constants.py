@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 from remat import _jax
 from remat.ir.jaxprs import equations
@@ -33,6 +34,14 @@ def cosine_and_sine(x):
     return jnp.cos(sine(x)) * sine(2 * x)
 
 
+def sharded(fun):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    rows = PartitionSpec("data")
+    return lambda x: jax.shard_map(
+        lambda xs: jax.vmap(fun)(xs), mesh=mesh, in_specs=rows, out_specs=rows
+    )(jnp.stack([x, 2 * x]))
+
+
 PROGRAMS = {
     "a loop": repeated(sine),
     "nested loops": repeated(repeated(sine)),
@@ -43,6 +52,7 @@ PROGRAMS = {
     "a loop in a branch": chosen(jnp.cos, repeated(sine)),
     "a loop in a checkpoint": jax.checkpoint(repeated(sine)),
     "a jitted function in a loop": repeated(jax.jit(sine)),
+    "a loop in a shard_map": sharded(repeated(sine)),
     "a loop over rows": lambda x: jax.vmap(repeated(sine))(jnp.stack([x, 2 * x])),
 }
 

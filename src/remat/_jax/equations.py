@@ -417,8 +417,8 @@ def hoist_constants(jaxpr: Jaxpr) -> tuple[Jaxpr, list[Array]]:
     JAX leaves constants in plain `jit` equations, and in transposed loops and conditionals those that the
     backward rules of `jax.custom_vjp` functions close over.
 
-    Returns the jaxpr, in which plain `jit` equations, scans, conditionals and checkpoints have no constants,
-    also inside each other, and the values of the new inputs.
+    Returns the jaxpr, in which plain `jit` equations, scans, conditionals, checkpoints and `shard_map`s have
+    no constants, also inside each other, and the values of the new inputs.
     """
     invars: list[Atom] = []
     values: list[Array] = []
@@ -446,16 +446,20 @@ def _with_constants_outside(eqn: JaxprEqn) -> tuple[JaxprEqn, list[Var], list[Ar
     if name == "cond":
         return _conditional_with_constants_outside(eqn)
     is_checkpoint = name == "remat2" and isinstance(eqn.params["prevent_cse"], bool)
-    if not (is_checkpoint or name == "scan" or is_plain_jit(eqn)):
+    is_open = is_checkpoint or name == "shard_map"
+    if not (is_open or name == "scan" or is_plain_jit(eqn)):
         return None
     body, constants = _without_constants(eqn.params["jaxpr"])
     if not constants:
         return None
-    new = [new_var(v.aval) for v in body.invars[: len(constants)]]
-    params = dict(eqn.params, jaxpr=body if is_checkpoint else close(body))
+    new = [new_var(_core.typeof(value)) for value in constants]
+    params = dict(eqn.params, jaxpr=body if is_open else close(body))
     if name == "scan":
         n_consts, n_carry = scan_arity(eqn)
         params = with_scan_arity(params, len(new) + n_consts, n_carry)
+    elif name == "shard_map":
+        whole = jax.sharding.PartitionSpec()
+        params["in_specs"] = (*(whole for _ in new), *params["in_specs"])
     elif not is_checkpoint:
         for key in ("in_shardings", "in_layouts", "donated_invars"):
             if key in params:
@@ -479,7 +483,7 @@ def _conditional_with_constants_outside(
         inputs[begin : begin + n_own] = body.invars[:n_own]
         branches.append(close(rebuild(body, invars=[*inputs, *body.invars[n_own:]])))
         begin += n_own
-    new = list(map(new_var, types))
+    new = [new_var(_core.typeof(value)) for value in constants]
     index, *operands = eqn.invars
     params = dict(eqn.params, branches=tuple(branches))
     return eqn.replace(invars=[index, *new, *operands], params=params), new, constants
