@@ -35,6 +35,7 @@ from remat._jax.compat import (
     is_var,
     name_p,
     open_jaxpr,
+    typeof,
 )
 from remat.aliases import Array, Atom, Aval, Effect, JaxprLike, MemorySpace, Params
 
@@ -452,7 +453,7 @@ def _with_constants_outside(eqn: JaxprEqn) -> tuple[JaxprEqn, list[Var], list[Ar
     body, constants = _without_constants(eqn.params["jaxpr"])
     if not constants:
         return None
-    new = [new_var(_core.typeof(value)) for value in constants]
+    new = [new_var(typeof(value)) for value in constants]
     params = dict(eqn.params, jaxpr=body if is_open else close(body))
     if name == "scan":
         n_consts, n_carry = scan_arity(eqn)
@@ -483,7 +484,7 @@ def _conditional_with_constants_outside(
         inputs[begin : begin + n_own] = body.invars[:n_own]
         branches.append(close(rebuild(body, invars=[*inputs, *body.invars[n_own:]])))
         begin += n_own
-    new = [new_var(_core.typeof(value)) for value in constants]
+    new = [new_var(typeof(value)) for value in constants]
     index, *operands = eqn.invars
     params = dict(eqn.params, branches=tuple(branches))
     return eqn.replace(invars=[index, *new, *operands], params=params), new, constants
