@@ -57,14 +57,25 @@ PROGRAMS = {
 }
 
 
+def descended(x):
+    """Return a while loop whose condition and body run transposed loops."""
+    slope = jax.grad(lambda x: repeated(sine)(x).sum())
+    return jax.lax.while_loop(
+        lambda c: (c[1] < 2) & (slope(c[0]).sum() > -100),
+        lambda c: (c[0] - 0.1 * slope(c[0]), c[1] + 1),
+        (x, 0),
+    )[0]
+
+
 def n_constants(jaxpr):
     inner = (body for eqn in equations(jaxpr) for body in _jax.jaxprs_of(eqn))
     return sum(len(getattr(body, "consts", ())) for body in inner)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [*PROGRAMS, "a while loop"])
 def test_constants_in_equations_become_inputs(name):
-    gradient = jax.grad(lambda x: PROGRAMS[name](x).sum())
+    of = PROGRAMS.get(name)
+    gradient = jax.grad(lambda x: of(x).sum()) if of else descended
     jaxpr, constants = _jax.detach_consts(jax.make_jaxpr(gradient)(X))
     assert n_constants(jaxpr) > 0
     hoisted, more = _jax.hoist_constants(jaxpr)

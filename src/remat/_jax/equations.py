@@ -418,7 +418,7 @@ def hoist_constants(jaxpr: Jaxpr) -> tuple[Jaxpr, list[Array]]:
     JAX leaves constants in plain `jit` equations, and in transposed loops and conditionals those that the
     backward rules of `jax.custom_vjp` functions close over.
 
-    Returns the jaxpr, in which plain `jit` equations, scans, conditionals, checkpoints and `shard_map`s have
+    Returns the jaxpr, in which plain `jit` equations, loops, conditionals, checkpoints and `shard_map`s have
     no constants, also inside each other, and the values of the new inputs.
     """
     invars: list[Atom] = []
@@ -446,6 +446,8 @@ def _with_constants_outside(eqn: JaxprEqn) -> tuple[JaxprEqn, list[Var], list[Ar
     name = eqn.primitive.name
     if name == "cond":
         return _conditional_with_constants_outside(eqn)
+    if name == "while":
+        return _while_with_constants_outside(eqn)
     is_checkpoint = name == "remat2" and isinstance(eqn.params["prevent_cse"], bool)
     is_open = is_checkpoint or name == "shard_map"
     if not (is_open or name == "scan" or is_plain_jit(eqn)):
@@ -488,6 +490,27 @@ def _conditional_with_constants_outside(
     index, *operands = eqn.invars
     params = dict(eqn.params, branches=tuple(branches))
     return eqn.replace(invars=[index, *new, *operands], params=params), new, constants
+
+
+def _while_with_constants_outside(
+    eqn: JaxprEqn,
+) -> tuple[JaxprEqn, list[Var], list[Array]] | None:
+    """Return the same for a `while` loop, whose condition and body take constants of their own."""
+    test, of_test = _without_constants(eqn.params["cond_jaxpr"])
+    body, of_body = _without_constants(eqn.params["body_jaxpr"])
+    if not of_test and not of_body:
+        return None
+    new = [new_var(typeof(value)) for value in (*of_test, *of_body)]
+    first, n_old = len(of_test), eqn.params["cond_nconsts"]
+    params = dict(
+        eqn.params,
+        cond_jaxpr=close(test),
+        cond_nconsts=first + n_old,
+        body_jaxpr=close(body),
+        body_nconsts=len(of_body) + eqn.params["body_nconsts"],
+    )
+    invars = [*new[:first], *eqn.invars[:n_old], *new[first:], *eqn.invars[n_old:]]
+    return eqn.replace(invars=invars, params=params), new, [*of_test, *of_body]
 
 
 def _without_constants(body: JaxprLike) -> tuple[Jaxpr, list[Array]]:
