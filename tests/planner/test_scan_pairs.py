@@ -766,6 +766,10 @@ def test_broadcasts_that_were_moved_out_of_a_loop_are_not_kept_for_its_backward_
     assert any(v.aval.shape == (6, 8, 8) for eqn in jaxpr.eqns for v in eqn.outvars)
     for eqn in scans(rewrite(jaxpr, {pair.id: pair.options[0]})):
         assert all(v.aval.shape != (6, 8, 8) for v in eqn.invars)
+    forward = scans(rewrite(jaxpr, {pair.id: pair.by_step}))[0]
+    # The mask before it is broadcast, and a scalar, are held for the backward scan.
+    held = pair.by_step.bytes - sum(v.aval.size * 4 for v in forward.outvars[1:])
+    assert held <= 8 * 8 + 4
 
 
 def test_constants_are_computed_in_steps_if_there_is_no_memory_for_them():

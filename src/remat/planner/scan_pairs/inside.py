@@ -14,6 +14,7 @@ from remat import _jax
 from remat.aliases import Atom, JaxprLike
 from remat.ir import jaxprs
 from remat.ir.equations import is_fusible, is_repeatable, plain_call, programs_of
+from remat.ir.flops import flops_of
 from remat.planner.scan_pairs.matching import size_of
 
 _jax.exclude_from_tracebacks(__file__)
@@ -194,7 +195,11 @@ def _is_fused(eqn: _jax.JaxprEqn) -> bool:
 def _smaller_values(
     v: _jax.Var, made_by: Mapping[_jax.Var, _jax.JaxprEqn]
 ) -> frozenset[_jax.Var] | None:
-    """Return much smaller values from which few fused equations compute a value; None if there are none."""
+    """Return much smaller values from which few fused equations compute a value.
+
+    Returns None if there are none, or if they are only moved, which compilers do inside of loops in any case.
+    """
+    is_moved = True
     most = size_of(v.aval) // _SMALLER
     found: set[_jax.Var] = set()
     seen: set[_jax.Var] = set()
@@ -210,5 +215,7 @@ def _smaller_values(
             return None
         else:
             seen.add(of)
+            is_moved &= not flops_of(eqn)
             left += [u for u in eqn.invars if _jax.is_var(u)]
-    return frozenset(found) if sum(size_of(u.aval) for u in found) <= most else None
+    is_small = sum(size_of(u.aval) for u in found) <= most
+    return frozenset(found) if is_small and not is_moved else None

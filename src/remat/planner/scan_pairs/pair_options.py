@@ -163,8 +163,8 @@ class PairOptions:
         """Return the bytes of the values that are held for B as constants, unless its steps compute them."""
         n_consts, _ = _jax.scan_arity(self.joint.backward)
         constants = set(filter(_jax.is_var, self.joint.backward.invars[:n_consts]))
-        constants.difference_update(filter(_jax.is_var, computing.outside.values()))
-        ends = [v for v in constants if self.scope.last_use(v) <= self.place]
+        held, left = (set(filter(_jax.is_var, j.outside.values())) for j in (self.joint, computing))
+        ends = [v for v in constants & held - left if self.scope.last_use(v) <= self.place]
         return sum(map(self.scope.bytes_of, ends))
 
     def found(self) -> FoundOptions:
