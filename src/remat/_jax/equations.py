@@ -441,15 +441,14 @@ def hoist_constants(jaxpr: Jaxpr) -> tuple[Jaxpr, list[Array]]:
 def _with_constants_outside(eqn: JaxprEqn) -> tuple[JaxprEqn, list[Var], list[Array]] | None:
     """Return an equation that has the constants of its jaxprs as operands, these operands and their values.
 
-    Returns None if there are no constants, or for other equations.
+    The result is None for jaxprs without constants and for equations of other primitives.
     """
     name = eqn.primitive.name
     if name == "cond":
         return _conditional_with_constants_outside(eqn)
     if name == "while":
         return _while_with_constants_outside(eqn)
-    is_checkpoint = name == "remat2" and isinstance(eqn.params["prevent_cse"], bool)
-    is_open = is_checkpoint or name == "shard_map"
+    is_open = name in ("remat2", "shard_map")
     if not (is_open or name == "scan" or is_plain_jit(eqn)):
         return None
     body, constants = _without_constants(eqn.params["jaxpr"])
@@ -463,10 +462,9 @@ def _with_constants_outside(eqn: JaxprEqn) -> tuple[JaxprEqn, list[Var], list[Ar
     elif name == "shard_map":
         whole = jax.sharding.PartitionSpec()
         params["in_specs"] = (*(whole for _ in new), *params["in_specs"])
-    elif not is_checkpoint:
-        for key in ("in_shardings", "in_layouts", "donated_invars"):
-            if key in params:
-                params[key] = (*(ADDED_OPERAND[key] for _ in new), *params[key])
+    for key, default in ADDED_OPERAND.items():
+        if isinstance(params.get(key), tuple):
+            params[key] = (default,) * len(new) + params[key]
     return eqn.replace(invars=[*new, *eqn.invars], params=params), new, constants
 
 

@@ -157,23 +157,37 @@ class SunkConstants:
         if smaller is not None and all(v in given for v in smaller) and operand not in self.inside:
             self._add(_jax.new_var(operand.aval), operand)
 
-    def _add(self, v: _jax.Var, operand: Atom, until: Container[_jax.Var] = ()) -> None:
+    def _add(self, v: _jax.Var, operand: Atom, ends: Container[_jax.Var] = ()) -> None:
+        """Compute a constant inside, or read it from outside.
+
+        Args:
+          v: the variable inside.
+          operand: the operand.
+          ends: what the constant that this one is computed for is computed from. If there is nothing, whether
+            to compute this one is a question of its own.
+        """
+        eqn = smaller = None
         if _jax.is_var(operand):
             self.inside.setdefault(operand, v)
-            eqn = self._made_by.get(operand)
-            if operand not in until and eqn is not None:
-                smaller = _smaller_values(operand, self._made_by) if self._computes else None
-                if until or smaller is not None or _broadcasts(eqn):
-                    below = until or smaller or ()
-                    invars = [self._variable(u, below) if _jax.is_var(u) else u for u in eqn.invars]
-                    self.eqns.append(eqn.replace(invars=invars, outvars=[v]))
-                    return
-        self.outside[v] = operand
+            eqn = None if operand in ends else self._made_by.get(operand)
+        if eqn is not None and self._computes and not ends:
+            smaller = _smaller_values(operand, self._made_by)
+        if eqn is None or not (ends or smaller is not None or _broadcasts(eqn)):
+            self.outside[v] = operand
+            return
+        below = ends or smaller or ()
+        invars = [self._variable(u, below) if _jax.is_var(u) else u for u in eqn.invars]
+        self.eqns.append(eqn.replace(invars=invars, outvars=[v]))
 
-    def _variable(self, operand: _jax.Var, until: Container[_jax.Var]) -> _jax.Var:
+    def _variable(self, operand: _jax.Var, ends: Container[_jax.Var]) -> _jax.Var:
         if operand not in self.inside:
-            self._add(_jax.new_var(operand.aval), operand, until)
+            self._add(_jax.new_var(operand.aval), operand, ends)
         return self.inside[operand]
+
+
+def is_computable(jaxpr: _jax.Jaxpr, v: _jax.Var) -> bool:
+    """Return whether a value is a cheap function of much smaller values of its program."""
+    return _smaller_values(v, _makers(jaxpr)) is not None
 
 
 @_jax.weakref_lru_cache

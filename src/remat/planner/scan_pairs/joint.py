@@ -46,7 +46,7 @@ from remat.ir.repetitions import (
     step_of,
     without_repetitions,
 )
-from remat.planner.scan_pairs.inside import SunkConstants
+from remat.planner.scan_pairs.inside import SunkConstants, is_computable
 from remat.planner.scan_pairs.matching import Match, only_read_by, slices
 
 _jax.exclude_from_tracebacks(__file__)
@@ -305,6 +305,13 @@ def joint_of(jaxpr: _jax.Jaxpr, match: Match, *, computes: bool = False) -> Join
         stacked,
         computes,
     )
+
+
+def can_compute_constants(jaxpr: _jax.Jaxpr, match: Match) -> bool:
+    """Return whether the steps of a pair can compute constants of the backward scan; see `joint_of`."""
+    backward = jaxpr.eqns[match.backward]
+    n_consts, _ = _jax.scan_arity(backward)
+    return any(_jax.is_var(v) and is_computable(jaxpr, v) for v in backward.invars[:n_consts])
 
 
 def _made_before(jaxpr: _jax.Jaxpr, end: int) -> set[_jax.Var]:

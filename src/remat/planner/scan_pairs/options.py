@@ -13,7 +13,7 @@ from remat.planner.host_memory import Transfer
 from remat.planner.plan_decisions import ScanOption
 from remat.planner.scan_pairs.branches import branch_matches, branches_of
 from remat.planner.scan_pairs.inside import inner_programs, inside_of, prepared
-from remat.planner.scan_pairs.joint import joint_of
+from remat.planner.scan_pairs.joint import can_compute_constants, joint_of
 from remat.planner.scan_pairs.matching import Match, matches
 from remat.planner.scan_pairs.pair_options import FoundOptions, PairOptions, ScanPair
 from remat.planner.scan_pairs.rewriting import branch_id, pair_id
@@ -69,10 +69,10 @@ def _pairs_in(scope: Scope, prefix: str, path: str, times: int) -> list[ScanPair
         inner = []
         if _has_loops_or_branches(joint.jaxpr):
             inner = _pairs_in(joint_scope(scope, joint, match.backward), f"{key}/", name, 1)
-        with_constants = None if inner else joint_of(jaxpr, match, computes=True)
-        of_pair = PairOptions(
-            scope, joint, match.backward, key, inner, times, with_constants
-        ).found()
+        computing = None
+        if not inner and can_compute_constants(jaxpr, match):
+            computing = joint_of(jaxpr, match, computes=True)
+        of_pair = PairOptions(scope, joint, match.backward, key, inner, times, computing).found()
         found[match.forward] = [
             ScanPair(
                 key,

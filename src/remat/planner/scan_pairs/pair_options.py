@@ -137,7 +137,7 @@ class PairOptions:
       key: the pair's id.
       inner: the pairs inside.
       times: how often the pair runs.
-      computing: the pair with steps that compute constants of theirs; None if it has pairs inside.
+      computing: the pair with steps that compute constants of theirs, if they can and no pairs are inside.
     """
 
     def __init__(
@@ -251,8 +251,7 @@ class _OptionsOfCuts:
         chosen = dict(inner)
         self.inner_options = [chosen.get(pair.id, pair.as_written) for pair in outer.inner]
         self.times = outer.times
-        self.computes_constants = joint is outer.computing
-        self.held_bytes = 0 if self.computes_constants else outer.held_bytes
+        self.held_bytes = 0 if joint.computes_constants else outer.held_bytes
         self.within_step = outer.scope.is_step
         self.transfer = outer.scope.costing.transfer
         self.scope = joint_scope(outer.scope, joint, outer.place)
@@ -265,7 +264,7 @@ class _OptionsOfCuts:
         self.always = set(map(id, everything))
         self.once = {id(eqn) for eqn in joint.known if not is_repeatable(eqn)}
         #: Of the constants that each step computes.
-        self.of_constants = self.cost_of(joint.constant if self.computes_constants else ())
+        self.of_constants = self.cost_of(joint.constant if joint.computes_constants else ())
 
     def _cost_at(self, i: int) -> _Cost:
         flops = self.scope.writer.ops[i].flops
@@ -372,7 +371,7 @@ class _OptionsOfCuts:
             kept,
             *_times(self._plus_inner(cost), steps),
             inner=self.inner,
-            computes_constants=self.computes_constants,
+            computes_constants=self.joint.computes_constants,
         )
 
     def _in_groups(
@@ -419,7 +418,7 @@ class _OptionsOfCuts:
                         group,
                         groups,
                         inner=self.inner,
-                        computes_constants=self.computes_constants,
+                        computes_constants=self.joint.computes_constants,
                     )
                 )
         return found
