@@ -302,3 +302,36 @@ def test_the_compiler_then_needs_less_memory():
 
     rewritten = lambda x: jax.core.eval_jaxpr(new, closed.consts, x)  # noqa: E731
     assert temporaries(rewritten) <= temporaries(run) - big.nbytes
+
+
+def test_stacks_that_equal_others_or_what_is_scanned_are_left_out():
+    def step(c, x):
+        y = jnp.sin(c * x)
+        return c + y, (y, x, y, jnp.cos(y), x)
+
+    def run(c, xs):
+        c, (a, b, again, d, e) = lax.scan(step, c, xs, reverse=True)
+        return c, a + again, b * e, d
+
+    xs = jnp.arange(24.0).reshape(4, 6)
+    check(run, X, xs)
+    new = without_redundant_carries(jax.make_jaxpr(run)(X, xs).jaxpr)
+    (loop,) = (eqn for eqn in new.eqns if eqn.primitive.name == "scan")
+    assert len(loop.outvars) == 1 + 2
+
+
+def test_equal_stacks_of_numbers_are_one():
+    """JAX's partial evaluation may stack the index of branches twice."""
+
+    def step(c, x):
+        index = x % 2
+        return c + x, (index, index)
+
+    def run(c, xs):
+        c, (index, again) = lax.scan(step, c, xs)
+        return c, index, again
+
+    new = without_redundant_carries(jax.make_jaxpr(run)(jnp.int32(0), jnp.arange(5)).jaxpr)
+    _, index, again = new.outvars
+    assert index is again
+    check(run, jnp.int32(0), jnp.arange(5))

@@ -1,10 +1,13 @@
-"""Loops without carried arrays that never change, or that equal others.
+"""Loops without carried arrays that never change, or that equal others, and without equal results.
 
 A solver that carries the linearization at its last point carries the zeros in it, too: each step takes them
 from the new point or from the carry, and both are the same. It may carry this linearization twice, once for
 its search and once for its result. Compilers do not see that if the step chooses by a `select` or by
 branches, and keep buffers for all. Likewise, a result of branches that is the same array in each of them is
 that array.
+
+JAX's partial evaluation may have a scan stack the same value twice, or the slices that it reads. If that is
+the index of branches, the forward and the backward ones seem to follow different indices.
 
 Numbers are carried on: without them, nothing would be saved.
 """
@@ -59,6 +62,7 @@ class _Removing(Rewriting):
             scope.add(eqn)
             if eqn.primitive.name == "cond":
                 names.update(_equal_results(eqn, scope))
+            names.update(_equal_stacks(eqn))
             eqns.append(eqn)
         if not names and all(new is old for new, old in zip(eqns, jaxpr.eqns)):
             return jaxpr
@@ -229,6 +233,21 @@ def _equal_results(eqn: _jax.JaxprEqn, scope: _Scope) -> Iterator[tuple[_jax.Var
     for v in eqn.outvars:
         if not _jax.is_dropped(v) and _is_array(v):
             same = equal.setdefault(scope.value(v), v)
+            if same is not v and _type_of(same) == _type_of(v):
+                yield v, same
+
+
+def _equal_stacks(eqn: _jax.JaxprEqn) -> Iterator[tuple[_jax.Var, Atom]]:
+    """Yield stacks of a scan that equal an array that it scans or another stack, with that."""
+    body = _jax.scan_body(eqn)
+    if body is None:
+        return
+    n_consts, n_carry = _jax.scan_arity(eqn)
+    first = n_consts + n_carry
+    equal: dict[Atom, Atom] = dict(zip(body.invars[first:], eqn.invars[first:]))
+    for inside, v in zip(body.outvars[n_carry:], eqn.outvars[n_carry:]):
+        if _jax.is_var(inside) and not _jax.is_dropped(v):
+            same = equal.setdefault(inside, v)
             if same is not v and _type_of(same) == _type_of(v):
                 yield v, same
 
