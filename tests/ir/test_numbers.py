@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from remat import _jax
-from remat.ir.numbers import unsimplified_numbers
+from remat.ir.numbers import reciprocal, unsimplified_numbers
 
 X = jax.random.normal(jax.random.key(0), (64,))
 OPERATIONS = {
@@ -79,3 +79,23 @@ def test_unknown_numbers_change_no_bit(operations):
 
     numbers = {(n, at): jnp.float32(jaxpr.eqns[n].invars[at].val) for n in found for at in found[n]}
     np.testing.assert_array_equal(jax.jit(unknown)(X, numbers), jax.jit(chain)(X))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("divisor", [2.0, -0.25, 128.0, 2.0**-14, 2.0**14, 2.0**15, 2.0**16, 3.0])
+def test_products_with_reciprocals_equal_quotients(dtype, divisor):
+    """Powers of two whose reciprocals are normal numbers have one, and it changes no bit."""
+    info = jnp.finfo(dtype)
+    x = jnp.array([1.0, 1.7, -3.0, info.max, info.tiny, float(info.tiny) * 1.5], dtype)
+    with np.errstate(over="ignore"):
+        number = np.asarray(divisor, dtype)
+    jaxpr = jax.make_jaxpr(lambda x: x / number)(x).jaxpr
+    (eqn,) = jaxpr.eqns
+    found = reciprocal(eqn.invars[1])
+    is_normal = abs(1 / divisor) >= float(info.tiny) and np.isfinite(float(number))
+    assert (found is not None) == (divisor != 3.0 and is_normal)
+    if found is not None:
+        exact = np.asarray(x, np.float64) / divisor
+        with np.errstate(over="ignore"):
+            expected, product = exact.astype(dtype), np.asarray(x) * found.val
+        np.testing.assert_array_equal(product, expected)

@@ -131,6 +131,9 @@ X = jnp.ones((4, 8), jnp.float32)
     [
         (jnp.tanh, Fusion.COSTLY),
         (lambda x: x + x, Fusion.CHEAP),
+        (lambda x: x / x, Fusion.COSTLY),
+        (lambda x: x / 3.0, Fusion.CHEAP),  # a product with 1/3
+        (lambda x: 3.0 / x, Fusion.COSTLY),
         (lambda x: x.T, Fusion.CHEAP),
         (lambda x: x.reshape(8, 4), Fusion.VIEW),
         (lambda x: x.sum(0), Fusion.REDUCE),

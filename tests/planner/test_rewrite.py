@@ -288,6 +288,28 @@ def test_units_share_no_array_of_a_number_that_they_multiply_by():
     assert_equal(passed(*leaves), run(flat, leaves), rounding=1e-5)
 
 
+def test_units_multiply_by_the_reciprocals_of_numbers_that_they_divide_by():
+    """A compiler that does not know the number would divide, and store what several kernels read."""
+
+    def step(x):
+        y = jnp.sin(x)
+        return (y / 128.0) @ x.T, (y / 3.0).T @ x
+
+    flat, leaves = flat_of(step, X)
+    sin, *dots = (i for i, e in enumerate(flat.eqns) if e.primitive.name in ("sin", "dot_general"))
+    bursts = tuple(Burst(at, (sin,)) for at in dots)
+    new = rewritten(flat, Decisions(frozenset((sin, *dots)), bursts))
+    of_units = [
+        (eqn.primitive.name, [_jax.is_var(v) for v in eqn.invars])
+        for unit in new.eqns
+        if unit.primitive.name == "remat"
+        for eqn in unit.params["jaxpr"].eqns
+        if eqn.primitive.name in ("mul", "div")
+    ]
+    assert of_units == [("mul", [True, True]), ("div", [True, False])]
+    assert_equal(run(new, leaves), run(flat, leaves))
+
+
 def test_a_unit_derives_a_value_once_from_the_same_computation():
     def step(x):
         tripled = 3 * jnp.sin(x)

@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.sharding import PartitionSpec as P
 
 from remat.ir.operations import Fusion
@@ -140,6 +141,30 @@ def test_cheap_value_that_two_kernels_use_is_written_where_they_do_not_duplicate
     pairs = [op(Fusion.CHEAP, [0, 1], 2), *ops[1:]]
     assert written(program(pairs, [3, 4], {0: 32, 1: 32, 3: 8, 4: 8})) == [2, 3, 4]
     assert written(program(pairs, [3, 4], {0: 32, 1: 8, 3: 8, 4: 8})) == [3, 4]
+
+
+@pytest.mark.parametrize("duplicates", [True, False])
+def test_kernels_compute_small_values_such_as_means_themselves(duplicates):
+    """A kernel that reads or writes a much larger value computes them; small kernels read them."""
+
+    def written(large):
+        p = program(
+            [
+                op(Fusion.REDUCE, [0], 1),
+                op(Fusion.REDUCE, [0], 2),
+                op(Fusion.CHEAP, [1, 2], 3),  # from two sums
+                op(Fusion.CHEAP, [3, 0] if large else [3], 4),
+                op(Fusion.KERNEL, [4], 5),
+                op(Fusion.CHEAP, [3, 0] if large else [3], 6),
+                op(Fusion.KERNEL, [6], 7),
+            ],
+            [5, 7],
+            sizes=dict.fromkeys((1, 2, 3), MB // 1000) | ({} if large else {4: 1000, 6: 1000}),
+        )
+        return 3 in nodes(fused(p, duplicates=duplicates), p)
+
+    assert not written(large=True)
+    assert written(large=False)
 
 
 def test_residual_stream_is_written_where_reading_its_terms_costs_more():

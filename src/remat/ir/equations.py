@@ -130,12 +130,20 @@ def fusion_of(eqn: _jax.JaxprEqn) -> Fusion:
         return Fusion.CHEAP
     row = operation(eqn.primitive.name)
     if row is not None and row.fusion is not Fusion.CALL:
-        return row.fusion
+        return Fusion.CHEAP if divides_by_number(eqn) else row.fusion
     if row is not None or jaxprs.has_body(eqn) or eqn.effects or len(eqn.outvars) != 1:
         return Fusion.KERNEL
     shape = getattr(eqn.outvars[0].aval, "shape", None)
     is_elementwise = all(getattr(v.aval, "shape", None) in (shape, ()) for v in eqn.invars)
     return Fusion.CHEAP if is_elementwise and eqn.invars else Fusion.KERNEL
+
+
+def divides_by_number(eqn: _jax.JaxprEqn) -> bool:
+    """Return whether an equation divides by a number that the program states.
+
+    XLA multiplies by its reciprocal instead.
+    """
+    return eqn.primitive.name == "div" and not _jax.is_var(eqn.invars[1])
 
 
 def _is_outer_product(eqn: _jax.JaxprEqn) -> bool:

@@ -53,9 +53,24 @@ def _numbers(eqn: _jax.JaxprEqn) -> list[int]:
 
 def _is_unsimplified(eqn: _jax.JaxprEqn, at: int) -> bool:
     name = eqn.primitive.name
-    if name == "mul" or (name == "div" and at == 1):
+    if name == "mul":
         return _is_power_of_two(eqn.invars[at].val)
+    if name == "div":
+        return at == 1 and reciprocal(eqn.invars[at]) is not None
     return name in _COMPARISONS
+
+
+def reciprocal(divisor: _jax.Literal) -> _jax.Literal | None:
+    """Return the number to multiply by instead of dividing by one, or None if that would round differently.
+
+    It exists for powers of two whose reciprocals are normal numbers.
+    """
+    number = np.asarray(divisor.val)
+    if not _is_power_of_two(number):
+        return None
+    inverse = np.asarray(1 / float(number), number.dtype)
+    is_normal = abs(float(inverse)) >= float(jnp.finfo(number.dtype).tiny)
+    return _jax.Literal(inverse, divisor.aval) if is_normal else None
 
 
 def _is_power_of_two(number: object) -> bool:

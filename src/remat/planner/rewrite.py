@@ -50,8 +50,8 @@ from remat import _jax
 from remat.aliases import Array, Arrays, Atom, PyTree, TreeDef
 from remat.ir import jaxprs
 from remat.ir.carries import without_redundant_carries
-from remat.ir.equations import fills_array, has_effects, transparent_call
-from remat.ir.numbers import unsimplified_numbers
+from remat.ir.equations import divides_by_number, fills_array, has_effects, transparent_call
+from remat.ir.numbers import reciprocal, unsimplified_numbers
 from remat.ir.repetitions import without_repeated
 from remat.ir.restriction import has_marks, restricted, without_marks
 from remat.ir.swapped import with_swapped_products
@@ -744,7 +744,11 @@ class _Unit:
     def _emit(self, number: int, operands: Sequence[Atom]) -> Sequence[_jax.Var]:
         eqn, operands = self.writer.jaxpr.eqns[number], list(operands)
         for at in self.writer.passed_numbers.get(number, ()):
-            operands[at] = self.take(self.writer.number(eqn.invars[at], eqn))
+            literal = eqn.invars[at]
+            if divides_by_number(eqn):
+                # A compiler that does not know the divisor divides, and stores what several kernels need.
+                literal, eqn = reciprocal(literal), eqn.replace(primitive=jax.lax.mul_p)
+            operands[at] = self.take(self.writer.number(literal, eqn))
         new, outs = _copy(eqn, operands)
         self.eqns.append(new)
         self.numbers.append(number)

@@ -8,9 +8,9 @@ bandwidth. The model follows XLA's fusion passes:
 * A `VIEW` is the same buffer as its operand.
 * An elementwise result is written if a `KERNEL` reads it, if it is an output of the program, if it is
   `COSTLY` and several kernels need it, or if several kernels need it and would each read two or more
-  operands of at least half its size to compute it. Otherwise every kernel that needs it computes it from
-  values that *are* written. With `into_products`, matrix products compute elementwise operands like other
-  kernels.
+  operands of at least half its size to compute it. Kernels that read or write much larger values do not count
+  for the last rule. Otherwise every kernel that needs it computes it from values that *are* written. With
+  `into_products`, matrix products compute elementwise operands like other kernels.
 * A loop updates its carry in place. If only the loop reads the constant from which a carry starts, the carry
   is in the constant's buffer; so are the carries of further loops to which it is passed on.
 * Kernels in place: an elementwise kernel may write its result into the buffer of an operand that is not
@@ -56,6 +56,11 @@ _MOST_OPERANDS = 6
 # result, XLA writes the value instead. Slices and padding read a value at several positions, and again what
 # it is made from.
 _MOST_POSITIONS = 15
+
+# Kernels that read or write a value of at least this many times the size of a cheap one compute the cheap one
+# themselves, as they compute a mean from a sum in a normalization. A larger factor writes more small values,
+# each of which takes a kernel of its own, and a compiler its time for that.
+_MUCH_LARGER = 64
 
 _SCALAR_BYTES = 16  # of the largest type of numbers
 
@@ -185,6 +190,11 @@ class _Fusion:
         #: For each operation those that use a result, directly or through views.
         self.users = [self._users(i) for i in range(len(ops))]
         self.size = [sum(program.bytes[v] for v in op.results) for op in ops]
+        #: For each operation the bytes of its results, or of its largest operand if that has more.
+        self.work = [
+            max((size, *(program.bytes[v] for v in op.operands)))
+            for size, op in zip(self.size, ops, strict=True)
+        ]
         #: Values whose memory is that of an output: these, and what outputs are views of.
         self.output_values = self._outputs_through_views()
         self.is_output = [any(v in self.output_values for v in op.results) for op in ops]
@@ -259,7 +269,8 @@ class _Fusion:
                 is_costly = ops[i].fusion is Fusion.COSTLY
                 return keeps_costly and is_costly and len(self._without_joined(kernels)) > 1
             # Several kernels would have to read more than one operand of this size each.
-            return sum(2 * self._source_size(s) >= self.size[i] for s in sources[i]) > 1
+            n_large = sum(2 * self._source_size(s) >= self.size[i] for s in sources[i])
+            return n_large > 1 and self._n_small(kernels, i) > 1
 
         self._mark_by_kernels(is_expensive)
 
@@ -361,9 +372,14 @@ class _Fusion:
             large = any(2 * sizes[v] >= self.size[i] for v in ops[i].operands)
             # Pairs of elements of several arrays, such as differences, are not a mere repetition of one.
             of_pairs = len({v for v in ops[i].operands if sizes[v] > _SCALAR_BYTES}) > 1
-            return (large or of_pairs) and len(self.users[i]) > 1 and len(kernels) > 1
+            is_used_often = len(self.users[i]) > 1 and self._n_small(kernels, i) > 1
+            return (large or of_pairs) and is_used_often
 
         self._mark_by_kernels(is_shared)
+
+    def _n_small(self, kernels: set[int], i: int) -> int:
+        """Return how many kernels neither read nor write a value that is much larger than a cheap one."""
+        return sum(self.work[k] < _MUCH_LARGER * self.size[i] for k in kernels)
 
     def _mark_by_kernels(self, is_written: Callable[[int, set[int]], bool]) -> None:
         """Also write the values for which `is_written(operation, kernels that compute it or read it)`."""
