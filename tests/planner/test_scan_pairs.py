@@ -22,6 +22,7 @@ from remat.ir import jaxprs
 from remat.ir.equations import plain_call, programs_of
 from remat.ir.flops import flops_of, flops_of_program
 from remat.planner.priced_step import PricedStep
+from remat.planner.rewrite import flattened
 from remat.planner.scan_pairs import ScanOption, at_price, opened, pairs, prices, rewrite
 from remat.planner.step_model import StepModel
 from remat.program.from_jaxpr import program_of_jaxpr
@@ -441,7 +442,7 @@ def test_options_count_the_stacks_of_loops_in_loops_in_loops():
     (pair,) = pairs(jaxpr, price)
     for option in pair.options:
         peak = modelled_peak(rewrite(jaxpr, {pair.id: option}))
-        assert peak <= 1.3 * option.bytes + 2**15
+        assert peak <= 1.4 * option.bytes + 2**15
 
 
 def modelled_peak(jaxpr):
@@ -545,6 +546,100 @@ def test_options_that_offload_what_they_do_not_keep_are_refused():
     in_groups = dataclasses.replace(found[0], group=2, groups=0, rest=None, rest_offloaded=())
     with pytest.raises(PlanError, match="Make its group 1"):
         rewrite(jaxpr, {pair.id: in_groups})
+
+
+def with_cache(p, x, xs):
+    """Return the loss of a loop that carries a cache, to which each step writes a row, and the loss."""
+    length = xs.shape[0]
+
+    def step(carry, u):
+        x, cache, t, loss = carry
+        row = (x @ p["k"])[:, None]
+        cache = jax.lax.dynamic_update_slice(cache, row, (0, t, 0))
+        weights = jax.nn.softmax(jnp.einsum("bd,btd->bt", x @ p["q"], cache))
+        x = jnp.tanh((x + jnp.einsum("bt,btd->bd", weights, cache)) @ p["w"] + u)
+        return (x, cache, t + 1, loss + jnp.square(x @ p["q"]).mean()), None
+
+    cache = jnp.zeros((x.shape[0], length, x.shape[1]))
+    return jax.lax.scan(step, (x, cache, 0, 0.0), xs)[0][3]
+
+
+def of_cache():
+    def drawn(seed, *shape):
+        return jax.random.normal(jax.random.key(seed), shape) / 4
+
+    weights = {name: drawn(i, 16, 16) for i, name in enumerate("kqw")}
+    args = weights, drawn(4, 3, 16), drawn(5, 16, 3, 16)
+    jaxpr, leaves = flat(jax.value_and_grad(with_cache), *args)
+    (pair,) = pairs(jaxpr, price)
+    return jaxpr, leaves, pair
+
+
+def test_groups_of_steps_keep_what_is_costly_of_all_steps():
+    """Only the cache is computed again, which takes no FLOPs."""
+    jaxpr, leaves, pair = of_cache()
+    of_all = [option for option in pair.options if option.lasting]
+    cheap = min(of_all, key=lambda o: o.flops)
+    assert cheap.group > 1 and cheap.bytes < 0.6 * pair.as_written.bytes
+    assert cheap.flops < 0.001 * flops_of_program(jaxpr)
+    expected = results(jaxpr, leaves)
+    for option in of_all:
+        changed = rewrite(jaxpr, {pair.id: option})
+        assert_equal(results(changed, leaves), expected)
+    gained = flops_of_program(rewrite(jaxpr, {pair.id: cheap})) - flops_of_program(jaxpr)
+    assert gained < 0.01 * flops_of_program(jaxpr)
+
+
+def test_groups_that_run_again_add_up_no_loss():
+    jaxpr, leaves, pair = of_cache()
+    option = next(option for option in pair.options if option.group > 1)
+    option = dataclasses.replace(option, lasting=())
+    changed = rewrite(jaxpr, {pair.id: option})
+    assert_equal(results(changed, leaves), results(jaxpr, leaves))
+    *_, backward = (eqn for eqn in changed.eqns if eqn.primitive.name == "scan")
+    again, _ = (
+        eqn
+        for eqn in _jax.open_jaxpr(backward.params["jaxpr"]).eqns
+        if eqn.primitive.name == "scan"
+    )
+    names = [eqn.primitive.name for eqn in jaxprs.equations(_jax.scan_body(again), programs_of)]
+    assert "square" not in names and "integer_pow" not in names
+
+
+def test_values_that_last_are_those_of_the_forward_steps():
+    jaxpr, _, pair = of_cache()
+    option = next(option for option in pair.options if option.lasting)
+    with pytest.raises(PlanError, match=r"keeps 10000 for all steps.*lasting values"):
+        rewrite(jaxpr, {pair.id: dataclasses.replace(option, lasting=(10000,))})
+    with pytest.raises(PlanError, match="lasting must be empty unless"):
+        dataclasses.replace(option, group=1)
+
+
+def test_branches_in_loops_in_loops_are_planned_branch_by_branch():
+    def one(w, v):
+        return jnp.tanh(jnp.sin(v @ w) @ w)
+
+    def other(w, v):
+        return jnp.sin(jnp.tanh(v @ w) * jnp.sin(v @ w)) @ w
+
+    def body(v, xs):
+        w, i = xs
+        return v + jax.lax.switch(i % 2, [one, other], w, jnp.sin(v)), None
+
+    def loss(w, xs):
+        def of_one(x):
+            return jax.lax.scan(body, x, (w, jnp.arange(len(w))))[0].sum()
+
+        return jax.lax.map(of_one, xs).sum()
+
+    jaxpr, leaves = flat(jax.grad(loss), W, jnp.stack([X, X + 1]))
+    jaxpr = flattened(jaxpr)
+    (pair,) = pairs(jaxpr, price)
+    inner = {id for option in pair.options for id, _ in option.inner}
+    of_branches = {id for o in pair.options for _, loop in o.inner for id, _ in loop.inner}
+    assert len(inner) == 1 and len(of_branches) == 1
+    for option in pair.options:
+        assert_equal(results(rewrite(jaxpr, {pair.id: option}), leaves), results(jaxpr, leaves))
 
 
 def test_residuals_of_branches_are_recomputed_in_the_backward_branch():

@@ -63,6 +63,8 @@ class ScanOption(Checked):
       offloaded, rest_offloaded: which of the values in `saved` and in `rest` are kept in the host's memory.
       host_bytes: the bytes kept there, for all steps.
       transfer_seconds: the part of `seconds` for copies to the host and back.
+      lasting: the values that all steps keep although steps are in groups, as in `saved`: a group that runs
+        again reads them instead of computing them.
       computes_constants: whether each step of both scans computes what are constants of theirs and cheap
         functions of much smaller values, which takes their bytes only during a step.
     """
@@ -81,6 +83,7 @@ class ScanOption(Checked):
     host_bytes: int = 0
     transfer_seconds: float = 0.0
     computes_constants: bool = False
+    lasting: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         kept = f"{counted(len(self.saved), 'saved value')}, {format_bytes(self.bytes)}"
@@ -99,6 +102,12 @@ class ScanOption(Checked):
             raise field_error("rest_offloaded must be empty if rest is null.", "rest_offloaded")
         if self.group < 1:
             raise field_error("group must be at least 1 step.", "group")
+        check_once(self.lasting, "lasting", lambda n: f"value {n} is listed twice")
+        if self.lasting and (self.group == 1 or self.groups):
+            raise field_error(
+                "lasting must be empty unless all steps are in groups (group above 1, groups 0).",
+                "lasting",
+            )
 
 
 def _counts(plan: WholeStep | BodyPlan) -> str:
@@ -300,6 +309,8 @@ def explained(whole: WholeStep) -> Iterable[str]:
         if loop.groups:
             what = "values" if loop.rest is None else f"{len(loop.rest)} values"
             groups_text += f", {what} of each step after the first {loop.groups * loop.group}"
+        if loop.lasting:
+            groups_text += f", and {counted(len(loop.lasting), 'value')} of all steps"
         yield (
             f"  the loop {printable(id)} keeps {len(loop.saved)} values of each step{groups_text}"
         )

@@ -14,7 +14,7 @@ and the backward step copies its slice back.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from remat import _jax
 from remat.aliases import Atom
@@ -72,6 +72,42 @@ class Emitted:
         eqns = [*of_inputs, *joint.known, *of_others]
         whole = _jax.jaxpr_of(invars, outvars, eqns, joint.jaxpr)
         return _jax.dce(whole, [True] * len(outvars), keep=[True] * len(invars))[0]
+
+    def again(self, lasting: Iterable[_jax.Var] = ()) -> tuple[list[_jax.JaxprEqn], list[_jax.Var]]:
+        """Return the equations that F's run over a group of steps repeats, and the values that they read.
+
+        Args:
+          lasting: the values that all steps keep. B can read stacks that exist anyway, too, if there are any.
+        """
+        joint, given = self.joint, frozenset(lasting)
+        known = given | joint.stacked.keys() - {*joint.carry} if given else given
+        wanted = [v for v in self.kept if v not in given]
+        return joint.closure([*joint.carry_results_again, *wanted], known)
+
+    def step_again(self, lasting: Sequence[_jax.Var] = ()) -> tuple[_jax.Jaxpr, list[_jax.Var]]:
+        """Return F's step that computes the carry and the kept values again, and what it is given for that.
+
+        Args:
+          lasting: the values that all steps keep.
+
+        Returns:
+          The step, from the constants, the carry, the slices and what it is given to the carry and the kept
+          values that are not lasting; and what it is given: lasting values, and stacks that exist anyway.
+        """
+        joint = self.joint
+        eqns, read = self.again(lasting)
+        first = joint.jaxpr.invars[: len(joint.consts) + len(joint.carry) + len(joint.xs)]
+        given = [v for v in read if v not in set(first)]
+        left = set(given)
+        # Of an equation with several results, some may be given.
+        eqns = [
+            eqn.replace(outvars=[jaxprs.fresh(v) if v in left else v for v in eqn.outvars])
+            for eqn in eqns
+        ]
+        own = [v for v in self.kept if v not in set(lasting)]
+        return _jax.jaxpr_of(
+            [*first, *given], [*joint.carry_results_again, *own], eqns, joint.jaxpr
+        ), given
 
     @property
     def consts(self) -> list[_jax.Var]:
@@ -158,7 +194,7 @@ def in_steps(emitted: Emitted) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]
     forward, backward = joint.forward, joint.backward
     n_carry = len(joint.carry)
     at = {v: outer for v, outer in joint.linked if _jax.is_var(v)}
-    stacks = {v: at.get(v) or _stack(joint, v) for v in emitted.passed}
+    stacks = {v: at.get(v) or stack_of(joint, v) for v in emitted.passed}
     remaining = [forward.outvars[k] for k, _ in joint.kept]
     step = emitted.forward_step([*(v for _, v in joint.kept), *emitted.passed])
     new_forward = jaxprs.scan_of_step(
@@ -197,7 +233,8 @@ def slices_of(joint: Joint) -> list[Atom]:
     return [joint.outside[v] for v in joint.xs]
 
 
-def _stack(joint: Joint, v: _jax.Var) -> _jax.Var:
+def stack_of(joint: Joint, v: _jax.Var) -> _jax.Var:
+    """Return a new variable for the stack of a value of F's steps."""
     return _jax.new_var(_jax.stacked(joint.length, v.aval))
 
 

@@ -2,7 +2,9 @@
 
 The forward scan runs over the groups and stacks the carry at each group's start. An iteration of the
 backward scan first runs the forward scan over its group from that carry, which stacks the kept values of the
-group's steps, and then the backward scan over the group.
+group's steps, and then the backward scan over the group. Some values may be kept for the steps of all groups:
+then running a group again reads them. If these are what matrix products computed, hardly more than the carry
+is computed again.
 
 If F's first steps keep other values than the rest, each of the two scans becomes two loops. Both loops read
 slices of the same arrays by index, and write to the same arrays, which are part of the carry: splitting these
@@ -19,20 +21,32 @@ import jax.numpy as jnp
 
 from remat import _jax
 from remat.aliases import Array, PyTree
-from remat.planner.scan_pairs.emission import Emitted, init_of, outside, slices_of
+from remat.planner.scan_pairs.emission import Emitted, init_of, outside, slices_of, stack_of
 from remat.planner.traced_loops import bind_scan, equations_of, new_stack, with_rows
 
 _jax.exclude_from_tracebacks(__file__)
 
 
-def in_groups(emitted: Emitted, group: int) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
-    """Return both scans in groups of `group` steps, which divide the length."""
+def in_groups(
+    emitted: Emitted, group: int, lasting: Sequence[_jax.Var] = ()
+) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
+    """Return both scans in groups of steps.
+
+    Args:
+      emitted: the values that the steps of a group keep while it is reversed.
+      group: the number of steps in a group, which divides the length.
+      lasting: the values that the steps of all groups keep.
+    """
     joint = emitted.joint
     forward, backward = joint.forward, joint.backward
     n_consts, n_carry = len(joint.consts), len(joint.carry)
     length, n_groups = joint.length, joint.length // group
-    bare = emitted.forward_step([v for _, v in joint.kept])
-    keeping = emitted.forward_step(emitted.kept)
+    keeping, given = emitted.step_again(lasting)
+    read = [*given, *(v for v in emitted.kept if v in set(lasting))]
+    stacks = {v: joint.stacked.get(v) or stack_of(joint, v) for v in read}
+    own = [v for v in stacks if v not in joint.stacked]
+    places = {v: at for at, v in enumerate(v for v in emitted.kept if v not in stacks)}
+    bare = emitted.forward_step([*(v for _, v in joint.kept), *own])
     step = emitted.backward_step()
 
     def fold(x: PyTree) -> PyTree:
@@ -56,23 +70,27 @@ def in_groups(emitted: Emitted, group: int) -> tuple[list[_jax.JaxprEqn], list[_
 
     starts = [_jax.new_var(_jax.stacked(n_groups, v.aval)) for v in joint.carry]
     n_own = len(joint.backward_carry)
-    own = _jax.scan_arity(backward)[0]
+    n_own_consts = _jax.scan_arity(backward)[0]
 
     def run_backward(args: Sequence[Array]) -> list[Array]:
-        f_consts, consts, init, starts, f_xs, xs = _jax.split_list(
+        f_consts, consts, init, starts, f_xs, stacked, xs = _jax.split_list(
             list(args),
-            [n_consts, len(emitted.consts), n_own, n_carry, len(joint.xs)],
+            [n_consts, len(emitted.consts), n_own, n_carry, len(joint.xs), len(stacks)],
         )
 
         def of_group(carry: PyTree, slices: PyTree) -> tuple[PyTree, PyTree]:
-            start, f_xs, xs = slices
-            outs = bind_scan(forward, keeping, (*f_consts, *start, *f_xs), n_consts, n_carry, group)
-            given = (*consts, *carry, *outs[n_carry:], *xs)
-            outs = bind_scan(backward, step, given, len(consts), n_own, group)
+            start, f_xs, stacked, xs = slices
+            of = dict(zip(stacks, stacked))
+            taken = (*f_consts, *start, *f_xs, *(of[v] for v in given))
+            outs = bind_scan(forward, keeping, taken, n_consts, n_carry, group)[n_carry:]
+            kept = [of[v] if v in of else outs[places[v]] for v in emitted.kept]
+            outs = bind_scan(
+                backward, step, (*consts, *carry, *kept, *xs), len(consts), n_own, group
+            )
             after, ys = _jax.split_list(outs, [n_own])
             return after, ys
 
-        slices = starts, list(map(fold, f_xs)), list(map(fold, xs))
+        slices = starts, list(map(fold, f_xs)), list(map(fold, stacked)), list(map(fold, xs))
         carry, ys = jax.lax.scan(
             of_group, init, slices, n_groups, reverse=backward.params["reverse"]
         )
@@ -83,7 +101,7 @@ def in_groups(emitted: Emitted, group: int) -> tuple[list[_jax.JaxprEqn], list[_
     new_forward = equations_of(
         run_forward,
         [*constants, *init_of(joint), *slices_of(joint)],
-        [*forward.outvars[:n_carry], *remaining, *starts],
+        [*forward.outvars[:n_carry], *remaining, *(stacks[v] for v in own), *starts],
         forward,
     )
     new_backward = equations_of(
@@ -91,9 +109,10 @@ def in_groups(emitted: Emitted, group: int) -> tuple[list[_jax.JaxprEqn], list[_
         [
             *constants,
             *outside(emitted, emitted.consts),
-            *backward.invars[own : own + n_own],
+            *backward.invars[n_own_consts : n_own_consts + n_own],
             *starts,
             *slices_of(joint),
+            *stacks.values(),
             *outside(emitted, emitted.xs),
         ],
         backward.outvars,
@@ -221,7 +240,7 @@ class _TwoLoops:
         n_kept_first = len(joint.carry if self.is_grouped else first.passed)
         # Times are numbered in F's order. B usually runs through them backwards.
         goes_back = joint.backward.params["reverse"] != joint.forward.params["reverse"]
-        keeping = first.forward_step(first.kept)
+        keeping, _ = first.step_again()
         steps = first.backward_step(), rest.backward_step()
         f_consts, f_xs, *own, init, of_first_steps, of_others = _jax.split_list(
             list(args),

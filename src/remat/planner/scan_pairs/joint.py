@@ -172,6 +172,23 @@ class Joint:
         """Return the known values that a step of B can read under any option."""
         return frozenset((*self.consts, *self.xs, *self.stacked))
 
+    @functools.cached_property
+    def carry_results_again(self) -> list[Atom]:
+        """Return F's carry after a step that runs again: that before it for what no later step is needed for.
+
+        A loss that the steps add up is such a carry: B needs none of the sums.
+        """
+        live: set[_jax.Var] = set()
+        wanted: list[Atom] = list(self.needed)
+        while True:
+            _, read = self.closure(wanted, frozenset())
+            more = {v for v in self.carry if v in read} - live
+            if not more:
+                break
+            live |= more
+            wanted += [r for v, r in zip(self.carry, self.carry_results, strict=True) if v in more]
+        return [r if v in live else v for v, r in zip(self.carry, self.carry_results, strict=True)]
+
     def closure(
         self, wanted: Iterable[Atom], available: frozenset[_jax.Var]
     ) -> tuple[list[_jax.JaxprEqn], list[_jax.Var]]:

@@ -18,12 +18,14 @@ value for the outer pair: it is kept at every outer step, or recomputed one step
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from remat import _jax
+from remat.aliases import Atom
 from remat.ir.equations import has_effects, is_product, is_repeatable
 from remat.planner.host_memory import MIN_OFFLOAD_BYTES, Copies, cuts_with_copies
 from remat.planner.plan_decisions import ScanOption
@@ -64,6 +66,9 @@ _SMALL_STEP, _CLOSE_RATIO = 0.01, 0.985
 # Share of the bytes that the program as it is written keeps. Steps compute constants only if these take more.
 # A larger one leaves more of them outside.
 _LEAST_HELD = 0.1
+# Share of the bytes that a step keeps. Groups of steps keep values of all steps only if the carry takes more.
+# A larger one leaves out more of these options.
+_LEAST_CARRY = 0.05
 # Numbers of choices for inner pairs that are combined with the cuts of the outer pair: at one price for all
 # pairs, and others in the widest gaps between these. More find more options and take longer.
 _MAX_INNER_CHOICES, _MAX_OTHER_CHOICES = 8, 16
@@ -277,8 +282,7 @@ class _OptionsOfCuts:
 
     def as_written(self) -> ScanOption:
         """Return the option that keeps what the program keeps."""
-        saved = [v for v, _ in self.joint.linked if _jax.is_var(v) and v in self.number]
-        numbers = tuple(sorted({self.number[v] for v in saved}))
+        numbers = self._as_written()
         emitted = Emitted.of(self.joint, numbers)
         return self._in_steps(numbers, emitted, self.cost_of(self._twice(emitted)))
 
@@ -313,6 +317,8 @@ class _OptionsOfCuts:
         for cut in cuts:
             found[self._numbers(cut.saved, variables)] = None
         options = [option for saved in found for option in self._of_cut(saved)]
+        of_hull = [self._numbers(cut.saved, variables) for cut in vertices]
+        options += self._with_lasting(of_hull)
         return [*options, *self._with_copies(problem, variables, forward_s)]
 
     def _numbers(
@@ -379,7 +385,7 @@ class _OptionsOfCuts:
     ) -> list[ScanOption]:
         joint, length = self.joint, self.joint.length
         carry = sum(self.scope.bytes_of(v) for v in joint.carry)
-        again, read_again = self.again(emitted)
+        again, read_again = emitted.again()
         # Values that must not be computed twice would have to be kept for all steps. Equations with effects
         # would run again even if nothing needs their results.
         does_more = any(map(has_effects, joint.known))
@@ -423,6 +429,73 @@ class _OptionsOfCuts:
                 )
         return found
 
+    def _with_lasting(self, cuts: Iterable[tuple[int, ...]]) -> Iterator[ScanOption]:
+        """Yield the options in groups of steps that keep some values of all steps.
+
+        Args:
+          cuts: what the steps of a group may keep while it is reversed, besides what the program keeps.
+        """
+        joint, length, scope = self.joint, self.joint.length, self.scope
+        carry = sum(map(scope.bytes_of, joint.carry))
+        per_step = self.kept_bytes(Emitted.of(joint, self._as_written()))
+        is_worth_it = carry >= _LEAST_CARRY * per_step and length >= _MIN_MIXED_LENGTH
+        if not is_worth_it or any(map(has_effects, joint.known)):
+            return
+        carried = [self.number[v] for v in joint.carry]
+        needed = [self.number[v] for v in joint.needed]
+        emitted_of = functools.cache(functools.partial(Emitted.of, joint))
+        given = {self._as_written(), tuple(needed), *cuts}
+        for lasting in self._lasting():
+            n_lasting = sum(scope.bytes_of(joint.variables[n]) for n in lasting)
+            for emitted in map(emitted_of, sorted({*given, (*carried, *lasting)})):
+                each = self._plus_inner(self.cost_of(self._twice(emitted)))
+                again, read_again = emitted.again([joint.variables[n] for n in lasting])
+                if not self.once.isdisjoint(map(id, again)):
+                    continue
+                repeated = self.cost_of(eqn for eqn in again if id(eqn) in self.always)
+                cost = _Cost(repeated.seconds + each.seconds, repeated.flops + each.flops)
+                inside = set(emitted.kept).difference(joint.variables[n] for n in lasting)
+                of_group = sum(map(scope.bytes_of, inside))
+                fixed = self.fixed_bytes(emitted, read_again)
+                for group in group_sizes(length, carry, max(1, of_group)):
+                    if length % group:
+                        continue
+                    share = 1 if self.within_step else 2
+                    most = length // group * carry + length * n_lasting + group // share * of_group
+                    yield ScanOption(
+                        tuple(sorted(self.number[v] for v in emitted.kept)),
+                        most + fixed,
+                        *_times(cost, length * self.times),
+                        group,
+                        inner=self.inner,
+                        computes_constants=joint.computes_constants,
+                        lasting=lasting,
+                    )
+
+    def _lasting(self) -> list[tuple[int, ...]]:
+        """Return which values all steps may keep, so that running a group again computes little more.
+
+        They are minimum cuts, too: of the values that the carry needs and those that B needs, where the carry
+        itself takes no bytes, since running the group computes it.
+        """
+        joint = self.joint
+        problem, variables = self._nodes(joint.carry_results_again)
+        carry = set(joint.carry)
+        sizes = tuple(
+            0 if carry.issuperset(of) else size for of, size in zip(variables, problem.bytes)
+        )
+        computed = {v for eqn in joint.known for v in eqn.outvars}.difference(joint.stacked)
+        found: dict[tuple[int, ...], None] = {}
+        for cut in hull(dataclasses.replace(problem, bytes=sizes)).cuts:
+            saved = (v for at in cut.saved for v in variables[at] if v in computed)
+            found[tuple(sorted(map(self.number.__getitem__, saved)))] = None
+        return [lasting for lasting in found if lasting]
+
+    def _as_written(self) -> tuple[int, ...]:
+        """Return the values that the program keeps."""
+        saved = (v for v, _ in self.joint.linked if _jax.is_var(v) and v in self.number)
+        return tuple(sorted({self.number[v] for v in saved}))
+
     def _plus_inner(self, cost: _Cost) -> _Cost:
         """Return the cost of a step, that of the pairs inside included, and of constants that it computes."""
         return _Cost(
@@ -439,10 +512,6 @@ class _OptionsOfCuts:
     def kept_bytes(self, emitted: Emitted) -> int:
         """Return the bytes that one step keeps for B on the device."""
         return sum(self.scope.bytes_of(v) for v in emitted.kept if v not in emitted.copies)
-
-    def again(self, emitted: Emitted) -> tuple[list[_jax.JaxprEqn], list[_jax.Var]]:
-        """Return the equations that F's run over a group of steps repeats, and the inputs that they read."""
-        return self.joint.closure([*self.joint.carry_results, *emitted.kept], frozenset())
 
     def fixed_bytes(self, emitted: Emitted, read_again: Iterable[_jax.Var] = ()) -> int:
         """Return the bytes that do not grow with the steps: operands that are held for B, inner stacks.
@@ -491,8 +560,8 @@ class _OptionsOfCuts:
         )
         return n_between + max(of_bodies, default=0)
 
-    def _nodes(self) -> _Nodes:
-        """Return the cut problem: which known values to keep for B."""
+    def _nodes(self, also: Iterable[Atom] = ()) -> _Nodes:
+        """Return the cut problem: which known values to keep for B, and for other values `also`."""
         joint, scope = self.joint, self.scope
         sizes: list[int] = []
         times: list[float] = []
@@ -517,7 +586,8 @@ class _OptionsOfCuts:
             place[v] = add([v], size_of(v), math.inf, ())
         constant = set(map(id, joint.constant))
         read = {v for eqn in joint.jaxpr.eqns for v in eqn.invars if _jax.is_var(v)}
-        read.update(joint.needed)
+        also = [v for v in also if _jax.is_var(v)]
+        read.update((*joint.needed, *also))
         for eqn in joint.known:
             used = [v for v in eqn.outvars if v in read]
             operands = {place[v] for v in eqn.invars if _jax.is_var(v) and v in place}
@@ -534,7 +604,7 @@ class _OptionsOfCuts:
             place.update(dict.fromkeys(used, whole))
             if len(used) > 1:
                 place.update((v, add([v], size_of(v), 0.0, (whole,))) for v in used)
-        needed = tuple(sorted({place[v] for v in joint.needed if v in place}))
+        needed = tuple(sorted({place[v] for v in (*joint.needed, *also) if v in place}))
         return _Nodes(
             CutProblem(tuple(sizes), tuple(times), tuple(deps), needed),
             variables,
@@ -570,7 +640,7 @@ def _mixtures(
       found: options, each with those of its cut.
       step: the difference between neighbours, as a share of the largest option.
     """
-    found = [(option, cuts) for option, cuts in found if not option.computes_constants]
+    found = [(o, cuts) for o, cuts in found if not (o.computes_constants or o.lasting)]
     of = {id(option): cuts for option, cuts in found}
     joint = found[0][1].joint if found else None
     if joint is None or joint.length < _MIN_MIXED_LENGTH:
@@ -585,7 +655,7 @@ def _mixtures(
         emitted = [Emitted.of(c.joint, o.saved, o.offloaded) for c, o in zip(cuts, both)]
         kept = [c.kept_bytes(e) for c, e in zip(cuts, emitted)]
         fixed = max(
-            c.fixed_bytes(e, c.again(e)[1] if o.group > 1 else ())
+            c.fixed_bytes(e, e.again()[1] if o.group > 1 else ())
             for c, e, o in zip(cuts, emitted, both)
         )
         is_same_inside = many.inner == few.inner

@@ -196,7 +196,9 @@ def _emit(
         scheduled = change(first.backward_program(), step_id(key), joint.length)
         first = dataclasses.replace(first, scheduled=scheduled)
     if n_first == joint.length:
-        return in_steps(first) if option.group == 1 else in_groups(first, option.group)
+        if option.group == 1:
+            return in_steps(first)
+        return in_groups(first, option.group, _lasting(inside, option.lasting, key))
     rest = first
     if option.rest is not None:
         inner = option.inner if option.rest_inner is None else option.rest_inner
@@ -257,6 +259,20 @@ def _emitted(
             "recomputed: they depend on earlier steps, or computing them has effects. Save them."
         )
     return emitted
+
+
+def _lasting(joint: Joint, numbers: Sequence[int], key: str) -> list[_jax.Var]:
+    """Return the values that all steps keep, without those that are there in any case."""
+    known = {v for eqn in joint.known for v in eqn.outvars}
+    wrong = [
+        n for n in numbers if not (0 <= n < len(joint.variables) and joint.variables[n] in known)
+    ]
+    if wrong:
+        raise PlanError(
+            f"loop {key} of the plan keeps {', '.join(map(str, wrong))} for all steps, which its forward "
+            "steps do not compute. Remove these from its lasting values."
+        )
+    return [joint.variables[n] for n in numbers if joint.variables[n] not in joint.stacked]
 
 
 def _may_move(eqn: _jax.JaxprEqn) -> bool:
