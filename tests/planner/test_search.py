@@ -621,3 +621,24 @@ def test_a_smallest_proposal_that_was_expected_to_exceed_the_budget_is_no_attemp
     model = Staircase([(704, 25.0), (712, 8.0), (776, 3.0)])
     best, _ = search(model, lambda p, _: needs[p.model_bytes], 678)
     assert best.proposal.model_bytes == 776
+
+
+def test_a_variant_that_was_not_tried_is_compiled_if_the_best_costs_much_more():
+    """The model misjudges one variant, which says nothing about the other."""
+
+    class TwoKinds(Staircase):
+        smaller_variants = ("other",)
+
+        def may_gain(self, variant, n_bytes, than, *, is_full):
+            return self.within(variant, n_bytes).cost < than.cost
+
+    def compiler(proposal, _):
+        return int((3.0 if proposal.variant == "only" else 1.0) * proposal.model_bytes)
+
+    limits = CompileLimits(much_seconds=0.1)
+    best, compiled = search(TwoKinds(STEPS), compiler, 500, limits)
+    assert best.proposal.variant == "other" and best.compiled_bytes > 400
+    assert [c.proposal.variant for c in compiled].count("other") == 1
+    cheap = CompileLimits(much_seconds=1000.0)
+    best, compiled = search(TwoKinds(STEPS), compiler, 500, cheap)
+    assert best.proposal.variant == "only" and all(c.proposal.variant == "only" for c in compiled)

@@ -54,6 +54,27 @@ def rolled(x: jax.Array) -> jax.Array:
     return squares(jnp.roll(jnp.tanh(x), 3, 1))
 
 
+GROUPS = jnp.full(8, 64)
+ROWS = jnp.ones((512, 64))
+WEIGHTS = jnp.ones((8, 64, 128))
+
+
+def of_groups(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    return lax.ragged_dot(x, weights, sizes)
+
+
+def gradient_of_rows(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    _, pullback = jax.vjp(lambda x: of_groups(x, weights, sizes), x)
+    return pullback(jnp.sin(x @ weights[0]))[0]
+
+
+def gradient_of_weights(
+    x: jax.Array, weights: jax.Array, sizes: jax.Array, cotangent: jax.Array
+) -> jax.Array:
+    _, pullback = jax.vjp(lambda w: of_groups(x, w, sizes), weights)
+    return pullback(cotangent)[0]
+
+
 def joined(x: jax.Array) -> jax.Array:
     return squares(jnp.concatenate([jnp.tanh(x), 2 * x], 1))
 
@@ -67,6 +88,9 @@ def joined(x: jax.Array) -> jax.Array:
         (dropped_out, [MATRIX, jax.random.key(0)]),
         (rolled, [MATRIX]),
         (joined, [MATRIX]),
+        (of_groups, [ROWS, WEIGHTS, GROUPS]),
+        (gradient_of_rows, [ROWS, WEIGHTS, GROUPS]),
+        (gradient_of_weights, [ROWS, WEIGHTS, GROUPS, ROWS @ WEIGHTS[0]]),
     ],
 )
 def test_the_model_counts_what_the_compiler_writes(step: Callable, args: list[jax.Array]) -> None:

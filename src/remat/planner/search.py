@@ -236,8 +236,8 @@ _LEAST_GAIN_OF_OVER = 5
 # The ratio of the program as it is written above which a variant misjudges it, and its other proposals are
 # expected to have the same ratio. A smaller one says little about programs that recompute.
 _MISJUDGED = 1.5
-# Number of proposals that are compiled once none fits, because the model alone says that they do. More find
-# more plans and prolong refusals.
+# Number of proposals that are compiled because the model alone says that they fit, once none fits, and once
+# the best costs much more. More find more plans and prolong searches.
 _MOST_TRUSTED = 2
 # Multiples of the budget. What people write by hand is compiled if it costs much less than the best, even if
 # the model says that it needs the first, and earlier programs that it needs the second. Larger ones allow for
@@ -305,6 +305,7 @@ class _Search:
             self._search_smaller()
             self._improve()
         self._compile_by_hand()
+        self._try_others()
         self._fill()
         return self._best(), tuple(self.compiled)
 
@@ -357,6 +358,25 @@ class _Search:
             )
             if gain > least and may_fit:
                 self._compile(proposal)
+
+    def _try_others(self) -> None:
+        """Compile what the model says just fits in smaller variants, if the best costs much more.
+
+        They were not tried if the model misjudges others: estimates for them start from those.
+        """
+        n_left = _MOST_TRUSTED
+        tried = {c.proposal.variant for c in self.compiled}
+        for variant in self.model.smaller_variants:
+            best = self._best()
+            if best is None or best.proposal.cost <= self.limits.much_seconds or not n_left:
+                return
+            most, aim = (1 - _GAIN_OF_OVER) * best.proposal.cost, int(self.budget / _FIRST_RATIO)
+            if variant in tried or self._costs_more(variant, aim, most):
+                continue
+            proposal = self._within(variant, aim)
+            if proposal is not None and proposal.cost < most and not self._is_known(proposal):
+                self._compile(proposal)
+                n_left -= 1
 
     def _variants(self) -> Sequence[str]:
         """Return the variants to choose from: at first the most accurate one."""

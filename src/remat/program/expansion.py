@@ -7,6 +7,9 @@ operation has operands and results:
   what was pooled with its padding, and reduces windows of all of them together with the values.
 * Random bits of Threefry keys come from a loop that carries two words for each number, and writes the next
   two beside them.
+* A product with ragged groups becomes one with a batch of all groups: each operand whose rows are divided
+  into groups is repeated for every group, with zeros in place of the rows of others, and the weights are
+  transposed.
 
 Known limit: on a GPU the same bytes are counted, where fewer are needed.
 """
@@ -56,7 +59,22 @@ def _of_random_bits(eqn: _jax.JaxprEqn) -> int:
     return int(bits.size * (carried * _WORD - _jax.itemsize_bytes(bits)))
 
 
+def _of_ragged_product(eqn: _jax.JaxprEqn) -> int:
+    lhs, rhs, group_sizes = (v.aval for v in eqn.invars)
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (contracted, _), (batch, _) = numbers.dot_dimension_numbers
+    n_groups = group_sizes.shape[-1]
+    sizes = [x.size * _jax.itemsize_bytes(x) for x in (lhs, rhs)]
+    ragged = set(numbers.lhs_ragged_dimensions)
+    if not ragged.isdisjoint(batch):
+        return 0
+    if not ragged.isdisjoint(contracted):
+        return int(n_groups * sum(sizes))
+    return int(n_groups * sizes[0] + sizes[1])
+
+
 _FORMULAS: dict[str, Callable[[_jax.JaxprEqn], int]] = {
     "select_and_scatter_add": _of_pooling,
     "random_bits": _of_random_bits,
+    "ragged_dot_general": _of_ragged_product,
 }
