@@ -642,3 +642,15 @@ def test_a_variant_that_was_not_tried_is_compiled_if_the_best_costs_much_more():
     cheap = CompileLimits(much_seconds=1000.0)
     best, compiled = search(TwoKinds(STEPS), compiler, 500, cheap)
     assert best.proposal.variant == "only" and all(c.proposal.variant == "only" for c in compiled)
+
+
+def test_more_is_compiled_between_a_very_costly_best_and_what_needs_too_much():
+    """The compiler needs far more for some proposals than the model says, and estimates miss the others."""
+    steps = [(100, 100.0), (500, 60.0), (800, 10.0), (840, 9.0), (880, 8.0), (920, 7.0), (960, 6.0)]
+
+    def compiler(proposal, _):
+        return proposal.model_bytes if proposal.model_bytes in (100, 800) else 3000
+
+    limits = CompileLimits(much_seconds=1.0)
+    best, _ = search(Staircase(steps), compiler, 1000, limits)
+    assert best.proposal.model_bytes == 800

@@ -249,6 +249,9 @@ _BY_HAND, _BY_HAND_EXPECTED = 1.25, 1.5
 # less than `_HARDLY_LESS` of one that needed too much are left out; a larger share leaves out more.
 _UNFILLED, _SHARES_TO_FILL, _MOST_FILLING = 0.85, tuple(1 - k / 25 for k in range(11)), 2
 _HARDLY_LESS = 0.95
+# Multiple of `much_seconds` above which the best is so costly that twice as many are compiled, and the share
+# of its cost by which these must reduce it. Smaller ones compile more of them.
+_DEAR, _GAIN_OF_DEAR = 10, 0.3
 # Multiple of `much_seconds`. If the best proposal needs more than `_UNFILLED`, those that cost half as much
 # are compiled only if that half is more than this. A smaller one compiles more of them.
 _VERY_MUCH = 5
@@ -316,13 +319,16 @@ class _Search:
         That is likely if the best leaves much unused. If it does not, proposals that cost much less are worth
         trying if they are smaller than those that need too much.
         """
-        n_left = _MOST_FILLING
+        best = self._best()
+        is_dear = best is not None and best.proposal.cost > _DEAR * self.limits.much_seconds
+        n_left = _MOST_FILLING * (1 + is_dear)
         for share in _SHARES_TO_FILL:
             best = self._best()
             if best is None:
                 return
             is_filled = best.compiled_bytes > _UNFILLED * self.budget
             gain, times = (_GAIN_OF_OVER, _VERY_MUCH) if is_filled else (_GAIN_OF_MORE, 1)
+            gain = _GAIN_OF_DEAR if is_filled and is_dear else gain
             most = (1 - gain) * best.proposal.cost
             if most <= times * self.limits.much_seconds or not n_left:
                 return

@@ -460,8 +460,9 @@ class _OptionsOfCuts:
                 for group in group_sizes(length, carry, max(1, of_group)):
                     if length % group:
                         continue
-                    share = 1 if self.within_step else 2
-                    most = length // group * carry + length * n_lasting + group // share * of_group
+                    # While a group is reversed, a copy of what lasts of it and what it keeps are live, too.
+                    most = length // group * carry + length * n_lasting
+                    most += group * (n_lasting + of_group)
                     yield ScanOption(
                         tuple(sorted(self.number[v] for v in emitted.kept)),
                         most + fixed,
