@@ -580,7 +580,7 @@ def test_groups_of_steps_keep_what_is_costly_of_all_steps():
     jaxpr, leaves, pair = of_cache()
     of_all = [option for option in pair.options if option.lasting]
     cheap = min(of_all, key=lambda o: o.flops)
-    assert cheap.group > 1 and cheap.bytes < 0.6 * pair.as_written.bytes
+    assert cheap.group > 1 and cheap.bytes < 0.75 * pair.as_written.bytes
     assert cheap.flops < 0.001 * flops_of_program(jaxpr)
     expected = results(jaxpr, leaves)
     for option in of_all:
