@@ -304,20 +304,32 @@ def test_the_compiler_then_needs_less_memory():
     assert temporaries(rewritten) <= temporaries(run) - big.nbytes
 
 
-def test_stacks_that_equal_others_or_what_is_scanned_are_left_out():
+def test_stacks_of_numbers_that_equal_others_or_what_is_scanned_are_left_out():
     def step(c, x):
-        y = jnp.sin(c * x)
+        y = jnp.sin(c.sum() * x)
         return c + y, (y, x, y, jnp.cos(y), x)
 
     def run(c, xs):
         c, (a, b, again, d, e) = lax.scan(step, c, xs, reverse=True)
         return c, a + again, b * e, d
 
-    xs = jnp.arange(24.0).reshape(4, 6)
+    xs = jnp.arange(4.0)
     check(run, X, xs)
     new = without_redundant_carries(jax.make_jaxpr(run)(X, xs).jaxpr)
     (loop,) = (eqn for eqn in new.eqns if eqn.primitive.name == "scan")
     assert len(loop.outvars) == 1 + 2
+
+
+def test_equal_stacks_of_arrays_stay_apart():
+    """The backward loop may do without one of them, which is freed earlier then."""
+
+    def run(c, xs):
+        c, (a, again) = lax.scan(lambda c, x: (c + x, (c, c)), c, xs)
+        return c, a, again
+
+    new = without_redundant_carries(jax.make_jaxpr(run)(X, jnp.ones((4, 6))).jaxpr)
+    _, a, again = new.outvars
+    assert a is not again
 
 
 def test_equal_stacks_of_numbers_are_one():

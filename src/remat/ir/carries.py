@@ -1,4 +1,4 @@
-"""Loops without carried arrays that never change, or that equal others, and without equal results.
+"""Loops without carried arrays that never change, or that equal others, and without equal stacks of numbers.
 
 A solver that carries the linearization at its last point carries the zeros in it, too: each step takes them
 from the new point or from the carry, and both are the same. It may carry this linearization twice, once for
@@ -6,8 +6,9 @@ its search and once for its result. Compilers do not see that if the step choose
 branches, and keep buffers for all. Likewise, a result of branches that is the same array in each of them is
 that array.
 
-JAX's partial evaluation may have a scan stack the same value twice, or the slices that it reads. If that is
-the index of branches, the forward and the backward ones seem to follow different indices.
+JAX's partial evaluation may have a scan stack the same number twice, or one that it reads. If that is the
+index of branches, the forward and the backward ones seem to follow different indices. Equal stacks of arrays
+stay apart: one may be freed before another one is read.
 
 Numbers are carried on: without them, nothing would be saved.
 """
@@ -238,7 +239,7 @@ def _equal_results(eqn: _jax.JaxprEqn, scope: _Scope) -> Iterator[tuple[_jax.Var
 
 
 def _equal_stacks(eqn: _jax.JaxprEqn) -> Iterator[tuple[_jax.Var, Atom]]:
-    """Yield stacks of a scan that equal an array that it scans or another stack, with that."""
+    """Yield stacks of numbers that equal an array that the scan reads or another stack, with that."""
     body = _jax.scan_body(eqn)
     if body is None:
         return
@@ -246,7 +247,8 @@ def _equal_stacks(eqn: _jax.JaxprEqn) -> Iterator[tuple[_jax.Var, Atom]]:
     first = n_consts + n_carry
     equal: dict[Atom, Atom] = dict(zip(body.invars[first:], eqn.invars[first:]))
     for inside, v in zip(body.outvars[n_carry:], eqn.outvars[n_carry:]):
-        if _jax.is_var(inside) and not _jax.is_dropped(v):
+        is_number = _jax.is_var(inside) and inside.aval.shape == ()
+        if is_number and not _jax.is_dropped(v):
             same = equal.setdefault(inside, v)
             if same is not v and _type_of(same) == _type_of(v):
                 yield v, same
