@@ -410,7 +410,7 @@ KINDS = [
     (cauchy_kernel, 20, 0.2),  # 17 %
     (matern_kernel, 25, 0.4),  # 37 %
     (steps_along_forces, 45, 0.4),  # 24 %
-    (rule_that_closes_over_an_array, 50, 0.3),  # `jax.checkpoint` on each step takes a third
+    (rule_that_closes_over_an_array, 50, 0.25),  # `jax.checkpoint` on each step takes a third
 ]
 
 

@@ -442,7 +442,9 @@ def test_options_count_the_stacks_of_loops_in_loops_in_loops():
     (pair,) = pairs(jaxpr, price)
     for option in pair.options:
         peak = modelled_peak(rewrite(jaxpr, {pair.id: option}))
-        assert peak <= 1.4 * option.bytes + 2**15
+        # Steps that keep more than the first ones miss as many bytes as where all steps keep that.
+        most = 1.3 if option.rest is None else 1.4
+        assert peak <= most * option.bytes + 2**15
 
 
 def modelled_peak(jaxpr):

@@ -96,15 +96,16 @@ class Emitted:
         """
         joint = self.joint
         eqns, read = self.again(lasting)
-        first = joint.jaxpr.invars[: len(joint.consts) + len(joint.carry) + len(joint.xs)]
-        given = [v for v in read if v not in set(first)]
+        first = [*joint.consts, *joint.carry, *joint.xs]
+        given = [v for v in read if v in joint.computed]
         left = set(given)
         # Of an equation with several results, some may be given.
         eqns = [
             eqn.replace(outvars=[jaxprs.fresh(v) if v in left else v for v in eqn.outvars])
             for eqn in eqns
         ]
-        own = [v for v in self.kept if v not in set(lasting)]
+        lasts = set(lasting)
+        own = [v for v in self.kept if v not in lasts]
         return _jax.jaxpr_of(
             [*first, *given], [*joint.carry_results_again, *own], eqns, joint.jaxpr
         ), given

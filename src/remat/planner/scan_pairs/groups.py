@@ -42,7 +42,8 @@ def in_groups(
     n_consts, n_carry = len(joint.consts), len(joint.carry)
     length, n_groups = joint.length, joint.length // group
     keeping, given = emitted.step_again(lasting)
-    read = [*given, *(v for v in emitted.kept if v in set(lasting))]
+    lasts = set(lasting)
+    read = [*given, *(v for v in emitted.kept if v in lasts)]
     stacks = {v: joint.stacked.get(v) or stack_of(joint, v) for v in read}
     own = [v for v in stacks if v not in joint.stacked]
     places = {v: at for at, v in enumerate(v for v in emitted.kept if v not in stacks)}

@@ -214,6 +214,11 @@ class Joint:
         return [self.known[i] for i in sorted(places)], sorted(read, key=self.number.__getitem__)
 
     @functools.cached_property
+    def computed(self) -> frozenset[_jax.Var]:
+        """Return the results of the known equations."""
+        return frozenset(self._made_by)
+
+    @functools.cached_property
     def _made_by(self) -> dict[_jax.Var, int]:
         return {v: i for i, eqn in enumerate(self.known) for v in eqn.outvars}
 

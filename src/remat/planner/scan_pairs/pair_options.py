@@ -443,19 +443,23 @@ class _OptionsOfCuts:
             return
         carried = [self.number[v] for v in joint.carry]
         needed = [self.number[v] for v in joint.needed]
-        emitted_of = functools.cache(functools.partial(Emitted.of, joint))
         given = {self._as_written(), tuple(needed), *cuts}
+
+        @functools.cache
+        def step_of(saved: tuple[int, ...]) -> tuple[Emitted, _Cost]:
+            emitted = Emitted.of(joint, saved)
+            return emitted, self._plus_inner(self.cost_of(self._twice(emitted)))
+
         for lasting in self._lasting():
-            n_lasting = sum(scope.bytes_of(joint.variables[n]) for n in lasting)
-            for emitted in map(emitted_of, sorted({*given, (*carried, *lasting)})):
-                each = self._plus_inner(self.cost_of(self._twice(emitted)))
-                again, read_again = emitted.again([joint.variables[n] for n in lasting])
+            values = [joint.variables[n] for n in lasting]
+            n_lasting = sum(map(scope.bytes_of, values))
+            for emitted, each in map(step_of, sorted({*given, (*carried, *lasting)})):
+                again, read_again = emitted.again(values)
                 if not self.once.isdisjoint(map(id, again)):
                     continue
                 repeated = self.cost_of(eqn for eqn in again if id(eqn) in self.always)
                 cost = _Cost(repeated.seconds + each.seconds, repeated.flops + each.flops)
-                inside = set(emitted.kept).difference(joint.variables[n] for n in lasting)
-                of_group = sum(map(scope.bytes_of, inside))
+                of_group = sum(map(scope.bytes_of, set(emitted.kept).difference(values)))
                 fixed = self.fixed_bytes(emitted, read_again)
                 for group in group_sizes(length, carry, max(1, of_group)):
                     if length % group:
@@ -485,7 +489,7 @@ class _OptionsOfCuts:
         sizes = tuple(
             0 if carry.issuperset(of) else size for of, size in zip(variables, problem.bytes)
         )
-        computed = {v for eqn in joint.known for v in eqn.outvars}.difference(joint.stacked)
+        computed = joint.computed.difference(joint.stacked)
         found: dict[tuple[int, ...], None] = {}
         for cut in hull(dataclasses.replace(problem, bytes=sizes)).cuts:
             saved = (v for at in cut.saved for v in variables[at] if v in computed)

@@ -263,9 +263,10 @@ def _emitted(
 
 def _lasting(joint: Joint, numbers: Sequence[int], key: str) -> list[_jax.Var]:
     """Return the values that all steps keep, without those that are there in any case."""
-    known = {v for eqn in joint.known for v in eqn.outvars}
     wrong = [
-        n for n in numbers if not (0 <= n < len(joint.variables) and joint.variables[n] in known)
+        n
+        for n in numbers
+        if not (0 <= n < len(joint.variables) and joint.variables[n] in joint.computed)
     ]
     if wrong:
         raise PlanError(
