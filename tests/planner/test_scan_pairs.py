@@ -21,6 +21,7 @@ from remat.errors import BudgetError, PlanError
 from remat.ir import jaxprs
 from remat.ir.equations import plain_call, programs_of
 from remat.ir.flops import flops_of, flops_of_program
+from remat.planner.loop_choices import AS_LONG, loop_choices
 from remat.planner.priced_step import PricedStep
 from remat.planner.rewrite import flattened
 from remat.planner.scan_pairs import ScanOption, at_price, opened, pairs, prices, rewrite
@@ -1018,3 +1019,40 @@ def test_no_option_has_a_single_group_which_compilers_would_inline(length):
     in_groups = [o for o in pair.options if o.group > 1]
     assert in_groups
     assert all((o.groups or length // o.group) > 1 for o in in_groups)
+
+
+def beside_products(n_products):
+    """Return a step of a loop and of matrix products that take most of the time."""
+    w = jax.ShapeDtypeStruct((48, 32, 32), jnp.float32)
+
+    def loss(w, x, big):
+        for _ in range(n_products):
+            big = jnp.tanh(big @ big)
+        return stack(w, x) + big.sum()
+
+    jaxpr, _ = flat(jax.value_and_grad(loss), w, jnp.zeros((512, 32)), jnp.zeros((1024, 1024)))
+    return PricedStep(jaxpr, price)
+
+
+def test_levels_of_a_loop_that_hardly_matters_are_few():
+    alone, beside = (loop_choices(beside_products(n)) for n in (0, 40))
+    assert len(alone.levels) > 20 and len(beside.levels) < len(alone.levels) / 2
+    least_bytes = [option.bytes for c in (alone, beside) for _, option in c.levels[-1][0].choices]
+    assert len(least_bytes) == 2 and least_bytes[0] == least_bytes[1]
+    seconds = [seconds for _, seconds in beside.levels[1:]]  # without the program as it is written
+    least = AS_LONG * beside_products(40).computing_seconds
+    assert all(b - a >= least for a, b in itertools.pairwise(seconds[1:]))
+
+
+def test_programs_share_the_loops_in_which_they_do_not_differ():
+    def two(w, x):
+        return stack(w, x) + stack(w + 1, x)
+
+    jaxpr, _ = flat(jax.value_and_grad(two), W, X)
+    one, other = pairs(jaxpr, price)
+    fixed, changing = one.options[0], other.options
+    bodies = [
+        {_jax.scan_body(eqn) for eqn in scans(rewrite(jaxpr, {one.id: fixed, other.id: option}))}
+        for option in (changing[0], changing[-1])
+    ]
+    assert len(bodies[0] & bodies[1]) >= 2

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -654,3 +655,97 @@ def test_more_is_compiled_between_a_very_costly_best_and_what_needs_too_much():
     limits = CompileLimits(much_seconds=1.0)
     best, _ = search(Staircase(steps), compiler, 1000, limits)
     assert best.proposal.model_bytes == 800
+
+
+def test_between_two_samples_estimates_interpolate():
+    """The compiler needs less than the model says for small proposals, and about as much for others.
+
+    The line through the two samples above the budget would lead far below what fits.
+    """
+    points = [0, 700, 960, 1060, 1160, 1340], [0, 500, 712, 979, 1162, 1260]
+    steps = [(n, (1400 - n) / 35) for n in range(700, 1400, 20)]
+
+    def compiler(proposal, _):
+        return int(np.interp(proposal.model_bytes, *points))
+
+    best, compiled = search(Staircase(steps), compiler, 1000, CompileLimits(much_seconds=1.0))
+    assert best.proposal.model_bytes == 1060 and len(compiled) <= 5
+
+
+def test_few_are_compiled_where_the_compiler_needs_the_same_for_several():
+    """Memory comes in large buffers: it rises in steps, while the model's bytes rise steadily."""
+
+    def compiler(proposal, _):
+        return 200 * -(-proposal.model_bytes // 200)
+
+    steps = [(n, 2000.0 - n) for n in range(401, 1400, 7)]
+    best, compiled = search(Staircase(steps), compiler, 999, CompileLimits(8))
+    assert best.compiled_bytes == 800 and len(compiled) <= 6
+
+
+class Variants(Staircase):
+    """A model of variants whose programs need different shares of what it says."""
+
+    smaller_variants = ("separated", "lean")
+
+    def __init__(self, steps, shares):
+        super().__init__(steps, ("ordered", "fused"))
+        self.shares = shares
+
+    def compiler(self, proposal, _):
+        return int(self.shares.get(proposal.variant, 1.0) * proposal.model_bytes)
+
+
+def test_a_budget_far_below_the_smallest_proposals_is_refused_after_few_compiles():
+    model = Variants(STEPS[30:], {"lean": 0.9})
+    best, compiled = search(model, model.compiler, 100)
+    assert best is None and [c.proposal.variant for c in compiled] == ["ordered", "lean"]
+    near, _ = search(model, model.compiler, int(0.95 * STEPS[30][0]))
+    assert near is not None and near.proposal.variant == "lean"
+
+
+def test_a_budget_far_below_what_people_write_by_hand_is_refused_after_compiling_it():
+    model = Variants(STEPS[30:], {})
+    by_hand = Proposal("fused", 320, 1.0, 0.0, "by hand")
+    model.by_hand = [by_hand]
+    best, compiled = search(model, model.compiler, 100)
+    assert best is None and by_hand in [c.proposal for c in compiled] and len(compiled) <= 3
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(1.2, 2), (3.0, 4)])
+def test_a_model_that_is_far_off_does_not_end_a_search_early(factor, expected):
+    """Whether other variants need as much is unknown then."""
+    model = Variants(STEPS[30:], dict.fromkeys(("ordered", "fused", "separated", "lean"), factor))
+    best, compiled = search(model, model.compiler, 200)
+    assert best is None and len({c.proposal.variant for c in compiled}) == expected
+
+
+def test_the_last_variant_may_need_far_less_than_the_others():
+    """Kernels of all pairs of points are computed where they are read, which only one variant does."""
+    model = Variants(STEPS[30:], {"lean": 0.25})
+    best, _ = search(model, model.compiler, 100)
+    assert best is not None and best.proposal.variant == "lean"
+
+
+def test_variants_that_were_compared_are_not_computed_again_for_less():
+    """The model is right about all of them, so the others cost as much."""
+
+    class Compared(Variants):
+        asked = 0
+
+        def costs_more(self, variant, n_bytes, seconds):
+            return False
+
+        def may_gain(self, variant, n_bytes, than, *, is_full):
+            return False
+
+        def within(self, variant, n_bytes):
+            self.asked += variant in self.smaller_variants
+            return super().within(variant, n_bytes)
+
+    model, limits = Compared(STEPS, {}), CompileLimits(much_seconds=0.1)
+    best, _ = search(model, model.compiler, 500, limits)
+    assert best.proposal.variant == "ordered" and model.asked == 0
+    misjudged = Compared(STEPS, {"ordered": 3.0, "fused": 3.0})
+    best, _ = search(misjudged, misjudged.compiler, 500, limits)
+    assert best.proposal.variant == "separated" and misjudged.asked > 0

@@ -30,6 +30,9 @@ from remat.units import counted
 
 # Number of levels of the loops; more make the steps between them smaller and the search longer.
 _MAX_LEVELS = 256
+#: Share of the step's time. Of choices that take as long up to this share, only the one that keeps least is
+#: offered. A larger share loses plans that recompute less by that much, and prices fewer programs.
+AS_LONG = 0.0005
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +105,11 @@ def loop_choices(step: PricedStep) -> LoopChoices:
         seconds = more + sum(option.seconds for option in chosen.values())
         return LoopDecisions(opened, tuple(sorted(chosen.items()))), seconds
 
-    for n, chosen in enumerate(settings):
-        is_as_written = not opened and chosen == plain
-        if (n % stride == 0 or n == len(settings) - 1) and not is_as_written:
+    offered = [n for n in range(len(settings)) if n % stride == 0 or n == len(settings) - 1]
+    seconds = [sum(option.seconds for option in settings[n].values()) for n in offered]
+    for k in _of_different_times(seconds, AS_LONG * step.computing_seconds):
+        n, chosen = offered[k], settings[offered[k]]
+        if opened or chosen != plain:
             levels.append(level_of(chosen))
             before = _between(settings[n - 1], chosen, closer) if n else ()
             between.append(tuple(level_of(other) for other in before))
@@ -124,6 +129,23 @@ def loop_choices(step: PricedStep) -> LoopChoices:
         times,
         tuple(between),
     )
+
+
+def _of_different_times(seconds: Sequence[float], least: float) -> list[int]:
+    """Return the places of times that are at least so far from the next one; the ends are among them.
+
+    >>> _of_different_times([0.0, 0.1, 0.9, 1.0, 3.0, 3.1], 0.5)
+    [0, 3, 5]
+
+    Args:
+      seconds: times that never fall.
+      least: the difference.
+    """
+    found = [len(seconds) - 1]
+    for k in range(len(seconds) - 2, 0, -1):
+        if seconds[k] <= seconds[found[-1]] - least:
+            found.append(k)
+    return sorted({0, *found})
 
 
 def _between(

@@ -75,6 +75,8 @@ class Model(Protocol):
     def smaller_variants(self) -> Sequence[str]:
         """Return the names of variants whose programs may need less than all others, but may cost more.
 
+        The last one differs most from the others.
+
         They are used once no other proposal fits, or the best one costs much.
         """
 
@@ -239,6 +241,9 @@ _MISJUDGED = 1.5
 # Number of proposals that are compiled because the model alone says that they fit, once none fits, and once
 # the best costs much more. More find more plans and prolong searches.
 _MOST_TRUSTED = 2
+# Multiple of the budget. If all smallest proposals that were compiled need more, few others are. On 22
+# programs the smallest of different variants were at most 1.2 times apart; a larger multiple searches longer.
+_HOPELESS = 1.5
 # Multiples of the budget. What people write by hand is compiled if it costs much less than the best, even if
 # the model says that it needs the first, and earlier programs that it needs the second. Larger ones allow for
 # more errors of the model.
@@ -298,6 +303,8 @@ class _Search:
 
     def run(self) -> tuple[CompiledProposal | None, tuple[CompiledProposal, ...]]:
         while len(self.compiled) < self._max_compiles() and not self._is_done():
+            if self._is_hopeless():
+                break
             proposals = self._improvements()
             if not proposals:
                 break
@@ -368,7 +375,8 @@ class _Search:
     def _try_others(self) -> None:
         """Compile what the model says just fits in smaller variants, if the best costs much more.
 
-        They were not tried if the model misjudges others: estimates for them start from those.
+        They were not tried if the model misjudges others: estimates for them start from those. If these
+        estimates are about as the model says, they were compared.
         """
         n_left = _MOST_TRUSTED
         tried = {c.proposal.variant for c in self.compiled}
@@ -377,7 +385,8 @@ class _Search:
             if best is None or best.proposal.cost <= self.limits.much_seconds or not n_left:
                 return
             most, aim = (1 - _GAIN_OF_OVER) * best.proposal.cost, int(self.budget / _FIRST_RATIO)
-            if variant in tried or self._costs_more(variant, aim, most):
+            was_compared = self._aim(variant) >= (1 - _OVER) * aim
+            if variant in tried or was_compared or self._costs_more(variant, aim, most):
                 continue
             proposal = self._within(variant, aim)
             if proposal is not None and proposal.cost < most and not self._is_known(proposal):
@@ -487,13 +496,13 @@ class _Search:
 
         Unless `margin` is given, the aim is lowered by a margin that grows with each program compiled so far.
         If a compiled proposal is near the aim, the margin is at most the distance between the two, or
-        `_MARGIN` if that is larger.
+        `_MARGIN` if that is larger; unless the compiler needs the same for several that are too large.
         """
         by_count = _MARGIN * (2 ** len(self.compiled) - 1)
         margin = by_count if margin is None else margin
         aim = self._aim(variant)
         samples = self._samples(variant)
-        if len(samples) > 1 and self.compiled:
+        if len(samples) > 1 and self.compiled and not _is_flat_above(samples, self.budget):
             away = min(abs(model - aim) for model, _ in samples) / max(1.0, aim)
             margin = min(margin, max(_MARGIN, away))
         while True:
@@ -552,7 +561,10 @@ class _Search:
         """Lower the aim until a proposal fits or none is smaller."""
         self.none_fits = True
         for _ in range(self.limits.max_if_none_fits):
-            found = (self._uncompiled_within(variant) for variant in self._variants())
+            variants = self._variants()
+            if self._is_hopeless():
+                variants = self.model.smaller_variants[-1:]
+            found = (self._uncompiled_within(variant) for variant in variants)
             proposals = [proposal for proposal in found if proposal is not None]
             proposals += [p for p in self._by_hand_to_try() if not self._is_known(p)]
             if not proposals:
@@ -562,6 +574,8 @@ class _Search:
             self._compile(min(proposals, key=lambda p: (max(self._expected(p), nearly), p.cost)))
             if self._best() is not None:
                 return
+        if self._is_hopeless():
+            return
         variants = (*self.model.variants, *self.model.smaller_variants)
         smallest = map(self.model.smallest, variants)
         for proposal in itertools.chain(self.model.by_hand[:1], smallest):
@@ -571,6 +585,20 @@ class _Search:
                 self._compile(proposal)
         self._trust_the_model()
         self._search_larger()
+
+    def _is_hopeless(self) -> bool:
+        """Return whether the smallest proposals need far too much, as the model predicts.
+
+        Then only what people would write by hand is compiled, and the variant that needs least if any does.
+        """
+        if not self.compiled:
+            return False
+        nearest = self._nearest()
+        needed, predicted = nearest.compiled_bytes, nearest.proposal.model_bytes
+        if needed < _HOPELESS * self.budget or needed > _MISJUDGED * predicted:
+            return False
+        smallest = self.model.smallest(self.model.variants[0])
+        return smallest.model_bytes > self.budget and self._is_known(smallest)
 
     def _by_hand_to_try(self) -> list[Proposal]:
         """Return what people would write by hand if it may fit, and in any case that with least memory."""
@@ -719,6 +747,9 @@ class _Search:
         """Return the model's bytes for which the compiler is expected to need the budget."""
         budget = self.budget / self._ratio_to_similar(variant)
         samples = sorted(self._samples(variant), key=lambda s: (abs(s[1] - budget), s))
+        between = _aim_between(samples, budget)
+        if between is not None:
+            return between
         line = _slope(samples)
         if line is not None:
             (model, compiled), slope = samples[0], line
@@ -748,6 +779,30 @@ def _disagree(samples: Sequence[tuple[int, int]]) -> bool:
     """Return whether the ratios of samples differ so much that the model misjudges some of them."""
     ratios = [compiled / max(1, model) for model, compiled in samples]
     return bool(ratios) and max(ratios) > _DISAGREEING * min(ratios)
+
+
+def _aim_between(samples: Sequence[tuple[int, int]], budget: float) -> float | None:
+    """Return the model's bytes for a budget that lies between two samples; None if it does not.
+
+    Between two samples a line is accurate whatever its slope, unless the compiler needs about the same for
+    more than one that is too large. Then the middle is tried.
+    """
+    below = max((s for s in samples if s[1] <= budget), default=None)
+    above = min((s for s in samples if s[1] > budget), default=None)
+    if below is None or above is None or below[0] >= above[0]:
+        return None
+    (few, less), (many, more) = below, above
+    aim = few + (budget - less) * (many - few) / (more - less)
+    return min(aim, (few + many) / 2) if _is_flat_above(samples, budget) else aim
+
+
+def _is_flat_above(samples: Sequence[tuple[int, int]], budget: float) -> bool:
+    """Return whether the compiler needs about the same for the two smallest samples above a budget."""
+    above = sorted(s for s in samples if s[1] > budget)[:2]
+    if len(above) < 2:
+        return False
+    (few, less), (many, more) = above
+    return more - less < _MIN_SLOPE * (many - few)
 
 
 def _slope(samples: Sequence[tuple[int, int]]) -> float | None:

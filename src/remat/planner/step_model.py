@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -19,7 +20,13 @@ from remat.ir.flops import flops_of_program
 from remat.planner.auto import WITH_MARKS, tracing
 from remat.planner.bodies import Body, BodyOption, without_partial_sums
 from remat.planner.decisions import LoopDecisions, StepDecisions, applied_to
-from remat.planner.loop_choices import LoopChoices, ScheduledSteps, loop_choices, scheduled_steps
+from remat.planner.loop_choices import (
+    AS_LONG,
+    LoopChoices,
+    ScheduledSteps,
+    loop_choices,
+    scheduled_steps,
+)
 from remat.planner.loop_level import LoopLevel
 from remat.planner.priced_step import ORDERED, PricedStep, fusing
 from remat.planner.rewrite import Decisions
@@ -28,8 +35,8 @@ from remat.planner.search import Proposal
 # Number of levels to try before the first one at which the loops leave enough memory. At these the program
 # outside of the loops must recompute; more find better plans and take longer.
 _LEVELS_BEFORE = 2
-# Number of further levels before that one that are tried if they leave enough memory as well: the peak need
-# not fall from level to level. More find more of them, and each prices a program.
+# Number of further levels before that one of which every second is tried if it leaves enough memory as well:
+# the peak need not fall from level to level. More find more of them, and each prices a program.
 _LEVELS_CHECKED = 6
 # Number of levels at the end of which the one that needs least is taken for the smallest: groups of steps
 # may need more than the loop keeps less. More find smaller ones, and each prices a program.
@@ -41,8 +48,13 @@ _SPREAD, _QUICK_SPREAD = 6, 3
 # budget, since schedules of one step are about as far above their bounds in every variant, or below the price
 # of one that does not. A larger share tries fewer variants.
 _MUCH = 0.1
+# Share of the lower bound of a proposal that fills the budget above which that of another variant's says that
+# the two cost about the same. A larger one tries more variants.
+_SIMILAR = 0.95
 # Share of a proposal's price below which its lower bound says little. A smaller one tries fewer variants.
 _INFORMATIVE = 0.75
+# Share of a proposal's price below which its lower bound says nothing.
+_HARDLY_INFORMATIVE = 0.5
 # Number of corrections of the bytes that bodies are scheduled for, by the peak of the program around them.
 # More come closer to the budget, and each prices a program.
 _MOST_CORRECTIONS = 4
@@ -91,17 +103,15 @@ class StepModel:
         """
         found: list[Proposal] = []
         problem: BudgetError | None = None
-        levels = [
-            (level.least_seconds(variant, n_bytes), level)
-            for level in self._levels_to_try(variant, n_bytes)
-        ]
-        for least, level in sorted(levels, key=lambda bound: bound[0]):
+        for least, level in self._in_turn(variant, n_bytes):
             if math.isinf(least) and not self.step.copies_outside:
                 problem = problem or BudgetError(f"nothing takes at most {n_bytes} bytes.")
                 continue
             copied = level.with_copies(variant, n_bytes)
             if found and copied is None and self._is_slower(least, found):
-                continue
+                if self.step.copies_outside:
+                    continue
+                break
             for one in (level, copied):
                 try:
                     found += [] if one is None else [one.within(variant, n_bytes)]
@@ -111,6 +121,22 @@ class StepModel:
             assert problem is not None
             raise problem
         return self._fastest(found)
+
+    def _in_turn(self, variant: str, n_bytes: int) -> Iterator[tuple[float, LoopLevel]]:
+        """Yield the levels to try with lower bounds on their times, the least first.
+
+        A level is priced once none that was not yielded has loops that take less.
+        """
+        levels = list(dict.fromkeys(self._levels_to_try(variant, n_bytes)))
+        bounds = [(level.loop_seconds, n, False) for n, level in enumerate(levels)]
+        heapq.heapify(bounds)
+        while bounds:
+            least, n, is_priced = heapq.heappop(bounds)
+            if is_priced:
+                yield least, levels[n]
+            else:
+                bound = max(least, levels[n].least_seconds(variant, n_bytes))
+                heapq.heappush(bounds, (bound, n, True))
 
     def _is_slower(self, seconds: float, found: Sequence[Proposal]) -> bool:
         """Return whether a time is longer than that of the fastest proposal that was found."""
@@ -135,15 +161,18 @@ class StepModel:
         """
         if not self.step.by_flops or self.step.copies_outside:
             return True
-        compared = than.price
+        compared, most = than.price, math.inf
         if is_full:
             compared = max(than.lower_bound_seconds, _INFORMATIVE * than.price)
+            if than.lower_bound_seconds > _HARDLY_INFORMATIVE * than.price:
+                most = _SIMILAR * than.lower_bound_seconds
         if variant in self.smaller_variants:
             # The cost of the other one may be that of values that are computed wherever they are read. Prices
             # do not count it.
             compared = max(compared, than.cost)
+        least = min((1 - _MUCH) * compared, most)
         return any(
-            level.least_price(variant, n_bytes) < (1 - _MUCH) * compared
+            level.loop_seconds < least and level.least_price(variant, n_bytes) < least
             for level in self._levels_to_try(variant, n_bytes)
         )
 
@@ -282,7 +311,7 @@ class StepModel:
         return self._levels[key]
 
     def _body_choices(self, variant: str, n_bytes: int) -> list[tuple[BodyOption, ...]]:
-        """Return the options of the bodies to try, one for each body, without repetitions."""
+        """Return the options of the bodies to try, one for each body. All take different times."""
         if not self._loops.bodies:
             return [()]
         beside = [n_bytes - around for around in self._loops.around]
@@ -292,7 +321,14 @@ class StepModel:
             self._corrected_options(variant, n_bytes),
             self._body_options(variant, alone),
         )
-        return list(dict.fromkeys(choices))
+        found: list[tuple[BodyOption, ...]] = []
+        least = math.inf
+        for options in sorted(choices, key=lambda options: sum(o.bytes for o in options)):
+            seconds = sum(option.seconds for option in options)
+            if seconds < least:
+                found.append(options)
+                least = seconds - AS_LONG * self.step.computing_seconds
+        return found
 
     def _corrected_options(self, variant: str, n_bytes: int) -> tuple[BodyOption, ...]:
         """Return the options with which the program takes these bytes without recomputation around bodies.
@@ -348,7 +384,7 @@ class StepModel:
         tried = set(range(nearest, first + 1))
         tried.update(
             at
-            for at in range(max(0, nearest - _LEVELS_CHECKED), nearest)
+            for at in range(nearest - 1, max(0, nearest - _LEVELS_CHECKED) - 1, -2)
             if self._level(at, options).peak_bytes(variant) <= n_bytes
         )
         tried.update(round(k * (n_levels - 1) / n_spread) for k in range(n_spread))

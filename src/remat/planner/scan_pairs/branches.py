@@ -50,6 +50,8 @@ def _is_conditional(eqn: _jax.JaxprEqn) -> bool:
     )
 
 
+# Kept because the program is rewritten for many options, and each starts from it.
+@_jax.weakref_lru_cache
 def branches_of(jaxpr: _jax.Jaxpr, match: Match) -> list[Joint]:
     """Return the joint program of each branch of a pair of conditionals."""
     forward, backward = (jaxpr.eqns[i] for i in match)

@@ -126,16 +126,14 @@ def _rewritten(
     for match in matches(jaxpr):
         key = pair_id(prefix, match)
         if key in choices:
-            option = choices[key]
-            joint = joint_of(jaxpr, match, computes=option.computes_constants)
-            new[match.forward], new[match.backward] = _emit(joint, option, key, change)
+            emit = _emitted_once if change is None else _emitted_pair
+            new[match.forward], new[match.backward] = emit(jaxpr, match, choices[key], key, change)
             (left if left is not None else set()).discard(key)
     for match in branch_matches(jaxpr):
         key = pair_id(prefix, match)
         if key in choices:
-            new[match.forward], new[match.backward] = _emit_branches(
-                branches_of(jaxpr, match), choices[key], key, change
-            )
+            emit = _branches_once if change is None else _emitted_branches
+            new[match.forward], new[match.backward] = emit(jaxpr, match, choices[key], key, change)
             (left if left is not None else set()).discard(key)
     for match in shard_matches(jaxpr):
         pair = shards_of(jaxpr, match)
@@ -172,6 +170,25 @@ def with_inner(
 
 # --------------------------------------------------------------------------------------------------
 # One pair
+
+
+def _emitted_pair(
+    jaxpr: _jax.Jaxpr, match: Match, option: ScanOption, key: str, change: ChangeOfStep | None
+) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
+    joint = joint_of(jaxpr, match, computes=option.computes_constants)
+    return _emit(joint, option, key, change)
+
+
+def _emitted_branches(
+    jaxpr: _jax.Jaxpr, match: Match, option: ScanOption, key: str, change: ChangeOfStep | None
+) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
+    return _emit_branches(branches_of(jaxpr, match), option, key, change)
+
+
+# Kept because most programs that a plan chooses from differ in few of their pairs. They share the others'
+# loops then, and the costs of these are known.
+_emitted_once = _jax.weakref_lru_cache(_emitted_pair)
+_branches_once = _jax.weakref_lru_cache(_emitted_branches)
 
 
 def _emit(
