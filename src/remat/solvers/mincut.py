@@ -226,7 +226,7 @@ class Network:
         is_open = network.data > flow.flow.data
         n_open = np.concatenate([[0], np.cumsum(is_open, dtype=np.int32)])
         residual = scipy.sparse.csr_array(
-            (is_open[is_open].astype(np.int8), network.indices[is_open], n_open[network.indptr]),
+            (np.ones(n_open[-1]), network.indices[is_open], n_open[network.indptr]),
             shape=network.shape,
         )
         on_source_side = np.zeros(2 * n + 2, np.bool_)
