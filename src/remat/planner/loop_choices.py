@@ -134,7 +134,7 @@ def loop_choices(step: PricedStep) -> LoopChoices:
 def _of_different_times(seconds: Sequence[float], least: float) -> list[int]:
     """Return the places of times that are at least so far from the next one; the ends are among them.
 
-    >>> _of_different_times([0.0, 0.1, 0.9, 1.0, 3.0, 3.1], 0.5)
+    >>> _of_different_times([0.0, 0.6, 0.9, 1.0, 3.0, 3.1], 0.5)
     [0, 3, 5]
 
     Args:
