@@ -106,11 +106,11 @@ def loop_choices(step: PricedStep) -> LoopChoices:
         return LoopDecisions(opened, tuple(sorted(chosen.items()))), seconds
 
     offered = [n for n in range(len(settings)) if n % stride == 0 or n == len(settings) - 1]
-    seconds = [sum(option.seconds for option in settings[n].values()) for n in offered]
-    for k in _of_different_times(seconds, AS_LONG * step.computing_seconds):
+    every = [level_of(settings[n]) for n in offered]
+    for k in _of_different_times([s for _, s in every], AS_LONG * step.computing_seconds):
         n, chosen = offered[k], settings[offered[k]]
         if opened or chosen != plain:
-            levels.append(level_of(chosen))
+            levels.append(every[k])
             before = _between(settings[n - 1], chosen, closer) if n else ()
             between.append(tuple(level_of(other) for other in before))
     at = bisect.bisect_left([s for _, s in levels], as_written) if opened else 0

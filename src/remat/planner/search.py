@@ -75,9 +75,8 @@ class Model(Protocol):
     def smaller_variants(self) -> Sequence[str]:
         """Return the names of variants whose programs may need less than all others, but may cost more.
 
-        The last one differs most from the others.
-
-        They are used once no other proposal fits, or the best one costs much.
+        They are used once no other proposal fits, or the best one costs much. The last one differs most from
+        the others.
         """
 
     def within(self, variant: str, n_bytes: int) -> Proposal:
@@ -397,6 +396,8 @@ class _Search:
         """Return the variants to choose from: at first the most accurate one."""
         if not self.compiled:
             return self.model.variants[:1]
+        if self._is_hopeless():
+            return self.model.smaller_variants[-1:]
         is_far = any(
             c.compiled_bytes > _MISPREDICTED * c.proposal.model_bytes for c in self.compiled
         )
@@ -561,10 +562,7 @@ class _Search:
         """Lower the aim until a proposal fits or none is smaller."""
         self.none_fits = True
         for _ in range(self.limits.max_if_none_fits):
-            variants = self._variants()
-            if self._is_hopeless():
-                variants = self.model.smaller_variants[-1:]
-            found = (self._uncompiled_within(variant) for variant in variants)
+            found = (self._uncompiled_within(variant) for variant in self._variants())
             proposals = [proposal for proposal in found if proposal is not None]
             proposals += [p for p in self._by_hand_to_try() if not self._is_known(p)]
             if not proposals:

@@ -126,14 +126,16 @@ def _rewritten(
     for match in matches(jaxpr):
         key = pair_id(prefix, match)
         if key in choices:
-            emit = _emitted_once if change is None else _emitted_pair
-            new[match.forward], new[match.backward] = emit(jaxpr, match, choices[key], key, change)
+            new[match.forward], new[match.backward] = _emitted_scans(
+                jaxpr, match, choices[key], key, change
+            )
             (left if left is not None else set()).discard(key)
     for match in branch_matches(jaxpr):
         key = pair_id(prefix, match)
         if key in choices:
-            emit = _branches_once if change is None else _emitted_branches
-            new[match.forward], new[match.backward] = emit(jaxpr, match, choices[key], key, change)
+            new[match.forward], new[match.backward] = _emitted_branches(
+                jaxpr, match, choices[key], key, change
+            )
             (left if left is not None else set()).discard(key)
     for match in shard_matches(jaxpr):
         pair = shards_of(jaxpr, match)
@@ -172,23 +174,42 @@ def with_inner(
 # One pair
 
 
-def _emitted_pair(
+#: `emit(program, its pair, option, id of the pair, change)`: the equations of both.
+_Emit = Callable[
+    [_jax.Jaxpr, Match, ScanOption, str, ChangeOfStep | None],
+    tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]],
+]
+
+
+def _kept(emit: _Emit) -> _Emit:
+    """Keep what is emitted if no step is changed.
+
+    Most programs that a plan chooses from differ in few of their pairs. They share the others' loops then,
+    and the costs of these are known.
+    """
+    known = _jax.weakref_lru_cache(emit)
+
+    def emitted(
+        jaxpr: _jax.Jaxpr, match: Match, option: ScanOption, key: str, change: ChangeOfStep | None
+    ) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
+        return (known if change is None else emit)(jaxpr, match, option, key, change)
+
+    return emitted
+
+
+@_kept
+def _emitted_scans(
     jaxpr: _jax.Jaxpr, match: Match, option: ScanOption, key: str, change: ChangeOfStep | None
 ) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
     joint = joint_of(jaxpr, match, computes=option.computes_constants)
     return _emit(joint, option, key, change)
 
 
+@_kept
 def _emitted_branches(
     jaxpr: _jax.Jaxpr, match: Match, option: ScanOption, key: str, change: ChangeOfStep | None
 ) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
     return _emit_branches(branches_of(jaxpr, match), option, key, change)
-
-
-# Kept because most programs that a plan chooses from differ in few of their pairs. They share the others'
-# loops then, and the costs of these are known.
-_emitted_once = _jax.weakref_lru_cache(_emitted_pair)
-_branches_once = _jax.weakref_lru_cache(_emitted_branches)
 
 
 def _emit(
